@@ -1,0 +1,1 @@
+"""Export: the only part of sdonnx that needs torch, diffusers and transformers."""

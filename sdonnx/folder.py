@@ -1,0 +1,210 @@
+"""Pipeline folders: read, validate, write atomically.
+
+A folder goes in and a folder comes out at every step. The layout is the one that diffusers and
+optimum use: `model_index.json` and one folder a component.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sdonnx.errors import FolderError, OutputError
+
+__all__ = ["MODEL_INDEX", "ONNX_WEIGHTS", "ONNX_MODEL", "PipelineFolder", "atomic_folder", "read_json"]
+
+MODEL_INDEX = "model_index.json"
+ONNX_MODEL = "model.onnx"
+ONNX_WEIGHTS = "model.onnx.data"
+
+# What these mean to someone who waits for an output: the disk, a quota, the file system or a permission.
+_WRITE_FAILURES = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG}
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the JSON object in `path`.
+
+    Raises:
+        FolderError: the file is missing, is not JSON or does not hold an object.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise FolderError(f"{path} is missing", "a pipeline's JSON file", "copy the folder again") from None
+    except (OSError, UnicodeDecodeError, ValueError) as error:
+        raise FolderError(f"{path} cannot be read ({error})", "a JSON object", "copy the file again") from None
+    if not isinstance(content, dict):
+        raise FolderError(f"{path} holds a {type(content).__name__}", "a JSON object", "copy the file again")
+    return content
+
+
+@dataclass(frozen=True)
+class PipelineFolder:
+    """A pipeline folder on disk: its path and what `model_index.json` says.
+
+    Attributes:
+        path: the folder.
+        index: the content of `model_index.json`.
+    """
+
+    path: Path
+    index: Mapping[str, Any]
+
+    @classmethod
+    def open(cls, path: Path | str) -> PipelineFolder:
+        """Open the pipeline folder at `path`.
+
+        Raises:
+            FolderError: the folder is missing, is not a pipeline, or its index is broken.
+        """
+        path = Path(path)
+        if not path.is_dir():
+            found = f"{path} is a file" if path.exists() else f"{path} does not exist"
+            raise FolderError(found, "a pipeline folder", "give the folder that holds model_index.json")
+        if not (path / MODEL_INDEX).is_file():
+            raise FolderError(
+                f"{path} has no {MODEL_INDEX}",
+                "a pipeline folder in diffusers' layout",
+                "give the folder that holds model_index.json",
+            )
+        index = read_json(path / MODEL_INDEX)
+        if not isinstance(index.get("_class_name"), str):
+            raise FolderError(
+                f"{path / MODEL_INDEX} names no pipeline",
+                'a "_class_name" such as "StableDiffusionPipeline"',
+                "copy the file again from the original pipeline",
+            )
+        return cls(path, index)
+
+    @property
+    def class_name(self) -> str:
+        """The pipeline's class, as diffusers names it."""
+        return str(self.index["_class_name"])
+
+    def component(self, name: str) -> Path:
+        """Return the folder of the component `name`.
+
+        Raises:
+            FolderError: the folder does not exist.
+        """
+        folder = self.path / name
+        if not folder.is_dir():
+            raise FolderError(
+                f"{self.path} has no component {name}",
+                f"a folder {name} beside {MODEL_INDEX}",
+                "copy or export the pipeline again",
+            )
+        return folder
+
+    def config(self, name: str, file: str = "config.json") -> dict[str, Any]:
+        """Return the configuration of the component `name`.
+
+        Raises:
+            FolderError: the component or its configuration is missing or broken.
+        """
+        return read_json(self.component(name) / file)
+
+    def onnx_model(self, name: str, file: str = ONNX_MODEL) -> Path:
+        """Return the path of an ONNX component's model.
+
+        Raises:
+            FolderError: the component or its model is missing.
+        """
+        path = self.component(name) / file
+        if not path.is_file():
+            raise FolderError(
+                f"{path} is missing", "an exported component", "run python -m sdonnx.export on the pipeline"
+            )
+        return path
+
+
+def _refuse_output(out: Path, overwrite: bool, inputs: Sequence[Path]) -> None:
+    """Raise OutputError where writing `out` would lose something or fail late."""
+    resolved = out.resolve()
+    for source in inputs:
+        path = source.resolve()
+        if resolved == path or path in resolved.parents or resolved in path.parents:
+            raise OutputError(
+                f"the output {out} is, holds or lies in the input {source}",
+                "an output apart from the input",
+                "choose another output folder",
+            )
+    if out.is_dir() and not any(out.iterdir()):
+        return
+    if out.exists() or out.is_symlink():
+        if not out.is_dir() or out.is_symlink():
+            raise OutputError(f"the output {out} is not a folder", "a new folder", "choose another output folder")
+        if not overwrite:
+            raise OutputError(
+                f"the output {out} exists and is not empty", "a new or empty folder", "pass --overwrite to replace it"
+            )
+        if not (out / MODEL_INDEX).is_file():
+            # --overwrite means "replace the pipeline that I wrote before", not "remove my home folder".
+            raise OutputError(
+                f"the output {out} exists and is no pipeline folder ({MODEL_INDEX} is missing)",
+                "a folder that an earlier run wrote",
+                "choose another output folder",
+            )
+
+
+def _write_failure(error: OSError, out: Path) -> OutputError:
+    return OutputError(
+        f"writing {out} failed ({error.strerror})",
+        "a place with enough free space and permission to write",
+        "free some space or choose another output folder",
+    )
+
+
+@contextlib.contextmanager
+def atomic_folder(out: Path, overwrite: bool = False, inputs: Sequence[Path] = ()) -> Iterator[Path]:
+    """Yield a temporary folder beside `out` that takes its name once the block ends well.
+
+    On any failure, Ctrl-C included, the temporary folder is removed and what was at `out` stays.
+
+    Args:
+        out: the folder to write. Its parents are made.
+        overwrite: replace a pipeline folder that exists.
+        inputs: folders that are read; `out` may be none of them, nor in or around one.
+
+    Raises:
+        OutputError: `out` exists without `overwrite`, touches an input, or cannot be written.
+    """
+    _refuse_output(out, overwrite, inputs)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        # Hidden and beside the output, so that the last step is a rename within one file system.
+        partial = Path(tempfile.mkdtemp(prefix=f".{out.name}.", suffix=".partial", dir=out.parent))
+    except OSError as error:
+        raise _write_failure(error, out) from error
+    try:
+        partial.chmod(0o755)
+        yield partial
+        _take_name(partial, out)
+    except OSError as error:
+        if error.errno in _WRITE_FAILURES:
+            raise _write_failure(error, out) from error
+        raise
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _take_name(partial: Path, out: Path) -> None:
+    """Rename `partial` to `out`; what was there goes only after the new folder stands."""
+    if not out.exists():
+        partial.rename(out)
+        return
+    old = Path(tempfile.mkdtemp(prefix=f".{out.name}.", suffix=".replaced", dir=out.parent))
+    out.rename(old)  # over the empty folder that mkdtemp made
+    try:
+        partial.rename(out)
+    except BaseException:
+        old.rename(out)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
