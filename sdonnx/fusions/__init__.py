@@ -1,0 +1,136 @@
+"""The ordered table of stages: what is fused, for which provider, in which order.
+
+A stage is a list of rules or one pass. The order matters: a norm takes its additions before BiasAdd
+may, and a convolution gets back only the biases that nothing else took.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import onnx_ir as ir
+
+from sdonnx.fusions.attention import (
+    AttentionToMultiHeadAttention,
+    ProjectionsToPackedKeyValue,
+    ProjectionsToPackedQueryKeyValue,
+)
+from sdonnx.fusions.canonicalize import (
+    BiasAfterReshape,
+    CausalMaskToAttribute,
+    ChannelsLastToFlatChannels,
+    FlatChannelsToChannelsLast,
+    FlatGroupNormToGroupNorm,
+)
+from sdonnx.fusions.geglu import GegluToBiasSplitGelu
+from sdonnx.fusions.group_norm import GroupNormToSkipGroupNorm, SiluIntoGroupNorm
+from sdonnx.fusions.layout import ChannelsLast
+from sdonnx.fusions.residual import BiasIntoNhwcConv, LayerNormToSkipLayerNorm, ResidualToBiasAdd
+from sdonnx.graph.match import Refusal, Rule, apply_rules
+from sdonnx.graph.passes import FoldWeightTransposes, SimplifyReshapes, infer_shapes, tidy
+
+__all__ = ["ATTENTION_LAYOUTS", "PROVIDERS", "Stage", "StageOutcome", "fuse", "stages"]
+
+PROVIDERS = ("cuda", "cpu")
+ATTENTION_LAYOUTS = ("unpacked", "packed_kv", "packed_qkv")
+
+
+@dataclass(frozen=True)
+class StageOutcome:
+    """What a stage did.
+
+    Attributes:
+        stage: its name.
+        fired: how often each rule fired.
+        refusals: the candidates that were left, and why.
+    """
+
+    stage: str
+    fired: dict[str, int]
+    refusals: tuple[Refusal, ...]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A step of the fusion.
+
+    Attributes:
+        name: what the user calls it.
+        rules: the rules that it tries at every node.
+        commute: also try the operands of commutative operators the other way round.
+        run: a pass in place of rules; it returns how often it fired, and the refusals.
+        only_cuda: its operators have no CPU kernel.
+    """
+
+    name: str
+    rules: tuple[type[Rule], ...] = ()
+    commute: bool = False
+    run: Callable[[ir.Model], tuple[dict[str, int], list[Refusal]]] | None = None
+    only_cuda: bool = field(default=True)
+
+
+def _channels_last(model: ir.Model) -> tuple[dict[str, int], list[Refusal]]:
+    layout = ChannelsLast()
+    layout(model)
+    return layout.fired, layout.refusals
+
+
+_PACKINGS: dict[str, tuple[type[Rule], ...]] = {
+    "unpacked": (),
+    "packed_kv": (ProjectionsToPackedKeyValue,),
+    "packed_qkv": (ProjectionsToPackedQueryKeyValue, ProjectionsToPackedKeyValue),
+}
+
+
+def stages(provider: str, attention_layout: str = "unpacked") -> tuple[Stage, ...]:
+    """Return the stages for a provider, in order.
+
+    Args:
+        provider: "cuda" or "cpu".
+        attention_layout: how MultiHeadAttention reads its input, one of ATTENTION_LAYOUTS. On sm_90
+            and newer the unpacked layout is read in place while packed ones cost an unpack kernel.
+    """
+    table = (
+        Stage("masks", (CausalMaskToAttribute,), only_cuda=False),
+        Stage("attention", (AttentionToMultiHeadAttention,), only_cuda=False),
+        *(Stage(f"packing_{rule.__name__}", (rule,)) for rule in _PACKINGS[attention_layout]),
+        Stage("geglu", (GegluToBiasSplitGelu,), commute=True),
+        Stage(
+            "flat_images",
+            (FlatGroupNormToGroupNorm, FlatChannelsToChannelsLast, ChannelsLastToFlatChannels),
+        ),
+        Stage("channels_last", run=_channels_last),
+        Stage("bias_after_reshape", (BiasAfterReshape,), commute=True),
+        Stage("group_norm_silu", (SiluIntoGroupNorm,), commute=True),
+        Stage("skip_group_norm", (GroupNormToSkipGroupNorm,)),
+        Stage("skip_layer_norm", (LayerNormToSkipLayerNorm,), only_cuda=False),
+        Stage("bias_add", (ResidualToBiasAdd,)),
+        Stage("conv_bias", (BiasIntoNhwcConv,), commute=True),
+    )
+    return tuple(stage for stage in table if provider == "cuda" or not stage.only_cuda)
+
+
+def fuse(model: ir.Model, provider: str, attention_layout: str = "unpacked") -> list[StageOutcome]:
+    """Fuse the graph in place for a provider and return what each stage did.
+
+    The graph computes the same function after every stage.
+    """
+    model.graph.opset_imports["com.microsoft"] = 1
+    FoldWeightTransposes()(model)
+    infer_shapes(model)
+    SimplifyReshapes()(model)
+    tidy(model)
+    outcomes = []
+    for stage in stages(provider, attention_layout):
+        if stage.run is not None:
+            fired, refusals = stage.run(model)
+        else:
+            fired, refusals = {}, []
+            for rule in stage.rules:
+                count, refused = apply_rules(model, [rule], stage.commute)
+                fired[rule.__name__] = count
+                refusals += refused
+        tidy(model)
+        outcomes.append(StageOutcome(stage.name, fired, tuple(refusals)))
+    return outcomes

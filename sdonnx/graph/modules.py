@@ -7,6 +7,7 @@ a fusion did not happen.
 from __future__ import annotations
 
 import ast
+import re
 
 import onnx_ir as ir
 
@@ -14,6 +15,9 @@ __all__ = ["MODULE_KEY", "keep_module_paths", "module_path"]
 
 MODULE_KEY = "module"
 _TORCH_SCOPES = "pkg.torch.onnx.name_scopes"
+# How torch.export writes a module that was read from its parent's __dict__.
+_DICT_ACCESS = re.compile(r"__dict__\['_modules'\]\['([^']+)'\]")
+_NO_MODULE = "_empty_nn_module_stack_from_metadata_hook"
 
 
 def module_path(node: ir.Node) -> str:
@@ -30,7 +34,9 @@ def module_path(node: ir.Node) -> str:
 def _innermost_module(scopes: str) -> str:
     """Return the second to last scope of torch's list; the last one is the operator itself."""
     names = ast.literal_eval(scopes)
-    return str(names[-2]) if len(names) > 1 else ""
+    if len(names) < 2 or names[-2] == _NO_MODULE:
+        return ""
+    return _DICT_ACCESS.sub(r"\1", str(names[-2]))
 
 
 def keep_module_paths(model: ir.Model, prefix: str = "") -> None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes import InPlacePass, PassResult
+from onnx_ir.passes import common as common_passes
 
-from sdonnx.graph.tensors import lazy, read
+from sdonnx.graph.edit import constant, derived_initializer, insert, replace
+from sdonnx.graph.tensors import read
 
-__all__ = ["FoldWeightTransposes"]
+__all__ = ["FoldWeightTransposes", "SimplifyDimensions", "SimplifyReshapes", "infer_shapes", "tidy"]
 
 
 class FoldWeightTransposes(InPlacePass):
@@ -18,32 +22,108 @@ class FoldWeightTransposes(InPlacePass):
     """
 
     def call(self, model: ir.Model) -> PassResult:
-        """Fold every Transpose (or Identity) of an initializer."""
+        """Fold every Transpose of an initializer."""
         modified = False
         for node in list(model.graph):
             if node.op_type != "Transpose" or node.domain or node.inputs[0] is None:
                 continue
             source, output = node.inputs[0], node.outputs[0]
-            if not source.is_initializer() or source.const_value is None or output.is_graph_output():
+            if not source.is_initializer() or source.is_graph_input() or output.is_graph_output():
                 continue
             tensor = source.const_value
-            rank = len(tensor.shape)
-            perm = tuple(node.attributes.get_ints("perm", tuple(reversed(range(rank)))))
-            shape = tuple(int(tensor.shape[axis]) for axis in perm)
-            name = f"{source.name}.T" if perm == (1, 0) else f"{source.name}.{''.join(map(str, perm))}"
-            folded = model.graph.initializers.get(name)
-            if folded is None:
-                folded = ir.Value(name=name, shape=ir.Shape(shape), type=ir.TensorType(tensor.dtype))
-                folded.const_value = lazy(
-                    lambda tensor=tensor, perm=perm: np.ascontiguousarray(read(tensor).transpose(perm)),  # type: ignore[misc]
-                    tensor.dtype,
-                    shape,
-                    name,
-                )
-                model.graph.register_initializer(folded)
+            assert tensor is not None
+            perm = tuple(node.attributes.get_ints("perm", tuple(reversed(range(len(tensor.shape))))))
+            folded = derived_initializer(
+                model.graph,
+                f"{source.name}.T" if perm == (1, 0) else f"{source.name}.{''.join(map(str, perm))}",
+                lambda tensor=tensor, perm=perm: np.ascontiguousarray(read(tensor).transpose(perm)),  # type: ignore[misc]
+                tensor.dtype,
+                tuple(int(tensor.shape[axis]) for axis in perm),
+            )
             output.replace_all_uses_with(folded)
             model.graph.remove(node, safe=True)
             if not source.uses():
                 model.graph.initializers.pop(source.name or "")
             modified = True
         return PassResult(model, modified)
+
+
+@lru_cache(maxsize=4096)
+def _simplified(expression: str) -> str:
+    return str(ir.SymbolicDim(expression).simplify())
+
+
+class SimplifyDimensions(InPlacePass):
+    """Write every symbolic dimension in one way: equal sizes then compare as equal."""
+
+    def call(self, model: ir.Model) -> PassResult:
+        """Simplify the shape of every value."""
+        modified = False
+        values = [*model.graph.inputs, *(output for node in model.graph for output in node.outputs)]
+        for value in values:
+            if value.shape is None or value.shape.is_static():
+                continue
+            simple: list[int | ir.SymbolicDim] = [
+                dim if isinstance(dim, int) or dim.value is None else ir.SymbolicDim(_simplified(dim.value))
+                for dim in value.shape.dims
+            ]
+            if simple != list(value.shape.dims):
+                value.shape = ir.Shape(simple)
+                modified = True
+        return PassResult(model, modified)
+
+
+class SimplifyReshapes(InPlacePass):
+    """Reshape(x, computed sizes) -> Reshape(x, constant) where one dynamic size at most is new.
+
+    A size that stands at the same place in the input becomes 0, one other dynamic size -1. The
+    nodes that computed the sizes, which run on the CPU, are then unused.
+    """
+
+    def call(self, model: ir.Model) -> PassResult:
+        """Make the target shapes constant."""
+        modified = False
+        for node in list(model.graph):
+            if node.op_type != "Reshape" or node.domain:
+                continue
+            source, output = node.inputs[0], node.outputs[0]
+            if source is None or source.shape is None or output.shape is None:
+                continue
+            target = _constant_target(source.shape, output.shape)
+            if target is None or (node.inputs[1] is not None and node.inputs[1].is_initializer()):
+                continue
+            name = "shape_" + "_".join(str(size).replace("-", "m") for size in target)
+            reshaped = insert(
+                node, "Reshape", [source, constant(model.graph, target, np.int64, name)], shape=output.shape
+            )
+            replace(output, reshaped)
+            model.graph.remove(node, safe=True)
+            modified = True
+        return PassResult(model, modified)
+
+
+def _constant_target(source: ir.Shape, output: ir.Shape) -> list[int] | None:
+    target: list[int] = []
+    for axis, size in enumerate(output.dims):
+        if isinstance(size, int):
+            target.append(size)
+        elif axis < source.rank() and size.value is not None and source[axis] == size:
+            target.append(0)
+        else:
+            target.append(-1)
+    return target if target.count(-1) <= 1 else None
+
+
+def infer_shapes(model: ir.Model) -> None:
+    """Give every value a shape and a type, with dimensions written in one way."""
+    common_passes.ShapeInferencePass()(model)
+    SimplifyDimensions()(model)
+
+
+def tidy(model: ir.Model) -> None:
+    """Remove what is unused, merge equal computations and sort the nodes."""
+    common_passes.RemoveUnusedNodesPass()(model)
+    # Large attributes and weights are never compared: it would read them all.
+    common_passes.CommonSubexpressionEliminationPass()(model)
+    common_passes.RemoveUnusedNodesPass()(model)
+    common_passes.TopologicalSortPass()(model)

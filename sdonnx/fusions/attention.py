@@ -1,0 +1,193 @@
+"""Attention -> MultiHeadAttention, in the layouts that its kernels read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from sdonnx.graph.edit import MICROSOFT, dims, static_dim
+from sdonnx.graph.match import Rule
+from sdonnx.graph.tensors import lazy, read
+
+__all__ = ["AttentionToMultiHeadAttention", "ProjectionsToPackedKeyValue", "ProjectionsToPackedQueryKeyValue"]
+
+_HEADS_SECOND = [0, 2, 1, 3]
+
+
+class AttentionToMultiHeadAttention(Rule):
+    """Attention over split heads -> MultiHeadAttention(q, k, v) that splits them itself.
+
+    Shapes: q (B,S,N*H), k and v (B,L,N*H). Splitting and joining heads, a Reshape and a Transpose
+    each, disappear into the kernel.
+    """
+
+    def pattern(self, op: Any, q: Any, k: Any, v: Any, q_shape: Any, k_shape: Any, v_shape: Any, shape: Any) -> Any:
+        """Heads split, attention, heads joined."""
+
+        def split(x: Any, sizes: Any, name: str) -> Any:
+            reshaped = op.Reshape(x, sizes, _allow_other_attributes=True, _outputs=[name])
+            return op.Transpose(reshaped, perm=_HEADS_SECOND)
+
+        attention = op.Attention(
+            split(q, q_shape, "q_split"),
+            split(k, k_shape, "k_split"),
+            split(v, v_shape, "v_split"),
+            _allow_other_inputs=True,
+            _allow_other_attributes=True,
+            _outputs=["attention"],
+        )
+        joined = op.Transpose(attention, perm=_HEADS_SECOND)
+        return op.Reshape(joined, shape, _allow_other_attributes=True, _outputs=["joined"])
+
+    def refuse(self, attention: ir.Value, **values: Any) -> str | None:
+        """Heads must be static and equal, and nothing but a scale, a mask and causality asked for."""
+        node = attention.producer()
+        assert node is not None
+        for name in ("q", "k", "v", "joined"):
+            if (sizes := dims(values[name])) is None or len(sizes) != 3:
+                return f"{name} does not have 3 dimensions"
+        heads = {static_dim(values[name], 2) for name in ("q_split", "k_split", "v_split")}
+        sizes = {static_dim(values[name], 3) for name in ("q_split", "k_split", "v_split")}
+        if len(heads) != 1 or len(sizes) != 1 or None in heads | sizes:
+            return f"heads {heads} of size {sizes}: the kernel takes one number and one size for q, k and v"
+        if len(node.inputs) > 4:
+            return "a key-value cache is not supported"
+        if node.attributes.get_float("softcap", 0.0) or node.attributes.get_int("qk_matmul_output_mode", 0):
+            return "softcap and score outputs are not supported"
+        if len(node.inputs) == 4 and (mask := node.inputs[3]) is not None:
+            if mask.shape is None or mask.shape.rank() != 4:
+                return "the mask does not have 4 dimensions"
+            if mask.dtype not in (ir.DataType.BOOL, attention.dtype):
+                return f"the mask is {mask.dtype}"
+        return None
+
+    def rewrite(
+        self, op: Any, q: ir.Value, k: ir.Value, v: ir.Value, q_split: ir.Value, attention: ir.Value, **_: Any
+    ) -> Any:
+        """Ask for the same by attributes."""
+        node = attention.producer()
+        assert node is not None
+        attributes: dict[str, Any] = {"num_heads": static_dim(q_split, 2)}
+        if scale := node.attributes.get_float("scale", 0.0):
+            attributes["scale"] = scale
+        if node.attributes.get_int("is_causal", 0):
+            attributes["unidirectional"] = 1
+        inputs: list[ir.Value | None] = [q, k, v]
+        if len(node.inputs) == 4 and (mask := node.inputs[3]) is not None:
+            inputs += [None, None, _additive(op, mask, attention)]
+        return op.MultiHeadAttention(*inputs, **attributes, _domain=MICROSOFT)
+
+
+def _additive(op: Any, mask: ir.Value, attention: ir.Value) -> ir.Value:
+    """Return the mask as what is added to the scores."""
+    if mask.dtype != ir.DataType.BOOL:
+        return mask
+    assert attention.dtype is not None
+    # Large enough to vanish in the softmax, small enough for fp16.
+    allowed, refused = (
+        op.Constant(value=ir.tensor(np.array(value, attention.dtype.numpy()))) for value in (0.0, -60000.0)
+    )
+    bias: ir.Value = op.Where(mask, allowed, refused)
+    bias.shape, bias.type = mask.shape, ir.TensorType(attention.dtype)
+    return bias
+
+
+def _projection(value: ir.Value) -> tuple[ir.Value, ir.Value] | None:
+    """Return (x, weight) where value = MatMul(x, weight) serves this use alone."""
+    node = value.producer()
+    if node is None or node.op_type != "MatMul" or len(value.uses()) != 1 or value.is_graph_output():
+        return None
+    x, weight = node.inputs
+    if x is None or weight is None or not weight.is_initializer() or static_dim(weight, 1) is None:
+        return None
+    return x, weight
+
+
+def _packed(op: Any, attention: ir.Value, x: ir.Value, weights: list[ir.Value]) -> ir.Value:
+    """Return MatMul(x, weights) as (B,S,N,len(weights),H), which the kernel unpacks by itself."""
+    node = attention.producer()
+    assert node is not None
+    heads = node.attributes.get_int("num_heads")
+    rows, columns = static_dim(weights[0], 0), static_dim(weights[0], 1)
+    assert rows is not None and columns is not None
+    head_size, parts = columns // heads, len(weights)
+    tensors = [weight.const_value for weight in weights]
+
+    def interleave() -> Any:
+        arrays = [read(tensor).reshape(rows, heads, 1, head_size) for tensor in tensors if tensor is not None]
+        return np.concatenate(arrays, axis=2).reshape(rows, parts * columns)
+
+    name = f"{weights[0].name}.packed{parts}"
+    assert weights[0].dtype is not None
+    weight = op.initializer(lazy(interleave, weights[0].dtype, (rows, parts * columns), name), name)
+    product = op.MatMul(x, weight)
+    sizes = dims(x)
+    assert sizes is not None
+    product.shape, product.type = ir.Shape([sizes[0], sizes[1], parts * columns]), x.type
+    packed: ir.Value = op.Reshape(product, op.Constant(value_ints=[0, 0, heads, parts, head_size]))
+    packed.shape, packed.type = ir.Shape([sizes[0], sizes[1], heads, parts, head_size]), x.type
+    return packed
+
+
+class _Packing(Rule):
+    """What the two packed layouts have in common."""
+
+    def pattern(self, op: Any, q: Any, k: Any, v: Any) -> Any:
+        """An attention without mask."""
+        return op.MultiHeadAttention(
+            q, k, v, _domain=MICROSOFT, _allow_other_attributes=True, _outputs=["attention"]
+        )
+
+    keeps_nodes = True
+
+    @staticmethod
+    def _attributes(attention: ir.Value) -> dict[str, Any]:
+        node = attention.producer()
+        assert node is not None
+        return dict(node.attributes)
+
+
+class ProjectionsToPackedQueryKeyValue(_Packing):
+    """MultiHeadAttention(x@Wq, x@Wk, x@Wv) -> MultiHeadAttention(x @ [Wq|Wk|Wv interleaved by head]).
+
+    Shapes: x (B,S,D), packed (B,S,N,3,H).
+    """
+
+    def refuse(self, q: ir.Value, k: ir.Value, v: ir.Value, **_: Any) -> str | None:
+        """All three must be projections of one value, of one width."""
+        found = [_projection(value) for value in (q, k, v)]
+        if any(projection is None for projection in found):
+            return "q, k and v are not three projections without bias"
+        if len({id(projection[0]) for projection in found if projection}) != 1:
+            return "q, k and v are projections of different values"
+        return None
+
+    def rewrite(self, op: Any, q: ir.Value, k: ir.Value, v: ir.Value, attention: ir.Value) -> Any:
+        """Project once."""
+        projections = [found for value in (q, k, v) if (found := _projection(value))]
+        packed = _packed(op, attention, projections[0][0], [weight for _, weight in projections])
+        return op.MultiHeadAttention(packed, **self._attributes(attention), _domain=MICROSOFT)
+
+
+class ProjectionsToPackedKeyValue(_Packing):
+    """MultiHeadAttention(q, x@Wk, x@Wv) -> MultiHeadAttention(q, x @ [Wk|Wv interleaved by head]).
+
+    Shapes: q (B,S,D), x (B,L,D'), packed (B,L,N,2,H).
+    """
+
+    def refuse(self, k: ir.Value, v: ir.Value, **_: Any) -> str | None:
+        """Both must be projections of one value."""
+        found = [_projection(value) for value in (k, v)]
+        if any(projection is None for projection in found):
+            return "k and v are not two projections without bias"
+        if len({id(projection[0]) for projection in found if projection}) != 1:
+            return "k and v are projections of different values"
+        return None
+
+    def rewrite(self, op: Any, q: ir.Value, k: ir.Value, v: ir.Value, attention: ir.Value) -> Any:
+        """Project once."""
+        projections = [found for value in (k, v) if (found := _projection(value))]
+        packed = _packed(op, attention, projections[0][0], [weight for _, weight in projections])
+        return op.MultiHeadAttention(q, packed, **self._attributes(attention), _domain=MICROSOFT)

@@ -1,0 +1,186 @@
+"""Any exporter's idiom -> the standard operator in its plainest form."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import onnx_ir as ir
+
+from sdonnx.graph.edit import constant_value, dims
+from sdonnx.graph.match import Rule
+
+__all__ = ["BiasAfterReshape", "CausalMaskToAttribute", "ChannelsLastToFlatChannels", "FlatChannelsToChannelsLast", "FlatGroupNormToGroupNorm"]
+
+
+class FlatGroupNormToGroupNorm(Rule):
+    """GroupNormalization(Reshape(x, (B,C,H*W))) -> Reshape(GroupNormalization(x), (B,C,H*W)).
+
+    Shapes: x (B,C,H,W). diffusers' VAE normalizes the flattened image.
+    """
+
+    def pattern(self, op: Any, x: Any, shape: Any, gamma: Any, beta: Any) -> Any:
+        """The norm of a flattened image."""
+        flat = op.Reshape(x, shape, _allow_other_attributes=True)
+        return op.GroupNormalization(flat, gamma, beta, _allow_other_attributes=True, _outputs=["norm"])
+
+    keeps_nodes = True  # the flat image is the residual too
+
+    def refuse(self, x: ir.Value, norm: ir.Value, **_: Any) -> str | None:
+        """The reshape must keep batch and channels."""
+        return None if _flattens_last_two(x, norm) else "the reshape does more than to flatten height and width"
+
+    def rewrite(self, op: Any, x: ir.Value, shape: ir.Value, gamma: ir.Value, beta: ir.Value, norm: ir.Value) -> Any:
+        """Normalize, then flatten."""
+        node = norm.producer()
+        assert node is not None
+        normal = op.GroupNormalization(x, gamma, beta, **node.attributes)
+        normal.shape, normal.type = x.shape, x.type
+        return op.Reshape(normal, shape)
+
+
+def _flattens_last_two(x: ir.Value, flat: ir.Value) -> bool:
+    before, after = dims(x), dims(flat)
+    return before is not None and after is not None and len(before) == 4 and len(after) == 3 and before[:2] == after[:2]
+
+
+class FlatChannelsToChannelsLast(Rule):
+    """Transpose(Reshape(x, (B,C,H*W)), (0,2,1)) -> Reshape(Transpose(x, (0,2,3,1)), (B,H*W,C)).
+
+    Shapes: x (B,C,H,W). A transposition of the image can then cancel against its neighbours.
+    """
+
+    keeps_nodes = True
+
+    def pattern(self, op: Any, x: Any, shape: Any) -> Any:
+        """A flattened image, channels moved last."""
+        return op.Transpose(op.Reshape(x, shape, _allow_other_attributes=True), perm=[0, 2, 1], _outputs=["last"])
+
+    def refuse(self, x: ir.Value, last: ir.Value, **_: Any) -> str | None:
+        """The reshape must keep batch and channels."""
+        before, after = dims(x), dims(last)
+        if before is None or after is None or len(before) != 4 or before[:2] != (after[0], after[2]):
+            return "the reshape does more than to flatten height and width"
+        if not isinstance(before[1], int):
+            return "the number of channels is dynamic"
+        return None
+
+    def rewrite(self, op: Any, x: ir.Value, last: ir.Value, **_: Any) -> Any:
+        """Move channels last, then flatten."""
+        sizes = dims(x)
+        assert sizes is not None
+        moved = op.Transpose(x, perm=[0, 2, 3, 1])
+        moved.shape, moved.type = ir.Shape([sizes[0], sizes[2], sizes[3], sizes[1]]), x.type
+        shape = op.Constant(value_ints=[0, -1, int(str(sizes[1]))])
+        return op.Reshape(moved, shape)
+
+
+class ChannelsLastToFlatChannels(Rule):
+    """Reshape(Transpose(x, (0,2,1)), (B,C,H,W)) -> Transpose(Reshape(x, (B,H,W,C)), (0,3,1,2)).
+
+    Shapes: x (B,H*W,C). The inverse of FlatChannelsToChannelsLast.
+    """
+
+    def pattern(self, op: Any, x: Any, shape: Any) -> Any:
+        """A sequence put back into an image."""
+        moved = op.Transpose(x, perm=[0, 2, 1])
+        return op.Reshape(moved, shape, _allow_other_attributes=True, _outputs=["image"])
+
+    def refuse(self, x: ir.Value, image: ir.Value, **_: Any) -> str | None:
+        """The reshape must keep batch and channels."""
+        before, after = dims(x), dims(image)
+        if before is None or after is None or len(after) != 4 or after[:2] != (before[0], before[2]):
+            return "the reshape does more than to unflatten height and width"
+        return None
+
+    def rewrite(self, op: Any, x: ir.Value, shape: ir.Value, image: ir.Value) -> Any:
+        """Unflatten, then move channels first."""
+        sizes = dims(image)
+        assert sizes is not None
+        order = op.Constant(value_ints=[0, 2, 3, 1])
+        unflat = op.Reshape(x, op.Gather(shape, order))
+        unflat.shape, unflat.type = ir.Shape([sizes[0], sizes[2], sizes[3], sizes[1]]), x.type
+        return op.Transpose(unflat, perm=[0, 3, 1, 2])
+
+
+class CausalMaskToAttribute(Rule):
+    """Attention(q, k, v, [j <= i]) -> Attention(q, k, v, is_causal=1).
+
+    Shapes: q, k, v (B,N,S,H), mask (1 or B,1,S,S), computed from one Range as transformers does.
+    """
+
+    keeps_nodes = True  # one mask serves every layer
+
+    def pattern(self, op: Any, q: Any, k: Any, v: Any, mask: Any) -> Any:
+        """An attention with a mask."""
+        return op.Attention(q, k, v, mask, _allow_other_attributes=True, _outputs=["attention"])
+
+    def refuse(self, mask: ir.Value, **_: Any) -> str | None:
+        """The mask must be the lower triangle."""
+        return None if _is_causal(mask) else "the mask is not known to be causal"
+
+    def rewrite(self, op: Any, q: ir.Value, k: ir.Value, v: ir.Value, attention: ir.Value, **_: Any) -> Any:
+        """Say it by the attribute."""
+        node = attention.producer()
+        assert node is not None
+        attributes = {name: value for name, value in node.attributes.items() if name != "is_causal"}
+        return op.Attention(q, k, v, **attributes, is_causal=1)
+
+
+def _through(value: ir.Value | None, op_types: tuple[str, ...]) -> ir.Value | None:
+    """Return where `value` comes from before any of these operators."""
+    while value is not None and (node := value.producer()) is not None and node.op_type in op_types:
+        value = node.inputs[0]
+    return value
+
+
+def _is_causal(mask: ir.Value) -> bool:
+    compared = _through(mask, ("Expand",))
+    node = compared.producer() if compared is not None else None
+    if node is None or node.op_type not in ("LessOrEqual", "GreaterOrEqual"):
+        return False
+    column, row = node.inputs if node.op_type == "LessOrEqual" else reversed(node.inputs)
+    column_range, row_range = _through(column, ("Unsqueeze",)), _through(row, ("Unsqueeze",))
+    if column is None or row is None or column_range is None or column_range is not row_range:
+        return False
+    counted = column_range.producer()
+    if counted is None or counted.op_type != "Range":
+        return False
+    start, step = constant_value(counted.inputs[0]), constant_value(counted.inputs[2])
+    columns, rows = dims(column), dims(row)
+    return (
+        start is not None
+        and step is not None
+        and int(start) == 0
+        and int(step) == 1
+        and columns is not None
+        and rows is not None
+        and columns[-2] == 1
+        and rows[-1] == 1
+        and columns[-1] == rows[-2]
+    )
+
+
+class BiasAfterReshape(Rule):
+    """Reshape(x + bias, shape) -> Reshape(x, shape) + bias, where the last axis stays as it is.
+
+    Shapes: x (..., C), bias (C,). The bias comes next to the residual, where one kernel adds both.
+    """
+
+    def pattern(self, op: Any, x: Any, bias: Any, shape: Any) -> Any:
+        """A biased value, reshaped."""
+        return op.Reshape(op.Add(x, bias), shape, _allow_other_attributes=True, _outputs=["reshaped"])
+
+    def refuse(self, x: ir.Value, bias: ir.Value, reshaped: ir.Value, **_: Any) -> str | None:
+        """The bias must be a constant vector along an axis that the reshape keeps."""
+        before, after = dims(x), dims(reshaped)
+        if constant_value(bias) is None or bias.shape is None or bias.shape.rank() != 1:
+            return "what is added is no constant vector"
+        if before is None or after is None or not isinstance(before[-1], int) or before[-1] != after[-1]:
+            return "the reshape changes the last axis"
+        return None
+
+    def rewrite(self, op: Any, x: ir.Value, bias: ir.Value, shape: ir.Value, reshaped: ir.Value) -> Any:
+        """Reshape, then add."""
+        moved = op.Reshape(x, shape)
+        moved.shape, moved.type = reshaped.shape, reshaped.type
+        return op.Add(moved, bias)

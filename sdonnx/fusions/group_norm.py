@@ -1,0 +1,90 @@
+"""GroupNorm takes the SiLU after it and the additions before it.
+
+These rules work on graphs whose images are (B,H,W,C), after the layout stage.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import onnx_ir as ir
+
+from sdonnx.graph.edit import MICROSOFT, dims, replace, static_dim
+from sdonnx.graph.match import Rule, Sum, same_shape, sum_of, total_bias
+
+__all__ = ["GroupNormToSkipGroupNorm", "SiluIntoGroupNorm"]
+
+
+class SiluIntoGroupNorm(Rule):
+    """n = GroupNorm(x); n * Sigmoid(n) -> GroupNorm(x, activation=1).
+
+    Shapes: x (B,H,W,C).
+    """
+
+    def pattern(self, op: Any, x: Any, gamma: Any, beta: Any) -> Any:
+        """SiLU of a norm."""
+        norm = op.GroupNorm(
+            x, gamma, beta, activation=0, _domain=MICROSOFT, _allow_other_attributes=True, _outputs=["norm"]
+        )
+        return op.Mul(norm, op.Sigmoid(norm))
+
+    def rewrite(self, op: Any, x: ir.Value, gamma: ir.Value, beta: ir.Value, norm: ir.Value) -> Any:
+        """One kernel."""
+        node = norm.producer()
+        assert node is not None
+        attributes = {name: value for name, value in node.attributes.items() if name != "activation"}
+        return op.GroupNorm(x, gamma, beta, **attributes, activation=1, _domain=MICROSOFT)
+
+
+class GroupNormToSkipGroupNorm(Rule):
+    """s = x + skip + bias; GroupNorm(s) -> SkipGroupNorm(x, skip, bias), which gives s too.
+
+    Shapes: x (B,H,W,C), skip (B,H,W,C) or (B,1,1,C), bias (C,).
+    """
+
+    keeps_nodes = True  # the sum is the residual of what follows
+
+    def pattern(self, op: Any, total: Any, gamma: Any, beta: Any) -> Any:
+        """A norm; its input is looked at by `refuse`."""
+        return op.GroupNorm(
+            total, gamma, beta, _domain=MICROSOFT, _allow_other_attributes=True, _outputs=["norm"]
+        )
+
+    def refuse(self, total: ir.Value, **_: Any) -> str | None:
+        """There must be two terms, of one shape or one of them a row for each image."""
+        parts = sum_of(total)
+        if len(parts.terms) != 2:
+            return f"the input is a sum of {len(parts.terms)} activations, the kernel adds two"
+        return None if _ordered(parts, total) else "the two terms have shapes that the kernel does not add"
+
+    def rewrite(self, op: Any, total: ir.Value, gamma: ir.Value, beta: ir.Value, norm: ir.Value) -> Any:
+        """Add and normalize in one kernel; whoever used the sum takes the kernel's."""
+        node, parts = norm.producer(), sum_of(total)
+        assert node is not None and isinstance(node.graph, ir.Graph)
+        terms = _ordered(parts, total)
+        assert terms is not None
+        inputs = [terms[0], gamma, beta, terms[1]]
+        if (bias := total_bias(node.graph, parts.biases)) is not None:
+            inputs.append(bias)
+        normal, summed = op.SkipGroupNorm(*inputs, **node.attributes, _domain=MICROSOFT, _outputs=2)
+        summed.shape, summed.type = total.shape, total.type
+        replace(total, summed)
+        return normal
+
+
+def _ordered(parts: Sum, total: ir.Value) -> tuple[ir.Value, ir.Value] | None:
+    """Return (x, skip): x has the shape of the sum."""
+    first, second = parts.terms
+    if same_shape(first, total):
+        x, skip = first, second
+    elif same_shape(second, total):
+        x, skip = second, first
+    else:
+        return None
+    if same_shape(skip, total):
+        return x, skip
+    sizes, whole = dims(skip), dims(total)
+    if sizes is None or whole is None or len(sizes) != 4:
+        return None
+    is_row = sizes[0] == whole[0] and sizes[1] == sizes[2] == 1 and static_dim(skip, 3) == static_dim(total, 3)
+    return (x, skip) if is_row else None

@@ -1,0 +1,112 @@
+"""Residual additions and biases, taken into the kernel that reads or writes them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from sdonnx.graph.edit import MICROSOFT, constant, dims, is_weight, replace, static_dim
+from sdonnx.graph.match import Rule, same_shape, sum_of, total_bias
+
+__all__ = ["BiasIntoNhwcConv", "LayerNormToSkipLayerNorm", "ResidualToBiasAdd"]
+
+
+class LayerNormToSkipLayerNorm(Rule):
+    """s = x + skip + bias; LayerNormalization(s) -> SkipLayerNormalization(x, skip, bias), which gives s too.
+
+    Shapes: x and skip (B,S,D), bias (D,).
+    """
+
+    keeps_nodes = True  # the sum is the residual of what follows
+
+    def pattern(self, op: Any, total: Any, gamma: Any, beta: Any) -> Any:
+        """A norm; its input is looked at by `refuse`."""
+        return op.LayerNormalization(total, gamma, beta, _allow_other_attributes=True, _outputs=["norm"])
+
+    def refuse(self, total: ir.Value, norm: ir.Value, **_: Any) -> str | None:
+        """There must be two terms of one shape (B,S,D), normalized over the last axis."""
+        node, parts = norm.producer(), sum_of(total)
+        assert node is not None
+        if node.attributes.get_int("axis", -1) not in (-1, 2):
+            return "the norm is not over the last axis"
+        if len(parts.terms) != 2:
+            return f"the input is a sum of {len(parts.terms)} activations, the kernel adds two"
+        if not all(same_shape(term, total) for term in parts.terms) or len(dims(total) or ()) != 3:
+            return "the two terms are not of one shape (B,S,D)"
+        return None
+
+    def rewrite(self, op: Any, total: ir.Value, gamma: ir.Value, beta: ir.Value, norm: ir.Value) -> Any:
+        """Add and normalize in one kernel; whoever used the sum takes the kernel's."""
+        node, parts = norm.producer(), sum_of(total)
+        assert node is not None and isinstance(node.graph, ir.Graph)
+        inputs = [parts.terms[0], parts.terms[1], gamma, beta]
+        if (bias := total_bias(node.graph, parts.biases)) is not None:
+            inputs.append(bias)
+        normal, _, _, summed = op.SkipLayerNormalization(
+            *inputs, epsilon=node.attributes.get_float("epsilon", 1e-5), _domain=MICROSOFT, _outputs=4
+        )
+        summed.shape, summed.type = total.shape, total.type
+        replace(total, summed)
+        return normal
+
+
+class ResidualToBiasAdd(Rule):
+    """x + bias + skip -> BiasAdd(x, bias, skip).
+
+    Shapes: x and skip (B,S,C), or (B,H,W,C), which the kernel sees as (B,H*W,C); bias (C,).
+    """
+
+    keeps_nodes = True
+
+    def pattern(self, op: Any, a: Any, b: Any) -> Any:
+        """An addition; its operands are looked at by `refuse`."""
+        return op.Add(a, b, _outputs=["total"])
+
+    def refuse(self, total: ir.Value, **_: Any) -> str | None:
+        """There must be two terms of one shape and a bias."""
+        parts, sizes = sum_of(total), dims(total)
+        if len(parts.terms) != 2 or not parts.biases:
+            return f"{len(parts.terms)} activations and {len(parts.biases)} biases, the kernel adds two and one"
+        if not all(same_shape(term, total) for term in parts.terms):
+            return "the two terms are not of one shape"
+        if sizes is None or len(sizes) not in (3, 4) or static_dim(total, -1) is None:
+            return "the terms are neither (B,S,C) nor (B,H,W,C)"
+        return None
+
+    def rewrite(self, op: Any, total: ir.Value, **_: Any) -> Any:
+        """Add both in one kernel."""
+        node, parts = total.producer(), sum_of(total)
+        assert node is not None and isinstance(node.graph, ir.Graph)
+        bias = total_bias(node.graph, parts.biases)
+        x, skip = parts.terms
+        if len(dims(total) or ()) == 3:
+            return op.BiasAdd(x, bias, skip, _domain=MICROSOFT)
+        channels = static_dim(total, -1)
+        flat = constant(node.graph, [0, -1, channels], np.int64, f"shape_0_m1_{channels}")
+        added = op.BiasAdd(op.Reshape(x, flat), bias, op.Reshape(skip, flat), _domain=MICROSOFT)
+        return op.Reshape(added, op.Shape(skip))
+
+
+class BiasIntoNhwcConv(Rule):
+    """NhwcConv(x, w) + bias -> NhwcConv(x, w, bias).
+
+    Shapes: x (B,H,W,C), w (M,kH,kW,C), bias (M,). For the biases that no other kernel took.
+    """
+
+    def pattern(self, op: Any, x: Any, weight: Any, bias: Any) -> Any:
+        """A convolution and a bias."""
+        conv = op.NhwcConv(x, weight, _domain=MICROSOFT, _allow_other_attributes=True, _outputs=["conv"])
+        return op.Add(conv, bias)
+
+    def refuse(self, bias: ir.Value, **_: Any) -> str | None:
+        """The bias must be one."""
+        is_vector = is_weight(bias) and bias.shape is not None and bias.shape.rank() == 1
+        return None if is_vector else "what is added is no constant vector"
+
+    def rewrite(self, op: Any, x: ir.Value, weight: ir.Value, bias: ir.Value, conv: ir.Value) -> Any:
+        """The kernel adds it."""
+        node = conv.producer()
+        assert node is not None
+        return op.NhwcConv(x, weight, bias, **node.attributes, _domain=MICROSOFT)

@@ -1,0 +1,142 @@
+"""What rules are written with: the rule itself, sums, and equality of shapes.
+
+This module alone knows onnxscript's rewriter; rules see `Rule` and `apply_rules`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+from onnxscript.rewriter.pattern import MatchResult, RewriteRuleClassBase, RewriteRuleSet
+
+from sdonnx.graph.edit import derived_initializer, dims, is_weight
+from sdonnx.graph.modules import module_path
+from sdonnx.graph.tensors import read
+
+__all__ = ["Refusal", "Rule", "Sum", "apply_rules", "same_shape", "sum_of", "total_bias"]
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A candidate that a rule did not rewrite.
+
+    Attributes:
+        rule: the rule's name.
+        node: the candidate's name.
+        module: the torch module that it belongs to, "" where nothing tells.
+        reason: why not.
+    """
+
+    rule: str
+    node: str
+    module: str
+    reason: str
+
+
+class Rule(RewriteRuleClassBase):  # type: ignore[misc]
+    """A rewrite rule: `pattern`, `refuse` and `rewrite`.
+
+    `pattern(op, ...)` is the source. `refuse(**bindings)` gets what the pattern bound and returns
+    why the match must not be rewritten, or None. `rewrite(op, **bindings)` returns the target.
+    With `keeps_nodes`, values inside the match may be used elsewhere: the match is then left in
+    place, and what became unused is removed after the stage.
+    """
+
+    keeps_nodes = False
+
+    def __init__(self, refusals: list[Refusal]) -> None:
+        super().__init__(name=type(self).__name__, remove_nodes=not self.keeps_nodes)
+        self._refusals = refusals
+
+    def refuse(self, **bindings: Any) -> str | None:
+        """Return why this match must not be rewritten, None if it may be."""
+        return None
+
+    def check(self, context: Any, **bindings: Any) -> MatchResult:
+        """Ask `refuse`, and keep its answer for the report."""
+        reason = self.refuse(**bindings)
+        result = MatchResult()
+        if reason is None:
+            return result
+        node = context.main_root_node if hasattr(context, "main_root_node") else context.root
+        name = str(self.name)
+        self._refusals.append(Refusal(name, node.name or node.op_type, module_path(node), reason))
+        return result.fail(reason)
+
+
+def apply_rules(model: ir.Model, rules: Sequence[type[Rule]], commute: bool = False) -> tuple[int, list[Refusal]]:
+    """Apply the rules to every node once and return how often they fired, and the refusals.
+
+    A pattern with commutative operators is tried with its operands in either order if `commute`.
+    """
+    refusals: list[Refusal] = []
+    rule_set = RewriteRuleSet([rule.rule(refusals) for rule in rules], commute=commute)
+    fired: int = rule_set.apply_to_model(model)
+    return fired, list(dict.fromkeys(refusals))
+
+
+def same_shape(a: ir.Value, b: ir.Value) -> bool:
+    """Tell whether two values are known to have the same shape."""
+    left, right = dims(a), dims(b)
+    if left is None or right is None or len(left) != len(right):
+        return False
+    # An unnamed dimension equals nothing, itself included.
+    return all(x == y and (isinstance(x, int) or x.value is not None) for x, y in zip(left, right, strict=True))
+
+
+@dataclass(frozen=True)
+class Sum:
+    """A tree of additions, flattened: its value is sum(terms) + sum(biases).
+
+    Attributes:
+        terms: the activations that are added.
+        biases: the constant vectors (C,) that are added along the last axis.
+    """
+
+    terms: tuple[ir.Value, ...]
+    biases: tuple[ir.Value, ...]
+
+
+def sum_of(value: ir.Value) -> Sum:
+    """Return the additions that make `value`.
+
+    Inner sums are opened where nothing else uses them. A value that is no sum is its only term.
+    """
+    node = value.producer()
+    if node is None or node.op_type != "Add" or node.domain:
+        return Sum((value,), ())
+    terms: list[ir.Value] = []
+    biases: list[ir.Value] = []
+    for operand in node.inputs:
+        assert operand is not None
+        if is_weight(operand) and operand.shape is not None and operand.shape.rank() == 1:
+            biases.append(operand)
+        elif len(operand.uses()) == 1 and not operand.is_graph_output():
+            inner = sum_of(operand)
+            terms.extend(inner.terms)
+            biases.extend(inner.biases)
+        else:
+            terms.append(operand)
+    return Sum(tuple(terms), tuple(biases))
+
+
+def total_bias(graph: ir.Graph, biases: Sequence[ir.Value]) -> ir.Value | None:
+    """Return one bias that is the sum of `biases`, None where there is none."""
+    if not biases:
+        return None
+    if len(biases) == 1:
+        return biases[0]
+    tensors = [bias.const_value for bias in biases]
+    first = tensors[0]
+    assert first is not None
+    return derived_initializer(
+        graph,
+        "+".join(bias.name or "" for bias in biases),
+        lambda: np.sum([read(tensor) for tensor in tensors if tensor is not None], axis=0, dtype=first.dtype.numpy()),
+        first.dtype,
+        tuple(int(size) for size in first.shape),
+    )

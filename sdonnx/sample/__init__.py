@@ -1,0 +1,116 @@
+"""Sample pipelines: published architectures with seeded random weights, for tests and measurements.
+
+Nothing is downloaded. The images are colourful noise, but every layer has its true shape, so memory, speed and
+numerical agreement are those of the real pipeline.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sdonnx.errors import OptionError, OutputError
+from sdonnx.folder import atomic_folder
+from sdonnx.sample.architectures import ARCHITECTURES, Architecture, ClassSpec, TokenizerSpec
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["ARCHITECTURES", "Architecture", "ClassSpec", "TokenizerSpec", "build_network", "write_sample"]
+
+# Where each library's from_pretrained looks for weights.
+_WEIGHT_FILES = {"diffusers": "diffusion_pytorch_model.safetensors", "transformers": "model.safetensors"}
+
+
+def build_network(spec: ClassSpec) -> torch.nn.Module:
+    """Return the network that `spec` describes, on the meta device: shapes without weights."""
+    import torch
+
+    network_class = getattr(importlib.import_module(spec.library), spec.name)
+    with torch.device("meta"):
+        if spec.library == "transformers":
+            network = network_class(network_class.config_class(**spec.config))
+        else:
+            network = network_class.from_config(dict(spec.config))
+    assert isinstance(network, torch.nn.Module)
+    return network.eval()
+
+
+def _write_network(name: str, network: Any, library: str, folder: Path, seed: int) -> int:
+    """Write weights and configuration of one component; return the number of its parameters."""
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    from sdonnx.sample.weights import draw_weights
+
+    folder.mkdir()
+    weights = draw_weights(name, network, seed)
+    file = folder / _WEIGHT_FILES[library]
+    try:
+        save_file(weights, file, metadata={"format": "pt"})
+    except SafetensorError as error:  # which hides the OSError
+        raise OutputError(
+            f"writing {file.name} of {name} failed ({error})",
+            "a place with enough free space",
+            "free some space or choose another output folder",
+        ) from error
+    if library == "transformers":
+        network.config.save_pretrained(folder)
+    else:
+        network.save_config(folder)
+    return sum(tensor.numel() for tensor in weights.values())
+
+
+def write_sample(
+    arch: str, out: Path, seed: int = 0, *, progress: Callable[[str], None] | None = None
+) -> None:
+    """Write a complete diffusers pipeline with random weights to the folder `out`.
+
+    The same architecture and seed give the same bytes of weights on every machine with the same torch. Peak memory
+    is the largest component's weights and a little more.
+
+    Args:
+        arch: a key of `ARCHITECTURES`.
+        out: the folder to write; new or empty.
+        seed: any integer.
+        progress: told a line of text as each component is begun.
+
+    Raises:
+        OptionError: `arch` is unknown.
+        OutputError: `out` exists and is not empty, or cannot be written.
+    """
+    if arch not in ARCHITECTURES:
+        known = ", ".join(ARCHITECTURES)
+        raise OptionError(f"the architecture {arch!r} is unknown", f"one of {known}", "choose one of these")
+    architecture = ARCHITECTURES[arch]
+    tell = progress or (lambda line: None)
+    with atomic_folder(Path(out)) as partial:
+        _write_pipeline(architecture, partial, seed, tell)
+
+
+def _write_pipeline(
+    architecture: Architecture, folder: Path, seed: int, tell: Callable[[str], None]
+) -> None:
+    import diffusers
+
+    from sdonnx.sample.tokenizer import build_tokenizer, save_tokenizer
+
+    components: dict[str, Any] = {}
+    for name, spec in architecture.networks.items():
+        network = build_network(spec)
+        count = sum(parameter.numel() for parameter in network.parameters())
+        tell(f"{name}: {count / 1e6:,.1f} million parameters")
+        _write_network(name, network, spec.library, folder / name, seed)
+        components[name] = network
+    for name, tokenizer_spec in architecture.tokenizers.items():
+        tell(name)
+        components[name] = build_tokenizer(tokenizer_spec)
+        save_tokenizer(components[name], folder / name)
+    tell("scheduler")
+    scheduler_class = getattr(diffusers, architecture.scheduler.name)
+    components["scheduler"] = scheduler_class.from_config(dict(architecture.scheduler.config))
+    components["scheduler"].save_pretrained(folder / "scheduler")
+    pipeline = getattr(diffusers, architecture.pipeline)(**components, **architecture.options)
+    pipeline.save_config(folder)

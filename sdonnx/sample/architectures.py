@@ -1,0 +1,230 @@
+"""The architectures that `write_sample` can write, as a table.
+
+An architecture is data: the classes of diffusers and transformers that make its components, and the
+configurations that its published pipeline has. A new one is a new entry.
+
+Sources, by the name of the published pipeline and the file in it (`unet/config.json` and so on):
+`sd15` is runwayml/stable-diffusion-v1-5, `sd21` is stabilityai/stable-diffusion-2-1 and `sd21-base` is
+stabilityai/stable-diffusion-2-1-base. `tiny` is published nowhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+__all__ = ["ARCHITECTURES", "Architecture", "ClassSpec", "TokenizerSpec"]
+
+
+@dataclass(frozen=True)
+class ClassSpec:
+    """A class of diffusers or transformers and the configuration that it is built from.
+
+    Attributes:
+        library: the package that has the class.
+        name: the class.
+        config: its configuration; what it leaves out has the class's default.
+    """
+
+    library: str
+    name: str
+    config: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class TokenizerSpec:
+    """What differs between the published CLIP tokenizers.
+
+    Attributes:
+        pad_token: the token that fills a prompt up to `model_max_length`.
+        model_max_length: the most tokens that the text encoder has positions for.
+        vocab_size: the number of tokens, the two special ones included.
+    """
+
+    pad_token: str
+    model_max_length: int = 77
+    vocab_size: int = 49408
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A pipeline without its weights.
+
+    Attributes:
+        pipeline: its class in diffusers.
+        networks: the components that have weights, by folder.
+        tokenizers: the tokenizers, by folder.
+        scheduler: the sampler it is published with.
+        options: what else the pipeline's class is given.
+    """
+
+    pipeline: str
+    networks: Mapping[str, ClassSpec]
+    tokenizers: Mapping[str, TokenizerSpec]
+    scheduler: ClassSpec
+    options: Mapping[str, Any] = field(
+        default_factory=lambda: MappingProxyType(
+            {"safety_checker": None, "feature_extractor": None, "requires_safety_checker": False}
+        )
+    )
+
+
+def _unet(**changes: Any) -> ClassSpec:
+    """Return the UNet of Stable Diffusion 1.5, changed."""
+    config = {
+        "act_fn": "silu",
+        "attention_head_dim": 8,
+        "block_out_channels": [320, 640, 1280, 1280],
+        "center_input_sample": False,
+        "cross_attention_dim": 768,
+        "down_block_types": ["CrossAttnDownBlock2D"] * 3 + ["DownBlock2D"],
+        "downsample_padding": 1,
+        "flip_sin_to_cos": True,
+        "freq_shift": 0,
+        "in_channels": 4,
+        "layers_per_block": 2,
+        "mid_block_scale_factor": 1,
+        "norm_eps": 1e-05,
+        "norm_num_groups": 32,
+        "out_channels": 4,
+        "sample_size": 64,
+        "up_block_types": ["UpBlock2D"] + ["CrossAttnUpBlock2D"] * 3,
+    }
+    return ClassSpec("diffusers", "UNet2DConditionModel", MappingProxyType(config | changes))
+
+
+def _vae(**changes: Any) -> ClassSpec:
+    """Return the autoencoder of Stable Diffusion 1.5, changed."""
+    config = {
+        "act_fn": "silu",
+        "block_out_channels": [128, 256, 512, 512],
+        "down_block_types": ["DownEncoderBlock2D"] * 4,
+        "in_channels": 3,
+        "latent_channels": 4,
+        "layers_per_block": 2,
+        "norm_num_groups": 32,
+        "out_channels": 3,
+        "sample_size": 512,
+        "scaling_factor": 0.18215,
+        "up_block_types": ["UpDecoderBlock2D"] * 4,
+    }
+    return ClassSpec("diffusers", "AutoencoderKL", MappingProxyType(config | changes))
+
+
+def _clip_text(**changes: Any) -> ClassSpec:
+    """Return the text encoder of Stable Diffusion 1.5 (CLIP ViT-L/14), changed."""
+    config = {
+        "architectures": ["CLIPTextModel"],
+        "attention_dropout": 0.0,
+        # Not the tokenizer's numbers, but the published ones: 2 makes transformers pool at the largest id.
+        "bos_token_id": 0,
+        "eos_token_id": 2,
+        "pad_token_id": 1,
+        "dtype": "float32",
+        "hidden_act": "quick_gelu",
+        "hidden_size": 768,
+        "initializer_factor": 1.0,
+        "initializer_range": 0.02,
+        "intermediate_size": 3072,
+        "layer_norm_eps": 1e-05,
+        "max_position_embeddings": 77,
+        "num_attention_heads": 12,
+        "num_hidden_layers": 12,
+        "projection_dim": 768,
+        "vocab_size": 49408,
+    }
+    return ClassSpec("transformers", "CLIPTextModel", MappingProxyType(config | changes))
+
+
+def _scheduler(name: str, **changes: Any) -> ClassSpec:
+    """Return the noise schedule of Stable Diffusion, changed, under the scheduler class `name`."""
+    config = {
+        "beta_end": 0.012,
+        "beta_schedule": "scaled_linear",
+        "beta_start": 0.00085,
+        "clip_sample": False,
+        "num_train_timesteps": 1000,
+        "set_alpha_to_one": False,
+        "skip_prk_steps": True,
+        "steps_offset": 1,
+        "trained_betas": None,
+    }
+    return ClassSpec("diffusers", name, MappingProxyType(config | changes))
+
+
+def _stable_diffusion(
+    unet: ClassSpec, vae: ClassSpec, text_encoder: ClassSpec, scheduler: ClassSpec, pad_token: str
+) -> Architecture:
+    return Architecture(
+        "StableDiffusionPipeline",
+        MappingProxyType({"unet": unet, "vae": vae, "text_encoder": text_encoder}),
+        MappingProxyType({"tokenizer": TokenizerSpec(pad_token)}),
+        scheduler,
+    )
+
+
+_UNET_2_1 = {
+    "attention_head_dim": [5, 10, 20, 20],
+    "cross_attention_dim": 1024,
+    "dual_cross_attention": False,
+    "num_class_embeds": None,
+    "only_cross_attention": False,
+    "use_linear_projection": True,
+}
+
+# OpenCLIP ViT-H/14 without its last layer, whose output Stable Diffusion 2 does not use.
+_OPEN_CLIP_H = _clip_text(
+    hidden_act="gelu",
+    hidden_size=1024,
+    intermediate_size=4096,
+    num_attention_heads=16,
+    num_hidden_layers=23,
+    projection_dim=512,
+)
+
+ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
+    {
+        # The channels are real (320 and 640, so heads of 40 and 80 and feed-forward widths of 2560 and 5120,
+        # all of which the fused kernels limit); what is small is the number of layers and of latents.
+        "tiny": _stable_diffusion(
+            _unet(
+                block_out_channels=[320, 640],
+                cross_attention_dim=64,
+                down_block_types=["CrossAttnDownBlock2D", "DownBlock2D"],
+                layers_per_block=1,
+                sample_size=16,
+                up_block_types=["UpBlock2D", "CrossAttnUpBlock2D"],
+            ),
+            # 4 channels a group: the kernels want an even number. Four blocks: a latent is 8x8 pixels.
+            _vae(block_out_channels=[32, 32, 64, 64], layers_per_block=1, norm_num_groups=8, sample_size=128),
+            _clip_text(
+                hidden_size=64,
+                intermediate_size=256,
+                num_attention_heads=4,
+                num_hidden_layers=2,
+                projection_dim=64,
+            ),
+            _scheduler("PNDMScheduler"),
+            "<|endoftext|>",
+        ),
+        "sd15": _stable_diffusion(
+            _unet(), _vae(), _clip_text(), _scheduler("PNDMScheduler"), pad_token="<|endoftext|>"
+        ),
+        "sd21": _stable_diffusion(
+            _unet(**_UNET_2_1, sample_size=96, upcast_attention=True),
+            _vae(sample_size=768),
+            _OPEN_CLIP_H,
+            _scheduler("DDIMScheduler", prediction_type="v_prediction"),
+            pad_token="!",
+        ),
+        "sd21-base": _stable_diffusion(
+            _unet(**_UNET_2_1),
+            _vae(sample_size=768),
+            _OPEN_CLIP_H,
+            _scheduler("PNDMScheduler", prediction_type="epsilon"),
+            pad_token="!",
+        ),
+    }
+)

@@ -1,0 +1,97 @@
+"""Seeded weights that are easy on the arithmetic and hard on mistakes.
+
+Every parameter has its own generator, so neither order nor the number of threads matters. Scales keep
+activations near 1 through any depth, so that float16 has room; no bias is zero and no two
+parameters are alike, so that a lost or swapped one shows.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import re
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["draw_weights"]
+
+_BIAS_STD = 0.1
+_NORM_STD = 0.1  # around 1
+_EMBEDDING_STD = 0.02  # transformers' CLIPTextConfig.initializer_range
+
+# How many times 1 / sqrt(fan_in) the standard deviation of a matrix or convolution is, by the end of its name;
+# the first match counts, and 1 is for the rest. By trial: tests/test_sample.py holds what they are for.
+_GAINS: tuple[tuple[str, float], ...] = (
+    # The last layer of a residual branch: the sum must not outgrow its terms with depth.
+    (r"(to_out\.0|ff\.net\.2|proj_out|out_proj|mlp\.fc2)", 0.7),
+    # Attention that chooses, so that a wrong scale or a lost mask shows; text and time that count.
+    (r"(to_q|to_k|q_proj|k_proj)", 1.4),
+    (r"attn2\.to_v", 2.0),
+    (r"(time_embedding\.linear_[12]|time_emb_proj)", 2.0),
+    # Random noise predictions let latents grow to 10 and more; the layers behind must still matter then.
+    (r"^conv_in", 0.3),
+    # The decoder takes latents divided by 0.18.
+    (r"post_quant_conv", 0.2),
+    # Pixels must stay within [-1, 1], and the sampler multiplies the first errors by 15.
+    (r"conv_out", 0.5),
+)
+
+
+def _gain(name: str) -> float:
+    return next((gain for end, gain in _GAINS if re.search(rf"(?:^|\.){end}\.weight$", name)), 1.0)
+
+
+def _scales(module: torch.nn.Module) -> Iterator[tuple[str, torch.Size, float, float]]:
+    """Yield the name, shape, mean and standard deviation of every parameter of `module`."""
+    from torch import nn
+
+    for prefix, owner in module.named_modules():
+        for key, parameter in owner.named_parameters(recurse=False):
+            name = f"{prefix}.{key}" if prefix else key
+            mean = 0.0
+            if key.endswith("bias"):
+                std = _BIAS_STD
+            elif isinstance(owner, nn.Embedding):
+                std = _EMBEDDING_STD
+            elif parameter.ndim == 1:
+                mean, std = 1.0, _NORM_STD
+            else:
+                fan_in = math.prod(parameter.shape[1:])
+                std = _gain(name) / math.sqrt(fan_in)
+            yield name, parameter.shape, mean, std
+
+
+def _draw(seed: str, shape: torch.Size, mean: float, std: float) -> torch.Tensor:
+    """Draw a float32 tensor, the same on every processor.
+
+    A uniform distribution, for torch's normal one depends on the vector instructions of the processor. All values
+    are odd multiples of 2**-25 before the scaling: exact in float32, symmetric and never zero.
+    A uniform distribution over an interval of length 1 has a standard deviation of 1 / sqrt(12).
+    """
+    import torch
+
+    # torch's CPU generator uses the low 32 bits of its seed.
+    number = int.from_bytes(hashlib.sha256(seed.encode()).digest()[:4], "little")
+    values = torch.rand(shape, generator=torch.Generator("cpu").manual_seed(number), dtype=torch.float32)
+    values.sub_(0.5).add_(2.0**-25).mul_(std * math.sqrt(12.0))
+    return values.add_(mean) if mean else values
+
+
+def draw_weights(component: str, module: torch.nn.Module, seed: int) -> dict[str, torch.Tensor]:
+    """Return float32 weights for all parameters of `module`, by their names in its state_dict.
+
+    Args:
+        component: the component's name; two components differ with the same seed.
+        module: the network, which may be on the meta device.
+        seed: any integer.
+    """
+    scales = sorted(_scales(module))
+    names = [name for name, *_ in scales]
+    with ThreadPoolExecutor(os.cpu_count()) as threads:
+        tensors = threads.map(lambda scale: _draw(f"{seed}/{component}/{scale[0]}", *scale[1:]), scales)
+        return dict(zip(names, tensors, strict=True))

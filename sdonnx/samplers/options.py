@@ -1,0 +1,126 @@
+"""Scheduler options: what a `scheduler_config.json` may say, and what it means when it is silent."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from sdonnx.errors import SchedulerError
+
+__all__ = ["Option", "SchedulerOptions", "read_options"]
+
+
+@dataclass(frozen=True)
+class Option:
+    """One option of a scheduler: diffusers' default, and the values that a plan can follow.
+
+    Attributes:
+        default: the value of an option that the configuration leaves out.
+        supported: the values, or a type of which every value is supported.
+    """
+
+    default: object
+    supported: tuple[object, ...] | type
+
+    def read(self, class_name: str, name: str, config: Mapping[str, object]) -> object:
+        """Return the option's value.
+
+        Raises:
+            SchedulerError: the value is not supported.
+        """
+        value = config.get(name, self.default)
+        if value is None and self.default is None:
+            return None
+        if isinstance(self.supported, tuple):
+            if value in self.supported:
+                return value
+            choices = [choice for choice in self.supported if choice is not None] or [None]
+            expected = " or ".join(json.dumps(choice) for choice in choices)
+        elif self.supported is bool:
+            if value is None or isinstance(value, bool):
+                return bool(value)
+            expected = "true or false"
+        elif self.supported is list:
+            if isinstance(value, list | tuple) and all(_is_number(item) for item in value):
+                return tuple(float(item) for item in value)
+            expected = "a list of numbers"
+        else:
+            if _is_number(value) and (self.supported is float or isinstance(value, int)):
+                return self.supported(value)
+            expected = "an integer" if self.supported is int else "a number"
+        raise SchedulerError(
+            f"{class_name} has {name} = {json.dumps(value, default=repr)}",
+            f"{name} to be {expected}",
+            "change scheduler_config.json or choose another sampler",
+        )
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+@dataclass(frozen=True)
+class SchedulerOptions:
+    """The options of a scheduler that decide its coefficients, under diffusers' names.
+
+    An option that a scheduler does not have keeps the value given here, which changes nothing.
+    """
+
+    num_train_timesteps: int
+    beta_start: float
+    beta_end: float
+    beta_schedule: str
+    trained_betas: tuple[float, ...] | None
+    prediction_type: str
+    timestep_spacing: str
+    steps_offset: int
+    rescale_betas_zero_snr: bool = False
+    set_alpha_to_one: bool = False
+    use_karras_sigmas: bool = False
+    use_exponential_sigmas: bool = False
+    sigma_min: float | None = None
+    sigma_max: float | None = None
+    final_sigmas_type: str = "zero"
+    lambda_min_clipped: float = -math.inf
+    solver_order: int = 2
+    solver_type: str = "midpoint"
+    lower_order_final: bool = True
+    euler_at_final: bool = False
+
+
+def read_options(
+    class_name: str, options: Mapping[str, Option], config: Mapping[str, object]
+) -> SchedulerOptions:
+    """Return what `config` sets, with diffusers' defaults for what it leaves out.
+
+    Options of other schedulers are ignored, as diffusers does: a folder's configuration keeps them so that
+    the sampler can be switched.
+
+    Raises:
+        SchedulerError: an option has a value that a plan cannot follow.
+    """
+    fields = SchedulerOptions.__dataclass_fields__
+    values: dict[str, Any] = {name: option.read(class_name, name, config) for name, option in options.items()}
+    read = SchedulerOptions(**{name: value for name, value in values.items() if name in fields})
+    if read.num_train_timesteps < 1:
+        raise SchedulerError(
+            f"{class_name} has num_train_timesteps = {read.num_train_timesteps}",
+            "a positive number of timesteps",
+            "correct scheduler_config.json",
+        )
+    if read.trained_betas is not None and len(read.trained_betas) != read.num_train_timesteps:
+        raise SchedulerError(
+            f"{class_name} has {len(read.trained_betas)} trained_betas",
+            f"as many as num_train_timesteps, {read.num_train_timesteps}",
+            "correct scheduler_config.json",
+        )
+    if read.use_karras_sigmas and read.use_exponential_sigmas:
+        raise SchedulerError(
+            f"{class_name} has use_karras_sigmas = True and use_exponential_sigmas = True",
+            "one of the two at most",
+            "correct scheduler_config.json",
+        )
+    return read
