@@ -82,6 +82,7 @@ class _Walk:
             "GroupNormalization": self._group_norm,
             "Concat": self._concat,
             "Resize": self._resize,
+            "Shape": self._sizes,
             "Transpose": self._transpose,
         }
 
@@ -268,6 +269,18 @@ class _Walk:
                 inputs.append(insert(node, "Gather", [sizes, order], {"axis": 0}, shape=[4]))
         shape = self._shape(node.outputs[0])
         self._give(node, insert(node, "Resize", inputs, node.attributes, shape=shape))
+        return None
+
+    def _sizes(self, node: ir.Node) -> str | None:
+        """Shape: read the twin's sizes, in the original order."""
+        x = node.inputs[0]
+        if x not in self.twins:
+            return ""
+        chosen = _TO_NCHW[node.attributes.get_int("start", 0) : node.attributes.get_int("end", 4)]
+        order = constant(self.graph, chosen, np.int64, "order_" + "_".join(map(str, chosen)))
+        shape = insert(node, "Shape", [self.twins[x]], shape=[4], dtype=ir.DataType.INT64)
+        sizes = insert(node, "Gather", [shape, order], {"axis": 0}, shape=[len(chosen)])
+        replace(node.outputs[0], sizes)
         return None
 
     def _transpose(self, node: ir.Node) -> str | None:

@@ -38,8 +38,8 @@ def build_network(spec: ClassSpec) -> torch.nn.Module:
     return network.eval()
 
 
-def _write_network(name: str, network: Any, library: str, folder: Path, seed: int) -> int:
-    """Write weights and configuration of one component; return the number of its parameters."""
+def _write_network(name: str, network: Any, library: str, folder: Path, seed: int) -> None:
+    """Write weights and configuration of one component."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
@@ -56,11 +56,11 @@ def _write_network(name: str, network: Any, library: str, folder: Path, seed: in
             "a place with enough free space",
             "free some space or choose another output folder",
         ) from error
+    file.chmod(0o644)  # safetensors makes it readable by its owner only
     if library == "transformers":
         network.config.save_pretrained(folder)
     else:
         network.save_config(folder)
-    return sum(tensor.numel() for tensor in weights.values())
 
 
 def write_sample(

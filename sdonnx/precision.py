@@ -1,0 +1,241 @@
+"""Reduced precision: which nodes compute in which type, and the conversion.
+
+A policy is an ordered list of rules; the first that matches a node decides. What no rule matches
+computes in the policy's type. Casts stand where two types meet, each value being cast once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx_ir as ir
+from onnx_ir.passes import InPlacePass, PassResult
+
+from sdonnx.errors import OptionError, WeightsError
+from sdonnx.families import ComponentSpec
+from sdonnx.graph.contract import contract_of
+from sdonnx.graph.edit import derived_initializer, insert
+from sdonnx.graph.modules import module_path
+from sdonnx.graph.tensors import read
+
+__all__ = ["ConvertPrecision", "PrecisionPolicy", "parse_overrides"]
+
+_FLOAT = ir.DataType.FLOAT
+
+# Inputs that ONNX defines as float32 whatever the operator computes in.
+_ALWAYS_FLOAT32 = {"Resize": frozenset({1, 2})}
+
+# Frequencies of positions reach 1000 times pi; fp16 would leave no digit of the angle.
+_FLOAT32_OPERATORS = frozenset({"Sin", "Cos"})
+
+# Operators that pass values on: a value that is kept in float32 stays so through them.
+_PASSING = frozenset(
+    {"Add", "Cast", "Div", "Expand", "Gather", "Identity", "Mul", "Neg", "Reshape", "Slice", "Squeeze", "Sub",
+     "Transpose", "Unsqueeze"}
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class PrecisionPolicy:
+    """Which nodes stay in float32.
+
+    Attributes:
+        dtype: what the rest computes in.
+        float32: operators (`MultiHeadAttention`) and module paths (`mid_block.*`), in fnmatch's
+            language, that stay in float32.
+    """
+
+    dtype: ir.DataType = ir.DataType.FLOAT16
+    float32: tuple[str, ...] = field(default=())
+
+    def override_for(self, node: ir.Node) -> str | None:
+        """Return the first override that matches the node, None where none does."""
+        path = module_path(node)
+        for pattern in self.float32:
+            if pattern == node.op_type or (path and (fnmatchcase(path, pattern) or fnmatchcase(f"{path}.", pattern))):
+                return pattern
+        return None
+
+
+def parse_overrides(texts: Sequence[str], components: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """Return the overrides of each component from `component:OPERATOR` and `component:module.path.*`.
+
+    Raises:
+        OptionError: a text names no component.
+    """
+    overrides: dict[str, list[str]] = {name: [] for name in components}
+    for text in texts:
+        component, colon, pattern = text.partition(":")
+        if not colon or not pattern or component not in overrides:
+            raise OptionError(
+                f"the override {text!r} names no component",
+                f"COMPONENT:OPERATOR or COMPONENT:MODULE with a component of {', '.join(components)}",
+                "write for example unet:MultiHeadAttention or unet:mid_block.*",
+            )
+        overrides[component].append(pattern)
+    return {name: tuple(patterns) for name, patterns in overrides.items()}
+
+
+class ConvertPrecision(InPlacePass):
+    """float32 graph -> graph in the policy's type, with casts where float32 is kept.
+
+    Names of inputs and outputs stay; their types follow, but for those that the component keeps in
+    float32.
+
+    Args:
+        policy: what stays in float32.
+        spec: the component, for inputs that stay in float32.
+
+    Raises:
+        OptionError: an override matches nothing.
+        WeightsError: a weight is too large for the type (when the file is written).
+    """
+
+    def __init__(self, policy: PrecisionPolicy, spec: ComponentSpec) -> None:
+        super().__init__()
+        self.policy = policy
+        self.spec = spec
+        self.kept: dict[str, int] = {}
+
+    def call(self, model: ir.Model) -> PassResult:
+        """Convert the graph in place."""
+        graph = model.graph
+        self._casts: dict[tuple[ir.Value, ir.DataType], ir.Value] = {}
+        self._wide: set[ir.Value] = set()
+        kept_inputs = {tensor.name for tensor in self.spec.inputs if tensor.keeps_float32}
+        for value in graph.inputs:
+            if value.dtype == _FLOAT:
+                if value.name in kept_inputs:
+                    self._wide.add(value)
+                else:
+                    value.type = ir.TensorType(self.policy.dtype)
+        for node in list(graph):
+            self._convert(graph, node)
+        self._convert_outputs(graph)
+        self._require_matches(graph)
+        _drop_unused(graph)
+        return PassResult(model, True)
+
+    def _stays_wide(self, node: ir.Node) -> bool:
+        override = self.policy.override_for(node)
+        if override is not None:
+            self.kept[override] = self.kept.get(override, 0) + 1
+            return True
+        if node.op_type in _FLOAT32_OPERATORS and not node.domain:
+            return True
+        data = [value for value in node.inputs if value is not None and not value.is_initializer()]
+        if node.op_type == "Cast":
+            return bool(data) and data[0] in self._wide
+        data = [value for value in data if value.dtype in (_FLOAT, self.policy.dtype)]
+        return bool(data) and node.op_type in _PASSING and all(value in self._wide for value in data)
+
+    def _convert(self, graph: ir.Graph, node: ir.Node) -> None:
+        wide = self._stays_wide(node)
+        dtype = _FLOAT if wide else self.policy.dtype
+        contract = contract_of(node)
+        always = contract.float32_inputs if contract else _ALWAYS_FLOAT32.get(node.op_type, frozenset())
+        if node.op_type == "Cast":
+            self._convert_cast(node, dtype)
+            return
+        for index, value in enumerate(node.inputs):
+            if value is not None and value.dtype in (_FLOAT, self.policy.dtype):
+                node.replace_input_with(index, self._as(graph, node, value, _FLOAT if index in always else dtype))
+        if node.op_type in ("Constant", "ConstantOfShape"):
+            self._convert_constant(node, dtype)
+        for output in node.outputs:
+            if output.dtype == _FLOAT or (output.dtype is None and node.domain):
+                output.type = ir.TensorType(dtype)
+                if wide:
+                    self._wide.add(output)
+
+    def _convert_cast(self, node: ir.Node, dtype: ir.DataType) -> None:
+        """Cast(to=float32) -> Cast(to=dtype): what the graph meant is its working type."""
+        if node.attributes.get_int("to") == _FLOAT:
+            node.attributes["to"] = ir.AttrInt64("to", dtype)
+            node.outputs[0].type = ir.TensorType(dtype)
+            if dtype == _FLOAT:
+                self._wide.add(node.outputs[0])
+
+    @staticmethod
+    def _convert_constant(node: ir.Node, dtype: ir.DataType) -> None:
+        value = node.attributes.get("value")
+        if value is not None and value.as_tensor().dtype == _FLOAT:
+            narrowed = value.as_tensor().numpy().astype(dtype.numpy())
+            node.attributes["value"] = ir.AttrTensor("value", ir.Tensor(narrowed, dtype=dtype))
+
+    def _as(self, graph: ir.Graph, anchor: ir.Node, value: ir.Value, dtype: ir.DataType) -> ir.Value:
+        """Return `value` in `dtype`: itself, a converted weight, or a cast that all its users share."""
+        if value.dtype == dtype:
+            return value
+        if value.is_initializer() and not value.is_graph_input():
+            return _converted(graph, value, dtype)
+        key = (value, dtype)
+        if key not in self._casts:
+            producer = value.producer()
+            self._casts[key] = insert(
+                anchor,
+                "Cast",
+                [value],
+                {"to": dtype},
+                dtype=dtype,
+                shape=value.shape,
+                module=module_path(producer) if producer else "",
+            )
+        return self._casts[key]
+
+    def _convert_outputs(self, graph: ir.Graph) -> None:
+        for index, value in enumerate(graph.outputs):
+            if value.dtype == _FLOAT and value.producer() is not None:
+                producer = value.producer()
+                assert producer is not None
+                cast = ir.node("Cast", [value], {"to": self.policy.dtype})
+                producer.append(cast)
+                output = cast.outputs[0]
+                output.name, value.name = value.name, None
+                output.shape, output.type = value.shape, ir.TensorType(self.policy.dtype)
+                graph.outputs[index] = output
+
+    def _require_matches(self, graph: ir.Graph) -> None:
+        for pattern in self.policy.float32:
+            if pattern not in self.kept:
+                operators = sorted({node.op_type for node in graph if node.op_type != "Cast"})
+                modules = sorted({path.split(".")[0] for node in graph if (path := module_path(node))})
+                raise OptionError(
+                    f"the override {self.spec.name}:{pattern} matches nothing",
+                    f"an operator ({', '.join(operators)}) or a module ({', '.join(f'{name}.*' for name in modules)})",
+                    "name one of these",
+                )
+
+
+def _converted(graph: ir.Graph, value: ir.Value, dtype: ir.DataType) -> ir.Value:
+    tensor = value.const_value
+    assert tensor is not None
+
+    def convert() -> npt.NDArray[Any]:
+        wide = read(tensor)
+        with np.errstate(over="ignore"):
+            narrow: npt.NDArray[Any] = wide.astype(dtype.numpy())
+        if np.isfinite(wide).all() and not np.isfinite(narrow).all():
+            raise WeightsError(
+                f"the weight {value.name} reaches {np.abs(wide).max():g}, beyond the range of {dtype}",
+                "weights that the reduced precision can hold",
+                "keep the operator that reads it in float32 with --force_fp32_ops",
+            )
+        return narrow
+
+    return derived_initializer(
+        graph, f"{value.name}.{dtype.name.lower()}", convert, dtype, tuple(int(size) for size in tensor.shape)
+    )
+
+
+def _drop_unused(graph: ir.Graph) -> None:
+    unused: list[str] = [name for name, value in graph.initializers.items() if not value.uses()]
+    keep: Callable[[str], bool] = {value.name for value in graph.outputs}.__contains__
+    for name in unused:
+        if not keep(name):
+            graph.initializers.pop(name)
