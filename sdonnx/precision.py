@@ -20,7 +20,7 @@ from sdonnx.errors import OptionError, WeightsError
 from sdonnx.families import ComponentSpec
 from sdonnx.graph.contract import contract_of
 from sdonnx.graph.edit import derived_initializer, insert
-from sdonnx.graph.modules import module_path
+from sdonnx.graph.modules import MODULE_SEPARATOR, module_path
 from sdonnx.graph.tensors import read
 
 __all__ = ["ConvertPrecision", "PrecisionPolicy", "parse_overrides"]
@@ -55,9 +55,12 @@ class PrecisionPolicy:
 
     def override_for(self, node: ir.Node) -> str | None:
         """Return the first override that matches the node, None where none does."""
-        path = module_path(node)
+        paths = [path for path in module_path(node).split(MODULE_SEPARATOR) if path]
         for pattern in self.float32:
-            if pattern == node.op_type or (path and (fnmatchcase(path, pattern) or fnmatchcase(f"{path}.", pattern))):
+            # With a final dot, so that mid_block.* names the module mid_block itself too.
+            if pattern == node.op_type or any(
+                fnmatchcase(path, pattern) or fnmatchcase(f"{path}.", pattern) for path in paths
+            ):
                 return pattern
         return None
 
@@ -148,7 +151,7 @@ class ConvertPrecision(InPlacePass):
         if node.op_type in ("Constant", "ConstantOfShape"):
             self._convert_constant(node, dtype)
         for output in node.outputs:
-            if output.dtype == _FLOAT or (output.dtype is None and node.domain):
+            if output.dtype == _FLOAT or (output.dtype is None and output.uses()):
                 output.type = ir.TensorType(dtype)
                 if wide:
                     self._wide.add(output)

@@ -26,6 +26,7 @@ from sdonnx.fusions.canonicalize import (
 from sdonnx.fusions.geglu import GegluToBiasSplitGelu
 from sdonnx.fusions.group_norm import GroupNormToSkipGroupNorm, SiluIntoGroupNorm
 from sdonnx.fusions.layout import ChannelsLast
+from sdonnx.fusions.projections import GroupProjections
 from sdonnx.fusions.residual import BiasIntoNhwcConv, LayerNormToSkipLayerNorm, ResidualToBiasAdd
 from sdonnx.graph.match import Refusal, Rule, apply_rules
 from sdonnx.graph.passes import FoldWeightTransposes, SimplifyReshapes, infer_shapes, tidy
@@ -76,6 +77,12 @@ def _channels_last(model: ir.Model) -> tuple[dict[str, int], list[Refusal]]:
     return layout.fired, layout.refusals
 
 
+def _group_projections(model: ir.Model) -> tuple[dict[str, int], list[Refusal]]:
+    grouping = GroupProjections()
+    grouping(model)
+    return {"GroupProjections": grouping.fired}, []
+
+
 _PACKINGS: dict[str, tuple[type[Rule], ...]] = {
     "unpacked": (),
     "packed_kv": (ProjectionsToPackedKeyValue,),
@@ -95,6 +102,7 @@ def stages(provider: str, attention_layout: str = "unpacked") -> tuple[Stage, ..
         Stage("masks", (CausalMaskToAttribute,), only_cuda=False),
         Stage("attention", (AttentionToMultiHeadAttention,), only_cuda=False),
         *(Stage(f"packing_{rule.__name__}", (rule,)) for rule in _PACKINGS[attention_layout]),
+        Stage("projections", run=_group_projections),
         Stage("geglu", (GegluToBiasSplitGelu,), commute=True),
         Stage(
             "flat_images",
@@ -133,4 +141,5 @@ def fuse(model: ir.Model, provider: str, attention_layout: str = "unpacked") -> 
                 refusals += refused
         tidy(model)
         outcomes.append(StageOutcome(stage.name, fired, tuple(refusals)))
+    infer_shapes(model)
     return outcomes

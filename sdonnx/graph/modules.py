@@ -11,9 +11,10 @@ import re
 
 import onnx_ir as ir
 
-__all__ = ["MODULE_KEY", "keep_module_paths", "module_path"]
+__all__ = ["MODULE_KEY", "MODULE_SEPARATOR", "keep_module_paths", "module_path"]
 
 MODULE_KEY = "module"
+MODULE_SEPARATOR = ";"  # between the modules of a node that does the work of several
 _TORCH_SCOPES = "pkg.torch.onnx.name_scopes"
 # How torch.export writes a module that was read from its parent's __dict__.
 _DICT_ACCESS = re.compile(r"__dict__\['_modules'\]\['([^']+)'\]")

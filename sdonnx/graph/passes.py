@@ -9,7 +9,7 @@ import onnx_ir as ir
 from onnx_ir.passes import InPlacePass, PassResult
 from onnx_ir.passes import common as common_passes
 
-from sdonnx.graph.edit import constant, derived_initializer, insert, replace
+from sdonnx.graph.edit import MICROSOFT, constant, derived_initializer, insert, replace
 from sdonnx.graph.tensors import read
 
 __all__ = ["FoldWeightTransposes", "SimplifyDimensions", "SimplifyReshapes", "infer_shapes", "tidy"]
@@ -127,3 +127,17 @@ def tidy(model: ir.Model) -> None:
     common_passes.CommonSubexpressionEliminationPass()(model)
     common_passes.RemoveUnusedNodesPass()(model)
     common_passes.TopologicalSortPass()(model)
+    _unname_unused_outputs(model)
+
+
+def _unname_unused_outputs(model: ir.Model) -> None:
+    """Leave out the optional outputs that nobody reads: kernels then do not write them.
+
+    onnx_ir does the same for the operators that have a schema in the onnx package.
+    """
+    for node in model.graph:
+        if node.domain != MICROSOFT:
+            continue
+        for output in node.outputs[1:]:
+            if not output.uses() and not output.is_graph_output():
+                output.name, output.type = "", None

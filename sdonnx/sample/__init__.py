@@ -1,7 +1,7 @@
 """Sample pipelines: published architectures with seeded random weights, for tests and measurements.
 
-Nothing is downloaded. The images are colourful noise, but every layer has its true shape, so memory, speed and
-numerical agreement are those of the real pipeline.
+Nothing is downloaded. The images are colourful noise, but every layer has its true shape, so what is
+measured on them, of memory, speed and numerical agreement, is what the real pipeline would show.
 """
 
 from __future__ import annotations
@@ -40,22 +40,13 @@ def build_network(spec: ClassSpec) -> torch.nn.Module:
 
 def _write_network(name: str, network: Any, library: str, folder: Path, seed: int) -> None:
     """Write weights and configuration of one component."""
-    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     from sdonnx.sample.weights import draw_weights
 
     folder.mkdir()
-    weights = draw_weights(name, network, seed)
     file = folder / _WEIGHT_FILES[library]
-    try:
-        save_file(weights, file, metadata={"format": "pt"})
-    except SafetensorError as error:  # which hides the OSError
-        raise OutputError(
-            f"writing {file.name} of {name} failed ({error})",
-            "a place with enough free space",
-            "free some space or choose another output folder",
-        ) from error
+    save_file(draw_weights(name, network, seed), file, metadata={"format": "pt"})
     file.chmod(0o644)  # safetensors makes it readable by its owner only
     if library == "transformers":
         network.config.save_pretrained(folder)
@@ -68,8 +59,8 @@ def write_sample(
 ) -> None:
     """Write a complete diffusers pipeline with random weights to the folder `out`.
 
-    The same architecture and seed give the same bytes of weights on every machine with the same torch. Peak memory
-    is the largest component's weights and a little more.
+    The same architecture and seed give the same bytes of weights on every machine with the same torch.
+    Memory holds the weights of one component at a time.
 
     Args:
         arch: a key of `ARCHITECTURES`.
@@ -84,26 +75,27 @@ def write_sample(
     if arch not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
         raise OptionError(f"the architecture {arch!r} is unknown", f"one of {known}", "choose one of these")
-    architecture = ARCHITECTURES[arch]
-    tell = progress or (lambda line: None)
     with atomic_folder(Path(out)) as partial:
-        _write_pipeline(architecture, partial, seed, tell)
+        try:
+            _write_pipeline(ARCHITECTURES[arch], partial, seed, progress or (lambda line: None))
+        except Exception as error:
+            # safetensors and tokenizers, written in Rust, raise an OSError as text; real ones pass through.
+            if isinstance(error, OSError) or "(os error " not in str(error):
+                raise
+            raise OutputError(
+                f"writing {out} failed ({error})",
+                "a place with enough free space and permission to write",
+                "free some space or choose another output folder",
+            ) from error
 
 
-def _write_pipeline(
-    architecture: Architecture, folder: Path, seed: int, tell: Callable[[str], None]
-) -> None:
+def _write_pipeline(architecture: Architecture, folder: Path, seed: int, tell: Callable[[str], None]) -> None:
+    """Write all of a pipeline into an empty folder, the small components first."""
     import diffusers
 
     from sdonnx.sample.tokenizer import build_tokenizer, save_tokenizer
 
     components: dict[str, Any] = {}
-    for name, spec in architecture.networks.items():
-        network = build_network(spec)
-        count = sum(parameter.numel() for parameter in network.parameters())
-        tell(f"{name}: {count / 1e6:,.1f} million parameters")
-        _write_network(name, network, spec.library, folder / name, seed)
-        components[name] = network
     for name, tokenizer_spec in architecture.tokenizers.items():
         tell(name)
         components[name] = build_tokenizer(tokenizer_spec)
@@ -112,5 +104,10 @@ def _write_pipeline(
     scheduler_class = getattr(diffusers, architecture.scheduler.name)
     components["scheduler"] = scheduler_class.from_config(dict(architecture.scheduler.config))
     components["scheduler"].save_pretrained(folder / "scheduler")
+    for name, spec in architecture.networks.items():
+        components[name] = build_network(spec)
+        count = sum(parameter.numel() for parameter in components[name].parameters())
+        tell(f"{name}: {count / 1e6:,.1f} million parameters")
+        _write_network(name, components[name], spec.library, folder / name, seed)
     pipeline = getattr(diffusers, architecture.pipeline)(**components, **architecture.options)
     pipeline.save_config(folder)

@@ -1,14 +1,14 @@
 """A CLIP tokenizer with few words: the published layout of ids, and pieces learned from `WORDS`.
 
-Source of the layout: OpenAI CLIP's `simple_tokenizer.py`. Ids 0 to 255 are the bytes, 256 to 511 the bytes that end a
-word, then come the merges, and last the two special tokens.
+Ids 0 to 255 are the bytes, 256 to 511 the bytes that end a word, then come the merges, and last the two
+special tokens. Source: OpenAI CLIP's `simple_tokenizer.py`.
 """
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sdonnx.sample.architectures import TokenizerSpec
 from sdonnx.sample.words import WORDS
@@ -22,8 +22,8 @@ _END_OF_WORD = "</w>"
 _SPECIAL_TOKENS = ("<|startoftext|>", "<|endoftext|>")
 
 
-def _learn_merges(symbols: list[str]) -> list[tuple[str, str]]:
-    """Return the merges that make every word of `WORDS` one token, the most frequent first."""
+def _learn_merges(symbols: list[str]) -> Any:
+    """Return the merges that make every word of `WORDS` one token, as pairs, the most frequent first."""
     from tokenizers import Tokenizer
     from tokenizers.models import BPE
     from tokenizers.trainers import BpeTrainer
@@ -32,7 +32,7 @@ def _learn_merges(symbols: list[str]) -> list[tuple[str, str]]:
     trainer = BpeTrainer(
         vocab_size=len(symbols) + sum(map(len, WORDS)),
         min_frequency=1,
-        # Symbols named here have their ids before the first word is read: ties are then broken the same way every time.
+        # Symbols named here have their ids before the first word is read, so ties are always broken alike.
         special_tokens=symbols,
         end_of_word_suffix=_END_OF_WORD,
         show_progress=False,
@@ -47,10 +47,11 @@ def build_tokenizer(spec: TokenizerSpec) -> CLIPTokenizer:
     The tokens between the learned ones and the special ones have names, so that the size is right,
     but no text leads to them.
     """
+    from tokenizers.pre_tokenizers import ByteLevel
     from transformers import CLIPTokenizer
-    from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-    byte_symbols = list(bytes_to_unicode().values())
+    # In the order of their code points, which is CLIP's: printable bytes first, so "!" is 0.
+    byte_symbols = sorted(ByteLevel.alphabet())
     symbols = byte_symbols + [symbol + _END_OF_WORD for symbol in byte_symbols]
     merges = _learn_merges(symbols)
     tokens = symbols + [left + right for left, right in merges]

@@ -24,8 +24,8 @@ _BIAS_STD = 0.1
 _NORM_STD = 0.1  # around 1
 _EMBEDDING_STD = 0.02  # transformers' CLIPTextConfig.initializer_range
 
-# How many times 1 / sqrt(fan_in) the standard deviation of a matrix or convolution is, by the end of its name;
-# the first match counts, and 1 is for the rest. By trial: tests/test_sample.py holds what they are for.
+# The standard deviation of a matrix or convolution times sqrt(fan_in), by the end of its name; the first
+# match counts, and 1 is for the rest. Found by trial: the tests hold what they are for.
 _GAINS: tuple[tuple[str, float], ...] = (
     # The last layer of a residual branch: the sum must not outgrow its terms with depth.
     (r"(to_out\.0|ff\.net\.2|proj_out|out_proj|mlp\.fc2)", 0.7),
@@ -69,9 +69,9 @@ def _scales(module: torch.nn.Module) -> Iterator[tuple[str, torch.Size, float, f
 def _draw(seed: str, shape: torch.Size, mean: float, std: float) -> torch.Tensor:
     """Draw a float32 tensor, the same on every processor.
 
-    A uniform distribution, for torch's normal one depends on the vector instructions of the processor. All values
-    are odd multiples of 2**-25 before the scaling: exact in float32, symmetric and never zero.
-    A uniform distribution over an interval of length 1 has a standard deviation of 1 / sqrt(12).
+    It is uniform, for torch's normal distribution depends on the processor's vector instructions. Before
+    the scaling all values are odd multiples of 2**-25: exact in float32, symmetric and never zero. Over an
+    interval of length 1 the standard deviation is 1 / sqrt(12).
     """
     import torch
 

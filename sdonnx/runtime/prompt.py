@@ -1,0 +1,157 @@
+"""Prompts to token ids: `tokenizer.json` read by the tokenizers library, without transformers."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import AddedToken, Encoding, Tokenizer
+
+from sdonnx.errors import FolderError, PromptError
+from sdonnx.folder import read_json
+
+__all__ = ["PromptTokenizer", "PromptTruncatedWarning"]
+
+TOKENIZER = "tokenizer.json"
+TOKENIZER_CONFIG = "tokenizer_config.json"
+SPECIAL_TOKENS_MAP = "special_tokens_map.json"
+
+# Of transformers' named special tokens, the ones that CLIP and T5 have.
+_NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
+
+# transformers writes 10**30 where a tokenizer has no limit; no text encoder takes a thousandth of this.
+_NO_LIMIT = 10**6
+
+
+class PromptTruncatedWarning(UserWarning):
+    """A prompt is longer than the text encoder takes, and its end was cut away."""
+
+
+@dataclass(frozen=True)
+class PromptTokenizer:
+    """The tokenizer of a pipeline folder.
+
+    Attributes:
+        tokenizer: the tokenizers library's, set to cut at `max_length` and not to pad.
+        max_length: how many tokens the text encoder takes, with the special ones.
+        pad_token_id: what fills a prompt up.
+    """
+
+    tokenizer: Tokenizer
+    max_length: int
+    pad_token_id: int
+
+    @classmethod
+    def from_folder(cls, path: Path) -> PromptTokenizer:
+        """Read a pipeline's `tokenizer` folder.
+
+        Raises:
+            FolderError: `tokenizer.json` or `tokenizer_config.json` is missing, broken or incomplete.
+        """
+        tokenizer = _read_tokenizer(path / TOKENIZER)
+        config = _special_tokens_config(path)
+        max_length = config.get("model_max_length")
+        specials = tokenizer.num_special_tokens_to_add(is_pair=False)
+        if not isinstance(max_length, int) or not specials < max_length < _NO_LIMIT:
+            raise FolderError(
+                f"{path / TOKENIZER_CONFIG} has model_max_length = {max_length!r}",
+                f"the number of tokens that the text encoder takes, more than {specials}",
+                "export the pipeline again",
+            )
+        names = {name: _content(config[name]) for name in _NAMED_TOKENS if config.get(name) is not None}
+        pad_token_id = tokenizer.token_to_id(names.get("pad_token", ""))
+        if pad_token_id is None:
+            raise FolderError(
+                f"{path} has pad_token = {names.get('pad_token')!r}",
+                f"a token of {TOKENIZER}",
+                "export the pipeline again",
+            )
+        # As transformers: "!" as the pad token is also a token of its own wherever it stands in a prompt.
+        added = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
+        missing = [name for name in dict.fromkeys(names.values()) if name not in added]
+        tokenizer.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in missing])
+        tokenizer.no_padding()
+        tokenizer.enable_truncation(max_length)
+        return cls(tokenizer, max_length, pad_token_id)
+
+    def encode(self, prompts: Sequence[str]) -> NDArray[np.int64]:
+        """Return the prompts' token ids, (B, max_length), each with its special tokens, padded on the right.
+
+        Warns:
+            PromptTruncatedWarning: a prompt was cut; the warning holds the part that is gone.
+
+        Raises:
+            PromptError: there are no prompts, or one is no text.
+        """
+        if isinstance(prompts, str) or not isinstance(prompts, Sequence) or len(prompts) == 0:
+            raise PromptError(f"prompts are {prompts!r}", "a list of one prompt or more", "give a prompt")
+        ids = np.full((len(prompts), self.max_length), self.pad_token_id, np.int64)
+        for row, prompt in zip(ids, prompts, strict=True):
+            encoding = self.tokenizer.encode(_text(prompt))
+            row[: len(encoding.ids)] = encoding.ids
+            if encoding.overflowing:
+                warnings.warn(
+                    PromptTruncatedWarning(
+                        f"the text encoder takes {self.max_length} tokens; "
+                        f"this part of a prompt was cut away: {prompt[_first_character(encoding.overflowing[0]) :].strip()}"
+                    ),
+                    stacklevel=2,
+                )
+        return ids
+
+
+def _read_tokenizer(path: Path) -> Tokenizer:
+    if not path.is_file():
+        raise FolderError(f"{path} is missing", "the tokenizer of an exported pipeline", "export it again")
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # The library raises nothing more special, whatever is wrong with the file.
+        raise FolderError(
+            f"{path} cannot be read ({error})",
+            "a file of the tokenizers library",
+            "export the pipeline again",
+        ) from None
+
+
+def _special_tokens_config(path: Path) -> Mapping[str, Any]:
+    """Return `tokenizer_config.json`, in older folders with `special_tokens_map.json` over it.
+
+    Source: `PreTrainedTokenizerBase._from_pretrained` of transformers, which tells older folders by the
+    absence of "added_tokens_decoder".
+    """
+    config = read_json(path / TOKENIZER_CONFIG)
+    special = path / SPECIAL_TOKENS_MAP
+    if "added_tokens_decoder" in config or not special.is_file():
+        return config
+    return {**config, **read_json(special)}
+
+
+def _content(token: Any) -> str:
+    """Return a special token's text; transformers writes it alone or with its flags."""
+    return str(token.get("content")) if isinstance(token, dict) else str(token)
+
+
+def _text(prompt: object) -> str:
+    if not isinstance(prompt, str):
+        raise PromptError(f"a prompt is {prompt!r}", "text", "give every prompt as text")
+    try:
+        prompt.encode()
+    except UnicodeEncodeError:
+        raise PromptError(
+            f"a prompt is {prompt!r}", "text without half characters (lone surrogates)", "correct the prompt"
+        ) from None
+    return prompt
+
+
+def _first_character(encoding: Encoding) -> int:
+    """Return where in the prompt an encoding's own text begins."""
+    return next(
+        start
+        for (start, _), special in zip(encoding.offsets, encoding.special_tokens_mask, strict=True)
+        if not special
+    )
