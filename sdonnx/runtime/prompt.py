@@ -95,13 +95,11 @@ class PromptTokenizer:
             encoding = self.tokenizer.encode(_text(prompt))
             row[: len(encoding.ids)] = encoding.ids
             if encoding.overflowing:
-                warnings.warn(
-                    PromptTruncatedWarning(
-                        f"the text encoder takes {self.max_length} tokens; "
-                        f"this part of a prompt was cut away: {prompt[_first_character(encoding.overflowing[0]) :].strip()}"
-                    ),
-                    stacklevel=2,
+                cut = prompt[_first_character(encoding.overflowing[0]) :].strip()
+                message = (
+                    f"the text encoder takes {self.max_length} tokens; this end of a prompt was cut: {cut}"
                 )
+                warnings.warn(PromptTruncatedWarning(message), stacklevel=2)
         return ids
 
 
