@@ -18,11 +18,12 @@ from typing import Any
 
 from sdonnx.errors import FolderError, OutputError
 
-__all__ = ["MODEL_INDEX", "ONNX_WEIGHTS", "ONNX_MODEL", "PipelineFolder", "atomic_folder", "read_json"]
+__all__ = ["MODEL_INDEX", "ONNX_WEIGHTS", "ONNX_MODEL", "REPORT", "PipelineFolder", "atomic_folder", "read_json"]
 
 MODEL_INDEX = "model_index.json"
 ONNX_MODEL = "model.onnx"
 ONNX_WEIGHTS = "model.onnx.data"
+REPORT = "sdonnx.json"  # written into an optimized folder
 
 # What these mean to someone who waits for an output: the disk, a quota, the file system or a permission.
 _WRITE_FAILURES = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG}

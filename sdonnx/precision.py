@@ -110,6 +110,8 @@ class ConvertPrecision(InPlacePass):
         graph = model.graph
         self._casts: dict[tuple[ir.Value, ir.DataType], ir.Value] = {}
         self._wide: set[ir.Value] = set()
+        # A graph that came in the policy's type says by its casts what it means.
+        self._casts_stand = any(value.dtype == self.policy.dtype for value in graph.initializers.values())
         kept_inputs = {tensor.name for tensor in self.spec.inputs if tensor.keeps_float32}
         for value in graph.inputs:
             if value.dtype == _FLOAT:
@@ -159,6 +161,7 @@ class ConvertPrecision(InPlacePass):
     def _convert_cast(self, node: ir.Node, dtype: ir.DataType) -> None:
         """Cast(to=float32) -> Cast(to=dtype): what the graph meant is its working type."""
         if node.attributes.get_int("to") == _FLOAT:
+            dtype = _FLOAT if self._casts_stand else dtype
             node.attributes["to"] = ir.AttrInt64("to", dtype)
             node.outputs[0].type = ir.TensorType(dtype)
             if dtype == _FLOAT:
