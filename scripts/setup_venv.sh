@@ -46,12 +46,13 @@ runtime_for_machine() {  # prints `cuda` or `cpu`
 }
 
 create_venv() {  # makes the environment unless a working one is there, and records its kind
-    local python
+    local python output
     if ! { supports_project "$venv/bin/python" && "$venv/bin/python" -m pip --version; } >/dev/null 2>&1; then
         python="$(find_python)"
-        "$python" -m venv "$venv" >"$venv.log" 2>&1 ||
-            fail "$python cannot make $venv ($(tail -n 1 "$venv.log")); expected its venv module; on Debian: apt install python3-venv"
-        rm -f "$venv.log"
+        if ! output="$("$python" -m venv "$venv" 2>&1)"; then
+            printf '%s\n' "$output" >&2
+            fail "$python cannot make the environment $venv; expected Python with its venv module; on Debian: apt install python3-venv"
+        fi
     fi
     [[ -f "$venv/sdonnx-runtime" ]] || runtime_for_machine >"$venv/sdonnx-runtime"
 }

@@ -55,7 +55,12 @@ def _write_network(name: str, network: Any, library: str, folder: Path, seed: in
 
 
 def write_sample(
-    arch: str, out: Path, seed: int = 0, *, progress: Callable[[str], None] | None = None
+    arch: str,
+    out: Path,
+    seed: int = 0,
+    *,
+    overwrite: bool = False,
+    progress: Callable[[str], None] | None = None,
 ) -> None:
     """Write a complete diffusers pipeline with random weights to the folder `out`.
 
@@ -66,6 +71,7 @@ def write_sample(
         arch: a key of `ARCHITECTURES`.
         out: the folder to write; new or empty.
         seed: any integer.
+        overwrite: replace `out` if a pipeline is there.
         progress: told a line of text as each component is begun.
 
     Raises:
@@ -75,7 +81,7 @@ def write_sample(
     if arch not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
         raise OptionError(f"the architecture {arch!r} is unknown", f"one of {known}", "choose one of these")
-    with atomic_folder(Path(out)) as partial:
+    with atomic_folder(Path(out), overwrite) as partial:
         try:
             _write_pipeline(ARCHITECTURES[arch], partial, seed, progress or (lambda line: None))
         except Exception as error:

@@ -1,0 +1,101 @@
+"""`python -m sdonnx generate -m FOLDER -p "..." -o image.png`: draw images to PNG files."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import sdonnx
+from sdonnx.errors import OptionError, OutputError
+from sdonnx.terminal import add_debug, console, progress_bar
+
+__all__ = ["add_arguments", "run"]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's options."""
+    parser.description = "Draw images with an optimized folder. The PNG files hold their parameters."
+    parser.add_argument("-m", "--model", required=True, type=Path, help="the optimized folder")
+    parser.add_argument("-p", "--prompt", required=True, nargs="+", help="one prompt, or several of one batch")
+    parser.add_argument("-o", "--output", required=True, type=Path, help="a .png file; a batch gets -1, -2, ...")
+    parser.add_argument("--negative_prompt", default=None, help="what to draw away from")
+    parser.add_argument("--height", type=int, default=None, help="pixels, a multiple of 8")
+    parser.add_argument("--width", type=int, default=None, help="pixels, a multiple of 8")
+    parser.add_argument("-s", "--steps", type=int, default=50, help="denoising steps (default 50)")
+    parser.add_argument("-g", "--guidance_scale", type=float, default=7.5, help="weight of the prompt (default 7.5)")
+    parser.add_argument("-n", "--num_images", type=int, default=1, help="images for each prompt")
+    parser.add_argument("--seed", type=int, default=None, help="by default a fresh one, which the PNG names")
+    parser.add_argument("--scheduler", default=None, help="ddim, pndm, euler or dpmsolver++; default: the folder's")
+    parser.add_argument("--provider", default=None, help="cuda or cpu; default: what the folder is for")
+    add_debug(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the command."""
+    from PIL.PngImagePlugin import PngInfo
+
+    from sdonnx.runtime.pipeline import OrtDiffusionPipeline
+
+    _refuse_output(options.output)
+    pipeline = OrtDiffusionPipeline.from_pretrained(options.model, options.provider)
+    if options.scheduler:
+        pipeline.scheduler = options.scheduler
+    with progress_bar() as bar:
+        task = bar.add_task("drawing", total=None)
+
+        def told(_: OrtDiffusionPipeline, step: int, timestep: float, latents: dict[str, Any]) -> None:
+            bar.update(task, completed=step + 1)
+
+        output = pipeline(
+            options.prompt,
+            options.height,
+            options.width,
+            options.steps,
+            options.guidance_scale,
+            [options.negative_prompt] * len(options.prompt) if options.negative_prompt else None,
+            options.num_images,
+            seed=options.seed,
+            # A bar costs a copy of the latents at each step: only for somebody who looks at it.
+            callback_on_step_end=told if bar.console.is_terminal else None,
+        )
+    for index, image in enumerate(output.images):
+        parameters = {
+            "prompt": options.prompt[index // options.num_images],
+            "negative_prompt": options.negative_prompt or "",
+            "seed": output.seed,
+            "index": index,
+            "steps": options.steps,
+            "guidance_scale": options.guidance_scale,
+            "scheduler": pipeline.scheduler,
+            "height": image.height,
+            "width": image.width,
+            "model": options.model.name,
+            "provider": pipeline.device.provider,
+            "sdonnx": sdonnx.__version__,
+        }
+        metadata = PngInfo()
+        metadata.add_text("parameters", json.dumps(parameters, ensure_ascii=False))
+        path = options.output
+        if len(output.images) > 1:
+            path = path.with_name(f"{path.stem}-{index + 1}{path.suffix}")
+        try:
+            image.save(path, pnginfo=metadata)
+        except OSError as error:
+            path.unlink(missing_ok=True)
+            raise OutputError(
+                f"writing {path} failed ({error.strerror or error})",
+                "a place with enough free space and permission to write",
+                "choose another output",
+            ) from error
+        console().print(f"{path}  seed {output.seed}")
+    return 0
+
+
+def _refuse_output(path: Path) -> None:
+    """Look at the output before minutes of drawing are spent on it."""
+    if path.suffix.lower() != ".png":
+        raise OptionError(f"the output is {path.name}", "a name that ends in .png", "choose such a name")
+    if not path.parent.is_dir():
+        raise OutputError(f"{path.parent} is no folder", "a folder to write into", "make it first")

@@ -1,0 +1,41 @@
+"""The one place that compares two tensors or two images."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["psnr", "relative_error"]
+
+
+def relative_error(values: npt.NDArray[Any], reference: npt.NDArray[Any]) -> float:
+    """Return ||values - reference|| / ||reference||, in float64; NaN or infinity in `values` gives infinity.
+
+    Raises:
+        ValueError: the shapes differ.
+    """
+    if values.shape != reference.shape:
+        raise ValueError(f"shapes {values.shape} and {reference.shape} differ")
+    difference = values.astype(np.float64) - reference.astype(np.float64)
+    if not np.isfinite(difference).all():
+        return float("inf")
+    return float(np.linalg.norm(difference) / np.linalg.norm(reference.astype(np.float64)))
+
+
+def psnr(image: npt.NDArray[Any], reference: npt.NDArray[Any]) -> float:
+    """Return the peak signal-to-noise ratio in dB of two images with values from 0 to 1.
+
+    PSNR = 10 log10(1 / mean((image - reference)**2)); infinity where they are equal, and minus infinity
+    where the image holds NaN.
+
+    Raises:
+        ValueError: the shapes differ.
+    """
+    if image.shape != reference.shape:
+        raise ValueError(f"shapes {image.shape} and {reference.shape} differ")
+    error = float(np.mean((image.astype(np.float64) - reference.astype(np.float64)) ** 2))
+    if not np.isfinite(error):
+        return float("-inf")
+    return float("inf") if error == 0 else float(10 * np.log10(1 / error))

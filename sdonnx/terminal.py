@@ -1,0 +1,110 @@
+"""What the commands have in common: one line for an error, a progress bar, tables."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import signal
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from sdonnx.errors import SdonnxError
+
+__all__ = ["FAILURE", "add_debug", "console", "guarded", "progress_bar", "tensor_progress"]
+
+FAILURE = 2
+
+Told = Callable[[str, int, int], None]
+
+
+def console() -> Console:
+    """Return a console on standard output; lines are never broken where it is no terminal."""
+    return Console(soft_wrap=not sys.stdout.isatty(), highlight=False)
+
+
+def add_debug(parser: argparse.ArgumentParser) -> None:
+    """Add the option that every command has."""
+    parser.add_argument("--debug", action="store_true", help="show a traceback where a command fails")
+
+
+def guarded(main: Callable[[argparse.Namespace], int], options: argparse.Namespace) -> int:
+    """Run a command and return its exit status; a failure the user can mend is one line and status 2.
+
+    A polite request to end (SIGTERM) is treated as Ctrl-C is, so that nothing half-written stays.
+    """
+    previous = signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        with _plain_warnings():
+            return main(options)
+    except SdonnxError as error:
+        if getattr(options, "debug", False):
+            raise
+        print(f"error: {error}", file=sys.stderr)
+    except KeyboardInterrupt:
+        if getattr(options, "debug", False):
+            raise
+        print("interrupted; nothing half-written was left; run the command again", file=sys.stderr)
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+    return FAILURE
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+@contextlib.contextmanager
+def _plain_warnings() -> Iterator[None]:
+    """Show a warning as one line, without the place in the code that it came from."""
+
+    def show(
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: TextIO | None = None,
+        line: str | None = None,
+    ) -> None:
+        print(f"warning: {' '.join(str(message).split())}", file=sys.stderr)
+
+    with warnings.catch_warnings():
+        # catch_warnings puts the old function back on leaving.
+        warnings.showwarning = show
+        yield
+
+
+def progress_bar() -> Progress:
+    """Return a progress bar on standard error; it vanishes where that is no terminal."""
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=Console(stderr=True),
+    )
+
+
+@contextlib.contextmanager
+def tensor_progress() -> Iterator[Told]:
+    """Yield what `export_pipeline` and `optimize_folder` tell their progress to.
+
+    One line for each phase of each component: it pulses while a graph is rewritten and fills while
+    its tensors are written.
+    """
+    with progress_bar() as bar:
+        tasks: dict[str, int] = {}
+
+        def told(phase: str, done: int, total: int) -> None:
+            if phase not in tasks:
+                for earlier in tasks.values():
+                    bar.stop_task(earlier)  # type: ignore[arg-type]
+                tasks[phase] = bar.add_task(phase, total=total or None)
+            bar.update(tasks[phase], completed=done, total=total or None)  # type: ignore[arg-type]
+
+        yield told

@@ -1,0 +1,46 @@
+"""Options, markers and what the whole session shares."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+# Read by huggingface_hub on import, so set before any test module is: no test may depend on a network.
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--full", action="store_true", help="also run the tests of full-size models")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect `full` unless it is asked for; skip `gpu` where there is no CUDA provider.
+
+    A `-m` in addopts would be lost as soon as the command line has one, hence a hook.
+    """
+    if not config.getoption("--full"):
+        full = [item for item in items if item.get_closest_marker("full")]
+        config.hook.pytest_deselected(items=full)
+        items[:] = [item for item in items if not item.get_closest_marker("full")]
+    on_gpu = [item for item in items if item.get_closest_marker("gpu")]
+    if on_gpu and not _has_cuda():
+        for item in on_gpu:
+            item.add_marker(pytest.mark.skip(reason="ONNX Runtime has no CUDAExecutionProvider here"))
+
+
+def _has_cuda() -> bool:
+    import onnxruntime
+
+    return "CUDAExecutionProvider" in onnxruntime.get_available_providers()
+
+
+@pytest.fixture(scope="session")
+def tiny_pipeline(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The sample pipeline `tiny`, a diffusers folder; read it, never write to it."""
+    from sdonnx.sample import write_sample
+
+    folder = tmp_path_factory.mktemp("pipelines") / "tiny"
+    write_sample("tiny", folder)
+    return folder
