@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from sdonnx.graph.edit import MICROSOFT, dims, static_dim
-from sdonnx.graph.match import Rule
-from sdonnx.graph.tensors import lazy, read
+from sdonnx.graph.edit import MICROSOFT, derived_initializer, dims, static_dim
+from sdonnx.graph.match import Rule, same_dims, same_shape
+from sdonnx.graph.tensors import read
 
 __all__ = ["AttentionToMultiHeadAttention", "ProjectionsToPackedKeyValue", "ProjectionsToPackedQueryKeyValue"]
 
@@ -52,15 +52,17 @@ class AttentionToMultiHeadAttention(Rule):
         sizes = {static_dim(values[name], 3) for name in ("q_split", "k_split", "v_split")}
         if len(heads) != 1 or len(sizes) != 1 or None in heads | sizes:
             return f"heads {heads} of size {sizes}: the kernel takes one number and one size for q, k and v"
+        for name in ("q", "k", "v"):
+            if not _splits_heads(values[name], values[f"{name}_split"]):
+                return f"the reshape of {name} does more than to split the heads"
+        if not same_shape(values["joined"], values["q"]):
+            return "the reshape of the result does more than to join the heads"
         if len(node.inputs) > 4:
             return "a key-value cache is not supported"
         if node.attributes.get_float("softcap", 0.0) or node.attributes.get_int("qk_matmul_output_mode", 0):
             return "softcap and score outputs are not supported"
         if len(node.inputs) == 4 and (mask := node.inputs[3]) is not None:
-            if mask.shape is None or mask.shape.rank() != 4:
-                return "the mask does not have 4 dimensions"
-            if mask.dtype not in (ir.DataType.BOOL, attention.dtype):
-                return f"the mask is {mask.dtype}"
+            return _mask_refusal(mask, attention, values["q"], values["k"])
         return None
 
     def rewrite(
@@ -78,6 +80,28 @@ class AttentionToMultiHeadAttention(Rule):
         if len(node.inputs) == 4 and (mask := node.inputs[3]) is not None:
             inputs += [None, None, _additive(op, mask, attention)]
         return op.MultiHeadAttention(*inputs, **attributes, _domain=MICROSOFT)
+
+
+def _splits_heads(x: ir.Value, split: ir.Value) -> bool:
+    """Tell whether x (B,S,N*H) -> split (B,S,N,H), with N and H static, splits the last axis alone."""
+    before, after = dims(x), dims(split)
+    heads, size = static_dim(split, 2), static_dim(split, 3)
+    if before is None or after is None or heads is None or size is None:
+        return False
+    return same_dims(before, (*after[:2], heads * size))
+
+
+def _mask_refusal(mask: ir.Value, attention: ir.Value, q: ir.Value, k: ir.Value) -> str | None:
+    """Return why the kernel cannot take the mask (B or 1, N or 1, S, L), None if it can."""
+    if mask.shape is None or mask.shape.rank() != 4:
+        return "the mask does not have 4 dimensions"
+    if mask.dtype not in (ir.DataType.BOOL, attention.dtype):
+        return f"the mask is {mask.dtype}"
+    # multihead_attention_helper.h: the kernels broadcast the first two axes alone.
+    for axis, x in ((2, q), (3, k)):
+        if mask.shape[axis] == 1 and static_dim(x, 1) != 1:
+            return f"the mask is broadcast along axis {axis}, the kernel takes it in full there"
+    return None
 
 
 def _additive(op: Any, mask: ir.Value, attention: ir.Value) -> ir.Value:
@@ -119,9 +143,10 @@ def _packed(op: Any, attention: ir.Value, x: ir.Value, weights: list[ir.Value]) 
         arrays = [read(tensor).reshape(rows, heads, 1, head_size) for tensor in tensors if tensor is not None]
         return np.concatenate(arrays, axis=2).reshape(rows, parts * columns)
 
-    name = f"{weights[0].name}.packed{parts}"
-    assert weights[0].dtype is not None
-    weight = op.initializer(lazy(interleave, weights[0].dtype, (rows, parts * columns), name), name)
+    assert weights[0].dtype is not None and isinstance(node.graph, ir.Graph)
+    # Named after all that it holds: two attentions may share one of the weights and not another.
+    name = f"{'+'.join(weight.name or '' for weight in weights)}.packed{heads}"
+    weight = derived_initializer(node.graph, name, interleave, weights[0].dtype, (rows, parts * columns))
     product = op.MatMul(x, weight)
     sizes = dims(x)
     assert sizes is not None
@@ -162,6 +187,8 @@ class ProjectionsToPackedQueryKeyValue(_Packing):
             return "q, k and v are not three projections without bias"
         if len({id(projection[0]) for projection in found if projection}) != 1:
             return "q, k and v are projections of different values"
+        if len({static_dim(value, 2) for value in (q, k, v)}) != 1:
+            return "q, k and v differ in width"
         return None
 
     def rewrite(self, op: Any, q: ir.Value, k: ir.Value, v: ir.Value, attention: ir.Value) -> Any:
@@ -184,6 +211,8 @@ class ProjectionsToPackedKeyValue(_Packing):
             return "k and v are not two projections without bias"
         if len({id(projection[0]) for projection in found if projection}) != 1:
             return "k and v are projections of different values"
+        if static_dim(k, 2) != static_dim(v, 2):
+            return "k and v differ in width"
         return None
 
     def rewrite(self, op: Any, q: ir.Value, k: ir.Value, v: ir.Value, attention: ir.Value) -> Any:

@@ -6,8 +6,8 @@ from typing import Any
 
 import onnx_ir as ir
 
-from sdonnx.graph.edit import constant_value, dims
-from sdonnx.graph.match import Rule
+from sdonnx.graph.edit import constant_value, dims, static_dim
+from sdonnx.graph.match import Rule, is_bias, same_dims
 
 __all__ = ["BiasAfterReshape", "CausalMaskToAttribute", "ChannelsLastToFlatChannels", "FlatChannelsToChannelsLast", "FlatGroupNormToGroupNorm"]
 
@@ -40,7 +40,9 @@ class FlatGroupNormToGroupNorm(Rule):
 
 def _flattens_last_two(x: ir.Value, flat: ir.Value) -> bool:
     before, after = dims(x), dims(flat)
-    return before is not None and after is not None and len(before) == 4 and len(after) == 3 and before[:2] == after[:2]
+    if before is None or after is None or len(before) != 4 or len(after) != 3:
+        return False
+    return same_dims(before[:2], after[:2])
 
 
 class FlatChannelsToChannelsLast(Rule):
@@ -58,7 +60,7 @@ class FlatChannelsToChannelsLast(Rule):
     def refuse(self, x: ir.Value, last: ir.Value, **_: Any) -> str | None:
         """The reshape must keep batch and channels."""
         before, after = dims(x), dims(last)
-        if before is None or after is None or len(before) != 4 or before[:2] != (after[0], after[2]):
+        if before is None or after is None or len(before) != 4 or not same_dims(before[:2], (after[0], after[2])):
             return "the reshape does more than to flatten height and width"
         if not isinstance(before[1], int):
             return "the number of channels is dynamic"
@@ -88,16 +90,19 @@ class ChannelsLastToFlatChannels(Rule):
     def refuse(self, x: ir.Value, image: ir.Value, **_: Any) -> str | None:
         """The reshape must keep batch and channels."""
         before, after = dims(x), dims(image)
-        if before is None or after is None or len(after) != 4 or after[:2] != (before[0], before[2]):
+        if before is None or after is None or len(after) != 4 or not same_dims(after[:2], (before[0], before[2])):
             return "the reshape does more than to unflatten height and width"
+        if not isinstance(after[1], int):
+            return "the number of channels is dynamic"
         return None
 
     def rewrite(self, op: Any, x: ir.Value, shape: ir.Value, image: ir.Value) -> Any:
         """Unflatten, then move channels first."""
         sizes = dims(image)
         assert sizes is not None
-        order = op.Constant(value_ints=[0, 2, 3, 1])
-        unflat = op.Reshape(x, op.Gather(shape, order))
+        # The number of channels is spelled out: `shape` may say 0, the size at the same place.
+        kept = op.Gather(shape, op.Constant(value_ints=[0, 2, 3]))
+        unflat = op.Reshape(x, op.Concat(kept, op.Constant(value_ints=[sizes[1]]), axis=0))
         unflat.shape, unflat.type = ir.Shape([sizes[0], sizes[2], sizes[3], sizes[1]]), x.type
         return op.Transpose(unflat, perm=[0, 3, 1, 2])
 
@@ -146,18 +151,12 @@ def _is_causal(mask: ir.Value) -> bool:
     if counted is None or counted.op_type != "Range":
         return False
     start, step = constant_value(counted.inputs[0]), constant_value(counted.inputs[2])
+    if start is None or step is None or start.item() != 0 or step.item() != 1:
+        return False
     columns, rows = dims(column), dims(row)
-    return (
-        start is not None
-        and step is not None
-        and int(start) == 0
-        and int(step) == 1
-        and columns is not None
-        and rows is not None
-        and columns[-2] == 1
-        and rows[-1] == 1
-        and columns[-1] == rows[-2]
-    )
+    if columns is None or rows is None or len(rows) < 2:
+        return False
+    return rows[-1] == 1 and columns[-2:-1] in ((), (1,)) and same_dims(columns[-1:], rows[-2:-1])
 
 
 class BiasAfterReshape(Rule):
@@ -172,10 +171,10 @@ class BiasAfterReshape(Rule):
 
     def refuse(self, x: ir.Value, bias: ir.Value, reshaped: ir.Value, **_: Any) -> str | None:
         """The bias must be a constant vector along an axis that the reshape keeps."""
-        before, after = dims(x), dims(reshaped)
-        if constant_value(bias) is None or bias.shape is None or bias.shape.rank() != 1:
+        channels = static_dim(x, -1)
+        if not is_bias(bias, channels):
             return "what is added is no constant vector"
-        if before is None or after is None or not isinstance(before[-1], int) or before[-1] != after[-1]:
+        if static_dim(reshaped, -1) != channels:
             return "the reshape changes the last axis"
         return None
 

@@ -7,8 +7,8 @@ from typing import Any
 import onnx_ir as ir
 
 from sdonnx.graph.contract import split_gelu_refusal
-from sdonnx.graph.edit import MICROSOFT, is_weight
-from sdonnx.graph.match import Rule
+from sdonnx.graph.edit import MICROSOFT, static_dim
+from sdonnx.graph.match import Rule, is_bias
 
 __all__ = ["GegluToBiasSplitGelu"]
 
@@ -26,7 +26,7 @@ class GegluToBiasSplitGelu(Rule):
 
     def refuse(self, x: ir.Value, bias: ir.Value, **_: Any) -> str | None:
         """The kernel must exist for this width, and the bias must be one."""
-        if not is_weight(bias) or bias.shape is None or bias.shape.rank() != 1:
+        if not is_bias(bias, static_dim(x, -1)):
             return "what is added is no constant vector"
         return split_gelu_refusal(x)
 

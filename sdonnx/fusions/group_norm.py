@@ -39,7 +39,8 @@ class SiluIntoGroupNorm(Rule):
 class GroupNormToSkipGroupNorm(Rule):
     """s = x + skip + bias; GroupNorm(s) -> SkipGroupNorm(x, skip, bias), which gives s too.
 
-    Shapes: x (B,H,W,C), skip (B,H,W,C) or (B,1,1,C), bias (C,).
+    Shapes: x (B,H,W,C), skip (B,H,W,C) or (B,1,1,C), bias (C,). A bias alone is given as the skip, a row
+    for each image: the kernel wants one, and adding a convolution's bias apart costs a pass over the image.
     """
 
     keeps_nodes = True  # the sum is the residual of what follows
@@ -51,8 +52,10 @@ class GroupNormToSkipGroupNorm(Rule):
         )
 
     def refuse(self, total: ir.Value, **_: Any) -> str | None:
-        """There must be two terms, of one shape or one of them a row for each image."""
+        """There must be two terms, of one shape or one of them a row for each image; or one, and a bias."""
         parts = sum_of(total)
+        if len(parts.terms) == 1 and parts.biases:
+            return None if same_shape(parts.terms[0], total) else "the bias is not added to a whole image"
         if len(parts.terms) != 2:
             return f"the input is a sum of {len(parts.terms)} activations, the kernel adds two"
         return None if _ordered(parts, total) else "the two terms have shapes that the kernel does not add"
@@ -61,15 +64,30 @@ class GroupNormToSkipGroupNorm(Rule):
         """Add and normalize in one kernel; whoever used the sum takes the kernel's."""
         node, parts = norm.producer(), sum_of(total)
         assert node is not None and isinstance(node.graph, ir.Graph)
-        terms = _ordered(parts, total)
-        assert terms is not None
-        inputs = [terms[0], gamma, beta, terms[1]]
-        if (bias := total_bias(node.graph, parts.biases)) is not None:
-            inputs.append(bias)
+        bias = total_bias(node.graph, parts.biases)
+        if len(parts.terms) == 1:
+            assert bias is not None
+            inputs = [parts.terms[0], gamma, beta, _rows(op, bias, parts.terms[0])]
+        else:
+            terms = _ordered(parts, total)
+            assert terms is not None
+            inputs = [terms[0], gamma, beta, terms[1], *([] if bias is None else [bias])]
         normal, summed = op.SkipGroupNorm(*inputs, **node.attributes, _domain=MICROSOFT, _outputs=2)
         summed.shape, summed.type = total.shape, total.type
         replace(total, summed)
         return normal
+
+
+def _rows(op: Any, bias: ir.Value, x: ir.Value) -> ir.Value:
+    """Return the bias (C,) as (B,1,1,C)."""
+    channels = static_dim(bias, 0)
+    batch = op.Shape(x, start=0, end=1)
+    batch.type = ir.TensorType(ir.DataType.INT64)
+    rows: ir.Value = op.Expand(bias, op.Concat(batch, op.Constant(value_ints=[1, 1, channels]), axis=0))
+    sizes = dims(x)
+    assert sizes is not None
+    rows.shape, rows.type = ir.Shape([sizes[0], 1, 1, sizes[3]]), bias.type
+    return rows
 
 
 def _ordered(parts: Sum, total: ir.Value) -> tuple[ir.Value, ir.Value] | None:

@@ -75,8 +75,10 @@ class _Walk:
 
     def __init__(self, graph: ir.Graph) -> None:
         self.graph = graph
-        # Original image -> its channels-last twin, in the order of discovery.
+        # Original image -> its channels-last twin.
         self.twins: dict[ir.Value, ir.Value] = {}
+        # Those whose twin takes their place, in the graph's order; the twin of any other is computed from it.
+        self.replaced: dict[ir.Value, ir.Value] = {}
         self.visits: dict[str, Callable[[ir.Node], str | None]] = {
             "Conv": self._conv,
             "GroupNormalization": self._group_norm,
@@ -98,10 +100,11 @@ class _Walk:
 
     def finish(self) -> None:
         """Give every node that still reads an original image the transposed twin."""
-        for original, twin in self.twins.items():
+        for original, twin in self.replaced.items():
             producer = original.producer()
-            users = [use.node for use in original.uses() if use.node.outputs[0] not in self.twins]
-            if producer is None or not (users or original.is_graph_output()):
+            assert producer is not None
+            users = [use.node for use in original.uses() if use.node.outputs[0] not in self.replaced]
+            if not (users or original.is_graph_output()):
                 continue
             back = insert(producer, "Transpose", [twin], {"perm": _TO_NCHW}, shape=original.shape)
             replace(original, back)
@@ -124,6 +127,8 @@ class _Walk:
                 # (B,C) -> (B,C,1,1): a row for each image, such as the time embedding.
                 row_axes = constant(self.graph, [1, 2], np.int64, "axes_1_2")
                 twin = insert(anchor, "Unsqueeze", [producer.inputs[0], row_axes], shape=last)
+        elif is_weight(value):
+            twin = self._moved(value, "channels_last")
         if twin is None:
             twin = insert(anchor, "Transpose", [value], {"perm": _TO_NHWC}, shape=last)
         self.twins[value] = twin
@@ -131,6 +136,7 @@ class _Walk:
 
     def _give(self, node: ir.Node, twin: ir.Value) -> None:
         self.twins[node.outputs[0]] = twin
+        self.replaced[node.outputs[0]] = twin
 
     def _shape(self, value: ir.Value) -> list[int | ir.SymbolicDim]:
         sizes = dims(value)

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from sdonnx.graph.edit import MICROSOFT, constant, dims, is_weight, replace, static_dim
-from sdonnx.graph.match import Rule, same_shape, sum_of, total_bias
+from sdonnx.graph.edit import MICROSOFT, constant, dims, replace, static_dim
+from sdonnx.graph.match import Rule, is_bias, same_shape, sum_of, total_bias
 
 __all__ = ["BiasIntoNhwcConv", "LayerNormToSkipLayerNorm", "ResidualToBiasAdd"]
 
@@ -100,10 +100,9 @@ class BiasIntoNhwcConv(Rule):
         conv = op.NhwcConv(x, weight, _domain=MICROSOFT, _allow_other_attributes=True, _outputs=["conv"])
         return op.Add(conv, bias)
 
-    def refuse(self, bias: ir.Value, **_: Any) -> str | None:
+    def refuse(self, weight: ir.Value, bias: ir.Value, **_: Any) -> str | None:
         """The bias must be one."""
-        is_vector = is_weight(bias) and bias.shape is not None and bias.shape.rank() == 1
-        return None if is_vector else "what is added is no constant vector"
+        return None if is_bias(bias, static_dim(weight, 0)) else "what is added is no constant vector"
 
     def rewrite(self, op: Any, x: ir.Value, weight: ir.Value, bias: ir.Value, conv: ir.Value) -> Any:
         """The kernel adds it."""

@@ -14,6 +14,7 @@ from sdonnx.graph.tensors import lazy, read
 
 __all__ = [
     "MICROSOFT",
+    "Dim",
     "add_initializer",
     "constant",
     "constant_value",
@@ -90,6 +91,9 @@ def insert_multi(
 def replace(old: ir.Value, new: ir.Value) -> None:
     """Let every user of `old`, graph outputs included, take `new`; graph outputs keep their names."""
     if old.is_graph_output():
+        producer = old.producer()
+        if producer is not None and (new.is_graph_output() or new.producer() is None):
+            new = insert(producer, "Identity", [new], shape=old.shape)  # `new` has a name to keep, too
         name = old.name
         old.name = None
         new.name = name

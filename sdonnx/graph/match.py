@@ -13,11 +13,11 @@ import numpy as np
 import onnx_ir as ir
 from onnxscript.rewriter.pattern import MatchResult, RewriteRuleClassBase, RewriteRuleSet
 
-from sdonnx.graph.edit import derived_initializer, dims, is_weight
+from sdonnx.graph.edit import Dim, derived_initializer, dims, is_weight, static_dim
 from sdonnx.graph.modules import module_path
 from sdonnx.graph.tensors import read
 
-__all__ = ["Refusal", "Rule", "Sum", "apply_rules", "same_shape", "sum_of", "total_bias"]
+__all__ = ["Refusal", "Rule", "Sum", "apply_rules", "is_bias", "same_dims", "same_shape", "sum_of", "total_bias"]
 
 
 @dataclass(frozen=True)
@@ -82,10 +82,24 @@ def apply_rules(model: ir.Model, rules: Sequence[type[Rule]], commute: bool = Fa
 def same_shape(a: ir.Value, b: ir.Value) -> bool:
     """Tell whether two values are known to have the same shape."""
     left, right = dims(a), dims(b)
-    if left is None or right is None or len(left) != len(right):
-        return False
+    return left is not None and right is not None and same_dims(left, right)
+
+
+def same_dims(left: Sequence[Dim], right: Sequence[Dim]) -> bool:
+    """Tell whether two lists of dimensions are known to be the same."""
     # An unnamed dimension equals nothing, itself included.
-    return all(x == y and (isinstance(x, int) or x.value is not None) for x, y in zip(left, right, strict=True))
+    return len(left) == len(right) and all(
+        x == y and (isinstance(x, int) or x.value is not None) for x, y in zip(left, right, strict=True)
+    )
+
+
+def is_bias(value: ir.Value, channels: int | None) -> bool:
+    """Tell whether the value is a constant vector (C,) for `channels`.
+
+    A vector of one element is none: ONNX would broadcast it, where a kernel reads past its end.
+    """
+    vector = is_weight(value) and value.shape is not None and value.shape.rank() == 1
+    return vector and channels is not None and static_dim(value, 0) == channels
 
 
 @dataclass(frozen=True)
@@ -113,7 +127,7 @@ def sum_of(value: ir.Value) -> Sum:
     biases: list[ir.Value] = []
     for operand in node.inputs:
         assert operand is not None
-        if is_weight(operand) and operand.shape is not None and operand.shape.rank() == 1:
+        if is_bias(operand, static_dim(value, -1)):
             biases.append(operand)
         elif len(operand.uses()) == 1 and not operand.is_graph_output():
             inner = sum_of(operand)

@@ -42,7 +42,7 @@ class FoldWeightTransposes(InPlacePass):
             )
             output.replace_all_uses_with(folded)
             model.graph.remove(node, safe=True)
-            if not source.uses():
+            if not source.uses() and not source.is_graph_output():
                 model.graph.initializers.pop(source.name or "")
             modified = True
         return PassResult(model, modified)

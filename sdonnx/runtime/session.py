@@ -66,6 +66,9 @@ def device_for(provider: str, index: int = 0) -> Device:
             "onnxruntime-gpu" if name == "cuda" else "onnxruntime",
             f"pip install 'sdonnx[{name}]'",
         )
+    # ONNX Runtime's log for the whole process: a cuDNN plan that fails is reported there as an error
+    # although the next plan is taken.
+    onnxruntime.set_default_logger_severity(_FATAL)
     if name == "cuda":
         # The CUDA and cuDNN wheels are found by this, not by the dynamic loader.
         onnxruntime.preload_dlls()
@@ -78,8 +81,9 @@ def _provider_options(device: Device, capture: bool) -> dict[str, str]:
     return {
         "device_id": str(device.index),
         "enable_cuda_graph": "1" if capture else "0",
-        # cuDNN's heuristics in mode B. DEFAULT would try algorithms without asking how slow they are.
-        "cudnn_conv_algo_search": "EXHAUSTIVE",
+        # cuDNN's heuristics in mode A. Mode B, which ONNX Runtime calls EXHAUSTIVE, took seconds longer to
+        # start and gave the VAE decoder a plan ten times slower (docs/decisions.md).
+        "cudnn_conv_algo_search": "HEURISTIC",
         # The sampler's update is a float32 product: TF32 would keep 10 bits of the latents.
         "use_tf32": "0",
         # Doubling the arena at each growth would hold up to twice what is used.
@@ -106,7 +110,6 @@ class Graph:
         self.device = device
         self.captures = capture and device.provider == "cuda"
         options = onnxruntime.SessionOptions()
-        # cuDNN plans that fail are reported as errors although the next plan is taken.
         options.log_severity_level = _FATAL
         # Weights outside the arena: it would round them up and keep the rest.
         options.add_session_config_entry("session.use_device_allocator_for_initializers", "1")
@@ -203,4 +206,4 @@ class Run:
 def require_multiple(name: str, value: int, factor: int) -> None:
     """Raise OptionError unless `value` is a positive multiple of `factor`."""
     if isinstance(value, bool) or not isinstance(value, int | np.integer) or value <= 0 or value % factor:
-        raise OptionError(f"{name} is {value!r}", f"a multiple of {factor}", f"choose a {name} that {factor} divides")
+        raise OptionError(f"{name} is {value!r}", f"a multiple of {factor}", f"choose one that {factor} divides")

@@ -1,0 +1,181 @@
+"""Small graphs for tests: written as text, run by ONNX Runtime's CPU provider, compared before and after."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+import onnx.parser
+import onnx_ir as ir
+import onnxruntime
+
+from sdonnx.graph.lowering import LowerContribOperators
+from sdonnx.graph.match import Rule, apply_rules
+from sdonnx.graph.passes import infer_shapes, tidy
+
+Array = npt.NDArray[Any]
+
+OPSET = 23
+# What the dynamic dimensions of test graphs are when they run. All differ, so that none passes for another.
+SIZES = {"B": 2, "S": 6, "L": 5, "C": 8, "H": 4, "W": 7}
+
+
+def graph(inputs: str, outputs: str, body: str, opset: int = OPSET, **weights: Array) -> ir.Model:
+    """Return a graph in ONNX's textual syntax, with its shapes inferred and `weights` as initializers."""
+    proto = onnx.parser.parse_model(
+        f'<ir_version: 10, opset_import: ["" : {opset}, "com.microsoft" : 1]>\n'
+        f"small ({inputs}) => ({outputs}) {{ {body} }}"
+    )
+    proto.graph.initializer.extend(onnx.numpy_helper.from_array(array, name) for name, array in weights.items())
+    for index, node in enumerate(proto.graph.node):
+        node.name = node.name or f"{node.op_type}_{index}"
+    model = ir.from_proto(proto)
+    infer_shapes(model)
+    return model
+
+
+def copied(model: ir.Model) -> ir.Model:
+    """Return an independent copy, through the file format."""
+    return ir.from_proto(ir.to_proto(model))
+
+
+def text_of(model: ir.Model) -> str:
+    """Return the graph's structure, to tell whether a pass changed anything."""
+    return str(ir.to_proto(model).graph)
+
+
+def operators(model: ir.Model, *names: str) -> dict[str, int]:
+    """Return how often each operator stands in the graph; only those of `names`, if given."""
+    counts = dict.fromkeys(names, 0)
+    for node in model.graph:
+        if not names or node.op_type in names:
+            counts[node.op_type] = counts.get(node.op_type, 0) + 1
+    return counts
+
+
+def interface(model: ir.Model) -> list[tuple[str | None, str, str]]:
+    """Return name, type and shape of each input and output."""
+    values = [*model.graph.inputs, *model.graph.outputs]
+    return [(value.name, str(value.dtype), str(value.shape)) for value in values]
+
+
+def feeds_for(model: ir.Model, seed: int = 0, sizes: Mapping[str, int] = SIZES) -> dict[str, Array]:
+    """Return random values for the graph's inputs: normal ones, or integers from 0 to 9."""
+    generator = np.random.default_rng(seed)
+    feeds: dict[str, Array] = {}
+    for value in model.graph.inputs:
+        assert value.shape is not None and value.dtype is not None and value.name is not None
+        shape = [dim if isinstance(dim, int) else sizes[str(dim.value)] for dim in value.shape.dims]
+        dtype = value.dtype.numpy()
+        if np.issubdtype(dtype, np.integer) or dtype == np.bool_:
+            feeds[value.name] = generator.integers(0, 10, shape).astype(dtype)
+        else:
+            feeds[value.name] = generator.standard_normal(shape).astype(dtype)
+    return feeds
+
+
+def lowered(model: ir.Model, keep: Callable[[ir.Node], bool] = lambda _: False) -> onnx.ModelProto:
+    """Return the graph in standard operators, checked by ONNX's own checker."""
+    onnx.checker.check_model(ir.to_proto(model))
+    plain = copied(model)
+    LowerContribOperators(keep)(plain)
+    plain.graph.sort()
+    proto = ir.to_proto(plain)
+    onnx.checker.check_model(proto, full_check=True)
+    return proto
+
+
+def run(
+    model: ir.Model, feeds: Mapping[str, Array], keep: Callable[[ir.Node], bool] = lambda _: False
+) -> dict[str, Array]:
+    """Run the graph, lowered to standard operators, as it stands: without the runtime's own fusions."""
+    options = onnxruntime.SessionOptions()
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    options.intra_op_num_threads = 1
+    options.log_severity_level = 3
+    proto = lowered(model, keep)
+    session = onnxruntime.InferenceSession(proto.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    names = [output.name for output in session.get_outputs()]
+    return dict(zip(names, session.run(names, dict(feeds)), strict=True))
+
+
+def relative_error(found: Array, expected: Array) -> float:
+    """Return the largest difference, relative to the largest expected value."""
+    assert found.shape == expected.shape, (found.shape, expected.shape)
+    wide, reference = found.astype(np.float64), expected.astype(np.float64)
+    assert np.isfinite(wide).all()
+    return float(np.abs(wide - reference).max(initial=0.0) / max(float(np.abs(reference).max(initial=0.0)), 1e-30))
+
+
+def assert_same_function(
+    model: ir.Model,
+    original: ir.Model,
+    tolerance: float = 1e-5,
+    seed: int = 0,
+    sizes: Mapping[str, int] = SIZES,
+) -> None:
+    """Check that two graphs have one interface and, on random inputs, one result."""
+    assert interface(model) == interface(original)
+    feeds = feeds_for(original, seed, sizes)
+    found, expected = run(model, feeds), run(original, feeds)
+    for name, values in expected.items():
+        assert relative_error(found[name], values) < tolerance, name
+
+
+def assert_fires(
+    model: ir.Model,
+    rule: type[Rule],
+    times: int,
+    commute: bool = False,
+    tolerance: float = 1e-5,
+    sizes: Mapping[str, int] = SIZES,
+) -> ir.Model:
+    """Apply the rule and check all that holds of every rule; return the rewritten graph.
+
+    It fires so many times, the function and the interface stay, and a second application changes nothing.
+    """
+    rewritten = copied(model)
+    fired, _ = apply_rules(rewritten, [rule], commute)
+    tidy(rewritten)
+    infer_shapes(rewritten)
+    assert fired == times
+    assert_same_function(rewritten, model, tolerance, sizes=sizes)
+    again = copied(rewritten)
+    fired, _ = apply_rules(again, [rule], commute)
+    assert fired == 0
+    tidy(again)
+    infer_shapes(again)
+    assert text_of(again) == text_of(copied(rewritten))
+    return rewritten
+
+
+def assert_refuses(model: ir.Model, rule: type[Rule], reason: str | None, commute: bool = False) -> None:
+    """Check that the rule leaves the graph as it is, for this reason; None: it is no candidate at all."""
+    before = text_of(model)
+    fired, refusals = apply_rules(model, [rule], commute)
+    assert fired == 0
+    assert text_of(model) == before
+    if reason is None:
+        assert refusals == []
+    else:
+        assert any(reason in refusal.reason for refusal in refusals), refusals
+        assert {refusal.rule for refusal in refusals} == {rule.__name__}
+
+
+def node_of(model: ir.Model, op_type: str) -> ir.Node:
+    """Return the graph's only node of an operator."""
+    (node,) = (node for node in model.graph if node.op_type == op_type)
+    return node
+
+
+def normal(*shape: int, seed: int = 0, scale: float = 1.0) -> Array:
+    """Return normal float32 values."""
+    return (np.random.default_rng(seed).standard_normal(shape) * scale).astype(np.float32)
+
+
+def int64(values: Sequence[int] | int) -> Array:
+    """Return an int64 tensor."""
+    return np.array(values, np.int64)
