@@ -1,4 +1,4 @@
-"""Time a pipeline: `python scripts/benchmark.py -e onnxruntime -v 1.5 -p FOLDER`; --help lists the options."""
+"""Time a pipeline: `python scripts/benchmark.py -e onnxruntime -v 1.5 -p FOLDER`; see --help."""
 
 import sys
 from pathlib import Path

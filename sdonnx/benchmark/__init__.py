@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sdonnx.benchmark.engines import COMPILE_MODES, ENGINES, EngineOptions, Workload
+from sdonnx.benchmark.engine import EngineOptions, Workload
+from sdonnx.benchmark.engines import COMPILE_MODES, ENGINES
 from sdonnx.benchmark.measure import PROMPTS, WARM_UPS, measure
 from sdonnx.benchmark.record import (
     COLUMNS,

@@ -1,169 +1,25 @@
-"""What is timed: engines that draw the same images from the same weights.
+"""The engines: each draws the same images from the same weights, seeds and sampler.
 
-An engine is an entry of `ENGINES`. The libraries that it draws with are imported by its `load` and not
-before, so that their import counts as loading and no engine's process holds another's libraries.
+An engine is an entry of `ENGINES`.
 """
 
 from __future__ import annotations
 
-import abc
 import contextlib
-import importlib.metadata
-import importlib.util
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
-from sdonnx.benchmark.measure import first_gpu
-from sdonnx.errors import FolderError, OptionError, ProviderError
-from sdonnx.families import Role, family_of
-from sdonnx.folder import ONNX_MODEL, REPORT, PipelineFolder, read_json
+from sdonnx.benchmark.engine import Engine, Workload
+from sdonnx.benchmark.memory import first_gpu
+from sdonnx.errors import FolderError, ProviderError
+from sdonnx.folder import REPORT, read_json
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-__all__ = [
-    "COMPILE_MODES",
-    "ENGINES",
-    "Engine",
-    "EngineOptions",
-    "OnnxRuntimeEngine",
-    "TorchEngine",
-    "Workload",
-]
+__all__ = ["COMPILE_MODES", "ENGINES", "OnnxRuntimeEngine", "TorchEngine"]
 
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune")
 """torch.compile's; max-autotune-no-cudagraphs is left out: it differs by what slows it down."""
-
-PROVIDERS = ("cuda", "cpu")
-
-
-@dataclass(frozen=True)
-class Workload:
-    """What one run draws, alike for every engine.
-
-    Attributes:
-        batch_size: images drawn together, of one prompt.
-        height: in pixels.
-        width: in pixels.
-        steps: denoising steps.
-        seed: of the noise, the same in every run.
-        guidance_scale: weight of the prompt; 7.5 is what ONNX Runtime's benchmark.py draws with.
-    """
-
-    batch_size: int = 1
-    height: int = 512
-    width: int = 512
-    steps: int = 50
-    seed: int = 0
-    guidance_scale: float = 7.5
-
-
-@dataclass(frozen=True)
-class EngineOptions:
-    """What an engine is made from.
-
-    Attributes:
-        folder: the pipeline, of the kind that the engine reads.
-        provider: "cuda" or "cpu"; None for the engine's own choice.
-        compile_mode: one of `COMPILE_MODES`, or None to compile nothing (torch).
-    """
-
-    folder: Path
-    provider: str | None = None
-    compile_mode: str | None = None
-
-
-class Engine(abc.ABC):
-    """Draws images with one library. Making one looks at the folder and the options and loads nothing.
-
-    Attributes:
-        name: what `-e` calls it.
-        distributions: the packages that it draws with, as pip calls them; alternatives in one tuple. The
-            first names the engine's version.
-        modules: what it imports.
-        installation: how they are installed.
-        compile_modes: what `EngineOptions.compile_mode` can be.
-
-    Raises:
-        SdonnxError: a package is missing, or the folder or an option does not suit the engine.
-    """
-
-    name: ClassVar[str]
-    distributions: ClassVar[tuple[tuple[str, ...], ...]]
-    modules: ClassVar[tuple[str, ...]]
-    installation: ClassVar[str]
-    compile_modes: ClassVar[tuple[str, ...]] = ()
-
-    def __init__(self, options: EngineOptions) -> None:
-        missing = [module for module in self.modules if importlib.util.find_spec(module) is None]
-        if missing:
-            raise OptionError(
-                f"the engine {self.name} without {', '.join(missing)}",
-                "these packages in the environment",
-                self.installation,
-            )
-        if options.provider not in (None, *PROVIDERS):
-            raise ProviderError(
-                f"the provider {options.provider!r} is unknown", f"one of {', '.join(PROVIDERS)}", "pass one"
-            )
-        if options.compile_mode not in (None, *self.compile_modes):
-            raise OptionError(
-                f"the compile mode {options.compile_mode!r} for the engine {self.name}",
-                f"one of {', '.join(self.compile_modes)}" if self.compile_modes else "the engine torch",
-                "pass one of these" if self.compile_modes else "leave out --enable_torch_compile",
-            )
-        self.options = options
-        self.folder = PipelineFolder.open(options.folder)
-        self.family = family_of(self.folder)
-        denoiser = self.family.with_role(Role.DENOISER)
-        self.check_folder(exported=(self.folder.path / denoiser.name / ONNX_MODEL).is_file())
-        self.device = options.provider or self.default_provider()
-
-    @property
-    def version(self) -> str:
-        """The version of the library that it draws with."""
-        return next(importlib.metadata.version(name) for name in self.distributions[0] if _is_installed(name))
-
-    @property
-    def provider(self) -> str:
-        """What the result calls the provider: the device, and how the model was compiled for it."""
-        mode = self.options.compile_mode
-        return self.device if mode is None else f"{self.device} compile {mode}"
-
-    @property
-    @abc.abstractmethod
-    def precision(self) -> str:
-        """The type that the denoiser computes in."""
-
-    @abc.abstractmethod
-    def check_folder(self, *, exported: bool) -> None:
-        """Raise FolderError unless the folder is of the kind that the engine reads."""
-
-    @abc.abstractmethod
-    def default_provider(self) -> str:
-        """Return the provider to use where none was asked for."""
-
-    @abc.abstractmethod
-    def load(self) -> None:
-        """Import the library, read the weights and put them on the device.
-
-        Raises:
-            SdonnxError: the folder cannot be read, or the provider is not available.
-        """
-
-    @abc.abstractmethod
-    def draw(self, prompt: str, workload: Workload) -> list[Image]:
-        """Return `workload.batch_size` images of a prompt; the device is idle again by then."""
-
-    @abc.abstractmethod
-    def denoiser_calls(self, steps: int) -> int:
-        """Return how often `draw` calls the denoiser for that many steps; the sampler decides."""
-
-    @property
-    @abc.abstractmethod
-    def scheduler(self) -> str:
-        """The sampler's class, as diffusers names it."""
 
 
 class OnnxRuntimeEngine(Engine):
@@ -232,7 +88,7 @@ class TorchEngine(Engine):
 
     With a compile mode it is set up as diffusers' guide to fast inference says: channels_last, fused QKV
     projections, and the denoiser and the image decoder compiled whole.
-    (https://huggingface.co/docs/diffusers/optimization/fp16 and .../tutorials/fast_diffusion)
+    (https://huggingface.co/docs/diffusers/optimization/fp16)
     """
 
     name = "torch"
@@ -279,18 +135,19 @@ class TorchEngine(Engine):
             torch.cuda.synchronize()
 
     def _open(self) -> Any:
-        from diffusers import DiffusionPipeline
-        from diffusers.utils import logging
-        from transformers.utils import logging as transformers_logging
+        import diffusers
+        import transformers
 
-        logging.disable_progress_bar()
-        transformers_logging.disable_progress_bar()
+        logs: tuple[Any, ...] = (diffusers.utils.logging, transformers.utils.logging)
+        for library in logs:
+            library.disable_progress_bar()
+        pipeline_class: Any = diffusers.DiffusionPipeline
         # Checkpoints bring a checker that this project's pipelines do without.
         unchecked = {"safety_checker": None, "feature_extractor": None, "requires_safety_checker": False}
         try:
-            pipeline: Any = DiffusionPipeline.from_pretrained(
+            pipeline: Any = pipeline_class.from_pretrained(
                 self.folder.path,
-                torch_dtype=getattr(self._torch, self.precision),
+                dtype=getattr(self._torch, self.precision),
                 use_safetensors=True,
                 **(unchecked if "safety_checker" in self.folder.index else {}),
             )
@@ -306,7 +163,7 @@ class TorchEngine(Engine):
 
     def _compile(self, mode: str) -> None:
         torch, pipeline = self._torch, self._pipeline
-        denoiser = self.family.with_role(Role.DENOISER).source
+        denoiser = self.denoiser.source
         for module in (getattr(pipeline, denoiser), pipeline.vae):
             module.to(memory_format=torch.channels_last)
         pipeline.fuse_qkv_projections()
@@ -346,14 +203,6 @@ class TorchEngine(Engine):
     def scheduler(self) -> str:
         """The sampler's class."""
         return type(self._pipeline.scheduler).__name__
-
-
-def _is_installed(distribution: str) -> bool:
-    try:
-        importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
 
 
 ENGINES: dict[str, type[Engine]] = {engine.name: engine for engine in (OnnxRuntimeEngine, TorchEngine)}

@@ -12,17 +12,29 @@ import platform
 import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import sdonnx
-from sdonnx.benchmark.engines import ENGINES, Engine, Workload
-from sdonnx.benchmark.measure import Measurement, open_gpu
-from sdonnx.errors import OutputError
+from sdonnx.benchmark.engine import Engine, Workload
+from sdonnx.benchmark.engines import ENGINES
+from sdonnx.benchmark.measure import Measurement
+from sdonnx.benchmark.memory import open_gpu
+from sdonnx.errors import OutputError, ProviderError
 
-__all__ = ["COLUMNS", "Row", "append_json", "append_row", "record_of", "refuse_csv", "refuse_json", "row_of"]
+__all__ = [
+    "COLUMNS",
+    "Row",
+    "append_json",
+    "append_row",
+    "environment",
+    "record_of",
+    "refuse_csv",
+    "refuse_json",
+    "row_of",
+]
 
 COLUMNS = (
     "engine",
@@ -100,10 +112,13 @@ def record_of(
             **dataclasses.asdict(measured),
             "first_image_s": measured.first_image_s,
         },
-        "packages": _packages(),
-        "git": _checkout(),
-        "machine": _machine(engine.device),
+        "environment": environment(),
     }
+
+
+def environment() -> dict[str, Any]:
+    """Return where something was measured, ready for JSON: packages, this project's commit, the machine."""
+    return {"packages": _packages(), "git": _checkout(), "machine": _machine()}
 
 
 def _packages() -> dict[str, str | None]:
@@ -135,12 +150,12 @@ def _checkout() -> dict[str, Any] | None:
         return None
 
 
-def _machine(device: str) -> dict[str, Any]:
+def _machine() -> dict[str, Any]:
     return {
         "system": platform.platform(),
         "cpu": _cpu_name(),
         "cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "gpu": _gpu() if device == "cuda" else None,
+        "gpu": _gpu(),
     }
 
 
@@ -154,10 +169,14 @@ def _cpu_name() -> str:
     return names[0] if names else platform.processor() or platform.machine()
 
 
-def _gpu() -> dict[str, Any]:
+def _gpu() -> dict[str, Any] | None:
+    """Return what the GPU that CUDA calls 0 is, None where there is none or NVML is not installed."""
+    try:
+        gpu = open_gpu()
+    except ProviderError:
+        return None
     import pynvml
 
-    gpu = open_gpu()
     return {
         "name": pynvml.nvmlDeviceGetName(gpu),
         "driver": pynvml.nvmlSystemGetDriverVersion(),
@@ -166,20 +185,17 @@ def _gpu() -> dict[str, Any]:
 
 
 def refuse_csv(path: Path) -> None:
-    """Raise OutputError where a row cannot be appended: look before minutes of measuring are spent.
+    """Look whether a row can be appended, before minutes of measuring are spent.
 
     Raises:
         OutputError: the file has other columns, or cannot be read or written.
     """
-    _refuse_unwritable(path)
-    content = _read(path)
-    if not content.strip():
-        return
-    header = next(csv.reader(io.StringIO(content, newline="")), [])
-    if tuple(header) != COLUMNS:
+    refuse_json(path)
+    header = _header(path)
+    if header not in (None, COLUMNS):
         raise OutputError(
             f"{path} has the columns {', '.join(header)}",
-            f"{', '.join(COLUMNS)}",
+            ", ".join(COLUMNS),
             "choose another file with --csv, or move this one away",
         )
 
@@ -191,30 +207,20 @@ def append_row(path: Path, row: Row) -> None:
         OutputError: the file has other columns, or cannot be written.
     """
     refuse_csv(path)
-    content = _read(path)
     text = io.StringIO(newline="")
     writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
-    if not content.strip():
+    if _header(path) is None:
         writer.writeheader()
     writer.writerow(row)
-    _append(path, content, text.getvalue())
+    _append(path, text.getvalue())
 
 
 def refuse_json(path: Path) -> None:
-    """Raise OutputError where a record cannot be appended."""
-    _refuse_unwritable(path)
-
-
-def append_json(path: Path, record: dict[str, Any]) -> None:
-    """Append a record to a file of JSON lines.
+    """Look whether a record can be appended, before minutes of measuring are spent.
 
     Raises:
         OutputError: the file cannot be written.
     """
-    _append(path, _read(path), json.dumps(record, ensure_ascii=False) + "\n")
-
-
-def _refuse_unwritable(path: Path) -> None:
     if not path.parent.is_dir():
         raise OutputError(f"{path.parent} is no folder", "a folder to write into", "make it first")
     if path.exists() and not path.is_file():
@@ -223,21 +229,37 @@ def _refuse_unwritable(path: Path) -> None:
         raise OutputError(f"{path} cannot be written", "permission to write", "choose another place")
 
 
-def _read(path: Path) -> str:
+def append_json(path: Path, record: Mapping[str, Any]) -> None:
+    """Append a record to a file of JSON lines.
+
+    Raises:
+        OutputError: the file cannot be written.
+    """
+    _append(path, json.dumps(record, ensure_ascii=False) + "\n")
+
+
+def _header(path: Path) -> tuple[str, ...] | None:
+    """Return the columns of a CSV file, None where the file is missing or empty."""
     try:
-        return path.read_text(encoding="utf-8")
+        with path.open(encoding="utf-8", newline="") as file:
+            first = next(csv.reader(file), None)
     except FileNotFoundError:
-        return ""
-    except (OSError, UnicodeDecodeError) as error:
-        raise OutputError(f"{path} cannot be read ({error})", "a text file", "choose another file") from error
+        return None
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise OutputError(
+            f"{path} cannot be read ({error})", "a CSV file", "choose another file with --csv"
+        ) from error
+    return tuple(first) if first else None
 
 
-def _append(path: Path, before: str, text: str) -> None:
+def _append(path: Path, text: str) -> None:
     """Append lines to a file in one piece; a last line that was left without its end gets it."""
-    start = "\n" if before and not before.endswith("\n") else ""
     try:
-        with path.open("a", encoding="utf-8", newline="") as file:
-            file.write(start + text)
+        with path.open("a+b") as file:
+            end = file.seek(0, os.SEEK_END)
+            file.seek(max(0, end - 1))
+            start = b"" if file.read(1) in (b"", b"\n") else b"\n"
+            file.write(start + text.encode())
     except OSError as error:
         raise OutputError(
             f"writing {path} failed ({error.strerror})",

@@ -123,6 +123,8 @@ def infer_shapes(model: ir.Model) -> None:
 def tidy(model: ir.Model) -> None:
     """Remove what is unused, merge equal computations and sort the nodes."""
     common_passes.RemoveUnusedNodesPass()(model)
+    # A new initializer may have been given the name of a node's output.
+    common_passes.NameFixPass()(model)
     # Large attributes and weights are never compared: it would read them all.
     common_passes.CommonSubexpressionEliminationPass()(model)
     common_passes.RemoveUnusedNodesPass()(model)

@@ -1,0 +1,34 @@
+"""What the GPU tests share: the marker, and the record of what they measured."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+Note = Callable[[str, dict[str, Any]], None]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--results", type=Path, default=None, help="file to append what GPU tests measured to")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.gpu)
+
+
+@pytest.fixture(scope="session")
+def note(request: pytest.FixtureRequest) -> Iterator[Note]:
+    """Take measurements under a title; they are written to the file that --results names."""
+    from sdonnx.benchmark.record import append_json, environment
+
+    rows: dict[str, list[dict[str, Any]]] = {}
+    yield lambda title, row: rows.setdefault(title, []).append(row)
+    if (path := request.config.getoption("--results")) is not None and rows:
+        record = {"tests": "tests/gpu", "command": sys.argv, "measured": rows, "environment": environment("cuda")}
+        append_json(path, record)
