@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -11,6 +13,7 @@ import onnx
 import onnx.parser
 import onnx_ir as ir
 import onnxruntime
+import torch
 
 from sdonnx.graph.lowering import LowerContribOperators
 from sdonnx.graph.match import Rule, apply_rules
@@ -29,12 +32,42 @@ def graph(inputs: str, outputs: str, body: str, opset: int = OPSET, **weights: A
         f'<ir_version: 10, opset_import: ["" : {opset}, "com.microsoft" : 1]>\n'
         f"small ({inputs}) => ({outputs}) {{ {body} }}"
     )
-    proto.graph.initializer.extend(onnx.numpy_helper.from_array(array, name) for name, array in weights.items())
+    proto.graph.initializer.extend(
+        onnx.numpy_helper.from_array(array, name) for name, array in weights.items()
+    )
     for index, node in enumerate(proto.graph.node):
         node.name = node.name or f"{node.op_type}_{index}"
     model = ir.from_proto(proto)
     infer_shapes(model)
     return model
+
+
+def exported(
+    net: torch.nn.Module, *examples: torch.Tensor, dynamic: Sequence[Mapping[int, str]] = ()
+) -> ir.Model:
+    """Return the net as torch exports it, with its shapes inferred.
+
+    Args:
+        net: the net, whose arguments are tensors.
+        examples: its arguments.
+        dynamic: for each argument its dynamic axes, by name.
+    """
+    # The exporter warns of its own internals, and this project makes errors of warnings.
+    registration = logging.getLogger("torch.onnx._internal.exporter._registration")
+    registration.setLevel(logging.ERROR)
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")
+        program = torch.onnx.export(
+            net.eval(),
+            examples,
+            dynamo=True,
+            opset_version=OPSET,
+            verbose=False,
+            dynamic_shapes=tuple(dynamic) or None,
+        )
+    assert program is not None
+    infer_shapes(program.model)
+    return program.model
 
 
 def copied(model: ir.Model) -> ir.Model:
@@ -97,7 +130,9 @@ def run(
     options.intra_op_num_threads = 1
     options.log_severity_level = 3
     proto = lowered(model, keep)
-    session = onnxruntime.InferenceSession(proto.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    session = onnxruntime.InferenceSession(
+        proto.SerializeToString(), options, providers=["CPUExecutionProvider"]
+    )
     names = [output.name for output in session.get_outputs()]
     return dict(zip(names, session.run(names, dict(feeds)), strict=True))
 
@@ -107,7 +142,9 @@ def relative_error(found: Array, expected: Array) -> float:
     assert found.shape == expected.shape, (found.shape, expected.shape)
     wide, reference = found.astype(np.float64), expected.astype(np.float64)
     assert np.isfinite(wide).all()
-    return float(np.abs(wide - reference).max(initial=0.0) / max(float(np.abs(reference).max(initial=0.0)), 1e-30))
+    return float(
+        np.abs(wide - reference).max(initial=0.0) / max(float(np.abs(reference).max(initial=0.0)), 1e-30)
+    )
 
 
 def assert_same_function(

@@ -36,6 +36,15 @@ VERSIONS = ("1.5", "2.0", "2.1")
 
 _MULTIPLE = 8  # pixels of a latent, in every published autoencoder of the family
 
+# From, to (inclusive) of what can be counted. A denoiser is trained on 1000 noise levels; seeds are torch's.
+_RANGES = {
+    "batch_size": (1, 1024),
+    "steps": (1, 1000),
+    "batch_count": (1, 10_000),
+    "num_prompts": (1, len(PROMPTS)),
+    "seed": (-(2**63), 2**64 - 1),
+}
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
@@ -113,13 +122,11 @@ def _refuse(options: argparse.Namespace) -> None:
     """Raise OptionError for what can be told from the options alone."""
     _one_of("engine", options.engine, tuple(ENGINES))
     _one_of("version", options.version, VERSIONS)
-    for name in ("batch_size", "steps", "batch_count"):
-        if getattr(options, name) < 1:
-            raise OptionError(f"--{name} is {getattr(options, name)}", "at least 1", "pass a larger number")
-    if not 1 <= options.num_prompts <= len(PROMPTS):
-        raise OptionError(
-            f"--num_prompts is {options.num_prompts}", f"1 to {len(PROMPTS)}", "pass such a number"
-        )
+    for name, (least, most) in _RANGES.items():
+        if not least <= getattr(options, name) <= most:
+            raise OptionError(
+                f"--{name} is {getattr(options, name)}", f"{least} to {most}", "pass such a number"
+            )
     for name in ("height", "width"):
         pixels = getattr(options, name)
         if pixels < 1 or pixels % _MULTIPLE:

@@ -29,6 +29,7 @@ __all__ = [
     "Row",
     "append_json",
     "append_row",
+    "commit_of",
     "environment",
     "record_of",
     "refuse_csv",
@@ -118,7 +119,11 @@ def record_of(
 
 def environment() -> dict[str, Any]:
     """Return where something was measured, ready for JSON: packages, this project's commit, the machine."""
-    return {"packages": _packages(), "git": _checkout(), "machine": _machine()}
+    return {
+        "packages": _packages(),
+        "git": commit_of(Path(__file__).resolve().parents[2]),
+        "machine": _machine(),
+    }
 
 
 def _packages() -> dict[str, str | None]:
@@ -133,9 +138,8 @@ def _packages() -> dict[str, str | None]:
     return versions
 
 
-def _checkout() -> dict[str, Any] | None:
-    """Return the commit that this package lies at, and whether files differ from it; None if nowhere."""
-    root = Path(__file__).resolve().parents[2]
+def commit_of(root: Path) -> dict[str, Any] | None:
+    """Return the commit of the checkout at `root`, and whether files differ from it; None if it is none."""
     if not (root / ".git").exists():
         return None
 

@@ -30,6 +30,7 @@ from sdonnx.graph.tensors import lazy
 __all__ = ["OPSET", "trace"]
 
 OPSET = 23
+_CHATTY = ("torch.onnx._internal.exporter._registration", "torch.utils._sympy.interp")
 _PREFIX = "model."  # where the wrappers hold their model
 
 # Example sizes while tracing. Height and width are odd multiples of nothing, so that neither torch
@@ -72,15 +73,23 @@ def trace(
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
     with _quiet(), _default_dtype(dtype), mode, torch.no_grad():
         module = wrap(spec, build())
-        program = torch.onnx.export(
+        names = tuple(_dynamic_axes(tensor.resolve(config)) for tensor in spec.inputs)
+        # Captured here: torch.onnx.export would first capture with sizes of which it assumes nothing
+        # (`backed_size_oblivious`), which fails for odd latents, and then fall back to a slower way.
+        captured = torch.export.export(
             module,
             tuple(_example(spec, config, dtype)),
+            dynamic_shapes=tuple(_all_dynamic(axes) for axes in names),
+            strict=False,
+        )
+        program = torch.onnx.export(
+            captured,
             dynamo=True,
             opset_version=OPSET,
             optimize=False,
             input_names=[tensor.name for tensor in spec.inputs],
             output_names=[tensor.name for tensor in spec.outputs],
-            dynamic_shapes=tuple(_dynamic_axes(tensor.resolve(config)) for tensor in spec.inputs),
+            dynamic_shapes=names,  # gives the dynamic axes their names
             verbose=False,
         )
     assert program is not None
@@ -97,15 +106,17 @@ def trace(
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Keep the exporter's remarks on its own internals off the user's terminal."""
-    registration = logging.getLogger("torch.onnx._internal.exporter._registration")
-    level = registration.level
-    registration.setLevel(logging.ERROR)
+    loggers = [logging.getLogger(name) for name in _CHATTY]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        registration.setLevel(level)
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
 
 
 @contextlib.contextmanager
@@ -133,6 +144,10 @@ def _dynamic_axes(dims: tuple[str | int, ...]) -> dict[int, str] | None:
     # "steps" is one value for the whole batch: torch specializes a size of one.
     axes = {axis: dim for axis, dim in enumerate(dims) if isinstance(dim, str) and dim != "steps"}
     return axes or None
+
+
+def _all_dynamic(axes: dict[int, str] | None) -> dict[int, Any] | None:
+    return None if axes is None else dict.fromkeys(axes, torch.export.Dim.DYNAMIC)
 
 
 def _real_buffers(build: Callable[[], torch.nn.Module]) -> dict[str, torch.Tensor]:

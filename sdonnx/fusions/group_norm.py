@@ -10,7 +10,7 @@ from typing import Any
 import onnx_ir as ir
 
 from sdonnx.graph.edit import MICROSOFT, dims, replace, static_dim
-from sdonnx.graph.match import Rule, Sum, same_shape, sum_of, total_bias
+from sdonnx.graph.match import Rule, Sum, same_dims, same_shape, sum_of, total_bias
 
 __all__ = ["GroupNormToSkipGroupNorm", "SiluIntoGroupNorm"]
 
@@ -104,5 +104,4 @@ def _ordered(parts: Sum, total: ir.Value) -> tuple[ir.Value, ir.Value] | None:
     sizes, whole = dims(skip), dims(total)
     if sizes is None or whole is None or len(sizes) != 4:
         return None
-    is_row = sizes[0] == whole[0] and sizes[1] == sizes[2] == 1 and static_dim(skip, 3) == static_dim(total, 3)
-    return (x, skip) if is_row else None
+    return (x, skip) if same_dims(sizes, (whole[0], 1, 1, whole[3])) else None

@@ -56,7 +56,12 @@ def test_insert_takes_what_it_is_told() -> None:
 def test_insert_multi_gives_each_output_its_shape() -> None:
     model = two_steps()
     parts = insert_multi(
-        node_of(model, "Neg"), "Split", [model.graph.inputs[0]], {"axis": 1, "num_outputs": 2}, 2, shapes=[["B", 2]]
+        node_of(model, "Neg"),
+        "Split",
+        [model.graph.inputs[0]],
+        {"axis": 1, "num_outputs": 2},
+        2,
+        shapes=[["B", 2]],
     )
     assert [part.shape for part in parts] == [ir.Shape(["B", 2]), None]
     assert all(part.dtype == ir.DataType.FLOAT for part in parts)

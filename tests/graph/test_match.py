@@ -8,7 +8,17 @@ import pytest
 from graphs import assert_fires, assert_refuses, copied, graph, node_of, normal, operators, text_of
 
 from sdonnx.graph.edit import constant_value
-from sdonnx.graph.match import Refusal, Rule, Sum, apply_rules, is_bias, same_dims, same_shape, sum_of, total_bias
+from sdonnx.graph.match import (
+    Refusal,
+    Rule,
+    Sum,
+    apply_rules,
+    is_bias,
+    same_dims,
+    same_shape,
+    sum_of,
+    total_bias,
+)
 from sdonnx.graph.modules import MODULE_KEY, module_path
 
 
@@ -57,7 +67,9 @@ def test_a_rule_may_keep_what_is_used_elsewhere() -> None:
 
 @pytest.mark.parametrize("commute", [False, True])
 def test_a_refusal_names_rule_node_module_and_reason_once(commute: bool) -> None:
-    model = graph("float[B,4] x, float[B,4] b", "float[B,4] y", "a = Add(x, b) y = Max(a, zero)", zero=np.float32(0))
+    model = graph(
+        "float[B,4] x, float[B,4] b", "float[B,4] y", "a = Add(x, b) y = Max(a, zero)", zero=np.float32(0)
+    )
     root = node_of(model, "Max")
     root.metadata_props[MODULE_KEY] = "mid_block.act"
     fired, refusals = apply_rules(model, [ReluOfSum], commute)
@@ -66,7 +78,9 @@ def test_a_refusal_names_rule_node_module_and_reason_once(commute: bool) -> None
 
 
 def test_a_refusal_names_the_operator_of_a_nameless_node() -> None:
-    model = graph("float[B,4] x, float[B,4] b", "float[B,4] y", "a = Add(x, b) y = Max(a, zero)", zero=np.float32(0))
+    model = graph(
+        "float[B,4] x, float[B,4] b", "float[B,4] y", "a = Add(x, b) y = Max(a, zero)", zero=np.float32(0)
+    )
     node_of(model, "Max").name = None
     assert apply_rules(model, [ReluOfSum])[1] == [Refusal("ReluOfSum", "Max", "", "b is no weight")]
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import onnx_ir as ir
 import pytest
 import torch
-from graphs import graph
+from graphs import exported, graph
 
 from sdonnx.graph.modules import MODULE_KEY, keep_module_paths, module_path
 
@@ -34,17 +34,17 @@ class Net(torch.nn.Module):
 
 def test_paths_are_those_of_torch() -> None:
     """Every module that does something itself is the path of some node; a node at the top level has none."""
-    net = Net().eval()
-    program = torch.onnx.export(net, (torch.zeros(2, 4),), dynamo=True, opset_version=23, verbose=False)
-    nodes = {node.op_type: module_path(node) for node in program.model.graph}
+    net = Net()
+    model = exported(net, torch.zeros(2, 4))
+    nodes = {node.op_type: module_path(node) for node in model.graph}
     assert nodes["Exp"] == ""
-    paths = {module_path(node) for node in program.model.graph}
+    paths = {module_path(node) for node in model.graph}
     leaves = {name for name, module in net.named_modules() if name and not list(module.children())}
     assert leaves <= paths
     # The rest are blocks, which do additions of their own.
     assert paths - leaves <= {name for name, _ in net.named_modules()}
-    keep_module_paths(program.model)
-    assert {module_path(node) for node in program.model.graph} == paths
+    keep_module_paths(model)
+    assert {module_path(node) for node in model.graph} == paths
 
 
 def node(name: str | None = None, **metadata: str) -> ir.Node:
@@ -86,7 +86,9 @@ def test_our_own_key_comes_first() -> None:
 def test_everything_but_the_path_is_dropped() -> None:
     model = graph("float[4] x", "float[4] y", "a = Relu(x) y = Neg(a)")
     first, second = model.graph
-    first.metadata_props.update({SCOPES: "['', 'model.unet.mid', 'relu']", "pkg.torch.onnx.stack_trace": "line 1"})
+    first.metadata_props.update(
+        {SCOPES: "['', 'model.unet.mid', 'relu']", "pkg.torch.onnx.stack_trace": "line 1"}
+    )
     first.doc_string = "long"
     second.metadata_props[SCOPES] = "['', 'neg']"
     for value in (model.graph.inputs[0], first.outputs[0], second.outputs[0]):

@@ -93,7 +93,10 @@ def test_bias_split_gelu_is_the_exact_gelu() -> None:
 def test_bias_add() -> None:
     x, skip, bias = normal(2, 5, 12), normal(2, 5, 12, seed=1), normal(12, seed=2)
     model = graph(
-        "float[B,S,12] x, float[B,S,12] skip", "float[B,S,12] y", "y = com.microsoft.BiasAdd(x, b, skip)", b=bias
+        "float[B,S,12] x, float[B,S,12] skip",
+        "float[B,S,12] y",
+        "y = com.microsoft.BiasAdd(x, b, skip)",
+        b=bias,
     )
     expected = (tensor(x) + tensor(bias) + tensor(skip)).numpy()
     assert relative_error(run(model, {"x": x, "skip": skip})["y"], expected) < TOLERANCE
@@ -121,7 +124,9 @@ def test_nhwc_conv(name: str, has_bias: bool) -> None:
         w=np.ascontiguousarray(weight.transpose(0, 2, 3, 1)),
         **({"bias": bias} if has_bias else {}),
     )
-    result = F.conv2d(tensor(x).permute(0, 3, 1, 2), tensor(weight), tensor(bias) if has_bias else None, **arguments)
+    result = F.conv2d(
+        tensor(x).permute(0, 3, 1, 2), tensor(weight), tensor(bias) if has_bias else None, **arguments
+    )
     assert relative_error(run(model, {"x": x})["y"], result.permute(0, 2, 3, 1).numpy()) < TOLERANCE
 
 
@@ -156,7 +161,13 @@ def heads(array: Array, number: int) -> torch.Tensor:
 
 
 def attention(
-    q: Array, k: Array, v: Array, number: int, mask: Array | None = None, causal: bool = False, scale: float | None = None
+    q: Array,
+    k: Array,
+    v: Array,
+    number: int,
+    mask: Array | None = None,
+    causal: bool = False,
+    scale: float | None = None,
 ) -> Array:
     """F.scaled_dot_product_attention of (B,S,N*H)."""
     added = None if mask is None else tensor(mask)
@@ -203,7 +214,9 @@ def test_causal_attention(scale: float | None) -> None:
 def test_attention_of_packed_query_key_value() -> None:
     packed = normal(2, 6, 4, 3, 8)
     model = graph(
-        "float[B,S,4,3,8] packed", "float[B,S,32] y", "y = com.microsoft.MultiHeadAttention<num_heads=4>(packed)"
+        "float[B,S,4,3,8] packed",
+        "float[B,S,32] y",
+        "y = com.microsoft.MultiHeadAttention<num_heads=4>(packed)",
     )
     q, k, v = (np.ascontiguousarray(packed[:, :, :, part]).reshape(2, 6, 32) for part in range(3))
     assert relative_error(run(model, {"packed": packed})["y"], attention(q, k, v, 4)) < TOLERANCE

@@ -63,7 +63,9 @@ def test_tensors_of_every_kind_are_read() -> None:
 def test_truncated_data_is_refused(tmp_path: Path, size: int) -> None:
     tensor = saved(tmp_path)["float32"]
     (tmp_path / "data").write_bytes((tmp_path / "data").read_bytes()[:size])
-    with pytest.raises(WeightsError, match="data is truncated; expected 60 bytes of float32; copy the file again"):
+    with pytest.raises(
+        WeightsError, match="data is truncated; expected 60 bytes of float32; copy the file again"
+    ):
         read(tensor)
 
 
@@ -102,7 +104,12 @@ def test_lazy_computes_when_asked_and_holds_nothing() -> None:
         return np.zeros((2, 3), np.float16)
 
     tensor = lazy(make, ir.DataType.FLOAT16, (2, 3), "w")
-    assert (tensor.name, tensor.dtype, tuple(tensor.shape), tensor.nbytes) == ("w", ir.DataType.FLOAT16, (2, 3), 12)
+    assert (tensor.name, tensor.dtype, tuple(tensor.shape), tensor.nbytes) == (
+        "w",
+        ir.DataType.FLOAT16,
+        (2, 3),
+        12,
+    )
     assert calls == []
     assert tensor.numpy().shape == (2, 3)
     assert tensor.tobytes() == bytes(12)
