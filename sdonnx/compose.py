@@ -167,7 +167,8 @@ def compose_decode(model: ir.Model, config: Mapping[str, Any]) -> None:
     """
     graph = model.graph
     latent_sample = graph.inputs[0]
-    assert latent_sample.dtype is not None and latent_sample.shape is not None
+    assert latent_sample.dtype is not None
+    assert latent_sample.shape is not None
     latents = _tensor("latents", _FLOAT, ["batch", int(config["latent_channels"]), "height", "width"])
     add = _Composer(model, before=True)
     scaled = add.op("Div", latents, add.number(float(config.get("scaling_factor", 0.18215)), "scaling_factor"))

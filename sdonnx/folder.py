@@ -18,7 +18,7 @@ from typing import Any
 
 from sdonnx.errors import FolderError, OutputError
 
-__all__ = ["MODEL_INDEX", "ONNX_WEIGHTS", "ONNX_MODEL", "REPORT", "PipelineFolder", "atomic_folder", "read_json"]
+__all__ = ["MODEL_INDEX", "ONNX_MODEL", "ONNX_WEIGHTS", "REPORT", "PipelineFolder", "atomic_folder", "read_json"]
 
 MODEL_INDEX = "model_index.json"
 ONNX_MODEL = "model.onnx"

@@ -235,7 +235,7 @@ def _converted(graph: ir.Graph, value: ir.Value, dtype: ir.DataType) -> ir.Value
         return narrow
 
     return derived_initializer(
-        graph, f"{value.name}.{dtype.name.lower()}", convert, dtype, tuple(int(size) for size in tensor.shape)
+        graph, f"{value.name}.{dtype.name.lower()}", convert, dtype, tuple(tensor.shape.numpy())
     )
 
 

@@ -7,7 +7,7 @@ import configparser
 import subprocess
 import sys
 from collections.abc import Iterator
-from importlib.metadata import PackageNotFoundError, distribution
+from importlib.metadata import PackageNotFoundError, distribution, packages_distributions
 from pathlib import Path
 
 import pytest
@@ -22,8 +22,14 @@ PACKAGE = ROOT / "sdonnx"
 # Nothing that draws images needs these, nor anything that only looks at a folder.
 CONVERTERS = {"torch", "diffusers", "transformers", "accelerate", "onnx", "onnx_ir", "onnxscript"}
 TORCH_SIDE = {"torch", "diffusers", "transformers", "accelerate"}
-MAY_IMPORT_TORCH = {"export", "sample", "benchmark"}
+MAY_IMPORT_TORCH = {"export", "sample", "benchmark", "quickstart"}
 RUNTIME = {"runtime", "samplers"}
+# The extras that a module's imports may need beyond the runtime's.
+EXTRAS = {
+    **{unit: {"optimize"} for unit in ("graph", "fusions", "precision", "compose", "optimize")},
+    **{unit: {"export"} for unit in ("export", "sample")},
+    **{unit: {"export", "benchmark"} for unit in ("benchmark", "quickstart")},
+}
 RUNTIME_LIBRARIES = {"numpy", "onnxruntime", "tokenizers", "PIL", "rich"}
 
 # A module imports from the levels before its own; only command lines import from one another.
@@ -34,9 +40,12 @@ LEVELS = (
     {"graph"},
     {"fusions", "precision", "compose"},
     {"optimize", "export", "sample", "runtime"},
+    {"terminal"},
     {"benchmark"},
-    {"__main__", "optimize_pipeline", "quickstart"},
+    {"__main__", "generate", "optimize_pipeline", "quickstart"},
 )
+# Modules of these names are command lines wherever they lie.
+COMMANDS = {"__main__", "command"}
 
 
 # What gets imported
@@ -73,7 +82,7 @@ def _imports(module: str) -> Iterator[str]:
 def _unit(module: str) -> str:
     """What `LEVELS` calls `module`: the first name below the package, but command lines by their own."""
     parts = module.split(".")
-    return "__main__" if parts[-1] == "__main__" else parts[1]
+    return "__main__" if parts[-1] in COMMANDS else parts[1]
 
 
 def _level(unit: str) -> int:
@@ -235,6 +244,16 @@ def test_minimal_installation_draws_and_no_more() -> None:
     closure = _closure({_runtime()})
     assert {"numpy", "tokenizers", "pillow", "rich", runtime} <= closure
     assert not closure & {canonicalize_name(name) for name in CONVERTERS}
+
+
+@pytest.mark.parametrize("module", LAYERED)
+def test_imports_are_required_directly(module: str) -> None:
+    """A library that is there only because another needs it can be gone with that one's next version."""
+    homes = packages_distributions()
+    direct = _direct({_runtime()} | EXTRAS.get(_unit(module), set()))
+    required = {canonicalize_name(requirement.name) for requirement in direct}
+    for library in _libraries(module):
+        assert required & set(map(canonicalize_name, homes[library])), library
 
 
 def test_optimizing_needs_no_torch() -> None:

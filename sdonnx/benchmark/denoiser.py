@@ -161,7 +161,7 @@ def _kernels(call: Callable[[], Any], calls: int = 5) -> dict[str, Any]:
     times: dict[str, float] = {}
     launches = 0
     for event in profiler.events() or ():
-        if event.device_type == torch.autograd.DeviceType.CUDA:
+        if event.device_type.name == "CUDA":
             kind = kind_of(event.name)
             times[kind] = times.get(kind, 0.0) + event.device_time / 1e3 / calls
             launches += 1

@@ -120,14 +120,14 @@ def _builder(library: str, class_name: str, component: Path) -> Callable[[], tor
     try:
         if library == "diffusers":
             config = model_class.load_config(str(component))
-            return lambda: model_class.from_config(config)  # type: ignore[no-any-return]
+            return lambda: model_class.from_config(config)
         config = model_class.config_class.from_pretrained(str(component))
     except (OSError, ValueError) as error:
         raise FolderError(
             f"{component / 'config.json'} cannot be used ({error})", f"a {class_name}'s", "copy it again"
         ) from error
     config._attn_implementation = "sdpa"
-    return lambda: model_class(config)  # type: ignore[no-any-return]
+    return lambda: model_class(config)
 
 
 def _write(model: ir.Model, component: Path, progress: Progress | None) -> None:

@@ -169,7 +169,7 @@ def _attach_weights(
     numpy_dtype = torch.empty(0, dtype=dtype).numpy().dtype
     for name, value in model.graph.initializers.items():
         assert value.const_value is not None
-        shape = tuple(int(dim) for dim in value.const_value.shape)
+        shape = tuple(value.const_value.shape.numpy())
         if name in stored:
             key = weights.find(name.removeprefix(_PREFIX), shape)
             value.const_value = lazy(

@@ -49,9 +49,9 @@ class AttentionToMultiHeadAttention(Rule):
             if (sizes := dims(values[name])) is None or len(sizes) != 3:
                 return f"{name} does not have 3 dimensions"
         heads = {static_dim(values[name], 2) for name in ("q_split", "k_split", "v_split")}
-        sizes = {static_dim(values[name], 3) for name in ("q_split", "k_split", "v_split")}
-        if len(heads) != 1 or len(sizes) != 1 or None in heads | sizes:
-            return f"heads {heads} of size {sizes}: the kernel takes one number and one size for q, k and v"
+        head_sizes = {static_dim(values[name], 3) for name in ("q_split", "k_split", "v_split")}
+        if len(heads) != 1 or len(head_sizes) != 1 or None in heads | head_sizes:
+            return f"heads {heads} of size {head_sizes}: the kernel takes one number and one size for q, k and v"
         for name in ("q", "k", "v"):
             if not _splits_heads(values[name], values[f"{name}_split"]):
                 return f"the reshape of {name} does more than to split the heads"
@@ -135,7 +135,8 @@ def _packed(op: Any, attention: ir.Value, x: ir.Value, weights: list[ir.Value]) 
     assert node is not None
     heads = node.attributes.get_int("num_heads")
     rows, columns = static_dim(weights[0], 0), static_dim(weights[0], 1)
-    assert rows is not None and columns is not None
+    assert rows is not None
+    assert columns is not None
     head_size, parts = columns // heads, len(weights)
     tensors = [weight.const_value for weight in weights]
 
@@ -143,7 +144,8 @@ def _packed(op: Any, attention: ir.Value, x: ir.Value, weights: list[ir.Value]) 
         arrays = [read(tensor).reshape(rows, heads, 1, head_size) for tensor in tensors if tensor is not None]
         return np.concatenate(arrays, axis=2).reshape(rows, parts * columns)
 
-    assert weights[0].dtype is not None and isinstance(node.graph, ir.Graph)
+    assert weights[0].dtype is not None
+    assert isinstance(node.graph, ir.Graph)
     # Named after all that it holds: two attentions may share one of the weights and not another.
     name = f"{'+'.join(weight.name or '' for weight in weights)}.packed{heads}"
     weight = derived_initializer(node.graph, name, interleave, weights[0].dtype, (rows, parts * columns))

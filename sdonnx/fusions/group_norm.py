@@ -63,7 +63,8 @@ class GroupNormToSkipGroupNorm(Rule):
     def rewrite(self, op: Any, total: ir.Value, gamma: ir.Value, beta: ir.Value, norm: ir.Value) -> Any:
         """Add and normalize in one kernel; whoever used the sum takes the kernel's."""
         node, parts = norm.producer(), sum_of(total)
-        assert node is not None and isinstance(node.graph, ir.Graph)
+        assert node is not None
+        assert isinstance(node.graph, ir.Graph)
         bias = total_bias(node.graph, parts.biases)
         if len(parts.terms) == 1:
             assert bias is not None

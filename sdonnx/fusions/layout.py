@@ -190,7 +190,7 @@ class _Walk:
         """Return the weight (M,C,kH,kW) as (M,kH,kW,C), or as the matrix (C,M) of a 1x1 convolution."""
         tensor = weight.const_value
         assert tensor is not None
-        out, channels, height, width = (int(size) for size in tensor.shape)
+        out, channels, height, width = tensor.shape.numpy()
         if form == "matrix":
             return derived_initializer(
                 self.graph,
@@ -261,7 +261,7 @@ class _Walk:
         x = node.inputs[0]
         if x not in self.twins:
             return ""
-        if node.attributes.get_string("mode", "nearest") != "nearest" or node.attributes.get_ints("axes", ()):
+        if node.attributes.get_string("mode", "nearest") != "nearest" or "axes" in node.attributes:
             return "only nearest-neighbour resizing of whole images is moved"
         inputs: list[ir.Value | None] = [self.twins[x], None]
         order = constant(self.graph, _TO_NHWC, np.int64, "order_nhwc")
@@ -292,7 +292,7 @@ class _Walk:
     def _transpose(self, node: ir.Node) -> str | None:
         """Transpose to channels last: the twin is there already."""
         x = node.inputs[0]
-        if x in self.twins and node.attributes.get_ints("perm", ()) == tuple(_TO_NHWC):
+        if x in self.twins and node.attributes.get_ints("perm", []) == tuple(_TO_NHWC):
             replace(node.outputs[0], self.twins[x])
             return None
         return ""

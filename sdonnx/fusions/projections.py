@@ -115,8 +115,9 @@ def _users(x: ir.Value) -> Iterator[ir.Node]:
 def _joined(graph: ir.Graph, parts: Sequence[ir.Value | None], axis: int) -> ir.Value:
     tensors = [part.const_value for part in parts if part is not None]
     first = tensors[0]
-    assert first is not None and parts[0] is not None
-    shape = [int(size) for size in first.shape]
+    assert first is not None
+    assert parts[0] is not None
+    shape = list(first.shape.numpy())
     shape[axis] *= len(tensors)
     return derived_initializer(
         graph,

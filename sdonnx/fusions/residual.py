@@ -40,7 +40,8 @@ class LayerNormToSkipLayerNorm(Rule):
     def rewrite(self, op: Any, total: ir.Value, gamma: ir.Value, beta: ir.Value, norm: ir.Value) -> Any:
         """Add and normalize in one kernel; whoever used the sum takes the kernel's."""
         node, parts = norm.producer(), sum_of(total)
-        assert node is not None and isinstance(node.graph, ir.Graph)
+        assert node is not None
+        assert isinstance(node.graph, ir.Graph)
         inputs = [parts.terms[0], parts.terms[1], gamma, beta]
         if (bias := total_bias(node.graph, parts.biases)) is not None:
             inputs.append(bias)
@@ -78,12 +79,14 @@ class ResidualToBiasAdd(Rule):
     def rewrite(self, op: Any, total: ir.Value, **_: Any) -> Any:
         """Add both in one kernel."""
         node, parts = total.producer(), sum_of(total)
-        assert node is not None and isinstance(node.graph, ir.Graph)
+        assert node is not None
+        assert isinstance(node.graph, ir.Graph)
         bias = total_bias(node.graph, parts.biases)
         x, skip = parts.terms
         if len(dims(total) or ()) == 3:
             return op.BiasAdd(x, bias, skip, _domain=MICROSOFT)
         channels = static_dim(total, -1)
+        assert channels is not None  # `refuse` asked
         flat = constant(node.graph, [0, -1, channels], np.int64, f"shape_0_m1_{channels}")
         added = op.BiasAdd(op.Reshape(x, flat), bias, op.Reshape(skip, flat), _domain=MICROSOFT)
         return op.Reshape(added, op.Shape(skip))

@@ -1,0 +1,1 @@
+"""What every rewrite needs: contracts, edits, matching, passes."""

@@ -134,7 +134,7 @@ def add_initializer(graph: ir.Graph, name: str, tensor: ir.TensorProtocol) -> ir
     unique, count = name, 1
     while unique in taken:
         unique, count = f"{name}_{count}", count + 1
-    value = ir.Value(name=unique, shape=ir.Shape(tuple(tensor.shape)), type=ir.TensorType(tensor.dtype))
+    value = ir.Value(name=unique, shape=ir.Shape(tensor.shape.numpy()), type=ir.TensorType(tensor.dtype))
     tensor.name = unique
     value.const_value = tensor
     graph.register_initializer(value)

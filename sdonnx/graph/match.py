@@ -37,7 +37,7 @@ class Refusal:
     reason: str
 
 
-class Rule(RewriteRuleClassBase):  # type: ignore[misc]
+class Rule(RewriteRuleClassBase):
     """A rewrite rule: `pattern`, `refuse` and `rewrite`.
 
     `pattern(op, ...)` is the source. `refuse(**bindings)` gets what the pattern bound and returns
@@ -52,17 +52,17 @@ class Rule(RewriteRuleClassBase):  # type: ignore[misc]
         super().__init__(name=type(self).__name__, remove_nodes=not self.keeps_nodes)
         self._refusals = refusals
 
-    def refuse(self, **bindings: Any) -> str | None:
+    def refuse(self, *args: Any, **bindings: Any) -> str | None:
         """Return why this match must not be rewritten, None if it may be."""
         return None
 
-    def check(self, context: Any, **bindings: Any) -> MatchResult:
-        """Ask `refuse`, and keep its answer for the report."""
+    def check(self, op: Any, *args: Any, **bindings: Any) -> MatchResult:
+        """Ask `refuse`, and keep its answer for the report; onnxscript passes the match as `op`."""
         reason = self.refuse(**bindings)
         result = MatchResult()
         if reason is None:
             return result
-        node = context.main_root_node if hasattr(context, "main_root_node") else context.root
+        node = op.root
         name = str(self.name)
         self._refusals.append(Refusal(name, node.name or node.op_type, module_path(node), reason))
         return result.fail(reason)
@@ -74,7 +74,8 @@ def apply_rules(model: ir.Model, rules: Sequence[type[Rule]], commute: bool = Fa
     A pattern with commutative operators is tried with its operands in either order if `commute`.
     """
     refusals: list[Refusal] = []
-    rule_set = RewriteRuleSet([rule.rule(refusals) for rule in rules], commute=commute)
+    made = [rule.rule(refusals) for rule in rules]  # type: ignore[no-untyped-call]
+    rule_set = RewriteRuleSet(made, commute=commute)
     fired: int = rule_set.apply_to_model(model)
     return fired, list(dict.fromkeys(refusals))
 
@@ -152,5 +153,5 @@ def total_bias(graph: ir.Graph, biases: Sequence[ir.Value]) -> ir.Value | None:
         "+".join(bias.name or "" for bias in biases),
         lambda: np.sum([read(tensor) for tensor in tensors if tensor is not None], axis=0, dtype=first.dtype.numpy()),
         first.dtype,
-        tuple(int(size) for size in first.shape),
+        tuple(first.shape.numpy()),
     )

@@ -38,7 +38,7 @@ class FoldWeightTransposes(InPlacePass):
                 f"{source.name}.T" if perm == (1, 0) else f"{source.name}.{''.join(map(str, perm))}",
                 lambda tensor=tensor, perm=perm: np.ascontiguousarray(read(tensor).transpose(perm)),  # type: ignore[misc]
                 tensor.dtype,
-                tuple(int(tensor.shape[axis]) for axis in perm),
+                tuple(tensor.shape.numpy()[axis] for axis in perm),
             )
             output.replace_all_uses_with(folded)
             model.graph.remove(node, safe=True)

@@ -62,7 +62,8 @@ def group_norm(node: ir.Node) -> list[ir.Value | None]:
 def skip_group_norm(node: ir.Node) -> list[ir.Value | None]:
     """SkipGroupNorm(x, gamma, beta, skip, bias): s = x + skip + bias -> GroupNorm(s), s."""
     x, skip, bias = node.inputs[0], node.inputs[3], _input(node, 4)
-    assert x is not None and skip is not None
+    assert x is not None
+    assert skip is not None
     if skip.shape is not None and skip.shape.rank() == 2:
         skip = insert(node, "Unsqueeze", [skip, constant(_graph(node), [1, 2], np.int64, "axes_1_2")])
     total = insert(node, "Add", [x, skip], shape=x.shape)
@@ -117,7 +118,7 @@ def multi_head_attention(node: ir.Node) -> list[ir.Value | None]:
     elif value is None:
         key, value = _unpacked(node, key, 2)
     heads = node.attributes.get_int("num_heads")
-    attributes = {
+    attributes: dict[str, int | float] = {
         "q_num_heads": heads,
         "kv_num_heads": heads,
         "is_causal": node.attributes.get_int("unidirectional", 0),
@@ -131,7 +132,8 @@ def _unpacked(node: ir.Node, packed: ir.Value, parts: int) -> list[ir.Value]:
     """Return the tensors (B,S,N*H) that `packed` (B,S,N,parts,H) interleaves."""
     graph = _graph(node)
     heads, head_size = static_dim(packed, 2), static_dim(packed, 4)
-    assert heads is not None and head_size is not None
+    assert heads is not None
+    assert head_size is not None
     shape = constant(graph, [0, 0, heads * head_size], np.int64, f"shape_0_0_{heads * head_size}")
     tensors = []
     for index in range(parts):

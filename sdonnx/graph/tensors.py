@@ -48,7 +48,7 @@ def lazy(
 ) -> ir.LazyTensor:
     """Return a tensor whose values `make` computes each time they are asked for."""
 
-    def evaluate() -> ir.Tensor:
+    def evaluate() -> ir.TensorProtocol:
         return ir.Tensor(make(), dtype=dtype, name=name)
 
     return ir.LazyTensor(evaluate, dtype=dtype, shape=ir.Shape(shape), name=name)

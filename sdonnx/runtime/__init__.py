@@ -1,0 +1,1 @@
+"""The run-time: numpy, ONNX Runtime, tokenizers and Pillow; neither torch nor onnx."""

@@ -143,7 +143,7 @@ class OrtDiffusionPipeline:
     @property
     def default_size(self) -> int:
         """Height and width of an image in pixels, where the caller gives none."""
-        return int(self._denoiser_config["sample_size"]) * self.vae_scale_factor
+        return int(self._denoiser_config["sample_size"]) * int(self.vae_scale_factor)
 
     def interrupt(self) -> None:
         """Stop the image that is being drawn after the current step; for use in a callback."""

@@ -12,10 +12,6 @@ import pytest
 Note = Callable[[str, dict[str, Any]], None]
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--results", type=Path, default=None, help="file to append what GPU tests measured to")
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if Path(__file__).parent in item.path.parents:
@@ -30,5 +26,5 @@ def note(request: pytest.FixtureRequest) -> Iterator[Note]:
     rows: dict[str, list[dict[str, Any]]] = {}
     yield lambda title, row: rows.setdefault(title, []).append(row)
     if (path := request.config.getoption("--results")) is not None and rows:
-        record = {"tests": "tests/gpu", "command": sys.argv, "measured": rows, "environment": environment("cuda")}
+        record = {"tests": "tests/gpu", "command": sys.argv, "measured": rows, "environment": environment()}
         append_json(path, record)

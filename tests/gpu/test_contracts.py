@@ -172,7 +172,14 @@ def test_skip_layer_normalization(width: int, biased: bool, draw: Any, tmp_path:
 
 @pytest.mark.parametrize(
     ("channels", "out", "kernel", "stride", "pad"),
-    [(4, 320, 3, 1, 1), (320, 4, 3, 1, 1), (320, 320, 3, 2, 1), (640, 640, 3, 1, 1), (8, 8, 1, 1, 0), (128, 128, 3, 2, 0)],
+    [
+        (4, 320, 3, 1, 1),
+        (320, 4, 3, 1, 1),
+        (320, 320, 3, 2, 1),
+        (640, 640, 3, 1, 1),
+        (8, 8, 1, 1, 0),
+        (128, 128, 3, 2, 0),
+    ],
 )
 @pytest.mark.parametrize("biased", [False, True])
 def test_nhwc_conv(

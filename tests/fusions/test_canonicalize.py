@@ -1,0 +1,300 @@
+from __future__ import annotations
+
+import onnx_ir as ir
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from graphs import (
+    assert_fires,
+    assert_refuses,
+    exported,
+    feeds_for,
+    graph,
+    int64,
+    node_of,
+    normal,
+    operators,
+    relative_error,
+    run,
+)
+
+from sdonnx.fusions.canonicalize import (
+    BiasAfterReshape,
+    CausalMaskToAttribute,
+    ChannelsLastToFlatChannels,
+    FlatChannelsToChannelsLast,
+    FlatGroupNormToGroupNorm,
+)
+from sdonnx.graph.passes import tidy
+
+NORM = {"g": normal(8, seed=1), "b": normal(8, seed=2)}
+SIZES = {"B": 2, "H": 4, "W": 7, "P": 28}
+
+IMAGE = "float[B,8,H,W] x"
+FLAT = "float[B,8,P] y"
+FLAT_NORM = "f = Reshape(x, flat) y = GroupNormalization<num_groups=4, epsilon=0.01>(f, g, b)"
+
+
+def test_flat_group_norm() -> None:
+    model = graph(IMAGE, FLAT, FLAT_NORM, flat=int64([0, 0, -1]), **NORM)
+    rewritten = assert_fires(model, FlatGroupNormToGroupNorm, 1, sizes=SIZES)
+    assert [node.op_type for node in rewritten.graph] == ["GroupNormalization", "Reshape"]
+    assert node_of(rewritten, "GroupNormalization").outputs[0].shape == ir.Shape(["B", 8, "H", "W"])
+
+
+def test_flat_group_norm_whose_input_is_the_residual() -> None:
+    model = graph(
+        IMAGE, f"{FLAT}, float[B,8,P] z", f"{FLAT_NORM} z = Add(f, y)", flat=int64([0, 0, -1]), **NORM
+    )
+    rewritten = assert_fires(model, FlatGroupNormToGroupNorm, 1, sizes=SIZES)
+    assert operators(rewritten, "GroupNormalization", "Reshape") == {"GroupNormalization": 1, "Reshape": 2}
+
+
+@pytest.mark.parametrize(
+    ("inputs", "outputs", "target"),
+    [
+        ("float[B,4,H,W] x", "float[B,8,P] y", [0, 8, -1]),
+        ("float[2,8,4,6] x", "float[4,8,12] y", [4, 8, 12]),
+        ("float[B,8,P] x", "float[B,8,P] y", [0, 0, -1]),
+        ("float[2,8,4,6] x", "float[2,8,8,3] y", [2, 8, 8, 3]),
+        # Sizes without names may differ: here the batch would be 2 before and 1 after.
+        ("float[?,8,H,W] x", "float[?,8,?] y", [-1, 8, 56]),
+    ],
+)
+def test_another_reshape_before_the_norm_is_refused(inputs: str, outputs: str, target: list[int]) -> None:
+    model = graph(inputs, outputs, FLAT_NORM, flat=int64(target), **NORM)
+    assert_refuses(model, FlatGroupNormToGroupNorm, "the reshape does more than to flatten height and width")
+
+
+TO_SEQUENCE = "f = Reshape(x, flat) y = Transpose<perm=[0,2,1]>(f)"
+
+
+def test_flat_channels() -> None:
+    model = graph(IMAGE, "float[B,P,8] y", TO_SEQUENCE, flat=int64([0, 8, -1]))
+    rewritten = assert_fires(model, FlatChannelsToChannelsLast, 1, sizes=SIZES)
+    assert operators(rewritten) == {"Transpose": 1, "Constant": 1, "Reshape": 1}
+    assert node_of(rewritten, "Transpose").outputs[0].shape == ir.Shape(["B", "H", "W", 8])
+
+
+def test_flat_channels_whose_flat_image_is_used_elsewhere() -> None:
+    outputs = "float[B,P,8] y, float[B,8,P] z"
+    model = graph(IMAGE, outputs, f"{TO_SEQUENCE} z = Neg(f)", flat=int64([0, 8, -1]))
+    rewritten = assert_fires(model, FlatChannelsToChannelsLast, 1, sizes=SIZES)
+    assert operators(rewritten, "Reshape") == {"Reshape": 2}
+
+
+@pytest.mark.parametrize(
+    ("inputs", "outputs", "target", "reason"),
+    [
+        ("float[B,8,H,W] x", "float[B,P,4] y", [0, 4, -1], "the reshape does more"),
+        ("float[2,8,4,6] x", "float[4,6,16] y", [4, 16, 6], "the reshape does more"),
+        ("float[B,8,P] x", "float[B,P,8] y", [0, 0, -1], "the reshape does more"),
+        ("float[?,8,H,W] x", "float[?,?,8] y", [-1, 8, 56], "the reshape does more"),
+        ("float[B,C,H,W] x", "float[B,P,C] y", [0, 0, -1], "the number of channels is dynamic"),
+    ],
+)
+def test_other_reshapes_to_a_sequence_are_refused(
+    inputs: str, outputs: str, target: list[int], reason: str
+) -> None:
+    model = graph(inputs, outputs, TO_SEQUENCE, flat=int64(target))
+    assert_refuses(model, FlatChannelsToChannelsLast, reason)
+
+
+def test_another_transpose_is_no_candidate() -> None:
+    model = graph(
+        IMAGE, "float[8,B,P] y", "f = Reshape(x, flat) y = Transpose<perm=[1,0,2]>(f)", flat=int64([0, 8, -1])
+    )
+    assert_refuses(model, FlatChannelsToChannelsLast, None)
+
+
+TO_IMAGE = "t = Transpose<perm=[0,2,1]>(x) y = Reshape(t, shape)"
+
+
+@pytest.mark.parametrize("target", [[-1, 8, 4, 7], [0, 0, 4, 7], [0, 8, 4, -1], [0, 0, -1, 7]])
+def test_sequence_to_image(target: list[int]) -> None:
+    """The target may say 0 (the size at the same place) and -1."""
+    model = graph("float[B,28,8] x", "float[B,8,4,7] y", TO_IMAGE, shape=int64(target))
+    rewritten = assert_fires(model, ChannelsLastToFlatChannels, 1)
+    assert node_of(rewritten, "Reshape").outputs[0].shape == ir.Shape(["B", 4, 7, 8])
+    assert node_of(rewritten, "Transpose").attributes.get_ints("perm") == (0, 3, 1, 2)
+
+
+def test_sequence_to_an_image_whose_sizes_are_computed() -> None:
+    model = graph("float[B,P,8] x, float[B,8,H,W] i", "float[B,8,H,W] y", f"shape = Shape(i) {TO_IMAGE}")
+    assert_fires(model, ChannelsLastToFlatChannels, 1, sizes=SIZES)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "outputs", "target", "reason"),
+    [
+        ("float[2,28,8] x", "float[2,4,8,7] y", [2, 4, 8, 7], "the reshape does more"),
+        ("float[2,28,8] x", "float[1,16,4,7] y", [1, 16, 4, 7], "the reshape does more"),
+        ("float[2,28,8] x", "float[2,224] y", [2, 224], "the reshape does more"),
+        ("float[?,28,8] x", "float[?,8,?,7] y", [-1, 8, 2, 7], "the reshape does more"),
+        ("float[B,28,C] x", "float[B,C,4,7] y", [0, 0, 4, 7], "the number of channels is dynamic"),
+    ],
+)
+def test_other_reshapes_to_an_image_are_refused(
+    inputs: str, outputs: str, target: list[int], reason: str
+) -> None:
+    assert_refuses(graph(inputs, outputs, TO_IMAGE, shape=int64(target)), ChannelsLastToFlatChannels, reason)
+
+
+def test_a_transposed_sequence_used_elsewhere_blocks() -> None:
+    model = graph(
+        "float[B,28,8] x", "float[B,8,4,7] y, float[B,8,28] t", TO_IMAGE, shape=int64([0, 8, 4, 7])
+    )
+    assert_refuses(model, ChannelsLastToFlatChannels, None)
+
+
+HEADS = "float[B,2,S,8] q, float[B,2,S,8] k, float[B,2,S,8] v, int64[B,S] ids"
+ATTENTION = "y = Attention(q, k, v, mask)"
+RANGE = "n = Shape<start=1,end=2>(ids) m = Squeeze(n) r = Range(zero, m, one) "
+CONSTANTS = {"zero": int64(0), "one": int64(1)}
+
+
+def causal(compare: str, *, rest: str = f"mask = Expand(c, s) {ATTENTION}", values: str = RANGE) -> ir.Model:
+    """An attention whose mask compares columns and rows of a range."""
+    body = f"{values} column = Unsqueeze(r, column_axes) row = Unsqueeze(r, row_axes) c = {compare} {rest}"
+    weights = CONSTANTS | {
+        "two": int64(2), "s": int64([1, 1, 1, 1]), "one_": int64([1]),
+        "column_axes": int64([0, 1, 2]), "row_axes": int64([0, 1, 3]),
+    }  # fmt: skip
+    model = graph(HEADS, "float[B,2,S,8] y", body, **weights)
+    tidy(model)
+    for node in model.graph:
+        # As the exporter knows it: ONNX's own inference loses the length of a range.
+        if node.op_type == "Range":
+            node.outputs[0].shape = ir.Shape(["S"])
+        if node.outputs[0].name == "column":
+            node.outputs[0].shape = ir.Shape([1, 1, 1, "S"])
+        if node.outputs[0].name == "row":
+            node.outputs[0].shape = ir.Shape([1, 1, "S", 1])
+    return model
+
+
+@pytest.mark.parametrize("compare", ["LessOrEqual(column, row)", "GreaterOrEqual(row, column)"])
+def test_a_causal_mask(compare: str) -> None:
+    rewritten = assert_fires(causal(compare), CausalMaskToAttribute, 1)
+    assert operators(rewritten) == {"Attention": 1}
+    assert node_of(rewritten, "Attention").attributes.get_int("is_causal") == 1
+    assert len(node_of(rewritten, "Attention").inputs) == 3
+
+
+def test_an_expanded_causal_mask_of_two_attentions() -> None:
+    spread = "b = Shape<start=0,end=1>(ids) e = Concat<axis=0>(b, one_, n, n) mask = Expand(c, e)"
+    rest = f"{spread} u = Attention<scale=0.3>(k, q, v, mask) y = Attention(q, u, v, mask)"
+    model = causal("LessOrEqual(column, row)", rest=rest)
+    rewritten = assert_fires(model, CausalMaskToAttribute, 2)
+    assert operators(rewritten) == {"Attention": 2}
+
+
+def test_the_vector_of_columns_may_stand_as_it_is() -> None:
+    """[S] against [S,1] gives [S,S], as torch's tril writes it."""
+    body = f"{RANGE} row = Unsqueeze(r, ones) mask = LessOrEqual(r, row) {ATTENTION}"
+    model = graph(HEADS, "float[B,2,S,8] y", body, ones=int64([1]), **CONSTANTS)
+    node_of(model, "Range").outputs[0].shape = ir.Shape(["S"])
+    node_of(model, "Unsqueeze").outputs[0].shape = ir.Shape(["S", 1])
+    rewritten = assert_fires(model, CausalMaskToAttribute, 1)
+    assert operators(rewritten) == {"Attention": 1}
+
+
+NOT_CAUSAL = {
+    "anti-causal": causal("LessOrEqual(row, column)"),
+    "anti-causal too": causal("GreaterOrEqual(column, row)"),
+    "strict": causal("Less(column, row)"),
+    "equal": causal("Equal(column, row)"),
+    "two ranges": causal(
+        "LessOrEqual(column, other)", values=f"{RANGE} p = Range(one, m, one) other = Unsqueeze(p, row_axes)"
+    ),
+    "step of two": causal("LessOrEqual(column, row)", values=RANGE.replace("one)", "two)")),
+    "not from zero": causal("LessOrEqual(column, row)", values=RANGE.replace("zero", "two")),
+    "columns alone": causal("LessOrEqual(column, column)"),
+    "rows alone": causal("LessOrEqual(row, row)"),
+}
+
+
+@pytest.mark.parametrize("name", NOT_CAUSAL)
+def test_other_masks_stay(name: str) -> None:
+    assert_refuses(NOT_CAUSAL[name], CausalMaskToAttribute, "the mask is not known to be causal")
+
+
+def test_lengths_without_a_name_are_not_known_to_be_equal() -> None:
+    model = causal("LessOrEqual(column, row)")
+    for node in model.graph:
+        if node.op_type == "Unsqueeze":
+            shape = node.outputs[0].shape
+            node.outputs[0].shape = ir.Shape([None if dim == "S" else dim for dim in shape.dims])
+    assert_refuses(model, CausalMaskToAttribute, "the mask is not known to be causal")
+
+
+def test_a_mask_from_outside_stays() -> None:
+    model = graph(f"{HEADS}, bool[B,1,S,S] mask", "float[B,2,S,8] y", ATTENTION)
+    assert_refuses(model, CausalMaskToAttribute, "the mask is not known to be causal")
+
+
+class Causal(torch.nn.Module):
+    """As transformers masks: positions compared with positions."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        positions = torch.arange(x.shape[2])
+        mask = (positions[None, None, None, :] <= positions[None, None, :, None]).expand(x.shape[0], 1, -1, -1)
+        return F.scaled_dot_product_attention(x, x, x, attn_mask=mask)
+
+
+def test_what_torch_exports() -> None:
+    model = exported(Causal(), torch.randn(3, 2, 6, 8), dynamic=({0: "B", 2: "S"},))
+    rewritten = assert_fires(model, CausalMaskToAttribute, 1)
+    feeds = feeds_for(model)
+    x = torch.from_numpy(feeds["x"])
+    (found,) = run(rewritten, feeds).values()
+    expected = F.scaled_dot_product_attention(x, x, x, is_causal=True)
+    assert relative_error(found, expected.numpy()) < 1e-5
+    assert operators(rewritten, "Range") == {"Range": 0}
+
+
+BIASED = "a = Add(x, bias) y = Reshape(a, shape)"
+
+
+@pytest.mark.parametrize(
+    ("inputs", "outputs", "target"),
+    [
+        ("float[B,4,7,8] x", "float[B,28,8] y", [0, 28, 8]),
+        ("float[B,28,8] x", "float[B,4,7,8] y", [0, 4, 7, 8]),
+        ("float[B,S,8] x", "float[P,8] y", [-1, 8]),
+    ],
+)
+@pytest.mark.parametrize("body", [BIASED, "a = Add(bias, x) y = Reshape(a, shape)"])
+def test_a_bias_is_added_after_the_reshape(inputs: str, outputs: str, target: list[int], body: str) -> None:
+    model = graph(inputs, outputs, body, bias=normal(8), shape=int64(target))
+    rewritten = assert_fires(model, BiasAfterReshape, 1, commute=True)
+    assert [node.op_type for node in rewritten.graph] == ["Reshape", "Add"]
+    assert node_of(rewritten, "Reshape").outputs[0].shape == model.graph.outputs[0].shape
+
+
+NOT_BIASES = {
+    "last axis changed": ("float[B,4,6,8] x", "float[B,24,4,2] y", [0, 24, 4, 2], normal(8), "the last axis"),
+    "last axis made": ("float[B,4,6,1] x", "float[B,192,1] y", [0, 192, 1], normal(8), "no constant vector"),
+    "a matrix": ("float[B,4,6,8] x", "float[B,24,8] y", [0, 24, 8], normal(6, 8), "no constant vector"),
+    "a number": ("float[B,4,6,8] x", "float[B,24,8] y", [0, 24, 8], normal(), "no constant vector"),
+    "one element": ("float[B,4,6,8] x", "float[B,24,8] y", [0, 24, 8], normal(1), "no constant vector"),
+}
+
+
+@pytest.mark.parametrize("name", NOT_BIASES)
+def test_what_is_no_bias_stays_before_the_reshape(name: str) -> None:
+    inputs, outputs, target, bias, reason = NOT_BIASES[name]
+    assert_refuses(graph(inputs, outputs, BIASED, bias=bias, shape=int64(target)), BiasAfterReshape, reason)
+
+
+def test_an_activation_is_no_bias() -> None:
+    model = graph(
+        "float[B,4,6,8] x, float[8] bias", "float[B,24,8] y", BIASED, shape=int64([0, 24, 8])
+    )
+    assert_refuses(model, BiasAfterReshape, "what is added is no constant vector", commute=True)
+
+
+def test_a_biased_value_used_elsewhere_blocks() -> None:
+    outputs = "float[B,24,8] y, float[B,4,6,8] a"
+    model = graph("float[B,4,6,8] x", outputs, BIASED, bias=normal(8), shape=int64([0, 24, 8]))
+    assert_refuses(model, BiasAfterReshape, None)
