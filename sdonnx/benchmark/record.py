@@ -121,7 +121,8 @@ def environment() -> dict[str, Any]:
     """Return where something was measured, ready for JSON: packages, this project's commit, the machine."""
     return {
         "packages": _packages(),
-        "git": commit_of(Path(__file__).resolve().parents[2]),
+        # A copy of the files without their history is told its commit.
+        "git": commit_of(Path(__file__).resolve().parents[2]) or {"commit": os.environ.get("SDONNX_COMMIT")},
         "machine": _machine(),
     }
 
