@@ -1,3 +1,4 @@
+# shellcheck shell=bash
 # Sourced by quickstart.sh and test.sh: makes the virtual environment and installs the project into it.
 #
 #   SDONNX_VENV   where the environment is (default: .venv in the project)
@@ -71,7 +72,7 @@ setup_venv() {  # EXTRAS: installs the project with these extras and the machine
     started=$SECONDS
     printf 'Installing sdonnx[%s] into %s (minutes the first time; log in %s) ... ' "$extras" "$venv" "$log"
     if ! "$venv/bin/python" -m pip install --no-input --disable-pip-version-check --progress-bar off \
-        -c "$project/requirements.txt" -e "$project[$extras]" >"$log" 2>&1; then
+        -c "$project/requirements.txt" -e "${project}[$extras]" >"$log" 2>&1; then
         printf 'failed\n'
         tail -n 15 "$log" >&2
         fail "the installation failed; its whole log is $log; run the command again once that is put right"

@@ -55,7 +55,9 @@ class TensorSpec:
                 key = dim.removeprefix("config:")
                 if not isinstance(config.get(key), int):
                     raise FolderError(
-                        f"the configuration says {config.get(key)!r} for {key}", "a number", "copy the folder again"
+                        f"config.json says {config.get(key)!r} for {key}, which {self.name} needs",
+                        "a number",
+                        "copy the folder again",
                     )
                 resolved.append(config[key])
             else:
@@ -90,13 +92,15 @@ class Family:
         name: how this project calls it.
         pipeline_classes: diffusers' pipeline classes that belong to it.
         components: its components, in the order in which they run.
-        extras: folders that are copied as they are.
+        extras: folders that are copied as they are, each with the file that it must hold.
     """
 
     name: str
     pipeline_classes: frozenset[str]
     components: tuple[ComponentSpec, ...]
-    extras: tuple[str, ...] = field(default=("scheduler", "tokenizer"))
+    extras: tuple[tuple[str, str], ...] = field(
+        default=(("scheduler", "scheduler_config.json"), ("tokenizer", "tokenizer_config.json"))
+    )
 
     def component(self, name: str) -> ComponentSpec:
         """Return the component called `name`; KeyError where there is none."""
@@ -156,9 +160,7 @@ _STABLE_DIFFUSION = Family(
                 # float32 in every precision: samplers with continuous noise levels give fractions of
                 # a step, and fp16 holds none beyond 1024.
                 TensorSpec("timestep", ("steps",), keeps_float32=True),
-                TensorSpec(
-                    "encoder_hidden_states", ("batch_size", "sequence_length", "config:cross_attention_dim")
-                ),
+                TensorSpec("encoder_hidden_states", ("batch_size", "sequence_length", "config:cross_attention_dim")),
             ),
             (TensorSpec("out_sample", ("batch_size", "config:out_channels", "height", "width")),),
         ),

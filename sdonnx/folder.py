@@ -137,11 +137,16 @@ def _refuse_output(out: Path, overwrite: bool, inputs: Sequence[Path]) -> None:
                 "an output apart from the input",
                 "choose another output folder",
             )
-    if out.is_dir() and not any(out.iterdir()):
-        return
-    if out.exists() or out.is_symlink():
-        if not out.is_dir() or out.is_symlink():
-            raise OutputError(f"the output {out} is not a folder", "a new folder", "choose another output folder")
+    if resolved == Path.cwd() or resolved in Path.cwd().parents or out.is_mount():
+        # The output takes its name by a rename: one of these would vanish from under its user.
+        raise OutputError(
+            f"the output {out} is the current folder, holds it or is a mount point",
+            "a new folder",
+            "choose a folder inside it",
+        )
+    if out.is_symlink() or (out.exists() and not out.is_dir()):
+        raise OutputError(f"the output {out} is not a folder", "a new folder", "choose another output folder")
+    if out.is_dir() and any(out.iterdir()):
         if not overwrite:
             raise OutputError(
                 f"the output {out} exists and is not empty", "a new or empty folder", "pass --overwrite to replace it"
@@ -155,9 +160,9 @@ def _refuse_output(out: Path, overwrite: bool, inputs: Sequence[Path]) -> None:
             )
 
 
-def _write_failure(error: OSError, out: Path) -> OutputError:
+def _write_failure(reason: str | None, out: Path) -> OutputError:
     return OutputError(
-        f"writing {out} failed ({error.strerror})",
+        f"writing {out} failed ({reason})",
         "a place with enough free space and permission to write",
         "free some space or choose another output folder",
     )
@@ -167,7 +172,8 @@ def _write_failure(error: OSError, out: Path) -> OutputError:
 def atomic_folder(out: Path, overwrite: bool = False, inputs: Sequence[Path] = ()) -> Iterator[Path]:
     """Yield a temporary folder beside `out` that takes its name once the block ends well.
 
-    On any failure, Ctrl-C included, the temporary folder is removed and what was at `out` stays.
+    On any failure, Ctrl-C included, the temporary folder and the parents made for it are removed, and what
+    was at `out` stays.
 
     Args:
         out: the folder to write. Its parents are made.
@@ -177,23 +183,31 @@ def atomic_folder(out: Path, overwrite: bool = False, inputs: Sequence[Path] = (
     Raises:
         OutputError: `out` exists without `overwrite`, touches an input, or cannot be written.
     """
-    _refuse_output(out, overwrite, inputs)
+    partial: Path | None = None
+    parents: list[Path] = []
     try:
+        # "." and ".." have no name beside which the temporary folder could stand.
+        out = out.resolve() if out.name in ("", "..") else out.parent.resolve() / out.name
+        _refuse_output(out, overwrite, inputs)
+        parents = [folder for folder in out.parents if not folder.exists()]  # the innermost first
         out.parent.mkdir(parents=True, exist_ok=True)
         # Hidden and beside the output, so that the last step is a rename within one file system.
         partial = Path(tempfile.mkdtemp(prefix=f".{out.name}.", suffix=".partial", dir=out.parent))
-    except OSError as error:
-        raise _write_failure(error, out) from error
-    try:
         partial.chmod(0o755)
         yield partial
         _take_name(partial, out)
+    except shutil.Error as error:  # copytree's: a list of (source, target, reason), with no number
+        raise _write_failure(str(error.args[0][0][2]), out) from error
     except OSError as error:
-        if error.errno in _WRITE_FAILURES:
-            raise _write_failure(error, out) from error
+        if partial is None or error.errno in _WRITE_FAILURES:
+            raise _write_failure(error.strerror, out) from error
         raise
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        if partial is not None:
+            shutil.rmtree(partial, ignore_errors=True)
+        for folder in parents:
+            with contextlib.suppress(OSError):
+                folder.rmdir()  # refused, as it should be, where the output lies in it
 
 
 def _take_name(partial: Path, out: Path) -> None:

@@ -130,8 +130,11 @@ def optimize_folder(
     family = family_of(folder)
     overrides = parse_overrides(force_fp32_ops, [spec.name for spec in family.components])
     # Everything that can be wrong with the input is looked at before anything is written.
+    for name, file in family.extras:
+        folder.config(name, file)
     for spec in family.components:
-        load_model(folder.onnx_model(spec.name))
+        path = folder.onnx_model(spec.name)
+        _require_signature(path, load_model(path), spec, folder.config(spec.name))
     reports = {}
     with atomic_folder(out, overwrite, [source]) as partial:
         for spec in family.components:
@@ -139,7 +142,7 @@ def optimize_folder(
             reports[spec.name] = _optimize_component(
                 folder, spec, partial / spec.name, provider, attention_layout, policy, progress
             )
-        for name in family.extras:
+        for name, _ in family.extras:
             shutil.copytree(folder.component(name), partial / name)
         shutil.copyfile(source / MODEL_INDEX, partial / MODEL_INDEX)
         report = OptimizeReport(
@@ -153,6 +156,37 @@ def optimize_folder(
         )
         report.write(partial)
     return report
+
+
+def _require_signature(path: Path, model: ir.Model, spec: ComponentSpec, config: dict[str, Any]) -> None:
+    """Raise unless the graph has the component's inputs and outputs; further outputs do no harm."""
+    for kind, tensors, values in (
+        ("inputs", spec.inputs, model.graph.inputs),
+        ("outputs", spec.outputs, model.graph.outputs),
+    ):
+        found = {str(value.name): value.shape for value in values}
+        wanted = {tensor.name: tensor.resolve(config) for tensor in tensors}
+        surplus = kind == "inputs" and found.keys() - wanted.keys()
+        if surplus or wanted.keys() - found.keys():
+            raise FolderError(
+                f"the {kind} of {path} are {', '.join(found)}", ", ".join(wanted), f"give the graph of a {spec.name}"
+            )
+        for name, dims in wanted.items():
+            shape = found[name]
+            fits = (
+                shape is not None
+                and len(shape) == len(dims)
+                and all(
+                    not isinstance(size, int) or not isinstance(dim, int) or size == dim
+                    for size, dim in zip(shape, dims, strict=True)
+                )
+            )
+            if not fits:
+                raise FolderError(
+                    f"{name} of {path} is {shape}",
+                    f"[{','.join(map(str, dims))}], as the component's config.json says",
+                    "use the graph and the config.json of one component",
+                )
 
 
 def _optimize_component(
@@ -175,9 +209,7 @@ def _optimize_component(
     # A graph that came in fp16 is converted too: contracts want some inputs in float32.
     came_narrow = any(value.dtype == ir.DataType.FLOAT16 for value in model.graph.initializers.values())
     if came_narrow and provider == "cpu":
-        raise OptionError(
-            f"{path} is float16", "float32, which the CPU's kernels have", "export with --dtype float32"
-        )
+        raise OptionError(f"{path} is float16", "float32, which the CPU's kernels have", "export with --dtype float32")
     if policy is not None or came_narrow:
         conversion = ConvertPrecision(policy or PrecisionPolicy(), spec)
         conversion(model)

@@ -30,8 +30,9 @@ _FLOAT = ir.DataType.FLOAT
 # Inputs that ONNX defines as float32 whatever the operator computes in.
 _ALWAYS_FLOAT32 = {"Resize": frozenset({1, 2})}
 
-# Frequencies of positions reach 1000 times pi; fp16 would leave no digit of the angle.
-_FLOAT32_OPERATORS = frozenset({"Sin", "Cos"})
+# Frequencies of positions reach 1000 times pi; fp16 would leave no digit of the angle. ONNX defines no
+# Range of fp16.
+_FLOAT32_OPERATORS = frozenset({"Sin", "Cos", "Range"})
 
 # Operators that pass values on: a value that is kept in float32 stays so through them.
 _PASSING = frozenset(
@@ -55,14 +56,15 @@ class PrecisionPolicy:
 
     def override_for(self, node: ir.Node) -> str | None:
         """Return the first override that matches the node, None where none does."""
-        paths = [path for path in module_path(node).split(MODULE_SEPARATOR) if path]
-        for pattern in self.float32:
-            # With a final dot, so that mid_block.* names the module mid_block itself too.
-            if pattern == node.op_type or any(
-                fnmatchcase(path, pattern) or fnmatchcase(f"{path}.", pattern) for path in paths
-            ):
-                return pattern
-        return None
+        return next((pattern for pattern in self.float32 if _matches(pattern, node)), None)
+
+
+def _matches(pattern: str, node: ir.Node) -> bool:
+    paths = [path for path in module_path(node).split(MODULE_SEPARATOR) if path]
+    # With a final dot, so that mid_block.* names the module mid_block itself too.
+    return pattern == node.op_type or any(
+        fnmatchcase(path, pattern) or fnmatchcase(f"{path}.", pattern) for path in paths
+    )
 
 
 def parse_overrides(texts: Sequence[str], components: Sequence[str]) -> dict[str, tuple[str, ...]]:
@@ -104,10 +106,12 @@ class ConvertPrecision(InPlacePass):
         self.policy = policy
         self.spec = spec
         self.kept: dict[str, int] = {}
+        self._floats = (_FLOAT, policy.dtype)  # a graph may come in either, or in both
 
     def call(self, model: ir.Model) -> PassResult:
         """Convert the graph in place."""
         graph = model.graph
+        self._require_matches(graph)
         self._casts: dict[tuple[ir.Value, ir.DataType], ir.Value] = {}
         self._wide: set[ir.Value] = set()
         # A graph that came in the policy's type says by its casts what it means.
@@ -122,7 +126,6 @@ class ConvertPrecision(InPlacePass):
         for node in list(graph):
             self._convert(graph, node)
         self._convert_outputs(graph)
-        self._require_matches(graph)
         _drop_unused(graph)
         return PassResult(model, True)
 
@@ -136,7 +139,7 @@ class ConvertPrecision(InPlacePass):
         data = [value for value in node.inputs if value is not None and not value.is_initializer()]
         if node.op_type == "Cast":
             return bool(data) and data[0] in self._wide
-        data = [value for value in data if value.dtype in (_FLOAT, self.policy.dtype)]
+        data = [value for value in data if value.dtype in self._floats]
         return bool(data) and node.op_type in _PASSING and all(value in self._wide for value in data)
 
     def _convert(self, graph: ir.Graph, node: ir.Node) -> None:
@@ -148,12 +151,14 @@ class ConvertPrecision(InPlacePass):
             self._convert_cast(node, dtype)
             return
         for index, value in enumerate(node.inputs):
-            if value is not None and value.dtype in (_FLOAT, self.policy.dtype):
+            if value is not None and value.dtype in self._floats:
                 node.replace_input_with(index, self._as(graph, node, value, _FLOAT if index in always else dtype))
         if node.op_type in ("Constant", "ConstantOfShape"):
             self._convert_constant(node, dtype)
+        elif node.attributes.get_int("dtype", 0) in self._floats:
+            node.attributes["dtype"] = ir.AttrInt64("dtype", dtype)
         for output in node.outputs:
-            if output.dtype == _FLOAT or (output.dtype is None and output.uses()):
+            if output.dtype in self._floats or (output.dtype is None and output.uses()):
                 output.type = ir.TensorType(dtype)
                 if wide:
                     self._wide.add(output)
@@ -167,12 +172,19 @@ class ConvertPrecision(InPlacePass):
             if dtype == _FLOAT:
                 self._wide.add(node.outputs[0])
 
-    @staticmethod
-    def _convert_constant(node: ir.Node, dtype: ir.DataType) -> None:
-        value = node.attributes.get("value")
-        if value is not None and value.as_tensor().dtype == _FLOAT:
-            narrowed = value.as_tensor().numpy().astype(dtype.numpy())
-            node.attributes["value"] = ir.AttrTensor("value", ir.Tensor(narrowed, dtype=dtype))
+    def _convert_constant(self, node: ir.Node, dtype: ir.DataType) -> None:
+        """Write the number in `dtype`. It may have no type of its own; a tensor has one."""
+        attributes = node.attributes
+        if node.op_type == "ConstantOfShape" and "value" not in attributes:
+            wide = np.zeros(1, np.float32)  # the operator's default
+        elif "value" in attributes and attributes["value"].as_tensor().dtype in self._floats:
+            wide = attributes["value"].as_tensor().numpy()
+        elif (numbers := attributes.pop("value_float", None) or attributes.pop("value_floats", None)) is not None:
+            wide = np.array(numbers.value, np.float32)
+        else:
+            return
+        narrowed = ir.Tensor(wide.astype(dtype.numpy()), dtype=dtype)
+        attributes["value"] = ir.AttrTensor("value", narrowed)
 
     def _as(self, graph: ir.Graph, anchor: ir.Node, value: ir.Value, dtype: ir.DataType) -> ir.Value:
         """Return `value` in `dtype`: itself, a converted weight, or a cast that all its users share."""
@@ -208,7 +220,8 @@ class ConvertPrecision(InPlacePass):
 
     def _require_matches(self, graph: ir.Graph) -> None:
         for pattern in self.policy.float32:
-            if pattern not in self.kept:
+            # Asked of each by itself: an earlier override may match the same nodes.
+            if not any(_matches(pattern, node) for node in graph):
                 operators = sorted({node.op_type for node in graph if node.op_type != "Cast"})
                 modules = sorted({path.split(".")[0] for node in graph if (path := module_path(node))})
                 raise OptionError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -45,3 +46,53 @@ def tiny_pipeline(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("pipelines") / "tiny"
     write_sample("tiny", folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_exported(tiny_pipeline: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`tiny` as float32 ONNX; read it, never write to it."""
+    from sdonnx.export.pipeline import export_pipeline
+
+    folder = tmp_path_factory.mktemp("exported") / "tiny"
+    export_pipeline(tiny_pipeline, folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_cpu(tiny_exported: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`tiny` optimized for the CPU provider; read it, never write to it."""
+    from sdonnx.optimize import optimize_folder
+
+    folder = tmp_path_factory.mktemp("optimized") / "tiny-cpu"
+    optimize_folder(tiny_exported, folder, provider="cpu")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_cuda(tiny_exported: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`tiny` optimized for CUDA in float32, to be checked by lowering; read it, never write to it."""
+    from sdonnx.optimize import optimize_folder
+
+    folder = tmp_path_factory.mktemp("optimized") / "tiny-cuda"
+    optimize_folder(tiny_exported, folder, provider="cuda")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_cuda_fp16(tiny_exported: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`tiny` optimized for CUDA in float16; read it, never write to it."""
+    from sdonnx.optimize import optimize_folder
+
+    folder = tmp_path_factory.mktemp("optimized") / "tiny-cuda-fp16"
+    optimize_folder(tiny_exported, folder, provider="cuda", float16=True)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_torch(tiny_pipeline: Path) -> Any:
+    """`tiny` as diffusers loads it, in float32; leave its scheduler as it was."""
+    import diffusers
+
+    pipeline: Any = diffusers.StableDiffusionPipeline.from_pretrained(tiny_pipeline)
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline

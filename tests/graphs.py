@@ -26,11 +26,14 @@ OPSET = 23
 SIZES = {"B": 2, "S": 6, "L": 5, "C": 8, "H": 4, "W": 7}
 
 
-def graph(inputs: str, outputs: str, body: str, opset: int = OPSET, **weights: Array) -> ir.Model:
-    """Return a graph in ONNX's textual syntax, with its shapes inferred and `weights` as initializers."""
+def graph(inputs: str, outputs: str, body: str, known: str = "", **weights: Array) -> ir.Model:
+    """Return a graph in ONNX's textual syntax, with its shapes inferred and `weights` as initializers.
+
+    ONNX infers no shape of a group norm's output; `known` declares those that are needed.
+    """
     proto = onnx.parser.parse_model(
-        f'<ir_version: 10, opset_import: ["" : {opset}, "com.microsoft" : 1]>\n'
-        f"small ({inputs}) => ({outputs}) {{ {body} }}"
+        f'<ir_version: 10, opset_import: ["" : {OPSET}, "com.microsoft" : 1]>\n'
+        f"small ({inputs}) => ({outputs}) {f'<{known}>' if known else ''} {{ {body} }}"
     )
     proto.graph.initializer.extend(
         onnx.numpy_helper.from_array(array, name) for name, array in weights.items()
@@ -66,6 +69,7 @@ def exported(
             dynamic_shapes=tuple(dynamic) or None,
         )
     assert program is not None
+    program.model.graph.opset_imports["com.microsoft"] = 1
     infer_shapes(program.model)
     return program.model
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import onnx_ir as ir
 import torch
+from accelerate import init_empty_weights
 
 from sdonnx.errors import FolderError, OptionError
 from sdonnx.export.trace import trace
@@ -58,9 +59,15 @@ def export_pipeline(
         raise OptionError(f"the dtype {dtype!r} is unknown", f"one of {', '.join(DTYPES)}", "pass one of these")
     folder = PipelineFolder.open(_local(source))
     family = family_of(folder)
+    sources = sorted({spec.source for spec in family.components})
+    if unknown := sorted(set(allow_pickle) - set(sources)):
+        raise OptionError(f"--allow_pickle {unknown[0]}", f"components of {', '.join(sources)}", "pass some of these")
     # Everything that can be wrong with the input is looked at before anything is written.
+    for name, file in family.extras:
+        folder.config(name, file)
     plans = [_plan(folder, spec, allow_pickle) for spec in family.components]
     with atomic_folder(out, overwrite, [folder.path]) as partial:
+        _copy_extras(folder, family, partial)
         for spec, build, weights in plans:
             config = folder.config(spec.source)
             if progress:
@@ -70,7 +77,6 @@ def export_pipeline(
             shutil.copyfile(folder.component(spec.source) / "config.json", partial / spec.name / "config.json")
             del model
             gc.collect()
-        _copy_extras(folder, family, partial)
 
 
 def _local(source: str | Path) -> Path:
@@ -103,31 +109,55 @@ def _plan(
             "export the original diffusers pipeline",
         )
     library, class_name = entry
+    component = folder.component(spec.source)
     folder.config(spec.source)
-    weights = WeightFiles(folder.component(spec.source), allow_pickle=spec.source in allow_pickle)
-    return spec, _builder(library, str(class_name), folder.component(spec.source)), weights
+    weights = WeightFiles(component, allow_pickle=spec.source in allow_pickle)
+    build = _builder(library, str(class_name), component)
+    _require_weights(build, component, weights)
+    return spec, build, weights
 
 
 def _builder(library: str, class_name: str, component: Path) -> Callable[[], torch.nn.Module]:
     """Return a function that makes the component's torch module, with no weights in it."""
     model_class: Any = getattr(importlib.import_module(library), class_name, None)
-    if model_class is None:
+    if not (isinstance(model_class, type) and issubclass(model_class, torch.nn.Module)):
         raise FolderError(
-            f"{component} is a {class_name}, which {library} does not have",
-            f"a class of the installed {library}",
-            f"install the version of {library} that has it",
+            f"{component} is a {class_name}, which is no model of {library}",
+            f"a model of the installed {library}",
+            f"correct {MODEL_INDEX}, or install the version of {library} that has it",
         )
+    loader: Any = model_class
     try:
         if library == "diffusers":
-            config = model_class.load_config(str(component))
-            return lambda: model_class.from_config(config)
-        config = model_class.config_class.from_pretrained(str(component))
-    except (OSError, ValueError) as error:
-        raise FolderError(
-            f"{component / 'config.json'} cannot be used ({error})", f"a {class_name}'s", "copy it again"
-        ) from error
+            config = loader.load_config(str(component))
+            return lambda: loader.from_config(config)
+        config = loader.config_class.from_pretrained(str(component))
+    except Exception as error:  # each library has its own, and they share no class
+        raise _bad_config(component, error) from error
     config._attn_implementation = "sdpa"
-    return lambda: model_class(config)
+    return lambda: loader(config)
+
+
+def _require_weights(build: Callable[[], torch.nn.Module], component: Path, weights: WeightFiles) -> None:
+    """Raise unless the configuration makes a module and the files hold every parameter of it.
+
+    The module has no storage, so this takes a second or two where tracing takes minutes.
+    """
+    try:
+        with init_empty_weights(include_buffers=True):
+            module = build()
+    except Exception as error:  # whatever a module's constructor makes of a wrong value
+        raise _bad_config(component, error) from error
+    for name, tensor in module.state_dict().items():
+        weights.find(name, tuple(tensor.shape))
+
+
+def _bad_config(component: Path, error: Exception) -> FolderError:
+    return FolderError(
+        f"{component / 'config.json'} cannot be used ({type(error).__name__}: {error})",
+        "the configuration of the model that model_index.json names",
+        "copy it again from the original pipeline",
+    )
 
 
 def _write(model: ir.Model, component: Path, progress: Progress | None) -> None:
@@ -141,7 +171,7 @@ def _write(model: ir.Model, component: Path, progress: Progress | None) -> None:
 
 
 def _copy_extras(folder: PipelineFolder, family: Family, out: Path) -> None:
-    for name in family.extras:
+    for name, _ in family.extras:
         shutil.copytree(folder.component(name), out / name)
         if name.startswith("tokenizer"):
             _add_tokenizer_json(out / name)
@@ -155,6 +185,7 @@ def _add_tokenizer_json(tokenizer: Path) -> None:
     from transformers import AutoTokenizer
 
     try:
-        AutoTokenizer.from_pretrained(str(tokenizer)).backend_tokenizer.save(str(tokenizer / "tokenizer.json"))
-    except (OSError, ValueError, AttributeError) as error:
+        text = AutoTokenizer.from_pretrained(str(tokenizer)).backend_tokenizer.to_str()
+    except Exception as error:  # the tokenizers library raises nothing more special
         raise FolderError(f"{tokenizer} cannot be read ({error})", "a tokenizer", "copy the folder again") from error
+    (tokenizer / "tokenizer.json").write_text(text, encoding="utf-8")

@@ -6,6 +6,8 @@ Tensors are then read when the ONNX file is written, so memory holds one of them
 
 from __future__ import annotations
 
+import pickle
+import zipfile
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -102,9 +104,20 @@ class WeightFiles:
     def _shapes(self, file: Path) -> Iterable[tuple[str, tuple[int, ...]]]:
         if file.suffix == ".bin":
             try:
-                self._pickles[file] = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+                # Files from before torch 1.6 are no archives and cannot be mapped.
+                mapped = zipfile.is_zipfile(file)
+                content = torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
+                if not isinstance(content, dict) or not all(isinstance(x, torch.Tensor) for x in content.values()):
+                    raise pickle.UnpicklingError
+            except pickle.UnpicklingError as error:  # torch's own text proposes to run what the file holds
+                raise WeightsError(
+                    f"{file} holds more than named tensors, and what it holds is not run",
+                    "the state_dict of a model",
+                    "convert it to safetensors",
+                ) from error
             except Exception as error:
                 raise self._broken(file, error) from error
+            self._pickles[file] = content
             return [(key, tuple(tensor.shape)) for key, tensor in self._pickles[file].items()]
         try:
             with safe_open(file, framework="pt") as tensors:
@@ -142,7 +155,7 @@ class WeightFiles:
         """Return the tensor `key`, converted to `dtype`, in memory of its own.
 
         Raises:
-            WeightsError: the file broke after it was opened.
+            WeightsError: the file broke after it was opened, or a value is beyond the range of `dtype`.
         """
         entry = self._entries[key]
         target = torch.from_numpy(np.empty(0, dtype)).dtype
@@ -156,7 +169,14 @@ class WeightFiles:
                     tensor = tensors.get_tensor(key)
             except (SafetensorError, OSError) as error:
                 raise self._broken(entry.file, error) from error
-        return np.array(tensor.to(target).numpy(), copy=True)
+        narrow = tensor.to(target)
+        if target == torch.float16 and tensor.isfinite().all() and not narrow.isfinite().all():
+            raise WeightsError(
+                f"{entry.file} holds {key} with values up to {tensor.abs().max():g}",
+                "weights within the range of float16",
+                "export with --dtype float32",
+            )
+        return np.array(narrow.numpy(), copy=True)
 
 
 def _spellings(name: str) -> Iterable[str]:

@@ -21,14 +21,22 @@ class GegluToBiasSplitGelu(Rule):
 
     def pattern(self, op: Any, x: Any, bias: Any) -> Any:
         """The gated linear unit."""
-        value, gate = op.Split(op.Add(x, bias), num_outputs=2, axis=2, _outputs=["value", "gate"])
-        return op.Mul(value, op.Gelu(gate, approximate="none"))
+        total = op.Add(x, bias)
+        value, gate = op.Split(total, num_outputs=2, _allow_other_attributes=True, _outputs=["value", "gate"])
+        return op.Mul(value, op.Gelu(gate, _allow_other_attributes=True, _outputs=["gelu"]))
 
-    def refuse(self, x: ir.Value, bias: ir.Value, **_: Any) -> str | None:
+    def refuse(self, x: ir.Value, bias: ir.Value, gate: ir.Value, gelu: ir.Value, **_: Any) -> str | None:
         """The kernel must exist for this width, and the bias must be one."""
+        split, activation = gate.producer(), gelu.producer()
+        assert split is not None
+        assert activation is not None
+        if activation.attributes.get_string("approximate", "none") != "none":
+            return "the kernel computes the exact gelu, not an approximation"
         if not is_bias(bias, static_dim(x, -1)):
             return "what is added is no constant vector"
-        return split_gelu_refusal(x)
+        if (reason := split_gelu_refusal(x)) is not None:
+            return reason
+        return None if split.attributes.get_int("axis", 0) in (-1, 2) else "the split is not along the last axis"
 
     def rewrite(self, op: Any, x: ir.Value, bias: ir.Value, **_: Any) -> Any:
         """One kernel."""

@@ -68,7 +68,7 @@ class GroupNormToSkipGroupNorm(Rule):
         bias = total_bias(node.graph, parts.biases)
         if len(parts.terms) == 1:
             assert bias is not None
-            inputs = [parts.terms[0], gamma, beta, _rows(op, bias, parts.terms[0])]
+            inputs = [parts.terms[0], gamma, beta, _rows(op, node.graph, bias, parts.terms[0])]
         else:
             terms = _ordered(parts, total)
             assert terms is not None
@@ -79,16 +79,25 @@ class GroupNormToSkipGroupNorm(Rule):
         return normal
 
 
-def _rows(op: Any, bias: ir.Value, x: ir.Value) -> ir.Value:
+def _rows(op: Any, graph: ir.Graph, bias: ir.Value, x: ir.Value) -> ir.Value:
     """Return the bias (C,) as (B,1,1,C)."""
     channels = static_dim(bias, 0)
-    batch = op.Shape(x, start=0, end=1)
+    batch = op.Shape(_of_same_batch(graph, x), start=0, end=1)
     batch.type = ir.TensorType(ir.DataType.INT64)
     rows: ir.Value = op.Expand(bias, op.Concat(batch, op.Constant(value_ints=[1, 1, channels]), axis=0))
     sizes = dims(x)
     assert sizes is not None
     rows.shape, rows.type = ir.Shape([sizes[0], 1, 1, sizes[3]]), bias.type
     return rows
+
+
+def _of_same_batch(graph: ir.Graph, x: ir.Value) -> ir.Value:
+    """Return an input of the graph known to have the batch of `x`, else `x`: rows then share one Shape."""
+    sizes = dims(x)
+    for value in graph.inputs:
+        if sizes and (shape := dims(value)) and shape[0] == sizes[0]:
+            return value
+    return x
 
 
 def _ordered(parts: Sum, total: ir.Value) -> tuple[ir.Value, ir.Value] | None:

@@ -35,6 +35,7 @@ __all__ = ["ChannelsLast"]
 _TO_NHWC, _TO_NCHW = [0, 2, 3, 1], [0, 3, 1, 2]
 _UNARY = frozenset({"Sigmoid", "Tanh", "Relu", "Gelu", "Swish", "Cast", "Identity", "Erf", "Sqrt", "Neg", "Exp"})
 _BINARY = frozenset({"Add", "Sub", "Mul", "Div"})
+_KERNELS = frozenset({"Conv", "GroupNormalization"})
 
 
 class ChannelsLast(InPlacePass):
@@ -91,6 +92,8 @@ class _Walk:
     def visit(self, node: ir.Node) -> str | None:
         if node.domain:
             return ""
+        if dims(node.outputs[0]) is None:
+            return "the shape of its output is not known" if node.op_type in _KERNELS else ""
         if node.op_type in _UNARY:
             return self._unary(node)
         if node.op_type in _BINARY:
@@ -123,7 +126,7 @@ class _Walk:
                 twin = producer.inputs[0]
         elif producer is not None and producer.op_type == "Unsqueeze":
             axes = constant_value(producer.inputs[1])
-            if axes is not None and axes.tolist() == [2, 3]:
+            if axes is not None and sorted(axis % 4 for axis in axes.tolist()) == [2, 3]:
                 # (B,C) -> (B,C,1,1): a row for each image, such as the time embedding.
                 row_axes = constant(self.graph, [1, 2], np.int64, "axes_1_2")
                 twin = insert(anchor, "Unsqueeze", [producer.inputs[0], row_axes], shape=last)
@@ -253,6 +256,8 @@ class _Walk:
     def _concat(self, node: ir.Node) -> str | None:
         if node.attributes.get_int("axis") not in (1, -3) or not any(x in self.twins for x in node.inputs):
             return ""
+        if any(x is None or dims(x) is None for x in node.inputs):
+            return "the shape of an operand is not known"
         twins = [self._twin(x, node) for x in node.inputs if x is not None]
         self._give(node, insert(node, "Concat", twins, {"axis": 3}, shape=self._shape(node.outputs[0])))
         return None

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import onnx_ir as ir
 from onnx_ir.passes import InPlacePass, PassResult
 
-from sdonnx.graph.edit import derived_initializer, dims, insert, insert_multi, replace, static_dim
+from sdonnx.graph.edit import add_initializer, dims, insert, insert_multi, replace, static_dim
+from sdonnx.graph.match import is_bias
 from sdonnx.graph.modules import MODULE_SEPARATOR, module_path
-from sdonnx.graph.tensors import read
+from sdonnx.graph.tensors import lazy, read
 
 __all__ = ["GroupProjections"]
 
@@ -91,10 +94,10 @@ def _projections(x: ir.Value) -> dict[_Kind, list[ir.Node]]:
         bias = node.inputs[2] if len(node.inputs) > 2 else None
         if weight is None or not weight.is_initializer() or len(dims(weight) or ()) != 2:
             continue
-        if bias is not None and (not bias.is_initializer() or len(dims(bias) or ()) != 1):
-            continue
         transposed = bool(node.attributes.get_int("transB", 0))
         width = static_dim(weight, 0 if transposed else 1)
+        if bias is not None and not is_bias(bias, width):
+            continue
         if width is not None and node.outputs[0].shape is not None:
             groups.setdefault(_Kind(node.op_type, width, transposed, bias is not None), []).append(node)
     return groups
@@ -119,10 +122,11 @@ def _joined(graph: ir.Graph, parts: Sequence[ir.Value | None], axis: int) -> ir.
     assert parts[0] is not None
     shape = list(first.shape.numpy())
     shape[axis] *= len(tensors)
-    return derived_initializer(
-        graph,
-        f"{parts[0].name}.and_{len(tensors) - 1}_more",
-        lambda: np.concatenate([read(tensor) for tensor in tensors if tensor is not None], axis=axis),
-        first.dtype,
-        tuple(shape),
+
+    def join() -> npt.NDArray[Any]:
+        return np.concatenate([read(tensor) for tensor in tensors if tensor is not None], axis=axis)
+
+    # Never shared by name: two groups may begin with one weight, equal ones being one initializer.
+    return add_initializer(
+        graph, f"{parts[0].name}.and_{len(tensors) - 1}_more", lazy(join, first.dtype, tuple(shape))
     )

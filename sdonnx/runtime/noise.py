@@ -45,9 +45,7 @@ class TorchCpuGenerator:
         """
         whole = isinstance(seed, int | np.integer) and not isinstance(seed, bool)
         if not whole or not -(2**63) <= int(seed) < 2**64:
-            raise OptionError(
-                f"the seed is {seed!r}", "an integer from -2**63 to 2**64 - 1", "choose another seed"
-            )
+            raise OptionError(f"the seed is {seed!r}", "an integer from -2**63 to 2**64 - 1", "choose another seed")
         # Both seed the Mersenne Twister by Matsumoto and Nishimura's init_genrand.
         self._engine = np.random.RandomState(int(seed) & 0xFFFFFFFF)
         self._spare: float | None = None

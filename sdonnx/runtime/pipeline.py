@@ -143,7 +143,7 @@ class OrtDiffusionPipeline:
     @property
     def default_size(self) -> int:
         """Height and width of an image in pixels, where the caller gives none."""
-        return int(self._denoiser_config["sample_size"]) * int(self.vae_scale_factor)
+        return self._size_of("sample_size") * int(self.vae_scale_factor)
 
     def interrupt(self) -> None:
         """Stop the image that is being drawn after the current step; for use in a callback."""
@@ -197,7 +197,8 @@ class OrtDiffusionPipeline:
             raise OptionError(f"the output type {output_type!r} is unknown", f"one of {OUTPUT_TYPES}", "pass one")
         if not np.isfinite(guidance_scale):
             raise OptionError(f"guidance_scale is {guidance_scale}", "a finite number", "pass for example 7.5")
-        height, width = height or self.default_size, width or self.default_size
+        height = self.default_size if height is None else height
+        width = self.default_size if width is None else width
         require_multiple("height", height, self.vae_scale_factor)
         require_multiple("width", width, self.vae_scale_factor)
         sampling = plan(self.scheduler_config, num_inference_steps, eta=eta)
@@ -223,7 +224,17 @@ class OrtDiffusionPipeline:
 
     @property
     def _channels(self) -> int:
-        return int(self._denoiser_config["in_channels"])
+        return self._size_of("in_channels")
+
+    def _size_of(self, key: str) -> int:
+        value = self._denoiser_config.get(key)
+        if not isinstance(value, int):
+            raise FolderError(
+                f"the denoiser's config.json in {self.folder.path} says {value!r} for {key}",
+                "a number",
+                "optimize the exported pipeline again",
+            )
+        return value
 
     def warmup(self, shapes: Sequence[tuple[int, int, int]], *, guided: bool = True) -> None:
         """Capture the graphs for shapes (batch, height, width) in pixels before they are asked for."""
@@ -233,9 +244,7 @@ class OrtDiffusionPipeline:
             factor = self.vae_scale_factor
             self._for_shape(_Shape(batch, height // factor, width // factor, guided))
 
-    def _denoise(
-        self, bound: _Bound, sampling: SamplingPlan, draws: _Noise, callback: Callback | None
-    ) -> None:
+    def _denoise(self, bound: _Bound, sampling: SamplingPlan, draws: _Noise, callback: Callback | None) -> None:
         self._interrupt = False
         last = len(sampling.timesteps) - 1
         for index, timestep in enumerate(sampling.timesteps):
@@ -345,9 +354,9 @@ class _Noise:
     ) -> None:
         if seed is not None and generator is not None:
             raise OptionError("both a seed and a generator", "one of them", "leave one out")
-        self.seed = seed
-        if seed is None and generator is None:
-            self.seed = fresh_seed()
+        # Samplers that add noise need some even where the caller gave the latents.
+        drawn = fresh_seed() if seed is None and generator is None else seed
+        self.seed = drawn if latents is None else seed
         self._shape = (batch, *shape)
         if isinstance(generator, list | tuple):
             if len(generator) != batch:
@@ -356,7 +365,7 @@ class _Noise:
                 )
             self._generators = list(generator)
         else:
-            self._generators = [generator if generator is not None else TorchCpuGenerator(self.seed or 0)]
+            self._generators = [generator if generator is not None else TorchCpuGenerator(drawn or 0)]
         self.initial = self.fresh() if latents is None else _checked(latents, self._shape)
 
     def fresh(self) -> npt.NDArray[np.float32]:
@@ -373,9 +382,7 @@ def _draw(generator: Generator, shape: tuple[int, ...]) -> npt.NDArray[np.float3
 
     torch = sys.modules.get("torch")  # whoever passes a torch.Generator has imported it
     if torch is None or not isinstance(generator, torch.Generator):
-        raise OptionError(
-            f"the generator is a {type(generator).__name__}", "a torch.Generator", "pass one, or a seed"
-        )
+        raise OptionError(f"the generator is a {type(generator).__name__}", "a torch.Generator", "pass one, or a seed")
     drawn = torch.randn(shape, generator=generator, device=generator.device, dtype=torch.float32)
     return np.asarray(drawn.cpu().numpy(), np.float32)
 
@@ -390,6 +397,8 @@ def _checked(latents: npt.NDArray[Any], shape: tuple[int, ...]) -> npt.NDArray[n
 
 
 def _prompt_list(prompt: str | Sequence[str]) -> list[str]:
+    if not isinstance(prompt, str | Sequence):
+        raise PromptError(f"the prompt is a {type(prompt).__name__}", "text or a list of texts", "pass a string")
     prompts = [prompt] if isinstance(prompt, str) else list(prompt)
     if not prompts:
         raise PromptError("the list of prompts is empty", "one prompt at least", "pass a prompt")

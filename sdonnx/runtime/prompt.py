@@ -96,9 +96,7 @@ class PromptTokenizer:
             row[: len(encoding.ids)] = encoding.ids
             if encoding.overflowing:
                 cut = prompt[_first_character(encoding.overflowing[0]) :].strip()
-                message = (
-                    f"the text encoder takes {self.max_length} tokens; this end of a prompt was cut: {cut}"
-                )
+                message = f"the text encoder takes {self.max_length} tokens; this end of a prompt was cut: {cut}"
                 warnings.warn(PromptTruncatedWarning(message), stacklevel=2)
         return ids
 
@@ -149,7 +147,5 @@ def _text(prompt: object) -> str:
 def _first_character(encoding: Encoding) -> int:
     """Return where in the prompt an encoding's own text begins."""
     return next(
-        start
-        for (start, _), special in zip(encoding.offsets, encoding.special_tokens_mask, strict=True)
-        if not special
+        start for (start, _), special in zip(encoding.offsets, encoding.special_tokens_mask, strict=True) if not special
     )

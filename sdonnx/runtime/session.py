@@ -183,14 +183,15 @@ class Run:
         return options
 
     def capture(self) -> None:
-        """Run, allocate what a run needs, and record the CUDA graph.
+        """Run, allocate what a run needs, and record the CUDA graph; nothing where the graph does not capture.
 
         The graph runs several times meanwhile: what it writes over its own inputs must be set again.
         """
-        if self._graph.captures:
-            # Without capture first: an allocation while recording would fail.
-            options = self._options(wait=True, capture_id=_NO_CAPTURE)
-            self._graph.session.run_with_iobinding(self._binding, options)
+        if not self._graph.captures:
+            return
+        # Without capture first: an allocation while recording would fail.
+        options = self._options(wait=True, capture_id=_NO_CAPTURE)
+        self._graph.session.run_with_iobinding(self._binding, options)
         self._graph.session.run_with_iobinding(self._binding, self._wait)
 
     def release(self) -> None:

@@ -1,0 +1,642 @@
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from graphs import (
+    Array,
+    assert_same_function,
+    copied,
+    exported,
+    feeds_for,
+    graph,
+    int64,
+    node_of,
+    normal,
+    operators,
+    relative_error,
+    run,
+    text_of,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sdonnx.fusions import fuse
+from sdonnx.fusions.canonicalize import (
+    ChannelsLastToFlatChannels,
+    FlatChannelsToChannelsLast,
+    FlatGroupNormToGroupNorm,
+)
+from sdonnx.fusions.layout import ChannelsLast
+from sdonnx.graph.edit import constant_value
+from sdonnx.graph.match import apply_rules
+from sdonnx.graph.modules import MODULE_KEY, module_path
+from sdonnx.graph.passes import infer_shapes, tidy
+
+TOLERANCE = 1e-4
+SIZES = {"B": 2, "H": 6, "W": 8, "P": 3, "Q": 4, "S": 48}
+
+
+def channels_last(model: ir.Model, tolerance: float = TOLERANCE) -> tuple[ir.Model, ChannelsLast]:
+    """Apply the pass, check that the function stays and that a second application changes nothing."""
+    rewritten = copied(model)
+    layout = ChannelsLast()
+    layout(rewritten)
+    tidy(rewritten)
+    infer_shapes(rewritten)
+    assert_same_function(rewritten, model, tolerance, sizes=SIZES)
+    again = copied(rewritten)
+    second = ChannelsLast()
+    assert not second(again).modified
+    assert second.fired == {}
+    tidy(again)
+    infer_shapes(again)
+    assert text_of(again) == text_of(copied(rewritten))
+    return rewritten, layout
+
+
+def image(channels: int | str, name: str, height: str = "H", width: str = "W") -> str:
+    return f"float[B,{channels},{height},{width}] {name}"
+
+
+CONVOLUTIONS = {
+    "3x3": ("pads=[1,1,1,1]", (12, 8, 3, 3), "NhwcConv"),
+    "without attributes": ("", (12, 8, 3, 3), "NhwcConv"),
+    "strided": ("strides=[2,2], pads=[1,1,1,1]", (12, 8, 3, 3), "NhwcConv"),
+    "dilated": ("dilations=[2,2], pads=[2,2,2,2]", (12, 8, 3, 3), "NhwcConv"),
+    "grouped": ("group=4, pads=[1,1,1,1]", (12, 2, 3, 3), "NhwcConv"),
+    "depthwise": ("group=8, pads=[1,1,1,1]", (8, 1, 3, 3), "NhwcConv"),
+    "oblong": ("pads=[0,1,0,1], kernel_shape=[1,3]", (12, 8, 1, 3), "NhwcConv"),
+    "1x1": ("kernel_shape=[1,1]", (12, 8, 1, 1), "MatMul"),
+    "1x1 strided": ("strides=[2,2]", (12, 8, 1, 1), "NhwcConv"),
+    "1x1 padded": ("pads=[1,1,1,1]", (12, 8, 1, 1), "NhwcConv"),
+    "1x1 grouped": ("group=2", (12, 4, 1, 1), "NhwcConv"),
+}
+
+
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_convolutions(name: str, has_bias: bool) -> None:
+    attributes, shape, op_type = CONVOLUTIONS[name]
+    weights = {"w": normal(*shape)} | ({"b": normal(shape[0], seed=1)} if has_bias else {})
+    call = f"y = Conv{f'<{attributes}>' if attributes else ''}(x, w{', b' if has_bias else ''})"
+    model = graph(image(8, "x"), image(shape[0], "y", "P", "Q"), call, **weights)
+    rewritten, layout = channels_last(model)
+    assert layout.fired == {"Conv": 1}
+    assert layout.refusals == []
+    assert operators(rewritten) == {"Transpose": 2, op_type: 1} | ({"Add": 1} if has_bias else {})
+    # The kernel wants its weight as an initializer.
+    assert node_of(rewritten, op_type).inputs[1].is_initializer()
+
+
+def test_uneven_pads_become_an_operator() -> None:
+    """As in the VAE encoder's downsampling; cuDNN pads both sides alike."""
+    model = graph(
+        image(8, "x"), image(12, "y", "P", "Q"), "y = Conv<pads=[0,0,1,1], strides=[2,2]>(x, w)", w=normal(12, 8, 3, 3)
+    )
+    rewritten, _ = channels_last(model)
+    assert operators(rewritten) == {"Transpose": 2, "Pad": 1, "NhwcConv": 1}
+    assert node_of(rewritten, "NhwcConv").attributes.get_ints("pads") == (0, 0, 0, 0)
+    assert constant_value(node_of(rewritten, "Pad").inputs[1]).tolist() == [0, 0, 0, 0, 0, 1, 1, 0]
+
+
+REFUSED = {
+    "activation as weight": (f"{image(8, 'x')}, float[12,8,3,3] w", "y = Conv(x, w)", "the weights are no constants"),
+    "activation as bias": (f"{image(8, 'x')}, float[12] b", "y = Conv(x, w, b)", "the weights are no constants"),
+    "one-dimensional": ("float[B,8,W] x", "y = Conv(x, w1)", "the convolution is not two-dimensional"),
+    "auto_pad": (image(8, "x"), 'y = Conv<auto_pad="SAME_UPPER">(x, w)', "padding is computed at run time"),
+    "odd group": (image(8, "x"), "y = GroupNormalization<num_groups=8>(x, g, b)", "8 channels in 8 groups"),
+    "group norm of a sequence": ("float[B,8,W] x", "y = GroupNormalization<num_groups=2>(x, g, b)",
+                                 "the input has 3 dimensions, the kernel takes 4"),
+    "group norm of any channels": ("float[B,D,H,W] x", "y = GroupNormalization<num_groups=2>(x, g, b)",
+                                   "the number of channels is not known"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_no_kernel_takes_stays_and_says_why(name: str) -> None:
+    inputs, call, reason = REFUSED[name]
+    weights = {
+        "w": normal(12, 8, 3, 3), "w1": normal(12, 8, 3), "g": normal(8), "b": normal(8 if " g" in call else 12),
+    }  # fmt: skip
+    used = {key: value for key, value in weights.items() if f" {key}," in call or f" {key})" in call}
+    used = {key: value for key, value in used.items() if f"] {key}" not in inputs}
+    output = "float[B,D,W] y" if "float[B,8,W]" in inputs else "float[B,D,P,Q] y"
+    model = graph(inputs, output, call, **used)
+    node = next(iter(model.graph))
+    node.metadata_props[MODULE_KEY] = "mid.conv"
+    before = text_of(model)
+    layout = ChannelsLast()
+    assert not layout(model).modified
+    assert text_of(model) == before
+    ((rule, name_, module, found),) = [
+        (refusal.rule, refusal.node, refusal.module, refusal.reason) for refusal in layout.refusals
+    ]
+    assert (rule, name_, module) == ("ChannelsLast", node.name, "mid.conv")
+    assert reason in found
+
+
+def test_images_of_unknown_shape_stay() -> None:
+    """ONNX infers nothing behind a group norm; what is not known is not rewritten."""
+    body = """n = GroupNormalization<num_groups=2>(x, g, b) r = Relu(n) c = Conv<pads=[1,1,1,1]>(r, w)
+        d = Conv<pads=[1,1,1,1]>(x, w) e = Concat<axis=1>(d, n) y = Relu(e)"""
+    weights = {"g": normal(8), "b": normal(8), "w": normal(8, 8, 3, 3)}
+    model = graph(image(8, "x"), image(16, "y"), body, image(16, "e"), **weights)
+    assert dims_of(model, "n") is None
+    rewritten, layout = channels_last(model)
+    assert layout.fired == {"Conv": 1}
+    assert {refusal.reason for refusal in layout.refusals} == {
+        "the shape of its output is not known", "the shape of an operand is not known",
+    }  # fmt: skip
+
+
+def dims_of(model: ir.Model, name: str) -> object:
+    return next(value for node in model.graph for value in node.outputs if value.name == name).shape
+
+
+def test_group_norm_keeps_its_numbers() -> None:
+    body = "y = GroupNormalization<num_groups=4, epsilon=0.1>(x, g, b)"
+    model = graph(image(8, "x"), image(8, "y"), body, g=normal(8, seed=1), b=normal(8, seed=2))
+    rewritten, layout = channels_last(model)
+    attributes = {name: value.value for name, value in node_of(rewritten, "GroupNorm").attributes.items()}
+    assert attributes == {"groups": 4, "epsilon": pytest.approx(0.1), "activation": 0, "channels_last": 1}
+    assert layout.fired == {"GroupNormalization": 1}
+
+
+CONV = "c = Conv<pads=[1,1,1,1]>(x, w)"
+W8 = {"w": normal(8, 8, 3, 3)}
+
+
+@pytest.mark.parametrize("op", ["Sigmoid", "Tanh", "Relu", "Gelu", "Identity", "Erf", "Neg", "Exp"])
+def test_unary_operators_follow(op: str) -> None:
+    rewritten, layout = channels_last(graph(image(8, "x"), image(8, "y"), f"{CONV} y = {op}(c)", **W8))
+    assert layout.fired == {"Conv": 1, op: 1}
+    assert operators(rewritten, "Transpose") == {"Transpose": 2}
+
+
+def test_attributes_and_types_of_unary_operators_stay() -> None:
+    body = f'{CONV} a = Gelu<approximate="tanh">(c) y = Cast<to=10>(a)'
+    rewritten, _ = channels_last(graph(image(8, "x"), image(8, "y").replace("float", "float16"), body, **W8), 1e-3)
+    assert node_of(rewritten, "Gelu").attributes.get_string("approximate") == "tanh"
+    assert rewritten.graph.outputs[0].dtype == ir.DataType.FLOAT16
+
+
+@pytest.mark.parametrize("op", ["Add", "Sub", "Mul", "Div"])
+@pytest.mark.parametrize("swapped", [False, True])
+@pytest.mark.parametrize(
+    ("operand", "inputs", "transposes"),
+    [
+        ("number", "", 2),
+        ("one", "", 2),
+        ("ones", "", 2),
+        ("row", "", 2),
+        ("plane", "", 2),
+        ("z", image(8, "z"), 3),
+        ("r", "float[B,8,1,1] r", 3),
+        ("n", "float n", 2),
+    ],
+)
+def test_binary_operators_follow(op: str, swapped: bool, operand: str, inputs: str, transposes: int) -> None:
+    """An image, a row for each image, a constant of either kind, or a number."""
+    constants = {
+        "number": np.float32(3), "one": normal(1), "ones": normal(1, 1, 1) + 4,
+        "row": normal(1, 8, 1, 1) + 4, "plane": normal(1, 1, 6, 8) + 4,
+    }  # fmt: skip
+    weights = {operand: constants[operand]} if operand in constants else {}
+    order = f"{operand}, c" if swapped else f"c, {operand}"
+    model = graph(
+        f"{image(8, 'x')}{', ' if inputs else ''}{inputs}", image(8, "y"), f"{CONV} y = {op}({order})", **W8, **weights
+    )
+    rewritten, layout = channels_last(model, 1e-3)
+    assert layout.fired == {"Conv": 1, op: 1}
+    assert operators(rewritten, "Transpose") == {"Transpose": transposes}
+
+
+@pytest.mark.parametrize("operand", ["column", "vector", "plane"])
+def test_what_is_broadcast_otherwise_stays(operand: str) -> None:
+    weights = {"column": normal(8, 1, 1), "vector": normal(8), "plane": normal(6, 8)}
+    model = graph(image(8, "x"), image(8, "y"), f"{CONV} y = Mul(c, {operand})", **W8, **{operand: weights[operand]})
+    rewritten, layout = channels_last(model)
+    assert [refusal.reason for refusal in layout.refusals] == ["an operand is neither an image nor a number"]
+    assert operators(rewritten, "Transpose") == {"Transpose": 2}
+
+
+@pytest.mark.parametrize("axes", [[2, 3], [-2, -1], [3, 2]])
+@pytest.mark.parametrize("swapped", [False, True])
+def test_the_time_embedding_is_added_as_a_row(axes: list[int], swapped: bool) -> None:
+    order = "r, c" if swapped else "c, r"
+    body = f"{CONV} r = Unsqueeze(e, axes) a = Add({order}) y = Conv<pads=[1,1,1,1]>(a, w)"
+    model = graph(f"{image(8, 'x')}, float[B,8] e", image(8, "y"), body, **W8, axes=int64(axes))
+    rewritten, _ = channels_last(model)
+    assert operators(rewritten, "Transpose") == {"Transpose": 2}
+    assert [node.outputs[0].shape for node in rewritten.graph if node.op_type == "Unsqueeze"] == [
+        ir.Shape(["B", 1, 1, 8])
+    ]
+
+
+def test_a_row_used_elsewhere() -> None:
+    """The time embedding that was unsqueezed is read by a node that wants it as it was."""
+    body = f"r = Unsqueeze(e, axes) z = Exp(r) {CONV} y = Add(c, r)"
+    outputs = f"{image(8, 'y')}, float[B,8,1,1] z"
+    model = graph(f"{image(8, 'x')}, float[B,8] e", outputs, body, **W8, axes=int64([2, 3]))
+    rewritten, _ = channels_last(model)
+    assert operators(rewritten, "Transpose", "Unsqueeze") == {"Transpose": 2, "Unsqueeze": 2}
+
+
+@pytest.mark.parametrize("axis", [1, -3])
+def test_channels_are_joined_last(axis: int) -> None:
+    model = graph(
+        f"{image(8, 'x')}, {image(4, 'z')}", image(20, "y"), f"{CONV} y = Concat<axis={axis}>(z, c, x)", **W8
+    )
+    rewritten, _ = channels_last(model)
+    assert node_of(rewritten, "Concat").attributes.get_int("axis") == 3
+    assert operators(rewritten, "Transpose") == {"Transpose": 3}
+
+
+def test_another_axis_is_joined_as_it_is() -> None:
+    model = graph(image(8, "x"), image(8, "y", "P"), f"{CONV} y = Concat<axis=2>(c, x)", **W8)
+    rewritten, layout = channels_last(model)
+    assert layout.fired == {"Conv": 1}
+    assert node_of(rewritten, "Concat").attributes.get_int("axis") == 2
+
+
+RESIZES = {
+    "scales": ("Resize<mode=\"nearest\", coordinate_transformation_mode=\"asymmetric\", nearest_mode=\"floor\">"
+               "(c, , scales)", {"scales": np.array([1, 1, 2, 3], np.float32)}),
+    "sizes": ("Resize<mode=\"nearest\", coordinate_transformation_mode=\"asymmetric\", nearest_mode=\"floor\">"
+              "(c, , , sizes)", {"sizes": int64([2, 8, 9, 11])}),
+    "defaults": ("Resize(c, , scales)", {"scales": np.array([1, 1, 0.5, 2], np.float32)}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RESIZES)
+def test_images_are_resized_in_their_order(name: str) -> None:
+    call, weights = RESIZES[name]
+    model = graph(image(8, "x"), "float[B,8,P,Q] y", f"{CONV} y = {call}", **W8, **weights)
+    rewritten, layout = channels_last(model)
+    assert layout.fired == {"Conv": 1, "Resize": 1}
+    assert operators(rewritten, "Transpose") == {"Transpose": 2}
+
+
+def test_an_image_is_resized_to_the_size_of_another() -> None:
+    """As UNet2DConditionModel upsamples to the size of the skip connection."""
+    body = f"{CONV} s = Shape(z) a = Slice(s, two, four) n = Shape<end=2>(c) t = Concat<axis=0>(n, a) y = Resize(c, , , t)"
+    model = graph(
+        f"{image(8, 'x')}, float[B,3,P,Q] z", "float[B,8,P,Q] y", body, **W8, two=int64([2]), four=int64([4])
+    )
+    rewritten, _ = channels_last(model)
+    assert operators(rewritten, "Transpose", "Conv") == {"Transpose": 2, "Conv": 0}
+
+
+@pytest.mark.parametrize(
+    ("attributes", "scales"),
+    [
+        ('mode="linear"', [1, 1, 2, 2]),
+        ('mode="cubic"', [1, 1, 2, 2]),
+        ('mode="nearest", axes=[2,3]', [2, 2]),
+    ],
+)
+def test_other_resizes_stay(attributes: str, scales: list[int]) -> None:
+    body = f"{CONV} y = Resize<{attributes}>(c, , scales)"
+    model = graph(image(8, "x"), "float[B,8,P,Q] y", body, **W8, scales=np.array(scales, np.float32))
+    rewritten, layout = channels_last(model)
+    assert [refusal.reason for refusal in layout.refusals] == ["only nearest-neighbour resizing of whole images is moved"]
+    assert operators(rewritten, "Transpose") == {"Transpose": 2}
+
+
+@pytest.mark.parametrize("part", ["", "<start=2>", "<start=1, end=3>", "<end=-2>", "<start=-1>", "<start=-3, end=-1>"])
+def test_sizes_are_read_from_the_twin(part: str) -> None:
+    model = graph(image(8, "x"), f"{image(8, 'y')}, int64[N] s", f"{CONV} s = Shape{part}(c) y = Relu(c)", **W8)
+    rewritten, _ = channels_last(model)
+    assert operators(rewritten, "Transpose") == {"Transpose": 2}
+
+
+def test_an_image_that_is_channels_last_already() -> None:
+    """A graph whose input and output are (B,H,W,C) needs no transpose at all."""
+    body = f"t = Transpose<perm=[0,3,1,2]>(i) {CONV.replace('x', 't')} y = Transpose<perm=[0,2,3,1]>(c)"
+    model = graph("float[B,H,W,8] i", "float[B,H,W,8] y", body, **W8)
+    rewritten, _ = channels_last(model)
+    assert operators(rewritten) == {"NhwcConv": 1}
+
+
+def test_an_image_given_out_in_both_orders_and_twice() -> None:
+    body = f"{CONV} y = Transpose<perm=[0,2,3,1]>(c) z = Transpose<perm=[0,2,3,1]>(c)"
+    outputs = f"{image(8, 'c')}, float[B,H,W,8] y, float[B,H,W,8] z"
+    rewritten, _ = channels_last(graph(image(8, "x"), outputs, body, **W8))
+    assert operators(rewritten, "Transpose", "NhwcConv") == {"Transpose": 2, "NhwcConv": 1}
+
+
+def test_an_input_given_out_in_the_order_that_it_came_in() -> None:
+    body = "t = Transpose<perm=[0,3,1,2]>(i) c = Conv<pads=[1,1,1,1]>(t, w) y = Relu(c) z = Transpose<perm=[0,2,3,1]>(t)"
+    model = graph("float[B,H,W,8] i", f"{image(8, 'y')}, float[B,H,W,8] z", body, **W8)
+    channels_last(model)
+
+
+def test_an_image_of_another_operator() -> None:
+    """It stays where it is, is transposed once for both convolutions, and serves its other user."""
+    body = "a = Softmax<axis=1>(x) c = Conv<pads=[1,1,1,1]>(a, w) d = Conv<pads=[1,1,1,1]>(a, w) e = Add(c, d) " \
+        "y = ReduceMean<keepdims=1>(a)"
+    model = graph(image(8, "x"), f"float[1,1,1,1] y, {image(8, 'e')}", body, **W8)
+    model.graph.outputs[0].shape = ir.Shape([1, 1, 1, 1])
+    second = [node for node in model.graph if node.op_type == "Conv"][1]
+    second.attributes["dilations"] = ir.AttrInt64s("dilations", [1, 1])  # or they would be one
+    rewritten, _ = channels_last(model)
+    assert operators(rewritten, "Transpose", "Conv") == {"Transpose": 2, "Conv": 0}
+
+
+def test_squeeze_and_excite() -> None:
+    """A value computed from an image by an operator that is not moved, and multiplied with it."""
+    body = f"{CONV} m = ReduceMean<keepdims=1>(c, axes) y = Mul(c, m)"
+    rewritten, _ = channels_last(graph(image(8, "x"), image(8, "y"), body, **W8, axes=int64([2, 3])))
+    assert operators(rewritten, "Conv", "NhwcConv") == {"Conv": 0, "NhwcConv": 1}
+
+
+def test_a_convolution_that_stays_reads_the_original() -> None:
+    body = f"{CONV} y = Conv<pads=[1,1,1,1]>(c, v)"
+    rewritten, layout = channels_last(graph(f"{image(8, 'x')}, float[8,8,3,3] v", image(8, "y"), body, **W8))
+    assert layout.fired == {"Conv": 1}
+    assert len(layout.refusals) == 1
+    assert operators(rewritten) == {"Transpose": 2, "NhwcConv": 1, "Conv": 1}
+
+
+def test_one_weight_of_two_convolutions_is_turned_once() -> None:
+    body = "a = Conv<pads=[1,1,1,1]>(x, w, b) y = Conv<pads=[1,1,1,1]>(a, w, b)"
+    rewritten, _ = channels_last(graph(image(8, "x"), image(8, "y"), body, **W8, b=normal(8)))
+    assert set(rewritten.graph.initializers) == {"b", "w.nhwc"}
+
+
+def test_new_nodes_belong_to_the_module_of_the_old_one() -> None:
+    model = graph(image(8, "x"), image(8, "y"), "y = Conv<pads=[1,1,1,1]>(x, w, b)", **W8, b=normal(8))
+    node_of(model, "Conv").metadata_props[MODULE_KEY] = "conv_in"
+    rewritten, _ = channels_last(model)
+    assert {module_path(node) for node in rewritten.graph} == {"conv_in"}
+
+
+@dataclass
+class Chain:
+    """A random net, grown one operator at a time from values of known channels and sizes."""
+
+    body: list[str] = field(default_factory=list)
+    weights: dict[str, Array] = field(default_factory=dict)
+    inputs: dict[str, str] = field(default_factory=dict)
+    values: list[tuple[str, int, int]] = field(default_factory=list)  # name, channels, height
+
+    @property
+    def images(self) -> int:
+        """How many graph inputs are images."""
+        return sum("," in dims and dims.count(",") == 3 for dims in self.inputs.values())
+
+    def name(self, prefix: str) -> str:
+        return f"{prefix}{len(self.body)}_{len(self.weights)}"
+
+    def weight(self, *shape: int) -> str:
+        name = self.name("w")
+        self.weights[name] = normal(*shape, seed=len(self.weights), scale=0.4)
+        return name
+
+    def add(self, call: str, channels: int, height: int) -> None:
+        name = self.name("v")
+        self.body.append(f"{name} = {call}")
+        self.values.append((name, channels, height))
+
+    def conv(self, x: str, channels: int, height: int, kernel: int, stride: int, pads: list[int], group: int) -> None:
+        out = 4 * (1 + len(self.weights) % 3)
+        arguments = f"{x}, {self.weight(out, channels // group, kernel, kernel)}"
+        if len(self.weights) % 2:
+            arguments += f", {self.weight(out)}"
+        total = height + pads[0] + pads[2] - kernel
+        self.add(
+            f"Conv<strides={[stride] * 2}, pads={pads}, group={group}>({arguments})", out, total // stride + 1
+        )
+
+    def grow(self, draw: st.DrawFn) -> None:
+        x, channels, height = draw(st.sampled_from(self.values[-3:]))
+        alike = [name for name, *rest in self.values if rest == [channels, height]]
+        sized = [value for value in self.values if value[2] == height]
+        match draw(st.sampled_from(STEPS)):
+            case "conv":
+                self.conv(x, channels, height, 3, 1, [1, 1, 1, 1], draw(st.sampled_from([1, 2, 4])))
+            case "pointwise":
+                self.conv(x, channels, height, 1, 1, [0, 0, 0, 0], 1)
+            case "down" if height > 3:
+                self.conv(x, channels, height, 3, 2, draw(st.sampled_from([[1, 1, 1, 1], [0, 0, 1, 1]])), 1)
+            case "norm":
+                arguments = f"{x}, {self.weight(channels)}, {self.weight(channels)}"
+                self.add(f"GroupNormalization<num_groups=2>({arguments})", channels, height)
+            case "silu":
+                gate = self.name("s")
+                self.body.append(f"{gate} = Sigmoid({x})")
+                self.add(f"Mul({', '.join(draw(st.permutations([x, gate])))})", channels, height)
+            case "residual":
+                self.add(f"Add({x}, {draw(st.sampled_from(alike))})", channels, height)
+            case "concat":
+                other, width, _ = draw(st.sampled_from(sized))
+                self.add(f"Concat<axis=1>({x}, {other})", channels + width, height)
+            case "up" if height < 7:
+                if draw(st.booleans()):
+                    scales = self.name("scales")
+                    self.weights[scales] = np.array([1, 1, 2, 2], np.float32)
+                    self.add(f'Resize<{NEAREST}>({x}, , {scales})', channels, 2 * height)
+                else:
+                    sizes = self.name("sizes")
+                    self.weights[sizes] = int64([2, channels, height + 1, height + 1])
+                    self.add(f'Resize<{NEAREST}>({x}, , , {sizes})', channels, height + 1)
+            case "row":
+                name, row = self.name("e"), self.name("r")
+                self.inputs[name] = f"2,{channels}"
+                self.weights.setdefault("axes", int64([2, 3]))
+                self.body.append(f"{row} = Unsqueeze({name}, axes)")
+                self.add(f"Add({', '.join(draw(st.permutations([x, row])))})", channels, height)
+            case "scale":
+                number = self.name("n")
+                self.weights[number] = np.float32(0.7)
+                self.add(f"{draw(st.sampled_from(['Mul', 'Div']))}({x}, {number})", channels, height)
+            case "image":
+                name = self.name("i")
+                self.inputs[name] = f"2,{channels},{height},{height}"
+                self.add(f"Add({', '.join(draw(st.permutations([x, name])))})", channels, height)
+            case _:
+                self.add(f"Relu({x})", channels, height)
+
+
+NEAREST = 'mode="nearest", coordinate_transformation_mode="asymmetric", nearest_mode="floor"'
+STEPS = ["conv", "pointwise", "down", "norm", "silu", "residual", "concat", "up", "row", "scale", "image", "relu"]
+
+
+@st.composite
+def chains(draw: st.DrawFn) -> tuple[ir.Model, int]:
+    """A random net, and the number of its inputs and outputs that are images."""
+    chain = Chain(inputs={"x": "2,4,6,6"})
+    chain.conv("x", 4, 6, 3, 1, [1, 1, 1, 1], 1)
+    for _ in range(draw(st.integers(1, 9))):
+        chain.grow(draw)
+    outputs = dict.fromkeys([chain.values[-1][0], draw(st.sampled_from(chain.values))[0]])
+    model = graph(
+        ", ".join(f"float[{dims}] {name}" for name, dims in chain.inputs.items()),
+        ", ".join(f"float[2,{c},{h},{h}] {name}" for name, c, h in chain.values if name in outputs),
+        "\n".join(chain.body),
+        ", ".join(f"float[2,{c},{h},{h}] {name}" for name, c, h in chain.values if name not in outputs),
+        **chain.weights,
+    )
+    tidy(model)
+    images = sum(bool(value.uses()) and value.shape.rank() == 4 for value in model.graph.inputs)
+    return model, images + len(model.graph.outputs)
+
+
+@given(case=chains())
+@settings(max_examples=60, deadline=None)
+def test_random_nets_have_transposes_at_their_ends_alone(case: tuple[ir.Model, int]) -> None:
+    model, ends = case
+    rewritten, layout = channels_last(model)
+    assert layout.refusals == []
+    assert operators(rewritten, "Transpose", "Conv", "GroupNormalization") == {
+        "Transpose": ends, "Conv": 0, "GroupNormalization": 0,
+    }  # fmt: skip
+
+
+@given(case=chains())
+@settings(max_examples=60, deadline=None)
+def test_random_nets_compute_the_same_after_every_stage(case: tuple[ir.Model, int]) -> None:
+    model, ends = case
+    fused = copied(model)
+    fuse(fused, "cuda")
+    assert_same_function(fused, model, TOLERANCE)
+    assert operators(fused, "Transpose", "Conv", "GroupNormalization") == {
+        "Transpose": ends, "Conv": 0, "GroupNormalization": 0,
+    }  # fmt: skip
+
+
+class ResnetBlock(torch.nn.Module):
+    def __init__(self, width: int, out: int, time: int) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = torch.nn.GroupNorm(4, width), torch.nn.GroupNorm(4, out)
+        self.conv1, self.conv2 = torch.nn.Conv2d(width, out, 3, padding=1), torch.nn.Conv2d(out, out, 3, padding=1)
+        self.shortcut = torch.nn.Conv2d(width, out, 1)
+        self.time = torch.nn.Linear(time, out)
+
+    def forward(self, x: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
+        h = self.conv1(F.silu(self.norm1(x)))
+        h = self.conv2(F.silu(self.norm2(h + self.time(F.silu(time))[:, :, None, None])))
+        return (self.shortcut(x) + h) / 1.5
+
+
+class SmallUNet(torch.nn.Module):
+    """Down by an uneven pad and stride 2, up by sizes and by factors, with a skip connection."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv_in, self.conv_out = torch.nn.Conv2d(4, 8, 3, padding=1), torch.nn.Conv2d(16, 4, 3, padding=1)
+        self.down, self.mid = ResnetBlock(8, 8, 12), ResnetBlock(16, 16, 12)
+        self.halve = torch.nn.Conv2d(8, 16, 3, stride=2)
+        self.grouped = torch.nn.Conv2d(16, 16, 3, padding=1, groups=4)
+        self.up = ResnetBlock(24, 16, 12)
+        self.norm = torch.nn.GroupNorm(4, 16)
+
+    def forward(self, x: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
+        x = skip = self.down(self.conv_in(x), time)
+        x = self.halve(F.pad(x, (0, 1, 0, 1)))
+        x = self.mid(x, time)
+        x = self.grouped(F.interpolate(x, scale_factor=2.0, mode="nearest"))
+        x = F.interpolate(x, size=skip.shape[2:], mode="nearest")
+        x = self.up(torch.cat([x, skip], 1), time)
+        return self.conv_out(F.silu(self.norm(x)))
+
+
+class AttentionBlock(torch.nn.Module):
+    """As diffusers' VAE attends: a norm of the flattened image, one head, and the image as the residual."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv_in, self.norm = torch.nn.Conv2d(4, 8, 3, padding=1), torch.nn.GroupNorm(4, 8)
+        self.q, self.k, self.v, self.out = (torch.nn.Linear(8, 8) for _ in range(4))
+        self.conv_out = torch.nn.Conv2d(8, 4, 3, padding=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.conv_in(x)
+        batch, channels, height, width = x.shape
+        flat = x.view(batch, channels, height * width).transpose(1, 2)
+        flat = self.norm(flat.transpose(1, 2)).transpose(1, 2)
+        q, k, v = (
+            layer(flat).view(batch, -1, 1, channels).transpose(1, 2) for layer in (self.q, self.k, self.v)
+        )
+        joined = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(batch, -1, channels)
+        back = self.out(joined).transpose(-1, -2).reshape(batch, channels, height, width)
+        return self.conv_out(back + x)
+
+
+SPATIAL = {0: "B", 2: "H", 3: "W"}
+
+
+@pytest.fixture(scope="module")
+def small_unet() -> tuple[SmallUNet, ir.Model]:
+    torch.manual_seed(0)
+    net = SmallUNet()
+    return net, exported(net, torch.randn(3, 4, 10, 14), torch.randn(3, 12), dynamic=(SPATIAL, {0: "B"}))
+
+
+@pytest.fixture(scope="module")
+def attention_block() -> tuple[AttentionBlock, ir.Model]:
+    torch.manual_seed(0)
+    net = AttentionBlock()
+    return net, exported(net, torch.randn(3, 4, 5, 7), dynamic=(SPATIAL,))
+
+
+def error_to_torch(net: torch.nn.Module, model: ir.Model) -> float:
+    feeds = feeds_for(model, sizes={"B": 2, "H": 7, "W": 9})
+    with torch.no_grad():
+        expected = net(*(torch.from_numpy(values) for values in feeds.values())).numpy()
+    (found,) = run(model, feeds).values()
+    return relative_error(found, expected)
+
+
+def test_a_small_unet(small_unet: tuple[SmallUNet, ir.Model]) -> None:
+    net, exported_ = small_unet
+    model = copied(exported_)
+    layout = ChannelsLast()
+    layout(model)
+    tidy(model)
+    assert layout.refusals == []
+    assert (layout.fired["Conv"], layout.fired["GroupNormalization"], layout.fired["Resize"]) == (13, 7, 2)
+    assert operators(model, "Transpose", "Conv", "GroupNormalization", "NhwcConv") == {
+        "Transpose": 2, "Conv": 0, "GroupNormalization": 0, "NhwcConv": 10,
+    }  # fmt: skip
+    assert error_to_torch(net, model) < TOLERANCE
+
+
+def test_a_small_unet_fused(small_unet: tuple[SmallUNet, ir.Model]) -> None:
+    net, exported_ = small_unet
+    model = copied(exported_)
+    fuse(model, "cuda")
+    counts = operators(model, "Transpose", "Conv", "GroupNormalization", "GroupNorm", "SkipGroupNorm")
+    assert counts["GroupNorm"] + counts["SkipGroupNorm"] == 7
+    assert (counts["Transpose"], counts["Conv"], counts["GroupNormalization"]) == (2, 0, 0)
+    assert all(node.attributes.get_int("activation") for node in model.graph if "GroupNorm" in node.op_type)
+    assert error_to_torch(net, model) < TOLERANCE
+
+
+def test_an_attention_block(attention_block: tuple[AttentionBlock, ir.Model]) -> None:
+    net, exported_ = attention_block
+    model = copied(exported_)
+    for rule in (FlatGroupNormToGroupNorm, FlatChannelsToChannelsLast, ChannelsLastToFlatChannels):
+        assert apply_rules(model, [rule])[0] == 1, rule
+        tidy(model)
+    layout = ChannelsLast()
+    layout(model)
+    tidy(model)
+    infer_shapes(model)
+    assert layout.refusals == []
+    # Two at the ends, and four around the attention.
+    assert operators(model, "Transpose", "GroupNorm", "NhwcConv") == {"Transpose": 6, "GroupNorm": 1, "NhwcConv": 2}
+    assert error_to_torch(net, model) < TOLERANCE
+
+
+def test_an_attention_block_fused(attention_block: tuple[AttentionBlock, ir.Model]) -> None:
+    net, exported_ = attention_block
+    model = copied(exported_)
+    fuse(model, "cuda")
+    assert operators(model, "Transpose", "MultiHeadAttention") == {"Transpose": 2, "MultiHeadAttention": 1}
+    assert error_to_torch(net, model) < TOLERANCE

@@ -1,0 +1,464 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+from graphs import (
+    Array,
+    copied,
+    feeds_for,
+    graph,
+    int64,
+    lowered,
+    node_of,
+    normal,
+    operators,
+    relative_error,
+    run,
+    text_of,
+)
+from onnxconverter_common import float16
+
+from sdonnx.errors import OptionError, WeightsError
+from sdonnx.families import ComponentSpec, Role, TensorSpec
+from sdonnx.graph.edit import constant_value
+from sdonnx.graph.modules import MODULE_KEY, MODULE_SEPARATOR, module_path
+from sdonnx.graph.passes import tidy
+from sdonnx.precision import ConvertPrecision, PrecisionPolicy, parse_overrides
+
+UNET = ComponentSpec(
+    "unet",
+    "unet",
+    Role.DENOISER,
+    (TensorSpec("x", ("B", 4)), TensorSpec("timestep", ("B",), keeps_float32=True)),
+    (TensorSpec("y", ("B", 4)),),
+)
+HALF, FLOAT = ir.DataType.FLOAT16, ir.DataType.FLOAT
+# fp16 has 11 significant bits.
+HALF_TOLERANCE = 4e-3
+
+
+def converted(model: ir.Model, *float32: str, dtype: ir.DataType = HALF) -> ir.Model:
+    """Convert a copy, tidied as it is before it is saved, and check that the result is valid."""
+    result = copied(model)
+    ConvertPrecision(PrecisionPolicy(dtype, float32), UNET)(result)
+    tidy(result)
+    lowered(result)
+    return result
+
+
+def types(model: ir.Model, op_type: str) -> list[ir.DataType | None]:
+    """Return the type of the first output of each node of the operator."""
+    return [node.outputs[0].dtype for node in model.graph if node.op_type == op_type]
+
+
+def error_of(model: ir.Model, original: ir.Model) -> float:
+    """Return the largest relative error of any output, on inputs that both types hold alike."""
+    feeds = {name: values.astype(np.float16) if values.dtype == np.float32 else values
+             for name, values in feeds_for(original).items()}  # fmt: skip
+
+    def fed(to: ir.Model) -> dict[str, Array]:
+        dtypes = {value.name: value.dtype.numpy() for value in to.graph.inputs}
+        return {name: values.astype(dtypes[name]) for name, values in feeds.items()}
+
+    found, expected = run(model, fed(model)), run(original, fed(original))
+    assert found.keys() == expected.keys()
+    return max(relative_error(found[name], expected[name]) for name in expected)
+
+
+NETS = {
+    "perceptron": graph(
+        "float[B,8] x", "float[B,4] y", "a = Gemm(x, w, b) r = Relu(a) m = MatMul(r, v) y = Softmax<axis=-1>(m)",
+        w=normal(8, 16), b=normal(16, seed=1), v=normal(16, 4, seed=2),
+    ),
+    "convolution": graph(
+        "float[B,4,H,W] x", "float[B,8,H,W] y", "c = Conv<pads=[1,1,1,1]>(x, w, b) s = Sigmoid(c) y = Mul(c, s)",
+        w=normal(8, 4, 3, 3), b=normal(8, seed=1),
+    ),
+    "layer norm": graph(
+        "float[B,S,8] x, float[B,S,8] s", "float[B,S,8] y, float[B,S,8] t",
+        "t = Add(x, s) y = LayerNormalization(t, g, b)", g=normal(8), b=normal(8, seed=1),
+    ),
+    "heads": graph(
+        "float[B,S,8] x", "float[B,2,S,4] y", "r = Reshape(x, shape) y = Transpose<perm=[0,2,1,3]>(r)",
+        shape=int64([0, 0, 2, 4]),
+    ),
+    "mask": graph(
+        "float[B,S] x, bool[B,S] m", "float[B,S] y", "a = Where(m, x, low) y = Softmax<axis=-1>(a)",
+        low=np.float32(-9000),
+    ),
+    "tokens": graph(
+        "int64[B,S] ids", "float[B,S,8] y", "e = Gather(table, ids) y = Mul(e, n)", table=normal(10, 8),
+        n=np.float32(0.3),
+    ),
+    "positions": graph(
+        "float[B,6,8] x", "float[B,6,8] y", "y = Add(x, table)", table=normal(1, 6, 8)
+    ),
+    "constants": graph(
+        "float[B,4] x", "float[B,4] y",
+        "a = Constant<value=float[4] {1.5, 2.5, 3.5, 4.5}>() b = Mul(x, a) c = Constant<value=float {3.0}>() y = Div(b, c)",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_numbers_are_those_of_onnxconverter_common(name: str) -> None:
+    model = NETS[name]
+    found = converted(model)
+    expected = ir.from_proto(float16.convert_float_to_float16(ir.to_proto(model), op_block_list=[]))
+    feeds = {key: values.astype(np.float16) if values.dtype == np.float32 else values
+             for key, values in feeds_for(model).items()}  # fmt: skip
+    results, references = run(found, feeds), run(expected, feeds)
+    assert results.keys() == references.keys()
+    for key, values in references.items():
+        assert results[key].dtype == np.float16
+        np.testing.assert_array_equal(results[key], values)
+    assert error_of(found, model) < HALF_TOLERANCE
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_names_and_shapes_stay_and_types_follow(name: str) -> None:
+    model, result = NETS[name], converted(NETS[name])
+    for before, after in zip(
+        (*model.graph.inputs, *model.graph.outputs), (*result.graph.inputs, *result.graph.outputs), strict=True
+    ):
+        assert (after.name, after.shape) == (before.name, before.shape)
+        assert after.dtype == (HALF if before.dtype == FLOAT else before.dtype)
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_converting_again_changes_nothing(name: str) -> None:
+    once = converted(NETS[name])
+    assert text_of(copied(converted(once))) == text_of(copied(once))
+
+
+def test_bfloat16() -> None:
+    model = graph("float[B,4] x", "float[B,4] y", "y = Add(x, w)", w=normal(4))
+    result = converted(model, dtype=ir.DataType.BFLOAT16)
+    assert [value.dtype for value in (*result.graph.inputs, *result.graph.outputs)] == [ir.DataType.BFLOAT16] * 2
+    np.testing.assert_array_equal(
+        constant_value(node_of(result, "Add").inputs[1]), normal(4).astype(ml_dtypes.bfloat16)
+    )
+
+
+LITERALS = {
+    "value_float": "c = Constant<value_float=2.5>() y = Mul(x, c)",
+    "value_floats": "c = Constant<value_floats=[1.0, 2.0, 3.0, 4.5]>() y = Mul(x, c)",
+    "value": "c = Constant<value=float {2.5}>() y = Mul(x, c)",
+    "zeros": "s = Shape(x) c = ConstantOfShape(s) y = Add(x, c)",
+    "filled": "s = Shape(x) c = ConstantOfShape<value=float[1] {2.5}>(s) y = Add(x, c)",
+    "drawn alike": "c = EyeLike<dtype=1>(x) y = Add(x, c)",
+    "range": "n = Squeeze(four) k = Cast<to=1>(n) r = Range(zero, k, half) s = Slice(r, none, four) y = Add(x, s)",
+}
+NUMBERS = {"four": int64([4]), "none": int64([0]), "zero": np.float32(0), "half": np.float32(0.5)}
+
+
+@pytest.mark.parametrize("name", LITERALS)
+@pytest.mark.parametrize("float32", [(), ("Mul", "Add"), ("Constant", "ConstantOfShape", "EyeLike")])
+def test_constants_of_every_kind(name: str, float32: tuple[str, ...]) -> None:
+    """Whatever reads them, and whatever type they are kept in."""
+    body = LITERALS[name]
+    weights = {key: value for key, value in NUMBERS.items() if f" {key})" in body or f"{key}," in body}
+    model = graph("float[B,4] x", "float[B,4] y", body, **weights)
+    overrides = [override for override in float32 if operators(model, override)[override]]
+    assert error_of(converted(model, *overrides), model) < HALF_TOLERANCE
+
+
+def test_constants_of_integers_and_text_stay() -> None:
+    body = "c = Constant<value_ints=[0, 2, 2]>() r = Reshape(x, c) y = Neg(r) "
+    body += 'd = ConstantOfShape<value=int64[1] {3}>(c) t = Constant<value_string="a">()'
+    model = graph("float[B,4] x", "float[B,2,2] y, int64[P,Q,R] d, string t", body)
+    result = converted(model)
+    assert [output.dtype for output in result.graph.outputs] == [HALF, ir.DataType.INT64, ir.DataType.STRING]
+
+
+CHAIN = "a = MatMul(x, w) b = Relu(a) c = MatMul(b, w) y = Relu(c)"
+W = {"w": normal(4, 4)}
+
+
+def in_modules(model: ir.Model, *paths: str) -> ir.Model:
+    for node, path in zip(model.graph, paths, strict=True):
+        if path:
+            node.metadata_props[MODULE_KEY] = path
+    return model
+
+
+def chain() -> ir.Model:
+    model = graph("float[B,4] x", "float[B,4] y", CHAIN, **W)
+    return in_modules(model, "down.0.proj", "down.0", "mid_block.proj", "mid_block")
+
+
+def test_no_override_leaves_nothing_in_float32() -> None:
+    result = converted(chain())
+    assert types(result, "MatMul") + types(result, "Relu") == [HALF] * 4
+    assert operators(result, "Cast") == {"Cast": 0}
+    assert list(result.graph.initializers) == ["w.float16"]
+
+
+def test_an_operator_is_kept() -> None:
+    model = chain()
+    result = converted(model, "MatMul")
+    assert types(result, "MatMul") == [FLOAT, FLOAT]
+    assert types(result, "Relu") == [HALF, HALF]
+    # Into the first, out of the first, into the second, out of the second.
+    assert operators(result, "Cast") == {"Cast": 4}
+    assert list(result.graph.initializers) == ["w"]
+    assert error_of(result, model) < HALF_TOLERANCE
+
+
+@pytest.mark.parametrize("pattern", ["mid_block.*", "mid_block*", "mid*", "*mid_block*", "mid_block.proj", "*.proj"])
+def test_a_module_is_kept(pattern: str) -> None:
+    kept = [FLOAT if ".proj" in pattern else HALF, FLOAT] if pattern == "*.proj" else [HALF, FLOAT]
+    result = converted(chain(), pattern)
+    assert types(result, "MatMul") == kept
+    # mid_block.* names the module mid_block, too.
+    assert types(result, "Relu") == [HALF, HALF if pattern.endswith(".proj") else FLOAT]
+
+
+@pytest.mark.parametrize("pattern", ["down.0.*", "down.?", "down.[0-3].*"])
+def test_patterns_are_those_of_fnmatch(pattern: str) -> None:
+    result = converted(chain(), pattern)
+    assert types(result, "Relu") == [FLOAT, HALF]
+
+
+def test_a_node_of_several_modules_is_kept_for_any_of_them() -> None:
+    model = in_modules(graph("float[B,4] x", "float[B,4] y", "y = MatMul(x, w)", **W), MODULE_SEPARATOR.join("ab"))
+    for pattern in "ab":
+        assert types(converted(model, pattern), "MatMul") == [FLOAT]
+
+
+def test_the_report_counts_what_is_kept() -> None:
+    conversion = ConvertPrecision(PrecisionPolicy(HALF, ("MatMul", "mid_block.*")), UNET)
+    conversion(chain())
+    assert conversion.kept == {"MatMul": 2, "mid_block.*": 1}
+
+
+def test_the_first_override_decides() -> None:
+    policy = PrecisionPolicy(HALF, ("mid_block.*", "MatMul"))
+    overrides = [policy.override_for(node) for node in chain().graph]
+    assert overrides == ["MatMul", None, "mid_block.*", "mid_block.*"]
+
+
+def test_an_override_behind_a_wider_one_matches_too() -> None:
+    result = converted(chain(), "mid_block.*", "mid_block.proj")
+    assert types(result, "MatMul") == [HALF, FLOAT]
+
+
+@pytest.mark.parametrize("pattern", ["matmul", "Softmax", "up_blocks.*", "mid", "proj", "unet.mid_block"])
+def test_an_override_that_matches_nothing_says_what_could(pattern: str) -> None:
+    model = chain()
+    before = text_of(model)
+    with pytest.raises(OptionError) as caught:
+        ConvertPrecision(PrecisionPolicy(HALF, ("MatMul", pattern)), UNET)(model)
+    assert str(caught.value) == (
+        f"the override unet:{pattern} matches nothing; expected an operator (MatMul, Relu) or a module "
+        "(down.*, mid_block.*); name one of these"
+    )
+    assert text_of(model) == before
+
+
+COMPONENTS = ("text_encoder", "unet")
+
+
+def test_overrides_are_parsed() -> None:
+    texts = ["unet:MatMul", "text_encoder:layers.*", "unet:mid_block.attentions.0", "unet:a:b"]
+    assert parse_overrides(texts, COMPONENTS) == {
+        "text_encoder": ("layers.*",),
+        "unet": ("MatMul", "mid_block.attentions.0", "a:b"),
+    }
+    assert parse_overrides([], COMPONENTS) == {"text_encoder": (), "unet": ()}
+
+
+@pytest.mark.parametrize("text", ["MatMul", "unet:", ":MatMul", "vae:MatMul", "", "UNET:MatMul", "unet"])
+def test_an_override_without_component_is_an_error(text: str) -> None:
+    with pytest.raises(OptionError, match=f"the override {text!r} names no component; expected .* text_encoder, unet"):
+        parse_overrides(["unet:MatMul", text], COMPONENTS)
+
+
+def test_an_input_may_stay_in_float32() -> None:
+    """Of a timestep of 999.25, fp16 would keep 999."""
+    body = "f = Mul(timestep, n) s = Sin(f) u = Unsqueeze(s, one) y = Mul(x, u)"
+    weights = {"n": np.float32(1.0), "one": int64([1])}
+    model = graph("float[B,4] x, float[B] timestep", "float[B,4] y", body, **weights)
+    result = converted(model)
+    assert [value.dtype for value in result.graph.inputs] == [HALF, FLOAT]
+    assert types(result, "Mul") == [FLOAT, HALF]
+    feeds = {"x": np.ones((2, 4), np.float16), "timestep": np.array([999.25, 3.5], np.float32)}
+    expected = np.sin(feeds["timestep"])[:, None].repeat(4, 1)
+    assert relative_error(run(result, feeds)["y"], expected) < 1e-3
+
+
+def test_an_input_in_float32_is_cast_once_for_all() -> None:
+    body = "r = Relu(timestep) a = Mul(x, timestep) b = Mul(a, timestep) y = Add(b, r)"
+    result = converted(graph("float[4] x, float[4] timestep", "float[4] y", body))
+    assert operators(result, "Cast") == {"Cast": 1}
+
+
+GROUP_NORM = "com.microsoft.GroupNorm<groups=2, epsilon=0.001, channels_last=1, activation=0>(x, g, b)"
+
+
+def test_scale_and_shift_of_a_group_norm_stay_in_float32() -> None:
+    """The kernels want gamma and beta in float32, another reader of the weight wants it in fp16."""
+    model = graph(
+        "float[B,H,W,8] x", "float[B,H,W,8] y", f"n = {GROUP_NORM} y = Mul(n, g)", g=normal(8), b=normal(8, seed=1)
+    )
+    result = converted(model)
+    assert [value.dtype for value in node_of(result, "GroupNorm").inputs] == [HALF, FLOAT, FLOAT]
+    assert set(result.graph.initializers) == {"g", "b", "g.float16"}
+    assert operators(result, "Cast") == {"Cast": 0}
+    assert types(result, "GroupNorm") == [HALF]
+
+
+def test_skip_and_bias_of_a_group_norm_follow() -> None:
+    call = GROUP_NORM.replace("GroupNorm", "SkipGroupNorm").replace("b)", "b, s, c)")
+    weights = {"g": normal(8), "b": normal(8, seed=1), "c": normal(8, seed=2)}
+    model = graph("float[B,H,W,8] x, float[B,H,W,8] s", "float[B,H,W,8] y, float[B,H,W,8] t", f"y, t = {call}", **weights)
+    result = converted(model)
+    assert [value.dtype for value in node_of(result, "SkipGroupNorm").inputs] == [HALF, FLOAT, FLOAT, HALF, HALF]
+    assert error_of(result, model) < HALF_TOLERANCE
+
+
+@pytest.mark.parametrize("float32", [(), ("Resize",)])
+def test_scales_stay_in_float32(float32: tuple[str, ...]) -> None:
+    scales = np.array([1, 1, 2, 2], np.float32)
+    model = graph("float[1,4,5,6] x", "float[1,4,10,12] y", "y = Resize(x, , scales)", scales=scales)
+    result = converted(model, *float32)
+    assert node_of(result, "Resize").inputs[2].dtype == FLOAT
+    assert types(result, "Resize") == [FLOAT if float32 else HALF]
+    assert error_of(result, model) < HALF_TOLERANCE
+
+
+@pytest.mark.parametrize("op", ["Sin", "Cos"])
+def test_angles_are_computed_in_float32(op: str) -> None:
+    result = converted(graph("float[B,4] x", "float[B,4] y", f"a = {op}(x) y = Mul(a, x)"))
+    assert types(result, op) == [FLOAT]
+    assert types(result, "Mul") == [HALF]
+
+
+def test_what_follows_a_value_in_float32_without_computing_much_stays() -> None:
+    body = "a = Exp(x) b = Mul(a, n) c = Reshape(b, shape) d = Sub(c, x) y = Relu(d)"
+    model = graph("float[B,4] x", "float[B,4] y", body, n=np.float32(3), shape=int64([0, 4]))
+    result = converted(model, "Exp")
+    assert types(result, "Mul") + types(result, "Reshape") == [FLOAT, FLOAT]
+    # It meets a value in fp16.
+    assert types(result, "Sub") == [HALF]
+
+
+def test_each_value_is_cast_once() -> None:
+    """Out of float32 for three readers and an output; into float32 for two."""
+    body = "a = Exp(x) b = Relu(a) c = Tanh(a) d = Sigmoid(a) e = Log(b) f = Sqrt(b) g = Add(c, d) y = Add(g, b)"
+    outputs = "float[B,4] a, float[B,4] y, float[B,4] e, float[B,4] f"
+    model = graph("float[B,4] x", outputs, body)
+    result = converted(model, "Exp", "Log", "Sqrt")
+    casts = [(node.inputs[0].name, node.outputs[0].dtype) for node in result.graph if node.op_type == "Cast"]
+    assert len(casts) == len(set(casts))
+    assert operators(result, "Cast") == {"Cast": 5}  # x, a, b, and the outputs e and f
+    # No cast of a cast.
+    assert not any(node.op_type == "Cast" and node.inputs[0].producer() is not None
+                   and node.inputs[0].producer().op_type == "Cast" for node in result.graph)  # fmt: skip
+
+
+def test_an_output_kept_in_float32_is_given_out_as_the_rest() -> None:
+    model = graph("float[B,4] x", "float[B,4] y, float[B,4] z", "y = Exp(x) z = Relu(y)")
+    result = converted(model, "Exp")
+    assert [(value.name, value.dtype) for value in result.graph.outputs] == [("y", HALF), ("z", HALF)]
+    assert error_of(result, model) < HALF_TOLERANCE
+
+
+def test_casts_belong_to_the_module_of_their_value() -> None:
+    result = converted(chain(), "down.0.proj")
+    casts = [module_path(node) for node in result.graph if node.op_type == "Cast"]
+    assert casts == ["", "down.0.proj"]
+
+
+CASTS = {
+    "to the working type": ("float[B,4] x", "a = Cast<to=1>(x) y = Relu(a)", "float[B,4] y"),
+    "of integers": ("int64[B,4] x", "a = Cast<to=1>(x) y = Relu(a)", "float[B,4] y"),
+    "to integers": ("float[B,4] x", "a = Cast<to=7>(x) y = Add(a, a)", "int64[B,4] y"),
+    "through double": ("float[B,4] x", "a = Cast<to=11>(x) b = Exp(a) y = Cast<to=1>(b)", "float[B,4] y"),
+    "of what is kept": ("float[B,4] x", "a = Sin(x) b = Cast<to=1>(a) y = Relu(b)", "float[B,4] y"),
+    "to fp16": ("float[B,4] x", "a = Sin(x) y = Cast<to=10>(a)", "float16[B,4] y"),
+}
+
+
+@pytest.mark.parametrize("name", CASTS)
+def test_casts(name: str) -> None:
+    inputs, body, outputs = CASTS[name]
+    model = graph(inputs, outputs, body)
+    result = converted(model)
+    assert result.graph.outputs[0].dtype == (HALF if "float" in outputs else ir.DataType.INT64)
+    assert error_of(result, model) < HALF_TOLERANCE
+
+
+HALF_NETS = {
+    "plain": ("a = Add(x, w) y = Relu(a)", ()),
+    "kept operator": ("a = Add(x, w) y = Exp(a)", ("Add",)),
+    "kept output": ("a = Exp(x) y = Add(a, w)", ("Add",)),
+    "kept constant": ("c = Constant<value_float=2.0>() d = Cast<to=10>(c) a = Mul(x, d) y = Add(a, w)", ("Mul",)),
+    "angle": ("a = Add(x, w) s = Sin(a) y = Mul(s, a)", ()),
+    "angle behind casts": ("a = Add(x, w) f = Cast<to=1>(a) s = Sin(f) c = Cast<to=10>(s) y = Add(c, a)", ()),
+}
+
+
+@pytest.mark.parametrize("name", HALF_NETS)
+def test_a_graph_that_was_exported_in_fp16(name: str) -> None:
+    """It has its own casts, which stay; overrides and angles still compute in float32."""
+    body, float32 = HALF_NETS[name]
+    model = graph("float16[B,4] x", "float16[B,4] y", body, w=normal(4).astype(np.float16))
+    result = converted(model, *float32)
+    for op_type in (*float32, "Sin"):
+        assert set(types(result, op_type)) <= {FLOAT}
+    assert result.graph.outputs[0].dtype == HALF
+    assert error_of(result, model) < HALF_TOLERANCE
+
+
+def test_scale_and_shift_of_a_group_norm_exported_in_fp16_become_float32() -> None:
+    halves = {"g": normal(8).astype(np.float16), "b": normal(8, seed=1).astype(np.float16)}
+    model = graph("float16[B,H,W,8] x", "float16[B,H,W,8] y", f"y = {GROUP_NORM}", **halves)
+    result = converted(model)
+    inputs = node_of(result, "GroupNorm").inputs
+    assert [value.dtype for value in inputs] == [HALF, FLOAT, FLOAT]
+    np.testing.assert_array_equal(constant_value(inputs[1]), halves["g"].astype(np.float32))
+
+
+def test_one_weight_of_many_readers_is_converted_once() -> None:
+    body = "a = MatMul(x, w) b = MatMul(a, w) c = Exp(b) d = MatMul(c, w) y = MatMul(d, w)"
+    result = converted(graph("float[B,4] x", "float[B,4] y", body, **W))
+    assert list(result.graph.initializers) == ["w.float16"]
+    kept = converted(in_modules(graph("float[B,4] x", "float[B,4] y", body, **W), "a", "", "", "", ""), "a")
+    assert set(kept.graph.initializers) == {"w", "w.float16"}
+
+
+def wide_weight(value: float) -> ir.Model:
+    weight = normal(16, 16)
+    weight[1, 2] = value
+    model = graph("float[B,16] x", "float[B,16] y", "y = MatMul(x, w)", w=weight)
+    ConvertPrecision(PrecisionPolicy(), UNET)(model)
+    return model
+
+
+@pytest.mark.parametrize("value", [65520.0, -1e6, 3e38])
+def test_a_weight_beyond_the_range_is_an_error_when_it_is_saved(value: float, tmp_path: Path) -> None:
+    model = wide_weight(value)  # nothing is read before
+    message = f"the weight w reaches {abs(value):g}, beyond the range of FLOAT16; expected .*; keep the operator"
+    with pytest.raises(WeightsError, match=message.replace("+", r"\+")):
+        ir.save(model, tmp_path / "model.onnx", external_data="model.onnx.data")
+
+
+@pytest.mark.parametrize("value", [65504.0, 65519.0, -65504.0, np.inf, 1e-9])
+def test_a_weight_within_the_range_is_rounded(value: float, tmp_path: Path) -> None:
+    model = wide_weight(value)
+    ir.save(model, tmp_path / "model.onnx", external_data="model.onnx.data")
+    (weight,) = onnx.load(tmp_path / "model.onnx").graph.initializer
+    assert weight.data_type == onnx.TensorProto.FLOAT16
+    assert onnx.numpy_helper.to_array(weight)[1, 2] == np.float16(value)
+
+
+def test_a_kept_operator_may_hold_any_weight() -> None:
+    model = graph("float[B,4] x", "float[B,4] y", "y = MatMul(x, w)", w=normal(4, 4) * 1e6)
+    result = converted(model, "MatMul")
+    assert relative_error(constant_value(node_of(result, "MatMul").inputs[1]), normal(4, 4) * 1e6) == 0
