@@ -35,9 +35,7 @@ def graph(inputs: str, outputs: str, body: str, known: str = "", **weights: Arra
         f'<ir_version: 10, opset_import: ["" : {OPSET}, "com.microsoft" : 1]>\n'
         f"small ({inputs}) => ({outputs}) {f'<{known}>' if known else ''} {{ {body} }}"
     )
-    proto.graph.initializer.extend(
-        onnx.numpy_helper.from_array(array, name) for name, array in weights.items()
-    )
+    proto.graph.initializer.extend(onnx.numpy_helper.from_array(array, name) for name, array in weights.items())
     for index, node in enumerate(proto.graph.node):
         node.name = node.name or f"{node.op_type}_{index}"
     model = ir.from_proto(proto)
@@ -45,9 +43,7 @@ def graph(inputs: str, outputs: str, body: str, known: str = "", **weights: Arra
     return model
 
 
-def exported(
-    net: torch.nn.Module, *examples: torch.Tensor, dynamic: Sequence[Mapping[int, str]] = ()
-) -> ir.Model:
+def exported(net: torch.nn.Module, *examples: torch.Tensor, dynamic: Sequence[Mapping[int, str]] = ()) -> ir.Model:
     """Return the net as torch exports it, with its shapes inferred.
 
     Args:
@@ -104,7 +100,9 @@ def feeds_for(model: ir.Model, seed: int = 0, sizes: Mapping[str, int] = SIZES) 
     generator = np.random.default_rng(seed)
     feeds: dict[str, Array] = {}
     for value in model.graph.inputs:
-        assert value.shape is not None and value.dtype is not None and value.name is not None
+        assert value.shape is not None
+        assert value.dtype is not None
+        assert value.name is not None
         shape = [dim if isinstance(dim, int) else sizes[str(dim.value)] for dim in value.shape.dims]
         dtype = value.dtype.numpy()
         if np.issubdtype(dtype, np.integer) or dtype == np.bool_:
@@ -134,9 +132,7 @@ def run(
     options.intra_op_num_threads = 1
     options.log_severity_level = 3
     proto = lowered(model, keep)
-    session = onnxruntime.InferenceSession(
-        proto.SerializeToString(), options, providers=["CPUExecutionProvider"]
-    )
+    session = onnxruntime.InferenceSession(proto.SerializeToString(), options, providers=["CPUExecutionProvider"])
     names = [output.name for output in session.get_outputs()]
     return dict(zip(names, session.run(names, dict(feeds)), strict=True))
 
@@ -146,9 +142,7 @@ def relative_error(found: Array, expected: Array) -> float:
     assert found.shape == expected.shape, (found.shape, expected.shape)
     wide, reference = found.astype(np.float64), expected.astype(np.float64)
     assert np.isfinite(wide).all()
-    return float(
-        np.abs(wide - reference).max(initial=0.0) / max(float(np.abs(reference).max(initial=0.0)), 1e-30)
-    )
+    return float(np.abs(wide - reference).max(initial=0.0) / max(float(np.abs(reference).max(initial=0.0)), 1e-30))
 
 
 def assert_same_function(

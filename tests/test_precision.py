@@ -100,7 +100,8 @@ NETS = {
     ),
     "constants": graph(
         "float[B,4] x", "float[B,4] y",
-        "a = Constant<value=float[4] {1.5, 2.5, 3.5, 4.5}>() b = Mul(x, a) c = Constant<value=float {3.0}>() y = Div(b, c)",
+        "a = Constant<value=float[4] {1.5, 2.5, 3.5, 4.5}>() b = Mul(x, a) "
+        "c = Constant<value=float {3.0}>() y = Div(b, c)",
     ),
 }  # fmt: skip
 
@@ -316,7 +317,8 @@ def test_scale_and_shift_of_a_group_norm_stay_in_float32() -> None:
 def test_skip_and_bias_of_a_group_norm_follow() -> None:
     call = GROUP_NORM.replace("GroupNorm", "SkipGroupNorm").replace("b)", "b, s, c)")
     weights = {"g": normal(8), "b": normal(8, seed=1), "c": normal(8, seed=2)}
-    model = graph("float[B,H,W,8] x, float[B,H,W,8] s", "float[B,H,W,8] y, float[B,H,W,8] t", f"y, t = {call}", **weights)
+    inputs, outputs = "float[B,H,W,8] x, float[B,H,W,8] s", "float[B,H,W,8] y, float[B,H,W,8] t"
+    model = graph(inputs, outputs, f"y, t = {call}", **weights)
     result = converted(model)
     assert [value.dtype for value in node_of(result, "SkipGroupNorm").inputs] == [HALF, FLOAT, FLOAT, HALF, HALF]
     assert error_of(result, model) < HALF_TOLERANCE

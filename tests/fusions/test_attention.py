@@ -70,9 +70,7 @@ def test_attention() -> None:
         ("softmax_precision=1", {}),
     ],
 )
-def test_what_is_asked_of_the_attention_is_asked_of_the_kernel(
-    attributes: str, expected: dict[str, float]
-) -> None:
+def test_what_is_asked_of_the_attention_is_asked_of_the_kernel(attributes: str, expected: dict[str, float]) -> None:
     model = attention(INPUTS.replace("L", "S"), call=f"Attention<{attributes}>(qt, kt, vt)")
     node = node_of(assert_fires(model, AttentionToMultiHeadAttention, 1), "MultiHeadAttention")
     found = {name: attribute.value for name, attribute in node.attributes.items()}
@@ -112,10 +110,12 @@ def test_one_value_may_be_query_key_and_value() -> None:
 
 def test_two_attentions() -> None:
     body = """xs = Reshape(x, heads) xt = Transpose<perm=[0,2,1,3]>(xs)
-        us = Reshape(x, heads) ut = Transpose<perm=[0,2,1,3]>(us) vs = Reshape(x, heads) vt = Transpose<perm=[0,2,1,3]>(vs)
+        us = Reshape(x, heads) ut = Transpose<perm=[0,2,1,3]>(us)
+        vs = Reshape(x, heads) vt = Transpose<perm=[0,2,1,3]>(vs)
         a = Attention(xt, ut, vt) at = Transpose<perm=[0,2,1,3]>(a) z = Reshape(at, joined)
         zs = Reshape(z, heads) zt = Transpose<perm=[0,2,1,3]>(zs)
-        cs = Reshape(c, heads) ct = Transpose<perm=[0,2,1,3]>(cs) ds = Reshape(c, heads) dt = Transpose<perm=[0,2,1,3]>(ds)
+        cs = Reshape(c, heads) ct = Transpose<perm=[0,2,1,3]>(cs)
+        ds = Reshape(c, heads) dt = Transpose<perm=[0,2,1,3]>(ds)
         b = Attention(zt, ct, dt) bt = Transpose<perm=[0,2,1,3]>(b) y = Reshape(bt, joined)"""
     model = graph("float[B,S,32] x, float[B,L,32] c", OUTPUT, body, **SHAPES)
     assert operators(assert_fires(model, AttentionToMultiHeadAttention, 2)) == {"MultiHeadAttention": 2}
@@ -190,9 +190,7 @@ def test_near_misses_are_refused(name: str) -> None:
 
 
 NO_CANDIDATES = {
-    "other split": attention(
-        "float[B,4,32] q, float[B,L,32] k, float[B,4,32] v", "float[B,4,32] y", perm="[0,1,2,3]"
-    ),
+    "other split": attention("float[B,4,32] q, float[B,L,32] k, float[B,4,32] v", "float[B,4,32] y", perm="[0,1,2,3]"),
     "other join": attention(join="[0,1,2,3]"),
     "split used elsewhere": attention(outputs=f"{OUTPUT}, float[B,4,L,8] kt"),
     "scores used elsewhere": attention(outputs=f"{OUTPUT}, float[B,4,S,8] a"),
@@ -266,9 +264,7 @@ def test_packed_query_key_value() -> None:
     assert len(node.inputs) == 1
     assert node.inputs[0].shape == ir.Shape(["B", "S", 4, 3, 8])
     assert node.attributes.get_float("scale") == pytest.approx(0.4)
-    assert [value.const_value.shape for value in rewritten.graph.initializers.values()] == [
-        ir.Shape([24, 96])
-    ]
+    assert [value.const_value.shape for value in rewritten.graph.initializers.values()] == [ir.Shape([24, 96])]
 
 
 @pytest.mark.parametrize("x_of", ["xcc", "xxx"])
@@ -365,7 +361,5 @@ def test_causality_survives_packing() -> None:
 def test_mask_values_hold_in_half_precision() -> None:
     model = attention(f"{INPUTS}, bool[B,1,S,L] mask", call="Attention(qt, kt, vt, mask)")
     rewritten = assert_fires(model, AttentionToMultiHeadAttention, 1)
-    constants = [
-        node.attributes["value"].as_tensor().numpy() for node in rewritten.graph if node.op_type == "Constant"
-    ]
+    constants = [node.attributes["value"].as_tensor().numpy() for node in rewritten.graph if node.op_type == "Constant"]
     assert all(np.isfinite(values.astype(np.float16)).all() for values in constants)

@@ -43,9 +43,7 @@ def test_flat_group_norm() -> None:
 
 
 def test_flat_group_norm_whose_input_is_the_residual() -> None:
-    model = graph(
-        IMAGE, f"{FLAT}, float[B,8,P] z", f"{FLAT_NORM} z = Add(f, y)", flat=int64([0, 0, -1]), **NORM
-    )
+    model = graph(IMAGE, f"{FLAT}, float[B,8,P] z", f"{FLAT_NORM} z = Add(f, y)", flat=int64([0, 0, -1]), **NORM)
     rewritten = assert_fires(model, FlatGroupNormToGroupNorm, 1, sizes=SIZES)
     assert operators(rewritten, "GroupNormalization", "Reshape") == {"GroupNormalization": 1, "Reshape": 2}
 
@@ -93,9 +91,7 @@ def test_flat_channels_whose_flat_image_is_used_elsewhere() -> None:
         ("float[B,C,H,W] x", "float[B,P,C] y", [0, 0, -1], "the number of channels is dynamic"),
     ],
 )
-def test_other_reshapes_to_a_sequence_are_refused(
-    inputs: str, outputs: str, target: list[int], reason: str
-) -> None:
+def test_other_reshapes_to_a_sequence_are_refused(inputs: str, outputs: str, target: list[int], reason: str) -> None:
     model = graph(inputs, outputs, TO_SEQUENCE, flat=int64(target))
     assert_refuses(model, FlatChannelsToChannelsLast, reason)
 
@@ -134,16 +130,12 @@ def test_sequence_to_an_image_whose_sizes_are_computed() -> None:
         ("float[B,28,C] x", "float[B,C,4,7] y", [0, 0, 4, 7], "the number of channels is dynamic"),
     ],
 )
-def test_other_reshapes_to_an_image_are_refused(
-    inputs: str, outputs: str, target: list[int], reason: str
-) -> None:
+def test_other_reshapes_to_an_image_are_refused(inputs: str, outputs: str, target: list[int], reason: str) -> None:
     assert_refuses(graph(inputs, outputs, TO_IMAGE, shape=int64(target)), ChannelsLastToFlatChannels, reason)
 
 
 def test_a_transposed_sequence_used_elsewhere_blocks() -> None:
-    model = graph(
-        "float[B,28,8] x", "float[B,8,4,7] y, float[B,8,28] t", TO_IMAGE, shape=int64([0, 8, 4, 7])
-    )
+    model = graph("float[B,28,8] x", "float[B,8,4,7] y, float[B,8,28] t", TO_IMAGE, shape=int64([0, 8, 4, 7]))
     assert_refuses(model, ChannelsLastToFlatChannels, None)
 
 
@@ -288,9 +280,7 @@ def test_what_is_no_bias_stays_before_the_reshape(name: str) -> None:
 
 
 def test_an_activation_is_no_bias() -> None:
-    model = graph(
-        "float[B,4,6,8] x, float[8] bias", "float[B,24,8] y", BIASED, shape=int64([0, 24, 8])
-    )
+    model = graph("float[B,4,6,8] x, float[8] bias", "float[B,24,8] y", BIASED, shape=int64([0, 24, 8]))
     assert_refuses(model, BiasAfterReshape, "what is added is no constant vector", commute=True)
 
 

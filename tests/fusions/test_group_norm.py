@@ -88,7 +88,7 @@ def test_a_bias_alone_is_a_row_for_each_image() -> None:
 
 
 def test_the_norm_of_a_bias_is_refused() -> None:
-    model = graph(f"float[1,1,1,8] x", "float[1,1,1,8] y", "t = Add(c, d) r = Reshape(t, s) " + norm("r", "y"),
+    model = graph("float[1,1,1,8] x", "float[1,1,1,8] y", "t = Add(c, d) r = Reshape(t, s) " + norm("r", "y"),
                   **NORM, **BIASES, s=ir.tensor([1, 1, 1, 8]).numpy())  # fmt: skip
     assert_refuses(model, GroupNormToSkipGroupNorm, "the input is a sum of 1 activations")
 
@@ -100,9 +100,7 @@ def test_the_sum_is_given_to_whoever_uses_it(outputs: str, name: str) -> None:
     use = "z = Neg(t)" if " z" in outputs else ""
     used = {key: value for key, value in BIASES.items() if f"{key}" in SUMS[name][0].replace("Add", "")}
     body = f"{SUMS[name][0]} {norm('t', 'y')} {use}"
-    rewritten = assert_fires(
-        graph(f"{IMAGE} x, {IMAGE} s", outputs, body, **NORM, **used), GroupNormToSkipGroupNorm, 1
-    )
+    rewritten = assert_fires(graph(f"{IMAGE} x, {IMAGE} s", outputs, body, **NORM, **used), GroupNormToSkipGroupNorm, 1)
     assert operators(rewritten, "Add", "SkipGroupNorm") == {"Add": 0, "SkipGroupNorm": 1}
     summed = node_of(rewritten, "SkipGroupNorm").outputs[1]
     assert summed.shape == ir.Shape(["B", "H", "W", 8])
@@ -119,7 +117,8 @@ def test_an_inner_sum_used_elsewhere_is_a_term() -> None:
 
 
 def test_a_sum_of_two_norms_goes_into_one() -> None:
-    model = graph(f"{IMAGE} x, {IMAGE} s", f"{OUTPUT}, {IMAGE} z", "t = Add(x, s) " + norm("t", "y") + norm("t", "n") + "z = Neg(n)", **NORM)
+    body = "t = Add(x, s) " + norm("t", "y") + norm("t", "n") + "z = Neg(n)"
+    model = graph(f"{IMAGE} x, {IMAGE} s", f"{OUTPUT}, {IMAGE} z", body, **NORM)
     # The second norm differs, or common subexpressions would be merged.
     second = [node for node in model.graph if node.op_type == "GroupNorm"][1]
     second.attributes["groups"] = ir.AttrInt64("groups", 4)
@@ -148,7 +147,8 @@ def test_the_kernel_belongs_to_the_module_of_the_norm() -> None:
 
 def test_biases_are_summed_once() -> None:
     body = "a = Add(x, c) e = Add(s, d) t = Add(a, e) " + norm("t", "y")
-    rewritten = assert_fires(graph(f"{IMAGE} x, {IMAGE} s", OUTPUT, body, **NORM, **BIASES), GroupNormToSkipGroupNorm, 1)
+    model = graph(f"{IMAGE} x, {IMAGE} s", OUTPUT, body, **NORM, **BIASES)
+    rewritten = assert_fires(model, GroupNormToSkipGroupNorm, 1)
     bias = node_of(rewritten, "SkipGroupNorm").inputs[4]
     assert constant_value(bias) == pytest.approx(BIASES["c"] + BIASES["d"])
     assert set(rewritten.graph.initializers) == {"g", "b", bias.name}
@@ -160,7 +160,7 @@ NOT_KERNELS: dict[str, tuple[str, str, dict[str, Array], str]] = {
     "one number": (f"{IMAGE} x, {IMAGE} s", "a = Add(x, c) t = Add(a, s)", {"c": normal(1)}, "a sum of 3 activations"),
     "one row of all": (f"{IMAGE} x, float[1,1,1,8] s", "t = Add(x, s)", {}, "shapes that the kernel does not add"),
     "column": (f"{IMAGE} x, float[B,H,1,8] s", "t = Add(x, s)", {}, "shapes that the kernel does not add"),
-    "one channel": (f"{IMAGE} x, {IMAGE.replace('8', '1')} s", "t = Add(x, s)", {}, "shapes that the kernel does not add"),
+    "one channel": (f"{IMAGE} x, {IMAGE.replace('8', '1')} s", "t = Add(x, s)", {}, "the kernel does not add"),
     "vector": (f"{IMAGE} x, float[8] s", "t = Add(x, s)", {}, "shapes that the kernel does not add"),
     "nameless sizes": ("float[?,H,W,8] x, float[?,1,1,8] s", "t = Add(x, s)", {}, "the kernel does not add"),
     "outer sum": ("float[B,H,1,8] x, float[B,1,W,8] s", "t = Add(x, s)", {}, "shapes that the kernel does not add"),
@@ -179,7 +179,7 @@ def test_near_misses_are_refused(name: str) -> None:
 @pytest.mark.parametrize("rule", [SiluIntoGroupNorm, GroupNormToSkipGroupNorm])
 def test_a_norm_of_another_domain_is_no_candidate(rule: type[Rule]) -> None:
     body = "t = Add(x, s) n = GroupNormalization<num_groups=2>(t, g, b) u = Sigmoid(n) y = Mul(n, u)"
-    model = graph(f"{IMAGE.replace('H,W,8', '8,H,W')} x, {IMAGE.replace('H,W,8', '8,H,W')} s", "float[B,8,H,W] y", body, **NORM)
+    model = graph("float[B,8,H,W] x, float[B,8,H,W] s", "float[B,8,H,W] y", body, **NORM)
     assert_refuses(model, rule, None, commute=True)
 
 

@@ -130,8 +130,8 @@ LEFT = {
 def test_what_is_left(name: str) -> None:
     count, call, shape = LEFT[name]
     others = {key: value for key, value in {"b": normal(6), "n": normal(1)}.items() if f" {key})" in call}
-    model = graph("float[8,8] x", outputs(count, f"8,{shape[1]}"), products(count, call), **weights(count, *shape), **others)
-    grouped(model, 0)
+    used = weights(count, *shape) | others
+    grouped(graph("float[8,8] x", outputs(count, f"8,{shape[1]}"), products(count, call), **used), 0)
 
 
 def test_products_of_activations_are_left() -> None:

@@ -60,7 +60,7 @@ def test_the_sum_is_given_to_whoever_uses_it(name: str, others: str) -> None:
 
 def test_a_chain_of_residuals() -> None:
     """As in a transformer block: each sum is normalized and is the next residual."""
-    body = f"""a = Add(x, c) t = Add(a, s) n = LayerNormalization<epsilon=0.01>(t, g, b) m = Relu(n)
+    body = """a = Add(x, c) t = Add(a, s) n = LayerNormalization<epsilon=0.01>(t, g, b) m = Relu(n)
         e = Add(m, d) u = Add(e, t) y = LayerNormalization<epsilon=0.01>(u, g, b) z = Add(u, y)"""
     model = graph(INPUTS, f"{OUTPUT}, float[B,S,8] z", body, **NORM, **BIASES)
     rewritten = assert_fires(model, LayerNormToSkipLayerNorm, 2)

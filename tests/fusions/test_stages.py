@@ -45,8 +45,8 @@ def transformer() -> ir.Model:
         "d = MatMul(m, down) db = Add(d, down_b) h3 = Add(db, h2)",
         "s = Reshape(h3, square) y0 = Transpose<perm=[0,3,1,2]>(s) y = Add(y0, x)",
     ]
-    known = "float[B,32,4,6] n"
-    return graph("float[B,4,4,6] sample, float[B,L,24] context", "float[B,32,4,6] y", "\n".join(lines), known, **weights)
+    inputs = "float[B,4,4,6] sample, float[B,L,24] context"
+    return graph(inputs, "float[B,32,4,6] y", "\n".join(lines), "float[B,32,4,6] n", **weights)
 
 
 @pytest.fixture(scope="module")
@@ -88,9 +88,7 @@ def test_only_operators_with_cpu_kernels_for_the_cpu(block: ir.Model) -> None:
     assert not any(node.domain and contract_of(node) is None for node in model.graph)
 
 
-@pytest.mark.parametrize(
-    ("layout", "inputs"), [("unpacked", [3, 3]), ("packed_kv", [2, 2]), ("packed_qkv", [1, 2])]
-)
+@pytest.mark.parametrize(("layout", "inputs"), [("unpacked", [3, 3]), ("packed_kv", [2, 2]), ("packed_qkv", [1, 2])])
 def test_attention_layouts(block: ir.Model, layout: str, inputs: list[int]) -> None:
     model = copied(block)
     fuse(model, "cuda", layout)

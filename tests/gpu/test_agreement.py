@@ -163,7 +163,8 @@ def test_replay_equals_plain_run(folders: tuple[str, Path, Path]) -> None:
             inputs[key].update_inplace(values)
         run()
         results.append(output.numpy().astype(np.float32))
-    assert relative_error(results[1], results[0]) < 2e-3, name
+    # Two sessions may choose other kernels: apart by what fp16 rounds (2 to 3e-3), not by stale inputs (1).
+    assert relative_error(results[1], results[0]) < 6e-3, name
 
 
 def test_least_recently_used_shape_is_released(folders: tuple[str, Path, Path]) -> None:

@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import onnx
 import onnx_ir as ir
-from graphs import assert_same_function, feeds_for, graph, interface, int64, node_of, normal, run
+from graphs import assert_same_function, feeds_for, graph, interface, node_of, normal, run
 
 from sdonnx.graph.edit import (
     add_initializer,

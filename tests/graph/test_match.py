@@ -67,9 +67,7 @@ def test_a_rule_may_keep_what_is_used_elsewhere() -> None:
 
 @pytest.mark.parametrize("commute", [False, True])
 def test_a_refusal_names_rule_node_module_and_reason_once(commute: bool) -> None:
-    model = graph(
-        "float[B,4] x, float[B,4] b", "float[B,4] y", "a = Add(x, b) y = Max(a, zero)", zero=np.float32(0)
-    )
+    model = graph("float[B,4] x, float[B,4] b", "float[B,4] y", "a = Add(x, b) y = Max(a, zero)", zero=np.float32(0))
     root = node_of(model, "Max")
     root.metadata_props[MODULE_KEY] = "mid_block.act"
     fired, refusals = apply_rules(model, [ReluOfSum], commute)
@@ -78,9 +76,7 @@ def test_a_refusal_names_rule_node_module_and_reason_once(commute: bool) -> None
 
 
 def test_a_refusal_names_the_operator_of_a_nameless_node() -> None:
-    model = graph(
-        "float[B,4] x, float[B,4] b", "float[B,4] y", "a = Add(x, b) y = Max(a, zero)", zero=np.float32(0)
-    )
+    model = graph("float[B,4] x, float[B,4] b", "float[B,4] y", "a = Add(x, b) y = Max(a, zero)", zero=np.float32(0))
     node_of(model, "Max").name = None
     assert apply_rules(model, [ReluOfSum])[1] == [Refusal("ReluOfSum", "Max", "", "b is no weight")]
 

@@ -86,9 +86,7 @@ def test_our_own_key_comes_first() -> None:
 def test_everything_but_the_path_is_dropped() -> None:
     model = graph("float[4] x", "float[4] y", "a = Relu(x) y = Neg(a)")
     first, second = model.graph
-    first.metadata_props.update(
-        {SCOPES: "['', 'model.unet.mid', 'relu']", "pkg.torch.onnx.stack_trace": "line 1"}
-    )
+    first.metadata_props.update({SCOPES: "['', 'model.unet.mid', 'relu']", "pkg.torch.onnx.stack_trace": "line 1"})
     first.doc_string = "long"
     second.metadata_props[SCOPES] = "['', 'neg']"
     for value in (model.graph.inputs[0], first.outputs[0], second.outputs[0]):

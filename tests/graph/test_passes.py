@@ -58,7 +58,8 @@ def test_a_transpose_without_order_reverses_the_axes() -> None:
 
 
 def test_one_weight_transposed_twice_alike_is_folded_once() -> None:
-    body = "t = Transpose<perm=[1,0]>(w) u = Transpose<perm=[1,0]>(w) a = MatMul(x, t) b = MatMul(a, u) y = MatMul(b, w)"
+    body = "t = Transpose<perm=[1,0]>(w) u = Transpose<perm=[1,0]>(w) "
+    body += "a = MatMul(x, t) b = MatMul(a, u) y = MatMul(b, w)"
     model = graph("float[B,3] x", "float[B,3] y", body, w=normal(3, 3))
     original = copied(model)
     FoldWeightTransposes()(model)
@@ -92,9 +93,7 @@ def test_other_transposes_stay(inputs: str, outputs: str, body: str) -> None:
 
 
 def test_a_weight_that_is_given_out_stays() -> None:
-    model = graph(
-        "float[2,3] x", "float[2,3] y, float[3,2] w", "t = Transpose(w) y = Add(x, t)", w=normal(3, 2)
-    )
+    model = graph("float[2,3] x", "float[2,3] y, float[3,2] w", "t = Transpose(w) y = Add(x, t)", w=normal(3, 2))
     original = copied(model)
     FoldWeightTransposes()(model)
     assert_same_function(model, original)
@@ -105,9 +104,7 @@ def test_folding_reads_no_weight_before_it_is_saved() -> None:
     model = graph("float[2,3] x", "float[2,3] y", "t = Transpose(w) y = Add(x, t)", w=normal(3, 2))
     weight = normal(3, 2)
     with tempfile.TemporaryDirectory() as folder:
-        tensor = ir.ExternalTensor(
-            "late", 0, 24, ir.DataType.FLOAT, shape=ir.Shape([3, 2]), name="w", base_dir=folder
-        )
+        tensor = ir.ExternalTensor("late", 0, 24, ir.DataType.FLOAT, shape=ir.Shape([3, 2]), name="w", base_dir=folder)
         model.graph.initializers["w"].const_value = tensor
         FoldWeightTransposes()(model)
         (Path(folder) / "late").write_bytes(weight.tobytes())
@@ -228,9 +225,7 @@ def reshapes(draw: st.DrawFn) -> tuple[list[int | str], list[int | str]]:
 
 
 def size_of(dim: int | str) -> int:
-    return int(
-        sympy.sympify(str(dim), locals={name: sympy.Integer(size) for name, size in SIZES_AND_NAMES.items()})
-    )
+    return int(sympy.sympify(str(dim), locals={name: sympy.Integer(size) for name, size in SIZES_AND_NAMES.items()}))
 
 
 @given(shapes=reshapes())
@@ -266,9 +261,7 @@ def test_shapes_are_inferred_and_written_alike() -> None:
 
 
 def test_tidy_removes_merges_and_sorts() -> None:
-    model = graph(
-        "float[B,4] x", "float[B,4] y", "a = Relu(x) b = Relu(x) c = Neg(x) y = Add(a, b)", unused=normal(3)
-    )
+    model = graph("float[B,4] x", "float[B,4] y", "a = Relu(x) b = Relu(x) c = Neg(x) y = Add(a, b)", unused=normal(3))
     original = copied(model)
     add = node_of(model, "Add")
     model.graph.insert_before(model.graph[0], node_of(model, "Neg"))

@@ -124,9 +124,7 @@ def test_nhwc_conv(name: str, has_bias: bool) -> None:
         w=np.ascontiguousarray(weight.transpose(0, 2, 3, 1)),
         **({"bias": bias} if has_bias else {}),
     )
-    result = F.conv2d(
-        tensor(x).permute(0, 3, 1, 2), tensor(weight), tensor(bias) if has_bias else None, **arguments
-    )
+    result = F.conv2d(tensor(x).permute(0, 3, 1, 2), tensor(weight), tensor(bias) if has_bias else None, **arguments)
     assert relative_error(run(model, {"x": x})["y"], result.permute(0, 2, 3, 1).numpy()) < TOLERANCE
 
 

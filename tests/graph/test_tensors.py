@@ -63,9 +63,7 @@ def test_tensors_of_every_kind_are_read() -> None:
 def test_truncated_data_is_refused(tmp_path: Path, size: int) -> None:
     tensor = saved(tmp_path)["float32"]
     (tmp_path / "data").write_bytes((tmp_path / "data").read_bytes()[:size])
-    with pytest.raises(
-        WeightsError, match="data is truncated; expected 60 bytes of float32; copy the file again"
-    ):
+    with pytest.raises(WeightsError, match="data is truncated; expected 60 bytes of float32; copy the file again"):
         read(tensor)
 
 
@@ -89,10 +87,8 @@ def test_data_outside_the_folder_is_refused(tmp_path: Path, location: str) -> No
     folder.mkdir()
     (tmp_path / "outside").write_bytes(bytes(60))
     (folder / "link").symlink_to(tmp_path / "outside")
-    tensor = ir.ExternalTensor(
-        location, 0, 60, ir.DataType.FLOAT, shape=ir.Shape([3, 5]), name="w", base_dir=folder
-    )
-    with pytest.raises(WeightsError, match="the tensor w lies in .* outside"):
+    tensor = ir.ExternalTensor(location, 0, 60, ir.DataType.FLOAT, shape=ir.Shape([3, 5]), name="w", base_dir=folder)
+    with pytest.raises(WeightsError, match=r"the tensor w lies in .* outside"):
         read(tensor)
 
 
