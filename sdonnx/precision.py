@@ -223,7 +223,8 @@ class ConvertPrecision(InPlacePass):
             # Asked of each by itself: an earlier override may match the same nodes.
             if not any(_matches(pattern, node) for node in graph):
                 operators = sorted({node.op_type for node in graph if node.op_type != "Cast"})
-                modules = sorted({path.split(".")[0] for node in graph if (path := module_path(node))})
+                paths = (path for node in graph for path in module_path(node).split(MODULE_SEPARATOR) if path)
+                modules = sorted({path.split(".")[0] for path in paths})
                 raise OptionError(
                     f"the override {self.spec.name}:{pattern} matches nothing",
                     f"an operator ({', '.join(operators)}) or a module ({', '.join(f'{name}.*' for name in modules)})",

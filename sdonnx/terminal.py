@@ -81,13 +81,21 @@ def _plain_warnings() -> Iterator[None]:
 
 def progress_bar() -> Progress:
     """Return a progress bar on standard error; it vanishes where that is no terminal."""
+    errors = Console(stderr=True)
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
-        console=Console(stderr=True),
+        console=errors,
+        disable=not errors.is_terminal,
     )
+
+
+def _say_once(phase: str, seen: set[str]) -> None:
+    if phase not in seen:
+        seen.add(phase)
+        console().print(phase, style="dim")
 
 
 @contextlib.contextmanager
@@ -95,9 +103,13 @@ def tensor_progress() -> Iterator[Told]:
     """Yield what `export_pipeline` and `optimize_folder` tell their progress to.
 
     One line for each phase of each component: it pulses while a graph is rewritten and fills while
-    its tensors are written.
+    its tensors are written. Where no terminal looks, each phase is a plain line.
     """
     with progress_bar() as bar:
+        if not bar.console.is_terminal:
+            seen: set[str] = set()
+            yield lambda phase, done, total: _say_once(phase, seen)
+            return
         tasks: dict[str, int] = {}
 
         def told(phase: str, done: int, total: int) -> None:

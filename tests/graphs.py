@@ -15,6 +15,7 @@ import onnx_ir as ir
 import onnxruntime
 import torch
 
+from sdonnx.fusions.layout import ChannelsLast
 from sdonnx.graph.lowering import LowerContribOperators
 from sdonnx.graph.match import Rule, apply_rules
 from sdonnx.graph.passes import infer_shapes, tidy
@@ -24,6 +25,7 @@ Array = npt.NDArray[Any]
 OPSET = 23
 # What the dynamic dimensions of test graphs are when they run. All differ, so that none passes for another.
 SIZES = {"B": 2, "S": 6, "L": 5, "C": 8, "H": 4, "W": 7}
+IMAGE_SIZES = {"B": 2, "H": 6, "W": 8, "P": 3, "Q": 4}
 
 
 def graph(inputs: str, outputs: str, body: str, known: str = "", **weights: Array) -> ir.Model:
@@ -198,6 +200,24 @@ def assert_refuses(model: ir.Model, rule: type[Rule], reason: str | None, commut
     else:
         assert any(reason in refusal.reason for refusal in refusals), refusals
         assert {refusal.rule for refusal in refusals} == {rule.__name__}
+
+
+def channels_last(model: ir.Model, tolerance: float = 1e-4) -> tuple[ir.Model, ChannelsLast]:
+    """Apply the pass, check that the function stays and that a second application changes nothing."""
+    rewritten = copied(model)
+    layout = ChannelsLast()
+    layout(rewritten)
+    tidy(rewritten)
+    infer_shapes(rewritten)
+    assert_same_function(rewritten, model, tolerance, sizes=IMAGE_SIZES)
+    again = copied(rewritten)
+    second = ChannelsLast()
+    assert not second(again).modified
+    assert second.fired == {}
+    tidy(again)
+    infer_shapes(again)
+    assert text_of(again) == text_of(copied(rewritten))
+    return rewritten, layout
 
 
 def node_of(model: ir.Model, op_type: str) -> ir.Node:

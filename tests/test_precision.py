@@ -21,10 +21,14 @@ from graphs import (
     run,
     text_of,
 )
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from nets import chains
 from onnxconverter_common import float16
 
 from sdonnx.errors import OptionError, WeightsError
 from sdonnx.families import ComponentSpec, Role, TensorSpec
+from sdonnx.fusions import fuse
 from sdonnx.graph.edit import constant_value
 from sdonnx.graph.modules import MODULE_KEY, MODULE_SEPARATOR, module_path
 from sdonnx.graph.passes import tidy
@@ -375,6 +379,26 @@ def test_casts_belong_to_the_module_of_their_value() -> None:
     result = converted(chain(), "down.0.proj")
     casts = [module_path(node) for node in result.graph if node.op_type == "Cast"]
     assert casts == ["", "down.0.proj"]
+
+
+@given(case=chains(), data=st.data(), fused=st.booleans())
+@settings(max_examples=40, deadline=None)
+def test_random_nets_are_converted_by_any_policy(case: tuple[ir.Model, int], data: st.DataObject, fused: bool) -> None:
+    model = copied(case[0])
+    if fused:
+        fuse(model, "cuda")
+    names = sorted({node.op_type for node in model.graph} - {"Constant", "Shape"})
+    float32 = data.draw(st.lists(st.sampled_from(names), unique=True, max_size=3))
+    result = converted(model, *float32)
+    assert {value.dtype for value in (*result.graph.inputs, *result.graph.outputs)} == {HALF}
+    for node in result.graph:
+        if node.op_type in float32:
+            assert not any(output.dtype == HALF for output in node.outputs)
+        elif node.op_type == "Cast":
+            producer = node.inputs[0].producer()
+            assert producer is None or producer.op_type != "Cast"
+    # Errors of a few operators in a row add up.
+    assert error_of(result, case[0]) < 10 * HALF_TOLERANCE
 
 
 CASTS = {

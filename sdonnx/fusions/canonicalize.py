@@ -9,7 +9,13 @@ import onnx_ir as ir
 from sdonnx.graph.edit import constant_value, dims, static_dim
 from sdonnx.graph.match import Rule, is_bias, same_dims
 
-__all__ = ["BiasAfterReshape", "CausalMaskToAttribute", "ChannelsLastToFlatChannels", "FlatChannelsToChannelsLast", "FlatGroupNormToGroupNorm"]
+__all__ = [
+    "BiasAfterReshape",
+    "CausalMaskToAttribute",
+    "ChannelsLastToFlatChannels",
+    "FlatChannelsToChannelsLast",
+    "FlatGroupNormToGroupNorm",
+]
 
 
 class FlatGroupNormToGroupNorm(Rule):

@@ -48,7 +48,7 @@ def keep_module_paths(model: ir.Model, prefix: str = "") -> None:
         prefix: dropped from the start of each path.
     """
     for node in model.graph.all_nodes():
-        path = module_path(node).removeprefix(prefix)
+        path = f"{module_path(node)}.".removeprefix(prefix).rstrip(".")
         node.metadata_props.clear()
         node.doc_string = None
         if path:

@@ -109,7 +109,12 @@ def multi_head_attention(node: ir.Node) -> list[ir.Value | None]:
     """MultiHeadAttention -> Attention; Vaswani et al. 2017.
 
     Layouts: Q, K, V (B,S,D); packed QKV (B,S,N,3,H); Q (B,S,D) with packed KV (B,L,N,2,H).
+
+    Raises:
+        ValueError: the node has a bias, a padding mask or a cache, which no rule emits.
     """
+    if any(value is not None for value in (*node.inputs[3:5], *node.inputs[6:])):
+        raise ValueError(f"{node.name}: only query, key, value and attention_bias have a reference body")
     query, key, value = (_input(node, index) for index in range(3))
     mask = _input(node, 5)
     assert query is not None

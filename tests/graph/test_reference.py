@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from graphs import Array, graph, normal, relative_error, run
 
+from sdonnx.graph.lowering import LowerContribOperators
+
 TOLERANCE = 1e-5
 
 
@@ -218,6 +220,18 @@ def test_attention_of_packed_query_key_value() -> None:
     )
     q, k, v = (np.ascontiguousarray(packed[:, :, :, part]).reshape(2, 6, 32) for part in range(3))
     assert relative_error(run(model, {"packed": packed})["y"], attention(q, k, v, 4)) < TOLERANCE
+
+
+@pytest.mark.parametrize("extra", ["bias", ", padding", ", , , past, past"])
+def test_what_has_no_body_is_refused(extra: str) -> None:
+    """It is not left out silently."""
+    model = graph(
+        "float[2,6,32] q, float[96] bias, int32[2] padding, float[2,4,3,8] past",
+        "float[2,6,32] y",
+        f"y = com.microsoft.MultiHeadAttention<num_heads=4>(q, q, q, {extra})",
+    )
+    with pytest.raises(ValueError, match="only query, key, value and attention_bias have a reference body"):
+        LowerContribOperators()(model)
 
 
 @pytest.mark.parametrize("masked", [False, True])
