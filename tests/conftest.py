@@ -92,7 +92,10 @@ def tiny_cuda_fp16(tiny_exported: Path, tmp_path_factory: pytest.TempPathFactory
 def tiny_torch(tiny_pipeline: Path) -> Any:
     """`tiny` as diffusers loads it, in float32; leave its scheduler as it was."""
     import diffusers
+    import torch
 
+    # Threads that wait by spinning, torch's beside ONNX Runtime's on a few shared cores, cost ten times the time.
+    torch.set_num_threads(1)
     pipeline: Any = diffusers.StableDiffusionPipeline.from_pretrained(tiny_pipeline)
     pipeline.set_progress_bar_config(disable=True)
     return pipeline

@@ -26,10 +26,9 @@ from PIL.Image import Image
 
 from sdonnx.__main__ import main as sdonnx_main
 from sdonnx.benchmark import main
-from sdonnx.benchmark import measure as measuring
 from sdonnx.benchmark.engine import EngineOptions, Workload
 from sdonnx.benchmark.engines import OnnxRuntimeEngine, TorchEngine
-from sdonnx.benchmark.measure import PROMPTS, Measurement, measure
+from sdonnx.benchmark.measure import PROMPTS, Measurement, measure_engine
 from sdonnx.benchmark.memory import GpuMemory, PeakMemory, ResidentMemory, first_gpu, memory_source, open_gpu
 from sdonnx.benchmark.record import append_row, commit_of
 from sdonnx.errors import OutputError
@@ -44,17 +43,6 @@ HEADER = (
 
 SMALL = ("-r", "cpu", "--height", "64", "--width", "64", "-s", "2")
 SMALL_WORKLOAD = Workload(batch_size=2, height=64, width=64, steps=3, seed=5)
-
-
-@pytest.fixture(scope="session")
-def tiny_cpu(tiny_pipeline: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from sdonnx.export.pipeline import export_pipeline
-    from sdonnx.optimize import optimize_folder
-
-    folder = tmp_path_factory.mktemp("cpu")
-    export_pipeline(tiny_pipeline, folder / "onnx")
-    optimize_folder(folder / "onnx", folder / "optimized", provider="cpu")
-    return folder / "optimized"
 
 
 # Rows and records
@@ -83,8 +71,7 @@ class Results:
                 "2",
             ]
             assert main([*command, "--csv", str(self.csv), "--json", str(self.json)]) == 0
-        with self.csv.open(newline="") as file:
-            self.rows = list(csv.DictReader(file))
+        self.rows = list(csv.DictReader(self.csv.read_text().splitlines()))
         self.records = [json.loads(line) for line in self.json.read_text().splitlines()]
 
 
@@ -187,7 +174,7 @@ def test_script_runs_anywhere_without_torch(tiny_cpu: Path, tmp_path: Path) -> N
     command = [sys.executable, "-W", "error", "-c", code]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    rows = list(csv.DictReader((tmp_path / "benchmark_result.csv").open(newline="")))
+    rows = list(csv.DictReader((tmp_path / "benchmark_result.csv").read_text().splitlines()))
     assert [row["engine"] for row in rows] == ["onnxruntime"]
     # Without a warm-up the first run is the timed one.
     assert rows[0]["first_run_memory_MB"] == rows[0]["second_run_memory_MB"]
@@ -242,9 +229,7 @@ def test_default_provider_is_what_the_folder_is_for(drawn: Drawn) -> None:
     assert drawn.ours.device == drawn.ours.provider == "cpu"
 
 
-def test_compiling_is_set_up_as_documented(
-    drawn: Drawn, tiny_pipeline: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_compiling_is_set_up_as_documented(drawn: Drawn, tiny_pipeline: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a compiler that changes nothing, the set-up must change nothing of the images."""
     compiled: list[tuple[str, dict[str, Any]]] = []
 
@@ -271,7 +256,7 @@ def test_runs_and_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[str] = []
     # Load takes 4 s, then runs of 3, 1 and 2 s.
     clock: Iterator[float] = iter([10, 14, 20, 23, 30, 31, 40, 42])
-    monkeypatch.setattr(measuring, "time", types.SimpleNamespace(perf_counter=lambda: next(clock)))
+    monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
     engine: Any = types.SimpleNamespace(
         name="known",
         device="cpu",
@@ -280,7 +265,7 @@ def test_runs_and_clock(monkeypatch: pytest.MonkeyPatch) -> None:
         denoiser_calls=lambda steps: steps + 1,
     )
     told: list[str] = []
-    measured = measure(engine, SMALL_WORKLOAD, ["a"], 2, warm_ups=1, told=told.append)
+    measured = measure_engine(engine, SMALL_WORKLOAD, ["a"], 2, warm_ups=1, told=told.append)
     assert drawn == ["load", "warm up", "a", "a"]
     assert (measured.load_s, measured.warm_up_s, measured.latencies_s) == (4, (3,), (1, 2))
     assert measured.first_image_s == 7
@@ -302,7 +287,7 @@ def test_statistics_of_a_measurement() -> None:
 
 
 def test_peak_sees_memory_that_is_given_back() -> None:
-    source, size = ResidentMemory(), 256 * 2**20
+    source, size = ResidentMemory(), 128 * 2**20
     before = source.bytes_used()
     with PeakMemory(source, interval_s=0.001) as memory, mmap.mmap(-1, size) as block:
         block[:] = bytes([1]) * size
@@ -318,9 +303,7 @@ class Nvml:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.used, self.processes = 1000, [types.SimpleNamespace(pid=1, usedGpuMemory=600)]
-        monkeypatch.setattr(
-            pynvml, "nvmlDeviceGetMemoryInfo", lambda gpu: types.SimpleNamespace(used=self.used)
-        )
+        monkeypatch.setattr(pynvml, "nvmlDeviceGetMemoryInfo", lambda gpu: types.SimpleNamespace(used=self.used))
         monkeypatch.setattr(pynvml, "nvmlDeviceGetComputeRunningProcesses", lambda gpu: self.processes)
 
 
@@ -375,9 +358,7 @@ def test_row_goes_on_a_line_of_its_own(content: str, tmp_path: Path) -> None:
     assert lines[-1] == ",".join(["1"] * 14)
 
 
-@pytest.mark.parametrize(
-    "content", ["engine,version\n1,2\n", f"model_name,{HEADER}\n", f"\n{HEADER}\n", "\x00\n"]
-)
+@pytest.mark.parametrize("content", ["engine,version\n1,2\n", f"model_name,{HEADER}\n", f"\n{HEADER}\n", "\x00\n"])
 def test_file_with_other_columns_is_left_alone(content: str, tmp_path: Path) -> None:
     path = tmp_path / "result.csv"
     path.write_text(content)
@@ -444,9 +425,7 @@ def test_missing_folder(failed: Failed) -> None:
 
 def test_other_columns_are_found_before_measuring(failed: Failed, tiny_cpu: Path) -> None:
     (failed.folder / "result.csv").write_text("engine,version\n")
-    assert "result.csv has the columns engine, version; expected engine" in failed(
-        "-p", str(tiny_cpu), *SMALL
-    )
+    assert "result.csv has the columns engine, version; expected engine" in failed("-p", str(tiny_cpu), *SMALL)
 
 
 def test_diffusers_folder_for_onnxruntime(failed: Failed, tiny_pipeline: Path) -> None:
@@ -474,9 +453,7 @@ def test_folder_for_another_provider(failed: Failed, tiny_cpu: Path, monkeypatch
 
 def test_incomplete_diffusers_folder(failed: Failed, tiny_pipeline: Path) -> None:
     broken = failed.folder / "broken"
-    shutil.copytree(
-        tiny_pipeline, broken, ignore=shutil.ignore_patterns("diffusion_pytorch_model.safetensors")
-    )
+    shutil.copytree(tiny_pipeline, broken, ignore=shutil.ignore_patterns("diffusion_pytorch_model.safetensors"))
     assert f"diffusers cannot load {broken}" in failed("-e", "torch", "-r", "cpu", "-p", str(broken))
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from sdonnx.benchmark.engine import EngineOptions, Workload
 from sdonnx.benchmark.engines import COMPILE_MODES, ENGINES
-from sdonnx.benchmark.measure import PROMPTS, WARM_UPS, measure
+from sdonnx.benchmark.measure import PROMPTS, WARM_UPS, measure_engine
 from sdonnx.benchmark.record import (
     COLUMNS,
     Row,
@@ -49,13 +49,9 @@ _RANGES = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
     parser.description = "Time a pipeline and append what was measured to a CSV file."
-    parser.add_argument(
-        "-e", "--engine", default="onnxruntime", help=f"{' or '.join(ENGINES)} (default first)"
-    )
+    parser.add_argument("-e", "--engine", default="onnxruntime", help=f"{' or '.join(ENGINES)} (default first)")
     parser.add_argument("-r", "--provider", default=None, help="cuda or cpu; default: cuda where available")
-    parser.add_argument(
-        "-v", "--version", default="1.5", help=f"{', '.join(VERSIONS)}: a label (default 1.5)"
-    )
+    parser.add_argument("-v", "--version", default="1.5", help=f"{', '.join(VERSIONS)}: a label (default 1.5)")
     parser.add_argument(
         "-p",
         "--pipeline",
@@ -69,21 +65,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-s", "--steps", type=int, default=50, help="denoising steps (default 50)")
     parser.add_argument("-n", "--num_prompts", type=int, default=1, help=f"1 to {len(PROMPTS)} (default 1)")
     parser.add_argument("-c", "--batch_count", type=int, default=5, help="batches of each prompt (default 5)")
-    parser.add_argument(
-        "--enable_safety_checker", action="store_true", help="refused: pipelines here have none"
-    )
+    parser.add_argument("--enable_safety_checker", action="store_true", help="refused: pipelines here have none")
     parser.add_argument("--enable_torch_compile", action="store_true", help="compile the torch pipeline")
-    parser.add_argument(
-        "--compile_mode", default=None, help=f"{', '.join(COMPILE_MODES)} (default reduce-overhead)"
-    )
-    parser.add_argument(
-        "--skip_warmup", action="store_true", help=f"time from the first run, not after {WARM_UPS}"
-    )
+    parser.add_argument("--compile_mode", default=None, help=f"{', '.join(COMPILE_MODES)} (default reduce-overhead)")
+    parser.add_argument("--skip_warmup", action="store_true", help=f"time from the first run, not after {WARM_UPS}")
     parser.add_argument("--seed", type=int, default=0, help="of the noise, in every run (default 0)")
     parser.add_argument("--csv", type=Path, default=Path("benchmark_result.csv"), help="default: %(default)s")
-    parser.add_argument(
-        "--json", type=Path, default=None, help="also append a full record, as a line of JSON"
-    )
+    parser.add_argument("--json", type=Path, default=None, help="also append a full record, as a line of JSON")
     add_debug(parser)
 
 
@@ -98,7 +86,7 @@ def run(options: argparse.Namespace) -> int:
     workload = Workload(options.batch_size, options.height, options.width, options.steps, options.seed)
     prompts = PROMPTS[: options.num_prompts]
     out = console()
-    measured = measure(
+    measured = measure_engine(
         engine,
         workload,
         prompts,
@@ -124,9 +112,7 @@ def _refuse(options: argparse.Namespace) -> None:
     _one_of("version", options.version, VERSIONS)
     for name, (least, most) in _RANGES.items():
         if not least <= getattr(options, name) <= most:
-            raise OptionError(
-                f"--{name} is {getattr(options, name)}", f"{least} to {most}", "pass such a number"
-            )
+            raise OptionError(f"--{name} is {getattr(options, name)}", f"{least} to {most}", "pass such a number")
     for name in ("height", "width"):
         pixels = getattr(options, name)
         if pixels < 1 or pixels % _MULTIPLE:
@@ -136,13 +122,9 @@ def _refuse(options: argparse.Namespace) -> None:
                 f"choose a {name} that {_MULTIPLE} divides",
             )
     if options.enable_safety_checker:
-        raise OptionError(
-            "--enable_safety_checker", "pipelines without one, as all are here", "leave the option out"
-        )
+        raise OptionError("--enable_safety_checker", "pipelines without one, as all are here", "leave the option out")
     if options.compile_mode is not None and not options.enable_torch_compile:
-        raise OptionError(
-            "--compile_mode without --enable_torch_compile", "both", "add --enable_torch_compile"
-        )
+        raise OptionError("--compile_mode without --enable_torch_compile", "both", "add --enable_torch_compile")
 
 
 def _one_of(name: str, value: str, known: Sequence[str]) -> None:

@@ -39,9 +39,7 @@ class OnnxRuntimeEngine(Engine):
             if exported
             else ("a diffusers pipeline", "export and optimize it first, or measure it with -e torch")
         )
-        raise FolderError(
-            f"{self.folder.path} is {kind}", "an optimized pipeline for the engine onnxruntime", remedy
-        )
+        raise FolderError(f"{self.folder.path} is {kind}", "an optimized pipeline for the engine onnxruntime", remedy)
 
     def default_provider(self) -> str:
         """Return the provider that the folder was optimized for; no other can run it."""

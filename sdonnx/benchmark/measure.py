@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from sdonnx.benchmark.engine import Engine, Workload
 from sdonnx.benchmark.memory import PeakMemory, memory_source
 
-__all__ = ["PROMPTS", "WARM_UPS", "Measurement", "measure"]
+__all__ = ["PROMPTS", "WARM_UPS", "Measurement", "measure_engine"]
 
 PROMPTS = (
     "a photograph of an old lighthouse in a storm, waves breaking over the rocks",
@@ -80,7 +80,7 @@ class Measurement:
         return max(self.peak_bytes[len(self.warm_up_s) :])
 
 
-def measure(
+def measure_engine(
     engine: Engine,
     workload: Workload,
     prompts: Sequence[str],
@@ -119,9 +119,7 @@ def measure(
             seconds.append(time.perf_counter() - start)
         peaks.append(memory.peak_bytes)
         what = (
-            f"warm-up {index + 1} of {warm_ups}"
-            if index < warm_ups
-            else f"run {index - warm_ups + 1} of {len(runs)}"
+            f"warm-up {index + 1} of {warm_ups}" if index < warm_ups else f"run {index - warm_ups + 1} of {len(runs)}"
         )
         told(f"{engine.name}: {what}: {seconds[-1]:.3f} s")
     return Measurement(

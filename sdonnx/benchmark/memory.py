@@ -49,9 +49,7 @@ class ResidentMemory:
         try:
             import psutil
         except ImportError:
-            raise OptionError(
-                "psutil is missing", "it installed", "pip install 'sdonnx[benchmark]'"
-            ) from None
+            raise OptionError("psutil is missing", "it installed", "pip install 'sdonnx[benchmark]'") from None
         self._process = psutil.Process()
 
     def bytes_used(self) -> int:

@@ -197,9 +197,9 @@ def refuse_csv(path: Path) -> None:
     """
     refuse_json(path)
     header = _header(path)
-    if header not in (None, COLUMNS):
+    if header is not None and header != COLUMNS:
         raise OutputError(
-            f"{path} has the columns {', '.join(header)}",
+            f"{path} has the columns {', '.join(header) or 'none'}",
             ", ".join(COLUMNS),
             "choose another file with --csv, or move this one away",
         )
@@ -251,10 +251,8 @@ def _header(path: Path) -> tuple[str, ...] | None:
     except FileNotFoundError:
         return None
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise OutputError(
-            f"{path} cannot be read ({error})", "a CSV file", "choose another file with --csv"
-        ) from error
-    return tuple(first) if first else None
+        raise OutputError(f"{path} cannot be read ({error})", "a CSV file", "choose another file with --csv") from error
+    return None if first is None else tuple(first)
 
 
 def _append(path: Path, text: str) -> None:

@@ -216,6 +216,8 @@ class _Walk:
         groups = node.attributes.get_int("num_groups")
         if (reason := group_norm_refusal(x, static_dim(x, 1), groups)) is not None:
             return reason
+        if not all(static_dim(value, 0) == static_dim(x, 1) for value in (gamma, beta) if value is not None):
+            return "scale and shift are not one number a channel"  # before opset 21: one a group
         attributes = {
             "groups": groups,
             "epsilon": node.attributes.get_float("epsilon", 1e-5),

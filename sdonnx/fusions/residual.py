@@ -25,7 +25,7 @@ class LayerNormToSkipLayerNorm(Rule):
         """A norm; its input is looked at by `refuse`."""
         return op.LayerNormalization(total, gamma, beta, _allow_other_attributes=True, _outputs=["norm"])
 
-    def refuse(self, total: ir.Value, norm: ir.Value, **_: Any) -> str | None:
+    def refuse(self, total: ir.Value, gamma: ir.Value, beta: ir.Value, norm: ir.Value) -> str | None:
         """There must be two terms of one shape (B,S,D), normalized over the last axis."""
         node, parts = norm.producer(), sum_of(total)
         assert node is not None
@@ -35,6 +35,8 @@ class LayerNormToSkipLayerNorm(Rule):
             return f"the input is a sum of {len(parts.terms)} activations, the kernel adds two"
         if not all(same_shape(term, total) for term in parts.terms) or len(dims(total) or ()) != 3:
             return "the two terms are not of one shape (B,S,D)"
+        if static_dim(total, 2) is None or not static_dim(total, 2) == static_dim(gamma, 0) == static_dim(beta, 0):
+            return "scale and shift are not one number a channel"  # ONNX would broadcast them
         return None
 
     def rewrite(self, op: Any, total: ir.Value, gamma: ir.Value, beta: ir.Value, norm: ir.Value) -> Any:

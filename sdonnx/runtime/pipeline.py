@@ -278,7 +278,7 @@ class OrtDiffusionPipeline:
             return bound.state.numpy()[0].copy()
         bound.decode()
         if output_type == "np":
-            return bound.sample.numpy()
+            return bound.sample.numpy().copy()  # on the CPU it is the buffer itself, and the next image goes there
         return [Image.fromarray(pixels) for pixels in bound.images.numpy()]
 
     def _for_shape(self, shape: _Shape) -> _Bound:

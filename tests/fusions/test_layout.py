@@ -69,6 +69,9 @@ REFUSED = {
     "one-dimensional": ("float[B,8,W] x", "y = Conv(x, w1)", "the convolution is not two-dimensional"),
     "auto_pad": (image(8, "x"), 'y = Conv<auto_pad="SAME_UPPER">(x, w)', "padding is computed at run time"),
     "odd group": (image(8, "x"), "y = GroupNormalization<num_groups=8>(x, g, b)", "8 channels in 8 groups"),
+    "one scale a group": (
+        image(8, "x"), "y = GroupNormalization<num_groups=2>(x, g2, b)", "not one number a channel",
+    ),
     "group norm of a sequence": ("float[B,8,W] x", "y = GroupNormalization<num_groups=2>(x, g, b)",
                                  "the input has 3 dimensions, the kernel takes 4"),
     "group norm of any channels": ("float[B,D,H,W] x", "y = GroupNormalization<num_groups=2>(x, g, b)",
@@ -80,7 +83,8 @@ REFUSED = {
 def test_what_no_kernel_takes_stays_and_says_why(name: str) -> None:
     inputs, call, reason = REFUSED[name]
     weights = {
-        "w": normal(12, 8, 3, 3), "w1": normal(12, 8, 3), "g": normal(8), "b": normal(8 if " g" in call else 12),
+        "w": normal(12, 8, 3, 3), "w1": normal(12, 8, 3), "g": normal(8), "g2": normal(2),
+        "b": normal(8 if " g" in call else 12),
     }  # fmt: skip
     used = {key: value for key, value in weights.items() if f" {key}," in call or f" {key})" in call}
     used = {key: value for key, value in used.items() if f"] {key}" not in inputs}

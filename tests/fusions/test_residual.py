@@ -110,6 +110,12 @@ def test_near_misses_are_refused(name: str) -> None:
     assert_refuses(graph(inputs, f"{shape} y", f"{body} {norm}", **used), LayerNormToSkipLayerNorm, reason)
 
 
+@pytest.mark.parametrize("name", ["g", "b"])
+def test_a_number_for_all_channels_is_refused(name: str) -> None:
+    model = graph(INPUTS, OUTPUT, f"t = Add(x, s) {LAYER_NORM}", **(NORM | {name: normal(1)}))
+    assert_refuses(model, LayerNormToSkipLayerNorm, "scale and shift are not one number a channel")
+
+
 def test_a_norm_without_beta_is_no_candidate() -> None:
     model = graph(INPUTS, OUTPUT, "t = Add(x, s) y = LayerNormalization(t, g)", g=NORM["g"])
     assert_refuses(model, LayerNormToSkipLayerNorm, None)
