@@ -143,9 +143,7 @@ def compose_step(model: ir.Model, config: Mapping[str, Any]) -> None:
     updated = add.op("MatMul", matrix, add.op("Concat", *rows, axis=0))
     new_state = add.op("Reshape", updated, add.op("Shape", state, dtype=_INT64))
     # From the row, not call + 1: it must not be written before the row was read.
-    next_call = add.op(
-        "Cast", add.op("Reshape", add.columns(row, 0, 1), add.integers(1)), dtype=_INT64, to=_INT64
-    )
+    next_call = add.op("Cast", add.op("Reshape", add.columns(row, 0, 1), add.integers(1)), dtype=_INT64, to=_INT64)
     for value, name, like in ((new_state, "new_state", state), (next_call, "next_call", call)):
         value.name, value.shape = name, like.shape
         graph.outputs.append(value)

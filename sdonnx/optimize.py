@@ -16,7 +16,7 @@ import onnx_ir as ir
 
 import sdonnx
 from sdonnx.compose import DECODE_MODEL, STEP_MODEL, compose_decode, compose_step
-from sdonnx.errors import FolderError, OptionError, ProviderError
+from sdonnx.errors import FolderError, OptionError, ProviderError, SdonnxError
 from sdonnx.families import ComponentSpec, Role, family_of
 from sdonnx.folder import MODEL_INDEX, ONNX_WEIGHTS, REPORT, PipelineFolder, atomic_folder
 from sdonnx.fusions import ATTENTION_LAYOUTS, PROVIDERS, StageOutcome, fuse
@@ -221,7 +221,10 @@ def _optimize_component(
         if progress:
             progress(f"{spec.name}: writing", info.index + 1, info.total)
 
-    ir.save(model, out / path.name, external_data=ONNX_WEIGHTS, callback=told)
+    try:
+        ir.save(model, out / path.name, external_data=ONNX_WEIGHTS, callback=told)
+    except ir.serde.SerdeError as error:
+        raise _cause(error) from error
     shutil.copyfile(path.parent / "config.json", out / "config.json")
     _write_composed(spec, out, path.name, config)
     after = _operators(model)
@@ -236,6 +239,14 @@ def _optimize_component(
         {str(value.name): _signature(value) for value in model.graph.inputs},
         {str(value.name): _signature(value) for value in model.graph.outputs},
     )
+
+
+def _cause(error: BaseException) -> BaseException:
+    """Return what onnx_ir wrapped while it wrote: a weight that does not fit says so itself."""
+    inner: BaseException | None = error
+    while inner is not None and not isinstance(inner, SdonnxError):
+        inner = inner.__cause__
+    return inner or error
 
 
 def _write_composed(spec: ComponentSpec, component: Path, name: str, config: dict[str, Any]) -> None:

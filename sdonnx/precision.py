@@ -248,9 +248,7 @@ def _converted(graph: ir.Graph, value: ir.Value, dtype: ir.DataType) -> ir.Value
             )
         return narrow
 
-    return derived_initializer(
-        graph, f"{value.name}.{dtype.name.lower()}", convert, dtype, tuple(tensor.shape.numpy())
-    )
+    return derived_initializer(graph, f"{value.name}.{dtype.name.lower()}", convert, dtype, tuple(tensor.shape.numpy()))
 
 
 def _drop_unused(graph: ir.Graph) -> None:

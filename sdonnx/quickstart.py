@@ -124,7 +124,7 @@ def _draw_torch(folder: Path, provider: str, half: bool, steps: int) -> _Drawn:
 
     def load() -> Callable[[], npt.NDArray[np.float32]]:
         dtype = torch.float16 if half else torch.float32
-        pipeline: Any = StableDiffusionPipeline.from_pretrained(folder, torch_dtype=dtype).to(provider)
+        pipeline: Any = StableDiffusionPipeline.from_pretrained(folder, dtype=dtype).to(provider)
         pipeline.set_progress_bar_config(disable=True)
         pixels = pipeline.unet.config.sample_size * pipeline.vae_scale_factor
         # float32 noise on the CPU, as ours: in half precision torch draws another stream.

@@ -116,9 +116,7 @@ def test_a_batch(pair: Pair) -> None:
 pieces = st.one_of(
     st.text(max_size=12),
     st.text(alphabet="the cat and dog!12' \n", max_size=60),
-    st.sampled_from(
-        ["<|endoftext|>", "<|startoftext|>", "!", " ", "🐱", "é", "e\u0301", "the cat ", "\u2028"]
-    ),
+    st.sampled_from(["<|endoftext|>", "<|startoftext|>", "!", " ", "🐱", "é", "e\u0301", "the cat ", "\u2028"]),
 )
 
 

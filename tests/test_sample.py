@@ -134,9 +134,7 @@ def test_parameter_counts_are_the_published_ones(arch: str, counts: dict[str, in
         ("sd21-base", "PNDMScheduler", "epsilon", 512),
     ],
 )
-def test_sampler_and_size_are_the_published_ones(
-    arch: str, scheduler: str, prediction_type: str, pixels: int
-) -> None:
+def test_sampler_and_size_are_the_published_ones(arch: str, scheduler: str, prediction_type: str, pixels: int) -> None:
     spec = ARCHITECTURES[arch].scheduler
     assert spec.name == scheduler
     instance = getattr(diffusers, spec.name).from_config(dict(spec.config))
@@ -203,9 +201,7 @@ def test_activations_leave_room_for_float16_and_inputs_matter(pipeline: Any) -> 
     ]
     generator = torch.Generator().manual_seed(0)
     latents = torch.randn(1, 4, 16, 16, generator=generator) * 10  # what they grow to in the last steps
-    ids = pipeline.tokenizer(
-        ["a red fox", "an old castle"], padding="max_length", return_tensors="pt"
-    ).input_ids
+    ids = pipeline.tokenizer(["a red fox", "an old castle"], padding="max_length", return_tensors="pt").input_ids
     fox, castle = pipeline.text_encoder(ids)[0].split(1)
     noise = pipeline.unet(latents, torch.tensor(500), fox)[0]
     for changed in (pipeline.unet(latents, torch.tensor(500), castle)[0], pipeline.unet(latents, 1, fox)[0]):

@@ -14,6 +14,7 @@ import torch
 from accelerate import init_empty_weights
 
 from sdonnx.errors import FolderError, OptionError
+from sdonnx.export.interruption import interruptible
 from sdonnx.export.trace import trace
 from sdonnx.export.weights import WeightFiles
 from sdonnx.export.wrappers import wrap
@@ -69,14 +70,14 @@ def export_pipeline(
     with atomic_folder(out, overwrite, [folder.path]) as partial:
         _copy_extras(folder, family, partial)
         for spec, build, weights in plans:
-            config = folder.config(spec.source)
-            if progress:
-                progress(f"{spec.name}: tracing", 0, 0)
-            model = trace(spec, config, build, wrap, weights, DTYPES[dtype])
-            _write(model, partial / spec.name, progress)
-            shutil.copyfile(folder.component(spec.source) / "config.json", partial / spec.name / "config.json")
-            del model
-            gc.collect()
+            with interruptible():
+                if progress:
+                    progress(f"{spec.name}: tracing", 0, 0)
+                model = trace(spec, folder.config(spec.source), build, wrap, weights, DTYPES[dtype])
+                _write(model, partial / spec.name, progress)
+                shutil.copyfile(folder.component(spec.source) / "config.json", partial / spec.name / "config.json")
+                del model
+                gc.collect()
 
 
 def _local(source: str | Path) -> Path:

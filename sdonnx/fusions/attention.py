@@ -163,9 +163,7 @@ class _Packing(Rule):
 
     def pattern(self, op: Any, q: Any, k: Any, v: Any) -> Any:
         """An attention without mask."""
-        return op.MultiHeadAttention(
-            q, k, v, _domain=MICROSOFT, _allow_other_attributes=True, _outputs=["attention"]
-        )
+        return op.MultiHeadAttention(q, k, v, _domain=MICROSOFT, _allow_other_attributes=True, _outputs=["attention"])
 
     keeps_nodes = True
 

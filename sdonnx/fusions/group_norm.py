@@ -47,9 +47,7 @@ class GroupNormToSkipGroupNorm(Rule):
 
     def pattern(self, op: Any, total: Any, gamma: Any, beta: Any) -> Any:
         """A norm; its input is looked at by `refuse`."""
-        return op.GroupNorm(
-            total, gamma, beta, _domain=MICROSOFT, _allow_other_attributes=True, _outputs=["norm"]
-        )
+        return op.GroupNorm(total, gamma, beta, _domain=MICROSOFT, _allow_other_attributes=True, _outputs=["norm"])
 
     def refuse(self, total: ir.Value, **_: Any) -> str | None:
         """There must be two terms, of one shape or one of them a row for each image; or one, and a bias."""

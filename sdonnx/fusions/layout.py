@@ -160,8 +160,11 @@ class _Walk:
         if self._is_pointwise(node, weight):
             result = insert(node, "MatMul", [twin, self._moved(weight, "matrix")], shape=shape)
         else:
-            attributes = {name: node.attributes[name] for name in ("dilations", "group", "kernel_shape", "strides")
-                          if name in node.attributes}
+            attributes = {
+                name: node.attributes[name]
+                for name in ("dilations", "group", "kernel_shape", "strides")
+                if name in node.attributes
+            }
             padded, pads = self._padded(node, twin)
             inputs = [padded, self._moved(weight, "channels_last")]
             result = insert(node, "NhwcConv", inputs, attributes | {"pads": pads}, domain=MICROSOFT, shape=shape)

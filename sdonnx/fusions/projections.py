@@ -127,6 +127,4 @@ def _joined(graph: ir.Graph, parts: Sequence[ir.Value | None], axis: int) -> ir.
         return np.concatenate([read(tensor) for tensor in tensors if tensor is not None], axis=axis)
 
     # Never shared by name: two groups may begin with one weight, equal ones being one initializer.
-    return add_initializer(
-        graph, f"{parts[0].name}.and_{len(tensors) - 1}_more", lazy(join, first.dtype, tuple(shape))
-    )
+    return add_initializer(graph, f"{parts[0].name}.and_{len(tensors) - 1}_more", lazy(join, first.dtype, tuple(shape)))

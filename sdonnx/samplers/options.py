@@ -91,9 +91,7 @@ class SchedulerOptions:
     euler_at_final: bool = False
 
 
-def read_options(
-    class_name: str, options: Mapping[str, Option], config: Mapping[str, object]
-) -> SchedulerOptions:
+def read_options(class_name: str, options: Mapping[str, Option], config: Mapping[str, object]) -> SchedulerOptions:
     """Return what `config` sets, with diffusers' defaults for what it leaves out.
 
     Options of other schedulers are ignored, as diffusers does: a folder's configuration keeps them so that

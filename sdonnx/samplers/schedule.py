@@ -128,9 +128,7 @@ def spaced_timesteps(
 
 def too_many_steps(steps: int, most: int) -> OptionError:
     """Return the error for more steps than the schedule has timesteps."""
-    return OptionError(
-        f"num_inference_steps is {steps}", f"at most {most} with this schedule", "ask for fewer steps"
-    )
+    return OptionError(f"num_inference_steps is {steps}", f"at most {most} with this schedule", "ask for fewer steps")
 
 
 def training_sigmas(alphas: NDArray[np.float32]) -> NDArray[np.float32]:
@@ -139,9 +137,7 @@ def training_sigmas(alphas: NDArray[np.float32]) -> NDArray[np.float32]:
     return sigmas
 
 
-def deformed_sigmas(
-    options: SchedulerOptions, sigmas: NDArray[Any], steps: int
-) -> NDArray[np.float64] | None:
+def deformed_sigmas(options: SchedulerOptions, sigmas: NDArray[Any], steps: int) -> NDArray[np.float64] | None:
     """Return Karras' or exponential sigmas, falling, (steps,), or None if neither is asked for.
 
     Karras: equation 5 of arXiv:2206.00364. Exponential: evenly spaced logarithms.

@@ -206,9 +206,7 @@ def plan_euler(options: SchedulerOptions, steps: int, eta: float) -> SamplingPla
     return _make(timesteps, matrices, input_scales=alphas[:-1], init_noise_sigma=initial)
 
 
-def _dpm_solver_sigmas(
-    options: SchedulerOptions, steps: int
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+def _dpm_solver_sigmas(options: SchedulerOptions, steps: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Return the timesteps (n,) and the sigmas (n + 1,) of `DPMSolverMultistepScheduler.set_timesteps`."""
     alpha_bars = cumulative_alphas(options, never_zero=True)
     training = training_sigmas(alpha_bars)

@@ -92,7 +92,7 @@ def pipelines(folders: tuple[str, Path, Path]) -> tuple[Any, Any]:
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     _, source, _ = folders
     loaded = [
-        StableDiffusionPipeline.from_pretrained(source, torch_dtype=dtype).to("cuda")
+        StableDiffusionPipeline.from_pretrained(source, dtype=dtype).to("cuda")
         for dtype in (torch.float32, torch.float16)
     ]
     for pipeline in loaded:

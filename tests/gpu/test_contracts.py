@@ -92,9 +92,7 @@ def check(
             for index, array in enumerate(inputs)
         ]
         model = model_of(op_type, narrow, attributes or {}, outputs, weights)
-        ours = outputs_of(
-            model, {f"x{i}": a for i, a in enumerate(narrow) if a is not None}, "cuda", folder
-        )
+        ours = outputs_of(model, {f"x{i}": a for i, a in enumerate(narrow) if a is not None}, "cuda", folder)
         wide = [None if array is None else array.astype(np.float32) for array in narrow]
         body = model_of(op_type, wide, attributes or {}, outputs, weights)
         LowerContribOperators()(body)
@@ -121,9 +119,7 @@ def test_group_norm(channels: int, activation: int, draw: Any, tmp_path: Path, n
 @pytest.mark.parametrize("channels", [320, 1280, 1920])
 @pytest.mark.parametrize("form", ["image", "row", "matrix"])
 @pytest.mark.parametrize("biased", [False, True])
-def test_skip_group_norm(
-    channels: int, form: str, biased: bool, draw: Any, tmp_path: Path, note: Any
-) -> None:
+def test_skip_group_norm(channels: int, form: str, biased: bool, draw: Any, tmp_path: Path, note: Any) -> None:
     attributes = {"groups": 32, "epsilon": 1e-5, "activation": 1, "channels_last": 1}
     skip = {"image": (2, 9, 13, channels), "row": (2, 1, 1, channels), "matrix": (2, channels)}[form]
     inputs = [draw(2, 9, 13, channels), draw(channels), draw(channels), draw(*skip)]
@@ -200,9 +196,7 @@ def test_nhwc_conv(
 
 @pytest.mark.parametrize("head_size", [40, 64, 80, 160, 512])
 @pytest.mark.parametrize(("queries", "keys"), [(256, 256), (1024, 77), (77, 77)])
-def test_multi_head_attention(
-    head_size: int, queries: int, keys: int, draw: Any, tmp_path: Path, note: Any
-) -> None:
+def test_multi_head_attention(head_size: int, queries: int, keys: int, draw: Any, tmp_path: Path, note: Any) -> None:
     """Head size 160 is where another kernel of ONNX Runtime, flash attention, is silently wrong on sm_90."""
     heads = 1 if head_size == 512 else 8
     width = heads * head_size
