@@ -34,7 +34,7 @@ class TensorSpec:
         name: its name in the graph.
         dims: one entry a dimension: a name where it is dynamic, a number where it is fixed, and
             `config:KEY` where the component's configuration holds the number.
-        integer: token ids (int64); everything else is floating point.
+        integer: token ids (int32, as optimum and diffusers feed them); everything else is floating point.
         keeps_float32: stays in float32 when the component is converted to another precision.
     """
 

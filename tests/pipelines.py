@@ -96,7 +96,12 @@ def lowered_session(path: Path, folder: Path) -> onnxruntime.InferenceSession:
 
 def run(graph: onnxruntime.InferenceSession, feeds: Mapping[str, Array]) -> list[Array]:
     """Run a graph, floating-point inputs converted to the types that it wants."""
-    dtypes = {"tensor(float)": np.float32, "tensor(float16)": np.float16, "tensor(int64)": np.int64}
+    dtypes = {
+        "tensor(float)": np.float32,
+        "tensor(float16)": np.float16,
+        "tensor(int64)": np.int64,
+        "tensor(int32)": np.int32,
+    }
     typed = {value.name: feeds[value.name].astype(dtypes[value.type]) for value in graph.get_inputs()}
     return list(graph.run(None, typed))
 

@@ -135,7 +135,7 @@ def _example(spec: ComponentSpec, config: Mapping[str, Any], dtype: torch.dtype)
     for tensor in spec.inputs:
         shape = [dim if isinstance(dim, int) else sizes[dim] for dim in tensor.resolve(config)]
         if tensor.integer:
-            yield torch.zeros(shape, dtype=torch.int64)
+            yield torch.zeros(shape, dtype=torch.int32)
         else:
             yield torch.zeros(shape, dtype=torch.float32 if tensor.keeps_float32 else dtype)
 

@@ -210,7 +210,7 @@ class OrtDiffusionPipeline:
         repeated = [text for text in prompts for _ in range(num_images_per_prompt)]
         if guided:
             repeated = [text for text in negatives for _ in range(num_images_per_prompt)] + repeated
-        token_ids = self.tokenizer.encode(repeated)
+        token_ids = self.tokenizer.encode(repeated).astype(self._text.dtype("input_ids"))
         bound = self._for_shape(shape)
         bound.token_ids.update_inplace(token_ids)
         bound.text()
@@ -301,7 +301,7 @@ class OrtDiffusionPipeline:
         latents = (shape.batch, self._channels, shape.height, shape.width)
         pixels = (shape.batch, shape.height * self.vae_scale_factor, shape.width * self.vae_scale_factor, 3)
         row = 3 + STATE_ROWS * (STATE_ROWS + 1 + copies)
-        token_ids = device.upload(np.zeros(tokens, np.int64))
+        token_ids = device.upload(np.zeros(tokens, self._text.dtype("input_ids")))
         hidden = device.empty((*tokens, width), self._text.dtype("last_hidden_state"))
         pooled = device.empty((tokens[0], width), self._text.dtype("pooler_output"))
         state = device.upload(np.zeros((STATE_ROWS, *latents), np.float32))

@@ -20,6 +20,7 @@ PROVIDERS = {"cuda": "CUDAExecutionProvider", "cpu": "CPUExecutionProvider"}
 _NUMPY = {
     "tensor(float)": np.float32,
     "tensor(float16)": np.float16,
+    "tensor(int32)": np.int32,
     "tensor(int64)": np.int64,
     "tensor(uint8)": np.uint8,
 }

@@ -1,0 +1,67 @@
+"""Full-size Stable Diffusion: counts, memory and time of export and optimization. Run with --full."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sdonnx.sample import write_sample
+
+pytestmark = pytest.mark.full
+
+_MEASURED = """
+import json, resource, sys, time
+from pathlib import Path
+start = time.monotonic()
+if sys.argv[1] == "export":
+    from sdonnx.export.pipeline import export_pipeline
+    export_pipeline(sys.argv[2], Path(sys.argv[3]))
+else:
+    from sdonnx.optimize import optimize_folder
+    optimize_folder(Path(sys.argv[2]), Path(sys.argv[3]), float16=True)
+peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+print(json.dumps({"seconds": time.monotonic() - start, "peak_bytes": peak}))
+"""
+
+# FACTS of the architecture: attentions, feed-forwards, norms and convolutions of the published UNets.
+COUNTS = {
+    "sd15": {"NhwcConv": 52, "pointwise": 46},
+    "sd21": {"NhwcConv": 52, "pointwise": 14},
+}
+
+
+def measured(what: str, source: Path, out: Path) -> dict[str, float]:
+    command = [sys.executable, "-c", _MEASURED, what, str(source), str(out)]
+    result = subprocess.run(command, check=True, capture_output=True, text=True)
+    return dict(json.loads(result.stdout.splitlines()[-1]))
+
+
+@pytest.mark.parametrize("arch", list(COUNTS))
+def test_export_and_optimize_full_size(arch: str, tmp_path: Path) -> None:
+    write_sample(arch, tmp_path / "source")
+    export = measured("export", tmp_path / "source", tmp_path / "onnx")
+    optimize = measured("optimize", tmp_path / "onnx", tmp_path / "fp16")
+    print(arch, "export", export, "optimize", optimize)
+    assert export["peak_bytes"] < 2.5e9
+    assert optimize["peak_bytes"] < 4e9
+    assert optimize["seconds"] < 120
+    report = json.loads((tmp_path / "fp16" / "sdonnx.json").read_text())
+    unet = report["components"]["unet"]
+    after = unet["operators_after"]
+    assert after["MultiHeadAttention"] == 32
+    assert after["GroupNorm"] + after["SkipGroupNorm"] == 61
+    assert after["BiasSplitGelu"] == 16
+    assert after["SkipLayerNormalization"] == 32
+    assert after["LayerNormalization"] == 16
+    assert after["BiasAdd"] >= 16
+    assert after["NhwcConv"] == COUNTS[arch]["NhwcConv"]
+    assert unet["operators_before"]["Conv"] == COUNTS[arch]["NhwcConv"] + COUNTS[arch]["pointwise"]
+    assert after["Transpose"] == 2
+    assert not {"Attention", "GroupNormalization", "Gelu", "Softmax", "Conv"} & set(after)
+    fired = {rule: count for stage in unet["stages"] for rule, count in stage["fired"].items()}
+    assert fired["SiluIntoGroupNorm"] == 45  # every norm but those of the 16 transformers has a SiLU after it
+    assert all(not component["left"] for component in report["components"].values())
