@@ -216,10 +216,13 @@ def _take_name(partial: Path, out: Path) -> None:
         partial.rename(out)
         return
     old = Path(tempfile.mkdtemp(prefix=f".{out.name}.", suffix=".replaced", dir=out.parent))
-    out.rename(old)  # over the empty folder that mkdtemp made
     try:
+        out.rename(old)  # over the empty folder that mkdtemp made
         partial.rename(out)
     except BaseException:
-        old.rename(out)
+        if out.exists():
+            old.rmdir()
+        else:
+            old.rename(out)
         raise
     shutil.rmtree(old, ignore_errors=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import resource
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -116,6 +117,30 @@ def copied(folder: Path, to: Path) -> Path:
     """Return a copy of a pipeline folder that a test may break."""
     shutil.copytree(folder, to)
     return to
+
+
+def linked(folder: Path, to: Path) -> Path:
+    """Return a copy of a folder of which the large files are links: they may be replaced, but not written to."""
+
+    def link_or_copy(source: str, target: str) -> None:
+        os.link(source, target) if os.path.getsize(source) > 1_000_000 else shutil.copy2(source, target)
+
+    shutil.copytree(folder, to, copy_function=link_or_copy)
+    return to
+
+
+@contextlib.contextmanager
+def replaced(path: Path, content: bytes | None) -> Iterator[None]:
+    """Put other bytes, or nothing, where a file or folder is, and put it back in the end."""
+    kept = path.with_name(f"{path.name}.kept")
+    path.rename(kept)
+    try:
+        if content is not None:
+            path.write_bytes(content)
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+        kept.rename(path)
 
 
 def edit_json(path: Path, **changes: Any) -> None:

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import onnxruntime
 import pytest
 import torch
-from pipelines import copied, edit_json, refused
+from pipelines import edit_json, linked, refused, replaced
 from transformers import CLIPTokenizer
 
 from sdonnx.errors import FolderError, OptionError, PromptError, ProviderError, SchedulerError
@@ -110,11 +110,6 @@ def test_the_folder_s_own_scheduler_and_size(ours: OrtDiffusionPipeline, theirs:
     assert assert_same_images(ours, theirs, height=None, width=None).shape == (1, 128, 128, 3)
 
 
-def test_fifty_steps(ours: OrtDiffusionPipeline, theirs: Any) -> None:
-    switch(ours, theirs, "DPMSolverMultistepScheduler")
-    assert_same_images(ours, theirs, height=16, width=24, num_inference_steps=50, guidance_scale=1.0)
-
-
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -170,10 +165,10 @@ def test_latents_given(ours: OrtDiffusionPipeline, theirs: Any) -> None:
 
 
 def test_output_types(ours: OrtDiffusionPipeline, theirs: Any) -> None:
-    arguments = {"prompt": ["fox", "owl"], "num_inference_steps": 3, "height": 64, "width": 72}
+    arguments = {"prompt": ["fox", "owl"], "num_inference_steps": 2, "height": 32, "width": 40}
     pictures = ours(**arguments, seed=0).images
     for image, expected in zip(pictures, theirs(**arguments, generator=generator()).images, strict=True):
-        assert (image.size, image.mode) == ((72, 64), "RGB")
+        assert (image.size, image.mode) == ((40, 32), "RGB")
         # A value in the middle between two levels may be rounded either way.
         difference = np.abs(np.asarray(image, np.int16) - np.asarray(expected, np.int16))
         assert difference.max() <= 1
@@ -266,21 +261,18 @@ def test_callback_may_interrupt(ours: OrtDiffusionPipeline, theirs: Any) -> None
 
 
 def test_a_callback_that_fails_or_scribbles_spoils_nothing(ours: OrtDiffusionPipeline, theirs: Any) -> None:
-    class StoppedError(Exception):
-        pass
-
     def fail(*_: Any) -> None:
-        raise StoppedError
+        raise ArithmeticError
 
     def scribble(_: Any, __: int, ___: float, values: dict[str, Any]) -> None:
         values["latents"][:] = 0  # a copy: only what is returned counts
 
-    arguments = {"height": 64, "width": 64, "num_inference_steps": 3}
+    arguments = {"height": 32, "width": 40, "num_inference_steps": 2}
     expected = assert_same_images(ours, theirs, **arguments)
-    with pytest.raises(StoppedError):
+    with pytest.raises(ArithmeticError):
         ours("fox", **arguments, callback_on_step_end=fail)
-    with refused(OptionError, "(1, 4, 8, 7)", "(1, 4, 8, 8)"):
-        ours("fox", **arguments, callback_on_step_end=lambda *_: {"latents": np.zeros((1, 4, 8, 7))})
+    with refused(OptionError, "(1, 4, 4, 7)", "(1, 4, 4, 5)"):
+        ours("fox", **arguments, callback_on_step_end=lambda *_: {"latents": np.zeros((1, 4, 4, 7))})
     again = ours("a red fox in the snow", **arguments, seed=0, output_type="np", callback_on_step_end=scribble)
     np.testing.assert_array_equal(again.images, expected)
 
@@ -301,10 +293,10 @@ def test_sizes_come_and_go(ours: OrtDiffusionPipeline, theirs: Any) -> None:
 
 def test_warmup_changes_no_image(tiny_cpu: Path, ours: OrtDiffusionPipeline) -> None:
     warm = OrtDiffusionPipeline.from_pretrained(str(tiny_cpu), "CPUExecutionProvider")
-    warm.warmup([(1, 64, 64), (2, 64, 72)])
+    warm.warmup([(1, 32, 40), (2, 32, 40)])
     with refused(OptionError, "width", "multiple of 8"):
-        warm.warmup([(1, 64, 63)])
-    arguments = {"prompt": "fox", "num_inference_steps": 2, "height": 64, "width": 64, "seed": 1, "output_type": "np"}
+        warm.warmup([(1, 32, 39)])
+    arguments = {"prompt": "fox", "num_inference_steps": 2, "height": 32, "width": 40, "seed": 1, "output_type": "np"}
     np.testing.assert_array_equal(warm(**arguments).images, ours(**arguments).images)
 
 
@@ -374,48 +366,48 @@ def test_scheduler_is_chosen_by_name(ours: OrtDiffusionPipeline) -> None:
 
 
 @pytest.mark.parametrize(
-    ("spoil", "error", "words"),
+    ("file", "content", "words"),
     [
-        (lambda folder: (folder / "sdonnx.json").unlink(), FolderError, ["sdonnx.json", "optimize_pipeline"]),
-        (lambda folder: (folder / "sdonnx.json").write_text("{"), FolderError, ["sdonnx.json"]),
-        (lambda folder: (folder / "unet" / "step.onnx").unlink(), FolderError, ["step.onnx is missing"]),
-        (lambda folder: (folder / "unet" / "step.onnx").write_text("no"), FolderError, ["step.onnx"]),
-        (lambda folder: (folder / "vae_decoder" / "model.onnx.data").unlink(), FolderError, ["decode.onnx"]),
-        (lambda folder: (folder / "vae_decoder" / "model.onnx.data").write_text("no"), FolderError, ["decode.onnx"]),
-        (lambda folder: (folder / "tokenizer" / "tokenizer.json").unlink(), FolderError, ["tokenizer.json"]),
-        (lambda folder: (folder / "tokenizer" / "tokenizer.json").write_text("no"), FolderError, ["tokenizer.json"]),
-        (lambda folder: (folder / "scheduler" / "scheduler_config.json").unlink(), FolderError, ["scheduler_config"]),
-        (lambda folder: (folder / "unet" / "config.json").write_text("[]"), FolderError, ["config.json", "list"]),
-        (lambda folder: (folder / "model_index.json").unlink(), FolderError, ["model_index.json"]),
+        ("sdonnx.json", None, ["sdonnx.json", "optimize_pipeline"]),
+        ("sdonnx.json", b"{", ["sdonnx.json"]),
+        ("model_index.json", None, ["model_index.json"]),
+        ("unet/config.json", b"[]", ["config.json", "list"]),
+        ("unet/step.onnx", None, ["step.onnx is missing"]),
+        ("unet/step.onnx", b"no graph", ["step.onnx"]),
+        ("vae_decoder/model.onnx.data", None, ["decode.onnx"]),
+        ("vae_decoder/model.onnx.data", b"short", ["decode.onnx"]),
+        ("scheduler/scheduler_config.json", None, ["scheduler_config.json"]),
+        ("tokenizer/tokenizer.json", None, ["tokenizer.json"]),
+        ("tokenizer/tokenizer.json", b"no tokenizer", ["tokenizer.json"]),
+        ("tokenizer", None, ["tokenizer"]),
     ],
 )
 def test_folders_that_cannot_be_loaded(
-    spoil: Callable[[Path], Any], error: Any, words: list[str], tiny_cpu: Path, tmp_path: Path
+    file: str, content: bytes | None, words: list[str], tiny_cpu: Path, tmp_path: Path
 ) -> None:
-    folder = copied(tiny_cpu, tmp_path / "folder")
-    spoil(folder)
-    with refused(error, *words):
+    folder = linked(tiny_cpu, tmp_path / "folder")
+    with replaced(folder / file, content), refused(FolderError, *words):
         OrtDiffusionPipeline.from_pretrained(folder)
 
 
 def test_sizes_missing_from_the_configuration(tiny_cpu: Path, tmp_path: Path) -> None:
-    folder = copied(tiny_cpu, tmp_path / "folder")
+    folder = linked(tiny_cpu, tmp_path / "folder")
     edit_json(folder / "unet" / "config.json", sample_size=...)
     pipeline = OrtDiffusionPipeline.from_pretrained(folder)
     with refused(FolderError, "sample_size", str(folder)):
         pipeline("fox")
-    assert pipeline("fox", 64, 64, 1).images[0].size == (64, 64)
+    assert pipeline("fox", 32, 40, 1).images[0].size == (40, 32)
 
 
 @pytest.mark.parametrize("class_name", ["LMSDiscreteScheduler", ...])
 def test_folder_whose_scheduler_is_unknown(class_name: Any, tiny_cpu: Path, tmp_path: Path) -> None:
-    folder = copied(tiny_cpu, tmp_path / "folder")
+    folder = linked(tiny_cpu, tmp_path / "folder")
     edit_json(folder / "scheduler" / "scheduler_config.json", _class_name=class_name)
     pipeline = OrtDiffusionPipeline.from_pretrained(folder)
     with refused(SchedulerError, "euler"):
-        pipeline("fox", 64, 64, 1)
+        pipeline("fox", 32, 40, 1)
     pipeline.scheduler = "euler"
-    assert pipeline("fox", 64, 64, 1).images[0].size == (64, 64)
+    assert pipeline("fox", 32, 40, 1).images[0].size == (40, 32)
 
 
 def test_providers(tiny_cpu: Path, tiny_exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -426,7 +418,7 @@ def test_providers(tiny_cpu: Path, tiny_exported: Path, tmp_path: Path, monkeypa
         load(tiny_exported, "cpu")
     with refused(FolderError, "nowhere"):
         load(tmp_path / "nowhere")
-    folder = copied(tiny_cpu, tmp_path / "folder")
+    folder = linked(tiny_cpu, tmp_path / "folder")
     edit_json(folder / "sdonnx.json", provider="cuda")
     with refused(ProviderError, "optimized for cuda", "--provider cpu"):
         load(folder, "cpu")
@@ -459,8 +451,8 @@ def test_diffusers_opens_the_folder(tiny_cpu: Path, ours: OrtDiffusionPipeline) 
             requires_safety_checker=False,
         )
     pipeline.set_progress_bar_config(disable=True)
-    latents = torch.randn((1, 4, 8, 9), generator=generator()).numpy()
-    arguments = {"height": 64, "width": 72, "num_inference_steps": 3, "latents": latents, "output_type": "np"}
+    latents = torch.randn((1, 4, 4, 5), generator=generator()).numpy()
+    arguments = {"height": 32, "width": 40, "num_inference_steps": 3, "latents": latents, "output_type": "np"}
     expected = pipeline("a red fox", **arguments).images
     ours.scheduler = "ddim"
     assert psnr(ours("a red fox", **arguments).images, expected) > LEAST_PSNR_DB

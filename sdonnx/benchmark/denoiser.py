@@ -7,6 +7,7 @@ clocks and temperature are the same for all. Needs a GPU and torch.
 from __future__ import annotations
 
 import argparse
+import shlex
 import statistics
 import sys
 import time
@@ -209,7 +210,7 @@ def _run(options: argparse.Namespace) -> int:
         records[engine] |= _kernels(calls[engine])
     record = {
         "benchmark": "denoiser",
-        "command": sys.argv,
+        "command": shlex.join(sys.orig_argv),
         "case": {"batch": 2 * options.batch_size, "height": options.height, "width": options.width},
         "engines": records,
         "environment": environment(),

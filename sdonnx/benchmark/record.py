@@ -105,7 +105,7 @@ def record_of(
             "precision": engine.precision,
             "compile_mode": engine.options.compile_mode,
             "scheduler": engine.scheduler,
-            "folder": str(engine.folder.path.resolve()),
+            "folder": str(engine.folder.path),
             "family": engine.family.name,
         },
         "workload": {**dataclasses.asdict(workload), "prompts": list(prompts)},

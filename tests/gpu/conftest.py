@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,5 +27,10 @@ def note(request: pytest.FixtureRequest) -> Iterator[Note]:
     rows: dict[str, list[dict[str, Any]]] = {}
     yield lambda title, row: rows.setdefault(title, []).append(row)
     if (path := request.config.getoption("--results")) is not None and rows:
-        record = {"tests": "tests/gpu", "command": sys.argv, "measured": rows, "environment": environment()}
+        record = {
+            "tests": "tests/gpu",
+            "command": shlex.join(sys.orig_argv),
+            "measured": rows,
+            "environment": environment(),
+        }
         append_json(path, record)
