@@ -29,7 +29,7 @@ __all__ = ["ComponentReport", "OptimizeReport", "optimize_folder"]
 _PACKAGES = ("onnx", "onnx_ir", "onnxscript", "numpy")
 
 # Operators that a stage should have left none of, on the provider that it is for.
-_FUSED_AWAY = {"cuda": ("Attention", "GroupNormalization", "Gelu", "Softmax", "Conv"), "cpu": ("Attention",)}
+_FUSED_AWAY = {"cuda": ("Attention", "GroupNormalization", "Softmax", "Conv"), "cpu": ("Attention",)}
 
 Progress = Callable[[str, int, int], None]
 """Told (what happens now, tensors written, tensors in all) while a component is optimized."""
@@ -233,12 +233,18 @@ def _optimize_component(
         before,
         after,
         [_stage(outcome) for outcome in outcomes],
-        {name: after[name] for name in _FUSED_AWAY[provider] if name in after},
+        {name: after[name] for name in _fused_away(spec, provider) if name in after},
         "float32" if policy is None and not came_narrow else "float16",
         kept,
         {str(value.name): _signature(value) for value in model.graph.inputs},
         {str(value.name): _signature(value) for value in model.graph.outputs},
     )
+
+
+def _fused_away(spec: ComponentSpec, provider: str) -> tuple[str, ...]:
+    """Return what should be gone; a Gelu outside a denoiser is no GEGLU's (OpenCLIP's text encoder has some)."""
+    gated = provider == "cuda" and spec.role is Role.DENOISER
+    return _FUSED_AWAY[provider] + (("Gelu",) if gated else ())
 
 
 def _cause(error: BaseException) -> BaseException:
