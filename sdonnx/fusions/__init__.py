@@ -6,8 +6,9 @@ may, and a convolution gets back only the biases that nothing else took.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 import onnx_ir as ir
 
@@ -31,7 +32,7 @@ from sdonnx.fusions.residual import BiasIntoNhwcConv, LayerNormToSkipLayerNorm, 
 from sdonnx.graph.match import Refusal, Rule, apply_rules
 from sdonnx.graph.passes import FoldWeightTransposes, SimplifyReshapes, infer_shapes, tidy
 
-__all__ = ["ATTENTION_LAYOUTS", "PROVIDERS", "Stage", "StageOutcome", "fuse", "stages"]
+__all__ = ["ATTENTION_LAYOUTS", "DISABLING", "PROVIDERS", "Stage", "StageOutcome", "fuse", "stages"]
 
 PROVIDERS = ("cuda", "cpu")
 ATTENTION_LAYOUTS = ("unpacked", "packed_kv", "packed_qkv")
@@ -71,8 +72,22 @@ class Stage:
     only_cuda: bool = field(default=True)
 
 
-def _channels_last(model: ir.Model) -> tuple[dict[str, int], list[Refusal]]:
-    layout = ChannelsLast()
+_LAYOUT_KERNELS = ("Conv", "GroupNormalization")
+
+# What can be left out: the stages, or the operators of the layout stage, that each name stands for.
+DISABLING: Mapping[str, tuple[str, ...]] = {
+    "attention": ("attention",),
+    "group_norm": ("GroupNormalization",),
+    "skip_group_norm": ("skip_group_norm",),
+    "skip_layer_norm": ("skip_layer_norm",),
+    "bias_splitgelu": ("geglu",),
+    "bias_add": ("bias_add",),
+    "nhwc_conv": ("Conv",),
+}
+
+
+def _channels_last(model: ir.Model, kernels: frozenset[str]) -> tuple[dict[str, int], list[Refusal]]:
+    layout = ChannelsLast(kernels)
     layout(model)
     return layout.fired, layout.refusals
 
@@ -90,14 +105,19 @@ _PACKINGS: dict[str, tuple[type[Rule], ...]] = {
 }
 
 
-def stages(provider: str, attention_layout: str = "unpacked") -> tuple[Stage, ...]:
+def stages(
+    provider: str, attention_layout: str = "unpacked", disabled: Collection[str] = ()
+) -> tuple[Stage, ...]:
     """Return the stages for a provider, in order.
 
     Args:
         provider: "cuda" or "cpu".
         attention_layout: how MultiHeadAttention reads its input, one of ATTENTION_LAYOUTS. On sm_90
             and newer the unpacked layout is read in place while packed ones cost an unpack kernel.
+        disabled: what is left out, of DISABLING.
     """
+    left_out = {name for what in disabled for name in DISABLING[what]}
+    layout = partial(_channels_last, kernels=frozenset(_LAYOUT_KERNELS) - left_out)
     table = (
         Stage("masks", (CausalMaskToAttribute,), only_cuda=False),
         Stage("attention", (AttentionToMultiHeadAttention,), only_cuda=False),
@@ -108,7 +128,7 @@ def stages(provider: str, attention_layout: str = "unpacked") -> tuple[Stage, ..
             "flat_images",
             (FlatGroupNormToGroupNorm, FlatChannelsToChannelsLast, ChannelsLastToFlatChannels),
         ),
-        Stage("channels_last", run=_channels_last),
+        Stage("channels_last", run=layout),
         Stage("bias_after_reshape", (BiasAfterReshape,), commute=True),
         Stage("group_norm_silu", (SiluIntoGroupNorm,), commute=True),
         Stage("skip_group_norm", (GroupNormToSkipGroupNorm,)),
@@ -116,13 +136,23 @@ def stages(provider: str, attention_layout: str = "unpacked") -> tuple[Stage, ..
         Stage("bias_add", (ResidualToBiasAdd,)),
         Stage("conv_bias", (BiasIntoNhwcConv,), commute=True),
     )
-    return tuple(stage for stage in table if provider == "cuda" or not stage.only_cuda)
+    return tuple(
+        stage for stage in table if (provider == "cuda" or not stage.only_cuda) and stage.name not in left_out
+    )
 
 
-def fuse(model: ir.Model, provider: str, attention_layout: str = "unpacked") -> list[StageOutcome]:
+def fuse(
+    model: ir.Model, provider: str, attention_layout: str = "unpacked", disabled: Collection[str] = ()
+) -> list[StageOutcome]:
     """Fuse the graph in place for a provider and return what each stage did.
 
     The graph computes the same function after every stage.
+
+    Args:
+        model: the graph.
+        provider: "cuda" or "cpu".
+        attention_layout: one of ATTENTION_LAYOUTS; see `stages`.
+        disabled: what is left out, of DISABLING.
     """
     model.graph.opset_imports["com.microsoft"] = 1
     FoldWeightTransposes()(model)
@@ -130,7 +160,7 @@ def fuse(model: ir.Model, provider: str, attention_layout: str = "unpacked") -> 
     SimplifyReshapes()(model)
     tidy(model)
     outcomes = []
-    for stage in stages(provider, attention_layout):
+    for stage in stages(provider, attention_layout, disabled):
         if stage.run is not None:
             fired, refusals = stage.run(model)
         else:

@@ -44,19 +44,24 @@ class ChannelsLast(InPlacePass):
     Conv -> NhwcConv, or MatMul for a plain 1x1; its bias becomes an addition of its own, which later
     stages give to the kernel that can take it. GroupNormalization -> GroupNorm.
 
+    Args:
+        kernels: the operators to rewrite for their own sake, of Conv and GroupNormalization; what lies
+            between them follows.
+
     Attributes:
         fired: how many nodes were rewritten, by operator.
         refusals: the convolutions and norms that were not, and why.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, kernels: frozenset[str] = _KERNELS) -> None:
         super().__init__()
+        self._kernels = kernels
         self.fired: dict[str, int] = {}
         self.refusals: list[Refusal] = []
 
     def call(self, model: ir.Model) -> PassResult:
         """Rewrite the graph in place."""
-        walk = _Walk(model.graph)
+        walk = _Walk(model.graph, self._kernels)
         for node in list(model.graph):
             outcome = walk.visit(node)
             if outcome is None:
@@ -74,8 +79,9 @@ class _Walk:
     business, and otherwise the reason why it was left.
     """
 
-    def __init__(self, graph: ir.Graph) -> None:
+    def __init__(self, graph: ir.Graph, kernels: frozenset[str]) -> None:
         self.graph = graph
+        self.kernels = kernels
         # Original image -> its channels-last twin.
         self.twins: dict[ir.Value, ir.Value] = {}
         # Those whose twin takes their place, in the graph's order; the twin of any other is computed from it.
@@ -90,7 +96,7 @@ class _Walk:
         }
 
     def visit(self, node: ir.Node) -> str | None:
-        if node.domain:
+        if node.domain or (node.op_type in _KERNELS and node.op_type not in self.kernels):
             return ""
         if dims(node.outputs[0]) is None:
             return "the shape of its output is not known" if node.op_type in _KERNELS else ""

@@ -38,10 +38,11 @@ class Refusal:
 
 
 class Rule(RewriteRuleClassBase):
-    """A rewrite rule: `pattern`, `refuse` and `rewrite`.
+    """A rewrite rule: `pattern`, `concerns`, `refuse` and `rewrite`.
 
-    `pattern(op, ...)` is the source. `refuse(**bindings)` gets what the pattern bound and returns
-    why the match must not be rewritten, or None. `rewrite(op, **bindings)` returns the target.
+    `pattern(op, ...)` is the source. `concerns(**bindings)` tells whether what the pattern bound is a
+    candidate at all, where the pattern alone cannot. `refuse(**bindings)` returns why a candidate must
+    not be rewritten, or None. `rewrite(op, **bindings)` returns the target.
     With `keeps_nodes`, values inside the match may be used elsewhere: the match is then left in
     place, and what became unused is removed after the stage.
     """
@@ -52,14 +53,20 @@ class Rule(RewriteRuleClassBase):
         super().__init__(name=type(self).__name__, remove_nodes=not self.keeps_nodes)
         self._refusals = refusals
 
+    def concerns(self, *args: Any, **bindings: Any) -> bool:
+        """Tell whether this match is a candidate; what is none is not reported."""
+        return True
+
     def refuse(self, *args: Any, **bindings: Any) -> str | None:
         """Return why this match must not be rewritten, None if it may be."""
         return None
 
     def check(self, op: Any, *args: Any, **bindings: Any) -> MatchResult:
         """Ask `refuse`, and keep its answer for the report; onnxscript passes the match as `op`."""
-        reason = self.refuse(**bindings)
         result = MatchResult()
+        if not self.concerns(**bindings):
+            return result.fail("no candidate")
+        reason = self.refuse(**bindings)
         if reason is None:
             return result
         node = op.root

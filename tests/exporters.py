@@ -1,0 +1,115 @@
+"""Components as others export them: torch's exporters at several opsets, with diffusers' attention processors."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers.models.attention_processor import AttnProcessor, AttnProcessor2_0
+
+from sdonnx.export.wrappers import wrap
+from sdonnx.families import ComponentSpec, family_of
+from sdonnx.folder import MODEL_INDEX, PipelineFolder
+
+# torch 2.13 exports at opset 18 or newer, and converts down from there with onnx.
+_SIZES = {"batch_size": 2, "steps": 1, "sequence_length": 77, "height": 16, "width": 24}
+_SIZES |= {"height_latent": 8, "width_latent": 12}
+_PIXELS = {"height": 64, "width": 96}
+
+
+@dataclass(frozen=True)
+class Exporter:
+    """How somebody else made the graph.
+
+    Attributes:
+        name: for test ids and tables.
+        opset: the version asked for.
+        dynamo: torch.export in place of TorchScript.
+        processor: diffusers' attention processor: SDPA ("2.0") or the older one, heads folded into the batch.
+        dtype: floating-point type of the weights.
+    """
+
+    name: str
+    opset: int
+    dynamo: bool
+    processor: str = "2.0"
+    dtype: torch.dtype = torch.float32
+
+
+EXPORTERS = (
+    Exporter("dynamo-18", 18, True),
+    Exporter("dynamo-20", 20, True),
+    Exporter("torchscript-17", 17, False),
+    Exporter("torchscript-14", 14, False),
+    Exporter("torchscript-14-baddbmm", 14, False, processor="baddbmm"),
+)
+
+
+def export_component(pipeline: Any, spec: ComponentSpec, config: Any, exporter: Exporter, path: Path) -> None:
+    """Write one component of a diffusers pipeline as this exporter makes it; weights lie beside the graph."""
+    source = getattr(pipeline, spec.source)
+    processors = {"2.0": AttnProcessor2_0, "baddbmm": AttnProcessor}
+    if hasattr(source, "set_attn_processor"):
+        source.set_attn_processor(processors[exporter.processor]())
+    elif exporter.processor == "baddbmm":
+        source.set_attn_implementation("eager")
+    module = wrap(spec, source.to(exporter.dtype))
+    sizes = _SIZES | (_PIXELS if spec.source == "vae" else {})
+    examples, axes = [], {}
+    for tensor in spec.inputs:
+        resolved = tensor.resolve(config)
+        shape = [dim if isinstance(dim, int) else sizes[dim] for dim in resolved]
+        floats = torch.float32 if tensor.keeps_float32 else exporter.dtype
+        examples.append(torch.ones(shape, dtype=torch.int64 if tensor.integer else floats))
+        axes[tensor.name] = {axis: dim for axis, dim in enumerate(resolved) if isinstance(dim, str) and dim != "steps"}
+    options: dict[str, Any] = {"dynamic_axes": axes}
+    if exporter.dynamo:
+        dynamic = tuple(dict(names) or None for names in axes.values())
+        options = {"dynamic_shapes": dynamic, "verbose": False, "external_data": True}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with _quiet(), torch.no_grad():
+        torch.onnx.export(
+            module,
+            tuple(examples),
+            path,
+            dynamo=exporter.dynamo,
+            opset_version=exporter.opset,
+            input_names=[tensor.name for tensor in spec.inputs],
+            output_names=[tensor.name for tensor in spec.outputs],
+            **options,
+        )
+
+
+def export_folder(source: Path, out: Path, exporter: Exporter) -> Path:
+    """Write a whole pipeline as this exporter makes it."""
+    import diffusers
+
+    pipeline: Any = diffusers.StableDiffusionPipeline.from_pretrained(source)
+    folder = PipelineFolder.open(source)
+    family = family_of(folder)
+    for spec in family.components:
+        config = folder.config(spec.source)
+        export_component(pipeline, spec, config, exporter, out / spec.name / "model.onnx")
+        shutil.copyfile(source / spec.source / "config.json", out / spec.name / "config.json")
+    for name, _ in family.extras:
+        shutil.copytree(source / name, out / name)
+    shutil.copyfile(source / MODEL_INDEX, out / MODEL_INDEX)
+    return out
+
+
+class _quiet(warnings.catch_warnings):  # noqa: N801 - used as a function
+    """Keep the exporters' remarks out of the tests' output."""
+
+    def __enter__(self) -> None:
+        super().__enter__()
+        warnings.simplefilter("ignore")
+        logging.disable(logging.WARNING)
+
+    def __exit__(self, *exc: Any) -> None:
+        logging.disable(logging.NOTSET)
+        super().__exit__(*exc)
