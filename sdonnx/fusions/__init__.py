@@ -12,6 +12,14 @@ from functools import partial
 
 import onnx_ir as ir
 
+from sdonnx.fusions.activations import (
+    ErfToGelu,
+    ExponentialToSigmoid,
+    QuotientToSilu,
+    SizesToEqualSplit,
+    SlicesToSplit,
+    SwishToSilu,
+)
 from sdonnx.fusions.attention import (
     AttentionToMultiHeadAttention,
     ProjectionsToPackedKeyValue,
@@ -19,7 +27,6 @@ from sdonnx.fusions.attention import (
 )
 from sdonnx.fusions.canonicalize import (
     BiasAfterReshape,
-    CausalMaskToAttribute,
     ChannelsLastToFlatChannels,
     FlatChannelsToChannelsLast,
     FlatGroupNormToGroupNorm,
@@ -27,10 +34,16 @@ from sdonnx.fusions.canonicalize import (
 from sdonnx.fusions.geglu import GegluToBiasSplitGelu
 from sdonnx.fusions.group_norm import GroupNormToSkipGroupNorm, SiluIntoGroupNorm
 from sdonnx.fusions.layout import ChannelsLast
+from sdonnx.fusions.masks import CausalMaskToAttribute
+from sdonnx.fusions.noops import MergeReshapes, MergeTransposes, MergeUnsqueezes, NoOp, PadIntoConv, TransposeOfFolded
+from sdonnx.fusions.norms import InstanceNormToGroupNorm, MeansToLayerNorm
 from sdonnx.fusions.projections import GroupProjections
 from sdonnx.fusions.residual import BiasIntoNhwcConv, LayerNormToSkipLayerNorm, ResidualToBiasAdd
-from sdonnx.graph.match import Refusal, Rule, apply_rules
-from sdonnx.graph.passes import FoldWeightTransposes, SimplifyReshapes, infer_shapes, tidy
+from sdonnx.fusions.softmax import EinsumToMatMul, SoftmaxToAttention
+from sdonnx.graph.match import Idiom, Refusal, Rule, apply_idioms, apply_rules
+from sdonnx.graph.passes import SimplifyReshapes, infer_shapes, tidy
+from sdonnx.graph.prepare import prepare
+from sdonnx.graph.size_computations import ComputeSizesFromInputs
 
 __all__ = ["ATTENTION_LAYOUTS", "DISABLING", "PROVIDERS", "Stage", "StageOutcome", "fuse", "stages"]
 
@@ -61,6 +74,7 @@ class Stage:
         name: what the user calls it.
         rules: the rules that it tries at every node.
         commute: also try the operands of commutative operators the other way round.
+        idioms: what it looks for by walking, again and again until none is left.
         run: a pass in place of rules; it returns how often it fired, and the refusals.
         only_cuda: its operators have no CPU kernel.
     """
@@ -68,9 +82,33 @@ class Stage:
     name: str
     rules: tuple[type[Rule], ...] = ()
     commute: bool = False
+    idioms: tuple[type[Idiom], ...] = ()
     run: Callable[[ir.Model], tuple[dict[str, int], list[Refusal]]] | None = None
     only_cuda: bool = field(default=True)
 
+
+_NO_OPS: tuple[type[Idiom], ...] = (
+    NoOp,
+    MergeTransposes,
+    MergeUnsqueezes,
+    MergeReshapes,
+    TransposeOfFolded,
+    PadIntoConv,
+)
+
+# Any exporter's idiom -> the standard operator in its plainest form, whatever the provider.
+_CANONICALIZE = (
+    Stage("no_ops", idioms=_NO_OPS, only_cuda=False),
+    Stage(
+        "activations",
+        rules=(SwishToSilu,),
+        idioms=(ExponentialToSigmoid, QuotientToSilu, ErfToGelu, SlicesToSplit, SizesToEqualSplit),
+        only_cuda=False,
+    ),
+    Stage("norms", idioms=(MeansToLayerNorm, InstanceNormToGroupNorm), only_cuda=False),
+    Stage("softmax_attention", idioms=(EinsumToMatMul, SoftmaxToAttention, *_NO_OPS), only_cuda=False),
+    Stage("masks", (CausalMaskToAttribute,), only_cuda=False),
+)
 
 _LAYOUT_KERNELS = ("Conv", "GroupNormalization")
 
@@ -105,9 +143,7 @@ _PACKINGS: dict[str, tuple[type[Rule], ...]] = {
 }
 
 
-def stages(
-    provider: str, attention_layout: str = "unpacked", disabled: Collection[str] = ()
-) -> tuple[Stage, ...]:
+def stages(provider: str, attention_layout: str = "unpacked", disabled: Collection[str] = ()) -> tuple[Stage, ...]:
     """Return the stages for a provider, in order.
 
     Args:
@@ -119,7 +155,7 @@ def stages(
     left_out = {name for what in disabled for name in DISABLING[what]}
     layout = partial(_channels_last, kernels=frozenset(_LAYOUT_KERNELS) - left_out)
     table = (
-        Stage("masks", (CausalMaskToAttribute,), only_cuda=False),
+        *_CANONICALIZE,
         Stage("attention", (AttentionToMultiHeadAttention,), only_cuda=False),
         *(Stage(f"packing_{rule.__name__}", (rule,)) for rule in _PACKINGS[attention_layout]),
         Stage("projections", run=_group_projections),
@@ -136,9 +172,7 @@ def stages(
         Stage("bias_add", (ResidualToBiasAdd,)),
         Stage("conv_bias", (BiasIntoNhwcConv,), commute=True),
     )
-    return tuple(
-        stage for stage in table if (provider == "cuda" or not stage.only_cuda) and stage.name not in left_out
-    )
+    return tuple(stage for stage in table if (provider == "cuda" or not stage.only_cuda) and stage.name not in left_out)
 
 
 def fuse(
@@ -155,21 +189,40 @@ def fuse(
         disabled: what is left out, of DISABLING.
     """
     model.graph.opset_imports["com.microsoft"] = 1
-    FoldWeightTransposes()(model)
-    infer_shapes(model)
-    SimplifyReshapes()(model)
-    tidy(model)
+    declared = [value.shape for value in (*model.graph.inputs, *model.graph.outputs)]
+    prepare(model)
     outcomes = []
     for stage in stages(provider, attention_layout, disabled):
-        if stage.run is not None:
-            fired, refusals = stage.run(model)
-        else:
-            fired, refusals = {}, []
-            for rule in stage.rules:
-                count, refused = apply_rules(model, [rule], stage.commute)
-                fired[rule.__name__] = count
-                refusals += refused
+        outcome = _run(stage, model)
         tidy(model)
-        outcomes.append(StageOutcome(stage.name, fired, tuple(refusals)))
+        if stage in _CANONICALIZE:
+            infer_shapes(model, outputs=True)
+            SimplifyReshapes()(model)
+        outcomes.append(outcome)
+    infer_shapes(model, outputs=True)
+    SimplifyReshapes()(model)
+    ComputeSizesFromInputs()(model)
+    tidy(model)
     infer_shapes(model)
+    for value, shape in zip((*model.graph.inputs, *model.graph.outputs), declared, strict=True):
+        value.shape = shape if shape is not None else value.shape
     return outcomes
+
+
+def _run(stage: Stage, model: ir.Model) -> StageOutcome:
+    if stage.run is not None:
+        fired, refusals = stage.run(model)
+        return StageOutcome(stage.name, fired, tuple(refusals))
+    fired, refusals = {}, []
+    for rule in stage.rules:
+        fired[rule.__name__], refused = apply_rules(model, [rule], stage.commute)
+        refusals += refused
+    while stage.idioms:
+        counts, refused = apply_idioms(model, stage.idioms)
+        for name, count in counts.items():
+            fired[name] = fired.get(name, 0) + count
+        if not any(counts.values()):
+            refusals += refused  # what earlier rounds refused may have been rewritten since
+            break
+        tidy(model)
+    return StageOutcome(stage.name, fired, tuple(refusals))

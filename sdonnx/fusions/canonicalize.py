@@ -1,4 +1,4 @@
-"""Any exporter's idiom -> the standard operator in its plainest form."""
+"""Images flattened to sequences and back: the form in which the layout stage meets no needless transposition."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ from typing import Any
 
 import onnx_ir as ir
 
-from sdonnx.graph.edit import constant_value, dims, static_dim
+from sdonnx.graph.edit import dims, static_dim
 from sdonnx.graph.match import Rule, is_bias, same_dims
 
 __all__ = [
     "BiasAfterReshape",
-    "CausalMaskToAttribute",
     "ChannelsLastToFlatChannels",
     "FlatChannelsToChannelsLast",
     "FlatGroupNormToGroupNorm",
@@ -111,58 +110,6 @@ class ChannelsLastToFlatChannels(Rule):
         unflat = op.Reshape(x, op.Concat(kept, op.Constant(value_ints=[sizes[1]]), axis=0))
         unflat.shape, unflat.type = ir.Shape([sizes[0], sizes[2], sizes[3], sizes[1]]), x.type
         return op.Transpose(unflat, perm=[0, 3, 1, 2])
-
-
-class CausalMaskToAttribute(Rule):
-    """Attention(q, k, v, [j <= i]) -> Attention(q, k, v, is_causal=1).
-
-    Shapes: q, k, v (B,N,S,H), mask (1 or B,1,S,S), computed from one Range as transformers does.
-    """
-
-    keeps_nodes = True  # one mask serves every layer
-
-    def pattern(self, op: Any, q: Any, k: Any, v: Any, mask: Any) -> Any:
-        """An attention with a mask."""
-        return op.Attention(q, k, v, mask, _allow_other_attributes=True, _outputs=["attention"])
-
-    def refuse(self, mask: ir.Value, **_: Any) -> str | None:
-        """The mask must be the lower triangle."""
-        return None if _is_causal(mask) else "the mask is not known to be causal"
-
-    def rewrite(self, op: Any, q: ir.Value, k: ir.Value, v: ir.Value, attention: ir.Value, **_: Any) -> Any:
-        """Say it by the attribute."""
-        node = attention.producer()
-        assert node is not None
-        attributes = {name: value for name, value in node.attributes.items() if name != "is_causal"}
-        return op.Attention(q, k, v, **attributes, is_causal=1)
-
-
-def _through(value: ir.Value | None, op_types: tuple[str, ...]) -> ir.Value | None:
-    """Return where `value` comes from before any of these operators."""
-    while value is not None and (node := value.producer()) is not None and node.op_type in op_types:
-        value = node.inputs[0]
-    return value
-
-
-def _is_causal(mask: ir.Value) -> bool:
-    compared = _through(mask, ("Expand",))
-    node = compared.producer() if compared is not None else None
-    if node is None or node.op_type not in ("LessOrEqual", "GreaterOrEqual"):
-        return False
-    column, row = node.inputs if node.op_type == "LessOrEqual" else reversed(node.inputs)
-    column_range, row_range = _through(column, ("Unsqueeze",)), _through(row, ("Unsqueeze",))
-    if column is None or row is None or column_range is None or column_range is not row_range:
-        return False
-    counted = column_range.producer()
-    if counted is None or counted.op_type != "Range":
-        return False
-    start, step = constant_value(counted.inputs[0]), constant_value(counted.inputs[2])
-    if start is None or step is None or start.item() != 0 or step.item() != 1:
-        return False
-    columns, rows = dims(column), dims(row)
-    if columns is None or rows is None or len(rows) < 2:
-        return False
-    return rows[-1] == 1 and columns[-2:-1] in ((), (1,)) and same_dims(columns[-1:], rows[-2:-1])
 
 
 class BiasAfterReshape(Rule):

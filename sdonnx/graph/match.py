@@ -17,7 +17,23 @@ from sdonnx.graph.edit import Dim, derived_initializer, dims, is_weight, static_
 from sdonnx.graph.modules import module_path
 from sdonnx.graph.tensors import read
 
-__all__ = ["Refusal", "Rule", "Sum", "apply_rules", "is_bias", "same_dims", "same_shape", "sum_of", "total_bias"]
+__all__ = [
+    "Idiom",
+    "Refusal",
+    "Rule",
+    "Sum",
+    "apply_idioms",
+    "apply_rules",
+    "filling",
+    "is_bias",
+    "producer_of",
+    "same_dims",
+    "same_shape",
+    "scalar",
+    "sole_user",
+    "sum_of",
+    "total_bias",
+]
 
 
 @dataclass(frozen=True)
@@ -85,6 +101,76 @@ def apply_rules(model: ir.Model, rules: Sequence[type[Rule]], commute: bool = Fa
     rule_set = RewriteRuleSet(made, commute=commute)
     fired: int = rule_set.apply_to_model(model)
     return fired, list(dict.fromkeys(refusals))
+
+
+class Idiom:
+    """A rewrite that is found by walking from one operator, where a pattern would need many forms.
+
+    Attributes:
+        roots: the operators that it starts at.
+    """
+
+    roots: frozenset[str] = frozenset()
+
+    def rewrite(self, node: ir.Node) -> str | None:
+        """Rewrite around `node` and return None; or return why not, "" where it is no candidate."""
+        raise NotImplementedError
+
+
+def apply_idioms(model: ir.Model, idioms: Sequence[type[Idiom]]) -> tuple[dict[str, int], list[Refusal]]:
+    """Try the idioms at every node once, in topological order; return how often each fired, and the refusals."""
+    fired = {idiom.__name__: 0 for idiom in idioms}
+    refusals: list[Refusal] = []
+    made = [idiom() for idiom in idioms]
+    for node in list(model.graph):
+        for idiom in made:
+            if node.op_type not in idiom.roots or node.domain or node.graph is None:
+                continue
+            if not any(output.uses() or output.is_graph_output() for output in node.outputs):
+                break  # what an earlier one replaced
+            name = type(idiom).__name__
+            reason = idiom.rewrite(node)
+            if reason is None:
+                fired[name] += 1
+            elif reason:
+                refusals.append(Refusal(name, node.name or node.op_type, module_path(node), reason))
+    return fired, list(dict.fromkeys(refusals))
+
+
+def producer_of(value: ir.Value | None, *op_types: str) -> ir.Node | None:
+    """Return the standard operator that makes `value`, if it is one of these."""
+    node = None if value is None else value.producer()
+    return node if node is not None and not node.domain and node.op_type in op_types else None
+
+
+def sole_user(value: ir.Value, *op_types: str) -> ir.Node | None:
+    """Return the only node that reads `value`, if it is one of these standard operators."""
+    users = {use.node for use in value.uses()}
+    if len(users) != 1 or value.is_graph_output():
+        return None
+    (node,) = users
+    return node if not node.domain and node.op_type in op_types else None
+
+
+def scalar(value: ir.Value | None) -> float | None:
+    """Return the number that a constant of one element holds, None for anything else."""
+    if value is None or not is_weight(value) or value.const_value is None or value.const_value.size != 1:
+        return None
+    return float(read(value.const_value).item())
+
+
+def filling(value: ir.Value) -> float | None:
+    """Return the one number that fills a value, None where there is none or it is not known."""
+    if (known := scalar(value)) is not None:
+        return known
+    if (node := producer_of(value, "ConstantOfShape")) is not None:
+        return float(node.attributes["value"].as_tensor().numpy().item()) if "value" in node.attributes else 0.0
+    if (node := producer_of(value, "Expand", "Cast", "Unsqueeze")) is not None and node.inputs[0] is not None:
+        return filling(node.inputs[0])
+    if (node := producer_of(value, "Mul")) is not None:
+        first, second = (None if operand is None else filling(operand) for operand in node.inputs)
+        return None if first is None or second is None else first * second
+    return None
 
 
 def same_shape(a: ir.Value, b: ir.Value) -> bool:

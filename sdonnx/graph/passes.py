@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes import InPlacePass, PassResult
 from onnx_ir.passes import common as common_passes
 
 from sdonnx.graph.edit import MICROSOFT, constant, derived_initializer, insert, replace
+from sdonnx.graph.sizes import Sizes
 from sdonnx.graph.tensors import read
 
-__all__ = ["FoldWeightTransposes", "SimplifyDimensions", "SimplifyReshapes", "infer_shapes", "tidy"]
+__all__ = ["FoldWeightTransposes", "SimplifyReshapes", "constant_target", "infer_shapes", "tidy"]
 
 
 class FoldWeightTransposes(InPlacePass):
@@ -48,31 +47,6 @@ class FoldWeightTransposes(InPlacePass):
         return PassResult(model, modified)
 
 
-@lru_cache(maxsize=4096)
-def _simplified(expression: str) -> str:
-    return str(ir.SymbolicDim(expression).simplify())
-
-
-class SimplifyDimensions(InPlacePass):
-    """Write every symbolic dimension in one way: equal sizes then compare as equal."""
-
-    def call(self, model: ir.Model) -> PassResult:
-        """Simplify the shape of every value."""
-        modified = False
-        values = [*model.graph.inputs, *(output for node in model.graph for output in node.outputs)]
-        for value in values:
-            if value.shape is None or value.shape.is_static():
-                continue
-            simple: list[int | ir.SymbolicDim] = [
-                dim if isinstance(dim, int) or dim.value is None else ir.SymbolicDim(_simplified(dim.value))
-                for dim in value.shape.dims
-            ]
-            if simple != list(value.shape.dims):
-                value.shape = ir.Shape(simple)
-                modified = True
-        return PassResult(model, modified)
-
-
 class SimplifyReshapes(InPlacePass):
     """Reshape(x, computed sizes) -> Reshape(x, constant) where one dynamic size at most is new.
 
@@ -89,7 +63,7 @@ class SimplifyReshapes(InPlacePass):
             source, output = node.inputs[0], node.outputs[0]
             if source is None or source.shape is None or output.shape is None:
                 continue
-            target = _constant_target(source.shape, output.shape)
+            target = constant_target(source.shape, output.shape)
             if target is None or (node.inputs[1] is not None and node.inputs[1].is_initializer()):
                 continue
             name = "shape_" + "_".join(str(size).replace("-", "m") for size in target)
@@ -102,7 +76,11 @@ class SimplifyReshapes(InPlacePass):
         return PassResult(model, modified)
 
 
-def _constant_target(source: ir.Shape, output: ir.Shape) -> list[int] | None:
+def constant_target(source: ir.Shape, output: ir.Shape) -> list[int] | None:
+    """Return the target that reshapes `source` to `output` whatever the sizes are, None where there is none.
+
+    0 stands for a size at the same place of the source, -1 for one dynamic size that is not.
+    """
     target: list[int] = []
     for axis, size in enumerate(output.dims):
         if isinstance(size, int):
@@ -114,10 +92,13 @@ def _constant_target(source: ir.Shape, output: ir.Shape) -> list[int] | None:
     return target if target.count(-1) <= 1 else None
 
 
-def infer_shapes(model: ir.Model) -> None:
-    """Give every value a shape and a type, with dimensions written in one way."""
+def infer_shapes(model: ir.Model, outputs: bool = False) -> None:
+    """Give every value a type and a shape, sizes written in terms of the inputs' sizes.
+
+    The graph's outputs keep the names that they declare, unless `outputs`.
+    """
     common_passes.ShapeInferencePass()(model)
-    SimplifyDimensions()(model)
+    Sizes(model.graph).write(outputs)
 
 
 def tidy(model: ir.Model) -> None:

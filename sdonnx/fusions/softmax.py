@@ -1,0 +1,312 @@
+"""Attention written as matrix products around a Softmax -> Attention."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import onnx_ir as ir
+
+from sdonnx.fusions.masks import is_causal
+from sdonnx.graph.edit import constant, dims, insert, is_weight, replace
+from sdonnx.graph.match import Idiom, producer_of, same_dims, same_shape, scalar
+
+__all__ = ["EinsumToMatMul", "SoftmaxToAttention"]
+
+
+class EinsumToMatMul(Idiom):
+    """Einsum(a, b) that contracts one axis -> Transpose(MatMul(Transpose(a), Transpose(b))).
+
+    Shapes: a has the batch axes, i and k; b the batch axes, k and j; the result the batch axes, i and j,
+    each in any order, as in "bihd,bjhd->bhij".
+    """
+
+    roots = frozenset({"Einsum"})
+
+    def rewrite(self, node: ir.Node) -> str | None:
+        """Rewrite where the equation is a product of matrices."""
+        equation = node.attributes.get_string("equation", "").replace(" ", "")
+        operands, arrow, result = equation.partition("->")
+        terms = operands.split(",")
+        if len(terms) != 2 or not arrow or "." in equation:
+            return f"the equation {equation} is not one of two operands with named axes"
+        first, second = terms
+        batch = [label for label in result if label in first and label in second]
+        rows = [label for label in first if label in result and label not in second]
+        columns = [label for label in second if label in result and label not in first]
+        summed = [label for label in first if label in second and label not in result]
+        counts = [len(rows), len(columns), len(summed), len(first) - len(batch), len(second) - len(batch)]
+        distinct = all(len(set(term)) == len(term) for term in (first, second, result))
+        if counts != [1, 1, 1, 2, 2] or not distinct or None in node.inputs[:2]:
+            return f"the equation {equation} is no product of matrices"
+        a = _ordered(node, node.inputs[0], first, [*batch, *rows, *summed])
+        b = _ordered(node, node.inputs[1], second, [*batch, *summed, *columns])
+        shapes = [dims(value) for value in (a, b)]
+        shape = None if shapes[0] is None or shapes[1] is None else (*shapes[0][:-1], shapes[1][-1])
+        product = insert(node, "MatMul", [a, b], shape=shape)
+        replace(node.outputs[0], _ordered(node, product, "".join([*batch, *rows, *columns]), list(result)))
+        return None
+
+
+def _ordered(anchor: ir.Node, value: ir.Value | None, labels: str, wanted: list[str]) -> ir.Value:
+    """Return the value with its axes in the wanted order."""
+    assert value is not None
+    perm = [labels.index(label) for label in wanted]
+    if perm == sorted(perm):
+        return value
+    sizes = dims(value)
+    return insert(
+        anchor, "Transpose", [value], {"perm": perm}, shape=None if sizes is None else [sizes[axis] for axis in perm]
+    )
+
+
+@dataclass(frozen=True)
+class _Scores:
+    """What the Softmax is taken of: (q @ k_transposed) * scale + masks."""
+
+    product: ir.Node
+    scale: float
+    masks: tuple[ir.Value, ...]
+
+
+class SoftmaxToAttention(Idiom):
+    """MatMul(Softmax(MatMul(q, Transpose(k)) * scale + mask), v) -> Attention(q, k, v, mask, scale).
+
+    Shapes: q (B,N,S,H), k (B,N,L,H), v (B,N,L,H'), mask broadcast to (B,N,S,L); or heads folded into the
+    batch, (B*N,S,H); or no heads, (B,S,H). Vaswani et al. 2017, "Attention Is All You Need". The scale may
+    stand at the scores, at q, at k or at both, before or behind the split into heads.
+    """
+
+    roots = frozenset({"MatMul"})
+
+    def rewrite(self, node: ir.Node) -> str | None:
+        """Rewrite from the product with v."""
+        probabilities, guarded = _unguarded(node.inputs[0])
+        softmax = producer_of(probabilities, "Softmax")
+        v = node.inputs[1]
+        if softmax is None or v is None or softmax.inputs[0] is None:
+            return ""
+        sizes = dims(softmax.outputs[0])
+        if sizes is None or softmax.attributes.get_int("axis", -1) not in (-1, len(sizes) - 1):
+            return "the softmax is not known to be over the last axis"
+        scores = _scores(softmax.inputs[0])
+        if scores is None:
+            return "the scores are no product of matrices"
+        left, right = scores.product.inputs
+        assert left is not None
+        assert right is not None
+        q_scale, q = _unscaled(left, node)
+        k_scale, k_transposed = _unscaled(right, node)
+        k = _swapped(k_transposed, node)
+        heads = _split_heads(node, q, k, v)
+        if isinstance(heads, str):
+            return heads
+        mask = _mask(node, scores.masks, heads)
+        if isinstance(mask, str):
+            return mask
+        if guarded and mask is not None and not is_causal(mask):
+            return "rows that are masked altogether give zeros, which no kernel does"
+        scale = q_scale * k_scale * scores.scale
+        inputs = [*heads, *([] if mask is None else [mask])]
+        attended = dims(heads[0])
+        width = dims(heads[2])
+        assert attended is not None
+        assert width is not None
+        result = insert(node, "Attention", inputs, {"scale": scale}, shape=(*attended[:3], width[3]))
+        replace(node.outputs[0], _joined(node, result))
+        return None
+
+
+def _through_casts(value: ir.Value | None) -> ir.Value | None:
+    """Look through casts between floating-point types: kernels compute the softmax in float32."""
+    while (cast := producer_of(value, "Cast")) is not None:
+        source = cast.inputs[0]
+        if source is None or source.dtype is None or not source.dtype.is_floating_point():
+            break
+        value = source
+    return value
+
+
+def _unguarded(value: ir.Value | None) -> tuple[ir.Value | None, bool]:
+    """Return the probabilities and whether NaN in them is replaced by 0, as torch's exporter writes it."""
+    value = _through_casts(value)
+    where = producer_of(value, "Where")
+    if where is None:
+        return value, False
+    test, zero, kept = where.inputs
+    asked = producer_of(test, "IsNaN")
+    if asked is None or asked.inputs[0] is not kept or scalar(zero) != 0.0:
+        return value, False
+    return _through_casts(kept), True
+
+
+def _scores(value: ir.Value | None) -> _Scores | None:
+    """Follow the scores back to the product of q and k."""
+    value = _through_casts(value)
+    if (product := producer_of(value, "MatMul")) is not None:
+        return _Scores(product, 1.0, ())
+    if (node := producer_of(value, "Mul", "Div")) is not None:
+        factor, rest = _factor(node)
+        inner = _scores(rest) if factor is not None else None
+        if inner is None or factor is None or inner.masks:
+            return None
+        return _Scores(inner.product, inner.scale * factor, ())
+    if (node := producer_of(value, "Add")) is not None:
+        for term, mask in (node.inputs, reversed(node.inputs)):
+            inner = _scores(term)
+            # The scores have the shape of the sum; a mask that is broadcast may be a product too.
+            if inner is not None and mask is not None and term is not None and same_shape(term, node.outputs[0]):
+                return _Scores(inner.product, inner.scale, (*inner.masks, mask))
+    if (node := producer_of(value, "Reshape")) is not None and _folds_heads(node):
+        return _scores(node.inputs[0])
+    return None
+
+
+def _folds_heads(node: ir.Node) -> bool:
+    """Tell whether a Reshape folds (B,N,S,L) into (B*N,S,L), or unfolds it."""
+    before, after = (dims(value) if value is not None else None for value in (node.inputs[0], node.outputs[0]))
+    if before is None or after is None or {len(before), len(after)} != {3, 4}:
+        return False
+    return same_dims(before[-2:], after[-2:])
+
+
+def _factor(node: ir.Node) -> tuple[float | None, ir.Value | None]:
+    """Return (factor, rest) of a product with, or quotient by, a number."""
+    first, second = node.inputs
+    if (number := scalar(second)) is not None and number != 0.0:
+        return (1.0 / number if node.op_type == "Div" else number), first
+    if node.op_type == "Mul" and (number := scalar(first)) is not None:
+        return number, second
+    return None, None
+
+
+def _unscaled(value: ir.Value, anchor: ir.Node) -> tuple[float, ir.Value]:
+    """Return (scale, x) with value = scale * x, the scale taken from before reshapes and transposes too."""
+    node = producer_of(value, "Mul", "Div", "Reshape", "Transpose")
+    if node is None or node.inputs[0] is None:
+        return 1.0, value
+    if node.op_type in ("Mul", "Div"):
+        factor, rest = _factor(node)
+        if factor is None or rest is None or not same_shape(rest, value):
+            return 1.0, value
+        scale, x = _unscaled(rest, anchor)
+        return scale * factor, x
+    scale, x = _unscaled(node.inputs[0], anchor)
+    if x is node.inputs[0]:
+        return 1.0, value
+    inputs = [x, *node.inputs[1:]]
+    return scale, insert(anchor, node.op_type, inputs, node.attributes, shape=value.shape)
+
+
+def _swapped(value: ir.Value, anchor: ir.Node) -> ir.Value:
+    """Return the value with its last two axes swapped; a Transpose before it takes that up."""
+    sizes = dims(value)
+    assert sizes is not None
+    rank = len(sizes)
+    swap = [*range(rank - 2), rank - 1, rank - 2]
+    node = producer_of(value, "Transpose")
+    if node is not None and node.inputs[0] is not None and (perm := node.attributes.get_ints("perm", ())):
+        composed = [perm[axis] for axis in swap]
+        if composed == sorted(composed):
+            return node.inputs[0]
+        value, swap = node.inputs[0], composed
+    source = dims(value)
+    assert source is not None
+    return insert(anchor, "Transpose", [value], {"perm": swap}, shape=[source[axis] for axis in swap])
+
+
+def _split_heads(anchor: ir.Node, q: ir.Value, k: ir.Value, v: ir.Value) -> tuple[ir.Value, ir.Value, ir.Value] | str:
+    """Return q, k and v as (B,N,S,H)."""
+    ranks = {len(dims(value) or ()) for value in (q, k, v)}
+    if ranks == {4}:
+        return q, k, v
+    if ranks != {3}:
+        return "q, k and v do not all have 3 or 4 dimensions"
+    unfolded = [_unfolded(value) for value in (q, k, v)]
+    if any(value is not None for value in unfolded):
+        heads = {str((dims(value) or ())[:2]) for value in unfolded if value is not None}
+        if None in unfolded or len(heads) != 1:
+            return "q, k and v do not fold the same heads into the batch"
+        first, second, third = (value for value in unfolded if value is not None)
+        return first, second, third
+    first, second, third = (_one_head(anchor, value) for value in (q, k, v))
+    return first, second, third
+
+
+def _unfolded(value: ir.Value) -> ir.Value | None:
+    """Return x (B,N,S,H) where value = Reshape(x, (B*N,S,H))."""
+    node = producer_of(value, "Reshape")
+    if node is None or not _folds_heads(node) or len(dims(value) or ()) != 3:
+        return None
+    return node.inputs[0]
+
+
+def _one_head(anchor: ir.Node, value: ir.Value) -> ir.Value:
+    """(B,S,H) -> (B,1,S,H), written as other attentions split their heads."""
+    sizes = dims(value)
+    assert sizes is not None
+    assert isinstance(anchor.graph, ir.Graph)
+    batch, length, size = sizes
+    target = [0, 0, 1, size if isinstance(size, int) else -1]
+    name = "shape_" + "_".join(str(number).replace("-", "m") for number in target)
+    shape = constant(anchor.graph, target, np.int64, name)
+    split = insert(anchor, "Reshape", [value, shape], shape=[batch, length, 1, size])
+    return insert(anchor, "Transpose", [split], {"perm": [0, 2, 1, 3]}, shape=[batch, 1, length, size])
+
+
+def _mask(
+    anchor: ir.Node, masks: tuple[ir.Value, ...], heads: tuple[ir.Value, ir.Value, ir.Value]
+) -> ir.Value | str | None:
+    """Return the sum of the masks, None where there is none, or why they cannot be given to Attention."""
+    if not masks:
+        return None
+    q, k = dims(heads[0]), dims(heads[1])
+    assert q is not None
+    assert k is not None
+    whole = (q[0], q[1], q[2], k[2])
+    for mask in masks:
+        sizes = dims(mask)
+        if sizes is None or len(sizes) > 4:
+            return "the mask has more than 4 dimensions, or unknown ones"
+        if len(sizes) == 3 and not (is_weight(mask) or sizes[0] == 1):
+            return "the mask is folded with the heads into the batch"
+        for size, wanted in zip(reversed(sizes), reversed(whole), strict=False):
+            if size != 1 and not same_dims((size,), (wanted,)):
+                return f"the mask is {mask.shape}, the scores are {ir.Shape(whole)}"
+    total = masks[0]
+    for mask in masks[1:]:
+        total = insert(anchor, "Add", [total, mask], shape=None)
+    return total
+
+
+def _joined(anchor: ir.Node, result: ir.Value) -> ir.Value:
+    """Return the result (B,N,S,H) in the shape that the product with v had."""
+    before, after = dims(result), dims(anchor.outputs[0])
+    assert before is not None
+    if after is not None and len(after) == 4:
+        return result
+    assert isinstance(anchor.graph, ir.Graph)
+    if before[1] == 1 and _reshaped_to(anchor.outputs[0], result) and isinstance(before[3], int):
+        # Heads are joined further on; this reshape and that one will cancel.
+        shape = constant(anchor.graph, [0, -1, before[3]], np.int64, f"shape_0_m1_{before[3]}")
+        return insert(anchor, "Reshape", [result, shape], shape=anchor.outputs[0].shape)
+    if before[1] == 1:
+        moved = insert(
+            anchor,
+            "Transpose",
+            [result],
+            {"perm": [0, 2, 1, 3]},
+            shape=[before[0], before[2], before[1], before[3]],
+        )
+        shape = constant(anchor.graph, [0, 0, -1], np.int64, "shape_0_0_m1")
+        return insert(anchor, "Reshape", [moved, shape], shape=anchor.outputs[0].shape)
+    sizes = insert(anchor, "Shape", [result], {"start": 2}, shape=[2], dtype=ir.DataType.INT64)
+    rest = constant(anchor.graph, [-1], np.int64, "shape_m1")
+    shape = insert(anchor, "Concat", [rest, sizes], {"axis": 0}, shape=[3], dtype=ir.DataType.INT64)
+    return insert(anchor, "Reshape", [result, shape], shape=anchor.outputs[0].shape)
+
+
+def _reshaped_to(value: ir.Value, like: ir.Value) -> bool:
+    """Tell whether all that reads `value` reshapes it to the shape of `like`."""
+    users = [use.node for use in value.uses()]
+    return bool(users) and all(user.op_type == "Reshape" and same_shape(user.outputs[0], like) for user in users)

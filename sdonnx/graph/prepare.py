@@ -1,0 +1,85 @@
+"""What is done to any graph before it is rewritten: one opset, no constants computed at run time, known sizes."""
+
+from __future__ import annotations
+
+import logging
+
+import onnx_ir as ir
+import onnxscript.optimizer
+import onnxscript.version_converter
+from onnx_ir.passes import common as common_passes
+
+from sdonnx.graph.edit import constant, replace
+from sdonnx.graph.passes import FoldWeightTransposes, SimplifyReshapes, tidy
+from sdonnx.graph.sizes import Sizes
+
+__all__ = ["OPSET", "prepare"]
+
+OPSET = 23  # the rules are written for its operators
+
+# Weights are larger and stay on disk; what is computed from sizes is smaller.
+_LARGEST_FOLDED_BYTES = 1024
+
+
+def prepare(model: ir.Model) -> None:
+    """Bring a graph of any opset from 14 to 23, from any exporter, to the form that rules expect.
+
+    Operators are those of opset 23. Constants are initializers. What can be computed without inputs
+    is, weights excepted. Each value, outputs included, has its shape in terms of the inputs' sizes.
+    """
+    _convert(model)
+    # Where a graph says "height/2", ours would say floor(height/2): of two names for a size, one must go.
+    for node in model.graph:
+        if node.domain in ("", "ai.onnx"):  # of other operators nobody else knows the shapes
+            for output in node.outputs:
+                output.shape = None
+    FoldWeightTransposes()(model)
+    common_passes.ShapeInferencePass()(model)
+    for _ in range(3):
+        common_passes.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
+        sizes = Sizes(model.graph)
+        sizes.write(outputs=True)
+        if not _write_numbers(model, sizes) and not _fold(model):
+            break
+    SimplifyReshapes()(model)
+    tidy(model)
+
+
+def _convert(model: ir.Model) -> None:
+    """Raise the graph's opset to OPSET."""
+    if model.opset_imports.get("", OPSET) == OPSET:
+        return
+    chatty = logging.getLogger("onnxscript.version_converter")
+    level = chatty.level
+    chatty.setLevel(logging.ERROR)  # it tells when it lets onnx convert
+    try:
+        onnxscript.version_converter.convert_version(model, OPSET, fallback=True)
+    finally:
+        chatty.setLevel(level)
+
+
+def _write_numbers(model: ir.Model, sizes: Sizes) -> int:
+    """Replace every computed size that is a known number by a constant."""
+    written = 0
+    for node in list(model.graph):
+        if len(node.outputs) != 1 or not node.outputs[0].uses():
+            continue
+        output = node.outputs[0]
+        numbers = sizes.numbers(output)
+        if numbers is None or output.dtype is None or output.is_graph_output():
+            continue
+        name = "sizes_" + "_".join(str(number).replace("-", "m") for number in numbers.flat)
+        name += "" if numbers.ndim else "_scalar"
+        replace(output, constant(model.graph, numbers, output.dtype.numpy(), name))
+        written += 1
+    return written
+
+
+def _fold(model: ir.Model) -> bool:
+    result = onnxscript.optimizer.fold_constants(
+        model,
+        onnx_shape_inference=False,
+        input_size_limit=_LARGEST_FOLDED_BYTES,
+        output_size_limit=_LARGEST_FOLDED_BYTES,
+    )
+    return bool(result.modified)

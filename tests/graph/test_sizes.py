@@ -1,0 +1,62 @@
+"""Sizes that a graph computes: followed through its operators, written in one way, computed anew."""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+import pytest
+import sympy
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sdonnx.graph.expressions import expression_of
+
+# Sizes as exporters write them: sums and multiples of others.
+LINEAR = st.recursive(
+    st.sampled_from(["h", "w", "1", "2"]),
+    lambda inner: st.one_of(
+        st.tuples(inner, st.sampled_from("+-"), inner).map(lambda parts: f"({' '.join(parts)})"),
+        st.tuples(st.sampled_from("234"), inner).map(lambda parts: f"{parts[0]}*({parts[1]})"),
+    ),
+    max_leaves=5,
+)
+
+
+def written(*forms: str) -> list[object]:
+    """Return these sizes as they are written."""
+    return [expression_of(ir.SymbolicDim(form)) for form in forms]
+
+
+@given(expression=LINEAR)
+@settings(max_examples=40, deadline=None)
+def test_equal_sizes_are_written_alike(expression: str) -> None:
+    """A size, its expanded form and its factored form become one; a different one does not."""
+    size = sympy.sympify(expression)
+    *same, other = written(
+        expression,
+        str(sympy.expand(size)),
+        str(sympy.factor(size)),
+        f"(1 + {expression}) - 1",
+        f"{expression} + 1",
+    )
+    assert all(shape == same[0] for shape in same[1:])
+    assert other != same[0]
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("floor(h/2 + 1/2)", "floor(h/2 - 1/2) + 1"),
+        ("floor(floor(h/2)/2)", "floor(h/4)"),
+        ("ceiling(h/2)", "floor((h + 1)/2)"),
+        ("h*w", "w*h"),
+        ("(2*h)*(2*w)", "4*h*w"),
+        ("(h//2)*(w//2)", "((w//2))*((h//2))"),
+        ("1 + (h - 1)//2", "(((h - 1)//2)) + 1"),
+        ("(h//8)*(w//8)", "((((w))//8))*(h//8)"),
+        ("floor((h + 3)/2)", "floor((h + 1)/2) + 1"),
+        ("2*(((h - 1)//2) + 1)", "(((h - 1)//2) + 1) + (((h - 1)//2) + 1)"),
+    ],
+)
+def test_sizes_of_images_are_written_alike(one: str, other: str) -> None:
+    first, second = written(one, other)
+    assert first == second
