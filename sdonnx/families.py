@@ -36,12 +36,14 @@ class TensorSpec:
             `config:KEY` where the component's configuration holds the number.
         integer: token ids (int32, as optimum and diffusers feed them); everything else is floating point.
         keeps_float32: stays in float32 when the component is converted to another precision.
+        once: one value for the whole batch.
     """
 
     name: str
     dims: tuple[str | int, ...]
     integer: bool = False
     keeps_float32: bool = False
+    once: bool = False
 
     def resolve(self, config: Mapping[str, Any]) -> tuple[str | int, ...]:
         """Return `dims` with every `config:KEY` replaced by its value in `config`.
@@ -159,7 +161,7 @@ _STABLE_DIFFUSION = Family(
                 TensorSpec("sample", ("batch_size", "config:in_channels", "height", "width")),
                 # float32 in every precision: samplers with continuous noise levels give fractions of
                 # a step, and fp16 holds none beyond 1024.
-                TensorSpec("timestep", ("steps",), keeps_float32=True),
+                TensorSpec("timestep", ("steps",), keeps_float32=True, once=True),
                 TensorSpec("encoder_hidden_states", ("batch_size", "sequence_length", "config:cross_attention_dim")),
             ),
             (TensorSpec("out_sample", ("batch_size", "config:out_channels", "height", "width")),),

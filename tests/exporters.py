@@ -32,6 +32,8 @@ class Exporter:
         dynamo: torch.export in place of TorchScript.
         processor: diffusers' attention processor: SDPA ("2.0") or the older one, heads folded into the batch.
         dtype: floating-point type of the weights.
+        timestep: how it is given: "float" (1,), "number" (int64, no axes) as optimum does, or "batch" (B,) as
+            diffusers' script did.
     """
 
     name: str
@@ -39,13 +41,14 @@ class Exporter:
     dynamo: bool
     processor: str = "2.0"
     dtype: torch.dtype = torch.float32
+    timestep: str = "float"
 
 
 EXPORTERS = (
     Exporter("dynamo-18", 18, True),
     Exporter("dynamo-20", 20, True),
-    Exporter("torchscript-17", 17, False),
-    Exporter("torchscript-14", 14, False),
+    Exporter("torchscript-17", 17, False, timestep="number"),
+    Exporter("torchscript-14", 14, False, timestep="batch"),
     Exporter("torchscript-14-baddbmm", 14, False, processor="baddbmm"),
 )
 
@@ -64,9 +67,15 @@ def export_component(pipeline: Any, spec: ComponentSpec, config: Any, exporter: 
     for tensor in spec.inputs:
         resolved = tensor.resolve(config)
         shape = [dim if isinstance(dim, int) else sizes[dim] for dim in resolved]
+        names = {axis: dim for axis, dim in enumerate(resolved) if isinstance(dim, str) and dim != "steps"}
         floats = torch.float32 if tensor.keeps_float32 else exporter.dtype
-        examples.append(torch.ones(shape, dtype=torch.int64 if tensor.integer else floats))
-        axes[tensor.name] = {axis: dim for axis, dim in enumerate(resolved) if isinstance(dim, str) and dim != "steps"}
+        dtype = torch.int64 if tensor.integer else floats
+        if tensor.name == "timestep" and exporter.timestep == "number":
+            shape, dtype = [], torch.int64
+        elif tensor.name == "timestep" and exporter.timestep == "batch":
+            shape, names = [sizes["batch_size"]], {0: "batch_size"}
+        examples.append(torch.ones(shape, dtype=dtype))
+        axes[tensor.name] = names
     options: dict[str, Any] = {"dynamic_axes": axes}
     if exporter.dynamo:
         dynamic = tuple(dict(names) or None for names in axes.values())

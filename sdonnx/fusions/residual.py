@@ -86,12 +86,19 @@ class ResidualToBiasAdd(Rule):
         bias = total_bias(node.graph, parts.biases)
         x, skip = parts.terms
         if len(dims(total) or ()) == 3:
-            return op.BiasAdd(x, bias, skip, _domain=MICROSOFT)
+            return _typed(op.BiasAdd(x, bias, skip, _domain=MICROSOFT), x)
         channels = static_dim(total, -1)
         assert channels is not None  # `refuse` asked
         flat = constant(node.graph, [0, -1, channels], np.int64, f"shape_0_m1_{channels}")
-        added = op.BiasAdd(op.Reshape(x, flat), bias, op.Reshape(skip, flat), _domain=MICROSOFT)
+        parts_flat = [_typed(op.Reshape(term, flat), x) for term in (x, skip)]
+        added = _typed(op.BiasAdd(parts_flat[0], bias, parts_flat[1], _domain=MICROSOFT), x)
         return op.Reshape(added, op.Shape(skip))
+
+
+def _typed(value: ir.Value, like: ir.Value) -> ir.Value:
+    """Give a new value the type of another: ONNX infers none for contrib operators."""
+    value.type = like.type
+    return value
 
 
 class BiasIntoNhwcConv(Rule):

@@ -1,0 +1,135 @@
+"""What a component's graph takes and gives: checked against the family, and brought to the family's form.
+
+Exporters agree on names, and on little else: token ids are int32 or int64, the timestep is a number, a
+vector of one or one for each image, of integers or floats, and channels may be called dynamic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from sdonnx.errors import FolderError
+from sdonnx.families import ComponentSpec, TensorSpec
+from sdonnx.graph.edit import constant, insert
+
+__all__ = ["adapt_interface", "require_interface"]
+
+
+def require_interface(path: Path, model: ir.Model, spec: ComponentSpec, config: Mapping[str, Any]) -> None:
+    """Raise unless the graph has the component's inputs and outputs; further outputs do no harm.
+
+    Raises:
+        FolderError: an input or output is missing, unknown or of another shape.
+    """
+    for kind, tensors, values in (
+        ("inputs", spec.inputs, model.graph.inputs),
+        ("outputs", spec.outputs, model.graph.outputs),
+    ):
+        found = {str(value.name): value for value in values if kind == "outputs" or value.uses()}
+        wanted = {tensor.name: tensor for tensor in tensors}
+        surplus = kind == "inputs" and found.keys() - wanted.keys()
+        if surplus or wanted.keys() - found.keys():
+            raise FolderError(
+                f"the {kind} of {path} are {', '.join(found)}", ", ".join(wanted), f"give the graph of a {spec.name}"
+            )
+        for name, tensor in wanted.items():
+            dims = tensor.resolve(config)
+            if not _fits(found[name].shape, dims, tensor):
+                raise FolderError(
+                    f"{name} of {path} is {found[name].shape}",
+                    f"[{','.join(map(str, dims))}], as the component's config.json says",
+                    "use the graph and the config.json of one component",
+                )
+
+
+def _fits(shape: ir.Shape | None, dims: Sequence[str | int], tensor: TensorSpec) -> bool:
+    if shape is None:
+        return False
+    if tensor.once and shape.rank() == 0:
+        return True
+    return len(shape) == len(dims) and all(
+        not isinstance(size, int) or not isinstance(dim, int) or size == dim
+        for size, dim in zip(shape, dims, strict=True)
+    )
+
+
+def adapt_interface(model: ir.Model, spec: ComponentSpec, config: Mapping[str, Any]) -> None:
+    """Give the graph the family's inputs: its types, its names of dynamic axes, its sizes of the others.
+
+    A graph that wants another type, or another rank of a value given once for the whole batch, gets it
+    by a Cast, a Squeeze or an Expand. Inputs that nothing reads are dropped.
+
+    Args:
+        model: the graph, which `require_interface` accepted.
+        spec: the component.
+        config: its configuration.
+    """
+    graph = model.graph
+    for value in [value for value in graph.inputs if not value.uses() and not value.is_graph_output()]:
+        graph.inputs.remove(value)
+    values = {value.name: value for value in graph.inputs}
+    for tensor in spec.inputs:
+        value, dims = values[tensor.name], tensor.resolve(config)
+        dtype = _dtype(value, tensor)
+        whole_batch = tensor.once and not (value.shape is not None and value.shape.dims == (1,))
+        if dtype != value.dtype or whole_batch:
+            value = _replaced(graph, value, tensor, dtype)
+        value.type = ir.TensorType(dtype)
+        value.shape = ir.Shape([1] if tensor.once else _named(value.shape, dims))
+    # The order is the family's too: callers may pass inputs by position.
+    order = {tensor.name: index for index, tensor in enumerate(spec.inputs)}
+    ordered = sorted(graph.inputs, key=lambda value: order[str(value.name)])
+    graph.inputs.clear()
+    graph.inputs.extend(ordered)
+    outputs = {tensor.name: tensor for tensor in spec.outputs}
+    for value in graph.outputs:
+        if (given := outputs.get(str(value.name))) is not None:
+            value.shape = ir.Shape(_named(value.shape, given.resolve(config)))
+
+
+def _dtype(value: ir.Value, tensor: TensorSpec) -> ir.DataType:
+    assert value.dtype is not None
+    if tensor.integer:
+        return ir.DataType.INT32
+    return ir.DataType.FLOAT if tensor.keeps_float32 else value.dtype
+
+
+def _named(shape: ir.Shape | None, dims: Sequence[str | int]) -> list[int | str]:
+    """Return the dimensions as the family writes them; a size that the graph fixes stays fixed."""
+    own = list(shape.dims) if shape is not None else [None] * len(dims)
+    return [size if isinstance(size, int) else dim for size, dim in zip(own, dims, strict=True)]
+
+
+def _replaced(graph: ir.Graph, old: ir.Value, tensor: TensorSpec, dtype: ir.DataType) -> ir.Value:
+    """Put a new input in the place of `old`, which becomes what is computed from it."""
+    new = ir.Value(name=old.name, type=ir.TensorType(dtype), shape=old.shape)
+    index = list(graph.inputs).index(old)
+    anchor = next(iter(graph))
+    value = new
+    if tensor.once:
+        new.shape = ir.Shape([1])
+        if old.shape is not None and old.shape.rank() == 0:
+            value = insert(anchor, "Squeeze", [value], shape=[])
+        elif old.shape is not None and not isinstance(old.shape[0], int):
+            value = insert(anchor, "Expand", [value, _batch(graph, anchor)], shape=old.shape)
+    if dtype != old.dtype:
+        assert old.dtype is not None
+        value = insert(anchor, "Cast", [value], {"to": old.dtype}, dtype=old.dtype, shape=value.shape)
+    graph.inputs[index] = new
+    old.name = f"{old.name}_before"
+    new.name = tensor.name
+    old.replace_all_uses_with(value)
+    return new
+
+
+def _batch(graph: ir.Graph, anchor: ir.Node) -> ir.Value:
+    """Return the batch size, read from the first input."""
+    first = graph.inputs[0]
+    sizes = insert(anchor, "Shape", [first], dtype=ir.DataType.INT64)
+    index = constant(graph, [0], np.int64, "sizes_0")
+    return insert(anchor, "Gather", [sizes, index], {"axis": 0}, shape=[1], dtype=ir.DataType.INT64)
