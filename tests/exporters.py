@@ -85,7 +85,7 @@ def export_component(pipeline: Any, spec: ComponentSpec, config: Any, exporter: 
         torch.onnx.export(
             module,
             tuple(examples),
-            path,
+            str(path),
             dynamo=exporter.dynamo,
             opset_version=exporter.opset,
             input_names=[tensor.name for tensor in spec.inputs],

@@ -6,7 +6,7 @@ from typing import Any
 
 import onnx_ir as ir
 
-from sdonnx.graph.edit import dims, static_dim
+from sdonnx.graph.edit import dims, is_weight, static_dim
 from sdonnx.graph.match import Rule, is_bias, same_dims
 
 __all__ = [
@@ -121,6 +121,10 @@ class BiasAfterReshape(Rule):
     def pattern(self, op: Any, x: Any, bias: Any, shape: Any) -> Any:
         """A biased value, reshaped."""
         return op.Reshape(op.Add(x, bias), shape, _allow_other_attributes=True, _outputs=["reshaped"])
+
+    def concerns(self, x: ir.Value, **_: Any) -> bool:
+        """The other way round, the bias is taken for x."""
+        return not is_weight(x)
 
     def refuse(self, x: ir.Value, bias: ir.Value, reshaped: ir.Value, **_: Any) -> str | None:
         """The bias must be a constant vector along an axis that the reshape keeps."""

@@ -7,7 +7,7 @@ from typing import Any
 import onnx_ir as ir
 
 from sdonnx.graph.contract import split_gelu_refusal
-from sdonnx.graph.edit import MICROSOFT, static_dim
+from sdonnx.graph.edit import MICROSOFT, is_weight, static_dim
 from sdonnx.graph.match import Rule, is_bias
 
 __all__ = ["GegluToBiasSplitGelu"]
@@ -24,6 +24,10 @@ class GegluToBiasSplitGelu(Rule):
         total = op.Add(x, bias)
         value, gate = op.Split(total, num_outputs=2, _allow_other_attributes=True, _outputs=["value", "gate"])
         return op.Mul(value, op.Gelu(gate, _allow_other_attributes=True, _outputs=["gelu"]))
+
+    def concerns(self, x: ir.Value, **_: Any) -> bool:
+        """The other way round, the bias is taken for x."""
+        return not is_weight(x)
 
     def refuse(self, x: ir.Value, bias: ir.Value, gate: ir.Value, gelu: ir.Value, **_: Any) -> str | None:
         """The kernel must exist for this width, and the bias must be one."""

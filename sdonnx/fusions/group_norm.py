@@ -49,6 +49,11 @@ class GroupNormToSkipGroupNorm(Rule):
         """A norm; its input is looked at by `refuse`."""
         return op.GroupNorm(total, gamma, beta, _domain=MICROSOFT, _allow_other_attributes=True, _outputs=["norm"])
 
+    def concerns(self, total: ir.Value, **_: Any) -> bool:
+        """There must be something to add."""
+        parts = sum_of(total)
+        return len(parts.terms) + len(parts.biases) > 1
+
     def refuse(self, total: ir.Value, **_: Any) -> str | None:
         """There must be two terms, of one shape or one of them a row for each image; or one, and a bias."""
         parts = sum_of(total)

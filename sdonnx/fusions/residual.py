@@ -25,6 +25,10 @@ class LayerNormToSkipLayerNorm(Rule):
         """A norm; its input is looked at by `refuse`."""
         return op.LayerNormalization(total, gamma, beta, _allow_other_attributes=True, _outputs=["norm"])
 
+    def concerns(self, total: ir.Value, **_: Any) -> bool:
+        """There must be something to add."""
+        return len(sum_of(total).terms) > 1
+
     def refuse(self, total: ir.Value, gamma: ir.Value, beta: ir.Value, norm: ir.Value) -> str | None:
         """There must be two terms of one shape (B,S,D), normalized over the last axis."""
         node, parts = norm.producer(), sum_of(total)
@@ -66,6 +70,11 @@ class ResidualToBiasAdd(Rule):
     def pattern(self, op: Any, a: Any, b: Any) -> Any:
         """An addition; its operands are looked at by `refuse`."""
         return op.Add(a, b, _outputs=["total"])
+
+    def concerns(self, total: ir.Value, **_: Any) -> bool:
+        """There must be a residual and a bias."""
+        parts = sum_of(total)
+        return len(parts.terms) > 1 and len(parts.biases) > 0
 
     def refuse(self, total: ir.Value, **_: Any) -> str | None:
         """There must be two terms of one shape and a bias."""

@@ -86,9 +86,9 @@ def test_the_kernel_belongs_to_the_module_of_the_norm() -> None:
     assert module_path(node_of(rewritten, "SkipLayerNormalization")) == "block.norm2"
 
 
-NOT_NORMS: dict[str, tuple[str, str, str, str]] = {
-    "no sum": ("float[B,S,8] x", "t = Relu(x)", LAYER_NORM, "a sum of 1 activations"),
-    "bias alone": ("float[B,S,8] x", "t = Add(x, c)", LAYER_NORM, "a sum of 1 activations"),
+NOT_NORMS: dict[str, tuple[str, str, str, str | None]] = {
+    "no sum": ("float[B,S,8] x", "t = Relu(x)", LAYER_NORM, None),
+    "bias alone": ("float[B,S,8] x", "t = Add(x, c)", LAYER_NORM, None),
     "three": (f"{INPUTS}, float[B,S,8] u", "a = Add(x, s) t = Add(a, u)", LAYER_NORM, "a sum of 3 activations"),
     "one for all": ("float[B,S,8] x, float[1,S,8] s", "t = Add(x, s)", LAYER_NORM, "not of one shape"),
     "position embedding": ("float[B,S,8] x, float[S,8] s", "t = Add(x, s)", LAYER_NORM, "not of one shape"),
@@ -147,7 +147,7 @@ def test_a_sum_that_is_an_output_or_used_twice() -> None:
 def test_a_biased_value_used_elsewhere_stays_a_term() -> None:
     """x + c is needed by itself: no bias is left for the kernel."""
     model = graph(INPUTS, f"{OUTPUT}, float[B,S,8] a", "a = Add(x, c) y = Add(a, s)", c=BIASES["c"])
-    assert_refuses(model, ResidualToBiasAdd, "2 activations and 0 biases")
+    assert_refuses(model, ResidualToBiasAdd, None)
 
 
 def test_residuals_in_a_row() -> None:
@@ -156,13 +156,13 @@ def test_residuals_in_a_row() -> None:
     assert operators(rewritten) == {"BiasAdd": 2, "Relu": 1}
 
 
-NOT_RESIDUALS: dict[str, tuple[str, str, str]] = {
-    "no bias": (INPUTS, "y = Add(x, s)", "2 activations and 0 biases"),
-    "no residual": ("float[B,S,8] x", "y = Add(x, c)", "1 activations and 1 biases"),
+NOT_RESIDUALS: dict[str, tuple[str, str, str | None]] = {
+    "no bias": (INPUTS, "y = Add(x, s)", None),
+    "no residual": ("float[B,S,8] x", "y = Add(x, c)", None),
     "three": (f"{INPUTS}, float[B,S,8] u", "a = Add(x, s) e = Add(a, u) y = Add(e, c)", "3 activations and 1 biases"),
     "one for all": ("float[B,S,8] x, float[1,S,8] s", "a = Add(x, c) y = Add(a, s)", "not of one shape"),
     "two dimensions": ("float[B,8] x, float[B,8] s", "a = Add(x, c) y = Add(a, s)", "neither (B,S,C) nor (B,H,W,C)"),
-    "one number": (INPUTS, "a = Add(x, one) y = Add(a, s)", "3 activations and 0 biases"),
+    "one number": (INPUTS, "a = Add(x, one) y = Add(a, s)", None),
 }
 
 
