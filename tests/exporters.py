@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import shutil
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -81,7 +83,7 @@ def export_component(pipeline: Any, spec: ComponentSpec, config: Any, exporter: 
         dynamic = tuple(dict(names) or None for names in axes.values())
         options = {"dynamic_shapes": dynamic, "verbose": False, "external_data": True}
     path.parent.mkdir(parents=True, exist_ok=True)
-    with _quiet(), torch.no_grad():
+    with quiet(), torch.no_grad():
         torch.onnx.export(
             module,
             tuple(examples),
@@ -111,14 +113,13 @@ def export_folder(source: Path, out: Path, exporter: Exporter) -> Path:
     return out
 
 
-class _quiet(warnings.catch_warnings):  # noqa: N801 - used as a function
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
     """Keep the exporters' remarks out of the tests' output."""
-
-    def __enter__(self) -> None:
-        super().__enter__()
-        warnings.simplefilter("ignore")
-        logging.disable(logging.WARNING)
-
-    def __exit__(self, *exc: Any) -> None:
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
         logging.disable(logging.NOTSET)
-        super().__exit__(*exc)

@@ -7,13 +7,12 @@ from collections.abc import Callable
 import numpy as np
 import onnx_ir as ir
 
-from sdonnx.graph.edit import constant, constant_value, dims, insert, is_weight, replace
+from sdonnx.graph.edit import constant, constant_value, dims, insert, replace
 from sdonnx.graph.match import Idiom, filling, producer_of, same_dims, same_shape
 from sdonnx.graph.passes import constant_target
 
 __all__ = ["MergeReshapes", "MergeTransposes", "MergeUnsqueezes", "NoOp", "PadIntoConv", "TransposeOfFolded"]
 
-_LARGEST_READ = 65536  # elements of a constant that is looked through for ones or zeros
 # What each type holds of another without loss.
 _WIDER = {
     ir.DataType.FLOAT16: (ir.DataType.FLOAT, ir.DataType.DOUBLE),
@@ -89,16 +88,11 @@ def _neutral(neutral: float, commutes: bool) -> Callable[[ir.Node], ir.Value | N
 
 
 def _all(value: ir.Value | None, number: float) -> bool:
-    """Tell whether every element of the value is known to be this number."""
-    if value is None:
-        return False
-    if is_weight(value):
-        tensor = value.const_value
-        if tensor is None or tensor.size > _LARGEST_READ:
-            return False
-        array = constant_value(value)
-        return array is not None and bool(np.all(array == number))
-    return filling(value) == number
+    """Tell whether one number, given or repeated, is all that the value holds.
+
+    A weight may well be all zeros or ones. It stays, so that a graph fuses alike whatever its weights are.
+    """
+    return value is not None and filling(value) == number
 
 
 _CHECKS: dict[str, Callable[[ir.Node], ir.Value | None]] = {

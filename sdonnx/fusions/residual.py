@@ -95,18 +95,20 @@ class ResidualToBiasAdd(Rule):
         bias = total_bias(node.graph, parts.biases)
         x, skip = parts.terms
         if len(dims(total) or ()) == 3:
-            return _typed(op.BiasAdd(x, bias, skip, _domain=MICROSOFT), x)
+            return _like(op.BiasAdd(x, bias, skip, _domain=MICROSOFT), x)
         channels = static_dim(total, -1)
         assert channels is not None  # `refuse` asked
         flat = constant(node.graph, [0, -1, channels], np.int64, f"shape_0_m1_{channels}")
-        parts_flat = [_typed(op.Reshape(term, flat), x) for term in (x, skip)]
-        added = _typed(op.BiasAdd(parts_flat[0], bias, parts_flat[1], _domain=MICROSOFT), x)
+        flattened = [op.Reshape(term, flat) for term in (x, skip)]
+        for value in flattened:
+            value.type = x.type
+        added = _like(op.BiasAdd(flattened[0], bias, flattened[1], _domain=MICROSOFT), flattened[0])
         return op.Reshape(added, op.Shape(skip))
 
 
-def _typed(value: ir.Value, like: ir.Value) -> ir.Value:
-    """Give a new value the type of another: ONNX infers none for contrib operators."""
-    value.type = like.type
+def _like(value: ir.Value, other: ir.Value) -> ir.Value:
+    """Give a new value type and shape of another: ONNX infers none for contrib operators."""
+    value.type, value.shape = other.type, other.shape
     return value
 
 

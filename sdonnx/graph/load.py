@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import graphlib
+import math
+import os
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path, PurePath
 
-import numpy as np
 import onnx
 import onnx_ir as ir
 from google.protobuf.message import DecodeError
@@ -25,6 +26,11 @@ _DEFAULT_DOMAINS = ("", "ai.onnx")
 # From this version on an initializer need not be an input, and one that is holds a default that callers can override.
 # Source: onnx.proto, IR_VERSION_2019_1_22.
 _IR_VERSION_OF_DEFAULTS = 4
+# ONNX Runtime 1.31 has no kernels of their versions of opset 22, and OPSET is later.
+_RANDOM = frozenset(
+    {"Bernoulli", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike"}
+)
+_LONGEST_NUMBER = 40  # digits of an offset: far beyond any file, and Python refuses to read thousands of them
 
 
 def load_model(path: Path, inputs: Collection[str] | None = None) -> ir.Model:
@@ -45,7 +51,8 @@ def load_model(path: Path, inputs: Collection[str] | None = None) -> ir.Model:
     """
     proto = _parsed(path)
     _require_opset(path, proto)
-    _require_graph(path, proto.graph, {(function.domain, function.name) for function in proto.functions}, _opset(proto))
+    _require_operators(path, proto)
+    _require_graph(path, proto.graph)
     for graph in _graphs(proto.graph):
         for tensor in _tensors(graph.initializer, graph.node):
             _require_data(path, tensor)
@@ -60,6 +67,8 @@ def load_model(path: Path, inputs: Collection[str] | None = None) -> ir.Model:
     except (onnx.checker.ValidationError, ir.serde.SerdeError, ValueError, TypeError) as error:
         reason = str(error).strip().splitlines()[0]
         raise FolderError(f"{path} holds no valid graph ({reason})", "an ONNX graph", "export it again") from error
+    imports = model.graph.opset_imports
+    imports[""] = imports.pop("ai.onnx", imports.get("", OPSET))  # two names of one domain
     set_base_dir(model.graph, path.parent)
     _detach_inner_data(model)
     _settle_defaults(model, inputs)
@@ -76,10 +85,6 @@ def _parsed(path: Path) -> onnx.ModelProto:
     if not proto.graph.output:
         raise FolderError(f"{path} holds a graph without outputs", "an ONNX graph", "export it again")
     return proto
-
-
-def _opset(proto: onnx.ModelProto) -> int | None:
-    return next((entry.version for entry in proto.opset_import if entry.domain in _DEFAULT_DOMAINS), None)
 
 
 def _require_opset(path: Path, proto: onnx.ModelProto) -> None:
@@ -119,10 +124,34 @@ def _tensors(initializers: Sequence[onnx.TensorProto], nodes: Sequence[onnx.Node
             yield from attribute.tensors
 
 
-def _require_graph(
-    path: Path, graph: onnx.GraphProto, functions: set[tuple[str, str]], opset: int | None, outer: frozenset[str] = frozenset()
-) -> None:
-    """Raise unless each value is made once, from values that are made before it, by operators that exist."""
+def _require_operators(path: Path, proto: onnx.ModelProto) -> None:
+    """Raise for an operator that ONNX's own domain lacks; those of other domains are for the runtime to know."""
+    (opset,) = {entry.version for entry in proto.opset_import if entry.domain in _DEFAULT_DOMAINS}
+    known = {function.name for function in proto.functions if function.domain in _DEFAULT_DOMAINS}
+    nodes = [node for graph in _graphs(proto.graph) for node in graph.node if node.domain in _DEFAULT_DOMAINS]
+    for op_type in sorted({node.op_type for node in nodes} - known):
+        if op_type in _RANDOM:
+            raise FolderError(
+                f"{path} has the operator {op_type!r}, which draws random numbers",
+                "noise as an input, or none: ONNX Runtime cannot draw it in the opset of fused graphs",
+                "export it again without it; a VAE encoder gives the parameters of its distribution",
+            )
+        if "Sequence" in op_type or op_type.startswith("Optional"):
+            raise FolderError(
+                f"{path} has the operator {op_type!r}, which is not about tensors", "tensors alone", "export it again"
+            )
+        try:
+            onnx.defs.get_schema(op_type, max_inclusive_version=opset)
+        except onnx.defs.SchemaError as error:
+            raise FolderError(
+                f"{path} has the operator {op_type!r}, which opset {opset} of ONNX lacks",
+                "ONNX's operators, or a custom one in a domain of its own",
+                "export it again without it, or with a domain",
+            ) from error
+
+
+def _require_graph(path: Path, graph: onnx.GraphProto, outer: frozenset[str] = frozenset()) -> None:
+    """Raise unless each value is made once, from values that are made before it."""
     inputs = [value.name for value in graph.input]
     weights = [tensor.name for tensor in graph.initializer]
     weights += [tensor.values.name for tensor in graph.sparse_initializer]
@@ -134,13 +163,11 @@ def _require_graph(
     present = outer | {*inputs, *weights}
     known = set(present)
     for node in graph.node:
-        if node.domain in _DEFAULT_DOMAINS and (node.domain, node.op_type) not in functions:
-            _require_operator(path, node, opset)
         for name in _reads(node):
             if name not in known:
                 _refuse_order(path, graph, node, name, present)
         for inner in _subgraphs(node):
-            _require_graph(path, inner, functions, opset, frozenset(known))
+            _require_graph(path, inner, frozenset(known))
         known.update(node.output)
     for value in graph.output:
         if value.name not in known:
@@ -157,17 +184,6 @@ def _require_once(path: Path, kind: str, names: Sequence[str]) -> None:
         seen.add(name)
 
 
-def _require_operator(path: Path, node: onnx.NodeProto, opset: int | None) -> None:
-    try:
-        onnx.defs.get_schema(node.op_type, max_inclusive_version=opset or OPSET)
-    except onnx.defs.SchemaError as error:
-        raise FolderError(
-            f"{path} has the operator {node.op_type!r}, which opset {opset} of ONNX lacks",
-            "ONNX's operators, or a custom one in a domain of its own",
-            "export it again without it, or give it a domain",
-        ) from error
-
-
 def _reads(node: onnx.NodeProto) -> list[str]:
     """Return what a node reads, what its subgraphs take from around them included."""
     names = [name for name in node.input if name]
@@ -175,7 +191,8 @@ def _reads(node: onnx.NodeProto) -> list[str]:
         own = {value.name for value in graph.input} | {tensor.name for tensor in graph.initializer}
         own |= {tensor.values.name for tensor in graph.sparse_initializer}
         own |= {name for inner in graph.node for name in inner.output}
-        names += [name for inner in graph.node for name in _reads(inner) if name not in own]
+        inside = [name for inner in graph.node for name in _reads(inner)]
+        names += [name for name in (*inside, *(value.name for value in graph.output)) if name not in own]
     return names
 
 
@@ -211,32 +228,96 @@ def _called(node: onnx.NodeProto) -> str:
 
 def _require_data(path: Path, tensor: onnx.TensorProto) -> None:
     """Raise unless a tensor's data are as long as its shape says; external ones must lie beside the model."""
-    try:
-        dtype = ir.DataType(tensor.data_type)
-    except ValueError:
-        return  # ONNX's checker says it
+    name, kind = repr(tensor.name), tensor.data_type
     if any(size < 0 for size in tensor.dims):
+        found = f"{path} has the tensor {name} of shape {list(tensor.dims)}"
+        raise WeightsError(found, "sizes of 0 or more", "export it again")
+    if kind not in set(ir.DataType):
+        raise WeightsError(f"{path} has {name} of the unknown type {kind}", "a type of ONNX", "export it again")
+    if kind in (ir.DataType.UNDEFINED, ir.DataType.STRING):
+        if uses_external_data(tensor):
+            raise WeightsError(f"{path} keeps {name}, no numbers, in another file", "numbers", "export it again")
+        return  # ONNX's checker knows
+    wanted = _size_bytes(tensor)
+    # Raw data are copied to be measured: one tensor at a time, while the parsed file holds them all.
+    found_bytes = _external_bytes(path, tensor) if uses_external_data(tensor) else None
+    if tensor.HasField("raw_data") and not uses_external_data(tensor):
+        found_bytes = len(tensor.raw_data)
+    if found_bytes is not None and found_bytes != wanted:
         raise WeightsError(
-            f"{path} has the tensor {tensor.name!r} of shape {list(tensor.dims)}", "sizes of 0 or more", "export it again"
+            f"{path} has {found_bytes} bytes for {name}",
+            f"{wanted}, as {ir.DataType(kind).name} {list(tensor.dims)} has",
+            "export it again",
         )
-    if uses_external_data(tensor):
-        _require_external(path, tensor, _size_bytes(tensor, dtype))
-    elif tensor.HasField("raw_data") and dtype != ir.DataType.STRING:
-        # A copy of one tensor, while the parsed file holds them all.
-        if len(tensor.raw_data) != _size_bytes(tensor, dtype):
-            raise _misfit(path, tensor, dtype, len(tensor.raw_data))
 
 
-def _size_bytes(tensor: onnx.TensorProto, dtype: ir.DataType) -> int:
-    elements = 1
-    for size in tensor.dims:
-        elements *= size  # of Python's integers, which do not overflow
-    return -(-elements * dtype.bitwidth // 8)
+def _external_bytes(path: Path, tensor: onnx.TensorProto) -> int:
+    """Return how long the external data of one tensor are; raise unless they lie beside the model, all of them."""
+    entries = {entry.key: entry.value for entry in tensor.external_data}
+    location, name = entries.get("location", ""), repr(tensor.name)
+    for key in ("offset", "length"):
+        number = entries.get(key, "0")
+        if not (number.isascii() and number.isdecimal() and len(number) <= _LONGEST_NUMBER):
+            raise WeightsError(
+                f"{path} has the {key} {number!r:.40} for {name}", "a number of bytes", "export it again"
+            )
+    if not location or not location.isprintable():
+        raise WeightsError(
+            f"{path} names no file for {name} ({location!r:.40})", "weights beside it", "export it again"
+        )
+    file = path.parent / location
+    beside = Path(os.path.realpath(path.parent)) in Path(os.path.realpath(file)).parents
+    if PurePath(location).is_absolute() or ".." in PurePath(location).parts or not beside:
+        raise WeightsError(
+            f"{path} keeps {name} in {file}, outside its folder",
+            "weights beside it, no links to elsewhere",
+            "copy the folder with its links followed (cp -rL), or export it again",
+        )
+    length = int(entries.get("length", _size_bytes(tensor)))
+    end = int(entries.get("offset", "0")) + length
+    if not os.path.isfile(file):
+        raise WeightsError(f"{file} is missing", f"a file of at least {end} bytes", "copy the file again")
+    if (size := file.stat().st_size) < end:
+        raise WeightsError(f"{file} has {size} bytes", f"at least {end} bytes", "copy the file again")
+    if file.stat().st_nlink > 1:
+        # ONNX refuses them: anybody could link a file of somebody else's here, whole and in its place.
+        raise WeightsError(f"{file} has several hard links", "a file of its own", "copy the folder without links")
+    return length
 
 
-def _misfit(path: Path, tensor: onnx.TensorProto, dtype: ir.DataType, found: int) -> WeightsError:
-    return WeightsError(
-        f"{path} has {found} bytes for {tensor.name!r}",
-        f"{_size_bytes(tensor, dtype)}, as {dtype.name} {list(tensor.dims)} has",
-        "export it again",
-    )
+def _size_bytes(tensor: onnx.TensorProto) -> int:
+    bits = ir.DataType(tensor.data_type).bitwidth
+    size: int = -(-math.prod(tensor.dims) * bits // 8)  # Python's integers do not overflow
+    return size
+
+
+def _detach_inner_data(model: ir.Model) -> None:
+    """Let external data of attributes and subgraphs be read when they are written: they are written inline.
+
+    onnx_ir moves initializers of the main graph alone; other tensors would keep naming the file that was read.
+    """
+
+    def detached(tensor: ir.ExternalTensor) -> ir.TensorProtocol:
+        return lazy(lambda: read(tensor), tensor.dtype, tensor.shape, tensor.name)
+
+    for node in model.graph.all_nodes():
+        for name, attribute in list(node.attributes.items()):
+            if attribute.type == ir.AttributeType.TENSOR and isinstance(attribute.value, ir.ExternalTensor):
+                node.attributes[name] = ir.AttrTensor(name, detached(attribute.value))
+    for graph in model.graph.subgraphs():
+        for value in graph.initializers.values():
+            if isinstance(value.const_value, ir.ExternalTensor):
+                value.const_value = detached(value.const_value)
+
+
+def _settle_defaults(model: ir.Model, inputs: Collection[str] | None) -> None:
+    """Make constants of the initializers that are inputs too, unless callers may give them; see `load_model`."""
+    graph = model.graph
+    old = model.ir_version < _IR_VERSION_OF_DEFAULTS
+    for value in [value for value in graph.inputs if value.is_initializer()]:
+        if inputs is not None and value.name in inputs:
+            graph.initializers.pop(value.name or "")
+            value.const_value = None
+        elif inputs is not None or old:
+            graph.inputs.remove(value)
+    model.ir_version = max(model.ir_version, _IR_VERSION_OF_DEFAULTS)

@@ -65,8 +65,9 @@ class Rule(RewriteRuleClassBase):
 
     keeps_nodes = False
 
-    def __init__(self, refusals: list[Refusal]) -> None:
+    def __init__(self, graph: ir.Graph, refusals: list[Refusal]) -> None:
         super().__init__(name=type(self).__name__, remove_nodes=not self.keeps_nodes)
+        self._graph = graph
         self._refusals = refusals
 
     def concerns(self, *args: Any, **bindings: Any) -> bool:
@@ -82,10 +83,10 @@ class Rule(RewriteRuleClassBase):
         result = MatchResult()
         if not self.concerns(**bindings):
             return result.fail("no candidate")
-        reason = self.refuse(**bindings)
+        node = op.root
+        reason = self.refuse(**bindings) if node.graph is self._graph else "it stands in a subgraph or a function"
         if reason is None:
             return result
-        node = op.root
         name = str(self.name)
         self._refusals.append(Refusal(name, node.name or node.op_type, module_path(node), reason))
         return result.fail(reason)
@@ -97,7 +98,7 @@ def apply_rules(model: ir.Model, rules: Sequence[type[Rule]], commute: bool = Fa
     A pattern with commutative operators is tried with its operands in either order if `commute`.
     """
     refusals: list[Refusal] = []
-    made = [rule.rule(refusals) for rule in rules]  # type: ignore[no-untyped-call]
+    made = [rule.rule(model.graph, refusals) for rule in rules]  # type: ignore[no-untyped-call]
     rule_set = RewriteRuleSet(made, commute=commute)
     fired: int = rule_set.apply_to_model(model)
     return fired, list(dict.fromkeys(refusals))

@@ -76,10 +76,20 @@ def _write_numbers(model: ir.Model, sizes: Sizes) -> int:
 
 
 def _fold(model: ir.Model) -> bool:
-    result = onnxscript.optimizer.fold_constants(
-        model,
-        onnx_shape_inference=False,
-        input_size_limit=_LARGEST_FOLDED_BYTES,
-        output_size_limit=_LARGEST_FOLDED_BYTES,
-    )
+    # onnxscript takes an input's default for a constant when it decides an If, and drops what is then unused.
+    defaults = {value: value.const_value for value in model.graph.inputs if value.is_initializer()}
+    for value in defaults:
+        value.const_value = None
+    try:
+        result = onnxscript.optimizer.fold_constants(
+            model,
+            onnx_shape_inference=False,
+            input_size_limit=_LARGEST_FOLDED_BYTES,
+            output_size_limit=_LARGEST_FOLDED_BYTES,
+        )
+    finally:
+        for value, tensor in defaults.items():
+            value.const_value = tensor
+            if not value.is_initializer():
+                model.graph.register_initializer(value)
     return bool(result.modified)

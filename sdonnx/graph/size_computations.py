@@ -33,6 +33,8 @@ class ComputeSizesFromInputs(InPlacePass):
     def call(self, model: ir.Model) -> PassResult:
         """Rewrite the computations whose result something else reads."""
         graph = model.graph
+        if not len(graph):
+            return PassResult(model, False)  # its outputs are inputs or initializers
         sizes = Sizes(graph)
         writer = _Writer(graph)
         modified = False
