@@ -20,6 +20,7 @@ _COMMANDS = {
     "sample": ("sdonnx.sample.command", "write a sample pipeline with seeded random weights"),
     "export": ("sdonnx.export.__main__", "a diffusers pipeline to a folder of ONNX graphs"),
     "optimize": ("sdonnx.optimize_pipeline", "fuse the graphs for a provider, convert to fp16"),
+    "explain": ("sdonnx.explain", "what was fused in a folder, what was not, and why"),
     "generate": ("sdonnx.generate", "draw images with an optimized folder"),
     "benchmark": ("sdonnx.benchmark", "time a pipeline, with ONNX Runtime or torch"),
 }

@@ -11,6 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rich.markup import escape
+
+from sdonnx.errors import OptionError
 from sdonnx.terminal import add_debug, console, guarded, tensor_progress
 
 if TYPE_CHECKING:
@@ -36,27 +39,84 @@ _SHOWN = (
 )
 
 
+# Option -> the fusion that it leaves out, and what that is.
+_DISABLE = {
+    "attention": "MultiHeadAttention",
+    "group_norm": "GroupNorm (and SkipGroupNorm)",
+    "skip_group_norm": "SkipGroupNorm",
+    "skip_layer_norm": "SkipLayerNormalization",
+    "bias_splitgelu": "BiasSplitGelu",
+    "bias_add": "BiasAdd",
+    "nhwc_conv": "NhwcConv",
+}
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
     parser.description = "Fuse the graphs of an exported pipeline for ONNX Runtime's kernels."
-    parser.add_argument("-i", "--input", required=True, type=Path, help="the exported folder")
-    parser.add_argument("-o", "--output", required=True, type=Path, help="the folder to write")
-    parser.add_argument("--float16", action="store_true", help="convert to fp16")
-    parser.add_argument(
+    folders = parser.add_argument_group("folders")
+    folders.add_argument("-i", "--input", required=True, type=Path, help="the exported folder, whoever exported it")
+    folders.add_argument("-o", "--output", required=True, type=Path, help="the folder to write")
+    folders.add_argument("--overwrite", action="store_true", help="replace the output if a pipeline is there")
+    folders.add_argument(
+        "-e",
+        "--use_external_data_format",
+        action="store_true",
+        help="keep weights in a file beside each graph; they always are, the option is accepted for old command lines",
+    )
+    folders.add_argument(
+        "--inspect",
+        action="store_true",
+        help="also write what ONNX Runtime itself makes of each graph, as inspect.onnx beside it",
+    )
+    precision = parser.add_argument_group("precision")
+    precision.add_argument("--float16", action="store_true", help="convert to fp16")
+    precision.add_argument(
         "--force_fp32_ops",
         nargs="+",
         default=[],
         metavar="COMPONENT:WHAT",
         help="what stays in float32: an operator (unet:MultiHeadAttention) or a module (unet:mid_block.*)",
     )
-    parser.add_argument("--overwrite", action="store_true", help="replace the output if a pipeline is there")
-    parser.add_argument("--provider", default="cuda", help="the provider to optimize for: cuda (default) or cpu")
-    parser.add_argument(
+    precision.add_argument(
+        "--bfloat16",
+        action="store_true",
+        help="with --float16: what is named by --force_fp32_ops computes in bfloat16, where kernels exist",
+    )
+    target = parser.add_argument_group("target")
+    target.add_argument("--provider", default="cuda", help="the provider to optimize for: cuda (default) or cpu")
+    target.add_argument(
         "--attention_layout",
         default="unpacked",
         help="input of MultiHeadAttention: unpacked (default; best from sm_90 on), packed_kv or packed_qkv",
     )
+    fusions = parser.add_argument_group("fusions to leave out")
+    for name, operator in _DISABLE.items():
+        fusions.add_argument(f"--disable_{name}", action="store_true", help=f"make no {operator}")
+    fusions.add_argument(
+        "--disable_packed_qkv",
+        action="store_true",
+        help="with packed_qkv: pack keys and values alone",
+    )
+    fusions.add_argument(
+        "--disable_packed_kv",
+        action="store_true",
+        help="with packed_kv: pack nothing",
+    )
+    fusions.add_argument(
+        "--use_group_norm_channels_first",
+        action="store_true",
+        help="not offered: the CUDA provider's GroupNorm kernels read channels last alone",
+    )
     add_debug(parser)
+
+
+def _layout(options: argparse.Namespace) -> str:
+    """Return the attention layout after --disable_packed_qkv and --disable_packed_kv."""
+    layout = str(options.attention_layout)
+    if layout == "packed_qkv" and options.disable_packed_qkv:
+        layout = "packed_kv"
+    return "unpacked" if layout == "packed_kv" and options.disable_packed_kv else layout
 
 
 def fusion_table(report: OptimizeReport) -> Table:
@@ -83,6 +143,12 @@ def run(options: argparse.Namespace) -> int:
     """Run the command."""
     from sdonnx.optimize import optimize_folder
 
+    if options.use_group_norm_channels_first:
+        raise OptionError(
+            "--use_group_norm_channels_first was asked for",
+            "channels last, the only order that GroupNorm's CUDA kernels read",
+            "leave it out; --disable_group_norm keeps the norms as they are",
+        )
     with tensor_progress() as told:
         report = optimize_folder(
             options.input,
@@ -90,15 +156,20 @@ def run(options: argparse.Namespace) -> int:
             provider=options.provider,
             float16=options.float16,
             force_fp32_ops=options.force_fp32_ops,
-            attention_layout=options.attention_layout,
+            bfloat16=options.bfloat16,
+            attention_layout=_layout(options),
+            disabled=[name for name in _DISABLE if getattr(options, f"disable_{name}")],
+            inspect=options.inspect,
             overwrite=options.overwrite,
             progress=told,
         )
     out = console()
     out.print(fusion_table(report))
     for component in report.components.values():
-        for operator, count in component.left.items():
-            out.print(f"{component.name}: {count} {operator} not fused; {options.output}/sdonnx.json says why")
+        for warning in component.warnings:
+            out.print(f"[yellow]warning[/yellow]: {component.name}: {escape(warning)}")
+    if any(component.warnings for component in report.components.values()):
+        out.print(f"python -m sdonnx explain {escape(str(options.output))} says where and why")
     out.print(f"optimized to {options.output}")
     return 0
 

@@ -23,7 +23,7 @@ from sdonnx.graph.edit import derived_initializer, insert
 from sdonnx.graph.modules import MODULE_SEPARATOR, module_path
 from sdonnx.graph.tensors import read
 
-__all__ = ["ConvertPrecision", "PrecisionPolicy", "parse_overrides"]
+__all__ = ["BFLOAT16_OPERATORS", "ConvertPrecision", "PrecisionPolicy", "parse_overrides"]
 
 _FLOAT = ir.DataType.FLOAT
 
@@ -34,6 +34,12 @@ _ALWAYS_FLOAT32 = {"Resize": frozenset({1, 2})}
 # Range of fp16.
 _FLOAT32_OPERATORS = frozenset({"Sin", "Cos", "Range"})
 
+# Standard operators that ONNX Runtime's CUDA provider computes in bfloat16 (tests/gpu/test_contracts.py runs each).
+BFLOAT16_OPERATORS = frozenset(
+    {"Add", "Cast", "Concat", "Div", "Expand", "Gather", "Gemm", "Identity", "LayerNormalization", "MatMul", "Mul",
+     "Reshape", "Sigmoid", "Slice", "Softmax", "Split", "Sub", "Transpose", "Unsqueeze"}
+)  # fmt: skip
+
 # Operators that pass values on: a value that is kept in float32 stays so through them.
 _PASSING = frozenset(
     {"Add", "Cast", "Div", "Expand", "Gather", "Identity", "Mul", "Neg", "Reshape", "Slice", "Squeeze", "Sub",
@@ -43,16 +49,19 @@ _PASSING = frozenset(
 
 @dataclass(frozen=True)
 class PrecisionPolicy:
-    """Which nodes stay in float32.
+    """Which nodes compute in which type.
 
     Attributes:
         dtype: what the rest computes in.
-        float32: operators (`MultiHeadAttention`) and module paths (`mid_block.*`), in fnmatch's
-            language, that stay in float32.
+        float32: operators (`MultiHeadAttention`) and module paths (`mid_block.*`, in fnmatch's
+            language) that stay out of that type.
+        fallback: what these compute in: float32, or bfloat16, which has its range and less precision.
+            An operator without a kernel for bfloat16 stays in float32.
     """
 
     dtype: ir.DataType = ir.DataType.FLOAT16
     float32: tuple[str, ...] = field(default=())
+    fallback: ir.DataType = _FLOAT
 
     def override_for(self, node: ir.Node) -> str | None:
         """Return the first override that matches the node, None where none does."""
@@ -106,7 +115,8 @@ class ConvertPrecision(InPlacePass):
         self.policy = policy
         self.spec = spec
         self.kept: dict[str, int] = {}
-        self._floats = (_FLOAT, policy.dtype)  # a graph may come in either, or in both
+        # A graph may come in any of these, or in several.
+        self._floats = (_FLOAT, policy.dtype, policy.fallback)
 
     def call(self, model: ir.Model) -> PassResult:
         """Convert the graph in place."""
@@ -142,10 +152,19 @@ class ConvertPrecision(InPlacePass):
         data = [value for value in data if value.dtype in self._floats]
         return bool(data) and node.op_type in _PASSING and all(value in self._wide for value in data)
 
+    def _falls_back(self, node: ir.Node) -> bool:
+        """Tell whether an overridden node computes in the fallback type."""
+        if self.policy.override_for(node) is None:
+            return False
+        contract = contract_of(node)
+        return contract.bfloat16 if contract else not node.domain and node.op_type in BFLOAT16_OPERATORS
+
     def _convert(self, graph: ir.Graph, node: ir.Node) -> None:
         wide = self._stays_wide(node)
         dtype = _FLOAT if wide else self.policy.dtype
         contract = contract_of(node)
+        if wide and self.policy.fallback != _FLOAT and self._falls_back(node):
+            wide, dtype = False, self.policy.fallback
         always = contract.float32_inputs if contract else _ALWAYS_FLOAT32.get(node.op_type, frozenset())
         if node.op_type == "Cast":
             self._convert_cast(node, dtype)

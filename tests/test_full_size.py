@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
+import diffusers
 import pytest
+from exporters import EXPORTERS, export_component
 
+from sdonnx.families import FAMILIES
 from sdonnx.sample import write_sample
 
 pytestmark = pytest.mark.full
@@ -27,6 +32,35 @@ else:
 status = Path("/proc/self/status").read_text()
 peak = int(status.split("VmHWM:")[1].split()[0]) * 1024
 print(json.dumps({"seconds": time.monotonic() - start, "peak_bytes": peak}))
+"""
+
+_FUSED = """
+import json, sys, time
+from collections import Counter
+from pathlib import Path
+import onnx_ir as ir
+start = time.monotonic()
+from sdonnx.families import FAMILIES
+from sdonnx.fusions import fuse
+from sdonnx.graph.load import load_model
+from sdonnx.interface import adapt_interface
+from sdonnx.precision import ConvertPrecision, PrecisionPolicy
+spec = FAMILIES[0].component("unet")
+source, out = map(Path, sys.argv[1:])
+model = load_model(source / "model.onnx")
+nodes = len(list(model.graph))
+adapt_interface(model, spec, json.loads((source / "config.json").read_text()))
+fuse(model, "cuda")
+ConvertPrecision(PrecisionPolicy(), spec)(model)
+out.mkdir()
+ir.save(model, out / "model.onnx", external_data="model.onnx.data")
+status = Path("/proc/self/status").read_text()
+print(json.dumps({
+    "seconds": time.monotonic() - start,
+    "peak_bytes": int(status.split("VmHWM:")[1].split()[0]) * 1024,
+    "nodes": nodes,
+    "after": Counter(node.op_type for node in model.graph),
+}))
 """
 
 # FACTS of the architecture: attentions, feed-forwards, norms and convolutions of the published UNets.
@@ -67,3 +101,32 @@ def test_export_and_optimize_full_size(arch: str, tmp_path: Path) -> None:
     fired = {rule: count for stage in unet["stages"] for rule, count in stage["fired"].items()}
     assert fired["SiluIntoGroupNorm"] == 45  # every norm but those of the 16 transformers has a SiLU after it
     assert all(not component["left"] for component in report["components"].values())
+
+
+# Those of the fused UNets, whoever exported them; `tiny`'s are in test_exporters.py.
+FUSED = {
+    "MultiHeadAttention": 32, "BiasSplitGelu": 16, "GroupNorm": 12, "SkipGroupNorm": 49, "LayerNormalization": 16,
+    "SkipLayerNormalization": 32, "BiasAdd": 31, "NhwcConv": 52, "Resize": 3, "Transpose": 2,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("arch", list(COUNTS))
+def test_every_exporters_unet_is_optimized_in_time(arch: str, tmp_path: Path) -> None:
+    """One exporter after the other: an exported UNet takes 3.4 GB of disk."""
+    write_sample(arch, tmp_path / "source")
+    config = json.loads((tmp_path / "source" / "unet" / "config.json").read_text())
+    spec = FAMILIES[0].component("unet")
+    for exporter in EXPORTERS:
+        out = tmp_path / exporter.name
+        unet = diffusers.UNet2DConditionModel.from_pretrained(tmp_path / "source" / "unet")
+        export_component(SimpleNamespace(unet=unet), spec, config, exporter, out / "unet" / "model.onnx")
+        del unet
+        shutil.copyfile(tmp_path / "source" / "unet" / "config.json", out / "unet" / "config.json")
+        command = [sys.executable, "-c", _FUSED, str(out / "unet"), str(tmp_path / "fused")]
+        found = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1])
+        print(arch, exporter.name, {key: found[key] for key in ("nodes", "seconds", "peak_bytes")})
+        assert {name: found["after"].get(name, 0) for name in FUSED} == FUSED, exporter.name
+        assert found["seconds"] < 120
+        assert found["peak_bytes"] < 4e9
+        shutil.rmtree(out)
+        shutil.rmtree(tmp_path / "fused")

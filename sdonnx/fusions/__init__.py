@@ -40,6 +40,7 @@ from sdonnx.fusions.norms import InstanceNormToGroupNorm, MeansToLayerNorm
 from sdonnx.fusions.projections import GroupProjections
 from sdonnx.fusions.residual import BiasIntoNhwcConv, LayerNormToSkipLayerNorm, ResidualToBiasAdd
 from sdonnx.fusions.softmax import EinsumToMatMul, SoftmaxToAttention
+from sdonnx.fusions.unfused import AttentionToMatMul
 from sdonnx.graph.match import Idiom, Refusal, Rule, apply_idioms, apply_rules
 from sdonnx.graph.passes import SimplifyReshapes, infer_shapes, tidy
 from sdonnx.graph.prepare import prepare
@@ -157,6 +158,7 @@ def stages(provider: str, attention_layout: str = "unpacked", disabled: Collecti
     table = (
         *_CANONICALIZE,
         Stage("attention", (AttentionToMultiHeadAttention,), only_cuda=False),
+        Stage("attention_left", idioms=(AttentionToMatMul,)),
         *(Stage(f"packing_{rule.__name__}", (rule,)) for rule in _PACKINGS[attention_layout]),
         Stage("projections", run=_group_projections),
         Stage("geglu", (GegluToBiasSplitGelu,), commute=True),

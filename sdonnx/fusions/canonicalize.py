@@ -122,9 +122,9 @@ class BiasAfterReshape(Rule):
         """A biased value, reshaped."""
         return op.Reshape(op.Add(x, bias), shape, _allow_other_attributes=True, _outputs=["reshaped"])
 
-    def concerns(self, x: ir.Value, **_: Any) -> bool:
-        """The other way round, the bias is taken for x."""
-        return not is_weight(x)
+    def concerns(self, x: ir.Value, bias: ir.Value, **_: Any) -> bool:
+        """What is added must be a constant; the other way round, it is taken for x."""
+        return is_weight(bias) and not is_weight(x)
 
     def refuse(self, x: ir.Value, bias: ir.Value, reshaped: ir.Value, **_: Any) -> str | None:
         """The bias must be a constant vector along an axis that the reshape keeps."""

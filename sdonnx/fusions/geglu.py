@@ -25,9 +25,9 @@ class GegluToBiasSplitGelu(Rule):
         value, gate = op.Split(total, num_outputs=2, _allow_other_attributes=True, _outputs=["value", "gate"])
         return op.Mul(value, op.Gelu(gate, _allow_other_attributes=True, _outputs=["gelu"]))
 
-    def concerns(self, x: ir.Value, **_: Any) -> bool:
-        """The other way round, the bias is taken for x."""
-        return not is_weight(x)
+    def concerns(self, x: ir.Value, bias: ir.Value, **_: Any) -> bool:
+        """What is added must be a constant; the other way round, it is taken for x."""
+        return is_weight(bias) and not is_weight(x)
 
     def refuse(self, x: ir.Value, bias: ir.Value, gate: ir.Value, gelu: ir.Value, **_: Any) -> str | None:
         """The kernel must exist for this width, and the bias must be one."""

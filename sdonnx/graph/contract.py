@@ -32,12 +32,14 @@ class Contract:
         lower: inserts the reference body before a node and returns its outputs.
         float32_inputs: inputs that are float32 in every precision.
         cpu: the CPU provider has a kernel.
+        bfloat16: the CUDA provider has a kernel for it.
     """
 
     op_type: str
     lower: Callable[[ir.Node], list[ir.Value | None]]
     float32_inputs: frozenset[int] = frozenset()
     cpu: bool = False
+    bfloat16: bool = False
 
 
 _ALL = (
@@ -46,8 +48,8 @@ _ALL = (
     Contract("BiasSplitGelu", reference.bias_split_gelu),
     Contract("BiasAdd", reference.bias_add),
     Contract("NhwcConv", reference.nhwc_conv),
-    Contract("SkipLayerNormalization", reference.skip_layer_normalization, cpu=True),
-    Contract("MultiHeadAttention", reference.multi_head_attention, cpu=True),
+    Contract("SkipLayerNormalization", reference.skip_layer_normalization, cpu=True, bfloat16=True),
+    Contract("MultiHeadAttention", reference.multi_head_attention, cpu=True, bfloat16=True),
 )
 CONTRACTS = {contract.op_type: contract for contract in _ALL}
 

@@ -168,7 +168,7 @@ def test_what_is_no_bias_stays_before_the_reshape(name: str) -> None:
 
 def test_an_activation_is_no_bias() -> None:
     model = graph("float[B,4,6,8] x, float[8] bias", "float[B,24,8] y", BIASED, shape=int64([0, 24, 8]))
-    assert_refuses(model, BiasAfterReshape, "what is added is no constant vector", commute=True)
+    assert_refuses(model, BiasAfterReshape, None, commute=True)
 
 
 def test_a_biased_value_used_elsewhere_blocks() -> None:

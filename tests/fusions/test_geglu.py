@@ -73,7 +73,7 @@ def test_an_approximation_is_refused() -> None:
 
 def test_an_activation_is_no_bias() -> None:
     model = graph(f"{X}, float[2560] b", Y, f"{SUM} {SPLIT} {GELU} y = Mul(v, h)")
-    assert_refuses(model, GegluToBiasSplitGelu, "what is added is no constant vector", commute=True)
+    assert_refuses(model, GegluToBiasSplitGelu, None, commute=True)
 
 
 NO_CANDIDATES = {

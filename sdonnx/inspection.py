@@ -1,0 +1,50 @@
+"""What ONNX Runtime itself makes of a graph, written beside it for inspection."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+from sdonnx.errors import ProviderError
+
+__all__ = ["Inspector"]
+
+_PROVIDERS = {"cuda": "CUDAExecutionProvider", "cpu": "CPUExecutionProvider"}
+_MODEL, _WEIGHTS = "inspect.onnx", "inspect.onnx.data"
+
+
+class Inspector:
+    """Loads graphs into ONNX Runtime and keeps what its own optimizations leave.
+
+    Args:
+        provider: "cuda" or "cpu".
+
+    Raises:
+        ProviderError: ONNX Runtime is not installed, or lacks the provider.
+    """
+
+    def __init__(self, provider: str) -> None:
+        try:
+            self._runtime: Any = importlib.import_module("onnxruntime")
+        except ImportError:
+            raise ProviderError(
+                "--inspect needs ONNX Runtime, which is not installed", "onnxruntime", f"install sdonnx[{provider}]"
+            ) from None
+        self._provider = _PROVIDERS[provider]
+        available = self._runtime.get_available_providers()
+        if self._provider not in available:
+            raise ProviderError(
+                f"--inspect needs the {self._provider}, ONNX Runtime has {', '.join(available)}",
+                "a runtime that can load what is optimized",
+                f"install sdonnx[{provider}], or leave out --inspect",
+            )
+
+    def inspect(self, model: Path) -> None:
+        """Write `inspect.onnx` and its weights beside the graph."""
+        options = self._runtime.SessionOptions()
+        options.log_severity_level = 3
+        options.optimized_model_filepath = str(model.with_name(_MODEL))
+        options.add_session_config_entry("session.optimized_model_external_initializers_file_name", _WEIGHTS)
+        options.add_session_config_entry("session.optimized_model_external_initializers_min_size_in_bytes", "1024")
+        self._runtime.InferenceSession(str(model), options, providers=[self._provider])
