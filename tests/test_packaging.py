@@ -26,7 +26,7 @@ MAY_IMPORT_TORCH = {"export", "sample", "benchmark", "quickstart"}
 RUNTIME = {"runtime", "samplers"}
 # The extras that a module's imports may need beyond the runtime's.
 EXTRAS = {
-    **{unit: {"optimize"} for unit in ("graph", "fusions", "precision", "compose", "optimize")},
+    **{unit: {"optimize"} for unit in ("graph", "fusions", "precision", "compose", "interface", "report", "optimize")},
     **{unit: {"export"} for unit in ("export", "sample")},
     **{unit: {"export", "benchmark"} for unit in ("benchmark", "quickstart")},
 }
@@ -37,12 +37,13 @@ LEVELS = (
     {"errors"},
     {"folder", "samplers", "parity"},
     {"families"},
-    {"graph"},
-    {"fusions", "precision", "compose"},
+    {"graph", "expected", "inspection"},
+    {"fusions", "precision", "compose", "interface"},
+    {"report"},
     {"optimize", "export", "sample", "runtime"},
     {"terminal"},
     {"benchmark"},
-    {"__main__", "generate", "optimize_pipeline", "quickstart"},
+    {"__main__", "explain", "generate", "optimize_pipeline", "quickstart"},
 )
 # Modules of these names are command lines wherever they lie.
 COMMANDS = {"__main__", "command"}
