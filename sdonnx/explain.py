@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,13 @@ __all__ = ["add_arguments", "explained", "run"]
 
 _SHOWN_PLACES = 8  # of each reason; --all shows every one
 
+# What a report on a component must hold, for it to be shown.
+_FORM = {"operators_before": dict, "operators_after": dict, "expected": dict, "stages": list, "left_at": dict,
+         "warnings": list}  # fmt: skip
+_STAGE_FORM = {"stage": str, "fired": dict, "refused": list}
+_REFUSED_FORM = {"rule": str, "reason": str, "count": int, "at": list}
+_COLUMNS = ("before", "after", "expected")
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
@@ -29,36 +37,64 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--component", help="one component alone, such as unet")
     parser.add_argument("--stage", help="one stage alone, such as attention")
     parser.add_argument("--all", action="store_true", help="name every place, not the first eight of each reason")
-    parser.add_argument("--provider", default="cuda", help="of an exported folder: cuda (default) or cpu")
+    parser.add_argument("--provider", help="what an exported folder would be fused for: cuda (default) or cpu")
     add_debug(parser)
 
 
-def explained(folder: Path, provider: str = "cuda") -> dict[str, dict[str, Any]]:
-    """Return the report of each component: that of `sdonnx.json`, or of a fusion in memory.
+def explained(folder: Path, provider: str | None = None) -> tuple[list[str], dict[str, dict[str, Any]]]:
+    """Return what was left out on request and each component's report: of `sdonnx.json`, or of a fusion in memory.
 
     Args:
-        folder: an optimized folder, or an exported one, of which nothing is written.
-        provider: what an exported folder is fused for.
+        folder: an optimized folder, or an exported one; nothing is written.
+        provider: what an exported folder is fused for, "cuda" if None. An optimized one has its own.
 
     Raises:
         SdonnxError: the folder or the provider cannot be used.
     """
     pipeline = PipelineFolder.open(folder)
     if (folder / REPORT).exists():
-        components = read_json(folder / REPORT).get("components")
-        if not isinstance(components, dict):
-            raise FolderError(f"{folder / REPORT} names no components", "a report", "optimize the folder again")
-        return components
+        return _written(folder / REPORT, provider)
     from dataclasses import asdict
 
     from sdonnx.optimize import fusion_reports
 
-    return {name: asdict(report) for name, report in fusion_reports(pipeline, provider).items()}
+    return [], {name: asdict(report) for name, report in fusion_reports(pipeline, provider or "cuda").items()}
+
+
+def _written(path: Path, provider: str | None) -> tuple[list[str], dict[str, dict[str, Any]]]:
+    report = read_json(path)
+    disabled, components = report.get("disabled"), report.get("components")
+    if not isinstance(disabled, list) or not isinstance(components, dict) or not all(map(_shows, components.values())):
+        raise FolderError(f"{path} cannot be shown", "what this version writes", "optimize the pipeline again")
+    if provider not in (None, report.get("provider")):
+        raise OptionError(
+            f"{path.parent} is optimized for {report.get('provider')}, not {provider}",
+            "no --provider, or that of the folder",
+            "leave out --provider, or give the exported folder",
+        )
+    return list(map(str, disabled)), components
+
+
+def _has_form(value: object, form: Mapping[str, type]) -> bool:
+    return isinstance(value, dict) and all(isinstance(value.get(key), kind) for key, kind in form.items())
+
+
+def _shows(report: Any) -> bool:
+    """Tell whether a component's report has the form that is printed."""
+    return (
+        _has_form(report, _FORM)
+        and all(isinstance(count, int) for key in list(_FORM)[:2] for count in report[key].values())
+        and all(_has_form(numbers, dict.fromkeys(_COLUMNS, int)) for numbers in report["expected"].values())
+        and all(isinstance(places, list) for places in report["left_at"].values())
+        and all(_has_form(stage, _STAGE_FORM) for stage in report["stages"])
+        and all(_has_form(refused, _REFUSED_FORM) for stage in report["stages"] for refused in stage["refused"])
+    )
 
 
 def run(options: argparse.Namespace) -> int:
     """Run the command."""
-    components = explained(options.folder, options.provider)
+    disabled, components = explained(options.folder, options.provider)
+    requested = f"left out on request: {', '.join(disabled)}"
     if options.component is not None:
         if options.component not in components:
             raise OptionError(
@@ -67,7 +103,8 @@ def run(options: argparse.Namespace) -> int:
         components = {options.component: components[options.component]}
     stages = list(dict.fromkeys(stage["stage"] for report in components.values() for stage in report["stages"]))
     if options.stage is not None and options.stage not in stages:
-        raise OptionError(f"there is no stage {options.stage!r}", f"one of {', '.join(stages)}", "name one")
+        found = f"there is no stage {options.stage!r}" + (f" ({requested})" if disabled else "")
+        raise OptionError(found, f"one of {', '.join(stages)}", "name one")
     out = console()
     for name, report in components.items():
         if options.stage is None:
@@ -75,21 +112,25 @@ def run(options: argparse.Namespace) -> int:
         for stage in report["stages"]:
             if options.stage in (None, stage["stage"]):
                 _print_stage(name, stage, options.all, verbose=options.stage is not None)
+        if options.stage is None:
+            _print_left(name, report, options.all)
         for warning in report["warnings"]:
-            out.print(f"[yellow]warning[/yellow]: {name}: {escape(warning)}")
+            out.print(f"[yellow]warning[/yellow]: {escape(name)}: {escape(str(warning))}")
+    if disabled:
+        out.print(escape(requested))
     return 0
 
 
 def _table(name: str, report: dict[str, Any]) -> Table:
     from rich.table import Table
 
-    table = Table(title=f"{name}: {sum(report['operators_before'].values())} nodes -> "
-                        f"{sum(report['operators_after'].values())}")  # fmt: skip
+    before, after = (sum(report[key].values()) for key in ("operators_before", "operators_after"))
+    table = Table(title=f"{escape(name)}: {before} nodes -> {after}")
     table.add_column("what")
-    for column in ("before", "after", "expected"):
+    for column in _COLUMNS:
         table.add_column(column, justify="right")
     for kind, numbers in report["expected"].items():
-        table.add_row(kind, *(str(numbers[column]) for column in ("before", "after", "expected")))
+        table.add_row(escape(kind), *(str(numbers[column]) for column in _COLUMNS))
     return table
 
 
@@ -98,11 +139,24 @@ def _print_stage(component: str, stage: dict[str, Any], every_place: bool, verbo
     fired = {rule: count for rule, count in stage["fired"].items() if count or verbose}
     if fired:
         counts = ", ".join(f"{rule} {count}" for rule, count in fired.items())
-        out.print(f"{component}: {stage['stage']}: {escape(counts)}")
+        out.print(escape(f"{component}: {stage['stage']}: {counts}"))
     for refused in stage["refused"]:
-        places = refused["at"] if every_place else refused["at"][:_SHOWN_PLACES]
-        more = f" and {refused['count'] - len(places)} more" if refused["count"] > len(places) else ""
-        out.print(
-            f"{component}: {stage['stage']}: {refused['rule']} left {refused['count']}: {escape(refused['reason'])}"
-        )
-        out.print(f"    at {escape(', '.join(places))}{more}")
+        reason = f"{refused['rule']} left {refused['count']}: {refused['reason']}"
+        out.print(escape(f"{component}: {stage['stage']}: {reason}"))
+        out.print(escape(_places(refused["at"], every_place)))
+
+
+def _print_left(component: str, report: dict[str, Any], every_place: bool) -> None:
+    """Name the operators that no rule took for a candidate, so that no refusal tells of them."""
+    told = {place for stage in report["stages"] for refused in stage["refused"] for place in refused["at"]}
+    out = console()
+    for operator, all_places in report["left_at"].items():
+        if places := [place for place in all_places if place not in told]:
+            out.print(escape(f"{component}: {len(places)} {operator} left: no stage that ran took it for a candidate"))
+            out.print(escape(_places(places, every_place)))
+
+
+def _places(places: list[str], every_place: bool) -> str:
+    shown = places if every_place else places[:_SHOWN_PLACES]
+    more = f" and {len(places) - len(shown)} more" if len(places) > len(shown) else ""
+    return f"    at {', '.join(map(str, shown))}{more}"

@@ -53,15 +53,22 @@ class PrecisionPolicy:
 
     Attributes:
         dtype: what the rest computes in.
-        float32: operators (`MultiHeadAttention`) and module paths (`mid_block.*`, in fnmatch's
-            language) that stay out of that type.
+        float32: what stays out of that type: operators by their exact names (`MultiHeadAttention`),
+            and module paths in fnmatch's language (`mid_block.*`).
         fallback: what these compute in: float32, or bfloat16, which has its range and less precision.
             An operator without a kernel for bfloat16 stays in float32.
+
+    Raises:
+        OptionError: the fallback is neither of the two.
     """
 
     dtype: ir.DataType = ir.DataType.FLOAT16
     float32: tuple[str, ...] = field(default=())
     fallback: ir.DataType = _FLOAT
+
+    def __post_init__(self) -> None:
+        if self.fallback not in (_FLOAT, ir.DataType.BFLOAT16):
+            raise OptionError(f"a fallback of {self.fallback}", "FLOAT or BFLOAT16", "pass one of them")
 
     def override_for(self, node: ir.Node) -> str | None:
         """Return the first override that matches the node, None where none does."""
@@ -96,13 +103,13 @@ def parse_overrides(texts: Sequence[str], components: Sequence[str]) -> dict[str
 
 
 class ConvertPrecision(InPlacePass):
-    """float32 graph -> graph in the policy's type, with casts where float32 is kept.
+    """float32 graph -> graph in the policy's type, with casts where another is kept.
 
     Names of inputs and outputs stay; their types follow, but for those that the component keeps in
     float32.
 
     Args:
-        policy: what stays in float32.
+        policy: what computes in which type.
         spec: the component, for inputs that stay in float32.
 
     Raises:
@@ -123,14 +130,15 @@ class ConvertPrecision(InPlacePass):
         graph = model.graph
         self._require_matches(graph)
         self._casts: dict[tuple[ir.Value, ir.DataType], ir.Value] = {}
-        self._wide: set[ir.Value] = set()
+        # Values that are kept out of the policy's type, and in which type they are.
+        self._kept: dict[ir.Value, ir.DataType] = {}
         # A graph that came in the policy's type says by its casts what it means.
         self._casts_stand = any(value.dtype == self.policy.dtype for value in graph.initializers.values())
         kept_inputs = {tensor.name for tensor in self.spec.inputs if tensor.keeps_float32}
         for value in graph.inputs:
             if value.dtype == _FLOAT:
                 if value.name in kept_inputs:
-                    self._wide.add(value)
+                    self._kept[value] = _FLOAT
                 else:
                     value.type = ir.TensorType(self.policy.dtype)
         for node in list(graph):
@@ -139,36 +147,36 @@ class ConvertPrecision(InPlacePass):
         _drop_unused(graph)
         return PassResult(model, True)
 
-    def _stays_wide(self, node: ir.Node) -> bool:
+    def _dtype_of(self, node: ir.Node) -> ir.DataType:
+        """Return the type that the node computes in, and count the override that decides."""
         override = self.policy.override_for(node)
         if override is not None:
             self.kept[override] = self.kept.get(override, 0) + 1
-            return True
+            return self._fallback_of(node)
         if node.op_type in _FLOAT32_OPERATORS and not node.domain:
-            return True
+            return _FLOAT
         data = [value for value in node.inputs if value is not None and not value.is_initializer()]
         if node.op_type == "Cast":
-            return bool(data) and data[0] in self._wide
-        data = [value for value in data if value.dtype in self._floats]
-        return bool(data) and node.op_type in _PASSING and all(value in self._wide for value in data)
+            return self._kept.get(data[0], self.policy.dtype) if data else self.policy.dtype
+        kept = {self._kept.get(value) for value in data if value.dtype in self._floats}
+        if not kept or None in kept or node.op_type not in _PASSING:
+            return self.policy.dtype
+        return self._fallback_of(node) if kept == {self.policy.fallback} else _FLOAT
 
-    def _falls_back(self, node: ir.Node) -> bool:
-        """Tell whether an overridden node computes in the fallback type."""
-        if self.policy.override_for(node) is None:
-            return False
+    def _fallback_of(self, node: ir.Node) -> ir.DataType:
+        """Return the fallback, or float32 for an operator without a kernel for it."""
         contract = contract_of(node)
-        return contract.bfloat16 if contract else not node.domain and node.op_type in BFLOAT16_OPERATORS
+        if contract is not None:
+            return self.policy.fallback if self.policy.fallback in contract.dtypes else _FLOAT
+        return self.policy.fallback if not node.domain and node.op_type in BFLOAT16_OPERATORS else _FLOAT
 
     def _convert(self, graph: ir.Graph, node: ir.Node) -> None:
-        wide = self._stays_wide(node)
-        dtype = _FLOAT if wide else self.policy.dtype
-        contract = contract_of(node)
-        if wide and self.policy.fallback != _FLOAT and self._falls_back(node):
-            wide, dtype = False, self.policy.fallback
-        always = contract.float32_inputs if contract else _ALWAYS_FLOAT32.get(node.op_type, frozenset())
+        dtype = self._dtype_of(node)
         if node.op_type == "Cast":
             self._convert_cast(node, dtype)
             return
+        contract = contract_of(node)
+        always = contract.float32_inputs if contract else _ALWAYS_FLOAT32.get(node.op_type, frozenset())
         for index, value in enumerate(node.inputs):
             if value is not None and value.dtype in self._floats:
                 node.replace_input_with(index, self._as(graph, node, value, _FLOAT if index in always else dtype))
@@ -178,18 +186,19 @@ class ConvertPrecision(InPlacePass):
             node.attributes["dtype"] = ir.AttrInt64("dtype", dtype)
         for output in node.outputs:
             if output.dtype in self._floats or (output.dtype is None and output.uses()):
-                output.type = ir.TensorType(dtype)
-                if wide:
-                    self._wide.add(output)
+                self._give(output, dtype)
+
+    def _give(self, value: ir.Value, dtype: ir.DataType) -> None:
+        value.type = ir.TensorType(dtype)
+        if dtype != self.policy.dtype:
+            self._kept[value] = dtype
 
     def _convert_cast(self, node: ir.Node, dtype: ir.DataType) -> None:
         """Cast(to=float32) -> Cast(to=dtype): what the graph meant is its working type."""
         if node.attributes.get_int("to") == _FLOAT:
             dtype = _FLOAT if self._casts_stand else dtype
             node.attributes["to"] = ir.AttrInt64("to", dtype)
-            node.outputs[0].type = ir.TensorType(dtype)
-            if dtype == _FLOAT:
-                self._wide.add(node.outputs[0])
+            self._give(node.outputs[0], dtype)
 
     def _convert_constant(self, node: ir.Node, dtype: ir.DataType) -> None:
         """Write the number in `dtype`. It may have no type of its own; a tensor has one."""
@@ -227,13 +236,13 @@ class ConvertPrecision(InPlacePass):
 
     def _convert_outputs(self, graph: ir.Graph) -> None:
         for index, value in enumerate(graph.outputs):
-            if value.dtype == _FLOAT and value.producer() is not None:
-                producer = value.producer()
-                assert producer is not None
+            producer = value.producer()
+            if value.dtype in (_FLOAT, self.policy.fallback) and producer is not None:
                 cast = ir.node("Cast", [value], {"to": self.policy.dtype})
                 producer.append(cast)
                 output = cast.outputs[0]
-                output.name, value.name = value.name, None
+                # Not left without a name: of an operator with optional outputs it would pass for an absent one.
+                output.name, value.name = value.name, f"{value.name}.{value.dtype.name.lower()}"
                 output.shape, output.type = value.shape, ir.TensorType(self.policy.dtype)
                 graph.outputs[index] = output
 

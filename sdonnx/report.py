@@ -16,6 +16,7 @@ from sdonnx.families import ComponentSpec, Role
 from sdonnx.folder import REPORT
 from sdonnx.fusions import DISABLING, StageOutcome
 from sdonnx.graph.edit import MICROSOFT
+from sdonnx.graph.modules import module_path
 
 __all__ = ["ComponentReport", "OptimizeReport", "operators_of", "report_of"]
 
@@ -49,8 +50,8 @@ _STAGES = {
     Role.DENOISER: (
         "attention", "geglu", "channels_last", "group_norm_silu", "skip_group_norm", "skip_layer_norm", "bias_add",
     ),
-    Role.IMAGE_ENCODER: ("channels_last", "group_norm_silu", "skip_group_norm"),
-    Role.IMAGE_DECODER: ("channels_last", "group_norm_silu", "skip_group_norm"),
+    Role.IMAGE_ENCODER: ("attention", "channels_last", "group_norm_silu", "skip_group_norm"),
+    Role.IMAGE_DECODER: ("attention", "channels_last", "group_norm_silu", "skip_group_norm"),
 }  # fmt: skip
 
 
@@ -68,6 +69,7 @@ class ComponentReport:
         expected: for each kind of which the architecture has a known number: before, after, expected.
         stages: for each stage its rules' counts, and the refusals by rule and reason with their modules.
         left: operators that should have been fused, and how many are left.
+        left_at: for each of these, the modules of the nodes, or their names where nothing tells.
         warnings: what should have been done and was not, a line each.
         precision: the type that the component computes in.
         float32: for each override, how many nodes it keeps out of that type.
@@ -81,6 +83,7 @@ class ComponentReport:
     expected: dict[str, dict[str, int]]
     stages: list[dict[str, Any]]
     left: dict[str, int]
+    left_at: dict[str, list[str]]
     warnings: list[str]
     precision: str
     float32: dict[str, int]
@@ -158,7 +161,8 @@ def report_of(
         counts,
         [_stage(outcome) for outcome in outcomes],
         left,
-        list(_warnings(spec, model, counts, left, outcomes, provider, disabled)),
+        {name: [_place(node) for node in model.graph if node.op_type == name] for name in left},
+        list(_warnings(spec, model, config, counts, left, outcomes, provider, disabled)),
         precision,
         dict(kept or {}),
         {str(value.name): _signature(value) for value in model.graph.inputs},
@@ -193,6 +197,7 @@ def _expected(
 def _warnings(
     spec: ComponentSpec,
     model: ir.Model,
+    config: Mapping[str, Any],
     counts: Mapping[str, Mapping[str, int]],
     left: Mapping[str, int],
     outcomes: Sequence[StageOutcome],
@@ -203,6 +208,7 @@ def _warnings(
     # The kinds that a disabled stage would have fused, and the operators that it would have fused away.
     for kind, operator, stage in (
         ("attention", "Attention", "attention"),
+        ("attention", "Softmax", "attention"),
         ("geglu", "Gelu", "geglu"),
         ("group_norm", "GroupNormalization", "GroupNormalization"),
         ("convolution", "Conv", "Conv"),
@@ -218,8 +224,10 @@ def _warnings(
         if operator not in silenced:
             yield f"{count} {operator} not fused"
     wanted = set(_STAGES[spec.role]) & ({"attention", "skip_layer_norm"} if provider == "cpu" else _ALL_STAGES)
+    # A stage that is named after a kind has nothing to do where the architecture has none of it.
+    absent = {kind for kind, count in (expected_counts(spec.role, config) or {}).items() if not count}
     for outcome in outcomes:
-        if outcome.stage in wanted and outcome.stage not in silenced and not any(outcome.fired.values()):
+        if outcome.stage in wanted - silenced - absent and not any(outcome.fired.values()):
             yield f"the stage {outcome.stage} found nothing to fuse"
     foreign = sorted({node.domain for node in model.graph} - {"", "ai.onnx", MICROSOFT})
     for domain in foreign:
@@ -227,6 +235,10 @@ def _warnings(
     nested = Counter(node.op_type for node in model.graph if any(map(_holds_graph, node.attributes.values())))
     for operator, count in sorted(nested.items()):
         yield f"the subgraphs of {count} {operator} were left as they are"
+
+
+def _place(node: ir.Node) -> str:
+    return module_path(node) or node.name or node.op_type
 
 
 def _holds_graph(attribute: ir.Attr) -> bool:

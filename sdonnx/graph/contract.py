@@ -17,10 +17,26 @@ import onnx_ir as ir
 from sdonnx.graph import reference
 from sdonnx.graph.edit import MICROSOFT, dims, static_dim
 
-__all__ = ["CONTRACTS", "SPLIT_GELU_WIDTHS", "Contract", "contract_of", "group_norm_refusal", "split_gelu_refusal"]
+__all__ = [
+    "CONTRACTS",
+    "LARGEST_GROUP",
+    "SPLIT_GELU_WIDTHS",
+    "Contract",
+    "causal_refusal",
+    "contract_of",
+    "dtype_refusal",
+    "group_norm_refusal",
+    "split_gelu_refusal",
+]
 
 # bias_split_gelu_impl.cu instantiates its kernel for these widths of x (twice the hidden width) alone.
 SPLIT_GELU_WIDTHS = frozenset({2560, 5120, 6144, 10240, 12288})
+
+# group_norm_common_base.h: a block holds whole groups, and 512 channels (kMaxSize) at most.
+LARGEST_GROUP = 512
+
+_FLOATS = frozenset({ir.DataType.FLOAT, ir.DataType.FLOAT16})
+_FLOATS_AND_BFLOAT16 = _FLOATS | {ir.DataType.BFLOAT16}
 
 
 @dataclass(frozen=True)
@@ -30,16 +46,21 @@ class Contract:
     Attributes:
         op_type: the operator, in the domain com.microsoft.
         lower: inserts the reference body before a node and returns its outputs.
+        dtypes: what the CUDA provider has kernels for (onnxruntime/docs/OperatorKernels.md).
         float32_inputs: inputs that are float32 in every precision.
         cpu: the CPU provider has a kernel.
-        bfloat16: the CUDA provider has a kernel for it.
     """
 
     op_type: str
     lower: Callable[[ir.Node], list[ir.Value | None]]
+    dtypes: frozenset[ir.DataType] = _FLOATS
     float32_inputs: frozenset[int] = frozenset()
     cpu: bool = False
-    bfloat16: bool = False
+
+    @property
+    def bfloat16(self) -> bool:
+        """Whether the CUDA provider has a kernel for bfloat16."""
+        return ir.DataType.BFLOAT16 in self.dtypes
 
 
 _ALL = (
@@ -48,8 +69,8 @@ _ALL = (
     Contract("BiasSplitGelu", reference.bias_split_gelu),
     Contract("BiasAdd", reference.bias_add),
     Contract("NhwcConv", reference.nhwc_conv),
-    Contract("SkipLayerNormalization", reference.skip_layer_normalization, cpu=True, bfloat16=True),
-    Contract("MultiHeadAttention", reference.multi_head_attention, cpu=True, bfloat16=True),
+    Contract("SkipLayerNormalization", reference.skip_layer_normalization, _FLOATS_AND_BFLOAT16, cpu=True),
+    Contract("MultiHeadAttention", reference.multi_head_attention, _FLOATS_AND_BFLOAT16, cpu=True),
 )
 CONTRACTS = {contract.op_type: contract for contract in _ALL}
 
@@ -59,10 +80,19 @@ def contract_of(node: ir.Node) -> Contract | None:
     return CONTRACTS.get(node.op_type) if node.domain == MICROSOFT else None
 
 
+def dtype_refusal(op_type: str, x: ir.Value) -> str | None:
+    """Return why the operator's kernels cannot take the type of x, None if they can or it is not known."""
+    dtypes = CONTRACTS[op_type].dtypes
+    if x.dtype is None or x.dtype in dtypes:
+        return None
+    return f"the input is {x.dtype}, the kernel takes {', '.join(sorted(dtype.name for dtype in dtypes))}"
+
+
 def group_norm_refusal(x: ir.Value, channels: int | None, groups: int) -> str | None:
     """Return why GroupNorm cannot take x (B,C,H,W in either order), None if it can.
 
-    group_norm_impl.cu works on pairs of channels: every group must hold an even number of them.
+    group_norm_impl.cu works on pairs of channels: every group must hold an even number of them, and
+    fit into one block of LARGEST_GROUP channels.
     """
     sizes = dims(x)
     if sizes is None or len(sizes) != 4:
@@ -71,6 +101,21 @@ def group_norm_refusal(x: ir.Value, channels: int | None, groups: int) -> str | 
         return "the number of channels is not known"
     if channels % groups or (channels // groups) % 2:
         return f"{channels} channels in {groups} groups: the kernel takes an even number of channels a group"
+    if channels // groups > LARGEST_GROUP:
+        return f"{channels} channels in {groups} groups: the kernel takes at most {LARGEST_GROUP} channels a group"
+    return dtype_refusal("GroupNorm", x)
+
+
+def causal_refusal(queries: ir.Value, keys: ir.Value) -> str | None:
+    """Return why MultiHeadAttention cannot be causal over queries (B,S,D) and keys (B,L,D), None if it can.
+
+    Where S and L differ, its kernels let the last query see the last key (multihead_attention_helper.h
+    counts L - S earlier tokens), while ONNX's Attention lets the first query see the first key alone.
+    """
+    if dims(queries) is None or dims(keys) is None:
+        return "the numbers of queries and keys are not known"
+    if not same_dims((dims(queries) or ())[1:2], (dims(keys) or ())[1:2]):
+        return "the kernels align a causal mask of more or fewer keys than queries to the last of them"
     return None
 
 
@@ -81,4 +126,4 @@ def split_gelu_refusal(x: ir.Value) -> str | None:
         return "the input does not have 3 dimensions"
     if width not in SPLIT_GELU_WIDTHS:
         return f"the width {width} has no kernel, which exist for {', '.join(map(str, sorted(SPLIT_GELU_WIDTHS)))}"
-    return None
+    return dtype_refusal("BiasSplitGelu", x)

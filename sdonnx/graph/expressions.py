@@ -42,11 +42,14 @@ def _ceiling(argument: sympy.Expr) -> sympy.Expr:
 
 
 def _floor(argument: sympy.Expr) -> sympy.Expr:
-    """floor(floor(a)/q) = floor(a/q) for whole q > 0; floor(a + n) = floor(a) + n for whole n."""
-    argument = sympy.expand(argument)
-    scale, rest = argument.as_coeff_Mul()
-    if isinstance(rest, sympy.floor) and scale.is_Rational and scale.p == 1:
-        argument = sympy.expand(scale * rest.args[0])
+    """floor((floor(a) + n)/q) = floor((a + n)/q) for whole n and q > 0; floor(a + n) = floor(a) + n for whole n."""
+    above, below = sympy.expand(argument).as_numer_denom()
+    for inner in above.atoms(sympy.floor):
+        rest = sympy.expand(above - inner)
+        if below.is_Integer and rest.is_integer and not rest.has(inner):
+            above = inner.args[0] + rest
+            break
+    argument = sympy.expand(above / below)
     number, _ = argument.as_coeff_Add()
     whole = sympy.floor(number)
     return sympy.floor(argument - whole) + whole

@@ -89,6 +89,12 @@ class Sizes:
         size = normal(size)
         return normal(size.xreplace(self._known)) if self._known and size.atoms(sympy.floor) else size
 
+    def _settled_content(self, content: Content) -> Content:
+        settled = np.empty(content.shape, object)
+        for index, element in np.ndenumerate(content):
+            settled[index] = self._settled(element) if isinstance(element, sympy.Expr) else element
+        return settled
+
     def same(self, sizes: Sequence[sympy.Expr]) -> sympy.Expr:
         """Return the plainest of sizes that must be equal, and remember what that says of the others."""
         settled = [self._settled(size) for size in sizes]
@@ -243,7 +249,7 @@ class Sizes:
         except (ValueError, TypeError, IndexError, ZeroDivisionError):
             return  # what the elements are is then not known
         if content is not None and content.size <= LARGEST_CONTENT and content.ndim <= 1:
-            self.contents[output] = content
+            self.contents[output] = self._settled_content(content)
             self.shapes[output] = tuple(map(sympy.Integer, content.shape))
 
 

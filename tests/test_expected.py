@@ -1,0 +1,205 @@
+"""What an architecture has, counted in diffusers' and transformers' own modules, built without weights."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers.models.activations import GEGLU
+from diffusers.models.attention_processor import Attention
+from transformers.models.clip.modeling_clip import CLIPAttention
+
+from sdonnx.expected import KINDS, expected_counts
+from sdonnx.families import FAMILIES, Role
+from sdonnx.sample import ARCHITECTURES, ClassSpec, build_network
+
+# Layer -> the classes of the modules that are such a layer.
+CLASSES: dict[str, tuple[type, ...]] = {
+    "attention": (Attention, CLIPAttention),
+    "geglu": (GEGLU,),
+    "group_norm": (torch.nn.GroupNorm,),
+    "layer_norm": (torch.nn.LayerNorm,),
+    "convolution": (torch.nn.Conv2d,),
+}
+
+TINY_UNET = dict(ARCHITECTURES["tiny"].networks["unet"].config) | {"block_out_channels": [32, 64]}
+THREE_BLOCKS = {
+    "block_out_channels": [32, 64, 96],
+    "down_block_types": ["DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"],
+    "up_block_types": ["CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"],
+}
+# Changes to the UNet of `tiny` that change what it is made of.
+UNETS: dict[str, dict[str, Any]] = {
+    "linear projections": {"use_linear_projection": True},
+    "equal channels": {"block_out_channels": [32, 32]},
+    "falling channels": {"block_out_channels": [64, 32]},
+    "layers by block": {**THREE_BLOCKS, "layers_per_block": [1, 3, 2]},
+    "as in SDXL": {
+        **THREE_BLOCKS,
+        "layers_per_block": 2,
+        "transformer_layers_per_block": [1, 2, 10],
+        "use_linear_projection": True,
+        "addition_embed_type": "text_time",
+        "addition_time_embed_dim": 8,
+        "projection_class_embeddings_input_dim": 64,
+    },
+    "other transformers going up": {
+        **THREE_BLOCKS,
+        "transformer_layers_per_block": [1, 2, 3],
+        "reverse_transformer_layers_per_block": [4, 1, 1],
+    },
+    "labels": {"num_class_embeds": 10},
+    "scale and shift from the time": {"resnet_time_scale_shift": "scale_shift"},
+    "only cross attention": {"only_cross_attention": True},
+    "heads by block": {"attention_head_dim": [4, 8]},
+}
+# Changes that bring in parts which are not counted.
+UNKNOWN_UNETS: dict[str, dict[str, Any]] = {
+    "simple cross attention": {
+        "down_block_types": ["SimpleCrossAttnDownBlock2D", "DownBlock2D"],
+        "up_block_types": ["UpBlock2D", "SimpleCrossAttnUpBlock2D"],
+    },
+    "attention in other blocks": {
+        "down_block_types": ["AttnDownBlock2D", "DownBlock2D"],
+        "up_block_types": ["UpBlock2D", "AttnUpBlock2D"],
+    },
+    "resnets that resize": {
+        "down_block_types": ["CrossAttnDownBlock2D", "ResnetDownsampleBlock2D"],
+        "up_block_types": ["ResnetUpsampleBlock2D", "CrossAttnUpBlock2D"],
+    },
+    "two texts": {"dual_cross_attention": True},
+    "gated attention": {"attention_type": "gated"},
+    "norms of the text": {"addition_embed_type": "text", "encoder_hid_dim": 64, "addition_embed_type_num_heads": 8},
+    "another middle": {"mid_block_type": "UNetMidBlock2DSimpleCrossAttn"},
+}
+
+
+def counted(modules: Iterable[torch.nn.Module | None]) -> dict[str, int]:
+    """How many layers of each kind the modules hold."""
+    layers = [layer for module in modules if module is not None for layer in module.modules()]
+    return {kind: sum(isinstance(layer, classes) for layer in layers) for kind, classes in CLASSES.items()}
+
+
+def parts(component: str, network: Any) -> list[torch.nn.Module | None]:
+    """What of a network becomes that component's graph."""
+    if component == "vae_encoder":
+        return [network.encoder, network.quant_conv]
+    return [network.post_quant_conv, network.decoder] if component == "vae_decoder" else [network]
+
+
+def as_written(network: Any) -> dict[str, Any]:
+    """The configuration as config.json holds it."""
+    written = network.config if hasattr(network.config, "to_json_string") else network
+    return dict(json.loads(written.to_json_string()))
+
+
+def unet(**changes: Any) -> Any:
+    return build_network(ClassSpec("diffusers", "UNet2DConditionModel", TINY_UNET | changes))
+
+
+@pytest.mark.parametrize("spec", FAMILIES[0].components, ids=lambda spec: spec.name)
+@pytest.mark.parametrize("architecture", ["tiny", "sd15", "sd21"])
+def test_counts_are_those_of_the_modules(architecture: str, spec: Any) -> None:
+    network = build_network(ARCHITECTURES[architecture].networks[spec.source])
+    expected = expected_counts(spec.role, as_written(network))
+    assert expected == counted(parts(spec.name, network))
+    assert set(expected) == set(KINDS)
+
+
+@pytest.mark.parametrize("changes", UNETS.values(), ids=UNETS)
+def test_other_unets(changes: dict[str, Any]) -> None:
+    network = unet(**changes)
+    assert expected_counts(Role.DENOISER, as_written(network)) == counted([network])
+
+
+@pytest.mark.parametrize("changes", UNKNOWN_UNETS.values(), ids=UNKNOWN_UNETS)
+def test_unets_of_other_parts_give_no_expectation(changes: dict[str, Any]) -> None:
+    config = TINY_UNET | {"_class_name": "UNet2DConditionModel"}
+    assert expected_counts(Role.DENOISER, config) is not None
+    assert expected_counts(Role.DENOISER, config | changes) is None
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"mid_block_add_attention": False},
+        {"use_quant_conv": False, "use_post_quant_conv": False},
+        {"block_out_channels": [32, 64, 32, 32], "layers_per_block": 3},
+    ],
+)
+@pytest.mark.parametrize("component", ["vae_encoder", "vae_decoder"])
+def test_other_autoencoders(component: str, changes: dict[str, Any]) -> None:
+    config = dict(ARCHITECTURES["tiny"].networks["vae"].config) | changes
+    network = build_network(ClassSpec("diffusers", "AutoencoderKL", config))
+    role = FAMILIES[0].component(component).role
+    assert expected_counts(role, as_written(network)) == counted(parts(component, network))
+
+
+@pytest.mark.parametrize("component", ["vae_encoder", "vae_decoder"])
+def test_autoencoders_of_other_parts_give_no_expectation(component: str) -> None:
+    role = FAMILIES[0].component(component).role
+    config = dict(ARCHITECTURES["tiny"].networks["vae"].config) | {"_class_name": "AutoencoderKL"}
+    assert expected_counts(role, config) is not None
+    others = {"down_block_types": ["AttnDownEncoderBlock2D"] * 4, "up_block_types": ["AttnUpDecoderBlock2D"] * 4}
+    assert expected_counts(role, config | others) is None
+
+
+def test_a_configuration_without_the_newer_keys() -> None:
+    """As Stable Diffusion 1.5 was published: what is not written is what it was then."""
+    network = build_network(ARCHITECTURES["sd15"].networks["unet"])
+    config = dict(ARCHITECTURES["sd15"].networks["unet"].config) | {"_class_name": "UNet2DConditionModel"}
+    assert "mid_block_type" not in config
+    assert expected_counts(Role.DENOISER, config) == counted([network])
+
+
+@pytest.mark.parametrize(
+    ("role", "config"),
+    [
+        (Role.DENOISER, {}),
+        (Role.DENOISER, {"_class_name": "PixArtTransformer2DModel"}),
+        (Role.DENOISER, {"_class_name": ["UNet2DConditionModel"]}),
+        (Role.IMAGE_DECODER, {"_class_name": "AutoencoderTiny"}),
+        (Role.IMAGE_DECODER, {"_class_name": "UNet2DConditionModel"}),
+        (Role.TEXT_ENCODER, {"architectures": ["T5EncoderModel"], "num_hidden_layers": 2}),
+        (Role.TEXT_ENCODER, {"architectures": []}),
+        (Role.TEXT_ENCODER, {"architectures": 5}),
+        (Role.TEXT_ENCODER, {"architectures": ["CLIPTextModel"]}),
+        (Role.TEXT_ENCODER, {"architectures": ["CLIPTextModel"], "num_hidden_layers": "two"}),
+    ],
+)
+def test_unknown_configurations_give_no_expectation(role: Role, config: dict[str, Any]) -> None:
+    assert expected_counts(role, config) is None
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"down_block_types": ["CrossAttnDownBlock2D"]},
+        {"up_block_types": 3},
+        {"block_out_channels": 320},
+        {"layers_per_block": [1]},
+        {"layers_per_block": "two"},
+        {"transformer_layers_per_block": None},
+    ],
+)
+def test_contradictions_give_no_expectation(changes: dict[str, Any]) -> None:
+    config = TINY_UNET | {"_class_name": "UNet2DConditionModel"}
+    assert expected_counts(Role.DENOISER, config | changes) is None
+
+
+@pytest.mark.parametrize("spec", FAMILIES[0].components, ids=lambda spec: spec.name)
+def test_exported_graphs_have_as_many(spec: Any, tiny_exported: Path) -> None:
+    from sdonnx.graph.load import load_model
+
+    config = json.loads((tiny_exported / spec.name / "config.json").read_text())
+    nodes = [node.op_type for node in load_model(tiny_exported / spec.name / "model.onnx").graph]
+    operators = {
+        "attention": "Attention", "geglu": "Gelu", "group_norm": "GroupNormalization",
+        "layer_norm": "LayerNormalization", "convolution": "Conv",
+    }  # fmt: skip
+    assert expected_counts(spec.role, config) == {kind: nodes.count(operator) for kind, operator in operators.items()}

@@ -1,0 +1,237 @@
+"""The options of `optimize_pipeline` that ONNX Runtime's script has: what each leaves out, adds or refuses."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime
+import pytest
+from onnxruntime.transformers.fusion_options import FusionOptions
+from pipelines import COMPONENTS, cases, config_of, lowered_session, refused, run, session, torch_outputs
+
+from sdonnx.errors import OptionError, ProviderError
+from sdonnx.fusions import DISABLING
+from sdonnx.optimize import optimize_folder
+from sdonnx.optimize_pipeline import add_arguments, main
+from sdonnx.parity import relative_error
+
+TOLERANCE = 1e-4
+
+# Flag -> the operators that are gone with it, from the whole pipeline.
+GONE = {
+    "attention": {"MultiHeadAttention"},
+    "group_norm": {"GroupNorm", "SkipGroupNorm"},
+    "skip_group_norm": {"SkipGroupNorm"},
+    "skip_layer_norm": {"SkipLayerNormalization"},
+    "bias_splitgelu": {"BiasSplitGelu"},
+    "bias_add": {"BiasAdd"},
+    "nhwc_conv": {"NhwcConv"},
+}
+FUSED = set().union(*GONE.values())
+LAYOUTS = [
+    (["packed_qkv"], "packed_qkv"),
+    (["packed_qkv", "--disable_packed_qkv"], "packed_kv"),
+    (["packed_qkv", "--disable_packed_qkv", "--disable_packed_kv"], "unpacked"),
+    (["packed_kv", "--disable_packed_kv"], "unpacked"),
+    (["packed_kv", "--disable_packed_qkv"], "packed_kv"),
+    (["unpacked", "--disable_packed_qkv", "--disable_packed_kv"], "unpacked"),
+]
+# How many inputs MultiHeadAttention has in self and in cross attention.
+INPUTS = {"unpacked": {3}, "packed_kv": {2}, "packed_qkv": {1, 2}}
+
+
+def options() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return parser
+
+
+def report_of(folder: Path) -> Any:
+    return json.loads((folder / "sdonnx.json").read_text())
+
+
+def standing(folder: Path) -> set[str]:
+    """The fused operators that stand in any of the graphs."""
+    components = report_of(folder)["components"].values()
+    return FUSED & {operator for component in components for operator in component["operators_after"]}
+
+
+def nodes(folder: Path, component: str, op_type: str) -> list[ir.Node]:
+    return [node for node in ir.load(folder / component / "model.onnx").graph if node.op_type == op_type]
+
+
+def error_of(capsys: pytest.CaptureFixture[str]) -> str:
+    """The one line that a failing command leaves."""
+    error = capsys.readouterr().err.strip()
+    assert error.startswith("error: ")
+    assert "\n" not in error
+    return error
+
+
+# --- what is left out -------------------------------------------------------------------------------------------------
+
+
+def test_every_name_is_tried() -> None:
+    assert GONE.keys() == DISABLING.keys()
+
+
+def test_by_default_every_operator_stands(tiny_cuda: Path) -> None:
+    assert standing(tiny_cuda) == FUSED
+    assert report_of(tiny_cuda)["disabled"] == []
+
+
+@pytest.mark.parametrize("names", [[name] for name in GONE] + [list(GONE)], ids=[*GONE, "all"])
+def test_a_disabled_fusion_is_left_out(
+    names: list[str], tiny_exported: Path, tiny_torch: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    flags = [f"--disable_{name}" for name in names]
+    assert main(["-i", str(tiny_exported), "-o", str(out), *flags]) == 0
+    assert standing(out) == FUSED - set().union(*(GONE[name] for name in names))
+    report = report_of(out)
+    assert report["disabled"] == sorted(names)
+    # What was asked for is no cause to warn.
+    assert [component["warnings"] for component in report["components"].values()] == [[]] * len(COMPONENTS)
+    assert "warning" not in capsys.readouterr().out
+    for component in COMPONENTS:
+        feeds = cases(component, config_of(tiny_torch, component))[1]
+        (tmp_path / component).mkdir()
+        found = run(lowered_session(out / component / "model.onnx", tmp_path / component), feeds)
+        for value, expected in zip(found, torch_outputs(component, tiny_torch, feeds), strict=True):
+            assert relative_error(value, expected) < TOLERANCE, component
+
+
+@pytest.mark.parametrize(("given", "layout"), LAYOUTS, ids=[" ".join(given) for given, _ in LAYOUTS])
+def test_packed_layouts(given: list[str], layout: str, tiny_exported: Path, tmp_path: Path) -> None:
+    assert main(["-i", str(tiny_exported), "-o", str(tmp_path / "out"), "--attention_layout", *given]) == 0
+    assert report_of(tmp_path / "out")["attention_layout"] == layout
+    attentions = nodes(tmp_path / "out", "unet", "MultiHeadAttention")
+    assert {len(node.inputs) for node in attentions} == INPUTS[layout]
+
+
+def test_an_unknown_fusion_is_refused(tiny_exported: Path, tmp_path: Path) -> None:
+    with refused(OptionError, "'gelu'", "bias_splitgelu"):
+        optimize_folder(tiny_exported, tmp_path / "out", disabled=["attention", "gelu"])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_channels_first_norms_are_not_offered(
+    tiny_exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["-i", str(tiny_exported), "-o", str(tmp_path / "out"), "--use_group_norm_channels_first"]) == 2
+    error = error_of(capsys)
+    assert "channels last" in error
+    assert "--disable_group_norm" in error
+    assert list(tmp_path.iterdir()) == []
+
+
+# --- bfloat16 ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("extra", "dtype"), [([], ir.DataType.FLOAT), (["--bfloat16"], ir.DataType.BFLOAT16)])
+def test_what_stays_out_of_fp16(extra: list[str], dtype: ir.DataType, tiny_exported: Path, tmp_path: Path) -> None:
+    given = ["--float16", "--force_fp32_ops", "unet:MultiHeadAttention", *extra]
+    assert main(["-i", str(tiny_exported), "-o", str(tmp_path / "out"), *given]) == 0
+    attentions = nodes(tmp_path / "out", "unet", "MultiHeadAttention")
+    assert len(attentions) == 8
+    assert {value.dtype for node in attentions for value in node.inputs if value is not None} == {dtype}
+    others = nodes(tmp_path / "out", "unet", "BiasSplitGelu")
+    assert {node.inputs[0].dtype for node in others if node.inputs[0] is not None} == {ir.DataType.FLOAT16}
+
+
+def test_bfloat16_is_for_float16(tiny_exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["-i", str(tiny_exported), "-o", str(tmp_path / "out"), "--bfloat16"]) == 2
+    assert "add --float16" in error_of(capsys)
+    assert list(tmp_path.iterdir()) == []
+
+
+# --- what is written --------------------------------------------------------------------------------------------------
+
+
+def test_inspect_writes_what_onnxruntime_makes_of_each_graph(tiny_exported: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    given = ["-i", str(tiny_exported), "-o", str(out), "--provider", "cpu", "--inspect", "-e"]
+    assert main(given) == 0
+    for component in COMPONENTS:
+        path = out / component / "inspect.onnx"
+        own = ir.load(path)
+        weights = [value.const_value for value in own.graph.initializers.values()]
+        apart = [tensor for tensor in weights if isinstance(tensor, ir.ExternalTensor)]
+        assert {Path(tensor.location).name for tensor in apart} == {"inspect.onnx.data"}
+        assert path.stat().st_size < (out / component / "inspect.onnx.data").stat().st_size / 4
+        plain = session(out / component / "model.onnx")
+        draw = np.random.default_rng(0)
+        feeds = {
+            value.name: draw.integers(0, 9, (1, 7))
+            if "int" in value.type
+            else draw.standard_normal([size if isinstance(size, int) else 8 for size in value.shape])
+            for value in plain.get_inputs()
+        }
+        for value, expected in zip(run(session(path), feeds), run(plain, feeds), strict=True):
+            assert relative_error(value, expected) < TOLERANCE, component
+
+
+@pytest.mark.parametrize(("missing", "words"), [("provider", "CUDAExecutionProvider"), ("package", "not installed")])
+def test_inspect_needs_the_provider(
+    missing: str, words: str, tiny_exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if missing == "provider":
+        monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: ["CPUExecutionProvider"])
+    else:
+        monkeypatch.setitem(sys.modules, "onnxruntime", None)  # what an import of it then meets is ImportError
+    told: list[str] = []
+    with refused(ProviderError, words, "--inspect", "sdonnx[cuda]"):
+        optimize_folder(tiny_exported, tmp_path / "out", inspect=True, progress=lambda phase, *_: told.append(phase))
+    assert told == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_weights_lie_beside_the_graph_with_and_without_the_option(
+    tiny_exported: Path, tiny_cpu: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    assert main(["-i", str(tiny_exported), "-o", str(out), "--provider", "cpu", "--use_external_data_format"]) == 0
+    files = [str(path.relative_to(out)) for path in sorted(out.rglob("*")) if path.is_file()]
+    assert files == [str(path.relative_to(tiny_cpu)) for path in sorted(tiny_cpu.rglob("*")) if path.is_file()]
+    for name in files:
+        assert (out / name).read_bytes() == (tiny_cpu / name).read_bytes(), name
+
+
+# --- an old command line ----------------------------------------------------------------------------------------------
+
+
+def test_every_option_for_diffusion_of_onnxruntime_is_taken() -> None:
+    parser = argparse.ArgumentParser()
+    FusionOptions.add_arguments(parser)
+    theirs = {action.dest: action for action in parser._actions}
+    wanted = {name for name, action in theirs.items() if re.search("model_type=unet", action.help or "")}
+    wanted |= {"disable_attention", "disable_skip_layer_norm"}
+    assert len(wanted) == 10
+    ours = {action.dest for action in options()._actions}
+    assert wanted - ours == set()
+
+
+def test_an_old_command_line_is_read() -> None:
+    given = "-i a -o b --float16 --bfloat16 --force_fp32_ops unet:Attention --inspect --overwrite -e --provider cuda"
+    read = options().parse_args([*given.split(), "--disable_packed_kv", "--disable_packed_qkv"])
+    assert read.inspect
+    assert read.overwrite
+    assert read.use_external_data_format
+    assert options().parse_args(["-i", "a", "-o", "b"]).provider == "cuda"
+
+
+def test_help_is_in_groups(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    shown = capsys.readouterr().out
+    titles = ["folders:", "precision:", "target:", "fusions to leave out:"]
+    assert [title for title in titles if title in shown] == titles
+    for action in options()._actions:
+        assert action.help, action.dest
