@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -165,14 +165,20 @@ class Run:
         self._graph = graph
         self._buffers = dict(buffers)  # keeps them alive: a binding holds addresses alone
         self._binding = graph.session.io_binding()
-        device, outputs = graph.device, {value.name for value in graph.session.get_outputs()}
-        for name, buffer in buffers.items():
-            value, shape = buffer if isinstance(buffer, tuple) else (buffer, buffer.shape())
-            bind = self._binding.bind_output if name in outputs else self._binding.bind_input
-            bind(name, device.provider, device.index, graph.dtype(name), list(shape), value.data_ptr())
+        outputs = {value.name for value in graph.session.get_outputs()}
+        self._inputs = [name for name in buffers if name not in outputs]
+        self._bind(self._binding.bind_output, [name for name in buffers if name in outputs])
+        self._bind(self._binding.bind_input, self._inputs)
         self._id = str(capture_id) if graph.captures else _NO_CAPTURE
         self._wait = self._options(wait=True, capture_id=self._id)
         self._enqueue = self._options(wait=False, capture_id=self._id)
+
+    def _bind(self, bind: Callable[..., None], names: Iterable[str]) -> None:
+        device = self._graph.device
+        for name in names:
+            buffer = self._buffers[name]
+            value, shape = buffer if isinstance(buffer, tuple) else (buffer, buffer.shape())
+            bind(name, device.provider, device.index, self._graph.dtype(name), list(shape), value.data_ptr())
 
     def _options(self, *, wait: bool, capture_id: str) -> onnxruntime.RunOptions:
         options = onnxruntime.RunOptions()
@@ -202,6 +208,10 @@ class Run:
 
     def __call__(self, *, wait: bool = True) -> None:
         """Run once; without `wait` return as soon as the device has been told."""
+        if not self._graph.captures:
+            # Where a node on the CPU reads an input, as a text encoder's search for the last token does, ONNX
+            # Runtime copies it there when it is bound, and only then.
+            self._bind(self._binding.bind_input, self._inputs)
         self._graph.session.run_with_iobinding(self._binding, self._wait if wait else self._enqueue)
 
 
