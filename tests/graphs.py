@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import logging
+import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -17,7 +19,7 @@ import torch
 
 from sdonnx.fusions.layout import ChannelsLast
 from sdonnx.graph.lowering import LowerContribOperators
-from sdonnx.graph.match import Rule, apply_rules
+from sdonnx.graph.match import Idiom, Rule, apply_idioms, apply_rules
 from sdonnx.graph.passes import infer_shapes, tidy
 
 Array = npt.NDArray[Any]
@@ -45,6 +47,12 @@ def graph(inputs: str, outputs: str, body: str, known: str = "", **weights: Arra
     return model
 
 
+def used(text: str, known: Mapping[str, Array], given: str = "") -> dict[str, Array]:
+    """Return those of the known weights that a graph's text reads, and that it is not `given` as inputs."""
+    names = set(re.findall(r"\w+", text)) - set(re.findall(r"\w+", given))
+    return {name: array for name, array in known.items() if name in names}
+
+
 def exported(net: torch.nn.Module, *examples: torch.Tensor, dynamic: Sequence[Mapping[int, str]] = ()) -> ir.Model:
     """Return the net as torch exports it, with its shapes inferred.
 
@@ -70,6 +78,29 @@ def exported(net: torch.nn.Module, *examples: torch.Tensor, dynamic: Sequence[Ma
     program.model.graph.opset_imports["com.microsoft"] = 1
     infer_shapes(program.model)
     return program.model
+
+
+def torchscript(
+    net: torch.nn.Module, *examples: torch.Tensor, dynamic: Sequence[Mapping[int, str]] = (), opset: int = 17
+) -> ir.Model:
+    """Return the net as torch's older exporter writes it, at an older opset; see `exported`.
+
+    Inputs are named x0, x1... Its shapes are not inferred: `prepare` does that.
+    """
+    names = [f"x{index}" for index in range(len(examples))]
+    file = io.BytesIO()
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")  # of the exporter's own internals, and that it is deprecated
+        torch.onnx.export(
+            net.eval(),
+            examples,
+            file,
+            dynamo=False,
+            opset_version=opset,
+            input_names=names,
+            dynamic_axes=dict(zip(names, map(dict, dynamic), strict=False)),
+        )
+    return ir.from_proto(onnx.load_from_string(file.getvalue()))
 
 
 def copied(model: ir.Model) -> ir.Model:
@@ -200,6 +231,45 @@ def assert_refuses(model: ir.Model, rule: type[Rule], reason: str | None, commut
     else:
         assert any(reason in refusal.reason for refusal in refusals), refusals
         assert {refusal.rule for refusal in refusals} == {rule.__name__}
+
+
+def assert_idiom_fires(
+    model: ir.Model,
+    idiom: type[Idiom],
+    times: int = 1,
+    tolerance: float = 1e-5,
+    sizes: Mapping[str, int] = SIZES,
+) -> ir.Model:
+    """Apply the idiom and check all that holds of every idiom; return the rewritten graph. See `assert_fires`."""
+    rewritten = copied(model)
+    fired, _ = apply_idioms(rewritten, [idiom])
+    tidy(rewritten)
+    infer_shapes(rewritten)
+    assert fired == {idiom.__name__: times}
+    assert_same_function(rewritten, model, tolerance, sizes=sizes)
+    again = copied(rewritten)
+    fired, _ = apply_idioms(again, [idiom])
+    assert fired == {idiom.__name__: 0}
+    tidy(again)
+    infer_shapes(again)
+    assert text_of(again) == text_of(copied(rewritten))
+    return rewritten
+
+
+def assert_idiom_refuses(model: ir.Model, idiom: type[Idiom], reason: str | None = None) -> None:
+    """Check that the idiom leaves the graph as it is, for this reason; None: it is no candidate at all."""
+    left = copied(model)
+    tidy(left)
+    before = text_of(left)
+    fired, refusals = apply_idioms(left, [idiom])
+    tidy(left)  # what it had inserted before it refused is unused
+    assert fired == {idiom.__name__: 0}
+    assert text_of(left) == before
+    if reason is None:
+        assert refusals == []
+    else:
+        assert any(reason in refusal.reason for refusal in refusals), refusals
+        assert {refusal.rule for refusal in refusals} == {idiom.__name__}
 
 
 def channels_last(model: ir.Model, tolerance: float = 1e-4) -> tuple[ir.Model, ChannelsLast]:

@@ -7,6 +7,8 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
 from graphs import (
     Array,
     copied,
@@ -29,10 +31,12 @@ from onnxconverter_common import float16
 from sdonnx.errors import OptionError, WeightsError
 from sdonnx.families import ComponentSpec, Role, TensorSpec
 from sdonnx.fusions import fuse
-from sdonnx.graph.edit import constant_value
+from sdonnx.graph.contract import CONTRACTS
+from sdonnx.graph.edit import constant_value, insert
+from sdonnx.graph.lowering import LowerContribOperators
 from sdonnx.graph.modules import MODULE_KEY, MODULE_SEPARATOR, module_path
-from sdonnx.graph.passes import tidy
-from sdonnx.precision import ConvertPrecision, PrecisionPolicy, parse_overrides
+from sdonnx.graph.passes import infer_shapes, tidy
+from sdonnx.precision import BFLOAT16_OPERATORS, ConvertPrecision, PrecisionPolicy, parse_overrides
 
 UNET = ComponentSpec(
     "unet",
@@ -41,15 +45,15 @@ UNET = ComponentSpec(
     (TensorSpec("x", ("B", 4)), TensorSpec("timestep", ("B",), keeps_float32=True)),
     (TensorSpec("y", ("B", 4)),),
 )
-HALF, FLOAT = ir.DataType.FLOAT16, ir.DataType.FLOAT
-# fp16 has 11 significant bits.
-HALF_TOLERANCE = 4e-3
+HALF, FLOAT, BRAIN = ir.DataType.FLOAT16, ir.DataType.FLOAT, ir.DataType.BFLOAT16
+# fp16 has 11 significant bits, bfloat16 has 8.
+HALF_TOLERANCE, BRAIN_TOLERANCE = 4e-3, 2**-6
 
 
-def converted(model: ir.Model, *float32: str, dtype: ir.DataType = HALF) -> ir.Model:
+def converted(model: ir.Model, *float32: str, dtype: ir.DataType = HALF, fallback: ir.DataType = FLOAT) -> ir.Model:
     """Convert a copy, tidied as it is before it is saved, and check that the result is valid."""
     result = copied(model)
-    ConvertPrecision(PrecisionPolicy(dtype, float32), UNET)(result)
+    ConvertPrecision(PrecisionPolicy(dtype, float32, fallback), UNET)(result)
     tidy(result)
     lowered(result)
     return result
@@ -488,3 +492,241 @@ def test_a_kept_operator_may_hold_any_weight() -> None:
     model = graph("float[B,4] x", "float[B,4] y", "y = MatMul(x, w)", w=normal(4, 4) * 1e6)
     result = converted(model, "MatMul")
     assert relative_error(constant_value(node_of(result, "MatMul").inputs[1]), normal(4, 4) * 1e6) == 0
+
+
+# --- bfloat16 in place of float32 -------------------------------------------------------------------------------------
+
+
+def falling_back(model: ir.Model, *overrides: str) -> ir.Model:
+    """Convert a copy with bfloat16 for what the overrides name, and check that interface and validity stay."""
+    result = converted(model, *overrides, fallback=BRAIN)
+    pairs = zip((*model.graph.inputs, *model.graph.outputs), (*result.graph.inputs, *result.graph.outputs), strict=True)
+    for before, after in pairs:
+        assert (after.name, after.shape) == (before.name, before.shape)
+        assert after.dtype in ((HALF, FLOAT) if before.dtype == FLOAT else (before.dtype,))
+    assert BRAIN not in {value.dtype for value in result.graph.outputs}
+    return result
+
+
+def evaluated(model: ir.Model, feeds: dict[str, Array]) -> dict[str, Array]:
+    """Run the graph with float32 arithmetic in place of bfloat16's, each result rounded to bfloat16.
+
+    ONNX Runtime has hardly a kernel for bfloat16 on the CPU; those on GPUs sum in float32, too.
+    """
+    plain = copied(model)
+    LowerContribOperators()(plain)
+    infer_shapes(plain)
+    for node in [node for node in plain.graph if node.op_type != "Cast"]:
+        for index, value in enumerate(node.inputs):
+            if value is not None and value.dtype == BRAIN:
+                node.replace_input_with(index, insert(node, "Cast", [value], {"to": FLOAT}, dtype=FLOAT))
+        for output in [output for output in node.outputs if output.dtype == BRAIN]:
+            output.type = ir.TensorType(FLOAT)
+            rounded = ir.node("Cast", [output], {"to": BRAIN})
+            rounded.outputs[0].type = ir.TensorType(BRAIN)
+            node.append(rounded)
+            for use in [use for use in output.uses() if use.node is not rounded]:
+                use.node.replace_input_with(use.idx, rounded.outputs[0])
+    return run(plain, feeds)
+
+
+def brain(array: Array) -> torch.Tensor:
+    return torch.from_numpy(np.asarray(array)).bfloat16()
+
+
+@pytest.mark.parametrize("fallback", [HALF, ir.DataType.DOUBLE, ir.DataType.INT64])
+def test_the_fallback_is_one_of_two_types(fallback: ir.DataType) -> None:
+    with pytest.raises(OptionError, match=f"a fallback of {fallback}; expected FLOAT or BFLOAT16"):
+        PrecisionPolicy(HALF, ("MatMul",), fallback)
+
+
+def test_an_operator_falls_back() -> None:
+    model = chain()
+    result = falling_back(model, "MatMul")
+    assert types(result, "MatMul") == [BRAIN, BRAIN]
+    assert types(result, "Relu") == [HALF, HALF]
+    assert operators(result, "Cast") == {"Cast": 4}
+    assert list(result.graph.initializers) == ["w.bfloat16"]
+    np.testing.assert_array_equal(
+        constant_value(result.graph.initializers["w.bfloat16"]), W["w"].astype(ml_dtypes.bfloat16)
+    )
+    x = normal(16, 4).astype(np.float16)
+    state = torch.from_numpy(x)
+    for _ in range(2):
+        state = (state.bfloat16() @ brain(W["w"])).half().relu()
+    assert relative_error(evaluated(result, {"x": x})["y"], state.numpy()) < BRAIN_TOLERANCE
+    # It is bfloat16 that computes: in float32 nothing would be lost but fp16's own rounding.
+    assert relative_error(evaluated(result, {"x": x})["y"], evaluated(model, {"x": x.astype(np.float32)})["y"]) > 1e-3
+
+
+def test_a_module_falls_back() -> None:
+    result = falling_back(chain(), "mid_block.*")
+    assert types(result, "MatMul") == [HALF, BRAIN]
+    assert types(result, "Relu") == [HALF, FLOAT]  # not on the list of what has a kernel
+
+
+def test_the_report_counts_what_falls_back() -> None:
+    """Also what stays in float32 for want of a kernel: it is kept out of fp16 all the same."""
+    conversion = ConvertPrecision(PrecisionPolicy(HALF, ("MatMul", "mid_block.*"), BRAIN), UNET)
+    conversion(chain())
+    assert conversion.kept == {"MatMul": 2, "mid_block.*": 1}
+
+
+@pytest.mark.parametrize("op_type", sorted(BFLOAT16_OPERATORS))
+def test_the_standard_defines_what_falls_back_for_bfloat16(op_type: str) -> None:
+    schema = onnx.defs.get_schema(op_type, 23)
+    allowed = {constraint.type_param_str: constraint.allowed_type_strs for constraint in schema.type_constraints}
+    assert "tensor(bfloat16)" in allowed[schema.inputs[0].type_str]
+
+
+@pytest.mark.parametrize("op_type", ["Sin", "Cos", "Exp", "Tanh", "Relu"])
+def test_an_operator_without_a_kernel_stays_in_float32(op_type: str) -> None:
+    model = graph("float[B,4] x", "float[B,4] y", f"a = {op_type}(x) y = Mul(a, x)")
+    result = falling_back(model, op_type)
+    assert types(result, op_type) == [FLOAT]
+    assert types(result, "Mul") == [HALF]
+    assert error_of(result, model) < HALF_TOLERANCE
+
+
+def test_a_range_stays_in_float32() -> None:
+    result = falling_back(graph("float[B,4] x", "float[B,4] y", LITERALS["range"], **NUMBERS), "Range", "Cast")
+    assert types(result, "Range") == [FLOAT]
+
+
+NORM = "groups=2, epsilon=0.001, channels_last=1, activation=0"
+VECTORS = {"g": normal(8), "b": normal(8, seed=1)}
+CONTRIB = {  # shape of x, shape of the result, the call, its weights
+    "MultiHeadAttention": ("B,S,8", "B,S,8", "n = com.microsoft.MultiHeadAttention<num_heads=2>(r, r, r)", {}),
+    "SkipLayerNormalization": ("B,S,8", "B,S,8", "n = com.microsoft.SkipLayerNormalization(r, r, g, b)", VECTORS),
+    "GroupNorm": ("B,H,W,8", "B,H,W,8", f"n = com.microsoft.GroupNorm<{NORM}>(r, g, b)", VECTORS),
+    "SkipGroupNorm": ("B,H,W,8", "B,H,W,8", f"n, t = com.microsoft.SkipGroupNorm<{NORM}>(r, g, b, r)", VECTORS),
+    "BiasSplitGelu": ("B,S,2560", "B,S,1280", "n = com.microsoft.BiasSplitGelu(r, b)", {"b": normal(2560)}),
+    "BiasAdd": ("B,S,8", "B,S,8", "n = com.microsoft.BiasAdd(r, b, r)", {"b": VECTORS["b"]}),
+    "NhwcConv": (
+        "B,H,W,8", "B,H,W,8", "n = com.microsoft.NhwcConv<kernel_shape=[1,1]>(r, w)", {"w": normal(8, 1, 1, 8)}
+    ),
+}  # fmt: skip
+
+
+def contrib(op_type: str) -> ir.Model:
+    """One contrib operator between two standard ones."""
+    x, y, call, weights = CONTRIB[op_type]
+    known = f"float[{y}] n" + (f", float[{y}] t" if "t =" in call else "")
+    return graph(f"float[{x}] x", f"float[{y}] y", f"r = Tanh(x) {call} y = Tanh(n)", known, **weights)
+
+
+@pytest.mark.parametrize("op_type", CONTRACTS)
+def test_a_contrib_operator_falls_back_where_its_contract_says_so(op_type: str) -> None:
+    model = contrib(op_type)
+    result = falling_back(model, op_type)
+    contract, node = CONTRACTS[op_type], node_of(result, op_type)
+    expected = BRAIN if BRAIN in contract.dtypes else FLOAT
+    for index, value in enumerate(node.inputs):
+        assert value.dtype == (FLOAT if index in contract.float32_inputs else expected), index
+    assert {output.dtype for output in node.outputs if output.uses()} == {expected}
+    x = feeds_for(model)["x"].astype(np.float16)
+    found, wide = evaluated(result, {"x": x})["y"], evaluated(model, {"x": x.astype(np.float32)})["y"]
+    assert relative_error(found, wide) < (2 * BRAIN_TOLERANCE if expected == BRAIN else HALF_TOLERANCE)
+
+
+def test_attention_in_bfloat16_is_that_of_torch() -> None:
+    q, k, v = (normal(2, 6, 32, seed=seed).astype(np.float16) for seed in range(3))
+    body = "y = com.microsoft.MultiHeadAttention<num_heads=4>(q, k, v)"
+    model = graph("float[2,6,32] q, float[2,6,32] k, float[2,6,32] v", "float[2,6,32] y", body)
+    result = falling_back(model, "MultiHeadAttention")
+    heads = [torch.from_numpy(x).bfloat16().unflatten(-1, (4, 8)).transpose(1, 2) for x in (q, k, v)]
+    expected = F.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(2).half().numpy()
+    found = evaluated(result, {"q": q, "k": k, "v": v})["y"]
+    assert relative_error(found, expected) < BRAIN_TOLERANCE
+
+
+def test_layer_norm_in_bfloat16_is_that_of_torch() -> None:
+    model = NETS["layer norm"]
+    result = falling_back(model, "LayerNormalization")
+    x, s = (normal(2, 6, 8, seed=seed).astype(np.float16) for seed in (3, 4))
+    gamma, beta = normal(8), normal(8, seed=1)
+    found = evaluated(result, {"x": x, "s": s})
+    total = torch.from_numpy(x) + torch.from_numpy(s)
+    np.testing.assert_array_equal(found["t"], total.numpy())
+    expected = F.layer_norm(total.bfloat16(), (8,), brain(gamma), brain(beta)).half().numpy()
+    assert relative_error(found["y"], expected) < BRAIN_TOLERANCE
+
+
+def test_what_fp16_cannot_hold_is_held_on_the_way() -> None:
+    """A product of a million, and what passes it on, until it is small again."""
+    body = "a = MatMul(x, w) b = Reshape(a, shape) c = Mul(b, n) y = Tanh(c)"
+    weights = {"w": normal(4, 4) * 1e6, "shape": int64([0, 4]), "n": np.float32(1e-6)}
+    model = graph("float[B,4] x", "float[B,4] y", body, **weights)
+    result = falling_back(model, "MatMul")
+    for op_type in ("MatMul", "Reshape", "Mul"):
+        assert types(result, op_type) == [BRAIN]
+    assert types(result, "Tanh") == [HALF]
+    x = normal(2, 4).astype(np.float16)
+    wide = torch.from_numpy(x).bfloat16() @ brain(weights["w"])
+    assert wide.abs().max() > 65504
+    expected = torch.tanh((wide * brain(weights["n"])).half()).numpy()
+    assert relative_error(evaluated(result, {"x": x})["y"], expected) < 2 * BRAIN_TOLERANCE
+
+
+def test_float32_wins_where_it_meets_bfloat16() -> None:
+    """What passes on a value of each."""
+    model = graph("float[B,4] x", "float[B,4] y", "a = Exp(x) b = MatMul(x, w) c = Add(a, b) y = Tanh(c)", **W)
+    result = falling_back(model, "Exp", "MatMul")
+    assert types(result, "Exp") + types(result, "MatMul") + types(result, "Add") == [FLOAT, BRAIN, FLOAT]
+
+
+def test_an_input_in_float32_stays_so_beside_bfloat16() -> None:
+    body = "f = Mul(timestep, n) s = Sin(f) u = Unsqueeze(s, one) m = MatMul(x, w) y = Mul(m, u)"
+    weights = {"n": np.float32(1.0), "one": int64([1]), **W}
+    result = falling_back(graph("float[B,4] x, float[B] timestep", "float[B,4] y", body, **weights), "MatMul")
+    assert [value.dtype for value in result.graph.inputs] == [HALF, FLOAT]
+    assert types(result, "Sin") + types(result, "MatMul") == [FLOAT, BRAIN]
+
+
+def test_an_output_in_bfloat16_is_given_out_as_the_rest() -> None:
+    model = graph("float[B,4] x", "float[B,4] y, float[B,4] z", "y = MatMul(x, w) z = Tanh(y)", **W)
+    result = falling_back(model, "MatMul")
+    assert [(value.name, value.dtype) for value in result.graph.outputs] == [("y", HALF), ("z", HALF)]
+    assert operators(result, "Cast") == {"Cast": 2}  # into it, and out of it for the output and its reader
+
+
+@pytest.mark.parametrize("fallback", [FLOAT, BRAIN])
+def test_an_output_of_an_operator_with_optional_outputs_is_given_out_as_the_rest(fallback: ir.DataType) -> None:
+    """A text encoder ends in one."""
+    result = converted(NETS["layer norm"], "LayerNormalization", fallback=fallback)
+    assert types(result, "LayerNormalization") == [fallback]
+    assert [(value.name, value.dtype) for value in result.graph.outputs] == [("y", HALF), ("t", HALF)]
+
+
+@pytest.mark.parametrize("name", HALF_NETS)
+def test_a_graph_that_was_exported_in_fp16_falls_back(name: str) -> None:
+    body, overrides = HALF_NETS[name]
+    model = graph("float16[B,4] x", "float16[B,4] y", body, w=normal(4).astype(np.float16))
+    result = falling_back(model, *overrides)
+    for op_type in overrides:
+        assert types(result, op_type) == [BRAIN if op_type in BFLOAT16_OPERATORS else FLOAT]
+    feeds = feeds_for(model)
+    found, expected = evaluated(result, feeds)["y"], evaluated(model, feeds)["y"]
+    assert relative_error(found, expected) < (BRAIN_TOLERANCE if overrides else HALF_TOLERANCE)
+
+
+@given(case=chains(), data=st.data(), fused=st.booleans())
+@settings(max_examples=25, deadline=None)
+def test_random_nets_fall_back_by_any_policy(case: tuple[ir.Model, int], data: st.DataObject, fused: bool) -> None:
+    model = copied(case[0])
+    if fused:
+        fuse(model, "cuda")
+    names = sorted({node.op_type for node in model.graph} - {"Constant", "Shape"})
+    overrides = data.draw(st.lists(st.sampled_from(names), unique=True, max_size=3))
+    result = falling_back(model, *overrides)
+    for node in result.graph:
+        if node.op_type in overrides and node.op_type != "Cast":
+            assert HALF not in {output.dtype for output in node.outputs}
+        contract = CONTRACTS.get(node.op_type) if node.domain else None
+        if BRAIN in {output.dtype for output in node.outputs}:
+            assert BRAIN in contract.dtypes if contract else node.op_type in BFLOAT16_OPERATORS
+    feeds = {name: values.astype(np.float16) if values.dtype == np.float32 else values
+             for name, values in feeds_for(case[0]).items()}  # fmt: skip
+    wide = {name: values.astype(np.float32) if values.dtype == np.float16 else values for name, values in feeds.items()}
+    found, expected = evaluated(result, feeds), run(case[0], wide)
+    assert max(relative_error(found[name], expected[name]) for name in expected) < 10 * BRAIN_TOLERANCE

@@ -36,7 +36,7 @@ from sdonnx.fusions.group_norm import GroupNormToSkipGroupNorm, SiluIntoGroupNor
 from sdonnx.fusions.layout import ChannelsLast
 from sdonnx.fusions.masks import CausalMaskToAttribute
 from sdonnx.fusions.noops import MergeReshapes, MergeTransposes, MergeUnsqueezes, NoOp, PadIntoConv, TransposeOfFolded
-from sdonnx.fusions.norms import InstanceNormToGroupNorm, MeansToLayerNorm
+from sdonnx.fusions.norms import InstanceNormToGroupNorm, LayerNormWithShift, MeansToLayerNorm
 from sdonnx.fusions.projections import GroupProjections
 from sdonnx.fusions.residual import BiasIntoNhwcConv, LayerNormToSkipLayerNorm, ResidualToBiasAdd
 from sdonnx.fusions.softmax import EinsumToMatMul, SoftmaxToAttention
@@ -106,7 +106,7 @@ _CANONICALIZE = (
         idioms=(ExponentialToSigmoid, QuotientToSilu, ErfToGelu, SlicesToSplit, SizesToEqualSplit),
         only_cuda=False,
     ),
-    Stage("norms", idioms=(MeansToLayerNorm, InstanceNormToGroupNorm), only_cuda=False),
+    Stage("norms", idioms=(MeansToLayerNorm, LayerNormWithShift, InstanceNormToGroupNorm), only_cuda=False),
     Stage("softmax_attention", idioms=(EinsumToMatMul, SoftmaxToAttention, *_NO_OPS), only_cuda=False),
     Stage("masks", (CausalMaskToAttribute,), only_cuda=False),
 )
@@ -200,6 +200,10 @@ def fuse(
         if stage in _CANONICALIZE:
             infer_shapes(model, outputs=True)
             SimplifyReshapes()(model)
+        if stage is _CANONICALIZE[-1]:
+            # A mask whose sizes are read from the split heads would keep the heads from being split by a kernel.
+            ComputeSizesFromInputs()(model)
+            tidy(model)
         outcomes.append(outcome)
     infer_shapes(model, outputs=True)
     SimplifyReshapes()(model)

@@ -8,17 +8,20 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from sdonnx.graph.edit import constant_value, insert, insert_multi, replace, static_dim
-from sdonnx.graph.match import Idiom, Rule, producer_of, scalar
+from sdonnx.graph.edit import constant_value, dims, insert, insert_multi, replace, static_dim
+from sdonnx.graph.match import Idiom, Rule, producer_of, same_shape, scalar
 
 __all__ = ["ErfToGelu", "ExponentialToSigmoid", "QuotientToSilu", "SizesToEqualSplit", "SlicesToSplit", "SwishToSilu"]
 
-_TOLERANCE = 1e-3  # of a constant: fp16 holds sqrt(2) to 4e-4
+# How far a rounded constant may be off: fp16 holds sqrt(2) to 4e-4.
+_TOLERANCES = {ir.DataType.FLOAT16: 1e-3, ir.DataType.BFLOAT16: 8e-3}
 
 
 def _is(value: ir.Value | None, number: float) -> bool:
     found = scalar(value)
-    return found is not None and math.isclose(found, number, rel_tol=_TOLERANCE)
+    if value is None or found is None or value.dtype is None:
+        return False
+    return math.isclose(found, number, rel_tol=_TOLERANCES.get(value.dtype, 1e-5))
 
 
 class ErfToGelu(Idiom):
@@ -39,10 +42,12 @@ class ErfToGelu(Idiom):
             if x is None or x not in rest:
                 continue
             rest.remove(x)
-            half = next((factor for factor in rest if _is(factor, 0.5)), None)
+            half = next((factor for factor in rest if scalar(factor) == 0.5), None)
             if half is None:
                 continue  # it comes with a later factor
             rest.remove(half)
+            if len(dims(node.outputs[0]) or ()) != max(len(dims(factor) or ()) for factor in (x, *rest)):
+                return "a constant adds dimensions"
             gelu = insert(node, "Gelu", [x], {"approximate": "none"}, shape=x.shape)
             for factor in rest:
                 gelu = insert(node, "Mul", [factor, gelu], shape=node.outputs[0].shape)
@@ -71,7 +76,7 @@ def _inside_erf(value: ir.Value) -> ir.Value | None:
         return None
     for erf_value, one in (total.inputs, reversed(total.inputs)):
         erf = producer_of(erf_value, "Erf")
-        scaled = producer_of(erf.inputs[0], "Mul", "Div") if erf is not None and _is(one, 1.0) else None
+        scaled = producer_of(erf.inputs[0], "Mul", "Div") if erf is not None and scalar(one) == 1.0 else None
         if scaled is None:
             continue
         first, second = scaled.inputs
@@ -93,7 +98,7 @@ class ExponentialToSigmoid(Idiom):
         if node.op_type == "Div" and scalar(node.inputs[0]) != 1.0:
             return ""
         x = _inside_exponential(node.inputs[-1])
-        if x is None:
+        if x is None or not same_shape(x, node.outputs[0]):
             return ""
         replace(node.outputs[0], insert(node, "Sigmoid", [x], shape=x.shape))
         return None
@@ -107,7 +112,7 @@ class QuotientToSilu(Idiom):
     def rewrite(self, node: ir.Node) -> str | None:
         """Rewrite where dividend and exponent are one value."""
         x = _inside_exponential(node.inputs[1])
-        if x is None or x is not node.inputs[0]:
+        if x is None or x is not node.inputs[0] or not same_shape(x, node.outputs[0]):
             return ""
         gate = insert(node, "Sigmoid", [x], shape=x.shape)
         replace(node.outputs[0], insert(node, "Mul", [x, gate], shape=x.shape))

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from sdonnx.graph.contract import causal_refusal
 from sdonnx.graph.edit import MICROSOFT, derived_initializer, dims, static_dim
 from sdonnx.graph.match import Rule, same_dims, same_shape
 from sdonnx.graph.tensors import read
@@ -59,6 +60,8 @@ class AttentionToMultiHeadAttention(Rule):
             return "the reshape of the result does more than to join the heads"
         if len(node.inputs) > 4:
             return "a key-value cache is not supported"
+        if node.attributes.get_int("is_causal", 0) and (reason := causal_refusal(values["q"], values["k"])) is not None:
+            return reason
         if node.attributes.get_float("softcap", 0.0) or node.attributes.get_int("qk_matmul_output_mode", 0):
             return "softcap and score outputs are not supported"
         if len(node.inputs) == 4 and (mask := node.inputs[3]) is not None:

@@ -28,8 +28,11 @@ class CausalMaskToAttribute(Rule):
         """An attention with a mask."""
         return op.Attention(q, k, v, mask, _allow_other_attributes=True, _outputs=["attention"])
 
-    def refuse(self, mask: ir.Value, **_: Any) -> str | None:
-        """The mask must be the lower triangle."""
+    def refuse(self, q: ir.Value, k: ir.Value, mask: ir.Value, **_: Any) -> str | None:
+        """The mask must be the lower triangle, and not one element for all."""
+        sizes, queries, keys = dims(mask), dims(q), dims(k)
+        if sizes is None or queries is None or keys is None or not same_dims(sizes[-2:], (queries[-2], keys[-2])):
+            return "the mask is not known to be causal"
         return None if is_causal(mask) else "the mask is not known to be causal"
 
     def rewrite(self, op: Any, q: ir.Value, k: ir.Value, v: ir.Value, attention: ir.Value, **_: Any) -> Any:
@@ -42,7 +45,7 @@ class CausalMaskToAttribute(Rule):
 
 def is_causal(mask: ir.Value) -> bool:
     """Tell whether a mask, boolean or additive, is known to let each position see itself and those before it."""
-    return _is_lower_triangle(mask) or _is_added_triangle(mask)
+    return _is_lower_triangle(mask) if mask.dtype == ir.DataType.BOOL else _is_added_triangle(mask)
 
 
 def _is_added_triangle(mask: ir.Value) -> bool:
@@ -53,13 +56,17 @@ def _is_added_triangle(mask: ir.Value) -> bool:
         if condition is None:
             return False
         if _is_lower_triangle(condition):
-            return scalar(yes) == 0.0 and _refuses(no)
-        return _is_upper_triangle(condition) and _refuses(yes) and scalar(no) == 0.0
+            return _allows(yes) and _refuses(no)
+        return _is_upper_triangle(condition) and _refuses(yes) and _allows(no)
     if (node := producer_of(value, "Trilu")) is not None:
         # Very low numbers everywhere, of which those above the diagonal are kept.
         kept_above = node.attributes.get_int("upper", 1) == 1 and _diagonal(node) == 1
         return kept_above and _is_square(node) and _refuses(node.inputs[0])
     return False
+
+
+def _allows(value: ir.Value | None) -> bool:
+    return value is not None and filling(value) == 0.0
 
 
 def _refuses(value: ir.Value | None) -> bool:
@@ -91,6 +98,9 @@ def _is_lower_triangle(value: ir.Value) -> bool:
     if (node := producer_of(inner, "LessOrEqual", "GreaterOrEqual")) is not None:
         column, row = node.inputs if node.op_type == "LessOrEqual" else tuple(reversed(node.inputs))
         return _counts_columns_and_rows(column, row)
+    if (node := producer_of(inner, "Less", "Greater")) is not None:
+        column, row = node.inputs if node.op_type == "Less" else tuple(reversed(node.inputs))
+        return _counts_columns_and_rows(column, row, rows_from=1)  # column < row + 1
     return False
 
 
@@ -120,9 +130,14 @@ def _through(value: ir.Value | None, op_types: tuple[str, ...]) -> ir.Value | No
     return value
 
 
-def _counts_columns_and_rows(column: ir.Value | None, row: ir.Value | None) -> bool:
-    """Tell whether these are 0, 1, 2... along the last axis and the last but one."""
-    column_range, row_range = _through(column, ("Unsqueeze",)), _through(row, ("Unsqueeze",))
+def _counts_columns_and_rows(column: ir.Value | None, row: ir.Value | None, rows_from: int = 0) -> bool:
+    """Tell whether these are 0, 1, 2... along the last axis and, from `rows_from` on, along the last but one."""
+    column_range, row_range = (_through(value, ("Unsqueeze", "Reshape")) for value in (column, row))
+    if rows_from and (node := producer_of(row_range, "Add")) is not None:
+        first, second = node.inputs
+        row_range = first if scalar(second) == rows_from else second if scalar(first) == rows_from else None
+    elif rows_from:
+        return False
     if column is None or row is None or column_range is None or column_range is not row_range:
         return False
     counted = producer_of(column_range, "Range")

@@ -7,12 +7,13 @@ from collections.abc import Callable
 import numpy as np
 import onnx_ir as ir
 
-from sdonnx.graph.edit import constant, constant_value, dims, insert, replace
+from sdonnx.graph.edit import constant, constant_value, dims, insert, is_weight, replace
 from sdonnx.graph.match import Idiom, filling, producer_of, same_dims, same_shape
 from sdonnx.graph.passes import constant_target
 
 __all__ = ["MergeReshapes", "MergeTransposes", "MergeUnsqueezes", "NoOp", "PadIntoConv", "TransposeOfFolded"]
 
+_LARGEST_READ = 2**24  # elements of a constant that is looked through
 # What each type holds of another without loss.
 _WIDER = {
     ir.DataType.FLOAT16: (ir.DataType.FLOAT, ir.DataType.DOUBLE),
@@ -90,9 +91,15 @@ def _neutral(neutral: float, commutes: bool) -> Callable[[ir.Node], ir.Value | N
 def _all(value: ir.Value | None, number: float) -> bool:
     """Tell whether one number, given or repeated, is all that the value holds.
 
-    A weight may well be all zeros or ones. It stays, so that a graph fuses alike whatever its weights are.
+    A vector of weights may well be all zeros or ones. It stays, so that a graph fuses alike whatever its
+    weights are; a whole matrix of them is no weight but what an exporter computed beforehand.
     """
-    return value is not None and filling(value) == number
+    if value is None:
+        return False
+    tensor = value.const_value if is_weight(value) else None
+    if tensor is not None and sum(size > 1 for size in tensor.shape.numpy()) > 1:
+        return tensor.size <= _LARGEST_READ and bool(np.all(constant_value(value) == number))
+    return filling(value) == number
 
 
 _CHECKS: dict[str, Callable[[ir.Node], ir.Value | None]] = {

@@ -9,11 +9,22 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
-from sdonnx.graph.edit import constant_value, derived_initializer, dims, insert, is_weight, replace, static_dim
+from sdonnx.graph.edit import (
+    add_initializer,
+    constant,
+    constant_value,
+    derived_initializer,
+    dims,
+    insert,
+    is_weight,
+    replace,
+    static_dim,
+)
 from sdonnx.graph.match import Idiom, producer_of, same_dims, same_shape, scalar, sole_user
-from sdonnx.graph.tensors import read
+from sdonnx.graph.passes import constant_target
+from sdonnx.graph.tensors import lazy, read
 
-__all__ = ["InstanceNormToGroupNorm", "MeansToLayerNorm"]
+__all__ = ["InstanceNormToGroupNorm", "LayerNormWithShift", "MeansToLayerNorm"]
 
 
 class MeansToLayerNorm(Idiom):
@@ -33,10 +44,19 @@ class MeansToLayerNorm(Idiom):
         channels, graph = static_dim(x, -1), node.graph
         if channels is None or not isinstance(graph, ir.Graph) or x.dtype is None or dims(x) is None:
             return "the size of the last axis is not known"
-        last, gamma = _affine(node.outputs[0], "Mul", channels)
+        last = node.outputs[0]
+        if last.dtype != x.dtype:  # TorchScript computes the norm of fp16 in double
+            cast = sole_user(last, "Cast")
+            if cast is None or cast.outputs[0].dtype != x.dtype:
+                return f"the norm of {x.dtype} gives {last.dtype}"
+            last = cast.outputs[0]
+        if not same_shape(last, x):
+            return "a constant adds dimensions"
+        last, gamma = _affine(last, "Mul", channels)
         last, beta = _affine(last, "Add", channels)
-        scale = _vector(graph, gamma, channels) if gamma is not None else _ones(graph, channels, x.dtype)
-        inputs = [x, scale, *([] if beta is None else [_vector(graph, beta, channels)])]
+        scale = _vector(graph, gamma, channels) if gamma is not None else _filled(graph, channels, x.dtype, 1)
+        offset = _vector(graph, beta, channels) if beta is not None else _filled(graph, channels, x.dtype, 0)
+        inputs = [x, scale, offset]
         after = last.producer()
         assert after is not None
         norm = insert(after, "LayerNormalization", inputs, {"axis": -1, "epsilon": epsilon}, shape=x.shape)
@@ -49,21 +69,31 @@ def _normalized(node: ir.Node) -> tuple[ir.Value, float] | None:
     first, second = node.inputs
     orders = [(first, second)] if node.op_type == "Div" else [(first, second), (second, first)]
     for deviation, other in orders:
-        centred = producer_of(deviation, "Sub")
-        root = producer_of(other, "Sqrt") if node.op_type == "Div" else _inverse_root(other)
+        centred = producer_of(_bare(deviation), "Sub")
+        root = producer_of(_bare(other), "Sqrt") if node.op_type == "Div" else _inverse_root(_bare(other))
         if centred is None or root is None or centred.inputs[0] is None:
             continue
         x = centred.inputs[0]
-        if _mean_over_last(centred.inputs[1]) is not x:
+        if _mean_over_last(_bare(centred.inputs[1])) is not x:
             continue
-        variance = producer_of(root.inputs[0], "Add")
+        variance = producer_of(_bare(root.inputs[0]), "Add")
         if variance is None:
             continue
         for mean, number in (variance.inputs, reversed(variance.inputs)):
             epsilon = scalar(number)
-            if epsilon is not None and _is_square(_mean_over_last(mean), deviation):
+            if epsilon is not None and _is_square(_mean_over_last(_bare(mean)), _bare(deviation)):
                 return x, epsilon
     return None
+
+
+def _bare(value: ir.Value | None) -> ir.Value | None:
+    """Look through casts between floating-point types."""
+    while (cast := producer_of(value, "Cast")) is not None:
+        source = cast.inputs[0]
+        if source is None or source.dtype is None or not source.dtype.is_floating_point():
+            break
+        value = source
+    return value
 
 
 def _inverse_root(value: ir.Value | None) -> ir.Node | None:
@@ -86,11 +116,11 @@ def _mean_over_last(value: ir.Value | None) -> ir.Value | None:
 
 
 def _is_square(value: ir.Value | None, of: ir.Value | None) -> bool:
-    node = producer_of(value, "Pow", "Mul")
+    node = producer_of(_bare(value), "Pow", "Mul")
     if node is None:
         return False
-    first, second = node.inputs
-    return first is of and (scalar(second) == 2.0 if node.op_type == "Pow" else second is of)
+    first, second = _bare(node.inputs[0]), node.inputs[1]
+    return first is of and (scalar(second) == 2.0 if node.op_type == "Pow" else _bare(second) is of)
 
 
 def _affine(value: ir.Value, op_type: str, channels: int) -> tuple[ir.Value, ir.Value | None]:
@@ -117,9 +147,33 @@ def _vector(graph: ir.Graph, value: ir.Value, channels: int) -> ir.Value:
     )
 
 
-def _ones(graph: ir.Graph, channels: int, dtype: ir.DataType) -> ir.Value:
-    name = f"ones_{channels}_{dtype.name.lower()}"
-    return derived_initializer(graph, name, lambda: np.ones(channels, dtype.numpy()), dtype, (channels,))
+def _filled(graph: ir.Graph, channels: int, dtype: ir.DataType, number: int) -> ir.Value:
+    return constant(graph, np.full(channels, number), dtype.numpy(), f"{channels}_of_{number}_{dtype.name.lower()}")
+
+
+class LayerNormWithShift(Idiom):
+    """LayerNormalization(x, gamma) -> LayerNormalization(x, gamma, zeros).
+
+    Shapes: x (..., D), gamma (D,). ONNX Runtime 1.31's own fusion of an addition with a norm that has no shift
+    crashes on the CPU, and SkipLayerNormalization is matched with one.
+    """
+
+    roots = frozenset({"LayerNormalization"})
+
+    def rewrite(self, node: ir.Node) -> str | None:
+        """Add the shift."""
+        x, gamma, graph = node.inputs[0], node.inputs[1], node.graph
+        if len(node.inputs) > 2 and node.inputs[2] is not None:
+            return ""
+        if x is None or gamma is None or gamma.dtype is None or not isinstance(graph, ir.Graph):
+            return ""
+        channels = static_dim(gamma, 0)
+        if channels is None or len(dims(gamma) or ()) != 1 or len(node.outputs) != 1:
+            return ""
+        inputs = [x, gamma, _filled(graph, channels, gamma.dtype, 0)]
+        norm = insert(node, "LayerNormalization", inputs, node.attributes, shape=node.outputs[0].shape)
+        replace(node.outputs[0], norm)
+        return None
 
 
 class InstanceNormToGroupNorm(Idiom):
@@ -146,6 +200,11 @@ class InstanceNormToGroupNorm(Idiom):
         after = dims(back.outputs[0])
         if after is None or len(after) < 3 or not same_dims(before[:2], after[:2]):
             return f"the reshape back gives {back.outputs[0].shape}, the input was {x.shape}"
+        flattened = None
+        if not same_shape(back.outputs[0], x):
+            flattened = constant_target(ir.Shape(before), ir.Shape(after))
+            if flattened is None:
+                return f"the reshape back gives {back.outputs[0].shape}, the input was {x.shape}"
         scale, shift = node.inputs[1], node.inputs[2]
         if not is_weight(scale) or not is_weight(shift):
             return "scale and shift of the groups are not constant"
@@ -153,15 +212,17 @@ class InstanceNormToGroupNorm(Idiom):
         last, beta = _channel_affine(last, "Add", channels)
         tensors = [None if value is None else value.const_value for value in (scale, shift, gamma, beta)]
         made = [
-            derived_initializer(graph, f"{node.name}.{name}", make, x.dtype, (channels,))
+            add_initializer(graph, f"{last.name}.{name}", lazy(make, x.dtype, (channels,)))
             for name, make in _merged(tensors, channels // groups, channels, x.dtype).items()
         ]
         end = last.producer()
         assert end is not None
         attributes = {"num_groups": groups, "epsilon": node.attributes.get_float("epsilon", 1e-5)}
         norm = insert(end, "GroupNormalization", [x, *made], attributes, shape=x.shape)
-        if not same_shape(last, x):  # diffusers' attention flattens the image first
-            norm = insert(end, "Reshape", [norm, *back.inputs[1:]], back.attributes, shape=last.shape)
+        if flattened is not None:  # diffusers' attention flattens the image first
+            name = "shape_" + "_".join(str(size).replace("-", "m") for size in flattened)
+            target = constant(graph, flattened, np.int64, name)
+            norm = insert(end, "Reshape", [norm, target], shape=last.shape)
         replace(last, norm)
         return None
 

@@ -98,9 +98,15 @@ class SoftmaxToAttention(Idiom):
         q_scale, q = _unscaled(left, node)
         k_scale, k_transposed = _unscaled(right, node)
         k = _swapped(k_transposed, node)
+        # Kernels compute the scores in float32 whatever q and k are in: diffusers' upcast_attention is theirs anyway.
+        q, k = (_before_widening(value, v.dtype) for value in (q, k))
+        if not q.dtype == k.dtype == v.dtype == node.outputs[0].dtype:
+            return f"q is {q.dtype}, k {k.dtype}, v {v.dtype} and the result {node.outputs[0].dtype}"
         heads = _split_heads(node, q, k, v)
         if isinstance(heads, str):
             return heads
+        if (reason := _broadcast_refusal(heads)) is not None:
+            return reason
         mask = _mask(node, scores.masks, heads)
         if isinstance(mask, str):
             return mask
@@ -127,6 +133,13 @@ def _through_casts(value: ir.Value | None) -> ir.Value | None:
     return value
 
 
+def _before_widening(value: ir.Value, dtype: ir.DataType | None) -> ir.Value:
+    """Return x where value = Cast(x) and x is of the type, else the value."""
+    cast = producer_of(value, "Cast")
+    source = cast.inputs[0] if cast is not None else None
+    return source if source is not None and value.dtype == ir.DataType.FLOAT and source.dtype == dtype else value
+
+
 def _unguarded(value: ir.Value | None) -> tuple[ir.Value | None, bool]:
     """Return the probabilities and whether NaN in them is replaced by 0, as torch's exporter writes it."""
     value = _through_casts(value)
@@ -148,7 +161,7 @@ def _scores(value: ir.Value | None) -> _Scores | None:
     if (node := producer_of(value, "Mul", "Div")) is not None:
         factor, rest = _factor(node)
         inner = _scores(rest) if factor is not None else None
-        if inner is None or factor is None or inner.masks:
+        if inner is None or factor is None or inner.masks or rest is None or not same_shape(rest, node.outputs[0]):
             return None
         return _Scores(inner.product, inner.scale * factor, ())
     if (node := producer_of(value, "Add")) is not None:
@@ -233,6 +246,15 @@ def _split_heads(anchor: ir.Node, q: ir.Value, k: ir.Value, v: ir.Value) -> tupl
     return first, second, third
 
 
+def _broadcast_refusal(heads: tuple[ir.Value, ir.Value, ir.Value]) -> str | None:
+    """Return why MatMul's broadcasting of batch and heads is more than Attention does, None if it is not."""
+    q, k, v = (dims(value) for value in heads)
+    if q is None or k is None or v is None or not same_dims(k[:2], v[:2]) or not same_dims(q[:1], k[:1]):
+        return "q, k and v do not have one batch"
+    one_for_all = k[1] == 1 and isinstance(q[1], int)
+    return None if same_dims(q[1:2], k[1:2]) or one_for_all else "q, k and v do not have one number of heads"
+
+
 def _unfolded(value: ir.Value) -> ir.Value | None:
     """Return x (B,N,S,H) where value = Reshape(x, (B*N,S,H))."""
     node = producer_of(value, "Reshape")
@@ -273,10 +295,44 @@ def _mask(
         for size, wanted in zip(reversed(sizes), reversed(whole), strict=False):
             if size != 1 and not same_dims((size,), (wanted,)):
                 return f"the mask is {mask.shape}, the scores are {ir.Shape(whole)}"
-    total = masks[0]
+        if mask.dtype is None or not mask.dtype.is_floating_point():
+            return f"the mask is {mask.dtype}, which is nothing to add"
+    total = _narrowed(anchor, _full(anchor, masks[0], heads), heads[0])
     for mask in masks[1:]:
-        total = insert(anchor, "Add", [total, mask], shape=None)
+        other = _narrowed(anchor, _full(anchor, mask, heads), heads[0])
+        lead = [b if a == 1 else a for a, b in zip(dims(total) or (), dims(other) or (), strict=True)]
+        total = insert(anchor, "Add", [total, other], shape=lead)
     return total
+
+
+def _narrowed(anchor: ir.Node, mask: ir.Value, like: ir.Value) -> ir.Value:
+    """Return the mask in the type of the scores; what is too low for it becomes what it can hold."""
+    assert isinstance(anchor.graph, ir.Graph)
+    assert mask.dtype is not None
+    if mask.dtype == like.dtype:
+        return mask
+    lowest = constant(anchor.graph, -60000.0, mask.dtype.numpy(), f"very_low_{mask.dtype.name.lower()}")
+    held = insert(anchor, "Max", [mask, lowest], shape=mask.shape)
+    return insert(anchor, "Cast", [held], {"to": like.dtype}, dtype=like.dtype, shape=mask.shape)
+
+
+def _full(anchor: ir.Node, mask: ir.Value, heads: tuple[ir.Value, ir.Value, ir.Value]) -> ir.Value:
+    """Return the mask with 4 dimensions, S and L in full: kernels broadcast it for batch and heads alone."""
+    sizes, q, k = dims(mask), dims(heads[0]), dims(heads[1])
+    assert sizes is not None
+    assert q is not None
+    assert k is not None
+    assert isinstance(anchor.graph, ir.Graph)
+    if len(sizes) == 4 and same_dims(sizes[2:], (q[2], k[2])):
+        return mask
+    ones = constant(anchor.graph, [1, 1], np.int64, "sizes_1_1")
+    lengths = [
+        insert(anchor, "Shape", [value], {"start": 2, "end": 3}, shape=[1], dtype=ir.DataType.INT64)
+        for value in heads[:2]
+    ]
+    target = insert(anchor, "Concat", [ones, *lengths], {"axis": 0}, shape=[4], dtype=ir.DataType.INT64)
+    lead = (1, 1, 1, 1, *sizes)[-4:-2]
+    return insert(anchor, "Expand", [mask, target], shape=(*lead, q[2], k[2]))
 
 
 def _joined(anchor: ir.Node, result: ir.Value) -> ir.Value:

@@ -154,7 +154,10 @@ def sole_user(value: ir.Value, *op_types: str) -> ir.Node | None:
 
 
 def scalar(value: ir.Value | None) -> float | None:
-    """Return the number that a constant of one element holds, None for anything else."""
+    """Return the number that a constant of one element holds, None for anything else.
+
+    With several dimensions it may give a result its rank: where that matters, compare the shapes.
+    """
     if value is None or not is_weight(value) or value.const_value is None or value.const_value.size != 1:
         return None
     return float(read(value.const_value).item())
