@@ -39,12 +39,32 @@ class Inspector:
                 "a runtime that can load what is optimized",
                 f"install sdonnx[{provider}], or leave out --inspect",
             )
+        if provider == "cuda":
+            # The CUDA and cuDNN wheels are found by this, not by the dynamic loader.
+            self._runtime.preload_dlls()
 
     def inspect(self, model: Path) -> None:
-        """Write `inspect.onnx` and its weights beside the graph."""
+        """Write `inspect.onnx` and its weights beside the graph.
+
+        Raises:
+            ProviderError: ONNX Runtime refuses the graph, or cannot use the provider.
+        """
         options = self._runtime.SessionOptions()
         options.log_severity_level = 3
         options.optimized_model_filepath = str(model.with_name(_MODEL))
         options.add_session_config_entry("session.optimized_model_external_initializers_file_name", _WEIGHTS)
         options.add_session_config_entry("session.optimized_model_external_initializers_min_size_in_bytes", "1024")
-        self._runtime.InferenceSession(str(model), options, providers=[self._provider])
+        try:
+            session = self._runtime.InferenceSession(str(model), options, providers=[self._provider])
+        except Exception as error:  # onnxruntime's exceptions have no common class of their own
+            raise ProviderError(
+                f"ONNX Runtime cannot load {model.name} for --inspect ({str(error).splitlines()[0]})",
+                f"a graph that the {self._provider} takes",
+                "leave out --inspect, or optimize for the other provider",
+            ) from error
+        if self._provider not in session.get_providers():
+            raise ProviderError(
+                f"--inspect could not load the {self._provider}",
+                "a GPU, its driver and the CUDA libraries",
+                "check nvidia-smi, or leave out --inspect",
+            )

@@ -39,15 +39,17 @@ _SHOWN = (
 )
 
 
-# Option -> the fusion that it leaves out, and what that is.
+# The fusion that an option leaves out, and what it then says.
 _DISABLE = {
-    "attention": "MultiHeadAttention",
-    "group_norm": "GroupNorm (and SkipGroupNorm)",
-    "skip_group_norm": "SkipGroupNorm",
-    "skip_layer_norm": "SkipLayerNormalization",
-    "bias_splitgelu": "BiasSplitGelu",
-    "bias_add": "BiasAdd",
-    "nhwc_conv": "NhwcConv",
+    "attention": "make no MultiHeadAttention",
+    "group_norm": "make no GroupNorm (and no SkipGroupNorm)",
+    "skip_group_norm": "make no SkipGroupNorm",
+    "skip_layer_norm": "make no SkipLayerNormalization",
+    "bias_splitgelu": "make no BiasSplitGelu",
+    "bias_add": "make no BiasAdd",
+    "nhwc_conv": "make no NhwcConv",
+    "packed_qkv": "with packed_qkv: pack self attention's keys and values alone",
+    "packed_kv": "with packed_kv or packed_qkv: pack no keys and values alone, as cross attention's are",
 }
 
 
@@ -91,32 +93,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="input of MultiHeadAttention: unpacked (default; best from sm_90 on), packed_kv or packed_qkv",
     )
     fusions = parser.add_argument_group("fusions to leave out")
-    for name, operator in _DISABLE.items():
-        fusions.add_argument(f"--disable_{name}", action="store_true", help=f"make no {operator}")
-    fusions.add_argument(
-        "--disable_packed_qkv",
-        action="store_true",
-        help="with packed_qkv: pack keys and values alone",
-    )
-    fusions.add_argument(
-        "--disable_packed_kv",
-        action="store_true",
-        help="with packed_kv: pack nothing",
-    )
+    for name, left_out in _DISABLE.items():
+        fusions.add_argument(f"--disable_{name}", action="store_true", help=left_out)
     fusions.add_argument(
         "--use_group_norm_channels_first",
         action="store_true",
         help="not offered: the CUDA provider's GroupNorm kernels read channels last alone",
     )
     add_debug(parser)
-
-
-def _layout(options: argparse.Namespace) -> str:
-    """Return the attention layout after --disable_packed_qkv and --disable_packed_kv."""
-    layout = str(options.attention_layout)
-    if layout == "packed_qkv" and options.disable_packed_qkv:
-        layout = "packed_kv"
-    return "unpacked" if layout == "packed_kv" and options.disable_packed_kv else layout
 
 
 def fusion_table(report: OptimizeReport) -> Table:
@@ -157,7 +141,7 @@ def run(options: argparse.Namespace) -> int:
             float16=options.float16,
             force_fp32_ops=options.force_fp32_ops,
             bfloat16=options.bfloat16,
-            attention_layout=_layout(options),
+            attention_layout=options.attention_layout,
             disabled=[name for name in _DISABLE if getattr(options, f"disable_{name}")],
             inspect=options.inspect,
             overwrite=options.overwrite,

@@ -134,6 +134,7 @@ class ConvertPrecision(InPlacePass):
         self._kept: dict[ir.Value, ir.DataType] = {}
         # A graph that came in the policy's type says by its casts what it means.
         self._casts_stand = any(value.dtype == self.policy.dtype for value in graph.initializers.values())
+        self._read_types = {value: value.dtype for node in graph for value in _read_by_subgraphs(node)}
         kept_inputs = {tensor.name for tensor in self.spec.inputs if tensor.keeps_float32}
         for value in graph.inputs:
             if value.dtype == _FLOAT:
@@ -171,6 +172,9 @@ class ConvertPrecision(InPlacePass):
         return self.policy.fallback if not node.domain and node.op_type in BFLOAT16_OPERATORS else _FLOAT
 
     def _convert(self, graph: ir.Graph, node: ir.Node) -> None:
+        if read_by_subgraphs := _read_by_subgraphs(node):
+            self._keep_subgraphs(graph, node, read_by_subgraphs)
+            return
         dtype = self._dtype_of(node)
         if node.op_type == "Cast":
             self._convert_cast(node, dtype)
@@ -187,6 +191,21 @@ class ConvertPrecision(InPlacePass):
         for output in node.outputs:
             if output.dtype in self._floats or (output.dtype is None and output.uses()):
                 self._give(output, dtype)
+
+    def _keep_subgraphs(self, graph: ir.Graph, node: ir.Node, values: set[ir.Value]) -> None:
+        """Leave If, Loop and Scan in the types that they came in, and cast what they read to those."""
+        users = {node, *_inner_nodes(node)}
+        for value in values:
+            dtype = self._read_types[value]
+            if dtype is None or value.dtype == dtype:
+                continue
+            cast = self._as(graph, node, value, dtype)
+            for user, index in list(value.uses()):
+                if user in users:
+                    user.replace_input_with(index, cast)
+        for output in node.outputs:
+            if output.dtype in self._floats and output.dtype is not None:
+                self._give(output, output.dtype)
 
     def _give(self, value: ir.Value, dtype: ir.DataType) -> None:
         value.type = ir.TensorType(dtype)
@@ -258,6 +277,24 @@ class ConvertPrecision(InPlacePass):
                     f"an operator ({', '.join(operators)}) or a module ({', '.join(f'{name}.*' for name in modules)})",
                     "name one of these",
                 )
+
+
+def _inner_nodes(node: ir.Node) -> list[ir.Node]:
+    """Return what stands in the subgraphs of a node, at any depth."""
+    return [
+        inner
+        for attribute in node.attributes.values()
+        if attribute.type in (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS)
+        for graph in ([attribute.as_graph()] if attribute.type == ir.AttributeType.GRAPH else attribute.as_graphs())
+        for inner in ir.traversal.RecursiveGraphIterator(graph)
+    ]
+
+
+def _read_by_subgraphs(node: ir.Node) -> set[ir.Value]:
+    """Return what a node with subgraphs reads of the graph around it, by itself or in them; nothing for others."""
+    inner = _inner_nodes(node)
+    users = (node, *inner) if inner else ()
+    return {value for user in users for value in user.inputs if value is not None and value.graph is node.graph}
 
 
 def _converted(graph: ir.Graph, value: ir.Value, dtype: ir.DataType) -> ir.Value:

@@ -18,6 +18,7 @@ from pipelines import COMPONENTS, cases, config_of, lowered_session, refused, ru
 
 from sdonnx.errors import OptionError, ProviderError
 from sdonnx.fusions import DISABLING
+from sdonnx.inspection import Inspector
 from sdonnx.optimize import optimize_folder
 from sdonnx.optimize_pipeline import add_arguments, main
 from sdonnx.parity import relative_error
@@ -35,16 +36,15 @@ GONE = {
     "nhwc_conv": {"NhwcConv"},
 }
 FUSED = set().union(*GONE.values())
+# Layout and flags, and how many inputs MultiHeadAttention then has in self and in cross attention.
 LAYOUTS = [
-    (["packed_qkv"], "packed_qkv"),
-    (["packed_qkv", "--disable_packed_qkv"], "packed_kv"),
-    (["packed_qkv", "--disable_packed_qkv", "--disable_packed_kv"], "unpacked"),
-    (["packed_kv", "--disable_packed_kv"], "unpacked"),
-    (["packed_kv", "--disable_packed_qkv"], "packed_kv"),
-    (["unpacked", "--disable_packed_qkv", "--disable_packed_kv"], "unpacked"),
+    ("packed_qkv", {1, 2}),
+    ("packed_qkv --disable_packed_qkv", {2}),
+    ("packed_qkv --disable_packed_kv", {1, 3}),
+    ("packed_qkv --disable_packed_qkv --disable_packed_kv", {3}),
+    ("packed_kv --disable_packed_kv", {3}),
+    ("packed_kv --disable_packed_qkv", {2}),
 ]
-# How many inputs MultiHeadAttention has in self and in cross attention.
-INPUTS = {"unpacked": {3}, "packed_kv": {2}, "packed_qkv": {1, 2}}
 
 
 def options() -> argparse.ArgumentParser:
@@ -79,7 +79,8 @@ def error_of(capsys: pytest.CaptureFixture[str]) -> str:
 
 
 def test_every_name_is_tried() -> None:
-    assert GONE.keys() == DISABLING.keys()
+    packings = {"packed_qkv", "packed_kv"}
+    assert GONE.keys() | packings == DISABLING.keys()
 
 
 def test_by_default_every_operator_stands(tiny_cuda: Path) -> None:
@@ -108,12 +109,15 @@ def test_a_disabled_fusion_is_left_out(
             assert relative_error(value, expected) < TOLERANCE, component
 
 
-@pytest.mark.parametrize(("given", "layout"), LAYOUTS, ids=[" ".join(given) for given, _ in LAYOUTS])
-def test_packed_layouts(given: list[str], layout: str, tiny_exported: Path, tmp_path: Path) -> None:
-    assert main(["-i", str(tiny_exported), "-o", str(tmp_path / "out"), "--attention_layout", *given]) == 0
-    assert report_of(tmp_path / "out")["attention_layout"] == layout
+@pytest.mark.parametrize(("given", "inputs"), LAYOUTS)
+def test_packed_layouts(given: str, inputs: set[int], tiny_exported: Path, tmp_path: Path) -> None:
+    layout, *flags = given.split()
+    assert main(["-i", str(tiny_exported), "-o", str(tmp_path / "out"), "--attention_layout", *given.split()]) == 0
+    report = report_of(tmp_path / "out")
+    assert report["attention_layout"] == layout
+    assert report["disabled"] == sorted(flag.removeprefix("--disable_") for flag in flags)
     attentions = nodes(tmp_path / "out", "unet", "MultiHeadAttention")
-    assert {len(node.inputs) for node in attentions} == INPUTS[layout]
+    assert {len(node.inputs) for node in attentions} == inputs
 
 
 def test_an_unknown_fusion_is_refused(tiny_exported: Path, tmp_path: Path) -> None:
@@ -176,6 +180,13 @@ def test_inspect_writes_what_onnxruntime_makes_of_each_graph(tiny_exported: Path
         }
         for value, expected in zip(run(session(path), feeds), run(plain, feeds), strict=True):
             assert relative_error(value, expected) < TOLERANCE, component
+
+
+def test_inspect_says_what_onnxruntime_refuses(tmp_path: Path) -> None:
+    path = tmp_path / "model.onnx"
+    path.write_bytes(b"no graph")
+    with refused(ProviderError, "model.onnx", "--inspect"):
+        Inspector("cpu").inspect(path)
 
 
 @pytest.mark.parametrize(("missing", "words"), [("provider", "CUDAExecutionProvider"), ("package", "not installed")])

@@ -30,9 +30,11 @@ from graphs import (
 from onnx.reference import ReferenceEvaluator
 from onnx.reference.op_run import OpRun
 
+from sdonnx.families import ComponentSpec, Role
 from sdonnx.fusions import PROVIDERS, fuse
 from sdonnx.graph.load import load_model
 from sdonnx.graph.lowering import LowerContribOperators
+from sdonnx.precision import ConvertPrecision, PrecisionPolicy
 
 
 def assert_same_results(fused: ir.Model, model: ir.Model, feeds: Mapping[str, Array]) -> None:
@@ -153,6 +155,24 @@ def unusual(inputs: str, outputs: str, body: str) -> ir.Model:
 @pytest.mark.parametrize("case", SUBGRAPHS)
 def test_subgraphs_are_fused_around(case: str, provider: str) -> None:
     assert_kept(unusual(*SUBGRAPHS[case]), provider)
+
+
+@pytest.mark.parametrize("case", SUBGRAPHS)
+def test_subgraphs_stay_in_float32_beside_a_graph_in_fp16(case: str) -> None:
+    model = unusual(*SUBGRAPHS[case])
+    fused = copied(model)
+    fuse(fused, "cpu")
+    spec = ComponentSpec("unet", "unet", Role.DENOISER, (), ())
+    ConvertPrecision(PrecisionPolicy(), spec)(fused)
+    onnx.checker.check_model(ir.to_proto(fused), full_check=True)
+    inner = [node for node in fused.graph.all_nodes() if node.graph is not fused.graph]
+    assert not {ir.DataType.FLOAT16} & {output.dtype for node in inner for output in node.outputs}
+    feeds = feeds_for(model)
+    half = {name: array.astype(np.float16) if array.dtype == np.float32 else array for name, array in feeds.items()}
+    found, expected = run(fused, half), run(model, feeds)
+    for name, values in expected.items():
+        assert found[name].dtype == np.float16
+        assert relative_error(found[name].astype(np.float32), values) < 4e-3, name
 
 
 @pytest.mark.parametrize("provider", PROVIDERS)

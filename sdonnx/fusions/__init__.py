@@ -122,6 +122,8 @@ DISABLING: Mapping[str, tuple[str, ...]] = {
     "bias_splitgelu": ("geglu",),
     "bias_add": ("bias_add",),
     "nhwc_conv": ("Conv",),
+    "packed_qkv": ("ProjectionsToPackedQueryKeyValue",),
+    "packed_kv": ("ProjectionsToPackedKeyValue",),
 }
 
 
@@ -159,7 +161,7 @@ def stages(provider: str, attention_layout: str = "unpacked", disabled: Collecti
         *_CANONICALIZE,
         Stage("attention", (AttentionToMultiHeadAttention,), only_cuda=False),
         Stage("attention_left", idioms=(AttentionToMatMul,)),
-        *(Stage(f"packing_{rule.__name__}", (rule,)) for rule in _PACKINGS[attention_layout]),
+        *(Stage(rule.__name__, (rule,)) for rule in _PACKINGS[attention_layout]),
         Stage("projections", run=_group_projections),
         Stage("geglu", (GegluToBiasSplitGelu,), commute=True),
         Stage(
