@@ -101,6 +101,8 @@ def test_export_and_optimize_full_size(arch: str, tmp_path: Path) -> None:
     fired = {rule: count for stage in unet["stages"] for rule, count in stage["fired"].items()}
     assert fired["SiluIntoGroupNorm"] == 45  # every norm but those of the 16 transformers has a SiLU after it
     assert all(not component["left"] for component in report["components"].values())
+    for folder in ("source", "onnx", "fp16"):  # 15 GB
+        shutil.rmtree(tmp_path / folder)
 
 
 # Those of the fused UNets, whoever exported them; `tiny`'s are in test_exporters.py.
@@ -130,3 +132,4 @@ def test_every_exporters_unet_is_optimized_in_time(arch: str, tmp_path: Path) ->
         assert found["peak_bytes"] < 4e9
         shutil.rmtree(out)
         shutil.rmtree(tmp_path / "fused")
+    shutil.rmtree(tmp_path / "source")

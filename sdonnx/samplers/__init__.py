@@ -8,158 +8,49 @@ and the plan says which M at which call. A sampler is an entry of `SAMPLERS`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from types import MappingProxyType
+from collections.abc import Mapping
 
 import numpy as np
 from numpy.typing import NDArray
 
 from sdonnx.errors import OptionError, SchedulerError
-from sdonnx.samplers import solvers
-from sdonnx.samplers.options import Option, SchedulerOptions, read_options
+from sdonnx.samplers.options import Request, SchedulerOptions, read_options
+from sdonnx.samplers.plans import STATE_ROWS, SamplingPlan
 from sdonnx.samplers.schedule import too_many_steps
-from sdonnx.samplers.solvers import STATE_ROWS, SamplingPlan
+from sdonnx.samplers.table import SAMPLERS, Sampler
 
 __all__ = ["SAMPLERS", "STATE_ROWS", "Sampler", "SamplingPlan", "config_for", "guided_matrices", "plan"]
 
 
-@dataclass(frozen=True)
-class Sampler:
-    """A sampler: how it reads its options and how it plans.
-
-    Attributes:
-        class_name: diffusers' class.
-        short_name: the name for a command line.
-        options: every option of diffusers' class that changes its result.
-        build: makes the plan from the options, the number of steps and eta.
-        latent_options: what every published latent-diffusion folder sets for this class although it is not
-            diffusers' default; used when a folder's own configuration is for another class and silent.
-    """
-
-    class_name: str
-    short_name: str
-    options: Mapping[str, Option]
-    build: Callable[[SchedulerOptions, int, float], SamplingPlan]
-    latent_options: Mapping[str, object] = field(default_factory=dict)
-
-
-_REFUSED = Option(False, (False, None))
-
-_COMMON: Mapping[str, Option] = {
-    "num_train_timesteps": Option(1000, int),
-    "beta_start": Option(0.0001, float),
-    "beta_end": Option(0.02, float),
-    "beta_schedule": Option("linear", ("linear", "scaled_linear", "squaredcos_cap_v2")),
-    "trained_betas": Option(None, list),
-    "steps_offset": Option(0, int),
-    "prediction_type": Option("epsilon", ("epsilon", "v_prediction", "sample")),
-    "timestep_spacing": Option("leading", ("leading", "linspace", "trailing")),
-}
-
-_SIGMAS: Mapping[str, Option] = {
-    "timestep_spacing": Option("linspace", ("leading", "linspace", "trailing")),
-    "rescale_betas_zero_snr": Option(False, bool),
-    "use_karras_sigmas": Option(False, bool),
-    "use_exponential_sigmas": Option(False, bool),
-    "use_beta_sigmas": _REFUSED,
-    "sigma_min": Option(None, float),
-    "sigma_max": Option(None, float),
-    "final_sigmas_type": Option("zero", ("zero", "sigma_min")),
-}
-
-SAMPLERS: Mapping[str, Sampler] = MappingProxyType(
-    {
-        sampler.class_name: sampler
-        for sampler in (
-            Sampler(
-                "DDIMScheduler",
-                "ddim",
-                {
-                    **_COMMON,
-                    "set_alpha_to_one": Option(True, bool),
-                    "rescale_betas_zero_snr": Option(False, bool),
-                    "clip_sample": Option(True, (False, None)),
-                    "thresholding": _REFUSED,
-                },
-                solvers.plan_ddim,
-                latent_options={"clip_sample": False},
-            ),
-            Sampler(
-                "PNDMScheduler",
-                "pndm",
-                {
-                    **_COMMON,
-                    "prediction_type": Option("epsilon", ("epsilon", "v_prediction")),
-                    "set_alpha_to_one": Option(False, bool),
-                    "skip_prk_steps": Option(False, (True,)),
-                },
-                solvers.plan_pndm,
-                latent_options={"skip_prk_steps": True},
-            ),
-            Sampler(
-                "EulerDiscreteScheduler",
-                "euler",
-                {
-                    **_COMMON,
-                    **_SIGMAS,
-                    "interpolation_type": Option("linear", ("linear",)),
-                    "timestep_type": Option("discrete", ("discrete",)),
-                },
-                solvers.plan_euler,
-            ),
-            Sampler(
-                "DPMSolverMultistepScheduler",
-                "dpmsolver++",
-                {
-                    **_COMMON,
-                    **_SIGMAS,
-                    # diffusers reads the names of its DEIS and UniPC solvers as these, for `from_config`.
-                    "algorithm_type": Option("dpmsolver++", ("dpmsolver++", "deis")),
-                    "solver_type": Option("midpoint", ("midpoint", "heun", "logrho", "bh1", "bh2")),
-                    "solver_order": Option(2, (1, 2)),
-                    "lower_order_final": Option(True, bool),
-                    "euler_at_final": Option(False, bool),
-                    "lambda_min_clipped": Option(-math.inf, float),
-                    "thresholding": _REFUSED,
-                    "use_lu_lambdas": _REFUSED,
-                    "use_flow_sigmas": _REFUSED,
-                    "variance_type": Option(None, (None,)),
-                },
-                solvers.plan_dpm_solver_pp,
-            ),
-        )
-    }
-)
-
-
-def plan(config: Mapping[str, object], num_inference_steps: int, *, eta: float = 0.0) -> SamplingPlan:
+def plan(
+    config: Mapping[str, object],
+    num_inference_steps: int,
+    *,
+    eta: float = 0.0,
+    strength: float = 1.0,
+    mu: float | None = None,
+) -> SamplingPlan:
     """Plan `num_inference_steps` steps of the sampler that a `scheduler_config.json` describes.
 
     Args:
         config: the content of `scheduler_config.json`, with `_class_name`.
-        num_inference_steps: how many steps. The plan may hold more calls than steps (PNDM: one more).
+        num_inference_steps: how many steps. The plan may hold more calls than steps (PNDM: one more; Heun: two
+            for each but the last).
         eta: the share of fresh noise, 0 to 1, of samplers that have it (DDIM); others ignore it.
+        strength: the share of the steps to take, above 0 to 1, the last ones: for image to image, as diffusers'
+            `StableDiffusionImg2ImgPipeline.get_timesteps` has it. History starts empty.
+        mu: how far a schedule with use_dynamic_shifting moves towards noise, as diffusers' `set_timesteps` has it.
 
     Raises:
         SchedulerError: the sampler or a value of its options cannot be followed.
-        OptionError: the number of steps or eta cannot be used.
+        OptionError: the number of steps, eta, strength or mu cannot be used.
     """
     sampler = _sampler(config.get("_class_name"))
     options = read_options(sampler.class_name, sampler.options, config)
-    if isinstance(num_inference_steps, bool) or not isinstance(num_inference_steps, int | np.integer):
-        raise OptionError(
-            f"num_inference_steps is {num_inference_steps!r}", "a positive integer", "give a whole number"
-        )
-    if num_inference_steps < 1:
-        raise OptionError(f"num_inference_steps is {num_inference_steps}", "at least 1", "ask for more steps")
-    if num_inference_steps > options.num_train_timesteps:
-        raise too_many_steps(num_inference_steps, options.num_train_timesteps)
-    if not 0 <= eta <= 1:
-        raise OptionError(f"eta is {eta}", "a number from 0 to 1", "give 0 for sampling without fresh noise")
+    request = _request(options, num_inference_steps, eta, strength, mu)
     # Betas from a broken configuration can divide by zero on the way; the check below speaks for them.
     with np.errstate(all="ignore"):
-        made = sampler.build(options, int(num_inference_steps), float(eta))
+        made = sampler.build(options, request)
     parts = (made.timesteps, made.input_scales, made.matrices, np.array(made.init_noise_sigma))
     if not all(np.isfinite(part).all() for part in parts):
         raise SchedulerError(
@@ -170,6 +61,35 @@ def plan(config: Mapping[str, object], num_inference_steps: int, *, eta: float =
             "correct scheduler_config.json",
         )
     return made
+
+
+def _request(options: SchedulerOptions, steps: int, eta: float, strength: float, mu: float | None) -> Request:
+    """Return what is asked for, checked as far as it does not depend on the sampler."""
+    if isinstance(steps, bool) or not isinstance(steps, int | np.integer):
+        raise OptionError(f"num_inference_steps is {steps!r}", "a positive integer", "give a whole number")
+    if steps < 1:
+        raise OptionError(f"num_inference_steps is {steps}", "at least 1", "ask for more steps")
+    if steps > options.num_train_timesteps:
+        raise too_many_steps(steps, options.num_train_timesteps)
+    if not 0 <= eta <= 1:
+        raise OptionError(f"eta is {eta}", "a number from 0 to 1", "give 0 for sampling without fresh noise")
+    if not 0 < strength <= 1:
+        raise OptionError(f"strength is {strength}", "a number above 0, 1 at most", "give for example 0.8")
+    taken = int(steps * strength)
+    if taken < 1:
+        raise OptionError(
+            f"strength {strength} of num_inference_steps {steps} leaves no step",
+            "at least one step",
+            "raise num_inference_steps or strength",
+        )
+    if mu is not None:
+        if not options.use_dynamic_shifting:
+            raise OptionError(
+                f"mu is {mu}", "none, because use_dynamic_shifting is not true", "leave mu out for this sampler"
+            )
+        if not math.isfinite(mu):
+            raise OptionError(f"mu is {mu}", "a finite number", "give for example 0.5")
+    return Request(int(steps), int(steps) - taken, float(eta), None if mu is None else float(mu))
 
 
 def guided_matrices(plan: SamplingPlan, guidance_scale: float | None) -> NDArray[np.float64]:

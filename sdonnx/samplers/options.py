@@ -10,7 +10,7 @@ from typing import Any
 
 from sdonnx.errors import SchedulerError
 
-__all__ = ["Option", "SchedulerOptions", "read_options"]
+__all__ = ["Option", "Request", "SchedulerOptions", "read_options"]
 
 
 @dataclass(frozen=True)
@@ -70,13 +70,13 @@ class SchedulerOptions:
     """
 
     num_train_timesteps: int
-    beta_start: float
-    beta_end: float
-    beta_schedule: str
-    trained_betas: tuple[float, ...] | None
-    prediction_type: str
-    timestep_spacing: str
-    steps_offset: int
+    beta_start: float = 0.0001
+    beta_end: float = 0.02
+    beta_schedule: str = "linear"
+    trained_betas: tuple[float, ...] | None = None
+    prediction_type: str = "epsilon"
+    timestep_spacing: str = "leading"
+    steps_offset: int = 0
     rescale_betas_zero_snr: bool = False
     set_alpha_to_one: bool = False
     use_karras_sigmas: bool = False
@@ -89,6 +89,35 @@ class SchedulerOptions:
     solver_type: str = "midpoint"
     lower_order_final: bool = True
     euler_at_final: bool = False
+    algorithm_type: str = "dpmsolver++"
+    predict_x0: bool = True
+    disable_corrector: tuple[float, ...] = ()
+    use_flow_sigmas: bool = False
+    flow_shift: float = 1.0
+    shift: float = 1.0
+    shift_terminal: float | None = None
+    use_dynamic_shifting: bool = False
+    time_shift_type: str = "exponential"
+    stochastic_sampling: bool = False
+    original_inference_steps: int = 50
+    timestep_scaling: float = 10.0
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked of a sampler for one image.
+
+    Attributes:
+        steps: the number of steps of the whole schedule.
+        skipped: how many of them are left out at the noisy end, where an image is started from.
+        eta: the share of fresh noise, 0 to 1, of samplers that have it.
+        mu: the logarithm of the shift, or the shift, of schedules that move with the size of the image.
+    """
+
+    steps: int
+    skipped: int = 0
+    eta: float = 0.0
+    mu: float | None = None
 
 
 def read_options(class_name: str, options: Mapping[str, Option], config: Mapping[str, object]) -> SchedulerOptions:

@@ -26,6 +26,8 @@ __all__ = [
     "timesteps_of_sigmas",
     "too_many_steps",
     "training_sigmas",
+    "whole_timesteps",
+    "with_final_sigma",
 ]
 
 # The smallest positive half-precision number: diffusers' stand-in for the alpha_bar of pure noise.
@@ -126,6 +128,22 @@ def spaced_timesteps(
     return falling[falling >= 0]
 
 
+def whole_timesteps(options: SchedulerOptions, steps: int) -> NDArray[np.float64]:
+    """Return the spaced timesteps as whole numbers, all of which index the training schedule, (steps,).
+
+    Raises:
+        OptionError: some do not.
+    """
+    timesteps = np.round(spaced_timesteps(options, steps))
+    if timesteps[0] >= options.num_train_timesteps or timesteps[-1] < 0:
+        raise OptionError(
+            f"{steps} steps with steps_offset = {options.steps_offset} start at timestep {timesteps[0]:.0f}",
+            f"timesteps from 0 to {options.num_train_timesteps - 1}",
+            "ask for fewer steps or correct scheduler_config.json",
+        )
+    return timesteps
+
+
 def too_many_steps(steps: int, most: int) -> OptionError:
     """Return the error for more steps than the schedule has timesteps."""
     return OptionError(f"num_inference_steps is {steps}", f"at most {most} with this schedule", "ask for fewer steps")
@@ -186,3 +204,8 @@ def timesteps_of_sigmas(sigmas: NDArray[np.float64], training: NDArray[np.float3
     weight = np.clip((low - logs) / (low - high), 0, 1)
     timesteps: NDArray[np.float64] = (1 - weight) * below + weight * (below + 1)
     return timesteps
+
+
+def with_final_sigma(sigmas: NDArray[np.float64], last: float | np.float32) -> NDArray[np.float64]:
+    """Append the noise level that sampling ends at; diffusers keeps sigmas in single precision."""
+    return np.append(sigmas.astype(np.float32), np.float32(last)).astype(np.float64)

@@ -1,0 +1,151 @@
+"""The samplers that step between timesteps of training: DDIM, PNDM and latent consistency models.
+
+Their latents are sqrt(alpha_bar) * data + sqrt(1 - alpha_bar) * noise at every timestep.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sdonnx.errors import SchedulerError
+from sdonnx.samplers.options import Request, SchedulerOptions
+from sdonnx.samplers.plans import (
+    HISTORY,
+    LATENTS,
+    NOISE,
+    PREDICTION,
+    SamplingPlan,
+    assemble,
+    new_state,
+    predicted_data,
+    predicted_noise,
+)
+from sdonnx.samplers.schedule import cumulative_alphas, too_many_steps, whole_timesteps
+
+__all__ = ["plan_ddim", "plan_lcm", "plan_pndm"]
+
+
+def _levels(
+    alpha_bars: NDArray[np.float64], timesteps: NDArray[np.float64]
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return how much data and noise the latents of each timestep hold: DDPM, arXiv:2006.11239, equation 4."""
+    now = alpha_bars[timesteps.astype(int)]
+    return np.sqrt(now), np.sqrt(1 - now)
+
+
+def plan_ddim(options: SchedulerOptions, request: Request) -> SamplingPlan:
+    """DDIM, arXiv:2010.02502, equations 12 and 16. diffusers: `DDIMScheduler`."""
+    alpha_bars = cumulative_alphas(options).astype(np.float64)
+    final = 1.0 if options.set_alpha_to_one else alpha_bars[0]
+    timesteps = whole_timesteps(options, request.steps)[request.skipped :]
+    kind = options.prediction_type
+    matrices = []
+    for t in timesteps.astype(int):
+        previous = t - options.num_train_timesteps // request.steps
+        now, then = alpha_bars[t], alpha_bars[previous] if previous >= 0 else final
+        alpha, sigma = np.sqrt(now), np.sqrt(1 - now)
+        variance = request.eta**2 * (1 - then) / (1 - now) * (1 - now / then)
+        data = predicted_data(kind, LATENTS, alpha, sigma)
+        noise = predicted_noise(kind, LATENTS, PREDICTION, alpha, sigma)
+        direction = np.sqrt(max(1 - then - variance, 0.0)) * noise
+        matrices.append(new_state(np.sqrt(then) * data + direction + np.sqrt(variance) * NOISE))
+    return assemble(timesteps, matrices, _levels(alpha_bars, timesteps), needs_noise=request.eta > 0)
+
+
+# Weights of the newest and the older predictions: arXiv:2202.09778, equation 12, and the orders below it.
+_ADAMS_BASHFORTH = (
+    (1.0,),
+    (3 / 2, -1 / 2),
+    (23 / 12, -16 / 12, 5 / 12),
+    (55 / 24, -59 / 24, 37 / 24, -9 / 24),
+)
+
+
+def plan_pndm(options: SchedulerOptions, request: Request) -> SamplingPlan:
+    """Pseudo linear multistep (PLMS), arXiv:2202.09778, equations 9 and 12. diffusers: `PNDMScheduler`.
+
+    The first step is taken twice, the second time with the mean of two predictions (Heun). History: the last
+    three predictions, newest first, and the latents that the first step started from.
+
+    Where steps are skipped, diffusers cuts them off the list of calls, in which the second timestep stands
+    twice, and still takes the second call for the first one's correction: that is so here too.
+    """
+    alpha_bars = cumulative_alphas(options).astype(np.float64)
+    final = 1.0 if options.set_alpha_to_one else alpha_bars[0]
+    spaced = whole_timesteps(options, request.steps)
+    timesteps = np.concatenate([spaced[:2], spaced[1:]])[request.skipped :]
+    ratio = options.num_train_timesteps // request.steps
+    *older, start = HISTORY
+    matrices = []
+    for call, t in enumerate(timesteps.astype(int)):
+        previous = t - ratio
+        if call == 1:
+            t, previous = t + ratio, t
+        now, then = alpha_bars[t], alpha_bars[previous] if previous >= 0 else final
+        alpha, sigma = np.sqrt(now), np.sqrt(1 - now)
+        latents = start if call == 1 else LATENTS
+        if call == 1:
+            mixed = (PREDICTION + older[0]) / 2
+            history = older
+        else:
+            weights = _ADAMS_BASHFORTH[min(max(call - 1, 0), 3)]
+            mixed = sum((w * row for w, row in zip(weights, (PREDICTION, *older), strict=False)), 0 * LATENTS)
+            history = [PREDICTION, *older[:-1], LATENTS if call == 0 else 0 * LATENTS]
+        noise = predicted_noise(options.prediction_type, latents, mixed, alpha, sigma)
+        scale = now * np.sqrt(1 - then) + np.sqrt(now * (1 - now) * then)
+        matrices.append(new_state(np.sqrt(then / now) * latents - (then - now) / scale * noise, *history))
+    return assemble(timesteps, matrices, _levels(alpha_bars, timesteps))
+
+
+# The standard deviation of the data that the boundary conditions assume: arXiv:2206.00364, table 1.
+_SIGMA_DATA = 0.5
+
+
+def plan_lcm(options: SchedulerOptions, request: Request) -> SamplingPlan:
+    """Multistep consistency sampling, arXiv:2303.01469, algorithm 1, of latents (LCM, arXiv:2310.04378).
+
+    What the model means is c_out * data + c_skip * latents, arXiv:2303.01469, equation 5; c_skip and c_out are those
+    that latent consistency models are distilled with: diffusers' `LCMScheduler`,
+    `get_scalings_for_boundary_condition_discrete`. The last step adds no noise.
+    """
+    alpha_bars = cumulative_alphas(options).astype(np.float64)
+    every = _lcm_timesteps(options, request.steps)
+    timesteps = every[request.skipped :]
+    levels = _levels(alpha_bars, timesteps)
+    alphas, sigmas = levels
+    matrices = []
+    for i, (t, alpha, sigma) in enumerate(zip(timesteps, alphas, sigmas, strict=True)):
+        time = t * options.timestep_scaling
+        skip = _SIGMA_DATA**2 / (time**2 + _SIGMA_DATA**2)
+        out = time / np.sqrt(time**2 + _SIGMA_DATA**2)
+        denoised = out * predicted_data(options.prediction_type, LATENTS, alpha, sigma) + skip * LATENTS
+        if i + 1 < len(timesteps):
+            denoised = alphas[i + 1] * denoised + sigmas[i + 1] * NOISE
+        matrices.append(new_state(denoised))
+    noisy = np.arange(len(timesteps)) < len(timesteps) - 1
+    return assemble(timesteps, matrices, levels, needs_noise=noisy)
+
+
+def _lcm_timesteps(options: SchedulerOptions, steps: int) -> NDArray[np.float64]:
+    """Return `steps` of the timesteps that the model was distilled with, falling.
+
+    Source: `LCMScheduler.set_timesteps`.
+
+    Raises:
+        SchedulerError: the model cannot have been distilled with so many timesteps.
+        OptionError: there are more steps than those.
+    """
+    distilled, total = options.original_inference_steps, options.num_train_timesteps
+    if not 1 <= distilled <= total:
+        raise SchedulerError(
+            f"LCMScheduler has original_inference_steps = {distilled}",
+            f"1 to num_train_timesteps, {total}",
+            "correct scheduler_config.json",
+        )
+    if steps > distilled:
+        raise too_many_steps(steps, distilled)
+    falling = (np.arange(1, distilled + 1) * (total // distilled) - 1)[::-1]
+    chosen = np.floor(np.linspace(0, distilled, steps, endpoint=False)).astype(int)
+    timesteps: NDArray[np.float64] = falling[chosen].astype(np.float64)
+    return timesteps

@@ -1,0 +1,115 @@
+"""Euler's method, its ancestral form and Heun's method on the probability flow of diffusion.
+
+The latents are data + sigma * noise (arXiv:2206.00364, table 1), and the denoiser sees them scaled to the
+size of the data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sdonnx.samplers.options import Request, SchedulerOptions
+from sdonnx.samplers.plans import HISTORY, LATENTS, NOISE, Row, SamplingPlan, assemble, new_state, predicted_data
+from sdonnx.samplers.schedule import (
+    cumulative_alphas,
+    deformed_sigmas,
+    spaced_timesteps,
+    timesteps_of_sigmas,
+    training_sigmas,
+    with_final_sigma,
+)
+
+__all__ = ["plan_euler", "plan_euler_ancestral", "plan_heun"]
+
+
+def _schedule(options: SchedulerOptions, steps: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return the timesteps (n,) and sigmas (n + 1,) of `EulerDiscreteScheduler.set_timesteps`."""
+    training = training_sigmas(cumulative_alphas(options, never_zero=True))
+    timesteps = spaced_timesteps(options, steps).astype(np.float32).astype(np.float64)
+    sigmas = np.interp(timesteps, np.arange(len(training)), training)
+    deformed = deformed_sigmas(options, sigmas, len(timesteps))
+    if deformed is not None:
+        sigmas, timesteps = deformed, timesteps_of_sigmas(deformed, training)
+    last = training[0] if options.final_sigmas_type == "sigma_min" else 0.0
+    return timesteps, with_final_sigma(sigmas, last)
+
+
+def _slope(options: SchedulerOptions, sigma: float) -> Row:
+    """Return the derivative of the latents by sigma, arXiv:2206.00364, equations 1 and 3."""
+    alpha = 1 / np.sqrt(sigma**2 + 1)
+    return (LATENTS - predicted_data(options.prediction_type, alpha * LATENTS, alpha, alpha * sigma)) / sigma
+
+
+def _assemble(
+    options: SchedulerOptions,
+    timesteps: NDArray[np.float64],
+    sigmas: NDArray[np.float64],
+    matrices: Sequence[Row],
+    *,
+    needs_noise: bool = False,
+) -> SamplingPlan:
+    """Return the plan of calls at the last of these timesteps (n,) and sigmas (n + 1,), one for each matrix."""
+    first = len(timesteps) - len(matrices)
+    largest = sigmas.max()
+    # diffusers' `init_noise_sigma`: only "leading" counts the variance of the data in.
+    initial = np.sqrt(largest**2 + 1) if options.timestep_spacing == "leading" else largest
+    noise = sigmas[first:-1]
+    return assemble(
+        timesteps[first:],
+        matrices,
+        (np.ones(len(noise)), noise),
+        input_scales=1 / np.sqrt(noise**2 + 1),
+        init_noise_sigma=initial,
+        needs_noise=needs_noise,
+    )
+
+
+def plan_euler(options: SchedulerOptions, request: Request) -> SamplingPlan:
+    """Euler's method on the probability flow, arXiv:2206.00364, algorithm 1 without its correction.
+
+    diffusers: `EulerDiscreteScheduler`.
+    """
+    timesteps, sigmas = _schedule(options, request.steps)
+    matrices = []
+    for sigma, following in pairwise(sigmas[request.skipped :]):
+        matrices.append(new_state(LATENTS + (following - sigma) * _slope(options, sigma)))
+    return _assemble(options, timesteps, sigmas, matrices)
+
+
+def plan_euler_ancestral(options: SchedulerOptions, request: Request) -> SamplingPlan:
+    """Ancestral sampling: Euler's method to less noise than the next level has, then fresh noise up to it.
+
+    The share of fresh noise is that of DDPM, arXiv:2010.02502, equation 16 with eta = 1, for latents that keep
+    the data's size. Source: `get_ancestral_step` of k-diffusion; diffusers: `EulerAncestralDiscreteScheduler`.
+    """
+    timesteps, sigmas = _schedule(options, request.steps)
+    matrices = []
+    for sigma, following in pairwise(sigmas[request.skipped :]):
+        down = following**2 / sigma
+        fresh = following * np.sqrt(max(1 - following**2 / sigma**2, 0.0))
+        matrices.append(new_state(LATENTS + (down - sigma) * _slope(options, sigma) + fresh * NOISE))
+    return _assemble(options, timesteps, sigmas, matrices, needs_noise=True)
+
+
+def plan_heun(options: SchedulerOptions, request: Request) -> SamplingPlan:
+    """Heun's method on the probability flow, arXiv:2206.00364, algorithm 1. diffusers: `HeunDiscreteScheduler`.
+
+    A step is two calls: Euler's step, then the same step with the mean of the slopes at both its ends. The last
+    one ends without noise, where there is no slope, and is one call. History: the first slope, and the
+    latents that the step started from.
+    """
+    spaced, levels = _schedule(options, request.steps)
+    timesteps = np.concatenate([spaced[:1], np.repeat(spaced[1:], 2)])
+    sigmas = np.concatenate([levels[:1], np.repeat(levels[1:-1], 2), levels[-1:]])
+    matrices = []
+    for sigma, following in pairwise(levels[request.skipped :]):
+        first = _slope(options, sigma)
+        matrices.append(new_state(LATENTS + (following - sigma) * first, first, LATENTS))
+        if following > 0:
+            mean = (HISTORY[0] + _slope(options, following)) / 2
+            matrices.append(new_state(HISTORY[1] + (following - sigma) * mean))
+    return _assemble(options, timesteps, sigmas, matrices)

@@ -1,0 +1,239 @@
+"""Options that one sampler has and others lack, each against diffusers' scheduler at every step."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from trajectories import (
+    SD15,
+    SHORT_NAMES,
+    STEP_COUNTS,
+    TENSOR_TO_ARRAY,
+    Config,
+    assert_same,
+    denoise,
+    gaussian,
+    our_trajectory,
+    scheduler_of,
+    their_trajectory,
+)
+
+from sdonnx.samplers import config_for, plan
+
+pytestmark = TENSOR_TO_ARRAY
+
+# As PixArt-Sigma's and Sana's folders have it.
+FLOW: Config = {"use_flow_sigmas": True, "prediction_type": "flow_prediction", "flow_shift": 3.0}
+
+
+@pytest.mark.parametrize("prediction_type", ["epsilon", "v_prediction", "sample"])
+@pytest.mark.parametrize("eta", [0.3, 1.0])
+def test_ddim_with_fresh_noise(eta: float, prediction_type: str) -> None:
+    config = config_for("ddim", {**SD15, "prediction_type": prediction_type})
+    assert_same(config, eta=eta)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "eta"),
+    [
+        ("ddim", {}, 0.0),
+        ("ddim", {}, 0.5),
+        ("euler", {}, 0.5),
+        ("euler_a", {}, 0.0),
+        ("lcm", {}, 0.0),
+        ("dpmsolver++", {}, 0.0),
+        ("dpmsolver++", {"algorithm_type": "sde-dpmsolver++"}, 0.0),
+        ("flow_euler", {}, 0.0),
+        ("flow_euler", {"stochastic_sampling": True}, 0.0),
+    ],
+)
+def test_noise_is_drawn_when_diffusers_draws_it(name: str, changes: Config, eta: float) -> None:
+    config = config_for(name, {**SD15, **changes})
+    scheduler = scheduler_of(config)
+    scheduler.set_timesteps(5)
+    generator, latents, drawn = torch.Generator().manual_seed(0), gaussian(0), []
+    extra = {"eta": eta} if name == "ddim" else {}
+    for timestep in scheduler.timesteps:
+        before = generator.get_state()
+        latents = scheduler.step(latents, timestep, latents, generator=generator, **extra).prev_sample
+        drawn.append(not torch.equal(before, generator.get_state()))
+    np.testing.assert_array_equal(plan(config, 5, eta=eta).needs_noise, drawn)
+
+
+@pytest.mark.parametrize("euler_at_final", [True, False])
+@pytest.mark.parametrize("lower_order_final", [True, False])
+@pytest.mark.parametrize("final_sigmas_type", ["zero", "sigma_min"])
+@pytest.mark.parametrize("solver", [("midpoint", 1), ("midpoint", 2), ("heun", 2), ("bh2", 2), ("midpoint", 3)])
+@pytest.mark.parametrize("algorithm_type", ["dpmsolver++", "sde-dpmsolver++"])
+def test_dpm_solver_orders(
+    algorithm_type: str,
+    solver: tuple[str, int],
+    final_sigmas_type: str,
+    lower_order_final: bool,
+    euler_at_final: bool,
+) -> None:
+    changes = {
+        "algorithm_type": algorithm_type,
+        "solver_type": solver[0],
+        "solver_order": solver[1],
+        "final_sigmas_type": final_sigmas_type,
+        "lower_order_final": lower_order_final,
+        "euler_at_final": euler_at_final,
+    }
+    assert_same(config_for("dpmsolver++", {**SD15, **changes}))
+
+
+@pytest.mark.parametrize("solver_order", [1, 2, 3])
+@pytest.mark.parametrize("algorithm_type", ["dpmsolver++", "sde-dpmsolver++"])
+def test_dpm_solver_with_hundred_steps(algorithm_type: str, solver_order: int) -> None:
+    changes = {"algorithm_type": algorithm_type, "solver_order": solver_order, "use_karras_sigmas": True}
+    assert_same(config_for("dpmsolver++", {**SD15, **changes}), (16, 100))
+
+
+@pytest.mark.parametrize("spacing", ["leading", "linspace", "trailing"])
+def test_dpm_solver_clips_the_noisiest_timesteps(spacing: str) -> None:
+    changes = {"beta_schedule": "squaredcos_cap_v2", "lambda_min_clipped": -5.1, "timestep_spacing": spacing}
+    assert_same(config_for("dpmsolver++", {**SD15, **changes}))
+
+
+@pytest.mark.parametrize("predict_x0", [True, False])
+@pytest.mark.parametrize("lower_order_final", [True, False])
+@pytest.mark.parametrize("solver_type", ["bh1", "bh2", "midpoint"])
+@pytest.mark.parametrize("solver_order", [1, 2, 3])
+def test_unipc_orders(solver_order: int, solver_type: str, lower_order_final: bool, predict_x0: bool) -> None:
+    changes = {
+        "solver_order": solver_order,
+        "solver_type": solver_type,
+        "lower_order_final": lower_order_final,
+        "predict_x0": predict_x0,
+        "final_sigmas_type": "sigma_min",
+    }
+    assert_same(config_for("unipc", {**SD15, **changes}))
+
+
+@pytest.mark.parametrize("solver_type", ["bh1", "bh2"])
+@pytest.mark.parametrize("solver_order", [1, 2, 3])
+def test_unipc_with_hundred_steps(solver_order: int, solver_type: str) -> None:
+    changes = {"solver_order": solver_order, "solver_type": solver_type, "final_sigmas_type": "sigma_min"}
+    assert_same(config_for("unipc", {**SD15, **changes}), (100,))
+
+
+@pytest.mark.parametrize("prediction_type", ["epsilon", "v_prediction", "sample"])
+def test_unipc_of_predicted_noise(prediction_type: str) -> None:
+    changes = {"predict_x0": False, "final_sigmas_type": "sigma_min", "prediction_type": prediction_type}
+    assert_same(config_for("unipc", {**SD15, **changes}))
+
+
+@pytest.mark.parametrize("disabled", [[0], [0, 1, 2], [3, 8], list(range(50))])
+@pytest.mark.parametrize("solver_order", [2, 3])
+def test_unipc_without_some_corrections(solver_order: int, disabled: list[int]) -> None:
+    assert_same(config_for("unipc", {**SD15, "disable_corrector": disabled, "solver_order": solver_order}))
+
+
+@pytest.mark.parametrize("solver_order", [1, 2, 3])
+def test_unipc_bh1_ends_without_noise(solver_order: int) -> None:
+    # diffusers multiplies its infinite B(h) by the 0 that a last step of order 1 adds, and gets no number.
+    # That step does not depend on B(h): its bh2 takes it from the same history.
+    config = config_for("unipc", {**SD15, "solver_type": "bh1", "solver_order": solver_order})
+    steps = 12
+    scheduler = scheduler_of(config)
+    scheduler.set_timesteps(steps)
+    expected = their_trajectory(scheduler)
+    assert expected[-1].isnan().all()
+    found = our_trajectory(plan(config, steps))
+    for a, b in zip(found[:-1], expected[:-1], strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    scheduler.register_to_config(solver_type="bh2")
+    scheduler._step_index = steps - 1
+    before = expected[-2]
+    data = scheduler.convert_model_output(denoise(before, float(scheduler.timesteps[-1])), sample=before)
+    scheduler.model_outputs[-1] = data
+    last = scheduler.multistep_uni_p_bh_update(data, sample=before, order=1)
+    torch.testing.assert_close(found[-1], last, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("final_sigmas_type", ["zero", "sigma_min"])
+@pytest.mark.parametrize("flow_shift", [1.0, 3.0, 0.5])
+@pytest.mark.parametrize("prediction_type", ["flow_prediction", "epsilon", "sample"])
+@pytest.mark.parametrize("name", ["dpmsolver++", "unipc"])
+def test_flow_sigmas(name: str, prediction_type: str, flow_shift: float, final_sigmas_type: str) -> None:
+    changes = {"prediction_type": prediction_type, "flow_shift": flow_shift, "final_sigmas_type": final_sigmas_type}
+    assert_same(config_for(name, {**SD15, **FLOW, **changes}))
+
+
+@pytest.mark.parametrize("name", ["dpmsolver++", "unipc"])
+@pytest.mark.parametrize("solver_order", [1, 2, 3])
+def test_flow_sigmas_and_orders(name: str, solver_order: int) -> None:
+    assert_same(config_for(name, {**SD15, **FLOW, "solver_order": solver_order}), (*range(1, 26), 100))
+
+
+@pytest.mark.parametrize("name", ["dpmsolver++", "unipc"])
+def test_flow_prediction_without_flow_sigmas(name: str) -> None:
+    assert_same(config_for(name, {**SD15, "prediction_type": "flow_prediction"}))
+
+
+def test_flow_sigmas_after_karras() -> None:
+    assert_same(config_for("unipc", {**SD15, **FLOW, "use_karras_sigmas": True}))
+
+
+def test_unipc_shift_terminal() -> None:
+    assert_same(config_for("unipc", {**SD15, **FLOW, "shift_terminal": 0.1}), STEP_COUNTS[1:])
+
+
+@pytest.mark.parametrize("mu", [-0.4, 0.5, 1.15])
+@pytest.mark.parametrize("name", ["dpmsolver++", "unipc", "flow_euler"])
+def test_shift_of_the_image(name: str, mu: float) -> None:
+    assert_same(config_for(name, {**SD15, **FLOW, "use_dynamic_shifting": True}), (*STEP_COUNTS, 100), mu=mu)
+
+
+@pytest.mark.parametrize("name", ["unipc", "flow_euler"])
+def test_linear_shift_of_the_image(name: str) -> None:
+    changes = {"use_dynamic_shifting": True, "time_shift_type": "linear"}
+    assert_same(config_for(name, {**SD15, **FLOW, **changes}), mu=0.8)
+
+
+def test_dpm_solver_keeps_its_shift_where_the_image_gives_none() -> None:
+    assert_same(config_for("dpmsolver++", {**SD15, **FLOW, "use_dynamic_shifting": True}))
+
+
+@pytest.mark.parametrize("stochastic_sampling", [False, True])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"shift": 3.0},
+        {"shift": 0.3},
+        {"num_train_timesteps": 500, "shift": 6.0},
+        {"use_karras_sigmas": True},
+        {"use_exponential_sigmas": True, "shift": 3.0},
+        {"use_karras_sigmas": True, "sigma_min": 0.02, "sigma_max": 0.9},
+    ],
+)
+def test_flow_euler(changes: Config, stochastic_sampling: bool) -> None:
+    config = {"_class_name": "FlowMatchEulerDiscreteScheduler", **changes, "stochastic_sampling": stochastic_sampling}
+    assert_same(config, (*STEP_COUNTS, 100))
+
+
+def test_flow_euler_shift_terminal() -> None:
+    config = {"_class_name": "FlowMatchEulerDiscreteScheduler", "shift": 2.0, "shift_terminal": 0.1}
+    assert_same(config, STEP_COUNTS[1:])
+
+
+@pytest.mark.parametrize("prediction_type", ["epsilon", "v_prediction", "sample"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"original_inference_steps": 20},
+        {"original_inference_steps": 1000},
+        {"original_inference_steps": 333, "timestep_scaling": 0.1},
+        {"num_train_timesteps": 700, "timestep_scaling": 1.0},
+    ],
+)
+def test_lcm(changes: Config, prediction_type: str) -> None:
+    assert_same(config_for("lcm", {**SD15, **changes, "prediction_type": prediction_type}), (1, 2, 3, 4, 8, 20))
+
+
+@pytest.mark.parametrize("name", SHORT_NAMES)
+def test_options_of_other_schedulers_are_ignored(name: str) -> None:
+    others = {"clip_sample_range": 2.0, "dynamic_thresholding_ratio": 0.1, "base_shift": 3.0, "euler_at_final": False}
+    assert_same(config_for(name, {**SD15, **others}), (5,))

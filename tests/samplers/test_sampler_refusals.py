@@ -1,0 +1,231 @@
+"""What cannot be followed is refused before anything is drawn, with what was found and what would do."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from trajectories import SD15, TENSOR_TO_ARRAY, Config, scheduler_of, their_trajectory
+
+from sdonnx.errors import OptionError, SchedulerError
+from sdonnx.samplers import SAMPLERS, config_for, plan
+
+pytestmark = TENSOR_TO_ARRAY
+
+FLOW: Config = {"use_flow_sigmas": True, "prediction_type": "flow_prediction"}
+
+
+@pytest.mark.parametrize(
+    ("name", "option", "value", "supported"),
+    [
+        ("ddim", "clip_sample", True, "false"),
+        ("ddim", "thresholding", True, "false"),
+        ("ddim", "prediction_type", "flow_prediction", '"epsilon" or "v_prediction" or "sample"'),
+        ("ddim", "beta_schedule", "laplace", '"linear" or "scaled_linear" or "squaredcos_cap_v2"'),
+        ("ddim", "timestep_spacing", "Leading", '"leading" or "linspace" or "trailing"'),
+        ("ddim", "num_train_timesteps", "1000", "an integer"),
+        ("ddim", "num_train_timesteps", None, "an integer"),
+        ("ddim", "num_train_timesteps", 0, "positive"),
+        ("ddim", "beta_start", True, "a number"),
+        ("ddim", "steps_offset", 0.5, "an integer"),
+        ("ddim", "trained_betas", "0.1", "a list of numbers"),
+        ("ddim", "trained_betas", [0.1, "0.2"], "a list of numbers"),
+        ("ddim", "trained_betas", [0.1, 0.2], "1000"),
+        ("ddim", "rescale_betas_zero_snr", "yes", "true or false"),
+        ("pndm", "skip_prk_steps", False, "true"),
+        ("pndm", "prediction_type", "sample", '"epsilon" or "v_prediction"'),
+        ("euler", "use_beta_sigmas", True, "false"),
+        ("euler", "interpolation_type", "log_linear", '"linear"'),
+        ("euler", "timestep_type", "continuous", '"discrete"'),
+        ("euler", "final_sigmas_type", "one", '"zero" or "sigma_min"'),
+        ("euler_a", "prediction_type", "sample", '"epsilon" or "v_prediction"'),
+        ("heun", "clip_sample", True, "false"),
+        ("heun", "use_beta_sigmas", True, "false"),
+        ("heun", "beta_schedule", "exp", '"linear" or "scaled_linear" or "squaredcos_cap_v2"'),
+        ("dpmsolver++", "algorithm_type", "dpmsolver", '"dpmsolver++" or "sde-dpmsolver++"'),
+        ("dpmsolver++", "solver_order", 4, "1 or 2 or 3"),
+        ("dpmsolver++", "solver_type", "euler", '"midpoint" or "heun"'),
+        ("dpmsolver++", "thresholding", True, "false"),
+        ("dpmsolver++", "use_lu_lambdas", True, "false"),
+        ("dpmsolver++", "variance_type", "learned_range", "null"),
+        ("dpmsolver++", "lambda_min_clipped", 100.0, "a bound below"),
+        ("dpmsolver++", "time_shift_type", "cubic", '"exponential" or "linear"'),
+        ("unipc", "solver_order", 4, "1 or 2 or 3"),
+        ("unipc", "solver_type", "bh3", '"bh1" or "bh2"'),
+        ("unipc", "solver_p", {"_class_name": "DDIMScheduler"}, "null"),
+        ("unipc", "disable_corrector", 3, "a list of numbers"),
+        ("unipc", "thresholding", True, "false"),
+        ("unipc", "shift_terminal", 0.1, "shift_terminal only with use_flow_sigmas"),
+        ("lcm", "clip_sample", True, "false"),
+        ("lcm", "thresholding", True, "false"),
+        ("lcm", "original_inference_steps", 1001, "1 to num_train_timesteps"),
+        ("lcm", "original_inference_steps", 0, "1 to num_train_timesteps"),
+        ("flow_euler", "invert_sigmas", True, "false"),
+        ("flow_euler", "use_beta_sigmas", True, "false"),
+        ("flow_euler", "time_shift_type", "cubic", '"exponential" or "linear"'),
+        ("flow_euler", "shift", None, "a number"),
+    ],
+)
+def test_options_that_cannot_be_followed(name: str, option: str, value: object, supported: str) -> None:
+    with pytest.raises(SchedulerError) as caught:
+        plan({**config_for(name, SD15), option: value}, 10)
+    assert option in caught.value.found
+    assert supported in caught.value.expected
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "match"),
+    [
+        ("euler", {"use_karras_sigmas": True, "use_exponential_sigmas": True}, "use_karras_sigmas"),
+        ("heun", {"use_karras_sigmas": True, "use_exponential_sigmas": True}, "use_karras_sigmas"),
+        ("dpmsolver++", {"use_karras_sigmas": True, "use_exponential_sigmas": True}, "use_karras_sigmas"),
+        ("flow_euler", {"use_karras_sigmas": True, "use_exponential_sigmas": True}, "use_karras_sigmas"),
+        ("dpmsolver++", {**FLOW, "use_karras_sigmas": True}, "use_flow_sigmas = true and use_karras_sigmas"),
+        ("dpmsolver++", {**FLOW, "use_exponential_sigmas": True}, "use_flow_sigmas = true and use_exponential_sigmas"),
+        ("unipc", {**FLOW, "use_exponential_sigmas": True}, "use_flow_sigmas = true and use_exponential_sigmas"),
+        (
+            "unipc",
+            {"predict_x0": False, "prediction_type": "flow_prediction", "final_sigmas_type": "sigma_min"},
+            "flow",
+        ),
+        ("unipc", {"predict_x0": False}, "predict_x0 = false and ends without noise"),
+        ("unipc", {"lower_order_final": False}, "solver_order = 2 and lower_order_final = false"),
+    ],
+)
+def test_options_that_do_not_go_together(name: str, changes: Config, match: str) -> None:
+    with pytest.raises(SchedulerError, match=match):
+        plan({**config_for(name, SD15), **changes}, 10)
+
+
+@pytest.mark.parametrize("changes", [{"predict_x0": False}, {"lower_order_final": False}])
+def test_what_is_refused_has_no_result_in_diffusers(changes: Config) -> None:
+    scheduler = scheduler_of(config_for("unipc", {**SD15, **changes}))
+    scheduler.set_timesteps(10)
+    assert not their_trajectory(scheduler)[-1].isfinite().any()
+
+
+def test_one_step_of_unipc_has_no_order_to_lower() -> None:
+    assert len(plan(config_for("unipc", {**SD15, "lower_order_final": False}), 1).timesteps) == 1
+
+
+def test_options_absent_from_a_folder_are_diffusers_defaults() -> None:
+    # DDIMScheduler clips and PNDMScheduler takes Runge-Kutta steps unless told not to.
+    with pytest.raises(SchedulerError, match="clip_sample = true"):
+        plan({"_class_name": "DDIMScheduler"}, 10)
+    with pytest.raises(SchedulerError, match="skip_prk_steps = false"):
+        plan({"_class_name": "PNDMScheduler"}, 10)
+
+
+@pytest.mark.parametrize("class_name", ["LMSDiscreteScheduler", "Euler", "", None, ["DDIMScheduler"]])
+def test_unknown_samplers(class_name: object) -> None:
+    with pytest.raises(SchedulerError, match=r"euler \(EulerDiscreteScheduler\)"):
+        plan({**SD15, "_class_name": class_name}, 10)
+
+
+def test_switching_to_an_unknown_sampler() -> None:
+    with pytest.raises(SchedulerError, match="'dpm'"):
+        config_for("dpm", SD15)
+
+
+@pytest.mark.parametrize("class_name", SAMPLERS)
+@pytest.mark.parametrize("steps", [0, -1, 1001, 2.5, True, "10", None])
+def test_numbers_of_steps_that_cannot_be_taken(steps: Any, class_name: str) -> None:
+    with pytest.raises(OptionError, match="num_inference_steps"):
+        plan(config_for(class_name, SD15), steps)
+
+
+def test_more_steps_than_a_model_was_distilled_with() -> None:
+    config = config_for("lcm", {**SD15, "original_inference_steps": 20})
+    scheduler = scheduler_of(config)
+    with pytest.raises(ValueError, match="num_inference_steps"):
+        scheduler.set_timesteps(21)
+    with pytest.raises(OptionError, match="num_inference_steps") as caught:
+        plan(config, 21)
+    assert "at most 20" in caught.value.expected
+
+
+@pytest.mark.parametrize("eta", [-0.1, 1.5, math.nan, math.inf])
+def test_eta_out_of_range(eta: float) -> None:
+    with pytest.raises(OptionError, match="eta"):
+        plan(config_for("ddim", SD15), 10, eta=eta)
+
+
+@pytest.mark.parametrize("name", ["flow_euler", "unipc"])
+def test_shift_of_the_image_that_is_not_given(name: str) -> None:
+    config = config_for(name, {**SD15, **FLOW, "use_dynamic_shifting": True})
+    with pytest.raises(ValueError, match="mu"):
+        scheduler_of(config).set_timesteps(10)
+    with pytest.raises(OptionError, match="mu is not given"):
+        plan(config, 10)
+
+
+@pytest.mark.parametrize("name", ["flow_euler", "unipc", "dpmsolver++", "ddim"])
+def test_shift_of_the_image_where_none_is_taken(name: str) -> None:
+    with pytest.raises(OptionError, match=r"mu is 0\.5"):
+        plan(config_for(name, SD15), 10, mu=0.5)
+
+
+@pytest.mark.parametrize("mu", [math.nan, math.inf])
+def test_shift_of_the_image_that_is_no_number(mu: float) -> None:
+    config = {"_class_name": "FlowMatchEulerDiscreteScheduler", "use_dynamic_shifting": True}
+    with pytest.raises(OptionError, match="finite"):
+        plan(config, 10, mu=mu)
+
+
+def test_dpm_solver_has_no_linear_shift() -> None:
+    changes = {**FLOW, "use_dynamic_shifting": True, "time_shift_type": "linear"}
+    with pytest.raises(SchedulerError, match="time_shift_type"):
+        plan(config_for("dpmsolver++", {**SD15, **changes}), 10, mu=0.5)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "mu"),
+    [
+        ("flow_euler", {"shift": 0.0}, None),
+        ("flow_euler", {"shift": -2.0}, None),
+        ("flow_euler", {"shift": math.nan}, None),
+        ("flow_euler", {"shift_terminal": 1.5}, None),
+        ("flow_euler", {"use_dynamic_shifting": True}, 1000.0),
+        ("flow_euler", {"use_dynamic_shifting": True, "time_shift_type": "linear"}, -1.0),
+        ("unipc", {**FLOW, "flow_shift": 0.0}, None),
+        ("dpmsolver++", {**FLOW, "flow_shift": 1e12}, None),
+    ],
+)
+def test_noise_levels_of_a_flow_that_do_not_fall(name: str, changes: Config, mu: float | None) -> None:
+    with pytest.raises(SchedulerError, match="noise levels"):
+        plan(config_for(name, {**SD15, **changes}), 10, mu=mu)
+
+
+def test_a_single_step_cannot_be_stretched() -> None:
+    with pytest.raises(SchedulerError, match="noise levels"):
+        plan({"_class_name": "FlowMatchEulerDiscreteScheduler", "shift_terminal": 0.1}, 1)
+
+
+@pytest.mark.parametrize(("low", "high"), [(0.0, 10.0), (-1.0, 10.0), (10.0, 1.0)])
+@pytest.mark.parametrize("name", ["euler", "heun", "unipc"])
+def test_empty_range_of_sigmas(name: str, low: float, high: float) -> None:
+    config = config_for(name, {**SD15, "use_karras_sigmas": True, "sigma_min": low, "sigma_max": high})
+    with pytest.raises(SchedulerError, match="sigma_min"):
+        plan(config, 10)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        # The noise that was predicted says nothing about the data where there is no data in the latents.
+        ("ddim", {"rescale_betas_zero_snr": True, "timestep_spacing": "trailing"}),
+        ("lcm", {"rescale_betas_zero_snr": True}),
+        ("ddim", {"beta_start": -1.0}),
+        ("pndm", {"beta_schedule": "linear", "beta_end": 2.0}),
+        ("euler", {"beta_start": 0.0, "beta_end": 0.0}),
+        ("dpmsolver++", {"trained_betas": [1.0] * 1000}),
+        ("euler", {"beta_end": math.nan}),
+        ("heun", {"beta_start": 0.0, "beta_end": 0.0}),
+        ("euler_a", {"beta_end": math.nan}),
+        ("unipc", {"beta_end": math.nan}),
+    ],
+)
+def test_betas_that_divide_by_zero(name: str, changes: Config) -> None:
+    with pytest.raises(SchedulerError, match="divides by zero"):
+        plan(config_for(name, {**SD15, **changes}), 10)

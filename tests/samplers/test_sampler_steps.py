@@ -1,0 +1,138 @@
+"""Every sampler against diffusers' scheduler at every step: numbers of steps, spacings, predictions, levels."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from trajectories import (
+    SD15,
+    SD21,
+    SDXL,
+    SHORT_NAMES,
+    STEP_COUNTS,
+    TENSOR_TO_ARRAY,
+    TOLERANCE,
+    ZERO_SNR_TOLERANCE,
+    Config,
+    assert_same,
+    scheduler_of,
+)
+
+from sdonnx.errors import OptionError, SchedulerError
+from sdonnx.samplers import config_for, plan
+
+pytestmark = TENSOR_TO_ARRAY
+
+# The samplers of diffusion that read timestep_spacing.
+SPACED = ("ddim", "pndm", "euler", "euler_a", "heun", "dpmsolver++", "unipc")
+WITH_DEFORMED_SIGMAS = ("euler", "heun", "dpmsolver++", "unipc")
+SPACINGS = ("leading", "linspace", "trailing")
+DEFORMATIONS = ("use_karras_sigmas", "use_exponential_sigmas")
+
+
+@pytest.mark.parametrize("base", [SD15, {}], ids=["sd15", "defaults"])
+@pytest.mark.parametrize("name", SHORT_NAMES)
+def test_every_step_count(name: str, base: Config) -> None:
+    config = config_for(name, base)
+    assert_same(config, range(1, 51 if name == "lcm" else 101))
+
+
+def test_every_step_count_of_a_model_distilled_with_more() -> None:
+    assert_same(config_for("lcm", {**SD15, "original_inference_steps": 100}), range(1, 101))
+
+
+@pytest.mark.parametrize("spacing", SPACINGS)
+@pytest.mark.parametrize("prediction_type", ["epsilon", "v_prediction", "sample"])
+@pytest.mark.parametrize("name", SPACED)
+def test_spacing_and_prediction_type(name: str, prediction_type: str, spacing: str) -> None:
+    config = config_for(name, {**SD15, "timestep_spacing": spacing, "prediction_type": prediction_type})
+    if name in ("pndm", "euler_a") and prediction_type == "sample":
+        with pytest.raises(SchedulerError, match="prediction_type"):
+            plan(config, 10)
+    else:
+        assert_same(config)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"beta_schedule": "linear", "beta_start": 0.0001, "beta_end": 0.02},
+        {"beta_schedule": "squaredcos_cap_v2"},
+        {"trained_betas": np.geomspace(1e-4, 2e-2, 1000).tolist()},
+        {"steps_offset": 0},
+        {"set_alpha_to_one": True},
+        {"num_train_timesteps": 500},
+    ],
+    ids=lambda changes: next(iter(changes)),
+)
+@pytest.mark.parametrize("name", SHORT_NAMES)
+def test_training_schedule(name: str, changes: Config) -> None:
+    # With few steps down the cosine schedule diffusers' ancestral sampler takes the root of a difference that rounds
+    # below 0, and gets no number.
+    few_fail = name == "euler_a" and changes.get("beta_schedule") == "squaredcos_cap_v2"
+    assert_same(config_for(name, {**SD15, **changes}), (5, 14, 15, 30) if few_fail else STEP_COUNTS)
+
+
+@pytest.mark.parametrize("spacing", SPACINGS)
+@pytest.mark.parametrize("name", ["ddim", "euler", "euler_a", "dpmsolver++", "unipc", "lcm"])
+def test_zero_terminal_snr(name: str, spacing: str) -> None:
+    changes = {"rescale_betas_zero_snr": True, "prediction_type": "v_prediction", "timestep_spacing": spacing}
+    tolerance = ZERO_SNR_TOLERANCE if name in ("euler", "euler_a") else TOLERANCE
+    assert_same(config_for(name, {**SD15, **changes}), tolerance=tolerance)
+
+
+@pytest.mark.parametrize("final_sigmas_type", ["zero", "sigma_min"])
+@pytest.mark.parametrize("spacing", SPACINGS)
+@pytest.mark.parametrize("deformation", [*DEFORMATIONS, None])
+@pytest.mark.parametrize("name", WITH_DEFORMED_SIGMAS)
+def test_sigmas(name: str, deformation: str | None, spacing: str, final_sigmas_type: str) -> None:
+    changes: Config = {"timestep_spacing": spacing, "final_sigmas_type": final_sigmas_type}
+    if deformation is not None:
+        changes[deformation] = True
+    assert_same(config_for(name, {**SD15, **changes}))
+
+
+@pytest.mark.parametrize("deformation", DEFORMATIONS)
+@pytest.mark.parametrize("name", WITH_DEFORMED_SIGMAS)
+def test_sigmas_of_the_cosine_schedule(name: str, deformation: str) -> None:
+    assert_same(config_for(name, {**SD15, deformation: True, "beta_schedule": "squaredcos_cap_v2"}))
+
+
+@pytest.mark.parametrize("deformation", DEFORMATIONS)
+@pytest.mark.parametrize("name", WITH_DEFORMED_SIGMAS)
+def test_range_of_sigmas(name: str, deformation: str) -> None:
+    assert_same(config_for(name, {**SD15, deformation: True, "sigma_min": 0.05, "sigma_max": 11.5}))
+
+
+@pytest.mark.parametrize("base", [SD15, SD21, SDXL], ids=["sd15", "sd21", "sdxl"])
+@pytest.mark.parametrize("name", SHORT_NAMES)
+def test_switching_follows_from_config(name: str, base: Config) -> None:
+    config = config_for(name, base)
+    class_name = str(config["_class_name"])
+    assert config == config_for(class_name, base)
+    assert_same(config, (1, 4, 20), scheduler=scheduler_of(base, class_name))
+
+
+@pytest.mark.parametrize("name", SPACED)
+def test_trailing_has_no_timestep_below_zero(name: str) -> None:
+    # 61 steps of 1000 / 61 give diffusers a 62nd at timestep -1: np.arange rounds its length up.
+    config = config_for(name, {**SD15, "timestep_spacing": "trailing"})
+    scheduler = scheduler_of(config)
+    scheduler.set_timesteps(61)
+    expected = scheduler.timesteps.numpy()
+    assert expected[-1] == -1
+    made = plan(config, 61)
+    np.testing.assert_array_equal(made.timesteps, expected[expected >= 0])
+
+
+@pytest.mark.parametrize("spacing", SPACINGS)
+@pytest.mark.parametrize("name", SPACED)
+def test_as_many_steps_as_timesteps(name: str, spacing: str) -> None:
+    config = config_for(name, {**SD15, "timestep_spacing": spacing})
+    within = name in ("euler", "euler_a", "heun")
+    if (spacing == "leading" and not within) or (name == "unipc" and spacing == "linspace"):
+        # With an offset of 1, or one point spread beyond the last step, there is no 1000th timestep.
+        with pytest.raises(OptionError, match="fewer steps"):
+            plan(config, 1000)
+    else:
+        assert np.isfinite(plan(config, 1000).matrices).all()
