@@ -7,6 +7,7 @@ SdonnxError
 ├── OutputError       the output exists, lies in the input, or cannot be written
 ├── OptionError       an option has a value that cannot be used
 ├── ProviderError     an execution provider is unknown or not available on this machine
+├── DeviceMemoryError the device has too little memory for what was asked
 ├── PromptError       prompts are missing or of the wrong kind
 └── SchedulerError    a scheduler configuration that the samplers cannot follow
 ```
@@ -17,6 +18,7 @@ A command prints one line and ends with status 2. A traceback appears only with 
 from __future__ import annotations
 
 __all__ = [
+    "DeviceMemoryError",
     "FolderError",
     "OptionError",
     "OutputError",
@@ -65,6 +67,10 @@ class OptionError(SdonnxError):
 
 class ProviderError(SdonnxError):
     """An execution provider is unknown or not available on this machine."""
+
+
+class DeviceMemoryError(SdonnxError):
+    """The device has too little memory for what was asked; what is smaller can still be asked."""
 
 
 class PromptError(SdonnxError):

@@ -2,7 +2,7 @@
 
 A fused graph is measured by this: what an exporter wrote in a form that no rule knows is missing from
 the counts, where a rule that never matched would stay silent. Formulas are those of diffusers'
-UNet2DConditionModel and AutoencoderKL and of transformers' CLIPTextModel.
+UNet2DConditionModel, AutoencoderKL and StableDiffusionSafetyChecker and of transformers' CLIPTextModel.
 """
 
 from __future__ import annotations
@@ -48,6 +48,10 @@ def expected_counts(role: Role, config: Mapping[str, Any]) -> dict[str, int] | N
         if name in ("CLIPTextModel", "CLIPTextModelWithProjection") and role is Role.TEXT_ENCODER:
             layers = config["num_hidden_layers"]
             return _counts(attention=layers, layer_norm=2 * layers + 1)
+        if name == "StableDiffusionSafetyChecker" and role is Role.SAFETY_CHECKER:
+            layers = config["vision_config"]["num_hidden_layers"]
+            # The vision tower of CLIP: a norm before its layers and one behind them; its patches are a convolution.
+            return _counts(attention=layers, layer_norm=2 * layers + 2, convolution=1)
     except (KeyError, TypeError, ValueError, IndexError):
         return None  # parts that are not counted here, or a configuration that contradicts itself
     return None

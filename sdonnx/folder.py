@@ -104,6 +104,11 @@ class PipelineFolder:
             )
         return folder
 
+    def has_component(self, name: str) -> bool:
+        """Tell whether the index names a class for the component `name` and its folder is there."""
+        entry = self.index.get(name)
+        return isinstance(entry, list) and bool(entry) and None not in entry and (self.path / name).is_dir()
+
     def config(self, name: str, file: str = "config.json") -> dict[str, Any]:
         """Return the configuration of the component `name`.
 

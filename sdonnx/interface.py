@@ -17,7 +17,7 @@ from sdonnx.errors import FolderError
 from sdonnx.families import ComponentSpec, TensorSpec
 from sdonnx.graph.edit import constant, insert
 
-__all__ = ["adapt_interface", "require_interface"]
+__all__ = ["adapt_interface", "require_interface", "require_signature"]
 
 
 def require_interface(path: Path, model: ir.Model, spec: ComponentSpec, config: Mapping[str, Any]) -> None:
@@ -26,25 +26,50 @@ def require_interface(path: Path, model: ir.Model, spec: ComponentSpec, config: 
     Raises:
         FolderError: an input or output is missing, unknown or of another shape.
     """
-    for kind, tensors, values in (
-        ("inputs", spec.inputs, model.graph.inputs),
-        ("outputs", spec.outputs, model.graph.outputs),
-    ):
-        found = {str(value.name): value for value in values if kind == "outputs" or value.uses()}
-        wanted = {tensor.name: tensor for tensor in tensors}
-        surplus = kind == "inputs" and found.keys() - wanted.keys()
-        if surplus or wanted.keys() - found.keys():
-            raise FolderError(
-                f"the {kind} of {path} are {', '.join(found)}", ", ".join(wanted), f"give the graph of a {spec.name}"
-            )
-        for name, tensor in wanted.items():
+    for kind in ("inputs", "outputs"):
+        for tensor, value in require_signature(path, model, spec, kind):
             dims = tensor.resolve(config)
-            if not _fits(found[name].shape, dims, tensor):
+            if not _fits(value.shape, dims, tensor):
                 raise FolderError(
-                    f"{name} of {path} is {found[name].shape}",
+                    f"{tensor.name} of {path} is {value.shape}",
                     f"[{','.join(map(str, dims))}], as the component's config.json says",
                     "use the graph and the config.json of one component",
                 )
+
+
+def require_signature(
+    path: Path, model: ir.Model, spec: ComponentSpec, kind: str
+) -> Sequence[tuple[TensorSpec, ir.Value]]:
+    """Return each of the component's inputs, or outputs, with its value in the graph; no sizes are compared.
+
+    Args:
+        path: the ONNX file.
+        model: its graph.
+        spec: the component.
+        kind: "inputs" or "outputs".
+
+    Raises:
+        FolderError: one is missing, unknown or of unknown rank.
+    """
+    tensors, values = (spec.inputs, model.graph.inputs) if kind == "inputs" else (spec.outputs, model.graph.outputs)
+    found = {str(value.name): value for value in values if kind == "outputs" or value.uses()}
+    wanted = {tensor.name for tensor in tensors}
+    surplus = kind == "inputs" and found.keys() - wanted
+    if surplus or wanted - found.keys():
+        raise FolderError(
+            f"the {kind} of {path} are {', '.join(found)}",
+            ", ".join(tensor.name for tensor in tensors),
+            f"give the graph of a {spec.name}",
+        )
+    for tensor in tensors:
+        shape = found[tensor.name].shape
+        if shape is None or shape.rank() not in ({len(tensor.dims)} | ({0} if tensor.once else set())):
+            raise FolderError(
+                f"{tensor.name} of {path} is {'of unknown rank' if shape is None else shape}",
+                f"{len(tensor.dims)} dimensions",
+                f"give the graph of a {spec.name}",
+            )
+    return [(tensor, found[tensor.name]) for tensor in tensors]
 
 
 def _fits(shape: ir.Shape | None, dims: Sequence[str | int], tensor: TensorSpec) -> bool:
@@ -52,7 +77,7 @@ def _fits(shape: ir.Shape | None, dims: Sequence[str | int], tensor: TensorSpec)
         return False
     if tensor.once and shape.rank() == 0:
         return True
-    return len(shape) == len(dims) and all(
+    return all(
         not isinstance(size, int) or not isinstance(dim, int) or size == dim
         for size, dim in zip(shape, dims, strict=True)
     )

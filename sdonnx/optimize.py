@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import platform
 import shutil
 from collections.abc import Callable, Collection, Sequence
@@ -13,17 +14,17 @@ from typing import Any
 import onnx_ir as ir
 
 import sdonnx
-from sdonnx.compose import DECODE_MODEL, STEP_MODEL, compose_decode, compose_step
+from sdonnx.component import CONFIG, open_component
+from sdonnx.compose import COMPOSED
 from sdonnx.errors import FolderError, OptionError, ProviderError, SdonnxError
-from sdonnx.families import ComponentSpec, Role, family_of
+from sdonnx.families import ComponentSpec, family_of
 from sdonnx.folder import MODEL_INDEX, ONNX_MODEL, ONNX_WEIGHTS, REPORT, PipelineFolder, atomic_folder
 from sdonnx.fusions import ATTENTION_LAYOUTS, DISABLING, PROVIDERS, fuse
-from sdonnx.graph.load import load_model
 from sdonnx.graph.passes import tidy
 from sdonnx.inspection import Inspector
-from sdonnx.interface import adapt_interface, require_interface
+from sdonnx.interface import adapt_interface
 from sdonnx.precision import ConvertPrecision, PrecisionPolicy, parse_overrides
-from sdonnx.report import ComponentReport, OptimizeReport, operators_of, report_of
+from sdonnx.report import ComponentReport, OptimizeReport, report_of
 
 __all__ = ["ComponentReport", "OptimizeReport", "fusion_reports", "optimize_folder"]
 
@@ -89,8 +90,7 @@ def optimize_folder(
     for name, file in family.extras:
         folder.config(name, file)
     for spec in family.components:
-        path = folder.onnx_model(spec.name)
-        require_interface(path, _loaded(path, spec), spec, folder.config(spec.name))
+        open_component(folder, spec)
     fallback = ir.DataType.BFLOAT16 if bfloat16 else ir.DataType.FLOAT
     reports = {}
     with atomic_folder(out, overwrite, [source]) as partial:
@@ -127,12 +127,12 @@ def fusion_reports(folder: PipelineFolder, provider: str) -> dict[str, Component
         raise ProviderError(f"the provider {provider!r} is unknown", f"one of {', '.join(PROVIDERS)}", "pass one")
     reports = {}
     for spec in family_of(folder).components:
-        path, config = folder.onnx_model(spec.name), folder.config(spec.name)
-        model = _loaded(path, spec)
-        require_interface(path, model, spec, config)
-        before = operators_of(model)
-        adapt_interface(model, spec, config)
-        reports[spec.name] = report_of(spec, config, model, before, fuse(model, provider), provider)
+        opened = open_component(folder, spec)
+        adapt_interface(opened.model, spec, opened.config)
+        outcomes = fuse(opened.model, provider)
+        reports[spec.name] = report_of(
+            spec, opened.config, opened.model, opened.operators, outcomes, provider, notes=opened.notes
+        )
     return reports
 
 
@@ -146,19 +146,13 @@ class _Request:
     policy: PrecisionPolicy | None
 
 
-def _loaded(path: Path, spec: ComponentSpec) -> ir.Model:
-    return load_model(path, [tensor.name for tensor in spec.inputs])
-
-
 def _optimize_component(
     folder: PipelineFolder, spec: ComponentSpec, out: Path, request: _Request, progress: Progress | None
 ) -> ComponentReport:
     if progress:
         progress(f"{spec.name}: fusing", 0, 0)
-    path = folder.onnx_model(spec.name)
-    config = folder.config(spec.name)
-    model = _loaded(path, spec)
-    before = operators_of(model)
+    opened = open_component(folder, spec)
+    path, model, config = opened.path, opened.model, opened.config
     policy, provider = request.policy, request.provider
     adapt_interface(model, spec, config)
     outcomes = fuse(model, provider, request.attention_layout, request.disabled)
@@ -182,10 +176,15 @@ def _optimize_component(
         ir.save(model, out / path.name, external_data=ONNX_WEIGHTS, callback=told)
     except ir.serde.SerdeError as error:
         raise _cause(error) from error
-    shutil.copyfile(path.parent / "config.json", out / "config.json")
+    if opened.written:
+        shutil.copyfile(path.parent / CONFIG, out / CONFIG)
+    else:
+        (out / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     _write_composed(spec, out, path.name, config)
     precision = "float32" if policy is None and not came_narrow else "float16"
-    return report_of(spec, config, model, before, outcomes, provider, request.disabled, precision, kept)
+    return report_of(
+        spec, config, model, opened.operators, outcomes, provider, request.disabled, precision, kept, opened.notes
+    )
 
 
 def _cause(error: BaseException) -> BaseException:
@@ -197,14 +196,9 @@ def _cause(error: BaseException) -> BaseException:
 
 
 def _write_composed(spec: ComponentSpec, component: Path, name: str, config: dict[str, Any]) -> None:
-    """Write the step or decode graph beside the component whose weights it reads."""
-    if spec.role is Role.DENOISER:
-        model = ir.load(component / name)
-        compose_step(model, config)
-        tidy(model)
-        ir.save(model, component / STEP_MODEL)
-    elif spec.role is Role.IMAGE_DECODER:
-        model = ir.load(component / name)
-        compose_decode(model, config)
-        tidy(model)
-        ir.save(model, component / DECODE_MODEL)
+    """Write the graph that the run-time replays beside the component whose weights it reads."""
+    file, compose = COMPOSED[spec.role]
+    model = ir.load(component / name)
+    compose(model, config)
+    tidy(model)
+    ir.save(model, component / file)

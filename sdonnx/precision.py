@@ -16,8 +16,9 @@ import numpy.typing as npt
 import onnx_ir as ir
 from onnx_ir.passes import InPlacePass, PassResult
 
+from sdonnx.decision import decision_nodes
 from sdonnx.errors import OptionError, WeightsError
-from sdonnx.families import ComponentSpec
+from sdonnx.families import ComponentSpec, Role
 from sdonnx.graph.contract import contract_of
 from sdonnx.graph.edit import derived_initializer, insert
 from sdonnx.graph.modules import MODULE_SEPARATOR, module_path
@@ -110,7 +111,7 @@ class ConvertPrecision(InPlacePass):
 
     Args:
         policy: what computes in which type.
-        spec: the component, for inputs that stay in float32.
+        spec: the component, for inputs that stay in float32, and what of a safety checker does.
 
     Raises:
         OptionError: an override matches nothing.
@@ -142,6 +143,7 @@ class ConvertPrecision(InPlacePass):
                     self._kept[value] = _FLOAT
                 else:
                     value.type = ir.TensorType(self.policy.dtype)
+        self._decides = decision_nodes(graph) if self.spec.role is Role.SAFETY_CHECKER else set()
         for node in list(graph):
             self._convert(graph, node)
         self._convert_outputs(graph)
@@ -154,7 +156,7 @@ class ConvertPrecision(InPlacePass):
         if override is not None:
             self.kept[override] = self.kept.get(override, 0) + 1
             return self._fallback_of(node)
-        if node.op_type in _FLOAT32_OPERATORS and not node.domain:
+        if node in self._decides or (node.op_type in _FLOAT32_OPERATORS and not node.domain):
             return _FLOAT
         data = [value for value in node.inputs if value is not None and not value.is_initializer()]
         if node.op_type == "Cast":

@@ -52,6 +52,7 @@ _STAGES = {
     ),
     Role.IMAGE_ENCODER: ("attention", "channels_last", "group_norm_silu", "skip_group_norm"),
     Role.IMAGE_DECODER: ("attention", "channels_last", "group_norm_silu", "skip_group_norm"),
+    Role.SAFETY_CHECKER: ("attention", "channels_last", "skip_layer_norm"),
 }  # fmt: skip
 
 
@@ -70,7 +71,7 @@ class ComponentReport:
         stages: for each stage its rules' counts, and the refusals by rule and reason with their modules.
         left: operators that should have been fused, and how many are left.
         left_at: for each of these, the modules of the nodes, or their names where nothing tells.
-        warnings: what should have been done and was not, a line each.
+        warnings: what was assumed, and what should have been done and was not, a line each.
         precision: the type that the component computes in.
         float32: for each override, how many nodes it keeps out of that type.
         inputs: name -> type and shape.
@@ -137,6 +138,7 @@ def report_of(
     disabled: Collection[str] = (),
     precision: str = "float32",
     kept: Mapping[str, int] | None = None,
+    notes: Sequence[str] = (),
 ) -> ComponentReport:
     """Return the report on one component.
 
@@ -150,6 +152,7 @@ def report_of(
         disabled: the fusions that were left out on request.
         precision: the type that it computes in.
         kept: for each override of the precision, how many nodes it matched.
+        notes: what was assumed or changed before anything was fused, a line each; they head the warnings.
     """
     after = operators_of(model)
     counts = _expected(spec, config, before, after, outcomes, provider)
@@ -162,7 +165,7 @@ def report_of(
         [_stage(outcome) for outcome in outcomes],
         left,
         {name: [_place(node) for node in model.graph if node.op_type == name] for name in left},
-        list(_warnings(spec, model, config, counts, left, outcomes, provider, disabled)),
+        [*notes, *_warnings(spec, model, config, counts, left, outcomes, provider, disabled)],
         precision,
         dict(kept or {}),
         {str(value.name): _signature(value) for value in model.graph.inputs},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -99,3 +100,27 @@ def tiny_torch(tiny_pipeline: Path) -> Any:
     pipeline: Any = diffusers.StableDiffusionPipeline.from_pretrained(tiny_pipeline)
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
+
+
+@pytest.fixture(scope="session")
+def loaded(tiny_cpu: Path) -> Any:
+    """`tiny`, optimized for the CPU and loaded; use `ours`."""
+    from sdonnx.runtime.pipeline import OrtDiffusionPipeline
+
+    return OrtDiffusionPipeline.from_pretrained(tiny_cpu)
+
+
+@pytest.fixture
+def ours(loaded: Any) -> Iterator[Any]:
+    """This project's pipeline, with the folder's own scheduler at the start of each test."""
+    before = loaded.scheduler_config
+    yield loaded
+    loaded.scheduler_config = before
+
+
+@pytest.fixture
+def theirs(tiny_torch: Any) -> Iterator[Any]:
+    """diffusers' pipeline, likewise."""
+    before = tiny_torch.scheduler
+    yield tiny_torch
+    tiny_torch.scheduler = before

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import onnx
 import torch
 from diffusers.models.attention_processor import AttnProcessor, AttnProcessor2_0
 
@@ -110,6 +111,72 @@ def export_folder(source: Path, out: Path, exporter: Exporter) -> Path:
     for name, _ in family.extras:
         shutil.copytree(source / name, out / name)
     shutil.copyfile(source / MODEL_INDEX, out / MODEL_INDEX)
+    return out
+
+
+def export_with_script(source: Path, out: Path, opset: int = 14, dtype: torch.dtype = torch.float32) -> Path:
+    """Write a pipeline as diffusers' scripts/convert_stable_diffusion_checkpoint_to_onnx.py did, of diffusers 0.12 on.
+
+    No component has a config.json, the UNet's weights lie in `weights.pb`, and the VAE encoder draws its sample.
+    """
+    import diffusers
+    from diffusers import OnnxRuntimeModel, OnnxStableDiffusionPipeline
+
+    pipeline: Any = diffusers.StableDiffusionPipeline.from_pretrained(source).to(dtype)
+    tokens, unet, vae = pipeline.tokenizer.model_max_length, pipeline.unet.config, pipeline.vae
+    image = {0: "batch", 1: "channels", 2: "height", 3: "width"}
+
+    def export(
+        name: str, module: Any, examples: list[Any], axes: dict[str, dict[int, str]], outputs: list[str]
+    ) -> Path:
+        """Its last example and input name are those of `return_dict`, which is no tensor and folded away."""
+        path = out / name / "model.onnx"
+        path.parent.mkdir(parents=True)
+        with quiet(), torch.no_grad():
+            torch.onnx.export(
+                module,
+                tuple(examples),
+                str(path),
+                dynamo=False,
+                input_names=[*axes, *(["return_dict"] if len(examples) > len(axes) else [])],
+                output_names=outputs,
+                dynamic_axes=axes,
+                do_constant_folding=True,
+                opset_version=opset,
+            )
+        return path
+
+    ids = torch.ones(1, tokens, dtype=torch.int32)
+    axes = {"input_ids": {0: "batch", 1: "sequence"}}
+    export("text_encoder", pipeline.text_encoder, [ids], axes, ["last_hidden_state", "pooler_output"])
+    examples = [
+        torch.randn(2, unet.in_channels, unet.sample_size, unet.sample_size, dtype=dtype),
+        torch.randn(2, dtype=dtype),
+        torch.randn(2, tokens, pipeline.text_encoder.config.hidden_size, dtype=dtype),
+        False,
+    ]
+    axes = {"sample": image, "timestep": {0: "batch"}, "encoder_hidden_states": {0: "batch", 1: "sequence"}}
+    path = export("unet", pipeline.unet, examples, axes, ["out_sample"])
+    model = onnx.load(path)
+    shutil.rmtree(path.parent)
+    path.parent.mkdir()
+    onnx.save_model(model, str(path), save_as_external_data=True, location="weights.pb", convert_attribute=False)
+    vae.forward = lambda sample, return_dict: vae.encode(sample, return_dict)[0].sample()
+    pixels = torch.randn(1, vae.config.in_channels, vae.config.sample_size, vae.config.sample_size, dtype=dtype)
+    export("vae_encoder", vae, [pixels, False], {"sample": image}, ["latent_sample"])
+    vae.forward = vae.decode
+    latents = torch.randn(1, vae.config.latent_channels, unet.sample_size, unet.sample_size, dtype=dtype)
+    export("vae_decoder", vae, [latents, False], {"latent_sample": image}, ["sample"])
+    with quiet():
+        models = {name.name: OnnxRuntimeModel(model_save_dir=name) for name in out.iterdir()}
+        OnnxStableDiffusionPipeline(
+            **models,
+            tokenizer=pipeline.tokenizer,
+            scheduler=pipeline.scheduler,
+            safety_checker=None,  # type: ignore[arg-type]
+            feature_extractor=None,  # type: ignore[arg-type]
+            requires_safety_checker=False,
+        ).save_pretrained(out)
     return out
 
 

@@ -26,11 +26,26 @@ MAY_IMPORT_TORCH = {"export", "sample", "benchmark", "quickstart"}
 RUNTIME = {"runtime", "samplers"}
 # The extras that a module's imports may need beyond the runtime's.
 EXTRAS = {
-    **{unit: {"optimize"} for unit in ("graph", "fusions", "precision", "compose", "interface", "report", "optimize")},
+    **{
+        unit: {"optimize"}
+        for unit in (
+            "graph",
+            "fusions",
+            "precision",
+            "compose",
+            "interface",
+            "report",
+            "optimize",
+            "configuration",
+            "component",
+            "posterior",
+            "decision",
+        )
+    },
     **{unit: {"export"} for unit in ("export", "sample")},
     **{unit: {"export", "benchmark"} for unit in ("benchmark", "quickstart")},
 }
-RUNTIME_LIBRARIES = {"numpy", "onnxruntime", "tokenizers", "PIL", "rich"}
+RUNTIME_LIBRARIES = {"numpy", "onnxruntime", "tokenizers", "PIL", "rich", "tqdm"}
 
 # A module imports from the levels before its own; only command lines import from one another.
 LEVELS = (
@@ -38,8 +53,10 @@ LEVELS = (
     {"folder", "samplers", "parity"},
     {"families"},
     {"graph", "expected", "inspection"},
+    {"configuration", "decision"},
     {"fusions", "precision", "compose", "interface"},
-    {"report"},
+    {"posterior", "report"},
+    {"component"},
     {"optimize", "export", "sample", "runtime"},
     {"terminal"},
     {"benchmark"},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import numpy.typing as npt
 import onnxruntime
 import pytest
 import torch
+from drawing import LEAST_PSNR_DB, assert_same_images, generator, switch
 from pipelines import edit_json, linked, refused, replaced
 from transformers import CLIPTokenizer
 
@@ -23,55 +24,10 @@ from sdonnx.runtime.noise import TorchCpuGenerator
 from sdonnx.runtime.pipeline import OrtDiffusionPipeline
 from sdonnx.runtime.prompt import PromptTruncatedWarning
 
-# Rounding alone: float32 against float32 gives 120 dB and more, and 50 dB would let a small mistake pass.
-LEAST_PSNR_DB = 90
-
 Array = npt.NDArray[Any]
 
 # diffusers' schedulers give torch tensors to numpy in a way that numpy deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning:diffusers")
-
-
-@pytest.fixture(scope="module")
-def loaded(tiny_cpu: Path) -> OrtDiffusionPipeline:
-    return OrtDiffusionPipeline.from_pretrained(tiny_cpu)
-
-
-@pytest.fixture
-def ours(loaded: OrtDiffusionPipeline) -> Iterator[OrtDiffusionPipeline]:
-    before = loaded.scheduler_config
-    yield loaded
-    loaded.scheduler_config = before
-
-
-@pytest.fixture
-def theirs(tiny_torch: Any) -> Iterator[Any]:
-    before = tiny_torch.scheduler
-    yield tiny_torch
-    tiny_torch.scheduler = before
-
-
-def generator(seed: int = 0) -> torch.Generator:
-    return torch.Generator("cpu").manual_seed(seed)
-
-
-def switch(ours: OrtDiffusionPipeline, theirs: Any, class_name: str, **changes: Any) -> None:
-    """Give both pipelines one scheduler."""
-    theirs.scheduler = getattr(diffusers, class_name).from_config(theirs.scheduler.config, **changes)
-    ours.scheduler = class_name
-    ours.scheduler_config = {**ours.scheduler_config, **changes}
-
-
-def assert_same_images(ours: OrtDiffusionPipeline, theirs: Any, **arguments: Any) -> Array:
-    """Draw with both, from the seed 0, and compare; return the images."""
-    usual = {"prompt": "a red fox in the snow", "num_inference_steps": 4, "output_type": "np"}
-    arguments = usual | {"height": 32, "width": 40} | arguments
-    expected = theirs(**{"generator": generator()} | arguments).images
-    given = {} if {"generator", "latents"} & set(arguments) else {"seed": 0}
-    found = ours(**arguments, **given).images
-    assert expected.std() > 0.02  # an image, not a flat field that everything agrees on
-    assert psnr(found, expected) > LEAST_PSNR_DB
-    return found
 
 
 @pytest.mark.parametrize("guidance_scale", [7.5, 1.0])
@@ -83,6 +39,10 @@ def assert_same_images(ours: OrtDiffusionPipeline, theirs: Any, **arguments: Any
         ("DDIMScheduler", {}, 0.7),
         ("EulerDiscreteScheduler", {}, 0.0),
         ("DPMSolverMultistepScheduler", {"use_karras_sigmas": True}, 0.0),
+        ("EulerAncestralDiscreteScheduler", {}, 0.0),
+        ("HeunDiscreteScheduler", {}, 0.0),
+        ("UniPCMultistepScheduler", {}, 0.0),
+        ("LCMScheduler", {}, 0.0),
     ],
 )
 def test_every_sampler_draws_diffusers_image(

@@ -28,7 +28,12 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16}
 Progress = Callable[[str, int, int], None]
 """Told (what happens now, tensors written, tensors in all) while a component is exported."""
 
-_LIBRARIES = ("diffusers", "transformers")
+# What model_index.json says -> the module that has the class: a pipeline's own classes lie beside it.
+_LIBRARIES = {
+    "diffusers": "diffusers",
+    "transformers": "transformers",
+    "stable_diffusion": "diffusers.pipelines.stable_diffusion",
+}
 
 
 def export_pipeline(
@@ -103,10 +108,10 @@ def _plan(
     folder: PipelineFolder, spec: ComponentSpec, allow_pickle: Collection[str]
 ) -> tuple[ComponentSpec, Callable[[], torch.nn.Module], WeightFiles]:
     entry = folder.index.get(spec.source)
-    if not (isinstance(entry, list) and len(entry) == 2 and entry[0] in _LIBRARIES):
+    if not (isinstance(entry, list) and len(entry) == 2 and entry[0] in (*_LIBRARIES,)):
         raise FolderError(
             f"{folder.path / MODEL_INDEX} says {entry!r} for {spec.source}",
-            f"a model of {' or '.join(_LIBRARIES)}",
+            "a model of diffusers or transformers",
             "export the original diffusers pipeline",
         )
     library, class_name = entry
@@ -120,7 +125,7 @@ def _plan(
 
 def _builder(library: str, class_name: str, component: Path) -> Callable[[], torch.nn.Module]:
     """Return a function that makes the component's torch module, with no weights in it."""
-    model_class: Any = getattr(importlib.import_module(library), class_name, None)
+    model_class: Any = getattr(importlib.import_module(_LIBRARIES[library]), class_name, None)
     if not (isinstance(model_class, type) and issubclass(model_class, torch.nn.Module)):
         raise FolderError(
             f"{component} is a {class_name}, which is no model of {library}",
@@ -135,7 +140,9 @@ def _builder(library: str, class_name: str, component: Path) -> Callable[[], tor
         config = loader.config_class.from_pretrained(str(component))
     except Exception as error:  # each library has its own, and they share no class
         raise _bad_config(component, error) from error
-    config._attn_implementation = "sdpa"
+    # A model made of others, as the safety checker is, attends in its parts and takes no choice for itself.
+    for part in [getattr(config, name) for name in config.sub_configs] or [config]:
+        part._attn_implementation = "sdpa"
     return lambda: loader(config)
 
 

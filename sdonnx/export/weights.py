@@ -29,8 +29,9 @@ _STEMS = ("diffusion_pytorch_model", "model", "pytorch_model")
 # (`ModelMixin._fix_state_dict_keys_on_load`); the published SD1.x VAEs have the old names.
 _OLD_ATTENTION_NAMES = {".to_q.": ".query.", ".to_k.": ".key.", ".to_v.": ".value.", ".to_out.0.": ".proj_attn."}
 
-# transformers 5 dropped this prefix from CLIPTextModel; published files and older versions have it.
-_CLIP_PREFIX = "text_model."
+# transformers 5 dropped these prefixes from CLIPTextModel and CLIPVisionModel; published files and older versions
+# have them.
+_CLIP_PREFIXES = ("text_model.", "vision_model.")
 
 
 @dataclass(frozen=True)
@@ -182,8 +183,9 @@ class WeightFiles:
 def _spellings(name: str) -> Iterable[str]:
     """Yield the names that published files have for the parameter `name`."""
     yield name
-    yield _CLIP_PREFIX + name
-    yield name.removeprefix(_CLIP_PREFIX)
+    for prefix in _CLIP_PREFIXES:
+        yield prefix + name
+        yield name.removeprefix(prefix)
     for new, old in _OLD_ATTENTION_NAMES.items():
         if new in name:
             yield name.replace(new, old)

@@ -59,11 +59,42 @@ class ImageDecoder(_Wrapper):
         return image
 
 
+class SafetyChecker(_Wrapper):
+    """clip_input (B,3,S,S), images (B,H,W,3) -> out_images (B,H,W,3), has_nsfw_concepts (B) bool.
+
+    The decision is that of diffusers' StableDiffusionSafetyChecker.forward: cosines less thresholds, raised by 0.01
+    where a special concept is found, and rounded to three decimals, as its `forward_onnx` leaves out. It is
+    taken in float32.
+    """
+
+    def forward(self, clip_input: torch.Tensor, images: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Look for concepts, and return the images with zeros in place of those that have one."""
+        checker = self.model
+        embeds = checker.visual_projection(checker.vision_model(pixel_values=clip_input).pooler_output)
+        directions = torch.nn.functional.normalize(embeds.float())
+        special = _excess(directions, checker.special_care_embeds, checker.special_care_embeds_weights)
+        adjustment = _positive(special).float().unsqueeze(1) * 0.01
+        found = _positive(_excess(directions, checker.concept_embeds, checker.concept_embeds_weights) + adjustment)
+        return torch.where(found[:, None, None, None], torch.zeros_like(images), images), found
+
+
+def _excess(directions: torch.Tensor, concepts: torch.Tensor, thresholds: torch.Tensor) -> torch.Tensor:
+    """Return by how much the cosine with each concept is above its threshold, (B,K)."""
+    return directions @ torch.nn.functional.normalize(concepts.float()).t() - thresholds.float()
+
+
+def _positive(scores: torch.Tensor) -> torch.Tensor:
+    """Tell for each row whether any score, rounded to three decimals as numpy does, is above 0."""
+    # numpy multiplies, rounds half to even and divides; the division keeps the sign.
+    return torch.round(scores * 1000).amax(1) > 0
+
+
 _WRAPPERS: dict[Role, type[_Wrapper]] = {
     Role.TEXT_ENCODER: TextEncoder,
     Role.DENOISER: Denoiser,
     Role.IMAGE_ENCODER: ImageEncoder,
     Role.IMAGE_DECODER: ImageDecoder,
+    Role.SAFETY_CHECKER: SafetyChecker,
 }
 
 

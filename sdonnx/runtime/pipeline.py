@@ -2,38 +2,51 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import threading
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import onnxruntime
 from PIL import Image
 
-from sdonnx.errors import FolderError, OptionError, PromptError, ProviderError
+from sdonnx.errors import FolderError, OptionError, ProviderError
 from sdonnx.families import Role, family_of
 from sdonnx.folder import REPORT, PipelineFolder, read_json
-from sdonnx.runtime.noise import TorchCpuGenerator, fresh_seed
+from sdonnx.runtime import images as image_inputs
+from sdonnx.runtime.arrays import export
+from sdonnx.runtime.captures import CaptureReport, Captures, Shape, SizeBuffers
+from sdonnx.runtime.drawing import Drawing, Start
+from sdonnx.runtime.draws import Draws, Generator
+from sdonnx.runtime.graphs import GraphSet
+from sdonnx.runtime.noise import fresh_seed
 from sdonnx.runtime.prompt import PromptTokenizer
-from sdonnx.runtime.session import Device, Graph, Run, device_for, require_multiple
-from sdonnx.samplers import STATE_ROWS, SamplingPlan, config_for, guided_matrices, plan
+from sdonnx.runtime.request import (
+    Prompts,
+    read_latents,
+    read_prompts,
+    require_number,
+    require_output_type,
+)
+from sdonnx.runtime.safety import OF_FOLDER, NsfwContentWarning, OfFolder, SafetyChecker, safety_checker_of
+from sdonnx.runtime.schedulers import is_planned, require_scheduler, seeded
+from sdonnx.runtime.session import SessionSettings, device_for, require_multiple
+from sdonnx.runtime.worker import device_thread
+from sdonnx.samplers import config_for
 
 __all__ = ["ImageOutput", "OrtDiffusionPipeline"]
 
-Generator = Any
-"""A torch.Generator, a TorchCpuGenerator, or a list with one for each image."""
+Result = TypeVar("Result")
 
 Callback = Callable[["OrtDiffusionPipeline", int, float, dict[str, Any]], Mapping[str, Any] | None]
 
-OUTPUT_TYPES = ("pil", "np", "latent")
-
-# Rows of the parameter table. One size for every number of steps, so that one captured graph serves all.
-_MOST_CALLS = 1024
-
-_MOST_SHAPES = 8
+# diffusers' defaults: StableDiffusionImg2ImgPipeline and StableDiffusionInpaintPipeline.
+_IMAGE_STRENGTH, _MASK_STRENGTH = 0.8, 1.0
 
 
 @dataclass(frozen=True)
@@ -42,80 +55,82 @@ class ImageOutput:
 
     Attributes:
         images: PIL images; with output_type "np" an array (B,H,W,3) from 0 to 1, with "latent" the
-            latents (B,C,H/8,W/8).
+            latents (B,C,H/8,W/8); with "ort" and "ort_latent" the uint8 pixels and the latents in the device's
+            memory, for `torch.from_dlpack` and its like.
         seed: the seed of the noise, None where the caller gave a generator or latents.
+        nsfw_content_detected: for each image whether the safety checker found something, which makes it black;
+            None where nothing was checked.
     """
 
     images: Any
     seed: int | None
-
-
-@dataclass(frozen=True)
-class _Shape:
-    """What a captured graph depends on."""
-
-    batch: int
-    height: int
-    width: int
-    guided: bool
-
-
-@dataclass
-class _Bound:
-    """Buffers and runs for one shape."""
-
-    token_ids: onnxruntime.OrtValue
-    state: onnxruntime.OrtValue
-    noise: onnxruntime.OrtValue
-    parameters: onnxruntime.OrtValue
-    call: onnxruntime.OrtValue
-    images: onnxruntime.OrtValue
-    sample: onnxruntime.OrtValue
-    text: Run
-    step: Run
-    decode: Run
+    nsfw_content_detected: list[bool] | None = None
 
 
 class OrtDiffusionPipeline:
     """A Stable Diffusion pipeline on ONNX Runtime, called as diffusers' pipelines are.
 
     One step is one replay of a captured CUDA graph; everything between the token ids and the pixels
-    stays on the device. A graph is captured for each shape at its first use, and the least recently
-    used is given back when there are more than eight.
+    stays on the device. Graphs are captured for each size at its first use, and the least recently used are
+    given back. Calls from several threads follow one another. It is a context manager; `close` gives
+    everything back.
     """
 
-    def __init__(self, folder: PipelineFolder, device: Device) -> None:
+    def __init__(self, graphs: GraphSet, *, max_sizes: int = 8, safety_checker: OfFolder | None = OF_FOLDER) -> None:
         """Load the graphs of an optimized folder; use `from_pretrained`."""
-        self.folder = folder
-        self.device = device
-        family = family_of(folder)
-        names = {role: family.with_role(role).name for role in (Role.TEXT_ENCODER, Role.DENOISER, Role.IMAGE_DECODER)}
-        self._denoiser_config = folder.config(names[Role.DENOISER])
-        vae_config = folder.config(names[Role.IMAGE_DECODER])
+        self.folder, self.device = graphs.folder, graphs.device
+        self._graphs = graphs
+        self._denoiser_config = graphs.config(Role.DENOISER)
+        vae_config = graphs.config(Role.IMAGE_DECODER)
         self.vae_scale_factor = 2 ** (len(vae_config.get("block_out_channels", (0,) * 4)) - 1)
-        self.scheduler_config: dict[str, Any] = folder.config("scheduler", "scheduler_config.json")
-        self.tokenizer = PromptTokenizer.from_folder(folder.component("tokenizer"))
-        self._text = Graph(folder.onnx_model(names[Role.TEXT_ENCODER]), device)
-        self._step = Graph(folder.onnx_model(names[Role.DENOISER], "step.onnx"), device, capture=True)
-        self._decode = Graph(folder.onnx_model(names[Role.IMAGE_DECODER], "decode.onnx"), device)
-        self._bound: OrderedDict[_Shape, _Bound] = OrderedDict()
+        self._scheduler_config: dict[str, Any] = self.folder.config("scheduler", "scheduler_config.json")
+        self._scheduler_object: Any = None
+        self.tokenizer = PromptTokenizer.from_folder(self.folder.component("tokenizer"))
+        self._channels = int(self._denoiser_config.get("out_channels", self._size_of("in_channels")))
+        # As in diffusers, it may be set to None later on.
+        self.safety_checker: SafetyChecker | None = safety_checker_of(graphs, safety_checker)
+        self._captures = Captures(graphs, self._channels, self.vae_scale_factor, max_sizes)
+        self._progress: dict[str, Any] = {}
         self._interrupt = False
+        self._drawing = threading.local()
+        self._closed = False
+        for role in (Role.TEXT_ENCODER, Role.DENOISER, Role.IMAGE_DECODER):
+            graphs.path(role)
+            if graphs.stays(role):
+                graphs.get(role)
 
     @classmethod
     def from_pretrained(
-        cls, folder: Path | str, provider: str | None = None, *, device_index: int = 0
+        cls,
+        folder: Path | str,
+        provider: str | None = None,
+        *,
+        device_index: int = 0,
+        max_sizes: int = 8,
+        low_memory: bool = False,
+        safety_checker: OfFolder | None = OF_FOLDER,
+        provider_options: Mapping[str, str] | None = None,
+        session_options: onnxruntime.SessionOptions | None = None,
     ) -> OrtDiffusionPipeline:
         """Load an optimized folder.
 
         Args:
             folder: what `python -m sdonnx.optimize_pipeline` wrote.
-            provider: "cuda" or "cpu". By default the one that the folder was optimized for.
+            provider: "cuda" or "cpu", by default what the folder was optimized for.
             device_index: the number of the GPU.
+            max_sizes: how many sizes stay captured.
+            low_memory: load the text encoder and the decoder for each image and give them back.
+            safety_checker: None to leave out the one that the folder has.
+            provider_options: options of the execution provider, over those that are chosen here.
+            session_options: what sessions are made with; entries that the run-time needs are added to it.
 
         Raises:
-            FolderError: the folder is no optimized pipeline, or is broken.
-            ProviderError: the provider is unknown, not available here, or not the folder's.
+            FolderError: the folder is not optimized, or incomplete.
+            ProviderError: the provider is not available, or the folder was optimized for another.
+            OptionError: an option cannot be used.
         """
+        if isinstance(max_sizes, bool) or not isinstance(max_sizes, int) or max_sizes < 1:
+            raise OptionError(f"max_sizes is {max_sizes!r}", "a whole number from 1 on", "pass for example 8")
         opened = PipelineFolder.open(folder)
         if not (opened.path / REPORT).is_file():
             raise FolderError(
@@ -129,29 +144,72 @@ class OrtDiffusionPipeline:
                 f"a folder for {device.provider}",
                 f"optimize the exported pipeline with --provider {device.provider}",
             )
-        return cls(opened, device)
+        settings = SessionSettings(dict(provider_options or {}), session_options)
+        graphs = GraphSet(opened, family_of(opened), device, settings, low_memory)
+        # Graphs are loaded by the thread that will run them.
+        return device_thread(device).run(partial(cls, graphs, max_sizes=max_sizes, safety_checker=safety_checker))
 
     @property
     def scheduler(self) -> str:
-        """The sampler's class in diffusers; assign a class or a short name such as "euler" to switch."""
-        return str(self.scheduler_config["_class_name"])
+        """The sampler's class in diffusers.
+
+        Assign a class, a short name such as "euler", or a scheduler object of diffusers. One that no plan follows
+        draws the images that it draws in diffusers, with torch and more slowly.
+        """
+        return str(self._scheduler_config["_class_name"])
 
     @scheduler.setter
-    def scheduler(self, name: str) -> None:
-        self.scheduler_config = config_for(name, self.scheduler_config)
+    def scheduler(self, chosen: Any) -> None:
+        if isinstance(chosen, str):
+            self.scheduler_config = config_for(chosen, self._scheduler_config)
+            return
+        config = require_scheduler(chosen)
+        self._scheduler_config, self._scheduler_object = config, None if is_planned(config) else chosen
+
+    @property
+    def scheduler_config(self) -> dict[str, Any]:
+        """The content of `scheduler_config.json`; assign another to change options."""
+        return self._scheduler_config
+
+    @scheduler_config.setter
+    def scheduler_config(self, config: Mapping[str, Any]) -> None:
+        self._scheduler_config, self._scheduler_object = dict(config), None
 
     @property
     def default_size(self) -> int:
         """Height and width of an image in pixels, where the caller gives none."""
         return self._size_of("sample_size") * int(self.vae_scale_factor)
 
+    @property
+    def captured_sizes(self) -> list[CaptureReport]:
+        """What the sizes that are captured cost, the least recently used first."""
+        return self._run(self._captures.reports)
+
+    def set_progress_bar_config(self, **options: Any) -> None:
+        """Set options of tqdm for the progress bar, such as `disable=True`; by default terminals alone show one."""
+        self._progress = options
+
     def interrupt(self) -> None:
         """Stop the image that is being drawn after the current step; for use in a callback."""
         self._interrupt = True
 
+    def close(self) -> None:
+        """Give the graphs and their memory back; the pipeline cannot draw after it."""
+        if not self._closed:
+            self._run(self._release)
+            self._closed = True
+
+    def __enter__(self) -> OrtDiffusionPipeline:
+        """Return the pipeline."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close the pipeline."""
+        self.close()
+
     def __call__(
         self,
-        prompt: str | Sequence[str],
+        prompt: str | Sequence[str] | None = None,
         height: int | None = None,
         width: int | None = None,
         num_inference_steps: int = 50,
@@ -160,17 +218,24 @@ class OrtDiffusionPipeline:
         num_images_per_prompt: int = 1,
         eta: float = 0.0,
         generator: Generator | None = None,
-        latents: npt.NDArray[Any] | None = None,
+        latents: Any = None,
         output_type: str = "pil",
         callback_on_step_end: Callback | None = None,
         *,
+        image: Any = None,
+        mask_image: Any = None,
+        strength: float | None = None,
+        guidance_rescale: float = 0.0,
+        prompt_embeds: Any = None,
+        negative_prompt_embeds: Any = None,
+        clip_skip: int | None = None,
         seed: int | None = None,
     ) -> ImageOutput:
-        """Draw images.
+        """Draw images: from a prompt, from an image, or anew where a mask is white.
 
         Args:
             prompt: one prompt, or several of one batch.
-            height: pixels, a multiple of 8. By default what the pipeline was made for.
+            height: pixels, a multiple of 8. By default that of `image`, or what the pipeline was made for.
             width: likewise.
             num_inference_steps: denoising steps.
             guidance_scale: weight of the prompt; up to 1 the denoiser runs once a step, without guidance.
@@ -178,53 +243,221 @@ class OrtDiffusionPipeline:
             num_images_per_prompt: images for each prompt.
             eta: share of fresh noise (DDIM).
             generator: a torch.Generator, a TorchCpuGenerator, or a list with one for each image.
-            latents: initial noise (B,C,H/8,W/8), in place of a seed.
-            output_type: "pil", "np" or "latent".
+            latents: initial noise (B,C,H/8,W/8), in place of a seed: an array, or float32 memory of the device.
+            output_type: "pil", "np", "latent", "ort" or "ort_latent"; see ImageOutput.
             callback_on_step_end: called as `callback(pipeline, step, timestep, {"latents": array})` after
-                each step; latents in the mapping that it returns replace those of the sampler.
+                each step, in the thread that works with the device; latents in the mapping that it returns
+                replace those of the sampler.
+            image: what to start from: PIL images, arrays (B,H,W,3) from 0 to 1 or tensors (B,3,H,W).
+            mask_image: white where to draw anew, black what to keep.
+            strength: how far from the image to go, 0 to 1. By default 0.8, and 1 with a mask.
+            guidance_rescale: how much of the guidance to bring to the deviation of the prompt's prediction, 0
+                to 1 (arXiv:2305.08891); the host then computes the updates.
+            prompt_embeds: hidden states (P,S,D) of the text encoder, in place of prompts.
+            negative_prompt_embeds: likewise, of what to draw away from.
+            clip_skip: how many of the text encoder's last layers to leave out.
             seed: seed of the noise, the same as `torch.Generator("cpu").manual_seed(seed)` gives.
 
         Raises:
-            SdonnxError: an argument cannot be used; nothing has run by then.
+            SdonnxError: an argument cannot be used, nothing has run by then; or memory was too short.
         """
-        prompts = _prompt_list(prompt)
-        negatives = _negative_list(negative_prompt, len(prompts))
-        if num_images_per_prompt < 1:
-            raise OptionError(
-                f"num_images_per_prompt is {num_images_per_prompt}", "at least 1", "ask for one image or more"
+        self._require_open()
+        require_output_type(output_type)
+        require_number("guidance_scale", guidance_scale)
+        require_number("guidance_rescale", guidance_rescale, 0, 1)
+        require_number("eta", eta, 0, 1)
+        guided = guidance_scale > 1
+        prompts = read_prompts(
+            prompt, negative_prompt, prompt_embeds, negative_prompt_embeds, num_images_per_prompt, guided, clip_skip
+        )
+        height, width = self._sizes(height, width, image, mask_image)
+        shape = self._shape(prompts.count, height, width, guided, self._tokens(prompts))
+        latent_shape = (shape.batch, self._channels, shape.height, shape.width)
+        start = self._start(image, mask_image, strength, latents, height, width, latent_shape)
+        if self._scheduler_object is not None and generator is None:
+            seed = fresh_seed() if seed is None else seed
+            generator, named = seeded(seed), seed if start.latents is None else None
+            draws = Draws(latent_shape, None, generator, named=False)
+            draws.seed = named
+        else:
+            draws = Draws(latent_shape, seed, generator, named=start.latents is None)
+        drawing = Drawing(
+            prompts=self._encoded(prompts),
+            skips=prompts.skips,
+            start=start,
+            draws=draws,
+            steps=num_inference_steps,
+            guidance_scale=float(guidance_scale) if guided else None,
+            guidance_rescale=float(guidance_rescale) if guided else 0.0,
+            eta=float(eta),
+            scheduler_config=self._scheduler_config,
+            scheduler=self._scheduler_object,
+            generator=generator,
+        )
+        drawing.require()
+        job = partial(self._draw, shape, drawing, output_type, callback_on_step_end)
+        pictures, found = self._run(job, self.interrupt)
+        if found is not None and any(found):
+            warnings.warn(
+                f"the safety checker knows what {sum(found)} of {len(found)} images show; they are black. Draw with "
+                "another prompt or seed",
+                NsfwContentWarning,
+                stacklevel=2,
             )
-        if output_type not in OUTPUT_TYPES:
-            raise OptionError(f"the output type {output_type!r} is unknown", f"one of {OUTPUT_TYPES}", "pass one")
-        if not np.isfinite(guidance_scale):
-            raise OptionError(f"guidance_scale is {guidance_scale}", "a finite number", "pass for example 7.5")
-        height = self.default_size if height is None else height
-        width = self.default_size if width is None else width
+        return ImageOutput(pictures, draws.seed, found)
+
+    def warmup(self, shapes: Sequence[tuple[int, int, int]], *, guided: bool = True) -> list[CaptureReport]:
+        """Capture the graphs for shapes (batch, height, width) in pixels before they are asked for.
+
+        Returns:
+            What each size costs.
+        """
+        self._require_open()
+        sizes = [
+            self._shape(batch, height, width, guided, self.tokenizer.max_length) for batch, height, width in shapes
+        ]
+        return self._run(lambda: [self._captures.get(size).report() for size in sizes])
+
+    def _draw(
+        self, shape: Shape, drawing: Drawing, output_type: str, callback: Callback | None
+    ) -> tuple[Any, list[bool] | None]:
+        if getattr(self._drawing, "now", False):
+            raise OptionError(
+                "a callback draws with the pipeline that called it", "another pipeline", "draw after the image"
+            )
+        self._drawing.now = True
+        self._interrupt = False
+        try:
+            size = self._captures.get(shape)
+            on_step = None if callback is None else partial(self._report, callback, size)
+            drawing.run(size, on_step, lambda: self._interrupt, self._progress)
+            found = None
+            if output_type not in ("latent", "ort_latent"):
+                size.run(Role.IMAGE_DECODER)
+                found = self._check(size)
+            return self._pictures(size, output_type), found
+        finally:
+            self.device.synchronize()
+            self._drawing.now = False
+
+    def _report(
+        self, callback: Callback, size: SizeBuffers, index: int, timestep: float, latents: npt.NDArray[np.float32]
+    ) -> npt.NDArray[np.float32] | None:
+        changed = callback(self, index, timestep, {"latents": latents})
+        if changed is None or "latents" not in changed:
+            return None
+        given = np.asarray(changed["latents"], np.float32)
+        if given.shape != size.latents:
+            raise OptionError(
+                f"the callback returned latents of shape {given.shape}",
+                f"{size.latents}",
+                "return latents of the shape that it was given",
+            )
+        return given
+
+    def _check(self, size: SizeBuffers) -> list[bool] | None:
+        """Blacken the images in which the safety checker finds something, and tell which."""
+        if self.safety_checker is None:
+            return None
+        found = self.safety_checker.check(size.read("images"))
+        for name in ("images", "sample") if any(found) else ():
+            values = size.read(name)
+            values[np.array(found)] = 0
+            size.put(name, values)
+        return found
+
+    def _pictures(self, size: SizeBuffers, output_type: str) -> Any:
+        if output_type == "latent":
+            return size.read("state")[0]
+        if output_type == "ort_latent":
+            return export(self._copied(size.buffers["state"], size.latents, np.float32))
+        if output_type == "np":
+            return size.read("sample")
+        if output_type == "ort":
+            self.device.synchronize()
+            return export(self._copied(size.buffers["images"], size.pixels, np.uint8))
+        return [Image.fromarray(pixels) for pixels in size.read("images")]
+
+    def _copied(self, buffer: Any, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Any:
+        """Return a copy of the start of a buffer: the next image goes where this one lies."""
+        copy = self.device.empty(shape, dtype)
+        self.device.copy(copy, buffer, copy.tensor_size_in_bytes())
+        return copy
+
+    def _encoded(self, prompts: Prompts) -> npt.NDArray[Any]:
+        """Return the prompts' token ids (G*B,S) int32, or their hidden states (G*B,S,D)."""
+        if prompts.texts is None:
+            assert prompts.embeddings is not None
+            width = self._size_of("cross_attention_dim")
+            if prompts.embeddings.shape[2] != width:
+                raise OptionError(
+                    f"prompt_embeds of width {prompts.embeddings.shape[2]}", f"{width}", "use this pipeline's encoder"
+                )
+            return prompts.embeddings
+        layers = self._graphs.config(Role.TEXT_ENCODER).get("num_hidden_layers")
+        if isinstance(layers, int) and prompts.skips >= layers:
+            raise OptionError(
+                f"clip_skip is {prompts.skips}", f"less than the text encoder's {layers} layers", "leave out fewer"
+            )
+        return self.tokenizer.encode(prompts.texts).astype(np.int32)
+
+    def _tokens(self, prompts: Prompts) -> int:
+        return self.tokenizer.max_length if prompts.embeddings is None else prompts.embeddings.shape[1]
+
+    def _sizes(self, height: int | None, width: int | None, image: Any, mask_image: Any) -> tuple[int, int]:
+        if image is not None and mask_image is None and (height is None or width is None):
+            own_height, own_width = image_inputs.default_size(image, self.vae_scale_factor)
+            height, width = height or own_height, width or own_width
+        return (
+            self.default_size if height is None else height,
+            self.default_size if width is None else width,
+        )
+
+    def _shape(self, batch: int, height: int, width: int, guided: bool, tokens: int) -> Shape:
         require_multiple("height", height, self.vae_scale_factor)
         require_multiple("width", width, self.vae_scale_factor)
-        sampling = plan(self.scheduler_config, num_inference_steps, eta=eta)
-        guided = guidance_scale > 1
-        batch = len(prompts) * num_images_per_prompt
-        shape = _Shape(batch, height // self.vae_scale_factor, width // self.vae_scale_factor, guided)
-        draws = _Noise(batch, seed, generator, (self._channels, shape.height, shape.width), latents)
+        require_multiple("the batch", batch, 1)
+        return Shape(batch, height // self.vae_scale_factor, width // self.vae_scale_factor, guided, tokens)
 
-        repeated = [text for text in prompts for _ in range(num_images_per_prompt)]
-        if guided:
-            repeated = [text for text in negatives for _ in range(num_images_per_prompt)] + repeated
-        token_ids = self.tokenizer.encode(repeated).astype(self._text.dtype("input_ids"))
-        bound = self._for_shape(shape)
-        bound.token_ids.update_inplace(token_ids)
-        bound.text()
-        state = np.zeros((STATE_ROWS, *draws.initial.shape), np.float32)
-        state[0] = draws.initial * np.float32(sampling.init_noise_sigma)
-        bound.state.update_inplace(state)
-        bound.parameters.update_inplace(_table(sampling, guidance_scale if guided else None))
-        bound.call.update_inplace(np.zeros(1, np.int64))
-        self._denoise(bound, sampling, draws, callback_on_step_end)
-        return ImageOutput(self._images(bound, output_type), draws.seed)
-
-    @property
-    def _channels(self) -> int:
-        return self._size_of("in_channels")
+    def _start(
+        self,
+        image: Any,
+        mask_image: Any,
+        strength: float | None,
+        latents: Any,
+        height: int,
+        width: int,
+        shape: tuple[int, int, int, int],
+    ) -> Start:
+        if mask_image is not None and image is None:
+            raise OptionError("mask_image without image", "both", "pass the image that the mask is for")
+        if image is None and strength is not None:
+            raise OptionError("strength without image", "both", "pass an image to start from")
+        masked = "mask" in self._graphs.get(Role.DENOISER).inputs
+        if masked and mask_image is None:
+            raise OptionError(
+                "this denoiser was trained to inpaint", "image and mask_image", "pass both, or use another pipeline"
+            )
+        if latents is not None and image is not None and mask_image is None:
+            raise OptionError("latents and image", "one of them to start from", "leave one out")
+        given = None if latents is None else read_latents(latents, shape, self.device)
+        if image is None:
+            return Start(latents=given)
+        default = _IMAGE_STRENGTH if mask_image is None else _MASK_STRENGTH
+        strength = default if strength is None else strength
+        require_number("strength", strength, 0, 1)
+        pixels = image_inputs.image_batch(image, height, width, self.vae_scale_factor)
+        mask = None
+        if mask_image is not None:
+            mask = image_inputs.mask_batch(mask_image, height, width, self.vae_scale_factor)
+        for name, array in (("image", pixels), ("mask_image", mask)):
+            if array is not None and shape[0] % len(array):
+                raise OptionError(
+                    f"{name} holds {len(array)} images for a batch of {shape[0]}",
+                    "as many, or a divisor of it",
+                    "pass one, or one for each",
+                )
+        return Start(pixels, mask, given, float(strength))
 
     def _size_of(self, key: str) -> int:
         value = self._denoiser_config.get(key)
@@ -236,184 +469,13 @@ class OrtDiffusionPipeline:
             )
         return value
 
-    def warmup(self, shapes: Sequence[tuple[int, int, int]], *, guided: bool = True) -> None:
-        """Capture the graphs for shapes (batch, height, width) in pixels before they are asked for."""
-        for batch, height, width in shapes:
-            require_multiple("height", height, self.vae_scale_factor)
-            require_multiple("width", width, self.vae_scale_factor)
-            factor = self.vae_scale_factor
-            self._for_shape(_Shape(batch, height // factor, width // factor, guided))
+    def _require_open(self) -> None:
+        if self._closed:
+            raise OptionError("the pipeline is closed", "an open one", "load it again with from_pretrained")
 
-    def _denoise(self, bound: _Bound, sampling: SamplingPlan, draws: _Noise, callback: Callback | None) -> None:
-        self._interrupt = False
-        last = len(sampling.timesteps) - 1
-        for index, timestep in enumerate(sampling.timesteps):
-            if sampling.needs_noise[index]:
-                bound.noise.update_inplace(draws.fresh())
-            # Steps queue up on the device; the host waits where it has to touch a buffer.
-            touches = callback is not None or (index < last and sampling.needs_noise[index + 1])
-            bound.step(wait=touches or index == last)
-            if callback is not None:
-                self._report(bound, callback, index, float(timestep))
-                if self._interrupt:
-                    break
+    def _run(self, job: Callable[[], Result], stop: Callable[[], None] = lambda: None) -> Result:
+        return device_thread(self.device).run(job, stop)
 
-    def _report(self, bound: _Bound, callback: Callback, index: int, timestep: float) -> None:
-        state = bound.state.numpy()
-        changed = callback(self, index, timestep, {"latents": state[0].copy()})
-        if changed is not None and "latents" in changed:
-            latents = np.asarray(changed["latents"], np.float32)
-            if latents.shape != state[0].shape:
-                raise OptionError(
-                    f"the callback returned latents of shape {latents.shape}",
-                    f"{state[0].shape}",
-                    "return latents of the shape that it was given",
-                )
-            state = state.copy()
-            state[0] = latents
-            bound.state.update_inplace(state)
-
-    def _images(self, bound: _Bound, output_type: str) -> Any:
-        if output_type == "latent":
-            return bound.state.numpy()[0].copy()
-        bound.decode()
-        if output_type == "np":
-            return bound.sample.numpy().copy()  # on the CPU it is the buffer itself, and the next image goes there
-        return [Image.fromarray(pixels) for pixels in bound.images.numpy()]
-
-    def _for_shape(self, shape: _Shape) -> _Bound:
-        """Return the buffers and runs of a shape, captured; the least recently used shape may go."""
-        if shape in self._bound:
-            self._bound.move_to_end(shape)
-            return self._bound[shape]
-        while len(self._bound) >= _MOST_SHAPES:
-            _, oldest = self._bound.popitem(last=False)
-            oldest.step.release()
-        bound = self._bind(shape)
-        bound.step.capture()
-        self._bound[shape] = bound
-        return bound
-
-    def _bind(self, shape: _Shape) -> _Bound:
-        device, copies = self.device, 2 if shape.guided else 1
-        tokens = (shape.batch * copies, self.tokenizer.max_length)
-        width = int(self._text.shape("last_hidden_state")[2])
-        latents = (shape.batch, self._channels, shape.height, shape.width)
-        pixels = (shape.batch, shape.height * self.vae_scale_factor, shape.width * self.vae_scale_factor, 3)
-        row = 3 + STATE_ROWS * (STATE_ROWS + 1 + copies)
-        token_ids = device.upload(np.zeros(tokens, self._text.dtype("input_ids")))
-        hidden = device.empty((*tokens, width), self._text.dtype("last_hidden_state"))
-        pooled = device.empty((tokens[0], width), self._text.dtype("pooler_output"))
-        state = device.upload(np.zeros((STATE_ROWS, *latents), np.float32))
-        noise = device.upload(np.zeros(latents, np.float32))
-        parameters = device.upload(np.zeros((_MOST_CALLS, row), np.float32))
-        call = device.upload(np.zeros(1, np.int64))
-        images, sample = device.empty(pixels, np.uint8), device.empty(pixels, np.float32)
-        text = self._text.bind({"input_ids": token_ids, "last_hidden_state": hidden, "pooler_output": pooled})
-        text()  # the step's first run reads numbers, not what the memory held before
-        step = self._step.bind(
-            {
-                "state": state,
-                "noise": noise,
-                "parameters": parameters,
-                "call": call,
-                "encoder_hidden_states": hidden,
-                # Written over the inputs: see compose_step.
-                "new_state": state,
-                "next_call": call,
-            }
-        )
-        decode = self._decode.bind({"latents": (state, latents), "images": images, "sample": sample})
-        return _Bound(token_ids, state, noise, parameters, call, images, sample, text, step, decode)
-
-
-def _table(sampling: SamplingPlan, guidance_scale: float | None) -> npt.NDArray[np.float32]:
-    """Return the parameter table (calls, P): next row, timestep, input scale, matrix."""
-    matrices = guided_matrices(sampling, guidance_scale)
-    calls = len(sampling.timesteps)
-    if calls > _MOST_CALLS:
-        raise OptionError(f"{calls} calls of the denoiser", f"at most {_MOST_CALLS}", "ask for fewer steps")
-    table = np.zeros((_MOST_CALLS, 3 + matrices[0].size), np.float32)
-    table[:calls, 0] = np.minimum(np.arange(1, calls + 1), calls - 1)
-    table[:calls, 1] = sampling.timesteps
-    table[:calls, 2] = sampling.input_scales
-    table[:calls, 3:] = matrices.reshape(calls, -1)
-    return table
-
-
-class _Noise:
-    """The noise of one call: the initial latents, and fresh noise for samplers that ask for it."""
-
-    def __init__(
-        self,
-        batch: int,
-        seed: int | None,
-        generator: Generator | None,
-        shape: tuple[int, int, int],
-        latents: npt.NDArray[Any] | None,
-    ) -> None:
-        if seed is not None and generator is not None:
-            raise OptionError("both a seed and a generator", "one of them", "leave one out")
-        # Samplers that add noise need some even where the caller gave the latents.
-        drawn = fresh_seed() if seed is None and generator is None else seed
-        self.seed = drawn if latents is None else seed
-        self._shape = (batch, *shape)
-        if isinstance(generator, list | tuple):
-            if len(generator) != batch:
-                raise OptionError(
-                    f"{len(generator)} generators", f"one for each of {batch} images", "pass as many as images"
-                )
-            self._generators = list(generator)
-        else:
-            self._generators = [generator if generator is not None else TorchCpuGenerator(drawn or 0)]
-        self.initial = self.fresh() if latents is None else _checked(latents, self._shape)
-
-    def fresh(self) -> npt.NDArray[np.float32]:
-        """Return fresh noise (B,C,H,W)."""
-        if len(self._generators) == 1:
-            return _draw(self._generators[0], self._shape)
-        return np.concatenate([_draw(generator, (1, *self._shape[1:])) for generator in self._generators])
-
-
-def _draw(generator: Generator, shape: tuple[int, ...]) -> npt.NDArray[np.float32]:
-    if isinstance(generator, TorchCpuGenerator):
-        return generator.randn(shape)
-    import sys
-
-    torch = sys.modules.get("torch")  # whoever passes a torch.Generator has imported it
-    if torch is None or not isinstance(generator, torch.Generator):
-        raise OptionError(f"the generator is a {type(generator).__name__}", "a torch.Generator", "pass one, or a seed")
-    drawn = torch.randn(shape, generator=generator, device=generator.device, dtype=torch.float32)
-    return np.asarray(drawn.cpu().numpy(), np.float32)
-
-
-def _checked(latents: npt.NDArray[Any], shape: tuple[int, ...]) -> npt.NDArray[np.float32]:
-    array = np.asarray(latents, np.float32)
-    if array.shape != shape:
-        raise OptionError(f"latents of shape {array.shape}", f"{shape}", "draw them for this batch and size")
-    if not np.isfinite(array).all():
-        raise OptionError("latents with NaN or infinity", "finite numbers", "draw them again")
-    return array
-
-
-def _prompt_list(prompt: str | Sequence[str]) -> list[str]:
-    if not isinstance(prompt, str | Sequence):
-        raise PromptError(f"the prompt is a {type(prompt).__name__}", "text or a list of texts", "pass a string")
-    prompts = [prompt] if isinstance(prompt, str) else list(prompt)
-    if not prompts:
-        raise PromptError("the list of prompts is empty", "one prompt at least", "pass a prompt")
-    for text in prompts:
-        if not isinstance(text, str):
-            raise PromptError(f"a prompt is a {type(text).__name__}", "text", "pass strings")
-    return prompts
-
-
-def _negative_list(negative_prompt: str | Sequence[str] | None, count: int) -> list[str]:
-    if negative_prompt is None or isinstance(negative_prompt, str):
-        return [negative_prompt or ""] * count
-    negatives = _prompt_list(negative_prompt)
-    if len(negatives) != count:
-        raise PromptError(
-            f"{len(negatives)} negative prompts for {count} prompts", "as many of each", "pass one for each prompt"
-        )
-    return negatives
+    def _release(self) -> None:
+        self._captures.close()
+        self._graphs.close()

@@ -1,19 +1,24 @@
-"""Sessions of ONNX Runtime, buffers on the device, and one CUDA graph for each shape."""
+"""Sessions of ONNX Runtime, buffers on the device, and runs that are captured as CUDA graphs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+import ctypes
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import onnxruntime
+from onnxruntime import OrtValue
 
-from sdonnx.errors import FolderError, OptionError, ProviderError
+from sdonnx.errors import DeviceMemoryError, FolderError, OptionError, ProviderError
+from sdonnx.runtime.cuda import cuda, small_workspaces
 
-__all__ = ["PROVIDERS", "Device", "Graph", "Run", "device_for"]
+__all__ = ["PROVIDERS", "Device", "Graph", "Run", "SessionSettings", "device_for", "require_multiple"]
 
 PROVIDERS = {"cuda": "CUDAExecutionProvider", "cpu": "CPUExecutionProvider"}
 
@@ -23,6 +28,7 @@ _NUMPY = {
     "tensor(int32)": np.int32,
     "tensor(int64)": np.int64,
     "tensor(uint8)": np.uint8,
+    "tensor(bool)": np.bool_,
 }
 
 _FATAL = 4  # ONNX Runtime's severities go from 0, verbose, to 4
@@ -42,13 +48,80 @@ class Device:
     provider: str
     index: int = 0
 
-    def empty(self, shape: Sequence[int], dtype: npt.DTypeLike) -> onnxruntime.OrtValue:
+    def empty(self, shape: Sequence[int], dtype: npt.DTypeLike) -> OrtValue:
         """Return a buffer of that shape and type, its values undefined."""
-        return onnxruntime.OrtValue.ortvalue_from_shape_and_type(list(shape), dtype, self.provider, self.index)
+        with _told_of_memory(self, f"a buffer of {tuple(shape)}"):
+            return OrtValue.ortvalue_from_shape_and_type(list(shape), dtype, self.provider, self.index)
 
-    def upload(self, values: npt.NDArray[Any]) -> onnxruntime.OrtValue:
+    def upload(self, values: npt.NDArray[Any]) -> OrtValue:
         """Return a buffer that holds `values`."""
-        return onnxruntime.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(values), self.provider, self.index)
+        with _told_of_memory(self, f"a buffer of {values.shape}"):
+            return OrtValue.ortvalue_from_numpy(np.ascontiguousarray(values), self.provider, self.index)
+
+    def enter(self) -> None:
+        """Make the calling thread ready to work with the device."""
+        if self.provider == "cuda":
+            cuda(self.index).use()
+
+    def synchronize(self) -> None:
+        """Wait until every run is done."""
+        if self.provider == "cuda":
+            cuda(self.index).synchronize()
+
+    def recording(self) -> AbstractContextManager[Any]:
+        """Hold this while a CUDA graph is recorded, or to touch the device's stream from another thread."""
+        return cuda(self.index).recording if self.provider == "cuda" else nullcontext()
+
+    def memory(self) -> tuple[int, int] | None:
+        """Return the free memory and all of it, in bytes; None for the CPU."""
+        return cuda(self.index).memory() if self.provider == "cuda" else None
+
+    def copy(self, target: OrtValue, source: OrtValue, size: int) -> None:
+        """Copy the first `size` bytes of a buffer of this device to the start of another one, and wait for it.
+
+        Raises:
+            OptionError: one of them is smaller.
+        """
+        least = min(source.tensor_size_in_bytes(), target.tensor_size_in_bytes())
+        if size > least:
+            raise OptionError(f"a copy of {size} bytes", f"at most {least}", "pass an array of the right shape")
+        if self.provider == "cuda":
+            cuda(self.index).copy(target.data_ptr(), source.data_ptr(), size)
+        else:
+            ctypes.memmove(target.data_ptr(), source.data_ptr(), size)
+
+
+@contextmanager
+def _told_of_memory(device: Device, what: str) -> Iterator[None]:
+    """Turn the errors of an allocation that failed into one line."""
+    try:
+        yield
+    except Exception as error:  # onnxruntime's exceptions have no common class of their own
+        text = str(error)
+        asked = re.search(r"requested buffer of size (\d+)", text)
+        if asked is None and "out of memory" not in text and "Failed to allocate memory" not in text:
+            raise
+        memory = device.memory()
+        wanted = f"{int(asked[1]) / 2**20:.0f} MB more" if asked else "more memory"
+        free = f", {memory[0] / 2**20:.0f} of {memory[1] / 2**20:.0f} MB are free" if memory else ""
+        raise DeviceMemoryError(
+            f"{what} needs {wanted}{free}",
+            "enough memory on the device",
+            "ask for fewer or smaller images, or pass low_memory=True",
+        ) from error
+
+
+@dataclass(frozen=True)
+class SessionSettings:
+    """What a caller sets of ONNX Runtime.
+
+    Attributes:
+        provider_options: options of the execution provider, over those that are chosen here.
+        session_options: what sessions are made with. Entries that the run-time depends on are added to it.
+    """
+
+    provider_options: Mapping[str, str] = field(default_factory=dict)
+    session_options: onnxruntime.SessionOptions | None = None
 
 
 def device_for(provider: str, index: int = 0) -> Device:
@@ -76,20 +149,36 @@ def device_for(provider: str, index: int = 0) -> Device:
     return Device(name, index)
 
 
-def _provider_options(device: Device, capture: bool) -> dict[str, str]:
+def _provider_options(device: Device, capture: bool, settings: SessionSettings) -> dict[str, str]:
+    given = {name: str(value) for name, value in settings.provider_options.items()}
     if device.provider == "cpu":
-        return {}
+        return given
     return {
         "device_id": str(device.index),
         "enable_cuda_graph": "1" if capture else "0",
+        "user_compute_stream": str(cuda(device.index).stream),
         # cuDNN's heuristics in mode A. Mode B, which ONNX Runtime calls EXHAUSTIVE, took seconds longer to
         # start and gave the VAE decoder a plan ten times slower (docs/decisions.md).
         "cudnn_conv_algo_search": "HEURISTIC",
         # The sampler's update is a float32 product: TF32 would keep 10 bits of the latents.
         "use_tf32": "0",
-        # Doubling the arena at each growth would hold up to twice what is used.
-        "arena_extend_strategy": "kSameAsRequested",
+        **given,
     }
+
+
+def _session_options(device: Device, settings: SessionSettings) -> onnxruntime.SessionOptions:
+    options = settings.session_options
+    if options is None:
+        options = onnxruntime.SessionOptions()
+        options.log_severity_level = _FATAL
+    if device.provider == "cuda":
+        # All sessions take their scratch memory from one arena, and weights stay outside it: it would round
+        # them up and keep them.
+        options.add_session_config_entry("session.use_env_allocators", "1")
+        options.add_session_config_entry("session.use_device_allocator_for_initializers", "1")
+        # A plan of all tensors of a run is one more block that nothing else can use.
+        options.enable_mem_pattern = False
+    return options
 
 
 class Graph:
@@ -105,18 +194,22 @@ class Graph:
         ProviderError: the device cannot be used.
     """
 
-    def __init__(self, path: Path, device: Device, *, capture: bool = False) -> None:
+    def __init__(
+        self, path: Path, device: Device, *, capture: bool = False, settings: SessionSettings | None = None
+    ) -> None:
         if not path.is_file():
             raise FolderError(f"{path} is missing", "an optimized pipeline", "run python -m sdonnx.optimize_pipeline")
+        settings = settings or SessionSettings()
         self.device = device
+        self.path = path
         self.captures = capture and device.provider == "cuda"
-        options = onnxruntime.SessionOptions()
-        options.log_severity_level = _FATAL
-        # Weights outside the arena: it would round them up and keep the rest.
-        options.add_session_config_entry("session.use_device_allocator_for_initializers", "1")
-        provider = (PROVIDERS[device.provider], _provider_options(device, self.captures))
+        options = _session_options(device, settings)
+        provider = (PROVIDERS[device.provider], _provider_options(device, self.captures, settings))
         try:
-            self.session = onnxruntime.InferenceSession(path, options, providers=[provider])
+            with _told_of_memory(device, f"loading {path.name}"), self._workspaces():
+                self.session = onnxruntime.InferenceSession(path, options, providers=[provider])
+        except DeviceMemoryError:
+            raise
         except Exception as error:  # onnxruntime's exceptions have no common class of their own
             raise FolderError(
                 f"ONNX Runtime cannot load {path} ({str(error).splitlines()[0]})",
@@ -132,6 +225,14 @@ class Graph:
         self._types = {value.name: value.type for value in (*self.session.get_inputs(), *self.session.get_outputs())}
         self._captured = 0
 
+    def _workspaces(self) -> AbstractContextManager[None]:
+        return small_workspaces() if self.device.provider == "cuda" else nullcontext()
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """The names of the inputs, in order."""
+        return tuple(value.name for value in self.session.get_inputs())
+
     def dtype(self, name: str) -> npt.DTypeLike:
         """Return the type of an input or output."""
         return _NUMPY[self._types[name]]
@@ -141,7 +242,7 @@ class Graph:
         values = {value.name: value for value in (*self.session.get_inputs(), *self.session.get_outputs())}
         return list(values[name].shape)
 
-    def bind(self, buffers: Mapping[str, onnxruntime.OrtValue | tuple[onnxruntime.OrtValue, Sequence[int]]]) -> Run:
+    def bind(self, buffers: Mapping[str, OrtValue | tuple[OrtValue, Sequence[int]]]) -> Run:
         """Return a run that reads and writes these buffers.
 
         A buffer given with a shape is used from its start, as a tensor of that shape.
@@ -153,14 +254,12 @@ class Graph:
 class Run:
     """A graph bound to buffers.
 
-    Where the graph captures, the first `capture` records a CUDA graph, and each `__call__` replays it.
+    Runs follow one another on the device's stream; nothing waits for them but `Device.synchronize`. Where the
+    graph captures, `capture` records a CUDA graph, and each `__call__` after it replays it.
     """
 
     def __init__(
-        self,
-        graph: Graph,
-        buffers: Mapping[str, onnxruntime.OrtValue | tuple[onnxruntime.OrtValue, Sequence[int]]],
-        capture_id: int,
+        self, graph: Graph, buffers: Mapping[str, OrtValue | tuple[OrtValue, Sequence[int]]], capture_id: int
     ) -> None:
         self._graph = graph
         self._buffers = dict(buffers)  # keeps them alive: a binding holds addresses alone
@@ -169,9 +268,11 @@ class Run:
         self._inputs = [name for name in buffers if name not in outputs]
         self._bind(self._binding.bind_output, [name for name in buffers if name in outputs])
         self._bind(self._binding.bind_input, self._inputs)
-        self._id = str(capture_id) if graph.captures else _NO_CAPTURE
-        self._wait = self._options(wait=True, capture_id=self._id)
-        self._enqueue = self._options(wait=False, capture_id=self._id)
+        self._plain = self._options(_NO_CAPTURE)
+        self._id = capture_id
+        self._replay = self._options(str(capture_id))
+        self._prepared = False
+        self.captured = False
 
     def _bind(self, bind: Callable[..., None], names: Iterable[str]) -> None:
         device = self._graph.device
@@ -180,39 +281,68 @@ class Run:
             value, shape = buffer if isinstance(buffer, tuple) else (buffer, buffer.shape())
             bind(name, device.provider, device.index, self._graph.dtype(name), list(shape), value.data_ptr())
 
-    def _options(self, *, wait: bool, capture_id: str) -> onnxruntime.RunOptions:
+    def _options(self, capture_id: str) -> onnxruntime.RunOptions:
         options = onnxruntime.RunOptions()
         options.log_severity_level = _FATAL
         if self._graph.captures:
             options.add_run_config_entry("gpu_graph_id", capture_id)
-        if not wait:
-            options.add_run_config_entry("disable_synchronize_execution_providers", "1")
+        # The device's stream keeps the order; waiting here would leave it idle between two runs.
+        options.add_run_config_entry("disable_synchronize_execution_providers", "1")
         return options
 
-    def capture(self) -> None:
-        """Run, allocate what a run needs, and record the CUDA graph; nothing where the graph does not capture.
+    def prepare(self) -> None:
+        """Run once without capture: plans are chosen and memory is allocated, which could not be while recording.
 
-        The graph runs several times meanwhile: what it writes over its own inputs must be set again.
+        What the graph writes over its own inputs must be set again after it.
+
+        Raises:
+            DeviceMemoryError: the device has too little memory.
         """
-        if not self._graph.captures:
-            return
-        # Without capture first: an allocation while recording would fail.
-        options = self._options(wait=True, capture_id=_NO_CAPTURE)
-        self._graph.session.run_with_iobinding(self._binding, options)
-        self._graph.session.run_with_iobinding(self._binding, self._wait)
+        if self._graph.captures and not self._prepared:
+            self._run(self._plain)
+            self._prepared = True
+
+    def capture(self) -> None:
+        """Record the CUDA graph, after `prepare`; nothing where the graph does not capture.
+
+        What the graph writes over its own inputs must be set again after it.
+
+        Raises:
+            DeviceMemoryError: the device has too little memory; nothing is captured then.
+        """
+        if self._graph.captures and not self.captured:
+            self.prepare()
+            with self._graph.device.recording():
+                self._run(self._replay)
+            self.captured = True
+
+    def _run(self, options: onnxruntime.RunOptions) -> None:
+        with self._told_of_memory():
+            self._graph.session.run_with_iobinding(self._binding, options)
+            self._graph.device.synchronize()
 
     def release(self) -> None:
         """Give back the captured CUDA graph."""
-        if self._graph.captures:
-            self._graph.session.release_captured_graph(int(self._id))
+        if self.captured:
+            self._graph.device.synchronize()
+            self._graph.session.release_captured_graph(self._id)
+            self.captured = False
 
-    def __call__(self, *, wait: bool = True) -> None:
-        """Run once; without `wait` return as soon as the device has been told."""
-        if not self._graph.captures:
-            # Where a node on the CPU reads an input, as a text encoder's search for the last token does, ONNX
-            # Runtime copies it there when it is bound, and only then.
-            self._bind(self._binding.bind_input, self._inputs)
-        self._graph.session.run_with_iobinding(self._binding, self._wait if wait else self._enqueue)
+    def __call__(self) -> None:
+        """Run once, and return as soon as the device has been told."""
+        if self.captured:
+            self._graph.session.run_with_iobinding(self._binding, self._replay)
+            return
+        # Where a node on the CPU reads an input, as a search for the last token does, ONNX Runtime copies it
+        # there when it is bound, and only then.
+        self._bind(self._binding.bind_input, self._inputs)
+        with self._told_of_memory():
+            self._graph.session.run_with_iobinding(self._binding, self._plain)
+
+    def _told_of_memory(self) -> AbstractContextManager[None]:
+        shapes = (buffer[1] if isinstance(buffer, tuple) else buffer.shape() for buffer in self._buffers.values())
+        largest = max(shapes, key=lambda shape: int(np.prod(shape)))
+        return _told_of_memory(self._graph.device, f"running {self._graph.path.name} with {tuple(largest)}")
 
 
 def require_multiple(name: str, value: int, factor: int) -> None:

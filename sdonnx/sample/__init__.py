@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +29,7 @@ def build_network(spec: ClassSpec) -> torch.nn.Module:
     """Return the network that `spec` describes, on the meta device: shapes without weights."""
     import torch
 
-    network_class = getattr(importlib.import_module(spec.library), spec.name)
+    network_class = getattr(importlib.import_module(spec.module or spec.library), spec.name)
     with torch.device("meta"):
         if spec.library == "transformers":
             network = network_class(network_class.config_class(**spec.config))
@@ -59,6 +60,7 @@ def write_sample(
     out: Path,
     seed: int = 0,
     *,
+    safety_checker: bool = False,
     overwrite: bool = False,
     progress: Callable[[str], None] | None = None,
 ) -> None:
@@ -71,19 +73,27 @@ def write_sample(
         arch: a key of `ARCHITECTURES`.
         out: the folder to write; new or empty.
         seed: any integer.
+        safety_checker: also write the safety checker that the pipeline is published with, and its
+            `feature_extractor`. Its thresholds are such that it finds nothing.
         overwrite: replace `out` if a pipeline is there.
         progress: told a line of text as each component is begun.
 
     Raises:
-        OptionError: `arch` is unknown.
+        OptionError: `arch` is unknown, or is published without a safety checker that is asked for.
         OutputError: `out` exists and is not empty, or cannot be written.
     """
     if arch not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
         raise OptionError(f"the architecture {arch!r} is unknown", f"one of {known}", "choose one of these")
+    architecture = ARCHITECTURES[arch]
+    if safety_checker:
+        if architecture.safety_checker is None:
+            having = ", ".join(name for name, each in ARCHITECTURES.items() if each.safety_checker is not None)
+            raise OptionError(f"{arch} is published without a safety checker", f"one of {having}", "leave it out")
+        architecture = _with_safety_checker(architecture, architecture.safety_checker)
     with atomic_folder(Path(out), overwrite) as partial:
         try:
-            _write_pipeline(ARCHITECTURES[arch], partial, seed, progress or (lambda line: None))
+            _write_pipeline(architecture, partial, seed, progress or (lambda line: None))
         except Exception as error:
             # safetensors and tokenizers, written in Rust, raise an OSError as text; real ones pass through.
             if isinstance(error, OSError) or "(os error " not in str(error):
@@ -93,6 +103,16 @@ def write_sample(
                 "a place with enough free space and permission to write",
                 "free some space or choose another output folder",
             ) from error
+
+
+def _with_safety_checker(architecture: Architecture, checker: ClassSpec) -> Architecture:
+    """Return the architecture with its safety checker among the networks, and what prepares images for it."""
+    # The class that needs Pillow alone; without torchvision, which is not used here, it is the other's substitute.
+    from transformers import CLIPImageProcessorPil
+
+    extractor = CLIPImageProcessorPil(size={"shortest_edge": 224}, crop_size={"height": 224, "width": 224})
+    options = {"feature_extractor": extractor, "requires_safety_checker": True}
+    return replace(architecture, networks={**architecture.networks, "safety_checker": checker}, options=options)
 
 
 def _write_pipeline(architecture: Architecture, folder: Path, seed: int, tell: Callable[[str], None]) -> None:
@@ -115,5 +135,8 @@ def _write_pipeline(architecture: Architecture, folder: Path, seed: int, tell: C
         count = sum(parameter.numel() for parameter in components[name].parameters())
         tell(f"{name}: {count / 1e6:,.1f} million parameters")
         _write_network(name, components[name], spec.library, folder / name, seed)
+    if (extractor := architecture.options["feature_extractor"]) is not None:
+        tell("feature_extractor")
+        extractor.save_pretrained(folder / "feature_extractor")
     pipeline = getattr(diffusers, architecture.pipeline)(**components, **architecture.options)
     pipeline.save_config(folder)

@@ -23,14 +23,16 @@ class ClassSpec:
     """A class of diffusers or transformers and the configuration that it is built from.
 
     Attributes:
-        library: the package that has the class.
+        library: the package whose kind of class it is: how it is made, saved and loaded.
         name: the class.
         config: its configuration; what it leaves out has the class's default.
+        module: where the class is; None for the package itself.
     """
 
     library: str
     name: str
     config: Mapping[str, Any]
+    module: str | None = None
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,7 @@ class Architecture:
         tokenizers: the tokenizers, by folder.
         scheduler: the sampler it is published with.
         options: what else the pipeline's class is given.
+        safety_checker: what it is published with to look at its images, where there is one.
     """
 
     pipeline: str
@@ -69,6 +72,7 @@ class Architecture:
             {"safety_checker": None, "feature_extractor": None, "requires_safety_checker": False}
         )
     )
+    safety_checker: ClassSpec | None = None
 
 
 def _unet(**changes: Any) -> ClassSpec:
@@ -138,6 +142,36 @@ def _clip_text(**changes: Any) -> ClassSpec:
     return ClassSpec("transformers", "CLIPTextModel", MappingProxyType(config | changes))
 
 
+def _safety_checker(**changes: Any) -> ClassSpec:
+    """Return the safety checker of Stable Diffusion 1.5 (the vision tower of CLIP ViT-L/14), the tower changed."""
+    vision = {
+        "attention_dropout": 0.0,
+        "hidden_act": "quick_gelu",
+        "hidden_size": 1024,
+        "image_size": 224,
+        "initializer_factor": 1.0,
+        "initializer_range": 0.02,
+        "intermediate_size": 4096,
+        "layer_norm_eps": 1e-05,
+        "num_attention_heads": 16,
+        "num_channels": 3,
+        "num_hidden_layers": 24,
+        "patch_size": 14,
+        "projection_dim": 512,
+    } | changes
+    config = {
+        "architectures": ["StableDiffusionSafetyChecker"],
+        "dtype": "float32",
+        "initializer_factor": 1.0,
+        "logit_scale_init_value": 2.6592,
+        "projection_dim": 768,
+        "text_config": {"hidden_size": 768, "intermediate_size": 3072, "num_attention_heads": 12},
+        "vision_config": vision,
+    }
+    module = "diffusers.pipelines.stable_diffusion"
+    return ClassSpec("transformers", "StableDiffusionSafetyChecker", MappingProxyType(config), module)
+
+
 def _scheduler(name: str, **changes: Any) -> ClassSpec:
     """Return the noise schedule of Stable Diffusion, changed, under the scheduler class `name`."""
     config = {
@@ -155,13 +189,19 @@ def _scheduler(name: str, **changes: Any) -> ClassSpec:
 
 
 def _stable_diffusion(
-    unet: ClassSpec, vae: ClassSpec, text_encoder: ClassSpec, scheduler: ClassSpec, pad_token: str
+    unet: ClassSpec,
+    vae: ClassSpec,
+    text_encoder: ClassSpec,
+    scheduler: ClassSpec,
+    pad_token: str,
+    safety_checker: ClassSpec | None = None,
 ) -> Architecture:
     return Architecture(
         "StableDiffusionPipeline",
         MappingProxyType({"unet": unet, "vae": vae, "text_encoder": text_encoder}),
         MappingProxyType({"tokenizer": TokenizerSpec(pad_token)}),
         scheduler,
+        safety_checker=safety_checker,
     )
 
 
@@ -208,9 +248,16 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
             ),
             _scheduler("PNDMScheduler"),
             "<|endoftext|>",
+            _safety_checker(
+                hidden_size=64,
+                intermediate_size=256,
+                num_attention_heads=4,
+                num_hidden_layers=2,
+                patch_size=32,
+            ),
         ),
         "sd15": _stable_diffusion(
-            _unet(), _vae(), _clip_text(), _scheduler("PNDMScheduler"), pad_token="<|endoftext|>"
+            _unet(), _vae(), _clip_text(), _scheduler("PNDMScheduler"), "<|endoftext|>", _safety_checker()
         ),
         "sd21": _stable_diffusion(
             _unet(**_UNET_2_1, sample_size=96, upcast_attention=True),

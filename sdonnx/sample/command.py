@@ -17,6 +17,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--arch", required=True, help=f"one of {', '.join(ARCHITECTURES)}")
     parser.add_argument("-o", "--output", required=True, type=Path, help="the folder to write")
     parser.add_argument("--seed", type=int, default=0, help="of the weights (default 0)")
+    parser.add_argument(
+        "--safety_checker", action="store_true", help="also write the safety checker that it is published with"
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace the output if a pipeline is there")
     add_debug(parser)
 
@@ -28,6 +31,7 @@ def run(options: argparse.Namespace) -> int:
         options.arch,
         options.output,
         options.seed,
+        safety_checker=options.safety_checker,
         overwrite=options.overwrite,
         progress=lambda text: out.print(text, style="dim"),
     )

@@ -56,7 +56,7 @@ def _scales(module: torch.nn.Module) -> Iterator[tuple[str, torch.Size, float, f
             mean = 0.0
             if key.endswith("bias"):
                 std = _BIAS_STD
-            elif isinstance(owner, nn.Embedding):
+            elif isinstance(owner, nn.Embedding) or key == "class_embedding":
                 std = _EMBEDDING_STD
             elif parameter.ndim == 1:
                 mean, std = 1.0, _NORM_STD

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import shlex
 import sys
 from collections.abc import Callable, Iterator
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 Note = Callable[[str, dict[str, Any]], None]
+Build = Callable[[str], tuple[Path, Path]]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -34,3 +36,21 @@ def note(request: pytest.FixtureRequest) -> Iterator[Note]:
             "environment": environment(),
         }
         append_json(path, record)
+
+
+@pytest.fixture(scope="session")
+def build(tmp_path_factory: pytest.TempPathFactory) -> Build:
+    """Make a sample of an architecture and optimize it to fp16, once; return both folders."""
+    from sdonnx.export.pipeline import export_pipeline
+    from sdonnx.optimize import optimize_folder
+    from sdonnx.sample import write_sample
+
+    @functools.cache
+    def make(arch: str) -> tuple[Path, Path]:
+        work = tmp_path_factory.mktemp(arch)
+        write_sample(arch, work / "source")
+        export_pipeline(work / "source", work / "onnx")
+        optimize_folder(work / "onnx", work / "fp16", float16=True)
+        return work / "source", work / "fp16"
+
+    return make

@@ -1,0 +1,30 @@
+"""The graphs that the run-time replays, built around optimized components.
+
+Each reads the weight file of the component that it wraps and adds no weights.
+
+- text: token ids to the hidden states of any layer
+- step: batch doubling for guidance, the denoiser, guidance, the sampler's update and what a mask keeps.
+  A sampler is a matrix for each call (`sdonnx.samplers`), so that one graph serves all of them.
+- encode: an image to latents, drawn from the VAE's distribution, with and without noise
+- decode: latents to pixels as bytes, so that only bytes leave the device
+- check: images, as CLIP sees them, to whether the safety checker knows what they show
+"""
+
+from __future__ import annotations
+
+from sdonnx.compose.check import compose_check
+from sdonnx.compose.images import compose_decode, compose_encode
+from sdonnx.compose.step import compose_step
+from sdonnx.compose.text import compose_text
+from sdonnx.families import Role
+
+__all__ = ["COMPOSED", "compose_check", "compose_decode", "compose_encode", "compose_step", "compose_text"]
+
+# The file beside each component's model, and what makes it.
+COMPOSED = {
+    Role.TEXT_ENCODER: ("text.onnx", compose_text),
+    Role.DENOISER: ("step.onnx", compose_step),
+    Role.IMAGE_ENCODER: ("encode.onnx", compose_encode),
+    Role.IMAGE_DECODER: ("decode.onnx", compose_decode),
+    Role.SAFETY_CHECKER: ("check.onnx", compose_check),
+}

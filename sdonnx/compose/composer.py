@@ -1,0 +1,95 @@
+"""What the composed graphs are written with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from sdonnx.graph.edit import constant
+
+__all__ = ["FLOAT", "INT64", "Composer", "give_out", "input_of", "take_over", "tensor"]
+
+FLOAT, INT64 = ir.DataType.FLOAT, ir.DataType.INT64
+
+
+class Composer:
+    """Adds nodes before or after those of a graph."""
+
+    def __init__(self, model: ir.Model, *, before: bool) -> None:
+        self.graph = model.graph
+        self._anchor = next(iter(model.graph)) if before else None
+
+    def op(
+        self, op_type: str, *inputs: ir.Value | None, dtype: ir.DataType | None = None, **attributes: Any
+    ) -> ir.Value:
+        """Add a node with one output, of the type of its first input unless told, and return the output."""
+        return self.multi(op_type, 1, *inputs, dtype=dtype, **attributes)[0]
+
+    def multi(
+        self, op_type: str, outputs: int, *inputs: ir.Value | None, dtype: ir.DataType | None = None, **attributes: Any
+    ) -> Sequence[ir.Value]:
+        """Add a node with several outputs of one type and return them."""
+        node = ir.node(op_type, list(inputs), attributes, num_outputs=outputs)
+        kind = dtype if dtype is not None else next(value.dtype for value in inputs if value is not None)
+        if kind is not None:
+            for output in node.outputs:
+                output.type = ir.TensorType(kind)
+        if self._anchor is not None:
+            self._anchor.prepend(node)
+        else:
+            self.graph.append(node)
+        return node.outputs
+
+    def integers(self, *values: int) -> ir.Value:
+        """Return a constant vector of int64."""
+        name = "integers_" + "_".join(str(value).replace("-", "m") for value in values)
+        return constant(self.graph, values, np.int64, name)
+
+    def index(self, value: int) -> ir.Value:
+        """Return a constant number of int64."""
+        return constant(self.graph, value, np.int64, f"index_{value}")
+
+    def number(self, value: float, name: str) -> ir.Value:
+        """Return a constant number of float32."""
+        return constant(self.graph, value, np.float32, name)
+
+    def cast(self, value: ir.Value, dtype: ir.DataType) -> ir.Value:
+        """Return the value in that type."""
+        return value if value.dtype == dtype else self.op("Cast", value, dtype=dtype, to=dtype)
+
+    def columns(self, row: ir.Value, start: int, end: int | None = None) -> ir.Value:
+        """Return columns of a matrix, to its last one unless `end` tells."""
+        return self.op(
+            "Slice",
+            row,
+            self.integers(start),
+            self.integers(np.iinfo(np.int64).max if end is None else end),
+            self.integers(1),
+        )
+
+
+def tensor(name: str, dtype: ir.DataType, shape: Sequence[int | str]) -> ir.Value:
+    """Return a graph input of that name, type and shape."""
+    return ir.Value(name=name, type=ir.TensorType(dtype), shape=ir.Shape(shape))
+
+
+def input_of(graph: ir.Graph, name: str) -> ir.Value:
+    """Return the graph's input of that name."""
+    return next(value for value in graph.inputs if value.name == name)
+
+
+def take_over(graph: ir.Graph, name: str, source: ir.Value) -> None:
+    """Let the nodes that read the graph's input `name` read `source`, and drop the input."""
+    value = input_of(graph, name)
+    value.replace_all_uses_with(source)
+    graph.inputs.remove(value)
+
+
+def give_out(graph: ir.Graph, value: ir.Value, name: str, shape: Sequence[int | str] | ir.Shape | None) -> None:
+    """Make the value an output of that name and shape."""
+    value.name = name
+    value.shape = ir.Shape(shape) if shape is not None else None
+    graph.outputs.append(value)

@@ -1,0 +1,116 @@
+"""The step graph: one call of the denoiser and all that the sampler does around it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import onnx_ir as ir
+
+from sdonnx.compose.composer import FLOAT, INT64, Composer, give_out, input_of, take_over, tensor
+from sdonnx.errors import FolderError
+from sdonnx.samplers import STATE_ROWS
+from sdonnx.samplers.parameters import HEADER, matrix_start
+
+__all__ = ["compose_step"]
+
+_BOOL = ir.DataType.BOOL
+
+
+def compose_step(model: ir.Model, config: Mapping[str, Any]) -> None:
+    """Turn a denoiser's graph into the step graph, in place.
+
+    Inputs, with R = STATE_ROWS and G = 2 with guidance, 1 without:
+
+    - `state` (R,B,C,H,W) float32: row 0 the latents, the rest the sampler's history
+    - `noise` (B,C,H,W) float32: fresh noise, for samplers that add some
+    - `parameters` (calls, P) float32: a row for each call, see `sdonnx.samplers.parameters`
+    - `call` (1) int64: the row of this call
+    - `encoder_hidden_states` (G*B,S,D): unconditional prompts first
+    - `background` (2,B,C,H,W) float32: clean latents and the noise that goes with them
+    - `keeps` (R,B,C,H,W) bool: where the background stands in place of what was computed
+    - `mask` (B,1,H,W), `masked_latents` (B,C,H,W) float32: only of denoisers that were trained to inpaint, which
+      see them beside the latents (diffusers: StableDiffusionInpaintPipeline with a UNet of 2C + 1 channels)
+
+    Outputs: `new_state`, as `state`, and `next_call`, as `call`. Either may be written over its
+    input: every node that reads the input comes, by data, before the one that writes the output.
+
+    Args:
+        model: the optimized denoiser: `sample, timestep, encoder_hidden_states -> out_sample`.
+        config: its configuration.
+
+    Raises:
+        FolderError: the denoiser takes or gives channels that are not known.
+    """
+    graph = model.graph
+    channels, inpaints = _channels(config)
+    latent_shape: list[int | str] = ["batch", channels, "height", "width"]
+    state = tensor("state", FLOAT, [STATE_ROWS, *latent_shape])
+    noise = tensor("noise", FLOAT, latent_shape)
+    parameters = tensor("parameters", FLOAT, ["calls", "row"])
+    call = tensor("call", INT64, [1])
+    background = tensor("background", FLOAT, [2, *latent_shape])
+    keeps = tensor("keeps", _BOOL, [STATE_ROWS, *latent_shape])
+    seen: list[ir.Value] = []
+    if inpaints:
+        seen = [tensor("mask", FLOAT, ["batch", 1, "height", "width"]), tensor("masked_latents", FLOAT, latent_shape)]
+    hidden = input_of(graph, "encoder_hidden_states")
+    sample = input_of(graph, "sample")
+    assert sample.dtype is not None
+
+    add = Composer(model, before=True)
+    row = add.op("Gather", parameters, call, axis=0)
+    timestep = add.op("Reshape", add.columns(row, 1, 2), add.integers(1))
+    scale = add.op("Reshape", add.columns(row, 2, 3), add.integers(1))
+    latents = add.op("Gather", state, add.index(0), axis=0)
+    image = add.op("Mul", latents, scale)
+    if inpaints:
+        image = add.op("Concat", image, *seen, axis=1)
+    # G copies: the batch of the prompts over that of the latents.
+    batch = add.op("Shape", noise, dtype=INT64, start=0, end=1)
+    copies = add.op("Div", add.op("Shape", hidden, dtype=INT64, start=0, end=1), batch)
+    sizes = add.op("Concat", copies, add.op("Shape", image, dtype=INT64), axis=0)
+    repeated = add.op("Expand", image, sizes)
+    flat = add.op("Concat", add.integers(-1), add.op("Shape", image, dtype=INT64, start=1), axis=0)
+    doubled = add.cast(add.op("Reshape", repeated, flat), sample.dtype)
+    take_over(graph, "sample", doubled)
+    take_over(graph, "timestep", timestep)
+
+    prediction = graph.outputs[0]
+    graph.outputs.clear()
+    add = Composer(model, before=False)
+    per_copy = add.op("Reshape", add.cast(prediction, FLOAT), add.op("Concat", copies, add.integers(-1), axis=0))
+    rows = [
+        add.op("Reshape", state, add.integers(STATE_ROWS, -1)),
+        add.op("Reshape", noise, add.integers(1, -1)),
+        per_copy,
+    ]
+    matrix = add.op("Reshape", add.columns(row, matrix_start()), add.integers(STATE_ROWS, -1))
+    updated = add.op("MatMul", matrix, add.op("Concat", *rows, axis=0))
+    weights = add.op("Reshape", add.columns(row, HEADER, matrix_start()), add.integers(STATE_ROWS, 2))
+    kept = add.op("MatMul", weights, add.op("Reshape", background, add.integers(2, -1)))
+    flat_keeps = add.op("Reshape", keeps, add.integers(STATE_ROWS, -1))
+    chosen = add.op("Where", flat_keeps, kept, updated, dtype=FLOAT)
+    new_state = add.op("Reshape", chosen, add.op("Shape", state, dtype=INT64))
+    # From the row, not call + 1: it must not be written before the row was read.
+    next_call = add.op("Cast", add.op("Reshape", add.columns(row, 0, 1), add.integers(1)), dtype=INT64, to=INT64)
+    give_out(graph, new_state, "new_state", state.shape)
+    give_out(graph, next_call, "next_call", call.shape)
+    graph.inputs.clear()
+    graph.inputs.extend([state, noise, parameters, call, hidden, background, keeps, *seen])
+    graph.name = "step"
+
+
+def _channels(config: Mapping[str, Any]) -> tuple[int, bool]:
+    """Return the number of latent channels, and whether the denoiser was trained to inpaint."""
+    given = int(config["in_channels"])
+    channels = int(config.get("out_channels", given))
+    if given == channels:
+        return channels, False
+    if given == 2 * channels + 1:
+        return channels, True
+    raise FolderError(
+        f"the denoiser takes {given} channels and gives {channels}",
+        f"{channels} in, or {2 * channels + 1} of one that was trained to inpaint",
+        "use a pipeline whose denoiser neither learns the variance nor takes an image beside the latents",
+    )

@@ -1,0 +1,186 @@
+"""What must hold of the nodes of a graph as it stands in a file: an opset, operators and an order that ONNX knows."""
+
+from __future__ import annotations
+
+import graphlib
+from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
+
+import onnx
+import onnx_ir as ir
+
+from sdonnx.errors import FolderError
+from sdonnx.graph.prepare import OPSET
+
+__all__ = [
+    "OLDEST_OPSET",
+    "graphs_of",
+    "require_deterministic",
+    "require_graph",
+    "require_operators",
+    "require_opset",
+]
+
+OLDEST_OPSET = 14
+
+_DEFAULT_DOMAINS = ("", "ai.onnx")
+# ONNX Runtime 1.31 has no kernels of their versions of opset 22, and OPSET is later.
+_RANDOM = frozenset(
+    {"Bernoulli", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike"}
+)
+
+
+def require_opset(path: Path, proto: onnx.ModelProto) -> None:
+    """Raise unless the graph has one opset, of those that are rewritten here.
+
+    Raises:
+        FolderError: it has none, another or several.
+    """
+    versions = sorted({entry.version for entry in proto.opset_import if entry.domain in _DEFAULT_DOMAINS})
+    if len(versions) == 1 and OLDEST_OPSET <= versions[0] <= OPSET:
+        return
+    found = f"opset {' and '.join(map(str, versions))}" if versions else "no opset of ONNX's own operators"
+    raise FolderError(
+        f"{path} has {found}",
+        f"one from {OLDEST_OPSET} to {OPSET}",
+        "export again with opset_version=17 for TorchScript, or 18 with dynamo=True",
+    )
+
+
+def _subgraphs(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
+    for attribute in node.attribute:
+        if attribute.HasField("g"):
+            yield attribute.g
+        yield from attribute.graphs
+
+
+def graphs_of(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
+    """Yield the graph and all that its nodes hold."""
+    yield graph
+    for node in graph.node:
+        for inner in _subgraphs(node):
+            yield from graphs_of(inner)
+
+
+def require_operators(path: Path, proto: onnx.ModelProto) -> None:
+    """Raise for an operator that ONNX's own domain lacks; those of other domains are for the runtime to know.
+
+    Raises:
+        FolderError: there is one, or one that is not about tensors.
+    """
+    (opset,) = {entry.version for entry in proto.opset_import if entry.domain in _DEFAULT_DOMAINS}
+    known = {function.name for function in proto.functions if function.domain in _DEFAULT_DOMAINS}
+    nodes = [node for graph in graphs_of(proto.graph) for node in graph.node if node.domain in _DEFAULT_DOMAINS]
+    for op_type in sorted({node.op_type for node in nodes} - known):
+        if "Sequence" in op_type or op_type.startswith("Optional"):
+            raise FolderError(
+                f"{path} has the operator {op_type!r}, which is not about tensors", "tensors alone", "export it again"
+            )
+        try:
+            onnx.defs.get_schema(op_type, max_inclusive_version=opset)
+        except onnx.defs.SchemaError as error:
+            raise FolderError(
+                f"{path} has the operator {op_type!r}, which opset {opset} of ONNX lacks",
+                "ONNX's operators, or a custom one in a domain of its own",
+                "export it again without it, or with a domain",
+            ) from error
+
+
+def require_deterministic(path: Path, model: ir.Model) -> None:
+    """Raise for an operator that draws random numbers.
+
+    Raises:
+        FolderError: there is one.
+    """
+    nodes = [node for node in model.graph.all_nodes() if node.domain in _DEFAULT_DOMAINS]
+    for op_type in sorted({node.op_type for node in nodes} & _RANDOM):
+        raise FolderError(
+            f"{path} has the operator {op_type!r}, which draws random numbers",
+            "noise as an input, or none: ONNX Runtime cannot draw it in the opset of fused graphs",
+            "export it again without it; a VAE encoder gives the parameters of its distribution",
+        )
+
+
+def require_graph(path: Path, graph: onnx.GraphProto, outer: frozenset[str] = frozenset()) -> None:
+    """Raise unless each value is made once, from values that are made before it.
+
+    Args:
+        path: the file.
+        graph: the graph in it, or a subgraph.
+        outer: the names that a subgraph may read from around it.
+
+    Raises:
+        FolderError: a value is made twice, by nothing, or too late; or nodes form a cycle.
+    """
+    inputs = [value.name for value in graph.input]
+    weights = [tensor.name for tensor in graph.initializer]
+    weights += [tensor.values.name for tensor in graph.sparse_initializer]
+    made = [name for node in graph.node for name in node.output if name]
+    for kind, names in (("input", inputs), ("initializer", weights)):
+        _require_once(path, f"the {kind}", names)
+    _require_once(path, "the value", [*{*inputs, *weights}, *made])
+    _require_once(path, "the output", [value.name for value in graph.output])
+    present = outer | {*inputs, *weights}
+    known = set(present)
+    for node in graph.node:
+        for name in _reads(node):
+            if name not in known:
+                _refuse_order(path, graph, node, name, present)
+        for inner in _subgraphs(node):
+            require_graph(path, inner, frozenset(known))
+        known.update(node.output)
+    for value in graph.output:
+        if value.name not in known:
+            raise FolderError(
+                f"{path} has the output {value.name!r}, which nothing makes", "a node that does", "export it again"
+            )
+
+
+def _require_once(path: Path, kind: str, names: Sequence[str]) -> None:
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
+            raise FolderError(f"{path} has {kind} {name!r} twice", "a name of its own for each", "export it again")
+        seen.add(name)
+
+
+def _reads(node: onnx.NodeProto) -> list[str]:
+    """Return what a node reads, what its subgraphs take from around them included."""
+    names = [name for name in node.input if name]
+    for graph in _subgraphs(node):
+        own = {value.name for value in graph.input} | {tensor.name for tensor in graph.initializer}
+        own |= {tensor.values.name for tensor in graph.sparse_initializer}
+        own |= {name for inner in graph.node for name in inner.output}
+        inside = [name for inner in graph.node for name in _reads(inner)]
+        names += [name for name in (*inside, *(value.name for value in graph.output)) if name not in own]
+    return names
+
+
+def _refuse_order(
+    path: Path, graph: onnx.GraphProto, reader: onnx.NodeProto, name: str, present: Collection[str]
+) -> None:
+    """Raise for a node that reads what no node before it makes: none does, a later one does, or they form a cycle."""
+    makers = {output: index for index, node in enumerate(graph.node) for output in node.output if output}
+    if name not in makers and name not in present:
+        raise FolderError(
+            f"{path} has the node {_called(reader)}, which reads {name!r}, and nothing makes it",
+            "a node, an input or an initializer of that name",
+            "export it again",
+        )
+    order = graphlib.TopologicalSorter(
+        {index: {makers[read] for read in _reads(node) if read in makers} for index, node in enumerate(graph.node)}
+    )
+    try:
+        order.prepare()
+    except graphlib.CycleError as error:
+        cycle = " <- ".join(_called(graph.node[index]) for index in error.args[1][:4])
+        raise FolderError(f"{path} has a cycle ({cycle})", "a graph without cycles", "export it again") from error
+    raise FolderError(
+        f"{path} has the node {_called(reader)} before the one that makes {name!r}",
+        "nodes in the order in which they can run",
+        "sort them with onnx_ir.passes.common.TopologicalSortPass, or export it again",
+    )
+
+
+def _called(node: onnx.NodeProto) -> str:
+    return repr(node.name or f"{node.op_type} of {', '.join(node.output)}")

@@ -1,0 +1,243 @@
+"""Buffers and captured graphs, one set for each size; the least recently used go first."""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from onnxruntime import OrtValue
+
+from sdonnx.families import Role
+from sdonnx.runtime.graphs import GraphSet
+from sdonnx.runtime.session import Run
+from sdonnx.samplers import STATE_ROWS
+from sdonnx.samplers.parameters import MOST_CALLS, row_size
+
+__all__ = ["CaptureReport", "Captures", "Shape", "SizeBuffers"]
+
+_FLOAT = np.float32
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a captured graph depends on.
+
+    Attributes:
+        batch: images.
+        height: of the latents.
+        width: of the latents.
+        guided: whether the denoiser runs on two copies.
+        tokens: length of the prompts.
+    """
+
+    batch: int
+    height: int
+    width: int
+    guided: bool
+    tokens: int
+
+    @property
+    def copies(self) -> int:
+        """How often the batch runs through the denoiser at each call."""
+        return 2 if self.guided else 1
+
+
+@dataclass(frozen=True)
+class CaptureReport:
+    """What one size costs.
+
+    Attributes:
+        batch: images.
+        height: in pixels.
+        width: in pixels.
+        guided: whether guidance doubles the batch.
+        first_run_s: seconds that the first run of its graphs took, in which kernels are chosen.
+        capture_s: seconds that recording them took.
+        buffer_bytes: memory of its inputs and outputs.
+    """
+
+    batch: int
+    height: int
+    width: int
+    guided: bool
+    first_run_s: float
+    capture_s: float
+    buffer_bytes: int
+
+
+@dataclass
+class SizeBuffers:
+    """The buffers and runs of one size, each by the name that its graph gives it."""
+
+    shape: Shape
+    graphs: GraphSet
+    channels: int
+    factor: int
+    first_run_s: float = 0.0
+    capture_s: float = 0.0
+    buffers: dict[str, OrtValue] = field(default_factory=dict)
+    _runs: dict[Role, Run] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Make the buffers that every image needs."""
+        shape, device = self.shape, self.graphs.device
+        step = self.graphs.get(Role.DENOISER)
+        width = int(step.shape("encoder_hidden_states")[2])
+        prompts = (shape.batch * shape.copies, shape.tokens)
+        zeros: dict[str, npt.NDArray[Any]] = {
+            "input_ids": np.zeros(prompts, np.int32),
+            "skips": np.zeros(1, np.int64),
+            "encoder_hidden_states": np.zeros((*prompts, width), step.dtype("encoder_hidden_states")),
+            "state": np.zeros((STATE_ROWS, *self.latents), _FLOAT),
+            "noise": np.zeros(self.latents, _FLOAT),
+            "parameters": np.zeros((MOST_CALLS, row_size(shape.copies)), _FLOAT),
+            "call": np.zeros(1, np.int64),
+            "background": np.zeros((2, *self.latents), _FLOAT),
+            "keeps": np.zeros((STATE_ROWS, *self.latents), np.bool_),
+        }
+        if "mask" in step.inputs:
+            zeros["mask"] = np.zeros((shape.batch, 1, shape.height, shape.width), _FLOAT)
+            zeros["masked_latents"] = np.zeros(self.latents, _FLOAT)
+        self.buffers |= {name: device.upload(values) for name, values in zeros.items()}
+        self.buffers["images"] = device.empty(self.pixels, np.uint8)
+        self.buffers["sample"] = device.empty(self.pixels, _FLOAT)
+
+    @property
+    def latents(self) -> tuple[int, int, int, int]:
+        """Shape (B,C,H,W) of the latents."""
+        return (self.shape.batch, self.channels, self.shape.height, self.shape.width)
+
+    @property
+    def pixels(self) -> tuple[int, int, int, int]:
+        """Shape (B,H,W,3) of the images."""
+        return (self.shape.batch, self.shape.height * self.factor, self.shape.width * self.factor, 3)
+
+    def put(self, name: str, values: npt.NDArray[Any]) -> None:
+        """Write values into a buffer; nothing that runs may be reading it."""
+        self.buffers[name].update_inplace(np.ascontiguousarray(values))
+
+    def read(self, name: str) -> npt.NDArray[Any]:
+        """Wait for the device and return a copy of a buffer's values."""
+        self.graphs.device.synchronize()
+        values: npt.NDArray[Any] = self.buffers[name].numpy()
+        return values.copy()  # on the CPU it is the buffer itself, and the next image goes there
+
+    def capture(self) -> None:
+        """Capture the graphs that stay loaded.
+
+        The decoder first: its tensors are the largest, and the others fit into the memory that it leaves.
+        """
+        runs = [
+            self._run(role)
+            for role in (Role.IMAGE_DECODER, Role.TEXT_ENCODER, Role.DENOISER)
+            if self.graphs.stays(role)
+        ]
+        start = time.perf_counter()
+        for run in runs:
+            run.prepare()
+        prepared = time.perf_counter()
+        for run in runs:
+            run.capture()
+        self.first_run_s, self.capture_s = prepared - start, time.perf_counter() - prepared
+
+    def release(self) -> None:
+        """Give the captured graphs back."""
+        for run in self._runs.values():
+            run.release()
+        self._runs.clear()
+
+    def run(self, role: Role) -> None:
+        """Run a graph; a graph that does not stay loaded is given back after it."""
+        self._run(role)()
+        if not self.graphs.stays(role):
+            self.graphs.device.synchronize()
+            self._runs.pop(role)
+            self.graphs.done(role)
+
+    def encode(self, values: Mapping[str, npt.NDArray[Any]]) -> None:
+        """Run the encode graph on new inputs: see `sdonnx.compose.images`."""
+        for name, array in values.items():
+            if f"encode_{name}" in self.buffers:
+                self.put(f"encode_{name}", array)
+            else:
+                self.buffers[f"encode_{name}"] = self.graphs.device.upload(array)
+        for name in ("clean", "noised"):
+            self.buffers.setdefault(name, self.graphs.device.empty(self.latents, _FLOAT))
+        if self.graphs.stays(Role.IMAGE_ENCODER):
+            self._run(Role.IMAGE_ENCODER).capture()
+        self.run(Role.IMAGE_ENCODER)
+
+    def report(self) -> CaptureReport:
+        """Return what the size costs."""
+        shape, size = self.shape, sum(buffer.tensor_size_in_bytes() for buffer in self.buffers.values())
+        _, height, width, _ = self.pixels
+        return CaptureReport(shape.batch, height, width, shape.guided, self.first_run_s, self.capture_s, size)
+
+    def _run(self, role: Role) -> Run:
+        if role not in self._runs:
+            self._runs[role] = self.graphs.get(role).bind(self._bound(role))
+        return self._runs[role]
+
+    def _bound(self, role: Role) -> Mapping[str, OrtValue | tuple[OrtValue, Sequence[int]]]:
+        held, graph = self.buffers, self.graphs.get(role)
+        if role is Role.DENOISER:
+            # Written over the inputs: see compose_step.
+            written = {"new_state": held["state"], "next_call": held["call"]}
+            return {name: held[name] for name in graph.inputs} | written
+        if role is Role.TEXT_ENCODER:
+            return {name: held[name] for name in graph.inputs} | {"hidden_states": held["encoder_hidden_states"]}
+        if role is Role.IMAGE_DECODER:
+            return {"latents": (held["state"], self.latents), "images": held["images"], "sample": held["sample"]}
+        inputs = {name: held[f"encode_{name}"] for name in graph.inputs}
+        return inputs | {"latents": held["clean"], "noised": held["noised"]}
+
+
+class Captures:
+    """The sizes that are captured, the least recently used first to go.
+
+    Args:
+        graphs: the graphs.
+        channels: of the latents.
+        factor: pixels for each latent.
+        most: how many sizes stay.
+    """
+
+    def __init__(self, graphs: GraphSet, channels: int, factor: int, most: int) -> None:
+        self._graphs, self._channels, self._factor, self._most = graphs, channels, factor, most
+        self._sizes: OrderedDict[Shape, SizeBuffers] = OrderedDict()
+
+    def get(self, shape: Shape) -> SizeBuffers:
+        """Return the buffers and runs of a size, captured.
+
+        Raises:
+            DeviceMemoryError: the device has too little memory for it; the other sizes stay.
+        """
+        if shape in self._sizes:
+            self._sizes.move_to_end(shape)
+            return self._sizes[shape]
+        while len(self._sizes) >= self._most:
+            _, oldest = self._sizes.popitem(last=False)
+            oldest.release()
+        made = SizeBuffers(shape, self._graphs, self._channels, self._factor)
+        try:
+            made.capture()
+        except BaseException:
+            made.release()
+            raise
+        self._sizes[shape] = made
+        return made
+
+    def reports(self) -> list[CaptureReport]:
+        """Return what each size costs, the least recently used first."""
+        return [size.report() for size in self._sizes.values()]
+
+    def close(self) -> None:
+        """Give every captured graph back."""
+        for size in self._sizes.values():
+            size.release()
+        self._sizes.clear()

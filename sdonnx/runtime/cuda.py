@@ -1,0 +1,129 @@
+"""The few calls of the CUDA runtime that ONNX Runtime's Python interface lacks: a stream, free memory, a copy.
+
+The library is the one that ONNX Runtime itself has loaded by then.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import onnxruntime
+
+from sdonnx.errors import ProviderError
+
+__all__ = ["Cuda", "cuda", "small_workspaces"]
+
+_LIBRARY = "libcudart.so.13"
+_DEVICE_TO_DEVICE = 3
+_NON_BLOCKING = 1
+
+# cuBLAS takes 32 MB a handle on sm_90 by default, and ONNX Runtime makes two handles for each session. Two of
+# 4 MB cost no speed (docs/decisions.md).
+_WORKSPACE = ("CUBLAS_WORKSPACE_CONFIG", ":4096:2")
+
+
+class Cuda:
+    """The CUDA runtime for one device, with the one stream that all graphs run on.
+
+    Graphs share their scratch memory, which is safe because they follow one another on this stream.
+
+    Args:
+        index: the number of the GPU.
+
+    Attributes:
+        recording: held while a CUDA graph is recorded: no other thread may touch the stream then.
+
+    Raises:
+        ProviderError: the library or the device cannot be used.
+    """
+
+    def __init__(self, index: int) -> None:
+        try:
+            self._library = ctypes.CDLL(_LIBRARY)
+        except OSError as error:
+            raise ProviderError(
+                f"{_LIBRARY} could not be loaded ({error})", "the CUDA libraries", "pip install 'sdonnx[cuda]'"
+            ) from error
+        self.index = index
+        self.use()
+        stream = ctypes.c_void_p()
+        self._check(self._library.cudaStreamCreateWithFlags(ctypes.byref(stream), _NON_BLOCKING))
+        self._stream = stream
+        self.recording = threading.Lock()
+
+    @property
+    def stream(self) -> int:
+        """The address of the stream."""
+        return self._stream.value or 0
+
+    def use(self) -> None:
+        """Make the device the calling thread's."""
+        self._check(self._library.cudaSetDevice(self.index))
+
+    def synchronize(self) -> None:
+        """Wait until everything on the stream is done."""
+        self._check(self._library.cudaStreamSynchronize(self._stream))
+
+    def memory(self) -> tuple[int, int]:
+        """Return the free memory of the device and all of it, in bytes."""
+        free, total = ctypes.c_size_t(), ctypes.c_size_t()
+        self._check(self._library.cudaMemGetInfo(ctypes.byref(free), ctypes.byref(total)))
+        return free.value, total.value
+
+    def copy(self, target: int, source: int, size: int) -> None:
+        """Copy `size` bytes between two addresses of the device and wait for it."""
+        self._check(
+            self._library.cudaMemcpyAsync(
+                ctypes.c_void_p(target),
+                ctypes.c_void_p(source),
+                ctypes.c_size_t(size),
+                _DEVICE_TO_DEVICE,
+                self._stream,
+            )
+        )
+        self.synchronize()
+
+    def _check(self, status: int) -> None:
+        if status:
+            self._library.cudaGetErrorString.restype = ctypes.c_char_p
+            reason = self._library.cudaGetErrorString(status).decode()
+            raise ProviderError(
+                f"CUDA says {reason!r} for GPU {self.index}", "a GPU that can be used", "check nvidia-smi"
+            )
+
+
+@functools.cache
+def cuda(index: int) -> Cuda:
+    """Return the CUDA runtime for a device, one for the whole process, its scratch memory registered.
+
+    ONNX Runtime keeps the scratch memory of a device for as long as the process lives.
+    """
+    runtime = Cuda(index)
+    info = onnxruntime.OrtMemoryInfo(
+        "Cuda", onnxruntime.OrtAllocatorType.ORT_ARENA_ALLOCATOR, index, onnxruntime.OrtMemType.DEFAULT
+    )
+    # 1 is kSameAsRequested: doubling at each growth would hold up to twice what is used.
+    arena = onnxruntime.OrtArenaCfg({"max_mem": 0, "arena_extend_strategy": 1})
+    onnxruntime.create_and_register_allocator_v2(
+        "CUDAExecutionProvider", info, {"device_id": str(index), "user_compute_stream": str(runtime.stream)}, arena
+    )
+    return runtime
+
+
+@contextmanager
+def small_workspaces() -> Iterator[None]:
+    """Let cuBLAS handles that are made meanwhile take little memory, unless the user has said how much."""
+    name, value = _WORKSPACE
+    if name in os.environ:
+        yield
+        return
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        del os.environ[name]

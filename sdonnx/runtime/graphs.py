@@ -1,0 +1,80 @@
+"""The graphs of a folder, loaded when they are needed, and given back where memory is short."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from sdonnx.families import Family, Role
+from sdonnx.folder import PipelineFolder
+from sdonnx.runtime.session import Device, Graph, SessionSettings
+
+__all__ = ["GraphSet"]
+
+# What stands beside each component's model (`sdonnx.compose`).
+_FILES = {
+    Role.TEXT_ENCODER: "text.onnx",
+    Role.DENOISER: "step.onnx",
+    Role.IMAGE_ENCODER: "encode.onnx",
+    Role.IMAGE_DECODER: "decode.onnx",
+    Role.SAFETY_CHECKER: "check.onnx",
+}
+
+
+@dataclass
+class GraphSet:
+    """The graphs of a folder, by what they do.
+
+    Attributes:
+        folder: the optimized folder.
+        family: its family.
+        device: where the graphs run.
+        settings: what the caller set of ONNX Runtime.
+        low_memory: keep the denoiser alone; every other graph is loaded for each use.
+    """
+
+    folder: PipelineFolder
+    family: Family
+    device: Device
+    settings: SessionSettings
+    low_memory: bool
+    _loaded: dict[Role, Graph] = field(default_factory=dict)
+
+    def path(self, role: Role) -> Path:
+        """Return the file of a graph.
+
+        Raises:
+            FolderError: it is missing.
+        """
+        return self.folder.onnx_model(self.family.with_role(role).name, _FILES[role])
+
+    def config(self, role: Role) -> dict[str, Any]:
+        """Return the configuration of the component."""
+        return self.folder.config(self.family.with_role(role).name)
+
+    def stays(self, role: Role) -> bool:
+        """Tell whether a graph stays loaded, and may be captured."""
+        return role is Role.DENOISER or not self.low_memory
+
+    def get(self, role: Role) -> Graph:
+        """Return the graph, loaded.
+
+        Raises:
+            FolderError: the file is missing or ONNX Runtime refuses it.
+        """
+        if role not in self._loaded:
+            # The safety checker is bound anew for each image.
+            captures = self.stays(role) and role is not Role.SAFETY_CHECKER
+            self._loaded[role] = Graph(self.path(role), self.device, capture=captures, settings=self.settings)
+        return self._loaded[role]
+
+    def done(self, role: Role) -> None:
+        """Give the graph's memory back if it is not to stay; what was bound to it is gone."""
+        if not self.stays(role):
+            self.device.synchronize()
+            self._loaded.pop(role, None)
+
+    def close(self) -> None:
+        """Give everything back."""
+        self._loaded.clear()

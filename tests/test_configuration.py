@@ -1,0 +1,293 @@
+"""Configurations read from graphs: those of whole components, small ones in every form, and near misses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnx.parser
+import pytest
+from graphs import Array, used
+from pipelines import COMPONENTS, refused
+
+from sdonnx.component import OpenedComponent, open_component
+from sdonnx.configuration import derive_configuration
+from sdonnx.errors import FolderError
+from sdonnx.families import FAMILIES
+from sdonnx.folder import PipelineFolder
+from sdonnx.graph.load import load_model
+from sdonnx.graph.prepare import prepare
+
+READ = {
+    "text_encoder": {"hidden_size", "num_hidden_layers"},
+    "unet": {"in_channels", "out_channels", "cross_attention_dim"},
+    "vae_encoder": {"latent_channels", "block_out_channels"},
+    "vae_decoder": {"latent_channels", "block_out_channels"},
+}
+
+
+@pytest.mark.parametrize("component", COMPONENTS)
+def test_our_own_export_tells_it_too(component: str, tiny_exported: Path) -> None:
+    path = tiny_exported / component / "model.onnx"
+    model = load_model(path)
+    prepare(model)
+    found = derive_configuration(path, model, FAMILIES[0].component(component)).config
+    original = json.loads((path.parent / "config.json").read_text())
+    assert {key: found[key] for key in READ[component]} == {key: original[key] for key in READ[component]}
+
+
+# --- denoisers ---
+
+_DENOISER = (
+    "(float[B,C,H,W] sample, float[B] timestep, float[B,S,D] encoder_hidden_states) => (float[B,E,H,W] out_sample)"
+)
+_DENOISING = """
+image = Conv(sample, w_in)
+time = Reshape(timestep, column)
+keys = MatMul(encoder_hidden_states, w_k)
+mean_key = ReduceMean<axes = [1], keepdims = 0>(keys)
+key = Unsqueeze(mean_key, last_axes)
+keyed = Add(image, key)
+timed = Add(keyed, time)
+out_sample = Conv(timed, w_out)
+"""
+_ONES: dict[str, Array] = {
+    "w_in": np.ones((8, 4, 1, 1), np.float32),
+    "w_grouped": np.ones((8, 2, 1, 1), np.float32),
+    "w_out": np.ones((5, 8, 1, 1), np.float32),
+    "w_k": np.ones((6, 8), np.float32),
+    "w_half": np.ones((6, 8), np.float16),
+    "w_turned": np.ones((8, 6), np.float32),
+    "w_other": np.ones((3, 8), np.float32),
+    "column": np.array([-1, 1, 1, 1]),
+    "rows": np.array([-1, 6]),
+    "three": np.array([0, -1, 3]),
+    "last_axes": np.array([2, 3]),
+    "flags": np.ones(5, bool),
+    "i0": np.array([0]),
+    "i2": np.array([2]),
+    "i8": np.array([8]),
+}
+
+
+def component_of(
+    folder: Path, component: str, signature: str, body: str, weights: dict[str, Array], opset: int = 17
+) -> OpenedComponent:
+    """Write a graph as a component without configuration, and open it."""
+    model = onnx.parser.parse_model(f'<ir_version: 8, opset_import: ["" : {opset}]> g {signature} {{ {body} }}')
+    chosen = used(body, weights)
+    model.graph.initializer.extend(onnx.numpy_helper.from_array(array, name) for name, array in chosen.items())
+    (folder / component).mkdir()
+    onnx.save(model, folder / component / "model.onnx")
+    specs = [*FAMILIES[0].components, *(each.spec for each in FAMILIES[0].optional)]
+    return open_component(PipelineFolder(folder, {}), {spec.name: spec for spec in specs}[component])
+
+
+KEYS = "keys = MatMul(encoder_hidden_states, w_k)"
+TOLD: dict[str, dict[str, str]] = {
+    "as it is": {},
+    "weights that are cast": {KEYS: "w = Cast<to = 1>(w_half) keys = MatMul(encoder_hidden_states, w)"},
+    "weights that are transposed": {
+        KEYS: "w = Transpose<perm = [1, 0]>(w_turned) keys = MatMul(encoder_hidden_states, w)"
+    },
+    "an input that is cast": {
+        KEYS: "double = Cast<to = 11>(encoder_hidden_states) single = Cast<to = 1>(double) keys = MatMul(single, w_k)"
+    },
+    "Gemm": {
+        KEYS: "flat = Reshape(encoder_hidden_states, rows) product = Gemm<transB = 1>(flat, w_turned) "
+        "shape = Shape(encoder_hidden_states) first = Slice(shape, i0, i2) target = Concat<axis = 0>(first, i8) "
+        "keys = Reshape(product, target)"
+    },
+    "a convolution in groups": {"Conv(sample, w_in)": "Conv<group = 2>(sample, w_grouped)"},
+    "sizes read on the way": {
+        "image = Conv(sample": "shape = Shape(sample) again = Reshape(sample, shape) image = Conv(again"
+    },
+}
+UNMET = "soft = Softmax(encoder_hidden_states) keys = MatMul(soft, w_k)"
+
+
+def denoiser(folder: Path, changes: dict[str, str], signature: str = _DENOISER) -> OpenedComponent:
+    body = _DENOISING
+    for old, new in changes.items():
+        assert body.count(old) == 1
+        body = body.replace(old, new)
+    return component_of(folder, "unet", signature, body, _ONES)
+
+
+@pytest.mark.parametrize("case", TOLD)
+def test_what_a_denoiser_tells(case: str, tmp_path: Path) -> None:
+    opened = denoiser(tmp_path, TOLD[case])
+    assert opened.config == {"in_channels": 4, "out_channels": 5, "cross_attention_dim": 6, "sample_size": 64}
+    assert not opened.written
+    (note,) = opened.notes
+    assert "sample_size 64 assumed" in note
+    assert "unet/config.json" in note
+
+
+def test_a_fixed_size_is_not_assumed(tmp_path: Path) -> None:
+    opened = denoiser(tmp_path, {}, _DENOISER.replace("H,W", "32,32"))
+    assert opened.config["sample_size"] == 32
+    assert "assumed" not in opened.notes[0]
+
+
+def test_a_declared_size_is_taken_where_no_weights_tell(tmp_path: Path) -> None:
+    changes = {KEYS: UNMET}
+    opened = denoiser(tmp_path, changes, _DENOISER.replace("S,D", "S,6"))
+    assert opened.config["cross_attention_dim"] == 6
+
+
+def test_a_declared_size_that_the_weights_contradict(tmp_path: Path) -> None:
+    with refused(FolderError, "unet/model.onnx", "sample of", "3", "4"):
+        denoiser(tmp_path, {}, _DENOISER.replace("B,C,H,W", "B,3,H,W"))
+
+
+MEAN = "mean_key = ReduceMean<axes = [1], keepdims = 0>(keys)"
+UNTOLD: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
+    "no weights meet the input": ({KEYS: UNMET}, ("cross_attention_dim", "no weights meet it")),
+    "weights disagree": (
+        {
+            KEYS: f"{KEYS} parts = Reshape(encoder_hidden_states, three) more = MatMul(parts, w_other)",
+            MEAN: "one = ReduceMean<axes = [1], keepdims = 0>(keys) other = ReduceMean<axes = [1], keepdims = 0>(more) "
+            "mean_key = Add(one, other)",
+        },
+        ("cross_attention_dim", "its weights take 3 and 6 of its input encoder_hidden_states"),
+    ),
+    "an output of unknown channels": (
+        {"out_sample = Conv(timed, w_out)": "every = Conv(timed, w_out) out_sample = Compress<axis = 1>(every, flags)"},
+        ("out_channels", "no fixed size"),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", UNTOLD)
+def test_what_a_denoiser_does_not_tell(case: str, tmp_path: Path) -> None:
+    changes, words = UNTOLD[case]
+    with refused(FolderError, "unet/config.json is missing", "put the original pipeline's unet/config.json", *words):
+        denoiser(tmp_path, changes)
+
+
+def test_a_graph_of_another_component_is_named_first(tmp_path: Path) -> None:
+    with refused(FolderError, "the inputs of", "give the graph of a vae_decoder"):
+        component_of(tmp_path, "vae_decoder", _DENOISER, _DENOISING, _ONES)
+
+
+# --- autoencoders ---
+
+_DECODER = "(float[B,C,H,W] latent_sample) => (float[B,D,h,w] sample)"
+_DECODING = """
+wide = Conv<pads = [1, 1, 1, 1]>(latent_sample, k16)
+large = Resize<mode = "nearest">(wide, , twice)
+half = Conv<pads = [1, 1, 1, 1]>(large, k8)
+larger = Resize<mode = "nearest">(half, , twice)
+quarter = Conv<pads = [1, 1, 1, 1]>(larger, k2)
+sample = Conv<pads = [1, 1, 1, 1]>(quarter, k3)
+"""
+_ENCODER = "(float[B,C,H,W] sample) => (float[B,D,h,w] latent_parameters)"
+_ENCODING = """
+full = Conv<pads = [1, 1, 1, 1]>(sample, k2s)
+half = Conv<strides = [2, 2], pads = [1, 1, 1, 1]>(full, k22)
+wide = Conv<pads = [1, 1, 1, 1]>(half, k82)
+final = Conv<pads = [1, 1, 1, 1]>(wide, k68)
+latent_parameters = Conv(final, quantize)
+"""
+_KERNELS: dict[str, Array] = {
+    "k16": np.ones((16, 4, 3, 3), np.float32),
+    "k8": np.ones((8, 16, 3, 3), np.float32),
+    "k2": np.ones((2, 8, 3, 3), np.float32),
+    "k3": np.ones((3, 2, 3, 3), np.float32),
+    "k12": np.ones((12, 2, 3, 3), np.float32),
+    "k2s": np.ones((2, 3, 3, 3), np.float32),
+    "k22": np.ones((2, 2, 3, 3), np.float32),
+    "k82": np.ones((8, 2, 3, 3), np.float32),
+    "k68": np.ones((6, 8, 3, 3), np.float32),
+    "quantize": np.ones((6, 6, 1, 1), np.float32),
+    "seven": np.ones((7, 6, 1, 1), np.float32),
+    "twice": np.array([1, 1, 2, 2], np.float32),
+    "thrice": np.array([1, 1, 3, 3], np.float32),
+    "wider": np.array([1, 1, 2, 4], np.float32),
+    "uneven": np.array([1, 1, 1, 2], np.float32),
+}
+
+
+def test_what_an_autoencoder_tells(tmp_path: Path) -> None:
+    decoder = component_of(tmp_path, "vae_decoder", _DECODER, _DECODING, _KERNELS)
+    assert decoder.config == {"latent_channels": 4, "block_out_channels": [2, 8, 16], "scaling_factor": 0.18215}
+    drawn = component_of(tmp_path, "vae_encoder", _ENCODER, _ENCODING, _KERNELS)
+    assert drawn.config == {"latent_channels": 3, "block_out_channels": [2, 8], "scaling_factor": 0.18215}
+    for opened in (decoder, drawn):
+        assert "scaling_factor 0.18215 assumed" in opened.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("component", "old", "new", "word"),
+    [
+        ("vae_decoder", "half, , twice", "half, , thrice", "steps of size"),
+        ("vae_decoder", "half, , twice", "half, , wider", "steps of size"),
+        ("vae_decoder", "half, , twice", "half, , uneven", "steps of size"),
+        (
+            "vae_decoder",
+            'quarter = Conv<pads = [1, 1, 1, 1]>(larger, k2)\nsample = Conv<pads = [1, 1, 1, 1]>(quarter, k3)',
+            "quarter = Conv<pads = [1, 1, 1, 1]>(larger, k2) many = Conv<pads = [1, 1, 1, 1]>(quarter, k12) "
+            "sample = DepthToSpace<blocksize = 2>(many)",
+            "steps of size",
+        ),
+        ("vae_encoder", "strides = [2, 2]", "strides = [3, 3]", "steps of size"),
+        ("vae_encoder", "strides = [2, 2]", "strides = [1, 2]", "steps of size"),
+        ("vae_encoder", "final, quantize", "final, seven", "mean and variance"),
+    ],
+)  # fmt: skip
+def test_what_an_autoencoder_does_not_tell(component: str, old: str, new: str, word: str, tmp_path: Path) -> None:
+    signature, body = (_DECODER, _DECODING) if component == "vae_decoder" else (_ENCODER, _ENCODING)
+    assert body.count(old) == 1
+    with refused(FolderError, f"{component}/config.json is missing", "vae/config.json", word):
+        component_of(tmp_path, component, signature, body.replace(old, new), _KERNELS)
+
+
+# --- safety checkers ---
+
+_CHECKER = (
+    "(float[B,C,E,E] clip_input, float[B,H,W,D] images) => (float[B,H,W,D] out_images, bool[B] has_nsfw_concepts)"
+)
+_CHECKING = """
+out_images = Identity(images)
+brightest = ReduceMax<axes = [1, 2, 3], keepdims = 0>(clip_input)
+has_nsfw_concepts = Cast<to = 9>(brightest)
+"""
+
+
+@pytest.mark.parametrize(("declared", "size", "assumed"), [("E", 224, True), ("32", 32, False)])
+def test_what_a_safety_checker_tells(declared: str, size: int, assumed: bool, tmp_path: Path) -> None:
+    opened = component_of(tmp_path, "safety_checker", _CHECKER.replace("E,E", f"{declared},{declared}"), _CHECKING, {})
+    assert opened.config == {"vision_config": {"image_size": size}}
+    assert f"vision_config.image_size {size} {'assumed' if assumed else 'read'}" in opened.notes[0]
+
+
+# --- text encoders ---
+
+_TEXT = "(int32[B,S] input_ids) => (float[B,S,D] last_hidden_state, float[B,D] pooler_output)"
+_READING = """
+rows = Gather(table, input_ids)
+last_hidden_state = LayerNormalization<axis = -1>(rows, scale)
+pooler_output = ReduceMax<axes = [1], keepdims = 0>(last_hidden_state)
+"""
+_TABLE: dict[str, Array] = {
+    "table": np.ones((9, 6), np.float32),
+    "scale": np.ones(6, np.float32),
+    "seven": np.array([0, 7, -1]),
+}
+
+
+def test_what_a_text_encoder_tells(tmp_path: Path) -> None:
+    opened = component_of(tmp_path, "text_encoder", _TEXT, _READING, _TABLE)
+    assert opened.config == {"hidden_size": 6}  # and not how many layers: it has none that attend
+    assert "assumed" not in opened.notes[0]
+
+
+def test_what_a_text_encoder_does_not_tell(tmp_path: Path) -> None:
+    body = _READING.replace("last_hidden_state = Layer", "normal = Layer").replace(
+        "pooler_output", "last_hidden_state = Reshape(normal, seven)\npooler_output"
+    )
+    with refused(FolderError, "text_encoder/config.json is missing", "hidden_size", "no fixed size"):
+        component_of(tmp_path, "text_encoder", _TEXT, body, _TABLE)
