@@ -184,6 +184,7 @@ _STABLE_DIFFUSION = Family(
             "StableDiffusionImg2ImgPipeline",
             "StableDiffusionInpaintPipeline",
             "OnnxStableDiffusionPipeline",
+            "StableDiffusionOnnxPipeline",
             "OnnxStableDiffusionImg2ImgPipeline",
             "OnnxStableDiffusionInpaintPipeline",
             "ORTStableDiffusionPipeline",

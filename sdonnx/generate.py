@@ -5,11 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import sdonnx
 from sdonnx.errors import OptionError, OutputError
 from sdonnx.terminal import add_debug, console, progress_bar
+
+if TYPE_CHECKING:
+    from PIL import Image
 
 __all__ = ["add_arguments", "run"]
 
@@ -27,7 +30,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-g", "--guidance_scale", type=float, default=7.5, help="weight of the prompt (default 7.5)")
     parser.add_argument("-n", "--num_images", type=int, default=1, help="images for each prompt")
     parser.add_argument("--seed", type=int, default=None, help="by default a fresh one, which the PNG names")
-    parser.add_argument("--scheduler", default=None, help="ddim, pndm, euler or dpmsolver++; default: the folder's")
+    parser.add_argument("--scheduler", default=None, help="ddim, euler, dpmsolver++, unipc, ...; default: the folder's")
+    parser.add_argument("--image", type=Path, default=None, help="an image to start from")
+    parser.add_argument("--mask_image", type=Path, default=None, help="white where to draw anew, for --image")
+    parser.add_argument("--strength", type=float, default=None, help="how far from the image to go, 0 to 1")
+    parser.add_argument("--clip_skip", type=int, default=None, help="last layers of the text encoder to leave out")
+    parser.add_argument("--low_memory", action="store_true", help="load the text encoder and decoder for each use")
     parser.add_argument("--provider", default=None, help="cuda or cpu; default: what the folder is for")
     add_debug(parser)
 
@@ -39,7 +47,9 @@ def run(options: argparse.Namespace) -> int:
     from sdonnx.runtime.pipeline import OrtDiffusionPipeline
 
     _refuse_output(options.output)
-    pipeline = OrtDiffusionPipeline.from_pretrained(options.model, options.provider)
+    given = {name: _opened(getattr(options, name)) for name in ("image", "mask_image")}
+    pipeline = OrtDiffusionPipeline.from_pretrained(options.model, options.provider, low_memory=options.low_memory)
+    pipeline.set_progress_bar_config(disable=True)
     if options.scheduler:
         pipeline.scheduler = options.scheduler
     with progress_bar() as bar:
@@ -57,6 +67,9 @@ def run(options: argparse.Namespace) -> int:
             [options.negative_prompt] * len(options.prompt) if options.negative_prompt else None,
             options.num_images,
             seed=options.seed,
+            strength=options.strength,
+            clip_skip=options.clip_skip,
+            **given,
             # A bar costs a copy of the latents at each step: only for somebody who looks at it.
             callback_on_step_end=told if bar.console.is_terminal else None,
         )
@@ -91,6 +104,20 @@ def run(options: argparse.Namespace) -> int:
             ) from error
         console().print(f"{path}  seed {output.seed}")
     return 0
+
+
+def _opened(path: Path | None) -> Image.Image | None:
+    """Return the image in a file, read to its end."""
+    if path is None:
+        return None
+    from PIL import Image
+
+    try:
+        with Image.open(path) as image:
+            image.load()
+            return image.copy()
+    except (OSError, ValueError) as error:
+        raise OptionError(f"{path} cannot be read ({error})", "an image file", "give another file") from error
 
 
 def _refuse_output(path: Path) -> None:

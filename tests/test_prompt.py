@@ -261,3 +261,36 @@ def test_what_is_no_list_of_prompts(pair: Pair, prompts: Any) -> None:
 def test_half_characters(pair: Pair) -> None:
     with pytest.raises(PromptError, match="surrogates"):
         pair.ours.encode(["a \ud83d cat"])
+
+
+@pytest.mark.parametrize("pad_token", PAD_TOKENS)
+def test_a_folder_of_vocabulary_and_merges_alone(pad_token: str, tmp_path: Path) -> None:
+    """As transformers 4 wrote it for its tokenizer in Python: no tokenizer.json."""
+    folder = write_tokenizer(tmp_path, pad_token)
+    whole = json.loads((folder / "tokenizer.json").read_text())["model"]
+    (folder / "vocab.json").write_text(json.dumps(whole["vocab"]))
+    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in whole["merges"]]
+    (folder / "merges.txt").write_text("\n".join(["#version: 0.2", *merges]) + "\n")
+    (folder / "tokenizer.json").unlink()
+    pair = Pair(folder)
+    pair.assert_same(["The cat and the dog!!", "", "  ÀÉ e\u0301 12 !", "the<|endoftext|> cat's 漢字 😀", "a " * 200])
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "words"),
+    [
+        ("vocab.json", "{", ["vocab.json"]),
+        ("vocab.json", json.dumps({"a": 0}), ["vocab.json"]),
+        ("merges.txt", "a b c d", ["merges.txt"]),
+    ],
+)
+def test_a_broken_vocabulary(file: str, content: str, words: list[str], tmp_path: Path) -> None:
+    folder = write_tokenizer(tmp_path, "!")
+    whole = json.loads((folder / "tokenizer.json").read_text())["model"]
+    (folder / "vocab.json").write_text(json.dumps(whole["vocab"]))
+    (folder / "merges.txt").write_text("#version: 0.2\n")
+    (folder / "tokenizer.json").unlink()
+    (folder / file).write_text(content)
+    with pytest.raises(FolderError) as caught:
+        PromptTokenizer.from_folder(folder)
+    assert all(word in str(caught.value) for word in words)

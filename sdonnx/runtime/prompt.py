@@ -14,6 +14,7 @@ from tokenizers import AddedToken, Encoding, Tokenizer
 
 from sdonnx.errors import FolderError, PromptError
 from sdonnx.folder import read_json
+from sdonnx.runtime.clip_tokenizer import MERGES, VOCABULARY, clip_tokenizer
 
 __all__ = ["PromptTokenizer", "PromptTruncatedWarning"]
 
@@ -51,10 +52,14 @@ class PromptTokenizer:
         """Read a pipeline's `tokenizer` folder.
 
         Raises:
-            FolderError: `tokenizer.json` or `tokenizer_config.json` is missing, broken or incomplete.
+            FolderError: `tokenizer.json` (or `vocab.json` and `merges.txt`) or `tokenizer_config.json` is missing,
+                broken or incomplete.
         """
-        tokenizer = _read_tokenizer(path / TOKENIZER)
+        older = not (path / TOKENIZER).exists() and (path / VOCABULARY).is_file() and (path / MERGES).is_file()
+        tokenizer = None if older else _read_tokenizer(path / TOKENIZER)
         config = _special_tokens_config(path)
+        names = {name: _content(config[name]) for name in _NAMED_TOKENS if config.get(name) is not None}
+        tokenizer = tokenizer or clip_tokenizer(path, names)
         max_length = config.get("model_max_length")
         specials = tokenizer.num_special_tokens_to_add(is_pair=False)
         if not isinstance(max_length, int) or not specials < max_length < _NO_LIMIT:
@@ -63,7 +68,6 @@ class PromptTokenizer:
                 f"the number of tokens that the text encoder takes, more than {specials}",
                 "export the pipeline again",
             )
-        names = {name: _content(config[name]) for name in _NAMED_TOKENS if config.get(name) is not None}
         pad_token_id = tokenizer.token_to_id(names.get("pad_token", ""))
         if pad_token_id is None:
             raise FolderError(

@@ -51,8 +51,9 @@ FRESH = """
 import json, sys, time
 start = float(sys.argv[1])
 marks = {"python": time.time() - start}
+import sdonnx
+marks["import_sdonnx"] = time.time() - start
 from sdonnx import OrtDiffusionPipeline
-OrtDiffusionPipeline.from_pretrained
 marks["import"] = time.time() - start
 pipeline = OrtDiffusionPipeline.from_pretrained(sys.argv[2])
 marks["load"] = time.time() - start
@@ -82,6 +83,7 @@ def test_cold_start(arch: str, build: Build, note: Any) -> None:
     for run in runs:
         note("cold_start", {"pipeline": arch, "steps": 20} | run)
     assert not any(run["heavy"] for run in runs)
+    assert min(run["marks_s"]["import_sdonnx"] - run["marks_s"]["python"] for run in runs) < 0.3
     assert min(run["marks_s"]["draw"] for run in runs) <= 3
 
 

@@ -1,0 +1,72 @@
+"""CLIP's tokenizer from `vocab.json` and `merges.txt`, as folders hold it that have no `tokenizer.json`.
+
+transformers wrote such folders up to version 4 for its CLIPTokenizer, and with them diffusers' script did.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, processors
+
+from sdonnx.errors import FolderError
+
+__all__ = ["MERGES", "VOCABULARY", "clip_tokenizer"]
+
+VOCABULARY, MERGES = "vocab.json", "merges.txt"
+
+# Radford et al., arXiv:2103.00020, section 2.4; the expression is that of OpenAI's simple_tokenizer.py.
+_WORDS = r"<\|startoftext\|>|<\|endoftext\|>|'s|'t|'re|'ve|'m|'ll|'d|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+"
+_START, _END = "<|startoftext|>", "<|endoftext|>"
+
+
+def clip_tokenizer(folder: Path, names: Mapping[str, str]) -> Tokenizer:
+    """Return CLIP's tokenizer: lower case, byte-level pairs of bytes, a mark at the end of each word.
+
+    Source: `CLIPTokenizer.__init__` of transformers.
+
+    Args:
+        folder: holds `vocab.json` and `merges.txt`.
+        names: the folder's special tokens: unk_token, bos_token and eos_token.
+
+    Raises:
+        FolderError: a file is missing or broken, or a special token is not in the vocabulary.
+    """
+    vocabulary, merges = folder / VOCABULARY, folder / MERGES
+    try:
+        model = models.BPE.from_file(
+            str(vocabulary),
+            str(merges),
+            unk_token=names.get("unk_token", _END),
+            continuing_subword_prefix="",
+            end_of_word_suffix="</w>",
+            fuse_unk=False,
+        )
+    except Exception as error:  # The library raises nothing more special, whatever is wrong with the files.
+        raise FolderError(
+            f"{VOCABULARY} and {MERGES} in {folder} cannot be read ({error})",
+            "CLIP's vocabulary and merges",
+            "export the pipeline again",
+        ) from None
+    tokenizer = Tokenizer(model)
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.NFC(), normalizers.Replace(Regex(r"\s+"), " "), normalizers.Lowercase()]
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(_WORDS), behavior="removed", invert=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
+    )
+    start, end = names.get("bos_token", _START), names.get("eos_token", _END)
+    numbers = {token: tokenizer.token_to_id(token) for token in (start, end)}
+    missing = [token for token, number in numbers.items() if number is None]
+    if missing:
+        raise FolderError(
+            f"{vocabulary} lacks {missing[0]!r}", "the special tokens of the folder", "export the pipeline again"
+        )
+    tokenizer.post_processor = processors.RobertaProcessing(
+        (end, numbers[end]), (start, numbers[start]), trim_offsets=False, add_prefix_space=False
+    )
+    return tokenizer
