@@ -47,7 +47,7 @@ def run(options: argparse.Namespace) -> int:
     from sdonnx.runtime.pipeline import OrtDiffusionPipeline
 
     _refuse_output(options.output)
-    given = {name: _opened(getattr(options, name)) for name in ("image", "mask_image")}
+    image, mask_image = _opened(options.image), _opened(options.mask_image)
     pipeline = OrtDiffusionPipeline.from_pretrained(options.model, options.provider, low_memory=options.low_memory)
     pipeline.set_progress_bar_config(disable=True)
     if options.scheduler:
@@ -69,11 +69,12 @@ def run(options: argparse.Namespace) -> int:
             seed=options.seed,
             strength=options.strength,
             clip_skip=options.clip_skip,
-            **given,
+            image=image,
+            mask_image=mask_image,
             # A bar costs a copy of the latents at each step: only for somebody who looks at it.
             callback_on_step_end=told if bar.console.is_terminal else None,
         )
-    for index, image in enumerate(output.images):
+    for index, drawn in enumerate(output.images):
         parameters = {
             "prompt": options.prompt[index // options.num_images],
             "negative_prompt": options.negative_prompt or "",
@@ -82,8 +83,8 @@ def run(options: argparse.Namespace) -> int:
             "steps": options.steps,
             "guidance_scale": options.guidance_scale,
             "scheduler": pipeline.scheduler,
-            "height": image.height,
-            "width": image.width,
+            "height": drawn.height,
+            "width": drawn.width,
             "model": options.model.name,
             "provider": pipeline.device.provider,
             "sdonnx": sdonnx.__version__,
@@ -94,7 +95,7 @@ def run(options: argparse.Namespace) -> int:
         if len(output.images) > 1:
             path = path.with_name(f"{path.stem}-{index + 1}{path.suffix}")
         try:
-            image.save(path, pnginfo=metadata)
+            drawn.save(path, pnginfo=metadata)
         except OSError as error:
             path.unlink(missing_ok=True)
             raise OutputError(

@@ -94,6 +94,20 @@ def test_generate_writes_png_with_parameters(tiny_cpu: Path, tmp_path: Path) -> 
     assert np.asarray(image).std() > 1
 
 
+def test_generate_from_an_image(tiny_cpu: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, out = tmp_path / "source.png", tmp_path / "out.png"
+    Image.new("RGB", (64, 72), (90, 30, 160)).save(source)
+    Image.new("L", (64, 72), 0).save(tmp_path / "mask.png")
+    given = ["generate", "-m", str(tiny_cpu), "-p", "fox", "-s", "4", "--seed", "1", "-o", str(out)]
+    assert main([*given, "--image", str(source), "--strength", "0.5"]) == 0
+    with Image.open(out) as drawn:
+        assert drawn.size == (64, 72)
+    sized = ["--height", "72", "--width", "64"]
+    assert main([*given, *sized, "--image", str(source), "--mask_image", str(tmp_path / "mask.png")]) == 0
+    assert main([*given, "--image", str(tmp_path / "nowhere.png")]) == 2
+    assert "nowhere.png cannot be read" in capsys.readouterr().err
+
+
 def test_generate_writes_a_batch(tiny_cpu: Path, tmp_path: Path) -> None:
     arguments = ["generate", "-m", str(tiny_cpu), "-p", "fox", "owl", "-s", "1", "--height", "64", "--width", "64"]
     more = ["-n", "2", "-o", str(tmp_path / "some.png"), "--negative_prompt", "ugly", "--scheduler", "euler"]

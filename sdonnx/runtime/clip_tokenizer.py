@@ -60,12 +60,12 @@ def clip_tokenizer(folder: Path, names: Mapping[str, str]) -> Tokenizer:
         ]
     )
     start, end = names.get("bos_token", _START), names.get("eos_token", _END)
-    numbers = {token: tokenizer.token_to_id(token) for token in (start, end)}
-    missing = [token for token, number in numbers.items() if number is None]
-    if missing:
-        raise FolderError(
-            f"{vocabulary} lacks {missing[0]!r}", "the special tokens of the folder", "export the pipeline again"
-        )
+    numbers = tokenizer.get_vocab()
+    for token in (start, end):
+        if token not in numbers:
+            raise FolderError(
+                f"{vocabulary} lacks {token!r}", "the special tokens of the folder", "export the pipeline again"
+            )
     tokenizer.post_processor = processors.RobertaProcessing(
         (end, numbers[end]), (start, numbers[start]), trim_offsets=False, add_prefix_space=False
     )
