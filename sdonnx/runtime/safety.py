@@ -115,7 +115,8 @@ class ClipImages:
         # In the precisions that transformers takes each step in.
         wide = image.astype(np.float64) * (1.0 if self.scale is None else self.scale)
         values = wide.astype(np.float32)
-        normal: Float = (values - np.array(self.mean, np.float32)) / np.array(self.std, np.float32)
+        mean, std = np.array(self.mean, np.float32), np.array(self.std, np.float32)
+        normal: Float = np.divide(values - mean, std, dtype=np.float32)
         return normal.transpose(2, 0, 1)
 
     def _resized(self, height: int, width: int) -> tuple[int, int]:
