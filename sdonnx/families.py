@@ -142,6 +142,8 @@ class Family:
     def as_in(self, folder: PipelineFolder) -> Family:
         """Return the family with the optional components that `folder` has: named in its index, and there."""
         present = [each for each in self.optional if folder.has_component(each.spec.source)]
+        if not present:
+            return self
         return replace(
             self,
             components=(*self.components, *(each.spec for each in present)),
