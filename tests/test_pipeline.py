@@ -337,7 +337,6 @@ def test_scheduler_is_chosen_by_name(ours: OrtDiffusionPipeline) -> None:
         ("vae_decoder/model.onnx.data", None, ["decode.onnx"]),
         ("vae_decoder/model.onnx.data", b"short", ["decode.onnx"]),
         ("scheduler/scheduler_config.json", None, ["scheduler_config.json"]),
-        ("tokenizer/tokenizer.json", None, ["tokenizer.json"]),
         ("tokenizer/tokenizer.json", b"no tokenizer", ["tokenizer.json"]),
         ("tokenizer", None, ["tokenizer"]),
     ],

@@ -224,6 +224,7 @@ class Graph:
             )
         self._types = {value.name: value.type for value in (*self.session.get_inputs(), *self.session.get_outputs())}
         self._captured = 0
+        self._free_ids: list[int] = []
 
     def _workspaces(self) -> AbstractContextManager[None]:
         return small_workspaces() if self.device.provider == "cuda" else nullcontext()
@@ -247,8 +248,23 @@ class Graph:
 
         A buffer given with a shape is used from its start, as a tensor of that shape.
         """
+        return Run(self, buffers)
+
+    def take_capture_id(self) -> int:
+        """Return a number for a captured graph that no other has now.
+
+        Numbers are used again: of each that it has seen, ONNX Runtime keeps megabytes, released or not.
+        """
+        if self._free_ids:
+            return self._free_ids.pop()
         self._captured += 1
-        return Run(self, buffers, self._captured)
+        return self._captured
+
+    def release_captured(self, capture_id: int) -> None:
+        """Give a captured graph back."""
+        self.device.synchronize()
+        self.session.release_captured_graph(capture_id)
+        self._free_ids.append(capture_id)
 
 
 class Run:
@@ -258,9 +274,7 @@ class Run:
     graph captures, `capture` records a CUDA graph, and each `__call__` after it replays it.
     """
 
-    def __init__(
-        self, graph: Graph, buffers: Mapping[str, OrtValue | tuple[OrtValue, Sequence[int]]], capture_id: int
-    ) -> None:
+    def __init__(self, graph: Graph, buffers: Mapping[str, OrtValue | tuple[OrtValue, Sequence[int]]]) -> None:
         self._graph = graph
         self._buffers = dict(buffers)  # keeps them alive: a binding holds addresses alone
         self._binding = graph.session.io_binding()
@@ -269,10 +283,9 @@ class Run:
         self._bind(self._binding.bind_output, [name for name in buffers if name in outputs])
         self._bind(self._binding.bind_input, self._inputs)
         self._plain = self._options(_NO_CAPTURE)
-        self._id = capture_id
-        self._replay = self._options(str(capture_id))
+        self._replay: onnxruntime.RunOptions | None = None
+        self._id = 0
         self._prepared = False
-        self.captured = False
 
     def _bind(self, bind: Callable[..., None], names: Iterable[str]) -> None:
         device = self._graph.device
@@ -310,11 +323,14 @@ class Run:
         Raises:
             DeviceMemoryError: the device has too little memory; nothing is captured then.
         """
-        if self._graph.captures and not self.captured:
-            self.prepare()
-            with self._graph.device.recording():
-                self._run(self._replay)
-            self.captured = True
+        if not self._graph.captures or self._replay is not None:
+            return
+        self.prepare()
+        self._id = self._graph.take_capture_id()
+        replay = self._options(str(self._id))
+        with self._graph.device.recording():
+            self._run(replay)
+        self._replay = replay
 
     def _run(self, options: onnxruntime.RunOptions) -> None:
         with self._told_of_memory():
@@ -323,14 +339,13 @@ class Run:
 
     def release(self) -> None:
         """Give back the captured CUDA graph."""
-        if self.captured:
-            self._graph.device.synchronize()
-            self._graph.session.release_captured_graph(self._id)
-            self.captured = False
+        if self._replay is not None:
+            self._graph.release_captured(self._id)
+            self._replay = None
 
     def __call__(self) -> None:
         """Run once, and return as soon as the device has been told."""
-        if self.captured:
+        if self._replay is not None:
             self._graph.session.run_with_iobinding(self._binding, self._replay)
             return
         # Where a node on the CPU reads an input, as a search for the last token does, ONNX Runtime copies it

@@ -94,6 +94,7 @@ def test_the_device_is_busy_between_steps(arch: str, pipeline: Any, note: Any) -
     arguments = {"num_inference_steps": steps, "output_type": "latent", "seed": 0}
     pipeline.scheduler = "euler"
     pipeline("fox", 512, 512, **arguments)
+    queued = host_cost(pipeline)  # before the profiler, which slows launches down for good
     with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
         pipeline("fox", 512, 512, **arguments)
     spans = sorted(
@@ -110,7 +111,6 @@ def test_the_device_is_busy_between_steps(arch: str, pipeline: Any, note: Any) -
     between = sum(sorted(gaps)[-(steps - 1) :])
     row = {"pipeline": arch, "steps": steps, "kernels": len(spans), "gpu_ms": total / 1e3}
     row |= {"idle_between_steps": between / total, "idle_between_kernels": sum(gaps) / total}
-    queued = host_cost(pipeline)
     note("steps", row | {"host_ms_per_step": queued})
     if arch != "tiny":  # whose kernels are over before the next ones are launched
         assert row["idle_between_steps"] < 0.05
@@ -152,7 +152,7 @@ def test_sixteen_sizes_at_random(live: int, arch: str, build: Build, note: Any) 
     worst, memory = float("inf"), []
     with OrtDiffusionPipeline.from_pretrained(build(arch)[1], max_sizes=live) as pipeline:
         pipeline.scheduler = "dpmsolver++"
-        order = [*range(16), *np.random.default_rng(6).integers(0, 16, 160)]
+        order = [*range(16), *np.random.default_rng(6).integers(0, 16, 120)]
         for visit, index in enumerate(order):
             batch, height, width = cases[index]
             start = time.perf_counter()
