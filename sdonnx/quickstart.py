@@ -56,7 +56,7 @@ def _run(options: argparse.Namespace) -> int:
     from sdonnx.export.pipeline import export_pipeline
     from sdonnx.optimize import optimize_folder
     from sdonnx.optimize_pipeline import fusion_table
-    from sdonnx.runtime.session import device_for
+    from sdonnx.runtime.device import device_for
     from sdonnx.sample import write_sample
 
     has_cuda = "CUDAExecutionProvider" in onnxruntime.get_available_providers()

@@ -21,7 +21,7 @@ from pipelines import refused
 
 from sdonnx.errors import OptionError
 from sdonnx.runtime.arrays import SharedArray, export, to_device, to_numpy
-from sdonnx.runtime.session import Device
+from sdonnx.runtime.device import Device
 
 CPU = Device("cpu")
 

@@ -90,7 +90,8 @@ class _Case:
 def _load_onnxruntime(options: argparse.Namespace, case: _Case) -> Callable[[], Any]:
     import torch
 
-    from sdonnx.runtime.session import Graph, device_for
+    from sdonnx.runtime.device import device_for
+    from sdonnx.runtime.session import Graph
 
     device = device_for("cuda")
     graph = Graph(options.optimized / "unet" / "model.onnx", device, capture=True)

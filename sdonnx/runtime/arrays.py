@@ -14,7 +14,7 @@ from onnxruntime import OrtValue
 
 from sdonnx.errors import OptionError, SdonnxError
 from sdonnx.runtime.cuda import cuda
-from sdonnx.runtime.session import Device
+from sdonnx.runtime.device import Device
 
 __all__ = ["SharedArray", "export", "to_device", "to_numpy"]
 

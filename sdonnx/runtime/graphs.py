@@ -8,7 +8,8 @@ from typing import Any
 
 from sdonnx.families import Family, Role
 from sdonnx.folder import PipelineFolder
-from sdonnx.runtime.session import Device, Graph, SessionSettings
+from sdonnx.runtime.device import Device
+from sdonnx.runtime.session import Graph, SessionSettings
 
 __all__ = ["GraphSet"]
 

@@ -21,6 +21,7 @@ from sdonnx.folder import REPORT, PipelineFolder, read_json
 from sdonnx.runtime import images as image_inputs
 from sdonnx.runtime.arrays import export
 from sdonnx.runtime.captures import CaptureReport, Captures, Shape, SizeBuffers
+from sdonnx.runtime.device import device_for
 from sdonnx.runtime.drawing import Drawing, Start
 from sdonnx.runtime.draws import Draws, Generator
 from sdonnx.runtime.graphs import GraphSet
@@ -30,12 +31,13 @@ from sdonnx.runtime.request import (
     Prompts,
     read_latents,
     read_prompts,
+    require_multiple,
     require_number,
     require_output_type,
 )
 from sdonnx.runtime.safety import OF_FOLDER, NsfwContentWarning, OfFolder, SafetyChecker, safety_checker_of
 from sdonnx.runtime.schedulers import is_planned, require_scheduler, seeded
-from sdonnx.runtime.session import SessionSettings, device_for, require_multiple
+from sdonnx.runtime.session import SessionSettings
 from sdonnx.runtime.worker import device_thread
 from sdonnx.samplers import config_for
 

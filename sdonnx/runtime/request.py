@@ -12,9 +12,18 @@ from onnxruntime import OrtValue
 
 from sdonnx.errors import OptionError, PromptError
 from sdonnx.runtime.arrays import to_device, to_numpy
-from sdonnx.runtime.session import Device
+from sdonnx.runtime.device import Device
 
-__all__ = ["OUTPUT_TYPES", "Prompts", "Start", "read_latents", "read_prompts", "require_number", "require_output_type"]
+__all__ = [
+    "OUTPUT_TYPES",
+    "Prompts",
+    "Start",
+    "read_latents",
+    "read_prompts",
+    "require_multiple",
+    "require_number",
+    "require_output_type",
+]
 
 _DLPACK_CUDA = 2  # DLDeviceType in dlpack.h
 
@@ -180,3 +189,9 @@ def require_output_type(output_type: str) -> None:
     """Raise OptionError unless the type is one of OUTPUT_TYPES."""
     if output_type not in OUTPUT_TYPES:
         raise OptionError(f"the output type {output_type!r} is unknown", f"one of {OUTPUT_TYPES}", "pass one")
+
+
+def require_multiple(name: str, value: int, factor: int) -> None:
+    """Raise OptionError unless `value` is a positive multiple of `factor`."""
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value <= 0 or value % factor:
+        raise OptionError(f"{name} is {value!r}", f"a multiple of {factor}", f"choose one that {factor} divides")

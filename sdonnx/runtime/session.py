@@ -1,26 +1,22 @@
-"""Sessions of ONNX Runtime, buffers on the device, and runs that are captured as CUDA graphs."""
+"""Sessions of ONNX Runtime, and runs that are captured as CUDA graphs."""
 
 from __future__ import annotations
 
-import ctypes
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import onnxruntime
 from onnxruntime import OrtValue
 
-from sdonnx.errors import DeviceMemoryError, FolderError, OptionError, ProviderError
+from sdonnx.errors import DeviceMemoryError, FolderError, ProviderError
 from sdonnx.runtime.cuda import cuda, small_workspaces
+from sdonnx.runtime.device import FATAL, PROVIDERS, Device, told_of_memory
 
-__all__ = ["PROVIDERS", "Device", "Graph", "Run", "SessionSettings", "device_for", "require_multiple"]
-
-PROVIDERS = {"cuda": "CUDAExecutionProvider", "cpu": "CPUExecutionProvider"}
+__all__ = ["Graph", "Run", "SessionSettings"]
 
 _NUMPY = {
     "tensor(float)": np.float32,
@@ -31,84 +27,7 @@ _NUMPY = {
     "tensor(bool)": np.bool_,
 }
 
-_FATAL = 4  # ONNX Runtime's severities go from 0, verbose, to 4
-
 _NO_CAPTURE = "-1"
-
-
-@dataclass(frozen=True)
-class Device:
-    """Where graphs run.
-
-    Attributes:
-        provider: "cuda" or "cpu".
-        index: the number of the GPU.
-    """
-
-    provider: str
-    index: int = 0
-
-    def empty(self, shape: Sequence[int], dtype: npt.DTypeLike) -> OrtValue:
-        """Return a buffer of that shape and type, its values undefined."""
-        with _told_of_memory(self, f"a buffer of {tuple(shape)}"):
-            return OrtValue.ortvalue_from_shape_and_type(list(shape), dtype, self.provider, self.index)
-
-    def upload(self, values: npt.NDArray[Any]) -> OrtValue:
-        """Return a buffer that holds `values`."""
-        with _told_of_memory(self, f"a buffer of {values.shape}"):
-            return OrtValue.ortvalue_from_numpy(np.ascontiguousarray(values), self.provider, self.index)
-
-    def enter(self) -> None:
-        """Make the calling thread ready to work with the device."""
-        if self.provider == "cuda":
-            cuda(self.index).use()
-
-    def synchronize(self) -> None:
-        """Wait until every run is done."""
-        if self.provider == "cuda":
-            cuda(self.index).synchronize()
-
-    def recording(self) -> AbstractContextManager[Any]:
-        """Hold this while a CUDA graph is recorded, or to touch the device's stream from another thread."""
-        return cuda(self.index).recording if self.provider == "cuda" else nullcontext()
-
-    def memory(self) -> tuple[int, int] | None:
-        """Return the free memory and all of it, in bytes; None for the CPU."""
-        return cuda(self.index).memory() if self.provider == "cuda" else None
-
-    def copy(self, target: OrtValue, source: OrtValue, size: int) -> None:
-        """Copy the first `size` bytes of a buffer of this device to the start of another one, and wait for it.
-
-        Raises:
-            OptionError: one of them is smaller.
-        """
-        least = min(source.tensor_size_in_bytes(), target.tensor_size_in_bytes())
-        if size > least:
-            raise OptionError(f"a copy of {size} bytes", f"at most {least}", "pass an array of the right shape")
-        if self.provider == "cuda":
-            cuda(self.index).copy(target.data_ptr(), source.data_ptr(), size)
-        else:
-            ctypes.memmove(target.data_ptr(), source.data_ptr(), size)
-
-
-@contextmanager
-def _told_of_memory(device: Device, what: str) -> Iterator[None]:
-    """Turn the errors of an allocation that failed into one line."""
-    try:
-        yield
-    except Exception as error:  # onnxruntime's exceptions have no common class of their own
-        text = str(error)
-        asked = re.search(r"requested buffer of size (\d+)", text)
-        if asked is None and "out of memory" not in text and "Failed to allocate memory" not in text:
-            raise
-        memory = device.memory()
-        wanted = f"{int(asked[1]) / 2**20:.0f} MB more" if asked else "more memory"
-        free = f", {memory[0] / 2**20:.0f} of {memory[1] / 2**20:.0f} MB are free" if memory else ""
-        raise DeviceMemoryError(
-            f"{what} needs {wanted}{free}",
-            "enough memory on the device",
-            "ask for fewer or smaller images, or pass low_memory=True",
-        ) from error
 
 
 @dataclass(frozen=True)
@@ -122,31 +41,6 @@ class SessionSettings:
 
     provider_options: Mapping[str, str] = field(default_factory=dict)
     session_options: onnxruntime.SessionOptions | None = None
-
-
-def device_for(provider: str, index: int = 0) -> Device:
-    """Return the device that a provider's name stands for: "cuda", "cpu" or ONNX Runtime's names.
-
-    Raises:
-        ProviderError: the provider is unknown, or not available on this machine.
-    """
-    names = {name: name for name in PROVIDERS} | {long: name for name, long in PROVIDERS.items()}
-    if provider not in names:
-        raise ProviderError(f"the provider {provider!r} is unknown", f"one of {', '.join(PROVIDERS)}", "pass one")
-    name = names[provider]
-    if PROVIDERS[name] not in onnxruntime.get_available_providers():
-        raise ProviderError(
-            f"this installation of onnxruntime has no {PROVIDERS[name]}",
-            "onnxruntime-gpu" if name == "cuda" else "onnxruntime",
-            f"pip install 'sdonnx[{name}]'",
-        )
-    # ONNX Runtime's log for the whole process: a cuDNN plan that fails is reported there as an error
-    # although the next plan is taken.
-    onnxruntime.set_default_logger_severity(_FATAL)
-    if name == "cuda":
-        # The CUDA and cuDNN wheels are found by this, not by the dynamic loader.
-        onnxruntime.preload_dlls()
-    return Device(name, index)
 
 
 def _provider_options(device: Device, capture: bool, settings: SessionSettings) -> dict[str, str]:
@@ -170,7 +64,7 @@ def _session_options(device: Device, settings: SessionSettings) -> onnxruntime.S
     options = settings.session_options
     if options is None:
         options = onnxruntime.SessionOptions()
-        options.log_severity_level = _FATAL
+        options.log_severity_level = FATAL
     if device.provider == "cuda":
         # All sessions take their scratch memory from one arena, and weights stay outside it: it would round
         # them up and keep them.
@@ -206,7 +100,7 @@ class Graph:
         options = _session_options(device, settings)
         provider = (PROVIDERS[device.provider], _provider_options(device, self.captures, settings))
         try:
-            with _told_of_memory(device, f"loading {path.name}"), self._workspaces():
+            with told_of_memory(device, f"loading {path.name}"), self._workspaces():
                 self.session = onnxruntime.InferenceSession(path, options, providers=[provider])
         except DeviceMemoryError:
             raise
@@ -296,7 +190,7 @@ class Run:
 
     def _options(self, capture_id: str) -> onnxruntime.RunOptions:
         options = onnxruntime.RunOptions()
-        options.log_severity_level = _FATAL
+        options.log_severity_level = FATAL
         if self._graph.captures:
             options.add_run_config_entry("gpu_graph_id", capture_id)
         # The device's stream keeps the order; waiting here would leave it idle between two runs.
@@ -357,10 +251,4 @@ class Run:
     def _told_of_memory(self) -> AbstractContextManager[None]:
         shapes = (buffer[1] if isinstance(buffer, tuple) else buffer.shape() for buffer in self._buffers.values())
         largest = max(shapes, key=lambda shape: int(np.prod(shape)))
-        return _told_of_memory(self._graph.device, f"running {self._graph.path.name} with {tuple(largest)}")
-
-
-def require_multiple(name: str, value: int, factor: int) -> None:
-    """Raise OptionError unless `value` is a positive multiple of `factor`."""
-    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value <= 0 or value % factor:
-        raise OptionError(f"{name} is {value!r}", f"a multiple of {factor}", f"choose one that {factor} divides")
+        return told_of_memory(self._graph.device, f"running {self._graph.path.name} with {tuple(largest)}")

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import TypeVar
 
-from sdonnx.runtime.session import Device
+from sdonnx.runtime.device import Device
 
 __all__ = ["DeviceThread", "device_thread"]
 

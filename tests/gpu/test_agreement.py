@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from sdonnx.parity import psnr, relative_error
+from sdonnx.runtime.device import device_for
 from sdonnx.runtime.pipeline import OrtDiffusionPipeline
-from sdonnx.runtime.session import Graph, device_for
+from sdonnx.runtime.session import Graph
 
 ARCHITECTURES = [
     "tiny",

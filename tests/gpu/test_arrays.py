@@ -15,7 +15,7 @@ from pipelines import refused
 from sdonnx.errors import OptionError
 from sdonnx.runtime.arrays import export, to_device, to_numpy
 from sdonnx.runtime.cuda import cuda
-from sdonnx.runtime.session import Device, device_for
+from sdonnx.runtime.device import Device, device_for
 
 TYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8)
 

@@ -29,7 +29,8 @@ from sdonnx.graph.lowering import LowerContribOperators
 from sdonnx.graph.passes import tidy
 from sdonnx.parity import relative_error
 from sdonnx.precision import ConvertPrecision, PrecisionPolicy
-from sdonnx.runtime.session import Graph, device_for
+from sdonnx.runtime.device import device_for
+from sdonnx.runtime.session import Graph
 
 Array = npt.NDArray[Any]
 

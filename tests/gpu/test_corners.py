@@ -19,7 +19,7 @@ from sdonnx.fusions import fuse
 from sdonnx.graph.contract import CONTRACTS
 from sdonnx.parity import relative_error
 from sdonnx.precision import BFLOAT16_OPERATORS
-from sdonnx.runtime.session import device_for
+from sdonnx.runtime.device import device_for
 
 from .test_contracts import check
 

@@ -12,9 +12,10 @@ from sdonnx.export.pipeline import export_pipeline
 from sdonnx.families import Role
 from sdonnx.optimize import optimize_folder
 from sdonnx.parity import relative_error
+from sdonnx.runtime.device import device_for
 from sdonnx.runtime.pipeline import OrtDiffusionPipeline
 from sdonnx.runtime.safety import NsfwContentWarning
-from sdonnx.runtime.session import Graph, device_for
+from sdonnx.runtime.session import Graph
 from sdonnx.sample import write_sample
 
 ARGUMENTS: dict[str, Any] = {"prompt": "a red fox", "height": 256, "width": 256, "num_inference_steps": 2}
