@@ -10,7 +10,7 @@ import functools
 import os
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import onnxruntime
 
@@ -18,7 +18,8 @@ from sdonnx.errors import ProviderError
 
 __all__ = ["Cuda", "cuda", "small_workspaces"]
 
-_LIBRARY = "libcudart.so.13"
+# ONNX Runtime 1.31 is built for CUDA 13, older builds for 12: whichever it has loaded.
+_LIBRARIES = ("libcudart.so.13", "libcudart.so.12")
 _DEVICE_TO_DEVICE = 3
 _NON_BLOCKING = 1
 
@@ -43,12 +44,7 @@ class Cuda:
     """
 
     def __init__(self, index: int) -> None:
-        try:
-            self._library = ctypes.CDLL(_LIBRARY)
-        except OSError as error:
-            raise ProviderError(
-                f"{_LIBRARY} could not be loaded ({error})", "the CUDA libraries", "pip install 'sdonnx[cuda]'"
-            ) from error
+        self._library = _library()
         self.index = index
         self.use()
         stream = ctypes.c_void_p()
@@ -95,6 +91,15 @@ class Cuda:
             raise ProviderError(
                 f"CUDA says {reason!r} for GPU {self.index}", "a GPU that can be used", "check nvidia-smi"
             )
+
+
+def _library() -> ctypes.CDLL:
+    for name in _LIBRARIES:
+        with suppress(OSError):
+            return ctypes.CDLL(name)
+    raise ProviderError(
+        f"none of {', '.join(_LIBRARIES)} could be loaded", "the CUDA libraries", "pip install 'sdonnx[cuda]'"
+    )
 
 
 @functools.cache
