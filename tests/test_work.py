@@ -88,6 +88,6 @@ def test_work_grows_in_step_with_the_graph(dynamo: bool, tmp_path: Path) -> None
         with counted() as calls:
             fuse(model, "cuda")
             work.append(calls())
-    assert [count * 2 for count in nodes[:-1]] == pytest.approx(nodes[1:], rel=0.1)
+    assert nodes[2] - nodes[1] == 2 * (nodes[1] - nodes[0]) > 0, "the exporter repeats the block's nodes"
     # The same work for each block more; what grew with the square would double here.
     assert (work[2] - work[1]) / (nodes[2] - nodes[1]) < 1.25 * (work[1] - work[0]) / (nodes[1] - nodes[0]), work

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -25,13 +26,24 @@ class Draws:
         seed: a number; None with `generator` None draws a fresh one.
         generator: a generator, or one for each image.
         named: whether the seed alone decides the images, so that it is worth telling.
+        make: makes a generator of a seed.
+
+    Attributes:
+        seed: what decides the images, None where the caller gave a generator or latents.
+        generator: what was given, or made of the seed.
 
     Raises:
         OptionError: there are a seed and a generator, or generators that do not suit.
     """
 
     def __init__(
-        self, shape: tuple[int, int, int, int], seed: int | None, generator: Generator | None, *, named: bool
+        self,
+        shape: tuple[int, int, int, int],
+        seed: int | None,
+        generator: Generator | None,
+        *,
+        named: bool,
+        make: Callable[[int], Generator] = TorchCpuGenerator,
     ) -> None:
         if seed is not None and generator is not None:
             raise OptionError("both a seed and a generator", "one of them", "leave one out")
@@ -46,7 +58,8 @@ class Draws:
                 )
             self._generators = list(generator)
         else:
-            self._generators = [generator if generator is not None else TorchCpuGenerator(drawn or 0)]
+            self._generators = [generator if generator is not None else make(drawn or 0)]
+        self.generator = self._generators if len(self._generators) > 1 else self._generators[0]
         for each in self._generators:
             _require_generator(each)
 

@@ -25,7 +25,7 @@ from sdonnx.runtime.device import device_for
 from sdonnx.runtime.drawing import Drawing, Start
 from sdonnx.runtime.draws import Draws, Generator
 from sdonnx.runtime.graphs import GraphSet
-from sdonnx.runtime.noise import fresh_seed
+from sdonnx.runtime.noise import TorchCpuGenerator
 from sdonnx.runtime.prompt import PromptTokenizer
 from sdonnx.runtime.request import (
     Prompts,
@@ -276,13 +276,9 @@ class OrtDiffusionPipeline:
         shape = self._shape(prompts.count, height, width, guided, self._tokens(prompts))
         latent_shape = (shape.batch, self._channels, shape.height, shape.width)
         start = self._start(image, mask_image, strength, latents, height, width, latent_shape)
-        if self._scheduler_object is not None and generator is None:
-            seed = fresh_seed() if seed is None else seed
-            generator, named = seeded(seed), seed if start.latents is None else None
-            draws = Draws(latent_shape, None, generator, named=False)
-            draws.seed = named
-        else:
-            draws = Draws(latent_shape, seed, generator, named=start.latents is None)
+        # An object of diffusers draws fresh noise from torch's generator, where it stands after the first noise.
+        make = TorchCpuGenerator if self._scheduler_object is None else seeded
+        draws = Draws(latent_shape, seed, generator, named=start.latents is None, make=make)
         drawing = Drawing(
             prompts=self._encoded(prompts),
             skips=prompts.skips,
@@ -294,7 +290,7 @@ class OrtDiffusionPipeline:
             eta=float(eta),
             scheduler_config=self._scheduler_config,
             scheduler=self._scheduler_object,
-            generator=generator,
+            generator=draws.generator,
         )
         drawing.require()
         job = partial(self._draw, shape, drawing, output_type, callback_on_step_end)

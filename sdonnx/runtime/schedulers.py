@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from sdonnx.errors import OptionError, SchedulerError
 from sdonnx.runtime.denoise import rescaled
+from sdonnx.runtime.noise import TorchCpuGenerator
 from sdonnx.samplers import plan
 
 __all__ = ["DiffusersSampler", "is_planned", "require_scheduler", "seeded"]
@@ -46,7 +47,12 @@ def is_planned(config: dict[str, Any]) -> bool:
 
 
 def seeded(seed: int) -> Any:
-    """Return a torch generator on the CPU with that seed."""
+    """Return a torch generator on the CPU with that seed.
+
+    Raises:
+        OptionError: it is no seed.
+    """
+    TorchCpuGenerator(seed)  # refuses what torch would take otherwise or with an error of its own
     return sys.modules["torch"].Generator("cpu").manual_seed(seed)
 
 
