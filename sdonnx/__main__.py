@@ -22,7 +22,7 @@ _COMMANDS = {
     "optimize": ("sdonnx.optimize_pipeline", "fuse the graphs for a provider, convert to fp16"),
     "explain": ("sdonnx.explain", "what was fused in a folder, what was not, and why"),
     "generate": ("sdonnx.generate", "draw images with an optimized folder"),
-    "benchmark": ("sdonnx.benchmark", "time a pipeline, with ONNX Runtime or torch"),
+    "benchmark": ("sdonnx.benchmark.command", "time engines under one clock, and compare their images"),
 }
 
 

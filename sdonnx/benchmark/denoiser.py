@@ -17,33 +17,15 @@ from typing import Any
 
 import numpy as np
 
-from sdonnx.benchmark.record import append_json, environment
+from sdonnx.benchmark.files import append_json
+from sdonnx.benchmark.kernels import IDLE, times_of_kernels
+from sdonnx.benchmark.record import environment
 from sdonnx.errors import OptionError
 from sdonnx.terminal import add_debug, console, guarded
 
-__all__ = ["ENGINES", "KINDS", "kind_of", "main"]
+__all__ = ["ENGINES", "main"]
 
 ENGINES = ("onnxruntime", "torch", "torch-compile")
-
-# A kernel's kind by what its name holds; the first that matches counts.
-KINDS = (
-    ("attention", ("sdpa", "flash", "fmha", "attention")),
-    ("convolution", ("implicit_gemm", "fprop", "convolve", "conv2d", "AddPadding", "init_device_workspace")),
-    ("matrix product", ("nvjet", "gemm", "cutlass", "splitK", "Gemm")),
-    ("group norm", ("GroupNorm", "group_norm")),
-    ("layer norm", ("LayerNorm", "layer_norm")),
-    ("split-gelu", ("SplitGelu", "gelu")),
-    ("copies", ("Memset", "Memcpy", "memcpy", "Concat", "Split", "cat", "copy", "Transpose")),
-    ("resize", ("Resize", "upsample")),
-)
-
-
-def kind_of(kernel: str) -> str:
-    """Return the kind of work that a CUDA kernel of that name does."""
-    for kind, marks in KINDS:
-        if any(mark in kernel for mark in marks):
-            return kind
-    return "element-wise"
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -160,18 +142,16 @@ def _kernels(call: Callable[[], Any], calls: int = 5) -> dict[str, Any]:
         for _ in range(calls):
             call()
         torch.cuda.synchronize()
-    times: dict[str, float] = {}
-    launches = 0
-    for event in profiler.events() or ():
-        if event.device_type.name == "CUDA":
-            kind = kind_of(event.name)
-            times[kind] = times.get(kind, 0.0) + event.device_time / 1e3 / calls
-            launches += 1
-    ordered = dict(sorted(times.items(), key=lambda item: -item[1]))
+    kernels = [
+        (event.name, event.time_range.start, event.time_range.end)
+        for event in profiler.events() or ()
+        if event.device_type.name == "CUDA"
+    ]
+    times = {kind: milliseconds / calls for kind, milliseconds in times_of_kernels(kernels).items()}
     return {
-        "kernels_ms": {kind: round(value, 4) for kind, value in ordered.items()},
-        "total_ms": round(sum(times.values()), 4),
-        "launches": launches // calls,
+        "kernels_ms": {kind: round(value, 4) for kind, value in times.items()},
+        "total_ms": round(sum(value for kind, value in times.items() if kind != IDLE), 4),
+        "launches": len(kernels) // calls,
     }
 
 

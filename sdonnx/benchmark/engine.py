@@ -1,4 +1,4 @@
-"""What an engine of the benchmark is, and what each is told to draw.
+"""What an engine of the benchmark is, and what it is made from.
 
 The libraries that an engine draws with are imported by its `load` and not before, so that their import
 counts as loading and no engine's process holds another's libraries.
@@ -10,40 +10,37 @@ import abc
 import importlib.metadata
 import importlib.util
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from sdonnx.errors import OptionError, ProviderError
+from sdonnx.benchmark.results import Stages, Workload
+from sdonnx.errors import FolderError, OptionError
 from sdonnx.families import Role, family_of
-from sdonnx.folder import ONNX_MODEL, PipelineFolder
+from sdonnx.folder import ONNX_MODEL, REPORT, PipelineFolder, read_json
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-__all__ = ["Engine", "EngineOptions", "Workload"]
+__all__ = ["PROVIDERS", "Engine", "EngineOptions", "FolderKind", "is_there", "kind_of_folder", "precision_of_report"]
 
 PROVIDERS = ("cuda", "cpu")
 
 
-@dataclass(frozen=True)
-class Workload:
-    """What one run draws, alike for every engine.
+class FolderKind(StrEnum):
+    """What a pipeline folder holds; the text is what errors call it."""
 
-    Attributes:
-        batch_size: images drawn together, of one prompt.
-        height: in pixels.
-        width: in pixels.
-        steps: denoising steps.
-        seed: of the noise, the same in every run.
-        guidance_scale: weight of the prompt; 7.5 is what ONNX Runtime's benchmark.py draws with.
-    """
+    DIFFUSERS = "a diffusers pipeline"
+    EXPORTED = "an exported pipeline, not optimized"
+    OPTIMIZED = "an optimized pipeline"
 
-    batch_size: int = 1
-    height: int = 512
-    width: int = 512
-    steps: int = 50
-    seed: int = 0
-    guidance_scale: float = 7.5
+
+def kind_of_folder(folder: PipelineFolder) -> FolderKind:
+    """Tell what a folder holds."""
+    if (folder.path / REPORT).is_file():
+        return FolderKind.OPTIMIZED
+    denoiser = family_of(folder).with_role(Role.DENOISER).name
+    return FolderKind.EXPORTED if (folder.path / denoiser / ONNX_MODEL).is_file() else FolderKind.DIFFUSERS
 
 
 @dataclass(frozen=True)
@@ -54,11 +51,19 @@ class EngineOptions:
         folder: the pipeline, of the kind that the engine reads.
         provider: "cuda" or "cpu"; None for the engine's own choice.
         compile_mode: torch.compile's; None to compile nothing.
+        regional: compile the denoiser's repeated blocks instead of the whole denoiser.
+        xformers: let torch's attention be xformers'.
+        io_binding: bind buffers of the device (onnxruntime-plain; the others always or never do).
+        safety_checker: run the folder's safety checker.
     """
 
     folder: Path
     provider: str | None = None
     compile_mode: str | None = None
+    regional: bool = False
+    xformers: bool = False
+    io_binding: bool = False
+    safety_checker: bool = False
 
 
 class Engine(abc.ABC):
@@ -66,6 +71,8 @@ class Engine(abc.ABC):
 
     Attributes:
         name: what `-e` calls it.
+        reads: the kind of folder that it takes.
+        remedy: what makes such a folder.
         distributions: the packages that it draws with, as pip calls them; alternatives in one tuple. The
             first names the engine's version.
         modules: what it imports.
@@ -77,6 +84,8 @@ class Engine(abc.ABC):
     """
 
     name: ClassVar[str]
+    reads: ClassVar[FolderKind]
+    remedy: ClassVar[str]
     distributions: ClassVar[tuple[tuple[str, ...], ...]]
     modules: ClassVar[tuple[str, ...]]
     installation: ClassVar[str]
@@ -84,17 +93,7 @@ class Engine(abc.ABC):
 
     def __init__(self, options: EngineOptions) -> None:
         """Look at the options and the folder."""
-        missing = [module for module in self.modules if importlib.util.find_spec(module) is None]
-        if missing:
-            raise OptionError(
-                f"the engine {self.name} without {', '.join(missing)}",
-                "these packages in the environment",
-                self.installation,
-            )
-        if options.provider not in (None, *PROVIDERS):
-            raise ProviderError(
-                f"the provider {options.provider!r} is unknown", f"one of {', '.join(PROVIDERS)}", "pass one"
-            )
+        self.require_packages(options)
         if options.compile_mode not in (None, *self.compile_modes):
             raise OptionError(
                 f"the compile mode {options.compile_mode!r} for the engine {self.name}",
@@ -105,8 +104,30 @@ class Engine(abc.ABC):
         self.folder = PipelineFolder.open(options.folder)
         self.family = family_of(self.folder)
         self.denoiser = self.family.with_role(Role.DENOISER)
-        self.check_folder(exported=(self.folder.path / self.denoiser.name / ONNX_MODEL).is_file())
+        self.check_folder()
         self.device = options.provider or self.default_provider()
+
+    def require_packages(self, options: EngineOptions) -> None:
+        """Raise OptionError where a package is missing."""
+        missing = [module for module in self.modules if not is_there(module)]
+        if missing:
+            raise OptionError(
+                f"the engine {self.name} without {', '.join(missing)}",
+                "these packages in the environment",
+                self.installation,
+            )
+
+    def check_folder(self) -> None:
+        """Raise FolderError unless the folder is of the kind that the engine reads."""
+        kind = kind_of_folder(self.folder)
+        if kind is not self.reads:
+            raise FolderError(f"{self.folder.path} is {kind}", f"{self.reads} for the engine {self.name}", self.remedy)
+        if self.options.safety_checker and not self.folder.index.get("safety_checker", [None])[0]:
+            raise FolderError(
+                f"{self.folder.path} has no safety checker",
+                "one for --enable_safety_checker",
+                "leave the option out",
+            )
 
     @property
     def version(self) -> str:
@@ -117,7 +138,9 @@ class Engine(abc.ABC):
     def provider(self) -> str:
         """What the result calls the provider: the device, and how the model was compiled for it."""
         mode = self.options.compile_mode
-        return self.device if mode is None else f"{self.device} compile {mode}"
+        if mode is None:
+            return self.device
+        return f"{self.device} {'regional compile' if self.options.regional else 'compile'} {mode}"
 
     @property
     @abc.abstractmethod
@@ -125,16 +148,12 @@ class Engine(abc.ABC):
         """The type that the denoiser computes in."""
 
     @abc.abstractmethod
-    def check_folder(self, *, exported: bool) -> None:
-        """Raise FolderError unless the folder is of the kind that the engine reads."""
-
-    @abc.abstractmethod
     def default_provider(self) -> str:
         """Return the provider to use where none was asked for."""
 
     @abc.abstractmethod
-    def load(self) -> None:
-        """Import the library, read the weights and put them on the device.
+    def load(self, workload: Workload) -> None:
+        """Import the library, read the weights, put them on the device and set the workload's sampler.
 
         Raises:
             SdonnxError: the folder cannot be read, or the provider is not available.
@@ -145,13 +164,40 @@ class Engine(abc.ABC):
         """Return `workload.batch_size` images of a prompt; the device is idle again by then."""
 
     @abc.abstractmethod
-    def denoiser_calls(self, steps: int) -> int:
-        """Return how often `draw` calls the denoiser for that many steps; the sampler decides."""
+    def stages(self, prompt: str, workload: Workload) -> Stages:
+        """Draw once more and return where the time went; the engine is warm by then."""
 
     @property
     @abc.abstractmethod
     def scheduler(self) -> str:
         """The sampler's class, as diffusers names it."""
+
+    def allocator_bytes(self) -> int | None:
+        """Return the peak of the memory that the library's own allocator held; None where it does not tell."""
+        return None
+
+    def kernels(self, prompt: str, workload: Workload) -> tuple[dict[str, float], int, str]:
+        """Draw once more and return milliseconds of device time by kind, launches, and what counted.
+
+        Raises:
+            SdonnxError: nothing here can count.
+        """
+        from sdonnx.benchmark.kernels import profiled_by_torch
+
+        return profiled_by_torch(lambda: self.draw(prompt, workload), self.device)
+
+
+def precision_of_report(folder: PipelineFolder) -> str:
+    """Return the type that an optimized folder was converted to."""
+    return str(read_json(folder.path / REPORT).get("precision"))
+
+
+def is_there(module: str) -> bool:
+    """Tell whether a module could be imported."""
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # of a package that is not there
+        return False
 
 
 def _is_installed(distribution: str) -> bool:

@@ -1,16 +1,31 @@
-"""How an engine is timed: wall clock around whole runs."""
+"""How an engine is timed: wall clock around whole runs, in a process that holds this engine alone."""
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from sdonnx.benchmark.engine import Engine, Workload
-from sdonnx.benchmark.memory import PeakMemory, memory_source
+from sdonnx.benchmark.engine import Engine
+from sdonnx.benchmark.memory import PeakMemory, clock_mhz, host_peak_bytes, memory_source
+from sdonnx.benchmark.results import Resolution, Round, Workload
+from sdonnx.benchmark.statistics import quantile
 
-__all__ = ["PROMPTS", "WARM_UPS", "Measurement", "measure_engine"]
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+__all__ = [
+    "PROMPTS",
+    "RESOLUTIONS",
+    "WARM_UPS",
+    "measure_kernels",
+    "measure_resolutions",
+    "measure_round",
+    "measure_throughput",
+    "step_counts",
+    "visited_sizes",
+]
 
 PROMPTS = (
     "a photograph of an old lighthouse in a storm, waves breaking over the rocks",
@@ -30,66 +45,24 @@ WARM_UPS = 3
 """Runs before the clock counts, as many as ONNX Runtime's benchmark.py has. torch's reduce-overhead needs
 them all for the image decoder, which runs once an image: it compiles, records, and then replays."""
 
+RESOLUTIONS = ((4, 4), (3, 4), (4, 3), (5, 4), (2, 4), (5, 5))
+"""What `--run_multiple_resolutions` visits: quarters (of the height, of the width) of the asked size, itself first."""
+
 _WARM_UP_PROMPT = "warm up"
 
-
-@dataclass(frozen=True)
-class Measurement:
-    """What was measured of one engine.
-
-    Attributes:
-        load_s: importing the library, reading the weights, putting them on the device.
-        warm_up_s: each run before the clock counts; the first captures, compiles or searches. Empty where
-            the warm-up was skipped.
-        latencies_s: each timed run, by prompt and then by repetition.
-        peak_bytes: the highest memory in each run, warm-up runs first.
-        memory_kind: what was counted there.
-        denoiser_calls: in each run.
-    """
-
-    load_s: float
-    warm_up_s: tuple[float, ...]
-    latencies_s: tuple[float, ...]
-    peak_bytes: tuple[int, ...]
-    memory_kind: str
-    denoiser_calls: int
-
-    @property
-    def first_image_s(self) -> float:
-        """From the start of loading to the first image."""
-        return self.load_s + (*self.warm_up_s, *self.latencies_s)[0]
-
-    @property
-    def average_s(self) -> float:
-        """The mean of the timed runs."""
-        return statistics.fmean(self.latencies_s)
-
-    @property
-    def median_s(self) -> float:
-        """The median of the timed runs."""
-        return statistics.median(self.latencies_s)
-
-    @property
-    def first_run_bytes(self) -> int:
-        """The peak in the very first run."""
-        return self.peak_bytes[0]
-
-    @property
-    def second_run_bytes(self) -> int:
-        """The peak over the timed runs."""
-        return max(self.peak_bytes[len(self.warm_up_s) :])
+Told = Callable[[str], None]
 
 
-def measure_engine(
+def measure_round(
     engine: Engine,
     workload: Workload,
     prompts: Sequence[str],
     batch_count: int,
     *,
     warm_ups: int = WARM_UPS,
-    told: Callable[[str], None] = lambda text: None,
-) -> Measurement:
-    """Load an engine and time it.
+    told: Told = lambda text: None,
+) -> tuple[Round, list[Image]]:
+    """Load an engine, time it, and return what was measured and its images of the first prompt.
 
     The clock runs around the whole call, from the words to images in the host's memory.
 
@@ -106,27 +79,102 @@ def measure_engine(
     """
     source = memory_source(engine.device)
     start = time.perf_counter()
-    engine.load()
+    engine.load(workload)
     load_s = time.perf_counter() - start
-    told(f"{engine.name}: loaded in {load_s:.2f} s")
+    told(f"loaded in {load_s:.2f} s")
     seconds: list[float] = []
     peaks: list[int] = []
+    clocks: list[int] = []
+    images: list[Image] = []
     runs = [prompt for prompt in prompts for _ in range(batch_count)]
     for index, prompt in enumerate([_WARM_UP_PROMPT] * warm_ups + runs):
         with PeakMemory(source) as memory:
             start = time.perf_counter()
-            engine.draw(prompt, workload)
+            drawn = engine.draw(prompt, workload)
             seconds.append(time.perf_counter() - start)
         peaks.append(memory.peak_bytes)
+        clocks += clock_mhz(engine.device)
+        if index == warm_ups:
+            images = drawn
         what = (
             f"warm-up {index + 1} of {warm_ups}" if index < warm_ups else f"run {index - warm_ups + 1} of {len(runs)}"
         )
-        told(f"{engine.name}: {what}: {seconds[-1]:.3f} s")
-    return Measurement(
+        told(f"{what}: {seconds[-1]:.3f} s")
+    measured = Round(
         load_s,
         tuple(seconds[:warm_ups]),
         tuple(seconds[warm_ups:]),
         tuple(peaks),
         source.kind,
-        engine.denoiser_calls(workload.steps),
+        engine.allocator_bytes(),
+        host_peak_bytes(),
+        tuple(clocks),
     )
+    return measured, images
+
+
+def step_counts(most: int) -> list[int]:
+    """Return the numbers of steps that `--throughput` draws with: five from a fifth of the most on, evenly spaced.
+
+    Raises:
+        ValueError: there is one number alone.
+    """
+    counts = sorted({max(1, round(most * share / 5)) for share in range(1, 6)})
+    if len(counts) < 2:
+        raise ValueError(f"{most} steps allow no line")
+    return counts
+
+
+def measure_throughput(
+    engine: Engine, workload: Workload, prompt: str, batch_count: int, told: Told
+) -> list[tuple[int, float]]:
+    """Load an engine and return (steps, median latency in seconds); each number is warmed up by one run."""
+    engine.load(workload)
+    points: list[tuple[int, float]] = []
+    for steps in step_counts(workload.steps):
+        fewer = replace(workload, steps=steps)
+        engine.draw(prompt, fewer)
+        seconds = [_timed(engine, prompt, fewer) for _ in range(batch_count)]
+        points.append((steps, quantile(seconds, 0.5)))
+        told(f"{steps} steps: {points[-1][1]:.3f} s")
+    return points
+
+
+def visited_sizes(workload: Workload, multiple: int) -> list[tuple[int, int]]:
+    """Return the sizes (height, width) that `--run_multiple_resolutions` visits: the workload's own first."""
+
+    def part(pixels: int, quarters: int) -> int:
+        return max(multiple, round(pixels * quarters / 4 / multiple) * multiple)
+
+    sizes = [(part(workload.height, height), part(workload.width, width)) for height, width in RESOLUTIONS]
+    return list(dict.fromkeys(sizes))
+
+
+def measure_resolutions(engine: Engine, workload: Workload, prompt: str, multiple: int, told: Told) -> list[Resolution]:
+    """Load an engine, warm it up at its first size, and time the first and the second image of each other one."""
+    engine.load(workload)
+    visited = []
+    for index, (height, width) in enumerate(visited_sizes(workload, multiple)):
+        size = replace(workload, height=height, width=width)
+        if index == 0:
+            for _ in range(WARM_UPS):
+                engine.draw(prompt, size)
+        first, *later = [_timed(engine, prompt, size) for _ in range(4)]
+        # A compiled engine may record in its second image as well: the best of the later ones is the warm one.
+        visited.append(Resolution(height, width, first, min(later)))
+        told(f"{height}x{width}: first {first:.3f} s, then {min(later):.3f} s")
+    return visited
+
+
+def measure_kernels(engine: Engine, workload: Workload, prompt: str) -> tuple[dict[str, float], int, str]:
+    """Load an engine, warm it up, and look at one image with a profiler: see `Engine.kernels`."""
+    engine.load(workload)
+    for _ in range(WARM_UPS):
+        engine.draw(prompt, workload)
+    return engine.kernels(prompt, workload)
+
+
+def _timed(engine: Engine, prompt: str, workload: Workload) -> float:
+    start = time.perf_counter()
+    engine.draw(prompt, workload)
+    return time.perf_counter() - start

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import os
+import resource
+import sys
 import threading
 import uuid
 from typing import TYPE_CHECKING, Any, Protocol
@@ -18,7 +20,9 @@ __all__ = [
     "MemorySource",
     "PeakMemory",
     "ResidentMemory",
+    "clock_mhz",
     "first_gpu",
+    "host_peak_bytes",
     "memory_source",
     "open_gpu",
 ]
@@ -132,6 +136,24 @@ def open_gpu() -> Any:
 def memory_source(device: str) -> MemorySource:
     """Return what measures memory for the provider "cuda" or "cpu"; call it before anything is loaded."""
     return GpuMemory(open_gpu()) if device == "cuda" else ResidentMemory()
+
+
+def clock_mhz(device: str) -> list[int]:
+    """Return the clock of the GPU's multiprocessors now, in MHz; nothing on a CPU or where NVML does not tell."""
+    if device != "cuda":
+        return []
+    import pynvml
+
+    try:
+        return [int(pynvml.nvmlDeviceGetClockInfo(open_gpu(), pynvml.NVML_CLOCK_SM))]
+    except pynvml.NVMLError:
+        return []
+
+
+def host_peak_bytes() -> int:
+    """Return the highest resident memory that this process has had; getrusage counts it in KiB on Linux."""
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 class PeakMemory:

@@ -2,40 +2,22 @@
 
 from __future__ import annotations
 
-import csv
-import dataclasses
 import importlib.metadata
-import io
-import json
 import os
 import platform
-import shlex
 import subprocess
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import sdonnx
-from sdonnx.benchmark.engine import Engine, Workload
 from sdonnx.benchmark.engines import ENGINES
-from sdonnx.benchmark.measure import Measurement
 from sdonnx.benchmark.memory import open_gpu
-from sdonnx.errors import OutputError, ProviderError
+from sdonnx.benchmark.results import Comparison, Kernels, Resolutions, Result, Throughput, plain
+from sdonnx.errors import ProviderError
 
-__all__ = [
-    "COLUMNS",
-    "Row",
-    "append_json",
-    "append_row",
-    "commit_of",
-    "environment",
-    "record_of",
-    "refuse_csv",
-    "refuse_json",
-    "row_of",
-]
+__all__ = ["COLUMNS", "Row", "commit_of", "environment", "extra_record_of", "record_of", "row_of"]
 
 COLUMNS = (
     "engine",
@@ -52,68 +34,111 @@ COLUMNS = (
     "median_latency",
     "first_run_memory_MB",
     "second_run_memory_MB",
+    "min_latency",
+    "p90_latency",
+    "p99_latency",
+    "spread",
+    "iterations_per_second",
+    "text_ms",
+    "step_ms",
+    "decode_ms",
+    "load_s",
+    "first_image_s",
+    "warm_up_s",
+    "allocator_MB",
+    "host_peak_MB",
+    "psnr_db",
+    "ssim",
+    "lpips",
+    "differing",
+    "tflop_per_call",
+    "share_of_matrix_rate",
+    "precision",
+    "scheduler",
+    "rounds",
+    "gpu",
+    "remarks",
 )
-"""The table of ONNX Runtime's README for Stable Diffusion (transformers/models/stable_diffusion)."""
+"""First the table of ONNX Runtime's README for Stable Diffusion (transformers/models/stable_diffusion), then ours.
+Latencies are of a batch, in seconds; MB are 2**20 bytes; psnr_db is empty where the pixels are the same."""
 
-Row = dict[str, str | int | float | bool]
+Row = dict[str, str | int | float | bool | None]
 
 _MB = 1024**2  # as in ONNX Runtime's benchmark.py
 
-_PACKAGES = ("numpy", "rich", "tokenizers")
+_PACKAGES = ("jinja2", "numpy", "plotly", "rich", "scikit-image", "tokenizers", "xformers", "lpips", "triton")
 
 
-def row_of(
-    engine: Engine,
-    version: str,
-    workload: Workload,
-    num_prompts: int,
-    batch_count: int,
-    measured: Measurement,
-) -> Row:
-    """Return the row of a measurement: latencies of a batch in seconds, memory in units of 2**20 bytes."""
-    values = (
-        engine.name,
-        version,
-        engine.provider,
-        True,
-        workload.height,
-        workload.width,
-        workload.steps,
-        workload.batch_size,
-        batch_count,
-        num_prompts,
-        round(measured.average_s, 6),
-        round(measured.median_s, 6),
-        round(measured.first_run_bytes / _MB, 1),
-        round(measured.second_run_bytes / _MB, 1),
-    )
-    return dict(zip(COLUMNS, values, strict=True))
-
-
-def record_of(
-    engine: Engine, workload: Workload, prompts: Sequence[str], row: Row, measured: Measurement
-) -> dict[str, Any]:
-    """Return everything that a reader needs to judge the row and to repeat it, ready for JSON."""
+def row_of(result: Result, version: str, num_prompts: int, batch_count: int, gpu: str | None) -> Row:
+    """Return the row of a result that has rounds."""
+    summary = result.summary
+    assert summary is not None
+    engine, workload, stages, agreement = result.engine, result.workload, result.stages, result.agreement
+    ours = {
+        **{f"{name}_latency": round(getattr(summary, f"{name}_s"), 6) for name in ("min", "p90", "p99")},
+        "spread": round(summary.spread, 4),
+        "iterations_per_second": _number(stages, "iterations_per_second", 4),
+        **{name: _number(stages, name, 4) for name in ("text_ms", "step_ms", "decode_ms")},
+        **{name: round(getattr(summary, name), 3) for name in ("load_s", "first_image_s", "warm_up_s")},
+        "allocator_MB": _number(summary, "allocator_bytes", 1, _MB),
+        "host_peak_MB": _number(summary, "host_peak_bytes", 1, _MB),
+        "psnr_db": _number(agreement, "psnr_db", 2),
+        **{name: _number(agreement, name, 6) for name in ("ssim", "lpips", "differing")},
+        "tflop_per_call": _number(result, "flops", 4, 1e12),
+        "share_of_matrix_rate": _number(result, "share_of_matrix_rate", 4),
+        "precision": engine["precision"],
+        "scheduler": engine["scheduler"],
+        "rounds": len(result.rounds),
+        "gpu": gpu,
+        "remarks": "; ".join(result.remarks),
+    }
     return {
-        "time": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": shlex.join(sys.orig_argv),
+        "engine": engine["name"],
+        "version": version,
+        "provider": engine["provider"] + (" xformers" if engine["xformers"] else ""),
+        "disable_safety_checker": not engine["safety_checker"],
+        "height": workload.height,
+        "width": workload.width,
+        "steps": workload.steps,
+        "batch_size": workload.batch_size,
+        "batch_count": batch_count,
+        "num_prompts": num_prompts,
+        "average_latency": round(summary.average_s, 6),
+        "median_latency": round(summary.median_s, 6),
+        "first_run_memory_MB": round(summary.first_run_bytes / _MB, 1),
+        "second_run_memory_MB": round(summary.second_run_bytes / _MB, 1),
+    } | ours
+
+
+def _number(holder: object, name: str, digits: int, unit: float = 1.0) -> float | None:
+    """Return a rounded attribute, None where it or its holder is None."""
+    value = getattr(holder, name, None)
+    return None if value is None else round(float(value) / unit, digits)
+
+
+def record_of(result: Result, prompts: Sequence[str], row: Row | None, comparison: Comparison) -> dict[str, Any]:
+    """Return everything that a reader needs to judge a result and to repeat it, ready for JSON."""
+    return _record("pipeline", comparison) | {
         "row": row,
-        "engine": {
-            "name": engine.name,
-            "version": engine.version,
-            "device": engine.device,
-            "precision": engine.precision,
-            "compile_mode": engine.options.compile_mode,
-            "scheduler": engine.scheduler,
-            "folder": str(engine.folder.path),
-            "family": engine.family.name,
-        },
-        "workload": {**dataclasses.asdict(workload), "prompts": list(prompts)},
-        "measured": {
-            **dataclasses.asdict(measured),
-            "first_image_s": measured.first_image_s,
-        },
-        "environment": environment(),
+        "prompts": list(prompts),
+        **plain(result),
+        "summary": plain(result.summary),
+        "share_of_matrix_rate": result.share_of_matrix_rate,
+        "remarks": result.remarks,
+    }
+
+
+def extra_record_of(extra: Throughput | Resolutions | Kernels, comparison: Comparison) -> dict[str, Any]:
+    """Return what was measured beside the rows, ready for JSON."""
+    return {**_record(type(extra).__name__.lower(), comparison), **plain(extra)}
+
+
+def _record(benchmark: str, comparison: Comparison) -> dict[str, Any]:
+    return {
+        "benchmark": benchmark,
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": comparison.command,
+        "environment": comparison.environment,
     }
 
 
@@ -187,85 +212,3 @@ def _gpu() -> dict[str, Any] | None:
         "driver": pynvml.nvmlSystemGetDriverVersion(),
         "memory_bytes": int(pynvml.nvmlDeviceGetMemoryInfo(gpu).total),
     }
-
-
-def refuse_csv(path: Path) -> None:
-    """Look whether a row can be appended, before minutes of measuring are spent.
-
-    Raises:
-        OutputError: the file has other columns, or cannot be read or written.
-    """
-    refuse_json(path)
-    header = _header(path)
-    if header is not None and header != COLUMNS:
-        raise OutputError(
-            f"{path} has the columns {', '.join(header) or 'none'}",
-            ", ".join(COLUMNS),
-            "choose another file with --csv, or move this one away",
-        )
-
-
-def append_row(path: Path, row: Row) -> None:
-    """Append a row to a CSV file, after the header where the file is new or empty.
-
-    Raises:
-        OutputError: the file has other columns, or cannot be written.
-    """
-    refuse_csv(path)
-    text = io.StringIO(newline="")
-    writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
-    if _header(path) is None:
-        writer.writeheader()
-    writer.writerow(row)
-    _append(path, text.getvalue())
-
-
-def refuse_json(path: Path) -> None:
-    """Look whether a record can be appended, before minutes of measuring are spent.
-
-    Raises:
-        OutputError: the file cannot be written.
-    """
-    if not path.parent.is_dir():
-        raise OutputError(f"{path.parent} is no folder", "a folder to write into", "make it first")
-    if path.exists() and not path.is_file():
-        raise OutputError(f"{path} is no file", "a file, or a new name", "choose another name")
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise OutputError(f"{path} cannot be written", "permission to write", "choose another place")
-
-
-def append_json(path: Path, record: Mapping[str, Any]) -> None:
-    """Append a record to a file of JSON lines.
-
-    Raises:
-        OutputError: the file cannot be written.
-    """
-    _append(path, json.dumps(record, ensure_ascii=False) + "\n")
-
-
-def _header(path: Path) -> tuple[str, ...] | None:
-    """Return the columns of a CSV file, None where the file is missing or empty."""
-    try:
-        with path.open(encoding="utf-8", newline="") as file:
-            first = next(csv.reader(file), None)
-    except FileNotFoundError:
-        return None
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise OutputError(f"{path} cannot be read ({error})", "a CSV file", "choose another file with --csv") from error
-    return None if first is None else tuple(first)
-
-
-def _append(path: Path, text: str) -> None:
-    """Append lines to a file in one piece; a last line that was left without its end gets it."""
-    try:
-        with path.open("a+b") as file:
-            end = file.seek(0, os.SEEK_END)
-            file.seek(max(0, end - 1))
-            start = b"" if file.read(1) in (b"", b"\n") else b"\n"
-            file.write(start + text.encode())
-    except OSError as error:
-        raise OutputError(
-            f"writing {path} failed ({error.strerror})",
-            "a place with enough free space and permission to write",
-            "choose another place",
-        ) from error

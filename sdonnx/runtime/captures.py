@@ -153,7 +153,9 @@ class SizeBuffers:
 
     def run(self, role: Role) -> None:
         """Run a graph; a graph that does not stay loaded is given back after it."""
-        self._run(role)()
+        run = self._run(role)
+        with self.graphs.observed(role):
+            run()
         if not self.graphs.stays(role):
             self.graphs.device.synchronize()
             self._runs.pop(role)

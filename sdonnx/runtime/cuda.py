@@ -16,7 +16,7 @@ import onnxruntime
 
 from sdonnx.errors import ProviderError
 
-__all__ = ["Cuda", "cuda", "small_workspaces"]
+__all__ = ["Cuda", "Event", "cuda", "small_workspaces"]
 
 # ONNX Runtime 1.31 is built for CUDA 13, older builds for 12: whichever it has loaded.
 _LIBRARIES = ("libcudart.so.13", "libcudart.so.12")
@@ -84,6 +84,21 @@ class Cuda:
         )
         self.synchronize()
 
+    def event(self) -> Event:
+        """Return a mark on the stream: the time at which everything that is queued by now will be done."""
+        handle = ctypes.c_void_p()
+        self._check(self._library.cudaEventCreate(ctypes.byref(handle)))
+        event = Event(self._library, handle)
+        self._check(self._library.cudaEventRecord(handle, self._stream))
+        return event
+
+    def milliseconds(self, start: Event, end: Event) -> float:
+        """Wait for two marks and return the time between them on the device's clock."""
+        elapsed = ctypes.c_float()
+        self._check(self._library.cudaEventSynchronize(end.handle))
+        self._check(self._library.cudaEventElapsedTime(ctypes.byref(elapsed), start.handle, end.handle))
+        return elapsed.value
+
     def _check(self, status: int) -> None:
         if status:
             self._library.cudaGetErrorString.restype = ctypes.c_char_p
@@ -91,6 +106,17 @@ class Cuda:
             raise ProviderError(
                 f"CUDA says {reason!r} for GPU {self.index}", "a GPU that can be used", "check nvidia-smi"
             )
+
+
+class Event:
+    """A CUDA event; it is given back with the object."""
+
+    def __init__(self, library: ctypes.CDLL, handle: ctypes.c_void_p) -> None:
+        self._library, self.handle = library, handle
+
+    def __del__(self) -> None:
+        """Give the event back; CUDA keeps one that is still queued until it is reached."""
+        self._library.cudaEventDestroy(self.handle)
 
 
 def _library() -> ctypes.CDLL:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import re
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ import onnxruntime
 from onnxruntime import OrtValue
 
 from sdonnx.errors import DeviceMemoryError, OptionError, ProviderError
-from sdonnx.runtime.cuda import cuda
+from sdonnx.runtime.cuda import Event, cuda
 
 __all__ = ["FATAL", "PROVIDERS", "Device", "device_for", "told_of_memory"]
 
@@ -63,6 +64,18 @@ class Device:
     def memory(self) -> tuple[int, int] | None:
         """Return the free memory and all of it, in bytes; None for the CPU."""
         return cuda(self.index).memory() if self.provider == "cuda" else None
+
+    def mark(self) -> Event | float:
+        """Return a mark after everything that is queued by now, for `milliseconds`."""
+        return cuda(self.index).event() if self.provider == "cuda" else time.perf_counter()
+
+    def milliseconds(self, start: Event | float, end: Event | float) -> float:
+        """Return the time between two marks, by the device's own clock; on a GPU it waits for the second."""
+        if isinstance(start, Event) and isinstance(end, Event):
+            return cuda(self.index).milliseconds(start, end)
+        assert isinstance(start, float)
+        assert isinstance(end, float)
+        return (end - start) * 1e3
 
     def copy(self, target: OrtValue, source: OrtValue, size: int) -> None:
         """Copy the first `size` bytes of a buffer of this device to the start of another one, and wait for it.

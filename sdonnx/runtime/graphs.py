@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,9 @@ from sdonnx.folder import PipelineFolder
 from sdonnx.runtime.device import Device
 from sdonnx.runtime.session import Graph, SessionSettings
 
-__all__ = ["GraphSet"]
+__all__ = ["GraphSet", "Observer"]
+
+Observer = Callable[[Role], AbstractContextManager[Any]]
 
 # What stands beside each component's model (`sdonnx.compose`).
 _FILES = {
@@ -33,6 +37,7 @@ class GraphSet:
         device: where the graphs run.
         settings: what the caller set of ONNX Runtime.
         low_memory: keep the denoiser alone; every other graph is loaded for each use.
+        observer: what each run of a graph is wrapped in; None for nothing.
     """
 
     folder: PipelineFolder
@@ -40,6 +45,7 @@ class GraphSet:
     device: Device
     settings: SessionSettings
     low_memory: bool
+    observer: Observer | None = None
     _loaded: dict[Role, Graph] = field(default_factory=dict)
 
     def path(self, role: Role) -> Path:
@@ -69,6 +75,10 @@ class GraphSet:
             captures = self.stays(role) and role is not Role.SAFETY_CHECKER
             self._loaded[role] = Graph(self.path(role), self.device, capture=captures, settings=self.settings)
         return self._loaded[role]
+
+    def observed(self, role: Role) -> AbstractContextManager[Any]:
+        """Return what a run of that graph is to be wrapped in."""
+        return nullcontext() if self.observer is None else self.observer(role)
 
     def done(self, role: Role) -> None:
         """Give the graph's memory back if it is not to stay; what was bound to it is gone."""

@@ -24,7 +24,7 @@ from sdonnx.runtime.captures import CaptureReport, Captures, Shape, SizeBuffers
 from sdonnx.runtime.device import device_for
 from sdonnx.runtime.drawing import Drawing, Start
 from sdonnx.runtime.draws import Draws, Generator
-from sdonnx.runtime.graphs import GraphSet
+from sdonnx.runtime.graphs import GraphSet, Observer
 from sdonnx.runtime.noise import TorchCpuGenerator
 from sdonnx.runtime.prompt import PromptTokenizer
 from sdonnx.runtime.request import (
@@ -190,6 +190,13 @@ class OrtDiffusionPipeline:
     def set_progress_bar_config(self, **options: Any) -> None:
         """Set options of tqdm for the progress bar, such as `disable=True`; by default terminals alone show one."""
         self._progress = options
+
+    def observe(self, observer: Observer | None) -> None:
+        """Wrap each run of a graph in `with observer(role):`, in the thread that works with the device; None to end.
+
+        Runs are queued, not over, when the block ends: `pipeline.device.mark` and `milliseconds` tell when they are.
+        """
+        self._graphs.observer = observer
 
     def interrupt(self) -> None:
         """Stop the image that is being drawn after the current step; for use in a callback."""

@@ -1,0 +1,231 @@
+"""Rivals under one clock: each in processes of its own, in an order that is shuffled for every round."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image
+
+from sdonnx.benchmark.agreement import agreement_of, fault_of
+from sdonnx.benchmark.engine import EngineOptions, FolderKind
+from sdonnx.benchmark.engines import ENGINES, ReferenceEngine
+from sdonnx.benchmark.processes import WorkerError, run_worker
+from sdonnx.benchmark.results import (
+    REFERENCE,
+    Comparison,
+    Kernels,
+    Resolution,
+    Resolutions,
+    Result,
+    Round,
+    Stages,
+    Throughput,
+    Workload,
+)
+from sdonnx.benchmark.rivals import Rival
+from sdonnx.benchmark.statistics import fit_line
+
+__all__ = ["Contest", "Setup"]
+
+Images = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What is compared.
+
+    Attributes:
+        rivals: the engines.
+        folders: a pipeline of each kind that they read, all of the same weights.
+        workloads: what each of them draws, one after another.
+        prompts: what to draw.
+        provider: "cuda" or "cpu".
+        batch_count: timed runs of each prompt in each round.
+        warm_ups: runs before.
+        rounds: processes of each engine for each workload.
+        io_binding: bind buffers of the device in onnxruntime-plain.
+        safety_checker: run the folders' safety checkers.
+        pythons: interpreters by engine, for those whose packages are in another environment.
+        timeout_s: how long a process may take; None for any time.
+        throughput: also time different numbers of steps.
+        resolutions: also visit several sizes in one process.
+        kernels: also count device time by kind of operator.
+        multiple: height and width are multiples of it.
+    """
+
+    rivals: tuple[Rival, ...]
+    folders: Mapping[FolderKind, Path]
+    workloads: tuple[Workload, ...]
+    prompts: tuple[str, ...]
+    provider: str
+    batch_count: int = 5
+    warm_ups: int = 3
+    rounds: int = 1
+    io_binding: bool = False
+    safety_checker: bool = False
+    pythons: Mapping[str, str] = field(default_factory=dict)
+    timeout_s: float | None = None
+    throughput: bool = False
+    resolutions: bool = False
+    kernels: bool = False
+    multiple: int = 8
+
+    def options(self, rival: Rival) -> EngineOptions:
+        """Return what a rival's engine is made from."""
+        return EngineOptions(
+            self.folders[ENGINES[rival.engine].reads],
+            self.provider,
+            rival.compile_mode,
+            rival.regional,
+            rival.xformers,
+            self.io_binding,
+            self.safety_checker,
+        )
+
+
+class Contest:
+    """Runs a comparison.
+
+    Args:
+        setup: what is compared.
+        comparison: what it adds to.
+        told: told what is going on.
+        keep: told each result as soon as it is complete.
+
+    Attributes:
+        unusable: rivals that cannot run at all, and why; they get a row for each workload.
+    """
+
+    def __init__(
+        self, setup: Setup, comparison: Comparison, told: Callable[[str], None], keep: Callable[[Result], None]
+    ) -> None:
+        self._setup, self._comparison, self._told, self._keep = setup, comparison, told, keep
+        self._rates: dict[str, float] = {}
+        self.unusable: dict[Rival, str] = {}
+
+    def run(self) -> None:
+        """Run everything; what is complete is kept also where this is interrupted.
+
+        Raises:
+            KeyboardInterrupt: it was interrupted.
+        """
+        with TemporaryDirectory() as folder:
+            for workload in self._setup.workloads:
+                self._race(workload, Path(folder))
+            most = self._setup.workloads[0]
+            for task in ("throughput", "resolutions", "kernels"):
+                for rival in self._setup.rivals if getattr(self._setup, task) else ():
+                    if rival not in self.unusable:
+                        self._look(task, rival, most)
+
+    def _race(self, workload: Workload, folder: Path) -> None:
+        results = {
+            rival: Result(rival.title, workload, failure=self.unusable.get(rival)) for rival in self._setup.rivals
+        }
+        try:
+            reference, flops = self._reference(workload, folder)
+            for number in range(self._setup.rounds):
+                order = [rival for rival in self._setup.rivals if results[rival].failure is None]
+                random.Random(f"{workload.seed} {number}").shuffle(order)
+                for position, rival in enumerate(order):
+                    self._round(rival, results[rival], number, position, folder / "images.npy", reference)
+                    results[rival].flops = flops
+        finally:
+            complete = [result for result in results.values() if result.rounds or result.failure]
+            for result in complete:
+                result.matrix_rate = self._rates.get(result.engine.get("precision", ""))
+            # All of them before one is kept: where that fails, the others can still be shown.
+            self._comparison.results += complete
+            for result in complete:
+                self._keep(result)
+
+    def _reference(self, workload: Workload, folder: Path) -> tuple[Images | None, float | None]:
+        """Return the images that all others are compared with, and the operations of a denoiser call."""
+        source = self._setup.folders.get(FolderKind.DIFFUSERS)
+        if source is None:
+            self._told("no diffusers folder was given: images are compared with nothing")
+            return None, None
+        path = folder / "reference.npy"
+        options = EngineOptions(source, self._setup.provider, safety_checker=self._setup.safety_checker)
+        job = self._job("reference", ReferenceEngine.name, options, workload) | {"images": str(path)}
+        try:
+            values = self._work(REFERENCE, job, None)
+        except WorkerError as failure:
+            self._told(f"{REFERENCE}: {failure}; images are compared with nothing")
+            return None, None
+        self._rates |= values["matrix_rates"]
+        images: Images = np.load(path)
+        self._comparison.images[REFERENCE, workload] = Image.fromarray(images[0])
+        return images, float(values["flops"])
+
+    def _round(
+        self, rival: Rival, result: Result, number: int, position: int, path: Path, reference: Images | None
+    ) -> None:
+        workload = result.workload
+        job = self._job("round", rival.engine, self._setup.options(rival), workload)
+        job |= {"images": str(path), "warm_ups": self._setup.warm_ups, "stages": number == 0}
+        try:
+            values = self._work(f"{rival.title}, round {number + 1} of {self._setup.rounds}", job, rival)
+        except WorkerError as failure:
+            result.failure = str(failure)
+            return
+        result.engine = values["engine"]
+        result.rounds.append(replace(Round(**_tuples(values["round"])), position=position))
+        if "stages" in values:
+            result.stages = Stages(**values["stages"])
+        images: Images = np.load(path)
+        self._comparison.images.setdefault((rival.title, workload), Image.fromarray(images[0]))
+        agreement = None if reference is None else agreement_of(images, reference)
+        if agreement is not None and (result.agreement is None or agreement.differing > result.agreement.differing):
+            result.agreement = agreement
+        result.failure = result.failure or fault_of(images, agreement)
+
+    def _look(self, task: str, rival: Rival, workload: Workload) -> None:
+        """Measure what a rival shows beside its rows; where that fails, a row says so."""
+        job = self._job(task, rival.engine, self._setup.options(rival), workload)
+        comparison = self._comparison
+        try:
+            values = self._work(f"{rival.title}, {task}", job | {"multiple": self._setup.multiple}, rival)
+        except WorkerError as failure:
+            result = Result(rival.title, workload, failure=f"{task}: {failure}")
+            comparison.results.append(result)
+            self._keep(result)
+            return
+        if task == "throughput":
+            points = tuple((int(steps), float(seconds)) for steps, seconds in values["points"])
+            comparison.throughput.append(Throughput(rival.title, workload, points, fit_line(points)))
+        elif task == "resolutions":
+            visited = tuple(Resolution(**size) for size in values["visited"])
+            comparison.resolutions.append(Resolutions(rival.title, workload, visited))
+        else:
+            milliseconds, launches, source = values["kernels"]
+            comparison.kernels.append(Kernels(rival.title, workload, milliseconds, launches, source))
+
+    def _job(self, task: str, engine: str, options: EngineOptions, workload: Workload) -> dict[str, Any]:
+        return {
+            "task": task,
+            "engine": engine,
+            "options": dataclasses.asdict(options) | {"folder": str(options.folder)},
+            "workload": dataclasses.asdict(workload),
+            "prompts": list(self._setup.prompts),
+            "batch_count": self._setup.batch_count,
+        }
+
+    def _work(self, title: str, job: dict[str, Any], rival: Rival | None) -> dict[str, Any]:
+        python = self._setup.pythons.get(rival.engine) if rival is not None else None
+        self._told(f"{title}: starts")
+        return run_worker(
+            job, lambda text: self._told(f"{title}: {text}"), python=python, timeout_s=self._setup.timeout_s
+        )
+
+
+def _tuples(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}

@@ -1,0 +1,221 @@
+"""optimum-onnx: diffusers' own pipelines around sessions of ONNX Runtime, as Hugging Face's users run them.
+
+It takes transformers < 4.58, so it cannot share an environment with today's exporter. What is worked around
+here was read in, and tried with, optimum-onnx 0.1.0 (optimum/onnxruntime/base.py and modeling_diffusion.py).
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+import time
+import warnings
+from typing import TYPE_CHECKING, Any
+
+from sdonnx.benchmark.engine import Engine, EngineOptions, FolderKind
+from sdonnx.benchmark.engines.pytorch import replaced
+from sdonnx.benchmark.kernels import profiled_by_onnxruntime, profiling_sessions
+from sdonnx.benchmark.memory import first_gpu
+from sdonnx.benchmark.results import Stages, Workload
+from sdonnx.benchmark.stages import DECODE, STEP, TEXT, StageClock
+from sdonnx.errors import DeviceMemoryError, FolderError, OptionError, ProviderError
+from sdonnx.families import Role
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+__all__ = ["OptimumEngine"]
+
+_OPERATOR = re.compile(r"[^\w\s]+")
+_STAGES = {Role.TEXT_ENCODER: TEXT, Role.DENOISER: STEP, Role.IMAGE_DECODER: DECODE}
+
+
+class OptimumEngine(Engine):
+    """An exported folder, drawn with by optimum-onnx with its own defaults: bound buffers on a GPU, numpy on a CPU."""
+
+    name = "optimum"
+    reads = FolderKind.EXPORTED
+    remedy = "give the folder that python -m sdonnx.export wrote"
+    distributions = (
+        ("optimum-onnx",),
+        ("onnxruntime", "onnxruntime-gpu"),
+        ("diffusers",),
+        ("transformers",),
+        ("torch",),
+    )
+    modules = ("optimum.onnxruntime", "onnxruntime", "diffusers", "transformers", "torch")
+    installation = "pip install 'optimum-onnx[onnxruntime-gpu]' diffusers torch, in an environment of its own"
+
+    def __init__(self, options: EngineOptions) -> None:
+        """Look at the options and the folder."""
+        super().__init__(options)
+        if options.safety_checker:  # it takes torch's, and runs no ONNX one
+            raise OptionError(
+                f"--enable_safety_checker for the engine {self.name}", "another engine", "leave one of them out"
+            )
+
+    def default_provider(self) -> str:
+        """Return "cuda" where there is a GPU, else "cpu"."""
+        return "cpu" if first_gpu() is None else "cuda"
+
+    @property
+    def precision(self) -> str:
+        """The type of the exported denoiser."""
+        return str(self._denoiser.dtype).removeprefix("torch.")
+
+    @property
+    def _denoiser(self) -> Any:
+        return getattr(self._pipeline, self.denoiser.name)
+
+    def load(self, workload: Workload) -> None:
+        """Load the graphs into sessions with optimum's own choices."""
+        import torch
+
+        from sdonnx.runtime.device import device_for
+
+        self._torch = torch
+        self._device = device_for(self.device)  # refuses what is not there, and finds CUDA's libraries
+        if self.device == "cuda" and not torch.cuda.is_available():
+            # The buffers that it binds are torch's.
+            raise ProviderError(
+                f"torch {torch.__version__} finds no CUDA here",
+                "a GPU, its driver and a torch built for CUDA",
+                "check nvidia-smi and the installation of torch, or pass -r cpu",
+            )
+        self._pipeline = self._open(workload)
+
+    def _open(self, workload: Workload, session_options: Any = None) -> Any:
+        import diffusers
+
+        from sdonnx.runtime.device import PROVIDERS, told_of_memory
+
+        diffusers.utils.logging.set_verbosity_error()
+        # By name: where types are checked it is not installed.
+        optimum: Any = importlib.import_module("optimum.onnxruntime")
+        importlib.import_module("optimum.utils.logging").set_verbosity_error()
+        task = "Text2Image" if workload.image is None else "Image2Image"
+        try:
+            with told_of_memory(self._device, "loading"):
+                pipeline = getattr(optimum, f"ORTPipelineFor{task}").from_pretrained(
+                    self.folder.path,
+                    export=False,  # else a folder without a denoiser's graph is looked for on the hub
+                    provider=PROVIDERS[self.device],
+                    session_options=session_options,
+                    **self._unread(),
+                )
+        except DeviceMemoryError:
+            raise
+        except Exception as error:  # onnxruntime's exceptions have no common class of their own
+            reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+            raise FolderError(
+                f"optimum cannot load {self.folder.path} ({reason})", "a complete exported pipeline", "export it again"
+            ) from error
+        if pipeline.provider != PROVIDERS[self.device]:  # ONNX Runtime goes on with the CPU
+            raise ProviderError(
+                f"{PROVIDERS[self.device]} could not be loaded",
+                "a GPU, its driver and the CUDA libraries",
+                "check nvidia-smi and the installation of onnxruntime-gpu",
+            )
+        for part in pipeline.parts:
+            part.output_shapes = {name: _spaced(shape) for name, shape in part.output_shapes.items()}
+        if workload.scheduler is not None:
+            from sdonnx.samplers import config_for
+
+            config = config_for(workload.scheduler, dict(pipeline.scheduler.config))
+            pipeline.scheduler = getattr(diffusers, str(config["_class_name"])).from_config(config)
+        pipeline.set_progress_bar_config(disable=True)
+        return pipeline
+
+    def _unread(self) -> dict[str, Any]:
+        """Return what stands in for the safety checker's image processor: its class may be newer than transformers."""
+        if not self.folder.has_component("feature_extractor"):
+            return {}
+        import transformers
+
+        processor: Any = transformers.CLIPImageProcessor
+        return {"feature_extractor": processor()}
+
+    def draw(self, prompt: str, workload: Workload) -> list[Image]:
+        """Return images of a prompt, from the noise that the other engines start with."""
+        return self._draw(self._pipeline, prompt, workload)
+
+    def _draw(self, pipeline: Any, prompt: str, workload: Workload) -> list[Image]:
+        from sdonnx.runtime.device import told_of_memory
+
+        generator = self._torch.Generator("cpu").manual_seed(workload.seed)
+        # With bound buffers the prediction overwrites the denoiser's input, and without guidance that is the
+        # latents themselves, which the sampler still needs.
+        guided = workload.guidance_scale > 1
+        getattr(pipeline, self.denoiser.name).use_io_binding = self.device == "cuda" and guided
+        with (
+            self._torch.inference_mode(),
+            told_of_memory(self._device, "drawing"),
+            warnings.catch_warnings(),
+        ):
+            warnings.filterwarnings("ignore", "Accessing config attribute", FutureWarning)  # optimum's own doing
+            images: list[Image] = pipeline(
+                prompt,
+                negative_prompt=workload.negative_prompt,
+                num_inference_steps=workload.steps,
+                guidance_scale=workload.guidance_scale,
+                num_images_per_prompt=workload.batch_size,
+                generator=generator,
+                **self._start(pipeline, workload, generator),
+            ).images
+        return images
+
+    def _start(self, pipeline: Any, workload: Workload, generator: Any) -> dict[str, Any]:
+        if workload.image is not None:
+            from sdonnx.benchmark.engines.ours import starting_image
+
+            return {"image": starting_image(workload), "strength": workload.strength}
+        factor = pipeline.vae_scale_factor
+        channels = pipeline.vae.config.latent_channels
+        size = (workload.batch_size, channels, workload.height // factor, workload.width // factor)
+        # Drawn in float32: in half precision torch's stream is another one. In the denoiser's type: a bound
+        # output is written through the input's address, whatever type lies there.
+        noise = self._torch.randn(size, generator=generator).to(
+            pipeline.device, getattr(pipeline, self.denoiser.name).dtype
+        )
+        return {"height": workload.height, "width": workload.width, "latents": noise}
+
+    def stages(self, prompt: str, workload: Workload) -> Stages:
+        """Draw with marks on the host's clock: every call of a session waits for the device."""
+
+        def mark() -> float:
+            if self.device == "cuda":
+                self._torch.cuda.synchronize()
+            return time.perf_counter()
+
+        clock = StageClock(mark, lambda start, end: (end - start) * 1e3)
+        parts = {stage: getattr(self._pipeline, self.family.with_role(role).name) for role, stage in _STAGES.items()}
+        with (
+            replaced(parts[TEXT], "forward", lambda call: clock.around(TEXT, call)),
+            replaced(parts[STEP], "forward", lambda call: clock.around(STEP, call)),
+            replaced(parts[DECODE], "forward", lambda call: clock.around(DECODE, call)),
+        ):
+            self.draw(prompt, workload)
+        return clock.stages()
+
+    def kernels(self, prompt: str, workload: Workload) -> tuple[dict[str, float], int, str]:
+        """Count by torch's profiler on a GPU, by ONNX Runtime's on a CPU."""
+        if self.device == "cuda":
+            return super().kernels(prompt, workload)
+        with profiling_sessions() as (options, folder):
+            pipeline = self._open(workload, options)
+
+            def close() -> None:
+                for part in pipeline.parts:
+                    part.session.end_profiling()
+
+            return profiled_by_onnxruntime(lambda: self._draw(pipeline, prompt, workload), close, folder)
+
+    @property
+    def scheduler(self) -> str:
+        """The sampler's class."""
+        return type(self._pipeline.scheduler).__name__
+
+
+def _spaced(shape: list[Any]) -> list[Any]:
+    """Return a shape as optimum computes it: it tells names and numbers of "8*height" apart by spaces alone."""
+    return [_OPERATOR.sub(r" \g<0> ", size) if isinstance(size, str) else size for size in shape]

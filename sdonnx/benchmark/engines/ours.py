@@ -1,0 +1,133 @@
+"""This project's pipeline, from a folder that `sdonnx.optimize_pipeline` wrote."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+from sdonnx.benchmark.engine import Engine, FolderKind, precision_of_report
+from sdonnx.benchmark.kernels import profiled_by_onnxruntime, profiling_sessions
+from sdonnx.benchmark.results import Stages, Workload
+from sdonnx.benchmark.stages import DECODE, STEP, TEXT, StageClock
+from sdonnx.errors import FolderError, ProviderError
+from sdonnx.families import Role
+from sdonnx.folder import REPORT, read_json
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+__all__ = ["OnnxRuntimeEngine"]
+
+_STAGES = {Role.TEXT_ENCODER: TEXT, Role.DENOISER: STEP, Role.IMAGE_DECODER: DECODE}
+
+
+class OnnxRuntimeEngine(Engine):
+    """This project's pipeline, from a folder that `sdonnx.optimize_pipeline` wrote."""
+
+    name = "onnxruntime"
+    reads = FolderKind.OPTIMIZED
+    remedy = "export the pipeline where it is none yet, and run python -m sdonnx.optimize_pipeline on that"
+    distributions = (("onnxruntime", "onnxruntime-gpu"),)
+    modules = ("onnxruntime", "tokenizers")
+    installation = "pip install 'sdonnx[cuda]', or 'sdonnx[cpu]' where there is no GPU"
+
+    def check_folder(self) -> None:
+        """Raise FolderError unless the folder is optimized, ProviderError unless it is for the provider asked for."""
+        super().check_folder()
+        made_for, asked = self.default_provider(), self.options.provider
+        if asked not in (None, made_for):
+            raise ProviderError(
+                f"{self.folder.path} was optimized for {made_for}",
+                f"a folder for {asked}",
+                f"optimize the exported pipeline with --provider {asked}",
+            )
+
+    def default_provider(self) -> str:
+        """Return the provider that the folder was optimized for; no other can run it."""
+        return str(read_json(self.folder.path / REPORT).get("provider"))
+
+    @property
+    def precision(self) -> str:
+        """The type that the folder was converted to."""
+        return precision_of_report(self.folder)
+
+    def load(self, workload: Workload) -> None:
+        """Load the graphs."""
+        self._pipeline = self._open(workload)
+
+    def _open(self, workload: Workload, session_options: Any = None) -> Any:
+        from sdonnx.runtime.pipeline import OrtDiffusionPipeline
+
+        checker: dict[str, Any] = {} if self.options.safety_checker else {"safety_checker": None}
+        pipeline = OrtDiffusionPipeline.from_pretrained(
+            self.folder.path, self.device, session_options=session_options, **checker
+        )
+        pipeline.set_progress_bar_config(disable=True)
+        if workload.scheduler is not None:
+            pipeline.scheduler = workload.scheduler
+        return pipeline
+
+    def draw(self, prompt: str, workload: Workload) -> list[Image]:
+        """Return images of a prompt."""
+        images: list[Image] = self._draw(self._pipeline, prompt, workload)
+        return images
+
+    def _draw(self, pipeline: Any, prompt: str, workload: Workload) -> Any:
+        start: dict[str, Any] = {}
+        if workload.image is not None:
+            start = {"image": starting_image(workload), "strength": workload.strength}
+        return pipeline(
+            prompt,
+            workload.height,
+            workload.width,
+            workload.steps,
+            workload.guidance_scale,
+            workload.negative_prompt,
+            workload.batch_size,
+            seed=workload.seed,
+            **start,
+        ).images
+
+    def stages(self, prompt: str, workload: Workload) -> Stages:
+        """Draw with marks on the device's stream."""
+        device = self._pipeline.device
+        clock = StageClock(device.mark, device.milliseconds)
+
+        def observer(role: Role) -> AbstractContextManager[None]:
+            return clock.span(_STAGES.get(role))
+
+        self._pipeline.observe(observer)
+        try:
+            self.draw(prompt, workload)
+        finally:
+            self._pipeline.observe(None)
+        return clock.stages()
+
+    def kernels(self, prompt: str, workload: Workload) -> tuple[dict[str, float], int, str]:
+        """Count by torch's profiler on a GPU, by ONNX Runtime's on a CPU."""
+        if self.device == "cuda":
+            return super().kernels(prompt, workload)
+        with profiling_sessions() as (options, folder):
+            pipeline = self._open(workload, options)
+            return profiled_by_onnxruntime(lambda: self._draw(pipeline, prompt, workload), pipeline.close, folder)
+
+    @property
+    def scheduler(self) -> str:
+        """The sampler's class."""
+        return str(self._pipeline.scheduler)
+
+
+def starting_image(workload: Workload) -> Image:
+    """Return the image that image to image starts from, at the workload's size.
+
+    Raises:
+        FolderError: it cannot be read.
+    """
+    from PIL import Image
+
+    assert workload.image is not None
+    try:
+        with Image.open(workload.image) as file:
+            return file.convert("RGB").resize((workload.width, workload.height), Image.Resampling.LANCZOS)
+    except OSError as error:
+        raise FolderError(f"{workload.image} cannot be read as an image ({error})", "an image", "give one") from error

@@ -1,0 +1,295 @@
+"""diffusers' own pipelines on torch: eager, compiled, and the float32 images that all others are compared with."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from sdonnx.benchmark.engine import Engine, EngineOptions, FolderKind, is_there
+from sdonnx.benchmark.memory import first_gpu
+from sdonnx.benchmark.results import Stages, Workload
+from sdonnx.benchmark.stages import DECODE, STEP, TEXT, StageClock
+from sdonnx.errors import DeviceMemoryError, FolderError, OptionError, ProviderError
+from sdonnx.families import Role
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+__all__ = ["COMPILE_MODES", "ReferenceEngine", "TorchEngine"]
+
+COMPILE_MODES = ("default", "reduce-overhead", "max-autotune")
+"""torch.compile's; max-autotune-no-cudagraphs is left out: it differs by what slows it down."""
+
+
+class TorchEngine(Engine):
+    """diffusers' own pipeline, in fp16 on a GPU and in fp32 on a CPU.
+
+    With a compile mode it is set up as diffusers' guide to fast inference says: channels_last, fused QKV
+    projections, and the denoiser and the image decoder compiled whole; or regionally, the denoiser's repeated
+    blocks alone. (https://huggingface.co/docs/diffusers/optimization/fp16)
+    """
+
+    name = "torch"
+    reads = FolderKind.DIFFUSERS
+    remedy = "give the folder that it was exported from, or measure it with -e onnxruntime"
+    distributions = (("torch",), ("diffusers",), ("transformers",))
+    modules = ("torch", "diffusers", "transformers")
+    installation = "pip install 'sdonnx[export]'"
+    compile_modes = COMPILE_MODES
+
+    def require_packages(self, options: EngineOptions) -> None:
+        """Raise OptionError where a package is missing."""
+        super().require_packages(options)
+        if options.xformers and not is_there("xformers"):
+            raise OptionError("--use_xformers without xformers", "it in the environment", "pip install xformers")
+
+    def default_provider(self) -> str:
+        """Return "cuda" where there is a GPU, else "cpu"."""
+        return "cpu" if first_gpu() is None else "cuda"
+
+    @property
+    def precision(self) -> str:
+        """What diffusers' users run with: fp16 on a GPU; CPUs compute in fp32."""
+        return "float16" if self.device == "cuda" else "float32"
+
+    def load(self, workload: Workload) -> None:
+        """Load the modules, and wrap those to be compiled; they are compiled at the first image."""
+        import torch
+
+        if self.device == "cuda" and not torch.cuda.is_available():
+            raise ProviderError(
+                f"torch {torch.__version__} finds no CUDA here",
+                "a GPU, its driver and a torch built for CUDA",
+                "check nvidia-smi and the installation of torch, or pass -r cpu",
+            )
+        # As ONNX Runtime's benchmark.py has it: cuDNN times its algorithms in the first run.
+        torch.backends.cudnn.benchmark = self.device == "cuda"
+        self._torch = torch
+        with self._told_of_memory():
+            self._pipeline = self._open(workload)
+            if self.options.xformers:
+                self._pipeline.enable_xformers_memory_efficient_attention()
+            if self.options.compile_mode is not None:
+                self._compile(self.options.compile_mode)
+            if self.device == "cuda":
+                torch.cuda.synchronize()
+
+    def _open(self, workload: Workload) -> Any:
+        import diffusers
+        import transformers
+
+        logs: tuple[Any, ...] = (diffusers.utils.logging, transformers.utils.logging)
+        for library in logs:
+            library.disable_progress_bar()
+        from_image = workload.image is not None
+        pipeline_class: Any = diffusers.AutoPipelineForImage2Image if from_image else diffusers.DiffusionPipeline
+        # Checkpoints bring a checker, which an engine runs where all do.
+        unchecked = {"safety_checker": None, "feature_extractor": None, "requires_safety_checker": False}
+        leave_out = "safety_checker" in self.folder.index and not self.options.safety_checker
+        try:
+            pipeline: Any = pipeline_class.from_pretrained(
+                self.folder.path,
+                dtype=getattr(self._torch, self.precision),
+                use_safetensors=True,
+                **(unchecked if leave_out else {}),
+            )
+        except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+            reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+            raise FolderError(
+                f"diffusers cannot load {self.folder.path} ({reason})",
+                "a complete diffusers pipeline with safetensors weights",
+                "copy the folder again",
+            ) from error
+        if workload.scheduler is not None:
+            from sdonnx.samplers import config_for
+
+            config = config_for(workload.scheduler, dict(pipeline.scheduler.config))
+            pipeline.scheduler = getattr(diffusers, str(config["_class_name"])).from_config(config)
+        pipeline.set_progress_bar_config(disable=True)
+        return pipeline.to(self.device)
+
+    def _compile(self, mode: str) -> None:
+        torch, pipeline = self._torch, self._pipeline
+        denoiser = getattr(pipeline, self.denoiser.source)
+        for module in (denoiser, pipeline.vae):
+            module.to(memory_format=torch.channels_last)
+        pipeline.fuse_qkv_projections()
+        if self.options.regional:
+            denoiser.compile_repeated_blocks(mode=mode, fullgraph=True)
+            return
+        setattr(pipeline, self.denoiser.source, torch.compile(denoiser, mode=mode, fullgraph=True))
+        pipeline.vae.decode = torch.compile(pipeline.vae.decode, mode=mode, fullgraph=True)
+
+    def draw(self, prompt: str, workload: Workload) -> list[Image]:
+        """Return images of a prompt, from the noise that the other engines start with."""
+        torch, pipeline = self._torch, self._pipeline
+        generator = torch.Generator("cpu").manual_seed(workload.seed)
+        # Compiled modules guard on inference mode; diffusers calls everything without gradients anyway.
+        eager = self.options.compile_mode is None
+        with torch.inference_mode() if eager else contextlib.nullcontext(), self._told_of_memory():
+            images: list[Image] = pipeline(
+                prompt,
+                negative_prompt=workload.negative_prompt,
+                num_inference_steps=workload.steps,
+                guidance_scale=workload.guidance_scale,
+                num_images_per_prompt=workload.batch_size,
+                generator=generator,
+                **self._start(workload, generator),
+            ).images
+        return images
+
+    def _start(self, workload: Workload, generator: Any) -> dict[str, Any]:
+        torch, pipeline = self._torch, self._pipeline
+        if workload.image is not None:
+            from sdonnx.benchmark.engines.ours import starting_image
+
+            return {"image": starting_image(workload), "strength": workload.strength}
+        factor = pipeline.vae_scale_factor
+        channels = pipeline.vae.config.latent_channels
+        size = (workload.batch_size, channels, workload.height // factor, workload.width // factor)
+        # Drawn in float32: in half precision torch's stream is another one.
+        noise = torch.randn(size, generator=generator).to(self.device, getattr(torch, self.precision))
+        return {"height": workload.height, "width": workload.width, "latents": noise}
+
+    def stages(self, prompt: str, workload: Workload) -> Stages:
+        """Draw with events around the modules' calls."""
+        torch = self._torch
+        if self.device == "cuda":
+
+            def mark() -> Any:
+                event = torch.cuda.Event(enable_timing=True)
+                event.record()
+                return event
+
+            def milliseconds(start: Any, end: Any) -> float:
+                end.synchronize()
+                return float(start.elapsed_time(end))
+
+        else:
+            import time
+
+            def mark() -> Any:
+                return time.perf_counter()
+
+            def milliseconds(start: Any, end: Any) -> float:
+                return float((end - start) * 1e3)
+
+        clock = StageClock(mark, milliseconds)
+        pipeline = self._pipeline
+        text = getattr(pipeline, self.family.with_role(Role.TEXT_ENCODER).source)
+        with (
+            replaced(text, "forward", lambda call: clock.around(TEXT, call)),
+            replaced(getattr(pipeline, self.denoiser.source), "forward", lambda call: clock.around(STEP, call)),
+            replaced(pipeline.vae, "decode", lambda call: clock.around(DECODE, call)),
+        ):
+            self.draw(prompt, workload)
+        return clock.stages()
+
+    def allocator_bytes(self) -> int | None:
+        """Return the peak of what torch's allocator has handed out."""
+        return int(self._torch.cuda.max_memory_allocated()) if self.device == "cuda" else None
+
+    @property
+    def scheduler(self) -> str:
+        """The sampler's class."""
+        return type(self._pipeline.scheduler).__name__
+
+    @contextmanager
+    def _told_of_memory(self) -> Iterator[None]:
+        try:
+            yield
+        except self._torch.OutOfMemoryError as error:
+            reason = str(error).partition(". If reserved")[0]
+            raise DeviceMemoryError(reason.rstrip("."), "enough memory on the device", "draw fewer images") from error
+
+
+class ReferenceEngine(TorchEngine):
+    """diffusers' pipeline in float32 throughout: what every engine's images are compared with."""
+
+    name = "reference"
+
+    @property
+    def precision(self) -> str:
+        """Float32, and no shorter inside of matrix products."""
+        return "float32"
+
+    def load(self, workload: Workload) -> None:
+        """Load the modules in float32."""
+        super().load(workload)
+        self._torch.backends.cuda.matmul.allow_tf32 = self._torch.backends.cudnn.allow_tf32 = False
+        self._torch.backends.cudnn.benchmark = False
+
+    def draw_and_count(self, prompt: str, workload: Workload) -> tuple[list[Image], int]:
+        """Return the images, and the floating-point operations of one call of the denoiser.
+
+        They are counted by torch's FlopCounterMode: two for a multiplication and its addition, of matrix
+        products, convolutions and attention. The counted call has shapes alone, on the meta device, where attention
+        is its two matrix products; the kernels that compute it are not all known to the counter.
+        """
+        from torch.utils import _pytree
+        from torch.utils.flop_counter import FlopCounterMode
+
+        torch, denoiser = self._torch, getattr(self._pipeline, self.denoiser.source)
+        calls: list[Any] = []
+
+        def recording(call: Callable[..., Any]) -> Callable[..., Any]:
+            def forward(*arguments: Any, **options: Any) -> Any:
+                if not calls:
+                    shapes = [
+                        value.to("meta") if torch.is_tensor(value) else value
+                        for value in _pytree.tree_leaves((arguments, options))
+                    ]
+                    calls.append(_pytree.tree_unflatten(shapes, _pytree.tree_structure((arguments, options))))
+                return call(*arguments, **options)
+
+            return forward
+
+        with replaced(denoiser, "forward", recording):
+            images = self.draw(prompt, workload)
+        ((arguments, options),) = calls
+        with torch.device("meta"):
+            shapes = type(denoiser).from_config(denoiser.config).eval()
+        with FlopCounterMode(display=False) as counter, torch.inference_mode():
+            shapes(*arguments, **options)
+        return images, int(counter.get_total_flops())
+
+    def matrix_rates(self) -> dict[str, float]:
+        """Return the floating-point operations a second that a large square matrix product reaches, by type.
+
+        The best of several batches: what the chip can do, beside which the denoiser is set.
+        """
+        import time
+
+        torch = self._torch
+        size, types = (8192, ("float16", "float32")) if self.device == "cuda" else (2048, ("float32",))
+        rates = {}
+        for name in types:
+            left = torch.randn(size, size, device=self.device, dtype=getattr(torch, name))
+            best = float("inf")
+            for _ in range(6):
+                start = time.perf_counter()
+                for _ in range(4):
+                    left @ left
+                if self.device == "cuda":
+                    torch.cuda.synchronize()
+                best = min(best, (time.perf_counter() - start) / 4)
+            rates[name] = 2 * size**3 / best
+        return rates
+
+
+@contextmanager
+def replaced(owner: Any, name: str, change: Callable[[Any], Any]) -> Iterator[None]:
+    """Let an object's attribute be another for a while; one of its class is given back to the class."""
+    own = name in vars(owner)
+    before = getattr(owner, name)
+    # Not by setattr: a module of torch takes modules for its own there.
+    vars(owner)[name] = change(before)
+    try:
+        yield
+    finally:
+        if own:
+            vars(owner)[name] = before
+        else:
+            del vars(owner)[name]

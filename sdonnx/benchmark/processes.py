@@ -1,0 +1,99 @@
+"""Engines in processes of their own: started, listened to, and ended."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+__all__ = ["WorkerError", "run_worker"]
+
+_ROOT = Path(__file__).resolve().parents[2]
+
+
+class WorkerError(Exception):
+    """An engine's process failed; the text says why in one line."""
+
+
+def run_worker(
+    job: dict[str, Any], told: Callable[[str], None], *, python: str | None = None, timeout_s: float | None = None
+) -> dict[str, Any]:
+    """Do a job in a new process and return the values of its events by name.
+
+    Args:
+        job: see `sdonnx.benchmark.worker`.
+        told: told what the process tells.
+        python: the interpreter; by default this one.
+        timeout_s: how long it may take.
+
+    Raises:
+        WorkerError: it told why it failed, ended without a word, or took too long.
+    """
+    # A process that was started elsewhere finds this project where it lies.
+    paths = [str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
+    command = [python or sys.executable, "-m", "sdonnx.benchmark.worker"]
+    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors:
+        try:
+            process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment
+            )
+        except OSError as error:
+            raise WorkerError(f"{command[0]} could not be started ({error.strerror})") from error
+        late = threading.Event()
+
+        def end() -> None:
+            late.set()
+            process.kill()
+
+        timer = threading.Timer(threading.TIMEOUT_MAX if timeout_s is None else timeout_s, end)
+        timer.daemon = True
+        timer.start()
+        try:
+            values = _listen(process, job, told)
+            status = process.wait()
+        finally:
+            timer.cancel()
+            process.kill()
+            process.wait()
+        if "done" in values:
+            return values
+        if late.is_set():
+            raise WorkerError(f"not done within {timeout_s:g} s")
+        errors.seek(0)
+        raise WorkerError(values.get("failed") or _last_words(status, errors.read()))
+
+
+def _listen(process: subprocess.Popen[str], job: dict[str, Any], told: Callable[[str], None]) -> dict[str, Any]:
+    assert process.stdin is not None
+    assert process.stdout is not None
+    values: dict[str, Any] = {}
+    with process.stdin, process.stdout:
+        try:
+            process.stdin.write(json.dumps(job) + "\n")
+            process.stdin.close()
+        except BrokenPipeError:
+            return values
+        for line in process.stdout:
+            event = json.loads(line)
+            if event["event"] == "told":
+                told(event["value"])
+            else:
+                values[event["event"]] = event["value"]
+    return values
+
+
+def _last_words(status: int, errors: str) -> str:
+    """Return why a process ended that did not say it."""
+    if status < 0:
+        name = signal.Signals(-status).name
+        return f"ended by {name}" + (", as processes are that use too much memory" if name == "SIGKILL" else "")
+    lines = [line.strip() for line in errors.splitlines() if line.strip()]
+    return f"ended with status {status}" + (f": {lines[-1][:300]}" if lines else "")

@@ -1,0 +1,62 @@
+"""Where the time of a run goes: marks on the device's clock around the text encoder, each step and the decoder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from sdonnx.benchmark.results import Stages
+
+__all__ = ["DECODE", "STEP", "TEXT", "StageClock"]
+
+TEXT, STEP, DECODE = "text", "step", "decode"
+
+
+class StageClock:
+    """Collects the stages of one run.
+
+    Args:
+        mark: makes a mark after everything that is queued by now.
+        milliseconds: returns the time between two marks.
+    """
+
+    def __init__(self, mark: Callable[[], Any], milliseconds: Callable[[Any, Any], float]) -> None:
+        self._mark, self._milliseconds = mark, milliseconds
+        self._spans: dict[str, list[tuple[Any, Any]]] = {TEXT: [], STEP: [], DECODE: []}
+
+    @contextmanager
+    def span(self, stage: str | None) -> Iterator[None]:
+        """Collect what is queued within as a part of a stage; None for what is no stage."""
+        if stage is None:
+            yield
+            return
+        start = self._mark()
+        yield
+        self._spans[stage].append((start, self._mark()))
+
+    def around(self, stage: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the function with each call collected."""
+
+        def call(*arguments: Any, **options: Any) -> Any:
+            with self.span(stage):
+                return function(*arguments, **options)
+
+        return call
+
+    def stages(self) -> Stages:
+        """Wait for the marks and return the stages.
+
+        A step lasts from the end of one denoiser call to the end of the next, so that the sampler and what else
+        happens between the calls counts; the first call, after which clocks and caches have settled, does not.
+        """
+        steps = self._spans[STEP]
+        if len(steps) > 1:
+            step_ms = self._milliseconds(steps[0][1], steps[-1][1]) / (len(steps) - 1)
+        else:
+            step_ms = self._sum(STEP)
+        rate = 1e3 / step_ms if step_ms else 0.0
+        return Stages(self._sum(TEXT), step_ms, self._sum(DECODE), rate, len(steps))
+
+    def _sum(self, stage: str) -> float:
+        return sum(self._milliseconds(start, end) for start, end in self._spans[stage])

@@ -1,0 +1,130 @@
+"""`python -m sdonnx.benchmark.worker`: one engine in a process of its own.
+
+It reads a job, one line of JSON, from standard input, and writes events, lines of JSON, to standard output: what it
+tells, what it measured, and, last, that it is done or why it failed. What libraries print goes to standard error.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TextIO
+
+import numpy as np
+
+from sdonnx.benchmark.engine import Engine, EngineOptions
+from sdonnx.benchmark.engines import ENGINES, ReferenceEngine
+from sdonnx.benchmark.measure import measure_kernels, measure_resolutions, measure_round, measure_throughput
+from sdonnx.benchmark.results import Workload
+from sdonnx.errors import SdonnxError
+
+__all__ = ["INTERRUPTED", "main", "perform"]
+
+INTERRUPTED = 130
+
+Emit = Callable[[str, Any], None]
+
+
+def perform(job: dict[str, Any], emit: Emit) -> None:
+    """Do a job.
+
+    Args:
+        job: `task`; `engine`, a key of ENGINES or "reference"; `options` of the engine; `workload`; `prompts`;
+            `batch_count`; `warm_ups`; `images`, the file that the first prompt's images are written to (npy); and
+            `stages`, whether to measure them.
+        emit: told (event, value).
+
+    Raises:
+        SdonnxError: the engine cannot do it.
+    """
+    options = EngineOptions(**(job["options"] | {"folder": Path(job["options"]["folder"])}))
+    workload = Workload(**job["workload"])
+    prompts, count = job["prompts"], job["batch_count"]
+    known: dict[str, type[Engine]] = {**ENGINES, ReferenceEngine.name: ReferenceEngine}
+    engine = known[job["engine"]](options)
+
+    def told(text: str) -> None:
+        emit("told", text)
+
+    if job["task"] == "reference":
+        assert isinstance(engine, ReferenceEngine)
+        engine.load(workload)
+        images, flops = engine.draw_and_count(prompts[0], workload)
+        _write(images, job["images"])
+        emit("flops", flops)
+        emit("matrix_rates", engine.matrix_rates())
+    elif job["task"] == "round":
+        measured, images = measure_round(engine, workload, prompts, count, warm_ups=job["warm_ups"], told=told)
+        _write(images, job["images"])
+        emit("round", dataclasses.asdict(measured))
+        if job["stages"]:
+            emit("stages", dataclasses.asdict(engine.stages(prompts[0], workload)))
+    elif job["task"] == "throughput":
+        emit("points", measure_throughput(engine, workload, prompts[0], count, told))
+    elif job["task"] == "resolutions":
+        visited = measure_resolutions(engine, workload, prompts[0], job["multiple"], told)
+        emit("visited", [dataclasses.asdict(size) for size in visited])
+    else:
+        emit("kernels", measure_kernels(engine, workload, prompts[0]))
+    emit("engine", _described(engine))
+
+
+def _write(images: list[Any], path: str) -> None:
+    np.save(path, np.stack([np.asarray(image.convert("RGB")) for image in images]))
+
+
+def _described(engine: Engine) -> dict[str, Any]:
+    return {
+        "name": engine.name,
+        "version": engine.version,
+        "device": engine.device,
+        "provider": engine.provider,
+        "precision": engine.precision,
+        "compile_mode": engine.options.compile_mode,
+        "regional": engine.options.regional,
+        "xformers": engine.options.xformers,
+        "safety_checker": engine.options.safety_checker,
+        "scheduler": engine.scheduler,
+        "folder": str(engine.folder.path),
+        "family": engine.family.name,
+    }
+
+
+def main() -> int:
+    """Do the job that standard input holds."""
+    stream = _own_output()
+
+    def emit(event: str, value: Any) -> None:
+        stream.write(json.dumps({"event": event, "value": value}) + "\n")
+        stream.flush()
+
+    try:
+        perform(json.loads(sys.stdin.readline()), emit)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except SdonnxError as error:
+        emit("failed", str(error))
+        return 1
+    except Exception as error:  # whatever a rival's libraries raise: its row says so, the others go on
+        traceback.print_exc()
+        reason = " ".join(str(error).split())
+        emit("failed", f"{type(error).__name__}: {reason[:300]}")
+        return 1
+    emit("done", None)
+    return 0
+
+
+def _own_output() -> TextIO:
+    """Return standard output for events alone; what else is printed goes to standard error from now on."""
+    stream = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    return stream
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,402 @@
+"""Engines draw the same, and tell where their time goes."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from PIL import Image
+from pipelines import refused
+
+from sdonnx.benchmark.engine import Engine, EngineOptions, FolderKind, kind_of_folder
+from sdonnx.benchmark.engines import (
+    ENGINES,
+    OnnxRuntimeEngine,
+    OptimumEngine,
+    PlainOnnxRuntimeEngine,
+    ReferenceEngine,
+    TorchEngine,
+)
+from sdonnx.benchmark.engines.pytorch import replaced
+from sdonnx.benchmark.kernels import IDLE
+from sdonnx.benchmark.measure import PROMPTS
+from sdonnx.benchmark.results import Workload
+from sdonnx.errors import DeviceMemoryError, FolderError, OptionError, ProviderError
+from sdonnx.folder import PipelineFolder
+from sdonnx.parity import psnr
+
+WORKLOAD = Workload(batch_size=2, height=64, width=64, steps=3, seed=5)
+
+Pixels = npt.NDArray[np.float32]
+
+
+@pytest.fixture(scope="module")
+def folders(tiny_pipeline: Path, tiny_exported: Path, tiny_cpu: Path) -> dict[FolderKind, Path]:
+    return {FolderKind.DIFFUSERS: tiny_pipeline, FolderKind.EXPORTED: tiny_exported, FolderKind.OPTIMIZED: tiny_cpu}
+
+
+def made(kind: type[Engine], folders: dict[FolderKind, Path], **options: Any) -> Engine:
+    return kind(EngineOptions(folders[kind.reads], "cpu", **options))
+
+
+@pytest.fixture(scope="module")
+def engines(folders: dict[FolderKind, Path]) -> dict[str, Engine]:
+    """Every engine that can be loaded in one process."""
+    kinds: tuple[type[Engine], ...] = (OnnxRuntimeEngine, PlainOnnxRuntimeEngine, TorchEngine, ReferenceEngine)
+    ready = {kind.name: made(kind, folders) for kind in kinds}
+    ready["bound"] = made(PlainOnnxRuntimeEngine, folders, io_binding=True)
+    for engine in ready.values():
+        engine.load(WORKLOAD)
+    return ready
+
+
+def pixels(images: list[Image.Image]) -> Pixels:
+    """(B,H,W,3) from 0 to 1."""
+    return np.stack([np.asarray(image, np.float32) / 255 for image in images])
+
+
+@pytest.fixture(scope="module")
+def expected(engines: dict[str, Engine]) -> Pixels:
+    """diffusers' own images."""
+    return pixels(engines["torch"].draw(PROMPTS[0], WORKLOAD))
+
+
+@pytest.mark.parametrize("name", ["onnxruntime", "onnxruntime-plain", "bound", "reference"])
+def test_engines_draw_the_same(name: str, engines: dict[str, Engine], expected: Pixels) -> None:
+    images = pixels(engines[name].draw(PROMPTS[0], WORKLOAD))
+    assert images.shape == (2, 64, 64, 3)
+    assert psnr(images, expected) >= 50
+    assert psnr(pixels(engines[name].draw(PROMPTS[1], WORKLOAD)), expected) < 40
+
+
+@pytest.mark.parametrize("name", ["onnxruntime", "onnxruntime-plain"])
+@pytest.mark.parametrize(
+    "options",
+    [{"guidance_scale": 1.0}, {"negative_prompt": "blurred"}, {"height": 72, "width": 48}, {"batch_size": 1}],
+    ids=lambda options: next(iter(options)),
+)
+def test_engines_draw_the_same_in_every_way(name: str, options: dict[str, Any], engines: dict[str, Engine]) -> None:
+    from dataclasses import replace
+
+    workload = replace(WORKLOAD, **options)
+    theirs = pixels(engines["torch"].draw(PROMPTS[0], workload))
+    assert psnr(pixels(engines[name].draw(PROMPTS[0], workload)), theirs) >= 50
+
+
+# diffusers hands torch's tensors to numpy in a way that numpy will no longer know.
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+@pytest.mark.parametrize("kind", [OnnxRuntimeEngine, PlainOnnxRuntimeEngine])
+@pytest.mark.parametrize("scheduler", ["euler", "UniPCMultistepScheduler"])
+def test_engines_use_the_same_sampler(kind: type[Engine], scheduler: str, folders: dict[FolderKind, Path]) -> None:
+    workload = Workload(1, 64, 64, 3, scheduler=scheduler)
+    drawn = []
+    for each in (kind, TorchEngine):
+        engine = made(each, folders)
+        engine.load(workload)
+        assert engine.scheduler == ("EulerDiscreteScheduler" if scheduler == "euler" else scheduler)
+        drawn.append(pixels(engine.draw(PROMPTS[0], workload)))
+    assert psnr(*drawn) >= 50
+
+
+def test_image_to_image(folders: dict[FolderKind, Path], tmp_path: Path) -> None:
+    path = tmp_path / "start.png"
+    Image.fromarray(np.random.default_rng(0).integers(0, 256, (50, 90, 3)).astype(np.uint8)).save(path)
+    workload = Workload(1, 64, 72, 4, scheduler="ddim", image=str(path), strength=0.5)
+    drawn = []
+    for kind in (OnnxRuntimeEngine, TorchEngine):
+        engine = made(kind, folders)
+        engine.load(workload)
+        drawn.append(pixels(engine.draw(PROMPTS[0], workload)))
+        assert engine.stages(PROMPTS[0], workload).denoiser_calls == 2
+    assert drawn[0].shape == (1, 64, 72, 3)
+    assert psnr(*drawn) >= 50
+    plain = made(PlainOnnxRuntimeEngine, folders)
+    with refused(OptionError, "--input-image for the engine onnxruntime-plain"):
+        plain.load(workload)
+    path.write_text("no image")
+    with refused(FolderError, "cannot be read as an image"):
+        engine.draw(PROMPTS[0], workload)
+
+
+@pytest.mark.parametrize("name", ["onnxruntime", "onnxruntime-plain", "bound", "torch", "reference"])
+def test_stages_are_most_of_a_run(name: str, engines: dict[str, Engine]) -> None:
+    import time
+
+    engines[name].draw(PROMPTS[0], WORKLOAD)
+    shares = []
+    for _ in range(3):
+        start = time.perf_counter()
+        stages = engines[name].stages(PROMPTS[0], WORKLOAD)
+        wall_ms = (time.perf_counter() - start) * 1e3
+        assert stages.denoiser_calls == 4  # PNDM: one call more than its 3 steps
+        assert min(stages.text_ms, stages.step_ms, stages.decode_ms) > 0
+        assert stages.iterations_per_second == pytest.approx(1e3 / stages.step_ms)
+        shares.append((stages.text_ms + stages.denoiser_calls * stages.step_ms + stages.decode_ms) / wall_ms)
+    # The first call is not in step_ms and can be slower than the others, and what is around the stages is small.
+    assert 0.5 < sorted(shares)[1] < 1.5
+
+
+def test_looking_at_stages_leaves_nothing_behind(engines: dict[str, Engine], expected: Pixels) -> None:
+    unet = engines["torch"]._pipeline.unet  # type: ignore[attr-defined]
+    engines["torch"].stages(PROMPTS[0], WORKLOAD)
+    assert "forward" not in vars(unet)
+    assert "decode" not in vars(engines["torch"]._pipeline.vae)  # type: ignore[attr-defined]
+    assert engines["onnxruntime"]._pipeline._graphs.observer is None  # type: ignore[attr-defined]
+    assert psnr(pixels(engines["torch"].draw(PROMPTS[0], WORKLOAD)), expected) > 90
+
+
+def test_an_attribute_is_given_back() -> None:
+    class Owner:
+        def call(self) -> int:
+            return 1
+
+    owner = Owner()
+    with replaced(owner, "call", lambda before: lambda: before() + 1):
+        assert owner.call() == 2
+    assert (owner.call(), vars(owner)) == (1, {})
+    vars(owner)["call"] = own = lambda: 5
+    with replaced(owner, "call", lambda before: lambda: 6):
+        assert owner.call() == 6
+    assert owner.call is own
+
+
+@pytest.mark.parametrize("name", ["onnxruntime", "onnxruntime-plain", "torch"])
+def test_kernels_on_a_cpu(name: str, folders: dict[FolderKind, Path]) -> None:
+    engine = made(ENGINES[name], folders)
+    engine.load(WORKLOAD)
+    milliseconds, launches, source = engine.kernels(PROMPTS[0], WORKLOAD)
+    assert {"convolution", "matrix product", "attention", "normalization", IDLE} <= set(milliseconds)
+    # Convolutions and matrix products are most of the work, in every engine.
+    busy = sum(milliseconds.values()) - milliseconds[IDLE]
+    assert milliseconds["convolution"] + milliseconds["matrix product"] > 0.5 * busy > 0
+    assert launches > 500
+    assert ("torch" in source) == (name == "torch")
+
+
+def test_operations_of_the_reference_are_those_of_its_layers(engines: dict[str, Engine]) -> None:
+    """Counted once more by hand, from the shapes that its convolutions and linear layers see."""
+    reference = engines["reference"]
+    assert isinstance(reference, ReferenceEngine)
+    counted = 0
+
+    def count(module: Any, inputs: Any, output: torch.Tensor) -> None:
+        nonlocal counted
+        # A multiplication and an addition for each weight and each place that it is applied to.
+        places = output.numel() // output.shape[1 if isinstance(module, torch.nn.Conv2d) else -1]
+        counted += 2 * module.weight.numel() * places
+
+    attended: list[tuple[int, int, int, int]] = []
+
+    def attend(module: Any, inputs: Any, options: Any, output: torch.Tensor) -> None:
+        hidden, text = inputs[0], options.get("encoder_hidden_states")
+        keys = (hidden if text is None else text).shape[1]
+        attended.append((*hidden.shape[:2], keys, module.to_q.weight.shape[0]))
+
+    unet = reference._pipeline.unet
+    hooks = [
+        module.register_forward_hook(attend, with_kwargs=True)
+        for name, module in unet.named_modules()
+        if name.endswith((".attn1", ".attn2"))
+    ]
+    hooks += [
+        module.register_forward_hook(count)
+        for module in unet.modules()
+        if isinstance(module, torch.nn.Conv2d | torch.nn.Linear)
+    ]
+    images, flops = reference.draw_and_count(PROMPTS[0], WORKLOAD)
+    for hook in hooks:
+        hook.remove()
+    assert len(images) == 2
+    # Queries with keys, and weights with values: two products of two operations. The denoiser was called 4 times.
+    attention = sum(2 * 2 * batch * queries * keys * width for batch, queries, keys, width in attended)
+    assert flops == (counted + attention) / 4
+    assert "forward" not in vars(unet)
+
+
+def test_matrix_rates(engines: dict[str, Engine]) -> None:
+    reference = engines["reference"]
+    assert isinstance(reference, ReferenceEngine)
+    (name, rate), *others = reference.matrix_rates().items()
+    assert (name, others) == ("float32", [])
+    assert 1e9 < rate < 1e14
+
+
+def test_compiling_is_set_up_as_documented(
+    folders: dict[FolderKind, Path], expected: Pixels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a compiler that changes nothing, the set-up must change nothing of the images."""
+    compiled: list[tuple[str, dict[str, Any]]] = []
+
+    def compiler(target: Any, **options: Any) -> Any:
+        compiled.append((getattr(target, "__name__", type(target).__name__), options))
+        return target
+
+    monkeypatch.setattr(torch, "compile", compiler)
+    engine = made(TorchEngine, folders, compile_mode="max-autotune")
+    engine.load(WORKLOAD)
+    options = {"mode": "max-autotune", "fullgraph": True}
+    assert compiled == [("UNet2DConditionModel", options), ("decode", options)]
+    unet = engine._pipeline.unet  # type: ignore[attr-defined]
+    assert unet.conv_in.weight.is_contiguous(memory_format=torch.channels_last)
+    assert unet.mid_block.attentions[0].transformer_blocks[0].attn1.fused_projections
+    assert engine.provider == "cpu compile max-autotune"
+    assert psnr(pixels(engine.draw(PROMPTS[0], WORKLOAD)), expected) >= 50
+
+
+def test_regional_compiling_takes_the_repeated_blocks(
+    folders: dict[FolderKind, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled: list[tuple[str, dict[str, Any]]] = []
+    monkeypatch.setattr(
+        torch.nn.Module, "compile", lambda module, **options: compiled.append((type(module).__name__, options))
+    )
+    engine = made(TorchEngine, folders, compile_mode="default", regional=True)
+    engine.load(WORKLOAD)
+    assert {name for name, _ in compiled} == {"BasicTransformerBlock"}
+    assert compiled[0][1] == {"mode": "default", "fullgraph": True}
+    assert engine.provider == "cpu regional compile default"
+
+
+def test_xformers_is_asked_for(folders: dict[FolderKind, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    with refused(OptionError, "--use_xformers without xformers"):
+        made(TorchEngine, folders, xformers=True)
+    import diffusers
+
+    asked: list[bool] = []
+    monkeypatch.setattr("sdonnx.benchmark.engines.pytorch.is_there", lambda module: True)
+    monkeypatch.setattr(
+        diffusers.DiffusionPipeline,
+        "enable_xformers_memory_efficient_attention",
+        lambda pipeline, *_: asked.append(True),
+    )
+    made(TorchEngine, folders, xformers=True).load(WORKLOAD)
+    assert asked == [True]
+
+
+def test_torchs_lack_of_memory_is_one_line(engines: dict[str, Engine], monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. If reserved but unallocated ...")
+
+    monkeypatch.setattr(engines["torch"]._pipeline.unet, "forward", fail)  # type: ignore[attr-defined]
+    with refused(DeviceMemoryError, "CUDA out of memory. Tried to allocate 2.00 GiB;"):
+        engines["torch"].draw(PROMPTS[0], WORKLOAD)
+
+
+# Folders and packages
+
+
+def test_kinds_of_folders(folders: dict[FolderKind, Path]) -> None:
+    for kind, path in folders.items():
+        assert kind_of_folder(PipelineFolder.open(path)) is kind
+
+
+@pytest.mark.parametrize("kind", [OnnxRuntimeEngine, PlainOnnxRuntimeEngine, TorchEngine])
+def test_a_folder_of_another_kind_is_refused(kind: type[Engine], folders: dict[FolderKind, Path]) -> None:
+    for other, path in folders.items():
+        if other is not kind.reads:
+            with refused(FolderError, f"{path} is {other}; expected {kind.reads} for the engine {kind.name}"):
+                kind(EngineOptions(path, "cpu"))
+
+
+def test_a_folder_for_another_provider_is_refused(folders: dict[FolderKind, Path]) -> None:
+    with refused(ProviderError, "was optimized for cpu; expected a folder for cuda"):
+        OnnxRuntimeEngine(EngineOptions(folders[FolderKind.OPTIMIZED], "cuda"))
+
+
+@pytest.mark.parametrize("kind", [OnnxRuntimeEngine, TorchEngine])
+def test_a_folder_without_a_safety_checker(kind: type[Engine], folders: dict[FolderKind, Path]) -> None:
+    with refused(FolderError, "has no safety checker; expected one for --enable_safety_checker"):
+        made(kind, folders, safety_checker=True)
+
+
+def test_default_providers(folders: dict[FolderKind, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert OnnxRuntimeEngine(EngineOptions(folders[FolderKind.OPTIMIZED])).device == "cpu"
+    assert PlainOnnxRuntimeEngine(EngineOptions(folders[FolderKind.EXPORTED])).device == "cpu"
+    for gpu, device in ((None, "cpu"), ("GPU-1", "cuda")):
+        monkeypatch.setattr("sdonnx.benchmark.engines.pytorch.first_gpu", lambda gpu=gpu: gpu)
+        assert TorchEngine(EngineOptions(folders[FolderKind.DIFFUSERS])).device == device
+
+
+def test_an_incomplete_diffusers_folder(folders: dict[FolderKind, Path], tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    weights = "diffusion_pytorch_model.safetensors"
+    shutil.copytree(folders[FolderKind.DIFFUSERS], broken, ignore=shutil.ignore_patterns(weights))
+    engine = TorchEngine(EngineOptions(broken, "cpu"))
+    with refused(FolderError, f"diffusers cannot load {broken}"):
+        engine.load(WORKLOAD)
+
+
+@pytest.mark.parametrize("kind", [TorchEngine, OptimumEngine])
+def test_missing_packages(kind: type[Engine], folders: dict[FolderKind, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kind, "modules", (*kind.modules, "no_such_package", "no_such.package"))
+    with refused(OptionError, f"the engine {kind.name} without ", "no_such_package, no_such.package", "pip install"):
+        made(kind, folders)
+
+
+class OptimumsPart:
+    """A session as optimum wraps it."""
+
+    def __init__(self) -> None:
+        self.output_shapes = {"sample": [None, 3, "8*height_latent", "(width//8)"]}
+        self.dtype, self.use_io_binding = torch.float32, True
+
+    def forward(self) -> None:
+        """Do nothing."""
+
+
+class OptimumsPipeline:
+    """What optimum's pipelines are to their user, with every call told."""
+
+    calls: list[dict[str, Any]] = []  # noqa: RUF012  told across instances
+
+    def __init__(self) -> None:
+        self.unet, self.vae, self.text_encoder = OptimumsPart(), types.SimpleNamespace(), OptimumsPart()
+        self.vae.config = types.SimpleNamespace(latent_channels=4)
+        self.vae_scale_factor, self.device, self.provider = 8, "cpu", "CPUExecutionProvider"
+        self.parts = [self.unet, self.text_encoder]
+        self.scheduler = types.SimpleNamespace(config={"_class_name": "PNDMScheduler", "num_train_timesteps": 1000})
+
+    @classmethod
+    def from_pretrained(cls, folder: Path, **options: Any) -> OptimumsPipeline:
+        cls.calls.append({"folder": folder} | options)
+        return cls()
+
+    def set_progress_bar_config(self, **options: Any) -> None:
+        assert options == {"disable": True}
+
+    def __call__(self, prompt: str, **options: Any) -> Any:
+        self.calls.append({"prompt": prompt, "bound": self.unet.use_io_binding} | options)
+        return types.SimpleNamespace(images=["image"] * options["num_images_per_prompt"])
+
+
+def test_optimum_is_called_as_its_users_call_it(
+    folders: dict[FolderKind, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It cannot be installed beside today's transformers: here is what it gets."""
+    quiet = types.SimpleNamespace(set_verbosity_error=lambda: None)
+    library = types.SimpleNamespace(ORTPipelineForText2Image=OptimumsPipeline)
+    monkeypatch.setitem(sys.modules, "optimum.onnxruntime", library)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "optimum.utils.logging", quiet)  # type: ignore[arg-type]
+    monkeypatch.setattr(OptimumEngine, "modules", ())
+    OptimumsPipeline.calls.clear()
+    engine = made(OptimumEngine, folders)
+    engine.load(Workload(scheduler="euler"))
+    loaded, workload = OptimumsPipeline.calls.pop(), Workload(2, 64, 48, 3, seed=5)
+    assert (loaded["folder"], loaded["provider"]) == (folders[FolderKind.EXPORTED], "CPUExecutionProvider")
+    assert engine.scheduler == "EulerDiscreteScheduler"
+    assert engine.precision == "float32"
+    # It tells names from numbers by spaces alone.
+    spaced = engine._pipeline.unet.output_shapes["sample"][2]  # type: ignore[attr-defined]
+    assert spaced == "8 * height_latent"
+    assert engine.draw("a fox", workload) == ["image"] * 2
+    drawn = OptimumsPipeline.calls.pop()
+    noise = torch.randn(2, 4, 8, 6, generator=torch.Generator().manual_seed(5))
+    assert torch.equal(drawn["latents"], noise)
+    assert (drawn["num_inference_steps"], drawn["guidance_scale"]) == (3, 7.5)

@@ -1,0 +1,228 @@
+"""Rows, records and the files that they are appended to."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from pipelines import refused
+
+from sdonnx.benchmark.files import append_json, append_row, refuse_csv, refuse_file
+from sdonnx.benchmark.record import COLUMNS, commit_of, environment, extra_record_of, record_of, row_of
+from sdonnx.benchmark.results import Agreement, Comparison, Result, Round, Stages, Throughput, Workload, plain
+from sdonnx.benchmark.statistics import Line
+from sdonnx.errors import OutputError
+
+# ONNX Runtime's README for Stable Diffusion, the header of its benchmark_result.csv.
+THEIR_COLUMNS = (
+    "engine,version,provider,disable_safety_checker,height,width,steps,batch_size,batch_count,num_prompts,"
+    "average_latency,median_latency,first_run_memory_MB,second_run_memory_MB"
+)
+HEADER = ",".join(COLUMNS)
+
+ENGINE = {
+    "name": "torch",
+    "version": "2.13.0",
+    "device": "cuda",
+    "provider": "cuda compile default",
+    "precision": "float16",
+    "compile_mode": "default",
+    "regional": False,
+    "xformers": True,
+    "safety_checker": False,
+    "scheduler": "PNDMScheduler",
+    "folder": "sd15",
+    "family": "stable-diffusion",
+}
+MB = 2**20
+
+
+def result(**changes: Any) -> Result:
+    rounds = [Round(1.25, (3.0,), (1.0, 2.0), (9 * MB, 8 * MB, 7 * MB), "known", 6 * MB, 11 * MB, (1980,), 1)]
+    stages = Stages(1.5, 20.0, 5.0, 50.0, 51)
+    made = Result("torch-compile:default xformers", Workload(4, 512, 768, 50), ENGINE, rounds, stages)
+    made.agreement = Agreement(61.234567, 0.99912345, 0.25)
+    made.flops, made.matrix_rate = 1.6e12, 400e12
+    return dataclasses.replace(made, **changes)
+
+
+def test_a_row() -> None:
+    row = row_of(result(), "sd15", 3, 5, "H200")
+    assert ",".join(row) == HEADER
+    assert HEADER.startswith(THEIR_COLUMNS)
+    assert row == {
+        "engine": "torch",
+        "version": "sd15",
+        "provider": "cuda compile default xformers",
+        "disable_safety_checker": True,
+        "height": 512,
+        "width": 768,
+        "steps": 50,
+        "batch_size": 4,
+        "batch_count": 5,
+        "num_prompts": 3,
+        "average_latency": 1.5,
+        "median_latency": 1.5,
+        "first_run_memory_MB": 9,
+        "second_run_memory_MB": 8,
+        "min_latency": 1,
+        "p90_latency": 1.9,
+        "p99_latency": 1.99,
+        "spread": 0.5333,
+        "iterations_per_second": 50,
+        "text_ms": 1.5,
+        "step_ms": 20,
+        "decode_ms": 5,
+        "load_s": 1.25,
+        "first_image_s": 4.25,
+        "warm_up_s": 3,
+        "allocator_MB": 6,
+        "host_peak_MB": 11,
+        "psnr_db": 61.23,
+        "ssim": 0.999123,
+        "lpips": None,
+        "differing": 0.25,
+        "tflop_per_call": 1.6,
+        # 1.6 TFLOP in 20 ms are 80 of 400 TFLOP/s.
+        "share_of_matrix_rate": 0.2,
+        "precision": "float16",
+        "scheduler": "PNDMScheduler",
+        "rounds": 1,
+        "gpu": "H200",
+        "remarks": "spread of 53%",
+    }
+
+
+def test_a_row_of_what_was_not_measured() -> None:
+    row = row_of(result(stages=None, agreement=None, flops=None, failure="black"), "sd15", 1, 1, None)
+    empty = [name for name, value in row.items() if value is None]
+    assert empty == [
+        "iterations_per_second", "text_ms", "step_ms", "decode_ms", "psnr_db", "ssim", "lpips", "differing",
+        "tflop_per_call", "share_of_matrix_rate", "gpu",
+    ]  # fmt: skip
+    assert row["remarks"] == "black; spread of 53%"
+
+
+def test_a_record_is_complete() -> None:
+    comparison = Comparison("benchmark.py -e torch", {"packages": {"torch": "2.13.0"}})
+    made = result()
+    row = row_of(made, "sd15", 1, 2, None)
+    record = json.loads(json.dumps(record_of(made, ["a fox"], row, comparison), allow_nan=False))
+    assert record["row"] == row
+    assert (record["benchmark"], record["command"]) == ("pipeline", "benchmark.py -e torch")
+    assert record["environment"] == comparison.environment
+    assert record["engine"] == ENGINE
+    assert record["prompts"] == ["a fox"]
+    assert record["workload"] == dataclasses.asdict(made.workload)
+    assert record["rounds"] == json.loads(json.dumps([dataclasses.asdict(made.rounds[0])]))
+    assert record["summary"]["median_s"] == 1.5
+    assert record["agreement"]["psnr_db"] == pytest.approx(61.234567)
+    assert record["time"]
+
+
+def test_a_record_of_what_was_looked_at_beside() -> None:
+    fitted = Throughput("torch", Workload(), ((1, 0.5), (2, 0.6)), Line(0.1, 0.4, 1.0))
+    record = json.loads(json.dumps(extra_record_of(fitted, Comparison("known", {}))))
+    assert (record["benchmark"], record["points"]) == ("throughput", [[1, 0.5], [2, 0.6]])
+    assert record["line"] == {"slope": 0.1, "offset": 0.4, "r_squared": 1.0}
+
+
+def test_plain() -> None:
+    assert plain(Result("a", Workload(1, 8, 8)))["workload"]["height"] == 8
+    assert plain({"a": (1, Line(1, 2, 3))}) == {"a": [1, {"slope": 1, "offset": 2, "r_squared": 3}]}
+
+
+def test_environment_names_versions_and_machine() -> None:
+    told = environment()
+    versions = told["packages"]
+    assert versions["python"] == platform.python_version()
+    for name in ("torch", "diffusers", "onnxruntime", "numpy", "transformers", "plotly"):
+        assert versions[name] == importlib.metadata.version(name)
+    assert versions["sdonnx"]
+    assert versions["xformers"] is None
+    assert told["machine"]["cpu"]
+    assert told["machine"]["cpus"] == len(psutil.Process().cpu_affinity() or ())
+
+
+def test_commit_is_that_of_the_checkout(tmp_path: Path) -> None:
+    def git(*arguments: str) -> str:
+        identity = ["-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false"]
+        command = ["git", "-C", str(tmp_path), *identity, *arguments]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+    assert commit_of(tmp_path) is None
+    git("init")
+    (tmp_path / "file").write_text("1")
+    git("add", "file")
+    git("commit", "-m", "first")
+    head = git("rev-parse", "HEAD")
+    assert commit_of(tmp_path) == {"commit": head, "changed": False}
+    (tmp_path / "file").write_text("2")
+    assert commit_of(tmp_path) == {"commit": head, "changed": True}
+
+
+# Files
+
+
+def row() -> dict[str, Any]:
+    return dict.fromkeys(COLUMNS, 1)
+
+
+@pytest.mark.parametrize("content", ["", f"{HEADER}\n", f"{HEADER}\n1,2", f"{HEADER}\r\n"])
+def test_a_row_goes_on_a_line_of_its_own(content: str, tmp_path: Path) -> None:
+    path = tmp_path / "result.csv"
+    path.write_bytes(content.encode())
+    append_row(path, row())
+    lines = path.read_text().splitlines()
+    assert lines.count(HEADER) == 1
+    assert lines[0] == HEADER
+    assert lines[-1] == ",".join(["1"] * len(COLUMNS))
+
+
+def test_rows_are_read_back(tmp_path: Path) -> None:
+    path = tmp_path / "result.csv"
+    for number in (1, 2):
+        append_row(path, row() | {"remarks": 'a, "b"', "psnr_db": None, "steps": number})
+    rows = list(csv.DictReader(path.read_text().splitlines()))
+    assert [each["steps"] for each in rows] == ["1", "2"]
+    assert (rows[0]["remarks"], rows[0]["psnr_db"]) == ('a, "b"', "")
+
+
+@pytest.mark.parametrize("content", ["engine,version\n1,2\n", f"{THEIR_COLUMNS}\n", f"\n{HEADER}\n", "\x00\n"])
+def test_a_file_with_other_columns_is_left_alone(content: str, tmp_path: Path) -> None:
+    path = tmp_path / "result.csv"
+    path.write_text(content)
+    with refused(OutputError, str(path)):
+        append_row(path, row())
+    with refused(OutputError, str(path)):
+        refuse_csv(path)
+    assert path.read_text() == content
+
+
+def test_records_are_lines(tmp_path: Path) -> None:
+    path = tmp_path / "result.jsonl"
+    append_json(path, {"a": "é\n"})
+    append_json(path, {"b": None})
+    assert [json.loads(line) for line in path.read_text().splitlines()] == [{"a": "é\n"}, {"b": None}]
+
+
+def test_places_that_cannot_be_written(tmp_path: Path) -> None:
+    with refused(OutputError, "nowhere is no folder"):
+        refuse_file(tmp_path / "nowhere" / "result.csv")
+    with refused(OutputError, "is no file"):
+        refuse_file(tmp_path)
+    if os.geteuid():  # root may write anywhere
+        (tmp_path / "locked").touch(0o400)
+        with refused(OutputError, "cannot be written"):
+            refuse_file(tmp_path / "locked")
+    with refused(OutputError, "writing /dev/full failed (No space left on device)"):
+        append_json(Path("/dev/full"), {"a": 1})

@@ -1,0 +1,215 @@
+"""How runs are timed and memory is watched, with clocks and figures that the test sets."""
+
+from __future__ import annotations
+
+import mmap
+import time
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import psutil
+import pynvml
+import pytest
+import torch
+
+from sdonnx.benchmark import memory as memory_module
+from sdonnx.benchmark.measure import (
+    measure_kernels,
+    measure_resolutions,
+    measure_round,
+    measure_throughput,
+    step_counts,
+    visited_sizes,
+)
+from sdonnx.benchmark.memory import (
+    GpuMemory,
+    PeakMemory,
+    ResidentMemory,
+    clock_mhz,
+    first_gpu,
+    host_peak_bytes,
+    memory_source,
+    open_gpu,
+)
+from sdonnx.benchmark.results import Resolution, Workload
+
+WORKLOAD = Workload(2, 64, 64, 3, 5)
+
+
+class Scripted:
+    """An engine whose runs take what the test says."""
+
+    device = "cpu"
+
+    def __init__(self, seconds: dict[tuple[int, int, int], list[float]], load_s: float = 4.0) -> None:
+        self.now, self.seconds, self.load_s = 0.0, seconds, load_s
+        self.drawn: list[str] = []
+
+    def load(self, workload: Workload) -> None:
+        self.now += self.load_s
+
+    def draw(self, prompt: str, workload: Workload) -> list[str]:
+        self.drawn.append(prompt)
+        waiting = self.seconds[workload.height, workload.width, workload.steps]
+        self.now += waiting.pop(0) if len(waiting) > 1 else waiting[0]
+        return [f"{prompt} {len(self.drawn)}"]
+
+    def allocator_bytes(self) -> int:
+        return 77
+
+    def kernels(self, prompt: str, workload: Workload) -> str:
+        return f"kernels after {len(self.drawn)}"
+
+
+def scripted(monkeypatch: pytest.MonkeyPatch, seconds: dict[tuple[int, int, int], list[float]]) -> Any:
+    engine = Scripted(seconds)
+    monkeypatch.setattr(time, "perf_counter", lambda: engine.now)
+    return engine
+
+
+def test_runs_and_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = scripted(monkeypatch, {(64, 64, 3): [3, 1, 2, 5, 6]})
+    told: list[str] = []
+    measured, images = measure_round(engine, WORKLOAD, ["a", "b"], 2, warm_ups=1, told=told.append)
+    assert engine.drawn == ["warm up", "a", "a", "b", "b"]
+    assert (measured.load_s, measured.warm_up_s, measured.latencies_s) == (4, (3,), (1, 2, 5, 6))
+    assert measured.first_image_s == 7
+    assert images == ["a 2"]
+    assert (measured.allocator_bytes, measured.clocks_mhz) == (77, ())
+    assert len(measured.peak_bytes) == 5
+    assert measured.host_peak_bytes >= max(measured.peak_bytes) * 0.9 > 0
+    assert told == [
+        "loaded in 4.00 s",
+        "warm-up 1 of 1: 3.000 s",
+        "run 1 of 4: 1.000 s",
+        "run 2 of 4: 2.000 s",
+        "run 3 of 4: 5.000 s",
+        "run 4 of 4: 6.000 s",
+    ]
+
+
+def test_without_a_warm_up_the_first_run_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = scripted(monkeypatch, {(64, 64, 3): [3, 1]})
+    measured, images = measure_round(engine, WORKLOAD, ["a"], 2, warm_ups=0)
+    assert (measured.warm_up_s, measured.latencies_s, images) == ((), (3, 1), ["a 1"])
+
+
+@pytest.mark.parametrize(
+    ("most", "counts"), [(50, [10, 20, 30, 40, 50]), (4, [1, 2, 3, 4]), (2, [1, 2]), (7, [1, 3, 4, 6, 7])]
+)
+def test_numbers_of_steps(most: int, counts: list[int]) -> None:
+    assert step_counts(most) == counts
+
+
+def test_one_step_allows_no_line() -> None:
+    with pytest.raises(ValueError, match="1 steps allow no line"):
+        step_counts(1)
+
+
+def test_throughput_is_the_median_after_a_run_that_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = scripted(monkeypatch, {(64, 64, steps): [90, steps, steps + 5, steps] for steps in (1, 2, 3)})
+    points = measure_throughput(engine, WORKLOAD, "a", 3, lambda text: None)
+    assert points == [(1, 1), (2, 2), (3, 3)]
+
+
+def test_visited_sizes() -> None:
+    sizes = visited_sizes(Workload(height=512, width=512), 8)
+    assert sizes == [(512, 512), (384, 512), (512, 384), (640, 512), (256, 512), (640, 640)]
+    small = visited_sizes(Workload(height=8, width=16), 8)
+    assert small[0] == (8, 16)
+    assert len(small) == len(set(small))
+    assert all(height % 8 == width % 8 == 0 < min(height, width) for height, width in small)
+
+
+def test_a_stall_is_what_the_first_image_of_a_size_costs_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = visited_sizes(WORKLOAD, 8)
+    engine = scripted(monkeypatch, {(height, width, 3): [9, 2, 1, 1.5] for height, width in sizes})
+    engine.seconds[64, 64, 3] = [50, 40, 30, 1]
+    visited = measure_resolutions(engine, WORKLOAD, "a", 8, lambda text: None)
+    # The first size is warm before it is timed.
+    assert visited[0] == Resolution(64, 64, 1, 1)
+    assert visited[1:] == [Resolution(height, width, 9, 1) for height, width in sizes[1:]]
+    assert visited[1].stall_s == 8
+
+
+def test_kernels_are_those_of_a_warm_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = scripted(monkeypatch, {(64, 64, 3): [1]})
+    assert measure_kernels(engine, WORKLOAD, "a") == "kernels after 3"
+
+
+# Memory
+
+
+def test_peak_sees_memory_that_is_given_back() -> None:
+    source, size = ResidentMemory(), 128 * 2**20
+    before = source.bytes_used()
+    with PeakMemory(source, interval_s=0.001) as memory, mmap.mmap(-1, size) as block:
+        block[:] = bytes([1]) * size
+        deadline = time.monotonic() + 10
+        while memory.peak_bytes < before + size // 2 and time.monotonic() < deadline:
+            time.sleep(0.001)
+    assert memory.peak_bytes > before + size // 2
+    assert source.bytes_used() < memory.peak_bytes - size // 2
+    # What the system itself counted.
+    assert host_peak_bytes() >= memory.peak_bytes
+
+
+class Nvml:
+    """What NVML would say, in place of the driver."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.used, self.processes = 1000, [types.SimpleNamespace(pid=1, usedGpuMemory=600)]
+        monkeypatch.setattr(pynvml, "nvmlDeviceGetMemoryInfo", lambda gpu: types.SimpleNamespace(used=self.used))
+        monkeypatch.setattr(pynvml, "nvmlDeviceGetComputeRunningProcesses", lambda gpu: self.processes)
+
+
+def test_gpu_memory_is_that_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    nvml = Nvml(monkeypatch)
+    memory = GpuMemory("gpu")
+    assert memory.bytes_used() == 0
+    nvml.used = 5000
+    nvml.processes.append(types.SimpleNamespace(pid=psutil.Process().pid, usedGpuMemory=3000))
+    assert memory.bytes_used() == 3000
+    assert memory.kind == "NVML, this process"
+
+
+@pytest.mark.parametrize("hidden", ["absent", "without a figure"])
+def test_gpu_memory_without_figures_of_processes(hidden: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    nvml = Nvml(monkeypatch)
+    memory = GpuMemory("gpu")
+    nvml.used = 5000
+    if hidden == "without a figure":
+        nvml.processes.append(types.SimpleNamespace(pid=psutil.Process().pid, usedGpuMemory=None))
+    assert memory.bytes_used() == 4000
+    nvml.used = 900  # another process has given memory back
+    assert memory.bytes_used() == 0
+    assert memory.kind == "NVML, growth of the whole GPU's"
+
+
+def test_clocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert clock_mhz("cpu") == []
+    asked: Iterator[Any] = iter([1980, pynvml.NVMLError_NotSupported()])
+
+    def clock(gpu: str, kind: int) -> int:
+        assert (gpu, kind) == ("gpu", pynvml.NVML_CLOCK_SM)
+        answer = next(asked)
+        if isinstance(answer, Exception):
+            raise answer
+        return int(answer)
+
+    monkeypatch.setattr(memory_module, "open_gpu", lambda: "gpu")
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetClockInfo", clock)
+    assert clock_mhz("cuda") == [1980]
+    assert clock_mhz("cuda") == []  # a driver that does not tell
+
+
+@pytest.mark.gpu
+def test_gpu_memory_on_a_gpu() -> None:
+    source = memory_source("cuda")
+    before = source.bytes_used()
+    block = torch.empty(2**30, dtype=torch.uint8, device="cuda")
+    assert source.bytes_used() - before >= block.nbytes
+    assert first_gpu() == f"GPU-{torch.cuda.get_device_properties(0).uuid}"
+    assert pynvml.nvmlDeviceGetName(open_gpu()) == torch.cuda.get_device_name(0)
+    assert clock_mhz("cuda")[0] > 0

@@ -1,0 +1,101 @@
+"""Processes of engines: what they tell, how they fail, and that none is left behind."""
+
+from __future__ import annotations
+
+import stat
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from sdonnx.benchmark.processes import WorkerError, run_worker
+
+JOB: dict[str, Any] = {
+    "task": "round",
+    "engine": "onnxruntime",
+    "options": {"folder": "nowhere"},
+    "workload": {"steps": 2},
+    "prompts": ["a fox"],
+    "batch_count": 1,
+}
+
+
+def silent(text: str) -> None:
+    """Tell nobody."""
+
+
+def script(folder: Path, *lines: str) -> str:
+    """Write what runs in place of Python."""
+    path = folder / "python"
+    path.write_text("\n".join(["#!/bin/sh", *lines, ""]))
+    path.chmod(path.stat().st_mode | stat.S_IEXEC)
+    return str(path)
+
+
+def event(name: str, value: str) -> str:
+    return f"""echo '{{"event": "{name}", "value": {value}}}'"""
+
+
+def test_events_are_told_and_returned(tmp_path: Path) -> None:
+    told: list[str] = []
+    python = script(tmp_path, event("told", '"half"'), event("points", "[[1, 2.5]]"), event("done", "null"))
+    assert run_worker(JOB, told.append, python=python) == {"points": [[1, 2.5]], "done": None}
+    assert told == ["half"]
+
+
+def test_a_failure_that_was_told() -> None:
+    with pytest.raises(WorkerError, match=r"^nowhere does not exist; expected "):
+        run_worker(JOB, silent)
+
+
+def test_what_is_no_error_of_ours_is_one_line_too() -> None:
+    with pytest.raises(WorkerError, match=r"^KeyError: 'no such engine'$"):
+        run_worker(JOB | {"engine": "no such engine"}, silent)
+
+
+def test_libraries_that_print_are_not_heard(tiny_cpu: Path) -> None:
+    """What lands on standard output is not an event: here Python's own report of its imports."""
+    job = JOB | {"options": {"folder": str(tiny_cpu), "provider": "cpu"}, "task": "throughput"}
+    job |= {"workload": {"steps": 2, "height": 64, "width": 64}}
+    values = run_worker(job, print)
+    assert [steps for steps, _ in values["points"]] == [1, 2]
+    assert values["engine"]["scheduler"] == "PNDMScheduler"
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        (["kill -9 $$"], "ended by SIGKILL, as processes are that use too much memory"),
+        (["kill -SEGV $$"], "ended by SIGSEGV"),
+        (["echo first >&2", "echo 'No module named x' >&2", "exit 3"], "ended with status 3: No module named x"),
+        (["exit 0"], "ended with status 0"),
+    ],
+)
+def test_a_process_that_ends_without_a_word(lines: list[str], message: str, tmp_path: Path) -> None:
+    with pytest.raises(WorkerError) as caught:
+        run_worker(JOB, silent, python=script(tmp_path, *lines))
+    assert str(caught.value) == message
+
+
+def test_an_interpreter_that_is_not_there() -> None:
+    with pytest.raises(WorkerError, match="nowhere/python could not be started"):
+        run_worker(JOB, silent, python="nowhere/python")
+
+
+def test_a_process_that_takes_too_long(tmp_path: Path) -> None:
+    start = time.monotonic()
+    with pytest.raises(WorkerError, match=r"^not done within 0\.3 s$"):
+        run_worker(JOB, silent, python=script(tmp_path, "exec sleep 60"), timeout_s=0.3)
+    assert time.monotonic() - start < 20
+    assert not psutil.Process().children()
+
+
+def test_an_interrupted_process_is_ended(tmp_path: Path) -> None:
+    def interrupt(text: str) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_worker(JOB, interrupt, python=script(tmp_path, event("told", '"here"'), "exec sleep 60"))
+    assert not psutil.Process().children()

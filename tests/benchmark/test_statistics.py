@@ -1,0 +1,100 @@
+"""The benchmark's arithmetic, with answers worked out by hand."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sdonnx.benchmark.results import LARGE_SPREAD, Result, Round, Stages, Workload
+from sdonnx.benchmark.statistics import fit_line, quantile, spread_of, summary_of
+
+FIRST = Round(1.0, (9.0, 8.0), (1.0, 2.0, 6.0), (70, 90, 40, 50, 45), "known", 30, 100)
+SECOND = Round(3.0, (5.0, 2.0), (3.0, 4.0, 2.0), (60, 20, 55, 10, 10), "known", 35, 90)
+
+
+def test_quantiles_lie_between_neighbours() -> None:
+    values = [4.0, 1.0, 3.0, 2.0, 5.0]
+    assert [quantile(values, share) for share in (0, 0.25, 0.5, 0.9, 1)] == pytest.approx([1, 2, 3, 4.6, 5])
+    # 100 values: the 99th of a hundred steps of 99/100.
+    assert quantile(list(range(1, 101)), 0.99) == pytest.approx(99.01)
+    assert quantile([7.0], 0.9) == 7
+
+
+def test_spread_is_the_middle_eighty_percent() -> None:
+    assert spread_of([1.0] * 10) == 0
+    # p10 = 1.4, p90 = 4.6, median 3.
+    assert spread_of([1, 2, 3, 4, 5]) == pytest.approx(3.2 / 3)
+    # One run in twenty that was slow does not count.
+    assert spread_of([1.0] * 19 + [50.0]) == 0
+
+
+@given(st.lists(st.floats(0.01, 100), min_size=1, max_size=50), st.floats(0.1, 10))
+def test_spread_knows_no_units(values: list[float], scale: float) -> None:
+    assert spread_of([value * scale for value in values]) == pytest.approx(spread_of(values), rel=1e-6, abs=1e-9)
+    assert spread_of(values) >= 0
+
+
+def test_a_round() -> None:
+    assert FIRST.first_image_s == 10
+    assert (FIRST.first_run_bytes, FIRST.second_run_bytes) == (70, 50)
+    skipped = Round(1.0, (), (2.0, 3.0), (70, 60), "known")
+    assert (skipped.first_image_s, skipped.first_run_bytes, skipped.second_run_bytes) == (3, 70, 70)
+
+
+def test_rounds_are_summed_up() -> None:
+    summary = summary_of([FIRST, SECOND])
+    # Runs of both rounds: 1, 2, 2, 3, 4, 6.
+    assert summary.runs == 6
+    assert (summary.average_s, summary.median_s, summary.min_s) == (3, 2.5, 1)
+    assert (summary.p90_s, summary.p99_s) == pytest.approx((5, 5.9))
+    assert summary.spread == pytest.approx((5 - 1.5) / 2.5)
+    # Once a process: medians of (1, 3), (10, 8) and (17, 7).
+    assert (summary.load_s, summary.first_image_s, summary.warm_up_s) == (2, 9, 12)
+    # Memory: the largest.
+    assert (summary.first_run_bytes, summary.second_run_bytes) == (70, 55)
+    assert (summary.allocator_bytes, summary.host_peak_bytes) == (35, 100)
+
+
+def test_an_allocator_that_does_not_tell() -> None:
+    assert summary_of([Round(1.0, (), (1.0,), (1,), "known")]).allocator_bytes is None
+
+
+def test_a_line_through_its_own_points() -> None:
+    line = fit_line([(5, 0.7), (10, 1.2), (20, 2.2)])
+    assert (line.slope, line.offset, line.r_squared) == pytest.approx((0.1, 0.2, 1))
+
+
+def test_a_line_of_least_squares() -> None:
+    # By hand: means 2 and 7/3; slope = sum((x-2)(y-7/3)) / 2 = 3/2; offset = 7/3 - 3; residuals 1/6, -1/3, 1/6.
+    line = fit_line([(1, 1), (2, 2), (3, 4)])
+    assert (line.slope, line.offset) == pytest.approx((1.5, -2 / 3))
+    assert line.r_squared == pytest.approx(1 - (1 / 36 + 4 / 36 + 1 / 36) / (14 / 3))
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 100), st.floats(0.01, 10)), min_size=3, max_size=20, unique_by=lambda each: each[0]
+    )
+)
+def test_a_line_is_numpys(points: list[tuple[int, float]]) -> None:
+    line = fit_line(points)
+    slope, offset = np.polyfit([steps for steps, _ in points], [seconds for _, seconds in points], 1)
+    assert (line.slope, line.offset) == pytest.approx((slope, offset), rel=1e-6, abs=1e-8)
+
+
+def test_share_of_the_matrix_rate() -> None:
+    stages = Stages(text_ms=1, step_ms=20, decode_ms=5, iterations_per_second=50, denoiser_calls=10)
+    # 0.8 TFLOP in 20 ms are 40 TFLOP/s, of 100.
+    result = Result("known", Workload(), stages=stages, flops=0.8e12, matrix_rate=100e12)
+    assert result.share_of_matrix_rate == pytest.approx(0.4)
+    assert Result("known", Workload(), stages=stages, flops=0.8e12).share_of_matrix_rate is None
+    assert Result("known", Workload(), flops=0.8e12, matrix_rate=1e12).share_of_matrix_rate is None
+
+
+@pytest.mark.parametrize(("slow", "told"), [(1.05, []), (1.5, ["spread of 50%"])])
+def test_a_large_spread_is_told(slow: float, told: list[str]) -> None:
+    result = Result("known", Workload(), rounds=[Round(1.0, (), (1.0, 1.0, 1.0, slow, slow), (1,) * 5, "known")])
+    assert result.remarks == told
+    assert LARGE_SPREAD == 0.1
