@@ -123,7 +123,9 @@ def test_images_that_cannot_be_saved(name: str, tmp_path: Path) -> None:
 def test_images_are_shown_on_a_terminal() -> None:
     """Each cell holds two pixels: a colour of the letter and one behind it."""
     text = io.StringIO()
-    print_images(compared(), Console(file=text, force_terminal=True, color_system="truecolor", width=100))
+    print_images(
+        compared(), Console(file=text, force_terminal=True, color_system="truecolor", width=100, highlight=False)
+    )
     lines = text.getvalue().splitlines()
     assert lines[0].startswith("torch fp32, 32x48, batch 1")
     red, green, blue = Image.fromarray(drawn(0)[0]).resize((48, 32)).getpixel((0, 0))  # type: ignore[misc]
