@@ -33,6 +33,8 @@ REFERENCE = "torch fp32"
 LARGE_SPREAD = 0.1
 """A row whose spread is larger says so."""
 
+_OTHER_START = 1.5
+
 LEAST_PSNR_DB = 30.0
 """Engines with the same weights, noise and sampler are above 45 dB in fp16 (docs/results); other weights, another
 sampler or other noise are below 20."""
@@ -196,6 +198,10 @@ class Result:
         remarks = [self.failure] if self.failure else []
         if summary is not None and summary.spread > LARGE_SPREAD:
             remarks.append(f"spread of {summary.spread:.0%}")
+        first = [each.first_image_s for each in self.rounds]
+        if first and max(first) > _OTHER_START * min(first) and max(first) - min(first) > 1:
+            # A compiler that finds its work of the round before on the disk, or files that were not yet in memory.
+            remarks.append(f"first image after {min(first):.1f} to {max(first):.1f} s, by round")
         return remarks
 
 

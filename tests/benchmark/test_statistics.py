@@ -98,3 +98,12 @@ def test_a_large_spread_is_told(slow: float, told: list[str]) -> None:
     result = Result("known", Workload(), rounds=[Round(1.0, (), (1.0, 1.0, 1.0, slow, slow), (1,) * 5, "known")])
     assert result.remarks == told
     assert LARGE_SPREAD == 0.1
+
+
+@pytest.mark.parametrize(("second", "told"), [(58.0, []), (21.0, ["first image after 22.0 to 59.0 s, by round"])])
+def test_a_start_that_is_another_in_the_next_round_is_told(second: float, told: list[str]) -> None:
+    """As that of a compiler whose work stays on the disk."""
+    rounds = [Round(1.0, (first,), (1.0,), (1, 1), "known") for first in (58.0, second)]
+    assert Result("known", Workload(), rounds=rounds).remarks == told
+    quick = [Round(0.2, (first,), (1.0,), (1, 1), "known") for first in (0.5, 1.2)]
+    assert Result("known", Workload(), rounds=quick).remarks == []

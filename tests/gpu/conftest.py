@@ -24,7 +24,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def note(request: pytest.FixtureRequest) -> Iterator[Note]:
     """Take measurements under a title; they are written to the file that --results names."""
-    from sdonnx.benchmark.record import append_json, environment
+    from sdonnx.benchmark.files import append_json
+    from sdonnx.benchmark.record import environment
 
     rows: dict[str, list[dict[str, Any]]] = {}
     yield lambda title, row: rows.setdefault(title, []).append(row)
