@@ -10,7 +10,7 @@ from typing import Any
 import onnx_ir as ir
 
 from sdonnx.configuration import derive_configuration
-from sdonnx.families import ComponentSpec, Role
+from sdonnx.families import ComponentSpec, Family, Role
 from sdonnx.folder import PipelineFolder
 from sdonnx.graph.load import load_model
 from sdonnx.graph.prepare import prepare
@@ -45,7 +45,7 @@ class OpenedComponent:
     notes: tuple[str, ...]
 
 
-def open_component(folder: PipelineFolder, spec: ComponentSpec) -> OpenedComponent:
+def open_component(folder: PipelineFolder, family: Family, spec: ComponentSpec) -> OpenedComponent:
     """Load a component of a pipeline folder; weights stay on disk.
 
     A VAE encoder that draws its sample itself comes to give the parameters of the distribution; a missing
@@ -72,5 +72,6 @@ def open_component(folder: PipelineFolder, spec: ComponentSpec) -> OpenedCompone
         prepare(model)
         derivation = derive_configuration(path, model, spec)
         config, notes = derivation.config, (derivation.note, *notes)
+    config = family.joined(folder, config)
     require_interface(path, model, spec, config)
     return OpenedComponent(path, model, config, written, operators, notes)

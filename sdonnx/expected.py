@@ -17,6 +17,8 @@ __all__ = ["KINDS", "expected_counts"]
 
 KINDS = ("attention", "geglu", "group_norm", "layer_norm", "convolution")
 
+_TEXT = (Role.TEXT_ENCODER, Role.TEXT_ENCODER_2)
+
 # The blocks that are counted: whether each has transformers.
 _DOWN = {"CrossAttnDownBlock2D": True, "DownBlock2D": False}
 _UP = {"CrossAttnUpBlock2D": True, "UpBlock2D": False}
@@ -45,7 +47,7 @@ def expected_counts(role: Role, config: Mapping[str, Any]) -> dict[str, int] | N
             return _unet(config)
         if name == "AutoencoderKL" and role in (Role.IMAGE_ENCODER, Role.IMAGE_DECODER):
             return _autoencoder(config, role is Role.IMAGE_DECODER)
-        if name in ("CLIPTextModel", "CLIPTextModelWithProjection") and role is Role.TEXT_ENCODER:
+        if name in ("CLIPTextModel", "CLIPTextModelWithProjection") and role in _TEXT:
             layers = config["num_hidden_layers"]
             return _counts(attention=layers, layer_norm=2 * layers + 1)
         if name == "StableDiffusionSafetyChecker" and role is Role.SAFETY_CHECKER:

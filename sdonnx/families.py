@@ -7,20 +7,21 @@ optimum's ONNX export, so that a folder written here opens there.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
 from sdonnx.errors import FolderError
 from sdonnx.folder import PipelineFolder
 
-__all__ = ["FAMILIES", "ComponentSpec", "Family", "OptionalComponent", "Role", "TensorSpec", "family_of"]
+__all__ = ["FAMILIES", "ComponentSpec", "Family", "Role", "TensorSpec", "family_of"]
 
 
 class Role(Enum):
     """What a component does in the pipeline; stages of optimization are chosen by it."""
 
     TEXT_ENCODER = "text_encoder"
+    TEXT_ENCODER_2 = "text_encoder_2"
     DENOISER = "denoiser"
     IMAGE_ENCODER = "image_encoder"
     IMAGE_DECODER = "image_decoder"
@@ -39,6 +40,8 @@ class TensorSpec:
         integer: token ids (int32, as optimum and diffusers feed them); everything else is floating point.
         keeps_float32: stays in float32 when the component is converted to another precision.
         once: one value for the whole batch.
+        series: the configuration's key that holds n, where there are n + 1 of it; `{}` in the name is then its number
+            from 0 on.
     """
 
     name: str
@@ -46,6 +49,7 @@ class TensorSpec:
     integer: bool = False
     keeps_float32: bool = False
     once: bool = False
+    series: str | None = None
 
     def resolve(self, config: Mapping[str, Any]) -> tuple[str | int, ...]:
         """Return `dims` with every `config:KEY` replaced by its value in `config`.
@@ -81,7 +85,8 @@ class ComponentSpec:
         source: its folder in the diffusers pipeline.
         role: what it does.
         inputs: its inputs in order.
-        outputs: its outputs in order.
+        outputs: its outputs in order, a series as one; see `outputs_in`.
+        extra: what is copied beside it, and the file that it must hold; None for nothing.
     """
 
     name: str
@@ -89,19 +94,17 @@ class ComponentSpec:
     role: Role
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
+    extra: tuple[str, str] | None = None
 
-
-@dataclass(frozen=True)
-class OptionalComponent:
-    """A component that some pipelines of a family have.
-
-    Attributes:
-        spec: the component.
-        extras: what is copied beside it, as in `Family`.
-    """
-
-    spec: ComponentSpec
-    extras: tuple[tuple[str, str], ...] = ()
+    def outputs_in(self, config: Mapping[str, Any]) -> tuple[TensorSpec, ...]:
+        """Return the outputs with each series spread out; one whose length the configuration lacks is left out."""
+        spread: list[TensorSpec] = []
+        for tensor in self.outputs:
+            if tensor.series is None:
+                spread.append(tensor)
+            elif isinstance(count := config.get(tensor.series), int):
+                spread += [replace(tensor, name=tensor.name.format(i), series=None) for i in range(count + 1)]
+        return tuple(spread)
 
 
 @dataclass(frozen=True)
@@ -112,17 +115,31 @@ class Family:
         name: how this project calls it.
         pipeline_classes: diffusers' pipeline classes that belong to it.
         components: its components, in the order in which they run.
-        extras: folders that are copied as they are, each with the file that it must hold.
-        optional: components that a pipeline may have besides; `family_of` adds those that one has.
+        optional: names of components that some pipelines lack; `family_of` leaves them out for those.
+        shared: components whose configuration others need: see `config`.
+        guidance_scale: what diffusers' pipelines draw with where the user does not say.
+        strength: likewise, how far image to image goes.
+        mask_strength: likewise, where there is a mask.
     """
 
     name: str
     pipeline_classes: frozenset[str]
     components: tuple[ComponentSpec, ...]
-    extras: tuple[tuple[str, str], ...] = field(
-        default=(("scheduler", "scheduler_config.json"), ("tokenizer", "tokenizer_config.json"))
-    )
-    optional: tuple[OptionalComponent, ...] = ()
+    optional: frozenset[str] = frozenset()
+    shared: tuple[str, ...] = ()
+    guidance_scale: float = 7.5
+    strength: float = 0.8
+    mask_strength: float = 1.0
+
+    @property
+    def extras(self) -> tuple[tuple[str, str], ...]:
+        """Folders that are copied as they are, each with the file that it must hold."""
+        return (("scheduler", "scheduler_config.json"), *(spec.extra for spec in self.components if spec.extra))
+
+    @property
+    def text_encoders(self) -> tuple[ComponentSpec, ...]:
+        """The text encoders in the order in which they run."""
+        return tuple(spec for spec in self.components if spec.role in (Role.TEXT_ENCODER, Role.TEXT_ENCODER_2))
 
     def component(self, name: str) -> ComponentSpec:
         """Return the component called `name`; KeyError where there is none."""
@@ -140,15 +157,24 @@ class Family:
         return any(spec.role is role for spec in self.components)
 
     def as_in(self, folder: PipelineFolder) -> Family:
-        """Return the family with the optional components that `folder` has: named in its index, and there."""
-        present = [each for each in self.optional if folder.has_component(each.spec.source)]
-        if not present:
-            return self
-        return replace(
-            self,
-            components=(*self.components, *(each.spec for each in present)),
-            extras=(*self.extras, *(extra for each in present for extra in each.extras)),
-        )
+        """Return the family without the optional components that `folder` lacks: not in its index, or not there."""
+        absent = {spec.name for spec in self.components if spec.name in self.optional}
+        absent = {name for name in absent if not folder.has_component(self.component(name).source)}
+        return replace(self, components=tuple(spec for spec in self.components if spec.name not in absent))
+
+    def joined(self, folder: PipelineFolder, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a component's configuration with what it needs of others: theirs under their names.
+
+        A denoiser that is told sizes gets `time_ids`, how many numbers that is: what its embedding takes less the
+        pooled text, by the width of one (diffusers: `UNet2DConditionModel`, addition_embed_type "text_time").
+        """
+        named = {spec.name: spec for spec in self.components}
+        whole = dict(config) | {name: folder.config(name) for name in self.shared if name in named}
+        width, total = config.get("addition_time_embed_dim"), config.get("projection_class_embeddings_input_dim")
+        pooled = whole.get("text_encoder_2", {}).get("projection_dim")
+        if isinstance(width, int) and isinstance(total, int) and isinstance(pooled, int) and width > 0:
+            whole["time_ids"] = (total - pooled) // width
+        return whole
 
 
 _IMAGE = ("batch_size", 3, "height", "width")
@@ -176,7 +202,24 @@ _SAFETY_CHECKER = ComponentSpec(
     Role.SAFETY_CHECKER,
     (TensorSpec("clip_input", ("batch_size", 3, _CLIP_EDGE, _CLIP_EDGE)), TensorSpec("images", _SHOWN)),
     (TensorSpec("out_images", _SHOWN), TensorSpec("has_nsfw_concepts", ("batch_size",))),
+    ("feature_extractor", "preprocessor_config.json"),
 )
+_INPUT_IDS = TensorSpec("input_ids", ("batch_size", "sequence_length"), integer=True)
+_LAST_HIDDEN_STATE = TensorSpec("last_hidden_state", ("batch_size", "sequence_length", "config:hidden_size"))
+_POOLER_OUTPUT = TensorSpec("pooler_output", ("batch_size", "config:hidden_size"))
+# What each layer is given, and what the last one gives: diffusers' Stable Diffusion XL takes the last but one.
+_HIDDEN_STATES = TensorSpec(
+    "hidden_states.{}", ("batch_size", "sequence_length", "config:hidden_size"), series="num_hidden_layers"
+)
+_SAMPLE = TensorSpec("sample", ("batch_size", "config:in_channels", "height", "width"))
+# float32 in every precision: samplers with continuous noise levels give fractions of a step, and fp16 holds none
+# beyond 1024.
+_TIMESTEP = TensorSpec("timestep", ("steps",), keeps_float32=True, once=True)
+_ENCODER_HIDDEN_STATES = TensorSpec(
+    "encoder_hidden_states", ("batch_size", "sequence_length", "config:cross_attention_dim")
+)
+_OUT_SAMPLE = TensorSpec("out_sample", ("batch_size", "config:out_channels", "height", "width"))
+_TOKENIZER = ("tokenizer", "tokenizer_config.json")
 
 _STABLE_DIFFUSION = Family(
     "stable-diffusion",
@@ -199,36 +242,76 @@ _STABLE_DIFFUSION = Family(
             "text_encoder",
             "text_encoder",
             Role.TEXT_ENCODER,
-            (TensorSpec("input_ids", ("batch_size", "sequence_length"), integer=True),),
-            (
-                TensorSpec("last_hidden_state", ("batch_size", "sequence_length", "config:hidden_size")),
-                TensorSpec("pooler_output", ("batch_size", "config:hidden_size")),
-            ),
+            (_INPUT_IDS,),
+            (_LAST_HIDDEN_STATE, _POOLER_OUTPUT),
+            _TOKENIZER,
+        ),
+        ComponentSpec("unet", "unet", Role.DENOISER, (_SAMPLE, _TIMESTEP, _ENCODER_HIDDEN_STATES), (_OUT_SAMPLE,)),
+        _VAE_ENCODER,
+        _VAE_DECODER,
+        _SAFETY_CHECKER,
+    ),
+    optional=frozenset({"safety_checker"}),
+)
+
+_STABLE_DIFFUSION_XL = Family(
+    "stable-diffusion-xl",
+    frozenset(
+        {
+            "StableDiffusionXLPipeline",
+            "StableDiffusionXLImg2ImgPipeline",
+            "StableDiffusionXLInpaintPipeline",
+            "ORTStableDiffusionXLPipeline",
+            "ORTStableDiffusionXLImg2ImgPipeline",
+            "ORTStableDiffusionXLInpaintPipeline",
+        }
+    ),
+    (
+        ComponentSpec(
+            "text_encoder",
+            "text_encoder",
+            Role.TEXT_ENCODER,
+            (_INPUT_IDS,),
+            (_LAST_HIDDEN_STATE, _POOLER_OUTPUT, _HIDDEN_STATES),
+            _TOKENIZER,
+        ),
+        ComponentSpec(
+            "text_encoder_2",
+            "text_encoder_2",
+            Role.TEXT_ENCODER_2,
+            (_INPUT_IDS,),
+            (TensorSpec("text_embeds", ("batch_size", "config:projection_dim")), _LAST_HIDDEN_STATE, _HIDDEN_STATES),
+            ("tokenizer_2", "tokenizer_config.json"),
         ),
         ComponentSpec(
             "unet",
             "unet",
             Role.DENOISER,
             (
-                TensorSpec("sample", ("batch_size", "config:in_channels", "height", "width")),
-                # float32 in every precision: samplers with continuous noise levels give fractions of
-                # a step, and fp16 holds none beyond 1024.
-                TensorSpec("timestep", ("steps",), keeps_float32=True, once=True),
-                TensorSpec("encoder_hidden_states", ("batch_size", "sequence_length", "config:cross_attention_dim")),
+                _SAMPLE,
+                _TIMESTEP,
+                _ENCODER_HIDDEN_STATES,
+                TensorSpec("text_embeds", ("batch_size", "config:text_encoder_2.projection_dim")),
+                # Sizes in pixels: fp16 holds no odd ones beyond 2048.
+                TensorSpec("time_ids", ("batch_size", "config:time_ids"), keeps_float32=True),
             ),
-            (TensorSpec("out_sample", ("batch_size", "config:out_channels", "height", "width")),),
+            (_OUT_SAMPLE,),
         ),
         _VAE_ENCODER,
         _VAE_DECODER,
     ),
-    optional=(OptionalComponent(_SAFETY_CHECKER, (("feature_extractor", "preprocessor_config.json"),)),),
+    optional=frozenset({"text_encoder"}),
+    shared=("text_encoder", "text_encoder_2"),
+    guidance_scale=5.0,
+    strength=0.3,
+    mask_strength=0.9999,
 )
 
-FAMILIES: tuple[Family, ...] = (_STABLE_DIFFUSION,)
+FAMILIES: tuple[Family, ...] = (_STABLE_DIFFUSION, _STABLE_DIFFUSION_XL)
 
 
 def family_of(folder: PipelineFolder) -> Family:
-    """Return the family that the pipeline in `folder` belongs to, with the optional components that it has.
+    """Return the family that the pipeline in `folder` belongs to, without the optional components that it lacks.
 
     Raises:
         FolderError: no family has this pipeline class.

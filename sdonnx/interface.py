@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,7 @@ def require_interface(path: Path, model: ir.Model, spec: ComponentSpec, config: 
         FolderError: an input or output is missing, unknown or of another shape.
     """
     for kind in ("inputs", "outputs"):
-        for tensor, value in require_signature(path, model, spec, kind):
+        for tensor, value in require_signature(path, model, spec, kind, config):
             dims = tensor.resolve(config)
             if not _fits(value.shape, dims, tensor):
                 raise FolderError(
@@ -38,7 +39,7 @@ def require_interface(path: Path, model: ir.Model, spec: ComponentSpec, config: 
 
 
 def require_signature(
-    path: Path, model: ir.Model, spec: ComponentSpec, kind: str
+    path: Path, model: ir.Model, spec: ComponentSpec, kind: str, config: Mapping[str, Any] = MappingProxyType({})
 ) -> Sequence[tuple[TensorSpec, ir.Value]]:
     """Return each of the component's inputs, or outputs, with its value in the graph; no sizes are compared.
 
@@ -47,11 +48,13 @@ def require_signature(
         model: its graph.
         spec: the component.
         kind: "inputs" or "outputs".
+        config: its configuration, for how many outputs a series has; without it they are not asked for.
 
     Raises:
         FolderError: one is missing, unknown or of unknown rank.
     """
-    tensors, values = (spec.inputs, model.graph.inputs) if kind == "inputs" else (spec.outputs, model.graph.outputs)
+    graph, given = model.graph, kind == "inputs"
+    tensors, values = (spec.inputs, graph.inputs) if given else (spec.outputs_in(config), graph.outputs)
     found = {str(value.name): value for value in values if kind == "outputs" or value.uses()}
     wanted = {tensor.name for tensor in tensors}
     surplus = kind == "inputs" and found.keys() - wanted
@@ -111,7 +114,7 @@ def adapt_interface(model: ir.Model, spec: ComponentSpec, config: Mapping[str, A
     ordered = sorted(graph.inputs, key=lambda value: order[str(value.name)])
     graph.inputs.clear()
     graph.inputs.extend(ordered)
-    outputs = {tensor.name: tensor for tensor in spec.outputs}
+    outputs = {tensor.name: tensor for tensor in spec.outputs_in(config)}
     for value in graph.outputs:
         if (given := outputs.get(str(value.name))) is not None:
             value.shape = ir.Shape(_named(value.shape, given.resolve(config)))

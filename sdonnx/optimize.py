@@ -17,7 +17,7 @@ import sdonnx
 from sdonnx.component import CONFIG, open_component
 from sdonnx.compose import COMPOSED
 from sdonnx.errors import FolderError, OptionError, ProviderError, SdonnxError
-from sdonnx.families import ComponentSpec, family_of
+from sdonnx.families import ComponentSpec, Family, Role, family_of
 from sdonnx.folder import MODEL_INDEX, ONNX_MODEL, ONNX_WEIGHTS, REPORT, PipelineFolder, atomic_folder
 from sdonnx.fusions import ATTENTION_LAYOUTS, DISABLING, PROVIDERS, fuse
 from sdonnx.graph.passes import tidy
@@ -27,6 +27,8 @@ from sdonnx.precision import ConvertPrecision, PrecisionPolicy, parse_overrides
 from sdonnx.report import ComponentReport, OptimizeReport, report_of
 
 __all__ = ["ComponentReport", "OptimizeReport", "fusion_reports", "optimize_folder"]
+
+_IMAGE_ROLES = (Role.IMAGE_ENCODER, Role.IMAGE_DECODER)
 
 _PACKAGES = ("onnx", "onnx_ir", "onnxscript", "numpy")
 
@@ -90,14 +92,14 @@ def optimize_folder(
     for name, file in family.extras:
         folder.config(name, file)
     for spec in family.components:
-        open_component(folder, spec)
+        open_component(folder, family, spec)
     fallback = ir.DataType.BFLOAT16 if bfloat16 else ir.DataType.FLOAT
     reports = {}
     with atomic_folder(out, overwrite, [source]) as partial:
         for spec in family.components:
             policy = PrecisionPolicy(float32=overrides[spec.name], fallback=fallback) if float16 else None
             request = _Request(provider, attention_layout, disabled, policy)
-            reports[spec.name] = _optimize_component(folder, spec, partial / spec.name, request, progress)
+            reports[spec.name] = _optimize_component(folder, family, spec, partial / spec.name, request, progress)
             if inspector is not None:
                 inspector.inspect(partial / spec.name / ONNX_MODEL)
         for name, _ in family.extras:
@@ -126,8 +128,9 @@ def fusion_reports(folder: PipelineFolder, provider: str) -> dict[str, Component
     if provider not in PROVIDERS:
         raise ProviderError(f"the provider {provider!r} is unknown", f"one of {', '.join(PROVIDERS)}", "pass one")
     reports = {}
-    for spec in family_of(folder).components:
-        opened = open_component(folder, spec)
+    family = family_of(folder)
+    for spec in family.components:
+        opened = open_component(folder, family, spec)
         adapt_interface(opened.model, spec, opened.config)
         outcomes = fuse(opened.model, provider)
         reports[spec.name] = report_of(
@@ -147,11 +150,16 @@ class _Request:
 
 
 def _optimize_component(
-    folder: PipelineFolder, spec: ComponentSpec, out: Path, request: _Request, progress: Progress | None
+    folder: PipelineFolder,
+    family: Family,
+    spec: ComponentSpec,
+    out: Path,
+    request: _Request,
+    progress: Progress | None,
 ) -> ComponentReport:
     if progress:
         progress(f"{spec.name}: fusing", 0, 0)
-    opened = open_component(folder, spec)
+    opened = open_component(folder, family, spec)
     path, model, config = opened.path, opened.model, opened.config
     policy, provider = request.policy, request.provider
     adapt_interface(model, spec, config)
@@ -161,7 +169,14 @@ def _optimize_component(
     came_narrow = any(value.dtype == ir.DataType.FLOAT16 for value in model.graph.initializers.values())
     if came_narrow and provider == "cpu":
         raise OptionError(f"{path} is float16", "float32, which the CPU's kernels have", "export with --dtype float32")
-    if policy is not None or came_narrow:
+    narrow = policy is not None or came_narrow
+    upcast = narrow and spec.role in _IMAGE_ROLES and bool(config.get("force_upcast"))
+    if upcast:
+        # diffusers' AutoencoderKL: its activations go beyond what float16 holds, and images would be black.
+        if came_narrow:
+            ConvertPrecision(PrecisionPolicy(ir.DataType.FLOAT), spec)(model)
+        kept = {"force_upcast of config.json": len(model.graph)}
+    elif narrow:
         conversion = ConvertPrecision(policy or PrecisionPolicy(), spec)
         conversion(model)
         kept = conversion.kept
@@ -181,7 +196,7 @@ def _optimize_component(
     else:
         (out / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     _write_composed(spec, out, path.name, config)
-    precision = "float32" if policy is None and not came_narrow else "float16"
+    precision = "float16" if narrow and not upcast else "float32"
     return report_of(
         spec, config, model, opened.operators, outcomes, provider, request.disabled, precision, kept, opened.notes
     )

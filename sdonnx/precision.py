@@ -124,7 +124,7 @@ class ConvertPrecision(InPlacePass):
         self.spec = spec
         self.kept: dict[str, int] = {}
         # A graph may come in any of these, or in several.
-        self._floats = (_FLOAT, policy.dtype, policy.fallback)
+        self._floats = (_FLOAT, ir.DataType.FLOAT16, policy.dtype, policy.fallback)
 
     def call(self, model: ir.Model) -> PassResult:
         """Convert the graph in place."""
@@ -138,7 +138,7 @@ class ConvertPrecision(InPlacePass):
         self._read_types = {value: value.dtype for node in graph for value in _read_by_subgraphs(node)}
         kept_inputs = {tensor.name for tensor in self.spec.inputs if tensor.keeps_float32}
         for value in graph.inputs:
-            if value.dtype == _FLOAT:
+            if value.dtype in (_FLOAT, ir.DataType.FLOAT16):
                 if value.name in kept_inputs:
                     self._kept[value] = _FLOAT
                 else:
@@ -216,7 +216,11 @@ class ConvertPrecision(InPlacePass):
 
     def _convert_cast(self, node: ir.Node, dtype: ir.DataType) -> None:
         """Cast(to=float32) -> Cast(to=dtype): what the graph meant is its working type."""
-        if node.attributes.get_int("to") == _FLOAT:
+        to = node.attributes.get_int("to")
+        if to == ir.DataType.FLOAT16 and self.policy.dtype == _FLOAT:
+            node.attributes["to"] = ir.AttrInt64("to", _FLOAT)
+            self._give(node.outputs[0], _FLOAT)
+        elif to == _FLOAT:
             dtype = _FLOAT if self._casts_stand else dtype
             node.attributes["to"] = ir.AttrInt64("to", dtype)
             self._give(node.outputs[0], dtype)
@@ -258,7 +262,7 @@ class ConvertPrecision(InPlacePass):
     def _convert_outputs(self, graph: ir.Graph) -> None:
         for index, value in enumerate(graph.outputs):
             producer = value.producer()
-            if value.dtype in (_FLOAT, self.policy.fallback) and producer is not None:
+            if value.dtype != self.policy.dtype and value.dtype in self._floats and producer is not None:
                 cast = ir.node("Cast", [value], {"to": self.policy.dtype})
                 producer.append(cast)
                 output = cast.outputs[0]

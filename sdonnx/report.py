@@ -47,6 +47,7 @@ _AFTER = {
 # What must do something in a graph of that role.
 _STAGES = {
     Role.TEXT_ENCODER: ("attention", "skip_layer_norm"),
+    Role.TEXT_ENCODER_2: ("attention", "skip_layer_norm"),
     Role.DENOISER: (
         "attention", "geglu", "channels_last", "group_norm_silu", "skip_group_norm", "skip_layer_norm", "bias_add",
     ),

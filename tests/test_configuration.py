@@ -81,8 +81,7 @@ def component_of(
     model.graph.initializer.extend(onnx.numpy_helper.from_array(array, name) for name, array in chosen.items())
     (folder / component).mkdir()
     onnx.save(model, folder / component / "model.onnx")
-    specs = [*FAMILIES[0].components, *(each.spec for each in FAMILIES[0].optional)]
-    return open_component(PipelineFolder(folder, {}), {spec.name: spec for spec in specs}[component])
+    return open_component(PipelineFolder(folder, {}), FAMILIES[0], FAMILIES[0].component(component))
 
 
 KEYS = "keys = MatMul(encoder_hidden_states, w_k)"

@@ -201,7 +201,7 @@ def test_a_written_configuration_is_taken(script: Path, tiny_pipeline: Path, tmp
     content = (tiny_pipeline / "text_encoder" / "config.json").read_bytes()
     path.write_bytes(content)
     try:
-        opened = open_component(PipelineFolder.open(script), spec_of("text_encoder"))
+        opened = open_component(PipelineFolder.open(script), FAMILIES[0], spec_of("text_encoder"))
     finally:
         path.unlink()
     assert opened.written
@@ -214,7 +214,7 @@ def test_a_link_to_nothing_is_no_missing_configuration(script: Path) -> None:
     path.symlink_to("nowhere")
     try:
         with refused(FolderError, "config.json is missing"):
-            open_component(PipelineFolder.open(script), spec_of("text_encoder"))
+            open_component(PipelineFolder.open(script), FAMILIES[0], spec_of("text_encoder"))
     finally:
         path.unlink()
 

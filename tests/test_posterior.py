@@ -61,7 +61,7 @@ def encoder(folder: Path, changes: dict[str, str], signature: str = ENCODER, ops
     (folder / "vae_encoder").mkdir()
     (folder / "vae_encoder" / "config.json").write_text('{"latent_channels": 4}')
     onnx.save(model, folder / "vae_encoder" / "model.onnx")
-    return open_component(PipelineFolder(folder, {}), FAMILIES[0].component("vae_encoder"))
+    return open_component(PipelineFolder(folder, {}), FAMILIES[0], FAMILIES[0].component("vae_encoder"))
 
 
 SPLIT = "mean, log_variance = Split<axis = 1>(moments, halves)"
@@ -170,4 +170,4 @@ def test_other_components_may_not_draw(component: str, tmp_path: Path) -> None:
     model.graph.initializer.extend(onnx.numpy_helper.from_array(array, name) for name, array in weights.items())
     onnx.save(model, tmp_path / component / "model.onnx")
     with refused(FolderError, "'RandomNormalLike'"):
-        open_component(PipelineFolder(tmp_path, {}), FAMILIES[0].component(component))
+        open_component(PipelineFolder(tmp_path, {}), FAMILIES[0], FAMILIES[0].component(component))

@@ -248,7 +248,7 @@ def test_every_stage_decides_as_diffusers(
     if stage == "cuda":
         folder = PipelineFolder.open(exported)
         spec = family_of(folder).component("safety_checker")
-        opened = open_component(folder, spec)
+        opened = open_component(folder, family_of(folder), spec)
         fuse(opened.model, "cuda")
         path = tmp_path / "model.onnx"
         ir.save(opened.model, path, external_data="model.onnx.data")
@@ -330,7 +330,7 @@ def test_scores_are_rounded_as_numpy_rounds(
 def test_the_decision_stays_in_float32(fallback: ir.DataType, exported: Path) -> None:
     folder = PipelineFolder.open(exported)
     spec = family_of(folder).component("safety_checker")
-    model = open_component(folder, spec).model
+    model = open_component(folder, family_of(folder), spec).model
     fuse(model, "cuda")
     ConvertPrecision(PrecisionPolicy(fallback=fallback, float32=("LayerNormalization",)), spec)(model)
     tidy(model)
@@ -551,7 +551,7 @@ def test_the_graph_of_diffusers_script(source: Path, exported: Path, clip_input:
         )
     opened_folder = PipelineFolder.open(folder)
     spec = family_of(opened_folder).component("safety_checker")
-    opened = open_component(opened_folder, spec)
+    opened = open_component(opened_folder, family_of(opened_folder), spec)
     adapt_interface(opened.model, spec, opened.config)
     fuse(opened.model, "cpu")
     compose_check(opened.model, opened.config)

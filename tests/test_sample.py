@@ -118,6 +118,10 @@ def test_the_libraries_find_every_weight(tiny: Path, component: str, network_cla
         ("sd15", {"unet": 859_520_964, "vae": 83_653_863, "text_encoder": 123_060_480}),
         ("sd21", {"unet": 865_910_724, "vae": 83_653_863, "text_encoder": 340_387_840}),
         ("sd21-base", {"unet": 865_910_724, "vae": 83_653_863, "text_encoder": 340_387_840}),
+        (
+            "sdxl",
+            {"unet": 2_567_463_684, "vae": 83_653_863, "text_encoder": 123_060_480, "text_encoder_2": 694_659_840},
+        ),
     ],
 )
 def test_parameter_counts_are_the_published_ones(arch: str, counts: dict[str, int]) -> None:
@@ -215,14 +219,17 @@ def test_activations_leave_room_for_float16_and_inputs_matter(pipeline: Any) -> 
     assert 0.1 < noise.std() < 1
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_the_tokenizer_loads_everywhere_alike(arch: str, tmp_path: Path) -> None:
-    spec = ARCHITECTURES[arch].tokenizers["tokenizer"]
+@pytest.mark.parametrize(
+    ("arch", "name"), [(arch, name) for arch in ARCHITECTURES for name in ARCHITECTURES[arch].tokenizers]
+)
+def test_the_tokenizer_loads_everywhere_alike(arch: str, name: str, tmp_path: Path) -> None:
+    spec = ARCHITECTURES[arch].tokenizers[name]
     save_tokenizer(build_tokenizer(spec), tmp_path)
     loaded = transformers.AutoTokenizer.from_pretrained(tmp_path)
     assert isinstance(loaded, transformers.CLIPTokenizer)
     assert (len(loaded), loaded.model_max_length) == (49408, 77)
-    pad_id = 0 if arch.startswith("sd21") else 49407
+    # OpenCLIP's pad with "!", CLIP's with the last token.
+    pad_id = 0 if arch.startswith("sd21") or name == "tokenizer_2" else 49407
     assert (loaded.bos_token_id, loaded.eos_token_id, loaded.pad_token_id) == (49406, 49407, pad_id)
     encoded = [loaded(prompt).input_ids for prompt in PROMPTS]
     assert [ids[0] for ids in encoded] == [49406] * len(PROMPTS)

@@ -2,7 +2,8 @@
 
 Each reads the weight file of the component that it wraps and adds no weights.
 
-- text: token ids to the hidden states of any layer
+- text: token ids to the hidden states of any layer; of Stable Diffusion XL's second encoder, with the first one's
+  beside them and the pooled text
 - step: batch doubling for guidance, the denoiser, guidance, the sampler's update and what a mask keeps.
   A sampler is a matrix for each call (`sdonnx.samplers`), so that one graph serves all of them.
 - encode: an image to latents, drawn from the VAE's distribution, with and without noise
@@ -15,14 +16,23 @@ from __future__ import annotations
 from sdonnx.compose.check import compose_check
 from sdonnx.compose.images import compose_decode, compose_encode
 from sdonnx.compose.step import compose_step
-from sdonnx.compose.text import compose_text
+from sdonnx.compose.text import compose_second_text, compose_text
 from sdonnx.families import Role
 
-__all__ = ["COMPOSED", "compose_check", "compose_decode", "compose_encode", "compose_step", "compose_text"]
+__all__ = [
+    "COMPOSED",
+    "compose_check",
+    "compose_decode",
+    "compose_encode",
+    "compose_second_text",
+    "compose_step",
+    "compose_text",
+]
 
 # The file beside each component's model, and what makes it.
 COMPOSED = {
     Role.TEXT_ENCODER: ("text.onnx", compose_text),
+    Role.TEXT_ENCODER_2: ("text.onnx", compose_second_text),
     Role.DENOISER: ("step.onnx", compose_step),
     Role.IMAGE_ENCODER: ("encode.onnx", compose_encode),
     Role.IMAGE_DECODER: ("decode.onnx", compose_decode),

@@ -16,11 +16,12 @@ FLOAT, INT64 = ir.DataType.FLOAT, ir.DataType.INT64
 
 
 class Composer:
-    """Adds nodes before or after those of a graph."""
+    """Adds nodes before or after those of a graph, or after one of them."""
 
-    def __init__(self, model: ir.Model, *, before: bool) -> None:
+    def __init__(self, model: ir.Model, *, before: bool = False, after: ir.Node | None = None) -> None:
         self.graph = model.graph
         self._anchor = next(iter(model.graph)) if before else None
+        self._last = after
 
     def op(
         self, op_type: str, *inputs: ir.Value | None, dtype: ir.DataType | None = None, **attributes: Any
@@ -37,7 +38,10 @@ class Composer:
         if kind is not None:
             for output in node.outputs:
                 output.type = ir.TensorType(kind)
-        if self._anchor is not None:
+        if self._last is not None:
+            self._last.append(node)
+            self._last = node
+        elif self._anchor is not None:
             self._anchor.prepend(node)
         else:
             self.graph.append(node)
@@ -56,6 +60,11 @@ class Composer:
         """Return a constant number of float32."""
         return constant(self.graph, value, np.float32, name)
 
+    def zero(self, dtype: ir.DataType | None) -> ir.Value:
+        """Return a constant 0 of that type."""
+        assert dtype is not None
+        return constant(self.graph, 0, dtype.numpy(), f"zero_{dtype.name.lower()}")
+
     def cast(self, value: ir.Value, dtype: ir.DataType) -> ir.Value:
         """Return the value in that type."""
         return value if value.dtype == dtype else self.op("Cast", value, dtype=dtype, to=dtype)
@@ -71,9 +80,9 @@ class Composer:
         )
 
 
-def tensor(name: str, dtype: ir.DataType, shape: Sequence[int | str]) -> ir.Value:
+def tensor(name: str, dtype: ir.DataType | None, shape: Sequence[int | str]) -> ir.Value:
     """Return a graph input of that name, type and shape."""
-    return ir.Value(name=name, type=ir.TensorType(dtype), shape=ir.Shape(shape))
+    return ir.Value(name=name, type=None if dtype is None else ir.TensorType(dtype), shape=ir.Shape(shape))
 
 
 def input_of(graph: ir.Graph, name: str) -> ir.Value:

@@ -31,12 +31,14 @@ def compose_step(model: ir.Model, config: Mapping[str, Any]) -> None:
     - `keeps` (R,B,C,H,W) bool: where the background stands in place of what was computed
     - `mask` (B,1,H,W), `masked_latents` (B,C,H,W) float32: only of denoisers that were trained to inpaint, which
       see them beside the latents (diffusers: StableDiffusionInpaintPipeline with a UNet of 2C + 1 channels)
+    - what else the denoiser is told, as it takes it: of Stable Diffusion XL `text_embeds` (G*B,P) and `time_ids`
+      (G*B,N)
 
     Outputs: `new_state`, as `state`, and `next_call`, as `call`. Either may be written over its
     input: every node that reads the input comes, by data, before the one that writes the output.
 
     Args:
-        model: the optimized denoiser: `sample, timestep, encoder_hidden_states -> out_sample`.
+        model: the optimized denoiser: `sample, timestep, encoder_hidden_states, ... -> out_sample`.
         config: its configuration.
 
     Raises:
@@ -55,6 +57,8 @@ def compose_step(model: ir.Model, config: Mapping[str, Any]) -> None:
     if inpaints:
         seen = [tensor("mask", FLOAT, ["batch", 1, "height", "width"]), tensor("masked_latents", FLOAT, latent_shape)]
     hidden = input_of(graph, "encoder_hidden_states")
+    taken = {"sample", "timestep", hidden.name}
+    told = [value for value in graph.inputs if value.name not in taken]
     sample = input_of(graph, "sample")
     assert sample.dtype is not None
 
@@ -97,7 +101,7 @@ def compose_step(model: ir.Model, config: Mapping[str, Any]) -> None:
     give_out(graph, new_state, "new_state", state.shape)
     give_out(graph, next_call, "next_call", call.shape)
     graph.inputs.clear()
-    graph.inputs.extend([state, noise, parameters, call, hidden, background, keeps, *seen])
+    graph.inputs.extend([state, noise, parameters, call, hidden, background, keeps, *seen, *told])
     graph.name = "step"
 
 

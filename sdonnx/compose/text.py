@@ -1,33 +1,135 @@
-"""The text graph: token ids to the hidden states that the denoiser attends to."""
+"""The text graphs: token ids to the hidden states that the denoiser attends to."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import onnx_ir as ir
 
 from sdonnx.compose.composer import INT64, Composer, give_out, input_of, tensor
 
-__all__ = ["compose_text"]
+__all__ = ["compose_second_text", "compose_text"]
+
+LAYERS = "hidden_states."
+FIRST_LAYER = LAYERS + "0"
 
 
 def compose_text(model: ir.Model, config: Mapping[str, Any]) -> None:
     """Turn a CLIP text encoder's graph into the text graph, in place.
 
-    Inputs: `input_ids` (B,S), and `skips` (1) int64, how many of the last layers are left out (diffusers'
-    clip_skip). Output: `hidden_states` (B,S,D): what that layer gives, through the final norm.
+    Inputs: `input_ids` (B,S), and `skips` (B) int64, how many of the last layers are left out for each prompt
+    (diffusers' clip_skip, which it does not apply to what is drawn away from). Output: `hidden_states` (B,S,D): what
+    that layer gives, through the final norm; or, of an encoder that gives out its layers, what is given to that
+    layer, as Stable Diffusion XL sees it.
 
     Where the layers cannot be told apart in the graph, there is no input `skips`, and the output is the last
     layer's.
 
     Args:
-        model: the optimized text encoder: `input_ids -> last_hidden_state, pooler_output`.
+        model: the optimized text encoder: `input_ids -> last_hidden_state, pooler_output`, and `hidden_states.i`.
         config: its configuration, for `num_hidden_layers`.
     """
     graph = model.graph
-    output = next(value for value in graph.outputs if value.name == "last_hidden_state")
-    shape = output.shape
+    outputs = {str(value.name): value for value in graph.outputs}
+    if FIRST_LAYER in outputs:
+        chosen, skips = _layer_before(model, outputs)
+        graph.outputs.clear()
+        chosen.name = "chosen"
+        give_out(graph, chosen, "hidden_states", outputs[FIRST_LAYER].shape)
+        inputs = [input_of(graph, "input_ids"), skips]
+    else:
+        inputs = _normed(model, outputs["last_hidden_state"], config)
+    graph.inputs.clear()
+    graph.inputs.extend(inputs)
+    graph.name = "text"
+
+
+def compose_second_text(model: ir.Model, config: Mapping[str, Any]) -> None:
+    """Turn Stable Diffusion XL's last text encoder into a graph that gives all that the denoiser is told, in place.
+
+    Inputs:
+
+    - `input_ids` (B,S), and `skips` (B) int64, as of `compose_text`
+    - `positions` (B) int64: of each prompt's last token among those of all prompts, row * S + column. It is the
+      host that knows them: ONNX Runtime has no CUDA kernel for the ArgMax that looks for them (opset 12 and later).
+    - `given` (B) bool: where it is false, the prompt counts as none, and both outputs are zero (diffusers'
+      `force_zeros_for_empty_prompt`)
+    - `hidden_states_1` (B,S,D1): of the encoder before; only where there is one
+
+    Outputs: `hidden_states` (B,S,D1+D) and `text_embeds` (B,P).
+
+    Args:
+        model: the optimized text encoder: `input_ids -> text_embeds, last_hidden_state, hidden_states.i`.
+        config: its configuration, with that of `text_encoder` where there is one.
+    """
+    graph = model.graph
+    outputs = {str(value.name): value for value in graph.outputs}
+    pooled, last = outputs["text_embeds"], outputs["last_hidden_state"]
+    positions = tensor("positions", INT64, ["batch_size"])
+    _pool_at(model, pooled, last, positions)
+    chosen, skips = _layer_before(model, outputs)
+    graph.outputs.clear()
+    given = tensor("given", ir.DataType.BOOL, ["batch_size"])
+    inputs = [input_of(graph, "input_ids"), skips, positions, given]
+    add = Composer(model, before=False)
+    width = int(config["hidden_size"])
+    if "text_encoder" in config:
+        first = tensor("hidden_states_1", chosen.dtype, ["batch_size", "sequence_length", _width(config)])
+        inputs.append(first)
+        chosen = add.op("Concat", first, chosen, axis=2)
+        width += _width(config)
+    none = add.zero(chosen.dtype)
+    rows = add.op("Unsqueeze", given, add.integers(1))
+    told = add.op("Where", add.op("Unsqueeze", rows, add.integers(2)), chosen, none, dtype=chosen.dtype)
+    # A name is given anew: what had it is behind the choice now.
+    pooled.name = "projected"
+    embeds = add.op("Where", rows, pooled, none, dtype=pooled.dtype)
+    give_out(graph, told, "hidden_states", ["batch_size", "sequence_length", width])
+    give_out(graph, embeds, "text_embeds", pooled.shape)
+    graph.inputs.clear()
+    graph.inputs.extend(inputs)
+    graph.name = "text_2"
+
+
+def _layer_before(model: ir.Model, outputs: Mapping[str, ir.Value]) -> tuple[ir.Value, ir.Value]:
+    """Return what is given to the last layer but `skips`, and that input."""
+    add = Composer(model, before=False)
+    layers = sorted((name for name in outputs if name.startswith(LAYERS)), key=lambda name: int(name[len(LAYERS) :]))
+    skips = tensor("skips", INT64, ["batch_size"])
+    # The last layer's own output is not among them: nobody asks for it.
+    return _chosen(add, [outputs[name] for name in reversed(layers[:-1])], skips), skips
+
+
+def _chosen(add: Composer, layers: Sequence[ir.Value], skips: ir.Value) -> ir.Value:
+    """Return for each prompt what the layer of its number holds, the last layer first."""
+    stack = [add.op("Unsqueeze", layer, add.integers(1)) for layer in layers]
+    index = add.op("Unsqueeze", skips, add.integers(1))
+    return add.op("GatherND", add.op("Concat", *stack, axis=1), index, batch_dims=1)
+
+
+def _pool_at(model: ir.Model, projected: ir.Value, last: ir.Value, positions: ir.Value) -> None:
+    """Let the projection read the last hidden state at the positions, in place of where the graph looks itself."""
+    projection = projected.producer()
+    assert projection is not None
+    pooled = projection.inputs[0]
+    assert pooled is not None
+    producer = last.producer()
+    assert producer is not None
+    add = Composer(model, after=producer)
+    width = add.op("Shape", last, dtype=INT64, start=2)
+    rows = add.op("Reshape", last, add.op("Concat", add.integers(-1), width, axis=0))
+    found = add.op("Gather", rows, positions, axis=0)
+    projection.replace_input_with(0, add.cast(found, pooled.dtype) if pooled.dtype is not None else found)
+
+
+def _width(config: Mapping[str, Any]) -> int:
+    return int(config["text_encoder"]["hidden_size"])
+
+
+def _normed(model: ir.Model, output: ir.Value, config: Mapping[str, Any]) -> list[ir.Value]:
+    """Give out what a layer gives, through the final norm, and return the graph's inputs."""
+    graph, shape = model.graph, output.shape
     graph.outputs.clear()
     output.name = "last_layer"
     sums = _sums_of_layers(graph, output, config)
@@ -36,18 +138,13 @@ def compose_text(model: ir.Model, config: Mapping[str, Any]) -> None:
     if sums is not None:
         final = output.producer()
         assert final is not None
-        skips = tensor("skips", INT64, [1])
+        skips = tensor("skips", INT64, ["batch_size"])
         inputs.append(skips)
-        # The last layer first, so that the number to leave out is the index.
-        layers = [add.op("Unsqueeze", value, add.integers(0)) for value in reversed(sums)]
-        layer = add.op("Gather", add.op("Concat", *layers, axis=0), skips, axis=0)
-        chosen = add.op("Squeeze", layer, add.integers(0))
+        chosen = _chosen(add, list(reversed(sums)), skips)
         epsilon = final.attributes.get_float("epsilon", 1e-12)
         output = add.op("LayerNormalization", chosen, final.inputs[2], final.inputs[3], axis=-1, epsilon=epsilon)
     give_out(graph, output, "hidden_states", shape)
-    graph.inputs.clear()
-    graph.inputs.extend(inputs)
-    graph.name = "text"
+    return inputs
 
 
 def _sums_of_layers(graph: ir.Graph, last: ir.Value, config: Mapping[str, Any]) -> list[ir.Value] | None:

@@ -78,7 +78,8 @@ def export_pipeline(
             with interruptible():
                 if progress:
                     progress(f"{spec.name}: tracing", 0, 0)
-                model = trace(spec, folder.config(spec.source), build, wrap, weights, DTYPES[dtype])
+                config = family.joined(folder, folder.config(spec.source))
+                model = trace(spec, config, build, wrap, weights, DTYPES[dtype])
                 _write(model, partial / spec.name, progress)
                 shutil.copyfile(folder.component(spec.source) / "config.json", partial / spec.name / "config.json")
                 del model

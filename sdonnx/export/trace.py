@@ -88,7 +88,7 @@ def trace(
             opset_version=OPSET,
             optimize=False,
             input_names=[tensor.name for tensor in spec.inputs],
-            output_names=[tensor.name for tensor in spec.outputs],
+            output_names=[tensor.name for tensor in spec.outputs_in(config)],
             dynamic_shapes=names,  # gives the dynamic axes their names
             verbose=False,
         )

@@ -30,6 +30,24 @@ class TextEncoder(_Wrapper):
         return output.last_hidden_state, output.pooler_output
 
 
+class LayeredTextEncoder(_Wrapper):
+    """input_ids (B,S) -> last_hidden_state (B,S,D), pooler_output (B,D), hidden_states.0 ... .n (B,S,D)."""
+
+    def forward(self, input_ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Run the text encoder and give out what each layer is given."""
+        output = self.model(input_ids=input_ids, output_hidden_states=True)
+        return output.last_hidden_state, output.pooler_output, *output.hidden_states
+
+
+class ProjectedTextEncoder(_Wrapper):
+    """input_ids (B,S) -> text_embeds (B,P), last_hidden_state (B,S,D), hidden_states.0 ... .n (B,S,D)."""
+
+    def forward(self, input_ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Run the text encoder, project the last token, and give out what each layer is given."""
+        output = self.model(input_ids=input_ids, output_hidden_states=True)
+        return output.text_embeds, output.last_hidden_state, *output.hidden_states
+
+
 class Denoiser(_Wrapper):
     """sample (B,C,H,W), timestep (1,) or (B,), encoder_hidden_states (B,S,D) -> out_sample (B,C,H,W)."""
 
@@ -38,6 +56,27 @@ class Denoiser(_Wrapper):
     ) -> torch.Tensor:
         """Run the UNet."""
         prediction: torch.Tensor = self.model(sample, timestep, encoder_hidden_states, return_dict=False)[0]
+        return prediction
+
+
+class ConditionedDenoiser(_Wrapper):
+    """As Denoiser, with text_embeds (B,P) and time_ids (B,N) float32, what the image is and how large."""
+
+    def forward(
+        self,
+        sample: torch.Tensor,
+        timestep: torch.Tensor,
+        encoder_hidden_states: torch.Tensor,
+        text_embeds: torch.Tensor,
+        time_ids: torch.Tensor,
+    ) -> torch.Tensor:
+        """Run the UNet."""
+        # diffusers concatenates them with float32 embeddings, and the exporter would write a Concat of two types.
+        text_embeds = text_embeds.float()
+        added = {"text_embeds": text_embeds, "time_ids": time_ids}
+        prediction: torch.Tensor = self.model(
+            sample, timestep, encoder_hidden_states, added_cond_kwargs=added, return_dict=False
+        )[0]
         return prediction
 
 
@@ -91,13 +130,20 @@ def _positive(scores: torch.Tensor) -> torch.Tensor:
 
 _WRAPPERS: dict[Role, type[_Wrapper]] = {
     Role.TEXT_ENCODER: TextEncoder,
+    Role.TEXT_ENCODER_2: ProjectedTextEncoder,
     Role.DENOISER: Denoiser,
     Role.IMAGE_ENCODER: ImageEncoder,
     Role.IMAGE_DECODER: ImageDecoder,
     Role.SAFETY_CHECKER: SafetyChecker,
 }
+# Of components that take or give more than is usual for their role.
+_CONDITIONED: dict[tuple[Role, str], type[_Wrapper]] = {
+    (Role.TEXT_ENCODER, "hidden_states.{}"): LayeredTextEncoder,
+    (Role.DENOISER, "time_ids"): ConditionedDenoiser,
+}
 
 
 def wrap(spec: ComponentSpec, model: torch.nn.Module) -> torch.nn.Module:
     """Return `model` behind the signature that the component `spec` has."""
-    return _WRAPPERS[spec.role](model).eval()
+    own = [_CONDITIONED.get((spec.role, tensor.name)) for tensor in (*spec.inputs, *spec.outputs)]
+    return next(filter(None, own), _WRAPPERS[spec.role])(model).eval()

@@ -14,13 +14,15 @@ from onnxruntime import OrtValue
 
 from sdonnx.families import Role
 from sdonnx.runtime.graphs import GraphSet
-from sdonnx.runtime.session import Run
+from sdonnx.runtime.session import Graph, Run
 from sdonnx.samplers import STATE_ROWS
 from sdonnx.samplers.parameters import MOST_CALLS, row_size
 
 __all__ = ["CaptureReport", "Captures", "Shape", "SizeBuffers"]
 
 _FLOAT = np.float32
+
+_BEFORE = "hidden_states_1"  # of the text encoder before: see compose_second_text
 
 
 @dataclass(frozen=True)
@@ -90,8 +92,6 @@ class SizeBuffers:
         width = int(step.shape("encoder_hidden_states")[2])
         prompts = (shape.batch * shape.copies, shape.tokens)
         zeros: dict[str, npt.NDArray[Any]] = {
-            "input_ids": np.zeros(prompts, np.int32),
-            "skips": np.zeros(1, np.int64),
             "encoder_hidden_states": np.zeros((*prompts, width), step.dtype("encoder_hidden_states")),
             "state": np.zeros((STATE_ROWS, *self.latents), _FLOAT),
             "noise": np.zeros(self.latents, _FLOAT),
@@ -100,6 +100,9 @@ class SizeBuffers:
             "background": np.zeros((2, *self.latents), _FLOAT),
             "keeps": np.zeros((STATE_ROWS, *self.latents), np.bool_),
         }
+        for name in ("text_embeds", "time_ids"):
+            if name in step.inputs:
+                zeros[name] = np.zeros((prompts[0], int(step.shape(name)[1])), step.dtype(name))
         if "mask" in step.inputs:
             zeros["mask"] = np.zeros((shape.batch, 1, shape.height, shape.width), _FLOAT)
             zeros["masked_latents"] = np.zeros(self.latents, _FLOAT)
@@ -119,7 +122,10 @@ class SizeBuffers:
 
     def put(self, name: str, values: npt.NDArray[Any]) -> None:
         """Write values into a buffer; nothing that runs may be reading it."""
-        self.buffers[name].update_inplace(np.ascontiguousarray(values))
+        if name in self.buffers:
+            self.buffers[name].update_inplace(np.ascontiguousarray(values))
+        else:
+            self.buffers[name] = self.graphs.device.upload(values)
 
     def read(self, name: str) -> npt.NDArray[Any]:
         """Wait for the device and return a copy of a buffer's values."""
@@ -134,7 +140,7 @@ class SizeBuffers:
         """
         runs = [
             self._run(role)
-            for role in (Role.IMAGE_DECODER, Role.TEXT_ENCODER, Role.DENOISER)
+            for role in (Role.IMAGE_DECODER, *self._text_encoders, Role.DENOISER)
             if self.graphs.stays(role)
         ]
         start = time.perf_counter()
@@ -160,6 +166,30 @@ class SizeBuffers:
             self.graphs.device.synchronize()
             self._runs.pop(role)
             self.graphs.done(role)
+
+    @property
+    def _text_encoders(self) -> list[Role]:
+        return [spec.role for spec in self.graphs.family.text_encoders]
+
+    def _bound_text(self, role: Role, graph: Graph) -> dict[str, OrtValue]:
+        """Return a text encoder's buffers; the last one gives what the denoiser takes, one before it to the next."""
+        held = self.buffers
+        rows = {"batch_size": self.shape.batch * self.shape.copies, "sequence_length": self.shape.tokens}
+
+        def buffer(key: str, name: str) -> OrtValue:
+            if key not in held:
+                shape = [rows[size] if isinstance(size, str) else size for size in graph.shape(name)]
+                held[key] = self.graphs.device.upload(np.zeros(shape, graph.dtype(name)))
+            return held[key]
+
+        bound = {name: buffer(f"{role.value}.{name}", name) for name in graph.inputs if name != _BEFORE}
+        if _BEFORE in graph.inputs:
+            bound[_BEFORE] = buffer(_BEFORE, _BEFORE)
+        is_last = role is self._text_encoders[-1]
+        bound["hidden_states"] = held["encoder_hidden_states"] if is_last else buffer(_BEFORE, "hidden_states")
+        if "text_embeds" in graph.outputs:
+            bound["text_embeds"] = held["text_embeds"]
+        return bound
 
     def encode(self, values: Mapping[str, npt.NDArray[Any]]) -> None:
         """Run the encode graph on new inputs: see `sdonnx.compose.images`."""
@@ -191,8 +221,8 @@ class SizeBuffers:
             # Written over the inputs: see compose_step.
             written = {"new_state": held["state"], "next_call": held["call"]}
             return {name: held[name] for name in graph.inputs} | written
-        if role is Role.TEXT_ENCODER:
-            return {name: held[name] for name in graph.inputs} | {"hidden_states": held["encoder_hidden_states"]}
+        if role in self._text_encoders:
+            return self._bound_text(role, graph)
         if role is Role.IMAGE_DECODER:
             return {"latents": (held["state"], self.latents), "images": held["images"], "sample": held["sample"]}
         inputs = {name: held[f"encode_{name}"] for name in graph.inputs}

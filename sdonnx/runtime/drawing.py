@@ -12,8 +12,8 @@ import numpy.typing as npt
 from onnxruntime import OrtValue
 
 from sdonnx.errors import OptionError
-from sdonnx.families import Role
 from sdonnx.runtime.captures import SizeBuffers
+from sdonnx.runtime.conditions import Conditions
 from sdonnx.runtime.denoise import HostSampler, PlanOnHost, StepEnd, Steps, denoise, denoise_with_host
 from sdonnx.runtime.draws import Draws, Generator
 from sdonnx.runtime.images import latent_mask, masked_image
@@ -32,8 +32,7 @@ class Drawing:
     """What is drawn, and how.
 
     Attributes:
-        prompts: token ids (G*B,S) int32, or hidden states (G*B,S,D).
-        skips: how many of the text encoder's last layers are left out.
+        conditions: what the denoiser is told.
         start: what the image starts from.
         draws: where noise comes from.
         steps: denoising steps.
@@ -45,8 +44,7 @@ class Drawing:
         generator: torch's, for that object.
     """
 
-    prompts: npt.NDArray[Any]
-    skips: int
+    conditions: Conditions
     start: Start
     draws: Draws
     steps: int
@@ -101,17 +99,10 @@ class Drawing:
                 denoise(size, self._plan, self.draws, steps)
 
     def _encode_prompts(self, size: SizeBuffers) -> None:
-        if self.prompts.ndim == 3:
-            hidden = size.graphs.get(Role.DENOISER).dtype("encoder_hidden_states")
-            size.put("encoder_hidden_states", self.prompts.astype(hidden))
-            return
-        if self.skips and "skips" not in size.graphs.get(Role.TEXT_ENCODER).inputs:
-            raise OptionError(
-                f"clip_skip is {self.skips}", "a text encoder whose layers are told apart", "leave out clip_skip"
-            )
-        size.put("input_ids", self.prompts)
-        size.put("skips", np.array([self.skips], np.int64))
-        size.run(Role.TEXT_ENCODER)
+        for name, values in self.conditions.inputs.items():
+            size.put(name, values)
+        for role in self.conditions.encoders:
+            size.run(role)
 
     def _host_sampler(self) -> HostSampler | None:
         if self.scheduler is not None:

@@ -20,6 +20,7 @@ Observer = Callable[[Role], AbstractContextManager[Any]]
 # What stands beside each component's model (`sdonnx.compose`).
 _FILES = {
     Role.TEXT_ENCODER: "text.onnx",
+    Role.TEXT_ENCODER_2: "text.onnx",
     Role.DENOISER: "step.onnx",
     Role.IMAGE_ENCODER: "encode.onnx",
     Role.IMAGE_DECODER: "decode.onnx",

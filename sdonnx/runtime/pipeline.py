@@ -21,14 +21,15 @@ from sdonnx.folder import REPORT, PipelineFolder, read_json
 from sdonnx.runtime import images as image_inputs
 from sdonnx.runtime.arrays import export
 from sdonnx.runtime.captures import CaptureReport, Captures, Shape, SizeBuffers
+from sdonnx.runtime.conditions import Conditioner, SizeConditions
 from sdonnx.runtime.device import device_for
 from sdonnx.runtime.drawing import Drawing, Start
 from sdonnx.runtime.draws import Draws, Generator
 from sdonnx.runtime.graphs import GraphSet, Observer
 from sdonnx.runtime.noise import TorchCpuGenerator
-from sdonnx.runtime.prompt import PromptTokenizer
 from sdonnx.runtime.request import (
     Prompts,
+    Wording,
     read_latents,
     read_prompts,
     require_multiple,
@@ -46,9 +47,6 @@ __all__ = ["ImageOutput", "OrtDiffusionPipeline"]
 Result = TypeVar("Result")
 
 Callback = Callable[["OrtDiffusionPipeline", int, float, dict[str, Any]], Mapping[str, Any] | None]
-
-# diffusers' defaults: StableDiffusionImg2ImgPipeline and StableDiffusionInpaintPipeline.
-_IMAGE_STRENGTH, _MASK_STRENGTH = 0.8, 1.0
 
 
 @dataclass(frozen=True)
@@ -80,14 +78,15 @@ class OrtDiffusionPipeline:
 
     def __init__(self, graphs: GraphSet, *, max_sizes: int = 8, safety_checker: OfFolder | None = OF_FOLDER) -> None:
         """Load the graphs of an optimized folder; use `from_pretrained`."""
-        self.folder, self.device = graphs.folder, graphs.device
+        self.folder, self.device, self._family = graphs.folder, graphs.device, graphs.family
         self._graphs = graphs
         self._denoiser_config = graphs.config(Role.DENOISER)
         vae_config = graphs.config(Role.IMAGE_DECODER)
         self.vae_scale_factor = 2 ** (len(vae_config.get("block_out_channels", (0,) * 4)) - 1)
         self._scheduler_config: dict[str, Any] = self.folder.config("scheduler", "scheduler_config.json")
         self._scheduler_object: Any = None
-        self.tokenizer = PromptTokenizer.from_folder(self.folder.component("tokenizer"))
+        self._conditioner = Conditioner(graphs)
+        self.tokenizer = next(iter(self._conditioner.tokenizers.values()))
         self._channels = int(self._denoiser_config.get("out_channels", self._size_of("in_channels")))
         # As in diffusers, it may be set to None later on.
         self.safety_checker: SafetyChecker | None = safety_checker_of(graphs, safety_checker)
@@ -96,7 +95,7 @@ class OrtDiffusionPipeline:
         self._interrupt = False
         self._drawing = threading.local()
         self._closed = False
-        for role in (Role.TEXT_ENCODER, Role.DENOISER, Role.IMAGE_DECODER):
+        for role in (*self._conditioner.tokenizers, Role.DENOISER, Role.IMAGE_DECODER):
             graphs.path(role)
             if graphs.stays(role):
                 graphs.get(role)
@@ -222,7 +221,7 @@ class OrtDiffusionPipeline:
         height: int | None = None,
         width: int | None = None,
         num_inference_steps: int = 50,
-        guidance_scale: float = 7.5,
+        guidance_scale: float | None = None,
         negative_prompt: str | Sequence[str] | None = None,
         num_images_per_prompt: int = 1,
         eta: float = 0.0,
@@ -239,6 +238,18 @@ class OrtDiffusionPipeline:
         negative_prompt_embeds: Any = None,
         clip_skip: int | None = None,
         seed: int | None = None,
+        prompt_2: str | Sequence[str] | None = None,
+        negative_prompt_2: str | Sequence[str] | None = None,
+        pooled_prompt_embeds: Any = None,
+        negative_pooled_prompt_embeds: Any = None,
+        original_size: Sequence[int] | None = None,
+        crops_coords_top_left: Sequence[int] = (0, 0),
+        target_size: Sequence[int] | None = None,
+        negative_original_size: Sequence[int] | None = None,
+        negative_crops_coords_top_left: Sequence[int] = (0, 0),
+        negative_target_size: Sequence[int] | None = None,
+        aesthetic_score: float = 6.0,
+        negative_aesthetic_score: float = 2.5,
     ) -> ImageOutput:
         """Draw images: from a prompt, from an image, or anew where a mask is white.
 
@@ -247,7 +258,8 @@ class OrtDiffusionPipeline:
             height: pixels, a multiple of 8. By default that of `image`, or what the pipeline was made for.
             width: likewise.
             num_inference_steps: denoising steps.
-            guidance_scale: weight of the prompt; up to 1 the denoiser runs once a step, without guidance.
+            guidance_scale: weight of the prompt; up to 1 the denoiser runs once a step, without guidance. By default
+                7.5, and 5 for Stable Diffusion XL.
             negative_prompt: what to draw away from; one for all prompts or one for each.
             num_images_per_prompt: images for each prompt.
             eta: share of fresh noise (DDIM).
@@ -259,26 +271,59 @@ class OrtDiffusionPipeline:
                 replace those of the sampler.
             image: what to start from: PIL images, arrays (B,H,W,3) from 0 to 1 or tensors (B,3,H,W).
             mask_image: white where to draw anew, black what to keep.
-            strength: how far from the image to go, 0 to 1. By default 0.8, and 1 with a mask.
+            strength: how far from the image to go, 0 to 1. By default 0.8, and 1 with a mask; for Stable Diffusion XL
+                0.3, and 0.9999.
             guidance_rescale: how much of the guidance to bring to the deviation of the prompt's prediction, 0
                 to 1 (arXiv:2305.08891); the host then computes the updates.
             prompt_embeds: hidden states (P,S,D) of the text encoder, in place of prompts.
             negative_prompt_embeds: likewise, of what to draw away from.
             clip_skip: how many of the text encoder's last layers to leave out.
             seed: seed of the noise, the same as `torch.Generator("cpu").manual_seed(seed)` gives.
+            prompt_2: what the second text encoder of Stable Diffusion XL reads in place of `prompt`.
+            negative_prompt_2: likewise.
+            pooled_prompt_embeds: the prompts in one vector each (P,D), with `prompt_embeds` for Stable Diffusion XL.
+            negative_pooled_prompt_embeds: likewise.
+            original_size: see SizeConditions, as all that follows.
+            crops_coords_top_left: likewise.
+            target_size: likewise.
+            negative_original_size: likewise.
+            negative_crops_coords_top_left: likewise.
+            negative_target_size: likewise.
+            aesthetic_score: likewise, of the refiner.
+            negative_aesthetic_score: likewise.
 
         Raises:
             SdonnxError: an argument cannot be used, nothing has run by then; or memory was too short.
         """
         self._require_open()
         require_output_type(output_type)
+        guidance_scale = self._family.guidance_scale if guidance_scale is None else guidance_scale
         require_number("guidance_scale", guidance_scale)
         require_number("guidance_rescale", guidance_rescale, 0, 1)
         require_number("eta", eta, 0, 1)
         guided = guidance_scale > 1
-        prompts = read_prompts(
-            prompt, negative_prompt, prompt_embeds, negative_prompt_embeds, num_images_per_prompt, guided, clip_skip
+        wording = Wording(
+            prompt,
+            negative_prompt,
+            prompt_2,
+            negative_prompt_2,
+            prompt_embeds,
+            negative_prompt_embeds,
+            pooled_prompt_embeds,
+            negative_pooled_prompt_embeds,
         )
+        sizes = SizeConditions(
+            original_size,
+            crops_coords_top_left,
+            target_size,
+            negative_original_size,
+            negative_crops_coords_top_left,
+            negative_target_size,
+            aesthetic_score,
+            negative_aesthetic_score,
+        )
+        prompts = read_prompts(wording, num_images_per_prompt, guided, clip_skip)
+        self._conditioner.require(prompts, sizes)
         height, width = self._sizes(height, width, image, mask_image)
         shape = self._shape(prompts.count, height, width, guided, self._tokens(prompts))
         latent_shape = (shape.batch, self._channels, shape.height, shape.width)
@@ -287,8 +332,9 @@ class OrtDiffusionPipeline:
         make = TorchCpuGenerator if self._scheduler_object is None else seeded
         draws = Draws(latent_shape, seed, generator, named=start.latents is None, make=make)
         drawing = Drawing(
-            prompts=self._encoded(prompts),
-            skips=prompts.skips,
+            conditions=self._conditioner.conditions(
+                prompts, sizes, height, width, guided=guided, from_image=start.image is not None
+            ),
             start=start,
             draws=draws,
             steps=num_inference_steps,
@@ -318,9 +364,7 @@ class OrtDiffusionPipeline:
             What each size costs.
         """
         self._require_open()
-        sizes = [
-            self._shape(batch, height, width, guided, self.tokenizer.max_length) for batch, height, width in shapes
-        ]
+        sizes = [self._shape(batch, height, width, guided, self._conditioner.tokens) for batch, height, width in shapes]
         return self._run(lambda: [self._captures.get(size).report() for size in sizes])
 
     def _draw(
@@ -389,25 +433,8 @@ class OrtDiffusionPipeline:
         self.device.copy(copy, buffer, copy.tensor_size_in_bytes())
         return copy
 
-    def _encoded(self, prompts: Prompts) -> npt.NDArray[Any]:
-        """Return the prompts' token ids (G*B,S) int32, or their hidden states (G*B,S,D)."""
-        if prompts.texts is None:
-            assert prompts.embeddings is not None
-            width = self._size_of("cross_attention_dim")
-            if prompts.embeddings.shape[2] != width:
-                raise OptionError(
-                    f"prompt_embeds of width {prompts.embeddings.shape[2]}", f"{width}", "use this pipeline's encoder"
-                )
-            return prompts.embeddings
-        layers = self._graphs.config(Role.TEXT_ENCODER).get("num_hidden_layers")
-        if isinstance(layers, int) and prompts.skips >= layers:
-            raise OptionError(
-                f"clip_skip is {prompts.skips}", f"less than the text encoder's {layers} layers", "leave out fewer"
-            )
-        return self.tokenizer.encode(prompts.texts).astype(np.int32)
-
     def _tokens(self, prompts: Prompts) -> int:
-        return self.tokenizer.max_length if prompts.embeddings is None else prompts.embeddings.shape[1]
+        return self._conditioner.tokens if prompts.embeddings is None else prompts.embeddings.shape[1]
 
     def _sizes(self, height: int | None, width: int | None, image: Any, mask_image: Any) -> tuple[int, int]:
         if image is not None and mask_image is None and (height is None or width is None):
@@ -448,7 +475,7 @@ class OrtDiffusionPipeline:
         given = None if latents is None else read_latents(latents, shape, self.device)
         if image is None:
             return Start(latents=given)
-        default = _IMAGE_STRENGTH if mask_image is None else _MASK_STRENGTH
+        default = self._family.strength if mask_image is None else self._family.mask_strength
         strength = default if strength is None else strength
         require_number("strength", strength, 0, 1)
         pixels = image_inputs.image_batch(image, height, width, self.vae_scale_factor)

@@ -18,6 +18,7 @@ __all__ = [
     "OUTPUT_TYPES",
     "Prompts",
     "Start",
+    "Wording",
     "read_latents",
     "read_prompts",
     "require_multiple",
@@ -36,15 +37,46 @@ class Prompts:
 
     Attributes:
         texts: the prompts of the batch, those to draw away from first; None where embeddings are given.
+        seconds: what the second text encoder reads in their place; None for the same.
         embeddings: hidden states (G*B,S,D), those to draw away from first; None where texts are given.
+        pooled: of the whole prompt (G*B,P), likewise; None where there are none.
         count: images.
-        skips: how many of the text encoder's last layers are left out.
+        skips: (G*B) int64, how many of the text encoder's last layers are left out; none of what is drawn away from.
+        given: (G*B) bool, false for what is drawn away from where the caller named nothing.
     """
 
     texts: list[str] | None
+    seconds: list[str] | None
     embeddings: npt.NDArray[np.float32] | None
+    pooled: npt.NDArray[np.float32] | None
     count: int
-    skips: int
+    skips: npt.NDArray[np.int64]
+    given: npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class Wording:
+    """Prompts as a caller gives them: texts, or what a text encoder makes of them.
+
+    Attributes:
+        prompt: what to draw.
+        negative_prompt: what to draw away from.
+        prompt_2: what the second text encoder reads in place of `prompt`.
+        negative_prompt_2: likewise.
+        prompt_embeds: hidden states (P,S,D).
+        negative_prompt_embeds: likewise.
+        pooled_prompt_embeds: of the whole prompt (P,D), for pipelines that are told it.
+        negative_pooled_prompt_embeds: likewise.
+    """
+
+    prompt: str | Sequence[str] | None = None
+    negative_prompt: str | Sequence[str] | None = None
+    prompt_2: str | Sequence[str] | None = None
+    negative_prompt_2: str | Sequence[str] | None = None
+    prompt_embeds: Any = None
+    negative_prompt_embeds: Any = None
+    pooled_prompt_embeds: Any = None
+    negative_pooled_prompt_embeds: Any = None
 
 
 @dataclass(frozen=True)
@@ -64,15 +96,7 @@ class Start:
     strength: float = 1.0
 
 
-def read_prompts(
-    prompt: str | Sequence[str] | None,
-    negative_prompt: str | Sequence[str] | None,
-    prompt_embeds: Any,
-    negative_prompt_embeds: Any,
-    images_each: int,
-    guided: bool,
-    clip_skip: int | None,
-) -> Prompts:
+def read_prompts(wording: Wording, images_each: int, guided: bool, clip_skip: int | None) -> Prompts:
     """Return the prompts of the batch: those to draw away from, where there is guidance, and those to draw.
 
     Raises:
@@ -84,40 +108,79 @@ def read_prompts(
     skips = 0 if clip_skip is None else clip_skip
     if isinstance(skips, bool) or not isinstance(skips, int | np.integer) or skips < 0:
         raise OptionError(f"clip_skip is {clip_skip!r}", "a whole number from 0 on", "leave it out for none")
-    if prompt_embeds is None:
-        if negative_prompt_embeds is not None:
-            raise PromptError("negative_prompt_embeds without prompt_embeds", "both", "pass both or texts")
-        prompts = _prompt_list(prompt)
-        negatives = _negative_list(negative_prompt, len(prompts))
-        texts = [text for text in prompts for _ in range(images_each)]
-        if guided:
-            texts = [text for text in negatives for _ in range(images_each)] + texts
-        return Prompts(texts, None, len(prompts) * images_each, int(skips))
-    if prompt is not None or negative_prompt is not None:
+    if wording.prompt_embeds is None:
+        return _read_texts(wording, images_each, guided, int(skips))
+    return _read_embeddings(wording, images_each, guided)
+
+
+def _read_texts(wording: Wording, images_each: int, guided: bool, skips: int) -> Prompts:
+    for name in ("negative_prompt_embeds", "pooled_prompt_embeds", "negative_pooled_prompt_embeds"):
+        if getattr(wording, name) is not None:
+            raise PromptError(f"{name} without prompt_embeds", "both", "pass both or texts")
+    prompts = _prompt_list(wording.prompt)
+    count = len(prompts)
+    negatives = _negative_list(wording.negative_prompt, count)
+    seconds, negative_seconds = prompts, negatives
+    if wording.prompt_2 is not None:
+        seconds = _prompt_list(wording.prompt_2)
+        if len(seconds) != count:
+            raise PromptError(f"{len(seconds)} of prompt_2 for {count} prompts", "as many of each", "pass one for each")
+    if wording.negative_prompt_2 is not None:
+        negative_seconds = _negative_list(wording.negative_prompt_2, count)
+
+    def batch(others: list[str], own: list[str]) -> list[str]:
+        return [text for text in (others if guided else []) + own for _ in range(images_each)]
+
+    images = count * images_each
+    said = wording.prompt_2 is not None or wording.negative_prompt_2 is not None
+    named = wording.negative_prompt is not None
+    return Prompts(
+        batch(negatives, prompts),
+        batch(negative_seconds, seconds) if said else None,
+        None,
+        None,
+        images,
+        np.array([0] * images * guided + [skips] * images, np.int64),
+        np.array([named] * images * guided + [True] * images, np.bool_),
+    )
+
+
+def _read_embeddings(wording: Wording, images_each: int, guided: bool) -> Prompts:
+    if any(
+        text is not None
+        for text in (wording.prompt, wording.negative_prompt, wording.prompt_2, wording.negative_prompt_2)
+    ):
         raise PromptError("texts and prompt_embeds", "one of them", "leave one out")
-    embeddings = _embeddings(prompt_embeds, "prompt_embeds")
-    if guided:
-        if negative_prompt_embeds is None:
-            raise PromptError(
-                "prompt_embeds without negative_prompt_embeds", "both, for guidance", "pass both, or guidance_scale=1"
-            )
-        negative = _embeddings(negative_prompt_embeds, "negative_prompt_embeds")
-        if negative.shape != embeddings.shape:
-            raise PromptError(
-                f"negative_prompt_embeds of shape {negative.shape}",
-                f"{embeddings.shape}, as prompt_embeds",
-                "pass both of one shape",
-            )
-        stacked = np.concatenate([np.repeat(negative, images_each, 0), np.repeat(embeddings, images_each, 0)])
-    else:
-        stacked = np.repeat(embeddings, images_each, 0)
-    return Prompts(None, stacked, len(embeddings) * images_each, 0)
+    embeddings = _pair_of(wording, "prompt_embeds", 3, images_each, guided)
+    pooled = None
+    if wording.pooled_prompt_embeds is not None:
+        pooled = _pair_of(wording, "pooled_prompt_embeds", 2, images_each, guided)
+    rows = len(embeddings)
+    none = np.zeros(rows, np.int64)
+    return Prompts(None, None, embeddings, pooled, rows // (1 + guided), none, np.ones(rows, np.bool_))
 
 
-def _embeddings(value: Any, name: str) -> npt.NDArray[np.float32]:
+def _pair_of(wording: Wording, name: str, rank: int, images_each: int, guided: bool) -> npt.NDArray[np.float32]:
+    """Return embeddings for each image, after those to draw away from where there is guidance."""
+    own = _embeddings(getattr(wording, name), name, rank)
+    if not guided:
+        return np.repeat(own, images_each, 0)
+    other = getattr(wording, f"negative_{name}")
+    if other is None:
+        raise PromptError(f"{name} without negative_{name}", "both, for guidance", "pass both, or guidance_scale=1")
+    negative = _embeddings(other, f"negative_{name}", rank)
+    if negative.shape != own.shape:
+        raise PromptError(
+            f"negative_{name} of shape {negative.shape}", f"{own.shape}, as {name}", "pass both of one shape"
+        )
+    return np.concatenate([np.repeat(negative, images_each, 0), np.repeat(own, images_each, 0)])
+
+
+def _embeddings(value: Any, name: str, rank: int) -> npt.NDArray[np.float32]:
     array: npt.NDArray[Any] = to_numpy(value, name)
-    if array.ndim != 3 or 0 in array.shape:
-        raise PromptError(f"{name} of shape {array.shape}", "(prompts, tokens, width)", "pass hidden states")
+    if array.ndim != rank or 0 in array.shape:
+        wanted = "(prompts, tokens, width)" if rank == 3 else "(prompts, width)"
+        raise PromptError(f"{name} of shape {array.shape}", wanted, "pass what a text encoder gives")
     if not np.isfinite(array).all():
         raise PromptError(f"{name} with NaN or infinity", "finite numbers", "encode the prompts again")
     return array.astype(np.float32)

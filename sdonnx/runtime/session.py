@@ -128,6 +128,11 @@ class Graph:
         """The names of the inputs, in order."""
         return tuple(value.name for value in self.session.get_inputs())
 
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """The names of the outputs, in order."""
+        return tuple(value.name for value in self.session.get_outputs())
+
     def dtype(self, name: str) -> npt.DTypeLike:
         """Return the type of an input or output."""
         return _NUMPY[self._types[name]]

@@ -135,7 +135,7 @@ def _write_pipeline(architecture: Architecture, folder: Path, seed: int, tell: C
         count = sum(parameter.numel() for parameter in components[name].parameters())
         tell(f"{name}: {count / 1e6:,.1f} million parameters")
         _write_network(name, components[name], spec.library, folder / name, seed)
-    if (extractor := architecture.options["feature_extractor"]) is not None:
+    if (extractor := architecture.options.get("feature_extractor")) is not None:
         tell("feature_extractor")
         extractor.save_pretrained(folder / "feature_extractor")
     pipeline = getattr(diffusers, architecture.pipeline)(**components, **architecture.options)

@@ -4,8 +4,10 @@ An architecture is data: the classes of diffusers and transformers that make its
 configurations that its published pipeline has. A new one is a new entry.
 
 Sources, by the name of the published pipeline and the file in it (`unet/config.json` and so on):
-`sd15` is runwayml/stable-diffusion-v1-5, `sd21` is stabilityai/stable-diffusion-2-1 and `sd21-base` is
-stabilityai/stable-diffusion-2-1-base. `tiny` is published nowhere.
+`sd15` is runwayml/stable-diffusion-v1-5, `sd21` is stabilityai/stable-diffusion-2-1, `sd21-base` is
+stabilityai/stable-diffusion-2-1-base, `sdxl` is stabilityai/stable-diffusion-xl-base-1.0, `sdxl-turbo` is
+stabilityai/sdxl-turbo and `sdxl-refiner` is stabilityai/stable-diffusion-xl-refiner-1.0. `tiny`, `sdxl-tiny` and
+`sdxl-refiner-tiny` are published nowhere.
 """
 
 from __future__ import annotations
@@ -117,10 +119,10 @@ def _vae(**changes: Any) -> ClassSpec:
     return ClassSpec("diffusers", "AutoencoderKL", MappingProxyType(config | changes))
 
 
-def _clip_text(**changes: Any) -> ClassSpec:
-    """Return the text encoder of Stable Diffusion 1.5 (CLIP ViT-L/14), changed."""
+def _clip_text(name: str = "CLIPTextModel", **changes: Any) -> ClassSpec:
+    """Return the text encoder of Stable Diffusion 1.5 (CLIP ViT-L/14) under the class `name`, changed."""
     config = {
-        "architectures": ["CLIPTextModel"],
+        "architectures": [name],
         "attention_dropout": 0.0,
         # Not the tokenizer's numbers, but the published ones: 2 makes transformers pool at the largest id.
         "bos_token_id": 0,
@@ -139,7 +141,7 @@ def _clip_text(**changes: Any) -> ClassSpec:
         "projection_dim": 768,
         "vocab_size": 49408,
     }
-    return ClassSpec("transformers", "CLIPTextModel", MappingProxyType(config | changes))
+    return ClassSpec("transformers", name, MappingProxyType(config | changes))
 
 
 def _safety_checker(**changes: Any) -> ClassSpec:
@@ -205,6 +207,30 @@ def _stable_diffusion(
     )
 
 
+def _stable_diffusion_xl(
+    unet: ClassSpec, vae: ClassSpec, text_encoder: ClassSpec, text_encoder_2: ClassSpec, scheduler: ClassSpec
+) -> Architecture:
+    return Architecture(
+        "StableDiffusionXLPipeline",
+        MappingProxyType({"unet": unet, "vae": vae, "text_encoder": text_encoder, "text_encoder_2": text_encoder_2}),
+        MappingProxyType({"tokenizer": TokenizerSpec("<|endoftext|>"), "tokenizer_2": TokenizerSpec("!")}),
+        scheduler,
+        options=MappingProxyType({"force_zeros_for_empty_prompt": True, "add_watermarker": False}),
+    )
+
+
+def _refiner(unet: ClassSpec, vae: ClassSpec, text_encoder_2: ClassSpec, scheduler: ClassSpec) -> Architecture:
+    absent = {"text_encoder": None, "tokenizer": None, "add_watermarker": False}
+    scored = {"force_zeros_for_empty_prompt": False, "requires_aesthetics_score": True}
+    return Architecture(
+        "StableDiffusionXLImg2ImgPipeline",
+        MappingProxyType({"unet": unet, "vae": vae, "text_encoder_2": text_encoder_2}),
+        MappingProxyType({"tokenizer_2": TokenizerSpec("!")}),
+        scheduler,
+        options=MappingProxyType(absent | scored),
+    )
+
+
 _UNET_2_1 = {
     "attention_head_dim": [5, 10, 20, 20],
     "cross_attention_dim": 1024,
@@ -224,6 +250,76 @@ _OPEN_CLIP_H = _clip_text(
     projection_dim=512,
 )
 
+_UNET_XL = {
+    "addition_embed_type": "text_time",
+    "addition_time_embed_dim": 256,
+    "attention_head_dim": [5, 10, 20],
+    "block_out_channels": [320, 640, 1280],
+    "cross_attention_dim": 2048,
+    "down_block_types": ["DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"],
+    "projection_class_embeddings_input_dim": 2816,
+    "sample_size": 128,
+    "transformer_layers_per_block": [1, 2, 10],
+    "up_block_types": ["CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"],
+    "use_linear_projection": True,
+}
+
+_UNET_XL_TINY = _UNET_XL | {
+    "addition_time_embed_dim": 32,
+    "attention_head_dim": [5, 10],
+    "block_out_channels": [320, 640],
+    "cross_attention_dim": 128,
+    "down_block_types": ["DownBlock2D", "CrossAttnDownBlock2D"],
+    "layers_per_block": 1,
+    "projection_class_embeddings_input_dim": 64 + 6 * 32,
+    "sample_size": 16,
+    "transformer_layers_per_block": [1, 2],
+    "up_block_types": ["CrossAttnUpBlock2D", "UpBlock2D"],
+}
+
+_UNET_REFINER = _UNET_XL | {
+    "attention_head_dim": [6, 12, 24, 24],
+    "block_out_channels": [384, 768, 1536, 1536],
+    "cross_attention_dim": 1280,
+    "down_block_types": ["DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D", "DownBlock2D"],
+    "projection_class_embeddings_input_dim": 2560,
+    "transformer_layers_per_block": 4,
+    "up_block_types": ["UpBlock2D", "CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"],
+}
+
+# force_upcast: activations of the published autoencoder go beyond what fp16 holds.
+_VAE_XL = {"force_upcast": True, "sample_size": 1024, "scaling_factor": 0.13025}
+_VAE_TINY = {"block_out_channels": [32, 32, 64, 64], "layers_per_block": 1, "norm_num_groups": 8, "sample_size": 128}
+
+# OpenCLIP ViT-bigG/14.
+_OPEN_CLIP_G = _clip_text(
+    "CLIPTextModelWithProjection",
+    hidden_act="gelu",
+    hidden_size=1280,
+    intermediate_size=5120,
+    num_attention_heads=20,
+    num_hidden_layers=32,
+    projection_dim=1280,
+)
+_CLIP_TINY: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 256,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "projection_dim": 64,
+}
+_OPEN_CLIP_TINY = _clip_text(
+    "CLIPTextModelWithProjection", **(_CLIP_TINY | {"hidden_act": "gelu", "num_hidden_layers": 3})
+)
+
+_EULER_XL = {
+    "interpolation_type": "linear",
+    "prediction_type": "epsilon",
+    "sample_max_value": 1.0,
+    "timestep_spacing": "leading",
+    "use_karras_sigmas": False,
+}
+
 ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
     {
         # The channels are real (320 and 640, so heads of 40 and 80 and feed-forward widths of 2560 and 5120,
@@ -238,14 +334,8 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
                 up_block_types=["UpBlock2D", "CrossAttnUpBlock2D"],
             ),
             # 4 channels a group: the kernels want an even number. Four blocks: a latent is 8x8 pixels.
-            _vae(block_out_channels=[32, 32, 64, 64], layers_per_block=1, norm_num_groups=8, sample_size=128),
-            _clip_text(
-                hidden_size=64,
-                intermediate_size=256,
-                num_attention_heads=4,
-                num_hidden_layers=2,
-                projection_dim=64,
-            ),
+            _vae(**_VAE_TINY),
+            _clip_text(**_CLIP_TINY),
             _scheduler("PNDMScheduler"),
             "<|endoftext|>",
             _safety_checker(
@@ -272,6 +362,39 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
             _OPEN_CLIP_H,
             _scheduler("PNDMScheduler", prediction_type="epsilon"),
             pad_token="!",
+        ),
+        "sdxl": _stable_diffusion_xl(
+            _unet(**_UNET_XL),
+            _vae(**_VAE_XL),
+            _clip_text(),
+            _OPEN_CLIP_G,
+            _scheduler("EulerDiscreteScheduler", **_EULER_XL),
+        ),
+        "sdxl-turbo": _stable_diffusion_xl(
+            _unet(**(_UNET_XL | {"sample_size": 64})),
+            _vae(**_VAE_XL),
+            _clip_text(),
+            _OPEN_CLIP_G,
+            _scheduler("EulerAncestralDiscreteScheduler", **(_EULER_XL | {"timestep_spacing": "trailing"})),
+        ),
+        "sdxl-refiner": _refiner(
+            _unet(**_UNET_REFINER),
+            _vae(**_VAE_XL),
+            _OPEN_CLIP_G,
+            _scheduler("EulerDiscreteScheduler", **_EULER_XL),
+        ),
+        "sdxl-tiny": _stable_diffusion_xl(
+            _unet(**_UNET_XL_TINY),
+            _vae(**(_VAE_XL | _VAE_TINY)),
+            _clip_text(**_CLIP_TINY),
+            _OPEN_CLIP_TINY,
+            _scheduler("EulerDiscreteScheduler", **_EULER_XL),
+        ),
+        "sdxl-refiner-tiny": _refiner(
+            _unet(**_UNET_XL_TINY | {"cross_attention_dim": 64, "projection_class_embeddings_input_dim": 64 + 5 * 32}),
+            _vae(**(_VAE_XL | _VAE_TINY)),
+            _OPEN_CLIP_TINY,
+            _scheduler("EulerDiscreteScheduler", **_EULER_XL),
         ),
     }
 )

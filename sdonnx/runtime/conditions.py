@@ -1,0 +1,256 @@
+"""What the denoiser is told of an image: its prompts and, of Stable Diffusion XL, its sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from sdonnx.errors import FolderError, OptionError, PromptError
+from sdonnx.families import Role
+from sdonnx.runtime.graphs import GraphSet
+from sdonnx.runtime.prompt import PromptTokenizer
+from sdonnx.runtime.request import Prompts, require_number
+
+__all__ = ["Conditioner", "Conditions", "SizeConditions"]
+
+# transformers' CLIPTextTransformer: a configuration of before the id of the token was right says 2, and the last token
+# is then the one of the largest id.
+_LARGEST_ID = 2
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """What is put into buffers before an image, by their names, and what runs on it.
+
+    Attributes:
+        inputs: (G*B, ...) each, those to draw away from first.
+        encoders: the text encoders to run; none where embeddings are given.
+    """
+
+    inputs: dict[str, npt.NDArray[Any]]
+    encoders: tuple[Role, ...]
+
+
+@dataclass(frozen=True)
+class SizeConditions:
+    """What Stable Diffusion XL is told beside the prompt (arXiv:2307.01952, section 2.2), as (height, width) or (y, x).
+
+    Attributes:
+        original_size: of the image before it was scaled; None for that of the image.
+        crops_coords_top_left: where it was cut out.
+        target_size: what it was scaled to; None for that of the image.
+        negative_original_size: likewise for what is drawn away from; None for as the others.
+        negative_crops_coords_top_left: likewise.
+        negative_target_size: likewise.
+        aesthetic_score: of the refiner, which knows it in place of the target size.
+        negative_aesthetic_score: likewise.
+    """
+
+    original_size: Sequence[int] | None = None
+    crops_coords_top_left: Sequence[int] = (0, 0)
+    target_size: Sequence[int] | None = None
+    negative_original_size: Sequence[int] | None = None
+    negative_crops_coords_top_left: Sequence[int] = (0, 0)
+    negative_target_size: Sequence[int] | None = None
+    aesthetic_score: float = 6.0
+    negative_aesthetic_score: float = 2.5
+
+    def time_ids(self, height: int, width: int, *, scored: bool, from_image: bool) -> tuple[list[float], list[float]]:
+        """Return the numbers for the prompt and for what is drawn away from.
+
+        They are those of diffusers' `_get_add_time_ids`: of StableDiffusionXLPipeline, and `from_image` of
+        StableDiffusionXLImg2ImgPipeline.
+
+        Args:
+            height: of the image, in pixels.
+            width: likewise.
+            scored: whether the denoiser knows an aesthetic score.
+            from_image: whether an image is started from.
+
+        Raises:
+            OptionError: a size is no pair of whole numbers, or a score no number.
+        """
+        size = (height, width)
+        original = _pair("original_size", self.original_size, size)
+        target = _pair("target_size", self.target_size, size)
+        crops = _pair("crops_coords_top_left", self.crops_coords_top_left, (0, 0))
+        other_original = _pair("negative_original_size", self.negative_original_size, original)
+        other_target = _pair("negative_target_size", self.negative_target_size, target)
+        other_crops = _pair("negative_crops_coords_top_left", self.negative_crops_coords_top_left, (0, 0))
+        if scored:
+            for name in ("aesthetic_score", "negative_aesthetic_score"):
+                require_number(name, getattr(self, name))
+            told = _numbers(original, crops, (self.aesthetic_score,))
+            return told, _numbers(other_original, other_crops, (self.negative_aesthetic_score,))
+        told = _numbers(original, crops, target)
+        if from_image:
+            return told, _numbers(other_original, crops, other_target)
+        if self.negative_original_size is None or self.negative_target_size is None:
+            return told, told
+        return told, _numbers(other_original, other_crops, other_target)
+
+
+def _numbers(*parts: Sequence[float]) -> list[float]:
+    return [float(number) for part in parts for number in part]
+
+
+def _pair(name: str, given: Any, default: tuple[int, int]) -> tuple[int, int]:
+    if given is None:
+        return default
+    numbers = list(given) if isinstance(given, list | tuple | np.ndarray) else []
+    if len(numbers) != 2 or any(
+        isinstance(number, bool) or not isinstance(number, int | np.integer) or number < 0 for number in numbers
+    ):
+        raise OptionError(f"{name} is {given!r}", "two whole numbers from 0 on", "pass for example (1024, 1024)")
+    return int(numbers[0]), int(numbers[1])
+
+
+@dataclass
+class Conditioner:
+    """Turns prompts and sizes into what the graphs take.
+
+    Args:
+        graphs: the graphs.
+
+    Attributes:
+        tokenizers: one for each text encoder.
+
+    Raises:
+        FolderError: a tokenizer cannot be read, or the denoiser knows other sizes than the pipeline says.
+    """
+
+    graphs: GraphSet
+    tokenizers: dict[Role, PromptTokenizer] = field(init=False)
+    _scored: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Read the tokenizers."""
+        folder, family = self.graphs.folder, self.graphs.family
+        self.tokenizers = {
+            spec.role: PromptTokenizer.from_folder(folder.component(spec.extra[0]))
+            for spec in family.text_encoders
+            if spec.extra is not None
+        }
+        self._scored = bool(folder.index.get("requires_aesthetics_score", False))
+        self._zeroes = bool(folder.index.get("force_zeros_for_empty_prompt", False))
+        lengths = {tokenizer.max_length for tokenizer in self.tokenizers.values()}
+        if len(lengths) != 1:
+            raise FolderError(
+                f"the tokenizers of {folder.path} take {sorted(lengths)} tokens", "the same number", "copy it again"
+            )
+        self.tokens = lengths.pop()
+        sizes, known = self._sizes, 5 if self._scored else 6
+        if sizes not in (None, known):
+            raise FolderError(
+                f"the denoiser of {folder.path} takes {sizes} time_ids",
+                f"{known}, as requires_aesthetics_score is {self._scored} in model_index.json",
+                "correct model_index.json, or optimize the whole pipeline again",
+            )
+
+    @property
+    def _sizes(self) -> int | None:
+        """How many numbers the denoiser takes beside the prompt; None for none."""
+        step = self.graphs.get(Role.DENOISER)
+        return int(step.shape("time_ids")[1]) if "time_ids" in step.inputs else None
+
+    @property
+    def is_pooled(self) -> bool:
+        """Whether the denoiser is told the whole prompt in one vector too."""
+        return "text_embeds" in self.graphs.get(Role.DENOISER).inputs
+
+    def require(self, prompts: Prompts, sizes: SizeConditions) -> None:
+        """Raise for what this pipeline has no use for, or lacks.
+
+        Raises:
+            PromptError: prompts or embeddings do not suit the text encoders.
+            OptionError: sizes that nothing reads, or a clip_skip beyond the layers.
+        """
+        if self._sizes is None and sizes != SizeConditions():
+            raise OptionError("sizes of the original image", "a pipeline that is told them", "leave them out")
+        if prompts.seconds is not None and len(self.tokenizers) < 2:
+            raise PromptError("prompt_2 or negative_prompt_2", "a pipeline of two text encoders", "leave them out")
+        if prompts.texts is None:
+            self._require_embeddings(prompts)
+            return
+        for role in self.tokenizers:
+            layers = self.graphs.config(role).get("num_hidden_layers")
+            if isinstance(layers, int) and prompts.skips.max() >= layers:
+                raise OptionError(
+                    f"clip_skip is {prompts.skips.max()}",
+                    f"less than the text encoder's {layers} layers",
+                    "leave out fewer",
+                )
+            if prompts.skips.any() and "skips" not in self.graphs.get(role).inputs:
+                raise OptionError(
+                    f"clip_skip is {prompts.skips.max()}",
+                    "a text encoder whose layers are told apart",
+                    "leave out clip_skip",
+                )
+
+    def _require_embeddings(self, prompts: Prompts) -> None:
+        assert prompts.embeddings is not None
+        step = self.graphs.get(Role.DENOISER)
+        width = step.shape("encoder_hidden_states")[2]
+        if prompts.embeddings.shape[2] != width:
+            raise OptionError(
+                f"prompt_embeds of width {prompts.embeddings.shape[2]}", f"{width}", "use this pipeline's encoder"
+            )
+        if not self.is_pooled:
+            if prompts.pooled is not None:
+                raise PromptError("pooled_prompt_embeds", "a pipeline that is told them", "leave them out")
+            return
+        if prompts.pooled is None:
+            raise PromptError("prompt_embeds without pooled_prompt_embeds", "both", "pass both, or texts")
+        wanted = (len(prompts.embeddings), step.shape("text_embeds")[1])
+        if prompts.pooled.shape != wanted:
+            raise PromptError(
+                f"pooled_prompt_embeds of shape {prompts.pooled.shape}", f"{wanted}", "use this pipeline's encoder"
+            )
+
+    def conditions(
+        self, prompts: Prompts, sizes: SizeConditions, height: int, width: int, *, guided: bool, from_image: bool
+    ) -> Conditions:
+        """Return what is put into buffers.
+
+        Args:
+            prompts: what `require` accepted.
+            sizes: likewise.
+            height: of the images, in pixels.
+            width: likewise.
+            guided: whether there is something to draw away from.
+            from_image: whether an image is started from.
+        """
+        inputs: dict[str, npt.NDArray[Any]] = {}
+        step = self.graphs.get(Role.DENOISER)
+        if self._sizes is not None:
+            told, other = sizes.time_ids(height, width, scored=self._scored, from_image=from_image)
+            rows = [other] * prompts.count * guided + [told] * prompts.count
+            inputs["time_ids"] = np.array(rows, np.float32)
+        if prompts.texts is None:
+            assert prompts.embeddings is not None
+            inputs["encoder_hidden_states"] = prompts.embeddings.astype(step.dtype("encoder_hidden_states"))
+            if prompts.pooled is not None:
+                inputs["text_embeds"] = prompts.pooled.astype(step.dtype("text_embeds"))
+            return Conditions(inputs, ())
+        for role, tokenizer in self.tokenizers.items():
+            texts = prompts.texts if role is Role.TEXT_ENCODER or prompts.seconds is None else prompts.seconds
+            ids = tokenizer.encode(texts).astype(np.int32)
+            inputs[f"{role.value}.input_ids"] = ids
+            if "skips" in self.graphs.get(role).inputs:
+                inputs[f"{role.value}.skips"] = prompts.skips
+            if role is Role.TEXT_ENCODER_2:
+                columns = self._last_tokens(role, ids)
+                inputs[f"{role.value}.positions"] = np.arange(len(ids), dtype=np.int64) * ids.shape[1] + columns
+                inputs[f"{role.value}.given"] = prompts.given if self._zeroes else np.ones(len(ids), np.bool_)
+        return Conditions(inputs, tuple(self.tokenizers))
+
+    def _last_tokens(self, role: Role, ids: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
+        """Return where each prompt ends, as transformers' CLIPTextModel looks for it."""
+        end = self.graphs.config(role).get("eos_token_id", _LARGEST_ID)
+        found = ids if end == _LARGEST_ID else ids == end
+        columns: npt.NDArray[np.int64] = found.argmax(axis=1).astype(np.int64)
+        return columns

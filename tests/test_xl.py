@@ -1,0 +1,423 @@
+"""Stable Diffusion XL against diffusers: components, images, and what it is told beside the prompt."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import torch
+from pipelines import refused
+
+from sdonnx.errors import FolderError, OptionError, PromptError
+from sdonnx.expected import expected_counts
+from sdonnx.export.pipeline import export_pipeline
+from sdonnx.families import Role
+from sdonnx.optimize import optimize_folder
+from sdonnx.parity import psnr, relative_error
+from sdonnx.runtime.conditions import SizeConditions
+from sdonnx.runtime.pipeline import OrtDiffusionPipeline
+from sdonnx.sample import ARCHITECTURES, write_sample
+
+# diffusers hands torch's tensors to numpy in a way that numpy will no longer know.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:__array_wrap__ must accept:DeprecationWarning"),
+]
+
+SMALL = {"height": 128, "width": 96, "num_inference_steps": 3}
+SAME_DB = 90
+PICTURE = np.random.default_rng(0).random((1, 96, 128, 3)).astype(np.float32)
+
+
+class Pair:
+    """One pipeline by diffusers and by this project."""
+
+    def __init__(self, arch: str, folder: Path) -> None:
+        self.source, self.exported, self.optimized = folder / "source", folder / "onnx", folder / "cpu"
+        write_sample(arch, self.source)
+        export_pipeline(self.source, self.exported)
+        optimize_folder(self.exported, self.optimized, provider="cpu")
+        torch.set_num_threads(1)
+        pipeline_class: Any = diffusers.DiffusionPipeline
+        self.theirs: Any = pipeline_class.from_pretrained(self.source)
+        self.theirs.set_progress_bar_config(disable=True)
+        self.ours = OrtDiffusionPipeline.from_pretrained(self.optimized)
+
+    def draw(self, **arguments: Any) -> tuple[Any, Any]:
+        """Return both images for the same arguments."""
+        theirs = self.theirs
+        if "image" in arguments and not isinstance(theirs, diffusers.StableDiffusionXLImg2ImgPipeline):
+            theirs = diffusers.StableDiffusionXLImg2ImgPipeline(**theirs.components, add_watermarker=False)
+            theirs.set_progress_bar_config(disable=True)
+        generator = torch.Generator().manual_seed(3)
+        expected = theirs(**arguments, generator=generator, output_type="np").images
+        return self.ours(**arguments, seed=3, output_type="np").images, expected
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    return Pair("sdxl-tiny", tmp_path_factory.mktemp("sdxl"))
+
+
+@pytest.fixture(scope="module")
+def refiner(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    return Pair("sdxl-refiner-tiny", tmp_path_factory.mktemp("refiner"))
+
+
+@pytest.fixture(autouse=True)
+def scheduler(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Leave the scheduler as it was."""
+    yield
+    for name in {"base", "refiner"} & set(request.fixturenames):
+        pair = request.getfixturevalue(name)
+        pair.ours.scheduler_config = json.loads((pair.optimized / "scheduler" / "scheduler_config.json").read_text())
+        pair.theirs.scheduler = type(pair.theirs.scheduler).from_pretrained(pair.source / "scheduler")
+
+
+# Components
+
+
+def inputs_of(component: str, pair: Pair) -> tuple[Any, dict[str, Any]]:
+    """Return a component's torch module and inputs for its graph."""
+    draw = np.random.default_rng(1)
+    module = getattr(pair.theirs, component)
+    if component.startswith("text_encoder"):
+        return module, {"input_ids": draw.integers(0, 49408, (3, 77)).astype(np.int32)}
+    width, ids = module.config.cross_attention_dim, 5 if pair.theirs.config.requires_aesthetics_score else 6
+    return module, {
+        "sample": draw.standard_normal((2, 4, 11, 16)).astype(np.float32),
+        "timestep": np.array([481.5], np.float32),
+        "encoder_hidden_states": draw.standard_normal((2, 77, width)).astype(np.float32),
+        "text_embeds": draw.standard_normal((2, 64)).astype(np.float32),
+        "time_ids": draw.integers(0, 3000, (2, ids)).astype(np.float32),
+    }
+
+
+def torch_outputs(component: str, module: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+    given = {name: torch.from_numpy(values) for name, values in inputs.items()}
+    with torch.inference_mode():
+        if component == "unet":
+            added = {name: given.pop(name) for name in ("text_embeds", "time_ids")}
+            return {"out_sample": module(**given, added_cond_kwargs=added, return_dict=False)[0]}
+        output = module(**given, output_hidden_states=True)
+    layers = {f"hidden_states.{index}": layer for index, layer in enumerate(output.hidden_states)}
+    named = ("text_embeds", "last_hidden_state", "pooler_output")
+    return layers | {name: output[name] for name in named if name in output}
+
+
+@pytest.mark.parametrize("component", ["text_encoder", "text_encoder_2", "unet"])
+@pytest.mark.parametrize("stage", ["exported", "optimized"])
+def test_components_agree(component: str, stage: str, base: Pair) -> None:
+    module, inputs = inputs_of(component, base)
+    path = getattr(base, stage) / component / "model.onnx"
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    names = [output.name for output in session.get_outputs()]
+    expected = torch_outputs(component, module, inputs)
+    assert set(names) == set(expected)
+    for name, values in zip(names, session.run(None, inputs), strict=True):
+        assert relative_error(np.asarray(values), expected[name].numpy()) < 1e-4, name
+
+
+def test_the_refiners_denoiser_agrees(refiner: Pair) -> None:
+    module, inputs = inputs_of("unet", refiner)
+    session = onnxruntime.InferenceSession(
+        refiner.optimized / "unet" / "model.onnx", providers=["CPUExecutionProvider"]
+    )
+    (values,) = session.run(None, inputs)
+    assert relative_error(np.asarray(values), torch_outputs("unet", module, inputs)["out_sample"].numpy()) < 1e-4
+
+
+def test_names_are_those_of_optimums_export(base: Pair) -> None:
+    def inputs(component: str) -> list[str]:
+        model = onnx.load(base.exported / component / "model.onnx", load_external_data=False)
+        return [value.name for value in model.graph.input]
+
+    assert inputs("unet") == ["sample", "timestep", "encoder_hidden_states", "text_embeds", "time_ids"]
+    assert inputs("text_encoder") == inputs("text_encoder_2") == ["input_ids"]
+
+
+def test_an_export_in_float16_is_valid(base: Pair, tmp_path: Path) -> None:
+    """diffusers concatenates float16 and float32 embeddings there, which ONNX has no Concat for."""
+    export_pipeline(base.source, tmp_path / "half", dtype="float16")
+    for component in ("text_encoder", "text_encoder_2", "unet", "vae_decoder"):
+        onnx.checker.check_model(tmp_path / "half" / component / "model.onnx", full_check=True)
+    report = optimize_folder(tmp_path / "half", tmp_path / "fused", provider="cuda")
+    precisions = {name: component.precision for name, component in report.components.items()}
+    assert precisions == {
+        "text_encoder": "float16",
+        "text_encoder_2": "float16",
+        "unet": "float16",
+        # By its configuration: it overflows in float16.
+        "vae_encoder": "float32",
+        "vae_decoder": "float32",
+    }
+    decoder = onnx.load(tmp_path / "fused" / "vae_decoder" / "model.onnx", load_external_data=False)
+    types = {initializer.data_type for initializer in decoder.graph.initializer}
+    assert onnx.TensorProto.FLOAT16 not in types
+    assert {value.type.tensor_type.elem_type for value in (*decoder.graph.input, *decoder.graph.output)} == {
+        onnx.TensorProto.FLOAT
+    }
+
+
+@pytest.mark.parametrize(("upcast", "precision"), [(True, "float32"), (False, "float16")])
+def test_the_autoencoder_stays_in_float32_where_it_overflows(
+    upcast: bool, precision: str, base: Pair, tmp_path: Path
+) -> None:
+    import shutil
+
+    copy = tmp_path / "onnx"
+    shutil.copytree(base.exported, copy)
+    for component in ("vae_encoder", "vae_decoder"):
+        path = copy / component / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"force_upcast": upcast}))
+    report = optimize_folder(copy, tmp_path / "fused", float16=True).components
+    for component in ("vae_encoder", "vae_decoder"):
+        assert report[component].precision == precision
+        assert ("force_upcast of config.json" in report[component].float32) == upcast
+    assert report["unet"].precision == "float16"
+    # time_ids are sizes in pixels, and fp16 holds no odd ones beyond 2048.
+    step = onnx.load(tmp_path / "fused" / "unet" / "step.onnx", load_external_data=False)
+    types = {value.name: value.type.tensor_type.elem_type for value in step.graph.input}
+    assert types["time_ids"] == onnx.TensorProto.FLOAT
+    assert types["text_embeds"] == onnx.TensorProto.FLOAT16
+
+
+def test_counts_of_the_full_architecture() -> None:
+    """As the issue of this family states them: 140 attentions, 70 GEGLU, 46 + 210 norms, 51 convolutions."""
+    config = {**ARCHITECTURES["sdxl"].networks["unet"].config, "_class_name": "UNet2DConditionModel"}
+    assert expected_counts(Role.DENOISER, config) == {
+        "attention": 140,
+        "geglu": 70,
+        "group_norm": 46,
+        "layer_norm": 210,
+        "convolution": 51,
+    }
+
+
+def test_everything_fuses(base: Pair, tmp_path: Path) -> None:
+    report = optimize_folder(base.exported, tmp_path / "fused", float16=True).components
+    for name, component in report.items():
+        assert component.warnings == [], name
+        for kind, counts in component.expected.items():
+            assert counts["after"] == counts["expected"], (name, kind)
+    assert report["unet"].operators_after["MultiHeadAttention"] == 16
+    assert report["unet"].operators_after["SkipLayerNormalization"] == 20
+
+
+# Images
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "a prompt": {},
+    "an empty negative prompt": {"negative_prompt": ""},
+    "a negative prompt": {"negative_prompt": "blurred"},
+    "other prompts for the second encoder": {
+        "prompt_2": "an owl in the snow",
+        "negative_prompt": "blurred",
+        "negative_prompt_2": "grey",
+        "num_images_per_prompt": 2,
+    },
+    "a negative prompt for the second encoder alone": {"negative_prompt_2": "grey"},
+    "several prompts": {"prompt": ["a fox", "an old castle"]},
+    "no guidance": {"guidance_scale": 0.0, "num_inference_steps": 1},
+    "rescaled guidance": {"guidance_rescale": 0.7},
+    "clip_skip": {"clip_skip": 1, "negative_prompt": "blurred"},
+    "sizes": {"original_size": (300, 2111), "crops_coords_top_left": (5, 7), "target_size": (64, 65)},
+    "negative sizes": {
+        "negative_original_size": (30, 20),
+        "negative_crops_coords_top_left": (1, 2),
+        "negative_target_size": (9, 8),
+    },
+    "a negative size alone": {"negative_original_size": (30, 20)},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_images_agree(case: str, base: Pair) -> None:
+    drawn, expected = base.draw(**({"prompt": "a red fox"} | SMALL | CASES[case]))
+    assert psnr(drawn, expected) > SAME_DB
+
+
+def test_sizes_matter(base: Pair) -> None:
+    plain = base.ours("a red fox", **SMALL, seed=3, output_type="np").images
+    cropped = base.ours("a red fox", **SMALL, crops_coords_top_left=(500, 900), seed=3, output_type="np").images
+    assert psnr(plain, cropped) < 60
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"strength": 0.6, "negative_prompt": "grey"},
+        {"negative_original_size": (30, 20), "crops_coords_top_left": (5, 7)},
+    ],
+    ids=["default strength", "strength", "negative size"],
+)
+def test_image_to_image_agrees(options: dict[str, Any], base: Pair) -> None:
+    drawn, expected = base.draw(prompt="a red fox", image=PICTURE, num_inference_steps=8, **options)
+    assert psnr(drawn, expected) > SAME_DB
+
+
+@pytest.mark.parametrize("options", [{}, {"aesthetic_score": 3.0, "negative_aesthetic_score": 1.5}])
+def test_the_refiner_agrees(options: dict[str, Any], refiner: Pair) -> None:
+    drawn, expected = refiner.draw(prompt="a red fox", image=PICTURE, num_inference_steps=8, **options)
+    assert psnr(drawn, expected) > SAME_DB
+
+
+def test_inpainting_agrees(base: Pair) -> None:
+    mask = np.zeros((96, 128), np.float32)
+    mask[20:70, 30:100] = 1
+    pipeline = diffusers.StableDiffusionXLInpaintPipeline(**base.theirs.components, add_watermarker=False)
+    pipeline.set_progress_bar_config(disable=True)
+    arguments = {"prompt": "a red fox", "image": PICTURE, "mask_image": mask[None], "height": 96, "width": 128}
+    arguments |= {"num_inference_steps": 4, "guidance_scale": 5.0}
+    expected = pipeline(
+        **arguments, generator=torch.Generator().manual_seed(3), output_type="np", padding_mask_crop=None
+    ).images
+    assert psnr(base.ours(**arguments, seed=3, output_type="np").images, expected) > SAME_DB
+
+
+def test_turbo_draws_in_one_step(base: Pair) -> None:
+    """As sdxl-turbo is published: Euler ancestral, trailing, without guidance."""
+    config = ARCHITECTURES["sdxl-turbo"].scheduler.config | {"_class_name": "EulerAncestralDiscreteScheduler"}
+    base.theirs.scheduler = diffusers.EulerAncestralDiscreteScheduler.from_config(dict(config))
+    base.ours.scheduler_config = dict(config)
+    for steps in (1, 4):
+        drawn, expected = base.draw(prompt="a fox", **(SMALL | {"num_inference_steps": steps}), guidance_scale=0.0)
+        assert psnr(drawn, expected) > SAME_DB
+
+
+def test_embeddings_agree(base: Pair) -> None:
+    names = ("prompt_embeds", "negative_prompt_embeds", "pooled_prompt_embeds", "negative_pooled_prompt_embeds")
+    with torch.inference_mode():
+        encoded = base.theirs.encode_prompt("a red fox", negative_prompt="grey")
+    given = dict(zip(names, encoded, strict=True))
+    drawn, expected = base.draw(**given, **SMALL)
+    assert psnr(drawn, expected) > SAME_DB
+    texts = base.ours("a red fox", negative_prompt="grey", **SMALL, seed=3, output_type="np").images
+    assert psnr(drawn, texts) > SAME_DB
+
+
+def test_low_memory_draws_the_same(base: Pair) -> None:
+    expected = base.ours("a red fox", **SMALL, seed=3, output_type="np").images
+    with OrtDiffusionPipeline.from_pretrained(base.optimized, low_memory=True) as pipeline:
+        np.testing.assert_array_equal(pipeline("a red fox", **SMALL, seed=3, output_type="np").images, expected)
+
+
+# Sizes by themselves
+
+
+@pytest.mark.parametrize("from_image", [False, True])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"original_size": (100, 200), "crops_coords_top_left": (3, 4), "target_size": (5, 6)},
+        {"negative_original_size": (7, 8)},
+        {"negative_original_size": (7, 8), "negative_target_size": (9, 1), "negative_crops_coords_top_left": (2, 2)},
+    ],
+)
+def test_time_ids_are_diffusers(options: dict[str, Any], from_image: bool, base: Pair) -> None:
+    told, other = SizeConditions(**options).time_ids(64, 96, scored=False, from_image=from_image)
+    sizes = SizeConditions(**options)
+    own = (sizes.original_size or (64, 96), sizes.crops_coords_top_left, sizes.target_size or (64, 96))
+    width = {"dtype": torch.float32, "text_encoder_projection_dim": 64}
+    if from_image:
+        pipeline: Any = diffusers.StableDiffusionXLImg2ImgPipeline(**base.theirs.components, add_watermarker=False)
+        negatives = (
+            sizes.negative_original_size or own[0],
+            sizes.negative_crops_coords_top_left,
+            sizes.negative_target_size or own[2],
+        )
+        expected, expected_other = pipeline._get_add_time_ids(*own, 6.0, 2.5, *negatives, **width)
+    else:
+        expected = expected_other = base.theirs._get_add_time_ids(*own, **width)
+        if sizes.negative_original_size is not None and sizes.negative_target_size is not None:
+            expected_other = base.theirs._get_add_time_ids(
+                sizes.negative_original_size, sizes.negative_crops_coords_top_left, sizes.negative_target_size, **width
+            )
+    assert (told, other) == (expected[0].tolist(), expected_other[0].tolist())
+
+
+# Bad input
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"original_size": (64,)}, OptionError, "original_size is (64,); expected two whole numbers"),
+        ({"target_size": "ab"}, OptionError, "target_size is 'ab'"),
+        ({"crops_coords_top_left": (1, -2)}, OptionError, "crops_coords_top_left is (1, -2)"),
+        ({"negative_target_size": (1.5, 2)}, OptionError, "negative_target_size is (1.5, 2)"),
+        ({"prompt_2": ["a", "b"]}, PromptError, "2 of prompt_2 for 1 prompts"),
+        ({"pooled_prompt_embeds": np.zeros((1, 64))}, PromptError, "pooled_prompt_embeds without prompt_embeds"),
+        ({"clip_skip": 2}, OptionError, "clip_skip is 2; expected less than the text encoder's 2 layers"),
+    ],
+)
+def test_bad_input(options: dict[str, Any], error: Any, words: str, base: Pair) -> None:
+    with refused(error, words):
+        base.ours("a fox", **SMALL, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({}, PromptError, "prompt_embeds without pooled_prompt_embeds"),
+        (
+            {"pooled_prompt_embeds": np.zeros((1, 63))},
+            PromptError,
+            "pooled_prompt_embeds of shape (1, 63); expected (1, 64)",
+        ),
+        ({"pooled_prompt_embeds": np.zeros((2, 64))}, PromptError, "pooled_prompt_embeds of shape (2, 64)"),
+        ({"pooled_prompt_embeds": np.zeros(64)}, PromptError, "pooled_prompt_embeds of shape (64,)"),
+        ({"pooled_prompt_embeds": np.full((1, 64), np.nan)}, PromptError, "with NaN"),
+        (
+            {"guidance_scale": 5.0, "pooled_prompt_embeds": np.zeros((1, 64))},
+            PromptError,
+            "without negative_prompt_embeds",
+        ),
+        ({"prompt_2": "a"}, PromptError, "texts and prompt_embeds"),
+    ],
+)
+def test_bad_embeddings(options: dict[str, Any], error: Any, words: str, base: Pair) -> None:
+    arguments = {"guidance_scale": 1.0} | SMALL | options
+    with refused(error, words):
+        base.ours(prompt_embeds=np.zeros((1, 77, 128)), **arguments)
+
+
+def test_embeddings_of_another_width(base: Pair) -> None:
+    with refused(OptionError, "prompt_embeds of width 64; expected 128"):
+        base.ours(prompt_embeds=np.zeros((1, 77, 64)), guidance_scale=1.0, **SMALL)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"prompt_2": "an owl"}, PromptError, "prompt_2 or negative_prompt_2"),
+        ({"original_size": (64, 64)}, OptionError, "sizes of the original image"),
+        ({"aesthetic_score": 5.0}, OptionError, "sizes of the original image"),
+    ],
+)
+def test_a_pipeline_that_is_not_told_them(options: dict[str, Any], error: Any, words: str, ours: Any) -> None:
+    with refused(error, words):
+        ours("a fox", 64, 64, 2, **options)
+
+
+def test_an_index_that_contradicts_the_denoiser(refiner: Pair, tmp_path: Path) -> None:
+    import os
+    import shutil
+
+    copy = tmp_path / "refiner"
+    shutil.copytree(refiner.optimized, copy, copy_function=os.link)
+    index = json.loads((copy / "model_index.json").read_text())
+    (copy / "model_index.json").unlink()
+    (copy / "model_index.json").write_text(json.dumps(index | {"requires_aesthetics_score": False}))
+    with refused(FolderError, "takes 5 time_ids; expected 6, as requires_aesthetics_score is False"):
+        OrtDiffusionPipeline.from_pretrained(copy)
