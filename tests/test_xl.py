@@ -74,11 +74,11 @@ def refiner(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 @pytest.fixture(autouse=True)
 def scheduler(request: pytest.FixtureRequest) -> Iterator[None]:
     """Leave the scheduler as it was."""
+    pairs = [request.getfixturevalue(name) for name in sorted({"base", "refiner"} & set(request.fixturenames))]
+    before = [(pair.ours.scheduler_config, pair.theirs.scheduler) for pair in pairs]
     yield
-    for name in {"base", "refiner"} & set(request.fixturenames):
-        pair = request.getfixturevalue(name)
-        pair.ours.scheduler_config = json.loads((pair.optimized / "scheduler" / "scheduler_config.json").read_text())
-        pair.theirs.scheduler = type(pair.theirs.scheduler).from_pretrained(pair.source / "scheduler")
+    for pair, (config, theirs) in zip(pairs, before, strict=True):
+        pair.ours.scheduler_config, pair.theirs.scheduler = config, theirs
 
 
 # Components
@@ -90,7 +90,7 @@ def inputs_of(component: str, pair: Pair) -> tuple[Any, dict[str, Any]]:
     module = getattr(pair.theirs, component)
     if component.startswith("text_encoder"):
         return module, {"input_ids": draw.integers(0, 49408, (3, 77)).astype(np.int32)}
-    width, ids = module.config.cross_attention_dim, 5 if pair.theirs.config.requires_aesthetics_score else 6
+    width, ids = module.config.cross_attention_dim, 5 if pair.theirs.config.get("requires_aesthetics_score") else 6
     return module, {
         "sample": draw.standard_normal((2, 4, 11, 16)).astype(np.float32),
         "timestep": np.array([481.5], np.float32),

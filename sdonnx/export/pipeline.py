@@ -141,10 +141,19 @@ def _builder(library: str, class_name: str, component: Path) -> Callable[[], tor
         config = loader.config_class.from_pretrained(str(component))
     except Exception as error:  # each library has its own, and they share no class
         raise _bad_config(component, error) from error
+    parts = [getattr(config, name) for name in config.sub_configs]
     # A model made of others, as the safety checker is, attends in its parts and takes no choice for itself.
-    for part in [getattr(config, name) for name in config.sub_configs] or [config]:
+    for part in parts or [config]:
         part._attn_implementation = "sdpa"
-    return lambda: loader(config)
+
+    def build() -> torch.nn.Module:
+        for each in (config, *parts):
+            # A model within a model is made in the type that its configuration says, not in torch's default.
+            each.dtype = torch.get_default_dtype()
+        model: torch.nn.Module = loader(config)
+        return model
+
+    return build
 
 
 def _require_weights(build: Callable[[], torch.nn.Module], component: Path, weights: WeightFiles) -> None:
