@@ -6,10 +6,11 @@ import argparse
 import shlex
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from sdonnx.benchmark.compare import Contest, Setup
+from sdonnx.benchmark.compare import Contest, Kept, Setup
 from sdonnx.benchmark.engine import FolderKind, is_there
 from sdonnx.benchmark.engines import ENGINES
 from sdonnx.benchmark.files import append_json, append_row, refuse_csv, refuse_file
@@ -19,11 +20,12 @@ from sdonnx.benchmark.memory import first_gpu, open_gpu
 from sdonnx.benchmark.options import MULTIPLE, add_arguments, refuse
 from sdonnx.benchmark.prepare import folders_of, label_of, prepared, require_folder
 from sdonnx.benchmark.record import environment, extra_record_of, record_of, row_of
-from sdonnx.benchmark.results import Comparison, Kernels, Resolutions, Result, Throughput, Workload
+from sdonnx.benchmark.results import Comparison, Result, Workload
 from sdonnx.benchmark.rivals import Rival, rivals_of
 from sdonnx.benchmark.tables import print_comparison
-from sdonnx.errors import OptionError, SdonnxError
-from sdonnx.folder import REPORT, read_json
+from sdonnx.errors import OptionError, OutputError, SdonnxError
+from sdonnx.folder import REPORT, PipelineFolder, read_json
+from sdonnx.samplers import config_for
 from sdonnx.terminal import FAILURE, console, guarded, tensor_progress
 
 if TYPE_CHECKING:
@@ -54,19 +56,14 @@ def run(options: argparse.Namespace) -> int:
 
         refuse_report(options.report)
     out = console()
-    setup, unusable = _setup(options, rivals, lambda text: out.print(text, style="dim", markup=False))
-    label = options.version or label_of(dict(setup.folders), options.arch)
-    comparison = Comparison(shlex.join(sys.orig_argv), environment())
-    gpu = (comparison.environment["machine"]["gpu"] or {}).get("name")
-
-    def keep(result: Result) -> None:
-        row = row_of(result, label, len(setup.prompts), setup.batch_count, gpu) if result.rounds else None
-        if options.json is not None:
-            append_json(options.json, record_of(result, setup.prompts, row, comparison))
-        if row is not None:
-            append_row(options.csv, row)
-
-    contest = Contest(setup, comparison, lambda text: out.print(text, style="dim", markup=False), keep)
+    told: Callable[[str], None] = partial(out.print, style="dim", markup=False)
+    try:
+        setup, unusable = _setup(options, rivals, told)
+    except KeyboardInterrupt:
+        print("interrupted; nothing was measured yet", file=sys.stderr)
+        return INTERRUPTED
+    outcome = _Outcome(options, setup, Comparison(shlex.join(sys.orig_argv), environment()), out)
+    contest = Contest(setup, outcome.comparison, told, outcome.keep)
     contest.unusable = unusable
     status = 0
     try:
@@ -76,31 +73,72 @@ def run(options: argparse.Namespace) -> int:
         status = INTERRUPTED
     finally:
         # Shown also where it could not be written: minutes went into it.
-        print_comparison(comparison, out)
-    _write(options, comparison, out)
-    for result in comparison.results:
-        if result.failure:
-            print(f"error: {result.rival}: {result.failure}", file=sys.stderr)
-    if not any(result.rounds for result in comparison.results):
-        return status or FAILURE
-    return status or (FAILED if comparison.failed else 0)
+        print_comparison(outcome.comparison, out)
+    try:
+        return outcome.finish(status)
+    except KeyboardInterrupt:
+        print(f"interrupted while writing; the rows are in {options.csv}", file=sys.stderr)
+        return INTERRUPTED
 
 
-def _write(options: argparse.Namespace, comparison: Comparison, out: Console) -> None:
-    if options.json is not None:
-        extras: list[Throughput | Resolutions | Kernels] = [*comparison.throughput, *comparison.resolutions]
-        for extra in extras + comparison.kernels:
-            append_json(options.json, extra_record_of(extra, comparison))
-    if options.output_image is not None:
-        save_images(comparison, options.output_image)
-    if options.print_output and out.is_terminal:  # elsewhere they would be without their colours
-        print_images(comparison, out)
-    if options.report is not None:
-        from sdonnx.benchmark.report import write_report
+class _Outcome:
+    """Where what was measured goes; what cannot be written is told at the end, and the rest is written all the same."""
 
-        write_report(comparison, options.report)
-        out.print(f"report: {options.report}", markup=False)
-    out.print(f"appended to {options.csv}", markup=False)
+    def __init__(self, options: argparse.Namespace, setup: Setup, comparison: Comparison, out: Console) -> None:
+        self.comparison = comparison
+        self._options, self._setup, self._out = options, setup, out
+        self._label = options.version or label_of(dict(setup.folders), options.arch)
+        self._rows = 0
+        self._failures: list[OutputError] = []
+
+    def keep(self, kept: Kept) -> None:
+        """Append a result, or what was measured beside them, to the files."""
+        setup, options = self._setup, self._options
+        row = None
+        if isinstance(kept, Result) and kept.rounds:
+            row = row_of(kept, self._label, len(setup.prompts), setup.batch_count, self.comparison.environment)
+        if isinstance(kept, Result):
+            record = record_of(kept, setup.prompts, row, self.comparison)
+        else:
+            record = extra_record_of(kept, self.comparison)
+        if options.json is not None:
+            self._try(lambda: append_json(options.json, record))
+        if row is not None and self._try(lambda: append_row(options.csv, row)):
+            self._rows += 1
+
+    def finish(self, status: int) -> int:
+        """Write the report and the images, tell what failed, and return the command's status."""
+        options, comparison = self._options, self.comparison
+        if options.report is not None:
+            from sdonnx.benchmark.report import write_report
+
+            if self._try(lambda: write_report(comparison, options.report)):
+                self._out.print(f"report: {options.report}", markup=False)
+        if options.output_image is not None:
+            self._try(lambda: save_images(comparison, options.output_image))
+        if options.print_output and self._out.is_terminal:
+            print_images(comparison, self._out)
+        elif options.print_output:
+            self._out.print("the output is no terminal: no images are shown", style="dim")
+        if self._rows:
+            self._out.print(f"{self._rows} rows appended to {options.csv}", markup=False)
+        for result in comparison.results:
+            if result.failure:
+                print(f"error: {result.rival}, {result.workload.title}: {result.failure}", file=sys.stderr)
+        for failure in self._failures:
+            print(f"error: {failure}", file=sys.stderr)
+        if self._failures or not any(result.rounds for result in comparison.results):
+            return status or FAILURE
+        return status or (FAILED if comparison.failed else 0)
+
+    def _try(self, write: Callable[[], None]) -> bool:
+        try:
+            write()
+        except OutputError as error:
+            if str(error) not in map(str, self._failures):
+                self._failures.append(error)
+            return False
+        return True
 
 
 def _require_packages(options: argparse.Namespace) -> None:
@@ -126,7 +164,13 @@ def _setup(
     given = folders_of(options.pipeline)
     if options.arch is not None and FolderKind.DIFFUSERS in given:
         raise OptionError(f"--arch and {given[FolderKind.DIFFUSERS]}", "one of them", "leave one out")
-    wanted = {ENGINES[rival.engine].reads for rival in rivals}
+    # What can be told without a folder, before minutes are spent on making one.
+    unusable = {rival: error for rival in rivals if (error := _missing(rival, options)) is not None}
+    _require_scheduler(options, given)
+    usable = [rival for rival in rivals if rival not in unusable]
+    if not usable:
+        raise next(iter(unusable.values()))
+    wanted = {ENGINES[rival.engine].reads for rival in usable}
     provider = options.provider or _provider(given)
     if provider == "cuda":
         open_gpu()  # raises where there is none
@@ -150,7 +194,7 @@ def _setup(
     setup = Setup(
         rivals=tuple(rivals),
         folders=folders,
-        workloads=tuple(sizes),
+        workloads=tuple(dict.fromkeys(sizes)),
         prompts=(options.prompt,) if options.prompt is not None else PROMPTS[: options.num_prompts],
         provider=provider,
         batch_count=options.batch_count,
@@ -165,8 +209,7 @@ def _setup(
         kernels=options.profile,
         multiple=MULTIPLE,
     )
-    unusable: dict[Rival, SdonnxError] = {}
-    for rival in rivals:
+    for rival in usable:
         engine = ENGINES[rival.engine]
         try:
             require_folder(folders, engine.reads, engine.name, engine.remedy)
@@ -177,6 +220,26 @@ def _setup(
     if len(unusable) == len(rivals):
         raise next(iter(unusable.values()))
     return setup, {rival: str(error) for rival, error in unusable.items()}
+
+
+def _missing(rival: Rival, options: argparse.Namespace) -> SdonnxError | None:
+    """Return why an engine's packages do not suffice; one that has an interpreter of its own is not looked at."""
+    if rival.engine in options.python:
+        return None
+    try:
+        ENGINES[rival.engine].require_packages(xformers=rival.xformers)
+    except SdonnxError as error:
+        return error
+    return None
+
+
+def _require_scheduler(options: argparse.Namespace, given: dict[FolderKind, Path]) -> None:
+    """Raise SchedulerError where `--scheduler` names none that the samplers know."""
+    if options.scheduler is not None:
+        config: dict[str, Any] = {}
+        for path in given.values():
+            config = PipelineFolder.open(path).config("scheduler", "scheduler_config.json")
+        config_for(options.scheduler, config)
 
 
 def _provider(given: dict[FolderKind, Path]) -> str:

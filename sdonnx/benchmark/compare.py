@@ -31,11 +31,16 @@ from sdonnx.benchmark.results import (
     Workload,
 )
 from sdonnx.benchmark.rivals import Rival
+from sdonnx.benchmark.stages import median_of
 from sdonnx.benchmark.statistics import fit_line
 
-__all__ = ["Contest", "Setup"]
+__all__ = ["Contest", "Kept", "Setup"]
 
 Images = npt.NDArray[np.uint8]
+
+Kept = Result | Throughput | Resolutions | Kernels
+
+_BLOCK = 2**24  # bytes
 
 
 @dataclass(frozen=True)
@@ -98,46 +103,56 @@ class Contest:
         setup: what is compared.
         comparison: what it adds to.
         told: told what is going on.
-        keep: told each result as soon as it is complete.
+        keep: told each result, and each that was measured beside them, as soon as it is complete.
 
     Attributes:
         unusable: rivals that cannot run at all, and why; they get a row for each workload.
     """
 
     def __init__(
-        self, setup: Setup, comparison: Comparison, told: Callable[[str], None], keep: Callable[[Result], None]
+        self, setup: Setup, comparison: Comparison, told: Callable[[str], None], keep: Callable[[Kept], None]
     ) -> None:
         self._setup, self._comparison, self._told, self._keep = setup, comparison, told, keep
         self._rates: dict[str, float] = {}
+        self._scratch: Path | None = None
         self.unusable: dict[Rival, str] = {}
 
     def run(self) -> None:
         """Run everything; what is complete is kept also where this is interrupted.
 
+        Compilers begin with empty caches, and every file that an engine loads has been read before: its first image
+        depends on neither an earlier command nor an earlier engine.
+
         Raises:
             KeyboardInterrupt: it was interrupted.
         """
         with TemporaryDirectory() as folder:
+            self._scratch = Path(folder)
+            for path in self._setup.folders.values():
+                _read_all(path)
             for workload in self._setup.workloads:
                 self._race(workload, Path(folder))
-            most = self._setup.workloads[0]
+            # What is beside the rows is looked at for the first workload alone.
+            first = self._setup.workloads[0]
             for task in ("throughput", "resolutions", "kernels"):
                 for rival in self._setup.rivals if getattr(self._setup, task) else ():
                     if rival not in self.unusable:
-                        self._look(task, rival, most)
+                        self._look(task, rival, first)
 
     def _race(self, workload: Workload, folder: Path) -> None:
-        results = {
-            rival: Result(rival.title, workload, failure=self.unusable.get(rival)) for rival in self._setup.rivals
-        }
+        rivals = self._setup.rivals
+        results = {rival: Result(rival.title, workload, failure=self.unusable.get(rival)) for rival in rivals}
+        stages: dict[Rival, list[Stages]] = {rival: [] for rival in rivals}
         try:
-            reference, flops = self._reference(workload, folder)
+            reference, flops, unchecked = self._reference(workload, folder)
+            for result in results.values():
+                result.flops, result.unchecked = flops, unchecked
             for number in range(self._setup.rounds):
-                order = [rival for rival in self._setup.rivals if results[rival].failure is None]
-                random.Random(f"{workload.seed} {number}").shuffle(order)
+                order = [rival for rival in self._order(workload, number) if results[rival].failure is None]
                 for position, rival in enumerate(order):
-                    self._round(rival, results[rival], number, position, folder / "images.npy", reference)
-                    results[rival].flops = flops
+                    self._round(
+                        rival, results[rival], number, position, folder / "images.npy", reference, stages[rival]
+                    )
         finally:
             complete = [result for result in results.values() if result.rounds or result.failure]
             for result in complete:
@@ -147,67 +162,89 @@ class Contest:
             for result in complete:
                 self._keep(result)
 
-    def _reference(self, workload: Workload, folder: Path) -> tuple[Images | None, float | None]:
-        """Return the images that all others are compared with, and the operations of a denoiser call."""
+    def _order(self, workload: Workload, number: int) -> list[Rival]:
+        """Return the rivals in a round's order: shuffled for every second round, and turned round for the next."""
+        order = list(self._setup.rivals)
+        random.Random(f"{workload.seed} {number // 2}").shuffle(order)
+        return order if number % 2 == 0 else order[::-1]
+
+    def _reference(self, workload: Workload, folder: Path) -> tuple[Images | None, float | None, str | None]:
+        """Return the images that all others are compared with, the operations of a denoiser call, or why not."""
         source = self._setup.folders.get(FolderKind.DIFFUSERS)
         if source is None:
             self._told("no diffusers folder was given: images are compared with nothing")
-            return None, None
+            return None, None, None
         path = folder / "reference.npy"
         options = EngineOptions(source, self._setup.provider, safety_checker=self._setup.safety_checker)
         job = self._job("reference", ReferenceEngine.name, options, workload) | {"images": str(path)}
         try:
-            values = self._work(REFERENCE, job, None)
+            # Without a limit of time: it is no rival.
+            values = self._work(REFERENCE, job, None, None)
         except WorkerError as failure:
             self._told(f"{REFERENCE}: {failure}; images are compared with nothing")
-            return None, None
+            return None, None, f"{REFERENCE}: {failure}"
         self._rates |= values["matrix_rates"]
         images: Images = np.load(path)
         self._comparison.images[REFERENCE, workload] = Image.fromarray(images[0])
-        return images, float(values["flops"])
+        return images, float(values["flops"]), None
 
     def _round(
-        self, rival: Rival, result: Result, number: int, position: int, path: Path, reference: Images | None
+        self,
+        rival: Rival,
+        result: Result,
+        number: int,
+        position: int,
+        path: Path,
+        reference: Images | None,
+        stages: list[Stages],
     ) -> None:
         workload = result.workload
         job = self._job("round", rival.engine, self._setup.options(rival), workload)
-        job |= {"images": str(path), "warm_ups": self._setup.warm_ups, "stages": number == 0}
+        job |= {"images": str(path), "warm_ups": self._setup.warm_ups}
+        title = f"{rival.title}, round {number + 1} of {self._setup.rounds}"
         try:
-            values = self._work(f"{rival.title}, round {number + 1} of {self._setup.rounds}", job, rival)
+            values = self._work(title, job, rival, self._setup.timeout_s)
         except WorkerError as failure:
             result.failure = str(failure)
             return
         result.engine = values["engine"]
         result.rounds.append(replace(Round(**_tuples(values["round"])), position=position))
         if "stages" in values:
-            result.stages = Stages(**values["stages"])
+            stages.append(Stages(**values["stages"]))
+            result.stages = median_of(stages)
+        result.unstaged = values.get("unstaged", result.unstaged)
         images: Images = np.load(path)
         self._comparison.images.setdefault((rival.title, workload), Image.fromarray(images[0]))
         agreement = None if reference is None else agreement_of(images, reference)
         if agreement is not None and (result.agreement is None or agreement.differing > result.agreement.differing):
             result.agreement = agreement
-        result.failure = result.failure or fault_of(images, agreement)
+        result.failure = result.failure or values["fault"] or fault_of(images, agreement)
 
     def _look(self, task: str, rival: Rival, workload: Workload) -> None:
         """Measure what a rival shows beside its rows; where that fails, a row says so."""
         job = self._job(task, rival.engine, self._setup.options(rival), workload)
         comparison = self._comparison
         try:
-            values = self._work(f"{rival.title}, {task}", job | {"multiple": self._setup.multiple}, rival)
+            job |= {"multiple": self._setup.multiple}
+            values = self._work(f"{rival.title}, {task}", job, rival, self._setup.timeout_s)
         except WorkerError as failure:
             result = Result(rival.title, workload, failure=f"{task}: {failure}")
             comparison.results.append(result)
             self._keep(result)
             return
+        kept: Throughput | Resolutions | Kernels
         if task == "throughput":
             points = tuple((int(steps), float(seconds)) for steps, seconds in values["points"])
-            comparison.throughput.append(Throughput(rival.title, workload, points, fit_line(points)))
+            kept = Throughput(rival.title, workload, points, fit_line(points))
+            comparison.throughput.append(kept)
         elif task == "resolutions":
-            visited = tuple(Resolution(**size) for size in values["visited"])
-            comparison.resolutions.append(Resolutions(rival.title, workload, visited))
+            kept = Resolutions(rival.title, workload, tuple(Resolution(**size) for size in values["visited"]))
+            comparison.resolutions.append(kept)
         else:
             milliseconds, launches, source = values["kernels"]
-            comparison.kernels.append(Kernels(rival.title, workload, milliseconds, launches, source))
+            kept = Kernels(rival.title, workload, milliseconds, launches, source)
+            comparison.kernels.append(kept)
+        self._keep(kept)
 
     def _job(self, task: str, engine: str, options: EngineOptions, workload: Workload) -> dict[str, Any]:
         return {
@@ -219,12 +256,24 @@ class Contest:
             "batch_count": self._setup.batch_count,
         }
 
-    def _work(self, title: str, job: dict[str, Any], rival: Rival | None) -> dict[str, Any]:
+    def _work(self, title: str, job: dict[str, Any], rival: Rival | None, timeout_s: float | None) -> dict[str, Any]:
         python = self._setup.pythons.get(rival.engine) if rival is not None else None
         self._told(f"{title}: starts")
         return run_worker(
-            job, lambda text: self._told(f"{title}: {text}"), python=python, timeout_s=self._setup.timeout_s
+            job,
+            lambda text: self._told(f"{title}: {text}"),
+            python=python,
+            timeout_s=timeout_s,
+            scratch=self._scratch,
         )
+
+
+def _read_all(folder: Path) -> None:
+    """Read every file of a folder once, so that all of them lie in the page cache."""
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        with path.open("rb") as file:
+            while file.read(_BLOCK):
+                pass
 
 
 def _tuples(values: Mapping[str, Any]) -> dict[str, Any]:

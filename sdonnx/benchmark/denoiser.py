@@ -17,9 +17,10 @@ from typing import Any
 
 import numpy as np
 
-from sdonnx.benchmark.files import append_json
+from sdonnx.benchmark.files import append_json, refuse_file
 from sdonnx.benchmark.kernels import IDLE, times_of_kernels
 from sdonnx.benchmark.record import environment
+from sdonnx.benchmark.statistics import quantile
 from sdonnx.errors import OptionError
 from sdonnx.terminal import add_debug, console, guarded
 
@@ -160,6 +161,8 @@ def _run(options: argparse.Namespace) -> int:
 
     if not torch.cuda.is_available():
         raise OptionError("this machine has no GPU that torch sees", "an NVIDIA GPU", "run it on such a machine")
+    refuse_file(options.json)
+    torch.backends.cudnn.benchmark = True  # as in the pipeline's benchmark
     case = _Case(options)
     calls: dict[str, Callable[[], Any]] = {}
     records: dict[str, dict[str, Any]] = {}
@@ -185,7 +188,7 @@ def _run(options: argparse.Namespace) -> int:
         records[engine] |= {
             "median_ms": round(statistics.median(everything), 4),
             "min_ms": round(everything[0], 4),
-            "p99_ms": round(everything[int(len(everything) * 0.99)], 4),
+            "p99_ms": round(quantile(everything, 0.99), 4),
             "round_medians_ms": [round(median, 4) for median in medians],
         }
         records[engine] |= _kernels(calls[engine])

@@ -93,7 +93,7 @@ class Engine(abc.ABC):
 
     def __init__(self, options: EngineOptions) -> None:
         """Look at the options and the folder."""
-        self.require_packages(options)
+        self.require_packages(xformers=options.xformers)
         if options.compile_mode not in (None, *self.compile_modes):
             raise OptionError(
                 f"the compile mode {options.compile_mode!r} for the engine {self.name}",
@@ -107,14 +107,15 @@ class Engine(abc.ABC):
         self.check_folder()
         self.device = options.provider or self.default_provider()
 
-    def require_packages(self, options: EngineOptions) -> None:
+    @classmethod
+    def require_packages(cls, *, xformers: bool = False) -> None:
         """Raise OptionError where a package is missing."""
-        missing = [module for module in self.modules if not is_there(module)]
+        missing = [module for module in cls.modules if not is_there(module)]
         if missing:
             raise OptionError(
-                f"the engine {self.name} without {', '.join(missing)}",
+                f"the engine {cls.name} without {', '.join(missing)}",
                 "these packages in the environment",
-                self.installation,
+                cls.installation,
             )
 
     def check_folder(self) -> None:
@@ -171,6 +172,9 @@ class Engine(abc.ABC):
     @abc.abstractmethod
     def scheduler(self) -> str:
         """The sampler's class, as diffusers names it."""
+
+    def warmed_up(self) -> None:  # noqa: B027  most have nothing to do
+        """Told when the runs that do not count are over."""
 
     def allocator_bytes(self) -> int | None:
         """Return the peak of the memory that the library's own allocator held; None where it does not tell."""

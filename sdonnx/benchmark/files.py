@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -62,12 +63,20 @@ def refuse_file(path: Path) -> None:
 
 
 def append_json(path: Path, record: Mapping[str, Any]) -> None:
-    """Append a record to a file of JSON lines.
+    """Append a record to a file of JSON lines; numbers that JSON does not have (NaN, infinity) become null.
 
     Raises:
         OutputError: the file cannot be written.
     """
-    _append(path, json.dumps(record, ensure_ascii=False) + "\n")
+    _append(path, json.dumps(_finite(record), ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _finite(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _header(path: Path) -> tuple[str, ...] | None:
@@ -89,7 +98,7 @@ def _append(path: Path, text: str) -> None:
             end = file.seek(0, os.SEEK_END)
             file.seek(max(0, end - 1))
             start = b"" if file.read(1) in (b"", b"\n") else b"\n"
-            file.write(start + text.encode())
+            file.write(start + text.encode("utf-8", "backslashreplace"))  # names of files need not be text
     except OSError as error:
         raise OutputError(
             f"writing {path} failed ({error.strerror})",

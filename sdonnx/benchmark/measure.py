@@ -7,10 +7,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from sdonnx.benchmark.engine import Engine
-from sdonnx.benchmark.memory import PeakMemory, clock_mhz, host_peak_bytes, memory_source
-from sdonnx.benchmark.results import Resolution, Round, Workload
+from sdonnx.benchmark.memory import PeakMemory, host_peak_bytes, memory_source
+from sdonnx.benchmark.results import LEAST_PSNR_DB, Resolution, Round, Workload
 from sdonnx.benchmark.statistics import quantile
+from sdonnx.parity import psnr
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -19,6 +22,7 @@ __all__ = [
     "PROMPTS",
     "RESOLUTIONS",
     "WARM_UPS",
+    "differs",
     "measure_kernels",
     "measure_resolutions",
     "measure_round",
@@ -61,10 +65,12 @@ def measure_round(
     *,
     warm_ups: int = WARM_UPS,
     told: Told = lambda text: None,
-) -> tuple[Round, list[Image]]:
-    """Load an engine, time it, and return what was measured and its images of the first prompt.
+) -> tuple[Round, list[Image], str | None]:
+    """Load an engine, time it, and return what was measured, its images of each prompt, and what is wrong with them.
 
-    The clock runs around the whole call, from the words to images in the host's memory.
+    The clock runs around the whole call, from the words to images in the host's memory. Nothing watches the timed
+    runs: memory and clocks are read in the others. Between the timed runs images are compared with the first ones of
+    their prompt, which have the same seed.
 
     Args:
         engine: not loaded yet.
@@ -85,32 +91,56 @@ def measure_round(
     seconds: list[float] = []
     peaks: list[int] = []
     clocks: list[int] = []
-    images: list[Image] = []
-    runs = [prompt for prompt in prompts for _ in range(batch_count)]
-    for index, prompt in enumerate([_WARM_UP_PROMPT] * warm_ups + runs):
-        with PeakMemory(source) as memory:
-            start = time.perf_counter()
-            drawn = engine.draw(prompt, workload)
-            seconds.append(time.perf_counter() - start)
+    fault: str | None = None
+
+    def watched(prompt: str) -> list[Image]:
+        with PeakMemory(source, engine.device) as memory:
+            drawn = timed(prompt)
         peaks.append(memory.peak_bytes)
-        clocks += clock_mhz(engine.device)
-        if index == warm_ups:
-            images = drawn
-        what = (
-            f"warm-up {index + 1} of {warm_ups}" if index < warm_ups else f"run {index - warm_ups + 1} of {len(runs)}"
-        )
-        told(f"{what}: {seconds[-1]:.3f} s")
+        clocks.extend(memory.clocks_mhz)
+        return drawn
+
+    def timed(prompt: str) -> list[Image]:
+        start = time.perf_counter()
+        drawn = engine.draw(prompt, workload)
+        seconds.append(time.perf_counter() - start)
+        return drawn
+
+    for index in range(warm_ups):
+        watched(_WARM_UP_PROMPT)
+        told(f"warm-up {index + 1} of {warm_ups}: {seconds[-1]:.3f} s")
+    engine.warmed_up()
+    first: dict[str, list[Image]] = {}
+    runs = [prompt for prompt in prompts for _ in range(batch_count)]
+    for index, prompt in enumerate(runs):
+        # Without a warm-up this is the first run of all, whose memory is wanted.
+        drawn = timed(prompt) if peaks else watched(prompt)
+        told(f"run {index + 1} of {len(runs)}: {seconds[-1]:.3f} s")
+        if fault is None and differs(drawn, first.setdefault(prompt, drawn)):
+            fault = f"run {index + 1} drew another image than the first of the same prompt and seed"
+    latencies = tuple(seconds[warm_ups:])
+    watched(prompts[0])
     measured = Round(
         load_s,
         tuple(seconds[:warm_ups]),
-        tuple(seconds[warm_ups:]),
+        latencies,
         tuple(peaks),
         source.kind,
         engine.allocator_bytes(),
         host_peak_bytes(),
-        tuple(clocks),
+        _range_of(clocks),
     )
-    return measured, images
+    return measured, [image for prompt in prompts for image in first[prompt]], fault
+
+
+def differs(images: Sequence[Image], others: Sequence[Image]) -> bool:
+    """Tell whether images are others than those of the same prompt and seed: below `LEAST_PSNR_DB`."""
+    one, other = (np.stack([np.asarray(image, np.float32) for image in each]) / 255 for each in (images, others))
+    return one.shape != other.shape or psnr(one, other) < LEAST_PSNR_DB
+
+
+def _range_of(clocks: Sequence[int]) -> tuple[int, ...]:
+    return (min(clocks), round(quantile(clocks, 0.5)), max(clocks)) if clocks else ()
 
 
 def step_counts(most: int) -> list[int]:
@@ -131,6 +161,8 @@ def measure_throughput(
     """Load an engine and return (steps, median latency in seconds); each number is warmed up by one run."""
     engine.load(workload)
     points: list[tuple[int, float]] = []
+    for _ in range(WARM_UPS):
+        engine.draw(prompt, workload)
     for steps in step_counts(workload.steps):
         fewer = replace(workload, steps=steps)
         engine.draw(prompt, fewer)
@@ -159,10 +191,9 @@ def measure_resolutions(engine: Engine, workload: Workload, prompt: str, multipl
         if index == 0:
             for _ in range(WARM_UPS):
                 engine.draw(prompt, size)
-        first, *later = [_timed(engine, prompt, size) for _ in range(4)]
-        # A compiled engine may record in its second image as well: the best of the later ones is the warm one.
-        visited.append(Resolution(height, width, first, min(later)))
-        told(f"{height}x{width}: first {first:.3f} s, then {min(later):.3f} s")
+        first, second, *later = [_timed(engine, prompt, size) for _ in range(5)]
+        visited.append(Resolution(height, width, first, second, min(later)))
+        told(f"{height}x{width}: first {first:.3f} s, second {second:.3f} s, then {min(later):.3f} s")
     return visited
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import resource
 import sys
 import threading
 import uuid
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from sdonnx.errors import OptionError, ProviderError
@@ -151,7 +153,15 @@ def clock_mhz(device: str) -> list[int]:
 
 
 def host_peak_bytes() -> int:
-    """Return the highest resident memory that this process has had; getrusage counts it in KiB on Linux."""
+    """Return the highest resident memory that this process has had.
+
+    On Linux it is VmHWM of /proc, which begins anew with a program; getrusage's figure is that of the process that
+    started it, where that one was larger.
+    """
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
@@ -159,14 +169,21 @@ def host_peak_bytes() -> int:
 class PeakMemory:
     """The highest figure of a source within a `with` block, read every 10 ms by a thread of its own.
 
+    Args:
+        source: what is watched.
+        device: "cuda" to read the GPU's clock too.
+        interval_s: seconds between two looks.
+
     Attributes:
         peak_bytes: the peak so far; final once the block has ended.
+        clocks_mhz: of the GPU's multiprocessors, at each look.
     """
 
-    def __init__(self, source: MemorySource, interval_s: float = _INTERVAL_S) -> None:
+    def __init__(self, source: MemorySource, device: str = "cpu", interval_s: float = _INTERVAL_S) -> None:
         """Watch a source."""
         self.peak_bytes = 0
-        self._source, self._interval_s = source, interval_s
+        self.clocks_mhz: list[int] = []
+        self._source, self._device, self._interval_s = source, device, interval_s
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
@@ -187,6 +204,7 @@ class PeakMemory:
     def _watch(self) -> None:
         while not self._ended.wait(self._interval_s):
             self._read()
+            self.clocks_mhz += clock_mhz(self._device)
 
     def _read(self) -> None:
         self.peak_bytes = max(self.peak_bytes, self._source.bytes_used())

@@ -7,6 +7,8 @@ for the same things are accepted too, and each name with `-` and with `_`.
 from __future__ import annotations
 
 import argparse
+import math
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -156,8 +158,32 @@ def refuse(options: argparse.Namespace) -> None:
         raise OptionError("no pipeline", "-p FOLDER or --arch NAME", "pass one of them")
     if options.throughput and options.steps == 1:
         raise OptionError("--throughput with one step", "2 at least", "pass for example --steps 20")
-    if options.timeout is not None and not options.timeout > 0:
-        raise OptionError(f"--timeout is {options.timeout}", "more than 0 s", "pass such a number")
+    if options.timeout is not None and not 0 < options.timeout <= threading.TIMEOUT_MAX:
+        raise OptionError(f"--timeout is {options.timeout}", "more than 0 s, and a year at most", "pass such a number")
+    if not math.isfinite(options.guidance_scale):
+        raise OptionError(f"--guidance_scale is {options.guidance_scale}", "a finite number", "pass such a number")
+    if options.input_image is not None and "onnxruntime-plain" in options.engine:
+        raise OptionError("--input-image for the engine onnxruntime-plain", "another engine", "leave one of them out")
+    if options.input_image is not None and int(options.steps * options.strength) < 1:
+        raise OptionError(
+            f"--strength {options.strength} of {options.steps} steps", "one step at least", "raise one of them"
+        )
+    _refuse_images(options)
+
+
+def _refuse_images(options: argparse.Namespace) -> None:
+    from PIL import Image
+
+    if options.input_image is not None:
+        try:
+            with Image.open(options.input_image) as file:
+                file.verify()
+        except OSError as error:
+            raise OptionError(f"{options.input_image} cannot be read ({error})", "an image", "give another") from error
+    if options.output_image is not None:
+        suffix = options.output_image.suffix.lower()
+        if suffix and suffix not in Image.registered_extensions():
+            raise OptionError(f"--output_image {options.output_image}", "a name such as x.png", "choose another")
 
 
 def _pythons(given: Sequence[str]) -> dict[str, str]:

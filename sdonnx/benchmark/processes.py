@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -23,7 +24,12 @@ class WorkerError(Exception):
 
 
 def run_worker(
-    job: dict[str, Any], told: Callable[[str], None], *, python: str | None = None, timeout_s: float | None = None
+    job: dict[str, Any],
+    told: Callable[[str], None],
+    *,
+    python: str | None = None,
+    timeout_s: float | None = None,
+    scratch: Path | None = None,
 ) -> dict[str, Any]:
     """Do a job in a new process and return the values of its events by name.
 
@@ -32,18 +38,25 @@ def run_worker(
         told: told what the process tells.
         python: the interpreter; by default this one.
         timeout_s: how long it may take.
+        scratch: where it and its compilers write what is of no use later; by default where they do by themselves.
 
     Raises:
         WorkerError: it told why it failed, ended without a word, or took too long.
     """
     # A process that was started elsewhere finds this project where it lies.
     paths = [str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"} | _caches(scratch)
     command = [python or sys.executable, "-m", "sdonnx.benchmark.worker"]
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors:
         try:
             process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                env=environment,
+                start_new_session=True,  # so that what it starts itself can be ended with it
             )
         except OSError as error:
             raise WorkerError(f"{command[0]} could not be started ({error.strerror})") from error
@@ -51,7 +64,7 @@ def run_worker(
 
         def end() -> None:
             late.set()
-            process.kill()
+            _end(process)
 
         timer = threading.Timer(threading.TIMEOUT_MAX if timeout_s is None else timeout_s, end)
         timer.daemon = True
@@ -61,7 +74,7 @@ def run_worker(
             status = process.wait()
         finally:
             timer.cancel()
-            process.kill()
+            _end(process)
             process.wait()
         if "done" in values:
             return values
@@ -82,12 +95,33 @@ def _listen(process: subprocess.Popen[str], job: dict[str, Any], told: Callable[
         except BrokenPipeError:
             return values
         for line in process.stdout:
-            event = json.loads(line)
-            if event["event"] == "told":
-                told(event["value"])
+            try:
+                event = json.loads(line)
+                name, value = event["event"], event["value"]
+            except (ValueError, KeyError, TypeError):
+                continue  # printed by the interpreter's start, before the worker took its output for itself
+            if name == "told":
+                told(value)
             else:
-                values[event["event"]] = event["value"]
+                values[name] = value
     return values
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """End a process and all that it has started."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def _caches(scratch: Path | None) -> dict[str, str]:
+    """Return variables that make temporary files and compilers' caches lie in the scratch folder."""
+    if scratch is None:
+        return {}
+    names = ("TMPDIR", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "CUDA_CACHE_PATH")
+    folders = {name: scratch / name.lower() for name in names}
+    for folder in folders.values():
+        folder.mkdir(exist_ok=True)
+    return {name: str(folder) for name, folder in folders.items()}
 
 
 def _last_words(status: int, errors: str) -> str:

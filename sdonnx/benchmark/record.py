@@ -6,7 +6,7 @@ import importlib.metadata
 import os
 import platform
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -58,6 +58,14 @@ COLUMNS = (
     "rounds",
     "gpu",
     "remarks",
+    "guidance_scale",
+    "seed",
+    "image_to_image_strength",
+    "io_binding",
+    "warm_ups",
+    "denoiser_calls",
+    "engine_version",
+    "commit",
 )
 """First the table of ONNX Runtime's README for Stable Diffusion (transformers/models/stable_diffusion), then ours.
 Latencies are of a batch, in seconds; MB are 2**20 bytes; psnr_db is empty where the pixels are the same."""
@@ -69,8 +77,16 @@ _MB = 1024**2  # as in ONNX Runtime's benchmark.py
 _PACKAGES = ("jinja2", "numpy", "plotly", "rich", "scikit-image", "tokenizers", "xformers", "lpips", "triton")
 
 
-def row_of(result: Result, version: str, num_prompts: int, batch_count: int, gpu: str | None) -> Row:
-    """Return the row of a result that has rounds."""
+def row_of(result: Result, version: str, num_prompts: int, batch_count: int, told: Mapping[str, Any]) -> Row:
+    """Return the row of a result that has rounds.
+
+    Args:
+        result: the result.
+        version: a label of the model.
+        num_prompts: how many prompts each round drew.
+        batch_count: how often each.
+        told: `environment`'s answer.
+    """
     summary = result.summary
     assert summary is not None
     engine, workload, stages, agreement = result.engine, result.workload, result.stages, result.agreement
@@ -89,8 +105,16 @@ def row_of(result: Result, version: str, num_prompts: int, batch_count: int, gpu
         "precision": engine["precision"],
         "scheduler": engine["scheduler"],
         "rounds": len(result.rounds),
-        "gpu": gpu,
+        "gpu": (told["machine"]["gpu"] or {}).get("name"),
         "remarks": "; ".join(result.remarks),
+        "guidance_scale": workload.guidance_scale,
+        "seed": workload.seed,
+        "image_to_image_strength": None if workload.image is None else workload.strength,
+        "io_binding": engine["io_binding"],
+        "warm_ups": len(result.rounds[0].warm_up_s),
+        "denoiser_calls": None if stages is None else stages.denoiser_calls,
+        "engine_version": engine["version"],
+        "commit": told["git"]["commit"],
     }
     return {
         "engine": engine["name"],

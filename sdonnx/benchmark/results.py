@@ -83,11 +83,12 @@ class Round:
         warm_up_s: each run before the clock counts; the first captures, compiles or searches. Empty where
             the warm-up was skipped.
         latencies_s: each timed run, by prompt and then by repetition.
-        peak_bytes: the highest memory in each run, warm-up runs first.
+        peak_bytes: the highest memory in each warm-up run (without any, in the first timed one), and in one more run
+            after the timed ones, which nothing watches.
         memory_kind: what was counted there.
         allocator_bytes: the peak by the library's own allocator; None where it does not tell.
         host_peak_bytes: the highest resident memory of the process.
-        clocks_mhz: of the GPU's multiprocessors, after each run; empty on a CPU.
+        clocks_mhz: of the GPU's multiprocessors, least, median and highest while it drew; empty on a CPU.
         position: its place in the round's order, from 0 on.
     """
 
@@ -113,8 +114,8 @@ class Round:
 
     @property
     def second_run_bytes(self) -> int:
-        """The peak over the timed runs."""
-        return max(self.peak_bytes[len(self.warm_up_s) :])
+        """The peak in the run after the timed ones."""
+        return self.peak_bytes[-1]
 
 
 @dataclass(frozen=True)
@@ -123,7 +124,7 @@ class Stages:
 
     Attributes:
         text_ms: prompts to hidden states.
-        step_ms: one denoising step: denoiser, guidance and sampler.
+        step_ms: one call of the denoiser, with guidance and what the sampler does; Heun has two in a step.
         decode_ms: latents to pixels.
         iterations_per_second: denoiser calls in a second, the first one left out.
         denoiser_calls: in a run.
@@ -167,6 +168,8 @@ class Result:
         flops: floating-point operations of a denoiser call; None where torch is not there to count them.
         matrix_rate: floating-point operations a second that the chip's matrix product was measured to reach.
         failure: why there is no result, or why it must not be trusted; None where all is well.
+        unchecked: why its images were compared with nothing although they should have been.
+        unstaged: why its stages were not measured.
     """
 
     rival: str
@@ -178,6 +181,8 @@ class Result:
     flops: float | None = None
     matrix_rate: float | None = None
     failure: str | None = None
+    unchecked: str | None = None
+    unstaged: str | None = None
 
     @property
     def summary(self) -> Summary | None:
@@ -196,6 +201,10 @@ class Result:
         """What a reader must know of the row."""
         summary = self.summary
         remarks = [self.failure] if self.failure else []
+        if self.unchecked:
+            remarks.append(f"compared with nothing: {self.unchecked}")
+        if self.unstaged:
+            remarks.append(f"stages not measured: {self.unstaged}")
         if summary is not None and summary.spread > LARGE_SPREAD:
             remarks.append(f"spread of {summary.spread:.0%}")
         first = [each.first_image_s for each in self.rounds]
@@ -224,17 +233,26 @@ class Throughput:
 
 @dataclass(frozen=True)
 class Resolution:
-    """A size that was visited: its first image and its second, in seconds; `stall_s` is what the first cost more."""
+    """A size that was visited.
+
+    Attributes:
+        height: in pixels.
+        width: in pixels.
+        first_s: seconds of its first image.
+        second_s: of its second.
+        settled_s: of the best after that.
+    """
 
     height: int
     width: int
     first_s: float
     second_s: float
+    settled_s: float
 
     @property
     def stall_s(self) -> float:
-        """What the first image of the size cost more."""
-        return max(self.first_s - self.second_s, 0.0)
+        """What the first two images of the size cost more than a later one; some compilers record in the second."""
+        return sum(max(seconds - self.settled_s, 0.0) for seconds in (self.first_s, self.second_s))
 
 
 @dataclass(frozen=True)
@@ -286,8 +304,8 @@ class Comparison:
 
     @property
     def failed(self) -> bool:
-        """Whether a row has no result, or one that must not be trusted."""
-        return any(result.failure for result in self.results)
+        """Whether a row has no result, or one that must not be trusted, or was not checked as it should have been."""
+        return any(result.failure or result.unchecked for result in self.results)
 
 
 def plain(value: Any) -> Any:

@@ -10,9 +10,9 @@ from sdonnx.errors import OptionError
 
 __all__ = ["NAMES", "Rival", "rivals_of"]
 
-_COMPILED, _REGIONAL = "torch-compile", "torch-regional"
+_COMPILED, _REGIONAL, _XFORMERS = "torch-compile", "torch-regional", "torch-xformers"
 
-NAMES = (*ENGINES, _COMPILED, _REGIONAL)
+NAMES = (*ENGINES, _XFORMERS, _COMPILED, _REGIONAL)
 """What `-e` takes; the last two also with a mode, as in `torch-compile:max-autotune`."""
 
 
@@ -45,7 +45,7 @@ def rivals_of(
         compiled: `--enable_torch_compile`: compile the engine torch.
         mode: `--compile_mode`, for those that name none; by default what torch's users take: reduce-overhead
             for a whole model, default for its blocks, which are too many to record one by one.
-        xformers: `--use_xformers`.
+        xformers: `--use_xformers`: the engine torch becomes torch-xformers.
 
     Raises:
         OptionError: a name or a mode is unknown, or an option suits none of the engines.
@@ -57,18 +57,20 @@ def rivals_of(
         )
     if mode is not None and not any(rival.compile_mode for rival in rivals):
         raise OptionError("--compile_mode without --enable_torch_compile", "both", "add --enable_torch_compile")
-    if xformers and not any(rival.xformers for rival in rivals):
+    if xformers and compiled:
+        # Fusing the QKV projections, as compiled models have it, takes the place of xformers' attention.
+        raise OptionError("--use_xformers and --enable_torch_compile", "one of them", "leave one out")
+    if xformers and "torch" not in names:
         raise OptionError("--use_xformers without the engine torch", "both", "leave it out, or add -e torch")
     return list(dict.fromkeys(rivals))
 
 
 def _rival(name: str, compiled: bool, mode: str | None, xformers: bool) -> Rival:
     base, _, own = name.partition(":")
-    if base == "torch" and compiled:
-        base = _COMPILED
+    if base == "torch":
+        base = _COMPILED if compiled else _XFORMERS if xformers else base
     if base not in NAMES or (own and base not in (_COMPILED, _REGIONAL)):
         raise OptionError(f"the engine {name!r} is unknown", f"one of {', '.join(NAMES)}", "pass one")
-    suffix = " xformers" if xformers else ""
     if base in (_COMPILED, _REGIONAL):
         regional = base == _REGIONAL
         chosen = own or mode or ("default" if regional else "reduce-overhead")
@@ -76,5 +78,5 @@ def _rival(name: str, compiled: bool, mode: str | None, xformers: bool) -> Rival
             raise OptionError(
                 f"the compile mode {chosen!r} is unknown", f"one of {', '.join(COMPILE_MODES)}", "pass one"
             )
-        return Rival(f"{base}:{chosen}{suffix}", "torch", chosen, regional, xformers)
-    return Rival(base + suffix, base, xformers=xformers) if base == "torch" else Rival(base, base)
+        return Rival(f"{base}:{chosen}", "torch", chosen, regional)
+    return Rival(base, "torch", xformers=True) if base == _XFORMERS else Rival(base, base)

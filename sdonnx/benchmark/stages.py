@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import statistics
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from sdonnx.benchmark.results import Stages
 
-__all__ = ["DECODE", "STEP", "TEXT", "StageClock"]
+__all__ = ["DECODE", "STEP", "TEXT", "StageClock", "median_of"]
 
 TEXT, STEP, DECODE = "text", "step", "decode"
+
+
+def median_of(stages: Sequence[Stages]) -> Stages:
+    """Return the median of each stage over rounds, one at least."""
+    names = ("text_ms", "step_ms", "decode_ms", "iterations_per_second")
+    times = {name: statistics.median(getattr(each, name) for each in stages) for name in names}
+    return Stages(**times, denoiser_calls=stages[0].denoiser_calls)
 
 
 class StageClock:

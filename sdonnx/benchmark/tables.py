@@ -39,13 +39,14 @@ def _table(title: str, columns: Iterable[str]) -> Table:
 
     table = Table(title=title, title_justify="left")
     for index, column in enumerate(columns):
-        table.add_column(column, justify="right" if index else "left", overflow="fold")
+        table.add_column(column, justify="right" if index else "left", overflow="fold", no_wrap=not index)
     return table
 
 
 def _results(workload: Workload, results: list[Result]) -> Table:
     """Return the results beside one another: a column for each engine, since twenty numbers fit in no line."""
-    table = _table(workload.title, ["", *(result.rival for result in results)])
+    titles = [result.rival + (" (not to be trusted)" if result.failure else "") for result in results]
+    table = _table(workload.title, ["", *titles])
 
     def row(title: str, cell: Callable[[Result], str]) -> None:
         cells = [cell(result) for result in results]
@@ -92,7 +93,7 @@ def _number(value: float | None, digits: int, unit: float = 1.0) -> str:
 
 
 def _throughput(measured: list[Throughput]) -> Table:
-    table = _table("time = a * steps + b", ["engine", "a, ms", "b, ms", "iterations/s", "R squared"])
+    table = _table("time = a * steps + b", ["engine", "a, ms", "b, ms", "steps/s", "R squared"])
     for each in measured:
         line = each.line
         table.add_row(
@@ -106,10 +107,10 @@ def _throughput(measured: list[Throughput]) -> Table:
 
 
 def _resolutions(measured: list[Resolutions]) -> Table:
-    table = _table("sizes in one process", ["engine", "size", "first image, s", "then, s", "stall, s"])
+    table = _table("sizes in one process", ["engine", "size", "first image, s", "second, s", "then, s", "stall, s"])
     for each in measured:
         for size in each.visited:
-            values = (size.first_s, size.second_s, size.stall_s)
+            values = (size.first_s, size.second_s, size.settled_s, size.stall_s)
             table.add_row(each.rival, f"{size.height}x{size.width}", *(f"{value:.3f}" for value in values))
     return table
 

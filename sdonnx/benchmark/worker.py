@@ -7,6 +7,7 @@ tells, what it measured, and, last, that it is done or why it failed. What libra
 from __future__ import annotations
 
 import dataclasses
+import importlib.metadata
 import json
 import os
 import sys
@@ -35,8 +36,7 @@ def perform(job: dict[str, Any], emit: Emit) -> None:
 
     Args:
         job: `task`; `engine`, a key of ENGINES or "reference"; `options` of the engine; `workload`; `prompts`;
-            `batch_count`; `warm_ups`; `images`, the file that the first prompt's images are written to (npy); and
-            `stages`, whether to measure them.
+            `batch_count`; `warm_ups`; and `images`, the file that each prompt's images are written to (npy).
         emit: told (event, value).
 
     Raises:
@@ -55,15 +55,20 @@ def perform(job: dict[str, Any], emit: Emit) -> None:
         assert isinstance(engine, ReferenceEngine)
         engine.load(workload)
         images, flops = engine.draw_and_count(prompts[0], workload)
+        for prompt in prompts[1:]:
+            images += engine.draw(prompt, workload)
         _write(images, job["images"])
         emit("flops", flops)
         emit("matrix_rates", engine.matrix_rates())
     elif job["task"] == "round":
-        measured, images = measure_round(engine, workload, prompts, count, warm_ups=job["warm_ups"], told=told)
+        measured, images, fault = measure_round(engine, workload, prompts, count, warm_ups=job["warm_ups"], told=told)
         _write(images, job["images"])
         emit("round", dataclasses.asdict(measured))
-        if job["stages"]:
+        emit("fault", fault)
+        try:
             emit("stages", dataclasses.asdict(engine.stages(prompts[0], workload)))
+        except Exception as error:  # what was timed stands all the same
+            emit("unstaged", _reason(error))
     elif job["task"] == "throughput":
         emit("points", measure_throughput(engine, workload, prompts[0], count, told))
     elif job["task"] == "resolutions":
@@ -72,6 +77,13 @@ def perform(job: dict[str, Any], emit: Emit) -> None:
     else:
         emit("kernels", measure_kernels(engine, workload, prompts[0]))
     emit("engine", _described(engine))
+
+
+def _installed(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def _write(images: list[Any], path: str) -> None:
@@ -88,10 +100,12 @@ def _described(engine: Engine) -> dict[str, Any]:
         "compile_mode": engine.options.compile_mode,
         "regional": engine.options.regional,
         "xformers": engine.options.xformers,
+        "io_binding": engine.options.io_binding,
         "safety_checker": engine.options.safety_checker,
         "scheduler": engine.scheduler,
         "folder": str(engine.folder.path),
         "family": engine.family.name,
+        "packages": {name: each for names in engine.distributions for name in names if (each := _installed(name))},
     }
 
 
@@ -112,11 +126,15 @@ def main() -> int:
         return 1
     except Exception as error:  # whatever a rival's libraries raise: its row says so, the others go on
         traceback.print_exc()
-        reason = " ".join(str(error).split())
-        emit("failed", f"{type(error).__name__}: {reason[:300]}")
+        emit("failed", _reason(error))
         return 1
     emit("done", None)
     return 0
+
+
+def _reason(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    return text if isinstance(error, SdonnxError) else f"{type(error).__name__}: {text[:300]}"
 
 
 def _own_output() -> TextIO:

@@ -35,6 +35,7 @@ class Processes:
         self.jobs: list[dict[str, Any]] = []
         self.options: list[dict[str, Any]] = []
         self.misbehave: Misbehave = lambda engine, count: None
+        self.changed: dict[str, Any] = {}
 
     def __call__(self, job: dict[str, Any], told: Any, **options: Any) -> dict[str, Any]:
         engine = self.title(job)
@@ -45,7 +46,7 @@ class Processes:
         if job["task"] == "throughput":
             return {"points": [[1, 0.3], [2, 0.4], [4, 0.6]]}
         if job["task"] == "resolutions":
-            return {"visited": [{"height": 64, "width": 48, "first_s": 2.0, "second_s": 0.5}]}
+            return {"visited": [{"height": 64, "width": 48, "first_s": 2.0, "second_s": 0.75, "settled_s": 0.5}]}
         if job["task"] == "kernels":
             return {"kernels": [{"convolution": 3.0, "idle": 1.0}, 7, "known"]}
         np.save(job["images"], PIXELS if changed is None else changed)
@@ -62,8 +63,9 @@ class Processes:
             "clocks_mhz": [1980],
             "position": 0,
         }
-        values: dict[str, Any] = {"round": measured, "engine": {"name": job["engine"], "precision": "float16"}}
-        return values | ({"stages": STAGES} if job["stages"] else {})
+        stages = STAGES | {"step_ms": 2.0 + 2 * count}
+        engine_told = {"name": job["engine"], "precision": "float16"}
+        return {"round": measured, "engine": engine_told, "fault": None, "stages": stages} | self.changed
 
     @staticmethod
     def title(job: dict[str, Any]) -> str:
@@ -83,8 +85,8 @@ def setup(*names: str, **options: Any) -> Setup:
     return Setup(tuple(rivals_of(names or ("onnxruntime", "torch", "torch-compile"))), **(chosen | options))
 
 
-def contest(chosen: Setup, unusable: dict[Rival, str] | None = None) -> tuple[Comparison, list[Result]]:
-    comparison, kept = Comparison("known", {}), list[Result]()
+def contest(chosen: Setup, unusable: dict[Rival, str] | None = None) -> tuple[Comparison, list[Any]]:
+    comparison, kept = Comparison("known", {}), list[Any]()
     run = Contest(chosen, comparison, lambda text: None, kept.append)
     run.unusable = unusable or {}
     run.run()
@@ -97,12 +99,13 @@ def test_a_result_holds_its_rounds(processes: Processes) -> None:
     assert [result.rival for result in kept] == ["onnxruntime", "torch", "torch-compile:reduce-overhead"]
     for result in kept:
         assert [each.latencies_s for each in result.rounds] == [(1, 2), (2, 3), (3, 4)]
-        assert result.stages == Stages(**STAGES)  # type: ignore[arg-type]
+        # 2, 4 and 6 ms a step.
+        assert result.stages == Stages(**(STAGES | {"step_ms": 4.0}))  # type: ignore[arg-type]
         assert result.agreement is not None
         assert (result.agreement.psnr_db, result.failure) == (None, None)
         assert (result.flops, result.matrix_rate) == (8e12, 800e12)
-        # 8 TFLOP in 2 ms of a chip that does 800 TFLOP/s would be 5.
-        assert result.share_of_matrix_rate == pytest.approx(5)
+        # 8 TFLOP in 4 ms of a chip that does 800 TFLOP/s would be 2.5.
+        assert result.share_of_matrix_rate == pytest.approx(2.5)
     assert not comparison.failed
     assert set(comparison.images) == {(name, WORKLOAD) for name in (REFERENCE, *(result.rival for result in kept))}
 
@@ -114,6 +117,7 @@ def test_the_order_is_another_in_each_round_and_the_same_when_repeated(processes
         order = sorted(comparison.results, key=lambda result: result.rounds[number].position)
         orders.append([result.rival for result in order])
         assert sorted(each.rounds[number].position for each in comparison.results) == [0, 1, 2]
+    assert all(second == first[::-1] for first, second in zip(orders[::2], orders[1::2], strict=True))
     assert len({tuple(order) for order in orders}) > 2
     ran = [processes.title(job) for job in processes.jobs]
     assert ran[0] == "reference reference"
@@ -130,7 +134,11 @@ def test_each_engine_gets_the_folder_that_it_reads(processes: Processes) -> None
     assert {job["options"]["io_binding"] for job in processes.jobs if job["task"] == "round"} == {True}
     pythons = {job["engine"]: options["python"] for job, options in zip(processes.jobs, processes.options, strict=True)}
     assert pythons == {"reference": None, "onnxruntime": None, "onnxruntime-plain": None, "torch": "other"}
-    assert {options["timeout_s"] for options in processes.options} == {9}
+    # The reference is no rival: it has all the time that it needs.
+    ran = zip(processes.jobs, processes.options, strict=True)
+    timeouts = {job["engine"]: options["timeout_s"] for job, options in ran}
+    assert timeouts == {"reference": None, "onnxruntime": 9, "onnxruntime-plain": 9, "torch": 9}
+    assert len({options["scratch"] for options in processes.options}) == 1
 
 
 def test_an_engine_that_fails_has_a_row_and_the_others_go_on(processes: Processes) -> None:
@@ -194,6 +202,22 @@ def test_a_reference_that_fails_leaves_the_rows(processes: Processes) -> None:
     assert [(result.agreement, result.flops, result.failure) for result in comparison.results] == [
         (None, None, None)
     ] * 3
+    assert {result.unchecked for result in comparison.results} == {"torch fp32: out of memory"}
+    assert comparison.failed
+
+
+def test_an_image_that_is_another_in_a_later_run_is_told(processes: Processes) -> None:
+    processes.changed = {"fault": "run 3 drew another image"}
+    comparison, _ = contest(setup("torch"))
+    assert comparison.results[0].failure == "run 3 drew another image"
+
+
+def test_rounds_stand_where_stages_fail(processes: Processes) -> None:
+    processes.changed = {"unstaged": "no events here"}
+    comparison, _ = contest(setup("torch"))
+    assert comparison.results[0].rounds
+    assert "stages not measured: no events here" in comparison.results[0].remarks
+    assert not comparison.failed
 
 
 def test_without_a_diffusers_folder_nothing_is_compared(processes: Processes) -> None:
@@ -209,7 +233,7 @@ def test_what_was_measured_is_kept_when_interrupted(processes: Processes) -> Non
             raise KeyboardInterrupt
 
     processes.misbehave = interrupt
-    comparison, kept = Comparison("known", {}), list[Result]()
+    comparison, kept = Comparison("known", {}), list[Any]()
     run = Contest(setup(rounds=3), comparison, lambda text: None, kept.append)
     with pytest.raises(KeyboardInterrupt):
         run.run()
@@ -222,7 +246,7 @@ def test_what_was_measured_is_kept_when_interrupted(processes: Processes) -> Non
 def test_results_that_cannot_be_kept_can_still_be_shown(processes: Processes) -> None:
     comparison = Comparison("known", {})
 
-    def full(result: Result) -> None:
+    def full(kept: Any) -> None:
         raise OSError("no space")
 
     with pytest.raises(OSError, match="no space"):
@@ -244,7 +268,10 @@ def test_what_is_looked_at_beside_the_rows(processes: Processes) -> None:
     assert (line.slope, line.offset) == pytest.approx((0.1, 0.2))
     assert {each.workload for each in comparison.throughput} == {WORKLOAD}
     assert [each.rival for each in comparison.resolutions] == ["onnxruntime"]
-    assert comparison.resolutions[0].visited == (Resolution(64, 48, 2.0, 0.5),)
-    assert comparison.resolutions[0].visited[0].stall_s == 1.5
+    assert comparison.resolutions[0].visited == (Resolution(64, 48, 2.0, 0.75, 0.5),)
+    assert comparison.resolutions[0].visited[0].stall_s == 1.75
     assert [each.milliseconds for each in comparison.kernels] == [{"convolution": 3.0, "idle": 1.0}] * 2
-    assert [result.failure for result in kept if result.failure] == ["resolutions: too large"]
+    assert [each.failure for each in kept if isinstance(each, Result) and each.failure] == ["resolutions: too large"]
+    # What is beside the rows is kept as soon as it is there.
+    kinds = [type(each).__name__ for each in kept]
+    assert kinds == ["Result"] * 4 + ["Throughput"] * 2 + ["Resolutions", "Result"] + ["Kernels"] * 2

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+import torch._inductor.config as inductor
 from PIL import Image
 from pipelines import refused
 
@@ -232,6 +233,9 @@ def test_compiling_is_set_up_as_documented(
     folders: dict[FolderKind, Path], expected: Pixels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With a compiler that changes nothing, the set-up must change nothing of the images."""
+    for name in ("conv_1x1_as_mm", "coordinate_descent_tuning", "epilogue_fusion"):
+        monkeypatch.setattr(inductor, name, getattr(inductor, name))
+    monkeypatch.setattr(inductor, "coordinate_descent_check_all_directions", False)
     compiled: list[tuple[str, dict[str, Any]]] = []
 
     def compiler(target: Any, **options: Any) -> Any:
@@ -247,7 +251,25 @@ def test_compiling_is_set_up_as_documented(
     assert unet.conv_in.weight.is_contiguous(memory_format=torch.channels_last)
     assert unet.mid_block.attentions[0].transformer_blocks[0].attn1.fused_projections
     assert engine.provider == "cpu compile max-autotune"
+    assert inductor.conv_1x1_as_mm
+    assert not inductor.epilogue_fusion
     assert psnr(pixels(engine.draw(PROMPTS[0], WORKLOAD)), expected) >= 50
+
+
+@pytest.mark.parametrize(("mode", "guidance", "cloned"), [("reduce-overhead", 1.0, True), ("default", 1.0, False)])
+def test_predictions_that_a_replay_would_write_over_are_copied(
+    mode: str, guidance: float, cloned: bool, folders: dict[FolderKind, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "compile", lambda target, **_: target)
+    engine = made(TorchEngine, folders, compile_mode=mode)
+    engine.load(Workload(1, 64, 64, 3, guidance_scale=guidance))
+    scheduler = engine._pipeline.scheduler  # type: ignore[attr-defined]
+    assert ("step" in vars(scheduler)) == cloned
+    scheduler.set_timesteps(3)
+    prediction = torch.ones(1, 4, 8, 8)
+    scheduler.step(prediction, scheduler.timesteps[0], torch.zeros(1, 4, 8, 8))
+    kept = scheduler.ets[-1]
+    assert (kept.data_ptr() == prediction.data_ptr()) != cloned
 
 
 def test_regional_compiling_takes_the_repeated_blocks(

@@ -38,16 +38,18 @@ ENGINE = {
     "compile_mode": "default",
     "regional": False,
     "xformers": True,
+    "io_binding": False,
     "safety_checker": False,
     "scheduler": "PNDMScheduler",
     "folder": "sd15",
     "family": "stable-diffusion",
 }
 MB = 2**20
+TOLD = {"machine": {"gpu": {"name": "H200"}}, "git": {"commit": "abc"}}
 
 
 def result(**changes: Any) -> Result:
-    rounds = [Round(1.25, (3.0,), (1.0, 2.0), (9 * MB, 8 * MB, 7 * MB), "known", 6 * MB, 11 * MB, (1980,), 1)]
+    rounds = [Round(1.25, (3.0,), (1.0, 2.0), (9 * MB, 8 * MB), "known", 6 * MB, 11 * MB, (1980,), 1)]
     stages = Stages(1.5, 20.0, 5.0, 50.0, 51)
     made = Result("torch-compile:default xformers", Workload(4, 512, 768, 50), ENGINE, rounds, stages)
     made.agreement = Agreement(61.234567, 0.99912345, 0.25)
@@ -56,7 +58,7 @@ def result(**changes: Any) -> Result:
 
 
 def test_a_row() -> None:
-    row = row_of(result(), "sd15", 3, 5, "H200")
+    row = row_of(result(), "sd15", 3, 5, TOLD)
     assert ",".join(row) == HEADER
     assert HEADER.startswith(THEIR_COLUMNS)
     assert row == {
@@ -99,15 +101,24 @@ def test_a_row() -> None:
         "rounds": 1,
         "gpu": "H200",
         "remarks": "spread of 53%",
+        "guidance_scale": 7.5,
+        "seed": 0,
+        "image_to_image_strength": None,
+        "io_binding": False,
+        "warm_ups": 1,
+        "denoiser_calls": 51,
+        "engine_version": "2.13.0",
+        "commit": "abc",
     }
 
 
 def test_a_row_of_what_was_not_measured() -> None:
-    row = row_of(result(stages=None, agreement=None, flops=None, failure="black"), "sd15", 1, 1, None)
+    nothing = {"machine": {"gpu": None}, "git": {"commit": None}}
+    row = row_of(result(stages=None, agreement=None, flops=None, failure="black"), "sd15", 1, 1, nothing)
     empty = [name for name, value in row.items() if value is None]
     assert empty == [
         "iterations_per_second", "text_ms", "step_ms", "decode_ms", "psnr_db", "ssim", "lpips", "differing",
-        "tflop_per_call", "share_of_matrix_rate", "gpu",
+        "tflop_per_call", "share_of_matrix_rate", "gpu", "image_to_image_strength", "denoiser_calls", "commit",
     ]  # fmt: skip
     assert row["remarks"] == "black; spread of 53%"
 
@@ -115,7 +126,7 @@ def test_a_row_of_what_was_not_measured() -> None:
 def test_a_record_is_complete() -> None:
     comparison = Comparison("benchmark.py -e torch", {"packages": {"torch": "2.13.0"}})
     made = result()
-    row = row_of(made, "sd15", 1, 2, None)
+    row = row_of(made, "sd15", 1, 2, TOLD)
     record = json.loads(json.dumps(record_of(made, ["a fox"], row, comparison), allow_nan=False))
     assert record["row"] == row
     assert (record["benchmark"], record["command"]) == ("pipeline", "benchmark.py -e torch")
@@ -213,6 +224,17 @@ def test_records_are_lines(tmp_path: Path) -> None:
     append_json(path, {"a": "é\n"})
     append_json(path, {"b": None})
     assert [json.loads(line) for line in path.read_text().splitlines()] == [{"a": "é\n"}, {"b": None}]
+
+
+def test_numbers_that_json_lacks_are_null(tmp_path: Path) -> None:
+    path = tmp_path / "result.jsonl"
+    append_json(path, {"a": float("nan"), "b": [1.5, (float("inf"), "x")]})
+    assert json.loads(path.read_text(), parse_constant=pytest.fail) == {"a": None, "b": [1.5, [None, "x"]]}
+
+
+def test_a_label_that_is_no_text(tmp_path: Path) -> None:
+    append_json(tmp_path / "result.jsonl", {"a": os.fsdecode(b"\xff")})
+    assert (tmp_path / "result.jsonl").read_bytes() == b'{"a": "\\udcff"}\n'
 
 
 def test_places_that_cannot_be_written(tmp_path: Path) -> None:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import mmap
+import subprocess
+import sys
 import time
 import types
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import psutil
 import pynvml
 import pytest
 import torch
+from PIL import Image
 
 from sdonnx.benchmark import memory as memory_module
 from sdonnx.benchmark.measure import (
@@ -37,6 +41,11 @@ from sdonnx.benchmark.results import Resolution, Workload
 WORKLOAD = Workload(2, 64, 64, 3, 5)
 
 
+def image_of(prompt: str) -> Image.Image:
+    pixels = np.random.default_rng(list(prompt.encode())).integers(0, 256, (8, 8, 3))
+    return Image.fromarray(pixels.astype(np.uint8))
+
+
 class Scripted:
     """An engine whose runs take what the test says."""
 
@@ -45,15 +54,19 @@ class Scripted:
     def __init__(self, seconds: dict[tuple[int, int, int], list[float]], load_s: float = 4.0) -> None:
         self.now, self.seconds, self.load_s = 0.0, seconds, load_s
         self.drawn: list[str] = []
+        self.other = 0
 
     def load(self, workload: Workload) -> None:
         self.now += self.load_s
 
-    def draw(self, prompt: str, workload: Workload) -> list[str]:
+    def draw(self, prompt: str, workload: Workload) -> list[Image.Image]:
         self.drawn.append(prompt)
         waiting = self.seconds[workload.height, workload.width, workload.steps]
         self.now += waiting.pop(0) if len(waiting) > 1 else waiting[0]
-        return [f"{prompt} {len(self.drawn)}"]
+        return [image_of(prompt if len(self.drawn) != self.other else "other")]
+
+    def warmed_up(self) -> None:
+        self.drawn.append("warm")
 
     def allocator_bytes(self) -> int:
         return 77
@@ -71,13 +84,15 @@ def scripted(monkeypatch: pytest.MonkeyPatch, seconds: dict[tuple[int, int, int]
 def test_runs_and_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = scripted(monkeypatch, {(64, 64, 3): [3, 1, 2, 5, 6]})
     told: list[str] = []
-    measured, images = measure_round(engine, WORKLOAD, ["a", "b"], 2, warm_ups=1, told=told.append)
-    assert engine.drawn == ["warm up", "a", "a", "b", "b"]
+    measured, images, fault = measure_round(engine, WORKLOAD, ["a", "b"], 2, warm_ups=1, told=told.append)
+    # One more at the end, for what is not read while the clock counts.
+    assert engine.drawn == ["warm up", "warm", "a", "a", "b", "b", "a"]
     assert (measured.load_s, measured.warm_up_s, measured.latencies_s) == (4, (3,), (1, 2, 5, 6))
     assert measured.first_image_s == 7
-    assert images == ["a 2"]
+    assert images == [image_of("a"), image_of("b")]
+    assert fault is None
     assert (measured.allocator_bytes, measured.clocks_mhz) == (77, ())
-    assert len(measured.peak_bytes) == 5
+    assert len(measured.peak_bytes) == 2
     assert measured.host_peak_bytes >= max(measured.peak_bytes) * 0.9 > 0
     assert told == [
         "loaded in 4.00 s",
@@ -91,8 +106,17 @@ def test_runs_and_clock(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_without_a_warm_up_the_first_run_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = scripted(monkeypatch, {(64, 64, 3): [3, 1]})
-    measured, images = measure_round(engine, WORKLOAD, ["a"], 2, warm_ups=0)
-    assert (measured.warm_up_s, measured.latencies_s, images) == ((), (3, 1), ["a 1"])
+    measured, images, _ = measure_round(engine, WORKLOAD, ["a"], 2, warm_ups=0)
+    assert (measured.warm_up_s, measured.latencies_s, images) == ((), (3, 1), [image_of("a")])
+    assert len(measured.peak_bytes) == 2
+
+
+def test_an_image_that_changes_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = scripted(monkeypatch, {(64, 64, 3): [1]})
+    engine.other = 5  # the third of a, after one to warm up and the call that it is over
+    _, images, fault = measure_round(engine, WORKLOAD, ["a"], 4, warm_ups=1)
+    assert images == [image_of("a")]
+    assert fault == "run 3 drew another image than the first of the same prompt and seed"
 
 
 @pytest.mark.parametrize(
@@ -108,7 +132,10 @@ def test_one_step_allows_no_line() -> None:
 
 
 def test_throughput_is_the_median_after_a_run_that_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = scripted(monkeypatch, {(64, 64, steps): [90, steps, steps + 5, steps] for steps in (1, 2, 3)})
+    seconds: dict[tuple[int, int, int], list[float]] = {
+        (64, 64, steps): [90, steps, steps + 5, steps] for steps in (1, 2)
+    }
+    engine = scripted(monkeypatch, seconds | {(64, 64, 3): [90, 80, 70, 60, 3, 8, 3]})
     points = measure_throughput(engine, WORKLOAD, "a", 3, lambda text: None)
     assert points == [(1, 1), (2, 2), (3, 3)]
 
@@ -128,9 +155,10 @@ def test_a_stall_is_what_the_first_image_of_a_size_costs_more(monkeypatch: pytes
     engine.seconds[64, 64, 3] = [50, 40, 30, 1]
     visited = measure_resolutions(engine, WORKLOAD, "a", 8, lambda text: None)
     # The first size is warm before it is timed.
-    assert visited[0] == Resolution(64, 64, 1, 1)
-    assert visited[1:] == [Resolution(height, width, 9, 1) for height, width in sizes[1:]]
-    assert visited[1].stall_s == 8
+    assert visited[0] == Resolution(64, 64, 1, 1, 1)
+    assert visited[1:] == [Resolution(height, width, 9, 2, 1) for height, width in sizes[1:]]
+    # The second one may stall as well, as that of a compiler which records then.
+    assert visited[1].stall_s == 8 + 1
 
 
 def test_kernels_are_those_of_a_warm_engine(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,6 +230,15 @@ def test_clocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pynvml, "nvmlDeviceGetClockInfo", clock)
     assert clock_mhz("cuda") == [1980]
     assert clock_mhz("cuda") == []  # a driver that does not tell
+
+
+def test_the_host_peak_is_the_processes_own() -> None:
+    """Not that of who started it, as getrusage has it on Linux."""
+    code = "from sdonnx.benchmark.memory import host_peak_bytes; print(host_peak_bytes())"
+    block = np.ones(600 * 2**20, np.uint8)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 300 * 2**20
+    assert host_peak_bytes() > block.nbytes
 
 
 @pytest.mark.gpu

@@ -40,7 +40,9 @@ def event(name: str, value: str) -> str:
 
 def test_events_are_told_and_returned(tmp_path: Path) -> None:
     told: list[str] = []
-    python = script(tmp_path, event("told", '"half"'), event("points", "[[1, 2.5]]"), event("done", "null"))
+    noise = ["echo activating", "echo '[1, 2]'", "echo"]  # an environment's own, before the worker starts
+    lines = [event("told", '"half"'), event("points", "[[1, 2.5]]"), event("done", "null")]
+    python = script(tmp_path, *noise, *lines)
     assert run_worker(JOB, told.append, python=python) == {"points": [[1, 2.5]], "done": None}
     assert told == ["half"]
 
@@ -84,12 +86,24 @@ def test_an_interpreter_that_is_not_there() -> None:
         run_worker(JOB, silent, python="nowhere/python")
 
 
-def test_a_process_that_takes_too_long(tmp_path: Path) -> None:
+@pytest.mark.parametrize("line", ["exec sleep 60", "sleep 60", "sleep 60 & sleep 60"])
+def test_a_process_that_takes_too_long(line: str, tmp_path: Path) -> None:
+    """With all that it has started."""
     start = time.monotonic()
     with pytest.raises(WorkerError, match=r"^not done within 0\.3 s$"):
-        run_worker(JOB, silent, python=script(tmp_path, "exec sleep 60"), timeout_s=0.3)
+        run_worker(JOB, silent, python=script(tmp_path, line), timeout_s=0.3)
     assert time.monotonic() - start < 20
     assert not psutil.Process().children()
+
+
+def test_what_is_of_no_use_later_goes_into_the_scratch_folder(tmp_path: Path) -> None:
+    lines = ['echo "$TMPDIR $TORCHINDUCTOR_CACHE_DIR $TRITON_CACHE_DIR $CUDA_CACHE_PATH" >told', event("done", "null")]
+    (scratch := tmp_path / "scratch").mkdir()
+    python = script(tmp_path, f"cd {tmp_path}", *lines)
+    run_worker(JOB, silent, python=python, scratch=scratch)
+    folders = [Path(folder) for folder in (tmp_path / "told").read_text().split()]
+    assert len(set(folders)) == 4
+    assert all(folder.is_dir() and folder.parent == scratch for folder in folders)
 
 
 def test_an_interrupted_process_is_ended(tmp_path: Path) -> None:
@@ -97,5 +111,5 @@ def test_an_interrupted_process_is_ended(tmp_path: Path) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        run_worker(JOB, interrupt, python=script(tmp_path, event("told", '"here"'), "exec sleep 60"))
+        run_worker(JOB, interrupt, python=script(tmp_path, event("told", '"here"'), "sleep 60"))
     assert not psutil.Process().children()

@@ -42,8 +42,12 @@ def test_each_once() -> None:
 def test_xformers() -> None:
     assert rivals_of(["onnxruntime", "torch", "torch-compile"], xformers=True) == [
         Rival("onnxruntime", "onnxruntime"),
-        Rival("torch xformers", "torch", xformers=True),
-        Rival("torch-compile:reduce-overhead xformers", "torch", "reduce-overhead", xformers=True),
+        Rival("torch-xformers", "torch", xformers=True),
+        COMPILED,
+    ]
+    assert rivals_of(["torch", "torch-xformers"]) == [
+        Rival("torch", "torch"),
+        Rival("torch-xformers", "torch", xformers=True),
     ]
 
 
@@ -57,6 +61,7 @@ def test_xformers() -> None:
         (["torch"], {"mode": "default"}, "--compile_mode without --enable_torch_compile"),
         (["onnxruntime"], {"compiled": True}, "--enable_torch_compile without the engine torch"),
         (["onnxruntime"], {"xformers": True}, "--use_xformers without the engine torch"),
+        (["torch"], {"xformers": True, "compiled": True}, "--use_xformers and --enable_torch_compile"),
     ],
 )
 def test_unusable_names(names: list[str], options: dict[str, object], message: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from sdonnx.benchmark.results import Stages
-from sdonnx.benchmark.stages import DECODE, STEP, TEXT, StageClock
+from sdonnx.benchmark.stages import DECODE, STEP, TEXT, StageClock, median_of
 
 
 class Hands:
@@ -33,6 +33,11 @@ def test_stages_of_a_run() -> None:
     hands.clock.around(DECODE, hands.work)(20)
     # From the end of the first call to the end of the last: three steps of 12 ms, the slow first one left out.
     assert hands.clock.stages() == Stages(7, 12, 20, pytest.approx(1000 / 12), 4)
+
+
+def test_rounds_have_a_median_for_each_stage() -> None:
+    rounds = [Stages(1, 30, 5, 33, 4), Stages(2, 10, 9, 100, 4), Stages(9, 20, 7, 50, 4)]
+    assert median_of(rounds) == Stages(2, 20, 7, 50, 4)
 
 
 def test_a_single_step() -> None:

@@ -143,7 +143,7 @@ def resolutions() -> list[Resolutions]:
             rival,
             ONE,
             tuple(
-                Resolution(height, width, first, second)
+                Resolution(height, width, first, second, second)
                 for (height, width), first, second in zip(sizes, firsts[rival], seconds[rival], strict=True)
             ),
         )

@@ -17,7 +17,7 @@ from sdonnx.benchmark.engine import Engine, FolderKind
 from sdonnx.benchmark.kernels import profiled_by_onnxruntime, profiling_sessions
 from sdonnx.benchmark.results import Stages, Workload
 from sdonnx.benchmark.stages import DECODE, STEP, TEXT, StageClock
-from sdonnx.errors import OptionError
+from sdonnx.errors import OptionError, ProviderError
 from sdonnx.families import Role
 
 if TYPE_CHECKING:
@@ -86,9 +86,16 @@ class PlainOnnxRuntimeEngine(Engine):
 
         files = {role: self.folder.onnx_model(self.family.with_role(role).name) for role in _STAGES}
         providers = [PROVIDERS[self.device]]
-        return {
+        sessions = {
             role: onnxruntime.InferenceSession(str(path), options, providers=providers) for role, path in files.items()
         }
+        if any(providers[0] not in session.get_providers() for session in sessions.values()):
+            raise ProviderError(  # ONNX Runtime goes on with the CPU
+                f"{providers[0]} could not be loaded",
+                "a GPU, its driver and the CUDA libraries",
+                "check nvidia-smi and the installation of onnxruntime-gpu",
+            )
+        return sessions
 
     def draw(self, prompt: str, workload: Workload) -> list[Image]:
         """Return images of a prompt."""

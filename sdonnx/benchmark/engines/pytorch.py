@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from sdonnx.benchmark.engine import Engine, EngineOptions, FolderKind, is_there
+from sdonnx.benchmark.engine import Engine, FolderKind, is_there
 from sdonnx.benchmark.memory import first_gpu
 from sdonnx.benchmark.results import Stages, Workload
 from sdonnx.benchmark.stages import DECODE, STEP, TEXT, StageClock
@@ -39,10 +40,11 @@ class TorchEngine(Engine):
     installation = "pip install 'sdonnx[export]'"
     compile_modes = COMPILE_MODES
 
-    def require_packages(self, options: EngineOptions) -> None:
+    @classmethod
+    def require_packages(cls, *, xformers: bool = False) -> None:
         """Raise OptionError where a package is missing."""
-        super().require_packages(options)
-        if options.xformers and not is_there("xformers"):
+        super().require_packages()
+        if xformers and not is_there("xformers"):
             raise OptionError("--use_xformers without xformers", "it in the environment", "pip install xformers")
 
     def default_provider(self) -> str:
@@ -72,7 +74,7 @@ class TorchEngine(Engine):
             if self.options.xformers:
                 self._pipeline.enable_xformers_memory_efficient_attention()
             if self.options.compile_mode is not None:
-                self._compile(self.options.compile_mode)
+                self._compile(self.options.compile_mode, workload)
             if self.device == "cuda":
                 torch.cuda.synchronize()
 
@@ -110,8 +112,16 @@ class TorchEngine(Engine):
         pipeline.set_progress_bar_config(disable=True)
         return pipeline.to(self.device)
 
-    def _compile(self, mode: str) -> None:
+    def _compile(self, mode: str, workload: Workload) -> None:
         torch, pipeline = self._torch, self._pipeline
+        if mode == "max-autotune":
+            inductor: Any = importlib.import_module("torch._inductor.config")  # the guide's own settings
+            inductor.conv_1x1_as_mm = inductor.coordinate_descent_tuning = True
+            inductor.coordinate_descent_check_all_directions, inductor.epilogue_fusion = True, False
+        if mode != "default" and workload.guidance_scale <= 1:
+            # Without guidance samplers keep the prediction itself, whose memory the next replay writes over.
+            step = pipeline.scheduler.step
+            pipeline.scheduler.step = lambda prediction, *rest, **options: step(prediction.clone(), *rest, **options)
         denoiser = getattr(pipeline, self.denoiser.source)
         for module in (denoiser, pipeline.vae):
             module.to(memory_format=torch.channels_last)
@@ -186,6 +196,11 @@ class TorchEngine(Engine):
         ):
             self.draw(prompt, workload)
         return clock.stages()
+
+    def warmed_up(self) -> None:
+        """Forget the peak so far: cuDNN's search for algorithms takes memory that drawing does not."""
+        if self.device == "cuda":
+            self._torch.cuda.reset_peak_memory_stats()
 
     def allocator_bytes(self) -> int | None:
         """Return the peak of what torch's allocator has handed out."""

@@ -138,7 +138,7 @@ def resolutions_figures(found: Sequence[Resolutions], palette: Palette) -> Itera
     for (workload, sizes), engines in alike.items():
         names = [f"{height}x{width}" for height, width in sizes]
         width = 0.8 / len(engines)
-        seconds = fixed(decimals_for([at.second_s for each in engines for at in each.visited], 3))
+        seconds = fixed(decimals_for([at.settled_s for each in engines for at in each.visited], 3))
         data: list[Trace] = []
         columns: list[Column] = []
         for index, each in enumerate(engines):
@@ -147,6 +147,7 @@ def resolutions_figures(found: Sequence[Resolutions], palette: Palette) -> Itera
             columns += [
                 Column(each.rival, "first", tuple(at.first_s for at in each.visited), seconds),
                 Column(each.rival, "second", tuple(at.second_s for at in each.visited), seconds),
+                Column(each.rival, "later", tuple(at.settled_s for at in each.visited), seconds),
                 Column(each.rival, "stall", tuple(at.stall_s for at in each.visited), seconds),
             ]
         rivals = [each.rival for each in engines]
@@ -161,15 +162,15 @@ def resolutions_figures(found: Sequence[Resolutions], palette: Palette) -> Itera
 
 
 def _visits(each: Resolutions, places: Sequence[float], width: float, colour: str) -> list[Trace]:
-    """Return bars of the second image, and on them what the first cost more."""
+    """Return bars of a later image, and on them what the first two cost more."""
     texts = [
         f"{literal(each.rival)}<br>{at.height}x{at.width}: first {number(at.first_s, 3)} s,"
-        f" second {number(at.second_s, 3)} s"
+        f" second {number(at.second_s, 3)} s, later {number(at.settled_s, 3)} s"
         for at in each.visited
     ]
     bar = {"type": "bar", "x": list(places), "width": width, "hovertext": texts, "hoverinfo": "text"}
     edge = {"color": colour, "width": 1}
-    seconds = [min(at.first_s, at.second_s) for at in each.visited]
+    seconds = [at.settled_s for at in each.visited]
     return [
         bar | {"y": seconds, "base": [0.0] * len(seconds), "marker": {"color": colour, "line": edge}},
         bar

@@ -29,8 +29,8 @@ _BATCH = "Higher is better. Images drawn together over the median latency."
 _SIZE = "Lower is better. Median latency of one run."
 _STEPS = "The slope is what a step costs, the offset what is done once: text, decoding, calls."
 _SIZES = (
-    "One warm process visits one size after another. The full bar is the second image of a size, the pale part on it"
-    " what the first one cost more."
+    "One warm process visits one size after another. The full bar is a later image of a size, the pale part on it"
+    " what the first two cost more."
 )
 
 

@@ -18,12 +18,12 @@ TERMS: tuple[tuple[str, str], ...] = (
      " searched on the way; median over the rounds."),
     ("warm-up", "The runs before the clock counted, together; median over the rounds."),
     ("it/s", "Calls of the denoiser in a second, the first one left out."),
-    ("text, step, decode", "On the device's own clock: prompts to hidden states; one denoising step with guidance and"
-     " sampler; latents to pixels."),
-    ("first run, second run", "The highest memory in the very first run, and over the timed runs; the largest of the"
-     " rounds. 1 MB is 2²⁰ bytes."),
-    ("allocator, host", "The peak as the library's own allocator counts it, and the highest resident memory of the"
-     " process."),
+    ("text, step, decode", "On the device's own clock: prompts to hidden states; one call of the denoiser with guidance"
+     " and sampler; latents to pixels; medians over the rounds."),
+    ("first run, second run", "The highest memory in the very first run, and in one after the timed ones, which nothing"
+     " watches; the largest of the rounds. 1 MB is 2²⁰ bytes."),
+    ("allocator, host", "The peak as the library's own allocator counts it (ONNX Runtime's Python does not tell), and"
+     " the highest resident memory of the process."),
     ("PSNR, SSIM, LPIPS", f"How alike the images are to those of {REFERENCE}: the same weights, noise and sampler."
      f" Higher is closer for PSNR and SSIM, lower for LPIPS. An engine below {LEAST_PSNR_DB:g} dB draws something"
      " else."),
