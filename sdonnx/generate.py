@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--height", type=int, default=None, help="pixels, a multiple of 8")
     parser.add_argument("--width", type=int, default=None, help="pixels, a multiple of 8")
     parser.add_argument("-s", "--steps", type=int, default=50, help="denoising steps (default 50)")
-    parser.add_argument("-g", "--guidance_scale", type=float, default=7.5, help="weight of the prompt (default 7.5)")
+    parser.add_argument("-g", "--guidance_scale", type=float, help="weight of the prompt (default: the family's)")
     parser.add_argument("-n", "--num_images", type=int, default=1, help="images for each prompt")
     parser.add_argument("--seed", type=int, default=None, help="by default a fresh one, which the PNG names")
     parser.add_argument("--scheduler", default=None, help="ddim, euler, dpmsolver++, unipc, ...; default: the folder's")
@@ -50,6 +50,7 @@ def run(options: argparse.Namespace) -> int:
     image, mask_image = _opened(options.image), _opened(options.mask_image)
     pipeline = OrtDiffusionPipeline.from_pretrained(options.model, options.provider, low_memory=options.low_memory)
     pipeline.set_progress_bar_config(disable=True)
+    guidance = pipeline.default_guidance_scale if options.guidance_scale is None else options.guidance_scale
     if options.scheduler:
         pipeline.scheduler = options.scheduler
     with progress_bar() as bar:
@@ -63,7 +64,7 @@ def run(options: argparse.Namespace) -> int:
             options.height,
             options.width,
             options.steps,
-            options.guidance_scale,
+            guidance,
             [options.negative_prompt] * len(options.prompt) if options.negative_prompt else None,
             options.num_images,
             seed=options.seed,
@@ -81,7 +82,7 @@ def run(options: argparse.Namespace) -> int:
             "seed": output.seed,
             "index": index,
             "steps": options.steps,
-            "guidance_scale": options.guidance_scale,
+            "guidance_scale": guidance,
             "scheduler": pipeline.scheduler,
             "height": drawn.height,
             "width": drawn.width,

@@ -117,14 +117,15 @@ def _draw_ours(folder: Path, provider: str, steps: int, path: Path) -> _Drawn:
 
 def _draw_torch(folder: Path, provider: str, half: bool, steps: int) -> _Drawn:
     import torch
-    from diffusers import StableDiffusionPipeline
+    from diffusers import DiffusionPipeline
     from diffusers.utils import logging
 
     logging.disable_progress_bar()
 
     def load() -> Callable[[], npt.NDArray[np.float32]]:
         dtype = torch.float16 if half else torch.float32
-        pipeline: Any = StableDiffusionPipeline.from_pretrained(folder, dtype=dtype).to(provider)
+        pipeline_class: Any = DiffusionPipeline
+        pipeline: Any = pipeline_class.from_pretrained(folder, dtype=dtype).to(provider)
         pipeline.set_progress_bar_config(disable=True)
         pixels = pipeline.unet.config.sample_size * pipeline.vae_scale_factor
         # float32 noise on the CPU, as ours: in half precision torch draws another stream.

@@ -182,6 +182,11 @@ class OrtDiffusionPipeline:
         return self._size_of("sample_size") * int(self.vae_scale_factor)
 
     @property
+    def default_guidance_scale(self) -> float:
+        """Weight of the prompt, where the caller gives none: that of diffusers' pipelines of the family."""
+        return self._family.guidance_scale
+
+    @property
     def captured_sizes(self) -> list[CaptureReport]:
         """What the sizes that are captured cost, the least recently used first."""
         return self._run(self._captures.reports)
@@ -297,7 +302,7 @@ class OrtDiffusionPipeline:
         """
         self._require_open()
         require_output_type(output_type)
-        guidance_scale = self._family.guidance_scale if guidance_scale is None else guidance_scale
+        guidance_scale = self.default_guidance_scale if guidance_scale is None else guidance_scale
         require_number("guidance_scale", guidance_scale)
         require_number("guidance_rescale", guidance_rescale, 0, 1)
         require_number("eta", eta, 0, 1)

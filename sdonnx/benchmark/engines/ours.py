@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["OnnxRuntimeEngine"]
 
-_STAGES = {Role.TEXT_ENCODER: TEXT, Role.DENOISER: STEP, Role.IMAGE_DECODER: DECODE}
+_STAGES = {Role.TEXT_ENCODER: TEXT, Role.TEXT_ENCODER_2: TEXT, Role.DENOISER: STEP, Role.IMAGE_DECODER: DECODE}
 
 
 class OnnxRuntimeEngine(Engine):

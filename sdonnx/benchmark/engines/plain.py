@@ -17,7 +17,7 @@ from sdonnx.benchmark.engine import Engine, FolderKind
 from sdonnx.benchmark.kernels import profiled_by_onnxruntime, profiling_sessions
 from sdonnx.benchmark.results import Stages, Workload
 from sdonnx.benchmark.stages import DECODE, STEP, TEXT, StageClock
-from sdonnx.errors import OptionError, ProviderError
+from sdonnx.errors import FolderError, OptionError, ProviderError
 from sdonnx.families import Role
 
 if TYPE_CHECKING:
@@ -46,6 +46,12 @@ class PlainOnnxRuntimeEngine(Engine):
     def __init__(self, options: Any) -> None:
         """Look at the options and the folder."""
         super().__init__(options)
+        if len(self.family.text_encoders) != 1 or len(self.denoiser.inputs) != 3:
+            raise FolderError(
+                f"{self.folder.path} is of the family {self.family.name}",
+                f"stable-diffusion for the engine {self.name}",
+                "leave the engine out",
+            )
         if options.safety_checker:
             raise OptionError(
                 f"--enable_safety_checker for the engine {self.name}", "another engine", "leave one of them out"

@@ -6,6 +6,7 @@ import contextlib
 import importlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from sdonnx.benchmark.engine import Engine, FolderKind, is_there
@@ -13,7 +14,6 @@ from sdonnx.benchmark.memory import first_gpu
 from sdonnx.benchmark.results import Stages, Workload
 from sdonnx.benchmark.stages import DECODE, STEP, TEXT, StageClock
 from sdonnx.errors import DeviceMemoryError, FolderError, OptionError, ProviderError
-from sdonnx.families import Role
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -188,12 +188,11 @@ class TorchEngine(Engine):
 
         clock = StageClock(mark, milliseconds)
         pipeline = self._pipeline
-        text = getattr(pipeline, self.family.with_role(Role.TEXT_ENCODER).source)
-        with (
-            replaced(text, "forward", lambda call: clock.around(TEXT, call)),
-            replaced(getattr(pipeline, self.denoiser.source), "forward", lambda call: clock.around(STEP, call)),
-            replaced(pipeline.vae, "decode", lambda call: clock.around(DECODE, call)),
-        ):
+        watched = [(getattr(pipeline, spec.source), "forward", TEXT) for spec in self.family.text_encoders]
+        watched += [(getattr(pipeline, self.denoiser.source), "forward", STEP), (pipeline.vae, "decode", DECODE)]
+        with contextlib.ExitStack() as stack:
+            for module, name, stage in watched:
+                stack.enter_context(replaced(module, name, partial(clock.around, stage)))
             self.draw(prompt, workload)
         return clock.stages()
 
