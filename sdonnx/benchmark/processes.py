@@ -89,11 +89,9 @@ def _listen(process: subprocess.Popen[str], job: dict[str, Any], told: Callable[
     assert process.stdout is not None
     values: dict[str, Any] = {}
     with process.stdin, process.stdout:
-        try:
+        with contextlib.suppress(BrokenPipeError):  # it has ended already, perhaps with a word
             process.stdin.write(json.dumps(job) + "\n")
             process.stdin.close()
-        except BrokenPipeError:
-            return values
         for line in process.stdout:
             try:
                 event = json.loads(line)

@@ -16,9 +16,10 @@ TEXT, STEP, DECODE = "text", "step", "decode"
 
 def median_of(stages: Sequence[Stages]) -> Stages:
     """Return the median of each stage over rounds, one at least."""
-    names = ("text_ms", "step_ms", "decode_ms", "iterations_per_second")
-    times = {name: statistics.median(getattr(each, name) for each in stages) for name in names}
-    return Stages(**times, denoiser_calls=stages[0].denoiser_calls)
+    text, step, decode = (
+        statistics.median(getattr(each, name) for each in stages) for name in ("text_ms", "step_ms", "decode_ms")
+    )
+    return Stages(text, step, decode, 1e3 / step if step else 0.0, stages[0].denoiser_calls)
 
 
 class StageClock:

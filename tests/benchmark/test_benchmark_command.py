@@ -89,13 +89,7 @@ def test_one_command_produces_the_whole_comparison(whole: Any) -> None:
         "report.html",
         "result.jsonl",
     ]
-    for line in (
-        "median latency, s",
-        "PSNR to torch fp32, dB",
-        "time = a * steps + b",
-        "stall, s",
-        "device time of an",
-    ):
+    for line in ("median latency, s", "PSNR to torch fp32, dB", "report: report.html", "3 rows appended to"):
         assert line in done.stdout
 
 
@@ -176,8 +170,9 @@ def test_the_script_runs_anywhere_without_torch(tiny_cpu: Path, tmp_path: Path) 
     assert done.returncode == 0, done.stderr
     (row,) = rows_of(tmp_path / "benchmark_result.csv")
     assert row["engine"] == "onnxruntime"
-    # Without a warm-up the first run is the timed one.
-    assert row["first_run_memory_MB"] == row["second_run_memory_MB"]
+    # Without a warm-up the first run is the timed one, and its memory is read all the same.
+    assert row["warm_ups"] == "0"
+    assert float(row["second_run_memory_MB"]) >= float(row["first_run_memory_MB"]) - 5 > 100
     assert row["psnr_db"] == row["ssim"] == ""
 
 

@@ -100,7 +100,7 @@ def test_a_result_holds_its_rounds(processes: Processes) -> None:
     for result in kept:
         assert [each.latencies_s for each in result.rounds] == [(1, 2), (2, 3), (3, 4)]
         # 2, 4 and 6 ms a step.
-        assert result.stages == Stages(**(STAGES | {"step_ms": 4.0}))  # type: ignore[arg-type]
+        assert result.stages == Stages(1.0, 4.0, 3.0, 250.0, 4)
         assert result.agreement is not None
         assert (result.agreement.psnr_db, result.failure) == (None, None)
         assert (result.flops, result.matrix_rate) == (8e12, 800e12)

@@ -36,8 +36,10 @@ def test_stages_of_a_run() -> None:
 
 
 def test_rounds_have_a_median_for_each_stage() -> None:
-    rounds = [Stages(1, 30, 5, 33, 4), Stages(2, 10, 9, 100, 4), Stages(9, 20, 7, 50, 4)]
-    assert median_of(rounds) == Stages(2, 20, 7, 50, 4)
+    rounds = [Stages(1, 30, 5, 33, 4), Stages(2, 10, 9, 100, 4)]
+    # The rate is that of the median step, not a median of rates.
+    assert median_of(rounds) == Stages(1.5, 20, 7, 50, 4)
+    assert median_of([*rounds, Stages(9, 12, 6, 83, 4)]) == Stages(2, 12, 6, pytest.approx(1000 / 12), 4)
 
 
 def test_a_single_step() -> None:
