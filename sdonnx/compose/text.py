@@ -18,12 +18,12 @@ FIRST_LAYER = LAYERS + "0"
 def compose_text(model: ir.Model, config: Mapping[str, Any]) -> None:
     """Turn a CLIP text encoder's graph into the text graph, in place.
 
-    Inputs: `input_ids` (B,S), and `skips` (B) int64, how many of the last layers are left out for each prompt
-    (diffusers' clip_skip, which it does not apply to what is drawn away from). Output: `hidden_states` (B,S,D): what
-    that layer gives, through the final norm; or, of an encoder that gives out its layers, what is given to that
-    layer, as Stable Diffusion XL sees it.
+    Inputs: `input_ids` (B,S), and `layers` (B) int64: for each prompt how many of the last layers are left out
+    (diffusers' clip_skip, which it does not apply to what is drawn away from), times B, plus its row. Output:
+    `hidden_states` (B,S,D): what that layer gives, through the final norm; or, of an encoder that gives out its layers,
+    what is given to that layer, as Stable Diffusion XL sees it.
 
-    Where the layers cannot be told apart in the graph, there is no input `skips`, and the output is the last
+    Where the layers cannot be told apart in the graph, there is no input `layers`, and the output is the last
     layer's.
 
     Args:
@@ -33,11 +33,11 @@ def compose_text(model: ir.Model, config: Mapping[str, Any]) -> None:
     graph = model.graph
     outputs = {str(value.name): value for value in graph.outputs}
     if FIRST_LAYER in outputs:
-        chosen, skips = _layer_before(model, outputs)
+        chosen, layers = _layer_before(model, outputs)
         graph.outputs.clear()
         chosen.name = "chosen"
         give_out(graph, chosen, "hidden_states", outputs[FIRST_LAYER].shape)
-        inputs = [input_of(graph, "input_ids"), skips]
+        inputs = [input_of(graph, "input_ids"), layers]
     else:
         inputs = _normed(model, outputs["last_hidden_state"], config)
     graph.inputs.clear()
@@ -50,7 +50,7 @@ def compose_second_text(model: ir.Model, config: Mapping[str, Any]) -> None:
 
     Inputs:
 
-    - `input_ids` (B,S), and `skips` (B) int64, as of `compose_text`
+    - `input_ids` (B,S), and `layers` (B) int64, as of `compose_text`
     - `positions` (B) int64: of each prompt's last token among those of all prompts, row * S + column. It is the
       host that knows them: ONNX Runtime has no CUDA kernel for the ArgMax that looks for them (opset 12 and later).
     - `given` (B) bool: where it is false, the prompt counts as none, and both outputs are zero (diffusers'
@@ -68,10 +68,10 @@ def compose_second_text(model: ir.Model, config: Mapping[str, Any]) -> None:
     pooled, last = outputs["text_embeds"], outputs["last_hidden_state"]
     positions = tensor("positions", INT64, ["batch_size"])
     _pool_at(model, pooled, last, positions)
-    chosen, skips = _layer_before(model, outputs)
+    chosen, layers = _layer_before(model, outputs)
     graph.outputs.clear()
     given = tensor("given", ir.DataType.BOOL, ["batch_size"])
-    inputs = [input_of(graph, "input_ids"), skips, positions, given]
+    inputs = [input_of(graph, "input_ids"), layers, positions, given]
     add = Composer(model, before=False)
     width = int(config["hidden_size"])
     if "text_encoder" in config:
@@ -93,19 +93,21 @@ def compose_second_text(model: ir.Model, config: Mapping[str, Any]) -> None:
 
 
 def _layer_before(model: ir.Model, outputs: Mapping[str, ir.Value]) -> tuple[ir.Value, ir.Value]:
-    """Return what is given to the last layer but `skips`, and that input."""
+    """Return what is given to each prompt's layer, and the input that chooses it."""
     add = Composer(model, before=False)
     layers = sorted((name for name in outputs if name.startswith(LAYERS)), key=lambda name: int(name[len(LAYERS) :]))
-    skips = tensor("skips", INT64, ["batch_size"])
+    chosen = tensor("layers", INT64, ["batch_size"])
     # The last layer's own output is not among them: nobody asks for it.
-    return _chosen(add, [outputs[name] for name in reversed(layers[:-1])], skips), skips
+    return _chosen(add, [outputs[name] for name in reversed(layers[:-1])], chosen), chosen
 
 
-def _chosen(add: Composer, layers: Sequence[ir.Value], skips: ir.Value) -> ir.Value:
-    """Return for each prompt what the layer of its number holds, the last layer first."""
-    stack = [add.op("Unsqueeze", layer, add.integers(1)) for layer in layers]
-    index = add.op("Unsqueeze", skips, add.integers(1))
-    return add.op("GatherND", add.op("Concat", *stack, axis=1), index, batch_dims=1)
+def _chosen(add: Composer, layers: Sequence[ir.Value], chosen: ir.Value) -> ir.Value:
+    """Return for each prompt what its layer holds, the last layer first.
+
+    Not by a GatherND with a number for each prompt: ONNX Runtime's CUDA kernel copies sizes from the host at each run,
+    from memory that is gone when a captured graph is replayed.
+    """
+    return add.op("Gather", add.op("Concat", *layers, axis=0), chosen, axis=0)
 
 
 def _pool_at(model: ir.Model, projected: ir.Value, last: ir.Value, positions: ir.Value) -> None:
@@ -138,9 +140,9 @@ def _normed(model: ir.Model, output: ir.Value, config: Mapping[str, Any]) -> lis
     if sums is not None:
         final = output.producer()
         assert final is not None
-        skips = tensor("skips", INT64, ["batch_size"])
-        inputs.append(skips)
-        chosen = _chosen(add, list(reversed(sums)), skips)
+        layers = tensor("layers", INT64, ["batch_size"])
+        inputs.append(layers)
+        chosen = _chosen(add, list(reversed(sums)), layers)
         epsilon = final.attributes.get_float("epsilon", 1e-12)
         output = add.op("LayerNormalization", chosen, final.inputs[2], final.inputs[3], axis=-1, epsilon=epsilon)
     give_out(graph, output, "hidden_states", shape)

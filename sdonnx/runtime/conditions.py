@@ -184,7 +184,7 @@ class Conditioner:
                     f"less than the text encoder's {layers} layers",
                     "leave out fewer",
                 )
-            if prompts.skips.any() and "skips" not in self.graphs.get(role).inputs:
+            if prompts.skips.any() and "layers" not in self.graphs.get(role).inputs:
                 raise OptionError(
                     f"clip_skip is {prompts.skips.max()}",
                     "a text encoder whose layers are told apart",
@@ -240,11 +240,12 @@ class Conditioner:
             texts = prompts.texts if role is Role.TEXT_ENCODER or prompts.seconds is None else prompts.seconds
             ids = tokenizer.encode(texts).astype(np.int32)
             inputs[f"{role.value}.input_ids"] = ids
-            if "skips" in self.graphs.get(role).inputs:
-                inputs[f"{role.value}.skips"] = prompts.skips
+            indices = np.arange(len(ids), dtype=np.int64)
+            if "layers" in self.graphs.get(role).inputs:
+                inputs[f"{role.value}.layers"] = prompts.skips * len(ids) + indices
             if role is Role.TEXT_ENCODER_2:
                 columns = self._last_tokens(role, ids)
-                inputs[f"{role.value}.positions"] = np.arange(len(ids), dtype=np.int64) * ids.shape[1] + columns
+                inputs[f"{role.value}.positions"] = indices * ids.shape[1] + columns
                 inputs[f"{role.value}.given"] = prompts.given if self._zeroes else np.ones(len(ids), np.bool_)
         return Conditions(inputs, tuple(self.tokenizers))
 
