@@ -29,10 +29,12 @@ class Conditions:
     Attributes:
         inputs: (G*B, ...) each, those to draw away from first.
         encoders: the text encoders to run; none where embeddings are given.
+        skips: the most layers that are left out of one.
     """
 
     inputs: dict[str, npt.NDArray[Any]]
     encoders: tuple[Role, ...]
+    skips: int = 0
 
 
 @dataclass(frozen=True)
@@ -184,12 +186,6 @@ class Conditioner:
                     f"less than the text encoder's {layers} layers",
                     "leave out fewer",
                 )
-            if prompts.skips.any() and "layers" not in self.graphs.get(role).inputs:
-                raise OptionError(
-                    f"clip_skip is {prompts.skips.max()}",
-                    "a text encoder whose layers are told apart",
-                    "leave out clip_skip",
-                )
 
     def _require_embeddings(self, prompts: Prompts) -> None:
         assert prompts.embeddings is not None
@@ -241,13 +237,12 @@ class Conditioner:
             ids = tokenizer.encode(texts).astype(np.int32)
             inputs[f"{role.value}.input_ids"] = ids
             indices = np.arange(len(ids), dtype=np.int64)
-            if "layers" in self.graphs.get(role).inputs:
-                inputs[f"{role.value}.layers"] = prompts.skips * len(ids) + indices
+            inputs[f"{role.value}.layers"] = prompts.skips * len(ids) + indices
             if role is Role.TEXT_ENCODER_2:
                 columns = self._last_tokens(role, ids)
                 inputs[f"{role.value}.positions"] = indices * ids.shape[1] + columns
                 inputs[f"{role.value}.given"] = prompts.given if self._zeroes else np.ones(len(ids), np.bool_)
-        return Conditions(inputs, tuple(self.tokenizers))
+        return Conditions(inputs, tuple(self.tokenizers), int(prompts.skips.max()))
 
     def _last_tokens(self, role: Role, ids: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
         """Return where each prompt ends, as transformers' CLIPTextModel looks for it."""

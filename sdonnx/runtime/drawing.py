@@ -102,6 +102,12 @@ class Drawing:
         for name, values in self.conditions.inputs.items():
             size.put(name, values)
         for role in self.conditions.encoders:
+            if self.conditions.skips and "layers" not in size.graphs.get(role).inputs:
+                raise OptionError(
+                    f"clip_skip is {self.conditions.skips}",
+                    "a text encoder whose layers are told apart",
+                    "leave out clip_skip",
+                )
             size.run(role)
 
     def _host_sampler(self) -> HostSampler | None:
