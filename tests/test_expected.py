@@ -11,6 +11,7 @@ import pytest
 import torch
 from diffusers.models.activations import GEGLU
 from diffusers.models.attention_processor import Attention
+from pipelines import COMPONENTS
 from transformers.models.clip.modeling_clip import CLIPAttention
 
 from sdonnx.expected import KINDS, expected_counts
@@ -101,8 +102,18 @@ def unet(**changes: Any) -> Any:
     return build_network(ClassSpec("diffusers", "UNet2DConditionModel", TINY_UNET | changes))
 
 
-@pytest.mark.parametrize("spec", FAMILIES[0].components, ids=lambda spec: spec.name)
-@pytest.mark.parametrize("architecture", ["tiny", "sd15", "sd21"])
+FAMILY_OF = {"tiny": 0, "sd15": 0, "sd21": 0, "sdxl": 1, "sdxl-refiner": 1, "sdxl-tiny": 1}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "spec"),
+    [
+        pytest.param(name, spec, id=f"{name}-{spec.name}")
+        for name, family in FAMILY_OF.items()
+        for spec in FAMILIES[family].components
+        if spec.source in ARCHITECTURES[name].networks
+    ],
+)
 def test_counts_are_those_of_the_modules(architecture: str, spec: Any) -> None:
     network = build_network(ARCHITECTURES[architecture].networks[spec.source])
     expected = expected_counts(spec.role, as_written(network))
@@ -192,7 +203,7 @@ def test_contradictions_give_no_expectation(changes: dict[str, Any]) -> None:
     assert expected_counts(Role.DENOISER, config | changes) is None
 
 
-@pytest.mark.parametrize("spec", FAMILIES[0].components, ids=lambda spec: spec.name)
+@pytest.mark.parametrize("spec", [FAMILIES[0].component(name) for name in COMPONENTS], ids=lambda spec: spec.name)
 def test_exported_graphs_have_as_many(spec: Any, tiny_exported: Path) -> None:
     from sdonnx.graph.load import load_model
 
