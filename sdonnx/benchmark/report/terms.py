@@ -30,6 +30,6 @@ TERMS: tuple[tuple[str, str], ...] = (
     ("other values", "Share of the pixels' values that are not the reference's, by however little."),
     ("TFLOP a call", "Floating-point operations of one call of the denoiser, in 10¹²."),
     ("of matrix rate", "How much of the rate that the chip's matrix product was measured to reach is reached by a"
-     " step."),
+     " step. More than all of it is possible: some convolutions need fewer operations than are counted."),
 )  # fmt: skip
 """Each with its definition."""
