@@ -401,13 +401,26 @@ def test_embeddings_of_another_width(base: Pair) -> None:
     ("options", "error", "words"),
     [
         ({"prompt_2": "an owl"}, PromptError, "prompt_2 or negative_prompt_2"),
-        ({"original_size": (64, 64)}, OptionError, "sizes of the original image"),
-        ({"aesthetic_score": 5.0}, OptionError, "sizes of the original image"),
+        ({"original_size": (64, 64)}, OptionError, "original_size given; expected a pipeline that is told sizes"),
+        (
+            {"target_size": np.array([64, 64]), "aesthetic_score": 5.0},
+            OptionError,
+            "target_size, aesthetic_score given",
+        ),
     ],
 )
 def test_a_pipeline_that_is_not_told_them(options: dict[str, Any], error: Any, words: str, ours: Any) -> None:
     with refused(error, words):
         ours("a fox", 64, 64, 2, **options)
+
+
+def test_what_is_usual_may_be_said(ours: Any, base: Pair) -> None:
+    plain = ours("a fox", 64, 64, 2, seed=1, output_type="np").images
+    said = ours("a fox", 64, 64, 2, seed=1, output_type="np", crops_coords_top_left=[0, 0], original_size=None).images
+    np.testing.assert_array_equal(plain, said)
+    sizes = {"original_size": np.array([128, 96]), "target_size": [128, 96]}
+    drawn = [base.ours("a fox", **SMALL, **given, seed=1, output_type="np").images for given in ({}, sizes)]
+    np.testing.assert_array_equal(*drawn)
 
 
 def test_an_index_that_contradicts_the_denoiser(refiner: Pair, tmp_path: Path) -> None:

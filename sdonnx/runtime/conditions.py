@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -60,6 +61,12 @@ class SizeConditions:
     negative_target_size: Sequence[int] | None = None
     aesthetic_score: float = 6.0
     negative_aesthetic_score: float = 2.5
+
+    def given(self) -> list[str]:
+        """Return the names of what is not as it is by default."""
+        usual = SizeConditions()
+        pairs = {each.name: (getattr(self, each.name), getattr(usual, each.name)) for each in dataclasses.fields(self)}
+        return [name for name, (own, other) in pairs.items() if own is not other and not np.array_equal(own, other)]
 
     def time_ids(self, height: int, width: int, *, scored: bool, from_image: bool) -> tuple[list[float], list[float]]:
         """Return the numbers for the prompt and for what is drawn away from.
@@ -171,8 +178,8 @@ class Conditioner:
             PromptError: prompts or embeddings do not suit the text encoders.
             OptionError: sizes that nothing reads, or a clip_skip beyond the layers.
         """
-        if self._sizes is None and sizes != SizeConditions():
-            raise OptionError("sizes of the original image", "a pipeline that is told them", "leave them out")
+        if self._sizes is None and (given := sizes.given()):
+            raise OptionError(f"{', '.join(given)} given", "a pipeline that is told sizes", "leave them out")
         if prompts.seconds is not None and len(self.tokenizers) < 2:
             raise PromptError("prompt_2 or negative_prompt_2", "a pipeline of two text encoders", "leave them out")
         if prompts.texts is None:
