@@ -119,8 +119,10 @@ def _draw_torch(folder: Path, provider: str, half: bool, steps: int) -> _Drawn:
     import torch
     from diffusers import DiffusionPipeline
     from diffusers.utils import logging
+    from transformers.utils import logging as transformers_logging
 
     logging.disable_progress_bar()
+    transformers_logging.disable_progress_bar()
 
     def load() -> Callable[[], npt.NDArray[np.float32]]:
         dtype = torch.float16 if half else torch.float32

@@ -16,9 +16,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from sdonnx.errors import SdonnxError
 
-__all__ = ["FAILURE", "add_debug", "console", "guarded", "progress_bar", "tensor_progress"]
+__all__ = ["FAILURE", "INTERRUPTED", "add_debug", "console", "guarded", "progress_bar", "tensor_progress"]
 
 FAILURE = 2
+
+INTERRUPTED = 130
+"""Exit status of what was interrupted and keeps what it had done."""
 
 Told = Callable[[str, int, int], None]
 

@@ -26,18 +26,15 @@ from sdonnx.benchmark.tables import print_comparison
 from sdonnx.errors import OptionError, OutputError, SdonnxError
 from sdonnx.folder import REPORT, PipelineFolder, read_json
 from sdonnx.samplers import config_for
-from sdonnx.terminal import FAILURE, console, guarded, tensor_progress
+from sdonnx.terminal import FAILURE, INTERRUPTED, console, guarded, tensor_progress
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["FAILED", "INTERRUPTED", "add_arguments", "main", "run"]
+__all__ = ["FAILED", "add_arguments", "main", "run"]
 
 FAILED = 1
 """Exit status where a row has no result, or one that must not be trusted."""
-
-INTERRUPTED = 130
-"""Exit status of what was interrupted; what was measured is kept."""
 
 
 def run(options: argparse.Namespace) -> int:

@@ -22,7 +22,16 @@ from sdonnx.folder import ONNX_MODEL, REPORT, PipelineFolder, read_json
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-__all__ = ["PROVIDERS", "Engine", "EngineOptions", "FolderKind", "is_there", "kind_of_folder", "precision_of_report"]
+__all__ = [
+    "PROVIDERS",
+    "Engine",
+    "EngineOptions",
+    "FolderKind",
+    "installed_version",
+    "is_there",
+    "kind_of_folder",
+    "precision_of_report",
+]
 
 PROVIDERS = ("cuda", "cpu")
 
@@ -133,7 +142,7 @@ class Engine(abc.ABC):
     @property
     def version(self) -> str:
         """The version of the library that it draws with."""
-        return next(importlib.metadata.version(name) for name in self.distributions[0] if _is_installed(name))
+        return next(version for name in self.distributions[0] if (version := installed_version(name)) is not None)
 
     @property
     def provider(self) -> str:
@@ -204,9 +213,9 @@ def is_there(module: str) -> bool:
         return False
 
 
-def _is_installed(distribution: str) -> bool:
+def installed_version(distribution: str) -> str | None:
+    """Return the version of a package, as pip calls it; None where it is not installed."""
     try:
-        importlib.metadata.version(distribution)
+        return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
+        return None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import platform
 import subprocess
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import sdonnx
+from sdonnx.benchmark.engine import installed_version
 from sdonnx.benchmark.engines import ENGINES
 from sdonnx.benchmark.memory import open_gpu
 from sdonnx.benchmark.results import Comparison, Kernels, Resolutions, Result, Throughput, plain
@@ -180,12 +180,7 @@ def _packages() -> dict[str, str | None]:
     """Return versions by distribution, None for what is not installed."""
     names = {name for engine in ENGINES.values() for group in engine.distributions for name in group}
     versions: dict[str, str | None] = {"python": platform.python_version(), "sdonnx": sdonnx.__version__}
-    for name in sorted(names | set(_PACKAGES)):
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            versions[name] = None
-    return versions
+    return versions | {name: installed_version(name) for name in sorted(names | set(_PACKAGES))}
 
 
 def commit_of(root: Path) -> dict[str, Any] | None:

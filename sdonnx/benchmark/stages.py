@@ -8,10 +8,14 @@ from contextlib import contextmanager
 from typing import Any
 
 from sdonnx.benchmark.results import Stages
+from sdonnx.families import Role
 
-__all__ = ["DECODE", "STEP", "TEXT", "StageClock", "median_of"]
+__all__ = ["DECODE", "STAGES", "STEP", "TEXT", "StageClock", "median_of"]
 
 TEXT, STEP, DECODE = "text", "step", "decode"
+
+STAGES = {Role.TEXT_ENCODER: TEXT, Role.TEXT_ENCODER_2: TEXT, Role.DENOISER: STEP, Role.IMAGE_DECODER: DECODE}
+"""What a component's run is a part of."""
 
 
 def median_of(stages: Sequence[Stages]) -> Stages:

@@ -7,7 +7,6 @@ tells, what it measured, and, last, that it is done or why it failed. What libra
 from __future__ import annotations
 
 import dataclasses
-import importlib.metadata
 import json
 import os
 import sys
@@ -18,15 +17,14 @@ from typing import Any, TextIO
 
 import numpy as np
 
-from sdonnx.benchmark.engine import Engine, EngineOptions
+from sdonnx.benchmark.engine import Engine, EngineOptions, installed_version
 from sdonnx.benchmark.engines import ENGINES, ReferenceEngine
 from sdonnx.benchmark.measure import measure_kernels, measure_resolutions, measure_round, measure_throughput
 from sdonnx.benchmark.results import Workload
 from sdonnx.errors import SdonnxError
+from sdonnx.terminal import INTERRUPTED
 
-__all__ = ["INTERRUPTED", "main", "perform"]
-
-INTERRUPTED = 130
+__all__ = ["main", "perform"]
 
 Emit = Callable[[str, Any], None]
 
@@ -79,13 +77,6 @@ def perform(job: dict[str, Any], emit: Emit) -> None:
     emit("engine", _described(engine))
 
 
-def _installed(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
 def _write(images: list[Any], path: str) -> None:
     np.save(path, np.stack([np.asarray(image.convert("RGB")) for image in images]))
 
@@ -105,7 +96,9 @@ def _described(engine: Engine) -> dict[str, Any]:
         "scheduler": engine.scheduler,
         "folder": str(engine.folder.path),
         "family": engine.family.name,
-        "packages": {name: each for names in engine.distributions for name in names if (each := _installed(name))},
+        "packages": {
+            name: each for names in engine.distributions for name in names if (each := installed_version(name))
+        },
     }
 
 

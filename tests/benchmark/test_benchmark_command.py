@@ -20,7 +20,7 @@ from PIL import Image
 
 from sdonnx.__main__ import main as sdonnx_main
 from sdonnx.benchmark import command
-from sdonnx.benchmark.command import FAILED, INTERRUPTED, main
+from sdonnx.benchmark.command import FAILED, main
 from sdonnx.benchmark.compare import Contest
 from sdonnx.benchmark.engine import FolderKind
 from sdonnx.benchmark.files import append_row
@@ -28,7 +28,7 @@ from sdonnx.benchmark.prepare import folders_of, label_of
 from sdonnx.benchmark.results import REFERENCE, Result, Round, Workload
 from sdonnx.errors import OutputError
 from sdonnx.sample import write_sample
-from sdonnx.terminal import FAILURE
+from sdonnx.terminal import FAILURE, INTERRUPTED
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "benchmark.py"
 

@@ -6,20 +6,21 @@ here was read in, and tried with, optimum-onnx 0.1.0 (optimum/onnxruntime/base.p
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import re
 import time
 import warnings
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from sdonnx.benchmark.engine import Engine, EngineOptions, FolderKind
-from sdonnx.benchmark.engines.pytorch import replaced
+from sdonnx.benchmark.engines.pytorch import replaced, start_of
 from sdonnx.benchmark.kernels import profiled_by_onnxruntime, profiling_sessions
 from sdonnx.benchmark.memory import first_gpu
 from sdonnx.benchmark.results import Stages, Workload
-from sdonnx.benchmark.stages import DECODE, STEP, TEXT, StageClock
+from sdonnx.benchmark.stages import STAGES, StageClock
 from sdonnx.errors import DeviceMemoryError, FolderError, OptionError, ProviderError
-from sdonnx.families import Role
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
 __all__ = ["OptimumEngine"]
 
 _OPERATOR = re.compile(r"[^\w\s]+")
-_STAGES = {Role.TEXT_ENCODER: TEXT, Role.DENOISER: STEP, Role.IMAGE_DECODER: DECODE}
 
 
 class OptimumEngine(Engine):
@@ -160,24 +160,10 @@ class OptimumEngine(Engine):
                 guidance_scale=workload.guidance_scale,
                 num_images_per_prompt=workload.batch_size,
                 generator=generator,
-                **self._start(pipeline, workload, generator),
+                # In the denoiser's type: a bound output is written through the input's address, whatever lies there.
+                **start_of(pipeline, workload, generator, getattr(pipeline, self.denoiser.name).dtype),
             ).images
         return images
-
-    def _start(self, pipeline: Any, workload: Workload, generator: Any) -> dict[str, Any]:
-        if workload.image is not None:
-            from sdonnx.benchmark.engines.ours import starting_image
-
-            return {"image": starting_image(workload), "strength": workload.strength}
-        factor = pipeline.vae_scale_factor
-        channels = pipeline.vae.config.latent_channels
-        size = (workload.batch_size, channels, workload.height // factor, workload.width // factor)
-        # Drawn in float32: in half precision torch's stream is another one. In the denoiser's type: a bound
-        # output is written through the input's address, whatever type lies there.
-        noise = self._torch.randn(size, generator=generator).to(
-            pipeline.device, getattr(pipeline, self.denoiser.name).dtype
-        )
-        return {"height": workload.height, "width": workload.width, "latents": noise}
 
     def stages(self, prompt: str, workload: Workload) -> Stages:
         """Draw with marks on the host's clock: every call of a session waits for the device."""
@@ -188,12 +174,11 @@ class OptimumEngine(Engine):
             return time.perf_counter()
 
         clock = StageClock(mark, lambda start, end: (end - start) * 1e3)
-        parts = {stage: getattr(self._pipeline, self.family.with_role(role).name) for role, stage in _STAGES.items()}
-        with (
-            replaced(parts[TEXT], "forward", lambda call: clock.around(TEXT, call)),
-            replaced(parts[STEP], "forward", lambda call: clock.around(STEP, call)),
-            replaced(parts[DECODE], "forward", lambda call: clock.around(DECODE, call)),
-        ):
+        watched = [spec for spec in self.family.components if spec.role in STAGES]
+        with contextlib.ExitStack() as stack:
+            for spec in watched:
+                part = getattr(self._pipeline, spec.name)
+                stack.enter_context(replaced(part, "forward", partial(clock.around, STAGES[spec.role])))
             self.draw(prompt, workload)
         return clock.stages()
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from sdonnx.benchmark.engine import Engine, FolderKind, precision_of_report
 from sdonnx.benchmark.kernels import profiled_by_onnxruntime, profiling_sessions
 from sdonnx.benchmark.results import Stages, Workload
-from sdonnx.benchmark.stages import DECODE, STEP, TEXT, StageClock
+from sdonnx.benchmark.stages import STAGES, StageClock
 from sdonnx.errors import FolderError, ProviderError
 from sdonnx.families import Role
 from sdonnx.folder import REPORT, read_json
@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 __all__ = ["OnnxRuntimeEngine"]
-
-_STAGES = {Role.TEXT_ENCODER: TEXT, Role.TEXT_ENCODER_2: TEXT, Role.DENOISER: STEP, Role.IMAGE_DECODER: DECODE}
 
 
 class OnnxRuntimeEngine(Engine):
@@ -94,7 +92,7 @@ class OnnxRuntimeEngine(Engine):
         clock = StageClock(device.mark, device.milliseconds)
 
         def observer(role: Role) -> AbstractContextManager[None]:
-            return clock.span(_STAGES.get(role))
+            return clock.span(STAGES.get(role))
 
         self._pipeline.observe(observer)
         try:

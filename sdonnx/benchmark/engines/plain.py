@@ -16,7 +16,7 @@ import numpy.typing as npt
 from sdonnx.benchmark.engine import Engine, FolderKind
 from sdonnx.benchmark.kernels import profiled_by_onnxruntime, profiling_sessions
 from sdonnx.benchmark.results import Stages, Workload
-from sdonnx.benchmark.stages import DECODE, STEP, TEXT, StageClock
+from sdonnx.benchmark.stages import STAGES, StageClock
 from sdonnx.errors import FolderError, OptionError, ProviderError
 from sdonnx.families import Role
 
@@ -27,7 +27,7 @@ __all__ = ["PlainOnnxRuntimeEngine"]
 
 Array = npt.NDArray[Any]
 
-_STAGES = {Role.TEXT_ENCODER: TEXT, Role.DENOISER: STEP, Role.IMAGE_DECODER: DECODE}
+_ROLES = (Role.TEXT_ENCODER, Role.DENOISER, Role.IMAGE_DECODER)
 
 # diffusers' AutoencoderKL has it as a default, and older folders leave it out.
 _SCALING_FACTOR = 0.18215
@@ -90,7 +90,7 @@ class PlainOnnxRuntimeEngine(Engine):
 
         from sdonnx.runtime.device import PROVIDERS
 
-        files = {role: self.folder.onnx_model(self.family.with_role(role).name) for role in _STAGES}
+        files = {role: self.folder.onnx_model(self.family.with_role(role).name) for role in _ROLES}
         providers = [PROVIDERS[self.device]]
         sessions = {
             role: onnxruntime.InferenceSession(str(path), options, providers=providers) for role, path in files.items()
@@ -168,7 +168,7 @@ class PlainOnnxRuntimeEngine(Engine):
         """Return a graph's first output; inputs get the types that it asks for."""
         if self._clock is None:
             return self._called(role, inputs)
-        with self._clock.span(_STAGES[role]):
+        with self._clock.span(STAGES[role]):
             return self._called(role, inputs)
 
     def _called(self, role: Role, inputs: Mapping[str, Any]) -> Array:

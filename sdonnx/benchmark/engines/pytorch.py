@@ -18,7 +18,7 @@ from sdonnx.errors import DeviceMemoryError, FolderError, OptionError, ProviderE
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-__all__ = ["COMPILE_MODES", "ReferenceEngine", "TorchEngine"]
+__all__ = ["COMPILE_MODES", "ReferenceEngine", "TorchEngine", "replaced", "start_of"]
 
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune")
 """torch.compile's; max-autotune-no-cudagraphs is left out: it differs by what slows it down."""
@@ -146,22 +146,9 @@ class TorchEngine(Engine):
                 guidance_scale=workload.guidance_scale,
                 num_images_per_prompt=workload.batch_size,
                 generator=generator,
-                **self._start(workload, generator),
+                **start_of(pipeline, workload, generator, getattr(torch, self.precision)),
             ).images
         return images
-
-    def _start(self, workload: Workload, generator: Any) -> dict[str, Any]:
-        torch, pipeline = self._torch, self._pipeline
-        if workload.image is not None:
-            from sdonnx.benchmark.engines.ours import starting_image
-
-            return {"image": starting_image(workload), "strength": workload.strength}
-        factor = pipeline.vae_scale_factor
-        channels = pipeline.vae.config.latent_channels
-        size = (workload.batch_size, channels, workload.height // factor, workload.width // factor)
-        # Drawn in float32: in half precision torch's stream is another one.
-        noise = torch.randn(size, generator=generator).to(self.device, getattr(torch, self.precision))
-        return {"height": workload.height, "width": workload.width, "latents": noise}
 
     def stages(self, prompt: str, workload: Workload) -> Stages:
         """Draw with events around the modules' calls."""
@@ -291,6 +278,33 @@ class ReferenceEngine(TorchEngine):
                 best = min(best, (time.perf_counter() - start) / 4)
             rates[name] = 2 * size**3 / best
         return rates
+
+
+def start_of(pipeline: Any, workload: Workload, generator: Any, dtype: Any) -> dict[str, Any]:
+    """Return what a pipeline with diffusers' interface starts from: the other engines' noise, or the image.
+
+    Args:
+        pipeline: of diffusers or optimum.
+        workload: what is drawn.
+        generator: torch's, on the CPU.
+        dtype: torch's type of the latents.
+    """
+    import torch
+
+    if workload.image is not None:
+        from sdonnx.benchmark.engines.ours import starting_image
+
+        return {"image": starting_image(workload), "strength": workload.strength}
+    factor = pipeline.vae_scale_factor
+    size = (
+        workload.batch_size,
+        pipeline.vae.config.latent_channels,
+        workload.height // factor,
+        workload.width // factor,
+    )
+    # Drawn in float32: in half precision torch's stream is another one.
+    noise = torch.randn(size, generator=generator).to(pipeline.device, dtype)
+    return {"height": workload.height, "width": workload.width, "latents": noise}
 
 
 @contextmanager
