@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from sdonnx.benchmark.memory import open_gpu
 from sdonnx.errors import DeviceMemoryError
 from sdonnx.parity import psnr
 from sdonnx.runtime.pipeline import OrtDiffusionPipeline
@@ -39,8 +40,7 @@ def used_bytes() -> int:
     """What the whole device holds, by NVML."""
     import pynvml
 
-    pynvml.nvmlInit()
-    return int(pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByIndex(0)).used)
+    return int(pynvml.nvmlDeviceGetMemoryInfo(open_gpu()).used)
 
 
 def host_bytes() -> int:
@@ -191,8 +191,8 @@ def test_sixteen_sizes_at_random(live: int, arch: str, build: Build, note: Any) 
 MEMORY = """
 import sys
 import pynvml
-pynvml.nvmlInit()
-handle = pynvml.nvmlDeviceGetHandleByIndex(0)
+from sdonnx.benchmark.memory import open_gpu
+handle = open_gpu()
 before = pynvml.nvmlDeviceGetMemoryInfo(handle).used
 arguments = {"height": 512, "width": 512, "num_inference_steps": 4}
 if sys.argv[1] == "torch":
