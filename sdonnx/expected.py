@@ -2,7 +2,8 @@
 
 A fused graph is measured by this: what an exporter wrote in a form that no rule knows is missing from
 the counts, where a rule that never matched would stay silent. Formulas are those of diffusers'
-UNet2DConditionModel, AutoencoderKL and StableDiffusionSafetyChecker and of transformers' CLIPTextModel.
+UNet2DConditionModel, AutoencoderKL and StableDiffusionSafetyChecker and of transformers' CLIPTextModel and
+CLIPVisionModel.
 """
 
 from __future__ import annotations
@@ -52,8 +53,9 @@ def expected_counts(role: Role, config: Mapping[str, Any]) -> dict[str, int] | N
             return _counts(attention=layers, layer_norm=2 * layers + 1)
         if name == "StableDiffusionSafetyChecker" and role is Role.SAFETY_CHECKER:
             layers = config["vision_config"]["num_hidden_layers"]
-            # The vision tower of CLIP: a norm before its layers and one behind them; its patches are a convolution.
-            return _counts(attention=layers, layer_norm=2 * layers + 2, convolution=1)
+            return _vision(layers)
+        if name == "CLIPVisionModelWithProjection" and role is Role.IMAGE_PROMPT_ENCODER:
+            return _vision(config["num_hidden_layers"])
     except (KeyError, TypeError, ValueError, IndexError):
         return None  # parts that are not counted here, or a configuration that contradicts itself
     return None
@@ -61,6 +63,11 @@ def expected_counts(role: Role, config: Mapping[str, Any]) -> dict[str, int] | N
 
 def _counts(**counts: int) -> dict[str, int]:
     return {kind: counts.get(kind, 0) for kind in KINDS}
+
+
+def _vision(layers: int) -> dict[str, int]:
+    """The vision tower of CLIP: a norm before its layers and one behind them; its patches are a convolution."""
+    return _counts(attention=layers, layer_norm=2 * layers + 2, convolution=1)
 
 
 def _each(value: Any, blocks: int) -> list[int]:
@@ -88,7 +95,7 @@ def _unet(config: Mapping[str, Any]) -> dict[str, int]:
     shortcuts = _changes(channels) + sum(up_layers)
     projections = 0 if config.get("use_linear_projection") else 2 * transformers
     return _counts(
-        attention=2 * depth,
+        attention=(2 + config.get("ip_adapters", 0)) * depth,
         geglu=depth,
         layer_norm=3 * depth,
         group_norm=2 * resnets + transformers + 1,

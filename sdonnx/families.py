@@ -11,10 +11,11 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
+from sdonnx.adapters import ADAPTERS, AdapterSet
 from sdonnx.errors import FolderError
 from sdonnx.folder import PipelineFolder
 
-__all__ = ["FAMILIES", "ComponentSpec", "Family", "Role", "TensorSpec", "family_of"]
+__all__ = ["FAMILIES", "SCALE", "ComponentSpec", "Family", "Role", "TensorSpec", "family_of"]
 
 
 class Role(Enum):
@@ -25,6 +26,8 @@ class Role(Enum):
     DENOISER = "denoiser"
     IMAGE_ENCODER = "image_encoder"
     IMAGE_DECODER = "image_decoder"
+    IMAGE_PROMPT_ENCODER = "image_prompt_encoder"
+    IMAGE_PROMPT_ADAPTER = "image_prompt_adapter"
     SAFETY_CHECKER = "safety_checker"
 
 
@@ -120,6 +123,9 @@ class Family:
         guidance_scale: what diffusers' pipelines draw with where the user does not say.
         strength: likewise, how far image to image goes.
         mask_strength: likewise, where there is a mask.
+        upcasts: whether `force_upcast` in the autoencoder's configuration means something: it is true by default, and
+            diffusers' pipelines of Stable Diffusion 1 and 2 do not read it.
+        adapters: the IP-Adapters that a pipeline of the family has; see `adapted`.
     """
 
     name: str
@@ -130,11 +136,14 @@ class Family:
     guidance_scale: float = 7.5
     strength: float = 0.8
     mask_strength: float = 1.0
+    upcasts: bool = False
+    adapters: AdapterSet | None = None
 
     @property
     def extras(self) -> tuple[tuple[str, str], ...]:
         """Folders that are copied as they are, each with the file that it must hold."""
-        return (("scheduler", "scheduler_config.json"), *(spec.extra for spec in self.components if spec.extra))
+        own = dict.fromkeys(spec.extra for spec in self.components if spec.extra)
+        return (("scheduler", "scheduler_config.json"), *own)
 
     @property
     def text_encoders(self) -> tuple[ComponentSpec, ...]:
@@ -162,11 +171,45 @@ class Family:
         absent = {name for name in absent if not folder.has_component(self.component(name).source)}
         return replace(self, components=tuple(spec for spec in self.components if spec.name not in absent))
 
+    def adapted(self, adapters: AdapterSet) -> Family:
+        """Return the family with IP-Adapters: what encodes and projects images, and a denoiser that is told them.
+
+        The denoiser takes `image_embeds.i` (B,T,D), what adapter i makes of all its images, and `ip_adapter_scale`
+        (A,N), the weight of each adapter in each block of `AdapterSet.blocks`.
+        """
+        images = tuple(
+            TensorSpec(f"image_embeds.{i}", ("batch_size", f"image_tokens_{i}", adapters.width))
+            for i in range(len(adapters.adapters))
+        )
+        scale = TensorSpec(SCALE, (len(adapters.adapters), len(adapters.blocks)), keeps_float32=True)
+        projection = ComponentSpec(
+            ADAPTERS,
+            ADAPTERS,
+            Role.IMAGE_PROMPT_ADAPTER,
+            tuple(
+                TensorSpec(f"image_embeds.{i}", (f"images_{i}", adapter.length, adapter.width))
+                for i, adapter in enumerate(adapters.adapters)
+            ),
+            tuple(
+                TensorSpec(f"ip_hidden_states.{i}", (f"images_{i}", adapter.tokens, adapters.width))
+                for i, adapter in enumerate(adapters.adapters)
+            ),
+        )
+        components: list[ComponentSpec] = []
+        for spec in self.components:
+            if spec.role is Role.DENOISER:
+                told = replace(spec, inputs=(*spec.inputs, *images, scale))
+                components += [_IMAGE_PROMPT_ENCODER, projection, told]
+            else:
+                components.append(spec)
+        return replace(self, components=tuple(components), adapters=adapters)
+
     def joined(self, folder: PipelineFolder, config: Mapping[str, Any]) -> dict[str, Any]:
         """Return a component's configuration with what it needs of others: theirs under their names.
 
         A denoiser that is told sizes gets `time_ids`, how many numbers that is: what its embedding takes less the
-        pooled text, by the width of one (diffusers: `UNet2DConditionModel`, addition_embed_type "text_time").
+        pooled text, by the width of one (diffusers: `UNet2DConditionModel`, addition_embed_type "text_time"). With
+        IP-Adapters there is `ip_adapters`, their number.
         """
         named = {spec.name: spec for spec in self.components}
         whole = dict(config) | {name: folder.config(name) for name in self.shared if name in named}
@@ -174,6 +217,8 @@ class Family:
         pooled = whole.get("text_encoder_2", {}).get("projection_dim")
         if isinstance(width, int) and isinstance(total, int) and isinstance(pooled, int) and width > 0:
             whole["time_ids"] = (total - pooled) // width
+        if self.adapters is not None:
+            whole["ip_adapters"] = len(self.adapters.adapters)
         return whole
 
 
@@ -202,6 +247,18 @@ _SAFETY_CHECKER = ComponentSpec(
     Role.SAFETY_CHECKER,
     (TensorSpec("clip_input", ("batch_size", 3, _CLIP_EDGE, _CLIP_EDGE)), TensorSpec("images", _SHOWN)),
     (TensorSpec("out_images", _SHOWN), TensorSpec("has_nsfw_concepts", ("batch_size",))),
+    ("feature_extractor", "preprocessor_config.json"),
+)
+# CLIP's vision tower: IP-Adapter reads the projected embedding, IP-Adapter Plus what the last layer is given.
+_IMAGE_PROMPT_ENCODER = ComponentSpec(
+    "image_encoder",
+    "image_encoder",
+    Role.IMAGE_PROMPT_ENCODER,
+    (TensorSpec("pixel_values", ("batch_size", "config:num_channels", "config:image_size", "config:image_size")),),
+    (
+        TensorSpec("image_embeds", ("batch_size", "config:projection_dim")),
+        TensorSpec("penultimate_hidden_states", ("batch_size", "positions", "config:hidden_size")),
+    ),
     ("feature_extractor", "preprocessor_config.json"),
 )
 _INPUT_IDS = TensorSpec("input_ids", ("batch_size", "sequence_length"), integer=True)
@@ -305,7 +362,11 @@ _STABLE_DIFFUSION_XL = Family(
     guidance_scale=5.0,
     strength=0.3,
     mask_strength=0.9999,
+    upcasts=True,
 )
+
+SCALE = "ip_adapter_scale"
+"""The denoiser's input for the weights of IP-Adapters."""
 
 FAMILIES: tuple[Family, ...] = (_STABLE_DIFFUSION, _STABLE_DIFFUSION_XL)
 
@@ -313,12 +374,15 @@ FAMILIES: tuple[Family, ...] = (_STABLE_DIFFUSION, _STABLE_DIFFUSION_XL)
 def family_of(folder: PipelineFolder) -> Family:
     """Return the family that the pipeline in `folder` belongs to, without the optional components that it lacks.
 
+    IP-Adapters that were exported with it are part of it.
+
     Raises:
-        FolderError: no family has this pipeline class.
+        FolderError: no family has this pipeline class, or the adapters' configuration is broken.
     """
     for family in FAMILIES:
         if folder.class_name in family.pipeline_classes:
-            return family.as_in(folder)
+            own, has_adapters = family.as_in(folder), folder.has_component(ADAPTERS)
+            return own.adapted(AdapterSet.from_config(folder.config(ADAPTERS))) if has_adapters else own
     known = ", ".join(sorted(name for family in FAMILIES for name in family.pipeline_classes))
     raise FolderError(
         f"{folder.path} is a {folder.class_name}", f"one of {known}", "give a pipeline of a supported family"

@@ -170,7 +170,7 @@ def _optimize_component(
     if came_narrow and provider == "cpu":
         raise OptionError(f"{path} is float16", "float32, which the CPU's kernels have", "export with --dtype float32")
     narrow = policy is not None or came_narrow
-    upcast = narrow and spec.role in _IMAGE_ROLES and bool(config.get("force_upcast"))
+    upcast = narrow and family.upcasts and spec.role in _IMAGE_ROLES and bool(config.get("force_upcast"))
     if upcast:
         # diffusers' AutoencoderKL: its activations go beyond what float16 holds, and images would be black.
         if came_narrow:

@@ -54,6 +54,8 @@ _STAGES = {
     Role.IMAGE_ENCODER: ("attention", "channels_last", "group_norm_silu", "skip_group_norm"),
     Role.IMAGE_DECODER: ("attention", "channels_last", "group_norm_silu", "skip_group_norm"),
     Role.SAFETY_CHECKER: ("attention", "channels_last", "skip_layer_norm"),
+    Role.IMAGE_PROMPT_ENCODER: ("attention", "channels_last", "skip_layer_norm"),
+    Role.IMAGE_PROMPT_ADAPTER: (),
 }  # fmt: skip
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import ml_dtypes
@@ -730,3 +731,12 @@ def test_random_nets_fall_back_by_any_policy(case: tuple[ir.Model, int], data: s
     wide = {name: values.astype(np.float32) if values.dtype == np.float16 else values for name, values in feeds.items()}
     found, expected = evaluated(result, feeds), run(case[0], wide)
     assert max(relative_error(found[name], expected[name]) for name in expected) < 10 * BRAIN_TOLERANCE
+
+
+def test_the_autoencoder_of_stable_diffusion_narrows(tiny_cuda_fp16: Path) -> None:
+    """force_upcast is true by default, and diffusers' pipelines of Stable Diffusion 1 and 2 do not read it."""
+    for component in ("vae_encoder", "vae_decoder"):
+        assert json.loads((tiny_cuda_fp16 / component / "config.json").read_text())["force_upcast"] is True
+        model = onnx.load(tiny_cuda_fp16 / component / "model.onnx", load_external_data=False)
+        types = {initializer.data_type for initializer in model.graph.initializer if len(initializer.dims) == 4}
+        assert types == {onnx.TensorProto.FLOAT16}

@@ -8,6 +8,8 @@ Each reads the weight file of the component that it wraps and adds no weights.
   A sampler is a matrix for each call (`sdonnx.samplers`), so that one graph serves all of them.
 - encode: an image to latents, drawn from the VAE's distribution, with and without noise
 - decode: latents to pixels as bytes, so that only bytes leave the device
+- prompt: an image, as CLIP sees it, to what IP-Adapters read of it
+- project: that to the tokens that the denoiser attends to
 - check: images, as CLIP sees them, to whether the safety checker knows what they show
 """
 
@@ -15,6 +17,7 @@ from __future__ import annotations
 
 from sdonnx.compose.check import compose_check
 from sdonnx.compose.images import compose_decode, compose_encode
+from sdonnx.compose.prompt import compose_project, compose_prompt
 from sdonnx.compose.step import compose_step
 from sdonnx.compose.text import compose_second_text, compose_text
 from sdonnx.families import Role
@@ -24,6 +27,8 @@ __all__ = [
     "compose_check",
     "compose_decode",
     "compose_encode",
+    "compose_project",
+    "compose_prompt",
     "compose_second_text",
     "compose_step",
     "compose_text",
@@ -37,4 +42,6 @@ COMPOSED = {
     Role.IMAGE_ENCODER: ("encode.onnx", compose_encode),
     Role.IMAGE_DECODER: ("decode.onnx", compose_decode),
     Role.SAFETY_CHECKER: ("check.onnx", compose_check),
+    Role.IMAGE_PROMPT_ENCODER: ("prompt.onnx", compose_prompt),
+    Role.IMAGE_PROMPT_ADAPTER: ("project.onnx", compose_project),
 }

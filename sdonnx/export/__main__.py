@@ -33,6 +33,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="COMPONENT",
         help="components whose weights may be read from a pickle (.bin); only for authors you trust",
     )
+    parser.add_argument(
+        "--ip-adapter",
+        "--ip_adapter",
+        nargs="+",
+        default=[],
+        type=Path,
+        metavar="FOLDER_OR_FILE",
+        help="IP-Adapters (safetensors), in the order in which their images will be given",
+    )
+    parser.add_argument(
+        "--image-encoder",
+        "--image_encoder",
+        type=Path,
+        metavar="FOLDER",
+        help="the adapters' image encoder (default: image_encoder beside an adapter, or the pipeline's)",
+    )
     add_debug(parser)
 
 
@@ -47,6 +63,8 @@ def run(options: argparse.Namespace) -> int:
             dtype=options.dtype,
             overwrite=options.overwrite,
             allow_pickle=options.allow_pickle,
+            ip_adapters=options.ip_adapter,
+            image_encoder=options.image_encoder,
             progress=told,
         )
     console().print(f"exported to {options.output}")

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import gc
 import importlib
+import json
 import shutil
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +16,23 @@ import onnx_ir as ir
 import torch
 from accelerate import init_empty_weights
 
+from sdonnx.adapters import ADAPTERS
 from sdonnx.errors import FolderError, OptionError
+from sdonnx.export.image_attention import attend_to_images
 from sdonnx.export.interruption import interruptible
+from sdonnx.export.ip_adapter import (
+    AdaptedWeights,
+    AdapterFile,
+    ProjectionWeights,
+    adapter_set,
+    build_projections,
+    find_image_encoder,
+)
 from sdonnx.export.trace import trace
-from sdonnx.export.weights import WeightFiles
+from sdonnx.export.weights import WeightFiles, Weights
 from sdonnx.export.wrappers import wrap
-from sdonnx.families import ComponentSpec, Family, family_of
-from sdonnx.folder import MODEL_INDEX, ONNX_MODEL, ONNX_WEIGHTS, PipelineFolder, atomic_folder
+from sdonnx.families import ComponentSpec, Family, Role, family_of
+from sdonnx.folder import MODEL_INDEX, ONNX_MODEL, ONNX_WEIGHTS, PipelineFolder, atomic_folder, read_json
 
 __all__ = ["DTYPES", "Progress", "export_pipeline"]
 
@@ -36,6 +49,9 @@ _LIBRARIES = {
 }
 
 
+_EXTRACTOR = "feature_extractor"
+
+
 def export_pipeline(
     source: str | Path,
     out: Path,
@@ -43,6 +59,8 @@ def export_pipeline(
     dtype: str = "float32",
     overwrite: bool = False,
     allow_pickle: Collection[str] = (),
+    ip_adapters: Sequence[Path] = (),
+    image_encoder: Path | None = None,
     progress: Progress | None = None,
 ) -> None:
     """Export the diffusers pipeline `source` to the ONNX folder `out`.
@@ -56,6 +74,8 @@ def export_pipeline(
         dtype: "float32" or "float16", of weights, inputs and outputs.
         overwrite: replace `out` if a pipeline is there.
         allow_pickle: components whose weights may be read from a pickle (`.bin`).
+        ip_adapters: files of IP-Adapters, or folders that hold one each, in the order of their images.
+        image_encoder: the folder of their image encoder; None for `image_encoder` beside an adapter, or the pipeline's.
         progress: told what happens.
 
     Raises:
@@ -72,18 +92,41 @@ def export_pipeline(
     for name, file in family.extras:
         folder.config(name, file)
     plans = [_plan(folder, spec, allow_pickle) for spec in family.components]
-    with atomic_folder(out, overwrite, [folder.path]) as partial:
-        _copy_extras(folder, family, partial)
-        for spec, build, weights in plans:
+    if image_encoder is not None and not ip_adapters:
+        raise OptionError("--image-encoder without --ip-adapter", "both", "name the adapter too")
+    if ip_adapters:
+        family, plans = _adapted(folder, family, plans, ip_adapters, image_encoder)
+    with atomic_folder(out, overwrite, [folder.path, *ip_adapters]) as made:
+        _copy_extras(folder, family, plans, made)
+        for plan in plans:
             with interruptible():
                 if progress:
-                    progress(f"{spec.name}: tracing", 0, 0)
-                config = family.joined(folder, folder.config(spec.source))
-                model = trace(spec, config, build, wrap, weights, DTYPES[dtype])
-                _write(model, partial / spec.name, progress)
-                shutil.copyfile(folder.component(spec.source) / "config.json", partial / spec.name / "config.json")
+                    progress(f"{plan.spec.name}: tracing", 0, 0)
+                config = family.joined(folder, plan.config)
+                model = trace(plan.spec, config, plan.build, wrap, plan.weights, DTYPES[dtype])
+                _write(model, made / plan.spec.name, progress)
+                (made / plan.spec.name / "config.json").write_text(plan.written, encoding="utf-8")
                 del model
                 gc.collect()
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """How one component is exported.
+
+    Attributes:
+        spec: the component.
+        build: makes its torch module, with no weights in it.
+        weights: where they are read from.
+        config: its configuration.
+        written: the text of that.
+    """
+
+    spec: ComponentSpec
+    build: Callable[[], torch.nn.Module]
+    weights: Weights
+    config: dict[str, Any]
+    written: str
 
 
 def _local(source: str | Path) -> Path:
@@ -105,9 +148,7 @@ def _local(source: str | Path) -> Path:
         ) from error
 
 
-def _plan(
-    folder: PipelineFolder, spec: ComponentSpec, allow_pickle: Collection[str]
-) -> tuple[ComponentSpec, Callable[[], torch.nn.Module], WeightFiles]:
+def _plan(folder: PipelineFolder, spec: ComponentSpec, allow_pickle: Collection[str]) -> _Plan:
     entry = folder.index.get(spec.source)
     if not (isinstance(entry, list) and len(entry) == 2 and entry[0] in (*_LIBRARIES,)):
         raise FolderError(
@@ -116,12 +157,50 @@ def _plan(
             "export the original diffusers pipeline",
         )
     library, class_name = entry
-    component = folder.component(spec.source)
-    folder.config(spec.source)
-    weights = WeightFiles(component, allow_pickle=spec.source in allow_pickle)
-    build = _builder(library, str(class_name), component)
+    return _model_plan(spec, folder.component(spec.source), library, str(class_name), spec.source in allow_pickle)
+
+
+def _model_plan(spec: ComponentSpec, component: Path, library: str, class_name: str, allow_pickle: bool) -> _Plan:
+    config = read_json(component / "config.json")
+    weights = WeightFiles(component, allow_pickle=allow_pickle)
+    build = _builder(library, class_name, component)
     _require_weights(build, component, weights)
-    return spec, build, weights
+    return _Plan(spec, build, weights, config, (component / "config.json").read_text(encoding="utf-8"))
+
+
+def _adapted(
+    folder: PipelineFolder, family: Family, plans: Sequence[_Plan], given: Sequence[Path], image_encoder: Path | None
+) -> tuple[Family, list[_Plan]]:
+    """Return the family with IP-Adapters, and how its components are exported."""
+    if not family.has(Role.DENOISER) or family.with_role(Role.DENOISER).name != "unet":
+        raise OptionError(f"--ip-adapter for {family.name}", "a pipeline with a UNet", "leave it out")
+    files = [AdapterFile.open(path) for path in given]
+    encoder = find_image_encoder(image_encoder, files, folder.path)
+    unet = next(plan for plan in plans if plan.spec.role is Role.DENOISER)
+    with init_empty_weights(include_buffers=True):
+        empty: Any = unet.build()
+        attentions = list(empty.attn_processors)
+        adapters = adapter_set(files, encoder, unet.config, unet.build)
+    family = family.adapted(adapters)
+
+    def build() -> torch.nn.Module:
+        module = unet.build()
+        attend_to_images(module, len(files))
+        return module
+
+    projections = partial(build_projections, files)
+    own = {plan.spec.name: plan for plan in plans}
+    for spec in family.components:
+        if spec.role is Role.DENOISER:
+            own[spec.name] = replace(
+                unet, spec=spec, build=build, weights=AdaptedWeights(unet.weights, files, attentions)
+            )
+        elif spec.role is Role.IMAGE_PROMPT_ENCODER:
+            own[spec.name] = _model_plan(spec, encoder, "transformers", "CLIPVisionModelWithProjection", False)
+        elif spec.role is Role.IMAGE_PROMPT_ADAPTER:
+            written = json.dumps(adapters.config(), indent=2) + "\n"
+            own[spec.name] = _Plan(spec, projections, ProjectionWeights(files), adapters.config(), written)
+    return family, [own[spec.name] for spec in family.components]
 
 
 def _builder(library: str, class_name: str, component: Path) -> Callable[[], torch.nn.Module]:
@@ -156,7 +235,7 @@ def _builder(library: str, class_name: str, component: Path) -> Callable[[], tor
     return build
 
 
-def _require_weights(build: Callable[[], torch.nn.Module], component: Path, weights: WeightFiles) -> None:
+def _require_weights(build: Callable[[], torch.nn.Module], component: Path, weights: Weights) -> None:
     """Raise unless the configuration makes a module and the files hold every parameter of it.
 
     The module has no storage, so this takes a second or two where tracing takes minutes.
@@ -188,12 +267,34 @@ def _write(model: ir.Model, component: Path, progress: Progress | None) -> None:
     ir.save(model, component / ONNX_MODEL, external_data=ONNX_WEIGHTS, callback=told)
 
 
-def _copy_extras(folder: PipelineFolder, family: Family, out: Path) -> None:
-    for name, _ in family.extras:
+def _copy_extras(folder: PipelineFolder, family: Family, plans: Sequence[_Plan], out: Path) -> None:
+    """Write what is copied as it is, and what a pipeline with IP-Adapters has besides."""
+    edges = [plan.config["image_size"] for plan in plans if plan.spec.role is Role.IMAGE_PROMPT_ENCODER]
+    index = dict(folder.index)
+    for name, file in family.extras:
+        if edges and name == _EXTRACTOR and not (folder.path / name / file).is_file():
+            _write_extractor(edges[0], out / name)
+            index[name] = ["transformers", "CLIPImageProcessor"]
+            continue
         shutil.copytree(folder.component(name), out / name)
         if name.startswith("tokenizer"):
             _add_tokenizer_json(out / name)
-    shutil.copyfile(folder.path / MODEL_INDEX, out / MODEL_INDEX)
+    if family.adapters is not None:
+        index |= {
+            "image_encoder": ["transformers", "CLIPVisionModelWithProjection"],
+            ADAPTERS: ["sdonnx", "AdapterSet"],
+        }
+        (out / MODEL_INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    else:
+        shutil.copyfile(folder.path / MODEL_INDEX, out / MODEL_INDEX)
+
+
+def _write_extractor(edge: int, out: Path) -> None:
+    """Write how images are prepared, as diffusers' `load_ip_adapter` chooses it where a pipeline does not say."""
+    # The class that needs Pillow alone.
+    from transformers import CLIPImageProcessorPil
+
+    CLIPImageProcessorPil(size=edge, crop_size=edge).save_pretrained(out)
 
 
 def _add_tokenizer_json(tokenizer: Path) -> None:

@@ -21,7 +21,7 @@ from accelerate import init_empty_weights
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from sdonnx.export.weights import WeightFiles
+from sdonnx.export.weights import Weights
 from sdonnx.families import ComponentSpec
 from sdonnx.graph.modules import keep_module_paths
 from sdonnx.graph.passes import FoldWeightTransposes
@@ -44,6 +44,8 @@ _EXAMPLE_SIZES = {
     "width": 43,
     "height_latent": 5,
     "width_latent": 7,
+    "images": 3,
+    "image_tokens": 11,
 }
 # The image encoder takes pixels, in whole latents.
 _EXAMPLE_PIXELS = {"height": 40, "width": 56}
@@ -54,7 +56,7 @@ def trace(
     config: Mapping[str, Any],
     build: Callable[[], torch.nn.Module],
     wrap: Callable[[ComponentSpec, torch.nn.Module], torch.nn.Module],
-    weights: WeightFiles,
+    weights: Weights,
     dtype: torch.dtype,
 ) -> ir.Model:
     """Return the component as an ONNX graph of standard operators (opset 23).
@@ -79,7 +81,7 @@ def trace(
         captured = torch.export.export(
             module,
             tuple(_example(spec, config, dtype)),
-            dynamic_shapes=tuple(_all_dynamic(axes) for axes in names),
+            dynamic_shapes=(tuple(_all_dynamic(axes) for axes in names),),
             strict=False,
         )
         program = torch.onnx.export(
@@ -89,7 +91,7 @@ def trace(
             optimize=False,
             input_names=[tensor.name for tensor in spec.inputs],
             output_names=[tensor.name for tensor in spec.outputs_in(config)],
-            dynamic_shapes=names,  # gives the dynamic axes their names
+            dynamic_shapes=(names,),  # gives the dynamic axes their names
             verbose=False,
         )
     assert program is not None
@@ -133,11 +135,17 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 def _example(spec: ComponentSpec, config: Mapping[str, Any], dtype: torch.dtype) -> Iterator[torch.Tensor]:
     sizes = _EXAMPLE_SIZES | (_EXAMPLE_PIXELS if spec.source == "vae" else {})
     for tensor in spec.inputs:
-        shape = [dim if isinstance(dim, int) else sizes[dim] for dim in tensor.resolve(config)]
+        shape = [dim if isinstance(dim, int) else _size(dim, sizes) for dim in tensor.resolve(config)]
         if tensor.integer:
             yield torch.zeros(shape, dtype=torch.int32)
         else:
             yield torch.zeros(shape, dtype=torch.float32 if tensor.keeps_float32 else dtype)
+
+
+def _size(dim: str, sizes: Mapping[str, int]) -> int:
+    """Return an example size of an axis; of those that are numbered each has its own."""
+    name, _, number = dim.rpartition("_")
+    return sizes[name] + int(number) if number.isdecimal() else sizes[dim]
 
 
 def _dynamic_axes(dims: tuple[str | int, ...]) -> dict[int, str] | None:
@@ -159,7 +167,7 @@ def _real_buffers(build: Callable[[], torch.nn.Module]) -> dict[str, torch.Tenso
 def _attach_weights(
     model: ir.Model,
     module: torch.nn.Module,
-    weights: WeightFiles,
+    weights: Weights,
     real_buffers: Callable[[], dict[str, torch.Tensor]],
     dtype: torch.dtype,
 ) -> None:

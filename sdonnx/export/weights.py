@@ -11,7 +11,7 @@ import zipfile
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from sdonnx.errors import WeightsError
 from sdonnx.folder import read_json
 
-__all__ = ["WeightFiles"]
+__all__ = ["WeightFiles", "Weights", "narrowed"]
 
 _STEMS = ("diffusion_pytorch_model", "model", "pytorch_model")
 
@@ -32,6 +32,16 @@ _OLD_ATTENTION_NAMES = {".to_q.": ".query.", ".to_k.": ".key.", ".to_v.": ".valu
 # transformers 5 dropped these prefixes from CLIPTextModel and CLIPVisionModel; published files and older versions
 # have them.
 _CLIP_PREFIXES = ("text_model.", "vision_model.")
+
+
+class Weights(Protocol):
+    """Where a component's parameters are read from, by the names that its torch module gives them."""
+
+    def find(self, name: str, shape: tuple[int, ...]) -> str:
+        """Return the key of a parameter of that shape; WeightsError where there is none."""
+
+    def read(self, key: str, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+        """Return what `find` found, converted to `dtype`, in memory of its own."""
 
 
 @dataclass(frozen=True)
@@ -159,7 +169,6 @@ class WeightFiles:
             WeightsError: the file broke after it was opened, or a value is beyond the range of `dtype`.
         """
         entry = self._entries[key]
-        target = torch.from_numpy(np.empty(0, dtype)).dtype
         if entry.file in self._pickles:
             tensor = self._pickles[entry.file][key]
         else:
@@ -170,14 +179,24 @@ class WeightFiles:
                     tensor = tensors.get_tensor(key)
             except (SafetensorError, OSError) as error:
                 raise self._broken(entry.file, error) from error
-        narrow = tensor.to(target)
-        if target == torch.float16 and tensor.isfinite().all() and not narrow.isfinite().all():
-            raise WeightsError(
-                f"{entry.file} holds {key} with values up to {tensor.abs().max():g}",
-                "weights within the range of float16",
-                "export with --dtype float32",
-            )
-        return np.array(narrow.numpy(), copy=True)
+        return narrowed(tensor, dtype, key, entry.file)
+
+
+def narrowed(tensor: torch.Tensor, dtype: npt.DTypeLike, key: str, file: Path) -> npt.NDArray[Any]:
+    """Return a tensor in that type, in memory of its own.
+
+    Raises:
+        WeightsError: a value is beyond the range of the type.
+    """
+    target = torch.from_numpy(np.empty(0, dtype)).dtype
+    narrow = tensor.to(target)
+    if target == torch.float16 and tensor.isfinite().all() and not narrow.isfinite().all():
+        raise WeightsError(
+            f"{file} holds {key} with values up to {tensor.abs().max():g}",
+            "weights within the range of float16",
+            "export with --dtype float32",
+        )
+    return np.array(narrow.numpy(), copy=True)
 
 
 def _spellings(name: str) -> Iterable[str]:

@@ -6,25 +6,43 @@ the component's inputs and outputs in `sdonnx.families`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from sdonnx.families import ComponentSpec, Role
+from sdonnx.export.image_attention import ImagePrompt
+from sdonnx.families import SCALE, ComponentSpec, Role
 
 __all__ = ["wrap"]
 
 
 class _Wrapper(torch.nn.Module):
-    def __init__(self, model: torch.nn.Module) -> None:
+    """Takes the component's inputs in order, so that it may have any number of them.
+
+    Args:
+        model: the model.
+        names: what its inputs are called.
+    """
+
+    def __init__(self, model: torch.nn.Module, names: Sequence[str]) -> None:
         super().__init__()
         self.model: Any = model
+        self.names = tuple(names)
+
+    def forward(self, *inputs: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        """Run the model."""
+        return self.run(*inputs)
+
+    def run(self, *inputs: Any) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        """What a component does with its inputs."""
+        raise NotImplementedError
 
 
 class TextEncoder(_Wrapper):
     """input_ids (B,S) -> last_hidden_state (B,S,D), pooler_output (B,D)."""
 
-    def forward(self, input_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def run(self, input_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Run the text encoder."""
         output = self.model(input_ids=input_ids)
         return output.last_hidden_state, output.pooler_output
@@ -33,7 +51,7 @@ class TextEncoder(_Wrapper):
 class LayeredTextEncoder(_Wrapper):
     """input_ids (B,S) -> last_hidden_state (B,S,D), pooler_output (B,D), hidden_states.0 ... .n (B,S,D)."""
 
-    def forward(self, input_ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def run(self, input_ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Run the text encoder and give out what each layer is given."""
         output = self.model(input_ids=input_ids, output_hidden_states=True)
         return output.last_hidden_state, output.pooler_output, *output.hidden_states
@@ -42,48 +60,40 @@ class LayeredTextEncoder(_Wrapper):
 class ProjectedTextEncoder(_Wrapper):
     """input_ids (B,S) -> text_embeds (B,P), last_hidden_state (B,S,D), hidden_states.0 ... .n (B,S,D)."""
 
-    def forward(self, input_ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def run(self, input_ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Run the text encoder, project the last token, and give out what each layer is given."""
         output = self.model(input_ids=input_ids, output_hidden_states=True)
         return output.text_embeds, output.last_hidden_state, *output.hidden_states
 
 
 class Denoiser(_Wrapper):
-    """sample (B,C,H,W), timestep (1,) or (B,), encoder_hidden_states (B,S,D) -> out_sample (B,C,H,W)."""
+    """sample (B,C,H,W), timestep (1,) or (B,), encoder_hidden_states (B,S,D) -> out_sample (B,C,H,W).
 
-    def forward(
-        self, sample: torch.Tensor, timestep: torch.Tensor, encoder_hidden_states: torch.Tensor
-    ) -> torch.Tensor:
+    Some are told more: text_embeds (B,P) and time_ids (B,N) float32, what the image is and how large; image_embeds.i
+    (B,T,D) and ip_adapter_scale (A,N) float32, what IP-Adapters made of images and their weights.
+    """
+
+    def run(self, *inputs: torch.Tensor) -> torch.Tensor:
         """Run the UNet."""
-        prediction: torch.Tensor = self.model(sample, timestep, encoder_hidden_states, return_dict=False)[0]
-        return prediction
-
-
-class ConditionedDenoiser(_Wrapper):
-    """As Denoiser, with text_embeds (B,P) and time_ids (B,N) float32, what the image is and how large."""
-
-    def forward(
-        self,
-        sample: torch.Tensor,
-        timestep: torch.Tensor,
-        encoder_hidden_states: torch.Tensor,
-        text_embeds: torch.Tensor,
-        time_ids: torch.Tensor,
-    ) -> torch.Tensor:
-        """Run the UNet."""
-        # diffusers concatenates them with float32 embeddings, and the exporter would write a Concat of two types.
-        text_embeds = text_embeds.float()
-        added = {"text_embeds": text_embeds, "time_ids": time_ids}
-        prediction: torch.Tensor = self.model(
-            sample, timestep, encoder_hidden_states, added_cond_kwargs=added, return_dict=False
-        )[0]
+        told = dict(zip(self.names, inputs, strict=True))
+        first = [told.pop(name) for name in ("sample", "timestep", "encoder_hidden_states")]
+        added: dict[str, Any] = {}
+        if "time_ids" in told:
+            # diffusers concatenates them with float32 embeddings, and the exporter would write a Concat of two types.
+            added = {"text_embeds": told["text_embeds"].float(), "time_ids": told["time_ids"]}
+        if SCALE in told:
+            images = [value for name, value in told.items() if name.startswith("image_embeds.")]
+            added["image_embeds"] = [
+                ImagePrompt.weighted(tokens, weights) for tokens, weights in zip(images, told[SCALE], strict=True)
+            ]
+        prediction: torch.Tensor = self.model(*first, added_cond_kwargs=added or None, return_dict=False)[0]
         return prediction
 
 
 class ImageEncoder(_Wrapper):
     """sample (B,3,H,W) -> latent_parameters (B,2C,H/8,W/8): mean and logarithm of variance."""
 
-    def forward(self, sample: torch.Tensor) -> torch.Tensor:
+    def run(self, sample: torch.Tensor) -> torch.Tensor:
         """Run the VAE's encoder up to the parameters of the latent distribution."""
         parameters: torch.Tensor = self.model.encode(sample).latent_dist.parameters
         return parameters
@@ -92,10 +102,27 @@ class ImageEncoder(_Wrapper):
 class ImageDecoder(_Wrapper):
     """latent_sample (B,C,H,W) -> sample (B,3,8H,8W), in [-1, 1] up to overshoot."""
 
-    def forward(self, latent_sample: torch.Tensor) -> torch.Tensor:
+    def run(self, latent_sample: torch.Tensor) -> torch.Tensor:
         """Run the VAE's decoder."""
         image: torch.Tensor = self.model.decode(latent_sample, return_dict=False)[0]
         return image
+
+
+class ImagePromptEncoder(_Wrapper):
+    """pixel_values (B,3,S,S) -> image_embeds (B,P), penultimate_hidden_states (B,L,D)."""
+
+    def run(self, pixel_values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run CLIP's vision tower; IP-Adapter Plus reads what its last layer is given."""
+        output = self.model(pixel_values=pixel_values, output_hidden_states=True)
+        return output.image_embeds, output.hidden_states[-2]
+
+
+class ImagePromptAdapter(_Wrapper):
+    """image_embeds.i (I,L,W) -> ip_hidden_states.i (I,T,D), for each adapter i."""
+
+    def run(self, *image_embeds: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Project what the image encoder gives."""
+        return tuple(project(embeds) for project, embeds in zip(self.model, image_embeds, strict=True))
 
 
 class SafetyChecker(_Wrapper):
@@ -106,7 +133,7 @@ class SafetyChecker(_Wrapper):
     taken in float32.
     """
 
-    def forward(self, clip_input: torch.Tensor, images: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def run(self, clip_input: torch.Tensor, images: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Look for concepts, and return the images with zeros in place of those that have one."""
         checker = self.model
         embeds = checker.visual_projection(checker.vision_model(pixel_values=clip_input).pooler_output)
@@ -135,15 +162,15 @@ _WRAPPERS: dict[Role, type[_Wrapper]] = {
     Role.IMAGE_ENCODER: ImageEncoder,
     Role.IMAGE_DECODER: ImageDecoder,
     Role.SAFETY_CHECKER: SafetyChecker,
+    Role.IMAGE_PROMPT_ENCODER: ImagePromptEncoder,
+    Role.IMAGE_PROMPT_ADAPTER: ImagePromptAdapter,
 }
-# Of components that take or give more than is usual for their role.
-_CONDITIONED: dict[tuple[Role, str], type[_Wrapper]] = {
-    (Role.TEXT_ENCODER, "hidden_states.{}"): LayeredTextEncoder,
-    (Role.DENOISER, "time_ids"): ConditionedDenoiser,
-}
+# Of text encoders that give out their layers.
+_LAYERED = {Role.TEXT_ENCODER: LayeredTextEncoder}
 
 
 def wrap(spec: ComponentSpec, model: torch.nn.Module) -> torch.nn.Module:
     """Return `model` behind the signature that the component `spec` has."""
-    own = [_CONDITIONED.get((spec.role, tensor.name)) for tensor in (*spec.inputs, *spec.outputs)]
-    return next(filter(None, own), _WRAPPERS[spec.role])(model).eval()
+    is_layered = any(tensor.series is not None for tensor in spec.outputs)
+    chosen = _LAYERED.get(spec.role, _WRAPPERS[spec.role]) if is_layered else _WRAPPERS[spec.role]
+    return chosen(model, [tensor.name for tensor in spec.inputs]).eval()

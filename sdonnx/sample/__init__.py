@@ -12,9 +12,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sdonnx.adapters import ADAPTERS
 from sdonnx.errors import OptionError, OutputError
 from sdonnx.folder import atomic_folder
-from sdonnx.sample.architectures import ARCHITECTURES, Architecture, ClassSpec, TokenizerSpec
+from sdonnx.sample.architectures import ARCHITECTURES, AdapterSpec, Architecture, ClassSpec, TokenizerSpec
 
 if TYPE_CHECKING:
     import torch
@@ -138,5 +139,19 @@ def _write_pipeline(architecture: Architecture, folder: Path, seed: int, tell: C
     if (extractor := architecture.options.get("feature_extractor")) is not None:
         tell("feature_extractor")
         extractor.save_pretrained(folder / "feature_extractor")
+    if architecture.adapters is not None:
+        _write_adapters(architecture.adapters, components["unet"], folder / ADAPTERS, seed, tell)
     pipeline = getattr(diffusers, architecture.pipeline)(**components, **architecture.options)
     pipeline.save_config(folder)
+
+
+def _write_adapters(spec: AdapterSpec, unet: Any, folder: Path, seed: int, tell: Callable[[str], None]) -> None:
+    """Write IP-Adapters and their image encoder where `load_ip_adapter(..., subfolder="ip_adapter")` finds them."""
+    from sdonnx.sample.adapters import FILES, write_adapters
+
+    folder.mkdir()
+    tell(", ".join(f"{ADAPTERS}/{file}" for file in FILES))
+    write_adapters(spec, unet, folder, seed)
+    encoder = build_network(spec.image_encoder)
+    tell(f"{ADAPTERS}/image_encoder")
+    _write_network("image_encoder", encoder, spec.image_encoder.library, folder / "image_encoder", seed)

@@ -7,17 +7,18 @@ Sources, by the name of the published pipeline and the file in it (`unet/config.
 `sd15` is runwayml/stable-diffusion-v1-5, `sd21` is stabilityai/stable-diffusion-2-1, `sd21-base` is
 stabilityai/stable-diffusion-2-1-base, `sdxl` is stabilityai/stable-diffusion-xl-base-1.0, `sdxl-turbo` is
 stabilityai/sdxl-turbo and `sdxl-refiner` is stabilityai/stable-diffusion-xl-refiner-1.0. `tiny`, `sdxl-tiny` and
-`sdxl-refiner-tiny` are published nowhere.
+`sdxl-refiner-tiny` are published nowhere. Those that end with `-ip-adapter` are the same with IP-Adapters beside them,
+as h94/IP-Adapter has them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
-__all__ = ["ARCHITECTURES", "Architecture", "ClassSpec", "TokenizerSpec"]
+__all__ = ["ARCHITECTURES", "AdapterSpec", "Architecture", "ClassSpec", "TokenizerSpec"]
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,7 @@ class Architecture:
         scheduler: the sampler it is published with.
         options: what else the pipeline's class is given.
         safety_checker: what it is published with to look at its images, where there is one.
+        adapters: IP-Adapters that are written beside it, where there are some.
     """
 
     pipeline: str
@@ -75,6 +77,24 @@ class Architecture:
         )
     )
     safety_checker: ClassSpec | None = None
+    adapters: AdapterSpec | None = None
+
+
+@dataclass(frozen=True)
+class AdapterSpec:
+    """IP-Adapters, plain and Plus, and the image encoder that both read.
+
+    Attributes:
+        image_encoder: the encoder.
+        hidden_size: of the resampler of Plus.
+        heads: of its attentions, of 64 channels each.
+        queries: how many tokens it makes of an image.
+    """
+
+    image_encoder: ClassSpec
+    hidden_size: int
+    heads: int
+    queries: int = 16
 
 
 def _unet(**changes: Any) -> ClassSpec:
@@ -172,6 +192,28 @@ def _safety_checker(**changes: Any) -> ClassSpec:
     }
     module = "diffusers.pipelines.stable_diffusion"
     return ClassSpec("transformers", "StableDiffusionSafetyChecker", MappingProxyType(config), module)
+
+
+def _clip_vision(**changes: Any) -> ClassSpec:
+    """Return the image encoder of the published IP-Adapters (OpenCLIP ViT-H/14), changed."""
+    config = {
+        "architectures": ["CLIPVisionModelWithProjection"],
+        "attention_dropout": 0.0,
+        "dtype": "float32",
+        "hidden_act": "gelu",
+        "hidden_size": 1280,
+        "image_size": 224,
+        "initializer_factor": 1.0,
+        "initializer_range": 0.02,
+        "intermediate_size": 5120,
+        "layer_norm_eps": 1e-05,
+        "num_attention_heads": 16,
+        "num_channels": 3,
+        "num_hidden_layers": 32,
+        "patch_size": 14,
+        "projection_dim": 1024,
+    }
+    return ClassSpec("transformers", "CLIPVisionModelWithProjection", MappingProxyType(config | changes))
 
 
 def _scheduler(name: str, **changes: Any) -> ClassSpec:
@@ -320,81 +362,99 @@ _EULER_XL = {
     "use_karras_sigmas": False,
 }
 
-ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
-    {
-        # The channels are real (320 and 640, so heads of 40 and 80 and feed-forward widths of 2560 and 5120,
-        # all of which the fused kernels limit); what is small is the number of layers and of latents.
-        "tiny": _stable_diffusion(
-            _unet(
-                block_out_channels=[320, 640],
-                cross_attention_dim=64,
-                down_block_types=["CrossAttnDownBlock2D", "DownBlock2D"],
-                layers_per_block=1,
-                sample_size=16,
-                up_block_types=["UpBlock2D", "CrossAttnUpBlock2D"],
-            ),
-            # 4 channels a group: the kernels want an even number. Four blocks: a latent is 8x8 pixels.
-            _vae(**_VAE_TINY),
-            _clip_text(**_CLIP_TINY),
-            _scheduler("PNDMScheduler"),
-            "<|endoftext|>",
-            _safety_checker(
-                hidden_size=64,
-                intermediate_size=256,
-                num_attention_heads=4,
-                num_hidden_layers=2,
-                patch_size=32,
-            ),
+_PLAIN: dict[str, Architecture] = {
+    # The channels are real (320 and 640, so heads of 40 and 80 and feed-forward widths of 2560 and 5120,
+    # all of which the fused kernels limit); what is small is the number of layers and of latents.
+    "tiny": _stable_diffusion(
+        _unet(
+            block_out_channels=[320, 640],
+            cross_attention_dim=64,
+            down_block_types=["CrossAttnDownBlock2D", "DownBlock2D"],
+            layers_per_block=1,
+            sample_size=16,
+            up_block_types=["UpBlock2D", "CrossAttnUpBlock2D"],
         ),
-        "sd15": _stable_diffusion(
-            _unet(), _vae(), _clip_text(), _scheduler("PNDMScheduler"), "<|endoftext|>", _safety_checker()
+        # 4 channels a group: the kernels want an even number. Four blocks: a latent is 8x8 pixels.
+        _vae(**_VAE_TINY),
+        _clip_text(**_CLIP_TINY),
+        _scheduler("PNDMScheduler"),
+        "<|endoftext|>",
+        _safety_checker(
+            hidden_size=64,
+            intermediate_size=256,
+            num_attention_heads=4,
+            num_hidden_layers=2,
+            patch_size=32,
         ),
-        "sd21": _stable_diffusion(
-            _unet(**_UNET_2_1, sample_size=96, upcast_attention=True),
-            _vae(sample_size=768),
-            _OPEN_CLIP_H,
-            _scheduler("DDIMScheduler", prediction_type="v_prediction"),
-            pad_token="!",
-        ),
-        "sd21-base": _stable_diffusion(
-            _unet(**_UNET_2_1),
-            _vae(sample_size=768),
-            _OPEN_CLIP_H,
-            _scheduler("PNDMScheduler", prediction_type="epsilon"),
-            pad_token="!",
-        ),
-        "sdxl": _stable_diffusion_xl(
-            _unet(**_UNET_XL),
-            _vae(**_VAE_XL),
-            _clip_text(),
-            _OPEN_CLIP_G,
-            _scheduler("EulerDiscreteScheduler", **_EULER_XL),
-        ),
-        "sdxl-turbo": _stable_diffusion_xl(
-            _unet(**(_UNET_XL | {"sample_size": 64})),
-            _vae(**_VAE_XL),
-            _clip_text(),
-            _OPEN_CLIP_G,
-            _scheduler("EulerAncestralDiscreteScheduler", **(_EULER_XL | {"timestep_spacing": "trailing"})),
-        ),
-        "sdxl-refiner": _refiner(
-            _unet(**_UNET_REFINER),
-            _vae(**_VAE_XL),
-            _OPEN_CLIP_G,
-            _scheduler("EulerDiscreteScheduler", **_EULER_XL),
-        ),
-        "sdxl-tiny": _stable_diffusion_xl(
-            _unet(**_UNET_XL_TINY),
-            _vae(**(_VAE_XL | _VAE_TINY)),
-            _clip_text(**_CLIP_TINY),
-            _OPEN_CLIP_TINY,
-            _scheduler("EulerDiscreteScheduler", **_EULER_XL),
-        ),
-        "sdxl-refiner-tiny": _refiner(
-            _unet(**_UNET_XL_TINY | {"cross_attention_dim": 64, "projection_class_embeddings_input_dim": 64 + 5 * 32}),
-            _vae(**(_VAE_XL | _VAE_TINY)),
-            _OPEN_CLIP_TINY,
-            _scheduler("EulerDiscreteScheduler", **_EULER_XL),
-        ),
-    }
+    ),
+    "sd15": _stable_diffusion(
+        _unet(), _vae(), _clip_text(), _scheduler("PNDMScheduler"), "<|endoftext|>", _safety_checker()
+    ),
+    "sd21": _stable_diffusion(
+        _unet(**_UNET_2_1, sample_size=96, upcast_attention=True),
+        _vae(sample_size=768),
+        _OPEN_CLIP_H,
+        _scheduler("DDIMScheduler", prediction_type="v_prediction"),
+        pad_token="!",
+    ),
+    "sd21-base": _stable_diffusion(
+        _unet(**_UNET_2_1),
+        _vae(sample_size=768),
+        _OPEN_CLIP_H,
+        _scheduler("PNDMScheduler", prediction_type="epsilon"),
+        pad_token="!",
+    ),
+    "sdxl": _stable_diffusion_xl(
+        _unet(**_UNET_XL),
+        _vae(**_VAE_XL),
+        _clip_text(),
+        _OPEN_CLIP_G,
+        _scheduler("EulerDiscreteScheduler", **_EULER_XL),
+    ),
+    "sdxl-turbo": _stable_diffusion_xl(
+        _unet(**(_UNET_XL | {"sample_size": 64})),
+        _vae(**_VAE_XL),
+        _clip_text(),
+        _OPEN_CLIP_G,
+        _scheduler("EulerAncestralDiscreteScheduler", **(_EULER_XL | {"timestep_spacing": "trailing"})),
+    ),
+    "sdxl-refiner": _refiner(
+        _unet(**_UNET_REFINER),
+        _vae(**_VAE_XL),
+        _OPEN_CLIP_G,
+        _scheduler("EulerDiscreteScheduler", **_EULER_XL),
+    ),
+    "sdxl-tiny": _stable_diffusion_xl(
+        _unet(**_UNET_XL_TINY),
+        _vae(**(_VAE_XL | _VAE_TINY)),
+        _clip_text(**_CLIP_TINY),
+        _OPEN_CLIP_TINY,
+        _scheduler("EulerDiscreteScheduler", **_EULER_XL),
+    ),
+    "sdxl-refiner-tiny": _refiner(
+        _unet(**_UNET_XL_TINY | {"cross_attention_dim": 64, "projection_class_embeddings_input_dim": 64 + 5 * 32}),
+        _vae(**(_VAE_XL | _VAE_TINY)),
+        _OPEN_CLIP_TINY,
+        _scheduler("EulerDiscreteScheduler", **_EULER_XL),
+    ),
+}
+
+# h94/IP-Adapter: models/ip-adapter-plus_sd15.safetensors and sdxl_models/ip-adapter-plus_sdxl_vit-h.safetensors.
+_ADAPTERS = {
+    "sd15": AdapterSpec(_clip_vision(), hidden_size=768, heads=12),
+    "sdxl": AdapterSpec(_clip_vision(), hidden_size=1280, heads=20),
+}
+_CLIP_VISION_TINY = _clip_vision(
+    hidden_size=64,
+    image_size=56,
+    intermediate_size=256,
+    num_attention_heads=4,
+    num_hidden_layers=3,
+    projection_dim=32,
 )
+_ADAPTERS |= dict.fromkeys(("tiny", "sdxl-tiny"), AdapterSpec(_CLIP_VISION_TINY, hidden_size=64, heads=1, queries=6))
+
+ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
+    _PLAIN | {f"{name}-ip-adapter": replace(_PLAIN[name], adapters=adapters) for name, adapters in _ADAPTERS.items()}
+)
+"""By the names that `--arch` takes."""

@@ -30,8 +30,8 @@ _GAINS: tuple[tuple[str, float], ...] = (
     # The last layer of a residual branch: the sum must not outgrow its terms with depth.
     (r"(to_out\.0|ff\.net\.2|proj_out|out_proj|mlp\.fc2)", 0.7),
     # Attention that chooses, so that a wrong scale or a lost mask shows; text and time that count.
-    (r"(to_q|to_k|q_proj|k_proj)", 1.4),
-    (r"attn2\.to_v", 2.0),
+    (r"(to_q|to_k|q_proj|k_proj|to_k_ip)", 1.4),
+    (r"(attn2\.to_v|to_v_ip)", 2.0),
     (r"(time_embedding\.linear_[12]|time_emb_proj)", 2.0),
     # Random noise predictions let latents grow to 10 and more; the layers behind must still matter then.
     (r"^conv_in", 0.3),

@@ -1,0 +1,293 @@
+"""Reading IP-Adapters: which kind a file holds, and where each parameter of the exported modules stands in it.
+
+Files are as published (github.com/tencent-ailab/IP-Adapter): `image_proj.*` projects images, and
+`ip_adapter.N.to_k_ip.weight` and `to_v_ip` belong to the cross-attentions, numbered 1, 3, 5, ...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy.typing as npt
+import torch
+from diffusers.loaders.unet import UNet2DConditionLoadersMixin
+from safetensors import SafetensorError, safe_open
+
+from sdonnx.adapters import Adapter, AdapterSet
+from sdonnx.errors import FolderError, WeightsError
+from sdonnx.export.image_attention import attend_to_images, is_cross_attention
+from sdonnx.export.weights import Weights, narrowed
+from sdonnx.folder import read_json
+
+__all__ = [
+    "AdaptedWeights",
+    "AdapterFile",
+    "ProjectionWeights",
+    "adapter_set",
+    "build_projections",
+    "find_image_encoder",
+]
+
+_SUFFIX = ".safetensors"
+_PROJECTION, _ATTENTION = "image_proj.", "ip_adapter."
+
+
+@dataclass(frozen=True)
+class AdapterFile:
+    """One adapter's weights; tensors stay on disk.
+
+    Attributes:
+        path: the file.
+        shapes: of its tensors, by their keys.
+    """
+
+    path: Path
+    shapes: Mapping[str, tuple[int, ...]]
+
+    @classmethod
+    def open(cls, given: Path) -> AdapterFile:
+        """Open an adapter's file, or the only one in a folder.
+
+        Raises:
+            WeightsError: there is none, it is a pickle, broken, or holds something else.
+        """
+        path = _only_file(given) if given.is_dir() else given
+        if path.suffix != _SUFFIX:
+            raise WeightsError(
+                f"{path} is {'a pickle, which can run code when it is opened' if path.is_file() else 'no file'}",
+                "an IP-Adapter as safetensors",
+                f"download the adapter's {_SUFFIX} file",
+            )
+        try:
+            with safe_open(path, framework="pt") as tensors:
+                keys = tensors.keys()
+                shapes = {key: tuple(tensors.get_slice(key).get_shape()) for key in keys}
+        except (SafetensorError, OSError) as error:
+            raise WeightsError(
+                f"{path} cannot be read ({error})", "an IP-Adapter's weights", "copy or download the file again"
+            ) from error
+        return cls(path, shapes)
+
+    @property
+    def projection(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of what projects images, by the names that diffusers converts."""
+        return {
+            key.removeprefix(_PROJECTION): shape for key, shape in self.shapes.items() if key.startswith(_PROJECTION)
+        }
+
+    @property
+    def attentions(self) -> list[tuple[int, int]]:
+        """(width of keys, width of tokens) for each cross-attention."""
+        keys = [key for key in self.shapes if key.startswith(_ATTENTION) and key.endswith(".to_k_ip.weight")]
+        keys.sort(key=lambda key: int(key.split(".")[1]) if key.split(".")[1].isdecimal() else -1)
+        return [(self.shapes[key][0], self.shapes[key][-1]) for key in keys]
+
+    def described(self, positions: int) -> Adapter:
+        """Return what kind of adapter it is.
+
+        Args:
+            positions: how many hidden states the image encoder gives.
+
+        Raises:
+            WeightsError: it is of a kind that is not known.
+        """
+        held = self.projection
+        try:
+            if "proj.weight" in held:
+                # Always four: diffusers' _convert_ip_adapter_image_proj_to_diffusers.
+                return Adapter(self.path.stem, "plain", 4, 1, held["proj.weight"][1])
+            if "proj.3.weight" in held:
+                return Adapter(self.path.stem, "full", positions, positions, held["proj.0.weight"][0])
+            if "latents" in held:
+                return Adapter(self.path.stem, "plus", held["latents"][1], positions, held["proj_in.weight"][1])
+        except (IndexError, KeyError):
+            pass
+        faces = "norm.weight" in held or "perceiver_resampler.proj_in.weight" in held
+        raise WeightsError(
+            f"{self.path} is {'a FaceID adapter' if faces else 'no IP-Adapter'}",
+            "an IP-Adapter, IP-Adapter Plus or Full: one that reads CLIP's image embeddings",
+            "choose another adapter",
+        )
+
+    def read(self, key: str) -> torch.Tensor:
+        """Return a tensor.
+
+        Raises:
+            WeightsError: the file broke after it was opened.
+        """
+        try:
+            with safe_open(self.path, framework="pt") as tensors:
+                tensor: torch.Tensor = tensors.get_tensor(key)
+        except (SafetensorError, OSError) as error:
+            raise WeightsError(f"{self.path} cannot be read ({error})", "complete weights", "copy it again") from error
+        return tensor
+
+
+def _only_file(folder: Path) -> Path:
+    files = sorted(folder.glob(f"*{_SUFFIX}"))
+    if len(files) != 1:
+        found = f"{len(files)} of them ({', '.join(file.name for file in files)})" if files else f"no {_SUFFIX} file"
+        raise WeightsError(f"{folder} holds {found}", "one IP-Adapter", "name the file")
+    return files[0]
+
+
+def find_image_encoder(given: Path | None, files: Sequence[AdapterFile], pipeline: Path) -> Path:
+    """Return the folder of the image encoder: that which is named, or which lies beside an adapter, or the pipeline's.
+
+    Raises:
+        FolderError: there is none.
+    """
+    beside = [file.path.parent / "image_encoder" for file in files]
+    places = [given] if given is not None else [*beside, pipeline / "image_encoder"]
+    for place in places:
+        if (place / "config.json").is_file():
+            return place
+    raise FolderError(
+        f"no image encoder in {', '.join(map(str, dict.fromkeys(places)))}",
+        "a folder with the config.json and weights of a CLIPVisionModelWithProjection",
+        "name it with --image-encoder",
+    )
+
+
+def adapter_set(
+    files: Sequence[AdapterFile], encoder: Path, unet_config: Mapping[str, Any], build: Callable[[], torch.nn.Module]
+) -> AdapterSet:
+    """Return the adapters, after a look at whether they fit the image encoder, the UNet and each other.
+
+    Args:
+        files: the adapters.
+        encoder: the image encoder's folder.
+        unet_config: the UNet's configuration.
+        build: makes the UNet; called where parameters take no memory.
+
+    Raises:
+        WeightsError: an adapter is for another image encoder or another UNet.
+        FolderError: the image encoder's configuration cannot be used, or the denoiser is no such UNet.
+    """
+    config = read_json(encoder / "config.json")
+    sizes = [config.get(key) for key in ("image_size", "patch_size", "hidden_size", "projection_dim")]
+    if not all(isinstance(size, int) and size > 0 for size in sizes):
+        raise FolderError(
+            f"{encoder / 'config.json'} lacks one of image_size, patch_size, hidden_size and projection_dim",
+            "the configuration of a CLIPVisionModelWithProjection",
+            "copy it again",
+        )
+    image_size, patch_size, hidden_size, projected = (int(size or 0) for size in sizes)
+    adapters = []
+    for file in files:
+        adapter = file.described(1 + (image_size // patch_size) ** 2)
+        wanted = projected if adapter.kind == "plain" else hidden_size
+        if adapter.width != wanted:
+            raise WeightsError(
+                f"{file.path} reads image embeddings of {adapter.width}",
+                f"{wanted}, as the image encoder in {encoder} gives",
+                "name the image encoder that the adapter was made with (--image-encoder)",
+            )
+        adapters.append(adapter)
+    unet: Any = build()
+    own = [
+        (attention.inner_dim, attention.cross_attention_dim)
+        for name in getattr(unet, "attn_processors", ())
+        if is_cross_attention(name)
+        for attention in [unet.get_submodule(name.removesuffix(".processor"))]
+    ]
+    for file in files:
+        if file.attentions != own:
+            raise WeightsError(
+                f"{file.path} is for {_told(file.attentions)}", f"{_told(own)}, as the UNet has", "choose its adapter"
+            )
+    return AdapterSet(
+        tuple(adapters), int(unet_config["cross_attention_dim"]), tuple(attend_to_images(unet, len(files)))
+    )
+
+
+def _told(attentions: Sequence[tuple[int, int]]) -> str:
+    widths = sorted({width for _, width in attentions})
+    keys = sorted({keys for keys, _ in attentions})
+    return f"{len(attentions)} cross-attentions over tokens of width {widths}, with keys of {keys}"
+
+
+def build_projections(files: Sequence[AdapterFile]) -> torch.nn.ModuleList:
+    """Return diffusers' modules that project images, with parameters of these files' shapes and any values."""
+    return torch.nn.ModuleList(_converted(file, torch.empty) for file in files)
+
+
+def _converted(file: AdapterFile, make: Callable[[tuple[int, ...]], torch.Tensor] | None = None) -> torch.nn.Module:
+    """Return diffusers' module that projects images, with a file's parameters, or with what `make` makes of shapes."""
+    state = {
+        key: file.read(_PROJECTION + key) if make is None else make(shape) for key, shape in file.projection.items()
+    }
+    # The names and splits of the published forms are known there alone. It needs nothing of its object.
+    converter: Any = UNet2DConditionLoadersMixin._convert_ip_adapter_image_proj_to_diffusers
+    try:
+        module: torch.nn.Module = converter(None, state, low_cpu_mem_usage=False)
+    except (RuntimeError, KeyError, IndexError) as error:  # load_state_dict's, and what it looks up before
+        raise WeightsError(
+            f"{file.path} cannot be used ({str(error).splitlines()[-1].strip()[:200]})",
+            "an adapter as published",
+            "download the file again",
+        ) from error
+    return module
+
+
+class ProjectionWeights:
+    """The parameters of `build_projections`, in memory: some tens of megabytes."""
+
+    def __init__(self, files: Sequence[AdapterFile]) -> None:
+        """Read what projects images from each file."""
+        self._files, self._state = files, torch.nn.ModuleList(map(_converted, files)).state_dict()
+
+    def find(self, name: str, shape: tuple[int, ...]) -> str:
+        """Return `name`: the modules were made from the same files."""
+        assert tuple(self._state[name].shape) == shape
+        return name
+
+    def read(self, key: str, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+        """Return a parameter in that type."""
+        return narrowed(self._state[key], dtype, key, self._files[int(key.split(".")[0])].path)
+
+
+class AdaptedWeights:
+    """The weights of a UNet and those that adapters add to it, by the names of `attend_to_images`."""
+
+    def __init__(self, unet: Weights, files: Sequence[AdapterFile], attentions: Sequence[str]) -> None:
+        """Find the adapters' weights.
+
+        Args:
+            unet: its own weights.
+            files: the adapters.
+            attentions: the UNet's attention processors, in its order.
+        """
+        self._unet = unet
+        self._own: dict[str, tuple[AdapterFile, str]] = {}
+        crossing = [name for name in attentions if is_cross_attention(name)]
+        for number, name in enumerate(crossing):
+            for index, file in enumerate(files):
+                for part in ("to_k_ip", "to_v_ip"):
+                    key = f"{_ATTENTION}{2 * number + 1}.{part}.weight"
+                    self._own[f"{name}.{part}.{index}.weight"] = file, key
+
+    def find(self, name: str, shape: tuple[int, ...]) -> str:
+        """Return the key under which `read` knows the parameter.
+
+        Raises:
+            WeightsError: it is missing or has another shape.
+        """
+        if name not in self._own:
+            return self._unet.find(name, shape)
+        file, key = self._own[name]
+        if file.shapes.get(key) != shape:
+            raise WeightsError(
+                f"{file.path} holds {key} with shape {file.shapes.get(key)}", f"{shape}", "choose the UNet's adapter"
+            )
+        return name
+
+    def read(self, key: str, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+        """Return a parameter in that type."""
+        if key not in self._own:
+            return self._unet.read(key, dtype)
+        file, stored = self._own[key]
+        return narrowed(file.read(stored), dtype, stored, file.path)
