@@ -46,8 +46,9 @@ from sdonnx.interface import adapt_interface
 from sdonnx.optimize import optimize_folder
 from sdonnx.parity import psnr
 from sdonnx.precision import ConvertPrecision, PrecisionPolicy
+from sdonnx.runtime.clip_images import ClipImages
 from sdonnx.runtime.pipeline import OrtDiffusionPipeline
-from sdonnx.runtime.safety import ClipImages, NsfwContentWarning
+from sdonnx.runtime.safety import NsfwContentWarning
 from sdonnx.sample import ARCHITECTURES, build_network, write_sample
 
 Array = npt.NDArray[Any]

@@ -24,6 +24,8 @@ class AttentionToMultiHeadAttention(Rule):
     each, disappear into the kernel.
     """
 
+    keeps_nodes = True  # a query may ask several keys: the prompt's, and those of IP-Adapters
+
     def pattern(self, op: Any, q: Any, k: Any, v: Any, q_shape: Any, k_shape: Any, v_shape: Any, shape: Any) -> Any:
         """Heads split, attention, heads joined."""
 
@@ -46,6 +48,8 @@ class AttentionToMultiHeadAttention(Rule):
         """Heads must be static and equal, and nothing but a scale, a mask and causality asked for."""
         node = attention.producer()
         assert node is not None
+        if len(attention.uses()) > 1 or attention.is_graph_output():
+            return "its result is read before heads are joined too"
         for name in ("q", "k", "v", "joined"):
             if (sizes := dims(values[name])) is None or len(sizes) != 3:
                 return f"{name} does not have 3 dimensions"

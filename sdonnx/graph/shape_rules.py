@@ -86,6 +86,14 @@ def _expand(sizes: Sizes, node: ir.Node) -> bool:
     return True
 
 
+def _tile(sizes: Sizes, node: ir.Node) -> bool:
+    shape, repeats = sizes.shape_of(node, 0), sizes.content_of(node, 1)
+    if shape is None or repeats is None or len(repeats) != len(shape):
+        return False
+    sizes.shapes[node.outputs[0]] = tuple(size * repeat for size, repeat in zip(shape, repeats, strict=True))
+    return True
+
+
 def _filled(sizes: Sizes, node: ir.Node) -> bool:
     target = sizes.content_of(node, 0)
     if target is None:
@@ -282,6 +290,7 @@ SHAPE_RULES: dict[str, Callable[[Sizes, ir.Node], bool]] = {
     "Size": _size,
     "Slice": _slice,
     "Split": _split,
+    "Tile": _tile,
     "Transpose": _transpose,
     "Unsqueeze": _unsqueeze,
 }

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from onnxruntime import OrtValue
 
-from sdonnx.families import Role
+from sdonnx.families import SCALE, Role
 from sdonnx.runtime.graphs import GraphSet
 from sdonnx.runtime.session import Graph, Run
 from sdonnx.samplers import STATE_ROWS
@@ -35,6 +35,7 @@ class Shape:
         width: of the latents.
         guided: whether the denoiser runs on two copies.
         tokens: length of the prompts.
+        images: how many images each IP-Adapter has.
     """
 
     batch: int
@@ -42,6 +43,7 @@ class Shape:
     width: int
     guided: bool
     tokens: int
+    images: tuple[int, ...] = ()
 
     @property
     def copies(self) -> int:
@@ -103,6 +105,11 @@ class SizeBuffers:
         for name in ("text_embeds", "time_ids"):
             if name in step.inputs:
                 zeros[name] = np.zeros((prompts[0], int(step.shape(name)[1])), step.dtype(name))
+        if (adapters := self.graphs.family.adapters) is not None:
+            for index, (adapter, count) in enumerate(zip(adapters.adapters, shape.images, strict=True)):
+                name = f"image_embeds.{index}"
+                zeros[name] = np.zeros((prompts[0], count * adapter.tokens, adapters.width), step.dtype(name))
+            zeros[SCALE] = np.zeros((len(adapters.adapters), len(adapters.blocks)), _FLOAT)
         if "mask" in step.inputs:
             zeros["mask"] = np.zeros((shape.batch, 1, shape.height, shape.width), _FLOAT)
             zeros["masked_latents"] = np.zeros(self.latents, _FLOAT)

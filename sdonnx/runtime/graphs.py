@@ -25,7 +25,12 @@ _FILES = {
     Role.IMAGE_ENCODER: "encode.onnx",
     Role.IMAGE_DECODER: "decode.onnx",
     Role.SAFETY_CHECKER: "check.onnx",
+    Role.IMAGE_PROMPT_ENCODER: "prompt.onnx",
+    Role.IMAGE_PROMPT_ADAPTER: "project.onnx",
 }
+
+# Bound anew at each use: what they take is of another size than the image.
+_UNCAPTURED = {Role.SAFETY_CHECKER, Role.IMAGE_PROMPT_ENCODER, Role.IMAGE_PROMPT_ADAPTER}
 
 
 @dataclass
@@ -72,8 +77,7 @@ class GraphSet:
             FolderError: the file is missing or ONNX Runtime refuses it.
         """
         if role not in self._loaded:
-            # The safety checker is bound anew for each image.
-            captures = self.stays(role) and role is not Role.SAFETY_CHECKER
+            captures = self.stays(role) and role not in _UNCAPTURED
             self._loaded[role] = Graph(self.path(role), self.device, capture=captures, settings=self.settings)
         return self._loaded[role]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -26,6 +26,7 @@ from sdonnx.runtime.device import device_for
 from sdonnx.runtime.drawing import Drawing, Start
 from sdonnx.runtime.draws import Draws, Generator
 from sdonnx.runtime.graphs import GraphSet, Observer
+from sdonnx.runtime.image_prompts import ImagePrompts, image_prompter_of, scale_matrix
 from sdonnx.runtime.noise import TorchCpuGenerator
 from sdonnx.runtime.request import (
     Prompts,
@@ -45,6 +46,8 @@ from sdonnx.samplers import config_for
 __all__ = ["ImageOutput", "OrtDiffusionPipeline"]
 
 Result = TypeVar("Result")
+
+_WITH_ADAPTERS = ("a pipeline with IP-Adapters", "export it with --ip-adapter, or leave it out")
 
 Callback = Callable[["OrtDiffusionPipeline", int, float, dict[str, Any]], Mapping[str, Any] | None]
 
@@ -90,6 +93,7 @@ class OrtDiffusionPipeline:
         self._channels = int(self._denoiser_config.get("out_channels", self._size_of("in_channels")))
         # As in diffusers, it may be set to None later on.
         self.safety_checker: SafetyChecker | None = safety_checker_of(graphs, safety_checker)
+        self._image_prompter = image_prompter_of(graphs)
         self._captures = Captures(graphs, self._channels, self.vae_scale_factor, max_sizes)
         self._progress: dict[str, Any] = {}
         self._interrupt = False
@@ -191,6 +195,16 @@ class OrtDiffusionPipeline:
         """What the sizes that are captured cost, the least recently used first."""
         return self._run(self._captures.reports)
 
+    def set_ip_adapter_scale(self, scale: Any) -> None:
+        """Set what IP-Adapters weigh where a call does not say; see `sdonnx.runtime.image_prompts.scale_matrix`.
+
+        Raises:
+            OptionError: the pipeline has no adapters, or not as many.
+        """
+        if self._image_prompter is None:
+            raise OptionError("ip_adapter_scale given", *_WITH_ADAPTERS)
+        self._image_prompter.scales = scale_matrix(self._image_prompter.adapters, scale)
+
     def set_progress_bar_config(self, **options: Any) -> None:
         """Set options of tqdm for the progress bar, such as `disable=True`; by default terminals alone show one."""
         self._progress = options
@@ -255,6 +269,9 @@ class OrtDiffusionPipeline:
         negative_target_size: Sequence[int] | None = None,
         aesthetic_score: float = 6.0,
         negative_aesthetic_score: float = 2.5,
+        ip_adapter_image: Any = None,
+        ip_adapter_image_embeds: Any = None,
+        ip_adapter_scale: Any = None,
     ) -> ImageOutput:
         """Draw images: from a prompt, from an image, or anew where a mask is white.
 
@@ -296,6 +313,11 @@ class OrtDiffusionPipeline:
             negative_target_size: likewise.
             aesthetic_score: likewise, of the refiner.
             negative_aesthetic_score: likewise.
+            ip_adapter_image: for each IP-Adapter an image, or a list of them; one image alone for a single adapter.
+            ip_adapter_image_embeds: in their place what the image encoder gives (G,I,W) or (G,I,L,W), G being 2 with
+                guidance: what is drawn away from comes first.
+            ip_adapter_scale: weights of the adapters: a number, or a list with a number or a mapping for each; see
+                `set_ip_adapter_scale`. A change of weights or images costs nothing but encoding new images.
 
         Raises:
             SdonnxError: an argument cannot be used, nothing has run by then; or memory was too short.
@@ -329,8 +351,11 @@ class OrtDiffusionPipeline:
         )
         prompts = read_prompts(wording, num_images_per_prompt, guided, clip_skip)
         self._conditioner.require(prompts, sizes)
+        image_prompts = self._read_image_prompts(ip_adapter_image, ip_adapter_image_embeds, ip_adapter_scale, guided)
         height, width = self._sizes(height, width, image, mask_image)
         shape = self._shape(prompts.count, height, width, guided, self._tokens(prompts))
+        if image_prompts is not None:
+            shape = replace(shape, images=image_prompts.counts)
         latent_shape = (shape.batch, self._channels, shape.height, shape.width)
         start = self._start(image, mask_image, strength, latents, height, width, latent_shape)
         # An object of diffusers draws fresh noise from torch's generator, where it stands after the first noise.
@@ -351,7 +376,7 @@ class OrtDiffusionPipeline:
             generator=draws.generator,
         )
         drawing.require()
-        job = partial(self._draw, shape, drawing, output_type, callback_on_step_end)
+        job = partial(self._draw, shape, drawing, image_prompts, output_type, callback_on_step_end)
         pictures, found = self._run(job, self.interrupt)
         if found is not None and any(found):
             warnings.warn(
@@ -373,7 +398,12 @@ class OrtDiffusionPipeline:
         return self._run(lambda: [self._captures.get(size).report() for size in sizes])
 
     def _draw(
-        self, shape: Shape, drawing: Drawing, output_type: str, callback: Callback | None
+        self,
+        shape: Shape,
+        drawing: Drawing,
+        image_prompts: ImagePrompts | None,
+        output_type: str,
+        callback: Callback | None,
     ) -> tuple[Any, list[bool] | None]:
         if getattr(self._drawing, "now", False):
             raise OptionError(
@@ -383,6 +413,10 @@ class OrtDiffusionPipeline:
         self._interrupt = False
         try:
             size = self._captures.get(shape)
+            if self._image_prompter is not None and image_prompts is not None:
+                told = self._image_prompter.inputs(image_prompts, shape.batch, guided=shape.guided)
+                for name, values in told.items():
+                    size.put(name, values)
             on_step = None if callback is None else partial(self._report, callback, size)
             drawing.run(size, on_step, lambda: self._interrupt, self._progress)
             found = None
@@ -438,6 +472,15 @@ class OrtDiffusionPipeline:
         self.device.copy(copy, buffer, copy.tensor_size_in_bytes())
         return copy
 
+    def _read_image_prompts(self, images: Any, embeds: Any, scale: Any, guided: bool) -> ImagePrompts | None:
+        if self._image_prompter is not None:
+            return self._image_prompter.read(images, embeds, scale, guided=guided)
+        given = {"ip_adapter_image": images, "ip_adapter_image_embeds": embeds, "ip_adapter_scale": scale}
+        for name, value in given.items():
+            if value is not None:
+                raise OptionError(f"{name} given", *_WITH_ADAPTERS)
+        return None
+
     def _tokens(self, prompts: Prompts) -> int:
         return self._conditioner.tokens if prompts.embeddings is None else prompts.embeddings.shape[1]
 
@@ -454,7 +497,8 @@ class OrtDiffusionPipeline:
         require_multiple("height", height, self.vae_scale_factor)
         require_multiple("width", width, self.vae_scale_factor)
         require_multiple("the batch", batch, 1)
-        return Shape(batch, height // self.vae_scale_factor, width // self.vae_scale_factor, guided, tokens)
+        one_each = () if self._image_prompter is None else (1,) * len(self._image_prompter.adapters.adapters)
+        return Shape(batch, height // self.vae_scale_factor, width // self.vae_scale_factor, guided, tokens, one_each)
 
     def _start(
         self,

@@ -1,0 +1,167 @@
+"""Images as CLIP's vision towers see them.
+
+Source: transformers' CLIPImageProcessor on PIL images (its Pillow backend, 5.23.0).
+"""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image
+
+from sdonnx.errors import FolderError
+from sdonnx.folder import PipelineFolder
+
+__all__ = ["ClipImages"]
+
+Float = npt.NDArray[np.float32]
+Pixels = npt.NDArray[np.uint8]
+
+_EXTRACTOR, _CONFIG = "feature_extractor", "preprocessor_config.json"
+
+# transformers' OPENAI_CLIP_MEAN and OPENAI_CLIP_STD, and CLIPImageProcessor's size.
+_MEAN, _STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+_EDGE = 224
+
+
+@dataclass(frozen=True)
+class ClipImages:
+    """How images are prepared for CLIP.
+
+    Attributes:
+        size: height and width to resize to, or the shorter edge; None to leave the size.
+        resample: Pillow's filter.
+        crop: height and width of what is cut out of the middle; None for all.
+        scale: what pixels from 0 to 255 are multiplied by; None to leave them.
+        mean: subtracted then, for each channel.
+        std: divided by then, for each channel.
+    """
+
+    size: tuple[int, int] | int | None
+    resample: Image.Resampling
+    crop: tuple[int, int] | None
+    scale: float | None
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+    @classmethod
+    def from_folder(cls, folder: PipelineFolder) -> ClipImages:
+        """Read `feature_extractor/preprocessor_config.json`.
+
+        Raises:
+            FolderError: it is missing, or says something that CLIPImageProcessor does not know.
+        """
+        config = folder.config(_EXTRACTOR, _CONFIG)
+        try:
+            normalizes = config.get("do_normalize", True)
+            return cls(
+                _size(config.get("size", _EDGE)) if config.get("do_resize", True) else None,
+                Image.Resampling(config.get("resample", Image.Resampling.BICUBIC)),
+                _crop(config.get("crop_size", _EDGE)) if config.get("do_center_crop", True) else None,
+                float(config.get("rescale_factor", 1 / 255)) if config.get("do_rescale", True) else None,
+                _channels(config.get("image_mean", _MEAN)) if normalizes else (0.0,) * 3,
+                _channels(config.get("image_std", _STD)) if normalizes else (1.0,) * 3,
+            )
+        except (TypeError, ValueError, KeyError) as error:
+            raise FolderError(
+                f"{folder.path / _EXTRACTOR / _CONFIG} cannot be used ({error})",
+                "the configuration of a CLIPImageProcessor",
+                "copy it from the original pipeline",
+            ) from error
+
+    @classmethod
+    def for_component(cls, folder: PipelineFolder, name: str, edges: Sequence[Any], remedy: str) -> ClipImages:
+        """Return how images are prepared for a component of a pipeline.
+
+        Args:
+            folder: the pipeline.
+            name: the component's name.
+            edges: height and width of the images that it takes.
+            remedy: what can be done besides copying the folder again.
+
+        Raises:
+            FolderError: nothing says it, or it prepares other images.
+        """
+        if not (folder.path / _EXTRACTOR / _CONFIG).is_file():
+            raise FolderError(
+                f"{folder.path} has a component {name} and no {_EXTRACTOR}/{_CONFIG}",
+                "both",
+                f"copy {_EXTRACTOR} from the original pipeline, or {remedy}",
+            )
+        images = cls.from_folder(folder)
+        prepared = images.crop or (images.size if isinstance(images.size, tuple) else None)
+        if prepared != tuple(edges):
+            raise FolderError(
+                f"{folder.path / _EXTRACTOR / _CONFIG} prepares images of {prepared or 'any size'}",
+                f"{tuple(edges)}, as the component {name} takes them",
+                f"copy both from one pipeline, or {remedy}",
+            )
+        return images
+
+    def prepare(self, images: Pixels) -> Float:
+        """Return images (B,H,W,3) from 0 to 255 as CLIP takes them, (B,3,S,S)."""
+        return np.stack([self._prepared(image) for image in images])
+
+    def _prepared(self, image: Pixels) -> Float:
+        if self.size is not None:
+            height, width = self._resized(*image.shape[:2])
+            image = np.asarray(Image.fromarray(image).resize((width, height), self.resample))
+        if self.crop is not None:
+            for axis, wanted in enumerate(self.crop):
+                image = _middle(image, axis, wanted)
+        # In the precisions that transformers takes each step in.
+        wide = image.astype(np.float64) * (1.0 if self.scale is None else self.scale)
+        values = wide.astype(np.float32)
+        mean, std = np.array(self.mean, np.float32), np.array(self.std, np.float32)
+        normal: Float = np.divide(values - mean, std, dtype=np.float32)
+        return normal.transpose(2, 0, 1)
+
+    def _resized(self, height: int, width: int) -> tuple[int, int]:
+        assert self.size is not None
+        if isinstance(self.size, tuple):
+            return self.size
+        longer = int(self.size * max(height, width) / min(height, width))
+        return (longer, self.size) if width <= height else (self.size, longer)
+
+
+def _middle(image: Pixels, axis: int, wanted: int) -> Pixels:
+    """Return the middle of an axis, with zeros around it where it is shorter."""
+    start = (image.shape[axis] - wanted) // 2
+    if start < 0:
+        before, after = -start, wanted - image.shape[axis] + start
+        image = np.pad(image, [(before, after) if each == axis else (0, 0) for each in range(image.ndim)])
+        start = 0
+    return image.take(range(start, start + wanted), axis)
+
+
+def _size(given: Any) -> tuple[int, int] | int:
+    """Read a size as transformers does: a number is the shorter edge, as CLIPImageProcessor means it."""
+    if isinstance(given, Mapping) and set(given) == {"shortest_edge"}:
+        given = given["shortest_edge"]
+    return _edge(given) if isinstance(given, numbers.Number) else _crop(given)
+
+
+def _crop(given: Any) -> tuple[int, int]:
+    """Read a size of which a number is both edges."""
+    if isinstance(given, Mapping):
+        given = (given["height"], given["width"])
+    height, width = given if isinstance(given, Sequence) and not isinstance(given, str) else (given, given)
+    return _edge(height), _edge(width)
+
+
+def _edge(given: Any) -> int:
+    if isinstance(given, bool) or not isinstance(given, int) or given < 1:
+        raise ValueError(f"an edge of {given!r}")
+    return given
+
+
+def _channels(given: Any) -> tuple[float, ...]:
+    values = tuple(map(float, given)) if isinstance(given, Sequence) else (float(given),) * 3
+    if len(values) != 3 or not np.isfinite(values).all():
+        raise ValueError(f"{given!r} for three channels")
+    return values
