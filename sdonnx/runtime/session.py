@@ -118,7 +118,6 @@ class Graph:
             )
         self._types = {value.name: value.type for value in (*self.session.get_inputs(), *self.session.get_outputs())}
         self._captured = 0
-        self._free_ids: list[int] = []
 
     def _workspaces(self) -> AbstractContextManager[None]:
         return small_workspaces() if self.device.provider == "cuda" else nullcontext()
@@ -150,12 +149,10 @@ class Graph:
         return Run(self, buffers)
 
     def take_capture_id(self) -> int:
-        """Return a number for a captured graph that no other has now.
+        """Return a number for a captured graph that no other had before.
 
-        Numbers are used again: of each that it has seen, ONNX Runtime keeps megabytes, released or not.
+        ONNX Runtime 1.31 replays the old graph under a number that was released and is used again.
         """
-        if self._free_ids:
-            return self._free_ids.pop()
         self._captured += 1
         return self._captured
 
@@ -163,7 +160,6 @@ class Graph:
         """Give a captured graph back."""
         self.device.synchronize()
         self.session.release_captured_graph(capture_id)
-        self._free_ids.append(capture_id)
 
 
 class Run:
