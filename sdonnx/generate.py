@@ -34,6 +34,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--image", type=Path, default=None, help="an image to start from")
     parser.add_argument("--mask_image", type=Path, default=None, help="white where to draw anew, for --image")
     parser.add_argument("--strength", type=float, default=None, help="how far from the image to go, 0 to 1")
+    parser.add_argument(
+        "--ip_adapter_image", nargs="+", type=Path, default=[], help="an image for each IP-Adapter of the folder"
+    )
+    parser.add_argument(
+        "--ip_adapter_scale", nargs="+", type=float, default=[], help="weight of all of them, or of each (default 1)"
+    )
     parser.add_argument("--clip_skip", type=int, default=None, help="last layers of the text encoder to leave out")
     parser.add_argument("--low_memory", action="store_true", help="load the text encoder and decoder for each use")
     parser.add_argument("--provider", default=None, help="cuda or cpu; default: what the folder is for")
@@ -48,6 +54,8 @@ def run(options: argparse.Namespace) -> int:
 
     _refuse_output(options.output)
     image, mask_image = _opened(options.image), _opened(options.mask_image)
+    prompting = [_opened(path) for path in options.ip_adapter_image]
+    weights = options.ip_adapter_scale
     pipeline = OrtDiffusionPipeline.from_pretrained(options.model, options.provider, low_memory=options.low_memory)
     pipeline.set_progress_bar_config(disable=True)
     guidance = pipeline.default_guidance_scale if options.guidance_scale is None else options.guidance_scale
@@ -72,6 +80,8 @@ def run(options: argparse.Namespace) -> int:
             clip_skip=options.clip_skip,
             image=image,
             mask_image=mask_image,
+            ip_adapter_image=prompting or None,
+            ip_adapter_scale=(weights[0] if len(weights) == 1 else weights) or None,
             # A bar costs a copy of the latents at each step: only for somebody who looks at it.
             callback_on_step_end=told if bar.console.is_terminal else None,
         )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 from pipelines import refused
@@ -37,6 +39,72 @@ def test_a_failing_device_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ctypes, "CDLL", lambda _: Failing())
     with refused(ProviderError, "no CUDA-capable device", "GPU 3", "nvidia-smi"):
         Cuda(3)
+
+
+class Recording:
+    """A library that notes its calls; what is in `failing` fails, and graphs get numbers."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.failing: set[str] = set()
+
+    def __getattr__(self, name: str) -> Callable[..., object]:
+        def call(*arguments: Any) -> object:
+            if name == "cudaGetErrorString":
+                return b"operation not permitted when stream is capturing"
+            self.calls.append(name.removeprefix("cuda"))
+            if name in self.failing:
+                return 900
+            if name in ("cudaStreamEndCapture", "cudaGraphInstantiate"):
+                arguments[0 if name == "cudaGraphInstantiate" else 1]._obj.value = 7
+            return 0
+
+        return call
+
+
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> Recording:
+    made = Recording()
+    monkeypatch.setattr(ctypes, "CDLL", lambda _: made)
+    return made
+
+
+def test_a_graph_is_recorded_launched_and_given_back(library: Recording) -> None:
+    device = Cuda(0)
+    library.calls.clear()
+    graph = device.capture(lambda: library.calls.append("work"))
+    begun = ["StreamBeginCapture", "work", "StreamEndCapture", "GraphInstantiate", "GraphUpload", "GraphDestroy"]
+    assert library.calls == begun
+    graph.launch()
+    graph.launch()
+    graph.release()
+    graph.release()
+    del graph
+    assert library.calls == [*begun, "GraphLaunch", "GraphLaunch", "GraphExecDestroy"]
+
+
+def test_work_that_fails_leaves_the_stream_usable(library: Recording) -> None:
+    device = Cuda(0)
+    library.calls.clear()
+
+    def fail() -> None:
+        raise KeyError("what the caller raises")
+
+    with pytest.raises(KeyError, match="what the caller raises"):
+        device.capture(fail)
+    assert library.calls == ["StreamBeginCapture", "StreamEndCapture", "GraphDestroy", "GetLastError"]
+
+
+@pytest.mark.parametrize("step", ["StreamBeginCapture", "StreamEndCapture", "GraphInstantiate", "GraphUpload"])
+def test_a_graph_that_cannot_be_recorded_is_told(step: str, library: Recording) -> None:
+    device = Cuda(0)
+    library.calls.clear()
+    library.failing = {f"cuda{step}"}
+    with refused(ProviderError, "stream is capturing"):
+        device.capture(lambda: None)
+    made = [call for call in library.calls if call in ("StreamEndCapture", "GraphInstantiate")]
+    ended = [call for call in library.calls if call in ("GraphDestroy", "GraphExecDestroy")]
+    assert len(ended) == len([call for call in made if call != step])  # what was made is given back
 
 
 @pytest.mark.parametrize("given", [None, ":16:8"])

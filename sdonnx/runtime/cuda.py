@@ -1,4 +1,4 @@
-"""The few calls of the CUDA runtime that ONNX Runtime's Python interface lacks: a stream, free memory, a copy.
+"""The few calls of the CUDA runtime that ONNX Runtime's Python interface lacks: a stream, free memory, captured graphs.
 
 The library is the one that ONNX Runtime itself has loaded by then.
 """
@@ -9,19 +9,21 @@ import ctypes
 import functools
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 import onnxruntime
 
 from sdonnx.errors import ProviderError
 
-__all__ = ["Cuda", "Event", "cuda", "small_workspaces"]
+__all__ = ["CapturedGraph", "Cuda", "Event", "cuda", "small_workspaces"]
 
 # ONNX Runtime 1.31 is built for CUDA 13, older builds for 12: whichever it has loaded.
 _LIBRARIES = ("libcudart.so.13", "libcudart.so.12")
 _DEVICE_TO_DEVICE = 3
 _NON_BLOCKING = 1
+# Another thread that allocates meanwhile does no harm.
+_CAPTURE_THREAD_LOCAL = 1
 
 # cuBLAS takes 32 MB a handle on sm_90 by default, and ONNX Runtime makes two handles for each session. Two of
 # 4 MB cost no speed (docs/decisions.md).
@@ -84,6 +86,43 @@ class Cuda:
         )
         self.synchronize()
 
+    def capture(self, work: Callable[[], None]) -> CapturedGraph:
+        """Record what `work` puts on the stream, which does not run, as a graph that can be launched.
+
+        Raises:
+            ProviderError: something in it cannot be recorded, such as an allocation.
+        """
+        graph, executable = ctypes.c_void_p(), ctypes.c_void_p()
+        self._check(self._library.cudaStreamBeginCapture(self._stream, _CAPTURE_THREAD_LOCAL))
+        try:
+            work()
+        except BaseException:
+            # The stream must not stay in this state; there may be no graph.
+            if not self._library.cudaStreamEndCapture(self._stream, ctypes.byref(graph)) and graph:
+                self._library.cudaGraphDestroy(graph)
+            self._library.cudaGetLastError()
+            raise
+        self._check(self._library.cudaStreamEndCapture(self._stream, ctypes.byref(graph)))
+        try:
+            self._check(self._library.cudaGraphInstantiate(ctypes.byref(executable), graph, ctypes.c_ulonglong(0)))
+            # Otherwise the first launch takes it to the device.
+            self._check(self._library.cudaGraphUpload(executable, self._stream))
+        except ProviderError:
+            if executable:
+                self.destroy(executable)
+            raise
+        finally:
+            self._library.cudaGraphDestroy(graph)
+        return CapturedGraph(self, executable)
+
+    def launch(self, executable: ctypes.c_void_p) -> None:
+        """Queue a captured graph."""
+        self._check(self._library.cudaGraphLaunch(executable, self._stream))
+
+    def destroy(self, executable: ctypes.c_void_p) -> None:
+        """Give a captured graph back; nothing may be running it."""
+        self._library.cudaGraphExecDestroy(executable)
+
     def event(self) -> Event:
         """Return a mark on the stream: the time at which everything that is queued by now will be done."""
         handle = ctypes.c_void_p()
@@ -106,6 +145,27 @@ class Cuda:
             raise ProviderError(
                 f"CUDA says {reason!r} for GPU {self.index}", "a GPU that can be used", "check nvidia-smi"
             )
+
+
+class CapturedGraph:
+    """A CUDA graph that was recorded; it is given back with the object."""
+
+    def __init__(self, runtime: Cuda, executable: ctypes.c_void_p) -> None:
+        self._runtime, self._executable = runtime, executable
+
+    def launch(self) -> None:
+        """Queue it: what was recorded runs after all that is queued by now."""
+        self._runtime.launch(self._executable)
+
+    def release(self) -> None:
+        """Give it back; nothing may be running it."""
+        if self._executable:
+            self._runtime.destroy(self._executable)
+            self._executable = ctypes.c_void_p()
+
+    def __del__(self) -> None:
+        """Give it back."""
+        self.release()
 
 
 class Event:

@@ -32,6 +32,10 @@ _FILES = {
 # Bound anew at each use: what they take is of another size than the image.
 _UNCAPTURED = {Role.SAFETY_CHECKER, Role.IMAGE_PROMPT_ENCODER, Role.IMAGE_PROMPT_ADAPTER}
 
+# Autoencoders that overflow fp16 stay in float32, at a tenth of the speed without TF32; torch uses it for convolutions.
+# The sampler's update in the denoiser's graph is a float32 product that needs all bits of the latents.
+_TF32 = {Role.IMAGE_ENCODER, Role.IMAGE_DECODER}
+
 
 @dataclass
 class GraphSet:
@@ -78,7 +82,9 @@ class GraphSet:
         """
         if role not in self._loaded:
             captures = self.stays(role) and role not in _UNCAPTURED
-            self._loaded[role] = Graph(self.path(role), self.device, capture=captures, settings=self.settings)
+            self._loaded[role] = Graph(
+                self.path(role), self.device, capture=captures, tf32=role in _TF32, settings=self.settings
+            )
         return self._loaded[role]
 
     def observed(self, role: Role) -> AbstractContextManager[Any]:

@@ -214,10 +214,10 @@ class ImagePrompter:
         device = self._graphs.device
         outputs = {name: device.empty(shape, np.float32) for name, shape in shapes.items()}
         try:
-            graph = self._graphs.get(role)
-            graph.bind(
-                {name: device.upload(np.ascontiguousarray(values)) for name, values in inputs.items()} | outputs
-            )()
+            bound = {name: device.upload(np.ascontiguousarray(values)) for name, values in inputs.items()}
+            run = self._graphs.get(role).bind(bound | outputs)
+            with self._graphs.observed(role):
+                run()
             device.synchronize()
             return {name: value.numpy().copy() for name, value in outputs.items()}
         finally:

@@ -13,7 +13,7 @@ import onnxruntime
 from onnxruntime import OrtValue
 
 from sdonnx.errors import DeviceMemoryError, FolderError, ProviderError
-from sdonnx.runtime.cuda import cuda, small_workspaces
+from sdonnx.runtime.cuda import CapturedGraph, cuda, small_workspaces
 from sdonnx.runtime.device import FATAL, PROVIDERS, Device, told_of_memory
 
 __all__ = ["Graph", "Run", "SessionSettings"]
@@ -27,6 +27,7 @@ _NUMPY = {
     "tensor(bool)": np.bool_,
 }
 
+# ONNX Runtime prepares its runs for capture and leaves the capture itself to others.
 _NO_CAPTURE = "-1"
 
 
@@ -43,7 +44,7 @@ class SessionSettings:
     session_options: onnxruntime.SessionOptions | None = None
 
 
-def _provider_options(device: Device, capture: bool, settings: SessionSettings) -> dict[str, str]:
+def _provider_options(device: Device, capture: bool, tf32: bool, settings: SessionSettings) -> dict[str, str]:
     given = {name: str(value) for name, value in settings.provider_options.items()}
     if device.provider == "cpu":
         return given
@@ -54,8 +55,7 @@ def _provider_options(device: Device, capture: bool, settings: SessionSettings) 
         # cuDNN's heuristics in mode A. Mode B, which ONNX Runtime calls EXHAUSTIVE, took seconds longer to
         # start and gave the VAE decoder a plan ten times slower (docs/decisions.md).
         "cudnn_conv_algo_search": "HEURISTIC",
-        # The sampler's update is a float32 product: TF32 would keep 10 bits of the latents.
-        "use_tf32": "0",
+        "use_tf32": "1" if tf32 else "0",
         **given,
     }
 
@@ -82,6 +82,7 @@ class Graph:
         path: the model.
         device: where it runs.
         capture: whether its runs may be captured as CUDA graphs.
+        tf32: whether float32 products may keep 10 bits of their factors, as torch's convolutions do.
 
     Raises:
         FolderError: the file is missing or ONNX Runtime refuses it.
@@ -89,7 +90,13 @@ class Graph:
     """
 
     def __init__(
-        self, path: Path, device: Device, *, capture: bool = False, settings: SessionSettings | None = None
+        self,
+        path: Path,
+        device: Device,
+        *,
+        capture: bool = False,
+        tf32: bool = False,
+        settings: SessionSettings | None = None,
     ) -> None:
         if not path.is_file():
             raise FolderError(f"{path} is missing", "an optimized pipeline", "run python -m sdonnx.optimize_pipeline")
@@ -98,7 +105,7 @@ class Graph:
         self.path = path
         self.captures = capture and device.provider == "cuda"
         options = _session_options(device, settings)
-        provider = (PROVIDERS[device.provider], _provider_options(device, self.captures, settings))
+        provider = (PROVIDERS[device.provider], _provider_options(device, self.captures, tf32, settings))
         try:
             with told_of_memory(device, f"loading {path.name}"), self._workspaces():
                 self.session = onnxruntime.InferenceSession(path, options, providers=[provider])
@@ -117,7 +124,6 @@ class Graph:
                 "check nvidia-smi and pip install 'sdonnx[cuda]'",
             )
         self._types = {value.name: value.type for value in (*self.session.get_inputs(), *self.session.get_outputs())}
-        self._captured = 0
 
     def _workspaces(self) -> AbstractContextManager[None]:
         return small_workspaces() if self.device.provider == "cuda" else nullcontext()
@@ -148,25 +154,13 @@ class Graph:
         """
         return Run(self, buffers)
 
-    def take_capture_id(self) -> int:
-        """Return a number for a captured graph that no other had before.
-
-        ONNX Runtime 1.31 replays the old graph under a number that was released and is used again.
-        """
-        self._captured += 1
-        return self._captured
-
-    def release_captured(self, capture_id: int) -> None:
-        """Give a captured graph back."""
-        self.device.synchronize()
-        self.session.release_captured_graph(capture_id)
-
 
 class Run:
     """A graph bound to buffers.
 
     Runs follow one another on the device's stream; nothing waits for them but `Device.synchronize`. Where the
-    graph captures, `capture` records a CUDA graph, and each `__call__` after it replays it.
+    graph captures, `capture` records a CUDA graph, and each `__call__` after it replays it. It is recorded here and
+    not by ONNX Runtime, which gives no captured graph back before its session (docs/decisions.md).
     """
 
     def __init__(self, graph: Graph, buffers: Mapping[str, OrtValue | tuple[OrtValue, Sequence[int]]]) -> None:
@@ -177,9 +171,8 @@ class Run:
         self._inputs = [name for name in buffers if name not in outputs]
         self._bind(self._binding.bind_output, [name for name in buffers if name in outputs])
         self._bind(self._binding.bind_input, self._inputs)
-        self._plain = self._options(_NO_CAPTURE)
-        self._replay: onnxruntime.RunOptions | None = None
-        self._id = 0
+        self._options = self._run_options()
+        self._replay: CapturedGraph | None = None
         self._prepared = False
 
     def _bind(self, bind: Callable[..., None], names: Iterable[str]) -> None:
@@ -189,11 +182,11 @@ class Run:
             value, shape = buffer if isinstance(buffer, tuple) else (buffer, buffer.shape())
             bind(name, device.provider, device.index, self._graph.dtype(name), list(shape), value.data_ptr())
 
-    def _options(self, capture_id: str) -> onnxruntime.RunOptions:
+    def _run_options(self) -> onnxruntime.RunOptions:
         options = onnxruntime.RunOptions()
         options.log_severity_level = FATAL
         if self._graph.captures:
-            options.add_run_config_entry("gpu_graph_id", capture_id)
+            options.add_run_config_entry("gpu_graph_id", _NO_CAPTURE)
         # The device's stream keeps the order; waiting here would leave it idle between two runs.
         options.add_run_config_entry("disable_synchronize_execution_providers", "1")
         return options
@@ -207,13 +200,13 @@ class Run:
             DeviceMemoryError: the device has too little memory.
         """
         if self._graph.captures and not self._prepared:
-            self._run(self._plain)
+            with self._told_of_memory():
+                self._run()
+                self._graph.device.synchronize()
             self._prepared = True
 
     def capture(self) -> None:
         """Record the CUDA graph, after `prepare`; nothing where the graph does not capture.
-
-        What the graph writes over its own inputs must be set again after it.
 
         Raises:
             DeviceMemoryError: the device has too little memory; nothing is captured then.
@@ -221,33 +214,30 @@ class Run:
         if not self._graph.captures or self._replay is not None:
             return
         self.prepare()
-        self._id = self._graph.take_capture_id()
-        replay = self._options(str(self._id))
-        with self._graph.device.recording():
-            self._run(replay)
-        self._replay = replay
+        device = self._graph.device
+        with device.recording(), self._told_of_memory():
+            self._replay = cuda(device.index).capture(self._run)
 
-    def _run(self, options: onnxruntime.RunOptions) -> None:
-        with self._told_of_memory():
-            self._graph.session.run_with_iobinding(self._binding, options)
-            self._graph.device.synchronize()
+    def _run(self) -> None:
+        self._graph.session.run_with_iobinding(self._binding, self._options)
 
     def release(self) -> None:
         """Give back the captured CUDA graph."""
         if self._replay is not None:
-            self._graph.release_captured(self._id)
+            self._graph.device.synchronize()
+            self._replay.release()
             self._replay = None
 
     def __call__(self) -> None:
         """Run once, and return as soon as the device has been told."""
         if self._replay is not None:
-            self._graph.session.run_with_iobinding(self._binding, self._replay)
+            self._replay.launch()
             return
         # Where a node on the CPU reads an input, as a search for the last token does, ONNX Runtime copies it
         # there when it is bound, and only then.
         self._bind(self._binding.bind_input, self._inputs)
         with self._told_of_memory():
-            self._graph.session.run_with_iobinding(self._binding, self._plain)
+            self._run()
 
     def _told_of_memory(self) -> AbstractContextManager[None]:
         shapes = (buffer[1] if isinstance(buffer, tuple) else buffer.shape() for buffer in self._buffers.values())
