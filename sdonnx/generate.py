@@ -81,7 +81,7 @@ def run(options: argparse.Namespace) -> int:
             image=image,
             mask_image=mask_image,
             ip_adapter_image=prompting or None,
-            ip_adapter_scale=(weights[0] if len(weights) == 1 else weights) or None,
+            ip_adapter_scale=weights[0] if len(weights) == 1 else weights or None,
             # A bar costs a copy of the latents at each step: only for somebody who looks at it.
             callback_on_step_end=told if bar.console.is_terminal else None,
         )

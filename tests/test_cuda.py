@@ -83,6 +83,25 @@ def test_a_graph_is_recorded_launched_and_given_back(library: Recording) -> None
     assert library.calls == [*begun, "GraphLaunch", "GraphLaunch", "GraphExecDestroy"]
 
 
+def test_spare_memory_is_given_back(library: Recording) -> None:
+    device = Cuda(0)
+    library.calls.clear()
+
+    def fail() -> None:
+        with device.spare(100):
+            library.calls.append("work")
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert library.calls == ["Malloc", "work", "Free"]
+    library.calls.clear()
+    library.failing = {"cudaMalloc"}
+    with device.spare(100):
+        library.calls.append("work")
+    assert library.calls == ["Malloc", "GetLastError", "work"]
+
+
 def test_work_that_fails_leaves_the_stream_usable(library: Recording) -> None:
     device = Cuda(0)
     library.calls.clear()

@@ -166,12 +166,15 @@ def _record(benchmark: str, comparison: Comparison) -> dict[str, Any]:
     }
 
 
+_ROOT = Path(__file__).resolve().parents[2]
+
+
 def environment() -> dict[str, Any]:
     """Return where something was measured, ready for JSON: packages, this project's commit, the machine."""
     return {
         "packages": _packages(),
-        # A copy of the files without their history is told its commit.
-        "git": commit_of(Path(__file__).resolve().parents[2]) or {"commit": os.environ.get("SDONNX_COMMIT")},
+        # A copy of the files whose history is another's, or has none, is told its commit.
+        "git": {"commit": told} if (told := os.environ.get("SDONNX_COMMIT")) else commit_of(_ROOT),
         "machine": _machine(),
     }
 

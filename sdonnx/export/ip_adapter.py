@@ -55,11 +55,10 @@ class AdapterFile:
             WeightsError: there is none, it is a pickle, broken, or holds something else.
         """
         path = _only_file(given) if given.is_dir() else given
-        if path.suffix != _SUFFIX:
+        if path.suffix != _SUFFIX or not path.is_file():
+            found = "is a pickle, which can run code when it is opened" if path.is_file() else "does not exist"
             raise WeightsError(
-                f"{path} is {'a pickle, which can run code when it is opened' if path.is_file() else 'no file'}",
-                "an IP-Adapter as safetensors",
-                f"download the adapter's {_SUFFIX} file",
+                f"{path} {found}", "an IP-Adapter as safetensors", f"download the adapter's {_SUFFIX} file"
             )
         try:
             with safe_open(path, framework="pt") as tensors:

@@ -86,6 +86,19 @@ class Cuda:
         )
         self.synchronize()
 
+    @contextmanager
+    def spare(self, size: int) -> Iterator[None]:
+        """Keep `size` bytes of the device's memory from what runs meanwhile, where there are as many."""
+        held = ctypes.c_void_p()
+        missing = self._library.cudaMalloc(ctypes.byref(held), ctypes.c_size_t(size))
+        if missing:
+            self._library.cudaGetLastError()  # or the next call that asks would be told of it
+        try:
+            yield
+        finally:
+            if not missing:
+                self._library.cudaFree(held)
+
     def capture(self, work: Callable[[], None]) -> CapturedGraph:
         """Record what `work` puts on the stream, which does not run, as a graph that can be launched.
 

@@ -61,6 +61,10 @@ class Device:
         """Hold this while a CUDA graph is recorded, or to touch the device's stream from another thread."""
         return cuda(self.index).recording if self.provider == "cuda" else nullcontext()
 
+    def spare(self, size: int) -> AbstractContextManager[None]:
+        """Keep `size` bytes of a GPU's memory from what runs meanwhile."""
+        return cuda(self.index).spare(size) if self.provider == "cuda" else nullcontext()
+
     def memory(self) -> tuple[int, int] | None:
         """Return the free memory and all of it, in bytes; None for the CPU."""
         return cuda(self.index).memory() if self.provider == "cuda" else None

@@ -164,6 +164,11 @@ def test_environment_names_versions_and_machine() -> None:
     assert told["machine"]["cpus"] == len(psutil.Process().cpu_affinity() or ())
 
 
+def test_a_copy_is_told_its_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SDONNX_COMMIT", "abc")
+    assert environment()["git"] == {"commit": "abc"}
+
+
 def test_commit_is_that_of_the_checkout(tmp_path: Path) -> None:
     def git(*arguments: str) -> str:
         identity = ["-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false"]
