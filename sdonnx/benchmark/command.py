@@ -171,6 +171,7 @@ def _setup(
     provider = options.provider or _provider(given)
     if provider == "cuda":
         open_gpu()  # raises where there is none
+    adapters = tuple(map(str, options.ip_adapter or ()))
     folders = prepared(
         given,
         wanted,
@@ -179,14 +180,16 @@ def _setup(
         provider=provider,
         progress=tensor_progress,
         told=told,
+        ip_adapters=adapters,
     )
     sizes = [
         Workload(
             batch, height, width, options.steps, options.seed, options.guidance_scale, options.scheduler,
-            options.negative_prompt, options.input_image, options.strength,
+            options.negative_prompt, options.input_image, options.strength, scale, options.ip_adapter_image,
         )
         for height, width in zip(options.height, options.width, strict=True)
         for batch in options.batch_size
+        for scale in options.ip_adapter_scale
     ]  # fmt: skip
     setup = Setup(
         rivals=tuple(rivals),
@@ -205,6 +208,7 @@ def _setup(
         resolutions=options.run_multiple_resolutions,
         kernels=options.profile,
         multiple=MULTIPLE,
+        ip_adapters=adapters,
     )
     for rival in usable:
         engine = ENGINES[rival.engine]

@@ -64,6 +64,7 @@ class Setup:
         resolutions: also visit several sizes in one process.
         kernels: also count device time by kind of operator.
         multiple: height and width are multiples of it.
+        ip_adapters: files of IP-Adapters.
     """
 
     rivals: tuple[Rival, ...]
@@ -82,6 +83,7 @@ class Setup:
     resolutions: bool = False
     kernels: bool = False
     multiple: int = 8
+    ip_adapters: tuple[str, ...] = ()
 
     def options(self, rival: Rival) -> EngineOptions:
         """Return what a rival's engine is made from."""
@@ -93,6 +95,7 @@ class Setup:
             rival.xformers,
             self.io_binding,
             self.safety_checker,
+            self.ip_adapters,
         )
 
 
@@ -175,7 +178,10 @@ class Contest:
             self._told("no diffusers folder was given: images are compared with nothing")
             return None, None, None
         path = folder / "reference.npy"
-        options = EngineOptions(source, self._setup.provider, safety_checker=self._setup.safety_checker)
+        setup = self._setup
+        options = EngineOptions(
+            source, setup.provider, safety_checker=setup.safety_checker, ip_adapters=setup.ip_adapters
+        )
         job = self._job("reference", ReferenceEngine.name, options, workload) | {"images": str(path)}
         try:
             # Without a limit of time: it is no rival.

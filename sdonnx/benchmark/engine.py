@@ -64,6 +64,7 @@ class EngineOptions:
         xformers: let torch's attention be xformers'.
         io_binding: bind buffers of the device (onnxruntime-plain; the others always or never do).
         safety_checker: run the folder's safety checker.
+        ip_adapters: files of IP-Adapters, with which folders of graphs were exported.
     """
 
     folder: Path
@@ -73,6 +74,7 @@ class EngineOptions:
     xformers: bool = False
     io_binding: bool = False
     safety_checker: bool = False
+    ip_adapters: tuple[str, ...] = ()
 
 
 class Engine(abc.ABC):
@@ -87,6 +89,7 @@ class Engine(abc.ABC):
         modules: what it imports.
         installation: how they are installed.
         compile_modes: what `EngineOptions.compile_mode` can be.
+        takes_adapters: whether it can draw with IP-Adapters.
 
     Raises:
         SdonnxError: a package is missing, or the folder or an option does not suit the engine.
@@ -99,6 +102,7 @@ class Engine(abc.ABC):
     modules: ClassVar[tuple[str, ...]]
     installation: ClassVar[str]
     compile_modes: ClassVar[tuple[str, ...]] = ()
+    takes_adapters: ClassVar[bool] = False
 
     def __init__(self, options: EngineOptions) -> None:
         """Look at the options and the folder."""
@@ -109,6 +113,8 @@ class Engine(abc.ABC):
                 f"one of {', '.join(self.compile_modes)}" if self.compile_modes else "the engine torch",
                 "pass one of these" if self.compile_modes else "leave out --enable_torch_compile",
             )
+        if options.ip_adapters and not self.takes_adapters:
+            raise OptionError(f"--ip_adapter for the engine {self.name}", "another engine", "leave one of them out")
         self.options = options
         self.folder = PipelineFolder.open(options.folder)
         self.family = family_of(self.folder)
@@ -137,6 +143,15 @@ class Engine(abc.ABC):
                 f"{self.folder.path} has no safety checker",
                 "one for --enable_safety_checker",
                 "leave the option out",
+            )
+        own = self.family.adapters
+        held = () if own is None else tuple(adapter.name for adapter in own.adapters)
+        named = tuple(Path(path).stem for path in self.options.ip_adapters)
+        if self.reads is not FolderKind.DIFFUSERS and held != named:
+            raise FolderError(
+                f"{self.folder.path} was exported with {', '.join(held) or 'no IP-Adapter'}",
+                f"{', '.join(named) or 'none'}, as --ip_adapter says",
+                "name the adapters that it has, or give another folder",
             )
 
     @property

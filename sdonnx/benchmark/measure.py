@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 __all__ = [
     "PROMPTS",
     "RESOLUTIONS",
+    "SCALES",
     "WARM_UPS",
     "differs",
     "measure_kernels",
@@ -51,6 +52,9 @@ them all for the image decoder, which runs once an image: it compiles, records, 
 
 RESOLUTIONS = ((4, 4), (3, 4), (4, 3), (5, 4), (2, 4), (5, 5))
 """What `--run_multiple_resolutions` visits: quarters (of the height, of the width) of the asked size, itself first."""
+
+SCALES = (0.1, 0.5, 0.9)
+"""Weights of IP-Adapters that it goes through then: changes that cost a compiler that writes them into its code."""
 
 _WARM_UP_PROMPT = "warm up"
 
@@ -182,18 +186,34 @@ def visited_sizes(workload: Workload, multiple: int) -> list[tuple[int, int]]:
     return list(dict.fromkeys(sizes))
 
 
+class Visit(NamedTuple):
+    """What is drawn next by one process, and the weight of the IP-Adapters where that is what is new."""
+
+    workload: Workload
+    scale: float | None
+
+
 def measure_resolutions(engine: Engine, workload: Workload, prompt: str, multiple: int, told: Told) -> list[Resolution]:
-    """Load an engine, warm it up at its first size, and time the first and the second image of each other one."""
+    """Load an engine, warm it up at its first size, and time the first and the second image of each other one.
+
+    With IP-Adapters it then goes back to the first size and draws with other weights.
+    """
     engine.load(workload)
     visited = []
-    for index, (height, width) in enumerate(visited_sizes(workload, multiple)):
-        size = replace(workload, height=height, width=width)
+    visits = [
+        Visit(replace(workload, height=height, width=width), None)
+        for height, width in visited_sizes(workload, multiple)
+    ]
+    if workload.ip_adapter_scale is not None:
+        back = replace(workload, height=visits[0].workload.height, width=visits[0].workload.width)
+        visits += [Visit(replace(back, ip_adapter_scale=scale), scale) for scale in SCALES]
+    for index, (drawn, scale) in enumerate(visits):
         if index == 0:
             for _ in range(WARM_UPS):
-                engine.draw(prompt, size)
-        first, second, *later = [_timed(engine, prompt, size) for _ in range(5)]
-        visited.append(Resolution(height, width, first, second, min(later)))
-        told(f"{height}x{width}: first {first:.3f} s, second {second:.3f} s, then {min(later):.3f} s")
+                engine.draw(prompt, drawn)
+        first, second, *later = [_timed(engine, prompt, drawn) for _ in range(5)]
+        visited.append(Resolution(drawn.height, drawn.width, first, second, min(later), scale))
+        told(f"{visited[-1].title}: first {first:.3f} s, second {second:.3f} s, then {min(later):.3f} s")
     return visited
 
 

@@ -13,11 +13,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from sdonnx.adapters import ADAPTERS
 from sdonnx.benchmark.engine import PROVIDERS
 from sdonnx.benchmark.engines import COMPILE_MODES, ENGINES
 from sdonnx.benchmark.measure import PROMPTS, WARM_UPS
 from sdonnx.benchmark.rivals import NAMES
 from sdonnx.errors import OptionError, ProviderError
+from sdonnx.sample.adapters import FILES
 from sdonnx.sample.architectures import ARCHITECTURES
 from sdonnx.terminal import add_debug
 
@@ -82,6 +84,14 @@ def _add_what(parser: argparse.ArgumentParser) -> None:
     add("--seed", type=int, default=0, help="of the noise, in every run (0)")
     add("--input_image", help="an image to start from: image to image")
     add("--strength", type=float, default=0.8, help="how far from that image to go (0.8)")
+    add(
+        "--ip_adapter",
+        nargs="+",
+        type=Path,
+        help="files of IP-Adapters (default: the plain one of --arch ...-ip-adapter)",
+    )
+    add("--ip_adapter_image", help="an image for every adapter (default: a drawn one)")
+    add("--ip_adapter_scale", nargs="+", type=float, help="weights of the adapters, a row for each (0.6)")
     add("--enable_safety_checker", action="store_true", help="run the folders' safety checkers")
 
 
@@ -168,18 +178,28 @@ def refuse(options: argparse.Namespace) -> None:
         raise OptionError(
             f"--strength {options.strength} of {options.steps} steps", "one step at least", "raise one of them"
         )
+    if options.ip_adapter is None and options.arch is not None and ARCHITECTURES[options.arch].adapters is not None:
+        options.ip_adapter = [options.work_dir / options.arch / ADAPTERS / FILES[0]]
+    if not options.ip_adapter and (options.ip_adapter_image is not None or options.ip_adapter_scale):
+        raise OptionError("--ip_adapter_image or --ip_adapter_scale", "--ip_adapter too", "name the adapter")
+    options.ip_adapter_scale = (options.ip_adapter_scale or [0.6]) if options.ip_adapter else [None]
+    for scale in options.ip_adapter_scale:
+        if scale is not None and not math.isfinite(scale):
+            raise OptionError(f"--ip_adapter_scale is {scale}", "a finite number", "pass such a number")
     _refuse_images(options)
 
 
 def _refuse_images(options: argparse.Namespace) -> None:
     from PIL import Image
 
-    if options.input_image is not None:
+    for given in (options.input_image, options.ip_adapter_image):
+        if given is None:
+            continue
         try:
-            with Image.open(options.input_image) as file:
+            with Image.open(given) as file:
                 file.verify()
         except OSError as error:
-            raise OptionError(f"{options.input_image} cannot be read ({error})", "an image", "give another") from error
+            raise OptionError(f"{given} cannot be read ({error})", "an image", "give another") from error
     if options.output_image is not None:
         suffix = options.output_image.suffix.lower()
         if suffix and suffix not in Image.registered_extensions():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,7 @@ def prepared(
     provider: str,
     progress: Progress,
     told: Callable[[str], None],
+    ip_adapters: Sequence[str] = (),
 ) -> dict[FolderKind, Path]:
     """Return a folder for each kind that is wanted; what is missing is made in the work folder.
 
@@ -62,11 +64,13 @@ def prepared(
         provider: "cuda" or "cpu".
         progress: a context manager that yields what phases are told to.
         told: told what is made.
+        ip_adapters: what the pipeline is exported with.
 
     Raises:
         SdonnxError: a folder cannot be made.
     """
     folders = dict(given)
+    exporting = partial(_export, ip_adapters=ip_adapters, progress=progress, told=told)
     name = re.sub(r"[^\w.-]", "_", label_of(given, arch))
     float16 = provider == "cuda"
     if arch is not None and FolderKind.DIFFUSERS not in folders:
@@ -79,7 +83,7 @@ def prepared(
     if FolderKind.OPTIMIZED in wanted and FolderKind.OPTIMIZED not in folders:
         exported = folders.get(FolderKind.EXPORTED)
         if exported is None and source is not None:
-            exported = _export(source, work / f"{name}-onnx", "float32", progress, told)
+            exported = exporting(source, work / f"{name}-onnx", "float32")
             if not float16:
                 folders[FolderKind.EXPORTED] = exported
         if exported is not None:
@@ -92,7 +96,7 @@ def prepared(
             folders[FolderKind.OPTIMIZED] = out
     if FolderKind.EXPORTED in wanted and FolderKind.EXPORTED not in folders and source is not None:
         dtype = "float16" if float16 else "float32"
-        folders[FolderKind.EXPORTED] = _export(source, work / f"{name}-onnx-{dtype}", dtype, progress, told)
+        folders[FolderKind.EXPORTED] = exporting(source, work / f"{name}-onnx-{dtype}", dtype)
     return folders
 
 
@@ -103,10 +107,13 @@ def require_folder(folders: dict[FolderKind, Path], kind: FolderKind, engine: st
         raise FolderError(found, f"{kind} for the engine {engine}", remedy)
 
 
-def _export(source: Path, out: Path, dtype: str, progress: Progress, told: Callable[[str], None]) -> Path:
+def _export(
+    source: Path, out: Path, dtype: str, *, ip_adapters: Sequence[str], progress: Progress, told: Callable[[str], None]
+) -> Path:
     from sdonnx.export.pipeline import export_pipeline
 
     told(f"export in {dtype} -> {out}")
     with progress() as phases:
-        export_pipeline(source, out, dtype=dtype, overwrite=True, progress=phases)
+        adapters = [Path(path) for path in ip_adapters]
+        export_pipeline(source, out, dtype=dtype, overwrite=True, ip_adapters=adapters, progress=phases)
     return out

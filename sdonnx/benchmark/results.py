@@ -55,6 +55,8 @@ class Workload:
         negative_prompt: what to draw away from.
         image: the file that image to image starts from; None to start from noise.
         strength: how far from that image to go.
+        ip_adapter_scale: weight of every IP-Adapter; None where there are none.
+        ip_adapter_image: the file that every adapter is shown; None for a drawn picture.
     """
 
     batch_size: int = 1
@@ -67,11 +69,14 @@ class Workload:
     negative_prompt: str | None = None
     image: str | None = None
     strength: float = 0.8
+    ip_adapter_scale: float | None = None
+    ip_adapter_image: str | None = None
 
     @property
     def title(self) -> str:
         """The size, as a heading calls it."""
-        return f"{self.height}x{self.width}, batch {self.batch_size}, {self.steps} steps"
+        adapted = "" if self.ip_adapter_scale is None else f", IP-Adapter {self.ip_adapter_scale:g}"
+        return f"{self.height}x{self.width}, batch {self.batch_size}, {self.steps} steps{adapted}"
 
 
 @dataclass(frozen=True)
@@ -233,7 +238,7 @@ class Throughput:
 
 @dataclass(frozen=True)
 class Resolution:
-    """A size that was visited.
+    """A size that was visited, or another weight of the IP-Adapters at the first one.
 
     Attributes:
         height: in pixels.
@@ -241,6 +246,7 @@ class Resolution:
         first_s: seconds of its first image.
         second_s: of its second.
         settled_s: of the best after that.
+        ip_adapter_scale: the weight, where it is another.
     """
 
     height: int
@@ -248,6 +254,14 @@ class Resolution:
     first_s: float
     second_s: float
     settled_s: float
+    ip_adapter_scale: float | None = None
+
+    @property
+    def title(self) -> str:
+        """What a table calls it."""
+        return (
+            f"{self.height}x{self.width}" if self.ip_adapter_scale is None else f"IP-Adapter {self.ip_adapter_scale:g}"
+        )
 
     @property
     def stall_s(self) -> float:

@@ -14,7 +14,14 @@ __all__ = ["DECODE", "STAGES", "STEP", "TEXT", "StageClock", "median_of"]
 
 TEXT, STEP, DECODE = "text", "step", "decode"
 
-STAGES = {Role.TEXT_ENCODER: TEXT, Role.TEXT_ENCODER_2: TEXT, Role.DENOISER: STEP, Role.IMAGE_DECODER: DECODE}
+STAGES = {
+    Role.TEXT_ENCODER: TEXT,
+    Role.TEXT_ENCODER_2: TEXT,
+    Role.IMAGE_PROMPT_ENCODER: TEXT,
+    Role.IMAGE_PROMPT_ADAPTER: TEXT,
+    Role.DENOISER: STEP,
+    Role.IMAGE_DECODER: DECODE,
+}
 """What a component's run is a part of."""
 
 

@@ -111,7 +111,7 @@ def _resolutions(measured: list[Resolutions]) -> Table:
     for each in measured:
         for size in each.visited:
             values = (size.first_s, size.second_s, size.settled_s, size.stall_s)
-            table.add_row(each.rival, f"{size.height}x{size.width}", *(f"{value:.3f}" for value in values))
+            table.add_row(each.rival, size.title, *(f"{value:.3f}" for value in values))
     return table
 
 

@@ -93,6 +93,7 @@ def _described(engine: Engine) -> dict[str, Any]:
         "xformers": engine.options.xformers,
         "io_binding": engine.options.io_binding,
         "safety_checker": engine.options.safety_checker,
+        "ip_adapters": list(engine.options.ip_adapters),
         "scheduler": engine.scheduler,
         "folder": str(engine.folder.path),
         "family": engine.family.name,

@@ -28,6 +28,7 @@ class OnnxRuntimeEngine(Engine):
     distributions = (("onnxruntime", "onnxruntime-gpu"),)
     modules = ("onnxruntime", "tokenizers")
     installation = "pip install 'sdonnx[cuda]', or 'sdonnx[cpu]' where there is no GPU"
+    takes_adapters = True
 
     def check_folder(self) -> None:
         """Raise FolderError unless the folder is optimized, ProviderError unless it is for the provider asked for."""
@@ -74,6 +75,8 @@ class OnnxRuntimeEngine(Engine):
         start: dict[str, Any] = {}
         if workload.image is not None:
             start = {"image": starting_image(workload), "strength": workload.strength}
+        if workload.ip_adapter_scale is not None:
+            start["ip_adapter_scale"] = workload.ip_adapter_scale
         return pipeline(
             prompt,
             workload.height,
@@ -84,6 +87,7 @@ class OnnxRuntimeEngine(Engine):
             workload.batch_size,
             seed=workload.seed,
             **start,
+            **prompting(workload, len(self.options.ip_adapters)),
         ).images
 
     def stages(self, prompt: str, workload: Workload) -> Stages:
@@ -124,8 +128,35 @@ def starting_image(workload: Workload) -> Image:
     from PIL import Image
 
     assert workload.image is not None
+    return _read(workload.image).resize((workload.width, workload.height), Image.Resampling.LANCZOS)
+
+
+def prompting(workload: Workload, adapters: int) -> dict[str, Any]:
+    """Return the image that every IP-Adapter is shown, as pipelines take it; nothing where there are none.
+
+    Raises:
+        FolderError: it cannot be read.
+    """
+    if not adapters:
+        return {}
+    image = _picture() if workload.ip_adapter_image is None else _read(workload.ip_adapter_image)
+    return {"ip_adapter_image": [image] * adapters}
+
+
+def _picture() -> Image:
+    """Draw soft spots of colour, the same on every machine."""
+    import numpy as np
+    from PIL import Image
+
+    spots = np.random.default_rng(0).integers(0, 256, (7, 7, 3), dtype=np.uint8)
+    return Image.fromarray(spots).resize((224, 224), Image.Resampling.BICUBIC)
+
+
+def _read(path: str) -> Image:
+    from PIL import Image
+
     try:
-        with Image.open(workload.image) as file:
-            return file.convert("RGB").resize((workload.width, workload.height), Image.Resampling.LANCZOS)
+        with Image.open(path) as file:
+            return file.convert("RGB")
     except OSError as error:
-        raise FolderError(f"{workload.image} cannot be read as an image ({error})", "an image", "give one") from error
+        raise FolderError(f"{path} cannot be read as an image ({error})", "an image", "give one") from error

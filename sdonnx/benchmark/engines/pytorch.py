@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import importlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sdonnx.benchmark.engine import Engine, FolderKind, is_there
+from sdonnx.benchmark.engines.ours import prompting
 from sdonnx.benchmark.memory import first_gpu
 from sdonnx.benchmark.results import Stages, Workload
 from sdonnx.benchmark.stages import DECODE, STEP, TEXT, StageClock
@@ -39,6 +42,7 @@ class TorchEngine(Engine):
     modules = ("torch", "diffusers", "transformers")
     installation = "pip install 'sdonnx[export]'"
     compile_modes = COMPILE_MODES
+    takes_adapters = True
 
     @classmethod
     def require_packages(cls, *, xformers: bool = False) -> None:
@@ -110,6 +114,10 @@ class TorchEngine(Engine):
             config = config_for(workload.scheduler, dict(pipeline.scheduler.config))
             pipeline.scheduler = getattr(diffusers, str(config["_class_name"])).from_config(config)
         pipeline.set_progress_bar_config(disable=True)
+        if self.options.ip_adapters:
+            files = [Path(path).resolve() for path in self.options.ip_adapters]
+            places = [str(file.parent.parent) for file in files], [file.parent.name for file in files]
+            pipeline.load_ip_adapter(*places, weight_name=[file.name for file in files])
         return pipeline.to(self.device)
 
     def _compile(self, mode: str, workload: Workload) -> None:
@@ -125,7 +133,8 @@ class TorchEngine(Engine):
         denoiser = getattr(pipeline, self.denoiser.source)
         for module in (denoiser, pipeline.vae):
             module.to(memory_format=torch.channels_last)
-        pipeline.fuse_qkv_projections()
+        if not self.options.ip_adapters:  # which it would put other attentions in the place of
+            pipeline.fuse_qkv_projections()
         if self.options.regional:
             denoiser.compile_repeated_blocks(mode=mode, fullgraph=True)
             return
@@ -136,6 +145,9 @@ class TorchEngine(Engine):
         """Return images of a prompt, from the noise that the other engines start with."""
         torch, pipeline = self._torch, self._pipeline
         generator = torch.Generator("cpu").manual_seed(workload.seed)
+        adapters = len(self.options.ip_adapters)
+        if adapters:
+            pipeline.set_ip_adapter_scale([workload.ip_adapter_scale] * adapters)
         # Compiled modules guard on inference mode; diffusers calls everything without gradients anyway.
         eager = self.options.compile_mode is None
         with torch.inference_mode() if eager else contextlib.nullcontext(), self._told_of_memory():
@@ -147,6 +159,7 @@ class TorchEngine(Engine):
                 num_images_per_prompt=workload.batch_size,
                 generator=generator,
                 **start_of(pipeline, workload, generator, getattr(torch, self.precision)),
+                **prompting(workload, adapters),
             ).images
         return images
 
@@ -177,6 +190,8 @@ class TorchEngine(Engine):
         pipeline = self._pipeline
         watched = [(getattr(pipeline, spec.source), "forward", TEXT) for spec in self.family.text_encoders]
         watched += [(getattr(pipeline, self.denoiser.source), "forward", STEP), (pipeline.vae, "decode", DECODE)]
+        if self.options.ip_adapters:
+            watched.append((pipeline.image_encoder, "forward", TEXT))
         with contextlib.ExitStack() as stack:
             for module, name, stage in watched:
                 stack.enter_context(replaced(module, name, partial(clock.around, stage)))
@@ -250,8 +265,8 @@ class ReferenceEngine(TorchEngine):
         with replaced(denoiser, "forward", recording):
             images = self.draw(prompt, workload)
         ((arguments, options),) = calls
-        with torch.device("meta"):
-            shapes = type(denoiser).from_config(denoiser.config).eval()
+        # A copy, for no configuration makes what IP-Adapters added to it.
+        shapes = copy.deepcopy(denoiser).to("meta")
         with FlopCounterMode(display=False) as counter, torch.inference_mode():
             shapes(*arguments, **options)
         return images, int(counter.get_total_flops())

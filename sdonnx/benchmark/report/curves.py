@@ -132,11 +132,10 @@ def _lines_table(title: str, lines: Sequence[Throughput], palette: Palette) -> T
 
 def resolutions_figures(found: Sequence[Resolutions], palette: Palette) -> Iterator[Figure]:
     """Yield the first and the second image of each size in the order of the visits, for engines that had the same."""
-    alike: dict[tuple[Workload, tuple[tuple[int, int], ...]], list[Resolutions]] = {}
+    alike: dict[tuple[Workload, tuple[str, ...]], list[Resolutions]] = {}
     for each in found:
-        alike.setdefault((each.workload, tuple((at.height, at.width) for at in each.visited)), []).append(each)
-    for (workload, sizes), engines in alike.items():
-        names = [f"{height}x{width}" for height, width in sizes]
+        alike.setdefault((each.workload, tuple(at.title for at in each.visited)), []).append(each)
+    for (workload, names), engines in alike.items():
         width = 0.8 / len(engines)
         seconds = fixed(decimals_for([at.settled_s for each in engines for at in each.visited], 3))
         data: list[Trace] = []
@@ -164,7 +163,7 @@ def resolutions_figures(found: Sequence[Resolutions], palette: Palette) -> Itera
 def _visits(each: Resolutions, places: Sequence[float], width: float, colour: str) -> list[Trace]:
     """Return bars of a later image, and on them what the first two cost more."""
     texts = [
-        f"{literal(each.rival)}<br>{at.height}x{at.width}: first {number(at.first_s, 3)} s,"
+        f"{literal(each.rival)}<br>{at.title}: first {number(at.first_s, 3)} s,"
         f" second {number(at.second_s, 3)} s, later {number(at.settled_s, 3)} s"
         for at in each.visited
     ]
