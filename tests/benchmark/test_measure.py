@@ -8,6 +8,7 @@ import sys
 import time
 import types
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from PIL import Image
 
 from sdonnx.benchmark import memory as memory_module
 from sdonnx.benchmark.measure import (
+    SCALES,
     measure_kernels,
     measure_resolutions,
     measure_round,
@@ -159,6 +161,21 @@ def test_a_stall_is_what_the_first_image_of_a_size_costs_more(monkeypatch: pytes
     assert visited[1:] == [Resolution(height, width, 9, 2, 1) for height, width in sizes[1:]]
     # The second one may stall as well, as that of a compiler which records then.
     assert visited[1].stall_s == 8 + 1
+
+
+def test_weights_of_adapters_are_visited_at_the_first_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    adapted = replace(WORKLOAD, ip_adapter_scale=0.6)
+    engine = scripted(monkeypatch, {(height, width, 3): [1] for height, width in visited_sizes(adapted, 8)})
+    drawn: list[Workload] = []
+    draw = engine.draw
+    monkeypatch.setattr(engine, "draw", lambda prompt, workload: (drawn.append(workload), draw(prompt, workload))[1])
+    visited = measure_resolutions(engine, adapted, "a", 8, lambda text: None)
+    sizes = len(visited_sizes(adapted, 8))
+    assert [at.ip_adapter_scale for at in visited] == [None] * sizes + list(SCALES)
+    assert [at.title for at in visited[sizes:]] == ["IP-Adapter 0.1", "IP-Adapter 0.5", "IP-Adapter 0.9"]
+    assert {(at.height, at.width) for at in visited[sizes:]} == {(64, 64)}
+    assert [workload.ip_adapter_scale for workload in drawn[-15:]] == [scale for scale in SCALES for _ in range(5)]
+    assert {workload.ip_adapter_scale for workload in drawn[:-15]} == {0.6}
 
 
 def test_kernels_are_those_of_a_warm_engine(monkeypatch: pytest.MonkeyPatch) -> None:
