@@ -41,16 +41,19 @@ def note(request: pytest.FixtureRequest) -> Iterator[Note]:
 
 @pytest.fixture(scope="session")
 def build(tmp_path_factory: pytest.TempPathFactory) -> Build:
-    """Make a sample of an architecture and optimize it to fp16, once; return both folders."""
+    """Make a sample of an architecture and optimize it to fp16, with its adapters, once; return both folders."""
     from sdonnx.export.pipeline import export_pipeline
     from sdonnx.optimize import optimize_folder
     from sdonnx.sample import write_sample
+    from sdonnx.sample.adapters import FILES
 
     @functools.cache
     def make(arch: str) -> tuple[Path, Path]:
         work = tmp_path_factory.mktemp(arch)
         write_sample(arch, work / "source")
-        export_pipeline(work / "source", work / "onnx")
+        folder = work / "source" / "ip_adapter"
+        adapters = [folder / name for name in FILES if (folder / name).is_file()]
+        export_pipeline(work / "source", work / "onnx", ip_adapters=adapters)
         optimize_folder(work / "onnx", work / "fp16", float16=True)
         return work / "source", work / "fp16"
 
