@@ -35,10 +35,10 @@ def picture(seed: int) -> Image.Image:
     return Image.fromarray(pixels).resize((300, 260), Image.Resampling.BICUBIC)
 
 
-@pytest.mark.parametrize(
-    "arch",
-    ["tiny-ip-adapter", "sdxl-tiny-ip-adapter", *(pytest.param(f"{name}-ip-adapter", marks=pytest.mark.full) for name in ("sd15", "sdxl"))],
-)  # fmt: skip
+FULL = [pytest.param(f"{name}-ip-adapter", marks=pytest.mark.full) for name in ("sd15", "sdxl")]
+
+
+@pytest.mark.parametrize("arch", ["tiny-ip-adapter", "sdxl-tiny-ip-adapter", *FULL])
 def test_images_agree_and_nothing_is_captured_again(arch: str, build: Build, note: Any) -> None:
     source, folder = build(arch)
     pipeline_class: Any = diffusers.DiffusionPipeline
