@@ -233,9 +233,17 @@ class Run:
             self._replay = None
 
     def __call__(self) -> None:
-        """Run once, and return as soon as the device has been told."""
+        """Run once, and return as soon as the device has been told.
+
+        Raises:
+            DeviceMemoryError: the device has too little memory.
+        """
         if self._replay is not None:
-            self._replay.launch()
+            try:
+                self._replay.launch()
+            except ProviderError:
+                with self._told_of_memory():
+                    raise
             return
         # Where a node on the CPU reads an input, as a search for the last token does, ONNX Runtime copies it
         # there when it is bound, and only then.
