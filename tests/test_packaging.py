@@ -50,7 +50,7 @@ RUNTIME_LIBRARIES = {"numpy", "onnxruntime", "tokenizers", "PIL", "rich", "tqdm"
 # A module imports from the levels before its own; only command lines import from one another.
 LEVELS = (
     {"errors"},
-    {"folder", "samplers", "parity"},
+    {"adapters", "folder", "samplers", "parity"},
     {"families"},
     {"graph", "expected", "inspection"},
     {"configuration", "decision"},
