@@ -27,6 +27,7 @@ __all__ = [
     "SchedulerError",
     "SdonnxError",
     "WeightsError",
+    "cause_of",
 ]
 
 
@@ -47,6 +48,14 @@ class SdonnxError(Exception):
 
     def __str__(self) -> str:
         return " ".join(f"{self.found}; expected {self.expected}; {self.remedy}".split())
+
+
+def cause_of(error: BaseException) -> BaseException:
+    """Return the SdonnxError that a library wrapped in its own, or the library's where there is none."""
+    inner: BaseException | None = error
+    while inner is not None and not isinstance(inner, SdonnxError):
+        inner = inner.__cause__
+    return inner or error
 
 
 class FolderError(SdonnxError):

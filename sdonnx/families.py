@@ -15,7 +15,7 @@ from sdonnx.adapters import ADAPTERS, AdapterSet
 from sdonnx.errors import FolderError
 from sdonnx.folder import PipelineFolder
 
-__all__ = ["FAMILIES", "SCALE", "ComponentSpec", "Family", "Role", "TensorSpec", "family_of"]
+__all__ = ["FAMILIES", "IMAGE_PROCESSOR", "SCALE", "ComponentSpec", "Family", "Role", "TensorSpec", "family_of"]
 
 
 class Role(Enum):
@@ -222,6 +222,10 @@ class Family:
         return whole
 
 
+IMAGE_PROCESSOR = "image_processor"
+"""The folder that says how images are prepared for IP-Adapters. Not diffusers' `feature_extractor`: the safety checker
+has that, and may take images of another size."""
+
 _IMAGE = ("batch_size", 3, "height", "width")
 _VAE_DECODER = ComponentSpec(
     "vae_decoder",
@@ -259,7 +263,7 @@ _IMAGE_PROMPT_ENCODER = ComponentSpec(
         TensorSpec("image_embeds", ("batch_size", "config:projection_dim")),
         TensorSpec("penultimate_hidden_states", ("batch_size", "positions", "config:hidden_size")),
     ),
-    ("feature_extractor", "preprocessor_config.json"),
+    (IMAGE_PROCESSOR, "preprocessor_config.json"),
 )
 _INPUT_IDS = TensorSpec("input_ids", ("batch_size", "sequence_length"), integer=True)
 _LAST_HIDDEN_STATE = TensorSpec("last_hidden_state", ("batch_size", "sequence_length", "config:hidden_size"))

@@ -94,6 +94,12 @@ def run(options: argparse.Namespace) -> int:
             "steps": options.steps,
             "guidance_scale": guidance,
             "scheduler": pipeline.scheduler,
+            "strength": options.strength,
+            "clip_skip": options.clip_skip,
+            "image": _name(options.image),
+            "mask_image": _name(options.mask_image),
+            "ip_adapter_image": [path.name for path in options.ip_adapter_image],
+            "ip_adapter_scale": weights,
             "height": drawn.height,
             "width": drawn.width,
             "model": options.model.name,
@@ -116,6 +122,10 @@ def run(options: argparse.Namespace) -> int:
             ) from error
         console().print(f"{path}  seed {output.seed}")
     return 0
+
+
+def _name(path: Path | None) -> str | None:
+    return None if path is None else path.name
 
 
 def _opened(path: Path | None) -> Image.Image | None:

@@ -16,7 +16,7 @@ import onnx_ir as ir
 import sdonnx
 from sdonnx.component import CONFIG, open_component
 from sdonnx.compose import COMPOSED
-from sdonnx.errors import FolderError, OptionError, ProviderError, SdonnxError
+from sdonnx.errors import FolderError, OptionError, ProviderError, cause_of
 from sdonnx.families import ComponentSpec, Family, Role, family_of
 from sdonnx.folder import MODEL_INDEX, ONNX_MODEL, ONNX_WEIGHTS, REPORT, PipelineFolder, atomic_folder
 from sdonnx.fusions import ATTENTION_LAYOUTS, DISABLING, PROVIDERS, fuse
@@ -190,7 +190,7 @@ def _optimize_component(
     try:
         ir.save(model, out / path.name, external_data=ONNX_WEIGHTS, callback=told)
     except ir.serde.SerdeError as error:
-        raise _cause(error) from error
+        raise cause_of(error) from error
     if opened.written:
         shutil.copyfile(path.parent / CONFIG, out / CONFIG)
     else:
@@ -200,14 +200,6 @@ def _optimize_component(
     return report_of(
         spec, config, model, opened.operators, outcomes, provider, request.disabled, precision, kept, opened.notes
     )
-
-
-def _cause(error: BaseException) -> BaseException:
-    """Return what onnx_ir wrapped while it wrote: a weight that does not fit says so itself."""
-    inner: BaseException | None = error
-    while inner is not None and not isinstance(inner, SdonnxError):
-        inner = inner.__cause__
-    return inner or error
 
 
 def _write_composed(spec: ComponentSpec, component: Path, name: str, config: dict[str, Any]) -> None:

@@ -46,6 +46,7 @@ class Recording:
 
     def __init__(self) -> None:
         self.calls: list[str] = []
+        self.arguments: dict[str, list[Any]] = {}
         self.failing: set[str] = set()
 
     def __getattr__(self, name: str) -> Callable[..., object]:
@@ -53,10 +54,17 @@ class Recording:
             if name == "cudaGetErrorString":
                 return b"operation not permitted when stream is capturing"
             self.calls.append(name.removeprefix("cuda"))
+            self.arguments[name.removeprefix("cuda")] = [getattr(each, "value", each) for each in arguments]
             if name in self.failing:
                 return 900
-            if name in ("cudaStreamEndCapture", "cudaGraphInstantiate"):
-                arguments[0 if name == "cudaGraphInstantiate" else 1]._obj.value = 7
+            given = {
+                "cudaStreamCreateWithFlags": (0, 5),
+                "cudaStreamEndCapture": (1, 7),
+                "cudaGraphInstantiate": (0, 9),
+            }
+            if name in given:
+                place, handle = given[name]
+                arguments[place]._obj.value = handle
             return 0
 
         return call
@@ -81,6 +89,25 @@ def test_a_graph_is_recorded_launched_and_given_back(library: Recording) -> None
     graph.release()
     del graph
     assert library.calls == [*begun, "GraphLaunch", "GraphLaunch", "GraphExecDestroy"]
+    told = library.arguments
+    stream, graph_of_stream, executable, thread_local = 5, 7, 9, 1
+    assert told["StreamBeginCapture"] == [stream, thread_local]
+    assert told["StreamEndCapture"][0] == stream
+    assert told["GraphInstantiate"][1:] == [graph_of_stream, 0]
+    assert told["GraphDestroy"] == [graph_of_stream]
+    assert told["GraphUpload"] == told["GraphLaunch"] == [executable, stream]
+    assert told["GraphExecDestroy"] == [executable]
+
+
+def test_a_failure_is_told_once(library: Recording) -> None:
+    """CUDA keeps the last error until somebody asks, and ONNX Runtime asks after each kernel."""
+    device = Cuda(0)
+    graph = device.capture(lambda: None)
+    library.failing = {"cudaGraphLaunch"}
+    library.calls.clear()
+    with refused(ProviderError, "stream is capturing"):
+        graph.launch()
+    assert library.calls == ["GraphLaunch", "GetLastError"]
 
 
 def test_spare_memory_is_given_back(library: Recording) -> None:
@@ -88,7 +115,7 @@ def test_spare_memory_is_given_back(library: Recording) -> None:
     library.calls.clear()
 
     def fail() -> None:
-        with device.spare(100):
+        with device.spare(2**20):
             library.calls.append("work")
             raise KeyError
 
@@ -97,9 +124,9 @@ def test_spare_memory_is_given_back(library: Recording) -> None:
     assert library.calls == ["Malloc", "work", "Free"]
     library.calls.clear()
     library.failing = {"cudaMalloc"}
-    with device.spare(100):
+    with device.spare(2**22):  # less and less of it, down to 2**20
         library.calls.append("work")
-    assert library.calls == ["Malloc", "GetLastError", "work"]
+    assert library.calls == ["Malloc", "GetLastError"] * 3 + ["work"]
 
 
 def test_work_that_fails_leaves_the_stream_usable(library: Recording) -> None:

@@ -21,7 +21,7 @@ from pipelines import refused
 from safetensors.torch import load_file, save_file
 
 from sdonnx.adapters import AdapterSet
-from sdonnx.errors import FolderError, OptionError, WeightsError
+from sdonnx.errors import FolderError, OptionError, OutputError, WeightsError
 from sdonnx.expected import expected_counts
 from sdonnx.export.__main__ import main as export_main
 from sdonnx.export.image_attention import attend_to_images
@@ -320,6 +320,13 @@ def test_a_weight_stays_until_another_is_set(full: Pair) -> None:
     assert psnr(named[0], named[1]) < 60
 
 
+@pytest.mark.parametrize("scale", [np.array(0.5), torch.tensor(0.5), np.float32(0.5), [0.5], {"up": np.array([0.5])}])
+def test_numbers_of_other_libraries(scale: Any, full: Pair) -> None:
+    plain = {"up": 0.5} if isinstance(scale, dict) else 0.5
+    adapters = AdapterSet.from_config(full.ours.folder.config("ip_adapter"))
+    np.testing.assert_array_equal(scale_matrix(adapters, scale), scale_matrix(adapters, plain))
+
+
 def test_sizes_can_be_captured_ahead(full: Pair) -> None:
     (report,) = full.ours.warmup([(1, 64, 72)])
     assert (report.height, report.width) == (64, 72)
@@ -408,7 +415,10 @@ def test_commands(full: Pair, tmp_path: Path) -> None:
         out = tmp_path / f"{scale}.png"
         shown = ["--ip_adapter_image", str(tmp_path / "in.png"), "--ip_adapter_scale", scale, "-o", str(out)]
         assert generate(parser.parse_args([*drawing, *shown])) == 0
-        images.append(np.asarray(Image.open(out)) / 255.0)
+        drawn = Image.open(out)
+        images.append(np.asarray(drawn) / 255.0)
+        parameters = json.loads(drawn.text["parameters"])
+        assert (parameters["ip_adapter_image"], parameters["ip_adapter_scale"]) == (["in.png"], [float(scale)])
     assert psnr(images[0], images[1]) < 60
 
 
@@ -452,7 +462,18 @@ def test_adapters_that_cannot_be_used(source: Path, xl: Pair, tmp_path: Path) ->
         (lambda held: {key: held[key] for key in held if not key.startswith("ip_adapter.3.")}, ["3 cross-attentions"]),
         (
             lambda held: {key: held[key] for key in held if key != "ip_adapter.3.to_v_ip.weight"},
-            ["ip_adapter.3.to_v_ip.weight", "None"],
+            ["nothing for ip_adapter.3.to_v_ip.weight"],
+        ),
+        (
+            lambda held: {key.replace("ip_adapter.3.", "ip_adapter.9."): held[key] for key in held},
+            ["nothing for ip_adapter.3.to_k_ip.weight"],
+        ),
+        (lambda held: held | {"ip_adapter.3.to_k_ip.weight": torch.tensor(1.0)}, ["cross-attentions"]),
+        (
+            lambda held: (
+                held | {"image_proj.norm.weight": torch.ones(48), "image_proj.proj.weight": torch.ones(192, 32)}
+            ),
+            ["makes tokens of width 48", "64"],
         ),
         (lambda held: {key: held[key] for key in held if key != "image_proj.norm.bias"}, ["norm.bias"]),
         (
@@ -463,7 +484,17 @@ def test_adapters_that_cannot_be_used(source: Path, xl: Pair, tmp_path: Path) ->
             ["FaceID"],
         ),
     ],
-    ids=["no projection", "another encoder's", "fewer attentions", "no values", "half a projection", "faces"],
+    ids=[
+        "no projection",
+        "another encoder's",
+        "fewer attentions",
+        "no values",
+        "other numbers",
+        "a number",
+        "other tokens",
+        "half a projection",
+        "faces",
+    ],
 )
 def test_broken_adapters(change: Callable[[Any], Any], told: list[str], source: Path, tmp_path: Path) -> None:
     held = load_file(source / "ip_adapter" / FILES[0])
@@ -496,8 +527,11 @@ WRONG: dict[str, tuple[dict[str, Any], list[str]]] = {
     "NaN": ({"ip_adapter_image_embeds": [np.full((2, 1, 32), np.nan), np.zeros((2, 1, 17, 64))]}, ["finite"]),
     "three weights for two": (ONE | {"ip_adapter_scale": [1, 2, 3]}, ["3 of ip_adapter_scale", "2 IP-Adapters"]),
     "a mapping for two": (ONE | {"ip_adapter_scale": {"up": 1}}, ["1 of ip_adapter_scale"]),
-    "a weight that is none": (ONE | {"ip_adapter_scale": ["much", 1]}, ["'much'", "finite number"]),
-    "an infinite weight": (ONE | {"ip_adapter_scale": float("inf")}, ["inf", "finite number"]),
+    "a weight that is none": (ONE | {"ip_adapter_scale": ["much", 1]}, ["'much'", "a number"]),
+    "an infinite weight": (ONE | {"ip_adapter_scale": float("inf")}, ["inf", "-65504 to 65504"]),
+    "a weight that fp16 does not hold": (ONE | {"ip_adapter_scale": 1e300}, ["1e+300", "-65504 to 65504"]),
+    "no prepared image": ({"ip_adapter_image": [picture(0), torch.zeros(0, 3, 56, 56)]}, ["(0, 3, 56, 56)"]),
+    "an image of no size": ({"ip_adapter_image": [picture(0), np.zeros((0, 0, 3), np.uint8)]}, ["(0, 0, 3)"]),
     "an unknown part": (ONE | {"ip_adapter_scale": [{"left": 1}, 1]}, ["left", "down, up, mid"]),
     "an unknown block": (ONE | {"ip_adapter_scale": [{"up": {"block_7": 1}}, 1]}, ["block_7", "block_1"]),
     "too many in a block": (ONE | {"ip_adapter_scale": [{"up": {"block_1": [1, 2, 3]}}, 1]}, ["3 weights", "1 or 2"]),
@@ -508,6 +542,95 @@ WRONG: dict[str, tuple[dict[str, Any], list[str]]] = {
 def test_calls_that_cannot_be_drawn(arguments: dict[str, Any], told: list[str], both: Pair) -> None:
     with refused(OptionError, *told):
         both.ours("a fox", **SMALL, **arguments)
+
+
+def test_the_image_encoder_is_not_overwritten(source: Path, tmp_path: Path) -> None:
+    adapter = source / "ip_adapter" / FILES[0]
+    out = tmp_path / "pipeline"
+    shutil.copytree(source / "ip_adapter" / "image_encoder", out / "image_encoder")
+    (out / "model_index.json").write_text('{"_class_name": "StableDiffusionPipeline"}')
+    with refused(OutputError, "image_encoder"):
+        export_pipeline(
+            source, out, overwrite=True, ip_adapters=[str(adapter)], image_encoder=str(out / "image_encoder")
+        )
+    assert (out / "image_encoder" / "model.safetensors").is_file()
+
+
+def test_an_image_encoder_that_is_a_pickle(source: Path, tmp_path: Path) -> None:
+    encoder, adapter = tmp_path / "image_encoder", source / "ip_adapter" / FILES[0]
+    shutil.copytree(source / "ip_adapter" / "image_encoder", encoder)
+    torch.save(load_file(encoder / "model.safetensors"), encoder / "pytorch_model.bin")
+    (encoder / "model.safetensors").unlink()
+    with refused(WeightsError, "--allow_pickle image_encoder"):
+        exported(source, tmp_path / "out", adapter, image_encoder=encoder)
+    allowed = {"allow_pickle": ["image_encoder"], "ip_adapters": [adapter], "image_encoder": encoder}
+    config = encoder / "config.json"
+    config.write_text(
+        json.dumps({key: value for key, value in json.loads(config.read_text()).items() if key != "num_channels"})
+    )
+    with refused(FolderError, "num_channels"):  # the pickle was no hindrance
+        export_pipeline(source, tmp_path / "out", **allowed)
+
+
+def test_weights_that_fp16_does_not_hold(source: Path, tmp_path: Path) -> None:
+    held = load_file(source / "ip_adapter" / FILES[0])
+    save_file(held | {"image_proj.norm.bias": torch.full((64,), 1e6)}, tmp_path / "large.safetensors")
+    encoder = source / "ip_adapter" / "image_encoder"
+    with refused(WeightsError, "large.safetensors", "1e+06", "float32"):
+        export_pipeline(
+            source,
+            tmp_path / "out",
+            dtype="float16",
+            ip_adapters=[tmp_path / "large.safetensors"],
+            image_encoder=encoder,
+        )
+    assert not (tmp_path / "out").exists()
+
+
+def test_with_a_safety_checker_and_little_memory(tmp_path: Path, full: Pair) -> None:
+    """The checker takes images of another size than the adapters' encoder, and both say how they are prepared."""
+    write_sample("tiny-ip-adapter", tmp_path / "source", safety_checker=True)
+    adapter = tmp_path / "source" / "ip_adapter" / FILES[0]
+    export_pipeline(tmp_path / "source", tmp_path / "onnx", ip_adapters=[adapter])
+    optimize_folder(tmp_path / "onnx", tmp_path / "cpu", provider="cpu")
+    arguments: dict[str, Any] = {"prompt": "a fox", **SMALL, "seed": 1, "ip_adapter_image": picture(0)}
+    with OrtDiffusionPipeline.from_pretrained(tmp_path / "cpu", low_memory=True) as pipeline:
+        output = pipeline(**arguments)
+        assert output.nsfw_content_detected == [False]
+        np.testing.assert_array_equal(pipeline(**arguments).images, output.images)
+    with OrtDiffusionPipeline.from_pretrained(tmp_path / "cpu", safety_checker=None) as pipeline:
+        np.testing.assert_array_equal(pipeline(**arguments).images, output.images)
+
+
+def test_transparency_is_white(both: Pair) -> None:
+    """As transformers has it; hidden colours are not seen."""
+    clear = picture(0).convert("RGBA")
+    clear.putalpha(Image.fromarray(np.tile(np.arange(90, dtype=np.uint8), (70, 1))))
+    palette = picture(1).convert("P")
+    palette.info["transparency"] = 3
+    assert both.agreement([1.0, 0.5], ip_adapter_image=[clear, palette]) > SAME_DB
+    hidden = picture(2).convert("RGBA")
+    hidden.putalpha(0)
+    white = Image.new("RGB", hidden.size, "white")
+    images = [
+        both.ours("a fox", **SMALL, seed=1, ip_adapter_image=[image, picture(1)]).images for image in (hidden, white)
+    ]
+    np.testing.assert_array_equal(*images)
+
+
+def test_the_pipelines_own_image_encoder_comes_first(source: Path, tmp_path: Path) -> None:
+    """As in diffusers, which loads the adapter's only where the pipeline has none."""
+    own = tmp_path / "own"
+    shutil.copytree(source, own)
+    shutil.copytree(source / "ip_adapter" / "image_encoder", own / "image_encoder")
+    config = own / "image_encoder" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"projection_dim": 48}))
+    index = json.loads((own / "model_index.json").read_text())
+    (own / "model_index.json").write_text(
+        json.dumps(index | {"image_encoder": ["transformers", "CLIPVisionModelWithProjection"]})
+    )
+    with refused(WeightsError, "48", str(own / "image_encoder")):
+        exported(own, tmp_path / "out", own / "ip_adapter" / FILES[0])
 
 
 def test_pipelines_without_adapters_say_so(loaded: Any) -> None:
@@ -540,8 +663,13 @@ def test_folders_that_were_changed(both: Pair, tmp_path: Path) -> None:
         with refused(FolderError, "ip_adapter/config.json", "--ip-adapter"):
             OrtDiffusionPipeline.from_pretrained(folder)
     config.write_text(json.dumps(good))
-    shutil.rmtree(folder / "feature_extractor")
-    with refused(FolderError, "feature_extractor", "image_encoder"):
+    processor = folder / "image_processor" / "preprocessor_config.json"
+    content = json.loads(processor.read_text())
+    processor.write_text(json.dumps(content | {"crop_size": {"height": 40, "width": 40}}))
+    with refused(FolderError, "prepares images of (40, 40)", "(56, 56)", "image_encoder"):
+        OrtDiffusionPipeline.from_pretrained(folder)
+    shutil.rmtree(folder / "image_processor")
+    with refused(FolderError, "image_processor", "image_encoder"):
         OrtDiffusionPipeline.from_pretrained(folder)
 
 

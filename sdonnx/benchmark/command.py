@@ -227,6 +227,9 @@ def _missing(rival: Rival, options: argparse.Namespace) -> SdonnxError | None:
     """Return why an engine's packages do not suffice; one that has an interpreter of its own is not looked at."""
     if rival.engine in options.python:
         return None
+    if options.ip_adapter and not ENGINES[rival.engine].takes_adapters:
+        asked = "--ip_adapter" if options.arch is None else f"--arch {options.arch}"
+        return OptionError(f"{asked} for the engine {rival.engine}", "an engine that knows IP-Adapters", "leave it out")
     try:
         ENGINES[rival.engine].require_packages(xformers=rival.xformers)
     except SdonnxError as error:

@@ -114,7 +114,9 @@ class Engine(abc.ABC):
                 "pass one of these" if self.compile_modes else "leave out --enable_torch_compile",
             )
         if options.ip_adapters and not self.takes_adapters:
-            raise OptionError(f"--ip_adapter for the engine {self.name}", "another engine", "leave one of them out")
+            raise OptionError(
+                f"--ip_adapter for the engine {self.name}", "an engine that knows IP-Adapters", "leave it out"
+            )
         self.options = options
         self.folder = PipelineFolder.open(options.folder)
         self.family = family_of(self.folder)

@@ -180,6 +180,8 @@ def refuse(options: argparse.Namespace) -> None:
         )
     if options.ip_adapter is None and options.arch is not None and ARCHITECTURES[options.arch].adapters is not None:
         options.ip_adapter = [options.work_dir / options.arch / ADAPTERS / FILES[0]]
+    elif options.ip_adapter:
+        options.ip_adapter = [_adapter_file(path) for path in options.ip_adapter]
     if not options.ip_adapter and (options.ip_adapter_image is not None or options.ip_adapter_scale):
         raise OptionError("--ip_adapter_image or --ip_adapter_scale", "--ip_adapter too", "name the adapter")
     options.ip_adapter_scale = (options.ip_adapter_scale or [0.6]) if options.ip_adapter else [None]
@@ -187,6 +189,14 @@ def refuse(options: argparse.Namespace) -> None:
         if scale is not None and not math.isfinite(scale):
             raise OptionError(f"--ip_adapter_scale is {scale}", "a finite number", "pass such a number")
     _refuse_images(options)
+
+
+def _adapter_file(given: Path) -> Path:
+    """Return the file of an IP-Adapter that lies in a folder alone, or is named; its image encoder lies beside it."""
+    files = sorted(given.glob("*.safetensors")) if given.is_dir() else [given]
+    if len(files) != 1 or not files[0].is_file():
+        raise OptionError(f"--ip_adapter {given}", "a .safetensors file, or a folder with one", "name the file")
+    return files[0]
 
 
 def _refuse_images(options: argparse.Namespace) -> None:

@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--image_encoder",
         type=Path,
         metavar="FOLDER",
-        help="the adapters' image encoder (default: image_encoder beside an adapter, or the pipeline's)",
+        help="the adapters' image encoder (default: the pipeline's, or image_encoder beside an adapter)",
     )
     add_debug(parser)
 

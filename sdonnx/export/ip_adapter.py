@@ -20,7 +20,7 @@ from sdonnx.adapters import Adapter, AdapterSet
 from sdonnx.errors import FolderError, WeightsError
 from sdonnx.export.image_attention import attend_to_images, is_cross_attention
 from sdonnx.export.weights import Weights, narrowed
-from sdonnx.folder import read_json
+from sdonnx.folder import PipelineFolder, read_json
 
 __all__ = [
     "AdaptedWeights",
@@ -29,10 +29,13 @@ __all__ = [
     "adapter_set",
     "build_projections",
     "find_image_encoder",
+    "image_processor",
 ]
 
 _SUFFIX = ".safetensors"
 _PROJECTION, _ATTENTION = "image_proj.", "ip_adapter."
+_PARTS = ("to_k_ip", "to_v_ip")
+_ENCODER, _EXTRACTOR = "image_encoder", "feature_extractor"
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,9 @@ class AdapterFile:
         """
         path = _only_file(given) if given.is_dir() else given
         if path.suffix != _SUFFIX or not path.is_file():
-            found = "is a pickle, which can run code when it is opened" if path.is_file() else "does not exist"
+            pickled = path.suffix in (".bin", ".pt", ".pth", ".ckpt")
+            found = "is a pickle, which can run code when it is opened" if pickled else "is no such file"
+            found = found if path.is_file() else "does not exist"
             raise WeightsError(
                 f"{path} {found}", "an IP-Adapter as safetensors", f"download the adapter's {_SUFFIX} file"
             )
@@ -78,38 +83,47 @@ class AdapterFile:
         }
 
     @property
-    def attentions(self) -> list[tuple[int, int]]:
-        """(width of keys, width of tokens) for each cross-attention."""
+    def attentions(self) -> list[tuple[int, ...]]:
+        """(width of keys, width of tokens) for each cross-attention, in the order of their numbers."""
         keys = [key for key in self.shapes if key.startswith(_ATTENTION) and key.endswith(".to_k_ip.weight")]
         keys.sort(key=lambda key: int(key.split(".")[1]) if key.split(".")[1].isdecimal() else -1)
-        return [(self.shapes[key][0], self.shapes[key][-1]) for key in keys]
+        return [self.shapes[key] for key in keys]
 
-    def described(self, positions: int) -> Adapter:
+    def described(self, positions: int, width: int) -> Adapter:
         """Return what kind of adapter it is.
 
         Args:
             positions: how many hidden states the image encoder gives.
+            width: of the tokens that the denoiser attends to.
 
         Raises:
-            WeightsError: it is of a kind that is not known.
+            WeightsError: it is of a kind that is not known, or makes other tokens.
         """
-        held = self.projection
+        held, found, made = self.projection, None, 0
         try:
             if "proj.weight" in held:
                 # Always four: diffusers' _convert_ip_adapter_image_proj_to_diffusers.
-                return Adapter(self.path.stem, "plain", 4, 1, held["proj.weight"][1])
-            if "proj.3.weight" in held:
-                return Adapter(self.path.stem, "full", positions, positions, held["proj.0.weight"][0])
-            if "latents" in held:
-                return Adapter(self.path.stem, "plus", held["latents"][1], positions, held["proj_in.weight"][1])
+                found, made = Adapter(self.path.stem, "plain", 4, 1, held["proj.weight"][1]), held["norm.weight"][0]
+            elif "proj.3.weight" in held:
+                found = Adapter(self.path.stem, "full", positions, positions, held["proj.0.weight"][0])
+                made = held["proj.3.weight"][0]
+            elif "latents" in held:
+                found = Adapter(self.path.stem, "plus", held["latents"][1], positions, held["proj_in.weight"][1])
+                made = held["norm_out.weight"][0]
         except (IndexError, KeyError):
-            pass
-        faces = "norm.weight" in held or "perceiver_resampler.proj_in.weight" in held
-        raise WeightsError(
-            f"{self.path} is {'a FaceID adapter' if faces else 'no IP-Adapter'}",
-            "an IP-Adapter, IP-Adapter Plus or Full: one that reads CLIP's image embeddings",
-            "choose another adapter",
-        )
+            found = None
+        if found is None:
+            faces = "norm.weight" in held or "perceiver_resampler.proj_in.weight" in held
+            raise WeightsError(
+                f"{self.path} is {'a FaceID adapter' if faces and 'proj.weight' not in held else 'no IP-Adapter'}",
+                "an IP-Adapter, IP-Adapter Plus or Full: one that reads CLIP's image embeddings",
+                "choose another adapter",
+            )
+        if made != width:
+            raise WeightsError(
+                f"{self.path} makes tokens of width {made}", f"{width}, as the UNet reads", "choose its adapter"
+            )
+        return found
 
     def read(self, key: str) -> torch.Tensor:
         """Return a tensor.
@@ -133,14 +147,16 @@ def _only_file(folder: Path) -> Path:
     return files[0]
 
 
-def find_image_encoder(given: Path | None, files: Sequence[AdapterFile], pipeline: Path) -> Path:
-    """Return the folder of the image encoder: that which is named, or which lies beside an adapter, or the pipeline's.
+def find_image_encoder(given: Path | None, files: Sequence[AdapterFile], pipeline: PipelineFolder) -> Path:
+    """Return the folder of the image encoder: what is named, or the pipeline's own, or what lies beside an adapter.
+
+    The order is that of diffusers' `load_ip_adapter`.
 
     Raises:
         FolderError: there is none.
     """
-    beside = [file.path.parent / "image_encoder" for file in files]
-    places = [given] if given is not None else [*beside, pipeline / "image_encoder"]
+    own = [pipeline.path / _ENCODER] if pipeline.has_component(_ENCODER) else []
+    places = [given] if given is not None else [*own, *(file.path.parent / _ENCODER for file in files)]
     for place in places:
         if (place / "config.json").is_file():
             return place
@@ -151,15 +167,37 @@ def find_image_encoder(given: Path | None, files: Sequence[AdapterFile], pipelin
     )
 
 
-def adapter_set(
-    files: Sequence[AdapterFile], encoder: Path, unet_config: Mapping[str, Any], build: Callable[[], torch.nn.Module]
-) -> AdapterSet:
-    """Return the adapters, after a look at whether they fit the image encoder, the UNet and each other.
+def image_processor(pipeline: PipelineFolder, encoder: Path) -> Any:
+    """Return what prepares images for an image encoder: the pipeline's where it suits, else as diffusers makes it.
+
+    Raises:
+        FolderError: what the pipeline has cannot be read.
+    """
+    # The class that needs Pillow alone.
+    from transformers import CLIPImageProcessorPil
+
+    edge = int(read_json(encoder / "config.json")["image_size"])
+    if pipeline.has_component(_EXTRACTOR):
+        pipeline.config(_EXTRACTOR, "preprocessor_config.json")
+        try:
+            own = CLIPImageProcessorPil.from_pretrained(pipeline.component(_EXTRACTOR))
+        except Exception as error:  # whatever its constructor makes of a wrong value
+            raise FolderError(
+                f"{pipeline.component(_EXTRACTOR)} cannot be used ({error})",
+                "the configuration of a CLIPImageProcessor",
+                "copy it again from the original pipeline",
+            ) from error
+        if dict(own.crop_size or {}) == {"height": edge, "width": edge} and own.do_center_crop:
+            return own
+    return CLIPImageProcessorPil(size=edge, crop_size=edge)
+
+
+def adapter_set(files: Sequence[AdapterFile], encoder: Path, build: Callable[[], torch.nn.Module]) -> AdapterSet:
+    """Return the adapters, after a look at whether they fit the image encoder and the UNet.
 
     Args:
         files: the adapters.
         encoder: the image encoder's folder.
-        unet_config: the UNet's configuration.
         build: makes the UNet; called where parameters take no memory.
 
     Raises:
@@ -167,45 +205,57 @@ def adapter_set(
         FolderError: the image encoder's configuration cannot be used, or the denoiser is no such UNet.
     """
     config = read_json(encoder / "config.json")
-    sizes = [config.get(key) for key in ("image_size", "patch_size", "hidden_size", "projection_dim")]
-    if not all(isinstance(size, int) and size > 0 for size in sizes):
+    names = ("image_size", "patch_size", "hidden_size", "projection_dim", "num_channels")
+    if missing := [name for name in names if not isinstance(config.get(name), int) or config[name] < 1]:
         raise FolderError(
-            f"{encoder / 'config.json'} lacks one of image_size, patch_size, hidden_size and projection_dim",
+            f"{encoder / 'config.json'} says no number for {', '.join(missing)}",
             "the configuration of a CLIPVisionModelWithProjection",
             "copy it again",
         )
-    image_size, patch_size, hidden_size, projected = (int(size or 0) for size in sizes)
+    unet: Any = build()
+    width = unet.config.cross_attention_dim
+    if not isinstance(width, int):
+        raise FolderError(f"the UNet attends to tokens of widths {width}", "one width", "leave the IP-Adapter out")
+    attentions = {
+        number: unet.get_submodule(name.removesuffix(".processor"))
+        for number, name in enumerate(unet.attn_processors)
+        if is_cross_attention(name)
+    }
+    own: dict[int, tuple[int, ...]] = {
+        number: (attention.inner_dim, attention.cross_attention_dim) for number, attention in attentions.items()
+    }
     adapters = []
     for file in files:
-        adapter = file.described(1 + (image_size // patch_size) ** 2)
-        wanted = projected if adapter.kind == "plain" else hidden_size
-        if adapter.width != wanted:
+        if sorted(file.attentions) != sorted(own.values()):
+            found, wanted = _told(file.attentions), _told(list(own.values()))
+            raise WeightsError(f"{file.path} is for {found}", f"{wanted}, as the UNet has", "choose its adapter")
+        for index, shape in enumerate(own.values()):
+            for part in _PARTS:
+                key = _key(index, part)
+                if file.shapes.get(key) != shape:
+                    raise WeightsError(
+                        f"{file.path} has {file.shapes.get(key, 'nothing')} for {key}", f"{shape}", "download it again"
+                    )
+        adapter = file.described(1 + (config["image_size"] // config["patch_size"]) ** 2, width)
+        given = config["projection_dim" if adapter.kind == "plain" else "hidden_size"]
+        if adapter.width != given:
             raise WeightsError(
                 f"{file.path} reads image embeddings of {adapter.width}",
-                f"{wanted}, as the image encoder in {encoder} gives",
+                f"{given}, as the image encoder in {encoder} gives",
                 "name the image encoder that the adapter was made with (--image-encoder)",
             )
         adapters.append(adapter)
-    unet: Any = build()
-    own = [
-        (attention.inner_dim, attention.cross_attention_dim)
-        for name in getattr(unet, "attn_processors", ())
-        if is_cross_attention(name)
-        for attention in [unet.get_submodule(name.removesuffix(".processor"))]
-    ]
-    for file in files:
-        if file.attentions != own:
-            raise WeightsError(
-                f"{file.path} is for {_told(file.attentions)}", f"{_told(own)}, as the UNet has", "choose its adapter"
-            )
-    return AdapterSet(
-        tuple(adapters), int(unet_config["cross_attention_dim"]), tuple(attend_to_images(unet, len(files)))
-    )
+    return AdapterSet(tuple(adapters), width, tuple(attend_to_images(unet, len(files))))
 
 
-def _told(attentions: Sequence[tuple[int, int]]) -> str:
-    widths = sorted({width for _, width in attentions})
-    keys = sorted({keys for keys, _ in attentions})
+def _key(attention: int, part: str) -> str:
+    """Return an adapter's key for its cross-attention of that number, from 0 on."""
+    return f"{_ATTENTION}{2 * attention + 1}.{part}.weight"
+
+
+def _told(attentions: Sequence[tuple[int, ...]]) -> str:
+    widths = sorted({shape[-1] for shape in attentions if shape})
+    keys = sorted({shape[0] for shape in attentions if shape})
     return f"{len(attentions)} cross-attentions over tokens of width {widths}, with keys of {keys}"
 
 
@@ -262,12 +312,10 @@ class AdaptedWeights:
         """
         self._unet = unet
         self._own: dict[str, tuple[AdapterFile, str]] = {}
-        crossing = [name for name in attentions if is_cross_attention(name)]
-        for number, name in enumerate(crossing):
+        for number, name in enumerate(filter(is_cross_attention, attentions)):
             for index, file in enumerate(files):
-                for part in ("to_k_ip", "to_v_ip"):
-                    key = f"{_ATTENTION}{2 * number + 1}.{part}.weight"
-                    self._own[f"{name}.{part}.{index}.weight"] = file, key
+                for part in _PARTS:
+                    self._own[f"{name}.{part}.{index}.weight"] = file, _key(number, part)
 
     def find(self, name: str, shape: tuple[int, ...]) -> str:
         """Return the key under which `read` knows the parameter.
@@ -278,10 +326,7 @@ class AdaptedWeights:
         if name not in self._own:
             return self._unet.find(name, shape)
         file, key = self._own[name]
-        if file.shapes.get(key) != shape:
-            raise WeightsError(
-                f"{file.path} holds {key} with shape {file.shapes.get(key)}", f"{shape}", "choose the UNet's adapter"
-            )
+        assert file.shapes[key] == shape  # adapter_set has looked at all of them
         return name
 
     def read(self, key: str, dtype: npt.DTypeLike) -> npt.NDArray[Any]:

@@ -27,11 +27,12 @@ from sdonnx.export.ip_adapter import (
     adapter_set,
     build_projections,
     find_image_encoder,
+    image_processor,
 )
 from sdonnx.export.trace import trace
 from sdonnx.export.weights import WeightFiles, Weights
 from sdonnx.export.wrappers import wrap
-from sdonnx.families import ComponentSpec, Family, Role, family_of
+from sdonnx.families import IMAGE_PROCESSOR, ComponentSpec, Family, Role, family_of
 from sdonnx.folder import MODEL_INDEX, ONNX_MODEL, ONNX_WEIGHTS, PipelineFolder, atomic_folder, read_json
 
 __all__ = ["DTYPES", "Progress", "export_pipeline"]
@@ -49,9 +50,6 @@ _LIBRARIES = {
 }
 
 
-_EXTRACTOR = "feature_extractor"
-
-
 def export_pipeline(
     source: str | Path,
     out: Path,
@@ -59,8 +57,8 @@ def export_pipeline(
     dtype: str = "float32",
     overwrite: bool = False,
     allow_pickle: Collection[str] = (),
-    ip_adapters: Sequence[Path] = (),
-    image_encoder: Path | None = None,
+    ip_adapters: Sequence[str | Path] = (),
+    image_encoder: str | Path | None = None,
     progress: Progress | None = None,
 ) -> None:
     """Export the diffusers pipeline `source` to the ONNX folder `out`.
@@ -75,7 +73,7 @@ def export_pipeline(
         overwrite: replace `out` if a pipeline is there.
         allow_pickle: components whose weights may be read from a pickle (`.bin`).
         ip_adapters: files of IP-Adapters, or folders that hold one each, in the order of their images.
-        image_encoder: the folder of their image encoder; None for `image_encoder` beside an adapter, or the pipeline's.
+        image_encoder: the folder of their image encoder; None for the pipeline's, or `image_encoder` beside an adapter.
         progress: told what happens.
 
     Raises:
@@ -85,7 +83,7 @@ def export_pipeline(
         raise OptionError(f"the dtype {dtype!r} is unknown", f"one of {', '.join(DTYPES)}", "pass one of these")
     folder = PipelineFolder.open(_local(source))
     family = family_of(folder)
-    sources = sorted({spec.source for spec in family.components})
+    sources = sorted({spec.source for spec in family.components} | ({"image_encoder"} if ip_adapters else set()))
     if unknown := sorted(set(allow_pickle) - set(sources)):
         raise OptionError(f"--allow_pickle {unknown[0]}", f"components of {', '.join(sources)}", "pass some of these")
     # Everything that can be wrong with the input is looked at before anything is written.
@@ -94,10 +92,17 @@ def export_pipeline(
     plans = [_plan(folder, spec, allow_pickle) for spec in family.components]
     if image_encoder is not None and not ip_adapters:
         raise OptionError("--image-encoder without --ip-adapter", "both", "name the adapter too")
+    inputs, processor = [folder.path], None
     if ip_adapters:
-        family, plans = _adapted(folder, family, plans, ip_adapters, image_encoder)
-    with atomic_folder(out, overwrite, [folder.path, *ip_adapters]) as made:
-        _copy_extras(folder, family, plans, made)
+        files = [AdapterFile.open(Path(path)) for path in ip_adapters]
+        encoder = find_image_encoder(None if image_encoder is None else Path(image_encoder), files, folder)
+        family, plans = _adapted(family, plans, files, encoder, "image_encoder" in allow_pickle)
+        inputs += [encoder, *(file.path for file in files)]
+        processor = image_processor(folder, encoder)
+    with atomic_folder(out, overwrite, inputs) as made:
+        _copy_extras(folder, family, made)
+        if processor is not None:
+            processor.save_pretrained(made / IMAGE_PROCESSOR)
         for plan in plans:
             with interruptible():
                 if progress:
@@ -169,18 +174,14 @@ def _model_plan(spec: ComponentSpec, component: Path, library: str, class_name: 
 
 
 def _adapted(
-    folder: PipelineFolder, family: Family, plans: Sequence[_Plan], given: Sequence[Path], image_encoder: Path | None
+    family: Family, plans: Sequence[_Plan], files: Sequence[AdapterFile], encoder: Path, allow_pickle: bool
 ) -> tuple[Family, list[_Plan]]:
     """Return the family with IP-Adapters, and how its components are exported."""
-    if not family.has(Role.DENOISER) or family.with_role(Role.DENOISER).name != "unet":
-        raise OptionError(f"--ip-adapter for {family.name}", "a pipeline with a UNet", "leave it out")
-    files = [AdapterFile.open(path) for path in given]
-    encoder = find_image_encoder(image_encoder, files, folder.path)
     unet = next(plan for plan in plans if plan.spec.role is Role.DENOISER)
     with init_empty_weights(include_buffers=True):
         empty: Any = unet.build()
         attentions = list(empty.attn_processors)
-        adapters = adapter_set(files, encoder, unet.config, unet.build)
+        adapters = adapter_set(files, encoder, unet.build)
     family = family.adapted(adapters)
 
     def build() -> torch.nn.Module:
@@ -192,11 +193,10 @@ def _adapted(
     own = {plan.spec.name: plan for plan in plans}
     for spec in family.components:
         if spec.role is Role.DENOISER:
-            own[spec.name] = replace(
-                unet, spec=spec, build=build, weights=AdaptedWeights(unet.weights, files, attentions)
-            )
+            weights = AdaptedWeights(unet.weights, files, attentions)
+            own[spec.name] = replace(unet, spec=spec, build=build, weights=weights)
         elif spec.role is Role.IMAGE_PROMPT_ENCODER:
-            own[spec.name] = _model_plan(spec, encoder, "transformers", "CLIPVisionModelWithProjection", False)
+            own[spec.name] = _model_plan(spec, encoder, "transformers", "CLIPVisionModelWithProjection", allow_pickle)
         elif spec.role is Role.IMAGE_PROMPT_ADAPTER:
             written = json.dumps(adapters.config(), indent=2) + "\n"
             own[spec.name] = _Plan(spec, projections, ProjectionWeights(files), adapters.config(), written)
@@ -267,34 +267,19 @@ def _write(model: ir.Model, component: Path, progress: Progress | None) -> None:
     ir.save(model, component / ONNX_MODEL, external_data=ONNX_WEIGHTS, callback=told)
 
 
-def _copy_extras(folder: PipelineFolder, family: Family, plans: Sequence[_Plan], out: Path) -> None:
-    """Write what is copied as it is, and what a pipeline with IP-Adapters has besides."""
-    edges = [plan.config["image_size"] for plan in plans if plan.spec.role is Role.IMAGE_PROMPT_ENCODER]
-    index = dict(folder.index)
-    for name, file in family.extras:
-        if edges and name == _EXTRACTOR and not (folder.path / name / file).is_file():
-            _write_extractor(edges[0], out / name)
-            index[name] = ["transformers", "CLIPImageProcessor"]
-            continue
+def _copy_extras(folder: PipelineFolder, family: Family, out: Path) -> None:
+    for name, _ in family.extras:
+        if name == IMAGE_PROCESSOR:
+            continue  # made for the image encoder, whatever the pipeline has
         shutil.copytree(folder.component(name), out / name)
         if name.startswith("tokenizer"):
             _add_tokenizer_json(out / name)
-    if family.adapters is not None:
-        index |= {
-            "image_encoder": ["transformers", "CLIPVisionModelWithProjection"],
-            ADAPTERS: ["sdonnx", "AdapterSet"],
-        }
-        (out / MODEL_INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-    else:
+    if family.adapters is None:
         shutil.copyfile(folder.path / MODEL_INDEX, out / MODEL_INDEX)
-
-
-def _write_extractor(edge: int, out: Path) -> None:
-    """Write how images are prepared, as diffusers' `load_ip_adapter` chooses it where a pipeline does not say."""
-    # The class that needs Pillow alone.
-    from transformers import CLIPImageProcessorPil
-
-    CLIPImageProcessorPil(size=edge, crop_size=edge).save_pretrained(out)
+        return
+    index = dict(folder.index) | {ADAPTERS: ["sdonnx", "AdapterSet"]}
+    index["image_encoder"] = ["transformers", "CLIPVisionModelWithProjection"]
+    (out / MODEL_INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
 def _add_tokenizer_json(tokenizer: Path) -> None:

@@ -21,6 +21,7 @@ from accelerate import init_empty_weights
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from sdonnx.errors import cause_of
 from sdonnx.export.weights import Weights
 from sdonnx.families import ComponentSpec
 from sdonnx.graph.modules import keep_module_paths
@@ -98,9 +99,12 @@ def trace(
     model = program.model
     _attach_weights(model, module, weights, lambda: _real_buffers(build), dtype)
     keep_module_paths(model, _PREFIX)
-    FoldWeightTransposes()(model)
-    onnxscript.optimizer.optimize(model, onnx_shape_inference=False)
-    FoldWeightTransposes()(model)
+    try:
+        FoldWeightTransposes()(model)
+        onnxscript.optimizer.optimize(model, onnx_shape_inference=False)
+        FoldWeightTransposes()(model)
+    except ir.passes.PassError as error:
+        raise cause_of(error) from error  # small weights are read here, and one may not fit
     model.graph.name = spec.name
     return model
 

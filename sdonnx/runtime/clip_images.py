@@ -17,12 +17,13 @@ from PIL import Image
 from sdonnx.errors import FolderError
 from sdonnx.folder import PipelineFolder
 
-__all__ = ["ClipImages"]
+__all__ = ["EXTRACTOR", "ClipImages"]
 
 Float = npt.NDArray[np.float32]
 Pixels = npt.NDArray[np.uint8]
 
-_EXTRACTOR, _CONFIG = "feature_extractor", "preprocessor_config.json"
+EXTRACTOR = "feature_extractor"
+_CONFIG = "preprocessor_config.json"
 
 # transformers' OPENAI_CLIP_MEAN and OPENAI_CLIP_STD, and CLIPImageProcessor's size.
 _MEAN, _STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
@@ -50,13 +51,13 @@ class ClipImages:
     std: tuple[float, ...]
 
     @classmethod
-    def from_folder(cls, folder: PipelineFolder) -> ClipImages:
-        """Read `feature_extractor/preprocessor_config.json`.
+    def from_folder(cls, folder: PipelineFolder, part: str = EXTRACTOR) -> ClipImages:
+        """Read `preprocessor_config.json` in a part of a pipeline's folder.
 
         Raises:
             FolderError: it is missing, or says something that CLIPImageProcessor does not know.
         """
-        config = folder.config(_EXTRACTOR, _CONFIG)
+        config = folder.config(part, _CONFIG)
         try:
             normalizes = config.get("do_normalize", True)
             return cls(
@@ -69,17 +70,20 @@ class ClipImages:
             )
         except (TypeError, ValueError, KeyError) as error:
             raise FolderError(
-                f"{folder.path / _EXTRACTOR / _CONFIG} cannot be used ({error})",
+                f"{folder.path / part / _CONFIG} cannot be used ({error})",
                 "the configuration of a CLIPImageProcessor",
                 "copy it from the original pipeline",
             ) from error
 
     @classmethod
-    def for_component(cls, folder: PipelineFolder, name: str, edges: Sequence[Any], remedy: str) -> ClipImages:
+    def for_component(
+        cls, folder: PipelineFolder, part: str, name: str, edges: Sequence[Any], remedy: str
+    ) -> ClipImages:
         """Return how images are prepared for a component of a pipeline.
 
         Args:
             folder: the pipeline.
+            part: the part of its folder that says it.
             name: the component's name.
             edges: height and width of the images that it takes.
             remedy: what can be done besides copying the folder again.
@@ -87,17 +91,17 @@ class ClipImages:
         Raises:
             FolderError: nothing says it, or it prepares other images.
         """
-        if not (folder.path / _EXTRACTOR / _CONFIG).is_file():
+        if not (folder.path / part / _CONFIG).is_file():
             raise FolderError(
-                f"{folder.path} has a component {name} and no {_EXTRACTOR}/{_CONFIG}",
+                f"{folder.path} has a component {name} and no {part}/{_CONFIG}",
                 "both",
-                f"copy {_EXTRACTOR} from the original pipeline, or {remedy}",
+                f"copy {part} from the original folder, or {remedy}",
             )
-        images = cls.from_folder(folder)
+        images = cls.from_folder(folder, part)
         prepared = images.crop or (images.size if isinstance(images.size, tuple) else None)
         if prepared != tuple(edges):
             raise FolderError(
-                f"{folder.path / _EXTRACTOR / _CONFIG} prepares images of {prepared or 'any size'}",
+                f"{folder.path / part / _CONFIG} prepares images of {prepared or 'any size'}",
                 f"{tuple(edges)}, as the component {name} takes them",
                 f"copy both from one pipeline, or {remedy}",
             )

@@ -24,6 +24,7 @@ _DEVICE_TO_DEVICE = 3
 _NON_BLOCKING = 1
 # Another thread that allocates meanwhile does no harm.
 _CAPTURE_THREAD_LOCAL = 1
+_LEAST_SPARE = 2**20
 
 # cuBLAS takes 32 MB a handle on sm_90 by default, and ONNX Runtime makes two handles for each session. Two of
 # 4 MB cost no speed (docs/decisions.md).
@@ -88,11 +89,14 @@ class Cuda:
 
     @contextmanager
     def spare(self, size: int) -> Iterator[None]:
-        """Keep `size` bytes of the device's memory from what runs meanwhile, where there are as many."""
+        """Keep `size` bytes of the device's memory from what runs meanwhile, or a half, quarter, ... of it at least."""
         held = ctypes.c_void_p()
-        missing = self._library.cudaMalloc(ctypes.byref(held), ctypes.c_size_t(size))
-        if missing:
-            self._library.cudaGetLastError()  # or the next call that asks would be told of it
+        missing = 1
+        while missing and size >= _LEAST_SPARE:
+            missing = self._library.cudaMalloc(ctypes.byref(held), ctypes.c_size_t(size))
+            if missing:
+                self._library.cudaGetLastError()  # or the next call that asks would be told of it
+            size //= 2
         try:
             yield
         finally:
@@ -153,6 +157,7 @@ class Cuda:
 
     def _check(self, status: int) -> None:
         if status:
+            self._library.cudaGetLastError()  # or ONNX Runtime's next kernel would be told of it
             self._library.cudaGetErrorString.restype = ctypes.c_char_p
             reason = self._library.cudaGetErrorString(status).decode()
             raise ProviderError(

@@ -17,7 +17,7 @@ from PIL import Image
 
 from sdonnx.adapters import Adapter, AdapterSet
 from sdonnx.errors import OptionError
-from sdonnx.families import SCALE, Role
+from sdonnx.families import IMAGE_PROCESSOR, SCALE, Role
 from sdonnx.runtime.arrays import to_numpy
 from sdonnx.runtime.clip_images import ClipImages
 from sdonnx.runtime.graphs import GraphSet
@@ -26,6 +26,8 @@ from sdonnx.runtime.request import require_number
 __all__ = ["ImagePrompter", "ImagePrompts", "image_prompter_of", "scale_matrix"]
 
 Float = npt.NDArray[np.float32]
+
+_LARGEST = 65504.0  # of fp16
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ class ImagePrompter:
         adapters: these.
 
     Raises:
-        FolderError: a graph or `feature_extractor` is missing, or they do not fit each other.
+        FolderError: a graph or `image_processor` is missing, or they do not fit each other.
     """
 
     def __init__(self, graphs: GraphSet, adapters: AdapterSet) -> None:
@@ -62,7 +64,7 @@ class ImagePrompter:
         _, _, *edges = pixel_values.resolve(graphs.config(Role.IMAGE_PROMPT_ENCODER))
         self._edge = int(edges[0])
         again = "export the pipeline with --ip-adapter again"
-        self._images = ClipImages.for_component(graphs.folder, "image_encoder", edges, again)
+        self._images = ClipImages.for_component(graphs.folder, IMAGE_PROCESSOR, "image_encoder", edges, again)
         self.scales = scale_matrix(adapters, 1.0)
         # What was encoded last: the same images are often drawn from with other prompts, seeds and weights.
         self._last: tuple[bytes, dict[str, Float]] = (b"", {})
@@ -114,7 +116,7 @@ class ImagePrompter:
         if _is_prepared(given):
             prepared = to_numpy(given, "ip_adapter_image").astype(np.float32)
             wanted = (3, self._edge, self._edge)
-            if prepared.shape[1:] != wanted or not np.isfinite(prepared).all():
+            if not len(prepared) or prepared.shape[1:] != wanted or not np.isfinite(prepared).all():
                 raise OptionError(
                     f"ip_adapter_image of shape {prepared.shape}",
                     f"(images, {', '.join(map(str, wanted))}) of finite numbers, or PIL images",
@@ -206,8 +208,9 @@ class ImagePrompter:
         return states[rows], np.repeat(states[-1:], count, 0)
 
     def _fixed(self, shape: Sequence[int | str]) -> list[int]:
-        """Return a shape in which the number of positions may have a name."""
-        positions = next((adapter.length for adapter in self.adapters.adapters if adapter.kind != "plain"), 1)
+        """Return a shape in which the number of positions may have a name: one for each patch, and the image's."""
+        patch = int(self._graphs.config(Role.IMAGE_PROMPT_ENCODER)["patch_size"])
+        positions = 1 + (self._edge // patch) ** 2
         return [size if isinstance(size, int) else positions for size in shape]
 
     def _run(self, role: Role, inputs: Mapping[str, Float], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Float]:
@@ -242,8 +245,8 @@ def scale_matrix(adapters: AdapterSet, scale: Any) -> Float:
         OptionError: there are more or fewer than adapters, or a block is not the denoiser's.
     """
     count = len(adapters.adapters)
-    if isinstance(scale, int | float | np.number):
-        scale = [scale] * count
+    if _is_number(scale):
+        scale = [_number(scale)] * count
     listed = list(scale) if isinstance(scale, list | tuple | np.ndarray) else [scale]
     if len(listed) != count:
         raise OptionError(
@@ -252,12 +255,23 @@ def scale_matrix(adapters: AdapterSet, scale: Any) -> Float:
     return np.array([_weights(adapters, each) for each in listed], np.float32)
 
 
+def _is_number(given: Any) -> bool:
+    """Tell whether it is a number, or an array or tensor of one element and no dimensions."""
+    return isinstance(given, int | float | np.number) or getattr(given, "shape", None) == ()
+
+
+def _number(given: Any) -> float:
+    """Return a weight; fp16 denoisers hold none beyond 65504."""
+    value = given.item() if getattr(given, "shape", None) == () and not isinstance(given, np.number) else given
+    require_number(SCALE, value, -_LARGEST, _LARGEST)
+    return float(value)
+
+
 def _weights(adapters: AdapterSet, scale: Any) -> list[float]:
     """Return the weight of one adapter in each block."""
     places = adapters.places()
     if not isinstance(scale, Mapping):
-        require_number(SCALE, scale)
-        return [float(scale)] * len(places)
+        return [_number(scale)] * len(places)
     parts = list(dict.fromkeys(part for part, _, _ in places))
     _require_known(scale, parts, "parts")
     for part in parts:
@@ -270,7 +284,7 @@ def _weight(given: Any, place: tuple[str, int, int], places: Sequence[tuple[str,
     part, block, number = place
     if isinstance(given, Mapping):
         given = given.get(f"block_{block}", 0.0)
-    if isinstance(given, list | tuple):
+    if isinstance(given, list | tuple | np.ndarray) and not _is_number(given):
         count = sum(other[:2] == (part, block) for other in places)
         if len(given) not in (1, count):
             raise OptionError(
@@ -279,8 +293,7 @@ def _weight(given: Any, place: tuple[str, int, int], places: Sequence[tuple[str,
                 "pass one, or one for each",
             )
         given = given[number if len(given) > 1 else 0]
-    require_number(SCALE, given)
-    return float(given)
+    return _number(given)
 
 
 def _require_known(given: Mapping[str, Any], known: Any, what: str) -> None:
@@ -298,8 +311,18 @@ def _is_prepared(given: Any) -> bool:
 
 def _rgb(image: Any) -> npt.NDArray[np.uint8]:
     if isinstance(image, Image.Image):
+        if "A" in image.getbands() or image.info.get("transparency") is not None:
+            # On white, as transformers' convert_to_rgb; what is transparent has some colour too.
+            seen = image.convert("RGBA")
+            image = Image.alpha_composite(Image.new("RGBA", seen.size, "white"), seen)
         return np.asarray(image.convert("RGB"))
-    if isinstance(image, np.ndarray) and image.dtype == np.uint8 and image.ndim == 3 and image.shape[2] == 3:
+    if (
+        isinstance(image, np.ndarray)
+        and image.dtype == np.uint8
+        and image.ndim == 3
+        and image.shape[2] == 3
+        and image.size
+    ):
         return image
     found = f"{type(image).__name__} {getattr(image, 'dtype', '')} {getattr(image, 'shape', '')}".strip()
     raise OptionError(

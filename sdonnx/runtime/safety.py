@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from sdonnx.errors import OptionError
 from sdonnx.families import Role
-from sdonnx.runtime.clip_images import ClipImages
+from sdonnx.runtime.clip_images import EXTRACTOR, ClipImages
 from sdonnx.runtime.graphs import GraphSet
 
 __all__ = ["OF_FOLDER", "NsfwContentWarning", "OfFolder", "SafetyChecker", "safety_checker_of"]
@@ -48,7 +48,9 @@ class SafetyChecker:
         graphs.path(Role.SAFETY_CHECKER)
         clip_input = graphs.family.with_role(Role.SAFETY_CHECKER).inputs[0]
         edges = clip_input.resolve(graphs.config(Role.SAFETY_CHECKER))[2:]
-        self._images = ClipImages.for_component(graphs.folder, "safety_checker", edges, "pass safety_checker=None")
+        self._images = ClipImages.for_component(
+            graphs.folder, EXTRACTOR, "safety_checker", edges, "pass safety_checker=None"
+        )
         if graphs.stays(Role.SAFETY_CHECKER):
             graphs.get(Role.SAFETY_CHECKER)
 

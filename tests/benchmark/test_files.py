@@ -104,6 +104,7 @@ def test_a_row() -> None:
         "guidance_scale": 7.5,
         "seed": 0,
         "image_to_image_strength": None,
+        "ip_adapter_scale": None,
         "io_binding": False,
         "warm_ups": 1,
         "denoiser_calls": 51,
@@ -118,7 +119,8 @@ def test_a_row_of_what_was_not_measured() -> None:
     empty = [name for name, value in row.items() if value is None]
     assert empty == [
         "iterations_per_second", "text_ms", "step_ms", "decode_ms", "psnr_db", "ssim", "lpips", "differing",
-        "tflop_per_call", "share_of_matrix_rate", "gpu", "image_to_image_strength", "denoiser_calls", "commit",
+        "tflop_per_call", "share_of_matrix_rate", "gpu", "image_to_image_strength", "ip_adapter_scale",
+        "denoiser_calls", "commit",
     ]  # fmt: skip
     assert row["remarks"] == "black; spread of 53%"
 

@@ -117,7 +117,14 @@ class TorchEngine(Engine):
         if self.options.ip_adapters:
             files = [Path(path).resolve() for path in self.options.ip_adapters]
             places = [str(file.parent.parent) for file in files], [file.parent.name for file in files]
-            pipeline.load_ip_adapter(*places, weight_name=[file.name for file in files])
+            try:
+                pipeline.load_ip_adapter(*places, weight_name=[file.name for file in files])
+            except (OSError, ValueError, KeyError, RuntimeError) as error:
+                raise FolderError(
+                    f"diffusers cannot load {', '.join(self.options.ip_adapters)} ({str(error).splitlines()[0]})",
+                    "IP-Adapters of the pipeline's UNet, with image_encoder beside them",
+                    "copy them again",
+                ) from error
         return pipeline.to(self.device)
 
     def _compile(self, mode: str, workload: Workload) -> None:
@@ -265,8 +272,9 @@ class ReferenceEngine(TorchEngine):
         with replaced(denoiser, "forward", recording):
             images = self.draw(prompt, workload)
         ((arguments, options),) = calls
-        # A copy, for no configuration makes what IP-Adapters added to it.
-        shapes = copy.deepcopy(denoiser).to("meta")
+        # A copy, for no configuration makes what IP-Adapters added to it; its weights take no memory.
+        weights = [*denoiser.parameters(), *denoiser.buffers()]
+        shapes = copy.deepcopy(denoiser, {id(value): value.to("meta") for value in weights})
         with FlopCounterMode(display=False) as counter, torch.inference_mode():
             shapes(*arguments, **options)
         return images, int(counter.get_total_flops())
