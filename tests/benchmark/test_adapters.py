@@ -41,8 +41,8 @@ def test_each_weight_has_its_rows(measured: Path) -> None:
     assert [(row["ip_adapter_scale"], row["engine"]) for row in rows] == [
         ("0.0", "onnxruntime"), ("0.0", "torch"), ("0.8", "onnxruntime"), ("0.8", "torch"),
     ]  # fmt: skip
-    assert all(float(row["ssim"]) > 0.9999 for row in rows)  # psnr_db is empty where pixels are the same
-    assert all(float(row["psnr_db"]) > 60 for row in rows if row["engine"] == "onnxruntime")
+    # psnr_db is empty where pixels are the same.
+    assert all(float(row["differing"]) == 0 or float(row["psnr_db"]) > 60 for row in rows)
     # torch's UNet projects images at each call, which counts.
     assert len({row["tflop_per_call"] for row in rows}) == 1
     page = (measured / "page.html").read_text()
