@@ -84,10 +84,9 @@ class AdapterFile:
 
     @property
     def attentions(self) -> list[tuple[int, ...]]:
-        """(width of keys, width of tokens) for each cross-attention, in the order of their numbers."""
-        keys = [key for key in self.shapes if key.startswith(_ATTENTION) and key.endswith(".to_k_ip.weight")]
-        keys.sort(key=lambda key: int(key.split(".")[1]) if key.split(".")[1].isdecimal() else -1)
-        return [self.shapes[key] for key in keys]
+        """(width of keys, width of tokens) for each cross-attention, in any order."""
+        ending = f".{_PARTS[0]}.weight"
+        return [shape for key, shape in self.shapes.items() if key.startswith(_ATTENTION) and key.endswith(ending)]
 
     def described(self, positions: int, width: int) -> Adapter:
         """Return what kind of adapter it is.
@@ -216,20 +215,17 @@ def adapter_set(files: Sequence[AdapterFile], encoder: Path, build: Callable[[],
     width = unet.config.cross_attention_dim
     if not isinstance(width, int):
         raise FolderError(f"the UNet attends to tokens of widths {width}", "one width", "leave the IP-Adapter out")
-    attentions = {
-        number: unet.get_submodule(name.removesuffix(".processor"))
-        for number, name in enumerate(unet.attn_processors)
-        if is_cross_attention(name)
-    }
-    own: dict[int, tuple[int, ...]] = {
-        number: (attention.inner_dim, attention.cross_attention_dim) for number, attention in attentions.items()
-    }
+    crossing = [
+        unet.get_submodule(name.removesuffix(".processor")) for name in filter(is_cross_attention, unet.attn_processors)
+    ]
+    own: list[tuple[int, ...]] = [(attention.inner_dim, attention.cross_attention_dim) for attention in crossing]
     adapters = []
     for file in files:
-        if sorted(file.attentions) != sorted(own.values()):
-            found, wanted = _told(file.attentions), _told(list(own.values()))
-            raise WeightsError(f"{file.path} is for {found}", f"{wanted}, as the UNet has", "choose its adapter")
-        for index, shape in enumerate(own.values()):
+        if sorted(file.attentions) != sorted(own):
+            raise WeightsError(
+                f"{file.path} is for {_told(file.attentions)}", f"{_told(own)}, as the UNet has", "choose its adapter"
+            )
+        for index, shape in enumerate(own):
             for part in _PARTS:
                 key = _key(index, part)
                 if file.shapes.get(key) != shape:
