@@ -82,7 +82,8 @@ def export_component(pipeline: Any, spec: ComponentSpec, config: Any, exporter: 
     options: dict[str, Any] = {"dynamic_axes": axes}
     if exporter.dynamo:
         dynamic = tuple(dict(names) or None for names in axes.values())
-        options = {"dynamic_shapes": dynamic, "verbose": False, "external_data": True}
+        # One tuple more: the wrappers take any number of inputs.
+        options = {"dynamic_shapes": (dynamic,), "verbose": False, "external_data": True}
     path.parent.mkdir(parents=True, exist_ok=True)
     with quiet(), torch.no_grad():
         torch.onnx.export(

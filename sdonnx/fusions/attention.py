@@ -50,6 +50,8 @@ class AttentionToMultiHeadAttention(Rule):
         assert node is not None
         if len(attention.uses()) > 1 or attention.is_graph_output():
             return "its result is read before heads are joined too"
+        if any(output.uses() or output.is_graph_output() for output in node.outputs[1:]):
+            return "it gives out its keys, values or scores"
         for name in ("q", "k", "v", "joined"):
             if (sizes := dims(values[name])) is None or len(sizes) != 3:
                 return f"{name} does not have 3 dimensions"

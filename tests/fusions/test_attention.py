@@ -121,6 +121,25 @@ def test_two_attentions() -> None:
     assert operators(assert_fires(model, AttentionToMultiHeadAttention, 2)) == {"MultiHeadAttention": 2}
 
 
+def test_one_split_query_of_two_attentions() -> None:
+    """As of IP-Adapters, which attend to the prompt and to images."""
+    body = """qs = Reshape(q, heads) qt = Transpose<perm=[0,2,1,3]>(qs)
+        ks = Reshape(k, heads) kt = Transpose<perm=[0,2,1,3]>(ks)
+        vs = Reshape(v, heads) vt = Transpose<perm=[0,2,1,3]>(vs)
+        ls = Reshape(l, heads) lt = Transpose<perm=[0,2,1,3]>(ls)
+        ws = Reshape(w, heads) wt = Transpose<perm=[0,2,1,3]>(ws)
+        a = Attention(qt, kt, vt) at = Transpose<perm=[0,2,1,3]>(a) x = Reshape(at, joined)
+        b = Attention(qt, lt, wt) bt = Transpose<perm=[0,2,1,3]>(b) z = Reshape(bt, joined)
+        y = Add(x, z)"""
+    model = graph(f"{INPUTS}, float[B,P,32] l, float[B,P,32] w", OUTPUT, body, **SHAPES)
+    assert operators(assert_fires(model, AttentionToMultiHeadAttention, 2)) == {"MultiHeadAttention": 2, "Add": 1}
+
+
+def test_a_split_that_is_given_out_stays() -> None:
+    rewritten = assert_fires(attention(outputs=f"{OUTPUT}, float[B,4,L,8] kt"), AttentionToMultiHeadAttention, 1)
+    assert operators(rewritten) == {"MultiHeadAttention": 1, "Reshape": 1, "Transpose": 1}
+
+
 def test_the_kernel_belongs_to_the_module() -> None:
     model = attention()
     for node in model.graph:
@@ -180,6 +199,14 @@ NEAR_MISSES = {
         attention(f"{INPUTS}, float[B,4,P,8] pk, float[B,4,P,8] pv", call="Attention(qt, kt, vt, , pk, pv)"),
         "a key-value cache is not supported",
     ),
+    "result used elsewhere": (
+        attention(outputs=f"{OUTPUT}, float[B,4,S,8] a"),
+        "its result is read before heads are joined too",
+    ),
+    "key and value given out": (
+        attention(outputs=f"{OUTPUT}, float[B,4,L,8] keys, float[B,4,L,8] values", results="a, keys, values"),
+        "it gives out its keys, values or scores",
+    ),
 }  # fmt: skip
 
 
@@ -192,11 +219,6 @@ def test_near_misses_are_refused(name: str) -> None:
 NO_CANDIDATES = {
     "other split": attention("float[B,4,32] q, float[B,L,32] k, float[B,4,32] v", "float[B,4,32] y", perm="[0,1,2,3]"),
     "other join": attention(join="[0,1,2,3]"),
-    "split used elsewhere": attention(outputs=f"{OUTPUT}, float[B,4,L,8] kt"),
-    "scores used elsewhere": attention(outputs=f"{OUTPUT}, float[B,4,S,8] a"),
-    "key and value given out": attention(
-        outputs=f"{OUTPUT}, float[B,4,L,8] keys, float[B,4,L,8] values", results="a, keys, values"
-    ),
 }
 
 
