@@ -131,7 +131,7 @@ def test_one_split_query_of_two_attentions() -> None:
         a = Attention(qt, kt, vt) at = Transpose<perm=[0,2,1,3]>(a) x = Reshape(at, joined)
         b = Attention(qt, lt, wt) bt = Transpose<perm=[0,2,1,3]>(b) z = Reshape(bt, joined)
         y = Add(x, z)"""
-    model = graph(f"{INPUTS}, float[B,P,32] l, float[B,P,32] w", OUTPUT, body, **SHAPES)
+    model = graph(f"{INPUTS}, float[B,C,32] l, float[B,C,32] w", OUTPUT, body, **SHAPES)
     assert operators(assert_fires(model, AttentionToMultiHeadAttention, 2)) == {"MultiHeadAttention": 2, "Add": 1}
 
 
