@@ -13,7 +13,7 @@ from typing import Any
 
 from sdonnx.errors import FolderError
 
-__all__ = ["ADAPTERS", "KINDS", "Adapter", "AdapterSet"]
+__all__ = ["ADAPTERS", "KINDS", "Adapter", "AdapterSet", "is_cross_attention"]
 
 ADAPTERS = "ip_adapter"
 """The folder of a pipeline's adapters, and the component that projects images."""
@@ -87,6 +87,11 @@ class AdapterSet:
         """Return each block's part ("down", "mid" or "up"), its number there, and the transformer's in the block."""
         matches = [_BLOCK.fullmatch(block) for block in self.blocks]
         return [(match[1] or "mid", int(match[2] or 0), int(match[3])) for match in matches if match is not None]
+
+
+def is_cross_attention(name: str) -> bool:
+    """Tell whether an entry of a UNet's `attn_processors` attends to the prompt."""
+    return name.endswith(".attn2.processor")
 
 
 def _adapter(name: Any, kind: Any, tokens: Any, length: Any, width: Any) -> Adapter:

@@ -7,7 +7,7 @@ from typing import Any
 
 import onnx_ir as ir
 
-from sdonnx.compose.composer import FLOAT, Composer, give_out, input_of, take_over, tensor
+from sdonnx.compose.composer import give_out, widened_input
 
 __all__ = ["compose_check"]
 
@@ -26,13 +26,7 @@ def compose_check(model: ir.Model, config: Mapping[str, Any]) -> None:
     flags = next(value for value in graph.outputs if value.name == "has_nsfw_concepts")
     shape = flags.shape
     graph.outputs.clear()
-    given = input_of(graph, "clip_input")
-    assert given.dtype is not None
-    assert given.shape is not None
-    clip_input = given
-    if given.dtype != FLOAT:
-        clip_input = tensor("clip_input", FLOAT, [size if isinstance(size, int) else str(size) for size in given.shape])
-        take_over(graph, "clip_input", Composer(model, before=True).cast(clip_input, given.dtype))
+    clip_input = widened_input(model, "clip_input")
     give_out(graph, flags, "has_nsfw_concepts", shape)
     # The nodes that blacken images, which alone read `images`, lead nowhere now.
     graph.inputs.clear()

@@ -10,7 +10,7 @@ import onnx_ir as ir
 
 from sdonnx.graph.edit import constant
 
-__all__ = ["FLOAT", "INT64", "Composer", "give_out", "input_of", "take_over", "tensor"]
+__all__ = ["FLOAT", "INT64", "Composer", "give_out", "input_of", "take_over", "tensor", "widened_input"]
 
 FLOAT, INT64 = ir.DataType.FLOAT, ir.DataType.INT64
 
@@ -95,6 +95,18 @@ def take_over(graph: ir.Graph, name: str, source: ir.Value) -> None:
     value = input_of(graph, name)
     value.replace_all_uses_with(source)
     graph.inputs.remove(value)
+
+
+def widened_input(model: ir.Model, name: str) -> ir.Value:
+    """Return the graph's input of that name in float32: itself, or one in its place that is cast to its type."""
+    given = input_of(model.graph, name)
+    assert given.dtype is not None
+    assert given.shape is not None
+    if given.dtype == FLOAT:
+        return given
+    wide = tensor(name, FLOAT, [size if isinstance(size, int) else str(size) for size in given.shape])
+    take_over(model.graph, name, Composer(model, before=True).cast(wide, given.dtype))
+    return wide
 
 
 def give_out(graph: ir.Graph, value: ir.Value, name: str, shape: Sequence[int | str] | ir.Shape | None) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import onnx_ir as ir
 
-from sdonnx.compose.composer import FLOAT, Composer, give_out, input_of, take_over, tensor
+from sdonnx.compose.composer import FLOAT, Composer, give_out, widened_input
 
 __all__ = ["compose_project", "compose_prompt"]
 
@@ -40,19 +40,7 @@ def compose_project(model: ir.Model, config: Mapping[str, Any]) -> None:
 
 def _wide(model: ir.Model) -> None:
     graph = model.graph
-    names = [str(value.name) for value in graph.inputs]
-    inputs = []
-    add = Composer(model, before=True)
-    for name in names:
-        given = input_of(graph, name)
-        assert given.dtype is not None
-        assert given.shape is not None
-        if given.dtype == FLOAT:
-            inputs.append(given)
-            continue
-        wide = tensor(name, FLOAT, [size if isinstance(size, int) else str(size) for size in given.shape])
-        take_over(graph, name, add.cast(wide, given.dtype))
-        inputs.append(wide)
+    inputs = [widened_input(model, str(value.name)) for value in list(graph.inputs)]
     graph.inputs.clear()
     graph.inputs.extend(inputs)
     outputs = [(value, str(value.name), value.shape) for value in graph.outputs]

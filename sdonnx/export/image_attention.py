@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from sdonnx.adapters import is_cross_attention
+
 __all__ = ["ImageAttention", "ImagePrompt", "attend_to_images"]
 
 
@@ -116,8 +118,3 @@ def attend_to_images(unet: Any, adapters: int) -> list[str]:
     unet.encoder_hid_proj = _AsGiven()
     unet.config.encoder_hid_dim_type = "ip_image_proj"
     return blocks
-
-
-def is_cross_attention(name: str) -> bool:
-    """Tell whether an entry of `unet.attn_processors` attends to the prompt."""
-    return name.endswith(".attn2.processor")

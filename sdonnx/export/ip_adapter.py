@@ -14,12 +14,11 @@ from typing import Any
 import numpy.typing as npt
 import torch
 from diffusers.loaders.unet import UNet2DConditionLoadersMixin
-from safetensors import SafetensorError, safe_open
 
-from sdonnx.adapters import Adapter, AdapterSet
+from sdonnx.adapters import Adapter, AdapterSet, is_cross_attention
 from sdonnx.errors import FolderError, WeightsError
-from sdonnx.export.image_attention import attend_to_images, is_cross_attention
-from sdonnx.export.weights import Weights, narrowed
+from sdonnx.export.image_attention import attend_to_images
+from sdonnx.export.weights import Weights, narrowed, shapes_in, tensor_in
 from sdonnx.folder import PipelineFolder, read_json
 
 __all__ = [
@@ -65,15 +64,7 @@ class AdapterFile:
             raise WeightsError(
                 f"{path} {found}", "an IP-Adapter as safetensors", f"download the adapter's {_SUFFIX} file"
             )
-        try:
-            with safe_open(path, framework="pt") as tensors:
-                keys = tensors.keys()
-                shapes = {key: tuple(tensors.get_slice(key).get_shape()) for key in keys}
-        except (SafetensorError, OSError) as error:
-            raise WeightsError(
-                f"{path} cannot be read ({error})", "an IP-Adapter's weights", "copy or download the file again"
-            ) from error
-        return cls(path, shapes)
+        return cls(path, shapes_in(path))
 
     @property
     def projection(self) -> dict[str, tuple[int, ...]]:
@@ -123,19 +114,6 @@ class AdapterFile:
                 f"{self.path} makes tokens of width {made}", f"{width}, as the UNet reads", "choose its adapter"
             )
         return found
-
-    def read(self, key: str) -> torch.Tensor:
-        """Return a tensor.
-
-        Raises:
-            WeightsError: the file broke after it was opened.
-        """
-        try:
-            with safe_open(self.path, framework="pt") as tensors:
-                tensor: torch.Tensor = tensors.get_tensor(key)
-        except (SafetensorError, OSError) as error:
-            raise WeightsError(f"{self.path} cannot be read ({error})", "complete weights", "copy it again") from error
-        return tensor
 
 
 def _only_file(folder: Path) -> Path:
@@ -191,13 +169,13 @@ def image_processor(pipeline: PipelineFolder, encoder: Path) -> Any:
     return CLIPImageProcessorPil(size=edge, crop_size=edge)
 
 
-def adapter_set(files: Sequence[AdapterFile], encoder: Path, build: Callable[[], torch.nn.Module]) -> AdapterSet:
+def adapter_set(files: Sequence[AdapterFile], encoder: Path, unet: Any) -> AdapterSet:
     """Return the adapters, after a look at whether they fit the image encoder and the UNet.
 
     Args:
         files: the adapters.
         encoder: the image encoder's folder.
-        build: makes the UNet; called where parameters take no memory.
+        unet: the UNet, whose parameters may be without memory. It attends to images then.
 
     Raises:
         WeightsError: an adapter is for another image encoder or another UNet.
@@ -211,7 +189,6 @@ def adapter_set(files: Sequence[AdapterFile], encoder: Path, build: Callable[[],
             "the configuration of a CLIPVisionModelWithProjection",
             "copy it again",
         )
-    unet: Any = build()
     width = unet.config.cross_attention_dim
     if not isinstance(width, int):
         raise FolderError(f"the UNet attends to tokens of widths {width}", "one width", "leave the IP-Adapter out")
@@ -263,7 +240,8 @@ def build_projections(files: Sequence[AdapterFile]) -> torch.nn.ModuleList:
 def _converted(file: AdapterFile, make: Callable[[tuple[int, ...]], torch.Tensor] | None = None) -> torch.nn.Module:
     """Return diffusers' module that projects images, with a file's parameters, or with what `make` makes of shapes."""
     state = {
-        key: file.read(_PROJECTION + key) if make is None else make(shape) for key, shape in file.projection.items()
+        key: tensor_in(file.path, _PROJECTION + key) if make is None else make(shape)
+        for key, shape in file.projection.items()
     }
     # The names and splits of the published forms are known there alone. It needs nothing of its object.
     converter: Any = UNet2DConditionLoadersMixin._convert_ip_adapter_image_proj_to_diffusers
@@ -330,4 +308,4 @@ class AdaptedWeights:
         if key not in self._own:
             return self._unet.read(key, dtype)
         file, stored = self._own[key]
-        return narrowed(file.read(stored), dtype, stored, file.path)
+        return narrowed(tensor_in(file.path, stored), dtype, stored, file.path)

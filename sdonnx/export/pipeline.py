@@ -181,7 +181,7 @@ def _adapted(
     with init_empty_weights(include_buffers=True):
         empty: Any = unet.build()
         attentions = list(empty.attn_processors)
-        adapters = adapter_set(files, encoder, unet.build)
+        adapters = adapter_set(files, encoder, empty)
     family = family.adapted(adapters)
 
     def build() -> torch.nn.Module:

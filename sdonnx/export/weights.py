@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from sdonnx.errors import WeightsError
 from sdonnx.folder import read_json
 
-__all__ = ["WeightFiles", "Weights", "narrowed"]
+__all__ = ["WeightFiles", "Weights", "narrowed", "shapes_in", "tensor_in"]
 
 _STEMS = ("diffusion_pytorch_model", "model", "pytorch_model")
 
@@ -127,18 +127,10 @@ class WeightFiles:
                     "convert it to safetensors",
                 ) from error
             except Exception as error:
-                raise self._broken(file, error) from error
+                raise _broken(file, error) from error
             self._pickles[file] = content
             return [(key, tuple(tensor.shape)) for key, tensor in self._pickles[file].items()]
-        try:
-            with safe_open(file, framework="pt") as tensors:
-                return [(key, tuple(tensors.get_slice(key).get_shape())) for key in tensors.keys()]  # noqa: SIM118
-        except (SafetensorError, OSError) as error:
-            raise self._broken(file, error) from error
-
-    @staticmethod
-    def _broken(file: Path, error: Exception) -> WeightsError:
-        return WeightsError(f"{file} cannot be read ({error})", "complete weights", "copy or download the file again")
+        return shapes_in(file).items()
 
     def find(self, name: str, shape: tuple[int, ...]) -> str:
         """Return the key under which the files hold the parameter `name` of that shape.
@@ -169,17 +161,43 @@ class WeightFiles:
             WeightsError: the file broke after it was opened, or a value is beyond the range of `dtype`.
         """
         entry = self._entries[key]
-        if entry.file in self._pickles:
-            tensor = self._pickles[entry.file][key]
-        else:
-            # Opened anew for each tensor: closing gives the mapped pages back, so that reading a
-            # file of any size costs the memory of one tensor.
-            try:
-                with safe_open(entry.file, framework="pt") as tensors:
-                    tensor = tensors.get_tensor(key)
-            except (SafetensorError, OSError) as error:
-                raise self._broken(entry.file, error) from error
+        pickled = self._pickles.get(entry.file)
+        tensor = tensor_in(entry.file, key) if pickled is None else pickled[key]
         return narrowed(tensor, dtype, key, entry.file)
+
+
+def shapes_in(file: Path) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the tensors in a safetensors file, by their keys.
+
+    Raises:
+        WeightsError: it is broken.
+    """
+    try:
+        with safe_open(file, framework="pt") as tensors:
+            return {key: tuple(tensors.get_slice(key).get_shape()) for key in tensors.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise _broken(file, error) from error
+
+
+def tensor_in(file: Path, key: str) -> torch.Tensor:
+    """Return a tensor of a safetensors file.
+
+    The file is opened anew for each: closing gives the mapped pages back, so that reading a file of any size costs the
+    memory of one tensor.
+
+    Raises:
+        WeightsError: the file broke after it was looked at.
+    """
+    try:
+        with safe_open(file, framework="pt") as tensors:
+            tensor: torch.Tensor = tensors.get_tensor(key)
+    except (SafetensorError, OSError) as error:
+        raise _broken(file, error) from error
+    return tensor
+
+
+def _broken(file: Path, error: Exception) -> WeightsError:
+    return WeightsError(f"{file} cannot be read ({error})", "complete weights", "copy or download the file again")
 
 
 def narrowed(tensor: torch.Tensor, dtype: npt.DTypeLike, key: str, file: Path) -> npt.NDArray[Any]:

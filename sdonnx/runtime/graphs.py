@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import numpy.typing as npt
 
 from sdonnx.families import Family, Role
 from sdonnx.folder import PipelineFolder
@@ -90,6 +92,28 @@ class GraphSet:
     def observed(self, role: Role) -> AbstractContextManager[Any]:
         """Return what a run of that graph is to be wrapped in."""
         return nullcontext() if self.observer is None else self.observer(role)
+
+    def run_once(
+        self,
+        role: Role,
+        inputs: Mapping[str, npt.NDArray[Any]],
+        outputs: Mapping[str, tuple[tuple[int, ...], npt.DTypeLike]],
+    ) -> dict[str, npt.NDArray[Any]]:
+        """Run a graph on arrays, with buffers of this run alone, and return its outputs of these shapes and types.
+
+        Raises:
+            DeviceMemoryError: the device has too little memory.
+        """
+        made = {name: self.device.empty(shape, dtype) for name, (shape, dtype) in outputs.items()}
+        try:
+            given = {name: self.device.upload(values) for name, values in inputs.items()}
+            run = self.get(role).bind(given | made)
+            with self.observed(role):
+                run()
+            self.device.synchronize()
+            return {name: value.numpy().copy() for name, value in made.items()}
+        finally:
+            self.done(role)
 
     def done(self, role: Role) -> None:
         """Give the graph's memory back if it is not to stay; what was bound to it is gone."""

@@ -175,10 +175,10 @@ class ImagePrompter:
         # The projection knows no groups: those to draw away from are further images.
         flat = {f"image_embeds.{i}": array.reshape(-1, *array.shape[2:]) for i, array in enumerate(embeds)}
         shapes = {
-            f"ip_hidden_states.{i}": (len(flat[f"image_embeds.{i}"]), adapter.tokens, self.adapters.width)
+            f"ip_hidden_states.{i}": ((len(flat[f"image_embeds.{i}"]), adapter.tokens, self.adapters.width), np.float32)
             for i, adapter in enumerate(self.adapters.adapters)
         }
-        found = self._run(Role.IMAGE_PROMPT_ADAPTER, flat, shapes)
+        found = self._graphs.run_once(Role.IMAGE_PROMPT_ADAPTER, flat, shapes)
         return {
             f"image_embeds.{i}": found[f"ip_hidden_states.{i}"].reshape(len(array), -1, self.adapters.width)
             for i, array in enumerate(embeds)
@@ -191,8 +191,8 @@ class ImagePrompter:
         blank = guided and any(adapter.kind != "plain" for adapter in adapters)
         images = np.concatenate([*pixels, np.zeros((int(blank), *pixels[0].shape[1:]), np.float32)])
         graph = self._graphs.get(Role.IMAGE_PROMPT_ENCODER)
-        shapes = {name: (len(images), *self._fixed(graph.shape(name)[1:])) for name in graph.outputs}
-        found = self._run(Role.IMAGE_PROMPT_ENCODER, {"pixel_values": images}, shapes)
+        shapes = {name: ((len(images), *self._fixed(graph.shape(name)[1:])), np.float32) for name in graph.outputs}
+        found = self._graphs.run_once(Role.IMAGE_PROMPT_ENCODER, {"pixel_values": images}, shapes)
         result, start = [], 0
         for adapter, own in zip(adapters, pixels, strict=True):
             values, away = self._read_by(adapter, found, slice(start, start + len(own)), len(own))
@@ -212,19 +212,6 @@ class ImagePrompter:
         patch = int(self._graphs.config(Role.IMAGE_PROMPT_ENCODER)["patch_size"])
         positions = 1 + (self._edge // patch) ** 2
         return [size if isinstance(size, int) else positions for size in shape]
-
-    def _run(self, role: Role, inputs: Mapping[str, Float], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Float]:
-        device = self._graphs.device
-        outputs = {name: device.empty(shape, np.float32) for name, shape in shapes.items()}
-        try:
-            bound = {name: device.upload(np.ascontiguousarray(values)) for name, values in inputs.items()}
-            run = self._graphs.get(role).bind(bound | outputs)
-            with self._graphs.observed(role):
-                run()
-            device.synchronize()
-            return {name: value.numpy().copy() for name, value in outputs.items()}
-        finally:
-            self._graphs.done(role)
 
 
 def image_prompter_of(graphs: GraphSet) -> ImagePrompter | None:

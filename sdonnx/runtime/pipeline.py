@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -353,9 +353,8 @@ class OrtDiffusionPipeline:
         self._conditioner.require(prompts, sizes)
         image_prompts = self._read_image_prompts(ip_adapter_image, ip_adapter_image_embeds, ip_adapter_scale, guided)
         height, width = self._sizes(height, width, image, mask_image)
-        shape = self._shape(prompts.count, height, width, guided, self._tokens(prompts))
-        if image_prompts is not None:
-            shape = replace(shape, images=image_prompts.counts)
+        images = None if image_prompts is None else image_prompts.counts
+        shape = self._shape(prompts.count, height, width, guided, self._tokens(prompts), images)
         latent_shape = (shape.batch, self._channels, shape.height, shape.width)
         start = self._start(image, mask_image, strength, latents, height, width, latent_shape)
         # An object of diffusers draws fresh noise from torch's generator, where it stands after the first noise.
@@ -493,12 +492,15 @@ class OrtDiffusionPipeline:
             self.default_size if width is None else width,
         )
 
-    def _shape(self, batch: int, height: int, width: int, guided: bool, tokens: int) -> Shape:
+    def _shape(
+        self, batch: int, height: int, width: int, guided: bool, tokens: int, images: tuple[int, ...] | None = None
+    ) -> Shape:
         require_multiple("height", height, self.vae_scale_factor)
         require_multiple("width", width, self.vae_scale_factor)
         require_multiple("the batch", batch, 1)
-        one_each = () if self._image_prompter is None else (1,) * len(self._image_prompter.adapters.adapters)
-        return Shape(batch, height // self.vae_scale_factor, width // self.vae_scale_factor, guided, tokens, one_each)
+        if images is None:
+            images = () if self._image_prompter is None else (1,) * len(self._image_prompter.adapters.adapters)
+        return Shape(batch, height // self.vae_scale_factor, width // self.vae_scale_factor, guided, tokens, images)
 
     def _start(
         self,

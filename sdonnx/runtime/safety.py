@@ -56,16 +56,12 @@ class SafetyChecker:
 
     def check(self, images: Pixels) -> list[bool]:
         """Tell of each image (B,H,W,3), from 0 to 255, whether it shows a concept that the checker knows."""
-        device = self._graphs.device
-        clip_input = device.upload(self._images.prepare(images))
-        found = device.empty((len(images),), np.bool_)
-        try:
-            graph = self._graphs.get(Role.SAFETY_CHECKER)
-            graph.bind({"clip_input": clip_input, "has_nsfw_concepts": found})()
-            device.synchronize()
-        finally:
-            self._graphs.done(Role.SAFETY_CHECKER)
-        flags: list[bool] = found.numpy().tolist()
+        found = self._graphs.run_once(
+            Role.SAFETY_CHECKER,
+            {"clip_input": self._images.prepare(images)},
+            {"has_nsfw_concepts": ((len(images),), np.bool_)},
+        )
+        flags: list[bool] = found["has_nsfw_concepts"].tolist()
         return flags
 
 

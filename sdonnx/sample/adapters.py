@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sdonnx.adapters import is_cross_attention
 from sdonnx.sample.architectures import AdapterSpec
 
 if TYPE_CHECKING:
@@ -92,7 +93,7 @@ def _attentions(unet: Any, width: int) -> torch.nn.Module:
 
     modules = {}
     for number, name in enumerate(unet.attn_processors):
-        if name.endswith(".attn2.processor"):
+        if is_cross_attention(name):
             hidden_size = unet.get_submodule(name.removesuffix(".processor")).inner_dim
             pair = {part: nn.Linear(width, hidden_size, bias=False) for part in ("to_k_ip", "to_v_ip")}
             modules[str(number)] = nn.ModuleDict(pair)
