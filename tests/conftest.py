@@ -16,6 +16,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="also run the tests of full-size models")
     parser.addoption("--results", type=Path, default=None, help="file to append what GPU tests measured to")
+    parser.addoption("--made", type=Path, default=None, help="keep GPU tests' pipelines here, and use those that are")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -40,8 +40,9 @@ def note(request: pytest.FixtureRequest) -> Iterator[Note]:
 
 
 @pytest.fixture(scope="session")
-def build(tmp_path_factory: pytest.TempPathFactory) -> Build:
+def build(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Build:
     """Make a sample of an architecture and optimize it to fp16, with its adapters, once; return both folders."""
+    kept: Path | None = request.config.getoption("--made")
     from sdonnx.export.pipeline import export_pipeline
     from sdonnx.optimize import optimize_folder
     from sdonnx.sample import write_sample
@@ -49,7 +50,9 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Build:
 
     @functools.cache
     def make(arch: str) -> tuple[Path, Path]:
-        work = tmp_path_factory.mktemp(arch)
+        work = tmp_path_factory.mktemp(arch) if kept is None else kept / arch
+        if (work / "fp16").is_dir():
+            return work / "source", work / "fp16"
         write_sample(arch, work / "source")
         folder = work / "source" / "ip_adapter"
         adapters = [folder / name for name in FILES if (folder / name).is_file()]
