@@ -6,7 +6,7 @@ optimum's ONNX export, so that a folder written here opens there.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
@@ -15,7 +15,18 @@ from sdonnx.adapters import ADAPTERS, AdapterSet
 from sdonnx.errors import FolderError
 from sdonnx.folder import PipelineFolder
 
-__all__ = ["FAMILIES", "IMAGE_PROCESSOR", "SCALE", "ComponentSpec", "Family", "Role", "TensorSpec", "family_of"]
+__all__ = [
+    "CAPTION_MASK",
+    "FAMILIES",
+    "IMAGE_PROCESSOR",
+    "SCALE",
+    "TEXT_MASK",
+    "ComponentSpec",
+    "Family",
+    "Role",
+    "TensorSpec",
+    "family_of",
+]
 
 
 class Role(Enum):
@@ -45,6 +56,7 @@ class TensorSpec:
         once: one value for the whole batch.
         series: the configuration's key that holds n, where there are n + 1 of it; `{}` in the name is then its number
             from 0 on.
+        only_if: asked of the component's configuration whether there is such a tensor; None for always.
     """
 
     name: str
@@ -53,6 +65,7 @@ class TensorSpec:
     keeps_float32: bool = False
     once: bool = False
     series: str | None = None
+    only_if: Callable[[Mapping[str, Any]], bool] | None = None
 
     def resolve(self, config: Mapping[str, Any]) -> tuple[str | int, ...]:
         """Return `dims` with every `config:KEY` replaced by its value in `config`.
@@ -121,10 +134,14 @@ class Family:
         optional: names of components that some pipelines lack; `family_of` leaves them out for those.
         shared: components whose configuration others need: see `config`.
         guidance_scale: what diffusers' pipelines draw with where the user does not say.
+        steps: likewise.
         strength: likewise, how far image to image goes.
         mask_strength: likewise, where there is a mask.
         upcasts: whether `force_upcast` in the autoencoder's configuration means something: it is true by default, and
             diffusers' pipelines of Stable Diffusion 1 and 2 do not read it.
+        caption_tokens: to what length captions are filled up, for families that read captions in the form of
+            `sdonnx.runtime.captions`; None for those that read prompts as they are, as long as their tokenizers say.
+        is_binned: whether images are drawn in one of the sizes trained with and then resized.
         adapters: the IP-Adapters that a pipeline of the family has; see `adapted`.
     """
 
@@ -137,6 +154,9 @@ class Family:
     strength: float = 0.8
     mask_strength: float = 1.0
     upcasts: bool = False
+    steps: int = 50
+    caption_tokens: int | None = None
+    is_binned: bool = False
     adapters: AdapterSet | None = None
 
     @property
@@ -166,10 +186,14 @@ class Family:
         return any(spec.role is role for spec in self.components)
 
     def as_in(self, folder: PipelineFolder) -> Family:
-        """Return the family without the optional components that `folder` lacks: not in its index, or not there."""
+        """Return the family without the optional components that `folder` lacks: not in its index, or not there.
+
+        Components are without the inputs that theirs in `folder` do not take.
+        """
         absent = {spec.name for spec in self.components if spec.name in self.optional}
         absent = {name for name in absent if not folder.has_component(self.component(name).source)}
-        return replace(self, components=tuple(spec for spec in self.components if spec.name not in absent))
+        present = (spec for spec in self.components if spec.name not in absent)
+        return replace(self, components=tuple(_as_in(spec, folder) for spec in present))
 
     def adapted(self, adapters: AdapterSet) -> Family:
         """Return the family with IP-Adapters: what encodes and projects images, and a denoiser that is told them.
@@ -220,6 +244,15 @@ class Family:
         if self.adapters is not None:
             whole["ip_adapters"] = len(self.adapters.adapters)
         return whole
+
+
+def _as_in(spec: ComponentSpec, folder: PipelineFolder) -> ComponentSpec:
+    if all(tensor.only_if is None for tensor in spec.inputs):
+        return spec
+    config = folder.config(spec.name if (folder.path / spec.name).is_dir() else spec.source)
+    return replace(
+        spec, inputs=tuple(tensor for tensor in spec.inputs if tensor.only_if is None or tensor.only_if(config))
+    )
 
 
 IMAGE_PROCESSOR = "image_processor"
@@ -372,7 +405,67 @@ _STABLE_DIFFUSION_XL = Family(
 SCALE = "ip_adapter_scale"
 """The denoiser's input for the weights of IP-Adapters."""
 
-FAMILIES: tuple[Family, ...] = (_STABLE_DIFFUSION, _STABLE_DIFFUSION_XL)
+TEXT_MASK = "attention_mask"
+"""The input of a text encoder that tells which tokens are the caption's, the others being padding."""
+
+CAPTION_MASK = "encoder_attention_mask"
+"""The denoiser's input for the same."""
+
+
+def _is_told_sizes(config: Mapping[str, Any]) -> bool:
+    """Tell whether a transformer was trained with sizes.
+
+    Source: diffusers' PixArtTransformer2DModel, for configurations that do not say.
+    """
+    said = config.get("use_additional_conditions")
+    return config.get("sample_size") == 128 if said is None else bool(said)
+
+
+_PIXART = Family(
+    "pixart",
+    frozenset({"PixArtAlphaPipeline"}),
+    (
+        ComponentSpec(
+            "text_encoder",
+            "text_encoder",
+            Role.TEXT_ENCODER,
+            (_INPUT_IDS, TensorSpec(TEXT_MASK, ("batch_size", "sequence_length"), integer=True)),
+            (TensorSpec("last_hidden_state", ("batch_size", "sequence_length", "config:d_model")),),
+            _TOKENIZER,
+        ),
+        ComponentSpec(
+            "transformer",
+            "transformer",
+            Role.DENOISER,
+            (
+                _SAMPLE,
+                _TIMESTEP,
+                TensorSpec("encoder_hidden_states", ("batch_size", "sequence_length", "config:caption_channels")),
+                TensorSpec(CAPTION_MASK, ("batch_size", "sequence_length"), integer=True),
+                # Of all images of a batch; pixels, which fp16 holds badly.
+                TensorSpec("resolution", (1, 2), keeps_float32=True, once=True, only_if=_is_told_sizes),
+                TensorSpec("aspect_ratio", (1, 1), keeps_float32=True, once=True, only_if=_is_told_sizes),
+            ),
+            (_OUT_SAMPLE,),
+        ),
+        _VAE_ENCODER,
+        _VAE_DECODER,
+    ),
+    guidance_scale=4.5,
+    steps=20,
+    caption_tokens=120,
+    is_binned=True,
+)
+_PIXART_SIGMA = replace(
+    _PIXART,
+    name="pixart-sigma",
+    pipeline_classes=frozenset({"PixArtSigmaPipeline"}),
+    # Its autoencoder is that of Stable Diffusion XL.
+    upcasts=True,
+    caption_tokens=300,
+)
+
+FAMILIES: tuple[Family, ...] = (_STABLE_DIFFUSION, _STABLE_DIFFUSION_XL, _PIXART, _PIXART_SIGMA)
 
 
 def family_of(folder: PipelineFolder) -> Family:

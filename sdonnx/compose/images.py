@@ -73,8 +73,8 @@ def compose_decode(model: ir.Model, config: Mapping[str, Any]) -> None:
     """Turn a VAE decoder's graph into the decode graph, in place.
 
     Input: `latents` (B,C,H,W) float32, as the sampler leaves them. Outputs: `images` (B,8H,8W,3)
-    uint8, and `sample`, the same as float32 from 0 to 1. The arithmetic is that of diffusers'
-    VaeImageProcessor: clamp(x / 2 + 0.5, 0, 1), then round(255 * x).
+    uint8, and `sample`, the same as float32, from 0 to 1 but for what the decoder overshoots. The arithmetic is that
+    of diffusers' VaeImageProcessor: clamp(x / 2 + 0.5, 0, 1), then round(255 * x).
 
     Args:
         model: the optimized decoder: `latent_sample -> sample`.
@@ -104,12 +104,12 @@ def compose_decode(model: ir.Model, config: Mapping[str, Any]) -> None:
         pixels = add.op("Transpose", image, perm=[0, 2, 3, 1])
     half, one = add.number(0.5, "half"), add.number(1.0, "one")
     shifted = add.op("Add", add.op("Mul", add.cast(pixels, FLOAT), half), half)
-    sample = add.op("Clip", shifted, add.number(0.0, "zero"), one)
-    levels = add.op("Round", add.op("Mul", sample, add.number(255.0, "levels")))
+    clamped = add.op("Clip", shifted, add.number(0.0, "zero"), one)
+    levels = add.op("Round", add.op("Mul", clamped, add.number(255.0, "levels")))
     images = add.op("Cast", levels, dtype=_UINT8, to=_UINT8)
     shape: list[int | str] = ["batch", "image_height", "image_width", 3]
     give_out(graph, images, "images", shape)
-    give_out(graph, sample, "sample", shape)
+    give_out(graph, shifted, "sample", shape)
     graph.inputs.clear()
     graph.inputs.append(latents)
     graph.name = "decode"

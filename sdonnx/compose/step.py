@@ -32,7 +32,10 @@ def compose_step(model: ir.Model, config: Mapping[str, Any]) -> None:
     - `mask` (B,1,H,W), `masked_latents` (B,C,H,W) float32: only of denoisers that were trained to inpaint, which
       see them beside the latents (diffusers: StableDiffusionInpaintPipeline with a UNet of 2C + 1 channels)
     - what else the denoiser is told, as it takes it: of Stable Diffusion XL `text_embeds` (G*B,P) and `time_ids`
-      (G*B,N)
+      (G*B,N), of PixArt `encoder_attention_mask` (G*B,S)
+
+    Where the denoiser gives twice the channels, the second half is the variance that it learned, which no sampler here
+    reads.
 
     Outputs: `new_state`, as `state`, and `next_call`, as `call`. Either may be written over its
     input: every node that reads the input comes, by data, before the one that writes the output.
@@ -83,6 +86,10 @@ def compose_step(model: ir.Model, config: Mapping[str, Any]) -> None:
     prediction = graph.outputs[0]
     graph.outputs.clear()
     add = Composer(model, before=False)
+    if int(config.get("out_channels", channels)) != channels:
+        prediction = add.op(
+            "Slice", prediction, add.integers(0), add.integers(channels), add.integers(1), dtype=prediction.dtype
+        )
     per_copy = add.op("Reshape", add.cast(prediction, FLOAT), add.op("Concat", copies, add.integers(-1), axis=0))
     rows = [
         add.op("Reshape", state, add.integers(STATE_ROWS, -1)),
@@ -108,13 +115,13 @@ def compose_step(model: ir.Model, config: Mapping[str, Any]) -> None:
 def _channels(config: Mapping[str, Any]) -> tuple[int, bool]:
     """Return the number of latent channels, and whether the denoiser was trained to inpaint."""
     given = int(config["in_channels"])
-    channels = int(config.get("out_channels", given))
-    if given == channels:
-        return channels, False
-    if given == 2 * channels + 1:
-        return channels, True
+    made = int(config.get("out_channels", given))
+    if made in (given, 2 * given):
+        return given, False
+    if given == 2 * made + 1:
+        return made, True
     raise FolderError(
-        f"the denoiser takes {given} channels and gives {channels}",
-        f"{channels} in, or {2 * channels + 1} of one that was trained to inpaint",
-        "use a pipeline whose denoiser neither learns the variance nor takes an image beside the latents",
+        f"the denoiser takes {given} channels and gives {made}",
+        f"{made} in, half of that where it learned the variance, or {2 * made + 1} where it was trained to inpaint",
+        "use a pipeline whose denoiser takes no image beside the latents",
     )

@@ -16,18 +16,18 @@ FIRST_LAYER = LAYERS + "0"
 
 
 def compose_text(model: ir.Model, config: Mapping[str, Any]) -> None:
-    """Turn a CLIP text encoder's graph into the text graph, in place.
+    """Turn a text encoder's graph into the text graph, in place.
 
-    Inputs: `input_ids` (B,S), and `layers` (B) int64: for each prompt how many of the last layers are left out
-    (diffusers' clip_skip, which it does not apply to what is drawn away from), times B, plus its row. Output:
-    `hidden_states` (B,S,D): what that layer gives, through the final norm; or, of an encoder that gives out its layers,
-    what is given to that layer, as Stable Diffusion XL sees it.
+    Inputs: `input_ids` (B,S); of T5 `attention_mask` (B,S), 1 for tokens of the caption; of CLIP `layers` (B) int64:
+    for each prompt how many of the last layers are left out (diffusers' clip_skip, which it does not apply to what is
+    drawn away from), times B, plus its row. Output: `hidden_states` (B,S,D): what that layer gives, through the final
+    norm; or, of an encoder that gives out its layers, what is given to that layer, as Stable Diffusion XL sees it.
 
     Where the layers cannot be told apart in the graph, there is no input `layers`, and the output is the last
     layer's.
 
     Args:
-        model: the optimized text encoder: `input_ids -> last_hidden_state, pooler_output`, and `hidden_states.i`.
+        model: the optimized text encoder: `input_ids, ... -> last_hidden_state, ...`, and `hidden_states.i`.
         config: its configuration, for `num_hidden_layers`.
     """
     graph = model.graph
@@ -136,7 +136,7 @@ def _normed(model: ir.Model, output: ir.Value, config: Mapping[str, Any]) -> lis
     output.name = "last_layer"
     sums = _sums_of_layers(graph, output, config)
     add = Composer(model, before=False)
-    inputs = [input_of(graph, "input_ids")]
+    inputs = list(graph.inputs)
     if sums is not None:
         final = output.producer()
         assert final is not None

@@ -48,8 +48,12 @@ _EXAMPLE_SIZES = {
     "images": 3,
     "image_tokens": 11,
 }
-# The image encoder takes pixels, in whole latents.
-_EXAMPLE_PIXELS = {"height": 40, "width": 56}
+# By where a component comes from. The image encoder takes pixels, in whole latents; the transformer whole patches, an
+# odd number of them.
+_OTHER_SIZES: Mapping[str, Mapping[str, int]] = {
+    "vae": {"height": 40, "width": 56},
+    "transformer": {"height": 38, "width": 46},
+}
 
 
 def trace(
@@ -137,7 +141,7 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 def _example(spec: ComponentSpec, config: Mapping[str, Any], dtype: torch.dtype) -> Iterator[torch.Tensor]:
-    sizes = _EXAMPLE_SIZES | (_EXAMPLE_PIXELS if spec.source == "vae" else {})
+    sizes = {**_EXAMPLE_SIZES, **_OTHER_SIZES.get(spec.source, {})}
     for tensor in spec.inputs:
         shape = [dim if isinstance(dim, int) else _size(dim, sizes) for dim in tensor.resolve(config)]
         if tensor.integer:

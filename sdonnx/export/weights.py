@@ -29,6 +29,9 @@ _STEMS = ("diffusion_pytorch_model", "model", "pytorch_model")
 # (`ModelMixin._fix_state_dict_keys_on_load`); the published SD1.x VAEs have the old names.
 _OLD_ATTENTION_NAMES = {".to_q.": ".query.", ".to_k.": ".key.", ".to_v.": ".value.", ".to_out.0.": ".proj_attn."}
 
+# One tensor under two names, of which files hold the other (transformers: T5EncoderModel._tied_weights_keys).
+_TIED = {"encoder.embed_tokens.weight": "shared.weight"}
+
 # transformers 5 dropped these prefixes from CLIPTextModel and CLIPVisionModel; published files and older versions
 # have them.
 _CLIP_PREFIXES = ("text_model.", "vision_model.")
@@ -226,3 +229,5 @@ def _spellings(name: str) -> Iterable[str]:
     for new, old in _OLD_ATTENTION_NAMES.items():
         if new in name:
             yield name.replace(new, old)
+    if name in _TIED:
+        yield _TIED[name]

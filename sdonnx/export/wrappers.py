@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from sdonnx.export.image_attention import ImagePrompt
-from sdonnx.families import SCALE, ComponentSpec, Role
+from sdonnx.export.pixart import traceable
+from sdonnx.families import CAPTION_MASK, SCALE, TEXT_MASK, ComponentSpec, Role
 
 __all__ = ["wrap"]
 
@@ -46,6 +47,15 @@ class TextEncoder(_Wrapper):
         """Run the text encoder."""
         output = self.model(input_ids=input_ids)
         return output.last_hidden_state, output.pooler_output
+
+
+class MaskedTextEncoder(_Wrapper):
+    """input_ids (B,S), attention_mask (B,S), 1 for tokens of the caption -> last_hidden_state (B,S,D)."""
+
+    def run(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+        """Run the text encoder."""
+        hidden: torch.Tensor = self.model(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
+        return hidden
 
 
 class LayeredTextEncoder(_Wrapper):
@@ -87,6 +97,25 @@ class Denoiser(_Wrapper):
                 ImagePrompt.weighted(tokens, weights) for tokens, weights in zip(images, told[SCALE], strict=True)
             ]
         prediction: torch.Tensor = self.model(*first, added_cond_kwargs=added or None, return_dict=False)[0]
+        return prediction
+
+
+class TransformerDenoiser(_Wrapper):
+    """As Denoiser, with encoder_attention_mask (B,S), 1 for tokens of the caption -> out_sample (B,2C,H,W).
+
+    Some are told the size too: resolution (1,2) and aspect_ratio (1,1) float32, of all images. The second half of the
+    channels is the learned variance.
+    """
+
+    def __init__(self, model: torch.nn.Module, names: Sequence[str]) -> None:
+        super().__init__(model, names)
+        traceable(model)
+
+    def run(self, *inputs: torch.Tensor) -> torch.Tensor:
+        """Run the transformer."""
+        told = dict(zip(self.names, inputs, strict=True))
+        first = [told.pop(name) for name in ("sample", "timestep", "encoder_hidden_states", CAPTION_MASK)]
+        prediction: torch.Tensor = self.model(*first, told)
         return prediction
 
 
@@ -167,10 +196,15 @@ _WRAPPERS: dict[Role, type[_Wrapper]] = {
 }
 # Of text encoders that give out their layers.
 _LAYERED = {Role.TEXT_ENCODER: LayeredTextEncoder}
+# Of what is told which tokens are the caption's.
+_MASKED = {Role.TEXT_ENCODER: MaskedTextEncoder, Role.DENOISER: TransformerDenoiser}
 
 
 def wrap(spec: ComponentSpec, model: torch.nn.Module) -> torch.nn.Module:
     """Return `model` behind the signature that the component `spec` has."""
-    is_layered = any(tensor.series is not None for tensor in spec.outputs)
-    chosen = _LAYERED.get(spec.role, _WRAPPERS[spec.role]) if is_layered else _WRAPPERS[spec.role]
+    chosen = _WRAPPERS[spec.role]
+    if any(tensor.series is not None for tensor in spec.outputs):
+        chosen = _LAYERED.get(spec.role, chosen)
+    if any(tensor.name in (TEXT_MASK, CAPTION_MASK) for tensor in spec.inputs):
+        chosen = _MASKED[spec.role]
     return chosen(model, [tensor.name for tensor in spec.inputs]).eval()

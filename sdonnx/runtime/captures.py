@@ -102,9 +102,6 @@ class SizeBuffers:
             "background": np.zeros((2, *self.latents), _FLOAT),
             "keeps": np.zeros((STATE_ROWS, *self.latents), np.bool_),
         }
-        for name in ("text_embeds", "time_ids"):
-            if name in step.inputs:
-                zeros[name] = np.zeros((prompts[0], int(step.shape(name)[1])), step.dtype(name))
         if (adapters := self.graphs.family.adapters) is not None:
             for index, (adapter, count) in enumerate(zip(adapters.adapters, shape.images, strict=True)):
                 name = f"image_embeds.{index}"
@@ -113,6 +110,12 @@ class SizeBuffers:
         if "mask" in step.inputs:
             zeros["mask"] = np.zeros((shape.batch, 1, shape.height, shape.width), _FLOAT)
             zeros["masked_latents"] = np.zeros(self.latents, _FLOAT)
+        # What else a family's denoiser is told, for each prompt or once.
+        rows = {"batch_size": prompts[0], "sequence_length": shape.tokens}
+        for name in step.inputs:
+            if name not in zeros:
+                told = [rows[size] if isinstance(size, str) else size for size in step.shape(name)]
+                zeros[name] = np.zeros(told, step.dtype(name))
         self.buffers |= {name: device.upload(values) for name, values in zeros.items()}
         self.buffers["images"] = device.empty(self.pixels, np.uint8)
         self.buffers["sample"] = device.empty(self.pixels, _FLOAT)

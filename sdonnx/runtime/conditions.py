@@ -11,10 +11,11 @@ import numpy as np
 import numpy.typing as npt
 
 from sdonnx.errors import FolderError, OptionError, PromptError
-from sdonnx.families import Role
+from sdonnx.families import CAPTION_MASK, TEXT_MASK, Role
+from sdonnx.runtime import captions
 from sdonnx.runtime.graphs import GraphSet
 from sdonnx.runtime.prompt import PromptTokenizer
-from sdonnx.runtime.request import Prompts, require_number
+from sdonnx.runtime.request import Prompts, Wording, require_number
 
 __all__ = ["Conditioner", "Conditions", "SizeConditions"]
 
@@ -140,12 +141,13 @@ class Conditioner:
         """Read the tokenizers."""
         folder, family = self.graphs.folder, self.graphs.family
         self.tokenizers = {
-            spec.role: PromptTokenizer.from_folder(folder.component(spec.extra[0]))
+            spec.role: PromptTokenizer.from_folder(folder.component(spec.extra[0]), family.caption_tokens)
             for spec in family.text_encoders
             if spec.extra is not None
         }
         self._scored = bool(folder.index.get("requires_aesthetics_score", False))
         self._zeroes = bool(folder.index.get("force_zeros_for_empty_prompt", False))
+        self._reads_captions = family.caption_tokens is not None
         lengths = {tokenizer.max_length for tokenizer in self.tokenizers.values()}
         if len(lengths) != 1:
             raise FolderError(
@@ -171,13 +173,25 @@ class Conditioner:
         """Whether the denoiser is told the whole prompt in one vector too."""
         return "text_embeds" in self.graphs.get(Role.DENOISER).inputs
 
-    def require(self, prompts: Prompts, sizes: SizeConditions) -> None:
+    def tokens_of(self, prompts: Prompts) -> int:
+        """Return how long the prompts are for the denoiser, in tokens."""
+        if prompts.embeddings is not None:
+            return int(prompts.embeddings.shape[1])
+        return self.tokens if prompts.length is None else prompts.length
+
+    def require(self, wording: Wording, prompts: Prompts, sizes: SizeConditions) -> None:
         """Raise for what this pipeline has no use for, or lacks.
 
         Raises:
             PromptError: prompts or embeddings do not suit the text encoders.
             OptionError: sizes that nothing reads, or a clip_skip beyond the layers.
         """
+        if not self._reads_captions and (given := wording.of_captions()):
+            raise PromptError(f"{', '.join(given)} given", "a pipeline that reads captions", "leave them out")
+        if prompts.length is not None:
+            self._tokenizer(Role.TEXT_ENCODER, prompts)
+        if prompts.clean:
+            captions.prepared("", clean=True)
         if self._sizes is None and (given := sizes.given()):
             raise OptionError(f"{', '.join(given)} given", "a pipeline that is told sizes", "leave them out")
         if prompts.seconds is not None and len(self.tokenizers) < 2:
@@ -202,6 +216,8 @@ class Conditioner:
             raise OptionError(
                 f"prompt_embeds of width {prompts.embeddings.shape[2]}", f"{width}", "use this pipeline's encoder"
             )
+        if self._reads_captions and prompts.mask is None:
+            raise PromptError("prompt_embeds without prompt_attention_mask", "both", "pass both, or texts")
         if not self.is_pooled:
             if prompts.pooled is not None:
                 raise PromptError("pooled_prompt_embeds", "a pipeline that is told them", "leave them out")
@@ -233,12 +249,24 @@ class Conditioner:
             told, other = sizes.time_ids(height, width, scored=self._scored, from_image=from_image)
             rows = [other] * prompts.count * guided + [told] * prompts.count
             inputs["time_ids"] = np.array(rows, np.float32)
+        if "resolution" in step.inputs:
+            inputs["resolution"] = np.array([[height, width]], np.float32)
+            inputs["aspect_ratio"] = np.array([[height / width]], np.float32)
         if prompts.texts is None:
             assert prompts.embeddings is not None
             inputs["encoder_hidden_states"] = prompts.embeddings.astype(step.dtype("encoder_hidden_states"))
             if prompts.pooled is not None:
                 inputs["text_embeds"] = prompts.pooled.astype(step.dtype("text_embeds"))
+            if prompts.mask is not None:
+                inputs[CAPTION_MASK] = prompts.mask.astype(step.dtype(CAPTION_MASK))
             return Conditions(inputs, ())
+        if self._reads_captions:
+            texts = [captions.prepared(text, prompts.clean) for text in prompts.texts]
+            captioned, mask = self._tokenizer(Role.TEXT_ENCODER, prompts).encode_masked(texts)
+            inputs[f"{Role.TEXT_ENCODER.value}.input_ids"] = captioned.astype(np.int32)
+            inputs[f"{Role.TEXT_ENCODER.value}.{TEXT_MASK}"] = mask.astype(np.int32)
+            inputs[CAPTION_MASK] = mask.astype(step.dtype(CAPTION_MASK))
+            return Conditions(inputs, tuple(self.tokenizers), int(prompts.skips.max()))
         for role, tokenizer in self.tokenizers.items():
             texts = prompts.texts if role is Role.TEXT_ENCODER or prompts.seconds is None else prompts.seconds
             ids = tokenizer.encode(texts).astype(np.int32)
@@ -250,6 +278,11 @@ class Conditioner:
                 inputs[f"{role.value}.positions"] = indices * ids.shape[1] + columns
                 inputs[f"{role.value}.given"] = prompts.given if self._zeroes else np.ones(len(ids), np.bool_)
         return Conditions(inputs, tuple(self.tokenizers), int(prompts.skips.max()))
+
+    def _tokenizer(self, role: Role, prompts: Prompts) -> PromptTokenizer:
+        """Return the tokenizer of a text encoder, for prompts of the length that is asked for."""
+        own = self.tokenizers[role]
+        return own if prompts.length in (None, own.max_length) else own.of_length(prompts.length)
 
     def _last_tokens(self, role: Role, ids: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
         """Return where each prompt ends, as transformers' CLIPTextModel looks for it."""

@@ -29,7 +29,6 @@ from sdonnx.runtime.graphs import GraphSet, Observer
 from sdonnx.runtime.image_prompts import ImagePrompts, image_prompter_of, scale_matrix
 from sdonnx.runtime.noise import TorchCpuGenerator
 from sdonnx.runtime.request import (
-    Prompts,
     Wording,
     read_latents,
     read_prompts,
@@ -37,6 +36,7 @@ from sdonnx.runtime.request import (
     require_number,
     require_output_type,
 )
+from sdonnx.runtime.resolutions import closest, resized
 from sdonnx.runtime.safety import OF_FOLDER, NsfwContentWarning, OfFolder, SafetyChecker, safety_checker_of
 from sdonnx.runtime.schedulers import is_planned, require_scheduler, seeded
 from sdonnx.runtime.session import SessionSettings
@@ -90,7 +90,9 @@ class OrtDiffusionPipeline:
         self._scheduler_object: Any = None
         self._conditioner = Conditioner(graphs)
         self.tokenizer = next(iter(self._conditioner.tokenizers.values()))
-        self._channels = int(self._denoiser_config.get("out_channels", self._size_of("in_channels")))
+        self._channels = int(graphs.get(Role.DENOISER).shape("state")[2])
+        # Transformers see the latents in patches.
+        self._multiple = self.vae_scale_factor * int(self._denoiser_config.get("patch_size") or 1)
         # As in diffusers, it may be set to None later on.
         self.safety_checker: SafetyChecker | None = safety_checker_of(graphs, safety_checker)
         self._image_prompter = image_prompter_of(graphs)
@@ -191,6 +193,11 @@ class OrtDiffusionPipeline:
         return self._family.guidance_scale
 
     @property
+    def default_steps(self) -> int:
+        """Denoising steps, where the caller gives none: those of diffusers' pipelines of the family."""
+        return self._family.steps
+
+    @property
     def captured_sizes(self) -> list[CaptureReport]:
         """What the sizes that are captured cost, the least recently used first."""
         return self._run(self._captures.reports)
@@ -239,7 +246,7 @@ class OrtDiffusionPipeline:
         prompt: str | Sequence[str] | None = None,
         height: int | None = None,
         width: int | None = None,
-        num_inference_steps: int = 50,
+        num_inference_steps: int | None = None,
         guidance_scale: float | None = None,
         negative_prompt: str | Sequence[str] | None = None,
         num_images_per_prompt: int = 1,
@@ -272,16 +279,22 @@ class OrtDiffusionPipeline:
         ip_adapter_image: Any = None,
         ip_adapter_image_embeds: Any = None,
         ip_adapter_scale: Any = None,
+        prompt_attention_mask: Any = None,
+        negative_prompt_attention_mask: Any = None,
+        max_sequence_length: int | None = None,
+        clean_caption: bool | None = None,
+        use_resolution_binning: bool | None = None,
     ) -> ImageOutput:
         """Draw images: from a prompt, from an image, or anew where a mask is white.
 
         Args:
             prompt: one prompt, or several of one batch.
-            height: pixels, a multiple of 8. By default that of `image`, or what the pipeline was made for.
+            height: pixels, a multiple of 8, or of 16 for PixArt without `use_resolution_binning`. By default that of
+                `image`, or what the pipeline was made for.
             width: likewise.
-            num_inference_steps: denoising steps.
+            num_inference_steps: denoising steps. By default 50, and 20 for PixArt.
             guidance_scale: weight of the prompt; up to 1 the denoiser runs once a step, without guidance. By default
-                7.5, and 5 for Stable Diffusion XL.
+                7.5, 5 for Stable Diffusion XL and 4.5 for PixArt.
             negative_prompt: what to draw away from; one for all prompts or one for each.
             num_images_per_prompt: images for each prompt.
             eta: share of fresh noise (DDIM).
@@ -318,6 +331,14 @@ class OrtDiffusionPipeline:
                 guidance: what is drawn away from comes first.
             ip_adapter_scale: weights of the adapters: a number, or a list with a number or a mapping for each; see
                 `set_ip_adapter_scale`. A change of weights or images costs nothing but encoding new images.
+            prompt_attention_mask: 1 for tokens and 0 for padding (P,S), with `prompt_embeds` for PixArt.
+            negative_prompt_attention_mask: likewise.
+            max_sequence_length: to how many tokens captions of PixArt are filled up or cut. By default 120, and 300 for
+                PixArt-Sigma.
+            clean_caption: whether captions of PixArt are cleaned of addresses, markup and codes. By default where
+                beautifulsoup4 and ftfy are installed.
+            use_resolution_binning: whether PixArt draws in one of the sizes that it was trained with, and the image is
+                then resized and cut to what is asked for. By default it does.
 
         Raises:
             SdonnxError: an argument cannot be used, nothing has run by then; or memory was too short.
@@ -338,6 +359,10 @@ class OrtDiffusionPipeline:
             negative_prompt_embeds,
             pooled_prompt_embeds,
             negative_pooled_prompt_embeds,
+            prompt_attention_mask,
+            negative_prompt_attention_mask,
+            max_sequence_length,
+            clean_caption,
         )
         sizes = SizeConditions(
             original_size,
@@ -350,11 +375,12 @@ class OrtDiffusionPipeline:
             negative_aesthetic_score,
         )
         prompts = read_prompts(wording, num_images_per_prompt, guided, clip_skip)
-        self._conditioner.require(prompts, sizes)
+        self._conditioner.require(wording, prompts, sizes)
         image_prompts = self._read_image_prompts(ip_adapter_image, ip_adapter_image_embeds, ip_adapter_scale, guided)
-        height, width = self._sizes(height, width, image, mask_image)
+        asked = self._sizes(height, width, image, mask_image)
+        height, width = self._drawn_size(*asked, use_resolution_binning)
         images = None if image_prompts is None else image_prompts.counts
-        shape = self._shape(prompts.count, height, width, guided, self._tokens(prompts), images)
+        shape = self._shape(prompts.count, height, width, guided, self._conditioner.tokens_of(prompts), images)
         latent_shape = (shape.batch, self._channels, shape.height, shape.width)
         start = self._start(image, mask_image, strength, latents, height, width, latent_shape)
         # An object of diffusers draws fresh noise from torch's generator, where it stands after the first noise.
@@ -366,7 +392,7 @@ class OrtDiffusionPipeline:
             ),
             start=start,
             draws=draws,
-            steps=num_inference_steps,
+            steps=self.default_steps if num_inference_steps is None else num_inference_steps,
             guidance_scale=float(guidance_scale) if guided else None,
             guidance_rescale=float(guidance_rescale) if guided else 0.0,
             eta=float(eta),
@@ -375,7 +401,7 @@ class OrtDiffusionPipeline:
             generator=draws.generator,
         )
         drawing.require()
-        job = partial(self._draw, shape, drawing, image_prompts, output_type, callback_on_step_end)
+        job = partial(self._draw, shape, drawing, image_prompts, output_type, asked, callback_on_step_end)
         pictures, found = self._run(job, self.interrupt)
         if found is not None and any(found):
             warnings.warn(
@@ -393,7 +419,10 @@ class OrtDiffusionPipeline:
             What each size costs.
         """
         self._require_open()
-        sizes = [self._shape(batch, height, width, guided, self._conditioner.tokens) for batch, height, width in shapes]
+        sizes = [
+            self._shape(batch, *self._drawn_size(height, width, None), guided, self._conditioner.tokens)
+            for batch, height, width in shapes
+        ]
         return self._run(lambda: [self._captures.get(size).report() for size in sizes])
 
     def _draw(
@@ -402,6 +431,7 @@ class OrtDiffusionPipeline:
         drawing: Drawing,
         image_prompts: ImagePrompts | None,
         output_type: str,
+        asked: tuple[int, int],
         callback: Callback | None,
     ) -> tuple[Any, list[bool] | None]:
         if getattr(self._drawing, "now", False):
@@ -422,7 +452,7 @@ class OrtDiffusionPipeline:
             if output_type not in ("latent", "ort_latent"):
                 size.run(Role.IMAGE_DECODER)
                 found = self._check(size)
-            return self._pictures(size, output_type), found
+            return self._pictures(size, output_type, asked), found
         finally:
             self.device.synchronize()
             self._drawing.now = False
@@ -453,17 +483,21 @@ class OrtDiffusionPipeline:
             size.put(name, values)
         return found
 
-    def _pictures(self, size: SizeBuffers, output_type: str) -> Any:
+    def _pictures(self, size: SizeBuffers, output_type: str, asked: tuple[int, int]) -> Any:
         if output_type == "latent":
             return size.read("state")[0]
         if output_type == "ort_latent":
             return export(self._copied(size.buffers["state"], size.latents, np.float32))
-        if output_type == "np":
-            return size.read("sample")
+        if output_type == "np" or asked != size.pixels[1:3]:
+            sample = np.clip(resized(size.read("sample"), *asked), 0, 1)
+            if output_type == "np":
+                return sample
+            images = np.round(sample * 255).astype(np.uint8)
+            return export(self.device.upload(images)) if output_type == "ort" else _to_pil(images)
         if output_type == "ort":
             self.device.synchronize()
             return export(self._copied(size.buffers["images"], size.pixels, np.uint8))
-        return [Image.fromarray(pixels) for pixels in size.read("images")]
+        return _to_pil(size.read("images"))
 
     def _copied(self, buffer: Any, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Any:
         """Return a copy of the start of a buffer: the next image goes where this one lies."""
@@ -480,8 +514,17 @@ class OrtDiffusionPipeline:
                 raise OptionError(f"{name} given", *_WITH_ADAPTERS)
         return None
 
-    def _tokens(self, prompts: Prompts) -> int:
-        return self._conditioner.tokens if prompts.embeddings is None else prompts.embeddings.shape[1]
+    def _drawn_size(self, height: int, width: int, binned: bool | None) -> tuple[int, int]:
+        """Return the size in which an image of that size is drawn."""
+        if binned and not self._family.is_binned:
+            raise OptionError(
+                "use_resolution_binning given", "PixArt, which was trained with few sizes", "leave it out"
+            )
+        if not (self._family.is_binned if binned is None else binned):
+            return height, width
+        for name, value in (("height", height), ("width", width)):
+            require_multiple(name, value, 1)
+        return closest(height, width, self.default_size)
 
     def _sizes(self, height: int | None, width: int | None, image: Any, mask_image: Any) -> tuple[int, int]:
         if image is not None and mask_image is None and (height is None or width is None):
@@ -495,8 +538,8 @@ class OrtDiffusionPipeline:
     def _shape(
         self, batch: int, height: int, width: int, guided: bool, tokens: int, images: tuple[int, ...] | None = None
     ) -> Shape:
-        require_multiple("height", height, self.vae_scale_factor)
-        require_multiple("width", width, self.vae_scale_factor)
+        require_multiple("height", height, self._multiple)
+        require_multiple("width", width, self._multiple)
         require_multiple("the batch", batch, 1)
         if images is None:
             images = () if self._image_prompter is None else (1,) * len(self._image_prompter.adapters.adapters)
@@ -562,3 +605,7 @@ class OrtDiffusionPipeline:
     def _release(self) -> None:
         self._captures.close()
         self._graphs.close()
+
+
+def _to_pil(images: npt.NDArray[np.uint8]) -> list[Image.Image]:
+    return [Image.fromarray(pixels) for pixels in images]

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import AddedToken, Encoding, Tokenizer
 
-from sdonnx.errors import FolderError, PromptError
+from sdonnx.errors import FolderError, OptionError, PromptError
 from sdonnx.folder import read_json
 from sdonnx.runtime.clip_tokenizer import MERGES, VOCABULARY, clip_tokenizer
 
@@ -48,8 +48,12 @@ class PromptTokenizer:
     pad_token_id: int
 
     @classmethod
-    def from_folder(cls, path: Path) -> PromptTokenizer:
+    def from_folder(cls, path: Path, length: int | None = None) -> PromptTokenizer:
         """Read a pipeline's `tokenizer` folder.
+
+        Args:
+            path: the folder.
+            length: to how many tokens prompts are filled up or cut; None for what the folder says.
 
         Raises:
             FolderError: `tokenizer.json` (or `vocab.json` and `merges.txt`) or `tokenizer_config.json` is missing,
@@ -60,7 +64,7 @@ class PromptTokenizer:
         config = _special_tokens_config(path)
         names = {name: _content(config[name]) for name in _NAMED_TOKENS if config.get(name) is not None}
         tokenizer = tokenizer or clip_tokenizer(path, names)
-        max_length = config.get("model_max_length")
+        max_length = config.get("model_max_length") if length is None else length
         specials = tokenizer.num_special_tokens_to_add(is_pair=False)
         if not isinstance(max_length, int) or not specials < max_length < _NO_LIMIT:
             raise FolderError(
@@ -83,8 +87,29 @@ class PromptTokenizer:
         tokenizer.enable_truncation(max_length)
         return cls(tokenizer, max_length, pad_token_id)
 
+    def of_length(self, length: int) -> PromptTokenizer:
+        """Return the tokenizer for prompts of another length.
+
+        Raises:
+            OptionError: the special tokens alone are as long.
+        """
+        specials = self.tokenizer.num_special_tokens_to_add(is_pair=False)
+        if isinstance(length, bool) or not isinstance(length, int | np.integer) or not specials < length < _NO_LIMIT:
+            raise OptionError(
+                f"max_sequence_length is {length!r}", f"a whole number, more than {specials}", "leave it out"
+            )
+        other = Tokenizer.from_str(self.tokenizer.to_str())
+        other.enable_truncation(int(length))
+        return PromptTokenizer(other, int(length), self.pad_token_id)
+
     def encode(self, prompts: Sequence[str]) -> NDArray[np.int64]:
+        """Return the token ids of `encode_masked`."""
+        return self.encode_masked(prompts)[0]
+
+    def encode_masked(self, prompts: Sequence[str]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return the prompts' token ids, (B, max_length), each with its special tokens, padded on the right.
+
+        Beside them, of the same shape, 1 for each token and 0 for padding.
 
         Warns:
             PromptTruncatedWarning: a prompt was cut; the warning holds the part that is gone.
@@ -95,14 +120,16 @@ class PromptTokenizer:
         if isinstance(prompts, str) or not isinstance(prompts, Sequence) or len(prompts) == 0:
             raise PromptError(f"prompts are {prompts!r}", "a list of one prompt or more", "give a prompt")
         ids = np.full((len(prompts), self.max_length), self.pad_token_id, np.int64)
-        for row, prompt in zip(ids, prompts, strict=True):
+        mask = np.zeros_like(ids)
+        for row, present, prompt in zip(ids, mask, prompts, strict=True):
             encoding = self.tokenizer.encode(_text(prompt))
             row[: len(encoding.ids)] = encoding.ids
+            present[: len(encoding.ids)] = 1
             if encoding.overflowing:
                 cut = prompt[_first_character(encoding.overflowing[0]) :].strip()
                 message = f"the text encoder takes {self.max_length} tokens; this end of a prompt was cut: {cut}"
-                warnings.warn(PromptTruncatedWarning(message), stacklevel=2)
-        return ids
+                warnings.warn(PromptTruncatedWarning(message), stacklevel=3)
+        return ids, mask
 
 
 def _read_tokenizer(path: Path) -> Tokenizer:

@@ -43,6 +43,9 @@ class Prompts:
         count: images.
         skips: (G*B) int64, how many of the text encoder's last layers are left out; none of what is drawn away from.
         given: (G*B) bool, false for what is drawn away from where the caller named nothing.
+        mask: (G*B,S), 1 for tokens of the caption, with embeddings of families that are told it; None for others.
+        length: to how many tokens texts are filled up; None for as many as usual.
+        clean: whether captions are cleaned; None for where that is possible.
     """
 
     texts: list[str] | None
@@ -52,6 +55,9 @@ class Prompts:
     count: int
     skips: npt.NDArray[np.int64]
     given: npt.NDArray[np.bool_]
+    mask: npt.NDArray[np.int64] | None = None
+    length: int | None = None
+    clean: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -67,6 +73,10 @@ class Wording:
         negative_prompt_embeds: likewise.
         pooled_prompt_embeds: of the whole prompt (P,D), for pipelines that are told it.
         negative_pooled_prompt_embeds: likewise.
+        prompt_attention_mask: (P,S), 1 for tokens of the caption and 0 for padding, for pipelines that are told it.
+        negative_prompt_attention_mask: likewise.
+        max_sequence_length: to how many tokens captions are filled up or cut; None for as many as usual.
+        clean_caption: whether captions are cleaned; None for where the packages for it are installed.
     """
 
     prompt: str | Sequence[str] | None = None
@@ -77,6 +87,20 @@ class Wording:
     negative_prompt_embeds: Any = None
     pooled_prompt_embeds: Any = None
     negative_pooled_prompt_embeds: Any = None
+    prompt_attention_mask: Any = None
+    negative_prompt_attention_mask: Any = None
+    max_sequence_length: int | None = None
+    clean_caption: bool | None = None
+
+    def of_captions(self) -> list[str]:
+        """Return the names of what is given that families alone read which read captions."""
+        names = (
+            "prompt_attention_mask",
+            "negative_prompt_attention_mask",
+            "max_sequence_length",
+            "clean_caption",
+        )
+        return [name for name in names if getattr(self, name) is not None]
 
 
 @dataclass(frozen=True)
@@ -114,7 +138,13 @@ def read_prompts(wording: Wording, images_each: int, guided: bool, clip_skip: in
 
 
 def _read_texts(wording: Wording, images_each: int, guided: bool, skips: int) -> Prompts:
-    for name in ("negative_prompt_embeds", "pooled_prompt_embeds", "negative_pooled_prompt_embeds"):
+    for name in (
+        "negative_prompt_embeds",
+        "pooled_prompt_embeds",
+        "negative_pooled_prompt_embeds",
+        "prompt_attention_mask",
+        "negative_prompt_attention_mask",
+    ):
         if getattr(wording, name) is not None:
             raise PromptError(f"{name} without prompt_embeds", "both", "pass both or texts")
     prompts = _prompt_list(wording.prompt)
@@ -142,6 +172,8 @@ def _read_texts(wording: Wording, images_each: int, guided: bool, skips: int) ->
         images,
         np.array([0] * images * guided + [skips] * images, np.int64),
         np.array([named] * images * guided + [True] * images, np.bool_),
+        length=wording.max_sequence_length,
+        clean=wording.clean_caption,
     )
 
 
@@ -155,9 +187,18 @@ def _read_embeddings(wording: Wording, images_each: int, guided: bool) -> Prompt
     pooled = None
     if wording.pooled_prompt_embeds is not None:
         pooled = _pair_of(wording, "pooled_prompt_embeds", 2, images_each, guided)
+    mask = None
+    if wording.prompt_attention_mask is not None:
+        mask = _pair_of(wording, "prompt_attention_mask", 2, images_each, guided).astype(np.int64)
+        if mask.shape != embeddings.shape[:2] or not np.isin(mask, (0, 1)).all() or not mask.any(axis=1).all():
+            raise PromptError(
+                f"prompt_attention_mask of shape {mask.shape}",
+                f"{embeddings.shape[:2]}, 1 for tokens and 0 for padding",
+                "pass what the tokenizer gives",
+            )
     rows = len(embeddings)
     none = np.zeros(rows, np.int64)
-    return Prompts(None, None, embeddings, pooled, rows // (1 + guided), none, np.ones(rows, np.bool_))
+    return Prompts(None, None, embeddings, pooled, rows // (1 + guided), none, np.ones(rows, np.bool_), mask)
 
 
 def _pair_of(wording: Wording, name: str, rank: int, images_each: int, guided: bool) -> npt.NDArray[np.float32]:

@@ -23,18 +23,23 @@ __all__ = ["draw_weights"]
 _BIAS_STD = 0.1
 _NORM_STD = 0.1  # around 1
 _EMBEDDING_STD = 0.02  # transformers' CLIPTextConfig.initializer_range
+# T5 adds neither positions nor norms to its embedding of words, and its positions are what is added to scores.
+_T5_EMBEDDINGS = r"(^|\.)(shared|embed_tokens|relative_attention_bias)\.weight$"
+_T5_EMBEDDING_STD = 1.0
 
 # The standard deviation of a matrix or convolution times sqrt(fan_in), by the end of its name; the first
 # match counts, and 1 is for the rest. Found by trial: the tests hold what they are for.
 _GAINS: tuple[tuple[str, float], ...] = (
     # The last layer of a residual branch: the sum must not outgrow its terms with depth.
-    (r"(to_out\.0|ff\.net\.2|proj_out|out_proj|mlp\.fc2)", 0.7),
+    (r"(to_out\.0|ff\.net\.2|proj_out|out_proj|mlp\.fc2|SelfAttention\.o|DenseReluDense\.wo)", 0.7),
     # Attention that chooses, so that a wrong scale or a lost mask shows; text and time that count.
     (r"(to_q|to_k|q_proj|k_proj|to_k_ip)", 1.4),
+    (r"SelfAttention\.q", 0.25),  # T5 does not divide the scores by the root of the head's size, 8
     (r"(attn2\.to_v|to_v_ip)", 2.0),
     (r"(time_embedding\.linear_[12]|time_emb_proj)", 2.0),
     # Random noise predictions let latents grow to 10 and more; the layers behind must still matter then.
     (r"^conv_in", 0.3),
+    (r"^pos_embed\.proj", 0.1),  # of PixArt, whose noise schedule lets them grow to 200
     # The decoder takes latents divided by 0.18.
     (r"post_quant_conv", 0.2),
     # Pixels must stay within [-1, 1], and the sampler multiplies the first errors by 15.
@@ -47,17 +52,20 @@ def _gain(name: str) -> float:
 
 
 def _scales(module: torch.nn.Module) -> Iterator[tuple[str, torch.Size, float, float]]:
-    """Yield the name, shape, mean and standard deviation of every parameter of `module`."""
+    """Yield the name, shape, mean and standard deviation of every parameter of `module`, of shared ones once."""
     from torch import nn
 
+    named = {name for name, _ in module.named_parameters()}
     for prefix, owner in module.named_modules():
         for key, parameter in owner.named_parameters(recurse=False):
             name = f"{prefix}.{key}" if prefix else key
+            if name not in named:
+                continue
             mean = 0.0
             if key.endswith("bias"):
                 std = _BIAS_STD
             elif isinstance(owner, nn.Embedding) or key == "class_embedding":
-                std = _EMBEDDING_STD
+                std = _T5_EMBEDDING_STD if re.search(_T5_EMBEDDINGS, name) else _EMBEDDING_STD
             elif parameter.ndim == 1:
                 mean, std = 1.0, _NORM_STD
             else:

@@ -1,0 +1,119 @@
+"""PixArt's transformer as it can be traced: for any size, and with one modulation for the whole batch.
+
+All images of a batch share the step and the size, so that adaLN-single (arXiv:2310.00426, section 2.3) makes one row of
+shifts, scales and gates. As one row they can go into a norm or a bias, where a row for each image could not.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+
+from sdonnx.errors import FolderError
+
+__all__ = ["traceable"]
+
+_REFUSED = -10000.0  # PixArtTransformer2DModel.forward
+
+
+def traceable(transformer: Any) -> None:
+    """Change how a PixArtTransformer2DModel computes, in place; parameters and results stay.
+
+    It is then called with sample (B,C,H,W), timestep (1), caption (B,L,E), mask (B,L), 1 for tokens of the caption, and
+    with resolution (1,2) and aspect_ratio (1,1) or none of both.
+
+    Raises:
+        FolderError: the transformer has parts that PixArt has not.
+    """
+    transformer.forward = partial(_transformer, transformer)
+    transformer.pos_embed.forward = partial(_embedded, transformer.pos_embed)
+    for block in transformer.transformer_blocks:
+        if getattr(block, "fuser", None) is not None or block.attn2 is None or block.pos_embed is not None:
+            raise FolderError("the transformer's blocks have more or fewer parts", "PixArt's", "use a PixArt pipeline")
+        block.forward = partial(_block, block)
+        for attention in (block.attn1, block.attn2):
+            attention.forward = partial(_attention, attention)
+
+
+def _transformer(
+    transformer: Any,
+    sample: torch.Tensor,
+    timestep: torch.Tensor,
+    caption: torch.Tensor,
+    mask: torch.Tensor,
+    told: dict[str, torch.Tensor],
+) -> torch.Tensor:
+    """Run a transformer: diffusers' PixArtTransformer2DModel.forward."""
+    size, channels = transformer.config.patch_size, transformer.out_channels
+    height, width = sample.shape[-2] // size, sample.shape[-1] // size
+    # Of the size of all scores of a head: ONNX Runtime's kernels broadcast over heads alone.
+    bias = ((1 - mask.to(sample.dtype)) * _REFUSED)[:, None].expand(-1, height * width, -1)
+    hidden_states = transformer.pos_embed(sample)
+    adaln = transformer.adaln_single
+    conditions = {"resolution": told.get("resolution"), "aspect_ratio": told.get("aspect_ratio")}
+    embedded = adaln.emb(timestep, **conditions, batch_size=1, hidden_dtype=sample.dtype)
+    modulation = adaln.linear(adaln.silu(embedded)).reshape(1, 6, -1)
+    if transformer.caption_projection is not None:
+        caption = transformer.caption_projection(caption)
+    for block in transformer.transformer_blocks:
+        hidden_states = block(hidden_states, caption, bias, modulation)
+    shift, scale = (transformer.scale_shift_table[None] + embedded[:, None]).chunk(2, dim=1)
+    hidden_states = transformer.proj_out(transformer.norm_out(hidden_states) * (1 + scale) + shift)
+    patches = hidden_states.reshape(-1, height, width, size, size, channels)
+    prediction: torch.Tensor = patches.permute(0, 5, 1, 3, 2, 4).reshape(-1, channels, height * size, width * size)
+    return prediction
+
+
+def _embedded(patches: Any, latent: torch.Tensor) -> torch.Tensor:
+    """Return the patches of latents (B,C,H,W) with their positions, (B,H/p*W/p,D).
+
+    Source: diffusers' PatchEmbed and get_2d_sincos_pos_embed, which asks numpy or torch for tables of a known size; and
+    arXiv:2310.00426, section 2.4, for the scale of positions.
+    """
+    height, width = latent.shape[-2] // patches.patch_size, latent.shape[-1] // patches.patch_size
+    quarter = patches.proj.out_channels // 4
+    exponents = torch.arange(quarter, dtype=torch.float32) / quarter
+    frequencies = 1.0 / 10000.0**exponents
+
+    def table(count: int) -> torch.Tensor:
+        positions = torch.arange(count, dtype=torch.float32) / (count / patches.base_size)
+        angles = torch.outer(positions / patches.interpolation_scale, frequencies)
+        return torch.cat([angles.sin(), angles.cos()], dim=1)
+
+    columns = table(width)[None].expand(height, -1, -1)
+    rows = table(height)[:, None].expand(-1, width, -1)
+    positions = torch.cat([columns, rows], dim=2).flatten(0, 1)[None]
+    flat: torch.Tensor = patches.proj(latent).flatten(2).transpose(1, 2)
+    return flat + positions.to(flat.dtype)
+
+
+def _block(
+    block: Any, hidden_states: torch.Tensor, caption: torch.Tensor, bias: torch.Tensor, modulation: torch.Tensor
+) -> torch.Tensor:
+    """Run a block: diffusers' BasicTransformerBlock with norm_type "ada_norm_single"."""
+    table = block.scale_shift_table[None] + modulation
+    shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = table.chunk(6, dim=1)
+    normed = block.norm1(hidden_states) * (1 + scale) + shift
+    hidden_states = hidden_states + gate * block.attn1(normed, normed, None)
+    hidden_states = hidden_states + block.attn2(hidden_states, caption, bias)
+    normed = block.norm2(hidden_states) * (1 + mlp_scale) + mlp_shift
+    feed_forward: torch.Tensor = hidden_states + mlp_gate * block.ff(normed)
+    return feed_forward
+
+
+def _attention(attention: Any, queries: torch.Tensor, keys: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """Run an attention of queries (B,Q,D) to keys (B,L,D); the bias (B,Q,L) is one for all heads."""
+
+    def split(values: torch.Tensor) -> torch.Tensor:
+        return values.reshape(*values.shape[:2], attention.heads, -1).transpose(1, 2)
+
+    result = torch.nn.functional.scaled_dot_product_attention(
+        split(attention.to_q(queries)),
+        split(attention.to_k(keys)),
+        split(attention.to_v(keys)),
+        attn_mask=None if bias is None else bias[:, None],
+    )
+    joined: torch.Tensor = attention.to_out[0](result.transpose(1, 2).flatten(2))
+    return joined
