@@ -443,8 +443,8 @@ _PIXART = Family(
                 TensorSpec("encoder_hidden_states", ("batch_size", "sequence_length", "config:caption_channels")),
                 TensorSpec(CAPTION_MASK, ("batch_size", "sequence_length"), integer=True),
                 # Of all images of a batch; pixels, which fp16 holds badly.
-                TensorSpec("resolution", (1, 2), keeps_float32=True, once=True, only_if=_is_told_sizes),
-                TensorSpec("aspect_ratio", (1, 1), keeps_float32=True, once=True, only_if=_is_told_sizes),
+                TensorSpec("resolution", (1, 2), keeps_float32=True, only_if=_is_told_sizes),
+                TensorSpec("aspect_ratio", (1, 1), keeps_float32=True, only_if=_is_told_sizes),
             ),
             (_OUT_SAMPLE,),
         ),
