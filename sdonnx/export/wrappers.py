@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
+from sdonnx.export import pixart, t5
 from sdonnx.export.image_attention import ImagePrompt
-from sdonnx.export.pixart import traceable
 from sdonnx.families import CAPTION_MASK, SCALE, TEXT_MASK, ComponentSpec, Role
 
 __all__ = ["wrap"]
@@ -52,9 +52,14 @@ class TextEncoder(_Wrapper):
 class MaskedTextEncoder(_Wrapper):
     """input_ids (B,S), attention_mask (B,S), 1 for tokens of the caption -> last_hidden_state (B,S,D)."""
 
+    def __init__(self, model: torch.nn.Module, names: Sequence[str]) -> None:
+        super().__init__(model, names)
+        t5.traceable(model)
+
     def run(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
         """Run the text encoder."""
-        hidden: torch.Tensor = self.model(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
+        mask = t5.additive_mask(attention_mask, self.model.dtype)
+        hidden: torch.Tensor = self.model(input_ids=input_ids, attention_mask=mask).last_hidden_state
         return hidden
 
 
@@ -109,7 +114,7 @@ class TransformerDenoiser(_Wrapper):
 
     def __init__(self, model: torch.nn.Module, names: Sequence[str]) -> None:
         super().__init__(model, names)
-        traceable(model)
+        pixart.traceable(model)
 
     def run(self, *inputs: torch.Tensor) -> torch.Tensor:
         """Run the transformer."""

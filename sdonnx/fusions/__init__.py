@@ -15,10 +15,12 @@ import onnx_ir as ir
 from sdonnx.fusions.activations import (
     ErfToGelu,
     ExponentialToSigmoid,
+    GeluToFastGelu,
     QuotientToSilu,
     SizesToEqualSplit,
     SlicesToSplit,
     SwishToSilu,
+    TanhToGelu,
 )
 from sdonnx.fusions.attention import (
     AttentionToMultiHeadAttention,
@@ -35,10 +37,16 @@ from sdonnx.fusions.geglu import GegluToBiasSplitGelu
 from sdonnx.fusions.group_norm import GroupNormToSkipGroupNorm, SiluIntoGroupNorm
 from sdonnx.fusions.layout import ChannelsLast
 from sdonnx.fusions.masks import CausalMaskToAttribute
+from sdonnx.fusions.modulation import BiasBeforeGate, ModulationIntoLayerNorm
 from sdonnx.fusions.noops import MergeReshapes, MergeTransposes, MergeUnsqueezes, NoOp, PadIntoConv, TransposeOfFolded
-from sdonnx.fusions.norms import InstanceNormToGroupNorm, LayerNormWithShift, MeansToLayerNorm
+from sdonnx.fusions.norms import InstanceNormToGroupNorm, LayerNormWithShift, MeansToLayerNorm, SquaresToRmsNorm
 from sdonnx.fusions.projections import GroupProjections
-from sdonnx.fusions.residual import BiasIntoNhwcConv, LayerNormToSkipLayerNorm, ResidualToBiasAdd
+from sdonnx.fusions.residual import (
+    BiasIntoNhwcConv,
+    LayerNormToSkipLayerNorm,
+    ResidualToBiasAdd,
+    RmsNormToSkipRmsNorm,
+)
 from sdonnx.fusions.softmax import EinsumToMatMul, SoftmaxToAttention
 from sdonnx.fusions.unfused import AttentionToMatMul
 from sdonnx.graph.match import Idiom, Refusal, Rule, apply_idioms, apply_rules
@@ -103,10 +111,14 @@ _CANONICALIZE = (
     Stage(
         "activations",
         rules=(SwishToSilu,),
-        idioms=(ExponentialToSigmoid, QuotientToSilu, ErfToGelu, SlicesToSplit, SizesToEqualSplit),
+        idioms=(ExponentialToSigmoid, QuotientToSilu, ErfToGelu, TanhToGelu, SlicesToSplit, SizesToEqualSplit),
         only_cuda=False,
     ),
-    Stage("norms", idioms=(MeansToLayerNorm, LayerNormWithShift, InstanceNormToGroupNorm), only_cuda=False),
+    Stage(
+        "norms",
+        idioms=(MeansToLayerNorm, LayerNormWithShift, InstanceNormToGroupNorm, SquaresToRmsNorm),
+        only_cuda=False,
+    ),
     Stage("softmax_attention", idioms=(EinsumToMatMul, SoftmaxToAttention, *_NO_OPS), only_cuda=False),
     Stage("masks", (CausalMaskToAttribute,), only_cuda=False),
 )
@@ -163,6 +175,7 @@ def stages(provider: str, attention_layout: str = "unpacked", disabled: Collecti
         Stage("attention_left", idioms=(AttentionToMatMul,)),
         *(Stage(rule.__name__, (rule,)) for rule in _PACKINGS[attention_layout]),
         Stage("projections", run=_group_projections),
+        Stage("modulation", idioms=(ModulationIntoLayerNorm, BiasBeforeGate), only_cuda=False),
         Stage("geglu", (GegluToBiasSplitGelu,), commute=True),
         Stage(
             "flat_images",
@@ -172,7 +185,8 @@ def stages(provider: str, attention_layout: str = "unpacked", disabled: Collecti
         Stage("bias_after_reshape", (BiasAfterReshape,), commute=True),
         Stage("group_norm_silu", (SiluIntoGroupNorm,), commute=True),
         Stage("skip_group_norm", (GroupNormToSkipGroupNorm,)),
-        Stage("skip_layer_norm", (LayerNormToSkipLayerNorm,), only_cuda=False),
+        Stage("skip_layer_norm", (LayerNormToSkipLayerNorm, RmsNormToSkipRmsNorm), only_cuda=False),
+        Stage("fast_gelu", idioms=(GeluToFastGelu,), only_cuda=False),
         Stage("bias_add", (ResidualToBiasAdd,)),
         Stage("conv_bias", (BiasIntoNhwcConv,), commute=True),
     )

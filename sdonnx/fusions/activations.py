@@ -8,10 +8,20 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from sdonnx.graph.edit import constant_value, dims, insert, insert_multi, replace, static_dim
-from sdonnx.graph.match import Idiom, Rule, producer_of, same_shape, scalar
+from sdonnx.graph.contract import dtype_refusal
+from sdonnx.graph.edit import MICROSOFT, constant_value, dims, insert, insert_multi, replace, static_dim
+from sdonnx.graph.match import Idiom, Rule, is_bias, producer_of, same_shape, scalar, sole_user
 
-__all__ = ["ErfToGelu", "ExponentialToSigmoid", "QuotientToSilu", "SizesToEqualSplit", "SlicesToSplit", "SwishToSilu"]
+__all__ = [
+    "ErfToGelu",
+    "ExponentialToSigmoid",
+    "GeluToFastGelu",
+    "QuotientToSilu",
+    "SizesToEqualSplit",
+    "SlicesToSplit",
+    "SwishToSilu",
+    "TanhToGelu",
+]
 
 # How far a rounded constant may be off: fp16 holds sqrt(2) to 4e-4.
 _TOLERANCES = {ir.DataType.FLOAT16: 1e-3, ir.DataType.BFLOAT16: 8e-3}
@@ -24,21 +34,23 @@ def _is(value: ir.Value | None, number: float) -> bool:
     return math.isclose(found, number, rel_tol=_TOLERANCES.get(value.dtype, 1e-5))
 
 
-class ErfToGelu(Idiom):
-    """x * 0.5 * (1 + Erf(x / sqrt(2))) -> Gelu(x), in any order of the factors.
-
-    Shapes: any. Hendrycks and Gimpel 2016, "Gaussian Error Linear Units". The tanh approximation is
-    another function and stays as it is.
-    """
+class _Gelu(Idiom):
+    """A product of x, 0.5 and 1 + f(x), in any order."""
 
     roots = frozenset({"Mul"})
+    approximate = ""
+
+    @staticmethod
+    def inside(value: ir.Value) -> ir.Value | None:
+        """Return x where value = 1 + f(x)."""
+        raise NotImplementedError
 
     def rewrite(self, node: ir.Node) -> str | None:
         """Rewrite the product that has all three factors."""
         factors = _factors(node)
-        for erf in factors:
-            x = _inside_erf(erf)
-            rest = [factor for factor in factors if factor is not erf]
+        for gate in factors:
+            x = self.inside(gate)
+            rest = [factor for factor in factors if factor is not gate]
             if x is None or x not in rest:
                 continue
             rest.remove(x)
@@ -48,12 +60,40 @@ class ErfToGelu(Idiom):
             rest.remove(half)
             if len(dims(node.outputs[0]) or ()) != max(len(dims(factor) or ()) for factor in (x, *rest)):
                 return "a constant adds dimensions"
-            gelu = insert(node, "Gelu", [x], {"approximate": "none"}, shape=x.shape)
+            gelu = insert(node, "Gelu", [x], {"approximate": self.approximate}, shape=x.shape)
             for factor in rest:
                 gelu = insert(node, "Mul", [factor, gelu], shape=node.outputs[0].shape)
             replace(node.outputs[0], gelu)
             return None
         return ""
+
+
+class ErfToGelu(_Gelu):
+    """x * 0.5 * (1 + Erf(x / sqrt(2))) -> Gelu(x), in any order of the factors.
+
+    Shapes: any. Hendrycks and Gimpel 2016, "Gaussian Error Linear Units".
+    """
+
+    approximate = "none"
+
+    @staticmethod
+    def inside(value: ir.Value) -> ir.Value | None:
+        """Return x where value = 1 + Erf(x / sqrt(2))."""
+        return _inside_erf(value)
+
+
+class TanhToGelu(_Gelu):
+    """x * 0.5 * (1 + Tanh(sqrt(2 / pi) * (x + 0.044715 * x^3))) -> Gelu(x), approximated by tanh.
+
+    Shapes: any. Hendrycks and Gimpel 2016, section 2; transformers' gelu_new.
+    """
+
+    approximate = "tanh"
+
+    @staticmethod
+    def inside(value: ir.Value) -> ir.Value | None:
+        """Return x where value = 1 + Tanh(...)."""
+        return _inside_tanh(value)
 
 
 def _factors(node: ir.Node) -> list[ir.Value]:
@@ -86,6 +126,52 @@ def _inside_erf(value: ir.Value) -> ir.Value | None:
             if _is(number, math.sqrt(0.5)):
                 return x
     return None
+
+
+def _inside_tanh(value: ir.Value) -> ir.Value | None:
+    """Return x where value = 1 + Tanh(sqrt(2 / pi) * (x + 0.044715 * x^3))."""
+    curve = producer_of(_other(producer_of(value, "Add"), 1.0), "Tanh")
+    inner = producer_of(
+        _other(producer_of(None if curve is None else curve.inputs[0], "Mul"), math.sqrt(2 / math.pi)), "Add"
+    )
+    if inner is None:
+        return None
+    for x, cubic in (inner.inputs, reversed(inner.inputs)):
+        power = producer_of(_other(producer_of(cubic, "Mul"), 0.044715), "Pow")
+        if power is not None and power.inputs[0] is x and scalar(power.inputs[1]) == 3.0:
+            return x
+    return None
+
+
+def _other(node: ir.Node | None, number: float) -> ir.Value | None:
+    """Return the operand of a sum or product whose other operand is that number."""
+    if node is None:
+        return None
+    first, second = node.inputs
+    return first if _is(second, number) else second if _is(first, number) else None
+
+
+class GeluToFastGelu(Idiom):
+    """Gelu(x + bias), approximated by tanh -> FastGelu(x, bias), and likewise without a bias.
+
+    Shapes: x (..., D), bias (D,).
+    """
+
+    roots = frozenset({"Gelu"})
+
+    def rewrite(self, node: ir.Node) -> str | None:
+        """Rewrite from the sum on, where there is one."""
+        x, inputs = node.inputs[0], [node.inputs[0]]
+        if x is None or node.attributes.get_string("approximate", "none") != "tanh":
+            return ""
+        if (reason := dtype_refusal("FastGelu", x)) is not None:
+            return reason
+        if (total := producer_of(x, "Add")) is not None and sole_user(x, "Gelu") is node:
+            for term, bias in (total.inputs, reversed(total.inputs)):
+                if term is not None and bias is not None and is_bias(bias, static_dim(x, -1)) and same_shape(term, x):
+                    inputs = [term, bias]
+        replace(node.outputs[0], insert(node, "FastGelu", inputs, domain=MICROSOFT, shape=x.shape))
+        return None
 
 
 class ExponentialToSigmoid(Idiom):

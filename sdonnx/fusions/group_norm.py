@@ -68,7 +68,7 @@ class GroupNormToSkipGroupNorm(Rule):
         node, parts = norm.producer(), sum_of(total)
         assert node is not None
         assert isinstance(node.graph, ir.Graph)
-        bias = total_bias(node.graph, parts.biases)
+        bias = total_bias(node, parts.biases)
         if len(parts.terms) == 1:
             assert bias is not None
             inputs = [parts.terms[0], gamma, beta, _rows(op, node.graph, bias, parts.terms[0])]

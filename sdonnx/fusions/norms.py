@@ -24,7 +24,7 @@ from sdonnx.graph.match import Idiom, producer_of, same_dims, same_shape, scalar
 from sdonnx.graph.passes import constant_target
 from sdonnx.graph.tensors import lazy, read
 
-__all__ = ["InstanceNormToGroupNorm", "LayerNormWithShift", "MeansToLayerNorm"]
+__all__ = ["InstanceNormToGroupNorm", "LayerNormWithShift", "MeansToLayerNorm", "SquaresToRmsNorm"]
 
 
 class MeansToLayerNorm(Idiom):
@@ -149,6 +149,57 @@ def _vector(graph: ir.Graph, value: ir.Value, channels: int) -> ir.Value:
 
 def _filled(graph: ir.Graph, channels: int, dtype: ir.DataType, number: int) -> ir.Value:
     return constant(graph, np.full(channels, number), dtype.numpy(), f"{channels}_of_{number}_{dtype.name.lower()}")
+
+
+class SquaresToRmsNorm(Idiom):
+    """x / Sqrt(Mean(x^2) + epsilon) * gamma -> RMSNormalization(x, gamma).
+
+    Shapes: x (..., D), gamma (D,). Zhang and Sennrich 2019, "Root Mean Square Layer Normalization".
+    """
+
+    roots = frozenset({"Div", "Mul"})
+
+    def rewrite(self, node: ir.Node) -> str | None:
+        """Rewrite from the quotient on, with the factor after it."""
+        found = _by_root_mean_square(node)
+        if found is None:
+            return ""
+        x, epsilon = found
+        channels, graph = static_dim(x, -1), node.graph
+        if channels is None or not isinstance(graph, ir.Graph) or x.dtype is None or dims(x) is None:
+            return "the size of the last axis is not known"
+        last = node.outputs[0]
+        if last.dtype != x.dtype:
+            cast = sole_user(last, "Cast")
+            if cast is None or cast.outputs[0].dtype != x.dtype:
+                return f"the norm of {x.dtype} gives {last.dtype}"
+            last = cast.outputs[0]
+        if not same_shape(last, x):
+            return "a constant adds dimensions"
+        last, gamma = _affine(last, "Mul", channels)
+        scale = _vector(graph, gamma, channels) if gamma is not None else _filled(graph, channels, x.dtype, 1)
+        after = last.producer()
+        assert after is not None
+        norm = insert(after, "RMSNormalization", [x, scale], {"axis": -1, "epsilon": epsilon}, shape=x.shape)
+        replace(last, norm)
+        return None
+
+
+def _by_root_mean_square(node: ir.Node) -> tuple[ir.Value, float] | None:
+    """Return (x, epsilon) where the node divides x by the root of its mean square."""
+    first, second = node.inputs
+    orders = [(first, second)] if node.op_type == "Div" else [(first, second), (second, first)]
+    for wide, other in orders:
+        root = producer_of(_bare(other), "Sqrt") if node.op_type == "Div" else _inverse_root(_bare(other))
+        mean_square = None if root is None else producer_of(_bare(root.inputs[0]), "Add")
+        x = _bare(wide)
+        if x is None or mean_square is None:
+            continue
+        for mean, number in (mean_square.inputs, reversed(mean_square.inputs)):
+            epsilon = scalar(number)
+            if epsilon is not None and _is_square(_mean_over_last(_bare(mean)), x):
+                return x, epsilon
+    return None
 
 
 class LayerNormWithShift(Idiom):

@@ -10,7 +10,7 @@ import onnx_ir as ir
 from sdonnx.graph.edit import MICROSOFT, constant, dims, replace, static_dim
 from sdonnx.graph.match import Rule, is_bias, same_shape, sum_of, total_bias
 
-__all__ = ["BiasIntoNhwcConv", "LayerNormToSkipLayerNorm", "ResidualToBiasAdd"]
+__all__ = ["BiasIntoNhwcConv", "LayerNormToSkipLayerNorm", "ResidualToBiasAdd", "RmsNormToSkipRmsNorm"]
 
 
 class LayerNormToSkipLayerNorm(Rule):
@@ -49,9 +49,55 @@ class LayerNormToSkipLayerNorm(Rule):
         assert node is not None
         assert isinstance(node.graph, ir.Graph)
         inputs = [parts.terms[0], parts.terms[1], gamma, beta]
-        if (bias := total_bias(node.graph, parts.biases)) is not None:
+        if (bias := total_bias(node, parts.biases)) is not None:
             inputs.append(bias)
         normal, _, _, summed = op.SkipLayerNormalization(
+            *inputs, epsilon=node.attributes.get_float("epsilon", 1e-5), _domain=MICROSOFT, _outputs=4
+        )
+        summed.shape, summed.type = total.shape, total.type
+        replace(total, summed)
+        return normal
+
+
+class RmsNormToSkipRmsNorm(Rule):
+    """s = x + skip + bias; RMSNormalization(s) -> SkipSimplifiedLayerNormalization(x, skip, bias), which gives s too.
+
+    Shapes: x and skip (B,S,D), bias (D,).
+    """
+
+    keeps_nodes = True  # the sum is the residual of what follows
+
+    def pattern(self, op: Any, total: Any, gamma: Any) -> Any:
+        """A norm; its input is looked at by `refuse`."""
+        return op.RMSNormalization(total, gamma, _allow_other_attributes=True, _outputs=["norm"])
+
+    def concerns(self, total: ir.Value, **_: Any) -> bool:
+        """There must be something to add."""
+        return len(sum_of(total).terms) > 1
+
+    def refuse(self, total: ir.Value, gamma: ir.Value, norm: ir.Value) -> str | None:
+        """There must be two terms of one shape (B,S,D), normalized over the last axis."""
+        node, parts = norm.producer(), sum_of(total)
+        assert node is not None
+        if node.attributes.get_int("axis", -1) not in (-1, 2):
+            return "the norm is not over the last axis"
+        if len(parts.terms) != 2:
+            return f"the input is a sum of {len(parts.terms)} activations, the kernel adds two"
+        if not all(same_shape(term, total) for term in parts.terms) or len(dims(total) or ()) != 3:
+            return "the two terms are not of one shape (B,S,D)"
+        if static_dim(total, 2) is None or static_dim(total, 2) != static_dim(gamma, 0):
+            return "the scale is not one number a channel"
+        return None
+
+    def rewrite(self, op: Any, total: ir.Value, gamma: ir.Value, norm: ir.Value) -> Any:
+        """Add and normalize in one kernel; whoever used the sum takes the kernel's."""
+        node, parts = norm.producer(), sum_of(total)
+        assert node is not None
+        assert isinstance(node.graph, ir.Graph)
+        inputs = [parts.terms[0], parts.terms[1], gamma]
+        if (bias := total_bias(node, parts.biases)) is not None:
+            inputs.append(bias)
+        normal, _, _, summed = op.SkipSimplifiedLayerNormalization(
             *inputs, epsilon=node.attributes.get_float("epsilon", 1e-5), _domain=MICROSOFT, _outputs=4
         )
         summed.shape, summed.type = total.shape, total.type
@@ -92,7 +138,7 @@ class ResidualToBiasAdd(Rule):
         node, parts = total.producer(), sum_of(total)
         assert node is not None
         assert isinstance(node.graph, ir.Graph)
-        bias = total_bias(node.graph, parts.biases)
+        bias = total_bias(node, parts.biases)
         x, skip = parts.terms
         if len(dims(total) or ()) == 3:
             return _like(op.BiasAdd(x, bias, skip, _domain=MICROSOFT), x)

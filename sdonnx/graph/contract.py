@@ -70,6 +70,13 @@ _ALL = (
     Contract("BiasAdd", reference.bias_add),
     Contract("NhwcConv", reference.nhwc_conv),
     Contract("SkipLayerNormalization", reference.skip_layer_normalization, _FLOATS_AND_BFLOAT16, cpu=True),
+    Contract(
+        "SkipSimplifiedLayerNormalization",
+        reference.skip_simplified_layer_normalization,
+        _FLOATS_AND_BFLOAT16,
+        cpu=True,
+    ),
+    Contract("FastGelu", reference.fast_gelu, _FLOATS_AND_BFLOAT16, cpu=True),
     Contract("MultiHeadAttention", reference.multi_head_attention, _FLOATS_AND_BFLOAT16, cpu=True),
 )
 CONTRACTS = {contract.op_type: contract for contract in _ALL}

@@ -13,7 +13,7 @@ import numpy as np
 import onnx_ir as ir
 from onnxscript.rewriter.pattern import MatchResult, RewriteRuleClassBase, RewriteRuleSet
 
-from sdonnx.graph.edit import Dim, derived_initializer, dims, is_weight, static_dim
+from sdonnx.graph.edit import Dim, derived_initializer, dims, insert, is_weight, static_dim
 from sdonnx.graph.modules import module_path
 from sdonnx.graph.tensors import read
 
@@ -26,6 +26,7 @@ __all__ = [
     "apply_rules",
     "filling",
     "is_bias",
+    "is_row",
     "producer_of",
     "same_dims",
     "same_shape",
@@ -200,13 +201,18 @@ def is_bias(value: ir.Value, channels: int | None) -> bool:
     return vector and channels is not None and static_dim(value, 0) == channels
 
 
+def is_row(value: ir.Value, channels: int | None) -> bool:
+    """Tell whether the value is a vector (C,) for `channels`, constant or computed."""
+    return channels is not None and dims(value) == (channels,)
+
+
 @dataclass(frozen=True)
 class Sum:
     """A tree of additions, flattened: its value is sum(terms) + sum(biases).
 
     Attributes:
         terms: the activations that are added.
-        biases: the constant vectors (C,) that are added along the last axis.
+        biases: the vectors (C,) that are added along the last axis, constant or computed.
     """
 
     terms: tuple[ir.Value, ...]
@@ -225,7 +231,7 @@ def sum_of(value: ir.Value) -> Sum:
     biases: list[ir.Value] = []
     for operand in node.inputs:
         assert operand is not None
-        if is_bias(operand, static_dim(value, -1)):
+        if is_row(operand, static_dim(value, -1)) and len(dims(value) or ()) > 1:
             biases.append(operand)
         elif len(operand.uses()) == 1 and not operand.is_graph_output():
             inner = sum_of(operand)
@@ -236,12 +242,25 @@ def sum_of(value: ir.Value) -> Sum:
     return Sum(tuple(terms), tuple(biases))
 
 
-def total_bias(graph: ir.Graph, biases: Sequence[ir.Value]) -> ir.Value | None:
-    """Return one bias that is the sum of `biases`, None where there is none."""
+def total_bias(anchor: ir.Node, biases: Sequence[ir.Value]) -> ir.Value | None:
+    """Return one bias that is the sum of `biases`, None where there is none.
+
+    What is computed is added up before `anchor`.
+    """
     if not biases:
         return None
-    if len(biases) == 1:
-        return biases[0]
+    computed = [bias for bias in biases if not is_weight(bias)]
+    total = _constant_bias(anchor, [bias for bias in biases if is_weight(bias)])
+    for bias in computed:
+        total = bias if total is None else insert(anchor, "Add", [bias, total], shape=bias.shape)
+    return total
+
+
+def _constant_bias(anchor: ir.Node, biases: Sequence[ir.Value]) -> ir.Value | None:
+    if len(biases) < 2:
+        return biases[0] if biases else None
+    graph = anchor.graph
+    assert isinstance(graph, ir.Graph)
     tensors = [bias.const_value for bias in biases]
     first = tensors[0]
     assert first is not None

@@ -15,11 +15,13 @@ from sdonnx.graph.edit import constant, insert, insert_multi, static_dim
 __all__ = [
     "bias_add",
     "bias_split_gelu",
+    "fast_gelu",
     "group_norm",
     "multi_head_attention",
     "nhwc_conv",
     "skip_group_norm",
     "skip_layer_normalization",
+    "skip_simplified_layer_normalization",
 ]
 
 _TO_NCHW, _TO_NHWC = [0, 3, 1, 2], [0, 2, 3, 1]
@@ -103,6 +105,26 @@ def skip_layer_normalization(node: ir.Node) -> list[ir.Value | None]:
         total = insert(node, "Add", [total, bias])
     attributes = {"axis": -1, "epsilon": node.attributes.get_float("epsilon", 1e-12)}
     return [insert(node, "LayerNormalization", [total, gamma, beta], attributes), None, None, total]
+
+
+def skip_simplified_layer_normalization(node: ir.Node) -> list[ir.Value | None]:
+    """SkipSimplifiedLayerNormalization(x, skip, gamma, bias): s = x + skip + bias -> RMSNorm(s), -, -, s.
+
+    Zhang and Sennrich 2019, "Root Mean Square Layer Normalization".
+    """
+    x, skip, gamma = node.inputs[:3]
+    total = insert(node, "Add", [x, skip])
+    if (bias := _input(node, 3)) is not None:
+        total = insert(node, "Add", [total, bias])
+    attributes = {"axis": -1, "epsilon": node.attributes.get_float("epsilon", 1e-12)}
+    return [insert(node, "RMSNormalization", [total, gamma], attributes), None, None, total]
+
+
+def fast_gelu(node: ir.Node) -> list[ir.Value | None]:
+    """FastGelu(x (...,D), bias (D,)) -> gelu(x + bias) with tanh; Hendrycks and Gimpel 2016."""
+    x, bias = node.inputs[0], _input(node, 1)
+    total = x if bias is None else insert(node, "Add", [x, bias])
+    return [insert(node, "Gelu", [total], {"approximate": "tanh"})]
 
 
 def multi_head_attention(node: ir.Node) -> list[ir.Value | None]:

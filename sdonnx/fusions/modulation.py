@@ -1,0 +1,100 @@
+"""Shifts, scales and gates that are one row for the whole batch -> norms and biases.
+
+Of adaptive norms (adaLN-single: arXiv:2310.00426, section 2.3), whose rows are computed at each step.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+
+from sdonnx.graph.edit import constant, constant_value, dims, insert, replace, static_dim
+from sdonnx.graph.match import Idiom, is_bias, producer_of, same_shape, sole_user
+
+__all__ = ["BiasBeforeGate", "ModulationIntoLayerNorm"]
+
+
+class ModulationIntoLayerNorm(Idiom):
+    """LayerNormalization(x, ones, zeros) * scale + shift -> LayerNormalization(x, scale, shift).
+
+    Shapes: x (B,S,D), scale and shift (1,1,D).
+    """
+
+    roots = frozenset({"LayerNormalization"})
+
+    def rewrite(self, node: ir.Node) -> str | None:
+        """Rewrite where the norm has no weights of its own, and its result is modulated alone."""
+        x, gamma, beta = node.inputs[:3]
+        result = node.outputs[0]
+        channels = static_dim(result, -1)
+        scaled, scale = _with_row(result, "Mul", channels)
+        shifted, shift = _with_row(scaled, "Add", channels)
+        if scale is None or shift is None:
+            return ""
+        if not _is_filled(gamma, 1) or not _is_filled(beta, 0):
+            return "the norm has weights of its own"
+        last = shifted.producer()
+        assert last is not None
+        inputs = [x, _vector(last, scale, channels), _vector(last, shift, channels)]
+        replace(shifted, insert(last, "LayerNormalization", inputs, node.attributes, shape=result.shape))
+        return None
+
+
+class BiasBeforeGate(Idiom):
+    """gate * (x + bias) -> gate * x + gate * bias, of which the last is a row: a norm or an addition takes it.
+
+    Shapes: x (B,S,D), bias (D,), gate (1,1,D).
+    """
+
+    roots = frozenset({"Mul"})
+
+    def rewrite(self, node: ir.Node) -> str | None:
+        """Rewrite a gate over a sum that nothing else reads."""
+        result = node.outputs[0]
+        channels = static_dim(result, -1)
+        for gate, total in (node.inputs, reversed(node.inputs)):
+            addition = producer_of(total, "Add")
+            if addition is None or total is None or not _is_row(gate, channels) or sole_user(total, "Mul") is not node:
+                continue
+            for x, bias in (addition.inputs, reversed(addition.inputs)):
+                if (
+                    x is None
+                    or bias is None
+                    or gate is None
+                    or not is_bias(bias, channels)
+                    or not same_shape(x, result)
+                ):
+                    continue
+                gated = insert(node, "Mul", [x, gate], shape=result.shape)
+                row = insert(node, "Mul", [bias, _vector(node, gate, channels)], shape=[channels or 0])
+                replace(result, insert(node, "Add", [gated, row], shape=result.shape))
+                return None
+        return ""
+
+
+def _with_row(value: ir.Value, op_type: str, channels: int | None) -> tuple[ir.Value, ir.Value | None]:
+    """Return what follows `value` (B,S,D) and the row (1,1,D) that it is given, which is no constant."""
+    node = sole_user(value, op_type)
+    if node is None:
+        return value, None
+    other = node.inputs[1] if node.inputs[0] is value else node.inputs[0]
+    fits = _is_row(other, channels) and same_shape(node.outputs[0], value)
+    return (node.outputs[0], other) if fits else (value, None)
+
+
+def _is_row(value: ir.Value | None, channels: int | None) -> bool:
+    sizes = None if value is None else dims(value)
+    return channels is not None and sizes == (1, 1, channels)
+
+
+def _is_filled(value: ir.Value | None, number: int) -> bool:
+    values = constant_value(value)
+    return values is not None and bool((values == number).all())
+
+
+def _vector(anchor: ir.Node, row: ir.Value, channels: int | None) -> ir.Value:
+    """Return a row (1,1,D) as (D,)."""
+    assert isinstance(anchor.graph, ir.Graph)
+    assert channels is not None
+    shape = constant(anchor.graph, [channels], np.int64, f"sizes_{channels}")
+    return insert(anchor, "Reshape", [row, shape], shape=[channels])
