@@ -368,6 +368,19 @@ def test_pictures_lose_nothing(tmp_path: Path) -> None:
     assert np.array_equal(np.abs(ours.astype(int) - drawn()) * 64, far)
 
 
+def test_pictures_that_hardly_shrink_do_not_make_the_page_heavy(tmp_path: Path) -> None:
+    large = Workload(height=512, width=512)
+    noise = np.random.default_rng(0).integers(0, 256, (2, 512, 512, 3), dtype=np.uint8)
+    images = {(name, large): Image.fromarray(each) for name, each in zip((REFERENCE, "torch"), noise, strict=True)}
+    write_report(made(images=images), tmp_path / "report.html")
+    text = (tmp_path / "report.html").read_text(encoding="utf-8")
+    pictures = [base64.b64decode(each) for each in re.findall(r'src="data:image/webp;base64,([^"]+)"', text)]
+    assert len(pictures) == 3
+    assert all(len(each) < 300_000 for each in pictures)
+    shown = np.asarray(Image.open(io.BytesIO(pictures[0])).convert("RGB"))
+    assert np.corrcoef(shown.ravel(), noise[0].ravel())[0, 1] > 0.7
+
+
 def test_difference_is_amplified_and_cut_off_at_white() -> None:
     reference = Image.new("RGB", (2, 1), (100, 100, 100))
     image = Image.new("RGB", (2, 1), (101, 98, 100))

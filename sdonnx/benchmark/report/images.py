@@ -27,6 +27,8 @@ _FACTORS = (64, 32, 16, 8)
 # amplified would still be black; other pictures fill the range with any factor.
 _CUT_OFF = 0.001
 
+# A page of many engines, batches and sizes is to stay a file that can be sent: noise hardly shrinks without loss.
+_HEAVIEST_BYTES = 2**18
 _MOST = 512  # pixels across: as wide as a phone shows, and pages stay small
 
 _SMALL = 128  # pixels across, below which enlarged pixels are shown as squares
@@ -136,7 +138,7 @@ def _array(image: Image) -> npt.NDArray[np.uint8]:
 
 
 def _picture(image: Image) -> Picture:
-    """Return an image for the page, without loss where it is not too wide."""
+    """Return an image for the page, without loss where it is neither too wide nor too heavy."""
     from PIL.Image import Resampling
 
     shown = image.convert("RGB")
@@ -144,5 +146,8 @@ def _picture(image: Image) -> Picture:
         shown = shown.resize((_MOST, max(1, round(shown.height * _MOST / shown.width))), Resampling.LANCZOS)
     file = io.BytesIO()
     shown.save(file, "WEBP", lossless=True, quality=80)
+    if len(file.getvalue()) > _HEAVIEST_BYTES:
+        file = io.BytesIO()
+        shown.save(file, "WEBP", quality=90)
     uri = f"data:image/webp;base64,{base64.b64encode(file.getvalue()).decode()}"
     return Picture(uri, shown.width, shown.height, shown.width < _SMALL)
