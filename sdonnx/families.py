@@ -103,6 +103,8 @@ class ComponentSpec:
         inputs: its inputs in order.
         outputs: its outputs in order, a series as one; see `outputs_in`.
         extra: what is copied beside it, and the file that it must hold; None for nothing.
+        float32: operators that stay in float32 when it is converted to another precision.
+        stream_scale: what its residual stream is multiplied by when it is; None for nothing.
     """
 
     name: str
@@ -111,6 +113,8 @@ class ComponentSpec:
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
     extra: tuple[str, str] | None = None
+    float32: tuple[str, ...] = ()
+    stream_scale: float | None = None
 
     def outputs_in(self, config: Mapping[str, Any]) -> tuple[TensorSpec, ...]:
         """Return the outputs with each series spread out; one whose length the configuration lacks is left out."""
@@ -432,6 +436,10 @@ _PIXART = Family(
             (_INPUT_IDS, TensorSpec(TEXT_MASK, ("batch_size", "sequence_length"), integer=True)),
             (TensorSpec("last_hidden_state", ("batch_size", "sequence_length", "config:d_model")),),
             _TOKENIZER,
+            # As transformers computes T5 in fp16: the stream and its norms are wide. What is added to it goes beyond
+            # fp16; with this it would have to reach 64 times 65504, and numbers below 0.004 lose digits.
+            float32=("RMSNormalization", "SkipSimplifiedLayerNormalization"),
+            stream_scale=2.0**-6,
         ),
         ComponentSpec(
             "transformer",

@@ -25,6 +25,7 @@ from sdonnx.inspection import Inspector
 from sdonnx.interface import adapt_interface
 from sdonnx.precision import ConvertPrecision, PrecisionPolicy, parse_overrides
 from sdonnx.report import ComponentReport, OptimizeReport, report_of
+from sdonnx.stream import scale_stream
 
 __all__ = ["ComponentReport", "OptimizeReport", "fusion_reports", "optimize_folder"]
 
@@ -160,7 +161,7 @@ def _optimize_component(
     if progress:
         progress(f"{spec.name}: fusing", 0, 0)
     opened = open_component(folder, family, spec)
-    path, model, config = opened.path, opened.model, opened.config
+    path, model, config, notes = opened.path, opened.model, opened.config, opened.notes
     policy, provider = request.policy, request.provider
     adapt_interface(model, spec, config)
     outcomes = fuse(model, provider, request.attention_layout, request.disabled)
@@ -177,6 +178,8 @@ def _optimize_component(
             ConvertPrecision(PrecisionPolicy(ir.DataType.FLOAT), spec)(model)
         kept = {"force_upcast of config.json": len(model.graph)}
     elif narrow:
+        if spec.stream_scale is not None and (reason := scale_stream(model, spec.stream_scale)) is not None:
+            notes = (*notes, f"the residual stream may overflow: {reason}")
         conversion = ConvertPrecision(policy or PrecisionPolicy(), spec)
         conversion(model)
         kept = conversion.kept
@@ -198,7 +201,7 @@ def _optimize_component(
     _write_composed(spec, out, path.name, config)
     precision = "float16" if narrow and not upcast else "float32"
     return report_of(
-        spec, config, model, opened.operators, outcomes, provider, request.disabled, precision, kept, opened.notes
+        spec, config, model, opened.operators, outcomes, provider, request.disabled, precision, kept, notes
     )
 
 

@@ -156,6 +156,9 @@ class ConvertPrecision(InPlacePass):
         if override is not None:
             self.kept[override] = self.kept.get(override, 0) + 1
             return self._fallback_of(node)
+        if node.op_type in self.spec.float32:
+            self.kept[node.op_type] = self.kept.get(node.op_type, 0) + 1
+            return _FLOAT
         if node in self._decides or (node.op_type in _FLOAT32_OPERATORS and not node.domain):
             return _FLOAT
         data = [value for value in node.inputs if value is not None and not value.is_initializer()]

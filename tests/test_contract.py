@@ -84,6 +84,22 @@ def torch_skip_layer_normalization(inputs: Any, attributes: Mapping[str, Any]) -
     return [F.layer_norm(total, gamma.shape, gamma, beta, attributes["epsilon"]), total]
 
 
+def torch_skip_simplified_layer_normalization(inputs: Any, attributes: Mapping[str, Any]) -> Results:
+    x, skip, gamma, bias = inputs
+    total = x + skip + (0 if bias is None else bias)
+    return [F.rms_norm(total, gamma.shape, gamma, attributes["epsilon"]), total]
+
+
+def torch_fast_gelu(inputs: Any, _: Mapping[str, Any]) -> Results:
+    x, bias = inputs
+    return [F.gelu(x if bias is None else x + bias, approximate="tanh")]
+
+
+def torch_fused_mat_mul(inputs: Any, attributes: Mapping[str, Any]) -> Results:
+    a, b = inputs
+    return [attributes["alpha"] * (a @ b)]
+
+
 def torch_multi_head_attention(inputs: Any, attributes: Mapping[str, Any]) -> Results:
     """Packed layouts hold, for each head, its rows of q, k and v one after the other."""
     first, *others = inputs[:3]
@@ -110,6 +126,9 @@ TORCH: dict[str, Callable[[Any, Mapping[str, Any]], Results]] = {
     "BiasAdd": torch_bias_add,
     "NhwcConv": torch_nhwc_conv,
     "SkipLayerNormalization": torch_skip_layer_normalization,
+    "SkipSimplifiedLayerNormalization": torch_skip_simplified_layer_normalization,
+    "FastGelu": torch_fast_gelu,
+    "FusedMatMul": torch_fused_mat_mul,
     "MultiHeadAttention": torch_multi_head_attention,
 }
 

@@ -35,9 +35,14 @@ def _bias(attention: Any, query_length: int, key_length: int, **_: Any) -> torch
     Raffel et al. 2020 (arXiv:1910.10683), section 2.1: distances from `relative_attention_max_distance` on are one.
     """
     most = attention.relative_attention_max_distance
-    buckets = attention._relative_position_bucket(
-        torch.arange(-most, most + 1), True, attention.relative_attention_num_buckets, most
+    bucket = partial(
+        attention._relative_position_bucket,
+        num_buckets=attention.relative_attention_num_buckets,
+        max_distance=most,
     )
+    # That of distance 0 is 0; computed, it would be a logarithm of 0 that is thrown away.
+    own = torch.zeros(1, dtype=torch.int64)
+    buckets = torch.cat([bucket(torch.arange(-most, 0)), own, bucket(torch.arange(1, most + 1))])
     distances = torch.arange(key_length)[None, :] - torch.arange(query_length)[:, None]
     # A lookup of rows: the exporter writes an index as GatherND, which no captured graph may have.
     values = torch.nn.functional.embedding(

@@ -76,6 +76,7 @@ _ALL = (
         _FLOATS_AND_BFLOAT16,
         cpu=True,
     ),
+    Contract("FusedMatMul", reference.fused_mat_mul, _FLOATS_AND_BFLOAT16, cpu=True),
     Contract("FastGelu", reference.fast_gelu, _FLOATS_AND_BFLOAT16, cpu=True),
     Contract("MultiHeadAttention", reference.multi_head_attention, _FLOATS_AND_BFLOAT16, cpu=True),
 )

@@ -16,6 +16,7 @@ __all__ = [
     "bias_add",
     "bias_split_gelu",
     "fast_gelu",
+    "fused_mat_mul",
     "group_norm",
     "multi_head_attention",
     "nhwc_conv",
@@ -125,6 +126,16 @@ def fast_gelu(node: ir.Node) -> list[ir.Value | None]:
     x, bias = node.inputs[0], _input(node, 1)
     total = x if bias is None else insert(node, "Add", [x, bias])
     return [insert(node, "Gelu", [total], {"approximate": "tanh"})]
+
+
+def fused_mat_mul(node: ir.Node) -> list[ir.Value | None]:
+    """FusedMatMul(a, b) -> alpha * (a @ b); no rule emits its transpositions."""
+    product = insert(node, "MatMul", [node.inputs[0], node.inputs[1]], shape=node.outputs[0].shape)
+    dtype = product.dtype
+    assert dtype is not None
+    alpha = node.attributes.get_float("alpha", 1.0)
+    factor = constant(_graph(node), alpha, dtype.numpy(), f"alpha_{alpha:g}_{dtype.name.lower()}")
+    return [insert(node, "Mul", [product, factor])]
 
 
 def multi_head_attention(node: ir.Node) -> list[ir.Value | None]:

@@ -23,6 +23,10 @@ __all__ = ["Conditioner", "Conditions", "SizeConditions"]
 # is then the one of the largest id.
 _LARGEST_ID = 2
 
+# Captions are filled up to a multiple of this. ONNX Runtime's memory-efficient attention reads a mask whose rows are
+# multiples of 16 bytes; for others (300 tokens of PixArt-Sigma) there is a kernel that writes all scores to memory.
+_ALIGNED = 8
+
 
 @dataclass(frozen=True)
 class Conditions:
@@ -176,8 +180,18 @@ class Conditioner:
     def tokens_of(self, prompts: Prompts) -> int:
         """Return how long the prompts are for the denoiser, in tokens."""
         if prompts.embeddings is not None:
-            return int(prompts.embeddings.shape[1])
-        return self.tokens if prompts.length is None else prompts.length
+            tokens = int(prompts.embeddings.shape[1])
+        else:
+            tokens = self.tokens if prompts.length is None else prompts.length
+        return self._filled(tokens)
+
+    @property
+    def usual_tokens(self) -> int:
+        """How long prompts are for the denoiser where nothing else is asked for."""
+        return self._filled(self.tokens)
+
+    def _filled(self, tokens: int) -> int:
+        return -(-tokens // _ALIGNED) * _ALIGNED if self._reads_captions else tokens
 
     def require(self, wording: Wording, prompts: Prompts, sizes: SizeConditions) -> None:
         """Raise for what this pipeline has no use for, or lacks.
@@ -258,14 +272,15 @@ class Conditioner:
             if prompts.pooled is not None:
                 inputs["text_embeds"] = prompts.pooled.astype(step.dtype("text_embeds"))
             if prompts.mask is not None:
-                inputs[CAPTION_MASK] = prompts.mask.astype(step.dtype(CAPTION_MASK))
+                inputs[CAPTION_MASK] = self._padded(prompts.mask.astype(step.dtype(CAPTION_MASK)))
+            inputs["encoder_hidden_states"] = self._padded(inputs["encoder_hidden_states"])
             return Conditions(inputs, ())
         if self._reads_captions:
             texts = [captions.prepared(text, prompts.clean) for text in prompts.texts]
             captioned, mask = self._tokenizer(Role.TEXT_ENCODER, prompts).encode_masked(texts)
-            inputs[f"{Role.TEXT_ENCODER.value}.input_ids"] = captioned.astype(np.int32)
-            inputs[f"{Role.TEXT_ENCODER.value}.{TEXT_MASK}"] = mask.astype(np.int32)
-            inputs[CAPTION_MASK] = mask.astype(step.dtype(CAPTION_MASK))
+            inputs[f"{Role.TEXT_ENCODER.value}.input_ids"] = self._padded(captioned.astype(np.int32))
+            inputs[f"{Role.TEXT_ENCODER.value}.{TEXT_MASK}"] = self._padded(mask.astype(np.int32))
+            inputs[CAPTION_MASK] = self._padded(mask.astype(step.dtype(CAPTION_MASK)))
             return Conditions(inputs, tuple(self.tokenizers), int(prompts.skips.max()))
         for role, tokenizer in self.tokenizers.items():
             texts = prompts.texts if role is Role.TEXT_ENCODER or prompts.seconds is None else prompts.seconds
@@ -278,6 +293,11 @@ class Conditioner:
                 inputs[f"{role.value}.positions"] = indices * ids.shape[1] + columns
                 inputs[f"{role.value}.given"] = prompts.given if self._zeroes else np.ones(len(ids), np.bool_)
         return Conditions(inputs, tuple(self.tokenizers), int(prompts.skips.max()))
+
+    def _padded(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """Return values (G*B,S,...) of captions with zeros behind them, which masks leave out."""
+        missing = self._filled(values.shape[1]) - values.shape[1]
+        return np.pad(values, [(0, 0), (0, missing), *[(0, 0)] * (values.ndim - 2)])
 
     def _tokenizer(self, role: Role, prompts: Prompts) -> PromptTokenizer:
         """Return the tokenizer of a text encoder, for prompts of the length that is asked for."""

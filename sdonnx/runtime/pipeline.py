@@ -420,7 +420,7 @@ class OrtDiffusionPipeline:
         """
         self._require_open()
         sizes = [
-            self._shape(batch, *self._drawn_size(height, width, None), guided, self._conditioner.tokens)
+            self._shape(batch, *self._drawn_size(height, width, None), guided, self._conditioner.usual_tokens)
             for batch, height, width in shapes
         ]
         return self._run(lambda: [self._captures.get(size).report() for size in sizes])

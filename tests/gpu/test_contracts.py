@@ -40,6 +40,7 @@ _NUMPY = {"float16": np.float16, "float32": np.float32, "bfloat16": ml_dtypes.bf
 _IR = {"float16": ir.DataType.FLOAT16, "float32": ir.DataType.FLOAT, "bfloat16": ir.DataType.BFLOAT16}
 
 MASK = 5  # MultiHeadAttention's input attention_bias
+_NORMS = ("SkipLayerNormalization", "SkipSimplifiedLayerNormalization")
 _NOTHING: Mapping[str, Any] = {}
 
 
@@ -161,6 +162,33 @@ def layer_norms() -> Iterator[Case]:
         )
 
 
+def rms_norms() -> Iterator[Case]:
+    corners = [(width, (3, 7), True, 4) for width in (8, 63, 64, 65, 288, 768, 1024, 2048, 4096, 5120)]
+    corners += [(4096, (2, 304), *form) for form in product((False, True), (1, 4))]
+    corners += [(1152, rows, False, 4) for rows in ((1, 1), (1, 4096))]
+    for width, rows, biased, outputs in corners:
+        x, vector = (*rows, width), (width,)
+        yield Case(
+            "SkipSimplifiedLayerNormalization",
+            f"D={width} {rows[0]}x{rows[1]} bias={biased} outputs={outputs}",
+            (x, x, vector, vector if biased else None),
+            {"epsilon": 1e-6},
+            outputs,
+        )
+
+
+def transformer_parts() -> Iterator[Case]:
+    """FastGelu and FusedMatMul."""
+    for width, rows, biased in product((8, 63, 1152, 4608, 10240), ((1, 1), (3, 7), (2, 304)), (False, True)):
+        yield Case(
+            "FastGelu", f"D={width} {rows[0]}x{rows[1]} bias={biased}", ((*rows, width), (width,) if biased else None)
+        )
+    for inner, outer, rows in product((64, 4096), (64, 1152), ((1, 1), (3, 7), (2, 304))):
+        shapes = ((*rows, inner), (inner, outer))
+        name = f"{rows[0]}x{rows[1]} {inner}x{outer}"
+        yield Case("FusedMatMul", name, shapes, {"alpha": 2.0**-6}, weights=(1,))
+
+
 _CONVOLUTIONS = {  # channels in and out, kernel, strides, pads, dilations, groups
     "first": (4, 320, (3, 3), (1, 1), (1, 1), (1, 1), 1),
     "last": (320, 4, (3, 3), (1, 1), (1, 1), (1, 1), 1),
@@ -251,6 +279,8 @@ CASES = [
     *skip_group_norms(),
     *elementwise(),
     *layer_norms(),
+    *rms_norms(),
+    *transformer_parts(),
     *convolutions(),
     *attentions(),
 ]
@@ -294,8 +324,8 @@ def model_of(
     results = []
     rank = 3 if op_type == "MultiHeadAttention" else next(len(array.shape) for array in inputs if array is not None)
     for index, output in enumerate(node.outputs):
-        # SkipLayerNormalization's outputs 1 and 2, mean and deviation, are not asked for.
-        if op_type == "SkipLayerNormalization" and index in (1, 2):
+        # Outputs 1 and 2 of the norms, mean and deviation, are not asked for.
+        if op_type in _NORMS and index in (1, 2):
             output.name, output.type = "", None
             continue
         output.name, output.type, output.shape = f"y{index}", ir.TensorType(inner), ir.Shape([None] * rank)

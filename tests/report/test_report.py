@@ -378,7 +378,7 @@ def test_pictures_that_hardly_shrink_do_not_make_the_page_heavy(tmp_path: Path) 
     assert len(pictures) == 3
     assert all(len(each) < 300_000 for each in pictures)
     shown = np.asarray(Image.open(io.BytesIO(pictures[0])).convert("RGB"))
-    assert np.corrcoef(shown.ravel(), noise[0].ravel())[0, 1] > 0.7
+    assert np.corrcoef(shown.ravel(), noise[0].ravel())[0, 1] > 0.5
 
 
 def test_difference_is_amplified_and_cut_off_at_white() -> None:

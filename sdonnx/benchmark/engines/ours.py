@@ -10,7 +10,7 @@ from sdonnx.benchmark.kernels import profiled_by_onnxruntime, profiling_sessions
 from sdonnx.benchmark.results import Stages, Workload
 from sdonnx.benchmark.stages import STAGES, StageClock
 from sdonnx.errors import FolderError, ProviderError
-from sdonnx.families import Role
+from sdonnx.families import Family, Role
 from sdonnx.folder import REPORT, read_json
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ class OnnxRuntimeEngine(Engine):
             workload.batch_size,
             seed=workload.seed,
             **start,
-            **prompting(workload, len(self.options.ip_adapters)),
+            **prompting(workload, len(self.options.ip_adapters), self.family),
         ).images
 
     def stages(self, prompt: str, workload: Workload) -> Stages:
@@ -131,16 +131,23 @@ def starting_image(workload: Workload) -> Image:
     return _read(workload.image).resize((workload.width, workload.height), Image.Resampling.LANCZOS)
 
 
-def prompting(workload: Workload, adapters: int) -> dict[str, Any]:
-    """Return the image that every IP-Adapter is shown, as pipelines take it; nothing where there are none.
+def prompting(workload: Workload, adapters: int, family: Family) -> dict[str, Any]:
+    """Return what else pipelines are told, by their own arguments: the image that every IP-Adapter is shown.
+
+    Families that read captions get them as they are, and the size that the workload has.
 
     Raises:
-        FolderError: it cannot be read.
+        FolderError: an image cannot be read.
     """
+    told: dict[str, Any] = {}
+    if family.caption_tokens is not None:
+        told["clean_caption"] = False
+    if family.is_binned:
+        told["use_resolution_binning"] = False
     if not adapters:
-        return {}
+        return told
     image = _picture() if workload.ip_adapter_image is None else _read(workload.ip_adapter_image)
-    return {"ip_adapter_image": [image] * adapters}
+    return {**told, "ip_adapter_image": [image] * adapters}
 
 
 def _picture() -> Image:

@@ -141,7 +141,8 @@ class TorchEngine(Engine):
         for module in (denoiser, pipeline.vae):
             module.to(memory_format=torch.channels_last)
         if not self.options.ip_adapters:  # which it would put other attentions in the place of
-            pipeline.fuse_qkv_projections()
+            for module in (denoiser, pipeline.vae):
+                module.fuse_qkv_projections()
         if self.options.regional:
             denoiser.compile_repeated_blocks(mode=mode, fullgraph=True)
             return
@@ -155,18 +156,20 @@ class TorchEngine(Engine):
         adapters = len(self.options.ip_adapters)
         if adapters:
             pipeline.set_ip_adapter_scale([workload.ip_adapter_scale] * adapters)
+        # Pipelines that read captions take no None.
+        negative = workload.negative_prompt if self.family.caption_tokens is None else workload.negative_prompt or ""
         # Compiled modules guard on inference mode; diffusers calls everything without gradients anyway.
         eager = self.options.compile_mode is None
         with torch.inference_mode() if eager else contextlib.nullcontext(), self._told_of_memory():
             images: list[Image] = pipeline(
                 prompt,
-                negative_prompt=workload.negative_prompt,
+                negative_prompt=negative,
                 num_inference_steps=workload.steps,
                 guidance_scale=workload.guidance_scale,
                 num_images_per_prompt=workload.batch_size,
                 generator=generator,
                 **start_of(pipeline, workload, generator, getattr(torch, self.precision)),
-                **prompting(workload, adapters),
+                **prompting(workload, adapters, self.family),
             ).images
         return images
 

@@ -1,0 +1,151 @@
+"""PixArt on a GPU: components and images in fp16 against torch's float32 and fp16."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import numpy as np
+import pytest
+import torch
+
+from sdonnx.parity import psnr, relative_error
+from sdonnx.runtime.device import device_for
+from sdonnx.runtime.pipeline import OrtDiffusionPipeline
+from sdonnx.runtime.session import Graph
+
+Build = Callable[[str], tuple[Path, Path]]
+Feeds = dict[str, np.ndarray[Any, Any]]
+
+FULL = [pytest.param(name, marks=pytest.mark.full) for name in ("pixart-alpha", "pixart-sigma")]
+ARCHITECTURES = ["pixart-tiny", "pixart-alpha-tiny", "pixart-sigma-tiny", *FULL]
+
+# Each with what it must not be mistaken for: a replay that reads what was captured would draw the one before.
+CASES: list[dict[str, Any]] = [
+    {"prompt": "a red fox in the snow"},
+    {"prompt": "an old castle", "negative_prompt": "blurred, ugly"},
+    {"prompt": "an old castle by the sea at night, painted in oil, with a small boat and a tall lighthouse"},
+    {"prompt": "a red fox in the snow", "guidance_scale": 1.0},
+    {"prompt": "a red fox in the snow"},
+]
+
+
+@pytest.fixture(scope="module", params=ARCHITECTURES)
+def folders(request: pytest.FixtureRequest, build: Build) -> tuple[str, Path, Path]:
+    return request.param, *build(request.param)
+
+
+@pytest.fixture(scope="module")
+def pipelines(folders: tuple[str, Path, Path]) -> Iterator[dict[str, Any]]:
+    """The torch pipeline in float32, without TF32, and in float16."""
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    loaded: dict[str, Any] = {}
+    for name, dtype in (("float32", torch.float32), ("float16", torch.float16)):
+        pipeline_class: Any = diffusers.DiffusionPipeline
+        loaded[name] = pipeline_class.from_pretrained(folders[1], dtype=dtype).to("cuda")
+        loaded[name].set_progress_bar_config(disable=True)
+    yield loaded
+    loaded.clear()
+    torch.cuda.empty_cache()
+
+
+def text_case(config: Any) -> Feeds:
+    draw = np.random.default_rng(0)
+    mask = (np.arange(304) < np.array([[23], [120]])).astype(np.int32)
+    ids = draw.integers(3, config.vocab_size - 200, (2, 304)) * mask
+    return {"input_ids": ids.astype(np.int32), "attention_mask": mask}
+
+
+def denoiser_cases(config: Any, size: int) -> list[Feeds]:
+    draw = np.random.default_rng(0)
+    found = []
+    for batch, height, width, tokens in ((2, size, size, 120), (1, 40, 24, 304), (3, 18, 34, 40)):
+        feeds = {
+            "sample": draw.standard_normal((batch, 4, height, width)).astype(np.float32),
+            "timestep": np.array([481.0], np.float32),
+            "encoder_hidden_states": draw.standard_normal((batch, tokens, config.caption_channels)).astype(np.float32),
+            "encoder_attention_mask": (np.arange(tokens) < 7 + 9 * np.arange(batch)[:, None]).astype(np.int32),
+            "resolution": np.array([[height * 8, width * 8]], np.float32),
+            "aspect_ratio": np.array([[height / width]], np.float32),
+        }
+        found.append(feeds)
+    return found
+
+
+def ours(folder: Path, component: str, feeds: Feeds) -> np.ndarray[Any, Any]:
+    graph = Graph(folder / component / "model.onnx", device_for("cuda"))
+    typed = {name: values.astype(graph.dtype(name)) for name, values in feeds.items() if name in graph.inputs}
+    result: np.ndarray[Any, Any] = graph.session.run(None, typed)[0]
+    return result
+
+
+def theirs(pipeline: Any, component: str, feeds: Feeds) -> np.ndarray[Any, Any]:
+    tensors = {name: torch.from_numpy(values).cuda() for name, values in feeds.items()}
+    dtype = pipeline.transformer.dtype
+    with torch.inference_mode():
+        if component == "text_encoder":
+            output = pipeline.text_encoder(tensors["input_ids"], attention_mask=tensors["attention_mask"])[0]
+        else:
+            rows = len(feeds["sample"])
+            sizes = {name: tensors[name].expand(rows, -1).to(dtype) for name in ("resolution", "aspect_ratio")}
+            output = pipeline.transformer(
+                tensors["sample"].to(dtype),
+                encoder_hidden_states=tensors["encoder_hidden_states"].to(dtype),
+                timestep=tensors["timestep"].expand(rows),
+                encoder_attention_mask=tensors["encoder_attention_mask"],
+                added_cond_kwargs=sizes if pipeline.transformer.use_additional_conditions else None,
+                return_dict=False,
+            )[0]
+    result: np.ndarray[Any, Any] = output.float().cpu().numpy()
+    return result
+
+
+@pytest.mark.parametrize("component", ["text_encoder", "transformer"])
+def test_error_is_at_most_twice_torchs(
+    component: str, folders: tuple[str, Path, Path], pipelines: dict[str, Any], note: Any
+) -> None:
+    name, _, optimized = folders
+    config = getattr(pipelines["float32"], component).config
+    cases = [text_case(config)] if component == "text_encoder" else denoiser_cases(config, min(config.sample_size, 128))
+    for feeds in cases:
+        wide, half = (theirs(pipelines[dtype], component, feeds) for dtype in ("float32", "float16"))
+        mine = ours(optimized, component, feeds).astype(np.float32)
+        if component == "text_encoder":  # what the padding gives is read by nobody
+            wide, half, mine = (values[feeds["attention_mask"] == 1] for values in (wide, half, mine))
+        row: dict[str, Any] = {"pipeline": name, "component": component, "shape": list(mine.shape)}
+        row |= {"error": relative_error(mine, wide), "torch_fp16_error": relative_error(half, wide)}
+        note("components", row)
+        assert row["error"] <= 2 * row["torch_fp16_error"], row
+
+
+def test_images_agree(folders: tuple[str, Path, Path], pipelines: dict[str, Any], note: Any) -> None:
+    name, _, optimized = folders
+    side = min(512, pipelines["float32"].transformer.config.sample_size * 8)
+    steps: dict[str, Any] = {"num_inference_steps": 10, "height": side, "width": side, "use_resolution_binning": False}
+    steps["clean_caption"] = False
+    start = time.perf_counter()
+    with OrtDiffusionPipeline.from_pretrained(optimized) as pipeline:
+        loaded = time.perf_counter() - start
+        for index, case in enumerate(CASES):
+            start = time.perf_counter()
+            drawn = pipeline(**case, **steps, seed=3, output_type="np").images
+            row: dict[str, Any] = {
+                "pipeline": name,
+                "case": index,
+                "seconds": time.perf_counter() - start,
+                "load_s": loaded,
+            }
+            pictures = {}
+            for dtype, each in pipelines.items():
+                noise = torch.randn((1, 4, side // 8, side // 8), generator=torch.Generator().manual_seed(3))
+                noise = noise.to("cuda", each.transformer.dtype)
+                pictures[dtype] = each(**case, **steps, latents=noise, output_type="np").images
+            row["psnr_db"] = psnr(drawn, pictures["float32"])
+            row["torch_fp16_psnr_db"] = psnr(pictures["float16"], pictures["float32"])
+            note("images", row)
+            assert np.std(drawn) > 0.02
+            # At most a little farther from float32 than torch's fp16 is.
+            assert row["psnr_db"] > min(45.0, row["torch_fp16_psnr_db"] - 6), row
