@@ -21,6 +21,7 @@ from gpu.test_contracts import (
     attention_feeds,
     attention_graph,
     block_in_bfloat16,
+    feeds_of,
     lowered_results,
     model_of,
     rounded,
@@ -278,7 +279,7 @@ def test_the_cpu_has_the_kernels_that_the_contracts_name(op_type: str) -> None:
             onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
         return
     session = onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
-    found = session.run(None, {f"x{index}": array for index, array in enumerate(arrays) if array is not None})
+    found = session.run(None, feeds_of(model, arrays))
     for values, reference in zip(found, lowered_results(case, arrays), strict=True):
         assert relative_error(values, reference) < TOLERANCE
 
