@@ -2,8 +2,8 @@
 
 A fused graph is measured by this: what an exporter wrote in a form that no rule knows is missing from
 the counts, where a rule that never matched would stay silent. Formulas are those of diffusers'
-UNet2DConditionModel, AutoencoderKL and StableDiffusionSafetyChecker and of transformers' CLIPTextModel and
-CLIPVisionModel.
+UNet2DConditionModel, PixArtTransformer2DModel, AutoencoderKL and StableDiffusionSafetyChecker and of transformers'
+CLIPTextModel, CLIPVisionModel and T5EncoderModel.
 """
 
 from __future__ import annotations
@@ -16,13 +16,16 @@ from sdonnx.families import Role
 
 __all__ = ["KINDS", "expected_counts"]
 
-KINDS = ("attention", "geglu", "group_norm", "layer_norm", "convolution")
+KINDS = ("attention", "geglu", "fast_gelu", "group_norm", "layer_norm", "rms_norm", "convolution")
 
 _TEXT = (Role.TEXT_ENCODER, Role.TEXT_ENCODER_2)
 
 # The blocks that are counted: whether each has transformers.
 _DOWN = {"CrossAttnDownBlock2D": True, "DownBlock2D": False}
 _UP = {"CrossAttnUpBlock2D": True, "UpBlock2D": False}
+_TANH = "gelu-approximate"
+# What published checkpoints call PixArt's transformer, which diffusers maps as it loads them.
+_PIXART = ("PixArtTransformer2DModel", "Transformer2DModel")
 _CODING = {True: "UpDecoderBlock2D", False: "DownEncoderBlock2D"}
 # Keys that bring in layers of other kinds, and the values with which they do not.
 _PLAIN: Mapping[str, tuple[Any, ...]] = {
@@ -46,6 +49,12 @@ def expected_counts(role: Role, config: Mapping[str, Any]) -> dict[str, int] | N
         name = config.get("_class_name") or next(iter(config.get("architectures") or ()), None)
         if name == "UNet2DConditionModel" and role is Role.DENOISER:
             return _unet(config)
+        if name in _PIXART and role is Role.DENOISER:
+            return _pixart(config)
+        if name == "T5EncoderModel" and role is Role.TEXT_ENCODER:
+            layers = config["num_layers"]
+            gelus = layers if config["feed_forward_proj"] == "gated-gelu" else 0
+            return _counts(attention=layers, rms_norm=2 * layers + 1, fast_gelu=gelus)
         if name == "AutoencoderKL" and role in (Role.IMAGE_ENCODER, Role.IMAGE_DECODER):
             return _autoencoder(config, role is Role.IMAGE_DECODER)
         if name in ("CLIPTextModel", "CLIPTextModelWithProjection") and role in _TEXT:
@@ -68,6 +77,15 @@ def _counts(**counts: int) -> dict[str, int]:
 def _vision(layers: int) -> dict[str, int]:
     """The vision tower of CLIP: a norm before its layers and one behind them; its patches are a convolution."""
     return _counts(attention=layers, layer_norm=2 * layers + 2, convolution=1)
+
+
+def _pixart(config: Mapping[str, Any]) -> dict[str, int]:
+    """Blocks have two attentions, two norms and a gelu; the caption's projection a gelu, the patches a convolution."""
+    if config["norm_type"] != "ada_norm_single" or config.get("activation_fn", _TANH) != _TANH:
+        raise KeyError("norm_type or activation_fn")
+    blocks = config["num_layers"]
+    projects = config.get("caption_channels") is not None
+    return _counts(attention=2 * blocks, layer_norm=2 * blocks + 1, fast_gelu=blocks + projects, convolution=1)
 
 
 def _each(value: Any, blocks: int) -> list[int]:

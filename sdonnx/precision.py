@@ -43,8 +43,8 @@ BFLOAT16_OPERATORS = frozenset(
 
 # Operators that pass values on: a value that is kept in float32 stays so through them.
 _PASSING = frozenset(
-    {"Add", "Cast", "Div", "Expand", "Gather", "Identity", "Mul", "Neg", "Reshape", "Slice", "Squeeze", "Sub",
-     "Transpose", "Unsqueeze"}
+    {"Add", "Cast", "Div", "Expand", "Gather", "Identity", "Mul", "Neg", "Reshape", "Slice",
+     "Squeeze", "Sub", "Transpose", "Unsqueeze"}
 )  # fmt: skip
 
 
@@ -82,6 +82,12 @@ def _matches(pattern: str, node: ir.Node) -> bool:
     return pattern == node.op_type or any(
         fnmatchcase(path, pattern) or fnmatchcase(f"{path}.", pattern) for path in paths
     )
+
+
+def _counts_positions(cast: ir.Node) -> bool:
+    """Tell whether a size is read by nothing but operators that stay in float32."""
+    users = [use.node for use in cast.outputs[0].uses()]
+    return bool(users) and all(user.op_type in _FLOAT32_OPERATORS and not user.domain for user in users)
 
 
 def parse_overrides(texts: Sequence[str], components: Sequence[str]) -> dict[str, tuple[str, ...]]:
@@ -162,6 +168,8 @@ class ConvertPrecision(InPlacePass):
         if node in self._decides or (node.op_type in _FLOAT32_OPERATORS and not node.domain):
             return _FLOAT
         data = [value for value in node.inputs if value is not None and not value.is_initializer()]
+        if node.op_type == "Cast" and _counts_positions(node):
+            return _FLOAT
         if node.op_type == "Cast":
             return self._kept.get(data[0], self.policy.dtype) if data else self.policy.dtype
         kept = {self._kept.get(value) for value in data if value.dtype in self._floats}

@@ -27,21 +27,36 @@ _FUSED_AWAY = {"cuda": ("Attention", "GroupNormalization", "Softmax", "Conv"), "
 _BEFORE = {
     "attention": ("Attention", "Softmax"),
     "geglu": ("Gelu", "Erf"),
+    "fast_gelu": ("Gelu", "Tanh"),
     "group_norm": ("GroupNormalization", "InstanceNormalization"),
     "layer_norm": ("LayerNormalization",),
+    "rms_norm": ("RMSNormalization", "ReduceMean"),
     "convolution": ("Conv",),
 }
 _AFTER = {
     "cuda": {
         "attention": ("MultiHeadAttention",),
         "geglu": ("BiasSplitGelu",),
+        "fast_gelu": ("FastGelu",),
         "group_norm": ("GroupNorm", "SkipGroupNorm"),
         "layer_norm": ("LayerNormalization", "SkipLayerNormalization"),
+        "rms_norm": ("RMSNormalization", "SkipSimplifiedLayerNormalization"),
     },
     "cpu": {
         "attention": ("MultiHeadAttention",),
+        "fast_gelu": ("FastGelu",),
         "layer_norm": ("LayerNormalization", "SkipLayerNormalization"),
+        "rms_norm": ("RMSNormalization", "SkipSimplifiedLayerNormalization"),
     },
+}
+
+# The kinds of layers that give a stage something to do.
+_STAGE_KINDS = {
+    "attention": ("attention",),
+    "geglu": ("geglu",),
+    "group_norm_silu": ("group_norm",),
+    "skip_group_norm": ("group_norm",),
+    "skip_layer_norm": ("layer_norm", "rms_norm"),
 }
 
 # What must do something in a graph of that role.
@@ -230,8 +245,10 @@ def _warnings(
         if operator not in silenced:
             yield f"{count} {operator} not fused"
     wanted = set(_STAGES[spec.role]) & ({"attention", "skip_layer_norm"} if provider == "cpu" else _ALL_STAGES)
-    # A stage that is named after a kind has nothing to do where the architecture has none of it.
-    absent = {kind for kind, count in (expected_counts(spec.role, config) or {}).items() if not count}
+    expected = expected_counts(spec.role, config)
+    absent = {
+        stage for stage, kinds in _STAGE_KINDS.items() if expected is not None and not any(map(expected.get, kinds))
+    }
     for outcome in outcomes:
         if outcome.stage in wanted - silenced - absent and not any(outcome.fired.values()):
             yield f"the stage {outcome.stage} found nothing to fuse"

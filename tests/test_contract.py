@@ -36,6 +36,7 @@ from sdonnx.graph.contract import (
     causal_refusal,
     contract_of,
     dtype_refusal,
+    fast_gelu_refusal,
     group_norm_refusal,
     split_gelu_refusal,
 )
@@ -178,6 +179,8 @@ def refusal_of(node: ir.Node) -> str | None:
         return group_norm_refusal(x, channels, node.attributes.get_int("groups"))
     if node.op_type == "BiasSplitGelu":
         return split_gelu_refusal(x)
+    if node.op_type == "FastGelu":
+        return fast_gelu_refusal(x)
     if node.op_type == "MultiHeadAttention" and node.attributes.get_int("unidirectional", 0) and len(node.inputs) > 1:
         keys = node.inputs[1]
         assert keys is not None

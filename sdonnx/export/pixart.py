@@ -84,7 +84,9 @@ def _embedded(patches: Any, latent: torch.Tensor) -> torch.Tensor:
     frequencies = 1.0 / 10000.0**exponents
 
     def table(count: int) -> torch.Tensor:
-        positions = torch.arange(count, dtype=torch.float32) / (count / patches.base_size)
+        places = torch.arange(count, dtype=torch.float32)
+        # Not by `count`: a size is on the host, and a graph that copies from there cannot be captured.
+        positions = places / ((places[-1:] + 1) / patches.base_size)
         angles = torch.outer(positions / patches.interpolation_scale, frequencies)
         return torch.cat([angles.sin(), angles.cos()], dim=1)
 

@@ -45,7 +45,6 @@ def _bias(attention: Any, query_length: int, key_length: int, **_: Any) -> torch
     buckets = torch.cat([bucket(torch.arange(-most, 0)), own, bucket(torch.arange(1, most + 1))])
     distances = torch.arange(key_length)[None, :] - torch.arange(query_length)[:, None]
     # A lookup of rows: the exporter writes an index as GatherND, which no captured graph may have.
-    values = torch.nn.functional.embedding(
-        distances.clamp(-most, most) + most, attention.relative_attention_bias(buckets)
-    )
+    table = attention.relative_attention_bias(buckets)
+    values = torch.nn.functional.embedding(distances.clamp(-most, most) + most, table)
     return values.permute(2, 0, 1)[None]

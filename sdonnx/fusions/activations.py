@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from sdonnx.graph.contract import dtype_refusal
+from sdonnx.graph.contract import fast_gelu_refusal
 from sdonnx.graph.edit import MICROSOFT, constant_value, dims, insert, insert_multi, replace, static_dim
 from sdonnx.graph.match import Idiom, Rule, is_bias, producer_of, same_shape, scalar, sole_user
 
@@ -164,7 +164,7 @@ class GeluToFastGelu(Idiom):
         x, inputs = node.inputs[0], [node.inputs[0]]
         if x is None or node.attributes.get_string("approximate", "none") != "tanh":
             return ""
-        if (reason := dtype_refusal("FastGelu", x)) is not None:
+        if (reason := fast_gelu_refusal(x)) is not None:
             return reason
         if (total := producer_of(x, "Add")) is not None and sole_user(x, "Gelu") is node:
             for term, bias in (total.inputs, reversed(total.inputs)):

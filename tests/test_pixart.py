@@ -1,0 +1,374 @@
+"""PixArt-alpha and PixArt-Sigma against diffusers: components, images, captions and sizes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import numpy as np
+import onnx_ir as ir
+import onnxruntime
+import pytest
+import torch
+from pipelines import copied, lowered_session, refused, run
+from placement import copied_from_host
+from transformers import T5EncoderModel
+
+from sdonnx.errors import OptionError, PromptError, SdonnxError, WeightsError
+from sdonnx.export.pipeline import export_pipeline
+from sdonnx.families import family_of
+from sdonnx.folder import REPORT, PipelineFolder, read_json
+from sdonnx.optimize import optimize_folder
+from sdonnx.parity import psnr, relative_error
+from sdonnx.runtime.pipeline import OrtDiffusionPipeline
+from sdonnx.sample import write_sample
+
+# diffusers hands torch's tensors to numpy in a way that numpy will no longer know.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:__array_wrap__ must accept:DeprecationWarning"),
+]
+
+PROMPT = "A red fox in the Snow"
+STEPS = {"num_inference_steps": 4, "clean_caption": False}
+SMALL = {"height": 128, "width": 96, "use_resolution_binning": False}
+SAME_DB = 90
+
+
+class Pair:
+    """One pipeline by diffusers and by this project."""
+
+    def __init__(self, arch: str, folder: Path) -> None:
+        self.source, self.exported, self.optimized = folder / "source", folder / "onnx", folder / "cpu"
+        write_sample(arch, self.source)
+        export_pipeline(self.source, self.exported)
+        optimize_folder(self.exported, self.optimized, provider="cpu")
+        torch.set_num_threads(1)
+        pipeline_class: Any = diffusers.DiffusionPipeline
+        self.theirs: Any = pipeline_class.from_pretrained(self.source)
+        self.theirs.set_progress_bar_config(disable=True)
+        self.ours = OrtDiffusionPipeline.from_pretrained(self.optimized)
+
+    def draw(self, *prompt: str, **arguments: Any) -> tuple[Any, Any]:
+        """Return both images for the same arguments."""
+        given = STEPS | arguments
+        expected = self.theirs(*prompt, **given, generator=torch.Generator().manual_seed(3), output_type="np").images
+        return self.ours(*prompt, **given, seed=3, output_type="np").images, expected
+
+
+@pytest.fixture(scope="module")
+def alpha(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    """Of 1024 pixels, and told the size."""
+    return Pair("pixart-alpha-tiny", tmp_path_factory.mktemp("alpha"))
+
+
+@pytest.fixture(scope="module")
+def sigma(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    """Of 256 pixels."""
+    return Pair("pixart-sigma-tiny", tmp_path_factory.mktemp("sigma"))
+
+
+@pytest.fixture(scope="module")
+def for_cuda(alpha: Pair, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("cuda") / "fp16"
+    optimize_folder(alpha.exported, folder, float16=True)
+    return folder
+
+
+# Components
+
+
+def text_inputs(batch: int, length: int) -> dict[str, Any]:
+    draw = np.random.default_rng(batch)
+    mask = (np.arange(length) < 3 + 7 * np.arange(batch)[:, None]).astype(np.int32)
+    return {"input_ids": draw.integers(3, 32000, (batch, length)).astype(np.int32), "attention_mask": mask}
+
+
+def denoiser_inputs(batch: int, height: int, width: int, length: int) -> dict[str, Any]:
+    draw = np.random.default_rng(height)
+    return {
+        "sample": draw.standard_normal((batch, 4, height, width)).astype(np.float32),
+        "timestep": np.array([481.5], np.float32),
+        "encoder_hidden_states": draw.standard_normal((batch, length, 64)).astype(np.float32),
+        "encoder_attention_mask": text_inputs(batch, length)["attention_mask"],
+        "resolution": np.array([[8.0 * height, 8.0 * width]], np.float32),
+        "aspect_ratio": np.array([[height / width]], np.float32),
+    }
+
+
+def torch_output(pair: Pair, component: str, inputs: dict[str, Any]) -> Any:
+    given = {name: torch.from_numpy(values) for name, values in inputs.items()}
+    with torch.inference_mode():
+        if component == "text_encoder":
+            return pair.theirs.text_encoder(**given)[0].numpy()
+        transformer, rows = pair.theirs.transformer, len(inputs["sample"])
+        sizes = {name: given[name].expand(rows, -1) for name in ("resolution", "aspect_ratio")}
+        return transformer(
+            given["sample"],
+            encoder_hidden_states=given["encoder_hidden_states"],
+            timestep=given["timestep"].expand(rows),
+            encoder_attention_mask=given["encoder_attention_mask"],
+            added_cond_kwargs=sizes if transformer.use_additional_conditions else None,
+            return_dict=False,
+        )[0].numpy()
+
+
+CASES = {
+    "text_encoder": [text_inputs(2, 120), text_inputs(1, 5), text_inputs(3, 300)],
+    # The size trained for, where diffusers takes a table that it keeps, and others.
+    "transformer": [denoiser_inputs(2, 32, 32, 120), denoiser_inputs(1, 6, 22, 7), denoiser_inputs(3, 18, 8, 300)],
+}
+
+
+@pytest.mark.parametrize("component", CASES)
+@pytest.mark.parametrize("stage", ["exported", "optimized"])
+@pytest.mark.parametrize("name", ["alpha", "sigma"])
+def test_components_agree(name: str, component: str, stage: str, request: pytest.FixtureRequest) -> None:
+    pair: Pair = request.getfixturevalue(name)
+    path = getattr(pair, stage) / component / "model.onnx"
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    names = {each.name for each in session.get_inputs()}
+    assert ("resolution" in names) == (name == "alpha" and component == "transformer")
+    for inputs in CASES[component]:
+        (found,) = session.run(None, {key: values for key, values in inputs.items() if key in names})
+        assert relative_error(np.asarray(found), torch_output(pair, component, inputs)) < 1e-4
+
+
+@pytest.mark.parametrize("component", CASES)
+def test_what_is_made_for_cuda_agrees(component: str, alpha: Pair, for_cuda: Path, tmp_path: Path) -> None:
+    """In fp16, as the operators' bodies compute it; the tokens of padding are read by nobody."""
+    session = lowered_session(for_cuda / component / "model.onnx", tmp_path)
+    for inputs in CASES[component][:2]:
+        (found,), expected = run(session, inputs), torch_output(alpha, component, inputs)
+        if component == "text_encoder":
+            told = inputs["attention_mask"] == 1
+            found, expected = found[told], expected[told]
+        assert relative_error(found.astype(np.float32), expected) < 8e-3
+
+
+def test_everything_is_fused(for_cuda: Path) -> None:
+    components = read_json(for_cuda / REPORT)["components"]
+    expected = {
+        "text_encoder": {"attention": 2, "rms_norm": 5, "fast_gelu": 2},
+        "transformer": {"attention": 4, "layer_norm": 5, "fast_gelu": 3, "convolution": 1},
+    }
+    for name, counts in expected.items():
+        found = components[name]
+        assert {kind: each["expected"] for kind, each in found["expected"].items()} == counts
+        assert {kind: each["after"] for kind, each in found["expected"].items()} == counts
+        assert found["warnings"] == []
+    after = components["transformer"]["operators_after"]
+    # All but the first norm take an addition with them, and with it the gate's bias.
+    assert (after["LayerNormalization"], after["SkipLayerNormalization"], after["BiasAdd"]) == (1, 4, 2)
+    # A gate each for attention and feed-forward layers; the rest is the step's embedding and its rows.
+    assert components["text_encoder"]["operators_after"]["SkipSimplifiedLayerNormalization"] == 4
+    assert components["text_encoder"]["float32"] == {"RMSNormalization": 1, "SkipSimplifiedLayerNormalization": 4}
+
+
+@pytest.mark.parametrize("file", ["text_encoder/text", "transformer/step", "vae_encoder/encode", "vae_decoder/decode"])
+def test_graphs_can_be_captured(file: str, for_cuda: Path) -> None:
+    assert copied_from_host(ir.load(for_cuda / f"{file}.onnx")) == []
+
+
+def test_a_text_encoder_that_goes_beyond_fp16(alpha: Pair, tmp_path: Path) -> None:
+    """What T5's feed-forward layers add to the stream is beyond 65504, and changes nothing."""
+    source = copied(alpha.source, tmp_path / "source")
+    encoder = T5EncoderModel.from_pretrained(source / "text_encoder")
+    with torch.no_grad():
+        for block in encoder.encoder.block:
+            block.layer[1].DenseReluDense.wo.weight *= 1e5
+    encoder.save_pretrained(source / "text_encoder")
+    export_pipeline(source, tmp_path / "onnx")
+    optimize_folder(tmp_path / "onnx", tmp_path / "fp16", float16=True)
+    inputs = text_inputs(2, 24)
+    with torch.inference_mode():
+        given = {name: torch.from_numpy(values) for name, values in inputs.items()}
+        layers = encoder(**given, output_hidden_states=True)
+    assert max(float(layer.abs().max()) for layer in layers.hidden_states) > 1e5
+    (found,) = run(lowered_session(tmp_path / "fp16" / "text_encoder" / "model.onnx", tmp_path), inputs)
+    told = inputs["attention_mask"] == 1
+    assert relative_error(found[told].astype(np.float32), layers[0].numpy()[told]) < 8e-3
+
+
+def test_published_folders_name_another_class(alpha: Pair, tmp_path: Path) -> None:
+    """PixArt-alpha's says Transformer2DModel, which diffusers maps."""
+    source = copied(alpha.source, tmp_path / "source")
+    index = json.loads((source / "model_index.json").read_text())
+    index["transformer"] = ["diffusers", "Transformer2DModel"]
+    (source / "model_index.json").write_text(json.dumps(index))
+    config = json.loads((source / "transformer" / "config.json").read_text())
+    config["_class_name"] = "Transformer2DModel"
+    (source / "transformer" / "config.json").write_text(json.dumps(config))
+    export_pipeline(source, tmp_path / "onnx")
+    session = onnxruntime.InferenceSession(
+        tmp_path / "onnx" / "transformer" / "model.onnx", providers=["CPUExecutionProvider"]
+    )
+    inputs = CASES["transformer"][1]
+    (found,) = session.run(None, inputs)
+    assert relative_error(np.asarray(found), torch_output(alpha, "transformer", inputs)) < 1e-4
+
+
+# Images
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {},
+        {"negative_prompt": "blurred, ugly"},
+        {"guidance_scale": 1.0},
+        {"num_images_per_prompt": 2},
+        {"max_sequence_length": 5},
+        {"height": 160},
+    ],
+    ids=str,
+)
+def test_images_of_alpha_agree(arguments: dict[str, Any], alpha: Pair) -> None:
+    with_warning = "max_sequence_length" in arguments
+    if with_warning:
+        with pytest.warns(UserWarning, match="this end of a prompt was cut: the snow"):
+            found, expected = alpha.draw(PROMPT, **SMALL | arguments)
+    else:
+        found, expected = alpha.draw(PROMPT, **SMALL | arguments)
+    assert expected.std() > 0.05
+    assert psnr(found, expected) > SAME_DB
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{}, {"height": 200, "width": 330}, {"height": 401, "width": 123}, {"width": 1000}, {"height": 128}],
+    ids=str,
+)
+def test_images_of_sigma_agree_at_sizes_that_are_binned(arguments: dict[str, Any], sigma: Pair) -> None:
+    found, expected = sigma.draw(PROMPT, **arguments)
+    assert found.shape == expected.shape
+    assert psnr(found, expected) > SAME_DB
+
+
+def test_several_prompts_agree(sigma: Pair) -> None:
+    prompts: Any = ["a fox", "an old castle by the sea"]
+    found, expected = sigma.draw(prompts, negative_prompt=["", "people"])
+    assert found.shape[0] == 2
+    assert psnr(found, expected) > SAME_DB
+    assert psnr(found[:1], found[1:]) < 40
+
+
+def test_binned_images_in_every_form(sigma: Pair) -> None:
+    given: dict[str, Any] = {**STEPS, "height": 100, "width": 171, "seed": 1}
+    array = sigma.ours(PROMPT, **given, output_type="np").images
+    pictures = np.stack([np.asarray(image) for image in sigma.ours(PROMPT, **given).images])
+    shared = torch.from_dlpack(sigma.ours(PROMPT, **given, output_type="ort").images).numpy()
+    assert array.shape == pictures.shape == shared.shape == (1, 100, 171, 3)
+    assert np.array_equal(pictures, np.round(array * 255))
+    assert np.array_equal(pictures, shared)
+    # Latents are those of the size that is drawn.
+    assert sigma.ours(PROMPT, **given, output_type="latent").images.shape[2:] == (24, 42)
+
+
+def test_defaults_are_those_of_diffusers(alpha: Pair, sigma: Pair) -> None:
+    assert (alpha.ours.default_steps, alpha.ours.default_guidance_scale, alpha.ours.default_size) == (20, 4.5, 1024)
+    assert (sigma.ours.default_steps, sigma.ours.default_size) == (20, 256)
+
+
+@pytest.mark.parametrize("sampler", ["euler", "unipc", "ddim"])
+def test_other_samplers_agree(sampler: str, sigma: Pair) -> None:
+    config, theirs = sigma.ours.scheduler_config, sigma.theirs.scheduler
+    try:
+        sigma.ours.scheduler = sampler
+        scheduler_class: Any = getattr(diffusers, sigma.ours.scheduler)
+        sigma.theirs.scheduler = scheduler_class.from_config(sigma.ours.scheduler_config)
+        found, expected = sigma.draw(PROMPT)
+        assert psnr(found, expected) > SAME_DB
+    finally:
+        sigma.ours.scheduler_config, sigma.theirs.scheduler = config, theirs
+
+
+def test_embeddings_are_taken_with_their_masks(sigma: Pair) -> None:
+    with torch.inference_mode():
+        embeds, mask, negative, negative_mask = sigma.theirs.encode_prompt(PROMPT, max_sequence_length=21)
+    given = {"prompt_embeds": embeds, "prompt_attention_mask": mask}
+    given |= {"negative_prompt_embeds": negative, "negative_prompt_attention_mask": negative_mask}
+    expected = sigma.theirs(**STEPS, **given, negative_prompt=None, generator=torch.Generator().manual_seed(3))
+    found = sigma.ours(**STEPS, **{name: each.numpy() for name, each in given.items()}, seed=3)
+    pairs = zip(found.images, expected.images, strict=True)
+    assert all(psnr(np.asarray(a) / 255, np.asarray(b) / 255) > 60 for a, b in pairs)
+
+
+def test_sizes_and_captions_need_no_new_capture(sigma: Pair) -> None:
+    """Sizes of one bin and captions of one length are one size."""
+    sigma.ours("a fox", **STEPS, height=100, width=172, seed=0)
+    before = len(sigma.ours.captured_sizes)
+    sigma.ours("a much longer caption of an owl and a castle", **STEPS, height=101, width=174, seed=0)
+    assert len(sigma.ours.captured_sizes) == before
+
+
+def test_an_image_can_be_started_from(sigma: Pair) -> None:
+    start = np.random.default_rng(0).random((1, 256, 256, 3)).astype(np.float32)
+    near = sigma.ours(PROMPT, image=start, strength=0.25, **STEPS, seed=1, output_type="np").images
+    far = sigma.ours(PROMPT, image=start, strength=1.0, **STEPS, seed=1, output_type="np").images
+    assert near.shape == far.shape == start.shape
+    assert psnr(near, far) < 40
+
+
+# What cannot be used
+
+BAD: list[tuple[dict[str, Any], type[SdonnxError], str]] = [
+    ({"height": 120, "use_resolution_binning": False}, OptionError, "height is 120; expected a multiple of 16"),
+    ({"height": 0}, OptionError, "height is 0; expected a multiple of 1"),
+    ({"max_sequence_length": 1}, OptionError, "max_sequence_length is 1; expected a whole number, more than 1"),
+    ({"max_sequence_length": 2.5}, OptionError, "max_sequence_length is 2.5"),
+    ({"original_size": (512, 512)}, OptionError, "original_size given; expected a pipeline that is told sizes"),
+    ({"prompt_2": "a fox"}, PromptError, "a pipeline of two text encoders"),
+    ({"prompt_attention_mask": np.ones((1, 8))}, PromptError, "prompt_attention_mask without prompt_embeds"),
+    ({"clip_skip": 1}, OptionError, "clip_skip is 1"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "kind", "message"), BAD, ids=[str(each[0])[:40] for each in BAD])
+def test_bad_arguments(arguments: dict[str, Any], kind: type[SdonnxError], message: str, sigma: Pair) -> None:
+    with pytest.raises(kind) as error:
+        sigma.ours(PROMPT, **STEPS | arguments)
+    assert message in str(error.value)
+
+
+def test_embeddings_without_their_masks(sigma: Pair) -> None:
+    embeds = np.zeros((1, 8, 64), np.float32)
+    both = {"prompt_embeds": embeds, "negative_prompt_embeds": embeds}
+    with pytest.raises(PromptError, match="prompt_embeds without prompt_attention_mask"):
+        sigma.ours(**both)
+    for mask in (np.ones((1, 7)), np.full((1, 8), 2), np.zeros((1, 8))):
+        with pytest.raises(PromptError, match="1 for tokens and 0 for padding"):
+            sigma.ours(**both, prompt_attention_mask=mask, negative_prompt_attention_mask=mask)
+
+
+def test_an_optimized_folder_whose_size_is_in_no_table(sigma: Pair, tmp_path: Path) -> None:
+    folder = copied(sigma.optimized, tmp_path / "folder")
+    config = json.loads((folder / "transformer" / "config.json").read_text())
+    (folder / "transformer" / "config.json").write_text(json.dumps(config | {"sample_size": 24}))
+    with OrtDiffusionPipeline.from_pretrained(folder) as pipeline:
+        with pytest.raises(OptionError, match="a model for 192 pixels has no table of sizes"):
+            pipeline(PROMPT, **STEPS)
+        assert pipeline(PROMPT, **STEPS, use_resolution_binning=False).images[0].size == (192, 192)
+
+
+@pytest.mark.parametrize("key", ["num_layers", "attention_head_dim", "caption_channels"])
+def test_a_configuration_that_does_not_fit_its_weights(key: str, sigma: Pair, tmp_path: Path) -> None:
+    source = copied(sigma.source, tmp_path / "source")
+    config = json.loads((source / "transformer" / "config.json").read_text())
+    (source / "transformer" / "config.json").write_text(json.dumps(config | {key: config[key] + 8}))
+    with refused(WeightsError):
+        export_pipeline(source, tmp_path / "onnx")
+    assert not (tmp_path / "onnx").exists()
+
+
+def test_sizes_are_asked_for_where_they_were_trained_with(alpha: Pair, tmp_path: Path) -> None:
+    """As diffusers decides it, where the configuration does not say."""
+    source = copied(alpha.source, tmp_path / "source")
+    config = json.loads((source / "transformer" / "config.json").read_text())
+    for said, size, told in ((None, 128, True), (None, 64, False), (False, 128, False), (True, 64, True)):
+        changed = config | {"use_additional_conditions": said, "sample_size": size}
+        (source / "transformer" / "config.json").write_text(json.dumps(changed))
+        names = [tensor.name for tensor in family_of(PipelineFolder.open(source)).component("transformer").inputs]
+        assert ("resolution" in names) == ("aspect_ratio" in names) == told
