@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers.models.activations import GEGLU
+from diffusers.models.activations import GEGLU, GELU
 from diffusers.models.attention_processor import Attention
 from pipelines import COMPONENTS
+from transformers.activations import NewGELUActivation
 from transformers.models.clip.modeling_clip import CLIPAttention
+from transformers.models.t5.modeling_t5 import T5Attention, T5LayerNorm
 
 from sdonnx.expected import KINDS, expected_counts
 from sdonnx.families import FAMILIES, Role
@@ -20,10 +22,12 @@ from sdonnx.sample import ARCHITECTURES, ClassSpec, build_network
 
 # Layer -> the classes of the modules that are such a layer.
 CLASSES: dict[str, tuple[type, ...]] = {
-    "attention": (Attention, CLIPAttention),
+    "attention": (Attention, CLIPAttention, T5Attention),
     "geglu": (GEGLU,),
+    "fast_gelu": (GELU, torch.nn.GELU, NewGELUActivation),
     "group_norm": (torch.nn.GroupNorm,),
     "layer_norm": (torch.nn.LayerNorm,),
+    "rms_norm": (T5LayerNorm,),
     "convolution": (torch.nn.Conv2d,),
 }
 
@@ -82,7 +86,12 @@ UNKNOWN_UNETS: dict[str, dict[str, Any]] = {
 def counted(modules: Iterable[torch.nn.Module | None]) -> dict[str, int]:
     """How many layers of each kind the modules hold."""
     layers = [layer for module in modules if module is not None for layer in module.modules()]
-    return {kind: sum(isinstance(layer, classes) for layer in layers) for kind, classes in CLASSES.items()}
+    # The gelu of OpenCLIP's text encoder is exact, and no kernel of its own.
+    exact = [layer for layer in layers if getattr(layer, "approximate", "tanh") == "none"]
+    return {
+        kind: sum(isinstance(layer, classes) and layer not in exact for layer in layers)
+        for kind, classes in CLASSES.items()
+    }
 
 
 def parts(component: str, network: Any) -> list[torch.nn.Module | None]:
@@ -103,6 +112,7 @@ def unet(**changes: Any) -> Any:
 
 
 FAMILY_OF = {"tiny": 0, "sd15": 0, "sd21": 0, "sdxl": 1, "sdxl-refiner": 1, "sdxl-tiny": 1}
+FAMILY_OF |= {"pixart-alpha": 2, "pixart-sigma": 3, "pixart-tiny": 2}
 
 
 @pytest.mark.parametrize(
@@ -213,4 +223,8 @@ def test_exported_graphs_have_as_many(spec: Any, tiny_exported: Path) -> None:
         "attention": "Attention", "geglu": "Gelu", "group_norm": "GroupNormalization",
         "layer_norm": "LayerNormalization", "convolution": "Conv",
     }  # fmt: skip
-    assert expected_counts(spec.role, config) == {kind: nodes.count(operator) for kind, operator in operators.items()}
+    expected = expected_counts(spec.role, config)
+    assert expected is not None
+    found = {kind: nodes.count(operator) for kind, operator in operators.items()}
+    assert found == {kind: expected[kind] for kind in operators}
+    assert not any(expected[kind] for kind in expected.keys() - operators.keys())

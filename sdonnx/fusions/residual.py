@@ -13,96 +13,86 @@ from sdonnx.graph.match import Rule, is_bias, same_shape, sum_of, total_bias
 __all__ = ["BiasIntoNhwcConv", "LayerNormToSkipLayerNorm", "ResidualToBiasAdd", "RmsNormToSkipRmsNorm"]
 
 
-class LayerNormToSkipLayerNorm(Rule):
+class _NormOfSum(Rule):
+    """What norms of a residual and what is added to it have in common."""
+
+    keeps_nodes = True  # the sum is the residual of what follows
+    fused = ""
+
+    def concerns(self, total: ir.Value, **_: Any) -> bool:
+        """There must be something to add."""
+        return len(sum_of(total).terms) > 1
+
+    @staticmethod
+    def why_not(total: ir.Value, norm: ir.Value, *vectors: ir.Value) -> str | None:
+        """Return why the kernel cannot add and normalize, None if it can: two terms (B,S,D), over the last axis."""
+        node, parts = norm.producer(), sum_of(total)
+        assert node is not None
+        if node.attributes.get_int("axis", -1) not in (-1, 2):
+            return "the norm is not over the last axis"
+        if len(parts.terms) != 2:
+            return f"the input is a sum of {len(parts.terms)} activations, the kernel adds two"
+        if not all(same_shape(term, total) for term in parts.terms) or len(dims(total) or ()) != 3:
+            return "the two terms are not of one shape (B,S,D)"
+        channels = static_dim(total, 2)
+        if channels is None or any(static_dim(vector, 0) != channels for vector in vectors):
+            return "scale and shift are not one number a channel"  # ONNX would broadcast them
+        return None
+
+    def in_one_kernel(self, op: Any, total: ir.Value, norm: ir.Value, *vectors: ir.Value) -> Any:
+        """Add and normalize; whoever used the sum takes the kernel's."""
+        node, parts = norm.producer(), sum_of(total)
+        assert node is not None
+        inputs = [*parts.terms, *vectors]
+        if (bias := total_bias(node, parts.biases)) is not None:
+            inputs.append(bias)
+        epsilon = node.attributes.get_float("epsilon", 1e-5)
+        normal, _, _, summed = getattr(op, self.fused)(*inputs, epsilon=epsilon, _domain=MICROSOFT, _outputs=4)
+        summed.shape, summed.type = total.shape, total.type
+        replace(total, summed)
+        return normal
+
+
+class LayerNormToSkipLayerNorm(_NormOfSum):
     """s = x + skip + bias; LayerNormalization(s) -> SkipLayerNormalization(x, skip, bias), which gives s too.
 
     Shapes: x and skip (B,S,D), bias (D,).
     """
 
-    keeps_nodes = True  # the sum is the residual of what follows
+    fused = "SkipLayerNormalization"
 
     def pattern(self, op: Any, total: Any, gamma: Any, beta: Any) -> Any:
         """A norm; its input is looked at by `refuse`."""
         return op.LayerNormalization(total, gamma, beta, _allow_other_attributes=True, _outputs=["norm"])
 
-    def concerns(self, total: ir.Value, **_: Any) -> bool:
-        """There must be something to add."""
-        return len(sum_of(total).terms) > 1
-
     def refuse(self, total: ir.Value, gamma: ir.Value, beta: ir.Value, norm: ir.Value) -> str | None:
-        """There must be two terms of one shape (B,S,D), normalized over the last axis."""
-        node, parts = norm.producer(), sum_of(total)
-        assert node is not None
-        if node.attributes.get_int("axis", -1) not in (-1, 2):
-            return "the norm is not over the last axis"
-        if len(parts.terms) != 2:
-            return f"the input is a sum of {len(parts.terms)} activations, the kernel adds two"
-        if not all(same_shape(term, total) for term in parts.terms) or len(dims(total) or ()) != 3:
-            return "the two terms are not of one shape (B,S,D)"
-        if static_dim(total, 2) is None or not static_dim(total, 2) == static_dim(gamma, 0) == static_dim(beta, 0):
-            return "scale and shift are not one number a channel"  # ONNX would broadcast them
-        return None
+        """The kernel must be able to."""
+        return self.why_not(total, norm, gamma, beta)
 
     def rewrite(self, op: Any, total: ir.Value, gamma: ir.Value, beta: ir.Value, norm: ir.Value) -> Any:
-        """Add and normalize in one kernel; whoever used the sum takes the kernel's."""
-        node, parts = norm.producer(), sum_of(total)
-        assert node is not None
-        assert isinstance(node.graph, ir.Graph)
-        inputs = [parts.terms[0], parts.terms[1], gamma, beta]
-        if (bias := total_bias(node, parts.biases)) is not None:
-            inputs.append(bias)
-        normal, _, _, summed = op.SkipLayerNormalization(
-            *inputs, epsilon=node.attributes.get_float("epsilon", 1e-5), _domain=MICROSOFT, _outputs=4
-        )
-        summed.shape, summed.type = total.shape, total.type
-        replace(total, summed)
-        return normal
+        """One kernel."""
+        return self.in_one_kernel(op, total, norm, gamma, beta)
 
 
-class RmsNormToSkipRmsNorm(Rule):
+class RmsNormToSkipRmsNorm(_NormOfSum):
     """s = x + skip + bias; RMSNormalization(s) -> SkipSimplifiedLayerNormalization(x, skip, bias), which gives s too.
 
     Shapes: x and skip (B,S,D), bias (D,).
     """
 
-    keeps_nodes = True  # the sum is the residual of what follows
+    fused = "SkipSimplifiedLayerNormalization"
 
     def pattern(self, op: Any, total: Any, gamma: Any) -> Any:
         """A norm; its input is looked at by `refuse`."""
         return op.RMSNormalization(total, gamma, _allow_other_attributes=True, _outputs=["norm"])
 
-    def concerns(self, total: ir.Value, **_: Any) -> bool:
-        """There must be something to add."""
-        return len(sum_of(total).terms) > 1
-
     def refuse(self, total: ir.Value, gamma: ir.Value, norm: ir.Value) -> str | None:
-        """There must be two terms of one shape (B,S,D), normalized over the last axis."""
-        node, parts = norm.producer(), sum_of(total)
-        assert node is not None
-        if node.attributes.get_int("axis", -1) not in (-1, 2):
-            return "the norm is not over the last axis"
-        if len(parts.terms) != 2:
-            return f"the input is a sum of {len(parts.terms)} activations, the kernel adds two"
-        if not all(same_shape(term, total) for term in parts.terms) or len(dims(total) or ()) != 3:
-            return "the two terms are not of one shape (B,S,D)"
-        if static_dim(total, 2) is None or static_dim(total, 2) != static_dim(gamma, 0):
-            return "the scale is not one number a channel"
-        return None
+        """The kernel must be able to."""
+        return self.why_not(total, norm, gamma)
 
     def rewrite(self, op: Any, total: ir.Value, gamma: ir.Value, norm: ir.Value) -> Any:
-        """Add and normalize in one kernel; whoever used the sum takes the kernel's."""
-        node, parts = norm.producer(), sum_of(total)
-        assert node is not None
-        assert isinstance(node.graph, ir.Graph)
-        inputs = [parts.terms[0], parts.terms[1], gamma]
-        if (bias := total_bias(node, parts.biases)) is not None:
-            inputs.append(bias)
-        normal, _, _, summed = op.SkipSimplifiedLayerNormalization(
-            *inputs, epsilon=node.attributes.get_float("epsilon", 1e-5), _domain=MICROSOFT, _outputs=4
-        )
-        summed.shape, summed.type = total.shape, total.type
-        replace(total, summed)
-        return normal
+        """One kernel."""
+        return self.in_one_kernel(op, total, norm, gamma)
 
 
 class ResidualToBiasAdd(Rule):

@@ -161,7 +161,6 @@ NOT_KERNELS: dict[str, tuple[str, str, dict[str, Array], str | None]] = {
     "one row of all": (f"{IMAGE} x, float[1,1,1,8] s", "t = Add(x, s)", {}, "shapes that the kernel does not add"),
     "column": (f"{IMAGE} x, float[B,H,1,8] s", "t = Add(x, s)", {}, "shapes that the kernel does not add"),
     "one channel": (f"{IMAGE} x, {IMAGE.replace('8', '1')} s", "t = Add(x, s)", {}, "the kernel does not add"),
-    "vector": (f"{IMAGE} x, float[8] s", "t = Add(x, s)", {}, "shapes that the kernel does not add"),
     "nameless sizes": ("float[?,H,W,8] x, float[?,1,1,8] s", "t = Add(x, s)", {}, "the kernel does not add"),
     "outer sum": ("float[B,H,1,8] x, float[B,1,W,8] s", "t = Add(x, s)", {}, "shapes that the kernel does not add"),
     "difference": (f"{IMAGE} x, {IMAGE} s", "t = Sub(x, s)", {}, None),

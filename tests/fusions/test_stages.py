@@ -73,7 +73,8 @@ def test_what_is_fused_for_cuda(block: ir.Model) -> None:
     }  # fmt: skip
     assert operators(model, *CONTRACTS, "Attention", "GroupNormalization", "Gelu", "Conv", "Transpose") == {
         "MultiHeadAttention": 2, "BiasSplitGelu": 1, "GroupNorm": 1, "SkipGroupNorm": 0, "NhwcConv": 1, "BiasAdd": 1,
-        "SkipLayerNormalization": 2, "Attention": 0, "GroupNormalization": 0, "Gelu": 0, "Conv": 0, "Transpose": 2,
+        "SkipLayerNormalization": 2, "SkipSimplifiedLayerNormalization": 0, "FastGelu": 0, "FusedMatMul": 0,
+        "Attention": 0, "GroupNormalization": 0, "Gelu": 0, "Conv": 0, "Transpose": 2,
     }  # fmt: skip
 
 
