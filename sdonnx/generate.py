@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--negative_prompt", default=None, help="what to draw away from")
     parser.add_argument("--height", type=int, default=None, help="pixels, a multiple of 8")
     parser.add_argument("--width", type=int, default=None, help="pixels, a multiple of 8")
-    parser.add_argument("-s", "--steps", type=int, default=50, help="denoising steps (default 50)")
+    parser.add_argument("-s", "--steps", type=int, help="denoising steps (default: the family's)")
     parser.add_argument("-g", "--guidance_scale", type=float, help="weight of the prompt (default: the family's)")
     parser.add_argument("-n", "--num_images", type=int, default=1, help="images for each prompt")
     parser.add_argument("--seed", type=int, default=None, help="by default a fresh one, which the PNG names")
@@ -59,6 +59,7 @@ def run(options: argparse.Namespace) -> int:
     pipeline = OrtDiffusionPipeline.from_pretrained(options.model, options.provider, low_memory=options.low_memory)
     pipeline.set_progress_bar_config(disable=True)
     guidance = pipeline.default_guidance_scale if options.guidance_scale is None else options.guidance_scale
+    steps = pipeline.default_steps if options.steps is None else options.steps
     if options.scheduler:
         pipeline.scheduler = options.scheduler
     with progress_bar() as bar:
@@ -71,7 +72,7 @@ def run(options: argparse.Namespace) -> int:
             options.prompt,
             options.height,
             options.width,
-            options.steps,
+            steps,
             guidance,
             [options.negative_prompt] * len(options.prompt) if options.negative_prompt else None,
             options.num_images,
@@ -91,7 +92,7 @@ def run(options: argparse.Namespace) -> int:
             "negative_prompt": options.negative_prompt or "",
             "seed": output.seed,
             "index": index,
-            "steps": options.steps,
+            "steps": steps,
             "guidance_scale": guidance,
             "scheduler": pipeline.scheduler,
             "strength": options.strength,

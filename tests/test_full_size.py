@@ -139,6 +139,30 @@ def test_export_and_optimize_stable_diffusion_xl(arch: str, attentions: int, tmp
         shutil.rmtree(tmp_path / folder)
 
 
+def test_export_and_optimize_pixart(tmp_path: Path) -> None:
+    """4.76 G parameters of T5-XXL, 5.4 G in all."""
+    write_sample("pixart-alpha", tmp_path / "source")
+    export = measured("export", tmp_path / "source", tmp_path / "onnx")
+    shutil.rmtree(tmp_path / "source")  # 22 GB
+    optimize = measured("optimize", tmp_path / "onnx", tmp_path / "fp16")
+    print("pixart-alpha", "export", export, "optimize", optimize)
+    assert export["peak_bytes"] < 3e9
+    assert optimize["peak_bytes"] < 4e9
+    components = json.loads((tmp_path / "fp16" / "sdonnx.json").read_text())["components"]
+    transformer, text = (components[name]["operators_after"] for name in ("transformer", "text_encoder"))
+    # 28 blocks of two attentions and two norms, and 24 of one attention and two norms; the final norms; a gelu each.
+    assert (transformer["MultiHeadAttention"], text["MultiHeadAttention"]) == (56, 24)
+    assert (transformer["LayerNormalization"], transformer["SkipLayerNormalization"]) == (1, 56)
+    assert (text["RMSNormalization"], text["SkipSimplifiedLayerNormalization"]) == (1, 48)
+    assert (transformer["FastGelu"], text["FastGelu"]) == (29, 24)
+    assert (transformer["BiasAdd"], text["FusedMatMul"]) == (28, 48)
+    for name, component in components.items():
+        assert component["warnings"] == [], name
+        assert not component["left"], name
+    for folder in ("onnx", "fp16"):
+        shutil.rmtree(tmp_path / folder)
+
+
 # Those of the fused UNets, whoever exported them; `tiny`'s are in test_exporters.py.
 FUSED = {
     "MultiHeadAttention": 32, "BiasSplitGelu": 16, "GroupNorm": 12, "SkipGroupNorm": 49, "LayerNormalization": 16,
