@@ -16,19 +16,23 @@ from pipelines import copied, lowered_session, refused, run
 from placement import copied_from_host
 from transformers import T5EncoderModel
 
-from sdonnx.errors import OptionError, PromptError, SdonnxError, WeightsError
+from sdonnx.errors import FolderError, OptionError, PromptError, SdonnxError, WeightsError
 from sdonnx.export.pipeline import export_pipeline
 from sdonnx.families import family_of
 from sdonnx.folder import REPORT, PipelineFolder, read_json
 from sdonnx.optimize import optimize_folder
 from sdonnx.parity import psnr, relative_error
 from sdonnx.runtime.pipeline import OrtDiffusionPipeline
+from sdonnx.runtime.prompt import PromptTokenizer
 from sdonnx.sample import write_sample
+from sdonnx.sample.words import WORDS
 
 # diffusers hands torch's tensors to numpy in a way that numpy will no longer know.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:__array_wrap__ must accept:DeprecationWarning"),
+    # sentencepiece's own, as it is imported by Python 3.12 and later.
+    pytest.mark.filterwarnings("ignore:builtin type [Ss]wig:DeprecationWarning"),
 ]
 
 PROMPT = "A red fox in the Snow"
@@ -208,6 +212,45 @@ def test_published_folders_name_another_class(alpha: Pair, tmp_path: Path) -> No
     inputs = CASES["transformer"][1]
     (found,) = session.run(None, inputs)
     assert relative_error(np.asarray(found), torch_output(alpha, "transformer", inputs)) < 1e-4
+
+
+@pytest.fixture(scope="module")
+def published(sigma: Pair, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A pipeline whose tokenizer is a file of SentencePiece alone."""
+    import sentencepiece  # here, where its warnings are not errors
+
+    folder = tmp_path_factory.mktemp("published")
+    source = copied(sigma.source, folder / "source")
+    (source / "tokenizer" / "tokenizer.json").unlink()
+    lines = [" ".join(WORDS[start : start + 8]) for start in range(0, len(WORDS), 4)]
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(lines), model_prefix=str(folder / "spiece"), vocab_size=600, hard_vocab_limit=False,
+        pad_id=0, eos_id=1, unk_id=2, bos_id=-1, minloglevel=2,
+    )  # fmt: skip
+    (folder / "spiece.model").rename(source / "tokenizer" / "spiece.model")
+    return source
+
+
+def test_a_tokenizer_of_sentencepiece(published: Path, tmp_path: Path) -> None:
+    import sentencepiece
+
+    export_pipeline(published, tmp_path / "onnx")
+    ours = PromptTokenizer.from_folder(tmp_path / "onnx" / "tokenizer", 40)
+    theirs = sentencepiece.SentencePieceProcessor(model_file=str(published / "tokenizer" / "spiece.model"))
+    for text in ("a red fox, by the sea", "  two   spaces ", "\ufb01ne \u2460 caf\xe9", "", "it's 3!"):
+        ids, mask = ours.encode_masked([text])
+        expected = [*theirs.encode(text), 1]
+        assert ids[0, : mask.sum()].tolist() == expected
+        assert not ids[0, mask.sum() :].any()
+
+
+def test_a_tokenizer_of_sentencepiece_without_its_package(
+    published: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with refused(FolderError, "spiece.model", "pip install sentencepiece"):
+        export_pipeline(published, tmp_path / "onnx")
+    assert not (tmp_path / "onnx").exists()
 
 
 # Images

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import importlib.util
 import json
 import shutil
 from collections.abc import Callable, Collection, Sequence
@@ -41,6 +42,8 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16}
 
 Progress = Callable[[str, int, int], None]
 """Told (what happens now, tensors written, tensors in all) while a component is exported."""
+
+_TOKENIZER, _SENTENCEPIECE = "tokenizer.json", "spiece.model"
 
 # What model_index.json says -> the module that has the class: a pipeline's own classes lie beside it.
 _LIBRARIES = {
@@ -89,6 +92,7 @@ def export_pipeline(
     # Everything that can be wrong with the input is looked at before anything is written.
     for name, file in family.extras:
         folder.config(name, file)
+        _require_sentencepiece(folder.path / name)
     plans = [_plan(folder, spec, allow_pickle) for spec in family.components]
     if image_encoder is not None and not ip_adapters:
         raise OptionError("--image-encoder without --ip-adapter", "both", "name the adapter too")
@@ -282,9 +286,20 @@ def _copy_extras(folder: PipelineFolder, family: Family, out: Path) -> None:
     (out / MODEL_INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
+def _require_sentencepiece(tokenizer: Path) -> None:
+    """Raise where a tokenizer is a file of SentencePiece, which alone reads it."""
+    alone = (tokenizer / _SENTENCEPIECE).is_file() and not (tokenizer / _TOKENIZER).is_file()
+    if alone and importlib.util.find_spec("sentencepiece") is None:
+        raise FolderError(
+            f"{tokenizer} has no {_TOKENIZER} but {_SENTENCEPIECE}",
+            "the package sentencepiece",
+            "pip install sentencepiece",
+        )
+
+
 def _add_tokenizer_json(tokenizer: Path) -> None:
-    """Write tokenizer.json, which the run-time reads, where an old folder has only vocab and merges."""
-    if (tokenizer / "tokenizer.json").is_file():
+    """Write tokenizer.json, which the run-time reads, where a folder has only vocab and merges, or SentencePiece's."""
+    if (tokenizer / _TOKENIZER).is_file():
         return
     from transformers import AutoTokenizer
 
@@ -292,4 +307,4 @@ def _add_tokenizer_json(tokenizer: Path) -> None:
         text = AutoTokenizer.from_pretrained(str(tokenizer)).backend_tokenizer.to_str()
     except Exception as error:  # the tokenizers library raises nothing more special
         raise FolderError(f"{tokenizer} cannot be read ({error})", "a tokenizer", "copy the folder again") from error
-    (tokenizer / "tokenizer.json").write_text(text, encoding="utf-8")
+    (tokenizer / _TOKENIZER).write_text(text, encoding="utf-8")
