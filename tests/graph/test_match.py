@@ -165,13 +165,32 @@ def test_total_bias() -> None:
     weights = {name: normal(4, seed=seed) for seed, name in enumerate("uvw")}
     model = graph("float[B,4] x", "float[B,4] y", "a = Add(x, u) b = Add(a, v) y = Add(b, w)", **weights)
     biases = sum_of(model.graph.outputs[0]).biases
+    anchor = node_of_output(model)
     assert len(biases) == 3
     before = text_of(model)
-    assert total_bias(model.graph, []) is None
-    assert total_bias(model.graph, biases[:1]) is biases[0]
+    assert total_bias(anchor, []) is None
+    assert total_bias(anchor, biases[:1]) is biases[0]
     assert text_of(model) == before
-    total = total_bias(model.graph, biases)
+    total = total_bias(anchor, biases)
     np.testing.assert_allclose(constant_value(total), sum(weights.values()), rtol=1e-6)
     assert total.dtype == ir.DataType.FLOAT
-    assert total_bias(model.graph, biases) is total
-    assert total_bias(model.graph, biases[:2]) is not total
+    assert total_bias(anchor, biases) is total
+    assert total_bias(anchor, biases[:2]) is not total
+
+
+def test_total_of_constant_and_computed_biases() -> None:
+    body = "r = Neg(w) a = Add(x, u) b = Add(a, r) c = Add(b, v) y = Add(c, w)"
+    weights = {name: normal(4, seed=seed) for seed, name in enumerate("uv")}
+    model = graph("float[B,4] x, float[4] w", "float[B,4] y", body, **weights)
+    parts = sum_of(model.graph.outputs[0])
+    assert named(parts) == (["x"], ["u", "r", "v", "w"])
+    total = total_bias(node_of_output(model), parts.biases)
+    assert total is not None
+    assert total.shape == ir.Shape([4])
+    assert [node.op_type for node in model.graph][-3:] == ["Add", "Add", "Add"]
+
+
+def node_of_output(model: ir.Model) -> ir.Node:
+    node = model.graph.outputs[0].producer()
+    assert node is not None
+    return node
