@@ -161,7 +161,7 @@ def _optimize_component(
     if progress:
         progress(f"{spec.name}: fusing", 0, 0)
     opened = open_component(folder, family, spec)
-    path, model, config, notes = opened.path, opened.model, opened.config, opened.notes
+    path, model, config = opened.path, opened.model, opened.config
     policy, provider = request.policy, request.provider
     adapt_interface(model, spec, config)
     outcomes = fuse(model, provider, request.attention_layout, request.disabled)
@@ -179,7 +179,11 @@ def _optimize_component(
         kept = {"force_upcast of config.json": len(model.graph)}
     elif narrow:
         if spec.stream_scale is not None and (reason := scale_stream(model, spec.stream_scale)) is not None:
-            notes = (*notes, f"the residual stream may overflow: {reason}")
+            raise FolderError(
+                f"{path} would go beyond the range of float16 ({reason})",
+                "a graph in float32, as python -m sdonnx.export writes it, with its norms fused",
+                "export in float32, and leave out --disable_skip_layer_norm, or leave out --float16",
+            )
         conversion = ConvertPrecision(policy or PrecisionPolicy(), spec)
         conversion(model)
         kept = conversion.kept
@@ -201,7 +205,7 @@ def _optimize_component(
     _write_composed(spec, out, path.name, config)
     precision = "float16" if narrow and not upcast else "float32"
     return report_of(
-        spec, config, model, opened.operators, outcomes, provider, request.disabled, precision, kept, notes
+        spec, config, model, opened.operators, outcomes, provider, request.disabled, precision, kept, opened.notes
     )
 
 

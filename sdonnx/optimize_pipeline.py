@@ -31,10 +31,14 @@ _SHOWN = (
     "SkipGroupNorm",
     "LayerNormalization",
     "SkipLayerNormalization",
+    "RMSNormalization",
+    "SkipSimplifiedLayerNormalization",
+    "FastGelu",
     "BiasAdd",
     "NhwcConv",
     "Conv",
     "MatMul",
+    "FusedMatMul",
     "Transpose",
 )
 
@@ -44,7 +48,7 @@ _DISABLE = {
     "attention": "make no MultiHeadAttention",
     "group_norm": "make no GroupNorm (and no SkipGroupNorm)",
     "skip_group_norm": "make no SkipGroupNorm",
-    "skip_layer_norm": "make no SkipLayerNormalization",
+    "skip_layer_norm": "make no SkipLayerNormalization (and none of RMS norms)",
     "bias_splitgelu": "make no BiasSplitGelu",
     "bias_add": "make no BiasAdd",
     "nhwc_conv": "make no NhwcConv",

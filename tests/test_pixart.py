@@ -20,12 +20,14 @@ from sdonnx.errors import FolderError, OptionError, PromptError, SdonnxError, We
 from sdonnx.export.pipeline import export_pipeline
 from sdonnx.families import family_of
 from sdonnx.folder import REPORT, PipelineFolder, read_json
+from sdonnx.fusions import fuse
 from sdonnx.optimize import optimize_folder
 from sdonnx.parity import psnr, relative_error
 from sdonnx.runtime.pipeline import OrtDiffusionPipeline
 from sdonnx.runtime.prompt import PromptTokenizer
 from sdonnx.sample import write_sample
 from sdonnx.sample.words import WORDS
+from sdonnx.stream import scale_stream
 
 # diffusers hands torch's tensors to numpy in a way that numpy will no longer know.
 pytestmark = [
@@ -166,7 +168,10 @@ def test_everything_is_fused(for_cuda: Path) -> None:
     after = components["transformer"]["operators_after"]
     # All but the first norm take an addition with them, and with it the gate's bias.
     assert (after["LayerNormalization"], after["SkipLayerNormalization"], after["BiasAdd"]) == (1, 4, 2)
-    # A gate each for attention and feed-forward layers; the rest is the step's embedding and its rows.
+    # Two gates a block are left, each over a product.
+    graph = ir.load(for_cuda / "transformer" / "model.onnx").graph
+    products = {node.outputs[0] for node in graph if node.op_type == "MatMul"}
+    assert sum(node.op_type == "Mul" and not products.isdisjoint(node.inputs) for node in graph) == 4
     assert components["text_encoder"]["operators_after"]["SkipSimplifiedLayerNormalization"] == 4
     assert components["text_encoder"]["float32"] == {"RMSNormalization": 1, "SkipSimplifiedLayerNormalization": 4}
 
@@ -176,24 +181,67 @@ def test_graphs_can_be_captured(file: str, for_cuda: Path) -> None:
     assert copied_from_host(ir.load(for_cuda / f"{file}.onnx")) == []
 
 
-def test_a_text_encoder_that_goes_beyond_fp16(alpha: Pair, tmp_path: Path) -> None:
-    """What T5's feed-forward layers add to the stream is beyond 65504, and changes nothing."""
-    source = copied(alpha.source, tmp_path / "source")
+@pytest.fixture(scope="module")
+def loud(alpha: Pair, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
+    """A text encoder whose feed-forward layers go beyond 65504, and its export."""
+    folder = tmp_path_factory.mktemp("loud")
+    source = copied(alpha.source, folder / "source")
     encoder = T5EncoderModel.from_pretrained(source / "text_encoder")
     with torch.no_grad():
         for block in encoder.encoder.block:
             block.layer[1].DenseReluDense.wo.weight *= 1e5
     encoder.save_pretrained(source / "text_encoder")
-    export_pipeline(source, tmp_path / "onnx")
-    optimize_folder(tmp_path / "onnx", tmp_path / "fp16", float16=True)
+    export_pipeline(source, folder / "onnx")
+    return encoder, folder / "onnx"
+
+
+def test_a_text_encoder_that_goes_beyond_fp16(loud: tuple[Any, Path], tmp_path: Path) -> None:
+    encoder, exported = loud
+    optimize_folder(exported, tmp_path / "fp16", float16=True)
     inputs = text_inputs(2, 24)
     with torch.inference_mode():
         given = {name: torch.from_numpy(values) for name, values in inputs.items()}
-        layers = encoder(**given, output_hidden_states=True)
-    assert max(float(layer.abs().max()) for layer in layers.hidden_states) > 1e5
+        expected = encoder(**given)[0].numpy()
     (found,) = run(lowered_session(tmp_path / "fp16" / "text_encoder" / "model.onnx", tmp_path), inputs)
     told = inputs["attention_mask"] == 1
-    assert relative_error(found[told].astype(np.float32), layers[0].numpy()[told]) < 8e-3
+    assert relative_error(found[told].astype(np.float32), expected[told]) < 8e-3
+
+
+def test_what_is_added_to_the_stream_is_held_by_fp16(loud: tuple[Any, Path], tmp_path: Path) -> None:
+    """In float32, where the CPU computes products of fp16 anyway: as large as they are with the stream as it is."""
+    largest = {}
+    for scale in (1.0, 2.0**-6):
+        model = ir.load(loud[1] / "text_encoder" / "model.onnx")
+        fuse(model, "cuda")
+        assert scale_stream(model, scale) is None
+        products = [node.outputs[0] for node in model.graph if node.op_type == "FusedMatMul"]
+        assert len(products) == 4
+        for index, product in enumerate(products):
+            product.name = f"product_{index}"
+            model.graph.outputs.append(product)
+        path = tmp_path / f"{scale}.onnx"
+        ir.save(model, path, external_data=f"{scale}.data")
+        _, *found = run(lowered_session(path, tmp_path_of(tmp_path, scale)), text_inputs(2, 24))
+        largest[scale] = max(float(np.abs(each).max()) for each in found)
+    assert largest[1.0] > 2 * 65504
+    assert largest[2.0**-6] < 65504 / 2
+
+
+def tmp_path_of(folder: Path, scale: float) -> Path:
+    (made := folder / f"lowered {scale}").mkdir()
+    return made
+
+
+def test_a_stream_that_cannot_be_scaled_is_no_fp16(alpha: Pair, tmp_path: Path) -> None:
+    with refused(FolderError, "text_encoder", "beyond the range of float16", "--disable_skip_layer_norm"):
+        optimize_folder(alpha.exported, tmp_path / "fp16", float16=True, disabled=["skip_layer_norm"])
+    assert not (tmp_path / "fp16").exists()
+
+
+def test_an_export_in_fp16_is_refused(alpha: Pair, tmp_path: Path) -> None:
+    with refused(OptionError, "--dtype float16", "--float16"):
+        export_pipeline(alpha.source, tmp_path / "onnx", dtype="float16")
+    assert not (tmp_path / "onnx").exists()
 
 
 def test_published_folders_name_another_class(alpha: Pair, tmp_path: Path) -> None:
@@ -292,10 +340,11 @@ def test_images_of_sigma_agree_at_sizes_that_are_binned(arguments: dict[str, Any
 
 def test_several_prompts_agree(sigma: Pair) -> None:
     prompts: Any = ["a fox", "an old castle by the sea"]
-    found, expected = sigma.draw(prompts, negative_prompt=["", "people"])
-    assert found.shape[0] == 2
-    assert psnr(found, expected) > SAME_DB
-    assert psnr(found[:1], found[1:]) < 40
+    for each in (1, 2):
+        found, expected = sigma.draw(prompts, negative_prompt=["", "people"], num_images_per_prompt=each)
+        assert found.shape[0] == 2 * each
+        assert psnr(found, expected) > SAME_DB
+        assert psnr(found[:1], found[-1:]) < 40
 
 
 def test_binned_images_in_every_form(sigma: Pair) -> None:
@@ -348,11 +397,26 @@ def test_sizes_and_captions_need_no_new_capture(sigma: Pair) -> None:
 
 
 def test_an_image_can_be_started_from(sigma: Pair) -> None:
-    start = np.random.default_rng(0).random((1, 256, 256, 3)).astype(np.float32)
-    near = sigma.ours(PROMPT, image=start, strength=0.25, **STEPS, seed=1, output_type="np").images
-    far = sigma.ours(PROMPT, image=start, strength=1.0, **STEPS, seed=1, output_type="np").images
+    """Drawn in its own size: what a mask keeps stays where it is."""
+    start = np.random.default_rng(0).random((1, 208, 336, 3)).astype(np.float32)
+    given: dict[str, Any] = {**STEPS, "image": start, "seed": 1, "output_type": "np"}
+    near = sigma.ours(PROMPT, strength=0.25, **given).images
+    far = sigma.ours(PROMPT, strength=1.0, **given).images
     assert near.shape == far.shape == start.shape
     assert psnr(near, far) < 40
+    mask = np.zeros((1, 208, 336), np.float32)
+    mask[:, :, 168:] = 1
+    given |= {"height": 208, "width": 336, "output_type": "latent"}
+    kept, none = (sigma.ours(PROMPT, mask_image=each, **given).images for each in (mask, np.zeros_like(mask)))
+    assert kept.shape[2:] == (26, 42)
+    assert relative_error(kept[..., :20], none[..., :20]) < 1e-5
+    assert relative_error(kept[..., 22:], none[..., 22:]) > 0.1
+
+
+def test_the_size_of_an_image_is_rounded_to_whole_patches(sigma: Pair) -> None:
+    start = np.random.default_rng(0).random((1, 200, 136, 3)).astype(np.float32)
+    drawn = sigma.ours(PROMPT, image=start, **STEPS, seed=1, output_type="np").images
+    assert drawn.shape == (1, 192, 128, 3)
 
 
 # What cannot be used
@@ -360,8 +424,15 @@ def test_an_image_can_be_started_from(sigma: Pair) -> None:
 BAD: list[tuple[dict[str, Any], type[SdonnxError], str]] = [
     ({"height": 120, "use_resolution_binning": False}, OptionError, "height is 120; expected a multiple of 16"),
     ({"height": 0}, OptionError, "height is 0; expected a multiple of 1"),
-    ({"max_sequence_length": 1}, OptionError, "max_sequence_length is 1; expected a whole number, more than 1"),
-    ({"max_sequence_length": 2.5}, OptionError, "max_sequence_length is 2.5"),
+    ({"height": 2056}, OptionError, "height is 2056; expected at most 2048, 8 times the model's"),
+    ({"max_sequence_length": 1}, OptionError, "max_sequence_length is 1; expected a whole number from 2 to 2048"),
+    ({"max_sequence_length": 300.0}, OptionError, "max_sequence_length is 300.0"),
+    ({"max_sequence_length": np.array([1, 2])}, OptionError, "max_sequence_length is array([1, 2])"),
+    (
+        {"image": np.zeros((256, 256, 3)), "use_resolution_binning": True},
+        OptionError,
+        "image and use_resolution_binning",
+    ),
     ({"original_size": (512, 512)}, OptionError, "original_size given; expected a pipeline that is told sizes"),
     ({"prompt_2": "a fox"}, PromptError, "a pipeline of two text encoders"),
     ({"prompt_attention_mask": np.ones((1, 8))}, PromptError, "prompt_attention_mask without prompt_embeds"),
@@ -381,9 +452,17 @@ def test_embeddings_without_their_masks(sigma: Pair) -> None:
     both = {"prompt_embeds": embeds, "negative_prompt_embeds": embeds}
     with pytest.raises(PromptError, match="prompt_embeds without prompt_attention_mask"):
         sigma.ours(**both)
-    for mask in (np.ones((1, 7)), np.full((1, 8), 2), np.zeros((1, 8))):
-        with pytest.raises(PromptError, match="1 for tokens and 0 for padding"):
+    for mask, reason in (
+        (np.ones((1, 7)), "of shape (2, 7); expected (2, 8)"),
+        (np.full((1, 8), 2), "other values than 0 and 1"),
+        (np.full((1, 8), 0.5), "other values than 0 and 1"),
+        (np.zeros((1, 8)), "or no 1"),
+    ):
+        with pytest.raises(PromptError) as error:
             sigma.ours(**both, prompt_attention_mask=mask, negative_prompt_attention_mask=mask)
+        assert reason in str(error.value)
+    with pytest.raises(OptionError, match="max_sequence_length is 'x'"):
+        sigma.ours(**both, max_sequence_length="x")
 
 
 def test_an_optimized_folder_whose_size_is_in_no_table(sigma: Pair, tmp_path: Path) -> None:

@@ -86,6 +86,12 @@ def export_pipeline(
         raise OptionError(f"the dtype {dtype!r} is unknown", f"one of {', '.join(DTYPES)}", "pass one of these")
     folder = PipelineFolder.open(_local(source))
     family = family_of(folder)
+    if dtype == "float16" and any(spec.stream_scale is not None for spec in family.components):
+        raise OptionError(
+            f"--dtype float16 of {family.name}, whose text encoder goes beyond its range",
+            "float32",
+            "export in float32, and pass --float16 to the optimizer, which knows how",
+        )
     sources = sorted({spec.source for spec in family.components} | ({"image_encoder"} if ip_adapters else set()))
     if unknown := sorted(set(allow_pickle) - set(sources)):
         raise OptionError(f"--allow_pickle {unknown[0]}", f"components of {', '.join(sources)}", "pass some of these")

@@ -24,13 +24,13 @@ class ModulationIntoLayerNorm(Idiom):
 
     def rewrite(self, node: ir.Node) -> str | None:
         """Rewrite where the norm has no weights of its own, and its result is modulated alone."""
-        x, gamma, beta = node.inputs[:3]
         result = node.outputs[0]
         channels = static_dim(result, -1)
         scaled, scale = _with_row(result, "Mul", channels)
         shifted, shift = _with_row(scaled, "Add", channels)
-        if scale is None or shift is None:
+        if scale is None or shift is None or len(node.inputs) < 3:
             return ""
+        x, gamma, beta = node.inputs[:3]
         if not _is_filled(gamma, 1) or not _is_filled(beta, 0):
             return "the norm has weights of its own"
         last = shifted.producer()
@@ -73,7 +73,7 @@ class BiasBeforeGate(Idiom):
 
 
 def _with_row(value: ir.Value, op_type: str, channels: int | None) -> tuple[ir.Value, ir.Value | None]:
-    """Return what follows `value` (B,S,D) and the row (1,1,D) that it is given, which is no constant."""
+    """Return what follows `value` (B,S,D) and the row (1,1,D) that it is given."""
     node = sole_user(value, op_type)
     if node is None:
         return value, None

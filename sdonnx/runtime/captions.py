@@ -11,7 +11,8 @@ import importlib.util
 import re
 import urllib.parse
 
-from sdonnx.errors import OptionError
+from sdonnx.errors import OptionError, PromptError
+from sdonnx.runtime.prompt import require_text
 
 __all__ = ["can_clean", "prepared"]
 
@@ -92,7 +93,9 @@ def prepared(caption: str, clean: bool | None = None) -> str:
 
     Raises:
         OptionError: it is to be cleaned, and a package is missing.
+        PromptError: it is no text, or holds markup that cannot be read.
     """
+    require_text(caption)
     if clean is None:
         clean = can_clean()
     if not clean:
@@ -106,9 +109,18 @@ def prepared(caption: str, clean: bool | None = None) -> str:
 def _cleaned(caption: str) -> str:
     import ftfy
     from bs4 import BeautifulSoup
+    from bs4.exceptions import ParserRejectedMarkup
 
     text = _replaced(_BEFORE_MARKUP, urllib.parse.unquote_plus(caption).strip().lower())
-    text = _replaced(_BEFORE_REPAIR, BeautifulSoup(text, features="html.parser").text)
+    try:
+        text = BeautifulSoup(text, features="html.parser").text
+    except ParserRejectedMarkup as error:
+        raise PromptError(
+            f"the caption {caption!r} holds markup that cannot be read",
+            "text",
+            "correct it, or pass clean_caption=False",
+        ) from error
+    text = _replaced(_BEFORE_REPAIR, text)
     if len(_JOINED.findall(text)) > 3:
         text = _JOINED.sub(" ", text)
     return _replaced(_AFTER_REPAIR, html.unescape(html.unescape(ftfy.fix_text(text)))).strip()

@@ -1,4 +1,4 @@
-"""What the denoiser is told of an image: its prompts and, of Stable Diffusion XL, its sizes."""
+"""What the denoiser is told of an image: its prompts and, of Stable Diffusion XL and PixArt-alpha, its sizes."""
 
 from __future__ import annotations
 
@@ -152,6 +152,7 @@ class Conditioner:
         self._scored = bool(folder.index.get("requires_aesthetics_score", False))
         self._zeroes = bool(folder.index.get("force_zeros_for_empty_prompt", False))
         self._reads_captions = family.caption_tokens is not None
+        self._of_length: dict[int, PromptTokenizer] = {}
         lengths = {tokenizer.max_length for tokenizer in self.tokenizers.values()}
         if len(lengths) != 1:
             raise FolderError(
@@ -202,8 +203,6 @@ class Conditioner:
         """
         if not self._reads_captions and (given := wording.of_captions()):
             raise PromptError(f"{', '.join(given)} given", "a pipeline that reads captions", "leave them out")
-        if prompts.length is not None:
-            self._tokenizer(Role.TEXT_ENCODER, prompts)
         if prompts.clean:
             captions.prepared("", clean=True)
         if self._sizes is None and (given := sizes.given()):
@@ -302,7 +301,11 @@ class Conditioner:
     def _tokenizer(self, role: Role, prompts: Prompts) -> PromptTokenizer:
         """Return the tokenizer of a text encoder, for prompts of the length that is asked for."""
         own = self.tokenizers[role]
-        return own if prompts.length in (None, own.max_length) else own.of_length(prompts.length)
+        if prompts.length in (None, own.max_length):
+            return own
+        if prompts.length not in self._of_length:
+            self._of_length[prompts.length] = own.of_length(prompts.length)
+        return self._of_length[prompts.length]
 
     def _last_tokens(self, role: Role, ids: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
         """Return where each prompt ends, as transformers' CLIPTextModel looks for it."""

@@ -47,6 +47,9 @@ __all__ = ["ImageOutput", "OrtDiffusionPipeline"]
 
 Result = TypeVar("Result")
 
+# How many times as large as it is drawn an image may be asked for.
+_LARGEST = 8
+
 _WITH_ADAPTERS = ("a pipeline with IP-Adapters", "export it with --ip-adapter, or leave it out")
 
 Callback = Callable[["OrtDiffusionPipeline", int, float, dict[str, Any]], Mapping[str, Any] | None]
@@ -338,7 +341,7 @@ class OrtDiffusionPipeline:
             clean_caption: whether captions of PixArt are cleaned of addresses, markup and codes. By default where
                 beautifulsoup4 and ftfy are installed.
             use_resolution_binning: whether PixArt draws in one of the sizes that it was trained with, and the image is
-                then resized and cut to what is asked for. By default it does.
+                then resized and cut to what is asked for. By default it does, but for images that are started from.
 
         Raises:
             SdonnxError: an argument cannot be used, nothing has run by then; or memory was too short.
@@ -377,7 +380,11 @@ class OrtDiffusionPipeline:
         prompts = read_prompts(wording, num_images_per_prompt, guided, clip_skip)
         self._conditioner.require(wording, prompts, sizes)
         image_prompts = self._read_image_prompts(ip_adapter_image, ip_adapter_image_embeds, ip_adapter_scale, guided)
+        if use_resolution_binning and image is not None:
+            raise OptionError("image and use_resolution_binning", "one of them", "leave one out")
         asked = self._sizes(height, width, image, mask_image)
+        if use_resolution_binning is None and image is not None:
+            use_resolution_binning = False  # pixels that are kept would move
         height, width = self._drawn_size(*asked, use_resolution_binning)
         images = None if image_prompts is None else image_prompts.counts
         shape = self._shape(prompts.count, height, width, guided, self._conditioner.tokens_of(prompts), images)
@@ -522,13 +529,16 @@ class OrtDiffusionPipeline:
             )
         if not (self._family.is_binned if binned is None else binned):
             return height, width
+        most = _LARGEST * self.default_size
         for name, value in (("height", height), ("width", width)):
             require_multiple(name, value, 1)
+            if value > most:
+                raise OptionError(f"{name} is {value}", f"at most {most}, {_LARGEST} times the model's", "ask for less")
         return closest(height, width, self.default_size)
 
     def _sizes(self, height: int | None, width: int | None, image: Any, mask_image: Any) -> tuple[int, int]:
         if image is not None and mask_image is None and (height is None or width is None):
-            own_height, own_width = image_inputs.default_size(image, self.vae_scale_factor)
+            own_height, own_width = image_inputs.default_size(image, self._multiple)
             height, width = height or own_height, width or own_width
         return (
             self.default_size if height is None else height,

@@ -12,11 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import AddedToken, Encoding, Tokenizer
 
-from sdonnx.errors import FolderError, OptionError, PromptError
+from sdonnx.errors import FolderError, PromptError
 from sdonnx.folder import read_json
 from sdonnx.runtime.clip_tokenizer import MERGES, VOCABULARY, clip_tokenizer
 
-__all__ = ["PromptTokenizer", "PromptTruncatedWarning"]
+__all__ = ["PromptTokenizer", "PromptTruncatedWarning", "require_text"]
 
 TOKENIZER = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
@@ -88,19 +88,10 @@ class PromptTokenizer:
         return cls(tokenizer, max_length, pad_token_id)
 
     def of_length(self, length: int) -> PromptTokenizer:
-        """Return the tokenizer for prompts of another length.
-
-        Raises:
-            OptionError: the special tokens alone are as long.
-        """
-        specials = self.tokenizer.num_special_tokens_to_add(is_pair=False)
-        if isinstance(length, bool) or not isinstance(length, int | np.integer) or not specials < length < _NO_LIMIT:
-            raise OptionError(
-                f"max_sequence_length is {length!r}", f"a whole number, more than {specials}", "leave it out"
-            )
+        """Return the tokenizer for prompts of another length."""
         other = Tokenizer.from_str(self.tokenizer.to_str())
-        other.enable_truncation(int(length))
-        return PromptTokenizer(other, int(length), self.pad_token_id)
+        other.enable_truncation(length)
+        return PromptTokenizer(other, length, self.pad_token_id)
 
     def encode(self, prompts: Sequence[str]) -> NDArray[np.int64]:
         """Return the token ids of `encode_masked`."""
@@ -122,7 +113,7 @@ class PromptTokenizer:
         ids = np.full((len(prompts), self.max_length), self.pad_token_id, np.int64)
         mask = np.zeros_like(ids)
         for row, present, prompt in zip(ids, mask, prompts, strict=True):
-            encoding = self.tokenizer.encode(_text(prompt))
+            encoding = self.tokenizer.encode(require_text(prompt))
             row[: len(encoding.ids)] = encoding.ids
             present[: len(encoding.ids)] = 1
             if encoding.overflowing:
@@ -163,7 +154,8 @@ def _content(token: Any) -> str:
     return str(token.get("content")) if isinstance(token, dict) else str(token)
 
 
-def _text(prompt: object) -> str:
+def require_text(prompt: object) -> str:
+    """Return the prompt; PromptError where it is no text, or none that can be written down."""
     if not isinstance(prompt, str):
         raise PromptError(f"a prompt is {prompt!r}", "text", "give every prompt as text")
     try:

@@ -28,6 +28,9 @@ __all__ = [
 
 _DLPACK_CUDA = 2  # DLDeviceType in dlpack.h
 
+# Of captions, in tokens: one and the mark of its end; more than any pipeline was trained with.
+_SHORTEST, _LONGEST = 2, 2048
+
 OUTPUT_TYPES = ("pil", "np", "latent", "ort", "ort_latent")
 
 
@@ -129,6 +132,12 @@ def read_prompts(wording: Wording, images_each: int, guided: bool, clip_skip: in
     """
     if isinstance(images_each, bool) or not isinstance(images_each, int | np.integer) or images_each < 1:
         raise OptionError(f"num_images_per_prompt is {images_each!r}", "at least 1", "ask for one image or more")
+    length = wording.max_sequence_length
+    whole = isinstance(length, int | np.integer) and not isinstance(length, bool)
+    if length is not None and not (whole and _SHORTEST <= length <= _LONGEST):
+        raise OptionError(
+            f"max_sequence_length is {length!r}", f"a whole number from {_SHORTEST} to {_LONGEST}", "leave it out"
+        )
     skips = 0 if clip_skip is None else clip_skip
     if isinstance(skips, bool) or not isinstance(skips, int | np.integer) or skips < 0:
         raise OptionError(f"clip_skip is {clip_skip!r}", "a whole number from 0 on", "leave it out for none")
@@ -172,7 +181,7 @@ def _read_texts(wording: Wording, images_each: int, guided: bool, skips: int) ->
         images,
         np.array([0] * images * guided + [skips] * images, np.int64),
         np.array([named] * images * guided + [True] * images, np.bool_),
-        length=wording.max_sequence_length,
+        length=None if wording.max_sequence_length is None else int(wording.max_sequence_length),
         clean=wording.clean_caption,
     )
 
@@ -189,16 +198,28 @@ def _read_embeddings(wording: Wording, images_each: int, guided: bool) -> Prompt
         pooled = _pair_of(wording, "pooled_prompt_embeds", 2, images_each, guided)
     mask = None
     if wording.prompt_attention_mask is not None:
-        mask = _pair_of(wording, "prompt_attention_mask", 2, images_each, guided).astype(np.int64)
-        if mask.shape != embeddings.shape[:2] or not np.isin(mask, (0, 1)).all() or not mask.any(axis=1).all():
-            raise PromptError(
-                f"prompt_attention_mask of shape {mask.shape}",
-                f"{embeddings.shape[:2]}, 1 for tokens and 0 for padding",
-                "pass what the tokenizer gives",
-            )
+        mask = _mask_of(wording, images_each, guided, embeddings.shape[:2])
     rows = len(embeddings)
     none = np.zeros(rows, np.int64)
     return Prompts(None, None, embeddings, pooled, rows // (1 + guided), none, np.ones(rows, np.bool_), mask)
+
+
+def _mask_of(wording: Wording, images_each: int, guided: bool, shape: tuple[int, ...]) -> npt.NDArray[np.int64]:
+    """Return the mask of embeddings, for each image, after those to draw away from where there is guidance."""
+    mask = _pair_of(wording, "prompt_attention_mask", 2, images_each, guided)
+    if mask.shape != shape:
+        raise PromptError(
+            f"prompt_attention_mask of shape {mask.shape}",
+            f"{shape}, as prompt_embeds",
+            "pass what the tokenizer gives",
+        )
+    if not np.isin(mask, (0, 1)).all() or not mask.any(axis=1).all():
+        raise PromptError(
+            "prompt_attention_mask has other values than 0 and 1, or no 1",
+            "1 for tokens and 0 for padding",
+            "pass what the tokenizer gives",
+        )
+    return mask.astype(np.int64)
 
 
 def _pair_of(wording: Wording, name: str, rank: int, images_each: int, guided: bool) -> npt.NDArray[np.float32]:

@@ -50,13 +50,14 @@ def resized(images: npt.NDArray[np.float32], height: int, width: int) -> npt.NDA
     """Return images (B,H,W,3) filled to another size: resized bilinearly, what is over cut off at both sides.
 
     Source: PixArtImageProcessor.resize_and_crop_tensor, which resizes with torch's interpolate (align_corners False, no
-    antialiasing).
+    antialiasing); but for sizes at which that gives another size than asked for.
     """
     own_height, own_width = images.shape[1:3]
     if (own_height, own_width) == (height, width):
         return images
     ratio = max(height / own_height, width / own_width)
-    full_height, full_width = int(own_height * ratio), int(own_width * ratio)
+    # Rounded down, a side may be a pixel short of what is cut out of it; diffusers then gives back a single row.
+    full_height, full_width = max(height, int(own_height * ratio)), max(width, int(own_width * ratio))
     top, left = (full_height - height) // 2, (full_width - width) // 2
     rows = _weights(own_height, full_height)[top : top + height]
     columns = _weights(own_width, full_width)[left : left + width]

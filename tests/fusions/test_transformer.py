@@ -195,6 +195,7 @@ def test_a_modulation_becomes_the_weights_of_its_norm(body: str) -> None:
         (f"{NORM} y = Mul(n, w)", f"{INPUT}, float[1,1,8] w", None),
         (f"{NORM} a = Mul(n, w) y = Add(a, b)", f"{INPUT}, {ROWS.replace('[1,1,8]', '[B,1,8]')}", None),
         (f"{NORM} a = Mul(n, w) y = Add(a, n)", f"{INPUT}, float[1,1,8] w", None),
+        ("n = LayerNormalization(x, ones) a = Mul(n, w) y = Add(a, b)", f"{INPUT}, {ROWS}", None),
     ],
 )
 def test_modulations_that_are_left(body: str, inputs: str, reason: str | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,7 +12,10 @@ import diffusers
 import numpy as np
 import pytest
 import torch
+import transformers
 
+from sdonnx.export.pipeline import export_pipeline
+from sdonnx.optimize import optimize_folder
 from sdonnx.parity import psnr, relative_error
 from sdonnx.runtime.device import device_for
 from sdonnx.runtime.pipeline import OrtDiffusionPipeline
@@ -29,6 +33,7 @@ CASES: list[dict[str, Any]] = [
     {"prompt": "an old castle", "negative_prompt": "blurred, ugly"},
     {"prompt": "an old castle by the sea at night, painted in oil, with a small boat and a tall lighthouse"},
     {"prompt": "a red fox in the snow", "guidance_scale": 1.0},
+    {"prompt": ["an owl", "a fox in a forest of tall trees"], "num_images_per_prompt": 2},
     {"prompt": "a red fox in the snow"},
 ]
 
@@ -140,7 +145,8 @@ def test_images_agree(folders: tuple[str, Path, Path], pipelines: dict[str, Any]
             }
             pictures = {}
             for dtype, each in pipelines.items():
-                noise = torch.randn((1, 4, side // 8, side // 8), generator=torch.Generator().manual_seed(3))
+                shape = (len(drawn), 4, side // 8, side // 8)
+                noise = torch.randn(shape, generator=torch.Generator().manual_seed(3))
                 noise = noise.to("cuda", each.transformer.dtype)
                 pictures[dtype] = each(**case, **steps, latents=noise, output_type="np").images
             row["psnr_db"] = psnr(drawn, pictures["float32"])
@@ -149,3 +155,37 @@ def test_images_agree(folders: tuple[str, Path, Path], pipelines: dict[str, Any]
             assert np.std(drawn) > 0.02
             # At most a little farther from float32 than torch's fp16 is.
             assert row["psnr_db"] > min(45.0, row["torch_fp16_psnr_db"] - 6), row
+
+
+def test_images_of_other_sizes_are_shared(folders: tuple[str, Path, Path]) -> None:
+    """Drawn at a size of the table, resized on the host, and given back to the device."""
+    with OrtDiffusionPipeline.from_pretrained(folders[2]) as pipeline:
+        given: dict[str, Any] = {"num_inference_steps": 2, "seed": 1, "height": 300, "width": 500}
+        array = pipeline("a fox", **given, output_type="np").images
+        shared = torch.from_dlpack(pipeline("a fox", **given, output_type="ort").images)
+        assert shared.is_cuda
+        assert array.shape == tuple(shared.shape) == (1, 300, 500, 3)
+        assert psnr(shared.cpu().numpy() / 255, array) > 45
+
+
+def test_a_text_encoder_that_goes_beyond_fp16(build: Build, tmp_path: Path, note: Any) -> None:
+    """What its feed-forward layers add to the stream is beyond 65504."""
+    source = tmp_path / "source"
+    shutil.copytree(build("pixart-tiny")[0], source)
+    encoder = transformers.T5EncoderModel.from_pretrained(source / "text_encoder")
+    with torch.no_grad():
+        for block in encoder.encoder.block:
+            block.layer[1].DenseReluDense.wo.weight *= 1e5
+    encoder.save_pretrained(source / "text_encoder")
+    export_pipeline(source, tmp_path / "onnx")
+    optimize_folder(tmp_path / "onnx", tmp_path / "fp16", float16=True)
+    feeds = text_case(encoder.config)
+    with torch.inference_mode():
+        given = {name: torch.from_numpy(values) for name, values in feeds.items()}
+        expected = encoder(**given, output_hidden_states=True)
+    assert max(float(layer.abs().max()) for layer in expected.hidden_states) > 1e5
+    told = feeds["attention_mask"] == 1
+    found = ours(tmp_path / "fp16", "text_encoder", feeds).astype(np.float32)[told]
+    error = relative_error(found, expected[0].numpy()[told])
+    note("overflow", {"relative_error": error})
+    assert error < 8e-3
