@@ -195,8 +195,10 @@ def test_counts_of_the_full_architecture() -> None:
     assert expected_counts(Role.DENOISER, config) == {
         "attention": 140,
         "geglu": 70,
+        "fast_gelu": 0,
         "group_norm": 46,
         "layer_norm": 210,
+        "rms_norm": 0,
         "convolution": 51,
     }
 

@@ -27,6 +27,7 @@ from sdonnx.fusions.attention import (
     ProjectionsToPackedKeyValue,
     ProjectionsToPackedQueryKeyValue,
 )
+from sdonnx.fusions.attention_biases import drop_attention_biases
 from sdonnx.fusions.canonicalize import (
     BiasAfterReshape,
     ChannelsLastToFlatChannels,
@@ -145,6 +146,10 @@ def _channels_last(model: ir.Model, kernels: frozenset[str]) -> tuple[dict[str, 
     return layout.fired, layout.refusals
 
 
+def _attention_biases(model: ir.Model) -> tuple[dict[str, int], list[Refusal]]:
+    return drop_attention_biases(model), []
+
+
 def _group_projections(model: ir.Model) -> tuple[dict[str, int], list[Refusal]]:
     grouping = GroupProjections()
     grouping(model)
@@ -173,6 +178,7 @@ def stages(provider: str, attention_layout: str = "unpacked", disabled: Collecti
         *_CANONICALIZE,
         Stage("attention", (AttentionToMultiHeadAttention,), only_cuda=False),
         Stage("attention_left", idioms=(AttentionToMatMul,)),
+        Stage("attention_biases", run=_attention_biases, only_cuda=False),
         *(Stage(rule.__name__, (rule,)) for rule in _PACKINGS[attention_layout]),
         Stage("projections", run=_group_projections),
         Stage("modulation", idioms=(ModulationIntoLayerNorm, BiasBeforeGate), only_cuda=False),
