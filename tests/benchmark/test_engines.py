@@ -106,6 +106,8 @@ def test_engines_use_the_same_sampler(kind: type[Engine], scheduler: str, folder
     assert psnr(*drawn) >= 50
 
 
+# diffusers' choice of a pipeline imports all of them; of those that need sentencepiece, one uses torch.jit.
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
 def test_image_to_image(folders: dict[FolderKind, Path], tmp_path: Path) -> None:
     path = tmp_path / "start.png"
     Image.fromarray(np.random.default_rng(0).integers(0, 256, (50, 90, 3)).astype(np.uint8)).save(path)
