@@ -599,6 +599,11 @@ VECTORS = {"g": normal(8), "b": normal(8, seed=1)}
 CONTRIB = {  # shape of x, shape of the result, the call, its weights
     "MultiHeadAttention": ("B,S,8", "B,S,8", "n = com.microsoft.MultiHeadAttention<num_heads=2>(r, r, r)", {}),
     "SkipLayerNormalization": ("B,S,8", "B,S,8", "n = com.microsoft.SkipLayerNormalization(r, r, g, b)", VECTORS),
+    "SkipSimplifiedLayerNormalization": (
+        "B,S,8", "B,S,8", "n = com.microsoft.SkipSimplifiedLayerNormalization(r, r, g)", {"g": VECTORS["g"]}
+    ),
+    "FastGelu": ("B,S,8", "B,S,8", "n = com.microsoft.FastGelu(r, b)", {"b": VECTORS["b"]}),
+    "FusedMatMul": ("B,S,8", "B,S,8", "n = com.microsoft.FusedMatMul<alpha=0.25>(r, w)", {"w": normal(8, 8)}),
     "GroupNorm": ("B,H,W,8", "B,H,W,8", f"n = com.microsoft.GroupNorm<{NORM}>(r, g, b)", VECTORS),
     "SkipGroupNorm": ("B,H,W,8", "B,H,W,8", f"n, t = com.microsoft.SkipGroupNorm<{NORM}>(r, g, b, r)", VECTORS),
     "BiasSplitGelu": ("B,S,2560", "B,S,1280", "n = com.microsoft.BiasSplitGelu(r, b)", {"b": normal(2560)}),

@@ -23,6 +23,7 @@ from safetensors.torch import load_file
 
 from sdonnx.errors import OptionError, OutputError
 from sdonnx.sample import ARCHITECTURES, build_network, write_sample
+from sdonnx.sample.architectures import T5TokenizerSpec, TokenizerSpec
 from sdonnx.sample.tokenizer import build_tokenizer, save_tokenizer
 from sdonnx.sample.weights import draw_weights
 from sdonnx.sample.words import WORDS
@@ -219,8 +220,11 @@ def test_activations_leave_room_for_float16_and_inputs_matter(pipeline: Any) -> 
     assert 0.1 < noise.std() < 1
 
 
+TOKENIZERS = [(arch, name, spec) for arch, each in ARCHITECTURES.items() for name, spec in each.tokenizers.items()]
+
+
 @pytest.mark.parametrize(
-    ("arch", "name"), [(arch, name) for arch in ARCHITECTURES for name in ARCHITECTURES[arch].tokenizers]
+    ("arch", "name"), [(arch, name) for arch, name, spec in TOKENIZERS if isinstance(spec, TokenizerSpec)]
 )
 def test_the_tokenizer_loads_everywhere_alike(arch: str, name: str, tmp_path: Path) -> None:
     spec = ARCHITECTURES[arch].tokenizers[name]
@@ -249,6 +253,22 @@ def test_the_tokenizer_loads_everywhere_alike(arch: str, name: str, tmp_path: Pa
     loaded.save_pretrained(tmp_path / "again")
     again = transformers.CLIPTokenizer.from_pretrained(tmp_path / "again")
     assert [again(prompt).input_ids for prompt in PROMPTS] == encoded
+
+
+@pytest.mark.parametrize(("arch", "spec"), [(arch, spec) for arch, _, spec in TOKENIZERS if arch.startswith("pixart")])
+def test_t5s_tokenizer_loads_everywhere_alike(arch: str, spec: T5TokenizerSpec, tmp_path: Path) -> None:
+    save_tokenizer(build_tokenizer(spec), tmp_path)
+    loaded = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert isinstance(loaded, transformers.T5Tokenizer)
+    assert (len(loaded), loaded.model_max_length) == (32100, 300 if "sigma" in arch else 120)
+    assert (loaded.pad_token_id, loaded.eos_token_id, loaded.unk_token_id) == (0, 1, 2)
+    encoded = loaded("a red fox zq").input_ids
+    assert loaded.convert_ids_to_tokens(encoded)[:3] == ["\u2581a", "\u2581red", "\u2581fox"]
+    assert (encoded[-1], len(encoded)) == (1, 7)  # a word that is not known is spelled
+    padded = loaded("a red fox zq", padding="max_length").input_ids
+    assert padded == encoded + [0] * (loaded.model_max_length - len(encoded))
+    from_json = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    assert from_json.encode("a red fox zq").ids == encoded
 
 
 def test_the_tokenizer_knows_its_words_and_spells_the_rest(pipeline: Any) -> None:
