@@ -43,8 +43,8 @@ BFLOAT16_OPERATORS = frozenset(
 
 # Operators that pass values on: a value that is kept in float32 stays so through them.
 _PASSING = frozenset(
-    {"Add", "Cast", "Div", "Expand", "Gather", "Identity", "Mul", "Neg", "Reshape", "Slice",
-     "Squeeze", "Sub", "Transpose", "Unsqueeze"}
+    {"Add", "Cast", "Div", "Expand", "Gather", "Identity", "Mul", "Neg", "Reshape", "Slice", "Squeeze", "Sub",
+     "Transpose", "Unsqueeze"}
 )  # fmt: skip
 
 
@@ -168,9 +168,9 @@ class ConvertPrecision(InPlacePass):
         if node in self._decides or (node.op_type in _FLOAT32_OPERATORS and not node.domain):
             return _FLOAT
         data = [value for value in node.inputs if value is not None and not value.is_initializer()]
-        if node.op_type == "Cast" and _counts_positions(node):
-            return _FLOAT
         if node.op_type == "Cast":
+            if _counts_positions(node):
+                return _FLOAT
             return self._kept.get(data[0], self.policy.dtype) if data else self.policy.dtype
         kept = {self._kept.get(value) for value in data if value.dtype in self._floats}
         if not kept or None in kept or node.op_type not in _PASSING:

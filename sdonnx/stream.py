@@ -8,8 +8,6 @@ multiplied by a power of two, which rounds nothing, inside the products that mak
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import onnx_ir as ir
 
 from sdonnx.graph.edit import MICROSOFT, derived_initializer, insert, replace
@@ -46,7 +44,8 @@ def scale_stream(model: ir.Model, scale: float) -> str | None:
         if product.op_type != "MatMul" or product.domain or len(product.outputs[0].uses()) != 1:
             return f"what {norm.name} adds is no matrix product"
         branches.append(product)
-        streams |= set(_sums(norm))
+        if len(norm.outputs) > 3:  # gives the sum out, to be read by the next norms
+            streams.add(norm.outputs[3])
     for stream in streams:
         if stream.is_graph_output() or any(use.node not in norms for use in stream.uses()):
             return f"{stream.name} is read by more than norms"
@@ -67,12 +66,6 @@ def scale_stream(model: ir.Model, scale: float) -> str | None:
 
 def _is_own(table: ir.Value | None) -> bool:
     return table is not None and table.is_initializer() and len(table.uses()) == 1
-
-
-def _sums(norm: ir.Node) -> Iterator[ir.Value]:
-    """Yield what the norm gives out of the stream, if it does."""
-    if len(norm.outputs) > 3 and norm.outputs[3].uses():
-        yield norm.outputs[3]
 
 
 def _scale_table(graph: ir.Graph, embedding: ir.Node, scale: float) -> None:

@@ -10,7 +10,7 @@ import onnx_ir as ir
 
 from sdonnx.graph.contract import fast_gelu_refusal
 from sdonnx.graph.edit import MICROSOFT, constant_value, dims, insert, insert_multi, replace, static_dim
-from sdonnx.graph.match import Idiom, Rule, is_bias, producer_of, same_shape, scalar, sole_user
+from sdonnx.graph.match import Idiom, Rule, biased, producer_of, same_shape, scalar, sole_user
 
 __all__ = [
     "ErfToGelu",
@@ -161,16 +161,13 @@ class GeluToFastGelu(Idiom):
 
     def rewrite(self, node: ir.Node) -> str | None:
         """Rewrite from the sum on, where there is one."""
-        x, inputs = node.inputs[0], [node.inputs[0]]
+        x = node.inputs[0]
         if x is None or node.attributes.get_string("approximate", "none") != "tanh":
             return ""
         if (reason := fast_gelu_refusal(x)) is not None:
             return reason
-        if (total := producer_of(x, "Add")) is not None and sole_user(x, "Gelu") is node:
-            for term, bias in (total.inputs, reversed(total.inputs)):
-                if term is not None and bias is not None and is_bias(bias, static_dim(x, -1)) and same_shape(term, x):
-                    inputs = [term, bias]
-        replace(node.outputs[0], insert(node, "FastGelu", inputs, domain=MICROSOFT, shape=x.shape))
+        inputs = biased(x) if sole_user(x, "Gelu") is node else None
+        replace(node.outputs[0], insert(node, "FastGelu", inputs or [x], domain=MICROSOFT, shape=x.shape))
         return None
 
 

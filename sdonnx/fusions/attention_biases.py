@@ -9,7 +9,7 @@ import numpy.typing as npt
 import onnx_ir as ir
 
 from sdonnx.graph.edit import MICROSOFT, derived_initializer, is_weight, static_dim
-from sdonnx.graph.match import is_bias, producer_of, same_shape, sole_user
+from sdonnx.graph.match import biased, is_bias, sole_user
 from sdonnx.graph.tensors import read
 
 __all__ = ["drop_attention_biases"]
@@ -27,24 +27,13 @@ def drop_attention_biases(model: ir.Model) -> dict[str, int]:
         # Packed layouts have fewer inputs, and rows that are masked as a whole sum to 1 too.
         if node.op_type != "MultiHeadAttention" or node.domain != MICROSOFT or len(node.inputs) < 3:
             continue
-        if (keys := _biased(node.inputs[1])) is not None:
+        if (keys := biased(node.inputs[1])) is not None:
             node.replace_input_with(1, keys[0])
             fired["BiasOfKeys"] += 1
-        if (values := _biased(node.inputs[2])) is not None and _into_output(node, values[1]):
+        if (values := biased(node.inputs[2])) is not None and _into_output(node, values[1]):
             node.replace_input_with(2, values[0])
             fired["BiasOfValues"] += 1
     return fired
-
-
-def _biased(value: ir.Value | None) -> tuple[ir.Value, ir.Value] | None:
-    """Return (x, bias) where value = x + bias."""
-    addition = producer_of(value, "Add")
-    if value is None or addition is None:
-        return None
-    for x, bias in (addition.inputs, reversed(addition.inputs)):
-        if x is not None and bias is not None and is_bias(bias, static_dim(value, -1)) and same_shape(x, value):
-            return x, bias
-    return None
 
 
 def _into_output(attention: ir.Node, bias: ir.Value) -> bool:
@@ -60,22 +49,17 @@ def _into_output(attention: ir.Node, bias: ir.Value) -> bool:
         return False
     if weight.shape is None or weight.shape.rank() != 2 or static_dim(weight, 0) != static_dim(bias, 0):
         return False
+    graph, dtype = addition.graph, own.dtype
+    assert isinstance(graph, ir.Graph)
+    assert dtype is not None
     tensors = [value.const_value for value in (own, bias, weight)]
 
     def combined() -> npt.NDArray[Any]:
         c, b, w = (read(tensor).astype(np.float64) for tensor in tensors if tensor is not None)
-        total: npt.NDArray[Any] = (c + b @ w).astype(_numpy(own))
+        total: npt.NDArray[Any] = (c + b @ w).astype(dtype.numpy())
         return total
 
-    graph = addition.graph
-    assert isinstance(graph, ir.Graph)
-    assert own.dtype is not None
     name = f"{own.name}+{bias.name}@{weight.name}"
-    held = derived_initializer(graph, name, combined, own.dtype, (static_dim(weight, 1) or 0,))
+    held = derived_initializer(graph, name, combined, dtype, (static_dim(weight, 1) or 0,))
     addition.replace_input_with(index, held)
     return True
-
-
-def _numpy(value: ir.Value) -> Any:
-    assert value.dtype is not None
-    return value.dtype.numpy()

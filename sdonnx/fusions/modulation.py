@@ -9,7 +9,7 @@ import numpy as np
 import onnx_ir as ir
 
 from sdonnx.graph.edit import constant, constant_value, dims, insert, replace, static_dim
-from sdonnx.graph.match import Idiom, is_bias, producer_of, same_shape, sole_user
+from sdonnx.graph.match import Idiom, biased, same_shape, sole_user
 
 __all__ = ["BiasBeforeGate", "ModulationIntoLayerNorm"]
 
@@ -53,22 +53,16 @@ class BiasBeforeGate(Idiom):
         result = node.outputs[0]
         channels = static_dim(result, -1)
         for gate, total in (node.inputs, reversed(node.inputs)):
-            addition = producer_of(total, "Add")
-            if addition is None or total is None or not _is_row(gate, channels) or sole_user(total, "Mul") is not node:
+            found = biased(total)
+            if found is None or total is None or gate is None or not _is_row(gate, channels):
                 continue
-            for x, bias in (addition.inputs, reversed(addition.inputs)):
-                if (
-                    x is None
-                    or bias is None
-                    or gate is None
-                    or not is_bias(bias, channels)
-                    or not same_shape(x, result)
-                ):
-                    continue
-                gated = insert(node, "Mul", [x, gate], shape=result.shape)
-                row = insert(node, "Mul", [bias, _vector(node, gate, channels)], shape=[channels or 0])
-                replace(result, insert(node, "Add", [gated, row], shape=result.shape))
-                return None
+            x, bias = found
+            if sole_user(total, "Mul") is not node or not same_shape(x, result):
+                continue
+            gated = insert(node, "Mul", [x, gate], shape=result.shape)
+            row = insert(node, "Mul", [bias, _vector(node, gate, channels)], shape=[channels or 0])
+            replace(result, insert(node, "Add", [gated, row], shape=result.shape))
+            return None
         return ""
 
 

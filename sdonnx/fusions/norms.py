@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -41,49 +41,95 @@ class MeansToLayerNorm(Idiom):
         if found is None:
             return ""
         x, epsilon = found
-        channels, graph = static_dim(x, -1), node.graph
-        if channels is None or not isinstance(graph, ir.Graph) or x.dtype is None or dims(x) is None:
-            return "the size of the last axis is not known"
-        last = node.outputs[0]
-        if last.dtype != x.dtype:  # TorchScript computes the norm of fp16 in double
-            cast = sole_user(last, "Cast")
-            if cast is None or cast.outputs[0].dtype != x.dtype:
-                return f"the norm of {x.dtype} gives {last.dtype}"
-            last = cast.outputs[0]
-        if not same_shape(last, x):
-            return "a constant adds dimensions"
-        last, gamma = _affine(last, "Mul", channels)
-        last, beta = _affine(last, "Add", channels)
-        scale = _vector(graph, gamma, channels) if gamma is not None else _filled(graph, channels, x.dtype, 1)
-        offset = _vector(graph, beta, channels) if beta is not None else _filled(graph, channels, x.dtype, 0)
-        inputs = [x, scale, offset]
-        after = last.producer()
-        assert after is not None
-        norm = insert(after, "LayerNormalization", inputs, {"axis": -1, "epsilon": epsilon}, shape=x.shape)
-        replace(last, norm)
-        return None
+        return _rewrite(node, "LayerNormalization", x, epsilon, (("Mul", 1), ("Add", 0)))
+
+
+class SquaresToRmsNorm(Idiom):
+    """x / Sqrt(Mean(x^2) + epsilon) * gamma -> RMSNormalization(x, gamma).
+
+    Shapes: x (..., D), gamma (D,). Zhang and Sennrich 2019, "Root Mean Square Layer Normalization".
+    """
+
+    roots = frozenset({"Div", "Mul"})
+
+    def rewrite(self, node: ir.Node) -> str | None:
+        """Rewrite from the quotient on, with the factor after it."""
+        found = _by_root_mean_square(node)
+        if found is None:
+            return ""
+        x, epsilon = found
+        return _rewrite(node, "RMSNormalization", x, epsilon, (("Mul", 1),))
+
+
+def _rewrite(
+    node: ir.Node, op_type: str, x: ir.Value, epsilon: float, parameters: tuple[tuple[str, int], ...]
+) -> str | None:
+    """Put a norm of x in the place of the quotient `node`; or return why not.
+
+    Args:
+        node: the quotient.
+        op_type: the norm.
+        x: what is normalized, over its last axis.
+        epsilon: what is added under the root.
+        parameters: (operator, number) of each parameter, in their order: the operator that applies it after the
+            quotient, and the number that it is filled with where there is none.
+    """
+    channels, graph = static_dim(x, -1), node.graph
+    if channels is None or not isinstance(graph, ir.Graph) or x.dtype is None or dims(x) is None:
+        return "the size of the last axis is not known"
+    last = node.outputs[0]
+    if last.dtype != x.dtype:  # TorchScript computes the norm of fp16 in double
+        cast = sole_user(last, "Cast")
+        if cast is None or cast.outputs[0].dtype != x.dtype:
+            return f"the norm of {x.dtype} gives {last.dtype}"
+        last = cast.outputs[0]
+    if not same_shape(last, x):
+        return "a constant adds dimensions"
+    inputs = [x]
+    for operator, number in parameters:
+        last, given = _affine(last, operator, channels)
+        vector = _filled(graph, channels, x.dtype, number) if given is None else _vector(graph, given, channels)
+        inputs.append(vector)
+    after = last.producer()
+    assert after is not None
+    norm = insert(after, op_type, inputs, {"axis": -1, "epsilon": epsilon}, shape=x.shape)
+    replace(last, norm)
+    return None
 
 
 def _normalized(node: ir.Node) -> tuple[ir.Value, float] | None:
     """Return (x, epsilon) where the node divides x - Mean(x) by its standard deviation."""
+    for deviation, mean_square, epsilon in _over_root(node):
+        centred = producer_of(_bare(deviation), "Sub")
+        x = None if centred is None else centred.inputs[0]
+        if centred is None or x is None or _mean_over_last(_bare(centred.inputs[1])) is not x:
+            continue
+        if _is_square(_mean_over_last(_bare(mean_square)), _bare(deviation)):
+            return x, epsilon
+    return None
+
+
+def _by_root_mean_square(node: ir.Node) -> tuple[ir.Value, float] | None:
+    """Return (x, epsilon) where the node divides x by the root of its mean square."""
+    for dividend, mean_square, epsilon in _over_root(node):
+        x = _bare(dividend)
+        if x is not None and _is_square(_mean_over_last(_bare(mean_square)), x):
+            return x, epsilon
+    return None
+
+
+def _over_root(node: ir.Node) -> Iterator[tuple[ir.Value | None, ir.Value | None, float]]:
+    """Yield every (a, b, epsilon) where the node is a / Sqrt(b + epsilon)."""
     first, second = node.inputs
     orders = [(first, second)] if node.op_type == "Div" else [(first, second), (second, first)]
-    for deviation, other in orders:
-        centred = producer_of(_bare(deviation), "Sub")
+    for dividend, other in orders:
         root = producer_of(_bare(other), "Sqrt") if node.op_type == "Div" else _inverse_root(_bare(other))
-        if centred is None or root is None or centred.inputs[0] is None:
+        total = None if root is None else producer_of(_bare(root.inputs[0]), "Add")
+        if total is None:
             continue
-        x = centred.inputs[0]
-        if _mean_over_last(_bare(centred.inputs[1])) is not x:
-            continue
-        variance = producer_of(_bare(root.inputs[0]), "Add")
-        if variance is None:
-            continue
-        for mean, number in (variance.inputs, reversed(variance.inputs)):
-            epsilon = scalar(number)
-            if epsilon is not None and _is_square(_mean_over_last(_bare(mean)), _bare(deviation)):
-                return x, epsilon
-    return None
+        for term, number in (total.inputs, reversed(total.inputs)):
+            if (epsilon := scalar(number)) is not None:
+                yield dividend, term, epsilon
 
 
 def _bare(value: ir.Value | None) -> ir.Value | None:
@@ -149,57 +195,6 @@ def _vector(graph: ir.Graph, value: ir.Value, channels: int) -> ir.Value:
 
 def _filled(graph: ir.Graph, channels: int, dtype: ir.DataType, number: int) -> ir.Value:
     return constant(graph, np.full(channels, number), dtype.numpy(), f"{channels}_of_{number}_{dtype.name.lower()}")
-
-
-class SquaresToRmsNorm(Idiom):
-    """x / Sqrt(Mean(x^2) + epsilon) * gamma -> RMSNormalization(x, gamma).
-
-    Shapes: x (..., D), gamma (D,). Zhang and Sennrich 2019, "Root Mean Square Layer Normalization".
-    """
-
-    roots = frozenset({"Div", "Mul"})
-
-    def rewrite(self, node: ir.Node) -> str | None:
-        """Rewrite from the quotient on, with the factor after it."""
-        found = _by_root_mean_square(node)
-        if found is None:
-            return ""
-        x, epsilon = found
-        channels, graph = static_dim(x, -1), node.graph
-        if channels is None or not isinstance(graph, ir.Graph) or x.dtype is None or dims(x) is None:
-            return "the size of the last axis is not known"
-        last = node.outputs[0]
-        if last.dtype != x.dtype:
-            cast = sole_user(last, "Cast")
-            if cast is None or cast.outputs[0].dtype != x.dtype:
-                return f"the norm of {x.dtype} gives {last.dtype}"
-            last = cast.outputs[0]
-        if not same_shape(last, x):
-            return "a constant adds dimensions"
-        last, gamma = _affine(last, "Mul", channels)
-        scale = _vector(graph, gamma, channels) if gamma is not None else _filled(graph, channels, x.dtype, 1)
-        after = last.producer()
-        assert after is not None
-        norm = insert(after, "RMSNormalization", [x, scale], {"axis": -1, "epsilon": epsilon}, shape=x.shape)
-        replace(last, norm)
-        return None
-
-
-def _by_root_mean_square(node: ir.Node) -> tuple[ir.Value, float] | None:
-    """Return (x, epsilon) where the node divides x by the root of its mean square."""
-    first, second = node.inputs
-    orders = [(first, second)] if node.op_type == "Div" else [(first, second), (second, first)]
-    for wide, other in orders:
-        root = producer_of(_bare(other), "Sqrt") if node.op_type == "Div" else _inverse_root(_bare(other))
-        mean_square = None if root is None else producer_of(_bare(root.inputs[0]), "Add")
-        x = _bare(wide)
-        if x is None or mean_square is None:
-            continue
-        for mean, number in (mean_square.inputs, reversed(mean_square.inputs)):
-            epsilon = scalar(number)
-            if epsilon is not None and _is_square(_mean_over_last(_bare(mean)), x):
-                return x, epsilon
-    return None
 
 
 class LayerNormWithShift(Idiom):

@@ -24,6 +24,7 @@ __all__ = [
     "Sum",
     "apply_idioms",
     "apply_rules",
+    "biased",
     "filling",
     "is_bias",
     "is_row",
@@ -199,6 +200,17 @@ def is_bias(value: ir.Value, channels: int | None) -> bool:
     """
     vector = is_weight(value) and value.shape is not None and value.shape.rank() == 1
     return vector and channels is not None and static_dim(value, 0) == channels
+
+
+def biased(value: ir.Value | None) -> tuple[ir.Value, ir.Value] | None:
+    """Return (x, bias) where value = x + bias, x as large as the sum and the bias a constant vector (C,)."""
+    addition = producer_of(value, "Add")
+    if value is None or addition is None:
+        return None
+    for x, bias in (addition.inputs, reversed(addition.inputs)):
+        if x is not None and bias is not None and is_bias(bias, static_dim(value, -1)) and same_shape(x, value):
+            return x, bias
+    return None
 
 
 def is_row(value: ir.Value, channels: int | None) -> bool:

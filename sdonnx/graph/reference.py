@@ -97,13 +97,17 @@ def nhwc_conv(node: ir.Node) -> list[ir.Value | None]:
     return [insert(node, "Transpose", [result], {"perm": _TO_NHWC})]
 
 
+def _skipped(node: ir.Node, x: ir.Value | None, skip: ir.Value | None, bias: ir.Value | None) -> ir.Value:
+    """Return x + skip + bias."""
+    total = insert(node, "Add", [x, skip])
+    return total if bias is None else insert(node, "Add", [total, bias])
+
+
 def skip_layer_normalization(node: ir.Node) -> list[ir.Value | None]:
     """SkipLayerNormalization(x, skip, gamma, beta, bias): s = x + skip + bias -> LayerNorm(s), -, -, s."""
     x, skip, gamma = node.inputs[:3]
     beta, bias = _input(node, 3), _input(node, 4)
-    total = insert(node, "Add", [x, skip])
-    if bias is not None:
-        total = insert(node, "Add", [total, bias])
+    total = _skipped(node, x, skip, bias)
     attributes = {"axis": -1, "epsilon": node.attributes.get_float("epsilon", 1e-12)}
     return [insert(node, "LayerNormalization", [total, gamma, beta], attributes), None, None, total]
 
@@ -114,9 +118,7 @@ def skip_simplified_layer_normalization(node: ir.Node) -> list[ir.Value | None]:
     Zhang and Sennrich 2019, "Root Mean Square Layer Normalization".
     """
     x, skip, gamma = node.inputs[:3]
-    total = insert(node, "Add", [x, skip])
-    if (bias := _input(node, 3)) is not None:
-        total = insert(node, "Add", [total, bias])
+    total = _skipped(node, x, skip, _input(node, 3))
     attributes = {"axis": -1, "epsilon": node.attributes.get_float("epsilon", 1e-12)}
     return [insert(node, "RMSNormalization", [total, gamma], attributes), None, None, total]
 
