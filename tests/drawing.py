@@ -2,19 +2,44 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import diffusers
 import numpy.typing as npt
 import torch
 
+from sdonnx.export.pipeline import export_pipeline
+from sdonnx.optimize import optimize_folder
 from sdonnx.parity import psnr
 from sdonnx.runtime.pipeline import OrtDiffusionPipeline
+from sdonnx.sample import write_sample
 
 # Rounding alone: float32 against float32 gives 120 dB and more, and 50 dB would let a small mistake pass.
 LEAST_PSNR_DB = 90
 
 Array = npt.NDArray[Any]
+
+
+class Pair:
+    """One sample pipeline by diffusers and by this project."""
+
+    def __init__(self, arch: str, folder: Path) -> None:
+        self.source, self.exported, self.optimized = folder / "source", folder / "onnx", folder / "cpu"
+        write_sample(arch, self.source)
+        export_pipeline(self.source, self.exported)
+        optimize_folder(self.exported, self.optimized, provider="cpu")
+        torch.set_num_threads(1)
+        pipeline_class: Any = diffusers.DiffusionPipeline
+        self.theirs: Any = pipeline_class.from_pretrained(self.source)
+        self.theirs.set_progress_bar_config(disable=True)
+        self.ours = OrtDiffusionPipeline.from_pretrained(self.optimized)
+
+    def draw(self, *prompt: str, theirs: Any = None, **arguments: Any) -> tuple[Any, Any]:
+        """Return this project's image and diffusers' for the same arguments; `theirs` is another pipeline to ask."""
+        reference = self.theirs if theirs is None else theirs
+        expected = reference(*prompt, **arguments, generator=generator(3), output_type="np").images
+        return self.ours(*prompt, **arguments, seed=3, output_type="np").images, expected
 
 
 def generator(seed: int = 0) -> torch.Generator:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import diffusers
+import drawing
 import numpy as np
 import onnx_ir as ir
 import onnxruntime
@@ -25,7 +26,6 @@ from sdonnx.optimize import optimize_folder
 from sdonnx.parity import psnr, relative_error
 from sdonnx.runtime.pipeline import OrtDiffusionPipeline
 from sdonnx.runtime.prompt import PromptTokenizer
-from sdonnx.sample import write_sample
 from sdonnx.sample.words import WORDS
 from sdonnx.stream import scale_stream
 
@@ -43,25 +43,12 @@ SMALL = {"height": 128, "width": 96, "use_resolution_binning": False}
 SAME_DB = 90
 
 
-class Pair:
-    """One pipeline by diffusers and by this project."""
+class Pair(drawing.Pair):
+    """One pipeline by diffusers and by this project, asked for few steps and with the caption as it is."""
 
-    def __init__(self, arch: str, folder: Path) -> None:
-        self.source, self.exported, self.optimized = folder / "source", folder / "onnx", folder / "cpu"
-        write_sample(arch, self.source)
-        export_pipeline(self.source, self.exported)
-        optimize_folder(self.exported, self.optimized, provider="cpu")
-        torch.set_num_threads(1)
-        pipeline_class: Any = diffusers.DiffusionPipeline
-        self.theirs: Any = pipeline_class.from_pretrained(self.source)
-        self.theirs.set_progress_bar_config(disable=True)
-        self.ours = OrtDiffusionPipeline.from_pretrained(self.optimized)
-
-    def draw(self, *prompt: str, **arguments: Any) -> tuple[Any, Any]:
+    def draw(self, *prompt: str, theirs: Any = None, **arguments: Any) -> tuple[Any, Any]:
         """Return both images for the same arguments."""
-        given = STEPS | arguments
-        expected = self.theirs(*prompt, **given, generator=torch.Generator().manual_seed(3), output_type="np").images
-        return self.ours(*prompt, **given, seed=3, output_type="np").images, expected
+        return super().draw(*prompt, theirs=theirs, **(STEPS | arguments))
 
 
 @pytest.fixture(scope="module")

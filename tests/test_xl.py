@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import diffusers
+import drawing
 import numpy as np
 import onnx
 import onnxruntime
@@ -23,7 +24,7 @@ from sdonnx.optimize import optimize_folder
 from sdonnx.parity import psnr, relative_error
 from sdonnx.runtime.conditions import SizeConditions
 from sdonnx.runtime.pipeline import OrtDiffusionPipeline
-from sdonnx.sample import ARCHITECTURES, write_sample
+from sdonnx.sample import ARCHITECTURES
 
 # diffusers hands torch's tensors to numpy in a way that numpy will no longer know.
 pytestmark = [
@@ -36,29 +37,15 @@ SAME_DB = 90
 PICTURE = np.random.default_rng(0).random((1, 96, 128, 3)).astype(np.float32)
 
 
-class Pair:
-    """One pipeline by diffusers and by this project."""
+class Pair(drawing.Pair):
+    """One pipeline by diffusers and by this project, which begins at images too."""
 
-    def __init__(self, arch: str, folder: Path) -> None:
-        self.source, self.exported, self.optimized = folder / "source", folder / "onnx", folder / "cpu"
-        write_sample(arch, self.source)
-        export_pipeline(self.source, self.exported)
-        optimize_folder(self.exported, self.optimized, provider="cpu")
-        torch.set_num_threads(1)
-        pipeline_class: Any = diffusers.DiffusionPipeline
-        self.theirs: Any = pipeline_class.from_pretrained(self.source)
-        self.theirs.set_progress_bar_config(disable=True)
-        self.ours = OrtDiffusionPipeline.from_pretrained(self.optimized)
-
-    def draw(self, **arguments: Any) -> tuple[Any, Any]:
+    def draw(self, *prompt: str, theirs: Any = None, **arguments: Any) -> tuple[Any, Any]:
         """Return both images for the same arguments."""
-        theirs = self.theirs
-        if "image" in arguments and not isinstance(theirs, diffusers.StableDiffusionXLImg2ImgPipeline):
-            theirs = diffusers.StableDiffusionXLImg2ImgPipeline(**theirs.components, add_watermarker=False)
+        if "image" in arguments and not isinstance(self.theirs, diffusers.StableDiffusionXLImg2ImgPipeline):
+            theirs = diffusers.StableDiffusionXLImg2ImgPipeline(**self.theirs.components, add_watermarker=False)
             theirs.set_progress_bar_config(disable=True)
-        generator = torch.Generator().manual_seed(3)
-        expected = theirs(**arguments, generator=generator, output_type="np").images
-        return self.ours(**arguments, seed=3, output_type="np").images, expected
+        return super().draw(*prompt, theirs=theirs, **arguments)
 
 
 @pytest.fixture(scope="module")
