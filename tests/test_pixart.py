@@ -108,10 +108,22 @@ def torch_output(pair: Pair, component: str, inputs: dict[str, Any]) -> Any:
         )[0].numpy()
 
 
+def with_gaps(inputs: dict[str, Any]) -> dict[str, Any]:
+    """Masks that tokenizers do not make: padding between the tokens, and before them."""
+    mask = np.random.default_rng(3).integers(0, 2, inputs["encoder_attention_mask"].shape).astype(np.int32)
+    mask[:, 0] = 0
+    return inputs | {"encoder_attention_mask": mask}
+
+
 CASES = {
     "text_encoder": [text_inputs(2, 120), text_inputs(1, 5), text_inputs(3, 300)],
     # The size trained for, where diffusers takes a table that it keeps, and others.
-    "transformer": [denoiser_inputs(2, 32, 32, 120), denoiser_inputs(1, 6, 22, 7), denoiser_inputs(3, 18, 8, 300)],
+    "transformer": [
+        denoiser_inputs(2, 32, 32, 120),
+        with_gaps(denoiser_inputs(2, 14, 10, 21)),
+        denoiser_inputs(1, 6, 22, 7),
+        denoiser_inputs(3, 18, 8, 300),
+    ],
 }
 
 
@@ -153,6 +165,8 @@ def test_everything_is_fused(for_cuda: Path) -> None:
         assert {kind: each["after"] for kind, each in found["expected"].items()} == counts
         assert found["warnings"] == []
     after = components["transformer"]["operators_after"]
+    padding = next(stage for stage in components["transformer"]["stages"] if stage["stage"] == "padding")
+    assert padding["fired"] == {"PaddingToLengths": 2}
     # All but the first norm take an addition with them, and with it the gate's bias.
     assert (after["LayerNormalization"], after["SkipLayerNormalization"], after["BiasAdd"]) == (1, 4, 2)
     # Two gates a block are left, each over a product.

@@ -49,8 +49,12 @@ def _transformer(
     """Run a transformer: diffusers' PixArtTransformer2DModel.forward."""
     size, channels = transformer.config.patch_size, transformer.out_channels
     height, width = sample.shape[-2] // size, sample.shape[-1] // size
+    if transformer.caption_projection is not None:
+        caption = transformer.caption_projection(caption)
+    caption, allowed = _told_first(caption, mask)
     # Of the size of all scores of a head: ONNX Runtime's kernels broadcast over heads alone.
-    bias = ((1 - mask.to(sample.dtype)) * _REFUSED)[:, None].expand(-1, height * width, -1)
+    row = torch.where(allowed, 0.0, _REFUSED).to(sample.dtype)
+    bias = row[:, None].expand(-1, height * width, -1)
     hidden_states = transformer.pos_embed(sample)
     adaln = transformer.adaln_single
     conditions = {"resolution": told.get("resolution"), "aspect_ratio": told.get("aspect_ratio")}
@@ -61,8 +65,6 @@ def _transformer(
     # Of shift, scale and gate, twice, a scale of 0 leaves a norm as it is.
     ones = (torch.arange(6) % 3 == 1).to(sample.dtype)[None, :, None]
     rows = (tables + ones + modulation).flatten(0, 1)[:, None].split(1)
-    if transformer.caption_projection is not None:
-        caption = transformer.caption_projection(caption)
     for index, block in enumerate(transformer.transformer_blocks):
         hidden_states = block(hidden_states, caption, bias, rows[6 * index : 6 * index + 6])
     shift, scale = (transformer.scale_shift_table[None] + embedded[:, None]).chunk(2, dim=1)
@@ -70,6 +72,21 @@ def _transformer(
     patches = hidden_states.reshape(-1, height, width, size, size, channels)
     prediction: torch.Tensor = patches.permute(0, 5, 1, 3, 2, 4).reshape(-1, channels, height * size, width * size)
     return prediction
+
+
+def _told_first(caption: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the caption (B,L,E) with its tokens before its padding, and which of its places (B,L) hold tokens.
+
+    No attention knows in which order it is given its keys. With the padding last, a kernel needs but their number.
+    """
+    places = torch.arange(mask.shape[1])
+    kept = mask.cumsum(dim=1)
+    count = kept[:, -1:]
+    # Token or padding, each goes behind those of its kind that come before it.
+    target = torch.where(mask > 0, kept, count + places + 1 - kept) - 1
+    # A product with one 1 in each row moves exactly what is finite, and can be captured, as sorting cannot.
+    moves = (target[:, None, :] == places[:, None]).to(caption.dtype)
+    return moves @ caption, places < count
 
 
 def _embedded(patches: Any, latent: torch.Tensor) -> torch.Tensor:

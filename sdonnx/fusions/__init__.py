@@ -41,6 +41,7 @@ from sdonnx.fusions.masks import CausalMaskToAttribute
 from sdonnx.fusions.modulation import BiasBeforeGate, ModulationIntoLayerNorm
 from sdonnx.fusions.noops import MergeReshapes, MergeTransposes, MergeUnsqueezes, NoOp, PadIntoConv, TransposeOfFolded
 from sdonnx.fusions.norms import InstanceNormToGroupNorm, LayerNormWithShift, MeansToLayerNorm, SquaresToRmsNorm
+from sdonnx.fusions.padding import count_keys
 from sdonnx.fusions.projections import GroupProjections
 from sdonnx.fusions.residual import (
     BiasIntoNhwcConv,
@@ -178,6 +179,7 @@ def stages(provider: str, attention_layout: str = "unpacked", disabled: Collecti
         *_CANONICALIZE,
         Stage("attention", (AttentionToMultiHeadAttention,), only_cuda=False),
         Stage("attention_left", idioms=(AttentionToMatMul,)),
+        Stage("padding", run=count_keys),
         Stage("attention_biases", run=_attention_biases, only_cuda=False),
         *(Stage(rule.__name__, (rule,)) for rule in _PACKINGS[attention_layout]),
         Stage("projections", run=_group_projections),

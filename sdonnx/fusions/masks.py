@@ -6,10 +6,10 @@ from typing import Any
 
 import onnx_ir as ir
 
-from sdonnx.graph.edit import constant_value, dims
+from sdonnx.graph.edit import Dim, constant_value, dims
 from sdonnx.graph.match import Rule, filling, producer_of, same_dims, scalar
 
-__all__ = ["CausalMaskToAttribute", "is_causal"]
+__all__ = ["CausalMaskToAttribute", "allows", "is_causal", "is_counted", "refuses"]
 
 # Added to a score, this or less leaves nothing of it in any softmax: scores are far smaller.
 _LEAST_REFUSING = -1e4
@@ -56,20 +56,22 @@ def _is_added_triangle(mask: ir.Value) -> bool:
         if condition is None:
             return False
         if _is_lower_triangle(condition):
-            return _allows(yes) and _refuses(no)
-        return _is_upper_triangle(condition) and _refuses(yes) and _allows(no)
+            return allows(yes) and refuses(no)
+        return _is_upper_triangle(condition) and refuses(yes) and allows(no)
     if (node := producer_of(value, "Trilu")) is not None:
         # Very low numbers everywhere, of which those above the diagonal are kept.
         kept_above = node.attributes.get_int("upper", 1) == 1 and _diagonal(node) == 1
-        return kept_above and _is_square(node) and _refuses(node.inputs[0])
+        return kept_above and _is_square(node) and refuses(node.inputs[0])
     return False
 
 
-def _allows(value: ir.Value | None) -> bool:
+def allows(value: ir.Value | None) -> bool:
+    """Tell whether what is added to scores leaves them as they are."""
     return value is not None and filling(value) == 0.0
 
 
-def _refuses(value: ir.Value | None) -> bool:
+def refuses(value: ir.Value | None) -> bool:
+    """Tell whether what is added to scores leaves nothing of them in a softmax."""
     number = None if value is None else filling(value)
     return number is not None and number <= _LEAST_REFUSING
 
@@ -140,13 +142,25 @@ def _counts_columns_and_rows(column: ir.Value | None, row: ir.Value | None, rows
         return False
     if column is None or row is None or column_range is None or column_range is not row_range:
         return False
-    counted = producer_of(column_range, "Range")
-    if counted is None:
-        return False
-    start, step = constant_value(counted.inputs[0]), constant_value(counted.inputs[2])
-    if start is None or step is None or start.item() != 0 or step.item() != 1:
+    if not _counts_from_0(column_range):
         return False
     columns, rows = dims(column), dims(row)
     if columns is None or rows is None or len(rows) < 2:
         return False
     return rows[-1] == 1 and columns[-2:-1] in ((), (1,)) and same_dims(columns[-1:], rows[-2:-1])
+
+
+def is_counted(value: ir.Value, length: Dim) -> bool:
+    """Tell whether a value is 0, 1, 2 ... along its last axis, of that length, and the same along others."""
+    sizes = dims(value)
+    if sizes is None or any(size != 1 for size in sizes[:-1]) or not same_dims(sizes[-1:], (length,)):
+        return False
+    return _counts_from_0(_through(value, ("Unsqueeze", "Reshape")))
+
+
+def _counts_from_0(value: ir.Value | None) -> bool:
+    counted = producer_of(value, "Range")
+    if counted is None:
+        return False
+    start, step = constant_value(counted.inputs[0]), constant_value(counted.inputs[2])
+    return start is not None and step is not None and start.item() == 0 and step.item() == 1

@@ -143,20 +143,26 @@ def fused_mat_mul(node: ir.Node) -> list[ir.Value | None]:
 def multi_head_attention(node: ir.Node) -> list[ir.Value | None]:
     """MultiHeadAttention -> Attention; Vaswani et al. 2017.
 
-    Layouts: Q, K, V (B,S,D); packed QKV (B,S,N,3,H); Q (B,S,D) with packed KV (B,L,N,2,H).
+    Layouts: Q, K, V (B,S,D); packed QKV (B,S,N,3,H); Q (B,S,D) with packed KV (B,L,N,2,H). In place of a bias there may
+    be numbers (B) of the keys that are there, behind which all are padding.
 
     Raises:
-        ValueError: the node has a bias, a padding mask or a cache, which no rule emits.
+        ValueError: the node has biases, another padding mask or a cache, which no rule emits.
     """
-    if any(value is not None for value in (*node.inputs[3:5], *node.inputs[6:])):
-        raise ValueError(f"{node.name}: only query, key, value and attention_bias have a reference body")
+    lengths, mask = _input(node, 4), _input(node, 5)
+    both = lengths is not None and mask is not None
+    if _input(node, 3) is not None or any(value is not None for value in node.inputs[6:]) or both:
+        raise ValueError(f"{node.name}: only query, key, value, lengths and attention_bias have a reference body")
     query, key, value = (_input(node, index) for index in range(3))
-    mask = _input(node, 5)
     assert query is not None
     if key is None:
         query, key, value = _unpacked(node, query, 3)
     elif value is None:
         key, value = _unpacked(node, key, 2)
+    if lengths is not None:
+        if lengths.shape is None or lengths.shape.rank() != 1:
+            raise ValueError(f"{node.name}: a padding mask of {lengths.shape}, not one number for each row")
+        mask = _first_keys(node, query, key, lengths)
     heads = node.attributes.get_int("num_heads")
     attributes: dict[str, int | float] = {
         "q_num_heads": heads,
@@ -166,6 +172,22 @@ def multi_head_attention(node: ir.Node) -> list[ir.Value | None]:
     if scale := node.attributes.get_float("scale", 0.0):
         attributes["scale"] = scale
     return [insert(node, "Attention", [query, key, value, mask], attributes)]
+
+
+def _first_keys(node: ir.Node, query: ir.Value, key: ir.Value, lengths: ir.Value) -> ir.Value:
+    """Return the mask (B,1,S,L) of the first `lengths` (B) keys of each row."""
+    graph, int64, boolean = _graph(node), ir.DataType.INT64, ir.DataType.BOOL
+    size = {name: constant(graph, number, np.int64, f"attention_{name}") for name, number in (("zero", 0), ("one", 1))}
+    count = insert(node, "Shape", [key], {"start": 1, "end": 2}, dtype=int64)
+    last = insert(node, "Squeeze", [count], dtype=int64)
+    places = insert(node, "Range", [size["zero"], last, size["one"]], dtype=int64)
+    behind = constant(graph, [1, 2, 3], np.int64, "attention_behind")
+    numbers = insert(node, "Unsqueeze", [insert(node, "Cast", [lengths], {"to": int64}, dtype=int64), behind])
+    row = insert(node, "Less", [places, numbers], dtype=boolean)
+    queries = insert(node, "Shape", [query], {"start": 1, "end": 2}, dtype=int64)
+    ones = constant(graph, [1, 1], np.int64, "attention_ones")
+    shape = insert(node, "Concat", [ones, queries, constant(graph, [1], np.int64, "attention_1")], {"axis": 0})
+    return insert(node, "Expand", [row, shape], dtype=boolean)
 
 
 def _unpacked(node: ir.Node, packed: ir.Value, parts: int) -> list[ir.Value]:

@@ -192,6 +192,24 @@ def _gather(sizes: Sizes, node: ir.Node) -> bool:
     return True
 
 
+def _gather_elements(sizes: Sizes, node: ir.Node) -> bool:
+    shape = sizes.shape_of(node, 1)
+    if shape is None:
+        return False
+    sizes.shapes[node.outputs[0]] = shape
+    return True
+
+
+def _top_k(sizes: Sizes, node: ir.Node) -> bool:
+    shape, count = sizes.shape_of(node, 0), sizes.content_of(node, 1)
+    if shape is None or count is None:
+        return False
+    axis = node.attributes.get_int("axis", -1) % len(shape)
+    for output in node.outputs:
+        sizes.shapes[output] = (*shape[:axis], count.flat[0], *shape[axis + 1 :])
+    return True
+
+
 def _matmul(sizes: Sizes, node: ir.Node) -> bool:
     a, b = sizes.shape_of(node, 0), sizes.shape_of(node, 1)
     if a is None or b is None or len(a) < 2 or len(b) < 2:
@@ -281,6 +299,7 @@ SHAPE_RULES: dict[str, Callable[[Sizes, ir.Node], bool]] = {
     "Conv": _conv,
     "Expand": _expand,
     "Gather": _gather,
+    "GatherElements": _gather_elements,
     "MatMul": _matmul,
     "Pad": _pad,
     "Range": _range,
@@ -291,6 +310,7 @@ SHAPE_RULES: dict[str, Callable[[Sizes, ir.Node], bool]] = {
     "Slice": _slice,
     "Split": _split,
     "Tile": _tile,
+    "TopK": _top_k,
     "Transpose": _transpose,
     "Unsqueeze": _unsqueeze,
 }
