@@ -23,7 +23,7 @@ PACKAGE = ROOT / "sdonnx"
 CONVERTERS = {"torch", "diffusers", "transformers", "accelerate", "onnx", "onnx_ir", "onnxscript"}
 TORCH_SIDE = {"torch", "diffusers", "transformers", "accelerate"}
 MAY_IMPORT_TORCH = {"export", "sample", "benchmark", "quickstart"}
-RUNTIME = {"runtime", "samplers"}
+RUNTIME = {"runtime", "samplers", "doctor"}
 # The extras that a module's imports may need beyond the runtime's.
 EXTRAS = {
     **{
@@ -54,7 +54,7 @@ OPTIONAL_LIBRARIES = {"bs4", "ftfy"}  # captions are cleaned where these are
 LEVELS = (
     {"errors"},
     {"adapters", "folder", "samplers", "parity"},
-    {"families"},
+    {"families", "doctor"},
     {"graph", "expected", "inspection"},
     {"configuration", "decision"},
     {"fusions", "precision", "compose", "interface", "stream"},
