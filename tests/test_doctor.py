@@ -40,7 +40,7 @@ from sdonnx.runtime.device import Device
 CORNER_SET = read_corners()
 H200 = gpu.Gpu("NVIDIA H200", (9, 0))
 KEY = {"gpu": "NVIDIA H200", "driver": "580.82.07", "onnxruntime": "1.31.1", "corners": "c0ffee"}
-LIES = MATH_LIES = 0.1
+LIES = 0.1
 Lie = Callable[[bytes, int], float]
 
 
@@ -129,10 +129,9 @@ def test_values_are_those_of_the_table_and_rounded_as_the_types_are() -> None:
             np.testing.assert_array_equal(mine, expected)
 
 
-@pytest.mark.parametrize("dtype", ["float16", "float32"])
-def test_every_reference_runs_on_the_cpu(dtype: str) -> None:
+def test_every_reference_runs_on_the_cpu() -> None:
     """Through the doctor's own way: the kernels are played by the references."""
-    rows = list(compare(CORNER_SET, CORNER_SET.checks, machine(), dtypes=[dtype]))
+    rows = list(compare(CORNER_SET, CORNER_SET.checks, machine(), dtypes=["float16"]))
     assert len(rows) == len(CORNER_SET.checks)
     assert [row for row in rows if row.error != 0] == []
 
@@ -148,7 +147,7 @@ def test_the_cpu_kernels_agree_with_the_references() -> None:
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"corners": [{}], "graphs": {}}', '{"corners": 3, "graphs": {}}'])
 def test_a_broken_file_is_one_line(content: str, tmp_path: Path) -> None:
     (tmp_path / "corners.json").write_text(content)
-    with pytest.raises(FolderError, match="corners.json cannot be read"):
+    with pytest.raises(FolderError, match=r"corners\.json cannot be read"):
         read_corners(tmp_path / "corners.json")
 
 
@@ -482,17 +481,18 @@ def test_the_pipeline_draws_with_the_verdict(lies: bool, tiny_cpu: Path, monkeyp
     monkeypatch.setattr(pipeline, "verdict_on", lambda device: replace(FOUND, faults=faults))
     given: list[Mapping[str, str]] = []
 
-    class Refused(Exception):
+    class RefusedError(Exception):
         pass
 
     def graph_set(folder: Any, family: Any, device: Any, settings: Any, low_memory: bool) -> Any:
         given.append(settings.provider_options)
-        raise Refused  # the CPU provider has no such option
+        raise RefusedError  # the CPU provider has no such option
 
     monkeypatch.setattr(pipeline, "GraphSet", graph_set)
-    with warnings.catch_warnings(record=True) as told, pytest.raises(Refused):
+    with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        pipeline.OrtDiffusionPipeline.from_pretrained(tiny_cpu, provider_options={"a": "b"})
+        with pytest.raises(RefusedError):
+            pipeline.OrtDiffusionPipeline.from_pretrained(tiny_cpu, provider_options={"a": "b"})
     assert given == [{"sdpa_kernel": "26", "a": "b"}]
     assert [warning.category for warning in told] == [first_use.KernelWarning] * lies
 
@@ -596,9 +596,10 @@ def test_a_gpu_too_old() -> None:
         (GOOD, ("libcudnn.so.9",), "missing", "pip install nvidia-cudnn-cu13"),
         (GOOD, ("libcublas.so.13", "libcublasLt.so.13"), "missing", "pip install nvidia-cublas"),
         (GOOD, ("libcufft.so.12",), "note", "pip install nvidia-cufft"),
-        (CUDA_12, ("libcudart.so.12", "libcudnn.so.9"), "missing", "pip install nvidia-cuda-runtime-cu12 nvidia-cudnn-cu12"),
+        (CUDA_12, ("libcudart.so.12",), "missing", "pip install nvidia-cuda-runtime-cu12"),
+        (CUDA_12, ("libcudnn.so.9",), "missing", "pip install nvidia-cudnn-cu12"),
     ],
-)  # fmt: skip
+)
 def test_libraries_that_are_not_found(facts: Facts, missing: tuple[str, ...], state: str, remedy: str) -> None:
     finding = only(replace(facts, missing=missing), state=state)
     assert finding.subject == "CUDA libraries"
@@ -625,12 +626,13 @@ def test_this_machine() -> None:
 
 def test_what_nvidias_files_tell(tmp_path: Path) -> None:
     file = tmp_path / "version"
-    for text, version in [
-        ("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.82.07  Release Build\nGCC version: 12.2.0", "580.82.07"),
-        ("NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.54.03  Tue Jun", "535.54.03"),
-        ("570.1\n", "570.1"),
-        ("nothing", ""),
-    ]:  # fmt: skip
+    told = {
+        "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.82.07  Release\nGCC version: 12.2.0": "580.82.07",
+        "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.54.03  Tue Jun": "535.54.03",
+        "570.1\n": "570.1",
+        "nothing": "",
+    }
+    for text, version in told.items():
         file.write_text(text)
         assert gpu.driver_version((tmp_path / "none", file)) == version
 
