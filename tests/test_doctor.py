@@ -198,6 +198,24 @@ def test_a_reference_that_is_doctored_makes_its_kernel_wrong() -> None:
     assert row.wrong
 
 
+def test_a_reference_that_does_not_run_is_no_lie() -> None:
+    check = next(check for check in CORNER_SET.checks if check.first and check.corner.op_type == "BiasAdd")
+    broken = replace(CORNER_SET, graphs={**CORNER_SET.graphs, check.reference: b"broken"})
+    (row,) = compare(broken, [check], machine(), dtypes=["float16"])
+    assert row.state == "not available"
+    assert row.failure.startswith("its reference: ")
+
+
+def test_a_kernel_that_gives_another_shape_is_wrong() -> None:
+    check = next(check for check in CORNER_SET.checks if check.first and check.corner.op_type == "BiasAdd")
+
+    def opened(content: bytes, weights: Mapping[str, Array], mask: int) -> Kernel:
+        return lambda feeds: [feeds["x0"][:, :1]]
+
+    (row,) = compare(CORNER_SET, [check], opened, dtypes=["float16"])
+    assert row.wrong
+
+
 # --- the verdict ------------------------------------------------------------------------------------------------------
 
 

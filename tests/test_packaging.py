@@ -302,5 +302,19 @@ def test_every_folder_is_a_package() -> None:
     assert [folder for folder in folders if not (folder / "__init__.py").is_file()] == []
 
 
+def test_every_file_beside_the_modules_is_installed() -> None:
+    """A file that package_data does not name would be left out of the wheel, silently."""
+    config = configparser.ConfigParser()
+    config.read(ROOT / "setup.cfg", encoding="utf-8")
+    named = {
+        path
+        for package, patterns in config["options.package_data"].items()
+        for pattern in patterns.split()
+        for path in ROOT.joinpath(*package.split(".")).glob(pattern)
+    }
+    present = {path for path in PACKAGE.rglob("*") if path.is_file() and "__pycache__" not in path.parts}
+    assert {path for path in present if path.suffix != ".py"} == named
+
+
 def test_types_are_published() -> None:
     assert (PACKAGE / "py.typed").is_file()

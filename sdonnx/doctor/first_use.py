@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from sdonnx.doctor.cache import read_verdict, write_verdict
@@ -16,8 +17,8 @@ __all__ = ["LIMIT_S", "SELF_CHECK", "KernelWarning", "complaint", "first_use", "
 SELF_CHECK = "SDONNX_SELF_CHECK"
 """The environment variable that leaves the check out where it is 0."""
 
-LIMIT_S = 8.0
-"""Seconds after which the check at a first use begins nothing more."""
+LIMIT_S = 10.0
+"""Seconds after which the check at a first use begins nothing more; the libraries are loaded before."""
 
 # What to optimize a folder without, where an operator's kernel lies (`sdonnx.fusions.DISABLING`).
 _WITHOUT = {
@@ -68,10 +69,19 @@ def first_use(
     kept = read_verdict(key, folder)
     if kept is not None:
         return kept
-    verdict, _ = judge(read(corners), open_kernel or open_on("cuda", index), key, full=False, limit_s=limit_s)
+    corner_set, open_kernel = read(corners), open_kernel or open_on("cuda", index)
+    _load_libraries(corner_set, open_kernel)
+    verdict, _ = judge(corner_set, open_kernel, key, full=False, limit_s=limit_s)
     if verdict.lasting:
         write_verdict(verdict, folder)
     return verdict
+
+
+def _load_libraries(corners: CornerSet, open_kernel: Open) -> None:
+    """Open one graph, which loads gigabytes of libraries: from a cold disk that takes longer than the check."""
+    check = next(check for check in corners.checks if check.first and not check.corner.weights)
+    with suppress(Exception):  # the check itself will say
+        open_kernel(corners.graphs[check.kernels["float16"]], {}, 0)
 
 
 def complaint(verdict: Verdict, operators: Collection[str]) -> str:

@@ -54,7 +54,7 @@ DEFAULT: Mapping[str, int] = {"": 0}
 _FATAL = 4  # of ONNX Runtime's severities
 _THREADS = 4
 
-Kernel = Callable[[Mapping[str, Array]], Sequence[Array]]
+Kernel = Callable[[Mapping[str, Array]], list[Array]]
 # (the model, values of its weights, sdpa_kernel) -> what runs it
 Open = Callable[[bytes, Mapping[str, Array], int], Kernel]
 
@@ -185,8 +185,9 @@ def _session(
     run_options = onnxruntime.RunOptions()
     run_options.log_severity_level = _FATAL
 
-    def run(feeds: Mapping[str, Array]) -> Sequence[Array]:
-        results: Sequence[Array] = session.run(None, dict(feeds), run_options)
+    def run(feeds: Mapping[str, Array], _held: object = values) -> list[Array]:
+        # On the CPU ONNX Runtime reads the weights where they are: they must live as long as the session.
+        results: list[Array] = session.run(None, dict(feeds), run_options)
         return results
 
     return run
@@ -221,19 +222,18 @@ def compare(
             weights = _weights(same[0], dtype)
             kernels = {name: _opened(open_kernel, corners.graphs[same[0].kernels[dtype]], weights, mask)
                        for name, mask in backends.items()}  # fmt: skip
-            reference: Kernel | None = None
+            reference = _opened(
+                open_reference, corners.graphs[same[0].reference], _weights(same[0], dtype, "float32"), 0
+            )
             for check in same:
                 if clock() >= until:
                     return
-                reference = reference or open_reference(
-                    corners.graphs[check.reference], _weights(check, dtype, "float32"), 0
-                )
                 yield from _rows(check, dtype, kernels, reference)
 
 
-def _group(dtype: str, check: Check) -> tuple[str, str]:
-    """Return what corners share that one session can run: the graph, and where it has weights, these."""
-    return check.kernels[dtype], str(check.corner) if check.corner.weights else ""
+def _group(dtype: str, check: Check) -> tuple[str, str, str]:
+    """Return what corners share that one session can run: both graphs, and where they have weights, these."""
+    return check.kernels[dtype], check.reference, str(check.corner) if check.corner.weights else ""
 
 
 def _opened(open_kernel: Open, content: bytes, weights: Mapping[str, Array], mask: int) -> Kernel | str:
@@ -244,25 +244,40 @@ def _opened(open_kernel: Open, content: bytes, weights: Mapping[str, Array], mas
         return _line(error)
 
 
-def _rows(check: Check, dtype: str, kernels: Mapping[str, Kernel | str], reference: Kernel) -> Iterator[Row]:
+def _rows(check: Check, dtype: str, kernels: Mapping[str, Kernel | str], reference: Kernel | str) -> Iterator[Row]:
     corner = check.corner
     values = rounded(corner.draw(), dtype, check.float32_inputs)
-    expected = reference(_named(values, check, "float32", weights=False))
+    expected = _results(reference, _named(values, check, "float32", weights=False))
     feeds = _named(values, check, dtype, weights=False)
     for backend, kernel in kernels.items():
         row = (corner.op_type, corner.name, dtype, backend)
-        if isinstance(kernel, str):
-            yield Row(*row, failure=kernel)
+        if isinstance(expected, str):
+            yield Row(*row, failure=f"its reference: {expected}")
             continue
-        try:
-            found = kernel(feeds)
-            with np.errstate(all="ignore"):
-                pairs = zip(found, expected, strict=True)
-                error = max(relative_error(mine.astype(np.float32), theirs) for mine, theirs in pairs)
-        except Exception as error_of_run:  # as above
-            yield Row(*row, failure=_line(error_of_run))
+        found = _results(kernel, feeds)
+        if isinstance(found, str):
+            yield Row(*row, failure=found)
             continue
-        yield Row(*row, error=error)
+        yield Row(*row, error=_error(found, expected))
+
+
+def _error(found: list[Array], expected: list[Array]) -> float:
+    """Return the largest relative error of the outputs; infinity where a shape is another."""
+    if [array.shape for array in found] != [array.shape for array in expected]:
+        return math.inf
+    with np.errstate(all="ignore"):
+        pairs = zip(found, expected, strict=True)
+        return max(relative_error(mine.astype(np.float32), theirs) for mine, theirs in pairs)
+
+
+def _results(kernel: Kernel | str, feeds: Mapping[str, Array]) -> list[Array] | str:
+    """Return what a kernel gives, or why it does not."""
+    if isinstance(kernel, str):
+        return kernel
+    try:
+        return kernel(feeds)
+    except Exception as error:  # as above
+        return _line(error)
 
 
 def _weights(check: Check, dtype: str, given_as: str | None = None) -> dict[str, Array]:
