@@ -130,13 +130,15 @@ def test_a_doctored_reference_is_found() -> None:
     assert not verdict.sound
 
 
-def test_the_pipeline_draws_with_an_avoided_back_end(tiny_cuda_fp16: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_pipeline_draws_with_an_avoided_back_end(
+    tiny_cuda_fp16: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The option reaches the sessions, and the image is the one of ONNX Runtime's own choice."""
     from sdonnx.parity import psnr
     from sdonnx.runtime import pipeline as module
     from sdonnx.runtime.pipeline import OrtDiffusionPipeline
 
-    own = first_use(0)
+    own = first_use(0, folder=tmp_path)
     images = []
     for verdict in (replace(own, sdpa_kernel=0), replace(own, sdpa_kernel=BACKENDS["memory-efficient"])):
         monkeypatch.setattr(module, "verdict_on", lambda device, found=verdict: found)
