@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -17,18 +19,8 @@ from sdonnx.__main__ import main
 from sdonnx.doctor import cache, command, environment, first_use, gpu
 from sdonnx.doctor.corner import Array, rounded
 from sdonnx.doctor.environment import Facts, Finding, findings, wanted_provider
-from sdonnx.doctor.kernels import (
-    ATTENTION,
-    BACKENDS,
-    CORNERS_FILE,
-    Check,
-    CornerSet,
-    Kernel,
-    Row,
-    compare,
-    open_on,
-    read_corners,
-)
+from sdonnx.doctor.kernels import ATTENTION, BACKENDS, CORNERS_FILE, Check, CornerSet, Row, compare, read_corners
+from sdonnx.doctor.sessions import Kernel, open_on
 from sdonnx.doctor.verdict import Line, Verdict, chosen_backends, judge, summary
 from sdonnx.errors import FolderError
 from sdonnx.graph.contract import CONTRACTS
@@ -400,6 +392,11 @@ def test_where_verdicts_are_kept(tmp_path: Path) -> None:
     assert cache.cache_folder({}) == home
 
 
+def test_a_missing_file_of_corners_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(FolderError, match="install sdonnx again"):
+        used(tmp_path, machine(), corners=tmp_path / "none.json")
+
+
 # --- a first use ------------------------------------------------------------------------------------------------------
 
 
@@ -439,6 +436,14 @@ def test_a_first_use_without_a_folder_to_write(tmp_path: Path) -> None:
 def test_a_check_that_ran_out_of_time_is_told_and_not_kept(tmp_path: Path) -> None:
     found = used(tmp_path, machine(), limit_s=0)
     assert "were not all checked" in first_use.complaint(found, {"BiasAdd"})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_check_in_which_a_kernel_did_not_run_is_told_and_not_kept(tmp_path: Path) -> None:
+    graphs = graphs_of("BiasAdd")
+    found = used(tmp_path, machine(lost=lambda content, mask: "no memory" if content in graphs else ""))
+    assert "were not all checked" in first_use.complaint(found, set())
+    assert "BiasAdd did not run (no memory)" in first_use.complaint(found, set())
     assert list(tmp_path.iterdir()) == []
 
 
@@ -799,6 +804,22 @@ def test_wrong_usage_is_one_line_and_status_2(
     error = capsys.readouterr().err.strip()
     assert told in error
     assert "\n" not in error
+
+
+def test_doctor_without_onnxruntime(tmp_path: Path) -> None:
+    code = "import sys; sys.modules['onnxruntime'] = None; from sdonnx.__main__ import main; sys.exit(main(['doctor']))"
+    done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "missing ONNX Runtime: " in done.stdout
+    assert "pip install 'sdonnx[" in done.stdout
+    assert done.stderr == ""
+
+
+def test_the_numbers_of_the_readme() -> None:
+    text = " ".join((Path(command.__file__).parents[2] / "README.md").read_text(encoding="utf-8").split())
+    assert f"at {len(CORNER_SET.checks)} corners" in text
+    assert f"{sum(check.first for check in CORNER_SET.checks)} corners in fp16 are checked" in text
+    assert f"within {first_use.LIMIT_S:.0f} s" in text
 
 
 def test_tables_sum_up() -> None:

@@ -15,7 +15,8 @@ from rich.markup import escape
 from sdonnx.doctor.cache import read_verdict, row_as_json, write_verdict
 from sdonnx.doctor.environment import Finding, facts, findings, wanted_provider
 from sdonnx.doctor.gpu import identity
-from sdonnx.doctor.kernels import ATTENTION, BACKENDS, CornerSet, Row, compare, open_on, read_corners
+from sdonnx.doctor.kernels import ATTENTION, BACKENDS, CornerSet, Row, compare, read_corners
+from sdonnx.doctor.sessions import open_on
 from sdonnx.doctor.verdict import Line, Verdict, judge, summary
 from sdonnx.errors import OptionError, OutputError
 from sdonnx.terminal import add_debug, console, progress_bar

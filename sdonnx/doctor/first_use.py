@@ -9,7 +9,8 @@ from pathlib import Path
 
 from sdonnx.doctor.cache import read_verdict, write_verdict
 from sdonnx.doctor.gpu import identity
-from sdonnx.doctor.kernels import CORNERS_FILE, CornerSet, Open, digest_of, open_on, read_corners
+from sdonnx.doctor.kernels import CORNERS_FILE, CornerSet, digest_of, read_corners
+from sdonnx.doctor.sessions import Open, open_on
 from sdonnx.doctor.verdict import Verdict, judge
 
 __all__ = ["LIMIT_S", "SELF_CHECK", "KernelWarning", "complaint", "first_use", "is_wanted"]
@@ -64,8 +65,11 @@ def first_use(
         identify: what tells the machine, of the GPU's number and the digest of the corners.
         read: what reads the corners.
         limit_s: seconds after which no corner is begun.
+
+    Raises:
+        FolderError: the corners cannot be read.
     """
-    key = identify(index, digest_of(corners.read_bytes()))
+    key = identify(index, digest_of(corners))
     kept = read_verdict(key, folder)
     if kept is not None:
         return kept
@@ -100,9 +104,10 @@ def complaint(verdict: Verdict, operators: Collection[str]) -> str:
             f"ONNX Runtime's {', '.join(wrong)} gives wrong numbers on {gpu}; expected those of its reference; "
             f"{mend}, or see python -m sdonnx doctor"
         )
-    if not verdict.complete:
+    if not verdict.lasting:
+        lost = [f"; {row.operator} did not run ({row.failure})" for row in verdict.unavailable[:1]]
         return (
-            f"the kernels of {gpu} were not all checked in {verdict.seconds:.0f} s; expected a check of all; "
-            "run python -m sdonnx doctor once"
+            f"the kernels of {gpu} were not all checked in {verdict.seconds:.0f} s{''.join(lost)}; "
+            "expected a check of all; run python -m sdonnx doctor once"
         )
     return ""

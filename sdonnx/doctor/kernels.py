@@ -10,7 +10,6 @@ import base64
 import hashlib
 import json
 import math
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -23,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from sdonnx.doctor.corner import TOLERANCE, Array, Corner, rounded
+from sdonnx.doctor.sessions import Kernel, Open, open_on
 from sdonnx.errors import FolderError
 from sdonnx.parity import relative_error
 
@@ -33,10 +33,9 @@ __all__ = [
     "DEFAULT",
     "Check",
     "CornerSet",
-    "Open",
     "Row",
     "compare",
-    "open_on",
+    "digest_of",
     "read_corners",
 ]
 
@@ -50,13 +49,6 @@ that are set cannot take a size, ONNX Runtime takes math, set or not."""
 
 DEFAULT: Mapping[str, int] = {"": 0}
 """ONNX Runtime's own choice."""
-
-_FATAL = 4  # of ONNX Runtime's severities
-_THREADS = 4
-
-Kernel = Callable[[Mapping[str, Array]], list[Array]]
-# (the model, values of its weights, sdpa_kernel) -> what runs it
-Open = Callable[[bytes, Mapping[str, Array], int], Kernel]
 
 
 @dataclass(frozen=True)
@@ -129,68 +121,34 @@ def read_corners(path: Path = CORNERS_FILE) -> CornerSet:
         FolderError: it cannot be read.
     """
     try:
-        content = path.read_bytes()
-        document = json.loads(content)
+        document = json.loads(path.read_bytes())
         checks = tuple(map(_check, document["corners"]))
         graphs = {name: base64.b64decode(text) for name, text in document["graphs"].items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise FolderError(f"{path} cannot be read ({error})", "the file of this version", "install it again") from error
-    return CornerSet(checks, graphs, digest_of(content))
+        raise _unreadable(path, error) from error
+    return CornerSet(checks, graphs, digest_of(path))
 
 
-def digest_of(content: bytes) -> str:
-    """Return what tells one set of corners from another."""
-    return hashlib.sha256(content).hexdigest()[:16]
+def digest_of(path: Path = CORNERS_FILE) -> str:
+    """Return what tells one file of corners from another.
+
+    Raises:
+        FolderError: it cannot be read.
+    """
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+    except OSError as error:
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: Path, error: Exception) -> FolderError:
+    return FolderError(f"{path} cannot be read ({error})", "the file of this version", "install sdonnx again")
 
 
 def _check(row: Mapping[str, Any]) -> Check:
     shapes = tuple(None if shape is None else tuple(map(int, shape)) for shape in row["shapes"])
     corner = Corner(row["op_type"], row["name"], shapes, weights=tuple(row["weights"]))
     return Check(corner, tuple(row["float32_inputs"]), row["first"], row["cpu"], row["reference"], dict(row["kernels"]))
-
-
-def open_on(provider: str, index: int = 0) -> Open:
-    """Return what opens graphs on "cuda" or "cpu"; nothing falls from the first to the second.
-
-    Args:
-        provider: "cuda" or "cpu".
-        index: the number of the GPU.
-    """
-
-    def opened(content: bytes, weights: Mapping[str, Array], sdpa_kernel: int) -> Kernel:
-        options = {"device_id": str(index), "use_tf32": "0", "sdpa_kernel": str(sdpa_kernel)}
-        given = ("CUDAExecutionProvider", options) if provider == "cuda" else ("CPUExecutionProvider", {})
-        return _session(content, weights, given, fallback=provider == "cpu")
-
-    return opened
-
-
-def _session(
-    content: bytes, weights: Mapping[str, Array], provider: tuple[str, dict[str, str]], fallback: bool
-) -> Kernel:
-    import onnxruntime
-
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = _FATAL
-    # Operators as they stand: ONNX Runtime 1.31 crashes as it fuses an Add into a LayerNormalization without B.
-    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    # A pool of its own for each session: on a machine of many cores that would take longer than the run.
-    options.intra_op_num_threads = min(_THREADS, os.cpu_count() or 1) if fallback else 1
-    if not fallback:
-        options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
-    values = [onnxruntime.OrtValue.ortvalue_from_numpy(array) for array in weights.values()]
-    if values:
-        options.add_external_initializers(list(weights), values)
-    session = onnxruntime.InferenceSession(content, options, providers=[provider])
-    run_options = onnxruntime.RunOptions()
-    run_options.log_severity_level = _FATAL
-
-    def run(feeds: Mapping[str, Array], _held: object = values) -> list[Array]:
-        # On the CPU ONNX Runtime reads the weights where they are: they must live as long as the session.
-        results: list[Array] = session.run(None, dict(feeds), run_options)
-        return results
-
-    return run
 
 
 def compare(

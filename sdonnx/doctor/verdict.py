@@ -7,7 +7,8 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from sdonnx.doctor.kernels import ATTENTION, BACKENDS, DEFAULT, Check, CornerSet, Open, Row, compare
+from sdonnx.doctor.kernels import ATTENTION, BACKENDS, DEFAULT, Check, CornerSet, Row, compare
+from sdonnx.doctor.sessions import Open
 
 __all__ = ["Key", "Line", "Verdict", "chosen_backends", "judge", "summary"]
 

@@ -18,7 +18,8 @@ from sdonnx.doctor.corner import Array
 from sdonnx.doctor.environment import facts, findings
 from sdonnx.doctor.first_use import LIMIT_S, first_use
 from sdonnx.doctor.gpu import identity
-from sdonnx.doctor.kernels import ATTENTION, BACKENDS, Kernel, compare, open_on, read_corners
+from sdonnx.doctor.kernels import ATTENTION, BACKENDS, compare, read_corners
+from sdonnx.doctor.sessions import Kernel, open_on
 from sdonnx.doctor.verdict import judge
 from sdonnx.runtime.device import device_for
 
