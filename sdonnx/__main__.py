@@ -21,6 +21,7 @@ _COMMANDS = {
     "export": ("sdonnx.export.__main__", "a diffusers pipeline to a folder of ONNX graphs"),
     "optimize": ("sdonnx.optimize_pipeline", "fuse the graphs for a provider, convert to fp16"),
     "explain": ("sdonnx.explain", "what was fused in a folder, what was not, and why"),
+    "doctor": ("sdonnx.doctor.command", "what is missing here, and whether the kernels compute what they should"),
     "generate": ("sdonnx.generate", "draw images with an optimized folder"),
     "benchmark": ("sdonnx.benchmark.command", "time engines under one clock, and compare their images"),
 }

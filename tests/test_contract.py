@@ -13,21 +13,16 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from gpu.test_contracts import (
-    CASES,
-    MASK,
     REFUSED,
-    Array,
-    Case,
     attention_feeds,
     attention_graph,
     block_in_bfloat16,
     feeds_of,
     lowered_results,
-    model_of,
-    rounded,
 )
 from graphs import assert_same_function, copied, graph, lowered, normal, operators, relative_error, run
 
+from sdonnx.doctor.corner import MASK, Array, Corner, rounded
 from sdonnx.fusions import fuse
 from sdonnx.graph.contract import (
     CONTRACTS,
@@ -40,6 +35,8 @@ from sdonnx.graph.contract import (
     group_norm_refusal,
     split_gelu_refusal,
 )
+from sdonnx.graph.corner_graphs import model_of
+from sdonnx.graph.corners import CORNERS, dtypes_of
 
 TOLERANCE = 2e-5
 FLOATS = [ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16, ir.DataType.DOUBLE]
@@ -139,15 +136,15 @@ TORCH: dict[str, Callable[[Any, Mapping[str, Any]], Results]] = {
 
 
 def test_every_contract_has_cases() -> None:
-    assert {case.op_type for case in CASES} == CONTRACTS.keys() == TORCH.keys()
-    assert len({str(case) for case in CASES}) == len(CASES)
-    assert {case.shapes[1][0] for case in CASES if case.op_type == "BiasSplitGelu" and case.shapes[1]} == (
+    assert {case.op_type for case in CORNERS} == CONTRACTS.keys() == TORCH.keys()
+    assert len({str(case) for case in CORNERS}) == len(CORNERS)
+    assert {case.shapes[1][0] for case in CORNERS if case.op_type == "BiasSplitGelu" and case.shapes[1]} == (
         SPLIT_GELU_WIDTHS
     )
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_body_is_torchs(case: Case) -> None:
+@pytest.mark.parametrize("case", CORNERS, ids=str)
+def test_body_is_torchs(case: Corner) -> None:
     arrays = case.draw()
     found = lowered_results(case, arrays)
     tensors = [None if array is None else torch.from_numpy(array) for array in arrays]
@@ -157,13 +154,13 @@ def test_body_is_torchs(case: Case) -> None:
         assert relative_error(values, reference.numpy()) < TOLERANCE
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_case_is_accepted_and_a_valid_graph_in_every_type(case: Case) -> None:
+@pytest.mark.parametrize("case", CORNERS, ids=str)
+def test_case_is_accepted_and_a_valid_graph_in_every_type(case: Corner) -> None:
     """As it is, and with the body in place of the operator."""
     arrays = case.draw()
-    for dtype in case.dtypes:
-        inputs = rounded(case.op_type, arrays, dtype)
-        model = model_of(case.op_type, inputs, case.attributes, case.outputs, case.weights, dtype)
+    for dtype in dtypes_of(case):
+        inputs = rounded(arrays, dtype, sorted(CONTRACTS[case.op_type].float32_inputs))
+        model = model_of(case, dtype, inputs)
         assert refusal_of(next(node for node in model.graph if contract_of(node))) is None
         lowered(model)
 
@@ -189,8 +186,8 @@ def refusal_of(node: ir.Node) -> str | None:
 
 
 @pytest.mark.parametrize("case", REFUSED, ids=str)
-def test_contract_refuses_what_the_kernel_refuses(case: Case) -> None:
-    model = model_of(case.op_type, case.draw(), case.attributes, case.outputs, case.weights, "float16")
+def test_contract_refuses_what_the_kernel_refuses(case: Corner) -> None:
+    model = model_of(case, "float16", case.draw())
     assert refusal_of(next(iter(model.graph)))
 
 
@@ -271,9 +268,9 @@ def test_types_without_a_kernel_are_refused(op_type: str) -> None:
 @pytest.mark.parametrize("op_type", CONTRACTS)
 def test_the_cpu_has_the_kernels_that_the_contracts_name(op_type: str) -> None:
     """As ONNX Runtime itself tells."""
-    case = next(case for case in CASES if case.op_type == op_type)
+    case = next(case for case in CORNERS if case.op_type == op_type)
     arrays = case.draw()
-    model = model_of(op_type, arrays, case.attributes, case.outputs, case.weights, "float32")
+    model = model_of(case, "float32", arrays)
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4
     content = ir.to_proto(model).SerializeToString()

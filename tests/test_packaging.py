@@ -23,7 +23,7 @@ PACKAGE = ROOT / "sdonnx"
 CONVERTERS = {"torch", "diffusers", "transformers", "accelerate", "onnx", "onnx_ir", "onnxscript"}
 TORCH_SIDE = {"torch", "diffusers", "transformers", "accelerate"}
 MAY_IMPORT_TORCH = {"export", "sample", "benchmark", "quickstart"}
-RUNTIME = {"runtime", "samplers"}
+RUNTIME = {"runtime", "samplers", "doctor"}
 # The extras that a module's imports may need beyond the runtime's.
 EXTRAS = {
     **{
@@ -54,7 +54,7 @@ OPTIONAL_LIBRARIES = {"bs4", "ftfy"}  # captions are cleaned where these are
 LEVELS = (
     {"errors"},
     {"adapters", "folder", "samplers", "parity"},
-    {"families"},
+    {"families", "doctor"},
     {"graph", "expected", "inspection"},
     {"configuration", "decision"},
     {"fusions", "precision", "compose", "interface", "stream"},
@@ -300,6 +300,20 @@ def test_every_folder_is_a_package() -> None:
     """A folder without `__init__.py` would be left out of the wheel, silently."""
     folders = {path.parent for path in PACKAGE.rglob("*.py")}
     assert [folder for folder in folders if not (folder / "__init__.py").is_file()] == []
+
+
+def test_every_file_beside_the_modules_is_installed() -> None:
+    """A file that package_data does not name would be left out of the wheel, silently."""
+    config = configparser.ConfigParser()
+    config.read(ROOT / "setup.cfg", encoding="utf-8")
+    named = {
+        path
+        for package, patterns in config["options.package_data"].items()
+        for pattern in patterns.split()
+        for path in ROOT.joinpath(*package.split(".")).glob(pattern)
+    }
+    present = {path for path in PACKAGE.rglob("*") if path.is_file() and "__pycache__" not in path.parts}
+    assert {path for path in present if path.suffix != ".py"} == named
 
 
 def test_types_are_published() -> None:

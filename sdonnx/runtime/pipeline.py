@@ -15,6 +15,7 @@ import numpy.typing as npt
 import onnxruntime
 from PIL import Image
 
+from sdonnx.doctor.first_use import KernelWarning
 from sdonnx.errors import FolderError, OptionError, ProviderError
 from sdonnx.families import Role, family_of
 from sdonnx.folder import REPORT, PipelineFolder, read_json
@@ -27,6 +28,7 @@ from sdonnx.runtime.drawing import Drawing, Start
 from sdonnx.runtime.draws import Draws, Generator
 from sdonnx.runtime.graphs import GraphSet, Observer
 from sdonnx.runtime.image_prompts import ImagePrompts, image_prompter_of, scale_matrix
+from sdonnx.runtime.kernels import kernel_options, verdict_on, warning_of
 from sdonnx.runtime.noise import TorchCpuGenerator
 from sdonnx.runtime.request import (
     Wording,
@@ -124,6 +126,9 @@ class OrtDiffusionPipeline:
     ) -> OrtDiffusionPipeline:
         """Load an optimized folder.
 
+        At the first use of a GPU its kernels are checked, for some seconds; attention then avoids back ends that lie,
+        and another kernel that lies is a KernelWarning (`sdonnx.doctor`). SDONNX_SELF_CHECK=0 leaves that out.
+
         Args:
             folder: what `python -m sdonnx.optimize_pipeline` wrote.
             provider: "cuda" or "cpu", by default what the folder was optimized for.
@@ -146,7 +151,8 @@ class OrtDiffusionPipeline:
             raise FolderError(
                 f"{folder} has no {REPORT}", "an optimized pipeline", "run python -m sdonnx.optimize_pipeline on it"
             )
-        made_for = str(read_json(opened.path / REPORT).get("provider"))
+        report = read_json(opened.path / REPORT)
+        made_for = str(report.get("provider"))
         device = device_for(provider or made_for, device_index)
         if device.provider != made_for:
             raise ProviderError(
@@ -154,7 +160,10 @@ class OrtDiffusionPipeline:
                 f"a folder for {device.provider}",
                 f"optimize the exported pipeline with --provider {device.provider}",
             )
-        settings = SessionSettings(dict(provider_options or {}), session_options)
+        verdict = verdict_on(device)
+        if message := warning_of(verdict, report):
+            warnings.warn(message, KernelWarning, stacklevel=2)
+        settings = SessionSettings(kernel_options(verdict, provider_options or {}), session_options)
         graphs = GraphSet(opened, family_of(opened), device, settings, low_memory)
         # Graphs are loaded by the thread that will run them.
         return device_thread(device).run(partial(cls, graphs, max_sizes=max_sizes, safety_checker=safety_checker))

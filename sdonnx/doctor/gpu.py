@@ -1,0 +1,108 @@
+"""Which GPU, driver and libraries a verdict holds for, as the driver and the libraries themselves tell."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["Gpu", "cuda_driver_version", "cuda_libraries", "driver_version", "gpus", "identity"]
+
+# cuda.h
+_DRIVER = "libcuda.so.1"
+_COMPUTE_CAPABILITY = (75, 76)
+
+# Where Linux tells the version of the kernel's module.
+_VERSION_FILES = (Path("/proc/driver/nvidia/version"), Path("/sys/module/nvidia/version"))
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU.
+
+    Attributes:
+        name: as NVIDIA calls it.
+        compute_capability: for example (9, 0).
+    """
+
+    name: str
+    compute_capability: tuple[int, int]
+
+
+def driver_version(files: tuple[Path, ...] = _VERSION_FILES) -> str:
+    """Return the version of the NVIDIA driver, such as "580.82.07"; "" where it is not told."""
+    for path in files:
+        with suppress(OSError):
+            found = re.search(r"(?:Kernel Module.*?\s|^)(\d+(?:\.\d+)+)", path.read_text(encoding="utf-8"))
+            if found:
+                return found[1]
+    return ""
+
+
+def cuda_driver_version() -> tuple[int, int] | None:
+    """Return the newest CUDA that the driver runs, such as (13, 0); None where there is no driver."""
+    with suppress(OSError, AttributeError):
+        version = ctypes.c_int()
+        if not ctypes.CDLL(_DRIVER).cuDriverGetVersion(ctypes.byref(version)):
+            return version.value // 1000, version.value % 1000 // 10
+    return None
+
+
+def gpus() -> tuple[Gpu, ...]:
+    """Return the GPUs that CUDA shows this process, in its order; none where there is no driver."""
+    found = []
+    with suppress(OSError, AttributeError):
+        library = ctypes.CDLL(_DRIVER)
+        count, handle = ctypes.c_int(), ctypes.c_int()
+        if library.cuInit(0) or library.cuDeviceGetCount(ctypes.byref(count)):
+            return ()
+        for index in range(count.value):
+            name = ctypes.create_string_buffer(256)
+            if library.cuDeviceGet(ctypes.byref(handle), index) or library.cuDeviceGetName(name, len(name), handle):
+                return ()
+            numbers = []
+            for attribute in _COMPUTE_CAPABILITY:
+                number = ctypes.c_int()
+                library.cuDeviceGetAttribute(ctypes.byref(number), attribute, handle)
+                numbers.append(number.value)
+            found.append(Gpu(name.value.decode(errors="replace"), (numbers[0], numbers[1])))
+    return tuple(found)
+
+
+def cuda_libraries() -> dict[str, str]:
+    """Return the versions of the CUDA runtime and of cuDNN that this process finds; "" for one that it does not."""
+    versions = {"cuda_runtime": "", "cudnn": ""}
+    for name in ("libcudart.so.13", "libcudart.so.12"):
+        with suppress(OSError, AttributeError):
+            number = ctypes.c_int()
+            if not versions["cuda_runtime"] and not ctypes.CDLL(name).cudaRuntimeGetVersion(ctypes.byref(number)):
+                versions["cuda_runtime"] = str(number.value)
+    with suppress(OSError, AttributeError):
+        ask = ctypes.CDLL("libcudnn.so.9").cudnnGetVersion
+        ask.restype = ctypes.c_size_t
+        versions["cudnn"] = str(ask())
+    return versions
+
+
+def identity(index: int, corners: str) -> dict[str, str]:
+    """Return what a verdict depends on: another value of any of it is another machine.
+
+    Args:
+        index: the number of the GPU.
+        corners: the digest of the corners.
+    """
+    import onnxruntime
+
+    shown = gpus()
+    gpu = shown[index] if index < len(shown) else Gpu("", (0, 0))
+    driver = driver_version() or ".".join(map(str, cuda_driver_version() or ()))
+    return {
+        "gpu": gpu.name,
+        "compute_capability": ".".join(map(str, gpu.compute_capability)),
+        "driver": driver,
+        **cuda_libraries(),
+        "onnxruntime": str(onnxruntime.__version__),
+        "corners": corners,
+    }
