@@ -35,6 +35,7 @@ class Role(Enum):
     TEXT_ENCODER = "text_encoder"
     TEXT_ENCODER_2 = "text_encoder_2"
     DENOISER = "denoiser"
+    CONDITIONS = "conditions"  # no component: the part of the denoiser that reads its prompt alone
     IMAGE_ENCODER = "image_encoder"
     IMAGE_DECODER = "image_decoder"
     IMAGE_PROMPT_ENCODER = "image_prompt_encoder"

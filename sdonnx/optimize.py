@@ -15,7 +15,7 @@ import onnx_ir as ir
 
 import sdonnx
 from sdonnx.component import CONFIG, open_component
-from sdonnx.compose import COMPOSED
+from sdonnx.compose import compose
 from sdonnx.errors import FolderError, OptionError, ProviderError, cause_of
 from sdonnx.families import ComponentSpec, Family, Role, family_of
 from sdonnx.folder import MODEL_INDEX, ONNX_MODEL, ONNX_WEIGHTS, REPORT, PipelineFolder, atomic_folder
@@ -210,9 +210,7 @@ def _optimize_component(
 
 
 def _write_composed(spec: ComponentSpec, component: Path, name: str, config: dict[str, Any]) -> None:
-    """Write the graph that the run-time replays beside the component whose weights it reads."""
-    file, compose = COMPOSED[spec.role]
-    model = ir.load(component / name)
-    compose(model, config)
-    tidy(model)
-    ir.save(model, component / file)
+    """Write the graphs that the run-time replays beside the component whose weights they read."""
+    for file, model in compose(spec.role, ir.load(component / name), config).items():
+        tidy(model)
+        ir.save(model, component / file)

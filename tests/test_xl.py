@@ -170,8 +170,8 @@ def test_the_autoencoder_stays_in_float32_where_it_overflows(
         assert ("force_upcast of config.json" in report[component].float32) == upcast
     assert report["unet"].precision == "float16"
     # time_ids are sizes in pixels, and fp16 holds no odd ones beyond 2048.
-    step = onnx.load(tmp_path / "fused" / "unet" / "step.onnx", load_external_data=False)
-    types = {value.name: value.type.tensor_type.elem_type for value in step.graph.input}
+    told = onnx.load(tmp_path / "fused" / "unet" / "conditions.onnx", load_external_data=False)
+    types = {value.name: value.type.tensor_type.elem_type for value in told.graph.input}
     assert types["time_ids"] == onnx.TensorProto.FLOAT
     assert types["text_embeds"] == onnx.TensorProto.FLOAT16
 

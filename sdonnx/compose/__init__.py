@@ -4,6 +4,7 @@ Each reads the weight file of the component that it wraps and adds no weights.
 
 - text: token ids to the hidden states of any layer; of Stable Diffusion XL's second encoder, with the first one's
   beside them and the pooled text
+- conditions: what of a step depends on the prompt alone, once for an image
 - step: batch doubling for guidance, the denoiser, guidance, the sampler's update and what a mask keeps.
   A sampler is a matrix for each call (`sdonnx.samplers`), so that one graph serves all of them.
 - encode: an image to latents, drawn from the VAE's distribution, with and without noise
@@ -15,7 +16,13 @@ Each reads the weight file of the component that it wraps and adds no weights.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
+import onnx_ir as ir
+
 from sdonnx.compose.check import compose_check
+from sdonnx.compose.conditions import split_conditions
 from sdonnx.compose.images import compose_decode, compose_encode
 from sdonnx.compose.prompt import compose_project, compose_prompt
 from sdonnx.compose.step import compose_step
@@ -24,6 +31,7 @@ from sdonnx.families import Role
 
 __all__ = [
     "COMPOSED",
+    "compose",
     "compose_check",
     "compose_decode",
     "compose_encode",
@@ -32,9 +40,9 @@ __all__ = [
     "compose_second_text",
     "compose_step",
     "compose_text",
+    "split_conditions",
 ]
 
-# The file beside each component's model, and what makes it.
 COMPOSED = {
     Role.TEXT_ENCODER: ("text.onnx", compose_text),
     Role.TEXT_ENCODER_2: ("text.onnx", compose_second_text),
@@ -45,3 +53,25 @@ COMPOSED = {
     Role.IMAGE_PROMPT_ENCODER: ("prompt.onnx", compose_prompt),
     Role.IMAGE_PROMPT_ADAPTER: ("project.onnx", compose_project),
 }
+"""The file beside each component's model, and what makes it."""
+
+_CONDITIONS = "conditions.onnx"
+_OF_EACH_STEP = {"sample", "timestep"}
+
+
+def compose(role: Role, model: ir.Model, config: Mapping[str, Any]) -> dict[str, ir.Model]:
+    """Return the graphs that stand beside an optimized component, by file name; the component's own is changed.
+
+    Args:
+        role: what the component does.
+        model: its optimized graph.
+        config: its configuration.
+    """
+    file, make = COMPOSED[role]
+    if role is not Role.DENOISER:
+        make(model, config)
+        return {file: model}
+    told = [str(value.name) for value in model.graph.inputs if value.name not in _OF_EACH_STEP]
+    make(model, config)
+    conditions = split_conditions(model, told)
+    return {file: model} | ({} if conditions is None else {_CONDITIONS: conditions})

@@ -90,11 +90,11 @@ class SizeBuffers:
     def __post_init__(self) -> None:
         """Make the buffers that every image needs."""
         shape, device = self.shape, self.graphs.device
-        step = self.graphs.get(Role.DENOISER)
-        width = int(step.shape("encoder_hidden_states")[2])
+        step, told = self.graphs.get(Role.DENOISER), self.graphs.told
+        width = int(told.shape("encoder_hidden_states")[2])
         prompts = (shape.batch * shape.copies, shape.tokens)
         zeros: dict[str, npt.NDArray[Any]] = {
-            "encoder_hidden_states": np.zeros((*prompts, width), step.dtype("encoder_hidden_states")),
+            "encoder_hidden_states": np.zeros((*prompts, width), told.dtype("encoder_hidden_states")),
             "state": np.zeros((STATE_ROWS, *self.latents), _FLOAT),
             "noise": np.zeros(self.latents, _FLOAT),
             "parameters": np.zeros((MOST_CALLS, row_size(shape.copies)), _FLOAT),
@@ -102,20 +102,20 @@ class SizeBuffers:
             "background": np.zeros((2, *self.latents), _FLOAT),
             "keeps": np.zeros((STATE_ROWS, *self.latents), np.bool_),
         }
+        rows = {"batch_size": prompts[0], "sequence_length": shape.tokens}
         if (adapters := self.graphs.family.adapters) is not None:
             for index, (adapter, count) in enumerate(zip(adapters.adapters, shape.images, strict=True)):
-                name = f"image_embeds.{index}"
-                zeros[name] = np.zeros((prompts[0], count * adapter.tokens, adapters.width), step.dtype(name))
+                name, rows[f"image_tokens_{index}"] = f"image_embeds.{index}", count * adapter.tokens
+                zeros[name] = np.zeros((prompts[0], count * adapter.tokens, adapters.width), told.dtype(name))
             zeros[SCALE] = np.zeros((len(adapters.adapters), len(adapters.blocks)), _FLOAT)
         if "mask" in step.inputs:
             zeros["mask"] = np.zeros((shape.batch, 1, shape.height, shape.width), _FLOAT)
             zeros["masked_latents"] = np.zeros(self.latents, _FLOAT)
         # What else a family's denoiser is told, for each prompt or once.
-        rows = {"batch_size": prompts[0], "sequence_length": shape.tokens}
-        for name in step.inputs:
+        for name in (*told.inputs, *(told.outputs if told is not step else ())):
             if name not in zeros:
-                told = [rows[size] if isinstance(size, str) else size for size in step.shape(name)]
-                zeros[name] = np.zeros(told, step.dtype(name))
+                sizes = [rows[size] if isinstance(size, str) else size for size in told.shape(name)]
+                zeros[name] = np.zeros(sizes, told.dtype(name))
         self.buffers |= {name: device.upload(values) for name, values in zeros.items()}
         self.buffers["images"] = device.empty(self.pixels, np.uint8)
         self.buffers["sample"] = device.empty(self.pixels, _FLOAT)
@@ -150,7 +150,7 @@ class SizeBuffers:
         """
         runs = [
             self._run(role)
-            for role in (Role.IMAGE_DECODER, *self._text_encoders, Role.DENOISER)
+            for role in (Role.IMAGE_DECODER, *self._text_encoders, *self._conditions, Role.DENOISER)
             if self.graphs.stays(role)
         ]
         start = time.perf_counter()
@@ -176,6 +176,15 @@ class SizeBuffers:
             self.graphs.device.synchronize()
             self._runs.pop(role)
             self.graphs.done(role)
+
+    def condition(self) -> None:
+        """Compute what the denoiser makes of its prompt alone, from the buffers that hold that."""
+        for role in self._conditions:
+            self.run(role)
+
+    @property
+    def _conditions(self) -> list[Role]:
+        return [Role.CONDITIONS] if self.graphs.splits else []
 
     @property
     def _text_encoders(self) -> list[Role]:
@@ -231,6 +240,8 @@ class SizeBuffers:
             # Written over the inputs: see compose_step.
             written = {"new_state": held["state"], "next_call": held["call"]}
             return {name: held[name] for name in graph.inputs} | written
+        if role is Role.CONDITIONS:
+            return {name: held[name] for name in (*graph.inputs, *graph.outputs)}
         if role in self._text_encoders:
             return self._bound_text(role, graph)
         if role is Role.IMAGE_DECODER:

@@ -170,13 +170,13 @@ class Conditioner:
     @property
     def _sizes(self) -> int | None:
         """How many numbers the denoiser takes beside the prompt; None for none."""
-        step = self.graphs.get(Role.DENOISER)
-        return int(step.shape("time_ids")[1]) if "time_ids" in step.inputs else None
+        told = self.graphs.told
+        return int(told.shape("time_ids")[1]) if "time_ids" in told.inputs else None
 
     @property
     def is_pooled(self) -> bool:
         """Whether the denoiser is told the whole prompt in one vector too."""
-        return "text_embeds" in self.graphs.get(Role.DENOISER).inputs
+        return "text_embeds" in self.graphs.told.inputs
 
     def tokens_of(self, prompts: Prompts) -> int:
         """Return how long the prompts are for the denoiser, in tokens."""
@@ -223,8 +223,8 @@ class Conditioner:
 
     def _require_embeddings(self, prompts: Prompts) -> None:
         assert prompts.embeddings is not None
-        step = self.graphs.get(Role.DENOISER)
-        width = step.shape("encoder_hidden_states")[2]
+        graph = self.graphs.told
+        width = graph.shape("encoder_hidden_states")[2]
         if prompts.embeddings.shape[2] != width:
             raise OptionError(
                 f"prompt_embeds of width {prompts.embeddings.shape[2]}", f"{width}", "use this pipeline's encoder"
@@ -237,7 +237,7 @@ class Conditioner:
             return
         if prompts.pooled is None:
             raise PromptError("prompt_embeds without pooled_prompt_embeds", "both", "pass both, or texts")
-        wanted = (len(prompts.embeddings), step.shape("text_embeds")[1])
+        wanted = (len(prompts.embeddings), graph.shape("text_embeds")[1])
         if prompts.pooled.shape != wanted:
             raise PromptError(
                 f"pooled_prompt_embeds of shape {prompts.pooled.shape}", f"{wanted}", "use this pipeline's encoder"
@@ -257,21 +257,21 @@ class Conditioner:
             from_image: whether an image is started from.
         """
         inputs: dict[str, npt.NDArray[Any]] = {}
-        step = self.graphs.get(Role.DENOISER)
+        graph = self.graphs.told
         if self._sizes is not None:
             told, other = sizes.time_ids(height, width, scored=self._scored, from_image=from_image)
             rows = [other] * prompts.count * guided + [told] * prompts.count
             inputs["time_ids"] = np.array(rows, np.float32)
-        if "resolution" in step.inputs:
+        if "resolution" in graph.inputs:
             inputs["resolution"] = np.array([[height, width]], np.float32)
             inputs["aspect_ratio"] = np.array([[height / width]], np.float32)
         if prompts.texts is None:
             assert prompts.embeddings is not None
-            inputs["encoder_hidden_states"] = prompts.embeddings.astype(step.dtype("encoder_hidden_states"))
+            inputs["encoder_hidden_states"] = prompts.embeddings.astype(graph.dtype("encoder_hidden_states"))
             if prompts.pooled is not None:
-                inputs["text_embeds"] = prompts.pooled.astype(step.dtype("text_embeds"))
+                inputs["text_embeds"] = prompts.pooled.astype(graph.dtype("text_embeds"))
             if prompts.mask is not None:
-                inputs[CAPTION_MASK] = self._padded(prompts.mask.astype(step.dtype(CAPTION_MASK)))
+                inputs[CAPTION_MASK] = self._padded(prompts.mask.astype(graph.dtype(CAPTION_MASK)))
             inputs["encoder_hidden_states"] = self._padded(inputs["encoder_hidden_states"])
             return Conditions(inputs, ())
         if self._reads_captions:
@@ -279,7 +279,7 @@ class Conditioner:
             captioned, mask = self._tokenizer(Role.TEXT_ENCODER, prompts).encode_masked(texts)
             inputs[f"{Role.TEXT_ENCODER.value}.input_ids"] = self._padded(captioned.astype(np.int32))
             inputs[f"{Role.TEXT_ENCODER.value}.{TEXT_MASK}"] = self._padded(mask.astype(np.int32))
-            inputs[CAPTION_MASK] = self._padded(mask.astype(step.dtype(CAPTION_MASK)))
+            inputs[CAPTION_MASK] = self._padded(mask.astype(graph.dtype(CAPTION_MASK)))
             return Conditions(inputs, tuple(self.tokenizers), int(prompts.skips.max()))
         for role, tokenizer in self.tokenizers.items():
             texts = prompts.texts if role is Role.TEXT_ENCODER or prompts.seconds is None else prompts.seconds

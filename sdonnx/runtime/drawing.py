@@ -109,6 +109,7 @@ class Drawing:
                     "leave out clip_skip",
                 )
             size.run(role)
+        size.condition()
 
     def _host_sampler(self) -> HostSampler | None:
         if self.scheduler is not None:

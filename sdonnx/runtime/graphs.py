@@ -23,6 +23,7 @@ Observer = Callable[[Role], AbstractContextManager[Any]]
 _FILES = {
     Role.TEXT_ENCODER: "text.onnx",
     Role.TEXT_ENCODER_2: "text.onnx",
+    Role.CONDITIONS: "conditions.onnx",
     Role.DENOISER: "step.onnx",
     Role.IMAGE_ENCODER: "encode.onnx",
     Role.IMAGE_DECODER: "decode.onnx",
@@ -30,6 +31,9 @@ _FILES = {
     Role.IMAGE_PROMPT_ENCODER: "prompt.onnx",
     Role.IMAGE_PROMPT_ADAPTER: "project.onnx",
 }
+
+# How the names begin of what the step graph takes from the conditions graph (`sdonnx.compose.conditions`).
+_TOLD = "told."
 
 # Bound anew at each use: what they take is of another size than the image.
 _UNCAPTURED = {Role.SAFETY_CHECKER, Role.IMAGE_PROMPT_ENCODER, Role.IMAGE_PROMPT_ADAPTER}
@@ -66,7 +70,8 @@ class GraphSet:
         Raises:
             FolderError: it is missing.
         """
-        return self.folder.onnx_model(self.family.with_role(role).name, _FILES[role])
+        component = Role.DENOISER if role is Role.CONDITIONS else role
+        return self.folder.onnx_model(self.family.with_role(component).name, _FILES[role])
 
     def config(self, role: Role) -> dict[str, Any]:
         """Return the configuration of the component."""
@@ -74,7 +79,21 @@ class GraphSet:
 
     def stays(self, role: Role) -> bool:
         """Tell whether a graph stays loaded, and may be captured."""
-        return role is Role.DENOISER or not self.low_memory
+        return role in (Role.DENOISER, Role.CONDITIONS) or not self.low_memory
+
+    @property
+    def splits(self) -> bool:
+        """Whether what the denoiser makes of its prompt alone is a graph of its own.
+
+        Raises:
+            FolderError: the denoiser's graph is missing, or that one although the denoiser's reads what it gives.
+        """
+        return any(name.startswith(_TOLD) for name in self.get(Role.DENOISER).inputs)
+
+    @property
+    def told(self) -> Graph:
+        """The graph that takes all that the denoiser is told of its prompt, loaded."""
+        return self.get(Role.CONDITIONS if self.splits else Role.DENOISER)
 
     def get(self, role: Role) -> Graph:
         """Return the graph, loaded.

@@ -162,8 +162,8 @@ class ImagePrompter:
             key.update(array.tobytes())
         if self._last[0] != key.digest():
             self._last = key.digest(), self._tokens(prompts, guided)
-        step = self._graphs.get(Role.DENOISER)
-        told = {name: np.repeat(tokens, count, 0).astype(step.dtype(name)) for name, tokens in self._last[1].items()}
+        graph = self._graphs.told
+        told = {name: np.repeat(tokens, count, 0).astype(graph.dtype(name)) for name, tokens in self._last[1].items()}
         return told | {SCALE: prompts.scales}
 
     def _tokens(self, prompts: ImagePrompts, guided: bool) -> dict[str, Float]:

@@ -103,5 +103,5 @@ def test_a_bias_from_outside_stays() -> None:
 
 
 def test_the_stage_is_the_gpus() -> None:
-    """The CPU's kernels take no numbers of keys."""
+    """The CPU's kernel computes all scores either way."""
     assert [provider for provider in PROVIDERS if "padding" in {stage.name for stage in stages(provider)}] == ["cuda"]
