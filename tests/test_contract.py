@@ -22,7 +22,7 @@ from gpu.test_contracts import (
 )
 from graphs import assert_same_function, copied, graph, lowered, normal, operators, relative_error, run
 
-from sdonnx.doctor.corner import MASK, Array, Corner, rounded
+from sdonnx.doctor.corner import LENGTHS, MASK, Array, Corner, rounded
 from sdonnx.fusions import fuse
 from sdonnx.graph.contract import (
     CONTRACTS,
@@ -104,12 +104,15 @@ def torch_multi_head_attention(inputs: Any, attributes: Mapping[str, Any]) -> Re
     first, *others = inputs[:3]
     heads = attributes["num_heads"]
     mask = inputs[MASK] if len(inputs) > MASK else None
+    lengths = inputs[LENGTHS] if len(inputs) > LENGTHS else None
     if first.ndim == 5:
         q, k, v = first.unbind(3)
     elif others[0].ndim == 5:
         q, (k, v) = first.unflatten(-1, (heads, -1)), others[0].unbind(3)
     else:
         q, k, v = (x.unflatten(-1, (heads, -1)) for x in (first, *others))
+    if lengths is not None:
+        mask = (torch.arange(k.shape[1]) < lengths[:, None])[:, None, None]
     if attributes.get("unidirectional"):
         allowed = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool).tril()
         mask = (0 if mask is None else mask) + torch.zeros(allowed.shape).masked_fill(~allowed, -torch.inf)

@@ -17,7 +17,7 @@ import pytest
 
 from sdonnx.__main__ import main
 from sdonnx.doctor import cache, command, environment, first_use, gpu
-from sdonnx.doctor.corner import Array, rounded
+from sdonnx.doctor.corner import LENGTHS, Array, rounded
 from sdonnx.doctor.environment import Facts, Finding, findings, wanted_provider
 from sdonnx.doctor.kernels import ATTENTION, BACKENDS, CORNERS_FILE, Check, CornerSet, Row, compare, read_corners
 from sdonnx.doctor.sessions import Kernel, open_on
@@ -33,6 +33,7 @@ CORNER_SET = read_corners()
 H200 = gpu.Gpu("NVIDIA H200", (9, 0))
 KEY = {"gpu": "NVIDIA H200", "driver": "580.82.07", "onnxruntime": "1.31.1", "corners": "c0ffee"}
 LIES = 0.1
+LENGTHS_GIVEN = "lengths H=64 "
 Lie = Callable[[bytes, int], float]
 
 
@@ -55,7 +56,8 @@ def machine(lie: Lie = lambda content, mask: 0.0, lost: Callable[[bytes, int], s
         body = open_on("cpu")(bodies[content], wide, 0)
 
         def run(feeds: Mapping[str, Array]) -> Sequence[Array]:
-            results = body({name: array.astype(np.float32) for name, array in feeds.items()})
+            floats = {name: array.astype(np.float32) for name, array in feeds.items() if array.dtype.kind == "f"}
+            results = body({**feeds, **floats})
             return [result * np.float32(1 + lie(content, sdpa_kernel)) for result in results]
 
         return run
@@ -96,7 +98,8 @@ def test_the_file_holds_every_small_corner_in_every_type() -> None:
 
 def test_attention_is_tried_with_every_size_that_pipelines_have() -> None:
     names = [check.corner.name for check in CORNER_SET.checks if check.corner.op_type == ATTENTION]
-    for form in ("H=40 ", "H=64 ", "H=72 ", "H=80 ", "H=160 ", "H=512 ", "x77", "causal", "mask=", "packed_kv"):
+    sizes = [f"H={size} " for size in (40, 64, 72, 80, 160, 512)]
+    for form in (*sizes, "x77", "causal", "mask=", "packed_kv", "lengths"):
         assert any(form in name for name in names), form
 
 
@@ -104,6 +107,7 @@ def test_a_first_use_tries_every_operator() -> None:
     first = [check for check in CORNER_SET.checks if check.first]
     assert {check.corner.op_type for check in first} == set(CONTRACTS)
     assert all("float16" in check.kernels for check in first)
+    assert any(LENGTHS_GIVEN in check.corner.name for check in first)
     # As many sessions as graphs: they, not the runs, take the time.
     assert len({check.kernels["float16"] for check in first}) <= 16
 
@@ -119,6 +123,33 @@ def test_values_are_those_of_the_table_and_rounded_as_the_types_are() -> None:
             assert drawn is not None
             expected = drawn if index == 1 else drawn.astype(kind.numpy()).astype(np.float32)
             np.testing.assert_array_equal(mine, expected)
+
+
+def test_numbers_of_keys_are_integers_in_every_type() -> None:
+    checks = [check for check in CORNER_SET.checks if "lengths" in check.corner.name]
+    seen: list[Array] = []
+
+    def opened(content: bytes, weights: Mapping[str, Array], mask: int) -> Kernel:
+        def run(feeds: Mapping[str, Array]) -> Sequence[Array]:
+            seen.append(feeds[f"x{LENGTHS}"])
+            return [feeds["x0"]]
+
+        return run
+
+    rows = list(compare(CORNER_SET, checks, opened))
+    assert {row.dtype for row in rows} == set(DTYPES)
+    assert len(seen) == len(rows) == 3 * len(checks)
+    assert {array.dtype for array in seen} == {np.dtype(np.int32)}
+    for corner in (check.corner for check in checks):
+        numbers, key = corner.draw()[LENGTHS], corner.shapes[1]
+        assert numbers is not None
+        assert key is not None
+        for dtype in DTYPES:
+            np.testing.assert_array_equal(rounded(corner.draw(), dtype)[LENGTHS], numbers)
+        if len(numbers) > 1:
+            assert (numbers[0], numbers[-1]) == (1, key[1])
+        between = numbers[1:-1] if len(numbers) > 1 else numbers
+        assert ((between > 1) & (between < key[1])).all()
 
 
 def test_every_reference_runs_on_the_cpu() -> None:
@@ -283,6 +314,32 @@ def test_what_math_gets_wrong_says_nothing_of_others() -> None:
     assert chosen_backends(rows) == (("math",), 1 + 2 + 8)
     assert chosen_backends([*rows, row("flash", "b", 0.1), row("math", "b", 0.0)]) == (("flash", "math"), 2 + 8)
     assert chosen_backends([Row(ATTENTION, "a", "float16", "cuDNN", None, "not there")]) == ((), 27)
+
+
+@pytest.mark.parametrize("full", [False, True])
+@pytest.mark.parametrize(
+    ("own", "liar", "lying_ones", "avoided"),
+    [("cuDNN", "cuDNN", ("cuDNN",), True), ("cuDNN", "math", ("math",), False), ("math", "math", ("math",), True)],
+)
+def test_with_numbers_of_keys_math_stands_in_for_most_back_ends(
+    own: str, liar: str, lying_ones: tuple[str, ...], avoided: bool, full: bool
+) -> None:
+    """Of four back ends only cuDNN takes them: what it or math gets wrong must not be said of flash.
+
+    `own` is what ONNX Runtime takes by itself.
+    """
+    counted = [check for check in CORNER_SET.checks if LENGTHS_GIVEN in check.corner.name][:2]
+    corners = replace(CORNER_SET, checks=(*small_set().checks, *(replace(check, first=True) for check in counted)))
+    graphs = {CORNER_SET.graphs[kernel] for check in counted for kernel in check.kernels.values()}
+
+    def lie(content: bytes, mask: int) -> float:
+        taken = own if not mask else "cuDNN" if mask & BACKENDS["cuDNN"] else "math"
+        return LIES if content in graphs and taken == liar else 0.0
+
+    found, _ = judge(corners, machine(lie), KEY, full=full)
+    assert found.lying == (lying_ones if full or avoided else ())
+    assert found.faults == ()
+    assert found.sdpa_kernel == (sum(BACKENDS.values()) - BACKENDS[liar] if avoided else 0)
 
 
 def test_another_kernel_that_lies_is_a_fault() -> None:

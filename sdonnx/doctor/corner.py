@@ -10,13 +10,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["MASK", "TOLERANCE", "Array", "Corner", "rounded"]
+__all__ = ["LENGTHS", "MASK", "TOLERANCE", "Array", "Corner", "rounded"]
 
 Array = npt.NDArray[Any]
 
 # A sum of products in float32, rounded once: 2^-11 in fp16, 2^-8 in bfloat16, and some for the order of sums.
 TOLERANCE: Mapping[str, float] = {"float16": 2e-3, "float32": 2e-5, "bfloat16": 1.6e-2}
 """The largest relative error of a kernel that is right, by type."""
+
+LENGTHS = 4
+"""MultiHeadAttention's input key_padding_mask: how many keys of each row are there."""
 
 MASK = 5
 """MultiHeadAttention's input attention_bias."""
@@ -45,11 +48,22 @@ class Corner:
     def __str__(self) -> str:
         return f"{self.op_type}-{self.name}".replace(" ", "_")
 
+    @property
+    def integers(self) -> frozenset[int]:
+        """The inputs that are int32 in every type."""
+        return frozenset({LENGTHS} if self.op_type == "MultiHeadAttention" else ())
+
     def draw(self) -> list[Array | None]:
-        """Normal values, the same for a corner wherever it stands; weights of convolutions keep the variance."""
+        """Normal values, the same for a corner wherever it stands; weights of convolutions keep the variance.
+
+        Of several numbers of keys the first is 1 and the last all; the others, as a single one, are between.
+        """
         generator = np.random.default_rng(zlib.crc32(str(self).encode()))
         arrays: list[Array | None] = []
         for index, shape in enumerate(self.shapes):
+            if shape is not None and index in self.integers:
+                arrays.append(self._numbers_of_keys(generator))
+                continue
             array = None if shape is None else generator.standard_normal(shape, np.float32)
             if array is not None and self.op_type == "NhwcConv" and index == 1:
                 array /= np.float32(np.sqrt(array[0].size))
@@ -59,17 +73,25 @@ class Corner:
             arrays.append(array)
         return arrays
 
+    def _numbers_of_keys(self, generator: np.random.Generator) -> Array:
+        assert self.shapes[1] is not None
+        batch, keys, _ = self.shapes[1]
+        numbers = generator.integers(2, keys, batch, np.int32)
+        if batch > 1:
+            numbers[[0, -1]] = 1, keys
+        return numbers
+
 
 def rounded(arrays: Sequence[Array | None], dtype: str, float32_inputs: Sequence[int] = ()) -> list[Array | None]:
-    """Return the values that a kernel of a type gets, as float32.
+    """Return the values that a kernel of a type gets, as float32; integers stay as they are.
 
     Args:
-        arrays: float32 values of the inputs; None for an absent one.
+        arrays: values of the inputs, float32 or integers; None for an absent one.
         dtype: "float16", "float32" or "bfloat16".
         float32_inputs: the inputs that are float32 in every type.
     """
     return [
-        array if array is None or index in float32_inputs else _rounded(array, dtype)
+        array if array is None or array.dtype.kind == "i" or index in float32_inputs else _rounded(array, dtype)
         for index, array in enumerate(arrays)
     ]
 

@@ -45,7 +45,7 @@ ATTENTION = "MultiHeadAttention"
 
 BACKENDS: Mapping[str, int] = {"flash": 1, "memory-efficient": 2, "cuDNN": 8, "math": 16}
 """Bits of the CUDA provider's option sdpa_kernel (onnxruntime/contrib_ops/cpu/bert/attention_common.h). Where the ones
-that are set cannot take a size, ONNX Runtime takes math, set or not."""
+that are set cannot take a size, or a mask, ONNX Runtime takes math, set or not."""
 
 DEFAULT: Mapping[str, int] = {"": 0}
 """ONNX Runtime's own choice."""
@@ -248,9 +248,10 @@ def _weights(check: Check, dtype: str, given_as: str | None = None) -> dict[str,
 def _named(values: Sequence[Array | None], check: Check, dtype: str, weights: bool) -> dict[str, Array]:
     """Return the inputs, or the weights, under their names and in the type in which a graph takes them."""
     feeds = {}
+    same = {*check.float32_inputs, *check.corner.integers}
     for index, array in enumerate(values):
         if array is not None and (index in check.corner.weights) == weights:
-            half = dtype == "float16" and index not in check.float32_inputs
+            half = dtype == "float16" and index not in same
             feeds[f"x{index}"] = array.astype(np.float16) if half else array
     return feeds
 

@@ -95,7 +95,7 @@ def chosen_backends(rows: Iterable[Row]) -> tuple[tuple[str, ...], int]:
     """Return the back ends that lie, and sdpa_kernel without them; 0 where none is left.
 
     Where a back end cannot take a corner ONNX Runtime takes math, so that a corner at which math is wrong too
-    says nothing of another one.
+    says nothing of another one: flash takes no mask, memory-efficient no numbers of keys.
 
     Args:
         rows: of attention, with each back end allowed alone.

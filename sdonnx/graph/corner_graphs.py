@@ -27,7 +27,7 @@ LARGEST = 2**20
 """Elements of the largest tensor of a corner that the doctor runs: the whole of them takes seconds."""
 
 # What a machine's first use is checked with: for each operator one size that pipelines have, in fp16; for attention
-# every head size, a prompt's 77 tokens, a mask that is causal and one that is given.
+# every head size, a prompt's 77 tokens, a mask that is causal and one that is given, and numbers of keys.
 _FIRST = {
     "GroupNorm": ["C=320 G=32 2x9x13 activation=1"],
     "SkipGroupNorm": ["C=320 G=32 3x5x7 skip=image bias=True outputs=2 activation=1"],
@@ -44,6 +44,7 @@ _FIRST = {
         "plain H=512 N=1 1x256x256",
         "causal H=64 N=4 2x77x77",
         "mask=3x1 H=64 N=4 3x64x80",
+        *(f"lengths H={size} N=2 {sizes}" for size, sizes in ((64, "3x64x80"), (72, "3x77x77"), (72, "3x77x120"))),
     ],
 }
 
@@ -64,6 +65,8 @@ def model_of(corner: Corner, dtype: str, arrays: Sequence[Array | None] | None =
     """
     contract, inner = CONTRACTS[corner.op_type], DTYPES[dtype]
     outer = ir.DataType.FLOAT if dtype == "bfloat16" else inner
+    # The inputs that have the same type in every one of the operator's.
+    same = dict.fromkeys(contract.float32_inputs, ir.DataType.FLOAT) | dict.fromkeys(corner.integers, ir.DataType.INT32)
     nodes: list[ir.Node] = []
     inputs: list[ir.Value] = []
     initializers: list[ir.Value] = []
@@ -72,8 +75,7 @@ def model_of(corner: Corner, dtype: str, arrays: Sequence[Array | None] | None =
         if shape is None:
             given.append(None)
             continue
-        wide = index in contract.float32_inputs
-        kind = ir.DataType.FLOAT if wide else outer
+        kind = same.get(index, outer)
         value = ir.Value(name=f"x{index}", type=ir.TensorType(kind))
         if index in corner.weights:
             value.shape = ir.Shape(shape)
@@ -83,7 +85,7 @@ def model_of(corner: Corner, dtype: str, arrays: Sequence[Array | None] | None =
             value.shape = _shape(shape, known=arrays is not None)
             inputs.append(value)
         given.append(value)
-        if inner != outer and not wide:
+        if inner != outer and index not in same:
             nodes.append(_cast(value, inner))
             given[-1] = nodes[-1].outputs[0]
     node = ir.node(corner.op_type, given, dict(corner.attributes), domain=MICROSOFT, num_outputs=corner.outputs)

@@ -173,6 +173,7 @@ def _attention(
     heads: int = 2,
     mask: tuple[int, int] | None = None,
     layout: str = "unpacked",
+    lengths: bool = False,
     **attributes: Any,
 ) -> Corner:
     batch, queries, keys = sizes
@@ -184,12 +185,18 @@ def _attention(
     }[layout]
     if mask is not None:
         shapes = (*shapes, None, None, (*mask, queries, keys))
+    if lengths:
+        shapes = (*shapes, None, (batch,))
     corner = f"{name} H={head_size} N={heads} {batch}x{queries}x{keys}"
     return Corner("MultiHeadAttention", corner, shapes, {"num_heads": heads} | attributes)
 
 
 def _attentions() -> Iterator[Corner]:
-    """Head size 160 is where another kernel of ONNX Runtime, flash attention, is silently wrong on sm_90."""
+    """Head size 160 is where another kernel of ONNX Runtime, flash attention, is silently wrong on sm_90.
+
+    With as many queries as keys TensorRT's kernel, which GPUs below sm_90 have, takes numbers of keys for those of
+    queries as well: the queries behind them see the padding alone.
+    """
     lengths = [(1, 1, 1), (3, 1, 77), (3, 7, 5), (1, 77, 77), (2, 64, 80), (1, 256, 256)]
     for head_size, sizes in product((8, 40, 64, 72, 80, 128, 160, 256, 512), lengths):
         yield _attention("plain", head_size, sizes, 1 if head_size == 512 else 2)
@@ -209,6 +216,11 @@ def _attentions() -> Iterator[Corner]:
         yield _attention(f"{layout} scale", head_size, (3, 7, 7), 2, layout=layout, scale=0.3)
     yield _attention("packed_kv", 64, (2, 80, 77), 4, layout="packed_kv")
     yield _attention("packed_qkv causal", 64, (2, 77, 77), 4, layout="packed_qkv", unidirectional=1)
+    for head_size in (40, 64, 72, 80, 160):
+        for sizes in ((3, 64, 80), (3, 77, 120), (3, 5, 7), (2, 64, 304), (3, 77, 77)):
+            yield _attention("lengths", head_size, sizes, lengths=True)
+        yield _attention("lengths scale=0.2", head_size, (3, 77, 120), lengths=True, scale=0.2)
+    yield _attention("lengths", 72, (1, 4096, 120), lengths=True)
 
 
 CORNERS = [

@@ -222,15 +222,22 @@ def test_attention_of_packed_query_key_value() -> None:
     assert relative_error(run(model, {"packed": packed})["y"], attention(q, k, v, 4)) < TOLERANCE
 
 
-@pytest.mark.parametrize("extra", ["bias", ", padding", ", , , past, past"])
-def test_what_has_no_body_is_refused(extra: str) -> None:
+@pytest.mark.parametrize(
+    ("extra", "told"),
+    [
+        *((extra, "only query, key, value, lengths and") for extra in ("bias", ", lengths, mask", ", , , past, past")),
+        (", padding", "not one number for each row"),
+    ],
+)
+def test_what_has_no_body_is_refused(extra: str, told: str) -> None:
     """It is not left out silently."""
     model = graph(
-        "float[2,6,32] q, float[96] bias, int32[2] padding, float[2,4,3,8] past",
+        "float[2,6,32] q, float[96] bias, int32[2] lengths, int32[2,6] padding, float[1,1,6,6] mask, "
+        "float[2,4,3,8] past",
         "float[2,6,32] y",
         f"y = com.microsoft.MultiHeadAttention<num_heads=4>(q, q, q, {extra})",
     )
-    with pytest.raises(ValueError, match="only query, key, value and attention_bias have a reference body"):
+    with pytest.raises(ValueError, match=told):
         LowerContribOperators()(model)
 
 
