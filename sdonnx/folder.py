@@ -10,12 +10,12 @@ import contextlib
 import errno
 import json
 import shutil
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sdonnx.claim import PARTIAL, REPLACED, beside, claimed, leftovers, take_name
 from sdonnx.errors import FolderError, OutputError
 
 __all__ = ["MODEL_INDEX", "ONNX_MODEL", "ONNX_WEIGHTS", "REPORT", "PipelineFolder", "atomic_folder", "read_json"]
@@ -68,7 +68,11 @@ class PipelineFolder:
         path = Path(path)
         if not path.is_dir():
             found = f"{path} is a file" if path.exists() else f"{path} does not exist"
-            raise FolderError(found, "a pipeline folder", "give the folder that holds model_index.json")
+            remedy = "give the folder that holds model_index.json"
+            if kept := leftovers(path, REPLACED):
+                found += f", but {kept[-1].name} beside it, which a killed run with --overwrite set aside"
+                remedy = f"run that command again, or rename {kept[-1].name} to {path.name}"
+            raise FolderError(found, "a pipeline folder", remedy)
         if not (path / MODEL_INDEX).is_file():
             raise FolderError(
                 f"{path} has no {MODEL_INDEX}",
@@ -178,7 +182,7 @@ def atomic_folder(out: Path, overwrite: bool = False, inputs: Sequence[Path] = (
     """Yield a temporary folder beside `out` that takes its name once the block ends well.
 
     On any failure, Ctrl-C included, the temporary folder and the parents made for it are removed, and what
-    was at `out` stays.
+    was at `out` stays. What a run left that was killed is put back or removed by the next one (`sdonnx.claim`).
 
     Args:
         out: the folder to write. Its parents are made.
@@ -186,7 +190,8 @@ def atomic_folder(out: Path, overwrite: bool = False, inputs: Sequence[Path] = (
         inputs: folders that are read; `out` may be none of them, nor in or around one.
 
     Raises:
-        OutputError: `out` exists without `overwrite`, touches an input, or cannot be written.
+        OutputError: `out` exists without `overwrite`, touches an input, is being written by another run, or cannot
+            be written.
     """
     partial: Path | None = None
     parents: list[Path] = []
@@ -196,11 +201,15 @@ def atomic_folder(out: Path, overwrite: bool = False, inputs: Sequence[Path] = (
         _refuse_output(out, overwrite, inputs)
         parents = [folder for folder in out.parents if not folder.exists()]  # the innermost first
         out.parent.mkdir(parents=True, exist_ok=True)
-        # Hidden and beside the output, so that the last step is a rename within one file system.
-        partial = Path(tempfile.mkdtemp(prefix=f".{out.name}.", suffix=".partial", dir=out.parent))
-        partial.chmod(0o755)
-        yield partial
-        _take_name(partial, out)
+        with claimed(out):
+            _refuse_output(out, overwrite, inputs)  # again: what another run wrote meanwhile, or a killed one set aside
+            partial = beside(out, PARTIAL)
+            try:
+                partial.chmod(0o755)
+                yield partial
+                take_name(partial, out)
+            finally:
+                shutil.rmtree(partial, ignore_errors=True)
     except shutil.Error as error:  # copytree's: a list of (source, target, reason), with no number
         raise _write_failure(str(error.args[0][0][2]), out) from error
     except OSError as error:
@@ -208,26 +217,6 @@ def atomic_folder(out: Path, overwrite: bool = False, inputs: Sequence[Path] = (
             raise _write_failure(error.strerror, out) from error
         raise
     finally:
-        if partial is not None:
-            shutil.rmtree(partial, ignore_errors=True)
         for folder in parents:
             with contextlib.suppress(OSError):
                 folder.rmdir()  # refused, as it should be, where the output lies in it
-
-
-def _take_name(partial: Path, out: Path) -> None:
-    """Rename `partial` to `out`; what was there goes only after the new folder stands."""
-    if not out.exists():
-        partial.rename(out)
-        return
-    old = Path(tempfile.mkdtemp(prefix=f".{out.name}.", suffix=".replaced", dir=out.parent))
-    try:
-        out.rename(old)  # over the empty folder that mkdtemp made
-        partial.rename(out)
-    except BaseException:
-        if out.exists():
-            old.rmdir()
-        else:
-            old.rename(out)
-        raise
-    shutil.rmtree(old, ignore_errors=True)

@@ -53,6 +53,7 @@ OPTIONAL_LIBRARIES = {"bs4", "ftfy"}  # captions are cleaned where these are
 # A module imports from the levels before its own; only command lines import from one another.
 LEVELS = (
     {"errors"},
+    {"claim"},
     {"adapters", "folder", "samplers", "parity"},
     {"families"},
     {"graph", "expected", "inspection"},
