@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,12 +19,23 @@ from typing import Any
 from sdonnx.claim import PARTIAL, REPLACED, beside, claimed, leftovers, take_name
 from sdonnx.errors import FolderError, OutputError
 
-__all__ = ["MODEL_INDEX", "ONNX_MODEL", "ONNX_WEIGHTS", "REPORT", "PipelineFolder", "atomic_folder", "read_json"]
+__all__ = [
+    "MODEL_INDEX",
+    "ONNX_MODEL",
+    "ONNX_WEIGHTS",
+    "REPORT",
+    "PipelineFolder",
+    "atomic_folder",
+    "read_json",
+    "require_inside",
+]
 
 MODEL_INDEX = "model_index.json"
 ONNX_MODEL = "model.onnx"
 ONNX_WEIGHTS = "model.onnx.data"
 REPORT = "sdonnx.json"  # written into an optimized folder
+
+_LARGEST_JSON = 64 << 20  # the largest, indexes of shards and vocabularies, have a few MB
 
 # What these mean to someone who waits for an output: the disk, a quota, the file system or a permission.
 _WRITE_FAILURES = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG}
@@ -33,17 +45,46 @@ def read_json(path: Path) -> dict[str, Any]:
     """Return the JSON object in `path`.
 
     Raises:
-        FolderError: the file is missing, is not JSON or does not hold an object.
+        FolderError: the file is missing, is not JSON, is far too large, or does not hold an object.
     """
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        if not path.is_file() and path.exists():  # a pipe would keep its reader waiting
+            raise OSError("it is no file")
+        with path.open("rb") as file:
+            text = file.read(_LARGEST_JSON + 1)
+        if len(text) > _LARGEST_JSON:
+            raise ValueError(f"it has more than {_LARGEST_JSON >> 20} MB")
+        content = json.loads(text.decode("utf-8"))
     except FileNotFoundError:
         raise FolderError(f"{path} is missing", "a pipeline's JSON file", "copy the folder again") from None
-    except (OSError, UnicodeDecodeError, ValueError) as error:
+    except (OSError, UnicodeDecodeError, ValueError, RecursionError) as error:
         raise FolderError(f"{path} cannot be read ({error})", "a JSON object", "copy the file again") from None
     if not isinstance(content, dict):
         raise FolderError(f"{path} holds a {type(content).__name__}", "a JSON object", "copy the file again")
     return content
+
+
+def require_inside(folder: Path, root: Path) -> None:
+    """Raise for a link in `folder`, or `folder` itself, that leads out of the pipeline folder `root`.
+
+    Files of the Hugging Face hub's cache are links from `snapshots/REVISION` to `blobs` beside `snapshots`.
+
+    Raises:
+        FolderError: there is one.
+    """
+    real = Path(os.path.realpath(root))
+    inside = [real]
+    if real.parent.name == "snapshots":
+        inside.append(real.parent.parent / "blobs")
+    parts = [os.path.join(at, name) for at, *names in os.walk(folder) for name in (*names[0], *names[1])]
+    for part in (str(folder), *parts):
+        target = Path(os.path.realpath(part))
+        if not any(target == place or place in target.parents for place in inside):
+            raise FolderError(
+                f"{part} is a link to {target}, outside {root}",
+                "a folder without links to elsewhere",
+                "copy it with its links followed (cp -rL)",
+            )
 
 
 @dataclass(frozen=True)
@@ -79,6 +120,8 @@ class PipelineFolder:
                 "a pipeline folder in diffusers' layout",
                 "give the folder that holds model_index.json",
             )
+        for file in (MODEL_INDEX, REPORT):
+            require_inside(path / file, path)
         index = read_json(path / MODEL_INDEX)
         if not isinstance(index.get("_class_name"), str):
             raise FolderError(
@@ -97,7 +140,7 @@ class PipelineFolder:
         """Return the folder of the component `name`.
 
         Raises:
-            FolderError: the folder does not exist.
+            FolderError: the folder does not exist, or a link in it leads out of the pipeline.
         """
         folder = self.path / name
         if not folder.is_dir():
@@ -106,6 +149,7 @@ class PipelineFolder:
                 f"a folder {name} beside {MODEL_INDEX}",
                 "copy or export the pipeline again",
             )
+        require_inside(folder, self.path)
         return folder
 
     def has_component(self, name: str) -> bool:

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import onnxruntime
 from PIL import Image
 
-from sdonnx.errors import FolderError, OptionError, ProviderError
+from sdonnx.errors import FolderError, OptionError, ProviderError, refusing
 from sdonnx.families import Role, family_of
 from sdonnx.folder import REPORT, PipelineFolder, read_json
 from sdonnx.runtime import images as image_inputs
@@ -157,7 +157,8 @@ class OrtDiffusionPipeline:
         settings = SessionSettings(dict(provider_options or {}), session_options)
         graphs = GraphSet(opened, family_of(opened), device, settings, low_memory)
         # Graphs are loaded by the thread that will run them.
-        return device_thread(device).run(partial(cls, graphs, max_sizes=max_sizes, safety_checker=safety_checker))
+        with refusing(folder, "what python -m sdonnx.optimize_pipeline wrote", "optimize the exported pipeline again"):
+            return device_thread(device).run(partial(cls, graphs, max_sizes=max_sizes, safety_checker=safety_checker))
 
     @property
     def scheduler(self) -> str:
