@@ -5,7 +5,10 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import hypothesis
@@ -13,8 +16,15 @@ import pytest
 from hostile import Reading
 from hypothesis import strategies as st
 from mutators import ATTACKS, mutated
+from pipelines import refused
 from readers import READERS
 from recording import Note
+
+from sdonnx.errors import FolderError
+from sdonnx.export.pipeline import export_pipeline
+from sdonnx.folder import PipelineFolder
+from sdonnx.optimize import optimize_folder
+from sdonnx.runtime.pipeline import OrtDiffusionPipeline
 
 # What the normal run reads of each: a folder that is opened and drawn with takes a second.
 BOUNDED = {

@@ -13,6 +13,7 @@ from onnx_ir.external_data import set_base_dir
 from sdonnx.errors import FolderError
 from sdonnx.graph.prepare import OPSET
 from sdonnx.graph.structure import (
+    require_depth,
     require_deterministic,
     require_functions,
     require_graph,
@@ -49,6 +50,7 @@ def load_model(path: Path, inputs: Collection[str] | None = None, *, draws: bool
     """
     proto = _parsed(path)
     require_opset(path, proto)
+    require_depth(path, proto.graph)
     require_operators(path, proto)
     require_functions(path, proto)
     require_graph(path, proto.graph)

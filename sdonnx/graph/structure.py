@@ -16,6 +16,7 @@ from sdonnx.graph.prepare import OPSET
 __all__ = [
     "OLDEST_OPSET",
     "graphs_of",
+    "require_depth",
     "require_deterministic",
     "require_functions",
     "require_graph",
@@ -26,6 +27,7 @@ __all__ = [
 
 OLDEST_OPSET = 14
 
+_DEEPEST = 8  # exporters put one If or Loop into another at most
 _MOST_NODES = 10**6  # a hundred times what the largest denoisers have
 
 # Sizes are written out as sums of products: a few brackets at a time. Exporters' have two, and 100 characters.
@@ -112,6 +114,21 @@ def require_operators(path: Path, proto: onnx.ModelProto) -> None:
                 "ONNX's operators, or a custom one in a domain of its own",
                 "export it again without it, or with a domain",
             ) from error
+
+
+def require_depth(path: Path, graph: onnx.GraphProto, depth: int = 0) -> None:
+    """Raise for subgraphs within one another that are deeper than anybody's.
+
+    Raises:
+        FolderError: they are.
+    """
+    if depth > _DEEPEST:
+        raise FolderError(
+            f"{path} has subgraphs within one another", f"at most {_DEEPEST} of them", "export it again without them"
+        )
+    for node in graph.node:
+        for inner in _subgraphs(node):
+            require_depth(path, inner, depth + 1)
 
 
 def require_functions(path: Path, proto: onnx.ModelProto) -> None:
