@@ -10,6 +10,7 @@ import contextlib
 import errno
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -34,6 +35,9 @@ MODEL_INDEX = "model_index.json"
 ONNX_MODEL = "model.onnx"
 ONNX_WEIGHTS = "model.onnx.data"
 REPORT = "sdonnx.json"  # written into an optimized folder
+
+# What numpy says, without a number, where a file takes less than it was given.
+_WRITTEN_SHORT = re.compile(r"requested and \d+ written")
 
 _LARGEST_JSON = 64 << 20  # the largest, indexes of shards and vocabularies, have a few MB
 
@@ -257,8 +261,8 @@ def atomic_folder(out: Path, overwrite: bool = False, inputs: Sequence[Path] = (
     except shutil.Error as error:  # copytree's: a list of (source, target, reason), with no number
         raise _write_failure(str(error.args[0][0][2]), out) from error
     except OSError as error:
-        if partial is None or error.errno in _WRITE_FAILURES:
-            raise _write_failure(error.strerror, out) from error
+        if partial is None or error.errno in _WRITE_FAILURES or _WRITTEN_SHORT.search(str(error)):
+            raise _write_failure(error.strerror or str(error), out) from error
         raise
     finally:
         for folder in parents:

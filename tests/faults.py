@@ -141,6 +141,12 @@ class Bench:
         before: Callable[[], None] | None = None,
     ) -> subprocess.Popen[str]:
         """Start the command, with a fault of `faulty.py`, or with something done in its process first."""
+
+        def child() -> None:
+            signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell are born deaf to it
+            if before is not None:
+                before()
+
         arguments = self.command.arguments(self.source, self.out, *more)
         faulty = [] if driver is None else [str(_DRIVER), *driver, str(self.work)]
         return subprocess.Popen(
@@ -149,7 +155,7 @@ class Bench:
             stderr=subprocess.PIPE,
             text=True,
             env=_ENVIRONMENT,
-            preexec_fn=before,
+            preexec_fn=child,
         )
 
     def run(

@@ -142,7 +142,7 @@ def test_a_run_beside_a_living_one_says_so_and_leaves_it_alone(overwrite: bool, 
     if not overwrite:
         bench.clear()
     first = bench.start("--wait", str(go), *more)
-    while not list(bench.work.glob(".out.*.partial/unet/model.onnx")):
+    while not go.with_suffix(".waiting").exists():
         assert first.poll() is None
     before = snapshot(bench.work)
     for _ in range(3):
@@ -200,11 +200,11 @@ def test_a_disk_that_is_full(make: Make, request: pytest.FixtureRequest, note: N
     except PermissionError as error:
         pytest.skip(f"mounting is not permitted: {error}")
     for _ in range(number):
-        size = bench.draw.randrange(1 << 12, whole)  # no smaller than a page
+        size = bench.draw.randrange(1 << 12, whole * 9 // 10)  # no smaller than a page
         with small_disk(size, bench.work):
             outcome = bench.run()
             assert outcome.told, outcome.errors
-            assert "No space left" in outcome.errors
+            assert "No space left" in outcome.errors or " written" in outcome.errors
             assert list(bench.work.iterdir()) == []
     bench.rerun()
     note("faults", {"command": f"{bench.command.name} on a full disk", "injected": number, "survived": number})

@@ -16,6 +16,8 @@ def run(options: argparse.Namespace) -> int:
     """Copy the folder; with --wait, end only once that file is there."""
     with atomic_folder(options.output, options.overwrite, [options.input]) as partial:
         shutil.copytree(options.input, partial, dirs_exist_ok=True)
+        if options.wait is not None:
+            options.wait.with_suffix(".waiting").touch()
         while options.wait is not None and not options.wait.exists():
             time.sleep(0.01)
     return 0
