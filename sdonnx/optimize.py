@@ -119,6 +119,7 @@ def optimize_folder(
             attention_layout,
             sorted(disabled),
             reports,
+            {"force_fp32_ops": list(force_fp32_ops), "bfloat16": bfloat16},
         )
         report.write(partial)
     return report

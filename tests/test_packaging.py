@@ -55,7 +55,7 @@ LEVELS = (
     {"errors"},
     {"claim"},
     {"adapters", "folder", "samplers", "parity"},
-    {"families"},
+    {"families", "upgrade"},
     {"graph", "expected", "inspection"},
     {"configuration", "decision"},
     {"fusions", "precision", "compose", "interface", "stream"},

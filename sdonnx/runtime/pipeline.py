@@ -15,9 +15,9 @@ import numpy.typing as npt
 import onnxruntime
 from PIL import Image
 
-from sdonnx.errors import FolderError, OptionError, ProviderError, refusing
+from sdonnx.errors import FolderError, OptionError, refusing
 from sdonnx.families import Role, family_of
-from sdonnx.folder import REPORT, PipelineFolder, read_json
+from sdonnx.folder import PipelineFolder
 from sdonnx.runtime import images as image_inputs
 from sdonnx.runtime.arrays import export
 from sdonnx.runtime.captures import CaptureReport, Captures, Shape, SizeBuffers
@@ -42,6 +42,7 @@ from sdonnx.runtime.schedulers import is_planned, require_scheduler, seeded
 from sdonnx.runtime.session import SessionSettings
 from sdonnx.runtime.worker import device_thread
 from sdonnx.samplers import config_for
+from sdonnx.upgrade import RebuildWarning, command_for, notices, read_report, require_provider
 
 __all__ = ["ImageOutput", "OrtDiffusionPipeline"]
 
@@ -134,27 +135,24 @@ class OrtDiffusionPipeline:
             provider_options: options of the execution provider, over those that are chosen here.
             session_options: what sessions are made with; entries that the run-time needs are added to it.
 
+        Warns:
+            RebuildWarning: another version made it, or it was made for GPUs of another generation.
+
         Raises:
-            FolderError: the folder is not optimized, or incomplete.
+            FolderError: the folder is not optimized, incomplete, or of a format that only a newer version reads.
             ProviderError: the provider is not available, or the folder was optimized for another.
             OptionError: an option cannot be used.
         """
         if isinstance(max_sizes, bool) or not isinstance(max_sizes, int) or max_sizes < 1:
             raise OptionError(f"max_sizes is {max_sizes!r}", "a whole number from 1 on", "pass for example 8")
         opened = PipelineFolder.open(folder)
-        if not (opened.path / REPORT).is_file():
-            raise FolderError(
-                f"{folder} has no {REPORT}", "an optimized pipeline", "run python -m sdonnx.optimize_pipeline on it"
-            )
-        made_for = str(read_json(opened.path / REPORT).get("provider"))
-        device = device_for(provider or made_for, device_index)
-        if device.provider != made_for:
-            raise ProviderError(
-                f"{folder} was optimized for {made_for}",
-                f"a folder for {device.provider}",
-                f"optimize the exported pipeline with --provider {device.provider}",
-            )
-        settings = SessionSettings(dict(provider_options or {}), session_options)
+        report = read_report(opened.path)
+        device = device_for(provider or str(report.get("provider")), device_index)
+        require_provider(opened.path, report, device.provider)
+        for notice in notices(report, device.capability()):
+            warnings.warn(RebuildWarning(f"{folder} was {notice}"), stacklevel=2)
+        rebuild = f"update ONNX Runtime, or rebuild the folder: {command_for(report)}"
+        settings = SessionSettings(dict(provider_options or {}), session_options, rebuild)
         graphs = GraphSet(opened, family_of(opened), device, settings, low_memory)
         # Graphs are loaded by the thread that will run them.
         with refusing(folder, "what python -m sdonnx.optimize_pipeline wrote", "optimize the exported pipeline again"):

@@ -42,10 +42,12 @@ class SessionSettings:
     Attributes:
         provider_options: options of the execution provider, over those that are chosen here.
         session_options: what sessions are made with. Entries that the run-time depends on are added to it.
+        rebuild: what to do where ONNX Runtime refuses a graph, newer ones than it knows for example.
     """
 
     provider_options: Mapping[str, str] = field(default_factory=dict)
     session_options: onnxruntime.SessionOptions | None = None
+    rebuild: str = "optimize the folder again"
 
 
 def _provider_options(device: Device, capture: bool, tf32: bool, settings: SessionSettings) -> dict[str, str]:
@@ -119,7 +121,7 @@ class Graph:
             raise FolderError(
                 f"ONNX Runtime cannot load {path} ({str(error).splitlines()[0]})",
                 f"a graph for the {device.provider} provider",
-                f"optimize the folder again with --provider {device.provider}",
+                settings.rebuild,
             ) from error
         if PROVIDERS[device.provider] not in self.session.get_providers():
             raise ProviderError(
