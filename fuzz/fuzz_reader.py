@@ -1,6 +1,6 @@
 """A reader of folders under atheris: `python fuzz/fuzz_reader.py READER FOLDER [FILE] [libFuzzer's options]`.
 
-FOLDER is a valid folder of the reader's kind, of which a copy is read with FILE made by the fuzzer (`tests/readers.py`).
+FOLDER is a valid folder of the kind that the reader reads; a copy is read with FILE made by the fuzzer.
 """
 
 from __future__ import annotations
