@@ -17,6 +17,9 @@ A command prints one line and ends with status 2. A traceback appears only with 
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 __all__ = [
     "DeviceMemoryError",
     "FolderError",
@@ -28,7 +31,10 @@ __all__ = [
     "SdonnxError",
     "WeightsError",
     "cause_of",
+    "refusing",
 ]
+
+_LONGEST = 1000  # characters of each part: what was found may be text of any length out of a file
 
 
 class SdonnxError(Exception):
@@ -47,7 +53,16 @@ class SdonnxError(Exception):
         self.remedy = remedy
 
     def __str__(self) -> str:
-        return " ".join(f"{self.found}; expected {self.expected}; {self.remedy}".split())
+        found, expected, remedy = map(_shown, (self.found, self.expected, self.remedy))
+        return f"{found}; expected {expected}; {remedy}"
+
+
+def _shown(text: str) -> str:
+    """Return text on one line, no longer than a line may be, and with nothing in it that a terminal would obey."""
+    text = " ".join(text.split())
+    if len(text) > _LONGEST:
+        text = f"{text[: _LONGEST // 2]} ... {text[-_LONGEST // 2 :]}"
+    return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)
 
 
 def cause_of(error: BaseException) -> BaseException:
@@ -88,3 +103,26 @@ class PromptError(SdonnxError):
 
 class SchedulerError(SdonnxError):
     """A scheduler configuration that the samplers cannot follow."""
+
+
+@contextlib.contextmanager
+def refusing(what: object, expected: str, remedy: str) -> Iterator[None]:
+    """Tell in one line whatever is made, in the block, of content that nobody foresaw.
+
+    It stands where a folder's content is given to code that takes it at its word, this project's or a library's. What
+    is looked at by name before it says more; failures of the system, and of memory, pass through.
+
+    Raises:
+        FolderError: anything else went wrong in the block; the cause is kept for `--debug`.
+    """
+    try:
+        yield
+    except (SdonnxError, OSError, MemoryError):
+        raise
+    except Exception as error:
+        cause: BaseException | None = error
+        while cause is not None:  # libraries wrap what is raised in what they call
+            if isinstance(cause, (SdonnxError, OSError, MemoryError)):
+                raise cause from error
+            cause = cause.__cause__
+        raise FolderError(f"{what} cannot be used ({type(error).__name__}: {error})", expected, remedy) from error

@@ -9,21 +9,37 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import os
+import re
 import shutil
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sdonnx.claim import PARTIAL, REPLACED, beside, claimed, leftovers, take_name
 from sdonnx.errors import FolderError, OutputError
 
-__all__ = ["MODEL_INDEX", "ONNX_MODEL", "ONNX_WEIGHTS", "REPORT", "PipelineFolder", "atomic_folder", "read_json"]
+__all__ = [
+    "MODEL_INDEX",
+    "ONNX_MODEL",
+    "ONNX_WEIGHTS",
+    "REPORT",
+    "PipelineFolder",
+    "atomic_folder",
+    "read_json",
+    "require_inside",
+]
 
 MODEL_INDEX = "model_index.json"
 ONNX_MODEL = "model.onnx"
 ONNX_WEIGHTS = "model.onnx.data"
 REPORT = "sdonnx.json"  # written into an optimized folder
+
+# What numpy says, without a number, where a file takes less than it was given.
+_WRITTEN_SHORT = re.compile(r"requested and \d+ written")
+
+_LARGEST_JSON = 64 << 20  # the largest, indexes of shards and vocabularies, have a few MB
 
 # What these mean to someone who waits for an output: the disk, a quota, the file system or a permission.
 _WRITE_FAILURES = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG}
@@ -33,17 +49,46 @@ def read_json(path: Path) -> dict[str, Any]:
     """Return the JSON object in `path`.
 
     Raises:
-        FolderError: the file is missing, is not JSON or does not hold an object.
+        FolderError: the file is missing, is not JSON, is far too large, or does not hold an object.
     """
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        if not path.is_file() and path.exists():  # a pipe would keep its reader waiting
+            raise OSError("it is no file")
+        with path.open("rb") as file:
+            text = file.read(_LARGEST_JSON + 1)
+        if len(text) > _LARGEST_JSON:
+            raise ValueError(f"it has more than {_LARGEST_JSON >> 20} MB")
+        content = json.loads(text.decode("utf-8"))
     except FileNotFoundError:
         raise FolderError(f"{path} is missing", "a pipeline's JSON file", "copy the folder again") from None
-    except (OSError, UnicodeDecodeError, ValueError) as error:
+    except (OSError, UnicodeDecodeError, ValueError, RecursionError) as error:
         raise FolderError(f"{path} cannot be read ({error})", "a JSON object", "copy the file again") from None
     if not isinstance(content, dict):
         raise FolderError(f"{path} holds a {type(content).__name__}", "a JSON object", "copy the file again")
     return content
+
+
+def require_inside(folder: Path, root: Path) -> None:
+    """Raise for a link in `folder`, or `folder` itself, that leads out of the pipeline folder `root`.
+
+    Files of the Hugging Face hub's cache are links from `snapshots/REVISION` to `blobs` beside `snapshots`.
+
+    Raises:
+        FolderError: there is one.
+    """
+    real = Path(os.path.realpath(root))
+    inside = [real]
+    if real.parent.name == "snapshots":
+        inside.append(real.parent.parent / "blobs")
+    parts = [os.path.join(at, name) for at, *names in os.walk(folder) for name in (*names[0], *names[1])]
+    for part in (str(folder), *parts):
+        target = Path(os.path.realpath(part))
+        if not any(target == place or place in target.parents for place in inside):
+            raise FolderError(
+                f"{part} is a link to {target}, outside {root}",
+                "a folder without links to elsewhere",
+                "copy it with its links followed (cp -rL)",
+            )
 
 
 @dataclass(frozen=True)
@@ -68,13 +113,19 @@ class PipelineFolder:
         path = Path(path)
         if not path.is_dir():
             found = f"{path} is a file" if path.exists() else f"{path} does not exist"
-            raise FolderError(found, "a pipeline folder", "give the folder that holds model_index.json")
+            remedy = "give the folder that holds model_index.json"
+            if kept := leftovers(path, REPLACED):
+                found += f", but {kept[-1].name} beside it, which a killed run with --overwrite set aside"
+                remedy = f"run that command again, or rename {kept[-1].name} to {path.name}"
+            raise FolderError(found, "a pipeline folder", remedy)
         if not (path / MODEL_INDEX).is_file():
             raise FolderError(
                 f"{path} has no {MODEL_INDEX}",
                 "a pipeline folder in diffusers' layout",
                 "give the folder that holds model_index.json",
             )
+        for file in (MODEL_INDEX, REPORT):
+            require_inside(path / file, path)
         index = read_json(path / MODEL_INDEX)
         if not isinstance(index.get("_class_name"), str):
             raise FolderError(
@@ -93,7 +144,7 @@ class PipelineFolder:
         """Return the folder of the component `name`.
 
         Raises:
-            FolderError: the folder does not exist.
+            FolderError: the folder does not exist, or a link in it leads out of the pipeline.
         """
         folder = self.path / name
         if not folder.is_dir():
@@ -102,6 +153,7 @@ class PipelineFolder:
                 f"a folder {name} beside {MODEL_INDEX}",
                 "copy or export the pipeline again",
             )
+        require_inside(folder, self.path)
         return folder
 
     def has_component(self, name: str) -> bool:
@@ -178,7 +230,7 @@ def atomic_folder(out: Path, overwrite: bool = False, inputs: Sequence[Path] = (
     """Yield a temporary folder beside `out` that takes its name once the block ends well.
 
     On any failure, Ctrl-C included, the temporary folder and the parents made for it are removed, and what
-    was at `out` stays.
+    was at `out` stays. What a run left that was killed is put back or removed by the next one (`sdonnx.claim`).
 
     Args:
         out: the folder to write. Its parents are made.
@@ -186,7 +238,8 @@ def atomic_folder(out: Path, overwrite: bool = False, inputs: Sequence[Path] = (
         inputs: folders that are read; `out` may be none of them, nor in or around one.
 
     Raises:
-        OutputError: `out` exists without `overwrite`, touches an input, or cannot be written.
+        OutputError: `out` exists without `overwrite`, touches an input, is being written by another run, or cannot
+            be written.
     """
     partial: Path | None = None
     parents: list[Path] = []
@@ -196,38 +249,22 @@ def atomic_folder(out: Path, overwrite: bool = False, inputs: Sequence[Path] = (
         _refuse_output(out, overwrite, inputs)
         parents = [folder for folder in out.parents if not folder.exists()]  # the innermost first
         out.parent.mkdir(parents=True, exist_ok=True)
-        # Hidden and beside the output, so that the last step is a rename within one file system.
-        partial = Path(tempfile.mkdtemp(prefix=f".{out.name}.", suffix=".partial", dir=out.parent))
-        partial.chmod(0o755)
-        yield partial
-        _take_name(partial, out)
+        with claimed(out):
+            _refuse_output(out, overwrite, inputs)  # again: what another run wrote meanwhile, or a killed one set aside
+            partial = beside(out, PARTIAL)
+            try:
+                partial.chmod(0o755)
+                yield partial
+                take_name(partial, out)
+            finally:
+                shutil.rmtree(partial, ignore_errors=True)
     except shutil.Error as error:  # copytree's: a list of (source, target, reason), with no number
         raise _write_failure(str(error.args[0][0][2]), out) from error
     except OSError as error:
-        if partial is None or error.errno in _WRITE_FAILURES:
-            raise _write_failure(error.strerror, out) from error
+        if partial is None or error.errno in _WRITE_FAILURES or _WRITTEN_SHORT.search(str(error)):
+            raise _write_failure(error.strerror or str(error), out) from error
         raise
     finally:
-        if partial is not None:
-            shutil.rmtree(partial, ignore_errors=True)
         for folder in parents:
             with contextlib.suppress(OSError):
                 folder.rmdir()  # refused, as it should be, where the output lies in it
-
-
-def _take_name(partial: Path, out: Path) -> None:
-    """Rename `partial` to `out`; what was there goes only after the new folder stands."""
-    if not out.exists():
-        partial.rename(out)
-        return
-    old = Path(tempfile.mkdtemp(prefix=f".{out.name}.", suffix=".replaced", dir=out.parent))
-    try:
-        out.rename(old)  # over the empty folder that mkdtemp made
-        partial.rename(out)
-    except BaseException:
-        if out.exists():
-            old.rmdir()
-        else:
-            old.rename(out)
-        raise
-    shutil.rmtree(old, ignore_errors=True)

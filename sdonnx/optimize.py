@@ -16,7 +16,7 @@ import onnx_ir as ir
 import sdonnx
 from sdonnx.component import CONFIG, open_component
 from sdonnx.compose import compose
-from sdonnx.errors import FolderError, OptionError, ProviderError, cause_of
+from sdonnx.errors import FolderError, OptionError, ProviderError, refusing
 from sdonnx.families import ComponentSpec, Family, Role, family_of
 from sdonnx.folder import MODEL_INDEX, ONNX_MODEL, ONNX_WEIGHTS, REPORT, PipelineFolder, atomic_folder
 from sdonnx.fusions import ATTENTION_LAYOUTS, DISABLING, PROVIDERS, fuse
@@ -32,6 +32,8 @@ __all__ = ["ComponentReport", "OptimizeReport", "fusion_reports", "optimize_fold
 _IMAGE_ROLES = (Role.IMAGE_ENCODER, Role.IMAGE_DECODER)
 
 _PACKAGES = ("onnx", "onnx_ir", "onnxscript", "numpy")
+
+_GRAPH = ("a component that an exporter wrote", "export it again")
 
 Progress = Callable[[str, int, int], None]
 """Told (what happens now, tensors written, tensors in all) while a component is optimized."""
@@ -93,14 +95,16 @@ def optimize_folder(
     for name, file in family.extras:
         folder.config(name, file)
     for spec in family.components:
-        open_component(folder, family, spec)
+        with refusing(folder.path / spec.name, *_GRAPH):
+            open_component(folder, family, spec)
     fallback = ir.DataType.BFLOAT16 if bfloat16 else ir.DataType.FLOAT
     reports = {}
     with atomic_folder(out, overwrite, [source]) as partial:
         for spec in family.components:
             policy = PrecisionPolicy(float32=overrides[spec.name], fallback=fallback) if float16 else None
             request = _Request(provider, attention_layout, disabled, policy)
-            reports[spec.name] = _optimize_component(folder, family, spec, partial / spec.name, request, progress)
+            with refusing(folder.path / spec.name, *_GRAPH):
+                reports[spec.name] = _optimize_component(folder, family, spec, partial / spec.name, request, progress)
             if inspector is not None:
                 inspector.inspect(partial / spec.name / ONNX_MODEL)
         for name, _ in family.extras:
@@ -115,6 +119,7 @@ def optimize_folder(
             attention_layout,
             sorted(disabled),
             reports,
+            {"force_fp32_ops": list(force_fp32_ops), "bfloat16": bfloat16},
         )
         report.write(partial)
     return report
@@ -131,12 +136,13 @@ def fusion_reports(folder: PipelineFolder, provider: str) -> dict[str, Component
     reports = {}
     family = family_of(folder)
     for spec in family.components:
-        opened = open_component(folder, family, spec)
-        adapt_interface(opened.model, spec, opened.config)
-        outcomes = fuse(opened.model, provider)
-        reports[spec.name] = report_of(
-            spec, opened.config, opened.model, opened.operators, outcomes, provider, notes=opened.notes
-        )
+        with refusing(folder.path / spec.name, *_GRAPH):
+            opened = open_component(folder, family, spec)
+            adapt_interface(opened.model, spec, opened.config)
+            outcomes = fuse(opened.model, provider)
+            reports[spec.name] = report_of(
+                spec, opened.config, opened.model, opened.operators, outcomes, provider, notes=opened.notes
+            )
     return reports
 
 
@@ -194,10 +200,7 @@ def _optimize_component(
         if progress:
             progress(f"{spec.name}: writing", info.index + 1, info.total)
 
-    try:
-        ir.save(model, out / path.name, external_data=ONNX_WEIGHTS, callback=told)
-    except ir.serde.SerdeError as error:
-        raise cause_of(error) from error
+    ir.save(model, out / path.name, external_data=ONNX_WEIGHTS, callback=told)
     if opened.written:
         shutil.copyfile(path.parent / CONFIG, out / CONFIG)
     else:

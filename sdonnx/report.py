@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from sdonnx.folder import REPORT
 from sdonnx.fusions import DISABLING, StageOutcome
 from sdonnx.graph.edit import MICROSOFT
 from sdonnx.graph.modules import module_path
+from sdonnx.upgrade import FORMAT
 
 __all__ = ["ComponentReport", "OptimizeReport", "operators_of", "report_of"]
 
@@ -123,6 +124,8 @@ class OptimizeReport:
         attention_layout: how MultiHeadAttention reads its input.
         disabled: the fusions that were left out on request.
         components: by name.
+        options: what else was asked for, to make the folder again (`sdonnx.upgrade`).
+        format: of the folder.
     """
 
     sdonnx: str
@@ -133,6 +136,8 @@ class OptimizeReport:
     attention_layout: str
     disabled: list[str]
     components: dict[str, ComponentReport]
+    options: dict[str, Any] = field(default_factory=dict)
+    format: int = FORMAT
 
     def write(self, folder: Path) -> None:
         """Write the report into a pipeline folder."""

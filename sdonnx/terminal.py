@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
+import re
 import signal
 import sys
 import warnings
@@ -19,6 +21,11 @@ from sdonnx.errors import SdonnxError
 __all__ = ["FAILURE", "INTERRUPTED", "add_debug", "console", "guarded", "progress_bar", "tensor_progress"]
 
 FAILURE = 2
+
+# What C++'s allocators, torch's, ONNX Runtime's and the dynamic loader say.
+_NO_MEMORY = re.compile(
+    "bad_alloc|can't allocate memory|not enough memory|Cannot allocate memory|failed to map segment|Failed to allocate"
+)
 
 INTERRUPTED = 130
 """Exit status of what was interrupted and keeps what it had done."""
@@ -41,25 +48,49 @@ def guarded(main: Callable[[argparse.Namespace], int], options: argparse.Namespa
 
     A polite request to end (SIGTERM) is treated as Ctrl-C is, so that nothing half-written stays.
     """
-    previous = signal.signal(signal.SIGTERM, _interrupt)
+    asked = False
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        nonlocal asked
+        asked = True
+        raise KeyboardInterrupt
+
+    previous = signal.signal(signal.SIGTERM, interrupt)
     try:
         with _plain_warnings():
             return main(options)
-    except SdonnxError as error:
-        if getattr(options, "debug", False):
+    except (Exception, KeyboardInterrupt) as error:
+        line = _line_of(error, asked)
+        if line is None or getattr(options, "debug", False):
             raise
-        print(f"error: {error}", file=sys.stderr)
-    except KeyboardInterrupt:
-        if getattr(options, "debug", False):
-            raise
-        print("interrupted; nothing half-written was left; run the command again", file=sys.stderr)
+        print(line, file=sys.stderr)
     finally:
         signal.signal(signal.SIGTERM, previous)
     return FAILURE
 
 
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
+def _line_of(error: BaseException, asked: bool) -> str | None:
+    """Return what is told of a failure that the user can mend, None of any other."""
+    if isinstance(error, SdonnxError):
+        return f"error: {error}"
+    if isinstance(error, KeyboardInterrupt) or asked:  # a library may make another error of an interruption
+        return "interrupted; nothing half-written was left; run the command again"
+    if _lacks_memory(error):
+        return (
+            "error: this machine has too little memory for what was asked; expected some that is free; "
+            "end other programs, raise the limit (ulimit -v), or use a larger machine"
+        )
+    return None
+
+
+def _lacks_memory(error: BaseException | None) -> bool:
+    """Tell whether a failure is one of memory, or came of one: libraries have other names for it."""
+    while error is not None:
+        number = getattr(error, "errno", None)
+        if isinstance(error, MemoryError) or number == errno.ENOMEM or _NO_MEMORY.search(str(error)):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 @contextlib.contextmanager

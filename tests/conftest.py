@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from recording import Note, recorded
 
 # Read by huggingface_hub on import, so set before any test module is: no test may depend on a network.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -15,8 +16,11 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="also run the tests of full-size models")
-    parser.addoption("--results", type=Path, default=None, help="file to append what GPU tests measured to")
+    parser.addoption("--results", type=Path, default=None, help="file to append what tests measured to")
     parser.addoption("--made", type=Path, default=None, help="keep GPU tests' pipelines here, and use those that are")
+    parser.addoption("--faults", type=int, default=0, help="inject each fault so many times (tests/test_faults.py)")
+    parser.addoption("--hostile", type=int, default=0, help="so many inputs of each kind (tests/test_hostile.py)")
+    parser.addoption("--seed", type=int, default=0, help="of the faults and the hostile inputs")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -38,6 +42,39 @@ def _has_cuda() -> bool:
     import onnxruntime
 
     return "CUDAExecutionProvider" in onnxruntime.get_available_providers()
+
+
+@pytest.fixture(scope="session")
+def note(request: pytest.FixtureRequest) -> Iterator[Note]:
+    """Take measurements under a title; they are written to the file that --results names."""
+    with recorded("tests", request.config.getoption("--results")) as take:
+        yield take
+
+
+@pytest.fixture(scope="session")
+def micro(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A pipeline with a few channels, a diffusers folder; read it, never write to it."""
+    from micro import write_micro
+
+    return write_micro(tmp_path_factory.mktemp("micro") / "diffusers")
+
+
+@pytest.fixture(scope="session")
+def micro_exported(micro: Path) -> Path:
+    """`micro` as float32 ONNX; read it, never write to it."""
+    from sdonnx.export.pipeline import export_pipeline
+
+    export_pipeline(micro, micro.parent / "onnx")
+    return micro.parent / "onnx"
+
+
+@pytest.fixture(scope="session")
+def micro_cpu(micro_exported: Path) -> Path:
+    """`micro` optimized for the CPU provider; read it, never write to it."""
+    from sdonnx.optimize import optimize_folder
+
+    optimize_folder(micro_exported, micro_exported.parent / "cpu", provider="cpu")
+    return micro_exported.parent / "cpu"
 
 
 @pytest.fixture(scope="session")

@@ -244,11 +244,22 @@ def full_disk_while_copying(*_: Any, **__: Any) -> None:
     raise shutil.Error([("a", "b", f"[Errno {errno.ENOSPC}] {os.strerror(errno.ENOSPC)}: 'b'")])
 
 
-@pytest.mark.parametrize("fail", [full_disk, full_disk_while_copying])
-def test_a_full_disk_is_told(fail: Callable[..., None], tmp_path: Path) -> None:
+def full_disk_for_numpy(*_: Any, **__: Any) -> None:
+    raise OSError("1024 requested and 100 written")
+
+
+@pytest.mark.parametrize(
+    ("fail", "word"),
+    [
+        (full_disk, "No space left on device"),
+        (full_disk_while_copying, "No space left on device"),
+        (full_disk_for_numpy, "100 written"),
+    ],
+)
+def test_a_full_disk_is_told(fail: Callable[..., None], word: str, tmp_path: Path) -> None:
     old_pipeline(tmp_path / "out")
     before = snapshot(tmp_path / "out")
-    with refused(OutputError, "No space left on device", "free"), atomic_folder(tmp_path / "out", overwrite=True):
+    with refused(OutputError, word, "free"), atomic_folder(tmp_path / "out", overwrite=True):
         fail()
     assert snapshot(tmp_path / "out") == before
     assert [path.name for path in tmp_path.iterdir()] == ["out"]

@@ -53,8 +53,9 @@ OPTIONAL_LIBRARIES = {"bs4", "ftfy"}  # captions are cleaned where these are
 # A module imports from the levels before its own; only command lines import from one another.
 LEVELS = (
     {"errors"},
+    {"claim"},
     {"adapters", "folder", "samplers", "parity"},
-    {"families", "doctor"},
+    {"families", "doctor", "upgrade"},
     {"graph", "expected", "inspection"},
     {"configuration", "decision"},
     {"fusions", "precision", "compose", "interface", "stream"},

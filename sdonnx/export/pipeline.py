@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 import importlib.util
 import json
 import shutil
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any
 import onnx_ir as ir
 import torch
 from accelerate import init_empty_weights
+from torch.nn.modules.module import register_module_module_registration_hook
 
 from sdonnx.adapters import ADAPTERS
 from sdonnx.errors import FolderError, OptionError
@@ -245,13 +247,32 @@ def _builder(library: str, class_name: str, component: Path) -> Callable[[], tor
     return build
 
 
-def _require_weights(build: Callable[[], torch.nn.Module], component: Path, weights: Weights) -> None:
+@contextlib.contextmanager
+def _at_most(modules: int) -> Iterator[None]:
+    """Let no more modules than that be put together: a configuration may ask for a billion layers."""
+    count = 0
+
+    def counted(*_: object) -> None:
+        nonlocal count
+        count += 1
+        if count > modules:
+            raise ValueError("it describes far more layers than there are weights for")
+
+    hook = register_module_module_registration_hook(counted)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def _require_weights(build: Callable[[], torch.nn.Module], component: Path, weights: WeightFiles) -> None:
     """Raise unless the configuration makes a module and the files hold every parameter of it.
 
     The module has no storage, so this takes a second or two where tracing takes minutes.
     """
     try:
-        with init_empty_weights(include_buffers=True):
+        # A layer has two tensors or so, and few modules around it.
+        with init_empty_weights(include_buffers=True), _at_most(100 + 10 * len(weights)):
             module = build()
     except Exception as error:  # whatever a module's constructor makes of a wrong value
         raise _bad_config(component, error) from error
@@ -310,7 +331,8 @@ def _add_tokenizer_json(tokenizer: Path) -> None:
     from transformers import AutoTokenizer
 
     try:
-        text = AutoTokenizer.from_pretrained(str(tokenizer)).backend_tokenizer.to_str()
+        made: Any = AutoTokenizer.from_pretrained(str(tokenizer), trust_remote_code=False, local_files_only=True)
+        text = made.backend_tokenizer.to_str()
     except Exception as error:  # the tokenizers library raises nothing more special
         raise FolderError(f"{tokenizer} cannot be read ({error})", "a tokenizer", "copy the folder again") from error
     (tokenizer / _TOKENIZER).write_text(text, encoding="utf-8")

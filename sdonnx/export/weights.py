@@ -73,6 +73,10 @@ class WeightFiles:
             for key, shape in self._shapes(file):
                 self._entries[key] = _Entry(file, key, shape)
 
+    def __len__(self) -> int:
+        """Return how many tensors there are."""
+        return len(self._entries)
+
     def _find(self, allow_pickle: bool) -> list[Path]:
         """Return the weight files: one file or the shards that an index lists."""
         endings = [".safetensors", ".bin"] if allow_pickle else [".safetensors"]

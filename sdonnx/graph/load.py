@@ -12,7 +12,15 @@ from onnx_ir.external_data import set_base_dir
 
 from sdonnx.errors import FolderError
 from sdonnx.graph.prepare import OPSET
-from sdonnx.graph.structure import require_deterministic, require_graph, require_operators, require_opset
+from sdonnx.graph.structure import (
+    require_depth,
+    require_deterministic,
+    require_functions,
+    require_graph,
+    require_operators,
+    require_opset,
+    require_sizes,
+)
 from sdonnx.graph.tensors import lazy, read
 from sdonnx.graph.weights import require_weights
 
@@ -42,8 +50,11 @@ def load_model(path: Path, inputs: Collection[str] | None = None, *, draws: bool
     """
     proto = _parsed(path)
     require_opset(path, proto)
+    require_depth(path, proto.graph)
     require_operators(path, proto)
+    require_functions(path, proto)
     require_graph(path, proto.graph)
+    require_sizes(path, proto)
     require_weights(path, proto)
     try:
         onnx.checker.check_model(str(path))

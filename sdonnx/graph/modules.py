@@ -18,6 +18,7 @@ MODULE_SEPARATOR = ";"  # between the modules of a node that does the work of se
 _TORCH_SCOPES = "pkg.torch.onnx.name_scopes"
 # How torch.export writes a module that was read from its parent's __dict__.
 _DICT_ACCESS = re.compile(r"__dict__\['_modules'\]\['([^']+)'\]")
+_LONGEST_SCOPES = 10_000  # characters: a few modules within one another
 _NO_MODULE = "_empty_nn_module_stack_from_metadata_hook"
 
 
@@ -34,8 +35,11 @@ def module_path(node: ir.Node) -> str:
 
 def _innermost_module(scopes: str) -> str:
     """Return the second to last scope of torch's list; the last one is the operator itself."""
-    names = ast.literal_eval(scopes)
-    if len(names) < 2 or names[-2] == _NO_MODULE:
+    try:
+        names = ast.literal_eval(scopes) if len(scopes) <= _LONGEST_SCOPES else ()
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):  # whatever a file says in its place
+        names = ()
+    if not isinstance(names, list | tuple) or len(names) < 2 or names[-2] == _NO_MODULE:
         return ""
     return _DICT_ACCESS.sub(r"\1", str(names[-2]))
 

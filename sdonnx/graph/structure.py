@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import graphlib
+import re
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
@@ -15,13 +16,23 @@ from sdonnx.graph.prepare import OPSET
 __all__ = [
     "OLDEST_OPSET",
     "graphs_of",
+    "require_depth",
     "require_deterministic",
+    "require_functions",
     "require_graph",
     "require_operators",
     "require_opset",
+    "require_sizes",
 ]
 
 OLDEST_OPSET = 14
+
+_DEEPEST = 8  # exporters put one If or Loop into another at most
+_MOST_NODES = 10**6  # a hundred times what the largest denoisers have
+
+# Sizes are written out as sums of products: a few brackets at a time. Exporters' have two, and 100 characters.
+_LONGEST_SIZE, _MOST_PRODUCTS = 400, 4
+_POWER = re.compile(r"\*\*(?:([0-9])(?![0-9.*]))?")  # its exponent, where that is one digit
 
 _DEFAULT_DOMAINS = ("", "ai.onnx")
 # ONNX Runtime 1.31 has no kernels of their versions of opset 22, and OPSET is later.
@@ -45,6 +56,25 @@ def require_opset(path: Path, proto: onnx.ModelProto) -> None:
         f"one from {OLDEST_OPSET} to {OPSET}",
         "export again with opset_version=17 for TorchScript, or 18 with dynamo=True",
     )
+
+
+def require_sizes(path: Path, proto: onnx.ModelProto) -> None:
+    """Raise for the name of a size that is an expression which takes long to write out, such as a tower of powers.
+
+    Raises:
+        FolderError: there is one.
+    """
+    values = [*proto.graph.input, *proto.graph.output, *proto.graph.value_info]
+    values += [value for graph in graphs_of(proto.graph) for value in (*graph.input, *graph.output, *graph.value_info)]
+    names = {dim.dim_param for value in values for dim in value.type.tensor_type.shape.dim}
+    for name in sorted(names):
+        text = "".join(name.split())
+        powers = _POWER.findall(text)
+        products = text.count(")*") + text.count("*(") + sum(map(int, filter(None, powers)))
+        if len(text) > _LONGEST_SIZE or "" in powers or products > _MOST_PRODUCTS:
+            raise FolderError(
+                f"{path} calls a size {name!r:.80}", "a name, or a short expression of names", "export it again"
+            )
 
 
 def _subgraphs(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
@@ -84,6 +114,52 @@ def require_operators(path: Path, proto: onnx.ModelProto) -> None:
                 "ONNX's operators, or a custom one in a domain of its own",
                 "export it again without it, or with a domain",
             ) from error
+
+
+def require_depth(path: Path, graph: onnx.GraphProto, depth: int = 0) -> None:
+    """Raise for subgraphs within one another that are deeper than anybody's.
+
+    Raises:
+        FolderError: they are.
+    """
+    if depth > _DEEPEST:
+        raise FolderError(
+            f"{path} has subgraphs within one another", f"at most {_DEEPEST} of them", "export it again without them"
+        )
+    for node in graph.node:
+        for inner in _subgraphs(node):
+            require_depth(path, inner, depth + 1)
+
+
+def require_functions(path: Path, proto: onnx.ModelProto) -> None:
+    """Raise for functions that call themselves, or one another so often that the graph without them would be huge.
+
+    Raises:
+        FolderError: they do.
+    """
+    functions = {(each.domain, each.name): each.node for each in proto.functions}
+    sizes: dict[tuple[str, str], int | None] = {}
+
+    def size(nodes: Sequence[onnx.NodeProto]) -> int:
+        total = 0
+        for node in nodes:
+            key = (node.domain, node.op_type)
+            if key in functions and key not in sizes:
+                sizes[key] = None
+                sizes[key] = size(functions[key])
+            if (own := sizes.get(key, 1)) is None:
+                raise FolderError(
+                    f"{path} has the function {node.op_type!r}, which calls itself",
+                    "functions that end",
+                    "export it again",
+                )
+            total += own + sum(size(inner.node) for inner in _subgraphs(node))
+        return total
+
+    if functions and (nodes := size(proto.graph.node)) > _MOST_NODES:
+        raise FolderError(
+            f"{path} has functions that stand for {nodes:.1e} nodes", f"{_MOST_NODES} at most", "export it again"
+        )
 
 
 def require_deterministic(path: Path, model: ir.Model) -> None:

@@ -30,6 +30,9 @@ _LEAST_SPARE = 2**20
 # 4 MB cost no speed (docs/decisions.md).
 _WORKSPACE = ("CUBLAS_WORKSPACE_CONFIG", ":4096:2")
 
+# cudaDevAttrComputeCapabilityMajor and -Minor (driver_types.h).
+_CAPABILITY = (75, 76)
+
 
 class Cuda:
     """The CUDA runtime for one device, with the one stream that all graphs run on.
@@ -73,6 +76,15 @@ class Cuda:
         free, total = ctypes.c_size_t(), ctypes.c_size_t()
         self._check(self._library.cudaMemGetInfo(ctypes.byref(free), ctypes.byref(total)))
         return free.value, total.value
+
+    def capability(self) -> tuple[int, int]:
+        """Return the device's compute capability, major and minor: (9, 0) for sm_90."""
+        numbers = []
+        for attribute in _CAPABILITY:
+            number = ctypes.c_int()
+            self._check(self._library.cudaDeviceGetAttribute(ctypes.byref(number), attribute, self.index))
+            numbers.append(number.value)
+        return numbers[0], numbers[1]
 
     def copy(self, target: int, source: int, size: int) -> None:
         """Copy `size` bytes between two addresses of the device and wait for it."""

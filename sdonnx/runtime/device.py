@@ -69,6 +69,10 @@ class Device:
         """Return the free memory and all of it, in bytes; None for the CPU."""
         return cuda(self.index).memory() if self.provider == "cuda" else None
 
+    def capability(self) -> tuple[int, int] | None:
+        """Return a GPU's compute capability, major and minor; None for the CPU."""
+        return cuda(self.index).capability() if self.provider == "cuda" else None
+
     def mark(self) -> Event | float:
         """Return a mark after everything that is queued by now, for `milliseconds`."""
         return cuda(self.index).event() if self.provider == "cuda" else time.perf_counter()

@@ -16,9 +16,9 @@ import onnxruntime
 from PIL import Image
 
 from sdonnx.doctor.first_use import KernelWarning
-from sdonnx.errors import FolderError, OptionError, ProviderError
+from sdonnx.errors import FolderError, OptionError, refusing
 from sdonnx.families import Role, family_of
-from sdonnx.folder import REPORT, PipelineFolder, read_json
+from sdonnx.folder import PipelineFolder
 from sdonnx.runtime import images as image_inputs
 from sdonnx.runtime.arrays import export
 from sdonnx.runtime.captures import CaptureReport, Captures, Shape, SizeBuffers
@@ -44,6 +44,7 @@ from sdonnx.runtime.schedulers import is_planned, require_scheduler, seeded
 from sdonnx.runtime.session import SessionSettings
 from sdonnx.runtime.worker import device_thread
 from sdonnx.samplers import config_for
+from sdonnx.upgrade import RebuildWarning, command_for, notices, read_report, require_provider
 
 __all__ = ["ImageOutput", "OrtDiffusionPipeline"]
 
@@ -139,34 +140,31 @@ class OrtDiffusionPipeline:
             provider_options: options of the execution provider, over those that are chosen here.
             session_options: what sessions are made with; entries that the run-time needs are added to it.
 
+        Warns:
+            RebuildWarning: another version made it, or it was made for GPUs of another generation.
+
         Raises:
-            FolderError: the folder is not optimized, or incomplete.
+            FolderError: the folder is not optimized, incomplete, or of a format that only a newer version reads.
             ProviderError: the provider is not available, or the folder was optimized for another.
             OptionError: an option cannot be used.
         """
         if isinstance(max_sizes, bool) or not isinstance(max_sizes, int) or max_sizes < 1:
             raise OptionError(f"max_sizes is {max_sizes!r}", "a whole number from 1 on", "pass for example 8")
         opened = PipelineFolder.open(folder)
-        if not (opened.path / REPORT).is_file():
-            raise FolderError(
-                f"{folder} has no {REPORT}", "an optimized pipeline", "run python -m sdonnx.optimize_pipeline on it"
-            )
-        report = read_json(opened.path / REPORT)
-        made_for = str(report.get("provider"))
-        device = device_for(provider or made_for, device_index)
-        if device.provider != made_for:
-            raise ProviderError(
-                f"{folder} was optimized for {made_for}",
-                f"a folder for {device.provider}",
-                f"optimize the exported pipeline with --provider {device.provider}",
-            )
+        report = read_report(opened.path)
+        device = device_for(provider or str(report.get("provider")), device_index)
+        require_provider(opened.path, report, device.provider)
+        for notice in notices(report, device.capability()):
+            warnings.warn(RebuildWarning(f"{folder} was {notice}"), stacklevel=2)
         verdict = verdict_on(device)
         if message := warning_of(verdict, report):
             warnings.warn(message, KernelWarning, stacklevel=2)
-        settings = SessionSettings(kernel_options(verdict, provider_options or {}), session_options)
+        rebuild = f"update ONNX Runtime, or rebuild the folder: {command_for(report)}"
+        settings = SessionSettings(kernel_options(verdict, provider_options or {}), session_options, rebuild)
         graphs = GraphSet(opened, family_of(opened), device, settings, low_memory)
         # Graphs are loaded by the thread that will run them.
-        return device_thread(device).run(partial(cls, graphs, max_sizes=max_sizes, safety_checker=safety_checker))
+        with refusing(folder, "what python -m sdonnx.optimize_pipeline wrote", "optimize the exported pipeline again"):
+            return device_thread(device).run(partial(cls, graphs, max_sizes=max_sizes, safety_checker=safety_checker))
 
     @property
     def scheduler(self) -> str:

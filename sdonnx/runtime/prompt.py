@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import AddedToken, Encoding, Tokenizer
 
-from sdonnx.errors import FolderError, PromptError
+from sdonnx.errors import FolderError, PromptError, SdonnxError
 from sdonnx.folder import read_json
 from sdonnx.runtime.clip_tokenizer import MERGES, VOCABULARY, clip_tokenizer
 
@@ -24,6 +27,12 @@ SPECIAL_TOKENS_MAP = "special_tokens_map.json"
 
 # Of transformers' named special tokens, the ones that CLIP and T5 have.
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
+
+# Published ones have up to 20 MB.
+_LARGEST_TOKENIZER = 64 << 20
+
+# CLIP's and T5's replace spaces, one or two of them by one character.
+_LARGEST_GROWTH = 100
 
 # transformers writes 10**30 where a tokenizer has no limit; no text encoder takes a thousandth of this.
 _NO_LIMIT = 10**6
@@ -113,7 +122,9 @@ class PromptTokenizer:
         ids = np.full((len(prompts), self.max_length), self.pad_token_id, np.int64)
         mask = np.zeros_like(ids)
         for row, present, prompt in zip(ids, mask, prompts, strict=True):
-            encoding = self.tokenizer.encode(require_text(prompt))
+            text = require_text(prompt)
+            with _told(f"a prompt of {len(text)} characters", PromptError, "one that the folder's tokenizer can read"):
+                encoding = self.tokenizer.encode(text)
             row[: len(encoding.ids)] = encoding.ids
             present[: len(encoding.ids)] = 1
             if encoding.overflowing:
@@ -124,16 +135,46 @@ class PromptTokenizer:
 
 
 def _read_tokenizer(path: Path) -> Tokenizer:
+    """Return the tokenizer in a file that may be anything.
+
+    Its expressions end by themselves: Oniguruma gives up a match after ten million steps back.
+    """
     if not path.is_file():
         raise FolderError(f"{path} is missing", "the tokenizer of an exported pipeline", "export it again")
-    try:
-        return Tokenizer.from_file(str(path))
-    except Exception as error:  # The library raises nothing more special, whatever is wrong with the file.
+    if (size := path.stat().st_size) > _LARGEST_TOKENIZER:
+        raise FolderError(f"{path} has {size} bytes", f"{_LARGEST_TOKENIZER} at most", "export the pipeline again")
+    with _told(str(path), FolderError, "a file of the tokenizers library"):
+        tokenizer = Tokenizer.from_file(str(path))
+        growth = 1 if tokenizer.normalizer is None else _growth(json.loads(tokenizer.normalizer.__getstate__()))
+    if growth > _LARGEST_GROWTH:
         raise FolderError(
-            f"{path} cannot be read ({error})",
-            "a file of the tokenizers library",
+            f"{path} makes a prompt {growth:.1e} times as long before it is read",
+            f"{_LARGEST_GROWTH} times at most",
             "export the pipeline again",
-        ) from None
+        )
+    return tokenizer
+
+
+def _growth(normalizer: Any) -> int:
+    """Return how many times as long a text can get by the replacements of a normalizer, one after another."""
+    if isinstance(normalizer, list):
+        return math.prod(map(_growth, normalizer))
+    if not isinstance(normalizer, dict):
+        return 1
+    # What replaces the empty text, or an expression that matches it, stands between all characters.
+    own = 1 + len(str(normalizer.get("content") or normalizer.get("prepend") or "").encode("utf-8", "replace"))
+    return own * _growth(normalizer.get("normalizers"))
+
+
+@contextlib.contextmanager
+def _told(what: str, error: type[SdonnxError], expected: str) -> Iterator[None]:
+    """Make an error of ours of whatever the tokenizers library raises; a panic of Rust is no Exception."""
+    try:
+        yield
+    except (SdonnxError, KeyboardInterrupt, SystemExit, MemoryError):
+        raise
+    except BaseException as failure:
+        raise error(f"{what} cannot be read ({failure})", expected, "export the pipeline again") from failure
 
 
 def _special_tokens_config(path: Path) -> Mapping[str, Any]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -12,7 +12,7 @@ import numpy.typing as npt
 import onnxruntime
 from onnxruntime import OrtValue
 
-from sdonnx.errors import DeviceMemoryError, FolderError, ProviderError
+from sdonnx.errors import DeviceMemoryError, FolderError, ProviderError, refusing
 from sdonnx.runtime.cuda import CapturedGraph, cuda, small_workspaces
 from sdonnx.runtime.device import FATAL, PROVIDERS, Device, told_of_memory
 
@@ -42,10 +42,12 @@ class SessionSettings:
     Attributes:
         provider_options: options of the execution provider, over those that are chosen here.
         session_options: what sessions are made with. Entries that the run-time depends on are added to it.
+        rebuild: what to do where ONNX Runtime refuses a graph, newer ones than it knows for example.
     """
 
     provider_options: Mapping[str, str] = field(default_factory=dict)
     session_options: onnxruntime.SessionOptions | None = None
+    rebuild: str = "optimize the folder again"
 
 
 def _provider_options(device: Device, capture: bool, tf32: bool, settings: SessionSettings) -> dict[str, str]:
@@ -119,7 +121,7 @@ class Graph:
             raise FolderError(
                 f"ONNX Runtime cannot load {path} ({str(error).splitlines()[0]})",
                 f"a graph for the {device.provider} provider",
-                f"optimize the folder again with --provider {device.provider}",
+                settings.rebuild,
             ) from error
         if PROVIDERS[device.provider] not in self.session.get_providers():
             raise ProviderError(
@@ -251,7 +253,14 @@ class Run:
         with self._told_of_memory():
             self._run()
 
-    def _told_of_memory(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def _told_of_memory(self) -> Iterator[None]:
         shapes = (buffer[1] if isinstance(buffer, tuple) else buffer.shape() for buffer in self._buffers.values())
         largest = max(shapes, key=lambda shape: int(np.prod(shape)))
-        return told_of_memory(self._graph.device, f"running {self._graph.path.name} with {tuple(largest)}")
+        path = self._graph.path
+        # A graph and a configuration that do not belong together: ONNX Runtime finds buffers of other shapes.
+        with (
+            refusing(path, "a graph that computes what its config.json says", "optimize the exported pipeline again"),
+            told_of_memory(self._graph.device, f"running {path.name} with {tuple(largest)}"),
+        ):
+            yield

@@ -13,6 +13,11 @@ from sdonnx.errors import SchedulerError
 __all__ = ["Option", "Request", "SchedulerOptions", "read_options"]
 
 
+# Published schedulers have 1,000 timesteps; for each, tables hold a few numbers.
+_MOST_TIMESTEPS = 10**6
+_LARGEST_NUMBER = 2**53  # beyond it float64 leaves integers out
+
+
 @dataclass(frozen=True)
 class Option:
     """One option of a scheduler: diffusers' default, and the values that a plan can follow.
@@ -59,7 +64,10 @@ class Option:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    """Tell whether a value is a number that float64 holds."""
+    if isinstance(value, int):
+        return not isinstance(value, bool) and abs(value) <= _LARGEST_NUMBER
+    return isinstance(value, float)
 
 
 @dataclass(frozen=True)
@@ -132,10 +140,10 @@ def read_options(class_name: str, options: Mapping[str, Option], config: Mapping
     fields = SchedulerOptions.__dataclass_fields__
     values: dict[str, Any] = {name: option.read(class_name, name, config) for name, option in options.items()}
     read = SchedulerOptions(**{name: value for name, value in values.items() if name in fields})
-    if read.num_train_timesteps < 1:
+    if not 1 <= read.num_train_timesteps <= _MOST_TIMESTEPS:
         raise SchedulerError(
             f"{class_name} has num_train_timesteps = {read.num_train_timesteps}",
-            "a positive number of timesteps",
+            f"a positive number of timesteps, up to {_MOST_TIMESTEPS}",
             "correct scheduler_config.json",
         )
     if read.trained_betas is not None and len(read.trained_betas) != read.num_train_timesteps:

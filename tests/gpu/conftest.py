@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import shlex
 import shutil
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
+from recording import Note, recorded
 
 import sdonnx
 
-Note = Callable[[str, dict[str, Any]], None]
 Build = Callable[[str], tuple[Path, Path]]
 
 
@@ -28,19 +25,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def note(request: pytest.FixtureRequest) -> Iterator[Note]:
     """Take measurements under a title; they are written to the file that --results names."""
-    from sdonnx.benchmark.files import append_json
-    from sdonnx.benchmark.record import environment
-
-    rows: dict[str, list[dict[str, Any]]] = {}
-    yield lambda title, row: rows.setdefault(title, []).append(row)
-    if (path := request.config.getoption("--results")) is not None and rows:
-        record = {
-            "tests": "tests/gpu",
-            "command": shlex.join(sys.orig_argv),
-            "measured": rows,
-            "environment": environment(),
-        }
-        append_json(path, record)
+    with recorded("tests/gpu", request.config.getoption("--results")) as take:
+        yield take
 
 
 def _code() -> str:

@@ -1,0 +1,210 @@
+"""Commands that are killed, or run out of disk or memory: nothing is lost, nothing half-written is taken for whole.
+
+`--faults N` injects each fault N times into each command, at moments drawn from `--seed`; `--results FILE` keeps the
+counts.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import random
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from faults import FAULTS, Bench, Command, at_once, small_disk, tree
+from pipelines import refused, snapshot
+from recording import Note
+
+from sdonnx.errors import FolderError
+from sdonnx.folder import PipelineFolder, atomic_folder
+
+# A command that writes a folder needs a line here to be held to all of this.
+COMMANDS = {
+    command.name: command
+    for command in (
+        Command("write", "writing", "-i"),
+        Command("optimize", "sdonnx.optimize_pipeline", "-i", ("--float16",)),
+        Command("export", "sdonnx.export", "-m"),
+    )
+}
+
+# What the normal run injects: an optimization takes twenty times as long as a copy, and an export ten times that.
+BOUNDED = {
+    "write": list(FAULTS) * 2,
+    "optimize": ["SIGKILL at a moment", "SIGTERM at a moment", "disk full at a change", "memory limited"],
+    "export": ["SIGKILL at a moment"],
+}
+
+IN_A_ROW = 5  # so many faults follow one another before a rerun has to succeed
+
+
+Make = Callable[..., Bench]
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Path:
+    """A folder of few files that passes for a pipeline."""
+    folder = tmp_path / "small"
+    (folder / "unet").mkdir(parents=True)
+    for name in ("model_index.json", "unet/config.json", "unet/model.onnx"):
+        (folder / name).write_bytes(name.encode() * 1000)
+    return folder
+
+
+@pytest.fixture
+def make(small: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Make:
+    """Make a bench for a command."""
+
+    def make(name: str, source: Path = small) -> Bench:
+        seed = request.config.getoption("--seed")
+        return Bench(COMMANDS[name], source, tmp_path_factory.mktemp("work"), random.Random(f"{seed} {name}"))
+
+    return make
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_faults(name: str, make: Make, request: pytest.FixtureRequest, note: Note) -> None:
+    sources = {"write": "small", "optimize": "micro_exported", "export": "micro"}
+    bench = make(name, request.getfixturevalue(sources[name]))
+    bench.prepare()
+    bench.clear()
+    number = request.config.getoption("--faults")
+    wanted = list(FAULTS) * number if number else BOUNDED[name]
+    bench.draw.shuffle(wanted)
+    for start in range(0, len(wanted), IN_A_ROW):
+        for fault in wanted[start : start + IN_A_ROW]:
+            bench.inject(fault)
+        bench.rerun()
+        bench.clear()
+    total = sum(counted["injected"] for counted in bench.counts.values())
+    assert total == len(wanted) > 0
+    counts = {fault: dict(counted) for fault, counted in sorted(bench.counts.items())}
+    note("faults", {"command": name, "injected": total, "survived": total, "seconds": bench.seconds, "faults": counts})
+
+
+def test_an_output_that_is_replaced_is_never_lost(make: Make, small: Path, note: Note) -> None:
+    """Killed at each change of the file system, the two renames among them."""
+    bench = make("write")
+    bench.rerun()
+    new = tree(bench.out)
+    counted = bench.run("--overwrite", driver=("count", "0"))
+    changes = int(counted.errors.rsplit("changes: ", 1)[1].split()[0])
+    old, set_aside = {"model_index.json": tree(small)["model_index.json"]}, 0
+    for number in range(changes):
+        bench.clear()
+        bench.out.mkdir()
+        shutil.copyfile(small / "model_index.json", bench.out / "model_index.json")
+        killed = bench.run("--overwrite", driver=("kill", str(number)))
+        assert killed.status == -signal.SIGKILL
+        if bench.out.exists():
+            assert tree(bench.out) in (old, new)
+        else:
+            set_aside += 1
+            with refused(FolderError, ".replaced", "rename"):
+                PipelineFolder.open(bench.out)
+            again = bench.run()  # puts the old one back, and does not replace it unasked
+            assert again.told
+            assert "--overwrite" in again.errors
+            assert tree(bench.out) == old
+        bench.rerun("--overwrite")
+        assert tree(bench.out) == new
+    assert set_aside == 1
+    note("faults", {"command": "write --overwrite", "injected": changes, "survived": changes})
+
+
+def test_of_runs_at_once_one_wins(make: Make, request: pytest.FixtureRequest, note: Note) -> None:
+    """The others say that another writes, or that the output is there."""
+    bench = make("write")
+    bench.prepare()
+    rounds = request.config.getoption("--faults") or 2
+    for _ in range(rounds):
+        bench.clear()
+        outcomes = at_once([bench.start() for _ in range(6)])
+        assert sorted(outcome.status for outcome in outcomes) == [0, 2, 2, 2, 2, 2]
+        for outcome in outcomes:
+            if outcome.status:
+                assert outcome.told
+                assert "another run writes" in outcome.errors or "exists and is not empty" in outcome.errors
+        assert [path.name for path in bench.work.iterdir()] == ["out"]
+        assert tree(bench.out) == bench.reference
+    note("faults", {"command": "write, 6 at once", "injected": rounds, "survived": rounds})
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_run_beside_a_living_one_says_so_and_leaves_it_alone(overwrite: bool, make: Make, tmp_path: Path) -> None:
+    bench, go, more = make("write"), tmp_path / "go", ["--overwrite"] * overwrite
+    bench.rerun()
+    if not overwrite:
+        bench.clear()
+    first = bench.start("--wait", str(go), *more)
+    while not go.with_suffix(".waiting").exists():
+        assert first.poll() is None
+    before = snapshot(bench.work)
+    for _ in range(3):
+        second = bench.run(*more)
+        assert second.told
+        assert "another run writes" in second.errors
+        assert snapshot(bench.work) == before
+    go.touch()
+    assert at_once([first])[0].status == 0
+    assert [path.name for path in bench.work.iterdir()] == ["out"]
+    assert tree(bench.out) == tree(bench.source)
+
+
+def test_outputs_of_similar_names_are_others(make: Make, tmp_path: Path) -> None:
+    """What belongs to `out.x` and to `outer` is not cleared away by a run that writes `out`."""
+    bench = make("write")
+    others = [bench.work / name for name in (".out.x.12345678.partial", ".outer.12345678.partial", ".out.x.replaced.d")]
+    for other in others:
+        other.mkdir()
+    (bench.work / ".out.a2345678.partial").mkdir()
+    (bench.work / ".out.link.partial").symlink_to(tmp_path)
+    assert bench.run().status == 0
+    left = {path.name for path in bench.work.iterdir()}
+    assert left == {"out", ".out.link.partial", *(other.name for other in others)}
+    assert tmp_path.is_dir()
+
+
+def test_without_locks_runs_still_write(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """On file systems that have none; what may be a living run's is then left alone."""
+
+    def none(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", none)
+    (tmp_path / ".out.12345678.partial").mkdir()
+    with atomic_folder(tmp_path / "out") as one, atomic_folder(tmp_path / "out", overwrite=True) as other:
+        (other / "model_index.json").write_text("other")
+        (one / "model_index.json").write_text("one")
+    assert (tmp_path / "out" / "model_index.json").read_text() == "one"
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".out.12345678.partial", "out"]
+
+
+def test_a_disk_that_is_full(make: Make, request: pytest.FixtureRequest, note: Note) -> None:
+    """A real one, of any size from nothing to nearly enough."""
+    bench = make("write")
+    if request.config.getoption("--faults"):
+        bench = make("optimize", request.getfixturevalue("micro_exported"))
+    bench.rerun()
+    whole = sum(path.stat().st_size for path in bench.out.rglob("*") if path.is_file())
+    bench.clear()
+    number = request.config.getoption("--faults") or 3
+    try:
+        with small_disk(1 << 20, bench.work):
+            pass
+    except PermissionError as error:
+        pytest.skip(f"mounting is not permitted: {error}")
+    for _ in range(number):
+        size = bench.draw.randrange(1 << 12, whole * 9 // 10)  # no smaller than a page
+        with small_disk(size, bench.work):
+            outcome = bench.run()
+            assert outcome.told, outcome.errors
+            assert "No space left" in outcome.errors or " written" in outcome.errors
+            assert list(bench.work.iterdir()) == []
+    bench.rerun()
+    note("faults", {"command": f"{bench.command.name} on a full disk", "injected": number, "survived": number})
