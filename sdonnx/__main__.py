@@ -22,6 +22,7 @@ _COMMANDS = {
     "optimize": ("sdonnx.optimize_pipeline", "fuse the graphs for a provider, convert to fp16"),
     "explain": ("sdonnx.explain", "what was fused in a folder, what was not, and why"),
     "doctor": ("sdonnx.doctor.command", "what is missing here, and whether the kernels compute what they should"),
+    "verify": ("sdonnx.verify.command", "prove that a folder draws what its original draws"),
     "generate": ("sdonnx.generate", "draw images with an optimized folder"),
     "benchmark": ("sdonnx.benchmark.command", "time engines under one clock, and compare their images"),
 }

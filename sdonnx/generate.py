@@ -43,6 +43,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--clip_skip", type=int, default=None, help="last layers of the text encoder to leave out")
     parser.add_argument("--low_memory", action="store_true", help="load the text encoder and decoder for each use")
     parser.add_argument("--provider", default=None, help="cuda or cpu; default: what the folder is for")
+    parser.add_argument(
+        "--require_certificate", action="store_true", help="refuse a folder that verify has not passed, or that changed"
+    )
     add_debug(parser)
 
 
@@ -56,7 +59,12 @@ def run(options: argparse.Namespace) -> int:
     image, mask_image = _opened(options.image), _opened(options.mask_image)
     prompting = [_opened(path) for path in options.ip_adapter_image]
     weights = options.ip_adapter_scale
-    pipeline = OrtDiffusionPipeline.from_pretrained(options.model, options.provider, low_memory=options.low_memory)
+    pipeline = OrtDiffusionPipeline.from_pretrained(
+        options.model,
+        options.provider,
+        low_memory=options.low_memory,
+        require_certificate=options.require_certificate,
+    )
     pipeline.set_progress_bar_config(disable=True)
     guidance = pipeline.default_guidance_scale if options.guidance_scale is None else options.guidance_scale
     steps = pipeline.default_steps if options.steps is None else options.steps

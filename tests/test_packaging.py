@@ -22,7 +22,7 @@ PACKAGE = ROOT / "sdonnx"
 # Nothing that draws images needs these, nor anything that only looks at a folder.
 CONVERTERS = {"torch", "diffusers", "transformers", "accelerate", "onnx", "onnx_ir", "onnxscript"}
 TORCH_SIDE = {"torch", "diffusers", "transformers", "accelerate"}
-MAY_IMPORT_TORCH = {"export", "sample", "benchmark", "quickstart"}
+MAY_IMPORT_TORCH = {"export", "sample", "benchmark", "verify", "quickstart"}
 RUNTIME = {"runtime", "samplers", "doctor"}
 # The extras that a module's imports may need beyond the runtime's.
 EXTRAS = {
@@ -45,7 +45,7 @@ EXTRAS = {
     },
     "runtime": {"captions"},
     **{unit: {"export"} for unit in ("export", "sample")},
-    **{unit: {"export", "benchmark"} for unit in ("benchmark", "quickstart")},
+    **{unit: {"export", "benchmark"} for unit in ("benchmark", "verify", "quickstart")},
 }
 RUNTIME_LIBRARIES = {"numpy", "onnxruntime", "tokenizers", "PIL", "rich", "tqdm"}
 OPTIONAL_LIBRARIES = {"bs4", "ftfy"}  # captions are cleaned where these are
@@ -55,6 +55,7 @@ LEVELS = (
     {"errors"},
     {"claim"},
     {"adapters", "folder", "samplers", "parity"},
+    {"certificate"},
     {"families", "doctor", "upgrade"},
     {"graph", "expected", "inspection"},
     {"configuration", "decision"},
@@ -64,6 +65,7 @@ LEVELS = (
     {"optimize", "export", "sample", "runtime"},
     {"terminal"},
     {"benchmark"},
+    {"verify"},
     {"__main__", "explain", "generate", "optimize_pipeline", "quickstart"},
 )
 # Modules of these names are command lines wherever they lie.

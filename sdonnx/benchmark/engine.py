@@ -199,6 +199,9 @@ class Engine(abc.ABC):
     def scheduler(self) -> str:
         """The sampler's class, as diffusers names it."""
 
+    def unload(self) -> None:  # noqa: B027  a process that ends needs none
+        """Give back what `load` took, where an engine is not the last of its process."""
+
     def warmed_up(self) -> None:  # noqa: B027  most have nothing to do
         """Told when the runs that do not count are over."""
 

@@ -14,7 +14,7 @@ from typing import Any
 from sdonnx.benchmark.record import COLUMNS, Row
 from sdonnx.errors import OutputError
 
-__all__ = ["append_json", "append_row", "refuse_csv", "refuse_file"]
+__all__ = ["append_json", "append_row", "finite", "refuse_csv", "refuse_file"]
 
 
 def refuse_csv(path: Path) -> None:
@@ -68,14 +68,15 @@ def append_json(path: Path, record: Mapping[str, Any]) -> None:
     Raises:
         OutputError: the file cannot be written.
     """
-    _append(path, json.dumps(_finite(record), ensure_ascii=False, allow_nan=False) + "\n")
+    _append(path, json.dumps(finite(record), ensure_ascii=False, allow_nan=False) + "\n")
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
+    """Return JSON's values with None for the numbers that JSON does not have."""
     if isinstance(value, Mapping):
-        return {key: _finite(each) for key, each in value.items()}
+        return {key: finite(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(each) for each in value]
+        return [finite(each) for each in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

@@ -15,6 +15,7 @@ import numpy.typing as npt
 import onnxruntime
 from PIL import Image
 
+from sdonnx import certificate
 from sdonnx.doctor.first_use import KernelWarning
 from sdonnx.errors import FolderError, OptionError, refusing
 from sdonnx.families import Role, family_of
@@ -124,6 +125,7 @@ class OrtDiffusionPipeline:
         safety_checker: OfFolder | None = OF_FOLDER,
         provider_options: Mapping[str, str] | None = None,
         session_options: onnxruntime.SessionOptions | None = None,
+        require_certificate: bool = False,
     ) -> OrtDiffusionPipeline:
         """Load an optimized folder.
 
@@ -139,6 +141,8 @@ class OrtDiffusionPipeline:
             safety_checker: None to leave out the one that the folder has.
             provider_options: options of the execution provider, over those that are chosen here.
             session_options: what sessions are made with; entries that the run-time needs are added to it.
+            require_certificate: refuse a folder that `python -m sdonnx verify` has not passed, or whose files have
+                changed since; every file is read for that.
 
         Warns:
             RebuildWarning: another version made it, or it was made for GPUs of another generation.
@@ -151,6 +155,8 @@ class OrtDiffusionPipeline:
         if isinstance(max_sizes, bool) or not isinstance(max_sizes, int) or max_sizes < 1:
             raise OptionError(f"max_sizes is {max_sizes!r}", "a whole number from 1 on", "pass for example 8")
         opened = PipelineFolder.open(folder)
+        if require_certificate:
+            certificate.require_certificate(opened.path)
         report = read_report(opened.path)
         device = device_for(provider or str(report.get("provider")), device_index)
         require_provider(opened.path, report, device.provider)

@@ -66,6 +66,10 @@ class OnnxRuntimeEngine(Engine):
             pipeline.scheduler = workload.scheduler
         return pipeline
 
+    def unload(self) -> None:
+        """Close the pipeline."""
+        self._pipeline.close()
+
     def draw(self, prompt: str, workload: Workload) -> list[Image]:
         """Return images of a prompt."""
         images: list[Image] = self._draw(self._pipeline, prompt, workload)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import importlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from sdonnx.benchmark.memory import first_gpu
 from sdonnx.benchmark.results import Stages, Workload
 from sdonnx.benchmark.stages import DECODE, STEP, TEXT, StageClock
 from sdonnx.errors import DeviceMemoryError, FolderError, OptionError, ProviderError
+from sdonnx.families import ComponentSpec
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -126,6 +128,17 @@ class TorchEngine(Engine):
                     "copy them again",
                 ) from error
         return pipeline.to(self.device)
+
+    def unload(self) -> None:
+        """Forget the modules, and give their memory to others."""
+        del self._pipeline
+        gc.collect()
+        if self.device == "cuda":
+            self._torch.cuda.empty_cache()
+
+    def module(self, spec: ComponentSpec) -> Any:
+        """Return the pipeline's module that a component was made from, loaded."""
+        return getattr(self._pipeline, spec.source)
 
     def _compile(self, mode: str, workload: Workload) -> None:
         torch, pipeline = self._torch, self._pipeline

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -20,7 +20,7 @@ from sdonnx.parity import psnr
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-__all__ = ["Gallery", "Picture", "Shown", "difference", "factor_for", "galleries_of"]
+__all__ = ["Gallery", "Picture", "Shown", "difference", "factor_for", "galleries_of", "gallery_of"]
 
 _FACTORS = (64, 32, 16, 8)
 # How much of a difference may be cut off at white. Half precision is off by a few steps of 255, which eight times
@@ -86,12 +86,17 @@ def galleries_of(comparison: Comparison, palette: Palette) -> list[Gallery]:
 
 
 def _gallery(comparison: Comparison, workload: Workload, palette: Palette) -> Gallery:
-    reference = comparison.images.get((REFERENCE, workload))
     names = [REFERENCE, *(name for name in palette.rivals if name != REFERENCE)]
     found = {name: comparison.images[name, workload] for name in names if (name, workload) in comparison.images}
+    return gallery_of(workload.title, found, palette.colour)
+
+
+def gallery_of(title: str, found: Mapping[str, Image], colour_of: Callable[[str], str]) -> Gallery:
+    """Return images side by side, with their differences to the one that is called REFERENCE."""
+    reference = found.get(REFERENCE)
     factor = factor_for(reference, [image for name, image in found.items() if name != REFERENCE])
-    shown = [_shown(name, image, reference, palette.colour(name), factor) for name, image in found.items()]
-    return Gallery(workload.title, tuple(shown), factor)
+    shown = [_shown(name, image, reference, colour_of(name), factor) for name, image in found.items()]
+    return Gallery(title, tuple(shown), factor)
 
 
 def _shown(rival: str, image: Image, reference: Image | None, colour: str, factor: int) -> Shown:

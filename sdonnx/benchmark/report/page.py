@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import secrets
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from importlib import resources
 from pathlib import Path
@@ -21,7 +21,7 @@ from sdonnx.benchmark.report.terms import TERMS
 from sdonnx.benchmark.results import REFERENCE, Comparison
 from sdonnx.errors import OutputError
 
-__all__ = ["refuse_report", "write_report"]
+__all__ = ["refuse_report", "rendered", "write_report"]
 
 
 def refuse_report(path: Path) -> None:
@@ -72,20 +72,34 @@ def _told(path: Path) -> Iterator[None]:
         ) from error
 
 
+def rendered(template: str, package: str, values: Mapping[str, Any]) -> str:
+    """Return a page of this package's style and macros; what was measured, or came from outside, is escaped.
+
+    Args:
+        template: the file of the template.
+        package: the package that it lies in.
+        values: what it shows.
+    """
+    from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
+    from markupsafe import Markup
+
+    environment = Environment(
+        loader=ChoiceLoader([PackageLoader(package, ""), PackageLoader(__package__, "")]),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    return environment.get_template(template).render(values, style=Markup(_read("page.css")))
+
+
 def _page(comparison: Comparison) -> str:
-    """Return the HTML; everything that was measured, or came from outside, is escaped by the template."""
-    from jinja2 import Environment, StrictUndefined
     from markupsafe import Markup
     from plotly.offline import get_plotlyjs
 
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    return environment.from_string(_read("page.html")).render(
-        _shown(comparison),
-        style=Markup(_read("page.css")),
-        script=Markup(_read("page.js")),
-        # Loaded where there is something to draw, as it is most of the page.
-        plotly=Markup(get_plotlyjs()),
-    )
+    # Plotly is most of the page.
+    scripts = {"script": Markup(_read("page.js")), "plotly": Markup(get_plotlyjs())}
+    return rendered("page.html", __package__, _shown(comparison) | scripts)
 
 
 def _shown(comparison: Comparison) -> dict[str, Any]:

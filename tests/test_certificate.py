@@ -1,0 +1,135 @@
+"""Certificates: what is judged, what is written, and what is refused where one is demanded."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pipelines import refused
+
+from sdonnx.certificate import CERTIFICATE, CERTIFICATE_PAGE, FORMAT, certified_files, require_certificate
+from sdonnx.errors import FolderError
+from sdonnx.verify.judgement import ROUNDING, ComponentFinding, ImageFinding, Thresholds, judge
+
+USUAL = Thresholds()
+
+
+def component(
+    error: float, torch_error: float, not_finite: float = 0.0, torch_not_finite: float = 0.0
+) -> ComponentFinding:
+    return ComponentFinding("unet", "out_sample", (2, 4, 8, 8), error, torch_error, not_finite, torch_not_finite)
+
+
+def image(**changes: Any) -> ImageFinding:
+    usual: dict[str, Any] = {
+        "prompt": "a fox", "seed": 3, "psnr_db": 50.0, "wide_psnr_db": 52.0, "torch_psnr_db": 51.0, "ssim": 0.999,
+        "most": 3, "is_constant": False, "torch_is_constant": False, "wide_is_constant": False,
+    }  # fmt: skip
+    return ImageFinding(**usual | changes)
+
+
+@pytest.mark.parametrize(
+    ("finding", "words"),
+    [
+        (component(2e-3, 1e-3), None),
+        (component(2.01e-3, 1e-3), "error 2.01e-03, at most 2.00e-03 (torch's float16: 1.00e-03)"),
+        # Half a step of float16 is no error, where torch happens to be exact.
+        (component(ROUNDING, 0.0), None),
+        (component(1.01 * ROUNDING, 0.0), "at most 4.88e-04"),
+        (component(1e-3, math.inf, 0.0, 0.4), None),
+        (component(2e-2, math.inf, 0.0, 0.4), "at most 1.00e-02"),
+        (component(math.inf, 1e-3, 0.25), "unet, out_sample of 2x4x8x8: 25 % of its numbers are NaN or infinite"),
+        (component(math.inf, math.inf, 0.25, 0.25), "25 % of its numbers are NaN or infinite"),
+        (component(math.nan, 1e-3), "error nan"),
+    ],
+)
+def test_components_are_judged(finding: ComponentFinding, words: str | None) -> None:
+    failure = finding.failure(USUAL)
+    assert failure is None if words is None else words in str(failure)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({}, None),
+        ({"psnr_db": 35.0}, None),
+        ({"psnr_db": None}, None),
+        ({"psnr_db": 34.9}, "the image of 'a fox', seed 3: 34.9 dB to torch's float16, at least 35 dB"),
+        ({"psnr_db": math.nan}, "nan dB"),
+        ({"is_constant": True}, "one colour alone"),
+        # Where the prompt has such an image, it is right.
+        ({"is_constant": True, "wide_is_constant": True, "torch_is_constant": True}, None),
+        # Torch's float16 is black: float32 tells.
+        ({"torch_is_constant": True, "psnr_db": 7.0}, None),
+        ({"torch_is_constant": True, "psnr_db": 7.0, "wide_psnr_db": 20.0}, "20.0 dB to torch's float32"),
+    ],
+)
+def test_images_are_judged(changes: dict[str, Any], words: str | None) -> None:
+    failure = image(**changes).failure(USUAL)
+    assert failure is None if words is None else words in str(failure)
+
+
+def test_thresholds_are_the_callers() -> None:
+    strict = Thresholds(least_psnr_db=60, most_error=1.0)
+    assert not judge([component(1e-3, 1e-3)], [image(psnr_db=61.0)], strict).failures
+    assert len(judge([component(2e-3, 1e-3)], [image()], strict).failures) == 2
+
+
+def test_nothing_compared_is_nothing_proven() -> None:
+    assert not judge([], [image()], USUAL).passed
+    assert not judge([component(0, 0)], [], USUAL).passed
+    assert judge([component(0, 0)], [image()], USUAL).passed
+
+
+@pytest.fixture
+def certified(tmp_path: Path) -> Path:
+    folder = tmp_path / "fast"
+    (folder / "unet").mkdir(parents=True)
+    (folder / "unet" / "model.onnx").write_bytes(b"graph")
+    (folder / "sdonnx.json").write_text("{}")
+    content = {"format": FORMAT, "passed": True, "failures": [], "files": certified_files(folder)}
+    (folder / CERTIFICATE).write_text(json.dumps(content))
+    (folder / CERTIFICATE_PAGE).write_text("<html>")
+    return folder
+
+
+def test_a_certificate_that_holds(certified: Path) -> None:
+    assert require_certificate(certified)["passed"] is True
+    # Nobody's files are nobody's business; nor is the page.
+    (certified / ".DS_Store").write_bytes(b"1")
+    (certified / CERTIFICATE_PAGE).write_text("<html>other")
+    require_certificate(certified)
+
+
+def rewrite(**changes: Any) -> Callable[[Path], object]:
+    def change(folder: Path) -> None:
+        path = folder / CERTIFICATE
+        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda f: (f / CERTIFICATE).unlink(), "has no certificate.json"),
+        (lambda f: (f / CERTIFICATE).write_text("{"), "cannot be read"),
+        (lambda f: (f / "unet" / "model.onnx").write_bytes(b"grapH"), "unet/model.onnx has changed"),
+        (lambda f: (f / "unet" / "model.onnx").unlink(), "unet/model.onnx is missing"),
+        (lambda f: (f / "unet" / "other.onnx").write_bytes(b""), "unet/other.onnx is new"),
+        (lambda f: (f / "unet" / CERTIFICATE).write_bytes(b""), "unet/certificate.json is new"),
+        (rewrite(passed=False, failures=["the image is black"]), "failed (the image is black)"),
+        (rewrite(passed="yes"), "says that the folder failed"),
+        (rewrite(format=FORMAT + 1), f"has the format {FORMAT + 1}"),
+        (rewrite(files=[1]), "has the format"),
+        (rewrite(files={}), "is new"),
+    ],
+)
+def test_a_certificate_that_does_not_hold(change: Callable[[Path], object], words: str, certified: Path) -> None:
+    change(certified)
+    with refused(FolderError, words):
+        require_certificate(certified)
