@@ -45,7 +45,7 @@ def certified_files(folder: Path) -> dict[str, dict[str, Any]]:
 def require_certificate(folder: Path) -> Mapping[str, Any]:
     """Return the certificate of a folder, which must have passed and hold for its files as they are now.
 
-    Every file is read, at the speed of the disk or of SHA-256 (1 to 2 GB/s on each core).
+    Every file is read, at the speed of the disk or of SHA-256 (about 1 GB/s on each core).
 
     Raises:
         FolderError: there is none, it did not pass, or a file was added, removed or changed since.
