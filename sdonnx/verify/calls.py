@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from sdonnx.benchmark.engines import TorchEngine
 from sdonnx.benchmark.engines.pytorch import replaced
-from sdonnx.families import SCALE, ComponentSpec, Role
+from sdonnx.families import SCALE, ComponentSpec, Family, Role
 
 __all__ = ["Call", "called", "feeds_of", "recording", "spread"]
 
@@ -47,16 +47,17 @@ class Call:
 
 
 @contextlib.contextmanager
-def recording(engine: TorchEngine, scale: float | None) -> Iterator[list[Call]]:
+def recording(engine: TorchEngine, family: Family, scale: float | None) -> Iterator[list[Call]]:
     """Record the calls of the pipeline's modules meanwhile.
 
     Args:
         engine: torch's pipeline in float32, loaded.
-        scale: the weight of its IP-Adapters; None without any.
+        family: that of the optimized folder, with its IP-Adapters.
+        scale: their weight; None without any.
     """
     calls: list[Call] = []
     tokens: dict[str, Array] = {}
-    adapters = engine.family.adapters
+    adapters = family.adapters
 
     def watch(spec: ComponentSpec) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         def change(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -77,7 +78,7 @@ def recording(engine: TorchEngine, scale: float | None) -> Iterator[list[Call]]:
             output = call(embeds)
             for index, value in enumerate(output):
                 tokens[f"image_embeds.{index}"] = _array(value.flatten(1, 2))
-            spec = engine.family.with_role(Role.IMAGE_PROMPT_ADAPTER)
+            spec = family.with_role(Role.IMAGE_PROMPT_ADAPTER)
             outputs = {f"ip_hidden_states.{index}": _array(value.flatten(0, 1)) for index, value in enumerate(output)}
             calls.append(Call(spec, _kept((embeds,)), {}, outputs, {}))
             return output
@@ -85,7 +86,7 @@ def recording(engine: TorchEngine, scale: float | None) -> Iterator[list[Call]]:
         return watched
 
     with contextlib.ExitStack() as stack:
-        for spec in engine.family.components:
+        for spec in family.components:
             if spec.role in (Role.IMAGE_ENCODER, Role.SAFETY_CHECKER, Role.IMAGE_PROMPT_ADAPTER):
                 continue  # not called for an image from a prompt; or called below
             method = _METHODS.get(spec.role, "forward")

@@ -187,7 +187,7 @@ def verify_folder(folder: Path, original: Path, request: Request, told: Told = l
                  for seed in range(request.seed, request.seed + request.images)]  # fmt: skip
     told("torch in float32")
     with _timed(found, "torch float32"), _loaded(wide, workloads[0][1]):
-        with recording(wide, workloads[0][1].ip_adapter_scale) as calls:
+        with recording(wide, ours.family, workloads[0][1].ip_adapter_scale) as calls:
             pictures = {"wide": [_draw(wide, *workloads[0])]}
         pictures["wide"] += [_draw(wide, *each) for each in workloads[1:]]
         calls = spread(calls, _CALLS)
