@@ -197,6 +197,17 @@ def test_decode(transposed: bool) -> None:
     pictures = np.stack([np.asarray(image) for image in processor.postprocess(images, output_type="pil")])
     assert np.abs(found["images"].astype(int) - pictures).max() <= 1
     assert (found["images"] != pictures).mean() < 0.02
+    assert found["finite"].tolist() == [True, True]
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_what_is_not_finite_is_told_image_by_image(value: float) -> None:
+    model = graph("float[B,4,H,W] latent_sample", "float[B,3,H,W] sample", "sample = Conv(latent_sample, w)",
+                  w=normal(3, 4, 1, 1))  # fmt: skip
+    compose_decode(model, {"latent_channels": 4})
+    latents = normal(3, 4, 5, 7)
+    latents[1, 2, 4, 3] = value
+    assert ran(model, {"latents": latents})["finite"].tolist() == [True, False, True]
 
 
 def test_text_whose_layers_are_not_told_apart_gives_the_last() -> None:

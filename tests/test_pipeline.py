@@ -15,13 +15,13 @@ import onnxruntime
 import pytest
 import torch
 from drawing import LEAST_PSNR_DB, assert_same_images, generator, switch
-from pipelines import edit_json, linked, refused, replaced
+from pipelines import copied, edit_json, linked, refused, replaced
 from transformers import CLIPTokenizer
 
 from sdonnx.errors import FolderError, OptionError, PromptError, ProviderError, SchedulerError
 from sdonnx.parity import psnr, relative_error
 from sdonnx.runtime.noise import TorchCpuGenerator
-from sdonnx.runtime.pipeline import OrtDiffusionPipeline
+from sdonnx.runtime.pipeline import NotFiniteWarning, OrtDiffusionPipeline
 from sdonnx.runtime.prompt import PromptTruncatedWarning
 
 Array = npt.NDArray[Any]
@@ -419,3 +419,16 @@ def test_diffusers_opens_the_folder(tiny_cpu: Path, ours: OrtDiffusionPipeline) 
 
 def test_report_names_the_provider(tiny_cpu: Path) -> None:
     assert json.loads((tiny_cpu / "sdonnx.json").read_text())["provider"] == "cpu"
+
+
+def test_an_image_that_is_not_finite_is_told_of(micro_cpu: Path, tmp_path: Path) -> None:
+    """It would be black, and nobody would know why."""
+    folder = copied(micro_cpu, tmp_path / "fast")
+    data = folder / "vae_decoder" / "model.onnx.data"
+    data.write_bytes(np.full(data.stat().st_size // 4, np.nan, np.float32).tobytes())
+    with OrtDiffusionPipeline.from_pretrained(folder) as pipeline:
+        for output_type in ("pil", "np", "ort"):
+            with pytest.warns(NotFiniteWarning, match="2 of 2 images hold NaN or infinity"):
+                pipeline("a fox", 64, 64, 1, num_images_per_prompt=2, output_type=output_type)
+        # Latents are not decoded, and hold numbers.
+        pipeline("a fox", 64, 64, 1, output_type="latent")

@@ -72,9 +72,10 @@ def compose_encode(model: ir.Model, config: Mapping[str, Any]) -> None:
 def compose_decode(model: ir.Model, config: Mapping[str, Any]) -> None:
     """Turn a VAE decoder's graph into the decode graph, in place.
 
-    Input: `latents` (B,C,H,W) float32, as the sampler leaves them. Outputs: `images` (B,8H,8W,3)
-    uint8, and `sample`, the same as float32, from 0 to 1 but for what the decoder overshoots. The arithmetic is that
-    of diffusers' VaeImageProcessor: clamp(x / 2 + 0.5, 0, 1), then round(255 * x).
+    Input: `latents` (B,C,H,W) float32, as the sampler leaves them. Outputs: `images` (B,8H,8W,3) uint8; `sample`, the
+    same as float32, from 0 to 1 but for what the decoder overshoots; and `finite` (B) bool, whether an image has neither
+    NaN nor infinity, which bytes do not show. The arithmetic is that of diffusers' VaeImageProcessor:
+    clamp(x / 2 + 0.5, 0, 1), then round(255 * x).
 
     Args:
         model: the optimized decoder: `latent_sample -> sample`.
@@ -108,8 +109,12 @@ def compose_decode(model: ir.Model, config: Mapping[str, Any]) -> None:
     levels = add.op("Round", add.op("Mul", clamped, add.number(255.0, "levels")))
     images = add.op("Cast", levels, dtype=_UINT8, to=_UINT8)
     shape: list[int | str] = ["batch", "image_height", "image_width", 3]
+    # x - x is 0, or NaN where x is none or infinite; NaN is not equal to itself.
+    nothing = add.op("ReduceSum", add.op("Sub", shifted, shifted), add.integers(1, 2, 3), keepdims=0)
+    finite = add.op("Equal", nothing, nothing, dtype=ir.DataType.BOOL)
     give_out(graph, images, "images", shape)
     give_out(graph, shifted, "sample", shape)
+    give_out(graph, finite, "finite", ["batch"])
     graph.inputs.clear()
     graph.inputs.append(latents)
     graph.name = "decode"

@@ -119,6 +119,7 @@ class SizeBuffers:
         self.buffers |= {name: device.upload(values) for name, values in zeros.items()}
         self.buffers["images"] = device.empty(self.pixels, np.uint8)
         self.buffers["sample"] = device.empty(self.pixels, _FLOAT)
+        self.buffers["finite"] = device.upload(np.ones(shape.batch, np.bool_))
 
     @property
     def latents(self) -> tuple[int, int, int, int]:
@@ -245,7 +246,8 @@ class SizeBuffers:
         if role in self._text_encoders:
             return self._bound_text(role, graph)
         if role is Role.IMAGE_DECODER:
-            return {"latents": (held["state"], self.latents), "images": held["images"], "sample": held["sample"]}
+            # Folders of before do not tell whether an image is finite.
+            return {"latents": (held["state"], self.latents)} | {name: held[name] for name in graph.outputs}
         inputs = {name: held[f"encode_{name}"] for name in graph.inputs}
         return inputs | {"latents": held["clean"], "noised": held["noised"]}
 

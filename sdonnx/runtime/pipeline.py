@@ -47,7 +47,7 @@ from sdonnx.runtime.worker import device_thread
 from sdonnx.samplers import config_for
 from sdonnx.upgrade import RebuildWarning, command_for, notices, read_report, require_provider
 
-__all__ = ["ImageOutput", "OrtDiffusionPipeline"]
+__all__ = ["ImageOutput", "NotFiniteWarning", "OrtDiffusionPipeline"]
 
 Result = TypeVar("Result")
 
@@ -75,6 +75,10 @@ class ImageOutput:
     images: Any
     seed: int | None
     nsfw_content_detected: list[bool] | None = None
+
+
+class NotFiniteWarning(UserWarning):
+    """An image holds NaN or infinity."""
 
 
 class OrtDiffusionPipeline:
@@ -422,7 +426,15 @@ class OrtDiffusionPipeline:
         )
         drawing.require()
         job = partial(self._draw, shape, drawing, image_prompts, output_type, asked, callback_on_step_end)
-        pictures, found = self._run(job, self.interrupt)
+        pictures, found, broken = self._run(job, self.interrupt)
+        if broken:
+            warnings.warn(
+                f"{broken} of {shape.batch} images hold NaN or infinity, which look black; expected numbers; find with "
+                f"python -m sdonnx verify {self.folder.path} which component makes them, and keep it in float32 with "
+                "--force_fp32_ops",
+                NotFiniteWarning,
+                stacklevel=2,
+            )
         if found is not None and any(found):
             warnings.warn(
                 f"the safety checker knows what {sum(found)} of {len(found)} images show; they are black. Draw with "
@@ -453,7 +465,7 @@ class OrtDiffusionPipeline:
         output_type: str,
         asked: tuple[int, int],
         callback: Callback | None,
-    ) -> tuple[Any, list[bool] | None]:
+    ) -> tuple[Any, list[bool] | None, int]:
         if getattr(self._drawing, "now", False):
             raise OptionError(
                 "a callback draws with the pipeline that called it", "another pipeline", "draw after the image"
@@ -468,11 +480,12 @@ class OrtDiffusionPipeline:
                     size.put(name, values)
             on_step = None if callback is None else partial(self._report, callback, size)
             drawing.run(size, on_step, lambda: self._interrupt, self._progress)
-            found = None
+            found, broken = None, 0
             if output_type not in ("latent", "ort_latent"):
                 size.run(Role.IMAGE_DECODER)
+                broken = int((~size.read("finite")).sum())
                 found = self._check(size)
-            return self._pictures(size, output_type, asked), found
+            return self._pictures(size, output_type, asked), found, broken
         finally:
             self.device.synchronize()
             self._drawing.now = False
