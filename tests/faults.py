@@ -7,10 +7,8 @@ writes. A rerun succeeds and leaves nothing beside the output.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import hashlib
 import os
-import resource
 import shutil
 import signal
 import subprocess
@@ -26,12 +24,11 @@ from pipelines import snapshot
 
 __all__ = ["FAULTS", "Bench", "Command", "Outcome", "at_once", "small_disk", "tree"]
 
-_DRIVER = Path(__file__).with_name("faulty.py")
+_DRIVER, _LIMITER = (Path(__file__).with_name(name) for name in ("faulty.py", "limited.py"))
 _ENVIRONMENT = os.environ | {"PYTHONPATH": os.pathsep.join([str(_DRIVER.parent), *filter(None, sys.path)])}
 _DEADLINE_S = 120  # a run that hangs
 
-# linux/prctl.h, linux/capability.h: with it root may write anywhere.
-_PR_CAPBSET_DROP, _CAP_DAC_OVERRIDE = 24, 1
+_CAP_DAC_OVERRIDE = 1  # linux/capability.h: with it root may write anywhere
 
 
 def tree(folder: Path) -> dict[str, str]:
@@ -138,31 +135,25 @@ class Bench:
         self,
         *more: str,
         driver: tuple[str, str] | None = None,
-        before: Callable[[], None] | None = None,
+        limit: tuple[str, int] = ("nothing", 0),
     ) -> subprocess.Popen[str]:
-        """Start the command, with a fault of `faulty.py`, or with something done in its process first."""
-
-        def child() -> None:
-            signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell are born deaf to it
-            if before is not None:
-                before()
-
+        """Start the command, with a fault of `faulty.py` or a limit of `limited.py`."""
         arguments = self.command.arguments(self.source, self.out, *more)
         faulty = [] if driver is None else [str(_DRIVER), *driver, str(self.work)]
+        limited = [sys.executable, str(_LIMITER), limit[0], str(limit[1])]
         return subprocess.Popen(
-            [sys.executable, *(faulty or ["-m"]), self.command.module, *arguments],
+            [*limited, sys.executable, *(faulty or ["-m"]), self.command.module, *arguments],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
             env=_ENVIRONMENT,
-            preexec_fn=child,
         )
 
     def run(
-        self, *more: str, driver: tuple[str, str] | None = None, before: Callable[[], None] | None = None
+        self, *more: str, driver: tuple[str, str] | None = None, limit: tuple[str, int] = ("nothing", 0)
     ) -> Outcome:
         """Run the command to its end."""
-        return _ended(self.start(*more, driver=driver, before=before))
+        return _ended(self.start(*more, driver=driver, limit=limit))
 
     def inject(self, fault: str, *more: str) -> Outcome:
         """Bring a fault about, and require what must hold after it.
@@ -231,10 +222,9 @@ def _at_a_change(kind: str) -> Callable[..., Outcome]:
 
 def _read_only(bench: Bench, *more: str) -> Outcome:
     """A folder that may not be written to, which the system refuses to root too once it gave up the right."""
-    prctl = ctypes.CDLL(None).prctl
     bench.work.chmod(0o555)
     try:
-        outcome = bench.run(*more, before=lambda: prctl(_PR_CAPBSET_DROP, _CAP_DAC_OVERRIDE, 0, 0, 0))
+        outcome = bench.run(*more, limit=("capability", _CAP_DAC_OVERRIDE))
     finally:
         bench.work.chmod(0o755)
     assert not bench.command.writes or outcome.told, outcome.errors
@@ -245,7 +235,7 @@ def _too_large_a_file(bench: Bench, *more: str) -> Outcome:
     """No file may be larger than that: the system fails the write in the middle, as it does on a full disk (EFBIG)."""
     largest = max((path.stat().st_size for path in bench.source.rglob("*") if path.is_file()), default=1)
     size = bench.draw.randrange(1 + largest // 4)  # an optimized folder may have smaller ones
-    return bench.run(*more, before=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (size, size)))
+    return bench.run(*more, limit=("RLIMIT_FSIZE", size))
 
 
 def _little_memory(bench: Bench, *more: str) -> Outcome:
@@ -254,7 +244,7 @@ def _little_memory(bench: Bench, *more: str) -> Outcome:
         bench.peak_bytes = _address_space(bench, *more)
         bench.clear()
     size = int(bench.draw.uniform(0.1, 1.0) * bench.peak_bytes)
-    return bench.run(*more, before=lambda: resource.setrlimit(resource.RLIMIT_AS, (size, size)))
+    return bench.run(*more, limit=("RLIMIT_AS", size))
 
 
 def _address_space(bench: Bench, *more: str) -> int:

@@ -73,8 +73,8 @@ def compose_decode(model: ir.Model, config: Mapping[str, Any]) -> None:
     """Turn a VAE decoder's graph into the decode graph, in place.
 
     Input: `latents` (B,C,H,W) float32, as the sampler leaves them. Outputs: `images` (B,8H,8W,3) uint8; `sample`, the
-    same as float32, from 0 to 1 but for what the decoder overshoots; and `finite` (B) bool, whether an image has neither
-    NaN nor infinity, which bytes do not show. The arithmetic is that of diffusers' VaeImageProcessor:
+    same as float32, from 0 to 1 but for what the decoder overshoots; and `finite` (B) bool, whether an image is free of
+    NaN and infinity, which bytes do not show. The arithmetic is that of diffusers' VaeImageProcessor:
     clamp(x / 2 + 0.5, 0, 1), then round(255 * x).
 
     Args:
