@@ -236,11 +236,14 @@ def _warnings(
         ("attention", "Attention", "attention"),
         ("attention", "Softmax", "attention"),
         ("geglu", "Gelu", "geglu"),
+        ("fast_gelu", "Gelu", "fast_gelu"),
         ("group_norm", "GroupNormalization", "GroupNormalization"),
         ("convolution", "Conv", "Conv"),
     ):
         if stage in silenced:
             silenced |= {kind, operator}
+    if "modulation" in silenced:
+        silenced.add("bias_add")  # of what stands before a gate
     if {"Conv", "GroupNormalization"} & silenced:
         silenced |= {"group_norm_silu", "skip_group_norm", "bias_add", "channels_last"}
     for kind, numbers in counts.items():

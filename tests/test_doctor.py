@@ -510,7 +510,7 @@ def test_what_a_user_is_told() -> None:
     assert "\n" not in told
     assert told.startswith("ONNX Runtime's BiasAdd gives wrong numbers on NVIDIA H200; expected ")
     assert "optimize the folder again with --disable_bias_add" in told
-    told = first_use.complaint(replace(FOUND, faults=(replace(FAULT, operator="FastGelu"),)), {"FastGelu"})
+    told = first_use.complaint(replace(FOUND, faults=(replace(FAULT, operator="FusedMatMul"),)), {"FusedMatMul"})
     assert "another version of onnxruntime-gpu" in told
 
 

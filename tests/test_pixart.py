@@ -177,6 +177,23 @@ def test_everything_is_fused(for_cuda: Path) -> None:
     assert components["text_encoder"]["float32"] == {"RMSNormalization": 1, "SkipSimplifiedLayerNormalization": 4}
 
 
+@pytest.mark.parametrize(
+    ("flag", "stage"),
+    [("fast_gelu", "fast_gelu"), ("modulation", "modulation"), ("key_lengths", "padding"),
+     ("attention_biases", "attention_biases")],
+)  # fmt: skip
+def test_fusions_can_be_left_out(flag: str, stage: str, alpha: Pair, for_cuda: Path, tmp_path: Path) -> None:
+    report = optimize_folder(alpha.exported, tmp_path / "out", disabled=[flag]).components["transformer"]
+    usual = read_json(for_cuda / REPORT)["components"]["transformer"]
+    assert any(any(each["fired"].values()) for each in usual["stages"] if each["stage"] == stage)
+    assert stage not in {each["stage"] for each in report.stages}
+    assert report.warnings == []
+    session = lowered_session(tmp_path / "out" / "transformer" / "model.onnx", tmp_path)
+    inputs = CASES["transformer"][1]
+    (found,) = run(session, inputs)
+    assert relative_error(found, torch_output(alpha, "transformer", inputs)) < 1e-4
+
+
 @pytest.mark.parametrize("file", ["text_encoder/text", "transformer/step", "vae_encoder/encode", "vae_decoder/decode"])
 def test_graphs_can_be_captured(file: str, for_cuda: Path) -> None:
     assert copied_from_host(ir.load(for_cuda / f"{file}.onnx")) == []

@@ -27,6 +27,7 @@ _WITHOUT = {
     "SkipGroupNorm": "--disable_skip_group_norm",
     "BiasSplitGelu": "--disable_bias_splitgelu",
     "BiasAdd": "--disable_bias_add",
+    "FastGelu": "--disable_fast_gelu",
     "NhwcConv": "--disable_nhwc_conv",
     "SkipLayerNormalization": "--disable_skip_layer_norm",
     "SkipSimplifiedLayerNormalization": "--disable_skip_layer_norm",
