@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +20,7 @@ from sdonnx.errors import FolderError
 from sdonnx.verify.judgement import ROUNDING, ComponentFinding, ImageFinding, Thresholds, judge
 
 USUAL = Thresholds()
+TESTS = Path(__file__).parent
 
 
 def component(
@@ -133,3 +138,35 @@ def test_a_certificate_that_does_not_hold(change: Callable[[Path], object], word
     change(certified)
     with refused(FolderError, words):
         require_certificate(certified)
+
+
+def certifying(folder: Path, text: str, *driver: str) -> subprocess.CompletedProcess[str]:
+    faulty = [str(TESTS / "faulty.py"), *driver, str(folder.parent)] if driver else ["-m"]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(TESTS), *filter(None, sys.path)])}
+    command = [sys.executable, *faulty, "certifying", str(folder), text]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=120)
+
+
+@pytest.mark.parametrize("kind", ["kill", "ENOSPC"])
+def test_a_fault_while_it_is_written(kind: str, certified: Path) -> None:
+    """The folder is as it was, each file is the old or the new one, and the next run leaves nothing behind."""
+    changes = int(certifying(certified, "0", "count", "0").stderr.rsplit("changes: ", 1)[1].split()[0])
+    assert changes >= 4
+    before, both = certified_files(certified), (CERTIFICATE, CERTIFICATE_PAGE)
+    for number in range(changes):
+        old, new = str(2 * number), str(2 * number + 1)
+        assert certifying(certified, old).returncode == 0
+        failed = certifying(certified, new, kind, str(number))
+        found = {(certified / name).read_text() for name in both}
+        if kind == "kill":
+            assert failed.returncode == -signal.SIGKILL
+        elif found == {new}:
+            assert failed.returncode in (0, 2)  # the lock is all that was left to write
+        else:
+            assert failed.returncode == 2
+            assert failed.stderr.startswith("error: writing into ")
+        assert found <= {old, new}
+        assert certified_files(certified) == before
+        assert certifying(certified, new).returncode == 0
+        assert {(certified / name).read_text() for name in both} == {new}
+        assert not [path for folder in (certified, certified.parent) for path in folder.glob(".*")]

@@ -19,7 +19,7 @@ from sdonnx.verify.judgement import Thresholds
 from sdonnx.verify.page import page_of
 from sdonnx.verify.verifier import Request, Verification, verify_folder
 
-__all__ = ["FAILED", "add_arguments", "run"]
+__all__ = ["FAILED", "add_arguments", "run", "write_certificate"]
 
 _PARTIAL = ".certificate.partial"
 
@@ -80,7 +80,7 @@ def run(options: argparse.Namespace) -> int:
     certificate = found.certificate()
     text = json.dumps(finite(certificate), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
     # The certificate last: with it everything is there.
-    _write(options.folder, {CERTIFICATE_PAGE: page_of(found, certificate), CERTIFICATE: text})
+    write_certificate(options.folder, {CERTIFICATE_PAGE: page_of(found, certificate), CERTIFICATE: text})
     out.print(_table(found))
     for failure in found.judgement.failures:
         out.print(f"failed: {failure}", markup=False)
@@ -89,7 +89,7 @@ def run(options: argparse.Namespace) -> int:
     return 0 if passed else FAILED
 
 
-def _write(folder: Path, texts: Mapping[str, str]) -> None:
+def write_certificate(folder: Path, texts: Mapping[str, str]) -> None:
     """Write files into a folder, each at once; what a killed run left half-written is written over."""
     try:
         with claimed(folder.resolve()):
