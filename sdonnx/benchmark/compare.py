@@ -133,6 +133,9 @@ class Contest:
             self._scratch = Path(folder)
             for path in self._setup.folders.values():
                 _read_all(path)
+            for rival in self._setup.rivals:
+                if self._setup.provider == "cuda" and ENGINES[rival.engine].prepares and rival not in self.unusable:
+                    self._prepare(rival)
             for workload in self._setup.workloads:
                 self._race(workload, Path(folder))
             # What is beside the rows is looked at for the first workload alone.
@@ -141,6 +144,14 @@ class Contest:
                 for rival in self._setup.rivals if getattr(self._setup, task) else ():
                     if rival not in self.unusable:
                         self._look(task, rival, first)
+
+    def _prepare(self, rival: Rival) -> None:
+        """Let an engine do what a GPU wants once: it is in no image's time, on whatever machine."""
+        job = self._job("prepare", rival.engine, self._setup.options(rival), self._setup.workloads[0])
+        try:
+            self._work(f"{rival.title}, once for this GPU", job, rival, self._setup.timeout_s)
+        except WorkerError as failure:
+            self._told(f"{rival.title}: {failure}")  # if it matters, the first round says so
 
     def _race(self, workload: Workload, folder: Path) -> None:
         rivals = self._setup.rivals

@@ -90,6 +90,7 @@ class Engine(abc.ABC):
         installation: how they are installed.
         compile_modes: what `EngineOptions.compile_mode` can be.
         takes_adapters: whether it can draw with IP-Adapters.
+        prepares: whether a GPU that it has never used wants `prepare`.
 
     Raises:
         SdonnxError: a package is missing, or the folder or an option does not suit the engine.
@@ -103,6 +104,7 @@ class Engine(abc.ABC):
     installation: ClassVar[str]
     compile_modes: ClassVar[tuple[str, ...]] = ()
     takes_adapters: ClassVar[bool] = False
+    prepares: ClassVar[bool] = False
 
     def __init__(self, options: EngineOptions) -> None:
         """Look at the options and the folder."""
@@ -198,6 +200,9 @@ class Engine(abc.ABC):
     @abc.abstractmethod
     def scheduler(self) -> str:
         """The sampler's class, as diffusers names it."""
+
+    def prepare(self) -> None:  # noqa: B027  most do nothing once for a machine
+        """Do what a machine wants once, whatever is drawn on it later."""
 
     def unload(self) -> None:  # noqa: B027  a process that ends needs none
         """Give back what `load` took, where an engine is not the last of its process."""

@@ -49,6 +49,9 @@ def perform(job: dict[str, Any], emit: Emit) -> None:
     def told(text: str) -> None:
         emit("told", text)
 
+    if job["task"] == "prepare":
+        engine.prepare()
+        return
     if job["task"] == "reference":
         assert isinstance(engine, ReferenceEngine)
         engine.load(workload)

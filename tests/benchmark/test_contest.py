@@ -43,6 +43,8 @@ class Processes:
         self.jobs.append(job)
         self.options.append(options)
         changed = self.misbehave(engine, count)
+        if job["task"] == "prepare":
+            return {}
         if job["task"] == "throughput":
             return {"points": [[1, 0.3], [2, 0.4], [4, 0.6]]}
         if job["task"] == "resolutions":
@@ -123,6 +125,27 @@ def test_the_order_is_another_in_each_round_and_the_same_when_repeated(processes
     assert ran[0] == "reference reference"
     contest(setup(rounds=6))
     assert [processes.title(job) for job in processes.jobs[len(ran) :]] == ran
+
+
+@pytest.mark.parametrize(("provider", "asked"), [("cuda", 1), ("cpu", 0)])
+def test_what_a_gpu_wants_once_is_done_before_anything_is_timed(
+    provider: str, asked: int, processes: Processes
+) -> None:
+    comparison, _ = contest(setup(provider=provider, rounds=2))
+    ran = [processes.title(job) for job in processes.jobs]
+    assert ran[:asked] == ["onnxruntime prepare"] * asked
+    assert ran.count("onnxruntime prepare") == asked
+    assert not comparison.failed
+
+
+def test_an_engine_that_could_not_prepare_is_timed_all_the_same(processes: Processes) -> None:
+    def misbehave(engine: str, count: int) -> None:
+        if engine == "onnxruntime prepare":
+            raise WorkerError("no memory")
+
+    processes.misbehave = misbehave
+    comparison, _ = contest(setup(provider="cuda"))
+    assert [result.failure for result in comparison.results] == [None] * 3
 
 
 def test_each_engine_gets_the_folder_that_it_reads(processes: Processes) -> None:

@@ -29,6 +29,14 @@ class OnnxRuntimeEngine(Engine):
     modules = ("onnxruntime", "tokenizers")
     installation = "pip install 'sdonnx[cuda]', or 'sdonnx[cpu]' where there is no GPU"
     takes_adapters = True
+    prepares = True
+
+    def prepare(self) -> None:
+        """Check the GPU's kernels, whose verdict is then kept (`sdonnx.doctor`)."""
+        from sdonnx.runtime.device import device_for
+        from sdonnx.runtime.kernels import verdict_on
+
+        verdict_on(device_for(self.device))
 
     def check_folder(self) -> None:
         """Raise FolderError unless the folder is optimized, ProviderError unless it is for the provider asked for."""
