@@ -348,18 +348,19 @@ def test_another_kernel_that_lies_is_a_fault() -> None:
     assert (found.sdpa_kernel, found.sound, found.lasting) == (0, False, True)
 
 
-def test_a_kernel_that_does_not_run_is_no_lie_and_no_verdict_to_keep() -> None:
+@pytest.mark.parametrize(
+    ("reason", "lasts"),
+    [("Failed to allocate memory", False), ("CUBLAS_STATUS_ALLOC_FAILED", False), ("Failed to build a graph", True)],
+)
+def test_a_kernel_that_does_not_run_is_no_lie(reason: str, lasts: bool) -> None:
+    """The verdict is kept, but where there may be more memory another time."""
     graphs = graphs_of("BiasAdd")
-    found, _ = judge(
-        small_set(),
-        machine(lost=lambda content, mask: "Failed to allocate memory" * (content in graphs)),
-        KEY,
-        full=False,
-    )
+    lost = machine(lost=lambda content, mask: reason * (content in graphs))
+    found, _ = judge(small_set(), lost, KEY, full=False)
     assert found.faults == ()
-    assert [row.failure for row in found.unavailable] == ["Failed to allocate memory"]
+    assert [row.failure for row in found.unavailable] == [reason]
     assert not found.sound
-    assert not found.lasting
+    assert found.lasting == lasts
 
 
 def test_a_gpu_without_bfloat16_and_without_a_back_end_is_sound() -> None:

@@ -87,8 +87,13 @@ class Verdict:
 
     @property
     def lasting(self) -> bool:
-        """Whether it may be kept: a kernel that did not run may only have wanted memory."""
-        return self.complete and not self.unavailable
+        """Whether it may be kept: nothing was left out, and no kernel wanted memory that may be there another time."""
+        return self.complete and not any(_wanted_memory(row) for row in self.unavailable)
+
+
+def _wanted_memory(row: Row) -> bool:
+    text = (row.failure or "").lower()
+    return "memory" in text or "alloc" in text
 
 
 def chosen_backends(rows: Iterable[Row]) -> tuple[tuple[str, ...], int]:
