@@ -26,7 +26,7 @@ from sdonnx.benchmark.results import Workload
 from sdonnx.certificate import FORMAT, certified_files
 from sdonnx.errors import OptionError
 from sdonnx.families import Role
-from sdonnx.folder import PipelineFolder
+from sdonnx.folder import ONNX_MODEL, PipelineFolder
 from sdonnx.parity import psnr, relative_error
 from sdonnx.verify.calls import Call, Outputs, called, feeds_of, recording, spread
 from sdonnx.verify.judgement import ComponentFinding, ImageFinding, Judgement, Thresholds, judge
@@ -202,8 +202,11 @@ def verify_folder(folder: Path, original: Path, request: Request, told: Told = l
     with _timed(found, "sdonnx"), _loaded(ours, workloads[0][1]):
         pictures["ours"] = [_draw(ours, *each) for each in workloads]
     with _timed(found, "components"):
-        for call, given, other in zip(calls, feeds, halves, strict=True):
-            found.components += _compared(folder, ours.device, call, given, other)
+        for name in dict.fromkeys(call.spec.name for call in calls):
+            own = [each for each in zip(calls, feeds, halves, strict=True) if each[0].spec.name == name]
+            results = _run(folder / name / ONNX_MODEL, ours.device, [given for _, given, _ in own])
+            for (call, _, other), values in zip(own, results, strict=True):
+                found.components += _compared(call, values, other)
     for index, (prompt, workload) in enumerate(workloads):
         three = Drawn(prompt, workload.seed, *(pictures[name][index] for name in ("wide", "half", "ours")))
         found.pictures.append(three)
@@ -269,18 +272,24 @@ def _encoding(engine: ReferenceEngine, picture: Image) -> Call:
     return Call(spec, (values,), {}, called(engine, call), {})
 
 
-def _compared(folder: Path, device: str, call: Call, feeds: Outputs, half: Outputs) -> list[ComponentFinding]:
-    from sdonnx.folder import ONNX_MODEL
+def _run(path: Path, device: str, feeds: Sequence[Outputs]) -> list[Outputs]:
+    """Return what a component's graph gives for each of these inputs."""
     from sdonnx.runtime.device import device_for
     from sdonnx.runtime.session import Graph
     from sdonnx.runtime.worker import device_thread
 
-    def run() -> Outputs:
-        graph = Graph(folder / call.spec.name / ONNX_MODEL, device_for(device))
-        typed = {name: feeds[name].astype(graph.dtype(name)) for name in graph.inputs}
-        return dict(zip(graph.outputs, graph.session.run(None, typed), strict=True))
+    def run() -> list[Outputs]:
+        graph = Graph(path, device_for(device))
+        results = []
+        for given in feeds:
+            typed = {name: given[name].astype(graph.dtype(name)) for name in graph.inputs}
+            results.append(dict(zip(graph.outputs, graph.session.run(None, typed), strict=True)))
+        return results
 
-    ours = device_thread(device_for(device)).run(run)
+    return device_thread(device_for(device)).run(run)
+
+
+def _compared(call: Call, ours: Outputs, half: Outputs) -> list[ComponentFinding]:
     return [
         ComponentFinding(
             call.spec.name,
