@@ -52,7 +52,7 @@ class GraphSet:
         family: its family.
         device: where the graphs run.
         settings: what the caller set of ONNX Runtime.
-        low_memory: keep the denoiser alone; every other graph is loaded for each use.
+        low_memory: keep the denoiser alone, both of its graphs; every other one is loaded for each use.
         observer: what each run of a graph is wrapped in; None for nothing.
     """
 
