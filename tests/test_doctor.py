@@ -823,10 +823,10 @@ def test_doctor_on_a_gpu_whose_flash_attention_lies(on_h200: Any, capsys: pytest
 
 
 def test_a_kernel_that_does_not_run_is_status_1(on_h200: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    on_h200(machine(lost=lambda content, mask: "no such kernel" if content in graphs_of("BiasAdd") else ""))
+    on_h200(machine(lost=lambda content, mask: "no memory" if content in graphs_of("BiasAdd") else ""))
     assert doctor() == 1
     shown = capsys.readouterr().out
-    assert "not available BiasAdd float32 C=320 3x7: no such kernel" in shown
+    assert "not available BiasAdd float32 C=320 3x7: no memory" in shown
     assert "verdict: not kept" in shown
 
 
