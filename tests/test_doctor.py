@@ -390,6 +390,16 @@ FAULT = Row("BiasAdd", "C=320 3x7", "float16", "", float("inf"))
 FOUND = Verdict(KEY, 26, ("flash",), (FAULT,), (), 27, True, False, 1.5, (Line("BiasAdd", "float16", 0, 1, 0, 0.5),))
 
 
+def test_what_did_not_run_is_kept_too(tmp_path: Path) -> None:
+    """A machine that is not sound does not become so by being read again."""
+    lost = Row("BiasAdd", "C=320 3x7", "float16", "", None, "Failed to build a graph")
+    found = replace(FOUND, sdpa_kernel=0, lying=(), faults=(), unavailable=(lost,))
+    assert found.lasting
+    cache.write_verdict(found, tmp_path)
+    assert cache.read_verdict(KEY, tmp_path) == found
+    assert not found.sound
+
+
 def test_what_is_kept_is_read_again(tmp_path: Path) -> None:
     path = cache.write_verdict(FOUND, tmp_path / "deep" / "folder")
     assert path is not None
@@ -476,7 +486,7 @@ def test_a_machine_is_checked_once(tmp_path: Path) -> None:
     found = used(tmp_path, machine())
     assert found.sound
     again = used(tmp_path, refuse_to_open, read=lambda path: pytest.fail("no graph is needed"))
-    assert replace(again, unavailable=found.unavailable) == found
+    assert again == found
 
 
 def test_another_gpu_is_checked_anew(tmp_path: Path) -> None:

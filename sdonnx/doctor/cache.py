@@ -49,7 +49,7 @@ def read_verdict(key: Key, folder: Path | None = None) -> Verdict | None:
                 int(document["sdpa_kernel"]),
                 tuple(map(str, document["lying"])),
                 tuple(map(_row, document["faults"])),
-                (),
+                tuple(map(_row, document["unavailable"])),
                 int(document["checked"]),
                 True,
                 bool(document["full"]),
@@ -67,6 +67,7 @@ def write_verdict(verdict: Verdict, folder: Path | None = None) -> Path | None:
         "sdpa_kernel": verdict.sdpa_kernel,
         "lying": verdict.lying,
         "faults": [row_as_json(row) for row in verdict.faults],
+        "unavailable": [row_as_json(row) for row in verdict.unavailable],
         "checked": verdict.checked,
         "full": verdict.full,
         "seconds": verdict.seconds,
@@ -102,7 +103,7 @@ def _finite(number: float | None) -> float | str | None:
 
 def _row(document: Mapping[str, Any]) -> Row:
     operator, corner, dtype, backend = (str(document[name]) for name in ("operator", "corner", "dtype", "backend"))
-    return Row(operator, corner, dtype, backend, _number(document["error"]))
+    return Row(operator, corner, dtype, backend, _number(document["error"]), str(document["failure"]))
 
 
 def _line(document: Mapping[str, Any]) -> Line:

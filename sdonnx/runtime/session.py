@@ -90,6 +90,10 @@ class Graph:
         capture: whether its runs may be captured as CUDA graphs.
         tf32: whether float32 products may keep 10 bits of their factors, as torch's convolutions do.
 
+    Attributes:
+        inputs: the names of the inputs, in order.
+        outputs: the names of the outputs, in order.
+
     Raises:
         FolderError: the file is missing or ONNX Runtime refuses it.
         ProviderError: the device cannot be used.
@@ -129,20 +133,13 @@ class Graph:
                 "a GPU, its driver and the CUDA libraries",
                 "check nvidia-smi and pip install 'sdonnx[cuda]'",
             )
-        self._types = {value.name: value.type for value in (*self.session.get_inputs(), *self.session.get_outputs())}
+        given, made = self.session.get_inputs(), self.session.get_outputs()
+        self.inputs = tuple(value.name for value in given)
+        self.outputs = tuple(value.name for value in made)
+        self._types = {value.name: value.type for value in (*given, *made)}
 
     def _workspaces(self) -> AbstractContextManager[None]:
         return small_workspaces() if self.device.provider == "cuda" else nullcontext()
-
-    @property
-    def inputs(self) -> tuple[str, ...]:
-        """The names of the inputs, in order."""
-        return tuple(value.name for value in self.session.get_inputs())
-
-    @property
-    def outputs(self) -> tuple[str, ...]:
-        """The names of the outputs, in order."""
-        return tuple(value.name for value in self.session.get_outputs())
 
     def dtype(self, name: str) -> npt.DTypeLike:
         """Return the type of an input or output."""

@@ -254,8 +254,11 @@ def _draw(engine: Any, prompt: str, workload: Workload) -> Image:
 
 
 def _quiet(run: Callable[[], Any]) -> Any:
-    """Run without numpy's warnings of NaN, which are what is looked for, and diffusers' of its own doing."""
+    """Run without warnings of NaN, which are what is looked for, and diffusers' of its own doing."""
+    from sdonnx.runtime.pipeline import NotFiniteWarning
+
     with warnings.catch_warnings():
+        warnings.simplefilter("ignore", NotFiniteWarning)
         warnings.filterwarnings("ignore", "invalid value encountered", RuntimeWarning)
         warnings.filterwarnings("ignore", "`upcast_vae` is deprecated", FutureWarning)
         return run()

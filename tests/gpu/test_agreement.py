@@ -35,8 +35,7 @@ def folders(request: pytest.FixtureRequest, build: Callable[[str], tuple[Path, P
 def ours(folder: Path, component: str, feeds: Arrays) -> Arrays:
     graph = Graph(folder / component / "model.onnx", device_for("cuda"))
     typed = {name: values.astype(graph.dtype(name)) for name, values in feeds.items()}
-    names = [output.name for output in graph.session.get_outputs()]
-    return dict(zip(names, graph.session.run(None, typed), strict=True))
+    return dict(zip(graph.outputs, graph.session.run(None, typed), strict=True))
 
 
 def cases(component: str, pipeline: Any) -> list[Arrays]:
