@@ -6,6 +6,7 @@ SdonnxError
 ├── WeightsError      weights are missing, truncated, of the wrong shape or in a refused format
 ├── OutputError       the output exists, lies in the input, or cannot be written
 ├── OptionError       an option has a value that cannot be used
+├── PrecisionError    a precision in which a pipeline cannot draw
 ├── ProviderError     an execution provider is unknown or not available on this machine
 ├── DeviceMemoryError the device has too little memory for what was asked
 ├── PromptError       prompts are missing or of the wrong kind
@@ -25,6 +26,7 @@ __all__ = [
     "FolderError",
     "OptionError",
     "OutputError",
+    "PrecisionError",
     "PromptError",
     "ProviderError",
     "SchedulerError",
@@ -87,6 +89,10 @@ class OutputError(SdonnxError):
 
 class OptionError(SdonnxError):
     """An option has a value that cannot be used."""
+
+
+class PrecisionError(SdonnxError):
+    """A precision in which a pipeline cannot draw."""
 
 
 class ProviderError(SdonnxError):

@@ -24,7 +24,7 @@ from sdonnx.graph.edit import derived_initializer, insert
 from sdonnx.graph.modules import MODULE_SEPARATOR, module_path
 from sdonnx.graph.tensors import read
 
-__all__ = ["BFLOAT16_OPERATORS", "ConvertPrecision", "PrecisionPolicy", "parse_overrides"]
+__all__ = ["BFLOAT16_OPERATORS", "ConvertPrecision", "PrecisionPolicy", "matches", "parse_overrides"]
 
 _FLOAT = ir.DataType.FLOAT
 
@@ -46,6 +46,11 @@ _PASSING = frozenset(
     {"Add", "Cast", "Div", "Expand", "Gather", "Identity", "Mul", "Neg", "Reshape", "Slice", "Squeeze", "Sub",
      "Transpose", "Unsqueeze"}
 )  # fmt: skip
+
+_ATTENTION = "MultiHeadAttention"
+_PRODUCTS = frozenset({"FusedMatMul", "Gemm", "MatMul"})
+# What may stand between a product and the attention that reads it.
+_PROJECTING = _PRODUCTS | {"Add", "Concat", "Mul", "Reshape", "Split", "Squeeze", "Transpose", "Unsqueeze"}
 
 
 @dataclass(frozen=True)
@@ -73,10 +78,11 @@ class PrecisionPolicy:
 
     def override_for(self, node: ir.Node) -> str | None:
         """Return the first override that matches the node, None where none does."""
-        return next((pattern for pattern in self.float32 if _matches(pattern, node)), None)
+        return next((pattern for pattern in self.float32 if matches(pattern, node)), None)
 
 
-def _matches(pattern: str, node: ir.Node) -> bool:
+def matches(pattern: str, node: ir.Node) -> bool:
+    """Tell whether an override names a node: by its operator, or by one of the modules that it does the work of."""
     paths = [path for path in module_path(node).split(MODULE_SEPARATOR) if path]
     # With a final dot, so that mid_block.* names the module mid_block itself too.
     return pattern == node.op_type or any(
@@ -115,19 +121,24 @@ class ConvertPrecision(InPlacePass):
     Names of inputs and outputs stay; their types follow, but for those that the component keeps in
     float32.
 
+    Where `MultiHeadAttention` is named, the products that make its queries, keys and values are kept with it: what has
+    gone beyond fp16 there, no attention brings back.
+
     Args:
         policy: what computes in which type.
         spec: the component, for inputs that stay in float32, and what of a safety checker does.
+        cast_weights: cast weights in the graph in place of converting them, to write no weights for a trial.
 
     Raises:
         OptionError: an override matches nothing.
         WeightsError: a weight is too large for the type (when the file is written).
     """
 
-    def __init__(self, policy: PrecisionPolicy, spec: ComponentSpec) -> None:
+    def __init__(self, policy: PrecisionPolicy, spec: ComponentSpec, *, cast_weights: bool = False) -> None:
         super().__init__()
         self.policy = policy
         self.spec = spec
+        self.cast_weights = cast_weights
         self.kept: dict[str, int] = {}
         # A graph may come in any of these, or in several.
         self._floats = (_FLOAT, ir.DataType.FLOAT16, policy.dtype, policy.fallback)
@@ -136,6 +147,7 @@ class ConvertPrecision(InPlacePass):
         """Convert the graph in place."""
         graph = model.graph
         self._require_matches(graph)
+        self._projections = _projections(graph) if _ATTENTION in self.policy.float32 else set()
         self._casts: dict[tuple[ir.Value, ir.DataType], ir.Value] = {}
         # Values that are kept out of the policy's type, and in which type they are.
         self._kept: dict[ir.Value, ir.DataType] = {}
@@ -161,6 +173,8 @@ class ConvertPrecision(InPlacePass):
         override = self.policy.override_for(node)
         if override is not None:
             self.kept[override] = self.kept.get(override, 0) + 1
+            return self._fallback_of(node)
+        if node in self._projections:
             return self._fallback_of(node)
         if node.op_type in self.spec.float32:
             self.kept[node.op_type] = self.kept.get(node.op_type, 0) + 1
@@ -254,7 +268,7 @@ class ConvertPrecision(InPlacePass):
         """Return `value` in `dtype`: itself, a converted weight, or a cast that all its users share."""
         if value.dtype == dtype:
             return value
-        if value.is_initializer() and not value.is_graph_input():
+        if value.is_initializer() and not value.is_graph_input() and not self.cast_weights:
             return _converted(graph, value, dtype)
         key = (value, dtype)
         if key not in self._casts:
@@ -285,7 +299,7 @@ class ConvertPrecision(InPlacePass):
     def _require_matches(self, graph: ir.Graph) -> None:
         for pattern in self.policy.float32:
             # Asked of each by itself: an earlier override may match the same nodes.
-            if not any(_matches(pattern, node) for node in graph):
+            if not any(matches(pattern, node) for node in graph):
                 operators = sorted({node.op_type for node in graph if node.op_type != "Cast"})
                 paths = (path for node in graph for path in module_path(node).split(MODULE_SEPARATOR) if path)
                 modules = sorted({path.split(".")[0] for path in paths})
@@ -294,6 +308,21 @@ class ConvertPrecision(InPlacePass):
                     f"an operator ({', '.join(operators)}) or a module ({', '.join(f'{name}.*' for name in modules)})",
                     "name one of these",
                 )
+
+
+def _projections(graph: ir.Graph) -> set[ir.Node]:
+    """Return what makes the queries, keys and values of attentions, back to the products."""
+    found: set[ir.Node] = set()
+    waiting = [value for node in graph if node.op_type == _ATTENTION for value in node.inputs[:3]]
+    while waiting:
+        value = waiting.pop()
+        node = None if value is None else value.producer()
+        if node is None or node in found or node.op_type not in _PROJECTING:
+            continue
+        found.add(node)
+        if node.op_type not in _PRODUCTS:
+            waiting += node.inputs
+    return found
 
 
 def _inner_nodes(node: ir.Node) -> list[ir.Node]:

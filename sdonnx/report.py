@@ -126,6 +126,7 @@ class OptimizeReport:
         components: by name.
         options: what else was asked for, to make the folder again (`sdonnx.upgrade`).
         format: of the folder.
+        automatic: what `--force_fp32_ops auto` found, why, and what proves it (`sdonnx.automatic`); None without it.
     """
 
     sdonnx: str
@@ -138,6 +139,7 @@ class OptimizeReport:
     components: dict[str, ComponentReport]
     options: dict[str, Any] = field(default_factory=dict)
     format: int = FORMAT
+    automatic: dict[str, Any] | None = None
 
     def write(self, folder: Path) -> None:
         """Write the report into a pipeline folder."""

@@ -34,6 +34,7 @@ from sdonnx.optimize import optimize_folder
 from sdonnx.parity import psnr, relative_error
 from sdonnx.runtime.image_prompts import scale_matrix
 from sdonnx.runtime.pipeline import OrtDiffusionPipeline
+from sdonnx.runtime.session import Run
 from sdonnx.sample import ARCHITECTURES, build_network, write_sample
 from sdonnx.sample.adapters import FILES
 
@@ -285,7 +286,7 @@ def observed(pipeline: OrtDiffusionPipeline) -> Iterator[list[Role]]:
     seen: list[Role] = []
 
     @contextmanager
-    def note(role: Role) -> Iterator[None]:
+    def note(role: Role, _: Run) -> Iterator[None]:
         seen.append(role)
         yield
 

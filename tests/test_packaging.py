@@ -41,6 +41,7 @@ EXTRAS = {
             "posterior",
             "decision",
             "stream",
+            "automatic",
         )
     },
     "runtime": {"captions"},
@@ -53,7 +54,7 @@ OPTIONAL_LIBRARIES = {"bs4", "ftfy"}  # captions are cleaned where these are
 # A module imports from the levels before its own; only command lines import from one another.
 LEVELS = (
     {"errors"},
-    {"claim"},
+    {"claim", "prompts"},
     {"adapters", "folder", "samplers", "parity"},
     {"certificate"},
     {"families", "doctor", "upgrade"},
@@ -63,7 +64,7 @@ LEVELS = (
     {"posterior", "report"},
     {"component"},
     {"optimize", "export", "sample", "runtime"},
-    {"terminal"},
+    {"automatic", "terminal"},
     {"benchmark"},
     {"verify"},
     {"__main__", "explain", "generate", "optimize_pipeline", "quickstart"},

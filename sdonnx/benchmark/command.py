@@ -15,7 +15,6 @@ from sdonnx.benchmark.engine import FolderKind, is_there
 from sdonnx.benchmark.engines import ENGINES
 from sdonnx.benchmark.files import append_json, append_row, refuse_csv, refuse_file
 from sdonnx.benchmark.images import print_images, save_images
-from sdonnx.benchmark.measure import PROMPTS
 from sdonnx.benchmark.memory import first_gpu, open_gpu
 from sdonnx.benchmark.options import MULTIPLE, add_arguments, refuse
 from sdonnx.benchmark.prepare import folders_of, label_of, prepared, require_folder
@@ -25,6 +24,7 @@ from sdonnx.benchmark.rivals import Rival, rivals_of
 from sdonnx.benchmark.tables import print_comparison
 from sdonnx.errors import OptionError, OutputError, SdonnxError
 from sdonnx.folder import REPORT, PipelineFolder, read_json
+from sdonnx.prompts import PROMPTS
 from sdonnx.samplers import config_for
 from sdonnx.terminal import FAILURE, INTERRUPTED, console, guarded, tensor_progress
 

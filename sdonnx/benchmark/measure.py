@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 __all__ = [
-    "PROMPTS",
     "RESOLUTIONS",
     "SCALES",
     "WARM_UPS",
@@ -31,20 +30,6 @@ __all__ = [
     "step_counts",
     "visited_sizes",
 ]
-
-PROMPTS = (
-    "a photograph of an old lighthouse in a storm, waves breaking over the rocks",
-    "a red fox asleep in fresh snow, oil painting",
-    "the inside of a watchmaker's workshop, warm light, highly detailed",
-    "a bowl of lemons on a blue tablecloth, still life",
-    "a mountain village at dusk seen from above, lights in the windows",
-    "portrait of an elderly fisherman in a yellow raincoat, 85 mm photograph",
-    "a steam locomotive crossing a stone viaduct in autumn, watercolour",
-    "an astronaut tending a garden in a glass dome on the moon, digital art",
-    "macro photograph of a dragonfly on a blade of grass, morning dew",
-    "a narrow street of bookshops after rain, reflections, film photograph",
-)
-"""What is drawn. Time does not depend on the words: every prompt is padded to the same length."""
 
 WARM_UPS = 3
 """Runs before the clock counts, as many as ONNX Runtime's benchmark.py has. torch's reduce-overhead needs

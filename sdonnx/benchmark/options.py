@@ -16,9 +16,10 @@ from typing import Any
 from sdonnx.adapters import ADAPTERS
 from sdonnx.benchmark.engine import PROVIDERS
 from sdonnx.benchmark.engines import COMPILE_MODES, ENGINES
-from sdonnx.benchmark.measure import PROMPTS, WARM_UPS
+from sdonnx.benchmark.measure import WARM_UPS
 from sdonnx.benchmark.rivals import NAMES
 from sdonnx.errors import OptionError, ProviderError
+from sdonnx.prompts import PROMPTS
 from sdonnx.sample.adapters import FILES
 from sdonnx.sample.architectures import ARCHITECTURES
 from sdonnx.terminal import add_debug

@@ -91,10 +91,17 @@ def input_of(graph: ir.Graph, name: str) -> ir.Value:
 
 
 def take_over(graph: ir.Graph, name: str, source: ir.Value) -> None:
-    """Let the nodes that read the graph's input `name` read `source`, and drop the input."""
+    """Let the nodes that read the graph's input `name` read `source`, and drop the input.
+
+    `source` takes its name, so that a composed graph tells what it gives the component that it wraps; where a cast
+    stands before the component, the wider input keeps the name.
+    """
     value = input_of(graph, name)
     value.replace_all_uses_with(source)
     graph.inputs.remove(value)
+    producer = source.producer()
+    if producer is not None and all(given is None or given.name != name for given in producer.inputs):
+        source.name = name
 
 
 def widened_input(model: ir.Model, name: str) -> ir.Value:

@@ -171,7 +171,7 @@ class SizeBuffers:
     def run(self, role: Role) -> None:
         """Run a graph; a graph that does not stay loaded is given back after it."""
         run = self._run(role)
-        with self.graphs.observed(role):
+        with self.graphs.observed(role, run):
             run()
         if not self.graphs.stays(role):
             self.graphs.device.synchronize()

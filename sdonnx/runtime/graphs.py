@@ -13,11 +13,12 @@ import numpy.typing as npt
 from sdonnx.families import Family, Role
 from sdonnx.folder import PipelineFolder
 from sdonnx.runtime.device import Device
-from sdonnx.runtime.session import Graph, SessionSettings
+from sdonnx.runtime.session import Graph, Run, SessionSettings
 
 __all__ = ["GraphSet", "Observer"]
 
-Observer = Callable[[Role], AbstractContextManager[Any]]
+Observer = Callable[[Role, Run], AbstractContextManager[Any]]
+"""Told what a graph does and its run, and returns what the run is wrapped in."""
 
 # What stands beside each component's model (`sdonnx.compose`).
 _FILES = {
@@ -108,9 +109,9 @@ class GraphSet:
             )
         return self._loaded[role]
 
-    def observed(self, role: Role) -> AbstractContextManager[Any]:
+    def observed(self, role: Role, run: Run) -> AbstractContextManager[Any]:
         """Return what a run of that graph is to be wrapped in."""
-        return nullcontext() if self.observer is None else self.observer(role)
+        return nullcontext() if self.observer is None else self.observer(role, run)
 
     def run_once(
         self,
@@ -127,7 +128,7 @@ class GraphSet:
         try:
             given = {name: self.device.upload(values) for name, values in inputs.items()}
             run = self.get(role).bind(given | made)
-            with self.observed(role):
+            with self.observed(role, run):
                 run()
             self.device.synchronize()
             return {name: value.numpy().copy() for name, value in made.items()}

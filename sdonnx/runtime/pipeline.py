@@ -237,7 +237,7 @@ class OrtDiffusionPipeline:
         self._progress = options
 
     def observe(self, observer: Observer | None) -> None:
-        """Wrap each run of a graph in `with observer(role):`, in the thread that works with the device; None to end.
+        """Wrap each run of a graph in `with observer(role, run):`, in the device's thread; None to end.
 
         Runs are queued, not over, when the block ends: `pipeline.device.mark` and `milliseconds` tell when they are.
         """

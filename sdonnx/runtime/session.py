@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -150,6 +151,16 @@ class Graph:
         values = {value.name: value for value in (*self.session.get_inputs(), *self.session.get_outputs())}
         return list(values[name].shape)
 
+    def run(self, values: Mapping[str, npt.NDArray[Any]]) -> dict[str, npt.NDArray[Any]]:
+        """Run once on arrays, converted to the types of the inputs, and return the outputs; what else is given is left.
+
+        Raises:
+            DeviceMemoryError: the device has too little memory.
+        """
+        typed = {name: values[name].astype(self.dtype(name), copy=False) for name in self.inputs}
+        with told_of_memory(self.device, f"running {self.path.name}"):
+            return dict(zip(self.outputs, self.session.run(None, typed), strict=True))
+
     def bind(self, buffers: Mapping[str, OrtValue | tuple[OrtValue, Sequence[int]]]) -> Run:
         """Return a run that reads and writes these buffers.
 
@@ -170,9 +181,8 @@ class Run:
         self._graph = graph
         self._buffers = dict(buffers)  # keeps them alive: a binding holds addresses alone
         self._binding = graph.session.io_binding()
-        outputs = {value.name for value in graph.session.get_outputs()}
-        self._inputs = [name for name in buffers if name not in outputs]
-        self._bind(self._binding.bind_output, [name for name in buffers if name in outputs])
+        self._inputs = [name for name in buffers if name not in graph.outputs]
+        self._bind(self._binding.bind_output, [name for name in buffers if name in graph.outputs])
         self._bind(self._binding.bind_input, self._inputs)
         self._options = self._run_options()
         self._replay: CapturedGraph | None = None
@@ -193,6 +203,16 @@ class Run:
         # The device's stream keeps the order; waiting here would leave it idle between two runs.
         options.add_run_config_entry("disable_synchronize_execution_providers", "1")
         return options
+
+    def inputs(self) -> dict[str, npt.NDArray[Any]]:
+        """Wait for the device and return copies of what the graph reads, by name."""
+        self._graph.device.synchronize()
+        copies = {}
+        for name in self._inputs:
+            buffer = self._buffers[name]
+            value, shape = buffer if isinstance(buffer, tuple) else (buffer, buffer.shape())
+            copies[name] = value.numpy().reshape(-1)[: int(np.prod(shape))].reshape(shape).copy()
+        return copies
 
     def prepare(self) -> None:
         """Run once without capture: plans are chosen and memory is allocated, which could not be while recording.

@@ -16,6 +16,7 @@ from sdonnx.adapters import ADAPTERS
 from sdonnx.errors import OptionError, OutputError
 from sdonnx.folder import atomic_folder
 from sdonnx.sample.architectures import ARCHITECTURES, AdapterSpec, Architecture, ClassSpec, TokenizerSpec
+from sdonnx.sample.overflow import grow, require_overflow
 
 if TYPE_CHECKING:
     import torch
@@ -40,7 +41,7 @@ def build_network(spec: ClassSpec) -> torch.nn.Module:
     return network.eval()
 
 
-def _write_network(name: str, network: Any, library: str, folder: Path, seed: int) -> None:
+def _write_network(name: str, network: Any, library: str, folder: Path, seed: int, overflow: str | None = None) -> None:
     """Write weights and configuration of one component."""
     from safetensors.torch import save_file
 
@@ -48,7 +49,10 @@ def _write_network(name: str, network: Any, library: str, folder: Path, seed: in
 
     folder.mkdir()
     file = folder / _WEIGHT_FILES[library]
-    save_file(draw_weights(name, network, seed), file, metadata={"format": "pt"})
+    weights = draw_weights(name, network, seed)
+    if overflow is not None:
+        grow(overflow, name, weights)
+    save_file(weights, file, metadata={"format": "pt"})
     file.chmod(0o644)  # safetensors makes it readable by its owner only
     if library == "transformers":
         network.config.save_pretrained(folder)
@@ -62,6 +66,7 @@ def write_sample(
     seed: int = 0,
     *,
     safety_checker: bool = False,
+    overflow: str | None = None,
     overwrite: bool = False,
     progress: Callable[[str], None] | None = None,
 ) -> None:
@@ -76,11 +81,12 @@ def write_sample(
         seed: any integer.
         safety_checker: also write the safety checker that the pipeline is published with, and its
             `feature_extractor`. Its thresholds are such that it finds nothing.
+        overflow: what is to overflow float16, of `sdonnx.sample.overflow.OVERFLOWS`; the images stay the same.
         overwrite: replace `out` if a pipeline is there.
         progress: told a line of text as each component is begun.
 
     Raises:
-        OptionError: `arch` is unknown, or is published without a safety checker that is asked for.
+        OptionError: `arch` is unknown, or has no safety checker, or nothing of what is to overflow.
         OutputError: `out` exists and is not empty, or cannot be written.
     """
     if arch not in ARCHITECTURES:
@@ -92,9 +98,11 @@ def write_sample(
             having = ", ".join(name for name, each in ARCHITECTURES.items() if each.safety_checker is not None)
             raise OptionError(f"{arch} is published without a safety checker", f"one of {having}", "leave it out")
         architecture = _with_safety_checker(architecture, architecture.safety_checker)
+    if overflow is not None:
+        require_overflow(overflow, {name: spec.name for name, spec in architecture.networks.items()})
     with atomic_folder(Path(out), overwrite) as partial:
         try:
-            _write_pipeline(architecture, partial, seed, progress or (lambda line: None))
+            _write_pipeline(architecture, partial, seed, overflow, progress or (lambda line: None))
         except Exception as error:
             # safetensors and tokenizers, written in Rust, raise an OSError as text; real ones pass through.
             if isinstance(error, OSError) or "(os error " not in str(error):
@@ -116,7 +124,9 @@ def _with_safety_checker(architecture: Architecture, checker: ClassSpec) -> Arch
     return replace(architecture, networks={**architecture.networks, "safety_checker": checker}, options=options)
 
 
-def _write_pipeline(architecture: Architecture, folder: Path, seed: int, tell: Callable[[str], None]) -> None:
+def _write_pipeline(
+    architecture: Architecture, folder: Path, seed: int, overflow: str | None, tell: Callable[[str], None]
+) -> None:
     """Write all of a pipeline into an empty folder, the small components first."""
     import diffusers
 
@@ -135,7 +145,7 @@ def _write_pipeline(architecture: Architecture, folder: Path, seed: int, tell: C
         components[name] = build_network(spec)
         count = sum(parameter.numel() for parameter in components[name].parameters())
         tell(f"{name}: {count / 1e6:,.1f} million parameters")
-        _write_network(name, components[name], spec.library, folder / name, seed)
+        _write_network(name, components[name], spec.library, folder / name, seed, overflow)
     if (extractor := architecture.options.get("feature_extractor")) is not None:
         tell("feature_extractor")
         extractor.save_pretrained(folder / "feature_extractor")

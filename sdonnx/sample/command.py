@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from sdonnx.sample import ARCHITECTURES, write_sample
+from sdonnx.sample.overflow import OVERFLOWS
 from sdonnx.terminal import add_debug, console
 
 __all__ = ["add_arguments", "run"]
@@ -20,6 +21,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--safety_checker", action="store_true", help="also write the safety checker that it is published with"
     )
+    parser.add_argument(
+        "--overflow", metavar="WHAT", help=f"draw the same with values beyond float16: one of {', '.join(OVERFLOWS)}"
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace the output if a pipeline is there")
     add_debug(parser)
 
@@ -32,6 +36,7 @@ def run(options: argparse.Namespace) -> int:
         options.output,
         options.seed,
         safety_checker=options.safety_checker,
+        overflow=options.overflow,
         overwrite=options.overwrite,
         progress=lambda text: out.print(text, style="dim"),
     )

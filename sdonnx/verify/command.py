@@ -13,7 +13,8 @@ from rich.table import Table
 from sdonnx.benchmark.files import finite
 from sdonnx.certificate import CERTIFICATE, CERTIFICATE_PAGE
 from sdonnx.claim import claimed
-from sdonnx.errors import OptionError, OutputError
+from sdonnx.errors import OutputError
+from sdonnx.prompts import read_prompts
 from sdonnx.terminal import add_debug, console
 from sdonnx.verify.judgement import Thresholds
 from sdonnx.verify.page import page_of
@@ -63,7 +64,7 @@ def run(options: argparse.Namespace) -> int:
     out = console()
     _refuse_folder(options.folder)
     request = Request(
-        prompts=Request().prompts if options.prompts is None else _prompts(options.prompts),
+        prompts=Request().prompts if options.prompts is None else read_prompts(options.prompts),
         images=options.images,
         seed=options.seed,
         steps=options.steps,
@@ -118,17 +119,6 @@ def _table(found: Verification) -> Table:
         shown = "same pixels" if decibels is None else f"{decibels:.1f} dB to torch's {reference}"
         table.add_row(f"image {image.prompt[:40]!r}, seed {image.seed}", "1", shown, "", "")
     return table
-
-
-def _prompts(path: Path) -> tuple[str, ...]:
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise OptionError(f"{path} cannot be read ({error})", "a text file, a prompt a line", "give one") from error
-    prompts = tuple(line.strip() for line in lines if line.strip())
-    if not prompts:
-        raise OptionError(f"{path} has no line with a prompt", "one at least", "write some")
-    return prompts
 
 
 def _refuse_folder(folder: Path) -> None:

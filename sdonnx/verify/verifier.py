@@ -20,7 +20,6 @@ import sdonnx
 from sdonnx.benchmark.agreement import is_empty
 from sdonnx.benchmark.engine import EngineOptions, precision_of_report
 from sdonnx.benchmark.engines import OnnxRuntimeEngine, ReferenceEngine, TorchEngine
-from sdonnx.benchmark.measure import PROMPTS
 from sdonnx.benchmark.record import environment
 from sdonnx.benchmark.results import Workload
 from sdonnx.certificate import FORMAT, certified_files
@@ -28,6 +27,7 @@ from sdonnx.errors import OptionError
 from sdonnx.families import Role
 from sdonnx.folder import ONNX_MODEL, PipelineFolder
 from sdonnx.parity import psnr, relative_error
+from sdonnx.prompts import PROMPTS
 from sdonnx.verify.calls import Call, Outputs, called, feeds_of, recording, spread
 from sdonnx.verify.judgement import ComponentFinding, ImageFinding, Judgement, Thresholds, judge
 
@@ -283,11 +283,7 @@ def _run(path: Path, device: str, feeds: Sequence[Outputs]) -> list[Outputs]:
 
     def run() -> list[Outputs]:
         graph = Graph(path, device_for(device))
-        results = []
-        for given in feeds:
-            typed = {name: given[name].astype(graph.dtype(name)) for name in graph.inputs}
-            results.append(dict(zip(graph.outputs, graph.session.run(None, typed), strict=True)))
-        return results
+        return [graph.run(given) for given in feeds]
 
     return device_thread(device_for(device)).run(run)
 

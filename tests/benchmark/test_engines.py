@@ -27,11 +27,11 @@ from sdonnx.benchmark.engines import (
 )
 from sdonnx.benchmark.engines.pytorch import replaced
 from sdonnx.benchmark.kernels import IDLE
-from sdonnx.benchmark.measure import PROMPTS
 from sdonnx.benchmark.results import Workload
 from sdonnx.errors import DeviceMemoryError, FolderError, OptionError, ProviderError
 from sdonnx.folder import PipelineFolder
 from sdonnx.parity import psnr
+from sdonnx.prompts import PROMPTS
 
 WORKLOAD = Workload(batch_size=2, height=64, width=64, steps=3, seed=5)
 

@@ -33,9 +33,7 @@ def folders(request: pytest.FixtureRequest, build: Callable[[str], tuple[Path, P
 
 
 def ours(folder: Path, component: str, feeds: Arrays) -> Arrays:
-    graph = Graph(folder / component / "model.onnx", device_for("cuda"))
-    typed = {name: values.astype(graph.dtype(name)) for name, values in feeds.items()}
-    return dict(zip(graph.outputs, graph.session.run(None, typed), strict=True))
+    return Graph(folder / component / "model.onnx", device_for("cuda")).run(feeds)
 
 
 def cases(component: str, pipeline: Any) -> list[Arrays]:

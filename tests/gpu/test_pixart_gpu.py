@@ -82,9 +82,7 @@ def denoiser_cases(config: Any, size: int) -> list[Feeds]:
 
 def ours(folder: Path, component: str, feeds: Feeds) -> np.ndarray[Any, Any]:
     graph = Graph(folder / component / "model.onnx", device_for("cuda"))
-    typed = {name: values.astype(graph.dtype(name)) for name, values in feeds.items() if name in graph.inputs}
-    result: np.ndarray[Any, Any] = graph.session.run(None, typed)[0]
-    return result
+    return graph.run(feeds)[graph.outputs[0]]
 
 
 def theirs(pipeline: Any, component: str, feeds: Feeds) -> np.ndarray[Any, Any]:

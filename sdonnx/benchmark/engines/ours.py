@@ -16,6 +16,8 @@ from sdonnx.folder import REPORT, read_json
 if TYPE_CHECKING:
     from PIL.Image import Image
 
+    from sdonnx.runtime.session import Run
+
 __all__ = ["OnnxRuntimeEngine"]
 
 
@@ -107,7 +109,7 @@ class OnnxRuntimeEngine(Engine):
         device = self._pipeline.device
         clock = StageClock(device.mark, device.milliseconds)
 
-        def observer(role: Role) -> AbstractContextManager[None]:
+        def observer(role: Role, _: Run) -> AbstractContextManager[None]:
             return clock.span(STAGES.get(role))
 
         self._pipeline.observe(observer)

@@ -1,0 +1,142 @@
+"""What a component gives when some of it computes in fp16: tried without writing its weights again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+
+from sdonnx.automatic.emulation import Monitor, Place, Widen, narrow_places, round_mantissa
+from sdonnx.automatic.recording import Feeds
+from sdonnx.families import ComponentSpec
+from sdonnx.folder import ONNX_MODEL
+from sdonnx.graph.lowering import LowerContribOperators
+from sdonnx.graph.passes import tidy
+from sdonnx.parity import relative_error
+from sdonnx.precision import ConvertPrecision, PrecisionPolicy
+from sdonnx.runtime.device import Device
+from sdonnx.runtime.session import Graph
+from sdonnx.runtime.worker import device_thread
+
+__all__ = ["Component", "Error", "Range"]
+
+_TRIAL = "trial.onnx"
+
+
+@dataclass(frozen=True)
+class Range:
+    """What was seen of a value that fp16 would hold.
+
+    Attributes:
+        place: the value.
+        most: its largest magnitude.
+        lost: the share of it that rounding to fp16 changes, sum |x - fp16(x)| / sum |x|: at most 2**-11 within the
+            range of normal numbers, more where some underflow, and infinite where some overflow.
+    """
+
+    place: Place
+    most: float
+    lost: float
+
+
+@dataclass(frozen=True)
+class Error:
+    """How far a component's outputs are from those in float32.
+
+    Attributes:
+        relative: the largest relative error of an output of a call; infinite where there is NaN or infinity.
+        finite: whether all are finite.
+    """
+
+    relative: float
+    finite: bool
+
+
+class Component:
+    """A component in float32 and what it was given.
+
+    Args:
+        folder: its folder, with weights beside its graph; trials are written there.
+        spec: the component.
+        feeds: what it was given.
+        device: where trials run. On a CPU they are emulated.
+        fallback: what computes that stays out of fp16.
+    """
+
+    def __init__(
+        self, folder: Path, spec: ComponentSpec, feeds: Sequence[Feeds], device: Device, fallback: ir.DataType
+    ) -> None:
+        self.spec = spec
+        self.trials = 0
+        self._folder, self._feeds, self._device, self._fallback = folder, feeds, device, fallback
+        self._reference: list[Feeds] = []
+
+    def graph(self) -> ir.Graph:
+        """Return the graph in float32."""
+        return ir.load(self._folder / ONNX_MODEL).graph
+
+    def ranges(self, kept: Sequence[str]) -> list[Range]:
+        """Run in float32 and return what every value was that fp16 would hold.
+
+        Args:
+            kept: what stays out of it already.
+        """
+        model = self._converted(kept)
+        places = narrow_places(model)
+        monitor = Monitor()
+        Widen(monitor)(model)
+        monitor.give_out(model.graph)
+        results = self._run(model)
+        seen = {name: np.stack([result.pop(name) for result in results]) for name in ("most", "lost", "all")}
+        self._reference = results
+        with np.errstate(all="ignore"):
+            # A value that is zero everywhere loses nothing.
+            shares = np.where(seen["all"] == 0, 0.0, seen["lost"] / seen["all"])
+        most, lost = seen["most"].max(0), np.where(np.isnan(shares), np.inf, shares).max(0)
+        return [Range(places[name], float(most[i]), float(lost[i])) for i, name in enumerate(monitor.names)
+                if name in places]  # fmt: skip
+
+    def ideal_error(self, kept: Sequence[str]) -> Error:
+        """Return the error of fp16's precision alone, as if nothing could go beyond its range; after `ranges`."""
+        model = self._converted(kept)
+        Widen(round_mantissa)(model)
+        return self._compared(self._run(model))
+
+    def error(self, kept: Sequence[str]) -> Error:
+        """Return the error of fp16 where all but what is kept computes in it; after `ranges`."""
+        self.trials += 1
+        model = self._converted(kept)
+        if self._device.provider == "cpu":
+            Widen()(model)
+        return self._compared(self._run(model))
+
+    def _converted(self, kept: Sequence[str]) -> ir.Model:
+        model = ir.load(self._folder / ONNX_MODEL)
+        policy = PrecisionPolicy(float32=tuple(kept), fallback=self._fallback)
+        ConvertPrecision(policy, self.spec, cast_weights=True)(model)
+        return model
+
+    def _run(self, model: ir.Model) -> list[Feeds]:
+        if self._device.provider == "cpu":
+            LowerContribOperators()(model)
+        tidy(model)
+        ir.save(model, self._folder / _TRIAL)
+        run: Callable[[], list[Feeds]] = lambda: self._outputs(Graph(self._folder / _TRIAL, self._device))  # noqa: E731
+        return device_thread(self._device).run(run)
+
+    def _outputs(self, graph: Graph) -> list[Feeds]:
+        with np.errstate(all="ignore"):
+            return [graph.run(given) for given in self._feeds]
+
+    def _compared(self, results: Sequence[Feeds]) -> Error:
+        worst, finite = 0.0, True
+        for result, reference in zip(results, self._reference, strict=True):
+            for name, values in result.items():
+                if values.dtype.kind != "f":
+                    continue
+                finite = finite and bool(np.isfinite(values).all())
+                worst = max(worst, relative_error(values, reference[name]))
+        return Error(worst, finite)

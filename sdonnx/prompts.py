@@ -1,0 +1,39 @@
+"""The prompts that are drawn where the user gives none, and those that a file holds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from sdonnx.errors import OptionError
+
+__all__ = ["PROMPTS", "read_prompts"]
+
+PROMPTS = (
+    "a photograph of an old lighthouse in a storm, waves breaking over the rocks",
+    "a red fox asleep in fresh snow, oil painting",
+    "the inside of a watchmaker's workshop, warm light, highly detailed",
+    "a bowl of lemons on a blue tablecloth, still life",
+    "a mountain village at dusk seen from above, lights in the windows",
+    "portrait of an elderly fisherman in a yellow raincoat, 85 mm photograph",
+    "a steam locomotive crossing a stone viaduct in autumn, watercolour",
+    "an astronaut tending a garden in a glass dome on the moon, digital art",
+    "macro photograph of a dragonfly on a blade of grass, morning dew",
+    "a narrow street of bookshops after rain, reflections, film photograph",
+)
+"""What is drawn. Time does not depend on the words: every prompt is padded to the same length."""
+
+
+def read_prompts(path: Path) -> tuple[str, ...]:
+    """Return the prompts of a text file, a prompt a line; empty lines are left out.
+
+    Raises:
+        OptionError: the file cannot be read, or holds none.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise OptionError(f"{path} cannot be read ({error})", "a text file, a prompt a line", "give one") from error
+    prompts = tuple(line.strip() for line in lines if line.strip())
+    if not prompts:
+        raise OptionError(f"{path} has no line with a prompt", "one at least", "write some")
+    return prompts
