@@ -37,6 +37,7 @@ __all__ = [
     "is_upcast",
     "open_exported",
     "optimize_folder",
+    "optimize_request",
     "write_optimized",
 ]
 
@@ -85,11 +86,7 @@ def optimize_folder(
     request = OptimizeRequest(
         provider, float16, tuple(force_fp32_ops), bfloat16, attention_layout, tuple(sorted(disabled)), inspect
     )
-    exported = open_exported(source, request)
-    with atomic_folder(out, overwrite, [source]) as partial:
-        report = write_optimized(exported, partial, request, progress)
-        report.write(partial)
-    return report
+    return optimize_request(source, out, request, overwrite, progress)
 
 
 @dataclass(frozen=True)
@@ -120,6 +117,17 @@ class OptimizeRequest:
     def fallback(self) -> ir.DataType:
         """What computes that stays out of fp16."""
         return ir.DataType.BFLOAT16 if self.bfloat16 else ir.DataType.FLOAT
+
+
+def optimize_request(
+    source: Path, out: Path, request: OptimizeRequest, overwrite: bool = False, progress: Progress | None = None
+) -> OptimizeReport:
+    """Optimize as `optimize_folder` does, what is asked for in one object."""
+    exported = open_exported(source, request)
+    with atomic_folder(out, overwrite, [source]) as partial:
+        report = write_optimized(exported, partial, request, progress)
+        report.write(partial)
+    return report
 
 
 @dataclass(frozen=True)

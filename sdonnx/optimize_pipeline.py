@@ -7,21 +7,24 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.markup import escape
 
 from sdonnx.errors import OptionError
+from sdonnx.prompts import read_prompts
 from sdonnx.terminal import add_debug, console, guarded, tensor_progress
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from sdonnx.optimize import OptimizeReport
+    from sdonnx.optimize import OptimizeReport, OptimizeRequest, Progress
 
-__all__ = ["add_arguments", "fusion_table", "main", "run"]
+__all__ = ["add_arguments", "automatic_lines", "fusion_table", "main", "run"]
+
+_AUTO = "auto"
 
 # What a reader of the table looks for, in the order of the stages.
 _SHOWN = (
@@ -86,8 +89,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=[],
         metavar="COMPONENT:WHAT",
-        help="what stays in float32: an operator (unet:MultiHeadAttention) or a module (unet:mid_block.*)",
+        help="what stays in float32: an operator (unet:MultiHeadAttention) or a module (unet:mid_block.*); auto finds "
+        "the smallest set that draws what float32 does",
     )
+    precision.add_argument("--auto_prompts", type=Path, metavar="FILE", help="with auto: what to draw, a prompt a line")
+    precision.add_argument("--auto_steps", type=int, metavar="N", help="with auto: denoising steps of each (4)")
+    precision.add_argument("--auto_size", type=int, metavar="PIXELS", help="with auto: their size (the pipeline's own)")
     precision.add_argument(
         "--bfloat16",
         action="store_true",
@@ -131,32 +138,90 @@ def fusion_table(report: OptimizeReport) -> Table:
     return table
 
 
+def automatic_lines(found: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what `--force_fp32_ops auto` keeps out of fp16, why, and what it costs."""
+    for name, each in found["components"].items():
+        nodes, of = each["nodes"]
+        errors = f"error {each['error']['relative']:.1e}, of fp16's precision alone {each['ideal']['relative']:.1e}"
+        if not each["kept"]:
+            yield f"{name}: nothing; {errors}"
+            continue
+        cost = "{1:.2f} -> {0:.2f} ms a call, ".format(*each["milliseconds"]) if each["milliseconds"] else ""
+        most = "" if each["smallest"] else "; the trials came to an end, a smaller set may do"
+        yield f"{name}: {nodes} of {of} nodes, {cost}{errors}{most}"
+        for kept in each["kept"]:
+            reason = kept["reason"]
+            seen = "" if reason["most"] is None else f" of {reason['value']}, up to {reason['most']:.2g}"
+            yield f"  {name}:{kept['pattern']} ({kept['nodes']}): {reason['kind']}{seen}"
+    decibels = [value for value in found["psnr_db"] if value is not None]
+    images = f"{min(decibels):.1f} dB and more from float32" if decibels else "the pixels of float32"
+    how = "in fp16 that was emulated on the CPU" if found["emulated"] else "on the GPU"
+    yield f"{len(found['psnr_db'])} images {how}: {images}; {found['seconds']:.0f} s in all"
+
+
+def _optimized(options: argparse.Namespace) -> OptimizeReport:
+    from sdonnx.optimize import OptimizeRequest, optimize_request
+
+    request = OptimizeRequest(
+        provider=options.provider,
+        float16=options.float16,
+        force_fp32_ops=tuple(options.force_fp32_ops),
+        bfloat16=options.bfloat16,
+        attention_layout=options.attention_layout,
+        disabled=tuple(sorted(name for name in _DISABLE if getattr(options, f"disable_{name}"))),
+        inspect=options.inspect,
+    )
+    asked = {name: getattr(options, f"auto_{name}") for name in ("prompts", "steps", "size")}
+    with tensor_progress() as told:
+        if _AUTO in options.force_fp32_ops:
+            return _automatic(options, request, asked, told)
+        for name, value in asked.items():
+            if value is not None:
+                raise OptionError(f"--auto_{name} without --force_fp32_ops auto", "both", f"leave out --auto_{name}")
+        return optimize_request(options.input, options.output, request, options.overwrite, told)
+
+
+def _automatic(
+    options: argparse.Namespace, request: OptimizeRequest, asked: Mapping[str, Any], told: Progress
+) -> OptimizeReport:
+    from sdonnx.automatic.optimizer import optimize_automatically
+    from sdonnx.automatic.recording import Drawing
+
+    usual = Drawing()
+    for name in ("steps", "size"):
+        if asked[name] is not None and asked[name] < 1:
+            raise OptionError(f"--auto_{name} {asked[name]}", "a number from 1 on", "pass another")
+    drawing = Drawing(
+        usual.prompts if asked["prompts"] is None else read_prompts(asked["prompts"]),
+        asked["steps"] or usual.steps,
+        asked["size"],
+    )
+    return optimize_automatically(
+        options.input,
+        options.output,
+        request,
+        drawing,
+        overwrite=options.overwrite,
+        progress=told,
+        told=lambda text: told(text, 0, 0),
+    )
+
+
 def run(options: argparse.Namespace) -> int:
     """Run the command."""
-    from sdonnx.optimize import optimize_folder
-
     if options.use_group_norm_channels_first:
         raise OptionError(
             "--use_group_norm_channels_first was asked for",
             "channels last, the only order that GroupNorm's CUDA kernels read",
             "leave it out; --disable_group_norm keeps the norms as they are",
         )
-    with tensor_progress() as told:
-        report = optimize_folder(
-            options.input,
-            options.output,
-            provider=options.provider,
-            float16=options.float16,
-            force_fp32_ops=options.force_fp32_ops,
-            bfloat16=options.bfloat16,
-            attention_layout=options.attention_layout,
-            disabled=[name for name in _DISABLE if getattr(options, f"disable_{name}")],
-            inspect=options.inspect,
-            overwrite=options.overwrite,
-            progress=told,
-        )
+    report = _optimized(options)
     out = console()
     out.print(fusion_table(report))
+    if report.automatic is not None:
+        out.print("kept out of fp16:")
+        for line in automatic_lines(report.automatic):
+            out.print(line, markup=False, highlight=False)
     for component in report.components.values():
         for warning in component.warnings:
             out.print(f"[yellow]warning[/yellow]: {component.name}: {escape(warning)}")

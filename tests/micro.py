@@ -36,12 +36,12 @@ _CHANGES: dict[str, dict[str, Any]] = {
 }
 
 
-def write_micro(folder: Path) -> Path:
-    """Write Stable Diffusion with 32 channels, a diffusers folder; return it."""
+def write_micro(folder: Path, overflow: str | None = None) -> Path:
+    """Write Stable Diffusion with 32 channels, a diffusers folder, of which something may overflow fp16; return it."""
     tiny = sample.ARCHITECTURES["tiny"]
     networks = {
         name: replace(network, config={**network.config, **_CHANGES[name]}) for name, network in tiny.networks.items()
     }
     with mock.patch.object(sample, "ARCHITECTURES", {"micro": replace(tiny, networks=networks)}):
-        sample.write_sample("micro", folder)
+        sample.write_sample("micro", folder, overflow=overflow)
     return folder

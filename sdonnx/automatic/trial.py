@@ -21,9 +21,11 @@ from sdonnx.runtime.device import Device
 from sdonnx.runtime.session import Graph
 from sdonnx.runtime.worker import device_thread
 
-__all__ = ["Component", "Error", "Range"]
+__all__ = ["Component", "Error", "Range", "duration"]
 
 _TRIAL = "trial.onnx"
+
+_WARM_UPS, _TIMED = 3, 10  # calls, before the clock counts and while it does
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,28 @@ class Error:
     finite: bool
 
 
+def duration(graph: Graph, feeds: Feeds, outputs: Feeds) -> float:
+    """Return the milliseconds that a call of a graph takes, the mean of some behind one another.
+
+    Args:
+        graph: the graph.
+        feeds: what it is given.
+        outputs: arrays of the shapes that it gives.
+    """
+    device = graph.device
+    given = {name: device.upload(feeds[name].astype(graph.dtype(name))) for name in graph.inputs}
+    made = {name: device.empty(outputs[name].shape, graph.dtype(name)) for name in graph.outputs}
+    run = graph.bind(given | made)
+    for _ in range(_WARM_UPS):
+        run()
+    start = device.mark()
+    for _ in range(_TIMED):
+        run()
+    end = device.mark()
+    device.synchronize()
+    return device.milliseconds(start, end) / _TIMED
+
+
 class Component:
     """A component in float32 and what it was given.
 
@@ -70,9 +94,15 @@ class Component:
         self, folder: Path, spec: ComponentSpec, feeds: Sequence[Feeds], device: Device, fallback: ir.DataType
     ) -> None:
         self.spec = spec
+        self.fallback = fallback
         self.trials = 0
-        self._folder, self._feeds, self._device, self._fallback = folder, feeds, device, fallback
+        self._folder, self._feeds, self._device = folder, feeds, device
         self._reference: list[Feeds] = []
+
+    @property
+    def is_emulated(self) -> bool:
+        """Whether fp16 is emulated in float32."""
+        return self._device.provider == "cpu"
 
     def graph(self) -> ir.Graph:
         """Return the graph in float32."""
@@ -109,18 +139,32 @@ class Component:
         """Return the error of fp16 where all but what is kept computes in it; after `ranges`."""
         self.trials += 1
         model = self._converted(kept)
-        if self._device.provider == "cpu":
+        if self.is_emulated:
             Widen()(model)
         return self._compared(self._run(model))
 
+    def milliseconds(self, kept: Sequence[str]) -> float | None:
+        """Return how long a call takes with that kept, None on a CPU, where fp16 is emulated; after `ranges`."""
+        if self.is_emulated:
+            return None
+        model = self._converted(kept)
+        tidy(model)
+        ir.save(model, self._folder / _TRIAL)
+
+        def run() -> float:
+            graph = Graph(self._folder / _TRIAL, self._device)
+            return duration(graph, self._feeds[0], self._reference[0])
+
+        return device_thread(self._device).run(run)
+
     def _converted(self, kept: Sequence[str]) -> ir.Model:
         model = ir.load(self._folder / ONNX_MODEL)
-        policy = PrecisionPolicy(float32=tuple(kept), fallback=self._fallback)
+        policy = PrecisionPolicy(float32=tuple(kept), fallback=self.fallback)
         ConvertPrecision(policy, self.spec, cast_weights=True)(model)
         return model
 
     def _run(self, model: ir.Model) -> list[Feeds]:
-        if self._device.provider == "cpu":
+        if self.is_emulated:
             LowerContribOperators()(model)
         tidy(model)
         ir.save(model, self._folder / _TRIAL)

@@ -1,0 +1,544 @@
+"""`--force_fp32_ops auto`, on pipelines made to overflow fp16 and judged by torch, diffusers and onnx.reference."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shutil
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import diffusers
+import numpy as np
+import numpy.typing as npt
+import onnx_ir as ir
+import pytest
+import torch
+from graphs import graph, normal
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+from micro import write_micro
+from onnx.reference import ReferenceEvaluator
+from pipelines import refused
+from recording import Note
+
+from sdonnx import optimize_pipeline
+from sdonnx.automatic import search as searching
+from sdonnx.automatic.emulation import Monitor, Widen, narrow_places, round_mantissa, write_emulated
+from sdonnx.automatic.optimizer import optimize_automatically
+from sdonnx.automatic.recording import Drawing, draw
+from sdonnx.automatic.search import Reason, search
+from sdonnx.automatic.trial import Component, Error, Range, duration
+from sdonnx.errors import OptionError, PrecisionError
+from sdonnx.export.pipeline import export_pipeline
+from sdonnx.families import ComponentSpec, Role, family_of
+from sdonnx.folder import PipelineFolder
+from sdonnx.optimize import OptimizeRequest, optimize_folder
+from sdonnx.parity import psnr, relative_error
+from sdonnx.precision import ConvertPrecision, PrecisionPolicy
+from sdonnx.runtime.device import device_for
+from sdonnx.runtime.pipeline import NotFiniteWarning, OrtDiffusionPipeline
+from sdonnx.runtime.session import Graph
+from sdonnx.sample import write_sample
+from sdonnx.sample.overflow import OVERFLOWS
+
+Array = npt.NDArray[Any]
+
+HALF, FLOAT = ir.DataType.FLOAT16, ir.DataType.FLOAT
+UNET = ComponentSpec("unet", "unet", Role.DENOISER, (), ())
+FP16 = OptimizeRequest(float16=True)
+SHORT = Drawing(prompts=("a fox",), steps=2)
+SIZE = 64
+
+# What of which pipeline overflows, the component, and the modules that may be kept for it.
+OF: dict[str, tuple[str, str]] = {
+    "attention": ("unet", r"unet:.*attn1(\.to_q|\.to_k)?$"),
+    "vae": ("vae_decoder", r"vae_decoder:decoder\.(up_blocks\.|conv_act|conv_norm_out|mid_block\.|conv_in)"),
+    "t5": ("text_encoder", r"text_encoder:encoder\.block\..*DenseReluDense(\.wi_1|\.wo)?$"),
+}
+
+
+def write_overflowing(kind: str | None, folder: Path, arch: str) -> Path:
+    if arch == "micro":
+        return write_micro(folder, kind)
+    write_sample(arch, folder, overflow=kind)
+    return folder
+
+
+def evaluated(model: ir.Model, feeds: Mapping[str, Array]) -> dict[str, Array]:
+    """Return what the standard's own evaluator, in numpy, gives."""
+    proto = ir.to_proto(model)
+    results = ReferenceEvaluator(proto).run(None, dict(feeds))
+    return dict(zip((value.name for value in proto.graph.output), results, strict=True))
+
+
+class Case:
+    """A pipeline that overflows, and what was made of it."""
+
+    def __init__(self, kind: str, folder: Path) -> None:
+        self.kind, self.folder = kind, folder
+        self.arch = "pixart-tiny" if kind == "t5" else "micro"
+        self.torch = write_overflowing(kind, folder / "torch", self.arch)
+        self.onnx = folder / "onnx"
+        export_pipeline(self.torch, self.onnx)
+        self.component, self.expected = OF[kind]
+
+    def optimized(self, name: str, *kept: str) -> Path:
+        """Return a folder in fp16, emulated on the CPU, with that kept in float32."""
+        optimize_folder(self.onnx, self.folder / name, float16=True, force_fp32_ops=kept, overwrite=True)
+        return self.emulated(name)
+
+    def emulated(self, name: str) -> Path:
+        folder = self.folder / name
+        names = [path.name for path in folder.iterdir() if (path / "model.onnx").is_file()]
+        shutil.rmtree(self.folder / f"{name}-cpu", ignore_errors=True)
+        return write_emulated(folder, self.folder / f"{name}-cpu", names)
+
+    def automatic(self) -> Path:
+        """Return the folder that auto makes, made once."""
+        if not (self.folder / "auto").exists():
+            optimize_automatically(self.onnx, self.folder / "auto", FP16, SHORT)
+        return self.folder / "auto"
+
+
+@pytest.fixture(scope="module", params=OVERFLOWS)
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    return Case(request.param, tmp_path_factory.mktemp(request.param))
+
+
+def drawn(folder: Path) -> Array:
+    with OrtDiffusionPipeline.from_pretrained(folder, "cpu") as pipeline:
+        image: Array = pipeline("a fox", num_inference_steps=2, seed=0, output_type="np").images[0]
+    return image
+
+
+def drawn_by_torch(folder: Path, dtype: torch.dtype) -> Array:
+    level = diffusers.utils.logging.get_verbosity()
+    diffusers.utils.logging.set_verbosity_error()  # of fp16 on a CPU
+    try:
+        pipeline: Any = diffusers.DiffusionPipeline.from_pretrained(folder, torch_dtype=dtype)
+        pipeline.set_progress_bar_config(disable=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)  # of NaN in pixels
+            noise = torch.Generator().manual_seed(0)
+            image = pipeline("a fox", num_inference_steps=2, generator=noise, output_type="np").images[0]
+    finally:
+        diffusers.utils.logging.set_verbosity(level)
+    return np.asarray(image)
+
+
+# --- sample pipelines that overflow -----------------------------------------------------------------------------------
+
+
+def test_what_overflows_draws_the_same_in_float32(case: Case, tmp_path: Path) -> None:
+    plain = write_overflowing(None, tmp_path / "plain", case.arch)
+    image = drawn_by_torch(case.torch, torch.float32)
+    assert psnr(image, drawn_by_torch(plain, torch.float32)) > 70
+
+
+def test_what_overflows_is_lost_in_torch_s_fp16_too(case: Case) -> None:
+    assert not np.isfinite(drawn_by_torch(case.torch, torch.float16)).all()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [(("tiny", "t5"), ("t5", "PixArt")), (("tiny", "everything"), ("everything", "attention, vae, t5"))],
+)
+def test_an_overflow_that_is_not_there(arguments: tuple[str, str], words: Sequence[str], tmp_path: Path) -> None:
+    with refused(OptionError, *words):
+        write_sample(arguments[0], tmp_path / "out", overflow=arguments[1])
+    assert not (tmp_path / "out").exists()
+
+
+# --- fp16 in float32 --------------------------------------------------------------------------------------------------
+
+halves = arrays.arrays(np.float16, (3, 4), elements=st.floats(-1000, 1000, width=16))
+
+
+@given(halves, halves)
+@settings(deadline=None, max_examples=50)
+def test_elements_are_rounded_as_the_standard_s_fp16_is(x: Any, w: Any) -> None:
+    """Infinity included: products reach a million."""
+    model = graph("float[3,4] x, float[3,4] w", "float[3,4] y", "a = Mul(x, w) b = Add(a, w) y = Sub(b, x)")
+    ConvertPrecision(PrecisionPolicy(), UNET)(model)
+    with np.errstate(all="ignore"):
+        expected = evaluated(model, {"x": x, "w": w})["y"]
+        Widen()(model)
+        assert {value.dtype for node in model.graph for value in node.outputs} >= {FLOAT}
+        found = evaluated(model, {"x": x.astype(np.float32), "w": w.astype(np.float32)})["y"]
+    assert found.dtype == np.float32
+    np.testing.assert_array_equal(found, expected.astype(np.float32))
+
+
+@given(arrays.arrays(np.float32, 5, elements=st.floats(2.0**-10, 60000, width=32)), st.integers(-60, 60))
+@settings(deadline=None, max_examples=50)
+def test_the_mantissa_is_that_of_fp16_at_any_size(x: Any, power: int) -> None:
+    model = graph("float[5] x", "float[5] y", "y = Identity(x)")
+    ConvertPrecision(PrecisionPolicy(), UNET)(model)
+    Widen(round_mantissa)(model)
+    scale = np.float32(2.0**power)
+    found = evaluated(model, {"x": x * scale})["y"]
+    np.testing.assert_array_equal(found, x.astype(np.float16).astype(np.float32) * scale)
+
+
+def test_a_weight_in_fp16_stays_one() -> None:
+    w = normal(4, 4)
+    model = graph("float[2,4] x", "float[2,4] y", "y = MatMul(x, w)", w=w)
+    ConvertPrecision(PrecisionPolicy(), UNET)(model)
+    Widen()(model)
+    x = normal(2, 4, seed=1).astype(np.float16).astype(np.float32)
+    exact = (x.astype(np.float64) @ w.astype(np.float16).astype(np.float64)).astype(np.float16)
+    np.testing.assert_array_equal(evaluated(model, {"x": x})["y"], exact.astype(np.float32))
+    assert next(iter(model.graph.initializers.values())).dtype == HALF
+
+
+def test_the_emulated_component_has_the_error_of_torch_s_fp16(case: Case, tmp_path: Path) -> None:
+    """Of a component that does not overflow, on what it was given while an image was drawn."""
+    if case.kind != "vae":
+        pytest.skip("one pipeline will do")
+    optimize_folder(case.onnx, tmp_path / "wide")
+    names = ["text_encoder", "unet", "vae_encoder", "vae_decoder"]
+    recorded = draw(write_emulated(tmp_path / "wide", tmp_path / "cpu", names), "cpu", SHORT)
+    component = Component(tmp_path / "wide" / "unet", UNET, recorded.feeds["unet"], device_for("cpu"), FLOAT)
+    component.ranges(())
+    found = component.error(()).relative
+    module: Any = diffusers.UNet2DConditionModel
+    wide = module.from_pretrained(case.torch, subfolder="unet")
+    half = module.from_pretrained(case.torch, subfolder="unet", torch_dtype=torch.float16)
+    errors = []
+    for feeds in recorded.feeds["unet"]:
+        outputs = []
+        for network in (wide, half):
+            values = [torch.from_numpy(feeds[name]).to(network.dtype) for name in ("sample", "encoder_hidden_states")]
+            with torch.inference_mode():
+                prediction = network(values[0], float(feeds["timestep"][0]), values[1]).sample
+            outputs.append(prediction.float().numpy())
+        errors.append(relative_error(outputs[1], outputs[0]))
+    assert max(errors) / 2 < found < 2 * max(errors)
+    assert component.ideal_error(()).relative == pytest.approx(found, rel=0.2)
+    assert component.milliseconds(()) is None
+
+
+# --- ranges -----------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_seen_of_a_value() -> None:
+    w = np.array([1.0, 3.0], np.float32) * 2.0**15
+    model = graph("float[2] x", "float[2] y", "a = Mul(x, w) b = Mul(a, v) y = Tanh(b)", w=w, v=np.float32(2.0**-40))
+    ConvertPrecision(PrecisionPolicy(), UNET, cast_weights=True)(model)
+    places = narrow_places(model)
+    monitor = Monitor()
+    Widen(monitor)(model)
+    monitor.give_out(model.graph)
+    found = evaluated(model, {"x": np.array([1.0, -2.0], np.float32)})
+    seen = {places[name].name: index for index, name in enumerate(monitor.names) if name in places}
+    most, lost, whole = (found[name] for name in ("most", "lost", "all"))
+    assert most[seen["a"]] == 6 * 2.0**15
+    assert math.isinf(lost[seen["a"]])  # 196608 is beyond fp16
+    assert lost[seen["w"]] == math.inf  # 98304 too
+    assert lost[seen["v"]] == whole[seen["v"]] == np.float32(2.0**-40)  # 2**-40 becomes 0
+    assert most[seen["b"]] == 6 * 2.0**-25
+    # 2**-25 is half of the least number and becomes 0, the even one; 6 * 2**-25 stays.
+    assert lost[seen["b"]] == np.float32(2.0**-25)
+    maker, readers = places["a"].maker, places["a"].readers
+    assert maker is not None
+    assert (maker.op_type, [node.op_type for node in readers]) == ("Mul", ["Mul"])
+    assert places[next(name for name in places if places[name].name == "w")].maker is None
+
+
+def test_places_see_through_casts() -> None:
+    """What is kept wide reads the value behind a cast; it is no reader that overflows."""
+    model = graph("float[2] x", "float[2] y", "a = Tanh(x) b = Exp(a) y = Add(a, b)")
+    ConvertPrecision(PrecisionPolicy(float32=("Exp",)), UNET, cast_weights=True)(model)
+    assert [node.op_type for node in narrow_places(model)["a"].readers] == ["Add"]
+
+
+# --- the search -------------------------------------------------------------------------------------------------------
+
+
+class Simulated:
+    """A component whose errors are told by a function of what is kept, in errors of fp16's precision alone."""
+
+    fallback = FLOAT
+
+    def __init__(self, body: str, bad: Mapping[str, float], error: Callable[[set[str]], float]) -> None:
+        self.spec = UNET
+        self.model = graph("float[B,4] x", "float[B,4] y", body)
+        for node in self.model.graph:
+            node.metadata_props["module"] = node.outputs[0].name or ""
+        self.bad, self._error = bad, error
+        self.trials = 0
+
+    def graph(self) -> ir.Graph:
+        return self.model.graph
+
+    def ranges(self, kept: Sequence[str]) -> list[Range]:
+        model = self.model.clone()
+        ConvertPrecision(PrecisionPolicy(float32=tuple(kept)), UNET, cast_weights=True)(model)
+        places = narrow_places(model)
+        return [Range(place, 1.0, self.bad.get(name, 0.0)) for name, place in places.items()]
+
+    def ideal_error(self, kept: Sequence[str]) -> Error:
+        return Error(1e-3, True)
+
+    def error(self, kept: Sequence[str]) -> Error:
+        self.trials += 1
+        times = self._error(set(kept))
+        return Error(1e-3 * times, math.isfinite(times))
+
+    def milliseconds(self, kept: Sequence[str]) -> float | None:
+        return 1.0 + len(kept)
+
+
+CHAIN = "a = Tanh(x) b = Exp(a) c = Relu(b) d = Sigmoid(c) y = Neg(d)"
+
+
+def searched(simulated: Simulated, *given: str) -> searching.Search:
+    component: Any = simulated
+    return search(component, given)
+
+
+def test_nothing_is_kept_where_fp16_is_right() -> None:
+    found = searched(Simulated(CHAIN, {"b": math.inf}, lambda kept: 1.0))
+    assert (found.kept, found.trials, found.smallest, found.nodes) == ((), 1, True, (0, 5))
+
+
+def test_what_overflows_is_kept_and_no_more() -> None:
+    """b overflows, where b and c touch it; d loses half, and does no harm."""
+    bad = {"b": math.inf, "d": 0.5}
+    found = searched(Simulated(CHAIN, bad, lambda kept: 1.0 if {"b", "c"} <= kept else math.inf))
+    assert [(each.pattern, each.nodes, each.reason) for each in found.kept] == [
+        ("b", 1, Reason("overflow", "b", 1.0)), ("c", 1, Reason("overflow", "b", 1.0))
+    ]  # fmt: skip
+    assert found.smallest
+    assert found.nodes == (2, 5)
+    assert found.milliseconds == (3.0, 1.0)
+    assert math.isinf(found.plain.relative)
+    assert found.error.relative == 1e-3
+
+
+def test_what_is_asked_for_anyway_is_kept_and_not_named_again() -> None:
+    simulated = Simulated(CHAIN, {"b": math.inf}, lambda kept: 1.0 if {"b", "c"} <= kept else math.inf)
+    assert [each.pattern for each in searched(simulated, "b").kept] == []  # c then reads a wide value and hands on one
+    simulated = Simulated(CHAIN, {"b": math.inf, "d": math.inf}, lambda kept: 1.0 if {"b", "d"} <= kept else math.inf)
+    assert [each.pattern for each in searched(simulated, "b").kept] == ["d"]
+
+
+def test_a_kernel_that_is_wrong_without_a_value_beyond_the_range_is_found() -> None:
+    found = searched(Simulated(CHAIN, {}, lambda kept: 1.0 if "Relu" in kept else math.inf))
+    assert [(each.pattern, each.reason.kind) for each in found.kept] == [("Relu", "error")]
+
+
+def test_errors_that_add_up_are_not_all_let_go() -> None:
+    """Each of two losses alone is within the limit, both are not."""
+    bad = {"b": 0.5, "d": 0.5}
+    needed = {"b": 0.8, "y": 0.8}
+    simulated = Simulated(CHAIN, bad, lambda kept: 1.0 + sum(cost for name, cost in needed.items() if name not in kept))
+    found = searched(simulated)
+    assert len({each.pattern for each in found.kept} & needed.keys()) == 1
+    assert found.error.relative <= 2e-3
+
+
+def test_a_component_that_is_wrong_in_float32_too_is_refused() -> None:
+    with refused(PrecisionError, "unet", "all operators"):
+        searched(Simulated(CHAIN, {"b": math.inf}, lambda kept: 9.0))
+
+
+def test_trials_come_to_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(searching, "_MOST_TRIALS", 3)
+    bad = {"b": math.inf, "d": 0.5}
+    found = searched(Simulated(CHAIN, bad, lambda kept: 1.0 if {"b", "c"} <= kept else math.inf))
+    assert not found.smallest
+    assert {"b", "c"} <= {each.pattern for each in found.kept}
+
+
+def test_numbers_are_joined_where_they_name_nothing_else() -> None:
+    model = graph("float[B,4] x", "float[B,4] y", CHAIN)
+    for node, path in zip(model.graph, ("up.0.q", "up.1.q", "up.2.attn1", "up.3.attn2", "up.4.q"), strict=True):
+        node.metadata_props["module"] = path
+    reason = Reason("overflow", "v", 1.0)
+    named = searching._groups(model.graph, dict.fromkeys(("up.0.q", "up.1.q", "up.4.q", "up.2.attn1"), reason))
+    assert {joint: set(members) for joint, members in named.items()} == {
+        "up.*.q": {"up.0.q", "up.1.q", "up.4.q"}, "up.2.attn1": {"up.2.attn1"}
+    }  # fmt: skip
+    apart = searching._groups(model.graph, dict.fromkeys(("up.0.q", "up.1.q"), reason))
+    assert set(apart) == {"up.0.q", "up.1.q"}  # up.*.q names up.4.q too
+
+
+def test_how_long_a_call_takes(tmp_path: Path) -> None:
+    model = graph("float[B,4] x", "float[B,4] y", "y = Tanh(x)")
+    ir.save(model, tmp_path / "model.onnx")
+    device = device_for("cpu")
+    values = {"x": normal(2, 4)}
+    start = time.perf_counter()
+    milliseconds = duration(Graph(tmp_path / "model.onnx", device), values, {"y": normal(2, 4)})
+    assert 0 < milliseconds < 1e3 * (time.perf_counter() - start)
+
+
+# --- whole pipelines --------------------------------------------------------------------------------------------------
+
+
+def test_plain_fp16_draws_nothing_and_says_so(case: Case) -> None:
+    with pytest.warns(NotFiniteWarning, match="NaN or infinity"):
+        image = drawn(case.optimized("plain"))
+    assert not np.isfinite(image).all()
+
+
+def test_auto_draws_the_image(case: Case) -> None:
+    folder = case.automatic()
+    report = json.loads((folder / "sdonnx.json").read_text())
+    kept = report["options"]["force_fp32_ops"]
+    assert kept
+    assert [each for each in kept if not re.match(case.expected, each)] == []
+    found = report["automatic"]
+    assert found["emulated"]
+    assert min(found["psnr_db"]) > 50
+    for name, each in found["components"].items():
+        assert each["smallest"]
+        assert bool(each["kept"]) == (name == case.component)
+        assert each["plain"]["finite"] == (name != case.component)
+        assert each["error"]["relative"] <= 2 * each["ideal"]["relative"]
+    reasons = [each["reason"] for each in found["components"][case.component]["kept"]]
+    assert max(reason["most"] for reason in reasons if reason["kind"] == "overflow") > 65504
+    # Of the folder itself, without a warning, beside diffusers in float32.
+    assert psnr(drawn(case.emulated("auto")), drawn_by_torch(case.torch, torch.float32)) > 50
+
+
+def test_nothing_can_be_left_out(case: Case) -> None:
+    """Each pattern of the set is needed: without it images are lost, or the component's error is beyond the limit."""
+    report = json.loads((case.automatic() / "sdonnx.json").read_text())
+    kept = report["options"]["force_fp32_ops"]
+    reasons = {each["pattern"]: each["reason"] for each in report["automatic"]["components"][case.component]["kept"]}
+    for pattern in kept:
+        if reasons[pattern.partition(":")[2]]["kind"] != "overflow":
+            continue
+        with pytest.warns(NotFiniteWarning):
+            drawn(case.optimized("less", *(each for each in kept if each != pattern)))
+
+
+def test_the_folder_is_made_again_by_what_was_found(case: Case) -> None:
+    folder = case.automatic()
+    kept = json.loads((folder / "sdonnx.json").read_text())["options"]["force_fp32_ops"]
+    case.optimized("again", *kept)
+    graphs = sorted(path.relative_to(folder) for path in folder.rglob("*.onnx*"))
+    assert graphs
+    for path in graphs:
+        assert (case.folder / "again" / path).read_bytes() == (folder / path).read_bytes()
+
+
+def test_attention_by_hand(case: Case) -> None:
+    """The set that ONNX Runtime's script was given by hand: the products before attention are kept with it."""
+    if case.kind != "attention":
+        pytest.skip("of attention alone")
+    image = drawn(case.optimized("by_hand", "unet:MultiHeadAttention"))
+    assert psnr(image, drawn_by_torch(case.torch, torch.float32)) > 50
+
+
+def test_bfloat16_has_the_range_too(case: Case) -> None:
+    if case.kind != "t5":
+        pytest.skip("the products of T5 have kernels for bfloat16")
+    request = OptimizeRequest(float16=True, bfloat16=True, force_fp32_ops=("auto",))
+    report = optimize_automatically(case.onnx, case.folder / "brain", request, SHORT)
+    assert report.automatic is not None
+    found = report.automatic["components"]["text_encoder"]
+    assert found["kept"]
+    assert found["error"]["relative"] > 2 * found["ideal"]["relative"]
+    assert report.options["bfloat16"]
+
+
+def test_the_command(case: Case, capsys: pytest.CaptureFixture[str]) -> None:
+    if case.kind != "t5":
+        pytest.skip("one pipeline will do")
+    prompts = case.folder / "prompts.txt"
+    prompts.write_text("a fox\n\na bear\n", encoding="utf-8")
+    out = case.folder / "commanded"
+    options = ["--auto_prompts", str(prompts), "--auto_steps", "2", "--auto_size", str(SIZE)]
+    arguments = ["-i", str(case.onnx), "-o", str(out), "--float16", "--force_fp32_ops"]
+    assert optimize_pipeline.main([*arguments, "transformer:proj_out", "auto", *options]) == 0
+    shown = capsys.readouterr().out
+    assert "overflow of" in shown
+    assert "2 images in fp16 that was emulated on the CPU" in shown
+    report = json.loads((out / "sdonnx.json").read_text())
+    assert "transformer:proj_out" in report["options"]["force_fp32_ops"]
+    assert report["automatic"]["drawing"] == {"prompts": ["a fox", "a bear"], "steps": 2, "size": SIZE, "seed": 0}
+    assert sorted(path.name for path in case.folder.iterdir() if path.name.startswith(".")) == [".commanded.lock"]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--force_fp32_ops", "auto"], ["--force_fp32_ops", "--float16"]),
+        (["--float16", "--auto_steps", "3"], ["--auto_steps", "--force_fp32_ops auto"]),
+        (["--float16", "--force_fp32_ops", "auto", "--auto_steps", "0"], ["--auto_steps 0"]),
+        (["--float16", "--force_fp32_ops", "auto", "--auto_prompts", "missing.txt"], ["missing.txt"]),
+        (["--float16", "--force_fp32_ops", "auto", "nonsense:Conv"], ["nonsense:Conv", "unet"]),
+        (["--float16", "--force_fp32_ops", "auto", "--provider", "cpu"], ["CPU"]),
+        (["--float16", "--force_fp32_ops", "auto", "--auto_size", "63"], ["63"]),
+    ],
+)
+def test_bad_options(
+    options: list[str], words: list[str], micro_exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert optimize_pipeline.main(["-i", str(micro_exported), "-o", str(tmp_path / "out"), *options]) == 2
+    told = capsys.readouterr().err
+    assert [word for word in words if word not in told] == []
+    assert [path.name for path in tmp_path.iterdir() if not path.name.endswith(".lock")] == []
+
+
+def test_a_pipeline_that_is_lost_in_float32_too(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    write_micro(tmp_path / "torch")
+    file = tmp_path / "torch" / "unet" / "diffusion_pytorch_model.safetensors"
+    weights = load_file(file)
+    weights["conv_out.bias"] += torch.inf
+    save_file(weights, file, metadata={"format": "pt"})
+    export_pipeline(tmp_path / "torch", tmp_path / "onnx")
+    with refused(PrecisionError, "in float32 too"):
+        optimize_automatically(tmp_path / "onnx", tmp_path / "out", FP16, SHORT)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".out.lock", "onnx", "torch"]
+
+
+def test_every_component_is_given_what_it_takes(tmp_path: Path) -> None:
+    """Of Stable Diffusion XL with IP-Adapters: two text encoders, sizes, images and scales."""
+    write_sample("sdxl-tiny-ip-adapter", tmp_path / "torch")
+    adapters = sorted((tmp_path / "torch" / "ip_adapter").glob("*.safetensors"))
+    export_pipeline(tmp_path / "torch", tmp_path / "onnx", ip_adapters=adapters)
+    report = optimize_automatically(tmp_path / "onnx", tmp_path / "auto", FP16, SHORT)
+    assert report.automatic is not None
+    family = family_of(PipelineFolder.open(tmp_path / "onnx"))
+    upcast = {"vae_encoder", "vae_decoder"}  # in float32 by the configuration
+    assert report.automatic["components"].keys() == {spec.name for spec in family.components} - upcast
+    assert all(each["kept"] == [] for each in report.automatic["components"].values())
+
+
+# --- full size --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["attention", "vae"])
+def test_stable_diffusion_2_1(kind: str, tmp_path: Path, note: Note) -> None:
+    """On the command line, in its own process; 256 pixels, which a CPU draws in seconds a step."""
+    write_sample("sd21", tmp_path / "torch", overflow=kind)
+    export_pipeline(tmp_path / "torch", tmp_path / "onnx")
+    shutil.rmtree(tmp_path / "torch")
+    start = time.monotonic()
+    command = [sys.executable, "-m", "sdonnx.optimize_pipeline", "-i", str(tmp_path / "onnx"), "-o",
+               str(tmp_path / "auto"), "--float16", "--force_fp32_ops", "auto", "--auto_size", "256"]  # fmt: skip
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    seconds = time.monotonic() - start
+    found = json.loads((tmp_path / "auto" / "sdonnx.json").read_text())["automatic"]
+    note("overflow", {"pipeline": "sd21", "overflow": kind, "seconds": round(seconds, 1), **found})
+    assert min(found["psnr_db"]) > 35
+    component, _ = OF[kind]
+    assert [name for name, each in found["components"].items() if each["kept"]] == [component]
+    assert not found["components"][component]["plain"]["finite"]
+    assert SimpleNamespace(**found["components"][component]).smallest
