@@ -355,7 +355,7 @@ def _converted(graph: ir.Graph, value: ir.Value, dtype: ir.DataType) -> ir.Value
             raise WeightsError(
                 f"the weight {value.name} reaches {np.abs(wide).max():g}, beyond the range of {dtype}",
                 "weights that the reduced precision can hold",
-                "keep the operator that reads it in float32 with --force_fp32_ops",
+                "keep what reads it in float32 with --force_fp32_ops, or let --force_fp32_ops auto find it",
             )
         return narrow
 

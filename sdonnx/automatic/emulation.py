@@ -129,8 +129,8 @@ class Place:
     """A value that fp16 holds, or a weight.
 
     Attributes:
-        name: the value's, or the weight's.
-        maker: the node that computes it; None for a weight.
+        name: the value's, or that of the weight or wider value that is cast to it.
+        maker: the node that computes it; None for one that is cast.
         readers: the nodes that read it.
     """
 
@@ -150,10 +150,8 @@ def narrow_places(model: ir.Model) -> dict[str, Place]:
             if value.dtype not in _NARROW:
                 continue
             source = node.inputs[0] if node.op_type == "Cast" else None
-            is_weight = source is not None and source.is_initializer()
             readers = tuple(use.node for use in value.uses() if use.node.op_type != "Cast")
-            name = source.name if is_weight and source is not None else value.name
-            maker = None if is_weight or node.op_type == "Cast" else node
+            name, maker = (value.name, node) if source is None else (source.name, None)
             places[str(value.name)] = Place(str(name), maker, readers)
     return places
 

@@ -429,9 +429,8 @@ class OrtDiffusionPipeline:
         pictures, found, broken = self._run(job, self.interrupt)
         if broken:
             warnings.warn(
-                f"{broken} of {shape.batch} images hold NaN or infinity, which look black; expected numbers; find with "
-                f"python -m sdonnx verify {self.folder.path} which component makes them, and keep it in float32 with "
-                "--force_fp32_ops",
+                f"{broken} of {shape.batch} images hold NaN or infinity, which look black; expected numbers; optimize "
+                "the exported pipeline again with --force_fp32_ops auto, which finds what must stay in float32",
                 NotFiniteWarning,
                 stacklevel=2,
             )

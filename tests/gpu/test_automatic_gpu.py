@@ -1,0 +1,59 @@
+"""`--force_fp32_ops auto` with the kernels of a GPU: plain fp16 loses the image, auto draws it."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from recording import Note
+
+from sdonnx.automatic.optimizer import optimize_automatically
+from sdonnx.export.pipeline import export_pipeline
+from sdonnx.optimize import OptimizeRequest, optimize_folder
+from sdonnx.runtime.pipeline import NotFiniteWarning, OrtDiffusionPipeline
+from sdonnx.sample import write_sample
+
+CASES = [
+    ("attention", "tiny", "unet", "unet:MultiHeadAttention"),
+    ("vae", "tiny", "vae_decoder", None),
+    ("t5", "pixart-tiny", "text_encoder", None),
+    pytest.param("attention", "sd21", "unet", "unet:MultiHeadAttention", marks=pytest.mark.full),
+    pytest.param("vae", "sd21", "vae_decoder", None, marks=pytest.mark.full),
+]
+
+
+def draws(folder: Path) -> bool:
+    """Tell whether an image of the folder is free of NaN and infinity."""
+    with OrtDiffusionPipeline.from_pretrained(folder) as pipeline:
+        image = pipeline("a fox", num_inference_steps=2, seed=0, output_type="np").images[0]
+    return bool(np.isfinite(image).all())
+
+
+@pytest.mark.parametrize(("kind", "arch", "component", "by_hand"), CASES)
+def test_overflow_is_cured(
+    kind: str, arch: str, component: str, by_hand: str | None, tmp_path: Path, note: Note
+) -> None:
+    write_sample(arch, tmp_path / "torch", overflow=kind)
+    export_pipeline(tmp_path / "torch", tmp_path / "onnx")
+    optimize_folder(tmp_path / "onnx", tmp_path / "plain", float16=True)
+    with pytest.warns(NotFiniteWarning, match="force_fp32_ops auto"):
+        assert not draws(tmp_path / "plain")
+    if by_hand is not None:
+        optimize_folder(tmp_path / "onnx", tmp_path / "hand", float16=True, force_fp32_ops=[by_hand])
+        assert draws(tmp_path / "hand")
+    start = time.monotonic()
+    report = optimize_automatically(tmp_path / "onnx", tmp_path / "auto", OptimizeRequest(float16=True))
+    seconds = time.monotonic() - start
+    assert draws(tmp_path / "auto")
+    found = report.automatic
+    assert found is not None
+    note("overflow", {"pipeline": arch, "overflow": kind, **found, "seconds": round(seconds, 1)})
+    assert not found["emulated"]
+    for name, each in found["components"].items():
+        assert bool(each["kept"]) == (name == component)
+        assert each["smallest"]
+    with_set, without = found["components"][component]["milliseconds"]
+    assert with_set > 0
+    assert without > 0
