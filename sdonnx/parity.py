@@ -11,7 +11,9 @@ __all__ = ["psnr", "relative_error"]
 
 
 def relative_error(values: npt.NDArray[Any], reference: npt.NDArray[Any]) -> float:
-    """Return ||values - reference|| / ||reference||, in float64; NaN or infinity in `values` gives infinity.
+    """Return ||values - reference|| / ||reference||, in float64.
+
+    NaN or infinity in `values` gives infinity, as does anything but zeros where the reference is zero everywhere.
 
     Raises:
         ValueError: the shapes differ.
@@ -21,7 +23,11 @@ def relative_error(values: npt.NDArray[Any], reference: npt.NDArray[Any]) -> flo
     difference = values.astype(np.float64) - reference.astype(np.float64)
     if not np.isfinite(difference).all():
         return float("inf")
-    return float(np.linalg.norm(difference) / np.linalg.norm(reference.astype(np.float64)))
+    size = float(np.linalg.norm(reference.astype(np.float64)))
+    distance = float(np.linalg.norm(difference))
+    if size == 0:
+        return 0.0 if distance == 0 else float("inf")
+    return distance / size
 
 
 def psnr(image: npt.NDArray[Any], reference: npt.NDArray[Any]) -> float:

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -14,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from recording import Note
 
 from sdonnx.__main__ import main
 from sdonnx.doctor import cache, command, environment, first_use, gpu
@@ -764,8 +766,10 @@ def on_h200(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[Any], 
     return set_kernels
 
 
-def test_doctor_on_the_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_on_the_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str], note: Note) -> None:
+    start = time.monotonic()
     assert doctor("--provider", "cpu", "--json", str(tmp_path / "report.json")) == 0
+    seconds = time.monotonic() - start
     shown = capsys.readouterr().out
     assert "SkipLayerNormalization" in shown
     count = sum(check.cpu for check in CORNER_SET.checks)
@@ -773,6 +777,7 @@ def test_doctor_on_the_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["sound"] is True
     assert len(report["corners"]) == count
+    note("doctor", {"provider": "cpu", "corners": count, "seconds": round(seconds, 2)})
 
 
 def test_doctor_on_a_sound_gpu(

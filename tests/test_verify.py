@@ -12,6 +12,7 @@ import numpy as np
 import onnx
 import pytest
 from pipelines import copied, refused, snapshot
+from recording import Note
 
 from sdonnx.__main__ import main
 from sdonnx.certificate import CERTIFICATE, CERTIFICATE_PAGE, certified_files
@@ -47,7 +48,7 @@ def certificate_of(folder: Path) -> dict[str, Any]:
     return content
 
 
-def test_a_folder_that_draws_the_same(folder: Path, micro: Path, tmp_path: Path, capsys: Any) -> None:
+def test_a_folder_that_draws_the_same(folder: Path, micro: Path, tmp_path: Path, capsys: Any, note: Note) -> None:
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("a fox\n\n  an old <b>castle</b>  \n", encoding="utf-8")
     before = certified_files(folder), snapshot(micro)
@@ -68,6 +69,7 @@ def test_a_folder_that_draws_the_same(folder: Path, micro: Path, tmp_path: Path,
     assert found["thresholds"] == {"least_psnr_db": 35.0, "most_error": 2.0}
     assert found["request"]["steps"] == 2
     assert found["environment"]["machine"]["cpu"]
+    note("verify", {"pipeline": "micro", "images": len(found["images"]), "seconds": found["seconds"]})
     # Nothing else was touched, and what was is hashed.
     assert (certified_files(folder), snapshot(micro)) == before
     assert found["files"] == before[0]

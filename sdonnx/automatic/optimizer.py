@@ -68,6 +68,7 @@ def optimize_automatically(
         SdonnxError: an option or the folder cannot be used, or the output cannot be written.
     """
     drawing = drawing or Drawing()
+    out = out.resolve() if out.name in ("", "..") else out
     if not request.float16:
         raise OptionError(f"--force_fp32_ops {AUTO} without --float16", "both", "add --float16")
     given = tuple(each for each in request.force_fp32_ops if each != AUTO)

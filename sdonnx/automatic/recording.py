@@ -110,7 +110,8 @@ def draw(folder: Path, provider: str, drawing: Drawing, *, record: bool = True) 
             found.images.append(pipeline(prompt, seed=drawing.seed + index, **options, **size).images[0])
         if record and family.has(Role.IMAGE_ENCODER):
             start = np.clip(np.nan_to_num(found.images[0]), 0, 1)[None]
-            pipeline(drawing.prompts[0], image=start, strength=_STRENGTH, seed=drawing.seed, **options)
+            strength = max(_STRENGTH, 1 / drawing.steps)  # one step at least
+            pipeline(drawing.prompts[0], image=start, strength=strength, seed=drawing.seed, **options)
     if record:
         for spec in family.components:
             file, _ = COMPOSED[spec.role]

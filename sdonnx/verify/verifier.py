@@ -294,20 +294,14 @@ def _compared(call: Call, ours: Outputs, half: Outputs) -> list[ComponentFinding
             call.spec.name,
             name,
             tuple(values.shape),
-            _error(values, call.outputs[name]),
-            _error(half[name], call.outputs[name]),
+            relative_error(values, call.outputs[name]),
+            relative_error(half[name], call.outputs[name]),
             float(1 - np.isfinite(values).mean()),
             float(1 - np.isfinite(half[name]).mean()),
         )
         for name, values in ours.items()
         if name in call.outputs
     ]
-
-
-def _error(values: npt.NDArray[Any], reference: npt.NDArray[Any]) -> float:
-    if not reference.any():
-        return 0.0 if not values.any() else float("inf")
-    return relative_error(values, reference)
 
 
 def _image_finding(drawn: Drawn) -> ImageFinding:
