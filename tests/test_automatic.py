@@ -32,7 +32,7 @@ from recording import Note
 
 from sdonnx import optimize_pipeline
 from sdonnx.automatic import search as searching
-from sdonnx.automatic.emulation import Monitor, Widen, narrow_places, round_mantissa, write_emulated
+from sdonnx.automatic.emulation import Monitor, Widen, look_at, narrow_places, round_mantissa, write_emulated
 from sdonnx.automatic.optimizer import optimize_automatically
 from sdonnx.automatic.recording import Drawing, draw
 from sdonnx.automatic.search import Reason, search
@@ -236,28 +236,38 @@ def test_the_emulated_component_has_the_error_of_torch_s_fp16(case: Case, tmp_pa
 # --- ranges -----------------------------------------------------------------------------------------------------------
 
 
-def test_what_is_seen_of_a_value() -> None:
-    w = np.array([1.0, 3.0], np.float32) * 2.0**15
+def test_what_is_seen_of_a_value(tmp_path: Path) -> None:
+    w = np.array([1.0, 3.0], np.float32) * np.float32(2.0**15)
     model = graph("float[2] x", "float[2] y", "a = Mul(x, w) b = Mul(a, v) y = Tanh(b)", w=w, v=np.float32(2.0**-40))
+    ir.save(model, tmp_path / "model.onnx")
+    feeds = [{"x": np.array([1.0, -2.0], np.float32)}, {"x": np.array([0.0, 0.0], np.float32)}]
+    component = Component(tmp_path, UNET, feeds, device_for("cpu"), FLOAT)
+    seen = {each.place.name: each for each in component.ranges(())}
+    assert {name: seen[name].most for name in "awvb"} == {
+        "a": 6 * 2.0**15, "w": 3 * 2.0**15, "v": 2.0**-40, "b": 6 * 2.0**-25
+    }  # fmt: skip
+    # 196608 and 98304 are beyond fp16; 2**-40 becomes 0, as does 2**-25, half of the least number. 6 * 2**-25 stays.
+    assert {name: seen[name].lost for name in "awvb"} == {
+        "a": math.inf, "w": math.inf, "v": 1.0, "b": pytest.approx(1 / 7)
+    }  # fmt: skip
+    maker, readers = seen["a"].place.maker, seen["a"].place.readers
+    assert maker is not None
+    assert (maker.op_type, [node.op_type for node in readers]) == ("Mul", ["Mul"])
+    assert seen["w"].place.maker is None
+
+
+@given(arrays.arrays(np.float32, 6, elements=st.floats(-1e6, 1e6, width=32)))
+@settings(deadline=None, max_examples=30)
+def test_weights_are_looked_at_as_values_are(values: Array) -> None:
+    model = graph("float[6] x", "float[6] y", "a = Identity(x) y = Neg(a)")
     ConvertPrecision(PrecisionPolicy(), UNET, cast_weights=True)(model)
-    places = narrow_places(model)
     monitor = Monitor()
     Widen(monitor)(model)
     monitor.give_out(model.graph)
-    found = evaluated(model, {"x": np.array([1.0, -2.0], np.float32)})
-    seen = {places[name].name: index for index, name in enumerate(monitor.names) if name in places}
-    most, lost, whole = (found[name] for name in ("most", "lost", "all"))
-    assert most[seen["a"]] == 6 * 2.0**15
-    assert math.isinf(lost[seen["a"]])  # 196608 is beyond fp16
-    assert lost[seen["w"]] == math.inf  # 98304 too
-    assert lost[seen["v"]] == whole[seen["v"]] == np.float32(2.0**-40)  # 2**-40 becomes 0
-    assert most[seen["b"]] == 6 * 2.0**-25
-    # 2**-25 is half of the least number and becomes 0, the even one; 6 * 2**-25 stays.
-    assert lost[seen["b"]] == np.float32(2.0**-25)
-    maker, readers = places["a"].maker, places["a"].readers
-    assert maker is not None
-    assert (maker.op_type, [node.op_type for node in readers]) == ("Mul", ["Mul"])
-    assert places[next(name for name in places if places[name].name == "w")].maker is None
+    found = evaluated(model, {"x": values})
+    index = monitor.names.index("a")
+    expected = look_at(ir.tensor(values), HALF)
+    assert [float(found[name][index]) for name in ("most", "lost", "all")] == pytest.approx(expected, rel=1e-5)
 
 
 def test_places_see_through_casts() -> None:

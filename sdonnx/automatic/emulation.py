@@ -22,8 +22,9 @@ from sdonnx.folder import REPORT, read_json
 from sdonnx.graph.edit import constant, insert
 from sdonnx.graph.lowering import LowerContribOperators
 from sdonnx.graph.passes import tidy
+from sdonnx.graph.tensors import read
 
-__all__ = ["Monitor", "Place", "Widen", "narrow_places", "round_half", "round_mantissa", "write_emulated"]
+__all__ = ["Monitor", "Place", "Widen", "look_at", "narrow_places", "round_half", "round_mantissa", "write_emulated"]
 
 _FLOAT = ir.DataType.FLOAT
 _NARROW = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
@@ -160,17 +161,25 @@ def narrow_places(model: ir.Model) -> dict[str, Place]:
 class Monitor:
     """Looks at every value where fp16 would be, and leaves it as it is: `Widen(monitor)`.
 
-    For value i the outputs `most`, `lost` and `all` of the graph hold max |x|, sum |x - fp16(x)| and sum |x|.
+    For value i the outputs `most`, `lost` and `all` of the graph hold max |x|, sum |x - fp16(x)| and sum |x|. Weights that
+    are cast in the graph are known without running it.
 
     Attributes:
         names: the names of the values, in the order of the outputs.
+        weights: what is cast to fp16 of the graph's weights, by the names of the casts' outputs.
     """
 
     names: list[str] = field(default_factory=list)
+    weights: dict[str, ir.TensorProtocol] = field(default_factory=dict)
     _found: dict[str, list[ir.Value]] = field(default_factory=lambda: {"most": [], "lost": [], "all": []})
 
     def __call__(self, anchor: ir.Node, value: ir.Value, dtype: ir.DataType) -> ir.Value:
         """Look at a value."""
+        node = value.producer()
+        source = node.inputs[0] if node is not None and node.op_type == "Cast" else None
+        if source is not None and source.is_initializer() and source.const_value is not None:
+            self.weights[str(value.name)] = source.const_value
+            return value
         graph = anchor.graph
         assert isinstance(graph, ir.Graph)
         flat = insert(anchor, "Reshape", [value, constant(graph, [-1], np.int64, "flat")])
@@ -192,6 +201,17 @@ class Monitor:
             node.outputs[0].type, node.outputs[0].shape = ir.TensorType(_FLOAT), ir.Shape([len(values)])
             graph.append(node)
             graph.outputs.append(node.outputs[0])
+
+
+def look_at(weight: ir.TensorProtocol, dtype: ir.DataType) -> tuple[float, float, float]:
+    """Return what `Monitor` says of values in the graph: max |x|, sum |x - fp16(x)| and sum |x|."""
+    wide = read(weight).astype(np.float32)
+    if wide.size == 0:
+        return 0.0, 0.0, 0.0
+    with np.errstate(over="ignore", invalid="ignore"):
+        lost = np.abs(wide - wide.astype(dtype.numpy()).astype(np.float32))
+    size = np.abs(wide)
+    return float(size.max()), float(lost.sum(dtype=np.float64)), float(size.sum(dtype=np.float64))
 
 
 def write_emulated(folder: Path, out: Path, components: Collection[str]) -> Path:

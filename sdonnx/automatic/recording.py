@@ -25,7 +25,7 @@ from sdonnx.runtime.device import device_for
 from sdonnx.runtime.pipeline import NotFiniteWarning, OrtDiffusionPipeline
 from sdonnx.runtime.session import Graph, Run
 
-__all__ = ["Drawing", "Feeds", "Recording", "draw"]
+__all__ = ["Array", "Drawing", "Feeds", "Recording", "draw"]
 
 Array = npt.NDArray[Any]
 Feeds = dict[str, Array]

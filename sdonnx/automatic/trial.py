@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import onnx_ir as ir
 
-from sdonnx.automatic.emulation import Monitor, Place, Widen, narrow_places, round_mantissa
-from sdonnx.automatic.recording import Feeds
+from sdonnx.automatic.emulation import Monitor, Place, Widen, look_at, narrow_places, round_mantissa
+from sdonnx.automatic.recording import Array, Feeds
 from sdonnx.families import ComponentSpec
 from sdonnx.folder import ONNX_MODEL
 from sdonnx.graph.lowering import LowerContribOperators
@@ -55,6 +55,14 @@ class Error:
 
     relative: float
     finite: bool
+
+
+def _range(place: Place, most: Array, lost: Array, whole: Array) -> Range:
+    """Return what was seen of a value in all calls."""
+    with np.errstate(all="ignore"):
+        # A value that is zero everywhere loses nothing; of an infinite one nothing is left.
+        shares = np.where(whole == 0, 0.0, lost / whole)
+    return Range(place, float(most.max()), float(np.where(np.isnan(shares), np.inf, shares).max()))
 
 
 def duration(graph: Graph, feeds: Feeds, outputs: Feeds) -> float:
@@ -122,12 +130,15 @@ class Component:
         results = self._run(model)
         seen = {name: np.stack([result.pop(name) for result in results]) for name in ("most", "lost", "all")}
         self._reference = results
-        with np.errstate(all="ignore"):
-            # A value that is zero everywhere loses nothing.
-            shares = np.where(seen["all"] == 0, 0.0, seen["lost"] / seen["all"])
-        most, lost = seen["most"].max(0), np.where(np.isnan(shares), np.inf, shares).max(0)
-        return [Range(places[name], float(most[i]), float(lost[i])) for i, name in enumerate(monitor.names)
-                if name in places]  # fmt: skip
+        found = [
+            _range(places[name], seen["most"][:, index], seen["lost"][:, index], seen["all"][:, index])
+            for index, name in enumerate(monitor.names)
+            if name in places
+        ]
+        for name, weight in monitor.weights.items():
+            most, lost, whole = (np.array([number]) for number in look_at(weight, ir.DataType.FLOAT16))
+            found.append(_range(places[name], most, lost, whole))
+        return found
 
     def ideal_error(self, kept: Sequence[str]) -> Error:
         """Return the error of fp16's precision alone, as if nothing could go beyond its range; after `ranges`."""
