@@ -161,8 +161,8 @@ def narrow_places(model: ir.Model) -> dict[str, Place]:
 class Monitor:
     """Looks at every value where fp16 would be, and leaves it as it is: `Widen(monitor)`.
 
-    For value i the outputs `most`, `lost` and `all` of the graph hold max |x|, sum |x - fp16(x)| and sum |x|. Weights that
-    are cast in the graph are known without running it.
+    For value i the outputs `most`, `lost` and `all` of the graph hold max |x|, sum |x - fp16(x)| and sum |x|. Weights
+    that are cast in the graph are known without running it.
 
     Attributes:
         names: the names of the values, in the order of the outputs.
