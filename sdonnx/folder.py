@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import math
 import os
 import re
 import shutil
@@ -27,6 +28,7 @@ __all__ = [
     "REPORT",
     "PipelineFolder",
     "atomic_folder",
+    "finite",
     "read_json",
     "require_inside",
 ]
@@ -66,6 +68,15 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise FolderError(f"{path} holds a {type(content).__name__}", "a JSON object", "copy the file again")
     return content
+
+
+def finite(value: Any) -> Any:
+    """Return JSON's values with None for the numbers that JSON does not have."""
+    if isinstance(value, Mapping):
+        return {key: finite(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def require_inside(folder: Path, root: Path) -> None:

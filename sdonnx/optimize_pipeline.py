@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.markup import escape
 
+from sdonnx.automatic import AUTO
 from sdonnx.errors import OptionError
 from sdonnx.prompts import read_prompts
 from sdonnx.terminal import add_debug, console, guarded, tensor_progress
@@ -23,8 +24,6 @@ if TYPE_CHECKING:
     from sdonnx.optimize import OptimizeReport, OptimizeRequest, Progress
 
 __all__ = ["add_arguments", "automatic_lines", "fusion_table", "main", "run"]
-
-_AUTO = "auto"
 
 # What a reader of the table looks for, in the order of the stages.
 _SHOWN = (
@@ -173,7 +172,7 @@ def _optimized(options: argparse.Namespace) -> OptimizeReport:
     )
     asked = {name: getattr(options, f"auto_{name}") for name in ("prompts", "steps", "size")}
     with tensor_progress() as told:
-        if _AUTO in options.force_fp32_ops:
+        if AUTO in options.force_fp32_ops:
             return _automatic(options, request, asked, told)
         for name, value in asked.items():
             if value is not None:

@@ -5,3 +5,10 @@ component was given there is given to its graph again: with a look at every valu
 goes beyond its range; and rounded as fp16 rounds, which tells whether what was kept is enough, and whether all of it is
 needed.
 """
+
+from __future__ import annotations
+
+__all__ = ["AUTO"]
+
+AUTO = "auto"
+"""What --force_fp32_ops is given for it."""

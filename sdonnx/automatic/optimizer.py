@@ -11,13 +11,14 @@ from typing import Any
 
 import numpy as np
 
+from sdonnx.automatic import AUTO
 from sdonnx.automatic.emulation import write_emulated
 from sdonnx.automatic.recording import Drawing, Recording, draw
 from sdonnx.automatic.search import Search, search
 from sdonnx.automatic.trial import Component
 from sdonnx.claim import PARTIAL, beside
 from sdonnx.errors import OptionError, PrecisionError, ProviderError
-from sdonnx.folder import PipelineFolder, atomic_folder
+from sdonnx.folder import PipelineFolder, atomic_folder, finite
 from sdonnx.optimize import (
     Exported,
     OptimizeReport,
@@ -30,10 +31,7 @@ from sdonnx.optimize import (
 from sdonnx.parity import psnr
 from sdonnx.runtime.device import Device, device_for
 
-__all__ = ["AUTO", "LEAST_PSNR_DB", "optimize_automatically"]
-
-AUTO = "auto"
-"""What --force_fp32_ops is given for it."""
+__all__ = ["LEAST_PSNR_DB", "optimize_automatically"]
 
 LEAST_PSNR_DB = 35.0
 """Of each image to the one drawn in float32; `python -m sdonnx verify` asks for as much."""
@@ -161,20 +159,11 @@ def _report(
     drawing: Drawing, device: Device, found: dict[str, Search], decibels: list[float], seconds: float
 ) -> dict[str, Any]:
     """Return what the report says of it; no number in it is infinite, which JSON does not know."""
-    components = {name: _finite(asdict(each)) for name, each in found.items()}
     return {
         "drawing": asdict(drawing),
         "provider": device.provider,
         "emulated": device.provider == "cpu",
-        "psnr_db": [_finite(each) for each in decibels],
+        "psnr_db": finite(decibels),
         "seconds": round(seconds, 2),
-        "components": components,
+        "components": {name: finite(asdict(each)) for name, each in found.items()},
     }
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(each) for each in value]
-    return None if isinstance(value, float) and not np.isfinite(value) else value

@@ -144,7 +144,8 @@ def search(component: Component, given: Sequence[str]) -> Search:
     again = _groups(graph, {each: reason for members in kept.values() for each, reason in members.items()})
     found = tuple(Kept(each, _count(graph, each), next(iter(again[each].values()))) for each in sorted(again))
     nodes = (len(_named(graph, again)), len(graph))
-    with_set, without_set = component.milliseconds((*given, *again)), component.milliseconds(given)
+    with_set = component.milliseconds((*given, *again)) if again else None
+    without_set = None if with_set is None else component.milliseconds(given)
     times = None if with_set is None or without_set is None else (with_set, without_set)
     return Search(found, plain, ideal, error, component.trials, not waiting, nodes, times)
 

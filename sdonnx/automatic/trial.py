@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import onnx_ir as ir
@@ -22,6 +23,8 @@ from sdonnx.runtime.session import Graph
 from sdonnx.runtime.worker import device_thread
 
 __all__ = ["Component", "Error", "Range", "duration"]
+
+Result = TypeVar("Result")
 
 _TRIAL = "trial.onnx"
 
@@ -158,15 +161,7 @@ class Component:
         """Return how long a call takes with that kept, None on a CPU, where fp16 is emulated; after `ranges`."""
         if self.is_emulated:
             return None
-        model = self._converted(kept)
-        tidy(model)
-        ir.save(model, self._folder / _TRIAL)
-
-        def run() -> float:
-            graph = Graph(self._folder / _TRIAL, self._device)
-            return duration(graph, self._feeds[0], self._reference[0])
-
-        return device_thread(self._device).run(run)
+        return self._on_device(self._converted(kept), lambda graph: duration(graph, self._feeds[0], self._reference[0]))
 
     def _converted(self, kept: Sequence[str]) -> ir.Model:
         model = ir.load(self._folder / ONNX_MODEL)
@@ -175,16 +170,20 @@ class Component:
         return model
 
     def _run(self, model: ir.Model) -> list[Feeds]:
+        def outputs(graph: Graph) -> list[Feeds]:
+            with np.errstate(all="ignore"):
+                return [graph.run(given) for given in self._feeds]
+
+        return self._on_device(model, outputs)
+
+    def _on_device(self, model: ir.Model, job: Callable[[Graph], Result]) -> Result:
+        """Write a trial's graph and do something with it, loaded, in the device's thread."""
         if self.is_emulated:
             LowerContribOperators()(model)
         tidy(model)
-        ir.save(model, self._folder / _TRIAL)
-        run: Callable[[], list[Feeds]] = lambda: self._outputs(Graph(self._folder / _TRIAL, self._device))  # noqa: E731
-        return device_thread(self._device).run(run)
-
-    def _outputs(self, graph: Graph) -> list[Feeds]:
-        with np.errstate(all="ignore"):
-            return [graph.run(given) for given in self._feeds]
+        path = self._folder / _TRIAL
+        ir.save(model, path)
+        return device_thread(self._device).run(lambda: job(Graph(path, self._device)))
 
     def _compared(self, results: Sequence[Feeds]) -> Error:
         worst, finite = 0.0, True

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import io
 import json
-import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,8 +12,9 @@ from typing import Any
 
 from sdonnx.benchmark.record import COLUMNS, Row
 from sdonnx.errors import OutputError
+from sdonnx.folder import finite
 
-__all__ = ["append_json", "append_row", "finite", "refuse_csv", "refuse_file"]
+__all__ = ["append_json", "append_row", "refuse_csv", "refuse_file"]
 
 
 def refuse_csv(path: Path) -> None:
@@ -69,15 +69,6 @@ def append_json(path: Path, record: Mapping[str, Any]) -> None:
         OutputError: the file cannot be written.
     """
     _append(path, json.dumps(finite(record), ensure_ascii=False, allow_nan=False) + "\n")
-
-
-def finite(value: Any) -> Any:
-    """Return JSON's values with None for the numbers that JSON does not have."""
-    if isinstance(value, Mapping):
-        return {key: finite(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(each) for each in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _header(path: Path) -> tuple[str, ...] | None:

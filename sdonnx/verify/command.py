@@ -10,10 +10,10 @@ from pathlib import Path
 
 from rich.table import Table
 
-from sdonnx.benchmark.files import finite
 from sdonnx.certificate import CERTIFICATE, CERTIFICATE_PAGE
 from sdonnx.claim import claimed
 from sdonnx.errors import OutputError
+from sdonnx.folder import finite
 from sdonnx.prompts import read_prompts
 from sdonnx.terminal import add_debug, console
 from sdonnx.verify.judgement import Thresholds

@@ -6,7 +6,6 @@ Colours that follow the page's scheme are names with an @, which the page's scri
 from __future__ import annotations
 
 import html
-import math
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -24,7 +23,6 @@ __all__ = [
     "bars",
     "columns_layout",
     "ends",
-    "finite",
     "lines_layout",
     "literal",
     "rows_layout",
@@ -89,15 +87,6 @@ def literal(text: str) -> str:
 def _label(text: str) -> str:
     lines = textwrap.wrap(text, _LABEL, max_lines=3, placeholder=" …") or [""]
     return "<br>".join(literal(line) for line in lines)
-
-
-def finite(value: Any) -> Any:
-    """Return what JSON can hold: None instead of numbers that are none."""
-    if isinstance(value, dict):
-        return {key: finite(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(each) for each in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def rows_layout(names: Sequence[str], unit: str) -> Layout:

@@ -11,7 +11,6 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from sdonnx.benchmark.report.figures import finite
 from sdonnx.benchmark.report.images import galleries_of
 from sdonnx.benchmark.report.palette import Palette
 from sdonnx.benchmark.report.plots import panels_of
@@ -20,6 +19,7 @@ from sdonnx.benchmark.report.surroundings import device_of, engines_table, machi
 from sdonnx.benchmark.report.terms import TERMS
 from sdonnx.benchmark.results import REFERENCE, Comparison
 from sdonnx.errors import OutputError
+from sdonnx.folder import finite
 
 __all__ = ["refuse_report", "rendered", "write_report"]
 
