@@ -55,6 +55,7 @@ _DISABLE = {
     "bias_add": "make no BiasAdd",
     "fast_gelu": "make no FastGelu",
     "modulation": "leave scales and shifts behind their norms, where PixArt has them",
+    "gates": "multiply results by gates, not weights, where PixArt has them",
     "key_lengths": "mask padding by a bias on all scores, not by the number of keys",
     "attention_biases": "add the biases of keys and values where they are",
     "nhwc_conv": "make no NhwcConv",

@@ -169,18 +169,19 @@ def test_everything_is_fused(for_cuda: Path) -> None:
     assert padding["fired"] == {"PaddingToLengths": 2}
     # All but the first norm take an addition with them, and with it the gate's bias.
     assert (after["LayerNormalization"], after["SkipLayerNormalization"], after["BiasAdd"]) == (1, 4, 2)
-    # Two gates a block are left, each over a product.
+    # Both gates of a block multiply the weight of a product.
     graph = ir.load(for_cuda / "transformer" / "model.onnx").graph
-    products = {node.outputs[0] for node in graph if node.op_type == "MatMul"}
-    assert sum(node.op_type == "Mul" and not products.isdisjoint(node.inputs) for node in graph) == 4
+    gated = [node for node in graph if node.op_type == "Mul" and node.inputs[0] in graph.initializers.values()]
+    gated = [node for node in gated if len(node.outputs[0].shape or ()) == 2]
+    assert [[user.op_type for user, _ in node.outputs[0].uses()] for node in gated] == [["MatMul"]] * 4
     assert components["text_encoder"]["operators_after"]["SkipSimplifiedLayerNormalization"] == 4
     assert components["text_encoder"]["float32"] == {"RMSNormalization": 1, "SkipSimplifiedLayerNormalization": 4}
 
 
 @pytest.mark.parametrize(
     ("flag", "stage"),
-    [("fast_gelu", "fast_gelu"), ("modulation", "modulation"), ("key_lengths", "padding"),
-     ("attention_biases", "attention_biases")],
+    [("fast_gelu", "fast_gelu"), ("modulation", "modulation"), ("gates", "gates"),
+     ("key_lengths", "padding"), ("attention_biases", "attention_biases")],
 )  # fmt: skip
 def test_fusions_can_be_left_out(flag: str, stage: str, alpha: Pair, for_cuda: Path, tmp_path: Path) -> None:
     report = optimize_folder(alpha.exported, tmp_path / "out", disabled=[flag]).components["transformer"]

@@ -38,7 +38,7 @@ from sdonnx.fusions.geglu import GegluToBiasSplitGelu
 from sdonnx.fusions.group_norm import GroupNormToSkipGroupNorm, SiluIntoGroupNorm
 from sdonnx.fusions.layout import ChannelsLast
 from sdonnx.fusions.masks import CausalMaskToAttribute
-from sdonnx.fusions.modulation import BiasBeforeGate, ModulationIntoLayerNorm
+from sdonnx.fusions.modulation import BiasBeforeGate, GateIntoWeight, ModulationIntoLayerNorm
 from sdonnx.fusions.noops import MergeReshapes, MergeTransposes, MergeUnsqueezes, NoOp, PadIntoConv, TransposeOfFolded
 from sdonnx.fusions.norms import InstanceNormToGroupNorm, LayerNormWithShift, MeansToLayerNorm, SquaresToRmsNorm
 from sdonnx.fusions.padding import count_keys
@@ -137,6 +137,7 @@ DISABLING: Mapping[str, tuple[str, ...]] = {
     "bias_add": ("bias_add",),
     "fast_gelu": ("fast_gelu",),
     "modulation": ("modulation",),
+    "gates": ("gates",),
     "key_lengths": ("padding",),
     "attention_biases": ("attention_biases",),
     "nhwc_conv": ("Conv",),
@@ -188,6 +189,7 @@ def stages(provider: str, attention_layout: str = "unpacked", disabled: Collecti
         *(Stage(rule.__name__, (rule,)) for rule in _PACKINGS[attention_layout]),
         Stage("projections", run=_group_projections),
         Stage("modulation", idioms=(ModulationIntoLayerNorm, BiasBeforeGate), only_cuda=False),
+        Stage("gates", idioms=(GateIntoWeight,)),
         Stage("geglu", (GegluToBiasSplitGelu,), commute=True),
         Stage(
             "flat_images",

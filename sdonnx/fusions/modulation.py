@@ -5,13 +5,16 @@ Of adaptive norms (adaLN-single: arXiv:2310.00426, section 2.3), whose rows are 
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 import numpy as np
 import onnx_ir as ir
 
-from sdonnx.graph.edit import constant, constant_value, dims, insert, replace, static_dim
-from sdonnx.graph.match import Idiom, biased, same_shape, sole_user
+from sdonnx.graph.edit import Dim, constant, constant_value, dims, insert, is_weight, replace, static_dim
+from sdonnx.graph.match import Idiom, biased, producer_of, same_shape, sole_user
 
-__all__ = ["BiasBeforeGate", "ModulationIntoLayerNorm"]
+__all__ = ["BiasBeforeGate", "GateIntoWeight", "ModulationIntoLayerNorm"]
 
 
 class ModulationIntoLayerNorm(Idiom):
@@ -66,6 +69,35 @@ class BiasBeforeGate(Idiom):
         return ""
 
 
+class GateIntoWeight(Idiom):
+    """gate * (x @ W) -> x @ (gate * W): a weight has fewer rows than a large image has tokens.
+
+    Shapes: x (B,S,K), W (K,D), gate (1,1,D).
+    """
+
+    roots = frozenset({"Mul"})
+
+    def rewrite(self, node: ir.Node) -> str | None:
+        """Rewrite a gate, computed at each step, over a product that nothing else reads."""
+        result = node.outputs[0]
+        channels = static_dim(result, -1)
+        for gate, gated in (node.inputs, reversed(node.inputs)):
+            product = producer_of(gated, "MatMul")
+            if product is None or gate is None or is_weight(gate) or not _is_row(gate, channels):
+                continue
+            x, weight = product.inputs
+            if weight is None or not is_weight(weight) or len(dims(weight) or ()) != 2:
+                continue
+            if sole_user(product.outputs[0], "Mul") is not node or not same_shape(product.outputs[0], result):
+                continue
+            if x is None or _is_fewer(dims(x) or (), static_dim(weight, 0)):
+                continue
+            scaled = insert(node, "Mul", [weight, _vector(node, gate, channels)], shape=weight.shape)
+            replace(result, insert(node, "MatMul", [x, scaled], shape=result.shape))
+            return None
+        return ""
+
+
 def _with_row(value: ir.Value, op_type: str, channels: int | None) -> tuple[ir.Value, ir.Value | None]:
     """Return what follows `value` (B,S,D) and the row (1,1,D) that it is given."""
     node = sole_user(value, op_type)
@@ -79,6 +111,12 @@ def _with_row(value: ir.Value, op_type: str, channels: int | None) -> tuple[ir.V
 def _is_row(value: ir.Value | None, channels: int | None) -> bool:
     sizes = None if value is None else dims(value)
     return channels is not None and sizes == (1, 1, channels)
+
+
+def _is_fewer(sizes: Sequence[Dim], rows: int | None) -> bool:
+    """Tell whether tokens (..., K) are known to be fewer than the rows of a weight."""
+    tokens = [size for size in sizes[:-1] if isinstance(size, int)]
+    return rows is None or (len(tokens) == len(sizes) - 1 and math.prod(tokens) < rows)
 
 
 def _is_filled(value: ir.Value | None, number: int) -> bool:

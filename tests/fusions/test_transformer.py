@@ -28,7 +28,7 @@ from graphs import (
 
 from sdonnx.fusions import fuse
 from sdonnx.fusions.activations import GeluToFastGelu, TanhToGelu
-from sdonnx.fusions.modulation import BiasBeforeGate, ModulationIntoLayerNorm
+from sdonnx.fusions.modulation import BiasBeforeGate, GateIntoWeight, ModulationIntoLayerNorm
 from sdonnx.fusions.norms import SquaresToRmsNorm
 from sdonnx.fusions.residual import LayerNormToSkipLayerNorm, RmsNormToSkipRmsNorm
 from sdonnx.stream import scale_stream
@@ -49,6 +49,8 @@ WEIGHTS: dict[str, Array] = {
     "root": np.array(math.sqrt(2 / math.pi), np.float32),
     "cubic": np.array(0.044715, np.float32),
     "third": np.array(1 / 3, np.float32),
+    "weight": normal(8, 8, seed=3),
+    "weights": normal(1, 8, 8, seed=4),
 }
 
 
@@ -222,6 +224,38 @@ def test_a_bias_stands_before_its_gate(body: str) -> None:
 )
 def test_gates_that_are_left(body: str, inputs: str) -> None:
     assert_idiom_refuses(spelled(body, inputs), BiasBeforeGate)
+
+
+GATE = "float[1,1,8] w"
+
+
+@pytest.mark.parametrize("body", ["a = MatMul(x, weight) y = Mul(w, a)", "a = MatMul(x, weight) y = Mul(a, w)"])
+def test_a_gate_multiplies_the_weight(body: str) -> None:
+    rewritten = assert_idiom_fires(spelled(body, f"{INPUT}, {GATE}"), GateIntoWeight)
+    assert operators(rewritten) == {"MatMul": 1, "Mul": 1, "Reshape": 1}
+    scaled = node_of(rewritten, "Mul").outputs[0]
+    assert scaled.shape == ir.Shape([8, 8])
+    assert scaled is node_of(rewritten, "MatMul").inputs[1]
+
+
+@pytest.mark.parametrize(
+    ("body", "inputs", "outputs"),
+    [
+        ("a = MatMul(x, weight) y = Mul(w, a)", f"{INPUT}, float[B,1,8] w", OUTPUT),  # a gate for each image
+        ("a = MatMul(x, weight) y = Mul(g, a)", INPUT, OUTPUT),  # no gate but a scale that is known
+        ("a = MatMul(x, weight) y = Mul(w, a)", f"{INPUT}, {GATE}", f"{OUTPUT}, float[B,S,8] a"),  # read twice
+        ("a = MatMul(x, n) y = Mul(w, a)", f"{INPUT}, {GATE}, float[8,8] n", OUTPUT),  # no weight
+        ("a = MatMul(x, weights) y = Mul(w, a)", f"{INPUT}, {GATE}", OUTPUT),  # a weight for each image
+        (
+            "a = MatMul(o, weight) y = Mul(w, a)",
+            f"float[1,1,8] o, {GATE}",
+            "float[1,1,8] y",
+        ),  # fewer tokens than weights
+        ("y = Mul(w, x)", f"{INPUT}, {GATE}", OUTPUT),
+    ],
+)
+def test_gates_that_multiply_no_weight(body: str, inputs: str, outputs: str) -> None:
+    assert_idiom_refuses(spelled(body, inputs, outputs), GateIntoWeight)
 
 
 def test_a_computed_row_is_a_bias_of_the_norm() -> None:
