@@ -700,14 +700,30 @@ def test_libraries_that_are_not_found(facts: Facts, missing: tuple[str, ...], st
     assert finding.remedy == remedy
 
 
-def test_builds_of_onnxruntime_are_told_from_its_relatives() -> None:
-    installed = [
-        ("onnxruntime_gpu", "1.31.1"),
-        ("onnxruntime-extensions", "0.14"),
-        ("numpy", "2.4"),
-        ("ort-nightly", "1"),
-    ]
-    assert environment._builds(installed) == {"onnxruntime-gpu": "1.31.1", "ort-nightly": "1"}
+def install(folder: Path, name: str, version: str) -> None:
+    """Leave what pip leaves of a distribution."""
+    (folder / f"{name}-{version}.dist-info").mkdir(parents=True)
+    (folder / f"{name}-{version}.dist-info" / "METADATA").write_text(f"Name: {name}\nVersion: {version}\n")
+
+
+def test_builds_of_onnxruntime_are_told_from_its_relatives(tmp_path: Path) -> None:
+    for name in ("onnxruntime_gpu", "onnxruntime-extensions", "numpy", "ort-nightly"):
+        install(tmp_path, name, "1.31.1")
+    found = list(environment.metadata.distributions(path=[str(tmp_path)]))
+    both = {"onnxruntime-gpu": "1.31.1", "ort-nightly": "1.31.1"}
+    assert environment._builds(found, tmp_path / "onnxruntime") == both
+    assert environment._builds(found, None) == both  # a module that cannot be imported
+
+
+def test_a_build_in_a_folder_that_is_not_imported_from_is_no_trouble(tmp_path: Path) -> None:
+    first, second = tmp_path / "environment", tmp_path / "system"
+    install(first, "onnxruntime-gpu", "1.31.1")
+    install(second, "onnxruntime", "1.30.0")
+    found = list(environment.metadata.distributions(path=[str(first), str(second)]))
+    assert environment._builds(found, first / "onnxruntime") == {"onnxruntime-gpu": "1.31.1"}
+    assert environment._builds(found, second / "onnxruntime") == {"onnxruntime": "1.30.0"}
+    # Built where it is imported from, by who knows whom.
+    assert len(environment._builds(found, tmp_path / "sources" / "onnxruntime")) == 2
 
 
 def test_this_machine() -> None:

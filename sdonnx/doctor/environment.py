@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
+from pathlib import Path
 
 from sdonnx.doctor.gpu import Gpu, cuda_driver_version, driver_version, gpus
 
@@ -81,9 +82,11 @@ class Finding:
 def facts() -> Facts:
     """Look at this machine. CUDA's libraries are loaded where ONNX Runtime is built for them."""
     error, providers, built_for = "", (), ""
+    module: Path | None = None
     try:
         import onnxruntime
 
+        module = Path(onnxruntime.__file__ or "").parent
         providers = tuple(onnxruntime.get_available_providers())
         built_for = str(getattr(onnxruntime, "cuda_version", "") or "")
         if _CUDA in providers:
@@ -91,7 +94,7 @@ def facts() -> Facts:
     except Exception as caught:  # a broken installation fails in many ways, AttributeError among them
         error = " ".join(f"{type(caught).__name__}: {caught}".split())
     return Facts(
-        _builds((str(found.metadata["Name"]), found.version) for found in metadata.distributions()),
+        _builds(metadata.distributions(), module),
         error,
         providers,
         built_for,
@@ -102,15 +105,22 @@ def facts() -> Facts:
     )
 
 
-def _builds(distributions: Iterable[tuple[str, str]]) -> dict[str, str]:
-    """Return the distributions that hold the module onnxruntime: onnxruntime, onnxruntime-gpu, onnxruntime-..."""
-    named = ((re.sub(r"[-_.]+", "-", name).lower(), version) for name, version in distributions)
+def _builds(distributions: Iterable[metadata.Distribution], module: Path | None) -> dict[str, str]:
+    """Return version by name of the distributions that hold the module onnxruntime: onnxruntime-gpu, ort-nightly...
+
+    Those in other folders of the path than the module's are hidden by it, and count where the module is in none.
+    """
     others = ("onnxruntime-extensions", "onnxruntime-genai", "onnxruntime-tools")
-    return {
-        name: version
-        for name, version in named
-        if (name == "onnxruntime" or name.startswith(("onnxruntime-", "ort-"))) and not name.startswith(others)
+    named = {}
+    for found in distributions:
+        name = re.sub(r"[-_.]+", "-", str(found.metadata["Name"])).lower()
+        if (name == "onnxruntime" or name.startswith(("onnxruntime-", "ort-"))) and not name.startswith(others):
+            named[name] = found
+    folder = None if module is None else module.resolve()
+    beside = {
+        name: found for name, found in named.items() if Path(str(found.locate_file("onnxruntime"))).resolve() == folder
     }
+    return {name: found.version for name, found in (beside or named).items()}
 
 
 def _major(version: str) -> int:

@@ -38,7 +38,7 @@ class OptimumEngine(Engine):
     remedy = "give the folder that python -m sdonnx.export wrote"
     distributions = (
         ("optimum-onnx",),
-        ("onnxruntime", "onnxruntime-gpu"),
+        ("onnxruntime-gpu", "onnxruntime"),
         ("diffusers",),
         ("transformers",),
         ("torch",),

@@ -27,7 +27,7 @@ class OnnxRuntimeEngine(Engine):
     name = "onnxruntime"
     reads = FolderKind.OPTIMIZED
     remedy = "export the pipeline where it is none yet, and run python -m sdonnx.optimize_pipeline on that"
-    distributions = (("onnxruntime", "onnxruntime-gpu"),)
+    distributions = (("onnxruntime-gpu", "onnxruntime"),)
     modules = ("onnxruntime", "tokenizers")
     installation = "pip install 'sdonnx[cuda]', or 'sdonnx[cpu]' where there is no GPU"
     takes_adapters = True

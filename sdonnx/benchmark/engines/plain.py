@@ -39,7 +39,7 @@ class PlainOnnxRuntimeEngine(Engine):
     name = "onnxruntime-plain"
     reads = FolderKind.EXPORTED
     remedy = "give the folder that python -m sdonnx.export wrote"
-    distributions = (("onnxruntime", "onnxruntime-gpu"),)
+    distributions = (("onnxruntime-gpu", "onnxruntime"),)
     modules = ("onnxruntime", "tokenizers")
     installation = "pip install 'sdonnx[cuda]', or 'sdonnx[cpu]' where there is no GPU"
 
