@@ -56,6 +56,7 @@ _DISABLE = {
     "fast_gelu": "make no FastGelu",
     "modulation": "leave scales and shifts behind their norms, where PixArt has them",
     "gates": "multiply results by gates, not weights, where PixArt has them",
+    "residual_gemm": "add a residual behind a product by BiasAdd, where PixArt has it",
     "key_lengths": "mask padding by a bias on all scores, not by the number of keys",
     "attention_biases": "add the biases of keys and values where they are",
     "nhwc_conv": "make no NhwcConv",

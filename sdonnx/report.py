@@ -58,6 +58,7 @@ _STAGE_KINDS = {
     "group_norm_silu": ("group_norm",),
     "skip_group_norm": ("group_norm",),
     "skip_layer_norm": ("layer_norm", "rms_norm"),
+    "bias_add": ("geglu",),
 }
 
 # What must do something in a graph of that role.

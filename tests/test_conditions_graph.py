@@ -70,10 +70,17 @@ def test_what_is_light_is_computed_at_each_step() -> None:
     assert [value.name for value in rest.graph.inputs] == ["sample", "scale", "told.m"]
 
 
+def test_a_count_of_tokens_moves() -> None:
+    """It is small, and takes as many kernels as a large one."""
+    rest, conditions = split(f"{KEYS} q = ReduceSum(scale) z = Add(sample, q) y = Mul(z, m)")
+    assert operators(rest, "ReduceSum") == {"ReduceSum": 0}
+    assert operators(conditions, "ReduceSum") == {"ReduceSum": 1}
+
+
 def test_what_is_light_and_read_by_both_stands_in_both() -> None:
     rest, conditions = split(
         "n = Neg(prompt) k = MatMul(n, w) m = ReduceMean<keepdims=0>(k, last) "
-        "p = ReduceMean<keepdims=0>(n, last) q = ReduceSum(p) t = Add(sample, q) y = Mul(t, m)"
+        "p = ReduceMean<keepdims=0>(n, last) q = ReduceMean(p) t = Add(sample, q) y = Mul(t, m)"
     )
     assert operators(rest, "Neg") == operators(conditions, "Neg") == {"Neg": 1}
 

@@ -79,7 +79,7 @@ def error_of(capsys: pytest.CaptureFixture[str]) -> str:
 
 
 # What Stable Diffusion has nothing of; tests/test_pixart.py tries these.
-OF_TRANSFORMERS = {"fast_gelu", "modulation", "gates", "key_lengths", "attention_biases"}
+OF_TRANSFORMERS = {"fast_gelu", "modulation", "gates", "residual_gemm", "key_lengths", "attention_biases"}
 
 
 def test_every_name_is_tried() -> None:

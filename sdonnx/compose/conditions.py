@@ -18,9 +18,10 @@ __all__ = ["PREFIX", "split_conditions"]
 PREFIX = "told."
 """How the names of what the step graph takes from the conditions graph begin."""
 
-# What is worth a buffer: lighter nodes above these are computed at each step as before.
-_HEAVY = frozenset({"Attention", "Conv", "FusedMatMul", "Gemm", "LayerNormalization", "MatMul", "MultiHeadAttention",
-                    "NhwcConv"})  # fmt: skip
+# What is worth a buffer, a count of tokens among it, which is small: lighter nodes above these are computed at each
+# step as before.
+_HEAVY = frozenset({"Attention", "Conv", "CumSum", "FusedMatMul", "Gemm", "LayerNormalization", "MatMul",
+                    "MultiHeadAttention", "NhwcConv", "ReduceSum"})  # fmt: skip
 
 
 def split_conditions(step: ir.Model, told: Collection[str]) -> ir.Model | None:

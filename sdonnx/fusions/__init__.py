@@ -38,7 +38,7 @@ from sdonnx.fusions.geglu import GegluToBiasSplitGelu
 from sdonnx.fusions.group_norm import GroupNormToSkipGroupNorm, SiluIntoGroupNorm
 from sdonnx.fusions.layout import ChannelsLast
 from sdonnx.fusions.masks import CausalMaskToAttribute
-from sdonnx.fusions.modulation import BiasBeforeGate, GateIntoWeight, ModulationIntoLayerNorm
+from sdonnx.fusions.modulation import BiasBeforeGate, GateIntoWeight, ModulationIntoLayerNorm, RowPastProduct
 from sdonnx.fusions.noops import MergeReshapes, MergeTransposes, MergeUnsqueezes, NoOp, PadIntoConv, TransposeOfFolded
 from sdonnx.fusions.norms import InstanceNormToGroupNorm, LayerNormWithShift, MeansToLayerNorm, SquaresToRmsNorm
 from sdonnx.fusions.padding import count_keys
@@ -46,9 +46,11 @@ from sdonnx.fusions.projections import GroupProjections
 from sdonnx.fusions.residual import (
     BiasIntoNhwcConv,
     LayerNormToSkipLayerNorm,
+    ResidualIntoGemm,
     ResidualToBiasAdd,
     RmsNormToSkipRmsNorm,
 )
+from sdonnx.fusions.rows import compute_rows_together
 from sdonnx.fusions.softmax import EinsumToMatMul, SoftmaxToAttention
 from sdonnx.fusions.unfused import AttentionToMatMul
 from sdonnx.graph.match import Idiom, Refusal, Rule, apply_idioms, apply_rules
@@ -138,6 +140,7 @@ DISABLING: Mapping[str, tuple[str, ...]] = {
     "fast_gelu": ("fast_gelu",),
     "modulation": ("modulation",),
     "gates": ("gates",),
+    "residual_gemm": ("rows_past_products", "residual_gemm"),
     "key_lengths": ("padding",),
     "attention_biases": ("attention_biases",),
     "nhwc_conv": ("Conv",),
@@ -154,6 +157,10 @@ def _channels_last(model: ir.Model, kernels: frozenset[str]) -> tuple[dict[str, 
 
 def _attention_biases(model: ir.Model) -> tuple[dict[str, int], list[Refusal]]:
     return drop_attention_biases(model), []
+
+
+def _rows_together(model: ir.Model) -> tuple[dict[str, int], list[Refusal]]:
+    return compute_rows_together(model), []
 
 
 def _group_projections(model: ir.Model) -> tuple[dict[str, int], list[Refusal]]:
@@ -190,6 +197,7 @@ def stages(provider: str, attention_layout: str = "unpacked", disabled: Collecti
         Stage("projections", run=_group_projections),
         Stage("modulation", idioms=(ModulationIntoLayerNorm, BiasBeforeGate), only_cuda=False),
         Stage("gates", idioms=(GateIntoWeight,)),
+        Stage("rows_past_products", idioms=(RowPastProduct,)),
         Stage("geglu", (GegluToBiasSplitGelu,), commute=True),
         Stage(
             "flat_images",
@@ -202,6 +210,8 @@ def stages(provider: str, attention_layout: str = "unpacked", disabled: Collecti
         Stage("skip_layer_norm", (LayerNormToSkipLayerNorm, RmsNormToSkipRmsNorm), only_cuda=False),
         Stage("fast_gelu", idioms=(GeluToFastGelu,), only_cuda=False),
         Stage("bias_add", (ResidualToBiasAdd,)),
+        Stage("residual_gemm", idioms=(ResidualIntoGemm,)),
+        Stage("rows", run=_rows_together),
         Stage("conv_bias", (BiasIntoNhwcConv,), commute=True),
     )
     return tuple(stage for stage in table if (provider == "cuda" or not stage.only_cuda) and stage.name not in left_out)

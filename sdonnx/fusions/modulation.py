@@ -12,9 +12,9 @@ import numpy as np
 import onnx_ir as ir
 
 from sdonnx.graph.edit import Dim, constant, constant_value, dims, insert, is_weight, replace, static_dim
-from sdonnx.graph.match import Idiom, biased, producer_of, same_shape, sole_user
+from sdonnx.graph.match import Idiom, biased, producer_of, same_shape, sole_user, sum_of, total_bias
 
-__all__ = ["BiasBeforeGate", "GateIntoWeight", "ModulationIntoLayerNorm"]
+__all__ = ["BiasBeforeGate", "GateIntoWeight", "ModulationIntoLayerNorm", "RowPastProduct"]
 
 
 class ModulationIntoLayerNorm(Idiom):
@@ -96,6 +96,66 @@ class GateIntoWeight(Idiom):
             replace(result, insert(node, "MatMul", [x, scaled], shape=result.shape))
             return None
         return ""
+
+
+class RowPastProduct(Idiom):
+    """s = x + y @ W + row, which a product and sums read -> the row is added to what these make of x + y @ W.
+
+    A product s @ V + b becomes (x + y @ W) @ V + (b + row @ V), whose last part is a row again, and a sum adds the row
+    besides, where a norm takes it for a bias. What is left, the product y @ W can add to x (ResidualIntoGemm).
+    Shapes: x (B,S,D), y (B,S,K), W (K,D), row (D), computed at each step; V (D,E), b (E).
+    """
+
+    roots = frozenset({"Add"})
+
+    def rewrite(self, node: ir.Node) -> str | None:
+        """Rewrite where all readers can do without the row."""
+        total = node.outputs[0]
+        parts, users = sum_of(total), [use.node for use in total.uses()]
+        if total.is_graph_output() or len(parts.terms) != 2 or all(map(is_weight, parts.biases)):
+            return ""
+        if not any(producer_of(term, "MatMul") for term in parts.terms):
+            return ""
+        if not all(same_shape(term, total) for term in parts.terms):
+            return ""
+        additions = {user: _bias_after(user, total) for user in users if user.op_type == "MatMul"}
+        if not additions or None in additions.values():
+            return ""
+        sums = [user for user in users if user not in additions]
+        if any(user.op_type != "Add" or not same_shape(user.outputs[0], total) for user in sums):
+            return "the sum is read by more than products and sums"
+        row = total_bias(node, parts.biases)
+        assert row is not None
+        bare = insert(node, "Add", parts.terms, shape=total.shape)
+        for product, addition in additions.items():
+            assert addition is not None
+            weight, index = product.inputs[1], 0 if addition.inputs[1] is product.outputs[0] else 1
+            bias = addition.inputs[index]
+            assert weight is not None
+            assert bias is not None
+            moved = insert(addition, "MatMul", [row, weight], shape=bias.shape)
+            addition.replace_input_with(index, insert(addition, "Add", [moved, bias], shape=bias.shape))
+            product.replace_input_with(0, bare)
+        for user in sums:
+            index = 0 if user.inputs[0] is total else 1
+            other = user.inputs[1 - index]
+            assert other is not None
+            user.replace_input_with(index, bare)
+            user.replace_input_with(1 - index, insert(user, "Add", [other, row], shape=total.shape))
+        return None
+
+
+def _bias_after(product: ir.Node, x: ir.Value) -> ir.Node | None:
+    """Return the addition of a constant bias to the product of `x` (B,S,D) by a weight (D,E)."""
+    weight = product.inputs[1]
+    if product.domain or product.inputs[0] is not x or weight is None or not is_weight(weight):
+        return None
+    if len(dims(weight) or ()) != 2:
+        return None
+    addition = sole_user(product.outputs[0], "Add")
+    if addition is None or (found := biased(addition.outputs[0])) is None or found[0] is not product.outputs[0]:
+        return None
+    return addition
 
 
 def _with_row(value: ir.Value, op_type: str, channels: int | None) -> tuple[ir.Value, ir.Value | None]:

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 
-from sdonnx.graph.edit import MICROSOFT, constant, dims, replace, static_dim
-from sdonnx.graph.match import Rule, is_bias, same_shape, sum_of, total_bias
+from sdonnx.graph.edit import MICROSOFT, constant, dims, insert, replace, static_dim
+from sdonnx.graph.match import Idiom, Rule, is_bias, producer_of, same_dims, same_shape, sole_user, sum_of, total_bias
 
-__all__ = ["BiasIntoNhwcConv", "LayerNormToSkipLayerNorm", "ResidualToBiasAdd", "RmsNormToSkipRmsNorm"]
+__all__ = [
+    "BiasIntoNhwcConv",
+    "LayerNormToSkipLayerNorm",
+    "ResidualIntoGemm",
+    "ResidualToBiasAdd",
+    "RmsNormToSkipRmsNorm",
+]
 
 
 class _NormOfSum(Rule):
@@ -32,8 +39,8 @@ class _NormOfSum(Rule):
             return "the norm is not over the last axis"
         if len(parts.terms) != 2:
             return f"the input is a sum of {len(parts.terms)} activations, the kernel adds two"
-        if not all(same_shape(term, total) for term in parts.terms) or len(dims(total) or ()) != 3:
-            return "the two terms are not of one shape (B,S,D)"
+        if _full_and_skip(parts.terms, total) is None or len(dims(total) or ()) != 3:
+            return "the two terms are not of one shape (B,S,D), and no one image's (1,S,D) is added to all"
         channels = static_dim(total, 2)
         if channels is None or any(static_dim(vector, 0) != channels for vector in vectors):
             return "scale and shift are not one number a channel"  # ONNX would broadcast them
@@ -43,7 +50,9 @@ class _NormOfSum(Rule):
         """Add and normalize; whoever used the sum takes the kernel's."""
         node, parts = norm.producer(), sum_of(total)
         assert node is not None
-        inputs = [*parts.terms, *vectors]
+        terms = _full_and_skip(parts.terms, total)
+        assert terms is not None  # `why_not` asked
+        inputs = [*terms, *vectors]
         if (bias := total_bias(node, parts.biases)) is not None:
             inputs.append(bias)
         epsilon = node.attributes.get_float("epsilon", 1e-5)
@@ -53,10 +62,19 @@ class _NormOfSum(Rule):
         return normal
 
 
+def _full_and_skip(terms: Sequence[ir.Value], total: ir.Value) -> tuple[ir.Value, ir.Value] | None:
+    """Return two terms (B,S,D), or one and another (1,S,D), in the kernel's order; None for other shapes."""
+    sizes = dims(total) or ()
+    for x, skip in (terms, reversed(terms)):
+        if same_shape(x, total) and (same_shape(skip, total) or same_dims(dims(skip) or (), (1, *sizes[1:]))):
+            return x, skip
+    return None
+
+
 class LayerNormToSkipLayerNorm(_NormOfSum):
     """s = x + skip + bias; LayerNormalization(s) -> SkipLayerNormalization(x, skip, bias), which gives s too.
 
-    Shapes: x and skip (B,S,D), bias (D,).
+    Shapes: x (B,S,D), skip (B,S,D) or (1,S,D), bias (D,).
     """
 
     fused = "SkipLayerNormalization"
@@ -77,7 +95,7 @@ class LayerNormToSkipLayerNorm(_NormOfSum):
 class RmsNormToSkipRmsNorm(_NormOfSum):
     """s = x + skip + bias; RMSNormalization(s) -> SkipSimplifiedLayerNormalization(x, skip, bias), which gives s too.
 
-    Shapes: x and skip (B,S,D), bias (D,).
+    Shapes: x (B,S,D), skip (B,S,D) or (1,S,D), bias (D,).
     """
 
     fused = "SkipSimplifiedLayerNormalization"
@@ -140,6 +158,44 @@ class ResidualToBiasAdd(Rule):
             value.type = x.type
         added = _like(op.BiasAdd(flattened[0], bias, flattened[1], _domain=MICROSOFT), flattened[0])
         return op.Reshape(added, op.Shape(skip))
+
+
+class ResidualIntoGemm(Idiom):
+    """x @ W + residual -> Gemm(x, W, residual), which adds as it multiplies: for sums that no norm takes, with no bias.
+
+    Shapes: x (B,S,K), W (K,D), residual (B,S,D); the kernel sees (B*S,K) and (B*S,D).
+    """
+
+    roots = frozenset({"Add"})
+
+    def rewrite(self, node: ir.Node) -> str | None:
+        """Rewrite a sum with a product that nothing else reads."""
+        total = node.outputs[0]
+        for added, residual in (node.inputs, reversed(node.inputs)):
+            product = producer_of(added, "MatMul")
+            if product is None or residual is None or sole_user(product.outputs[0], "Add") is not node:
+                continue
+            x, weight = product.inputs
+            if x is None or weight is None or len(dims(x) or ()) != 3 or len(dims(weight) or ()) != 2:
+                continue
+            rows, channels = static_dim(weight, 0), static_dim(weight, 1)
+            if rows is None or channels is None or not same_shape(product.outputs[0], total):
+                continue
+            if not same_shape(residual, total):
+                continue
+            flat = [_flat(node, value, width) for value, width in ((x, rows), (residual, channels))]
+            made = insert(node, "Gemm", [flat[0], weight, flat[1]], shape=flat[1].shape)
+            sizes = insert(node, "Shape", [residual], shape=[3], dtype=ir.DataType.INT64)
+            replace(total, insert(node, "Reshape", [made, sizes], shape=total.shape))
+            return None
+        return ""
+
+
+def _flat(anchor: ir.Node, value: ir.Value, width: int) -> ir.Value:
+    """Return (B,S,C) as (B*S,C)."""
+    assert isinstance(anchor.graph, ir.Graph)
+    shape = constant(anchor.graph, [-1, width], np.int64, f"shape_m1_{width}")
+    return insert(anchor, "Reshape", [value, shape], shape=[ir.SymbolicDim(None), width])
 
 
 def _like(value: ir.Value, other: ir.Value) -> ir.Value:

@@ -97,6 +97,11 @@ def _layer_norms() -> Iterator[Corner]:
             {"epsilon": 1e-5},
             outputs,
         )
+    for width, outputs in product((320, 1152), (1, 4)):  # positions, the same for every image
+        vectors = ((width,),) * 3
+        name = f"D={width} 3x7 skip=1x7 beta=True bias=True outputs={outputs}"
+        shapes = ((3, 7, width), (1, 7, width), *vectors)
+        yield Corner("SkipLayerNormalization", name, shapes, {"epsilon": 1e-5}, outputs)
 
 
 def _rms_norms() -> Iterator[Corner]:
@@ -112,6 +117,10 @@ def _rms_norms() -> Iterator[Corner]:
             {"epsilon": 1e-6},
             outputs,
         )
+    for outputs in (1, 4):
+        name, vectors = f"D=768 3x7 skip=1x7 bias=True outputs={outputs}", ((768,),) * 2
+        shapes = ((3, 7, 768), (1, 7, 768), *vectors)
+        yield Corner("SkipSimplifiedLayerNormalization", name, shapes, {"epsilon": 1e-6}, outputs)
 
 
 def _transformer_parts() -> Iterator[Corner]:

@@ -90,7 +90,7 @@ NOT_NORMS: dict[str, tuple[str, str, str, str | None]] = {
     "no sum": ("float[B,S,8] x", "t = Relu(x)", LAYER_NORM, None),
     "bias alone": ("float[B,S,8] x", "t = Add(x, c)", LAYER_NORM, None),
     "three": (f"{INPUTS}, float[B,S,8] u", "a = Add(x, s) t = Add(a, u)", LAYER_NORM, "a sum of 3 activations"),
-    "one for all": ("float[B,S,8] x, float[1,S,8] s", "t = Add(x, s)", LAYER_NORM, "not of one shape"),
+    "one token for all": ("float[B,S,8] x, float[B,1,8] s", "t = Add(x, s)", LAYER_NORM, "not of one shape"),
     "position embedding": ("float[B,S,8] x, float[S,8] s", "t = Add(x, s)", LAYER_NORM, "not of one shape"),
     "two dimensions": ("float[B,8] x, float[B,8] s", "t = Add(x, s)", LAYER_NORM, "not of one shape (B,S,D)"),
     "four dimensions": ("float[B,H,W,8] x, float[B,H,W,8] s", "t = Add(x, s)", LAYER_NORM, "not of one shape (B,S,D)"),

@@ -28,9 +28,9 @@ from graphs import (
 
 from sdonnx.fusions import fuse
 from sdonnx.fusions.activations import GeluToFastGelu, TanhToGelu
-from sdonnx.fusions.modulation import BiasBeforeGate, GateIntoWeight, ModulationIntoLayerNorm
+from sdonnx.fusions.modulation import BiasBeforeGate, GateIntoWeight, ModulationIntoLayerNorm, RowPastProduct
 from sdonnx.fusions.norms import SquaresToRmsNorm
-from sdonnx.fusions.residual import LayerNormToSkipLayerNorm, RmsNormToSkipRmsNorm
+from sdonnx.fusions.residual import LayerNormToSkipLayerNorm, ResidualIntoGemm, RmsNormToSkipRmsNorm
 from sdonnx.stream import scale_stream
 
 INPUT, OUTPUT = "float[B,S,8] x", "float[B,S,8] y"
@@ -50,6 +50,7 @@ WEIGHTS: dict[str, Array] = {
     "cubic": np.array(0.044715, np.float32),
     "third": np.array(1 / 3, np.float32),
     "weight": normal(8, 8, seed=3),
+    "second": normal(8, 8, seed=5),
     "weights": normal(1, 8, 8, seed=4),
 }
 
@@ -112,7 +113,7 @@ def test_skip_rms_norm(body: str, biased: bool, others: str) -> None:
     [
         (INPUT, "t = Add(x, c)", None),
         (f"{TWO}, float[B,S,8] z", "a = Add(x, s) t = Add(a, z)", "a sum of 3 activations"),
-        (f"{INPUT}, float[1,S,8] s", "t = Add(x, s)", "not of one shape"),
+        (f"{INPUT}, float[B,1,8] s", "t = Add(x, s)", "not of one shape"),
     ],
 )
 def test_sums_that_no_rms_norm_takes(inputs: str, body: str, reason: str | None) -> None:
@@ -256,6 +257,90 @@ def test_a_gate_multiplies_the_weight(body: str) -> None:
 )
 def test_gates_that_multiply_no_weight(body: str, inputs: str, outputs: str) -> None:
     assert_idiom_refuses(spelled(body, inputs, outputs), GateIntoWeight)
+
+
+ROW = "float[8] w"
+QUERIES = "q = MatMul(s, second) o = Add(q, c)"
+
+
+@pytest.mark.parametrize(
+    "total",
+    ["p = Add(a, w) s = Add(x, p)", "p = Add(w, a) s = Add(p, x)", "p = Add(x, a) s = Add(p, w)"],
+)
+@pytest.mark.parametrize("sum_", ["y = Add(s, n)", "y = Add(n, s)"])
+def test_a_row_goes_past_a_product_and_a_sum(total: str, sum_: str) -> None:
+    body = f"a = MatMul(x, weight) {total} {QUERIES} n = Neg(o) {sum_}"
+    rewritten = assert_idiom_fires(spelled(body, f"{INPUT}, {ROW}"), RowPastProduct)
+    # x + a; the bias and what became of the row; both of them and the queries; the row and the sum.
+    assert operators(rewritten, "Add", "MatMul") == {"Add": 5, "MatMul": 3}
+    readers = [
+        {use.node.op_type for use in node.outputs[0].uses()} for node in rewritten.graph if node.op_type == "Add"
+    ]
+    assert {"MatMul", "Add"} in readers  # of x + a
+
+
+@pytest.mark.parametrize(
+    ("body", "inputs", "reason"),
+    [
+        # a constant row goes into BiasAdd
+        (f"a = MatMul(x, weight) p = Add(a, g) s = Add(x, p) {QUERIES} n = Neg(o) y = Add(s, n)", INPUT, None),
+        # no product that could add the residual
+        (f"a = Neg(x) p = Add(a, w) s = Add(x, p) {QUERIES} n = Neg(o) y = Add(s, n)", f"{INPUT}, {ROW}", None),
+        # no product to go past
+        ("a = MatMul(x, weight) p = Add(a, w) s = Add(x, p) n = Neg(a) y = Add(s, n)", f"{INPUT}, {ROW}", None),
+        # a product without a bias
+        (
+            "a = MatMul(x, weight) p = Add(a, w) s = Add(x, p) q = MatMul(s, second) y = Add(s, q)",
+            f"{INPUT}, {ROW}",
+            None,
+        ),
+        # something else reads the sum
+        (
+            f"a = MatMul(x, weight) p = Add(a, w) s = Add(x, p) {QUERIES} n = Sigmoid(s) y = Mul(n, o)",
+            f"{INPUT}, {ROW}",
+            "read by more than products and sums",
+        ),
+    ],
+)
+def test_rows_that_go_past_nothing(body: str, inputs: str, reason: str | None) -> None:
+    assert_idiom_refuses(spelled(body, inputs), RowPastProduct, reason)
+
+
+@pytest.mark.parametrize("body", ["a = MatMul(x, weight) y = Add(s, a)", "a = MatMul(x, weight) y = Add(a, s)"])
+def test_a_product_adds_the_residual(body: str) -> None:
+    rewritten = assert_idiom_fires(spelled(body, TWO), ResidualIntoGemm)
+    assert operators(rewritten, "Gemm", "MatMul", "Add") == {"Gemm": 1, "MatMul": 0, "Add": 0}
+
+
+def test_of_two_products_one_adds_the_other() -> None:
+    body = "a = MatMul(x, weight) b = MatMul(s, second) y = Add(a, b)"
+    rewritten = assert_idiom_fires(spelled(body, TWO), ResidualIntoGemm)
+    assert operators(rewritten, "Gemm", "MatMul") == {"Gemm": 1, "MatMul": 1}
+
+
+@pytest.mark.parametrize(
+    ("body", "inputs", "outputs"),
+    [
+        ("a = MatMul(x, weight) y = Add(s, a)", TWO, f"{OUTPUT}, float[B,S,8] a"),  # read twice
+        ("a = MatMul(x, weight) y = Add(s, a)", f"{INPUT}, float[1,S,8] s", OUTPUT),  # of another shape
+        ("a = MatMul(x, weight) y = Add(a, c)", INPUT, OUTPUT),  # a bias
+        ("a = MatMul(x, weights) y = Add(s, a)", TWO, OUTPUT),  # a weight for each image
+    ],
+)
+def test_residuals_that_no_product_adds(body: str, inputs: str, outputs: str) -> None:
+    assert_idiom_refuses(spelled(body, inputs, outputs), ResidualIntoGemm)
+
+
+LAYER_NORM = "y = LayerNormalization<axis=-1, epsilon=0.01>(t, g, c)"
+
+
+@pytest.mark.parametrize("total", ["t = Add(x, s)", "t = Add(s, x)", "a = Add(x, zeros) t = Add(a, s)"])
+def test_one_images_skip_is_added_to_all(total: str) -> None:
+    """Positions, say: the kernel broadcasts its second input."""
+    model = spelled(f"{total} {LAYER_NORM}", f"{INPUT}, float[1,S,8] s", f"{OUTPUT}, float[B,S,8] t")
+    rewritten = assert_fires(model, LayerNormToSkipLayerNorm, 1)
+    assert operators(rewritten) == {"SkipLayerNormalization": 1}
+    assert [value.name for value in node_of(rewritten, "SkipLayerNormalization").inputs[:2] if value] == ["x", "s"]
 
 
 def test_a_computed_row_is_a_bias_of_the_norm() -> None:
