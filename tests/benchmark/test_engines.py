@@ -32,6 +32,7 @@ from sdonnx.errors import DeviceMemoryError, FolderError, OptionError, ProviderE
 from sdonnx.folder import PipelineFolder
 from sdonnx.parity import psnr
 from sdonnx.prompts import PROMPTS
+from sdonnx.verify.verifier import _HalfEngine
 
 WORKLOAD = Workload(batch_size=2, height=64, width=64, steps=3, seed=5)
 
@@ -104,6 +105,35 @@ def test_engines_use_the_same_sampler(kind: type[Engine], scheduler: str, folder
         assert engine.scheduler == ("EulerDiscreteScheduler" if scheduler == "euler" else scheduler)
         drawn.append(pixels(engine.draw(PROMPTS[0], workload)))
     assert psnr(*drawn) >= 50
+
+
+# diffusers' choice of a pipeline imports all of them; of those that need sentencepiece, one uses torch.jit.
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+@pytest.mark.parametrize("started", [False, True], ids=["from noise", "from an image"])
+def test_half_precision_has_the_same_noise(
+    started: bool, folders: dict[FolderKind, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By samplers that draw some at each step, too: in float16 the stream of torch before 2.13 is another one."""
+    from diffusers.schedulers import scheduling_euler_ancestral_discrete as module
+
+    draw, types = module.randn_tensor, []
+
+    def watched(*shape: Any, dtype: torch.dtype, **options: Any) -> Any:
+        types.append(dtype)
+        return draw(*shape, dtype=dtype, **options)
+
+    monkeypatch.setattr(module, "randn_tensor", watched)
+    path = tmp_path / "start.png"
+    Image.fromarray(np.random.default_rng(0).integers(0, 256, (64, 64, 3)).astype(np.uint8)).save(path)
+    workload = Workload(1, 64, 64, 4, scheduler="euler_a", image=str(path) if started else None)
+    drawn = []
+    for kind in (TorchEngine, _HalfEngine):
+        engine = made(kind, folders)
+        engine.load(workload)
+        drawn.append(pixels(engine.draw(PROMPTS[0], workload)))
+    assert set(types) == {torch.float32}
+    assert psnr(*drawn) >= 45
 
 
 # diffusers' choice of a pipeline imports all of them; of those that need sentencepiece, one uses torch.jit.

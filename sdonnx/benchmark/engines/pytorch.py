@@ -6,6 +6,7 @@ import contextlib
 import copy
 import gc
 import importlib
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -173,7 +174,8 @@ class TorchEngine(Engine):
         negative = workload.negative_prompt if self.family.caption_tokens is None else workload.negative_prompt or ""
         # Compiled modules guard on inference mode; diffusers calls everything without gradients anyway.
         eager = self.options.compile_mode is None
-        with torch.inference_mode() if eager else contextlib.nullcontext(), self._told_of_memory():
+        without = torch.inference_mode() if eager else contextlib.nullcontext()
+        with without, self._told_of_memory(), _noise_in_float32(pipeline):
             images: list[Image] = pipeline(
                 prompt,
                 negative_prompt=negative,
@@ -344,6 +346,32 @@ def start_of(pipeline: Any, workload: Workload, generator: Any, dtype: Any) -> d
     # Drawn in float32: in half precision torch's stream is another one.
     noise = torch.randn(size, generator=generator).to(pipeline.device, dtype)
     return {"height": workload.height, "width": workload.width, "latents": noise}
+
+
+@contextmanager
+def _noise_in_float32(pipeline: Any) -> Iterator[None]:
+    """Let samplers, and what starts from an image, draw noise in float32 as `start_of` does, whatever their type."""
+    import torch
+
+    def wide(draw: Callable[..., Any]) -> Callable[..., Any]:
+        def drawn(*shape: Any, dtype: Any = None, **options: Any) -> Any:
+            noise = draw(*shape, dtype=torch.float32, **options)
+            return noise if dtype is None else noise.to(dtype)
+
+        return drawn
+
+    # Each module has imported the function by its name.
+    parts = (pipeline, pipeline.scheduler, pipeline.vae)
+    names = {
+        each.__module__ for part in parts for each in type(part).__mro__ if each.__module__.startswith("diffusers.")
+    }
+    names.add("diffusers.models.autoencoders.vae")  # of the distribution that an image is encoded to
+    with contextlib.ExitStack() as stack:
+        for name in sorted(names):
+            module = sys.modules.get(name)
+            if module is not None and "randn_tensor" in vars(module):
+                stack.enter_context(replaced(module, "randn_tensor", wide))
+        yield
 
 
 @contextmanager
