@@ -6,20 +6,26 @@ counts.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
 import random
 import shutil
 import signal
+import subprocess
+import sys
+import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from faults import FAULTS, Bench, Command, at_once, small_disk, tree
-from pipelines import refused, snapshot
+from pipelines import copied, refused, snapshot
 from recording import Note
 
+from sdonnx.certificate import CERTIFICATE, certified_files, require_certificate
 from sdonnx.errors import FolderError
 from sdonnx.folder import PipelineFolder, atomic_folder
 
@@ -208,3 +214,49 @@ def test_a_disk_that_is_full(make: Make, request: pytest.FixtureRequest, note: N
             assert list(bench.work.iterdir()) == []
     bench.rerun()
     note("faults", {"command": f"{bench.command.name} on a full disk", "injected": number, "survived": number})
+
+
+def test_verify_that_is_ended(
+    micro: Path, micro_cpu: Path, tmp_path: Path, request: pytest.FixtureRequest, note: Note
+) -> None:
+    """At any moment: the folder and the original are as they were, and a certificate that is there holds."""
+    folder = copied(micro_cpu, tmp_path / "work" / "fast")
+    limiter = [sys.executable, str(Path(__file__).with_name("limited.py")), "nothing", "0"]
+    small = ["--height", "64", "--width", "64", "-s", "1"]
+    command = [*limiter, sys.executable, "-m", "sdonnx", "verify", str(folder), "--against", str(micro), *small]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    draw = random.Random(f"{request.config.getoption('--seed')} verify")
+
+    def start() -> subprocess.Popen[bytes]:
+        return subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+    def whole_run() -> float:
+        began = time.monotonic()
+        with start() as process:
+            assert process.wait(120) == 0
+        require_certificate(folder)
+        assert [path.name for path in folder.parent.iterdir()] == ["fast"]
+        assert not list(folder.glob(".*"))
+        return time.monotonic() - began
+
+    before = certified_files(folder), snapshot(micro)
+    seconds = whole_run()
+    number = request.config.getoption("--faults")
+    signals = [signal.SIGKILL, signal.SIGTERM, signal.SIGINT] * number if number else [signal.SIGKILL]
+    counts = Counter[str]()
+    for each in signals:
+        (folder / CERTIFICATE).unlink(missing_ok=True)
+        with start() as process:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(draw.uniform(0, seconds))
+            process.send_signal(each)
+            status = process.wait(120)
+        assert (certified_files(folder), snapshot(micro)) == before
+        if (folder / CERTIFICATE).is_file():
+            require_certificate(folder)
+        else:
+            assert status != 0
+        counts[f"{each.name}, status {status}"] += 1
+    whole_run()
+    total = len(signals)
+    note("faults", {"command": "verify", "injected": total, "survived": total, "seconds": seconds, "faults": counts})

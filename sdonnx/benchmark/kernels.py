@@ -16,6 +16,7 @@ __all__ = [
     "ELEMENT_WISE",
     "IDLE",
     "KINDS",
+    "kernels_seen_by_torch",
     "kind_of",
     "profiled_by_onnxruntime",
     "profiled_by_torch",
@@ -90,6 +91,31 @@ def profiled_by_torch(draw: Callable[[], Any], device: str) -> tuple[dict[str, f
     Raises:
         OptionError: torch is not installed.
     """
+    if device == "cuda":
+        kernels = kernels_seen_by_torch(draw)
+        return times_of_kernels(kernels), len(kernels), "torch.profiler (CUPTI)"
+    profiler, wall_ms = _profiled(draw, device)
+    averages = profiler.key_averages()
+    nodes = [(event.key, event.self_cpu_time_total / 1e3) for event in averages]
+    return times_of_nodes(nodes, wall_ms), sum(event.count for event in averages), "torch.profiler"
+
+
+def kernels_seen_by_torch(draw: Callable[[], Any]) -> list[tuple[str, float, float]]:
+    """Draw under torch's profiler and return the name, start and end, in microseconds, of every kernel of the process.
+
+    Raises:
+        OptionError: torch is not installed.
+    """
+    profiler, _ = _profiled(draw, "cuda")
+    return [
+        (event.name, event.time_range.start, event.time_range.end)
+        for event in profiler.events() or ()
+        if event.device_type.name == "CUDA"
+    ]
+
+
+def _profiled(draw: Callable[[], Any], device: str) -> tuple[Any, float]:
+    """Return torch's profiler, done, and the milliseconds that drawing took."""
     try:
         import torch
         from torch.profiler import ProfilerActivity, profile
@@ -102,16 +128,7 @@ def profiled_by_torch(draw: Callable[[], Any], device: str) -> tuple[dict[str, f
         if device == "cuda":
             torch.cuda.synchronize()
         wall_ms = (time.perf_counter() - start) * 1e3
-    if device == "cuda":
-        kernels = [
-            (event.name, event.time_range.start, event.time_range.end)
-            for event in profiler.events() or ()
-            if event.device_type.name == "CUDA"
-        ]
-        return times_of_kernels(kernels), len(kernels), "torch.profiler (CUPTI)"
-    averages = profiler.key_averages()
-    nodes = [(event.key, event.self_cpu_time_total / 1e3) for event in averages]
-    return times_of_nodes(nodes, wall_ms), sum(event.count for event in averages), "torch.profiler"
+    return profiler, wall_ms
 
 
 @contextmanager
