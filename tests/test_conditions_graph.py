@@ -20,6 +20,7 @@ WEIGHTS = {
     "bias": normal(6, seed=2),
     "last": int64([1]),
     "first": int64([0]),
+    "zero": int64(0),
     "rows": int64([-1, 4]),
 }
 FEEDS = {"sample": normal(2, 6, seed=3), "prompt": normal(2, 5, 4, seed=4), "scale": normal(1, seed=5)}
@@ -75,6 +76,15 @@ def test_a_count_of_tokens_moves() -> None:
     rest, conditions = split(f"{KEYS} q = ReduceSum(scale) z = Add(sample, q) y = Mul(z, m)")
     assert operators(rest, "ReduceSum") == {"ReduceSum": 0}
     assert operators(conditions, "ReduceSum") == {"ReduceSum": 1}
+
+
+def test_running_counts_move_and_sums_of_sizes_do_not() -> None:
+    rest, conditions = split(
+        f"{KEYS} i = CumSum(scale, zero) z = Add(sample, i) h = Shape(prompt) j = ReduceSum(h) l = Cast<to=1>(j) "
+        "v = Add(z, l) y = Mul(v, m)"
+    )
+    assert operators(rest, "CumSum", "ReduceSum") == {"CumSum": 0, "ReduceSum": 1}
+    assert operators(conditions, "CumSum", "ReduceSum") == {"CumSum": 1, "ReduceSum": 0}
 
 
 def test_what_is_light_and_read_by_both_stands_in_both() -> None:

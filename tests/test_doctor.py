@@ -722,6 +722,14 @@ def test_a_build_in_a_folder_that_is_not_imported_from_is_no_trouble(tmp_path: P
     found = list(environment.metadata.distributions(path=[str(first), str(second)]))
     assert environment._builds(found, first / "onnxruntime") == {"onnxruntime-gpu": "1.31.1"}
     assert environment._builds(found, second / "onnxruntime") == {"onnxruntime": "1.30.0"}
+    # The same names hidden: what lies in the environment counts, however often.
+    install(second, "onnxruntime_gpu", "1.30.0")
+    again = list(environment.metadata.distributions(path=[str(first), str(second)]))
+    assert environment._builds(again, first / "onnxruntime") == {"onnxruntime-gpu": "1.31.1"}
+    install(first, "onnxruntime", "1.31.1")
+    both = list(environment.metadata.distributions(path=[str(first), str(second)]))
+    expected = {"onnxruntime": "1.31.1", "onnxruntime-gpu": "1.31.1"}
+    assert environment._builds(both, first / "onnxruntime") == expected
     # Built where it is imported from, by who knows whom.
     assert len(environment._builds(found, tmp_path / "sources" / "onnxruntime")) == 2
 

@@ -36,7 +36,7 @@ def split_conditions(step: ir.Model, told: Collection[str]) -> ir.Model | None:
         told: names of its inputs that are the same for all steps of an image.
 
     Returns:
-        The graph; None where no product depends on those inputs alone.
+        The graph; None where nothing that is worth a buffer depends on those inputs alone.
     """
     graph = step.graph
     given = [value for value in graph.inputs if value.name in told]
@@ -70,13 +70,15 @@ def _boundary(graph: ir.Graph, given: Collection[ir.Value], names: Collection[st
 
 
 def _read_outside(graph: ir.Graph, given: Collection[ir.Value], stays: Collection[ir.Node]) -> list[ir.Value]:
-    known, heavy = set(given), set[ir.Value]()
+    known, heavy, of_sizes = set(given), set[ir.Value](), set[ir.Value]()
     for node in graph:
         read = [value for value in node.inputs if value is not None and not _is_constant(value)]
         if not read or any(value not in known for value in read) or node in stays or _holds_graph(node):
             continue
         known.update(node.outputs)
-        if node.op_type in _HEAVY or any(value in heavy for value in read):
+        if node.op_type in ("Shape", "Size") or all(value in of_sizes for value in read):
+            of_sizes.update(node.outputs)  # on the host, where a step needs it
+        elif node.op_type in _HEAVY or any(value in heavy for value in read):
             heavy.update(node.outputs)
     return [
         output

@@ -111,16 +111,16 @@ def _builds(distributions: Iterable[metadata.Distribution], module: Path | None)
     Those in other folders of the path than the module's are hidden by it, and count where the module is in none.
     """
     others = ("onnxruntime-extensions", "onnxruntime-genai", "onnxruntime-tools")
-    named = {}
-    for found in distributions:
-        name = re.sub(r"[-_.]+", "-", str(found.metadata["Name"])).lower()
-        if (name == "onnxruntime" or name.startswith(("onnxruntime-", "ort-"))) and not name.startswith(others):
-            named[name] = found
+    named = [(re.sub(r"[-_.]+", "-", str(found.metadata["Name"])).lower(), found) for found in distributions]
+    builds = [
+        (name, found)
+        for name, found in named
+        if (name == "onnxruntime" or name.startswith(("onnxruntime-", "ort-"))) and not name.startswith(others)
+    ]
     folder = None if module is None else module.resolve()
-    beside = {
-        name: found for name, found in named.items() if Path(str(found.locate_file("onnxruntime"))).resolve() == folder
-    }
-    return {name: found.version for name, found in (beside or named).items()}
+    beside = [each for each in builds if Path(str(each[1].locate_file("onnxruntime"))).resolve() == folder]
+    # Of a name that is there twice, the first on the path.
+    return {name: found.version for name, found in reversed(beside or builds)}
 
 
 def _major(version: str) -> int:

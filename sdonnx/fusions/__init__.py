@@ -52,6 +52,7 @@ from sdonnx.fusions.residual import (
 )
 from sdonnx.fusions.rows import compute_rows_together
 from sdonnx.fusions.softmax import EinsumToMatMul, SoftmaxToAttention
+from sdonnx.fusions.splits import narrow_splits
 from sdonnx.fusions.unfused import AttentionToMatMul
 from sdonnx.graph.match import Idiom, Refusal, Rule, apply_idioms, apply_rules
 from sdonnx.graph.passes import SimplifyReshapes, infer_shapes, tidy
@@ -163,6 +164,10 @@ def _rows_together(model: ir.Model) -> tuple[dict[str, int], list[Refusal]]:
     return compute_rows_together(model), []
 
 
+def _narrow_splits(model: ir.Model) -> tuple[dict[str, int], list[Refusal]]:
+    return narrow_splits(model), []
+
+
 def _group_projections(model: ir.Model) -> tuple[dict[str, int], list[Refusal]]:
     grouping = GroupProjections()
     grouping(model)
@@ -197,8 +202,8 @@ def stages(provider: str, attention_layout: str = "unpacked", disabled: Collecti
         Stage("projections", run=_group_projections),
         Stage("modulation", idioms=(ModulationIntoLayerNorm, BiasBeforeGate), only_cuda=False),
         Stage("gates", idioms=(GateIntoWeight,)),
-        Stage("rows_past_products", idioms=(RowPastProduct,)),
         Stage("geglu", (GegluToBiasSplitGelu,), commute=True),
+        Stage("rows_past_products", idioms=(RowPastProduct,)),
         Stage(
             "flat_images",
             (FlatGroupNormToGroupNorm, FlatChannelsToChannelsLast, ChannelsLastToFlatChannels),
@@ -212,6 +217,7 @@ def stages(provider: str, attention_layout: str = "unpacked", disabled: Collecti
         Stage("bias_add", (ResidualToBiasAdd,)),
         Stage("residual_gemm", idioms=(ResidualIntoGemm,)),
         Stage("rows", run=_rows_together),
+        Stage("wide_splits", run=_narrow_splits),
         Stage("conv_bias", (BiasIntoNhwcConv,), commute=True),
     )
     return tuple(stage for stage in table if (provider == "cuda" or not stage.only_cuda) and stage.name not in left_out)

@@ -13,6 +13,7 @@ import onnx_ir as ir
 
 from sdonnx.graph.edit import Dim, constant, constant_value, dims, insert, is_weight, replace, static_dim
 from sdonnx.graph.match import Idiom, biased, producer_of, same_shape, sole_user, sum_of, total_bias
+from sdonnx.graph.modules import joint_path
 
 __all__ = ["BiasBeforeGate", "GateIntoWeight", "ModulationIntoLayerNorm", "RowPastProduct"]
 
@@ -92,8 +93,9 @@ class GateIntoWeight(Idiom):
                 continue
             if x is None or _is_fewer(dims(x) or (), static_dim(weight, 0)):
                 continue
-            scaled = insert(node, "Mul", [weight, _vector(node, gate, channels)], shape=weight.shape)
-            replace(result, insert(node, "MatMul", [x, scaled], shape=result.shape))
+            module = joint_path((product, node))
+            scaled = insert(node, "Mul", [weight, _vector(node, gate, channels)], shape=weight.shape, module=module)
+            replace(result, insert(node, "MatMul", [x, scaled], shape=result.shape, module=module))
             return None
         return ""
 
@@ -114,7 +116,7 @@ class RowPastProduct(Idiom):
         parts, users = sum_of(total), [use.node for use in total.uses()]
         if total.is_graph_output() or len(parts.terms) != 2 or all(map(is_weight, parts.biases)):
             return ""
-        if not any(producer_of(term, "MatMul") for term in parts.terms):
+        if not any(map(_is_own_product, parts.terms)) or len(dims(total) or ()) != 3:
             return ""
         if not all(same_shape(term, total) for term in parts.terms):
             return ""
@@ -122,7 +124,7 @@ class RowPastProduct(Idiom):
         if not additions or None in additions.values():
             return ""
         sums = [user for user in users if user not in additions]
-        if any(user.op_type != "Add" or not same_shape(user.outputs[0], total) for user in sums):
+        if not all(_is_sum_with_another(user, total) for user in sums):
             return "the sum is read by more than products and sums"
         row = total_bias(node, parts.biases)
         assert row is not None
@@ -143,6 +145,22 @@ class RowPastProduct(Idiom):
             user.replace_input_with(index, bare)
             user.replace_input_with(1 - index, insert(user, "Add", [other, row], shape=total.shape))
         return None
+
+
+def _is_own_product(term: ir.Value) -> bool:
+    """Tell whether a term is a product (B,S,K) @ (K,D) that nothing but the sum reads."""
+    product = producer_of(term, "MatMul")
+    weight = None if product is None else product.inputs[1]
+    if weight is None or sole_user(term, "Add") is None:
+        return False
+    return len(dims(weight) or ()) == 2 and static_dim(weight, 0) is not None
+
+
+def _is_sum_with_another(node: ir.Node, value: ir.Value) -> bool:
+    """Tell whether a node adds another value of the same shape to this one."""
+    if node.op_type != "Add" or node.domain or node.inputs[0] is node.inputs[1]:
+        return False
+    return all(other is not None and same_shape(other, value) for other in node.inputs)
 
 
 def _bias_after(product: ir.Node, x: ir.Value) -> ir.Node | None:
@@ -176,7 +194,7 @@ def _is_row(value: ir.Value | None, channels: int | None) -> bool:
 def _is_fewer(sizes: Sequence[Dim], rows: int | None) -> bool:
     """Tell whether tokens (..., K) are known to be fewer than the rows of a weight."""
     tokens = [size for size in sizes[:-1] if isinstance(size, int)]
-    return rows is None or (len(tokens) == len(sizes) - 1 and math.prod(tokens) < rows)
+    return rows is not None and len(tokens) == len(sizes) - 1 and math.prod(tokens) < rows
 
 
 def _is_filled(value: ir.Value | None, number: int) -> bool:

@@ -11,9 +11,10 @@ import numpy.typing as npt
 import onnx_ir as ir
 from onnx_ir.passes import InPlacePass, PassResult
 
+from sdonnx.fusions.splits import MOST_OUTPUTS
 from sdonnx.graph.edit import add_initializer, dims, insert, insert_multi, replace, static_dim
 from sdonnx.graph.match import is_bias
-from sdonnx.graph.modules import MODULE_SEPARATOR, module_path
+from sdonnx.graph.modules import joint_path
 from sdonnx.graph.tensors import lazy, read
 
 __all__ = ["GroupProjections"]
@@ -21,9 +22,6 @@ __all__ = ["GroupProjections"]
 # Three projections are the q, k, v of a self-attention, whose input is large: splitting their
 # product would copy more than it saves. Four and more are projections of the prompt or the time.
 _FEWEST = 4
-# ONNX Runtime's Split passes this many pointers as kernel arguments; beyond, it uploads them from a
-# host buffer, which a captured CUDA graph must not depend on.
-_MOST = 32
 
 
 @dataclass(frozen=True)
@@ -57,14 +55,14 @@ class GroupProjections(InPlacePass):
         for value in values:
             for kind, nodes in _projections(value).items():
                 if len(nodes) >= _FEWEST:
-                    for start in range(0, len(nodes), _MOST):
-                        self._group(graph, value, kind, nodes[start : start + _MOST])
+                    for start in range(0, len(nodes), MOST_OUTPUTS):
+                        self._group(graph, value, kind, nodes[start : start + MOST_OUTPUTS])
         return PassResult(model, bool(self.fired))
 
     def _group(self, graph: ir.Graph, x: ir.Value, kind: _Kind, nodes: Sequence[ir.Node]) -> None:
         anchor, sizes = nodes[0], dims(nodes[0].outputs[0])
         assert sizes is not None
-        modules = MODULE_SEPARATOR.join(dict.fromkeys(module_path(node) for node in nodes))
+        modules = joint_path(nodes)
         axis = 0 if kind.transposed else 1
         inputs: list[ir.Value | None] = [x, _joined(graph, [node.inputs[1] for node in nodes], axis)]
         if kind.has_bias:

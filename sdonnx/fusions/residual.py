@@ -10,6 +10,7 @@ import onnx_ir as ir
 
 from sdonnx.graph.edit import MICROSOFT, constant, dims, insert, replace, static_dim
 from sdonnx.graph.match import Idiom, Rule, is_bias, producer_of, same_dims, same_shape, sole_user, sum_of, total_bias
+from sdonnx.graph.modules import joint_path
 
 __all__ = [
     "BiasIntoNhwcConv",
@@ -175,6 +176,8 @@ class ResidualIntoGemm(Idiom):
             product = producer_of(added, "MatMul")
             if product is None or residual is None or sole_user(product.outputs[0], "Add") is not node:
                 continue
+            if residual is added:  # twice the product, which one addition doubles
+                continue
             x, weight = product.inputs
             if x is None or weight is None or len(dims(x) or ()) != 3 or len(dims(weight) or ()) != 2:
                 continue
@@ -184,7 +187,8 @@ class ResidualIntoGemm(Idiom):
             if not same_shape(residual, total):
                 continue
             flat = [_flat(node, value, width) for value, width in ((x, rows), (residual, channels))]
-            made = insert(node, "Gemm", [flat[0], weight, flat[1]], shape=flat[1].shape)
+            module = joint_path((product, node))
+            made = insert(node, "Gemm", [flat[0], weight, flat[1]], shape=flat[1].shape, module=module)
             sizes = insert(node, "Shape", [residual], shape=[3], dtype=ir.DataType.INT64)
             replace(total, insert(node, "Reshape", [made, sizes], shape=total.shape))
             return None

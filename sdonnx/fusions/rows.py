@@ -16,7 +16,7 @@ import onnx_ir as ir
 
 from sdonnx.graph.edit import add_initializer, constant, dims, insert, insert_multi, is_weight, replace, static_dim
 from sdonnx.graph.match import is_bias
-from sdonnx.graph.modules import MODULE_SEPARATOR, module_path
+from sdonnx.graph.modules import joint_path
 from sdonnx.graph.tensors import lazy, read
 
 __all__ = ["compute_rows_together"]
@@ -78,12 +78,18 @@ def _uses(split: ir.Node) -> Iterator[_Use]:
     for index, part in enumerate(split.outputs):
         width = static_dim(part, -1)
         for reshape, _ in part.uses():
-            if reshape.op_type != "Reshape" or reshape.domain or dims(reshape.outputs[0]) != (width,):
+            if (
+                reshape.graph is not split.graph
+                or reshape.op_type != "Reshape"
+                or reshape.domain
+                or dims(reshape.outputs[0]) != (width,)
+            ):
                 continue
             row = reshape.outputs[0]
             for node, place in row.uses():
                 weight = node.inputs[1 - place] if not node.domain and len(node.inputs) == 2 else None
-                if weight is None or node.outputs[0].is_graph_output():
+                # Where another graph's condition holds, and nowhere else, is what a branch reads computed.
+                if weight is None or node.outputs[0].is_graph_output() or node.graph is not split.graph:
                     continue
                 fits = node.op_type in ("Add", "Mul") and is_bias(weight, width)
                 if fits or (node.op_type == "MatMul" and place == 0 and _is_matrix(weight, width)):
@@ -100,7 +106,7 @@ def _together(graph: ir.Graph, split: ir.Node, uses: Sequence[_Use]) -> ir.Node:
     anchor = next(node for node in graph if node in nodes)
     rows, indices = split.inputs[0], [use.index for use in uses]
     assert rows is not None
-    module = MODULE_SEPARATOR.join(dict.fromkeys(module_path(use.node) for use in uses))
+    module = joint_path(use.node for use in uses)
     width, count = static_dim(rows, -1), len(uses)
     assert width is not None
     if indices != list(range(len(split.outputs))):

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Iterable
 
 import onnx_ir as ir
 
-__all__ = ["MODULE_KEY", "MODULE_SEPARATOR", "keep_module_paths", "module_path"]
+__all__ = ["MODULE_KEY", "MODULE_SEPARATOR", "joint_path", "keep_module_paths", "module_path"]
 
 MODULE_KEY = "module"
 MODULE_SEPARATOR = ";"  # between the modules of a node that does the work of several
@@ -31,6 +32,12 @@ def module_path(node: ir.Node) -> str:
     # TorchScript's exporter puts the path into the node's name: /down_blocks.0/attentions.0/MatMul.
     name = node.name or ""
     return ".".join(name.strip("/").split("/")[:-1]) if name.startswith("/") else ""
+
+
+def joint_path(nodes: Iterable[ir.Node]) -> str:
+    """Return the modules of all these nodes, each once, for a node that does their work."""
+    paths = (path for node in nodes for path in module_path(node).split(MODULE_SEPARATOR) if path)
+    return MODULE_SEPARATOR.join(dict.fromkeys(paths))
 
 
 def _innermost_module(scopes: str) -> str:

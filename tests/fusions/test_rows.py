@@ -112,6 +112,17 @@ def test_what_is_left(body: str, results: str, given: str) -> None:
     together(split(body, results, given=given, **{name: each for name, each in known.items() if name in body}))
 
 
+@pytest.mark.parametrize("others", ["", "a = Mul(r2, c0) b = Mul(r3, c1) y1 = Add(a, b)"], ids=["alone", "beside"])
+def test_what_a_branch_computes_is_left(others: str) -> None:
+    """It is computed where a condition holds alone."""
+    branch = "y0 = If(z) <then_branch = then () => (t) { d = Mul(r0, c0) e = Mul(r1, c1) t = Add(d, e) }, "
+    branch += "else_branch = other () => (f) { f = Neg(r0) }>"
+    body = f"{others} {branch}"
+    results = outputs(2 if others else 1)
+    model = split(body, results, given=", bool z", **vectors(2))
+    assert compute_rows_together(model) == ({"Mul": 2} if others else {})
+
+
 def test_rows_of_several_numbers_are_left() -> None:
     text = "s0, s1 = Split<axis=0, num_outputs=2>(x) r0 = Reshape(s0, sixteen) r1 = Reshape(s1, sixteen) "
     text += each("Mul(r{0}, c{0})", 2)

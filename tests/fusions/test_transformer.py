@@ -31,6 +31,7 @@ from sdonnx.fusions.activations import GeluToFastGelu, TanhToGelu
 from sdonnx.fusions.modulation import BiasBeforeGate, GateIntoWeight, ModulationIntoLayerNorm, RowPastProduct
 from sdonnx.fusions.norms import SquaresToRmsNorm
 from sdonnx.fusions.residual import LayerNormToSkipLayerNorm, ResidualIntoGemm, RmsNormToSkipRmsNorm
+from sdonnx.graph.modules import MODULE_KEY, module_path
 from sdonnx.stream import scale_stream
 
 INPUT, OUTPUT = "float[B,S,8] x", "float[B,S,8] y"
@@ -294,6 +295,24 @@ def test_a_row_goes_past_a_product_and_a_sum(total: str, sum_: str) -> None:
             f"{INPUT}, {ROW}",
             None,
         ),
+        # a sum of it with itself, which needs the row twice
+        (
+            f"a = MatMul(x, weight) p = Add(a, w) s = Add(x, p) {QUERIES} d = Add(s, s) n = Neg(o) y = Add(d, n)",
+            f"{INPUT}, {ROW}",
+            "read by more than products and sums",
+        ),
+        # a sum with something smaller, which would not be of the declared shape with the row
+        (
+            f"a = MatMul(x, weight) p = Add(a, w) s = Add(x, p) {QUERIES} d = Add(s, c) n = Neg(o) y = Add(d, n)",
+            f"{INPUT}, {ROW}",
+            "read by more than products and sums",
+        ),
+        # a product that is read elsewhere, so that it cannot add the residual
+        (
+            f"a = MatMul(x, weight) p = Add(a, w) s = Add(x, p) {QUERIES} n = Mul(o, a) y = Add(s, n)",
+            f"{INPUT}, {ROW}",
+            None,
+        ),
         # something else reads the sum
         (
             f"a = MatMul(x, weight) p = Add(a, w) s = Add(x, p) {QUERIES} n = Sigmoid(s) y = Mul(n, o)",
@@ -312,6 +331,22 @@ def test_a_product_adds_the_residual(body: str) -> None:
     assert operators(rewritten, "Gemm", "MatMul", "Add") == {"Gemm": 1, "MatMul": 0, "Add": 0}
 
 
+def test_tokens_without_a_batch_are_left() -> None:
+    body = f"a = MatMul(x, weight) p = Add(a, w) s = Add(x, p) {QUERIES} n = Neg(o) y = Add(s, n)"
+    assert_idiom_refuses(spelled(body, f"float[S,8] x, {ROW}", "float[S,8] y"), RowPastProduct)
+
+
+def test_a_gated_product_keeps_its_module() -> None:
+    """A policy names modules: those of the product and of what it took in."""
+    model = spelled("a = MatMul(x, weight) b = Mul(w, a) y = Add(s, b)", f"{TWO}, {GATE}")
+    for op_type, module in (("MatMul", "blocks.0.attn1.to_out.0"), ("Mul", "blocks.0"), ("Add", "blocks.0")):
+        node_of(model, op_type).metadata_props[MODULE_KEY] = module
+    for idiom in (GateIntoWeight, ResidualIntoGemm):
+        model = assert_idiom_fires(model, idiom)
+    assert module_path(node_of(model, "Gemm")) == "blocks.0.attn1.to_out.0;blocks.0"
+    assert module_path(node_of(model, "Mul")) == "blocks.0.attn1.to_out.0;blocks.0"
+
+
 def test_of_two_products_one_adds_the_other() -> None:
     body = "a = MatMul(x, weight) b = MatMul(s, second) y = Add(a, b)"
     rewritten = assert_idiom_fires(spelled(body, TWO), ResidualIntoGemm)
@@ -325,6 +360,7 @@ def test_of_two_products_one_adds_the_other() -> None:
         ("a = MatMul(x, weight) y = Add(s, a)", f"{INPUT}, float[1,S,8] s", OUTPUT),  # of another shape
         ("a = MatMul(x, weight) y = Add(a, c)", INPUT, OUTPUT),  # a bias
         ("a = MatMul(x, weights) y = Add(s, a)", TWO, OUTPUT),  # a weight for each image
+        ("a = MatMul(x, weight) y = Add(a, a)", INPUT, OUTPUT),  # itself
     ],
 )
 def test_residuals_that_no_product_adds(body: str, inputs: str, outputs: str) -> None:
