@@ -88,7 +88,7 @@ def _uses(split: ir.Node) -> Iterator[_Use]:
             row = reshape.outputs[0]
             for node, place in row.uses():
                 weight = node.inputs[1 - place] if not node.domain and len(node.inputs) == 2 else None
-                # Where another graph's condition holds, and nowhere else, is what a branch reads computed.
+                # A branch computes only where its condition holds: what stands in one is left there.
                 if weight is None or node.outputs[0].is_graph_output() or node.graph is not split.graph:
                     continue
                 fits = node.op_type in ("Add", "Mul") and is_bias(weight, width)
