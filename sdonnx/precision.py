@@ -21,7 +21,7 @@ from sdonnx.errors import OptionError, WeightsError
 from sdonnx.families import ComponentSpec, Role
 from sdonnx.graph.contract import contract_of
 from sdonnx.graph.edit import derived_initializer, insert
-from sdonnx.graph.modules import MODULE_SEPARATOR, module_path
+from sdonnx.graph.modules import module_path, module_paths
 from sdonnx.graph.tensors import read
 
 __all__ = ["BFLOAT16_OPERATORS", "ConvertPrecision", "PrecisionPolicy", "matches", "parse_overrides"]
@@ -83,7 +83,7 @@ class PrecisionPolicy:
 
 def matches(pattern: str, node: ir.Node) -> bool:
     """Tell whether an override names a node: by its operator, or by one of the modules that it does the work of."""
-    paths = [path for path in module_path(node).split(MODULE_SEPARATOR) if path]
+    paths = module_paths(node)
     # With a final dot, so that mid_block.* names the module mid_block itself too.
     return pattern == node.op_type or any(
         fnmatchcase(path, pattern) or fnmatchcase(f"{path}.", pattern) for path in paths
@@ -301,7 +301,7 @@ class ConvertPrecision(InPlacePass):
             # Asked of each by itself: an earlier override may match the same nodes.
             if not any(matches(pattern, node) for node in graph):
                 operators = sorted({node.op_type for node in graph if node.op_type != "Cast"})
-                paths = (path for node in graph for path in module_path(node).split(MODULE_SEPARATOR) if path)
+                paths = (path for node in graph for path in module_paths(node))
                 modules = sorted({path.split(".")[0] for path in paths})
                 raise OptionError(
                     f"the override {self.spec.name}:{pattern} matches nothing",

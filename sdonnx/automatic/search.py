@@ -11,7 +11,7 @@ import onnx_ir as ir
 
 from sdonnx.automatic.trial import Component, Error, Range
 from sdonnx.errors import PrecisionError
-from sdonnx.graph.modules import MODULE_SEPARATOR, module_path
+from sdonnx.graph.modules import module_paths
 from sdonnx.precision import matches
 
 __all__ = ["Kept", "Reason", "Search", "search"]
@@ -180,7 +180,7 @@ def _reasons(ranges: Sequence[Range]) -> dict[str, Reason]:
 
 
 def _own_pattern(node: ir.Node) -> str:
-    path = next((path for path in module_path(node).split(MODULE_SEPARATOR) if path), "")
+    path = next(iter(module_paths(node)), "")
     return path or node.op_type
 
 

@@ -80,6 +80,9 @@ class StageOutcome:
     refusals: tuple[Refusal, ...]
 
 
+_Run = Callable[[ir.Model], tuple[dict[str, int], list[Refusal]]]
+
+
 @dataclass(frozen=True)
 class Stage:
     """A step of the fusion.
@@ -97,7 +100,7 @@ class Stage:
     rules: tuple[type[Rule], ...] = ()
     commute: bool = False
     idioms: tuple[type[Idiom], ...] = ()
-    run: Callable[[ir.Model], tuple[dict[str, int], list[Refusal]]] | None = None
+    run: _Run | None = None
     only_cuda: bool = field(default=True)
 
 
@@ -156,16 +159,8 @@ def _channels_last(model: ir.Model, kernels: frozenset[str]) -> tuple[dict[str, 
     return layout.fired, layout.refusals
 
 
-def _attention_biases(model: ir.Model) -> tuple[dict[str, int], list[Refusal]]:
-    return drop_attention_biases(model), []
-
-
-def _rows_together(model: ir.Model) -> tuple[dict[str, int], list[Refusal]]:
-    return compute_rows_together(model), []
-
-
-def _narrow_splits(model: ir.Model) -> tuple[dict[str, int], list[Refusal]]:
-    return narrow_splits(model), []
+def _never_refusing(run: Callable[[ir.Model], dict[str, int]]) -> _Run:
+    return lambda model: (run(model), [])
 
 
 def _group_projections(model: ir.Model) -> tuple[dict[str, int], list[Refusal]]:
@@ -197,7 +192,7 @@ def stages(provider: str, attention_layout: str = "unpacked", disabled: Collecti
         Stage("attention", (AttentionToMultiHeadAttention,), only_cuda=False),
         Stage("attention_left", idioms=(AttentionToMatMul,)),
         Stage("padding", run=count_keys),
-        Stage("attention_biases", run=_attention_biases, only_cuda=False),
+        Stage("attention_biases", run=_never_refusing(drop_attention_biases), only_cuda=False),
         *(Stage(rule.__name__, (rule,)) for rule in _PACKINGS[attention_layout]),
         Stage("projections", run=_group_projections),
         Stage("modulation", idioms=(ModulationIntoLayerNorm, BiasBeforeGate), only_cuda=False),
@@ -216,8 +211,8 @@ def stages(provider: str, attention_layout: str = "unpacked", disabled: Collecti
         Stage("fast_gelu", idioms=(GeluToFastGelu,), only_cuda=False),
         Stage("bias_add", (ResidualToBiasAdd,)),
         Stage("residual_gemm", idioms=(ResidualIntoGemm,)),
-        Stage("rows", run=_rows_together),
-        Stage("wide_splits", run=_narrow_splits),
+        Stage("rows", run=_never_refusing(compute_rows_together)),
+        Stage("wide_splits", run=_never_refusing(narrow_splits)),
         Stage("conv_bias", (BiasIntoNhwcConv,), commute=True),
     )
     return tuple(stage for stage in table if (provider == "cuda" or not stage.only_cuda) and stage.name not in left_out)

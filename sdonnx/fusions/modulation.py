@@ -12,7 +12,7 @@ import numpy as np
 import onnx_ir as ir
 
 from sdonnx.graph.edit import Dim, constant, constant_value, dims, insert, is_weight, replace, static_dim
-from sdonnx.graph.match import Idiom, biased, producer_of, same_shape, sole_user, sum_of, total_bias
+from sdonnx.graph.match import Idiom, biased, is_matrix, producer_of, same_shape, sole_user, sum_of, total_bias
 from sdonnx.graph.modules import joint_path
 
 __all__ = ["BiasBeforeGate", "GateIntoWeight", "ModulationIntoLayerNorm", "RowPastProduct"]
@@ -87,7 +87,7 @@ class GateIntoWeight(Idiom):
             if product is None or gate is None or is_weight(gate) or not _is_row(gate, channels):
                 continue
             x, weight = product.inputs
-            if weight is None or not is_weight(weight) or len(dims(weight) or ()) != 2:
+            if weight is None or not is_matrix(weight):
                 continue
             if sole_user(product.outputs[0], "Mul") is not node or not same_shape(product.outputs[0], result):
                 continue
@@ -165,10 +165,7 @@ def _is_sum_with_another(node: ir.Node, value: ir.Value) -> bool:
 
 def _bias_after(product: ir.Node, x: ir.Value) -> ir.Node | None:
     """Return the addition of a constant bias to the product of `x` (B,S,D) by a weight (D,E)."""
-    weight = product.inputs[1]
-    if product.domain or product.inputs[0] is not x or weight is None or not is_weight(weight):
-        return None
-    if len(dims(weight) or ()) != 2:
+    if product.domain or product.inputs[0] is not x or not is_matrix(product.inputs[1]):
         return None
     addition = sole_user(product.outputs[0], "Add")
     if addition is None or (found := biased(addition.outputs[0])) is None or found[0] is not product.outputs[0]:

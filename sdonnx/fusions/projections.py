@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import numpy as np
-import numpy.typing as npt
 import onnx_ir as ir
 from onnx_ir.passes import InPlacePass, PassResult
 
 from sdonnx.fusions.splits import MOST_OUTPUTS
-from sdonnx.graph.edit import add_initializer, dims, insert, insert_multi, replace, static_dim
+from sdonnx.graph.edit import dims, insert, insert_multi, joined_initializer, replace, static_dim
 from sdonnx.graph.match import is_bias
 from sdonnx.graph.modules import joint_path
-from sdonnx.graph.tensors import lazy, read
 
 __all__ = ["GroupProjections"]
 
@@ -114,15 +112,8 @@ def _users(x: ir.Value) -> Iterator[ir.Node]:
 
 
 def _joined(graph: ir.Graph, parts: Sequence[ir.Value | None], axis: int) -> ir.Value:
-    tensors = [part.const_value for part in parts if part is not None]
-    first = tensors[0]
-    assert first is not None
     assert parts[0] is not None
-    shape = list(first.shape.numpy())
-    shape[axis] *= len(tensors)
-
-    def join() -> npt.NDArray[Any]:
-        return np.concatenate([read(tensor) for tensor in tensors if tensor is not None], axis=axis)
-
-    # Never shared by name: two groups may begin with one weight, equal ones being one initializer.
-    return add_initializer(graph, f"{parts[0].name}.and_{len(tensors) - 1}_more", lazy(join, first.dtype, tuple(shape)))
+    assert parts[0].shape is not None
+    shape = list(parts[0].shape.numpy())
+    shape[axis] *= len(parts)
+    return joined_initializer(graph, parts, partial(np.concatenate, axis=axis), shape)

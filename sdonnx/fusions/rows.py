@@ -8,16 +8,13 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import onnx_ir as ir
 
-from sdonnx.graph.edit import add_initializer, constant, dims, insert, insert_multi, is_weight, replace, static_dim
-from sdonnx.graph.match import is_bias
+from sdonnx.graph.edit import constant, dims, insert, insert_multi, joined_initializer, replace, static_dim
+from sdonnx.graph.match import is_bias, is_matrix
 from sdonnx.graph.modules import joint_path
-from sdonnx.graph.tensors import lazy, read
 
 __all__ = ["compute_rows_together"]
 
@@ -92,12 +89,10 @@ def _uses(split: ir.Node) -> Iterator[_Use]:
                 if weight is None or node.outputs[0].is_graph_output() or node.graph is not split.graph:
                     continue
                 fits = node.op_type in ("Add", "Mul") and is_bias(weight, width)
-                if fits or (node.op_type == "MatMul" and place == 0 and _is_matrix(weight, width)):
+                if fits or (
+                    node.op_type == "MatMul" and place == 0 and is_matrix(weight) and static_dim(weight, 0) == width
+                ):
                     yield _Use(index, node, weight)
-
-
-def _is_matrix(value: ir.Value, rows: int | None) -> bool:
-    return is_weight(value) and len(dims(value) or ()) == 2 and static_dim(value, 0) == rows
 
 
 def _together(graph: ir.Graph, split: ir.Node, uses: Sequence[_Use]) -> ir.Node:
@@ -130,12 +125,7 @@ def _together(graph: ir.Graph, split: ir.Node, uses: Sequence[_Use]) -> ir.Node:
 
 def _stacked(graph: ir.Graph, parts: Sequence[ir.Value]) -> ir.Value:
     """Return vectors (D) as (N,1,D), matrices (D,E) as (N,D,E)."""
-    tensors = [part.const_value for part in parts if part.const_value is not None]
-    first = tensors[0]
-    sizes = tuple(first.shape.numpy())
-    shape = (len(tensors), *((1, *sizes) if len(sizes) == 1 else sizes))
-
-    def stack() -> npt.NDArray[Any]:
-        return np.stack([read(tensor) for tensor in tensors]).reshape(shape)
-
-    return add_initializer(graph, f"{parts[0].name}.over_{len(tensors) - 1}_more", lazy(stack, first.dtype, shape))
+    assert parts[0].shape is not None
+    sizes = parts[0].shape.numpy()
+    shape = (len(parts), *((1, *sizes) if len(sizes) == 1 else sizes))
+    return joined_initializer(graph, parts, lambda values: np.stack(values).reshape(shape), shape)

@@ -23,6 +23,7 @@ __all__ = [
     "insert",
     "insert_multi",
     "is_weight",
+    "joined_initializer",
     "replace",
     "static_dim",
 ]
@@ -150,6 +151,22 @@ def constant(graph: ir.Graph, values: npt.ArrayLike, dtype: npt.DTypeLike, name:
         if held.dtype == array.dtype and np.array_equal(held, array):
             return present
     return add_initializer(graph, name, ir.Tensor(array))
+
+
+def joined_initializer(
+    graph: ir.Graph,
+    parts: Sequence[ir.Value | None],
+    join: Callable[[list[npt.NDArray[Any]]], npt.NDArray[Any]],
+    shape: Sequence[int],
+) -> ir.Value:
+    """Return a new initializer made of several, in that order, when it is read.
+
+    Never shared by name: two groups may begin with one weight, equal ones being one initializer.
+    """
+    tensors = [part.const_value for part in parts if part is not None and part.const_value is not None]
+    values = lazy(lambda: join([read(tensor) for tensor in tensors]), tensors[0].dtype, tuple(shape))
+    assert parts[0] is not None
+    return add_initializer(graph, f"{parts[0].name}.and_{len(tensors) - 1}_more", values)
 
 
 def derived_initializer(

@@ -27,6 +27,7 @@ __all__ = [
     "biased",
     "filling",
     "is_bias",
+    "is_matrix",
     "is_row",
     "producer_of",
     "same_dims",
@@ -200,6 +201,11 @@ def is_bias(value: ir.Value, channels: int | None) -> bool:
     """
     vector = is_weight(value) and value.shape is not None and value.shape.rank() == 1
     return vector and channels is not None and static_dim(value, 0) == channels
+
+
+def is_matrix(value: ir.Value | None) -> bool:
+    """Tell whether the value is a constant matrix (K,D)."""
+    return value is not None and is_weight(value) and len(dims(value) or ()) == 2
 
 
 def biased(value: ir.Value | None) -> tuple[ir.Value, ir.Value] | None:

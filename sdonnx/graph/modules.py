@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 import onnx_ir as ir
 
-__all__ = ["MODULE_KEY", "MODULE_SEPARATOR", "joint_path", "keep_module_paths", "module_path"]
+__all__ = ["MODULE_KEY", "MODULE_SEPARATOR", "joint_path", "keep_module_paths", "module_path", "module_paths"]
 
 MODULE_KEY = "module"
 MODULE_SEPARATOR = ";"  # between the modules of a node that does the work of several
@@ -34,10 +34,14 @@ def module_path(node: ir.Node) -> str:
     return ".".join(name.strip("/").split("/")[:-1]) if name.startswith("/") else ""
 
 
+def module_paths(node: ir.Node) -> list[str]:
+    """Return the paths of the modules whose work `node` does, none where nothing tells."""
+    return [path for path in module_path(node).split(MODULE_SEPARATOR) if path]
+
+
 def joint_path(nodes: Iterable[ir.Node]) -> str:
     """Return the modules of all these nodes, each once, for a node that does their work."""
-    paths = (path for node in nodes for path in module_path(node).split(MODULE_SEPARATOR) if path)
-    return MODULE_SEPARATOR.join(dict.fromkeys(paths))
+    return MODULE_SEPARATOR.join(dict.fromkeys(path for node in nodes for path in module_paths(node)))
 
 
 def _innermost_module(scopes: str) -> str:
