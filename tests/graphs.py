@@ -256,6 +256,21 @@ def assert_idiom_fires(
     return rewritten
 
 
+def assert_pass_fires(
+    model: ir.Model, run: Callable[[ir.Model], dict[str, int]], fired: dict[str, int], done: dict[str, int]
+) -> ir.Model:
+    """Run a pass; check what it does, that the function stays, and that a second run does `done`, which is nothing."""
+    rewritten = copied(model)
+    assert run(rewritten) == fired
+    tidy(rewritten)
+    infer_shapes(rewritten)
+    assert_same_function(rewritten, model)
+    again = copied(rewritten)
+    assert run(again) == done
+    assert text_of(again) == text_of(copied(rewritten))
+    return rewritten
+
+
 def assert_idiom_refuses(model: ir.Model, idiom: type[Idiom], reason: str | None = None) -> None:
     """Check that the idiom leaves the graph as it is, for this reason; None: it is no candidate at all."""
     left = copied(model)

@@ -88,10 +88,9 @@ def _uses(split: ir.Node) -> Iterator[_Use]:
                 # A branch computes only where its condition holds: what stands in one is left there.
                 if weight is None or node.outputs[0].is_graph_output() or node.graph is not split.graph:
                     continue
-                fits = node.op_type in ("Add", "Mul") and is_bias(weight, width)
-                if fits or (
-                    node.op_type == "MatMul" and place == 0 and is_matrix(weight) and static_dim(weight, 0) == width
-                ):
+                combines = node.op_type in ("Add", "Mul") and is_bias(weight, width)
+                multiplies = node.op_type == "MatMul" and place == 0 and is_matrix(weight)
+                if combines or (multiplies and static_dim(weight, 0) == width):
                     yield _Use(index, node, weight)
 
 

@@ -6,18 +6,16 @@ import onnx_ir as ir
 import pytest
 from graphs import (
     Array,
-    assert_same_function,
-    copied,
+    assert_pass_fires,
     graph,
     int64,
     node_of,
     normal,
     operators,
-    text_of,
 )
 
 from sdonnx.fusions.rows import compute_rows_together
-from sdonnx.graph.passes import infer_shapes, tidy
+from sdonnx.graph.passes import infer_shapes
 
 SHAPE = {"eight": int64([8])}
 
@@ -33,15 +31,7 @@ def split(body: str, outputs: str, count: int = 4, given: str = "", **weights: A
 def together(model: ir.Model, **fired: int) -> ir.Model:
     """Apply the pass; check what it does, that the function stays, and that it is done."""
     infer_shapes(model)
-    rewritten = copied(model)
-    assert compute_rows_together(rewritten) == fired
-    tidy(rewritten)
-    infer_shapes(rewritten)
-    assert_same_function(rewritten, model)
-    again = copied(rewritten)
-    assert compute_rows_together(again) == {}
-    assert text_of(again) == text_of(copied(rewritten))
-    return rewritten
+    return assert_pass_fires(model, compute_rows_together, fired, {})
 
 
 def vectors(count: int) -> dict[str, Array]:
