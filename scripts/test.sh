@@ -14,6 +14,12 @@ fi
 "$bin/ruff" check .
 "$bin/ruff" format --check .
 "$bin/mypy"
-selection=()
-[[ "$runtime" == cuda ]] || selection=(-m "not gpu")
-exec "$bin/python" -m pytest "${selection[@]}" "$@"
+if [[ "$runtime" == cuda ]]; then
+    exec "$bin/python" -m pytest "$@"
+elif (($# > 0)); then
+    exec "$bin/python" -m pytest -m "not gpu" "$@"
+fi
+# A worker takes 2 GB of memory.
+workers="$(nproc)"
+"$bin/python" -m pytest -m "not gpu and not alone" --numprocesses $((workers < 4 ? workers : 4)) --dist loadfile
+exec "$bin/python" -m pytest -m "alone and not gpu"

@@ -1,0 +1,27 @@
+"""The benchmark's script, run as a user does."""
+
+from __future__ import annotations
+
+import csv
+import subprocess
+import sys
+from pathlib import Path
+
+__all__ = ["SCRIPT", "rows_of", "run"]
+
+SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "benchmark.py"
+
+
+def rows_of(path: Path) -> list[dict[str, str]]:
+    return list(csv.DictReader(path.read_text().splitlines()))
+
+
+def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run the script as a user does, in a folder of its own."""
+    return subprocess.run(
+        [sys.executable, "-W", "error", str(SCRIPT), *arguments],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
