@@ -1,4 +1,4 @@
-"""The benchmark's script, run as a user does."""
+"""The benchmark's script, run as a user does, and the rows that it writes."""
 
 from __future__ import annotations
 

@@ -15,10 +15,10 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 
 def _keep_to_own_cores() -> None:
-    """Divide the cores among pytest-xdist's workers, and each worker's among what it starts.
+    """Give each of pytest-xdist's workers, and what it starts, a share of the cores.
 
-    Libraries' threads wait by spinning: two processes with a thread for every core take five times as long as one
-    after the other. torch's OpenMP counts its threads when it is imported.
+    Libraries' threads wait by spinning: beside another worker, a benchmark that takes 90 s alone took 545 with a thread
+    for every core. torch's OpenMP counts its threads when it is imported, so this comes first.
     """
     worker, count = os.environ.get("PYTEST_XDIST_WORKER"), int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))
     if worker is None or not hasattr(os, "sched_setaffinity"):

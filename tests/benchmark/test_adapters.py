@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import csv
 import json
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from benchmarking import rows_of
 from PIL import Image
 from pipelines import refused
 
@@ -37,7 +37,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_each_weight_has_its_rows(measured: Path) -> None:
-    rows = list(csv.DictReader((measured / "rows.csv").read_text().splitlines()))
+    rows = rows_of(measured / "rows.csv")
     assert [(row["ip_adapter_scale"], row["engine"]) for row in rows] == [
         ("0.0", "onnxruntime"), ("0.0", "torch"), ("0.8", "onnxruntime"), ("0.8", "torch"),
     ]  # fmt: skip

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import dataclasses
 import importlib.metadata
 import json
@@ -14,6 +13,7 @@ from typing import Any
 
 import psutil
 import pytest
+from benchmarking import rows_of
 from pipelines import refused
 
 from sdonnx.benchmark.files import append_json, append_row, refuse_csv, refuse_file
@@ -210,7 +210,7 @@ def test_rows_are_read_back(tmp_path: Path) -> None:
     path = tmp_path / "result.csv"
     for number in (1, 2):
         append_row(path, row() | {"remarks": 'a, "b"', "psnr_db": None, "steps": number})
-    rows = list(csv.DictReader(path.read_text().splitlines()))
+    rows = rows_of(path)
     assert [each["steps"] for each in rows] == ["1", "2"]
     assert (rows[0]["remarks"], rows[0]["psnr_db"]) == ('a, "b"', "")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import time
 from collections.abc import Callable
@@ -11,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarking import rows_of
 
 from sdonnx.benchmark.command import main
 from sdonnx.benchmark.kernels import IDLE
@@ -47,7 +47,7 @@ def test_the_whole_comparison(arch: str, build: Build, tmp_path: Path, note: Any
         "--profile", "--throughput", "--run_multiple_resolutions", "-w", str(tmp_path / "work"),
         "--csv", str(paths["result.csv"]), "--json", str(paths["result.jsonl"]), "--report", str(paths["report.html"]),
     ])  # fmt: skip
-    rows = {row["engine"]: row for row in csv.DictReader(paths["result.csv"].read_text().splitlines())}
+    rows = {row["engine"]: row for row in rows_of(paths["result.csv"])}
     for name, row in rows.items():
         note("benchmark", {"pipeline": arch, "status": status, "engine": name} | row)
     records = [json.loads(line) for line in paths["result.jsonl"].read_text().splitlines()]
