@@ -10,7 +10,19 @@ import onnx_ir as ir
 
 from sdonnx.graph.edit import constant
 
-__all__ = ["FLOAT", "INT64", "Composer", "give_out", "input_of", "take_over", "tensor", "widened_input"]
+__all__ = [
+    "FLOAT",
+    "INT64",
+    "Composer",
+    "give_out",
+    "holds_graph",
+    "input_of",
+    "prune",
+    "repeated_rows",
+    "take_over",
+    "tensor",
+    "widened_input",
+]
 
 FLOAT, INT64 = ir.DataType.FLOAT, ir.DataType.INT64
 
@@ -121,3 +133,23 @@ def give_out(graph: ir.Graph, value: ir.Value, name: str, shape: Sequence[int | 
     value.name = name
     value.shape = ir.Shape(shape) if shape is not None else None
     graph.outputs.append(value)
+
+
+def repeated_rows(add: Composer, value: ir.Value, copies: ir.Value) -> ir.Value:
+    """Return a value (B,...) G times over, (G*B,...), with G an int64 (1,)."""
+    sizes = add.op("Concat", copies, add.op("Shape", value, dtype=INT64), axis=0)
+    expanded = add.op("Expand", value, sizes)
+    flat = add.op("Concat", add.integers(-1), add.op("Shape", value, dtype=INT64, start=1), axis=0)
+    return add.op("Reshape", expanded, flat)
+
+
+def holds_graph(node: ir.Node) -> bool:
+    """Tell whether a node has subgraphs, as If and Loop do."""
+    return any(each.type in (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS) for each in node.attributes.values())
+
+
+def prune(graph: ir.Graph) -> None:
+    """Remove the nodes that nothing reads."""
+    for node in reversed(list(graph)):
+        if not any(output.uses() or output.is_graph_output() for output in node.outputs):
+            graph.remove(node, safe=True)

@@ -10,7 +10,7 @@ from collections.abc import Collection
 
 import onnx_ir as ir
 
-from sdonnx.compose.composer import give_out, tensor
+from sdonnx.compose.composer import give_out, holds_graph, prune, tensor
 from sdonnx.graph.edit import dims
 
 __all__ = ["PREFIX", "split_conditions"]
@@ -51,7 +51,7 @@ def split_conditions(step: ir.Model, told: Collection[str]) -> ir.Model | None:
         taken = tensor(f"{PREFIX}{value.name}", value.dtype, shape)
         value.replace_all_uses_with(taken)
         graph.inputs.append(taken)
-    _prune(graph)
+    prune(graph)
     for value in given:
         if not value.uses():
             graph.inputs.remove(value)
@@ -73,7 +73,7 @@ def _read_outside(graph: ir.Graph, given: Collection[ir.Value], stays: Collectio
     known, heavy, of_sizes = set(given), set[ir.Value](), set[ir.Value]()
     for node in graph:
         read = [value for value in node.inputs if value is not None and not _is_constant(value)]
-        if not read or any(value not in known for value in read) or node in stays or _holds_graph(node):
+        if not read or any(value not in known for value in read) or node in stays or holds_graph(node):
             continue
         known.update(node.outputs)
         if node.op_type in ("Shape", "Size") or all(value in of_sizes for value in read):
@@ -100,10 +100,6 @@ def _is_sized(value: ir.Value, names: Collection[str]) -> bool:
     return value.dtype is not None and named
 
 
-def _holds_graph(node: ir.Node) -> bool:
-    return any(each.type in (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS) for each in node.attributes.values())
-
-
 def _keep_outputs(graph: ir.Graph, names: Collection[str], told: Collection[str]) -> None:
     """Let a copy of the step graph give out these values and take nothing but what is told."""
     values = {value.name: value for node in graph for value in node.outputs if value.name in names}
@@ -111,15 +107,8 @@ def _keep_outputs(graph: ir.Graph, names: Collection[str], told: Collection[str]
     for name in names:
         value = values[name]
         give_out(graph, value, f"{PREFIX}{name}", value.shape)
-    _prune(graph)
+    prune(graph)
     inputs = [value for value in graph.inputs if value.name in told]
     graph.inputs.clear()
     graph.inputs.extend(inputs)
     graph.name = "conditions"
-
-
-def _prune(graph: ir.Graph) -> None:
-    """Remove the nodes that nothing reads."""
-    for node in reversed(list(graph)):
-        if not any(output.uses() or output.is_graph_output() for output in node.outputs):
-            graph.remove(node, safe=True)

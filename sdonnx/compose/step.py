@@ -7,7 +7,8 @@ from typing import Any
 
 import onnx_ir as ir
 
-from sdonnx.compose.composer import FLOAT, INT64, Composer, give_out, input_of, take_over, tensor
+from sdonnx.compose.composer import FLOAT, INT64, Composer, give_out, input_of, repeated_rows, take_over, tensor
+from sdonnx.compose.sharing import share_images
 from sdonnx.errors import FolderError
 from sdonnx.samplers import STATE_ROWS
 from sdonnx.samplers.parameters import HEADER, matrix_start
@@ -73,14 +74,15 @@ def compose_step(model: ir.Model, config: Mapping[str, Any]) -> None:
     image = add.op("Mul", latents, scale)
     if inpaints:
         image = add.op("Concat", image, *seen, axis=1)
+    image = add.cast(image, sample.dtype)
     # G copies: the batch of the prompts over that of the latents.
     batch = add.op("Shape", noise, dtype=INT64, start=0, end=1)
     copies = add.op("Div", add.op("Shape", hidden, dtype=INT64, start=0, end=1), batch)
-    sizes = add.op("Concat", copies, add.op("Shape", image, dtype=INT64), axis=0)
-    repeated = add.op("Expand", image, sizes)
-    flat = add.op("Concat", add.integers(-1), add.op("Shape", image, dtype=INT64, start=1), axis=0)
-    doubled = add.cast(add.op("Reshape", repeated, flat), sample.dtype)
-    take_over(graph, "sample", doubled)
+    repeated = repeated_rows(add, image, copies)
+    repeated.shape = sample.shape
+    image.shape = None if sample.shape is None else ir.Shape(["batch", *sample.shape.dims[1:]])
+    timestep.shape = ir.Shape([1])
+    take_over(graph, "sample", repeated)
     take_over(graph, "timestep", timestep)
 
     prediction = graph.outputs[0]
@@ -110,6 +112,7 @@ def compose_step(model: ir.Model, config: Mapping[str, Any]) -> None:
     graph.inputs.clear()
     graph.inputs.extend([state, noise, parameters, call, hidden, background, keeps, *seen, *told])
     graph.name = "step"
+    share_images(model, image, repeated, copies, [hidden, *told])
 
 
 def _channels(config: Mapping[str, Any]) -> tuple[int, bool]:
