@@ -142,6 +142,7 @@ BFLOAT16 = {
     "Transpose": "y = Transpose(x)", "Unsqueeze": "y = Unsqueeze(x, i)",
 }  # fmt: skip
 CONTRIB = {
+    "FastGelu": "y = com.microsoft.FastGelu(x)",
     "MultiHeadAttention": "q = Reshape(x, t) y = com.microsoft.MultiHeadAttention<num_heads=2>(q, q, q)",
     "SkipLayerNormalization": "q = Reshape(x, t) y = com.microsoft.SkipLayerNormalization(q, q, g, b)",
 }

@@ -156,17 +156,25 @@ def test_images_agree(folders: tuple[str, Path, Path], pipelines: dict[str, Any]
 
 
 def test_a_size_that_was_captured_first_draws_the_same_again(folders: tuple[str, Path, Path]) -> None:
-    """What a replay reads is its own, whatever was captured or has run since."""
+    """What a replay reads is its own, whatever was captured or has run since.
+
+    GroupNorm's kernel adds with atomics, so that no two runs are the same to the last bit: a size is compared with
+    what it draws when nothing else has been captured.
+    """
     given: dict[str, Any] = {"num_inference_steps": 3, "seed": 1, "output_type": "np", "use_resolution_binning": False}
     with OrtDiffusionPipeline.from_pretrained(folders[2]) as pipeline:
-        first = [pipeline("a fox", **given, height=256, width=320).images]
-        others = [pipeline("a fox", **given, height=height, width=256).images for height in (320, 192)]
-        first += [pipeline("a fox", **given, height=256, width=320).images for _ in range(2)]
-        others += [pipeline("a fox", **given, height=height, width=256).images for height in (320, 192)]
-    for again in first[1:]:
-        assert psnr(again, first[0]) > 90
-    for before, again in zip(others[:2], others[2:], strict=True):
-        assert psnr(again, before) > 90
+
+        def drawn(height: int, width: int) -> Any:
+            return pipeline("a fox", **given, height=height, width=width).images
+
+        alone = [drawn(256, 320) for _ in range(3)]
+        others = [drawn(height, 256) for height in (320, 192)]
+        again = [drawn(256, 320) for _ in range(2)]
+        others_again = [drawn(height, 256) for height in (320, 192)]
+    noise_db = min(psnr(alone[0], each) for each in alone[1:])
+    assert noise_db > 55
+    for images, before in [(again[0], alone[0]), (again[1], alone[0]), *zip(others_again, others, strict=True)]:
+        assert psnr(images, before) > noise_db - 6, noise_db
 
 
 def test_images_of_other_sizes_are_shared(folders: tuple[str, Path, Path]) -> None:
