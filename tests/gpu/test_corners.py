@@ -143,8 +143,10 @@ BFLOAT16 = {
 }  # fmt: skip
 CONTRIB = {
     "FastGelu": "y = com.microsoft.FastGelu(x)",
+    "FusedMatMul": "y = com.microsoft.FusedMatMul<alpha=0.5>(x, w)",
     "MultiHeadAttention": "q = Reshape(x, t) y = com.microsoft.MultiHeadAttention<num_heads=2>(q, q, q)",
     "SkipLayerNormalization": "q = Reshape(x, t) y = com.microsoft.SkipLayerNormalization(q, q, g, b)",
+    "SkipSimplifiedLayerNormalization": "q = Reshape(x, t) y = com.microsoft.SkipSimplifiedLayerNormalization(q, q, g)",
 }
 
 
@@ -164,7 +166,7 @@ def test_bfloat16_has_kernels(name: str, note: Any) -> None:
     integers = {"s": [3, 16, 16], "i": [0], "j": [8], "r": [4, 64], "t": [1, 16, 16]}
     casts = " ".join(f"{key[:-1]} = Cast<to=16>({key})" for key in weights)
     text = f"x = Cast<to=16>(x_) {casts} {body} out = Cast<to=1>(y)"
-    rank = {"Expand": 3, "Unsqueeze": 3, "MultiHeadAttention": 3, "SkipLayerNormalization": 3}.get(name, 2)
+    rank = 3 if name in {"Expand", "Unsqueeze", *CONTRIB} - {"FastGelu", "FusedMatMul"} else 2
     shape = ",".join("ABC"[:rank])
     arrays = weights | {key: np.array(value, np.int64) for key, value in integers.items()}
     used = {key: array for key, array in arrays.items() if key in weights or f" {key})" in body or f" {key}," in body}
