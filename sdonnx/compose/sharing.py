@@ -253,6 +253,8 @@ class _Rewriter:
         self._own = {output for node in shared for output in node.outputs}
         self._singles: dict[ir.Value, ir.Value] = {repeated: image}
         self._sizes: dict[ir.Value, ir.Value] = {}
+        self._is_shared = set(shared)
+        self._skip_copies: ir.Value | None = None
 
     def rewrite(self, renamed: Mapping[sympy.Expr, sympy.Expr]) -> None:
         """Rewrite the graph.
@@ -340,13 +342,36 @@ class _Rewriter:
 
     def _repeat(self, value: ir.Value, shape: ir.Shape | None) -> None:
         """Give G copies of a value to the nodes that are not shared."""
-        shared = set(self.shared)
-        users = [use for use in value.uses() if use.node not in shared and use.node.op_type != "Shape"]
+        users = [use for use in value.uses() if use.node not in self._is_shared and use.node.op_type != "Shape"]
+        skips = [use.node for use in users if self._adds_as_skip(use.node, use.idx)]
+        if skips:
+            copies = self._copies_for_skips()
+            skipped = repeated_rows(Composer(self.step, after=value.producer()), value, copies)
+            for node in skips:
+                node.replace_input_with(0, node.inputs[1] if node.inputs[0] is value else node.inputs[0])
+                node.replace_input_with(1, skipped)
+        users = [use for use in users if use.node not in skips]
         if users:
             whole = repeated_rows(Composer(self.step, after=value.producer()), value, self.copies)
             whole.shape = shape
             for user in users:
                 user.node.replace_input_with(user.idx, whole)
+
+    def _adds_as_skip(self, node: ir.Node, index: int) -> bool:
+        """Tell whether an input is one of two that SkipLayerNormalization adds, the other one of all rows."""
+        if node.op_type != "SkipLayerNormalization" or index > 1:
+            return False
+        other = node.inputs[1 - index]
+        return other is not None and other not in self._own and _rank(other) == 3
+
+    def _copies_for_skips(self) -> ir.Value:
+        """Return how many copies of its skip SkipLayerNormalization needs: one of a single image, for all its rows."""
+        if self._skip_copies is None:
+            add = Composer(self.step, after=self.copies.producer())
+            one = add.integers(1)
+            several = add.op("Min", add.op("Sub", add.op("Shape", self.image, dtype=INT64, start=0, end=1), one), one)
+            self._skip_copies = add.op("Add", add.op("Mul", add.op("Sub", self.copies, one), several), one)
+        return self._skip_copies
 
 
 def _rank(value: ir.Value) -> int:
