@@ -6,7 +6,7 @@ import numpy as np
 import onnx_ir as ir
 import onnxruntime
 import pytest
-from graphs import Array, copied, graph, int64, normal, operators, text_of
+from graphs import Array, copied, graph, int64, normal, operators, text_of, used
 
 from sdonnx.compose import compose, split_conditions
 from sdonnx.families import Role
@@ -144,3 +144,65 @@ def test_a_denoiser_whose_prompt_is_multiplied_has_two_graphs() -> None:
     assert [name for name in names if name.startswith("told.")] == [
         str(value.name) for value in made["conditions.onnx"].graph.outputs
     ]
+
+
+LATENTS = "float[B,3,H,W] noise, float[B,3,H,W] x, float[B,S,4] prompt, float[1] scale"
+POSITIONS = (
+    "h = Shape<start=2, end=3>(x) i = Squeeze(h) n = Cast<to=1>(i) r = Range(low, n, up) e = Unsqueeze(r, ends) "
+    "p = Sin(e)"
+)
+
+
+def of_sizes(body: str) -> tuple[ir.Model, ir.Model | None]:
+    """Split a graph of latents, check that both parts give what the whole gave, and return them."""
+    weights = WEIGHTS | {
+        "low": np.array(0, np.float32), "up": np.array(1, np.float32), "ends": int64([0, 2]), "row": normal(3),
+        "channels": int64([1, 3, 1, 1]),
+    }  # fmt: skip
+    whole = graph(LATENTS, "float[B,3,H,W] y", body, **used(body, weights, LATENTS))
+    rest = copied(whole)
+    conditions = split_conditions(rest, TOLD)
+    shape = (2, 3, 5, 7)
+    feeds = {name: normal(*shape, seed=seed) for seed, name in enumerate(("noise", "x"))}
+    feeds |= {"prompt": normal(2, 5, 4, seed=4), "scale": normal(1, seed=5)}
+    told = {} if conditions is None else run(conditions, feeds)
+    np.testing.assert_allclose(run(rest, feeds | told)["y"], run(whole, feeds)["y"], rtol=1e-6)
+    return rest, conditions
+
+
+def test_positions_move() -> None:
+    """They are made of the latents' sizes alone, which the noise has as well."""
+    rest, conditions = of_sizes(f"{POSITIONS} y = Add(x, p)")
+    assert conditions is not None
+    assert operators(rest) == {"Add": 1}
+    assert operators(conditions, "Range", "Sin") == {"Range": 1, "Sin": 1}
+    assert [value.name for value in conditions.graph.inputs] == ["noise", *TOLD]
+    assert [value.name for value in rest.graph.inputs] == ["noise", "x", "told.p"]
+
+
+def test_constants_that_are_repeated_for_each_image_move() -> None:
+    rest, conditions = of_sizes(
+        "f = Reshape(row, channels) s = Shape<start=0>(x) e = Expand(f, s) n = Neg(e) y = Add(x, n)"
+    )
+    assert conditions is not None
+    assert operators(rest) == {"Add": 1}
+    assert operators(conditions, "Expand") == {"Expand": 1}
+
+
+def test_what_one_axis_holds_of_sizes_stays() -> None:
+    """A kernel may read it on the host, as Resize reads how much larger an image becomes."""
+    rest, conditions = of_sizes(
+        "s = Shape<start=2>(x) f = Cast<to=1>(s) d = Div(f, f) r = Reshape(row, channels) "
+        "z = ReduceMean<keepdims=1>(d) t = Mul(x, z) y = Mul(t, r)"
+    )
+    assert conditions is None
+    assert operators(rest, "Shape", "Div") == {"Shape": 1, "Div": 1}
+
+
+def test_sizes_of_nobody_s_name_stay_where_they_are() -> None:
+    rest, conditions = of_sizes(
+        f"c = Concat<axis=2>(x, x) {POSITIONS.replace('(x)', '(c)')} q = Sum(p, p) m = ReduceMean<keepdims=1>(q) "
+        "y = Mul(x, m)"
+    )
+    assert conditions is None
+    assert operators(rest, "Range") == {"Range": 1}

@@ -17,6 +17,7 @@ __all__ = [
     "give_out",
     "holds_graph",
     "input_of",
+    "measured_axes",
     "prune",
     "repeated_rows",
     "take_over",
@@ -153,3 +154,10 @@ def prune(graph: ir.Graph) -> None:
     for node in reversed(list(graph)):
         if not any(output.uses() or output.is_graph_output() for output in node.outputs):
             graph.remove(node, safe=True)
+
+
+def measured_axes(node: ir.Node, rank: int) -> tuple[int, int]:
+    """Return the first axis whose size a Shape gives, and the one behind the last."""
+    given = node.attributes.get_int("start", 0), node.attributes.get_int("end", rank)
+    start, end = (min(max(axis + rank if axis < 0 else axis, 0), rank) for axis in given)
+    return start, max(start, end)

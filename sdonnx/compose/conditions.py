@@ -1,7 +1,7 @@
-"""The conditions graph: what a denoiser computes of its prompt alone, once for an image and not at every step.
+"""The conditions graph: what a denoiser computes of its prompt or of sizes alone, once for an image, not at every step.
 
 Keys and values of attention to the prompt, and embeddings of sizes, are the same at every step: small products, two for
-each such attention.
+each such attention. So are positions, and biases that are repeated for each image.
 """
 
 from __future__ import annotations
@@ -10,13 +10,16 @@ from collections.abc import Collection
 
 import onnx_ir as ir
 
-from sdonnx.compose.composer import give_out, holds_graph, prune, tensor
+from sdonnx.compose.composer import give_out, holds_graph, measured_axes, prune, tensor
 from sdonnx.graph.edit import dims
 
 __all__ = ["PREFIX", "split_conditions"]
 
 PREFIX = "told."
 """How the names of what the step graph takes from the conditions graph begin."""
+
+_LATENTS = "noise"
+"""The input of the step graph whose sizes are the latents'."""
 
 # What is worth a buffer, a count of tokens among it, which is small: lighter nodes above these are computed at each
 # step as before.
@@ -27,12 +30,12 @@ _HEAVY = frozenset({"Attention", "Conv", "CumSum", "FusedMatMul", "Gemm", "Layer
 def split_conditions(step: ir.Model, told: Collection[str]) -> ir.Model | None:
     """Take what depends on nothing but the inputs `told` out of a step graph, in place, and return a graph of it.
 
-    That graph takes all of `told`, whether it reads them or not. It gives out `told.NAME` for each value NAME that the
-    step graph then takes in place of computing it. A value whose sizes are not numbers or names of the inputs' sizes
-    stays.
+    That graph takes all of `told`, whether it reads them or not, and `noise` if it reads its sizes. It gives out
+    `told.NAME` for each value NAME that the step graph then takes in place of computing it. A value of the prompt
+    stays where its sizes are not numbers or names of the inputs' sizes.
 
     Args:
-        step: a composed step graph.
+        step: a composed step graph. What it measures may be measured of its `noise` (B,C,H,W) thereafter.
         told: names of its inputs that are the same for all steps of an image.
 
     Returns:
@@ -40,8 +43,11 @@ def split_conditions(step: ir.Model, told: Collection[str]) -> ir.Model | None:
     """
     graph = step.graph
     given = [value for value in graph.inputs if value.name in told]
+    latents = next((value for value in graph.inputs if value.name == _LATENTS), None)
+    if latents is not None:
+        _measure_latents(graph, latents)
     names = {str(size) for value in given for size in dims(value) or () if not isinstance(size, int)}
-    boundary = _boundary(graph, given, names)
+    boundary = _boundary(graph, given, latents, names)
     if not boundary:
         return None
     conditions = step.clone()
@@ -58,34 +64,66 @@ def split_conditions(step: ir.Model, told: Collection[str]) -> ir.Model | None:
     return conditions
 
 
-def _boundary(graph: ir.Graph, given: Collection[ir.Value], names: Collection[str]) -> list[ir.Value]:
-    """Return the values that the rest of the graph reads, of what depends on the given inputs alone and is heavy."""
+def _measure_latents(graph: ir.Graph, latents: ir.Value) -> None:
+    """Let a Shape whose sizes are, by name or number, neighbouring ones of the latents read them there."""
+    sizes = [str(size) for size in dims(latents) or ()]
+    for node in graph:
+        if node.op_type != "Shape" or (measured := node.inputs[0]) is None or measured is latents:
+            continue
+        shape = dims(measured) or ()
+        start, end = measured_axes(node, len(shape))
+        told = [str(size) for size in shape[start:end]]
+        for axis in range(len(sizes) - len(told) + 1):
+            if told and told == sizes[axis : axis + len(told)]:
+                node.replace_input_with(0, latents)
+                node.attributes["start"] = ir.AttrInt64("start", axis)
+                node.attributes["end"] = ir.AttrInt64("end", axis + len(told))
+                break
+
+
+def _boundary(
+    graph: ir.Graph, given: Collection[ir.Value], latents: ir.Value | None, names: Collection[str]
+) -> list[ir.Value]:
+    """Return the values that the rest of the graph reads, of what is worth a buffer and the same at each step."""
     stays: set[ir.Node] = set()
     while True:
-        found = _read_outside(graph, given, stays)
-        without = [node for value in found if not _is_sized(value, names) and (node := value.producer()) is not None]
+        found, of_sizes = _read_outside(graph, given, latents, stays)
+        without = {value for value in found if value not in of_sizes and not _is_sized(value, names)}
         if not without:
             return found
-        stays.update(without)
+        stays.update(node for value in without if (node := value.producer()) is not None)
 
 
-def _read_outside(graph: ir.Graph, given: Collection[ir.Value], stays: Collection[ir.Node]) -> list[ir.Value]:
+def _read_outside(
+    graph: ir.Graph, given: Collection[ir.Value], latents: ir.Value | None, stays: Collection[ir.Node]
+) -> tuple[list[ir.Value], set[ir.Value]]:
+    """Return the values for a buffer, and which values of the graph are computed of sizes alone."""
     known, heavy, of_sizes = set(given), set[ir.Value](), set[ir.Value]()
     for node in graph:
         read = [value for value in node.inputs if value is not None and not _is_constant(value)]
-        if not read or any(value not in known for value in read) or node in stays or holds_graph(node):
+        measures = node.op_type in ("Shape", "Size")
+        of_latents = measures and node.inputs[0] is latents
+        if not read or not (of_latents or known.issuperset(read)) or node in stays or holds_graph(node):
             continue
         known.update(node.outputs)
-        if node.op_type in ("Shape", "Size") or all(value in of_sizes for value in read):
-            of_sizes.update(node.outputs)  # on the host, where a step needs it
-        elif node.op_type in _HEAVY or any(value in heavy for value in read):
+        if measures or of_sizes.issuperset(read):
+            # Integers, and what has one axis or none, stay on the host, where a step needs them.
+            of_sizes.update(node.outputs)
+            heavy.update(output for output in node.outputs if _is_computed(output))
+        elif node.op_type in _HEAVY or not heavy.isdisjoint(read):
             heavy.update(node.outputs)
-    return [
+    found = [
         output
         for node in graph
         for output in node.outputs
         if output in heavy and any(use.node.outputs[0] not in known for use in output.uses())
     ]
+    return found, of_sizes
+
+
+def _is_computed(value: ir.Value) -> bool:
+    """Tell whether the device computes a value that is made of sizes."""
+    return value.dtype is not None and value.dtype.is_floating_point() and len(dims(value) or ()) > 1
 
 
 def _is_constant(value: ir.Value) -> bool:
@@ -108,7 +146,7 @@ def _keep_outputs(graph: ir.Graph, names: Collection[str], told: Collection[str]
         value = values[name]
         give_out(graph, value, f"{PREFIX}{name}", value.shape)
     prune(graph)
-    inputs = [value for value in graph.inputs if value.name in told]
+    inputs = [value for value in graph.inputs if value.name in told or (value.name == _LATENTS and value.uses())]
     graph.inputs.clear()
     graph.inputs.extend(inputs)
     graph.name = "conditions"

@@ -13,7 +13,7 @@ import numpy as np
 import onnx_ir as ir
 import sympy  # type: ignore[import-untyped]
 
-from sdonnx.compose.composer import INT64, Composer, holds_graph, prune, repeated_rows
+from sdonnx.compose.composer import INT64, Composer, holds_graph, measured_axes, prune, repeated_rows
 from sdonnx.graph.edit import MICROSOFT, Dim, constant, constant_value, dims, insert
 from sdonnx.graph.expressions import dimension_of, expression_of
 
@@ -129,7 +129,7 @@ class _Followed:
         value = node.inputs[0]
         assert value is not None
         sizes = dims(value)
-        told = None if sizes is None else sizes[slice(*_measured_axes(node, len(sizes)))]
+        told = None if sizes is None else sizes[slice(*measured_axes(node, len(sizes)))]
         if value in self.rows:
             self._sized.update(node.outputs)
         elif self._may_have_rows(told):
@@ -226,8 +226,7 @@ class _Followed:
         left, right = node.inputs
         assert left is not None
         assert right is not None
-        turns = [name for name in ("transA", "transBatchA", "transBatchB") if node.attributes.get_int(name, 0)]
-        if turns and (turns != ["transA"] or _rank(left) < 3):
+        if any(node.attributes.get_int(name, 0) for name in ("transA", "transBatchA", "transBatchB")):
             return False
         if left in self.rows and self._is_free([right]):
             return _rank(right) == 2 or (_rank(left) > 2 and self._is_weight(right, _rank(left)))
@@ -326,7 +325,7 @@ class _Rewriter:
         if measured is self.repeated:
             measured = self.image
             reader.replace_input_with(0, measured)
-        start, end = _measured_axes(reader, _rank(measured))
+        start, end = measured_axes(reader, _rank(measured))
         output = reader.outputs[0]
         if start > 0 or end == 0 or not output.uses():
             return
@@ -376,13 +375,6 @@ class _Rewriter:
 
 def _rank(value: ir.Value) -> int:
     return len(dims(value) or ())
-
-
-def _measured_axes(node: ir.Node, rank: int) -> tuple[int, int]:
-    """Return the first axis whose size a Shape gives, and the one behind the last."""
-    given = node.attributes.get_int("start", 0), node.attributes.get_int("end", rank)
-    start, end = (min(max(axis + rank if axis < 0 else axis, 0), rank) for axis in given)
-    return start, max(start, end)
 
 
 def _is_past_first(node: ir.Node, index: int, rank: int) -> bool:

@@ -103,6 +103,7 @@ class SizeBuffers:
             "keeps": np.zeros((STATE_ROWS, *self.latents), np.bool_),
         }
         rows = {"batch_size": prompts[0], "sequence_length": shape.tokens}
+        rows |= {"batch": shape.batch, "height": shape.height, "width": shape.width}
         if (adapters := self.graphs.family.adapters) is not None:
             for index, (adapter, count) in enumerate(zip(adapters.adapters, shape.images, strict=True)):
                 name, rows[f"image_tokens_{index}"] = f"image_embeds.{index}", count * adapter.tokens
@@ -114,8 +115,11 @@ class SizeBuffers:
         # What else a family's denoiser is told, for each prompt or once.
         for name in (*told.inputs, *(told.outputs if told is not step else ())):
             if name not in zeros:
-                sizes = [rows[size] if isinstance(size, str) else size for size in told.shape(name)]
-                zeros[name] = np.zeros(sizes, told.dtype(name))
+                sizes = [rows.get(size) if isinstance(size, str) else size for size in told.shape(name)]
+                if None in sizes:  # computed from others
+                    zeros[name] = told.run(zeros)[name]
+                else:
+                    zeros[name] = np.zeros([size for size in sizes if size is not None], told.dtype(name))
         self.buffers |= {name: device.upload(values) for name, values in zeros.items()}
         self.buffers["images"] = device.empty(self.pixels, np.uint8)
         self.buffers["sample"] = device.empty(self.pixels, _FLOAT)
