@@ -156,8 +156,7 @@ POSITIONS = (
 def of_sizes(body: str) -> tuple[ir.Model, ir.Model | None]:
     """Split a graph of latents, check that both parts give what the whole gave, and return them."""
     weights = WEIGHTS | {
-        "low": np.array(0, np.float32), "up": np.array(1, np.float32), "ends": int64([0, 2]), "row": normal(3),
-        "channels": int64([1, 3, 1, 1]),
+        "low": np.array(0, np.float32), "up": np.array(1, np.float32), "ends": int64([0, 2]), "row": normal(1, 3, 1, 1),
     }  # fmt: skip
     whole = graph(LATENTS, "float[B,3,H,W] y", body, **used(body, weights, LATENTS))
     rest = copied(whole)
@@ -181,9 +180,7 @@ def test_positions_move() -> None:
 
 
 def test_constants_that_are_repeated_for_each_image_move() -> None:
-    rest, conditions = of_sizes(
-        "f = Reshape(row, channels) s = Shape<start=0>(x) e = Expand(f, s) n = Neg(e) y = Add(x, n)"
-    )
+    rest, conditions = of_sizes("s = Shape<start=0>(x) e = Expand(row, s) n = Neg(e) y = Add(x, n)")
     assert conditions is not None
     assert operators(rest) == {"Add": 1}
     assert operators(conditions, "Expand") == {"Expand": 1}
@@ -192,8 +189,8 @@ def test_constants_that_are_repeated_for_each_image_move() -> None:
 def test_what_one_axis_holds_of_sizes_stays() -> None:
     """A kernel may read it on the host, as Resize reads how much larger an image becomes."""
     rest, conditions = of_sizes(
-        "s = Shape<start=2>(x) f = Cast<to=1>(s) d = Div(f, f) r = Reshape(row, channels) "
-        "z = ReduceMean<keepdims=1>(d) t = Mul(x, z) y = Mul(t, r)"
+        "s = Shape<start=2>(x) f = Cast<to=1>(s) d = Div(f, f) z = ReduceMean<keepdims=1>(d) "
+        "t = Mul(x, z) y = Mul(t, row)"
     )
     assert conditions is None
     assert operators(rest, "Shape", "Div") == {"Shape": 1, "Div": 1}
