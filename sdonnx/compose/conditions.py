@@ -6,7 +6,7 @@ each such attention. So are positions, and biases that are repeated for each ima
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 import onnx_ir as ir
 
@@ -18,8 +18,8 @@ __all__ = ["PREFIX", "split_conditions"]
 PREFIX = "told."
 """How the names of what the step graph takes from the conditions graph begin."""
 
-_LATENTS = "noise"
-"""The input of the step graph whose sizes are the latents'."""
+_LATENTS, _PARAMETERS = "noise", "parameters"
+"""The inputs of the step graph whose sizes are the latents', and which holds what differs from call to call."""
 
 # What is worth a buffer, a count of tokens among it, which is small: lighter nodes above these are computed at each
 # step as before.
@@ -30,12 +30,13 @@ _HEAVY = frozenset({"Attention", "Conv", "CumSum", "FusedMatMul", "Gemm", "Layer
 def split_conditions(step: ir.Model, told: Collection[str]) -> ir.Model | None:
     """Take what depends on nothing but the inputs `told` out of a step graph, in place, and return a graph of it.
 
-    That graph takes all of `told`, whether it reads them or not, and `noise` if it reads its sizes. It gives out
+    That graph takes all of `told`, whether it reads them or not, and what it reads of `parameters` (calls, P), the same
+    table at every step, and of the sizes of `noise` (B,C,H,W). It gives out
     `told.NAME` for each value NAME that the step graph then takes in place of computing it. A value of the prompt
     stays where its sizes are not numbers or names of the inputs' sizes.
 
     Args:
-        step: a composed step graph. What it measures may be measured of its `noise` (B,C,H,W) thereafter.
+        step: a composed step graph. What it measures may be measured of its inputs thereafter.
         told: names of its inputs that are the same for all steps of an image.
 
     Returns:
@@ -44,10 +45,10 @@ def split_conditions(step: ir.Model, told: Collection[str]) -> ir.Model | None:
     graph = step.graph
     given = [value for value in graph.inputs if value.name in told]
     latents = next((value for value in graph.inputs if value.name == _LATENTS), None)
-    if latents is not None:
-        _measure_latents(graph, latents)
-    names = {str(size) for value in given for size in dims(value) or () if not isinstance(size, int)}
-    boundary = _boundary(graph, given, latents, names)
+    _measure_inputs(graph, given if latents is None else [latents, *given])
+    same = [*given, *(value for value in graph.inputs if value.name == _PARAMETERS)]
+    names = {str(size) for value in same for size in dims(value) or () if not isinstance(size, int)}
+    boundary = _boundary(graph, same, latents, names)
     if not boundary:
         return None
     conditions = step.clone()
@@ -64,20 +65,21 @@ def split_conditions(step: ir.Model, told: Collection[str]) -> ir.Model | None:
     return conditions
 
 
-def _measure_latents(graph: ir.Graph, latents: ir.Value) -> None:
-    """Let a Shape whose sizes are, by name or number, neighbouring ones of the latents read them there."""
-    sizes = [str(size) for size in dims(latents) or ()]
+def _measure_inputs(graph: ir.Graph, given: Sequence[ir.Value]) -> None:
+    """Let a Shape whose sizes are, by name or number, neighbouring ones of an input read them there."""
     for node in graph:
-        if node.op_type != "Shape" or (measured := node.inputs[0]) is None or measured is latents:
+        if node.op_type != "Shape" or (measured := node.inputs[0]) is None or measured in given:
             continue
         shape = dims(measured) or ()
         start, end = measured_axes(node, len(shape))
         told = [str(size) for size in shape[start:end]]
-        for axis in range(len(sizes) - len(told) + 1):
-            if told and told == sizes[axis : axis + len(told)]:
-                node.replace_input_with(0, latents)
-                node.attributes["start"] = ir.AttrInt64("start", axis)
-                node.attributes["end"] = ir.AttrInt64("end", axis + len(told))
+        for value in given:
+            sizes = [str(size) for size in dims(value) or ()]
+            axes = [axis for axis in range(len(sizes) - len(told) + 1) if told == sizes[axis : axis + len(told)]]
+            if told and axes:
+                node.replace_input_with(0, value)
+                node.attributes["start"] = ir.AttrInt64("start", axes[0])
+                node.attributes["end"] = ir.AttrInt64("end", axes[0] + len(told))
                 break
 
 
@@ -146,7 +148,8 @@ def _keep_outputs(graph: ir.Graph, names: Collection[str], told: Collection[str]
         value = values[name]
         give_out(graph, value, f"{PREFIX}{name}", value.shape)
     prune(graph)
-    inputs = [value for value in graph.inputs if value.name in told or (value.name == _LATENTS and value.uses())]
+    others = (_LATENTS, _PARAMETERS)
+    inputs = [value for value in graph.inputs if value.name in told or (value.name in others and value.uses())]
     graph.inputs.clear()
     graph.inputs.extend(inputs)
     graph.name = "conditions"

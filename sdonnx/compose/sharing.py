@@ -7,40 +7,21 @@ residual block and a self-attention of the largest size. Here the copies are mad
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 import onnx_ir as ir
 import sympy  # type: ignore[import-untyped]
 
-from sdonnx.compose.composer import INT64, Composer, holds_graph, measured_axes, prune, repeated_rows
-from sdonnx.graph.edit import MICROSOFT, Dim, constant, constant_value, dims, insert
+from sdonnx.compose.composer import INT64, Composer, holds_graph, measured_axes, repeated_rows
+from sdonnx.compose.rowwise import RowRules, rank_of
+from sdonnx.graph.edit import Dim, constant, dims, insert
 from sdonnx.graph.expressions import dimension_of, expression_of
 
 __all__ = ["share_images"]
 
 _ATTENTION = frozenset({"Attention", "MultiHeadAttention"})
 _VIEWS = frozenset({"Reshape", "Squeeze", "Unsqueeze"})
-
-# Each row of the first axis by itself, where what else they read has no such axis or one of size 1.
-_ROW_BY_ROW = frozenset(
-    {"Abs", "Add", "BiasAdd", "BiasGelu", "BiasSplitGelu", "Cast", "Clip", "Cos", "Div", "Erf", "Exp", "FastGelu",
-     "Gelu", "Identity", "Log", "Max", "Min", "Mul", "Neg", "Pow", "QuickGelu", "Reciprocal", "Relu", "Sigmoid", "Sin",
-     "SkipLayerNormalization", "SkipSimplifiedLayerNormalization", "Softplus", "Sqrt", "Sub", "Tanh", "Where"}
-)  # fmt: skip
-# Likewise; only the first input has rows, and the rest are weights.
-_OF_FIRST = frozenset({"Conv", "GroupNorm", "GroupNormalization", "InstanceNormalization", "NhwcConv"})
-# Likewise, if the axis that the operator works along is not the first one.
-_ALONG_AXIS = {
-    "Concat": None,
-    "Gather": 0,
-    "LayerNormalization": -1,
-    "LogSoftmax": -1,
-    "RMSNormalization": -1,
-    "SimplifiedLayerNormalization": -1,
-    "Softmax": -1,
-    "Split": 0,
-}
 
 
 def share_images(
@@ -75,7 +56,7 @@ def share_images(
     return True
 
 
-class _Followed:
+class _Followed(RowRules):
     """Which values of a step graph are rows of images, G times the same ones, and which of those depend on the images.
 
     Attributes:
@@ -85,10 +66,8 @@ class _Followed:
 
     def __init__(self, graph: ir.Graph, repeated: ir.Value, told: Collection[ir.Value], batch: sympy.Symbol) -> None:
         self.graph = graph
-        self.rows = {repeated: True}
         self._batch = batch
-        # Different for each prompt, or not known to be rows or the same for all of them.
-        self._other = {value for value in told if self._may_have_rows(dims(value))}
+        super().__init__({repeated: True}, {value for value in told if self._may_have_rows(dims(value))})
         self._sized = set[ir.Value]()  # computed from the number of rows, or from other sizes beside it
         after = iter(graph)
         while next(after) is not repeated.producer():
@@ -112,18 +91,18 @@ class _Followed:
         read = {value for value in node.inputs if value is not None}
         if node.op_type == "Shape":
             self._measured(node)
-        elif read & self._other:
-            self._other.update(node.outputs)
+        elif read & self.other:
+            self.other.update(node.outputs)
         elif read & self.rows.keys() or (node.op_type == "Expand" and self._is_by_image(node.outputs[0])):
             outputs = [output for output in node.outputs if output.name]
-            if self._keeps_rows(node) and all(map(self._is_by_image, outputs)):
+            if self.keeps_rows(node) and all(map(self._is_by_image, outputs)):
                 depends = any(self.rows.get(value, False) for value in read)
                 self.rows.update(dict.fromkeys(node.outputs, depends))
             else:
-                self._other.update(node.outputs)
+                self.other.update(node.outputs)
         elif read & self._sized:
             grows = any(self._may_have_rows(dims(output)) for output in node.outputs)
-            (self._other if grows else self._sized).update(node.outputs)
+            (self.other if grows else self._sized).update(node.outputs)
 
     def _measured(self, node: ir.Node) -> None:
         value = node.inputs[0]
@@ -133,7 +112,7 @@ class _Followed:
         if value in self.rows:
             self._sized.update(node.outputs)
         elif self._may_have_rows(told):
-            self._other.update(node.outputs)
+            self.other.update(node.outputs)
 
     def _may_have_rows(self, sizes: Sequence[Dim] | None) -> bool:
         return sizes is None or any(self._is_of_batch(size) is not False for size in sizes)
@@ -147,90 +126,6 @@ class _Followed:
         """Tell whether a value's first axis, and no other one, is of the images."""
         sizes = dims(value)
         return sizes is not None and list(map(self._is_of_batch, sizes)) == [True, *[False] * (len(sizes) - 1)]
-
-    def _is_weight(self, value: ir.Value | None, rank: int) -> bool:
-        """Tell whether every row of a value of that rank meets the same of this one."""
-        if value is None:
-            return True
-        sizes = dims(value)
-        free = value not in self.rows and value not in self._other
-        return free and sizes is not None and (len(sizes) < rank or (len(sizes) == rank and sizes[0] == 1))
-
-    def _is_free(self, values: Iterable[ir.Value | None]) -> bool:
-        return all(value is None or (value not in self.rows and value not in self._other) for value in values)
-
-    def _are_rows(self, values: Iterable[ir.Value | None], rank: int) -> bool:
-        return all(value is not None and value in self.rows and _rank(value) == rank for value in values)
-
-    def _keeps_rows(self, node: ir.Node) -> bool:
-        """Tell whether G copies of the rows that a node reads make it give G copies of what it gives for one."""
-        first, others = node.inputs[0], node.inputs[1:]
-        rank = _rank(node.outputs[0])
-        assert first is not None
-        match node.op_type:
-            case kind if kind in _ROW_BY_ROW:
-                return all((value in self.rows and _rank(value) == rank) or self._is_weight(value, rank)
-                           for value in node.inputs if value is not None)  # fmt: skip
-            case kind if kind in _OF_FIRST:
-                return first in self.rows and self._is_free(others)
-            case "SkipGroupNorm":
-                skip = node.inputs[3]
-                return first in self.rows and skip in self.rows and self._is_free([*node.inputs[1:3], *node.inputs[4:]])
-            case kind if kind in _ALONG_AXIS:
-                data = node.inputs if kind == "Concat" else node.inputs[:1]
-                axis = node.attributes.get_int("axis", _ALONG_AXIS[kind] or 0)
-                return (
-                    self._are_rows(data, _rank(first))
-                    and self._is_free(node.inputs[len(data) :])
-                    and axis % max(_rank(first), 1) != 0
-                )
-            case "Transpose":
-                return next(iter(node.attributes.get_ints("perm", [-1]))) == 0
-            case "Slice":
-                return first in self.rows and self._is_free(others) and _is_past_first(node, 3, _rank(first))
-            case "Squeeze" | "Unsqueeze":
-                return first in self.rows and _is_past_first(node, 1, max(rank, _rank(first)))
-            case "Reshape":
-                return first in self.rows and self._is_free(others)
-            case "Expand":
-                same = first in self.rows and dims(first) is not None and _rank(first) == rank
-                return (same or self._is_weight(first, rank)) and self._is_free(others)
-            case "Gemm":
-                plain = not node.attributes.get_int("transA", 0)
-                weights = self._is_free(node.inputs[1:2])
-                added = all(value in self.rows or self._is_weight(value, 2) for value in node.inputs[2:])
-                return plain and first in self.rows and weights and added
-            case "MatMul" | "FusedMatMul":
-                return self._multiplies_rows(node)
-            case "MultiHeadAttention":
-                given = [value for value in node.inputs[:3] if value is not None]
-                rest = (*node.inputs[4:5], *node.inputs[6:])
-                bias = node.inputs[5] if len(node.inputs) > 5 else None
-                return (
-                    all(value in self.rows for value in given)
-                    and self._is_free(node.inputs[3:4])
-                    and self._is_weight(bias, 4)
-                    and all(value is None for value in rest)
-                )
-            case "Attention" if node.domain != MICROSOFT:
-                mask = node.inputs[3] if len(node.inputs) > 3 else None
-                return (
-                    all(value in self.rows for value in node.inputs[:3])
-                    and self._is_weight(mask, 4)
-                    and all(value is None for value in node.inputs[4:])
-                )
-            case _:
-                return False
-
-    def _multiplies_rows(self, node: ir.Node) -> bool:
-        left, right = node.inputs
-        assert left is not None
-        assert right is not None
-        if any(node.attributes.get_int(name, 0) for name in ("transA", "transBatchA", "transBatchB")):
-            return False
-        if left in self.rows and self._is_free([right]):
-            return _rank(right) == 2 or (_rank(left) > 2 and self._is_weight(right, _rank(left)))
-        return _rank(left) > 2 and self._are_rows([left, right], _rank(left))
 
 
 class _Rewriter:
@@ -277,7 +172,6 @@ class _Rewriter:
             self._measure_whole(reader)
         for value, shape in zip(given, whole, strict=True):
             self._repeat(value, shape)
-        prune(self.step.graph)
 
     def _single(self, value: ir.Value, user: ir.Node) -> ir.Value:
         """Return the first B rows of a value, cut off before `user` where they are not computed alone."""
@@ -325,7 +219,7 @@ class _Rewriter:
         if measured is self.repeated:
             measured = self.image
             reader.replace_input_with(0, measured)
-        start, end = measured_axes(reader, _rank(measured))
+        start, end = measured_axes(reader, rank_of(measured))
         output = reader.outputs[0]
         if start > 0 or end == 0 or not output.uses():
             return
@@ -361,7 +255,7 @@ class _Rewriter:
         if node.op_type != "SkipLayerNormalization" or index > 1:
             return False
         other = node.inputs[1 - index]
-        return other is not None and other not in self._own and _rank(other) == 3
+        return other is not None and other not in self._own and rank_of(other) == 3
 
     def _copies_for_skips(self) -> ir.Value:
         """Return how many copies of its skip SkipLayerNormalization needs: one of a single image, for all its rows."""
@@ -371,16 +265,6 @@ class _Rewriter:
             several = add.op("Min", add.op("Sub", add.op("Shape", self.image, dtype=INT64, start=0, end=1), one), one)
             self._skip_copies = add.op("Add", add.op("Mul", add.op("Sub", self.copies, one), several), one)
         return self._skip_copies
-
-
-def _rank(value: ir.Value) -> int:
-    return len(dims(value) or ())
-
-
-def _is_past_first(node: ir.Node, index: int, rank: int) -> bool:
-    """Tell whether the constant axes that a node reads are all known, and none of them the first."""
-    axes = constant_value(node.inputs[index]) if len(node.inputs) > index else None
-    return axes is not None and all(int(axis) % max(rank, 1) != 0 for axis in axes.reshape(-1))
 
 
 def _renamed(size: Dim, renamed: Mapping[sympy.Expr, sympy.Expr]) -> Dim:

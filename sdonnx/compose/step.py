@@ -7,8 +7,9 @@ from typing import Any
 
 import onnx_ir as ir
 
-from sdonnx.compose.composer import FLOAT, INT64, Composer, give_out, input_of, repeated_rows, take_over, tensor
+from sdonnx.compose.composer import FLOAT, INT64, Composer, give_out, input_of, prune, repeated_rows, take_over, tensor
 from sdonnx.compose.sharing import share_images
+from sdonnx.compose.timesteps import CALLS, tabulate_timesteps
 from sdonnx.errors import FolderError
 from sdonnx.samplers import STATE_ROWS
 from sdonnx.samplers.parameters import HEADER, matrix_start
@@ -53,7 +54,7 @@ def compose_step(model: ir.Model, config: Mapping[str, Any]) -> None:
     latent_shape: list[int | str] = ["batch", channels, "height", "width"]
     state = tensor("state", FLOAT, [STATE_ROWS, *latent_shape])
     noise = tensor("noise", FLOAT, latent_shape)
-    parameters = tensor("parameters", FLOAT, ["calls", "row"])
+    parameters = tensor("parameters", FLOAT, [CALLS, "row"])
     call = tensor("call", INT64, [1])
     background = tensor("background", FLOAT, [2, *latent_shape])
     keeps = tensor("keeps", _BOOL, [STATE_ROWS, *latent_shape])
@@ -69,6 +70,7 @@ def compose_step(model: ir.Model, config: Mapping[str, Any]) -> None:
     add = Composer(model, before=True)
     row = add.op("Gather", parameters, call, axis=0)
     timestep = add.op("Reshape", add.columns(row, 1, 2), add.integers(1))
+    timesteps = add.op("Reshape", add.columns(parameters, 1, 2), add.integers(-1))
     scale = add.op("Reshape", add.columns(row, 2, 3), add.integers(1))
     latents = add.op("Gather", state, add.index(0), axis=0)
     image = add.op("Mul", latents, scale)
@@ -81,7 +83,7 @@ def compose_step(model: ir.Model, config: Mapping[str, Any]) -> None:
     repeated = repeated_rows(add, image, copies)
     repeated.shape = sample.shape
     image.shape = None if sample.shape is None else ir.Shape(["batch", *sample.shape.dims[1:]])
-    timestep.shape = ir.Shape([1])
+    timestep.shape, timesteps.shape = ir.Shape([1]), ir.Shape([CALLS])
     take_over(graph, "sample", repeated)
     take_over(graph, "timestep", timestep)
 
@@ -112,7 +114,9 @@ def compose_step(model: ir.Model, config: Mapping[str, Any]) -> None:
     graph.inputs.clear()
     graph.inputs.extend([state, noise, parameters, call, hidden, background, keeps, *seen, *told])
     graph.name = "step"
+    tabulate_timesteps(model, timestep, timesteps, call, told)
     share_images(model, image, repeated, copies, [hidden, *told])
+    prune(graph)
 
 
 def _channels(config: Mapping[str, Any]) -> tuple[int, bool]:

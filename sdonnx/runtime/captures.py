@@ -103,7 +103,7 @@ class SizeBuffers:
             "keeps": np.zeros((STATE_ROWS, *self.latents), np.bool_),
         }
         rows = {"batch_size": prompts[0], "sequence_length": shape.tokens}
-        rows |= {"batch": shape.batch, "height": shape.height, "width": shape.width}
+        rows |= {"batch": shape.batch, "height": shape.height, "width": shape.width, "calls": MOST_CALLS}
         if (adapters := self.graphs.family.adapters) is not None:
             for index, (adapter, count) in enumerate(zip(adapters.adapters, shape.images, strict=True)):
                 name, rows[f"image_tokens_{index}"] = f"image_embeds.{index}", count * adapter.tokens
@@ -183,7 +183,7 @@ class SizeBuffers:
             self.graphs.done(role)
 
     def condition(self) -> None:
-        """Compute what the denoiser makes of its prompt alone, from the buffers that hold that."""
+        """Compute what is the same at every step, from what the denoiser is told and the sampler's table."""
         for role in self._conditions:
             self.run(role)
 

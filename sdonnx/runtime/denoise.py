@@ -63,6 +63,7 @@ class HostSampler(Protocol):
 def denoise(size: SizeBuffers, plan: SamplingPlan, draws: Draws, steps: Steps) -> None:
     """Run every call of a plan on the device; the state and the table are there already."""
     device = size.graphs.device
+    size.condition()
     for call, timestep in enumerate(plan.timesteps):
         if plan.needs_noise[call]:
             device.synchronize()  # the call before may still be reading the noise
@@ -117,6 +118,7 @@ def denoise_with_host(
     copies = size.shape.copies
     size.put("parameters", prediction_table(sampler.timesteps, copies))
     size.put("call", np.zeros(1, np.int64))
+    size.condition()
     state = np.zeros((STATE_ROWS, *size.latents), np.float32)
     for call, timestep in enumerate(sampler.timesteps):
         state[0] = sampler.scaled(call, latents)

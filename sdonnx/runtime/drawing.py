@@ -109,7 +109,6 @@ class Drawing:
                     "leave out clip_skip",
                 )
             size.run(role)
-        size.condition()
 
     def _host_sampler(self) -> HostSampler | None:
         if self.scheduler is not None:

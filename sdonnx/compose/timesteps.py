@@ -1,0 +1,142 @@
+"""What a denoiser computes of the timestep alone: for all calls at once, not at each of them.
+
+The embedding of the timestep, and what layers make of it, are some twenty small kernels at each step. Here they compute
+a row for every call, and a step takes the row of its own. `split_conditions` then moves them out of the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import onnx_ir as ir
+
+from sdonnx.compose.composer import INT64, Composer, holds_graph
+from sdonnx.compose.rowwise import RowRules
+from sdonnx.graph.edit import dims
+
+__all__ = ["CALLS", "tabulate_timesteps"]
+
+CALLS = "calls"
+"""The size of the first axis of what has a row for each call."""
+
+_PRODUCTS = frozenset({"FusedMatMul", "Gemm", "MatMul"})
+# What is as cheap behind the row that is taken as before it, if nothing else follows.
+_CUTS = frozenset({"Slice", "Split", "Squeeze", "Unsqueeze"})
+# These do not give a row for each row that there is: their sizes are made for one.
+_OF_SIZES = frozenset({"Expand", "Reshape"})
+
+
+def tabulate_timesteps(
+    step: ir.Model, timestep: ir.Value, timesteps: ir.Value, call: ir.Value, told: Collection[ir.Value]
+) -> bool:
+    """Compute what depends on the timestep alone for all calls, in a step graph, in place.
+
+    Followed are operators that treat each row of the first axis by itself, from the timestep on; a timestep that is
+    repeated for each image is followed as if it were not, and what is made of it is repeated instead. Nothing is
+    changed where no product is among them, or where more is taken from the table than is saved.
+
+    Args:
+        step: a composed step graph.
+        timestep: (1,), of this call.
+        timesteps: (calls,), of all.
+        call: (1,) int64, the row that is this call's.
+        told: inputs of the graph that are the same at every call.
+
+    Returns:
+        Whether the graph was changed.
+    """
+    if any(map(holds_graph, step.graph)):
+        return False
+    found = _OfTimestep(step.graph, timestep, told)
+    nodes = found.nodes()
+    inside = set(nodes)
+    taken = [
+        value
+        for node in nodes
+        for value in node.outputs
+        if node.op_type != "Expand" and any(use.node not in inside for use in value.uses())
+    ]
+    if not any(node.op_type in _PRODUCTS for node in nodes) or 3 * len(taken) > len(nodes):
+        return False
+    outside = {value: [use for use in value.uses() if use.node not in inside] for value in taken}
+    shapes = {value: value.shape for value in taken}
+    for node in nodes:
+        for index, value in enumerate(node.inputs):
+            if value is timestep or (value is not None and value in found.repeated):
+                node.replace_input_with(index, timesteps)
+        if node.op_type != "Expand":
+            for output in node.outputs:
+                output.shape = ir.Shape([CALLS, *(dims(output) or ())[1:]])
+    for value in taken:
+        add = Composer(step, after=value.producer())
+        row = add.op("Gather", value, call, axis=0)
+        if (count := found.counts[value]) is not None:
+            row.shape = ir.Shape([1, *(dims(value) or ())[1:]])
+            sizes = add.op("Concat", count, add.op("Shape", value, dtype=INT64, start=1), axis=0)
+            sizes.shape = ir.Shape([len(row.shape)])
+            row = add.op("Expand", row, sizes)
+        row.shape = shapes[value]
+        for use in outside[value]:
+            use.node.replace_input_with(use.idx, row)
+    return True
+
+
+class _OfTimestep(RowRules):
+    """Which values of a step graph have one row, which depends on the timestep and on what is always the same.
+
+    Attributes:
+        repeated: the timestep, repeated for each image.
+        counts: each such value -> how often it is repeated, an int64 (1,); None where it is not.
+    """
+
+    def __init__(self, graph: ir.Graph, timestep: ir.Value, told: Collection[ir.Value]) -> None:
+        self.graph = graph
+        self._timestep = timestep
+        self.repeated = set[ir.Value]()
+        self.counts: dict[ir.Value, ir.Value | None] = {timestep: None}
+        always = {value for value in told if _has_one_row(value)}
+        super().__init__({timestep: True}, {value for value in graph.inputs if value not in always})
+        for node in graph:
+            if timestep not in node.outputs:
+                self._follow(node)
+
+    def nodes(self) -> list[ir.Node]:
+        """Return the nodes that are to compute a row for each call, in the graph's order."""
+        nodes = [node for node in self.graph if node.outputs[0] in self.rows and self._timestep not in node.outputs]
+        inside = set(nodes)
+        for node in reversed(nodes):
+            users = {use.node for output in node.outputs for use in output.uses()}
+            if node.op_type in _CUTS and users.isdisjoint(inside):
+                inside.discard(node)
+        return [node for node in nodes if node in inside]
+
+    def _follow(self, node: ir.Node) -> None:
+        read = {value for value in node.inputs if value is not None}
+        first = node.inputs[0] if node.inputs else None
+        if node.op_type == "Expand" and first is self._timestep and len(dims(node.outputs[0]) or ()) == 1:
+            self.repeated.add(node.outputs[0])
+            self._add(node, node.inputs[1])
+        elif node.op_type == "Shape" or read & self.other:
+            self.other.update(node.outputs)  # sizes may be of the number of rows
+        elif read & self.rows.keys():
+            counts = {self.counts[value] for value in read & self.rows.keys()} - {None}
+            fits = all(_has_known_rows(output) for output in node.outputs if output.name)
+            if node.op_type not in _OF_SIZES and len(counts) < 2 and fits and self.keeps_rows(node):
+                self._add(node, next(iter(counts), None))
+            else:
+                self.other.update(node.outputs)
+
+    def _add(self, node: ir.Node, count: ir.Value | None) -> None:
+        self.rows.update(dict.fromkeys(node.outputs, True))
+        self.counts.update(dict.fromkeys(node.outputs, count))
+
+
+def _has_one_row(value: ir.Value) -> bool:
+    sizes = dims(value)
+    return bool(sizes) and sizes is not None and sizes[0] == 1
+
+
+def _has_known_rows(value: ir.Value) -> bool:
+    """Tell whether all sizes but the first, the number of rows, are numbers."""
+    sizes = dims(value)
+    return bool(sizes) and sizes is not None and all(isinstance(size, int) for size in sizes[1:])

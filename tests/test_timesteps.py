@@ -1,0 +1,179 @@
+"""What is made of the timestep alone is computed for all calls at once: the same numbers, and once for an image."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime
+import pytest
+from graphs import Array, copied, graph, int64, normal, operators, text_of, used
+
+import sdonnx.compose.step
+from sdonnx.compose import compose, compose_step
+from sdonnx.families import Role
+from sdonnx.graph.edit import dims
+from sdonnx.samplers import STATE_ROWS
+from sdonnx.samplers.parameters import row_size
+
+CONFIG = {"in_channels": 4, "out_channels": 4}
+CALLS = 5
+WEIGHTS = {
+    "frequencies": normal(1, 4, seed=1) / 100,
+    "w": normal(4, 4, seed=2),
+    "u": normal(4, 4, seed=3),
+    "wide": normal(4, 8, seed=4),
+    "bias": normal(4, seed=5),
+    "table": normal(2, 1, 4, seed=6),
+    "one": int64([1]),
+    "zero": int64([0]),
+    "two": int64([2, 3]),
+    "tall": int64([1, 4, 1, 1]),
+    "parts": int64([1, 1, 4]),
+    "none": int64(0),
+}
+WAVES = "h = Unsqueeze(t, one) f = Mul(h, frequencies) i = Sin(f) j = Cos(f) c = Concat<axis=-1>(i, j)"
+LAYERS = "l = Gemm<transB=1>(c, v, bias) k = Sigmoid(l) m = Mul(l, k) e = MatMul(m, w)"
+OF_CALL = f"t = Identity(timestep) {WAVES} {LAYERS}"
+OF_IMAGES = f"n = Shape<start=0, end=1>(sample) t = Expand(timestep, n) {WAVES} {LAYERS}"
+ADDED = "a = Unsqueeze(e, two) y = Add(sample, a)"
+
+
+def denoiser(body: str, inputs: str = "") -> ir.Model:
+    text = f"{body} p = ReduceMean<keepdims=1>(encoder_hidden_states) out_sample = Add(y, p)"
+    given = "float[batch_size,4,height,width] sample, float[1] timestep, float[batch_size,S,4] encoder_hidden_states"
+    return graph(
+        given + inputs,
+        "float[batch_size,4,height,width] out_sample",
+        text,
+        **used(text, WEIGHTS | {"v": normal(4, 8, seed=7)}),
+    )
+
+
+def run(graphs: Mapping[str, ir.Model], feeds: Mapping[str, Array]) -> Array:
+    """Run the conditions once and every call after them, and return what each call gives."""
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3  # it warns of weights that a part of the graph does not read
+    sessions = {
+        name: onnxruntime.InferenceSession(ir.to_proto(model).SerializeToString(), options)
+        for name, model in graphs.items()
+    }
+    told: dict[str, Array] = {}
+    if (conditions := sessions.get("conditions.onnx")) is not None:
+        made = conditions.run(None, {value.name: feeds[value.name] for value in conditions.get_inputs()})
+        told = dict(zip((value.name for value in conditions.get_outputs()), made, strict=True))
+    states = []
+    for call in range(CALLS):
+        given = {**feeds, **told, "call": int64([call])}
+        step = sessions["step.onnx"]
+        states += step.run(["new_state"], {value.name: given[value.name] for value in step.get_inputs()})
+    return np.stack(states)
+
+
+def feeds(batch: int, copies: int) -> dict[str, Array]:
+    parameters = normal(CALLS, row_size(copies), seed=20)
+    parameters[:, 1] = [901, 640, 322.5, 10, 0]
+    return {
+        "state": normal(STATE_ROWS, batch, 4, 3, 5, seed=21),
+        "noise": normal(batch, 4, 3, 5, seed=22),
+        "parameters": parameters,
+        "encoder_hidden_states": normal(batch * copies, 7, 4, seed=23),
+        "scale": normal(1, 4, seed=26),
+        "each": normal(batch * copies, 4, seed=27),
+        "background": normal(2, batch, 4, 3, 5, seed=24),
+        "keeps": np.zeros((STATE_ROWS, batch, 4, 3, 5), np.bool_),
+    }
+
+
+def check(model: ir.Model, monkeypatch: pytest.MonkeyPatch) -> dict[str, ir.Model]:
+    """Return the graphs, which give at all calls what one graph without a table gives."""
+    whole = copied(model)
+    with monkeypatch.context() as patch:
+        patch.setattr(sdonnx.compose.step, "tabulate_timesteps", lambda *_: False)
+        compose_step(whole, CONFIG)
+    made = compose(Role.DENOISER, copied(model), CONFIG)
+    for batch, copies in ((1, 1), (1, 2), (3, 2)):
+        given = feeds(batch, copies)
+        np.testing.assert_allclose(run(made, given), run({"step.onnx": whole}, given), rtol=2e-5, atol=2e-5)
+    return made
+
+
+@pytest.mark.parametrize("body", [OF_CALL, OF_IMAGES])
+def test_the_embedding_moves_with_its_layers(body: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = check(denoiser(f"{body} {ADDED}"), monkeypatch)
+    kinds = ("Sin", "Cos", "Gemm", "MatMul", "Sigmoid")
+    assert operators(made["conditions.onnx"], *kinds) == dict.fromkeys(kinds, 1)
+    assert operators(made["step.onnx"], "Sin", "Cos", "Gemm", "Sigmoid") == dict.fromkeys(
+        ("Sin", "Cos", "Gemm", "Sigmoid"), 0
+    )
+    (output,) = made["conditions.onnx"].graph.outputs
+    assert [str(size) for size in dims(output) or ()] == ["calls", "4"]
+
+
+def test_what_is_told_once_is_in_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PixArt adds what it makes of an image's size to the timestep's embedding."""
+    model = denoiser(
+        f"{OF_CALL.replace('k = Sigmoid(l)', 'o = Add(l, scale) k = Sigmoid(o)')} {ADDED}", ", float[1,4] scale"
+    )
+    made = check(model, monkeypatch)
+    assert operators(made["step.onnx"], "Gemm", "Sigmoid") == {"Gemm": 0, "Sigmoid": 0}
+
+
+def test_what_is_told_for_each_prompt_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stable Diffusion XL adds what it makes of the prompt to the timestep's embedding."""
+    body = OF_IMAGES.replace("k = Sigmoid(l)", "o = Add(l, each) k = Sigmoid(o)")
+    made = check(denoiser(f"{body} {ADDED}", ", float[batch_size,4] each"), monkeypatch)
+    assert operators(made["step.onnx"], "Gemm", "Sigmoid", "Sin") == {"Gemm": 0, "Sigmoid": 1, "Sin": 0}
+
+
+def test_rows_are_taken_before_they_are_parted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One row of the table, whatever it is cut into."""
+    parted = (
+        "g = MatMul(e, wide) q, r = Split<axis=1, num_outputs=2>(g) s = Unsqueeze(q, two) x = Unsqueeze(r, two) "
+        "z = Add(sample, s) y = Mul(z, x)"
+    )
+    made = check(denoiser(f"{OF_CALL} {parted}"), monkeypatch)
+    assert len(made["conditions.onnx"].graph.outputs) == 1
+    assert operators(made["step.onnx"], "Split") == {"Split": 1}
+
+
+@pytest.mark.parametrize(
+    "after",
+    [
+        "o = Reshape(e, tall) y = Add(sample, o)",
+        "o = Add(table, e) q, r = Split<axis=0, num_outputs=2>(o) s = Squeeze(r, zero) x = Unsqueeze(s, two)"
+        " y = Add(sample, x)",
+        "o = Softmax<axis=0>(e) q = Unsqueeze(o, two) y = Add(sample, q)",
+        "o = Concat<axis=0>(e, e) q = ReduceMean<keepdims=1>(o, zero) s = Unsqueeze(q, two) y = Add(sample, s)",
+        "o = Shape<start=0, end=1>(e) q = Cast<to=1>(o) r = Mul(e, q) s = Unsqueeze(r, two) y = Add(sample, s)",
+    ],
+)
+def test_what_would_read_other_calls_rows_takes_its_own(after: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = check(denoiser(f"{OF_CALL} {after}"), monkeypatch)
+    assert operators(made["step.onnx"], "Sin", "Gemm") == {"Sin": 0, "Gemm": 0}
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        # No product; no fewer kernels.
+        f"t = Identity(timestep) {WAVES} q, r = Split<axis=1, num_outputs=2>(c) {ADDED.replace('e,', 'q,')}",
+        f"h = Unsqueeze(timestep, one) e = MatMul(h, frequencies) {ADDED}",
+    ],
+)
+def test_where_there_is_little_to_gain_nothing_changes(body: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = denoiser(body)
+    plain, made = copied(model), copied(model)
+    with monkeypatch.context() as patch:
+        patch.setattr(sdonnx.compose.step, "tabulate_timesteps", lambda *_: False)
+        compose_step(plain, CONFIG)
+    compose_step(made, CONFIG)
+    assert text_of(made) == text_of(plain)
+
+
+def test_a_unet_embeds_no_timestep_in_a_step(tiny_cuda: Path) -> None:
+    graphs = {name: ir.load(tiny_cuda / "unet" / f"{name}.onnx") for name in ("step", "conditions")}
+    assert operators(graphs["step"], "Sin", "Gemm") == {"Sin": 0, "Gemm": 0}
+    assert operators(graphs["conditions"], "Sin") == {"Sin": 1}
