@@ -134,7 +134,7 @@ def test_a_table_of_a_plan() -> None:
     made = plan(DDIM, 4, eta=0.5)
     table = parameter_table(made, 7.5, initial_scale=3.0, background=True)
     assert table.shape == (MOST_CALLS, row_size(2))
-    assert table[:4, 0].tolist() == [1, 2, 3, 3]
+    assert table[:4, 0].tolist() == [1, 2, 3, 4]
     np.testing.assert_array_equal(table[:4, 1], made.timesteps)
     np.testing.assert_allclose(table[:4, 2], made.input_scales * [3, 1, 1, 1])
     np.testing.assert_array_equal(table[:4, 3], made.clean_scales[1:])

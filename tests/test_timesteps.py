@@ -74,6 +74,7 @@ def run(graphs: Mapping[str, ir.Model], feeds: Mapping[str, Array]) -> Array:
 
 def feeds(batch: int, copies: int) -> dict[str, Array]:
     parameters = normal(CALLS, row_size(copies), seed=20)
+    parameters[:, 0] = np.arange(1, CALLS + 1)
     parameters[:, 1] = [901, 640, 322.5, 10, 0]
     return {
         "state": normal(STATE_ROWS, batch, 4, 3, 5, seed=21),
@@ -171,6 +172,14 @@ def test_where_there_is_little_to_gain_nothing_changes(body: str, monkeypatch: p
         compose_step(plain, CONFIG)
     compose_step(made, CONFIG)
     assert text_of(made) == text_of(plain)
+
+
+def test_the_call_may_be_written_over() -> None:
+    """`next_call` takes the place of `call`: no node may read it but the one that the next call is computed of."""
+    made = compose(Role.DENOISER, denoiser(f"{OF_IMAGES} {ADDED}"), CONFIG)
+    call = next(value for value in made["step.onnx"].graph.inputs if value.name == "call")
+    (user,) = [use.node for use in call.uses()]
+    assert [value.name for value in user.inputs if value is not None] == ["parameters", "call"]
 
 
 def test_a_unet_embeds_no_timestep_in_a_step(tiny_cuda: Path) -> None:

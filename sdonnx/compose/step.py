@@ -68,7 +68,10 @@ def compose_step(model: ir.Model, config: Mapping[str, Any]) -> None:
     assert sample.dtype is not None
 
     add = Composer(model, before=True)
+    # The only node that reads the call: the next one may be written over it, which comes from the row.
     row = add.op("Gather", parameters, call, axis=0)
+    next_call = add.op("Cast", add.op("Reshape", add.columns(row, 0, 1), add.integers(1)), dtype=INT64, to=INT64)
+    this_call = add.op("Sub", next_call, add.integers(1))
     timestep = add.op("Reshape", add.columns(row, 1, 2), add.integers(1))
     timesteps = add.op("Reshape", add.columns(parameters, 1, 2), add.integers(-1))
     scale = add.op("Reshape", add.columns(row, 2, 3), add.integers(1))
@@ -107,14 +110,12 @@ def compose_step(model: ir.Model, config: Mapping[str, Any]) -> None:
     flat_keeps = add.op("Reshape", keeps, add.integers(STATE_ROWS, -1))
     chosen = add.op("Where", flat_keeps, kept, updated, dtype=FLOAT)
     new_state = add.op("Reshape", chosen, add.op("Shape", state, dtype=INT64))
-    # From the row, not call + 1: it must not be written before the row was read.
-    next_call = add.op("Cast", add.op("Reshape", add.columns(row, 0, 1), add.integers(1)), dtype=INT64, to=INT64)
     give_out(graph, new_state, "new_state", state.shape)
     give_out(graph, next_call, "next_call", call.shape)
     graph.inputs.clear()
     graph.inputs.extend([state, noise, parameters, call, hidden, background, keeps, *seen, *told])
     graph.name = "step"
-    tabulate_timesteps(model, timestep, timesteps, call, told)
+    tabulate_timesteps(model, timestep, timesteps, this_call, told)
     share_images(model, image, repeated, copies, [hidden, *told])
     prune(graph)
 

@@ -88,7 +88,7 @@ def prediction_table(timesteps: Sequence[float], copies: int) -> Array:
     """
     table = np.zeros((MOST_CALLS, row_size(copies)), np.float32)
     calls = len(timesteps)
-    table[:calls, 0] = np.minimum(np.arange(1, calls + 1), calls - 1)
+    table[:calls, 0] = np.arange(1, calls + 1)
     table[:calls, 1] = timesteps
     table[:calls, HEADER - 1] = 1
     matrix = np.zeros((STATE_ROWS, STATE_ROWS + 1 + copies), np.float32)

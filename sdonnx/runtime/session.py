@@ -159,7 +159,15 @@ class Graph:
         """
         typed = {name: values[name].astype(self.dtype(name), copy=False) for name in self.inputs}
         with told_of_memory(self.device, f"running {self.path.name}"):
-            return dict(zip(self.outputs, self.session.run(None, typed), strict=True))
+            return dict(zip(self.outputs, self.session.run(None, typed, self.run_options()), strict=True))
+
+    def run_options(self) -> onnxruntime.RunOptions:
+        """Return options of a run that ONNX Runtime does not capture."""
+        options = onnxruntime.RunOptions()
+        options.log_severity_level = FATAL
+        if self.captures:
+            options.add_run_config_entry("gpu_graph_id", _NO_CAPTURE)
+        return options
 
     def bind(self, buffers: Mapping[str, OrtValue | tuple[OrtValue, Sequence[int]]]) -> Run:
         """Return a run that reads and writes these buffers.
@@ -196,10 +204,7 @@ class Run:
             bind(name, device.provider, device.index, self._graph.dtype(name), list(shape), value.data_ptr())
 
     def _run_options(self) -> onnxruntime.RunOptions:
-        options = onnxruntime.RunOptions()
-        options.log_severity_level = FATAL
-        if self._graph.captures:
-            options.add_run_config_entry("gpu_graph_id", _NO_CAPTURE)
+        options = self._graph.run_options()
         # The device's stream keeps the order; waiting here would leave it idle between two runs.
         options.add_run_config_entry("disable_synchronize_execution_providers", "1")
         return options

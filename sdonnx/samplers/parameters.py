@@ -1,7 +1,7 @@
 """The parameter table: what the host tells every call of the step graph, in one upload before the first.
 
-A row holds, in this order: the index of the next row, the timestep, the input scale, the background's weights
-(STATE_ROWS, 2) and the matrix (STATE_ROWS, STATE_ROWS + 1 + G), where G is 2 with guidance and 1 without.
+A row holds, in this order: the index of the next row (its own plus 1), the timestep, the input scale, the background's
+weights (STATE_ROWS, 2) and the matrix (STATE_ROWS, STATE_ROWS + 1 + G), where G is 2 with guidance and 1 without.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def parameter_table(
     if calls > MOST_CALLS:
         raise OptionError(f"{calls} calls of the denoiser", f"at most {MOST_CALLS}", "ask for fewer steps")
     table = np.zeros((MOST_CALLS, row_size(1 if guidance_scale is None else 2)), np.float32)
-    table[:calls, 0] = np.minimum(np.arange(1, calls + 1), calls - 1)
+    table[:calls, 0] = np.arange(1, calls + 1)
     table[:calls, 1] = plan.timesteps
     table[:calls, 2] = plan.input_scales
     table[0, 2] *= initial_scale
