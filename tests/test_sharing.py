@@ -187,6 +187,16 @@ def test_a_residual_is_added_to_both_copies_of_one_image(monkeypatch: pytest.Mon
         assert producers == ["MultiHeadAttention", "Reshape"]
 
 
+def test_a_skip_for_all_images_is_not_taken_for_a_row_of_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is added has one row itself, so that the residual must have all."""
+    end = (
+        "p = ReduceMean<keepdims=0>(m, outer) l = ReduceMean<keepdims=1>(p, zero) h = Mul(l, g) "
+        "i = ReduceMean<keepdims=1>(timestep, zero) o = Shape<start=1>(a) d = Concat<axis=0>(one, o) e = Expand(i, d) "
+        "z = com.microsoft.SkipLayerNormalization(a, e, h, b)"
+    )
+    assert first_attention(check(denoiser("y = MatMul(x, w)", end=end), monkeypatch)) == "batch"
+
+
 @pytest.mark.parametrize("norm", ["z = com.microsoft.SkipLayerNormalization(a, q, h, b)",
                                   "z = com.microsoft.SkipLayerNormalization(a, a, h, b)"])  # fmt: skip
 def test_a_norm_of_two_shared_values_has_all_rows(norm: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,7 +48,7 @@ def denoiser(body: str, inputs: str = "") -> ir.Model:
         given + inputs,
         "float[batch_size,4,height,width] out_sample",
         text,
-        **used(text, WEIGHTS | {"v": normal(4, 8, seed=7)}),
+        **used(text, WEIGHTS | {"v": normal(4, 8, seed=7), "huge": normal(4, 40_000, seed=8)}),
     )
 
 
@@ -162,6 +162,8 @@ def test_what_would_read_other_calls_rows_takes_its_own(after: str, monkeypatch:
         # No product; no fewer kernels.
         f"t = Identity(timestep) {WAVES} q, r = Split<axis=1, num_outputs=2>(c) {ADDED.replace('e,', 'q,')}",
         f"h = Unsqueeze(timestep, one) e = MatMul(h, frequencies) {ADDED}",
+        # A table of gigabytes.
+        f"{OF_CALL} o = MatMul(e, huge) q = ReduceMean<keepdims=1>(o) y = Add(sample, q)",
     ],
 )
 def test_where_there_is_little_to_gain_nothing_changes(body: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ import sympy  # type: ignore[import-untyped]
 
 from sdonnx.compose.composer import INT64, Composer, holds_graph, measured_axes, repeated_rows
 from sdonnx.compose.rowwise import RowRules, rank_of
-from sdonnx.graph.edit import Dim, constant, dims, insert
+from sdonnx.graph.edit import Dim, constant, dims, insert, insert_multi
 from sdonnx.graph.expressions import dimension_of, expression_of
 
 __all__ = ["share_images"]
@@ -199,15 +199,18 @@ class _Rewriter:
                     inputs.append(read)
             own = node.op_type == "Shape" and node.inputs[0] in self._own
             if own or inputs != list(node.inputs):
-                self._sizes[value] = insert(
+                outputs = node.outputs
+                copied = insert_multi(
                     user,
                     node.op_type,
                     inputs,
                     node.attributes,
+                    len(outputs),
                     domain=node.domain,
-                    shape=value.shape,
+                    shapes=[output.shape for output in outputs],
                     dtype=value.dtype,
                 )
+                self._sizes.update(zip(outputs, copied, strict=True))
             else:
                 self._sizes[value] = value
         return self._sizes[value]
@@ -254,8 +257,9 @@ class _Rewriter:
         """Tell whether an input is one of two that SkipLayerNormalization adds, the other one of all rows."""
         if node.op_type != "SkipLayerNormalization" or index > 1:
             return False
-        other = node.inputs[1 - index]
-        return other is not None and other not in self._own and rank_of(other) == 3
+        other, rows = node.inputs[1 - index], (dims(self.repeated) or ())[0]
+        sizes = () if other is None else dims(other) or ()
+        return other not in self._own and len(sizes) == 3 and expression_of(sizes[0]) == expression_of(rows)
 
     def _copies_for_skips(self) -> ir.Value:
         """Return how many copies of its skip SkipLayerNormalization needs: one of a single image, for all its rows."""

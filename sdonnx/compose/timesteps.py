@@ -7,6 +7,7 @@ a row for every call, and a step takes the row of its own. `split_conditions` th
 from __future__ import annotations
 
 from collections.abc import Collection
+from math import prod
 
 import onnx_ir as ir
 
@@ -22,6 +23,8 @@ CALLS = "calls"
 _PRODUCTS = frozenset({"FusedMatMul", "Gemm", "MatMul"})
 # What is as cheap behind the row that is taken as before it, if nothing else follows.
 _CUTS = frozenset({"Slice", "Split", "Squeeze", "Unsqueeze"})
+# Of a row: 64 MB for a table in float16.
+_MOST_NUMBERS = 2**15
 # These do not give a row for each row that there is: their sizes are made for one.
 _OF_SIZES = frozenset({"Expand", "Reshape"})
 
@@ -33,7 +36,7 @@ def tabulate_timesteps(
 
     Followed are operators that treat each row of the first axis by itself, from the timestep on; a timestep that is
     repeated for each image is followed as if it were not, and what is made of it is repeated instead. Nothing is
-    changed where no product is among them, or where more is taken from the table than is saved.
+    changed where no product is among them, where more is taken from the table than is saved, or it would be too large.
 
     Args:
         step: a composed step graph.
@@ -56,7 +59,9 @@ def tabulate_timesteps(
         for value in node.outputs
         if node.op_type != "Expand" and any(use.node not in inside for use in value.uses())
     ]
-    if not any(node.op_type in _PRODUCTS for node in nodes) or 3 * len(taken) > len(nodes):
+    numbers = sum(prod(size for size in (dims(value) or ())[1:] if isinstance(size, int)) for value in taken)
+    products = any(node.op_type in _PRODUCTS for node in nodes)
+    if not products or 3 * len(taken) > len(nodes) or numbers > _MOST_NUMBERS:
         return False
     outside = {value: [use for use in value.uses() if use.node not in inside] for value in taken}
     shapes = {value: value.shape for value in taken}
