@@ -575,3 +575,17 @@ def test_stable_diffusion_2_1(kind: str, tmp_path: Path, note: Note) -> None:
     assert [name for name, each in found["components"].items() if each["kept"]] == [component]
     assert not found["components"][component]["plain"]["finite"]
     assert SimpleNamespace(**found["components"][component]).smallest
+
+
+def test_the_denoiser_is_recorded_with_what_it_takes(tiny_cpu: Path, tmp_path: Path) -> None:
+    """The graph that runs gives it each image once and the timesteps of all calls; it is tried with what it takes."""
+    folder = tmp_path / "folder"
+    shutil.copytree(tiny_cpu, folder)
+    feeds = draw(folder, "cpu", SHORT).feeds["unet"]
+    timesteps = [float(each["timestep"].item()) for each in feeds]
+    assert timesteps == sorted(timesteps, reverse=True)
+    assert timesteps[0] > 400
+    for each in feeds:
+        assert len(each["sample"]) == len(each["encoder_hidden_states"]) == 2
+        assert np.array_equal(*each["sample"])
+        assert np.std(each["sample"]) > 0.1

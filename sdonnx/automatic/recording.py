@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,9 @@ import onnx_ir as ir
 from onnx_ir.passes import common as common_passes
 from PIL import Image
 
-from sdonnx.compose import COMPOSED
+from sdonnx.compose import COMPOSED, compose_step
 from sdonnx.compose.conditions import PREFIX
-from sdonnx.families import Role, family_of
+from sdonnx.families import ComponentSpec, Role, family_of
 from sdonnx.folder import ONNX_MODEL, PipelineFolder
 from sdonnx.graph.edit import dims
 from sdonnx.prompts import PROMPTS
@@ -95,7 +96,8 @@ def draw(folder: Path, provider: str, drawing: Drawing, *, record: bool = True) 
             calls.setdefault(role, []).append(({**told, **given}) if role is Role.DENOISER else given)
         yield
 
-    family = family_of(PipelineFolder.open(folder))
+    opened = PipelineFolder.open(folder)
+    family = family_of(opened)
     options: dict[str, Any] = {"num_inference_steps": drawing.steps, "output_type": "np"}
     if family.adapters is not None:
         options["ip_adapter_image"] = [_picture(index) for index in range(len(family.adapters.adapters))]
@@ -114,8 +116,8 @@ def draw(folder: Path, provider: str, drawing: Drawing, *, record: bool = True) 
             pipeline(drawing.prompts[0], image=start, strength=strength, seed=drawing.seed, **options)
     if record:
         for spec in family.components:
-            file, _ = COMPOSED[spec.role]
-            found.feeds[spec.name] = _feeds(folder / spec.name, file, calls.get(spec.role, []))
+            made = calls.get(spec.role, [])
+            found.feeds[spec.name] = _feeds(folder / spec.name, partial(_composed, opened, spec), made)
     return found
 
 
@@ -125,10 +127,21 @@ def _picture(seed: int) -> Image.Image:
     return Image.fromarray(spots).resize((224, 224), Image.Resampling.BICUBIC)
 
 
-def _feeds(component: Path, file: str, calls: Sequence[Feeds]) -> list[Feeds]:
+def _composed(folder: PipelineFolder, spec: ComponentSpec) -> ir.Model:
+    """Return the composed graph around a component, in which what the component is given has its inputs' names."""
+    file, _ = COMPOSED[spec.role]
+    if spec.role is not Role.DENOISER:
+        return ir.load(folder.path / spec.name / file)
+    # The one that runs gives the denoiser less than it takes.
+    model = ir.load(folder.path / spec.name / ONNX_MODEL)
+    compose_step(model, folder.config(spec.name), plain=True)
+    return model
+
+
+def _feeds(component: Path, composed: Callable[[], ir.Model], calls: Sequence[Feeds]) -> list[Feeds]:
     """Return what a component's own graph is given in calls of the composed graph around it."""
     wanted = {str(value.name): value for value in ir.load(component / ONNX_MODEL).graph.inputs}
-    inner = _inner_inputs(component / file, wanted.keys()) if calls else None
+    inner = _inner_inputs(composed(), component, wanted.keys()) if calls else None
     feeds = []
     chosen = np.linspace(0, len(calls) - 1, min(len(calls), _CALLS)).round().astype(int)
     for given in (calls[place] for place in chosen):
@@ -140,9 +153,8 @@ def _feeds(component: Path, file: str, calls: Sequence[Feeds]) -> list[Feeds]:
     return feeds
 
 
-def _inner_inputs(path: Path, names: Collection[str]) -> Graph | None:
+def _inner_inputs(model: ir.Model, component: Path, names: Collection[str]) -> Graph | None:
     """Return a graph of what a composed graph computes of its inputs for the component; None where it is all given."""
-    model = ir.load(path)
     taken = {value.name for value in model.graph.inputs}
     computed = [value for node in model.graph for value in node.outputs if value.name in set(names) - taken]
     if not computed:
@@ -153,8 +165,8 @@ def _inner_inputs(path: Path, names: Collection[str]) -> Graph | None:
     for value in list(model.graph.inputs):
         if not value.uses():
             model.graph.inputs.remove(value)
-    ir.save(model, path.with_name("inputs.onnx"))
-    return Graph(path.with_name("inputs.onnx"), device_for("cpu"))
+    ir.save(model, component / "inputs.onnx")
+    return Graph(component / "inputs.onnx", device_for("cpu"))
 
 
 def _nothing(value: ir.Value, batch: int) -> Array:

@@ -19,7 +19,7 @@ __all__ = ["compose_step"]
 _BOOL = ir.DataType.BOOL
 
 
-def compose_step(model: ir.Model, config: Mapping[str, Any]) -> None:
+def compose_step(model: ir.Model, config: Mapping[str, Any], *, plain: bool = False) -> None:
     """Turn a denoiser's graph into the step graph, in place.
 
     Inputs, with R = STATE_ROWS and G = 2 with guidance, 1 without:
@@ -45,6 +45,8 @@ def compose_step(model: ir.Model, config: Mapping[str, Any]) -> None:
     Args:
         model: the optimized denoiser: `sample, timestep, encoder_hidden_states, ... -> out_sample`.
         config: its configuration.
+        plain: leave the denoiser as it is, so that what it is given has the names of its inputs. Otherwise what is made
+            of the timestep alone, and what the copies of an image share, is computed less often.
 
     Raises:
         FolderError: the denoiser takes or gives channels that are not known.
@@ -115,8 +117,9 @@ def compose_step(model: ir.Model, config: Mapping[str, Any]) -> None:
     graph.inputs.clear()
     graph.inputs.extend([state, noise, parameters, call, hidden, background, keeps, *seen, *told])
     graph.name = "step"
-    tabulate_timesteps(model, timestep, timesteps, this_call, told)
-    share_images(model, image, repeated, copies, [hidden, *told])
+    if not plain:
+        tabulate_timesteps(model, timestep, timesteps, this_call, told)
+        share_images(model, image, repeated, copies, [hidden, *told])
     prune(graph)
 
 
