@@ -23,7 +23,6 @@ CALLS = 5
 WEIGHTS = {
     "frequencies": normal(1, 4, seed=1) / 100,
     "w": normal(4, 4, seed=2),
-    "u": normal(4, 4, seed=3),
     "wide": normal(4, 8, seed=4),
     "bias": normal(4, seed=5),
     "table": normal(2, 1, 4, seed=6),
@@ -31,8 +30,6 @@ WEIGHTS = {
     "zero": int64([0]),
     "two": int64([2, 3]),
     "tall": int64([1, 4, 1, 1]),
-    "parts": int64([1, 1, 4]),
-    "none": int64(0),
 }
 WAVES = "h = Unsqueeze(t, one) f = Mul(h, frequencies) i = Sin(f) j = Cos(f) c = Concat<axis=-1>(i, j)"
 LAYERS = "l = Gemm<transB=1>(c, v, bias) k = Sigmoid(l) m = Mul(l, k) e = MatMul(m, w)"

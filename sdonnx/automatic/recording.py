@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -116,8 +115,7 @@ def draw(folder: Path, provider: str, drawing: Drawing, *, record: bool = True) 
             pipeline(drawing.prompts[0], image=start, strength=strength, seed=drawing.seed, **options)
     if record:
         for spec in family.components:
-            made = calls.get(spec.role, [])
-            found.feeds[spec.name] = _feeds(folder / spec.name, partial(_composed, opened, spec), made)
+            found.feeds[spec.name] = _feeds(opened, spec, calls.get(spec.role, []))
     return found
 
 
@@ -138,10 +136,11 @@ def _composed(folder: PipelineFolder, spec: ComponentSpec) -> ir.Model:
     return model
 
 
-def _feeds(component: Path, composed: Callable[[], ir.Model], calls: Sequence[Feeds]) -> list[Feeds]:
+def _feeds(folder: PipelineFolder, spec: ComponentSpec, calls: Sequence[Feeds]) -> list[Feeds]:
     """Return what a component's own graph is given in calls of the composed graph around it."""
+    component = folder.path / spec.name
     wanted = {str(value.name): value for value in ir.load(component / ONNX_MODEL).graph.inputs}
-    inner = _inner_inputs(composed(), component, wanted.keys()) if calls else None
+    inner = _inner_inputs(_composed(folder, spec), component, wanted.keys()) if calls else None
     feeds = []
     chosen = np.linspace(0, len(calls) - 1, min(len(calls), _CALLS)).round().astype(int)
     for given in (calls[place] for place in chosen):

@@ -1,7 +1,7 @@
-"""The conditions graph: what a denoiser computes of its prompt or of sizes alone, once for an image, not at every step.
+"""The conditions graph: what is the same at every step, computed once for an image.
 
 Keys and values of attention to the prompt, and embeddings of sizes, are the same at every step: small products, two for
-each such attention. So are positions, and biases that are repeated for each image.
+each such attention. So are positions, biases that are repeated for each image, and tables with a row for every call.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ def split_conditions(step: ir.Model, told: Collection[str]) -> ir.Model | None:
     """Take what depends on nothing but the inputs `told` out of a step graph, in place, and return a graph of it.
 
     That graph takes all of `told`, whether it reads them or not, and what it reads of `parameters` (calls, P), the same
-    table at every step, and of the sizes of `noise` (B,C,H,W). It gives out
-    `told.NAME` for each value NAME that the step graph then takes in place of computing it. A value of the prompt
-    stays where its sizes are not numbers or names of the inputs' sizes.
+    table at every step, and of the sizes of `noise` (B,C,H,W). It gives out `told.NAME` for each value NAME that the
+    step graph then takes in place of computing it. A value of the prompt stays where its sizes are not numbers or names
+    of the inputs' sizes.
 
     Args:
         step: a composed step graph. What it measures may be measured of its inputs thereafter.

@@ -137,11 +137,10 @@ class _OfTimestep(RowRules):
 
 
 def _has_one_row(value: ir.Value) -> bool:
-    sizes = dims(value)
-    return bool(sizes) and sizes is not None and sizes[0] == 1
+    return (dims(value) or ())[:1] == (1,)
 
 
 def _has_known_rows(value: ir.Value) -> bool:
     """Tell whether all sizes but the first, the number of rows, are numbers."""
-    sizes = dims(value)
-    return bool(sizes) and sizes is not None and all(isinstance(size, int) for size in sizes[1:])
+    sizes = dims(value) or ()
+    return len(sizes) > 0 and all(isinstance(size, int) for size in sizes[1:])

@@ -113,13 +113,19 @@ class SizeBuffers:
             zeros["mask"] = np.zeros((shape.batch, 1, shape.height, shape.width), _FLOAT)
             zeros["masked_latents"] = np.zeros(self.latents, _FLOAT)
         # What else a family's denoiser is told, for each prompt or once.
+        computed = []  # of a size that is computed from others
         for name in (*told.inputs, *(told.outputs if told is not step else ())):
-            if name not in zeros:
-                sizes = [rows.get(size) if isinstance(size, str) else size for size in told.shape(name)]
-                if None in sizes:  # computed from others
-                    zeros[name] = told.run(zeros)[name]
-                else:
-                    zeros[name] = np.zeros([size for size in sizes if size is not None], told.dtype(name))
+            if name in zeros:
+                continue
+            sizes = told.shape(name)
+            if all(isinstance(size, int) or size in rows for size in sizes):
+                known = [rows[size] if isinstance(size, str) else size for size in sizes]
+                zeros[name] = np.zeros(known, told.dtype(name))
+            else:
+                computed.append(name)
+        if computed:
+            made = told.run(zeros)
+            zeros |= {name: made[name] for name in computed}
         self.buffers |= {name: device.upload(values) for name, values in zeros.items()}
         self.buffers["images"] = device.empty(self.pixels, np.uint8)
         self.buffers["sample"] = device.empty(self.pixels, _FLOAT)
