@@ -5,6 +5,7 @@ Each reads the weight file of the component that it wraps and adds no weights.
 - text: token ids to the hidden states of any layer; of Stable Diffusion XL's second encoder, with the first one's
   beside them and the pooled text
 - conditions: what of a step depends on the prompt alone, once for an image
+- short step and conditions: the same for prompts of few tokens, of denoisers whose prompts are masked
 - step: batch doubling for guidance, the denoiser, guidance, the sampler's update and what a mask keeps.
   A sampler is a matrix for each call (`sdonnx.samplers`), so that one graph serves all of them.
 - encode: an image to latents, drawn from the VAE's distribution, with and without noise
@@ -21,6 +22,7 @@ from typing import Any
 
 import onnx_ir as ir
 
+from sdonnx.compose.absorption import absorb_projections
 from sdonnx.compose.check import compose_check
 from sdonnx.compose.conditions import split_conditions
 from sdonnx.compose.images import compose_decode, compose_encode
@@ -31,6 +33,9 @@ from sdonnx.families import Role
 
 __all__ = [
     "COMPOSED",
+    "CONDITIONS",
+    "SHORT",
+    "absorb_projections",
     "compose",
     "compose_check",
     "compose_decode",
@@ -55,7 +60,12 @@ COMPOSED = {
 }
 """The file beside each component's model, and what makes it."""
 
-_CONDITIONS = "conditions.onnx"
+CONDITIONS = "conditions.onnx"
+"""The file of what of a step depends on the prompt alone."""
+
+SHORT = ("step-short.onnx", "conditions-short.onnx")
+"""The files of both for short prompts: see `sdonnx.compose.absorption`."""
+
 _OF_EACH_STEP = {"sample", "timestep"}
 
 
@@ -72,6 +82,16 @@ def compose(role: Role, model: ir.Model, config: Mapping[str, Any]) -> dict[str,
         make(model, config)
         return {file: model}
     told = [str(value.name) for value in model.graph.inputs if value.name not in _OF_EACH_STEP]
-    make(model, config)
+    short = model.clone()
+    made = _composed_denoiser(model, told, config, (file, CONDITIONS))
+    if absorb_projections(short, told):
+        made |= _composed_denoiser(short, told, config, SHORT)
+    return made
+
+
+def _composed_denoiser(
+    model: ir.Model, told: list[str], config: Mapping[str, Any], files: tuple[str, str]
+) -> dict[str, ir.Model]:
+    compose_step(model, config)
     conditions = split_conditions(model, told)
-    return {file: model} | ({} if conditions is None else {_CONDITIONS: conditions})
+    return {files[0]: model} | ({} if conditions is None else {files[1]: conditions})

@@ -100,9 +100,11 @@ def _read_outside(
     graph: ir.Graph, given: Collection[ir.Value], latents: ir.Value | None, stays: Collection[ir.Node]
 ) -> tuple[list[ir.Value], set[ir.Value]]:
     """Return the values for a buffer, and which values of the graph are computed of sizes alone."""
-    known, heavy, of_sizes = set(given), set[ir.Value](), set[ir.Value]()
+    known, heavy, of_sizes, fixed = set(given), set[ir.Value](), set[ir.Value](), set[ir.Value]()
     for node in graph:
-        read = [value for value in node.inputs if value is not None and not _is_constant(value)]
+        read = [value for value in node.inputs if value is not None and not _is_constant(value) and value not in fixed]
+        if node.inputs and not read:
+            fixed.update(node.outputs)
         measures = node.op_type in ("Shape", "Size")
         of_latents = measures and node.inputs[0] is latents
         if not read or not (of_latents or known.issuperset(read)) or node in stays or holds_graph(node):

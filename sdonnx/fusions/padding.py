@@ -9,7 +9,7 @@ from sdonnx.graph.edit import MICROSOFT, constant, dims, insert
 from sdonnx.graph.match import Refusal, producer_of, same_dims
 from sdonnx.graph.modules import module_path
 
-__all__ = ["count_keys"]
+__all__ = ["allowed_keys", "count_keys"]
 
 _NAME = "PaddingToLengths"
 _BIAS, _LENGTHS = 5, 4  # inputs of MultiHeadAttention
@@ -33,7 +33,7 @@ def count_keys(model: ir.Model) -> tuple[dict[str, int], list[Refusal]]:
         bias = node.inputs[_BIAS]
         if bias is None:
             continue
-        allowed = None if node.attributes.get_int("unidirectional", 0) else _allowed_keys(bias)
+        allowed = None if node.attributes.get_int("unidirectional", 0) else allowed_keys(bias)
         if allowed is None or node.inputs[_LENGTHS] is not None or len(node.inputs) > _BIAS + 1:
             reason = "the bias is more than padding behind the keys"
             refusals.append(Refusal(_NAME, node.name or node.op_type, module_path(node), reason))
@@ -60,7 +60,7 @@ def _counted(anchor: ir.Node, allowed: ir.Value) -> ir.Value:
     return insert(anchor, "Max", [total, constant(graph, 1, "int32", "one_key")], dtype=kind, shape=shape, module="")
 
 
-def _allowed_keys(bias: ir.Value) -> ir.Value | None:
+def allowed_keys(bias: ir.Value) -> ir.Value | None:
     """Return the booleans (B,L) of which the bias (B,1,S,L) is made, true at the first places of each row."""
     row: ir.Value | None = bias
     while (node := producer_of(row, "Unsqueeze", "Expand", "Cast")) is not None:

@@ -1,0 +1,260 @@
+"""Attention to a short prompt: the projections around it, absorbed into its keys and values.
+
+A query is projected, compared with every key, and what it gets of the values is projected again: q = x Wq, and
+softmax(q K^T) V Wo. The prompt is the same at every step, and so are Wq K^T and V Wo. With them, a step multiplies by
+a column for each head and token in place of one for each channel: 16 heads and 32 tokens are 512 columns, where
+PixArt's projections have 1152. For a prompt with more tokens than a head has channels it is no gain.
+
+DeepSeek-V2 absorbs its projections in the same way (arXiv:2405.04434, section 2.1.2).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import onnx_ir as ir
+
+from sdonnx.fusions.padding import allowed_keys
+from sdonnx.graph.edit import MICROSOFT, constant, dims, insert, insert_multi, is_weight, replace, static_dim
+from sdonnx.graph.match import is_matrix, is_row, producer_of, sole_user
+
+__all__ = ["absorb_projections"]
+
+_BIAS, _LENGTHS, _ADDED = 3, 4, 5  # inputs of MultiHeadAttention
+# As far below every score as a masked one must be, within float16: see AttentionToMultiHeadAttention.
+_REFUSED = -60000.0
+
+
+@dataclass(frozen=True)
+class _Attention:
+    """An attention to the prompt, with the products around it.
+
+    Attributes:
+        node: MultiHeadAttention.
+        x: (B,S,D), what the queries are projected of.
+        into: the weight of that projection (D,N*H).
+        row: what is added to the queries (N*H); None for nothing.
+        keys: (B,L,N*H), of the prompt alone.
+        values: likewise.
+        mask: how many of the keys there are (B), or which (B,L).
+        out: the product with the output's projection (N*H,E).
+        heads: N.
+        scale: of the scores.
+    """
+
+    node: ir.Node
+    x: ir.Value
+    into: ir.Value
+    row: ir.Value | None
+    keys: ir.Value
+    values: ir.Value
+    mask: ir.Value
+    out: ir.Node
+    heads: int
+    scale: float
+
+    @property
+    def outgoing(self) -> ir.Value:
+        """The weight of the output's projection."""
+        weight = self.out.inputs[1]
+        assert weight is not None  # `_read` asked
+        return weight
+
+    @property
+    def width(self) -> int:
+        """N*H."""
+        width = static_dim(self.keys, 2)
+        assert width is not None  # `_read` asked
+        return width
+
+
+def absorb_projections(model: ir.Model, told: Collection[str]) -> int:
+    """Let attention to prompts whose padding is masked read products of keys and values, in place.
+
+    The result is the same in exact arithmetic for prompts of any length; see above for what it costs. What depends on
+    the prompt alone is left to `split_conditions`.
+
+    Args:
+        model: a denoiser.
+        told: names of the inputs that are the same at every step.
+
+    Returns:
+        For how many attentions it was done.
+    """
+    graph = model.graph
+    same = _made_of(graph, told)
+    found = [attention for node in graph if (attention := _read(node, same)) is not None]
+    groups: dict[tuple[ir.Value, int, int, float, bool], list[_Attention]] = defaultdict(list)
+    for each in found:
+        groups[each.mask, each.heads, each.width, each.scale, each.row is None].append(each)
+    for group in groups.values():
+        for attention, added in zip(group, _added_scores(group), strict=True):
+            replace(attention.out.outputs[0], _absorbed(attention, added))
+    if found:
+        graph.sort()  # the rows of all queries are multiplied at once, before the first of them is needed
+    return len(found)
+
+
+def _made_of(graph: ir.Graph, names: Collection[str]) -> set[ir.Value]:
+    """Return the values that are computed of these inputs, and of nothing else that is no constant."""
+    made = {value for value in graph.inputs if value.name in names}
+    for node in graph:
+        read = [value for value in node.inputs if value is not None and not is_weight(value)]
+        if read and made.issuperset(read):
+            made.update(node.outputs)
+    return made
+
+
+def _read(node: ir.Node, same: Collection[ir.Value]) -> _Attention | None:
+    """Return the attention that a node is, None where it is none or its projections cannot be absorbed."""
+    if node.op_type != "MultiHeadAttention" or node.domain != MICROSOFT or len(node.inputs) <= _LENGTHS:
+        return None
+    query, keys, values = node.inputs[:3]
+    mask = _mask_of(node)
+    out = sole_user(node.outputs[0], "MatMul")
+    if query is None or keys is None or values is None or mask is None or out is None:
+        return None
+    if not {keys, values, mask} <= set(same) or node.inputs[_BIAS] is not None:
+        return None
+    if node.attributes.get_int("unidirectional", 0) or any(output.uses() for output in node.outputs[1:]):
+        return None
+    heads, width = node.attributes.get_int("num_heads"), static_dim(keys, 2)
+    product, row = _projected(query)
+    if product is None or width is None or len(dims(keys) or ()) != 3 or static_dim(values, 2) != width:
+        return None
+    x, into = product.inputs
+    if x is None or len(dims(x) or ()) != 3 or into is None or not is_matrix(into) or static_dim(into, 1) != width:
+        return None
+    if out.inputs[0] is not node.outputs[0] or not is_matrix(out.inputs[1]):
+        return None
+    scale = node.attributes.get_float("scale", 0.0) or (width // heads) ** -0.5
+    return _Attention(node, x, into, row, keys, values, mask, out, heads, scale)
+
+
+def _mask_of(node: ir.Node) -> ir.Value | None:
+    """Return how many keys there are (B), or which of them (B,L), where nothing else is masked."""
+    lengths, added = node.inputs[_LENGTHS], node.inputs[_ADDED] if len(node.inputs) > _ADDED else None
+    if len(node.inputs) > _ADDED + 1 or (lengths is None) == (added is None):
+        return None
+    if added is not None:
+        return allowed_keys(added)
+    return lengths if lengths is not None and len(dims(lengths) or ()) == 1 else None
+
+
+def _projected(query: ir.Value) -> tuple[ir.Node | None, ir.Value | None]:
+    """Return the product that a query is, and the row that is added to it."""
+    if (product := producer_of(query, "MatMul")) is not None:
+        return product, None
+    if (addition := producer_of(query, "Add")) is not None:
+        for given, row in (addition.inputs, reversed(addition.inputs)):
+            product = producer_of(given, "MatMul")
+            if product is not None and row is not None and is_row(row, static_dim(query, -1)):
+                return product, row
+    return None, None
+
+
+def _absorbed(attention: _Attention, added: ir.Value) -> ir.Value:
+    """Return what the output's projection gives, of scores to which (B,1,N,L) is added."""
+    node, heads, width = attention.node, attention.heads, attention.width
+    graph, dtype = _graph_of(node), attention.keys.dtype
+    batch, tokens, _ = dims(attention.keys) or ()
+    rows, unnamed = (dims(attention.x) or ())[:2], ir.SymbolicDim(None)
+    inner, outer = static_dim(attention.into, 0), static_dim(attention.outgoing, 1)
+    assert dtype is not None
+    assert inner is not None
+    assert outer is not None
+    # 1 where a channel is of the head. A product with all channels, the others being 0, needs no weight by heads.
+    own = np.kron(np.eye(heads), np.ones(width // heads)).reshape(heads, 1, width)
+    blocks = constant(graph, own, dtype.numpy(), f"channels_of_{heads}_heads_{dtype.name.lower()}")
+
+    def by_head(value: ir.Value) -> ir.Value:
+        alone = insert(node, "Unsqueeze", [value, _sizes(graph, 1)], shape=[batch, 1, tokens, width])
+        return insert(node, "Mul", [alone, blocks], shape=[batch, heads, tokens, width])
+
+    scaled = {"transB": 1, "alpha": attention.scale}
+    keys = insert(
+        node, "FusedMatMul", [by_head(attention.keys), attention.into], scaled,
+        domain=MICROSOFT, shape=[batch, heads, tokens, inner],
+    )  # fmt: skip
+    values = insert(
+        node, "MatMul", [by_head(attention.values), attention.outgoing], shape=[batch, heads, tokens, outer]
+    )
+    keys, values = (insert(node, "Reshape", [made, _sizes(graph, 0, -1, size)], shape=[batch, unnamed, size])
+                    for made, size in ((keys, inner), (values, outer)))  # fmt: skip
+    products = insert(node, "FusedMatMul", [attention.x, keys], {"transB": 1}, domain=MICROSOFT, shape=[*rows, unnamed])
+    split = insert(node, "Reshape", [products, _sizes(graph, 0, 0, heads, -1)], shape=[*rows, heads, tokens])
+    scores = insert(node, "Add", [split, added], shape=[*rows, heads, tokens])
+    weights = insert(node, "Softmax", [scores], {"axis": -1}, shape=[*rows, heads, tokens])
+    columns = insert(node, "Reshape", [weights, _sizes(graph, 0, 0, -1)], shape=[*rows, unnamed])
+    return insert(node, "MatMul", [columns, values], shape=attention.out.outputs[0].shape)
+
+
+def _added_scores(group: Sequence[_Attention]) -> list[ir.Value]:
+    """Return what is added to the scores of each (B,1,N,L): the mask, and the products of the queries' rows with keys.
+
+    A row and the keys are a product of one row; those of all attentions of a group are one batched product.
+    """
+    first = group[0]
+    graph, anchor = _graph_of(first.node), first.node
+    heads, size, count = first.heads, first.width // first.heads, len(group)
+    batch, tokens, _ = dims(first.keys) or ()
+    mask = insert(anchor, "Reshape", [_masked_scores(first), _sizes(graph, 0, 1, 1, -1)], shape=[batch, 1, 1, tokens])
+    if first.row is None:
+        return [mask] * count
+    layers = _sizes(graph, 0)
+    keys, rows = [], []
+    for attention in group:
+        split = insert(anchor, "Reshape", [attention.keys, _sizes(graph, 0, 0, heads, size)])
+        turned = insert(anchor, "Transpose", [split], {"perm": [0, 2, 3, 1]}, shape=[batch, heads, size, tokens])
+        keys.append(insert(anchor, "Unsqueeze", [turned, layers], shape=[1, batch, heads, size, tokens]))
+        rows.append(insert(anchor, "Reshape", [attention.row, _sizes(graph, 1, 1, heads, 1, size)]))
+    all_keys = insert(anchor, "Concat", keys, {"axis": 0}, shape=[count, batch, heads, size, tokens])
+    all_rows = insert(anchor, "Concat", rows, {"axis": 0}, shape=[count, 1, heads, 1, size])
+    # As many rows as keys: where a product repeats one of its factors, ONNX Runtime's kernel is given addresses, which
+    # are copied from the host. A captured graph would copy them again at each replay, from memory of others by then.
+    number = insert(anchor, "Shape", [first.keys], {"start": 0, "end": 1}, shape=[1], dtype=ir.DataType.INT64)
+    parts = [_sizes(graph, count), number, _sizes(graph, heads, 1, size)]
+    wanted = insert(anchor, "Concat", parts, {"axis": 0}, shape=[5])
+    repeated = insert(anchor, "Expand", [all_rows, wanted], shape=[count, batch, heads, 1, size])
+    products = insert(
+        anchor, "FusedMatMul", [repeated, all_keys], {"alpha": first.scale},
+        domain=MICROSOFT, shape=[count, batch, heads, 1, tokens],
+    )  # fmt: skip
+    total = insert(anchor, "Add", [products, mask], shape=[count, batch, heads, 1, tokens])
+    shape = (1, batch, heads, 1, tokens)
+    split_up = insert_multi(anchor, "Split", [total], {"axis": 0, "num_outputs": count}, count, shapes=[shape] * count)
+    lone = [insert(anchor, "Squeeze", [part, layers], shape=shape[1:]) for part in split_up]
+    turned_to = _sizes(graph, 0, 1, heads, -1)
+    return [insert(anchor, "Reshape", [part, turned_to], shape=[batch, 1, heads, tokens]) for part in lone]
+
+
+def _masked_scores(attention: _Attention) -> ir.Value:
+    """Return what the mask adds to the score of each token (B,L)."""
+    graph, anchor, mask, keys = _graph_of(attention.node), attention.node, attention.mask, attention.keys
+    batch, tokens, _ = dims(keys) or ()
+    integer = ir.DataType.INT64
+    if len(dims(mask) or ()) == 1:
+        measured = insert(anchor, "Shape", [keys], {"start": 1, "end": 2}, shape=[1], dtype=integer)
+        number = insert(anchor, "Squeeze", [measured], shape=[])
+        zero, one = (constant(graph, value, np.int64, f"index_{value}") for value in (0, 1))
+        places = insert(anchor, "Range", [zero, number, one], shape=[tokens])
+        counts = insert(anchor, "Cast", [mask], {"to": integer}, shape=[batch], dtype=integer)
+        counts = insert(anchor, "Unsqueeze", [counts, _sizes(graph, 1)], shape=[batch, 1])
+        mask = insert(anchor, "Less", [places, counts], shape=[batch, tokens], dtype=ir.DataType.BOOL)
+    dtype = keys.dtype
+    assert dtype is not None
+    name = dtype.name.lower()
+    kept, masked = (constant(graph, v, dtype.numpy(), f"{n}_{name}") for v, n in ((0, "kept"), (_REFUSED, "refused")))
+    return insert(anchor, "Where", [mask, kept, masked], shape=[batch, tokens], dtype=dtype)
+
+
+def _sizes(graph: ir.Graph, *values: int) -> ir.Value:
+    return constant(graph, values, np.int64, "integers_" + "_".join(str(value).replace("-", "m") for value in values))
+
+
+def _graph_of(node: ir.Node) -> ir.Graph:
+    assert isinstance(node.graph, ir.Graph)  # one of a model's nodes, of which `_made_of` knows no subgraph's
+    return node.graph
