@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,13 @@ from pipelines import copied, lowered_session, refused, run
 from placement import copied_from_host
 from transformers import T5EncoderModel
 
+from sdonnx.compose import SHORT, absorb_projections
 from sdonnx.errors import FolderError, OptionError, PromptError, SdonnxError, WeightsError
 from sdonnx.export.pipeline import export_pipeline
-from sdonnx.families import family_of
+from sdonnx.families import Role, family_of
 from sdonnx.folder import REPORT, PipelineFolder, read_json
 from sdonnx.fusions import fuse
+from sdonnx.graph.passes import tidy
 from sdonnx.optimize import optimize_folder
 from sdonnx.parity import psnr, relative_error
 from sdonnx.runtime.pipeline import OrtDiffusionPipeline
@@ -201,7 +204,39 @@ def test_fusions_can_be_left_out(flag: str, stage: str, alpha: Pair, for_cuda: P
     assert relative_error(found, torch_output(alpha, "transformer", inputs)) < 1e-4
 
 
-@pytest.mark.parametrize("file", ["text_encoder/text", "transformer/step", "vae_encoder/encode", "vae_decoder/decode"])
+def absorbed(path: Path, out: Path) -> Path:
+    """Write a transformer whose attention to the prompt has its projections absorbed."""
+    model = ir.load(path / "model.onnx")
+    told = [str(value.name) for value in model.graph.inputs if value.name not in ("sample", "timestep")]
+    assert absorb_projections(model, told) == 2
+    tidy(model)
+    ir.save(model, out / "model.onnx", external_data="model.onnx.data")
+    return out / "model.onnx"
+
+
+@pytest.mark.parametrize("name", ["alpha", "sigma"])
+def test_absorbed_projections_agree(name: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    """For prompts of any length, and whatever is masked."""
+    pair: Pair = request.getfixturevalue(name)
+    session = onnxruntime.InferenceSession(absorbed(pair.optimized / "transformer", tmp_path))
+    names = {value.name for value in session.get_inputs()}
+    for inputs in CASES["transformer"]:
+        (found,) = session.run(None, {key: values for key, values in inputs.items() if key in names})
+        assert relative_error(np.asarray(found), torch_output(pair, "transformer", inputs)) < 1e-4
+
+
+def test_absorbed_projections_agree_in_fp16(alpha: Pair, for_cuda: Path, tmp_path: Path) -> None:
+    session = lowered_session(absorbed(for_cuda / "transformer", tmp_path), tmp_path)
+    for inputs in CASES["transformer"][:2]:
+        (found,) = run(session, inputs)
+        assert relative_error(found.astype(np.float32), torch_output(alpha, "transformer", inputs)) < 8e-3
+
+
+@pytest.mark.parametrize(
+    "file",
+    ["text_encoder/text", "transformer/step", "transformer/conditions", "transformer/step-short",
+     "transformer/conditions-short", "vae_encoder/encode", "vae_decoder/decode"],
+)  # fmt: skip
 def test_graphs_can_be_captured(file: str, for_cuda: Path) -> None:
     assert copied_from_host(ir.load(for_cuda / f"{file}.onnx")) == []
 
@@ -419,6 +454,86 @@ def test_sizes_and_captions_need_no_new_capture(sigma: Pair) -> None:
     before = len(sigma.ours.captured_sizes)
     sigma.ours("a much longer caption of an owl and a castle", **STEPS, height=101, width=174, seed=0)
     assert len(sigma.ours.captured_sizes) == before
+
+
+def words(count: int) -> str:
+    """Return a caption of so many tokens, the last of which ends it."""
+    return " ".join(["fox"] * (count - 1))
+
+
+def lengths_of(pipeline: OrtDiffusionPipeline, *prompt: Any, **arguments: Any) -> tuple[int, bool]:
+    """Return how many tokens the denoiser is told of, and whether by the graph for short prompts."""
+    seen = []
+
+    def observer(role: Role, run: Any) -> contextlib.nullcontext[None]:
+        if role is Role.CONDITIONS:
+            seen.append(run.inputs()["encoder_hidden_states"].shape[1])
+        if role is Role.DENOISER:
+            told = [values.shape for name, values in run.inputs().items() if name.startswith("told.")]
+            seen.append(any(len(shape) == 4 for shape in told))
+        return contextlib.nullcontext()
+
+    pipeline.observe(observer)
+    try:
+        pipeline(*prompt, num_inference_steps=1, clean_caption=False, **SMALL, **arguments)
+    finally:
+        pipeline.observe(None)
+    return seen[0], seen[1]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "arguments", "expected"),
+    [
+        (3, {}, (32, True)),
+        (32, {}, (32, True)),
+        (33, {}, (64, True)),
+        (64, {}, (64, True)),
+        (65, {}, (120, False)),
+        (120, {}, (120, False)),
+        (3, {"negative_prompt": words(40)}, (64, True)),
+        (3, {"guidance_scale": 1.0}, (32, True)),
+        # Fewer than the shortest, if that is asked for.
+        (3, {"max_sequence_length": 12}, (16, True)),
+        (3, {"max_sequence_length": 40}, (32, True)),
+        (60, {"max_sequence_length": 40}, (40, True)),
+        # What is made of so many prompts would take much memory.
+        (40, {"num_images_per_prompt": 3}, (120, False)),
+        (3, {"num_images_per_prompt": 4}, (32, True)),
+        (3, {"num_images_per_prompt": 5}, (120, False)),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:the text encoder takes")
+def test_captions_are_cut_to_what_they_need(
+    tokens: int, arguments: dict[str, Any], expected: tuple[int, bool], alpha: Pair
+) -> None:
+    assert lengths_of(alpha.ours, words(tokens), **arguments) == expected
+
+
+@pytest.mark.parametrize("name", ["alpha", "sigma"])
+def test_images_of_captions_of_every_length_agree(name: str, request: pytest.FixtureRequest) -> None:
+    pair: Pair = request.getfixturevalue(name)
+    for tokens in (4, 33, 64, 65, 119):
+        found, expected = pair.draw(words(tokens), **SMALL, negative_prompt="an owl")
+        assert psnr(found, expected) > SAME_DB
+
+
+def test_folders_without_graphs_for_short_captions(alpha: Pair, tmp_path: Path) -> None:
+    """As those of before: all captions are filled up, and the image is the same."""
+    folder = copied(alpha.optimized, tmp_path / "before")
+    for file in SHORT:
+        (folder / "transformer" / file).unlink()
+    with OrtDiffusionPipeline.from_pretrained(folder) as pipeline:
+        assert lengths_of(pipeline, PROMPT) == (120, False)
+        found = pipeline(PROMPT, **STEPS, **SMALL, seed=3, output_type="np").images
+    assert psnr(found, alpha.ours(PROMPT, **STEPS, **SMALL, seed=3, output_type="np").images) > SAME_DB
+
+
+def test_sizes_are_captured_ahead_for_captions_of_every_length(alpha: Pair) -> None:
+    with OrtDiffusionPipeline.from_pretrained(alpha.optimized) as pipeline:
+        assert len(pipeline.warmup([(1, 128, 96)])) == 3
+        for tokens in (3, 40, 100):
+            pipeline(words(tokens), num_inference_steps=1, clean_caption=False, height=128, width=96)
+        assert len(pipeline.captured_sizes) == 3
 
 
 def test_an_image_can_be_started_from(sigma: Pair) -> None:

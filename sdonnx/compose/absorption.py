@@ -18,6 +18,7 @@ import numpy as np
 import onnx_ir as ir
 
 from sdonnx.fusions.padding import allowed_keys
+from sdonnx.fusions.splits import MOST_OUTPUTS
 from sdonnx.graph.edit import MICROSOFT, constant, dims, insert, insert_multi, is_weight, replace, static_dim
 from sdonnx.graph.match import is_matrix, is_row, producer_of, sole_user
 
@@ -91,8 +92,10 @@ def absorb_projections(model: ir.Model, told: Collection[str]) -> int:
     for each in found:
         groups[each.mask, each.heads, each.width, each.scale, each.row is None].append(each)
     for group in groups.values():
-        for attention, added in zip(group, _added_scores(group), strict=True):
-            replace(attention.out.outputs[0], _absorbed(attention, added))
+        for start in range(0, len(group), MOST_OUTPUTS):
+            part = group[start : start + MOST_OUTPUTS]
+            for attention, added in zip(part, _added_scores(part), strict=True):
+                replace(attention.out.outputs[0], _absorbed(attention, added))
     if found:
         graph.sort()  # the rows of all queries are multiplied at once, before the first of them is needed
     return len(found)
@@ -174,17 +177,18 @@ def _absorbed(attention: _Attention, added: ir.Value) -> ir.Value:
         alone = insert(node, "Unsqueeze", [value, _sizes(graph, 1)], shape=[batch, 1, tokens, width])
         return insert(node, "Mul", [alone, blocks], shape=[batch, heads, tokens, width])
 
-    scaled = {"transB": 1, "alpha": attention.scale}
-    keys = insert(
-        node, "FusedMatMul", [by_head(attention.keys), attention.into], scaled,
-        domain=MICROSOFT, shape=[batch, heads, tokens, inner],
-    )  # fmt: skip
-    values = insert(
-        node, "MatMul", [by_head(attention.values), attention.outgoing], shape=[batch, heads, tokens, outer]
-    )
-    keys, values = (insert(node, "Reshape", [made, _sizes(graph, 0, -1, size)], shape=[batch, unnamed, size])
-                    for made, size in ((keys, inner), (values, outer)))  # fmt: skip
-    products = insert(node, "FusedMatMul", [attention.x, keys], {"transB": 1}, domain=MICROSOFT, shape=[*rows, unnamed])
+    of_keys = by_head(attention.keys)
+    measured = insert(node, "Shape", [of_keys], {"end": 3}, shape=[3], dtype=ir.DataType.INT64)
+    sizes = insert(node, "Concat", [measured, _sizes(graph, inner)], {"axis": 0}, shape=[4])
+    flat = insert(node, "Reshape", [of_keys, _sizes(graph, -1, width)], shape=[unnamed, width])
+    made = insert(node, "Gemm", [flat, attention.into], {"transB": 1, "alpha": attention.scale}, shape=[unnamed, inner])
+    whole = insert(node, "Reshape", [made, sizes], shape=[batch, heads, tokens, inner])
+    turned = insert(node, "Transpose", [whole], {"perm": [0, 3, 1, 2]}, shape=[batch, inner, heads, tokens])
+    keys = insert(node, "Reshape", [turned, _sizes(graph, 0, inner, -1)], shape=[batch, inner, unnamed])
+    whole = insert(node, "MatMul", [by_head(attention.values), attention.outgoing],
+                   shape=[batch, heads, tokens, outer])  # fmt: skip
+    values = insert(node, "Reshape", [whole, _sizes(graph, 0, -1, outer)], shape=[batch, unnamed, outer])
+    products = insert(node, "MatMul", [attention.x, keys], shape=[*rows, unnamed])
     split = insert(node, "Reshape", [products, _sizes(graph, 0, 0, heads, -1)], shape=[*rows, heads, tokens])
     scores = insert(node, "Add", [split, added], shape=[*rows, heads, tokens])
     weights = insert(node, "Softmax", [scores], {"axis": -1}, shape=[*rows, heads, tokens])
@@ -211,7 +215,11 @@ def _added_scores(group: Sequence[_Attention]) -> list[ir.Value]:
         turned = insert(anchor, "Transpose", [split], {"perm": [0, 2, 3, 1]}, shape=[batch, heads, size, tokens])
         keys.append(insert(anchor, "Unsqueeze", [turned, layers], shape=[1, batch, heads, size, tokens]))
         rows.append(insert(anchor, "Reshape", [attention.row, _sizes(graph, 1, 1, heads, 1, size)]))
-    all_keys = insert(anchor, "Concat", keys, {"axis": 0}, shape=[count, batch, heads, size, tokens])
+    shape = [count, batch, heads, size, tokens]
+    all_keys = insert(anchor, "Concat", keys, {"axis": 0}, shape=shape)
+    assert first.keys.dtype is not None
+    scale = constant(graph, first.scale, first.keys.dtype.numpy(), f"scale_of_{heads}_heads_{size}")
+    all_keys = insert(anchor, "Mul", [all_keys, scale], shape=shape)
     all_rows = insert(anchor, "Concat", rows, {"axis": 0}, shape=[count, 1, heads, 1, size])
     # As many rows as keys: where a product repeats one of its factors, ONNX Runtime's kernel is given addresses, which
     # are copied from the host. A captured graph would copy them again at each replay, from memory of others by then.
@@ -219,14 +227,13 @@ def _added_scores(group: Sequence[_Attention]) -> list[ir.Value]:
     parts = [_sizes(graph, count), number, _sizes(graph, heads, 1, size)]
     wanted = insert(anchor, "Concat", parts, {"axis": 0}, shape=[5])
     repeated = insert(anchor, "Expand", [all_rows, wanted], shape=[count, batch, heads, 1, size])
-    products = insert(
-        anchor, "FusedMatMul", [repeated, all_keys], {"alpha": first.scale},
-        domain=MICROSOFT, shape=[count, batch, heads, 1, tokens],
-    )  # fmt: skip
-    total = insert(anchor, "Add", [products, mask], shape=[count, batch, heads, 1, tokens])
-    shape = (1, batch, heads, 1, tokens)
-    split_up = insert_multi(anchor, "Split", [total], {"axis": 0, "num_outputs": count}, count, shapes=[shape] * count)
-    lone = [insert(anchor, "Squeeze", [part, layers], shape=shape[1:]) for part in split_up]
+    total_shape = (count, batch, heads, 1, tokens)
+    products = insert(anchor, "MatMul", [repeated, all_keys], shape=total_shape)
+    total = insert(anchor, "Add", [products, mask], shape=total_shape)
+    split_up = insert_multi(
+        anchor, "Split", [total], {"axis": 0, "num_outputs": count}, count, shapes=[(1, *total_shape[1:])] * count
+    )
+    lone = [insert(anchor, "Squeeze", [part, layers], shape=total_shape[1:]) for part in split_up]
     turned_to = _sizes(graph, 0, 1, heads, -1)
     return [insert(anchor, "Reshape", [part, turned_to], shape=[batch, 1, heads, tokens]) for part in lone]
 

@@ -86,11 +86,14 @@ class SizeBuffers:
     capture_s: float = 0.0
     buffers: dict[str, OrtValue] = field(default_factory=dict)
     _runs: dict[Role, Run] = field(default_factory=dict)
+    _short: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         """Make the buffers that every image needs."""
         shape, device = self.shape, self.graphs.device
-        step, told = self.graphs.get(Role.DENOISER), self.graphs.told
+        short = self.graphs.is_short(shape.batch * shape.copies, shape.tokens)
+        self._short = short
+        step, told = self.graphs.get(Role.DENOISER, short=short), self.graphs.told(short=short)
         width = int(told.shape("encoder_hidden_states")[2])
         prompts = (shape.batch * shape.copies, shape.tokens)
         zeros: dict[str, npt.NDArray[Any]] = {
@@ -195,7 +198,7 @@ class SizeBuffers:
 
     @property
     def _conditions(self) -> list[Role]:
-        return [Role.CONDITIONS] if self.graphs.splits else []
+        return [Role.CONDITIONS] if self.graphs.splits(short=self._short) else []
 
     @property
     def _text_encoders(self) -> list[Role]:
@@ -242,11 +245,11 @@ class SizeBuffers:
 
     def _run(self, role: Role) -> Run:
         if role not in self._runs:
-            self._runs[role] = self.graphs.get(role).bind(self._bound(role))
+            self._runs[role] = self.graphs.get(role, short=self._short).bind(self._bound(role))
         return self._runs[role]
 
     def _bound(self, role: Role) -> Mapping[str, OrtValue | tuple[OrtValue, Sequence[int]]]:
-        held, graph = self.buffers, self.graphs.get(role)
+        held, graph = self.buffers, self.graphs.get(role, short=self._short)
         if role is Role.DENOISER:
             # Written over the inputs: see compose_step.
             written = {"new_state": held["state"], "next_call": held["call"]}

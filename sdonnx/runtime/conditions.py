@@ -28,6 +28,11 @@ _LARGEST_ID = 2
 _ALIGNED = 8
 
 
+# Captions are cut to one of these where all tokens fit, if graphs for short prompts are there. Few: each is captured
+# on its own.
+_SHORT = (32, 64)
+
+
 @dataclass(frozen=True)
 class Conditions:
     """What is put into buffers before an image, by their names, and what runs on it.
@@ -35,11 +40,13 @@ class Conditions:
     Attributes:
         inputs: (G*B, ...) each, those to draw away from first.
         encoders: the text encoders to run; none where embeddings are given.
+        tokens: how long the prompts are.
         skips: the most layers that are left out of one.
     """
 
     inputs: dict[str, npt.NDArray[Any]]
     encoders: tuple[Role, ...]
+    tokens: int
     skips: int = 0
 
 
@@ -170,26 +177,29 @@ class Conditioner:
     @property
     def _sizes(self) -> int | None:
         """How many numbers the denoiser takes beside the prompt; None for none."""
-        told = self.graphs.told
+        told = self.graphs.told()
         return int(told.shape("time_ids")[1]) if "time_ids" in told.inputs else None
 
     @property
     def is_pooled(self) -> bool:
         """Whether the denoiser is told the whole prompt in one vector too."""
-        return "text_embeds" in self.graphs.told.inputs
+        return "text_embeds" in self.graphs.told().inputs
 
-    def tokens_of(self, prompts: Prompts) -> int:
-        """Return how long the prompts are for the denoiser, in tokens."""
-        if prompts.embeddings is not None:
-            tokens = int(prompts.embeddings.shape[1])
-        else:
-            tokens = self.tokens if prompts.length is None else prompts.length
-        return self._filled(tokens)
+    def lengths(self, prompts: int) -> list[int]:
+        """Return to how many tokens prompts may be filled up, if nothing else is asked for; the last is the usual one.
 
-    @property
-    def usual_tokens(self) -> int:
-        """How long prompts are for the denoiser where nothing else is asked for."""
-        return self._filled(self.tokens)
+        Args:
+            prompts: how many there are, those to draw away from included.
+        """
+        return self._lengths(prompts, self._filled(self.tokens))
+
+    def _lengths(self, prompts: int, most: int) -> list[int]:
+        return [*(tokens for tokens in _SHORT if tokens < most and self.graphs.is_short(prompts, tokens)), most]
+
+    def _length(self, mask: npt.NDArray[Any]) -> int:
+        """Return to how many tokens captions are filled up or cut: behind that, the masks (G*B,S) have none."""
+        used = 1 + int(np.flatnonzero(mask.any(axis=0)).max(initial=0))
+        return next(each for each in self._lengths(len(mask), self._filled(mask.shape[1])) if each >= used)
 
     def _filled(self, tokens: int) -> int:
         return -(-tokens // _ALIGNED) * _ALIGNED if self._reads_captions else tokens
@@ -223,7 +233,7 @@ class Conditioner:
 
     def _require_embeddings(self, prompts: Prompts) -> None:
         assert prompts.embeddings is not None
-        graph = self.graphs.told
+        graph = self.graphs.told()
         width = graph.shape("encoder_hidden_states")[2]
         if prompts.embeddings.shape[2] != width:
             raise OptionError(
@@ -257,7 +267,7 @@ class Conditioner:
             from_image: whether an image is started from.
         """
         inputs: dict[str, npt.NDArray[Any]] = {}
-        graph = self.graphs.told
+        graph = self.graphs.told()
         if self._sizes is not None:
             told, other = sizes.time_ids(height, width, scored=self._scored, from_image=from_image)
             rows = [other] * prompts.count * guided + [told] * prompts.count
@@ -270,17 +280,20 @@ class Conditioner:
             inputs["encoder_hidden_states"] = prompts.embeddings.astype(graph.dtype("encoder_hidden_states"))
             if prompts.pooled is not None:
                 inputs["text_embeds"] = prompts.pooled.astype(graph.dtype("text_embeds"))
+            length = prompts.embeddings.shape[1]
             if prompts.mask is not None:
-                inputs[CAPTION_MASK] = self._padded(prompts.mask.astype(graph.dtype(CAPTION_MASK)))
-            inputs["encoder_hidden_states"] = self._padded(inputs["encoder_hidden_states"])
-            return Conditions(inputs, ())
+                length = self._length(prompts.mask)
+                inputs[CAPTION_MASK] = _fitted(prompts.mask.astype(graph.dtype(CAPTION_MASK)), length)
+            inputs["encoder_hidden_states"] = _fitted(inputs["encoder_hidden_states"], length)
+            return Conditions(inputs, (), length)
         if self._reads_captions:
             texts = [captions.prepared(text, prompts.clean) for text in prompts.texts]
             captioned, mask = self._tokenizer(Role.TEXT_ENCODER, prompts).encode_masked(texts)
-            inputs[f"{Role.TEXT_ENCODER.value}.input_ids"] = self._padded(captioned.astype(np.int32))
-            inputs[f"{Role.TEXT_ENCODER.value}.{TEXT_MASK}"] = self._padded(mask.astype(np.int32))
-            inputs[CAPTION_MASK] = self._padded(mask.astype(graph.dtype(CAPTION_MASK)))
-            return Conditions(inputs, tuple(self.tokenizers), int(prompts.skips.max()))
+            length = self._length(mask)
+            inputs[f"{Role.TEXT_ENCODER.value}.input_ids"] = _fitted(captioned.astype(np.int32), length)
+            inputs[f"{Role.TEXT_ENCODER.value}.{TEXT_MASK}"] = _fitted(mask.astype(np.int32), length)
+            inputs[CAPTION_MASK] = _fitted(mask.astype(graph.dtype(CAPTION_MASK)), length)
+            return Conditions(inputs, tuple(self.tokenizers), length, int(prompts.skips.max()))
         for role, tokenizer in self.tokenizers.items():
             texts = prompts.texts if role is Role.TEXT_ENCODER or prompts.seconds is None else prompts.seconds
             ids = tokenizer.encode(texts).astype(np.int32)
@@ -291,12 +304,7 @@ class Conditioner:
                 columns = self._last_tokens(role, ids)
                 inputs[f"{role.value}.positions"] = indices * ids.shape[1] + columns
                 inputs[f"{role.value}.given"] = prompts.given if self._zeroes else np.ones(len(ids), np.bool_)
-        return Conditions(inputs, tuple(self.tokenizers), int(prompts.skips.max()))
-
-    def _padded(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """Return values (G*B,S,...) of captions with zeros behind them, which masks leave out."""
-        missing = self._filled(values.shape[1]) - values.shape[1]
-        return np.pad(values, [(0, 0), (0, missing), *[(0, 0)] * (values.ndim - 2)])
+        return Conditions(inputs, tuple(self.tokenizers), self.tokens, int(prompts.skips.max()))
 
     def _tokenizer(self, role: Role, prompts: Prompts) -> PromptTokenizer:
         """Return the tokenizer of a text encoder, for prompts of the length that is asked for."""
@@ -313,3 +321,9 @@ class Conditioner:
         found = ids if end == _LARGEST_ID else ids == end
         columns: npt.NDArray[np.int64] = found.argmax(axis=1).astype(np.int64)
         return columns
+
+
+def _fitted(values: npt.NDArray[Any], length: int) -> npt.NDArray[Any]:
+    """Return values (G*B,S,...) of captions, cut or with zeros behind them; what is cut or added is masked."""
+    missing = max(length - values.shape[1], 0)
+    return np.pad(values[:, :length], [(0, 0), (0, missing), *[(0, 0)] * (values.ndim - 2)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,12 @@ _FILES = {
     Role.IMAGE_PROMPT_ADAPTER: "project.onnx",
 }
 
+# For short prompts, in place of those.
+_SHORT = {Role.CONDITIONS: "conditions-short.onnx", Role.DENOISER: "step-short.onnx"}
+
+# Products of weights and prompts take 2.3 MB for each token of PixArt, 590 MB for so many of all prompts of a batch.
+_MOST_SHORT = 256
+
 # How the names begin of what the step graph takes from the conditions graph (`sdonnx.compose.conditions`).
 _TOLD = "told."
 
@@ -53,7 +60,7 @@ class GraphSet:
         family: its family.
         device: where the graphs run.
         settings: what the caller set of ONNX Runtime.
-        low_memory: keep the denoiser alone, both of its graphs; every other one is loaded for each use.
+        low_memory: keep the denoiser alone, all of its graphs; every other one is loaded for each use.
         observer: what each run of a graph is wrapped in; None for nothing.
     """
 
@@ -63,16 +70,32 @@ class GraphSet:
     settings: SessionSettings
     low_memory: bool
     observer: Observer | None = None
-    _loaded: dict[Role, Graph] = field(default_factory=dict)
+    _loaded: dict[Path, Graph] = field(default_factory=dict)
 
-    def path(self, role: Role) -> Path:
+    @cached_property
+    def has_short(self) -> bool:
+        """Whether there is a graph of the denoiser for short prompts: see `sdonnx.compose.absorption`."""
+        return (self.folder.path / self.family.with_role(Role.DENOISER).name / _SHORT[Role.DENOISER]).is_file()
+
+    def is_short(self, prompts: int, tokens: int) -> bool:
+        """Tell whether prompts of so many tokens each are for the graph for short prompts."""
+        # More tokens than channels of a head, and it multiplies by more columns than the other one.
+        size = self.config(Role.DENOISER).get("attention_head_dim") if self.has_short else None
+        return isinstance(size, int) and tokens < size and prompts * tokens <= _MOST_SHORT
+
+    def path(self, role: Role, *, short: bool | None = None) -> Path:
         """Return the file of a graph.
+
+        Args:
+            role: what it does.
+            short: of the denoiser, whether it is the one for short prompts; None for that one if there is one.
 
         Raises:
             FolderError: it is missing.
         """
         component = Role.DENOISER if role is Role.CONDITIONS else role
-        return self.folder.onnx_model(self.family.with_role(component).name, _FILES[role])
+        short = role in _SHORT and (self.has_short if short is None else short)
+        return self.folder.onnx_model(self.family.with_role(component).name, (_SHORT if short else _FILES)[role])
 
     def config(self, role: Role) -> dict[str, Any]:
         """Return the configuration of the component."""
@@ -82,32 +105,29 @@ class GraphSet:
         """Tell whether a graph stays loaded, and may be captured."""
         return role in (Role.DENOISER, Role.CONDITIONS) or not self.low_memory
 
-    @property
-    def splits(self) -> bool:
-        """Whether what the denoiser makes of its prompt alone is a graph of its own.
+    def splits(self, *, short: bool | None = None) -> bool:
+        """Tell whether what the denoiser makes of its prompt alone is a graph of its own.
 
         Raises:
             FolderError: the denoiser's graph is missing, or that one although the denoiser's reads what it gives.
         """
-        return any(name.startswith(_TOLD) for name in self.get(Role.DENOISER).inputs)
+        return any(name.startswith(_TOLD) for name in self.get(Role.DENOISER, short=short).inputs)
 
-    @property
-    def told(self) -> Graph:
-        """The graph that takes all that the denoiser is told of its prompt, loaded."""
-        return self.get(Role.CONDITIONS if self.splits else Role.DENOISER)
+    def told(self, *, short: bool | None = None) -> Graph:
+        """Return the graph that takes all that the denoiser is told of its prompt, loaded."""
+        return self.get(Role.CONDITIONS if self.splits(short=short) else Role.DENOISER, short=short)
 
-    def get(self, role: Role) -> Graph:
-        """Return the graph, loaded.
+    def get(self, role: Role, *, short: bool | None = None) -> Graph:
+        """Return the graph, loaded; see `path`.
 
         Raises:
             FolderError: the file is missing or ONNX Runtime refuses it.
         """
-        if role not in self._loaded:
+        path = self.path(role, short=short)
+        if path not in self._loaded:
             captures = self.stays(role) and role not in _UNCAPTURED
-            self._loaded[role] = Graph(
-                self.path(role), self.device, capture=captures, tf32=role in _TF32, settings=self.settings
-            )
-        return self._loaded[role]
+            self._loaded[path] = Graph(path, self.device, capture=captures, tf32=role in _TF32, settings=self.settings)
+        return self._loaded[path]
 
     def observed(self, role: Role, run: Run) -> AbstractContextManager[Any]:
         """Return what a run of that graph is to be wrapped in."""
@@ -139,7 +159,7 @@ class GraphSet:
         """Give the graph's memory back if it is not to stay; what was bound to it is gone."""
         if not self.stays(role):
             self.device.synchronize()
-            self._loaded.pop(role, None)
+            self._loaded.pop(self.path(role), None)
 
     def close(self) -> None:
         """Give everything back."""

@@ -162,7 +162,7 @@ class ImagePrompter:
             key.update(array.tobytes())
         if self._last[0] != key.digest():
             self._last = key.digest(), self._tokens(prompts, guided)
-        graph = self._graphs.told
+        graph = self._graphs.told()
         told = {name: np.repeat(tokens, count, 0).astype(graph.dtype(name)) for name, tokens in self._last[1].items()}
         return told | {SCALE: prompts.scales}
 

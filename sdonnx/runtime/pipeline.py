@@ -113,7 +113,8 @@ class OrtDiffusionPipeline:
         self._drawing = threading.local()
         self._closed = False
         for role in (*self._conditioner.tokenizers, Role.DENOISER, Role.IMAGE_DECODER):
-            graphs.path(role)
+            for short in (None, False):
+                graphs.path(role, short=short)
             if graphs.stays(role):
                 graphs.get(role)
 
@@ -404,16 +405,18 @@ class OrtDiffusionPipeline:
             use_resolution_binning = False  # pixels that are kept would move
         height, width = self._drawn_size(*asked, use_resolution_binning)
         images = None if image_prompts is None else image_prompts.counts
-        shape = self._shape(prompts.count, height, width, guided, self._conditioner.tokens_of(prompts), images)
+        self._require_size(prompts.count, height, width)
+        conditions = self._conditioner.conditions(
+            prompts, sizes, height, width, guided=guided, from_image=image is not None
+        )
+        shape = self._shape(prompts.count, height, width, guided, conditions.tokens, images)
         latent_shape = (shape.batch, self._channels, shape.height, shape.width)
         start = self._start(image, mask_image, strength, latents, height, width, latent_shape)
         # An object of diffusers draws fresh noise from torch's generator, where it stands after the first noise.
         make = TorchCpuGenerator if self._scheduler_object is None else seeded
         draws = Draws(latent_shape, seed, generator, named=start.latents is None, make=make)
         drawing = Drawing(
-            conditions=self._conditioner.conditions(
-                prompts, sizes, height, width, guided=guided, from_image=start.image is not None
-            ),
+            conditions=conditions,
             start=start,
             draws=draws,
             steps=self.default_steps if num_inference_steps is None else num_inference_steps,
@@ -446,14 +449,18 @@ class OrtDiffusionPipeline:
     def warmup(self, shapes: Sequence[tuple[int, int, int]], *, guided: bool = True) -> list[CaptureReport]:
         """Capture the graphs for shapes (batch, height, width) in pixels before they are asked for.
 
+        PixArt has several for each, for captions of up to 32, of up to 64, and of more tokens.
+
         Returns:
-            What each size costs.
+            What each costs.
         """
         self._require_open()
-        sizes = [
-            self._shape(batch, *self._drawn_size(height, width, None), guided, self._conditioner.usual_tokens)
-            for batch, height, width in shapes
-        ]
+        sizes = []
+        for batch, asked_height, asked_width in shapes:
+            height, width = self._drawn_size(asked_height, asked_width, None)
+            self._require_size(batch, height, width)
+            for tokens in self._conditioner.lengths(batch * (1 + guided)):
+                sizes.append(self._shape(batch, height, width, guided, tokens))
         return self._run(lambda: [self._captures.get(size).report() for size in sizes])
 
     def _draw(
@@ -570,12 +577,14 @@ class OrtDiffusionPipeline:
             self.default_size if width is None else width,
         )
 
-    def _shape(
-        self, batch: int, height: int, width: int, guided: bool, tokens: int, images: tuple[int, ...] | None = None
-    ) -> Shape:
+    def _require_size(self, batch: int, height: int, width: int) -> None:
         require_multiple("height", height, self._multiple)
         require_multiple("width", width, self._multiple)
         require_multiple("the batch", batch, 1)
+
+    def _shape(
+        self, batch: int, height: int, width: int, guided: bool, tokens: int, images: tuple[int, ...] | None = None
+    ) -> Shape:
         if images is None:
             images = () if self._image_prompter is None else (1,) * len(self._image_prompter.adapters.adapters)
         return Shape(batch, height // self.vae_scale_factor, width // self.vae_scale_factor, guided, tokens, images)
