@@ -37,7 +37,7 @@ _FILES = {
 # For short prompts, in place of those.
 _SHORT = {Role.CONDITIONS: "conditions-short.onnx", Role.DENOISER: "step-short.onnx"}
 
-# Products of weights and prompts take 2.3 MB for each token of PixArt, 590 MB for so many of all prompts of a batch.
+# Products of weights and prompts take 2.1 MB for each token of PixArt, 530 MB for so many of all prompts of a batch.
 _MOST_SHORT = 256
 
 # How the names begin of what the step graph takes from the conditions graph (`sdonnx.compose.conditions`).
