@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import onnx_ir as ir
-import onnxruntime
 import pytest
 from graphs import Array, copied, graph, int64, normal, operators, text_of, used
+from steps import run
 
 from sdonnx.compose import absorb_projections
 from sdonnx.fusions.splits import MOST_OUTPUTS
@@ -51,10 +51,7 @@ def denoiser(body: str) -> ir.Model:
     return model
 
 
-def run(model: ir.Model, tokens: int = 8) -> Array:
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 3  # it warns of weights that are not read any more
-    session = onnxruntime.InferenceSession(ir.to_proto(model).SerializeToString(), options)
+def result(model: ir.Model, tokens: int = 8) -> Array:
     counts = np.minimum(COUNTS, tokens)
     feeds = {
         "x": normal(3, 9, 6, seed=20),
@@ -63,8 +60,7 @@ def run(model: ir.Model, tokens: int = 8) -> Array:
         "n": counts.astype(np.int64),
         "t": normal(1, 12, seed=22),
     }
-    found: Array = session.run(None, {value.name: feeds[value.name] for value in session.get_inputs()})[0]
-    return found
+    return run(model, feeds)["y"]
 
 
 def check(model: ir.Model, attentions: int = 1) -> ir.Model:
@@ -74,7 +70,7 @@ def check(model: ir.Model, attentions: int = 1) -> ir.Model:
     tidy(made)
     assert operators(made, "MultiHeadAttention") == {"MultiHeadAttention": 0}
     for tokens in (1, 8, 50):
-        np.testing.assert_allclose(run(made, tokens), run(model, tokens), rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(result(made, tokens), result(model, tokens), rtol=1e-5, atol=1e-5)
     return made
 
 
@@ -111,7 +107,7 @@ def test_all_attentions_are_of_one_product_of_rows() -> None:
     widest = max(len(node.inputs) for node in made.graph if node.op_type == "Concat")
     assert widest <= MOST_OUTPUTS
     assert operators(made, "Split") == {"Split": 2}
-    np.testing.assert_allclose(run(made), run(model), rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(result(made), result(model), rtol=1e-4, atol=1e-4)
 
 
 def test_products_multiply_as_many_rows_as_they_have() -> None:

@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 import onnx
 import onnx_ir as ir
-import onnxruntime
 import pytest
 import torch
 from diffusers.image_processor import VaeImageProcessor
 from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from graphs import Array, graph, normal, relative_error
+from steps import run
 
 from sdonnx.compose import compose_decode, compose_encode, compose_step, compose_text
 from sdonnx.errors import FolderError
@@ -24,11 +24,8 @@ DDIM = {"_class_name": "DDIMScheduler", "clip_sample": False, "beta_schedule": "
 
 
 def ran(model: ir.Model, feeds: dict[str, Array]) -> dict[str, Array]:
-    proto = ir.to_proto(model)
-    onnx.checker.check_model(proto, full_check=True)
-    session = onnxruntime.InferenceSession(proto.SerializeToString(), providers=["CPUExecutionProvider"])
-    names = [value.name for value in session.get_outputs()]
-    return dict(zip(names, session.run(names, feeds), strict=True))
+    onnx.checker.check_model(ir.to_proto(model), full_check=True)
+    return run(model, feeds)
 
 
 def denoiser(channels: int = 3) -> ir.Model:

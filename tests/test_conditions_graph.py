@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import onnx_ir as ir
-import onnxruntime
 import pytest
-from graphs import Array, copied, graph, int64, normal, operators, text_of, used
+from graphs import copied, graph, int64, normal, operators, text_of, used
+from steps import run
 
 from sdonnx.compose import compose, split_conditions
 from sdonnx.families import Role
@@ -29,13 +29,6 @@ FEEDS = {"sample": normal(2, 6, seed=3), "prompt": normal(2, 5, 4, seed=4), "sca
 def step(body: str, outputs: str = "float[B,6] y") -> ir.Model:
     weights = {name: array for name, array in WEIGHTS.items() if name in body}
     return graph(INPUTS, outputs, body, **weights)
-
-
-def run(model: ir.Model, feeds: dict[str, Array]) -> dict[str, Array]:
-    session = onnxruntime.InferenceSession(ir.to_proto(model).SerializeToString(), providers=["CPUExecutionProvider"])
-    names = [value.name for value in session.get_outputs()]
-    given = {value.name: feeds[value.name] for value in session.get_inputs()}
-    return dict(zip(names, session.run(names, given), strict=True))
 
 
 def split(body: str) -> tuple[ir.Model, ir.Model]:

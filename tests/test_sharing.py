@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
-import onnxruntime
 import pytest
-from graphs import Array, copied, graph, int64, normal, operators, text_of, used
+from graphs import copied, graph, int64, normal, operators, text_of, used
+from steps import CONFIG, feeds, run
 
 import sdonnx.compose.step
 from sdonnx.compose import compose_step
 from sdonnx.graph.edit import MICROSOFT, dims
 from sdonnx.graph.passes import infer_shapes
-from sdonnx.samplers import STATE_ROWS
-from sdonnx.samplers.parameters import row_size
 
-CONFIG = {"in_channels": 4, "out_channels": 4}
 SIZES = ((1, 2), (2, 2), (3, 1), (1, 1), (2, 3))
 WEIGHTS = {
     "conv": normal(4, 4, 3, 3),
@@ -78,34 +74,14 @@ def composed(model: ir.Model, monkeypatch: pytest.MonkeyPatch, shares: bool) -> 
     return step
 
 
-def run(step: ir.Model, feeds: Mapping[str, Array]) -> Array:
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 3  # it warns of weights that a part of the graph does not read
-    session = onnxruntime.InferenceSession(ir.to_proto(step).SerializeToString(), options)
-    result: Array = session.run(["new_state"], {value.name: feeds[value.name] for value in session.get_inputs()})[0]
-    return result
-
-
-def feeds(batch: int, copies: int) -> dict[str, Array]:
-    parameters = normal(1, row_size(copies), seed=20)
-    parameters[0, 0] = 0  # the next call
-    return {
-        "state": normal(STATE_ROWS, batch, 4, 3, 5, seed=21),
-        "noise": normal(batch, 4, 3, 5, seed=22),
-        "parameters": parameters,
-        "call": int64([0]),
-        "encoder_hidden_states": normal(batch * copies, 7, 4, seed=23),
-        "background": normal(2, batch, 4, 3, 5, seed=24),
-        "keeps": np.zeros((STATE_ROWS, batch, 4, 3, 5), np.bool_),
-    }
-
-
 def check(model: ir.Model, monkeypatch: pytest.MonkeyPatch) -> ir.Model:
     """Return the step graph, which gives for all sizes what one without sharing gives."""
     whole, shared = (composed(model, monkeypatch, shares) for shares in (False, True))
     for batch, copies in SIZES:
         given = feeds(batch, copies)
-        np.testing.assert_allclose(run(shared, given), run(whole, given), rtol=2e-5, atol=2e-5)
+        np.testing.assert_allclose(
+            run(shared, given)["new_state"], run(whole, given)["new_state"], rtol=2e-5, atol=2e-5
+        )
     return shared
 
 

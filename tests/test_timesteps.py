@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 import onnx_ir as ir
-import onnxruntime
 import pytest
 from graphs import Array, copied, graph, int64, normal, operators, text_of, used
+from steps import CONFIG, feeds, run_calls
 
 import sdonnx.compose.step
 from sdonnx.compose import compose, compose_step
 from sdonnx.families import Role
 from sdonnx.graph.edit import dims
-from sdonnx.samplers import STATE_ROWS
-from sdonnx.samplers.parameters import row_size
 
-CONFIG = {"in_channels": 4, "out_channels": 4}
 CALLS = 5
 WEIGHTS = {
     "frequencies": normal(1, 4, seed=1) / 100,
@@ -49,40 +45,8 @@ def denoiser(body: str, inputs: str = "") -> ir.Model:
     )
 
 
-def run(graphs: Mapping[str, ir.Model], feeds: Mapping[str, Array]) -> Array:
-    """Run the conditions once and every call after them, and return what each call gives."""
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 3  # it warns of weights that a part of the graph does not read
-    sessions = {
-        name: onnxruntime.InferenceSession(ir.to_proto(model).SerializeToString(), options)
-        for name, model in graphs.items()
-    }
-    told: dict[str, Array] = {}
-    if (conditions := sessions.get("conditions.onnx")) is not None:
-        made = conditions.run(None, {value.name: feeds[value.name] for value in conditions.get_inputs()})
-        told = dict(zip((value.name for value in conditions.get_outputs()), made, strict=True))
-    states = []
-    for call in range(CALLS):
-        given = {**feeds, **told, "call": int64([call])}
-        step = sessions["step.onnx"]
-        states += step.run(["new_state"], {value.name: given[value.name] for value in step.get_inputs()})
-    return np.stack(states)
-
-
-def feeds(batch: int, copies: int) -> dict[str, Array]:
-    parameters = normal(CALLS, row_size(copies), seed=20)
-    parameters[:, 0] = np.arange(1, CALLS + 1)
-    parameters[:, 1] = [901, 640, 322.5, 10, 0]
-    return {
-        "state": normal(STATE_ROWS, batch, 4, 3, 5, seed=21),
-        "noise": normal(batch, 4, 3, 5, seed=22),
-        "parameters": parameters,
-        "encoder_hidden_states": normal(batch * copies, 7, 4, seed=23),
-        "scale": normal(1, 4, seed=26),
-        "each": normal(batch * copies, 4, seed=27),
-        "background": normal(2, batch, 4, 3, 5, seed=24),
-        "keeps": np.zeros((STATE_ROWS, batch, 4, 3, 5), np.bool_),
-    }
+def extra(batch: int, copies: int) -> dict[str, Array]:
+    return feeds(batch, copies, CALLS) | {"scale": normal(1, 4, seed=26), "each": normal(batch * copies, 4, seed=27)}
 
 
 def check(model: ir.Model, monkeypatch: pytest.MonkeyPatch) -> dict[str, ir.Model]:
@@ -93,8 +57,8 @@ def check(model: ir.Model, monkeypatch: pytest.MonkeyPatch) -> dict[str, ir.Mode
         compose_step(whole, CONFIG)
     made = compose(Role.DENOISER, copied(model), CONFIG)
     for batch, copies in ((1, 1), (1, 2), (3, 2)):
-        given = feeds(batch, copies)
-        np.testing.assert_allclose(run(made, given), run({"step.onnx": whole}, given), rtol=2e-5, atol=2e-5)
+        given = extra(batch, copies)
+        np.testing.assert_allclose(run_calls(made, given), run_calls({"step.onnx": whole}, given), rtol=2e-5, atol=2e-5)
     return made
 
 
