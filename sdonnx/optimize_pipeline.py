@@ -193,7 +193,7 @@ def _automatic(
         if asked[name] is not None and asked[name] < 1:
             raise OptionError(f"--auto_{name} {asked[name]}", "a number from 1 on", "pass another")
     drawing = Drawing(
-        usual.prompts if asked["prompts"] is None else read_prompts(asked["prompts"]),
+        None if asked["prompts"] is None else read_prompts(asked["prompts"]),
         asked["steps"] or usual.steps,
         asked["size"],
     )

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from sdonnx.errors import OptionError
 
-__all__ = ["PROMPTS", "read_prompts"]
+__all__ = ["PROMPTS", "read_prompts", "usual_prompts"]
 
 PROMPTS = (
     "a photograph of an old lighthouse in a storm, waves breaking over the rocks",
@@ -20,7 +20,22 @@ PROMPTS = (
     "macro photograph of a dragonfly on a blade of grass, morning dew",
     "a narrow street of bookshops after rain, reflections, film photograph",
 )
-"""What is drawn. Time does not depend on the words: every prompt is padded to the same length."""
+"""What is drawn. CLIP's prompts are all padded to one length; of captions all of these take the time of 32 tokens."""
+
+_CAPTION = (
+    "a wide view of an old town by the sea at night, painted in oil: on the left a stone castle with a red light, in "
+    "front of it three small boats on the water, behind them a row of houses with blue doors on a green hill, above "
+    "all a sky of pink clouds with a few birds, and on the road an old woman with a white dog"
+)
+
+
+def usual_prompts(captions: bool) -> tuple[str, ...]:
+    """Return what a folder is tried with where nothing else is asked for.
+
+    Args:
+        captions: whether its pipeline reads captions. From 65 tokens on other graphs draw them: one is of so many.
+    """
+    return (PROMPTS[0], _CAPTION) if captions else PROMPTS[:2]
 
 
 def read_prompts(path: Path) -> tuple[str, ...]:

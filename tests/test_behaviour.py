@@ -118,7 +118,7 @@ def test_low_memory_draws_the_same(ours: OrtDiffusionPipeline, tiny_cpu: Path) -
         for seed in range(2):
             found = frugal("fox", **USUAL, seed=seed).images
             np.testing.assert_array_equal(found, ours("fox", **USUAL, seed=seed).images)
-        assert {role.name for role in frugal._graphs._loaded} == {"CONDITIONS", "DENOISER"}
+        assert {role.name for role, _ in frugal._graphs._loaded} == {"CONDITIONS", "DENOISER"}
 
 
 def test_sizes_are_bounded_and_reported(tiny_cpu: Path) -> None:

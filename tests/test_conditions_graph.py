@@ -21,6 +21,7 @@ WEIGHTS = {
     "last": int64([1]),
     "first": int64([0]),
     "zero": int64(0),
+    "flag": np.array(True),
     "rows": int64([-1, 4]),
 }
 FEEDS = {"sample": normal(2, 6, seed=3), "prompt": normal(2, 5, 4, seed=4), "scale": normal(1, seed=5)}
@@ -111,6 +112,22 @@ def test_what_has_no_size_by_name_stays() -> None:
     )
     assert "MatMul" in operators(conditions)
     assert all(str(value.name) != "told.f" for value in rest.graph.inputs)
+
+
+def test_what_a_graph_inside_reads_is_not_overlooked() -> None:
+    """Its inputs are not those of the node that holds it."""
+    branches = (
+        "then_branch = t () => (float[B,6] z) { z = Neg(sample) }, "
+        "else_branch = e () => (float[B,6] z) { z = Abs(sample) }"
+    )
+    rest, _ = split(f"{KEYS} z = If<{branches}>(flag) y = Add(m, z)")
+    assert operators(rest, "If", "Add") == {"If": 1, "Add": 1}
+
+
+def test_what_is_made_of_constants_alone_goes_along() -> None:
+    rest, conditions = split("n = Neg(w) k = MatMul(prompt, n) m = ReduceMean<keepdims=0>(k, last) y = Mul(sample, m)")
+    assert operators(rest) == {"Mul": 1}
+    assert operators(conditions, "Neg") == {"Neg": 1}
 
 
 @pytest.mark.parametrize("body", ["y = Add(sample, bias)", "c = Neg(scale) y = Mul(sample, c)",

@@ -10,6 +10,7 @@ from typing import Any
 import diffusers
 import drawing
 import numpy as np
+import onnx
 import onnx_ir as ir
 import onnxruntime
 import pytest
@@ -27,6 +28,7 @@ from sdonnx.fusions import fuse
 from sdonnx.graph.passes import tidy
 from sdonnx.optimize import optimize_folder
 from sdonnx.parity import psnr, relative_error
+from sdonnx.prompts import usual_prompts
 from sdonnx.runtime.pipeline import OrtDiffusionPipeline
 from sdonnx.runtime.prompt import PromptTokenizer
 from sdonnx.sample.words import WORDS
@@ -526,6 +528,47 @@ def test_folders_without_graphs_for_short_captions(alpha: Pair, tmp_path: Path) 
         assert lengths_of(pipeline, PROMPT) == (120, False)
         found = pipeline(PROMPT, **STEPS, **SMALL, seed=3, output_type="np").images
     assert psnr(found, alpha.ours(PROMPT, **STEPS, **SMALL, seed=3, output_type="np").images) > SAME_DB
+
+
+@pytest.mark.parametrize("file", ["step.onnx", "conditions.onnx", "conditions-short.onnx"])
+def test_graphs_of_all_captions_are_asked_for_at_once(file: str, alpha: Pair, tmp_path: Path) -> None:
+    folder = copied(alpha.optimized, tmp_path / "broken")
+    (folder / "transformer" / file).unlink()
+    with refused(FolderError, f"{file} is missing"):
+        OrtDiffusionPipeline.from_pretrained(folder)
+
+
+def test_what_is_loaded_needs_no_file(alpha: Pair, tmp_path: Path) -> None:
+    folder = copied(alpha.optimized, tmp_path / "gone")
+    with OrtDiffusionPipeline.from_pretrained(folder) as pipeline:
+        before = pipeline(PROMPT, **STEPS, **SMALL, seed=3, output_type="np").images
+        for path in (folder / "transformer").glob("*.onnx"):
+            path.unlink()
+        after = pipeline(PROMPT, **STEPS, **SMALL, seed=3, output_type="np").images
+        np.testing.assert_array_equal(after, before)
+        pipeline(PROMPT, **STEPS, **(SMALL | {"height": 160}), seed=3)
+
+
+def test_one_block_in_float32(alpha: Pair, tmp_path: Path) -> None:
+    """Both kinds of keys have products of their own."""
+    named = ["transformer:transformer_blocks.0.*"]
+    optimize_folder(alpha.exported, tmp_path / "mixed", float16=True, force_fp32_ops=named)
+    for file in SHORT:
+        onnx.checker.check_model(tmp_path / "mixed" / "transformer" / file, full_check=True)
+
+
+def test_a_step_for_short_captions_repeats_what_copies_share_once(for_cuda: Path) -> None:
+    """And nothing of the projections is left."""
+    step = ir.load(for_cuda / "transformer" / SHORT[0]).graph
+    whole = ir.load(for_cuda / "transformer" / "step.onnx").graph
+    copies = [[node for node in each if node.op_type == "Expand"] for each in (step, whole)]
+    assert len(copies[0]) == len(copies[1]) + 1  # the rows that are added to queries
+    assert all(node.outputs[0].uses() for node in step)
+
+
+def test_a_folder_is_tried_with_short_captions_and_longer_ones(alpha: Pair) -> None:
+    lengths = [lengths_of(alpha.ours, prompt) for prompt in usual_prompts(captions=True)]
+    assert [short for _, short in lengths] == [True, False]
 
 
 def test_sizes_are_captured_ahead_for_captions_of_every_length(alpha: Pair) -> None:

@@ -20,7 +20,7 @@ from sdonnx.compose.conditions import PREFIX
 from sdonnx.families import ComponentSpec, Role, family_of
 from sdonnx.folder import ONNX_MODEL, PipelineFolder
 from sdonnx.graph.edit import dims
-from sdonnx.prompts import PROMPTS
+from sdonnx.prompts import usual_prompts
 from sdonnx.runtime.device import device_for
 from sdonnx.runtime.pipeline import NotFiniteWarning, OrtDiffusionPipeline
 from sdonnx.runtime.session import Graph, Run
@@ -44,13 +44,13 @@ class Drawing:
     """What is drawn to see what the components are given.
 
     Attributes:
-        prompts: an image of each.
+        prompts: an image of each; None for what such folders are tried with.
         steps: denoising steps; few reach from pure noise to the image too.
         size: height and width in pixels; None for the pipeline's own.
         seed: of the first image.
     """
 
-    prompts: tuple[str, ...] = PROMPTS[:2]
+    prompts: tuple[str, ...] | None = None
     steps: int = 4
     size: int | None = None
     seed: int = 0
@@ -97,6 +97,7 @@ def draw(folder: Path, provider: str, drawing: Drawing, *, record: bool = True) 
 
     opened = PipelineFolder.open(folder)
     family = family_of(opened)
+    prompts = usual_prompts(family.caption_tokens is not None) if drawing.prompts is None else drawing.prompts
     options: dict[str, Any] = {"num_inference_steps": drawing.steps, "output_type": "np"}
     if family.adapters is not None:
         options["ip_adapter_image"] = [_picture(index) for index in range(len(family.adapters.adapters))]
@@ -107,12 +108,12 @@ def draw(folder: Path, provider: str, drawing: Drawing, *, record: bool = True) 
         warnings.filterwarnings("ignore", "invalid value encountered", RuntimeWarning)
         pipeline.set_progress_bar_config(disable=True)
         pipeline.observe(observer if record else None)
-        for index, prompt in enumerate(drawing.prompts):
+        for index, prompt in enumerate(prompts):
             found.images.append(pipeline(prompt, seed=drawing.seed + index, **options, **size).images[0])
         if record and family.has(Role.IMAGE_ENCODER):
             start = np.clip(np.nan_to_num(found.images[0]), 0, 1)[None]
             strength = max(_STRENGTH, 1 / drawing.steps)  # one step at least
-            pipeline(drawing.prompts[0], image=start, strength=strength, seed=drawing.seed, **options)
+            pipeline(prompts[0], image=start, strength=strength, seed=drawing.seed, **options)
     if record:
         for spec in family.components:
             found.feeds[spec.name] = _feeds(opened, spec, calls.get(spec.role, []))

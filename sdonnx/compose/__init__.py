@@ -33,7 +33,6 @@ from sdonnx.families import Role
 
 __all__ = [
     "COMPOSED",
-    "CONDITIONS",
     "SHORT",
     "absorb_projections",
     "compose",
@@ -60,11 +59,10 @@ COMPOSED = {
 }
 """The file beside each component's model, and what makes it."""
 
-CONDITIONS = "conditions.onnx"
-"""The file of what of a step depends on the prompt alone."""
+_CONDITIONS = "conditions.onnx"
 
 SHORT = ("step-short.onnx", "conditions-short.onnx")
-"""The files of both for short prompts: see `sdonnx.compose.absorption`."""
+"""The step's and the conditions' file for short prompts: see `sdonnx.compose.absorption`."""
 
 _OF_EACH_STEP = {"sample", "timestep"}
 
@@ -83,7 +81,7 @@ def compose(role: Role, model: ir.Model, config: Mapping[str, Any]) -> dict[str,
         return {file: model}
     told = [str(value.name) for value in model.graph.inputs if value.name not in _OF_EACH_STEP]
     short = model.clone()
-    made = _composed_denoiser(model, told, config, (file, CONDITIONS))
+    made = _composed_denoiser(model, told, config, (file, _CONDITIONS))
     if absorb_projections(short, told):
         made |= _composed_denoiser(short, told, config, SHORT)
     return made

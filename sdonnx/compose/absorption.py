@@ -17,9 +17,10 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
-from sdonnx.fusions.padding import allowed_keys
-from sdonnx.fusions.splits import MOST_OUTPUTS
+from sdonnx.compose.composer import holds_graph, prune
+from sdonnx.graph.contract import MOST_OUTPUTS
 from sdonnx.graph.edit import MICROSOFT, constant, dims, insert, insert_multi, is_weight, replace, static_dim
+from sdonnx.graph.masks import allowed_keys
 from sdonnx.graph.match import is_matrix, is_row, producer_of, sole_user
 
 __all__ = ["absorb_projections"]
@@ -27,6 +28,8 @@ __all__ = ["absorb_projections"]
 _BIAS, _LENGTHS, _ADDED = 3, 4, 5  # inputs of MultiHeadAttention
 # As far below every score as a masked one must be, within float16: see AttentionToMultiHeadAttention.
 _REFUSED = -60000.0
+# Of bfloat16 not all operators that are needed have kernels.
+_TYPES = (ir.DataType.FLOAT, ir.DataType.FLOAT16)
 
 
 @dataclass(frozen=True)
@@ -86,11 +89,14 @@ def absorb_projections(model: ir.Model, told: Collection[str]) -> int:
         For how many attentions it was done.
     """
     graph = model.graph
-    same = _made_of(graph, told)
-    found = [attention for node in graph if (attention := _read(node, same)) is not None]
-    groups: dict[tuple[ir.Value, int, int, float, bool], list[_Attention]] = defaultdict(list)
+    same, attended = _made_of(graph, told), _made_by_attention(graph)
+    found = [attention for node in graph if (attention := _read(node, same, attended)) is not None]
+    groups: dict[tuple[object, ...], list[_Attention]] = defaultdict(list)
     for each in found:
-        groups[each.mask, each.heads, each.width, each.scale, each.row is None].append(each)
+        sizes = tuple(map(str, (dims(each.keys) or ())[:2]))
+        groups[
+            each.mask, each.keys.dtype, sizes, each.heads, each.width, each.scale, each.row is None
+        ].append(each)  # fmt: skip
     for group in groups.values():
         for start in range(0, len(group), MOST_OUTPUTS):
             part = group[start : start + MOST_OUTPUTS]
@@ -98,21 +104,41 @@ def absorb_projections(model: ir.Model, told: Collection[str]) -> int:
                 replace(attention.out.outputs[0], _absorbed(attention, added))
     if found:
         graph.sort()  # the rows of all queries are multiplied at once, before the first of them is needed
+        prune(graph)
     return len(found)
 
 
 def _made_of(graph: ir.Graph, names: Collection[str]) -> set[ir.Value]:
     """Return the values that are computed of these inputs, and of nothing else that is no constant."""
-    made = {value for value in graph.inputs if value.name in names}
+    made, fixed = {value for value in graph.inputs if value.name in names}, set[ir.Value]()
     for node in graph:
-        read = [value for value in node.inputs if value is not None and not is_weight(value)]
-        if read and made.issuperset(read):
+        read = [value for value in node.inputs if value is not None and not is_weight(value) and value not in fixed]
+        if holds_graph(node):
+            continue  # what its graphs read is not among its inputs
+        if node.inputs and not read:
+            fixed.update(node.outputs)
+        elif read and made.issuperset(read):
             made.update(node.outputs)
     return made
 
 
-def _read(node: ir.Node, same: Collection[ir.Value]) -> _Attention | None:
-    """Return the attention that a node is, None where it is none or its projections cannot be absorbed."""
+def _made_by_attention(graph: ir.Graph) -> set[ir.Value]:
+    """Return the values that depend on what an attention gives."""
+    made = set[ir.Value]()
+    for node in graph:
+        if node.op_type == "MultiHeadAttention" or holds_graph(node) or not made.isdisjoint(node.inputs):
+            made.update(node.outputs)
+    return made
+
+
+def _read(node: ir.Node, same: Collection[ir.Value], attended: Collection[ir.Value]) -> _Attention | None:
+    """Return the attention that a node is, None where it is none or its projections cannot be absorbed.
+
+    Args:
+        node: any node.
+        same: what is the same at every step.
+        attended: what depends on an attention; a row of queries must not, as the rows of all are multiplied at once.
+    """
     if node.op_type != "MultiHeadAttention" or node.domain != MICROSOFT or len(node.inputs) <= _LENGTHS:
         return None
     query, keys, values = node.inputs[:3]
@@ -120,7 +146,7 @@ def _read(node: ir.Node, same: Collection[ir.Value]) -> _Attention | None:
     out = sole_user(node.outputs[0], "MatMul")
     if query is None or keys is None or values is None or mask is None or out is None:
         return None
-    if not {keys, values, mask} <= set(same) or node.inputs[_BIAS] is not None:
+    if not {keys, values, mask} <= set(same) or node.inputs[_BIAS] is not None or keys.dtype not in _TYPES:
         return None
     if node.attributes.get_int("unidirectional", 0) or any(output.uses() for output in node.outputs[1:]):
         return None
@@ -129,9 +155,9 @@ def _read(node: ir.Node, same: Collection[ir.Value]) -> _Attention | None:
     if product is None or width is None or len(dims(keys) or ()) != 3 or static_dim(values, 2) != width:
         return None
     x, into = product.inputs
-    if x is None or len(dims(x) or ()) != 3 or into is None or not is_matrix(into) or static_dim(into, 1) != width:
+    if x is None or len(dims(x) or ()) != 3 or into is None or not is_matrix(into) or not is_matrix(out.inputs[1]):
         return None
-    if out.inputs[0] is not node.outputs[0] or not is_matrix(out.inputs[1]):
+    if row is not None and row in attended:
         return None
     scale = node.attributes.get_float("scale", 0.0) or (width // heads) ** -0.5
     return _Attention(node, x, into, row, keys, values, mask, out, heads, scale)

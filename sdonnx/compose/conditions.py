@@ -103,7 +103,7 @@ def _read_outside(
     known, heavy, of_sizes, fixed = set(given), set[ir.Value](), set[ir.Value](), set[ir.Value]()
     for node in graph:
         read = [value for value in node.inputs if value is not None and not _is_constant(value) and value not in fixed]
-        if node.inputs and not read:
+        if node.inputs and not read and not holds_graph(node):
             fixed.update(node.outputs)
         measures = node.op_type in ("Shape", "Size")
         of_latents = measures and node.inputs[0] is latents

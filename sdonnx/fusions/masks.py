@@ -6,13 +6,11 @@ from typing import Any
 
 import onnx_ir as ir
 
-from sdonnx.graph.edit import Dim, constant_value, dims
-from sdonnx.graph.match import Rule, filling, producer_of, same_dims, scalar
+from sdonnx.graph.edit import dims
+from sdonnx.graph.masks import is_causal
+from sdonnx.graph.match import Rule, same_dims
 
-__all__ = ["CausalMaskToAttribute", "allows", "is_causal", "is_counted", "refuses"]
-
-# Added to a score, this or less leaves nothing of it in any softmax: scores are far smaller.
-_LEAST_REFUSING = -1e4
+__all__ = ["CausalMaskToAttribute"]
 
 
 class CausalMaskToAttribute(Rule):
@@ -41,126 +39,3 @@ class CausalMaskToAttribute(Rule):
         assert node is not None
         attributes = {name: value for name, value in node.attributes.items() if name != "is_causal"}
         return op.Attention(q, k, v, **attributes, is_causal=1)
-
-
-def is_causal(mask: ir.Value) -> bool:
-    """Tell whether a mask, boolean or additive, is known to let each position see itself and those before it."""
-    return _is_lower_triangle(mask) if mask.dtype == ir.DataType.BOOL else _is_added_triangle(mask)
-
-
-def _is_added_triangle(mask: ir.Value) -> bool:
-    """0 in the lower triangle, a very low number elsewhere."""
-    value = _matrix(mask)
-    if (node := producer_of(value, "Where")) is not None:
-        condition, yes, no = node.inputs
-        if condition is None:
-            return False
-        if _is_lower_triangle(condition):
-            return allows(yes) and refuses(no)
-        return _is_upper_triangle(condition) and refuses(yes) and allows(no)
-    if (node := producer_of(value, "Trilu")) is not None:
-        # Very low numbers everywhere, of which those above the diagonal are kept.
-        kept_above = node.attributes.get_int("upper", 1) == 1 and _diagonal(node) == 1
-        return kept_above and _is_square(node) and refuses(node.inputs[0])
-    return False
-
-
-def allows(value: ir.Value | None) -> bool:
-    """Tell whether what is added to scores leaves them as they are."""
-    return value is not None and filling(value) == 0.0
-
-
-def refuses(value: ir.Value | None) -> bool:
-    """Tell whether what is added to scores leaves nothing of them in a softmax."""
-    number = None if value is None else filling(value)
-    return number is not None and number <= _LEAST_REFUSING
-
-
-def _is_upper_triangle(value: ir.Value) -> bool:
-    """The complement of the lower triangle: Not(lower), lower == 0, or column > row."""
-    inner = _matrix(value)
-    if (node := producer_of(inner, "Not")) is not None:
-        return node.inputs[0] is not None and _is_lower_triangle(node.inputs[0])
-    if (node := producer_of(inner, "Equal")) is not None:
-        for triangle, zero in (node.inputs, reversed(node.inputs)):
-            if triangle is not None and scalar(zero) == 0.0:
-                return _is_lower_triangle(triangle)
-    if (node := producer_of(inner, "Greater", "Less")) is not None:
-        column, row = node.inputs if node.op_type == "Greater" else tuple(reversed(node.inputs))
-        return _counts_columns_and_rows(column, row)
-    return False
-
-
-def _is_lower_triangle(value: ir.Value) -> bool:
-    """Column <= row, or the lower triangle of ones."""
-    inner = _matrix(value)
-    if (node := producer_of(inner, "Trilu")) is not None:
-        kept_below = node.attributes.get_int("upper", 1) == 0 and _diagonal(node) == 0
-        return kept_below and _is_square(node) and node.inputs[0] is not None and filling(node.inputs[0]) == 1.0
-    if (node := producer_of(inner, "LessOrEqual", "GreaterOrEqual")) is not None:
-        column, row = node.inputs if node.op_type == "LessOrEqual" else tuple(reversed(node.inputs))
-        return _counts_columns_and_rows(column, row)
-    if (node := producer_of(inner, "Less", "Greater")) is not None:
-        column, row = node.inputs if node.op_type == "Less" else tuple(reversed(node.inputs))
-        return _counts_columns_and_rows(column, row, rows_from=1)  # column < row + 1
-    return False
-
-
-def _diagonal(node: ir.Node) -> int | None:
-    number = scalar(node.inputs[1]) if len(node.inputs) > 1 and node.inputs[1] is not None else 0.0
-    return None if number is None else int(number)
-
-
-def _is_square(node: ir.Node) -> bool:
-    sizes = dims(node.outputs[0])
-    return sizes is not None and len(sizes) >= 2 and same_dims(sizes[-1:], sizes[-2:-1])
-
-
-def _matrix(value: ir.Value) -> ir.Value | None:
-    """Return what `value` repeats for batch and heads; its last two axes are the same."""
-    inner = _through(value, ("Expand", "Unsqueeze", "Cast"))
-    before, after = dims(value), None if inner is None else dims(inner)
-    if before is None or after is None or len(after) < 2 or not same_dims(before[-2:], after[-2:]):
-        return None
-    return inner
-
-
-def _through(value: ir.Value | None, op_types: tuple[str, ...]) -> ir.Value | None:
-    """Return where `value` comes from before any of these operators."""
-    while (node := producer_of(value, *op_types)) is not None:
-        value = node.inputs[0]
-    return value
-
-
-def _counts_columns_and_rows(column: ir.Value | None, row: ir.Value | None, rows_from: int = 0) -> bool:
-    """Tell whether these are 0, 1, 2... along the last axis and, from `rows_from` on, along the last but one."""
-    column_range, row_range = (_through(value, ("Unsqueeze", "Reshape")) for value in (column, row))
-    if rows_from and (node := producer_of(row_range, "Add")) is not None:
-        first, second = node.inputs
-        row_range = first if scalar(second) == rows_from else second if scalar(first) == rows_from else None
-    elif rows_from:
-        return False
-    if column is None or row is None or column_range is None or column_range is not row_range:
-        return False
-    if not _counts_from_0(column_range):
-        return False
-    columns, rows = dims(column), dims(row)
-    if columns is None or rows is None or len(rows) < 2:
-        return False
-    return rows[-1] == 1 and columns[-2:-1] in ((), (1,)) and same_dims(columns[-1:], rows[-2:-1])
-
-
-def is_counted(value: ir.Value, length: Dim) -> bool:
-    """Tell whether a value is 0, 1, 2 ... along its last axis, of that length, and the same along others."""
-    sizes = dims(value)
-    if sizes is None or any(size != 1 for size in sizes[:-1]) or not same_dims(sizes[-1:], (length,)):
-        return False
-    return _counts_from_0(_through(value, ("Unsqueeze", "Reshape")))
-
-
-def _counts_from_0(value: ir.Value | None) -> bool:
-    counted = producer_of(value, "Range")
-    if counted is None:
-        return False
-    start, step = constant_value(counted.inputs[0]), constant_value(counted.inputs[2])
-    return start is not None and step is not None and start.item() == 0 and step.item() == 1

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from sdonnx.fusions.masks import allows, is_counted, refuses
-from sdonnx.graph.edit import MICROSOFT, constant, dims, insert
-from sdonnx.graph.match import Refusal, producer_of, same_dims
+from sdonnx.graph.edit import MICROSOFT, constant, insert
+from sdonnx.graph.masks import allowed_keys
+from sdonnx.graph.match import Refusal
 from sdonnx.graph.modules import module_path
 
-__all__ = ["allowed_keys", "count_keys"]
+__all__ = ["count_keys"]
 
 _NAME = "PaddingToLengths"
 _BIAS, _LENGTHS = 5, 4  # inputs of MultiHeadAttention
@@ -58,40 +58,3 @@ def _counted(anchor: ir.Node, allowed: ir.Value) -> ir.Value:
     total = insert(anchor, "ReduceSum", [numbers, last], {"keepdims": 0}, dtype=kind, shape=shape, module="")
     # Kernels divide by the sum of the weights.
     return insert(anchor, "Max", [total, constant(graph, 1, "int32", "one_key")], dtype=kind, shape=shape, module="")
-
-
-def allowed_keys(bias: ir.Value) -> ir.Value | None:
-    """Return the booleans (B,L) of which the bias (B,1,S,L) is made, true at the first places of each row."""
-    row: ir.Value | None = bias
-    while (node := producer_of(row, "Unsqueeze", "Expand", "Cast")) is not None:
-        source, before = node.inputs[0], dims(node.outputs[0])
-        after = None if source is None else dims(source)
-        # Batch and keys stay the first and the last axis, at their size.
-        if before is None or after is None or len(after) < 2:
-            return None
-        if not same_dims((before[0], before[-1]), (after[0], after[-1])):
-            return None
-        row = source
-    choice = producer_of(row, "Where")
-    if choice is None or row is None or len(dims(row) or ()) != 2:
-        return None
-    condition, yes, no = choice.inputs
-    if condition is None or not allows(yes) or not refuses(no):
-        return None
-    sizes, wanted = dims(condition), dims(row)
-    if sizes is None or wanted is None or len(sizes) != 2 or not same_dims(sizes, wanted):
-        return None
-    return condition if _is_prefix(condition) else None
-
-
-def _is_prefix(condition: ir.Value) -> bool:
-    """Tell whether booleans (B,L) are 0, 1, 2 ... < a number of each row."""
-    node = producer_of(condition, "Less", "Greater")
-    if node is None:
-        return False
-    place, count = node.inputs if node.op_type == "Less" else tuple(reversed(node.inputs))
-    sizes = None if count is None else dims(count)
-    whole = dims(condition)
-    if place is None or sizes is None or whole is None or len(sizes) != 2 or sizes[-1] != 1:
-        return False
-    return is_counted(place, whole[-1])

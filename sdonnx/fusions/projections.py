@@ -10,7 +10,7 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes import InPlacePass, PassResult
 
-from sdonnx.fusions.splits import MOST_OUTPUTS
+from sdonnx.graph.contract import MOST_OUTPUTS
 from sdonnx.graph.edit import dims, insert, insert_multi, joined_initializer, replace, static_dim
 from sdonnx.graph.match import is_bias
 from sdonnx.graph.modules import joint_path

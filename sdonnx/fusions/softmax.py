@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
-from sdonnx.fusions.masks import is_causal
 from sdonnx.graph.edit import constant, dims, insert, is_weight, replace
+from sdonnx.graph.masks import is_causal
 from sdonnx.graph.match import Idiom, producer_of, same_dims, same_shape, scalar
 
 __all__ = ["EinsumToMatMul", "SoftmaxToAttention"]

@@ -7,16 +7,10 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from sdonnx.graph.contract import MOST_OUTPUTS
 from sdonnx.graph.edit import constant, dims, insert, insert_multi, replace, static_dim
 
-__all__ = ["MOST_OUTPUTS", "narrow_splits"]
-
-MOST_OUTPUTS = 32
-"""ONNX Runtime's Split passes the addresses of that many outputs as arguments of its kernel.
-
-Those of more it copies from a buffer of the host as it runs (CudaAsyncBuffer in its split.cc), which is another's when
-a captured graph is replayed.
-"""
+__all__ = ["narrow_splits"]
 
 
 def narrow_splits(model: ir.Model) -> dict[str, int]:

@@ -20,6 +20,7 @@ from sdonnx.graph.edit import MICROSOFT, dims, static_dim
 __all__ = [
     "CONTRACTS",
     "LARGEST_GROUP",
+    "MOST_OUTPUTS",
     "SPLIT_GELU_WIDTHS",
     "Contract",
     "causal_refusal",
@@ -35,6 +36,13 @@ SPLIT_GELU_WIDTHS = frozenset({2560, 5120, 6144, 10240, 12288})
 
 # group_norm_common_base.h: a block holds whole groups, and 512 channels (kMaxSize) at most.
 LARGEST_GROUP = 512
+
+MOST_OUTPUTS = 32
+"""ONNX Runtime's Split passes the addresses of that many outputs as arguments of its kernel.
+
+Those of more it copies from a buffer of the host as it runs (CudaAsyncBuffer in its split.cc), which is another's when
+a captured graph is replayed.
+"""
 
 _FLOATS = frozenset({ir.DataType.FLOAT, ir.DataType.FLOAT16})
 _FLOATS_AND_BFLOAT16 = _FLOATS | {ir.DataType.BFLOAT16}

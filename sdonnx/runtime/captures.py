@@ -60,6 +60,7 @@ class CaptureReport:
         height: in pixels.
         width: in pixels.
         guided: whether guidance doubles the batch.
+        tokens: how long the prompts are.
         first_run_s: seconds that the first run of its graphs took, in which kernels are chosen.
         capture_s: seconds that recording them took.
         buffer_bytes: memory of its inputs and outputs.
@@ -69,6 +70,7 @@ class CaptureReport:
     height: int
     width: int
     guided: bool
+    tokens: int
     first_run_s: float
     capture_s: float
     buffer_bytes: int
@@ -241,7 +243,8 @@ class SizeBuffers:
         """Return what the size costs."""
         shape, size = self.shape, sum(buffer.tensor_size_in_bytes() for buffer in self.buffers.values())
         _, height, width, _ = self.pixels
-        return CaptureReport(shape.batch, height, width, shape.guided, self.first_run_s, self.capture_s, size)
+        times = self.first_run_s, self.capture_s
+        return CaptureReport(shape.batch, height, width, shape.guided, shape.tokens, *times, size)
 
     def _run(self, role: Role) -> Run:
         if role not in self._runs:
@@ -272,7 +275,7 @@ class Captures:
         graphs: the graphs.
         channels: of the latents.
         factor: pixels for each latent.
-        most: how many sizes stay.
+        most: how many sizes stay; prompts of another length are another one.
     """
 
     def __init__(self, graphs: GraphSet, channels: int, factor: int, most: int) -> None:

@@ -30,7 +30,7 @@ _ALIGNED = 8
 
 # Captions are cut to one of these where all tokens fit, if graphs for short prompts are there. Few: each is captured
 # on its own.
-_SHORT = (32, 64)
+_SHORT_LENGTHS = (32, 64)
 
 
 @dataclass(frozen=True)
@@ -194,7 +194,7 @@ class Conditioner:
         return self._lengths(prompts, self._filled(self.tokens))
 
     def _lengths(self, prompts: int, most: int) -> list[int]:
-        return [*(tokens for tokens in _SHORT if tokens < most and self.graphs.is_short(prompts, tokens)), most]
+        return [*(tokens for tokens in _SHORT_LENGTHS if tokens < most and self.graphs.is_short(prompts, tokens)), most]
 
     def _length(self, mask: npt.NDArray[Any]) -> int:
         """Return to how many tokens captions are filled up or cut: behind that, the masks (G*B,S) have none."""

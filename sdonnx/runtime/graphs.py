@@ -70,7 +70,7 @@ class GraphSet:
     settings: SessionSettings
     low_memory: bool
     observer: Observer | None = None
-    _loaded: dict[Path, Graph] = field(default_factory=dict)
+    _loaded: dict[tuple[Role, bool], Graph] = field(default_factory=dict)
 
     @cached_property
     def has_short(self) -> bool:
@@ -79,9 +79,13 @@ class GraphSet:
 
     def is_short(self, prompts: int, tokens: int) -> bool:
         """Tell whether prompts of so many tokens each are for the graph for short prompts."""
-        # More tokens than channels of a head, and it multiplies by more columns than the other one.
+        return tokens < self._head_size and prompts * tokens <= _MOST_SHORT
+
+    @cached_property
+    def _head_size(self) -> int:
+        """Channels of a head: with as many tokens, graphs for short prompts multiply by as many columns as others."""
         size = self.config(Role.DENOISER).get("attention_head_dim") if self.has_short else None
-        return isinstance(size, int) and tokens < size and prompts * tokens <= _MOST_SHORT
+        return size if isinstance(size, int) else 0
 
     def path(self, role: Role, *, short: bool | None = None) -> Path:
         """Return the file of a graph.
@@ -94,8 +98,11 @@ class GraphSet:
             FolderError: it is missing.
         """
         component = Role.DENOISER if role is Role.CONDITIONS else role
-        short = role in _SHORT and (self.has_short if short is None else short)
-        return self.folder.onnx_model(self.family.with_role(component).name, (_SHORT if short else _FILES)[role])
+        files = _SHORT if self._is_for_short(role, short) else _FILES
+        return self.folder.onnx_model(self.family.with_role(component).name, files[role])
+
+    def _is_for_short(self, role: Role, short: bool | None) -> bool:
+        return role in _SHORT and (self.has_short if short is None else short)
 
     def config(self, role: Role) -> dict[str, Any]:
         """Return the configuration of the component."""
@@ -123,11 +130,11 @@ class GraphSet:
         Raises:
             FolderError: the file is missing or ONNX Runtime refuses it.
         """
-        path = self.path(role, short=short)
-        if path not in self._loaded:
-            captures = self.stays(role) and role not in _UNCAPTURED
-            self._loaded[path] = Graph(path, self.device, capture=captures, tf32=role in _TF32, settings=self.settings)
-        return self._loaded[path]
+        key = (role, self._is_for_short(role, short))
+        if key not in self._loaded:
+            path, captures = self.path(role, short=short), self.stays(role) and role not in _UNCAPTURED
+            self._loaded[key] = Graph(path, self.device, capture=captures, tf32=role in _TF32, settings=self.settings)
+        return self._loaded[key]
 
     def observed(self, role: Role, run: Run) -> AbstractContextManager[Any]:
         """Return what a run of that graph is to be wrapped in."""
@@ -159,7 +166,7 @@ class GraphSet:
         """Give the graph's memory back if it is not to stay; what was bound to it is gone."""
         if not self.stays(role):
             self.device.synchronize()
-            self._loaded.pop(self.path(role), None)
+            self._loaded.pop((role, False), None)
 
     def close(self) -> None:
         """Give everything back."""

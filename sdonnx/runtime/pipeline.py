@@ -112,9 +112,10 @@ class OrtDiffusionPipeline:
         self._interrupt = False
         self._drawing = threading.local()
         self._closed = False
+        for role in (Role.DENOISER, Role.CONDITIONS) if graphs.has_short else ():
+            graphs.path(role, short=False)  # of longer prompts, loaded when there are some
         for role in (*self._conditioner.tokenizers, Role.DENOISER, Role.IMAGE_DECODER):
-            for short in (None, False):
-                graphs.path(role, short=short)
+            graphs.path(role)
             if graphs.stays(role):
                 graphs.get(role)
 
@@ -141,7 +142,7 @@ class OrtDiffusionPipeline:
             folder: what `python -m sdonnx.optimize_pipeline` wrote.
             provider: "cuda" or "cpu", by default what the folder was optimized for.
             device_index: the number of the GPU.
-            max_sizes: how many sizes stay captured.
+            max_sizes: how many sizes stay captured; with captions of up to 32, up to 64 and more tokens one is three.
             low_memory: load the text encoder and the decoder for each image and give them back.
             safety_checker: None to leave out the one that the folder has.
             provider_options: options of the execution provider, over those that are chosen here.
@@ -354,7 +355,7 @@ class OrtDiffusionPipeline:
                 `set_ip_adapter_scale`. A change of weights or images costs nothing but encoding new images.
             prompt_attention_mask: 1 for tokens and 0 for padding (P,S), with `prompt_embeds` for PixArt.
             negative_prompt_attention_mask: likewise.
-            max_sequence_length: to how many tokens captions of PixArt are filled up or cut. By default 120, and 300 for
+            max_sequence_length: at how many tokens captions of PixArt are cut. By default 120, and 300 for
                 PixArt-Sigma.
             clean_caption: whether captions of PixArt are cleaned of addresses, markup and codes. By default where
                 beautifulsoup4 and ftfy are installed.
@@ -405,16 +406,15 @@ class OrtDiffusionPipeline:
             use_resolution_binning = False  # pixels that are kept would move
         height, width = self._drawn_size(*asked, use_resolution_binning)
         images = None if image_prompts is None else image_prompts.counts
-        self._require_size(prompts.count, height, width)
-        conditions = self._conditioner.conditions(
-            prompts, sizes, height, width, guided=guided, from_image=image is not None
-        )
-        shape = self._shape(prompts.count, height, width, guided, conditions.tokens, images)
-        latent_shape = (shape.batch, self._channels, shape.height, shape.width)
+        latent_shape = self._latent_shape(prompts.count, height, width)
         start = self._start(image, mask_image, strength, latents, height, width, latent_shape)
         # An object of diffusers draws fresh noise from torch's generator, where it stands after the first noise.
         make = TorchCpuGenerator if self._scheduler_object is None else seeded
         draws = Draws(latent_shape, seed, generator, named=start.latents is None, make=make)
+        conditions = self._conditioner.conditions(
+            prompts, sizes, height, width, guided=guided, from_image=start.image is not None
+        )
+        shape = self._shape(latent_shape, guided, conditions.tokens, images)
         drawing = Drawing(
             conditions=conditions,
             start=start,
@@ -449,7 +449,8 @@ class OrtDiffusionPipeline:
     def warmup(self, shapes: Sequence[tuple[int, int, int]], *, guided: bool = True) -> list[CaptureReport]:
         """Capture the graphs for shapes (batch, height, width) in pixels before they are asked for.
 
-        PixArt has several for each, for captions of up to 32, of up to 64, and of more tokens.
+        PixArt has several for each, for captions of up to 32, of up to 64, and of more tokens; all of them together
+        should not be more than `max_sizes`, or the first are given back again.
 
         Returns:
             What each costs.
@@ -458,9 +459,9 @@ class OrtDiffusionPipeline:
         sizes = []
         for batch, asked_height, asked_width in shapes:
             height, width = self._drawn_size(asked_height, asked_width, None)
-            self._require_size(batch, height, width)
-            for tokens in self._conditioner.lengths(batch * (1 + guided)):
-                sizes.append(self._shape(batch, height, width, guided, tokens))
+            latent_shape = self._latent_shape(batch, height, width)
+            lengths = self._conditioner.lengths(batch * (1 + guided))
+            sizes += [self._shape(latent_shape, guided, tokens) for tokens in lengths]
         return self._run(lambda: [self._captures.get(size).report() for size in sizes])
 
     def _draw(
@@ -577,17 +578,20 @@ class OrtDiffusionPipeline:
             self.default_size if width is None else width,
         )
 
-    def _require_size(self, batch: int, height: int, width: int) -> None:
+    def _latent_shape(self, batch: int, height: int, width: int) -> tuple[int, int, int, int]:
+        """Return the latents' (B,C,H,W) for images of that size in pixels."""
         require_multiple("height", height, self._multiple)
         require_multiple("width", width, self._multiple)
         require_multiple("the batch", batch, 1)
+        return (batch, self._channels, height // self.vae_scale_factor, width // self.vae_scale_factor)
 
     def _shape(
-        self, batch: int, height: int, width: int, guided: bool, tokens: int, images: tuple[int, ...] | None = None
+        self, latents: tuple[int, int, int, int], guided: bool, tokens: int, images: tuple[int, ...] | None = None
     ) -> Shape:
         if images is None:
             images = () if self._image_prompter is None else (1,) * len(self._image_prompter.adapters.adapters)
-        return Shape(batch, height // self.vae_scale_factor, width // self.vae_scale_factor, guided, tokens, images)
+        batch, _, height, width = latents
+        return Shape(batch, height, width, guided, tokens, images)
 
     def _start(
         self,

@@ -47,7 +47,7 @@ class Prompts:
         skips: (G*B) int64, how many of the text encoder's last layers are left out; none of what is drawn away from.
         given: (G*B) bool, false for what is drawn away from where the caller named nothing.
         mask: (G*B,S), 1 for tokens of the caption, with embeddings of families that are told it; None for others.
-        length: to how many tokens texts are filled up; None for as many as usual.
+        length: at how many tokens texts are cut; None for as many as usual.
         clean: whether captions are cleaned; None for where that is possible.
     """
 
@@ -78,7 +78,7 @@ class Wording:
         negative_pooled_prompt_embeds: likewise.
         prompt_attention_mask: (P,S), 1 for tokens of the caption and 0 for padding, for pipelines that are told it.
         negative_prompt_attention_mask: likewise.
-        max_sequence_length: to how many tokens captions are filled up or cut; None for as many as usual.
+        max_sequence_length: at how many tokens captions are cut; None for as many as usual.
         clean_caption: whether captions are cleaned; None for where the packages for it are installed.
     """
 

@@ -64,7 +64,7 @@ def run(options: argparse.Namespace) -> int:
     out = console()
     _refuse_folder(options.folder)
     request = Request(
-        prompts=Request().prompts if options.prompts is None else read_prompts(options.prompts),
+        prompts=None if options.prompts is None else read_prompts(options.prompts),
         images=options.images,
         seed=options.seed,
         steps=options.steps,

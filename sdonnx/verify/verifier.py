@@ -8,7 +8,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,7 +27,7 @@ from sdonnx.errors import OptionError
 from sdonnx.families import Role
 from sdonnx.folder import ONNX_MODEL, PipelineFolder
 from sdonnx.parity import psnr, relative_error
-from sdonnx.prompts import PROMPTS
+from sdonnx.prompts import usual_prompts
 from sdonnx.verify.calls import Call, Outputs, called, feeds_of, recording, spread
 from sdonnx.verify.judgement import ComponentFinding, ImageFinding, Judgement, Thresholds, judge
 
@@ -49,7 +49,7 @@ class Request:
     """What is compared, and how much of it.
 
     Attributes:
-        prompts: what is drawn.
+        prompts: what is drawn; None for what such folders are tried with.
         images: how many images of each, from one seed on.
         seed: the first seed.
         steps: denoising steps.
@@ -63,7 +63,7 @@ class Request:
         thresholds: what must be reached.
     """
 
-    prompts: tuple[str, ...] = PROMPTS[:2]
+    prompts: tuple[str, ...] | None = None
     images: int = 1
     seed: int = 0
     steps: int = 20
@@ -171,8 +171,9 @@ def verify_folder(folder: Path, original: Path, request: Request, told: Told = l
     Raises:
         SdonnxError: a folder or an option cannot be used, a package or a provider is missing.
     """
-    if not request.prompts or request.images < 1:
-        raise OptionError(f"{len(request.prompts)} prompts, {request.images} images", "one at least", "ask for some")
+    if request.prompts == () or request.images < 1:
+        count = "no" if request.prompts == () else "some"
+        raise OptionError(f"{count} prompts, {request.images} images", "one at least", "ask for some")
     ours = OnnxRuntimeEngine(EngineOptions(folder, request.provider, ip_adapters=request.ip_adapters))
     options = EngineOptions(original, ours.device, ip_adapters=request.ip_adapters)
     wide, half = ReferenceEngine(options), _HalfEngine(options)
@@ -182,8 +183,10 @@ def verify_folder(folder: Path, original: Path, request: Request, told: Told = l
             "the pipeline that the folder was made from",
             "give that with --against",
         )
+    prompts = usual_prompts(ours.family.caption_tokens is not None) if request.prompts is None else request.prompts
+    request = replace(request, prompts=prompts)
     found = Verification(folder, original, request, files=certified_files(folder))
-    workloads = [(prompt, _workload(request, ours, seed)) for prompt in request.prompts
+    workloads = [(prompt, _workload(request, ours, seed)) for prompt in prompts
                  for seed in range(request.seed, request.seed + request.images)]  # fmt: skip
     told("torch in float32")
     with _timed(found, "torch float32"), _loaded(wide, workloads[0][1]):

@@ -6,7 +6,8 @@ import pytest
 from graphs import assert_pass_fires, assert_same_function, copied, graph, int64, operators
 
 from sdonnx.fusions import fuse
-from sdonnx.fusions.splits import MOST_OUTPUTS, narrow_splits
+from sdonnx.fusions.splits import narrow_splits
+from sdonnx.graph.contract import MOST_OUTPUTS
 from sdonnx.graph.passes import infer_shapes
 
 
