@@ -74,6 +74,12 @@ class _Attention:
         assert width is not None  # `_read` asked
         return width
 
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """What attentions have in common whose masks, and products of rows and keys, are made at once."""
+        sizes = tuple(map(str, dims(self.keys) or ()))
+        return self.mask, self.keys.dtype, sizes, self.heads, self.scale, self.row is None
+
 
 def absorb_projections(model: ir.Model, told: Collection[str]) -> int:
     """Let attention to prompts whose padding is masked read products of keys and values, in place.
@@ -93,10 +99,7 @@ def absorb_projections(model: ir.Model, told: Collection[str]) -> int:
     found = [attention for node in graph if (attention := _read(node, same, attended)) is not None]
     groups: dict[tuple[object, ...], list[_Attention]] = defaultdict(list)
     for each in found:
-        sizes = tuple(map(str, (dims(each.keys) or ())[:2]))
-        groups[
-            each.mask, each.keys.dtype, sizes, each.heads, each.width, each.scale, each.row is None
-        ].append(each)  # fmt: skip
+        groups[each.kind].append(each)
     for group in groups.values():
         for start in range(0, len(group), MOST_OUTPUTS):
             part = group[start : start + MOST_OUTPUTS]
