@@ -560,10 +560,9 @@ def test_one_block_in_float32(alpha: Pair, tmp_path: Path) -> None:
 def test_a_step_for_short_captions_repeats_what_copies_share_once(for_cuda: Path) -> None:
     """And nothing of the projections is left."""
     step = ir.load(for_cuda / "transformer" / SHORT[0]).graph
-    whole = ir.load(for_cuda / "transformer" / "step.onnx").graph
-    copies = [[node for node in each if node.op_type == "Expand"] for each in (step, whole)]
-    assert len(copies[0]) == len(copies[1]) + 1  # the rows that are added to queries
-    assert all(node.outputs[0].uses() for node in step)
+    # What the first block makes of the image alone, and the rows that are added to queries.
+    assert [node.op_type for node in step].count("Expand") == 2
+    assert all(any(each.uses() or each.is_graph_output() for each in node.outputs) for node in step)
 
 
 def test_a_folder_is_tried_with_short_captions_and_longer_ones(alpha: Pair) -> None:
