@@ -20,7 +20,7 @@ PROMPTS = (
     "macro photograph of a dragonfly on a blade of grass, morning dew",
     "a narrow street of bookshops after rain, reflections, film photograph",
 )
-"""What is drawn. CLIP's prompts are all padded to one length; of captions all of these take the time of 32 tokens."""
+"""What is drawn. CLIP's prompts are all padded to one length, captions to 32, 64 or more tokens; the first to 32."""
 
 _CAPTION = (
     "a wide view of an old town by the sea at night, painted in oil: on the left a stone castle with a red light, in "
