@@ -11,23 +11,21 @@ DeepSeek-V2 absorbs its projections in the same way (arXiv:2405.04434, section 2
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Sequence, Set
 from dataclasses import dataclass
 
 import numpy as np
 import onnx_ir as ir
 
-from sdonnx.compose.composer import holds_graph, prune
+from sdonnx.compose.composer import INT64, holds_graph, integers, prune
 from sdonnx.graph.contract import MOST_OUTPUTS
 from sdonnx.graph.edit import MICROSOFT, constant, dims, insert, insert_multi, is_weight, replace, static_dim
-from sdonnx.graph.masks import allowed_keys
+from sdonnx.graph.masks import REFUSING, allowed_keys
 from sdonnx.graph.match import is_matrix, is_row, producer_of, sole_user
 
 __all__ = ["absorb_projections"]
 
 _BIAS, _LENGTHS, _ADDED = 3, 4, 5  # inputs of MultiHeadAttention
-# As far below every score as a masked one must be, within float16: see AttentionToMultiHeadAttention.
-_REFUSED = -60000.0
 # Of bfloat16 not all operators that are needed have kernels.
 _TYPES = (ir.DataType.FLOAT, ir.DataType.FLOAT16)
 
@@ -103,8 +101,8 @@ def absorb_projections(model: ir.Model, told: Collection[str]) -> int:
     for group in groups.values():
         for start in range(0, len(group), MOST_OUTPUTS):
             part = group[start : start + MOST_OUTPUTS]
-            for attention, added in zip(part, _added_scores(part), strict=True):
-                replace(attention.out.outputs[0], _absorbed(attention, added))
+            for attention, added in zip(part, _added_scores(graph, part), strict=True):
+                replace(attention.out.outputs[0], _absorbed(graph, attention, added))
     if found:
         graph.sort()  # the rows of all queries are multiplied at once, before the first of them is needed
         prune(graph)
@@ -115,9 +113,9 @@ def _made_of(graph: ir.Graph, names: Collection[str]) -> set[ir.Value]:
     """Return the values that are computed of these inputs, and of nothing else that is no constant."""
     made, fixed = {value for value in graph.inputs if value.name in names}, set[ir.Value]()
     for node in graph:
-        read = [value for value in node.inputs if value is not None and not is_weight(value) and value not in fixed]
         if holds_graph(node):
             continue  # what its graphs read is not among its inputs
+        read = [value for value in node.inputs if value is not None and not is_weight(value) and value not in fixed]
         if node.inputs and not read:
             fixed.update(node.outputs)
         elif read and made.issuperset(read):
@@ -134,7 +132,7 @@ def _made_by_attention(graph: ir.Graph) -> set[ir.Value]:
     return made
 
 
-def _read(node: ir.Node, same: Collection[ir.Value], attended: Collection[ir.Value]) -> _Attention | None:
+def _read(node: ir.Node, same: Set[ir.Value], attended: Set[ir.Value]) -> _Attention | None:
     """Return the attention that a node is, None where it is none or its projections cannot be absorbed.
 
     Args:
@@ -149,7 +147,7 @@ def _read(node: ir.Node, same: Collection[ir.Value], attended: Collection[ir.Val
     out = sole_user(node.outputs[0], "MatMul")
     if query is None or keys is None or values is None or mask is None or out is None:
         return None
-    if not {keys, values, mask} <= set(same) or node.inputs[_BIAS] is not None or keys.dtype not in _TYPES:
+    if not {keys, values, mask} <= same or node.inputs[_BIAS] is not None or keys.dtype not in _TYPES:
         return None
     if node.attributes.get_int("unidirectional", 0) or any(output.uses() for output in node.outputs[1:]):
         return None
@@ -188,10 +186,10 @@ def _projected(query: ir.Value) -> tuple[ir.Node | None, ir.Value | None]:
     return None, None
 
 
-def _absorbed(attention: _Attention, added: ir.Value) -> ir.Value:
+def _absorbed(graph: ir.Graph, attention: _Attention, added: ir.Value) -> ir.Value:
     """Return what the output's projection gives, of scores to which (B,1,N,L) is added."""
     node, heads, width = attention.node, attention.heads, attention.width
-    graph, dtype = _graph_of(node), attention.keys.dtype
+    dtype = attention.keys.dtype
     batch, tokens, _ = dims(attention.keys) or ()
     rows, unnamed = (dims(attention.x) or ())[:2], ir.SymbolicDim(None)
     inner, outer = static_dim(attention.into, 0), static_dim(attention.outgoing, 1)
@@ -203,47 +201,47 @@ def _absorbed(attention: _Attention, added: ir.Value) -> ir.Value:
     blocks = constant(graph, own, dtype.numpy(), f"channels_of_{heads}_heads_{dtype.name.lower()}")
 
     def by_head(value: ir.Value) -> ir.Value:
-        alone = insert(node, "Unsqueeze", [value, _sizes(graph, 1)], shape=[batch, 1, tokens, width])
+        alone = insert(node, "Unsqueeze", [value, integers(graph, 1)], shape=[batch, 1, tokens, width])
         return insert(node, "Mul", [alone, blocks], shape=[batch, heads, tokens, width])
 
     of_keys = by_head(attention.keys)
-    measured = insert(node, "Shape", [of_keys], {"end": 3}, shape=[3], dtype=ir.DataType.INT64)
-    sizes = insert(node, "Concat", [measured, _sizes(graph, inner)], {"axis": 0}, shape=[4])
-    flat = insert(node, "Reshape", [of_keys, _sizes(graph, -1, width)], shape=[unnamed, width])
+    measured = insert(node, "Shape", [of_keys], {"end": 3}, shape=[3], dtype=INT64)
+    sizes = insert(node, "Concat", [measured, integers(graph, inner)], {"axis": 0}, shape=[4])
+    flat = insert(node, "Reshape", [of_keys, integers(graph, -1, width)], shape=[unnamed, width])
     made = insert(node, "Gemm", [flat, attention.into], {"transB": 1, "alpha": attention.scale}, shape=[unnamed, inner])
     whole = insert(node, "Reshape", [made, sizes], shape=[batch, heads, tokens, inner])
     turned = insert(node, "Transpose", [whole], {"perm": [0, 3, 1, 2]}, shape=[batch, inner, heads, tokens])
-    keys = insert(node, "Reshape", [turned, _sizes(graph, 0, inner, -1)], shape=[batch, inner, unnamed])
+    keys = insert(node, "Reshape", [turned, integers(graph, 0, inner, -1)], shape=[batch, inner, unnamed])
     whole = insert(node, "MatMul", [by_head(attention.values), attention.outgoing],
                    shape=[batch, heads, tokens, outer])  # fmt: skip
-    values = insert(node, "Reshape", [whole, _sizes(graph, 0, -1, outer)], shape=[batch, unnamed, outer])
+    values = insert(node, "Reshape", [whole, integers(graph, 0, -1, outer)], shape=[batch, unnamed, outer])
     products = insert(node, "MatMul", [attention.x, keys], shape=[*rows, unnamed])
-    split = insert(node, "Reshape", [products, _sizes(graph, 0, 0, heads, -1)], shape=[*rows, heads, tokens])
+    split = insert(node, "Reshape", [products, integers(graph, 0, 0, heads, -1)], shape=[*rows, heads, tokens])
     scores = insert(node, "Add", [split, added], shape=[*rows, heads, tokens])
     weights = insert(node, "Softmax", [scores], {"axis": -1}, shape=[*rows, heads, tokens])
-    columns = insert(node, "Reshape", [weights, _sizes(graph, 0, 0, -1)], shape=[*rows, unnamed])
+    columns = insert(node, "Reshape", [weights, integers(graph, 0, 0, -1)], shape=[*rows, unnamed])
     return insert(node, "MatMul", [columns, values], shape=attention.out.outputs[0].shape)
 
 
-def _added_scores(group: Sequence[_Attention]) -> list[ir.Value]:
+def _added_scores(graph: ir.Graph, group: Sequence[_Attention]) -> list[ir.Value]:
     """Return what is added to the scores of each (B,1,N,L): the mask, and the products of the queries' rows with keys.
 
     A row and the keys are a product of one row; those of all attentions of a group are one batched product.
     """
     first = group[0]
-    graph, anchor = _graph_of(first.node), first.node
-    heads, size, count = first.heads, first.width // first.heads, len(group)
+    anchor, heads, size, count = first.node, first.heads, first.width // first.heads, len(group)
     batch, tokens, _ = dims(first.keys) or ()
-    mask = insert(anchor, "Reshape", [_masked_scores(first), _sizes(graph, 0, 1, 1, -1)], shape=[batch, 1, 1, tokens])
+    masked = _masked_scores(graph, first)
+    mask = insert(anchor, "Reshape", [masked, integers(graph, 0, 1, 1, -1)], shape=[batch, 1, 1, tokens])
     if first.row is None:
         return [mask] * count
-    layers = _sizes(graph, 0)
+    layers = integers(graph, 0)
     keys, rows = [], []
     for attention in group:
-        split = insert(anchor, "Reshape", [attention.keys, _sizes(graph, 0, 0, heads, size)])
+        split = insert(anchor, "Reshape", [attention.keys, integers(graph, 0, 0, heads, size)])
         turned = insert(anchor, "Transpose", [split], {"perm": [0, 2, 3, 1]}, shape=[batch, heads, size, tokens])
         keys.append(insert(anchor, "Unsqueeze", [turned, layers], shape=[1, batch, heads, size, tokens]))
-        rows.append(insert(anchor, "Reshape", [attention.row, _sizes(graph, 1, 1, heads, 1, size)]))
+        rows.append(insert(anchor, "Reshape", [attention.row, integers(graph, 1, 1, heads, 1, size)]))
     shape = [count, batch, heads, size, tokens]
     all_keys = insert(anchor, "Concat", keys, {"axis": 0}, shape=shape)
     assert first.keys.dtype is not None
@@ -252,8 +250,8 @@ def _added_scores(group: Sequence[_Attention]) -> list[ir.Value]:
     all_rows = insert(anchor, "Concat", rows, {"axis": 0}, shape=[count, 1, heads, 1, size])
     # As many rows as keys: where a product repeats one of its factors, ONNX Runtime's kernel is given addresses, which
     # are copied from the host. A captured graph would copy them again at each replay, from memory of others by then.
-    number = insert(anchor, "Shape", [first.keys], {"start": 0, "end": 1}, shape=[1], dtype=ir.DataType.INT64)
-    parts = [_sizes(graph, count), number, _sizes(graph, heads, 1, size)]
+    number = insert(anchor, "Shape", [first.keys], {"start": 0, "end": 1}, shape=[1], dtype=INT64)
+    parts = [integers(graph, count), number, integers(graph, heads, 1, size)]
     wanted = insert(anchor, "Concat", parts, {"axis": 0}, shape=[5])
     repeated = insert(anchor, "Expand", [all_rows, wanted], shape=[count, batch, heads, 1, size])
     total_shape = (count, batch, heads, 1, tokens)
@@ -263,34 +261,24 @@ def _added_scores(group: Sequence[_Attention]) -> list[ir.Value]:
         anchor, "Split", [total], {"axis": 0, "num_outputs": count}, count, shapes=[(1, *total_shape[1:])] * count
     )
     lone = [insert(anchor, "Squeeze", [part, layers], shape=total_shape[1:]) for part in split_up]
-    turned_to = _sizes(graph, 0, 1, heads, -1)
+    turned_to = integers(graph, 0, 1, heads, -1)
     return [insert(anchor, "Reshape", [part, turned_to], shape=[batch, 1, heads, tokens]) for part in lone]
 
 
-def _masked_scores(attention: _Attention) -> ir.Value:
+def _masked_scores(graph: ir.Graph, attention: _Attention) -> ir.Value:
     """Return what the mask adds to the score of each token (B,L)."""
-    graph, anchor, mask, keys = _graph_of(attention.node), attention.node, attention.mask, attention.keys
+    anchor, mask, keys = attention.node, attention.mask, attention.keys
     batch, tokens, _ = dims(keys) or ()
-    integer = ir.DataType.INT64
     if len(dims(mask) or ()) == 1:
-        measured = insert(anchor, "Shape", [keys], {"start": 1, "end": 2}, shape=[1], dtype=integer)
+        measured = insert(anchor, "Shape", [keys], {"start": 1, "end": 2}, shape=[1], dtype=INT64)
         number = insert(anchor, "Squeeze", [measured], shape=[])
         zero, one = (constant(graph, value, np.int64, f"index_{value}") for value in (0, 1))
         places = insert(anchor, "Range", [zero, number, one], shape=[tokens])
-        counts = insert(anchor, "Cast", [mask], {"to": integer}, shape=[batch], dtype=integer)
-        counts = insert(anchor, "Unsqueeze", [counts, _sizes(graph, 1)], shape=[batch, 1])
+        counts = insert(anchor, "Cast", [mask], {"to": INT64}, shape=[batch], dtype=INT64)
+        counts = insert(anchor, "Unsqueeze", [counts, integers(graph, 1)], shape=[batch, 1])
         mask = insert(anchor, "Less", [places, counts], shape=[batch, tokens], dtype=ir.DataType.BOOL)
     dtype = keys.dtype
     assert dtype is not None
     name = dtype.name.lower()
-    kept, masked = (constant(graph, v, dtype.numpy(), f"{n}_{name}") for v, n in ((0, "kept"), (_REFUSED, "refused")))
+    kept, masked = (constant(graph, v, dtype.numpy(), f"{n}_{name}") for v, n in ((0, "kept"), (REFUSING, "refused")))
     return insert(anchor, "Where", [mask, kept, masked], shape=[batch, tokens], dtype=dtype)
-
-
-def _sizes(graph: ir.Graph, *values: int) -> ir.Value:
-    return constant(graph, values, np.int64, "integers_" + "_".join(str(value).replace("-", "m") for value in values))
-
-
-def _graph_of(node: ir.Node) -> ir.Graph:
-    assert isinstance(node.graph, ir.Graph)  # one of a model's nodes, of which `_made_of` knows no subgraph's
-    return node.graph

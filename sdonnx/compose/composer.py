@@ -17,6 +17,7 @@ __all__ = [
     "give_out",
     "holds_graph",
     "input_of",
+    "integers",
     "measured_axes",
     "prune",
     "repeated_rows",
@@ -62,8 +63,7 @@ class Composer:
 
     def integers(self, *values: int) -> ir.Value:
         """Return a constant vector of int64."""
-        name = "integers_" + "_".join(str(value).replace("-", "m") for value in values)
-        return constant(self.graph, values, np.int64, name)
+        return integers(self.graph, *values)
 
     def index(self, value: int) -> ir.Value:
         """Return a constant number of int64."""
@@ -91,6 +91,12 @@ class Composer:
             self.integers(np.iinfo(np.int64).max if end is None else end),
             self.integers(1),
         )
+
+
+def integers(graph: ir.Graph, *values: int) -> ir.Value:
+    """Return a constant vector of int64 of a graph."""
+    name = "integers_" + "_".join(str(value).replace("-", "m") for value in values)
+    return constant(graph, values, np.int64, name)
 
 
 def tensor(name: str, dtype: ir.DataType | None, shape: Sequence[int | str]) -> ir.Value:

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
-import numpy as np
 import onnx_ir as ir
 import sympy  # type: ignore[import-untyped]
 
-from sdonnx.compose.composer import INT64, Composer, holds_graph, measured_axes, repeated_rows
+from sdonnx.compose.composer import INT64, Composer, holds_graph, integers, measured_axes, repeated_rows
 from sdonnx.compose.rowwise import RowRules, rank_of
-from sdonnx.graph.edit import Dim, constant, dims, insert, insert_multi
+from sdonnx.graph.edit import Dim, dims, insert, insert_multi
 from sdonnx.graph.expressions import dimension_of, expression_of
 
 __all__ = ["share_images"]
@@ -178,7 +177,7 @@ class _Rewriter:
         if value in self._own:
             return value
         if value not in self._singles:
-            zero = constant(self.step.graph, [0], np.int64, "integers_0")
+            zero = integers(self.step.graph, 0)
             batch = insert(user, "Shape", [self.image], {"start": 0, "end": 1}, shape=[1], dtype=INT64)
             self._singles[value] = insert(user, "Slice", [value, zero, batch, zero], shape=value.shape)
         return self._singles[value]

@@ -9,6 +9,7 @@ import onnx_ir as ir
 
 from sdonnx.graph.contract import causal_refusal
 from sdonnx.graph.edit import MICROSOFT, derived_initializer, dims, static_dim
+from sdonnx.graph.masks import REFUSING
 from sdonnx.graph.match import Rule, same_dims, same_shape
 from sdonnx.graph.tensors import read
 
@@ -118,9 +119,8 @@ def _additive(op: Any, mask: ir.Value, attention: ir.Value) -> ir.Value:
     if mask.dtype != ir.DataType.BOOL:
         return mask
     assert attention.dtype is not None
-    # Large enough to vanish in the softmax, small enough for fp16.
     allowed, refused = (
-        op.Constant(value=ir.tensor(np.array(value, attention.dtype.numpy()))) for value in (0.0, -60000.0)
+        op.Constant(value=ir.tensor(np.array(value, attention.dtype.numpy()))) for value in (0.0, REFUSING)
     )
     bias: ir.Value = op.Where(mask, allowed, refused)
     bias.shape, bias.type = mask.shape, ir.TensorType(attention.dtype)

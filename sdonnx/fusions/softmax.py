@@ -8,7 +8,7 @@ import numpy as np
 import onnx_ir as ir
 
 from sdonnx.graph.edit import constant, dims, insert, is_weight, replace
-from sdonnx.graph.masks import is_causal
+from sdonnx.graph.masks import REFUSING, is_causal
 from sdonnx.graph.match import Idiom, producer_of, same_dims, same_shape, scalar
 
 __all__ = ["EinsumToMatMul", "SoftmaxToAttention"]
@@ -311,7 +311,7 @@ def _narrowed(anchor: ir.Node, mask: ir.Value, like: ir.Value) -> ir.Value:
     assert mask.dtype is not None
     if mask.dtype == like.dtype:
         return mask
-    lowest = constant(anchor.graph, -60000.0, mask.dtype.numpy(), f"very_low_{mask.dtype.name.lower()}")
+    lowest = constant(anchor.graph, REFUSING, mask.dtype.numpy(), f"very_low_{mask.dtype.name.lower()}")
     held = insert(anchor, "Max", [mask, lowest], shape=mask.shape)
     return insert(anchor, "Cast", [held], {"to": like.dtype}, dtype=like.dtype, shape=mask.shape)
 

@@ -12,11 +12,12 @@ import numpy as np
 import onnx_ir as ir
 
 from sdonnx.graph.edit import constant, dims, insert, replace, static_dim
+from sdonnx.graph.masks import REFUSING
 from sdonnx.graph.match import Idiom
 
 __all__ = ["AttentionToMatMul"]
 
-_VERY_LOW = {ir.DataType.FLOAT16: -60000.0}  # the lowest that fp16 holds is -65504
+_VERY_LOW = {ir.DataType.FLOAT16: REFUSING}
 
 
 class AttentionToMatMul(Idiom):

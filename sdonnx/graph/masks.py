@@ -7,7 +7,10 @@ import onnx_ir as ir
 from sdonnx.graph.edit import Dim, constant_value, dims
 from sdonnx.graph.match import filling, producer_of, same_dims, scalar
 
-__all__ = ["allowed_keys", "is_causal"]
+__all__ = ["REFUSING", "allowed_keys", "is_causal"]
+
+REFUSING = -60000.0
+"""What is added to a score that is masked: enough to vanish in the softmax, and held by float16, down to -65504."""
 
 # Added to a score, this or less leaves nothing of it in any softmax: scores are far smaller.
 _LEAST_REFUSING = -1e4

@@ -88,14 +88,11 @@ class SizeBuffers:
     capture_s: float = 0.0
     buffers: dict[str, OrtValue] = field(default_factory=dict)
     _runs: dict[Role, Run] = field(default_factory=dict)
-    _short: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         """Make the buffers that every image needs."""
         shape, device = self.shape, self.graphs.device
-        short = self.graphs.is_short(shape.batch * shape.copies, shape.tokens)
-        self._short = short
-        step, told = self.graphs.get(Role.DENOISER, short=short), self.graphs.told(short=short)
+        step, told = self.graphs.get(Role.DENOISER, short=self._short), self.graphs.told(short=self._short)
         width = int(told.shape("encoder_hidden_states")[2])
         prompts = (shape.batch * shape.copies, shape.tokens)
         zeros: dict[str, npt.NDArray[Any]] = {
@@ -197,6 +194,10 @@ class SizeBuffers:
         """Compute what is the same at every step, from what the denoiser is told and the sampler's table."""
         for role in self._conditions:
             self.run(role)
+
+    @property
+    def _short(self) -> bool:
+        return self.graphs.is_short(self.shape.batch * self.shape.copies, self.shape.tokens)
 
     @property
     def _conditions(self) -> list[Role]:

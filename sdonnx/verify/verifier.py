@@ -172,8 +172,8 @@ def verify_folder(folder: Path, original: Path, request: Request, told: Told = l
         SdonnxError: a folder or an option cannot be used, a package or a provider is missing.
     """
     if request.prompts == () or request.images < 1:
-        count = "no" if request.prompts == () else "some"
-        raise OptionError(f"{count} prompts, {request.images} images", "one at least", "ask for some")
+        found_none = "no prompts" if request.prompts == () else f"{request.images} images"
+        raise OptionError(found_none, "one at least", "ask for some")
     ours = OnnxRuntimeEngine(EngineOptions(folder, request.provider, ip_adapters=request.ip_adapters))
     options = EngineOptions(original, ours.device, ip_adapters=request.ip_adapters)
     wide, half = ReferenceEngine(options), _HalfEngine(options)
