@@ -26,6 +26,7 @@ __all__ = [
     "ONNX_MODEL",
     "ONNX_WEIGHTS",
     "REPORT",
+    "SHARED_WEIGHTS",
     "PipelineFolder",
     "atomic_folder",
     "finite",
@@ -36,6 +37,7 @@ __all__ = [
 MODEL_INDEX = "model_index.json"
 ONNX_MODEL = "model.onnx"
 ONNX_WEIGHTS = "model.onnx.data"
+SHARED_WEIGHTS = "weights.json"  # what several graphs of a component read of those, as safetensors' headers say it
 REPORT = "sdonnx.json"  # written into an optimized folder
 
 # What numpy says, without a number, where a file takes less than it was given.

@@ -15,10 +15,18 @@ import onnx_ir as ir
 
 import sdonnx
 from sdonnx.component import CONFIG, open_component
-from sdonnx.compose import compose
+from sdonnx.compose import compose, shared_weights
 from sdonnx.errors import FolderError, OptionError, ProviderError, refusing
 from sdonnx.families import ComponentSpec, Family, Role, family_of
-from sdonnx.folder import MODEL_INDEX, ONNX_MODEL, ONNX_WEIGHTS, REPORT, PipelineFolder, atomic_folder
+from sdonnx.folder import (
+    MODEL_INDEX,
+    ONNX_MODEL,
+    ONNX_WEIGHTS,
+    REPORT,
+    SHARED_WEIGHTS,
+    PipelineFolder,
+    atomic_folder,
+)
 from sdonnx.fusions import ATTENTION_LAYOUTS, DISABLING, PROVIDERS, fuse
 from sdonnx.graph.passes import tidy
 from sdonnx.inspection import Inspector
@@ -304,6 +312,9 @@ def _optimize_component(
 
 def _write_composed(spec: ComponentSpec, component: Path, name: str, config: dict[str, Any]) -> None:
     """Write the graphs that the run-time replays beside the component whose weights they read."""
-    for file, model in compose(spec.role, ir.load(component / name), config).items():
+    made = compose(spec.role, ir.load(component / name), config)
+    for file, model in made.items():
         tidy(model)
         ir.save(model, component / file)
+    if shared := shared_weights(made.values()):
+        (component / SHARED_WEIGHTS).write_text(json.dumps(shared) + "\n", encoding="utf-8")

@@ -29,6 +29,7 @@ from sdonnx.compose.images import compose_decode, compose_encode
 from sdonnx.compose.prompt import compose_project, compose_prompt
 from sdonnx.compose.step import compose_step
 from sdonnx.compose.text import compose_second_text, compose_text
+from sdonnx.compose.weights import shared_weights
 from sdonnx.families import Role
 
 __all__ = [
@@ -44,6 +45,7 @@ __all__ = [
     "compose_second_text",
     "compose_step",
     "compose_text",
+    "shared_weights",
     "split_conditions",
 ]
 

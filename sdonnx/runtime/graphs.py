@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy.typing as npt
+from onnxruntime import OrtValue
 
 from sdonnx.families import Family, Role
 from sdonnx.folder import PipelineFolder
 from sdonnx.runtime.device import Device
 from sdonnx.runtime.session import Graph, Run, SessionSettings
+from sdonnx.runtime.weights import load_shared_weights
 
 __all__ = ["GraphSet", "Observer"]
 
@@ -71,6 +73,7 @@ class GraphSet:
     low_memory: bool
     observer: Observer | None = None
     _loaded: dict[tuple[Role, bool], Graph] = field(default_factory=dict)
+    _weights: dict[str, OrtValue] | None = None
 
     @cached_property
     def has_short(self) -> bool:
@@ -133,8 +136,20 @@ class GraphSet:
         key = (role, self._is_for_short(role, short))
         if key not in self._loaded:
             path, captures = self.path(role, short=short), self.stays(role) and role not in _UNCAPTURED
-            self._loaded[key] = Graph(path, self.device, capture=captures, tf32=role in _TF32, settings=self.settings)
+            # A caller's options are for all sessions: what is added to them for one would be refused for the next.
+            shares = role in _SHORT and self.settings.session_options is None
+            weights = self._shared_weights() if shares else {}
+            self._loaded[key] = Graph(
+                path, self.device, capture=captures, tf32=role in _TF32, settings=self.settings, weights=weights
+            )
         return self._loaded[key]
+
+    def _shared_weights(self) -> dict[str, OrtValue]:
+        """Return what several graphs of the denoiser read."""
+        if self._weights is None:
+            component = self.folder.component(self.family.with_role(Role.DENOISER).name)
+            self._weights = load_shared_weights(component, self.device)
+        return self._weights
 
     def observed(self, role: Role, run: Run) -> AbstractContextManager[Any]:
         """Return what a run of that graph is to be wrapped in."""
@@ -171,3 +186,4 @@ class GraphSet:
     def close(self) -> None:
         """Give everything back."""
         self._loaded.clear()
+        self._weights = None

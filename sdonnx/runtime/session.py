@@ -90,6 +90,9 @@ class Graph:
         device: where it runs.
         capture: whether its runs may be captured as CUDA graphs.
         tf32: whether float32 products may keep 10 bits of their factors, as torch's convolutions do.
+        settings: what the caller set of ONNX Runtime.
+        weights: initializers that other sessions use too, by name; kept for as long as this one. Not with session
+            options of the caller, which are one object for all sessions.
 
     Attributes:
         inputs: the names of the inputs, in order.
@@ -108,6 +111,7 @@ class Graph:
         capture: bool = False,
         tf32: bool = False,
         settings: SessionSettings | None = None,
+        weights: Mapping[str, OrtValue] | None = None,
     ) -> None:
         if not path.is_file():
             raise FolderError(f"{path} is missing", "an optimized pipeline", "run python -m sdonnx.optimize_pipeline")
@@ -116,6 +120,9 @@ class Graph:
         self.path = path
         self.captures = capture and device.provider == "cuda"
         options = _session_options(device, settings)
+        self._weights = dict(weights or {})
+        for name, value in self._weights.items():
+            options.add_initializer(name, value)
         provider = (PROVIDERS[device.provider], _provider_options(device, self.captures, tf32, settings))
         try:
             with told_of_memory(device, f"loading {path.name}"), self._workspaces():

@@ -1,0 +1,61 @@
+"""Weights that several graphs of a component read, on the device once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from onnxruntime import OrtValue
+
+from sdonnx.errors import FolderError
+from sdonnx.folder import ONNX_WEIGHTS, SHARED_WEIGHTS, read_json
+from sdonnx.runtime.device import Device
+
+__all__ = ["load_shared_weights"]
+
+_DTYPES: dict[str, np.dtype[Any]] = {"F16": np.dtype("<f2"), "F32": np.dtype("<f4")}
+
+
+def load_shared_weights(component: Path, device: Device) -> dict[str, OrtValue]:
+    """Return the weights that a component's `weights.json` names, on the device; none where there is no such file.
+
+    Sessions that are given them by name (`onnxruntime.SessionOptions.add_initializer`) use this memory and load none
+    of their own. They must be kept for as long as the sessions are.
+
+    Args:
+        component: the component's folder.
+        device: where the graphs run.
+
+    Returns:
+        The tensors by the names of the initializers.
+
+    Raises:
+        FolderError: the file is broken, or does not fit the weights beside it.
+        DeviceMemoryError: the device has too little memory.
+    """
+    index, weights = component / SHARED_WEIGHTS, component / ONNX_WEIGHTS
+    entries = read_json(index) if index.is_file() else {}
+    try:
+        data = np.memmap(weights, np.uint8, "r") if entries else np.empty(0, np.uint8)
+        return {name: _shareable(_tensor(data, entry), device) for name, entry in entries.items()}
+    except (AttributeError, KeyError, OSError, OverflowError, TypeError, ValueError) as error:
+        raise FolderError(
+            f"{index} does not fit {ONNX_WEIGHTS} ({type(error).__name__}: {error})",
+            "names of weights that lie in it",
+            "optimize the pipeline again",
+        ) from error
+
+
+def _tensor(data: np.ndarray[Any, Any], entry: dict[str, Any]) -> np.ndarray[Any, Any]:
+    """Return the tensor of an entry of a safetensors header; `data` are all bytes."""
+    begin, end = entry["data_offsets"]
+    if not 0 <= begin < end:
+        raise ValueError(f"a tensor from {begin} to {end}")
+    return np.frombuffer(data[begin:end], _DTYPES[entry["dtype"]]).reshape(tuple(entry["shape"]))
+
+
+def _shareable(values: np.ndarray[Any, Any], device: Device) -> OrtValue:
+    """Return a tensor on the device that does not own its memory: ONNX Runtime shares no others."""
+    owner = device.upload(values)
+    return owner if device.provider == "cpu" else OrtValue.from_dlpack(owner)

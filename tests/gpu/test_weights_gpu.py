@@ -1,0 +1,49 @@
+"""Weights that sessions share are on the GPU once."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+from graphs import graph
+from recording import Note
+
+from sdonnx.compose import shared_weights
+from sdonnx.folder import ONNX_WEIGHTS, SHARED_WEIGHTS
+from sdonnx.runtime.device import device_for
+from sdonnx.runtime.session import Graph
+from sdonnx.runtime.weights import load_shared_weights
+
+ROWS, COLUMNS = 16384, 8192
+BYTES = 2 * ROWS * COLUMNS
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_sessions_take_the_memory_of_one(shared: bool, tmp_path: Path, note: Note) -> None:
+    values = np.random.default_rng(0).integers(-999, 999, (ROWS, COLUMNS)).astype(np.float16)
+    model = graph("int64[N] x", f"float16[N,{COLUMNS}] y", "y = Gather<axis = 0>(w, x)", w=values)
+    ir.save(model, tmp_path / "rows.onnx", external_data=ONNX_WEIGHTS)
+    stored = ir.load(tmp_path / "rows.onnx")
+    (tmp_path / SHARED_WEIGHTS).write_text(json.dumps(shared_weights([stored, stored])))
+    device = device_for("cuda")
+    rows = np.array([0, 7, ROWS - 1])
+    small = graph("float16[N] x", "float16[N] y", "y = Neg(x)")
+    ir.save(small, tmp_path / "small.onnx")
+    Graph(tmp_path / "small.onnx", device).run({"x": values[0, :3]})  # the libraries' own memory
+    device.synchronize()
+    before = device.memory()
+    weights = load_shared_weights(tmp_path, device) if shared else {}
+    graphs = [Graph(tmp_path / "rows.onnx", device, weights=weights) for _ in range(3)]
+    del weights
+    for each in graphs:
+        np.testing.assert_array_equal(each.run({"x": rows})["y"], values[rows])
+    device.synchronize()
+    after = device.memory()
+    assert before is not None
+    assert after is not None
+    taken = (before[0] - after[0]) / BYTES
+    note("shared weights", {"sessions": 3, "shared": shared, "weights_bytes": BYTES, "times": taken})
+    assert taken == pytest.approx(1 if shared else 3, abs=0.4)
