@@ -37,7 +37,8 @@ __all__ = [
 MODEL_INDEX = "model_index.json"
 ONNX_MODEL = "model.onnx"
 ONNX_WEIGHTS = "model.onnx.data"
-SHARED_WEIGHTS = "weights.json"  # what several graphs of a component read of those, as safetensors' headers say it
+# What several graphs of a component read of those: a header as of safetensors, with the graphs' SHA-256 as metadata.
+SHARED_WEIGHTS = "weights.json"
 REPORT = "sdonnx.json"  # written into an optimized folder
 
 # What numpy says, without a number, where a file takes less than it was given.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
 import json
 import platform
@@ -317,4 +318,6 @@ def _write_composed(spec: ComponentSpec, component: Path, name: str, config: dic
         tidy(model)
         ir.save(model, component / file)
     if shared := shared_weights(made.values()):
-        (component / SHARED_WEIGHTS).write_text(json.dumps(shared) + "\n", encoding="utf-8")
+        graphs = {file: hashlib.sha256((component / file).read_bytes()).hexdigest() for file in made}
+        index = {"__metadata__": graphs} | shared
+        (component / SHARED_WEIGHTS).write_text(json.dumps(index) + "\n", encoding="utf-8")

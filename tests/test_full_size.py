@@ -17,6 +17,7 @@ from placement import copied_from_host
 
 from sdonnx.compose import SHORT
 from sdonnx.families import FAMILIES
+from sdonnx.folder import ONNX_WEIGHTS, SHARED_WEIGHTS
 from sdonnx.sample import write_sample
 from sdonnx.sample.adapters import FILES
 
@@ -163,6 +164,11 @@ def test_export_and_optimize_pixart(tmp_path: Path) -> None:
     short = ir.load(tmp_path / "fp16" / "transformer" / SHORT[0]).graph
     assert [sum(node.op_type == kind for node in short) for kind in ("MultiHeadAttention", "Softmax")] == [28, 28]
     assert copied_from_host(ir.load(tmp_path / "fp16" / "transformer" / SHORT[0])) == []
+    # Graphs for captions of every length take the memory of one.
+    shared = json.loads((tmp_path / "fp16" / "transformer" / SHARED_WEIGHTS).read_text())
+    del shared["__metadata__"]
+    in_common = sum(end - begin for begin, end in (entry["data_offsets"] for entry in shared.values()))
+    assert in_common > 0.95 * (tmp_path / "fp16" / "transformer" / ONNX_WEIGHTS).stat().st_size
     for name, component in components.items():
         assert component["warnings"] == [], name
         assert not component["left"], name

@@ -16,9 +16,14 @@ _DTYPES = {ir.DataType.FLOAT16: "F16", ir.DataType.FLOAT: "F32"}
 # Bytes. What is smaller is not worth an allocation of its own, and may be read on the host.
 _LEAST = 1 << 16
 
+_PRODUCTS = {"MatMul", "Gemm"}
+
 
 def shared_weights(models: Iterable[ir.Model]) -> dict[str, dict[str, Any]]:
-    """Return the external initializers that two graphs or more have in common, as a header of safetensors has them.
+    """Return the external weights of products that two graphs or more have in common, as a header of safetensors does.
+
+    A session takes them by name, in place of what it has made of its own. ONNX Runtime moves transpositions through
+    element-wise operators into their constants, which keep their names; weights of products stay as they are.
 
     Args:
         models: the graphs of one component, which read one weight file.
@@ -28,10 +33,11 @@ def shared_weights(models: Iterable[ir.Model]) -> dict[str, dict[str, Any]]:
     """
     found: defaultdict[str, list[dict[str, Any] | None]] = defaultdict(list)
     for model in models:
-        for graph in (model.graph, *model.graph.subgraphs()):
-            for name, value in graph.initializers.items():
-                found[name].append(_entry(value.const_value))
-    # A session takes them by name alone: one that means two tensors is left out.
+        for name, value in model.graph.initializers.items():
+            found[name].append(_entry(value) if _is_weight(value) else None)
+        for graph in model.graph.subgraphs():
+            for name in graph.initializers:
+                found[name].append(None)
     return {
         name: entries[0]
         for name, entries in found.items()
@@ -39,7 +45,18 @@ def shared_weights(models: Iterable[ir.Model]) -> dict[str, dict[str, Any]]:
     }
 
 
-def _entry(tensor: ir.TensorProtocol | None) -> dict[str, Any] | None:
+def _is_weight(value: ir.Value) -> bool:
+    """Tell whether products alone read it, as their second factor, at once or behind multiplications (gates)."""
+    if value.is_graph_output():
+        return False
+    return all(
+        use.idx == 1 if use.node.op_type in _PRODUCTS else use.node.op_type == "Mul" and _is_weight(use.node.outputs[0])
+        for use in value.uses()
+    )
+
+
+def _entry(value: ir.Value) -> dict[str, Any] | None:
+    tensor = value.const_value
     if not isinstance(tensor, ir.ExternalTensor) or tensor.dtype not in _DTYPES or tensor.nbytes < _LEAST:
         return None
     begin = tensor.offset or 0

@@ -36,6 +36,8 @@ _FILES = {
     Role.IMAGE_PROMPT_ADAPTER: "project.onnx",
 }
 
+_OF_DENOISER = {Role.CONDITIONS, Role.DENOISER}
+
 # For short prompts, in place of those.
 _SHORT = {Role.CONDITIONS: "conditions-short.onnx", Role.DENOISER: "step-short.onnx"}
 
@@ -105,7 +107,7 @@ class GraphSet:
         return self.folder.onnx_model(self.family.with_role(component).name, files[role])
 
     def _is_for_short(self, role: Role, short: bool | None) -> bool:
-        return role in _SHORT and (self.has_short if short is None else short)
+        return role in _OF_DENOISER and (self.has_short if short is None else short)
 
     def config(self, role: Role) -> dict[str, Any]:
         """Return the configuration of the component."""
@@ -113,7 +115,7 @@ class GraphSet:
 
     def stays(self, role: Role) -> bool:
         """Tell whether a graph stays loaded, and may be captured."""
-        return role in (Role.DENOISER, Role.CONDITIONS) or not self.low_memory
+        return role in _OF_DENOISER or not self.low_memory
 
     def splits(self, *, short: bool | None = None) -> bool:
         """Tell whether what the denoiser makes of its prompt alone is a graph of its own.
@@ -137,7 +139,7 @@ class GraphSet:
         if key not in self._loaded:
             path, captures = self.path(role, short=short), self.stays(role) and role not in _UNCAPTURED
             # A caller's options are for all sessions: what is added to them for one would be refused for the next.
-            shares = role in _SHORT and self.settings.session_options is None
+            shares = role in _OF_DENOISER and self.settings.session_options is None
             weights = self._shared_weights() if shares else {}
             self._loaded[key] = Graph(
                 path, self.device, capture=captures, tf32=role in _TF32, settings=self.settings, weights=weights
@@ -184,6 +186,6 @@ class GraphSet:
             self._loaded.pop((role, False), None)
 
     def close(self) -> None:
-        """Give everything back."""
+        """Give the graphs back, and what they share."""
         self._loaded.clear()
         self._weights = None

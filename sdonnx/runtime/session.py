@@ -121,10 +121,10 @@ class Graph:
         self.captures = capture and device.provider == "cuda"
         options = _session_options(device, settings)
         self._weights = dict(weights or {})
-        for name, value in self._weights.items():
-            options.add_initializer(name, value)
         provider = (PROVIDERS[device.provider], _provider_options(device, self.captures, tf32, settings))
         try:
+            for name, value in self._weights.items():
+                options.add_initializer(name, value)
             with told_of_memory(device, f"loading {path.name}"), self._workspaces():
                 self.session = onnxruntime.InferenceSession(path, options, providers=[provider])
         except DeviceMemoryError:

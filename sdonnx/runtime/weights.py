@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,9 @@ _DTYPES: dict[str, np.dtype[Any]] = {"F16": np.dtype("<f2"), "F32": np.dtype("<f
 
 
 def load_shared_weights(component: Path, device: Device) -> dict[str, OrtValue]:
-    """Return the weights that a component's `weights.json` names, on the device; none where there is no such file.
+    """Return the weights that a component's `weights.json` names, on the device.
+
+    None where there is no such file, or where the graphs beside it are others than those that it was written for.
 
     Sessions that are given them by name (`onnxruntime.SessionOptions.add_initializer`) use this memory and load none
     of their own. They must be kept for as long as the sessions are.
@@ -37,7 +40,10 @@ def load_shared_weights(component: Path, device: Device) -> dict[str, OrtValue]:
     index, weights = component / SHARED_WEIGHTS, component / ONNX_WEIGHTS
     entries = read_json(index) if index.is_file() else {}
     try:
-        data = np.memmap(weights, np.uint8, "r") if entries else np.empty(0, np.uint8)
+        graphs = entries.pop("__metadata__", {})
+        if not entries or any(_sha256(component, file) != digest for file, digest in graphs.items()):
+            return {}
+        data = np.memmap(weights, np.uint8, "r")
         return {name: _shareable(_tensor(data, entry), device) for name, entry in entries.items()}
     except (AttributeError, KeyError, OSError, OverflowError, TypeError, ValueError) as error:
         raise FolderError(
@@ -49,10 +55,17 @@ def load_shared_weights(component: Path, device: Device) -> dict[str, OrtValue]:
 
 def _tensor(data: np.ndarray[Any, Any], entry: dict[str, Any]) -> np.ndarray[Any, Any]:
     """Return the tensor of an entry of a safetensors header; `data` are all bytes."""
-    begin, end = entry["data_offsets"]
-    if not 0 <= begin < end:
-        raise ValueError(f"a tensor from {begin} to {end}")
-    return np.frombuffer(data[begin:end], _DTYPES[entry["dtype"]]).reshape(tuple(entry["shape"]))
+    (begin, end), dtype, shape = entry["data_offsets"], _DTYPES[entry["dtype"]], tuple(entry["shape"])
+    if not 0 <= begin < end <= len(data) or begin % dtype.itemsize or min(shape) < 0:
+        raise ValueError(f"a tensor of {shape} from {begin} to {end}")
+    return np.frombuffer(data[begin:end], dtype).reshape(shape)
+
+
+def _sha256(component: Path, file: str) -> str | None:
+    if Path(file).name != file:
+        raise ValueError(f"{file!r} is no file beside it")
+    path = component / file
+    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
 
 
 def _shareable(values: np.ndarray[Any, Any], device: Device) -> OrtValue:
