@@ -65,7 +65,10 @@ def _sha256(component: Path, file: str) -> str | None:
     if Path(file).name != file:
         raise ValueError(f"{file!r} is no file beside it")
     path = component / file
-    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
+    if not path.is_file():
+        return None
+    with path.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
 def _shareable(values: np.ndarray[Any, Any], device: Device) -> OrtValue:
