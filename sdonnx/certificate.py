@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from sdonnx.errors import FolderError
-from sdonnx.folder import read_json
+from sdonnx.folder import hash_file, read_json
 
 __all__ = ["CERTIFICATE", "CERTIFICATE_PAGE", "FORMAT", "certified_files", "require_certificate"]
 
@@ -19,7 +18,6 @@ CERTIFICATE_PAGE = "certificate.html"
 FORMAT = 1
 """The number of the certificate's layout; a reader refuses a later one."""
 
-_BLOCK = 2**22  # bytes; large enough that threads do not wait for each other
 _VERIFY = "run python -m sdonnx verify FOLDER --against ORIGINAL"
 _SHOWN = 3
 
@@ -35,7 +33,7 @@ def certified_files(folder: Path) -> dict[str, dict[str, Any]]:
     """
     paths = sorted(_files(folder))
     with ThreadPoolExecutor() as threads:  # hashlib lets others run
-        hashes = list(threads.map(_hash, paths))
+        hashes = list(threads.map(hash_file, paths))
     return {
         path.relative_to(folder).as_posix(): {"bytes": size, "sha256": digest}
         for path, (size, digest) in zip(paths, hashes, strict=True)
@@ -79,17 +77,3 @@ def _files(folder: Path) -> Iterator[Path]:
         place = path.relative_to(folder).parts
         if path.is_file() and not place[0].startswith(".") and place not in ((CERTIFICATE,), (CERTIFICATE_PAGE,)):
             yield path
-
-
-def _hash(path: Path) -> tuple[int, str]:
-    digest, size = hashlib.sha256(), 0
-    try:
-        with path.open("rb") as file:
-            while block := file.read(_BLOCK):
-                digest.update(block)
-                size += len(block)
-    except OSError as error:
-        raise FolderError(
-            f"{path} cannot be read ({error.strerror})", "a readable file", "copy the folder again"
-        ) from error
-    return size, digest.hexdigest()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import json
 import math
 import os
@@ -30,6 +31,7 @@ __all__ = [
     "PipelineFolder",
     "atomic_folder",
     "finite",
+    "hash_file",
     "read_json",
     "require_inside",
 ]
@@ -43,6 +45,8 @@ REPORT = "sdonnx.json"  # written into an optimized folder
 
 # What numpy says, without a number, where a file takes less than it was given.
 _WRITTEN_SHORT = re.compile(r"requested and \d+ written")
+
+_BLOCK = 2**22  # bytes; large enough that threads that hash do not wait for each other
 
 _LARGEST_JSON = 64 << 20  # the largest, indexes of shards and vocabularies, have a few MB
 
@@ -80,6 +84,25 @@ def finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [finite(each) for each in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def hash_file(path: Path) -> tuple[int, str]:
+    """Return the size of a file in bytes and its SHA-256.
+
+    Raises:
+        FolderError: it cannot be read.
+    """
+    digest, size = hashlib.sha256(), 0
+    try:
+        with path.open("rb") as file:
+            while block := file.read(_BLOCK):
+                digest.update(block)
+                size += len(block)
+    except OSError as error:
+        raise FolderError(
+            f"{path} cannot be read ({error.strerror})", "a readable file", "copy the folder again"
+        ) from error
+    return size, digest.hexdigest()
 
 
 def require_inside(folder: Path, root: Path) -> None:

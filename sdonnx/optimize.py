@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib.metadata
 import json
 import platform
@@ -27,6 +26,7 @@ from sdonnx.folder import (
     SHARED_WEIGHTS,
     PipelineFolder,
     atomic_folder,
+    hash_file,
 )
 from sdonnx.fusions import ATTENTION_LAYOUTS, DISABLING, PROVIDERS, fuse
 from sdonnx.graph.passes import tidy
@@ -318,6 +318,6 @@ def _write_composed(spec: ComponentSpec, component: Path, name: str, config: dic
         tidy(model)
         ir.save(model, component / file)
     if shared := shared_weights(made.values()):
-        graphs = {file: hashlib.sha256((component / file).read_bytes()).hexdigest() for file in made}
+        graphs = {file: hash_file(component / file)[1] for file in made}
         index = {"__metadata__": graphs} | shared
         (component / SHARED_WEIGHTS).write_text(json.dumps(index) + "\n", encoding="utf-8")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import numpy as np
 from onnxruntime import OrtValue
 
 from sdonnx.errors import FolderError
-from sdonnx.folder import ONNX_WEIGHTS, SHARED_WEIGHTS, read_json
+from sdonnx.folder import ONNX_WEIGHTS, SHARED_WEIGHTS, hash_file, read_json
 from sdonnx.runtime.device import Device
 
 __all__ = ["load_shared_weights"]
@@ -65,10 +64,7 @@ def _sha256(component: Path, file: str) -> str | None:
     if Path(file).name != file:
         raise ValueError(f"{file!r} is no file beside it")
     path = component / file
-    if not path.is_file():
-        return None
-    with path.open("rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()
+    return hash_file(path)[1] if path.is_file() else None
 
 
 def _shareable(values: np.ndarray[Any, Any], device: Device) -> OrtValue:
