@@ -1,6 +1,6 @@
-"""A reader of folders under atheris: `python fuzz/fuzz_reader.py READER FOLDER [FILE] [libFuzzer's options]`.
+"""Fuzz a reader of folders with atheris: `python fuzz/fuzz_reader.py READER FOLDER [FILE] [libFuzzer's options]`.
 
-FOLDER is a valid folder of the kind that the reader reads; a copy is read with FILE made by the fuzzer.
+FOLDER is a valid folder of the kind that the reader reads. The reader opens a copy, in which the fuzzer changes FILE.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 import atheris
 
 with atheris.instrument_imports(include=["sdonnx"]):
-    from readers import READERS
+    from support.readers import READERS
 
     from sdonnx.errors import SdonnxError
 
 
 def main(name: str, folder: str, *options: str) -> None:
-    """Fuzz until it is stopped, or something but an SdonnxError is raised."""
+    """Fuzz until the process is stopped or an exception other than SdonnxError is raised."""
     reader = READERS[name]
     files = [option for option in options if not option.startswith("-")]
     file = files[0] if files else reader.files[0]

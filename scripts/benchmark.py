@@ -1,12 +1,12 @@
-"""Time a pipeline: `python scripts/benchmark.py -e onnxruntime -v 1.5 -p FOLDER`; see --help."""
+"""Benchmark a pipeline: `python scripts/benchmark.py -e onnxruntime -v 1.5 -p FOLDER`; see --help."""
 
 import sys
 from pathlib import Path
 
-# The checkout that this script lies in is what it measures, installed or not.
+# Measure this checkout, even if another version is installed.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from sdonnx.benchmark.command import main
+from sdonnx.cli.benchmark import main
 
 if __name__ == "__main__":
     sys.exit(main())

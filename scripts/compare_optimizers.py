@@ -1,10 +1,10 @@
-"""Fuse the graphs of several exporters with sdonnx and with ONNX Runtime's optimizer, and count what each found.
+"""Fuse the graphs of several exporters with sdonnx and with ONNX Runtime's optimizer, and count the fused operators.
 
 `python scripts/compare_optimizers.py --source FOLDER --exports FOLDER --out docs/results/exporters-ARCH.json`
 
-Each component of the diffusers pipeline in --source is exported to EXPORTS/EXPORTER/COMPONENT, unless it is there
-already, and given to both optimizers, each in a process of its own. --out gets a JSON line for each (component,
-exporter, optimizer), in place of an earlier one; --page is written again from all such files beside --out.
+Each component of the diffusers pipeline in --source is exported to EXPORTS/EXPORTER/COMPONENT, unless that file
+exists, and optimized by both optimizers, each in a separate process. --out receives a JSON line for each (component,
+exporter, optimizer), which replaces an earlier one. --page is generated from all such files in the folder of --out.
 Without --source only the page is written.
 """
 
@@ -44,10 +44,10 @@ EXPORTERS = (OWN, "dynamo-20", "dynamo-18", "torchscript-17", "torchscript-14", 
 OPTIMIZERS = (OWN, "onnxruntime")
 KEY = ("component", "exporter", "optimizer")
 
-# As ONNX Runtime's models/stable_diffusion/optimize_pipeline.py maps them (model_type_mapping, 1.31.1).
+# Source: model_type_mapping in ONNX Runtime's models/stable_diffusion/optimize_pipeline.py, 1.31.1.
 MODEL_TYPES = {"text_encoder": "clip", "unet": "unet", "vae_encoder": "vae", "vae_decoder": "vae"}
 
-# What is counted, column by column. LayerNormalization is ONNX's own operator, the others are com.microsoft's.
+# The counted operators of each column. LayerNormalization is an ONNX operator, the others are com.microsoft's.
 COLUMNS = {
     "attention": ("MultiHeadAttention", "Attention"),
     "BiasSplitGelu": ("BiasSplitGelu",),
@@ -58,28 +58,28 @@ COLUMNS = {
     "nodes": ("nodes",),
 }
 TITLES = ("component", "exporter", "exported", *COLUMNS, "seconds", "peak, GB")
-SUMMED = ("attention",)  # one operator or the other; in the other columns both are shown
+SUMMED = ("attention",)  # these columns show the sum of both operators, the other columns show both
 DONE = "done"
 PACKAGES = ("diffusers", "numpy", "onnx", "onnx_ir", "onnxruntime", "onnxscript", "torch", "transformers")
 
 PAGE = """# One pipeline, several exporters, two optimizers
 
-What `sdonnx` and ONNX Runtime's own optimizer (`onnxruntime.transformers`, as its
-`models/stable_diffusion/optimize_pipeline.py` calls it) make of the same ONNX files. `scripts/compare_optimizers.py`
-writes this page and the files of results that it shows; do not edit it.
+The results of `sdonnx` and of ONNX Runtime's optimizer (`onnxruntime.transformers`, as called in its
+`models/stable_diffusion/optimize_pipeline.py`) for the same ONNX files. `scripts/compare_optimizers.py` writes this
+page and the result files that it shows; do not edit it.
 
 - Every pair is **sdonnx / ONNX Runtime**; `a+b` counts the two operators of the column's title.
-- The exporter `sdonnx` is this project's own export (opset 23). The others are torch's, as `tests/exporters.py` calls
-  them: `dynamo-N` is `torch.onnx.export(dynamo=True)` at opset N, `torchscript-N` the older exporter at opset N;
-  `baddbmm` has diffusers' and transformers' older attention, without scaled_dot_product_attention.
-- *exported* is the number of nodes that both were given, *nodes* the number that each left, both without Constant.
-- *attention* is MultiHeadAttention and Attention of com.microsoft. The other operators are com.microsoft's too, but for
-  LayerNormalization, which is ONNX's. Operators of ONNX that an optimizer left as they were do not count: opset 23 has
-  its own Attention and GroupNormalization, for example.
-- sdonnx has fewer NhwcConv because it writes convolutions of 1x1 as matrix products.
-- *seconds* go from the file's path to the fused graph in memory, imports left out; *peak* is the most memory that the
-  process held (VmHWM). ONNX Runtime's optimizer has the options that its script has with `--float16`, and like sdonnx
-  it is asked before anything is converted to fp16.
+- The exporter `sdonnx` is this project's export (opset 23). The others are torch's (`tests/support/exporters.py`):
+  `dynamo-N` is `torch.onnx.export(dynamo=True)` at opset N, `torchscript-N` the older exporter at opset N;
+  `baddbmm` uses the older attention of diffusers and transformers, without scaled_dot_product_attention.
+- *exported* is the number of nodes before optimization, *nodes* the number after it, both without Constant.
+- *attention* is MultiHeadAttention and Attention of com.microsoft. The other operators are also com.microsoft's, except
+  LayerNormalization, which is ONNX's. ONNX operators that an optimizer did not change are not counted: for example,
+  opset 23 has Attention and GroupNormalization.
+- sdonnx has fewer NhwcConv because it converts convolutions of 1x1 to matrix products.
+- *seconds* is the time from the file's path to the fused graph in memory, without imports. *peak* is the peak memory
+  of the process (VmHWM). ONNX Runtime's optimizer has the options that its script sets for `--float16`; both
+  optimizers run before the conversion to fp16.
 """
 
 SECTION = """
@@ -87,8 +87,8 @@ SECTION = """
 
 {table}
 {notes}
-Versions: {versions}. Machine: {machine}. Limit: {limit} s for each. Commit: {commits}.
-All of it, line by line: [{file}]({link}). To repeat it:
+Versions: {versions}. Machine: {machine}. Time limit: {limit} s for each. Commit: {commits}.
+All results: [{file}]({link}). To reproduce them:
 
 ```bash
 python -m sdonnx sample --arch {arch} -o out/samples/{arch}
@@ -98,7 +98,7 @@ python -m sdonnx sample --arch {arch} -o out/samples/{arch}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; return 1 where an export failed."""
+    """Run the command line; return 1 if an export failed."""
     options = _options(arguments)
     sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
     if options.child:
@@ -115,23 +115,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    results = Path("docs/results/exporters-tiny.json")
     parser.add_argument("--source", type=Path, help="a diffusers pipeline; without it only the page is written")
     parser.add_argument("--exports", type=Path, default=Path("out/exports"), help="exported graphs (%(default)s)")
-    parser.add_argument("--out", type=Path, default=Path("docs/results/exporters-tiny.json"), help="(%(default)s)")
-    parser.add_argument("--page", type=Path, default=Path("docs/exporters.md"), help="(%(default)s)")
+    parser.add_argument("--out", type=Path, default=results, help="file of results (%(default)s)")
+    parser.add_argument("--page", type=Path, default=Path("docs/exporters.md"), help="page to write (%(default)s)")
     parser.add_argument("--components", nargs="+", default=COMPONENTS, choices=COMPONENTS)
     parser.add_argument("--exporters", nargs="+", default=EXPORTERS, choices=EXPORTERS)
     parser.add_argument("--optimizers", nargs="+", default=OPTIMIZERS, choices=OPTIMIZERS)
-    parser.add_argument("--limit", type=float, default=600, help="seconds for one optimizer (%(default)s)")
-    parser.add_argument("--discard", action="store_true", help="delete what this run exported once it is measured")
+    parser.add_argument("--limit", type=float, default=600, help="time limit of an optimizer in seconds (%(default)s)")
+    parser.add_argument("--discard", action="store_true", help="delete the exports of this run after measuring")
     parser.add_argument("--child", nargs="+", help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
 
 
 def _compare(options: argparse.Namespace, records: dict[Key, Record]) -> list[str]:
-    """Export and measure; return what could not be exported, and why."""
+    """Export and measure; return the failed exports with the reasons."""
     failures = []
-    context = _context(options.limit)  # now: results that are written make the checkout a changed one
+    context = _context(options.limit)  # before writing results, which changes the checkout
     for exporter in options.exporters:
         folder = options.exports / exporter
         kept = folder.exists() or not options.discard
@@ -140,38 +141,38 @@ def _compare(options: argparse.Namespace, records: dict[Key, Record]) -> list[st
             discarded = options.discard and not path.exists() and exporter != OWN
             if not path.exists():
                 answer = run_child(["export", exporter, component, str(options.source), str(folder)], None)
-                _tell(exporter, component, "export", answer)
+                _print_progress(exporter, component, "export", answer)
                 if answer["outcome"] != DONE:
                     failures.append(f"{path} could not be exported: {answer['outcome']}")
                     continue
             for optimizer in options.optimizers:
                 answer = run_child(["fuse", optimizer, component, str(path)], options.limit)
-                _tell(exporter, component, optimizer, answer)
+                _print_progress(exporter, component, optimizer, answer)
                 key = (component, exporter, optimizer)
                 records[key] = dict(zip(KEY, key, strict=True)) | answer | context
                 write_records(options.out, records)
             if discarded:
                 shutil.rmtree(path.parent)
         if not kept:
-            shutil.rmtree(folder, ignore_errors=True)  # nothing is there where no export succeeded
+            shutil.rmtree(folder, ignore_errors=True)  # missing if no export succeeded
     return failures
 
 
-def _tell(exporter: str, component: str, what: str, answer: Record) -> None:
+def _print_progress(exporter: str, component: str, task: str, answer: Record) -> None:
     Console(highlight=False).print(
-        exporter, component, what, answer["outcome"], f"{answer['seconds']:.1f} s", soft_wrap=True
+        exporter, component, task, answer["outcome"], f"{answer['seconds']:.1f} s", soft_wrap=True
     )
 
 
 def read_records(path: Path) -> dict[Key, Record]:
-    """Return the records of a file of JSON lines by (component, exporter, optimizer); none where it is missing."""
+    """Return the records of a JSON-lines file by (component, exporter, optimizer); empty if it is missing."""
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     records = [json.loads(line) for line in lines]
     return {(record["component"], record["exporter"], record["optimizer"]): record for record in records}
 
 
 def write_records(path: Path, records: Mapping[Key, Record]) -> None:
-    """Write a file of JSON lines in the tables' order."""
+    """Write a JSON-lines file in the order of the tables."""
     orders = (COMPONENTS, EXPORTERS, OPTIMIZERS)
     keys = sorted(records, key=lambda key: [order.index(name) for order, name in zip(orders, key, strict=True)])
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -179,10 +180,10 @@ def write_records(path: Path, records: Mapping[Key, Record]) -> None:
 
 
 def run_child(arguments: Sequence[str], limit_s: float | None) -> Record:
-    """Run one of `_CHILDREN` in a process of its own and return what it says, or how it ended.
+    """Run one of `_CHILDREN` in a separate process and return its answer.
 
     The answer's `outcome` is "done", "crash: ..." with the first line of the exception or the signal, or "not
-    finished in ... s"; a process that reaches the limit is killed.
+    finished in ... s" if the process was killed at the time limit.
     """
     command = [sys.executable, str(Path(__file__).resolve()), "--child", *arguments]
     start = time.perf_counter()
@@ -193,7 +194,7 @@ def run_child(arguments: Sequence[str], limit_s: float | None) -> Record:
         except subprocess.TimeoutExpired:
             answer = {"outcome": f"not finished in {limit_s:g} s", "peak_bytes": peak_bytes(process.pid)}
         finally:
-            process.kill()  # where it has ended, nothing happens
+            process.kill()  # no effect if it has ended
     if not answer and process.returncode == 0:
         answer = json.loads(output.splitlines()[-1])
     elif not answer:
@@ -202,14 +203,14 @@ def run_child(arguments: Sequence[str], limit_s: float | None) -> Record:
         answer = {"outcome": f"crash: {reason}"}
     outcome = answer["outcome"]
     for folder in (ROOT, Path.cwd()):
-        outcome = outcome.replace(f"{folder}{os.sep}", "")  # a message names files; this machine's folders say nothing
+        outcome = outcome.replace(f"{folder}{os.sep}", "")  # paths in messages become relative
     return {"seconds": time.perf_counter() - start} | answer | {"outcome": outcome}
 
 
 def peak_bytes(process: int | str = "self") -> int | None:
-    """Return the most memory that a process held, None where the system does not tell.
+    """Return the peak memory of a process, or None if it is unknown.
 
-    Source: VmHWM in Linux's /proc; unlike ru_maxrss it starts anew with each program.
+    Source: VmHWM in Linux's /proc, which, unlike ru_maxrss, is reset when a program starts.
     """
     try:
         status = Path(f"/proc/{process}/status").read_text(encoding="utf-8")
@@ -220,7 +221,7 @@ def peak_bytes(process: int | str = "self") -> int | None:
 
 
 def _fuse(optimizer: str, component: str, path: str) -> Record:
-    """Optimize a graph and count its operators; runs in a process of its own."""
+    """Optimize a graph and count its operators; runs in a separate process."""
     fuse = {OWN: _by_sdonnx, "onnxruntime": _by_onnxruntime}[optimizer](component, path)
     start = time.perf_counter()
     try:
@@ -230,13 +231,13 @@ def _fuse(optimizer: str, component: str, path: str) -> Record:
         frame = traceback.extract_tb(error.__traceback__)[-1]
         place = f"{Path(frame.filename).name}, line {frame.lineno}"
         answer = {"outcome": f"crash: {type(error).__name__}: {first} ({place})"}
-    # What comes after the graph is fused costs time and memory that are not its own.
+    # Measured here, because the remaining work is not part of the optimization.
     answer |= {"seconds": time.perf_counter() - start, "peak_bytes": peak_bytes()}
     return answer | ({"exported": _exported(path)} if answer["outcome"] == DONE else {})
 
 
 def _exported(path: str) -> Record:
-    """Return the opset and the number of nodes of the graph that was given."""
+    """Return the opset and the number of nodes of the exported graph."""
     import onnx
 
     model = onnx.load(path, load_external_data=False)
@@ -245,7 +246,7 @@ def _exported(path: str) -> Record:
 
 
 def count(nodes: Iterable[Any]) -> dict[str, int]:
-    """Count the columns' operators, and all nodes but Constant, of onnx's nodes or onnx_ir's."""
+    """Count the operators of the columns, and all nodes but Constant; accepts nodes of onnx and of onnx_ir."""
     found = Counter((node.domain if node.domain != "ai.onnx" else "", node.op_type) for node in nodes)
     names = [name for column in COLUMNS.values() for name in column if name != "nodes"]
     domains = {name: "" if name == "LayerNormalization" else "com.microsoft" for name in names}
@@ -253,8 +254,8 @@ def count(nodes: Iterable[Any]) -> dict[str, int]:
 
 
 def _by_sdonnx(component: str, path: str) -> Any:
-    from sdonnx.fusions import fuse
-    from sdonnx.graph.load import load_model
+    from sdonnx.fusions.fusion_table import fuse
+    from sdonnx.graph.loading.load import load_model
 
     def run() -> dict[str, int]:
         model = load_model(Path(path))
@@ -286,17 +287,17 @@ def _by_onnxruntime(component: str, path: str) -> Any:
 
 
 def _export(exporter: str, component: str, source: str, folder: str) -> Record:
-    """Export one component, or with our own exporter the whole pipeline; runs in a process of its own."""
-    from sdonnx.families import family_of
-    from sdonnx.folder import MODEL_INDEX, PipelineFolder, read_json
+    """Export one component or, with our exporter, the whole pipeline; runs in a separate process."""
+    from sdonnx.folder.pipeline_folder import MODEL_INDEX, PipelineFolder, read_json
+    from sdonnx.models.registry import family_of
 
     start = time.perf_counter()
     if exporter == OWN:
-        from sdonnx.export.pipeline import export_pipeline
+        from sdonnx.export.export_pipeline import export_pipeline
 
         export_pipeline(source, Path(folder), overwrite=Path(folder).exists())
     else:
-        others = importlib.import_module("exporters")
+        others = importlib.import_module("support.exporters")
         spec = family_of(PipelineFolder.open(Path(source))).component(component)
         library, name = read_json(Path(source) / MODEL_INDEX)[spec.source]
         module = getattr(importlib.import_module(library), name).from_pretrained(Path(source) / spec.source)
@@ -304,7 +305,7 @@ def _export(exporter: str, component: str, source: str, folder: str) -> Record:
         chosen = {exporter.name: exporter for exporter in others.EXPORTERS}[exporter]
         config = read_json(Path(source) / spec.source / "config.json")
         out = Path(folder) / component
-        partial = out.with_name(f"{component}.partial")  # an export that is interrupted is not taken for one
+        partial = out.with_name(f"{component}.partial")  # not mistaken for a complete export if interrupted
         shutil.rmtree(partial, ignore_errors=True)
         others.export_component(pipeline, spec, config, chosen, partial / "model.onnx")
         partial.rename(out)
@@ -315,7 +316,7 @@ _CHILDREN: dict[str, Callable[..., Record]] = {"fuse": _fuse, "export": _export}
 
 
 def _context(limit_s: float) -> Record:
-    """Return where and how something was measured, without this machine's names and folders."""
+    """Return the environment of the measurement, without names and folders of this machine."""
     from sdonnx.benchmark.record import environment
 
     own = environment()
@@ -335,7 +336,7 @@ def _context(limit_s: float) -> Record:
 
 
 def rows(records: Iterable[Record]) -> list[tuple[list[str], list[str]]]:
-    """Return the table's rows: the cells under TITLES, and for each optimizer that did not finish how it ended."""
+    """Return the rows of the table: the cells of TITLES, and the outcomes of optimizers that did not finish."""
     pairs: dict[tuple[str, str], dict[str, Record]] = {}
     for record in records:
         pairs.setdefault((record["component"], record["exporter"]), {})[record["optimizer"]] = record
@@ -370,13 +371,13 @@ def _show(table: Iterable[tuple[list[str], list[str]]]) -> None:
 
 
 def page(results: Path) -> str:
-    """Return the page on all files of results in a folder, tiny's first."""
+    """Return the page with all result files of a folder, starting with that of tiny."""
     paths = sorted(results.glob("exporters-*.json"), key=lambda path: path.stem.removeprefix("exporters-") != "tiny")
     return PAGE + "".join(_section(path, list(read_records(path).values())) for path in paths)
 
 
 def _section(path: Path, records: Sequence[Record]) -> str:
-    """Return a table as Markdown; how an optimizer ended that did not finish is told below it, by number."""
+    """Return a table as Markdown, with numbered notes on optimizers that did not finish."""
 
     def each(values: Iterable[str], separator: str = " and ") -> str:
         return separator.join(dict.fromkeys(values))

@@ -1,8 +1,9 @@
-"""Time the forms in which a block of PixArt can be written for ONNX Runtime: what `docs/decisions.md` decides by.
+"""Time alternative forms of a transformer block's operators in ONNX Runtime (docs/decisions/0062, 0066 and 0069).
 
 python scripts/kernel_times.py --json docs/results/kernel-times-h200.json
 
-What counts are the kernels themselves, as torch's profiler sees them, whatever the host takes to launch them.
+The design decisions in docs/ use these times. They are the durations of the kernels according to torch's profiler,
+without the time that the host needs to launch them.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ import numpy.typing as npt
 import onnx
 import onnx.parser
 
-from sdonnx.benchmark.files import append_json, refuse_file
-from sdonnx.benchmark.kernels import kernels_seen_by_torch
+from sdonnx.benchmark.files import append_json, check_writable
+from sdonnx.benchmark.operator_times import trace_kernels
 from sdonnx.benchmark.record import environment
 from sdonnx.errors import SdonnxError
-from sdonnx.runtime.device import Device, device_for
-from sdonnx.runtime.session import Graph, SessionSettings
+from sdonnx.runtime.device.device import Device, device_for
+from sdonnx.runtime.device.session import Graph, SessionSettings
 from sdonnx.terminal import console, guarded
 
 _RUNS, _ROUNDS = 3, 4
@@ -39,21 +40,21 @@ _QKV = f"{_TOKENS} q, {_TOKENS} k, {_TOKENS} v"
 _ATTENTION = "y = com.microsoft.MultiHeadAttention<num_heads=16>"
 _NORM = "com.microsoft.SkipLayerNormalization<epsilon=0.000001>"
 
-# 1024x1024 with guidance. What is compared stands together: name -> inputs, output, graph, options of the provider.
+# For 1024x1024 with guidance; alternatives are listed together. name -> inputs, output, graph, provider options.
 _CASES: dict[str, tuple[str, str, str, dict[str, str]]] = {
-    "self-attention: own choice": (_QKV, _TOKENS, f"{_ATTENTION}(q, k, v)", {}),
+    "self-attention: default": (_QKV, _TOKENS, f"{_ATTENTION}(q, k, v)", {}),
     "self-attention: flash": (_QKV, _TOKENS, f"{_ATTENTION}(q, k, v)", {"sdpa_kernel": "1"}),
     "self-attention: memory-efficient": (_QKV, _TOKENS, f"{_ATTENTION}(q, k, v)", {"sdpa_kernel": "2"}),
     "self-attention: cuDNN": (_QKV, _TOKENS, f"{_ATTENTION}(q, k, v)", {"sdpa_kernel": "8"}),
     **{
         f"attention to {size} tokens: {name}": (
-            f"{_TOKENS} q, {keys} k, {keys} v{told}", _TOKENS, f"{_ATTENTION}(q, k, v{given})", {},
+            f"{_TOKENS} q, {keys} k, {keys} v{extra_input}", _TOKENS, f"{_ATTENTION}(q, k, v{argument})", {},
         )
         for size, keys in ((120, _TEXT), (304, _LONG))
-        for name, told, given in (
+        for name, extra_input, argument in (
             ("no mask", "", ""),
             ("a bias", f", float16[2,1,4096,{size}] bias", ", , , bias"),
-            ("their number", ", int32[2] lengths", ", , lengths"),
+            ("sequence lengths", ", int32[2] lengths", ", , lengths"),
         )
     },
     "gate of 8192 tokens": (f"{_TOKENS} x, float16[1,1,1152] g", _TOKENS, "y = Mul(x, g)", {}),
@@ -84,7 +85,7 @@ _CASES: dict[str, tuple[str, str, str, dict[str, str]]] = {
 
 
 def _feeds(model: onnx.ModelProto) -> dict[str, npt.NDArray[Any]]:
-    draw = np.random.default_rng(0)
+    rng = np.random.default_rng(0)
     feeds: dict[str, npt.NDArray[Any]] = {}
     for value in model.graph.input:
         kind = value.type.tensor_type
@@ -92,12 +93,12 @@ def _feeds(model: onnx.ModelProto) -> dict[str, npt.NDArray[Any]]:
         if kind.elem_type == onnx.TensorProto.INT32:
             feeds[value.name] = np.array([70, 120], np.int32)
         else:
-            feeds[value.name] = draw.standard_normal(shape, np.float32).astype(np.float16)
+            feeds[value.name] = rng.standard_normal(shape, np.float32).astype(np.float16)
     return feeds
 
 
 def _microseconds(device: Device, name: str, folder: Path) -> float:
-    """Return what the kernels of a case take, each at its fastest; on a CPU, what the run takes."""
+    """Return the total of the kernels' minimum durations in microseconds; on a CPU, the duration of the run."""
     inputs, output, body, options = _CASES[name]
     opsets = '<ir_version: 10, opset_import: ["": 23, "com.microsoft": 1]>'
     model = onnx.parser.parse_model(f"{opsets} case ({inputs}) => ({output} y) {{ {body} }}")
@@ -121,7 +122,7 @@ def _microseconds(device: Device, name: str, folder: Path) -> float:
     totals = []
     for _ in range(_ROUNDS):
         times: dict[str, list[float]] = {}
-        for kernel, begin, end in kernels_seen_by_torch(runs):
+        for kernel, begin, end in trace_kernels(runs):
             times.setdefault(kernel, []).append(end - begin)
         totals.append(sum(min(each) * len(each) / _RUNS for each in times.values()))
     return min(totals)
@@ -129,7 +130,7 @@ def _microseconds(device: Device, name: str, folder: Path) -> float:
 
 def _run(options: argparse.Namespace) -> int:
     if options.json is not None:
-        refuse_file(options.json)
+        check_writable(options.json)
     device = device_for(options.provider)
     device.enter()
     found: dict[str, float | str] = {}
@@ -148,10 +149,10 @@ def _run(options: argparse.Namespace) -> int:
 
 def main() -> int:
     """Run the command line."""
-    parser = argparse.ArgumentParser(description="Time the forms in which a block of PixArt can be written.")
+    parser = argparse.ArgumentParser(description="Time alternative forms of a transformer block's operators.")
     parser.add_argument("--provider", default="cuda", help="cuda or cpu (%(default)s)")
-    parser.add_argument("--json", type=Path, default=None, help="append what was measured to this file")
-    parser.add_argument("--debug", action="store_true", help="show a traceback where it fails")
+    parser.add_argument("--json", type=Path, default=None, help="append the measurements to this file")
+    parser.add_argument("--debug", action="store_true", help="show a traceback on errors")
     return guarded(_run, parser.parse_args())
 
 

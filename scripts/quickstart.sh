@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # From a fresh machine to an image: sets up a virtual environment, then runs the main job on a sample pipeline.
-# Arguments go to `python -m sdonnx.quickstart`; --help lists them.
+# Arguments go to `sdonnx quickstart`; --help lists them.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/setup_venv.sh"
 setup_venv export,benchmark
-exec "$venv/bin/python" -m sdonnx.quickstart "$@"
+exec "$venv/bin/python" -m sdonnx quickstart "$@"

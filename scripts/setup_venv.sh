@@ -4,7 +4,7 @@
 #   SDONNX_VENV   where the environment is (default: .venv in the project)
 #
 # A machine whose driver runs CUDA 13 gets the `cuda` extra, any other `cpu`; an environment stays what it was made
-# as. Without a GPU, PyTorch's CPU build saves gigabytes: set PIP_EXTRA_INDEX_URL to its index (see docs/decisions.md).
+# as. Without a GPU, PyTorch's CPU build saves gigabytes: set PIP_EXTRA_INDEX_URL to its index (docs/decisions/0004).
 
 project="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 venv="${SDONNX_VENV:-$project/.venv}"

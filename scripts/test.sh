@@ -3,7 +3,7 @@
 # Arguments go to pytest: `scripts/test.sh tests/test_packaging.py`, `scripts/test.sh --full`.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/setup_venv.sh"
-setup_venv export,benchmark,dev
+setup_venv export,benchmark,docs,dev
 cd "$project"
 bin="$venv/bin"
 # The benchmark's page is tested in a real browser where one is installed; a machine that only runs tests gets one.
@@ -13,13 +13,18 @@ if [[ "${CI:-}" == true && "$(id -u)" == 0 ]] && command -v apt-get >/dev/null &
 fi
 "$bin/ruff" check .
 "$bin/ruff" format --check .
+"$bin/python" scripts/check_language.py
 "$bin/mypy"
 if [[ "$runtime" == cuda ]]; then
     exec "$bin/python" -m pytest "$@"
 elif (($# > 0)); then
     exec "$bin/python" -m pytest -m "not gpu" "$@"
 fi
-# A worker takes 2 GB of memory.
+# A worker takes 2 GB of memory. Fast tests come first: they show most faults.
 workers="$(nproc)"
-"$bin/python" -m pytest -m "not gpu and not alone" --numprocesses $((workers < 4 ? workers : 4)) --dist loadfile
+run=("$bin/python" -m pytest --numprocesses $((workers < 4 ? workers : 4)) --dist loadfile --cov --cov-report=)
+"${run[@]}" -m "not gpu and not alone and not pipeline and not slow"
+"${run[@]}" --cov-append -m "not gpu and not alone and (pipeline or slow)"
+echo "Coverage of lines and branches:"
+"$bin/coverage" report --format=total
 exec "$bin/python" -m pytest -m "alone and not gpu"

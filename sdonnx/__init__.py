@@ -1,7 +1,7 @@
-"""Diffusion pipelines on ONNX Runtime: export, optimize, draw.
+"""Diffusion pipelines on ONNX Runtime: export, optimize, generate.
 
-The public names are imported when they are first used, so `import sdonnx` is instant and what draws
-images never loads what exports them.
+Public names are imported on first use, so `import sdonnx` loads no library, and image generation never loads the
+libraries of the export.
 """
 
 from __future__ import annotations
@@ -10,9 +10,11 @@ import importlib
 from typing import TYPE_CHECKING
 
 from sdonnx.errors import (
+    DeviceMemoryError,
     FolderError,
     OptionError,
     OutputError,
+    PrecisionError,
     PromptError,
     ProviderError,
     SchedulerError,
@@ -21,18 +23,31 @@ from sdonnx.errors import (
 )
 
 if TYPE_CHECKING:
-    from sdonnx.export.pipeline import export_pipeline
-    from sdonnx.optimize import optimize_folder
+    from sdonnx.doctor.first_use import KernelWarning
+    from sdonnx.export.export_pipeline import export_pipeline
+    from sdonnx.folder.version import RebuildWarning
+    from sdonnx.optimize.optimizer import optimize_folder
+    from sdonnx.runtime.inputs.prompt_tokenizer import PromptTruncatedWarning
+    from sdonnx.runtime.output import ImageOutput, NotFiniteWarning
     from sdonnx.runtime.pipeline import OrtDiffusionPipeline
-    from sdonnx.sample import write_sample
+    from sdonnx.runtime.safety import NsfwContentWarning
+    from sdonnx.sample.write_sample import write_sample
 
 __all__ = [
+    "DeviceMemoryError",
     "FolderError",
+    "ImageOutput",
+    "KernelWarning",
+    "NotFiniteWarning",
+    "NsfwContentWarning",
     "OptionError",
     "OrtDiffusionPipeline",
     "OutputError",
+    "PrecisionError",
     "PromptError",
+    "PromptTruncatedWarning",
     "ProviderError",
+    "RebuildWarning",
     "SchedulerError",
     "SdonnxError",
     "WeightsError",
@@ -42,18 +57,24 @@ __all__ = [
     "write_sample",
 ]
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _HOMES = {
+    "ImageOutput": "sdonnx.runtime.output",
+    "KernelWarning": "sdonnx.doctor.first_use",
+    "NotFiniteWarning": "sdonnx.runtime.output",
+    "NsfwContentWarning": "sdonnx.runtime.safety",
     "OrtDiffusionPipeline": "sdonnx.runtime.pipeline",
-    "export_pipeline": "sdonnx.export.pipeline",
-    "optimize_folder": "sdonnx.optimize",
-    "write_sample": "sdonnx.sample",
+    "PromptTruncatedWarning": "sdonnx.runtime.inputs.prompt_tokenizer",
+    "RebuildWarning": "sdonnx.folder.version",
+    "export_pipeline": "sdonnx.export.export_pipeline",
+    "optimize_folder": "sdonnx.optimize.optimizer",
+    "write_sample": "sdonnx.sample.write_sample",
 }
 
 
 def __getattr__(name: str) -> object:
-    """Import the public name `name` from its home on first use (PEP 562)."""
+    """Import a public name from its module on first use (PEP 562)."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(_HOMES[name]), name)
@@ -62,5 +83,5 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    """List the public names, loaded or not."""
+    """Return the names of the module, including public names that are not imported yet."""
     return sorted({*globals(), *__all__})

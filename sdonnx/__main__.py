@@ -1,6 +1,6 @@
-"""`sdonnx`, or `python -m sdonnx`: the commands.
+"""The command line `sdonnx`, also `python -m sdonnx`.
 
-A command's module is imported when the command is asked for: drawing loads nothing of exporting.
+Only the module of the chosen command is imported, so that `generate` loads none of the exporter's packages.
 """
 
 from __future__ import annotations
@@ -13,19 +13,20 @@ from collections.abc import Sequence
 from sdonnx import __version__
 from sdonnx.terminal import guarded
 
-__all__ = ["main"]
+__all__ = ["COMMANDS", "main"]
 
-# Command -> (module with add_arguments and run, what it does)
-_COMMANDS = {
-    "sample": ("sdonnx.sample.command", "write a sample pipeline with seeded random weights"),
-    "export": ("sdonnx.export.__main__", "a diffusers pipeline to a folder of ONNX graphs"),
-    "optimize": ("sdonnx.optimize_pipeline", "fuse the graphs for a provider, convert to fp16"),
-    "explain": ("sdonnx.explain", "what was fused in a folder, what was not, and why"),
-    "doctor": ("sdonnx.doctor.command", "what is missing here, and whether the kernels compute what they should"),
-    "verify": ("sdonnx.verify.command", "prove that a folder draws what its original draws"),
-    "generate": ("sdonnx.generate", "draw images with an optimized folder"),
-    "benchmark": ("sdonnx.benchmark.command", "time engines under one clock, and compare their images"),
+COMMANDS = {
+    "sample": ("sdonnx.cli.sample", "write a sample pipeline with seeded random weights"),
+    "export": ("sdonnx.cli.export", "export a diffusers pipeline to a folder of ONNX graphs"),
+    "optimize": ("sdonnx.cli.optimize", "fuse the graphs for an execution provider, convert them to fp16"),
+    "explain": ("sdonnx.cli.explain", "show which operators of a folder were fused, which were not, and why"),
+    "doctor": ("sdonnx.cli.doctor", "check the environment and the results of the GPU kernels"),
+    "verify": ("sdonnx.cli.verify", "prove that a folder generates the same images as its original"),
+    "generate": ("sdonnx.cli.generate", "generate images with an optimized folder"),
+    "benchmark": ("sdonnx.cli.benchmark", "measure the speed of engines and compare their images"),
+    "quickstart": ("sdonnx.cli.quickstart", "generate an image with a sample pipeline and compare with PyTorch"),
 }
+"""Command -> (module with `add_arguments` and `run`, summary)."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -35,12 +36,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     chosen = next((argument for argument in given if not argument.startswith("-")), None)
-    for name, (module, summary) in _COMMANDS.items():
+    for name, (module, summary) in COMMANDS.items():
         command = commands.add_parser(name, help=summary)
         if name == chosen:
             importlib.import_module(module).add_arguments(command)
     options = parser.parse_args(given)
-    return guarded(importlib.import_module(_COMMANDS[options.command][0]).run, options)
+    return guarded(importlib.import_module(COMMANDS[options.command][0]).run, options)
 
 
 if __name__ == "__main__":

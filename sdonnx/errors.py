@@ -1,4 +1,4 @@
-"""Every failure that a user can cause.
+"""Exceptions for all errors that a user can cause.
 
 ```
 SdonnxError
@@ -6,14 +6,14 @@ SdonnxError
 ├── WeightsError      weights are missing, truncated, of the wrong shape or in a refused format
 ├── OutputError       the output exists, lies in the input, or cannot be written
 ├── OptionError       an option has a value that cannot be used
-├── PrecisionError    a precision in which a pipeline cannot draw
+├── PrecisionError    a precision in which a pipeline cannot generate images
 ├── ProviderError     an execution provider is unknown or not available on this machine
-├── DeviceMemoryError the device has too little memory for what was asked
+├── DeviceMemoryError the device has too little memory for the request
 ├── PromptError       prompts are missing or of the wrong kind
 └── SchedulerError    a scheduler configuration that the samplers cannot follow
 ```
 
-A command prints one line and ends with status 2. A traceback appears only with `--debug`.
+A command prints the error on one line and exits with status 2. `--debug` shows the traceback.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ __all__ = [
     "refusing",
 ]
 
-_LONGEST = 1000  # characters of each part: what was found may be text of any length out of a file
+_MAX_CHARACTERS = 1000  # of each part of a message, which may quote text of any length from a file
 
 
 class SdonnxError(Exception):
-    """A failure with its remedy: what was found, what was expected, what to do.
+    """An error with its remedy.
 
     Args:
-        found: what is wrong, as a clause without a full stop.
-        expected: what would have been right.
-        remedy: what the user can do, as an imperative.
+        found: the problem, as a clause without a full stop.
+        expected: the value or state that would have been right.
+        remedy: the action that fixes the problem, as an imperative.
     """
 
     def __init__(self, found: str, expected: str, remedy: str) -> None:
@@ -60,15 +60,15 @@ class SdonnxError(Exception):
 
 
 def _shown(text: str) -> str:
-    """Return text on one line, no longer than a line may be, and with nothing in it that a terminal would obey."""
+    """Return text on one line, shortened if necessary, with control characters escaped."""
     text = " ".join(text.split())
-    if len(text) > _LONGEST:
-        text = f"{text[: _LONGEST // 2]} ... {text[-_LONGEST // 2 :]}"
+    if len(text) > _MAX_CHARACTERS:
+        text = f"{text[: _MAX_CHARACTERS // 2]} ... {text[-_MAX_CHARACTERS // 2 :]}"
     return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)
 
 
 def cause_of(error: BaseException) -> BaseException:
-    """Return the SdonnxError that a library wrapped in its own, or the library's where there is none."""
+    """Return the SdonnxError that a library wrapped in an exception of its own, or else the library's exception."""
     inner: BaseException | None = error
     while inner is not None and not isinstance(inner, SdonnxError):
         inner = inner.__cause__
@@ -92,7 +92,7 @@ class OptionError(SdonnxError):
 
 
 class PrecisionError(SdonnxError):
-    """A precision in which a pipeline cannot draw."""
+    """A precision in which a pipeline cannot generate images."""
 
 
 class ProviderError(SdonnxError):
@@ -100,7 +100,7 @@ class ProviderError(SdonnxError):
 
 
 class DeviceMemoryError(SdonnxError):
-    """The device has too little memory for what was asked; what is smaller can still be asked."""
+    """The device has too little memory for the request; smaller requests are still possible."""
 
 
 class PromptError(SdonnxError):
@@ -112,14 +112,19 @@ class SchedulerError(SdonnxError):
 
 
 @contextlib.contextmanager
-def refusing(what: object, expected: str, remedy: str) -> Iterator[None]:
-    """Tell in one line whatever is made, in the block, of content that nobody foresaw.
+def refusing(subject: object, expected: str, remedy: str) -> Iterator[None]:
+    """Turn unexpected exceptions in the block into a FolderError.
 
-    It stands where a folder's content is given to code that takes it at its word, this project's or a library's. What
-    is looked at by name before it says more; failures of the system, and of memory, pass through.
+    It encloses code that relies on the content of a folder, in this project or in a library. Explicit checks before it
+    give better messages. An SdonnxError, OSError or MemoryError passes through, even if a library wrapped it.
+
+    Args:
+        subject: the content that cannot be used, for the message.
+        expected: the expected content.
+        remedy: the action that fixes the problem.
 
     Raises:
-        FolderError: anything else went wrong in the block; the cause is kept for `--debug`.
+        FolderError: another exception was raised in the block; it is kept as the cause for `--debug`.
     """
     try:
         yield
@@ -127,8 +132,8 @@ def refusing(what: object, expected: str, remedy: str) -> Iterator[None]:
         raise
     except Exception as error:
         cause: BaseException | None = error
-        while cause is not None:  # libraries wrap what is raised in what they call
+        while cause is not None:  # libraries wrap exceptions of the code that they call
             if isinstance(cause, (SdonnxError, OSError, MemoryError)):
                 raise cause from error
             cause = cause.__cause__
-        raise FolderError(f"{what} cannot be used ({type(error).__name__}: {error})", expected, remedy) from error
+        raise FolderError(f"{subject} cannot be used ({type(error).__name__}: {error})", expected, remedy) from error

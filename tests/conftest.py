@@ -1,4 +1,4 @@
-"""Options, markers and what the whole session shares."""
+"""Options, markers and fixtures of the whole session."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from recording import Note, recorded
+from support.pipeline_cache import PipelineCache, cache_root
+from support.recording import Note, recorded
 
 # Read by huggingface_hub on import, so set before any test module is: no test may depend on a network.
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 
 def _keep_to_own_cores() -> None:
-    """Give each of pytest-xdist's workers, and what it starts, a share of the cores.
+    """Give each pytest-xdist worker, and the processes that it starts, a share of the cores.
 
-    Libraries' threads wait by spinning: beside another worker, a benchmark that takes 90 s alone took 545 with a thread
+    Threads of libraries wait by spinning: next to another worker, a benchmark that takes 90 s took 545 s with a thread
     for every core. torch's OpenMP counts its threads when it is imported, so this comes first.
     """
     worker, count = os.environ.get("PYTEST_XDIST_WORKER"), int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))
@@ -32,17 +33,45 @@ def _keep_to_own_cores() -> None:
 _keep_to_own_cores()
 
 
+# Folders and files whose tests take seconds each without a fixture that says so: they request pipelines by name, start
+# processes, or compare many cases.
+_SLOW = (
+    "models/",
+    "sample/",
+    "benchmark/test_adapter_engines",
+    "benchmark/test_benchmark_command",
+    "benchmark/test_one_command",
+    "benchmark/test_report",
+    "cli/",
+    "doctor/test_doctor_command",
+    "doctor/test_kernel_case_file",
+    "folder/test_faults",
+    "folder/test_hostile",
+    "optimize/test_mutations",
+    "optimize/test_work",
+    "precision_search/",
+    "runtime/test_captions",
+    "samplers/test_sampler_options",
+    "samplers/test_sampler_steps",
+    "verify/",
+    "fusions/test_channels_last_nets",
+    "test_docs",
+    "test_packaging",
+)
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="also run the tests of full-size models")
-    parser.addoption("--results", type=Path, default=None, help="file to append what tests measured to")
+    parser.addoption("--results", type=Path, default=None, help="file to append measurements to")
     parser.addoption("--made", type=Path, default=None, help="keep GPU tests' pipelines here, and use those that are")
-    parser.addoption("--faults", type=int, default=0, help="inject each fault so many times (tests/test_faults.py)")
-    parser.addoption("--hostile", type=int, default=0, help="so many inputs of each kind (tests/test_hostile.py)")
+    parser.addoption("--faults", type=int, default=0, help="number of injections of each fault")
+    parser.addoption("--hostile", type=int, default=0, help="number of hostile inputs of each kind")
     parser.addoption("--seed", type=int, default=0, help="of the faults and the hostile inputs")
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` selects by markers
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect `full` unless it is asked for; skip `gpu` where there is no CUDA provider.
+    """Deselect `full` unless requested, skip `gpu` without a CUDA provider, and mark tests that need a pipeline.
 
     A `-m` in addopts would be lost as soon as the command line has one, hence a hook.
     """
@@ -50,6 +79,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         full = [item for item in items if item.get_closest_marker("full")]
         config.hook.pytest_deselected(items=full)
         items[:] = [item for item in items if not item.get_closest_marker("full")]
+    tests = Path(__file__).parent
+    for item in items:
+        if "pipelines" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.pipeline)
+        elif item.path.relative_to(tests).as_posix().startswith(_SLOW):
+            item.add_marker(pytest.mark.slow)
     on_gpu = [item for item in items if item.get_closest_marker("gpu")]
     if on_gpu and not _has_cuda():
         for item in on_gpu:
@@ -70,79 +105,59 @@ def note(request: pytest.FixtureRequest) -> Iterator[Note]:
 
 
 @pytest.fixture(scope="session")
-def micro(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A pipeline with a few channels, a diffusers folder; read it, never write to it."""
-    from micro import write_micro
-
-    return write_micro(tmp_path_factory.mktemp("micro") / "diffusers")
-
-
-@pytest.fixture(scope="session")
-def micro_exported(micro: Path) -> Path:
-    """`micro` as float32 ONNX; read it, never write to it."""
-    from sdonnx.export.pipeline import export_pipeline
-
-    export_pipeline(micro, micro.parent / "onnx")
-    return micro.parent / "onnx"
+def pipelines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PipelineCache]:
+    """Sample pipelines and folders made from them, shared by the whole run; read them, never write to them."""
+    cache = PipelineCache(cache_root(tmp_path_factory.getbasetemp()))
+    yield cache
+    assert cache.changed() == [], "a test wrote to a shared pipeline folder"
 
 
 @pytest.fixture(scope="session")
-def micro_cpu(micro_exported: Path) -> Path:
-    """`micro` optimized for the CPU provider; read it, never write to it."""
-    from sdonnx.optimize import optimize_folder
-
-    optimize_folder(micro_exported, micro_exported.parent / "cpu", provider="cpu")
-    return micro_exported.parent / "cpu"
+def micro(pipelines: PipelineCache) -> Path:
+    """A pipeline with a few channels, a diffusers folder."""
+    return pipelines.micro()
 
 
 @pytest.fixture(scope="session")
-def tiny_pipeline(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The sample pipeline `tiny`, a diffusers folder; read it, never write to it."""
-    from sdonnx.sample import write_sample
-
-    folder = tmp_path_factory.mktemp("pipelines") / "tiny"
-    write_sample("tiny", folder)
-    return folder
+def micro_exported(pipelines: PipelineCache, micro: Path) -> Path:
+    """`micro` as float32 ONNX."""
+    return pipelines.exported(micro)
 
 
 @pytest.fixture(scope="session")
-def tiny_exported(tiny_pipeline: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`tiny` as float32 ONNX; read it, never write to it."""
-    from sdonnx.export.pipeline import export_pipeline
-
-    folder = tmp_path_factory.mktemp("exported") / "tiny"
-    export_pipeline(tiny_pipeline, folder)
-    return folder
+def micro_cpu(pipelines: PipelineCache, micro_exported: Path) -> Path:
+    """`micro` optimized for the CPU provider."""
+    return pipelines.optimized(micro_exported, provider="cpu")
 
 
 @pytest.fixture(scope="session")
-def tiny_cpu(tiny_exported: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`tiny` optimized for the CPU provider; read it, never write to it."""
-    from sdonnx.optimize import optimize_folder
-
-    folder = tmp_path_factory.mktemp("optimized") / "tiny-cpu"
-    optimize_folder(tiny_exported, folder, provider="cpu")
-    return folder
+def tiny_pipeline(pipelines: PipelineCache) -> Path:
+    """The sample pipeline `tiny`, a diffusers folder."""
+    return pipelines.sample("tiny")
 
 
 @pytest.fixture(scope="session")
-def tiny_cuda(tiny_exported: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`tiny` optimized for CUDA in float32, to be checked by lowering; read it, never write to it."""
-    from sdonnx.optimize import optimize_folder
-
-    folder = tmp_path_factory.mktemp("optimized") / "tiny-cuda"
-    optimize_folder(tiny_exported, folder, provider="cuda")
-    return folder
+def tiny_exported(pipelines: PipelineCache, tiny_pipeline: Path) -> Path:
+    """`tiny` as float32 ONNX."""
+    return pipelines.exported(tiny_pipeline)
 
 
 @pytest.fixture(scope="session")
-def tiny_cuda_fp16(tiny_exported: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`tiny` optimized for CUDA in float16; read it, never write to it."""
-    from sdonnx.optimize import optimize_folder
+def tiny_cpu(pipelines: PipelineCache, tiny_exported: Path) -> Path:
+    """`tiny` optimized for the CPU provider."""
+    return pipelines.optimized(tiny_exported, provider="cpu")
 
-    folder = tmp_path_factory.mktemp("optimized") / "tiny-cuda-fp16"
-    optimize_folder(tiny_exported, folder, provider="cuda", float16=True)
-    return folder
+
+@pytest.fixture(scope="session")
+def tiny_cuda(pipelines: PipelineCache, tiny_exported: Path) -> Path:
+    """`tiny` optimized for CUDA in float32, to be checked by lowering."""
+    return pipelines.optimized(tiny_exported, provider="cuda")
+
+
+@pytest.fixture(scope="session")
+def tiny_cuda_fp16(pipelines: PipelineCache, tiny_exported: Path) -> Path:
+    """`tiny` optimized for CUDA in float16."""
+    return pipelines.optimized(tiny_exported, provider="cuda", float16=True)
 
 
 @pytest.fixture(scope="session")
@@ -151,7 +166,7 @@ def tiny_torch(tiny_pipeline: Path) -> Any:
     import diffusers
     import torch
 
-    # Threads that wait by spinning, torch's beside ONNX Runtime's on a few shared cores, cost ten times the time.
+    # Spinning threads of both torch and ONNX Runtime on a few shared cores take ten times as long.
     torch.set_num_threads(1)
     pipeline: Any = diffusers.StableDiffusionPipeline.from_pretrained(tiny_pipeline)
     pipeline.set_progress_bar_config(disable=True)
@@ -176,7 +191,7 @@ def ours(loaded: Any) -> Iterator[Any]:
 
 @pytest.fixture
 def theirs(tiny_torch: Any) -> Iterator[Any]:
-    """diffusers' pipeline, likewise."""
+    """The pipeline of diffusers, with the folder's own scheduler at the start of each test."""
     before = tiny_torch.scheduler
     yield tiny_torch
     tiny_torch.scheduler = before

@@ -1,11 +1,15 @@
-"""What gets installed, what gets imported, and in which direction."""
+"""Installed packages, imports and the direction of imports."""
 
 from __future__ import annotations
 
 import ast
 import configparser
+import functools
+import os
+import shutil
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, distribution, packages_distributions
 from pathlib import Path
@@ -22,31 +26,17 @@ PACKAGE = ROOT / "sdonnx"
 # Nothing that draws images needs these, nor anything that only looks at a folder.
 CONVERTERS = {"torch", "diffusers", "transformers", "accelerate", "onnx", "onnx_ir", "onnxscript"}
 TORCH_SIDE = {"torch", "diffusers", "transformers", "accelerate"}
-MAY_IMPORT_TORCH = {"export", "sample", "benchmark", "verify", "quickstart"}
+MAY_IMPORT_TORCH = {"export", "sample", "benchmark", "verify", "cli"}
 RUNTIME = {"runtime", "samplers", "doctor"}
 # The extras that a module's imports may need beyond the runtime's.
 EXTRAS = {
     **{
         unit: {"optimize"}
-        for unit in (
-            "graph",
-            "fusions",
-            "precision",
-            "compose",
-            "interface",
-            "report",
-            "optimize",
-            "configuration",
-            "component",
-            "posterior",
-            "decision",
-            "stream",
-            "automatic",
-        )
+        for unit in ("graph", "operators", "fusions", "precision", "compose", "optimize", "precision_search")
     },
     "runtime": {"captions"},
     **{unit: {"export"} for unit in ("export", "sample")},
-    **{unit: {"export", "benchmark"} for unit in ("benchmark", "verify", "quickstart")},
+    **{unit: {"export", "benchmark"} for unit in ("benchmark", "verify", "cli")},
 }
 RUNTIME_LIBRARIES = {"numpy", "onnxruntime", "tokenizers", "PIL", "rich", "tqdm"}
 OPTIONAL_LIBRARIES = {"bs4", "ftfy"}  # captions are cleaned where these are
@@ -54,26 +44,27 @@ OPTIONAL_LIBRARIES = {"bs4", "ftfy"}  # captions are cleaned where these are
 # A module imports from the levels before its own; only command lines import from one another.
 LEVELS = (
     {"errors"},
-    {"claim", "prompts"},
-    {"adapters", "folder", "samplers", "parity"},
-    {"certificate"},
-    {"families", "doctor", "upgrade"},
-    {"graph", "expected", "inspection"},
-    {"configuration", "decision"},
-    {"fusions", "precision", "compose", "interface", "stream"},
-    {"posterior", "report"},
-    {"component"},
+    {"metrics", "samplers", "folder"},
+    {"models"},
+    {"graph"},
+    {"operators"},
+    {"doctor"},
+    {"fusions", "compose"},
+    {"precision"},
     {"optimize", "export", "sample", "runtime"},
-    {"automatic", "terminal"},
+    {"precision_search", "terminal"},
     {"benchmark"},
     {"verify"},
-    {"__main__", "explain", "generate", "optimize_pipeline", "quickstart"},
+    {"__main__", "cli", "optimize_pipeline"},
 )
 # Modules of these names are command lines wherever they lie.
-COMMANDS = {"__main__", "command"}
+COMMANDS = {"__main__"}
 
 
-# What gets imported
+TABLES_OF_DATA = {"sdonnx.models.abi"}
+
+
+# Imports
 
 
 def _sources() -> dict[str, Path]:
@@ -90,8 +81,13 @@ SOURCES = _sources()
 LAYERED = sorted(SOURCES.keys() - {"sdonnx"})
 
 
-def _imports(module: str) -> Iterator[str]:
+@functools.cache
+def _imports(module: str) -> frozenset[str]:
     """The dotted names that `module` imports anywhere in it, functions and type checking included."""
+    return frozenset(_found_imports(module))
+
+
+def _found_imports(module: str) -> Iterator[str]:
     path = SOURCES[module]
     package = module.split(".") if path.name == "__init__.py" else module.split(".")[:-1]
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -105,7 +101,7 @@ def _imports(module: str) -> Iterator[str]:
 
 
 def _unit(module: str) -> str:
-    """What `LEVELS` calls `module`: the first name below the package, but command lines by their own."""
+    """Return the name of a module in `LEVELS`: the first name below the package; command lines by their own."""
     parts = module.split(".")
     return "__main__" if parts[-1] in COMMANDS else parts[1]
 
@@ -127,24 +123,30 @@ def test_every_module_has_a_level() -> None:
     assert units <= set().union(*LEVELS), "give the new module its place in LEVELS"
 
 
-@pytest.mark.parametrize("module", LAYERED)
-def test_imports_go_one_way(module: str) -> None:
-    unit = _unit(module)
+def test_imports_go_one_way() -> None:
     commands = len(LEVELS) - 1
-    for name in _own_imports(module):
-        other = _unit(name)
-        assert other == unit or _level(other) < _level(unit) or _level(unit) == commands, f"imports {name}"
+    upward = [
+        f"{module} imports {name}"
+        for module in LAYERED
+        for name in _own_imports(module)
+        if not (
+            _unit(name) == _unit(module)
+            or _level(_unit(name)) < _level(_unit(module))
+            or _level(_unit(module)) == commands
+        )
+    ]
+    assert upward == []
 
 
-@pytest.mark.parametrize("module", LAYERED)
-def test_torch_is_imported_in_few_places(module: str) -> None:
-    assert _unit(module) in MAY_IMPORT_TORCH or not _libraries(module) & TORCH_SIDE
+def test_torch_is_imported_in_few_places() -> None:
+    importing = {_unit(module) for module in LAYERED if _libraries(module) & TORCH_SIDE}
+    assert importing <= MAY_IMPORT_TORCH
 
 
-@pytest.mark.parametrize("module", [module for module in LAYERED if _unit(module) in RUNTIME])
-def test_runtime_imports_only_its_libraries(module: str) -> None:
-    """Checks the module and everything of the package that it reaches."""
-    reached, waiting = set(), {module}
+def test_runtime_imports_only_its_libraries() -> None:
+    """Checks the run-time's modules and every module of the package that they reach."""
+    reached: set[str] = set()
+    waiting = {module for module in LAYERED if _unit(module) in RUNTIME}
     while waiting:
         current = waiting.pop()
         reached.add(current)
@@ -175,12 +177,20 @@ def test_runtime_runs_without_the_converters() -> None:
 def test_public_names_are_held() -> None:
     assert sorted(sdonnx.__all__) == sorted(
         [
+            "DeviceMemoryError",
             "FolderError",
+            "ImageOutput",
+            "KernelWarning",
+            "NotFiniteWarning",
+            "NsfwContentWarning",
             "OptionError",
             "OrtDiffusionPipeline",
             "OutputError",
+            "PrecisionError",
             "PromptError",
+            "PromptTruncatedWarning",
             "ProviderError",
+            "RebuildWarning",
             "SchedulerError",
             "SdonnxError",
             "WeightsError",
@@ -192,10 +202,9 @@ def test_public_names_are_held() -> None:
     )
 
 
-@pytest.mark.parametrize("name", sdonnx.__all__)
-def test_public_name_exists(name: str) -> None:
-    assert name in dir(sdonnx)
-    assert getattr(sdonnx, name) is not None
+def test_public_names_exist() -> None:
+    assert set(sdonnx.__all__) <= set(dir(sdonnx))
+    assert all(getattr(sdonnx, name) is not None for name in sdonnx.__all__)
 
 
 def test_unknown_name_is_an_attribute_error() -> None:
@@ -203,7 +212,23 @@ def test_unknown_name_is_an_attribute_error() -> None:
         _ = sdonnx.export_pipelines
 
 
-# What gets installed
+def test_module_names_are_unique() -> None:
+    """In an editor's tab bar, two modules of one name are the same."""
+    names = Counter(path.stem for path in SOURCES.values())
+    assert {name for name, count in names.items() if count > 1} <= {"__init__", "__main__"}
+
+
+def test_few_modules_are_at_the_top() -> None:
+    assert len(list(PACKAGE.glob("*.py"))) <= 8
+
+
+def test_modules_are_short() -> None:
+    """450 lines at most; a table of data may be longer."""
+    long = {module for module, path in SOURCES.items() if len(path.read_text(encoding="utf-8").splitlines()) > 450}
+    assert long <= TABLES_OF_DATA
+
+
+# Installation
 
 
 def _requirements() -> dict[str, list[Requirement]]:
@@ -271,14 +296,19 @@ def test_minimal_installation_draws_and_no_more() -> None:
     assert not closure & {canonicalize_name(name) for name in CONVERTERS}
 
 
-@pytest.mark.parametrize("module", LAYERED)
-def test_imports_are_required_directly(module: str) -> None:
-    """A library that is there only because another needs it can be gone with that one's next version."""
+def test_imports_are_required_directly() -> None:
+    """A library that only another library requires may be missing with that one's next version."""
     homes = packages_distributions()
-    direct = _direct({_runtime()} | EXTRAS.get(_unit(module), set()))
-    required = {canonicalize_name(requirement.name) for requirement in direct}
-    for library in _libraries(module):
-        assert required & set(map(canonicalize_name, homes[library])), library
+    missing = set()
+    for module in LAYERED:
+        direct = _direct({_runtime()} | EXTRAS.get(_unit(module), set()))
+        required = {canonicalize_name(requirement.name) for requirement in direct}
+        missing |= {
+            (module, library)
+            for library in _libraries(module)
+            if not required & set(map(canonicalize_name, homes[library]))
+        }
+    assert missing == set()
 
 
 def test_optimizing_needs_no_torch() -> None:
@@ -322,3 +352,32 @@ def test_every_file_beside_the_modules_is_installed() -> None:
 
 def test_types_are_published() -> None:
     assert (PACKAGE / "py.typed").is_file()
+
+
+@pytest.fixture(scope="module")
+def distributions(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The source distribution of a copy of the tracked files, and the wheel built from that."""
+    folder = tmp_path_factory.mktemp("distributions")
+    copy = folder / "source"
+    ignored = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", "dist", "results")
+    shutil.copytree(ROOT, copy, ignore=ignored)
+    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder / "dist"), str(copy)]
+    subprocess.run(command, check=True, capture_output=True)
+    (sdist,), (wheel,) = (list((folder / "dist").glob(pattern)) for pattern in ("*.tar.gz", "*.whl"))
+    return {"sdist": sdist, "wheel": wheel}
+
+
+@pytest.mark.parametrize("kind", ["sdist", "wheel"])
+def test_distributions_install_and_run(kind: str, distributions: dict[str, Path], tmp_path: Path) -> None:
+    target = tmp_path / "site"
+    pip = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-build-isolation", "--no-index", "-q"]
+    subprocess.run([*pip, "--target", str(target), str(distributions[kind])], check=True, capture_output=True)
+    installed = {path.relative_to(target) for path in (target / "sdonnx").rglob("*") if "__pycache__" not in path.parts}
+    present = {path.relative_to(ROOT) for path in PACKAGE.rglob("*") if "__pycache__" not in path.parts}
+    assert installed == present
+    environment = os.environ | {"PYTHONPATH": str(target)}
+    code = "import sdonnx, sys; print(sdonnx.__file__); from sdonnx.__main__ import main; main(['--version'])"
+    command = [sys.executable, "-W", "error", "-c", code]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.stderr == ""
+    assert done.stdout.split() == [str(target / "sdonnx" / "__init__.py"), sdonnx.__version__]

@@ -1,5 +1,5 @@
-"""The benchmark: engines in processes of their own, their latency, memory, images and kernels beside one another.
+"""The benchmark: runs each engine in its own process and compares latency, memory, images and kernels.
 
-`sdonnx.benchmark.command` is what a user calls. Nothing is imported here: an engine's process holds no more than it
-needs.
+The command line is `sdonnx.cli.benchmark`. This module imports nothing, so that an engine's process loads only the
+modules that it needs.
 """

@@ -1,4 +1,4 @@
-"""Whether images are what they should be."""
+"""Compare images with the reference, and detect faulty images."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from sdonnx.benchmark.engine import is_there
-from sdonnx.benchmark.results import LEAST_PSNR_DB, Agreement
-from sdonnx.parity import psnr
+from sdonnx.benchmark.engine import is_importable
+from sdonnx.benchmark.results import MIN_PSNR_DB, Agreement
+from sdonnx.metrics import psnr
 
-__all__ = ["agreement_of", "fault_of", "is_empty"]
+__all__ = ["compare_images", "find_fault", "is_empty"]
 
 Images = npt.NDArray[np.uint8]
 
 
-def agreement_of(images: Images, reference: Images) -> Agreement:
+def compare_images(images: Images, reference: Images) -> Agreement:
     """Compare images (B,H,W,3) with those of the reference, of the same shape.
 
-    PSNR is over all pixels; SSIM (Wang et al. 2004, scikit-image's, with its window of 7 pixels) and LPIPS (Zhang et
-    al. 2018, AlexNet's) are means over the images.
+    PSNR is computed over all pixels. SSIM (Wang et al. 2004, scikit-image's implementation with its window of 7
+    pixels) and LPIPS (Zhang et al. 2018, with AlexNet) are means over the images.
     """
     from skimage import metrics
 
@@ -42,18 +42,18 @@ def agreement_of(images: Images, reference: Images) -> Agreement:
 
 
 def is_empty(images: Images) -> bool:
-    """Tell whether an image shows one colour alone, as black ones do and those that NaN became."""
+    """Return whether an image has a single colour, such as a black image or one made of NaN."""
     return bool((np.ptp(images.reshape(len(images), -1, 3), axis=1).max(axis=1) == 0).any())
 
 
-def fault_of(images: Images, agreement: Agreement | None) -> str | None:
-    """Return why images must not be trusted, None where nothing speaks against them."""
+def find_fault(images: Images, agreement: Agreement | None) -> str | None:
+    """Return the reason for which images are faulty, or None if no fault is found."""
     if is_empty(images):
-        return "an image of one colour alone (black, or NaN)"
-    if agreement is not None and agreement.psnr_db is not None and agreement.psnr_db < LEAST_PSNR_DB:
+        return "an image has a single colour (black, or NaN)"
+    if agreement is not None and agreement.psnr_db is not None and agreement.psnr_db < MIN_PSNR_DB:
         return (
-            f"other images than the reference's ({agreement.psnr_db:.1f} dB, expected {LEAST_PSNR_DB:.0f} at least): "
-            "other weights or another sampler"
+            f"the images differ from the reference ({agreement.psnr_db:.1f} dB, expected at least {MIN_PSNR_DB:.0f} "
+            "dB): the weights or the sampler differ"
         )
     return None
 
@@ -73,14 +73,14 @@ def _lpips(images: Images, reference: Images) -> float | None:
 
 @functools.cache
 def _network() -> Any:
-    """Return LPIPS' network; None where the package or its weights are not there."""
-    if not is_there("lpips"):
+    """Return the LPIPS network, or None if the package or its weights are missing."""
+    if not is_importable("lpips"):
         return None
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torchvision's, of how lpips calls it
-            lpips: Any = importlib.import_module("lpips")  # by name: no extra brings it
+            warnings.simplefilter("ignore")  # torchvision's deprecations, caused by lpips
+            lpips: Any = importlib.import_module("lpips")  # by name: it is not part of an extra
             return lpips.LPIPS(net="alex", verbose=False)
     except Exception as error:  # it downloads AlexNet's weights
-        warnings.warn(f"LPIPS is left out: {' '.join(str(error).split())[:200]}", stacklevel=2)
+        warnings.warn(f"LPIPS is not computed: {' '.join(str(error).split())[:200]}", stacklevel=2)
         return None

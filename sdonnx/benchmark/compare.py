@@ -1,4 +1,4 @@
-"""Rivals under one clock: each in processes of its own, in an order that is shuffled for every round."""
+"""Run a comparison: each engine in separate processes, in an order that is shuffled for every round."""
 
 from __future__ import annotations
 
@@ -14,57 +14,48 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from sdonnx.benchmark.agreement import agreement_of, fault_of
+from sdonnx.benchmark.agreement import compare_images, find_fault
 from sdonnx.benchmark.engine import EngineOptions, FolderKind
 from sdonnx.benchmark.engines import ENGINES, ReferenceEngine
+from sdonnx.benchmark.extra_results import Kernels, Resolution, Resolutions, Throughput
 from sdonnx.benchmark.processes import WorkerError, run_worker
-from sdonnx.benchmark.results import (
-    REFERENCE,
-    Comparison,
-    Kernels,
-    Resolution,
-    Resolutions,
-    Result,
-    Round,
-    Stages,
-    Throughput,
-    Workload,
-)
+from sdonnx.benchmark.results import REFERENCE, Comparison, Result, Round, Stages
 from sdonnx.benchmark.rivals import Rival
-from sdonnx.benchmark.stages import median_of
+from sdonnx.benchmark.stages import median_stages
 from sdonnx.benchmark.statistics import fit_line
+from sdonnx.benchmark.workload import Workload
 
-__all__ = ["Contest", "Kept", "Setup"]
+__all__ = ["ComparisonRun", "ComparisonSetup", "Measurement"]
 
 Images = npt.NDArray[np.uint8]
 
-Kept = Result | Throughput | Resolutions | Kernels
+Measurement = Result | Throughput | Resolutions | Kernels
 
-_BLOCK = 2**24  # bytes
+_BLOCK_BYTES = 2**24
 
 
 @dataclass(frozen=True)
-class Setup:
-    """What is compared.
+class ComparisonSetup:
+    """The settings of a comparison.
 
     Attributes:
         rivals: the engines.
-        folders: a pipeline of each kind that they read, all of the same weights.
-        workloads: what each of them draws, one after another.
-        prompts: what to draw.
+        folders: a pipeline folder of each kind that the engines read, all with the same weights.
+        workloads: the workloads, measured one after another.
+        prompts: the prompts.
         provider: "cuda" or "cpu".
         batch_count: timed runs of each prompt in each round.
-        warm_ups: runs before.
+        warm_ups: number of warm-up runs.
         rounds: processes of each engine for each workload.
-        io_binding: bind buffers of the device in onnxruntime-plain.
+        io_binding: bind device buffers in onnxruntime-plain.
         safety_checker: run the folders' safety checkers.
-        pythons: interpreters by engine, for those whose packages are in another environment.
-        timeout_s: how long a process may take; None for any time.
-        throughput: also time different numbers of steps.
-        resolutions: also visit several sizes in one process.
-        kernels: also count device time by kind of operator.
-        multiple: height and width are multiples of it.
-        ip_adapters: files of IP-Adapters.
+        pythons: interpreters by engine, for engines in another environment.
+        timeout_s: time limit of a process; None for no limit.
+        throughput: also measure other numbers of steps.
+        resolutions: also measure several sizes in one process.
+        kernels: also measure device time by kind of operator.
+        multiple: divisor of height and width.
+        adapters: files of image-prompt adapters.
     """
 
     rivals: tuple[Rival, ...]
@@ -83,10 +74,10 @@ class Setup:
     resolutions: bool = False
     kernels: bool = False
     multiple: int = 8
-    ip_adapters: tuple[str, ...] = ()
+    adapters: tuple[str, ...] = ()
 
     def options(self, rival: Rival) -> EngineOptions:
-        """Return what a rival's engine is made from."""
+        """Return the options of an engine."""
         return EngineOptions(
             self.folders[ENGINES[rival.engine].reads],
             self.provider,
@@ -95,65 +86,73 @@ class Setup:
             rival.xformers,
             self.io_binding,
             self.safety_checker,
-            self.ip_adapters,
+            self.adapters,
         )
 
 
-class Contest:
+class ComparisonRun:
     """Runs a comparison.
 
     Args:
-        setup: what is compared.
-        comparison: what it adds to.
-        told: told what is going on.
-        keep: told each result, and each that was measured beside them, as soon as it is complete.
+        setup: the settings.
+        comparison: receives the results.
+        on_progress: callback for progress messages.
+        keep: callback for each result and extra measurement as soon as it is complete.
 
     Attributes:
-        unusable: rivals that cannot run at all, and why; they get a row for each workload.
+        unusable: engines that cannot run, with the reason; they get a row for each workload.
     """
 
     def __init__(
-        self, setup: Setup, comparison: Comparison, told: Callable[[str], None], keep: Callable[[Kept], None]
+        self,
+        setup: ComparisonSetup,
+        comparison: Comparison,
+        on_progress: Callable[[str], None],
+        keep: Callable[[Measurement], None],
     ) -> None:
-        self._setup, self._comparison, self._told, self._keep = setup, comparison, told, keep
+        self._setup, self._comparison, self._on_progress, self._keep = setup, comparison, on_progress, keep
         self._rates: dict[str, float] = {}
         self._scratch: Path | None = None
         self.unusable: dict[Rival, str] = {}
 
     def run(self) -> None:
-        """Run everything; what is complete is kept also where this is interrupted.
+        """Run the comparison. Complete results are kept if it is interrupted.
 
-        Compilers begin with empty caches, and every file that an engine loads has been read before: its first image
-        depends on neither an earlier command nor an earlier engine.
+        Compilers start with empty caches, and all files are read into the page cache first. The time to the first
+        image therefore depends neither on earlier commands nor on other engines.
 
         Raises:
-            KeyboardInterrupt: it was interrupted.
+            KeyboardInterrupt: the user interrupted the comparison.
         """
         with TemporaryDirectory() as folder:
             self._scratch = Path(folder)
             for path in self._setup.folders.values():
                 _read_all(path)
             for rival in self._setup.rivals:
-                if self._setup.provider == "cuda" and ENGINES[rival.engine].prepares and rival not in self.unusable:
+                if (
+                    self._setup.provider == "cuda"
+                    and ENGINES[rival.engine].needs_preparation
+                    and rival not in self.unusable
+                ):
                     self._prepare(rival)
             for workload in self._setup.workloads:
-                self._race(workload, Path(folder))
-            # What is beside the rows is looked at for the first workload alone.
+                self._compare(workload, Path(folder))
+            # Extra measurements use only the first workload.
             first = self._setup.workloads[0]
             for task in ("throughput", "resolutions", "kernels"):
                 for rival in self._setup.rivals if getattr(self._setup, task) else ():
                     if rival not in self.unusable:
-                        self._look(task, rival, first)
+                        self._measure_extra(task, rival, first)
 
     def _prepare(self, rival: Rival) -> None:
-        """Let an engine do what a GPU wants once: it is in no image's time, on whatever machine."""
+        """Prepare the GPU for an engine, so that no image's time includes it."""
         job = self._job("prepare", rival.engine, self._setup.options(rival), self._setup.workloads[0])
         try:
-            self._work(f"{rival.title}, once for this GPU", job, rival, self._setup.timeout_s)
+            self._work(f"{rival.title}, preparation of this GPU", job, rival, self._setup.timeout_s)
         except WorkerError as failure:
-            self._told(f"{rival.title}: {failure}")  # if it matters, the first round says so
+            self._on_progress(f"{rival.title}: {failure}")  # if it matters, the first round reports it
 
-    def _race(self, workload: Workload, folder: Path) -> None:
+    def _compare(self, workload: Workload, folder: Path) -> None:
         rivals = self._setup.rivals
         results = {rival: Result(rival.title, workload, failure=self.unusable.get(rival)) for rival in rivals}
         stages: dict[Rival, list[Stages]] = {rival: [] for rival in rivals}
@@ -171,34 +170,32 @@ class Contest:
             complete = [result for result in results.values() if result.rounds or result.failure]
             for result in complete:
                 result.matrix_rate = self._rates.get(result.engine.get("precision", ""))
-            # All of them before one is kept: where that fails, the others can still be shown.
+            # Add all results before calling `keep`, so that they can be shown if a call fails.
             self._comparison.results += complete
             for result in complete:
                 self._keep(result)
 
     def _order(self, workload: Workload, number: int) -> list[Rival]:
-        """Return the rivals in a round's order: shuffled for every second round, and turned round for the next."""
+        """Return the engines in the order of a round: shuffled for every second round, then reversed."""
         order = list(self._setup.rivals)
         random.Random(f"{workload.seed} {number // 2}").shuffle(order)
         return order if number % 2 == 0 else order[::-1]
 
     def _reference(self, workload: Workload, folder: Path) -> tuple[Images | None, float | None, str | None]:
-        """Return the images that all others are compared with, the operations of a denoiser call, or why not."""
+        """Return the reference images, the operations of a denoiser call, and the reason if they are missing."""
         source = self._setup.folders.get(FolderKind.DIFFUSERS)
         if source is None:
-            self._told("no diffusers folder was given: images are compared with nothing")
+            self._on_progress("no diffusers folder was given: images are not compared")
             return None, None, None
         path = folder / "reference.npy"
         setup = self._setup
-        options = EngineOptions(
-            source, setup.provider, safety_checker=setup.safety_checker, ip_adapters=setup.ip_adapters
-        )
+        options = EngineOptions(source, setup.provider, safety_checker=setup.safety_checker, adapters=setup.adapters)
         job = self._job("reference", ReferenceEngine.name, options, workload) | {"images": str(path)}
         try:
-            # Without a limit of time: it is no rival.
+            # Without a time limit, which applies only to the compared engines.
             values = self._work(REFERENCE, job, None, None)
         except WorkerError as failure:
-            self._told(f"{REFERENCE}: {failure}; images are compared with nothing")
+            self._on_progress(f"{REFERENCE}: {failure}; images are not compared")
             return None, None, f"{REFERENCE}: {failure}"
         self._rates |= values["matrix_rates"]
         images: Images = np.load(path)
@@ -228,17 +225,17 @@ class Contest:
         result.rounds.append(replace(Round(**_tuples(values["round"])), position=position))
         if "stages" in values:
             stages.append(Stages(**values["stages"]))
-            result.stages = median_of(stages)
+            result.stages = median_stages(stages)
         result.unstaged = values.get("unstaged", result.unstaged)
         images: Images = np.load(path)
         self._comparison.images.setdefault((rival.title, workload), Image.fromarray(images[0]))
-        agreement = None if reference is None else agreement_of(images, reference)
+        agreement = None if reference is None else compare_images(images, reference)
         if agreement is not None and (result.agreement is None or agreement.differing > result.agreement.differing):
             result.agreement = agreement
-        result.failure = result.failure or values["fault"] or fault_of(images, agreement)
+        result.failure = result.failure or values["fault"] or find_fault(images, agreement)
 
-    def _look(self, task: str, rival: Rival, workload: Workload) -> None:
-        """Measure what a rival shows beside its rows; where that fails, a row says so."""
+    def _measure_extra(self, task: str, rival: Rival, workload: Workload) -> None:
+        """Run an extra measurement of an engine. A failure becomes a row."""
         job = self._job(task, rival.engine, self._setup.options(rival), workload)
         comparison = self._comparison
         try:
@@ -275,10 +272,10 @@ class Contest:
 
     def _work(self, title: str, job: dict[str, Any], rival: Rival | None, timeout_s: float | None) -> dict[str, Any]:
         python = self._setup.pythons.get(rival.engine) if rival is not None else None
-        self._told(f"{title}: starts")
+        self._on_progress(f"{title}: started")
         return run_worker(
             job,
-            lambda text: self._told(f"{title}: {text}"),
+            lambda text: self._on_progress(f"{title}: {text}"),
             python=python,
             timeout_s=timeout_s,
             scratch=self._scratch,
@@ -286,10 +283,10 @@ class Contest:
 
 
 def _read_all(folder: Path) -> None:
-    """Read every file of a folder once, so that all of them lie in the page cache."""
+    """Read every file of a folder into the page cache."""
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         with path.open("rb") as file:
-            while file.read(_BLOCK):
+            while file.read(_BLOCK_BYTES):
                 pass
 
 

@@ -1,7 +1,7 @@
-"""`python -m sdonnx.benchmark.denoiser`: one denoiser call of ONNX Runtime and of torch, under one clock.
+"""`python -m sdonnx.benchmark.denoiser`: time one denoiser call of ONNX Runtime and of torch.
 
-The engines hold the same weights, get the same inputs and are timed in turn in one process, so that
-clocks and temperature are the same for all. Needs a GPU and torch.
+The engines have the same weights and inputs and are timed in turn in one process, so that clocks and temperature are
+the same for all. Requires a GPU and torch.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from sdonnx.benchmark.files import append_json, refuse_file
-from sdonnx.benchmark.kernels import IDLE, times_of_kernels
+from sdonnx.benchmark.files import append_json, check_writable
+from sdonnx.benchmark.operator_times import IDLE, kernel_times_by_kind
 from sdonnx.benchmark.record import environment
 from sdonnx.benchmark.statistics import quantile
 from sdonnx.errors import OptionError
@@ -34,18 +34,22 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("-p", "--pipeline", required=True, type=Path, help="the diffusers folder")
     parser.add_argument("-m", "--optimized", required=True, type=Path, help="the folder optimized from it")
     parser.add_argument("-e", "--engines", nargs="+", default=list(ENGINES), choices=ENGINES)
-    parser.add_argument("-b", "--batch_size", type=int, default=1, help="images; the batch is twice that")
+    parser.add_argument(
+        "-b", "--batch_size", type=int, default=1, help="number of images; the denoiser's batch is twice that"
+    )
     parser.add_argument("--height", type=int, default=512, help="pixels")
     parser.add_argument("--width", type=int, default=512, help="pixels")
-    parser.add_argument("--rounds", type=int, default=5, help="how often the engines take turns")
-    parser.add_argument("--calls", type=int, default=40, help="calls of an engine in its turn")
-    parser.add_argument("--json", type=Path, required=True, help="file to append the record to")
+    parser.add_argument(
+        "--rounds", type=int, default=5, help="number of rounds, in each of which every engine is timed"
+    )
+    parser.add_argument("--calls", type=int, default=40, help="calls of an engine in a round")
+    parser.add_argument("--json", type=Path, required=True, help="append the record to this file")
     add_debug(parser)
     return parser
 
 
 class _Case:
-    """The inputs of one call, on the GPU, and torch's answer in float32."""
+    """The inputs of one call, on the GPU, and torch's output in float32."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         import torch
@@ -54,12 +58,12 @@ class _Case:
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
         self.source = options.pipeline / "unet"
         wide: Any = UNet2DConditionModel.from_pretrained(self.source).to("cuda").eval()
-        draw = torch.Generator("cuda").manual_seed(0)
+        generator = torch.Generator("cuda").manual_seed(0)
         batch = 2 * options.batch_size
         latents = (batch, wide.config.in_channels, options.height // 8, options.width // 8)
         prompts = (batch, 77, wide.config.cross_attention_dim)
-        sample = torch.randn(latents, device="cuda", generator=draw)
-        prompt = torch.randn(prompts, device="cuda", generator=draw)
+        sample = torch.randn(latents, device="cuda", generator=generator)
+        prompt = torch.randn(prompts, device="cuda", generator=generator)
         self.timestep = torch.tensor([481.0], device="cuda")
         with torch.inference_mode():
             self.reference = wide(sample, self.timestep, prompt).sample.double()
@@ -73,8 +77,8 @@ class _Case:
 def _load_onnxruntime(options: argparse.Namespace, case: _Case) -> Callable[[], Any]:
     import torch
 
-    from sdonnx.runtime.device import device_for
-    from sdonnx.runtime.session import Graph
+    from sdonnx.runtime.device.device import device_for
+    from sdonnx.runtime.device.session import Graph
 
     device = device_for("cuda")
     graph = Graph(options.optimized / "unet" / "model.onnx", device, capture=True)
@@ -104,7 +108,7 @@ def _load_torch(case: _Case, compiled: bool) -> Callable[[], Any]:
     unet: Any = UNet2DConditionModel.from_pretrained(case.source, dtype=torch.float16).to("cuda").eval()
     sample = case.sample
     if compiled:
-        # diffusers' own recipe: documentation, "Accelerate inference", torch.compile.
+        # Source: diffusers' documentation, "Accelerate inference", torch.compile.
         unet.fuse_qkv_projections()
         unet = unet.to(memory_format=torch.channels_last)
         sample = sample.to(memory_format=torch.channels_last)
@@ -121,7 +125,7 @@ def _load_torch(case: _Case, compiled: bool) -> Callable[[], Any]:
 
 
 def _time(call: Callable[[], Any], calls: int) -> list[float]:
-    """Return the latencies of single calls in ms, each from an idle GPU to an idle GPU."""
+    """Return the latencies of single calls in ms, with an idle GPU before and after each call."""
     import torch
 
     latencies = []
@@ -148,7 +152,7 @@ def _kernels(call: Callable[[], Any], calls: int = 5) -> dict[str, Any]:
         for event in profiler.events() or ()
         if event.device_type.name == "CUDA"
     ]
-    times = {kind: milliseconds / calls for kind, milliseconds in times_of_kernels(kernels).items()}
+    times = {kind: milliseconds / calls for kind, milliseconds in kernel_times_by_kind(kernels).items()}
     return {
         "kernels_ms": {kind: round(value, 4) for kind, value in times.items()},
         "total_ms": round(sum(value for kind, value in times.items() if kind != IDLE), 4),
@@ -160,8 +164,10 @@ def _run(options: argparse.Namespace) -> int:
     import torch
 
     if not torch.cuda.is_available():
-        raise OptionError("this machine has no GPU that torch sees", "an NVIDIA GPU", "run it on such a machine")
-    refuse_file(options.json)
+        raise OptionError(
+            "torch finds no GPU on this machine", "an NVIDIA GPU", "run the command on a machine with a GPU"
+        )
+    check_writable(options.json)
     torch.backends.cudnn.benchmark = True  # as in the pipeline's benchmark
     case = _Case(options)
     calls: dict[str, Callable[[], Any]] = {}

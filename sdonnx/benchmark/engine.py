@@ -1,7 +1,7 @@
-"""What an engine of the benchmark is, and what it is made from.
+"""The interface of the benchmark's engines, and their options.
 
-The libraries that an engine draws with are imported by its `load` and not before, so that their import
-counts as loading and no engine's process holds another's libraries.
+An engine's libraries are imported in `load`, so that the time of the import counts as loading and no engine's process
+contains the libraries of another engine.
 """
 
 from __future__ import annotations
@@ -14,10 +14,12 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from sdonnx.benchmark.results import Stages, Workload
+from sdonnx.benchmark.results import Stages
+from sdonnx.benchmark.workload import Workload
 from sdonnx.errors import FolderError, OptionError
-from sdonnx.families import Role, family_of
-from sdonnx.folder import ONNX_MODEL, REPORT, PipelineFolder, read_json
+from sdonnx.folder.pipeline_folder import ONNX_MODEL, REPORT, PipelineFolder, read_json
+from sdonnx.models.registry import family_of
+from sdonnx.models.spec import Role
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -27,25 +29,25 @@ __all__ = [
     "Engine",
     "EngineOptions",
     "FolderKind",
+    "folder_kind",
     "installed_version",
-    "is_there",
-    "kind_of_folder",
-    "precision_of_report",
+    "is_importable",
+    "reported_precision",
 ]
 
 PROVIDERS = ("cuda", "cpu")
 
 
 class FolderKind(StrEnum):
-    """What a pipeline folder holds; the text is what errors call it."""
+    """The kind of a pipeline folder; the value is its name in messages."""
 
     DIFFUSERS = "a diffusers pipeline"
     EXPORTED = "an exported pipeline, not optimized"
     OPTIMIZED = "an optimized pipeline"
 
 
-def kind_of_folder(folder: PipelineFolder) -> FolderKind:
-    """Tell what a folder holds."""
+def folder_kind(folder: PipelineFolder) -> FolderKind:
+    """Return the kind of a folder."""
     if (folder.path / REPORT).is_file():
         return FolderKind.OPTIMIZED
     denoiser = family_of(folder).with_role(Role.DENOISER).name
@@ -54,17 +56,17 @@ def kind_of_folder(folder: PipelineFolder) -> FolderKind:
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """What an engine is made from.
+    """The options of an engine.
 
     Attributes:
-        folder: the pipeline, of the kind that the engine reads.
-        provider: "cuda" or "cpu"; None for the engine's own choice.
-        compile_mode: torch.compile's; None to compile nothing.
+        folder: the pipeline folder, of the kind that the engine reads.
+        provider: "cuda" or "cpu"; None for the engine's default.
+        compile_mode: mode of torch.compile; None to compile nothing.
         regional: compile the denoiser's repeated blocks instead of the whole denoiser.
-        xformers: let torch's attention be xformers'.
-        io_binding: bind buffers of the device (onnxruntime-plain; the others always or never do).
+        xformers: use xformers' attention in torch.
+        io_binding: bind device buffers (onnxruntime-plain only; the other engines always or never do).
         safety_checker: run the folder's safety checker.
-        ip_adapters: files of IP-Adapters, with which folders of graphs were exported.
+        adapters: files of image-prompt adapters; folders of graphs must be exported with them.
     """
 
     folder: Path
@@ -74,26 +76,26 @@ class EngineOptions:
     xformers: bool = False
     io_binding: bool = False
     safety_checker: bool = False
-    ip_adapters: tuple[str, ...] = ()
+    adapters: tuple[str, ...] = ()
 
 
 class Engine(abc.ABC):
-    """Draws images with one library. Making one looks at the folder and the options and loads nothing.
+    """Generates images with one library. The constructor checks the folder and the options; it loads nothing.
 
     Attributes:
-        name: what `-e` calls it.
-        reads: the kind of folder that it takes.
-        remedy: what makes such a folder.
-        distributions: the packages that it draws with, as pip calls them; alternatives in one tuple. The
-            first names the engine's version.
-        modules: what it imports.
-        installation: how they are installed.
-        compile_modes: what `EngineOptions.compile_mode` can be.
-        takes_adapters: whether it can draw with IP-Adapters.
-        prepares: whether a GPU that it has never used wants `prepare`.
+        name: the engine's name for `-e`.
+        reads: the kind of folder that the engine reads.
+        remedy: how to make such a folder.
+        distributions: the packages that it uses, by their names for pip; alternatives are in one tuple. The first
+            installed package of the first tuple determines the engine's version.
+        modules: the modules that it imports.
+        installation: how to install them.
+        compile_modes: the valid values of `EngineOptions.compile_mode`.
+        supports_adapters: whether it supports image-prompt adapters.
+        needs_preparation: whether `prepare` must run once on each GPU.
 
     Raises:
-        SdonnxError: a package is missing, or the folder or an option does not suit the engine.
+        SdonnxError: a package is missing, or the engine does not support the folder or an option.
     """
 
     name: ClassVar[str]
@@ -103,21 +105,21 @@ class Engine(abc.ABC):
     modules: ClassVar[tuple[str, ...]]
     installation: ClassVar[str]
     compile_modes: ClassVar[tuple[str, ...]] = ()
-    takes_adapters: ClassVar[bool] = False
-    prepares: ClassVar[bool] = False
+    supports_adapters: ClassVar[bool] = False
+    needs_preparation: ClassVar[bool] = False
 
     def __init__(self, options: EngineOptions) -> None:
-        """Look at the options and the folder."""
+        """Check the options and the folder."""
         self.require_packages(xformers=options.xformers)
         if options.compile_mode not in (None, *self.compile_modes):
             raise OptionError(
                 f"the compile mode {options.compile_mode!r} for the engine {self.name}",
                 f"one of {', '.join(self.compile_modes)}" if self.compile_modes else "the engine torch",
-                "pass one of these" if self.compile_modes else "leave out --enable_torch_compile",
+                "pass one of these" if self.compile_modes else "omit --enable_torch_compile",
             )
-        if options.ip_adapters and not self.takes_adapters:
+        if options.adapters and not self.supports_adapters:
             raise OptionError(
-                f"--ip_adapter for the engine {self.name}", "an engine that knows IP-Adapters", "leave it out"
+                f"--ip_adapter for the engine {self.name}", "an engine that supports adapters", "omit the engine"
             )
         self.options = options
         self.folder = PipelineFolder.open(options.folder)
@@ -128,8 +130,8 @@ class Engine(abc.ABC):
 
     @classmethod
     def require_packages(cls, *, xformers: bool = False) -> None:
-        """Raise OptionError where a package is missing."""
-        missing = [module for module in cls.modules if not is_there(module)]
+        """Raise OptionError if a package is missing."""
+        missing = [module for module in cls.modules if not is_importable(module)]
         if missing:
             raise OptionError(
                 f"the engine {cls.name} without {', '.join(missing)}",
@@ -139,33 +141,33 @@ class Engine(abc.ABC):
 
     def check_folder(self) -> None:
         """Raise FolderError unless the folder is of the kind that the engine reads."""
-        kind = kind_of_folder(self.folder)
+        kind = folder_kind(self.folder)
         if kind is not self.reads:
             raise FolderError(f"{self.folder.path} is {kind}", f"{self.reads} for the engine {self.name}", self.remedy)
         if self.options.safety_checker and not self.folder.index.get("safety_checker", [None])[0]:
             raise FolderError(
                 f"{self.folder.path} has no safety checker",
-                "one for --enable_safety_checker",
-                "leave the option out",
+                "a safety checker, because of --enable_safety_checker",
+                "omit the option",
             )
         own = self.family.adapters
         held = () if own is None else tuple(adapter.name for adapter in own.adapters)
-        named = tuple(Path(path).stem for path in self.options.ip_adapters)
+        named = tuple(Path(path).stem for path in self.options.adapters)
         if self.reads is not FolderKind.DIFFUSERS and held != named:
             raise FolderError(
-                f"{self.folder.path} was exported with {', '.join(held) or 'no IP-Adapter'}",
-                f"{', '.join(named) or 'none'}, as --ip_adapter says",
-                "name the adapters that it has, or give another folder",
+                f"{self.folder.path} was exported with {', '.join(held) or 'no adapter'}",
+                f"{', '.join(named) or 'none'}, the value of --ip_adapter",
+                "name the adapters of the folder, or pass another folder",
             )
 
     @property
     def version(self) -> str:
-        """The version of the library that it draws with."""
+        """The version of the library."""
         return next(version for name in self.distributions[0] if (version := installed_version(name)) is not None)
 
     @property
     def provider(self) -> str:
-        """What the result calls the provider: the device, and how the model was compiled for it."""
+        """The provider's name in results: the device, and how the model was compiled."""
         mode = self.options.compile_mode
         if mode is None:
             return self.device
@@ -174,72 +176,72 @@ class Engine(abc.ABC):
     @property
     @abc.abstractmethod
     def precision(self) -> str:
-        """The type that the denoiser computes in."""
+        """The data type of the denoiser's computation."""
 
     @abc.abstractmethod
     def default_provider(self) -> str:
-        """Return the provider to use where none was asked for."""
+        """Return the default provider."""
 
     @abc.abstractmethod
     def load(self, workload: Workload) -> None:
-        """Import the library, read the weights, put them on the device and set the workload's sampler.
+        """Import the library, load the weights onto the device and set the workload's sampler.
 
         Raises:
             SdonnxError: the folder cannot be read, or the provider is not available.
         """
 
     @abc.abstractmethod
-    def draw(self, prompt: str, workload: Workload) -> list[Image]:
-        """Return `workload.batch_size` images of a prompt; the device is idle again by then."""
+    def generate(self, prompt: str, workload: Workload) -> list[Image]:
+        """Generate `workload.batch_size` images of a prompt and wait until the device is idle."""
 
     @abc.abstractmethod
     def stages(self, prompt: str, workload: Workload) -> Stages:
-        """Draw once more and return where the time went; the engine is warm by then."""
+        """Generate images with a warm engine and return the durations of the stages."""
 
     @property
     @abc.abstractmethod
     def scheduler(self) -> str:
-        """The sampler's class, as diffusers names it."""
+        """The sampler's class name in diffusers."""
 
-    def prepare(self) -> None:  # noqa: B027  most do nothing once for a machine
-        """Do what a machine wants once, whatever is drawn on it later."""
+    def prepare(self) -> None:  # noqa: B027  most engines need no preparation
+        """Prepare the machine. Runs once, independently of the workloads."""
 
-    def unload(self) -> None:  # noqa: B027  a process that ends needs none
-        """Give back what `load` took, where an engine is not the last of its process."""
+    def unload(self) -> None:  # noqa: B027  not needed if the process ends
+        """Release the memory that `load` allocated, for processes that load several engines."""
 
-    def warmed_up(self) -> None:  # noqa: B027  most have nothing to do
-        """Told when the runs that do not count are over."""
+    def after_warm_up(self) -> None:  # noqa: B027  most engines ignore it
+        """Called after the warm-up runs."""
 
     def allocator_bytes(self) -> int | None:
-        """Return the peak of the memory that the library's own allocator held; None where it does not tell."""
+        """Return the peak memory of the library's allocator, or None if it is unknown."""
         return None
 
     def kernels(self, prompt: str, workload: Workload) -> tuple[dict[str, float], int, str]:
-        """Draw once more and return milliseconds of device time by kind, launches, and what counted.
+        """Generate images under a profiler and return device time in ms by kind, number of launches, and the profiler.
 
         Raises:
-            SdonnxError: nothing here can count.
+            SdonnxError: no profiler is available.
         """
-        from sdonnx.benchmark.kernels import profiled_by_torch
+        from sdonnx.benchmark.operator_times import profile_with_torch
 
-        return profiled_by_torch(lambda: self.draw(prompt, workload), self.device)
+        return profile_with_torch(lambda: self.generate(prompt, workload), self.device)
 
 
-def precision_of_report(folder: PipelineFolder) -> str:
-    """Return the type that an optimized folder was converted to."""
+def reported_precision(folder: PipelineFolder) -> str:
+    """Return the data type of an optimized folder."""
     return str(read_json(folder.path / REPORT).get("precision"))
 
 
-def is_there(module: str) -> bool:
-    """Tell whether a module could be imported."""
+def is_importable(module: str) -> bool:
+    """Return whether a module can be imported."""
     try:
         return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # of a package that is not there
+    except ModuleNotFoundError:  # the parent package is missing
         return False
 
 
 def installed_version(distribution: str) -> str | None:
-    """Return the version of a package, as pip calls it; None where it is not installed."""
+    """Return the version of a package by its name for pip, or None if it is not installed."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:

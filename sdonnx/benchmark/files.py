@@ -1,4 +1,4 @@
-"""The files that results are appended to: rows of CSV, lines of JSON."""
+"""Append results to files: CSV rows and JSON lines."""
 
 from __future__ import annotations
 
@@ -10,36 +10,36 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from sdonnx.benchmark.record import COLUMNS, Row
+from sdonnx.benchmark.record import COLUMNS, CsvRow
 from sdonnx.errors import OutputError
-from sdonnx.folder import finite
+from sdonnx.folder.pipeline_folder import finite
 
-__all__ = ["append_json", "append_row", "refuse_csv", "refuse_file"]
+__all__ = ["append_json", "append_row", "check_csv", "check_writable"]
 
 
-def refuse_csv(path: Path) -> None:
-    """Look whether a row can be appended, before minutes of measuring are spent.
+def check_csv(path: Path) -> None:
+    """Check that a row can be appended, before minutes are spent on measuring.
 
     Raises:
-        OutputError: the file has other columns, or cannot be read or written.
+        OutputError: the file has other columns, or is not readable or writable.
     """
-    refuse_file(path)
+    check_writable(path)
     header = _header(path)
     if header is not None and header != COLUMNS:
         raise OutputError(
-            f"{path} has the columns {', '.join(header)!r}",  # whatever characters it holds
+            f"{path} has the columns {', '.join(header)!r}",  # escaped: the file may contain any characters
             ", ".join(COLUMNS),
-            "choose another file with --csv, or move this one away",
+            "choose another file with --csv, or move this file",
         )
 
 
-def append_row(path: Path, row: Row) -> None:
-    """Append a row to a CSV file, after the header where the file is new or empty.
+def append_row(path: Path, row: CsvRow) -> None:
+    """Append a row to a CSV file, with the header if the file is new or empty.
 
     Raises:
-        OutputError: the file has other columns, or cannot be written.
+        OutputError: the file has other columns, or is not writable.
     """
-    refuse_csv(path)
+    check_csv(path)
     text = io.StringIO(newline="")
     writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
     if _header(path) is None:
@@ -48,31 +48,31 @@ def append_row(path: Path, row: Row) -> None:
     _append(path, text.getvalue())
 
 
-def refuse_file(path: Path) -> None:
-    """Look whether a file can be written or appended to, before minutes of measuring are spent.
+def check_writable(path: Path) -> None:
+    """Check that a file can be written or appended to, before minutes are spent on measuring.
 
     Raises:
-        OutputError: the file cannot be written.
+        OutputError: the file is not writable.
     """
     if not path.parent.is_dir():
-        raise OutputError(f"{path.parent} is no folder", "a folder to write into", "make it first")
+        raise OutputError(f"{path.parent} is not a folder", "an existing folder", "create it")
     if path.exists() and not path.is_file():
-        raise OutputError(f"{path} is no file", "a file, or a new name", "choose another name")
+        raise OutputError(f"{path} is not a file", "a file, or a new name", "choose another name")
     if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise OutputError(f"{path} cannot be written", "permission to write", "choose another place")
+        raise OutputError(f"{path} is not writable", "permission to write", "choose another folder")
 
 
 def append_json(path: Path, record: Mapping[str, Any]) -> None:
-    """Append a record to a file of JSON lines; numbers that JSON does not have (NaN, infinity) become null.
+    """Append a record to a file of JSON lines. NaN and Inf, which JSON does not support, become null.
 
     Raises:
-        OutputError: the file cannot be written.
+        OutputError: the file is not writable.
     """
     _append(path, json.dumps(finite(record), ensure_ascii=False, allow_nan=False) + "\n")
 
 
 def _header(path: Path) -> tuple[str, ...] | None:
-    """Return the columns of a CSV file, None where the file is missing or empty."""
+    """Return the columns of a CSV file, or None if the file is missing or empty."""
     try:
         with path.open(encoding="utf-8", newline="") as file:
             first = next(csv.reader(file), None)
@@ -84,16 +84,16 @@ def _header(path: Path) -> tuple[str, ...] | None:
 
 
 def _append(path: Path, text: str) -> None:
-    """Append lines to a file in one piece; a last line that was left without its end gets it."""
+    """Append lines to a file in one write. Adds a missing line end before them."""
     try:
         with path.open("a+b") as file:
             end = file.seek(0, os.SEEK_END)
             file.seek(max(0, end - 1))
             start = b"" if file.read(1) in (b"", b"\n") else b"\n"
-            file.write(start + text.encode("utf-8", "backslashreplace"))  # names of files need not be text
+            file.write(start + text.encode("utf-8", "backslashreplace"))  # file names may contain undecodable bytes
     except OSError as error:
         raise OutputError(
             f"writing {path} failed ({error.strerror})",
-            "a place with enough free space and permission to write",
-            "choose another place",
+            "a folder with enough free space and permission to write",
+            "choose another folder",
         ) from error

@@ -1,4 +1,4 @@
-"""How an engine is timed: wall clock around whole runs, in a process that holds this engine alone."""
+"""Time an engine: wall clock around whole runs, in a process that contains only this engine."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from sdonnx.benchmark.engine import Engine
+from sdonnx.benchmark.extra_results import Resolution
 from sdonnx.benchmark.memory import PeakMemory, host_peak_bytes, memory_source
-from sdonnx.benchmark.results import LEAST_PSNR_DB, Resolution, Round, Workload
+from sdonnx.benchmark.results import MIN_PSNR_DB, Round
 from sdonnx.benchmark.statistics import quantile
-from sdonnx.parity import psnr
+from sdonnx.benchmark.workload import Workload
+from sdonnx.metrics import psnr
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -32,18 +34,18 @@ __all__ = [
 ]
 
 WARM_UPS = 3
-"""Runs before the clock counts, as many as ONNX Runtime's benchmark.py has. torch's reduce-overhead needs
-them all for the image decoder, which runs once an image: it compiles, records, and then replays."""
+"""Number of warm-up runs, as in ONNX Runtime's benchmark.py. torch's reduce-overhead needs all of them for the image
+decoder, which runs once per image: it compiles, captures and then replays."""
 
 RESOLUTIONS = ((4, 4), (3, 4), (4, 3), (5, 4), (2, 4), (5, 5))
-"""What `--run_multiple_resolutions` visits: quarters (of the height, of the width) of the asked size, itself first."""
+"""Sizes of `--run_multiple_resolutions`, in quarters of the requested height and width; the first is that size."""
 
 SCALES = (0.1, 0.5, 0.9)
-"""Weights of IP-Adapters that it goes through then: changes that cost a compiler that writes them into its code."""
+"""Adapter scales of `--run_multiple_resolutions`. A change is expensive for compilers that treat it as a constant."""
 
 _WARM_UP_PROMPT = "warm up"
 
-Told = Callable[[str], None]
+OnProgress = Callable[[str], None]
 
 
 def measure_round(
@@ -53,62 +55,62 @@ def measure_round(
     batch_count: int,
     *,
     warm_ups: int = WARM_UPS,
-    told: Told = lambda text: None,
+    on_progress: OnProgress = lambda text: None,
 ) -> tuple[Round, list[Image], str | None]:
-    """Load an engine, time it, and return what was measured, its images of each prompt, and what is wrong with them.
+    """Load an engine, time it, and return the measurement, its images of each prompt, and a fault of the images.
 
-    The clock runs around the whole call, from the words to images in the host's memory. Nothing watches the timed
-    runs: memory and clocks are read in the others. Between the timed runs images are compared with the first ones of
-    their prompt, which have the same seed.
+    The time covers the whole call, from the prompt to images in host memory. The timed runs are not monitored: memory
+    and clocks are read in the other runs. Between the timed runs the images are compared with the first images of the
+    same prompt, which have the same seed.
 
     Args:
-        engine: not loaded yet.
-        workload: what one run draws.
-        prompts: what to draw, one at least.
-        batch_count: how often each.
-        warm_ups: runs before the clock counts.
-        told: told what was measured, between runs.
+        engine: an engine that is not loaded.
+        workload: the workload.
+        prompts: the prompts, at least one.
+        batch_count: timed runs of each prompt.
+        warm_ups: number of warm-up runs.
+        on_progress: callback for the time of each run, called between runs.
 
     Raises:
-        SdonnxError: the engine cannot be loaded, or memory cannot be measured here.
+        SdonnxError: the engine cannot be loaded, or memory cannot be measured on this machine.
     """
     source = memory_source(engine.device)
     start = time.perf_counter()
     engine.load(workload)
     load_s = time.perf_counter() - start
-    told(f"loaded in {load_s:.2f} s")
+    on_progress(f"loaded in {load_s:.2f} s")
     seconds: list[float] = []
     peaks: list[int] = []
     clocks: list[int] = []
     fault: str | None = None
 
-    def watched(prompt: str) -> list[Image]:
+    def monitored(prompt: str) -> list[Image]:
         with PeakMemory(source, engine.device) as memory:
-            drawn = timed(prompt)
+            images = timed(prompt)
         peaks.append(memory.peak_bytes)
         clocks.extend(memory.clocks_mhz)
-        return drawn
+        return images
 
     def timed(prompt: str) -> list[Image]:
         start = time.perf_counter()
-        drawn = engine.draw(prompt, workload)
+        images = engine.generate(prompt, workload)
         seconds.append(time.perf_counter() - start)
-        return drawn
+        return images
 
     for index in range(warm_ups):
-        watched(_WARM_UP_PROMPT)
-        told(f"warm-up {index + 1} of {warm_ups}: {seconds[-1]:.3f} s")
-    engine.warmed_up()
+        monitored(_WARM_UP_PROMPT)
+        on_progress(f"warm-up {index + 1} of {warm_ups}: {seconds[-1]:.3f} s")
+    engine.after_warm_up()
     first: dict[str, list[Image]] = {}
     runs = [prompt for prompt in prompts for _ in range(batch_count)]
     for index, prompt in enumerate(runs):
-        # Without a warm-up this is the first run of all, whose memory is wanted.
-        drawn = timed(prompt) if peaks else watched(prompt)
-        told(f"run {index + 1} of {len(runs)}: {seconds[-1]:.3f} s")
-        if fault is None and differs(drawn, first.setdefault(prompt, drawn)):
-            fault = f"run {index + 1} drew another image than the first of the same prompt and seed"
+        # Without a warm-up the first timed run is monitored, because its memory is reported.
+        images = timed(prompt) if peaks else monitored(prompt)
+        on_progress(f"run {index + 1} of {len(runs)}: {seconds[-1]:.3f} s")
+        if fault is None and differs(images, first.setdefault(prompt, images)):
+            fault = f"run {index + 1} generated another image than the first run of the same prompt and seed"
     latencies = tuple(seconds[warm_ups:])
-    watched(prompts[0])
+    monitored(prompts[0])
     measured = Round(
         load_s,
         tuple(seconds[:warm_ups]),
@@ -123,46 +125,46 @@ def measure_round(
 
 
 def differs(images: Sequence[Image], others: Sequence[Image]) -> bool:
-    """Tell whether images are others than those of the same prompt and seed: below `LEAST_PSNR_DB`."""
+    """Return whether images of the same prompt and seed differ: their PSNR is below `MIN_PSNR_DB`."""
     one, other = (np.stack([np.asarray(image, np.float32) for image in each]) / 255 for each in (images, others))
-    return one.shape != other.shape or psnr(one, other) < LEAST_PSNR_DB
+    return one.shape != other.shape or psnr(one, other) < MIN_PSNR_DB
 
 
 def _range_of(clocks: Sequence[int]) -> tuple[int, ...]:
     return (min(clocks), round(quantile(clocks, 0.5)), max(clocks)) if clocks else ()
 
 
-def step_counts(most: int) -> list[int]:
-    """Return the numbers of steps that `--throughput` draws with: five from a fifth of the most on, evenly spaced.
+def step_counts(maximum: int) -> list[int]:
+    """Return the step counts of `--throughput`: five, evenly spaced from a fifth of the maximum to the maximum.
 
     Raises:
-        ValueError: there is one number alone.
+        ValueError: there are fewer than two different counts.
     """
-    counts = sorted({max(1, round(most * share / 5)) for share in range(1, 6)})
+    counts = sorted({max(1, round(maximum * share / 5)) for share in range(1, 6)})
     if len(counts) < 2:
-        raise ValueError(f"{most} steps allow no line")
+        raise ValueError(f"{maximum} steps are too few to fit a line")
     return counts
 
 
 def measure_throughput(
-    engine: Engine, workload: Workload, prompt: str, batch_count: int, told: Told
+    engine: Engine, workload: Workload, prompt: str, batch_count: int, on_progress: OnProgress
 ) -> list[tuple[int, float]]:
-    """Load an engine and return (steps, median latency in seconds); each number is warmed up by one run."""
+    """Load an engine and return (steps, median latency in seconds), with one warm-up run for each step count."""
     engine.load(workload)
     points: list[tuple[int, float]] = []
     for _ in range(WARM_UPS):
-        engine.draw(prompt, workload)
+        engine.generate(prompt, workload)
     for steps in step_counts(workload.steps):
         fewer = replace(workload, steps=steps)
-        engine.draw(prompt, fewer)
+        engine.generate(prompt, fewer)
         seconds = [_timed(engine, prompt, fewer) for _ in range(batch_count)]
         points.append((steps, quantile(seconds, 0.5)))
-        told(f"{steps} steps: {points[-1][1]:.3f} s")
+        on_progress(f"{steps} steps: {points[-1][1]:.3f} s")
     return points
 
 
 def visited_sizes(workload: Workload, multiple: int) -> list[tuple[int, int]]:
-    """Return the sizes (height, width) that `--run_multiple_resolutions` visits: the workload's own first."""
+    """Return the sizes (height, width) of `--run_multiple_resolutions`, starting with that of the workload."""
 
     def part(pixels: int, quarters: int) -> int:
         return max(multiple, round(pixels * quarters / 4 / multiple) * multiple)
@@ -172,16 +174,18 @@ def visited_sizes(workload: Workload, multiple: int) -> list[tuple[int, int]]:
 
 
 class Visit(NamedTuple):
-    """What is drawn next by one process, and the weight of the IP-Adapters where that is what is new."""
+    """A workload of `measure_resolutions`, and the adapters' scale if it is the scale that changes."""
 
     workload: Workload
     scale: float | None
 
 
-def measure_resolutions(engine: Engine, workload: Workload, prompt: str, multiple: int, told: Told) -> list[Resolution]:
-    """Load an engine, warm it up at its first size, and time the first and the second image of each other one.
+def measure_resolutions(
+    engine: Engine, workload: Workload, prompt: str, multiple: int, on_progress: OnProgress
+) -> list[Resolution]:
+    """Load an engine, warm it up at the first size, and time the first images of every size.
 
-    With IP-Adapters it then goes back to the first size and draws with other weights.
+    With image-prompt adapters it then returns to the first size and changes their scale.
     """
     engine.load(workload)
     visited = []
@@ -192,25 +196,25 @@ def measure_resolutions(engine: Engine, workload: Workload, prompt: str, multipl
     if workload.ip_adapter_scale is not None:
         back = replace(workload, height=visits[0].workload.height, width=visits[0].workload.width)
         visits += [Visit(replace(back, ip_adapter_scale=scale), scale) for scale in SCALES]
-    for index, (drawn, scale) in enumerate(visits):
+    for index, (current, scale) in enumerate(visits):
         if index == 0:
             for _ in range(WARM_UPS):
-                engine.draw(prompt, drawn)
-        first, second, *later = [_timed(engine, prompt, drawn) for _ in range(5)]
-        visited.append(Resolution(drawn.height, drawn.width, first, second, min(later), scale))
-        told(f"{visited[-1].title}: first {first:.3f} s, second {second:.3f} s, then {min(later):.3f} s")
+                engine.generate(prompt, current)
+        first, second, *later = [_timed(engine, prompt, current) for _ in range(5)]
+        visited.append(Resolution(current.height, current.width, first, second, min(later), scale))
+        on_progress(f"{visited[-1].title}: first {first:.3f} s, second {second:.3f} s, then {min(later):.3f} s")
     return visited
 
 
 def measure_kernels(engine: Engine, workload: Workload, prompt: str) -> tuple[dict[str, float], int, str]:
-    """Load an engine, warm it up, and look at one image with a profiler: see `Engine.kernels`."""
+    """Load an engine, warm it up and profile one image; see `Engine.kernels`."""
     engine.load(workload)
     for _ in range(WARM_UPS):
-        engine.draw(prompt, workload)
+        engine.generate(prompt, workload)
     return engine.kernels(prompt, workload)
 
 
 def _timed(engine: Engine, prompt: str, workload: Workload) -> float:
     start = time.perf_counter()
-    engine.draw(prompt, workload)
+    engine.generate(prompt, workload)
     return time.perf_counter() - start

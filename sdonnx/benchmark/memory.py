@@ -1,4 +1,4 @@
-"""How much memory is in use, and its peak in a run."""
+"""Measure the memory in use and its peak during a run."""
 
 from __future__ import annotations
 
@@ -35,27 +35,27 @@ _MISSING_NVML = ("NVML's Python package is missing", "nvidia-ml-py", "pip instal
 
 
 class MemorySource(Protocol):
-    """Something that says how much memory is in use now."""
+    """A source of the current memory use."""
 
     @property
     def kind(self) -> str:
-        """What is counted, for the record."""
+        """The kind of memory, for the record."""
 
     def bytes_used(self) -> int:
         """Return the memory in use, in bytes."""
 
 
 class ResidentMemory:
-    """The resident memory of this process: what counts on a CPU."""
+    """The resident memory of this process, for runs on a CPU."""
 
     kind = "resident memory of the process"
 
     def __init__(self) -> None:
-        """Open this process's figures."""
+        """Open the statistics of this process."""
         try:
             import psutil
         except ImportError:
-            raise OptionError("psutil is missing", "it installed", "pip install 'sdonnx[benchmark]'") from None
+            raise OptionError("psutil is missing", "psutil installed", "pip install 'sdonnx[benchmark]'") from None
         self._process = psutil.Process()
 
     def bytes_used(self) -> int:
@@ -64,14 +64,14 @@ class ResidentMemory:
 
 
 class GpuMemory:
-    """The memory of the GPU that this process uses, from NVML: contexts, libraries and graphs included.
+    """The GPU memory that this process uses, from NVML, including contexts, libraries and graphs.
 
-    Containers often hide which process holds what. There the growth of the whole GPU's memory since this
-    was made is the figure, as in ONNX Runtime's benchmark.py; so make it before anything is loaded.
+    In containers NVML often does not list processes. The value is then the growth of the whole GPU's memory since the
+    creation of this object, as in ONNX Runtime's benchmark.py. Create it before loading anything.
     """
 
     def __init__(self, gpu: Any) -> None:
-        """Note how much is in use already on a GPU that `open_gpu` opened."""
+        """Record the memory in use on a GPU that `open_gpu` returned."""
         import pynvml
 
         self._nvml, self._gpu = pynvml, gpu
@@ -80,8 +80,8 @@ class GpuMemory:
 
     @property
     def kind(self) -> str:
-        """Which of the two figures it is."""
-        return "NVML, this process" if self._own else "NVML, growth of the whole GPU's"
+        """The process's memory, or the growth of the GPU's memory."""
+        return "NVML, this process" if self._own else "NVML, growth of the whole GPU"
 
     def bytes_used(self) -> int:
         """Return the memory in use."""
@@ -96,10 +96,10 @@ class GpuMemory:
 
 
 def first_gpu() -> str | None:
-    """Return the UUID of the GPU that CUDA calls 0, as NVML writes it; None where CUDA has no GPU.
+    """Return the UUID of CUDA device 0 in NVML's format, or None if CUDA finds no GPU.
 
-    CUDA and NVML number GPUs differently: CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER bind CUDA alone.
-    Source: the CUDA driver API (cuInit, cuDeviceGet, cuDeviceGetUuid); no context is made.
+    CUDA and NVML number GPUs differently: CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER affect only CUDA.
+    Source: the CUDA driver API (cuInit, cuDeviceGet, cuDeviceGetUuid). No context is created.
     """
     try:
         driver = ctypes.CDLL("libcuda.so.1")
@@ -114,10 +114,10 @@ def first_gpu() -> str | None:
 
 
 def open_gpu() -> Any:
-    """Return NVML's handle of the GPU that CUDA calls 0.
+    """Return NVML's handle of CUDA device 0.
 
     Raises:
-        ProviderError: there is none, or NVML is not there or does not show it.
+        ProviderError: there is no GPU, or NVML is missing or does not list the GPU.
     """
     try:
         import pynvml
@@ -131,17 +131,17 @@ def open_gpu() -> Any:
         return pynvml.nvmlDeviceGetHandleByUUID(identifier)
     except pynvml.NVMLError as error:
         raise ProviderError(
-            f"NVML does not show the GPU {identifier} ({error})", "the driver's NVML", "check nvidia-smi"
+            f"NVML does not list the GPU {identifier} ({error})", "the driver's NVML", "check nvidia-smi"
         ) from error
 
 
 def memory_source(device: str) -> MemorySource:
-    """Return what measures memory for the provider "cuda" or "cpu"; call it before anything is loaded."""
+    """Return the memory source for the provider "cuda" or "cpu". Call it before loading anything."""
     return GpuMemory(open_gpu()) if device == "cuda" else ResidentMemory()
 
 
 def clock_mhz(device: str) -> list[int]:
-    """Return the clock of the GPU's multiprocessors now, in MHz; nothing on a CPU or where NVML does not tell."""
+    """Return the current clock of the GPU's multiprocessors in MHz; empty on a CPU or if NVML does not report it."""
     if device != "cuda":
         return []
     import pynvml
@@ -153,10 +153,10 @@ def clock_mhz(device: str) -> list[int]:
 
 
 def host_peak_bytes() -> int:
-    """Return the highest resident memory that this process has had.
+    """Return the peak resident memory of this process.
 
-    On Linux it is VmHWM of /proc, which begins anew with a program; getrusage's figure is that of the process that
-    started it, where that one was larger.
+    On Linux it is VmHWM from /proc, which is reset when a program starts. The value of getrusage includes the peak of
+    the parent process.
     """
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
@@ -167,20 +167,20 @@ def host_peak_bytes() -> int:
 
 
 class PeakMemory:
-    """The highest figure of a source within a `with` block, read every 10 ms by a thread of its own.
+    """The peak memory of a source within a `with` block, sampled every 10 ms by a thread.
 
     Args:
-        source: what is watched.
-        device: "cuda" to read the GPU's clock too.
-        interval_s: seconds between two looks.
+        source: the memory source.
+        device: "cuda" to sample the GPU's clock as well.
+        interval_s: seconds between samples.
 
     Attributes:
-        peak_bytes: the peak so far; final once the block has ended.
-        clocks_mhz: of the GPU's multiprocessors, at each look.
+        peak_bytes: the peak so far; final after the block.
+        clocks_mhz: samples of the clock of the GPU's multiprocessors.
     """
 
     def __init__(self, source: MemorySource, device: str = "cpu", interval_s: float = _INTERVAL_S) -> None:
-        """Watch a source."""
+        """Create the thread."""
         self.peak_bytes = 0
         self.clocks_mhz: list[int] = []
         self._source, self._device, self._interval_s = source, device, interval_s
@@ -188,7 +188,7 @@ class PeakMemory:
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
     def __enter__(self) -> PeakMemory:
-        """Read once and start the thread."""
+        """Take a sample and start the thread."""
         self._read()
         self._thread.start()
         return self
@@ -196,7 +196,7 @@ class PeakMemory:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Stop the thread and read a last time."""
+        """Stop the thread and take the last sample."""
         self._ended.set()
         self._thread.join()
         self._read()

@@ -1,4 +1,4 @@
-"""Engines in processes of their own: started, listened to, and ended."""
+"""Start the engines' processes, read their events and end them."""
 
 from __future__ import annotations
 
@@ -20,33 +20,33 @@ _ROOT = Path(__file__).resolve().parents[2]
 
 
 class WorkerError(Exception):
-    """An engine's process failed; the text says why in one line."""
+    """An engine's process failed; the message is the reason in one line."""
 
 
 def run_worker(
     job: dict[str, Any],
-    told: Callable[[str], None],
+    on_progress: Callable[[str], None],
     *,
     python: str | None = None,
     timeout_s: float | None = None,
     scratch: Path | None = None,
 ) -> dict[str, Any]:
-    """Do a job in a new process and return the values of its events by name.
+    """Run a job in a new process and return the values of its events by name.
 
     Args:
-        job: see `sdonnx.benchmark.worker`.
-        told: told what the process tells.
-        python: the interpreter; by default this one.
-        timeout_s: how long it may take.
-        scratch: where it and its compilers write what is of no use later; by default where they do by themselves.
+        job: see `sdonnx.benchmark.engine_worker`.
+        on_progress: callback for progress messages of the process.
+        python: the interpreter. Default: the current one.
+        timeout_s: time limit of the process.
+        scratch: folder for temporary files and compiler caches. Default: the system's folders.
 
     Raises:
-        WorkerError: it told why it failed, ended without a word, or took too long.
+        WorkerError: the process failed, ended without a result, or exceeded the time limit.
     """
-    # A process that was started elsewhere finds this project where it lies.
+    # Another interpreter imports this checkout, too.
     paths = [str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"} | _caches(scratch)
-    command = [python or sys.executable, "-m", "sdonnx.benchmark.worker"]
+    command = [python or sys.executable, "-m", "sdonnx.benchmark.engine_worker"]
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors:
         try:
             process = subprocess.Popen(
@@ -56,7 +56,7 @@ def run_worker(
                 stderr=errors,
                 text=True,
                 env=environment,
-                start_new_session=True,  # so that what it starts itself can be ended with it
+                start_new_session=True,  # so that its children can be ended with it
             )
         except OSError as error:
             raise WorkerError(f"{command[0]} could not be started ({error.strerror})") from error
@@ -70,7 +70,7 @@ def run_worker(
         timer.daemon = True
         timer.start()
         try:
-            values = _listen(process, job, told)
+            values = _listen(process, job, on_progress)
             status = process.wait()
         finally:
             timer.cancel()
@@ -84,12 +84,12 @@ def run_worker(
         raise WorkerError(values.get("failed") or _last_words(status, errors.read()))
 
 
-def _listen(process: subprocess.Popen[str], job: dict[str, Any], told: Callable[[str], None]) -> dict[str, Any]:
+def _listen(process: subprocess.Popen[str], job: dict[str, Any], on_progress: Callable[[str], None]) -> dict[str, Any]:
     assert process.stdin is not None
     assert process.stdout is not None
     values: dict[str, Any] = {}
     with process.stdin, process.stdout:
-        with contextlib.suppress(BrokenPipeError):  # it has ended already, perhaps with a word
+        with contextlib.suppress(BrokenPipeError):  # the process has already ended
             process.stdin.write(json.dumps(job) + "\n")
             process.stdin.close()
         for line in process.stdout:
@@ -97,22 +97,22 @@ def _listen(process: subprocess.Popen[str], job: dict[str, Any], told: Callable[
                 event = json.loads(line)
                 name, value = event["event"], event["value"]
             except (ValueError, KeyError, TypeError):
-                continue  # printed by the interpreter's start, before the worker took its output for itself
-            if name == "told":
-                told(value)
+                continue  # printed while the interpreter started, before the worker redirected its output
+            if name == "progress":
+                on_progress(value)
             else:
                 values[name] = value
     return values
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """End a process and all that it has started."""
+    """End a process and its children."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
 
 
 def _caches(scratch: Path | None) -> dict[str, str]:
-    """Return variables that make temporary files and compilers' caches lie in the scratch folder."""
+    """Return environment variables that move temporary files and compiler caches to the scratch folder."""
     if scratch is None:
         return {}
     names = ("TMPDIR", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "CUDA_CACHE_PATH")
@@ -123,9 +123,9 @@ def _caches(scratch: Path | None) -> dict[str, str]:
 
 
 def _last_words(status: int, errors: str) -> str:
-    """Return why a process ended that did not say it."""
+    """Return the reason of a failure that the process did not report."""
     if status < 0:
         name = signal.Signals(-status).name
-        return f"ended by {name}" + (", as processes are that use too much memory" if name == "SIGKILL" else "")
+        return f"ended by {name}" + (", possibly because memory ran out" if name == "SIGKILL" else "")
     lines = [line.strip() for line in errors.splitlines() if line.strip()]
     return f"ended with status {status}" + (f": {lines[-1][:300]}" if lines else "")

@@ -1,4 +1,4 @@
-"""What is kept of a measurement: a row of a CSV file, and a record with everything beside it."""
+"""Convert results to rows of a CSV file and to full records for JSON, including the environment."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from typing import Any
 import sdonnx
 from sdonnx.benchmark.engine import installed_version
 from sdonnx.benchmark.engines import ENGINES
+from sdonnx.benchmark.extra_results import Kernels, Resolutions, Throughput
 from sdonnx.benchmark.memory import open_gpu
-from sdonnx.benchmark.results import Comparison, Kernels, Resolutions, Result, Throughput, plain
+from sdonnx.benchmark.results import Comparison, Result, plain
 from sdonnx.errors import ProviderError
 
-__all__ = ["COLUMNS", "Row", "commit_of", "environment", "extra_record_of", "record_of", "row_of"]
+__all__ = ["COLUMNS", "CsvRow", "csv_row", "environment", "git_commit", "measurement_record", "result_record"]
 
 COLUMNS = (
     "engine",
@@ -68,25 +69,27 @@ COLUMNS = (
     "engine_version",
     "commit",
 )
-"""First the table of ONNX Runtime's README for Stable Diffusion (transformers/models/stable_diffusion), then ours.
-Latencies are of a batch, in seconds; MB are 2**20 bytes; psnr_db is empty where the pixels are the same."""
+"""First the columns of ONNX Runtime's README for Stable Diffusion (transformers/models/stable_diffusion), then ours.
+Latencies are for a batch, in seconds; 1 MB is 2**20 bytes; psnr_db is empty for identical images."""
 
-Row = dict[str, str | int | float | bool | None]
+CsvRow = dict[str, str | int | float | bool | None]
 
 _MB = 1024**2  # as in ONNX Runtime's benchmark.py
 
 _PACKAGES = ("jinja2", "numpy", "plotly", "rich", "scikit-image", "tokenizers", "xformers", "lpips", "triton")
 
 
-def row_of(result: Result, version: str, num_prompts: int, batch_count: int, told: Mapping[str, Any]) -> Row:
+def csv_row(
+    result: Result, version: str, num_prompts: int, batch_count: int, surroundings: Mapping[str, Any]
+) -> CsvRow:
     """Return the row of a result that has rounds.
 
     Args:
         result: the result.
         version: a label of the model.
-        num_prompts: how many prompts each round drew.
-        batch_count: how often each.
-        told: `environment`'s answer.
+        num_prompts: number of prompts in each round.
+        batch_count: timed runs of each prompt.
+        surroundings: the record returned by `environment`.
     """
     summary = result.summary
     assert summary is not None
@@ -106,7 +109,7 @@ def row_of(result: Result, version: str, num_prompts: int, batch_count: int, tol
         "precision": engine["precision"],
         "scheduler": engine["scheduler"],
         "rounds": len(result.rounds),
-        "gpu": (told["machine"]["gpu"] or {}).get("name"),
+        "gpu": (surroundings["machine"]["gpu"] or {}).get("name"),
         "remarks": "; ".join(result.remarks),
         "guidance_scale": workload.guidance_scale,
         "seed": workload.seed,
@@ -116,7 +119,7 @@ def row_of(result: Result, version: str, num_prompts: int, batch_count: int, tol
         "warm_ups": len(result.rounds[0].warm_up_s),
         "denoiser_calls": None if stages is None else stages.denoiser_calls,
         "engine_version": engine["version"],
-        "commit": told["git"]["commit"],
+        "commit": surroundings["git"]["commit"],
     }
     return {
         "engine": engine["name"],
@@ -137,13 +140,13 @@ def row_of(result: Result, version: str, num_prompts: int, batch_count: int, tol
 
 
 def _number(holder: object, name: str, digits: int, unit: float = 1.0) -> float | None:
-    """Return a rounded attribute, None where it or its holder is None."""
+    """Return a rounded attribute, or None if it or its holder is None."""
     value = getattr(holder, name, None)
     return None if value is None else round(float(value) / unit, digits)
 
 
-def record_of(result: Result, prompts: Sequence[str], row: Row | None, comparison: Comparison) -> dict[str, Any]:
-    """Return everything that a reader needs to judge a result and to repeat it, ready for JSON."""
+def result_record(result: Result, prompts: Sequence[str], row: CsvRow | None, comparison: Comparison) -> dict[str, Any]:
+    """Return the full record of a result for JSON, with the information to reproduce it."""
     return _record("pipeline", comparison) | {
         "row": row,
         "prompts": list(prompts),
@@ -154,8 +157,8 @@ def record_of(result: Result, prompts: Sequence[str], row: Row | None, compariso
     }
 
 
-def extra_record_of(extra: Throughput | Resolutions | Kernels, comparison: Comparison) -> dict[str, Any]:
-    """Return what was measured beside the rows, ready for JSON."""
+def measurement_record(extra: Throughput | Resolutions | Kernels, comparison: Comparison) -> dict[str, Any]:
+    """Return the record of an extra measurement for JSON."""
     return {**_record(type(extra).__name__.lower(), comparison), **plain(extra)}
 
 
@@ -172,29 +175,29 @@ _ROOT = Path(__file__).resolve().parents[2]
 
 
 def environment() -> dict[str, Any]:
-    """Return where something was measured, ready for JSON: packages, this project's commit, the machine."""
+    """Return the environment of a measurement for JSON: packages, this project's commit, the machine."""
     return {
         "packages": _packages(),
-        # A copy of the files whose history is another's, or has none, is told its commit.
-        "git": {"commit": told} if (told := os.environ.get("SDONNX_COMMIT")) else commit_of(_ROOT),
+        # SDONNX_COMMIT sets the commit for copies of the files without this repository's history.
+        "git": {"commit": surroundings} if (surroundings := os.environ.get("SDONNX_COMMIT")) else git_commit(_ROOT),
         "machine": _machine(),
     }
 
 
 def _packages() -> dict[str, str | None]:
-    """Return versions by distribution, None for what is not installed."""
+    """Return versions by distribution, None for packages that are not installed."""
     names = {name for engine in ENGINES.values() for group in engine.distributions for name in group}
     versions: dict[str, str | None] = {"python": platform.python_version(), "sdonnx": sdonnx.__version__}
     return versions | {name: installed_version(name) for name in sorted(names | set(_PACKAGES))}
 
 
-def commit_of(root: Path) -> dict[str, Any] | None:
-    """Return the commit of the checkout at `root`, and whether files differ from it; None if it is none."""
+def git_commit(root: Path) -> dict[str, Any] | None:
+    """Return the commit of the checkout at `root`, and whether files differ from it; None without a checkout."""
     if not (root / ".git").exists():
         return None
 
     def git(*arguments: str) -> str:
-        # Without its locks a look at the status cannot get in the way of someone who commits.
+        # Without optional locks, reading the status cannot interfere with a concurrent commit.
         command = ["git", "--no-optional-locks", "-C", str(root), *arguments]
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
@@ -214,7 +217,7 @@ def _machine() -> dict[str, Any]:
 
 
 def _cpu_name() -> str:
-    """Return the processor's name; Linux tells it in /proc alone."""
+    """Return the processor's name; on Linux it is only in /proc."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -224,7 +227,7 @@ def _cpu_name() -> str:
 
 
 def _gpu() -> dict[str, Any] | None:
-    """Return what the GPU that CUDA calls 0 is, None where there is none or NVML is not installed."""
+    """Return the properties of CUDA device 0, or None if there is no GPU or NVML is not installed."""
     try:
         gpu = open_gpu()
     except ProviderError:

@@ -1,4 +1,4 @@
-"""What a comparison holds: for each engine and workload the rounds, what they sum up to, and what was noticed."""
+"""The results of a comparison: rounds, summaries and remarks for each engine and workload."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from sdonnx.benchmark.statistics import Line, Summary, summary_of
+from sdonnx.benchmark.extra_results import Kernels, Resolutions, Throughput
+from sdonnx.benchmark.statistics import Summary, summarize
+from sdonnx.benchmark.workload import Workload
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -16,67 +18,23 @@ __all__ = [
     "REFERENCE",
     "Agreement",
     "Comparison",
-    "Kernels",
-    "Resolution",
-    "Resolutions",
     "Result",
     "Round",
     "Stages",
-    "Throughput",
-    "Workload",
     "plain",
 ]
 
 REFERENCE = "torch fp32"
-"""What every image is compared with."""
+"""Name of the images that all others are compared with."""
 
 LARGE_SPREAD = 0.1
-"""A row whose spread is larger says so."""
+"""Spread above which a row gets a remark."""
 
-_OTHER_START = 1.5
+_LARGE_START_RATIO = 1.5
 
-LEAST_PSNR_DB = 30.0
-"""Engines with the same weights, noise and sampler are above 45 dB in fp16 (docs/results); other weights, another
-sampler or other noise are below 20."""
-
-
-@dataclass(frozen=True)
-class Workload:
-    """What one run draws, alike for every engine.
-
-    Attributes:
-        batch_size: images drawn together, of one prompt.
-        height: in pixels.
-        width: in pixels.
-        steps: denoising steps.
-        seed: of the noise, the same in every run.
-        guidance_scale: weight of the prompt; 7.5 is what ONNX Runtime's benchmark.py draws with.
-        scheduler: the sampler's class or short name; None for the folder's.
-        negative_prompt: what to draw away from.
-        image: the file that image to image starts from; None to start from noise.
-        strength: how far from that image to go.
-        ip_adapter_scale: weight of every IP-Adapter; None where there are none.
-        ip_adapter_image: the file that every adapter is shown; None for a drawn picture.
-    """
-
-    batch_size: int = 1
-    height: int = 512
-    width: int = 512
-    steps: int = 50
-    seed: int = 0
-    guidance_scale: float = 7.5
-    scheduler: str | None = None
-    negative_prompt: str | None = None
-    image: str | None = None
-    strength: float = 0.8
-    ip_adapter_scale: float | None = None
-    ip_adapter_image: str | None = None
-
-    @property
-    def title(self) -> str:
-        """The size, as a heading calls it."""
-        adapted = "" if self.ip_adapter_scale is None else f", IP-Adapter {self.ip_adapter_scale:g}"
-        return f"{self.height}x{self.width}, batch {self.batch_size}, {self.steps} steps{adapted}"
+MIN_PSNR_DB = 30.0
+"""Engines with the same weights, noise and sampler are above 45 dB in fp16 (docs/results). With other weights, another
+sampler or other noise they are below 20 dB."""
 
 
 @dataclass(frozen=True)
@@ -84,17 +42,17 @@ class Round:
     """One process of an engine, from its start to its last image.
 
     Attributes:
-        load_s: importing the library, reading the weights, putting them on the device.
-        warm_up_s: each run before the clock counts; the first captures, compiles or searches. Empty where
-            the warm-up was skipped.
-        latencies_s: each timed run, by prompt and then by repetition.
-        peak_bytes: the highest memory in each warm-up run (without any, in the first timed one), and in one more run
-            after the timed ones, which nothing watches.
-        memory_kind: what was counted there.
-        allocator_bytes: the peak by the library's own allocator; None where it does not tell.
-        host_peak_bytes: the highest resident memory of the process.
-        clocks_mhz: of the GPU's multiprocessors, least, median and highest while it drew; empty on a CPU.
-        position: its place in the round's order, from 0 on.
+        load_s: import of the library, and loading of the weights onto the device.
+        warm_up_s: each warm-up run; the first includes capture, compilation or kernel search. Empty if the warm-up was
+            skipped.
+        latencies_s: each timed run, ordered by prompt and then by repetition.
+        peak_bytes: peak memory in each warm-up run (without warm-up, in the first timed run), and in an additional
+            run after the timed ones, which are not monitored.
+        memory_kind: the kind of memory in `peak_bytes`.
+        allocator_bytes: peak memory of the library's allocator; None if unknown.
+        host_peak_bytes: peak resident memory of the process.
+        clocks_mhz: clock of the GPU's multiprocessors during the runs: minimum, median, maximum; empty on a CPU.
+        position: position in the order of the round, starting at 0.
     """
 
     load_s: float
@@ -109,30 +67,30 @@ class Round:
 
     @property
     def first_image_s(self) -> float:
-        """From the start of loading to the first image."""
+        """Time from the start of loading to the first image."""
         return self.load_s + (*self.warm_up_s, *self.latencies_s)[0]
 
     @property
     def first_run_bytes(self) -> int:
-        """The peak in the very first run."""
+        """Peak memory in the first run."""
         return self.peak_bytes[0]
 
     @property
     def second_run_bytes(self) -> int:
-        """The peak in the run after the timed ones."""
+        """Peak memory in the run after the timed ones."""
         return self.peak_bytes[-1]
 
 
 @dataclass(frozen=True)
 class Stages:
-    """Where the time of a run goes, on the device's own clock.
+    """Durations of the stages of a run, measured with the device's clock.
 
     Attributes:
         text_ms: prompts to hidden states.
-        step_ms: one call of the denoiser, with guidance and what the sampler does; Heun has two in a step.
+        step_ms: one denoiser call, with guidance and sampler update; Heun has two calls in a step.
         decode_ms: latents to pixels.
-        iterations_per_second: denoiser calls in a second, the first one left out.
-        denoiser_calls: in a run.
+        iterations_per_second: denoiser calls per second, without the first call.
+        denoiser_calls: number of denoiser calls in a run.
     """
 
     text_ms: float
@@ -144,13 +102,13 @@ class Stages:
 
 @dataclass(frozen=True)
 class Agreement:
-    """How an engine's images compare with `REFERENCE`, over all images of a batch.
+    """Similarity of an engine's images to `REFERENCE`, over all images of a batch.
 
     Attributes:
-        psnr_db: peak signal-to-noise ratio; None where the pixels are the same.
-        ssim: structural similarity, 1 where they are the same.
-        differing: share of the pixels' values that are another.
-        lpips: perceptual distance, 0 where they are the same; None where the package lpips is not there.
+        psnr_db: peak signal-to-noise ratio; None for identical images.
+        ssim: structural similarity, 1 for identical images.
+        differing: share of the pixel values that differ.
+        lpips: perceptual distance, 0 for identical images; None if the package lpips is missing.
     """
 
     psnr_db: float | None
@@ -164,17 +122,17 @@ class Result:
     """A row: one engine on one workload.
 
     Attributes:
-        rival: what the table calls the engine, with how it was compiled.
-        workload: what was drawn.
-        engine: name, version, device, precision, compile mode, sampler's class, folder, family.
-        rounds: one for each process.
-        stages: None where they were not measured.
-        agreement: None where there was no reference.
-        flops: floating-point operations of a denoiser call; None where torch is not there to count them.
-        matrix_rate: floating-point operations a second that the chip's matrix product was measured to reach.
-        failure: why there is no result, or why it must not be trusted; None where all is well.
-        unchecked: why its images were compared with nothing although they should have been.
-        unstaged: why its stages were not measured.
+        rival: title of the engine, including how it was compiled.
+        workload: the workload.
+        engine: name, version, device, precision, compile mode, sampler class, folder, family.
+        rounds: one entry for each process.
+        stages: None if they were not measured.
+        agreement: None without a reference.
+        flops: floating-point operations of a denoiser call; None if torch is not available to count them.
+        matrix_rate: floating-point operations per second of the device's matrix product, as measured.
+        failure: the reason for a missing or untrusted result; None otherwise.
+        unchecked: the reason for a failed reference, because of which the images were not compared.
+        unstaged: the reason for missing stages.
     """
 
     rival: str
@@ -191,120 +149,45 @@ class Result:
 
     @property
     def summary(self) -> Summary | None:
-        """What the rounds sum up to; None where nothing was measured."""
-        return summary_of(self.rounds) if self.rounds else None
+        """Statistics over the rounds; None without rounds."""
+        return summarize(self.rounds) if self.rounds else None
 
     @property
     def share_of_matrix_rate(self) -> float | None:
-        """How much of the measured matrix rate the denoiser reaches, 0 to 1."""
+        """Share of the measured matrix rate that the denoiser reaches, 0 to 1."""
         if self.stages is None or not self.flops or not self.matrix_rate or not self.stages.step_ms:
             return None
         return self.flops / (self.stages.step_ms / 1e3) / self.matrix_rate
 
     @property
     def remarks(self) -> list[str]:
-        """What a reader must know of the row."""
+        """Remarks on the row, starting with the failure."""
         summary = self.summary
         remarks = [self.failure] if self.failure else []
         if self.unchecked:
-            remarks.append(f"compared with nothing: {self.unchecked}")
+            remarks.append(f"images not compared: {self.unchecked}")
         if self.unstaged:
             remarks.append(f"stages not measured: {self.unstaged}")
         if summary is not None and summary.spread > LARGE_SPREAD:
             remarks.append(f"spread of {summary.spread:.0%}")
         first = [each.first_image_s for each in self.rounds]
-        if first and max(first) > _OTHER_START * min(first) and max(first) - min(first) > 1:
-            # A compiler that finds its work of the round before on the disk, or files that were not yet in memory.
-            remarks.append(f"first image after {min(first):.1f} to {max(first):.1f} s, by round")
+        if first and max(first) > _LARGE_START_RATIO * min(first) and max(first) - min(first) > 1:
+            # A compiler reused files of the previous round, or files were not yet in the page cache.
+            remarks.append(f"first image after {min(first):.1f} to {max(first):.1f} s, depending on the round")
         return remarks
-
-
-@dataclass(frozen=True)
-class Throughput:
-    """Latency against steps, and the line through it.
-
-    Attributes:
-        rival: the engine.
-        workload: what was drawn; its steps are the most.
-        points: (steps, median latency in seconds).
-        line: time = slope * steps + offset.
-    """
-
-    rival: str
-    workload: Workload
-    points: tuple[tuple[int, float], ...]
-    line: Line
-
-
-@dataclass(frozen=True)
-class Resolution:
-    """A size that was visited, or another weight of the IP-Adapters at the first one.
-
-    Attributes:
-        height: in pixels.
-        width: in pixels.
-        first_s: seconds of its first image.
-        second_s: of its second.
-        settled_s: of the best after that.
-        ip_adapter_scale: the weight, where it is another.
-    """
-
-    height: int
-    width: int
-    first_s: float
-    second_s: float
-    settled_s: float
-    ip_adapter_scale: float | None = None
-
-    @property
-    def title(self) -> str:
-        """What a table calls it."""
-        return (
-            f"{self.height}x{self.width}" if self.ip_adapter_scale is None else f"IP-Adapter {self.ip_adapter_scale:g}"
-        )
-
-    @property
-    def stall_s(self) -> float:
-        """What the first two images of the size cost more than a later one; some compilers record in the second."""
-        return sum(max(seconds - self.settled_s, 0.0) for seconds in (self.first_s, self.second_s))
-
-
-@dataclass(frozen=True)
-class Resolutions:
-    """Sizes visited one after another by one process that was warm at its first size."""
-
-    rival: str
-    workload: Workload
-    visited: tuple[Resolution, ...]
-
-
-@dataclass(frozen=True)
-class Kernels:
-    """Device time of one image by kind of operator.
-
-    Attributes:
-        rival: the engine.
-        workload: what was drawn.
-        milliseconds: by kind, the most expensive first; "idle" is when nothing ran.
-        launches: kernels, or nodes on a CPU.
-        source: what counted.
-    """
-
-    rival: str
-    workload: Workload
-    milliseconds: dict[str, float]
-    launches: int
-    source: str
 
 
 @dataclass
 class Comparison:
-    """Everything that one command measured.
+    """All measurements of one command.
 
     Attributes:
-        command: as it was typed.
+        command: the command line.
         environment: packages, commit, machine (`sdonnx.benchmark.record.environment`).
         results: the rows.
+        throughput: latency by number of steps.
+        resolutions: latency by image size.
+        kernels: device time by kind of operator.
         images: the first image of each engine, and of `REFERENCE`, for each workload.
     """
 
@@ -318,12 +201,12 @@ class Comparison:
 
     @property
     def failed(self) -> bool:
-        """Whether a row has no result, or one that must not be trusted, or was not checked as it should have been."""
+        """Whether a result is missing, untrusted or, because the reference failed, unchecked."""
         return any(result.failure or result.unchecked for result in self.results)
 
 
 def plain(value: Any) -> Any:
-    """Return a dataclass as dictionaries and lists, ready for JSON."""
+    """Convert a dataclass to dictionaries and lists for JSON."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {each.name: plain(getattr(value, each.name)) for each in dataclasses.fields(value)}
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""The engines by the names that `-e` takes, with how they are compiled."""
+"""Parse the engine names of `-e`, including how an engine is compiled."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from dataclasses import dataclass
 from sdonnx.benchmark.engines import COMPILE_MODES, ENGINES
 from sdonnx.errors import OptionError
 
-__all__ = ["NAMES", "Rival", "rivals_of"]
+__all__ = ["NAMES", "Rival", "parse_rivals"]
 
 _COMPILED, _REGIONAL, _XFORMERS = "torch-compile", "torch-regional", "torch-xformers"
 
 NAMES = (*ENGINES, _XFORMERS, _COMPILED, _REGIONAL)
-"""What `-e` takes; the last two also with a mode, as in `torch-compile:max-autotune`."""
+"""Values of `-e`; the last two also accept a mode, as in `torch-compile:max-autotune`."""
 
 
 @dataclass(frozen=True)
 class Rival:
-    """An engine as a comparison knows it.
+    """A configured engine of a comparison.
 
     Attributes:
-        title: what the table calls it.
-        engine: its key in `ENGINES`.
-        compile_mode: torch.compile's; None to compile nothing.
-        regional: compile the denoiser's repeated blocks alone.
+        title: title in tables.
+        engine: key in `ENGINES`.
+        compile_mode: mode of torch.compile; None to compile nothing.
+        regional: compile only the denoiser's repeated blocks.
         xformers: use xformers' attention.
     """
 
@@ -35,33 +35,33 @@ class Rival:
     xformers: bool = False
 
 
-def rivals_of(
+def parse_rivals(
     names: Sequence[str], *, compiled: bool = False, mode: str | None = None, xformers: bool = False
 ) -> list[Rival]:
-    """Return the engines that `-e` and its companions name, each once.
+    """Return the engines that `-e` and related options select, without duplicates.
 
     Args:
-        names: of `NAMES`, the compiled ones with or without ":MODE".
+        names: elements of `NAMES`, the compiled ones with or without ":MODE".
         compiled: `--enable_torch_compile`: compile the engine torch.
-        mode: `--compile_mode`, for those that name none; by default what torch's users take: reduce-overhead
-            for a whole model, default for its blocks, which are too many to record one by one.
+        mode: `--compile_mode`, for compiled engines without a mode. Default, as is common with torch: reduce-overhead
+            for a whole model; default for its blocks, which are too many to capture one by one.
         xformers: `--use_xformers`: the engine torch becomes torch-xformers.
 
     Raises:
-        OptionError: a name or a mode is unknown, or an option suits none of the engines.
+        OptionError: a name or a mode is unknown, or an option applies to none of the engines.
     """
     rivals = [_rival(name, compiled, mode, xformers) for name in names]
     if compiled and "torch" not in names:
         raise OptionError(
-            "--enable_torch_compile without the engine torch", "both", f"leave it out, or add {_COMPILED}"
+            "--enable_torch_compile without the engine torch", "both", f"omit the option, or add {_COMPILED}"
         )
     if mode is not None and not any(rival.compile_mode for rival in rivals):
         raise OptionError("--compile_mode without --enable_torch_compile", "both", "add --enable_torch_compile")
     if xformers and compiled:
-        # Fusing the QKV projections, as compiled models have it, takes the place of xformers' attention.
-        raise OptionError("--use_xformers and --enable_torch_compile", "one of them", "leave one out")
+        # Compiled models fuse the QKV projections, which replaces xformers' attention.
+        raise OptionError("--use_xformers and --enable_torch_compile", "one of them", "omit one")
     if xformers and "torch" not in names:
-        raise OptionError("--use_xformers without the engine torch", "both", "leave it out, or add -e torch")
+        raise OptionError("--use_xformers without the engine torch", "both", "omit the option, or add -e torch")
     return list(dict.fromkeys(rivals))
 
 

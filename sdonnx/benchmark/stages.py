@@ -1,4 +1,4 @@
-"""Where the time of a run goes: marks on the device's clock around the text encoder, each step and the decoder."""
+"""Measure the stages of a run: marks on the device's clock around the text encoder, each step and the decoder."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from sdonnx.benchmark.results import Stages
-from sdonnx.families import Role
+from sdonnx.models.spec import Role
 
-__all__ = ["DECODE", "STAGES", "STEP", "TEXT", "StageClock", "median_of"]
+__all__ = ["DECODE", "STAGES", "STEP", "TEXT", "StageClock", "median_stages"]
 
 TEXT, STEP, DECODE = "text", "step", "decode"
 
@@ -19,15 +19,15 @@ STAGES = {
     Role.TEXT_ENCODER_2: TEXT,
     Role.IMAGE_PROMPT_ENCODER: TEXT,
     Role.IMAGE_PROMPT_ADAPTER: TEXT,
-    Role.CONDITIONS: TEXT,
+    Role.PRECOMPUTE: TEXT,
     Role.DENOISER: STEP,
     Role.IMAGE_DECODER: DECODE,
 }
-"""What a component's run is a part of."""
+"""The stage of each component."""
 
 
-def median_of(stages: Sequence[Stages]) -> Stages:
-    """Return the median of each stage over rounds, one at least."""
+def median_stages(stages: Sequence[Stages]) -> Stages:
+    """Return the median of each stage over at least one round."""
     text, step, decode = (
         statistics.median(getattr(each, name) for each in stages) for name in ("text_ms", "step_ms", "decode_ms")
     )
@@ -38,7 +38,7 @@ class StageClock:
     """Collects the stages of one run.
 
     Args:
-        mark: makes a mark after everything that is queued by now.
+        mark: records a mark after all work that is queued.
         milliseconds: returns the time between two marks.
     """
 
@@ -48,7 +48,7 @@ class StageClock:
 
     @contextmanager
     def span(self, stage: str | None) -> Iterator[None]:
-        """Collect what is queued within as a part of a stage; None for what is no stage."""
+        """Measure the work that is queued within a `with` block as part of a stage; None measures nothing."""
         if stage is None:
             yield
             return
@@ -57,7 +57,7 @@ class StageClock:
         self._spans[stage].append((start, self._mark()))
 
     def around(self, stage: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the function with each call collected."""
+        """Return the function with each call measured."""
 
         def call(*arguments: Any, **options: Any) -> Any:
             with self.span(stage):
@@ -68,8 +68,8 @@ class StageClock:
     def stages(self) -> Stages:
         """Wait for the marks and return the stages.
 
-        A step lasts from the end of one denoiser call to the end of the next, so that the sampler and what else
-        happens between the calls counts; the first call, after which clocks and caches have settled, does not.
+        A step lasts from the end of one denoiser call to the end of the next, so that it includes the sampler and all
+        other work between the calls. The first call is not counted; clocks and caches settle during it.
         """
         steps = self._spans[STEP]
         if len(steps) > 1:

@@ -1,4 +1,4 @@
-"""The benchmark's arithmetic."""
+"""Statistics of latencies: quantiles, spread, summaries over rounds, and line fits."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Protocol
 
 import numpy as np
 
-__all__ = ["Line", "Summary", "fit_line", "quantile", "spread_of", "summary_of"]
+__all__ = ["LineFit", "Summary", "fit_line", "quantile", "relative_spread", "summarize"]
 
 
 class _Round(Protocol):
@@ -33,22 +33,22 @@ class _Round(Protocol):
 
 @dataclass(frozen=True)
 class Summary:
-    """What the rounds of an engine sum up to.
+    """Statistics over the rounds of an engine.
 
-    Latencies are over the runs of all rounds. What happens once in a process is the median over the rounds, and
-    memory the largest of them.
+    Latencies are over the runs of all rounds. For values that occur once in a process it is the median over the
+    rounds, and for memory the maximum.
 
     Attributes:
-        runs: how many were timed.
-        average_s: mean latency; so median_s, min_s, p90_s and p99_s.
-        spread: see `spread_of`.
-        load_s: loading.
-        first_image_s: from the start of loading to the first image.
-        warm_up_s: the runs before the clock counted, together.
-        first_run_bytes: the peak in the first run.
-        second_run_bytes: the peak in the timed runs.
-        allocator_bytes: the peak by the library's own allocator; None where it does not tell.
-        host_peak_bytes: the highest resident memory.
+        runs: number of timed runs.
+        average_s: mean latency; median_s, min_s, p90_s and p99_s are the other statistics.
+        spread: see `relative_spread`.
+        load_s: time to load.
+        first_image_s: time from the start of loading to the first image.
+        warm_up_s: total time of the warm-up runs.
+        first_run_bytes: peak memory in the first run.
+        second_run_bytes: peak memory in the run after the timed ones.
+        allocator_bytes: peak memory of the library's allocator; None if unknown.
+        host_peak_bytes: peak resident memory.
     """
 
     runs: int
@@ -68,12 +68,12 @@ class Summary:
 
 
 @dataclass(frozen=True)
-class Line:
+class LineFit:
     """time = slope * steps + offset, in seconds.
 
     Attributes:
-        slope: seconds of a step.
-        offset: seconds of what is done once: text encoder, decoder, calls.
+        slope: seconds per step.
+        offset: seconds of the work that does not depend on the steps: text encoder, decoder, overhead.
         r_squared: share of the variance that the line explains.
     """
 
@@ -83,17 +83,17 @@ class Line:
 
 
 def quantile(values: Sequence[float], share: float) -> float:
-    """Return the value below which a share of the values lies, by linear interpolation between neighbours."""
+    """Return a quantile of the values, with linear interpolation."""
     return float(np.quantile(np.asarray(values, np.float64), share))
 
 
-def spread_of(latencies: Sequence[float]) -> float:
-    """Return (p90 - p10) / median: how far apart the middle 80 % of the runs lie. One slow run does not count."""
+def relative_spread(latencies: Sequence[float]) -> float:
+    """Return (p90 - p10) / median, the relative range of the middle 80 % of the runs. Ignores single slow runs."""
     return (quantile(latencies, 0.9) - quantile(latencies, 0.1)) / quantile(latencies, 0.5)
 
 
-def summary_of(rounds: Sequence[_Round]) -> Summary:
-    """Return what rounds sum up to; one at least, each with one timed run at least."""
+def summarize(rounds: Sequence[_Round]) -> Summary:
+    """Return statistics over at least one round; each round has at least one timed run."""
     latencies = [latency for each in rounds for latency in each.latencies_s]
     allocated = [each.allocator_bytes for each in rounds if each.allocator_bytes is not None]
     return Summary(
@@ -103,7 +103,7 @@ def summary_of(rounds: Sequence[_Round]) -> Summary:
         min_s=min(latencies),
         p90_s=quantile(latencies, 0.9),
         p99_s=quantile(latencies, 0.99),
-        spread=spread_of(latencies),
+        spread=relative_spread(latencies),
         load_s=statistics.median(each.load_s for each in rounds),
         first_image_s=statistics.median(each.first_image_s for each in rounds),
         warm_up_s=statistics.median(sum(each.warm_up_s) for each in rounds),
@@ -114,10 +114,10 @@ def summary_of(rounds: Sequence[_Round]) -> Summary:
     )
 
 
-def fit_line(points: Sequence[tuple[float, float]]) -> Line:
-    """Return the line of least squares through (steps, seconds), two different numbers of steps at least."""
+def fit_line(points: Sequence[tuple[float, float]]) -> LineFit:
+    """Return the least-squares line through (steps, seconds), for at least two different step counts."""
     steps, seconds = np.asarray(points, np.float64).T
     slope, offset = np.polynomial.Polynomial.fit(steps, seconds, 1).convert().coef[::-1]
     residual = float(np.sum((seconds - (slope * steps + offset)) ** 2))
     total = float(np.sum((seconds - seconds.mean()) ** 2))
-    return Line(float(slope), float(offset), 1.0 if total == 0 else 1 - residual / total)
+    return LineFit(float(slope), float(offset), 1.0 if total == 0 else 1 - residual / total)

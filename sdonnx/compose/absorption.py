@@ -1,9 +1,9 @@
-"""Attention to a short prompt: the projections around it, absorbed into its keys and values.
+"""Absorb the projections around attention to a short prompt into its keys and values.
 
-A query is projected, compared with every key, and what it gets of the values is projected again: q = x Wq, and
-softmax(q K^T) V Wo. The prompt is the same at every step, and so are Wq K^T and V Wo. With them, a step multiplies by
-a column for each head and token in place of one for each channel: 16 heads and 32 tokens are 512 columns, where
-PixArt's projections have 1152. For a prompt with more tokens than a head has channels it is no gain.
+A query is projected, q = x Wq, and the attention's result is projected again: softmax(q K^T) V Wo. The prompt is the
+same at every step, and so are Wq K^T and V Wo. With these products, a step multiplies by one column for each head and
+token instead of one for each channel: 16 heads of 72 channels have 1152 columns, and with 32 tokens 512. There is no
+gain for a prompt with more tokens than a head has channels.
 
 DeepSeek-V2 absorbs its projections in the same way (arXiv:2405.04434, section 2.1.2).
 """
@@ -17,16 +17,28 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
-from sdonnx.compose.composer import INT64, holds_graph, integers, prune
-from sdonnx.graph.contract import MOST_OUTPUTS
-from sdonnx.graph.edit import MICROSOFT, constant, dims, insert, insert_multi, is_weight, replace, static_dim
-from sdonnx.graph.masks import REFUSING, allowed_keys
+from sdonnx.compose.graph_builder import INT64, has_subgraph, int64_vector, remove_unused_nodes
+from sdonnx.graph.edit import (
+    MICROSOFT,
+    constant,
+    dims,
+    dtype_of,
+    input_of,
+    insert,
+    insert_multi,
+    is_weight,
+    known_size,
+    replace,
+    static_dim,
+)
+from sdonnx.graph.mask_patterns import MASKED_SCORE, allowed_keys
 from sdonnx.graph.match import is_matrix, is_row, producer_of, sole_user
+from sdonnx.operators.split_limits import MAX_SPLIT_OUTPUTS
 
 __all__ = ["absorb_projections"]
 
 _BIAS, _LENGTHS, _ADDED = 3, 4, 5  # inputs of MultiHeadAttention
-# Of bfloat16 not all operators that are needed have kernels.
+# bfloat16 is missing: not all operators that are needed have kernels for it.
 _TYPES = (ir.DataType.FLOAT, ir.DataType.FLOAT16)
 
 
@@ -36,15 +48,15 @@ class _Attention:
 
     Attributes:
         node: MultiHeadAttention.
-        x: (B,S,D), what the queries are projected of.
+        x: (B,S,D), the input of the queries' projection.
         into: the weight of that projection (D,N*H).
-        row: what is added to the queries (N*H); None for nothing.
-        keys: (B,L,N*H), of the prompt alone.
-        values: likewise.
-        mask: how many of the keys there are (B), or which (B,L).
-        out: the product with the output's projection (N*H,E).
+        row: the bias of the queries (N*H); None for none.
+        keys: (B,L,N*H), computed from the prompt only.
+        values: (B,L,N*H), computed from the prompt only.
+        mask: the number of keys (B), or a mask of them (B,L).
+        out: the product with the weight of the output's projection (N*H,E).
         heads: N.
-        scale: of the scores.
+        scale: the factor of the scores.
     """
 
     node: ir.Node
@@ -61,84 +73,81 @@ class _Attention:
     @property
     def outgoing(self) -> ir.Value:
         """The weight of the output's projection."""
-        weight = self.out.inputs[1]
-        assert weight is not None  # `_read` asked
-        return weight
+        return input_of(self.out, 1)
 
     @property
     def width(self) -> int:
         """N*H."""
-        width = static_dim(self.keys, 2)
-        assert width is not None  # `_read` asked
-        return width
+        return known_size(self.keys, 2)
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """What attentions have in common whose masks, and products of rows and keys, are made at once."""
+        """The key of attentions whose masks, and products of rows and keys, can be computed together."""
         sizes = tuple(map(str, dims(self.keys) or ()))
         return self.mask, self.keys.dtype, sizes, self.heads, self.scale, self.row is None
 
 
-def absorb_projections(model: ir.Model, told: Collection[str]) -> int:
-    """Let attention to prompts whose padding is masked read products of keys and values, in place.
+def absorb_projections(model: ir.Model, conditioning: Collection[str]) -> int:
+    """Absorb the projections of attention to prompts whose padding is masked, in place.
 
-    The result is the same in exact arithmetic for prompts of any length; see above for what it costs. What depends on
-    the prompt alone is left to `split_conditions`.
+    The result is the same in exact arithmetic for prompts of any length; the module's docstring has the cost.
+    `hoist_step_invariants` then moves the products that depend only on the prompt out of the step.
 
     Args:
         model: a denoiser.
-        told: names of the inputs that are the same at every step.
+        conditioning: names of the inputs that are the same at every step.
 
     Returns:
-        For how many attentions it was done.
+        The number of attentions that were changed.
     """
     graph = model.graph
-    same, attended = _made_of(graph, told), _made_by_attention(graph)
-    found = [attention for node in graph if (attention := _read(node, same, attended)) is not None]
+    invariant, attended = _computed_from(graph, conditioning), _computed_from_attention(graph)
+    found = [attention for node in graph if (attention := _read(node, invariant, attended)) is not None]
     groups: dict[tuple[object, ...], list[_Attention]] = defaultdict(list)
     for each in found:
         groups[each.kind].append(each)
     for group in groups.values():
-        for start in range(0, len(group), MOST_OUTPUTS):
-            part = group[start : start + MOST_OUTPUTS]
+        for start in range(0, len(group), MAX_SPLIT_OUTPUTS):
+            part = group[start : start + MAX_SPLIT_OUTPUTS]
             for attention, added in zip(part, _added_scores(graph, part), strict=True):
                 replace(attention.out.outputs[0], _absorbed(graph, attention, added))
     if found:
-        graph.sort()  # the rows of all queries are multiplied at once, before the first of them is needed
-        prune(graph)
+        graph.sort()  # the biases of all queries are multiplied together, before the first of them is needed
+        remove_unused_nodes(graph)
     return len(found)
 
 
-def _made_of(graph: ir.Graph, names: Collection[str]) -> set[ir.Value]:
-    """Return the values that are computed of these inputs, and of nothing else that is no constant."""
-    made, fixed = {value for value in graph.inputs if value.name in names}, set[ir.Value]()
+def _computed_from(graph: ir.Graph, names: Collection[str]) -> set[ir.Value]:
+    """Return the values that depend only on these inputs and on constants."""
+    computed, fixed = {value for value in graph.inputs if value.name in names}, set[ir.Value]()
     for node in graph:
-        if holds_graph(node):
-            continue  # what its graphs read is not among its inputs
+        if has_subgraph(node):
+            continue  # the values that its subgraphs read are not among its inputs
         read = [value for value in node.inputs if value is not None and not is_weight(value) and value not in fixed]
         if node.inputs and not read:
             fixed.update(node.outputs)
-        elif read and made.issuperset(read):
-            made.update(node.outputs)
-    return made
+        elif read and computed.issuperset(read):
+            computed.update(node.outputs)
+    return computed
 
 
-def _made_by_attention(graph: ir.Graph) -> set[ir.Value]:
-    """Return the values that depend on what an attention gives."""
-    made = set[ir.Value]()
+def _computed_from_attention(graph: ir.Graph) -> set[ir.Value]:
+    """Return the values that depend on the output of an attention."""
+    computed = set[ir.Value]()
     for node in graph:
-        if node.op_type == "MultiHeadAttention" or holds_graph(node) or not made.isdisjoint(node.inputs):
-            made.update(node.outputs)
-    return made
+        if node.op_type == "MultiHeadAttention" or has_subgraph(node) or not computed.isdisjoint(node.inputs):
+            computed.update(node.outputs)
+    return computed
 
 
-def _read(node: ir.Node, same: Set[ir.Value], attended: Set[ir.Value]) -> _Attention | None:
-    """Return the attention that a node is, None where it is none or its projections cannot be absorbed.
+def _read(node: ir.Node, invariant: Set[ir.Value], attended: Set[ir.Value]) -> _Attention | None:
+    """Return the attention at a node; None for other nodes and where its projections cannot be absorbed.
 
     Args:
         node: any node.
-        same: what is the same at every step.
-        attended: what depends on an attention; a row of queries must not, as the rows of all are multiplied at once.
+        invariant: values that are the same at every step.
+        attended: values that depend on an attention. The biases of queries must not be among them, because those of
+            all attentions are multiplied together.
     """
     if node.op_type != "MultiHeadAttention" or node.domain != MICROSOFT or len(node.inputs) <= _LENGTHS:
         return None
@@ -147,7 +156,7 @@ def _read(node: ir.Node, same: Set[ir.Value], attended: Set[ir.Value]) -> _Atten
     out = sole_user(node.outputs[0], "MatMul")
     if query is None or keys is None or values is None or mask is None or out is None:
         return None
-    if not {keys, values, mask} <= same or node.inputs[_BIAS] is not None or keys.dtype not in _TYPES:
+    if not {keys, values, mask} <= invariant or node.inputs[_BIAS] is not None or keys.dtype not in _TYPES:
         return None
     if node.attributes.get_int("unidirectional", 0) or any(output.uses() for output in node.outputs[1:]):
         return None
@@ -165,7 +174,7 @@ def _read(node: ir.Node, same: Set[ir.Value], attended: Set[ir.Value]) -> _Atten
 
 
 def _mask_of(node: ir.Node) -> ir.Value | None:
-    """Return how many keys there are (B), or which of them (B,L), where nothing else is masked."""
+    """Return the number of keys (B) or the mask of keys (B,L), None where there is none or other scores are masked."""
     lengths, added = node.inputs[_LENGTHS], node.inputs[_ADDED] if len(node.inputs) > _ADDED else None
     if len(node.inputs) > _ADDED + 1 or (lengths is None) == (added is None):
         return None
@@ -175,83 +184,81 @@ def _mask_of(node: ir.Node) -> ir.Value | None:
 
 
 def _projected(query: ir.Value) -> tuple[ir.Node | None, ir.Value | None]:
-    """Return the product that a query is, and the row that is added to it."""
+    """Return the product of a query's projection and its bias, (None, None) for other values."""
     if (product := producer_of(query, "MatMul")) is not None:
         return product, None
     if (addition := producer_of(query, "Add")) is not None:
-        for given, row in (addition.inputs, reversed(addition.inputs)):
-            product = producer_of(given, "MatMul")
+        for projected, row in (addition.inputs, reversed(addition.inputs)):
+            product = producer_of(projected, "MatMul")
             if product is not None and row is not None and is_row(row, static_dim(query, -1)):
                 return product, row
     return None, None
 
 
 def _absorbed(graph: ir.Graph, attention: _Attention, added: ir.Value) -> ir.Value:
-    """Return what the output's projection gives, of scores to which (B,1,N,L) is added."""
+    """Return the result of the output's projection; `added` (B,1,N,L) is added to the scores."""
     node, heads, width = attention.node, attention.heads, attention.width
-    dtype = attention.keys.dtype
+    dtype = dtype_of(attention.keys)
     batch, tokens, _ = dims(attention.keys) or ()
     rows, unnamed = (dims(attention.x) or ())[:2], ir.SymbolicDim(None)
-    inner, outer = static_dim(attention.into, 0), static_dim(attention.outgoing, 1)
-    assert dtype is not None
-    assert inner is not None
-    assert outer is not None
-    # 1 where a channel is of the head. A product with all channels, the others being 0, needs no weight by heads.
+    inner, outer = known_size(attention.into, 0), known_size(attention.outgoing, 1)
+    # 1 where a channel belongs to the head. The product runs over all channels, so weights need no split by heads.
     own = np.kron(np.eye(heads), np.ones(width // heads)).reshape(heads, 1, width)
     blocks = constant(graph, own, dtype.numpy(), f"channels_of_{heads}_heads_{dtype.name.lower()}")
 
     def by_head(value: ir.Value) -> ir.Value:
-        alone = insert(node, "Unsqueeze", [value, integers(graph, 1)], shape=[batch, 1, tokens, width])
-        return insert(node, "Mul", [alone, blocks], shape=[batch, heads, tokens, width])
+        single = insert(node, "Unsqueeze", [value, int64_vector(graph, 1)], shape=[batch, 1, tokens, width])
+        return insert(node, "Mul", [single, blocks], shape=[batch, heads, tokens, width])
 
     of_keys = by_head(attention.keys)
     measured = insert(node, "Shape", [of_keys], {"end": 3}, shape=[3], dtype=INT64)
-    sizes = insert(node, "Concat", [measured, integers(graph, inner)], {"axis": 0}, shape=[4])
-    flat = insert(node, "Reshape", [of_keys, integers(graph, -1, width)], shape=[unnamed, width])
-    made = insert(node, "Gemm", [flat, attention.into], {"transB": 1, "alpha": attention.scale}, shape=[unnamed, inner])
-    whole = insert(node, "Reshape", [made, sizes], shape=[batch, heads, tokens, inner])
+    sizes = insert(node, "Concat", [measured, int64_vector(graph, inner)], {"axis": 0}, shape=[4])
+    flat = insert(node, "Reshape", [of_keys, int64_vector(graph, -1, width)], shape=[unnamed, width])
+    product = insert(
+        node, "Gemm", [flat, attention.into], {"transB": 1, "alpha": attention.scale}, shape=[unnamed, inner]
+    )
+    whole = insert(node, "Reshape", [product, sizes], shape=[batch, heads, tokens, inner])
     turned = insert(node, "Transpose", [whole], {"perm": [0, 3, 1, 2]}, shape=[batch, inner, heads, tokens])
-    keys = insert(node, "Reshape", [turned, integers(graph, 0, inner, -1)], shape=[batch, inner, unnamed])
+    keys = insert(node, "Reshape", [turned, int64_vector(graph, 0, inner, -1)], shape=[batch, inner, unnamed])
     whole = insert(node, "MatMul", [by_head(attention.values), attention.outgoing],
                    shape=[batch, heads, tokens, outer])  # fmt: skip
-    values = insert(node, "Reshape", [whole, integers(graph, 0, -1, outer)], shape=[batch, unnamed, outer])
+    values = insert(node, "Reshape", [whole, int64_vector(graph, 0, -1, outer)], shape=[batch, unnamed, outer])
     products = insert(node, "MatMul", [attention.x, keys], shape=[*rows, unnamed])
-    split = insert(node, "Reshape", [products, integers(graph, 0, 0, heads, -1)], shape=[*rows, heads, tokens])
+    split = insert(node, "Reshape", [products, int64_vector(graph, 0, 0, heads, -1)], shape=[*rows, heads, tokens])
     scores = insert(node, "Add", [split, added], shape=[*rows, heads, tokens])
     weights = insert(node, "Softmax", [scores], {"axis": -1}, shape=[*rows, heads, tokens])
-    columns = insert(node, "Reshape", [weights, integers(graph, 0, 0, -1)], shape=[*rows, unnamed])
+    columns = insert(node, "Reshape", [weights, int64_vector(graph, 0, 0, -1)], shape=[*rows, unnamed])
     return insert(node, "MatMul", [columns, values], shape=attention.out.outputs[0].shape)
 
 
 def _added_scores(graph: ir.Graph, group: Sequence[_Attention]) -> list[ir.Value]:
-    """Return what is added to the scores of each (B,1,N,L): the mask, and the products of the queries' rows with keys.
+    """Return the tensor (B,1,N,L) to add to the scores of each attention: the mask, and the product of bias and keys.
 
-    A row and the keys are a product of one row; those of all attentions of a group are one batched product.
+    Bias times keys is a product of one row; the products of all attentions in a group are one batched product.
     """
     first = group[0]
     anchor, heads, size, count = first.node, first.heads, first.width // first.heads, len(group)
     batch, tokens, _ = dims(first.keys) or ()
     masked = _masked_scores(graph, first)
-    mask = insert(anchor, "Reshape", [masked, integers(graph, 0, 1, 1, -1)], shape=[batch, 1, 1, tokens])
+    mask = insert(anchor, "Reshape", [masked, int64_vector(graph, 0, 1, 1, -1)], shape=[batch, 1, 1, tokens])
     if first.row is None:
         return [mask] * count
-    layers = integers(graph, 0)
+    layers = int64_vector(graph, 0)
     keys, rows = [], []
     for attention in group:
-        split = insert(anchor, "Reshape", [attention.keys, integers(graph, 0, 0, heads, size)])
+        split = insert(anchor, "Reshape", [attention.keys, int64_vector(graph, 0, 0, heads, size)])
         turned = insert(anchor, "Transpose", [split], {"perm": [0, 2, 3, 1]}, shape=[batch, heads, size, tokens])
         keys.append(insert(anchor, "Unsqueeze", [turned, layers], shape=[1, batch, heads, size, tokens]))
-        rows.append(insert(anchor, "Reshape", [attention.row, integers(graph, 1, 1, heads, 1, size)]))
+        rows.append(insert(anchor, "Reshape", [attention.row, int64_vector(graph, 1, 1, heads, 1, size)]))
     shape = [count, batch, heads, size, tokens]
     all_keys = insert(anchor, "Concat", keys, {"axis": 0}, shape=shape)
-    assert first.keys.dtype is not None
-    scale = constant(graph, first.scale, first.keys.dtype.numpy(), f"scale_of_{heads}_heads_{size}")
+    scale = constant(graph, first.scale, dtype_of(first.keys).numpy(), f"scale_of_{heads}_heads_{size}")
     all_keys = insert(anchor, "Mul", [all_keys, scale], shape=shape)
     all_rows = insert(anchor, "Concat", rows, {"axis": 0}, shape=[count, 1, heads, 1, size])
-    # As many rows as keys: where a product repeats one of its factors, ONNX Runtime's kernel is given addresses, which
-    # are copied from the host. A captured graph would copy them again at each replay, from memory of others by then.
+    # As many rows as keys: where a product broadcasts a factor, ONNX Runtime's kernel reads addresses that are copied
+    # from the host. A captured graph would copy them again at each replay, from memory that is no longer theirs.
     number = insert(anchor, "Shape", [first.keys], {"start": 0, "end": 1}, shape=[1], dtype=INT64)
-    parts = [integers(graph, count), number, integers(graph, heads, 1, size)]
+    parts = [int64_vector(graph, count), number, int64_vector(graph, heads, 1, size)]
     wanted = insert(anchor, "Concat", parts, {"axis": 0}, shape=[5])
     repeated = insert(anchor, "Expand", [all_rows, wanted], shape=[count, batch, heads, 1, size])
     total_shape = (count, batch, heads, 1, tokens)
@@ -261,12 +268,12 @@ def _added_scores(graph: ir.Graph, group: Sequence[_Attention]) -> list[ir.Value
         anchor, "Split", [total], {"axis": 0, "num_outputs": count}, count, shapes=[(1, *total_shape[1:])] * count
     )
     lone = [insert(anchor, "Squeeze", [part, layers], shape=total_shape[1:]) for part in split_up]
-    turned_to = integers(graph, 0, 1, heads, -1)
+    turned_to = int64_vector(graph, 0, 1, heads, -1)
     return [insert(anchor, "Reshape", [part, turned_to], shape=[batch, 1, heads, tokens]) for part in lone]
 
 
 def _masked_scores(graph: ir.Graph, attention: _Attention) -> ir.Value:
-    """Return what the mask adds to the score of each token (B,L)."""
+    """Return the tensor (B,L) that the mask adds to the scores of each token."""
     anchor, mask, keys = attention.node, attention.mask, attention.keys
     batch, tokens, _ = dims(keys) or ()
     if len(dims(mask) or ()) == 1:
@@ -275,10 +282,11 @@ def _masked_scores(graph: ir.Graph, attention: _Attention) -> ir.Value:
         zero, one = (constant(graph, value, np.int64, f"index_{value}") for value in (0, 1))
         places = insert(anchor, "Range", [zero, number, one], shape=[tokens])
         counts = insert(anchor, "Cast", [mask], {"to": INT64}, shape=[batch], dtype=INT64)
-        counts = insert(anchor, "Unsqueeze", [counts, integers(graph, 1)], shape=[batch, 1])
+        counts = insert(anchor, "Unsqueeze", [counts, int64_vector(graph, 1)], shape=[batch, 1])
         mask = insert(anchor, "Less", [places, counts], shape=[batch, tokens], dtype=ir.DataType.BOOL)
-    dtype = keys.dtype
-    assert dtype is not None
+    dtype = dtype_of(keys)
     name = dtype.name.lower()
-    kept, masked = (constant(graph, v, dtype.numpy(), f"{n}_{name}") for v, n in ((0, "kept"), (REFUSING, "refused")))
+    kept, masked = (
+        constant(graph, v, dtype.numpy(), f"{n}_{name}") for v, n in ((0, "kept"), (MASKED_SCORE, "refused"))
+    )
     return insert(anchor, "Where", [mask, kept, masked], shape=[batch, tokens], dtype=dtype)

@@ -1,24 +1,26 @@
-"""Which operators treat every row of the first axis by itself, so that more rows change nothing for those there are."""
+"""Operators that treat every row of the first axis by itself, so that the number of rows does not change a row."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import onnx_ir as ir
 
-from sdonnx.graph.edit import MICROSOFT, constant_value, dims
+from sdonnx.graph.edit import MICROSOFT, constant_value, dims, input_of
+from sdonnx.operators.operator_table import CONTRACTS
 
 __all__ = ["RowRules", "rank_of"]
 
-# Each row of the first axis by itself, where what else they read has no such axis or one of size 1.
+# Operators that compute each row of the first axis by itself, if their other inputs have no such axis or one of size 1.
 _ROW_BY_ROW = frozenset(
-    {"Abs", "Add", "BiasAdd", "BiasGelu", "BiasSplitGelu", "Cast", "Clip", "Cos", "Div", "Erf", "Exp", "FastGelu",
-     "Gelu", "Identity", "Log", "Max", "Min", "Mul", "Neg", "Pow", "QuickGelu", "Reciprocal", "Relu", "Sigmoid", "Sin",
-     "SkipLayerNormalization", "SkipSimplifiedLayerNormalization", "Softplus", "Sqrt", "Sub", "Tanh", "Where"}
-)  # fmt: skip
-# Likewise; only the first input has rows, and the rest are weights.
-_OF_FIRST = frozenset({"Conv", "GroupNorm", "GroupNormalization", "InstanceNormalization", "NhwcConv"})
-# Likewise, if the axis that the operator works along is not the first one.
+    {"Abs", "Add", "BiasGelu", "Cast", "Clip", "Cos", "Div", "Erf", "Exp", "Gelu", "Identity", "Log", "Max", "Min",
+     "Mul", "Neg", "Pow", "Reciprocal", "Relu", "Sigmoid", "Sin", "Softplus", "Sqrt", "Sub", "Tanh", "Where"}
+) | {op_type for op_type, contract in CONTRACTS.items() if contract.broadcasts}  # fmt: skip
+# The inputs that have rows, of operators that compute each row by itself; their other inputs are weights.
+_ROW_INPUTS = dict.fromkeys(("Conv", "GroupNormalization", "InstanceNormalization"), frozenset({0})) | {
+    op_type: contract.row_inputs for op_type, contract in CONTRACTS.items() if contract.row_inputs
+}
+# The default axis of operators that compute each row by itself, unless they work along the first axis.
 _ALONG_AXIS = {
     "Concat": None,
     "Gather": 0,
@@ -32,19 +34,19 @@ _ALONG_AXIS = {
 
 
 class RowRules:
-    """What is known of a graph's values.
+    """Rules that find the values of a graph whose first axis are rows that are computed independently.
 
     Attributes:
-        rows: the values whose first axis are rows -> whether they depend on what is followed, and not on the number of
-            rows alone.
-        other: what depends on something else that is followed, or may; neither rows nor the same for all of them.
+        rows: such a value -> whether it depends on the rows of the start value; false where it depends only on their
+            number.
+        other: values that are neither rows nor equal for all rows, or may be so.
     """
 
     def __init__(self, rows: dict[ir.Value, bool], other: set[ir.Value]) -> None:
         self.rows, self.other = rows, other
 
     def _is_weight(self, value: ir.Value | None, rank: int) -> bool:
-        """Tell whether every row of a value of that rank meets the same of this one."""
+        """Return whether a value broadcasts equally to every row of a value of that rank."""
         if value is None:
             return True
         sizes = dims(value)
@@ -58,19 +60,16 @@ class RowRules:
         return all(value is not None and value in self.rows and rank_of(value) == rank for value in values)
 
     def keeps_rows(self, node: ir.Node) -> bool:
-        """Tell whether a node gives for each row what it would give for that row alone, in the rows' order."""
-        first, others = node.inputs[0], node.inputs[1:]
+        """Return whether each row of the output is the node's result for that row only, in the same order."""
+        first, others = input_of(node, 0), node.inputs[1:]
         rank = rank_of(node.outputs[0])
-        assert first is not None
         match node.op_type:
             case kind if kind in _ROW_BY_ROW:
                 return all((value in self.rows and rank_of(value) == rank) or self._is_weight(value, rank)
                            for value in node.inputs if value is not None)  # fmt: skip
-            case kind if kind in _OF_FIRST:
-                return first in self.rows and self._is_free(others)
-            case "SkipGroupNorm":
-                skip = node.inputs[3]
-                return first in self.rows and skip in self.rows and self._is_free([*node.inputs[1:3], *node.inputs[4:]])
+            case kind if kind in _ROW_INPUTS:
+                return all(value in self.rows if index in _ROW_INPUTS[kind] else self._is_free([value])
+                           for index, value in enumerate(node.inputs))  # fmt: skip
             case kind if kind in _ALONG_AXIS:
                 data = node.inputs if kind == "Concat" else node.inputs[:1]
                 axis = node.attributes.get_int("axis", _ALONG_AXIS[kind] or 0)
@@ -97,30 +96,32 @@ class RowRules:
                 return plain and first in self.rows and weights and added
             case "MatMul" | "FusedMatMul":
                 return self._multiplies_rows(node)
-            case "MultiHeadAttention":
-                given = [value for value in node.inputs[:3] if value is not None]
-                rest = (*node.inputs[4:5], *node.inputs[6:])
-                bias = node.inputs[5] if len(node.inputs) > 5 else None
-                return (
-                    all(value in self.rows for value in given)
-                    and self._is_free(node.inputs[3:4])
-                    and self._is_weight(bias, 4)
-                    and all(value is None for value in rest)
-                )
-            case "Attention" if node.domain != MICROSOFT:
-                mask = node.inputs[3] if len(node.inputs) > 3 else None
-                return (
-                    all(value in self.rows for value in node.inputs[:3])
-                    and self._is_weight(mask, 4)
-                    and all(value is None for value in node.inputs[4:])
-                )
+            case "MultiHeadAttention" | "Attention":
+                return self._attends_rows(node)
             case _:
                 return False
 
+    def _attends_rows(self, node: ir.Node) -> bool:
+        """Return whether attention has rows of queries, keys and values, and the same mask for all rows."""
+        data = [value for value in node.inputs[:3] if value is not None]
+        free: Sequence[ir.Value | None]
+        mask: Sequence[ir.Value | None]
+        absent: Sequence[ir.Value | None]
+        if node.op_type == "MultiHeadAttention":
+            free, mask, absent = node.inputs[3:4], node.inputs[5:6], (*node.inputs[4:5], *node.inputs[6:])
+        elif node.domain != MICROSOFT and len(data) == 3:
+            free, mask, absent = (), node.inputs[3:4], node.inputs[4:]
+        else:
+            return False
+        return (
+            all(value in self.rows for value in data)
+            and self._is_free(free)
+            and all(self._is_weight(value, 4) for value in mask)
+            and all(value is None for value in absent)
+        )
+
     def _multiplies_rows(self, node: ir.Node) -> bool:
-        left, right = node.inputs
-        assert left is not None
-        assert right is not None
+        left, right = input_of(node, 0), input_of(node, 1)
         if any(node.attributes.get_int(name, 0) for name in ("transA", "transBatchA", "transBatchB")):
             return False
         if left in self.rows and self._is_free([right]):
@@ -129,11 +130,11 @@ class RowRules:
 
 
 def rank_of(value: ir.Value) -> int:
-    """Return how many axes a value has, 0 where that is not known."""
+    """Return the rank of a value, 0 where it is unknown."""
     return len(dims(value) or ())
 
 
 def _is_past_first(node: ir.Node, index: int, rank: int) -> bool:
-    """Tell whether the constant axes that a node reads are all known, and none of them the first."""
+    """Return whether the axes that a node reads are constant and none of them is the first."""
     axes = constant_value(node.inputs[index]) if len(node.inputs) > index else None
     return axes is not None and all(int(axis) % max(rank, 1) != 0 for axis in axes.reshape(-1))

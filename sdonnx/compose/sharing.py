@@ -1,8 +1,8 @@
-"""What a step computes before it meets a prompt: once for an image, not for each of its prompts.
+"""Share computations that do not depend on the prompt between the copies of an image.
 
-With guidance, a denoiser is given every image twice, beside two prompts. Up to its first attention to the prompt both
-copies are the same: in PixArt the patches and the first block's self-attention, in Stable Diffusion's UNet the first
-residual block and a self-attention of the largest size. Here the copies are made behind that instead of before it.
+With guidance, a denoiser reads every image twice, with two prompts. Up to its first attention to the prompt both
+copies are equal: in a diffusion transformer the patches and the first block's self-attention, in a UNet the first
+residual block and a self-attention of the largest size. Here the copies are made after these layers, not before.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from collections.abc import Collection, Mapping, Sequence
 import onnx_ir as ir
 import sympy  # type: ignore[import-untyped]
 
-from sdonnx.compose.composer import INT64, Composer, holds_graph, integers, measured_axes, repeated_rows
+from sdonnx.compose.graph_builder import INT64, GraphBuilder, has_subgraph, int64_vector, measured_axes, repeat_rows
 from sdonnx.compose.rowwise import RowRules, rank_of
-from sdonnx.graph.edit import Dim, dims, insert, insert_multi
-from sdonnx.graph.expressions import dimension_of, expression_of
+from sdonnx.graph.edit import Dim, dims, input_of, insert, insert_multi
+from sdonnx.graph.shapes.expressions import dimension_of, expression_of
 
 __all__ = ["share_images"]
 
@@ -24,20 +24,21 @@ _VIEWS = frozenset({"Reshape", "Squeeze", "Unsqueeze"})
 
 
 def share_images(
-    step: ir.Model, image: ir.Value, repeated: ir.Value, copies: ir.Value, told: Collection[ir.Value]
+    step: ir.Model, image: ir.Value, repeated: ir.Value, copies: ir.Value, conditioning: Collection[ir.Value]
 ) -> bool:
-    """Compute what is the same for all copies of an image once, in a step graph, in place.
+    """Compute values that are equal for all copies of an image once, in a step graph, in place.
 
-    Followed are operators that treat each row of the first axis by itself, or keep the order of all elements, from the
-    repeated images on; what reads a prompt, or an operator that is not known to do so, ends it. Nothing is changed
-    where no attention lies before that end: copying what the end reads would cost as much as it saves.
+    Operators that treat each row of the first axis by itself, or keep the order of all elements, are followed from the
+    repeated images on. An operator that reads a prompt, or that is not known to treat rows so, ends the shared part.
+    The graph is unchanged if there is no attention before that end: copying the values that the end reads would cost as
+    much as it saves.
 
     Args:
         step: a composed step graph.
-        image: (B,...), what the denoiser sees of each image.
-        repeated: (G*B,...), the same G times over: images 1 to B, then 1 to B again.
+        image: (B,...), the denoiser's input for each image.
+        repeated: (G*B,...), G copies of it: images 1 to B, then 1 to B again.
         copies: (1,) int64, the number G.
-        told: what else the denoiser is told, beside the timestep.
+        conditioning: the denoiser's other inputs, except the timestep.
 
     Returns:
         Whether the graph was changed.
@@ -45,9 +46,9 @@ def share_images(
     one, all_of_them = (expression_of((dims(value) or (0,))[0]) for value in (image, repeated))
     if one is None or all_of_them is None or not all_of_them.is_Symbol or one == all_of_them:
         return False  # the batch is a number that the graph was made for, or both sizes have one name
-    if any(map(holds_graph, step.graph)):
+    if any(map(has_subgraph, step.graph)):
         return False
-    found = _Followed(step.graph, repeated, told, all_of_them)
+    found = _ImageRows(step.graph, repeated, conditioning, all_of_them)
     shared = found.shared_nodes()
     if not any(node.op_type in _ATTENTION for node in shared):
         return False
@@ -55,19 +56,21 @@ def share_images(
     return True
 
 
-class _Followed(RowRules):
-    """Which values of a step graph are rows of images, G times the same ones, and which of those depend on the images.
+class _ImageRows(RowRules):
+    """The values of a step graph whose rows are G equal copies of one row per image.
 
     Attributes:
         graph: the graph.
-        rows: such a value -> whether it depends on the images, and not on their number alone.
+        rows: such a value -> whether it depends on the images; false where it depends only on their number.
     """
 
-    def __init__(self, graph: ir.Graph, repeated: ir.Value, told: Collection[ir.Value], batch: sympy.Symbol) -> None:
+    def __init__(
+        self, graph: ir.Graph, repeated: ir.Value, conditioning: Collection[ir.Value], batch: sympy.Symbol
+    ) -> None:
         self.graph = graph
         self._batch = batch
-        super().__init__({repeated: True}, {value for value in told if self._may_have_rows(dims(value))})
-        self._sized = set[ir.Value]()  # computed from the number of rows, or from other sizes beside it
+        super().__init__({repeated: True}, {value for value in conditioning if self._may_have_rows(dims(value))})
+        self._sized = set[ir.Value]()  # computed from the number of rows, and maybe other sizes
         after = iter(graph)
         while next(after) is not repeated.producer():
             pass
@@ -75,13 +78,13 @@ class _Followed(RowRules):
             self._follow(node)
 
     def shared_nodes(self) -> list[ir.Node]:
-        """Return the nodes to be computed once for an image, in the graph's order."""
+        """Return the nodes to compute once for an image, in the graph's order."""
         nodes = [node for node in self.graph if node.outputs[0] in self.rows]
         shared = {node for node in nodes[1:] if self.rows[node.outputs[0]]}
         for node in reversed(nodes[1:]):
             users = {use.node for output in node.outputs for use in output.uses()}
             if users and users <= shared:
-                shared.add(node)  # of their number alone, and read by nothing else
+                shared.add(node)  # depends only on the number of rows, and has no other user
             elif node.op_type in _VIEWS and users.isdisjoint(shared):
                 shared.discard(node)  # saves nothing
         return [node for node in nodes if node in shared]
@@ -104,31 +107,30 @@ class _Followed(RowRules):
             (self.other if grows else self._sized).update(node.outputs)
 
     def _measured(self, node: ir.Node) -> None:
-        value = node.inputs[0]
-        assert value is not None
+        value = input_of(node, 0)
         sizes = dims(value)
-        told = None if sizes is None else sizes[slice(*measured_axes(node, len(sizes)))]
+        measured = None if sizes is None else sizes[slice(*measured_axes(node, len(sizes)))]
         if value in self.rows:
             self._sized.update(node.outputs)
-        elif self._may_have_rows(told):
+        elif self._may_have_rows(measured):
             self.other.update(node.outputs)
 
     def _may_have_rows(self, sizes: Sequence[Dim] | None) -> bool:
         return sizes is None or any(self._is_of_batch(size) is not False for size in sizes)
 
     def _is_of_batch(self, dim: Dim) -> bool | None:
-        """Tell whether a size depends on the number of copies; None: nobody knows."""
+        """Return whether a size depends on the number of copies; None where that is unknown."""
         size = expression_of(dim)
         return None if size is None else self._batch in size.free_symbols
 
     def _is_by_image(self, value: ir.Value) -> bool:
-        """Tell whether a value's first axis, and no other one, is of the images."""
+        """Return whether the first axis of a value, and no other axis, runs over the images."""
         sizes = dims(value)
         return sizes is not None and list(map(self._is_of_batch, sizes)) == [True, *[False] * (len(sizes) - 1)]
 
 
 class _Rewriter:
-    """Lets shared nodes compute B rows, and gives G copies of them to all others."""
+    """Lets shared nodes compute B rows, and all other nodes read G copies of them."""
 
     def __init__(
         self,
@@ -155,35 +157,37 @@ class _Rewriter:
         Args:
             renamed: the size G*B -> the size B.
         """
-        given = [output for node in self.shared for output in node.outputs]
-        whole = [value.shape for value in given]
-        readers = [use.node for value in (self.repeated, *given) for use in value.uses() if use.node.op_type == "Shape"]
+        outputs = [output for node in self.shared for output in node.outputs]
+        old_shapes = [value.shape for value in outputs]
+        readers = [
+            use.node for value in (self.repeated, *outputs) for use in value.uses() if use.node.op_type == "Shape"
+        ]
         for node in self.shared:
             for index, value in enumerate(node.inputs):
                 if value is not None and value in self.rows:
                     node.replace_input_with(index, self._single(value, node))
                 elif value is not None and index == 1 and node.op_type in ("Expand", "Reshape"):
                     node.replace_input_with(index, self._single_size(value, node))
-        for value in [*given, *self._singles.values()]:
+        for value in [*outputs, *self._singles.values()]:
             if value is not self.image and value.shape is not None:
                 value.shape = ir.Shape([_renamed(size, renamed) for size in value.shape.dims])
         for reader in readers:
             self._measure_whole(reader)
-        for value, shape in zip(given, whole, strict=True):
+        for value, shape in zip(outputs, old_shapes, strict=True):
             self._repeat(value, shape)
 
     def _single(self, value: ir.Value, user: ir.Node) -> ir.Value:
-        """Return the first B rows of a value, cut off before `user` where they are not computed alone."""
+        """Return the first B rows of a value, sliced before `user` where the value has G*B rows."""
         if value in self._own:
             return value
         if value not in self._singles:
-            zero = integers(self.step.graph, 0)
+            zero = int64_vector(self.step.graph, 0)
             batch = insert(user, "Shape", [self.image], {"start": 0, "end": 1}, shape=[1], dtype=INT64)
             self._singles[value] = insert(user, "Slice", [value, zero, batch, zero], shape=value.shape)
         return self._singles[value]
 
     def _single_size(self, value: ir.Value, user: ir.Node) -> ir.Value:
-        """Return what a computation of sizes gives where there are B rows, computed before `user`."""
+        """Return the result of a computation of sizes for B rows, computed before `user`."""
         node = value.producer()
         if node is None:
             return value
@@ -215,9 +219,8 @@ class _Rewriter:
         return self._sizes[value]
 
     def _measure_whole(self, reader: ir.Node) -> None:
-        """Let a Shape of what has B rows now tell G*B."""
-        measured = reader.inputs[0]
-        assert measured is not None
+        """Let a Shape of a value that now has B rows return G*B."""
+        measured = input_of(reader, 0)
         if measured is self.repeated:
             measured = self.image
             reader.replace_input_with(0, measured)
@@ -226,7 +229,7 @@ class _Rewriter:
         if start > 0 or end == 0 or not output.uses():
             return
         uses = list(output.uses())
-        add = Composer(self.step, after=reader)
+        add = GraphBuilder(self.step, after=reader)
         rows = add.op("Mul", add.op("Shape", measured, dtype=INT64, start=0, end=1), self.copies)
         sizes = rows
         if end > 1:
@@ -236,24 +239,24 @@ class _Rewriter:
             use.node.replace_input_with(use.idx, sizes)
 
     def _repeat(self, value: ir.Value, shape: ir.Shape | None) -> None:
-        """Give G copies of a value to the nodes that are not shared."""
+        """Let the nodes that are not shared read G copies of a value."""
         users = [use for use in value.uses() if use.node not in self._is_shared and use.node.op_type != "Shape"]
         skips = [use.node for use in users if self._adds_as_skip(use.node, use.idx)]
         if skips:
             copies = self._copies_for_skips()
-            skipped = repeated_rows(Composer(self.step, after=value.producer()), value, copies)
+            skipped = repeat_rows(GraphBuilder(self.step, after=value.producer()), value, copies)
             for node in skips:
                 node.replace_input_with(0, node.inputs[1] if node.inputs[0] is value else node.inputs[0])
                 node.replace_input_with(1, skipped)
         users = [use for use in users if use.node not in skips]
         if users:
-            whole = repeated_rows(Composer(self.step, after=value.producer()), value, self.copies)
+            whole = repeat_rows(GraphBuilder(self.step, after=value.producer()), value, self.copies)
             whole.shape = shape
             for user in users:
                 user.node.replace_input_with(user.idx, whole)
 
     def _adds_as_skip(self, node: ir.Node, index: int) -> bool:
-        """Tell whether an input is one of two that SkipLayerNormalization adds, the other one of all rows."""
+        """Return whether an input is one of the two terms of a SkipLayerNormalization whose other term has G*B rows."""
         if node.op_type != "SkipLayerNormalization" or index > 1:
             return False
         other, rows = node.inputs[1 - index], (dims(self.repeated) or ())[0]
@@ -261,9 +264,9 @@ class _Rewriter:
         return other not in self._own and len(sizes) == 3 and expression_of(sizes[0]) == expression_of(rows)
 
     def _copies_for_skips(self) -> ir.Value:
-        """Return how many copies of its skip SkipLayerNormalization needs: one of a single image, for all its rows."""
+        """Return the number of copies of a skip that SkipLayerNormalization needs: 1 for a single image."""
         if self._skip_copies is None:
-            add = Composer(self.step, after=self.copies.producer())
+            add = GraphBuilder(self.step, after=self.copies.producer())
             one = add.integers(1)
             several = add.op("Min", add.op("Sub", add.op("Shape", self.image, dtype=INT64, start=0, end=1), one), one)
             self._skip_copies = add.op("Add", add.op("Mul", add.op("Sub", self.copies, one), several), one)

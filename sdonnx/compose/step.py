@@ -1,4 +1,4 @@
-"""The step graph: one call of the denoiser and all that the sampler does around it."""
+"""The step graph: one call of the denoiser with guidance, the sampler's update and the mask."""
 
 from __future__ import annotations
 
@@ -7,16 +7,26 @@ from typing import Any
 
 import onnx_ir as ir
 
-from sdonnx.compose.composer import FLOAT, INT64, Composer, give_out, input_of, prune, repeated_rows, take_over, tensor
+from sdonnx.compose.graph_builder import (
+    FLOAT,
+    INT64,
+    GraphBuilder,
+    add_output,
+    declared_input,
+    graph_input,
+    remove_unused_nodes,
+    repeat_rows,
+    replace_input,
+)
 from sdonnx.compose.sharing import share_images
-from sdonnx.compose.timesteps import CALLS, tabulate_timesteps
+from sdonnx.compose.timesteps import tabulate_timesteps
 from sdonnx.errors import FolderError
+from sdonnx.graph.edit import dtype_of
+from sdonnx.models import abi
 from sdonnx.samplers import STATE_ROWS
 from sdonnx.samplers.parameters import HEADER, matrix_start
 
 __all__ = ["compose_step"]
-
-_BOOL = ir.DataType.BOOL
 
 
 def compose_step(model: ir.Model, config: Mapping[str, Any], *, plain: bool = False) -> None:
@@ -25,76 +35,94 @@ def compose_step(model: ir.Model, config: Mapping[str, Any], *, plain: bool = Fa
     Inputs, with R = STATE_ROWS and G = 2 with guidance, 1 without:
 
     - `state` (R,B,C,H,W) float32: row 0 the latents, the rest the sampler's history
-    - `noise` (B,C,H,W) float32: fresh noise, for samplers that add some
+    - `noise` (B,C,H,W) float32: fresh noise, for samplers that add it
     - `parameters` (calls, P) float32: a row for each call, see `sdonnx.samplers.parameters`
-    - `call` (1) int64: the row of this call
+    - `step_index` (1) int64: the row of this call
     - `encoder_hidden_states` (G*B,S,D): unconditional prompts first
-    - `background` (2,B,C,H,W) float32: clean latents and the noise that goes with them
-    - `keeps` (R,B,C,H,W) bool: where the background stands in place of what was computed
+    - `known_latents` (2,B,C,H,W) float32: clean latents of the known image, and noise for them
+    - `keep_mask` (R,B,C,H,W) bool: where the known latents replace the computed state
     - `mask` (B,1,H,W), `masked_latents` (B,C,H,W) float32: only of denoisers that were trained to inpaint, which
-      see them beside the latents (diffusers: StableDiffusionInpaintPipeline with a UNet of 2C + 1 channels)
-    - what else the denoiser is told, as it takes it: of Stable Diffusion XL `text_embeds` (G*B,P) and `time_ids`
-      (G*B,N), of PixArt `encoder_attention_mask` (G*B,S)
+      read them concatenated to the latents (diffusers: StableDiffusionInpaintPipeline with a UNet of 2C + 1 channels)
+    - the denoiser's other conditioning inputs, unchanged: `text_embeds` (G*B,P) and `time_ids` (G*B,N) if it is
+      conditioned on image sizes, `encoder_attention_mask` (G*B,S) if it masks padding
 
-    Where the denoiser gives twice the channels, the second half is the variance that it learned, which no sampler here
+    Where the denoiser returns twice the channels, the second half is the learned variance, which no sampler here
     reads.
 
-    Outputs: `new_state`, as `state`, and `next_call`, as `call`. Either may be written over its
-    input: every node that reads the input comes, by data, before the one that writes the output.
+    Outputs: `new_state`, like `state`, and `next_step_index`, like `step_index`. Either may overwrite its input: every
+    node that reads the input is, by data, before the node that writes the output.
 
     Args:
         model: the optimized denoiser: `sample, timestep, encoder_hidden_states, ... -> out_sample`.
         config: its configuration.
-        plain: leave the denoiser as it is, so that what it is given has the names of its inputs. Otherwise what is made
-            of the timestep alone, and what the copies of an image share, is computed less often.
+        plain: keep the denoiser as it is, so that values which it reads have the names of its inputs. Otherwise values
+            that depend only on the timestep, or that the copies of an image share, are computed less often.
 
     Raises:
-        FolderError: the denoiser takes or gives channels that are not known.
+        FolderError: the denoiser's numbers of channels are not supported.
     """
-    graph = model.graph
+    graph, spec = model.graph, abi.STEP
     channels, inpaints = _channels(config)
-    latent_shape: list[int | str] = ["batch", channels, "height", "width"]
-    state = tensor("state", FLOAT, [STATE_ROWS, *latent_shape])
-    noise = tensor("noise", FLOAT, latent_shape)
-    parameters = tensor("parameters", FLOAT, [CALLS, "row"])
-    call = tensor("call", INT64, [1])
-    background = tensor("background", FLOAT, [2, *latent_shape])
-    keeps = tensor("keeps", _BOOL, [STATE_ROWS, *latent_shape])
-    seen: list[ir.Value] = []
-    if inpaints:
-        seen = [tensor("mask", FLOAT, ["batch", 1, "height", "width"]), tensor("masked_latents", FLOAT, latent_shape)]
-    hidden = input_of(graph, "encoder_hidden_states")
-    taken = {"sample", "timestep", hidden.name}
-    told = [value for value in graph.inputs if value.name not in taken]
-    sample = input_of(graph, "sample")
-    assert sample.dtype is not None
+    sizes = {"channels": channels, "state_rows": STATE_ROWS}
+    names = (abi.STATE, abi.NOISE, abi.PARAMETERS, abi.STEP_INDEX, abi.KNOWN_LATENTS, abi.KEEP_MASK)
+    state, noise, parameters, step_index, known_latents, keep_mask = (
+        declared_input(spec.input(name), sizes) for name in names
+    )
+    masks = [declared_input(spec.input(name), sizes) for name in (abi.MASK, abi.MASKED_LATENTS) if inpaints]
+    hidden, sample = graph_input(graph, abi.ENCODER_HIDDEN_STATES), graph_input(graph, "sample")
+    conditioning = [value for value in graph.inputs if value.name not in ("sample", "timestep", hidden.name)]
 
-    add = Composer(model, before=True)
-    # The only node that reads the call: the next one may be written over it, which comes from the row.
-    row = add.op("Gather", parameters, call, axis=0)
-    next_call = add.op("Cast", add.op("Reshape", add.columns(row, 0, 1), add.integers(1)), dtype=INT64, to=INT64)
-    this_call = add.op("Sub", next_call, add.integers(1))
+    add = GraphBuilder(model, before=True)
+    # The only node that reads the step index: the next index, which may overwrite it, is computed from the row.
+    row = add.op("Gather", parameters, step_index, axis=0)
+    next_index = add.op("Cast", add.op("Reshape", add.columns(row, 0, 1), add.integers(1)), dtype=INT64, to=INT64)
+    this_index = add.op("Sub", next_index, add.integers(1))
     timestep = add.op("Reshape", add.columns(row, 1, 2), add.integers(1))
     timesteps = add.op("Reshape", add.columns(parameters, 1, 2), add.integers(-1))
     scale = add.op("Reshape", add.columns(row, 2, 3), add.integers(1))
     latents = add.op("Gather", state, add.index(0), axis=0)
     image = add.op("Mul", latents, scale)
     if inpaints:
-        image = add.op("Concat", image, *seen, axis=1)
-    image = add.cast(image, sample.dtype)
+        image = add.op("Concat", image, *masks, axis=1)
+    image = add.cast(image, dtype_of(sample))
     # G copies: the batch of the prompts over that of the latents.
     batch = add.op("Shape", noise, dtype=INT64, start=0, end=1)
     copies = add.op("Div", add.op("Shape", hidden, dtype=INT64, start=0, end=1), batch)
-    repeated = repeated_rows(add, image, copies)
+    repeated = repeat_rows(add, image, copies)
     repeated.shape = sample.shape
     image.shape = None if sample.shape is None else ir.Shape(["batch", *sample.shape.dims[1:]])
-    timestep.shape, timesteps.shape = ir.Shape([1]), ir.Shape([CALLS])
-    take_over(graph, "sample", repeated)
-    take_over(graph, "timestep", timestep)
+    timestep.shape, timesteps.shape = ir.Shape([1]), ir.Shape([abi.CALLS])
+    replace_input(graph, "sample", repeated)
+    replace_input(graph, "timestep", timestep)
 
     prediction = graph.outputs[0]
     graph.outputs.clear()
-    add = Composer(model, before=False)
+    add = GraphBuilder(model, before=False)
+    new_state = _updated_state(add, config, channels, prediction, row, copies, state, noise, known_latents, keep_mask)
+    add_output(graph, new_state, abi.NEW_STATE, state.shape)
+    add_output(graph, next_index, abi.NEXT_STEP_INDEX, step_index.shape)
+    graph.inputs.clear()
+    graph.inputs.extend([state, noise, parameters, step_index, hidden, known_latents, keep_mask, *masks, *conditioning])
+    graph.name = spec.name
+    if not plain:
+        tabulate_timesteps(model, timestep, timesteps, this_index, conditioning)
+        share_images(model, image, repeated, copies, [hidden, *conditioning])
+    remove_unused_nodes(graph)
+
+
+def _updated_state(
+    add: GraphBuilder,
+    config: Mapping[str, Any],
+    channels: int,
+    prediction: ir.Value,
+    row: ir.Value,
+    copies: ir.Value,
+    state: ir.Value,
+    noise: ir.Value,
+    known_latents: ir.Value,
+    keep_mask: ir.Value,
+) -> ir.Value:
+    """Return where(keep_mask, weights @ known_latents, matrix @ [state, noise, predictions]) (R,B,C,H,W)."""
     if int(config.get("out_channels", channels)) != channels:
         prediction = add.op(
             "Slice", prediction, add.integers(0), add.integers(channels), add.integers(1), dtype=prediction.dtype
@@ -108,31 +136,22 @@ def compose_step(model: ir.Model, config: Mapping[str, Any], *, plain: bool = Fa
     matrix = add.op("Reshape", add.columns(row, matrix_start()), add.integers(STATE_ROWS, -1))
     updated = add.op("MatMul", matrix, add.op("Concat", *rows, axis=0))
     weights = add.op("Reshape", add.columns(row, HEADER, matrix_start()), add.integers(STATE_ROWS, 2))
-    kept = add.op("MatMul", weights, add.op("Reshape", background, add.integers(2, -1)))
-    flat_keeps = add.op("Reshape", keeps, add.integers(STATE_ROWS, -1))
-    chosen = add.op("Where", flat_keeps, kept, updated, dtype=FLOAT)
-    new_state = add.op("Reshape", chosen, add.op("Shape", state, dtype=INT64))
-    give_out(graph, new_state, "new_state", state.shape)
-    give_out(graph, next_call, "next_call", call.shape)
-    graph.inputs.clear()
-    graph.inputs.extend([state, noise, parameters, call, hidden, background, keeps, *seen, *told])
-    graph.name = "step"
-    if not plain:
-        tabulate_timesteps(model, timestep, timesteps, this_call, told)
-        share_images(model, image, repeated, copies, [hidden, *told])
-    prune(graph)
+    kept = add.op("MatMul", weights, add.op("Reshape", known_latents, add.integers(2, -1)))
+    flat_mask = add.op("Reshape", keep_mask, add.integers(STATE_ROWS, -1))
+    chosen = add.op("Where", flat_mask, kept, updated, dtype=FLOAT)
+    return add.op("Reshape", chosen, add.op("Shape", state, dtype=INT64))
 
 
 def _channels(config: Mapping[str, Any]) -> tuple[int, bool]:
     """Return the number of latent channels, and whether the denoiser was trained to inpaint."""
-    given = int(config["in_channels"])
-    made = int(config.get("out_channels", given))
-    if made in (given, 2 * given):
-        return given, False
-    if given == 2 * made + 1:
-        return made, True
+    inputs = int(config["in_channels"])
+    outputs = int(config.get("out_channels", inputs))
+    if outputs in (inputs, 2 * inputs):
+        return inputs, False
+    if inputs == 2 * outputs + 1:
+        return outputs, True
     raise FolderError(
-        f"the denoiser takes {given} channels and gives {made}",
-        f"{made} in, half of that where it learned the variance, or {2 * made + 1} where it was trained to inpaint",
-        "use a pipeline whose denoiser takes no image beside the latents",
+        f"the denoiser has {inputs} input channels and {outputs} output channels",
+        f"{outputs} input channels, half of that for a learned variance, or {2 * outputs + 1} for inpainting",
+        "use a pipeline whose denoiser reads latents only, or latents with a mask and a masked image",
     )

@@ -7,23 +7,30 @@ from typing import Any
 
 import onnx_ir as ir
 
-from sdonnx.compose.composer import INT64, Composer, give_out, input_of, tensor
+from sdonnx.compose.graph_builder import INT64, GraphBuilder, add_output, declared_input, declared_shape, graph_input
+from sdonnx.graph.edit import dtype_of, input_of, producer_node
+from sdonnx.models import abi
 
 __all__ = ["compose_second_text", "compose_text"]
 
-LAYERS = "hidden_states."
-FIRST_LAYER = LAYERS + "0"
+_LAYERS = "hidden_states."
+_FIRST_LAYER = _LAYERS + "0"
 
 
 def compose_text(model: ir.Model, config: Mapping[str, Any]) -> None:
     """Turn a text encoder's graph into the text graph, in place.
 
-    Inputs: `input_ids` (B,S); of T5 `attention_mask` (B,S), 1 for tokens of the caption; of CLIP `layers` (B) int64:
-    for each prompt how many of the last layers are left out (diffusers' clip_skip, which it does not apply to what is
-    drawn away from), times B, plus its row. Output: `hidden_states` (B,S,D): what that layer gives, through the final
-    norm; or, of an encoder that gives out its layers, what is given to that layer, as Stable Diffusion XL sees it.
+    Inputs:
 
-    Where the layers cannot be told apart in the graph, there is no input `layers`, and the output is the last
+    - `input_ids` (B,S)
+    - `attention_mask` (B,S), only of T5: 1 for tokens of the caption
+    - `layer_index` (B) int64, only of CLIP: for each prompt the number of last layers to skip (diffusers' clip_skip,
+      which does not apply to negative prompts), times B, plus the prompt's row
+
+    Output: `hidden_states` (B,S,D): the output of that layer through the final norm. If the encoder has its layers'
+    hidden states as outputs, it is the layer's input instead, which denoisers of such pipelines read.
+
+    Where the layers cannot be identified in the graph, there is no input `layer_index`, and the output is the last
     layer's.
 
     Args:
@@ -32,30 +39,29 @@ def compose_text(model: ir.Model, config: Mapping[str, Any]) -> None:
     """
     graph = model.graph
     outputs = {str(value.name): value for value in graph.outputs}
-    if FIRST_LAYER in outputs:
-        chosen, layers = _layer_before(model, outputs)
+    if _FIRST_LAYER in outputs:
+        chosen, layer_index = _layer_input(model, outputs)
         graph.outputs.clear()
         chosen.name = "chosen"
-        give_out(graph, chosen, "hidden_states", outputs[FIRST_LAYER].shape)
-        inputs = [input_of(graph, "input_ids"), layers]
+        add_output(graph, chosen, abi.HIDDEN_STATES, outputs[_FIRST_LAYER].shape)
+        inputs = [graph_input(graph, abi.INPUT_IDS), layer_index]
     else:
-        inputs = _normed(model, outputs["last_hidden_state"], config)
+        inputs = _add_normalized_output(model, outputs["last_hidden_state"], config)
     graph.inputs.clear()
     graph.inputs.extend(inputs)
-    graph.name = "text"
+    graph.name = abi.TEXT.name
 
 
 def compose_second_text(model: ir.Model, config: Mapping[str, Any]) -> None:
-    """Turn Stable Diffusion XL's last text encoder into a graph that gives all that the denoiser is told, in place.
+    """Turn the last text encoder of a pipeline with pooled prompts into a graph of all text conditioning, in place.
 
     Inputs:
 
-    - `input_ids` (B,S), and `layers` (B) int64, as of `compose_text`
-    - `positions` (B) int64: of each prompt's last token among those of all prompts, row * S + column. It is the
-      host that knows them: ONNX Runtime has no CUDA kernel for the ArgMax that looks for them (opset 12 and later).
-    - `given` (B) bool: where it is false, the prompt counts as none, and both outputs are zero (diffusers'
-      `force_zeros_for_empty_prompt`)
-    - `hidden_states_1` (B,S,D1): of the encoder before; only where there is one
+    - `input_ids` (B,S), and `layer_index` (B) int64, as in `compose_text`
+    - `positions` (B) int64: the position of each prompt's last token among the tokens of all prompts, row * S + column.
+      The host computes it: ONNX Runtime has no CUDA kernel for the ArgMax that would (opset 12 and later).
+    - `is_nonempty` (B) bool: where false, both outputs are zero (diffusers' `force_zeros_for_empty_prompt`)
+    - `hidden_states_1` (B,S,D1): of the first text encoder, only where there is one
 
     Outputs: `hidden_states` (B,S,D1+D) and `text_embeds` (B,P).
 
@@ -63,94 +69,88 @@ def compose_second_text(model: ir.Model, config: Mapping[str, Any]) -> None:
         model: the optimized text encoder: `input_ids -> text_embeds, last_hidden_state, hidden_states.i`.
         config: its configuration, with that of `text_encoder` where there is one.
     """
-    graph = model.graph
+    graph, spec = model.graph, abi.SECOND_TEXT
     outputs = {str(value.name): value for value in graph.outputs}
-    pooled, last = outputs["text_embeds"], outputs["last_hidden_state"]
-    positions = tensor("positions", INT64, ["batch_size"])
+    pooled, last = outputs[abi.TEXT_EMBEDS], outputs["last_hidden_state"]
+    positions = declared_input(spec.input(abi.POSITIONS))
     _pool_at(model, pooled, last, positions)
-    chosen, layers = _layer_before(model, outputs)
+    chosen, layer_index = _layer_input(model, outputs)
+    dtype = dtype_of(chosen)
     graph.outputs.clear()
-    given = tensor("given", ir.DataType.BOOL, ["batch_size"])
-    inputs = [input_of(graph, "input_ids"), layers, positions, given]
-    add = Composer(model, before=False)
+    is_nonempty = declared_input(spec.input(abi.IS_NONEMPTY))
+    inputs = [graph_input(graph, abi.INPUT_IDS), layer_index, positions, is_nonempty]
+    add = GraphBuilder(model, before=False)
     width = int(config["hidden_size"])
     if "text_encoder" in config:
-        first = tensor("hidden_states_1", chosen.dtype, ["batch_size", "sequence_length", _width(config)])
+        first_width = int(config["text_encoder"]["hidden_size"])
+        first = declared_input(spec.input(abi.FIRST_HIDDEN_STATES), {"hidden_size": first_width}, dtype)
         inputs.append(first)
         chosen = add.op("Concat", first, chosen, axis=2)
-        width += _width(config)
-    none = add.zero(chosen.dtype)
-    rows = add.op("Unsqueeze", given, add.integers(1))
-    told = add.op("Where", add.op("Unsqueeze", rows, add.integers(2)), chosen, none, dtype=chosen.dtype)
-    # A name is given anew: what had it is behind the choice now.
-    pooled.name = "projected"
-    embeds = add.op("Where", rows, pooled, none, dtype=pooled.dtype)
-    give_out(graph, told, "hidden_states", ["batch_size", "sequence_length", width])
-    give_out(graph, embeds, "text_embeds", pooled.shape)
+        width += first_width
+    zero = add.zero(dtype)
+    rows = add.op("Unsqueeze", is_nonempty, add.integers(1))
+    states = add.op("Where", add.op("Unsqueeze", rows, add.integers(2)), chosen, zero, dtype=dtype)
+    pooled.name = "projected"  # its name moves to the value behind the choice
+    embeds = add.op("Where", rows, pooled, zero, dtype=pooled.dtype)
+    add_output(
+        graph, states, abi.HIDDEN_STATES, declared_shape(spec.output(abi.HIDDEN_STATES), {"joined_hidden_size": width})
+    )
+    add_output(graph, embeds, abi.TEXT_EMBEDS, pooled.shape)
     graph.inputs.clear()
     graph.inputs.extend(inputs)
-    graph.name = "text_2"
+    graph.name = spec.name
 
 
-def _layer_before(model: ir.Model, outputs: Mapping[str, ir.Value]) -> tuple[ir.Value, ir.Value]:
-    """Return what is given to each prompt's layer, and the input that chooses it."""
-    add = Composer(model, before=False)
-    layers = sorted((name for name in outputs if name.startswith(LAYERS)), key=lambda name: int(name[len(LAYERS) :]))
-    chosen = tensor("layers", INT64, ["batch_size"])
-    # The last layer's own output is not among them: nobody asks for it.
-    return _chosen(add, [outputs[name] for name in reversed(layers[:-1])], chosen), chosen
+def _layer_input(model: ir.Model, outputs: Mapping[str, ir.Value]) -> tuple[ir.Value, ir.Value]:
+    """Return the hidden states that each prompt's layer reads, and the input that selects the layer."""
+    add = GraphBuilder(model, before=False)
+    layers = sorted((name for name in outputs if name.startswith(_LAYERS)), key=lambda name: int(name[len(_LAYERS) :]))
+    layer_index = declared_input(abi.TEXT.input(abi.LAYER_INDEX))
+    # The last layer's output is left out: no caller selects it.
+    return _select_layer(add, [outputs[name] for name in reversed(layers[:-1])], layer_index), layer_index
 
 
-def _chosen(add: Composer, layers: Sequence[ir.Value], chosen: ir.Value) -> ir.Value:
-    """Return for each prompt what its layer holds, the last layer first.
+def _select_layer(add: GraphBuilder, layers: Sequence[ir.Value], layer_index: ir.Value) -> ir.Value:
+    """Return the hidden states of each prompt's layer; `layers` begins with the last one.
 
-    Not by a GatherND with a number for each prompt: ONNX Runtime's CUDA kernel copies sizes from the host at each run,
-    from memory that is gone when a captured graph is replayed.
+    GatherND with an index for each prompt cannot be used: ONNX Runtime's CUDA kernel copies sizes from the host at each
+    run, from memory that is freed when a captured graph is replayed.
     """
-    return add.op("Gather", add.op("Concat", *layers, axis=0), chosen, axis=0)
+    return add.op("Gather", add.op("Concat", *layers, axis=0), layer_index, axis=0)
 
 
 def _pool_at(model: ir.Model, projected: ir.Value, last: ir.Value, positions: ir.Value) -> None:
-    """Let the projection read the last hidden state at the positions, in place of where the graph looks itself."""
-    projection = projected.producer()
-    assert projection is not None
-    pooled = projection.inputs[0]
-    assert pooled is not None
-    producer = last.producer()
-    assert producer is not None
-    add = Composer(model, after=producer)
+    """Let the projection read the last hidden state at `positions` instead of the position that the graph computes."""
+    projection = producer_node(projected)
+    pooled = input_of(projection, 0)
+    add = GraphBuilder(model, after=producer_node(last))
     width = add.op("Shape", last, dtype=INT64, start=2)
     rows = add.op("Reshape", last, add.op("Concat", add.integers(-1), width, axis=0))
     found = add.op("Gather", rows, positions, axis=0)
     projection.replace_input_with(0, add.cast(found, pooled.dtype) if pooled.dtype is not None else found)
 
 
-def _width(config: Mapping[str, Any]) -> int:
-    return int(config["text_encoder"]["hidden_size"])
-
-
-def _normed(model: ir.Model, output: ir.Value, config: Mapping[str, Any]) -> list[ir.Value]:
-    """Give out what a layer gives, through the final norm, and return the graph's inputs."""
+def _add_normalized_output(model: ir.Model, output: ir.Value, config: Mapping[str, Any]) -> list[ir.Value]:
+    """Make the output of each prompt's layer, through the final norm, the graph's output; return the graph's inputs."""
     graph, shape = model.graph, output.shape
     graph.outputs.clear()
     output.name = "last_layer"
-    sums = _sums_of_layers(graph, output, config)
-    add = Composer(model, before=False)
+    sums = _residual_streams(graph, output, config)
+    add = GraphBuilder(model, before=False)
     inputs = list(graph.inputs)
     if sums is not None:
-        final = output.producer()
-        assert final is not None
-        layers = tensor("layers", INT64, ["batch_size"])
-        inputs.append(layers)
-        chosen = _chosen(add, list(reversed(sums)), layers)
+        final = producer_node(output)
+        layer_index = declared_input(abi.TEXT.input(abi.LAYER_INDEX))
+        inputs.append(layer_index)
+        chosen = _select_layer(add, list(reversed(sums)), layer_index)
         epsilon = final.attributes.get_float("epsilon", 1e-12)
         output = add.op("LayerNormalization", chosen, final.inputs[2], final.inputs[3], axis=-1, epsilon=epsilon)
-    give_out(graph, output, "hidden_states", shape)
+    add_output(graph, output, abi.HIDDEN_STATES, shape)
     return inputs
 
 
-def _sums_of_layers(graph: ir.Graph, last: ir.Value, config: Mapping[str, Any]) -> list[ir.Value] | None:
-    """Return what each layer leaves in the residual stream, the first layer first; None where it is not told.
+def _residual_streams(graph: ir.Graph, last: ir.Value, config: Mapping[str, Any]) -> list[ir.Value] | None:
+    """Return the residual stream after each layer, the first layer first; None where layers cannot be identified.
 
     A layer has two norms. Fused, each but the very first is a SkipLayerNormalization whose fourth output is the
     stream; the one behind a layer's second addition is the next layer's first, or the final norm.

@@ -1,7 +1,7 @@
-"""What a denoiser computes of the timestep alone: for all calls at once, not at each of them.
+"""Tabulate the values that depend only on the timestep: compute them for all calls at once.
 
-The embedding of the timestep, and what layers make of it, are some twenty small kernels at each step. Here they compute
-a row for every call, and a step takes the row of its own. `split_conditions` then moves them out of the step.
+The embedding of the timestep and the projections of it in layers are some twenty small kernels at each step. Here they
+compute one row for every call, and a step reads its own row. `hoist_step_invariants` then moves them out of the step.
 """
 
 from __future__ import annotations
@@ -11,60 +11,59 @@ from math import prod
 
 import onnx_ir as ir
 
-from sdonnx.compose.composer import INT64, Composer, holds_graph
+from sdonnx.compose.graph_builder import INT64, GraphBuilder, has_subgraph
 from sdonnx.compose.rowwise import RowRules
 from sdonnx.graph.edit import dims
+from sdonnx.models.abi import CALLS
 
-__all__ = ["CALLS", "tabulate_timesteps"]
-
-CALLS = "calls"
-"""The size of the first axis of what has a row for each call."""
+__all__ = ["tabulate_timesteps"]
 
 _PRODUCTS = frozenset({"FusedMatMul", "Gemm", "MatMul"})
-# What is as cheap behind the row that is taken as before it, if nothing else follows.
+# Operators that cost as little on one row as on the table, where no other operator follows.
 _CUTS = frozenset({"Slice", "Split", "Squeeze", "Unsqueeze"})
-# Of a row: 64 MB for a table in float16.
-_MOST_NUMBERS = 2**15
-# These do not give a row for each row that there is: their sizes are made for one.
-_OF_SIZES = frozenset({"Expand", "Reshape"})
+# Numbers in a row of the table: 64 MB for a table in float16.
+_MAX_ROW_SIZE = 2**15
+# Operators that do not return one row for each row: their size inputs are made for one.
+_RESIZING = frozenset({"Expand", "Reshape"})
 
 
 def tabulate_timesteps(
-    step: ir.Model, timestep: ir.Value, timesteps: ir.Value, call: ir.Value, told: Collection[ir.Value]
+    step: ir.Model, timestep: ir.Value, timesteps: ir.Value, step_index: ir.Value, conditioning: Collection[ir.Value]
 ) -> bool:
-    """Compute what depends on the timestep alone for all calls, in a step graph, in place.
+    """Compute the values that depend only on the timestep for all calls, in a step graph, in place.
 
-    Followed are operators that treat each row of the first axis by itself, from the timestep on; a timestep that is
-    repeated for each image is followed as if it were not, and what is made of it is repeated instead. Nothing is
-    changed where no product is among them, where more is taken from the table than is saved, or it would be too large.
+    Operators that treat each row of the first axis by itself are followed, from the timestep on. A timestep that is
+    repeated for each image is followed as if it were not, and the values computed from it are repeated instead. The
+    graph is unchanged if there is no product among these operators, if more values are read from the table than are
+    saved, or if the table would be too large.
 
     Args:
         step: a composed step graph.
         timestep: (1,), of this call.
-        timesteps: (calls,), of all.
-        call: (1,) int64, the row that is this call's.
-        told: inputs of the graph that are the same at every call.
+        timesteps: (calls,), of all calls.
+        step_index: (1,) int64, the row of this call.
+        conditioning: inputs of the graph that are the same at every call.
 
     Returns:
         Whether the graph was changed.
     """
-    if any(map(holds_graph, step.graph)):
+    if any(map(has_subgraph, step.graph)):
         return False
-    found = _OfTimestep(step.graph, timestep, told)
+    found = _TimestepRows(step.graph, timestep, conditioning)
     nodes = found.nodes()
     inside = set(nodes)
-    taken = [
+    tabulated = [
         value
         for node in nodes
         for value in node.outputs
         if node.op_type != "Expand" and any(use.node not in inside for use in value.uses())
     ]
-    numbers = sum(prod(size for size in (dims(value) or ())[1:] if isinstance(size, int)) for value in taken)
+    numbers = sum(prod(size for size in (dims(value) or ())[1:] if isinstance(size, int)) for value in tabulated)
     products = any(node.op_type in _PRODUCTS for node in nodes)
-    if not products or 3 * len(taken) > len(nodes) or numbers > _MOST_NUMBERS:
+    if not products or 3 * len(tabulated) > len(nodes) or numbers > _MAX_ROW_SIZE:
         return False
-    outside = {value: [use for use in value.uses() if use.node not in inside] for value in taken}
-    shapes = {value: value.shape for value in taken}
+    outside = {value: [use for use in value.uses() if use.node not in inside] for value in tabulated}
+    shapes = {value: value.shape for value in tabulated}
     for node in nodes:
         for index, value in enumerate(node.inputs):
             if value is timestep or (value is not None and value in found.repeated):
@@ -72,9 +71,9 @@ def tabulate_timesteps(
         if node.op_type != "Expand":
             for output in node.outputs:
                 output.shape = ir.Shape([CALLS, *(dims(output) or ())[1:]])
-    for value in taken:
-        add = Composer(step, after=value.producer())
-        row = add.op("Gather", value, call, axis=0)
+    for value in tabulated:
+        add = GraphBuilder(step, after=value.producer())
+        row = add.op("Gather", value, step_index, axis=0)
         if (count := found.counts[value]) is not None:
             row.shape = ir.Shape([1, *(dims(value) or ())[1:]])
             sizes = add.op("Concat", count, add.op("Shape", value, dtype=INT64, start=1), axis=0)
@@ -86,27 +85,27 @@ def tabulate_timesteps(
     return True
 
 
-class _OfTimestep(RowRules):
-    """Which values of a step graph have one row, which depends on the timestep and on what is always the same.
+class _TimestepRows(RowRules):
+    """The values of a step graph that have one row, which depends only on the timestep and on constants.
 
     Attributes:
         repeated: the timestep, repeated for each image.
-        counts: each such value -> how often it is repeated, an int64 (1,); None where it is not.
+        counts: each such value -> its number of repetitions, an int64 (1,); None where it is not repeated.
     """
 
-    def __init__(self, graph: ir.Graph, timestep: ir.Value, told: Collection[ir.Value]) -> None:
+    def __init__(self, graph: ir.Graph, timestep: ir.Value, conditioning: Collection[ir.Value]) -> None:
         self.graph = graph
         self._timestep = timestep
         self.repeated = set[ir.Value]()
         self.counts: dict[ir.Value, ir.Value | None] = {timestep: None}
-        always = {value for value in told if _has_one_row(value)}
+        always = {value for value in conditioning if _has_one_row(value)}
         super().__init__({timestep: True}, {value for value in graph.inputs if value not in always})
         for node in graph:
             if timestep not in node.outputs:
                 self._follow(node)
 
     def nodes(self) -> list[ir.Node]:
-        """Return the nodes that are to compute a row for each call, in the graph's order."""
+        """Return the nodes that will compute one row for each call, in the graph's order."""
         nodes = [node for node in self.graph if node.outputs[0] in self.rows and self._timestep not in node.outputs]
         inside = set(nodes)
         for node in reversed(nodes):
@@ -122,11 +121,11 @@ class _OfTimestep(RowRules):
             self.repeated.add(node.outputs[0])
             self._add(node, node.inputs[1])
         elif node.op_type == "Shape" or read & self.other:
-            self.other.update(node.outputs)  # sizes may be of the number of rows
+            self.other.update(node.outputs)  # sizes may depend on the number of rows
         elif read & self.rows.keys():
             counts = {self.counts[value] for value in read & self.rows.keys()} - {None}
             fits = all(_has_known_rows(output) for output in node.outputs if output.name)
-            if node.op_type not in _OF_SIZES and len(counts) < 2 and fits and self.keeps_rows(node):
+            if node.op_type not in _RESIZING and len(counts) < 2 and fits and self.keeps_rows(node):
                 self._add(node, next(iter(counts), None))
             else:
                 self.other.update(node.outputs)
@@ -141,6 +140,6 @@ def _has_one_row(value: ir.Value) -> bool:
 
 
 def _has_known_rows(value: ir.Value) -> bool:
-    """Tell whether all sizes but the first, the number of rows, are numbers."""
+    """Return whether all sizes but the first, the number of rows, are numbers."""
     sizes = dims(value) or ()
     return len(sizes) > 0 and all(isinstance(size, int) for size in sizes[1:])

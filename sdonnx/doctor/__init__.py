@@ -1,1 +1,1 @@
-"""Whether this machine has what drawing needs, and whether its kernels compute what they should."""
+"""Check the environment of this machine and the results of its ONNX Runtime kernels."""

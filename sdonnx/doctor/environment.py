@@ -1,4 +1,4 @@
-"""What a machine has of what drawing needs, what is missing, and how to mend it."""
+"""Find the requirements for generating images that this machine lacks, and the command that installs them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from sdonnx.doctor.gpu import Gpu, cuda_driver_version, driver_version, gpus
 
-__all__ = ["Facts", "Finding", "facts", "findings", "wanted_provider"]
+__all__ = ["Facts", "Finding", "collect_facts", "default_provider", "findings"]
 
 _CUDA = "CUDAExecutionProvider"
 _INSTALL = {"cuda": "pip install 'sdonnx[cuda]'", "cpu": "pip install 'sdonnx[cpu]'"}
@@ -22,8 +22,8 @@ _OLDEST_DRIVER = {12: "525.60.13", 13: "580.65.06"}
 # CUDA 13 has no code for GPUs before Turing (CUDA 13.0 release notes), CUDA 12 none before Maxwell.
 _OLDEST_GPU = {12: (5, 0), 13: (7, 5)}
 
-# Library -> the wheel that has it, for CUDA 13, and whether the CUDA provider or cuDNN cannot do without it
-# (onnxruntime.preload_dlls names the same ones). Before CUDA 13 every wheel's name ends in -cu12.
+# Library -> its wheel for CUDA 13, and whether the CUDA provider or cuDNN requires it (the libraries that
+# onnxruntime.preload_dlls loads). Before CUDA 13, the name of every wheel ends in -cu12.
 _LIBRARIES = {
     "libcudart.so.{cuda}": ("nvidia-cuda-runtime", True),
     "libcublasLt.so.{cuda}": ("nvidia-cublas", True),
@@ -37,17 +37,17 @@ _LIBRARIES = {
 
 @dataclass(frozen=True)
 class Facts:
-    """What was found on a machine.
+    """The environment of a machine.
 
     Attributes:
-        distributions: version by name of the installed builds of ONNX Runtime.
-        import_error: why the module onnxruntime cannot be imported, "" where it can.
+        distributions: the versions of the installed builds of ONNX Runtime, by name.
+        import_error: the reason why the module onnxruntime cannot be imported, "" where it can.
         providers: the execution providers of the module.
-        built_for: the CUDA version that the module is built for, "" for none.
-        driver: the driver's version, "" where it is not told.
-        driver_cuda: the newest CUDA that the driver runs, None where there is no driver.
-        gpus: the GPUs that CUDA shows.
-        missing: libraries of CUDA and cuDNN that cannot be loaded.
+        built_for: the CUDA version that the module is built for, "" for a build without CUDA.
+        driver: the version of the driver, "" where it is unknown.
+        driver_cuda: the newest CUDA version that the driver supports, None without a driver.
+        gpus: the GPUs that are visible to CUDA.
+        missing: the libraries of CUDA and cuDNN that cannot be loaded.
     """
 
     distributions: Mapping[str, str] = field(default_factory=dict)
@@ -62,14 +62,14 @@ class Facts:
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at.
+    """One requirement.
 
     Attributes:
-        subject: what it is.
-        found: what was found.
-        state: "fine", "missing" where drawing cannot go without it, or "note".
-        expected: what would be right, "" where it is.
-        remedy: what mends it, "" where nothing needs mending.
+        subject: the name of the requirement.
+        found: the state of this machine.
+        state: "fine", "missing" where images cannot be generated without it, or "note".
+        expected: the expected state, "" if it is met.
+        remedy: the way to fix it, "" if there is nothing to fix.
     """
 
     subject: str
@@ -79,8 +79,8 @@ class Finding:
     remedy: str = ""
 
 
-def facts() -> Facts:
-    """Look at this machine. CUDA's libraries are loaded where ONNX Runtime is built for them."""
+def collect_facts() -> Facts:
+    """Inspect this machine. This loads CUDA's libraries if ONNX Runtime is built for them."""
     error, providers, built_for = "", (), ""
     module: Path | None = None
     try:
@@ -91,7 +91,7 @@ def facts() -> Facts:
         built_for = str(getattr(onnxruntime, "cuda_version", "") or "")
         if _CUDA in providers:
             onnxruntime.set_default_logger_severity(4)
-    except Exception as caught:  # a broken installation fails in many ways, AttributeError among them
+    except Exception as caught:  # broken installations raise various exceptions, such as AttributeError
         error = " ".join(f"{type(caught).__name__}: {caught}".split())
     return Facts(
         _builds(metadata.distributions(), module),
@@ -106,9 +106,9 @@ def facts() -> Facts:
 
 
 def _builds(distributions: Iterable[metadata.Distribution], module: Path | None) -> dict[str, str]:
-    """Return version by name of the distributions that hold the module onnxruntime: onnxruntime-gpu, ort-nightly...
+    """Return the versions of the distributions of the module onnxruntime, such as onnxruntime-gpu or ort-nightly.
 
-    Those in other folders of the path than the module's are hidden by it, and count where the module is in none.
+    The module hides distributions in other folders of the path. They count only where the module is in none of them.
     """
     others = ("onnxruntime-extensions", "onnxruntime-genai", "onnxruntime-tools")
     named = [(re.sub(r"[-_.]+", "-", str(found.metadata["Name"])).lower(), found) for found in distributions]
@@ -118,9 +118,9 @@ def _builds(distributions: Iterable[metadata.Distribution], module: Path | None)
         if (name == "onnxruntime" or name.startswith(("onnxruntime-", "ort-"))) and not name.startswith(others)
     ]
     folder = None if module is None else module.resolve()
-    beside = [each for each in builds if Path(str(each[1].locate_file("onnxruntime"))).resolve() == folder]
-    # Of a name that is there twice, the first on the path.
-    return {name: found.version for name, found in reversed(beside or builds)}
+    visible = [each for each in builds if Path(str(each[1].locate_file("onnxruntime"))).resolve() == folder]
+    # Of two distributions with the same name, the first on the path.
+    return {name: found.version for name, found in reversed(visible or builds)}
 
 
 def _major(version: str) -> int:
@@ -129,7 +129,7 @@ def _major(version: str) -> int:
 
 
 def _libraries(built_for: str) -> dict[str, tuple[str, bool]]:
-    """Return the libraries by their file names, each with its wheel and whether it is needed."""
+    """Return the wheel of each library, and whether the library is required, by file name."""
     major = _major(built_for)
     names = {"cuda": str(major), "cufft": "12" if major >= 13 else "11"}
     suffix = "" if major >= 13 else f"-cu{major}"
@@ -140,13 +140,13 @@ def _libraries(built_for: str) -> dict[str, tuple[str, bool]]:
 
 
 def _missing(built_for: str) -> tuple[str, ...]:
-    """Return the libraries that cannot be loaded, after ONNX Runtime has loaded those of the wheels."""
+    """Return the libraries that cannot be loaded, after ONNX Runtime has loaded the libraries of the wheels."""
     import contextlib
     import io
 
     import onnxruntime
 
-    with contextlib.redirect_stdout(io.StringIO()):  # it prints what it does not find
+    with contextlib.redirect_stdout(io.StringIO()):  # it prints the libraries that it does not find
         onnxruntime.preload_dlls()
     found = []
     for library in _libraries(built_for):
@@ -157,92 +157,92 @@ def _missing(built_for: str) -> tuple[str, ...]:
     return tuple(found)
 
 
-def wanted_provider(seen: Facts) -> str:
-    """Return the provider that a machine is looked at for: "cuda" where a GPU or a build for one is there."""
-    return "cuda" if seen.gpus or seen.driver_cuda or _CUDA in seen.providers else "cpu"
+def default_provider(facts: Facts) -> str:
+    """Return "cuda" for a machine that has a GPU or a build of ONNX Runtime for CUDA, else "cpu"."""
+    return "cuda" if facts.gpus or facts.driver_cuda or _CUDA in facts.providers else "cpu"
 
 
-def findings(seen: Facts, provider: str) -> list[Finding]:
-    """Return what the facts mean for a provider, "cuda" or "cpu"."""
-    found = [_onnxruntime(seen, provider)]
+def findings(facts: Facts, provider: str) -> list[Finding]:
+    """Return the requirements of a provider, "cuda" or "cpu", and whether a machine meets them."""
+    found = [_onnxruntime(facts, provider)]
     if provider == "cpu":
-        names = ", ".join(gpu.name for gpu in seen.gpus)
-        return [*found, Finding("GPU", names or "none: images are drawn on the CPU", "fine" if names else "note")]
-    if not seen.import_error:
-        found.append(_provider(seen))
-    return [*found, _driver(seen), _gpu(seen), *_cuda_libraries(seen)]
+        names = ", ".join(gpu.name for gpu in facts.gpus)
+        return [*found, Finding("GPU", names or "none: images are generated on the CPU", "fine" if names else "note")]
+    if not facts.import_error:
+        found.append(_provider(facts))
+    return [*found, _driver(facts), _gpu(facts), *_cuda_libraries(facts)]
 
 
-def _onnxruntime(seen: Facts, provider: str) -> Finding:
+def _onnxruntime(facts: Facts, provider: str) -> Finding:
     subject = "ONNX Runtime"
-    installed = ", ".join(f"{name} {version}" for name, version in seen.distributions.items())
+    installed = ", ".join(f"{name} {version}" for name, version in facts.distributions.items())
     wanted = "onnxruntime-gpu" if provider == "cuda" else "onnxruntime"
-    if len(seen.distributions) > 1:
-        names = " ".join(seen.distributions)
+    if len(facts.distributions) > 1:
+        names = " ".join(facts.distributions)
         remedy = f"pip uninstall -y {names} && {_INSTALL[provider]}"
-        return Finding(subject, f"{installed}: each overwrites the other", "missing", f"{wanted} alone", remedy)
-    if seen.import_error:
-        found = f"{installed or 'not installed'} ({seen.import_error})"
+        return Finding(subject, f"{installed}: each overwrites the other", "missing", f"only {wanted}", remedy)
+    if facts.import_error:
+        found = f"{installed or 'not installed'} ({facts.import_error})"
         return Finding(subject, found, "missing", wanted, _INSTALL[provider])
     return Finding(subject, installed or "a build that pip does not know")
 
 
-def _provider(seen: Facts) -> Finding:
-    if _CUDA in seen.providers:
-        return Finding("CUDA provider", f"built for CUDA {seen.built_for or 'unknown'}")
-    names = " ".join(seen.distributions)
+def _provider(facts: Facts) -> Finding:
+    if _CUDA in facts.providers:
+        return Finding("CUDA provider", f"built for CUDA {facts.built_for or 'unknown'}")
+    names = " ".join(facts.distributions)
     return Finding(
         "CUDA provider",
-        f"not in this build, which has {', '.join(seen.providers) or 'none'}",
+        f"not in this build, which has {', '.join(facts.providers) or 'none'}",
         "missing",
         "onnxruntime-gpu",
         (f"pip uninstall -y {names} && " if names else "") + _INSTALL["cuda"],
     )
 
 
-def _driver(seen: Facts) -> Finding:
-    major = _major(seen.built_for)
+def _driver(facts: Facts) -> Finding:
+    major = _major(facts.built_for)
     oldest = _OLDEST_DRIVER.get(major, _OLDEST_DRIVER[max(_OLDEST_DRIVER)])
-    if seen.driver_cuda is None:
+    if facts.driver_cuda is None:
         return Finding(
             "driver", "no NVIDIA driver (libcuda.so.1)", "missing", f"driver {oldest} or newer",
             "install NVIDIA's driver; in a container, start it with --gpus all"
         )  # fmt: skip
-    found = f"{seen.driver or 'of unknown version'}, up to CUDA {'.'.join(map(str, seen.driver_cuda))}"
-    if seen.driver_cuda[0] < major:
+    found = f"{facts.driver or 'of unknown version'}, up to CUDA {'.'.join(map(str, facts.driver_cuda))}"
+    if facts.driver_cuda[0] < major:
         return Finding(
-            "driver", found, "missing", f"driver {oldest} or newer, for CUDA {seen.built_for}",
+            "driver", found, "missing", f"driver {oldest} or newer, for CUDA {facts.built_for}",
             "update NVIDIA's driver"
         )  # fmt: skip
     return Finding("driver", found)
 
 
-def _gpu(seen: Facts) -> Finding:
-    if not seen.gpus:
+def _gpu(facts: Facts) -> Finding:
+    if not facts.gpus:
         return Finding(
-            "GPU", "none that CUDA shows", "missing", "an NVIDIA GPU",
+            "GPU", "none that is visible to CUDA", "missing", "an NVIDIA GPU",
             "check nvidia-smi and CUDA_VISIBLE_DEVICES, or pass --provider cpu"
         )  # fmt: skip
-    names = ", ".join(f"{gpu.name} (sm_{''.join(map(str, gpu.compute_capability))})" for gpu in seen.gpus)
-    oldest = _OLDEST_GPU.get(_major(seen.built_for), (0, 0))
-    if all(gpu.compute_capability < oldest for gpu in seen.gpus):
-        expected = f"sm_{''.join(map(str, oldest))} or newer, for CUDA {seen.built_for}"
+    names = ", ".join(f"{gpu.name} (sm_{''.join(map(str, gpu.compute_capability))})" for gpu in facts.gpus)
+    oldest = _OLDEST_GPU.get(_major(facts.built_for), (0, 0))
+    if all(gpu.compute_capability < oldest for gpu in facts.gpus):
+        expected = f"sm_{''.join(map(str, oldest))} or newer, for CUDA {facts.built_for}"
         return Finding("GPU", names, "missing", expected, "use another GPU, or pass --provider cpu")
     return Finding("GPU", names)
 
 
-def _cuda_libraries(seen: Facts) -> list[Finding]:
-    if _CUDA not in seen.providers:
+def _cuda_libraries(facts: Facts) -> list[Finding]:
+    if _CUDA not in facts.providers:
         return []
-    known = _libraries(seen.built_for)
-    missing = [library for library in seen.missing if library in known]
+    known = _libraries(facts.built_for)
+    missing = [library for library in facts.missing if library in known]
     if not missing:
-        return [Finding("CUDA libraries", "CUDA's and cuDNN's are found")]
+        return [Finding("CUDA libraries", "the libraries of CUDA and cuDNN are found")]
     needed = any(known[library][1] for library in missing)
     wheels = sorted({known[library][0] for library in missing})
     return [
         Finding(
             "CUDA libraries", f"not found: {', '.join(missing)}", "missing" if needed else "note",
-            f"those of CUDA {seen.built_for} and cuDNN 9", f"pip install {' '.join(wheels)}"
+            f"the libraries of CUDA {facts.built_for} and cuDNN 9", f"pip install {' '.join(wheels)}"
         )
     ]  # fmt: skip

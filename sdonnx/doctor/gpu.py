@@ -1,4 +1,4 @@
-"""Which GPU, driver and libraries a verdict holds for, as the driver and the libraries themselves tell."""
+"""Ask the NVIDIA driver and libraries for the GPUs and versions of this machine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Gpu", "cuda_driver_version", "cuda_libraries", "driver_version", "gp
 _DRIVER = "libcuda.so.1"
 _COMPUTE_CAPABILITY = (75, 76)
 
-# Where Linux tells the version of the kernel's module.
+# Files in which Linux shows the version of the kernel module.
 _VERSION_FILES = (Path("/proc/driver/nvidia/version"), Path("/sys/module/nvidia/version"))
 
 
@@ -23,7 +23,7 @@ class Gpu:
     """A GPU.
 
     Attributes:
-        name: as NVIDIA calls it.
+        name: NVIDIA's name of the model.
         compute_capability: for example (9, 0).
     """
 
@@ -32,7 +32,7 @@ class Gpu:
 
 
 def driver_version(files: tuple[Path, ...] = _VERSION_FILES) -> str:
-    """Return the version of the NVIDIA driver, such as "580.82.07"; "" where it is not told."""
+    """Return the version of the NVIDIA driver, such as "580.82.07"; "" where it is unknown."""
     for path in files:
         with suppress(OSError):
             found = re.search(r"(?:Kernel Module.*?\s|^)(\d+(?:\.\d+)+)", path.read_text(encoding="utf-8"))
@@ -42,7 +42,7 @@ def driver_version(files: tuple[Path, ...] = _VERSION_FILES) -> str:
 
 
 def cuda_driver_version() -> tuple[int, int] | None:
-    """Return the newest CUDA that the driver runs, such as (13, 0); None where there is no driver."""
+    """Return the newest CUDA version that the driver supports, such as (13, 0); None without a driver."""
     with suppress(OSError, AttributeError):
         version = ctypes.c_int()
         if not ctypes.CDLL(_DRIVER).cuDriverGetVersion(ctypes.byref(version)):
@@ -51,7 +51,7 @@ def cuda_driver_version() -> tuple[int, int] | None:
 
 
 def gpus() -> tuple[Gpu, ...]:
-    """Return the GPUs that CUDA shows this process, in its order; none where there is no driver."""
+    """Return the GPUs that are visible to this process, in CUDA's order; none without a driver."""
     found = []
     with suppress(OSError, AttributeError):
         library = ctypes.CDLL(_DRIVER)
@@ -72,7 +72,7 @@ def gpus() -> tuple[Gpu, ...]:
 
 
 def cuda_libraries() -> dict[str, str]:
-    """Return the versions of the CUDA runtime and of cuDNN that this process finds; "" for one that it does not."""
+    """Return the versions of the CUDA runtime and cuDNN that this process loads; "" for a missing library."""
     versions = {"cuda_runtime": "", "cudnn": ""}
     for name in ("libcudart.so.13", "libcudart.so.12"):
         with suppress(OSError, AttributeError):
@@ -80,23 +80,23 @@ def cuda_libraries() -> dict[str, str]:
             if not versions["cuda_runtime"] and not ctypes.CDLL(name).cudaRuntimeGetVersion(ctypes.byref(number)):
                 versions["cuda_runtime"] = str(number.value)
     with suppress(OSError, AttributeError):
-        ask = ctypes.CDLL("libcudnn.so.9").cudnnGetVersion
-        ask.restype = ctypes.c_size_t
-        versions["cudnn"] = str(ask())
+        get_version = ctypes.CDLL("libcudnn.so.9").cudnnGetVersion
+        get_version.restype = ctypes.c_size_t
+        versions["cudnn"] = str(get_version())
     return versions
 
 
-def identity(index: int, corners: str) -> dict[str, str]:
-    """Return what a verdict depends on: another value of any of it is another machine.
+def identity(index: int, digest: str) -> dict[str, str]:
+    """Return everything that a verdict depends on; a verdict holds only where all of it is equal.
 
     Args:
         index: the number of the GPU.
-        corners: the digest of the corners.
+        digest: the digest of the kernel cases.
     """
     import onnxruntime
 
-    shown = gpus()
-    gpu = shown[index] if index < len(shown) else Gpu("", (0, 0))
+    visible = gpus()
+    gpu = visible[index] if index < len(visible) else Gpu("", (0, 0))
     driver = driver_version() or ".".join(map(str, cuda_driver_version() or ()))
     return {
         "gpu": gpu.name,
@@ -104,5 +104,5 @@ def identity(index: int, corners: str) -> dict[str, str]:
         "driver": driver,
         **cuda_libraries(),
         "onnxruntime": str(onnxruntime.__version__),
-        "corners": corners,
+        "kernel_cases": digest,
     }

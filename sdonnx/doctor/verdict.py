@@ -1,4 +1,4 @@
-"""The verdict on a machine's kernels: how it is reached, and what it makes the run-time avoid."""
+"""Judge the kernels of a GPU: the verdict, how it is reached, and the attention backends that the run-time avoids."""
 
 from __future__ import annotations
 
@@ -7,176 +7,187 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from sdonnx.doctor.kernels import ATTENTION, BACKENDS, DEFAULT, Check, CornerSet, Row, compare
-from sdonnx.doctor.sessions import Open
+from sdonnx.doctor.check_kernels import (
+    ATTENTION,
+    BACKENDS,
+    DEFAULT_BACKEND,
+    CaseResult,
+    Check,
+    KernelCaseSet,
+    compare,
+)
+from sdonnx.doctor.sessions import OpenKernel
 
-__all__ = ["Key", "Line", "Verdict", "chosen_backends", "judge", "summary"]
+__all__ = ["Key", "SummaryLine", "Verdict", "find_faulty_backends", "judge", "summarize"]
 
-_CHOSEN = "what is left"
+_WITHOUT_FAULTY = "without faulty backends"
 
 Key = Mapping[str, str]
-"""What a verdict holds for: the GPU, the driver, the libraries, the corners."""
+"""The machine that a verdict holds for: the GPU, the driver, the libraries, the kernel cases."""
 
 
 @dataclass(frozen=True)
-class Line:
-    """The corners of one operator, or of attention with one back end, in one type: how many came out how.
+class SummaryLine:
+    """Counts of the results of one operator, or of attention with one backend, in one data type.
 
     Attributes:
-        name: the operator, or the back end.
-        dtype: the type.
-        right: corners that are right.
-        wrong: corners that are wrong.
-        unavailable: corners that did not run.
-        largest: the largest relative error, None where none ran.
+        name: the operator or the backend.
+        dtype: the data type.
+        correct: the number of correct results.
+        wrong: the number of wrong results.
+        unavailable: the number of cases that did not run.
+        max_error: the maximum relative error, None where no case ran.
     """
 
     name: str
     dtype: str
-    right: int
+    correct: int
     wrong: int
     unavailable: int
-    largest: float | None
+    max_error: float | None
 
 
-def summary(rows: Iterable[Row]) -> tuple[Line, ...]:
-    """Return the table of rows, in their order."""
-    named: dict[tuple[str, str], list[Row]] = {}
-    for row in rows:
-        named.setdefault((row.backend or row.operator, row.dtype), []).append(row)
+def summarize(results: Iterable[CaseResult]) -> tuple[SummaryLine, ...]:
+    """Return one line for each operator, or backend, and data type."""
+    grouped: dict[tuple[str, str], list[CaseResult]] = {}
+    for result in results:
+        grouped.setdefault((result.backend or result.operator, result.dtype), []).append(result)
     lines = []
-    for (name, dtype), of_name in sorted(named.items(), key=lambda item: item[0][0]):
-        counts = [sum(row.state == state for row in of_name) for state in ("right", "wrong", "not available")]
-        errors = [row.error for row in of_name if row.error is not None]
-        lines.append(Line(name, dtype, counts[0], counts[1], counts[2], max(errors, default=None)))
+    for (name, dtype), group in sorted(grouped.items(), key=lambda item: item[0][0]):
+        counts = [sum(result.state == state for result in group) for state in ("correct", "wrong", "not available")]
+        errors = [result.error for result in group if result.error is not None]
+        lines.append(SummaryLine(name, dtype, counts[0], counts[1], counts[2], max(errors, default=None)))
     return tuple(lines)
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a check found.
+    """The result of a check of a GPU's kernels.
 
     Attributes:
         key: the machine that it holds for (`sdonnx.doctor.gpu.identity`).
-        sdpa_kernel: the option that keeps attention from back ends that lie, 0 where none needs avoiding.
-        lying: the attention back ends that gave wrong numbers when they alone were allowed.
-        faults: the corners that are wrong although they are avoided.
-        unavailable: the corners that no kernel ran, in types that every machine needs.
-        checked: how many corners ran, types counted.
-        complete: whether none was left out for want of time.
-        full: whether it was the doctor's check, not that of a first use.
-        seconds: how long it took.
-        table: how the corners came out, by operator and by back end.
+        sdpa_kernel: the option that keeps attention from faulty backends, 0 where no backend must be avoided.
+        faulty_backends: the attention backends whose numbers are wrong when only they are allowed.
+        faults: the wrong results that remain with `sdpa_kernel`.
+        unavailable: the cases that no kernel ran, in data types that every machine needs.
+        checked: the number of cases that ran, counted once for each data type.
+        complete: whether the check ended within its time limit.
+        full: whether all cases were checked, rather than those of a first use.
+        seconds: the duration of the check.
+        summary: the counts of results by operator and by backend.
     """
 
     key: Key
     sdpa_kernel: int
-    lying: tuple[str, ...]
-    faults: tuple[Row, ...]
-    unavailable: tuple[Row, ...]
+    faulty_backends: tuple[str, ...]
+    faults: tuple[CaseResult, ...]
+    unavailable: tuple[CaseResult, ...]
     checked: int
     complete: bool
     full: bool
     seconds: float
-    table: tuple[Line, ...] = ()
+    summary: tuple[SummaryLine, ...] = ()
 
     @property
     def sound(self) -> bool:
-        """Whether every kernel that ONNX Runtime chooses by itself ran and is right."""
+        """Whether every kernel that ONNX Runtime chooses by default ran and is correct."""
         return not self.sdpa_kernel and not self.faults and not self.unavailable
 
     @property
-    def lasting(self) -> bool:
-        """Whether it may be kept: nothing was left out, and no kernel wanted memory that may be there another time."""
-        return self.complete and not any(_wanted_memory(row) for row in self.unavailable)
+    def cacheable(self) -> bool:
+        """Whether a later check would come to the same verdict: it is complete, and no kernel ran out of memory."""
+        return self.complete and not any(_ran_out_of_memory(result) for result in self.unavailable)
 
 
-def _wanted_memory(row: Row) -> bool:
-    text = (row.failure or "").lower()
+def _ran_out_of_memory(result: CaseResult) -> bool:
+    text = result.failure.lower()
     return "memory" in text or "alloc" in text
 
 
-def chosen_backends(rows: Iterable[Row]) -> tuple[tuple[str, ...], int]:
-    """Return the back ends that lie, and sdpa_kernel without them; 0 where none is left.
+def find_faulty_backends(results: Sequence[CaseResult]) -> tuple[tuple[str, ...], int]:
+    """Return the faulty backends, and the value of sdpa_kernel that allows only the others (0 if there is none).
 
-    Where a back end cannot take a corner ONNX Runtime takes math, so that a corner at which math is wrong too
-    says nothing of another one: flash takes no mask, memory-efficient no numbers of keys.
+    Where a backend does not support a case, ONNX Runtime uses math (flash accepts no mask, memory-efficient accepts no
+    key counts). A case for which math is wrong therefore shows nothing about another backend.
 
     Args:
-        rows: of attention, with each back end allowed alone.
+        results: results of attention, with only one backend allowed at a time.
     """
-    wrong = {name: {(row.corner, row.dtype) for row in rows if row.backend == name and row.wrong} for name in BACKENDS}
-    lying = tuple(name for name in BACKENDS if wrong[name] - (wrong["math"] if name != "math" else set()))
-    return lying, sum(bit for name, bit in BACKENDS.items() if name not in lying)
+    wrong = {
+        name: {(result.case, result.dtype) for result in results if result.backend == name and result.wrong}
+        for name in BACKENDS
+    }
+    faulty = tuple(name for name in BACKENDS if wrong[name] - (wrong["math"] if name != "math" else set()))
+    return faulty, sum(bit for name, bit in BACKENDS.items() if name not in faulty)
 
 
 def judge(
-    corners: CornerSet,
-    open_kernel: Open,
+    cases: KernelCaseSet,
+    open_kernel: OpenKernel,
     key: Key,
     *,
     full: bool,
     limit_s: float = math.inf,
     clock: Callable[[], float] = time.monotonic,
-    told: Callable[[int], None] = lambda _: None,
-) -> tuple[Verdict, list[Row]]:
-    """Check a GPU's kernels and return the verdict, and every row.
+    on_progress: Callable[[int], None] = lambda _: None,
+) -> tuple[Verdict, list[CaseResult]]:
+    """Check a GPU's kernels and return the verdict and all results.
 
     Args:
-        corners: the corners.
-        open_kernel: what opens graphs on the GPU.
-        key: the machine that the verdict will be for.
-        full: every corner in every type, and attention with each back end alone; otherwise those of a first use in
-            fp16, and back ends only if ONNX Runtime's choice is wrong.
-        limit_s: seconds after which no corner is begun.
-        clock: seconds.
-        told: called with the number of corners that have run.
+        cases: the kernel cases.
+        open_kernel: opens graphs on the GPU.
+        key: the machine that the verdict will hold for.
+        full: check every case in every data type, and attention with each single backend. Otherwise check the cases of
+            a first use in fp16, and single backends only if ONNX Runtime's choice is wrong.
+        limit_s: seconds after which no case is started.
+        clock: return the time in seconds.
+        on_progress: called with the number of cases that have run.
     """
     start = clock()
-    until = start + limit_s
-    checks = [check for check in corners.checks if full or check.first]
-    attention = [check for check in checks if check.corner.op_type == ATTENTION]
-    others = [check for check in checks if check.corner.op_type != ATTENTION]
+    deadline = start + limit_s
+    checks = [check for check in cases.checks if full or check.first_use]
+    attention = [check for check in checks if check.case.op_type == ATTENTION]
+    others = [check for check in checks if check.case.op_type != ATTENTION]
     dtypes = ("float16", "float32", "bfloat16") if full else ("float16",)
-    rows: list[Row] = []
+    results: list[CaseResult] = []
 
-    def run(chosen: Sequence[Check], backends: Mapping[str, int]) -> list[Row]:
-        made = []
-        for row in compare(corners, chosen, open_kernel, dtypes=dtypes, backends=backends, until=until, clock=clock):
-            made.append(row)
-            told(len(rows) + len(made))
-        rows.extend(made)
-        return made
+    def run(chosen: Sequence[Check], backends: Mapping[str, int]) -> list[CaseResult]:
+        before = len(results)
+        for result in compare(
+            cases, chosen, open_kernel, dtypes=dtypes, backends=backends, deadline=deadline, clock=clock
+        ):
+            results.append(result)
+            on_progress(len(results))
+        return results[before:]
 
-    seen = run(attention, {**DEFAULT, **BACKENDS} if full else DEFAULT)
-    run(others, DEFAULT)
-    alone = [row for row in seen if row.backend]
-    faults = [row for row in seen if not row.backend and row.wrong]
+    of_attention = run(attention, {**DEFAULT_BACKEND, **BACKENDS} if full else DEFAULT_BACKEND)
+    run(others, DEFAULT_BACKEND)
+    of_single_backends = [result for result in of_attention if result.backend]
+    faults = [result for result in of_attention if not result.backend and result.wrong]
     if faults and not full:
-        alone = run(attention, BACKENDS)
+        of_single_backends = run(attention, BACKENDS)
 
-    lying, mask = chosen_backends(alone)
+    faulty, mask = find_faulty_backends(of_single_backends)
     sdpa_kernel = 0
     if faults and mask:
-        # Together they may be chosen otherwise than alone.
-        again = run(attention, {_CHOSEN: mask})
-        left = [row for row in again if row.wrong]
-        if len(left) < len(faults):
-            sdpa_kernel, faults = mask, left
-    default = [row for row in rows if not row.backend]
-    faults += [row for row in default if row.operator != ATTENTION and row.wrong]
-    # Not every GPU that draws has bfloat16.
-    unavailable = [row for row in default if row.error is None and row.dtype != "bfloat16"]
+        # ONNX Runtime may choose another backend when several are allowed than when one is.
+        remaining = [result for result in run(attention, {_WITHOUT_FAULTY: mask}) if result.wrong]
+        if len(remaining) < len(faults):
+            sdpa_kernel, faults = mask, remaining
+    by_default = [result for result in results if not result.backend]
+    faults += [result for result in by_default if result.operator != ATTENTION and result.wrong]
+    # Some GPUs that can generate images have no bfloat16.
+    unavailable = [result for result in by_default if result.error is None and result.dtype != "bfloat16"]
     verdict = Verdict(
         dict(key),
         sdpa_kernel,
-        lying,
+        faulty,
         tuple(faults),
         tuple(unavailable),
-        len(default),
-        clock() < until,
+        len(by_default),
+        clock() < deadline,
         full,
         round(clock() - start, 3),
-        summary(row for row in rows if row.backend != _CHOSEN),
+        summarize(result for result in results if result.backend != _WITHOUT_FAULTY),
     )
-    return verdict, rows
+    return verdict, results

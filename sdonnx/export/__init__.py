@@ -1,1 +1,1 @@
-"""Export: the only part of sdonnx that needs torch, diffusers and transformers."""
+"""Export of diffusers pipelines to ONNX, with torch, diffusers and transformers."""

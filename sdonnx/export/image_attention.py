@@ -1,8 +1,9 @@
-"""The second attention that IP-Adapters give each cross-attention, its weight being an input.
+"""Attention to image prompts in each cross-attention of a UNet, with adapter weights as graph inputs.
 
-diffusers' IPAdapterAttnProcessor2_0 multiplies what it attended to by a Python number, which tracing would write into
-the graph. Here the tokens that become values are multiplied instead, which is the same, attention being linear in
-its values: a few tokens for each block of the denoiser, in place of an image for each attention.
+diffusers' IPAdapterAttnProcessor2_0 multiplies the attention's result by a Python number, which tracing would store in
+the graph as a constant. Here the tokens that become values are multiplied instead. The result is the same, because
+attention is linear in its values, and it needs a product over a few tokens per block instead of a product over an
+image per attention.
 """
 
 from __future__ import annotations
@@ -14,18 +15,18 @@ from typing import Any
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from sdonnx.adapters import is_cross_attention
+from sdonnx.models.ip_adapter import is_cross_attention
 
 __all__ = ["ImageAttention", "ImagePrompt", "attend_to_images"]
 
 
 @dataclass(frozen=True)
 class ImagePrompt:
-    """What one adapter lets the denoiser attend to.
+    """Tokens of one adapter's images that the denoiser attends to.
 
     Attributes:
-        tokens: (B,T,D), for keys.
-        by_block: the same times the adapter's weight in each block, for values.
+        tokens: Tokens (B,T,D), for keys.
+        by_block: Tokens times the adapter's weight in each block, for values.
     """
 
     tokens: torch.Tensor
@@ -33,25 +34,25 @@ class ImagePrompt:
 
     @classmethod
     def weighted(cls, tokens: torch.Tensor, weights: torch.Tensor) -> ImagePrompt:
-        """Return the prompt of `tokens` (B,T,D) with a weight for each block (N)."""
+        """Return the prompt of `tokens` (B,T,D) with a weight per block (N)."""
         products = tokens.unsqueeze(0) * weights.to(tokens.dtype).reshape(-1, 1, 1, 1)
         return cls(tokens, tuple(products.unbind(0)))
 
 
 class ImageAttention(torch.nn.Module):
-    """An attention processor of diffusers: attends to the text, and to what each adapter makes of its images.
+    """An attention processor of diffusers that attends to the text, and to the tokens of each adapter's images.
 
     Args:
-        width: of the tokens.
-        hidden_size: of keys and values.
-        block: the number of the block whose weights count.
-        adapters: how many there are.
+        width: Width of the tokens.
+        hidden_size: Width of keys and values.
+        block: Index of the block whose weights apply.
+        adapters: Number of adapters.
     """
 
     def __init__(self, width: int, hidden_size: int, block: int, adapters: int) -> None:
         super().__init__()
         self.block = block
-        # Named as in IPAdapterAttnProcessor2_0.
+        # The same names as in IPAdapterAttnProcessor2_0.
         self.to_k_ip = _projections(width, hidden_size, adapters)
         self.to_v_ip = _projections(width, hidden_size, adapters)
 
@@ -63,7 +64,7 @@ class ImageAttention(torch.nn.Module):
         attention_mask: torch.Tensor | None = None,
         temb: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return (B,S,C) for hidden states (B,S,C) that attend to (text, images)."""
+        """Return the attention of hidden states (B,S,C) to (text, images), (B,S,C)."""
         text, images = encoder_hidden_states
         query = _heads(attn.to_q(hidden_states), attn.heads)
         attended = _attend(query, attn.to_k(text), attn.to_v(text), attn.heads)
@@ -78,7 +79,7 @@ def _projections(width: int, hidden_size: int, adapters: int) -> torch.nn.Module
 
 
 def _heads(values: torch.Tensor, heads: int) -> torch.Tensor:
-    """(B,S,N*H) -> (B,N,S,H)."""
+    """Split (B,S,N*H) into heads (B,N,S,H)."""
     batch, length, width = values.shape
     return values.view(batch, length, heads, width // heads).transpose(1, 2)
 
@@ -89,17 +90,17 @@ def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, heads: 
     return result.transpose(1, 2).flatten(2)
 
 
-class _AsGiven(torch.nn.Module):
-    """Stands where diffusers projects images: here another component did."""
+class _Identity(torch.nn.Module):
+    """Replaces diffusers' projection of images, which is another component here."""
 
     def forward(self, images: Sequence[ImagePrompt]) -> Sequence[ImagePrompt]:
         return images
 
 
 def attend_to_images(unet: Any, adapters: int) -> list[str]:
-    """Let every cross-attention of a UNet2DConditionModel attend to images, and return its blocks' names.
+    """Change every cross-attention of a UNet2DConditionModel to attend to images, and return the names of its blocks.
 
-    The order of attentions is that of `unet.attn_processors`, which numbers an adapter's weights
+    Attentions are in the order of `unet.attn_processors`, which also numbers an adapter's weights
     (`UNet2DConditionLoadersMixin._convert_ip_adapter_attn_to_diffusers`).
     """
     processors = dict(unet.attn_processors)
@@ -115,6 +116,6 @@ def attend_to_images(unet: Any, adapters: int) -> list[str]:
             attention.cross_attention_dim, attention.inner_dim, blocks.index(block), adapters
         )
     unet.set_attn_processor(processors)
-    unet.encoder_hid_proj = _AsGiven()
+    unet.encoder_hid_proj = _Identity()
     unet.config.encoder_hid_dim_type = "ip_image_proj"
     return blocks

@@ -1,7 +1,7 @@
-"""Ctrl-C that gets through.
+"""Interruption of an export by Ctrl-C, even where Python drops the exception.
 
-While torch's thousands of objects are collected, finalizers run for parts of a second, and Python drops an exception
-that is raised in one. Handlers that catch everything are a second such place.
+Collecting torch's thousands of objects runs finalizers for fractions of a second, and Python drops an exception that is
+raised in a finalizer. Exception handlers that catch everything drop it too.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
-    """Raise KeyboardInterrupt at the end of the block if a signal that asked for it was swallowed inside.
+    """Raise KeyboardInterrupt at the end of the block if a signal requested it and the exception was dropped.
 
-    Signals whose handlers are not Python functions keep them. Outside the main thread nothing is done.
+    Signals whose handlers are not Python functions keep their handlers. Outside the main thread, this does nothing.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    asked = False
+    requested = False
 
     def remember(number: int, frame: FrameType | None) -> None:
-        nonlocal asked
-        asked = True
+        nonlocal requested
+        requested = True
         before[number](number, frame)
 
     before: dict[int, Any] = {number: signal.getsignal(number) for number in _SIGNALS}
@@ -43,11 +43,11 @@ def interruptible() -> Iterator[None]:
     except KeyboardInterrupt:
         raise
     except BaseException as error:
-        if asked:
+        if requested:
             raise KeyboardInterrupt from error
         raise
     finally:
         for number in watched:
             signal.signal(number, before[number])
-    if asked:
+    if requested:
         raise KeyboardInterrupt

@@ -1,8 +1,8 @@
-"""Tracing a torch module without its weights, and giving the graph its weights back lazily.
+"""Trace a torch module without its weights, and attach the weights to the graph lazily.
 
-The module is built and traced with fake tensors, which have shapes and no storage. The graph's
-initializers keep the names of the module's parameters; each becomes a lazy tensor that reads the
-parameter from the weight files when the ONNX file is written.
+The module is built and traced with fake tensors, which have shapes but no storage. The graph's initializers keep the
+names of the module's parameters. Each becomes a lazy tensor that reads the parameter from the weight files when the
+ONNX file is written.
 """
 
 from __future__ import annotations
@@ -22,21 +22,23 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from sdonnx.errors import cause_of
-from sdonnx.export.weights import Weights
-from sdonnx.families import ComponentSpec
+from sdonnx.export.checkpoint_weights import Weights
+from sdonnx.export.wrappers import Wrapper
+from sdonnx.graph.edit import required, tensor_of
 from sdonnx.graph.modules import keep_module_paths
 from sdonnx.graph.passes import FoldWeightTransposes
 from sdonnx.graph.tensors import lazy
+from sdonnx.models.spec import ComponentSpec
 
 __all__ = ["OPSET", "trace"]
 
 OPSET = 23
 _CHATTY = ("torch.onnx._internal.exporter._registration", "torch.utils._sympy.interp")
-_PREFIX = "model."  # where the wrappers hold their model
+_PREFIX = "model."  # the attribute of a wrapper that stores its model
 
-# Example sizes while tracing. Height and width are odd multiples of nothing, so that neither torch
-# nor diffusers specializes on even sizes: UNet2DConditionModel then passes the size of each skip
-# connection to its upsampler (`forward_upsample_size`), which any latent size needs.
+# Example sizes while tracing. Height and width are odd, so that neither torch nor diffusers specializes on even sizes:
+# UNet2DConditionModel then passes the size of each skip connection to its upsampler (`forward_upsample_size`), which
+# latents of arbitrary size need.
 _EXAMPLE_SIZES = {
     "batch_size": 2,
     "steps": 1,
@@ -48,44 +50,38 @@ _EXAMPLE_SIZES = {
     "images": 3,
     "image_tokens": 11,
 }
-# By where a component comes from. The image encoder takes pixels, in whole latents; the transformer whole patches, an
-# odd number of them.
-_OTHER_SIZES: Mapping[str, Mapping[str, int]] = {
-    "vae": {"height": 40, "width": 56},
-    "transformer": {"height": 38, "width": 46},
-}
 
 
 def trace(
     spec: ComponentSpec,
     config: Mapping[str, Any],
     build: Callable[[], torch.nn.Module],
-    wrap: Callable[[ComponentSpec, torch.nn.Module], torch.nn.Module],
+    wrapper: type[Wrapper],
     weights: Weights,
     dtype: torch.dtype,
 ) -> ir.Model:
     """Return the component as an ONNX graph of standard operators (opset 23).
 
     Args:
-        spec: the component.
-        config: its configuration, for the sizes of its inputs.
-        build: makes its torch module; called with fake tensors.
-        wrap: puts the module behind the component's signature.
-        weights: where the parameters are read from when the graph is written.
-        dtype: floating-point type of parameters, inputs and outputs.
+        spec: The component.
+        config: Its configuration, which defines the sizes of its inputs.
+        build: Returns its torch module; called with fake tensors.
+        wrapper: Class that gives the module the component's signature.
+        weights: Source of the parameters when the graph is written.
+        dtype: Floating-point type of parameters, inputs and outputs.
 
     Raises:
-        WeightsError: a parameter is missing or has another shape.
+        WeightsError: A parameter is missing or has another shape.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
     with _quiet(), _default_dtype(dtype), mode, torch.no_grad():
-        module = wrap(spec, build())
+        module = wrapper(build(), [tensor.name for tensor in spec.inputs]).eval()
         names = tuple(_dynamic_axes(tensor.resolve(config)) for tensor in spec.inputs)
-        # Captured here: torch.onnx.export would first capture with sizes of which it assumes nothing
-        # (`backed_size_oblivious`), which fails for odd latents, and then fall back to a slower way.
+        # Captured here, because torch.onnx.export first captures without assumptions on sizes
+        # (`backed_size_oblivious`), which fails for odd latents, and then falls back to a slower path.
         captured = torch.export.export(
             module,
-            tuple(_example(spec, config, dtype)),
+            tuple(_examples(spec, config, dtype, {**_EXAMPLE_SIZES, **wrapper.example_sizes})),
             dynamic_shapes=(tuple(_all_dynamic(axes) for axes in names),),
             strict=False,
         )
@@ -96,11 +92,10 @@ def trace(
             optimize=False,
             input_names=[tensor.name for tensor in spec.inputs],
             output_names=[tensor.name for tensor in spec.outputs_in(config)],
-            dynamic_shapes=(names,),  # gives the dynamic axes their names
+            dynamic_shapes=(names,),  # names of the dynamic axes
             verbose=False,
         )
-    assert program is not None
-    model = program.model
+    model = required(program, "exported program").model
     _attach_weights(model, module, weights, lambda: _real_buffers(build), dtype)
     keep_module_paths(model, _PREFIX)
     try:
@@ -108,14 +103,14 @@ def trace(
         onnxscript.optimizer.optimize(model, onnx_shape_inference=False)
         FoldWeightTransposes()(model)
     except ir.passes.PassError as error:
-        raise cause_of(error) from error  # small weights are read here, and one may not fit
+        raise cause_of(error) from error  # small weights are read here, and may exceed float16
     model.graph.name = spec.name
     return model
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep the exporter's remarks on its own internals off the user's terminal."""
+    """Silence the exporter's messages about its internals."""
     loggers = [logging.getLogger(name) for name in _CHATTY]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
@@ -131,7 +126,7 @@ def _quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Build modules in `dtype`: a fake parameter cannot be converted afterwards."""
+    """Create modules in `dtype`, because a fake parameter cannot be converted later."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -140,8 +135,9 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def _example(spec: ComponentSpec, config: Mapping[str, Any], dtype: torch.dtype) -> Iterator[torch.Tensor]:
-    sizes = {**_EXAMPLE_SIZES, **_OTHER_SIZES.get(spec.source, {})}
+def _examples(
+    spec: ComponentSpec, config: Mapping[str, Any], dtype: torch.dtype, sizes: Mapping[str, int]
+) -> Iterator[torch.Tensor]:
     for tensor in spec.inputs:
         shape = [dim if isinstance(dim, int) else _size(dim, sizes) for dim in tensor.resolve(config)]
         if tensor.integer:
@@ -151,13 +147,13 @@ def _example(spec: ComponentSpec, config: Mapping[str, Any], dtype: torch.dtype)
 
 
 def _size(dim: str, sizes: Mapping[str, int]) -> int:
-    """Return an example size of an axis; of those that are numbered each has its own."""
+    """Return an example size of an axis; numbered axes get different sizes."""
     name, _, number = dim.rpartition("_")
     return sizes[name] + int(number) if number.isdecimal() else sizes[dim]
 
 
 def _dynamic_axes(dims: tuple[str | int, ...]) -> dict[int, str] | None:
-    # "steps" is one value for the whole batch: torch specializes a size of one.
+    # "steps" is one value for the whole batch; torch specializes a size of one.
     axes = {axis: dim for axis, dim in enumerate(dims) if isinstance(dim, str) and dim != "steps"}
     return axes or None
 
@@ -167,7 +163,7 @@ def _all_dynamic(axes: dict[int, str] | None) -> dict[int, Any] | None:
 
 
 def _real_buffers(build: Callable[[], torch.nn.Module]) -> dict[str, torch.Tensor]:
-    """Return the buffers that no weight file holds, with their values."""
+    """Return the buffers, which weight files do not contain, with their values."""
     with init_empty_weights(include_buffers=False):
         return {_PREFIX + name: buffer for name, buffer in build().named_buffers()}
 
@@ -179,13 +175,12 @@ def _attach_weights(
     real_buffers: Callable[[], dict[str, torch.Tensor]],
     dtype: torch.dtype,
 ) -> None:
-    """Replace every fake initializer with one that reads the real values lazily."""
+    """Replace every fake initializer by one that reads the real values lazily."""
     stored = set(module.state_dict())
     buffers: dict[str, torch.Tensor] | None = None
     numpy_dtype = torch.empty(0, dtype=dtype).numpy().dtype
     for name, value in model.graph.initializers.items():
-        assert value.const_value is not None
-        shape = tuple(value.const_value.shape.numpy())
+        shape = tuple(tensor_of(value).shape.numpy())
         if name in stored:
             key = weights.find(name.removeprefix(_PREFIX), shape)
             value.const_value = lazy(

@@ -1,9 +1,9 @@
-"""Small edits of a graph: new nodes in place, new initializers, constants and their values."""
+"""Small edits of a graph: insert nodes, add initializers, read constants and what a rule has already checked."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -20,17 +20,26 @@ __all__ = [
     "constant_value",
     "derived_initializer",
     "dims",
+    "dtype_of",
+    "input_of",
     "insert",
     "insert_multi",
     "is_weight",
     "joined_initializer",
+    "known_dims",
+    "known_size",
+    "producer_node",
     "replace",
+    "required",
     "static_dim",
+    "tensor_of",
 ]
 
 MICROSOFT = "com.microsoft"
 
 Dim = int | ir.SymbolicDim
+
+T = TypeVar("T")
 
 
 def insert(
@@ -47,14 +56,14 @@ def insert(
     """Insert a node with one output before `anchor` and return the output.
 
     Args:
-        anchor: the node before which the new one stands, and whose module it belongs to.
+        anchor: the node before which to insert the new node; the new node belongs to the same module.
         op_type: the operator.
         inputs: its inputs; None for an absent one.
         attributes: its attributes, as Python values.
         domain: the operator's domain.
         shape: the output's shape. None: unknown.
         dtype: the output's type. None: that of the first input.
-        module: the module it belongs to, if not the anchor's.
+        module: the module it belongs to. None: the anchor's.
     """
     return insert_multi(
         anchor, op_type, inputs, attributes, 1, domain=domain, shapes=[shape], dtype=dtype, module=module
@@ -90,11 +99,11 @@ def insert_multi(
 
 
 def replace(old: ir.Value, new: ir.Value) -> None:
-    """Let every user of `old`, graph outputs included, take `new`; graph outputs keep their names."""
+    """Replace every use of `old`, graph outputs included, by `new`; graph outputs keep their names."""
     if old.is_graph_output():
         producer = old.producer()
         if producer is not None and (new.is_graph_output() or new.producer() is None):
-            new = insert(producer, "Identity", [new], shape=old.shape)  # `new` has a name to keep, too
+            new = insert(producer, "Identity", [new], shape=old.shape)  # `new` must also keep its name
         name = old.name
         old.name = None
         new.name = name
@@ -104,7 +113,7 @@ def replace(old: ir.Value, new: ir.Value) -> None:
 
 
 def dims(value: ir.Value) -> tuple[Dim, ...] | None:
-    """Return the value's dimensions, None where its shape is unknown."""
+    """Return the dimensions of a value, None where its shape is unknown."""
     return None if value.shape is None else tuple(value.shape.dims)
 
 
@@ -116,21 +125,68 @@ def static_dim(value: ir.Value, axis: int) -> int | None:
     return size if isinstance(size, int) else None
 
 
+def required(value: T | None, name: str = "value") -> T:
+    """Return a value that a check has already found to be present.
+
+    The typed accessors below do the same for the parts of a graph that onnx_ir declares optional.
+
+    Args:
+        value: the value.
+        name: its name in the error message.
+
+    Raises:
+        ValueError: it is None, which is an error of the program.
+    """
+    if value is None:
+        raise ValueError(f"the {name} is missing; a rule must check for it before it rewrites the graph")
+    return value
+
+
+def input_of(node: ir.Node, index: int) -> ir.Value:
+    """Return an input of a node; raise ValueError where the node has none at that index."""
+    value = node.inputs[index] if -len(node.inputs) <= index < len(node.inputs) else None
+    return required(value, f"input {index} of {node.op_type} {node.name!r}")
+
+
+def producer_node(value: ir.Value) -> ir.Node:
+    """Return the node that computes a value; raise ValueError for graph inputs and initializers."""
+    return required(value.producer(), f"node that computes {value.name!r}")
+
+
+def dtype_of(value: ir.Value) -> ir.DataType:
+    """Return the element type of a value; raise ValueError where it is unknown."""
+    return required(value.dtype, f"element type of {value.name!r}")
+
+
+def known_dims(value: ir.Value) -> tuple[Dim, ...]:
+    """Return the dimensions of a value; raise ValueError where its shape is unknown."""
+    return required(dims(value), f"shape of {value.name!r}")
+
+
+def known_size(value: ir.Value, axis: int) -> int:
+    """Return the size of an axis; raise ValueError where it is unknown or dynamic."""
+    return required(static_dim(value, axis), f"static size of axis {axis} of {value.name!r}")
+
+
+def tensor_of(value: ir.Value) -> ir.TensorProtocol:
+    """Return the tensor of a constant; raise ValueError where the value is not constant."""
+    return required(value.const_value, f"constant tensor of {value.name!r}")
+
+
 def is_weight(value: ir.Value | None) -> bool:
-    """Tell whether the value is a constant that no caller can replace."""
+    """Return whether the value is a constant that no caller can override."""
     return value is not None and value.const_value is not None and not value.is_graph_input()
 
 
 def constant_value(value: ir.Value | None) -> npt.NDArray[Any] | None:
-    """Return the values of a constant, None where it is none."""
+    """Return the elements of a constant, None for other values."""
     if value is None or not is_weight(value):
         return None
-    assert value.const_value is not None
-    return read(value.const_value)
+    return read(tensor_of(value))
 
 
 def add_initializer(graph: ir.Graph, name: str, tensor: ir.TensorProtocol) -> ir.Value:
-    """Add an initializer, under `name` or, where that is taken, under `name` and a number."""
+    """Add an initializer named `name`, with a number appended where that name is taken."""
     taken = graph.initializers
     unique, count = name, 1
     while unique in taken:
@@ -143,7 +199,7 @@ def add_initializer(graph: ir.Graph, name: str, tensor: ir.TensorProtocol) -> ir
 
 
 def constant(graph: ir.Graph, values: npt.ArrayLike, dtype: npt.DTypeLike, name: str) -> ir.Value:
-    """Return an initializer that holds `values`; equal ones of that name are shared."""
+    """Return an initializer that holds `values`; equal initializers of one name are shared."""
     array = np.asarray(values, dtype)
     present = graph.initializers.get(name)
     if present is not None and isinstance(present.const_value, ir.Tensor):
@@ -159,14 +215,14 @@ def joined_initializer(
     join: Callable[[list[npt.NDArray[Any]]], npt.NDArray[Any]],
     shape: Sequence[int],
 ) -> ir.Value:
-    """Return a new initializer made of several, in that order, when it is read.
+    """Return a new initializer that joins several, in that order, when it is read.
 
-    Never shared by name: two groups may begin with one weight, equal ones being one initializer.
+    It is never shared by name: two groups may begin with the same weight.
     """
     tensors = [part.const_value for part in parts if part is not None and part.const_value is not None]
     values = lazy(lambda: join([read(tensor) for tensor in tensors]), tensors[0].dtype, tuple(shape))
-    assert parts[0] is not None
-    return add_initializer(graph, f"{parts[0].name}.and_{len(tensors) - 1}_more", values)
+    first = required(parts[0], "first part")
+    return add_initializer(graph, f"{first.name}.and_{len(tensors) - 1}_more", values)
 
 
 def derived_initializer(
@@ -176,7 +232,7 @@ def derived_initializer(
     dtype: ir.DataType,
     shape: tuple[int, ...],
 ) -> ir.Value:
-    """Return an initializer computed from others when it is read; one per name."""
+    """Return an initializer that is computed when it is read; one per name, type and shape."""
     present = graph.initializers.get(name)
     if present is not None and present.dtype == dtype and present.shape == ir.Shape(shape):
         return present

@@ -1,7 +1,7 @@
 """The torch module that a node came from.
 
-Rules never need it. Users do: a policy names modules (`unet:mid_block.*`), and a report says where
-a fusion did not happen.
+Rules never need it. Users do: a precision policy names modules (`unet:mid_block.*`), and a report names the
+modules in which a fusion was refused.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ import onnx_ir as ir
 __all__ = ["MODULE_KEY", "MODULE_SEPARATOR", "joint_path", "keep_module_paths", "module_path", "module_paths"]
 
 MODULE_KEY = "module"
-MODULE_SEPARATOR = ";"  # between the modules of a node that does the work of several
+MODULE_SEPARATOR = ";"  # between the modules of a node that replaces nodes of several
 _TORCH_SCOPES = "pkg.torch.onnx.name_scopes"
-# How torch.export writes a module that was read from its parent's __dict__.
+# The scope of a module that torch.export read from its parent's __dict__.
 _DICT_ACCESS = re.compile(r"__dict__\['_modules'\]\['([^']+)'\]")
-_LONGEST_SCOPES = 10_000  # characters: a few modules within one another
+_MAX_SCOPES_LENGTH = 10_000  # characters; a few nested modules need far fewer
 _NO_MODULE = "_empty_nn_module_stack_from_metadata_hook"
 
 
 def module_path(node: ir.Node) -> str:
-    """Return the path of the torch module that `node` came from, "" where nothing tells."""
+    """Return the path of the torch module that `node` came from, "" where it is unknown."""
     if (path := node.metadata_props.get(MODULE_KEY)) is not None:
         return path
     if scopes := node.metadata_props.get(_TORCH_SCOPES):
@@ -35,20 +35,20 @@ def module_path(node: ir.Node) -> str:
 
 
 def module_paths(node: ir.Node) -> list[str]:
-    """Return the paths of the modules whose work `node` does, none where nothing tells."""
+    """Return the paths of the modules that `node` came from, none where they are unknown."""
     return [path for path in module_path(node).split(MODULE_SEPARATOR) if path]
 
 
 def joint_path(nodes: Iterable[ir.Node]) -> str:
-    """Return the modules of all these nodes, each once, for a node that does their work."""
+    """Return the distinct modules of several nodes, for a node that replaces them."""
     return MODULE_SEPARATOR.join(dict.fromkeys(path for node in nodes for path in module_paths(node)))
 
 
 def _innermost_module(scopes: str) -> str:
     """Return the second to last scope of torch's list; the last one is the operator itself."""
     try:
-        names = ast.literal_eval(scopes) if len(scopes) <= _LONGEST_SCOPES else ()
-    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):  # whatever a file says in its place
+        names = ast.literal_eval(scopes) if len(scopes) <= _MAX_SCOPES_LENGTH else ()
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):  # a file may hold any text here
         names = ()
     if not isinstance(names, list | tuple) or len(names) < 2 or names[-2] == _NO_MODULE:
         return ""
@@ -56,7 +56,7 @@ def _innermost_module(scopes: str) -> str:
 
 
 def keep_module_paths(model: ir.Model, prefix: str = "") -> None:
-    """Replace the exporter's metadata (stack traces and more) with the module path alone.
+    """Replace the exporter's metadata (stack traces and more) with only the module path.
 
     Args:
         model: the graph to change.

@@ -1,4 +1,4 @@
-"""Passes that every layer of rewriting uses."""
+"""Passes that every stage of rewriting uses."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import onnx_ir as ir
 from onnx_ir.passes import InPlacePass, PassResult
 from onnx_ir.passes import common as common_passes
 
-from sdonnx.graph.edit import MICROSOFT, constant, derived_initializer, insert, replace
-from sdonnx.graph.sizes import Sizes
+from sdonnx.graph.edit import MICROSOFT, constant, derived_initializer, insert, replace, tensor_of
+from sdonnx.graph.shapes.inference import Sizes
 from sdonnx.graph.tensors import read
 
 __all__ = ["FoldWeightTransposes", "SimplifyReshapes", "constant_target", "infer_shapes", "tidy"]
@@ -17,7 +17,7 @@ __all__ = ["FoldWeightTransposes", "SimplifyReshapes", "constant_target", "infer
 class FoldWeightTransposes(InPlacePass):
     """Transpose(weight) -> weight, transposed when it is read.
 
-    onnxscript's constant folding would do it in memory, all weights at once.
+    onnxscript's constant folding would hold all weights in memory at once.
     """
 
     def call(self, model: ir.Model) -> PassResult:
@@ -29,8 +29,7 @@ class FoldWeightTransposes(InPlacePass):
             source, output = node.inputs[0], node.outputs[0]
             if not source.is_initializer() or source.is_graph_input() or output.is_graph_output():
                 continue
-            tensor = source.const_value
-            assert tensor is not None
+            tensor = tensor_of(source)
             perm = tuple(node.attributes.get_ints("perm", tuple(reversed(range(len(tensor.shape))))))
             folded = derived_initializer(
                 model.graph,
@@ -48,9 +47,9 @@ class FoldWeightTransposes(InPlacePass):
 
 
 class SimplifyReshapes(InPlacePass):
-    """Reshape(x, computed sizes) -> Reshape(x, constant) where one dynamic size at most is new.
+    """Reshape(x, computed sizes) -> Reshape(x, constant) where at most one dynamic size is new.
 
-    A size that stands at the same place in the input becomes 0, one other dynamic size -1. The
+    A size that the input has at the same axis becomes 0, one other dynamic size -1. The
     nodes that computed the sizes, which run on the CPU, are then unused.
     """
 
@@ -77,9 +76,9 @@ class SimplifyReshapes(InPlacePass):
 
 
 def constant_target(source: ir.Shape, output: ir.Shape) -> list[int] | None:
-    """Return the target that reshapes `source` to `output` whatever the sizes are, None where there is none.
+    """Return the target that reshapes `source` to `output` for all sizes, None where there is none.
 
-    0 stands for a size at the same place of the source, -1 for one dynamic size that is not.
+    0 is the size at the same axis of the source, -1 one other dynamic size.
     """
     target: list[int] = []
     for axis, size in enumerate(output.dims):
@@ -93,20 +92,20 @@ def constant_target(source: ir.Shape, output: ir.Shape) -> list[int] | None:
 
 
 def infer_shapes(model: ir.Model, outputs: bool = False) -> None:
-    """Give every value a type and a shape, sizes written in terms of the inputs' sizes.
+    """Set the type and shape of every value, with sizes in terms of the inputs' sizes.
 
-    The graph's outputs keep the names that they declare, unless `outputs`.
+    Graph outputs keep the names of axes that they declare, unless `outputs`.
     """
     common_passes.ShapeInferencePass()(model)
     Sizes(model.graph).write(outputs)
 
 
 def tidy(model: ir.Model) -> None:
-    """Remove what is unused, merge equal computations and sort the nodes."""
+    """Remove unused nodes, merge equal computations and sort the nodes."""
     common_passes.RemoveUnusedNodesPass()(model)
-    # A new initializer may have been given the name of a node's output.
+    # A new initializer may have the name of a node's output.
     common_passes.NameFixPass()(model)
-    # Large attributes and weights are never compared: it would read them all.
+    # Large attributes and weights are not compared: that would read them all.
     common_passes.CommonSubexpressionEliminationPass()(model)
     common_passes.RemoveUnusedNodesPass()(model)
     common_passes.TopologicalSortPass()(model)
@@ -114,7 +113,7 @@ def tidy(model: ir.Model) -> None:
 
 
 def _unname_unused_outputs(model: ir.Model) -> None:
-    """Leave out the optional outputs that nobody reads: kernels then do not write them.
+    """Leave out unused optional outputs: kernels then do not write them.
 
     onnx_ir does the same for the operators that have a schema in the onnx package.
     """

@@ -1,4 +1,4 @@
-"""What is done to any graph before it is rewritten: one opset, no constants computed at run time, known sizes."""
+"""Prepare a graph of any exporter for rewriting: one opset, folded constants, known sizes."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from onnx_ir.passes import common as common_passes
 
 from sdonnx.graph.edit import constant, replace
 from sdonnx.graph.passes import FoldWeightTransposes, SimplifyReshapes, tidy
-from sdonnx.graph.sizes import Sizes
+from sdonnx.graph.shapes.inference import Sizes
 
 __all__ = ["OPSET", "prepare"]
 
 OPSET = 23  # the rules are written for its operators
 
-# Weights are larger and stay on disk; what is computed from sizes is smaller.
-_LARGEST_FOLDED_BYTES = 1024
+# Weights are larger and stay on disk; values computed from sizes are smaller.
+_MAX_FOLDED_BYTES = 1024
 
 
 def prepare(model: ir.Model) -> None:
     """Bring a graph of any opset from 14 to 23, from any exporter, to the form that rules expect.
 
-    Operators are those of opset 23. Constants are initializers. What can be computed without inputs
-    is, weights excepted. Each value, outputs included, has its shape in terms of the inputs' sizes.
+    Afterwards, operators are those of opset 23, constants are initializers, and everything but weights that can be
+    computed without inputs is folded. Each value, outputs included, has its shape in terms of the inputs' sizes.
     """
     _convert(model)
-    # Where a graph says "height/2", ours would say floor(height/2): of two names for a size, one must go.
+    # A graph's name "height/2" would be inferred as floor(height/2); two names for one size must not remain.
     for node in model.graph:
-        if node.domain in ("", "ai.onnx"):  # of other operators nobody else knows the shapes
+        if node.domain in ("", "ai.onnx"):  # the shapes of other operators cannot be inferred again
             for output in node.outputs:
                 output.shape = None
     FoldWeightTransposes()(model)
@@ -51,7 +51,7 @@ def _convert(model: ir.Model) -> None:
         return
     chatty = logging.getLogger("onnxscript.version_converter")
     level = chatty.level
-    chatty.setLevel(logging.ERROR)  # it tells when it lets onnx convert
+    chatty.setLevel(logging.ERROR)  # it logs each conversion that it leaves to onnx
     try:
         onnxscript.version_converter.convert_version(model, OPSET, fallback=True)
     finally:
@@ -76,7 +76,7 @@ def _write_numbers(model: ir.Model, sizes: Sizes) -> int:
 
 
 def _fold(model: ir.Model) -> bool:
-    # onnxscript takes an input's default for a constant when it decides an If, and drops what is then unused.
+    # onnxscript treats an input's default as a constant when it decides an If, and drops the unused branch.
     defaults = {value: value.const_value for value in model.graph.inputs if value.is_initializer()}
     for value in defaults:
         value.const_value = None
@@ -84,8 +84,8 @@ def _fold(model: ir.Model) -> bool:
         result = onnxscript.optimizer.fold_constants(
             model,
             onnx_shape_inference=False,
-            input_size_limit=_LARGEST_FOLDED_BYTES,
-            output_size_limit=_LARGEST_FOLDED_BYTES,
+            input_size_limit=_MAX_FOLDED_BYTES,
+            output_size_limit=_MAX_FOLDED_BYTES,
         )
     finally:
         for value, tensor in defaults.items():

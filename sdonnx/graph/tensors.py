@@ -1,6 +1,6 @@
-"""Lazy tensors: what is done to a weight is done when the file is written.
+"""Lazy tensors: weights are transformed when the file is written.
 
-A model of several gigabytes is rewritten without its weights ever being in memory together.
+A model of several gigabytes is rewritten without all of its weights in memory at once.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def read(tensor: ir.TensorProtocol) -> npt.NDArray[Any]:
     path, base = Path(tensor.path), Path(tensor.base_dir)
     if base.resolve() not in path.resolve().parents:
         raise WeightsError(
-            f"the tensor {tensor.name} lies in {path}, outside {base}", "data beside the model", "export it again"
+            f"the tensor {tensor.name} lies in {path}, outside {base}", "data next to the model", "export it again"
         )
     try:
         values = np.fromfile(path, tensor.dtype.numpy(), count=tensor.size, offset=tensor.offset or 0)
@@ -46,7 +46,7 @@ def read(tensor: ir.TensorProtocol) -> npt.NDArray[Any]:
 def lazy(
     make: Callable[[], npt.NDArray[Any]], dtype: ir.DataType, shape: tuple[int, ...] | ir.Shape, name: str | None = None
 ) -> ir.LazyTensor:
-    """Return a tensor whose values `make` computes each time they are asked for."""
+    """Return a tensor whose values `make` computes each time they are read."""
 
     def evaluate() -> ir.TensorProtocol:
         return ir.Tensor(make(), dtype=dtype, name=name)

@@ -1,11 +1,10 @@
-"""Draw images with an optimized folder: numpy, ONNX Runtime, tokenizers and Pillow, no torch."""
+"""Image generation with an optimized folder: numpy, ONNX Runtime, tokenizers and Pillow, without torch."""
 
 from __future__ import annotations
 
 import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,110 +12,85 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 import onnxruntime
-from PIL import Image
 
-from sdonnx import certificate
 from sdonnx.doctor.first_use import KernelWarning
-from sdonnx.errors import FolderError, OptionError, refusing
-from sdonnx.families import Role, family_of
-from sdonnx.folder import PipelineFolder
-from sdonnx.runtime import images as image_inputs
-from sdonnx.runtime.arrays import export
-from sdonnx.runtime.captures import CaptureReport, Captures, Shape, SizeBuffers
-from sdonnx.runtime.conditions import Conditioner, SizeConditions
-from sdonnx.runtime.device import device_for
-from sdonnx.runtime.drawing import Drawing, Start
-from sdonnx.runtime.draws import Draws, Generator
-from sdonnx.runtime.graphs import GraphSet, Observer
-from sdonnx.runtime.image_prompts import ImagePrompts, image_prompter_of, scale_matrix
-from sdonnx.runtime.kernels import kernel_options, verdict_on, warning_of
-from sdonnx.runtime.noise import TorchCpuGenerator
-from sdonnx.runtime.request import (
-    Wording,
-    read_latents,
-    read_prompts,
-    require_multiple,
-    require_number,
-    require_output_type,
-)
-from sdonnx.runtime.resolutions import closest, resized
-from sdonnx.runtime.safety import OF_FOLDER, NsfwContentWarning, OfFolder, SafetyChecker, safety_checker_of
-from sdonnx.runtime.schedulers import is_planned, require_scheduler, seeded
-from sdonnx.runtime.session import SessionSettings
-from sdonnx.runtime.worker import device_thread
+from sdonnx.errors import OptionError, refusing
+from sdonnx.folder import certificate
+from sdonnx.folder.pipeline_folder import PipelineFolder
+from sdonnx.folder.version import RebuildWarning, command_for, notices, read_report, require_provider
+from sdonnx.models.registry import family_of
+from sdonnx.models.spec import Role
+from sdonnx.runtime.cuda_graph_cache import CapturedShape, CaptureReport, CudaGraphCache
+from sdonnx.runtime.device.device import device_for
+from sdonnx.runtime.device.device_thread import device_thread
+from sdonnx.runtime.device.kernel_workarounds import kernel_options, verdict_on, warning_of
+from sdonnx.runtime.device.session import SessionSettings
+from sdonnx.runtime.graph_set import GraphSet, Observer
+from sdonnx.runtime.inputs.call import Call, CallReader
+from sdonnx.runtime.inputs.image_geometry import ImageGeometry
+from sdonnx.runtime.inputs.pipeline_inputs import PipelineInputs
+from sdonnx.runtime.output import ImageOutput, NotFiniteWarning, Output, read_output
+from sdonnx.runtime.safety import OF_FOLDER, OfFolder, SafetyChecker, safety_checker_of
+from sdonnx.runtime.sampling.generation import GenerationJob, plan_of
+from sdonnx.runtime.sampling.host_schedulers import is_planned, require_scheduler, seeded
+from sdonnx.runtime.sampling.noise import TorchCpuGenerator
+from sdonnx.runtime.sampling.noise_source import Generator
 from sdonnx.samplers import config_for
-from sdonnx.upgrade import RebuildWarning, command_for, notices, read_report, require_provider
 
 __all__ = ["ImageOutput", "NotFiniteWarning", "OrtDiffusionPipeline"]
 
 Result = TypeVar("Result")
 
-# How many times as large as it is drawn an image may be asked for.
-_LARGEST = 8
-
-_WITH_ADAPTERS = ("a pipeline with IP-Adapters", "export it with --ip-adapter, or leave it out")
-
 Callback = Callable[["OrtDiffusionPipeline", int, float, dict[str, Any]], Mapping[str, Any] | None]
 
 
-@dataclass(frozen=True)
-class ImageOutput:
-    """What a call of the pipeline returns.
+class OrtDiffusionPipeline:
+    """A diffusion pipeline on ONNX Runtime, with the interface of diffusers' pipelines.
+
+    Each denoising step is one replay of a captured CUDA graph, and data stays on the device from the token ids to the
+    pixels. Graphs are captured on the first use of each shape, and the least recently used shapes are released.
+
+    Calls from several threads run one after another. As a context manager, the pipeline closes itself.
+
+    Example:
+        >>> from sdonnx import OrtDiffusionPipeline
+        >>> with OrtDiffusionPipeline.from_pretrained("sd15-cuda") as pipeline:
+        ...     image = pipeline("a red fox in the snow", num_inference_steps=30, seed=0).images[0]
+        >>> image.save("fox.png")
 
     Attributes:
-        images: PIL images; with output_type "np" an array (B,H,W,3) from 0 to 1, with "latent" the
-            latents (B,C,H/8,W/8); with "ort" and "ort_latent" the uint8 pixels and the latents in the device's
-            memory, for `torch.from_dlpack` and its like.
-        seed: the seed of the noise, None where the caller gave a generator or latents.
-        nsfw_content_detected: for each image whether the safety checker found something, which makes it black;
-            None where nothing was checked.
-    """
-
-    images: Any
-    seed: int | None
-    nsfw_content_detected: list[bool] | None = None
-
-
-class NotFiniteWarning(UserWarning):
-    """An image holds NaN or infinity."""
-
-
-class OrtDiffusionPipeline:
-    """A Stable Diffusion pipeline on ONNX Runtime, called as diffusers' pipelines are.
-
-    One step is one replay of a captured CUDA graph; everything between the token ids and the pixels
-    stays on the device. Graphs are captured for each size at its first use, and the least recently used are
-    given back. Calls from several threads follow one another. It is a context manager, which closes it.
+        folder: the optimized folder.
+        device: where the graphs run.
+        tokenizer: tokenizer of the first text encoder.
+        vae_scale_factor: pixels for each latent, in height and width.
+        safety_checker: checks the images for NSFW content; set it to None to disable the check.
     """
 
     def __init__(self, graphs: GraphSet, *, max_sizes: int = 8, safety_checker: OfFolder | None = OF_FOLDER) -> None:
         """Load the graphs of an optimized folder; use `from_pretrained`."""
-        self.folder, self.device, self._family = graphs.folder, graphs.device, graphs.family
-        self._graphs = graphs
-        self._denoiser_config = graphs.config(Role.DENOISER)
-        vae_config = graphs.config(Role.IMAGE_DECODER)
-        self.vae_scale_factor = 2 ** (len(vae_config.get("block_out_channels", (0,) * 4)) - 1)
+        self.folder, self.device = graphs.folder, graphs.device
+        self._graphs, self._defaults = graphs, graphs.family.defaults
         self._scheduler_config: dict[str, Any] = self.folder.config("scheduler", "scheduler_config.json")
         self._scheduler_object: Any = None
-        self._conditioner = Conditioner(graphs)
-        self.tokenizer = next(iter(self._conditioner.tokenizers.values()))
-        self._channels = int(graphs.get(Role.DENOISER).shape("state")[2])
-        # Transformers see the latents in patches.
-        self._multiple = self.vae_scale_factor * int(self._denoiser_config.get("patch_size") or 1)
-        # As in diffusers, it may be set to None later on.
+        self._inputs = PipelineInputs(graphs)
+        tokenizers = self._inputs.family.tokenizers
+        self.tokenizer = next(iter(tokenizers.values()))
+        self._geometry = ImageGeometry(graphs)
+        self.vae_scale_factor = self._geometry.scale_factor
+        self._reader = CallReader(graphs, self._inputs, self._geometry)
         self.safety_checker: SafetyChecker | None = safety_checker_of(graphs, safety_checker)
-        self._image_prompter = image_prompter_of(graphs)
-        self._captures = Captures(graphs, self._channels, self.vae_scale_factor, max_sizes)
+        self._cache = CudaGraphCache(graphs, self._geometry.channels, self.vae_scale_factor, max_sizes)
         self._progress: dict[str, Any] = {}
         self._interrupt = False
-        self._drawing = threading.local()
+        self._generating = threading.local()
         self._closed = False
-        for role in (Role.DENOISER, Role.CONDITIONS) if graphs.has_short else ():
-            graphs.path(role, short=False)  # of longer prompts, loaded when there are some
-        for role in (*self._conditioner.tokenizers, Role.DENOISER, Role.IMAGE_DECODER):
+        for role in (Role.DENOISER, Role.PRECOMPUTE) if graphs.has_short else ():
+            graphs.path(role, short=False)  # graphs for longer prompts, loaded on first use
+        for role in (*tokenizers, Role.DENOISER, Role.IMAGE_DECODER):
             graphs.path(role)
             if graphs.stays(role):
                 graphs.get(role)
+        graphs.conditioning_graph()  # loaded ahead as well, so that a missing or broken file is reported here
 
     @classmethod
     def from_pretrained(
@@ -134,28 +108,31 @@ class OrtDiffusionPipeline:
     ) -> OrtDiffusionPipeline:
         """Load an optimized folder.
 
-        At the first use of a GPU its kernels are checked, for some seconds; attention then avoids back ends that lie,
-        and another kernel that lies is a KernelWarning (`sdonnx.doctor`). SDONNX_SELF_CHECK=0 leaves that out.
+        The first use of a GPU runs a check of its kernels, which takes some seconds. Attention then avoids faulty
+        backends, and other faulty kernels cause a KernelWarning (`sdonnx.doctor`). SDONNX_SELF_CHECK=0 disables it.
 
         Args:
-            folder: what `python -m sdonnx.optimize_pipeline` wrote.
-            provider: "cuda" or "cpu", by default what the folder was optimized for.
-            device_index: the number of the GPU.
-            max_sizes: how many sizes stay captured; with captions of up to 32, up to 64 and more tokens one is three.
-            low_memory: load the text encoder and the decoder for each image and give them back.
-            safety_checker: None to leave out the one that the folder has.
-            provider_options: options of the execution provider, over those that are chosen here.
-            session_options: what sessions are made with; entries that the run-time needs are added to it. With it
-                graphs share no weights (`weights.json`): PixArt takes 1.2 GB more where captions are short and long.
-            require_certificate: refuse a folder that `python -m sdonnx verify` has not passed, or whose files have
-                changed since; every file is read for that.
+            folder: output folder of `python -m sdonnx.optimize_pipeline`.
+            provider: "cuda" or "cpu"; by default the provider that the folder was optimized for.
+            device_index: index of the GPU.
+            max_sizes: maximum number of shapes that stay captured. A shape is a batch size, an image size, whether
+                guidance is used, and the prompt length where it varies: up to three for each size with captions.
+            low_memory: load the text encoders and the decoder for each image and unload them after use.
+            safety_checker: None to disable the folder's safety checker.
+            provider_options: options of the execution provider; they override the defaults.
+            session_options: options of all sessions; entries that the runtime needs are added to it. With session
+                options, graphs do not share weights (`weights.json`): a transformer of 0.6 billion parameters uses
+                1.2 GB more device memory if captions are both short and long.
+            require_certificate: accept only a folder that `python -m sdonnx verify` has passed and whose files are
+                unchanged since; reads every file.
 
         Warns:
-            RebuildWarning: another version made it, or it was made for GPUs of another generation.
+            RebuildWarning: the folder was written by another version, or for GPUs of another generation.
+            KernelWarning: the folder uses a kernel that is faulty on this GPU.
 
         Raises:
-            FolderError: the folder is not optimized, incomplete, or of a format that only a newer version reads.
-            ProviderError: the provider is not available, or the folder was optimized for another.
+            FolderError: the folder is not optimized, incomplete, or in a format that only newer versions read.
+            ProviderError: the provider is not available, or the folder was optimized for another provider.
             OptionError: an option cannot be used.
         """
         if isinstance(max_sizes, bool) or not isinstance(max_sizes, int) or max_sizes < 1:
@@ -174,16 +151,16 @@ class OrtDiffusionPipeline:
         rebuild = f"update ONNX Runtime, or rebuild the folder: {command_for(report)}"
         settings = SessionSettings(kernel_options(verdict, provider_options or {}), session_options, rebuild)
         graphs = GraphSet(opened, family_of(opened), device, settings, low_memory)
-        # Graphs are loaded by the thread that will run them.
-        with refusing(folder, "what python -m sdonnx.optimize_pipeline wrote", "optimize the exported pipeline again"):
+        # Graphs are loaded by the thread that runs them.
+        with refusing(folder, "output of python -m sdonnx.optimize_pipeline", "optimize the exported pipeline again"):
             return device_thread(device).run(partial(cls, graphs, max_sizes=max_sizes, safety_checker=safety_checker))
 
     @property
     def scheduler(self) -> str:
-        """The sampler's class in diffusers.
+        """Class name of the scheduler in diffusers.
 
-        Assign a class, a short name such as "euler", or a scheduler object of diffusers. One that no plan follows
-        draws the images that it draws in diffusers, with torch and more slowly.
+        Assign a class name, a short name such as "euler", or a scheduler object of diffusers. Schedulers without a
+        sampling plan generate the same images as in diffusers, but need torch and run more slowly.
         """
         return str(self._scheduler_config["_class_name"])
 
@@ -197,7 +174,7 @@ class OrtDiffusionPipeline:
 
     @property
     def scheduler_config(self) -> dict[str, Any]:
-        """The content of `scheduler_config.json`; assign another to change options."""
+        """Content of `scheduler_config.json`; assign a changed copy to set options of the scheduler."""
         return self._scheduler_config
 
     @scheduler_config.setter
@@ -206,54 +183,61 @@ class OrtDiffusionPipeline:
 
     @property
     def default_size(self) -> int:
-        """Height and width of an image in pixels, where the caller gives none."""
-        return self._size_of("sample_size") * int(self.vae_scale_factor)
+        """Default height and width of an image in pixels: those that the model was trained for."""
+        return self._geometry.default_size
 
     @property
     def default_guidance_scale(self) -> float:
-        """Weight of the prompt, where the caller gives none: that of diffusers' pipelines of the family."""
-        return self._family.guidance_scale
+        """Default guidance scale: that of the family's pipelines in diffusers."""
+        return self._defaults.guidance_scale
 
     @property
     def default_steps(self) -> int:
-        """Denoising steps, where the caller gives none: those of diffusers' pipelines of the family."""
-        return self._family.steps
+        """Default number of denoising steps: that of the family's pipelines in diffusers."""
+        return self._defaults.num_inference_steps
 
     @property
     def captured_sizes(self) -> list[CaptureReport]:
-        """What the sizes that are captured cost, the least recently used first."""
-        return self._run(self._captures.reports)
+        """Cost of each captured shape, the least recently used first."""
+        return self._run(self._cache.reports)
 
     def set_ip_adapter_scale(self, scale: Any) -> None:
-        """Set what IP-Adapters weigh where a call does not say; see `sdonnx.runtime.image_prompts.scale_matrix`.
+        """Set the weights of image prompts' adapters for calls without `ip_adapter_scale`.
+
+        Args:
+            scale: one number for all adapters, or a list with an entry for each. An entry is a number, or a mapping
+                of weights for each block as in diffusers: `{"down": {"block_2": [0.0, 1.0]}, "mid": 0.5, "up": 1.0}`,
+                where missing blocks have weight 0. A mapping may be passed without a list for a single adapter.
 
         Raises:
-            OptionError: the pipeline has no adapters, or not as many.
+            OptionError: the pipeline has no adapters, another number of them, or no such block.
         """
-        if self._image_prompter is None:
-            raise OptionError("ip_adapter_scale given", *_WITH_ADAPTERS)
-        self._image_prompter.scales = scale_matrix(self._image_prompter.adapters, scale)
+        self._inputs.set_adapter_scale(scale)
 
     def set_progress_bar_config(self, **options: Any) -> None:
-        """Set options of tqdm for the progress bar, such as `disable=True`; by default terminals alone show one."""
+        """Set options of tqdm's progress bar, such as `disable=True`; by default only terminals show it."""
         self._progress = options
 
     def observe(self, observer: Observer | None) -> None:
-        """Wrap each run of a graph in `with observer(role, run):`, in the device's thread; None to end.
+        """Wrap each run of a graph in `with observer(role, run):`, on the device thread.
 
-        Runs are queued, not over, when the block ends: `pipeline.device.mark` and `milliseconds` tell when they are.
+        Runs are queued but not finished when the block ends; use `pipeline.device.mark` and `milliseconds` to time
+        them.
+
+        Args:
+            observer: returns the context manager for a run; None to remove the observer.
         """
         self._graphs.observer = observer
 
     def interrupt(self) -> None:
-        """Stop the image that is being drawn after the current step; for use in a callback."""
+        """Stop the current generation after the current step; call it from a callback."""
         self._interrupt = True
 
     def close(self) -> None:
-        """Give the graphs back; the pipeline cannot draw after it.
+        """Release the graphs; the pipeline cannot generate images afterwards.
 
-        ONNX Runtime keeps a GPU's memory for buffers and for weights that graphs share, for the next pipeline of the
-        process; all other weights, and what captured graphs take, are given back.
+        Weights and captured graphs are freed. Memory that ONNX Runtime's arena holds for buffers and for weights
+        shared by graphs is reused by the next pipeline in the process.
         """
         if not self._closed:
             self._run(self._release)
@@ -311,341 +295,145 @@ class OrtDiffusionPipeline:
         clean_caption: bool | None = None,
         use_resolution_binning: bool | None = None,
     ) -> ImageOutput:
-        """Draw images: from a prompt, from an image, or anew where a mask is white.
+        """Generate images from a prompt, from an image (image-to-image), or inside a mask (inpainting).
+
+        B is the number of prompts P times `num_images_per_prompt`. Arrays may be of numpy or of any library with
+        DLPack, such as torch.
 
         Args:
-            prompt: one prompt, or several of one batch.
-            height: pixels, a multiple of 8, or of 16 for PixArt without `use_resolution_binning`. By default that of
-                `image`, or what the pipeline was made for.
-            width: likewise.
-            num_inference_steps: denoising steps. By default 50, and 20 for PixArt.
-            guidance_scale: weight of the prompt; up to 1 the denoiser runs once a step, without guidance. By default
-                7.5, 5 for Stable Diffusion XL and 4.5 for PixArt.
-            negative_prompt: what to draw away from; one for all prompts or one for each.
-            num_images_per_prompt: images for each prompt.
-            eta: share of fresh noise (DDIM).
+            prompt: text, or a list of P texts.
+            height: height of the images in pixels, a multiple of 8, or of 16 for transformers without
+                `use_resolution_binning`. By default that of `image`, or the size that the model was trained for.
+            width: width of the images in pixels, as `height`.
+            num_inference_steps: number of denoising steps. By default 50, or 20 for models with captions.
+            guidance_scale: weight of the prompt; values up to 1 disable guidance and halve the work. By default 7.5,
+                5 for models with size conditioning, and 4.5 for models with captions.
+            negative_prompt: text to steer away from, one for all prompts or a list of P texts.
+            num_images_per_prompt: number of images for each prompt.
+            eta: share of fresh noise, 0 to 1 (DDIM).
             generator: a torch.Generator, a TorchCpuGenerator, or a list with one for each image.
-            latents: initial noise (B,C,H/8,W/8), in place of a seed: an array, or float32 memory of the device.
+            latents: initial noise (B,C,H/8,W/8) in place of a seed; float32 memory of the device is not copied.
             output_type: "pil", "np", "latent", "ort" or "ort_latent"; see ImageOutput.
-            callback_on_step_end: called as `callback(pipeline, step, timestep, {"latents": array})` after
-                each step, in the thread that works with the device; latents in the mapping that it returns
-                replace those of the sampler.
-            image: what to start from: PIL images, arrays (B,H,W,3) from 0 to 1 or tensors (B,3,H,W).
-            mask_image: white where to draw anew, black what to keep.
-            strength: how far from the image to go, 0 to 1. By default 0.8, and 1 with a mask; for Stable Diffusion XL
-                0.3, and 0.9999.
-            guidance_rescale: how much of the guidance to bring to the deviation of the prompt's prediction, 0
-                to 1 (arXiv:2305.08891); the host then computes the updates.
-            prompt_embeds: hidden states (P,S,D) of the text encoder, in place of prompts.
-            negative_prompt_embeds: likewise, of what to draw away from.
-            clip_skip: how many of the text encoder's last layers to leave out.
-            seed: seed of the noise, the same as `torch.Generator("cpu").manual_seed(seed)` gives.
-            prompt_2: what the second text encoder of Stable Diffusion XL reads in place of `prompt`.
-            negative_prompt_2: likewise.
-            pooled_prompt_embeds: the prompts in one vector each (P,D), with `prompt_embeds` for Stable Diffusion XL.
-            negative_pooled_prompt_embeds: likewise.
-            original_size: see SizeConditions, as all that follows.
-            crops_coords_top_left: likewise.
-            target_size: likewise.
-            negative_original_size: likewise.
-            negative_crops_coords_top_left: likewise.
-            negative_target_size: likewise.
-            aesthetic_score: likewise, of the refiner.
-            negative_aesthetic_score: likewise.
-            ip_adapter_image: for each IP-Adapter an image, or a list of them; one image alone for a single adapter.
-            ip_adapter_image_embeds: in their place what the image encoder gives (G,I,W) or (G,I,L,W), G being 2 with
-                guidance: what is drawn away from comes first.
-            ip_adapter_scale: weights of the adapters: a number, or a list with a number or a mapping for each; see
-                `set_ip_adapter_scale`. A change of weights or images costs nothing but encoding new images.
-            prompt_attention_mask: 1 for tokens and 0 for padding (P,S), with `prompt_embeds` for PixArt.
-            negative_prompt_attention_mask: likewise.
-            max_sequence_length: at how many tokens captions of PixArt are cut. By default 120, and 300 for
-                PixArt-Sigma.
-            clean_caption: whether captions of PixArt are cleaned of addresses, markup and codes. By default where
-                beautifulsoup4 and ftfy are installed.
-            use_resolution_binning: whether PixArt draws in one of the sizes that it was trained with, and the image is
-                then resized and cut to what is asked for. By default it does, but for images that are started from.
-
-        Raises:
-            SdonnxError: an argument cannot be used, nothing has run by then; or memory was too short.
-        """
-        self._require_open()
-        require_output_type(output_type)
-        guidance_scale = self.default_guidance_scale if guidance_scale is None else guidance_scale
-        require_number("guidance_scale", guidance_scale)
-        require_number("guidance_rescale", guidance_rescale, 0, 1)
-        require_number("eta", eta, 0, 1)
-        guided = guidance_scale > 1
-        wording = Wording(
-            prompt,
-            negative_prompt,
-            prompt_2,
-            negative_prompt_2,
-            prompt_embeds,
-            negative_prompt_embeds,
-            pooled_prompt_embeds,
-            negative_pooled_prompt_embeds,
-            prompt_attention_mask,
-            negative_prompt_attention_mask,
-            max_sequence_length,
-            clean_caption,
-        )
-        sizes = SizeConditions(
-            original_size,
-            crops_coords_top_left,
-            target_size,
-            negative_original_size,
-            negative_crops_coords_top_left,
-            negative_target_size,
-            aesthetic_score,
-            negative_aesthetic_score,
-        )
-        prompts = read_prompts(wording, num_images_per_prompt, guided, clip_skip)
-        self._conditioner.require(wording, prompts, sizes)
-        image_prompts = self._read_image_prompts(ip_adapter_image, ip_adapter_image_embeds, ip_adapter_scale, guided)
-        if use_resolution_binning and image is not None:
-            raise OptionError("image and use_resolution_binning", "one of them", "leave one out")
-        asked = self._sizes(height, width, image, mask_image)
-        if use_resolution_binning is None and image is not None:
-            use_resolution_binning = False  # pixels that are kept would move
-        height, width = self._drawn_size(*asked, use_resolution_binning)
-        images = None if image_prompts is None else image_prompts.counts
-        latent_shape = self._latent_shape(prompts.count, height, width)
-        start = self._start(image, mask_image, strength, latents, height, width, latent_shape)
-        # An object of diffusers draws fresh noise from torch's generator, where it stands after the first noise.
-        make = TorchCpuGenerator if self._scheduler_object is None else seeded
-        draws = Draws(latent_shape, seed, generator, named=start.latents is None, make=make)
-        conditions = self._conditioner.conditions(
-            prompts, sizes, height, width, guided=guided, from_image=start.image is not None
-        )
-        shape = self._shape(latent_shape, guided, conditions.tokens, images)
-        drawing = Drawing(
-            conditions=conditions,
-            start=start,
-            draws=draws,
-            steps=self.default_steps if num_inference_steps is None else num_inference_steps,
-            guidance_scale=float(guidance_scale) if guided else None,
-            guidance_rescale=float(guidance_rescale) if guided else 0.0,
-            eta=float(eta),
-            scheduler_config=self._scheduler_config,
-            scheduler=self._scheduler_object,
-            generator=draws.generator,
-        )
-        drawing.require()
-        job = partial(self._draw, shape, drawing, image_prompts, output_type, asked, callback_on_step_end)
-        pictures, found, broken = self._run(job, self.interrupt)
-        if broken:
-            warnings.warn(
-                f"{broken} of {shape.batch} images hold NaN or infinity, which look black; expected numbers; optimize "
-                "the exported pipeline again with --force_fp32_ops auto, which finds what must stay in float32",
-                NotFiniteWarning,
-                stacklevel=2,
-            )
-        if found is not None and any(found):
-            warnings.warn(
-                f"the safety checker knows what {sum(found)} of {len(found)} images show; they are black. Draw with "
-                "another prompt or seed",
-                NsfwContentWarning,
-                stacklevel=2,
-            )
-        return ImageOutput(pictures, draws.seed, found)
-
-    def warmup(self, shapes: Sequence[tuple[int, int, int]], *, guided: bool = True) -> list[CaptureReport]:
-        """Capture the graphs for shapes (batch, height, width) in pixels before they are asked for.
-
-        PixArt has several for each, for captions of up to 32, of up to 64, and of more tokens; all of them together
-        should not be more than `max_sizes`, or the first are given back again.
+            callback_on_step_end: called as `callback(pipeline, step, timestep, {"latents": array})` after each step,
+                on the device thread; "latents" in the mapping that it returns replaces the sampler's latents.
+            image: images to start from: PIL images, numpy arrays (H,W,3) or (N,H,W,3), or other arrays (3,H,W) or
+                (N,3,H,W), of floats from 0 to 1 or uint8; N divides B.
+            mask_image: masks for `image`: white is repainted, black is kept.
+            strength: share of the denoising steps to run from `image`, 0 (unchanged) to 1. By default 0.8, or 1 with a
+                mask; with size conditioning 0.3, or 0.9999 with a mask.
+            guidance_rescale: share of the guidance rescaled to the standard deviation of the prompt's prediction, 0 to
+                1 (arXiv:2305.08891); the sampler then runs on the host.
+            prompt_embeds: hidden states (P,S,D) of the text encoder, in place of `prompt`.
+            negative_prompt_embeds: hidden states (P,S,D), in place of `negative_prompt`.
+            clip_skip: number of final text encoder layers to skip.
+            seed: seed of the noise, which equals that of `torch.Generator("cpu").manual_seed(seed)`.
+            prompt_2: `prompt` for the second text encoder, if there is one. By default `prompt`.
+            negative_prompt_2: `negative_prompt` for the second text encoder. By default `negative_prompt`.
+            pooled_prompt_embeds: pooled output (P,D) of the second text encoder, with `prompt_embeds`.
+            negative_pooled_prompt_embeds: pooled output (P,D) for the negative prompts.
+            original_size: size conditioning: (height, width) before resizing. By default the image size.
+            crops_coords_top_left: size conditioning: (top, left) of the crop in pixels.
+            target_size: size conditioning: (height, width) after resizing. By default the image size.
+            negative_original_size: `original_size` of the negative prompt. By default `original_size`.
+            negative_crops_coords_top_left: `crops_coords_top_left` of the negative prompt.
+            negative_target_size: `target_size` of the negative prompt. By default `target_size`.
+            aesthetic_score: score of the image, for refiners.
+            negative_aesthetic_score: `aesthetic_score` of the negative prompt.
+            ip_adapter_image: image prompts: a list with an image or a list of I images for each adapter, or one image
+                for a single adapter.
+            ip_adapter_image_embeds: output of the image encoder, (G,I,W) or (G,I,L,W) for each adapter, in place of
+                `ip_adapter_image`; G is 2 with guidance, negative embeddings first, and 1 without.
+            ip_adapter_scale: weights of the adapters; see `set_ip_adapter_scale`.
+            prompt_attention_mask: captions: mask (P,S) of `prompt_embeds`, 1 for tokens and 0 for padding.
+            negative_prompt_attention_mask: mask (P,S) of `negative_prompt_embeds`.
+            max_sequence_length: maximum length of captions in tokens. By default that of the model's training.
+            clean_caption: whether to remove addresses, markup and codes from captions. By default if beautifulsoup4
+                and ftfy are installed.
+            use_resolution_binning: whether to generate the closest size that the model was trained with, then resize
+                and crop the image. By default yes for models trained with a table of sizes, but not with `image`.
 
         Returns:
-            What each costs.
+            The images, the seed and the flags of the safety checker.
+
+        Warns:
+            NotFiniteWarning: an image contains NaN or infinity.
+            NsfwContentWarning: the safety checker flagged an image, which is black.
+            PromptTruncatedWarning: a prompt is longer than the text encoder accepts.
+
+        Raises:
+            PromptError: the prompts cannot be used.
+            OptionError: another argument cannot be used.
+            SchedulerError: no sampler follows the scheduler's configuration.
+            DeviceMemoryError: the device has too little memory.
+        """
+        given = {name: value for name, value in locals().items() if name not in ("self", "callback_on_step_end")}
+        self._require_open()
+        scheduler = self._scheduler_object
+        # A scheduler object of diffusers samples its noise with the torch generator of the initial noise.
+        call = self._reader.read(TorchCpuGenerator if scheduler is None else seeded, **given)
+        if scheduler is None:
+            make_job = partial(GenerationJob.of_plan, call, plan_of(call, self._scheduler_config))
+        else:
+            make_job = partial(GenerationJob.of_scheduler, call, scheduler)
+        output = self._run(partial(self._generate, call, make_job, callback_on_step_end), self.interrupt)
+        output.warn(call.key.batch, stacklevel=2)
+        return ImageOutput(output.images, call.noise.seed, output.flagged)
+
+    def warmup(self, shapes: Sequence[tuple[int, int, int]], *, guided: bool = True) -> list[CaptureReport]:
+        """Capture the graphs of shapes before their first use.
+
+        Pipelines with captions capture up to three shapes for each: for captions of up to 32, of up to 64, and of more
+        tokens. The total should not exceed `max_sizes`, or the first ones are released again.
+
+        Args:
+            shapes: (batch, height, width), with height and width in pixels.
+            guided: whether calls use classifier-free guidance.
+
+        Returns:
+            The cost of each captured shape.
+
+        Raises:
+            OptionError: a shape cannot be used.
+            DeviceMemoryError: the device has too little memory.
         """
         self._require_open()
-        sizes = []
-        for batch, asked_height, asked_width in shapes:
-            height, width = self._drawn_size(asked_height, asked_width, None)
-            latent_shape = self._latent_shape(batch, height, width)
-            lengths = self._conditioner.lengths(batch * (1 + guided))
-            sizes += [self._shape(latent_shape, guided, tokens) for tokens in lengths]
-        return self._run(lambda: [self._captures.get(size).report() for size in sizes])
+        keys = [key for shape in shapes for key in self._reader.warmup_keys(*shape, guided=guided)]
+        return self._run(lambda: [self._cache.get(key).report() for key in keys])
 
-    def _draw(
-        self,
-        shape: Shape,
-        drawing: Drawing,
-        image_prompts: ImagePrompts | None,
-        output_type: str,
-        asked: tuple[int, int],
-        callback: Callback | None,
-    ) -> tuple[Any, list[bool] | None, int]:
-        if getattr(self._drawing, "now", False):
+    def _generate(self, call: Call, make_job: Callable[[], GenerationJob], callback: Callback | None) -> Output:
+        """Generate the images of a call; runs on the device thread."""
+        if getattr(self._generating, "now", False):
             raise OptionError(
-                "a callback draws with the pipeline that called it", "another pipeline", "draw after the image"
+                "a callback generates images with the pipeline that called it",
+                "another pipeline",
+                "generate them after the call",
             )
-        self._drawing.now = True
+        self._generating.now = True
         self._interrupt = False
         try:
-            size = self._captures.get(shape)
-            if self._image_prompter is not None and image_prompts is not None:
-                told = self._image_prompter.inputs(image_prompts, shape.batch, guided=shape.guided)
-                for name, values in told.items():
-                    size.put(name, values)
-            on_step = None if callback is None else partial(self._report, callback, size)
-            drawing.run(size, on_step, lambda: self._interrupt, self._progress)
-            found, broken = None, 0
-            if output_type not in ("latent", "ort_latent"):
-                size.run(Role.IMAGE_DECODER)
-                broken = int((~size.read("finite")).sum())
-                found = self._check(size)
-            return self._pictures(size, output_type, asked), found, broken
+            job = make_job()
+            shape = self._cache.get(call.key)
+            on_step = None if callback is None else partial(self._on_step, callback, shape)
+            job.run(shape, on_step, lambda: self._interrupt, self._progress)
+            return read_output(shape, call.output_type, call.size, self.safety_checker)
         finally:
             self.device.synchronize()
-            self._drawing.now = False
+            self._generating.now = False
 
-    def _report(
-        self, callback: Callback, size: SizeBuffers, index: int, timestep: float, latents: npt.NDArray[np.float32]
+    def _on_step(
+        self, callback: Callback, shape: CapturedShape, step: int, timestep: float, latents: npt.NDArray[np.float32]
     ) -> npt.NDArray[np.float32] | None:
-        changed = callback(self, index, timestep, {"latents": latents})
+        changed = callback(self, step, timestep, {"latents": latents})
         if changed is None or "latents" not in changed:
             return None
-        given = np.asarray(changed["latents"], np.float32)
-        if given.shape != size.latents:
+        replacement = np.asarray(changed["latents"], np.float32)
+        if replacement.shape != shape.latents:
             raise OptionError(
-                f"the callback returned latents of shape {given.shape}",
-                f"{size.latents}",
-                "return latents of the shape that it was given",
+                f"the callback returned latents of shape {replacement.shape}",
+                f"{shape.latents}",
+                "return latents of the shape that the callback received",
             )
-        return given
-
-    def _check(self, size: SizeBuffers) -> list[bool] | None:
-        """Blacken the images in which the safety checker finds something, and tell which."""
-        if self.safety_checker is None:
-            return None
-        found = self.safety_checker.check(size.read("images"))
-        for name in ("images", "sample") if any(found) else ():
-            values = size.read(name)
-            values[np.array(found)] = 0
-            size.put(name, values)
-        return found
-
-    def _pictures(self, size: SizeBuffers, output_type: str, asked: tuple[int, int]) -> Any:
-        if output_type == "latent":
-            return size.read("state")[0]
-        if output_type == "ort_latent":
-            return export(self._copied(size.buffers["state"], size.latents, np.float32))
-        if output_type == "np" or asked != size.pixels[1:3]:
-            sample = np.clip(resized(size.read("sample"), *asked), 0, 1)
-            if output_type == "np":
-                return sample
-            images = np.round(sample * 255).astype(np.uint8)
-            return export(self.device.upload(images)) if output_type == "ort" else _to_pil(images)
-        if output_type == "ort":
-            self.device.synchronize()
-            return export(self._copied(size.buffers["images"], size.pixels, np.uint8))
-        return _to_pil(size.read("images"))
-
-    def _copied(self, buffer: Any, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Any:
-        """Return a copy of the start of a buffer: the next image goes where this one lies."""
-        copy = self.device.empty(shape, dtype)
-        self.device.copy(copy, buffer, copy.tensor_size_in_bytes())
-        return copy
-
-    def _read_image_prompts(self, images: Any, embeds: Any, scale: Any, guided: bool) -> ImagePrompts | None:
-        if self._image_prompter is not None:
-            return self._image_prompter.read(images, embeds, scale, guided=guided)
-        given = {"ip_adapter_image": images, "ip_adapter_image_embeds": embeds, "ip_adapter_scale": scale}
-        for name, value in given.items():
-            if value is not None:
-                raise OptionError(f"{name} given", *_WITH_ADAPTERS)
-        return None
-
-    def _drawn_size(self, height: int, width: int, binned: bool | None) -> tuple[int, int]:
-        """Return the size in which an image of that size is drawn."""
-        if binned and not self._family.is_binned:
-            raise OptionError(
-                "use_resolution_binning given", "PixArt, which was trained with few sizes", "leave it out"
-            )
-        if not (self._family.is_binned if binned is None else binned):
-            return height, width
-        most = _LARGEST * self.default_size
-        for name, value in (("height", height), ("width", width)):
-            require_multiple(name, value, 1)
-            if value > most:
-                raise OptionError(f"{name} is {value}", f"at most {most}, {_LARGEST} times the model's", "ask for less")
-        return closest(height, width, self.default_size)
-
-    def _sizes(self, height: int | None, width: int | None, image: Any, mask_image: Any) -> tuple[int, int]:
-        if image is not None and mask_image is None and (height is None or width is None):
-            own_height, own_width = image_inputs.default_size(image, self._multiple)
-            height, width = height or own_height, width or own_width
-        return (
-            self.default_size if height is None else height,
-            self.default_size if width is None else width,
-        )
-
-    def _latent_shape(self, batch: int, height: int, width: int) -> tuple[int, int, int, int]:
-        """Return the latents' (B,C,H,W) for images of that size in pixels."""
-        require_multiple("height", height, self._multiple)
-        require_multiple("width", width, self._multiple)
-        require_multiple("the batch", batch, 1)
-        return (batch, self._channels, height // self.vae_scale_factor, width // self.vae_scale_factor)
-
-    def _shape(
-        self, latents: tuple[int, int, int, int], guided: bool, tokens: int, images: tuple[int, ...] | None = None
-    ) -> Shape:
-        if images is None:
-            images = () if self._image_prompter is None else (1,) * len(self._image_prompter.adapters.adapters)
-        batch, _, height, width = latents
-        return Shape(batch, height, width, guided, tokens, images)
-
-    def _start(
-        self,
-        image: Any,
-        mask_image: Any,
-        strength: float | None,
-        latents: Any,
-        height: int,
-        width: int,
-        shape: tuple[int, int, int, int],
-    ) -> Start:
-        if mask_image is not None and image is None:
-            raise OptionError("mask_image without image", "both", "pass the image that the mask is for")
-        if image is None and strength is not None:
-            raise OptionError("strength without image", "both", "pass an image to start from")
-        masked = "mask" in self._graphs.get(Role.DENOISER).inputs
-        if masked and mask_image is None:
-            raise OptionError(
-                "this denoiser was trained to inpaint", "image and mask_image", "pass both, or use another pipeline"
-            )
-        if latents is not None and image is not None and mask_image is None:
-            raise OptionError("latents and image", "one of them to start from", "leave one out")
-        given = None if latents is None else read_latents(latents, shape, self.device)
-        if image is None:
-            return Start(latents=given)
-        default = self._family.strength if mask_image is None else self._family.mask_strength
-        strength = default if strength is None else strength
-        require_number("strength", strength, 0, 1)
-        pixels = image_inputs.image_batch(image, height, width, self.vae_scale_factor)
-        mask = None
-        if mask_image is not None:
-            mask = image_inputs.mask_batch(mask_image, height, width, self.vae_scale_factor)
-        for name, array in (("image", pixels), ("mask_image", mask)):
-            if array is not None and shape[0] % len(array):
-                raise OptionError(
-                    f"{name} holds {len(array)} images for a batch of {shape[0]}",
-                    "as many, or a divisor of it",
-                    "pass one, or one for each",
-                )
-        return Start(pixels, mask, given, float(strength))
-
-    def _size_of(self, key: str) -> int:
-        value = self._denoiser_config.get(key)
-        if not isinstance(value, int):
-            raise FolderError(
-                f"the denoiser's config.json in {self.folder.path} says {value!r} for {key}",
-                "a number",
-                "optimize the exported pipeline again",
-            )
-        return value
+        return replacement
 
     def _require_open(self) -> None:
         if self._closed:
@@ -655,9 +443,5 @@ class OrtDiffusionPipeline:
         return device_thread(self.device).run(job, stop)
 
     def _release(self) -> None:
-        self._captures.close()
+        self._cache.close()
         self._graphs.close()
-
-
-def _to_pil(images: npt.NDArray[np.uint8]) -> list[Image.Image]:
-    return [Image.fromarray(pixels) for pixels in images]

@@ -1,6 +1,6 @@
-"""The safety checker: whether images show what it knows.
+"""The safety checker, which flags NSFW content in images.
 
-Source: diffusers' StableDiffusionPipeline.run_safety_checker, for when and on what it runs.
+Source: diffusers' StableDiffusionPipeline.run_safety_checker, for the images that it checks.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ import numpy as np
 import numpy.typing as npt
 
 from sdonnx.errors import OptionError
-from sdonnx.families import Role
-from sdonnx.runtime.clip_images import EXTRACTOR, ClipImages
-from sdonnx.runtime.graphs import GraphSet
+from sdonnx.models import abi
+from sdonnx.models.spec import Role
+from sdonnx.runtime.graph_set import GraphSet
+from sdonnx.runtime.inputs.clip_images import EXTRACTOR, ClipImages
 
 __all__ = ["OF_FOLDER", "NsfwContentWarning", "OfFolder", "SafetyChecker", "safety_checker_of"]
 
@@ -21,23 +22,23 @@ Pixels = npt.NDArray[np.uint8]
 
 
 class OfFolder(Enum):
-    """The default of `safety_checker`: None means another thing."""
+    """Default of the argument `safety_checker`, distinct from None."""
 
-    OF_FOLDER = "what the folder has"
+    OF_FOLDER = "safety checker of the folder"
 
 
 OF_FOLDER = OfFolder.OF_FOLDER
 
 
 class NsfwContentWarning(UserWarning):
-    """The safety checker knows what an image shows; the image is black."""
+    """The safety checker flagged an image, which is black."""
 
 
 class SafetyChecker:
-    """The check graph of a folder, and how its images are prepared.
+    """Safety checker of a folder, with its image preprocessing.
 
     Args:
-        graphs: the graphs of a folder that has a safety checker.
+        graphs: graphs of a folder with a safety checker.
 
     Raises:
         FolderError: its graph or `feature_extractor` is missing, or they do not fit each other.
@@ -55,29 +56,31 @@ class SafetyChecker:
             graphs.get(Role.SAFETY_CHECKER)
 
     def check(self, images: Pixels) -> list[bool]:
-        """Tell of each image (B,H,W,3), from 0 to 255, whether it shows a concept that the checker knows."""
+        """Return for each image (B,H,W,3) from 0 to 255 whether the checker flags it."""
         found = self._graphs.run_once(
             Role.SAFETY_CHECKER,
-            {"clip_input": self._images.prepare(images)},
-            {"has_nsfw_concepts": ((len(images),), np.bool_)},
+            {abi.CLIP_INPUT: self._images.prepare(images)},
+            {abi.HAS_NSFW_CONCEPTS: ((len(images),), np.bool_)},
         )
-        flags: list[bool] = found["has_nsfw_concepts"].tolist()
+        flags: list[bool] = found[abi.HAS_NSFW_CONCEPTS].tolist()
         return flags
 
 
 def safety_checker_of(graphs: GraphSet, chosen: object) -> SafetyChecker | None:
-    """Return the folder's safety checker; None where it has none, or where it is left out.
+    """Return the safety checker of a folder; None if it has none, or if it is disabled.
 
     Args:
-        graphs: the graphs of the folder.
-        chosen: OF_FOLDER for the folder's, None to leave it out.
+        graphs: graphs of the folder.
+        chosen: OF_FOLDER for the folder's safety checker, None to disable it.
 
     Raises:
-        OptionError: anything else is chosen.
-        FolderError: the folder's cannot be used.
+        OptionError: `chosen` has another value.
+        FolderError: the folder's safety checker cannot be used.
     """
     if chosen is not OF_FOLDER and chosen is not None:
         raise OptionError(
-            f"safety_checker is a {type(chosen).__name__}", "None, to leave the folder's out", "pass None or nothing"
+            f"safety_checker is a {type(chosen).__name__}",
+            "None, to disable the folder's safety checker",
+            "pass None, or leave it out",
         )
     return SafetyChecker(graphs) if chosen is OF_FOLDER and graphs.family.has(Role.SAFETY_CHECKER) else None

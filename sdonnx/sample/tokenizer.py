@@ -1,8 +1,8 @@
-"""Tokenizers of CLIP and T5 with few words: the published layouts of ids, and pieces made of `WORDS`.
+"""Tokenizers of CLIP and T5 with few words: the published layouts of ids, with tokens made from `WORDS`.
 
-CLIP (OpenAI's `simple_tokenizer.py`): ids 0 to 255 are the bytes, 256 to 511 the bytes that end a word, then come
-the merges, and last the two special tokens. T5 (`t5-v1_1-xxl/spiece.model`): padding, end and unknown, then pieces,
-and last a hundred sentinels.
+CLIP (OpenAI's `simple_tokenizer.py`): ids 0 to 255 are bytes, 256 to 511 bytes that end a word, followed by the merges
+and the two special tokens. T5 (`t5-v1_1-xxl/spiece.model`): padding, end and unknown, followed by pieces and a hundred
+sentinels.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sdonnx.sample.architectures import T5TokenizerSpec, TokenizerSpec
+from sdonnx.sample.architecture import T5TokenizerSpec, TokenizerSpec
 from sdonnx.sample.words import WORDS
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ _SENTINELS = 100
 
 
 def _learn_merges(symbols: list[str]) -> Any:
-    """Return the merges that make every word of `WORDS` one token, as pairs, the most frequent first."""
+    """Return the merges that turn every word of `WORDS` into one token, as pairs, most frequent first."""
     from tokenizers import Tokenizer
     from tokenizers.models import BPE
     from tokenizers.trainers import BpeTrainer
@@ -35,7 +35,7 @@ def _learn_merges(symbols: list[str]) -> Any:
     trainer = BpeTrainer(
         vocab_size=len(symbols) + sum(map(len, WORDS)),
         min_frequency=1,
-        # Symbols named here have their ids before the first word is read, so ties are always broken alike.
+        # These symbols get their ids before the first word is read, so ties are always broken the same way.
         special_tokens=symbols,
         end_of_word_suffix=_END_OF_WORD,
         show_progress=False,
@@ -45,14 +45,14 @@ def _learn_merges(symbols: list[str]) -> Any:
 
 
 def build_tokenizer(spec: TokenizerSpec | T5TokenizerSpec) -> CLIPTokenizer | T5Tokenizer:
-    """Return a working tokenizer."""
+    """Return a tokenizer with the published layout of ids."""
     return _build_t5(spec) if isinstance(spec, T5TokenizerSpec) else _build_clip(spec)
 
 
 def _build_t5(spec: T5TokenizerSpec) -> T5Tokenizer:
-    """Return a T5 tokenizer: words, the characters of words, and names that no text leads to.
+    """Return a T5 tokenizer with words, characters, and filler tokens that no text is encoded to.
 
-    A word is likelier than its characters together, and a longer piece of it than a shorter one.
+    A word is more likely than the sequence of its characters, and a longer piece more likely than shorter ones.
     """
     from transformers import T5Tokenizer
 
@@ -68,15 +68,15 @@ def _build_t5(spec: T5TokenizerSpec) -> T5Tokenizer:
 
 
 def _build_clip(spec: TokenizerSpec) -> CLIPTokenizer:
-    """Return a working CLIP tokenizer with the ids of the published ones.
+    """Return a CLIP tokenizer with the layout of ids of the published ones.
 
-    The tokens between the learned ones and the special ones have names, so that the size is right,
-    but no text leads to them.
+    Filler tokens between the learned and the special ones bring the vocabulary to the published size. No text is
+    encoded to them.
     """
     from tokenizers.pre_tokenizers import ByteLevel
     from transformers import CLIPTokenizer
 
-    # In the order of their code points, which is CLIP's: printable bytes first, so "!" is 0.
+    # Sorted by code point, which is CLIP's order: printable bytes first, so the id of "!" is 0.
     byte_symbols = sorted(ByteLevel.alphabet())
     symbols = byte_symbols + [symbol + _END_OF_WORD for symbol in byte_symbols]
     merges = _learn_merges(symbols)
@@ -92,9 +92,9 @@ def _build_clip(spec: TokenizerSpec) -> CLIPTokenizer:
 
 
 def save_tokenizer(tokenizer: CLIPTokenizer | T5Tokenizer, folder: Path) -> None:
-    """Write `tokenizer` into `folder`; CLIP's with the files of transformers 4 beside those of 5.
+    """Write `tokenizer` to `folder`; a CLIP tokenizer with the files of transformers 4 and 5.
 
-    Published pipelines have both, and some loaders read only the older ones.
+    Published pipelines have both, and some loaders read only the older files.
     """
     from transformers import CLIPTokenizer
 

@@ -1,4 +1,4 @@
-"""The words that the sample tokenizer knows as one token each; it spells all others from pieces."""
+"""Words that the sample tokenizers encode as one token; they split all other words into pieces."""
 
 from __future__ import annotations
 

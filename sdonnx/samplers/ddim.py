@@ -1,4 +1,4 @@
-"""The samplers that step between timesteps of training: DDIM, PNDM and latent consistency models.
+"""Samplers that step between training timesteps: DDIM, PNDM and latent consistency models.
 
 Their latents are sqrt(alpha_bar) * data + sqrt(1 - alpha_bar) * noise at every timestep.
 """
@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sdonnx.errors import SchedulerError
-from sdonnx.samplers.options import Request, SchedulerOptions
+from sdonnx.samplers.options import PlanRequest, SchedulerOptions
 from sdonnx.samplers.plans import (
     HISTORY,
     LATENTS,
@@ -29,12 +29,12 @@ __all__ = ["plan_ddim", "plan_lcm", "plan_pndm"]
 def _levels(
     alpha_bars: NDArray[np.float64], timesteps: NDArray[np.float64]
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return how much data and noise the latents of each timestep hold: DDPM, arXiv:2006.11239, equation 4."""
+    """Return the scales of data and noise at each timestep: DDPM, arXiv:2006.11239, equation 4."""
     now = alpha_bars[timesteps.astype(int)]
     return np.sqrt(now), np.sqrt(1 - now)
 
 
-def plan_ddim(options: SchedulerOptions, request: Request) -> SamplingPlan:
+def plan_ddim(options: SchedulerOptions, request: PlanRequest) -> SamplingPlan:
     """DDIM, arXiv:2010.02502, equations 12 and 16. diffusers: `DDIMScheduler`."""
     alpha_bars = cumulative_alphas(options).astype(np.float64)
     final = 1.0 if options.set_alpha_to_one else alpha_bars[0]
@@ -53,7 +53,7 @@ def plan_ddim(options: SchedulerOptions, request: Request) -> SamplingPlan:
     return assemble(timesteps, matrices, _levels(alpha_bars, timesteps), needs_noise=request.eta > 0)
 
 
-# Weights of the newest and the older predictions: arXiv:2202.09778, equation 12, and the orders below it.
+# Weights of the predictions, newest first: arXiv:2202.09778, equation 12, and its lower orders.
 _ADAMS_BASHFORTH = (
     (1.0,),
     (3 / 2, -1 / 2),
@@ -62,14 +62,14 @@ _ADAMS_BASHFORTH = (
 )
 
 
-def plan_pndm(options: SchedulerOptions, request: Request) -> SamplingPlan:
+def plan_pndm(options: SchedulerOptions, request: PlanRequest) -> SamplingPlan:
     """Pseudo linear multistep (PLMS), arXiv:2202.09778, equations 9 and 12. diffusers: `PNDMScheduler`.
 
-    The first step is taken twice, the second time with the mean of two predictions (Heun). History: the last
-    three predictions, newest first, and the latents that the first step started from.
+    The first step is taken twice, the second time with the mean of two predictions (Heun). History: the last three
+    predictions, newest first, and the latents before the first step.
 
-    Where steps are skipped, diffusers cuts them off the list of calls, in which the second timestep stands
-    twice, and still takes the second call for the first one's correction: that is so here too.
+    diffusers skips steps by cutting the list of calls, in which the second timestep occurs twice, and still treats
+    the second remaining call as the correction of the first. This function does the same.
     """
     alpha_bars = cumulative_alphas(options).astype(np.float64)
     final = 1.0 if options.set_alpha_to_one else alpha_bars[0]
@@ -98,16 +98,16 @@ def plan_pndm(options: SchedulerOptions, request: Request) -> SamplingPlan:
     return assemble(timesteps, matrices, _levels(alpha_bars, timesteps))
 
 
-# The standard deviation of the data that the boundary conditions assume: arXiv:2206.00364, table 1.
+# Standard deviation of the data in the boundary conditions: arXiv:2206.00364, table 1.
 _SIGMA_DATA = 0.5
 
 
-def plan_lcm(options: SchedulerOptions, request: Request) -> SamplingPlan:
+def plan_lcm(options: SchedulerOptions, request: PlanRequest) -> SamplingPlan:
     """Multistep consistency sampling, arXiv:2303.01469, algorithm 1, of latents (LCM, arXiv:2310.04378).
 
-    What the model means is c_out * data + c_skip * latents, arXiv:2303.01469, equation 5; c_skip and c_out are those
-    that latent consistency models are distilled with: diffusers' `LCMScheduler`,
-    `get_scalings_for_boundary_condition_discrete`. The last step adds no noise.
+    The denoised latents are c_out * data + c_skip * latents, arXiv:2303.01469, equation 5, with the c_skip and c_out
+    that latent consistency models are distilled with: `get_scalings_for_boundary_condition_discrete` of diffusers'
+    `LCMScheduler`. The last step adds no noise.
     """
     alpha_bars = cumulative_alphas(options).astype(np.float64)
     every = _lcm_timesteps(options, request.steps)
@@ -133,8 +133,8 @@ def _lcm_timesteps(options: SchedulerOptions, steps: int) -> NDArray[np.float64]
     Source: `LCMScheduler.set_timesteps`.
 
     Raises:
-        SchedulerError: the model cannot have been distilled with so many timesteps.
-        OptionError: there are more steps than those.
+        SchedulerError: original_inference_steps is outside the training schedule.
+        OptionError: there are more steps than distilled timesteps.
     """
     distilled, total = options.original_inference_steps, options.num_train_timesteps
     if not 1 <= distilled <= total:

@@ -1,4 +1,4 @@
-"""DPM-Solver++: multistep solvers of the data prediction, of order 1 to 3, with and without fresh noise."""
+"""DPM-Solver++: multistep solvers of order 1 to 3 for the data prediction, with and without fresh noise."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from sdonnx.errors import SchedulerError
 from sdonnx.samplers.flow import dpm_solver_flow_sigmas
 from sdonnx.samplers.levels import NoiseLevels
-from sdonnx.samplers.options import Request, SchedulerOptions
+from sdonnx.samplers.options import PlanRequest, SchedulerOptions
 from sdonnx.samplers.plans import HISTORY, LATENTS, NOISE, Row, SamplingPlan, assemble, new_state
 from sdonnx.samplers.schedule import (
     cumulative_alphas,
@@ -22,7 +22,7 @@ from sdonnx.samplers.schedule import (
 __all__ = ["plan_dpm_solver_pp"]
 
 
-def _schedule(options: SchedulerOptions, request: Request) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+def _schedule(options: SchedulerOptions, request: PlanRequest) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Return the timesteps (n,) and the sigmas (n + 1,) of `DPMSolverMultistepScheduler.set_timesteps`."""
     alpha_bars = cumulative_alphas(options, never_zero=True)
     training = training_sigmas(alpha_bars)
@@ -51,9 +51,9 @@ def _schedule(options: SchedulerOptions, request: Request) -> tuple[NDArray[np.f
 def _step(levels: NoiseLevels, i: int, data: Row, order: int, *, heun: bool, stochastic: bool) -> Row:
     """Return the latents of level i + 1 from those of level i, the data predicted there and `HISTORY`.
 
-    arXiv:2211.01095, section 4: the data, its slope and its bend by log(alpha / sigma), of which orders 1, 2
-    and 3 know the first ones, each integrated exactly. With fresh noise (its SDE-DPM-Solver++) all decays
-    by twice the growth, and noise fills up what is then lacking.
+    arXiv:2211.01095, section 4: a Taylor expansion of the data in log(alpha / sigma), integrated exactly. Order 1
+    uses the value, order 2 also the slope, order 3 also the second derivative. With fresh noise (SDE-DPM-Solver++)
+    all terms decay by twice the growth, and noise restores the variance.
     """
     alpha, sigma = levels.at(i + 1)
     h = levels.growth(i, i + 1)
@@ -73,20 +73,20 @@ def _step(levels: NoiseLevels, i: int, data: Row, order: int, *, heun: bool, sto
         return latents
     earlier = levels.growth(i - 2, i - 1)
     bend = (slope - (HISTORY[0] - HISTORY[1]) * (h / earlier)) * (h / (before + earlier))
-    # This vanishes with h if the constant is + 1/2; diffusers' stochastic solver has - 1/2, and it is followed.
+    # This vanishes with h if the constant is + 1/2. diffusers' stochastic solver has - 1/2, as here.
     second = (1 - left - decay) / decay**2 + (-0.5 if stochastic else 0.5)
     latents = latents + alpha * (first * (slope + bend * (before / h)) + second * bend)
     return latents
 
 
-def plan_dpm_solver_pp(options: SchedulerOptions, request: Request) -> SamplingPlan:
+def plan_dpm_solver_pp(options: SchedulerOptions, request: PlanRequest) -> SamplingPlan:
     """DPM-Solver++ of order 1 to 3 (2M: order 2), arXiv:2211.01095, section 4 and algorithm 2.
 
-    diffusers: `DPMSolverMultistepScheduler` with algorithm_type "dpmsolver++" or "sde-dpmsolver++"; its two
-    solver types differ in how order 2 weighs the slope. History: the last two predicted data, newest first.
+    diffusers: `DPMSolverMultistepScheduler` with algorithm_type "dpmsolver++" or "sde-dpmsolver++". The two solver
+    types differ in the weight of the slope in order 2. History: the last two data predictions, newest first.
     """
     timesteps, sigmas = _schedule(options, request)
-    levels = NoiseLevels.of(sigmas, flow=options.use_flow_sigmas)
+    levels = NoiseLevels.from_sigmas(sigmas, flow=options.use_flow_sigmas)
     count = len(timesteps)
     stochastic = options.algorithm_type == "sde-dpmsolver++"
     few = options.lower_order_final and count < 15
@@ -96,7 +96,7 @@ def plan_dpm_solver_pp(options: SchedulerOptions, request: Request) -> SamplingP
         order = min(options.solver_order, i - request.skipped + 1)
         if i == count - 2 and few:
             order = min(order, 2)
-        # Where sigmas repeat, because there are nearly as many steps as timesteps, there is no slope to use.
+        # Sigmas repeat if there are nearly as many steps as timesteps. The slope is then undefined.
         distinct = sigmas[i + 1] != sigmas[i]
         while order > 1 and not (distinct and (np.diff(sigmas[i - order + 1 : i + 1]) != 0).all()):
             order -= 1

@@ -1,7 +1,7 @@
-"""Euler's method, its ancestral form and Heun's method on the probability flow of diffusion.
+"""Euler's method, its ancestral form and Heun's method for the probability flow of diffusion.
 
-The latents are data + sigma * noise (arXiv:2206.00364, table 1), and the denoiser sees them scaled to the
-size of the data.
+The latents are data + sigma * noise (arXiv:2206.00364, table 1). The denoiser's input is scaled to the variance of
+the data.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from sdonnx.samplers.options import Request, SchedulerOptions
+from sdonnx.samplers.options import PlanRequest, SchedulerOptions
 from sdonnx.samplers.plans import HISTORY, LATENTS, NOISE, Row, SamplingPlan, assemble, new_state, predicted_data
 from sdonnx.samplers.schedule import (
     cumulative_alphas,
@@ -52,10 +52,10 @@ def _assemble(
     *,
     needs_noise: bool = False,
 ) -> SamplingPlan:
-    """Return the plan of calls at the last of these timesteps (n,) and sigmas (n + 1,), one for each matrix."""
+    """Return the plan for the last of these timesteps (n,) and sigmas (n + 1,), one call for each matrix."""
     first = len(timesteps) - len(matrices)
     largest = sigmas.max()
-    # diffusers' `init_noise_sigma`: only "leading" counts the variance of the data in.
+    # diffusers' `init_noise_sigma`: only "leading" includes the variance of the data.
     initial = np.sqrt(largest**2 + 1) if options.timestep_spacing == "leading" else largest
     noise = sigmas[first:-1]
     return assemble(
@@ -68,8 +68,8 @@ def _assemble(
     )
 
 
-def plan_euler(options: SchedulerOptions, request: Request) -> SamplingPlan:
-    """Euler's method on the probability flow, arXiv:2206.00364, algorithm 1 without its correction.
+def plan_euler(options: SchedulerOptions, request: PlanRequest) -> SamplingPlan:
+    """Euler's method for the probability flow, arXiv:2206.00364, algorithm 1 without its correction.
 
     diffusers: `EulerDiscreteScheduler`.
     """
@@ -80,11 +80,11 @@ def plan_euler(options: SchedulerOptions, request: Request) -> SamplingPlan:
     return _assemble(options, timesteps, sigmas, matrices)
 
 
-def plan_euler_ancestral(options: SchedulerOptions, request: Request) -> SamplingPlan:
-    """Ancestral sampling: Euler's method to less noise than the next level has, then fresh noise up to it.
+def plan_euler_ancestral(options: SchedulerOptions, request: PlanRequest) -> SamplingPlan:
+    """Ancestral sampling: Euler's method to below the next noise level, then fresh noise up to that level.
 
-    The share of fresh noise is that of DDPM, arXiv:2010.02502, equation 16 with eta = 1, for latents that keep
-    the data's size. Source: `get_ancestral_step` of k-diffusion; diffusers: `EulerAncestralDiscreteScheduler`.
+    The share of fresh noise is that of DDPM, arXiv:2010.02502, equation 16 with eta = 1, for latents whose data is
+    not scaled. Source: `get_ancestral_step` of k-diffusion; diffusers: `EulerAncestralDiscreteScheduler`.
     """
     timesteps, sigmas = _schedule(options, request.steps)
     matrices = []
@@ -95,12 +95,12 @@ def plan_euler_ancestral(options: SchedulerOptions, request: Request) -> Samplin
     return _assemble(options, timesteps, sigmas, matrices, needs_noise=True)
 
 
-def plan_heun(options: SchedulerOptions, request: Request) -> SamplingPlan:
-    """Heun's method on the probability flow, arXiv:2206.00364, algorithm 1. diffusers: `HeunDiscreteScheduler`.
+def plan_heun(options: SchedulerOptions, request: PlanRequest) -> SamplingPlan:
+    """Heun's method for the probability flow, arXiv:2206.00364, algorithm 1. diffusers: `HeunDiscreteScheduler`.
 
-    A step is two calls: Euler's step, then the same step with the mean of the slopes at both its ends. The last
-    one ends without noise, where there is no slope, and is one call. History: the first slope, and the
-    latents that the step started from.
+    A step has two calls: an Euler step, then the same step with the mean of the slopes at both ends. The last step
+    ends without noise, where the slope is undefined, and has one call. History: the first slope, and the latents
+    before the step.
     """
     spaced, levels = _schedule(options, request.steps)
     timesteps = np.concatenate([spaced[:1], np.repeat(spaced[1:], 2)])

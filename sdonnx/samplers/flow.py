@@ -1,6 +1,6 @@
-"""Flow matching: noise levels from 1 to 0, and Euler's method on the straight path between data and noise.
+"""Flow matching: noise levels from 1 to 0, and Euler's method along the straight path between data and noise.
 
-The latents are (1 - sigma) * data + sigma * noise, arXiv:2403.03206, section 3, "Rectified Flow", and the denoiser
+The latents are (1 - sigma) * data + sigma * noise (arXiv:2403.03206, section 3, "Rectified Flow"). The denoiser
 predicts noise - data ("flow_prediction").
 """
 
@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sdonnx.errors import OptionError, SchedulerError
-from sdonnx.samplers.options import Request, SchedulerOptions
+from sdonnx.samplers.options import PlanRequest, SchedulerOptions
 from sdonnx.samplers.plans import LATENTS, NOISE, PREDICTION, SamplingPlan, assemble, new_state
 from sdonnx.samplers.schedule import deformed_sigmas, with_final_sigma
 
@@ -20,18 +20,18 @@ __all__ = ["dpm_solver_flow_sigmas", "plan_flow_euler", "required_mu", "unipc_fl
 
 
 def _shifted(sigmas: NDArray[np.float64], shift: float) -> NDArray[np.float64]:
-    """Return sigmas from 0 to 1 moved towards noise, for larger images: arXiv:2403.03206, equation 23."""
+    """Shift sigmas from 0 to 1 towards noise, for larger images: arXiv:2403.03206, equation 23."""
     moved: NDArray[np.float64] = shift * sigmas / (1 + (shift - 1) * sigmas)
     return moved
 
 
 def _moved(
-    sigmas: NDArray[np.float64], options: SchedulerOptions, request: Request, fixed: float
+    sigmas: NDArray[np.float64], options: SchedulerOptions, request: PlanRequest, fixed: float
 ) -> NDArray[np.float64]:
-    """Return sigmas shifted as the configuration says or, where it says so, by mu; then stretched to their end.
+    """Shift sigmas by the fixed shift or, with use_dynamic_shifting, by mu; then stretch them to shift_terminal.
 
-    Source: `time_shift` and `stretch_shift_to_terminal` of `FlowMatchEulerDiscreteScheduler`. The shift by mu is
-    `_shifted` in another order: timesteps are cut to integers, and the last bit can decide.
+    Source: `time_shift` and `stretch_shift_to_terminal` of `FlowMatchEulerDiscreteScheduler`. The shift by mu equals
+    `_shifted` in another order of operations: timesteps are truncated to integers, so the last bit can matter.
     """
     if options.use_dynamic_shifting:
         mu = required_mu(request)
@@ -45,37 +45,37 @@ def _moved(
     return sigmas
 
 
-def required_mu(request: Request) -> float:
+def required_mu(request: PlanRequest) -> float:
     """Return mu.
 
     Raises:
-        OptionError: it is not given.
+        OptionError: mu is None.
     """
     if request.mu is None:
-        raise OptionError("mu is not given", "a number: use_dynamic_shifting is true", "give mu, or set a fixed shift")
+        raise OptionError("mu is not given", "a number: use_dynamic_shifting is true", "pass mu, or set a fixed shift")
     return request.mu
 
 
-def _checked(class_name: str, sigmas: NDArray[np.float64], most: float) -> NDArray[np.float64]:
+def _checked(class_name: str, sigmas: NDArray[np.float64], maximum: float) -> NDArray[np.float64]:
     """Return the sigmas.
 
     Raises:
-        SchedulerError: they do not fall from `most` at most to above 0.
+        SchedulerError: they do not fall from at most `maximum` to above 0.
     """
     single = sigmas.astype(np.float32).astype(np.float64)
-    if np.isfinite(single).all() and single[-1] > 0 and single[0] <= most and (np.diff(single) < 0).all():
+    if np.isfinite(single).all() and single[-1] > 0 and single[0] <= maximum and (np.diff(single) < 0).all():
         return sigmas
     raise SchedulerError(
         f"the noise levels of {class_name} run from {single[0]:g} to {single[-1]:g}",
-        "levels that fall from 1 at most to above 0",
+        "levels that fall from at most 1 to above 0",
         "correct the shift in scheduler_config.json, or mu",
     )
 
 
-def plan_flow_euler(options: SchedulerOptions, request: Request) -> SamplingPlan:
-    """Euler's method on the flow, arXiv:2210.02747. diffusers: `FlowMatchEulerDiscreteScheduler`.
+def plan_flow_euler(options: SchedulerOptions, request: PlanRequest) -> SamplingPlan:
+    """Euler's method for a flow, arXiv:2210.02747. diffusers: `FlowMatchEulerDiscreteScheduler`.
 
-    With stochastic_sampling a step goes to the data that the prediction means and adds fresh noise.
+    With stochastic_sampling a step goes to the predicted data and adds fresh noise.
     """
     sigmas = with_final_sigma(_flow_euler_sigmas(options, request), 0.0)
     total = np.float32(options.num_train_timesteps)
@@ -92,11 +92,11 @@ def plan_flow_euler(options: SchedulerOptions, request: Request) -> SamplingPlan
     return assemble(timesteps, matrices, levels, needs_noise=options.stochastic_sampling)
 
 
-def _flow_euler_sigmas(options: SchedulerOptions, request: Request) -> NDArray[np.float64]:
+def _flow_euler_sigmas(options: SchedulerOptions, request: PlanRequest) -> NDArray[np.float64]:
     """Return the sigmas of `FlowMatchEulerDiscreteScheduler.set_timesteps`, falling, (steps,).
 
-    The ends are shifted once when the scheduler is made, in single precision, and all are shifted again for
-    an image.
+    diffusers shifts the two ends in single precision when it creates the scheduler, and shifts all sigmas again for
+    each image.
     """
     total = options.num_train_timesteps
     ends = np.array([total, 1], np.float32) / np.float32(total)
@@ -109,26 +109,26 @@ def _flow_euler_sigmas(options: SchedulerOptions, request: Request) -> NDArray[n
     return _checked("FlowMatchEulerDiscreteScheduler", sigmas if deformed is None else deformed, _ONE)
 
 
-# A shift in single precision can round pure noise to a little above 1.
+# A shift in single precision can round pure noise to slightly above 1.
 _ONE = 1 + 1e-6
 
-# Below 1 in single precision: pure noise has no data in it, and the solvers divide by its share.
+# Below 1 in single precision: the solvers divide by the share of data, which is 0 in pure noise.
 _NEARLY_ONE = float(np.nextafter(np.float32(1), np.float32(0)))
 
 
-def dpm_solver_flow_sigmas(options: SchedulerOptions, request: Request) -> NDArray[np.float64]:
+def dpm_solver_flow_sigmas(options: SchedulerOptions, request: PlanRequest) -> NDArray[np.float64]:
     """Return the sigmas of `DPMSolverMultistepScheduler.set_timesteps` with use_flow_sigmas, falling, (steps,).
 
     Raises:
-        SchedulerError: a spacing that this class does not give to the levels of a flow is asked for.
+        SchedulerError: the options select a spacing that this class does not support for a flow.
     """
-    _refuse(options, "DPMSolverMultistepScheduler", "use_karras_sigmas", "use_exponential_sigmas")
+    _reject_spacings(options, "DPMSolverMultistepScheduler", "use_karras_sigmas", "use_exponential_sigmas")
     shift = options.flow_shift
     if request.mu is not None:
         if options.time_shift_type != "exponential":
             raise SchedulerError(
                 f"DPMSolverMultistepScheduler has time_shift_type = {options.time_shift_type!r}",
-                "'exponential' where mu is given",
+                "'exponential' if mu is given",
                 "change scheduler_config.json or choose another sampler",
             )
         shift = float(np.exp(request.mu))
@@ -137,19 +137,19 @@ def dpm_solver_flow_sigmas(options: SchedulerOptions, request: Request) -> NDArr
 
 
 def unipc_flow_sigmas(
-    options: SchedulerOptions, request: Request, deformed: NDArray[np.float64] | None
+    options: SchedulerOptions, request: PlanRequest, deformed: NDArray[np.float64] | None
 ) -> NDArray[np.float64]:
     """Return the sigmas of `UniPCMultistepScheduler.set_timesteps` with use_flow_sigmas, falling, (steps,).
 
     Args:
         options: the scheduler's options.
         request: the steps and mu.
-        deformed: Karras' sigmas of diffusion, if they are asked for.
+        deformed: Karras' sigmas of diffusion, if the options select them.
 
     Raises:
-        SchedulerError: a spacing that this class does not give to the levels of a flow is asked for.
+        SchedulerError: the options select a spacing that this class does not support for a flow.
     """
-    _refuse(options, "UniPCMultistepScheduler", "use_exponential_sigmas")
+    _reject_spacings(options, "UniPCMultistepScheduler", "use_exponential_sigmas")
     if deformed is not None:
         sigmas = deformed / (deformed + 1)
     else:
@@ -160,8 +160,8 @@ def unipc_flow_sigmas(
     return _checked("UniPCMultistepScheduler", sigmas, _NEARLY_ONE)
 
 
-def _refuse(options: SchedulerOptions, class_name: str, *names: str) -> None:
-    """Refuse spacings that diffusers computes for diffusion and then takes for a flow's."""
+def _reject_spacings(options: SchedulerOptions, class_name: str, *names: str) -> None:
+    """Reject spacings that diffusers computes for diffusion and then uses for a flow."""
     for name in names:
         if getattr(options, name):
             raise SchedulerError(

@@ -1,4 +1,4 @@
-"""Scheduler options: what a `scheduler_config.json` may say, and what it means when it is silent."""
+"""Scheduler options: the values that `scheduler_config.json` may set, and their defaults."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from typing import Any
 
 from sdonnx.errors import SchedulerError
 
-__all__ = ["Option", "Request", "SchedulerOptions", "read_options"]
+__all__ = ["Option", "PlanRequest", "SchedulerOptions", "read_options"]
 
 
-# Published schedulers have 1,000 timesteps; for each, tables hold a few numbers.
-_MOST_TIMESTEPS = 10**6
-_LARGEST_NUMBER = 2**53  # beyond it float64 leaves integers out
+# Published schedulers have 1,000 timesteps. Tables hold a few numbers for each.
+_MAX_TIMESTEPS = 10**6
+_MAX_EXACT_INTEGER = 2**53  # float64 does not represent all larger integers
 
 
 @dataclass(frozen=True)
 class Option:
-    """One option of a scheduler: diffusers' default, and the values that a plan can follow.
+    """One option of a scheduler: diffusers' default, and the supported values.
 
     Attributes:
-        default: the value of an option that the configuration leaves out.
-        supported: the values, or a type of which every value is supported.
+        default: the value if the configuration does not set the option.
+        supported: the supported values, or a type whose values are all supported.
     """
 
     default: object
@@ -64,17 +64,17 @@ class Option:
 
 
 def _is_number(value: object) -> bool:
-    """Tell whether a value is a number that float64 holds."""
+    """Return whether a value is a number that float64 represents."""
     if isinstance(value, int):
-        return not isinstance(value, bool) and abs(value) <= _LARGEST_NUMBER
+        return not isinstance(value, bool) and abs(value) <= _MAX_EXACT_INTEGER
     return isinstance(value, float)
 
 
 @dataclass(frozen=True)
 class SchedulerOptions:
-    """The options of a scheduler that decide its coefficients, under diffusers' names.
+    """The options that determine a scheduler's coefficients, under diffusers' names.
 
-    An option that a scheduler does not have keeps the value given here, which changes nothing.
+    The defaults have no effect on schedulers that lack the option.
     """
 
     num_train_timesteps: int
@@ -112,14 +112,14 @@ class SchedulerOptions:
 
 
 @dataclass(frozen=True)
-class Request:
-    """What is asked of a sampler for one image.
+class PlanRequest:
+    """The per-image arguments of a sampler.
 
     Attributes:
-        steps: the number of steps of the whole schedule.
-        skipped: how many of them are left out at the noisy end, where an image is started from.
-        eta: the share of fresh noise, 0 to 1, of samplers that have it.
-        mu: the logarithm of the shift, or the shift, of schedules that move with the size of the image.
+        steps: number of steps of the whole schedule.
+        skipped: number of steps skipped at the noisy end, if sampling starts from an image.
+        eta: share of fresh noise, 0 to 1, for samplers that support it.
+        mu: logarithm of the shift, or the shift, of schedules that depend on the image size.
     """
 
     steps: int
@@ -129,21 +129,21 @@ class Request:
 
 
 def read_options(class_name: str, options: Mapping[str, Option], config: Mapping[str, object]) -> SchedulerOptions:
-    """Return what `config` sets, with diffusers' defaults for what it leaves out.
+    """Return the options that `config` sets, and diffusers' defaults for the others.
 
-    Options of other schedulers are ignored, as diffusers does: a folder's configuration keeps them so that
-    the sampler can be switched.
+    Options of other schedulers are ignored, as in diffusers: a folder's configuration keeps them so that the sampler
+    can be switched.
 
     Raises:
-        SchedulerError: an option has a value that a plan cannot follow.
+        SchedulerError: an option has an unsupported value.
     """
     fields = SchedulerOptions.__dataclass_fields__
     values: dict[str, Any] = {name: option.read(class_name, name, config) for name, option in options.items()}
     read = SchedulerOptions(**{name: value for name, value in values.items() if name in fields})
-    if not 1 <= read.num_train_timesteps <= _MOST_TIMESTEPS:
+    if not 1 <= read.num_train_timesteps <= _MAX_TIMESTEPS:
         raise SchedulerError(
             f"{class_name} has num_train_timesteps = {read.num_train_timesteps}",
-            f"a positive number of timesteps, up to {_MOST_TIMESTEPS}",
+            f"a positive number of timesteps, up to {_MAX_TIMESTEPS}",
             "correct scheduler_config.json",
         )
     if read.trained_betas is not None and len(read.trained_betas) != read.num_train_timesteps:
@@ -155,7 +155,7 @@ def read_options(class_name: str, options: Mapping[str, Option], config: Mapping
     if read.use_karras_sigmas and read.use_exponential_sigmas:
         raise SchedulerError(
             f"{class_name} has use_karras_sigmas = True and use_exponential_sigmas = True",
-            "one of the two at most",
+            "at most one of the two",
             "correct scheduler_config.json",
         )
     return read

@@ -1,7 +1,7 @@
-"""The plan of a sampler, and the rows that a solver writes it with.
+"""Sampling plans, and the rows that solvers build them from.
 
-A formula of a paper is written as it stands: `LATENTS`, `NOISE`, `PREDICTION` and `HISTORY[k]` are rows of an
-identity matrix, so a linear combination of them is a row of the coefficient matrix.
+A paper's formula is written as it stands: `LATENTS`, `NOISE`, `PREDICTION` and `HISTORY[k]` are rows of an identity
+matrix, so a linear combination of them is a row of the coefficient matrix.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ __all__ = [
     "Row",
     "SamplingPlan",
     "assemble",
+    "guided_matrices",
     "new_state",
     "predicted_data",
     "predicted_noise",
@@ -41,21 +42,21 @@ PREDICTION: Row = _IDENTITY[-1]
 
 @dataclass(frozen=True)
 class SamplingPlan:
-    """What to compute at each of the n calls of the denoiser.
+    """The computation of each of the n calls of the denoiser.
 
     Attributes:
-        timesteps: (n,) float32, what the denoiser is told.
-        input_scales: (n,) float32, the denoiser sees latents * input_scale.
+        timesteps: (n,) float32, the denoiser's timestep input.
+        input_scales: (n,) float32; the denoiser's input is latents * input_scale.
         matrices: (n, STATE_ROWS, STATE_ROWS + 2) float64; new state = matrix @ [state, noise, prediction].
-            Row 0 of the state is the latents, the others are history and start at 0.
-        init_noise_sigma: the initial latents are Gaussian noise times this, where no image is started from.
-        needs_noise: (n,) bool, the calls that want fresh Gaussian noise in the noise row. Where a coefficient
-            of it is 0 (the last step), diffusers draws it all the same, and a generator that is used again
-            later must have moved on as far.
-        clean_scales: (n + 1,) float32. clean * clean_scales[i] + noise * noise_scales[i] are clean latents with
-            as much noise as call i expects, what `add_noise(clean, noise, timesteps[i:i + 1])` of diffusers'
-            class gives there: image to image starts from i = 0, and inpainting, after call i, puts back
-            what is kept of the image with i + 1. Index n is 1: what is kept ends as it is, without noise.
+            Row 0 of the state is the latents. The other rows are history and start at 0.
+        init_noise_sigma: standard deviation of the initial Gaussian latents, if sampling does not start from an image.
+        needs_noise: (n,) bool, the calls that need fresh Gaussian noise in the noise row. diffusers samples noise
+            even if its coefficient is 0 (the last step). It is sampled here as well, so that a generator that is
+            reused later is in the same state.
+        clean_scales: (n + 1,) float32. clean * clean_scales[i] + noise * noise_scales[i] are clean latents at the
+            noise level of call i, equal to `add_noise(clean, noise, timesteps[i:i + 1])` of diffusers' class. Image
+            to image starts from i = 0. Inpainting restores the known region with i + 1 after call i. Index n is 1,
+            so the known region ends without noise.
         noise_scales: (n + 1,) float32, see clean_scales; index n is 0.
     """
 
@@ -81,14 +82,14 @@ def assemble(
 
     Args:
         timesteps: (n,).
-        matrices: n of them.
-        levels: how much of the data and how much noise the latents of each call hold, two of (n,).
+        matrices: n matrices.
+        levels: scales of the data and of the noise in the latents of each call, two arrays of shape (n,).
         input_scales: (n,). Default: 1.
-        init_noise_sigma: as the plan's.
-        needs_noise: as the plan's, or the same for all calls.
+        init_noise_sigma: see `SamplingPlan`.
+        needs_noise: see `SamplingPlan`; a single value applies to all calls.
 
     Raises:
-        OptionError: there is no call to make.
+        OptionError: there are no calls.
     """
     count = len(matrices)
     if count == 0:
@@ -106,8 +107,30 @@ def assemble(
     )
 
 
+def guided_matrices(plan: SamplingPlan, guidance_scale: float | None) -> NDArray[np.float64]:
+    """Return the plan's matrices with classifier-free guidance folded in.
+
+    The guided prediction is unconditional + g * (conditional - unconditional): arXiv:2207.12598, equation 6, with
+    w = g - 1, as in diffusers' pipelines. It is linear, so it becomes two columns of the matrix.
+
+    Args:
+        plan: a sampler's plan.
+        guidance_scale: g, or None for one prediction per call, without guidance.
+
+    Returns:
+        Without guidance (n, STATE_ROWS, STATE_ROWS + 2): columns [state rows, noise, prediction].
+        With guidance (n, STATE_ROWS, STATE_ROWS + 3): columns [state rows, noise, unconditional, conditional].
+    """
+    if guidance_scale is None:
+        return plan.matrices.copy()
+    prediction = plan.matrices[..., -1:]
+    return np.concatenate(
+        [plan.matrices[..., :-1], (1 - guidance_scale) * prediction, guidance_scale * prediction], axis=-1
+    )
+
+
 def new_state(latents: Row, *history: Row) -> Row:
-    """Stack the new state's rows; history that is not kept becomes 0."""
+    """Stack the rows of the new state. History rows that are not given become 0."""
     matrix = np.zeros((STATE_ROWS, STATE_ROWS + 2))
     matrix[0] = latents
     for row, kept in enumerate(history, start=1):
@@ -116,7 +139,7 @@ def new_state(latents: Row, *history: Row) -> Row:
 
 
 def predicted_data(prediction_type: str, latents: Row, alpha: float, sigma: float) -> Row:
-    """Return the denoised latents that a prediction means, for latents = alpha * data + sigma * noise.
+    """Convert a prediction to denoised latents, for latents = alpha * data + sigma * noise.
 
     Source: arXiv:2202.00512, appendix D (v = alpha * noise - sigma * data).
     """
@@ -128,7 +151,7 @@ def predicted_data(prediction_type: str, latents: Row, alpha: float, sigma: floa
 
 
 def predicted_noise(prediction_type: str, latents: Row, prediction: Row, alpha: float, sigma: float) -> Row:
-    """Return the noise that a prediction means, for latents = alpha * data + sigma * noise."""
+    """Convert a prediction to the predicted noise, for latents = alpha * data + sigma * noise."""
     if prediction_type == "sample":
         return (latents - alpha * prediction) / sigma
     if prediction_type == "v_prediction":

@@ -1,7 +1,7 @@
 """Noise schedules: from scheduler options to cumulative alphas, timesteps and sigmas.
 
-Everything here is what diffusers' schedulers compute in `__init__` and `set_timesteps`. Where a rounding of
-theirs decides a value (single-precision betas, a timestep cut to an integer), the same rounding is done here.
+The functions compute the same values as `__init__` and `set_timesteps` of diffusers' schedulers. Where rounding
+decides a value (single-precision betas, a timestep truncated to an integer), the same rounding is applied here.
 
 Notation: alpha_bar is the cumulative product of (1 - beta) of DDPM (arXiv:2006.11239, equation 4), and
 sigma = sqrt((1 - alpha_bar) / alpha_bar) is the noise level of latents that are scaled so that the data
@@ -30,10 +30,10 @@ __all__ = [
     "with_final_sigma",
 ]
 
-# The smallest positive half-precision number: diffusers' stand-in for the alpha_bar of pure noise.
+# The smallest positive half-precision number, which diffusers uses as the alpha_bar of pure noise.
 _NEARLY_ZERO_ALPHA = 2.0**-24
 
-# Karras et al., arXiv:2206.00364, equation 5, with the value that they recommend.
+# Karras et al., arXiv:2206.00364, equation 5, with the recommended value.
 _KARRAS_RHO = 7.0
 
 
@@ -43,7 +43,7 @@ def _linspace(start: float, end: float, count: int) -> NDArray[np.float32]:
         return np.array([start], np.float32)
     first, last = np.float32(start), np.float32(end)
     step = (last - first) / np.float32(count - 1)
-    # torch multiplies and adds with one rounding; double precision holds the product exactly.
+    # torch multiplies and adds with one rounding; double precision represents the product exactly.
     offset = np.arange(count) * np.float64(step)
     points = np.where(np.arange(count) < count // 2, first + offset, last - offset[::-1])
     return points.astype(np.float32)
@@ -60,7 +60,7 @@ def _cosine_betas(count: int) -> NDArray[np.float32]:
 
 
 def _cumulative_product(alphas: NDArray[np.float32]) -> NDArray[np.float32]:
-    # torch.cumprod adds up single precision in double precision.
+    # torch.cumprod accumulates single precision in double precision.
     return np.cumprod(alphas, dtype=np.float64).astype(np.float32)
 
 
@@ -78,8 +78,8 @@ def cumulative_alphas(options: SchedulerOptions, *, never_zero: bool = False) ->
 
     Args:
         options: the scheduler's options.
-        never_zero: keep the last one above zero after rescaling to zero terminal SNR, as those of diffusers'
-            schedulers do that divide by it.
+        never_zero: keep the last value above zero after rescaling to zero terminal SNR, as do diffusers' schedulers
+            that divide by it.
     """
     count = options.num_train_timesteps
     if options.trained_betas is not None:
@@ -104,13 +104,13 @@ def spaced_timesteps(
     """Return the timesteps of `steps` steps, falling, (steps,), as table 2 of arXiv:2305.08891 spaces them.
 
     Args:
-        options: the scheduler's options; "leading" and "trailing" give whole numbers, "linspace" fractions.
-        steps: how many.
-        last: the number of training timesteps to spread over. Default: all.
-        beyond: how many more points to spread, and to leave out at the end without noise.
+        options: the scheduler's options; "leading" and "trailing" return whole numbers, "linspace" fractions.
+        steps: number of steps.
+        last: number of training timesteps to spread over. Default: all.
+        beyond: number of additional points to spread and then drop at the end without noise.
 
     Raises:
-        OptionError: there are more steps than timesteps to choose from.
+        OptionError: there are more steps than timesteps.
     """
     total = options.num_train_timesteps
     last = total if last is None else last
@@ -122,17 +122,17 @@ def spaced_timesteps(
             raise too_many_steps(steps, last - beyond)
         rising = np.arange(points, dtype=np.float64) * (last // points) + options.steps_offset
         return rising[::-1][:steps]
-    # np.arange rounds its length: for 62 of the numbers up to 1000 (61 is the first) it gives diffusers one
-    # step more, at timestep -1, which no denoiser was trained on. It is left out here.
+    # np.arange rounds its length up: for 62 of the step counts up to 1000 (the first is 61) diffusers takes one more
+    # step, at timestep -1, which no denoiser was trained on. It is dropped here.
     falling = np.round(np.arange(last, 0, -total / steps)) - 1
     return falling[falling >= 0]
 
 
 def whole_timesteps(options: SchedulerOptions, steps: int) -> NDArray[np.float64]:
-    """Return the spaced timesteps as whole numbers, all of which index the training schedule, (steps,).
+    """Return the spaced timesteps as whole numbers that index the training schedule, (steps,).
 
     Raises:
-        OptionError: some do not.
+        OptionError: a timestep is outside the training schedule.
     """
     timesteps = np.round(spaced_timesteps(options, steps))
     if timesteps[0] >= options.num_train_timesteps or timesteps[-1] < 0:
@@ -144,9 +144,11 @@ def whole_timesteps(options: SchedulerOptions, steps: int) -> NDArray[np.float64
     return timesteps
 
 
-def too_many_steps(steps: int, most: int) -> OptionError:
+def too_many_steps(steps: int, maximum: int) -> OptionError:
     """Return the error for more steps than the schedule has timesteps."""
-    return OptionError(f"num_inference_steps is {steps}", f"at most {most} with this schedule", "ask for fewer steps")
+    return OptionError(
+        f"num_inference_steps is {steps}", f"at most {maximum} with this schedule", "ask for fewer steps"
+    )
 
 
 def training_sigmas(alphas: NDArray[np.float32]) -> NDArray[np.float32]:
@@ -156,14 +158,14 @@ def training_sigmas(alphas: NDArray[np.float32]) -> NDArray[np.float32]:
 
 
 def deformed_sigmas(options: SchedulerOptions, sigmas: NDArray[Any], steps: int) -> NDArray[np.float64] | None:
-    """Return Karras' or exponential sigmas, falling, (steps,), or None if neither is asked for.
+    """Return Karras' or exponential sigmas, falling, (steps,), or None if the options select neither.
 
     Karras: equation 5 of arXiv:2206.00364. Exponential: evenly spaced logarithms.
 
     Args:
         options: the scheduler's options.
-        sigmas: falling; the first and the last are the range, unless sigma_max and sigma_min give it.
-        steps: how many.
+        sigmas: falling; the first and the last are the range, unless sigma_max and sigma_min set it.
+        steps: number of steps.
 
     Raises:
         SchedulerError: the range is empty or not positive.
@@ -188,13 +190,13 @@ def deformed_sigmas(options: SchedulerOptions, sigmas: NDArray[Any], steps: int)
 
 
 def timesteps_of_sigmas(sigmas: NDArray[np.float64], training: NDArray[np.float32]) -> NDArray[np.float64]:
-    """Return the fractional timesteps at which training had these sigmas, interpolated in their logarithms.
+    """Return the fractional training timesteps of these sigmas, interpolated in their logarithms.
 
     Source: diffusers' `EulerDiscreteScheduler._sigma_to_t`.
 
     Args:
         sigmas: (n,).
-        training: the training timesteps' sigmas, rising, (T,).
+        training: sigmas of the training timesteps, rising, (T,).
     """
     logs = np.log(np.maximum(sigmas, 1e-10))
     training_logs = np.log(training)
@@ -207,5 +209,5 @@ def timesteps_of_sigmas(sigmas: NDArray[np.float64], training: NDArray[np.float3
 
 
 def with_final_sigma(sigmas: NDArray[np.float64], last: float | np.float32) -> NDArray[np.float64]:
-    """Append the noise level that sampling ends at; diffusers keeps sigmas in single precision."""
+    """Append the noise level at which sampling ends. diffusers keeps sigmas in single precision."""
     return np.append(sigmas.astype(np.float32), np.float32(last)).astype(np.float64)

@@ -1,4 +1,4 @@
-"""The samplers: diffusers' class, the options of it that change its result, and the solver that plans it."""
+"""The table of samplers: diffusers' class, the options that change its result, and the function that plans it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sdonnx.samplers.ddim import plan_ddim, plan_lcm, plan_pndm
 from sdonnx.samplers.dpm_solver import plan_dpm_solver_pp
 from sdonnx.samplers.euler import plan_euler, plan_euler_ancestral, plan_heun
 from sdonnx.samplers.flow import plan_flow_euler
-from sdonnx.samplers.options import Option, Request, SchedulerOptions
+from sdonnx.samplers.options import Option, PlanRequest, SchedulerOptions
 from sdonnx.samplers.plans import SamplingPlan
 from sdonnx.samplers.unipc import plan_unipc
 
@@ -20,21 +20,21 @@ __all__ = ["SAMPLERS", "Sampler"]
 
 @dataclass(frozen=True)
 class Sampler:
-    """A sampler: how it reads its options and how it plans.
+    """A sampler: its names, its options and its planning function.
 
     Attributes:
         class_name: diffusers' class.
-        short_name: the name for a command line.
+        short_name: name on the command line.
         options: every option of diffusers' class that changes its result.
-        build: makes the plan from the options and what is asked for.
-        latent_options: what every published latent-diffusion folder sets for this class although it is not
-            diffusers' default; used when a folder's own configuration is for another class and silent.
+        build: returns the plan for the options and the request.
+        latent_options: values that differ from diffusers' defaults and that every published latent-diffusion folder
+            sets for this class. Used if the folder's configuration is for another class and does not set them.
     """
 
     class_name: str
     short_name: str
     options: Mapping[str, Option]
-    build: Callable[[SchedulerOptions, Request], SamplingPlan]
+    build: Callable[[SchedulerOptions, PlanRequest], SamplingPlan]
     latent_options: Mapping[str, object] = field(default_factory=dict)
 
 
@@ -53,8 +53,8 @@ _COMMON: Mapping[str, Option] = {
     "timestep_spacing": Option("leading", _SPACINGS),
 }
 
-# sigma_min and sigma_max change diffusers' results even for classes that do not take them: a configuration keeps
-# options that its class does not know, and what computes the levels reads them there.
+# sigma_min and sigma_max change diffusers' results even for classes that do not accept them: a configuration keeps
+# options that its class does not know, and the computation of the levels reads them.
 _DEFORMED: Mapping[str, Option] = {
     "use_karras_sigmas": Option(False, bool),
     "use_exponential_sigmas": Option(False, bool),
@@ -124,7 +124,7 @@ _HEUN: Mapping[str, Option] = {
     "clip_sample": _REFUSED,
 }
 
-# diffusers reads the names of its DEIS, UniPC and DPM solvers as one of the reader's own, for `from_config`.
+# For `from_config`, each of diffusers' DEIS, UniPC and DPM classes maps the others' solver names to its own.
 _DPM_SOLVER: Mapping[str, Option] = {
     **_MULTISTEP,
     "algorithm_type": Option("dpmsolver++", ("dpmsolver++", "sde-dpmsolver++", "deis")),

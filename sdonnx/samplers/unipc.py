@@ -1,4 +1,4 @@
-"""UniPC: a multistep predictor and a corrector of any order that share their predictions."""
+"""UniPC: a multistep predictor and corrector of any order that share their predictions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from sdonnx.errors import SchedulerError
 from sdonnx.samplers.flow import required_mu, unipc_flow_sigmas
 from sdonnx.samplers.levels import NoiseLevels
-from sdonnx.samplers.options import Request, SchedulerOptions
+from sdonnx.samplers.options import PlanRequest, SchedulerOptions
 from sdonnx.samplers.plans import HISTORY, LATENTS, Row, SamplingPlan, assemble, new_state
 from sdonnx.samplers.schedule import (
     cumulative_alphas,
@@ -25,7 +25,7 @@ from sdonnx.samplers.schedule import (
 __all__ = ["plan_unipc"]
 
 
-def _schedule(options: SchedulerOptions, request: Request) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+def _schedule(options: SchedulerOptions, request: PlanRequest) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Return the timesteps (n,) and the sigmas (n + 1,) of `UniPCMultistepScheduler.set_timesteps`."""
     steps = request.steps
     if options.use_dynamic_shifting:
@@ -47,7 +47,7 @@ def _schedule(options: SchedulerOptions, request: Request) -> tuple[NDArray[np.f
     else:
         timesteps = np.round(spaced_timesteps(options, steps, beyond=1))
         sigmas = np.interp(timesteps, np.arange(len(training)), training)
-    # Where the levels are not those of training, the last one counts as the smallest: the last step stands still.
+    # If the levels are not training levels, the last one is the smallest, and the last step changes nothing.
     spaced = options.use_flow_sigmas or deformed is not None
     smallest = sigmas[-1] if spaced else float(training[0])
     last = smallest if options.final_sigmas_type == "sigma_min" else 0.0
@@ -60,12 +60,12 @@ class _Solver:
 
     Attributes:
         levels: the noise levels.
-        of_data: the outputs that are combined are predicted data; else predicted noise.
-        bh1: B(h) = h; else B(h) = exp(h) - 1.
+        predicts_data: the combined outputs are predicted data; otherwise predicted noise.
+        bh1: B(h) = h; otherwise B(h) = exp(h) - 1.
     """
 
     levels: NoiseLevels
-    of_data: bool
+    predicts_data: bool
     bh1: bool
 
     def predict(self, latents: Row, outputs: list[Row], i: int, order: int) -> Row:
@@ -73,19 +73,19 @@ class _Solver:
         if self.levels.growth(i, i + 1) == 0:
             return latents
         ratios, right = self._system(i, i + 1, order)
-        # As diffusers: the only weight of order 2 is not solved for.
+        # As in diffusers, the only weight of order 2 is not solved for.
         weights: Row = np.full(order - 1, 0.5) if order < 3 else _solved(ratios[:-1], right[:-1])
         return self._step(latents, outputs, i, i + 1, weights, ratios)
 
     def correct(self, start: Row, outputs: list[Row], output: Row, i: int, order: int) -> Row:
-        """UniC: return the latents of level i again, from those of level i - 1, now that its output is known.
+        """UniC: recompute the latents of level i from those of level i - 1, now that the output of level i is known.
 
         Args:
-            start: the latents of level i - 1.
-            outputs: those of levels i - 1, i - 2, ...
-            output: that of level i.
+            start: latents of level i - 1.
+            outputs: outputs of levels i - 1, i - 2, ...
+            output: output of level i.
             i: the level.
-            order: that of the prediction before.
+            order: order of the previous prediction.
         """
         ratios, right = self._system(i - 1, i, order)
         weights: Row = np.array([0.5]) if order == 1 else _solved(ratios, right)
@@ -93,13 +93,13 @@ class _Solver:
 
     def _signed(self, source: int, target: int) -> float:
         growth = self.levels.growth(source, target)
-        return -growth if self.of_data else growth
+        return -growth if self.predicts_data else growth
 
     def _scale(self, signed: float) -> float:
         return signed if self.bh1 else float(np.expm1(signed))
 
     def _system(self, source: int, target: int, order: int) -> tuple[Row, Row]:
-        """Return the relative places of older outputs, 1 last, and the right side of theorem 3.1's system."""
+        """Return the relative positions of older outputs, ending with 1, and the right side of theorem 3.1's system."""
         h = self.levels.growth(source, target)
         ratios = np.array([self.levels.growth(source, source - k) / h for k in range(1, order)] + [1.0])
         signed = self._signed(source, target)
@@ -112,34 +112,34 @@ class _Solver:
         return ratios, right
 
     def _step(self, latents: Row, outputs: list[Row], source: int, target: int, weights: Row, ratios: Row) -> Row:
-        """Combine: exact for a constant output, and the weighted differences of the others to it."""
+        """Combine the exact solution for a constant output and the weighted differences of the other outputs to it."""
         signed = self._signed(source, target)
         (data_before, noise_before), (data_after, noise_after) = self.levels.at(source), self.levels.at(target)
-        kept, given = noise_after / noise_before, data_after
-        if not self.of_data:
-            kept, given = data_after / data_before, noise_after
-        moved = kept * latents - given * float(np.expm1(signed)) * outputs[0]
+        kept, scale = noise_after / noise_before, data_after
+        if not self.predicts_data:
+            kept, scale = data_after / data_before, noise_after
+        moved = kept * latents - scale * float(np.expm1(signed)) * outputs[0]
         for weight, other, ratio in zip(weights, outputs[1:], ratios, strict=False):
-            moved = moved - given * self._scale(signed) * weight / ratio * (other - outputs[0])
+            moved = moved - scale * self._scale(signed) * weight / ratio * (other - outputs[0])
         return moved
 
 
 def _solved(ratios: Row, right: Row) -> Row:
-    """Return the weights of theorem 3.1: the sums of weights times powers 0, 1, ... of the ratios are `right`."""
+    """Return theorem 3.1's weights: the sums of weights times powers 0, 1, ... of the ratios equal `right`."""
     weights: Row = np.linalg.solve(np.vander(ratios, increasing=True).T, right).astype(np.float64)
     return weights
 
 
-def plan_unipc(options: SchedulerOptions, request: Request) -> SamplingPlan:
+def plan_unipc(options: SchedulerOptions, request: PlanRequest) -> SamplingPlan:
     """UniPC of order 1 to 3, arXiv:2302.04867, algorithms 1 and 2. diffusers: `UniPCMultistepScheduler`.
 
-    A call first corrects the latents that the call before predicted, then predicts the next ones from them.
-    History: the last three outputs, newest first, and the corrected latents of the call before.
+    A call first corrects the latents that the previous call predicted, then predicts the next ones from them.
+    History: the last three outputs, newest first, and the corrected latents of the previous call.
     """
     timesteps, sigmas = _schedule(options, request)
     count = len(timesteps)
     _check(options, request, sigmas[request.skipped :])
-    levels = NoiseLevels.of(sigmas, flow=options.use_flow_sigmas)
+    levels = NoiseLevels.from_sigmas(sigmas, flow=options.use_flow_sigmas)
     solver = _Solver(levels, options.predict_x0, options.solver_type == "bh1")
     *older, start = HISTORY
     matrices = []
@@ -149,18 +149,18 @@ def plan_unipc(options: SchedulerOptions, request: Request) -> SamplingPlan:
         latents = LATENTS
         if i > request.skipped and i - 1 not in options.disable_corrector:
             latents = solver.correct(start, older, output, i, order)
-        most = min(options.solver_order, count - i) if options.lower_order_final else options.solver_order
-        order = min(most, i - request.skipped + 1)
+        max_order = min(options.solver_order, count - i) if options.lower_order_final else options.solver_order
+        order = min(max_order, i - request.skipped + 1)
         following = solver.predict(latents, [output, *older], i, order)
         matrices.append(new_state(following, output, *older[:-1], latents))
     return assemble(timesteps[request.skipped :], matrices, levels.scales(request.skipped))
 
 
-def _check(options: SchedulerOptions, request: Request, sigmas: NDArray[np.float64]) -> None:
-    """Refuse what diffusers lets through and answers with infinities.
+def _check(options: SchedulerOptions, request: PlanRequest, sigmas: NDArray[np.float64]) -> None:
+    """Reject options for which diffusers returns infinities.
 
     Raises:
-        SchedulerError: options that divide by the noise that is left at the end.
+        SchedulerError: the options divide by the remaining noise, which is 0 at the end.
         OptionError: two steps fall on one timestep.
     """
     if options.final_sigmas_type == "zero" and not options.predict_x0:
@@ -182,7 +182,7 @@ def _check(options: SchedulerOptions, request: Request, sigmas: NDArray[np.float
     else:
         return
     raise SchedulerError(
-        f"UniPCMultistepScheduler has {found} and ends without noise, by which it divides",
+        f"UniPCMultistepScheduler has {found}, divides by the noise level and ends without noise",
         "final_sigmas_type to be 'sigma_min'",
         "change scheduler_config.json or choose another sampler",
     )

@@ -1,8 +1,9 @@
-"""Proof that an optimized folder draws what the pipeline draws that it was made from."""
+"""Verify that an optimized folder generates the same images as the pipeline that it was made from."""
 
 from __future__ import annotations
 
 from sdonnx.verify.judgement import Thresholds
-from sdonnx.verify.verifier import Request, Verification, verify_folder
+from sdonnx.verify.verification import Verification, VerificationRequest
+from sdonnx.verify.verifier import verify_folder
 
-__all__ = ["Request", "Thresholds", "Verification", "verify_folder"]
+__all__ = ["Thresholds", "Verification", "VerificationRequest", "verify_folder"]

@@ -1,6 +1,6 @@
-"""Calls of torch's modules while an image is drawn: recorded, made again in another type, and made of our graphs.
+"""Record the calls of torch's modules during generation, and repeat them in another data type or with our graphs.
 
-Components are compared on what they are really given, by the very modules of diffusers' pipeline.
+Components are compared on the inputs that they receive from diffusers' own pipeline.
 """
 
 from __future__ import annotations
@@ -15,15 +15,16 @@ import numpy as np
 import numpy.typing as npt
 
 from sdonnx.benchmark.engines import TorchEngine
-from sdonnx.benchmark.engines.pytorch import replaced
-from sdonnx.families import SCALE, ComponentSpec, Family, Role
+from sdonnx.benchmark.engines.patching import patched
+from sdonnx.models.image_adapters import ADAPTER_SCALE
+from sdonnx.models.spec import ComponentSpec, Family, Role
 
-__all__ = ["Call", "called", "feeds_of", "recording", "spread"]
+__all__ = ["Call", "graph_inputs", "pick_calls", "record_calls", "repeat_call"]
 
 Array = npt.NDArray[Any]
 Outputs = dict[str, Array]
 
-# How the pipeline calls each kind of module; a module calls its `forward`.
+# The method that the pipeline calls, if it is not `forward`.
 _METHODS = {Role.IMAGE_DECODER: "decode", Role.IMAGE_ENCODER: "encode"}
 
 
@@ -33,27 +34,28 @@ class Call:
 
     Attributes:
         spec: the component.
-        arguments: what the module was given, as trees of torch's tensors on the CPU.
-        options: likewise, by name.
-        outputs: what it returned, by the names of our graph's outputs.
-        told: what our graph takes beside that, by name: of a denoiser with IP-Adapters, the tokens of their images.
+        arguments: positional arguments of the module, as trees of torch tensors on the CPU.
+        options: keyword arguments of the module, in the same form.
+        outputs: the module's outputs, by the names of our graph's outputs.
+        extra_inputs: additional inputs of our graph, by name: for a denoiser with image prompts, the image tokens and
+            the scale.
     """
 
     spec: ComponentSpec
     arguments: tuple[Any, ...]
     options: Mapping[str, Any]
     outputs: Outputs
-    told: Mapping[str, Array]
+    extra_inputs: Mapping[str, Array]
 
 
 @contextlib.contextmanager
-def recording(engine: TorchEngine, family: Family, scale: float | None) -> Iterator[list[Call]]:
-    """Record the calls of the pipeline's modules meanwhile.
+def record_calls(engine: TorchEngine, family: Family, scale: float | None) -> Iterator[list[Call]]:
+    """Record the calls of the pipeline's modules within a `with` block.
 
     Args:
         engine: torch's pipeline in float32, loaded.
-        family: that of the optimized folder, with its IP-Adapters.
-        scale: their weight; None without any.
+        family: family of the optimized folder, including its image-prompt adapters.
+        scale: scale of the adapters; None without adapters.
     """
     calls: list[Call] = []
     tokens: dict[str, Array] = {}
@@ -63,10 +65,12 @@ def recording(engine: TorchEngine, family: Family, scale: float | None) -> Itera
         def change(call: Callable[..., Any]) -> Callable[..., Any]:
             def watched(*arguments: Any, **options: Any) -> Any:
                 output = call(*arguments, **options)
-                told = dict(tokens) if spec.role is Role.DENOISER else {}
-                if told and adapters is not None and scale is not None:
-                    told[SCALE] = np.full((len(adapters.adapters), len(adapters.blocks)), scale, np.float32)
-                calls.append(Call(spec, _kept(arguments), _kept(options), _named(spec, output), told))
+                extra_inputs = dict(tokens) if spec.role is Role.DENOISER else {}
+                if extra_inputs and adapters is not None and scale is not None:
+                    extra_inputs[ADAPTER_SCALE] = np.full(
+                        (len(adapters.adapters), len(adapters.blocks)), scale, np.float32
+                    )
+                calls.append(Call(spec, _copied(arguments), _copied(options), _named(spec, output), extra_inputs))
                 return output
 
             return watched
@@ -80,7 +84,7 @@ def recording(engine: TorchEngine, family: Family, scale: float | None) -> Itera
                 tokens[f"image_embeds.{index}"] = _array(value.flatten(1, 2))
             spec = family.with_role(Role.IMAGE_PROMPT_ADAPTER)
             outputs = {f"ip_hidden_states.{index}": _array(value.flatten(0, 1)) for index, value in enumerate(output)}
-            calls.append(Call(spec, _kept((embeds,)), {}, outputs, {}))
+            calls.append(Call(spec, _copied((embeds,)), {}, outputs, {}))
             return output
 
         return watched
@@ -88,32 +92,32 @@ def recording(engine: TorchEngine, family: Family, scale: float | None) -> Itera
     with contextlib.ExitStack() as stack:
         for spec in family.components:
             if spec.role in (Role.IMAGE_ENCODER, Role.SAFETY_CHECKER, Role.IMAGE_PROMPT_ADAPTER):
-                continue  # not called for an image from a prompt; or called below
+                continue  # not called for an image from a prompt, or patched below
             method = _METHODS.get(spec.role, "forward")
-            stack.enter_context(replaced(engine.module(spec), method, watch(spec)))
+            stack.enter_context(patched(engine.module(spec), method, watch(spec)))
         if adapters is not None:
             projection = _projection(engine)
-            stack.enter_context(replaced(projection, "forward", watch_projection))
+            stack.enter_context(patched(projection, "forward", watch_projection))
         yield calls
 
 
-def called(engine: TorchEngine, call: Call) -> Outputs:
-    """Make a call again with the engine's modules, in their type and on their device."""
+def repeat_call(engine: TorchEngine, call: Call) -> Outputs:
+    """Repeat a call with the engine's modules, in their data type and on their device."""
     import torch
 
     is_projection = call.spec.role is Role.IMAGE_PROMPT_ADAPTER
     module = _projection(engine) if is_projection else engine.module(call.spec)
     dtype, device = next(module.parameters()).dtype, engine.device
 
-    def given(value: Any) -> Any:
+    def converted(value: Any) -> Any:
         if not torch.is_tensor(value):
             return value
-        # A timestep is a number of its own, in whatever type.
+        # A timestep is a scalar; it keeps its type.
         return value.to(device, dtype if value.is_floating_point() and value.dim() > 0 else None)
 
     from torch.utils import _pytree
 
-    arguments, options = (_pytree.tree_map(given, each) for each in (call.arguments, dict(call.options)))
+    arguments, options = (_pytree.tree_map(converted, each) for each in (call.arguments, dict(call.options)))
     with torch.inference_mode():
         output = getattr(module, _METHODS.get(call.spec.role, "forward"))(*arguments, **options)
     if is_projection:
@@ -121,12 +125,12 @@ def called(engine: TorchEngine, call: Call) -> Outputs:
     return _named(call.spec, output)
 
 
-def feeds_of(call: Call, engine: TorchEngine) -> dict[str, Array]:
-    """Return what our graph takes for a call, by name, in float32 or as integers.
+def graph_inputs(call: Call, engine: TorchEngine) -> dict[str, Array]:
+    """Return the inputs of our graph for a call, by name, in float32 or as integers.
 
     Args:
         call: a recorded call.
-        engine: the engine whose modules were called; it tells what their arguments are called.
+        engine: the engine whose modules were called; their signatures name the arguments.
     """
     role = call.spec.role
     if role is Role.IMAGE_PROMPT_ADAPTER:
@@ -142,30 +146,30 @@ def feeds_of(call: Call, engine: TorchEngine) -> dict[str, Array]:
     named = {renamed.get(name, name): value for name, value in given.items()}
     feeds: dict[str, Array] = {}
     for tensor in call.spec.inputs:
-        if tensor.name in call.told:
-            feeds[tensor.name] = call.told[tensor.name]
+        if tensor.name in call.extra_inputs:
+            feeds[tensor.name] = call.extra_inputs[tensor.name]
         elif (value := named.get(tensor.name)) is not None:
             array = _array(value) if hasattr(value, "detach") else np.asarray(value)
-            # One for the whole batch, where torch has one for each image.
+            # One value for the whole batch; torch has one for each image.
             feeds[tensor.name] = (
                 array.reshape(-1)[:1] if tensor.name == "timestep" else array[:1] if tensor.once else array
             )
     return feeds
 
 
-def spread(calls: Sequence[Call], most: int) -> list[Call]:
-    """Return at most so many calls of each component, the first and the last among them."""
+def pick_calls(calls: Sequence[Call], maximum: int) -> list[Call]:
+    """Return at most `maximum` evenly spaced calls of each component, including the first and the last."""
     chosen: list[Call] = []
     for name in dict.fromkeys(call.spec.name for call in calls):
         own = [call for call in calls if call.spec.name == name]
-        count = min(most, len(own))
+        count = min(maximum, len(own))
         places = np.linspace(0, len(own) - 1, count).round().astype(int) if count > 1 else [0]
         chosen += [own[place] for place in dict.fromkeys(int(place) for place in places)]
     return chosen
 
 
 def _projection(engine: TorchEngine) -> Any:
-    """Return what makes tokens of the images of IP-Adapters."""
+    """Return the module that projects image embeddings to image tokens."""
     return engine.module(engine.family.with_role(Role.DENOISER)).encoder_hid_proj
 
 
@@ -175,8 +179,8 @@ def _sequence(embeds: Any) -> tuple[int, ...]:
     return sizes if len(sizes) == 2 else (1, *sizes)
 
 
-def _kept(tree: Any) -> Any:
-    """Return a tree with its tensors copied to the CPU."""
+def _copied(tree: Any) -> Any:
+    """Copy the tensors of a tree to the CPU."""
     from torch.utils import _pytree
 
     def copied(value: Any) -> Any:
@@ -186,14 +190,14 @@ def _kept(tree: Any) -> Any:
 
 
 def _array(tensor: Any) -> Array:
-    """Return a tensor as an array, in float32 or as integers."""
+    """Convert a tensor to an array, in float32 or as integers."""
     wide = tensor.detach().float() if tensor.is_floating_point() else tensor.detach()
     array: Array = wide.cpu().numpy()
     return array
 
 
 def _named(spec: ComponentSpec, output: Any) -> Outputs:
-    """Return what a module returned by the names of our graph's outputs."""
+    """Return a module's outputs by the names of our graph's outputs."""
     if spec.role is Role.DENOISER:
         return {"out_sample": _array(output[0])}
     if spec.role is Role.IMAGE_DECODER:

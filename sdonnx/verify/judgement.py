@@ -1,4 +1,4 @@
-"""What was found of a component and of an image, and whether that is good enough."""
+"""Findings for components and images, and whether they meet the thresholds."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from dataclasses import dataclass, field
 __all__ = ["ROUNDING", "ComponentFinding", "ImageFinding", "Judgement", "Thresholds", "judge"]
 
 ROUNDING = 2.0**-11
-"""Half a step of float16, relative to the number: an error that is no error in that type."""
+"""Relative rounding error of float16, half a unit in the last place. Errors up to this value always pass."""
 
-_WITHOUT_TORCH = 1e-2  # where torch's own float16 has no number
+_MAX_ERROR_WITHOUT_TORCH = 1e-2  # if torch in float16 returns NaN or Inf
 
 
 @dataclass(frozen=True)
 class Thresholds:
-    """What a folder must reach.
+    """The thresholds that a folder must meet.
 
     Attributes:
-        least_psnr_db: of an image to that of torch in float16; in float32 where float16 has none.
-        most_error: of a component to torch in float32, in errors of torch's float16.
+        min_psnr_db: PSNR of an image to that of torch in float16, or in float32 if torch in float16 has no image.
+        max_error: error of a component relative to torch in float32, as a multiple of the error of torch in float16.
     """
 
-    least_psnr_db: float = 35.0
-    most_error: float = 2.0
+    min_psnr_db: float = 35.0
+    max_error: float = 2.0
 
 
 @dataclass(frozen=True)
@@ -31,13 +31,13 @@ class ComponentFinding:
     """One output of a component, for one call.
 
     Attributes:
-        component: its name.
-        output: the output's name.
-        shape: of the output.
-        error: ||ours - float32|| / ||float32||; infinity where ours holds NaN or infinity.
-        torch_error: that of torch in float16.
-        not_finite: the share of our numbers that are NaN or infinite.
-        torch_not_finite: likewise of torch's in float16.
+        component: name of the component.
+        output: name of the output.
+        shape: shape of the output.
+        error: ||ours - float32|| / ||float32||; infinity if our output contains NaN or Inf.
+        torch_error: the same error for torch in float16.
+        not_finite: share of NaN and Inf in our output.
+        torch_not_finite: share of NaN and Inf in the output of torch in float16.
     """
 
     component: str
@@ -51,17 +51,17 @@ class ComponentFinding:
     def limit(self, thresholds: Thresholds) -> float:
         """Return the largest error that passes."""
         if not math.isfinite(self.torch_error):
-            return _WITHOUT_TORCH
-        return max(thresholds.most_error * self.torch_error, ROUNDING)
+            return _MAX_ERROR_WITHOUT_TORCH
+        return max(thresholds.max_error * self.torch_error, ROUNDING)
 
     def failure(self, thresholds: Thresholds) -> str | None:
-        """Return why it does not pass, None if it does."""
+        """Return the reason for which the output fails, or None if it passes."""
         name = f"{self.component}, {self.output} of {'x'.join(map(str, self.shape))}"
         if self.not_finite:
-            return f"{name}: {100 * self.not_finite:.3g} % of its numbers are NaN or infinite"
+            return f"{name}: {100 * self.not_finite:.3g} % of its values are NaN or Inf"
         limit = self.limit(thresholds)
         if not self.error <= limit:
-            return f"{name}: error {self.error:.2e}, at most {limit:.2e} (torch's float16: {self.torch_error:.2e})"
+            return f"{name}: error {self.error:.2e}, at most {limit:.2e} (torch in float16: {self.torch_error:.2e})"
         return None
 
 
@@ -70,16 +70,16 @@ class ImageFinding:
     """One image.
 
     Attributes:
-        prompt: what was drawn.
-        seed: from which noise.
-        psnr_db: ours to torch's in float16; None for the same pixels.
-        wide_psnr_db: ours to torch's in float32.
-        torch_psnr_db: torch's in float16 to its own in float32.
-        ssim: structural similarity of ours to torch's in float16.
-        most: the largest difference of a value of 0 to 255 to torch's in float16.
-        is_constant: ours shows one colour alone, as black ones do.
-        torch_is_constant: torch's in float16 does.
-        wide_is_constant: torch's in float32 does.
+        prompt: the prompt.
+        seed: seed of the noise.
+        psnr_db: our image to that of torch in float16; None if they are identical.
+        wide_psnr_db: our image to that of torch in float32.
+        torch_psnr_db: the image of torch in float16 to that in float32.
+        ssim: structural similarity of our image to that of torch in float16.
+        max_difference: largest difference to the image of torch in float16, of values from 0 to 255.
+        is_constant: whether our image has a single colour, such as black.
+        torch_is_constant: whether the image of torch in float16 has a single colour.
+        wide_is_constant: whether the image of torch in float32 has a single colour.
     """
 
     prompt: str
@@ -88,42 +88,42 @@ class ImageFinding:
     wide_psnr_db: float | None
     torch_psnr_db: float | None
     ssim: float
-    most: int
+    max_difference: int
     is_constant: bool
     torch_is_constant: bool
     wide_is_constant: bool
 
     def compared(self) -> tuple[str, float | None]:
-        """Return what it is judged by, and the PSNR to that: float32 where torch's float16 has no image."""
+        """Return the precision of the image to compare with, and the PSNR: float32 if float16 has no image."""
         if self.torch_is_constant and not self.wide_is_constant:
             return "float32", self.wide_psnr_db
         return "float16", self.psnr_db
 
     def failure(self, thresholds: Thresholds) -> str | None:
-        """Return why it does not pass, None if it does."""
+        """Return the reason for which the image fails, or None if it passes."""
         name = f"the image of {self.prompt!r}, seed {self.seed}"
         if self.is_constant and not self.wide_is_constant:
-            return f"{name}: one colour alone (black, or NaN)"
+            return f"{name}: a single colour (black, or NaN)"
         reference, decibels = self.compared()
-        if decibels is not None and not decibels >= thresholds.least_psnr_db:
-            return f"{name}: {decibels:.1f} dB to torch's {reference}, at least {thresholds.least_psnr_db:g} dB"
+        if decibels is not None and not decibels >= thresholds.min_psnr_db:
+            return f"{name}: {decibels:.1f} dB to torch in {reference}, expected at least {thresholds.min_psnr_db:g} dB"
         return None
 
 
 @dataclass(frozen=True)
 class Judgement:
-    """Whether a folder passes, and why not."""
+    """The reasons for which a folder fails; empty if it passes."""
 
     failures: tuple[str, ...] = field(default=())
 
     @property
     def passed(self) -> bool:
-        """Whether nothing failed."""
+        """Whether there are no failures."""
         return not self.failures
 
 
 def judge(components: list[ComponentFinding], images: list[ImageFinding], thresholds: Thresholds) -> Judgement:
-    """Judge what was found; without an image, or a component, nothing is proven."""
+    """Compare the findings with the thresholds. Without a component or without an image, the folder fails."""
     failures = [failure for each in components if (failure := each.failure(thresholds)) is not None]
     failures += [failure for each in images if (failure := each.failure(thresholds)) is not None]
     if not components or not images:

@@ -1,4 +1,4 @@
-"""Engines draw the same, and tell where their time goes."""
+"""Engines generate equal images and measure their stages."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ import pytest
 import torch
 import torch._inductor.config as inductor
 from PIL import Image
-from pipelines import refused
+from support.pipelines import refused
 
-from sdonnx.benchmark.engine import Engine, EngineOptions, FolderKind, kind_of_folder
+from sdonnx.benchmark.engine import Engine, EngineOptions, FolderKind, folder_kind
 from sdonnx.benchmark.engines import (
     ENGINES,
     OnnxRuntimeEngine,
@@ -25,13 +25,13 @@ from sdonnx.benchmark.engines import (
     ReferenceEngine,
     TorchEngine,
 )
-from sdonnx.benchmark.engines.pytorch import replaced
-from sdonnx.benchmark.kernels import IDLE
-from sdonnx.benchmark.results import Workload
+from sdonnx.benchmark.engines.patching import patched
+from sdonnx.benchmark.operator_times import IDLE
+from sdonnx.benchmark.workload import Workload
 from sdonnx.errors import DeviceMemoryError, FolderError, OptionError, ProviderError
-from sdonnx.folder import PipelineFolder
-from sdonnx.parity import psnr
-from sdonnx.prompts import PROMPTS
+from sdonnx.folder.pipeline_folder import PipelineFolder
+from sdonnx.folder.prompt_file import PROMPTS
+from sdonnx.metrics import psnr
 from sdonnx.verify.verifier import _HalfEngine
 
 WORKLOAD = Workload(batch_size=2, height=64, width=64, steps=3, seed=5)
@@ -50,7 +50,7 @@ def made(kind: type[Engine], folders: dict[FolderKind, Path], **options: Any) ->
 
 @pytest.fixture(scope="module")
 def engines(folders: dict[FolderKind, Path]) -> dict[str, Engine]:
-    """Every engine that can be loaded in one process."""
+    """All engines that can be loaded in one process."""
     kinds: tuple[type[Engine], ...] = (OnnxRuntimeEngine, PlainOnnxRuntimeEngine, TorchEngine, ReferenceEngine)
     ready = {kind.name: made(kind, folders) for kind in kinds}
     ready["bound"] = made(PlainOnnxRuntimeEngine, folders, io_binding=True)
@@ -60,22 +60,22 @@ def engines(folders: dict[FolderKind, Path]) -> dict[str, Engine]:
 
 
 def pixels(images: list[Image.Image]) -> Pixels:
-    """(B,H,W,3) from 0 to 1."""
+    """Return images as (B,H,W,3) from 0 to 1."""
     return np.stack([np.asarray(image, np.float32) / 255 for image in images])
 
 
 @pytest.fixture(scope="module")
 def expected(engines: dict[str, Engine]) -> Pixels:
-    """diffusers' own images."""
-    return pixels(engines["torch"].draw(PROMPTS[0], WORKLOAD))
+    """The images of diffusers."""
+    return pixels(engines["torch"].generate(PROMPTS[0], WORKLOAD))
 
 
 @pytest.mark.parametrize("name", ["onnxruntime", "onnxruntime-plain", "bound", "reference"])
-def test_engines_draw_the_same(name: str, engines: dict[str, Engine], expected: Pixels) -> None:
-    images = pixels(engines[name].draw(PROMPTS[0], WORKLOAD))
+def test_engines_generate_equal_images(name: str, engines: dict[str, Engine], expected: Pixels) -> None:
+    images = pixels(engines[name].generate(PROMPTS[0], WORKLOAD))
     assert images.shape == (2, 64, 64, 3)
     assert psnr(images, expected) >= 50
-    assert psnr(pixels(engines[name].draw(PROMPTS[1], WORKLOAD)), expected) < 40
+    assert psnr(pixels(engines[name].generate(PROMPTS[1], WORKLOAD)), expected) < 40
 
 
 @pytest.mark.parametrize("name", ["onnxruntime", "onnxruntime-plain"])
@@ -84,118 +84,122 @@ def test_engines_draw_the_same(name: str, engines: dict[str, Engine], expected: 
     [{"guidance_scale": 1.0}, {"negative_prompt": "blurred"}, {"height": 72, "width": 48}, {"batch_size": 1}],
     ids=lambda options: next(iter(options)),
 )
-def test_engines_draw_the_same_in_every_way(name: str, options: dict[str, Any], engines: dict[str, Engine]) -> None:
+def test_engines_generate_equal_images_with_other_options(
+    name: str, options: dict[str, Any], engines: dict[str, Engine]
+) -> None:
     from dataclasses import replace
 
     workload = replace(WORKLOAD, **options)
-    theirs = pixels(engines["torch"].draw(PROMPTS[0], workload))
-    assert psnr(pixels(engines[name].draw(PROMPTS[0], workload)), theirs) >= 50
+    theirs = pixels(engines["torch"].generate(PROMPTS[0], workload))
+    assert psnr(pixels(engines[name].generate(PROMPTS[0], workload)), theirs) >= 50
 
 
-# diffusers hands torch's tensors to numpy in a way that numpy will no longer know.
+# diffusers converts torch tensors to numpy in a deprecated way.
 @pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 @pytest.mark.parametrize("kind", [OnnxRuntimeEngine, PlainOnnxRuntimeEngine])
 @pytest.mark.parametrize("scheduler", ["euler", "UniPCMultistepScheduler"])
 def test_engines_use_the_same_sampler(kind: type[Engine], scheduler: str, folders: dict[FolderKind, Path]) -> None:
     workload = Workload(1, 64, 64, 3, scheduler=scheduler)
-    drawn = []
+    images = []
     for each in (kind, TorchEngine):
         engine = made(each, folders)
         engine.load(workload)
         assert engine.scheduler == ("EulerDiscreteScheduler" if scheduler == "euler" else scheduler)
-        drawn.append(pixels(engine.draw(PROMPTS[0], workload)))
-    assert psnr(*drawn) >= 50
+        images.append(pixels(engine.generate(PROMPTS[0], workload)))
+    assert psnr(*images) >= 50
 
 
-# diffusers' choice of a pipeline imports all of them; of those that need sentencepiece, one uses torch.jit.
+# diffusers' AutoPipeline imports all pipelines; one that needs sentencepiece uses torch.jit.
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
 @pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 @pytest.mark.parametrize("started", [False, True], ids=["from noise", "from an image"])
 def test_half_precision_has_the_same_noise(
     started: bool, folders: dict[FolderKind, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By samplers that draw some at each step, too: in float16 the stream of torch before 2.13 is another one."""
-    from diffusers.schedulers import scheduling_euler_ancestral_discrete as module
+    """Includes samplers that sample noise in each step. Before torch 2.13 the random stream differs in float16."""
+    from diffusers.schedulers import scheduling_euler_ancestral_discrete
 
-    draw, types = module.randn_tensor, []
+    module: Any = scheduling_euler_ancestral_discrete
+    sample: Any = module.randn_tensor
+    types: list[torch.dtype] = []
 
-    def watched(*shape: Any, dtype: torch.dtype, **options: Any) -> Any:
+    def recorded(*shape: Any, dtype: torch.dtype, **options: Any) -> Any:
         types.append(dtype)
-        return draw(*shape, dtype=dtype, **options)
+        return sample(*shape, dtype=dtype, **options)
 
-    monkeypatch.setattr(module, "randn_tensor", watched)
+    monkeypatch.setattr(module, "randn_tensor", recorded)
     path = tmp_path / "start.png"
     Image.fromarray(np.random.default_rng(0).integers(0, 256, (64, 64, 3)).astype(np.uint8)).save(path)
     workload = Workload(1, 64, 64, 4, scheduler="euler_a", image=str(path) if started else None)
-    drawn = []
+    images = []
     for kind in (TorchEngine, _HalfEngine):
         engine = made(kind, folders)
         engine.load(workload)
-        drawn.append(pixels(engine.draw(PROMPTS[0], workload)))
+        images.append(pixels(engine.generate(PROMPTS[0], workload)))
     assert set(types) == {torch.float32}
-    assert psnr(*drawn) >= 45
+    assert psnr(*images) >= 45
 
 
-# diffusers' choice of a pipeline imports all of them; of those that need sentencepiece, one uses torch.jit.
+# diffusers' AutoPipeline imports all pipelines; one that needs sentencepiece uses torch.jit.
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
 def test_image_to_image(folders: dict[FolderKind, Path], tmp_path: Path) -> None:
     path = tmp_path / "start.png"
     Image.fromarray(np.random.default_rng(0).integers(0, 256, (50, 90, 3)).astype(np.uint8)).save(path)
     workload = Workload(1, 64, 72, 4, scheduler="ddim", image=str(path), strength=0.5)
-    drawn = []
+    images = []
     for kind in (OnnxRuntimeEngine, TorchEngine):
         engine = made(kind, folders)
         engine.load(workload)
-        drawn.append(pixels(engine.draw(PROMPTS[0], workload)))
+        images.append(pixels(engine.generate(PROMPTS[0], workload)))
         assert engine.stages(PROMPTS[0], workload).denoiser_calls == 2
-    assert drawn[0].shape == (1, 64, 72, 3)
-    assert psnr(*drawn) >= 50
+    assert images[0].shape == (1, 64, 72, 3)
+    assert psnr(*images) >= 50
     plain = made(PlainOnnxRuntimeEngine, folders)
     with refused(OptionError, "--input-image for the engine onnxruntime-plain"):
         plain.load(workload)
     path.write_text("no image")
     with refused(FolderError, "cannot be read as an image"):
-        engine.draw(PROMPTS[0], workload)
+        engine.generate(PROMPTS[0], workload)
 
 
 @pytest.mark.parametrize("name", ["onnxruntime", "onnxruntime-plain", "bound", "torch", "reference"])
 def test_stages_are_most_of_a_run(name: str, engines: dict[str, Engine]) -> None:
     import time
 
-    engines[name].draw(PROMPTS[0], WORKLOAD)
+    engines[name].generate(PROMPTS[0], WORKLOAD)
     shares = []
     for _ in range(3):
         start = time.perf_counter()
         stages = engines[name].stages(PROMPTS[0], WORKLOAD)
         wall_ms = (time.perf_counter() - start) * 1e3
-        assert stages.denoiser_calls == 4  # PNDM: one call more than its 3 steps
+        assert stages.denoiser_calls == 4  # PNDM has one call more than steps
         assert min(stages.text_ms, stages.step_ms, stages.decode_ms) > 0
         assert stages.iterations_per_second == pytest.approx(1e3 / stages.step_ms)
         shares.append((stages.text_ms + stages.denoiser_calls * stages.step_ms + stages.decode_ms) / wall_ms)
-    # The first call is not in step_ms and can be slower than the others, and what is around the stages is small.
+    # step_ms does not include the first call, which can be slower. The work around the stages is small.
     assert 0.5 < sorted(shares)[1] < 1.5
 
 
-def test_looking_at_stages_leaves_nothing_behind(engines: dict[str, Engine], expected: Pixels) -> None:
+def test_measuring_stages_restores_the_pipeline(engines: dict[str, Engine], expected: Pixels) -> None:
     unet = engines["torch"]._pipeline.unet  # type: ignore[attr-defined]
     engines["torch"].stages(PROMPTS[0], WORKLOAD)
     assert "forward" not in vars(unet)
     assert "decode" not in vars(engines["torch"]._pipeline.vae)  # type: ignore[attr-defined]
     assert engines["onnxruntime"]._pipeline._graphs.observer is None  # type: ignore[attr-defined]
-    assert psnr(pixels(engines["torch"].draw(PROMPTS[0], WORKLOAD)), expected) > 90
+    assert psnr(pixels(engines["torch"].generate(PROMPTS[0], WORKLOAD)), expected) > 90
 
 
-def test_an_attribute_is_given_back() -> None:
+def test_patched_restores_the_attribute() -> None:
     class Owner:
         def call(self) -> int:
             return 1
 
     owner = Owner()
-    with replaced(owner, "call", lambda before: lambda: before() + 1):
+    with patched(owner, "call", lambda before: lambda: before() + 1):
         assert owner.call() == 2
     assert (owner.call(), vars(owner)) == (1, {})
     vars(owner)["call"] = own = lambda: 5
-    with replaced(owner, "call", lambda before: lambda: 6):
+    with patched(owner, "call", lambda before: lambda: 6):
         assert owner.call() == 6
     assert owner.call is own
 
@@ -206,15 +210,15 @@ def test_kernels_on_a_cpu(name: str, folders: dict[FolderKind, Path]) -> None:
     engine.load(WORKLOAD)
     milliseconds, launches, source = engine.kernels(PROMPTS[0], WORKLOAD)
     assert {"convolution", "matrix product", "attention", "normalization", IDLE} <= set(milliseconds)
-    # Convolutions and matrix products are most of the work, in every engine.
+    # In every engine, convolutions and matrix products take more than half of the time.
     busy = sum(milliseconds.values()) - milliseconds[IDLE]
     assert milliseconds["convolution"] + milliseconds["matrix product"] > 0.5 * busy > 0
     assert launches > 500
     assert ("torch" in source) == (name == "torch")
 
 
-def test_operations_of_the_reference_are_those_of_its_layers(engines: dict[str, Engine]) -> None:
-    """Counted once more by hand, from the shapes that its convolutions and linear layers see."""
+def test_flops_match_the_layers(engines: dict[str, Engine]) -> None:
+    """The operations are counted by hand from the shapes of convolutions, linear layers and attention."""
     reference = engines["reference"]
     assert isinstance(reference, ReferenceEngine)
     counted = 0
@@ -222,8 +226,8 @@ def test_operations_of_the_reference_are_those_of_its_layers(engines: dict[str, 
     def count(module: Any, inputs: Any, output: torch.Tensor) -> None:
         nonlocal counted
         if output.is_meta:
-            return  # the copy that is counted there
-        # A multiplication and an addition for each weight and each place that it is applied to.
+            return  # the copy that FlopCounterMode counts
+        # One multiplication and one addition for each weight and each position.
         places = output.numel() // output.shape[1 if isinstance(module, torch.nn.Conv2d) else -1]
         counted += 2 * module.weight.numel() * places
 
@@ -247,11 +251,11 @@ def test_operations_of_the_reference_are_those_of_its_layers(engines: dict[str, 
         for module in unet.modules()
         if isinstance(module, torch.nn.Conv2d | torch.nn.Linear)
     ]
-    images, flops = reference.draw_and_count(PROMPTS[0], WORKLOAD)
+    images, flops = reference.generate_and_count_flops(PROMPTS[0], WORKLOAD)
     for hook in hooks:
         hook.remove()
     assert len(images) == 2
-    # Queries with keys, and weights with values: two products of two operations. The denoiser was called 4 times.
+    # Two products (queries with keys, weights with values) of two operations. The denoiser was called 4 times.
     attention = sum(2 * 2 * batch * queries * keys * width for batch, queries, keys, width in attended)
     assert flops == (counted + attention) / 4
     assert "forward" not in vars(unet)
@@ -265,10 +269,10 @@ def test_matrix_rates(engines: dict[str, Engine]) -> None:
     assert 1e9 < rate < 1e14
 
 
-def test_compiling_is_set_up_as_documented(
+def test_compilation_settings(
     folders: dict[FolderKind, Path], expected: Pixels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a compiler that changes nothing, the set-up must change nothing of the images."""
+    """The settings follow diffusers' guide. With a compiler that changes nothing, the images are equal."""
     for name in ("conv_1x1_as_mm", "coordinate_descent_tuning", "epilogue_fusion"):
         monkeypatch.setattr(inductor, name, getattr(inductor, name))
     monkeypatch.setattr(inductor, "coordinate_descent_check_all_directions", False)
@@ -289,11 +293,11 @@ def test_compiling_is_set_up_as_documented(
     assert engine.provider == "cpu compile max-autotune"
     assert inductor.conv_1x1_as_mm
     assert not inductor.epilogue_fusion
-    assert psnr(pixels(engine.draw(PROMPTS[0], WORKLOAD)), expected) >= 50
+    assert psnr(pixels(engine.generate(PROMPTS[0], WORKLOAD)), expected) >= 50
 
 
 @pytest.mark.parametrize(("mode", "guidance", "cloned"), [("reduce-overhead", 1.0, True), ("default", 1.0, False)])
-def test_predictions_that_a_replay_would_write_over_are_copied(
+def test_copies_predictions_that_a_replay_overwrites(
     mode: str, guidance: float, cloned: bool, folders: dict[FolderKind, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch, "compile", lambda target, **_: target)
@@ -308,7 +312,7 @@ def test_predictions_that_a_replay_would_write_over_are_copied(
     assert (kept.data_ptr() == prediction.data_ptr()) != cloned
 
 
-def test_regional_compiling_takes_the_repeated_blocks(
+def test_regional_compilation_compiles_the_repeated_blocks(
     folders: dict[FolderKind, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compiled: list[tuple[str, dict[str, Any]]] = []
@@ -322,55 +326,55 @@ def test_regional_compiling_takes_the_repeated_blocks(
     assert engine.provider == "cpu regional compile default"
 
 
-def test_xformers_is_asked_for(folders: dict[FolderKind, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_enables_xformers(folders: dict[FolderKind, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     with refused(OptionError, "--use_xformers without xformers"):
         made(TorchEngine, folders, xformers=True)
     import diffusers
 
-    asked: list[bool] = []
-    monkeypatch.setattr("sdonnx.benchmark.engines.pytorch.is_there", lambda module: True)
+    enabled: list[bool] = []
+    monkeypatch.setattr("sdonnx.benchmark.engines.pytorch.is_importable", lambda module: True)
     monkeypatch.setattr(
         diffusers.DiffusionPipeline,
         "enable_xformers_memory_efficient_attention",
-        lambda pipeline, *_: asked.append(True),
+        lambda pipeline, *_: enabled.append(True),
     )
     made(TorchEngine, folders, xformers=True).load(WORKLOAD)
-    assert asked == [True]
+    assert enabled == [True]
 
 
-def test_torchs_lack_of_memory_is_one_line(engines: dict[str, Engine], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_out_of_memory_error_of_torch_is_one_line(engines: dict[str, Engine], monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any, **__: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. If reserved but unallocated ...")
 
     monkeypatch.setattr(engines["torch"]._pipeline.unet, "forward", fail)  # type: ignore[attr-defined]
     with refused(DeviceMemoryError, "CUDA out of memory. Tried to allocate 2.00 GiB;"):
-        engines["torch"].draw(PROMPTS[0], WORKLOAD)
+        engines["torch"].generate(PROMPTS[0], WORKLOAD)
 
 
 # Folders and packages
 
 
-def test_kinds_of_folders(folders: dict[FolderKind, Path]) -> None:
+def test_folder_kind(folders: dict[FolderKind, Path]) -> None:
     for kind, path in folders.items():
-        assert kind_of_folder(PipelineFolder.open(path)) is kind
+        assert folder_kind(PipelineFolder.open(path)) is kind
 
 
 @pytest.mark.parametrize("kind", [OnnxRuntimeEngine, PlainOnnxRuntimeEngine, TorchEngine])
-def test_a_folder_of_another_kind_is_refused(kind: type[Engine], folders: dict[FolderKind, Path]) -> None:
+def test_rejects_a_folder_of_another_kind(kind: type[Engine], folders: dict[FolderKind, Path]) -> None:
     for other, path in folders.items():
         if other is not kind.reads:
             with refused(FolderError, f"{path} is {other}; expected {kind.reads} for the engine {kind.name}"):
                 kind(EngineOptions(path, "cpu"))
 
 
-def test_a_folder_for_another_provider_is_refused(folders: dict[FolderKind, Path]) -> None:
+def test_rejects_a_folder_for_another_provider(folders: dict[FolderKind, Path]) -> None:
     with refused(ProviderError, "was optimized for cpu; expected a folder for cuda"):
         OnnxRuntimeEngine(EngineOptions(folders[FolderKind.OPTIMIZED], "cuda"))
 
 
 @pytest.mark.parametrize("kind", [OnnxRuntimeEngine, TorchEngine])
-def test_a_folder_without_a_safety_checker(kind: type[Engine], folders: dict[FolderKind, Path]) -> None:
-    with refused(FolderError, "has no safety checker; expected one for --enable_safety_checker"):
+def test_rejects_a_folder_without_a_safety_checker(kind: type[Engine], folders: dict[FolderKind, Path]) -> None:
+    with refused(FolderError, "has no safety checker; expected a safety checker"):
         made(kind, folders, safety_checker=True)
 
 
@@ -382,7 +386,7 @@ def test_default_providers(folders: dict[FolderKind, Path], monkeypatch: pytest.
         assert TorchEngine(EngineOptions(folders[FolderKind.DIFFUSERS])).device == device
 
 
-def test_an_incomplete_diffusers_folder(folders: dict[FolderKind, Path], tmp_path: Path) -> None:
+def test_rejects_an_incomplete_diffusers_folder(folders: dict[FolderKind, Path], tmp_path: Path) -> None:
     broken = tmp_path / "broken"
     weights = "diffusion_pytorch_model.safetensors"
     shutil.copytree(folders[FolderKind.DIFFUSERS], broken, ignore=shutil.ignore_patterns(weights))
@@ -392,14 +396,16 @@ def test_an_incomplete_diffusers_folder(folders: dict[FolderKind, Path], tmp_pat
 
 
 @pytest.mark.parametrize("kind", [TorchEngine, OptimumEngine])
-def test_missing_packages(kind: type[Engine], folders: dict[FolderKind, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rejects_missing_packages(
+    kind: type[Engine], folders: dict[FolderKind, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(kind, "modules", (*kind.modules, "no_such_package", "no_such.package"))
     with refused(OptionError, f"the engine {kind.name} without ", "no_such_package, no_such.package", "pip install"):
         made(kind, folders)
 
 
 class OptimumsPart:
-    """A session as optimum wraps it."""
+    """Simulates optimum's wrapper of a session."""
 
     def __init__(self) -> None:
         self.output_shapes = {"sample": [None, 3, "8*height_latent", "(width//8)"]}
@@ -410,9 +416,9 @@ class OptimumsPart:
 
 
 class OptimumsPipeline:
-    """What optimum's pipelines are to their user, with every call told."""
+    """Simulates optimum's pipelines and records every call."""
 
-    calls: list[dict[str, Any]] = []  # noqa: RUF012  told across instances
+    calls: list[dict[str, Any]] = []  # noqa: RUF012  shared by all instances
 
     def __init__(self) -> None:
         self.unet, self.vae, self.text_encoder = OptimumsPart(), types.SimpleNamespace(), OptimumsPart()
@@ -434,14 +440,12 @@ class OptimumsPipeline:
         return types.SimpleNamespace(images=["image"] * options["num_images_per_prompt"])
 
 
-def test_optimum_is_called_as_its_users_call_it(
-    folders: dict[FolderKind, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It cannot be installed beside today's transformers: here is what it gets."""
+def test_calls_of_optimum(folders: dict[FolderKind, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """optimum cannot be installed together with the required transformers, so its pipeline is simulated."""
     quiet = types.SimpleNamespace(set_verbosity_error=lambda: None)
     library = types.SimpleNamespace(ORTPipelineForText2Image=OptimumsPipeline)
-    monkeypatch.setitem(sys.modules, "optimum.onnxruntime", library)  # type: ignore[arg-type]
-    monkeypatch.setitem(sys.modules, "optimum.utils.logging", quiet)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "optimum.onnxruntime", library)
+    monkeypatch.setitem(sys.modules, "optimum.utils.logging", quiet)
     monkeypatch.setattr(OptimumEngine, "modules", ())
     OptimumsPipeline.calls.clear()
     engine = made(OptimumEngine, folders)
@@ -450,11 +454,11 @@ def test_optimum_is_called_as_its_users_call_it(
     assert (loaded["folder"], loaded["provider"]) == (folders[FolderKind.EXPORTED], "CPUExecutionProvider")
     assert engine.scheduler == "EulerDiscreteScheduler"
     assert engine.precision == "float32"
-    # It tells names from numbers by spaces alone.
+    # optimum splits sizes at spaces.
     spaced = engine._pipeline.unet.output_shapes["sample"][2]  # type: ignore[attr-defined]
     assert spaced == "8 * height_latent"
-    assert engine.draw("a fox", workload) == ["image"] * 2
-    drawn = OptimumsPipeline.calls.pop()
+    assert engine.generate("a fox", workload) == ["image"] * 2
+    call = OptimumsPipeline.calls.pop()
     noise = torch.randn(2, 4, 8, 6, generator=torch.Generator().manual_seed(5))
-    assert torch.equal(drawn["latents"], noise)
-    assert (drawn["num_inference_steps"], drawn["guidance_scale"]) == (3, 7.5)
+    assert torch.equal(call["latents"], noise)
+    assert (call["num_inference_steps"], call["guidance_scale"]) == (3, 7.5)

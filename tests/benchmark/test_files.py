@@ -1,4 +1,4 @@
-"""Rows, records and the files that they are appended to."""
+"""Rows, records and appending them to files."""
 
 from __future__ import annotations
 
@@ -13,13 +13,15 @@ from typing import Any
 
 import psutil
 import pytest
-from benchmarking import rows_of
-from pipelines import refused
+from support.benchmarking import read_rows
+from support.pipelines import refused
 
-from sdonnx.benchmark.files import append_json, append_row, refuse_csv, refuse_file
-from sdonnx.benchmark.record import COLUMNS, commit_of, environment, extra_record_of, record_of, row_of
-from sdonnx.benchmark.results import Agreement, Comparison, Result, Round, Stages, Throughput, Workload, plain
-from sdonnx.benchmark.statistics import Line
+from sdonnx.benchmark.extra_results import Throughput
+from sdonnx.benchmark.files import append_json, append_row, check_csv, check_writable
+from sdonnx.benchmark.record import COLUMNS, csv_row, environment, git_commit, measurement_record, result_record
+from sdonnx.benchmark.results import Agreement, Comparison, Result, Round, Stages, plain
+from sdonnx.benchmark.statistics import LineFit
+from sdonnx.benchmark.workload import Workload
 from sdonnx.errors import OutputError
 
 # ONNX Runtime's README for Stable Diffusion, the header of its benchmark_result.csv.
@@ -45,7 +47,7 @@ ENGINE = {
     "family": "stable-diffusion",
 }
 MB = 2**20
-TOLD = {"machine": {"gpu": {"name": "H200"}}, "git": {"commit": "abc"}}
+ENVIRONMENT = {"machine": {"gpu": {"name": "H200"}}, "git": {"commit": "abc"}}
 
 
 def result(**changes: Any) -> Result:
@@ -57,8 +59,8 @@ def result(**changes: Any) -> Result:
     return dataclasses.replace(made, **changes)
 
 
-def test_a_row() -> None:
-    row = row_of(result(), "sd15", 3, 5, TOLD)
+def test_csv_row() -> None:
+    row = csv_row(result(), "sd15", 3, 5, ENVIRONMENT)
     assert ",".join(row) == HEADER
     assert HEADER.startswith(THEIR_COLUMNS)
     assert row == {
@@ -113,9 +115,9 @@ def test_a_row() -> None:
     }
 
 
-def test_a_row_of_what_was_not_measured() -> None:
+def test_csv_row_without_optional_values() -> None:
     nothing = {"machine": {"gpu": None}, "git": {"commit": None}}
-    row = row_of(result(stages=None, agreement=None, flops=None, failure="black"), "sd15", 1, 1, nothing)
+    row = csv_row(result(stages=None, agreement=None, flops=None, failure="black"), "sd15", 1, 1, nothing)
     empty = [name for name, value in row.items() if value is None]
     assert empty == [
         "iterations_per_second", "text_ms", "step_ms", "decode_ms", "psnr_db", "ssim", "lpips", "differing",
@@ -125,11 +127,11 @@ def test_a_row_of_what_was_not_measured() -> None:
     assert row["remarks"] == "black; spread of 53%"
 
 
-def test_a_record_is_complete() -> None:
+def test_result_record() -> None:
     comparison = Comparison("benchmark.py -e torch", {"packages": {"torch": "2.13.0"}})
     made = result()
-    row = row_of(made, "sd15", 1, 2, TOLD)
-    record = json.loads(json.dumps(record_of(made, ["a fox"], row, comparison), allow_nan=False))
+    row = csv_row(made, "sd15", 1, 2, ENVIRONMENT)
+    record = json.loads(json.dumps(result_record(made, ["a fox"], row, comparison), allow_nan=False))
     assert record["row"] == row
     assert (record["benchmark"], record["command"]) == ("pipeline", "benchmark.py -e torch")
     assert record["environment"] == comparison.environment
@@ -142,50 +144,50 @@ def test_a_record_is_complete() -> None:
     assert record["time"]
 
 
-def test_a_record_of_what_was_looked_at_beside() -> None:
-    fitted = Throughput("torch", Workload(), ((1, 0.5), (2, 0.6)), Line(0.1, 0.4, 1.0))
-    record = json.loads(json.dumps(extra_record_of(fitted, Comparison("known", {}))))
+def test_measurement_record() -> None:
+    fitted = Throughput("torch", Workload(), ((1, 0.5), (2, 0.6)), LineFit(0.1, 0.4, 1.0))
+    record = json.loads(json.dumps(measurement_record(fitted, Comparison("known", {}))))
     assert (record["benchmark"], record["points"]) == ("throughput", [[1, 0.5], [2, 0.6]])
     assert record["line"] == {"slope": 0.1, "offset": 0.4, "r_squared": 1.0}
 
 
 def test_plain() -> None:
     assert plain(Result("a", Workload(1, 8, 8)))["workload"]["height"] == 8
-    assert plain({"a": (1, Line(1, 2, 3))}) == {"a": [1, {"slope": 1, "offset": 2, "r_squared": 3}]}
+    assert plain({"a": (1, LineFit(1, 2, 3))}) == {"a": [1, {"slope": 1, "offset": 2, "r_squared": 3}]}
 
 
-def test_environment_names_versions_and_machine() -> None:
-    told = environment()
-    versions = told["packages"]
+def test_environment_contains_versions_and_machine() -> None:
+    found = environment()
+    versions = found["packages"]
     assert versions["python"] == platform.python_version()
     for name in ("torch", "diffusers", "onnxruntime", "numpy", "transformers", "plotly"):
         assert versions[name] == importlib.metadata.version(name)
     assert versions["sdonnx"]
     assert versions["xformers"] is None
-    assert told["machine"]["cpu"]
-    assert told["machine"]["cpus"] == len(psutil.Process().cpu_affinity() or ())
+    assert found["machine"]["cpu"]
+    assert found["machine"]["cpus"] == len(psutil.Process().cpu_affinity() or ())
 
 
-def test_a_copy_is_told_its_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commit_from_the_environment_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SDONNX_COMMIT", "abc")
     assert environment()["git"] == {"commit": "abc"}
 
 
-def test_commit_is_that_of_the_checkout(tmp_path: Path) -> None:
+def test_commit_of_a_checkout(tmp_path: Path) -> None:
     def git(*arguments: str) -> str:
         identity = ["-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false"]
         command = ["git", "-C", str(tmp_path), *identity, *arguments]
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
-    assert commit_of(tmp_path) is None
+    assert git_commit(tmp_path) is None
     git("init")
     (tmp_path / "file").write_text("1")
     git("add", "file")
     git("commit", "-m", "first")
     head = git("rev-parse", "HEAD")
-    assert commit_of(tmp_path) == {"commit": head, "changed": False}
+    assert git_commit(tmp_path) == {"commit": head, "changed": False}
     (tmp_path / "file").write_text("2")
-    assert commit_of(tmp_path) == {"commit": head, "changed": True}
+    assert git_commit(tmp_path) == {"commit": head, "changed": True}
 
 
 # Files
@@ -196,7 +198,7 @@ def row() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("content", ["", f"{HEADER}\n", f"{HEADER}\n1,2", f"{HEADER}\r\n"])
-def test_a_row_goes_on_a_line_of_its_own(content: str, tmp_path: Path) -> None:
+def test_appends_a_row_on_a_new_line(content: str, tmp_path: Path) -> None:
     path = tmp_path / "result.csv"
     path.write_bytes(content.encode())
     append_row(path, row())
@@ -206,52 +208,52 @@ def test_a_row_goes_on_a_line_of_its_own(content: str, tmp_path: Path) -> None:
     assert lines[-1] == ",".join(["1"] * len(COLUMNS))
 
 
-def test_rows_are_read_back(tmp_path: Path) -> None:
+def test_csv_round_trip(tmp_path: Path) -> None:
     path = tmp_path / "result.csv"
     for number in (1, 2):
         append_row(path, row() | {"remarks": 'a, "b"', "psnr_db": None, "steps": number})
-    rows = rows_of(path)
+    rows = read_rows(path)
     assert [each["steps"] for each in rows] == ["1", "2"]
     assert (rows[0]["remarks"], rows[0]["psnr_db"]) == ('a, "b"', "")
 
 
 @pytest.mark.parametrize("content", ["engine,version\n1,2\n", f"{THEIR_COLUMNS}\n", f"\n{HEADER}\n", "\x00\n"])
-def test_a_file_with_other_columns_is_left_alone(content: str, tmp_path: Path) -> None:
+def test_rejects_a_file_with_other_columns(content: str, tmp_path: Path) -> None:
     path = tmp_path / "result.csv"
     path.write_text(content)
     with refused(OutputError, str(path)):
         append_row(path, row())
     with refused(OutputError, str(path)):
-        refuse_csv(path)
+        check_csv(path)
     assert path.read_text() == content
 
 
-def test_records_are_lines(tmp_path: Path) -> None:
+def test_json_records_are_lines(tmp_path: Path) -> None:
     path = tmp_path / "result.jsonl"
     append_json(path, {"a": "é\n"})
     append_json(path, {"b": None})
     assert [json.loads(line) for line in path.read_text().splitlines()] == [{"a": "é\n"}, {"b": None}]
 
 
-def test_numbers_that_json_lacks_are_null(tmp_path: Path) -> None:
+def test_nan_and_infinity_become_null(tmp_path: Path) -> None:
     path = tmp_path / "result.jsonl"
     append_json(path, {"a": float("nan"), "b": [1.5, (float("inf"), "x")]})
     assert json.loads(path.read_text(), parse_constant=pytest.fail) == {"a": None, "b": [1.5, [None, "x"]]}
 
 
-def test_a_label_that_is_no_text(tmp_path: Path) -> None:
+def test_undecodable_bytes_are_escaped(tmp_path: Path) -> None:
     append_json(tmp_path / "result.jsonl", {"a": os.fsdecode(b"\xff")})
     assert (tmp_path / "result.jsonl").read_bytes() == b'{"a": "\\udcff"}\n'
 
 
-def test_places_that_cannot_be_written(tmp_path: Path) -> None:
-    with refused(OutputError, "nowhere is no folder"):
-        refuse_file(tmp_path / "nowhere" / "result.csv")
-    with refused(OutputError, "is no file"):
-        refuse_file(tmp_path)
+def test_rejects_paths_that_are_not_writable(tmp_path: Path) -> None:
+    with refused(OutputError, "nowhere is not a folder"):
+        check_writable(tmp_path / "nowhere" / "result.csv")
+    with refused(OutputError, "is not a file"):
+        check_writable(tmp_path)
     if os.geteuid():  # root may write anywhere
         (tmp_path / "locked").touch(0o400)
-        with refused(OutputError, "cannot be written"):
-            refuse_file(tmp_path / "locked")
+        with refused(OutputError, "is not writable"):
+            check_writable(tmp_path / "locked")
     with refused(OutputError, "writing /dev/full failed (No space left on device)"):
         append_json(Path("/dev/full"), {"a": 1})

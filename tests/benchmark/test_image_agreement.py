@@ -1,4 +1,4 @@
-"""Agreement of images: known answers, and what must be found."""
+"""Compare images with known results, and detect faulty images."""
 
 from __future__ import annotations
 
@@ -13,121 +13,122 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from pipelines import refused
 from rich.console import Console
+from support.pipelines import refused
 
 from sdonnx.benchmark import agreement
-from sdonnx.benchmark.agreement import agreement_of, fault_of, is_empty
-from sdonnx.benchmark.images import print_images, save_images
-from sdonnx.benchmark.results import REFERENCE, Agreement, Comparison, Workload
+from sdonnx.benchmark.agreement import compare_images, find_fault, is_empty
+from sdonnx.benchmark.image_files import print_images, save_images
+from sdonnx.benchmark.results import REFERENCE, Agreement, Comparison
+from sdonnx.benchmark.workload import Workload
 from sdonnx.errors import OutputError
 
 
-def drawn(seed: int = 0, count: int = 2) -> Any:
+def random_images(seed: int = 0, count: int = 2) -> Any:
     return np.random.default_rng(seed).integers(0, 256, (count, 32, 48, 3)).astype(np.uint8)
 
 
-def test_the_same_pixels() -> None:
-    assert agreement_of(drawn(), drawn()) == Agreement(None, 1.0, 0.0, None)
+def test_identical_images() -> None:
+    assert compare_images(random_images(), random_images()) == Agreement(None, 1.0, 0.0, None)
 
 
-def test_a_known_difference() -> None:
-    images = drawn() // 2
+def test_known_difference() -> None:
+    images = random_images() // 2
     other = images.copy()
     other[0] += 10  # every value of one of two images
-    compared = agreement_of(other, images)
+    compared = compare_images(other, images)
     assert compared.psnr_db == pytest.approx(10 * math.log10(255**2 / (100 / 2)))
     assert compared.differing == 0.5
     assert 0.9 < compared.ssim < 1
 
 
-def test_ssim_is_its_definition_on_flat_images() -> None:
-    """On constant images SSIM is the comparison of the means (Wang et al. 2004, equation 6)."""
+def test_ssim_of_constant_images() -> None:
+    """The SSIM of constant images is the comparison of the means (Wang et al. 2004, equation 6)."""
     one, other = np.full((1, 16, 16, 3), 100, np.uint8), np.full((1, 16, 16, 3), 120, np.uint8)
     constant = (0.01 * 255) ** 2
     expected = (2 * 100 * 120 + constant) / (100**2 + 120**2 + constant)
-    assert agreement_of(one, other).ssim == pytest.approx(expected)
+    assert compare_images(one, other).ssim == pytest.approx(expected)
 
 
-def test_lpips_is_asked_for_each_image(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[torch.Tensor] = []
+def test_lpips_is_the_mean_over_the_images(monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs: list[torch.Tensor] = []
 
     def network(images: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
-        asked.extend([images, reference])
+        inputs.extend([images, reference])
         return torch.tensor([0.2, 0.4])
 
-    monkeypatch.setattr(agreement, "is_there", lambda module: True)
+    monkeypatch.setattr(agreement, "is_importable", lambda module: True)
     monkeypatch.setitem(sys.modules, "lpips", types.SimpleNamespace(LPIPS=lambda **_: network))
     agreement._network.cache_clear()
     try:
-        assert agreement_of(drawn(0), drawn(1)).lpips == pytest.approx(0.3)
+        assert compare_images(random_images(0), random_images(1)).lpips == pytest.approx(0.3)
     finally:
         agreement._network.cache_clear()
-    assert [tuple(each.shape) for each in asked] == [(2, 3, 32, 48)] * 2
-    assert -1 <= asked[0].min() < -0.9 < 0.9 < asked[0].max() <= 1
+    assert [tuple(each.shape) for each in inputs] == [(2, 3, 32, 48)] * 2
+    assert -1 <= inputs[0].min() < -0.9 < 0.9 < inputs[0].max() <= 1
 
 
-def test_lpips_without_its_weights_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lpips_is_not_computed_without_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     def offline(**_: Any) -> None:
         raise OSError("no network")
 
-    monkeypatch.setattr(agreement, "is_there", lambda module: True)
+    monkeypatch.setattr(agreement, "is_importable", lambda module: True)
     monkeypatch.setitem(sys.modules, "lpips", types.SimpleNamespace(LPIPS=offline))
     agreement._network.cache_clear()
     try:
-        with pytest.warns(UserWarning, match="LPIPS is left out: no network"):
-            assert agreement_of(drawn(), drawn()).lpips is None
+        with pytest.warns(UserWarning, match="LPIPS is not computed: no network"):
+            assert compare_images(random_images(), random_images()).lpips is None
     finally:
         agreement._network.cache_clear()
 
 
-def test_empty_images() -> None:
-    images = drawn()
+def test_detects_images_of_a_single_colour() -> None:
+    images = random_images()
     assert not is_empty(images)
     images[1] = 0
     assert is_empty(images)
     images[1, ..., 1] = 30  # one colour that is not black
     assert is_empty(images)
-    assert "one colour alone" in str(fault_of(images, None))
+    assert "a single colour" in str(find_fault(images, None))
 
 
-def test_other_images_are_a_fault() -> None:
-    assert fault_of(drawn(), Agreement(29.9, 0.9, 1.0)) is not None
-    assert fault_of(drawn(), Agreement(45.0, 0.99, 1.0)) is None
-    assert fault_of(drawn(), Agreement(None, 1.0, 0.0)) is None
-    message = str(fault_of(drawn(0), agreement_of(drawn(0), drawn(1))))
-    assert message.startswith("other images than the reference's (")
-    assert "other weights or another sampler" in message
+def test_detects_images_that_differ_from_the_reference() -> None:
+    assert find_fault(random_images(), Agreement(29.9, 0.9, 1.0)) is not None
+    assert find_fault(random_images(), Agreement(45.0, 0.99, 1.0)) is None
+    assert find_fault(random_images(), Agreement(None, 1.0, 0.0)) is None
+    message = str(find_fault(random_images(0), compare_images(random_images(0), random_images(1))))
+    assert message.startswith("the images differ from the reference (")
+    assert "the weights or the sampler differ" in message
 
 
 def compared() -> Comparison:
     comparison = Comparison("known", {})
     for index, rival in enumerate((REFERENCE, "torch-compile:default")):
-        comparison.images[rival, Workload(1, 32, 48)] = Image.fromarray(drawn(index)[0])
+        comparison.images[rival, Workload(1, 32, 48)] = Image.fromarray(random_images(index)[0])
     return comparison
 
 
-def test_images_are_saved_by_their_names(tmp_path: Path) -> None:
+def test_names_of_saved_images(tmp_path: Path) -> None:
     save_images(compared(), tmp_path / "image.png")
     names = ["image-torch-compile-default-32x48-b1.png", "image-torch-fp32-32x48-b1.png"]
     assert sorted(path.name for path in tmp_path.iterdir()) == names
-    np.testing.assert_array_equal(np.asarray(Image.open(tmp_path / names[1])), drawn(0)[0])
+    np.testing.assert_array_equal(np.asarray(Image.open(tmp_path / names[1])), random_images(0)[0])
 
 
 @pytest.mark.parametrize("name", ["nowhere/image.png", "image.docx"])
-def test_images_that_cannot_be_saved(name: str, tmp_path: Path) -> None:
+def test_rejects_names_that_cannot_be_saved(name: str, tmp_path: Path) -> None:
     with refused(OutputError, "--output_image"):
         save_images(compared(), tmp_path / name)
 
 
-def test_images_are_shown_on_a_terminal() -> None:
-    """Each cell holds two pixels: a colour of the letter and one behind it."""
+def test_images_on_a_terminal() -> None:
+    """Each cell shows two pixels, as foreground and background colour."""
     text = io.StringIO()
     print_images(
         compared(), Console(file=text, force_terminal=True, color_system="truecolor", width=100, highlight=False)
     )
     lines = text.getvalue().splitlines()
     assert lines[0].startswith("torch fp32, 32x48, batch 1")
-    red, green, blue = Image.fromarray(drawn(0)[0]).resize((48, 32)).getpixel((0, 0))  # type: ignore[misc]
+    red, green, blue = Image.fromarray(random_images(0)[0]).resize((48, 32)).getpixel((0, 0))  # type: ignore[misc]
     assert f"{red};{green};{blue}" in lines[1]
     assert lines[1].count("\u2584") + lines[1].count("\u2580") == 48

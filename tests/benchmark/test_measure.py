@@ -1,4 +1,4 @@
-"""How runs are timed and memory is watched, with clocks and figures that the test sets."""
+"""Timing and memory measurement, with simulated clocks and memory."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ import torch
 from PIL import Image
 
 from sdonnx.benchmark import memory as memory_module
+from sdonnx.benchmark.extra_results import Resolution
 from sdonnx.benchmark.measure import (
     SCALES,
     measure_kernels,
@@ -38,7 +39,7 @@ from sdonnx.benchmark.memory import (
     memory_source,
     open_gpu,
 )
-from sdonnx.benchmark.results import Resolution, Workload
+from sdonnx.benchmark.workload import Workload
 
 WORKLOAD = Workload(2, 64, 64, 3, 5)
 
@@ -49,32 +50,32 @@ def image_of(prompt: str) -> Image.Image:
 
 
 class Scripted:
-    """An engine whose runs take what the test says."""
+    """An engine whose runs take the given times on a simulated clock."""
 
     device = "cpu"
 
     def __init__(self, seconds: dict[tuple[int, int, int], list[float]], load_s: float = 4.0) -> None:
         self.now, self.seconds, self.load_s = 0.0, seconds, load_s
-        self.drawn: list[str] = []
+        self.prompts: list[str] = []
         self.other = 0
 
     def load(self, workload: Workload) -> None:
         self.now += self.load_s
 
-    def draw(self, prompt: str, workload: Workload) -> list[Image.Image]:
-        self.drawn.append(prompt)
+    def generate(self, prompt: str, workload: Workload) -> list[Image.Image]:
+        self.prompts.append(prompt)
         waiting = self.seconds[workload.height, workload.width, workload.steps]
         self.now += waiting.pop(0) if len(waiting) > 1 else waiting[0]
-        return [image_of(prompt if len(self.drawn) != self.other else "other")]
+        return [image_of(prompt if len(self.prompts) != self.other else "other")]
 
-    def warmed_up(self) -> None:
-        self.drawn.append("warm")
+    def after_warm_up(self) -> None:
+        self.prompts.append("warm")
 
     def allocator_bytes(self) -> int:
         return 77
 
     def kernels(self, prompt: str, workload: Workload) -> str:
-        return f"kernels after {len(self.drawn)}"
+        return f"kernels after {len(self.prompts)}"
 
 
 def scripted(monkeypatch: pytest.MonkeyPatch, seconds: dict[tuple[int, int, int], list[float]]) -> Any:
@@ -83,12 +84,12 @@ def scripted(monkeypatch: pytest.MonkeyPatch, seconds: dict[tuple[int, int, int]
     return engine
 
 
-def test_runs_and_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measure_round(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = scripted(monkeypatch, {(64, 64, 3): [3, 1, 2, 5, 6]})
-    told: list[str] = []
-    measured, images, fault = measure_round(engine, WORKLOAD, ["a", "b"], 2, warm_ups=1, told=told.append)
-    # One more at the end, for what is not read while the clock counts.
-    assert engine.drawn == ["warm up", "warm", "a", "a", "b", "b", "a"]
+    messages: list[str] = []
+    measured, images, fault = measure_round(engine, WORKLOAD, ["a", "b"], 2, warm_ups=1, on_progress=messages.append)
+    # One more run at the end measures memory, which the timed runs do not.
+    assert engine.prompts == ["warm up", "warm", "a", "a", "b", "b", "a"]
     assert (measured.load_s, measured.warm_up_s, measured.latencies_s) == (4, (3,), (1, 2, 5, 6))
     assert measured.first_image_s == 7
     assert images == [image_of("a"), image_of("b")]
@@ -96,7 +97,7 @@ def test_runs_and_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (measured.allocator_bytes, measured.clocks_mhz) == (77, ())
     assert len(measured.peak_bytes) == 2
     assert measured.host_peak_bytes >= max(measured.peak_bytes) * 0.9 > 0
-    assert told == [
+    assert messages == [
         "loaded in 4.00 s",
         "warm-up 1 of 1: 3.000 s",
         "run 1 of 4: 1.000 s",
@@ -106,34 +107,34 @@ def test_runs_and_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
 
 
-def test_without_a_warm_up_the_first_run_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_first_run_is_timed_without_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = scripted(monkeypatch, {(64, 64, 3): [3, 1]})
     measured, images, _ = measure_round(engine, WORKLOAD, ["a"], 2, warm_ups=0)
     assert (measured.warm_up_s, measured.latencies_s, images) == ((), (3, 1), [image_of("a")])
     assert len(measured.peak_bytes) == 2
 
 
-def test_an_image_that_changes_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_detects_an_image_that_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = scripted(monkeypatch, {(64, 64, 3): [1]})
-    engine.other = 5  # the third of a, after one to warm up and the call that it is over
+    engine.other = 5  # the third run of "a", after one warm-up run and the call of after_warm_up
     _, images, fault = measure_round(engine, WORKLOAD, ["a"], 4, warm_ups=1)
     assert images == [image_of("a")]
-    assert fault == "run 3 drew another image than the first of the same prompt and seed"
+    assert fault == "run 3 generated another image than the first run of the same prompt and seed"
 
 
 @pytest.mark.parametrize(
-    ("most", "counts"), [(50, [10, 20, 30, 40, 50]), (4, [1, 2, 3, 4]), (2, [1, 2]), (7, [1, 3, 4, 6, 7])]
+    ("maximum", "counts"), [(50, [10, 20, 30, 40, 50]), (4, [1, 2, 3, 4]), (2, [1, 2]), (7, [1, 3, 4, 6, 7])]
 )
-def test_numbers_of_steps(most: int, counts: list[int]) -> None:
-    assert step_counts(most) == counts
+def test_step_counts(maximum: int, counts: list[int]) -> None:
+    assert step_counts(maximum) == counts
 
 
-def test_one_step_allows_no_line() -> None:
-    with pytest.raises(ValueError, match="1 steps allow no line"):
+def test_step_counts_reject_one_step() -> None:
+    with pytest.raises(ValueError, match="1 steps are too few"):
         step_counts(1)
 
 
-def test_throughput_is_the_median_after_a_run_that_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_throughput_is_the_median_after_a_warm_up_run(monkeypatch: pytest.MonkeyPatch) -> None:
     seconds: dict[tuple[int, int, int], list[float]] = {
         (64, 64, steps): [90, steps, steps + 5, steps] for steps in (1, 2)
     }
@@ -151,42 +152,48 @@ def test_visited_sizes() -> None:
     assert all(height % 8 == width % 8 == 0 < min(height, width) for height, width in small)
 
 
-def test_a_stall_is_what_the_first_image_of_a_size_costs_more(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stall_is_the_additional_time_of_the_first_two_images(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = visited_sizes(WORKLOAD, 8)
     engine = scripted(monkeypatch, {(height, width, 3): [9, 2, 1, 1.5] for height, width in sizes})
     engine.seconds[64, 64, 3] = [50, 40, 30, 1]
     visited = measure_resolutions(engine, WORKLOAD, "a", 8, lambda text: None)
-    # The first size is warm before it is timed.
+    # The first size is warmed up.
     assert visited[0] == Resolution(64, 64, 1, 1, 1)
     assert visited[1:] == [Resolution(height, width, 9, 2, 1) for height, width in sizes[1:]]
-    # The second one may stall as well, as that of a compiler which records then.
+    # The second image counts as well, because some compilers capture in it.
     assert visited[1].stall_s == 8 + 1
 
 
-def test_weights_of_adapters_are_visited_at_the_first_size(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_adapter_scales_change_at_the_first_size(monkeypatch: pytest.MonkeyPatch) -> None:
     adapted = replace(WORKLOAD, ip_adapter_scale=0.6)
     engine = scripted(monkeypatch, {(height, width, 3): [1] for height, width in visited_sizes(adapted, 8)})
-    drawn: list[Workload] = []
-    draw = engine.draw
-    monkeypatch.setattr(engine, "draw", lambda prompt, workload: (drawn.append(workload), draw(prompt, workload))[1])
+    workloads: list[Workload] = []
+    generate = engine.generate
+
+    def recorded(prompt: str, workload: Workload) -> Any:
+        workloads.append(workload)
+        return generate(prompt, workload)
+
+    monkeypatch.setattr(engine, "generate", recorded)
     visited = measure_resolutions(engine, adapted, "a", 8, lambda text: None)
     sizes = len(visited_sizes(adapted, 8))
     assert [at.ip_adapter_scale for at in visited] == [None] * sizes + list(SCALES)
-    assert [at.title for at in visited[sizes:]] == ["IP-Adapter 0.1", "IP-Adapter 0.5", "IP-Adapter 0.9"]
+    assert [at.title for at in visited[sizes:]] == ["adapter scale 0.1", "adapter scale 0.5", "adapter scale 0.9"]
     assert {(at.height, at.width) for at in visited[sizes:]} == {(64, 64)}
-    assert [workload.ip_adapter_scale for workload in drawn[-15:]] == [scale for scale in SCALES for _ in range(5)]
-    assert {workload.ip_adapter_scale for workload in drawn[:-15]} == {0.6}
+    assert [workload.ip_adapter_scale for workload in workloads[-15:]] == [scale for scale in SCALES for _ in range(5)]
+    assert {workload.ip_adapter_scale for workload in workloads[:-15]} == {0.6}
 
 
-def test_kernels_are_those_of_a_warm_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_are_measured_after_the_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = scripted(monkeypatch, {(64, 64, 3): [1]})
-    assert measure_kernels(engine, WORKLOAD, "a") == "kernels after 3"
+    found: object = measure_kernels(engine, WORKLOAD, "a")
+    assert found == "kernels after 3"
 
 
 # Memory
 
 
-def test_peak_sees_memory_that_is_given_back() -> None:
+def test_peak_includes_released_memory() -> None:
     source, size = ResidentMemory(), 128 * 2**20
     before = source.bytes_used()
     with PeakMemory(source, interval_s=0.001) as memory, mmap.mmap(-1, size) as block:
@@ -196,12 +203,12 @@ def test_peak_sees_memory_that_is_given_back() -> None:
             time.sleep(0.001)
     assert memory.peak_bytes > before + size // 2
     assert source.bytes_used() < memory.peak_bytes - size // 2
-    # What the system itself counted.
+    # The value counted by the operating system.
     assert host_peak_bytes() >= memory.peak_bytes
 
 
 class Nvml:
-    """What NVML would say, in place of the driver."""
+    """Simulates NVML."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.used, self.processes = 1000, [types.SimpleNamespace(pid=1, usedGpuMemory=600)]
@@ -209,7 +216,7 @@ class Nvml:
         monkeypatch.setattr(pynvml, "nvmlDeviceGetComputeRunningProcesses", lambda gpu: self.processes)
 
 
-def test_gpu_memory_is_that_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_memory_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     nvml = Nvml(monkeypatch)
     memory = GpuMemory("gpu")
     assert memory.bytes_used() == 0
@@ -219,26 +226,26 @@ def test_gpu_memory_is_that_of_this_process(monkeypatch: pytest.MonkeyPatch) -> 
     assert memory.kind == "NVML, this process"
 
 
-@pytest.mark.parametrize("hidden", ["absent", "without a figure"])
-def test_gpu_memory_without_figures_of_processes(hidden: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("hidden", ["missing process", "missing value"])
+def test_gpu_memory_without_values_for_processes(hidden: str, monkeypatch: pytest.MonkeyPatch) -> None:
     nvml = Nvml(monkeypatch)
     memory = GpuMemory("gpu")
     nvml.used = 5000
-    if hidden == "without a figure":
+    if hidden == "missing value":
         nvml.processes.append(types.SimpleNamespace(pid=psutil.Process().pid, usedGpuMemory=None))
     assert memory.bytes_used() == 4000
-    nvml.used = 900  # another process has given memory back
+    nvml.used = 900  # another process released memory
     assert memory.bytes_used() == 0
-    assert memory.kind == "NVML, growth of the whole GPU's"
+    assert memory.kind == "NVML, growth of the whole GPU"
 
 
 def test_clocks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert clock_mhz("cpu") == []
-    asked: Iterator[Any] = iter([1980, pynvml.NVMLError_NotSupported()])
+    values: Iterator[Any] = iter([1980, pynvml.NVMLError_NotSupported()])
 
     def clock(gpu: str, kind: int) -> int:
         assert (gpu, kind) == ("gpu", pynvml.NVML_CLOCK_SM)
-        answer = next(asked)
+        answer = next(values)
         if isinstance(answer, Exception):
             raise answer
         return int(answer)
@@ -246,11 +253,11 @@ def test_clocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory_module, "open_gpu", lambda: "gpu")
     monkeypatch.setattr(pynvml, "nvmlDeviceGetClockInfo", clock)
     assert clock_mhz("cuda") == [1980]
-    assert clock_mhz("cuda") == []  # a driver that does not tell
+    assert clock_mhz("cuda") == []  # a driver that does not report the clock
 
 
-def test_the_host_peak_is_the_processes_own() -> None:
-    """Not that of who started it, as getrusage has it on Linux."""
+def test_host_peak_excludes_the_parent_process() -> None:
+    """On Linux the value of getrusage includes the parent process."""
     code = "from sdonnx.benchmark.memory import host_peak_bytes; print(host_peak_bytes())"
     block = np.ones(600 * 2**20, np.uint8)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

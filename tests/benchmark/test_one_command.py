@@ -1,4 +1,4 @@
-"""The whole comparison by one command, which takes less than two minutes on two cores that do nothing else."""
+"""A complete comparison by one command, which takes less than two minutes on two idle cores."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from benchmarking import rows_of, run
 from PIL import Image
+from support.benchmarking import read_rows, run
 
 from sdonnx.benchmark.results import REFERENCE
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.alone
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str], float]:
-    """The whole comparison by one command, from a sample to the page."""
+    """Results of one command, from a sample pipeline to the report."""
     folder = tmp_path_factory.mktemp("whole")
     start = time.monotonic()
     done = run(
@@ -30,7 +30,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.Co
     return folder, done, time.monotonic() - start
 
 
-def test_one_command_produces_the_whole_comparison(whole: Any) -> None:
+def test_one_command_writes_all_files(whole: Any) -> None:
     folder, done, _ = whole
     assert done.returncode == 0, done.stderr
     assert sorted(path.name for path in folder.iterdir()) == [
@@ -47,8 +47,8 @@ def test_one_command_produces_the_whole_comparison(whole: Any) -> None:
         assert line in done.stdout
 
 
-def test_rows_say_what_was_measured(whole: Any) -> None:
-    rows = rows_of(whole[0] / "benchmark_result.csv")
+def test_rows(whole: Any) -> None:
+    rows = read_rows(whole[0] / "benchmark_result.csv")
     assert [row["engine"] for row in rows] == ["onnxruntime", "onnxruntime-plain", "torch"]
     for row in rows:
         assert [row[name] for name in ("version", "provider", "height", "width", "steps", "rounds", "batch_count")] == [
@@ -56,7 +56,7 @@ def test_rows_say_what_was_measured(whole: Any) -> None:
         ]  # fmt: skip
         assert 0 < float(row["min_latency"]) <= float(row["median_latency"]) <= float(row["p99_latency"]) < 60
         assert float(row["first_image_s"]) > float(row["load_s"]) > 0
-        # The weights alone are 300 MB.
+        # The weights take 300 MB.
         assert 300 < float(row["second_run_memory_MB"]) < 5000
         assert float(row["host_peak_MB"]) >= 0.9 * float(row["second_run_memory_MB"])
         assert float(row["psnr_db"] or 999) > 50
@@ -65,27 +65,27 @@ def test_rows_say_what_was_measured(whole: Any) -> None:
         assert row["scheduler"] == "PNDMScheduler"
 
 
-def test_records_hold_every_run(whole: Any) -> None:
+def test_records_contain_every_run(whole: Any) -> None:
     records = [json.loads(line) for line in (whole[0] / "result.jsonl").read_text().splitlines()]
     assert [record["benchmark"] for record in records] == ["pipeline"] * 3
-    for record, row in zip(records, rows_of(whole[0] / "benchmark_result.csv"), strict=True):
+    for record, row in zip(records, read_rows(whole[0] / "benchmark_result.csv"), strict=True):
         latencies = [latency for each in record["rounds"] for latency in each["latencies_s"]]
         assert len(latencies) == 4
         assert float(row["average_latency"]) == pytest.approx(np.mean(latencies), abs=1e-5)
         assert float(row["median_latency"]) == pytest.approx(np.median(latencies), abs=1e-5)
         assert float(row["p90_latency"]) == pytest.approx(np.percentile(latencies, 90), abs=1e-5)
-        # A record's command is what was typed.
+        # The record contains the command line.
         assert record["command"].endswith("--output-image image.png")
         assert record["environment"]["machine"]["cpu"]
 
 
-def test_the_page_shows_every_engine(whole: Any) -> None:
+def test_report_shows_every_engine(whole: Any) -> None:
     page = (whole[0] / "report.html").read_text()
     for name in ("onnxruntime-plain", "torch", REFERENCE, "data:image/"):
         assert name in page
 
 
-def test_images_are_those_that_were_compared(whole: Any) -> None:
+def test_saved_images_match_the_reference(whole: Any) -> None:
     images = {path.name: np.asarray(Image.open(path)) for path in whole[0].glob("image-*.png")}
     reference = images["image-torch-fp32-64x64-b1.png"].astype(int)
     assert len(images) == 4
@@ -93,6 +93,6 @@ def test_images_are_those_that_were_compared(whole: Any) -> None:
         assert np.abs(image - reference).max() <= 2
 
 
-def test_it_takes_less_than_two_minutes(whole: Any) -> None:
-    """What runs in CI has to be quick; this is a bound on its work, not a claim of speed."""
+def test_takes_less_than_two_minutes(whole: Any) -> None:
+    """Limits the duration in CI; it does not measure the speed."""
     assert whole[2] < 120

@@ -1,4 +1,4 @@
-"""Processes of engines: what they tell, how they fail, and that none is left behind."""
+"""Engine processes: events, failures, and ending all children."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ JOB: dict[str, Any] = {
 
 
 def silent(text: str) -> None:
-    """Tell nobody."""
+    """Ignore a message."""
 
 
 def script(folder: Path, *lines: str) -> str:
-    """Write what runs in place of Python."""
+    """Write a shell script that replaces the Python interpreter."""
     path = folder / "python"
     path.write_text("\n".join(["#!/bin/sh", *lines, ""]))
     path.chmod(path.stat().st_mode | stat.S_IEXEC)
@@ -38,27 +38,27 @@ def event(name: str, value: str) -> str:
     return f"""echo '{{"event": "{name}", "value": {value}}}'"""
 
 
-def test_events_are_told_and_returned(tmp_path: Path) -> None:
-    told: list[str] = []
-    noise = ["echo activating", "echo '[1, 2]'", "echo"]  # an environment's own, before the worker starts
-    lines = [event("told", '"half"'), event("points", "[[1, 2.5]]"), event("done", "null")]
+def test_events_are_passed_on_and_returned(tmp_path: Path) -> None:
+    messages: list[str] = []
+    noise = ["echo activating", "echo '[1, 2]'", "echo"]  # output of the environment, before the worker starts
+    lines = [event("progress", '"half"'), event("points", "[[1, 2.5]]"), event("done", "null")]
     python = script(tmp_path, *noise, *lines)
-    assert run_worker(JOB, told.append, python=python) == {"points": [[1, 2.5]], "done": None}
-    assert told == ["half"]
+    assert run_worker(JOB, messages.append, python=python) == {"points": [[1, 2.5]], "done": None}
+    assert messages == ["half"]
 
 
-def test_a_failure_that_was_told() -> None:
+def test_reported_failure() -> None:
     with pytest.raises(WorkerError, match=r"^nowhere does not exist; expected "):
         run_worker(JOB, silent)
 
 
-def test_what_is_no_error_of_ours_is_one_line_too() -> None:
+def test_other_exceptions_are_one_line() -> None:
     with pytest.raises(WorkerError, match=r"^KeyError: 'no such engine'$"):
         run_worker(JOB | {"engine": "no such engine"}, silent)
 
 
-def test_libraries_that_print_are_not_heard(tiny_cpu: Path) -> None:
-    """What lands on standard output is not an event: here Python's own report of its imports."""
+def test_ignores_output_of_libraries(tiny_cpu: Path) -> None:
+    """Output of libraries on standard output is not an event."""
     job = JOB | {"options": {"folder": str(tiny_cpu), "provider": "cpu"}, "task": "throughput"}
     job |= {"workload": {"steps": 2, "height": 64, "width": 64}}
     values = run_worker(job, print)
@@ -69,26 +69,25 @@ def test_libraries_that_print_are_not_heard(tiny_cpu: Path) -> None:
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
-        (["kill -9 $$"], "ended by SIGKILL, as processes are that use too much memory"),
+        (["kill -9 $$"], "ended by SIGKILL, possibly because memory ran out"),
         (["kill -SEGV $$"], "ended by SIGSEGV"),
         (["echo first >&2", "echo 'No module named x' >&2", "exit 3"], "ended with status 3: No module named x"),
         (["exit 0"], "ended with status 0"),
     ],
 )
-def test_a_process_that_ends_without_a_word(lines: list[str], message: str, tmp_path: Path) -> None:
+def test_process_that_ends_without_a_result(lines: list[str], message: str, tmp_path: Path) -> None:
     with pytest.raises(WorkerError) as caught:
         run_worker(JOB, silent, python=script(tmp_path, *lines))
     assert str(caught.value) == message
 
 
-def test_an_interpreter_that_is_not_there() -> None:
+def test_missing_interpreter() -> None:
     with pytest.raises(WorkerError, match="nowhere/python could not be started"):
         run_worker(JOB, silent, python="nowhere/python")
 
 
 @pytest.mark.parametrize("line", ["exec sleep 60", "sleep 60", "sleep 60 & sleep 60"])
-def test_a_process_that_takes_too_long(line: str, tmp_path: Path) -> None:
-    """With all that it has started."""
+def test_ends_a_process_and_its_children_at_the_time_limit(line: str, tmp_path: Path) -> None:
     start = time.monotonic()
     with pytest.raises(WorkerError, match=r"^not done within 0\.3 s$"):
         run_worker(JOB, silent, python=script(tmp_path, line), timeout_s=0.3)
@@ -96,20 +95,23 @@ def test_a_process_that_takes_too_long(line: str, tmp_path: Path) -> None:
     assert not psutil.Process().children()
 
 
-def test_what_is_of_no_use_later_goes_into_the_scratch_folder(tmp_path: Path) -> None:
-    lines = ['echo "$TMPDIR $TORCHINDUCTOR_CACHE_DIR $TRITON_CACHE_DIR $CUDA_CACHE_PATH" >told', event("done", "null")]
+def test_temporary_files_go_to_the_scratch_folder(tmp_path: Path) -> None:
+    lines = [
+        'echo "$TMPDIR $TORCHINDUCTOR_CACHE_DIR $TRITON_CACHE_DIR $CUDA_CACHE_PATH" >folders',
+        event("done", "null"),
+    ]
     (scratch := tmp_path / "scratch").mkdir()
     python = script(tmp_path, f"cd {tmp_path}", *lines)
     run_worker(JOB, silent, python=python, scratch=scratch)
-    folders = [Path(folder) for folder in (tmp_path / "told").read_text().split()]
+    folders = [Path(folder) for folder in (tmp_path / "folders").read_text().split()]
     assert len(set(folders)) == 4
     assert all(folder.is_dir() and folder.parent == scratch for folder in folders)
 
 
-def test_an_interrupted_process_is_ended(tmp_path: Path) -> None:
+def test_interruption_ends_the_process(tmp_path: Path) -> None:
     def interrupt(text: str) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        run_worker(JOB, interrupt, python=script(tmp_path, event("told", '"here"'), "sleep 60"))
+        run_worker(JOB, interrupt, python=script(tmp_path, event("progress", '"here"'), "sleep 60"))
     assert not psutil.Process().children()

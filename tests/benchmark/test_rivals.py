@@ -1,51 +1,53 @@
-"""Names of engines."""
+"""Parse the names of engines."""
 
 from __future__ import annotations
 
 import pytest
-from pipelines import refused
+from support.pipelines import refused
 
-from sdonnx.benchmark.rivals import Rival, rivals_of
+from sdonnx.benchmark.rivals import Rival, parse_rivals
 from sdonnx.errors import OptionError
 
 COMPILED = Rival("torch-compile:reduce-overhead", "torch", "reduce-overhead")
 
 
 def test_names() -> None:
-    assert rivals_of(["onnxruntime", "onnxruntime-plain", "torch", "optimum"]) == [
+    assert parse_rivals(["onnxruntime", "onnxruntime-plain", "torch", "optimum"]) == [
         Rival(name, name) for name in ("onnxruntime", "onnxruntime-plain", "torch", "optimum")
     ]
-    assert rivals_of(["torch-compile", "torch-compile:max-autotune", "torch-regional"]) == [
+    assert parse_rivals(["torch-compile", "torch-compile:max-autotune", "torch-regional"]) == [
         COMPILED,
         Rival("torch-compile:max-autotune", "torch", "max-autotune"),
         Rival("torch-regional:default", "torch", "default", regional=True),
     ]
 
 
-def test_onnxruntimes_own_option_compiles_torch() -> None:
-    assert rivals_of(["onnxruntime", "torch"], compiled=True) == [Rival("onnxruntime", "onnxruntime"), COMPILED]
-    assert rivals_of(["torch"], compiled=True, mode="default") == [Rival("torch-compile:default", "torch", "default")]
-    assert rivals_of(["torch-compile"], mode="default") == [Rival("torch-compile:default", "torch", "default")]
+def test_enable_torch_compile() -> None:
+    assert parse_rivals(["onnxruntime", "torch"], compiled=True) == [Rival("onnxruntime", "onnxruntime"), COMPILED]
+    assert parse_rivals(["torch"], compiled=True, mode="default") == [
+        Rival("torch-compile:default", "torch", "default")
+    ]
+    assert parse_rivals(["torch-compile"], mode="default") == [Rival("torch-compile:default", "torch", "default")]
 
 
-def test_a_mode_of_its_own_comes_first() -> None:
+def test_mode_in_the_name_has_precedence() -> None:
     modes = [
-        rival.compile_mode for rival in rivals_of(["torch-compile:default", "torch-regional"], mode="max-autotune")
+        rival.compile_mode for rival in parse_rivals(["torch-compile:default", "torch-regional"], mode="max-autotune")
     ]
     assert modes == ["default", "max-autotune"]
 
 
-def test_each_once() -> None:
-    assert rivals_of(["torch", "torch-compile", "torch"], compiled=True) == [COMPILED]
+def test_removes_duplicates() -> None:
+    assert parse_rivals(["torch", "torch-compile", "torch"], compiled=True) == [COMPILED]
 
 
 def test_xformers() -> None:
-    assert rivals_of(["onnxruntime", "torch", "torch-compile"], xformers=True) == [
+    assert parse_rivals(["onnxruntime", "torch", "torch-compile"], xformers=True) == [
         Rival("onnxruntime", "onnxruntime"),
         Rival("torch-xformers", "torch", xformers=True),
         COMPILED,
     ]
-    assert rivals_of(["torch", "torch-xformers"]) == [
+    assert parse_rivals(["torch", "torch-xformers"]) == [
         Rival("torch", "torch"),
         Rival("torch-xformers", "torch", xformers=True),
     ]
@@ -64,6 +66,6 @@ def test_xformers() -> None:
         (["torch"], {"xformers": True, "compiled": True}, "--use_xformers and --enable_torch_compile"),
     ],
 )
-def test_unusable_names(names: list[str], options: dict[str, object], message: str) -> None:
+def test_rejects_invalid_names(names: list[str], options: dict[str, object], message: str) -> None:
     with refused(OptionError, message):
-        rivals_of(names, **options)  # type: ignore[arg-type]
+        parse_rivals(names, **options)  # type: ignore[arg-type]

@@ -1,15 +1,17 @@
-"""Marks around stages, with a clock whose hands the test sets."""
+"""Stages measured with a simulated clock."""
 
 from __future__ import annotations
+
+from typing import cast
 
 import pytest
 
 from sdonnx.benchmark.results import Stages
-from sdonnx.benchmark.stages import DECODE, STEP, TEXT, StageClock, median_of
+from sdonnx.benchmark.stages import DECODE, STEP, TEXT, StageClock, median_stages
 
 
 class Hands:
-    """A clock in milliseconds that moves only when work is done."""
+    """A clock in milliseconds that advances only in `work`."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -23,7 +25,7 @@ class Hands:
 def test_stages_of_a_run() -> None:
     hands = Hands()
     encode = hands.clock.around(TEXT, hands.work)
-    assert [encode(3), encode(milliseconds=4)] == ["done", "done"]  # a prompt and what to draw away from
+    assert [encode(3), encode(milliseconds=4)] == ["done", "done"]  # the prompt and the negative prompt
     for first in (100, 10, 10, 10):
         with hands.clock.span(STEP):
             hands.work(first)
@@ -31,15 +33,17 @@ def test_stages_of_a_run() -> None:
     with hands.clock.span(None):
         hands.work(1000)
     hands.clock.around(DECODE, hands.work)(20)
-    # From the end of the first call to the end of the last: three steps of 12 ms, the slow first one left out.
-    assert hands.clock.stages() == Stages(7, 12, 20, pytest.approx(1000 / 12), 4)
+    # From the end of the first call to the end of the last: three steps of 12 ms, without the slow first call.
+    assert hands.clock.stages() == Stages(7, 12, 20, cast(float, pytest.approx(1000 / 12)), 4)
 
 
-def test_rounds_have_a_median_for_each_stage() -> None:
+def test_median_stages() -> None:
     rounds = [Stages(1, 30, 5, 33, 4), Stages(2, 10, 9, 100, 4)]
-    # The rate is that of the median step, not a median of rates.
-    assert median_of(rounds) == Stages(1.5, 20, 7, 50, 4)
-    assert median_of([*rounds, Stages(9, 12, 6, 83, 4)]) == Stages(2, 12, 6, pytest.approx(1000 / 12), 4)
+    # The rate is that of the median step, not the median of the rates.
+    assert median_stages(rounds) == Stages(1.5, 20, 7, 50, 4)
+    assert median_stages([*rounds, Stages(9, 12, 6, 83, 4)]) == Stages(
+        2, 12, 6, cast(float, pytest.approx(1000 / 12)), 4
+    )
 
 
 def test_a_single_step() -> None:

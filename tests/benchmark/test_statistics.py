@@ -1,4 +1,4 @@
-"""The benchmark's arithmetic, with answers worked out by hand."""
+"""Statistics with results computed by hand."""
 
 from __future__ import annotations
 
@@ -7,66 +7,69 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sdonnx.benchmark.results import LARGE_SPREAD, Result, Round, Stages, Workload
-from sdonnx.benchmark.statistics import fit_line, quantile, spread_of, summary_of
+from sdonnx.benchmark.results import LARGE_SPREAD, Result, Round, Stages
+from sdonnx.benchmark.statistics import fit_line, quantile, relative_spread, summarize
+from sdonnx.benchmark.workload import Workload
 
 FIRST = Round(1.0, (9.0, 8.0), (1.0, 2.0, 6.0), (70, 90, 50), "known", 30, 100)
 SECOND = Round(3.0, (5.0, 2.0), (3.0, 4.0, 2.0), (60, 20, 55), "known", 35, 90)
 
 
-def test_quantiles_lie_between_neighbours() -> None:
+def test_quantiles_are_interpolated() -> None:
     values = [4.0, 1.0, 3.0, 2.0, 5.0]
     assert [quantile(values, share) for share in (0, 0.25, 0.5, 0.9, 1)] == pytest.approx([1, 2, 3, 4.6, 5])
-    # 100 values: the 99th of a hundred steps of 99/100.
+    # 100 values have 99 steps: 1 + 0.99 * 99.
     assert quantile(list(range(1, 101)), 0.99) == pytest.approx(99.01)
     assert quantile([7.0], 0.9) == 7
 
 
-def test_spread_is_the_middle_eighty_percent() -> None:
-    assert spread_of([1.0] * 10) == 0
+def test_spread_covers_the_middle_eighty_percent() -> None:
+    assert relative_spread([1.0] * 10) == 0
     # p10 = 1.4, p90 = 4.6, median 3.
-    assert spread_of([1, 2, 3, 4, 5]) == pytest.approx(3.2 / 3)
-    # One run in twenty that was slow does not count.
-    assert spread_of([1.0] * 19 + [50.0]) == 0
+    assert relative_spread([1, 2, 3, 4, 5]) == pytest.approx(3.2 / 3)
+    # One slow run of twenty has no effect.
+    assert relative_spread([1.0] * 19 + [50.0]) == 0
 
 
 @given(st.lists(st.floats(0.01, 100), min_size=1, max_size=50), st.floats(0.1, 10))
-def test_spread_knows_no_units(values: list[float], scale: float) -> None:
-    assert spread_of([value * scale for value in values]) == pytest.approx(spread_of(values), rel=1e-6, abs=1e-9)
-    assert spread_of(values) >= 0
+def test_spread_does_not_depend_on_the_unit(values: list[float], scale: float) -> None:
+    assert relative_spread([value * scale for value in values]) == pytest.approx(
+        relative_spread(values), rel=1e-6, abs=1e-9
+    )
+    assert relative_spread(values) >= 0
 
 
-def test_a_round() -> None:
+def test_round_properties() -> None:
     assert FIRST.first_image_s == 10
     assert (FIRST.first_run_bytes, FIRST.second_run_bytes) == (70, 50)
     skipped = Round(1.0, (), (2.0, 3.0), (70, 60), "known")
     assert (skipped.first_image_s, skipped.first_run_bytes, skipped.second_run_bytes) == (3, 70, 60)
 
 
-def test_rounds_are_summed_up() -> None:
-    summary = summary_of([FIRST, SECOND])
+def test_summary_of_two_rounds() -> None:
+    summary = summarize([FIRST, SECOND])
     # Runs of both rounds: 1, 2, 2, 3, 4, 6.
     assert summary.runs == 6
     assert (summary.average_s, summary.median_s, summary.min_s) == (3, 2.5, 1)
     assert (summary.p90_s, summary.p99_s) == pytest.approx((5, 5.9))
     assert summary.spread == pytest.approx((5 - 1.5) / 2.5)
-    # Once a process: medians of (1, 3), (10, 8) and (17, 7).
+    # Values that occur once in a process: medians of (1, 3), (10, 8) and (17, 7).
     assert (summary.load_s, summary.first_image_s, summary.warm_up_s) == (2, 9, 12)
-    # Memory: the largest.
+    # Memory: the maximum.
     assert (summary.first_run_bytes, summary.second_run_bytes) == (70, 55)
     assert (summary.allocator_bytes, summary.host_peak_bytes) == (35, 100)
 
 
-def test_an_allocator_that_does_not_tell() -> None:
-    assert summary_of([Round(1.0, (), (1.0,), (1,), "known")]).allocator_bytes is None
+def test_unknown_allocator_memory() -> None:
+    assert summarize([Round(1.0, (), (1.0,), (1,), "known")]).allocator_bytes is None
 
 
-def test_a_line_through_its_own_points() -> None:
+def test_fit_line_of_exact_points() -> None:
     line = fit_line([(5, 0.7), (10, 1.2), (20, 2.2)])
     assert (line.slope, line.offset, line.r_squared) == pytest.approx((0.1, 0.2, 1))
 
 
-def test_a_line_of_least_squares() -> None:
+def test_fit_line_minimizes_squares() -> None:
     # By hand: means 2 and 7/3; slope = sum((x-2)(y-7/3)) / 2 = 3/2; offset = 7/3 - 3; residuals 1/6, -1/3, 1/6.
     line = fit_line([(1, 1), (2, 2), (3, 4)])
     assert (line.slope, line.offset) == pytest.approx((1.5, -2 / 3))
@@ -78,7 +81,7 @@ def test_a_line_of_least_squares() -> None:
         st.tuples(st.integers(1, 100), st.floats(0.01, 10)), min_size=3, max_size=20, unique_by=lambda each: each[0]
     )
 )
-def test_a_line_is_numpys(points: list[tuple[int, float]]) -> None:
+def test_fit_line_matches_polyfit(points: list[tuple[int, float]]) -> None:
     line = fit_line(points)
     slope, offset = np.polyfit([steps for steps, _ in points], [seconds for _, seconds in points], 1)
     assert (line.slope, line.offset) == pytest.approx((slope, offset), rel=1e-6, abs=1e-8)
@@ -93,22 +96,24 @@ def test_share_of_the_matrix_rate() -> None:
     assert Result("known", Workload(), flops=0.8e12, matrix_rate=1e12).share_of_matrix_rate is None
 
 
-@pytest.mark.parametrize(("slow", "told"), [(1.05, []), (1.5, ["spread of 50%"])])
-def test_a_large_spread_is_told(slow: float, told: list[str]) -> None:
+@pytest.mark.parametrize(("slow", "remarks"), [(1.05, []), (1.5, ["spread of 50%"])])
+def test_remark_on_a_large_spread(slow: float, remarks: list[str]) -> None:
     result = Result("known", Workload(), rounds=[Round(1.0, (), (1.0, 1.0, 1.0, slow, slow), (1,) * 5, "known")])
-    assert result.remarks == told
+    assert result.remarks == remarks
     assert LARGE_SPREAD == 0.1
 
 
-def test_what_could_not_be_done_is_told() -> None:
+def test_remarks_on_failures() -> None:
     result = Result("known", Workload(), failure="black", unchecked="no memory", unstaged="no clock")
-    assert result.remarks == ["black", "compared with nothing: no memory", "stages not measured: no clock"]
+    assert result.remarks == ["black", "images not compared: no memory", "stages not measured: no clock"]
 
 
-@pytest.mark.parametrize(("second", "told"), [(58.0, []), (21.0, ["first image after 22.0 to 59.0 s, by round"])])
-def test_a_start_that_is_another_in_the_next_round_is_told(second: float, told: list[str]) -> None:
-    """As that of a compiler whose work stays on the disk."""
+@pytest.mark.parametrize(
+    ("second", "remarks"), [(58.0, []), (21.0, ["first image after 22.0 to 59.0 s, depending on the round"])]
+)
+def test_remark_on_different_start_times(second: float, remarks: list[str]) -> None:
+    """Start times differ, for example, if a compiler reuses files of the previous round."""
     rounds = [Round(1.0, (first,), (1.0,), (1, 1), "known") for first in (58.0, second)]
-    assert Result("known", Workload(), rounds=rounds).remarks == told
+    assert Result("known", Workload(), rounds=rounds).remarks == remarks
     quick = [Round(0.2, (first,), (1.0,), (1, 1), "known") for first in (0.5, 1.2)]
     assert Result("known", Workload(), rounds=quick).remarks == []

@@ -1,15 +1,16 @@
-"""Causal masks: every way in which they are computed, and what only looks like them."""
+"""Causal masks: every way in which they are computed, and near misses."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
-from graphs import (
+from support.graphs import (
     Array,
     assert_fires,
     assert_refuses,
@@ -28,8 +29,9 @@ from graphs import (
     used,
 )
 
-from sdonnx.fusions import PROVIDERS, fuse
-from sdonnx.fusions.masks import CausalMaskToAttribute
+from sdonnx.fusions.fuse_attention import CausalMaskToAttribute
+from sdonnx.fusions.fusion_table import PROVIDERS, fuse
+from sdonnx.graph.edit import known_dims
 from sdonnx.graph.passes import tidy
 
 HEADS = "float[B,2,S,8] q, float[B,2,S,8] k, float[B,2,S,8] v, int64[B,S] ids"
@@ -96,8 +98,8 @@ NOT_CAUSAL = {
     ),
     "step of two": causal("LessOrEqual(column, row)", values=RANGE.replace("one)", "two)")),
     "not from zero": causal("LessOrEqual(column, row)", values=RANGE.replace("zero", "two")),
-    "columns alone": causal("LessOrEqual(column, column)"),
-    "rows alone": causal("LessOrEqual(row, row)"),
+    "only columns": causal("LessOrEqual(column, column)"),
+    "only rows": causal("LessOrEqual(row, row)"),
 }
 
 
@@ -110,8 +112,8 @@ def test_lengths_without_a_name_are_not_known_to_be_equal() -> None:
     model = causal("LessOrEqual(column, row)")
     for node in model.graph:
         if node.op_type == "Unsqueeze":
-            shape = node.outputs[0].shape
-            node.outputs[0].shape = ir.Shape([None if dim == "S" else dim for dim in shape.dims])
+            shape = known_dims(node.outputs[0])
+            node.outputs[0].shape = ir.Shape([None if dim == "S" else dim for dim in shape])
     assert_refuses(model, CausalMaskToAttribute, "the mask is not known to be causal")
 
 
@@ -129,7 +131,7 @@ class Causal(torch.nn.Module):
         return F.scaled_dot_product_attention(x, x, x, attn_mask=mask)
 
 
-def test_what_torch_exports() -> None:
+def test_fuses_the_export_of_torch() -> None:
     model = exported(Causal(), torch.randn(3, 2, 6, 8), dynamic=({0: "B", 2: "S"},))
     rewritten = assert_fires(model, CausalMaskToAttribute, 1)
     feeds = feeds_for(model)
@@ -196,7 +198,7 @@ def test_triangles(name: str) -> None:
     assert node_of(rewritten, "Attention").attributes.get_int("is_causal") == 1
 
 
-LOW = {name: NUMBERS[name] for name in ("never", "nought")}
+LOW: dict[str, Any] = {name: NUMBERS[name] for name in ("never", "nought")}
 
 
 @pytest.mark.parametrize("compare", ["Greater(column, row)", "Less(row, column)"])
@@ -316,14 +318,17 @@ class Masked(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q, k, v = (net(x).view(x.shape[0], -1, 2, 8).transpose(1, 2) for net in (self.q, self.k, self.v))
         scores = q @ k.transpose(-1, -2) * 8**-0.5 + self.way(q)
-        return (scores.softmax(-1) @ v).transpose(1, 2).reshape(x.shape[0], -1, 16)
+        result: torch.Tensor = (scores.softmax(-1) @ v).transpose(1, 2).reshape(x.shape[0], -1, 16)
+        return result
 
 
 # to be causal.
 @pytest.mark.parametrize("opset", [14, 17])
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("provider", PROVIDERS)
-def test_what_torchscript_exports(provider: str, way: Callable[[torch.Tensor], torch.Tensor], opset: int) -> None:
+def test_fuses_the_export_of_torchscript(
+    provider: str, way: Callable[[torch.Tensor], torch.Tensor], opset: int
+) -> None:
     net, x = Masked(way), torch.from_numpy(normal(3, 7, 16))
     model = torchscript(net, torch.randn(2, 5, 16), dynamic=({0: "B", 1: "S"},), opset=opset)
     fused = copied(model)

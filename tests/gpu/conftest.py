@@ -1,4 +1,4 @@
-"""What the GPU tests share: the marker, and the record of what they measured."""
+"""Fixtures of the GPU tests: their marker, and the record of their measurements."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from recording import Note, recorded
+from support.recording import Note, recorded
 
 import sdonnx
 
@@ -20,17 +20,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.gpu)
+            # Schedulers of diffusers pass torch tensors to np.array, which numpy 2 warns about.
+            item.add_marker(pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"))
 
 
 @pytest.fixture(scope="session")
 def note(request: pytest.FixtureRequest) -> Iterator[Note]:
-    """Take measurements under a title; they are written to the file that --results names."""
+    """Return a function that records measurements under a title, in the file of --results."""
     with recorded("tests/gpu", request.config.getoption("--results")) as take:
         yield take
 
 
 def _code() -> str:
-    """Return what tells one state of the project's modules from another."""
+    """Return a hash of the project's modules."""
     digest = hashlib.sha256()
     for path in sorted(Path(sdonnx.__file__).parent.rglob("*.py")):
         digest.update(path.read_bytes())
@@ -39,12 +41,12 @@ def _code() -> str:
 
 @pytest.fixture(scope="session")
 def build(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Build:
-    """Make a sample of an architecture and optimize it to fp16, with its adapters, once; return both folders."""
+    """Return a function that writes a sample and optimizes it to fp16, once, and returns both folders."""
     kept: Path | None = request.config.getoption("--made")
-    from sdonnx.export.pipeline import export_pipeline
-    from sdonnx.optimize import optimize_folder
-    from sdonnx.sample import write_sample
-    from sdonnx.sample.adapters import FILES
+    from sdonnx.export.export_pipeline import export_pipeline
+    from sdonnx.optimize.optimizer import optimize_folder
+    from sdonnx.sample.architecture import ADAPTER_FILES
+    from sdonnx.sample.write_sample import write_sample
 
     @functools.cache
     def make(arch: str) -> tuple[Path, Path]:
@@ -55,7 +57,7 @@ def build(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         shutil.rmtree(work, ignore_errors=True)  # other code made it
         write_sample(arch, work / "source")
         folder = work / "source" / "ip_adapter"
-        adapters = [folder / name for name in FILES if (folder / name).is_file()]
+        adapters = [folder / name for name in ADAPTER_FILES if (folder / name).is_file()]
         export_pipeline(work / "source", work / "onnx", ip_adapters=adapters)
         optimize_folder(work / "onnx", work / "fp16", float16=True)
         code.write_text(_code())

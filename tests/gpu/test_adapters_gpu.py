@@ -1,4 +1,4 @@
-"""IP-Adapters on a GPU: fp16 against torch's, and weights and images that change without a new capture."""
+"""IP-Adapters on a GPU: float16 against torch, and scales and images that change without a new capture."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ import pytest
 import torch
 from PIL import Image
 
-from sdonnx.parity import psnr
+from sdonnx.metrics import psnr
 from sdonnx.runtime.pipeline import OrtDiffusionPipeline
-from sdonnx.sample.adapters import FILES
+from sdonnx.sample.architecture import ADAPTER_FILES
 
 Build = Callable[[str], tuple[Path, Path]]
 
-# Each with what it must not be mistaken for: a replay that reads what was captured would draw the one before.
+# Each follows a different call: a replay that reads captured inputs instead of new ones would repeat the call before.
 CASES: list[tuple[Any, tuple[int, int]]] = [
     ([1.0, 0.0], (0, 1)),
     ([0.3, 0.7], (0, 1)),
@@ -43,18 +43,22 @@ def test_images_agree_and_nothing_is_captured_again(arch: str, build: Build, not
     source, folder = build(arch)
     pipeline_class: Any = diffusers.DiffusionPipeline
     theirs: dict[str, list[Any]] = {}
-    steps = {"num_inference_steps": 10}
+    steps: dict[str, Any] = {"num_inference_steps": 10}
     for name, dtype in (("float32", torch.float32), ("float16", torch.float16)):
         reference = pipeline_class.from_pretrained(source, dtype=dtype).to("cuda")
         reference.set_progress_bar_config(disable=True)
-        reference.load_ip_adapter(str(source), subfolder="ip_adapter", weight_name=list(FILES))
+        reference.load_ip_adapter(str(source), subfolder="ip_adapter", weight_name=list(ADAPTER_FILES))
         pixels = reference.unet.config.sample_size * reference.vae_scale_factor
         shape = (1, 4, pixels // 8, pixels // 8)
         theirs[name] = []
         for scale, images in CASES:
             reference.set_ip_adapter_scale(scale)
             noise = torch.randn(shape, generator=torch.Generator().manual_seed(3)).to("cuda", dtype)
-            given = {"ip_adapter_image": [picture(seed) for seed in images], "latents": noise, "output_type": "np"}
+            given: dict[str, Any] = {
+                "ip_adapter_image": [picture(seed) for seed in images],
+                "latents": noise,
+                "output_type": "np",
+            }
             theirs[name].append(reference("a red fox", **steps, **given).images)
         del reference
         torch.cuda.empty_cache()
@@ -62,11 +66,11 @@ def test_images_agree_and_nothing_is_captured_again(arch: str, build: Build, not
         for index, (scale, images) in enumerate(CASES):
             start = time.perf_counter()
             given = {"ip_adapter_image": [picture(seed) for seed in images], "ip_adapter_scale": scale}
-            drawn = ours("a red fox", **steps, **given, seed=3, output_type="np").images
-            row = {"pipeline": arch, "case": index, "seconds": time.perf_counter() - start}
-            row["psnr_db"] = psnr(drawn, theirs["float32"][index])
+            generated = ours("a red fox", **steps, **given, seed=3, output_type="np").images
+            row: dict[str, Any] = {"pipeline": arch, "case": index, "seconds": time.perf_counter() - start}
+            row["psnr_db"] = psnr(generated, theirs["float32"][index])
             row["torch_fp16_psnr_db"] = psnr(theirs["float16"][index], theirs["float32"][index])
             note("adapters", row)
-            assert np.std(drawn) > 0.02
+            assert np.std(generated) > 0.02
             assert row["psnr_db"] > min(45.0, row["torch_fp16_psnr_db"] - 6), row
         assert len(ours.captured_sizes) == 1

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sdonnx.parity import psnr, relative_error
-from sdonnx.runtime.device import device_for
+from sdonnx.metrics import psnr, relative_error
+from sdonnx.runtime.device.device import device_for
+from sdonnx.runtime.device.session import Graph
 from sdonnx.runtime.pipeline import OrtDiffusionPipeline
-from sdonnx.runtime.session import Graph
 
 ARCHITECTURES = [
     "tiny",
@@ -28,7 +28,7 @@ Arrays = dict[str, np.ndarray[Any, Any]]
 
 @pytest.fixture(scope="module", params=ARCHITECTURES)
 def folders(request: pytest.FixtureRequest, build: Callable[[str], tuple[Path, Path]]) -> tuple[str, Path, Path]:
-    """Name, diffusers folder and the fp16 folder optimized from it."""
+    """The name, the diffusers folder and the fp16 folder optimized from it."""
     return request.param, *build(request.param)
 
 
@@ -37,13 +37,13 @@ def ours(folder: Path, component: str, feeds: Arrays) -> Arrays:
 
 
 def cases(component: str, pipeline: Any) -> list[Arrays]:
-    draw = np.random.default_rng(0)
+    rng = np.random.default_rng(0)
 
     def normal(*shape: int) -> np.ndarray[Any, Any]:
-        return draw.standard_normal(shape).astype(np.float32)
+        return rng.standard_normal(shape).astype(np.float32)
 
     if component.startswith("text_encoder"):
-        ids = draw.integers(0, 49406, (2, 77))
+        ids = rng.integers(0, 49406, (2, 77))
         ids[:, 60:] = 49407
         return [{"input_ids": ids}]
     if component == "unet":
@@ -57,7 +57,7 @@ def cases(component: str, pipeline: Any) -> list[Arrays]:
             }
             if config.addition_embed_type == "text_time":
                 feeds["text_embeds"] = normal(batch, pipeline.text_encoder_2.config.projection_dim)
-                feeds["time_ids"] = draw.integers(0, 2000, (batch, 6)).astype(np.float32)
+                feeds["time_ids"] = rng.integers(0, 2000, (batch, 6)).astype(np.float32)
             found.append(feeds)
         return found
     if component == "vae_decoder":
@@ -66,7 +66,7 @@ def cases(component: str, pipeline: Any) -> list[Arrays]:
 
 
 def torch_outputs(component: str, pipeline: Any, feeds: Arrays) -> Arrays:
-    """Return torch's values under the graphs' names; under no name where a graph has one output."""
+    """Return torch's outputs by the names of the graphs' outputs; the name is empty for single outputs."""
     import torch
 
     dtype = pipeline.unet.dtype
@@ -92,7 +92,7 @@ def torch_outputs(component: str, pipeline: Any, feeds: Arrays) -> Arrays:
 
 @pytest.fixture(scope="module")
 def pipelines(folders: tuple[str, Path, Path]) -> Iterator[tuple[Any, Any]]:
-    """The torch pipeline in float32, without TF32, and in float16."""
+    """The torch pipeline in float32 without TF32, and in float16."""
     import diffusers
     import torch
 
@@ -123,52 +123,52 @@ def test_error_is_at_most_twice_torchs(
             key = output if output in reference else ""
             error, torch_error = (relative_error(values, reference[key]) for values in (mine, half[key]))
             shapes = {key: list(values.shape) for key, values in feeds.items()}
-            row = {"pipeline": name, "component": component, "output": output, "inputs": shapes}
+            row: dict[str, Any] = {"pipeline": name, "component": component, "output": output, "inputs": shapes}
             row |= {"error": error, "torch_fp16_error": torch_error}
             note("components", row)
-            # Where torch's fp16 overflows, there must be numbers all the same.
+            # If torch in fp16 overflows, our values must still be finite.
             assert error <= (2 * torch_error if np.isfinite(half[key]).all() else 1e-2), row
 
 
 def test_images_agree(folders: tuple[str, Path, Path], pipelines: tuple[Any, Any], note: Any) -> None:
-    """Same noise: at several sizes and in both orders of visiting, ours is as near to fp32 as fp16 can be."""
+    """With the same noise, images of several sizes are close to fp32; the first size is repeated at the end."""
     import torch
 
     name, _, optimized = folders
     pipeline = OrtDiffusionPipeline.from_pretrained(optimized)
-    draw = np.random.default_rng(1)
-    drawn = {}
+    rng = np.random.default_rng(1)
+    noises: dict[tuple[int, ...], Any] = {}
     for batch, height, width in ((1, 512, 512), (2, 256, 384), (1, 328, 264), (1, 512, 512)):
         shape = (batch, 4, height // 8, width // 8)
-        noise = drawn.setdefault(shape, draw.standard_normal(shape).astype(np.float32))
-        arguments = {"height": height, "width": width, "num_inference_steps": 10, "output_type": "np"}
+        noise = noises.setdefault(shape, rng.standard_normal(shape).astype(np.float32))
+        arguments: dict[str, Any] = {"height": height, "width": width, "num_inference_steps": 10, "output_type": "np"}
         prompts = ["a red fox in the snow"] * batch
         image = pipeline(prompts, latents=noise, **arguments).images
         wide, half = (
             torch_pipeline(prompts, latents=torch.from_numpy(noise).to("cuda", dtype), **arguments).images
             for torch_pipeline, dtype in zip(pipelines, (torch.float32, torch.float16), strict=True)
         )
-        row = {"pipeline": name, "batch": batch, "height": height, "width": width}
+        row: dict[str, Any] = {"pipeline": name, "batch": batch, "height": height, "width": width}
         row |= {"psnr_db": psnr(image, wide), "torch_fp16_psnr_db": psnr(half, wide)}
         note("images", row)
         assert row["psnr_db"] > 45
-        assert wide.std() > 0.02  # an image, not a flat field that everything agrees on
+        assert wide.std() > 0.02  # not a constant image
 
 
 def test_replay_equals_plain_run(folders: tuple[str, Path, Path]) -> None:
-    """The captured graph, replayed, gives what the same graph gives without capture."""
+    """Replaying a captured graph returns the same outputs as running it without capture."""
     name, _, optimized = folders
     device = device_for("cuda")
-    draw = np.random.default_rng(2)
+    rng = np.random.default_rng(2)
     plain = Graph(optimized / "unet" / "model.onnx", device)
-    feeds = {
-        "sample": draw.standard_normal((2, 4, 32, 32)).astype(np.float16),
+    feeds: dict[str, Any] = {
+        "sample": rng.standard_normal((2, 4, 32, 32)).astype(np.float16),
         "timestep": np.array([481.0], np.float32),
-        "encoder_hidden_states": draw.standard_normal((2, 77, int(plain.shape("encoder_hidden_states")[2]))),
+        "encoder_hidden_states": rng.standard_normal((2, 77, int(plain.shape("encoder_hidden_states")[2]))),
     }
     if "time_ids" in plain.inputs:
-        feeds["text_embeds"] = draw.standard_normal((2, int(plain.shape("text_embeds")[1])))
-        feeds["time_ids"] = draw.integers(0, 2000, (2, 6))
+        feeds["text_embeds"] = rng.standard_normal((2, int(plain.shape("text_embeds")[1])))
+        feeds["time_ids"] = rng.integers(0, 2000, (2, 6))
     feeds = {name: values.astype(plain.dtype(name)) for name, values in feeds.items()}
     results = []
     for graph in (plain, Graph(optimized / "unet" / "model.onnx", device, capture=True)):
@@ -176,17 +176,17 @@ def test_replay_equals_plain_run(folders: tuple[str, Path, Path]) -> None:
         inputs = {key: device.upload(np.zeros_like(values)) for key, values in feeds.items()}
         run = graph.bind({**inputs, "out_sample": output})
         run.capture()
-        for key, values in feeds.items():  # new values after the capture: a replay must read them
+        for key, values in feeds.items():  # change the inputs after the capture, so that the replay must read them
             inputs[key].update_inplace(values)
         run()
         device.synchronize()
         results.append(output.numpy().astype(np.float32))
-    # Two sessions may choose other kernels: apart by what fp16 rounds (2 to 3e-3), not by stale inputs (1).
+    # Two sessions may select different kernels, which differ by fp16 rounding (2 to 3e-3). Stale inputs differ by 1.
     assert relative_error(results[1], results[0]) < 6e-3, name
 
 
 def test_least_recently_used_shape_is_released(folders: tuple[str, Path, Path]) -> None:
-    """Ten sizes on one pipeline, twice: more than are kept. Each gives the image of its first visit."""
+    """Generate ten sizes twice, more than the cache holds; the images must be equal both times."""
     _, _, optimized = folders
     pipeline = OrtDiffusionPipeline.from_pretrained(optimized)
     first: dict[int, Any] = {}
@@ -196,5 +196,5 @@ def test_least_recently_used_shape_is_released(folders: tuple[str, Path, Path]) 
             if visit == 0:
                 first[width] = image
             else:
-                # fp16 sums in another order, by atomic additions: not bit for bit.
+                # Not bit-identical: atomic additions change the order of fp16 sums.
                 assert psnr(image, first[width]) > 45

@@ -1,4 +1,4 @@
-"""Arrays of torch on the GPU, in and out: what is shared, how long it lives, who waits for whom."""
+"""Exchange of arrays with torch on the GPU: shared memory, lifetimes and order of work."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 import torch
 from onnxruntime import OrtValue
-from pipelines import refused
+from support.pipelines import refused
+from torch.utils.dlpack import from_dlpack
 
 from sdonnx.errors import OptionError
-from sdonnx.runtime.arrays import export, to_device, to_numpy
-from sdonnx.runtime.cuda import cuda
-from sdonnx.runtime.device import Device, device_for
+from sdonnx.runtime.device.arrays import export, to_device, to_numpy
+from sdonnx.runtime.device.cuda import cuda
+from sdonnx.runtime.device.device import Device, device_for
 
 TYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8)
 
@@ -32,7 +33,7 @@ def numbers(dtype: torch.dtype) -> torch.Tensor:
 
 
 def later(write: Callable[[], Any]) -> None:
-    """Queue a long wait on torch's current stream, and then a write."""
+    """Queue a long wait and then a write on torch's current stream."""
     stream: Any = torch.cuda.current_stream()
     torch.cuda._sleep(500_000_000)  # clock cycles, a quarter of a second
     write()
@@ -46,7 +47,7 @@ def test_buffers_alias_tensors(dtype: torch.dtype, gpu: Device) -> None:
     assert held.data_ptr() == tensor.data_ptr()
     assert (held.device_name(), held.shape()) == ("cuda", [2, 3])
     tensor[0, 0] = 1
-    seen = torch.from_dlpack(export(held))
+    seen = from_dlpack(export(held))
     assert (seen.dtype, seen.device, seen.data_ptr()) == (tensor.dtype, tensor.device, tensor.data_ptr())
     assert seen[0, 0] == 1
     seen[1, 2] = 0
@@ -59,8 +60,8 @@ def test_buffers_alias_tensors(dtype: torch.dtype, gpu: Device) -> None:
 @pytest.mark.parametrize("dtype", [*TYPES, torch.bool])
 def test_to_numpy(dtype: torch.dtype, gpu: Device) -> None:
     tensor = numbers(dtype)
-    expected = tensor.cpu()
-    expected = (expected.float() if dtype in (torch.float16, torch.bfloat16) else expected).numpy()
+    on_host = tensor.cpu()
+    expected = (on_host.float() if dtype in (torch.float16, torch.bfloat16) else on_host).numpy()
     held = to_device(tensor, gpu, "latents")
     for value in (tensor, tensor.T.contiguous().T, held, export(held)):
         array = to_numpy(value, "latents")
@@ -68,13 +69,13 @@ def test_to_numpy(dtype: torch.dtype, gpu: Device) -> None:
         np.testing.assert_array_equal(array, expected)
 
 
-def test_a_tensor_with_a_gradient(gpu: Device) -> None:
+def test_tensor_that_requires_a_gradient(gpu: Device) -> None:
     tensor = torch.ones(2, 3, device="cuda", requires_grad=True)
     np.testing.assert_array_equal(to_numpy(tensor, "latents"), np.ones((2, 3)))
     assert to_device(tensor, gpu, "latents").data_ptr() == tensor.data_ptr()
 
 
-def test_what_is_copied(gpu: Device) -> None:
+def test_values_that_are_copied(gpu: Device) -> None:
     tensor = numbers(torch.float32)
     straight = to_device(tensor.T, gpu, "latents")
     assert straight.shape() == [3, 2]
@@ -82,7 +83,7 @@ def test_what_is_copied(gpu: Device) -> None:
     flags = to_device(tensor > 2, gpu, "mask")
     assert flags.data_type() == "tensor(bool)"
     np.testing.assert_array_equal(flags.numpy(), (tensor > 2).cpu().numpy())
-    assert torch.equal(torch.from_dlpack(export(flags)), (tensor > 2).byte())
+    assert torch.equal(from_dlpack(export(flags)), (tensor > 2).byte())
     for value in (
         tensor.cpu(),
         tensor.cpu().numpy(),
@@ -99,7 +100,7 @@ def test_what_is_copied(gpu: Device) -> None:
     np.testing.assert_array_equal(down.numpy(), tensor.cpu().numpy())
 
 
-def test_a_buffer_keeps_the_tensor(gpu: Device) -> None:
+def test_buffer_keeps_its_tensor_alive(gpu: Device) -> None:
     before = torch.cuda.memory_allocated()
     tensor = torch.full((LARGE,), 3.0, device="cuda")
     held = to_device(tensor, gpu, "latents")
@@ -113,9 +114,9 @@ def test_a_buffer_keeps_the_tensor(gpu: Device) -> None:
     assert torch.cuda.memory_allocated() == before
 
 
-def test_a_tensor_keeps_the_buffer(gpu: Device) -> None:
+def test_tensor_keeps_its_buffer_alive(gpu: Device) -> None:
     held = gpu.upload(np.full(LARGE, 3, np.float32))
-    address, seen = held.data_ptr(), torch.from_dlpack(export(held))
+    address, seen = held.data_ptr(), from_dlpack(export(held))
     del held
     gc.collect()
     others = [gpu.upload(np.full(LARGE, -1, np.float32)) for _ in range(4)]
@@ -156,14 +157,14 @@ def test_export_waits_for_the_device(gpu: Device) -> None:
         later(lambda: tensor.fill_(5))
     shared = export(held)
     with torch.cuda.stream(torch.cuda.Stream()):
-        assert bool((torch.from_dlpack(shared) == 5).all())
+        assert bool((from_dlpack(shared) == 5).all())
 
 
-def test_export_copies_when_asked(gpu: Device) -> None:
+def test_export_copies_on_request(gpu: Device) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         shared = export(to_device(numbers(dtype), gpu, "latents"))
-        copied = torch.from_dlpack(shared, device="cuda", copy=True)
-        torch.from_dlpack(shared)[0, 0] = 9
+        copied = from_dlpack(shared, device="cuda", copy=True)
+        from_dlpack(shared)[0, 0] = 9
         assert torch.equal(copied, numbers(dtype))
 
 
@@ -171,11 +172,11 @@ def test_export_to_another_device(gpu: Device) -> None:
     shared = export(to_device(numbers(torch.float32), gpu, "latents"))
     with pytest.raises(BufferError):
         shared.__dlpack__(dl_device=(1, 0))
-    assert torch.equal(torch.from_dlpack(shared, device="cpu"), numbers(torch.float32).cpu())
+    assert torch.equal(from_dlpack(shared, device="cpu"), numbers(torch.float32).cpu())
 
 
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.float8_e4m3fn])
-def test_broken(dtype: torch.dtype, gpu: Device) -> None:
+def test_rejected_values(dtype: torch.dtype, gpu: Device) -> None:
     tensor = torch.ones(2, device="cuda").to(dtype)
     with refused(OptionError, "latents is a Tensor of torch."):
         to_device(tensor, gpu, "latents")

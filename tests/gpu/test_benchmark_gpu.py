@@ -1,4 +1,4 @@
-"""The benchmark on a GPU: its clocks against torch's, its figures against one another."""
+"""The benchmark on a GPU: device clock and consistency of the results."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from typing import Any
 
 import pytest
 import torch
-from benchmarking import rows_of
+from support.benchmarking import read_rows
 
-from sdonnx.benchmark.command import main
-from sdonnx.benchmark.kernels import IDLE
-from sdonnx.runtime.cuda import cuda
-from sdonnx.runtime.device import device_for
+from sdonnx.benchmark.operator_times import IDLE
+from sdonnx.cli.benchmark import main
+from sdonnx.runtime.device.cuda import cuda
+from sdonnx.runtime.device.device import device_for
 
 Build = Callable[[str], tuple[Path, Path]]
 
 
-def test_marks_are_on_the_devices_clock() -> None:
-    """A wait on the stream, between marks of ours and events of torch."""
+def test_marks_use_the_device_clock() -> None:
+    """Compare our marks with torch's events around a wait on the stream."""
     device = device_for("cuda")
     stream: Any = torch.cuda.ExternalStream(cuda(0).stream)
     with torch.cuda.stream(stream):
@@ -39,7 +39,7 @@ def test_marks_are_on_the_devices_clock() -> None:
 
 
 @pytest.mark.parametrize("arch", ["tiny", pytest.param("sd15", marks=pytest.mark.full)])
-def test_the_whole_comparison(arch: str, build: Build, tmp_path: Path, note: Any) -> None:
+def test_complete_comparison(arch: str, build: Build, tmp_path: Path, note: Any) -> None:
     source, optimized = build(arch)
     paths = {name: tmp_path / name for name in ("result.csv", "result.jsonl", "report.html")}
     status = main([
@@ -47,7 +47,7 @@ def test_the_whole_comparison(arch: str, build: Build, tmp_path: Path, note: Any
         "--profile", "--throughput", "--run_multiple_resolutions", "-w", str(tmp_path / "work"),
         "--csv", str(paths["result.csv"]), "--json", str(paths["result.jsonl"]), "--report", str(paths["report.html"]),
     ])  # fmt: skip
-    rows = {row["engine"]: row for row in rows_of(paths["result.csv"])}
+    rows = {row["engine"]: row for row in read_rows(paths["result.csv"])}
     for name, row in rows.items():
         note("benchmark", {"pipeline": arch, "status": status, "engine": name} | row)
     records = [json.loads(line) for line in paths["result.jsonl"].read_text().splitlines()]
@@ -59,7 +59,7 @@ def test_the_whole_comparison(arch: str, build: Build, tmp_path: Path, note: Any
         row = rows[name]
         assert float(row["psnr_db"]) > 45
         stages_ms = sum(float(row[stage]) for stage in ("text_ms", "decode_ms")) + 9 * float(row["step_ms"])
-        # PNDM calls the denoiser once more than there are steps; what is left is the host's.
+        # PNDM has one denoiser call more than steps. The remaining time is spent on the host.
         assert 0.5 < stages_ms / 1e3 / float(row["median_latency"]) < 1.1
         assert 0 < float(row["share_of_matrix_rate"]) < 1
     assert float(rows["torch"]["allocator_MB"]) > 0

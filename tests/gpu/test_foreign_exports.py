@@ -1,4 +1,4 @@
-"""Folders that others exported draw, in fp16 on the GPU, the image that this project's own export draws."""
+"""Folders from other exporters generate the same image in fp16 on the GPU as this project's export."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from exporters import EXPORTERS, export_folder
+from support.exporters import EXPORTERS, export_folder
 
-from sdonnx.export.pipeline import export_pipeline
-from sdonnx.optimize import optimize_folder
-from sdonnx.parity import psnr
+from sdonnx.export.export_pipeline import export_pipeline
+from sdonnx.metrics import psnr
+from sdonnx.optimize.optimizer import optimize_folder
 from sdonnx.runtime.pipeline import OrtDiffusionPipeline
-from sdonnx.sample import write_sample
+from sdonnx.sample.write_sample import write_sample
 
 STEPS, REPEATS = 20, 5
 BY_NAME = {exporter.name: exporter for exporter in EXPORTERS}
@@ -28,7 +28,7 @@ BY_NAME = {exporter.name: exporter for exporter in EXPORTERS}
         pytest.param("sd15", ["torchscript-14"], marks=pytest.mark.full),
     ],
 )
-def test_a_foreign_export_draws_the_same_image(arch: str, names: list[str], tmp_path: Path, note: Any) -> None:
+def test_foreign_export_generates_the_same_image(arch: str, names: list[str], tmp_path: Path, note: Any) -> None:
     write_sample(arch, tmp_path / "source")
     folders = {"sdonnx": tmp_path / "sdonnx"} | {name: tmp_path / name for name in names}
     export_pipeline(tmp_path / "source", folders["sdonnx"])

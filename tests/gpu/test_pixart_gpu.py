@@ -14,16 +14,17 @@ import onnx_ir as ir
 import pytest
 import torch
 import transformers
+from torch.utils.dlpack import from_dlpack
 
 from sdonnx.compose import absorb_projections
-from sdonnx.export.pipeline import export_pipeline
-from sdonnx.folder import ONNX_MODEL
+from sdonnx.export.export_pipeline import export_pipeline
+from sdonnx.folder.pipeline_folder import ONNX_MODEL
 from sdonnx.graph.passes import tidy
-from sdonnx.optimize import optimize_folder
-from sdonnx.parity import psnr, relative_error
-from sdonnx.runtime.device import device_for
+from sdonnx.metrics import psnr, relative_error
+from sdonnx.optimize.optimizer import optimize_folder
+from sdonnx.runtime.device.device import device_for
+from sdonnx.runtime.device.session import Graph
 from sdonnx.runtime.pipeline import OrtDiffusionPipeline
-from sdonnx.runtime.session import Graph
 
 Build = Callable[[str], tuple[Path, Path]]
 Feeds = dict[str, np.ndarray[Any, Any]]
@@ -31,13 +32,13 @@ Feeds = dict[str, np.ndarray[Any, Any]]
 FULL = [pytest.param(name, marks=pytest.mark.full) for name in ("pixart-alpha", "pixart-sigma")]
 ARCHITECTURES = ["pixart-tiny", "pixart-alpha-tiny", "pixart-sigma-tiny", *FULL]
 
-# Each with what it must not be mistaken for: a replay that reads what was captured would draw the one before.
+# Each follows a different call: a replay that reads captured inputs instead of new ones would repeat the call before.
 CASES: list[dict[str, Any]] = [
     {"prompt": "a red fox in the snow"},
     {"prompt": "an old castle", "negative_prompt": "blurred, ugly"},
     {"prompt": "an old castle by the sea at night, painted in oil, with a small boat and a tall lighthouse"},
     {"prompt": "a red fox in the snow", "guidance_scale": 1.0},
-    # Captions of other lengths are other graphs.
+    # Captions of other lengths use other graphs.
     {"prompt": "a red fox in the snow " * 7},
     {"prompt": "a red fox in the snow " * 17, "negative_prompt": "blurred, ugly"},
     {"prompt": ["an owl", "a fox in a forest of tall trees"], "num_images_per_prompt": 2},
@@ -115,11 +116,11 @@ def theirs(pipeline: Any, component: str, feeds: Feeds) -> np.ndarray[Any, Any]:
 
 @pytest.fixture
 def short_transformer(folders: tuple[str, Path, Path]) -> Iterator[Path]:
-    """The transformer as it is for short captions, beside the weights that it reads."""
+    """Write the transformer for short captions next to the weights that it reads."""
     path = folders[2] / "transformer" / "absorbed.onnx"
     model = ir.load(path.with_name(ONNX_MODEL))
-    told = [str(value.name) for value in model.graph.inputs if value.name not in ("sample", "timestep")]
-    assert absorb_projections(model, told) > 0
+    names = [str(value.name) for value in model.graph.inputs if value.name not in ("sample", "timestep")]
+    assert absorb_projections(model, names) > 0
     tidy(model)
     ir.save(model, path)
     yield path
@@ -138,7 +139,7 @@ def test_error_is_at_most_twice_torchs(
     for feeds in cases:
         wide, half = (theirs(pipelines[dtype], component, feeds) for dtype in ("float32", "float16"))
         mine = ours(path, feeds).astype(np.float32)
-        if component == "text_encoder":  # what the padding gives is read by nobody
+        if component == "text_encoder":  # no graph reads the output for padding
             wide, half, mine = (values[feeds["attention_mask"] == 1] for values in (wide, half, mine))
         row: dict[str, Any] = {"pipeline": name, "component": part, "shape": list(mine.shape)}
         row |= {"error": relative_error(mine, wide), "torch_fp16_error": relative_error(half, wide)}
@@ -156,7 +157,7 @@ def test_images_agree(folders: tuple[str, Path, Path], pipelines: dict[str, Any]
         loaded = time.perf_counter() - start
         for index, case in enumerate(CASES):
             start = time.perf_counter()
-            drawn = pipeline(**case, **steps, seed=3, output_type="np").images
+            generated = pipeline(**case, **steps, seed=3, output_type="np").images
             row: dict[str, Any] = {
                 "pipeline": name,
                 "case": index,
@@ -165,56 +166,56 @@ def test_images_agree(folders: tuple[str, Path, Path], pipelines: dict[str, Any]
             }
             pictures = {}
             for dtype, each in pipelines.items():
-                shape = (len(drawn), 4, side // 8, side // 8)
+                shape = (len(generated), 4, side // 8, side // 8)
                 noise = torch.randn(shape, generator=torch.Generator().manual_seed(3))
                 noise = noise.to("cuda", each.transformer.dtype)
                 pictures[dtype] = each(**case, **steps, latents=noise, output_type="np").images
-            row["psnr_db"] = psnr(drawn, pictures["float32"])
+            row["psnr_db"] = psnr(generated, pictures["float32"])
             row["torch_fp16_psnr_db"] = psnr(pictures["float16"], pictures["float32"])
             note("images", row)
-            assert np.std(drawn) > 0.02
-            # At most a little farther from float32 than torch's fp16 is.
+            assert np.std(generated) > 0.02
+            # Not much farther from float32 than torch's float16.
             assert row["psnr_db"] > min(45.0, row["torch_fp16_psnr_db"] - 6), row
 
 
-def test_a_size_that_was_captured_first_draws_the_same_again(folders: tuple[str, Path, Path]) -> None:
-    """What a replay reads is its own, whatever was captured or has run since.
+def test_first_captured_size_gives_the_same_image_again(folders: tuple[str, Path, Path]) -> None:
+    """A replay reads its own buffers, independent of later captures and runs.
 
-    GroupNorm's kernel adds with atomics, so that no two runs are the same to the last bit: a size is compared with
-    what it draws when nothing else has been captured.
+    GroupNorm's kernel adds with atomics, so that no two runs are the same to the last bit: an image is compared with
+    that of a pipeline which captured no other size.
     """
     given: dict[str, Any] = {"num_inference_steps": 3, "seed": 1, "output_type": "np", "use_resolution_binning": False}
     with OrtDiffusionPipeline.from_pretrained(folders[2]) as pipeline:
 
-        def drawn(height: int, width: int) -> Any:
+        def generated(height: int, width: int) -> Any:
             return pipeline("a fox", **given, height=height, width=width).images
 
-        alone = [drawn(256, 320) for _ in range(3)]
-        others = [drawn(height, 256) for height in (320, 192)]
-        again = [drawn(256, 320) for _ in range(2)]
-        others_again = [drawn(height, 256) for height in (320, 192)]
+        alone = [generated(256, 320) for _ in range(3)]
+        others = [generated(height, 256) for height in (320, 192)]
+        again = [generated(256, 320) for _ in range(2)]
+        others_again = [generated(height, 256) for height in (320, 192)]
     noise_db = min(psnr(alone[0], each) for each in alone[1:])
     assert noise_db > 55
     for images, before in [(again[0], alone[0]), (again[1], alone[0]), *zip(others_again, others, strict=True)]:
         assert psnr(images, before) > noise_db - 6, noise_db
 
 
-def test_images_of_other_sizes_are_shared(folders: tuple[str, Path, Path]) -> None:
-    """Drawn at a size of the table, resized on the host, and given back to the device."""
+def test_resized_images_are_returned_on_the_device(folders: tuple[str, Path, Path]) -> None:
+    """Generated at a size of the table, resized on the host, and copied back to the device."""
     with OrtDiffusionPipeline.from_pretrained(folders[2]) as pipeline:
         given: dict[str, Any] = {"num_inference_steps": 2, "seed": 1, "height": 300, "width": 500}
         array = pipeline("a fox", **given, output_type="np").images
-        shared = torch.from_dlpack(pipeline("a fox", **given, output_type="ort").images)
+        shared = from_dlpack(pipeline("a fox", **given, output_type="ort").images)
         assert shared.is_cuda
         assert array.shape == tuple(shared.shape) == (1, 300, 500, 3)
         assert psnr(shared.cpu().numpy() / 255, array) > 45
 
 
-def test_a_text_encoder_that_goes_beyond_fp16(build: Build, tmp_path: Path, note: Any) -> None:
-    """What its feed-forward layers add to the stream is beyond 65504."""
+def test_text_encoder_with_values_beyond_float16(build: Build, tmp_path: Path, note: Any) -> None:
+    """The feed-forward layers' outputs exceed 65504."""
     source = tmp_path / "source"
     shutil.copytree(build("pixart-tiny")[0], source)
-    encoder = transformers.T5EncoderModel.from_pretrained(source / "text_encoder")
+    encoder: Any = transformers.T5EncoderModel.from_pretrained(source / "text_encoder")
     with torch.no_grad():
         for block in encoder.encoder.block:
             block.layer[1].DenseReluDense.wo.weight *= 1e5
@@ -226,8 +227,8 @@ def test_a_text_encoder_that_goes_beyond_fp16(build: Build, tmp_path: Path, note
         given = {name: torch.from_numpy(values) for name, values in feeds.items()}
         expected = encoder(**given, output_hidden_states=True)
     assert max(float(layer.abs().max()) for layer in expected.hidden_states) > 1e5
-    told = feeds["attention_mask"] == 1
-    found = ours(tmp_path / "fp16" / "text_encoder" / ONNX_MODEL, feeds).astype(np.float32)[told]
-    error = relative_error(found, expected[0].numpy()[told])
+    tokens = feeds["attention_mask"] == 1
+    found = ours(tmp_path / "fp16" / "text_encoder" / ONNX_MODEL, feeds).astype(np.float32)[tokens]
+    error = relative_error(found, expected[0].numpy()[tokens])
     note("overflow", {"relative_error": error})
     assert error < 8e-3

@@ -1,4 +1,4 @@
-"""What the run-time claims: cold start, one replay a step, any size, memory, and behaviour on the device."""
+"""Performance and behaviour of the runtime on a GPU: cold start, replays, sizes and memory."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ import pytest
 
 from sdonnx.benchmark.memory import open_gpu
 from sdonnx.errors import DeviceMemoryError
-from sdonnx.parity import psnr
+from sdonnx.metrics import psnr
 from sdonnx.runtime.pipeline import OrtDiffusionPipeline
 
 Build = Callable[[str], tuple[Path, Path]]
 MEGABYTE = 2**20
-# Drawn twice, an image differs by the order in which fp16 sums are added.
+# Two runs of one image differ by the order of fp16 sums.
 SAME_DB = 45
 
 
@@ -37,7 +37,7 @@ def pipeline(arch: str, build: Build) -> Any:
 
 
 def used_bytes() -> int:
-    """What the whole device holds, by NVML."""
+    """Return the used memory of the whole device, from NVML."""
     import pynvml
 
     return int(pynvml.nvmlDeviceGetMemoryInfo(open_gpu()).used)
@@ -76,7 +76,7 @@ def fresh(folder: Path) -> dict[str, Any]:
 
 
 def test_cold_start(arch: str, build: Build, note: Any) -> None:
-    """A fresh process, files in the page cache: the first 512x512 image of 20 steps."""
+    """Time the first 512x512 image of 20 steps in a new process, with files in the page cache."""
     _, folder = build(arch)
     fresh(folder)  # fills the page cache
     runs = [fresh(folder) for _ in range(3)]
@@ -107,9 +107,9 @@ def test_the_device_is_busy_between_steps(arch: str, pipeline: Any, note: Any) -
         gaps.append(max(start - end, 0.0))
         end = max(end, stop)
     total = end - spans[0][0]
-    # There are steps - 1 places between steps: the largest of all gaps hold at least what lies in those.
+    # There are steps - 1 gaps between steps; the same number of largest gaps bounds their sum.
     between = sum(sorted(gaps)[-(steps - 1) :])
-    row = {"pipeline": arch, "steps": steps, "kernels": len(spans), "gpu_ms": total / 1e3}
+    row: dict[str, Any] = {"pipeline": arch, "steps": steps, "kernels": len(spans), "gpu_ms": total / 1e3}
     row |= {"idle_between_steps": between / total, "idle_between_kernels": sum(gaps) / total}
     note("steps", row | {"host_ms_per_step": queued, "python_ms_per_step": python})
     if arch != "tiny":  # whose kernels are over before the next ones are launched
@@ -118,7 +118,7 @@ def test_the_device_is_busy_between_steps(arch: str, pipeline: Any, note: Any) -
 
 
 class Timed:
-    """A captured graph, and how long CUDA took to launch it."""
+    """A captured graph that measures the time of its launches."""
 
     def __init__(self, captured: Any) -> None:
         self._captured = captured
@@ -131,14 +131,14 @@ class Timed:
 
 
 def host_cost(pipeline: Any, steps: int = 4) -> tuple[float, float]:
-    """Milliseconds that the host needs to queue a step, and how many of them are Python's.
+    """Return the time in ms to queue a step on the host, and the part of it in Python.
 
-    Few steps, since CUDA lets no more than some wait.
+    Queue few steps, since CUDA limits the number of waiting graphs.
     """
-    from sdonnx.families import Role
+    from sdonnx.models.spec import Role
 
     times: list[tuple[float, float]] = []
-    size = next(reversed(pipeline._captures._sizes.values()))
+    size = next(reversed(pipeline._cache._shapes.values()))
     run = size._runs[Role.DENOISER]
 
     def queue(captured: Timed) -> None:
@@ -165,14 +165,17 @@ def host_cost(pipeline: Any, steps: int = 4) -> tuple[float, float]:
 
 def sizes(count: int, most: int) -> list[tuple[int, int, int]]:
     draw = np.random.default_rng(5)
-    return [
-        (int(draw.integers(1, 3)), *(int(8 * value) for value in draw.integers(32, most // 8, 2))) for _ in range(count)
-    ]
+    found = []
+    for _ in range(count):
+        batch = int(draw.integers(1, 3))
+        height, width = (int(8 * value) for value in draw.integers(32, most // 8, 2))
+        found.append((batch, height, width))
+    return found
 
 
 @pytest.mark.parametrize("live", [16, 8])
-def test_sixteen_sizes_at_random(live: int, arch: str, build: Build, note: Any) -> None:
-    """Each size's first image costs at most a second more than its second; then latency and memory are flat."""
+def test_sixteen_random_sizes(live: int, arch: str, build: Build, note: Any) -> None:
+    """The first image of a size takes at most a second more than the second; then latency and memory are flat."""
     cases = sizes(16, 640)
     first: dict[int, tuple[float, Any]] = {}
     later: dict[int, list[float]] = {index: [] for index in range(len(cases))}
@@ -197,7 +200,7 @@ def test_sixteen_sizes_at_random(live: int, arch: str, build: Build, note: Any) 
                 memory.append(used_bytes() / MEGABYTE)
         captured = pipeline.captured_sizes
     ratios = np.concatenate([np.array(times) / np.median(times) for times in later.values()])
-    row = {
+    row: dict[str, Any] = {
         "pipeline": arch,
         "live": live,
         "first_minus_second_s": max(first[index][0] - later[index][0] for index in first),
@@ -238,7 +241,7 @@ print(peak)
 
 
 def test_peak_memory_against_torch(arch: str, build: Build, note: Any) -> None:
-    """Whole processes by NVML, both in fp16 at 512x512; allocators keep their peak, so it is read after an image."""
+    """Compare whole processes with NVML, in fp16 at 512x512, after an image, since allocators keep their peak."""
     source, folder = build(arch)
     row: dict[str, Any] = {"pipeline": arch}
     for engine, path in (("torch", source), ("onnxruntime", folder), ("low_memory", folder)):
@@ -251,7 +254,7 @@ def test_peak_memory_against_torch(arch: str, build: Build, note: Any) -> None:
     assert row["low_memory_mb"] <= row["onnxruntime_mb"]
 
 
-def test_too_little_memory_is_told_and_less_still_works(pipeline: Any, note: Any) -> None:
+def test_out_of_memory_raises_and_smaller_sizes_still_work(pipeline: Any, note: Any) -> None:
     import torch
 
     expected = pipeline("fox", 256, 256, 3, seed=0, output_type="np").images
@@ -290,15 +293,16 @@ def test_threads_and_two_pipelines(arch: str, pipeline: Any, build: Build) -> No
 
 def test_memory_of_the_device_in_and_out(pipeline: Any) -> None:
     import torch
+    from torch.utils.dlpack import from_dlpack
 
     noise = torch.randn((1, 4, 32, 32), generator=torch.Generator().manual_seed(3))
     expected = pipeline("fox", 256, 256, 4, latents=noise.numpy(), output_type="np").images
     found = pipeline("fox", 256, 256, 4, latents=noise.cuda(), output_type="np").images
     assert psnr(found, expected) > SAME_DB
-    pixels = torch.from_dlpack(pipeline("fox", 256, 256, 4, latents=noise.cuda(), output_type="ort").images)
+    pixels = from_dlpack(pipeline("fox", 256, 256, 4, latents=noise.cuda(), output_type="ort").images)
     assert pixels.is_cuda
     assert psnr(pixels.cpu().numpy() / 255.0, expected) > 40
-    latents = torch.from_dlpack(pipeline("fox", 256, 256, 4, latents=noise.cuda(), output_type="ort_latent").images)
+    latents = from_dlpack(pipeline("fox", 256, 256, 4, latents=noise.cuda(), output_type="ort_latent").images)
     assert latents.shape == noise.shape
     assert latents.is_cuda
 
@@ -313,14 +317,18 @@ def test_images_from_images(masked: bool, arch: str, pipeline: Any, build: Build
     draw = np.random.default_rng(0)
     image = Image.fromarray(draw.integers(0, 256, (9, 9, 3), dtype=np.uint8)).resize((512, 512))
     mask = Image.fromarray((draw.random((9, 9)) < 0.5).astype(np.uint8) * 255).resize((512, 512))
-    kind = diffusers.StableDiffusionInpaintPipeline if masked else diffusers.StableDiffusionImg2ImgPipeline
+    kind: Any = diffusers.StableDiffusionInpaintPipeline if masked else diffusers.StableDiffusionImg2ImgPipeline
     wide = kind.from_pretrained(build(arch)[0]).to("cuda")
     wide.set_progress_bar_config(disable=True)
     arguments: dict[str, Any] = {"image": image, "strength": 0.7, "num_inference_steps": 10, "output_type": "np"}
     if masked:
         arguments |= {"mask_image": mask, "height": 512, "width": 512}
     expected = wide("a fox", **arguments, generator=torch.Generator().manual_seed(0)).images
-    row = {"pipeline": arch, "masked": masked, "psnr_db": psnr(pipeline("a fox", **arguments, seed=0).images, expected)}
+    row: dict[str, Any] = {
+        "pipeline": arch,
+        "masked": masked,
+        "psnr_db": psnr(pipeline("a fox", **arguments, seed=0).images, expected),
+    }
     note("image_to_image", row)
     assert row["psnr_db"] > SAME_DB
 
@@ -330,10 +338,10 @@ SAMPLERS = ["ddim", "pndm", "euler", "euler_a", "heun", "dpmsolver++", "unipc"]
 
 @pytest.mark.full
 def test_soak(build: Build, note: Any) -> None:
-    """2,000 images of random sizes, samplers and prompts: memory is flat, and each is its first drawing again."""
+    """Generate 2,000 images of random sizes, samplers and prompts: memory is flat, and repeated images are equal."""
     draw = np.random.default_rng(0)
     words = ["fox", "owl", "castle", "snow", "sea", "night", "red", "old"]
-    cases = [
+    cases: list[dict[str, Any]] = [
         {
             "prompt": [" ".join(draw.choice(words, 3))] * int(draw.integers(1, 3)),
             "height": int(draw.integers(32, 49)) * 8,

@@ -1,4 +1,4 @@
-"""The safety checker in fp16 on the GPU: its cosines against torch's, and what becomes black."""
+"""The safety checker in float16 on a GPU: its cosines against torch's, and the images that become black."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sdonnx.export.pipeline import export_pipeline
-from sdonnx.families import Role
-from sdonnx.optimize import optimize_folder
-from sdonnx.parity import relative_error
-from sdonnx.runtime.device import device_for
+from sdonnx.export.export_pipeline import export_pipeline
+from sdonnx.metrics import relative_error
+from sdonnx.models.spec import Role
+from sdonnx.optimize.optimizer import optimize_folder
+from sdonnx.runtime.device.device import device_for
+from sdonnx.runtime.device.session import Graph
 from sdonnx.runtime.pipeline import OrtDiffusionPipeline
 from sdonnx.runtime.safety import NsfwContentWarning
-from sdonnx.runtime.session import Graph
-from sdonnx.sample import write_sample
+from sdonnx.sample.write_sample import write_sample
 
 ARGUMENTS: dict[str, Any] = {"prompt": "a red fox", "height": 256, "width": 256, "num_inference_steps": 2}
 SEEDS = (0, 1, 2, 3)
@@ -25,7 +25,7 @@ FOUND = [False, True, False, False]
 
 @pytest.fixture(scope="module", params=["tiny", pytest.param("sd15", marks=pytest.mark.full)])
 def folders(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path, Path]:
-    """Name, diffusers folder whose checker knows the image drawn from the seed 1, and the fp16 folder made of it."""
+    """Name, diffusers folder whose checker flags the image of seed 1, and its float16 folder."""
     import torch
     from safetensors.torch import load_file, save_file
 
@@ -62,7 +62,7 @@ def torch_pipeline(folder: Path, dtype: Any) -> Any:
 
 
 def draw(pipeline: Any, **arguments: Any) -> Any:
-    """Draw four images, one batch, from the same noise with both libraries."""
+    """Generate a batch of four images from the same noise with both libraries."""
     import torch
 
     generators = [torch.Generator("cpu").manual_seed(seed) for seed in SEEDS]
@@ -75,13 +75,13 @@ def prepared(pipeline: Any, images: Any) -> Any:
     return pipeline.feature_extractor(pictures, return_tensors="pt").pixel_values.to("cuda")
 
 
-def test_cosines_are_as_near_to_fp32_as_fp16_can_be(folders: tuple[str, Path, Path], note: Any, tmp_path: Path) -> None:
+def test_cosines_are_close_to_float32(folders: tuple[str, Path, Path], note: Any, tmp_path: Path) -> None:
     import onnx_ir as ir
     import torch
 
     name, source, optimized = folders
     model = ir.load(optimized / "safety_checker" / "check.onnx")
-    cosines = [node.inputs[0] for node in model.graph if node.op_type == "Sub"]  # of which thresholds are taken
+    cosines = [node.inputs[0] for node in model.graph if node.op_type == "Sub"]  # thresholds are subtracted from these
     assert len(cosines) == 2
     for index, value in enumerate(cosines):
         assert value is not None
@@ -104,15 +104,16 @@ def test_cosines_are_as_near_to_fp32_as_fp16_can_be(folders: tuple[str, Path, Pa
     for kind, mine, wide, half in zip(
         ("special", "concepts"), (special, concepts), results[:2], results[2:], strict=True
     ):
-        row = {"pipeline": name, "cosines": kind, "error": relative_error(mine, wide)}
+        row: dict[str, Any] = {"pipeline": name, "cosines": kind, "error": relative_error(mine, wide)}
         row |= {"torch_fp16_error": relative_error(half, wide)}
         note("safety checker", row)
         assert row["error"] <= 2 * row["torch_fp16_error"], row
 
 
 @pytest.mark.parametrize("low_memory", [False, True])
-def test_what_has_a_concept_is_black(low_memory: bool, folders: tuple[str, Path, Path]) -> None:
+def test_flagged_images_are_black(low_memory: bool, folders: tuple[str, Path, Path]) -> None:
     import torch
+    from torch.utils.dlpack import from_dlpack
 
     _, source, optimized = folders
     expected = draw(torch_pipeline(source, torch.float32))
@@ -122,9 +123,9 @@ def test_what_has_a_concept_is_black(low_memory: bool, folders: tuple[str, Path,
             with pytest.warns(NsfwContentWarning, match="1 of 4"):
                 output = draw(pipeline, output_type=output_type)
             assert output.nsfw_content_detected == FOUND
-            images = torch.from_dlpack(output.images).cpu().numpy() if output_type == "ort" else output.images
+            images = from_dlpack(output.images).cpu().numpy() if output_type == "ort" else output.images
             assert [bool(image.any()) for image in images] == [not black for black in FOUND]
-        assert (Role.SAFETY_CHECKER in pipeline._graphs._loaded) is not low_memory
+        assert ((Role.SAFETY_CHECKER, False) in pipeline._graphs._loaded) is not low_memory
         assert draw(pipeline, output_type="latent").nsfw_content_detected is None
     with OrtDiffusionPipeline.from_pretrained(optimized, safety_checker=None) as without:
         output = draw(without)

@@ -1,4 +1,4 @@
-"""Weights that sessions share are on the GPU once."""
+"""Shared weights use the GPU memory of one copy."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from pathlib import Path
 import numpy as np
 import onnx_ir as ir
 import pytest
-from graphs import graph
-from recording import Note
+from support.graphs import graph
+from support.recording import Note
 
 from sdonnx.compose import shared_weights
-from sdonnx.folder import ONNX_WEIGHTS, SHARED_WEIGHTS
-from sdonnx.runtime.device import device_for
-from sdonnx.runtime.session import Graph
-from sdonnx.runtime.weights import load_shared_weights
+from sdonnx.folder.pipeline_folder import ONNX_WEIGHTS, SHARED_WEIGHTS
+from sdonnx.runtime.device.device import device_for
+from sdonnx.runtime.device.load_shared_weights import load_shared_weights
+from sdonnx.runtime.device.session import Graph
 
 ROWS, COLUMNS = 16384, 8192
 BYTES = 2 * ROWS * COLUMNS
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_sessions_take_the_memory_of_one(shared: bool, tmp_path: Path, note: Note) -> None:
+def test_sessions_use_the_memory_of_one(shared: bool, tmp_path: Path, note: Note) -> None:
     values = np.random.default_rng(0).integers(-999, 999, (ROWS, COLUMNS)).astype(np.float16)
     model = graph(f"float16[N,{ROWS}] x", f"float16[N,{COLUMNS}] y", "y = MatMul(x, w)", w=values)
     ir.save(model, tmp_path / "rows.onnx", external_data=ONNX_WEIGHTS)

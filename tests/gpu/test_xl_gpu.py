@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 import torch
 
-from sdonnx.parity import psnr
+from sdonnx.metrics import psnr
 from sdonnx.runtime.pipeline import OrtDiffusionPipeline
 
 Build = Callable[[str], tuple[Path, Path]]
 
-# Each with what it must not be mistaken for: a replay that reads what was captured would draw the one before.
+# Each follows a different call: a replay that reads captured inputs instead of new ones would repeat the call before.
 CASES: list[dict[str, Any]] = [
     {"prompt": "a red fox in the snow"},
     {"prompt": "an old castle", "negative_prompt": "blurred"},
@@ -33,7 +33,7 @@ def test_images_agree(arch: str, build: Build, note: Any) -> None:
     source, folder = build(arch)
     pipeline_class: Any = diffusers.StableDiffusionXLPipeline
     theirs: dict[str, list[Any]] = {}
-    steps = {"num_inference_steps": 10}
+    steps: dict[str, Any] = {"num_inference_steps": 10}
     for name, dtype in (("float32", torch.float32), ("float16", torch.float16)):
         reference = pipeline_class.from_pretrained(source, dtype=dtype).to("cuda")
         reference.set_progress_bar_config(disable=True)
@@ -50,11 +50,16 @@ def test_images_agree(arch: str, build: Build, note: Any) -> None:
         loaded = time.perf_counter() - start
         for index, case in enumerate(CASES):
             start = time.perf_counter()
-            drawn = ours(**case, **steps, seed=3, output_type="np").images
-            row = {"pipeline": arch, "case": index, "seconds": time.perf_counter() - start, "load_s": loaded}
-            row["psnr_db"] = psnr(drawn, theirs["float32"][index])
+            generated = ours(**case, **steps, seed=3, output_type="np").images
+            row: dict[str, Any] = {
+                "pipeline": arch,
+                "case": index,
+                "seconds": time.perf_counter() - start,
+                "load_s": loaded,
+            }
+            row["psnr_db"] = psnr(generated, theirs["float32"][index])
             row["torch_fp16_psnr_db"] = psnr(theirs["float16"][index], theirs["float32"][index])
             note("xl", row)
-            assert np.std(drawn) > 0.02
-            # At most a little farther from float32 than torch's fp16 is.
+            assert np.std(generated) > 0.02
+            # Not much farther from float32 than torch's float16.
             assert row["psnr_db"] > min(45.0, row["torch_fp16_psnr_db"] - 6), row

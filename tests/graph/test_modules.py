@@ -3,7 +3,7 @@ from __future__ import annotations
 import onnx_ir as ir
 import pytest
 import torch
-from graphs import exported, graph
+from support.graphs import exported, graph
 
 from sdonnx.graph.modules import MODULE_KEY, keep_module_paths, module_path
 
@@ -17,7 +17,8 @@ class Block(torch.nn.Module):
         self.act = torch.nn.SiLU()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.act(self.norms[0](x)) + 1
+        result: torch.Tensor = self.act(self.norms[0](x)) + 1
+        return result
 
 
 class Net(torch.nn.Module):
@@ -33,7 +34,7 @@ class Net(torch.nn.Module):
 
 
 def test_paths_are_those_of_torch() -> None:
-    """Every module that does something itself is the path of some node; a node at the top level has none."""
+    """Every module with operators of its own is the path of some node; a node at the top level has none."""
     net = Net()
     model = exported(net, torch.zeros(2, 4))
     nodes = {node.op_type: module_path(node) for node in model.graph}
@@ -41,7 +42,7 @@ def test_paths_are_those_of_torch() -> None:
     paths = {module_path(node) for node in model.graph}
     leaves = {name for name, module in net.named_modules() if name and not list(module.children())}
     assert leaves <= paths
-    # The rest are blocks, which do additions of their own.
+    # The rest are blocks, which have additions of their own.
     assert paths - leaves <= {name for name, _ in net.named_modules()}
     keep_module_paths(model)
     assert {module_path(node) for node in model.graph} == paths
@@ -93,6 +94,6 @@ def test_everything_but_the_path_is_dropped() -> None:
         value.metadata_props["from"] = "torch"
     keep_module_paths(model, "model.")
     assert first.metadata_props == {MODULE_KEY: "unet.mid"}
-    assert first.doc_string is None
+    assert [node.doc_string for node in model.graph] == [None, None]
     assert second.metadata_props == {}
     assert not any(value.metadata_props for value in (model.graph.inputs[0], *first.outputs, *second.outputs))

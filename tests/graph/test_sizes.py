@@ -1,16 +1,16 @@
-"""Sizes that a graph computes: followed through its operators, written in one way, computed anew."""
+"""Symbolic sizes: their normal form, and computations of sizes."""
 
 from __future__ import annotations
 
 import onnx_ir as ir
 import pytest
-import sympy
+import sympy  # type: ignore[import-untyped]
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sdonnx.graph.expressions import expression_of, normal
+from sdonnx.graph.shapes.expressions import expression_of, normal
 
-# Sizes as exporters write them: sums and multiples of others.
+# Sizes in the form that exporters write: sums and multiples of others.
 LINEAR = st.recursive(
     st.sampled_from(["h", "w", "1", "2"]),
     lambda inner: st.one_of(
@@ -22,7 +22,7 @@ LINEAR = st.recursive(
 
 
 def written(*forms: str) -> list[object]:
-    """Return these sizes as they are written."""
+    """Return the normal form of these sizes."""
     return [expression_of(ir.SymbolicDim(form)) for form in forms]
 
 
@@ -34,7 +34,7 @@ def test_a_ceiling_is_a_floor() -> None:
 
 @given(expression=LINEAR)
 @settings(max_examples=40, deadline=None)
-def test_equal_sizes_are_written_alike(expression: str) -> None:
+def test_equal_sizes_have_one_normal_form(expression: str) -> None:
     """A size, its expanded form and its factored form become one; a different one does not."""
     size = sympy.sympify(expression)
     *same, other = written(
@@ -62,6 +62,6 @@ def test_equal_sizes_are_written_alike(expression: str) -> None:
         ("2*(((h - 1)//2) + 1)", "(((h - 1)//2) + 1) + (((h - 1)//2) + 1)"),
     ],
 )
-def test_sizes_of_images_are_written_alike(one: str, other: str) -> None:
+def test_sizes_of_images_have_one_normal_form(one: str, other: str) -> None:
     first, second = written(one, other)
     assert first == second

@@ -6,9 +6,10 @@ import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 import pytest
-from graphs import normal
+from support.graphs import normal
 
 from sdonnx.errors import WeightsError
+from sdonnx.graph.edit import required
 from sdonnx.graph.tensors import lazy, read
 
 ARRAYS = {
@@ -45,12 +46,12 @@ def test_external_data_is_read_back(tmp_path: Path, name: str, offset: int) -> N
     np.testing.assert_array_equal(values, ARRAYS[name])
 
 
-def test_what_is_read_outlives_its_file(tmp_path: Path) -> None:
-    """The memory is its own: the output may overwrite the file that it came from."""
+def test_values_outlive_their_file(tmp_path: Path) -> None:
+    """The values have memory of their own: the output may overwrite their file."""
     values = read(saved(tmp_path)["float32"])
     (tmp_path / "data").write_bytes(bytes(1000))
     np.testing.assert_array_equal(values, ARRAYS["float32"])
-    assert values.flags.owndata or values.base.flags.owndata
+    assert values.flags.owndata or required(values.base).flags.owndata
 
 
 def test_tensors_of_every_kind_are_read() -> None:
@@ -92,7 +93,7 @@ def test_data_outside_the_folder_is_refused(tmp_path: Path, location: str) -> No
         read(tensor)
 
 
-def test_lazy_computes_when_asked_and_holds_nothing() -> None:
+def test_lazy_computes_at_each_read_and_keeps_nothing() -> None:
     calls: list[int] = []
 
     def make() -> np.ndarray:

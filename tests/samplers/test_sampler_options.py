@@ -1,11 +1,11 @@
-"""Options that one sampler has and others lack, each against diffusers' scheduler at every step."""
+"""Compare the options of single samplers with diffusers' scheduler at every step."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 import torch
-from trajectories import (
+from support.trajectories import (
     SD15,
     SHORT_NAMES,
     STEP_COUNTS,
@@ -23,7 +23,7 @@ from sdonnx.samplers import config_for, plan
 
 pytestmark = TENSOR_TO_ARRAY
 
-# As PixArt-Sigma's and Sana's folders have it.
+# The options of published folders of flow-matching models.
 FLOW: Config = {"use_flow_sigmas": True, "prediction_type": "flow_prediction", "flow_shift": 3.0}
 
 
@@ -48,17 +48,17 @@ def test_ddim_with_fresh_noise(eta: float, prediction_type: str) -> None:
         ("flow_euler", {"stochastic_sampling": True}, 0.0),
     ],
 )
-def test_noise_is_drawn_when_diffusers_draws_it(name: str, changes: Config, eta: float) -> None:
+def test_samples_noise_in_the_same_calls_as_diffusers(name: str, changes: Config, eta: float) -> None:
     config = config_for(name, {**SD15, **changes})
     scheduler = scheduler_of(config)
     scheduler.set_timesteps(5)
-    generator, latents, drawn = torch.Generator().manual_seed(0), gaussian(0), []
+    generator, latents, sampled = torch.Generator().manual_seed(0), gaussian(0), []
     extra = {"eta": eta} if name == "ddim" else {}
     for timestep in scheduler.timesteps:
         before = generator.get_state()
         latents = scheduler.step(latents, timestep, latents, generator=generator, **extra).prev_sample
-        drawn.append(not torch.equal(before, generator.get_state()))
-    np.testing.assert_array_equal(plan(config, 5, eta=eta).needs_noise, drawn)
+        sampled.append(not torch.equal(before, generator.get_state()))
+    np.testing.assert_array_equal(plan(config, 5, eta=eta).needs_noise, sampled)
 
 
 @pytest.mark.parametrize("euler_at_final", [True, False])
@@ -120,7 +120,7 @@ def test_unipc_with_hundred_steps(solver_order: int, solver_type: str) -> None:
 
 
 @pytest.mark.parametrize("prediction_type", ["epsilon", "v_prediction", "sample"])
-def test_unipc_of_predicted_noise(prediction_type: str) -> None:
+def test_unipc_with_predicted_noise(prediction_type: str) -> None:
     changes = {"predict_x0": False, "final_sigmas_type": "sigma_min", "prediction_type": prediction_type}
     assert_same(config_for("unipc", {**SD15, **changes}))
 
@@ -133,8 +133,8 @@ def test_unipc_without_some_corrections(solver_order: int, disabled: list[int]) 
 
 @pytest.mark.parametrize("solver_order", [1, 2, 3])
 def test_unipc_bh1_ends_without_noise(solver_order: int) -> None:
-    # diffusers multiplies its infinite B(h) by the 0 that a last step of order 1 adds, and gets no number.
-    # That step does not depend on B(h): its bh2 takes it from the same history.
+    # diffusers multiplies an infinite B(h) by the 0 of a last step of order 1, and returns NaN. The step does not
+    # depend on B(h), so it is compared with the step of bh2 from the same history.
     config = config_for("unipc", {**SD15, "solver_type": "bh1", "solver_order": solver_order})
     steps = 12
     scheduler = scheduler_of(config)
@@ -183,17 +183,17 @@ def test_unipc_shift_terminal() -> None:
 
 @pytest.mark.parametrize("mu", [-0.4, 0.5, 1.15])
 @pytest.mark.parametrize("name", ["dpmsolver++", "unipc", "flow_euler"])
-def test_shift_of_the_image(name: str, mu: float) -> None:
+def test_dynamic_shifting(name: str, mu: float) -> None:
     assert_same(config_for(name, {**SD15, **FLOW, "use_dynamic_shifting": True}), (*STEP_COUNTS, 100), mu=mu)
 
 
 @pytest.mark.parametrize("name", ["unipc", "flow_euler"])
-def test_linear_shift_of_the_image(name: str) -> None:
+def test_linear_dynamic_shifting(name: str) -> None:
     changes = {"use_dynamic_shifting": True, "time_shift_type": "linear"}
     assert_same(config_for(name, {**SD15, **FLOW, **changes}), mu=0.8)
 
 
-def test_dpm_solver_keeps_its_shift_where_the_image_gives_none() -> None:
+def test_dpm_solver_uses_flow_shift_without_mu() -> None:
     assert_same(config_for("dpmsolver++", {**SD15, **FLOW, "use_dynamic_shifting": True}))
 
 

@@ -1,4 +1,4 @@
-"""What holds of every plan, for options and steps at random; guidance; the table of samplers."""
+"""Properties of every plan with random options and steps, guidance, and the table of samplers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from trajectories import SD15, SHORT_NAMES, TENSOR_TO_ARRAY, Config, assert_same, scheduler_of
+from support.trajectories import SD15, SHORT_NAMES, TENSOR_TO_ARRAY, Config, assert_same, scheduler_of
 
 from sdonnx.samplers import SAMPLERS, STATE_ROWS, SamplingPlan, config_for, guided_matrices, plan
 
@@ -15,13 +15,13 @@ pytestmark = TENSOR_TO_ARRAY
 
 def test_short_names_are_unique() -> None:
     assert len(set(SHORT_NAMES)) == len(SAMPLERS)
-    assert {"ddim", "pndm", "euler", "euler_a", "heun", "dpmsolver++", "unipc", "lcm", "flow_euler"} == set(SHORT_NAMES)
+
     assert all(class_name == sampler.class_name for class_name, sampler in SAMPLERS.items())
 
 
 @pytest.mark.parametrize("name", SHORT_NAMES)
-def test_options_are_those_of_the_class(name: str) -> None:
-    # Every default is diffusers' own; what its class does not list is read from what it was not told to expect.
+def test_options_have_the_defaults_of_diffusers_class(name: str) -> None:
+    # sigma_min and sigma_max are read by every class, but some do not list them.
     sampler = next(sampler for sampler in SAMPLERS.values() if sampler.short_name == name)
     defaults = dict(scheduler_of({"_class_name": sampler.class_name}).config)
     for option in sampler.options.keys() & defaults.keys():
@@ -30,14 +30,14 @@ def test_options_are_those_of_the_class(name: str) -> None:
     assert sampler.options.keys() - defaults.keys() <= {"sigma_min", "sigma_max"}
 
 
-def test_switching_there_and_back_keeps_the_folder() -> None:
+def test_switching_there_and_back_restores_the_configuration() -> None:
     there = config_for("dpmsolver++", SD15)
     back = config_for("pndm", there)
     assert back == {name: value for name, value in SD15.items() if name != "_diffusers_version"}
 
 
-def test_switching_from_a_silent_folder_suits_latents() -> None:
-    # diffusers' own defaults clip the latents and take Runge-Kutta steps, as no published folder does.
+def test_switching_sets_defaults_for_latents() -> None:
+    # diffusers' defaults clip the latents and take Runge-Kutta steps. Published folders do neither.
     assert config_for("ddim", {})["clip_sample"] is False
     assert config_for("pndm", {})["skip_prk_steps"] is True
     assert config_for("ddim", {"clip_sample": True})["clip_sample"] is True
@@ -45,12 +45,12 @@ def test_switching_from_a_silent_folder_suits_latents() -> None:
 
 @pytest.mark.parametrize("name", SHORT_NAMES)
 @pytest.mark.parametrize("guidance_scale", [1.0, 7.5, 0.0])
-def test_guidance_is_two_columns(name: str, guidance_scale: float) -> None:
+def test_guidance_adds_a_column(name: str, guidance_scale: float) -> None:
     made = plan(config_for(name, SD15), 6)
     random = np.random.default_rng(0)
     state = random.standard_normal((STATE_ROWS + 1, 12))
     unconditional, conditional = random.standard_normal((2, 12))
-    # As diffusers' pipelines write it.
+    # The expression in diffusers' pipelines.
     guided = unconditional + guidance_scale * (conditional - unconditional)
     expected = made.matrices @ np.concatenate([state, guided[None]])
     columns = guided_matrices(made, guidance_scale)
@@ -59,7 +59,7 @@ def test_guidance_is_two_columns(name: str, guidance_scale: float) -> None:
     np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-12)
 
 
-def test_without_guidance_there_is_one_column() -> None:
+def test_matrices_without_guidance_are_a_copy_of_the_plan() -> None:
     made = plan(config_for("euler", SD15), 6)
     columns = guided_matrices(made, None)
     np.testing.assert_array_equal(columns, made.matrices)
@@ -67,10 +67,10 @@ def test_without_guidance_there_is_one_column() -> None:
     assert made.matrices.any()
 
 
-@pytest.mark.parametrize(("name", "calls", "of_one_step"), [("pndm", 21, 1), ("heun", 39, 1), ("unipc", 20, 1)])
-def test_calls_of_a_number_of_steps(name: str, calls: int, of_one_step: int) -> None:
+@pytest.mark.parametrize(("name", "calls", "calls_of_one_step"), [("pndm", 21, 1), ("heun", 39, 1), ("unipc", 20, 1)])
+def test_number_of_calls(name: str, calls: int, calls_of_one_step: int) -> None:
     assert len(plan(config_for(name, SD15), 20).timesteps) == calls
-    assert len(plan(config_for(name, SD15), 1).timesteps) == of_one_step
+    assert len(plan(config_for(name, SD15), 1).timesteps) == calls_of_one_step
 
 
 def assert_well_formed(made: SamplingPlan) -> None:
@@ -113,7 +113,9 @@ PLAN_OPTIONS = st.fixed_dictionaries(
     eta=st.floats(0, 1),
     strength=st.floats(0.01, 1),
 )
-def test_any_number_of_steps_is_finite(name: str, options: Config, steps: int, eta: float, strength: float) -> None:
+def test_plans_are_finite_for_any_step_count(
+    name: str, options: Config, steps: int, eta: float, strength: float
+) -> None:
     config = config_for(name, {**SD15, **options, "original_inference_steps": 1000})
     taken = int(steps * strength) or steps
     made = plan(config, steps, eta=eta, strength=1.0 if int(steps * strength) == 0 else strength)
@@ -132,7 +134,7 @@ def test_any_number_of_steps_is_finite(name: str, options: Config, steps: int, e
     eta=st.floats(0, 1),
     strength=st.floats(0.2, 1),
 )
-def test_any_options_are_followed(
+def test_random_options_match_diffusers(
     name: str, options: Config, lower_order_final: bool, flow: bool, steps: int, eta: float, strength: float
 ) -> None:
     config: Config = {**SD15, **options}

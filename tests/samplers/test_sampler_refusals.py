@@ -1,4 +1,4 @@
-"""What cannot be followed is refused before anything is drawn, with what was found and what would do."""
+"""Unsupported options are rejected before sampling starts; the error names the option and the supported values."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 import pytest
-from trajectories import SD15, TENSOR_TO_ARRAY, Config, scheduler_of, their_trajectory
+from support.trajectories import SD15, TENSOR_TO_ARRAY, Config, scheduler_of, their_trajectory
 
 from sdonnx.errors import OptionError, SchedulerError
 from sdonnx.samplers import SAMPLERS, config_for, plan
@@ -67,7 +67,7 @@ FLOW: Config = {"use_flow_sigmas": True, "prediction_type": "flow_prediction"}
         ("flow_euler", "shift", None, "a number"),
     ],
 )
-def test_options_that_cannot_be_followed(name: str, option: str, value: object, supported: str) -> None:
+def test_rejects_unsupported_options(name: str, option: str, value: object, supported: str) -> None:
     with pytest.raises(SchedulerError) as caught:
         plan({**config_for(name, SD15), option: value}, 10)
     assert option in caught.value.found
@@ -89,28 +89,28 @@ def test_options_that_cannot_be_followed(name: str, option: str, value: object, 
             {"predict_x0": False, "prediction_type": "flow_prediction", "final_sigmas_type": "sigma_min"},
             "flow",
         ),
-        ("unipc", {"predict_x0": False}, "predict_x0 = false and ends without noise"),
+        ("unipc", {"predict_x0": False}, "predict_x0 = false, divides by the noise level"),
         ("unipc", {"lower_order_final": False}, "solver_order = 2 and lower_order_final = false"),
     ],
 )
-def test_options_that_do_not_go_together(name: str, changes: Config, match: str) -> None:
+def test_rejects_incompatible_options(name: str, changes: Config, match: str) -> None:
     with pytest.raises(SchedulerError, match=match):
         plan({**config_for(name, SD15), **changes}, 10)
 
 
 @pytest.mark.parametrize("changes", [{"predict_x0": False}, {"lower_order_final": False}])
-def test_what_is_refused_has_no_result_in_diffusers(changes: Config) -> None:
+def test_rejected_options_have_no_finite_result_in_diffusers(changes: Config) -> None:
     scheduler = scheduler_of(config_for("unipc", {**SD15, **changes}))
     scheduler.set_timesteps(10)
     assert not their_trajectory(scheduler)[-1].isfinite().any()
 
 
-def test_one_step_of_unipc_has_no_order_to_lower() -> None:
+def test_unipc_takes_one_step_without_lower_order_final() -> None:
     assert len(plan(config_for("unipc", {**SD15, "lower_order_final": False}), 1).timesteps) == 1
 
 
-def test_options_absent_from_a_folder_are_diffusers_defaults() -> None:
-    # DDIMScheduler clips and PNDMScheduler takes Runge-Kutta steps unless told not to.
+def test_missing_options_have_diffusers_defaults() -> None:
+    # By default, DDIMScheduler clips and PNDMScheduler takes Runge-Kutta steps.
     with pytest.raises(SchedulerError, match="clip_sample = true"):
         plan({"_class_name": "DDIMScheduler"}, 10)
     with pytest.raises(SchedulerError, match="skip_prk_steps = false"):
@@ -118,24 +118,24 @@ def test_options_absent_from_a_folder_are_diffusers_defaults() -> None:
 
 
 @pytest.mark.parametrize("class_name", ["LMSDiscreteScheduler", "Euler", "", None, ["DDIMScheduler"]])
-def test_unknown_samplers(class_name: object) -> None:
+def test_rejects_unknown_samplers(class_name: object) -> None:
     with pytest.raises(SchedulerError, match=r"euler \(EulerDiscreteScheduler\)"):
         plan({**SD15, "_class_name": class_name}, 10)
 
 
-def test_switching_to_an_unknown_sampler() -> None:
+def test_rejects_switching_to_an_unknown_sampler() -> None:
     with pytest.raises(SchedulerError, match="'dpm'"):
         config_for("dpm", SD15)
 
 
 @pytest.mark.parametrize("class_name", SAMPLERS)
 @pytest.mark.parametrize("steps", [0, -1, 1001, 2.5, True, "10", None])
-def test_numbers_of_steps_that_cannot_be_taken(steps: Any, class_name: str) -> None:
+def test_rejects_invalid_step_counts(steps: Any, class_name: str) -> None:
     with pytest.raises(OptionError, match="num_inference_steps"):
         plan(config_for(class_name, SD15), steps)
 
 
-def test_more_steps_than_a_model_was_distilled_with() -> None:
+def test_rejects_more_steps_than_the_model_was_distilled_with() -> None:
     config = config_for("lcm", {**SD15, "original_inference_steps": 20})
     scheduler = scheduler_of(config)
     with pytest.raises(ValueError, match="num_inference_steps"):
@@ -146,13 +146,13 @@ def test_more_steps_than_a_model_was_distilled_with() -> None:
 
 
 @pytest.mark.parametrize("eta", [-0.1, 1.5, math.nan, math.inf])
-def test_eta_out_of_range(eta: float) -> None:
+def test_rejects_eta_out_of_range(eta: float) -> None:
     with pytest.raises(OptionError, match="eta"):
         plan(config_for("ddim", SD15), 10, eta=eta)
 
 
 @pytest.mark.parametrize("name", ["flow_euler", "unipc"])
-def test_shift_of_the_image_that_is_not_given(name: str) -> None:
+def test_rejects_dynamic_shifting_without_mu(name: str) -> None:
     config = config_for(name, {**SD15, **FLOW, "use_dynamic_shifting": True})
     with pytest.raises(ValueError, match="mu"):
         scheduler_of(config).set_timesteps(10)
@@ -161,19 +161,19 @@ def test_shift_of_the_image_that_is_not_given(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["flow_euler", "unipc", "dpmsolver++", "ddim"])
-def test_shift_of_the_image_where_none_is_taken(name: str) -> None:
+def test_rejects_mu_without_dynamic_shifting(name: str) -> None:
     with pytest.raises(OptionError, match=r"mu is 0\.5"):
         plan(config_for(name, SD15), 10, mu=0.5)
 
 
 @pytest.mark.parametrize("mu", [math.nan, math.inf])
-def test_shift_of_the_image_that_is_no_number(mu: float) -> None:
+def test_rejects_mu_that_is_not_finite(mu: float) -> None:
     config = {"_class_name": "FlowMatchEulerDiscreteScheduler", "use_dynamic_shifting": True}
     with pytest.raises(OptionError, match="finite"):
         plan(config, 10, mu=mu)
 
 
-def test_dpm_solver_has_no_linear_shift() -> None:
+def test_dpm_solver_rejects_a_linear_shift() -> None:
     changes = {**FLOW, "use_dynamic_shifting": True, "time_shift_type": "linear"}
     with pytest.raises(SchedulerError, match="time_shift_type"):
         plan(config_for("dpmsolver++", {**SD15, **changes}), 10, mu=0.5)
@@ -192,19 +192,19 @@ def test_dpm_solver_has_no_linear_shift() -> None:
         ("dpmsolver++", {**FLOW, "flow_shift": 1e12}, None),
     ],
 )
-def test_noise_levels_of_a_flow_that_do_not_fall(name: str, changes: Config, mu: float | None) -> None:
+def test_rejects_flow_sigmas_that_do_not_fall(name: str, changes: Config, mu: float | None) -> None:
     with pytest.raises(SchedulerError, match="noise levels"):
         plan(config_for(name, {**SD15, **changes}), 10, mu=mu)
 
 
-def test_a_single_step_cannot_be_stretched() -> None:
+def test_rejects_shift_terminal_with_a_single_step() -> None:
     with pytest.raises(SchedulerError, match="noise levels"):
         plan({"_class_name": "FlowMatchEulerDiscreteScheduler", "shift_terminal": 0.1}, 1)
 
 
 @pytest.mark.parametrize(("low", "high"), [(0.0, 10.0), (-1.0, 10.0), (10.0, 1.0)])
 @pytest.mark.parametrize("name", ["euler", "heun", "unipc"])
-def test_empty_range_of_sigmas(name: str, low: float, high: float) -> None:
+def test_rejects_an_empty_range_of_sigmas(name: str, low: float, high: float) -> None:
     config = config_for(name, {**SD15, "use_karras_sigmas": True, "sigma_min": low, "sigma_max": high})
     with pytest.raises(SchedulerError, match="sigma_min"):
         plan(config, 10)
@@ -213,7 +213,7 @@ def test_empty_range_of_sigmas(name: str, low: float, high: float) -> None:
 @pytest.mark.parametrize(
     ("name", "changes"),
     [
-        # The noise that was predicted says nothing about the data where there is no data in the latents.
+        # Predicted noise does not determine the data if the latents are pure noise.
         ("ddim", {"rescale_betas_zero_snr": True, "timestep_spacing": "trailing"}),
         ("lcm", {"rescale_betas_zero_snr": True}),
         ("ddim", {"beta_start": -1.0}),
@@ -226,6 +226,6 @@ def test_empty_range_of_sigmas(name: str, low: float, high: float) -> None:
         ("unipc", {"beta_end": math.nan}),
     ],
 )
-def test_betas_that_divide_by_zero(name: str, changes: Config) -> None:
+def test_rejects_betas_that_divide_by_zero(name: str, changes: Config) -> None:
     with pytest.raises(SchedulerError, match="divides by zero"):
         plan(config_for(name, {**SD15, **changes}), 10)

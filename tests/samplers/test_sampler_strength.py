@@ -1,4 +1,4 @@
-"""Image to image and inpainting: the last steps alone, and noise on clean latents, as diffusers has them."""
+"""Compare image to image and inpainting with diffusers: skipped steps, and clean latents with noise added."""
 
 from __future__ import annotations
 
@@ -7,7 +7,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from trajectories import CLEAN, NOISE, SD15, SHORT_NAMES, TENSOR_TO_ARRAY, Config, assert_same, noised, scheduler_of
+from support.trajectories import (
+    CLEAN,
+    NOISE,
+    SD15,
+    SHORT_NAMES,
+    TENSOR_TO_ARRAY,
+    Config,
+    assert_same,
+    noised,
+    scheduler_of,
+)
 
 from sdonnx.errors import OptionError
 from sdonnx.samplers import config_for, plan
@@ -15,7 +25,7 @@ from sdonnx.samplers import config_for, plan
 pytestmark = TENSOR_TO_ARRAY
 
 STRENGTHS = (0.1, 0.2, 0.3, 0.5, 0.6, 0.75, 0.8, 0.9, 0.99, 1.0)
-# More memory of the steps before than the defaults have.
+# Options that use more history than the defaults.
 DEEP: dict[str, Config] = {
     "dpmsolver++": {"solver_order": 3, "lower_order_final": False},
     "unipc": {"solver_order": 3},
@@ -46,7 +56,7 @@ def test_image_to_image_with_a_flow(name: str, strength: float) -> None:
 @pytest.mark.parametrize("skipped", range(8))
 @pytest.mark.parametrize("name", SHORT_NAMES)
 def test_every_first_step(name: str, skipped: int) -> None:
-    # PNDM takes its second call for the correction of the first, wherever the list of calls is cut.
+    # PNDM uses its second call as the correction of the first, wherever the list of calls is cut.
     assert_same(config_for(name, SD15), (8,), strength=(8 - skipped) / 8, from_image=True)
 
 
@@ -59,13 +69,13 @@ def test_inpainting(name: str, changes: Config, strength: float) -> None:
 
 
 @pytest.mark.parametrize("name", SHORT_NAMES)
-def test_inpainting_from_noise_alone(name: str) -> None:
+def test_inpainting_from_noise(name: str) -> None:
     assert_same(config_for(name, SD15), (5, 20), inpaint=True)
 
 
 @pytest.mark.parametrize("strength", [0.5, 1.0])
 @pytest.mark.parametrize("name", SHORT_NAMES)
-def test_noise_on_clean_latents(name: str, strength: float) -> None:
+def test_clean_latents_with_noise(name: str, strength: float) -> None:
     config = config_for(name, SD15)
     scheduler = scheduler_of(config)
     scheduler.set_timesteps(14)
@@ -82,21 +92,21 @@ def test_noise_on_clean_latents(name: str, strength: float) -> None:
     assert (made.clean_scales[-1], made.noise_scales[-1]) == (1, 0)
 
 
-def test_noise_on_clean_latents_of_a_sampler_that_ends_with_noise() -> None:
+def test_known_latents_end_clean_if_the_sampler_ends_with_noise() -> None:
     made = plan(config_for("dpmsolver++", {**SD15, "final_sigmas_type": "sigma_min"}), 6)
     assert (made.clean_scales[-1], made.noise_scales[-1]) == (1, 0)
 
 
 @pytest.mark.parametrize(("steps", "strength"), [(10, 0.09), (1, 0.5), (3, 0.3), (50, 1e-9)])
 @pytest.mark.parametrize("name", SHORT_NAMES)
-def test_no_step_left(name: str, steps: int, strength: float) -> None:
+def test_rejects_a_strength_that_leaves_no_step(name: str, steps: int, strength: float) -> None:
     with pytest.raises(OptionError, match="no step") as caught:
         plan(config_for(name, SD15), steps, strength=strength)
     assert "strength" in caught.value.remedy
 
 
-def test_no_timestep_left() -> None:
-    # The bound leaves fewer timesteps than steps, and the tail begins behind them.
+def test_rejects_a_strength_that_leaves_no_timestep() -> None:
+    # The bound leaves fewer timesteps than steps, and all of them are skipped.
     changes = {"beta_schedule": "squaredcos_cap_v2", "lambda_min_clipped": 2.0, "timestep_spacing": "trailing"}
     config = config_for("dpmsolver++", {**SD15, **changes})
     scheduler = scheduler_of(config)
@@ -107,6 +117,6 @@ def test_no_timestep_left() -> None:
 
 
 @pytest.mark.parametrize("strength", [0.0, -0.5, 1.01, math.nan, math.inf])
-def test_strength_out_of_range(strength: Any) -> None:
+def test_rejects_strength_out_of_range(strength: Any) -> None:
     with pytest.raises(OptionError, match="strength"):
         plan(SD15, 10, strength=strength)

@@ -1,12 +1,13 @@
-"""The engines: each draws the same images from the same weights, seeds and sampler."""
+"""The engines. All generate the same images from the same weights, seeds and sampler."""
 
 from __future__ import annotations
 
 from sdonnx.benchmark.engine import Engine
+from sdonnx.benchmark.engines.exported_folder import PlainOnnxRuntimeEngine
+from sdonnx.benchmark.engines.optimized_folder import OnnxRuntimeEngine
 from sdonnx.benchmark.engines.optimum import OptimumEngine
-from sdonnx.benchmark.engines.ours import OnnxRuntimeEngine
-from sdonnx.benchmark.engines.plain import PlainOnnxRuntimeEngine
-from sdonnx.benchmark.engines.pytorch import COMPILE_MODES, ReferenceEngine, TorchEngine
+from sdonnx.benchmark.engines.pytorch import COMPILE_MODES, TorchEngine
+from sdonnx.benchmark.engines.reference import ReferenceEngine
 
 __all__ = [
     "COMPILE_MODES",

@@ -1,7 +1,7 @@
-"""optimum-onnx: diffusers' own pipelines around sessions of ONNX Runtime, as Hugging Face's users run them.
+"""optimum-onnx: diffusers' pipelines with ONNX Runtime sessions.
 
-It takes transformers < 4.58, so it cannot share an environment with today's exporter. What is worked around
-here was read in, and tried with, optimum-onnx 0.1.0 (optimum/onnxruntime/base.py and modeling_diffusion.py).
+optimum-onnx requires transformers < 4.58, so it cannot share an environment with the current exporter. The workarounds
+in this module apply to optimum-onnx 0.1.0 (optimum/onnxruntime/base.py and modeling_diffusion.py).
 """
 
 from __future__ import annotations
@@ -15,11 +15,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from sdonnx.benchmark.engine import Engine, EngineOptions, FolderKind
-from sdonnx.benchmark.engines.pytorch import replaced, start_of
-from sdonnx.benchmark.kernels import profiled_by_onnxruntime, profiling_sessions
+from sdonnx.benchmark.engines.generation_inputs import start_arguments
+from sdonnx.benchmark.engines.patching import patched
 from sdonnx.benchmark.memory import first_gpu
-from sdonnx.benchmark.results import Stages, Workload
+from sdonnx.benchmark.operator_times import profile_with_onnxruntime, profiling_sessions
+from sdonnx.benchmark.results import Stages
 from sdonnx.benchmark.stages import STAGES, StageClock
+from sdonnx.benchmark.workload import Workload
 from sdonnx.errors import DeviceMemoryError, FolderError, OptionError, ProviderError
 
 if TYPE_CHECKING:
@@ -31,11 +33,11 @@ _OPERATOR = re.compile(r"[^\w\s]+")
 
 
 class OptimumEngine(Engine):
-    """An exported folder, drawn with by optimum-onnx with its own defaults: bound buffers on a GPU, numpy on a CPU."""
+    """Runs an exported folder with optimum-onnx and its defaults: bound buffers on a GPU, numpy on a CPU."""
 
     name = "optimum"
     reads = FolderKind.EXPORTED
-    remedy = "give the folder that python -m sdonnx.export wrote"
+    remedy = "pass the folder written by python -m sdonnx.export"
     distributions = (
         ("optimum-onnx",),
         ("onnxruntime-gpu", "onnxruntime"),
@@ -44,23 +46,21 @@ class OptimumEngine(Engine):
         ("torch",),
     )
     modules = ("optimum.onnxruntime", "onnxruntime", "diffusers", "transformers", "torch")
-    installation = "pip install 'optimum-onnx[onnxruntime-gpu]' diffusers torch, in an environment of its own"
+    installation = "pip install 'optimum-onnx[onnxruntime-gpu]' diffusers torch, in a separate environment"
 
     def __init__(self, options: EngineOptions) -> None:
-        """Look at the options and the folder."""
+        """Check the options and the folder."""
         super().__init__(options)
-        if options.safety_checker:  # it takes torch's, and runs no ONNX one
-            raise OptionError(
-                f"--enable_safety_checker for the engine {self.name}", "another engine", "leave one of them out"
-            )
+        if options.safety_checker:  # optimum supports torch's, but no ONNX safety checker
+            raise OptionError(f"--enable_safety_checker for the engine {self.name}", "another engine", "omit one")
 
     def default_provider(self) -> str:
-        """Return "cuda" where there is a GPU, else "cpu"."""
+        """Return "cuda" if there is a GPU, else "cpu"."""
         return "cpu" if first_gpu() is None else "cuda"
 
     @property
     def precision(self) -> str:
-        """The type of the exported denoiser."""
+        """The data type of the exported denoiser."""
         return str(self._denoiser.dtype).removeprefix("torch.")
 
     @property
@@ -68,15 +68,15 @@ class OptimumEngine(Engine):
         return getattr(self._pipeline, self.denoiser.name)
 
     def load(self, workload: Workload) -> None:
-        """Load the graphs into sessions with optimum's own choices."""
+        """Load the graphs into sessions with optimum's default options."""
         import torch
 
-        from sdonnx.runtime.device import device_for
+        from sdonnx.runtime.device.device import device_for
 
         self._torch = torch
-        self._device = device_for(self.device)  # refuses what is not there, and finds CUDA's libraries
+        self._device = device_for(self.device)  # checks the provider, and loads the CUDA libraries
         if self.device == "cuda" and not torch.cuda.is_available():
-            # The buffers that it binds are torch's.
+            # optimum binds torch tensors.
             raise ProviderError(
                 f"torch {torch.__version__} finds no CUDA here",
                 "a GPU, its driver and a torch built for CUDA",
@@ -87,30 +87,30 @@ class OptimumEngine(Engine):
     def _open(self, workload: Workload, session_options: Any = None) -> Any:
         import diffusers
 
-        from sdonnx.runtime.device import PROVIDERS, told_of_memory
+        from sdonnx.runtime.device.device import PROVIDERS, memory_errors
 
         diffusers.utils.logging.set_verbosity_error()
-        # By name: where types are checked it is not installed.
+        # By name: optimum is not installed where mypy runs.
         optimum: Any = importlib.import_module("optimum.onnxruntime")
         importlib.import_module("optimum.utils.logging").set_verbosity_error()
         task = "Text2Image" if workload.image is None else "Image2Image"
         try:
-            with told_of_memory(self._device, "loading"):
+            with memory_errors(self._device, "loading"):
                 pipeline = getattr(optimum, f"ORTPipelineFor{task}").from_pretrained(
                     self.folder.path,
-                    export=False,  # else a folder without a denoiser's graph is looked for on the hub
+                    export=False,  # otherwise a folder without a denoiser graph is searched on the hub
                     provider=PROVIDERS[self.device],
                     session_options=session_options,
-                    **self._unread(),
+                    **self._image_processor(),
                 )
         except DeviceMemoryError:
             raise
-        except Exception as error:  # onnxruntime's exceptions have no common class of their own
+        except Exception as error:  # onnxruntime's exceptions have no common base class
             reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
             raise FolderError(
                 f"optimum cannot load {self.folder.path} ({reason})", "a complete exported pipeline", "export it again"
             ) from error
-        if pipeline.provider != PROVIDERS[self.device]:  # ONNX Runtime goes on with the CPU
+        if pipeline.provider != PROVIDERS[self.device]:  # ONNX Runtime falls back to the CPU
             raise ProviderError(
                 f"{PROVIDERS[self.device]} could not be loaded",
                 "a GPU, its driver and the CUDA libraries",
@@ -126,8 +126,8 @@ class OptimumEngine(Engine):
         pipeline.set_progress_bar_config(disable=True)
         return pipeline
 
-    def _unread(self) -> dict[str, Any]:
-        """Return what stands in for the safety checker's image processor: its class may be newer than transformers."""
+    def _image_processor(self) -> dict[str, Any]:
+        """Return a substitute for the safety checker's image processor, whose class may be newer than transformers."""
         if not self.folder.has_component("feature_extractor"):
             return {}
         import transformers
@@ -135,24 +135,24 @@ class OptimumEngine(Engine):
         processor: Any = transformers.CLIPImageProcessor
         return {"feature_extractor": processor()}
 
-    def draw(self, prompt: str, workload: Workload) -> list[Image]:
-        """Return images of a prompt, from the noise that the other engines start with."""
-        return self._draw(self._pipeline, prompt, workload)
+    def generate(self, prompt: str, workload: Workload) -> list[Image]:
+        """Generate images of a prompt, from the same noise as the other engines."""
+        return self._generate(self._pipeline, prompt, workload)
 
-    def _draw(self, pipeline: Any, prompt: str, workload: Workload) -> list[Image]:
-        from sdonnx.runtime.device import told_of_memory
+    def _generate(self, pipeline: Any, prompt: str, workload: Workload) -> list[Image]:
+        from sdonnx.runtime.device.device import memory_errors
 
         generator = self._torch.Generator("cpu").manual_seed(workload.seed)
-        # With bound buffers the prediction overwrites the denoiser's input, and without guidance that is the
-        # latents themselves, which the sampler still needs.
+        # With bound buffers the prediction overwrites the denoiser's input. Without guidance the input is the latents,
+        # which the sampler still needs.
         guided = workload.guidance_scale > 1
         getattr(pipeline, self.denoiser.name).use_io_binding = self.device == "cuda" and guided
         with (
             self._torch.inference_mode(),
-            told_of_memory(self._device, "drawing"),
+            memory_errors(self._device, "generating"),
             warnings.catch_warnings(),
         ):
-            warnings.filterwarnings("ignore", "Accessing config attribute", FutureWarning)  # optimum's own doing
+            warnings.filterwarnings("ignore", "Accessing config attribute", FutureWarning)  # caused by optimum
             images: list[Image] = pipeline(
                 prompt,
                 negative_prompt=workload.negative_prompt,
@@ -160,13 +160,13 @@ class OptimumEngine(Engine):
                 guidance_scale=workload.guidance_scale,
                 num_images_per_prompt=workload.batch_size,
                 generator=generator,
-                # In the denoiser's type: a bound output is written through the input's address, whatever lies there.
-                **start_of(pipeline, workload, generator, getattr(pipeline, self.denoiser.name).dtype),
+                # In the denoiser's type: optimum writes the bound output to the address of the input.
+                **start_arguments(pipeline, workload, generator, getattr(pipeline, self.denoiser.name).dtype),
             ).images
         return images
 
     def stages(self, prompt: str, workload: Workload) -> Stages:
-        """Draw with marks on the host's clock: every call of a session waits for the device."""
+        """Measure with the host's clock: every call of a session waits for the device."""
 
         def mark() -> float:
             if self.device == "cuda":
@@ -178,12 +178,12 @@ class OptimumEngine(Engine):
         with contextlib.ExitStack() as stack:
             for spec in watched:
                 part = getattr(self._pipeline, spec.name)
-                stack.enter_context(replaced(part, "forward", partial(clock.around, STAGES[spec.role])))
-            self.draw(prompt, workload)
+                stack.enter_context(patched(part, "forward", partial(clock.around, STAGES[spec.role])))
+            self.generate(prompt, workload)
         return clock.stages()
 
     def kernels(self, prompt: str, workload: Workload) -> tuple[dict[str, float], int, str]:
-        """Count by torch's profiler on a GPU, by ONNX Runtime's on a CPU."""
+        """Profile with torch on a GPU and with ONNX Runtime on a CPU."""
         if self.device == "cuda":
             return super().kernels(prompt, workload)
         with profiling_sessions() as (options, folder):
@@ -193,14 +193,14 @@ class OptimumEngine(Engine):
                 for part in pipeline.parts:
                     part.session.end_profiling()
 
-            return profiled_by_onnxruntime(lambda: self._draw(pipeline, prompt, workload), close, folder)
+            return profile_with_onnxruntime(lambda: self._generate(pipeline, prompt, workload), close, folder)
 
     @property
     def scheduler(self) -> str:
-        """The sampler's class."""
+        """The sampler's class name."""
         return type(self._pipeline.scheduler).__name__
 
 
 def _spaced(shape: list[Any]) -> list[Any]:
-    """Return a shape as optimum computes it: it tells names and numbers of "8*height" apart by spaces alone."""
+    """Add spaces around the operators of a shape: optimum splits "8 * height", but not "8*height", into its parts."""
     return [_OPERATOR.sub(r" \g<0> ", size) if isinstance(size, str) else size for size in shape]

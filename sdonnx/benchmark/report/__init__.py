@@ -1,7 +1,7 @@
-"""The page that a comparison is published as: one HTML file with everything in it."""
+"""The HTML report of a comparison, a single self-contained file."""
 
 from __future__ import annotations
 
-from sdonnx.benchmark.report.page import refuse_report, write_report
+from sdonnx.benchmark.report.report_page import check_report, write_report
 
-__all__ = ["refuse_report", "write_report"]
+__all__ = ["check_report", "write_report"]

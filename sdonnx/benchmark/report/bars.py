@@ -1,4 +1,4 @@
-"""Bars of what each workload costs: latency, start, memory, stages, kernels."""
+"""Bar charts for each workload: latency, time to the first image, stages, memory, kernels."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+from sdonnx.benchmark.extra_results import Kernels
 from sdonnx.benchmark.report.figures import INK, PAPER, Figure, Key, Trace, bars, ends, literal, rows_layout
-from sdonnx.benchmark.report.palette import NEUTRAL, Palette, faint, part_colours, tone
-from sdonnx.benchmark.report.rows import latencies_of, trusted, unit_for
-from sdonnx.benchmark.report.tables import (
+from sdonnx.benchmark.report.html_tables import (
     MB,
     Column,
     Row,
@@ -17,29 +16,32 @@ from sdonnx.benchmark.report.tables import (
     aligned,
     decimals_for,
     fixed,
+    make_table,
     number,
-    table_of,
     whole,
 )
-from sdonnx.benchmark.results import Kernels, Result, Workload
+from sdonnx.benchmark.report.palette import NEUTRAL, Palette, faint, part_colours, tone
+from sdonnx.benchmark.report.workload_rows import all_latencies, trusted_results, unit_for
+from sdonnx.benchmark.results import Result
 from sdonnx.benchmark.statistics import quantile
+from sdonnx.benchmark.workload import Workload
 
 __all__ = ["first_image_figure", "kernels_figure", "latency_figure", "memory_figure", "stages_figure"]
 
 
-# In a bar of its own the first run is the pale one; where it stands on loading it is the main part.
+# "first run" is pale as a separate bar, and fully coloured as the part after loading.
 _TONED = {"first run": "first"}
 
 
 def latency_figure(workload: Workload, results: Sequence[Result], palette: Palette) -> Figure | None:
-    """Return the median of each engine, from its p10 to its p90, and every run; None where there is nothing."""
-    rows = trusted(results)
+    """Return the median of each engine with its range from p10 to p90, and every run; None without results."""
+    rows = trusted_results(results)
     if not rows:
         return None
     unit = unit_for([summary.median_s for _, summary in rows])
     names = [result.rival for result, _ in rows]
     colours = [palette.colour(name) for name in names]
-    runs = [[latency * unit.factor for latency in latencies_of(result)] for result, _ in rows]
+    runs = [[latency * unit.factor for latency in all_latencies(result)] for result, _ in rows]
     medians = [summary.median_s * unit.factor for _, summary in rows]
     low, high = ([quantile(each, share) for each in runs] for share in (0.1, 0.9))
     decimals = decimals_for(medians)
@@ -64,15 +66,15 @@ def latency_figure(workload: Workload, results: Sequence[Result], palette: Palet
     ]
     return Figure(
         workload.title,
-        _spoken("Latency", names, texts),
+        _description("Latency", names, texts),
         [bar, *_dots(rows, unit.factor, colours), ends(places, [max(each) for each in runs], texts)],
         rows_layout(names, unit.name),
-        table_of(f"{workload.title}: latency, {unit.name}", "engine", _rows(names, palette), columns),
+        make_table(f"{workload.title}: latency, {unit.name}", "engine", _rows(names, palette), columns),
     )
 
 
 def _dots(rows: Sequence[tuple[Result, Any]], factor: float, colours: Sequence[str]) -> list[Trace]:
-    """Return every run as a dot; a round's runs lie on one line."""
+    """Return every run as a dot; the runs of a round are on one line."""
     traces = []
     for place, ((result, _), colour) in enumerate(zip(rows, colours, strict=True)):
         count = len(result.rounds)
@@ -90,12 +92,12 @@ def _dots(rows: Sequence[tuple[Result, Any]], factor: float, colours: Sequence[s
 
 
 def first_image_figure(workload: Workload, results: Sequence[Result], palette: Palette) -> Figure | None:
-    """Return the time to the first image: loading, then the first run."""
-    rows = trusted(results)
+    """Return the time to the first image: loading and the first run."""
+    rows = trusted_results(results)
     if not rows:
         return None
     loads = [summary.load_s for _, summary in rows]
-    # Medians over rounds need not add up: what is no loading belongs to the run.
+    # Medians over rounds need not add up, so the time of the run is the difference.
     runs = [max(summary.first_image_s - summary.load_s, 0.0) for _, summary in rows]
     return _stacked(
         workload,
@@ -109,14 +111,14 @@ def first_image_figure(workload: Workload, results: Sequence[Result], palette: P
 
 
 def stages_figure(workload: Workload, results: Sequence[Result], palette: Palette) -> Figure | None:
-    """Return where the time of a run goes: text, all steps, decoding, and what is none of these."""
-    found = [(row, summary, row.stages) for row, summary in trusted(results) if row.stages is not None]
+    """Return the time of a run by stage: text, all steps, decoding, and the rest."""
+    found = [(row, summary, row.stages) for row, summary in trusted_results(results) if row.stages is not None]
     if not found:
         return None
     parts: dict[str, list[float]] = {"text": [], "steps": [], "decode": [], "rest": []}
     for _, summary, stages in found:
         text, steps, decode = stages.text_ms, stages.step_ms * stages.denoiser_calls, stages.decode_ms
-        # The stages have a clock of their own, so the sum can exceed the median by its error.
+        # The stages are measured in a separate run, so their sum can exceed the median.
         rest = max(summary.median_s * 1e3 - text - steps - decode, 0.0)
         for name, value in zip(parts, (text, steps, decode, rest), strict=True):
             parts[name].append(value)
@@ -133,14 +135,13 @@ def kernels_figure(workload: Workload, found: Sequence[Kernels], palette: Palett
     names = [each.rival for each in found]
     parts = {kind: [each.milliseconds.get(kind, 0.0) for each in found] for kind in kinds}
     colours = part_colours(list(kinds))
-    what = "Device time by kind of operator"
-    figure = _stacked(workload, what, names, parts, "ms", palette, colours=colours)
-    # The table has the kinds' names and colours.
+    figure = _stacked(workload, "Device time by kind of operator", names, parts, "ms", palette, colours=colours)
+    # The table shows the names and colours of the kinds.
     return dataclasses.replace(figure, table=_kernels_table(workload, found, colours), legend=())
 
 
 def _kernels_table(workload: Workload, found: Sequence[Kernels], colours: dict[str, str]) -> Table:
-    """Return kinds as rows, engines as columns: there are more kinds than fit beside one another."""
+    """Return a table with kinds as rows and engines as columns, because there are too many kinds for columns."""
     totals = [sum(each.milliseconds.values()) for each in found]
     decimals = decimals_for(totals)
     columns = []
@@ -160,8 +161,8 @@ def _kernels_table(workload: Workload, found: Sequence[Kernels], colours: dict[s
 
 
 def memory_figure(workload: Workload, results: Sequence[Result], palette: Palette) -> Figure | None:
-    """Return the peak memory of the first run, of the timed runs, and of the process on the host."""
-    rows = trusted(results)
+    """Return the peak memory of the first run, of the run after the timed ones, and of the host process."""
+    rows = trusted_results(results)
     if not rows:
         return None
     names = [result.rival for result, _ in rows]
@@ -191,14 +192,14 @@ def memory_figure(workload: Workload, results: Sequence[Result], palette: Palett
         ]
         data += [ends(places, values, texts)]
     layout = rows_layout(names, "MB")
-    layout["height"] += 18 * len(names)  # three bars in a row
+    layout["height"] += 18 * len(names)  # three bars in each row
     return Figure(
         workload.title,
-        _spoken("Peak memory of the second run", names, [f"{number(row.second_run_bytes / MB, 0)} MB"
+        _description("Peak memory of the second run", names, [f"{number(row.second_run_bytes / MB, 0)} MB"
                                                          for _, row in rows]),
         data,
         layout,
-        table_of(f"{workload.title}: peak memory, MB", "engine", _rows(names, palette),
+        make_table(f"{workload.title}: peak memory, MB", "engine", _rows(names, palette),
                  [Column("", name, tuple(values), whole) for name, values in peaks.items()]),
         tuple(Key(name, tone(NEUTRAL, _TONED.get(name, name))) for name in peaks),
     )  # fmt: skip
@@ -206,7 +207,7 @@ def memory_figure(workload: Workload, results: Sequence[Result], palette: Palett
 
 def _stacked(
     workload: Workload,
-    what: str,
+    measure: str,
     names: Sequence[str],
     parts: dict[str, list[float]],
     unit: str,
@@ -214,7 +215,7 @@ def _stacked(
     totals: Sequence[float] | None = None,
     colours: dict[str, str] | None = None,
 ) -> Figure:
-    """Return bars made of parts, in tones of their engine's colour or in the colours of the parts."""
+    """Return stacked bars, in tones of the engine's colour or in the colours of the parts."""
     summed = [sum(values) for values in zip(*parts.values(), strict=True)]
     totals = summed if totals is None else totals
     places = list(range(len(names)))
@@ -230,10 +231,10 @@ def _stacked(
     columns.append(Column("", "total", tuple(totals), fixed(decimals)))
     return Figure(
         workload.title,
-        _spoken(what, names, texts),
+        _description(measure, names, texts),
         [*data, ends(places, summed, texts)],
         rows_layout(names, unit),
-        table_of(f"{workload.title}: {what.lower()}, {unit}", "engine", _rows(names, palette), columns),
+        make_table(f"{workload.title}: {measure.lower()}, {unit}", "engine", _rows(names, palette), columns),
         tuple(Key(name, tone(NEUTRAL, name) if colours is None else colours[name]) for name in parts),
     )
 
@@ -262,6 +263,6 @@ def _rows(names: Sequence[str], palette: Palette) -> list[Row]:
     return [Row(name, (), palette.colour(name)) for name in names]
 
 
-def _spoken(what: str, names: Sequence[str], texts: Sequence[str]) -> str:
+def _description(measure: str, names: Sequence[str], texts: Sequence[str]) -> str:
     listed = ", ".join(f"{name} {text}" for name, text in zip(names, texts, strict=True))
-    return f"{what}: {listed}."
+    return f"{measure}: {listed}."

@@ -1,25 +1,37 @@
-"""Curves of what changes a run's time: batch, size, steps, and a size that is new."""
+"""Line charts of latency by batch size, image size and steps, and bars of image size changes."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 
+from sdonnx.benchmark.extra_results import Resolutions, Throughput
 from sdonnx.benchmark.report.figures import Figure, Key, Trace, columns_layout, lines_layout, literal
+from sdonnx.benchmark.report.html_tables import (
+    Column,
+    Row,
+    Table,
+    Text,
+    aligned,
+    decimals_for,
+    fixed,
+    make_table,
+    number,
+)
 from sdonnx.benchmark.report.palette import Palette, faint
-from sdonnx.benchmark.report.rows import trusted
-from sdonnx.benchmark.report.tables import Column, Row, Table, Text, aligned, decimals_for, fixed, number, table_of
-from sdonnx.benchmark.results import Resolutions, Result, Throughput, Workload
-from sdonnx.benchmark.statistics import Line, Summary
+from sdonnx.benchmark.report.workload_rows import trusted_results
+from sdonnx.benchmark.results import Result
+from sdonnx.benchmark.statistics import LineFit, Summary
+from sdonnx.benchmark.workload import Workload
 
 __all__ = ["batch_figures", "resolutions_figures", "size_figures", "throughput_figures"]
 
 Points = dict[str, dict[float, float]]
-"""For each engine, heights by places on the horizontal axis."""
+"""For each engine, y values by x values."""
 
 
 def batch_figures(results: Sequence[Result], palette: Palette) -> Iterator[Figure]:
-    """Yield images per second against the batch, for each size that was drawn with more than one."""
+    """Yield images per second by batch size, for each image size with several batch sizes."""
     for workload, rows in _families(results, lambda each: dataclasses.replace(each, batch_size=1)):
         ticks = {float(size): str(size) for size in sorted({row.workload.batch_size for row, _ in rows})}
         if len(ticks) < 2:
@@ -33,7 +45,7 @@ def batch_figures(results: Sequence[Result], palette: Palette) -> Iterator[Figur
 
 
 def size_figures(results: Sequence[Result], palette: Palette) -> Iterator[Figure]:
-    """Yield latency against pixels, for each batch that was drawn in more than one size."""
+    """Yield latency by number of pixels, for each batch size with several image sizes."""
     for workload, rows in _families(results, lambda each: dataclasses.replace(each, height=1, width=1)):
         sizes: dict[float, set[str]] = {}
         points: Points = {}
@@ -45,15 +57,15 @@ def size_figures(results: Sequence[Result], palette: Palette) -> Iterator[Figure
             continue
         ticks = {pixels: ", ".join(sorted(names)) for pixels, names in sizes.items()}
         title = f"batch {workload.batch_size}, {workload.steps} steps"
-        yield _curves(title, "size, by its number of pixels", "latency, seconds", ticks, points, palette)
+        yield _curves(title, "image size, by number of pixels", "latency, seconds", ticks, points, palette)
 
 
 def _families(
     results: Sequence[Result], common: Callable[[Workload], Workload]
 ) -> Iterator[tuple[Workload, list[tuple[Result, Summary]]]]:
-    """Yield rows whose workloads differ in one thing, by what they have in common."""
+    """Yield groups of rows whose workloads differ in one property, with the common workload."""
     found: dict[Workload, list[tuple[Result, Summary]]] = {}
-    for row, summary in trusted(results):
+    for row, summary in trusted_results(results):
         found.setdefault(common(row.workload), []).append((row, summary))
     yield from found.items()
 
@@ -73,13 +85,13 @@ def _curves(title: str, across: str, up: str, ticks: dict[float, str], points: P
         f"{caption}, for {', '.join(points)}.",
         data,
         lines_layout(across, up, ticks),
-        table_of(caption, "engine", _rows(list(points), palette), columns),
+        make_table(caption, "engine", _rows(list(points), palette), columns),
         _keys(list(points), palette),
     )
 
 
 def throughput_figures(found: Sequence[Throughput], palette: Palette) -> Iterator[Figure]:
-    """Yield latency against steps with the line through it, for each workload."""
+    """Yield latency by steps with the fitted line, for each workload."""
     for workload, lines in _by_workload(found).items():
         data: list[Trace] = []
         for each in lines:
@@ -92,7 +104,7 @@ def throughput_figures(found: Sequence[Throughput], palette: Palette) -> Iterato
         formulas = [f"{each.rival}: {formula(each.line)}" for each in lines]
         yield Figure(
             title,
-            f"Latency against steps. {'; '.join(formulas)}.",
+            f"Latency by steps. {'; '.join(formulas)}.",
             data,
             lines_layout("steps", "latency, seconds"),
             _lines_table(title, lines, palette),
@@ -100,8 +112,8 @@ def throughput_figures(found: Sequence[Throughput], palette: Palette) -> Iterato
         )
 
 
-def formula(line: Line) -> str:
-    """Return a line as a formula, in milliseconds."""
+def formula(line: LineFit) -> str:
+    """Format a line as a formula, in milliseconds."""
     slope, offset = line.slope * 1e3, line.offset * 1e3
     sign = "\N{MINUS SIGN}" if offset < 0 else "+"
     fit = f"R² {number(line.r_squared, 4)}"
@@ -119,19 +131,17 @@ def _lines_table(title: str, lines: Sequence[Throughput], palette: Palette) -> T
         )
         for count in counts
     ]
-    fitted: tuple[tuple[str, Callable[[Line], float], Text], ...] = (
-        ("a step, ms", lambda line: line.slope * 1e3, aligned(4)),
-        ("once, ms", lambda line: line.offset * 1e3, fixed(1)),
+    fitted: tuple[tuple[str, Callable[[LineFit], float], Text], ...] = (
+        ("per step, ms", lambda line: line.slope * 1e3, aligned(4)),
+        ("offset, ms", lambda line: line.offset * 1e3, fixed(1)),
         ("R²", lambda line: line.r_squared, fixed(4)),
     )
     columns += [Column("line", name, tuple(value(each.line) for each in lines), text) for name, value, text in fitted]
-    return table_of(
-        f"{title}: latency against steps", "engine", _rows([each.rival for each in lines], palette), columns
-    )
+    return make_table(f"{title}: latency by steps", "engine", _rows([each.rival for each in lines], palette), columns)
 
 
 def resolutions_figures(found: Sequence[Resolutions], palette: Palette) -> Iterator[Figure]:
-    """Yield the first and the second image of each size in the order of the visits, for engines that had the same."""
+    """Yield the first and second image of each size in order, for engines with the same sizes."""
     alike: dict[tuple[Workload, tuple[str, ...]], list[Resolutions]] = {}
     for each in found:
         alike.setdefault((each.workload, tuple(at.title for at in each.visited)), []).append(each)
@@ -154,14 +164,14 @@ def resolutions_figures(found: Sequence[Resolutions], palette: Palette) -> Itera
             f"batch {workload.batch_size}, {workload.steps} steps",
             f"First and second image at {', '.join(names)}, for {', '.join(rivals)}.",
             data,
-            columns_layout(names, "size, in the order of the visits", "seconds"),
-            table_of("First and second image of each size, s", "size", [Row(name) for name in names], columns),
+            columns_layout(names, "image size, in order", "seconds"),
+            make_table("First and second image of each size, s", "size", [Row(name) for name in names], columns),
             _keys(rivals, palette),
         )
 
 
 def _visits(each: Resolutions, places: Sequence[float], width: float, colour: str) -> list[Trace]:
-    """Return bars of a later image, and on them what the first two cost more."""
+    """Return bars of a later image, and on top the additional time of the first two."""
     texts = [
         f"{literal(each.rival)}<br>{at.title}: first {number(at.first_s, 3)} s,"
         f" second {number(at.second_s, 3)} s, later {number(at.settled_s, 3)} s"

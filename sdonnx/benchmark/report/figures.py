@@ -1,6 +1,6 @@
-"""What a figure is: plotly's traces and layout as plain dictionaries, with the same numbers as a table.
+"""Figures: plotly's traces and layout as plain dictionaries, with the same numbers as a table.
 
-Colours that follow the page's scheme are names with an @, which the page's script replaces: @ink and @paper.
+The page's script replaces the names @ink and @paper by the colours of the light or dark scheme.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from sdonnx.benchmark.report.tables import Table
+from sdonnx.benchmark.report.html_tables import Table
 
 __all__ = [
     "INK",
@@ -34,15 +34,15 @@ PAPER = "@paper"
 Trace = dict[str, Any]
 Layout = dict[str, Any]
 
-_LABEL = 18  # characters of a line beside a plot that is 330 pixels wide on a phone
+_LABEL_CHARACTERS = 18  # per line of a label, for a plot that is 330 pixels wide on a phone
 
-_ROW = 46  # pixels, of which the bar takes three fifths
-_AXIS = 52  # pixels below a plot, for numbers and a title
+_ROW_PIXELS = 46  # height of a row; the bar is three fifths of it
+_AXIS_PIXELS = 52  # height of the axis labels and title below a plot
 
 
 @dataclass(frozen=True)
 class Key:
-    """An entry of a legend: a colour and what has it."""
+    """An entry of a legend: a label and its colour."""
 
     label: str
     colour: str
@@ -53,12 +53,12 @@ class Figure:
     """A plot.
 
     Attributes:
-        title: what it shows, beside what its panel says.
-        alt: what there is to see, for someone who cannot.
+        title: the title within the panel.
+        alt: the text alternative.
         data: plotly's traces.
         layout: plotly's layout.
         table: the numbers.
-        legend: what the colours mean, where the axis does not say it.
+        legend: the meaning of the colours, if the axis does not show it.
     """
 
     title: str
@@ -71,7 +71,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class Panel:
-    """Figures of one measure; `note` says how to read them, and `open` whether their tables are shown at once."""
+    """Figures of one measure. `note` explains them; `open` shows their tables expanded."""
 
     title: str
     note: str
@@ -80,20 +80,20 @@ class Panel:
 
 
 def literal(text: str) -> str:
-    """Return a text so that plotly shows it as it is: it reads a few HTML tags and entities."""
+    """Escape a text for plotly, which interprets some HTML tags and entities."""
     return html.escape(text, quote=False)
 
 
 def _label(text: str) -> str:
-    lines = textwrap.wrap(text, _LABEL, max_lines=3, placeholder=" …") or [""]
+    lines = textwrap.wrap(text, _LABEL_CHARACTERS, max_lines=3, placeholder=" …") or [""]
     return "<br>".join(literal(line) for line in lines)
 
 
 def rows_layout(names: Sequence[str], unit: str) -> Layout:
-    """Return the layout of horizontal bars: row i lies at y = i, the first on top, and numbers stand after the bars."""
+    """Return the layout of horizontal bars: row i is at y = i, the first on top, with numbers after the bars."""
     return {
-        "height": _ROW * len(names) + _AXIS + 8,
-        "margin": {"l": 8, "r": 72, "t": 8, "b": _AXIS, "pad": 6},
+        "height": _ROW_PIXELS * len(names) + _AXIS_PIXELS + 8,
+        "margin": {"l": 8, "r": 72, "t": 8, "b": _AXIS_PIXELS, "pad": 6},
         "bargap": 0,
         "xaxis": {
             "title": {"text": unit},
@@ -102,7 +102,7 @@ def rows_layout(names: Sequence[str], unit: str) -> Layout:
             "tickangle": 0,
             "separatethousands": True,
         },
-        # Numbers instead of categories: names that are alike, or look like numbers, stay rows of their own.
+        # Numbers instead of categories keep rows with equal or numeric names separate.
         "yaxis": {
             "tickvals": list(range(len(names))),
             "ticktext": [_label(name) for name in names],
@@ -115,7 +115,7 @@ def rows_layout(names: Sequence[str], unit: str) -> Layout:
 
 
 def columns_layout(names: Sequence[str], title: str, unit: str) -> Layout:
-    """Return the layout of vertical bars: column i lies at x = i."""
+    """Return the layout of vertical bars: column i is at x = i."""
     layout = lines_layout(title, unit)
     layout["xaxis"] |= {
         "tickvals": list(range(len(names))),
@@ -128,10 +128,10 @@ def columns_layout(names: Sequence[str], title: str, unit: str) -> Layout:
 
 
 def lines_layout(title: str, unit: str, ticks: dict[float, str] | None = None) -> Layout:
-    """Return the layout of lines that start at zero, with marks on the horizontal axis where they were measured."""
+    """Return the layout of a line chart with axes that start at zero, and ticks at the measured x values."""
     layout: Layout = {
         "height": 340,
-        "margin": {"l": 8, "r": 20, "t": 12, "b": _AXIS},
+        "margin": {"l": 8, "r": 20, "t": 12, "b": _AXIS_PIXELS},
         "xaxis": {"title": {"text": title}, "rangemode": "tozero", "automargin": True},
         "yaxis": {"title": {"text": unit}, "rangemode": "tozero", "automargin": True, "nticks": 7},
     }
@@ -141,7 +141,7 @@ def lines_layout(title: str, unit: str, ticks: dict[float, str] | None = None) -
 
 
 def bars(positions: Sequence[float], lengths: Sequence[float], starts: Sequence[float], thickness: float) -> Trace:
-    """Return horizontal bars, one for each row; give them their colour with `marker`."""
+    """Return horizontal bars, one for each row; set their colour with `marker`."""
     return {
         "type": "bar",
         "orientation": "h",
@@ -154,7 +154,7 @@ def bars(positions: Sequence[float], lengths: Sequence[float], starts: Sequence[
 
 
 def ends(positions: Sequence[float], at: Sequence[float], texts: Sequence[str]) -> Trace:
-    """Return the numbers that stand after bars."""
+    """Return the numbers after the bars."""
     return {
         "type": "scatter",
         "mode": "text",

@@ -1,10 +1,10 @@
-// Draws the figures, in the colours of the page's scheme and again when that changes.
+// Draws the figures in the colours of the page's scheme, and again when the scheme changes.
 (() => {
   "use strict";
 
   const figures = JSON.parse(document.getElementById("figures").textContent);
   const plots = [...document.querySelectorAll(".plot")];
-  // Nothing to drag or to zoom: a finger on a plot scrolls the page.
+  // Dragging and zooming are disabled, so that a touch on a plot scrolls the page.
   const config = { displayModeBar: false, responsive: true, scrollZoom: false, doubleClick: false };
 
   const theme = () => {
@@ -13,7 +13,7 @@
     return Object.fromEntries(named.map((name) => ["@" + name, style.getPropertyValue("--" + name).trim()]));
   };
 
-  // Only what is called a colour is replaced: an engine may be called "@ink".
+  // Only keys that end in "color" are replaced: an engine may be called "@ink".
   const coloured = (value, colours, key = "") => {
     if (Array.isArray(value)) return value.map((each) => coloured(each, colours, key));
     if (value !== null && typeof value === "object") {
@@ -65,6 +65,6 @@
   draw();
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
   narrow.addEventListener("change", draw);
-  // Paper is white and has a width of its own.
+  // Printing uses the light scheme and the paper's width.
   matchMedia("print").addEventListener("change", () => { draw(); resized(); });
 })();

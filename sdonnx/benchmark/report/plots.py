@@ -1,9 +1,10 @@
-"""Every plot of the page, in its order."""
+"""The plots of the page, in order."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
+from sdonnx.benchmark.extra_results import Kernels
 from sdonnx.benchmark.report.bars import (
     first_image_figure,
     kernels_figure,
@@ -14,29 +15,32 @@ from sdonnx.benchmark.report.bars import (
 from sdonnx.benchmark.report.curves import batch_figures, resolutions_figures, size_figures, throughput_figures
 from sdonnx.benchmark.report.figures import Figure, Panel
 from sdonnx.benchmark.report.palette import Palette
-from sdonnx.benchmark.report.rows import memory_kinds, workloads_of
-from sdonnx.benchmark.results import Comparison, Kernels, Result, Workload
+from sdonnx.benchmark.report.workload_rows import memory_kinds, results_by_workload
+from sdonnx.benchmark.results import Comparison, Result
+from sdonnx.benchmark.workload import Workload
 
-__all__ = ["panels_of"]
+__all__ = ["make_panels"]
 
 _LATENCY = (
-    "A bar is the median, the line on it reaches from p10 to p90, and every timed run is a dot; runs of one round lie"
-    " on one line."
+    "A bar is the median, the line on it is the range from p10 to p90, and every timed run is a dot. The runs of a"
+    " round are on one line."
 )
-_FIRST = "From starting to load to the first image: what loads, compiles, captures or searches is in it."
-_STAGES = "On the device's own clock; “rest” is what is left of the median latency."
-_BATCH = "Higher is better. Images drawn together over the median latency."
+_FIRST = "Time from the start of loading to the first image, including compilation, capture and kernel search."
+_STAGES = "Measured with the device's clock; “rest” is the remaining part of the median latency."
+_BATCH = "Higher is better. Batch size divided by the median latency."
 _SIZE = "Lower is better. Median latency of one run."
-_STEPS = "The slope is what a step costs, the offset what is done once: text, decoding, calls."
+_STEPS = (
+    "The slope is the time per step, the offset the time that does not depend on the steps: text, decoding, overhead."
+)
 _SIZES = (
-    "One warm process visits one size after another. The full bar is a later image of a size, the pale part on it"
-    " what the first two cost more."
+    "One warm process changes from one size to the next. The opaque bar is a later image of a size, the pale part is"
+    " the additional time of the first two."
 )
 
 
-def panels_of(comparison: Comparison, palette: Palette) -> list[Panel]:
-    """Return the plots for which something was measured."""
-    by_workload = workloads_of(comparison)
+def make_panels(comparison: Comparison, palette: Palette) -> list[Panel]:
+    """Return the panels that have measurements."""
+    by_workload = results_by_workload(comparison)
 
     def each(figure: Callable[[Workload, Sequence[Result], Palette], Figure | None]) -> list[Figure]:
         found = (figure(workload, results, palette) for workload, results in by_workload.items())
@@ -51,14 +55,14 @@ def panels_of(comparison: Comparison, palette: Palette) -> list[Panel]:
         _panel("Latency", _LATENCY, each(latency_figure)),
         _panel("Time to the first image", _FIRST, each(first_image_figure)),
         _panel("Stages of a run", _STAGES, each(stages_figure)),
-        _panel("Peak memory", f"Counted by: {', '.join(memory_kinds(comparison))}.", each(memory_figure)),
-        _panel("More images at once", _BATCH, batch_figures(rows, palette)),
-        _panel("Larger images", _SIZE, size_figures(rows, palette)),
-        _panel("More steps", _STEPS, throughput_figures(comparison.throughput, palette)),
+        _panel("Peak memory", f"Measured with: {', '.join(memory_kinds(comparison))}.", each(memory_figure)),
+        _panel("Batch size", _BATCH, batch_figures(rows, palette)),
+        _panel("Image size", _SIZE, size_figures(rows, palette)),
+        _panel("Number of steps", _STEPS, throughput_figures(comparison.throughput, palette)),
         _panel("Changing sizes", _SIZES, resolutions_figures(comparison.resolutions, palette)),
         _panel(
             "Kernels",
-            f"Device time of one image by kind of operator. Counted by: {', '.join(_sources(comparison))}.",
+            f"Device time of one image by kind of operator. Measured with: {', '.join(_sources(comparison))}.",
             [one for one in kernel_figures if one is not None],
             is_open=True,
         ),

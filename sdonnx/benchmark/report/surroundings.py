@@ -1,22 +1,22 @@
-"""Where something was measured and with what: the machine, the engines, the packages."""
+"""The environment of a measurement: machine, engines and packages."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from sdonnx.benchmark.report.html_tables import DASH, Row, Table, number
 from sdonnx.benchmark.report.palette import Palette
-from sdonnx.benchmark.report.tables import DASH, Row, Table, number
 from sdonnx.benchmark.results import Comparison
 
-__all__ = ["device_of", "engines_table", "machine_of", "packages_of"]
+__all__ = ["device_name", "engines_table", "installed_packages", "machine_facts"]
 
 _GIB = 1024**3
 
 _HEADINGS = {"name": "library", "compile_mode": "compile mode"}
 
 
-def device_of(comparison: Comparison) -> str:
-    """Return what the engines ran on: the GPU where one of them used it, else the processor."""
+def device_name(comparison: Comparison) -> str:
+    """Return the device's name: the GPU if an engine used it, else the processor."""
     machine = _part(comparison.environment, "machine")
     gpu = _part(machine, "gpu")
     devices = {str(result.engine.get("device", "cuda")) for result in comparison.results}
@@ -25,8 +25,8 @@ def device_of(comparison: Comparison) -> str:
     return str(name or machine.get("cpu") or "an unknown machine")
 
 
-def machine_of(comparison: Comparison) -> list[tuple[str, str]]:
-    """Return what the machine is, as names and values; what is not known is left out."""
+def machine_facts(comparison: Comparison) -> list[tuple[str, str]]:
+    """Return the known properties of the machine as names and values."""
     machine = _part(comparison.environment, "machine")
     gpu, git = _part(machine, "gpu"), _part(comparison.environment, "git")
     memory = gpu.get("memory_bytes")
@@ -38,9 +38,9 @@ def machine_of(comparison: Comparison) -> list[tuple[str, str]]:
         "GPU": gpu.get("name"),
         "GPU memory": None if memory is None else f"{number(memory / _GIB, 1)} GiB",
         "driver": gpu.get("driver"),
-        "clocks seen": f"{min(clocks)} to {max(clocks)} MHz, after each run" if clocks else None,
+        "GPU clocks": f"{min(clocks)} to {max(clocks)} MHz, during the runs" if clocks else None,
         "processor": machine.get("cpu"),
-        "processors to use": machine.get("cpus"),
+        "available processors": machine.get("cpus"),
         "system": machine.get("system"),
         "commit of sdonnx": f"{commit}, with changed files" if commit and git.get("changed") else commit,
     }
@@ -48,7 +48,7 @@ def machine_of(comparison: Comparison) -> list[tuple[str, str]]:
 
 
 def engines_table(comparison: Comparison, palette: Palette) -> Table | None:
-    """Return what each engine is, a row each; None where none tells."""
+    """Return the engines' properties, one row for each engine; None if there are none."""
     found: dict[str, dict[str, Any]] = {}
     for result in comparison.results:
         if result.engine:
@@ -61,17 +61,17 @@ def engines_table(comparison: Comparison, palette: Palette) -> Table | None:
         for rival, engine in found.items()
     ]
     headings = tuple(_HEADINGS.get(key, key.replace("_", " ")) for key in keys)
-    return Table("What each engine is", "engine", headings, tuple(rows))
+    return Table("Engines", "engine", headings, tuple(rows))
 
 
-def packages_of(comparison: Comparison) -> list[tuple[str, str]]:
+def installed_packages(comparison: Comparison) -> list[tuple[str, str]]:
     """Return the installed packages with their versions."""
     packages = _part(comparison.environment, "packages")
     return [(name, str(version)) for name, version in packages.items() if version is not None]
 
 
 def _part(whole: dict[str, Any], name: str) -> dict[str, Any]:
-    """Return a part of a record, empty where it has none (a machine without a GPU)."""
+    """Return a part of a record, or an empty dictionary (a machine without a GPU)."""
     part = whole.get(name)
     return part if isinstance(part, dict) else {}
 

@@ -1,35 +1,35 @@
-"""What the words of the page mean."""
+"""Definitions of the terms on the page."""
 
 from __future__ import annotations
 
-from sdonnx.benchmark.results import LARGE_SPREAD, LEAST_PSNR_DB, REFERENCE
+from sdonnx.benchmark.results import LARGE_SPREAD, MIN_PSNR_DB, REFERENCE
 
 __all__ = ["TERMS"]
 
 TERMS: tuple[tuple[str, str], ...] = (
-    ("round", "One process of one engine, from its start to its last image. Memory and start are its own."),
-    ("run", "Drawing one batch of one prompt, from the prompt to the pixels."),
-    ("latency", "Seconds of a timed run, over the timed runs of all rounds. Half of them are below the median, nine in"
-     " ten below p90."),
-    ("spread", "(p90 \N{MINUS SIGN} p10) / median: how far apart the middle 80 % of the runs lie."
-     f" A row with more than {LARGE_SPREAD:.0%} says so."),
-    ("load", "Importing the library, reading the weights and putting them on the device; median over the rounds."),
-    ("first image", "From the start of loading to the first image, with everything that is captured, compiled or"
-     " searched on the way; median over the rounds."),
-    ("warm-up", "The runs before the clock counted, together; median over the rounds."),
-    ("it/s", "Calls of the denoiser in a second, the first one left out."),
-    ("text, step, decode", "On the device's own clock: prompts to hidden states; one call of the denoiser with guidance"
-     " and sampler; latents to pixels; medians over the rounds."),
-    ("first run, second run", "The highest memory in the very first run, and in one after the timed ones, which nothing"
-     " watches; the largest of the rounds. 1 MB is 2²⁰ bytes."),
-    ("allocator, host", "The peak as the library's own allocator counts it (ONNX Runtime's Python does not tell), and"
-     " the highest resident memory of the process."),
-    ("PSNR, SSIM, LPIPS", f"How alike the images are to those of {REFERENCE}: the same weights, noise and sampler."
-     f" Higher is closer for PSNR and SSIM, lower for LPIPS. An engine below {LEAST_PSNR_DB:g} dB draws something"
-     " else."),
-    ("other values", "Share of the pixels' values that are not the reference's, by however little."),
-    ("TFLOP a call", "Floating-point operations of one call of the denoiser, in 10¹²."),
-    ("of matrix rate", "How much of the rate that the chip's matrix product was measured to reach is reached by a"
-     " step. More than all of it is possible: some convolutions need fewer operations than are counted."),
+    ("round", "One process of one engine, from its start to its last image, with its own memory and start."),
+    ("run", "Generation of one batch of one prompt, from the prompt to the pixels."),
+    ("latency", "Seconds of a timed run, over the timed runs of all rounds. Half of them are below the median, 90 %"
+     " are below p90."),
+    ("spread", "(p90 \N{MINUS SIGN} p10) / median: the relative range of the middle 80 % of the runs."
+     f" Rows with more than {LARGE_SPREAD:.0%} are marked."),
+    ("load", "Import of the library and loading of the weights onto the device; median over the rounds."),
+    ("first image", "Time from the start of loading to the first image, including capture, compilation and kernel"
+     " search; median over the rounds."),
+    ("warm-up", "Total time of the warm-up runs; median over the rounds."),
+    ("it/s", "Denoiser calls per second, without the first call."),
+    ("text, step, decode", "Measured with the device's clock: prompts to hidden states; one denoiser call with guidance"
+     " and sampler; latents to pixels. Medians over the rounds."),
+    ("first run, second run", "Peak memory in the first run, and in a run after the timed ones, which are not"
+     " monitored; the maximum over the rounds. 1 MB is 2²⁰ bytes."),
+    ("allocator, host", "Peak memory of the library's allocator (not available in ONNX Runtime's Python API), and peak"
+     " resident memory of the process."),
+    ("PSNR, SSIM, LPIPS", f"Similarity of the images to those of {REFERENCE}, with the same weights, noise and sampler."
+     f" Higher is closer for PSNR and SSIM, lower for LPIPS. Below {MIN_PSNR_DB:g} dB an engine generates a different"
+     " image."),
+    ("differing values", "Share of the pixel values that differ from the reference, by any amount."),
+    ("TFLOP per call", "Floating-point operations of one denoiser call, in 10¹²."),
+    ("share of matrix rate", "Rate of a step over the measured rate of the device's matrix product. It can exceed"
+     " 100 %: some convolutions need fewer operations than are counted."),
 )  # fmt: skip
-"""Each with its definition."""
+"""(term, definition)."""

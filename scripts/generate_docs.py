@@ -1,0 +1,299 @@
+"""MkDocs hook: generate the pages of the site that are derived from the code and from other files.
+
+`mkdocs build` loads this file (`hooks` in mkdocs.yml). Generated pages exist only in the built site:
+
+- the command-line reference, from the argparse parsers;
+- the table of fusions, from the fusion records;
+- the index of decisions, from the front matter of docs/decisions/*.md;
+- README.md, CONTRIBUTING.md, SECURITY.md and CHANGELOG.md, with their links rewritten.
+
+`python scripts/generate_docs.py` prints the generated pages, each after a line with its path.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import importlib
+import posixpath
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mkdocs.config.defaults import MkDocsConfig
+    from mkdocs.structure.files import Files
+    from mkdocs.structure.pages import Page
+
+__all__ = ["DECISION_STATUSES", "GENERATED", "Decision", "main", "on_config", "on_files", "on_page_markdown"]
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCS = ROOT / "docs"
+DECISIONS = DOCS / "decisions"
+
+DECISION_STATUSES = ("accepted", "superseded")
+
+_ROOT_PAGES = {
+    "index.md": "README.md",
+    "contributing/index.md": "CONTRIBUTING.md",
+    "contributing/security-policy.md": "SECURITY.md",
+    "contributing/changelog.md": "CHANGELOG.md",
+}
+
+
+_INDEX_INTRO = """# Decisions
+
+Each record states one decision, the reason, the measurements behind it, and the alternatives that were rejected. The
+pages under Explanation describe the design that results. Numbers are ids and follow no order of time or importance.
+
+A new record is a file `docs/decisions/NNNN-title.md` with the next free number. Its front matter holds `date`,
+`status` and `subject` (a heading of this page), its heading says in the imperative what was decided, and its body has
+the paragraphs **Decision**, **Why** and, where they exist, **Measured** and **Alternatives**. A decision that is
+replaced keeps its record: its status becomes `superseded`, and `superseded_by` names the number of the new record.
+"""
+
+
+_FUSIONS_INTRO = """# Fusions
+
+Fusions run in a fixed order as stages. `python -m sdonnx explain FOLDER` prints, for each stage, the rewrites and the
+reason for each candidate that was not fused.
+
+## Options
+
+`python -m sdonnx.optimize_pipeline` has an option for each fusion that can be disabled.
+`optimize_folder(disabled=[...])` accepts the names without `--disable_`.
+"""
+
+_RULES_INTRO = """## Rules
+
+The stages in their order, the fused operators that each emits, its rules, and the files that hold them. Rows without a
+fusion are operators that another part of the optimizer emits.
+"""
+
+
+@dataclass(frozen=True)
+class Decision:
+    """The front matter of a record in docs/decisions.
+
+    Attributes:
+        file: name of the file, NNNN-title.md.
+        number: its number.
+        title: what was decided, as an imperative.
+        date: day of the decision, YYYY-MM-DD.
+        status: one of `DECISION_STATUSES`.
+        subject: heading of the index that lists the record.
+        superseded_by: number of the record that replaces this one; None while it is accepted.
+    """
+
+    file: str
+    number: int
+    title: str
+    date: str
+    status: str
+    subject: str
+    superseded_by: int | None = None
+
+
+def read_decision(path: Path) -> Decision:
+    """Return the front matter of a record.
+
+    Raises:
+        ValueError: the file name, the front matter or the heading does not have the form of a record.
+    """
+    match = re.match(r"---\n(.*?)\n---\n\n# ([^\n]*)\n", path.read_text(encoding="utf-8"), re.DOTALL)
+    number = re.match(r"(\d{4})-[a-z0-9-]+\.md$", path.name)
+    if match is None or number is None:
+        raise ValueError(f"{path} has no front matter, no heading, or is not named NNNN-title.md")
+    fields = dict(line.split(": ", 1) for line in match[1].splitlines())
+    unknown = fields.keys() ^ {"date", "status", "subject"} - {"superseded_by"}
+    if unknown - {"superseded_by"} or fields["status"] not in DECISION_STATUSES:
+        raise ValueError(f"{path} needs date, subject, and a status of {', '.join(DECISION_STATUSES)}: {fields}")
+    if (fields["status"] == "superseded") != ("superseded_by" in fields):
+        raise ValueError(f"{path}: superseded_by belongs to a superseded record, and only to one")
+    following = fields.get("superseded_by")
+    return Decision(
+        path.name,
+        int(number[1]),
+        match[2],
+        fields["date"],
+        fields["status"],
+        fields["subject"],
+        None if following is None else int(following),
+    )
+
+
+def read_decisions() -> list[Decision]:
+    """Return all records by number."""
+    return [read_decision(path) for path in sorted(DECISIONS.glob("[0-9]*.md"))]
+
+
+def decision_index() -> str:
+    """Return the page that lists the records by subject."""
+    records = read_decisions()
+    lines = [_INDEX_INTRO]
+    for subject in dict.fromkeys(record.subject for record in records):
+        lines += [f"## {subject}", "", "| No. | Decision | Date | Status |", "| ---: | --- | --- | --- |"]
+        for record in records:
+            if record.subject == subject:
+                link = f"[{record.title}]({record.file})"
+                lines.append(f"| {record.number} | {link} | {record.date} | {_status(record, records)} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _status(record: Decision, records: Sequence[Decision]) -> str:
+    if record.superseded_by is None:
+        return record.status
+    following = next(each for each in records if each.number == record.superseded_by)
+    return f"superseded by [{following.number}]({following.file})"
+
+
+def command_line() -> str:
+    """Return the reference of all commands and options."""
+    from sdonnx.__main__ import COMMANDS
+
+    lines = [
+        "# Command line",
+        "",
+        "`sdonnx COMMAND` and `python -m sdonnx COMMAND` are the same. `python -m sdonnx.export` and",
+        "`python -m sdonnx.optimize_pipeline` are the commands `export` and `optimize`; `python scripts/benchmark.py`",
+        "is the command `benchmark`. Exit status: 0 on success, 2 where the input or an option cannot be used",
+        "(one line says what was found, what was expected and what to do), 1 where a check failed",
+        "(`doctor`, `verify`, `benchmark`), 130 after an interrupt.",
+        "",
+        "Where an option accepts both spellings, with `_` and with `-` between words, one of them is shown.",
+        "",
+    ]
+    for name, (module, summary) in COMMANDS.items():
+        lines += _command(f"sdonnx {name}", module, summary)
+    return "\n".join(lines)
+
+
+def _command(heading: str, module: str, summary: str) -> Iterator[str]:
+    parser = argparse.ArgumentParser(
+        prog=heading, formatter_class=functools.partial(argparse.HelpFormatter, width=100), add_help=False
+    )
+    importlib.import_module(module).add_arguments(parser)
+    yield from (f"## {heading}", "", _escape(parser.description or summary), "")
+    yield from ("```text", parser.format_usage().strip(), "```", "")
+    positional, options, *named = parser._action_groups
+    for group in (positional, *named, options):
+        actions = [action for action in group._group_actions if action.help != argparse.SUPPRESS]
+        if not actions:
+            continue
+        if named and group is not positional:
+            title = "Other" if group is options else _escape(str(group.title)).capitalize()
+            yield from (f"**{title}**", "")
+        yield from ("| argument | meaning |" if group is positional else "| option | meaning |", "| --- | --- |")
+        for action in actions:
+            yield f"| {_names(action)} | {_help(parser, action)} |"
+        yield ""
+
+
+def _names(action: argparse.Action) -> str:
+    value = action.metavar or (action.dest.upper() if action.option_strings else action.dest)
+    if action.choices is not None and action.metavar is None:
+        value = "{" + ",".join(map(str, action.choices)) + "}"
+    if isinstance(value, tuple):
+        value = " ".join(value)
+    takes_value = action.nargs != 0
+    several = " ..." if action.nargs in ("+", "*") else ""
+    if not action.option_strings:
+        return f"`{value}{several}`"
+    # Many options exist with `-` and with `_` between words; one of the two is shown.
+    spellings = {name.lstrip("-").replace("-", "_"): name for name in reversed(action.option_strings)}
+    names = ", ".join(f"`{name}`" for name in reversed(spellings.values()))
+    return f"{names} `{value}{several}`" if takes_value else names
+
+
+def _help(parser: argparse.ArgumentParser, action: argparse.Action) -> str:
+    text = _escape(parser._get_formatter()._expand_help(action)) if action.help else ""
+    return f"{text} (required)" if action.required and action.option_strings else text
+
+
+def _escape(text: str) -> str:
+    """Return text as Markdown that shows it literally."""
+    return re.sub(r"([\\`*_\[\]|<])", r"\\\1", " ".join(text.split())).replace("\\|", "&#124;")
+
+
+def fusions() -> str:
+    """Return the page of the fusions, their options and rules."""
+    from sdonnx.fusions.derived_tables import option_table, rule_table
+
+    return f"{_FUSIONS_INTRO}\n{option_table()}\n{_RULES_INTRO}\n{rule_table()}"
+
+
+def _root_page(page: str, file: str) -> str:
+    """Return a file of the repository's root as a page of the site, with its links relative to that page."""
+    pages = {name: each for each, name in _ROOT_PAGES.items()}
+
+    def link(match: re.Match[str]) -> str:
+        target = pages.get(match[1], match[1].removeprefix("docs/"))
+        if not posixpath.splitext(target)[1]:  # a folder
+            target = f"{target}/index.md"
+        return f"]({posixpath.relpath(target, posixpath.dirname(page) or '.')}{match[2] or ''})"
+
+    text = (ROOT / file).read_text(encoding="utf-8")
+    return re.sub(r"\]\(([^)#:\s]+)(#[^)]*)?\)", link, text)
+
+
+GENERATED: Mapping[str, Callable[[], str]] = {
+    "reference/command-line.md": command_line,
+    "reference/fusions.md": fusions,
+    "decisions/index.md": decision_index,
+    **{page: functools.partial(_root_page, page, file) for page, file in _ROOT_PAGES.items()},
+}
+"""Path of each generated page, relative to docs/, and the function that returns its text."""
+
+
+def _checklists() -> list[dict[str, str]]:
+    """Return a navigation entry for each checklist in docs/contributing."""
+    return [
+        {path.stem.replace("-", " ").capitalize(): f"contributing/{path.name}"}
+        for path in sorted(DOCS.glob("contributing/*.md"))
+    ]
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Import the package from this checkout, and add the checklists to the navigation."""
+    if str(ROOT) not in sys.path:
+        sys.path.insert(0, str(ROOT))
+    for entry in config.nav or []:
+        if isinstance(entry, dict) and "Contributing" in entry:
+            entry["Contributing"][1:1] = _checklists()
+    return config
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the generated pages."""
+    from mkdocs.structure.files import File
+
+    for path, generate in GENERATED.items():
+        files.append(File.generated(config, path, content=generate()))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
+    """Show the date, the subject and the status of a decision below its heading."""
+    path = DECISIONS / Path(page.file.src_uri).name
+    if not re.match(r"decisions/\d", page.file.src_uri):
+        return markdown
+    record = read_decision(path)
+    status = f"{record.number:04d} · {record.date} · {record.subject} · {_status(record, read_decisions())}"
+    heading, rest = markdown.split("\n", 1)
+    return f"{heading}\n\n<p class='decision-status' markdown>{status}</p>\n{rest}"
+
+
+def main() -> int:
+    """Print the generated pages."""
+    sys.path.insert(0, str(ROOT))
+    for path, generate in GENERATED.items():
+        print(f"<!-- {path} -->\n{generate()}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

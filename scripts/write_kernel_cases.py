@@ -1,0 +1,13 @@
+"""Write `sdonnx/doctor/kernel_cases.json` from the contracts: `python scripts/write_kernel_cases.py`."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from sdonnx.doctor.check_kernels import KERNEL_CASES_FILE
+from sdonnx.fusions.derived_tables import flags_by_operator
+from sdonnx.operators.case_graphs import kernel_case_file
+
+if __name__ == "__main__":
+    KERNEL_CASES_FILE.write_text(kernel_case_file(flags_by_operator()), encoding="utf-8")

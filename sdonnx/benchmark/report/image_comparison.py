@@ -1,0 +1,160 @@
+"""Images side by side, each with its difference to the reference."""
+
+from __future__ import annotations
+
+import base64
+import io
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from sdonnx.benchmark.report.html_tables import number
+from sdonnx.benchmark.report.palette import Palette
+from sdonnx.benchmark.results import MIN_PSNR_DB, REFERENCE, Comparison
+from sdonnx.benchmark.workload import Workload
+from sdonnx.metrics import psnr
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+__all__ = ["Gallery", "Picture", "Shown", "difference", "factor_for", "make_galleries", "make_gallery"]
+
+_FACTORS = (64, 32, 16, 8)
+# Share of the differences that may be clipped to white. Half precision differs by a few steps of 255, which would
+# still be black with a factor of eight; other images fill the range with any factor.
+_MAX_CLIPPED = 0.001
+
+# Keeps pages with many engines, batches and sizes small enough to send: lossless compression hardly shrinks noise.
+_MAX_LOSSLESS_BYTES = 2**18
+_MAX_WIDTH = 512  # pixels: the width of a phone's screen
+
+_SMALL_WIDTH = 128  # pixels: narrower images are enlarged with square pixels
+
+
+@dataclass(frozen=True)
+class Picture:
+    """An image in the page.
+
+    Attributes:
+        uri: a data URI.
+        width: in pixels.
+        height: in pixels.
+        is_small: whether it is enlarged with square pixels.
+    """
+
+    uri: str
+    width: int
+    height: int
+    is_small: bool
+
+
+@dataclass(frozen=True)
+class Shown:
+    """An engine's image, its difference to the reference, and a text such as "PSNR 45.0 dB"."""
+
+    rival: str
+    colour: str
+    image: Picture
+    difference: Picture | None
+    agreement: str
+
+
+@dataclass(frozen=True)
+class Gallery:
+    """The images of a workload, starting with the reference; differences are amplified by `factor`."""
+
+    title: str
+    shown: tuple[Shown, ...]
+    factor: int
+
+    @property
+    def has_differences(self) -> bool:
+        """Whether there are differences to a reference."""
+        return any(each.difference is not None for each in self.shown)
+
+
+def make_galleries(comparison: Comparison, palette: Palette) -> list[Gallery]:
+    """Return a gallery for each workload with images."""
+    workloads = dict.fromkeys(
+        [*(each.workload for each in comparison.results), *(workload for _, workload in comparison.images)]
+    )
+    galleries = [_gallery(comparison, workload, palette) for workload in workloads]
+    return [gallery for gallery in galleries if gallery.shown]
+
+
+def _gallery(comparison: Comparison, workload: Workload, palette: Palette) -> Gallery:
+    names = [REFERENCE, *(name for name in palette.rivals if name != REFERENCE)]
+    found = {name: comparison.images[name, workload] for name in names if (name, workload) in comparison.images}
+    return make_gallery(workload.title, found, palette.colour)
+
+
+def make_gallery(title: str, found: Mapping[str, Image], colour_of: Callable[[str], str]) -> Gallery:
+    """Return a gallery of the images, with their differences to the image named REFERENCE."""
+    reference = found.get(REFERENCE)
+    factor = factor_for(reference, [image for name, image in found.items() if name != REFERENCE])
+    shown = [_shown(name, image, reference, colour_of(name), factor) for name, image in found.items()]
+    return Gallery(title, tuple(shown), factor)
+
+
+def _shown(rival: str, image: Image, reference: Image | None, colour: str, factor: int) -> Shown:
+    if rival == REFERENCE or reference is None:
+        return Shown(rival, colour, _picture(image), None, "the reference" if rival == REFERENCE else "no reference")
+    if image.size != reference.size:
+        return Shown(rival, colour, _picture(image), None, f"size differs from {REFERENCE}")
+    decibels = _psnr(image, reference)
+    agreement = "identical" if decibels == math.inf else f"PSNR {number(decibels, 1)} dB"
+    return Shown(rival, colour, _picture(image), _picture(difference(image, reference, factor)), agreement)
+
+
+def factor_for(reference: Image | None, images: Sequence[Image]) -> int:
+    """Return the amplification of differences: the largest that does not clip the differences of similar images."""
+    alike = [
+        _distance(image, reference)
+        for image in images
+        if reference is not None and image.size == reference.size and _psnr(image, reference) >= MIN_PSNR_DB
+    ]
+    largest = max((float(np.quantile(each, 1 - _MAX_CLIPPED)) for each in alike), default=0.0)
+    if largest == 0:
+        return _FACTORS[-1]
+    return next((factor for factor in _FACTORS if factor * largest <= 255), _FACTORS[-1])
+
+
+def difference(image: Image, reference: Image, factor: int) -> Image:
+    """Return the absolute difference of two images of one size, multiplied by `factor` and clipped to white."""
+    from PIL.Image import fromarray
+
+    return fromarray(np.minimum(_distance(image, reference) * factor, 255).astype(np.uint8))
+
+
+def _distance(image: Image, reference: Image) -> npt.NDArray[np.int32]:
+    distance: npt.NDArray[np.int32] = np.abs(_array(image).astype(np.int32) - _array(reference))
+    return distance
+
+
+def _psnr(image: Image, reference: Image) -> float:
+    return psnr(_array(image) / 255, _array(reference) / 255)
+
+
+def _array(image: Image) -> npt.NDArray[np.uint8]:
+    return np.asarray(image.convert("RGB"))
+
+
+def _picture(image: Image) -> Picture:
+    """Encode an image for the page, lossless unless it is too wide or too large."""
+    from PIL.Image import Resampling
+
+    shown = image.convert("RGB")
+    if shown.width > _MAX_WIDTH:
+        height = max(1, round(shown.height * _MAX_WIDTH / shown.width))
+        shown = shown.resize((_MAX_WIDTH, height), Resampling.LANCZOS)
+    file = io.BytesIO()
+    shown.save(file, "WEBP", lossless=True, quality=80)
+    if len(file.getvalue()) > _MAX_LOSSLESS_BYTES:
+        file = io.BytesIO()
+        shown.save(file, "WEBP", quality=90)
+    uri = f"data:image/webp;base64,{base64.b64encode(file.getvalue()).decode()}"
+    return Picture(uri, shown.width, shown.height, shown.width < _SMALL_WIDTH)

@@ -1,0 +1,267 @@
+"""`python -m sdonnx benchmark`, or `python scripts/benchmark.py`: compare engines and write the results."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sdonnx.benchmark.compare import ComparisonRun, ComparisonSetup, Measurement
+from sdonnx.benchmark.engine import FolderKind, is_importable
+from sdonnx.benchmark.engines import ENGINES
+from sdonnx.benchmark.files import append_json, append_row, check_csv, check_writable
+from sdonnx.benchmark.image_files import print_images, save_images
+from sdonnx.benchmark.memory import first_gpu, open_gpu
+from sdonnx.benchmark.prepare_folders import default_label, folders_by_kind, prepare_folders, require_folder
+from sdonnx.benchmark.record import csv_row, environment, measurement_record, result_record
+from sdonnx.benchmark.results import Comparison, Result
+from sdonnx.benchmark.rivals import Rival, parse_rivals
+from sdonnx.benchmark.terminal_tables import print_comparison
+from sdonnx.benchmark.workload import Workload
+from sdonnx.cli.benchmark_options import MULTIPLE, add_arguments, check_options
+from sdonnx.errors import OptionError, OutputError, SdonnxError
+from sdonnx.folder.pipeline_folder import REPORT, PipelineFolder, read_json
+from sdonnx.folder.prompt_file import PROMPTS
+from sdonnx.samplers import config_for
+from sdonnx.terminal import FAILURE, INTERRUPTED, console, run_command, tensor_progress
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+__all__ = ["FAILED", "add_arguments", "main", "run"]
+
+FAILED = 1
+"""Exit status if a result is missing or untrusted."""
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the command."""
+    rivals = parse_rivals(
+        options.engine, compiled=options.enable_torch_compile, mode=options.compile_mode, xformers=options.use_xformers
+    )
+    check_options(options)
+    _require_packages(options)
+    check_csv(options.csv)
+    for path in (options.json, options.output_image):
+        if path is not None:
+            check_writable(path)
+    if options.report is not None:
+        from sdonnx.benchmark.report import check_report
+
+        check_report(options.report)
+    out = console()
+    on_progress: Callable[[str], None] = partial(out.print, style="dim", markup=False)
+    try:
+        setup, unusable = _setup(options, rivals, on_progress)
+    except KeyboardInterrupt:
+        print("interrupted before the first measurement", file=sys.stderr)
+        return INTERRUPTED
+    outcome = _Outcome(options, setup, Comparison(shlex.join(sys.orig_argv), environment()), out)
+    contest = ComparisonRun(setup, outcome.comparison, on_progress, outcome.keep)
+    contest.unusable = unusable
+    status = 0
+    try:
+        contest.run()
+    except KeyboardInterrupt:
+        out.print("interrupted; complete measurements are kept", style="yellow")
+        status = INTERRUPTED
+    finally:
+        # Printed even if the files could not be written, because measuring takes minutes.
+        print_comparison(outcome.comparison, out)
+    try:
+        return outcome.finish(status)
+    except KeyboardInterrupt:
+        print(f"interrupted while writing the report; the rows are in {options.csv}", file=sys.stderr)
+        return INTERRUPTED
+
+
+class _Outcome:
+    """Writes the results. Errors of single files are reported at the end; the other files are still written."""
+
+    def __init__(
+        self, options: argparse.Namespace, setup: ComparisonSetup, comparison: Comparison, out: Console
+    ) -> None:
+        self.comparison = comparison
+        self._options, self._setup, self._out = options, setup, out
+        self._label = options.version or default_label(dict(setup.folders), options.arch)
+        self._rows = 0
+        self._failures: list[OutputError] = []
+
+    def keep(self, kept: Measurement) -> None:
+        """Append a result or an extra measurement to the files."""
+        setup, options = self._setup, self._options
+        row = None
+        if isinstance(kept, Result) and kept.rounds:
+            row = csv_row(kept, self._label, len(setup.prompts), setup.batch_count, self.comparison.environment)
+        if isinstance(kept, Result):
+            record = result_record(kept, setup.prompts, row, self.comparison)
+        else:
+            record = measurement_record(kept, self.comparison)
+        if options.json is not None:
+            self._try(lambda: append_json(options.json, record))
+        if row is not None and self._try(lambda: append_row(options.csv, row)):
+            self._rows += 1
+
+    def finish(self, status: int) -> int:
+        """Write the report and the images, print the errors, and return the exit status."""
+        options, comparison = self._options, self.comparison
+        if options.report is not None:
+            from sdonnx.benchmark.report import write_report
+
+            if self._try(lambda: write_report(comparison, options.report)):
+                self._out.print(f"report: {options.report}", markup=False)
+        if options.output_image is not None:
+            self._try(lambda: save_images(comparison, options.output_image))
+        if options.print_output and self._out.is_terminal:
+            print_images(comparison, self._out)
+        elif options.print_output:
+            self._out.print("the output is not a terminal: images are not shown", style="dim")
+        if self._rows:
+            self._out.print(f"{self._rows} rows appended to {options.csv}", markup=False)
+        for result in comparison.results:
+            if result.failure:
+                print(f"error: {result.rival}, {result.workload.title}: {result.failure}", file=sys.stderr)
+        for failure in self._failures:
+            print(f"error: {failure}", file=sys.stderr)
+        if self._failures or not any(result.rounds for result in comparison.results):
+            return status or FAILURE
+        return status or (FAILED if comparison.failed else 0)
+
+    def _try(self, write: Callable[[], None]) -> bool:
+        try:
+            write()
+        except OutputError as error:
+            if str(error) not in map(str, self._failures):
+                self._failures.append(error)
+            return False
+        return True
+
+
+def _require_packages(options: argparse.Namespace) -> None:
+    """Raise OptionError if a package of the extra `benchmark` that the options need is missing."""
+    needed = ["psutil", "pynvml", "skimage"]
+    needed += ["jinja2", "plotly"] if options.report is not None else []
+    needed += ["rich_pixels"] if options.print_output else []
+    missing = [module for module in needed if not is_importable(module)]
+    if missing:
+        raise OptionError(
+            f"{', '.join(missing)} missing", "the benchmark's packages", "pip install 'sdonnx[benchmark]'"
+        )
+
+
+def _setup(
+    options: argparse.Namespace, rivals: list[Rival], on_progress: Callable[[str], None]
+) -> tuple[ComparisonSetup, dict[Rival, str]]:
+    """Return the settings of the comparison, and the engines that cannot run, with the reason.
+
+    Raises:
+        SdonnxError: no engine can run.
+    """
+    given = folders_by_kind(options.pipeline)
+    if options.arch is not None and FolderKind.DIFFUSERS in given:
+        raise OptionError(f"--arch and {given[FolderKind.DIFFUSERS]}", "one of them", "omit one")
+    # Checks that need no folder run first, because making a folder takes minutes.
+    unusable = {rival: error for rival in rivals if (error := _missing(rival, options)) is not None}
+    _require_scheduler(options, given)
+    usable = [rival for rival in rivals if rival not in unusable]
+    if not usable:
+        raise next(iter(unusable.values()))
+    wanted = {ENGINES[rival.engine].reads for rival in usable}
+    provider = options.provider or _provider(given)
+    if provider == "cuda":
+        open_gpu()  # raises if there is no GPU
+    adapters = tuple(map(str, options.ip_adapter or ()))
+    folders = prepare_folders(
+        given,
+        wanted,
+        arch=options.arch,
+        work=options.work_dir,
+        provider=provider,
+        progress=tensor_progress,
+        on_progress=on_progress,
+        adapters=adapters,
+    )
+    sizes = [
+        Workload(
+            batch, height, width, options.steps, options.seed, options.guidance_scale, options.scheduler,
+            options.negative_prompt, options.input_image, options.strength, scale, options.ip_adapter_image,
+        )
+        for height, width in zip(options.height, options.width, strict=True)
+        for batch in options.batch_size
+        for scale in options.ip_adapter_scale
+    ]  # fmt: skip
+    setup = ComparisonSetup(
+        rivals=tuple(rivals),
+        folders=folders,
+        workloads=tuple(dict.fromkeys(sizes)),
+        prompts=(options.prompt,) if options.prompt is not None else PROMPTS[: options.num_prompts],
+        provider=provider,
+        batch_count=options.batch_count,
+        warm_ups=options.warmups,
+        rounds=options.rounds,
+        io_binding=options.use_io_binding,
+        safety_checker=options.enable_safety_checker,
+        pythons=options.python,
+        timeout_s=options.timeout,
+        throughput=options.throughput,
+        resolutions=options.run_multiple_resolutions,
+        kernels=options.profile,
+        multiple=MULTIPLE,
+        adapters=adapters,
+    )
+    for rival in usable:
+        engine = ENGINES[rival.engine]
+        try:
+            require_folder(folders, engine.reads, engine.name, engine.remedy)
+            if rival.engine not in setup.pythons:
+                engine(setup.options(rival))
+        except SdonnxError as error:
+            unusable[rival] = error
+    if len(unusable) == len(rivals):
+        raise next(iter(unusable.values()))
+    return setup, {rival: str(error) for rival, error in unusable.items()}
+
+
+def _missing(rival: Rival, options: argparse.Namespace) -> SdonnxError | None:
+    """Return the error of an engine whose packages are missing. Engines with another interpreter are not checked."""
+    if rival.engine in options.python:
+        return None
+    if options.ip_adapter and not ENGINES[rival.engine].supports_adapters:
+        asked = "--ip_adapter" if options.arch is None else f"--arch {options.arch}"
+        return OptionError(
+            f"{asked} for the engine {rival.engine}", "an engine that supports adapters", "omit the engine"
+        )
+    try:
+        ENGINES[rival.engine].require_packages(xformers=rival.xformers)
+    except SdonnxError as error:
+        return error
+    return None
+
+
+def _require_scheduler(options: argparse.Namespace, given: dict[FolderKind, Path]) -> None:
+    """Raise SchedulerError if the sampler of `--scheduler` is unknown."""
+    if options.scheduler is not None:
+        config: dict[str, Any] = {}
+        for path in given.values():
+            config = PipelineFolder.open(path).config("scheduler", "scheduler_config.json")
+        config_for(options.scheduler, config)
+
+
+def _provider(given: dict[FolderKind, Path]) -> str:
+    """Return the target of the optimized folder; without one, "cuda" if there is a GPU, else "cpu"."""
+    if FolderKind.OPTIMIZED in given:
+        return str(read_json(given[FolderKind.OPTIMIZED] / REPORT).get("provider"))
+    return "cpu" if first_gpu() is None else "cuda"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line."""
+    return run_command("benchmark", add_arguments, run, arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,220 @@
+"""The benchmark's options.
+
+Names and meanings are those of ONNX Runtime's benchmark.py for Stable Diffusion. OneDiff's names for the same options
+are also accepted, and each name can be spelled with `-` and with `_`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import threading
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+from sdonnx.benchmark.engine import PROVIDERS
+from sdonnx.benchmark.engines import COMPILE_MODES, ENGINES
+from sdonnx.benchmark.measure import WARM_UPS
+from sdonnx.benchmark.rivals import NAMES
+from sdonnx.errors import OptionError, ProviderError
+from sdonnx.folder.prompt_file import PROMPTS
+from sdonnx.sample.architectures import ARCHITECTURES
+from sdonnx.terminal import add_debug, add_option
+
+__all__ = ["MULTIPLE", "add_arguments", "check_options"]
+
+MULTIPLE = 8
+"""Pixels per latent, in every published autoencoder."""
+
+# Inclusive ranges. A denoiser is trained with 1000 noise levels; the range of seeds is torch's.
+_RANGES = {
+    "batch_size": (1, 1024),
+    "steps": (1, 1000),
+    "batch_count": (1, 10_000),
+    "num_prompts": (1, len(PROMPTS)),
+    "warmups": (0, 1000),
+    "rounds": (1, 1000),
+    "seed": (-(2**63), 2**64 - 1),
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's options."""
+    parser.description = (
+        "Measure the latency of several engines, compare their images, and append the results to files."
+    )
+    _add_workload(parser)
+    _add_engines(parser)
+    _add_results(parser)
+    add_debug(parser)
+
+
+def _add_workload(parser: argparse.ArgumentParser) -> None:
+    add = partial(add_option, parser.add_argument_group("workload"))
+    folders = (
+        "pipeline folders with the same weights, at most one of each kind: diffusers', exported, optimized; missing"
+        " ones are made"
+    )
+    add("-p", "--pipeline", "--model", nargs="+", type=Path, default=[], metavar="FOLDER", help=folders)
+    add("--arch", help="use a sample pipeline with random weights instead of a folder: tiny, sd15, ...")
+    add("-w", "--work_dir", type=Path, default=Path("benchmark_work"), help="folder for new folders (%(default)s)")
+    add("-v", "--version", help="label of the rows, such as 1.5 (default: the model's name)")
+    add("-b", "--batch_size", "--batch", nargs="+", type=int, default=[1], help="batch sizes (1)")
+    add("--height", nargs="+", type=int, default=[512], help="image heights in pixels (512)")
+    add("--width", nargs="+", type=int, help="image widths in pixels, one for each height (default: the heights)")
+    add("-s", "--steps", type=int, default=50, help="number of denoising steps (50)")
+    add("--scheduler", help="sampler of all engines: a class of diffusers or a short name")
+    add("-n", "--num_prompts", type=int, default=1, help=f"number of prompts, of {len(PROMPTS)} predefined ones (1)")
+    add("--prompt", help="use this prompt instead of the predefined ones")
+    add("--negative_prompt", help="the negative prompt")
+    add("--guidance_scale", type=float, default=7.5, help="the guidance scale (7.5)")
+    add("--seed", type=int, default=0, help="seed of the noise in every run (0)")
+    add("--input_image", help="start image, for image to image")
+    add("--strength", type=float, default=0.8, help="strength of image to image (0.8)")
+    add(
+        "--ip_adapter",
+        nargs="+",
+        type=Path,
+        help="files of IP-Adapters (default: the first one of --arch ...-ip-adapter)",
+    )
+    add("--ip_adapter_image", help="prompt image of every adapter (default: a synthetic image)")
+    add("--ip_adapter_scale", nargs="+", type=float, help="scales of the adapters, one row for each (0.6)")
+    add("--enable_safety_checker", action="store_true", help="run the folders' safety checkers")
+
+
+def _add_engines(parser: argparse.ArgumentParser) -> None:
+    add = partial(add_option, parser.add_argument_group("engines and timing"))
+    engines = f"{', '.join(NAMES)}; compiled ones accept a mode: torch-compile:max-autotune (default: onnxruntime)"
+    add("-e", "--engine", nargs="+", default=["onnxruntime"], metavar="ENGINE", help=engines)
+    add(
+        "-r",
+        "--provider",
+        help="cuda or cpu (default: the target of the optimized folder, else cuda if there is a GPU)",
+    )
+    add("--enable_torch_compile", action="store_true", help="compile the engine torch")
+    add("--compile_mode", help=f"{', '.join(COMPILE_MODES)} (reduce-overhead)")
+    add("--use_xformers", action="store_true", help="use xformers' attention in the engine torch")
+    add("--use_io_binding", action="store_true", help="bind buffers in onnxruntime-plain; onnxruntime always does")
+    add("-g", "--enable_cuda_graph", action="store_true", help="no effect: onnxruntime always captures CUDA graphs")
+    add("-c", "--batch_count", type=int, default=5, help="timed runs of each prompt in each round (5)")
+    add("--warmups", type=int, help=f"number of warm-up runs ({WARM_UPS})")
+    add("--skip_warmup", action="store_true", help="same as --warmups 0")
+    add("--rounds", type=int, help="processes of each engine, in a new order each time (2, or 1 for one engine)")
+    add("--timeout", type=float, help="time limit of a process in seconds (default: none)")
+    add("--python", nargs="+", default=[], metavar="ENGINE=PYTHON", help="interpreter of an engine")
+
+
+def _add_results(parser: argparse.ArgumentParser) -> None:
+    add = partial(add_option, parser.add_argument_group("results"))
+    add("--csv", type=Path, default=Path("benchmark_result.csv"), help="append rows to this file (%(default)s)")
+    add("--json", type=Path, help="append full records to this file, one per line")
+    add("--report", type=Path, help="write an HTML page with tables, plots and images")
+    add("--output_image", type=Path, help="write each engine's first image; the engine is added to the name")
+    add("--print_output", action="store_true", help="show the images on the terminal")
+    add("--profile", action="store_true", help="also measure device time by kind of operator")
+    add("--throughput", action="store_true", help="also fit time = a * steps + b")
+    add("--run_multiple_resolutions", action="store_true", help="also measure several sizes in one process")
+
+
+def check_options(options: argparse.Namespace) -> None:
+    """Set defaults that depend on other options, and raise OptionError for invalid options."""
+    if options.skip_warmup and options.warmups:
+        raise OptionError("--skip_warmup and --warmups", "one of them", "omit one")
+    options.warmups = 0 if options.skip_warmup else WARM_UPS if options.warmups is None else options.warmups
+    options.rounds = options.rounds if options.rounds is not None else 1 if len(options.engine) == 1 else 2
+    options.width = options.width or options.height
+    for name, (minimum, maximum) in _RANGES.items():
+        given = getattr(options, name)
+        for value in given if isinstance(given, list) else [given]:
+            if not minimum <= value <= maximum:
+                raise OptionError(f"--{name} is {value}", f"{minimum} to {maximum}", "pass a number in this range")
+    for name in ("height", "width"):
+        for pixels in getattr(options, name):
+            if pixels < 1 or pixels % MULTIPLE:
+                raise OptionError(
+                    f"--{name} is {pixels}", f"a multiple of {MULTIPLE}", f"choose a {name} that {MULTIPLE} divides"
+                )
+    if len(options.height) != len(options.width):
+        raise OptionError(
+            f"{len(options.height)} heights and {len(options.width)} widths", "equal numbers", "pass them in pairs"
+        )
+    if not 0 < options.strength <= 1:
+        raise OptionError(f"--strength is {options.strength}", "more than 0, at most 1", "pass a number in this range")
+    if options.input_image is not None and not Path(options.input_image).is_file():
+        raise OptionError(f"{options.input_image} is not a file", "an image", "pass the path of an image")
+    if options.provider not in (None, *PROVIDERS):
+        raise ProviderError(
+            f"the provider {options.provider!r} is unknown", f"one of {', '.join(PROVIDERS)}", "pass one"
+        )
+    options.python = _pythons(options.python)
+    if options.arch is not None and options.arch not in ARCHITECTURES:
+        raise OptionError(f"--arch {options.arch}", f"one of {', '.join(ARCHITECTURES)}", "pass one")
+    if options.arch is None and not options.pipeline:
+        raise OptionError("no pipeline", "-p FOLDER or --arch NAME", "pass one")
+    if options.throughput and options.steps == 1:
+        raise OptionError("--throughput with one step", "at least 2", "pass for example --steps 20")
+    if options.timeout is not None and not 0 < options.timeout <= threading.TIMEOUT_MAX:
+        raise OptionError(
+            f"--timeout is {options.timeout}", "more than 0 s, at most a year", "pass a number in this range"
+        )
+    if not math.isfinite(options.guidance_scale):
+        raise OptionError(f"--guidance_scale is {options.guidance_scale}", "a finite number", "pass a finite number")
+    if options.input_image is not None and "onnxruntime-plain" in options.engine:
+        raise OptionError("--input-image for the engine onnxruntime-plain", "another engine", "omit one")
+    if options.input_image is not None and int(options.steps * options.strength) < 1:
+        raise OptionError(
+            f"--strength {options.strength} of {options.steps} steps", "at least one step", "raise one of them"
+        )
+    own = () if options.arch is None else ARCHITECTURES[options.arch].adapter_files
+    if options.ip_adapter is None and own:
+        options.ip_adapter = [options.work_dir / options.arch / own[0]]
+    elif options.ip_adapter:
+        options.ip_adapter = [_adapter_file(path) for path in options.ip_adapter]
+    if not options.ip_adapter and (options.ip_adapter_image is not None or options.ip_adapter_scale):
+        raise OptionError("--ip_adapter_image or --ip_adapter_scale", "--ip_adapter as well", "name the adapter")
+    options.ip_adapter_scale = (options.ip_adapter_scale or [0.6]) if options.ip_adapter else [None]
+    for scale in options.ip_adapter_scale:
+        if scale is not None and not math.isfinite(scale):
+            raise OptionError(f"--ip_adapter_scale is {scale}", "a finite number", "pass a finite number")
+    _check_images(options)
+
+
+def _adapter_file(given: Path) -> Path:
+    """Return the file of an adapter: the file itself, or the only file in a folder."""
+    files = sorted(given.glob("*.safetensors")) if given.is_dir() else [given]
+    if len(files) != 1 or not files[0].is_file():
+        raise OptionError(f"--ip_adapter {given}", "a .safetensors file, or a folder with one", "name the file")
+    return files[0]
+
+
+def _check_images(options: argparse.Namespace) -> None:
+    from PIL import Image
+
+    for given in (options.input_image, options.ip_adapter_image):
+        if given is None:
+            continue
+        try:
+            with Image.open(given) as file:
+                file.verify()
+        except OSError as error:
+            raise OptionError(f"{given} cannot be read ({error})", "an image", "pass another") from error
+    if options.output_image is not None:
+        suffix = options.output_image.suffix.lower()
+        if suffix and suffix not in Image.registered_extensions():
+            raise OptionError(f"--output_image {options.output_image}", "a name such as x.png", "choose another")
+
+
+def _pythons(given: Sequence[str]) -> dict[str, str]:
+    """Parse `--python` to interpreters by engine."""
+    pythons = {}
+    for each in given:
+        engine, equals, path = each.partition("=")
+        if not equals or engine not in ENGINES:
+            raise OptionError(
+                f"--python {each}",
+                f"ENGINE=PYTHON with one of {', '.join(ENGINES)}",
+                "pass for example optimum=venv/bin/python",
+            )
+        pythons[engine] = path
+    return pythons

@@ -1,0 +1,215 @@
+"""`python -m sdonnx doctor`: report missing requirements and how to fix them, and check the kernels of this machine."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.markup import escape
+
+from sdonnx.doctor.cache import read_verdict, result_as_json, write_verdict
+from sdonnx.doctor.check_kernels import ATTENTION, BACKENDS, CaseResult, KernelCaseSet, compare, read_kernel_cases
+from sdonnx.doctor.environment import Finding, collect_facts, default_provider, findings
+from sdonnx.doctor.gpu import identity
+from sdonnx.doctor.sessions import kernel_opener
+from sdonnx.doctor.verdict import SummaryLine, Verdict, judge, summarize
+from sdonnx.errors import OptionError, OutputError
+from sdonnx.terminal import add_debug, console, progress_bar, run_command
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+__all__ = ["add_arguments", "main", "run"]
+
+_UNSOUND = 1
+_MAX_FAULTS_SHOWN = 8
+_COLOURS = {"fine": "green", "missing": "red", "note": "yellow"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's options."""
+    parser.description = (
+        "Report missing requirements of this machine and how to fix them, and compare ONNX Runtime's kernels with "
+        "reference implementations. The verdict is cached, and generating images avoids faulty attention backends. "
+        "Status 0: all is well; 1: a kernel is faulty or a requirement is missing."
+    )
+    parser.add_argument("--provider", help="cuda or cpu (default: cuda where there is a GPU or a build for one)")
+    parser.add_argument("--device", type=int, default=0, metavar="N", help="the number of the GPU (default 0)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all findings and kernel cases to a file")
+    parser.add_argument("--fresh", action="store_true", help="check again although there is a cached verdict")
+    add_debug(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the command."""
+    if options.provider not in (None, "cuda", "cpu"):
+        raise OptionError(f"the provider {options.provider!r} is unknown", "cuda or cpu", "pass one, or none")
+    facts = collect_facts()
+    provider = options.provider or default_provider(facts)
+    if provider == "cuda" and facts.gpus and not 0 <= options.device < len(facts.gpus):
+        raise OptionError(
+            f"--device is {options.device}", f"a number below {len(facts.gpus)}", "pass the number of a GPU"
+        )
+    found = findings(facts, provider)
+    out = console()
+    out.print(_environment(found))
+    for finding in found:
+        if finding.remedy:
+            line = f"{finding.subject}: {finding.found}; expected {finding.expected}; {finding.remedy}"
+            out.print(f"[{_COLOURS[finding.state]}]{finding.state}[/] {escape(line)}")
+    report: dict[str, Any] = {"provider": provider, "findings": [asdict(finding) for finding in found]}
+    missing = any(finding.state == "missing" for finding in found)
+    sound = False
+    if missing:
+        out.print("kernels: not run, as a requirement is missing")
+    elif provider == "cuda":
+        sound = _check_gpu(options, report)
+    else:
+        sound = _check_cpu(report)
+    if options.json is not None:
+        _write(options.json, report | {"sound": sound})
+    return 0 if sound else _UNSOUND
+
+
+def _environment(found: Sequence[Finding]) -> Table:
+    from rich.table import Table
+
+    table = Table(title="environment")
+    for column in ("requirement", "found", "state"):
+        table.add_column(column, overflow="fold")
+    for finding in found:
+        table.add_row(escape(finding.subject), escape(finding.found), f"[{_COLOURS[finding.state]}]{finding.state}[/]")
+    return table
+
+
+def _check_cpu(report: dict[str, Any]) -> bool:
+    cases = read_kernel_cases()
+    checks = [check for check in cases.checks if check.cpu]
+    start = time.monotonic()
+    results = []
+    with progress_bar() as bar:
+        task = bar.add_task("kernels", total=len(checks))
+        for result in compare(cases, checks, kernel_opener("cpu"), dtypes=("float32",)):
+            results.append(result)
+            bar.update(task, completed=len(results))
+    faults = [result for result in results if result.state != "correct"]
+    _print_table("kernels of the CPU provider", "operator", summarize(results))
+    _print_faults(faults)
+    correct = len(results) - len(faults)
+    console().print(f"{correct} of {len(results)} kernel cases correct, {time.monotonic() - start:.1f} s")
+    report["cases"] = [result_as_json(result) for result in results]
+    return not faults
+
+
+def _check_gpu(options: argparse.Namespace, report: dict[str, Any]) -> bool:
+    cases = read_kernel_cases()
+    key = identity(options.device, cases.digest)
+    # A cached verdict lacks the results that --json writes.
+    cached = None if options.fresh or options.json is not None else read_verdict(key)
+    if cached is not None and cached.full:
+        verdict, place = cached, "cached"
+    else:
+        verdict, results, place = _judge(options.device, cases, key)
+        report["cases"] = [result_as_json(result) for result in results]
+    _print_verdict(verdict, place)
+    report["verdict"] = {
+        "key": dict(verdict.key),
+        "sdpa_kernel": verdict.sdpa_kernel,
+        "faulty_backends": verdict.faulty_backends,
+        "faults": [result_as_json(result) for result in verdict.faults],
+        "unavailable": [result_as_json(result) for result in verdict.unavailable],
+        "seconds": verdict.seconds,
+    }
+    return verdict.sound
+
+
+def _judge(index: int, cases: KernelCaseSet, key: dict[str, str]) -> tuple[Verdict, list[CaseResult], str]:
+    """Return the verdict, all results, and the path that the verdict was written to."""
+    with progress_bar() as bar:
+        task = bar.add_task("kernels", total=_count_runs(cases))
+        verdict, results = judge(
+            cases,
+            kernel_opener("cuda", index),
+            key,
+            full=True,
+            on_progress=lambda done: bar.update(task, completed=done),
+        )
+    path = write_verdict(verdict) if verdict.cacheable else None
+    return verdict, results, "not cached" if path is None else str(path)
+
+
+def _count_runs(cases: KernelCaseSet) -> int:
+    """Return the number of kernel runs: attention runs with ONNX Runtime's choice and with each single backend."""
+    return sum(
+        len(check.kernels) * (1 + len(BACKENDS) if check.case.op_type == ATTENTION else 1) for check in cases.checks
+    )
+
+
+def _print_table(title: str, first_column: str, lines: Sequence[SummaryLine]) -> None:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(title=escape(title), box=box.SIMPLE, pad_edge=False, show_edge=False)
+    table.add_column(first_column, no_wrap=True)
+    for column in ("type", "correct", "wrong", "not run", "error"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for line in lines:
+        wrong = f"[red]{line.wrong}[/]" if line.wrong else "0"
+        error = "-" if line.max_error is None else f"{line.max_error:.1e}"
+        table.add_row(escape(line.name), line.dtype, str(line.correct), wrong, str(line.unavailable), error)
+    console().print(table)
+
+
+def _print_faults(results: Sequence[CaseResult]) -> None:
+    out = console()
+    for result in results[:_MAX_FAULTS_SHOWN]:
+        reason = result.failure if result.error is None else f"relative error {result.error:.1e}"
+        out.print(f"[red]{result.state}[/] {escape(f'{result.operator} {result.dtype} {result.case}: {reason}')}")
+    if len(results) > _MAX_FAULTS_SHOWN:
+        out.print(f"and {len(results) - _MAX_FAULTS_SHOWN} more; --json FILE holds all")
+
+
+def _print_verdict(verdict: Verdict, place: str) -> None:
+    out = console()
+    operators = [line for line in verdict.summary if line.name not in BACKENDS]
+    _print_table(f"kernels on {verdict.key['gpu']}", "operator", operators)
+    backends = [line for line in verdict.summary if line.name in BACKENDS]
+    if backends:
+        _print_table(f"{ATTENTION}, one backend allowed", "backend", backends)
+    _print_faults([*verdict.faults, *verdict.unavailable])
+    if verdict.faulty_backends:
+        consequence = (
+            f"generating images avoids them (sdpa_kernel={verdict.sdpa_kernel})"
+            if verdict.sdpa_kernel
+            else "ONNX Runtime does not choose them"
+        )
+        out.print(f"[yellow]faulty backends[/]: {', '.join(verdict.faulty_backends)}; {consequence}")
+    bad = len(verdict.faults) + len(verdict.unavailable)
+    out.print(
+        f"{verdict.checked - bad} of {verdict.checked} kernel cases correct, {verdict.seconds:.1f} s; "
+        f"verdict: {escape(place)}"
+    )
+
+
+def _write(path: Path, report: dict[str, Any]) -> None:
+    try:
+        path.write_text(json.dumps(report, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise OutputError(
+            f"writing {path} failed ({error.strerror or error})", "a file that can be written", "choose another file"
+        ) from error
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line."""
+    return run_command("doctor", add_arguments, run, arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

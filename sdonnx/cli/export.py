@@ -1,0 +1,77 @@
+"""`sdonnx export -m MODEL -o OUT`: export a diffusers pipeline to a folder of ONNX graphs."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+from sdonnx.terminal import add_debug, add_option, console, run_command, tensor_progress
+
+__all__ = ["add_arguments", "main", "run"]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's options."""
+    parser.description = (
+        "Export a diffusers pipeline to ONNX (opset 23, dynamic sizes). Weights are read one at a time, "
+        "so memory use does not grow with the model."
+    )
+    add = partial(add_option, parser)
+    add("-m", "--model", required=True, help="local diffusers folder, or the id of a pipeline on the hub")
+    add("-o", "--output", required=True, type=Path, help="folder to write")
+    dtypes = ("float32", "float16")
+    add("--dtype", default="float32", choices=dtypes, help="type of weights, inputs and outputs (default: float32)")
+    add("--overwrite", action="store_true", help="replace the output if it contains a pipeline")
+    add(
+        "--allow_pickle",
+        nargs="+",
+        default=[],
+        metavar="COMPONENT",
+        help="components whose weights may be read from a pickle (.bin); only for authors that you trust",
+    )
+    add(
+        "--ip_adapter",
+        nargs="+",
+        default=[],
+        type=Path,
+        metavar="FOLDER_OR_FILE",
+        help="IP-Adapters (safetensors), in the order in which images are passed to the pipeline",
+    )
+    add(
+        "--image_encoder",
+        type=Path,
+        metavar="FOLDER",
+        help="image encoder of the adapters (default: the pipeline's, or image_encoder next to an adapter)",
+    )
+    add_debug(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the command."""
+    from sdonnx.export.export_pipeline import export_pipeline
+
+    with tensor_progress() as on_progress:
+        export_pipeline(
+            options.model,
+            options.output,
+            dtype=options.dtype,
+            overwrite=options.overwrite,
+            allow_pickle=options.allow_pickle,
+            ip_adapters=options.ip_adapter,
+            image_encoder=options.image_encoder,
+            progress=on_progress,
+        )
+    console().print(f"exported to {options.output}")
+    return 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line."""
+    return run_command("export", add_arguments, run, arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

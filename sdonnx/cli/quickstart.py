@@ -1,0 +1,175 @@
+"""`sdonnx quickstart`: generate an image with a sample pipeline and compare with PyTorch.
+
+The steps are sample -> export -> optimize -> image, on the GPU if there is one, otherwise on the CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from sdonnx.metrics import psnr
+from sdonnx.terminal import add_debug, add_option, console, run_command, tensor_progress
+
+__all__ = ["add_arguments", "main", "run"]
+
+_PROMPT = "a red fox in the snow, oil painting"
+_SEED = 0
+_REPEATS = 3
+
+
+@dataclass(frozen=True)
+class _Timed:
+    """The image of one engine, (H,W,3) from 0 to 1, and its times in seconds."""
+
+    engine: str
+    image: npt.NDArray[np.float32]
+    load_s: float
+    first_s: float
+    median_s: float
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's options."""
+    from sdonnx.sample.write_sample import ARCHITECTURES
+
+    parser.description = "Generate an image with a sample pipeline and compare with PyTorch."
+    add_option(parser, "--arch", default="tiny", help=f"one of {', '.join(ARCHITECTURES)} (default: tiny)")
+    add_option(
+        parser, "-o", "--output", type=Path, default=Path("quickstart"), help="working folder (default: quickstart)"
+    )
+    add_option(parser, "-s", "--steps", type=int, default=20, help="denoising steps (default: 20)")
+    add_option(parser, "--provider", default=None, help="cuda or cpu (default: cuda if there is a GPU)")
+    add_debug(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the command."""
+    import onnxruntime
+
+    from sdonnx.cli.optimize import fusion_table
+    from sdonnx.export.export_pipeline import export_pipeline
+    from sdonnx.optimize.optimizer import optimize_folder
+    from sdonnx.runtime.device.device import device_for
+    from sdonnx.sample.write_sample import write_sample
+
+    has_cuda = "CUDAExecutionProvider" in onnxruntime.get_available_providers()
+    device = device_for(options.provider or ("cuda" if has_cuda else "cpu"))
+    float16 = device.provider == "cuda"
+    out, work = console(), options.output
+    source, exported, optimized = (work / name for name in ("sample", "onnx", f"optimized-{device.provider}"))
+    started = time.perf_counter()
+    out.print(f"sample pipeline {options.arch} -> {source}")
+    write_sample(options.arch, source, overwrite=True)
+    out.print(f"export -> {exported}")
+    with tensor_progress() as progress:
+        export_pipeline(source, exported, overwrite=True, progress=progress)
+    out.print(f"optimize for {device.provider} -> {optimized}")
+    with tensor_progress() as progress:
+        report = optimize_folder(
+            exported, optimized, provider=device.provider, float16=float16, overwrite=True, progress=progress
+        )
+    ours = _time_ours(optimized, device.provider, options.steps, work / "image.png")
+    torches = [_time_torch(source, device.provider, half, options.steps) for half in ((False, True)[: 1 + float16])]
+    out.print(fusion_table(report))
+    _print_comparison(ours, torches)
+    out.print(f"image: {work / 'image.png'}")
+    out.print(f"total time: {time.perf_counter() - started:.0f} s")
+    return 0
+
+
+def _timed(engine: str, load: Callable[[], Callable[[], npt.NDArray[np.float32]]]) -> _Timed:
+    """Load an engine, generate one image, and repeat for the median time."""
+    start = time.perf_counter()
+    generate = load()
+    loaded = time.perf_counter()
+    image = generate()
+    first = time.perf_counter()
+    latencies = []
+    for _ in range(_REPEATS):
+        begun = time.perf_counter()
+        generate()
+        latencies.append(time.perf_counter() - begun)
+    return _Timed(engine, image, loaded - start, first - loaded, statistics.median(latencies))
+
+
+def _time_ours(folder: Path, provider: str, steps: int, path: Path) -> _Timed:
+    from PIL import Image
+
+    from sdonnx.runtime.pipeline import OrtDiffusionPipeline
+
+    def load() -> Callable[[], npt.NDArray[np.float32]]:
+        pipeline = OrtDiffusionPipeline.from_pretrained(folder, provider)
+        return lambda: np.asarray(
+            pipeline(_PROMPT, num_inference_steps=steps, seed=_SEED, output_type="np").images[0], np.float32
+        )
+
+    timed = _timed("sdonnx", load)
+    Image.fromarray((timed.image * 255).round().astype(np.uint8)).save(path)
+    return timed
+
+
+def _time_torch(folder: Path, provider: str, half: bool, steps: int) -> _Timed:
+    import torch
+    from diffusers import DiffusionPipeline
+    from diffusers.utils import logging
+    from transformers.utils import logging as transformers_logging
+
+    logging.disable_progress_bar()
+    transformers_logging.disable_progress_bar()
+
+    def load() -> Callable[[], npt.NDArray[np.float32]]:
+        dtype = torch.float16 if half else torch.float32
+        pipeline_class: Any = DiffusionPipeline
+        pipeline: Any = pipeline_class.from_pretrained(folder, dtype=dtype).to(provider)
+        pipeline.set_progress_bar_config(disable=True)
+        pixels = pipeline.unet.config.sample_size * pipeline.vae_scale_factor
+        # float32 noise from the CPU, as in this project: torch samples other numbers in half precision.
+        shape = (1, pipeline.unet.config.in_channels, *[pipeline.unet.config.sample_size] * 2)
+
+        def generate() -> npt.NDArray[np.float32]:
+            noise = torch.randn(shape, generator=torch.Generator("cpu").manual_seed(_SEED))
+            images = pipeline(
+                _PROMPT,
+                pixels,
+                pixels,
+                num_inference_steps=steps,
+                latents=noise.to(provider, dtype),
+                output_type="np",
+            ).images
+            return np.asarray(images[0], np.float32)
+
+        return generate
+
+    return _timed(f"PyTorch {'fp16' if half else 'fp32'}", load)
+
+
+def _print_comparison(ours: _Timed, torches: list[_Timed]) -> None:
+    from rich.table import Table
+
+    table = Table(title="one image")
+    for title in ("engine", "load s", "first image s", f"median of {_REPEATS} s", "PSNR to PyTorch fp32 dB"):
+        table.add_column(title, justify="left" if title == "engine" else "right")
+    for timed in [ours, *torches]:
+        agreement = "" if timed is torches[0] else f"{psnr(timed.image, torches[0].image):.1f}"
+        seconds = [f"{value:.3f}" for value in (timed.load_s, timed.first_s, timed.median_s)]
+        table.add_row(timed.engine, *seconds, agreement)
+    console().print(table)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line."""
+    return run_command("quickstart", add_arguments, run, arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,54 @@
+"""`sdonnx sample --arch tiny -o DIR`: write a sample pipeline."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+from sdonnx.sample.overflow import OVERFLOWS
+from sdonnx.sample.write_sample import ARCHITECTURES, write_sample
+from sdonnx.terminal import add_debug, add_option, console, run_command
+
+__all__ = ["add_arguments", "main", "run"]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's options."""
+    parser.description = "Write a complete diffusers pipeline with a published architecture and random weights."
+    add = partial(add_option, parser)
+    add("--arch", required=True, help=f"one of {', '.join(ARCHITECTURES)}")
+    add("-o", "--output", required=True, type=Path, help="folder to write")
+    add("--seed", type=int, default=0, help="seed of the weights (default: 0)")
+    add("--safety_checker", action="store_true", help="also write the pipeline's published safety checker")
+    overflows = ", ".join(OVERFLOWS)
+    add("--overflow", metavar="NAME", help=f"make values overflow float16, with unchanged images: one of {overflows}")
+    add("--overwrite", action="store_true", help="replace the output if it contains a pipeline")
+    add_debug(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the command."""
+    out = console()
+    write_sample(
+        options.arch,
+        options.output,
+        options.seed,
+        safety_checker=options.safety_checker,
+        overflow=options.overflow,
+        overwrite=options.overwrite,
+        progress=lambda text: out.print(text, style="dim"),
+    )
+    out.print(f"wrote {options.output}")
+    return 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line."""
+    return run_command("sample", add_arguments, run, arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

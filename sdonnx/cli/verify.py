@@ -1,0 +1,149 @@
+"""`python -m sdonnx verify FOLDER --against ORIGINAL`: compare the two pipelines and write a certificate."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+from rich.table import Table
+
+from sdonnx.errors import OutputError
+from sdonnx.folder.certificate import CERTIFICATE, CERTIFICATE_PAGE
+from sdonnx.folder.lock import locked
+from sdonnx.folder.pipeline_folder import finite
+from sdonnx.folder.prompt_file import read_prompts
+from sdonnx.terminal import add_debug, add_option, console, run_command
+from sdonnx.verify.certificate_page import certificate_html
+from sdonnx.verify.judgement import Thresholds
+from sdonnx.verify.verification import Verification, VerificationRequest
+from sdonnx.verify.verifier import verify_folder
+
+__all__ = ["FAILED", "add_arguments", "main", "run", "write_certificate"]
+
+_PARTIAL = ".certificate.partial"
+
+FAILED = 1
+"""Exit status if the folder does not pass."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's options, each long one spelled with `-` and with `_`."""
+    parser.description = (
+        "Compare an optimized folder with the diffusers pipeline that it was made from, component by component and "
+        f"image by image, and write {CERTIFICATE} and {CERTIFICATE_PAGE} into the folder."
+    )
+    default = VerificationRequest()
+
+    add = partial(add_option, parser)
+
+    parser.add_argument("folder", type=Path, help="the optimized folder")
+    add("--against", required=True, type=Path, metavar="ORIGINAL", help="the diffusers pipeline")
+    add("--prompts", type=Path, default=None, metavar="FILE", help="a text file with one prompt per line")
+    add("--images", type=int, default=default.images, help="number of images per prompt (%(default)s)")
+    add("--seed", type=int, default=default.seed, help="seed of the first image (%(default)s)")
+    add("-s", "--steps", type=int, default=default.steps, help="number of denoising steps (%(default)s)")
+    add("--height", type=int, default=None, help="height in pixels (default: the pipeline's)")
+    add("--width", type=int, default=None, help="width in pixels (default: the pipeline's)")
+    add("-g", "--guidance_scale", type=float, help="guidance scale (default: the family's)")
+    add("--scheduler", default=None, help="the sampler of both pipelines (default: the folder's)")
+    add("--ip_adapter", nargs="+", default=[], metavar="FILE", help="the IP-Adapters that the folder was exported with")
+    add("--ip_adapter_scale", type=float, default=default.ip_adapter_scale, help="scale of the adapters (%(default)s)")
+    add("--provider", default=None, help="cuda or cpu (default: the folder's target)")
+    add(
+        "--min_psnr", "--least_psnr", type=float, default=default.thresholds.min_psnr_db, metavar="DB",
+        help="minimum PSNR of images to torch in float16 (%(default)s)",
+    )  # fmt: skip
+    add(
+        "--max_error", "--most_error", type=float, default=default.thresholds.max_error, metavar="TIMES",
+        help="maximum error of components, as a multiple of the error of torch in float16 (%(default)s)",
+    )  # fmt: skip
+    add_debug(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the command."""
+    out = console()
+    _check_writable(options.folder)
+    request = VerificationRequest(
+        prompts=None if options.prompts is None else read_prompts(options.prompts),
+        images=options.images,
+        seed=options.seed,
+        steps=options.steps,
+        height=options.height,
+        width=options.width,
+        guidance_scale=options.guidance_scale,
+        scheduler=options.scheduler,
+        ip_adapters=tuple(options.ip_adapter),
+        ip_adapter_scale=options.ip_adapter_scale,
+        provider=options.provider,
+        thresholds=Thresholds(options.min_psnr, options.max_error),
+    )
+    found = verify_folder(options.folder, options.against, request, lambda text: out.print(text, style="dim"))
+    certificate = found.certificate()
+    text = json.dumps(finite(certificate), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    # The certificate is written last: if it exists, the page exists.
+    write_certificate(options.folder, {CERTIFICATE_PAGE: certificate_html(found, certificate), CERTIFICATE: text})
+    out.print(_table(found))
+    for failure in found.judgement.failures:
+        out.print(f"failed: {failure}", markup=False)
+    passed = found.judgement.passed
+    out.print(f"{'passed' if passed else 'did not pass'}: {options.folder / CERTIFICATE}", markup=False)
+    return 0 if passed else FAILED
+
+
+def write_certificate(folder: Path, texts: Mapping[str, str]) -> None:
+    """Write files into a folder, each atomically. Overwrites partial files of a killed process."""
+    try:
+        with locked(folder.resolve()):
+            for name, text in texts.items():
+                partial = folder / _PARTIAL
+                partial.write_bytes(text.encode("utf-8", "backslashreplace"))
+                partial.replace(folder / name)
+    except OSError as error:
+        (folder / _PARTIAL).unlink(missing_ok=True)
+        raise OutputError(
+            f"writing into {folder} failed ({error.strerror})",
+            "a place with enough free space and permission to write",
+            "free some space, or copy the folder",
+        ) from error
+
+
+def _table(found: Verification) -> Table:
+    table = Table("component", "outputs compared", "largest error", "torch fp16", "NaN or Inf, %")
+    for name in dict.fromkeys(each.component for each in found.components):
+        own = [each for each in found.components if each.component == name]
+        worst = max(own, key=lambda each: each.error / each.limit(found.request.thresholds))
+        share = max(each.not_finite for each in own)
+        table.add_row(name, str(len(own)), f"{worst.error:.2e}", f"{worst.torch_error:.2e}", f"{100 * share:.2g}")
+    for image in found.images:
+        reference, decibels = image.compared()
+        shown = "identical" if decibels is None else f"{decibels:.1f} dB to torch in {reference}"
+        table.add_row(f"image {image.prompt[:40]!r}, seed {image.seed}", "1", shown, "", "")
+    return table
+
+
+def _check_writable(folder: Path) -> None:
+    """Check that the certificate can be written, before minutes are spent on generating images."""
+    if not folder.is_dir():
+        return  # reported when the folder is read
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise OutputError(
+            f"{folder} is not writable ({error.strerror})", "a writable folder for the certificate", "copy the folder"
+        ) from error
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line."""
+    return run_command("verify", add_arguments, run, arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

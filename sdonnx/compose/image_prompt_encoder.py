@@ -1,0 +1,54 @@
+"""Served graphs of image prompts: from an image to the tokens that the denoiser attends to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import onnx_ir as ir
+
+from sdonnx.compose.graph_builder import FLOAT, GraphBuilder, add_output, widen_input
+from sdonnx.models import abi
+
+__all__ = ["compose_image_prompt_encoder", "compose_image_prompt_projection"]
+
+
+def compose_image_prompt_encoder(model: ir.Model, config: Mapping[str, Any]) -> None:
+    """Make the inputs and outputs of the image encoder float32, in place: the host prepares images, and has few.
+
+    Input: `pixel_values` (I,3,S,S). Outputs: `image_embeds` (I,P), `penultimate_hidden_states` (I,L,D).
+
+    Args:
+        model: the optimized image encoder.
+        config: its configuration, unused.
+    """
+    _widen(model)
+    model.graph.name = abi.PROMPT.name
+
+
+def compose_image_prompt_projection(model: ir.Model, config: Mapping[str, Any]) -> None:
+    """Make the inputs and outputs of the adapters' projections float32, in place.
+
+    Inputs: `image_embeds.i` (I,L,W). Outputs: `ip_hidden_states.i` (I,T,D).
+
+    Args:
+        model: the optimized projections.
+        config: their configuration, unused.
+    """
+    _widen(model)
+    model.graph.name = abi.PROJECT.name
+
+
+def _widen(model: ir.Model) -> None:
+    graph = model.graph
+    inputs = [widen_input(model, str(value.name)) for value in list(graph.inputs)]
+    graph.inputs.clear()
+    graph.inputs.extend(inputs)
+    outputs = [(value, str(value.name), value.shape) for value in graph.outputs]
+    graph.outputs.clear()
+    add = GraphBuilder(model, before=False)
+    for value, name, shape in outputs:
+        if value.dtype != FLOAT:
+            value.name = f"{name}_narrow"
+            value = add.cast(value, FLOAT)
+        add_output(graph, value, name, shape)

@@ -1,0 +1,277 @@
+"""Compare ONNX Runtime's kernels with their reference bodies, one kernel case after another.
+
+`sdonnx.operators.case_graphs` writes the graphs of both to `kernel_cases.json`. The reference runs in float32 on the
+CPU, on the same values as the kernel.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sdonnx.doctor.sessions import Kernel, OpenKernel, kernel_opener
+from sdonnx.errors import FolderError
+from sdonnx.metrics import relative_error
+from sdonnx.operators.case import TOLERANCE, Array, KernelCase, rounded
+
+__all__ = [
+    "ATTENTION",
+    "BACKENDS",
+    "DEFAULT_BACKEND",
+    "KERNEL_CASES_FILE",
+    "CaseResult",
+    "Check",
+    "KernelCaseSet",
+    "compare",
+    "digest_of",
+    "read_kernel_cases",
+]
+
+KERNEL_CASES_FILE = Path(__file__).with_name("kernel_cases.json")
+
+ATTENTION = "MultiHeadAttention"
+
+BACKENDS: Mapping[str, int] = {"flash": 1, "memory-efficient": 2, "cuDNN": 8, "math": 16}
+"""Bits of the CUDA provider's option sdpa_kernel (onnxruntime/contrib_ops/cpu/bert/attention_common.h).
+
+Where no allowed backend supports a size or a mask, ONNX Runtime uses math, whether it is allowed or not.
+"""
+
+DEFAULT_BACKEND: Mapping[str, int] = {"": 0}
+"""ONNX Runtime chooses the backend."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """A kernel case and its graphs.
+
+    Attributes:
+        case: the kernel case, without its attributes, which the graphs hold.
+        float32_inputs: the inputs that are float32 in every precision.
+        first_use: whether the case is checked at the first use of a GPU.
+        cpu: whether the CPU provider has this kernel.
+        reference: the name of the reference body's graph, in float32.
+        kernels: the name of the operator's graph, by data type.
+    """
+
+    case: KernelCase
+    float32_inputs: tuple[int, ...]
+    first_use: bool
+    cpu: bool
+    reference: str
+    kernels: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class KernelCaseSet:
+    """The content of the file of kernel cases.
+
+    Attributes:
+        checks: the cases.
+        graphs: the serialized graphs, by name.
+        flags: the flag of `python -m sdonnx.optimize_pipeline` that leaves an operator out, by operator.
+        digest: the digest of the file.
+    """
+
+    checks: tuple[Check, ...]
+    graphs: Mapping[str, bytes]
+    flags: Mapping[str, str]
+    digest: str
+
+
+@dataclass(frozen=True)
+class CaseResult:
+    """The result of a kernel for one case.
+
+    Attributes:
+        operator: the operator.
+        case: the name of the case.
+        dtype: "float16", "float32" or "bfloat16".
+        backend: the only one of BACKENDS that was allowed, "" for ONNX Runtime's choice.
+        error: the relative error to the reference, infinite for NaN; None where the kernel did not run.
+        failure: the reason why the kernel did not run.
+    """
+
+    operator: str
+    case: str
+    dtype: str
+    backend: str = ""
+    error: float | None = None
+    failure: str = ""
+
+    @property
+    def state(self) -> str:
+        """One of "correct", "wrong" and "not available"; the last where the kernel did not run."""
+        if self.error is None:
+            return "not available"
+        return "correct" if self.error < TOLERANCE[self.dtype] else "wrong"
+
+    @property
+    def wrong(self) -> bool:
+        """Whether the kernel ran and its numbers are wrong."""
+        return self.state == "wrong"
+
+
+def read_kernel_cases(path: Path = KERNEL_CASES_FILE) -> KernelCaseSet:
+    """Read a file of kernel cases.
+
+    Raises:
+        FolderError: the file cannot be read.
+    """
+    try:
+        document = json.loads(path.read_bytes())
+        checks = tuple(map(_check, document["kernel_cases"]))
+        graphs = {name: base64.b64decode(text) for name, text in document["graphs"].items()}
+        flags = {str(op_type): str(flag) for op_type, flag in document["flags"].items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise _unreadable(path, error) from error
+    return KernelCaseSet(checks, graphs, flags, digest_of(path))
+
+
+def digest_of(path: Path = KERNEL_CASES_FILE) -> str:
+    """Return a digest of the content of a file of kernel cases.
+
+    Raises:
+        FolderError: the file cannot be read.
+    """
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+    except OSError as error:
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: Path, error: Exception) -> FolderError:
+    return FolderError(f"{path} cannot be read ({error})", "the file of this version", "install sdonnx again")
+
+
+def _check(row: Mapping[str, Any]) -> Check:
+    shapes = tuple(None if shape is None else tuple(map(int, shape)) for shape in row["shapes"])
+    fills = {int(index): str(fill) for index, fill in row["fills"].items()}
+    case = KernelCase(row["op_type"], row["name"], shapes, weights=tuple(row["weights"]), fills=fills)
+    float32_inputs, kernels = tuple(row["float32_inputs"]), dict(row["kernels"])
+    return Check(case, float32_inputs, row["first_use"], row["cpu"], row["reference"], kernels)
+
+
+def compare(
+    cases: KernelCaseSet,
+    checks: Sequence[Check],
+    open_kernel: OpenKernel,
+    *,
+    dtypes: Sequence[str] = tuple(TOLERANCE),
+    backends: Mapping[str, int] = DEFAULT_BACKEND,
+    deadline: float = math.inf,
+    clock: Callable[[], float] = time.monotonic,
+) -> Iterator[CaseResult]:
+    """Run kernel cases and yield a result for each case, data type and backend.
+
+    Args:
+        cases: the set that holds the graphs.
+        checks: the cases to run.
+        open_kernel: opens the graphs of the operators; the reference bodies are opened on the CPU.
+        dtypes: the data types to run, where the operator has them.
+        backends: values of sdpa_kernel by name; only attention depends on them.
+        deadline: the time on `clock` after which no case is started.
+        clock: return the time in seconds.
+    """
+    open_reference = kernel_opener("cpu")
+    for dtype in dtypes:
+        group_of = partial(_group, dtype)
+        for _, group in groupby(sorted((check for check in checks if dtype in check.kernels), key=group_of), group_of):
+            same = list(group)
+            weights = _weights(same[0], dtype)
+            kernels = {name: _opened(open_kernel, cases.graphs[same[0].kernels[dtype]], weights, mask)
+                       for name, mask in backends.items()}  # fmt: skip
+            reference = _opened(open_reference, cases.graphs[same[0].reference], _weights(same[0], dtype, "float32"), 0)
+            for check in same:
+                if clock() >= deadline:
+                    return
+                yield from _results(check, dtype, kernels, reference)
+
+
+def _group(dtype: str, check: Check) -> tuple[str, str, str]:
+    """Return a key that is equal for cases that share a session: equal graphs and no weights of their own."""
+    return check.kernels[dtype], check.reference, str(check.case) if check.case.weights else ""
+
+
+def _opened(open_kernel: OpenKernel, content: bytes, weights: Mapping[str, Array], mask: int) -> Kernel | str:
+    """Return the kernel, or the reason why it cannot be opened."""
+    try:
+        return open_kernel(content, weights, mask)
+    except Exception as error:  # onnxruntime's exceptions have no common class of their own
+        return _one_line(error)
+
+
+def _results(
+    check: Check, dtype: str, kernels: Mapping[str, Kernel | str], reference: Kernel | str
+) -> Iterator[CaseResult]:
+    case = check.case
+    values = rounded(case.make_inputs(), dtype, check.float32_inputs)
+    expected = _outputs(reference, _named(values, check, "float32", weights=False))
+    feeds = _named(values, check, dtype, weights=False)
+    for backend, kernel in kernels.items():
+        result = partial(CaseResult, case.op_type, case.name, dtype, backend)
+        if isinstance(expected, str):
+            yield result(failure=f"its reference: {expected}")
+            continue
+        found = _outputs(kernel, feeds)
+        if isinstance(found, str):
+            yield result(failure=found)
+            continue
+        yield result(error=_error(found, expected))
+
+
+def _error(found: list[Array], expected: list[Array]) -> float:
+    """Return the maximum relative error of the outputs; infinity where shapes differ."""
+    if [array.shape for array in found] != [array.shape for array in expected]:
+        return math.inf
+    with np.errstate(all="ignore"):
+        pairs = zip(found, expected, strict=True)
+        return max(relative_error(output.astype(np.float32), reference) for output, reference in pairs)
+
+
+def _outputs(kernel: Kernel | str, feeds: Mapping[str, Array]) -> list[Array] | str:
+    """Return the outputs of a kernel, or the reason why it cannot run."""
+    if isinstance(kernel, str):
+        return kernel
+    try:
+        return kernel(feeds)
+    except Exception as error:  # as above
+        return _one_line(error)
+
+
+def _weights(check: Check, dtype: str, stored_dtype: str | None = None) -> dict[str, Array]:
+    """Return the weights, rounded to `dtype` and stored as `stored_dtype`, by default the same."""
+    if not check.case.weights:
+        return {}
+    values = rounded(check.case.make_inputs(), dtype, check.float32_inputs)
+    return _named(values, check, stored_dtype or dtype, weights=True)
+
+
+def _named(values: Sequence[Array | None], check: Check, dtype: str, weights: bool) -> dict[str, Array]:
+    """Return the inputs, or the weights, by their names and in the data type of the graph."""
+    feeds = {}
+    fixed = {*check.float32_inputs, *check.case.integers}
+    for index, array in enumerate(values):
+        if array is not None and (index in check.case.weights) == weights:
+            half = dtype == "float16" and index not in fixed
+            feeds[f"x{index}"] = array.astype(np.float16) if half else array
+    return feeds
+
+
+def _one_line(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    with suppress(ValueError):
+        text = text[text.index(" : ") + 3 :] if text.startswith("[ONNXRuntimeError]") else text
+    return text[:200]

@@ -1,0 +1,166 @@
+"""How one component is exported: its torch module, and the files that its weights are read from."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import init_empty_weights
+from torch.nn.modules.module import register_module_module_registration_hook
+
+from sdonnx.errors import FolderError
+from sdonnx.export.checkpoint_weights import WeightFiles, Weights
+from sdonnx.folder.pipeline_folder import MODEL_INDEX, PipelineFolder, read_json
+from sdonnx.models.spec import ComponentSpec
+
+__all__ = ["ComponentPlan", "plan_component", "plan_model"]
+
+# Library in model_index.json -> module that contains the class. A pipeline's own classes are next to the pipeline.
+_LIBRARIES = {
+    "diffusers": "diffusers",
+    "transformers": "transformers",
+    "stable_diffusion": "diffusers.pipelines.stable_diffusion",
+}
+
+
+@dataclass(frozen=True)
+class ComponentPlan:
+    """How one component is exported.
+
+    Attributes:
+        spec: The component.
+        build: Returns its torch module, without weights.
+        weights: Source of the weights.
+        config: Configuration.
+        text: Text of the configuration, as it is written.
+    """
+
+    spec: ComponentSpec
+    build: Callable[[], torch.nn.Module]
+    weights: Weights
+    config: dict[str, Any]
+    text: str
+
+
+def plan_component(folder: PipelineFolder, spec: ComponentSpec, allow_pickle: Collection[str]) -> ComponentPlan:
+    """Return how a component of a pipeline folder is exported, after its configuration and weights were checked.
+
+    Args:
+        folder: The diffusers pipeline.
+        spec: The component.
+        allow_pickle: Components whose weights may be read from a pickle (`.bin`).
+
+    Raises:
+        FolderError: The index or the configuration cannot be used.
+        WeightsError: Weights are missing, broken, or a pickle.
+    """
+    entry = folder.index.get(spec.source)
+    if not (isinstance(entry, list) and len(entry) == 2 and entry[0] in (*_LIBRARIES,)):
+        raise FolderError(
+            f"{folder.path / MODEL_INDEX} says {entry!r} for {spec.source}",
+            "a model of diffusers or transformers",
+            "export the original diffusers pipeline",
+        )
+    library, class_name = entry
+    return plan_model(spec, folder.component(spec.source), library, str(class_name), spec.source in allow_pickle)
+
+
+def plan_model(
+    spec: ComponentSpec, component: Path, library: str, class_name: str, allow_pickle: bool
+) -> ComponentPlan:
+    """Return how the model in the folder `component` is exported, after its configuration and weights were checked.
+
+    Args:
+        spec: The component.
+        component: Folder with config.json and weights.
+        library: Library of the model's class, as model_index.json names it.
+        class_name: The model's class.
+        allow_pickle: Whether weights may be read from a pickle (`.bin`).
+
+    Raises:
+        FolderError: The configuration cannot be used.
+        WeightsError: Weights are missing, broken, or a pickle.
+    """
+    config = read_json(component / "config.json")
+    weights = WeightFiles(component, allow_pickle=allow_pickle)
+    build = _builder(library, class_name, component)
+    _require_weights(build, component, weights)
+    return ComponentPlan(spec, build, weights, config, (component / "config.json").read_text(encoding="utf-8"))
+
+
+def _builder(library: str, class_name: str, component: Path) -> Callable[[], torch.nn.Module]:
+    """Return a function that returns the component's torch module, without weights."""
+    model_class: Any = getattr(importlib.import_module(_LIBRARIES[library]), class_name, None)
+    if not (isinstance(model_class, type) and issubclass(model_class, torch.nn.Module)):
+        raise FolderError(
+            f"{component} is a {class_name}, which is not a model of {library}",
+            f"a model of the installed {library}",
+            f"correct {MODEL_INDEX}, or install the version of {library} that has it",
+        )
+    loader: Any = model_class
+    try:
+        if library == "diffusers":
+            config = loader.load_config(str(component))
+            return lambda: loader.from_config(config)
+        config = loader.config_class.from_pretrained(str(component))
+    except Exception as error:  # each library raises its own exceptions, without a common base class
+        raise _bad_config(component, error) from error
+    parts = [getattr(config, name) for name in config.sub_configs]
+    # A model made of submodels, such as the safety checker, has its attentions in these and rejects the setting.
+    for part in parts or [config]:
+        part._attn_implementation = "sdpa"
+
+    def build() -> torch.nn.Module:
+        for each in (config, *parts):
+            # A submodel is created in the dtype of its configuration, not in torch's default.
+            each.dtype = torch.get_default_dtype()
+        model: torch.nn.Module = loader(config)
+        return model
+
+    return build
+
+
+@contextlib.contextmanager
+def _max_modules(limit: int) -> Iterator[None]:
+    """Raise if more modules than the limit are created: a faulty configuration can ask for a billion layers."""
+    count = 0
+
+    def counted(*_: object) -> None:
+        nonlocal count
+        count += 1
+        if count > limit:
+            raise ValueError("it describes far more layers than there are weights for")
+
+    hook = register_module_module_registration_hook(counted)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def _require_weights(build: Callable[[], torch.nn.Module], component: Path, weights: WeightFiles) -> None:
+    """Raise unless the configuration builds a module and the files contain all of its parameters.
+
+    The module has no storage, so this takes a second or two. Tracing takes minutes.
+    """
+    try:
+        # A layer has about two tensors, and a few modules around it.
+        with init_empty_weights(include_buffers=True), _max_modules(100 + 10 * len(weights)):
+            module = build()
+    except Exception as error:  # a module's constructor raises any exception for a wrong value
+        raise _bad_config(component, error) from error
+    for name, tensor in module.state_dict().items():
+        weights.find(name, tuple(tensor.shape))
+
+
+def _bad_config(component: Path, error: Exception) -> FolderError:
+    return FolderError(
+        f"{component / 'config.json'} cannot be used ({type(error).__name__}: {error})",
+        "the configuration of the model that model_index.json names",
+        "copy it again from the original pipeline",
+    )

@@ -1,0 +1,182 @@
+"""Export a diffusers pipeline to a folder of ONNX graphs, one component at a time."""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+import json
+import shutil
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+from typing import Any
+
+import onnx_ir as ir
+import torch
+
+from sdonnx.errors import FolderError, OptionError
+from sdonnx.export.component_plan import ComponentPlan, plan_component
+from sdonnx.export.exported_families import wrapper_of
+from sdonnx.export.interruption import interruptible
+from sdonnx.export.ip_adapter_export import IMAGE_ENCODER, AdapterFiles
+from sdonnx.export.trace import trace
+from sdonnx.folder.pipeline_folder import (
+    MODEL_INDEX,
+    ONNX_MODEL,
+    ONNX_WEIGHTS,
+    PipelineFolder,
+    atomic_folder,
+)
+from sdonnx.models.image_adapters import IMAGE_PROCESSOR
+from sdonnx.models.registry import family_of
+from sdonnx.models.spec import Family
+
+__all__ = ["DTYPES", "Progress", "export_pipeline"]
+
+DTYPES = {"float32": torch.float32, "float16": torch.float16}
+
+Progress = Callable[[str, int, int], None]
+"""Progress callback: `(message, tensors_written, total_tensors)`."""
+
+_TOKENIZER, _SENTENCEPIECE = "tokenizer.json", "spiece.model"
+
+
+def export_pipeline(
+    source: str | Path,
+    out: Path,
+    *,
+    dtype: str = "float32",
+    overwrite: bool = False,
+    allow_pickle: Collection[str] = (),
+    ip_adapters: Sequence[str | Path] = (),
+    image_encoder: str | Path | None = None,
+    progress: Progress | None = None,
+) -> None:
+    """Export the diffusers pipeline `source` to the ONNX folder `out`.
+
+    Graphs have opset 23, only standard operators, and dynamic batch, height, width and sequence length. Weights are
+    read one at a time, so peak memory does not grow with the model.
+
+    Args:
+        source: A local pipeline folder, or the id of a pipeline on the Hugging Face hub.
+        out: The folder to write.
+        dtype: "float32" or "float16": type of weights, inputs and outputs.
+        overwrite: Replace `out` if it contains a pipeline.
+        allow_pickle: Components whose weights may be read from a pickle (`.bin`).
+        ip_adapters: Files of IP-Adapters, or folders with one adapter each, in the order in which a call passes images.
+        image_encoder: Folder of their image encoder. None for the pipeline's, or `image_encoder` next to an adapter.
+        progress: Progress callback.
+
+    Raises:
+        SdonnxError: The pipeline cannot be read or the output cannot be written.
+    """
+    if dtype not in DTYPES:
+        raise OptionError(f"the dtype {dtype!r} is unknown", f"one of {', '.join(DTYPES)}", "pass one of these")
+    folder = PipelineFolder.open(_local(source))
+    family = family_of(folder)
+    _require_options(family, dtype, allow_pickle, adapted=bool(ip_adapters))
+    # All inputs are checked before anything is written.
+    for name, file in family.extras:
+        folder.config(name, file)
+        _require_sentencepiece(folder.path / name)
+    plans = [plan_component(folder, spec, allow_pickle) for spec in family.components]
+    adapters = AdapterFiles.open(ip_adapters, image_encoder, folder)
+    inputs, index, processor = [folder.path], (folder.path / MODEL_INDEX).read_bytes(), None
+    if adapters is not None:
+        family, plans = adapters.adapt(family, plans, IMAGE_ENCODER in allow_pickle)
+        inputs += adapters.inputs
+        processor = adapters.processor(folder)
+        index = (json.dumps(adapters.index(folder), indent=2) + "\n").encode()
+    with atomic_folder(out, overwrite, inputs) as made:
+        _copy_extras(folder, family, made)
+        (made / MODEL_INDEX).write_bytes(index)
+        if processor is not None:
+            processor.save_pretrained(made / IMAGE_PROCESSOR)
+        for plan in plans:
+            with interruptible():
+                _export_component(folder, family, plan, made, dtype, progress)
+
+
+def _require_options(family: Family, dtype: str, allow_pickle: Collection[str], *, adapted: bool) -> None:
+    if dtype == "float16" and any(spec.stream_scale is not None for spec in family.components):
+        raise OptionError(
+            f"--dtype float16 of {family.name}, whose text encoder exceeds its range",
+            "float32",
+            "export in float32, and pass --float16 to the optimizer, which scales the text encoder",
+        )
+    sources = sorted({spec.source for spec in family.components} | ({IMAGE_ENCODER} if adapted else set()))
+    if unknown := sorted(set(allow_pickle) - set(sources)):
+        raise OptionError(f"--allow_pickle {unknown[0]}", f"components of {', '.join(sources)}", "pass some of these")
+
+
+def _local(source: str | Path) -> Path:
+    """Return the folder of `source`, downloaded from the hub unless it is a local folder."""
+    path = Path(source)
+    text = str(source)
+    if path.exists() or text.count("/") != 1 or text.startswith((".", "/", "~")):
+        return path
+    from diffusers import DiffusionPipeline
+
+    try:
+        return Path(DiffusionPipeline.download(text, use_safetensors=True))
+    except Exception as error:  # the hub's client raises many kinds of exceptions
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise FolderError(
+            f"{text} is not a local folder and cannot be downloaded ({reason})",
+            "a pipeline folder, or the id of a pipeline on the hub that this machine can reach",
+            "check the name, the network and your access to the repository",
+        ) from error
+
+
+def _export_component(
+    folder: PipelineFolder, family: Family, plan: ComponentPlan, out: Path, dtype: str, progress: Progress | None
+) -> None:
+    """Trace a component, and write its graph, weights and configuration to the folder `out`."""
+    name = plan.spec.name
+    if progress:
+        progress(f"{name}: tracing", 0, 0)
+    config = family.join_config(folder, plan.config)
+    model = trace(plan.spec, config, plan.build, wrapper_of(family, plan.spec), plan.weights, DTYPES[dtype])
+
+    def on_tensor(tensor: ir.TensorProtocol, info: Any) -> None:
+        if progress:
+            progress(f"{name}: writing", info.index + 1, info.total)
+
+    (out / name).mkdir()
+    ir.save(model, out / name / ONNX_MODEL, external_data=ONNX_WEIGHTS, callback=on_tensor)
+    (out / name / "config.json").write_text(plan.text, encoding="utf-8")
+    del model
+    gc.collect()
+
+
+def _copy_extras(folder: PipelineFolder, family: Family, out: Path) -> None:
+    for name, _ in family.extras:
+        if name == IMAGE_PROCESSOR:
+            continue  # written for the image encoder, independent of the pipeline's own
+        shutil.copytree(folder.component(name), out / name)
+        if name.startswith("tokenizer"):
+            _add_tokenizer_json(out / name)
+
+
+def _require_sentencepiece(tokenizer: Path) -> None:
+    """Raise if a tokenizer is only a SentencePiece file and the package that reads it is missing."""
+    only = (tokenizer / _SENTENCEPIECE).is_file() and not (tokenizer / _TOKENIZER).is_file()
+    if only and importlib.util.find_spec("sentencepiece") is None:
+        raise FolderError(
+            f"{tokenizer} has {_SENTENCEPIECE} but no {_TOKENIZER}",
+            "the package sentencepiece",
+            "pip install sentencepiece",
+        )
+
+
+def _add_tokenizer_json(tokenizer: Path) -> None:
+    """Write tokenizer.json, which the run-time reads, if a folder has only vocab and merges or a SentencePiece file."""
+    if (tokenizer / _TOKENIZER).is_file():
+        return
+    from transformers import AutoTokenizer
+
+    try:
+        made: Any = AutoTokenizer.from_pretrained(str(tokenizer), trust_remote_code=False, local_files_only=True)
+        text = made.backend_tokenizer.to_str()
+    except Exception as error:  # the tokenizers library raises plain Exception
+        raise FolderError(f"{tokenizer} cannot be read ({error})", "a tokenizer", "copy the folder again") from error
+    (tokenizer / _TOKENIZER).write_text(text, encoding="utf-8")

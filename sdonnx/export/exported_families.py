@@ -1,0 +1,37 @@
+"""Wrappers of every family's components; a new family is one entry of `WRAPPERS`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from sdonnx.export import ip_adapter_wrappers, pixart_export, stable_diffusion_export, stable_diffusion_xl_export
+from sdonnx.export.wrappers import Wrapper
+from sdonnx.models.pixart import PIXART, PIXART_SIGMA
+from sdonnx.models.spec import ComponentSpec, Family
+from sdonnx.models.stable_diffusion import STABLE_DIFFUSION
+from sdonnx.models.stable_diffusion_xl import STABLE_DIFFUSION_XL
+
+__all__ = ["WRAPPERS", "wrap", "wrapper_of"]
+
+WRAPPERS: Mapping[str, Mapping[str, type[Wrapper]]] = {
+    STABLE_DIFFUSION.name: stable_diffusion_export.WRAPPERS,
+    STABLE_DIFFUSION_XL.name: stable_diffusion_xl_export.WRAPPERS,
+    PIXART.name: pixart_export.WRAPPERS,
+    PIXART_SIGMA.name: pixart_export.WRAPPERS,
+}
+"""For each family's name, the wrappers by component name."""
+
+
+def wrapper_of(family: Family, spec: ComponentSpec) -> type[Wrapper]:
+    """Return the class that gives a torch model the signature of a family's component."""
+    wrappers = WRAPPERS[family.name]
+    if family.adapters is not None:
+        wrappers = ip_adapter_wrappers.with_image_prompts(wrappers)
+    return wrappers[spec.name]
+
+
+def wrap(family: Family, spec: ComponentSpec, model: torch.nn.Module) -> torch.nn.Module:
+    """Return `model` behind the signature of the component."""
+    return wrapper_of(family, spec)(model, [tensor.name for tensor in spec.inputs]).eval()

@@ -1,0 +1,1 @@
+"""Pipeline folders on disk: layout, lock, version and certificate."""

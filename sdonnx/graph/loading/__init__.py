@@ -1,0 +1,1 @@
+"""Load ONNX files and reject broken ones."""

@@ -1,0 +1,1 @@
+"""Model families: the components of each, with their inputs, outputs and sizes."""

@@ -1,0 +1,81 @@
+"""Components and tensors that several families share: CLIP's text encoder, the UNet's inputs, and the VAE."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from sdonnx.models.layer_counts import clip_text, vae_decoder, vae_encoder
+from sdonnx.models.spec import ComponentSpec, Config, Role, TensorSpec
+
+__all__ = [
+    "ENCODER_HIDDEN_STATES",
+    "HIDDEN_STATES",
+    "INPUT_IDS",
+    "LAST_HIDDEN_STATE",
+    "OUT_SAMPLE",
+    "POOLER_OUTPUT",
+    "SAMPLE",
+    "TIMESTEP",
+    "TOKENIZER",
+    "UPCAST_VAE_DECODER",
+    "UPCAST_VAE_ENCODER",
+    "VAE_DECODER",
+    "VAE_ENCODER",
+    "clip_text_encoder",
+]
+
+INPUT_IDS = TensorSpec("input_ids", ("batch_size", "sequence_length"), integer=True)
+LAST_HIDDEN_STATE = TensorSpec("last_hidden_state", ("batch_size", "sequence_length", "config:hidden_size"))
+POOLER_OUTPUT = TensorSpec("pooler_output", ("batch_size", "config:hidden_size"))
+# The input of each layer, and the output of the last one.
+HIDDEN_STATES = TensorSpec(
+    "hidden_states.{}", ("batch_size", "sequence_length", "config:hidden_size"), series="num_hidden_layers"
+)
+TOKENIZER = ("tokenizer", "tokenizer_config.json")
+
+SAMPLE = TensorSpec("sample", ("batch_size", "config:in_channels", "height", "width"))
+# float32 in every precision: samplers with continuous noise levels use fractional steps, which float16 cannot
+# represent beyond 1024.
+TIMESTEP = TensorSpec("timestep", ("steps",), keeps_float32=True, once=True)
+ENCODER_HIDDEN_STATES = TensorSpec(
+    "encoder_hidden_states", ("batch_size", "sequence_length", "config:cross_attention_dim")
+)
+OUT_SAMPLE = TensorSpec("out_sample", ("batch_size", "config:out_channels", "height", "width"))
+
+_IMAGE = ("batch_size", 3, "height", "width")
+VAE_DECODER = ComponentSpec(
+    "vae_decoder",
+    "vae",
+    Role.IMAGE_DECODER,
+    (TensorSpec("latent_sample", ("batch_size", "config:latent_channels", "height_latent", "width_latent")),),
+    (TensorSpec("sample", _IMAGE),),
+    count_layers=vae_decoder,
+)
+VAE_ENCODER = ComponentSpec(
+    "vae_encoder",
+    "vae",
+    Role.IMAGE_ENCODER,
+    (TensorSpec("sample", _IMAGE),),
+    (TensorSpec("latent_parameters", ("batch_size", "latent_parameter_channels", "height_latent", "width_latent")),),
+    count_layers=vae_encoder,
+)
+
+
+def _forces_upcast(config: Config) -> bool:
+    """Return whether an AutoencoderKL has activations beyond float16's range, which render black images.
+
+    `force_upcast` is true by default. diffusers' pipelines of Stable Diffusion 1 and 2 do not read it, so only
+    families whose pipelines do use this predicate.
+    """
+    return bool(config.get("force_upcast"))
+
+
+UPCAST_VAE_DECODER = replace(VAE_DECODER, float32_if=_forces_upcast)
+UPCAST_VAE_ENCODER = replace(VAE_ENCODER, float32_if=_forces_upcast)
+
+
+def clip_text_encoder(*outputs: TensorSpec) -> ComponentSpec:
+    """Return the first CLIP text encoder of a pipeline, with these outputs."""
+    return ComponentSpec(
+        "text_encoder", "text_encoder", Role.TEXT_ENCODER, (INPUT_IDS,), outputs, TOKENIZER, count_layers=clip_text
+    )

@@ -1,0 +1,36 @@
+"""The supported model families; a new family is one entry of `FAMILIES`."""
+
+from __future__ import annotations
+
+from sdonnx.errors import FolderError
+from sdonnx.folder.pipeline_folder import PipelineFolder
+from sdonnx.models.image_adapters import ADAPTERS, AdapterSet
+from sdonnx.models.ip_adapter import with_adapters
+from sdonnx.models.pixart import PIXART, PIXART_SIGMA
+from sdonnx.models.spec import Family
+from sdonnx.models.stable_diffusion import STABLE_DIFFUSION
+from sdonnx.models.stable_diffusion_xl import STABLE_DIFFUSION_XL
+
+__all__ = ["FAMILIES", "family_of"]
+
+FAMILIES: tuple[Family, ...] = (STABLE_DIFFUSION, STABLE_DIFFUSION_XL, PIXART, PIXART_SIGMA)
+
+
+def family_of(folder: PipelineFolder) -> Family:
+    """Return the family of the pipeline in `folder`, without the optional components that the pipeline lacks.
+
+    The family includes the adapters for image prompts that the pipeline was exported with.
+
+    Raises:
+        FolderError: No family has this pipeline class, or the adapters' configuration is broken.
+    """
+    for family in FAMILIES:
+        if folder.class_name in family.pipeline_classes:
+            own = family.as_in(folder)
+            if not folder.has_component(ADAPTERS):
+                return own
+            return with_adapters(own, AdapterSet.from_config(folder.config(ADAPTERS)))
+    known = ", ".join(sorted(name for family in FAMILIES for name in family.pipeline_classes))
+    raise FolderError(
+        f"{folder.path} is a {folder.class_name}", f"one of {known}", "pass a pipeline of a supported family"
+    )

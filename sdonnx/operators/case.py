@@ -1,0 +1,126 @@
+"""Kernel cases: input shapes and attributes that an operator's kernels are tested with, and their input values.
+
+This module imports neither onnx nor onnx_ir: `sdonnx.doctor` uses it at run time.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["TOLERANCE", "Array", "Fill", "KernelCase", "rounded"]
+
+Array = npt.NDArray[Any]
+
+# A sum of products in float32, rounded once: 2^-11 in fp16, 2^-8 in bfloat16, plus a margin for the order of sums.
+TOLERANCE: Mapping[str, float] = {"float16": 2e-3, "float32": 2e-5, "bfloat16": 1.6e-2}
+"""The maximum relative error of a correct kernel, by data type."""
+
+
+class Fill:
+    """How the values of an input are generated. An input without a `Fill` holds standard normal values.
+
+    Plain strings, so that they can be written to JSON.
+
+    Attributes:
+        UNIT_GAIN: normal values divided by sqrt(fan-in): a weight (M,kH,kW,C) that keeps the variance of its input.
+        MASK: a normal bias (..., S, L) in which one score in ten is -10000. Every row keeps its first key.
+        KEY_COUNTS: int32 counts (B,) between 2 and the number of keys, axis 1 of input 1. Where there are several rows,
+            the first count is 1 and the last is the number of keys.
+    """
+
+    UNIT_GAIN = "unit gain"
+    MASK = "mask"
+    KEY_COUNTS = "key counts"
+
+
+@dataclass(frozen=True)
+class KernelCase:
+    """One node of a contrib operator to test a kernel with.
+
+    Attributes:
+        op_type: the operator.
+        name: the name of the case, unique for the operator.
+        shapes: the shapes of the inputs, None for an absent one.
+        attributes: the attributes of the node.
+        outputs: the number of outputs.
+        weights: the indices of the inputs that are initializers.
+        fills: how the values of an input are generated, by index; see `Fill`.
+        static_axes: the axes of an input that the reference body needs as constants, by index.
+        cuda_only: whether the CPU provider lacks a kernel for this case although it has one for the operator.
+        intermediate_size: the number of elements of the reference body's largest intermediate tensor, 0 where none is
+            larger than the inputs.
+    """
+
+    op_type: str
+    name: str
+    shapes: tuple[tuple[int, ...] | None, ...]
+    attributes: Mapping[str, Any] = field(default_factory=dict)
+    outputs: int = 1
+    weights: tuple[int, ...] = ()
+    fills: Mapping[int, str] = field(default_factory=dict)
+    static_axes: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    cuda_only: bool = False
+    intermediate_size: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.op_type}-{self.name}".replace(" ", "_")
+
+    @property
+    def integers(self) -> frozenset[int]:
+        """The inputs that are int32 in every precision."""
+        return frozenset(index for index, fill in self.fills.items() if fill == Fill.KEY_COUNTS)
+
+    def make_inputs(self) -> list[Array | None]:
+        """Return the values of the inputs, float32 or int32; they depend only on the operator and the case's name."""
+        generator = np.random.default_rng(zlib.crc32(str(self).encode()))
+        return [
+            None if shape is None else self._make_input(self.fills.get(index, ""), shape, generator)
+            for index, shape in enumerate(self.shapes)
+        ]
+
+    def _make_input(self, fill: str, shape: tuple[int, ...], generator: np.random.Generator) -> Array:
+        if fill == Fill.KEY_COUNTS:
+            return self._key_counts(generator)
+        array = generator.standard_normal(shape, np.float32)
+        if fill == Fill.UNIT_GAIN:
+            array /= np.float32(np.sqrt(array[0].size))
+        elif fill == Fill.MASK:
+            array[generator.random(array.shape) < 0.1] = -10000
+            array[..., 0] = 0
+        return array
+
+    def _key_counts(self, generator: np.random.Generator) -> Array:
+        batch, keys = (self.shapes[1] or ())[:2]
+        counts = generator.integers(2, keys, batch, np.int32)
+        if batch > 1:
+            counts[[0, -1]] = 1, keys
+        return counts
+
+
+def rounded(arrays: Sequence[Array | None], dtype: str, float32_inputs: Sequence[int] = ()) -> list[Array | None]:
+    """Round inputs to a data type and return them as float32; integers stay unchanged.
+
+    Args:
+        arrays: the values of the inputs, float32 or integers; None for an absent one.
+        dtype: "float16", "float32" or "bfloat16".
+        float32_inputs: the inputs that are float32 in every precision.
+    """
+    return [
+        array if array is None or array.dtype.kind == "i" or index in float32_inputs else _rounded(array, dtype)
+        for index, array in enumerate(arrays)
+    ]
+
+
+def _rounded(array: Array, dtype: str) -> Array:
+    if dtype == "bfloat16":
+        # The upper half of a float32, rounded to nearest, ties to even; numpy has no bfloat16.
+        bits = array.view(np.uint32)
+        result: Array = ((bits + 0x7FFF + ((bits >> 16) & 1)) & np.uint32(0xFFFF0000)).view(np.float32)
+        return result
+    return array.astype(dtype).astype(np.float32)

@@ -1,0 +1,74 @@
+"""The contract of a contrib operator: the inputs that ONNX Runtime's kernels accept, and the function they compute.
+
+A fusion rule asks for the limits before it emits an operator. `LowerContribOperators` replaces an operator by its
+reference body in standard operators, so that a fused graph runs where no such kernel exists. Tests compare the bodies
+with torch on the CPU and with the kernels on a GPU.
+
+Limits are those of ONNX Runtime 1.31's CUDA kernels (onnxruntime/contrib_ops/cuda).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import onnx_ir as ir
+
+from sdonnx.graph.edit import MICROSOFT, input_of
+from sdonnx.operators.case import KernelCase
+
+__all__ = ["FLOATS", "FLOATS_AND_BFLOAT16", "Contract"]
+
+FLOATS = frozenset({ir.DataType.FLOAT, ir.DataType.FLOAT16})
+FLOATS_AND_BFLOAT16 = FLOATS | {ir.DataType.BFLOAT16}
+
+
+@dataclass(frozen=True)
+class Contract:
+    """One contrib operator.
+
+    Attributes:
+        op_type: the operator.
+        lower: insert the reference body before a node and return one value for each of the node's outputs, None for an
+            output that the body does not compute. Sources are onnxruntime/docs/ContribOperators.md and the papers that
+            it names.
+        kernel_cases: make the cases that the kernels are tested with: extreme and odd sizes, every layout and every
+            optional input.
+        first_use: the names of the cases that are checked at the first use of a GPU, in fp16: sizes of pipelines.
+        limits: return why no CUDA kernel accepts a node's sizes or attributes, None if one does.
+        domain: the operator's domain.
+        dtypes: the data types of the CUDA provider's kernels (onnxruntime/docs/OperatorKernels.md).
+        float32_inputs: the inputs that are float32 in every precision.
+        unused_outputs: the outputs that no graph reads, such as a norm's mean.
+        output_rank: the rank of the outputs; None for the rank of the first input.
+        cpu: whether the CPU provider has a kernel.
+        broadcasts: whether the operator is elementwise but for its last axis, over inputs that broadcast.
+        row_inputs: the inputs whose first axis is a batch, of an operator that computes each item of the batch by
+            itself, for which the other inputs are weights.
+        expensive: whether the result is worth a buffer in place of computing it at every step.
+    """
+
+    op_type: str
+    lower: Callable[[ir.Node], list[ir.Value | None]]
+    kernel_cases: Callable[[], Iterable[KernelCase]]
+    first_use: tuple[str, ...]
+    limits: Callable[[ir.Node], str | None] = lambda _: None
+    domain: str = MICROSOFT
+    dtypes: frozenset[ir.DataType] = FLOATS
+    float32_inputs: frozenset[int] = frozenset()
+    unused_outputs: frozenset[int] = frozenset()
+    output_rank: int | None = None
+    cpu: bool = False
+    broadcasts: bool = False
+    row_inputs: frozenset[int] = frozenset()
+    expensive: bool = False
+
+    def check(self, node: ir.Node) -> str | None:
+        """Return why no CUDA kernel accepts a node of this operator, None if one does."""
+        return self.limits(node) or self.check_dtype(input_of(node, 0))
+
+    def check_dtype(self, x: ir.Value) -> str | None:
+        """Return why the kernels do not accept the data type of x, None if they do or it is unknown."""
+        if x.dtype is None or x.dtype in self.dtypes:
+            return None
+        return f"the input is {x.dtype}, the kernel accepts {', '.join(sorted(dtype.name for dtype in self.dtypes))}"

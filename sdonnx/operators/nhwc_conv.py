@@ -1,0 +1,72 @@
+"""NhwcConv(x (B,H,W,C), w (M,kH,kW,C/group), bias (M,)) -> (B,H,W,M)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+
+import onnx_ir as ir
+
+from sdonnx.graph.edit import insert
+from sdonnx.operators.case import Fill, KernelCase
+from sdonnx.operators.contract import Contract
+from sdonnx.operators.reference_body import TO_NCHW, TO_NHWC, optional_input
+
+__all__ = ["NHWC_CONV"]
+
+
+_CONVOLUTIONS = {  # channels in and out, kernel, strides, pads, dilations, groups
+    "first": (4, 320, (3, 3), (1, 1), (1, 1), (1, 1), 1),
+    "last": (320, 4, (3, 3), (1, 1), (1, 1), (1, 1), 1),
+    "wide": (640, 640, (3, 3), (1, 1), (1, 1), (1, 1), 1),
+    "halving": (320, 320, (3, 3), (2, 2), (1, 1), (1, 1), 1),
+    "halving unpadded": (128, 128, (3, 3), (2, 2), (0, 0), (1, 1), 1),
+    "1x1": (8, 8, (1, 1), (1, 1), (0, 0), (1, 1), 1),
+    "1x1 strided": (32, 64, (1, 1), (2, 2), (0, 0), (1, 1), 1),
+    "5x5": (32, 64, (5, 5), (1, 1), (2, 2), (1, 1), 1),
+    "1x3": (32, 64, (1, 3), (1, 1), (0, 1), (1, 1), 1),
+    "stride of 3": (32, 64, (3, 3), (3, 3), (1, 1), (1, 1), 1),
+    "oblong stride": (32, 64, (3, 3), (1, 2), (1, 1), (1, 1), 1),
+    "dilated": (32, 64, (3, 3), (1, 1), (2, 2), (2, 2), 1),
+    "grouped": (32, 64, (3, 3), (1, 1), (1, 1), (1, 1), 4),
+    "depthwise": (32, 32, (3, 3), (1, 1), (1, 1), (1, 1), 32),
+    "odd channels": (3, 5, (3, 3), (1, 1), (1, 1), (1, 1), 1),
+}
+
+
+def _lower(node: ir.Node) -> list[ir.Value | None]:
+    planes = insert(node, "Transpose", [node.inputs[0]], {"perm": TO_NCHW})
+    weight = insert(node, "Transpose", [node.inputs[1]], {"perm": TO_NCHW})
+    result = insert(node, "Conv", [planes, weight, optional_input(node, 2)], node.attributes)
+    return [insert(node, "Transpose", [result], {"perm": TO_NHWC})]
+
+
+def _kernel_cases() -> Iterator[KernelCase]:
+    cases = list(product(_CONVOLUTIONS, ((2, 10, 14),), (False, True)))
+    cases += [*product(("5x5", "halving"), ((1, 7, 7), (3, 1, 9), (1, 1, 1)), (True,)), ("first", (1, 64, 64), True)]
+    for name, image, biased in cases:
+        channels, out, kernel, strides, pads, dilations, group = _CONVOLUTIONS[name]
+        yield KernelCase(
+            "NhwcConv",
+            f"{name} {'x'.join(map(str, image))} bias={biased}",
+            ((*image, channels), (out, *kernel, channels // group), *([(out,)] if biased else [])),
+            {
+                "kernel_shape": list(kernel),
+                "strides": list(strides),
+                "pads": [*pads, *pads],
+                "dilations": list(dilations),
+                "group": group,
+            },
+            weights=(1, 2),
+            fills={1: Fill.UNIT_GAIN},
+        )
+
+
+NHWC_CONV = Contract(
+    "NhwcConv",
+    _lower,
+    _kernel_cases,
+    first_use=("halving 2x10x14 bias=True",),
+    row_inputs=frozenset({0}),
+    expensive=True,
+)

@@ -1,0 +1,59 @@
+"""The table of contracts: one row for each contrib operator that the fusions emit."""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+from sdonnx.operators.bias_add import BIAS_ADD
+from sdonnx.operators.bias_split_gelu import BIAS_SPLIT_GELU
+from sdonnx.operators.case import KernelCase
+from sdonnx.operators.contract import Contract
+from sdonnx.operators.fast_gelu import FAST_GELU
+from sdonnx.operators.fused_mat_mul import FUSED_MAT_MUL
+from sdonnx.operators.group_norm import GROUP_NORM
+from sdonnx.operators.multi_head_attention import MULTI_HEAD_ATTENTION
+from sdonnx.operators.nhwc_conv import NHWC_CONV
+from sdonnx.operators.quick_gelu import QUICK_GELU
+from sdonnx.operators.skip_group_norm import SKIP_GROUP_NORM
+from sdonnx.operators.skip_layer_normalization import SKIP_LAYER_NORMALIZATION
+from sdonnx.operators.skip_simplified_layer_normalization import SKIP_SIMPLIFIED_LAYER_NORMALIZATION
+
+__all__ = ["CONTRACTS", "DTYPES", "KERNEL_CASES", "contract_of", "dtypes_of"]
+
+CONTRACTS = {
+    contract.op_type: contract
+    for contract in (
+        GROUP_NORM,
+        SKIP_GROUP_NORM,
+        BIAS_SPLIT_GELU,
+        BIAS_ADD,
+        SKIP_LAYER_NORMALIZATION,
+        SKIP_SIMPLIFIED_LAYER_NORMALIZATION,
+        FAST_GELU,
+        QUICK_GELU,
+        FUSED_MAT_MUL,
+        NHWC_CONV,
+        MULTI_HEAD_ATTENTION,
+    )
+}
+"""The contracts by operator."""
+
+KERNEL_CASES = tuple(case for contract in CONTRACTS.values() for case in contract.kernel_cases())
+"""Every kernel case of every contract.
+
+The tests compare them with torch and with the kernels; `sdonnx.doctor` compares the small ones with the kernels of the
+machine that it runs on.
+"""
+
+DTYPES = {"float16": ir.DataType.FLOAT16, "float32": ir.DataType.FLOAT, "bfloat16": ir.DataType.BFLOAT16}
+
+
+def contract_of(node: ir.Node) -> Contract | None:
+    """Return the contract of a node's operator, None for an operator without one."""
+    contract = CONTRACTS.get(node.op_type)
+    return contract if contract is not None and contract.domain == node.domain else None
+
+
+def dtypes_of(case: KernelCase) -> list[str]:
+    """Return the data types that the contract of a case names."""
+    return [name for name, dtype in DTYPES.items() if dtype in CONTRACTS[case.op_type].dtypes]

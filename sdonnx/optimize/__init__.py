@@ -1,0 +1,1 @@
+"""Optimize a folder of ONNX components."""

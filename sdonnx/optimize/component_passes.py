@@ -1,0 +1,237 @@
+"""Passes over one component, from the opened graph to the files in the optimized folder.
+
+`PASSES` lists all of them in order, each with the condition under which it runs.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import onnx_ir as ir
+
+from sdonnx.compose import compose_component, shared_weights
+from sdonnx.errors import FolderError, OptionError, refusing
+from sdonnx.folder.pipeline_folder import ONNX_MODEL, ONNX_WEIGHTS, SHARED_WEIGHTS, hash_file
+from sdonnx.fusions.fusion_table import StageOutcome, fuse
+from sdonnx.graph.passes import tidy
+from sdonnx.models.spec import ComponentSpec
+from sdonnx.optimize.component import CONFIG, OpenedComponent
+from sdonnx.optimize.exported import EXPECTED_GRAPH
+from sdonnx.optimize.interface import adapt_interface
+from sdonnx.optimize.ort_graph_dump import Inspector
+from sdonnx.optimize.report import ComponentReport, report_of
+from sdonnx.optimize.request import OptimizeRequest, ProgressCallback
+from sdonnx.precision.convert import ConvertPrecision
+from sdonnx.precision.policy import PrecisionPolicy
+from sdonnx.precision.residual_scaling import scale_residual_stream
+
+__all__ = ["FUSION_PASSES", "PASSES", "ComponentJob", "ComponentPass", "run_passes"]
+
+
+@dataclass
+class ComponentJob:
+    """One component on its way through the passes.
+
+    Attributes:
+        spec: the component.
+        opened: its graph, which the passes change in place, and its configuration.
+        request: options of the optimization.
+        out: folder to write the component to; None if no pass writes.
+        requested: precision that the request asks for.
+        inspector: writes ONNX Runtime's own version of the graph; None if it was not requested.
+        progress: callback for progress, or None.
+        force_upcast: whether the configuration keeps the component out of a float16 that it would otherwise have.
+        outcomes: result of each fusion stage.
+        dtype: type that the component computes in.
+        conversion: policy of a conversion that is needed to reach `dtype`, or None.
+        kept_float32: for each reason to stay out of `dtype`, the number of nodes.
+    """
+
+    spec: ComponentSpec
+    opened: OpenedComponent
+    request: OptimizeRequest
+    out: Path | None = None
+    requested: PrecisionPolicy = field(default_factory=lambda: PrecisionPolicy(ir.DataType.FLOAT))
+    inspector: Inspector | None = None
+    progress: ProgressCallback | None = None
+    force_upcast: bool = False
+    outcomes: Sequence[StageOutcome] = ()
+    dtype: ir.DataType = ir.DataType.FLOAT
+    conversion: PrecisionPolicy | None = None
+    kept_float32: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def model(self) -> ir.Model:
+        """The graph."""
+        return self.opened.model
+
+    @property
+    def folder(self) -> Path:
+        """The folder to write to."""
+        if self.out is None:
+            raise ValueError("a pass writes a component that has no folder to write to")
+        return self.out
+
+    def show_progress(self, phase: str, written: int = 0, total: int = 0) -> None:
+        """Call the progress callback, if there is one."""
+        if self.progress is not None:
+            self.progress(f"{self.spec.name}: {phase}", written, total)
+
+
+def _always(job: ComponentJob) -> bool:
+    return True
+
+
+@dataclass(frozen=True)
+class ComponentPass:
+    """One step of optimizing a component.
+
+    Attributes:
+        name: short name.
+        run: changes the job's graph, decides something for later passes, or writes files.
+        applies: condition under which the pass runs; it is evaluated after the passes before it.
+    """
+
+    name: str
+    run: Callable[[ComponentJob], None]
+    applies: Callable[[ComponentJob], bool] = _always
+
+
+def run_passes(passes: Sequence[ComponentPass], job: ComponentJob) -> ComponentReport:
+    """Run the passes that apply, in order, and return the report on the component.
+
+    Raises:
+        SdonnxError: the component cannot be optimized as requested, or cannot be written.
+    """
+    with refusing(job.opened.path.parent, *EXPECTED_GRAPH):
+        for each in passes:
+            if each.applies(job):
+                each.run(job)
+        return report_of(
+            job.spec,
+            job.opened.config,
+            job.model,
+            job.opened.operators,
+            job.outcomes,
+            job.request.provider,
+            job.request.disabled,
+            "float32" if job.dtype == ir.DataType.FLOAT else "float16",
+            job.kept_float32,
+            job.opened.notes,
+        )
+
+
+def _adapt_interface(job: ComponentJob) -> None:
+    job.show_progress("fusing")
+    adapt_interface(job.model, job.spec, job.opened.config)
+
+
+def _fuse(job: ComponentJob) -> None:
+    request = job.request
+    job.outcomes = fuse(job.model, request.provider, request.attention_layout, request.disabled)
+
+
+def _choose_precision(job: ComponentJob) -> None:
+    """Choose the type of the component and whether a conversion is needed.
+
+    A graph that was exported in float16 is converted as well, since kernels read some inputs in float32.
+    """
+    stored = any(value.dtype == ir.DataType.FLOAT16 for value in job.model.graph.initializers.values())
+    if stored and job.request.provider == "cpu":
+        found = f"{job.opened.path} is float16"
+        raise OptionError(found, "float32, which the CPU's kernels have", "export with --dtype float32")
+    requested = job.requested.dtype == ir.DataType.FLOAT16
+    job.force_upcast = (stored or requested) and job.spec.stays_float32(job.opened.config)
+    if (stored or requested) and not job.force_upcast and not job.request.scale_residual:
+        job.dtype = ir.DataType.FLOAT16
+        job.conversion = job.requested if requested else PrecisionPolicy()
+    elif stored:
+        job.conversion = PrecisionPolicy(ir.DataType.FLOAT)
+
+
+def _needs_scaling(job: ComponentJob) -> bool:
+    is_reduced = job.dtype == ir.DataType.FLOAT16 or job.request.scale_residual
+    return job.spec.stream_scale is not None and is_reduced
+
+
+def _scale_residual_stream(job: ComponentJob) -> None:
+    reason = scale_residual_stream(job.model, job.spec.stream_scale or 1.0)
+    if reason is not None:
+        raise FolderError(
+            f"{job.opened.path} would exceed the range of float16 ({reason})",
+            "a graph in float32, as python -m sdonnx.export writes it, with its norms fused",
+            "export in float32, and leave out --disable_skip_layer_norm, or leave out --float16",
+        )
+
+
+def _convert_precision(job: ComponentJob) -> None:
+    conversion = ConvertPrecision(job.conversion or PrecisionPolicy(), job.spec)
+    conversion(job.model)
+    if job.dtype != ir.DataType.FLOAT:
+        job.kept_float32 = conversion.kept
+
+
+def _count_upcast(job: ComponentJob) -> None:
+    job.kept_float32 = {"force_upcast of config.json": len(job.model.graph)}
+
+
+def _tidy(job: ComponentJob) -> None:
+    tidy(job.model)
+
+
+def _write_graph(job: ComponentJob) -> None:
+    def show_tensor(tensor: ir.TensorProtocol, info: Any) -> None:
+        job.show_progress("writing", info.index + 1, info.total)
+
+    job.folder.mkdir()
+    ir.save(job.model, job.folder / ONNX_MODEL, external_data=ONNX_WEIGHTS, callback=show_tensor)
+
+
+def _write_configuration(job: ComponentJob) -> None:
+    if job.opened.written:
+        shutil.copyfile(job.opened.path.parent / CONFIG, job.folder / CONFIG)
+    else:
+        (job.folder / CONFIG).write_text(json.dumps(job.opened.config, indent=2) + "\n", encoding="utf-8")
+
+
+def _write_served_graphs(job: ComponentJob) -> None:
+    """Write the graphs that the run-time replays; they read the weights of the component's graph."""
+    composed = compose_component(job.spec.role, ir.load(job.folder / ONNX_MODEL), job.opened.config)
+    for file, model in composed.items():
+        tidy(model)
+        ir.save(model, job.folder / file)
+    if shared := shared_weights(composed.values()):
+        hashes = {file: hash_file(job.folder / file)[1] for file in composed}
+        index = {"__metadata__": hashes} | shared
+        (job.folder / SHARED_WEIGHTS).write_text(json.dumps(index) + "\n", encoding="utf-8")
+
+
+def _inspect(job: ComponentJob) -> None:
+    if job.inspector is not None:
+        job.inspector.inspect(job.folder / ONNX_MODEL)
+
+
+FUSION_PASSES = (
+    ComponentPass("adapt interface", _adapt_interface),
+    ComponentPass("fuse", _fuse),
+)
+"""Passes that fuse a graph in memory and write nothing."""
+
+PASSES = (
+    *FUSION_PASSES,
+    ComponentPass("choose precision", _choose_precision),
+    ComponentPass("scale residual stream", _scale_residual_stream, applies=_needs_scaling),
+    ComponentPass("convert precision", _convert_precision, applies=lambda job: job.conversion is not None),
+    ComponentPass("count upcast", _count_upcast, applies=lambda job: job.force_upcast),
+    ComponentPass("tidy", _tidy),
+    ComponentPass("write graph", _write_graph),
+    ComponentPass("write configuration", _write_configuration),
+    ComponentPass("write served graphs", _write_served_graphs),
+    ComponentPass("inspect", _inspect, applies=lambda job: job.inspector is not None),
+)
+"""Passes that optimize a component and write it."""

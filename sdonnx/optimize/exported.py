@@ -1,0 +1,77 @@
+"""An exported pipeline whose components are open and checked, before anything is written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from sdonnx.errors import FolderError, refusing
+from sdonnx.folder.pipeline_folder import REPORT, PipelineFolder
+from sdonnx.models.registry import family_of
+from sdonnx.models.spec import ComponentSpec, Family
+from sdonnx.optimize.component import OpenedComponent, open_component
+from sdonnx.optimize.request import OptimizeRequest
+
+__all__ = ["EXPECTED_GRAPH", "ExportedPipeline", "open_exported"]
+
+EXPECTED_GRAPH = ("a component that an exporter wrote", "export it again")
+"""The expected input and the remedy in errors about a component's graph."""
+
+# Larger graph files contain their weights, which are in memory while the graph is open.
+_MAX_KEPT_BYTES = 64 << 20
+
+
+class ExportedPipeline:
+    """An exported pipeline with its opened components.
+
+    Attributes:
+        folder: its folder.
+        family: its family.
+    """
+
+    def __init__(self, folder: PipelineFolder, family: Family) -> None:
+        self.folder = folder
+        self.family = family
+        self._opened: dict[str, OpenedComponent] = {}
+
+    def open_all(self) -> None:
+        """Open and check every component.
+
+        A component whose weights lie in the graph's own file is closed again after the check, so that memory holds the
+        weights of one component at a time.
+
+        Raises:
+            SdonnxError: a component is missing or broken.
+        """
+        for spec in self.family.components:
+            opened = self._open(spec)
+            if opened.path.stat().st_size <= _MAX_KEPT_BYTES:
+                self._opened[spec.name] = opened
+
+    def take(self, spec: ComponentSpec) -> OpenedComponent:
+        """Return an opened component and drop the reference to it, so that its memory is freed after use.
+
+        Raises:
+            SdonnxError: the component is missing or broken.
+        """
+        return self._opened.pop(spec.name, None) or self._open(spec)
+
+    def _open(self, spec: ComponentSpec) -> OpenedComponent:
+        with refusing(self.folder.path / spec.name, *EXPECTED_GRAPH):
+            return open_component(self.folder, self.family, spec)
+
+
+def open_exported(source: Path, request: OptimizeRequest) -> ExportedPipeline:
+    """Open an exported pipeline and check everything that can be wrong with it or with the request for it.
+
+    Raises:
+        SdonnxError: an option or the folder cannot be used.
+    """
+    folder = PipelineFolder.open(source)
+    if (source / REPORT).exists():
+        raise FolderError(f"{source} is optimized already", "an exported pipeline", "pass the exported folder")
+    pipeline = ExportedPipeline(folder, family_of(folder))
+    request.precision.policies([spec.name for spec in pipeline.family.components])
+    for name, file in pipeline.family.extras:
+        folder.config(name, file)
+    pipeline.open_all()
+    return pipeline

@@ -1,0 +1,131 @@
+"""Optimize a folder of ONNX components for an execution provider."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import shutil
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+import sdonnx
+from sdonnx.errors import refusing
+from sdonnx.folder.pipeline_folder import MODEL_INDEX, PipelineFolder, atomic_folder
+from sdonnx.models.registry import family_of
+from sdonnx.optimize.component import open_component
+from sdonnx.optimize.component_passes import FUSION_PASSES, PASSES, ComponentJob, run_passes
+from sdonnx.optimize.exported import EXPECTED_GRAPH, ExportedPipeline, open_exported
+from sdonnx.optimize.ort_graph_dump import Inspector
+from sdonnx.optimize.report import ComponentReport, OptimizeReport
+from sdonnx.optimize.request import OptimizeRequest, ProgressCallback
+from sdonnx.precision.policy import Precision
+
+__all__ = ["fusion_reports", "optimize_folder", "optimize_request", "write_optimized"]
+
+_PACKAGES = ("onnx", "onnx_ir", "onnxscript", "numpy")
+
+
+def optimize_folder(
+    source: Path,
+    out: Path,
+    *,
+    provider: str = "cuda",
+    float16: bool = False,
+    force_fp32_ops: Sequence[str] = (),
+    bfloat16: bool = False,
+    attention_layout: str = "unpacked",
+    disabled: Collection[str] = (),
+    inspect: bool = False,
+    overwrite: bool = False,
+    progress: ProgressCallback | None = None,
+) -> OptimizeReport:
+    """Optimize the ONNX pipeline in `source` for an execution provider and write it to `out`.
+
+    Args:
+        source: a folder of ONNX components, as `export_pipeline` and optimum write it.
+        out: the folder to write.
+        provider: execution provider to target, "cuda" or "cpu".
+        float16: convert to float16.
+        force_fp32_ops: nodes that stay out of float16, such as `unet:MultiHeadAttention` or `unet:mid_block.*`.
+        bfloat16: compute these nodes in bfloat16 where kernels exist.
+        attention_layout: layout of the inputs of MultiHeadAttention: "unpacked", "packed_kv" or "packed_qkv".
+        disabled: names of fusions to leave out.
+        inspect: also write each graph as ONNX Runtime's own optimizations leave it.
+        overwrite: replace the pipeline in `out`, if there is one.
+        progress: callback for progress.
+
+    Raises:
+        SdonnxError: an option or the folder cannot be used, or the output cannot be written.
+    """
+    precision = Precision.from_flags(float16, bfloat16, force_fp32_ops)
+    request = OptimizeRequest(provider, precision, attention_layout, tuple(sorted(disabled)), inspect)
+    return optimize_request(source, out, request, overwrite, progress)
+
+
+def optimize_request(
+    source: Path,
+    out: Path,
+    request: OptimizeRequest,
+    overwrite: bool = False,
+    progress: ProgressCallback | None = None,
+) -> OptimizeReport:
+    """Optimize a folder as `optimize_folder` does, with the options in one object.
+
+    Everything that can be checked is checked before anything is written.
+    """
+    pipeline = open_exported(source, request)
+    with atomic_folder(out, overwrite, [source]) as partial:
+        report = write_optimized(pipeline, partial, request, progress)
+        report.write(partial)
+    return report
+
+
+def write_optimized(
+    pipeline: ExportedPipeline, out: Path, request: OptimizeRequest, progress: ProgressCallback | None = None
+) -> OptimizeReport:
+    """Write an optimized pipeline into the empty folder `out`, without its report, and return the report.
+
+    The opened components of `pipeline` are used up, so that the memory of each is freed after it is written.
+
+    Raises:
+        SdonnxError: an option or the folder cannot be used.
+    """
+    folder, family = pipeline.folder, pipeline.family
+    inspector = Inspector(request.provider) if request.inspect else None
+    policies = request.precision.policies([spec.name for spec in family.components])
+    reports = {}
+    for spec in family.components:
+        job = ComponentJob(
+            spec, pipeline.take(spec), request, out / spec.name, policies[spec.name], inspector, progress
+        )
+        reports[spec.name] = run_passes(PASSES, job)
+        del job  # frees the graph before the next component is optimized
+    for name, _ in family.extras:
+        shutil.copytree(folder.component(name), out / name)
+    shutil.copyfile(folder.path / MODEL_INDEX, out / MODEL_INDEX)
+    return OptimizeReport(
+        sdonnx.__version__,
+        {"python": platform.python_version()} | {name: importlib.metadata.version(name) for name in _PACKAGES},
+        family.name,
+        request.provider,
+        request.precision.dtype,
+        request.attention_layout,
+        list(request.disabled),
+        reports,
+        request.precision.flags(),
+    )
+
+
+def fusion_reports(folder: PipelineFolder, provider: str) -> dict[str, ComponentReport]:
+    """Return the effect of fusing each component of an exported pipeline; nothing is written.
+
+    Raises:
+        SdonnxError: the provider or the folder cannot be used.
+    """
+    request, family = OptimizeRequest(provider), family_of(folder)
+    reports = {}
+    for spec in family.components:
+        with refusing(folder.path / spec.name, *EXPECTED_GRAPH):
+            opened = open_component(folder, family, spec)
+        reports[spec.name] = run_passes(FUSION_PASSES, ComponentJob(spec, opened, request))
+    return reports

@@ -1,0 +1,65 @@
+"""Options of an optimization, in one object that was checked when it was made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from sdonnx.errors import OptionError, ProviderError
+from sdonnx.fusions.derived_tables import FLAGS
+from sdonnx.fusions.fusion_table import ATTENTION_LAYOUTS, PROVIDERS
+from sdonnx.precision.policy import Precision
+
+__all__ = ["OptimizeRequest", "ProgressCallback", "require_known_provider"]
+
+ProgressCallback = Callable[[str, int, int], None]
+"""Called with `(message, tensors_written, total_tensors)` while a component is optimized."""
+
+
+@dataclass(frozen=True)
+class OptimizeRequest:
+    """Options of an optimization.
+
+    Attributes:
+        provider: execution provider to target, "cuda" or "cpu".
+        precision: types that the components compute in. "cpu" supports float32 only.
+        attention_layout: layout of the inputs of MultiHeadAttention, one of `ATTENTION_LAYOUTS`; see
+            `sdonnx.fusions.fusion_table.stages`.
+        disabled: names of fusions to leave out, of `sdonnx.fusions.derived_tables.FLAGS`.
+        inspect: also write `inspect.onnx` for each component: the graph after ONNX Runtime's own optimizations.
+        scale_residual: scale residual streams as for float16, but compute in float32. `sdonnx.precision_search`
+            measures the values of such graphs.
+
+    Raises:
+        SdonnxError: an option is unknown, or options contradict each other.
+    """
+
+    provider: str = "cuda"
+    precision: Precision = field(default_factory=Precision)
+    attention_layout: str = "unpacked"
+    disabled: tuple[str, ...] = ()
+    inspect: bool = False
+    scale_residual: bool = False
+
+    def __post_init__(self) -> None:
+        require_known_provider(self.provider)
+        if self.attention_layout not in ATTENTION_LAYOUTS:
+            layouts = ", ".join(ATTENTION_LAYOUTS)
+            found = f"the attention layout {self.attention_layout!r} is unknown"
+            raise OptionError(found, f"one of {layouts}", "pass one")
+        if self.provider == "cpu" and self.precision.is_reduced:
+            raise OptionError("float16 for the CPU", "float32, which the CPU's kernels have", "leave out --float16")
+        for name in self.disabled:
+            if name not in FLAGS:
+                found = f"the fusion {name!r} is unknown"
+                raise OptionError(found, f"one of {', '.join(FLAGS)}", "name one of these")
+
+
+def require_known_provider(provider: str) -> None:
+    """Raise unless graphs can be optimized for a provider.
+
+    Raises:
+        ProviderError: the provider is unknown.
+    """
+    if provider not in PROVIDERS:
+        raise ProviderError(f"the provider {provider!r} is unknown", f"one of {', '.join(PROVIDERS)}", "pass one")

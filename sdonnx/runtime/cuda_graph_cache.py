@@ -1,0 +1,337 @@
+"""Buffers and captured CUDA graphs for each shape of a call; the least recently used are released first."""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from onnxruntime import OrtValue
+
+from sdonnx.models import abi
+from sdonnx.models.spec import Role
+from sdonnx.runtime.device.session import Graph, Run
+from sdonnx.runtime.graph_set import GraphSet
+from sdonnx.samplers import STATE_ROWS
+from sdonnx.samplers.parameters import MAX_CALLS, row_size
+
+__all__ = ["CLEAN_LATENTS", "CaptureKey", "CaptureReport", "CapturedShape", "CudaGraphCache"]
+
+_FLOAT = np.float32
+
+CLEAN_LATENTS = "clean_latents"
+"""Buffer of the encode graph's output `latents`, since the decoder has an input of that name."""
+
+
+@dataclass(frozen=True)
+class CaptureKey:
+    """Shape of a call, which determines the buffers and captured graphs.
+
+    Attributes:
+        batch: number of images.
+        height: height of the latents.
+        width: width of the latents.
+        guided: whether the denoiser runs on two copies of the batch.
+        tokens: length of the prompts.
+        dimensions: sizes of further named dimensions of the graphs, as (name, size).
+    """
+
+    batch: int
+    height: int
+    width: int
+    guided: bool
+    tokens: int
+    dimensions: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def copies(self) -> int:
+        """Copies of the batch in each call of the denoiser: 2 with guidance and 1 without."""
+        return 2 if self.guided else 1
+
+    @property
+    def prompts(self) -> int:
+        """Number of prompts in the batch, including negative ones."""
+        return self.batch * self.copies
+
+    def sizes(self) -> dict[str, int]:
+        """Return the sizes of the graphs' named dimensions."""
+        return {
+            "batch_size": self.prompts,
+            "sequence_length": self.tokens,
+            "batch": self.batch,
+            "height": self.height,
+            "width": self.width,
+            "calls": MAX_CALLS,
+            **dict(self.dimensions),
+        }
+
+
+@dataclass(frozen=True)
+class CaptureReport:
+    """Cost of one captured shape.
+
+    Attributes:
+        batch: number of images.
+        height: height in pixels.
+        width: width in pixels.
+        guided: whether guidance doubles the batch.
+        tokens: length of the prompts.
+        first_run_s: seconds of the first run of the graphs, which includes the choice of kernels.
+        capture_s: seconds to capture the graphs.
+        buffer_bytes: memory of the inputs and outputs.
+    """
+
+    batch: int
+    height: int
+    width: int
+    guided: bool
+    tokens: int
+    first_run_s: float
+    capture_s: float
+    buffer_bytes: int
+
+
+class CapturedShape:
+    """Buffers, by the names of the graphs' inputs and outputs, and captured graphs of one shape.
+
+    Args:
+        key: the shape.
+        graphs: graphs of the pipeline.
+        channels: channels of the latents.
+        factor: pixels for each latent, in height and width.
+    """
+
+    def __init__(self, key: CaptureKey, graphs: GraphSet, channels: int, factor: int) -> None:
+        self.key, self.graphs = key, graphs
+        self._channels, self._factor = channels, factor
+        self._first_run_s = self._capture_s = 0.0
+        self._runs: dict[Role, Run] = {}
+        device = graphs.device
+        self.buffers = {name: device.upload(values) for name, values in self._zeros().items()}
+        self.buffers[abi.IMAGES] = device.empty(self.pixels, np.uint8)
+        self.buffers[abi.SAMPLE] = device.empty(self.pixels, _FLOAT)
+        self.buffers[abi.FINITE] = device.upload(np.ones(key.batch, np.bool_))
+
+    def _zeros(self) -> dict[str, npt.NDArray[Any]]:
+        """Return initial values of all inputs of the denoiser and of its precomputed inputs."""
+        step = self.graphs.get(Role.DENOISER, short=self._short)
+        conditioned = self.graphs.conditioning_graph(short=self._short)
+        width = int(conditioned.shape(abi.ENCODER_HIDDEN_STATES)[2])
+        zeros: dict[str, npt.NDArray[Any]] = {
+            abi.ENCODER_HIDDEN_STATES: np.zeros(
+                (self.key.prompts, self.key.tokens, width), conditioned.dtype(abi.ENCODER_HIDDEN_STATES)
+            ),
+            abi.STATE: np.zeros((STATE_ROWS, *self.latents), _FLOAT),
+            abi.NOISE: np.zeros(self.latents, _FLOAT),
+            abi.PARAMETERS: np.zeros((MAX_CALLS, row_size(self.key.copies)), _FLOAT),
+            abi.STEP_INDEX: np.zeros(1, np.int64),
+            abi.KNOWN_LATENTS: np.zeros((2, *self.latents), _FLOAT),
+            abi.KEEP_MASK: np.zeros((STATE_ROWS, *self.latents), np.bool_),
+        }
+        if abi.MASK in step.inputs:
+            zeros[abi.MASK] = np.zeros((self.key.batch, 1, self.key.height, self.key.width), _FLOAT)
+            zeros[abi.MASKED_LATENTS] = np.zeros(self.latents, _FLOAT)
+        rows, computed = self.key.sizes(), []
+        outputs = conditioned.outputs if conditioned is not step else ()
+        for graph, name in (
+            *((conditioned, name) for name in (*conditioned.inputs, *outputs)),
+            *((step, name) for name in step.inputs),
+        ):
+            if name in zeros or name in computed:
+                continue
+            sizes = graph.shape(name)
+            if all(isinstance(size, int) or size in rows for size in sizes):
+                known = [rows[size] if isinstance(size, str) else size for size in sizes]
+                zeros[name] = np.zeros(known, graph.dtype(name))
+            else:
+                computed.append(name)
+        if computed:  # sizes that are expressions of others
+            outputs_of = conditioned.run(zeros)
+            zeros |= {name: outputs_of[name] for name in computed}
+        return zeros
+
+    @property
+    def latents(self) -> tuple[int, int, int, int]:
+        """Shape (B,C,H,W) of the latents."""
+        return (self.key.batch, self._channels, self.key.height, self.key.width)
+
+    @property
+    def pixels(self) -> tuple[int, int, int, int]:
+        """Shape (B,H,W,3) of the images."""
+        return (self.key.batch, self.key.height * self._factor, self.key.width * self._factor, 3)
+
+    def put(self, name: str, values: npt.NDArray[Any]) -> None:
+        """Write values to a buffer; no queued run may read it."""
+        if name in self.buffers:
+            self.buffers[name].update_inplace(np.ascontiguousarray(values))
+        else:
+            self.buffers[name] = self.graphs.device.upload(values)
+
+    def read(self, name: str) -> npt.NDArray[Any]:
+        """Wait for the device and return a copy of a buffer's values."""
+        self.graphs.device.synchronize()
+        values: npt.NDArray[Any] = self.buffers[name].numpy()
+        return values.copy()  # on the CPU it is the buffer itself, which the next image overwrites
+
+    def capture(self) -> None:
+        """Capture the graphs that stay loaded.
+
+        The decoder comes first, since its tensors are the largest and the other graphs reuse its memory.
+        """
+        runs = [
+            self._run(role)
+            for role in (Role.IMAGE_DECODER, *self._text_encoders, *self._precompute, Role.DENOISER)
+            if self.graphs.stays(role)
+        ]
+        start = time.perf_counter()
+        for run in runs:
+            run.prepare()
+        prepared = time.perf_counter()
+        for run in runs:
+            run.capture()
+        self._first_run_s, self._capture_s = prepared - start, time.perf_counter() - prepared
+
+    def release(self) -> None:
+        """Release the captured graphs."""
+        for run in self._runs.values():
+            run.release()
+        self._runs.clear()
+
+    def run(self, role: Role) -> None:
+        """Run a graph, and unload it if it does not stay loaded."""
+        run = self._run(role)
+        with self.graphs.observed(role, run):
+            run()
+        if not self.graphs.stays(role):
+            self.graphs.device.synchronize()
+            self._runs.pop(role)
+            self.graphs.done(role)
+
+    def precompute(self) -> None:
+        """Compute the step-invariant inputs of the denoiser from its conditioning and the parameter table."""
+        for role in self._precompute:
+            self.run(role)
+
+    @property
+    def _short(self) -> bool:
+        return self.graphs.is_short(self.key.prompts, self.key.tokens)
+
+    @property
+    def _precompute(self) -> list[Role]:
+        return [Role.PRECOMPUTE] if self.graphs.has_precompute(short=self._short) else []
+
+    @property
+    def _text_encoders(self) -> list[Role]:
+        return [spec.role for spec in self.graphs.family.text_encoders]
+
+    def _bound_text(self, role: Role, graph: Graph) -> dict[str, OrtValue]:
+        """Return the buffers of a text encoder; only the last one writes the denoiser's inputs."""
+        held = self.buffers
+        rows = self.key.sizes()
+
+        def buffer(key: str, name: str) -> OrtValue:
+            if key not in held:
+                shape = [rows[size] if isinstance(size, str) else size for size in graph.shape(name)]
+                held[key] = self.graphs.device.upload(np.zeros(shape, graph.dtype(name)))
+            return held[key]
+
+        bound = {name: buffer(f"{role.value}.{name}", name) for name in graph.inputs if name != abi.FIRST_HIDDEN_STATES}
+        if abi.FIRST_HIDDEN_STATES in graph.inputs:
+            bound[abi.FIRST_HIDDEN_STATES] = buffer(abi.FIRST_HIDDEN_STATES, abi.FIRST_HIDDEN_STATES)
+        is_last = role is self._text_encoders[-1]
+        bound[abi.HIDDEN_STATES] = (
+            held[abi.ENCODER_HIDDEN_STATES] if is_last else buffer(abi.FIRST_HIDDEN_STATES, abi.HIDDEN_STATES)
+        )
+        if abi.TEXT_EMBEDS in graph.outputs:
+            bound[abi.TEXT_EMBEDS] = held[abi.TEXT_EMBEDS]
+        return bound
+
+    def encode(self, values: Mapping[str, npt.NDArray[Any]]) -> None:
+        """Run the encode graph on inputs by name: see `sdonnx.compose.vae`."""
+        for name, array in values.items():
+            if f"encode_{name}" in self.buffers:
+                self.put(f"encode_{name}", array)
+            else:
+                self.buffers[f"encode_{name}"] = self.graphs.device.upload(array)
+        for name in (CLEAN_LATENTS, abi.NOISED):
+            self.buffers.setdefault(name, self.graphs.device.empty(self.latents, _FLOAT))
+        if self.graphs.stays(Role.IMAGE_ENCODER):
+            self._run(Role.IMAGE_ENCODER).capture()
+        self.run(Role.IMAGE_ENCODER)
+
+    def report(self) -> CaptureReport:
+        """Return the cost of the shape."""
+        key, size = self.key, sum(buffer.tensor_size_in_bytes() for buffer in self.buffers.values())
+        _, height, width, _ = self.pixels
+        times = self._first_run_s, self._capture_s
+        return CaptureReport(key.batch, height, width, key.guided, key.tokens, *times, size)
+
+    def _run(self, role: Role) -> Run:
+        if role not in self._runs:
+            self._runs[role] = self.graphs.get(role, short=self._short).bind(self._bound(role))
+        return self._runs[role]
+
+    def _bound(self, role: Role) -> Mapping[str, OrtValue | tuple[OrtValue, Sequence[int]]]:
+        held, graph = self.buffers, self.graphs.get(role, short=self._short)
+        if role is Role.DENOISER:
+            # The outputs overwrite the inputs: see compose_step.
+            written = {output.name: held[output.overwrites or ""] for output in abi.STEP.outputs}
+            return {name: held[name] for name in graph.inputs} | written
+        if role is Role.PRECOMPUTE:
+            return {name: held[name] for name in (*graph.inputs, *graph.outputs)}
+        if role in self._text_encoders:
+            return self._bound_text(role, graph)
+        if role is Role.IMAGE_DECODER:
+            return {abi.LATENTS: (held[abi.STATE], self.latents)} | {name: held[name] for name in graph.outputs}
+        inputs = {name: held[f"encode_{name}"] for name in graph.inputs}
+        return inputs | {abi.LATENTS: held[CLEAN_LATENTS], abi.NOISED: held[abi.NOISED]}
+
+
+class CudaGraphCache:
+    """Least recently used cache of captured shapes.
+
+    Args:
+        graphs: graphs of the pipeline.
+        channels: channels of the latents.
+        factor: pixels for each latent, in height and width.
+        max_shapes: maximum number of shapes; prompts of another length count as another shape.
+    """
+
+    def __init__(self, graphs: GraphSet, channels: int, factor: int, max_shapes: int) -> None:
+        self._graphs, self._channels, self._factor, self._max_shapes = graphs, channels, factor, max_shapes
+        self._shapes: OrderedDict[CaptureKey, CapturedShape] = OrderedDict()
+
+    def get(self, key: CaptureKey) -> CapturedShape:
+        """Return the captured shape, from the cache if it is there.
+
+        Raises:
+            DeviceMemoryError: the device has too little memory for it; the other shapes stay in the cache.
+        """
+        if key in self._shapes:
+            self._shapes.move_to_end(key)
+            return self._shapes[key]
+        while len(self._shapes) >= self._max_shapes:
+            _, oldest = self._shapes.popitem(last=False)
+            oldest.release()
+        shape = CapturedShape(key, self._graphs, self._channels, self._factor)
+        try:
+            shape.capture()
+        except BaseException:
+            shape.release()
+            raise
+        self._shapes[key] = shape
+        return shape
+
+    def reports(self) -> list[CaptureReport]:
+        """Return the cost of each shape, the least recently used first."""
+        return [shape.report() for shape in self._shapes.values()]
+
+    def close(self) -> None:
+        """Release every captured graph."""
+        for shape in self._shapes.values():
+            shape.release()
+        self._shapes.clear()

@@ -1,0 +1,1 @@
+"""Sessions, buffers, streams and memory of a device."""

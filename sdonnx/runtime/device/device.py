@@ -1,0 +1,153 @@
+"""Devices: buffers, memory, synchronization and timing."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnxruntime
+from onnxruntime import OrtValue
+
+from sdonnx.errors import DeviceMemoryError, OptionError, ProviderError
+from sdonnx.runtime.device.cuda import Event, cuda
+
+__all__ = ["FATAL", "PROVIDERS", "Device", "device_for", "memory_errors"]
+
+PROVIDERS = {"cuda": "CUDAExecutionProvider", "cpu": "CPUExecutionProvider"}
+
+FATAL = 4  # ONNX Runtime's severities range from 0 (verbose) to 4
+
+
+@dataclass(frozen=True)
+class Device:
+    """A device that runs graphs.
+
+    Attributes:
+        provider: "cuda" or "cpu".
+        index: index of the GPU.
+    """
+
+    provider: str
+    index: int = 0
+
+    def empty(self, shape: Sequence[int], dtype: npt.DTypeLike) -> OrtValue:
+        """Return a buffer with undefined values."""
+        with memory_errors(self, f"a buffer of {tuple(shape)}"):
+            return OrtValue.ortvalue_from_shape_and_type(list(shape), dtype, self.provider, self.index)
+
+    def upload(self, values: npt.NDArray[Any]) -> OrtValue:
+        """Return a buffer with a copy of an array."""
+        with memory_errors(self, f"a buffer of {values.shape}"):
+            return OrtValue.ortvalue_from_numpy(np.ascontiguousarray(values), self.provider, self.index)
+
+    def enter(self) -> None:
+        """Select the device for the calling thread."""
+        if self.provider == "cuda":
+            cuda(self.index).use()
+
+    def synchronize(self) -> None:
+        """Wait until all queued work is done."""
+        if self.provider == "cuda":
+            cuda(self.index).synchronize()
+
+    def recording(self) -> AbstractContextManager[Any]:
+        """Return a lock to hold while capturing a CUDA graph, or while another thread uses the device's stream."""
+        return cuda(self.index).recording if self.provider == "cuda" else nullcontext()
+
+    def spare(self, size: int) -> AbstractContextManager[None]:
+        """Return a context that reserves `size` bytes of a GPU's memory, so that code inside cannot use them."""
+        return cuda(self.index).spare(size) if self.provider == "cuda" else nullcontext()
+
+    def memory(self) -> tuple[int, int] | None:
+        """Return the free and the total memory in bytes; None for the CPU."""
+        return cuda(self.index).memory() if self.provider == "cuda" else None
+
+    def capability(self) -> tuple[int, int] | None:
+        """Return the compute capability (major, minor) of a GPU; None for the CPU."""
+        return cuda(self.index).capability() if self.provider == "cuda" else None
+
+    def mark(self) -> Event | float:
+        """Return a mark after all work queued so far, for `milliseconds`."""
+        return cuda(self.index).event() if self.provider == "cuda" else time.perf_counter()
+
+    def milliseconds(self, start: Event | float, end: Event | float) -> float:
+        """Return the time in ms between two marks on the device's clock; a GPU waits for the second one."""
+        if isinstance(start, Event) and isinstance(end, Event):
+            return cuda(self.index).milliseconds(start, end)
+        if isinstance(start, Event) or isinstance(end, Event):
+            raise TypeError("marks of two devices")
+        return (end - start) * 1e3
+
+    def copy(self, target: OrtValue, source: OrtValue, size: int) -> None:
+        """Copy the first `size` bytes of a buffer to the start of another one on this device, and wait.
+
+        Raises:
+            OptionError: a buffer is smaller.
+        """
+        available = min(source.tensor_size_in_bytes(), target.tensor_size_in_bytes())
+        if size > available:
+            raise OptionError(f"a copy of {size} bytes", f"at most {available}", "pass an array of the right shape")
+        if self.provider == "cuda":
+            cuda(self.index).copy(target.data_ptr(), source.data_ptr(), size)
+        else:
+            ctypes.memmove(target.data_ptr(), source.data_ptr(), size)
+
+
+@contextmanager
+def memory_errors(device: Device, what: str) -> Iterator[None]:
+    """Convert errors of failed allocations inside the context to one line.
+
+    Args:
+        device: the device that runs out of memory.
+        what: the work inside the context, for the message.
+
+    Raises:
+        DeviceMemoryError: an allocation failed.
+    """
+    try:
+        yield
+    except Exception as error:  # exceptions of onnxruntime have no common base class
+        text = str(error)
+        asked = re.search(r"requested buffer of size (\d+)", text)
+        if asked is None and "out of memory" not in text and "Failed to allocate memory" not in text:
+            raise
+        memory = device.memory()
+        wanted = f"{int(asked[1]) / 2**20:.0f} MB more" if asked else "more memory"
+        free = f", {memory[0] / 2**20:.0f} of {memory[1] / 2**20:.0f} MB are free" if memory else ""
+        raise DeviceMemoryError(
+            f"{what} needs {wanted}{free}",
+            "enough memory on the device",
+            "ask for fewer or smaller images, or pass low_memory=True",
+        ) from error
+
+
+def device_for(provider: str, index: int = 0) -> Device:
+    """Return the device of a provider: "cuda", "cpu" or ONNX Runtime's name of either.
+
+    Raises:
+        ProviderError: the provider is unknown, or not available on this machine.
+    """
+    names = {name: name for name in PROVIDERS} | {long: name for name, long in PROVIDERS.items()}
+    if provider not in names:
+        raise ProviderError(f"the provider {provider!r} is unknown", f"one of {', '.join(PROVIDERS)}", "pass one")
+    name = names[provider]
+    if PROVIDERS[name] not in onnxruntime.get_available_providers():
+        raise ProviderError(
+            f"this installation of onnxruntime has no {PROVIDERS[name]}",
+            "onnxruntime-gpu" if name == "cuda" else "onnxruntime",
+            f"pip install 'sdonnx[{name}]'",
+        )
+    # Sets the log level of the whole process: ONNX Runtime logs a cuDNN plan that fails as an error although it then
+    # uses the next plan.
+    onnxruntime.set_default_logger_severity(FATAL)
+    if name == "cuda":
+        # Finds the CUDA and cuDNN wheels, unlike the dynamic loader.
+        onnxruntime.preload_dlls()
+    return Device(name, index)

@@ -1,0 +1,300 @@
+"""ONNX Runtime sessions, and runs that are captured as CUDA graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnxruntime
+from onnxruntime import OrtValue
+
+from sdonnx.errors import DeviceMemoryError, FolderError, ProviderError, refusing
+from sdonnx.runtime.device.cuda import CapturedGraph, cuda, small_workspaces
+from sdonnx.runtime.device.device import FATAL, PROVIDERS, Device, memory_errors
+
+__all__ = ["Graph", "Run", "SessionSettings"]
+
+_NUMPY = {
+    "tensor(float)": np.float32,
+    "tensor(float16)": np.float16,
+    "tensor(int32)": np.int32,
+    "tensor(int64)": np.int64,
+    "tensor(uint8)": np.uint8,
+    "tensor(bool)": np.bool_,
+}
+
+# Value of gpu_graph_id with which ONNX Runtime allows for capture but does not capture by itself.
+_NO_CAPTURE = "-1"
+
+# ONNX Runtime's arena keeps the memory that it allocated for a size that turns out too large. Launching the graphs
+# captured for other sizes still needs some memory: 13 MB were not enough on an H200, 101 MB were.
+_SPARE = 128 * 2**20
+
+
+@dataclass(frozen=True)
+class SessionSettings:
+    """Options of ONNX Runtime from the caller.
+
+    Attributes:
+        provider_options: options of the execution provider; they override the defaults.
+        session_options: options of all sessions; entries that the runtime needs are added to it.
+        rebuild: remedy for a graph that ONNX Runtime rejects, for example one of a newer version.
+    """
+
+    provider_options: Mapping[str, str] = field(default_factory=dict)
+    session_options: onnxruntime.SessionOptions | None = None
+    rebuild: str = "optimize the folder again"
+
+
+def _provider_options(device: Device, capture: bool, tf32: bool, settings: SessionSettings) -> dict[str, str]:
+    given = {name: str(value) for name, value in settings.provider_options.items()}
+    if device.provider == "cpu":
+        return given
+    return {
+        "device_id": str(device.index),
+        "enable_cuda_graph": "1" if capture else "0",
+        "user_compute_stream": str(cuda(device.index).stream),
+        # cuDNN's heuristics in mode A. Mode B, which ONNX Runtime calls EXHAUSTIVE, takes seconds longer to start and
+        # chooses a plan for the VAE decoder that is ten times slower (docs/decisions/0028).
+        "cudnn_conv_algo_search": "HEURISTIC",
+        "use_tf32": "1" if tf32 else "0",
+        **given,
+    }
+
+
+def _session_options(device: Device, settings: SessionSettings) -> onnxruntime.SessionOptions:
+    options = settings.session_options
+    if options is None:
+        options = onnxruntime.SessionOptions()
+        options.log_severity_level = FATAL
+    if device.provider == "cuda":
+        # All sessions share one arena for scratch memory. Weights stay outside it, since the arena would round up their
+        # sizes and keep their memory.
+        options.add_session_config_entry("session.use_env_allocators", "1")
+        options.add_session_config_entry("session.use_device_allocator_for_initializers", "1")
+        # A memory plan for all tensors of a run allocates one more block that no other run can use.
+        options.enable_mem_pattern = False
+    return options
+
+
+class Graph:
+    """A loaded ONNX graph.
+
+    Args:
+        path: file of the model.
+        device: where the graph runs.
+        capture: whether runs may be captured as CUDA graphs.
+        tf32: whether float32 products may round their factors to 10 bits (TF32), as torch's convolutions do.
+        settings: options of ONNX Runtime from the caller.
+        weights: initializers shared with other sessions, by name; kept as long as this session. Not supported with
+            session options of the caller, which are one object for all sessions.
+
+    Attributes:
+        device: where the graph runs.
+        path: file of the model.
+        captures: whether runs are captured as CUDA graphs.
+        inputs: names of the inputs, in order.
+        outputs: names of the outputs, in order.
+
+    Raises:
+        FolderError: the file is missing or ONNX Runtime rejects it.
+        ProviderError: the device cannot be used.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        device: Device,
+        *,
+        capture: bool = False,
+        tf32: bool = False,
+        settings: SessionSettings | None = None,
+        weights: Mapping[str, OrtValue] | None = None,
+    ) -> None:
+        if not path.is_file():
+            raise FolderError(f"{path} is missing", "an optimized pipeline", "run python -m sdonnx.optimize_pipeline")
+        settings = settings or SessionSettings()
+        self.device = device
+        self.path = path
+        self.captures = capture and device.provider == "cuda"
+        options = _session_options(device, settings)
+        self._weights = dict(weights or {})
+        provider = (PROVIDERS[device.provider], _provider_options(device, self.captures, tf32, settings))
+        try:
+            for name, value in self._weights.items():
+                options.add_initializer(name, value)
+            with memory_errors(device, f"loading {path.name}"), self._workspaces():
+                self.session = onnxruntime.InferenceSession(path, options, providers=[provider])
+        except DeviceMemoryError:
+            raise
+        except Exception as error:  # exceptions of onnxruntime have no common base class
+            raise FolderError(
+                f"ONNX Runtime cannot load {path} ({str(error).splitlines()[0]})",
+                f"a graph for the {device.provider} provider",
+                settings.rebuild,
+            ) from error
+        if PROVIDERS[device.provider] not in self.session.get_providers():
+            raise ProviderError(
+                f"{PROVIDERS[device.provider]} could not be loaded",
+                "a GPU, its driver and the CUDA libraries",
+                "check nvidia-smi and pip install 'sdonnx[cuda]'",
+            )
+        inputs, outputs = self.session.get_inputs(), self.session.get_outputs()
+        self.inputs = tuple(value.name for value in inputs)
+        self.outputs = tuple(value.name for value in outputs)
+        self._types = {value.name: value.type for value in (*inputs, *outputs)}
+
+    def _workspaces(self) -> AbstractContextManager[None]:
+        return small_workspaces() if self.device.provider == "cuda" else nullcontext()
+
+    def dtype(self, name: str) -> npt.DTypeLike:
+        """Return the type of an input or output."""
+        return _NUMPY[self._types[name]]
+
+    def shape(self, name: str) -> list[int | str]:
+        """Return the shape of an input or output, with names for dynamic dimensions."""
+        values = {value.name: value for value in (*self.session.get_inputs(), *self.session.get_outputs())}
+        return list(values[name].shape)
+
+    def run(self, values: Mapping[str, npt.NDArray[Any]]) -> dict[str, npt.NDArray[Any]]:
+        """Run once on arrays by name, converted to the types of the inputs, and return the outputs by name.
+
+        Entries that are not inputs are ignored.
+
+        Raises:
+            DeviceMemoryError: the device has too little memory.
+        """
+        typed = {name: values[name].astype(self.dtype(name), copy=False) for name in self.inputs}
+        with memory_errors(self.device, f"running {self.path.name}"):
+            return dict(zip(self.outputs, self.session.run(None, typed, self.run_options()), strict=True))
+
+    def run_options(self) -> onnxruntime.RunOptions:
+        """Return options of a run without capture by ONNX Runtime."""
+        options = onnxruntime.RunOptions()
+        options.log_severity_level = FATAL
+        if self.captures:
+            options.add_run_config_entry("gpu_graph_id", _NO_CAPTURE)
+        return options
+
+    def bind(self, buffers: Mapping[str, OrtValue | tuple[OrtValue, Sequence[int]]]) -> Run:
+        """Return a run that reads and writes buffers, by name of the input or output.
+
+        A buffer with a shape is used from its start as a tensor of that shape.
+        """
+        return Run(self, buffers)
+
+
+class Run:
+    """A graph bound to buffers.
+
+    Runs are queued on the device's stream; use `Device.synchronize` to wait for them. If the graph captures,
+    `capture` records a CUDA graph, and each later `__call__` replays it. It is captured here and not by ONNX Runtime,
+    which releases no captured graph before its session (docs/decisions/0030).
+    """
+
+    def __init__(self, graph: Graph, buffers: Mapping[str, OrtValue | tuple[OrtValue, Sequence[int]]]) -> None:
+        self._graph = graph
+        self._buffers = dict(buffers)  # keeps them alive, since a binding only holds addresses
+        self._binding = graph.session.io_binding()
+        self._inputs = [name for name in buffers if name not in graph.outputs]
+        self._bind(self._binding.bind_output, [name for name in buffers if name in graph.outputs])
+        self._bind(self._binding.bind_input, self._inputs)
+        self._options = self._run_options()
+        self._replay: CapturedGraph | None = None
+        self._prepared = False
+
+    def _bind(self, bind: Callable[..., None], names: Iterable[str]) -> None:
+        device = self._graph.device
+        for name in names:
+            buffer = self._buffers[name]
+            value, shape = buffer if isinstance(buffer, tuple) else (buffer, buffer.shape())
+            bind(name, device.provider, device.index, self._graph.dtype(name), list(shape), value.data_ptr())
+
+    def _run_options(self) -> onnxruntime.RunOptions:
+        options = self._graph.run_options()
+        # The device's stream keeps the order; synchronizing here would leave the device idle between runs.
+        options.add_run_config_entry("disable_synchronize_execution_providers", "1")
+        return options
+
+    def inputs(self) -> dict[str, npt.NDArray[Any]]:
+        """Wait for the device and return copies of the graph's inputs by name."""
+        self._graph.device.synchronize()
+        copies = {}
+        for name in self._inputs:
+            buffer = self._buffers[name]
+            value, shape = buffer if isinstance(buffer, tuple) else (buffer, buffer.shape())
+            copies[name] = value.numpy().reshape(-1)[: int(np.prod(shape))].reshape(shape).copy()
+        return copies
+
+    def prepare(self) -> None:
+        """Run once without capture, to choose kernels and allocate memory, which is not possible during a capture.
+
+        Inputs that the graph overwrites must be written again afterwards.
+
+        Raises:
+            DeviceMemoryError: the device has too little memory.
+        """
+        if self._graph.captures and not self._prepared:
+            with self._memory_errors(), self._graph.device.spare(_SPARE):
+                self._run()
+                self._graph.device.synchronize()
+            self._prepared = True
+
+    def capture(self) -> None:
+        """Capture the CUDA graph, after `prepare`; do nothing if the graph does not capture.
+
+        Raises:
+            DeviceMemoryError: the device has too little memory; no graph is captured.
+        """
+        if not self._graph.captures or self._replay is not None:
+            return
+        self.prepare()
+        device = self._graph.device
+        with device.recording(), self._memory_errors():
+            self._replay = cuda(device.index).capture(self._run)
+
+    def _run(self) -> None:
+        self._graph.session.run_with_iobinding(self._binding, self._options)
+
+    def release(self) -> None:
+        """Release the captured CUDA graph."""
+        if self._replay is not None:
+            self._graph.device.synchronize()
+            self._replay.release()
+            self._replay = None
+
+    def __call__(self) -> None:
+        """Queue a run, and return without waiting for it.
+
+        Raises:
+            DeviceMemoryError: the device has too little memory.
+        """
+        if self._replay is not None:
+            try:
+                self._replay.launch()
+            except ProviderError:
+                with self._memory_errors():
+                    raise
+            return
+        # ONNX Runtime copies an input that a node on the CPU reads, such as one that searches for the last token, only
+        # when it is bound.
+        self._bind(self._binding.bind_input, self._inputs)
+        with self._memory_errors():
+            self._run()
+
+    @contextmanager
+    def _memory_errors(self) -> Iterator[None]:
+        shapes = (buffer[1] if isinstance(buffer, tuple) else buffer.shape() for buffer in self._buffers.values())
+        largest = max(shapes, key=lambda shape: int(np.prod(shape)))
+        path = self._graph.path
+        # If the graph and the configuration do not match, ONNX Runtime finds buffers of other shapes.
+        with (
+            refusing(path, "a graph that matches its config.json", "optimize the exported pipeline again"),
+            memory_errors(self._graph.device, f"running {path.name} with {tuple(largest)}"),
+        ):
+            yield

@@ -1,0 +1,177 @@
+"""Graphs of an optimized folder, loaded on first use and unloaded if memory is short."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy.typing as npt
+from onnxruntime import OrtValue
+
+from sdonnx.folder.pipeline_folder import PipelineFolder
+from sdonnx.models import abi
+from sdonnx.models.spec import Family, Role
+from sdonnx.runtime.device.device import Device
+from sdonnx.runtime.device.load_shared_weights import load_shared_weights
+from sdonnx.runtime.device.session import Graph, Run, SessionSettings
+
+__all__ = ["GraphSet", "Observer"]
+
+Observer = Callable[[Role, Run], AbstractContextManager[Any]]
+"""Returns the context manager in which to run a graph: (role of the graph, the run)."""
+
+# Maximum number of tokens in a batch for the graphs for short prompts. Products of weights and prompts take 2.1 MB for
+# each token in a transformer of 28 layers and width 1152, 530 MB for this number.
+_MAX_SHORT_TOKENS = 256
+
+# Not captured: the sizes of their inputs do not depend on the image size.
+_UNCAPTURED = {Role.SAFETY_CHECKER, Role.IMAGE_PROMPT_ENCODER, Role.IMAGE_PROMPT_ADAPTER}
+
+# TF32 is for autoencoders that overflow fp16 and stay in float32, at a tenth of the speed without TF32; torch also uses
+# it for convolutions. The denoiser's graph has none: the sampler's update is a float32 product that needs all bits.
+_TF32 = {Role.IMAGE_ENCODER, Role.IMAGE_DECODER}
+
+
+class GraphSet:
+    """Graphs of a folder, by role.
+
+    Args:
+        folder: the optimized folder.
+        family: the folder's family.
+        device: where the graphs run.
+        settings: options of ONNX Runtime from the caller.
+        low_memory: keep only the graphs of the denoiser loaded, and load all others for each use.
+
+    Attributes:
+        observer: wraps each run of a graph; None for no observer.
+    """
+
+    def __init__(
+        self, folder: PipelineFolder, family: Family, device: Device, settings: SessionSettings, low_memory: bool
+    ) -> None:
+        self.folder, self.family, self.device = folder, family, device
+        self.observer: Observer | None = None
+        self._settings, self._low_memory = settings, low_memory
+        self._loaded: dict[tuple[Role, bool], Graph] = {}
+        self._weights: dict[str, OrtValue] | None = None
+
+    @cached_property
+    def has_short(self) -> bool:
+        """Whether the denoiser has graphs for short prompts: see `sdonnx.compose.absorption`."""
+        return (self.folder.path / self.family.with_role(Role.DENOISER).name / (abi.STEP.short_file or "")).is_file()
+
+    def is_short(self, prompts: int, tokens: int) -> bool:
+        """Return whether prompts of this length use the graphs for short prompts.
+
+        Args:
+            prompts: number of prompts in the batch, including negative ones.
+            tokens: length of each prompt.
+        """
+        return tokens < self._head_size and prompts * tokens <= _MAX_SHORT_TOKENS
+
+    @cached_property
+    def _head_size(self) -> int:
+        """Channels of a head: with fewer tokens, graphs for short prompts multiply fewer columns than the others."""
+        size = self.config(Role.DENOISER).get("attention_head_dim") if self.has_short else None
+        return size if isinstance(size, int) else 0
+
+    def path(self, role: Role, *, short: bool | None = None) -> Path:
+        """Return the file of a graph.
+
+        Args:
+            role: role of the graph.
+            short: for the denoiser, whether to return the graph for short prompts; None to return it if it exists.
+
+        Raises:
+            FolderError: the file is missing.
+        """
+        spec = abi.GRAPHS[role]
+        file = spec.short_file if self._is_for_short(role, short) else None
+        return self.folder.onnx_model(self.family.with_role(spec.component).name, file or spec.file)
+
+    def _is_for_short(self, role: Role, short: bool | None) -> bool:
+        return role in abi.DENOISER_ROLES and (self.has_short if short is None else short)
+
+    def config(self, role: Role) -> dict[str, Any]:
+        """Return the configuration of the component with a role."""
+        return self.folder.config(self.family.with_role(role).name)
+
+    def stays(self, role: Role) -> bool:
+        """Return whether a graph stays loaded, and may be captured."""
+        return role in abi.DENOISER_ROLES or not self._low_memory
+
+    def has_precompute(self, *, short: bool | None = None) -> bool:
+        """Return whether a precompute graph computes the step-invariant inputs of the denoiser.
+
+        Raises:
+            FolderError: the denoiser's graph is missing.
+        """
+        return any(name.startswith(abi.PRECOMPUTED) for name in self.get(Role.DENOISER, short=short).inputs)
+
+    def conditioning_graph(self, *, short: bool | None = None) -> Graph:
+        """Return the loaded graph that reads the conditioning: the precompute graph, or the denoiser's without one."""
+        return self.get(Role.PRECOMPUTE if self.has_precompute(short=short) else Role.DENOISER, short=short)
+
+    def get(self, role: Role, *, short: bool | None = None) -> Graph:
+        """Return the loaded graph; see `path` for the arguments.
+
+        Raises:
+            FolderError: the file is missing or ONNX Runtime rejects it.
+        """
+        key = (role, self._is_for_short(role, short))
+        if key not in self._loaded:
+            path, captures = self.path(role, short=short), self.stays(role) and role not in _UNCAPTURED
+            # The caller's options are one object for all sessions: ONNX Runtime rejects to add an initializer twice.
+            shares = role in abi.DENOISER_ROLES and self._settings.session_options is None
+            weights = self._shared_weights() if shares else {}
+            self._loaded[key] = Graph(
+                path, self.device, capture=captures, tf32=role in _TF32, settings=self._settings, weights=weights
+            )
+        return self._loaded[key]
+
+    def _shared_weights(self) -> dict[str, OrtValue]:
+        """Return the weights that several graphs of the denoiser share."""
+        if self._weights is None:
+            component = self.folder.component(self.family.with_role(Role.DENOISER).name)
+            self._weights = load_shared_weights(component, self.device)
+        return self._weights
+
+    def observed(self, role: Role, run: Run) -> AbstractContextManager[Any]:
+        """Return the context manager in which to run a graph."""
+        return nullcontext() if self.observer is None else self.observer(role, run)
+
+    def run_once(
+        self,
+        role: Role,
+        inputs: Mapping[str, npt.NDArray[Any]],
+        outputs: Mapping[str, tuple[tuple[int, ...], npt.DTypeLike]],
+    ) -> dict[str, npt.NDArray[Any]]:
+        """Run a graph on arrays with temporary buffers, and return its outputs, given their shapes and types.
+
+        Raises:
+            DeviceMemoryError: the device has too little memory.
+        """
+        outputs_of = {name: self.device.empty(shape, dtype) for name, (shape, dtype) in outputs.items()}
+        try:
+            inputs_of = {name: self.device.upload(values) for name, values in inputs.items()}
+            run = self.get(role).bind(inputs_of | outputs_of)
+            with self.observed(role, run):
+                run()
+            self.device.synchronize()
+            return {name: value.numpy().copy() for name, value in outputs_of.items()}
+        finally:
+            self.done(role)
+
+    def done(self, role: Role) -> None:
+        """Unload a graph that does not stay loaded; runs bound to it must not be used again."""
+        if not self.stays(role):
+            self.device.synchronize()
+            self._loaded.pop((role, False), None)
+
+    def close(self) -> None:
+        """Unload the graphs and their shared weights."""
+        self._loaded.clear()
+        self._weights = None

@@ -1,0 +1,1 @@
+"""From the arguments of a call to the inputs of the graphs."""

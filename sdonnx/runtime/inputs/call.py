@@ -1,0 +1,187 @@
+"""Arguments of a call of the pipeline, validated before anything runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from sdonnx.errors import OptionError
+from sdonnx.models import abi
+from sdonnx.models.spec import Role
+from sdonnx.runtime.cuda_graph_cache import CaptureKey
+from sdonnx.runtime.graph_set import GraphSet
+from sdonnx.runtime.inputs import init_images
+from sdonnx.runtime.inputs.argument_checks import require_number
+from sdonnx.runtime.inputs.conditioning import Conditioning
+from sdonnx.runtime.inputs.image_geometry import ImageGeometry
+from sdonnx.runtime.inputs.pipeline_inputs import PipelineInputs
+from sdonnx.runtime.inputs.prompt_arguments import PromptArguments
+from sdonnx.runtime.inputs.start import Start, read_start
+from sdonnx.runtime.output import require_output_type
+from sdonnx.runtime.sampling.noise_source import Generator, NoiseSource
+
+__all__ = ["Call", "CallReader"]
+
+
+@dataclass(frozen=True)
+class Call:
+    """A validated call of the pipeline.
+
+    Attributes:
+        key: key of the captured graphs.
+        size: requested height and width in pixels; the generated size may differ, see `FamilyInputs.generated_size`.
+        conditioning: inputs of the text encoders and the denoiser.
+        start: latents or image to start from.
+        noise: source of the noise.
+        steps: number of denoising steps.
+        guidance_scale: weight of the prompt; None without guidance.
+        guidance_rescale: share of the rescaled guidance, 0 to 1.
+        eta: share of fresh noise, 0 to 1.
+        output_type: see `ImageOutput`.
+    """
+
+    key: CaptureKey
+    size: tuple[int, int]
+    conditioning: Conditioning
+    start: Start
+    noise: NoiseSource
+    steps: int
+    guidance_scale: float | None
+    guidance_rescale: float
+    eta: float
+    output_type: str
+
+
+class CallReader:
+    """Reads the arguments of calls of a pipeline.
+
+    Args:
+        graphs: graphs of the pipeline.
+        inputs: conditioning of the pipeline.
+        geometry: sizes of the pipeline.
+    """
+
+    def __init__(self, graphs: GraphSet, inputs: PipelineInputs, geometry: ImageGeometry) -> None:
+        self._graphs, self._inputs, self._geometry = graphs, inputs, geometry
+
+    def read(
+        self,
+        make_generator: Callable[[int], Generator],
+        *,
+        prompt: Any,
+        height: Any,
+        width: Any,
+        num_inference_steps: Any,
+        guidance_scale: Any,
+        negative_prompt: Any,
+        num_images_per_prompt: Any,
+        eta: Any,
+        generator: Any,
+        latents: Any,
+        output_type: Any,
+        image: Any,
+        mask_image: Any,
+        strength: Any,
+        guidance_rescale: Any,
+        prompt_embeds: Any,
+        negative_prompt_embeds: Any,
+        clip_skip: Any,
+        seed: Any,
+        **arguments: Any,
+    ) -> Call:
+        """Return the call with these arguments; see `OrtDiffusionPipeline.__call__`.
+
+        `make_generator` creates the generator of a seed, and `arguments` are those that only some pipelines accept;
+        see `FamilyInputs.ARGUMENTS`.
+
+        Raises:
+            SdonnxError: an argument cannot be used.
+        """
+        require_output_type(output_type)
+        family = self._graphs.family
+        guidance_scale = family.defaults.guidance_scale if guidance_scale is None else guidance_scale
+        require_number("guidance_scale", guidance_scale)
+        require_number("guidance_rescale", guidance_rescale, 0, 1)
+        require_number("eta", eta, 0, 1)
+        guided = bool(guidance_scale > 1)
+        prompts = PromptArguments.create(
+            prompt,
+            negative_prompt,
+            prompt_embeds,
+            negative_prompt_embeds,
+            num_images_per_prompt,
+            clip_skip,
+            guided=guided,
+        )
+        conditioning = self._inputs.read(prompts, arguments)
+        from_image, inputs = image is not None, self._inputs.family
+        asked = self._size(height, width, image, mask_image)
+        size = inputs.generated_size(arguments, asked, from_image=from_image)
+        self._require_mask(mask_image)
+        start = read_start(
+            image,
+            mask_image,
+            strength,
+            latents,
+            size=size,
+            geometry=self._geometry,
+            batch=conditioning.images,
+            family=family,
+            device=self._graphs.device,
+        )
+        shape = self._geometry.latent_shape(conditioning.images, *size)
+        noise = NoiseSource(shape, seed, generator, named=start.latents is None, make=make_generator)
+        sizes = inputs.size_inputs(arguments, conditioning.images, size, guided=guided, from_image=from_image)
+        return Call(
+            key=_key(shape, guided, conditioning.tokens, conditioning.dimensions),
+            size=asked,
+            conditioning=replace(conditioning, inputs={**conditioning.inputs, **sizes}),
+            start=start,
+            noise=noise,
+            steps=family.defaults.num_inference_steps if num_inference_steps is None else num_inference_steps,
+            guidance_scale=float(guidance_scale) if guided else None,
+            guidance_rescale=float(guidance_rescale) if guided else 0.0,
+            eta=float(eta),
+            output_type=output_type,
+        )
+
+    def warmup_keys(self, batch: int, height: int, width: int, *, guided: bool) -> list[CaptureKey]:
+        """Return the keys of calls with default arguments, one for each prompt length.
+
+        Args:
+            batch: number of images.
+            height: requested height in pixels.
+            width: requested width in pixels.
+            guided: whether classifier-free guidance is used.
+
+        Raises:
+            OptionError: a size cannot be used.
+        """
+        inputs = self._inputs.family
+        shape = self._geometry.latent_shape(batch, *inputs.generated_size({}, (height, width), from_image=False))
+        dimensions = self._inputs.default_dimensions()
+        return [_key(shape, guided, tokens, dimensions) for tokens in inputs.lengths(batch * (1 + guided))]
+
+    def _size(self, height: Any, width: Any, image: Any, mask_image: Any) -> tuple[Any, Any]:
+        """Return the requested height and width: by default those of the image, or those of the model."""
+        if image is not None and mask_image is None and (height is None or width is None):
+            own_height, own_width = init_images.default_size(image, self._geometry.multiple)
+            height, width = height or own_height, width or own_width
+        return (
+            self._geometry.default_size if height is None else height,
+            self._geometry.default_size if width is None else width,
+        )
+
+    def _require_mask(self, mask_image: Any) -> None:
+        if mask_image is None and abi.MASK in self._graphs.get(Role.DENOISER).inputs:
+            raise OptionError(
+                "this denoiser was trained to inpaint", "image and mask_image", "pass both, or use another pipeline"
+            )
+
+
+def _key(
+    latents: tuple[int, int, int, int], guided: bool, tokens: int, dimensions: tuple[tuple[str, int], ...]
+) -> CaptureKey:
+    batch, _, height, width = latents
+    return CaptureKey(batch, height, width, guided, tokens, dimensions)

@@ -1,0 +1,267 @@
+"""Conditioning of IP-Adapters: image prompts, encoded and projected to tokens, and the weight of each adapter.
+
+Source: diffusers' StableDiffusionPipeline.encode_image and prepare_ip_adapter_image_embeds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image
+
+from sdonnx.errors import OptionError
+from sdonnx.models import abi
+from sdonnx.models.image_adapters import ADAPTER_SCALE, IMAGE_PROCESSOR, Adapter, AdapterSet
+from sdonnx.models.spec import Role
+from sdonnx.runtime.device.arrays import to_numpy
+from sdonnx.runtime.graph_set import GraphSet
+from sdonnx.runtime.inputs.clip_images import ClipImages
+from sdonnx.runtime.inputs.conditioning import ArgumentGroup, Conditioning
+from sdonnx.runtime.inputs.ip_adapter_scale import scale_matrix
+
+__all__ = ["ARGUMENTS", "IpAdapterInputs"]
+
+Float = npt.NDArray[np.float32]
+
+ARGUMENTS = ArgumentGroup(
+    {"ip_adapter_image": None, "ip_adapter_image_embeds": None, "ip_adapter_scale": None},
+    "a pipeline with IP-Adapters",
+    "export it with --ip-adapter, or leave it out",
+)
+
+
+@dataclass(frozen=True)
+class _Pixels:
+    """Images of each adapter (I,3,S,S), as CLIP reads them."""
+
+    arrays: tuple[Float, ...]
+
+
+@dataclass(frozen=True)
+class _Embeddings:
+    """Embeddings of each adapter (G,I,L,W), negative ones first."""
+
+    arrays: tuple[Float, ...]
+
+
+class IpAdapterInputs:
+    """Image prompts to the tokens that the denoiser attends to.
+
+    Args:
+        graphs: graphs of a pipeline with IP-Adapters.
+        adapters: the IP-Adapters.
+
+    Attributes:
+        scales: weight of each adapter in each block (A,N), for calls without `ip_adapter_scale`.
+
+    Raises:
+        FolderError: a graph or `image_processor` is missing, or they do not fit each other.
+    """
+
+    def __init__(self, graphs: GraphSet, adapters: AdapterSet) -> None:
+        self._graphs, self._adapters = graphs, adapters
+        pixel_values = graphs.family.with_role(Role.IMAGE_PROMPT_ENCODER).inputs[0]
+        _, _, *edges = pixel_values.resolve(graphs.config(Role.IMAGE_PROMPT_ENCODER))
+        self._edge = int(edges[0])
+        remedy = "export the pipeline with --ip-adapter again"
+        self._images = ClipImages.for_component(graphs.folder, IMAGE_PROCESSOR, "image_encoder", edges, remedy)
+        self.scales = scale_matrix(adapters, 1.0)
+        # Cache of the last images: they are often used again with other prompts, seeds and weights.
+        self._last: tuple[bytes, dict[str, Float]] = (b"", {})
+        for role in (Role.IMAGE_PROMPT_ENCODER, Role.IMAGE_PROMPT_ADAPTER):
+            graphs.path(role)
+            if graphs.stays(role):
+                graphs.get(role)
+
+    def set_scale(self, scale: Any) -> None:
+        """Set the weights for calls without `ip_adapter_scale`; see `ip_adapter_scale.scale_matrix`."""
+        self.scales = scale_matrix(self._adapters, scale)
+
+    def default_dimensions(self) -> tuple[tuple[str, int], ...]:
+        """Return the numbers of image tokens for one image for each adapter; see `Conditioning.dimensions`."""
+        return self._dimensions([1] * len(self._adapters.adapters))
+
+    def add_to(self, conditioning: Conditioning, arguments: Mapping[str, Any], *, guided: bool) -> Conditioning:
+        """Return the conditioning with the image prompts of a call added.
+
+        Args:
+            conditioning: conditioning by the text prompts.
+            arguments: `ip_adapter_image`, a list with an image or a list of images for each adapter, or one image for
+                a single adapter; or `ip_adapter_image_embeds`, for each adapter the output of its image encoder
+                (G,I,W) or (G,I,L,W); and `ip_adapter_scale`, see `ip_adapter_scale.scale_matrix`.
+            guided: whether classifier-free guidance is used.
+
+        Raises:
+            OptionError: an argument is missing or does not fit the adapters.
+        """
+        images, embeds, scale = ARGUMENTS.values(arguments).values()
+        scales = self.scales if scale is None else scale_matrix(self._adapters, scale)
+        prompts: _Pixels | _Embeddings
+        if embeds is not None:
+            if images is not None:
+                raise OptionError("ip_adapter_image and ip_adapter_image_embeds", "one of them", "leave one out")
+            prompts = self._read_embeds(embeds, guided)
+            counts = [array.shape[1] for array in prompts.arrays]
+        elif images is None:
+            raise OptionError(
+                "no ip_adapter_image", f"images for {self._names()}", "pass ip_adapter_image, with weight 0 for none"
+            )
+        else:
+            prompts = _Pixels(tuple(self._pixels(each) for each in self._for_each(images, "ip_adapter_image")))
+            counts = [len(array) for array in prompts.arrays]
+        return replace(
+            conditioning,
+            dimensions=(*conditioning.dimensions, *self._dimensions(counts)),
+            device_inputs=partial(self._inputs, prompts, scales, conditioning.images, guided),
+        )
+
+    def _dimensions(self, counts: Sequence[int]) -> tuple[tuple[str, int], ...]:
+        adapters = self._adapters.adapters
+        return tuple(
+            (f"image_tokens_{i}", count * adapter.tokens)
+            for i, (adapter, count) in enumerate(zip(adapters, counts, strict=True))
+        )
+
+    def _names(self) -> str:
+        names = ", ".join(adapter.name for adapter in self._adapters.adapters)
+        return f"{len(self._adapters.adapters)} IP-Adapter{'s' if len(self._adapters.adapters) > 1 else ''} ({names})"
+
+    def _for_each(self, given: Any, name: str) -> list[Any]:
+        wanted = len(self._adapters.adapters)
+        listed = list(given) if isinstance(given, list | tuple) else [given]
+        if len(listed) != wanted:
+            raise OptionError(
+                f"{len(listed)} entries of {name}", f"{wanted}, one for each of {self._names()}", "pass a list for each"
+            )
+        return listed
+
+    def _pixels(self, given: Any) -> Float:
+        """Return the images of one adapter as inputs of CLIP."""
+        if _is_prepared(given):
+            prepared = to_numpy(given, "ip_adapter_image").astype(np.float32)
+            wanted = (3, self._edge, self._edge)
+            if not len(prepared) or prepared.shape[1:] != wanted or not np.isfinite(prepared).all():
+                raise OptionError(
+                    f"ip_adapter_image of shape {prepared.shape}",
+                    f"(images, {', '.join(map(str, wanted))}) of finite numbers, or PIL images",
+                    "pass images, or the output of the feature extractor",
+                )
+            return prepared
+        listed = list(given) if isinstance(given, list | tuple) else [given]
+        if not listed:
+            raise OptionError("an empty list in ip_adapter_image", "at least one image for each adapter", "pass one")
+        return np.concatenate([self._images.prepare(_rgb(image)[None]) for image in listed])
+
+    def _read_embeds(self, embeds: Any, guided: bool) -> _Embeddings:
+        name, found = "ip_adapter_image_embeds", []
+        for given, adapter in zip(self._for_each(embeds, name), self._adapters.adapters, strict=True):
+            array = to_numpy(given, name).astype(np.float32)
+            if adapter.kind == "plain" and array.ndim == 3:
+                array = array[:, :, None]
+            copies = 1 + guided
+            if array.ndim != 4 or array.shape[0] != copies or array.shape[2:] != (adapter.length, adapter.width):
+                width = f"{adapter.width}" if adapter.kind == "plain" else f"{adapter.length}, {adapter.width}"
+                raise OptionError(
+                    f"{name} of shape {np.shape(given)}",
+                    f"({copies}, images, {width}) for {adapter.name}{', negative ones first' if guided else ''}",
+                    "use the image encoder that the adapter was exported with",
+                )
+            if not array.size or not np.isfinite(array).all():
+                raise OptionError(f"{name} without finite numbers", "finite numbers", "encode the images again")
+            found.append(array)
+        return _Embeddings(tuple(found))
+
+    def _inputs(
+        self, prompts: _Pixels | _Embeddings, scales: Float, images: int, guided: bool
+    ) -> dict[str, npt.NDArray[Any]]:
+        """Return the inputs of the denoiser by name, for a batch of `images`; runs on the device thread."""
+        key = hashlib.blake2b(str(([array.shape for array in prompts.arrays], guided, type(prompts))).encode())
+        for array in prompts.arrays:
+            key.update(array.tobytes())
+        if self._last[0] != key.digest():
+            embeds = prompts if isinstance(prompts, _Embeddings) else self._encoded(prompts, guided)
+            self._last = key.digest(), self._tokens(embeds)
+        graph = self._graphs.conditioning_graph()
+        tokens = {name: np.repeat(each, images, 0).astype(graph.dtype(name)) for name, each in self._last[1].items()}
+        return tokens | {ADAPTER_SCALE: scales}
+
+    def _tokens(self, embeds: _Embeddings) -> dict[str, Float]:
+        """Return the tokens of each adapter (G,I*T,D), negative ones first."""
+        # The projection has no dimension G: negative embeddings are further images.
+        flat = {f"{abi.IMAGE_EMBEDS}.{i}": array.reshape(-1, *array.shape[2:]) for i, array in enumerate(embeds.arrays)}
+        shapes = {
+            f"{abi.IP_HIDDEN_STATES}.{i}": (
+                (len(flat[f"{abi.IMAGE_EMBEDS}.{i}"]), adapter.tokens, self._adapters.width),
+                np.float32,
+            )
+            for i, adapter in enumerate(self._adapters.adapters)
+        }
+        found = self._graphs.run_once(Role.IMAGE_PROMPT_ADAPTER, flat, shapes)
+        return {
+            f"{abi.IMAGE_EMBEDS}.{i}": found[f"{abi.IP_HIDDEN_STATES}.{i}"].reshape(
+                len(array), -1, self._adapters.width
+            )
+            for i, array in enumerate(embeds.arrays)
+        }
+
+    def _encoded(self, pixels: _Pixels, guided: bool) -> _Embeddings:
+        """Return the embeddings of each adapter's images."""
+        adapters = self._adapters.adapters
+        # As in diffusers, negative embeddings are 0 and negative hidden states are those of an image of zeros.
+        blank = guided and any(adapter.kind != "plain" for adapter in adapters)
+        images = np.concatenate([*pixels.arrays, np.zeros((int(blank), *pixels.arrays[0].shape[1:]), np.float32)])
+        graph = self._graphs.get(Role.IMAGE_PROMPT_ENCODER)
+        shapes = {name: ((len(images), *self._fixed(graph.shape(name)[1:])), np.float32) for name in graph.outputs}
+        found = self._graphs.run_once(Role.IMAGE_PROMPT_ENCODER, {abi.PIXEL_VALUES: images}, shapes)
+        result, start = [], 0
+        for adapter, own in zip(adapters, pixels.arrays, strict=True):
+            values, negative = self._select(adapter, found, slice(start, start + len(own)), len(own))
+            result.append(np.stack([negative, values] if guided else [values]))
+            start += len(own)
+        return _Embeddings(tuple(result))
+
+    def _select(self, adapter: Adapter, found: Mapping[str, Float], rows: slice, count: int) -> tuple[Float, Float]:
+        if adapter.kind == "plain":
+            embeds = found[abi.IMAGE_EMBEDS][rows, None]
+            return embeds, np.zeros_like(embeds)
+        states = found[abi.PENULTIMATE_HIDDEN_STATES]
+        return states[rows], np.repeat(states[-1:], count, 0)
+
+    def _fixed(self, shape: Sequence[int | str]) -> list[int]:
+        """Return a shape whose named dimension is replaced by the number of positions: patches and the class token."""
+        patch = int(self._graphs.config(Role.IMAGE_PROMPT_ENCODER)["patch_size"])
+        positions = 1 + (self._edge // patch) ** 2
+        return [size if isinstance(size, int) else positions for size in shape]
+
+
+def _is_prepared(given: Any) -> bool:
+    """Return whether a value is output of a feature extractor: floats (I,3,S,S)."""
+    shape, dtype = getattr(given, "shape", ()), str(getattr(given, "dtype", ""))
+    return len(shape) == 4 and "float" in dtype
+
+
+def _rgb(image: Any) -> npt.NDArray[np.uint8]:
+    if isinstance(image, Image.Image):
+        if "A" in image.getbands() or image.info.get("transparency") is not None:
+            # On white, as transformers' convert_to_rgb, since transparent pixels have a colour as well.
+            seen = image.convert("RGBA")
+            image = Image.alpha_composite(Image.new("RGBA", seen.size, "white"), seen)
+        return np.asarray(image.convert("RGB"))
+    if (
+        isinstance(image, np.ndarray)
+        and image.dtype == np.uint8
+        and image.ndim == 3
+        and image.shape[2] == 3
+        and image.size
+    ):
+        return image
+    found = f"{type(image).__name__} {getattr(image, 'dtype', '')} {getattr(image, 'shape', '')}".strip()
+    raise OptionError(
+        f"an ip_adapter_image is a {found}", "a PIL image, or bytes (height, width, 3)", "open it with PIL"
+    )

@@ -1,0 +1,86 @@
+"""Conditioning of a pipeline: the table of families, and IP-Adapters on top of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from sdonnx.errors import OptionError
+from sdonnx.runtime.graph_set import GraphSet
+from sdonnx.runtime.inputs import ip_adapter_inputs
+from sdonnx.runtime.inputs.conditioning import ArgumentGroup, Conditioning, FamilyInputs
+from sdonnx.runtime.inputs.ip_adapter_inputs import IpAdapterInputs
+from sdonnx.runtime.inputs.pixart_inputs import PixArtInputs
+from sdonnx.runtime.inputs.prompt_arguments import PromptArguments
+from sdonnx.runtime.inputs.stable_diffusion_inputs import StableDiffusionInputs
+from sdonnx.runtime.inputs.stable_diffusion_xl_inputs import StableDiffusionXlInputs
+
+__all__ = ["FAMILY_INPUTS", "PipelineInputs"]
+
+FAMILY_INPUTS: Mapping[str, type[FamilyInputs]] = {
+    "stable-diffusion": StableDiffusionInputs,
+    "stable-diffusion-xl": StableDiffusionXlInputs,
+    "pixart": PixArtInputs,
+    "pixart-sigma": PixArtInputs,
+}
+"""Conditioning of each family, by the family's name."""
+
+
+def _groups() -> list[ArgumentGroup]:
+    """Return the arguments that only some pipelines accept."""
+    classes = dict.fromkeys(FAMILY_INPUTS.values())
+    return [*(group for each in classes for group in each.ARGUMENTS), ip_adapter_inputs.ARGUMENTS]
+
+
+class PipelineInputs:
+    """Conditioning of one pipeline: its family's, and that of its adapters.
+
+    Args:
+        graphs: graphs of the pipeline.
+
+    Attributes:
+        family: conditioning of the family.
+
+    Raises:
+        FolderError: a tokenizer or an image processor is missing, or does not fit the graphs.
+    """
+
+    def __init__(self, graphs: GraphSet) -> None:
+        self.family = FAMILY_INPUTS[graphs.family.name](graphs)
+        adapters = graphs.family.adapters
+        self._adapters = None if adapters is None else IpAdapterInputs(graphs, adapters)
+        accepted = [*self.family.ARGUMENTS, *([ip_adapter_inputs.ARGUMENTS] if self._adapters else [])]
+        self._refused = [group for group in _groups() if group not in accepted]
+
+    def read(self, prompts: PromptArguments, arguments: Mapping[str, Any]) -> Conditioning:
+        """Return the conditioning of a call, apart from the inputs that depend on the image size.
+
+        Args:
+            prompts: prompts or embeddings, and how they form a batch.
+            arguments: arguments that only some pipelines accept, by name.
+
+        Raises:
+            PromptError: the prompts or embeddings cannot be used.
+            OptionError: another argument cannot be used, or this pipeline does not accept it.
+        """
+        for group in self._refused:
+            group.refuse(arguments)
+        conditioning = self.family.prompt_inputs(prompts, arguments)
+        if self._adapters is None:
+            return conditioning
+        return self._adapters.add_to(conditioning, arguments, guided=prompts.guided)
+
+    def default_dimensions(self) -> tuple[tuple[str, int], ...]:
+        """Return `Conditioning.dimensions` of a usual call: one image for each adapter."""
+        return () if self._adapters is None else self._adapters.default_dimensions()
+
+    def set_adapter_scale(self, scale: Any) -> None:
+        """Set the weights of adapters for calls that pass none; see `ip_adapter_scale.scale_matrix`.
+
+        Raises:
+            OptionError: the pipeline has no adapters, or not as many.
+        """
+        if self._adapters is None:
+            group = ip_adapter_inputs.ARGUMENTS
+            raise OptionError("ip_adapter_scale given", group.expected, group.remedy)
+        self._adapters.set_scale(scale)

@@ -1,0 +1,190 @@
+"""Conditioning of PixArt: captions for T5 with their masks, and the resolution."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from sdonnx.errors import OptionError, PromptError
+from sdonnx.models import abi
+from sdonnx.models.spec import CAPTION_MASK, TEXT_MASK, Role
+from sdonnx.runtime.graph_set import GraphSet
+from sdonnx.runtime.inputs import captions
+from sdonnx.runtime.inputs.argument_checks import require_multiple
+from sdonnx.runtime.inputs.conditioning import ArgumentGroup, Array, Conditioning, FamilyInputs
+from sdonnx.runtime.inputs.image_geometry import ImageGeometry
+from sdonnx.runtime.inputs.prompt_arguments import PromptArguments
+from sdonnx.runtime.inputs.prompt_tokenizer import PromptTokenizer
+from sdonnx.runtime.inputs.resolution_bins import closest
+
+__all__ = ["PixArtInputs"]
+
+# Captions are padded to a multiple of this. ONNX Runtime's memory-efficient attention reads masks whose rows are
+# multiples of 16 bytes; other lengths (300 tokens of PixArt-Sigma) use a kernel that writes all scores to memory.
+_ALIGNMENT = 8
+
+# Lengths to which captions are cut if all tokens fit and the folder has graphs for short prompts. Few, since each
+# length is captured separately.
+_SHORT_LENGTHS = (32, 64)
+
+# Accepted values of `max_sequence_length`; the maximum exceeds the length that any pipeline was trained with. The
+# minimum is one token and the end token.
+_MIN_LENGTH, _MAX_LENGTH = 2, 2048
+
+# Maximum ratio of the requested size to the size that the model was trained for.
+_MAX_ENLARGEMENT = 8
+
+_MASKS = ArgumentGroup(
+    {"prompt_attention_mask": None, "negative_prompt_attention_mask": None}, "a PixArt pipeline", error=PromptError
+)
+_CAPTIONS = ArgumentGroup({"max_sequence_length": None, "clean_caption": None}, "a PixArt pipeline", error=PromptError)
+_BINNING = ArgumentGroup(
+    {"use_resolution_binning": None}, "a PixArt pipeline", ignored={"use_resolution_binning": False}
+)
+
+
+class PixArtInputs(FamilyInputs):
+    """Captions to the token ids and the mask of T5, and the image size to the denoiser's resolution inputs."""
+
+    ARGUMENTS = (_MASKS, _CAPTIONS, _BINNING)
+
+    def __init__(self, graphs: GraphSet) -> None:
+        super().__init__(graphs)
+        self._by_length: dict[int, PromptTokenizer] = {}
+
+    @property
+    def prompt_length(self) -> int | None:
+        """Length to which the family pads captions, in tokens."""
+        return self.graphs.family.defaults.max_sequence_length
+
+    def prompt_inputs(self, prompts: PromptArguments, arguments: Mapping[str, Any]) -> Conditioning:
+        """Return token ids and masks of the captions, or embeddings with their masks."""
+        masks, options = _MASKS.values(arguments), _CAPTIONS.values(arguments)
+        length, clean = _require_length(options["max_sequence_length"]), options["clean_caption"]
+        if clean:
+            captions.require_packages()
+        if prompts.prompt_embeds is not None:
+            prompts.require_embeddings(())
+            return self._embedded(prompts, **masks)
+        prompts.require_texts(masks)
+        texts = [captions.prepared(text, clean) for text in prompts.texts()]
+        return self._tokenized(prompts, texts, length)
+
+    def size_inputs(
+        self, arguments: Mapping[str, Any], images: int, size: tuple[int, int], *, guided: bool, from_image: bool
+    ) -> dict[str, Array]:
+        """Return the resolution (1,2) in pixels and the aspect ratio (1,1) of all images."""
+        del arguments, images, guided, from_image
+        if abi.RESOLUTION not in self.graphs.conditioning_graph().inputs:
+            return {}  # a transformer trained without size conditioning
+        height, width = size
+        return {
+            abi.RESOLUTION: np.array([[height, width]], np.float32),
+            abi.ASPECT_RATIO: np.array([[height / width]], np.float32),
+        }
+
+    def generated_size(
+        self, arguments: Mapping[str, Any], size: tuple[int, int], *, from_image: bool
+    ) -> tuple[int, int]:
+        """Return the closest of the sizes that the model was trained with, unless binning is disabled.
+
+        Images to start from are not binned: the pixels that they keep would move.
+        """
+        binned = _BINNING.values(arguments)["use_resolution_binning"]
+        if binned and from_image:
+            raise OptionError("image and use_resolution_binning", "one of them", "leave one out")
+        if not (not from_image if binned is None else binned):
+            return size
+        default_size = ImageGeometry(self.graphs).default_size
+        maximum = _MAX_ENLARGEMENT * default_size
+        for name, value in zip(("height", "width"), size, strict=True):
+            require_multiple(name, value, 1)
+            if value > maximum:
+                raise OptionError(
+                    f"{name} is {value}", f"at most {maximum}, {_MAX_ENLARGEMENT} times the model's", "ask for less"
+                )
+        return closest(*size, default_size)
+
+    def lengths(self, prompts: int) -> list[int]:
+        """Return the prompt lengths that generation may use, in tokens, the default one last."""
+        return self._lengths(prompts, _aligned(self.tokens))
+
+    def _lengths(self, prompts: int, maximum: int) -> list[int]:
+        short = [each for each in _SHORT_LENGTHS if each < maximum and self.graphs.is_short(prompts, each)]
+        return [*short, maximum]
+
+    def _length(self, mask: Array) -> int:
+        """Return the length to which captions are padded or cut so that no token of the masks (G*B,S) is lost."""
+        used = 1 + int(np.flatnonzero(mask.any(axis=0)).max(initial=0))
+        return next(each for each in self._lengths(len(mask), _aligned(mask.shape[1])) if each >= used)
+
+    def _tokenized(self, prompts: PromptArguments, texts: list[str], max_length: int | None) -> Conditioning:
+        role = Role.TEXT_ENCODER
+        ids, mask = self._tokenizer(role, max_length).encode_masked(texts)
+        length = self._length(mask)
+        inputs = {
+            f"{role.value}.{abi.INPUT_IDS}": _fitted(ids.astype(np.int32), length),
+            f"{role.value}.{TEXT_MASK}": _fitted(mask.astype(np.int32), length),
+            **self.typed({CAPTION_MASK: _fitted(mask, length)}),
+        }
+        return Conditioning(inputs, len(texts) // prompts.copies, length, (role,), prompts.clip_skip)
+
+    def _embedded(
+        self, prompts: PromptArguments, prompt_attention_mask: Any, negative_prompt_attention_mask: Any
+    ) -> Conditioning:
+        embeddings = self.read_embeddings(prompts)
+        if prompt_attention_mask is None:
+            raise PromptError("prompt_embeds without prompt_attention_mask", "both", "pass both, or texts")
+        mask = prompts.embeddings("prompt_attention_mask", prompt_attention_mask, negative_prompt_attention_mask, 2)
+        _require_mask(mask, embeddings.shape[:2])
+        length = self._length(mask)
+        inputs = {abi.ENCODER_HIDDEN_STATES: _fitted(embeddings, length), CAPTION_MASK: _fitted(mask, length)}
+        return Conditioning(self.typed(inputs), len(embeddings) // prompts.copies, length)
+
+    def _tokenizer(self, role: Role, length: int | None) -> PromptTokenizer:
+        """Return the tokenizer of a text encoder, for captions of the requested length."""
+        default = self.tokenizers[role]
+        if length is None or length == default.max_length:
+            return default
+        if length not in self._by_length:
+            self._by_length[length] = default.of_length(length)
+        return self._by_length[length]
+
+
+def _require_length(length: Any) -> int | None:
+    if length is None:
+        return None
+    whole = isinstance(length, int | np.integer) and not isinstance(length, bool)
+    if not (whole and _MIN_LENGTH <= length <= _MAX_LENGTH):
+        raise OptionError(
+            f"max_sequence_length is {length!r}", f"a whole number from {_MIN_LENGTH} to {_MAX_LENGTH}", "leave it out"
+        )
+    return int(length)
+
+
+def _require_mask(mask: npt.NDArray[np.float32], shape: tuple[int, ...]) -> None:
+    if mask.shape != shape:
+        raise PromptError(
+            f"prompt_attention_mask of shape {mask.shape}",
+            f"{shape}, as prompt_embeds",
+            "pass the mask that the tokenizer returns",
+        )
+    if not np.isin(mask, (0, 1)).all() or not mask.any(axis=1).all():
+        raise PromptError(
+            "prompt_attention_mask has other values than 0 and 1, or no 1",
+            "1 for tokens and 0 for padding",
+            "pass the mask that the tokenizer returns",
+        )
+
+
+def _aligned(tokens: int) -> int:
+    return -(-tokens // _ALIGNMENT) * _ALIGNMENT
+
+
+def _fitted(values: Array, length: int) -> Array:
+    """Return captions' values (G*B,S,...) cut or padded with zeros to `length`; the mask covers the difference."""
+    missing = max(length - values.shape[1], 0)
+    return np.pad(values[:, :length], [(0, 0), (0, missing), *[(0, 0)] * (values.ndim - 2)])

@@ -1,0 +1,192 @@
+"""Prompts and embeddings of a call, validated and brought into batch order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from sdonnx.errors import OptionError, PromptError
+from sdonnx.runtime.device.arrays import to_numpy
+
+__all__ = ["PromptArguments"]
+
+_SHAPES = {2: "(prompts, width)", 3: "(prompts, tokens, width)"}
+
+
+@dataclass(frozen=True)
+class PromptArguments:
+    """Prompts as the caller passed them, and how they form a batch of B images.
+
+    A batch holds negative prompts first if there is guidance (G is 2, otherwise 1), then the prompts; each of them is
+    repeated for every image of the prompt.
+
+    Attributes:
+        prompt: text, or a list of texts; None with `prompt_embeds`.
+        negative_prompt: text to steer away from, one for all prompts or one for each.
+        prompt_embeds: hidden states (P,S,D) of the text encoder, in place of `prompt`.
+        negative_prompt_embeds: hidden states (P,S,D), in place of `negative_prompt`.
+        images_per_prompt: number of images for each prompt.
+        clip_skip: number of final text encoder layers to skip for `prompt`.
+        guided: whether classifier-free guidance is used.
+    """
+
+    prompt: Any
+    negative_prompt: Any
+    prompt_embeds: Any
+    negative_prompt_embeds: Any
+    images_per_prompt: int
+    clip_skip: int
+    guided: bool
+
+    @classmethod
+    def create(
+        cls,
+        prompt: Any,
+        negative_prompt: Any,
+        prompt_embeds: Any,
+        negative_prompt_embeds: Any,
+        images_per_prompt: Any,
+        clip_skip: Any,
+        *,
+        guided: bool,
+    ) -> PromptArguments:
+        """Return the arguments with their numbers validated.
+
+        Raises:
+            OptionError: `num_images_per_prompt` or `clip_skip` is out of range.
+        """
+        if not _is_whole(images_per_prompt) or images_per_prompt < 1:
+            raise OptionError(
+                f"num_images_per_prompt is {images_per_prompt!r}", "at least 1", "ask for one image or more"
+            )
+        skipped = 0 if clip_skip is None else clip_skip
+        if not _is_whole(skipped) or skipped < 0:
+            raise OptionError(f"clip_skip is {clip_skip!r}", "a whole number from 0 on", "leave it out for none")
+        return cls(
+            prompt,
+            negative_prompt,
+            prompt_embeds,
+            negative_prompt_embeds,
+            int(images_per_prompt),
+            int(skipped),
+            guided,
+        )
+
+    @property
+    def copies(self) -> int:
+        """G: 2 with guidance and 1 without."""
+        return 2 if self.guided else 1
+
+    def require_texts(self, embeddings: Mapping[str, Any]) -> None:
+        """Raise PromptError if embeddings were passed without `prompt_embeds`.
+
+        Args:
+            embeddings: the family's other arguments that only make sense with `prompt_embeds`, by name.
+        """
+        for name, value in {"negative_prompt_embeds": self.negative_prompt_embeds, **embeddings}.items():
+            if value is not None:
+                raise PromptError(f"{name} without prompt_embeds", "both", "pass both, or texts")
+
+    def require_embeddings(self, texts: Iterable[Any]) -> None:
+        """Raise PromptError if texts were passed together with `prompt_embeds`.
+
+        Args:
+            texts: the family's other texts.
+        """
+        if any(text is not None for text in (self.prompt, self.negative_prompt, *texts)):
+            raise PromptError("texts and prompt_embeds", "one of them", "leave one out")
+
+    def texts(self, prompt: Any = None, negative_prompt: Any = None) -> list[str]:
+        """Return the texts of the batch (G*B).
+
+        Args:
+            prompt: `prompt_2`, to use in place of `prompt`; None to use `prompt`.
+            negative_prompt: `negative_prompt_2`, to use in place of `negative_prompt`; None to use that.
+
+        Raises:
+            PromptError: a prompt is missing or is not text, or the numbers of prompts differ.
+        """
+        own = _prompt_list(self.prompt)
+        count = len(own)
+        negative = _negative_list(self.negative_prompt if negative_prompt is None else negative_prompt, count)
+        if prompt is not None:
+            own = _prompt_list(prompt)
+            if len(own) != count:
+                raise PromptError(f"{len(own)} of prompt_2 for {count} prompts", "as many of each", "pass one for each")
+        rows = negative + own if self.guided else own
+        return [text for text in rows for _ in range(self.images_per_prompt)]
+
+    def skipped_layers(self, images: int) -> npt.NDArray[np.int64]:
+        """Return the number of layers to skip for each row (G*B): none for negative prompts."""
+        return np.array([0] * images * (self.copies - 1) + [self.clip_skip] * images, np.int64)
+
+    def is_nonempty(self, images: int) -> npt.NDArray[np.bool_]:
+        """Return (G*B) bool: False for negative prompts that the caller left out."""
+        named = self.negative_prompt is not None
+        return np.array([named] * images * (self.copies - 1) + [True] * images, np.bool_)
+
+    def embeddings(self, name: str, values: Any, negative_values: Any, rank: int = 3) -> npt.NDArray[np.float32]:
+        """Return embeddings of the batch (G*B, ...).
+
+        Args:
+            name: the argument's name, for error messages.
+            values: embeddings of the prompts.
+            negative_values: embeddings of the negative prompts; required with guidance.
+            rank: number of dimensions.
+
+        Raises:
+            PromptError: they are missing, of different shapes or of another rank, or not finite.
+        """
+        own = _embeddings(values, name, rank)
+        if not self.guided:
+            return np.repeat(own, self.images_per_prompt, 0)
+        if negative_values is None:
+            raise PromptError(f"{name} without negative_{name}", "both, for guidance", "pass both, or guidance_scale=1")
+        negative = _embeddings(negative_values, f"negative_{name}", rank)
+        if negative.shape != own.shape:
+            raise PromptError(
+                f"negative_{name} of shape {negative.shape}", f"{own.shape}, as {name}", "pass both of one shape"
+            )
+        return np.concatenate([np.repeat(each, self.images_per_prompt, 0) for each in (negative, own)])
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
+def _embeddings(value: Any, name: str, rank: int) -> npt.NDArray[np.float32]:
+    array: npt.NDArray[Any] = to_numpy(value, name)
+    if array.ndim != rank or 0 in array.shape:
+        raise PromptError(f"{name} of shape {array.shape}", _SHAPES[rank], "pass the output of a text encoder")
+    if not np.isfinite(array).all():
+        raise PromptError(f"{name} with NaN or infinity", "finite numbers", "encode the prompts again")
+    return array.astype(np.float32)
+
+
+def _prompt_list(prompt: str | Sequence[str] | None) -> list[str]:
+    if prompt is None:
+        raise PromptError("no prompt (NoneType)", "text, a list of texts or prompt_embeds", "pass a prompt")
+    if not isinstance(prompt, str | Sequence):
+        raise PromptError(f"the prompt is a {type(prompt).__name__}", "text or a list of texts", "pass a string")
+    prompts = [prompt] if isinstance(prompt, str) else list(prompt)
+    if not prompts:
+        raise PromptError("the list of prompts is empty", "at least one prompt", "pass a prompt")
+    for text in prompts:
+        if not isinstance(text, str):
+            raise PromptError(f"a prompt is a {type(text).__name__}", "text", "pass strings")
+    return prompts
+
+
+def _negative_list(negative_prompt: str | Sequence[str] | None, count: int) -> list[str]:
+    if negative_prompt is None or isinstance(negative_prompt, str):
+        return [negative_prompt or ""] * count
+    negatives = _prompt_list(negative_prompt)
+    if len(negatives) != count:
+        raise PromptError(
+            f"{len(negatives)} negative prompts for {count} prompts", "as many of each", "pass one for each prompt"
+        )
+    return negatives

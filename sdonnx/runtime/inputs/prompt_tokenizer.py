@@ -1,0 +1,216 @@
+"""Prompts to token ids with the tokenizers library, without transformers."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import AddedToken, Encoding, Tokenizer
+
+from sdonnx.errors import FolderError, PromptError, SdonnxError
+from sdonnx.folder.pipeline_folder import read_json
+from sdonnx.runtime.inputs.clip_tokenizer import MERGES, VOCABULARY, clip_tokenizer
+
+__all__ = ["PromptTokenizer", "PromptTruncatedWarning", "require_text"]
+
+TOKENIZER = "tokenizer.json"
+TOKENIZER_CONFIG = "tokenizer_config.json"
+SPECIAL_TOKENS_MAP = "special_tokens_map.json"
+
+# Named special tokens of transformers that CLIP and T5 have.
+_NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
+
+# In bytes; published tokenizers have up to 20 MB.
+_MAX_TOKENIZER_SIZE = 64 << 20
+
+# Maximum growth of a text by its normalizer. Those of CLIP and T5 replace one or two spaces by one character.
+_MAX_GROWTH = 100
+
+# transformers writes 10**30 for a tokenizer without a limit; text encoders accept less than a thousandth of this.
+_NO_LIMIT = 10**6
+
+
+class PromptTruncatedWarning(UserWarning):
+    """A prompt is longer than the text encoder accepts, and was truncated."""
+
+
+@dataclass(frozen=True)
+class PromptTokenizer:
+    """The tokenizer of a pipeline folder.
+
+    Attributes:
+        tokenizer: tokenizer of the tokenizers library, which truncates at `max_length` and does not pad.
+        max_length: length of prompts in tokens, including special tokens.
+        pad_token_id: token with which prompts are padded.
+    """
+
+    tokenizer: Tokenizer
+    max_length: int
+    pad_token_id: int
+
+    @classmethod
+    def from_folder(cls, path: Path, length: int | None = None) -> PromptTokenizer:
+        """Read a pipeline's `tokenizer` folder.
+
+        Args:
+            path: the folder.
+            length: length to which prompts are padded or truncated; None for the folder's `model_max_length`.
+
+        Raises:
+            FolderError: `tokenizer.json` (or `vocab.json` and `merges.txt`) or `tokenizer_config.json` is missing,
+                broken or incomplete.
+        """
+        older = not (path / TOKENIZER).exists() and (path / VOCABULARY).is_file() and (path / MERGES).is_file()
+        tokenizer = None if older else _read_tokenizer(path / TOKENIZER)
+        config = _special_tokens_config(path)
+        names = {name: _content(config[name]) for name in _NAMED_TOKENS if config.get(name) is not None}
+        tokenizer = tokenizer or clip_tokenizer(path, names)
+        max_length = config.get("model_max_length") if length is None else length
+        specials = tokenizer.num_special_tokens_to_add(is_pair=False)
+        if not isinstance(max_length, int) or not specials < max_length < _NO_LIMIT:
+            raise FolderError(
+                f"{path / TOKENIZER_CONFIG} has model_max_length = {max_length!r}",
+                f"the maximum number of tokens of the text encoder, more than {specials}",
+                "export the pipeline again",
+            )
+        pad_token_id = tokenizer.token_to_id(names.get("pad_token", ""))
+        if pad_token_id is None:
+            raise FolderError(
+                f"{path} has pad_token = {names.get('pad_token')!r}",
+                f"a token of {TOKENIZER}",
+                "export the pipeline again",
+            )
+        # As in transformers, a pad token such as "!" is also a token of its own inside a prompt.
+        added = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
+        missing = [name for name in dict.fromkeys(names.values()) if name not in added]
+        tokenizer.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in missing])
+        tokenizer.no_padding()
+        tokenizer.enable_truncation(max_length)
+        return cls(tokenizer, max_length, pad_token_id)
+
+    def of_length(self, length: int) -> PromptTokenizer:
+        """Return the tokenizer for prompts of another length."""
+        other = Tokenizer.from_str(self.tokenizer.to_str())
+        other.enable_truncation(length)
+        return PromptTokenizer(other, length, self.pad_token_id)
+
+    def encode(self, prompts: Sequence[str]) -> NDArray[np.int64]:
+        """Return the token ids of `encode_masked`."""
+        return self.encode_masked(prompts)[0]
+
+    def encode_masked(self, prompts: Sequence[str]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return the token ids of prompts with special tokens, padded on the right, and their attention mask.
+
+        Returns:
+            The ids and the mask, both (B, max_length); the mask is 1 for tokens and 0 for padding.
+
+        Warns:
+            PromptTruncatedWarning: a prompt was truncated; the warning contains the lost part.
+
+        Raises:
+            PromptError: there are no prompts, or one is not text.
+        """
+        if isinstance(prompts, str) or not isinstance(prompts, Sequence) or len(prompts) == 0:
+            raise PromptError(f"prompts are {prompts!r}", "a list of one prompt or more", "pass a prompt")
+        ids = np.full((len(prompts), self.max_length), self.pad_token_id, np.int64)
+        mask = np.zeros_like(ids)
+        for row, present, prompt in zip(ids, mask, prompts, strict=True):
+            text = require_text(prompt)
+            with _read_errors(
+                f"a prompt of {len(text)} characters", PromptError, "one that the folder's tokenizer can read"
+            ):
+                encoding = self.tokenizer.encode(text)
+            row[: len(encoding.ids)] = encoding.ids
+            present[: len(encoding.ids)] = 1
+            if encoding.overflowing:
+                cut = prompt[_first_character(encoding.overflowing[0]) :].strip()
+                message = f"the text encoder accepts {self.max_length} tokens; this end of a prompt was cut: {cut}"
+                warnings.warn(PromptTruncatedWarning(message), stacklevel=3)
+        return ids, mask
+
+
+def _read_tokenizer(path: Path) -> Tokenizer:
+    """Return the tokenizer of an untrusted file.
+
+    Its regular expressions always terminate: Oniguruma aborts a match after ten million backtracking steps.
+    """
+    if not path.is_file():
+        raise FolderError(f"{path} is missing", "the tokenizer of an exported pipeline", "export it again")
+    if (size := path.stat().st_size) > _MAX_TOKENIZER_SIZE:
+        raise FolderError(f"{path} has {size} bytes", f"at most {_MAX_TOKENIZER_SIZE}", "export the pipeline again")
+    with _read_errors(str(path), FolderError, "a file of the tokenizers library"):
+        tokenizer = Tokenizer.from_file(str(path))
+        growth = 1 if tokenizer.normalizer is None else _growth(json.loads(tokenizer.normalizer.__getstate__()))
+    if growth > _MAX_GROWTH:
+        raise FolderError(
+            f"{path} makes a prompt {growth:.1e} times as long by its normalizer",
+            f"at most {_MAX_GROWTH} times",
+            "export the pipeline again",
+        )
+    return tokenizer
+
+
+def _growth(normalizer: Any) -> int:
+    """Return the maximum factor by which the replacements of a normalizer lengthen a text."""
+    if isinstance(normalizer, list):
+        return math.prod(map(_growth, normalizer))
+    if not isinstance(normalizer, dict):
+        return 1
+    # A replacement of empty text, or of an expression that matches it, is inserted between all characters.
+    own = 1 + len(str(normalizer.get("content") or normalizer.get("prepend") or "").encode("utf-8", "replace"))
+    return own * _growth(normalizer.get("normalizers"))
+
+
+@contextlib.contextmanager
+def _read_errors(what: str, error: type[SdonnxError], expected: str) -> Iterator[None]:
+    """Convert errors of the tokenizers library, including panics of Rust, which are not subclasses of Exception."""
+    try:
+        yield
+    except (SdonnxError, KeyboardInterrupt, SystemExit, MemoryError):
+        raise
+    except BaseException as failure:
+        raise error(f"{what} cannot be read ({failure})", expected, "export the pipeline again") from failure
+
+
+def _special_tokens_config(path: Path) -> Mapping[str, Any]:
+    """Return `tokenizer_config.json`; in older folders `special_tokens_map.json` overrides it.
+
+    Source: `PreTrainedTokenizerBase._from_pretrained` of transformers, which recognizes older folders by the absence
+    of "added_tokens_decoder".
+    """
+    config = read_json(path / TOKENIZER_CONFIG)
+    special = path / SPECIAL_TOKENS_MAP
+    if "added_tokens_decoder" in config or not special.is_file():
+        return config
+    return {**config, **read_json(special)}
+
+
+def _content(token: Any) -> str:
+    """Return the text of a special token, which transformers writes with or without its flags."""
+    return str(token.get("content")) if isinstance(token, dict) else str(token)
+
+
+def require_text(prompt: object) -> str:
+    """Return the prompt, or raise PromptError if it is not text or cannot be encoded."""
+    if not isinstance(prompt, str):
+        raise PromptError(f"a prompt is {prompt!r}", "text", "pass every prompt as text")
+    try:
+        prompt.encode()
+    except UnicodeEncodeError:
+        raise PromptError(f"a prompt is {prompt!r}", "text without lone surrogates", "correct the prompt") from None
+    return prompt
+
+
+def _first_character(encoding: Encoding) -> int:
+    """Return the position in the prompt at which the text of an encoding starts."""
+    return next(
+        start for (start, _), special in zip(encoding.offsets, encoding.special_tokens_mask, strict=True) if not special
+    )

@@ -1,0 +1,201 @@
+"""Conditioning of Stable Diffusion XL: two text encoders, pooled text and image sizes (arXiv:2307.01952)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from sdonnx.errors import FolderError, OptionError, PromptError
+from sdonnx.models import abi
+from sdonnx.models.spec import Role
+from sdonnx.runtime.graph_set import GraphSet
+from sdonnx.runtime.inputs.argument_checks import require_number
+from sdonnx.runtime.inputs.conditioning import ArgumentGroup, Array, Conditioning, FamilyInputs
+from sdonnx.runtime.inputs.prompt_arguments import PromptArguments
+from sdonnx.runtime.inputs.stable_diffusion_inputs import layer_index
+
+__all__ = ["SizeConditions", "StableDiffusionXlInputs"]
+
+# transformers' CLIPTextTransformer: configurations written before the end token's id was corrected have eos_token_id
+# 2, and the position of the largest id is used instead.
+_LEGACY_END_ID = 2
+
+_PIPELINE = "a Stable Diffusion XL pipeline"
+_SECOND_TEXTS = ArgumentGroup({"prompt_2": None, "negative_prompt_2": None}, _PIPELINE, error=PromptError)
+_POOLED = ArgumentGroup(
+    {"pooled_prompt_embeds": None, "negative_pooled_prompt_embeds": None}, _PIPELINE, error=PromptError
+)
+_SIZES = ArgumentGroup(
+    {
+        "original_size": None,
+        "crops_coords_top_left": (0, 0),
+        "target_size": None,
+        "negative_original_size": None,
+        "negative_crops_coords_top_left": (0, 0),
+        "negative_target_size": None,
+        "aesthetic_score": 6.0,
+        "negative_aesthetic_score": 2.5,
+    },
+    _PIPELINE,
+)
+
+
+@dataclass(frozen=True)
+class SizeConditions:
+    """Size and crop conditioning (arXiv:2307.01952, section 2.2): (height, width) or (top, left) in pixels.
+
+    Attributes:
+        original_size: size of the training image before it was resized; None for the image size.
+        crops_coords_top_left: top left corner of the crop.
+        target_size: size of the training image after resizing; None for the image size.
+        negative_original_size: `original_size` of the negative prompt; None for `original_size`.
+        negative_crops_coords_top_left: `crops_coords_top_left` of the negative prompt.
+        negative_target_size: `target_size` of the negative prompt; None for `target_size`.
+        aesthetic_score: score of the image, read by the refiner in place of the target size.
+        negative_aesthetic_score: `aesthetic_score` of the negative prompt.
+    """
+
+    original_size: Sequence[int] | None = None
+    crops_coords_top_left: Sequence[int] = (0, 0)
+    target_size: Sequence[int] | None = None
+    negative_original_size: Sequence[int] | None = None
+    negative_crops_coords_top_left: Sequence[int] = (0, 0)
+    negative_target_size: Sequence[int] | None = None
+    aesthetic_score: float = 6.0
+    negative_aesthetic_score: float = 2.5
+
+    def time_ids(self, height: int, width: int, *, scored: bool, from_image: bool) -> tuple[list[float], list[float]]:
+        """Return the values of `time_ids` for the prompt and for the negative prompt.
+
+        Source: `_get_add_time_ids` of diffusers' StableDiffusionXLPipeline and, with `from_image`, of
+        StableDiffusionXLImg2ImgPipeline.
+
+        Args:
+            height: height of the image in pixels.
+            width: width of the image in pixels.
+            scored: whether the denoiser reads an aesthetic score (the refiner).
+            from_image: whether generation starts from an image.
+
+        Raises:
+            OptionError: a size is not a pair of whole numbers, or a score is not a number.
+        """
+        size = (height, width)
+        original = _pair("original_size", self.original_size, size)
+        target = _pair("target_size", self.target_size, size)
+        crops = _pair("crops_coords_top_left", self.crops_coords_top_left, (0, 0))
+        other_original = _pair("negative_original_size", self.negative_original_size, original)
+        other_target = _pair("negative_target_size", self.negative_target_size, target)
+        other_crops = _pair("negative_crops_coords_top_left", self.negative_crops_coords_top_left, (0, 0))
+        if scored:
+            for name in ("aesthetic_score", "negative_aesthetic_score"):
+                require_number(name, getattr(self, name))
+            values = _numbers(original, crops, (self.aesthetic_score,))
+            return values, _numbers(other_original, other_crops, (self.negative_aesthetic_score,))
+        values = _numbers(original, crops, target)
+        if from_image:
+            return values, _numbers(other_original, crops, other_target)
+        if self.negative_original_size is None or self.negative_target_size is None:
+            return values, values
+        return values, _numbers(other_original, other_crops, other_target)
+
+
+class StableDiffusionXlInputs(FamilyInputs):
+    """Prompts and sizes to the inputs of one or two CLIP text encoders and of the denoiser.
+
+    Raises:
+        FolderError: as in the base class, or `time_ids` of the denoiser contradicts `requires_aesthetics_score`.
+    """
+
+    ARGUMENTS = (_SECOND_TEXTS, _POOLED, _SIZES)
+
+    def __init__(self, graphs: GraphSet) -> None:
+        super().__init__(graphs)
+        index = graphs.folder.index
+        self._scored = bool(index.get("requires_aesthetics_score", False))
+        self._zeroes_empty = bool(index.get("force_zeros_for_empty_prompt", False))
+        found, known = graphs.conditioning_graph().shape(abi.TIME_IDS)[1], 5 if self._scored else 6
+        if found != known:
+            raise FolderError(
+                f"the denoiser of {graphs.folder.path} reads {found} time_ids",
+                f"{known}, as requires_aesthetics_score is {self._scored} in model_index.json",
+                "correct model_index.json, or optimize the whole pipeline again",
+            )
+
+    def prompt_inputs(self, prompts: PromptArguments, arguments: Mapping[str, Any]) -> Conditioning:
+        """Return token ids for each text encoder, or embeddings with their pooled output."""
+        seconds, pooled = _SECOND_TEXTS.values(arguments), _POOLED.values(arguments)
+        if prompts.prompt_embeds is not None:
+            prompts.require_embeddings(seconds.values())
+            return self._embedded(prompts, **pooled)
+        prompts.require_texts(pooled)
+        return self._tokenized(prompts, **seconds)
+
+    def size_inputs(
+        self, arguments: Mapping[str, Any], images: int, size: tuple[int, int], *, guided: bool, from_image: bool
+    ) -> dict[str, Array]:
+        """Return `time_ids` (G*B,6), or (G*B,5) with an aesthetic score; see `SizeConditions`."""
+        sizes = SizeConditions(**_SIZES.values(arguments))
+        own, negative = sizes.time_ids(*size, scored=self._scored, from_image=from_image)
+        rows = [negative] * images * guided + [own] * images
+        return {abi.TIME_IDS: np.array(rows, np.float32)}
+
+    def _tokenized(self, prompts: PromptArguments, prompt_2: Any, negative_prompt_2: Any) -> Conditioning:
+        texts = seconds = prompts.texts()
+        if prompt_2 is not None or negative_prompt_2 is not None:
+            if len(self.tokenizers) < 2:
+                raise PromptError("prompt_2 or negative_prompt_2", "a pipeline of two text encoders", "leave them out")
+            seconds = prompts.texts(prompt_2, negative_prompt_2)
+        self.require_layers(prompts.clip_skip)
+        images = len(texts) // prompts.copies
+        inputs: dict[str, Array] = {}
+        for role, tokenizer in self.tokenizers.items():
+            ids = tokenizer.encode(texts if role is Role.TEXT_ENCODER else seconds).astype(np.int32)
+            inputs[f"{role.value}.{abi.INPUT_IDS}"] = ids
+            inputs[f"{role.value}.{abi.LAYER_INDEX}"] = layer_index(prompts, images)
+            if role is Role.TEXT_ENCODER_2:
+                starts = np.arange(len(ids), dtype=np.int64) * ids.shape[1]
+                inputs[f"{role.value}.{abi.POSITIONS}"] = starts + self._last_tokens(role, ids)
+                nonempty = prompts.is_nonempty(images)
+                inputs[f"{role.value}.{abi.IS_NONEMPTY}"] = nonempty if self._zeroes_empty else np.ones_like(nonempty)
+        return Conditioning(inputs, images, self.tokens, tuple(self.tokenizers), prompts.clip_skip)
+
+    def _embedded(
+        self, prompts: PromptArguments, pooled_prompt_embeds: Any, negative_pooled_prompt_embeds: Any
+    ) -> Conditioning:
+        embeddings = self.read_embeddings(prompts)
+        if pooled_prompt_embeds is None:
+            raise PromptError("prompt_embeds without pooled_prompt_embeds", "both", "pass both, or texts")
+        pooled = prompts.embeddings("pooled_prompt_embeds", pooled_prompt_embeds, negative_pooled_prompt_embeds, 2)
+        expected = (len(embeddings), self.graphs.conditioning_graph().shape(abi.TEXT_EMBEDS)[1])
+        if pooled.shape != expected:
+            raise PromptError(
+                f"pooled_prompt_embeds of shape {pooled.shape}", f"{expected}", "use the text encoder of this pipeline"
+            )
+        inputs = self.typed({abi.ENCODER_HIDDEN_STATES: embeddings, abi.TEXT_EMBEDS: pooled})
+        return Conditioning(inputs, len(embeddings) // prompts.copies, embeddings.shape[1])
+
+    def _last_tokens(self, role: Role, ids: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
+        """Return the position of each prompt's end token, as transformers' CLIPTextModel finds it."""
+        end = self.graphs.config(role).get("eos_token_id", _LEGACY_END_ID)
+        found = ids if end == _LEGACY_END_ID else ids == end
+        columns: npt.NDArray[np.int64] = found.argmax(axis=1).astype(np.int64)
+        return columns
+
+
+def _numbers(*parts: Sequence[float]) -> list[float]:
+    return [float(number) for part in parts for number in part]
+
+
+def _pair(name: str, value: Any, default: tuple[int, int]) -> tuple[int, int]:
+    if value is None:
+        return default
+    numbers = list(value) if isinstance(value, list | tuple | np.ndarray) else []
+    if len(numbers) != 2 or any(
+        isinstance(number, bool) or not isinstance(number, int | np.integer) or number < 0 for number in numbers
+    ):
+        raise OptionError(f"{name} is {value!r}", "two whole numbers from 0 on", "pass for example (1024, 1024)")
+    return int(numbers[0]), int(numbers[1])

@@ -1,0 +1,152 @@
+"""Output of a call of the pipeline: images in the requested form, safety check and warnings."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image
+
+from sdonnx.errors import OptionError
+from sdonnx.models import abi
+from sdonnx.models.spec import Role
+from sdonnx.runtime.cuda_graph_cache import CapturedShape
+from sdonnx.runtime.device.arrays import export
+from sdonnx.runtime.inputs.resolution_bins import resized
+from sdonnx.runtime.safety import NsfwContentWarning, SafetyChecker
+
+__all__ = ["OUTPUT_TYPES", "ImageOutput", "NotFiniteWarning", "Output", "read_output", "require_output_type"]
+
+OUTPUT_TYPES = ("pil", "np", "latent", "ort", "ort_latent")
+
+_LATENTS = ("latent", "ort_latent")
+
+
+@dataclass(frozen=True)
+class ImageOutput:
+    """Return value of `OrtDiffusionPipeline.__call__`.
+
+    Attributes:
+        images: by `output_type`:
+
+            - "pil": a list of B PIL images
+            - "np": a float32 array (B,H,W,3) from 0 to 1
+            - "latent": a float32 array (B,C,H/8,W/8)
+            - "ort": uint8 pixels (B,H,W,3) from 0 to 255 in the device's memory, for `torch.from_dlpack` and
+              other DLPack consumers
+            - "ort_latent": float32 latents (B,C,H/8,W/8) in the device's memory
+        seed: seed of the noise; None if the caller passed a generator or latents.
+        nsfw_content_detected: for each image whether the safety checker flagged it, in which case it is black; None if
+            no safety checker ran.
+    """
+
+    images: Any
+    seed: int | None
+    nsfw_content_detected: list[bool] | None = None
+
+
+class NotFiniteWarning(UserWarning):
+    """An image contains NaN or infinity, and renders black."""
+
+
+@dataclass(frozen=True)
+class Output:
+    """Images of a call, before warnings.
+
+    Attributes:
+        images: see `ImageOutput`.
+        flagged: see `ImageOutput.nsfw_content_detected`.
+        not_finite: number of images that contain NaN or infinity.
+    """
+
+    images: Any
+    flagged: list[bool] | None = None
+    not_finite: int = 0
+
+    def warn(self, batch: int, *, stacklevel: int) -> None:
+        """Warn about images that are black.
+
+        Args:
+            batch: number of images.
+            stacklevel: 1 for the caller of this method; see `warnings.warn`.
+        """
+        if self.not_finite:
+            warnings.warn(
+                f"{self.not_finite} of {batch} images contain NaN or infinity (they render black); expected finite "
+                "numbers; optimize the exported pipeline again with --force_fp32_ops auto, which finds the operators "
+                "that must stay in float32",
+                NotFiniteWarning,
+                stacklevel=stacklevel + 1,
+            )
+        if self.flagged is not None and any(self.flagged):
+            warnings.warn(
+                f"the safety checker flagged {sum(self.flagged)} of {batch} images, which are black; expected none; "
+                "use another prompt or seed",
+                NsfwContentWarning,
+                stacklevel=stacklevel + 1,
+            )
+
+
+def require_output_type(output_type: Any) -> None:
+    """Raise OptionError unless the type is one of OUTPUT_TYPES."""
+    if output_type not in OUTPUT_TYPES:
+        raise OptionError(f"the output type {output_type!r} is unknown", f"one of {OUTPUT_TYPES}", "pass one")
+
+
+def read_output(
+    shape: CapturedShape, output_type: str, size: tuple[int, int], safety_checker: SafetyChecker | None
+) -> Output:
+    """Decode the latents and return the images; runs on the device thread.
+
+    Args:
+        shape: buffers that hold the final latents.
+        output_type: see `ImageOutput`.
+        size: requested height and width in pixels; images of another size are resized and cropped.
+        safety_checker: checks the images; None for no check.
+    """
+    if output_type in _LATENTS:
+        if output_type == "latent":
+            return Output(shape.read(abi.STATE)[0])
+        return Output(export(_copied(shape, abi.STATE, shape.latents, np.float32)))
+    shape.run(Role.IMAGE_DECODER)
+    not_finite = int((~shape.read(abi.FINITE)).sum())
+    flagged = None if safety_checker is None else _check(shape, safety_checker)
+    return Output(_images(shape, output_type, size), flagged, not_finite)
+
+
+def _check(shape: CapturedShape, safety_checker: SafetyChecker) -> list[bool]:
+    """Run the safety checker, blacken the images that it flags, and return its flags."""
+    flagged = safety_checker.check(shape.read(abi.IMAGES))
+    for name in (abi.IMAGES, abi.SAMPLE) if any(flagged) else ():
+        values = shape.read(name)
+        values[np.array(flagged)] = 0
+        shape.put(name, values)
+    return flagged
+
+
+def _images(shape: CapturedShape, output_type: str, size: tuple[int, int]) -> Any:
+    if output_type == "np" or size != shape.pixels[1:3]:
+        sample = np.clip(resized(shape.read(abi.SAMPLE), *size), 0, 1)
+        if output_type == "np":
+            return sample
+        images = np.round(sample * 255).astype(np.uint8)
+        return export(shape.graphs.device.upload(images)) if output_type == "ort" else _to_pil(images)
+    if output_type == "ort":
+        shape.graphs.device.synchronize()
+        return export(_copied(shape, abi.IMAGES, shape.pixels, np.uint8))
+    return _to_pil(shape.read(abi.IMAGES))
+
+
+def _copied(shape: CapturedShape, name: str, dimensions: tuple[int, ...], dtype: npt.DTypeLike) -> Any:
+    """Return a copy of the start of a buffer, since the next image overwrites the buffer."""
+    device = shape.graphs.device
+    copy = device.empty(dimensions, dtype)
+    device.copy(copy, shape.buffers[name], copy.tensor_size_in_bytes())
+    return copy
+
+
+def _to_pil(images: npt.NDArray[np.uint8]) -> list[Image.Image]:
+    return [Image.fromarray(pixels) for pixels in images]

@@ -1,0 +1,1 @@
+"""The denoising loop, its noise and host-side schedulers."""

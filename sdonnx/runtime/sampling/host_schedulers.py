@@ -1,0 +1,134 @@
+"""Scheduler objects of diffusers, for samplers without a plan: they run on the host, with torch, and are slower."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from sdonnx.errors import OptionError, SchedulerError
+from sdonnx.runtime.sampling.denoise import rescaled
+from sdonnx.runtime.sampling.noise import TorchCpuGenerator
+from sdonnx.samplers import plan
+
+__all__ = ["DiffusersSampler", "is_planned", "require_scheduler", "seeded"]
+
+Array = npt.NDArray[np.float32]
+
+
+def require_scheduler(scheduler: Any) -> dict[str, Any]:
+    """Return the configuration of a diffusers scheduler, with its class.
+
+    Raises:
+        SchedulerError: the object is not a scheduler of diffusers.
+    """
+    torch, config = sys.modules.get("torch"), getattr(scheduler, "config", None)
+    steps = hasattr(scheduler, "step") and hasattr(scheduler, "set_timesteps")
+    if torch is None or not steps or not isinstance(config, Mapping):
+        raise SchedulerError(
+            f"the scheduler is a {type(scheduler).__name__}",
+            "a name, or a scheduler object of diffusers with torch installed",
+            'assign for example "euler"',
+        )
+    return {**config, "_class_name": type(scheduler).__name__}
+
+
+def is_planned(config: dict[str, Any]) -> bool:
+    """Return whether a scheduler with this configuration has a plan, and so runs on the device."""
+    try:
+        plan(config, 2)
+    except (SchedulerError, OptionError):
+        return False
+    return True
+
+
+def seeded(seed: int) -> Any:
+    """Return a torch generator on the CPU with that seed.
+
+    Raises:
+        OptionError: the seed is not an integer or out of range.
+    """
+    TorchCpuGenerator(seed)  # rejects seeds that torch accepts or reports differently
+    return sys.modules["torch"].Generator("cpu").manual_seed(seed)
+
+
+class DiffusersSampler:
+    """A sampler that steps a scheduler object of diffusers on the host.
+
+    Args:
+        scheduler: the scheduler object; its timesteps are set.
+        steps: number of denoising steps.
+        strength: share of the steps to run, as in diffusers' image-to-image pipelines.
+        guidance_scale: weight of the prompt; None without guidance.
+        rescale: share of the rescaled guidance, 0 to 1.
+        generator: a torch generator or a list of them, for schedulers that add noise.
+        eta: share of fresh noise, for schedulers with that argument.
+
+    Raises:
+        OptionError: no step is left.
+    """
+
+    def __init__(
+        self,
+        scheduler: Any,
+        steps: int,
+        strength: float,
+        guidance_scale: float | None,
+        rescale: float,
+        generator: Any,
+        eta: float,
+    ) -> None:
+        scheduler.set_timesteps(steps, device="cpu")
+        # As StableDiffusionImg2ImgPipeline.get_timesteps.
+        skipped = max(steps - int(steps * strength), 0) * scheduler.order
+        if hasattr(scheduler, "set_begin_index"):
+            scheduler.set_begin_index(skipped)
+        self._scheduler, self._times = scheduler, scheduler.timesteps[skipped:]
+        if not len(self._times):
+            raise OptionError("no step is left", "at least one step", "raise num_inference_steps or strength")
+        self.timesteps: Sequence[float] = [float(time) for time in self._times]
+        self.start_scales: tuple[float, float] | None = None
+        self._guidance, self._rescale = guidance_scale, rescale
+        accepted = inspect.signature(scheduler.step).parameters
+        self._extra = {name: value for name, value in (("eta", eta), ("generator", generator)) if name in accepted}
+
+    @property
+    def init_noise_sigma(self) -> float:
+        """Factor of the initial noise."""
+        return float(getattr(self._scheduler, "init_noise_sigma", 1.0))
+
+    def noised(self, clean: Array, noise: Array, call: int) -> Array:
+        """Return clean latents (B,C,H,W) with the noise that a call expects, none after the last call."""
+        if call >= len(self._times):
+            return clean
+        torch = sys.modules["torch"]
+        mixed = self._scheduler.add_noise(
+            torch.from_numpy(clean), torch.from_numpy(noise), self._times[call : call + 1]
+        )
+        return np.asarray(mixed.numpy(), np.float32)
+
+    def scaled(self, call: int, latents: Array) -> Array:
+        """Return the latents (B,C,H,W) scaled as the denoiser expects them at a call."""
+        tensor = sys.modules["torch"].from_numpy(latents)
+        return np.asarray(self._scheduler.scale_model_input(tensor, self._times[call]).numpy(), np.float32)
+
+    def update(self, call: int, predictions: Array, latents: Array) -> Array:
+        """Return the new latents (B,C,H,W) from the predictions (G,B,C,H,W)."""
+        prediction = predictions[-1]
+        if self._guidance is not None:
+            unconditional, conditional = predictions
+            prediction = unconditional + np.float32(self._guidance) * (conditional - unconditional)
+            prediction = rescaled(prediction, conditional, self._rescale)
+        torch = sys.modules["torch"]
+        stepped = self._scheduler.step(
+            torch.from_numpy(np.ascontiguousarray(prediction)),
+            self._times[call],
+            torch.from_numpy(np.ascontiguousarray(latents)),
+            **self._extra,
+            return_dict=False,
+        )
+        return np.asarray(stepped[0].numpy(), np.float32)

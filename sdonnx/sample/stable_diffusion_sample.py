@@ -1,0 +1,127 @@
+"""Sample pipelines of Stable Diffusion 1 and 2.
+
+`sd15` is runwayml/stable-diffusion-v1-5, `sd21` is stabilityai/stable-diffusion-2-1, and `sd21-base` is
+stabilityai/stable-diffusion-2-1-base: the configurations are those of the published files (`unet/config.json` and so
+on). `tiny` is not published.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from sdonnx.sample.architecture import Architecture, ClassSpec, TokenizerSpec
+from sdonnx.sample.sample_networks import CLIP_TINY, VAE_TINY, clip_text, scheduler, unet, vae
+
+__all__ = ["STABLE_DIFFUSION"]
+
+
+def _safety_checker(**changes: Any) -> ClassSpec:
+    """Return the safety checker of Stable Diffusion 1.5 (CLIP ViT-L/14), with these changes to its vision tower."""
+    vision = {
+        "attention_dropout": 0.0,
+        "hidden_act": "quick_gelu",
+        "hidden_size": 1024,
+        "image_size": 224,
+        "initializer_factor": 1.0,
+        "initializer_range": 0.02,
+        "intermediate_size": 4096,
+        "layer_norm_eps": 1e-05,
+        "num_attention_heads": 16,
+        "num_channels": 3,
+        "num_hidden_layers": 24,
+        "patch_size": 14,
+        "projection_dim": 512,
+    } | changes
+    config = {
+        "architectures": ["StableDiffusionSafetyChecker"],
+        "dtype": "float32",
+        "initializer_factor": 1.0,
+        "logit_scale_init_value": 2.6592,
+        "projection_dim": 768,
+        "text_config": {"hidden_size": 768, "intermediate_size": 3072, "num_attention_heads": 12},
+        "vision_config": vision,
+    }
+    module = "diffusers.pipelines.stable_diffusion"
+    return ClassSpec("transformers", "StableDiffusionSafetyChecker", MappingProxyType(config), module)
+
+
+def _stable_diffusion(
+    unet: ClassSpec,
+    vae: ClassSpec,
+    text_encoder: ClassSpec,
+    scheduler: ClassSpec,
+    pad_token: str,
+    safety_checker: ClassSpec | None = None,
+) -> Architecture:
+    return Architecture(
+        "StableDiffusionPipeline",
+        MappingProxyType({"unet": unet, "vae": vae, "text_encoder": text_encoder}),
+        MappingProxyType({"tokenizer": TokenizerSpec(pad_token)}),
+        scheduler,
+        safety_checker=safety_checker,
+    )
+
+
+_UNET_2_1 = {
+    "attention_head_dim": [5, 10, 20, 20],
+    "cross_attention_dim": 1024,
+    "dual_cross_attention": False,
+    "num_class_embeds": None,
+    "only_cross_attention": False,
+    "use_linear_projection": True,
+}
+
+# OpenCLIP ViT-H/14 without its last layer, whose output Stable Diffusion 2 does not use.
+_OPEN_CLIP_H = clip_text(
+    hidden_act="gelu",
+    hidden_size=1024,
+    intermediate_size=4096,
+    num_attention_heads=16,
+    num_hidden_layers=23,
+    projection_dim=512,
+)
+
+STABLE_DIFFUSION: Mapping[str, Architecture] = {
+    # Numbers of channels are realistic (320 and 640, so heads of 40 and 80, and feed-forward widths of 2560 and 5120),
+    # because the fused kernels limit all of them. Numbers of layers and latents are small.
+    "tiny": _stable_diffusion(
+        unet(
+            block_out_channels=[320, 640],
+            cross_attention_dim=64,
+            down_block_types=["CrossAttnDownBlock2D", "DownBlock2D"],
+            layers_per_block=1,
+            sample_size=16,
+            up_block_types=["UpBlock2D", "CrossAttnUpBlock2D"],
+        ),
+        vae(**VAE_TINY),
+        clip_text(**CLIP_TINY),
+        scheduler("PNDMScheduler"),
+        "<|endoftext|>",
+        _safety_checker(
+            hidden_size=64,
+            intermediate_size=256,
+            num_attention_heads=4,
+            num_hidden_layers=2,
+            patch_size=32,
+        ),
+    ),
+    "sd15": _stable_diffusion(
+        unet(), vae(), clip_text(), scheduler("PNDMScheduler"), "<|endoftext|>", _safety_checker()
+    ),
+    "sd21": _stable_diffusion(
+        unet(**_UNET_2_1, sample_size=96, upcast_attention=True),
+        vae(sample_size=768),
+        _OPEN_CLIP_H,
+        scheduler("DDIMScheduler", prediction_type="v_prediction"),
+        pad_token="!",
+    ),
+    "sd21-base": _stable_diffusion(
+        unet(**_UNET_2_1),
+        vae(sample_size=768),
+        _OPEN_CLIP_H,
+        scheduler("PNDMScheduler", prediction_type="epsilon"),
+        pad_token="!",
+    ),
+}

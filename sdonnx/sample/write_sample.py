@@ -1,0 +1,173 @@
+"""Write sample pipelines: published architectures with seeded random weights, for tests and benchmarks.
+
+Nothing is downloaded. The images are colourful noise, but every layer has its true shape, so memory, speed and
+numerical agreement are those of the published pipeline.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sdonnx.errors import OptionError, OutputError
+from sdonnx.folder.pipeline_folder import atomic_folder
+from sdonnx.models.image_adapters import ADAPTERS
+from sdonnx.sample.architecture import AdapterSpec, Architecture, ClassSpec, TokenizerSpec
+from sdonnx.sample.architectures import ARCHITECTURES
+from sdonnx.sample.overflow import grow, require_overflow
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["ARCHITECTURES", "Architecture", "ClassSpec", "TokenizerSpec", "build_network", "write_sample"]
+
+# File that each library's from_pretrained reads weights from.
+_WEIGHT_FILES = {"diffusers": "diffusion_pytorch_model.safetensors", "transformers": "model.safetensors"}
+
+
+def build_network(spec: ClassSpec) -> torch.nn.Module:
+    """Return the network that `spec` describes, on the meta device (shapes without weights)."""
+    import torch
+
+    network_class = getattr(importlib.import_module(spec.module or spec.library), spec.name)
+    with torch.device("meta"):
+        if spec.library == "transformers":
+            network = network_class(network_class.config_class(**spec.config))
+        else:
+            network = network_class.from_config(dict(spec.config))
+    assert isinstance(network, torch.nn.Module)
+    return network.eval()
+
+
+def _write_network(name: str, network: Any, library: str, folder: Path, seed: int, overflow: str | None = None) -> None:
+    """Write the weights and configuration of one component."""
+    from safetensors.torch import save_file
+
+    from sdonnx.sample.random_weights import seeded_weights
+
+    folder.mkdir()
+    file = folder / _WEIGHT_FILES[library]
+    weights = seeded_weights(name, network, seed)
+    if overflow is not None:
+        grow(overflow, name, weights)
+    save_file(weights, file, metadata={"format": "pt"})
+    file.chmod(0o644)  # safetensors makes the file readable only by its owner
+    if library == "transformers":
+        network.config.save_pretrained(folder)
+    else:
+        network.save_config(folder)
+
+
+def write_sample(
+    arch: str,
+    out: Path,
+    seed: int = 0,
+    *,
+    safety_checker: bool = False,
+    overflow: str | None = None,
+    overwrite: bool = False,
+    progress: Callable[[str], None] | None = None,
+) -> None:
+    """Write a complete diffusers pipeline with random weights to the folder `out`.
+
+    The same architecture and seed give the same bytes of weights on every machine with the same version of torch.
+    Only the weights of one component are in memory at a time.
+
+    Args:
+        arch: A key of `ARCHITECTURES`.
+        out: The folder to write; it must not exist or be empty.
+        seed: Any integer.
+        safety_checker: Also write the safety checker that the pipeline is published with, and its
+            `feature_extractor`. Its thresholds are so high that it flags no image.
+        overflow: Values that overflow float16, a key of `sdonnx.sample.overflow.OVERFLOWS`; the images do not change.
+        overwrite: Replace `out` if it contains a pipeline.
+        progress: Callback that receives a line of text when each component starts.
+
+    Raises:
+        OptionError: `arch` is unknown, or has no safety checker, or has no component for `overflow`.
+        OutputError: `out` exists and is not empty, or cannot be written.
+    """
+    if arch not in ARCHITECTURES:
+        known = ", ".join(ARCHITECTURES)
+        raise OptionError(f"the architecture {arch!r} is unknown", f"one of {known}", "choose one of these")
+    architecture = ARCHITECTURES[arch]
+    if safety_checker:
+        if architecture.safety_checker is None:
+            having = ", ".join(name for name, each in ARCHITECTURES.items() if each.safety_checker is not None)
+            raise OptionError(
+                f"{arch} is published without a safety checker", f"one of {having}", "omit --safety_checker"
+            )
+        architecture = _with_safety_checker(architecture, architecture.safety_checker)
+    if overflow is not None:
+        require_overflow(overflow, {name: spec.name for name, spec in architecture.networks.items()})
+    with atomic_folder(Path(out), overwrite) as partial:
+        try:
+            _write_pipeline(architecture, partial, seed, overflow, progress or (lambda line: None))
+        except Exception as error:
+            # safetensors and tokenizers are written in Rust and report an OSError as text; real ones pass through.
+            if isinstance(error, OSError) or "(os error " not in str(error):
+                raise
+            raise OutputError(
+                f"writing {out} failed ({error})",
+                "a location with enough free space and write permission",
+                "free some space or choose another output folder",
+            ) from error
+
+
+def _with_safety_checker(architecture: Architecture, checker: ClassSpec) -> Architecture:
+    """Return the architecture with its safety checker among the networks, and the preprocessor of its images."""
+    # This class requires only Pillow; the default class requires torchvision, which is not used here.
+    from transformers import CLIPImageProcessorPil
+
+    extractor = CLIPImageProcessorPil(size={"shortest_edge": 224}, crop_size={"height": 224, "width": 224})
+    options = {"feature_extractor": extractor, "requires_safety_checker": True}
+    return replace(architecture, networks={**architecture.networks, "safety_checker": checker}, options=options)
+
+
+def _write_pipeline(
+    architecture: Architecture, folder: Path, seed: int, overflow: str | None, notify: Callable[[str], None]
+) -> None:
+    """Write a pipeline into an empty folder, small components first."""
+    import diffusers
+
+    from sdonnx.sample.tokenizer import build_tokenizer, save_tokenizer
+
+    components: dict[str, Any] = {}
+    for name, tokenizer_spec in architecture.tokenizers.items():
+        notify(name)
+        components[name] = build_tokenizer(tokenizer_spec)
+        save_tokenizer(components[name], folder / name)
+    notify("scheduler")
+    scheduler_class = getattr(diffusers, architecture.scheduler.name)
+    components["scheduler"] = scheduler_class.from_config(dict(architecture.scheduler.config))
+    components["scheduler"].save_pretrained(folder / "scheduler")
+    for name, spec in architecture.networks.items():
+        components[name] = build_network(spec)
+        count = sum(parameter.numel() for parameter in components[name].parameters())
+        notify(f"{name}: {count / 1e6:,.1f} million parameters")
+        _write_network(name, components[name], spec.library, folder / name, seed, overflow)
+    if (extractor := architecture.options.get("feature_extractor")) is not None:
+        notify("feature_extractor")
+        extractor.save_pretrained(folder / "feature_extractor")
+    if architecture.adapters is not None:
+        _write_adapters(architecture, architecture.adapters, components["unet"], folder, seed, notify)
+    pipeline = getattr(diffusers, architecture.pipeline)(**components, **architecture.options)
+    pipeline.save_config(folder)
+
+
+def _write_adapters(
+    architecture: Architecture, spec: AdapterSpec, unet: Any, folder: Path, seed: int, notify: Callable[[str], None]
+) -> None:
+    """Write adapters and their image encoder to the folder that diffusers' `load_ip_adapter` reads."""
+    from sdonnx.sample.ip_adapter_sample import write_adapters
+
+    adapters = folder / ADAPTERS
+    adapters.mkdir()
+    notify(", ".join(architecture.adapter_files))
+    write_adapters(spec, unet, adapters, seed)
+    encoder = build_network(spec.image_encoder)
+    notify(f"{ADAPTERS}/image_encoder")
+    _write_network("image_encoder", encoder, spec.image_encoder.library, adapters / "image_encoder", seed)

@@ -1,0 +1,114 @@
+"""Plan the sampler that a scheduler configuration names, or switch the configuration to another sampler."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import numpy as np
+
+from sdonnx.errors import OptionError, SchedulerError
+from sdonnx.samplers.options import PlanRequest, SchedulerOptions, read_options
+from sdonnx.samplers.plans import SamplingPlan
+from sdonnx.samplers.schedule import too_many_steps
+from sdonnx.samplers.table import SAMPLERS, Sampler
+
+__all__ = ["config_for", "plan"]
+
+
+def plan(
+    config: Mapping[str, object],
+    num_inference_steps: int,
+    *,
+    eta: float = 0.0,
+    strength: float = 1.0,
+    mu: float | None = None,
+) -> SamplingPlan:
+    """Plan `num_inference_steps` steps of the sampler that a `scheduler_config.json` describes.
+
+    Args:
+        config: the content of `scheduler_config.json`, with `_class_name`.
+        num_inference_steps: number of steps. The plan may hold more calls than steps (PNDM: one more; Heun: two
+            for each step but the last).
+        eta: share of fresh noise, 0 to 1, for samplers that support it (DDIM). Others ignore it.
+        strength: share of the steps to take, above 0 and at most 1, counted from the end. Used for image to image,
+            as in diffusers' `StableDiffusionImg2ImgPipeline.get_timesteps`. History starts empty.
+        mu: shift towards noise of a schedule with use_dynamic_shifting, as in diffusers' `set_timesteps`.
+
+    Raises:
+        SchedulerError: the sampler or the value of one of its options is not supported.
+        OptionError: the number of steps, eta, strength or mu is invalid.
+    """
+    sampler = _sampler(config.get("_class_name"))
+    options = read_options(sampler.class_name, sampler.options, config)
+    request = _request(options, num_inference_steps, eta, strength, mu)
+    # Betas of a broken configuration can cause a division by zero here. The check below reports it.
+    with np.errstate(all="ignore"):
+        made = sampler.build(options, request)
+    parts = (made.timesteps, made.input_scales, made.matrices, np.array(made.init_noise_sigma))
+    if not all(np.isfinite(part).all() for part in parts):
+        raise SchedulerError(
+            f"{sampler.class_name} with beta_schedule = {options.beta_schedule!r}, prediction_type = "
+            f"{options.prediction_type!r} and rescale_betas_zero_snr = {options.rescale_betas_zero_snr} "
+            "divides by zero",
+            "betas between 0 and 1, and v_prediction where the last timestep is pure noise",
+            "correct scheduler_config.json",
+        )
+    return made
+
+
+def _request(options: SchedulerOptions, steps: int, eta: float, strength: float, mu: float | None) -> PlanRequest:
+    """Check the arguments that every sampler shares and return them."""
+    if isinstance(steps, bool) or not isinstance(steps, int | np.integer):
+        raise OptionError(f"num_inference_steps is {steps!r}", "a positive integer", "pass a whole number")
+    if steps < 1:
+        raise OptionError(f"num_inference_steps is {steps}", "at least 1", "ask for more steps")
+    if steps > options.num_train_timesteps:
+        raise too_many_steps(steps, options.num_train_timesteps)
+    if not 0 <= eta <= 1:
+        raise OptionError(f"eta is {eta}", "a number from 0 to 1", "pass 0 to sample without fresh noise")
+    if not 0 < strength <= 1:
+        raise OptionError(f"strength is {strength}", "a number above 0 and at most 1", "pass for example 0.8")
+    taken = int(steps * strength)
+    if taken < 1:
+        raise OptionError(
+            f"strength {strength} of num_inference_steps {steps} leaves no step",
+            "at least one step",
+            "raise num_inference_steps or strength",
+        )
+    if mu is not None:
+        if not options.use_dynamic_shifting:
+            raise OptionError(
+                f"mu is {mu}", "no mu, because use_dynamic_shifting is not true", "omit mu for this sampler"
+            )
+        if not math.isfinite(mu):
+            raise OptionError(f"mu is {mu}", "a finite number", "pass for example 0.5")
+    return PlanRequest(int(steps), int(steps) - taken, float(eta), None if mu is None else float(mu))
+
+
+def config_for(name_or_class: str, base_config: Mapping[str, object]) -> dict[str, object]:
+    """Return the folder's scheduler configuration with another sampler.
+
+    Like diffusers' `from_config`: options that both classes have are kept (betas, prediction type, spacing), the
+    others get the new class's defaults. One difference: some of diffusers' defaults do not suit latents. If the
+    folder does not set such an option, it gets the value of published folders (`Sampler.latent_options`).
+
+    Args:
+        name_or_class: a short name ("euler") or diffusers' class ("EulerDiscreteScheduler").
+        base_config: the content of the folder's `scheduler_config.json`.
+
+    Raises:
+        SchedulerError: the sampler is unknown.
+    """
+    sampler = _sampler(name_or_class)
+    kept = {name: value for name, value in base_config.items() if not name.startswith("_")}
+    return {**sampler.latent_options, **kept, "_class_name": sampler.class_name}
+
+
+def _sampler(name: object) -> Sampler:
+    """Return the sampler with this class name or short name."""
+    for sampler in SAMPLERS.values():
+        if name in (sampler.class_name, sampler.short_name):
+            return sampler
+    names = ", ".join(f"{sampler.short_name} ({sampler.class_name})" for sampler in SAMPLERS.values())
+    raise SchedulerError(f"the sampler is {name!r}", f"one of {names}", "choose one of these samplers")

@@ -1,0 +1,302 @@
+"""Run comparisons with simulated processes: order, failures, faults, interruptions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sdonnx.benchmark import compare
+from sdonnx.benchmark.compare import ComparisonRun, ComparisonSetup
+from sdonnx.benchmark.engine import FolderKind
+from sdonnx.benchmark.extra_results import Resolution
+from sdonnx.benchmark.processes import WorkerError
+from sdonnx.benchmark.results import REFERENCE, Comparison, Result, Stages
+from sdonnx.benchmark.rivals import Rival, parse_rivals
+from sdonnx.benchmark.workload import Workload
+
+FOLDERS = {
+    FolderKind.DIFFUSERS: Path("model"),
+    FolderKind.EXPORTED: Path("onnx"),
+    FolderKind.OPTIMIZED: Path("fast"),
+}
+WORKLOAD = Workload(2, 64, 64, 4)
+PIXELS = np.random.default_rng(0).integers(0, 256, (2, 64, 64, 3)).astype(np.uint8)
+STAGES = {"text_ms": 1.0, "step_ms": 2.0, "decode_ms": 3.0, "iterations_per_second": 500.0, "denoiser_calls": 4}
+
+Misbehave = Callable[[str, int], Any]
+
+
+class Processes:
+    """Replaces `run_worker`: all engines return the same images, unless the test changes them."""
+
+    def __init__(self) -> None:
+        self.jobs: list[dict[str, Any]] = []
+        self.options: list[dict[str, Any]] = []
+        self.misbehave: Misbehave = lambda engine, count: None
+        self.changed: dict[str, Any] = {}
+
+    def __call__(self, job: dict[str, Any], on_progress: Any, **options: Any) -> dict[str, Any]:
+        engine = self.title(job)
+        count = sum(self.title(each) == engine for each in self.jobs)
+        self.jobs.append(job)
+        self.options.append(options)
+        changed = self.misbehave(engine, count)
+        if job["task"] == "prepare":
+            return {}
+        if job["task"] == "throughput":
+            return {"points": [[1, 0.3], [2, 0.4], [4, 0.6]]}
+        if job["task"] == "resolutions":
+            return {"visited": [{"height": 64, "width": 48, "first_s": 2.0, "second_s": 0.75, "settled_s": 0.5}]}
+        if job["task"] == "kernels":
+            return {"kernels": [{"convolution": 3.0, "idle": 1.0}, 7, "known"]}
+        np.save(job["images"], PIXELS if changed is None else changed)
+        if job["task"] == "reference":
+            return {"flops": 8e12, "matrix_rates": {"float16": 800e12, "float32": 400e12}}
+        measured = {
+            "load_s": 1.0,
+            "warm_up_s": [3.0],
+            "latencies_s": [1.0 + count, 2.0 + count],
+            "peak_bytes": [9, 8, 7],
+            "memory_kind": "known",
+            "allocator_bytes": None,
+            "host_peak_bytes": 5,
+            "clocks_mhz": [1980],
+            "position": 0,
+        }
+        stages = STAGES | {"step_ms": 2.0 + 2 * count}
+        engine_record = {"name": job["engine"], "precision": "float16"}
+        return {"round": measured, "engine": engine_record, "fault": None, "stages": stages} | self.changed
+
+    @staticmethod
+    def title(job: dict[str, Any]) -> str:
+        mode = job["options"].get("compile_mode")
+        return str(job["engine"]) + (f":{mode}" if mode else "") + ("" if job["task"] == "round" else f" {job['task']}")
+
+
+@pytest.fixture
+def processes(monkeypatch: pytest.MonkeyPatch) -> Processes:
+    made = Processes()
+    monkeypatch.setattr(compare, "run_worker", made)
+    return made
+
+
+def setup(*names: str, **options: Any) -> ComparisonSetup:
+    chosen: dict[str, Any] = {"folders": FOLDERS, "workloads": (WORKLOAD,), "prompts": ("a fox",), "provider": "cpu"}
+    return ComparisonSetup(
+        tuple(parse_rivals(names or ("onnxruntime", "torch", "torch-compile"))), **(chosen | options)
+    )
+
+
+def run_comparison(chosen: ComparisonSetup, unusable: dict[Rival, str] | None = None) -> tuple[Comparison, list[Any]]:
+    comparison, results = Comparison("known", {}), list[Any]()
+    run = ComparisonRun(chosen, comparison, lambda text: None, results.append)
+    run.unusable = unusable or {}
+    run.run()
+    return comparison, results
+
+
+def test_results_of_three_rounds(processes: Processes) -> None:
+    comparison, results = run_comparison(setup(rounds=3))
+    assert results == comparison.results
+    assert [result.rival for result in results] == ["onnxruntime", "torch", "torch-compile:reduce-overhead"]
+    for result in results:
+        assert [each.latencies_s for each in result.rounds] == [(1, 2), (2, 3), (3, 4)]
+        # The steps take 2, 4 and 6 ms.
+        assert result.stages == Stages(1.0, 4.0, 3.0, 250.0, 4)
+        assert result.agreement is not None
+        assert (result.agreement.psnr_db, result.failure) == (None, None)
+        assert (result.flops, result.matrix_rate) == (8e12, 800e12)
+        # 8 TFLOP in 4 ms are 2.5 times 800 TFLOP/s.
+        assert result.share_of_matrix_rate == pytest.approx(2.5)
+    assert not comparison.failed
+    assert set(comparison.images) == {(name, WORKLOAD) for name in (REFERENCE, *(result.rival for result in results))}
+
+
+def test_order_changes_in_each_round_and_is_reproducible(processes: Processes) -> None:
+    comparison, _ = run_comparison(setup(rounds=6))
+    orders = []
+    for number in range(6):
+        order = sorted(comparison.results, key=lambda result: result.rounds[number].position)
+        orders.append([result.rival for result in order])
+        assert sorted(each.rounds[number].position for each in comparison.results) == [0, 1, 2]
+    assert all(second == first[::-1] for first, second in zip(orders[::2], orders[1::2], strict=True))
+    assert len({tuple(order) for order in orders}) > 2
+    ran = [processes.title(job) for job in processes.jobs]
+    assert ran[0] == "reference reference"
+    run_comparison(setup(rounds=6))
+    assert [processes.title(job) for job in processes.jobs[len(ran) :]] == ran
+
+
+@pytest.mark.parametrize(("provider", "count"), [("cuda", 1), ("cpu", 0)])
+def test_prepares_the_gpu_once_before_timing(provider: str, count: int, processes: Processes) -> None:
+    comparison, _ = run_comparison(setup(provider=provider, rounds=2))
+    ran = [processes.title(job) for job in processes.jobs]
+    assert ran[:count] == ["onnxruntime prepare"] * count
+    assert ran.count("onnxruntime prepare") == count
+    assert not comparison.failed
+
+
+def test_times_an_engine_whose_preparation_failed(processes: Processes) -> None:
+    def misbehave(engine: str, count: int) -> None:
+        if engine == "onnxruntime prepare":
+            raise WorkerError("no memory")
+
+    processes.misbehave = misbehave
+    comparison, _ = run_comparison(setup(provider="cuda"))
+    assert [result.failure for result in comparison.results] == [None] * 3
+
+
+def test_each_engine_reads_its_kind_of_folder(processes: Processes) -> None:
+    run_comparison(
+        setup("onnxruntime", "onnxruntime-plain", "torch", io_binding=True, pythons={"torch": "other"}, timeout_s=9)
+    )
+    folders = {job["engine"]: job["options"]["folder"] for job in processes.jobs}
+    assert folders == {"reference": "model", "onnxruntime": "fast", "onnxruntime-plain": "onnx", "torch": "model"}
+    assert {job["options"]["io_binding"] for job in processes.jobs if job["task"] == "round"} == {True}
+    pythons = {job["engine"]: options["python"] for job, options in zip(processes.jobs, processes.options, strict=True)}
+    assert pythons == {"reference": None, "onnxruntime": None, "onnxruntime-plain": None, "torch": "other"}
+    # The reference has no time limit.
+    ran = zip(processes.jobs, processes.options, strict=True)
+    timeouts = {job["engine"]: options["timeout_s"] for job, options in ran}
+    assert timeouts == {"reference": None, "onnxruntime": 9, "onnxruntime-plain": 9, "torch": 9}
+    assert len({options["scratch"] for options in processes.options}) == 1
+
+
+def test_a_failed_engine_has_a_row_and_the_others_continue(processes: Processes) -> None:
+    def fail(engine: str, count: int) -> None:
+        if engine == "torch" and count == 1:
+            raise WorkerError("CUDA out of memory")
+
+    processes.misbehave = fail
+    other = Workload(1, 64, 64, 4)
+    comparison, _ = run_comparison(setup(rounds=3, workloads=(WORKLOAD, other)))
+    rows = {(result.rival, result.workload): result for result in comparison.results}
+    failed = rows["torch", WORKLOAD]
+    # Its earlier round is kept, and the engine is not run again for this workload.
+    assert (len(failed.rounds), failed.failure) == (1, "CUDA out of memory")
+    assert len(rows["onnxruntime", WORKLOAD].rounds) == len(rows["torch", other].rounds) == 3
+    assert comparison.failed
+    assert failed.remarks[0] == "CUDA out of memory"
+
+
+def test_unusable_engines_have_rows_and_do_not_run(processes: Processes) -> None:
+    chosen = setup("onnxruntime", "optimum")
+    comparison, _ = run_comparison(chosen, {chosen.rivals[1]: "the engine optimum without its packages"})
+    assert [result.failure for result in comparison.results] == [None, "the engine optimum without its packages"]
+    assert "optimum" not in {job["engine"] for job in processes.jobs}
+    assert comparison.results[1].summary is None
+
+
+def test_detects_black_images(processes: Processes) -> None:
+    processes.misbehave = lambda engine, count: np.zeros_like(PIXELS) if engine == "torch" and count == 1 else None
+    comparison, _ = run_comparison(setup(rounds=2))
+    failures = {result.rival: result.failure for result in comparison.results}
+    assert "a single colour" in str(failures.pop("torch"))
+    assert set(failures.values()) == {None}
+    assert comparison.failed
+
+
+def test_detects_other_images_in_one_of_two_rounds(processes: Processes) -> None:
+    """The row reports the worst round."""
+    noise = np.random.default_rng(1).integers(0, 256, PIXELS.shape).astype(np.uint8)
+    for wrong in (0, 1):
+        processes.jobs.clear()
+        processes.misbehave = lambda engine, count, wrong=wrong: (  # type: ignore[misc]
+            noise if engine == "onnxruntime" and count == wrong else None
+        )
+        comparison, _ = run_comparison(setup(rounds=2))
+        result = comparison.results[0]
+        assert result.rival == "onnxruntime"
+        assert "the images differ from the reference" in str(result.failure)
+        assert result.agreement is not None
+        assert result.agreement.psnr_db is not None
+        assert result.agreement.psnr_db < 12
+
+
+def test_keeps_rows_if_the_reference_fails(processes: Processes) -> None:
+    def fail(engine: str, count: int) -> None:
+        if engine == "reference reference":
+            raise WorkerError("out of memory")
+
+    processes.misbehave = fail
+    comparison, _ = run_comparison(setup())
+    assert [(result.agreement, result.flops, result.failure) for result in comparison.results] == [
+        (None, None, None)
+    ] * 3
+    assert {result.unchecked for result in comparison.results} == {"torch fp32: out of memory"}
+    assert comparison.failed
+
+
+def test_reports_images_that_change_between_runs(processes: Processes) -> None:
+    processes.changed = {"fault": "run 3 generated another image"}
+    comparison, _ = run_comparison(setup("torch"))
+    assert comparison.results[0].failure == "run 3 generated another image"
+
+
+def test_keeps_rounds_if_stages_fail(processes: Processes) -> None:
+    processes.changed = {"unstaged": "no events here"}
+    comparison, _ = run_comparison(setup("torch"))
+    assert comparison.results[0].rounds
+    assert "stages not measured: no events here" in comparison.results[0].remarks
+    assert not comparison.failed
+
+
+def test_does_not_compare_images_without_a_diffusers_folder(processes: Processes) -> None:
+    folders = {kind: path for kind, path in FOLDERS.items() if kind is not FolderKind.DIFFUSERS}
+    comparison, _ = run_comparison(setup("onnxruntime", folders=folders))
+    assert [job["engine"] for job in processes.jobs] == ["onnxruntime"]
+    assert comparison.results[0].agreement is None
+
+
+def test_interruption_keeps_complete_results(processes: Processes) -> None:
+    def interrupt(engine: str, count: int) -> None:
+        if engine == "onnxruntime" and count == 1:
+            raise KeyboardInterrupt
+
+    processes.misbehave = interrupt
+    comparison, results = Comparison("known", {}), list[Any]()
+    run = ComparisonRun(setup(rounds=3), comparison, lambda text: None, results.append)
+    with pytest.raises(KeyboardInterrupt):
+        run.run()
+    assert results == comparison.results
+    rounds = {result.rival: len(result.rounds) for result in results}
+    assert rounds["onnxruntime"] == 1
+    assert all(1 <= count <= 2 for count in rounds.values())
+
+
+def test_results_are_complete_if_keeping_one_fails(processes: Processes) -> None:
+    comparison = Comparison("known", {})
+
+    def full(results: Any) -> None:
+        raise OSError("no space")
+
+    with pytest.raises(OSError, match="no space"):
+        ComparisonRun(setup(), comparison, lambda text: None, full).run()
+    assert len(comparison.results) == 3
+
+
+def test_extra_measurements(processes: Processes) -> None:
+    def fail(engine: str, count: int) -> None:
+        if engine == "torch resolutions":
+            raise WorkerError("too large")
+
+    processes.misbehave = fail
+    small = Workload(1, 64, 64, 4)
+    chosen = setup("onnxruntime", "torch", throughput=True, resolutions=True, kernels=True, workloads=(WORKLOAD, small))
+    comparison, results = run_comparison(chosen)
+    assert [each.rival for each in comparison.throughput] == ["onnxruntime", "torch"]
+    line = comparison.throughput[0].line
+    assert (line.slope, line.offset) == pytest.approx((0.1, 0.2))
+    assert {each.workload for each in comparison.throughput} == {WORKLOAD}
+    assert [each.rival for each in comparison.resolutions] == ["onnxruntime"]
+    assert comparison.resolutions[0].visited == (Resolution(64, 48, 2.0, 0.75, 0.5),)
+    assert comparison.resolutions[0].visited[0].stall_s == 1.75
+    assert [each.milliseconds for each in comparison.kernels] == [{"convolution": 3.0, "idle": 1.0}] * 2
+    assert [each.failure for each in results if isinstance(each, Result) and each.failure] == ["resolutions: too large"]
+    # Extra measurements are kept as soon as they are complete.
+    kinds = [type(each).__name__ for each in results]
+    assert kinds == ["Result"] * 4 + ["Throughput"] * 2 + ["Resolutions", "Result"] + ["Kernels"] * 2

@@ -1,0 +1,199 @@
+"""Errors of a user: the message has one line, the input is unchanged, and no partial output remains."""
+
+from __future__ import annotations
+
+import errno
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import onnx_ir as ir
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.pipelines import copied, edit_json, refused, snapshot
+
+from sdonnx.errors import FolderError, OptionError, OutputError, ProviderError, SdonnxError, WeightsError
+from sdonnx.export.export_pipeline import export_pipeline
+from sdonnx.optimize.optimizer import optimize_folder
+from sdonnx.runtime.pipeline import OrtDiffusionPipeline
+
+UNET = "unet/diffusion_pytorch_model.safetensors"
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def reshape_a_weight(path: Path) -> None:
+    weights = load_file(path)
+    weights["conv_in.bias"] = weights["conv_in.bias"][:7].clone()
+    save_file(weights, path)
+
+
+def drop_a_weight(path: Path) -> None:
+    weights = load_file(path)
+    del weights["conv_in.bias"]
+    save_file(weights, path)
+
+
+def to_pickle(path: Path) -> None:
+    torch.save(load_file(path), path.with_suffix(".bin"))
+    path.unlink()
+
+
+BROKEN: list[tuple[str, Callable[[Path], Any], type[SdonnxError], str]] = [
+    ("no index", lambda f: (f / "model_index.json").unlink(), FolderError, "model_index.json"),
+    ("index broken", lambda f: (f / "model_index.json").write_text("{"), FolderError, "JSON"),
+    ("no class", lambda f: edit_json(f / "model_index.json", _class_name=...), FolderError, "_class_name"),
+    ("other class", lambda f: edit_json(f / "model_index.json", _class_name="Flux"), FolderError, "Flux"),
+    ("no unet in index", lambda f: edit_json(f / "model_index.json", unet=...), FolderError, "unet"),
+    ("unknown unet class", lambda f: edit_json(f / "model_index.json", unet=["diffusers", "Net"]), FolderError, "Net"),
+    ("no component", lambda f: shutil.rmtree(f / "vae"), FolderError, "vae"),
+    ("no tokenizer", lambda f: shutil.rmtree(f / "tokenizer"), FolderError, "tokenizer"),
+    ("no config", lambda f: (f / "unet" / "config.json").unlink(), FolderError, "config.json"),
+    ("config broken", lambda f: (f / "unet" / "config.json").write_text("[1"), FolderError, "config.json"),
+    ("no weights", lambda f: (f / UNET).unlink(), WeightsError, "no weights"),
+    ("truncated weights", lambda f: truncate(f / UNET), WeightsError, "diffusion_pytorch_model"),
+    ("wrong shape", lambda f: reshape_a_weight(f / UNET), WeightsError, "(7,)"),
+    ("missing weight", lambda f: drop_a_weight(f / UNET), WeightsError, "conv_in.bias"),
+    ("pickle alone", lambda f: to_pickle(f / UNET), WeightsError, "allow_pickle"),
+]
+
+
+@pytest.mark.parametrize(("change", "error", "word"), [row[1:] for row in BROKEN], ids=[row[0] for row in BROKEN])
+def test_export_refuses_a_broken_pipeline(
+    change: Callable[[Path], Any], error: type[SdonnxError], word: str, tiny_pipeline: Path, tmp_path: Path
+) -> None:
+    folder = copied(tiny_pipeline, tmp_path / "in")
+    change(folder)
+    before = snapshot(folder)
+    with refused(error, word):
+        export_pipeline(folder, tmp_path / "out")
+    assert snapshot(folder) == before
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
+
+
+@pytest.mark.parametrize("stop_at", [1, 3, 20, 240])
+def test_interrupted_export_leaves_no_output(stop_at: int, tiny_pipeline: Path, tmp_path: Path) -> None:
+    calls = 0
+
+    def stop(phase: str, done: int, total: int) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == stop_at:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        export_pipeline(tiny_pipeline, tmp_path / "out", progress=stop)
+    assert list(tmp_path.iterdir()) == []
+
+
+def break_external(folder: Path) -> None:
+    truncate(folder / "unet" / "model.onnx.data")
+
+
+def move_external_outside(folder: Path) -> None:
+    model = ir.load(folder / "unet" / "model.onnx")
+    for value in model.graph.initializers.values():
+        if isinstance(value.const_value, ir.ExternalTensor):
+            value.const_value._location = "../../secret"
+    ir.save(model, folder / "unet" / "model.onnx")
+
+
+ONNX_BROKEN: list[tuple[str, Callable[[Path], Any], type[SdonnxError], str]] = [
+    ("no model", lambda f: (f / "unet" / "model.onnx").unlink(), FolderError, "model.onnx"),
+    ("no graph", lambda f: (f / "unet" / "model.onnx").write_bytes(b"\x00\x01garbage"), FolderError, "model.onnx"),
+    ("no data", lambda f: (f / "unet" / "model.onnx.data").unlink(), WeightsError, "model.onnx.data"),
+    ("data truncated", break_external, WeightsError, "model.onnx.data"),
+    ("data outside", move_external_outside, WeightsError, "outside"),
+    ("no scheduler", lambda f: shutil.rmtree(f / "scheduler"), FolderError, "scheduler"),
+]
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "word"), [row[1:] for row in ONNX_BROKEN], ids=[row[0] for row in ONNX_BROKEN]
+)
+def test_optimize_refuses_a_broken_folder(
+    change: Callable[[Path], Any], error: type[SdonnxError], word: str, tiny_exported: Path, tmp_path: Path
+) -> None:
+    folder = copied(tiny_exported, tmp_path / "in")
+    change(folder)
+    before = snapshot(folder)
+    with refused(error, word):
+        optimize_folder(folder, tmp_path / "out")
+    assert snapshot(folder) == before
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
+
+
+@pytest.mark.parametrize("place", [".", "inside", ".."])
+def test_output_must_not_overlap_the_input(place: str, tiny_exported: Path, tmp_path: Path) -> None:
+    folder = copied(tiny_exported, tmp_path / "deep" / "in")
+    before = snapshot(folder)
+    with refused(OutputError, "outside the input"):
+        optimize_folder(folder, folder / place, overwrite=True)
+    assert snapshot(folder) == before
+
+
+def test_existing_output_is_refused(tiny_exported: Path, tiny_cpu: Path, tmp_path: Path) -> None:
+    old = copied(tiny_cpu, tmp_path / "old")
+    before = snapshot(old)
+    with refused(OutputError, "--overwrite"):
+        optimize_folder(tiny_exported, old, provider="cpu")
+    assert snapshot(old) == before
+    optimize_folder(tiny_exported, old, provider="cpu", overwrite=True)
+    assert snapshot(old) != before
+    assert [path.name for path in tmp_path.iterdir()] == ["old"]
+
+
+def test_overwrite_keeps_other_folders(tiny_exported: Path, tmp_path: Path) -> None:
+    (tmp_path / "letters").mkdir()
+    (tmp_path / "letters" / "dear.txt").write_text("dear")
+    with refused(OutputError, "is not a pipeline folder"):
+        optimize_folder(tiny_exported, tmp_path / "letters", overwrite=True)
+    assert (tmp_path / "letters" / "dear.txt").read_text() == "dear"
+
+
+def test_overwrite_keeps_the_old_folder_when_the_run_fails(
+    tiny_exported: Path, tiny_cpu: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = copied(tiny_cpu, tmp_path / "old")
+    before = snapshot(old)
+
+    def disk_full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(ir, "save", disk_full)
+    with refused(OutputError, "No space left"):
+        optimize_folder(tiny_exported, old, provider="cpu", overwrite=True)
+    assert snapshot(old) == before
+    assert [path.name for path in tmp_path.iterdir()] == ["old"]
+
+
+def test_invalid_options_are_refused(tiny_exported: Path, tiny_cpu: Path, tmp_path: Path) -> None:
+    with refused(ProviderError, "cuda, cpu"):
+        optimize_folder(tiny_exported, tmp_path / "out", provider="rocm")
+    with refused(OptionError, "float32"):
+        optimize_folder(tiny_exported, tmp_path / "out", provider="cpu", float16=True)
+    with refused(OptionError, "MultiHeadAttention", "mid_block"):
+        optimize_folder(tiny_exported, tmp_path / "out", float16=True, force_fp32_ops=["unet:Nothing"])
+    with refused(FolderError, "optimized already"):
+        optimize_folder(tiny_cpu, tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_pickle_is_read_if_the_component_is_named(tiny_pipeline: Path, tmp_path: Path) -> None:
+    folder = copied(tiny_pipeline, tmp_path / "in")
+    to_pickle(folder / UNET)
+    export_pipeline(folder, tmp_path / "out", allow_pickle=["unet"])
+    assert (tmp_path / "out" / "unet" / "model.onnx").is_file()
+
+
+def test_unusable_folders_are_not_loaded(tiny_exported: Path, tiny_cuda: Path, tmp_path: Path) -> None:
+    with refused(FolderError, "does not exist"):
+        OrtDiffusionPipeline.from_pretrained(tmp_path / "nowhere")
+    with refused(FolderError, "optimize_pipeline"):
+        OrtDiffusionPipeline.from_pretrained(tiny_exported)
+    with refused(ProviderError, "cuda"):
+        OrtDiffusionPipeline.from_pretrained(tiny_cuda, "cpu")

@@ -1,0 +1,226 @@
+"""Commands of the command line."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from sdonnx import optimize_pipeline
+from sdonnx.__main__ import main
+from sdonnx.cli import export as export_command
+from sdonnx.cli import optimize
+
+
+def listing(folder: Path) -> dict[str, tuple[int, int]]:
+    """Return the size and modification time of every file."""
+    return {
+        str(path.relative_to(folder)): (path.stat().st_size, path.stat().st_mtime_ns)
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+def one_line_error(capsys: pytest.CaptureFixture[str]) -> str:
+    error = capsys.readouterr().err.strip()
+    assert error.startswith("error: ")
+    assert "\n" not in error
+    assert "expected" in error
+    return error
+
+
+def test_sample_command_writes_a_pipeline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sample", "--arch", "tiny", "-o", str(tmp_path / "tiny"), "--seed", "3"]) == 0
+    assert (tmp_path / "tiny" / "model_index.json").is_file()
+    capsys.readouterr()
+    assert main(["sample", "--arch", "tiny", "-o", str(tmp_path / "tiny")]) == 2
+    assert "--overwrite" in one_line_error(capsys)
+
+
+def test_optimize_command_reports_the_counts(
+    tiny_exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["-i", str(tiny_exported), "-o", str(tmp_path / "fast"), "--float16"]
+    assert optimize_pipeline.main([*arguments, "--force_fp32_ops", "unet:MultiHeadAttention", "unet:mid_block.*"]) == 0
+    shown = capsys.readouterr().out
+    assert "MultiHeadAttention" in shown
+    report = json.loads((tmp_path / "fast" / "sdonnx.json").read_text())
+    unet = report["components"]["unet"]
+    assert unet["operators_after"]["MultiHeadAttention"] == 8
+    assert unet["float32"]["MultiHeadAttention"] == 8
+    assert unet["float32"]["mid_block.*"] > 10
+    assert unet["left"] == {}
+    assert unet["inputs"]["sample"].startswith("float16")
+    assert unet["inputs"]["timestep"].startswith("float[")
+
+
+@pytest.mark.parametrize(
+    ("extra", "named"),
+    [
+        (["--provider", "tpu"], "cuda, cpu"),
+        (["--provider", "cpu", "--float16"], "float32"),
+        (["--float16", "--force_fp32_ops", "unet:Nonsense"], "MultiHeadAttention"),
+        (["--float16", "--force_fp32_ops", "unett:Conv"], "vae_decoder"),
+        (["--force_fp32_ops", "unet:Conv"], "--float16"),
+        (["--attention_layout", "sideways"], "packed_qkv"),
+    ],
+)
+def test_invalid_optimize_options_are_refused(
+    extra: list[str], named: str, tiny_exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = listing(tiny_exported)
+    assert optimize_pipeline.main(["-i", str(tiny_exported), "-o", str(tmp_path / "out"), *extra]) == 2
+    assert named in one_line_error(capsys)
+    assert list(tmp_path.iterdir()) == []
+    assert listing(tiny_exported) == before
+
+
+def test_generate_writes_png_with_parameters(tiny_cpu: Path, tmp_path: Path) -> None:
+    arguments = ["generate", "-m", str(tiny_cpu), "-p", "a red fox", "-s", "2", "--height", "64", "--width", "72"]
+    assert main([*arguments, "-o", str(tmp_path / "one.png"), "--seed", "7"]) == 0
+    image: Any = Image.open(tmp_path / "one.png")
+    assert image.size == (72, 64)
+    parameters = json.loads(image.text["parameters"])
+    assert parameters["prompt"] == "a red fox"
+    assert parameters["seed"] == 7
+    assert parameters["steps"] == 2
+    assert np.asarray(image).std() > 1
+
+
+def test_generate_from_an_image(tiny_cpu: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, out = tmp_path / "source.png", tmp_path / "out.png"
+    Image.new("RGB", (64, 72), (90, 30, 160)).save(source)
+    Image.new("L", (64, 72), 0).save(tmp_path / "mask.png")
+    given = ["generate", "-m", str(tiny_cpu), "-p", "fox", "-s", "4", "--seed", "1", "-o", str(out)]
+    assert main([*given, "--image", str(source), "--strength", "0.5"]) == 0
+    with Image.open(out) as generated:
+        assert generated.size == (64, 72)
+    sized = ["--height", "72", "--width", "64"]
+    assert main([*given, *sized, "--image", str(source), "--mask_image", str(tmp_path / "mask.png")]) == 0
+    assert main([*given, "--image", str(tmp_path / "nowhere.png")]) == 2
+    assert "nowhere.png cannot be read" in capsys.readouterr().err
+
+
+def test_generate_writes_a_batch(tiny_cpu: Path, tmp_path: Path) -> None:
+    arguments = ["generate", "-m", str(tiny_cpu), "-p", "fox", "owl", "-s", "1", "--height", "64", "--width", "64"]
+    more = ["-n", "2", "-o", str(tmp_path / "some.png"), "--negative_prompt", "ugly", "--scheduler", "euler"]
+    assert main([*arguments, *more]) == 0
+    files = sorted(tmp_path.iterdir())
+    assert [file.name for file in files] == [f"some-{index}.png" for index in (1, 2, 3, 4)]
+    images: list[Any] = [Image.open(file) for file in files]
+    prompts = [json.loads(image.text["parameters"])["prompt"] for image in images]
+    assert prompts == ["fox", "fox", "owl", "owl"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["-m", "/nowhere", "-o", "x.png"], "/nowhere"),
+        (["-m", "{tiny}", "-o", "x.jpg"], ".png"),
+        (["-m", "{tiny}", "-o", "/nowhere/x.png"], "/nowhere"),
+        (["-m", "{tiny}", "-o", "x.png", "--height", "65"], "multiple of 8"),
+        (["-m", "{tiny}", "-o", "x.png", "--provider", "tpu"], "cuda, cpu"),
+        (["-m", "{tiny}", "-o", "x.png", "--scheduler", "magic"], "magic"),
+        (["-m", "{tiny}", "-o", "x.png", "-s", "0"], "at least 1"),
+    ],
+)
+def test_generate_errors(
+    arguments: list[str],
+    named: str,
+    tiny_cpu: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    given = [argument.format(tiny=tiny_cpu) for argument in arguments]
+    assert main(["generate", "-p", "fox", *given]) == 2
+    assert named in one_line_error(capsys)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_debug_shows_the_traceback() -> None:
+    with pytest.raises(Exception, match="/nowhere"):
+        main(["generate", "-m", "/nowhere", "-p", "fox", "-o", "x.png", "--debug"])
+
+
+COMMANDS = (
+    "benchmark",
+    "doctor",
+    "explain",
+    "export",
+    "generate",
+    "optimize",
+    "quickstart",
+    "sample",
+    "verify",
+)
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("sdonnx.__main__", "sdonnx"),
+        ("sdonnx.export.__main__", "sdonnx export"),
+        ("sdonnx.optimize_pipeline", "sdonnx optimize"),
+        *((f"sdonnx.cli.{name}", f"sdonnx {name}") for name in COMMANDS),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
+def test_modules_run_as_commands(
+    module: str, name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", [module, "--help"])
+    with pytest.raises(SystemExit) as stopped:
+        runpy.run_module(module, run_name="__main__")
+    assert stopped.value.code == 0
+    assert capsys.readouterr().out.startswith(f"usage: {name} ")
+
+
+def test_python_m_runs_the_commands() -> None:
+    command = [sys.executable, "-m", "sdonnx", "--help"]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert set(COMMANDS) <= set(shown.split())
+
+
+@pytest.mark.parametrize("option", ["--force_fp32_ops", "--force-fp32-ops"])
+def test_options_accept_both_separators(option: str) -> None:
+    parser = argparse.ArgumentParser()
+    optimize.add_arguments(parser)
+    options = parser.parse_args(["-i", "in", "-o", "out", option, "unet:Conv"])
+    assert options.force_fp32_ops == ["unet:Conv"]
+
+
+def test_export_command_needs_a_pipeline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert export_command.main(["-m", str(tmp_path), "-o", str(tmp_path / "out")]) == 2
+    assert "model_index.json" in one_line_error(capsys)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+def test_interrupted_export_leaves_nothing(sent: signal.Signals, tiny_pipeline: Path, tmp_path: Path) -> None:
+    before = listing(tiny_pipeline)
+    command = [sys.executable, "-m", "sdonnx.export", "-m", str(tiny_pipeline), "-o", str(tmp_path / "out")]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ | {"HF_HUB_OFFLINE": "1"}) as run:
+        deadline = time.monotonic() + 60
+        while not any(tmp_path.glob(".out.*.partial/text_encoder/model.onnx.data")):
+            assert time.monotonic() < deadline
+            assert run.poll() is None
+            time.sleep(0.05)
+        run.send_signal(sent)
+        _, error = run.communicate(timeout=60)
+    assert run.returncode == 2
+    assert error.strip().splitlines()[-1].startswith("interrupted")
+    assert list(tmp_path.iterdir()) == []
+    assert listing(tiny_pipeline) == before

@@ -1,0 +1,432 @@
+"""Stable Diffusion XL against diffusers: components, images, and conditioning on sizes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import torch
+from support import drawing
+from support.pipeline_cache import PipelineCache
+from support.pipelines import refused
+
+from sdonnx.errors import FolderError, OptionError, PromptError
+from sdonnx.metrics import psnr, relative_error
+from sdonnx.models.layer_counts import expected_counts
+from sdonnx.models.spec import Role
+from sdonnx.models.stable_diffusion_xl import STABLE_DIFFUSION_XL
+from sdonnx.optimize.optimizer import optimize_folder
+from sdonnx.runtime.inputs.stable_diffusion_xl_inputs import SizeConditions
+from sdonnx.runtime.pipeline import OrtDiffusionPipeline
+from sdonnx.sample.write_sample import ARCHITECTURES
+
+# diffusers converts torch tensors to numpy in a way that numpy deprecates.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:__array_wrap__ must accept:DeprecationWarning"),
+]
+
+SMALL: dict[str, Any] = {"height": 128, "width": 96, "num_inference_steps": 3}
+SAME_DB = 90
+PICTURE = np.random.default_rng(0).random((1, 96, 128, 3)).astype(np.float32)
+
+
+class Pair(drawing.Pair):
+    """One pipeline in diffusers and in this project, also for image to image."""
+
+    def draw(self, prompt: Any = None, *, theirs: Any = None, **arguments: Any) -> tuple[Any, Any]:
+        """Return both images for the same arguments."""
+        if "image" in arguments and not isinstance(self.theirs, diffusers.StableDiffusionXLImg2ImgPipeline):
+            theirs = diffusers.StableDiffusionXLImg2ImgPipeline(**self.theirs.components, add_watermarker=False)
+            theirs.set_progress_bar_config(disable=True)
+        return super().draw(prompt, theirs=theirs, **arguments)
+
+
+@pytest.fixture(scope="module")
+def base(pipelines: PipelineCache) -> Pair:
+    return Pair("sdxl-tiny", pipelines)
+
+
+@pytest.fixture(scope="module")
+def refiner(pipelines: PipelineCache) -> Pair:
+    return Pair("sdxl-refiner-tiny", pipelines)
+
+
+@pytest.fixture(autouse=True)
+def scheduler(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Restore the scheduler afterwards."""
+    pairs = [request.getfixturevalue(name) for name in sorted({"base", "refiner"} & set(request.fixturenames))]
+    before = [(pair.ours.scheduler_config, pair.theirs.scheduler) for pair in pairs]
+    yield
+    for pair, (config, theirs) in zip(pairs, before, strict=True):
+        pair.ours.scheduler_config, pair.theirs.scheduler = config, theirs
+
+
+# Components
+
+
+def inputs_of(component: str, pair: Pair) -> tuple[Any, dict[str, Any]]:
+    """Return a component's torch module and inputs for its graph."""
+    draw = np.random.default_rng(1)
+    module = getattr(pair.theirs, component)
+    if component.startswith("text_encoder"):
+        return module, {"input_ids": draw.integers(0, 49408, (3, 77)).astype(np.int32)}
+    width, ids = module.config.cross_attention_dim, 5 if pair.theirs.config.get("requires_aesthetics_score") else 6
+    return module, {
+        "sample": draw.standard_normal((2, 4, 11, 16)).astype(np.float32),
+        "timestep": np.array([481.5], np.float32),
+        "encoder_hidden_states": draw.standard_normal((2, 77, width)).astype(np.float32),
+        "text_embeds": draw.standard_normal((2, 64)).astype(np.float32),
+        "time_ids": draw.integers(0, 3000, (2, ids)).astype(np.float32),
+    }
+
+
+def torch_outputs(component: str, module: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+    given: dict[str, Any] = {name: torch.from_numpy(values) for name, values in inputs.items()}
+    with torch.inference_mode():
+        if component == "unet":
+            added = {name: given.pop(name) for name in ("text_embeds", "time_ids")}
+            return {"out_sample": module(**given, added_cond_kwargs=added, return_dict=False)[0]}
+        output = module(**given, output_hidden_states=True)
+    layers = {f"hidden_states.{index}": layer for index, layer in enumerate(output.hidden_states)}
+    named = ("text_embeds", "last_hidden_state", "pooler_output")
+    return layers | {name: output[name] for name in named if name in output}
+
+
+@pytest.mark.parametrize("component", ["text_encoder", "text_encoder_2", "unet"])
+@pytest.mark.parametrize("stage", ["exported", "optimized"])
+def test_components_agree(component: str, stage: str, base: Pair) -> None:
+    module, inputs = inputs_of(component, base)
+    path = getattr(base, stage) / component / "model.onnx"
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    names = [output.name for output in session.get_outputs()]
+    expected = torch_outputs(component, module, inputs)
+    assert set(names) == set(expected)
+    for name, values in zip(names, session.run(None, inputs), strict=True):
+        assert relative_error(np.asarray(values), expected[name].numpy()) < 1e-4, name
+
+
+def test_the_refiners_denoiser_agrees(refiner: Pair) -> None:
+    module, inputs = inputs_of("unet", refiner)
+    session = onnxruntime.InferenceSession(
+        refiner.optimized / "unet" / "model.onnx", providers=["CPUExecutionProvider"]
+    )
+    (values,) = session.run(None, inputs)
+    assert relative_error(np.asarray(values), torch_outputs("unet", module, inputs)["out_sample"].numpy()) < 1e-4
+
+
+def test_input_names_match_optimums_export(base: Pair) -> None:
+    def inputs(component: str) -> list[str]:
+        model = onnx.load(base.exported / component / "model.onnx", load_external_data=False)
+        return [value.name for value in model.graph.input]
+
+    assert inputs("unet") == ["sample", "timestep", "encoder_hidden_states", "text_embeds", "time_ids"]
+    assert inputs("text_encoder") == inputs("text_encoder_2") == ["input_ids"]
+
+
+def test_float16_export_is_valid(base: Pair, pipelines: PipelineCache, tmp_path: Path) -> None:
+    """diffusers concatenates float16 and float32 embeddings, which ONNX's Concat does not allow."""
+    half = pipelines.exported(base.source, dtype="float16")
+    for component in ("text_encoder", "text_encoder_2", "unet", "vae_decoder"):
+        onnx.checker.check_model(half / component / "model.onnx", full_check=True)
+    report = optimize_folder(half, tmp_path / "fused", provider="cuda")
+    precisions = {name: component.precision for name, component in report.components.items()}
+    assert precisions == {
+        "text_encoder": "float16",
+        "text_encoder_2": "float16",
+        "unet": "float16",
+        # force_upcast in its configuration: it overflows in float16.
+        "vae_encoder": "float32",
+        "vae_decoder": "float32",
+    }
+    decoder = onnx.load(tmp_path / "fused" / "vae_decoder" / "model.onnx", load_external_data=False)
+    types = {initializer.data_type for initializer in decoder.graph.initializer}
+    assert onnx.TensorProto.FLOAT16 not in types
+    assert {value.type.tensor_type.elem_type for value in (*decoder.graph.input, *decoder.graph.output)} == {
+        onnx.TensorProto.FLOAT
+    }
+
+
+@pytest.mark.parametrize(("upcast", "precision"), [(True, "float32"), (False, "float16")])
+def test_overflowing_autoencoder_stays_float32(upcast: bool, precision: str, base: Pair, tmp_path: Path) -> None:
+    import shutil
+
+    copy = tmp_path / "onnx"
+    shutil.copytree(base.exported, copy)
+    for component in ("vae_encoder", "vae_decoder"):
+        path = copy / component / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"force_upcast": upcast}))
+    report = optimize_folder(copy, tmp_path / "fused", float16=True).components
+    for component in ("vae_encoder", "vae_decoder"):
+        assert report[component].precision == precision
+        assert ("force_upcast of config.json" in report[component].float32) == upcast
+    assert report["unet"].precision == "float16"
+    # time_ids are sizes in pixels; float16 cannot represent odd numbers beyond 2048.
+    precompute = onnx.load(tmp_path / "fused" / "unet" / "precompute.onnx", load_external_data=False)
+    types = {value.name: value.type.tensor_type.elem_type for value in precompute.graph.input}
+    assert types["time_ids"] == onnx.TensorProto.FLOAT
+    assert types["text_embeds"] == onnx.TensorProto.FLOAT16
+
+
+def test_counts_of_the_full_architecture() -> None:
+    """Expected: 140 attentions, 70 GEGLU, 46 + 210 norms, 51 convolutions."""
+    config = {**ARCHITECTURES["sdxl"].networks["unet"].config, "_class_name": "UNet2DConditionModel"}
+    assert expected_counts(STABLE_DIFFUSION_XL.with_role(Role.DENOISER), config) == {
+        "attention": 140,
+        "geglu": 70,
+        "fast_gelu": 0,
+        "group_norm": 46,
+        "layer_norm": 210,
+        "rms_norm": 0,
+        "convolution": 51,
+    }
+
+
+def test_all_layers_are_fused(base: Pair, tmp_path: Path) -> None:
+    report = optimize_folder(base.exported, tmp_path / "fused", float16=True).components
+    for name, component in report.items():
+        assert component.warnings == [], name
+        for kind, counts in component.expected.items():
+            assert counts["after"] == counts["expected"], (name, kind)
+    assert report["unet"].operators_after["MultiHeadAttention"] == 16
+    assert report["unet"].operators_after["SkipLayerNormalization"] == 20
+
+
+# Images
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "a prompt": {},
+    "an empty negative prompt": {"negative_prompt": ""},
+    "a negative prompt": {"negative_prompt": "blurred"},
+    "other prompts for the second encoder": {
+        "prompt_2": "an owl in the snow",
+        "negative_prompt": "blurred",
+        "negative_prompt_2": "grey",
+        "num_images_per_prompt": 2,
+    },
+    "a negative prompt for the second encoder alone": {"negative_prompt_2": "grey"},
+    "several prompts": {"prompt": ["a fox", "an old castle"]},
+    "no guidance": {"guidance_scale": 0.0, "num_inference_steps": 1},
+    "rescaled guidance": {"guidance_rescale": 0.7},
+    "clip_skip": {"clip_skip": 1, "negative_prompt": "blurred"},
+    "sizes": {"original_size": (300, 2111), "crops_coords_top_left": (5, 7), "target_size": (64, 65)},
+    "negative sizes": {
+        "negative_original_size": (30, 20),
+        "negative_crops_coords_top_left": (1, 2),
+        "negative_target_size": (9, 8),
+    },
+    "a negative size alone": {"negative_original_size": (30, 20)},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_images_agree(case: str, base: Pair) -> None:
+    generated, expected = base.draw(**({"prompt": "a red fox"} | SMALL | CASES[case]))
+    assert psnr(generated, expected) > SAME_DB
+
+
+def test_sizes_change_the_image(base: Pair) -> None:
+    plain = base.ours("a red fox", **SMALL, seed=3, output_type="np").images
+    cropped = base.ours("a red fox", **SMALL, crops_coords_top_left=(500, 900), seed=3, output_type="np").images
+    assert psnr(plain, cropped) < 60
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"strength": 0.6, "negative_prompt": "grey"},
+        {"negative_original_size": (30, 20), "crops_coords_top_left": (5, 7)},
+    ],
+    ids=["default strength", "strength", "negative size"],
+)
+def test_image_to_image_agrees(options: dict[str, Any], base: Pair) -> None:
+    generated, expected = base.draw(prompt="a red fox", image=PICTURE, num_inference_steps=8, **options)
+    assert psnr(generated, expected) > SAME_DB
+
+
+@pytest.mark.parametrize("options", [{}, {"aesthetic_score": 3.0, "negative_aesthetic_score": 1.5}])
+def test_the_refiner_agrees(options: dict[str, Any], refiner: Pair) -> None:
+    generated, expected = refiner.draw(prompt="a red fox", image=PICTURE, num_inference_steps=8, **options)
+    assert psnr(generated, expected) > SAME_DB
+
+
+def test_inpainting_agrees(base: Pair) -> None:
+    mask = np.zeros((96, 128), np.float32)
+    mask[20:70, 30:100] = 1
+    pipeline: Any = diffusers.StableDiffusionXLInpaintPipeline(**base.theirs.components, add_watermarker=False)
+    pipeline.set_progress_bar_config(disable=True)
+    arguments: dict[str, Any] = {
+        "prompt": "a red fox",
+        "image": PICTURE,
+        "mask_image": mask[None],
+        "height": 96,
+        "width": 128,
+    }
+    arguments |= {"num_inference_steps": 4, "guidance_scale": 5.0}
+    expected = pipeline(
+        **arguments, generator=torch.Generator().manual_seed(3), output_type="np", padding_mask_crop=None
+    ).images
+    assert psnr(base.ours(**arguments, seed=3, output_type="np").images, expected) > SAME_DB
+
+
+def test_turbo_image_of_one_step_agrees(base: Pair) -> None:
+    """With the published scheduler of sdxl-turbo: Euler ancestral, trailing, without guidance."""
+    config = {**ARCHITECTURES["sdxl-turbo"].scheduler.config, "_class_name": "EulerAncestralDiscreteScheduler"}
+    base.theirs.scheduler = diffusers.EulerAncestralDiscreteScheduler.from_config(dict(config))
+    base.ours.scheduler_config = dict(config)
+    for steps in (1, 4):
+        generated, expected = base.draw(prompt="a fox", **(SMALL | {"num_inference_steps": steps}), guidance_scale=0.0)
+        assert psnr(generated, expected) > SAME_DB
+
+
+def test_embeddings_agree(base: Pair) -> None:
+    names = ("prompt_embeds", "negative_prompt_embeds", "pooled_prompt_embeds", "negative_pooled_prompt_embeds")
+    with torch.inference_mode():
+        encoded = base.theirs.encode_prompt("a red fox", negative_prompt="grey")
+    given: dict[str, Any] = dict(zip(names, encoded, strict=True))
+    generated, expected = base.draw(**given, **SMALL)
+    assert psnr(generated, expected) > SAME_DB
+    texts = base.ours("a red fox", negative_prompt="grey", **SMALL, seed=3, output_type="np").images
+    assert psnr(generated, texts) > SAME_DB
+
+
+def test_low_memory_gives_the_same_image(base: Pair) -> None:
+    expected = base.ours("a red fox", **SMALL, seed=3, output_type="np").images
+    with OrtDiffusionPipeline.from_pretrained(base.optimized, low_memory=True) as pipeline:
+        np.testing.assert_array_equal(pipeline("a red fox", **SMALL, seed=3, output_type="np").images, expected)
+
+
+# Size conditioning
+
+
+@pytest.mark.parametrize("from_image", [False, True])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"original_size": (100, 200), "crops_coords_top_left": (3, 4), "target_size": (5, 6)},
+        {"negative_original_size": (7, 8)},
+        {"negative_original_size": (7, 8), "negative_target_size": (9, 1), "negative_crops_coords_top_left": (2, 2)},
+    ],
+)
+def test_time_ids_agree(options: dict[str, Any], from_image: bool, base: Pair) -> None:
+    found, found_other = SizeConditions(**options).time_ids(64, 96, scored=False, from_image=from_image)
+    sizes = SizeConditions(**options)
+    own = (sizes.original_size or (64, 96), sizes.crops_coords_top_left, sizes.target_size or (64, 96))
+    width: dict[str, Any] = {"dtype": torch.float32, "text_encoder_projection_dim": 64}
+    if from_image:
+        pipeline: Any = diffusers.StableDiffusionXLImg2ImgPipeline(**base.theirs.components, add_watermarker=False)
+        negatives = (
+            sizes.negative_original_size or own[0],
+            sizes.negative_crops_coords_top_left,
+            sizes.negative_target_size or own[2],
+        )
+        expected, expected_other = pipeline._get_add_time_ids(*own, 6.0, 2.5, *negatives, **width)
+    else:
+        expected = expected_other = base.theirs._get_add_time_ids(*own, **width)
+        if sizes.negative_original_size is not None and sizes.negative_target_size is not None:
+            expected_other = base.theirs._get_add_time_ids(
+                sizes.negative_original_size, sizes.negative_crops_coords_top_left, sizes.negative_target_size, **width
+            )
+    assert (found, found_other) == (expected[0].tolist(), expected_other[0].tolist())
+
+
+# Bad input
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"original_size": (64,)}, OptionError, "original_size is (64,); expected two whole numbers"),
+        ({"target_size": "ab"}, OptionError, "target_size is 'ab'"),
+        ({"crops_coords_top_left": (1, -2)}, OptionError, "crops_coords_top_left is (1, -2)"),
+        ({"negative_target_size": (1.5, 2)}, OptionError, "negative_target_size is (1.5, 2)"),
+        ({"prompt_2": ["a", "b"]}, PromptError, "2 of prompt_2 for 1 prompts"),
+        ({"pooled_prompt_embeds": np.zeros((1, 64))}, PromptError, "pooled_prompt_embeds without prompt_embeds"),
+        ({"clip_skip": 2}, OptionError, "clip_skip is 2; expected less than the text encoder's 2 layers"),
+    ],
+)
+def test_bad_input_is_refused(options: dict[str, Any], error: Any, words: str, base: Pair) -> None:
+    with refused(error, words):
+        base.ours("a fox", **SMALL, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({}, PromptError, "prompt_embeds without pooled_prompt_embeds"),
+        (
+            {"pooled_prompt_embeds": np.zeros((1, 63))},
+            PromptError,
+            "pooled_prompt_embeds of shape (1, 63); expected (1, 64)",
+        ),
+        ({"pooled_prompt_embeds": np.zeros((2, 64))}, PromptError, "pooled_prompt_embeds of shape (2, 64)"),
+        ({"pooled_prompt_embeds": np.zeros(64)}, PromptError, "pooled_prompt_embeds of shape (64,)"),
+        ({"pooled_prompt_embeds": np.full((1, 64), np.nan)}, PromptError, "with NaN"),
+        (
+            {"guidance_scale": 5.0, "pooled_prompt_embeds": np.zeros((1, 64))},
+            PromptError,
+            "without negative_prompt_embeds",
+        ),
+        ({"prompt_2": "a"}, PromptError, "texts and prompt_embeds"),
+    ],
+)
+def test_bad_embeddings_are_refused(options: dict[str, Any], error: Any, words: str, base: Pair) -> None:
+    arguments: dict[str, Any] = {"guidance_scale": 1.0} | SMALL | options
+    with refused(error, words):
+        base.ours(prompt_embeds=np.zeros((1, 77, 128)), **arguments)
+
+
+def test_embeddings_of_another_width_are_refused(base: Pair) -> None:
+    with refused(OptionError, "prompt_embeds of width 64; expected 128"):
+        base.ours(prompt_embeds=np.zeros((1, 77, 64)), guidance_scale=1.0, **SMALL)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"prompt_2": "an owl"}, PromptError, "prompt_2 given; expected a Stable Diffusion XL pipeline"),
+        ({"original_size": (64, 64)}, OptionError, "original_size given; expected a Stable Diffusion XL pipeline"),
+        (
+            {"target_size": np.array([64, 64]), "aesthetic_score": 5.0},
+            OptionError,
+            "target_size, aesthetic_score given",
+        ),
+    ],
+)
+def test_other_families_refuse_size_arguments(options: dict[str, Any], error: Any, words: str, ours: Any) -> None:
+    with refused(error, words):
+        ours("a fox", 64, 64, 2, **options)
+
+
+def test_default_values_are_accepted_by_all_families(ours: Any, base: Pair) -> None:
+    plain = ours("a fox", 64, 64, 2, seed=1, output_type="np").images
+    default = ours(
+        "a fox", 64, 64, 2, seed=1, output_type="np", crops_coords_top_left=[0, 0], original_size=None
+    ).images
+    np.testing.assert_array_equal(plain, default)
+    sizes: dict[str, Any] = {"original_size": np.array([128, 96]), "target_size": [128, 96]}
+    generated = [base.ours("a fox", **SMALL, **given, seed=1, output_type="np").images for given in ({}, sizes)]
+    np.testing.assert_array_equal(*generated)
+
+
+def test_index_that_contradicts_the_denoiser_is_refused(refiner: Pair, tmp_path: Path) -> None:
+    import os
+    import shutil
+
+    copy = tmp_path / "refiner"
+    shutil.copytree(refiner.optimized, copy, copy_function=os.link)
+    index = json.loads((copy / "model_index.json").read_text())
+    (copy / "model_index.json").unlink()
+    (copy / "model_index.json").write_text(json.dumps(index | {"requires_aesthetics_score": False}))
+    with refused(FolderError, "reads 5 time_ids; expected 6, as requires_aesthetics_score is False"):
+        OrtDiffusionPipeline.from_pretrained(copy)

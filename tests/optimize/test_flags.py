@@ -1,0 +1,253 @@
+"""The options of `optimize_pipeline` that ONNX Runtime's script has: the effect and the errors of each."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime
+import pytest
+from onnxruntime.transformers.fusion_options import FusionOptions
+from support.pipelines import COMPONENTS, cases, config_of, lowered_session, refused, run, session, torch_outputs
+
+from sdonnx.cli.optimize import add_arguments, main
+from sdonnx.errors import OptionError, ProviderError
+from sdonnx.fusions.derived_tables import FLAGS, disabled_fusions
+from sdonnx.fusions.fusion_table import FUSIONS
+from sdonnx.metrics import relative_error
+from sdonnx.operators.operator_table import CONTRACTS
+from sdonnx.optimize.optimizer import optimize_folder
+from sdonnx.optimize.ort_graph_dump import Inspector
+
+TOLERANCE = 1e-4
+
+# Flags whose fusions emit operators in the default attention layout.
+EMITTING = [
+    name
+    for name in FLAGS
+    if any(fusion.emits and "unpacked" in fusion.attention_layouts for fusion in disabled_fusions([name]))
+]
+# Layout and flags, and how many inputs MultiHeadAttention then has in self and in cross attention.
+LAYOUTS = [
+    ("packed_qkv", {1, 2}),
+    ("packed_qkv --disable_packed_qkv", {2}),
+    ("packed_qkv --disable_packed_kv", {1, 3}),
+    ("packed_qkv --disable_packed_qkv --disable_packed_kv", {3}),
+    ("packed_kv --disable_packed_kv", {3}),
+    ("packed_kv --disable_packed_qkv", {2}),
+]
+
+
+def options() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return parser
+
+
+def report_of(folder: Path) -> Any:
+    return json.loads((folder / "sdonnx.json").read_text())
+
+
+def present(folder: Path) -> set[str]:
+    """Return the contrib operators in the graphs of a folder."""
+    components = report_of(folder)["components"].values()
+    return {name for component in components for name in component["operators_after"]} & CONTRACTS.keys()
+
+
+def nodes(folder: Path, component: str, op_type: str) -> list[ir.Node]:
+    return [node for node in ir.load(folder / component / "model.onnx").graph if node.op_type == op_type]
+
+
+def error_of(capsys: pytest.CaptureFixture[str]) -> str:
+    """The one line that a failing command leaves."""
+    error = capsys.readouterr().err.strip()
+    assert error.startswith("error: ")
+    assert "\n" not in error
+    return error
+
+
+# --- disabled fusions -------------------------------------------------------------------------------------------------
+
+
+def test_by_default_nothing_is_disabled(tiny_cuda: Path) -> None:
+    assert report_of(tiny_cuda)["disabled"] == []
+
+
+@pytest.mark.parametrize("names", [[name] for name in EMITTING] + [list(FLAGS)], ids=[*EMITTING, "all"])
+def test_disabled_fusion_is_left_out(
+    names: list[str],
+    tiny_exported: Path,
+    tiny_cuda: Path,
+    tiny_torch: Any,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    out = tmp_path / "out"
+    flags = [FLAGS[name].option for name in names]
+    assert main(["-i", str(tiny_exported), "-o", str(out), *flags]) == 0
+    disabled = disabled_fusions(names)
+    kept = [fusion for fusion in FUSIONS if fusion not in disabled]
+    dependent = [fusion for fusion in kept if {each.name for each in disabled} & set(fusion.depends_on)]
+    gone = {name for fusion in disabled for name in fusion.emits}
+    lost = present(tiny_cuda) - present(out)
+    assert lost <= gone | {name for fusion in dependent for name in fusion.emits}
+    # Every operator of the flag that this pipeline has is gone.
+    assert lost >= gone & present(tiny_cuda)
+    report = report_of(out)
+    assert report["disabled"] == sorted(names)
+    # A disabled fusion causes no warning.
+    assert [component["warnings"] for component in report["components"].values()] == [[]] * len(COMPONENTS)
+    assert "warning" not in capsys.readouterr().out
+    for component in COMPONENTS:
+        feeds = cases(component, config_of(tiny_torch, component))[1]
+        (tmp_path / component).mkdir()
+        found = run(lowered_session(out / component / "model.onnx", tmp_path / component), feeds)
+        for value, expected in zip(found, torch_outputs(component, tiny_torch, feeds), strict=True):
+            assert relative_error(value, expected) < TOLERANCE, component
+
+
+@pytest.mark.parametrize(("given", "inputs"), LAYOUTS)
+def test_packed_layouts(given: str, inputs: set[int], tiny_exported: Path, tmp_path: Path) -> None:
+    layout, *flags = given.split()
+    assert main(["-i", str(tiny_exported), "-o", str(tmp_path / "out"), "--attention_layout", *given.split()]) == 0
+    report = report_of(tmp_path / "out")
+    assert report["attention_layout"] == layout
+    assert report["disabled"] == sorted(flag.removeprefix("--disable_") for flag in flags)
+    attentions = nodes(tmp_path / "out", "unet", "MultiHeadAttention")
+    assert {len(node.inputs) for node in attentions} == inputs
+
+
+def test_an_unknown_fusion_is_refused(tiny_exported: Path, tmp_path: Path) -> None:
+    with refused(OptionError, "'gelu'", "bias_splitgelu"):
+        optimize_folder(tiny_exported, tmp_path / "out", disabled=["attention", "gelu"])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_channels_first_norms_are_not_offered(
+    tiny_exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["-i", str(tiny_exported), "-o", str(tmp_path / "out"), "--use_group_norm_channels_first"]) == 2
+    error = error_of(capsys)
+    assert "channels last" in error
+    assert "--disable_group_norm" in error
+    assert list(tmp_path.iterdir()) == []
+
+
+# --- bfloat16 ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("extra", "dtype"), [([], ir.DataType.FLOAT), (["--bfloat16"], ir.DataType.BFLOAT16)])
+def test_excluded_operators_compute_in_the_fallback_type(
+    extra: list[str], dtype: ir.DataType, tiny_exported: Path, tmp_path: Path
+) -> None:
+    given = ["--float16", "--force_fp32_ops", "unet:MultiHeadAttention", *extra]
+    assert main(["-i", str(tiny_exported), "-o", str(tmp_path / "out"), *given]) == 0
+    attentions = nodes(tmp_path / "out", "unet", "MultiHeadAttention")
+    assert len(attentions) == 8
+    assert {value.dtype for node in attentions for value in node.inputs if value is not None} == {dtype}
+    others = nodes(tmp_path / "out", "unet", "BiasSplitGelu")
+    assert {node.inputs[0].dtype for node in others if node.inputs[0] is not None} == {ir.DataType.FLOAT16}
+
+
+def test_bfloat16_is_for_float16(tiny_exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["-i", str(tiny_exported), "-o", str(tmp_path / "out"), "--bfloat16"]) == 2
+    assert "add --float16" in error_of(capsys)
+    assert list(tmp_path.iterdir()) == []
+
+
+# --- output -----------------------------------------------------------------------------------------------------------
+
+
+def test_inspect_writes_the_graph_that_onnxruntime_optimizes(tiny_exported: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    given = ["-i", str(tiny_exported), "-o", str(out), "--provider", "cpu", "--inspect", "-e"]
+    assert main(given) == 0
+    for component in COMPONENTS:
+        path = out / component / "inspect.onnx"
+        own = ir.load(path)
+        weights = [value.const_value for value in own.graph.initializers.values()]
+        apart = [tensor for tensor in weights if isinstance(tensor, ir.ExternalTensor)]
+        assert {Path(tensor.location).name for tensor in apart} == {"inspect.onnx.data"}
+        assert path.stat().st_size < (out / component / "inspect.onnx.data").stat().st_size / 4
+        plain = session(out / component / "model.onnx")
+        draw = np.random.default_rng(0)
+        feeds = {
+            value.name: draw.integers(0, 9, (1, 7))
+            if "int" in value.type
+            else draw.standard_normal([size if isinstance(size, int) else 8 for size in value.shape])
+            for value in plain.get_inputs()
+        }
+        for value, expected in zip(run(session(path), feeds), run(plain, feeds), strict=True):
+            assert relative_error(value, expected) < TOLERANCE, component
+
+
+def test_inspect_reports_graphs_that_onnxruntime_refuses(tmp_path: Path) -> None:
+    path = tmp_path / "model.onnx"
+    path.write_bytes(b"no graph")
+    with refused(ProviderError, "model.onnx", "--inspect"):
+        Inspector("cpu").inspect(path)
+
+
+@pytest.mark.parametrize(("missing", "words"), [("provider", "CUDAExecutionProvider"), ("package", "not installed")])
+def test_inspect_needs_the_provider(
+    missing: str, words: str, tiny_exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if missing == "provider":
+        monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: ["CPUExecutionProvider"])
+    else:
+        monkeypatch.setitem(sys.modules, "onnxruntime", None)  # an import then raises ImportError
+    phases: list[str] = []
+    with refused(ProviderError, words, "--inspect", "sdonnx[cuda]"):
+        optimize_folder(tiny_exported, tmp_path / "out", inspect=True, progress=lambda phase, *_: phases.append(phase))
+    assert phases == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_weights_lie_beside_the_graph_with_and_without_the_option(
+    tiny_exported: Path, tiny_cpu: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    assert main(["-i", str(tiny_exported), "-o", str(out), "--provider", "cpu", "--use_external_data_format"]) == 0
+    files = [str(path.relative_to(out)) for path in sorted(out.rglob("*")) if path.is_file()]
+    assert files == [str(path.relative_to(tiny_cpu)) for path in sorted(tiny_cpu.rglob("*")) if path.is_file()]
+    for name in files:
+        assert (out / name).read_bytes() == (tiny_cpu / name).read_bytes(), name
+
+
+# --- an old command line ----------------------------------------------------------------------------------------------
+
+
+def test_every_option_for_diffusion_of_onnxruntime_is_taken() -> None:
+    parser = argparse.ArgumentParser()
+    FusionOptions.add_arguments(parser)
+    theirs = {action.dest: action for action in parser._actions}
+    wanted = {name for name, action in theirs.items() if re.search("model_type=unet", action.help or "")}
+    wanted |= {"disable_attention", "disable_skip_layer_norm"}
+    assert len(wanted) == 10
+    ours = {action.dest for action in options()._actions}
+    assert wanted - ours == set()
+
+
+def test_an_old_command_line_is_read() -> None:
+    given = "-i a -o b --float16 --bfloat16 --force_fp32_ops unet:Attention --inspect --overwrite -e --provider cuda"
+    read = options().parse_args([*given.split(), "--disable_packed_kv", "--disable_packed_qkv"])
+    assert read.inspect
+    assert read.overwrite
+    assert read.use_external_data_format
+    assert options().parse_args(["-i", "a", "-o", "b"]).provider == "cuda"
+
+
+def test_help_is_in_groups(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    shown = capsys.readouterr().out
+    titles = ["folders:", "precision:", "target:", "fusions to leave out:"]
+    assert [title for title in titles if title in shown] == titles
+    for action in options()._actions:
+        assert action.help, action.dest

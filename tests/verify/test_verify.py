@@ -1,0 +1,198 @@
+"""`python -m sdonnx verify` against diffusers: passing and failing folders, and requiring the certificate."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from support.pipeline_cache import PipelineCache
+from support.pipelines import copied, refused, snapshot
+from support.recording import Note
+
+from sdonnx.__main__ import main
+from sdonnx.errors import FolderError, OptionError
+from sdonnx.folder.certificate import CERTIFICATE, CERTIFICATE_PAGE, certified_files
+from sdonnx.runtime.pipeline import OrtDiffusionPipeline
+from sdonnx.sample.architecture import ADAPTER_FILES
+from sdonnx.verify import Thresholds, Verification, VerificationRequest, verify_folder
+
+# Warnings caused by diffusers when it converts torch tensors to numpy.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:__array_wrap__ must accept:DeprecationWarning"),
+]
+
+SMALL = ("--height", "64", "--width", "64", "-s", "2")
+QUICK = VerificationRequest(prompts=("a fox",), steps=2, height=64, width=64)
+
+
+@pytest.fixture
+def folder(micro_cpu: Path, tmp_path: Path) -> Path:
+    return copied(micro_cpu, tmp_path / "fast")
+
+
+def verified(folder: Path, original: Path, *options: str) -> int:
+    return main(["verify", str(folder), "--against", str(original), *SMALL, *options])
+
+
+def certificate_of(folder: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((folder / CERTIFICATE).read_text())
+    return content
+
+
+def test_equal_folder_passes(folder: Path, micro: Path, tmp_path: Path, capsys: Any, note: Note) -> None:
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("a fox\n\n  an old <b>castle</b>  \n", encoding="utf-8")
+    before = certified_files(folder), snapshot(micro)
+    assert verified(folder, micro, "--prompts", str(prompts), "--images", "2", "--seed", "5") == 0
+    assert "passed" in capsys.readouterr().out
+    found = certificate_of(folder)
+    assert found["passed"] is True
+    assert found["failures"] == []
+    assert [(each["prompt"], each["seed"]) for each in found["images"]] == [
+        ("a fox", 5), ("a fox", 6), ("an old <b>castle</b>", 5), ("an old <b>castle</b>", 6),
+    ]  # fmt: skip
+    assert {each["component"] for each in found["components"]} == {"text_encoder", "unet", "vae_decoder", "vae_encoder"}
+    for each in found["components"]:
+        assert each["error"] < 1e-4 < each["torch_error"]  # the folder is float32, torch_error is that of float16
+        assert each["not_finite"] == 0
+    for each in found["images"]:
+        assert each["wide_psnr_db"] is None or each["wide_psnr_db"] > 70
+    assert found["thresholds"] == {"least_psnr_db": 35.0, "most_error": 2.0}
+    assert found["request"]["steps"] == 2
+    assert found["environment"]["machine"]["cpu"]
+    note("verify", {"pipeline": "micro", "images": len(found["images"]), "seconds": found["seconds"]})
+    # The other files are unchanged, and all of them are hashed.
+    assert (certified_files(folder), snapshot(micro)) == before
+    assert found["files"] == before[0]
+    assert len(before[0]) == sum(path.is_file() for path in folder.rglob("*")) - 2
+    assert "unet/diffusion_pytorch_model.safetensors" in found["original"]["files"]
+
+
+def test_certificate_page(folder: Path, micro: Path) -> None:
+    verified(folder, micro)
+    page = (folder / CERTIFICATE_PAGE).read_text()
+    assert "fast matches diffusers" in page
+    assert page.count("data:image/webp") == 2 * 5  # three images and two differences per prompt
+    assert "http" not in page.replace("http-equiv", "")
+    assert "<script" not in page
+
+
+def test_require_certificate(folder: Path, micro: Path, tmp_path: Path, capsys: Any) -> None:
+    with refused(FolderError, "has no certificate.json"):
+        OrtDiffusionPipeline.from_pretrained(folder, require_certificate=True)
+    assert verified(folder, micro) == 0
+    with OrtDiffusionPipeline.from_pretrained(folder, require_certificate=True) as pipeline:
+        assert pipeline("a fox", 64, 64, 1).images
+    scheduler = folder / "scheduler" / "scheduler_config.json"
+    scheduler.write_text(scheduler.read_text().replace("0.012", "0.013"))
+    with refused(FolderError, "scheduler/scheduler_config.json has changed"):
+        OrtDiffusionPipeline.from_pretrained(folder, require_certificate=True)
+    arguments = ["generate", "-m", str(folder), "-p", "a fox", "-o", str(tmp_path / "fox.png"), "-s", "1"]
+    assert main([*arguments, "--require_certificate"]) == 2
+    assert "has changed since it was verified" in capsys.readouterr().err
+    assert not (tmp_path / "fox.png").exists()
+    assert main([*arguments, "--height", "64", "--width", "64"]) == 0
+
+
+def change_weights(component: str, change: Callable[[Any], Any]) -> Callable[[Path], None]:
+    """Return a function that changes the largest weight of a component in all of its graphs."""
+
+    def apply(folder: Path) -> None:
+        path = folder / component / "model.onnx"
+        model = onnx.load(path, load_external_data=False)
+        largest = max(model.graph.initializer, key=lambda each: int(np.prod(each.dims)))
+        place = {entry.key: entry.value for entry in largest.external_data}
+        data = path.with_name(place["location"])
+        content = bytearray(data.read_bytes())
+        start, length = int(place["offset"]), int(place["length"])
+        values = np.frombuffer(bytes(content[start : start + length]), np.float32)
+        content[start : start + length] = change(values).astype(np.float32).tobytes()
+        data.write_bytes(content)
+
+    return apply
+
+
+CHANGES = {
+    "noise": (change_weights("unet", lambda values: values[::-1]), "unet, out_sample"),
+    "black": (change_weights("vae_decoder", lambda values: values * np.nan), "a single colour"),
+    "slightly": (change_weights("text_encoder", lambda values: values * 1.01), "text_encoder"),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_changed_weights_fail(name: str, folder: Path, micro: Path, capsys: Any) -> None:
+    change, words = CHANGES[name]
+    change(folder)
+    assert verified(folder, micro) == 1
+    found = certificate_of(folder)
+    assert found["passed"] is False
+    assert any(words in failure for failure in found["failures"])
+    assert "did not pass" in capsys.readouterr().out
+    assert "does not match" in (folder / CERTIFICATE_PAGE).read_text()
+    with refused(FolderError, "failed"):
+        OrtDiffusionPipeline.from_pretrained(folder, require_certificate=True)
+
+
+def test_stricter_thresholds_fail(folder: Path, micro: Path) -> None:
+    found = verify_folder(folder, micro, QUICK)
+    assert found.judgement.passed
+    strict = verify_folder(
+        folder, micro, VerificationRequest(**{**vars(QUICK), "thresholds": Thresholds(min_psnr_db=200)})
+    )
+    assert not strict.judgement.passed
+
+
+@pytest.mark.parametrize("arch", ["sdxl-tiny-ip-adapter", "pixart-tiny"])
+def test_other_families(arch: str, pipelines: PipelineCache, tmp_path: Path) -> None:
+    """Every component that generates images is compared on the inputs from diffusers' pipeline."""
+    source = pipelines.sample(arch)
+    adapters = [path for name in ADAPTER_FILES if (path := source / "ip_adapter" / name).is_file()]
+    optimized = pipelines.optimized(pipelines.exported(source, ip_adapters=adapters), provider="cpu")
+    copied(optimized, tmp_path / "fast")  # the certificate is written into it
+    request = VerificationRequest(**{**vars(QUICK), "ip_adapters": tuple(map(str, adapters))})
+    found: Verification = verify_folder(tmp_path / "fast", source, request)
+    assert found.judgement.passed, found.judgement.failures
+    compared = {each.component for each in found.components}
+    index = json.loads((tmp_path / "fast" / "model_index.json").read_text())
+    graphs = {path.parent.name for path in (tmp_path / "fast").rglob("model.onnx")}
+    assert compared == graphs, index
+    assert all(each.error < 1e-4 for each in found.components)
+
+
+BAD: list[tuple[tuple[str, ...], str]] = [
+    (("--images", "0"), "0 images"),
+    (("--prompts", "nowhere.txt"), "nowhere.txt cannot be read"),
+    (("--provider", "cuda"), "was optimized for cpu"),
+    (("--scheduler", "nobody"), "nobody"),
+]
+
+
+@pytest.mark.parametrize(("options", "words"), BAD)
+def test_rejects_invalid_options(options: tuple[str, ...], words: str, folder: Path, micro: Path, capsys: Any) -> None:
+    assert verified(folder, micro, *options) == 2
+    assert words in capsys.readouterr().err
+    assert not (folder / CERTIFICATE).exists()
+    assert not list(folder.glob(".*"))
+
+
+def test_rejects_other_folders(folder: Path, micro: Path, micro_exported: Path, tmp_path: Path) -> None:
+    with refused(FolderError, "an exported pipeline"):
+        verify_folder(folder, micro_exported, QUICK)
+    with refused(FolderError, "does not exist"):
+        verify_folder(tmp_path / "none", micro, QUICK)
+    other = copied(micro, tmp_path / "other")
+    index = json.loads((other / "model_index.json").read_text())
+    (other / "model_index.json").write_text(json.dumps(index | {"_class_name": "StableDiffusionXLPipeline"}))
+    with refused(OptionError, "is of the family stable-diffusion,"):
+        verify_folder(folder, other, QUICK)
+    (other / "model_index.json").write_text(json.dumps(index))
+    shutil.rmtree(other / "vae")
+    with refused(FolderError, "diffusers cannot load"):
+        verify_folder(folder, other, QUICK)
