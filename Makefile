@@ -1,0 +1,38 @@
+# Tasks of a developer. `make help` lists them.
+SHELL := /bin/bash
+VENV ?= .venv
+BIN := $(VENV)/bin
+
+.DEFAULT_GOAL := help
+.PHONY: help venv fmt lint test-fast test docs wheel mutants
+
+help: ## list the tasks
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## /\1\t/' | expand -t 12
+
+venv: ## create the virtual environment with everything that the tasks need
+	@source scripts/setup_venv.sh && setup_venv export,benchmark,docs,dev
+
+fmt: venv ## format the code and apply automatic fixes
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+lint: venv ## run ruff, mypy --strict and the check of the prose
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python scripts/check_language.py
+
+test-fast: venv ## run the tests that need no sample pipeline, about two minutes
+	$(BIN)/python -m pytest -m "not gpu and not alone and not pipeline and not slow" -n auto
+
+test: ## run everything that CI runs
+	scripts/test.sh
+
+docs: venv ## build the documentation into site/, warnings are errors
+	$(BIN)/mkdocs build --strict
+
+wheel: venv ## build the source distribution and the wheel into dist/
+	$(BIN)/python -m build --no-isolation
+
+mutants: venv ## check that tests notice 40 mutations of the package, about ten minutes
+	$(BIN)/python scripts/mutate.py
