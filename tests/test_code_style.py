@@ -9,7 +9,7 @@ import sdonnx
 
 _PACKAGE = Path(sdonnx.__file__).parent
 
-_MAX_ASSERTS_FOR_TYPES = 69
+_MAX_ASSERTS_FOR_TYPES = 6
 
 
 def _asserts_that_a_value_is_present(path: Path) -> list[str]:

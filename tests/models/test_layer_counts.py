@@ -3,34 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from diffusers.models.activations import GEGLU, GELU
-from diffusers.models.attention_processor import Attention
+from support.module_layers import as_written, counted
 from support.pipelines import COMPONENTS
-from transformers.activations import NewGELUActivation
-from transformers.models.clip.modeling_clip import CLIPAttention
-from transformers.models.t5.modeling_t5 import T5Attention, T5LayerNorm
 
 from sdonnx.models.layer_counts import KINDS, expected_counts
 from sdonnx.models.registry import FAMILIES
 from sdonnx.models.spec import Role
 from sdonnx.sample.write_sample import ARCHITECTURES, ClassSpec, build_network
-
-# Kind of layer -> classes of its modules.
-CLASSES: dict[str, tuple[type, ...]] = {
-    "attention": (Attention, CLIPAttention, T5Attention),
-    "geglu": (GEGLU,),
-    "fast_gelu": (GELU, torch.nn.GELU, NewGELUActivation),
-    "group_norm": (torch.nn.GroupNorm,),
-    "layer_norm": (torch.nn.LayerNorm,),
-    "rms_norm": (T5LayerNorm,),
-    "convolution": (torch.nn.Conv2d,),
-}
 
 UNET = FAMILIES[0].with_role(Role.DENOISER)
 TINY_UNET = dict(ARCHITECTURES["tiny"].networks["unet"].config) | {"block_out_channels": [32, 64]}
@@ -85,28 +69,11 @@ UNKNOWN_UNETS: dict[str, dict[str, Any]] = {
 }
 
 
-def counted(modules: Iterable[torch.nn.Module | None]) -> dict[str, int]:
-    """Return the number of layers of each kind in the modules."""
-    layers = [layer for module in modules if module is not None for layer in module.modules()]
-    # The gelu of OpenCLIP's text encoder is exact, and has no fused kernel.
-    exact = [layer for layer in layers if getattr(layer, "approximate", "tanh") == "none"]
-    return {
-        kind: sum(isinstance(layer, classes) and layer not in exact for layer in layers)
-        for kind, classes in CLASSES.items()
-    }
-
-
 def parts(component: str, network: Any) -> list[torch.nn.Module | None]:
     """Return the parts of a network that become the component's graph."""
     if component == "vae_encoder":
         return [network.encoder, network.quant_conv]
     return [network.post_quant_conv, network.decoder] if component == "vae_decoder" else [network]
-
-
-def as_written(network: Any) -> dict[str, Any]:
-    """Return the configuration as config.json contains it."""
-    written = network.config if hasattr(network.config, "to_json_string") else network
-    return dict(json.loads(written.to_json_string()))
 
 
 def unet(**changes: Any) -> Any:

@@ -26,9 +26,9 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from support.drawing import MIN_PSNR_DB, generator
 from support.exporters import quiet
+from support.module_layers import as_written, counted
 from support.pipeline_cache import PipelineCache
 from support.pipelines import edit_json, linked, lowered_session, refused, replaced, run, session
-from test_layer_counts import as_written, counted
 from torch.utils.dlpack import from_dlpack
 from transformers import CLIPImageProcessorPil, CLIPTokenizer
 

@@ -14,6 +14,7 @@ import onnx.parser
 import onnx_ir as ir
 import onnxruntime
 import pytest
+from support.exported_graphs import TOLERANCE, as_asked, even_cases, kernels
 from support.exporters import export_with_script
 from support.pipelines import (
     COMPONENTS,
@@ -26,7 +27,6 @@ from support.pipelines import (
     snapshot,
     torch_outputs,
 )
-from test_exporters import TOLERANCE, as_asked, even_cases, kernels
 
 from sdonnx import optimize_pipeline
 from sdonnx.__main__ import main
