@@ -30,6 +30,7 @@ ALLOWED: Mapping[str, set[str]] = {
         "ip_adapter_scale",
         "set_ip_adapter_scale",
     },
+    "runtime/pipeline_base.py": {"ip_adapter_scale", "set_ip_adapter_scale"},
     "benchmark/engines/generation_inputs.py": {"ip_adapter_image"},
     "benchmark/engines/optimized_folder.py": {"ip_adapter_scale"},
     "benchmark/engines/pytorch.py": {"ip_adapter_scale", "load_ip_adapter", "set_ip_adapter_scale"},

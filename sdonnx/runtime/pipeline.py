@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -25,26 +25,24 @@ from sdonnx.runtime.device.device import device_for
 from sdonnx.runtime.device.device_thread import device_thread
 from sdonnx.runtime.device.kernel_workarounds import kernel_options, verdict_on, warning_of
 from sdonnx.runtime.device.session import SessionSettings
-from sdonnx.runtime.graph_set import GraphSet, Observer
+from sdonnx.runtime.graph_set import GraphSet
 from sdonnx.runtime.inputs.call import Call, CallReader
 from sdonnx.runtime.inputs.image_geometry import ImageGeometry
 from sdonnx.runtime.inputs.pipeline_inputs import PipelineInputs
+from sdonnx.runtime.interface.diffusers_interface import DiffusersInterface
 from sdonnx.runtime.output import ImageOutput, NotFiniteWarning, Output, read_output
 from sdonnx.runtime.safety import OF_FOLDER, OfFolder, SafetyChecker, safety_checker_of
 from sdonnx.runtime.sampling.generation import GenerationJob, plan_of
-from sdonnx.runtime.sampling.host_schedulers import is_planned, require_scheduler, seeded
+from sdonnx.runtime.sampling.host_schedulers import seeded
 from sdonnx.runtime.sampling.noise import TorchCpuGenerator
 from sdonnx.runtime.sampling.noise_source import Generator
-from sdonnx.samplers import config_for
 
 __all__ = ["ImageOutput", "NotFiniteWarning", "OrtDiffusionPipeline"]
-
-Result = TypeVar("Result")
 
 Callback = Callable[["OrtDiffusionPipeline", int, float, dict[str, Any]], Mapping[str, Any] | None]
 
 
-class OrtDiffusionPipeline:
+class OrtDiffusionPipeline(DiffusersInterface):
     """A diffusion pipeline on ONNX Runtime, with the interface of diffusers' pipelines.
 
     Each denoising step is one replay of a captured CUDA graph, and data stays on the device from the token ids to the
@@ -154,102 +152,6 @@ class OrtDiffusionPipeline:
         # Graphs are loaded by the thread that runs them.
         with refusing(folder, "output of python -m sdonnx.optimize_pipeline", "optimize the exported pipeline again"):
             return device_thread(device).run(partial(cls, graphs, max_sizes=max_sizes, safety_checker=safety_checker))
-
-    @property
-    def scheduler(self) -> str:
-        """Class name of the scheduler in diffusers.
-
-        Assign a class name, a short name such as "euler", or a scheduler object of diffusers. Schedulers without a
-        sampling plan generate the same images as in diffusers, but need torch and run more slowly.
-        """
-        return str(self._scheduler_config["_class_name"])
-
-    @scheduler.setter
-    def scheduler(self, chosen: Any) -> None:
-        if isinstance(chosen, str):
-            self.scheduler_config = config_for(chosen, self._scheduler_config)
-            return
-        config = require_scheduler(chosen)
-        self._scheduler_config, self._scheduler_object = config, None if is_planned(config) else chosen
-
-    @property
-    def scheduler_config(self) -> dict[str, Any]:
-        """Content of `scheduler_config.json`; assign a changed copy to set options of the scheduler."""
-        return self._scheduler_config
-
-    @scheduler_config.setter
-    def scheduler_config(self, config: Mapping[str, Any]) -> None:
-        self._scheduler_config, self._scheduler_object = dict(config), None
-
-    @property
-    def default_size(self) -> int:
-        """Default height and width of an image in pixels: those that the model was trained for."""
-        return self._geometry.default_size
-
-    @property
-    def default_guidance_scale(self) -> float:
-        """Default guidance scale: that of the family's pipelines in diffusers."""
-        return self._defaults.guidance_scale
-
-    @property
-    def default_steps(self) -> int:
-        """Default number of denoising steps: that of the family's pipelines in diffusers."""
-        return self._defaults.num_inference_steps
-
-    @property
-    def captured_sizes(self) -> list[CaptureReport]:
-        """Cost of each captured shape, the least recently used first."""
-        return self._run(self._cache.reports)
-
-    def set_ip_adapter_scale(self, scale: Any) -> None:
-        """Set the weights of image prompts' adapters for calls without `ip_adapter_scale`.
-
-        Args:
-            scale: one number for all adapters, or a list with an entry for each. An entry is a number, or a mapping
-                of weights for each block as in diffusers: `{"down": {"block_2": [0.0, 1.0]}, "mid": 0.5, "up": 1.0}`,
-                where missing blocks have weight 0. A mapping may be passed without a list for a single adapter.
-
-        Raises:
-            OptionError: the pipeline has no adapters, another number of them, or no such block.
-        """
-        self._inputs.set_adapter_scale(scale)
-
-    def set_progress_bar_config(self, **options: Any) -> None:
-        """Set options of tqdm's progress bar, such as `disable=True`; by default only terminals show it."""
-        self._progress = options
-
-    def observe(self, observer: Observer | None) -> None:
-        """Wrap each run of a graph in `with observer(role, run):`, on the device thread.
-
-        Runs are queued but not finished when the block ends; use `pipeline.device.mark` and `milliseconds` to time
-        them.
-
-        Args:
-            observer: returns the context manager for a run; None to remove the observer.
-        """
-        self._graphs.observer = observer
-
-    def interrupt(self) -> None:
-        """Stop the current generation after the current step; call it from a callback."""
-        self._interrupt = True
-
-    def close(self) -> None:
-        """Release the graphs; the pipeline cannot generate images afterwards.
-
-        Weights and captured graphs are freed. Memory that ONNX Runtime's arena holds for buffers and for weights
-        shared by graphs is reused by the next pipeline in the process.
-        """
-        if not self._closed:
-            self._run(self._release)
-            self._closed = True
-
-    def __enter__(self) -> OrtDiffusionPipeline:
-        """Return the pipeline."""
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Close the pipeline."""
-        self.close()
 
     def __call__(
         self,
@@ -434,14 +336,3 @@ class OrtDiffusionPipeline:
                 "return latents of the shape that the callback received",
             )
         return replacement
-
-    def _require_open(self) -> None:
-        if self._closed:
-            raise OptionError("the pipeline is closed", "an open one", "load it again with from_pretrained")
-
-    def _run(self, job: Callable[[], Result], stop: Callable[[], None] = lambda: None) -> Result:
-        return device_thread(self.device).run(job, stop)
-
-    def _release(self) -> None:
-        self._cache.close()
-        self._graphs.close()

@@ -1,0 +1,1 @@
+"""Attributes and methods that a pipeline shares with diffusers' pipelines."""

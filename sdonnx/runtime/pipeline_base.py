@@ -1,0 +1,116 @@
+"""Lifetime and settings of a pipeline: the thread of its device, `close`, progress and observers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Self, TypeVar
+
+from sdonnx.errors import OptionError
+from sdonnx.folder.pipeline_folder import PipelineFolder
+from sdonnx.models.spec import CallDefaults
+from sdonnx.runtime.cuda_graph_cache import CaptureReport, CudaGraphCache
+from sdonnx.runtime.device.device import Device
+from sdonnx.runtime.device.device_thread import device_thread
+from sdonnx.runtime.graph_set import GraphSet, Observer
+from sdonnx.runtime.inputs.image_geometry import ImageGeometry
+from sdonnx.runtime.inputs.pipeline_inputs import PipelineInputs
+
+__all__ = ["PipelineBase"]
+
+Result = TypeVar("Result")
+
+
+class PipelineBase:
+    """Settings of a pipeline that generates images, and its release. The subclass sets the attributes."""
+
+    folder: PipelineFolder
+    device: Device
+    _graphs: GraphSet
+    _defaults: CallDefaults
+    _inputs: PipelineInputs
+    _geometry: ImageGeometry
+    _cache: CudaGraphCache
+    _progress: dict[str, Any]
+    _interrupt: bool
+    _closed: bool
+
+    @property
+    def default_size(self) -> int:
+        """Default height and width of an image in pixels: those that the model was trained for."""
+        return self._geometry.default_size
+
+    @property
+    def default_guidance_scale(self) -> float:
+        """Default guidance scale: that of the family's pipelines in diffusers."""
+        return self._defaults.guidance_scale
+
+    @property
+    def default_steps(self) -> int:
+        """Default number of denoising steps: that of the family's pipelines in diffusers."""
+        return self._defaults.num_inference_steps
+
+    @property
+    def captured_sizes(self) -> list[CaptureReport]:
+        """Cost of each captured shape, the least recently used first."""
+        return self._run(self._cache.reports)
+
+    def set_ip_adapter_scale(self, scale: Any) -> None:
+        """Set the weights of image prompts' adapters for calls without `ip_adapter_scale`.
+
+        Args:
+            scale: one number for all adapters, or a list with an entry for each. An entry is a number, or a mapping
+                of weights for each block as in diffusers: `{"down": {"block_2": [0.0, 1.0]}, "mid": 0.5, "up": 1.0}`,
+                where missing blocks have weight 0. A mapping may be passed without a list for a single adapter.
+
+        Raises:
+            OptionError: the pipeline has no adapters, another number of them, or no such block.
+        """
+        self._inputs.set_adapter_scale(scale)
+
+    def set_progress_bar_config(self, **options: Any) -> None:
+        """Set options of tqdm's progress bar, such as `disable=True`; by default only terminals show it."""
+        self._progress = options
+
+    def observe(self, observer: Observer | None) -> None:
+        """Wrap each run of a graph in `with observer(role, run):`, on the device thread.
+
+        Runs are queued but not finished when the block ends; use `pipeline.device.mark` and `milliseconds` to time
+        them.
+
+        Args:
+            observer: returns the context manager for a run; None to remove the observer.
+        """
+        self._graphs.observer = observer
+
+    def interrupt(self) -> None:
+        """Stop the current generation after the current step; call it from a callback."""
+        self._interrupt = True
+
+    def close(self) -> None:
+        """Release the graphs; the pipeline cannot generate images afterwards.
+
+        Weights and captured graphs are freed. Memory that ONNX Runtime's arena holds for buffers and for weights
+        shared by graphs is reused by the next pipeline in the process.
+        """
+        if not self._closed:
+            self._run(self._release)
+            self._closed = True
+
+    def __enter__(self) -> Self:
+        """Return the pipeline."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close the pipeline."""
+        self.close()
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise OptionError("the pipeline is closed", "an open one", "load it again with from_pretrained")
+
+    def _run(self, job: Callable[[], Result], stop: Callable[[], None] = lambda: None) -> Result:
+        return device_thread(self.device).run(job, stop)
+
+    def _release(self) -> None:
+        self._cache.close()
+        self._graphs.close()
