@@ -7,7 +7,7 @@ import json
 import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from tokenizers import AddedToken, Encoding, Tokenizer
 
 from sdonnx.errors import FolderError, PromptError, SdonnxError
 from sdonnx.folder.pipeline_folder import read_json
+from sdonnx.runtime.inputs import textual_inversion
 from sdonnx.runtime.inputs.clip_tokenizer import MERGES, VOCABULARY, clip_tokenizer
 
 __all__ = ["PromptTokenizer", "PromptTruncatedWarning", "require_text"]
@@ -50,11 +51,13 @@ class PromptTokenizer:
         tokenizer: tokenizer of the tokenizers library, which truncates at `max_length` and does not pad.
         max_length: length of prompts in tokens, including special tokens.
         pad_token_id: token with which prompts are padded.
+        multi_vector: tokens of textual inversions with several vectors; see `textual_inversion.multi_vector_tokens`.
     """
 
     tokenizer: Tokenizer
     max_length: int
     pad_token_id: int
+    multi_vector: Mapping[int, tuple[str, str]] = field(default_factory=dict)
 
     @classmethod
     def from_folder(cls, path: Path, length: int | None = None) -> PromptTokenizer:
@@ -72,7 +75,9 @@ class PromptTokenizer:
         tokenizer = None if older else _read_tokenizer(path / TOKENIZER)
         config = _special_tokens_config(path)
         names = {name: _content(config[name]) for name in _NAMED_TOKENS if config.get(name) is not None}
-        tokenizer = tokenizer or clip_tokenizer(path, names)
+        if tokenizer is None:
+            tokenizer = clip_tokenizer(path, names)
+            textual_inversion.add_listed_tokens(tokenizer, path, config)
         max_length = config.get("model_max_length") if length is None else length
         specials = tokenizer.num_special_tokens_to_add(is_pair=False)
         if not isinstance(max_length, int) or not specials < max_length < _NO_LIMIT:
@@ -94,13 +99,13 @@ class PromptTokenizer:
         tokenizer.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in missing])
         tokenizer.no_padding()
         tokenizer.enable_truncation(max_length)
-        return cls(tokenizer, max_length, pad_token_id)
+        return cls(tokenizer, max_length, pad_token_id, textual_inversion.multi_vector_tokens(tokenizer))
 
     def of_length(self, length: int) -> PromptTokenizer:
         """Return the tokenizer for prompts of another length."""
         other = Tokenizer.from_str(self.tokenizer.to_str())
         other.enable_truncation(length)
-        return PromptTokenizer(other, length, self.pad_token_id)
+        return replace(self, tokenizer=other, max_length=length)
 
     def encode(self, prompts: Sequence[str]) -> NDArray[np.int64]:
         """Return the token ids of `encode_masked`."""
@@ -123,18 +128,27 @@ class PromptTokenizer:
         ids = np.full((len(prompts), self.max_length), self.pad_token_id, np.int64)
         mask = np.zeros_like(ids)
         for row, present, prompt in zip(ids, mask, prompts, strict=True):
-            text = require_text(prompt)
-            with _read_errors(
-                f"a prompt of {len(text)} characters", PromptError, "one that the folder's tokenizer can read"
-            ):
-                encoding = self.tokenizer.encode(text)
+            text, encoding = self._encode(require_text(prompt))
             row[: len(encoding.ids)] = encoding.ids
             present[: len(encoding.ids)] = 1
             if encoding.overflowing:
-                cut = prompt[_first_character(encoding.overflowing[0]) :].strip()
+                cut = text[_first_character(encoding.overflowing[0]) :].strip()
                 message = f"the text encoder accepts {self.max_length} tokens; this end of a prompt was cut: {cut}"
                 warnings.warn(PromptTruncatedWarning(message), stacklevel=3)
         return ids, mask
+
+    def _encode(self, text: str) -> tuple[str, Encoding]:
+        """Return a prompt with its multi-vector tokens expanded, and its encoding."""
+        with _read_errors(
+            f"a prompt of {len(text)} characters", PromptError, "one that the folder's tokenizer can read"
+        ):
+            encoding = self.tokenizer.encode(text)
+            if self.multi_vector:
+                ids = [number for part in (encoding, *encoding.overflowing) for number in part.ids]
+                expanded = textual_inversion.expand(text, ids, self.multi_vector)
+                if expanded != text:
+                    text, encoding = expanded, self.tokenizer.encode(expanded)
+        return text, encoding
 
 
 def _read_tokenizer(path: Path) -> Tokenizer:
