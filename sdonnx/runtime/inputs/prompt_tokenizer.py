@@ -8,6 +8,7 @@ import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,7 @@ class PromptTokenizer:
     tokenizer: Tokenizer
     max_length: int
     pad_token_id: int
-    multi_vector: Mapping[int, tuple[str, str]] = field(default_factory=dict)
+    multi_vector: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def from_folder(cls, path: Path, length: int | None = None) -> PromptTokenizer:
@@ -107,6 +108,20 @@ class PromptTokenizer:
         other.enable_truncation(length)
         return replace(self, tokenizer=other, max_length=length)
 
+    @cached_property
+    def special_ids(self) -> tuple[int, ...]:
+        """Special tokens of every prompt: those of CLIP are the start token and the end token."""
+        return tuple(self.tokenizer.encode("").ids)
+
+    def plain_ids(self, text: str) -> list[int]:
+        """Return the token ids of a text of any length, without special tokens.
+
+        Raises:
+            PromptError: the text cannot be encoded.
+        """
+        _, encoding = self._encode(require_text(text), special=False)
+        return [number for part in (encoding, *encoding.overflowing) for number in part.ids]
+
     def encode(self, prompts: Sequence[str]) -> NDArray[np.int64]:
         """Return the token ids of `encode_masked`."""
         return self.encode_masked(prompts)[0]
@@ -137,17 +152,17 @@ class PromptTokenizer:
                 warnings.warn(PromptTruncatedWarning(message), stacklevel=3)
         return ids, mask
 
-    def _encode(self, text: str) -> tuple[str, Encoding]:
+    def _encode(self, text: str, *, special: bool = True) -> tuple[str, Encoding]:
         """Return a prompt with its multi-vector tokens expanded, and its encoding."""
         with _read_errors(
             f"a prompt of {len(text)} characters", PromptError, "one that the folder's tokenizer can read"
         ):
-            encoding = self.tokenizer.encode(text)
+            encoding = self.tokenizer.encode(text, add_special_tokens=special)
             if self.multi_vector:
-                ids = [number for part in (encoding, *encoding.overflowing) for number in part.ids]
-                expanded = textual_inversion.expand(text, ids, self.multi_vector)
+                tokens = [token for part in (encoding, *encoding.overflowing) for token in part.tokens]
+                expanded = textual_inversion.expand(text, tokens, self.multi_vector)
                 if expanded != text:
-                    text, encoding = expanded, self.tokenizer.encode(expanded)
+                    text, encoding = expanded, self.tokenizer.encode(expanded, add_special_tokens=special)
         return text, encoding
 
 

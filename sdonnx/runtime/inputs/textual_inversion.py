@@ -21,40 +21,40 @@ _FLAGS = ("single_word", "lstrip", "rstrip", "normalized")
 _MAX_CHARACTERS = 10**7
 
 
-def multi_vector_tokens(tokenizer: Tokenizer) -> dict[int, tuple[str, str]]:
-    """Return the added tokens that stand for several vectors: their text and its replacement, by token id.
+def multi_vector_tokens(tokenizer: Tokenizer) -> dict[str, str]:
+    """Return the added tokens that stand for several vectors, with the tokens of all their vectors.
 
     diffusers' `load_textual_inversion` adds the tokens NAME, NAME_1, NAME_2, ... for an embedding of several vectors.
     """
-    added = {token.content: number for number, token in tokenizer.get_added_tokens_decoder().items()}
+    added = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
     found = {}
-    for name, number in added.items():
+    for name in added:
         names = [name]
         while f"{name}_{len(names)}" in added:
             names.append(f"{name}_{len(names)}")
         if len(names) > 1:
-            found[number] = name, " ".join(names)
+            found[name] = " ".join(names)
     return found
 
 
-def expand(text: str, ids: Iterable[int], tokens: Mapping[int, tuple[str, str]]) -> str:
+def expand(text: str, tokens: Iterable[str], multi_vector: Mapping[str, str]) -> str:
     """Return a prompt in which each multi-vector token is followed by the tokens of its other vectors.
 
     Source: `TextualInversionLoaderMixin.maybe_convert_prompt` of diffusers, which replaces every occurrence of the
-    token's text if the token occurs. The order is that of the prompt; in diffusers it is random, which matters only if
-    one name contains another.
+    token's text if the token occurs. Names with capital letters do not occur, since CLIP's tokenizer has only lower
+    case; diffusers does not expand them either. The order of replacements is that of the prompt; in diffusers it is
+    random, which matters only if one name contains another.
 
     Args:
         text: the prompt.
-        ids: token ids of the prompt.
-        tokens: see `multi_vector_tokens`.
+        tokens: tokens of the prompt, as the tokenizer spells them.
+        multi_vector: see `multi_vector_tokens`.
 
     Raises:
         PromptError: the result is far too long.
     """
-    for number in dict.fromkeys(ids):
-        if number in tokens:
-            name, replacement = tokens[number]
+    for name in dict.fromkeys(tokens):
+        if (replacement := multi_vector.get(name)) is not None:
             length = len(text) + text.count(name) * (len(replacement) - len(name))
             if length > _MAX_CHARACTERS:
                 raise PromptError(
