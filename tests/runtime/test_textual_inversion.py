@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from diffusers.loaders import TextualInversionLoaderMixin
+from diffusers.loaders.textual_inversion import TextualInversionLoaderMixin
 from support.pipeline_cache import PipelineCache
 from support.pipelines import edit_json, refused
 from transformers import CLIPTokenizer
