@@ -1,22 +1,28 @@
-"""`python -m sdonnx doctor`: report missing requirements and how to fix them, and check the kernels of this machine."""
+"""`sdonnx doctor`: report missing requirements and how to fix them, and check the kernels of this machine."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import platform
+import shlex
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext, redirect_stdout
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.markup import escape
 
-from sdonnx.doctor.cache import read_verdict, result_as_json, write_verdict
+import sdonnx
+from sdonnx.doctor.cache import read_verdict, result_as_json, verdict_as_json, verdict_path, write_verdict
 from sdonnx.doctor.check_kernels import ATTENTION, BACKENDS, CaseResult, KernelCaseSet, compare, read_kernel_cases
 from sdonnx.doctor.environment import Finding, collect_facts, default_provider, findings
+from sdonnx.doctor.first_use import first_use
 from sdonnx.doctor.gpu import identity
+from sdonnx.doctor.measured_verdicts import measured_verdict
 from sdonnx.doctor.sessions import kernel_opener
 from sdonnx.doctor.verdict import SummaryLine, Verdict, judge, summarize
 from sdonnx.errors import OptionError, OutputError
@@ -37,12 +43,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Report missing requirements of this machine and how to fix them, and compare ONNX Runtime's kernels with "
         "reference implementations. The verdict is cached, and generating images avoids faulty attention backends. "
-        "Status 0: all is well; 1: a kernel is faulty or a requirement is missing."
+        "Status 0: all is well; 1: a kernel is faulty or a requirement is missing. "
+        "--quick is for image builds: it checks what the first image would, and has status 0 where there is no GPU."
     )
     parser.add_argument("--provider", help="cuda or cpu (default: cuda where there is a GPU or a build for one)")
     parser.add_argument("--device", type=int, default=0, metavar="N", help="the number of the GPU (default 0)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all findings and kernel cases to a file")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="write all findings and kernel cases to a file; - for standard output"
+    )
     parser.add_argument("--fresh", action="store_true", help="check again although there is a cached verdict")
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="check the GPU's kernels at the sizes of a first use only, in seconds, and cache the verdict",
+    )
     add_debug(parser)
 
 
@@ -50,31 +64,55 @@ def run(options: argparse.Namespace) -> int:
     """Run the command."""
     if options.provider not in (None, "cuda", "cpu"):
         raise OptionError(f"the provider {options.provider!r} is unknown", "cuda or cpu", "pass one, or none")
+    if options.quick and options.provider == "cpu":
+        raise OptionError("--quick checks a GPU", "the provider cuda", "leave out --quick or --provider cpu")
+    # Standard output is for the report, if that is where it is written.
+    with redirect_stdout(sys.stderr) if _is_stdout(options.json) else nullcontext():
+        report = _report(options)
+    if options.json is not None:
+        _write(options.json, report)
+    return 0 if report["sound"] else _UNSOUND
+
+
+def _is_stdout(path: Path | None) -> bool:
+    return path == Path("-")
+
+
+def _report(options: argparse.Namespace) -> dict[str, Any]:
+    """Check the machine, print the findings, and return them for `--json`."""
     facts = collect_facts()
+    report: dict[str, Any] = {
+        "command": shlex.join(sys.orig_argv),
+        "sdonnx": sdonnx.__version__,
+        "python": platform.python_version(),
+        "system": platform.platform(),
+    }
+    if options.quick and options.provider is None and not facts.gpus:
+        console().print("no GPU here, so no kernels to check: they are checked where images are generated")
+        return report | {"provider": None, "findings": [], "sound": True}
     provider = options.provider or default_provider(facts)
     if provider == "cuda" and facts.gpus and not 0 <= options.device < len(facts.gpus):
         raise OptionError(
             f"--device is {options.device}", f"a number below {len(facts.gpus)}", "pass the number of a GPU"
         )
     found = findings(facts, provider)
+    _print_findings(found)
+    report |= {"provider": provider, "findings": [asdict(finding) for finding in found]}
+    if any(finding.state == "missing" for finding in found):
+        console().print("kernels: not run, as a requirement is missing")
+        return report | {"sound": False}
+    if provider == "cpu":
+        return report | {"sound": _check_cpu(report)}
+    return report | {"sound": (_check_quickly if options.quick else _check_gpu)(options, report)}
+
+
+def _print_findings(found: Sequence[Finding]) -> None:
     out = console()
     out.print(_environment(found))
     for finding in found:
         if finding.remedy:
             line = f"{finding.subject}: {finding.found}; expected {finding.expected}; {finding.remedy}"
             out.print(f"[{_COLOURS[finding.state]}]{finding.state}[/] {escape(line)}")
-    report: dict[str, Any] = {"provider": provider, "findings": [asdict(finding) for finding in found]}
-    missing = any(finding.state == "missing" for finding in found)
-    sound = False
-    if missing:
-        out.print("kernels: not run, as a requirement is missing")
-    elif provider == "cuda":
-        sound = _check_gpu(options, report)
-    else:
-        sound = _check_cpu(report)
-    if options.json is not None:
-        _write(options.json, report | {"sound": sound})
-    return 0 if sound else _UNSOUND
 
 
 def _environment(found: Sequence[Finding]) -> Table:
@@ -118,14 +156,23 @@ def _check_gpu(options: argparse.Namespace, report: dict[str, Any]) -> bool:
         verdict, results, place = _judge(options.device, cases, key)
         report["cases"] = [result_as_json(result) for result in results]
     _print_verdict(verdict, place)
-    report["verdict"] = {
-        "key": dict(verdict.key),
-        "sdpa_kernel": verdict.sdpa_kernel,
-        "faulty_backends": verdict.faulty_backends,
-        "faults": [result_as_json(result) for result in verdict.faults],
-        "unavailable": [result_as_json(result) for result in verdict.unavailable],
-        "seconds": verdict.seconds,
-    }
+    report["verdict"] = verdict_as_json(verdict)
+    return verdict.sound
+
+
+def _check_quickly(options: argparse.Namespace, report: dict[str, Any]) -> bool:
+    """Do as the first use of the GPU does; a full verdict in the cache stays there."""
+    verdict = first_use(
+        options.device,
+        open_kernel=kernel_opener("cuda", options.device),
+        identify=identity,
+        read=lambda _: read_kernel_cases(),
+        fresh=options.fresh,
+    )
+    path = verdict_path(verdict.key)
+    is_shipped = measured_verdict(verdict.key) == verdict
+    _print_verdict(verdict, str(path) if path.is_file() else "shipped with sdonnx" if is_shipped else "not cached")
+    report["verdict"] = verdict_as_json(verdict)
     return verdict.sound
 
 
@@ -198,8 +245,12 @@ def _print_verdict(verdict: Verdict, place: str) -> None:
 
 
 def _write(path: Path, report: dict[str, Any]) -> None:
+    text = json.dumps(report, indent=1, allow_nan=False) + "\n"
+    if _is_stdout(path):
+        sys.stdout.write(text)
+        return
     try:
-        path.write_text(json.dumps(report, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise OutputError(
             f"writing {path} failed ({error.strerror or error})", "a file that can be written", "choose another file"

@@ -16,12 +16,21 @@ from typing import Any
 from sdonnx.doctor.check_kernels import CaseResult
 from sdonnx.doctor.verdict import Key, SummaryLine, Verdict
 
-__all__ = ["CACHE", "cache_folder", "read_verdict", "result_as_json", "verdict_path", "write_verdict"]
+__all__ = [
+    "CACHE",
+    "cache_folder",
+    "read_verdict",
+    "result_as_json",
+    "verdict_as_json",
+    "verdict_from_json",
+    "verdict_path",
+    "write_verdict",
+]
 
 CACHE = "SDONNX_CACHE"
 """The environment variable for the folder of verdicts."""
 
-_FORMAT = 2
+_FORMAT = 3
 
 
 def cache_folder(environment: Mapping[str, str] = os.environ) -> Path:
@@ -41,38 +50,57 @@ def verdict_path(key: Key, folder: Path | None = None) -> Path:
 
 def read_verdict(key: Key, folder: Path | None = None) -> Verdict | None:
     """Return a machine's verdict, None if it is not cached or cannot be read."""
-    with suppress(OSError, ValueError, KeyError, TypeError, RuntimeError):
-        document = json.loads(verdict_path(key, folder).read_text(encoding="utf-8"))
-        if document["format"] == _FORMAT and document["key"] == dict(key):
-            return Verdict(
-                dict(key),
-                int(document["sdpa_kernel"]),
-                tuple(map(str, document["faulty_backends"])),
-                tuple(map(_result, document["faults"])),
-                tuple(map(_result, document["unavailable"])),
-                int(document["checked"]),
-                True,
-                bool(document["full"]),
-                float(document["seconds"]),
-                tuple(map(_line, document["summary"])),
-            )
+    with suppress(OSError, ValueError, RuntimeError):
+        verdict = verdict_from_json(json.loads(verdict_path(key, folder).read_text(encoding="utf-8")))
+        if verdict.key == dict(key):
+            return verdict
     return None
 
 
-def write_verdict(verdict: Verdict, folder: Path | None = None) -> Path | None:
-    """Write a verdict and return its path, None if the folder cannot be written."""
-    document = {
+def verdict_from_json(document: Any) -> Verdict:
+    """Return the verdict of a JSON object written by `verdict_as_json`.
+
+    Raises:
+        ValueError: it is not such an object, or one of another version.
+    """
+    try:
+        if document["format"] != _FORMAT:
+            raise ValueError(f"a verdict of format {document['format']}, expected {_FORMAT}")
+        return Verdict(
+            {str(name): str(value) for name, value in document["key"].items()},
+            int(document["sdpa_kernel"]),
+            tuple(map(str, document["faulty_backends"])),
+            tuple(map(_result, document["faults"])),
+            tuple(map(_result, document["unavailable"])),
+            int(document["checked"]),
+            bool(document["complete"]),
+            bool(document["full"]),
+            float(document["seconds"]),
+            tuple(map(_line, document["summary"])),
+        )
+    except (AttributeError, KeyError, TypeError) as error:
+        raise ValueError(f"not a verdict ({type(error).__name__}: {error})") from error
+
+
+def verdict_as_json(verdict: Verdict) -> dict[str, Any]:
+    """Return a verdict as a JSON object, with everything that `verdict_from_json` reads."""
+    return {
         "format": _FORMAT,
         "key": dict(verdict.key),
         "sdpa_kernel": verdict.sdpa_kernel,
-        "faulty_backends": verdict.faulty_backends,
+        "faulty_backends": list(verdict.faulty_backends),
         "faults": [result_as_json(result) for result in verdict.faults],
         "unavailable": [result_as_json(result) for result in verdict.unavailable],
         "checked": verdict.checked,
+        "complete": verdict.complete,
         "full": verdict.full,
         "seconds": verdict.seconds,
         "summary": [{**asdict(line), "max_error": _finite(line.max_error)} for line in verdict.summary],
     }
+
+
+def write_verdict(verdict: Verdict, folder: Path | None = None) -> Path | None:
+    """Write a verdict and return its path, None if the folder cannot be written."""
     partial: str | None = None
     try:
         path = verdict_path(verdict.key, folder)
@@ -80,7 +108,7 @@ def write_verdict(verdict: Verdict, folder: Path | None = None) -> Path | None:
         # In the same folder, so that the last step is a rename: two processes may write it at once.
         handle, partial = tempfile.mkstemp(prefix=f".{path.stem}.", suffix=".partial", dir=path.parent)
         with os.fdopen(handle, "w", encoding="utf-8") as file:
-            json.dump(document, file, indent=1)
+            json.dump(verdict_as_json(verdict), file, indent=1)
         os.replace(partial, path)
         partial = None
         return path

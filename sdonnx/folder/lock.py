@@ -1,4 +1,4 @@
-"""One writer per output folder, and cleanup after runs that were killed.
+"""Lock files: one writer per output folder, and cleanup after runs that were killed.
 
 A run that writes `out` holds the lock `.out.lock` next to it. The operating system releases a lock when its process
 ends, even if it is killed. So the holder of the lock knows that every other `.out.*.partial` and `.out.*.replaced` was
@@ -15,15 +15,20 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from filelock import FileLock, Timeout
+
 from sdonnx.errors import OutputError
 
-__all__ = ["PARTIAL", "REPLACED", "hidden_folder", "leftovers", "locked", "take_name"]
+__all__ = ["PARTIAL", "REPLACED", "hidden_folder", "leftovers", "lock_file", "locked", "take_name"]
 
 PARTIAL = ".partial"  # an incomplete output, or an old one that is being removed
 REPLACED = ".replaced"  # an old output, complete
 
 # Errors of file systems without such locks (flock(2), fcntl(2)).
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
+
+# A run that ends removes the file: another run that has opened it just before has to try once more.
+_MAX_WAIT_S = 0.1
 
 
 def hidden_folder(out: Path, ending: str) -> Path:
@@ -48,8 +53,8 @@ def leftovers(out: Path, ending: str) -> list[Path]:
 def locked(out: Path) -> Iterator[None]:
     """Hold the lock of `out`, after cleaning up after runs that were killed.
 
-    An old output that such a run had set aside is restored. If the file system has no locks, or the platform has no
-    `fcntl`, runs are separated only by the names of their folders, and nothing is cleaned up.
+    An old output that such a run had set aside is restored. If the file system has no locks, runs are separated only by
+    the names of their folders, and nothing is cleaned up.
 
     Args:
         out: the output folder, an absolute path whose parent exists.
@@ -58,51 +63,49 @@ def locked(out: Path) -> Iterator[None]:
         OutputError: another run holds the lock.
         OSError: the lock cannot be created.
     """
-    path = out.parent / f".{out.name}.lock"
-    lock = _acquired(path, out)
-    try:
-        if lock is not None:
-            _recover(out)
-        yield
-    finally:
-        if lock is not None:
-            with contextlib.suppress(OSError):
-                path.unlink()  # while it is held: others that opened it notice that the path names another file now
-            os.close(lock)
-
-
-def _acquired(path: Path, out: Path) -> int | None:
-    """Return the descriptor of the locked file `path`, or None if locks are not available."""
-    try:
-        import fcntl
-    except ImportError:
-        return None
-    while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+    with contextlib.ExitStack() as stack:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.path.samestat(os.fstat(descriptor), os.stat(path, follow_symlinks=False)):
-                return descriptor
-        except FileNotFoundError:
-            pass  # the previous holder removed the file after it was opened here
-        except BlockingIOError:
-            os.close(descriptor)
+            is_held = stack.enter_context(lock_file(out.parent / f".{out.name}.lock", wait_s=_MAX_WAIT_S))
+        except Timeout:
             raise OutputError(
                 f"another run is writing {out}",
                 "one run per output folder",
                 "wait until it ends, or choose another output folder",
             ) from None
-        except OSError as error:
-            os.close(descriptor)
-            if error.errno not in _NO_LOCKS:
-                raise
-            with contextlib.suppress(OSError):
-                path.unlink()
-            return None
-        except BaseException:
-            os.close(descriptor)
+        if is_held:
+            _recover(out)
+        yield
+
+
+@contextlib.contextmanager
+def lock_file(path: Path, *, wait_s: float) -> Iterator[bool]:
+    """Hold the lock of a file, which is created, and removed at the end.
+
+    The operating system releases the lock when the process ends, even if it is killed; then the file remains.
+
+    Args:
+        path: the file.
+        wait_s: seconds to wait for another process that holds the lock.
+
+    Yields:
+        Whether the lock is held; False if the file system has no locks.
+
+    Raises:
+        filelock.Timeout: another process holds the lock.
+        OSError: the file cannot be created.
+    """
+    lock = FileLock(path, timeout=wait_s, fallback_to_soft=False)
+    try:
+        lock.acquire()
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
             raise
-        os.close(descriptor)
+    try:
+        yield lock.is_locked
+    finally:
+        with contextlib.suppress(OSError):
+            path.unlink()  # while it is held: others that opened it notice that the file has no name any more
+        lock.release()
 
 
 def _recover(out: Path) -> None:

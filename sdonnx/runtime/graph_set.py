@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from sdonnx.folder.pipeline_folder import PipelineFolder
 from sdonnx.models import abi
 from sdonnx.models.spec import Family, Role
 from sdonnx.runtime.device.device import Device
+from sdonnx.runtime.device.kernel_workarounds import KernelCheck
 from sdonnx.runtime.device.load_shared_weights import load_shared_weights
 from sdonnx.runtime.device.session import Graph, Run, SessionSettings
 
@@ -43,18 +45,26 @@ class GraphSet:
         family: the folder's family.
         device: where the graphs run.
         settings: options of ONNX Runtime from the caller.
+        kernels: the verdict on the device's kernels, whose provider options all graphs get.
         low_memory: keep only the graphs of the denoiser loaded, and load all others for each use.
 
     Attributes:
+        kernels: the verdict on the device's kernels.
         observer: wraps each run of a graph; None for no observer.
     """
 
     def __init__(
-        self, folder: PipelineFolder, family: Family, device: Device, settings: SessionSettings, low_memory: bool
+        self,
+        folder: PipelineFolder,
+        family: Family,
+        device: Device,
+        settings: SessionSettings,
+        kernels: KernelCheck,
+        low_memory: bool,
     ) -> None:
-        self.folder, self.family, self.device = folder, family, device
+        self.folder, self.family, self.device, self.kernels = folder, family, device, kernels
         self.observer: Observer | None = None
-        self._settings, self._low_memory = settings, low_memory
+        self._settings, self._low_memory = replace(settings, provider_options=kernels.provider_options), low_memory
         self._loaded: dict[tuple[Role, bool], Graph] = {}
         self._weights: dict[str, OrtValue] | None = None
 
@@ -170,6 +180,16 @@ class GraphSet:
         if not self.stays(role):
             self.device.synchronize()
             self._loaded.pop((role, False), None)
+
+    def uses_kernels(self) -> bool:
+        """Return whether the graphs are loaded with the provider options that the verdict requires."""
+        return self._settings.provider_options == self.kernels.provider_options
+
+    def reload(self) -> None:
+        """Unload the graphs; they are loaded again with the verdict's provider options when they are used."""
+        self.device.synchronize()
+        self.close()
+        self._settings = replace(self._settings, provider_options=self.kernels.provider_options)
 
     def close(self) -> None:
         """Unload the graphs and their shared weights."""

@@ -23,7 +23,7 @@ from sdonnx.models.spec import Role
 from sdonnx.runtime.cuda_graph_cache import CapturedShape, CaptureReport, CudaGraphCache
 from sdonnx.runtime.device.device import device_for
 from sdonnx.runtime.device.device_thread import device_thread
-from sdonnx.runtime.device.kernel_workarounds import kernel_options, verdict_on, warning_of
+from sdonnx.runtime.device.kernel_workarounds import KernelCheck
 from sdonnx.runtime.device.session import SessionSettings
 from sdonnx.runtime.graph_set import GraphSet
 from sdonnx.runtime.inputs.call import Call, CallReader
@@ -106,8 +106,9 @@ class OrtDiffusionPipeline(DiffusersInterface):
     ) -> OrtDiffusionPipeline:
         """Load an optimized folder.
 
-        The first use of a GPU runs a check of its kernels, which takes some seconds. Attention then avoids faulty
-        backends, and other faulty kernels cause a KernelWarning (`sdonnx.doctor`). SDONNX_SELF_CHECK=0 disables it.
+        On a GPU without a known verdict, the kernels are checked in the background after the first image. Attention
+        avoids faulty backends, and other faulty kernels cause a KernelWarning (`sdonnx.doctor`).
+        SDONNX_SELF_CHECK=strict checks the kernels here, and SDONNX_SELF_CHECK=0 disables the check.
 
         Args:
             folder: output folder of `python -m sdonnx.optimize_pipeline`.
@@ -143,12 +144,12 @@ class OrtDiffusionPipeline(DiffusersInterface):
         require_provider(opened.path, report, device.provider)
         for notice in notices(report, device.capability()):
             warnings.warn(RebuildWarning(f"{folder} was {notice}"), stacklevel=2)
-        verdict = verdict_on(device)
-        if message := warning_of(verdict, report):
-            warnings.warn(message, KernelWarning, stacklevel=2)
+        kernels = KernelCheck(device, report, provider_options or {})
+        if kernels.warning:
+            warnings.warn(kernels.warning, KernelWarning, stacklevel=2)
         rebuild = f"update ONNX Runtime, or rebuild the folder: {command_for(report)}"
-        settings = SessionSettings(kernel_options(verdict, provider_options or {}), session_options, rebuild)
-        graphs = GraphSet(opened, family_of(opened), device, settings, low_memory)
+        settings = SessionSettings(session_options=session_options, rebuild=rebuild)
+        graphs = GraphSet(opened, family_of(opened), device, settings, kernels, low_memory)
         # Graphs are loaded by the thread that runs them.
         with refusing(folder, "output of python -m sdonnx.optimize_pipeline", "optimize the exported pipeline again"):
             return device_thread(device).run(partial(cls, graphs, max_sizes=max_sizes, safety_checker=safety_checker))
@@ -258,6 +259,7 @@ class OrtDiffusionPipeline(DiffusersInterface):
             The images, the seed and the flags of the safety checker.
 
         Warns:
+            KernelWarning: a check in the background found a faulty kernel.
             NotFiniteWarning: an image contains NaN or infinity.
             NsfwContentWarning: the safety checker flagged an image, which is black.
             PromptTruncatedWarning: a prompt is longer than the text encoder accepts.
@@ -277,7 +279,9 @@ class OrtDiffusionPipeline(DiffusersInterface):
             make_job = partial(GenerationJob.of_plan, call, plan_of(call, self._scheduler_config))
         else:
             make_job = partial(GenerationJob.of_scheduler, call, scheduler)
+        self._follow_kernel_check(stacklevel=3)
         output = self._run(partial(self._generate, call, make_job, callback_on_step_end), self.interrupt)
+        self._graphs.kernels.start()
         output.warn(call.key.batch, stacklevel=2)
         return ImageOutput(output.images, call.noise.seed, output.flagged)
 

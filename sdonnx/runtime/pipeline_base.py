@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import threading
+import warnings
 from collections.abc import Callable
 from typing import Any, Self, TypeVar
 
+from sdonnx.doctor.first_use import KernelWarning
 from sdonnx.errors import OptionError
 from sdonnx.folder.pipeline_folder import PipelineFolder
 from sdonnx.models.spec import CallDefaults
@@ -32,6 +35,7 @@ class PipelineBase:
     _cache: CudaGraphCache
     _progress: dict[str, Any]
     _interrupt: bool
+    _generating: threading.local
     _closed: bool
 
     @property
@@ -107,6 +111,22 @@ class PipelineBase:
     def _require_open(self) -> None:
         if self._closed:
             raise OptionError("the pipeline is closed", "an open one", "load it again with from_pretrained")
+
+    def _follow_kernel_check(self, stacklevel: int) -> None:
+        """Act on the verdict of a check of the kernels that has ended in the background since the last call."""
+        if self._graphs.kernels.has_news:
+            for message in self._run(self._apply_verdict):
+                warnings.warn(message, KernelWarning, stacklevel=stacklevel)
+
+    def _apply_verdict(self) -> list[str]:
+        """Load the graphs again if the verdict requires it, and return warnings; runs on the device thread."""
+        if getattr(self._generating, "now", False):
+            return []  # called by a callback, which is refused
+        messages = self._graphs.kernels.update()
+        if not self._graphs.uses_kernels():
+            self._cache.close()
+            self._graphs.reload()
+        return messages
 
     def _run(self, job: Callable[[], Result], stop: Callable[[], None] = lambda: None) -> Result:
         return device_thread(self.device).run(job, stop)

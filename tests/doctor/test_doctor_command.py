@@ -135,9 +135,59 @@ def test_a_missing_requirement_is_status_1_and_runs_no_kernel(
     assert json.loads((tmp_path / "report.json").read_text())["sound"] is False
 
 
+def test_quick_fills_the_cache(on_h200: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    on_h200(machine())
+    assert doctor("--quick") == 0
+    shown = capsys.readouterr().out
+    assert "3 of 3 kernel cases correct" in shown
+    assert "kernels-" in shown
+    on_h200(refuse_to_open)
+    assert doctor("--quick") == 0
+    key = {**KEY, "kernel_cases": small_set().digest}
+    cached = cache.read_verdict(key, tmp_path / "cache")
+    assert cached is not None
+    assert not cached.full
+    on_h200(machine(faulty("BiasAdd")))
+    assert doctor("--quick", "--fresh") == 1
+    assert "wrong BiasAdd float16" in capsys.readouterr().out
+
+
+def test_quick_without_a_gpu_is_one_line_and_status_0(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """For image builds on machines without a GPU."""
+    monkeypatch.setattr(command, "collect_facts", lambda: replace(GOOD, driver="", driver_cuda=None, gpus=()))
+    assert doctor("--quick") == 0
+    shown = capsys.readouterr()
+    assert shown.out == "no GPU here, so no kernels to check: they are checked where images are generated\n"
+    assert shown.err == ""
+    assert doctor("--quick", "--provider", "cuda") == 1
+    assert "missing GPU: none that is visible to CUDA" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("quick", [[], ["--quick"]])
+def test_the_report_goes_to_standard_output(
+    quick: list[str], on_h200: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It has all that the run-time and docs/results need, and nothing else is on standard output."""
+    monkeypatch.chdir(tmp_path)
+    on_h200(machine(faulty("BiasAdd")))
+    assert doctor("--json", "-", *quick) == 1
+    shown = capsys.readouterr()
+    report = json.loads(shown.out, parse_constant=pytest.fail)
+    assert "wrong BiasAdd float16" in shown.err
+    assert not (tmp_path / "-").exists()
+    verdict = cache.verdict_from_json(report["verdict"])
+    assert verdict == cache.read_verdict({**KEY, "kernel_cases": small_set().digest}, tmp_path / "cache")
+    assert verdict.full == (not quick)
+    assert report["command"]
+    assert report["sdonnx"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["--quick", "--provider", "cpu"], "--quick checks a GPU; expected the provider cuda; leave out --quick"),
         (["--provider", "tpu"], "the provider 'tpu' is unknown; expected cuda or cpu"),
         (["--device", "1"], "--device is 1; expected a number below 1"),
         (["--device", "-1"], "--device is -1; expected a number below 1"),

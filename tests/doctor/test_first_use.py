@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import threading
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -10,13 +12,14 @@ from typing import Any
 import pytest
 from support.doctor import CASE_SET, FAULT, FOUND, KEY, faulty, graphs_of, machine, refuse_to_open
 
-from sdonnx.doctor import first_use
+from sdonnx.doctor import cache, first_use
+from sdonnx.doctor.check_kernels import digest_of
+from sdonnx.doctor.first_use import SelfCheck
 from sdonnx.doctor.verdict import Verdict
-from sdonnx.errors import FolderError
+from sdonnx.errors import FolderError, OptionError
+from sdonnx.folder.lock import lock_file
 from sdonnx.fusions.derived_tables import flags_by_operator
 from sdonnx.operators.operator_table import CONTRACTS
-from sdonnx.runtime.device import kernel_workarounds as runtime_kernels
-from sdonnx.runtime.device.device import Device
 
 
 def test_missing_kernel_cases_are_a_one_line_error(tmp_path: Path) -> None:
@@ -85,11 +88,67 @@ def test_advises_the_flag_of_the_fusion_that_emits_the_operator() -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "wanted"), [({}, True), ({"SDONNX_SELF_CHECK": "1"}, True), ({"SDONNX_SELF_CHECK": "0"}, False)]
+    ("value", "mode"),
+    [
+        ({}, SelfCheck.BACKGROUND),
+        ({"SDONNX_SELF_CHECK": ""}, SelfCheck.BACKGROUND),
+        ({"SDONNX_SELF_CHECK": "1"}, SelfCheck.BACKGROUND),
+        ({"SDONNX_SELF_CHECK": "strict"}, SelfCheck.STRICT),
+        ({"SDONNX_SELF_CHECK": "0"}, SelfCheck.OFF),
+    ],
 )
-def test_the_check_can_be_disabled(value: dict[str, str], wanted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert first_use.is_wanted(value) == wanted
-    monkeypatch.setenv("SDONNX_SELF_CHECK", "0")
-    assert runtime_kernels.verdict_on(Device("cuda")) is None
-    monkeypatch.delenv("SDONNX_SELF_CHECK")
-    assert runtime_kernels.verdict_on(Device("cpu")) is None
+def test_the_environment_sets_when_a_gpu_is_checked(value: dict[str, str], mode: SelfCheck) -> None:
+    assert first_use.self_check(value) is mode
+
+
+def test_an_unknown_value_is_refused() -> None:
+    with pytest.raises(OptionError, match="SDONNX_SELF_CHECK is 'off'; expected one of 0, 1, strict; unset it"):
+        first_use.self_check({"SDONNX_SELF_CHECK": "off"})
+
+
+def test_a_check_waits_for_that_of_another_process(tmp_path: Path) -> None:
+    """The lock is held by another thread, whose verdict is then used."""
+    key = {**KEY, "kernel_cases": digest_of()}
+    found = replace(FOUND, key=key)
+    path = cache.verdict_path(key, tmp_path).with_suffix(".lock")
+    is_held, is_asked = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with lock_file(path, wait_s=0):
+            is_held.set()
+            assert is_asked.wait(60)
+            cache.write_verdict(found, tmp_path)
+
+    def identify(index: int, cases: str) -> Mapping[str, str]:
+        is_asked.set()
+        return key
+
+    other = threading.Thread(target=hold)
+    other.start()
+    assert is_held.wait(60)
+    assert first_use.first_use(0, folder=tmp_path, open_kernel=refuse_to_open, identify=identify) == found
+    other.join()
+    assert [file.suffix for file in tmp_path.iterdir()] == [".json"]  # no lock is left
+
+
+def test_a_shipped_verdict_is_known(tmp_path: Path) -> None:
+    """One of another driver counts, but does not replace a check of this machine."""
+    measured = tmp_path / "measured.json"
+    row = {"source": "results.json", "verdict": cache.verdict_as_json(FOUND)}
+    measured.write_text(json.dumps({"verdicts": [row]}))
+
+    def known(key: Mapping[str, str]) -> tuple[Verdict | None, bool]:
+        return first_use.known_verdict(key, folder=tmp_path / "cache", measured=measured)
+
+    assert known(KEY) == (FOUND, True)
+    assert known({**KEY, "driver": "590.1"}) == (FOUND, False)
+    assert known({**KEY, "gpu": "another"}) == (None, False)
+    own = replace(FOUND, key={**KEY, "driver": "590.1"}, sdpa_kernel=0)
+    cache.write_verdict(own, tmp_path / "cache")
+    assert known(own.key) == (own, True)
+
+
+def test_a_fresh_check_ignores_known_verdicts(tmp_path: Path) -> None:
+    assert used(tmp_path, machine()).sound
+    assert not used(tmp_path, machine(faulty("BiasAdd")), fresh=True).sound
+    assert not used(tmp_path, refuse_to_open).sound

@@ -44,7 +44,7 @@ def test_another_machine_has_another_verdict(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "content",
-    [b"", b"{", b"[]", b"null", b"\xff\xfe", b'{"format": 2}', b'{"format": 2, "key": %s}' % json.dumps(KEY).encode()],
+    [b"", b"{", b"[]", b"null", b"\xff\xfe", b'{"format": 3}', b'{"format": 3, "key": %s}' % json.dumps(KEY).encode()],
 )
 def test_a_verdict_that_cannot_be_read_is_none(content: bytes, tmp_path: Path) -> None:
     cache.verdict_path(KEY, tmp_path).write_bytes(content)
@@ -56,7 +56,7 @@ def test_a_verdict_that_cannot_be_read_is_none(content: bytes, tmp_path: Path) -
 def test_a_verdict_of_another_format_is_none(tmp_path: Path) -> None:
     path = cache.write_verdict(FOUND, tmp_path)
     assert path is not None
-    path.write_text(path.read_text().replace('"format": 2', '"format": 1'))
+    path.write_text(path.read_text().replace('"format": 3', '"format": 2'))
     assert cache.read_verdict(KEY, tmp_path) is None
 
 

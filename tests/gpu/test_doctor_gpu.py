@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 
 from sdonnx.__main__ import main
+from sdonnx.doctor.background_check import BackgroundCheck
 from sdonnx.doctor.cache import read_verdict
 from sdonnx.doctor.check_kernels import ATTENTION, BACKENDS, compare, read_kernel_cases
 from sdonnx.doctor.environment import collect_facts, findings
-from sdonnx.doctor.first_use import LIMIT_S, first_use
+from sdonnx.doctor.first_use import LIMIT_S, KernelWarning, first_use
 from sdonnx.doctor.gpu import identity
 from sdonnx.doctor.sessions import Kernel, kernel_opener
 from sdonnx.doctor.verdict import judge
@@ -70,15 +71,46 @@ def test_full_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, note: Any) 
 
 def test_a_first_use_takes_seconds_and_later_uses_read_a_file(tmp_path: Path, note: Any) -> None:
     seconds = []
+    measured = tmp_path / "measured.json"  # none ships
+    measured.write_text('{"verdicts": []}')
     for _ in range(3):
         start = time.perf_counter()
-        found = first_use(0, folder=tmp_path)
+        found = first_use(0, folder=tmp_path / "cache", measured=measured)
         seconds.append(time.perf_counter() - start)
         assert found.sound
         assert found.complete
     note("doctor: first use", {"seconds": seconds, "cases": found.checked, "check_s": found.seconds})
     assert seconds[0] < LIMIT_S
     assert max(seconds[1:]) < 0.05
+
+
+def test_the_verdict_of_the_background_check_is_acted_on(
+    tiny_cuda_fp16: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, note: Any
+) -> None:
+    """The check is real; its verdict is changed, and the graphs are loaded and captured again."""
+    from sdonnx.metrics import psnr
+    from sdonnx.runtime.device import kernel_workarounds as module
+    from sdonnx.runtime.pipeline import OrtDiffusionPipeline
+
+    monkeypatch.setenv("SDONNX_CACHE", str(tmp_path))
+    monkeypatch.setattr(module, "known_verdict", lambda key: (None, False))
+    check = BackgroundCheck(0)
+    monkeypatch.setattr(module, "background_check", lambda index: check)
+    with OrtDiffusionPipeline.from_pretrained(tiny_cuda_fp16) as pipeline:
+        first = pipeline("a fox", 64, 64, num_inference_steps=4, seed=0, output_type="np").images
+        start = time.perf_counter()
+        check.join(300)
+        note("doctor: in the background", {"seconds": time.perf_counter() - start})
+        found = check.verdict
+        assert found is not None
+        assert found.sound
+        assert found == read_verdict(found.key, tmp_path)
+        changed = replace(found, sdpa_kernel=BACKENDS["memory-efficient"], faulty_backends=("cuDNN",))
+        monkeypatch.setattr(check, "_verdict", changed)
+        with pytest.warns(KernelWarning, match="generate them again"):
+            second = pipeline("a fox", 64, 64, num_inference_steps=4, seed=0, output_type="np").images
+        assert len(pipeline.captured_sizes) == 1
+    assert psnr(second, first) > 40
 
 
 def test_each_backend_can_be_selected(note: Any) -> None:
@@ -137,13 +169,13 @@ def test_the_pipeline_generates_without_an_avoided_backend(
 ) -> None:
     """The option reaches the sessions, and the image equals that of ONNX Runtime's choice."""
     from sdonnx.metrics import psnr
-    from sdonnx.runtime import pipeline as module
+    from sdonnx.runtime.device import kernel_workarounds as module
     from sdonnx.runtime.pipeline import OrtDiffusionPipeline
 
     verdict = first_use(0, folder=tmp_path)
     images = []
     for changed in (replace(verdict, sdpa_kernel=0), replace(verdict, sdpa_kernel=BACKENDS["memory-efficient"])):
-        monkeypatch.setattr(module, "verdict_on", lambda device, found=changed: found)
+        monkeypatch.setattr(module, "known_verdict", lambda key, found=changed: (found, True))
         with OrtDiffusionPipeline.from_pretrained(tiny_cuda_fp16) as pipeline:
             output = pipeline("a fox", 64, 64, num_inference_steps=4, seed=0, output_type="np")
             images.append(output.images)

@@ -38,9 +38,9 @@ class OnnxRuntimeEngine(Engine):
     def prepare(self) -> None:
         """Check the GPU's kernels and store the verdict (`sdonnx.doctor`)."""
         from sdonnx.runtime.device.device import device_for
-        from sdonnx.runtime.device.kernel_workarounds import verdict_on
+        from sdonnx.runtime.device.kernel_workarounds import check_now
 
-        verdict_on(device_for(self.device))
+        check_now(device_for(self.device))
 
     def check_folder(self) -> None:
         """Raise FolderError unless the folder is optimized, and ProviderError unless it targets the provider."""
@@ -69,6 +69,7 @@ class OnnxRuntimeEngine(Engine):
     def _open(self, workload: Workload, session_options: Any = None) -> Any:
         from sdonnx.runtime.pipeline import OrtDiffusionPipeline
 
+        self.prepare()  # or a check in the background would run beside the timed images
         checker: dict[str, Any] = {} if self.options.safety_checker else {"safety_checker": None}
         pipeline = OrtDiffusionPipeline.from_pretrained(
             self.folder.path, self.device, session_options=session_options, **checker

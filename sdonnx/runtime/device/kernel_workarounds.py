@@ -5,31 +5,98 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from sdonnx.doctor.first_use import complaint, first_use, is_wanted
+from sdonnx.doctor.background_check import BackgroundCheck, background_check
+from sdonnx.doctor.check_kernels import ATTENTION, digest_of
+from sdonnx.doctor.first_use import SelfCheck, complaint, first_use, known_verdict, self_check
+from sdonnx.doctor.gpu import identity
 from sdonnx.doctor.verdict import Verdict
 from sdonnx.runtime.device.device import Device
 from sdonnx.runtime.device.device_thread import device_thread
 
-__all__ = ["kernel_options", "verdict_on", "warning_of"]
+__all__ = ["KernelCheck", "check_now"]
 
 _OPTION = "sdpa_kernel"
 
+_CHECKED = {"cuda"}  # providers
 
-def verdict_on(device: Device) -> Verdict | None:
-    """Return the verdict on a device's kernels; None for the CPU, or if SDONNX_SELF_CHECK is 0.
 
-    The first use of a GPU runs a check of some seconds; later uses read its result from a file.
+def check_now(device: Device) -> None:
+    """Check a GPU's kernels if no verdict is known, so that pipelines loaded later act on it from their first image.
+
+    Does nothing for the CPU, or if SDONNX_SELF_CHECK is 0.
     """
-    if device.provider != "cuda" or not is_wanted():
-        return None
-    return device_thread(device).run(lambda: first_use(device.index))
+    if _mode(device) is not SelfCheck.OFF:
+        device_thread(device).run(lambda: first_use(device.index))
 
 
-def kernel_options(verdict: Verdict | None, given: Mapping[str, str]) -> dict[str, str]:
-    """Return provider options that disable faulty attention backends, unless the caller sets them."""
-    if verdict is None or not verdict.sdpa_kernel:
-        return dict(given)
-    return {_OPTION: str(verdict.sdpa_kernel), **given}
+def _mode(device: Device) -> SelfCheck:
+    return self_check() if device.provider in _CHECKED else SelfCheck.OFF
+
+
+class KernelCheck:
+    """The verdict on the kernels of a pipeline's device, and its consequences for the pipeline.
+
+    Unless SDONNX_SELF_CHECK says otherwise, a GPU without a known verdict is checked in another process, which `start`
+    starts; `update` reads its verdict.
+
+    Args:
+        device: where the graphs run.
+        report: report of the optimized folder, which counts the operators of its graphs.
+        given: provider options of the caller; they override workarounds.
+
+    Raises:
+        FolderError: a file of the doctor cannot be read.
+        OptionError: SDONNX_SELF_CHECK has an unknown value.
+    """
+
+    def __init__(self, device: Device, report: Mapping[str, Any], given: Mapping[str, str]) -> None:
+        self._operators, self._given = _operators(report), dict(given)
+        self._verdict: Verdict | None = None
+        self._awaited: BackgroundCheck | None = None
+        mode = _mode(device)
+        if mode is SelfCheck.STRICT:
+            self._verdict = device_thread(device).run(lambda: first_use(device.index))
+        elif mode is SelfCheck.BACKGROUND:
+            key = device_thread(device).run(lambda: identity(device.index, digest_of()))
+            # A verdict of a machine with another driver counts until this machine's own is there.
+            self._verdict, is_equal = known_verdict(key)
+            self._awaited = None if is_equal else background_check(device.index)
+
+    @property
+    def provider_options(self) -> dict[str, str]:
+        """The caller's provider options, and those that disable faulty attention backends."""
+        avoided = 0 if self._verdict is None else self._verdict.sdpa_kernel
+        return ({_OPTION: str(avoided)} if avoided else {}) | self._given
+
+    @property
+    def warning(self) -> str:
+        """A warning about faulty kernels that the folder's graphs use; "" if there are none."""
+        return "" if self._verdict is None else complaint(self._verdict, self._operators)
+
+    def start(self) -> None:
+        """Start the check in the background if no verdict is known; call it after an image."""
+        if self._awaited is not None:
+            self._awaited.start()
+
+    @property
+    def has_news(self) -> bool:
+        """Whether a check in the background has ended since the last `update`."""
+        return self._awaited is not None and self._awaited.verdict is not None
+
+    def update(self) -> list[str]:
+        """Use the verdict of the check in the background from now on, and return warnings about it."""
+        if self._awaited is None or self._awaited.verdict is None:
+            return []
+        before = self.provider_options
+        self._verdict, self._awaited = self._awaited.verdict, None
+        messages = [self.warning] if self.warning else []
+        if self.provider_options != before and self._verdict.sdpa_kernel and ATTENTION in self._operators:
+            names = ", ".join(self._verdict.faulty_backends)
+            messages.append(
+                f"images so far were generated with a faulty attention backend ({names}); expected a correct one, "
+                "which is used from now on; generate them again"
+            )
+        return messages
 
 
 def _operators(report: Mapping[str, Any]) -> set[str]:
@@ -37,8 +104,3 @@ def _operators(report: Mapping[str, Any]) -> set[str]:
     components = report.get("components")
     counts = [part.get("operators_after") for part in components.values()] if isinstance(components, dict) else []
     return {name for count in counts if isinstance(count, dict) for name in count}
-
-
-def warning_of(verdict: Verdict | None, report: Mapping[str, Any]) -> str:
-    """Return a warning about faulty kernels that a folder's graphs use; "" if there are none."""
-    return "" if verdict is None else complaint(verdict, _operators(report))

@@ -1,0 +1,138 @@
+"""Check a GPU's kernels in another process, while this one generates images.
+
+It has to be another process: while a CUDA graph is captured, work that other threads of the process give to the GPU
+breaks the capture.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import IO
+
+from sdonnx.doctor.cache import verdict_from_json
+from sdonnx.doctor.verdict import Verdict
+
+__all__ = ["BackgroundCheck", "background_check", "check_command"]
+
+_LOG = logging.getLogger(__name__)
+
+_LIMIT_S = 180
+"""Seconds after which the process ends itself, such as when a kernel does not end."""
+
+# Lower than the priority of the process that generates images. SIGALRM also ends a process that waits for a kernel.
+_PROGRAM = f"""
+import os, signal, sys
+os.nice(10)
+signal.alarm({_LIMIT_S})
+from sdonnx.__main__ import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def check_command(index: int) -> list[str]:
+    """Return the command that checks a GPU and prints its report as JSON.
+
+    Args:
+        index: the number of the GPU.
+    """
+    import multiprocessing.spawn  # here, as few processes check a GPU
+
+    # Programs that embed Python say by multiprocessing.set_executable where the interpreter is.
+    python = os.fsdecode(multiprocessing.spawn.get_executable() or sys.executable)
+    doctor = ["doctor", "--quick", "--provider", "cuda", "--device", str(index), "--json", "-"]
+    return [python, "-P", "-c", _PROGRAM, *doctor]
+
+
+class BackgroundCheck:
+    """A check of a GPU's kernels in another process.
+
+    The process is not ended with this one: it ends within seconds, and its verdict is in the cache for the next start.
+
+    Args:
+        index: the number of the GPU.
+        command: return the command of the check from the number of the GPU.
+    """
+
+    def __init__(self, index: int, command: Callable[[int], Sequence[str]] = check_command) -> None:
+        self._index, self._command = index, command
+        self._lock = threading.Lock()
+        self._is_started = False
+        self._thread: threading.Thread | None = None
+        self._verdict: Verdict | None = None
+
+    def start(self) -> None:
+        """Start the process, unless it was started before. Failures are logged and not raised."""
+        with self._lock, ExitStack() as stack:
+            if self._is_started:
+                return
+            self._is_started = True
+            try:
+                # Files and not pipes, which would be closed with this process.
+                output, errors = (stack.enter_context(tempfile.TemporaryFile()) for _ in range(2))
+                process = subprocess.Popen(
+                    list(self._command(self._index)),
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=errors,
+                    env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                    start_new_session=True,  # Ctrl-C in a terminal is for this process
+                )
+                # A daemon: the interpreter does not wait for it at its exit.
+                name, files = "sdonnx-self-check", (output, errors)
+                thread = threading.Thread(target=self._wait_for, args=(process, *files), name=name, daemon=True)
+                thread.start()
+                self._thread = thread
+                stack.pop_all()  # the thread closes them
+            except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: no threads, or the interpreter ends
+                self._log(str(error))
+
+    def _wait_for(self, process: subprocess.Popen[bytes], output: IO[bytes], errors: IO[bytes]) -> None:
+        """Wait for the process, so that no zombie remains, and read its verdict."""
+        with output, errors:
+            status = process.wait()
+            try:
+                self._verdict = verdict_from_json(json.loads(_read(output))["verdict"])
+            except (ValueError, KeyError, TypeError):
+                lines = [line.strip() for line in _read(errors).splitlines() if line.strip()]
+                self._log(lines[-1] if lines else f"status {status}")
+
+    def _log(self, reason: str) -> None:
+        _LOG.warning(
+            "the kernels of GPU %d were not checked in the background (%s); run sdonnx doctor --quick once",
+            self._index,
+            reason,
+        )
+
+    @property
+    def verdict(self) -> Verdict | None:
+        """The verdict; None while the check runs, if it has not been started, and if it failed."""
+        return self._verdict
+
+    def join(self, timeout_s: float | None = None) -> None:
+        """Wait until the process has ended and its verdict is read.
+
+        Args:
+            timeout_s: maximum seconds to wait; None for no limit.
+        """
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+
+
+def _read(file: IO[bytes]) -> str:
+    file.seek(0)
+    return file.read().decode(errors="replace")
+
+
+@functools.cache
+def background_check(index: int) -> BackgroundCheck:
+    """Return the check of a GPU, one for the process: all pipelines share it."""
+    return BackgroundCheck(index)

@@ -1,0 +1,113 @@
+"""Verdicts that ship with the package: of machines whose kernels were checked, from docs/results.
+
+`scripts/write_measured_verdicts.py` writes them to `measured_verdicts.json`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from sdonnx.doctor.cache import verdict_as_json, verdict_from_json
+from sdonnx.doctor.verdict import Key, Verdict
+from sdonnx.errors import FolderError
+
+__all__ = ["MEASURED_VERDICTS_FILE", "measured_verdict", "measured_verdict_file", "verdicts_of_record"]
+
+MEASURED_VERDICTS_FILE = Path(__file__).with_name("measured_verdicts.json")
+
+# Everything that a key names: see sdonnx.doctor.gpu.identity.
+_PARTS = ("gpu", "compute_capability", "driver", "cuda_runtime", "cudnn", "onnxruntime", "kernel_cases")
+
+# Title of the GPU tests' record of a full check (tests/gpu/test_doctor_gpu.py).
+_TEST_TITLE = "doctor: whole check"
+
+
+def measured_verdict(key: Key, file: Path = MEASURED_VERDICTS_FILE) -> Verdict | None:
+    """Return the shipped verdict on a machine, None if there is none.
+
+    A verdict that was measured with another driver is returned if there is none with this one: kernels are compiled
+    for a GPU in ONNX Runtime's and cuDNN's wheels. Everything else has to be equal. Compare the keys to know.
+
+    Args:
+        key: the machine.
+        file: the file of verdicts.
+
+    Raises:
+        FolderError: the file cannot be read.
+    """
+    try:
+        entries = json.loads(file.read_bytes())["verdicts"]
+        verdicts = [verdict_from_json(entry["verdict"]) for entry in entries]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise FolderError(
+            f"{file} cannot be read ({error})", "the file of this version", "install sdonnx again"
+        ) from error
+    fitting = [verdict for verdict in verdicts if _without_driver(verdict.key) == _without_driver(key)]
+    return max(fitting, key=lambda verdict: verdict.key == dict(key), default=None)
+
+
+def _without_driver(key: Key) -> dict[str, str]:
+    return {name: value for name, value in key.items() if name != "driver"}
+
+
+def verdicts_of_record(text: str) -> list[dict[str, Any]]:
+    """Return the verdicts in a file of results, as JSON objects; none if it holds none.
+
+    Args:
+        text: output of `sdonnx doctor --json`, or records of the GPU tests, one JSON object for each line.
+    """
+    try:
+        documents = [json.loads(text)]
+    except ValueError:
+        documents = [json.loads(line) for line in text.splitlines() if line.strip()]
+    found = []
+    for document in documents:
+        if isinstance(document, dict):
+            measured = document.get("measured")
+            rows = measured.get(_TEST_TITLE, []) if isinstance(measured, dict) else []
+            found += [each["verdict"] for each in (document, *rows) if isinstance(each.get("verdict"), dict)]
+    return found
+
+
+def measured_verdict_file(records: Iterable[tuple[str, str]], kernel_cases: str) -> str:
+    """Return the content of the file of verdicts.
+
+    Records that cannot be used are listed with the reason.
+
+    Args:
+        records: (name, text) of each file of results.
+        kernel_cases: digest of this version's kernel cases.
+    """
+    verdicts: dict[str, dict[str, Any]] = {}
+    left_out = []
+    for source, text in records:
+        for document in verdicts_of_record(text):
+            verdict, reason = _usable(document, kernel_cases)
+            if verdict is None:
+                left_out.append({"source": source, "reason": reason})
+                continue
+            name = json.dumps(dict(verdict.key), sort_keys=True)
+            # A full check says more than one of a first use; of two alike, the first in order of names is kept.
+            if name not in verdicts or (verdict.full and not verdicts[name]["verdict"]["full"]):
+                verdicts[name] = {"source": source, "verdict": verdict_as_json(verdict)}
+    content = {"verdicts": [verdicts[name] for name in sorted(verdicts)], "left_out": left_out}
+    return json.dumps(content, indent=1, allow_nan=False) + "\n"
+
+
+def _usable(document: Mapping[str, Any], kernel_cases: str) -> tuple[Verdict | None, str]:
+    """Return the verdict of a record, or the reason why it does not hold for this version."""
+    given = document.get("key")
+    key: Mapping[str, Any] = given if isinstance(given, dict) else {}
+    missing = [name for name in _PARTS if not key.get(name)]
+    if missing:
+        return None, f"does not name {', '.join(missing)}"
+    if key["kernel_cases"] != kernel_cases:
+        return None, f"checked other kernel cases ({key['kernel_cases']}) than those of this version ({kernel_cases})"
+    try:
+        verdict = verdict_from_json(document)
+    except ValueError as error:
+        return None, str(error)
+    return (verdict, "") if verdict.cacheable else (None, "the check was not complete")

@@ -1,1 +1,0 @@
-"""The autoencoder of a pipeline: slices of the batch and tiles of the image."""
