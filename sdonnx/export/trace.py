@@ -23,6 +23,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from sdonnx.errors import cause_of
 from sdonnx.export.checkpoint_weights import Weights
+from sdonnx.export.output_sizes import space_output_sizes
 from sdonnx.export.wrappers import Wrapper
 from sdonnx.graph.edit import required, tensor_of
 from sdonnx.graph.modules import keep_module_paths
@@ -104,6 +105,7 @@ def trace(
         FoldWeightTransposes()(model)
     except ir.passes.PassError as error:
         raise cause_of(error) from error  # small weights are read here, and may exceed float16
+    space_output_sizes(model)
     model.graph.name = spec.name
     return model
 

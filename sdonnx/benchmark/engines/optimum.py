@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import re
 import time
 import warnings
 from functools import partial
@@ -28,8 +27,6 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 __all__ = ["OptimumEngine"]
-
-_OPERATOR = re.compile(r"[^\w\s]+")
 
 
 class OptimumEngine(Engine):
@@ -116,8 +113,6 @@ class OptimumEngine(Engine):
                 "a GPU, its driver and the CUDA libraries",
                 "check nvidia-smi and the installation of onnxruntime-gpu",
             )
-        for part in pipeline.parts:
-            part.output_shapes = {name: _spaced(shape) for name, shape in part.output_shapes.items()}
         if workload.scheduler is not None:
             from sdonnx.samplers import config_for
 
@@ -199,8 +194,3 @@ class OptimumEngine(Engine):
     def scheduler(self) -> str:
         """The sampler's class name."""
         return type(self._pipeline.scheduler).__name__
-
-
-def _spaced(shape: list[Any]) -> list[Any]:
-    """Add spaces around the operators of a shape: optimum splits "8 * height", but not "8*height", into its parts."""
-    return [_OPERATOR.sub(r" \g<0> ", size) if isinstance(size, str) else size for size in shape]
