@@ -16,15 +16,14 @@ from sdonnx.models import abi
 from sdonnx.models.spec import Role
 from sdonnx.runtime.device.session import Graph, Run
 from sdonnx.runtime.graph_set import GraphSet
+from sdonnx.runtime.vae.split import VaeSplits
+from sdonnx.runtime.vae.vae_runs import ImageDecoder, ImageEncoder
 from sdonnx.samplers import STATE_ROWS
 from sdonnx.samplers.parameters import MAX_CALLS, row_size
 
-__all__ = ["CLEAN_LATENTS", "CaptureKey", "CaptureReport", "CapturedShape", "CudaGraphCache"]
+__all__ = ["CaptureKey", "CaptureReport", "CapturedShape", "CudaGraphCache"]
 
 _FLOAT = np.float32
-
-CLEAN_LATENTS = "clean_latents"
-"""Buffer of the encode graph's output `latents`, since the decoder has an input of that name."""
 
 
 @dataclass(frozen=True)
@@ -103,9 +102,10 @@ class CapturedShape:
         graphs: graphs of the pipeline.
         channels: channels of the latents.
         factor: pixels for each latent, in height and width.
+        splits: how the autoencoder processes the batch.
     """
 
-    def __init__(self, key: CaptureKey, graphs: GraphSet, channels: int, factor: int) -> None:
+    def __init__(self, key: CaptureKey, graphs: GraphSet, channels: int, factor: int, splits: VaeSplits) -> None:
         self.key, self.graphs = key, graphs
         self._channels, self._factor = channels, factor
         self._first_run_s = self._capture_s = 0.0
@@ -115,6 +115,10 @@ class CapturedShape:
         self.buffers[abi.IMAGES] = device.empty(self.pixels, np.uint8)
         self.buffers[abi.SAMPLE] = device.empty(self.pixels, _FLOAT)
         self.buffers[abi.FINITE] = device.upload(np.ones(key.batch, np.bool_))
+        size = (key.batch, key.height, key.width)
+        self._decoder = ImageDecoder(graphs, splits.decoder(*size), self.latents, factor, self.buffers)
+        self._encoder: ImageEncoder | None = None
+        self._splits = splits
 
     def _zeros(self) -> dict[str, npt.NDArray[Any]]:
         """Return initial values of all inputs of the denoiser and of its precomputed inputs."""
@@ -182,9 +186,10 @@ class CapturedShape:
 
         The decoder comes first, since its tensors are the largest and the other graphs reuse its memory.
         """
-        runs = [
+        runs = self._decoder.runs() if self.graphs.stays(Role.IMAGE_DECODER) else []
+        runs += [
             self._run(role)
-            for role in (Role.IMAGE_DECODER, *self._text_encoders, *self._precompute, Role.DENOISER)
+            for role in (*self._text_encoders, *self._precompute, Role.DENOISER)
             if self.graphs.stays(role)
         ]
         start = time.perf_counter()
@@ -200,6 +205,9 @@ class CapturedShape:
         for run in self._runs.values():
             run.release()
         self._runs.clear()
+        self._decoder.release()
+        if self._encoder is not None:
+            self._encoder.release()
 
     def run(self, role: Role) -> None:
         """Run a graph, and unload it if it does not stay loaded."""
@@ -250,22 +258,23 @@ class CapturedShape:
             bound[abi.TEXT_EMBEDS] = held[abi.TEXT_EMBEDS]
         return bound
 
-    def encode(self, values: Mapping[str, npt.NDArray[Any]]) -> None:
-        """Run the encode graph on inputs by name: see `sdonnx.compose.vae`."""
-        for name, array in values.items():
-            if f"encode_{name}" in self.buffers:
-                self.put(f"encode_{name}", array)
-            else:
-                self.buffers[f"encode_{name}"] = self.graphs.device.upload(array)
-        for name in (CLEAN_LATENTS, abi.NOISED):
-            self.buffers.setdefault(name, self.graphs.device.empty(self.latents, _FLOAT))
-        if self.graphs.stays(Role.IMAGE_ENCODER):
-            self._run(Role.IMAGE_ENCODER).capture()
-        self.run(Role.IMAGE_ENCODER)
+    def encode(
+        self, pixels: npt.NDArray[Any], posterior: npt.NDArray[Any], noise: npt.NDArray[Any], scales: npt.NDArray[Any]
+    ) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+        """Return the latents of images and their mixture with noise; see `ImageEncoder.encode`."""
+        if self._encoder is None:
+            split = self._splits.encoder(self.key.batch, self.key.height, self.key.width)
+            self._encoder = ImageEncoder(self.graphs, split, self.latents, self._factor)
+        return self._encoder.encode(pixels, posterior, noise, scales)
+
+    def decode(self) -> None:
+        """Decode the latents in the state to the buffers of the pixels."""
+        self._decoder.decode()
 
     def report(self) -> CaptureReport:
         """Return the cost of the shape."""
         key, size = self.key, sum(buffer.tensor_size_in_bytes() for buffer in self.buffers.values())
+        size += self._decoder.buffer_bytes() + (0 if self._encoder is None else self._encoder.buffer_bytes())
         _, height, width, _ = self.pixels
         times = self._first_run_s, self._capture_s
         return CaptureReport(key.batch, height, width, key.guided, key.tokens, *times, size)
@@ -283,12 +292,7 @@ class CapturedShape:
             return {name: held[name] for name in graph.inputs} | written
         if role is Role.PRECOMPUTE:
             return {name: held[name] for name in (*graph.inputs, *graph.outputs)}
-        if role in self._text_encoders:
-            return self._bound_text(role, graph)
-        if role is Role.IMAGE_DECODER:
-            return {abi.LATENTS: (held[abi.STATE], self.latents)} | {name: held[name] for name in graph.outputs}
-        inputs = {name: held[f"encode_{name}"] for name in graph.inputs}
-        return inputs | {abi.LATENTS: held[CLEAN_LATENTS], abi.NOISED: held[abi.NOISED]}
+        return self._bound_text(role, graph)
 
 
 class CudaGraphCache:
@@ -299,9 +303,13 @@ class CudaGraphCache:
         channels: channels of the latents.
         factor: pixels for each latent, in height and width.
         max_shapes: maximum number of shapes; prompts of another length count as another shape.
+
+    Attributes:
+        splits: how the autoencoder processes a batch. Close the cache after a change.
     """
 
     def __init__(self, graphs: GraphSet, channels: int, factor: int, max_shapes: int) -> None:
+        self.splits = VaeSplits(graphs)
         self._graphs, self._channels, self._factor, self._max_shapes = graphs, channels, factor, max_shapes
         self._shapes: OrderedDict[CaptureKey, CapturedShape] = OrderedDict()
 
@@ -317,7 +325,7 @@ class CudaGraphCache:
         while len(self._shapes) >= self._max_shapes:
             _, oldest = self._shapes.popitem(last=False)
             oldest.release()
-        shape = CapturedShape(key, self._graphs, self._channels, self._factor)
+        shape = CapturedShape(key, self._graphs, self._channels, self._factor, self.splits)
         try:
             shape.capture()
         except BaseException:

@@ -12,7 +12,6 @@ from PIL import Image
 
 from sdonnx.errors import OptionError
 from sdonnx.models import abi
-from sdonnx.models.spec import Role
 from sdonnx.runtime.cuda_graph_cache import CapturedShape
 from sdonnx.runtime.device.arrays import export
 from sdonnx.runtime.inputs.resolution_bins import resized
@@ -111,7 +110,7 @@ def read_output(
         if output_type == "latent":
             return Output(shape.read(abi.STATE)[0])
         return Output(export(_copied(shape, abi.STATE, shape.latents, np.float32)))
-    shape.run(Role.IMAGE_DECODER)
+    shape.decode()
     not_finite = int((~shape.read(abi.FINITE)).sum())
     flagged = None if safety_checker is None else _check(shape, safety_checker)
     return Output(_images(shape, output_type, size), flagged, not_finite)

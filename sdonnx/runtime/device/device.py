@@ -85,19 +85,32 @@ class Device:
             raise TypeError("marks of two devices")
         return (end - start) * 1e3
 
-    def copy(self, target: OrtValue, source: OrtValue, size: int) -> None:
-        """Copy the first `size` bytes of a buffer to the start of another one on this device, and wait.
+    def copy(
+        self, target: OrtValue, source: OrtValue, size: int, *, target_offset: int = 0, source_offset: int = 0
+    ) -> None:
+        """Copy bytes between two buffers on this device, and wait.
+
+        Args:
+            target: the buffer to write.
+            source: the buffer to read.
+            size: number of bytes.
+            target_offset: the first byte to write.
+            source_offset: the first byte to read.
 
         Raises:
             OptionError: a buffer is smaller.
         """
-        available = min(source.tensor_size_in_bytes(), target.tensor_size_in_bytes())
+        available = min(
+            source.tensor_size_in_bytes() - source_offset,
+            target.tensor_size_in_bytes() - target_offset,
+        )
         if size > available:
             raise OptionError(f"a copy of {size} bytes", f"at most {available}", "pass an array of the right shape")
+        addresses = target.data_ptr() + target_offset, source.data_ptr() + source_offset
         if self.provider == "cuda":
-            cuda(self.index).copy(target.data_ptr(), source.data_ptr(), size)
+            cuda(self.index).copy(*addresses, size)
         else:
-            ctypes.memmove(target.data_ptr(), source.data_ptr(), size)
+            ctypes.memmove(*addresses, size)
 
 
 @contextmanager

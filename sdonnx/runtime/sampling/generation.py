@@ -12,7 +12,7 @@ from onnxruntime import OrtValue
 
 from sdonnx.errors import OptionError
 from sdonnx.models import abi
-from sdonnx.runtime.cuda_graph_cache import CLEAN_LATENTS, CapturedShape
+from sdonnx.runtime.cuda_graph_cache import CapturedShape
 from sdonnx.runtime.inputs.call import Call
 from sdonnx.runtime.inputs.conditioning import Conditioning
 from sdonnx.runtime.inputs.init_images import latent_mask, masked_image
@@ -212,15 +212,8 @@ class GenerationJob:
             scales: tuple[float, float] | None = (sampler.clean_scales[0], sampler.noise_scales[0])
         else:
             scales = sampler.start_scales
-        shape.encode(
-            {
-                abi.SAMPLE: batch,
-                abi.POSTERIOR_NOISE: posterior,
-                abi.NOISE: noise,
-                abi.SCALES: np.array((1, 0) if scales is None else scales, np.float32),
-            }
-        )
-        clean, noised = shape.read(CLEAN_LATENTS), shape.read(abi.NOISED)
+        weights = np.array((1, 0) if scales is None else scales, np.float32)
+        clean, noised = shape.encode(batch, posterior, noise, weights)
         if scales is None and not isinstance(sampler, SamplingPlan):
             noised = sampler.noised(clean, noise, 0)
         return clean, noised
@@ -233,9 +226,9 @@ class GenerationJob:
             return  # as in diffusers, other denoisers also advance the generator
         batch = np.concatenate([hidden] * (shape.key.batch // len(hidden)))
         none, scales = np.zeros(shape.latents, np.float32), np.array([1, 0], np.float32)
-        shape.encode({abi.SAMPLE: batch, abi.POSTERIOR_NOISE: posterior, abi.NOISE: none, abi.SCALES: scales})
+        latents, _ = shape.encode(batch, posterior, none, scales)
         shape.put(abi.MASK, small)
-        shape.put(abi.MASKED_LATENTS, shape.read(CLEAN_LATENTS))
+        shape.put(abi.MASKED_LATENTS, latents)
 
 
 def _blend_of(sampler: HostSampler, prepared: _Prepared) -> Callable[[int, Array], Array]:

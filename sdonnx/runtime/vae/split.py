@@ -1,0 +1,108 @@
+"""The rule by which the autoencoder's work is split into slices of the batch and tiles of the image."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from sdonnx.folder.version import read_report
+from sdonnx.models.autoencoder import block_channels, largest_decoder_tensor, largest_encoder_tensor, tile_size
+from sdonnx.models.spec import Role
+from sdonnx.runtime.device.host_memory import total_memory
+from sdonnx.runtime.graph_set import GraphSet
+
+__all__ = ["Split", "VaeSplits"]
+
+MAX_ELEMENTS = 2**31 - 1
+"""Largest number of elements of a tensor. ONNX Runtime's CUDA kernel of a nearest Resize refuses more, and convolutions
+of cuDNN compute positions in 32 bits."""
+
+# Live tensors of the largest size at the peak of a run. At the first residual block of the last resolution these are
+# the block's input, which the shortcut reads later, its normalized copy, and the convolution's output of half the size;
+# the rest is for the convolution's workspace (docs/decisions/0117).
+_LIVE_TENSORS = 3
+
+# Shares of the device's memory that a run of several images, or of one whole image, may take by that count. The rest is
+# for weights, buffers and captured graphs.
+_SLICE_SHARE = 1 / 4
+_IMAGE_SHARE = 3 / 4
+
+
+@dataclass(frozen=True)
+class Split:
+    """How the autoencoder processes a batch.
+
+    Attributes:
+        size: number of images in a run.
+        tile: height and width of a tile in latents; None to process whole images.
+    """
+
+    size: int
+    tile: int | None = None
+
+
+class VaeSplits:
+    """Chooses slices and tiles for the autoencoder of a pipeline.
+
+    Args:
+        graphs: graphs of the pipeline.
+
+    Attributes:
+        slicing: whether each run has one image.
+        tiling: whether images that are larger than a tile are always processed in tiles. Otherwise only those are
+            whose tensors are larger than a kernel or the device's memory can hold.
+        tile: height and width of a tile in latents.
+    """
+
+    def __init__(self, graphs: GraphSet) -> None:
+        self.slicing = self.tiling = False
+        config = graphs.config(Role.IMAGE_DECODER)
+        self._channels = {Role.IMAGE_DECODER: block_channels(config)}
+        if graphs.family.has(Role.IMAGE_ENCODER):
+            self._channels[Role.IMAGE_ENCODER] = block_channels(graphs.config(Role.IMAGE_ENCODER))
+        self.tile = self.default_tile = tile_size(config)
+        self._itemsizes = {role: _itemsize(graphs, role) for role in self._channels}
+        memory = graphs.device.memory()
+        self._total = total_memory() if memory is None else memory[1]
+
+    def decoder(self, batch: int, height: int, width: int) -> Split:
+        """Return how to decode latents (B,C,H,W)."""
+        return self._split(Role.IMAGE_DECODER, batch, height, width)
+
+    def encoder(self, batch: int, height: int, width: int) -> Split:
+        """Return how to encode images with latents (B,C,H,W)."""
+        return self._split(Role.IMAGE_ENCODER, batch, height, width)
+
+    def largest_bytes(self, role: Role, height: int, width: int) -> int:
+        """Return the size of the largest tensor of one run with one image or tile, in bytes."""
+        split = self._split(role, 1, height, width)
+        edges = (height, width) if split.tile is None else (min(height, split.tile), min(width, split.tile))
+        return self._elements(role, *edges) * self._itemsizes[role]
+
+    def _split(self, role: Role, batch: int, height: int, width: int) -> Split:
+        elements = self._elements(role, height, width)
+        tile = None
+        if max(height, width) > self.tile and (self.tiling or elements > self._most_elements(role, _IMAGE_SHARE)):
+            tile = self.tile
+            elements = self._elements(role, min(height, tile), min(width, tile))
+        most = 1 if self.slicing else max(1, self._most_elements(role, _SLICE_SHARE) // elements)
+        slices = -(-batch // most)
+        return Split(-(-batch // slices), tile)
+
+    def _elements(self, role: Role, height: int, width: int) -> int:
+        largest = largest_decoder_tensor if role is Role.IMAGE_DECODER else largest_encoder_tensor
+        return largest(self._channels[role], height, width)
+
+    def _most_elements(self, role: Role, share: float) -> int:
+        """Return the number of elements that the largest tensor of a run may have."""
+        return min(MAX_ELEMENTS, int(self._total * share) // (_LIVE_TENSORS * self._itemsizes[role]))
+
+
+def _itemsize(graphs: GraphSet, role: Role) -> int:
+    """Return the size in bytes of most elements of a component; 4 if some of its operators are float32."""
+    names = [spec.name for spec in graphs.family.components if spec.role is role]
+    components = read_report(graphs.folder.path).get("components")
+    entry = components.get(names[0]) if names and isinstance(components, Mapping) else None
+    if not isinstance(entry, Mapping):
+        return 4
+    return 2 if entry.get("precision") in ("float16", "bfloat16") and not entry.get("float32") else 4
