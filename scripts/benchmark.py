@@ -6,7 +6,7 @@ from pathlib import Path
 # Measure this checkout, even if another version is installed.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from sdonnx.cli.benchmark import main
+from sdonnx.__main__ import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(["benchmark", *sys.argv[1:]]))

@@ -14,6 +14,7 @@ from sdonnx.errors import (
     FolderError,
     OptionError,
     OutputError,
+    PackageError,
     PrecisionError,
     PromptError,
     ProviderError,
@@ -43,6 +44,7 @@ __all__ = [
     "OptionError",
     "OrtDiffusionPipeline",
     "OutputError",
+    "PackageError",
     "PrecisionError",
     "PromptError",
     "PromptTruncatedWarning",
@@ -77,7 +79,11 @@ def __getattr__(name: str) -> object:
     """Import a public name from its module on first use (PEP 562)."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(_HOMES[name]), name)
+    from sdonnx.installation import requiring
+
+    home = _HOMES[name]
+    with requiring(f"sdonnx.{name}", home.split(".")[1]):
+        value = getattr(importlib.import_module(home), name)
     globals()[name] = value
     return value
 

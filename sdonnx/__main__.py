@@ -1,17 +1,12 @@
 """The command line `sdonnx`, also `python -m sdonnx`.
 
-Only the module of the chosen command is imported, so that `generate` loads none of the exporter's packages.
+This module imports almost nothing, so that Ctrl-C during the imports of a command ends with one line and status 130.
 """
 
 from __future__ import annotations
 
-import argparse
-import importlib
 import sys
 from collections.abc import Sequence
-
-from sdonnx import __version__
-from sdonnx.terminal import guarded
 
 __all__ = ["COMMANDS", "main"]
 
@@ -28,20 +23,24 @@ COMMANDS = {
 }
 """Command -> (module with `add_arguments` and `run`, summary)."""
 
+_INTERRUPTED = 130  # sdonnx.terminal.INTERRUPTED, whose module takes 0.1 s to import
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit status."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    parser = argparse.ArgumentParser(prog="sdonnx", description="Diffusion pipelines on ONNX Runtime.")
-    parser.add_argument("--version", action="version", version=__version__)
-    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
-    chosen = next((argument for argument in given if not argument.startswith("-")), None)
-    for name, (module, summary) in COMMANDS.items():
-        command = commands.add_parser(name, help=summary)
-        if name == chosen:
-            importlib.import_module(module).add_arguments(command)
-    options = parser.parse_args(given)
-    return guarded(importlib.import_module(COMMANDS[options.command][0]).run, options)
+    """Run the command line and return its exit status.
+
+    Args:
+        arguments: the command and its arguments, by default those of the process.
+    """
+    try:
+        from sdonnx.cli.command_line import run_command_line
+
+        return run_command_line(list(sys.argv[1:] if arguments is None else arguments))
+    except KeyboardInterrupt:
+        if arguments is not None and "--debug" in arguments:
+            raise
+        print("interrupted", file=sys.stderr)
+        return _INTERRUPTED
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ SdonnxError
 ├── ProviderError     an execution provider is unknown or not available on this machine
 ├── DeviceMemoryError the device has too little memory for the request
 ├── PromptError       prompts are missing or of the wrong kind
+├── PackageError      a package that a command needs is not installed; also an ImportError
 └── SchedulerError    a scheduler configuration that the samplers cannot follow
 ```
 
@@ -26,6 +27,7 @@ __all__ = [
     "FolderError",
     "OptionError",
     "OutputError",
+    "PackageError",
     "PrecisionError",
     "PromptError",
     "ProviderError",
@@ -105,6 +107,10 @@ class DeviceMemoryError(SdonnxError):
 
 class PromptError(SdonnxError):
     """Prompts are missing or of the wrong kind."""
+
+
+class PackageError(SdonnxError, ImportError):
+    """A package that a command or a public name needs is not installed."""
 
 
 class SchedulerError(SdonnxError):

@@ -9,7 +9,7 @@ import re
 import signal
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 __all__ = [
     "FAILURE",
     "INTERRUPTED",
+    "TERMINATED",
     "add_debug",
     "add_option",
     "console",
     "guarded",
     "progress_bar",
-    "run_command",
     "tensor_progress",
 ]
 
@@ -42,7 +42,12 @@ _NO_MEMORY = re.compile(
 )
 
 INTERRUPTED = 130
-"""Exit status of a command that was interrupted and keeps its results so far."""
+"""Exit status of a command that Ctrl-C stopped, as shells report it: 128 + SIGINT."""
+
+TERMINATED = 143
+"""Exit status of a command that SIGTERM stopped."""
+
+_INTERRUPTION = "interrupted; no partial output was left; run the command again"
 
 
 def console() -> Console:
@@ -56,73 +61,54 @@ def add_debug(parser: argparse.ArgumentParser) -> None:
 
 
 def add_option(parser: argparse._ActionsContainer, *names: str, **settings: Any) -> None:
-    """Add an option, and accept `-` and `_` as separators of words in its long names.
+    """Add an option whose first long name, with `_` between words, names the attribute.
 
     Args:
         parser: a parser or a group of options.
-        names: names of the option. The first long one names the attribute.
+        names: names of the option. A command's parser also accepts `-` in place of `_`.
         settings: arguments of `argparse.ArgumentParser.add_argument`.
     """
-    spellings = dict.fromkeys(each for name in names for each in (name, _dashed(name)))
     long = next(name for name in names if name.startswith("--"))
-    parser.add_argument(*spellings, **{"dest": long[2:].replace("-", "_")} | settings)
-
-
-def _dashed(name: str) -> str:
-    return "--" + name[2:].replace("_", "-") if name.startswith("--") else name
-
-
-def run_command(
-    name: str,
-    add_arguments: Callable[[argparse.ArgumentParser], None],
-    run: Callable[[argparse.Namespace], int],
-    arguments: Sequence[str] | None = None,
-) -> int:
-    """Run one command by itself and return its exit status.
-
-    Args:
-        name: name of the command, such as "export".
-        add_arguments: adds the command's options to a parser.
-        run: runs the command.
-        arguments: the command line, by default that of the process.
-    """
-    parser = argparse.ArgumentParser(prog=f"sdonnx {name}")
-    add_arguments(parser)
-    return guarded(run, parser.parse_args(arguments))
+    parser.add_argument(*names, **{"dest": long[2:].replace("-", "_")} | settings)
 
 
 def guarded(main: Callable[[argparse.Namespace], int], options: argparse.Namespace) -> int:
     """Run a command and return its exit status. An error that the user can fix is printed on one line, with status 2.
 
-    SIGTERM is handled like Ctrl-C, so that no partial output remains.
+    SIGTERM is handled like Ctrl-C, so that no partial output remains. The status is that of a shell for a process that
+    the signal ended: 130 or 143.
     """
-    is_interrupted = False
+    received = 0
 
     def interrupt(number: int, frame: FrameType | None) -> None:
-        nonlocal is_interrupted
-        is_interrupted = True
+        nonlocal received
+        received = number
         raise KeyboardInterrupt
 
-    previous = signal.signal(signal.SIGTERM, interrupt)
+    previous = {signal.SIGTERM: signal.signal(signal.SIGTERM, interrupt)}
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # it is ignored in background jobs
+        previous[signal.SIGINT] = signal.signal(signal.SIGINT, interrupt)
     try:
         with _plain_warnings():
-            return main(options)
+            status = main(options)
+        return TERMINATED if status == INTERRUPTED and received == signal.SIGTERM else status
     except (Exception, KeyboardInterrupt) as error:
-        line = _line_of(error, is_interrupted)
+        # Libraries may turn an interruption into another error.
+        stopped = bool(received) or isinstance(error, KeyboardInterrupt)
+        line = _INTERRUPTION if stopped and not isinstance(error, SdonnxError) else _line_of(error)
         if line is None or getattr(options, "debug", False):
             raise
         print(line, file=sys.stderr)
+        return (TERMINATED if received == signal.SIGTERM else INTERRUPTED) if stopped else FAILURE
     finally:
-        signal.signal(signal.SIGTERM, previous)
-    return FAILURE
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
-def _line_of(error: BaseException, is_interrupted: bool) -> str | None:
+def _line_of(error: BaseException) -> str | None:
     """Return the message for an error that the user can fix, or None for any other error."""
     if isinstance(error, SdonnxError):
         return f"error: {error}"
-    if isinstance(error, KeyboardInterrupt) or is_interrupted:  # libraries may turn an interruption into another error
-        return "interrupted; no partial output was left; run the command again"
     if _lacks_memory(error):
         return (
             "error: this machine has too little free memory; expected enough for the command; "

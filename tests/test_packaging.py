@@ -44,7 +44,7 @@ OPTIONAL_LIBRARIES = {"bs4", "ftfy"}  # captions are cleaned where these are
 # A module imports from the levels before its own; only command lines import from one another.
 LEVELS = (
     {"errors"},
-    {"metrics", "samplers", "folder"},
+    {"metrics", "samplers", "folder", "installation"},
     {"models"},
     {"graph"},
     {"operators"},
@@ -186,6 +186,7 @@ def test_public_names_are_held() -> None:
             "OptionError",
             "OrtDiffusionPipeline",
             "OutputError",
+            "PackageError",
             "PrecisionError",
             "PromptError",
             "PromptTruncatedWarning",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,12 +27,12 @@ from sdonnx.errors import OptionError, OutputError, SdonnxError
 from sdonnx.folder.pipeline_folder import REPORT, PipelineFolder, read_json
 from sdonnx.folder.prompt_file import PROMPTS
 from sdonnx.samplers import config_for
-from sdonnx.terminal import FAILURE, INTERRUPTED, console, run_command, tensor_progress
+from sdonnx.terminal import FAILURE, INTERRUPTED, console, tensor_progress
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["FAILED", "add_arguments", "main", "run"]
+__all__ = ["FAILED", "add_arguments", "run"]
 
 FAILED = 1
 """Exit status if a result is missing or untrusted."""
@@ -256,12 +256,3 @@ def _provider(given: dict[FolderKind, Path]) -> str:
     if FolderKind.OPTIMIZED in given:
         return str(read_json(given[FolderKind.OPTIMIZED] / REPORT).get("provider"))
     return "cpu" if first_gpu() is None else "cuda"
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line."""
-    return run_command("benchmark", add_arguments, run, arguments)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -26,12 +26,12 @@ from sdonnx.doctor.measured_verdicts import measured_verdict
 from sdonnx.doctor.sessions import kernel_opener
 from sdonnx.doctor.verdict import SummaryLine, Verdict, judge, summarize
 from sdonnx.errors import OptionError, OutputError
-from sdonnx.terminal import add_debug, console, progress_bar, run_command
+from sdonnx.terminal import add_debug, console, progress_bar
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-__all__ = ["add_arguments", "main", "run"]
+__all__ = ["add_arguments", "run"]
 
 _UNSOUND = 1
 _MAX_FAULTS_SHOWN = 8
@@ -255,12 +255,3 @@ def _write(path: Path, report: dict[str, Any]) -> None:
         raise OutputError(
             f"writing {path} failed ({error.strerror or error})", "a file that can be written", "choose another file"
         ) from error
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line."""
-    return run_command("doctor", add_arguments, run, arguments)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,12 +11,12 @@ from rich.markup import escape
 
 from sdonnx.errors import FolderError, OptionError
 from sdonnx.folder.pipeline_folder import REPORT, PipelineFolder, read_json
-from sdonnx.terminal import add_debug, console, run_command
+from sdonnx.terminal import add_debug, console
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-__all__ = ["add_arguments", "explained", "main", "run"]
+__all__ = ["add_arguments", "explained", "run"]
 
 _SHOWN_PLACES = 8  # of each reason; --all shows every one
 
@@ -164,12 +163,3 @@ def _places(places: list[str], every_place: bool) -> str:
     shown = places if every_place else places[:_SHOWN_PLACES]
     more = f" and {len(places) - len(shown)} more" if len(places) > len(shown) else ""
     return f"    at {', '.join(map(str, shown))}{more}"
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line."""
-    return run_command("explain", add_arguments, run, arguments)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

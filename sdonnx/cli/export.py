@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import sys
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from sdonnx.terminal import add_debug, add_option, console, run_command, tensor_progress
+from sdonnx.terminal import add_debug, add_option, console, tensor_progress
 
-__all__ = ["add_arguments", "main", "run"]
+__all__ = ["add_arguments", "run"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -66,12 +64,3 @@ def run(options: argparse.Namespace) -> int:
         )
     console().print(f"exported to {options.output}")
     return 0
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line."""
-    return run_command("export", add_arguments, run, arguments)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import sdonnx
 from sdonnx.errors import OptionError, OutputError
-from sdonnx.terminal import add_debug, add_option, console, progress_bar, run_command
+from sdonnx.terminal import add_debug, add_option, console, progress_bar
 
 if TYPE_CHECKING:
     from PIL import Image
 
-__all__ = ["add_arguments", "main", "run"]
+__all__ = ["add_arguments", "run"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -160,12 +158,3 @@ def _check_output(path: Path) -> None:
         raise OptionError(f"the output is {path.name}", "a name that ends in .png", "choose another name")
     if not path.parent.is_dir():
         raise OutputError(f"{path.parent} is not a folder", "a folder to write into", "create it first")
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line."""
-    return run_command("generate", add_arguments, run, arguments)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

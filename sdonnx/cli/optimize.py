@@ -6,8 +6,7 @@ Options that ONNX Runtime's script `optimize_pipeline` also has keep their names
 from __future__ import annotations
 
 import argparse
-import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +16,7 @@ from sdonnx.errors import OptionError
 from sdonnx.folder.prompt_file import read_prompts
 from sdonnx.fusions.derived_tables import FLAGS, SHOWN_OPERATORS
 from sdonnx.precision_search.probe_settings import AUTO, ProbeSettings
-from sdonnx.terminal import add_debug, add_option, console, run_command, tensor_progress
+from sdonnx.terminal import add_debug, add_option, console, tensor_progress
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
     from sdonnx.optimize.report import OptimizeReport
     from sdonnx.optimize.request import OptimizeRequest
 
-__all__ = ["add_arguments", "automatic_lines", "fusion_table", "main", "run"]
+__all__ = ["add_arguments", "automatic_lines", "fusion_table", "run"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -205,12 +204,3 @@ def run(options: argparse.Namespace) -> int:
         out.print(f"python -m sdonnx explain {escape(str(options.output))} shows the places and the reasons")
     out.print(f"optimized to {options.output}")
     return 0
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line."""
-    return run_command("optimize", add_arguments, run, arguments)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

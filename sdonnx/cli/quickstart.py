@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,9 +17,9 @@ import numpy as np
 import numpy.typing as npt
 
 from sdonnx.metrics import psnr
-from sdonnx.terminal import add_debug, add_option, console, run_command, tensor_progress
+from sdonnx.terminal import add_debug, add_option, console, tensor_progress
 
-__all__ = ["add_arguments", "main", "run"]
+__all__ = ["add_arguments", "run"]
 
 _PROMPT = "a red fox in the snow, oil painting"
 _SEED = 0
@@ -164,12 +163,3 @@ def _print_comparison(ours: _Timed, torches: list[_Timed]) -> None:
         seconds = [f"{value:.3f}" for value in (timed.load_s, timed.first_s, timed.median_s)]
         table.add_row(timed.engine, *seconds, agreement)
     console().print(table)
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line."""
-    return run_command("quickstart", add_arguments, run, arguments)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import sys
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
 from sdonnx.sample.overflow import OVERFLOWS
 from sdonnx.sample.write_sample import ARCHITECTURES, write_sample
-from sdonnx.terminal import add_debug, add_option, console, run_command
+from sdonnx.terminal import add_debug, add_option, console
 
-__all__ = ["add_arguments", "main", "run"]
+__all__ = ["add_arguments", "run"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,12 +41,3 @@ def run(options: argparse.Namespace) -> int:
     )
     out.print(f"wrote {options.output}")
     return 0
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line."""
-    return run_command("sample", add_arguments, run, arguments)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
@@ -17,13 +16,13 @@ from sdonnx.folder.certificate import CERTIFICATE, CERTIFICATE_PAGE
 from sdonnx.folder.lock import locked
 from sdonnx.folder.pipeline_folder import finite
 from sdonnx.folder.prompt_file import read_prompts
-from sdonnx.terminal import add_debug, add_option, console, run_command
+from sdonnx.terminal import add_debug, add_option, console
 from sdonnx.verify.certificate_page import certificate_html
 from sdonnx.verify.judgement import Thresholds
 from sdonnx.verify.verification import Verification, VerificationRequest
 from sdonnx.verify.verifier import verify_folder
 
-__all__ = ["FAILED", "add_arguments", "main", "run", "write_certificate"]
+__all__ = ["FAILED", "add_arguments", "run", "write_certificate"]
 
 _PARTIAL = ".certificate.partial"
 
@@ -138,12 +137,3 @@ def _check_writable(folder: Path) -> None:
         raise OutputError(
             f"{folder} is not writable ({error.strerror})", "a writable folder for the certificate", "copy the folder"
         ) from error
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line."""
-    return run_command("verify", add_arguments, run, arguments)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from sdonnx.cli.export import main
+from sdonnx.__main__ import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(["export", *sys.argv[1:]]))

@@ -1,0 +1,113 @@
+"""How this installation gets the packages that a command or a public name needs.
+
+The project is not on a package index, so a hint never says `pip install sdonnx`: it names the folder, the file or the
+repository that the project was installed from.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shlex
+import sys
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import sdonnx
+from sdonnx.errors import PackageError
+
+__all__ = ["EXTRAS", "cpu_or_cuda", "install_command", "requiring"]
+
+EXTRAS = {
+    "benchmark": ("export", "benchmark"),
+    "completion": ("completion",),
+    "explain": ("optimize",),
+    "export": ("export",),
+    "optimize": ("optimize",),
+    "quickstart": ("export", "benchmark"),
+    "sample": ("export",),
+    "verify": ("export", "benchmark"),
+}
+"""Extras of setup.cfg that a command needs, and the package of the same name. Others need only ONNX Runtime."""
+
+
+def install_command(*extras: str) -> str:
+    """Return the command that adds extras to this installation.
+
+    The project is installed again from where it came from: the source tree that contains the package, or the place
+    that pip recorded in `direct_url.json` (https://packaging.python.org/en/latest/specifications/direct-url/).
+
+    Args:
+        extras: names of extras in setup.cfg.
+    """
+    wanted = f"[{','.join(extras)}]"
+    source = _source_tree()
+    url, editable, archive, vcs = _direct_url()
+    if source is None and not archive and not vcs and url.startswith("file:") and _path(url).is_dir():
+        source = _path(url)
+    if source is not None:
+        editable = editable and _path(url).resolve() == source
+        pins = source / "requirements.txt"
+        constraints = f"-c {shlex.quote(str(pins))} " if pins.is_file() else ""
+        return f"pip install {constraints}{'-e ' if editable else ''}{shlex.quote(f'{source}{wanted}')}"
+    if archive and url.startswith("file:") and _path(url).is_file():
+        return f"pip install {shlex.quote(f'{_path(url)}{wanted}')}"
+    if url and not url.startswith("file:"):
+        return f"pip install {shlex.quote(f'sdonnx{wanted} @ {vcs}{url}')}"
+    return f"run pip install '.{wanted}' in sdonnx's source folder"
+
+
+def cpu_or_cuda() -> str:
+    """Return the command that installs ONNX Runtime, with the choice between its two builds."""
+    return f"{install_command('cuda')}, or [cpu] in place of [cuda] without an NVIDIA GPU"
+
+
+def _source_tree() -> Path | None:
+    """Return the source tree that contains the imported package, or None if it was copied to a site folder."""
+    root = Path(sdonnx.__file__).resolve().parent.parent
+    return root if (root / "setup.cfg").is_file() and (root / "requirements.txt").is_file() else None
+
+
+def _direct_url() -> tuple[str, bool, bool, str]:
+    """Return pip's record of the installation: URL, editable, archive, and prefix of a version control system."""
+    try:
+        record = json.loads(metadata.distribution("sdonnx").read_text("direct_url.json") or "{}")
+        kind, vcs = record.get("dir_info", {}), record.get("vcs_info", {})
+        url = str(record.get("url", ""))
+        if vcs:
+            revision = vcs.get("requested_revision") or vcs.get("commit_id")
+            url += f"@{revision}" if revision else ""
+        return url, kind.get("editable") is True, "archive_info" in record, f"{vcs['vcs']}+" if vcs else ""
+    except (metadata.PackageNotFoundError, OSError, ValueError, AttributeError, KeyError, TypeError):
+        return "", False, False, ""
+
+
+def _path(url: str) -> Path:
+    return Path(unquote(urlsplit(url).path))
+
+
+@contextlib.contextmanager
+def requiring(subject: str, unit: str) -> Iterator[None]:
+    """Turn a missing package of another project into a PackageError.
+
+    Args:
+        subject: the command or public name that needs it, such as "sdonnx export".
+        unit: the command, or the package of this project, that is imported in the block: a key of `EXTRAS`.
+
+    Raises:
+        PackageError: a package is missing.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package in ("", "sdonnx") or package in sys.stdlib_module_names:
+            raise
+        extras = EXTRAS.get(unit, ())
+        raise PackageError(
+            f"{subject} needs the package {package}, which is not installed",
+            f"the extra{'s' if len(extras) > 1 else ''} {' and '.join(extras) or 'cpu or cuda'}",
+            install_command(*extras) if extras and package != "onnxruntime" else cpu_or_cuda(),
+        ) from error
