@@ -91,7 +91,7 @@ Versions: {versions}. Machine: {machine}. Time limit: {limit} s for each. Commit
 All results: [{file}]({link}). To reproduce them:
 
 ```bash
-python -m sdonnx sample --arch {arch} -o out/samples/{arch}
+sdonnx sample --arch {arch} -o out/samples/{arch}
 {commands}
 ```
 """

@@ -58,12 +58,12 @@ replaced keeps its record: its status becomes `superseded`, and `superseded_by` 
 
 _FUSIONS_INTRO = """# Fusions
 
-Fusions run in a fixed order as stages. `python -m sdonnx explain FOLDER` prints, for each stage, the rewrites and the
+Fusions run in a fixed order as stages. `sdonnx explain FOLDER` prints, for each stage, the rewrites and the
 reason for each candidate that was not fused.
 
 ## Options
 
-`python -m sdonnx.optimize_pipeline` has an option for each fusion that can be disabled.
+`sdonnx optimize` has an option for each fusion that can be disabled.
 `optimize_folder(disabled=[...])` accepts the names without `--disable_`.
 """
 
@@ -160,11 +160,15 @@ def command_line() -> str:
         "",
         "`sdonnx COMMAND` and `python -m sdonnx COMMAND` are the same. `python -m sdonnx.export` and",
         "`python -m sdonnx.optimize_pipeline` are the commands `export` and `optimize`; `python scripts/benchmark.py`",
-        "is the command `benchmark`. Exit status: 0 on success, 2 where the input or an option cannot be used",
-        "(one line says what was found, what was expected and what to do), 1 where a check failed",
-        "(`doctor`, `verify`, `benchmark`), 130 after an interrupt.",
+        "is the command `benchmark`. Every option can be written with `-` or with `_` between words.",
         "",
-        "Where an option accepts both spellings, with `_` and with `-` between words, one of them is shown.",
+        "| exit status | meaning |",
+        "| --- | --- |",
+        "| 0 | success |",
+        "| 1 | a check failed (`doctor`, `verify`, `benchmark`) |",
+        "| 2 | the input or an option cannot be used; one line says why and what to do |",
+        "| 130 | interrupted by Ctrl-C |",
+        "| 143 | terminated (SIGTERM) |",
         "",
     ]
     for name, (module, summary) in COMMANDS.items():
@@ -203,9 +207,7 @@ def _names(action: argparse.Action) -> str:
     several = " ..." if action.nargs in ("+", "*") else ""
     if not action.option_strings:
         return f"`{value}{several}`"
-    # Many options exist with `-` and with `_` between words; one of the two is shown.
-    spellings = {name.lstrip("-").replace("-", "_"): name for name in reversed(action.option_strings)}
-    names = ", ".join(f"`{name}`" for name in reversed(spellings.values()))
+    names = ", ".join(f"`{name}`" for name in action.option_strings)
     return f"{names} `{value}{several}`" if takes_value else names
 
 

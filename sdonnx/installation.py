@@ -22,7 +22,6 @@ __all__ = ["EXTRAS", "cpu_or_cuda", "install_command", "requiring"]
 
 EXTRAS = {
     "benchmark": ("export", "benchmark"),
-    "completion": ("completion",),
     "explain": ("optimize",),
     "export": ("export",),
     "optimize": ("optimize",),

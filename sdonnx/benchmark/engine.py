@@ -10,14 +10,14 @@ import abc
 import importlib.metadata
 import importlib.util
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from sdonnx.benchmark.results import Stages
 from sdonnx.benchmark.workload import Workload
 from sdonnx.errors import FolderError, OptionError
-from sdonnx.folder.pipeline_folder import ONNX_MODEL, REPORT, PipelineFolder, read_json
+from sdonnx.folder.folder_kind import FolderKind, folder_kind
+from sdonnx.folder.pipeline_folder import REPORT, PipelineFolder, read_json
 from sdonnx.models.registry import family_of
 from sdonnx.models.spec import Role
 
@@ -36,22 +36,6 @@ __all__ = [
 ]
 
 PROVIDERS = ("cuda", "cpu")
-
-
-class FolderKind(StrEnum):
-    """The kind of a pipeline folder; the value is its name in messages."""
-
-    DIFFUSERS = "a diffusers pipeline"
-    EXPORTED = "an exported pipeline, not optimized"
-    OPTIMIZED = "an optimized pipeline"
-
-
-def folder_kind(folder: PipelineFolder) -> FolderKind:
-    """Return the kind of a folder."""
-    if (folder.path / REPORT).is_file():
-        return FolderKind.OPTIMIZED
-    denoiser = family_of(folder).with_role(Role.DENOISER).name
-    return FolderKind.EXPORTED if (folder.path / denoiser / ONNX_MODEL).is_file() else FolderKind.DIFFUSERS
 
 
 @dataclass(frozen=True)
@@ -89,7 +73,6 @@ class Engine(abc.ABC):
         distributions: the packages that it uses, by their names for pip; alternatives are in one tuple. The first
             installed package of the first tuple determines the engine's version.
         modules: the modules that it imports.
-        installation: how to install them.
         compile_modes: the valid values of `EngineOptions.compile_mode`.
         supports_adapters: whether it supports image-prompt adapters.
         needs_preparation: whether `prepare` must run once on each GPU.
@@ -103,7 +86,6 @@ class Engine(abc.ABC):
     remedy: ClassVar[str]
     distributions: ClassVar[tuple[tuple[str, ...], ...]]
     modules: ClassVar[tuple[str, ...]]
-    installation: ClassVar[str]
     compile_modes: ClassVar[tuple[str, ...]] = ()
     supports_adapters: ClassVar[bool] = False
     needs_preparation: ClassVar[bool] = False
@@ -129,6 +111,11 @@ class Engine(abc.ABC):
         self.device = options.provider or self.default_provider()
 
     @classmethod
+    @abc.abstractmethod
+    def installation(cls) -> str:
+        """Return how to install the packages of the engine."""
+
+    @classmethod
     def require_packages(cls, *, xformers: bool = False) -> None:
         """Raise OptionError if a package is missing."""
         missing = [module for module in cls.modules if not is_importable(module)]
@@ -136,12 +123,12 @@ class Engine(abc.ABC):
             raise OptionError(
                 f"the engine {cls.name} without {', '.join(missing)}",
                 "these packages in the environment",
-                cls.installation,
+                cls.installation(),
             )
 
     def check_folder(self) -> None:
         """Raise FolderError unless the folder is of the kind that the engine reads."""
-        kind = folder_kind(self.folder)
+        kind = folder_kind(self.folder.path)
         if kind is not self.reads:
             raise FolderError(f"{self.folder.path} is {kind}", f"{self.reads} for the engine {self.name}", self.remedy)
         if self.options.safety_checker and not self.folder.index.get("safety_checker", [None])[0]:

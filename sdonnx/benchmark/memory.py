@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from sdonnx.errors import OptionError, ProviderError
+from sdonnx.installation import install_command
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -30,8 +31,6 @@ __all__ = [
 ]
 
 _INTERVAL_S = 0.01
-
-_MISSING_NVML = ("NVML's Python package is missing", "nvidia-ml-py", "pip install 'sdonnx[benchmark]'")
 
 
 class MemorySource(Protocol):
@@ -55,7 +54,7 @@ class ResidentMemory:
         try:
             import psutil
         except ImportError:
-            raise OptionError("psutil is missing", "psutil installed", "pip install 'sdonnx[benchmark]'") from None
+            raise OptionError("psutil is missing", "psutil installed", install_command("benchmark")) from None
         self._process = psutil.Process()
 
     def bytes_used(self) -> int:
@@ -122,7 +121,7 @@ def open_gpu() -> Any:
     try:
         import pynvml
     except ImportError:
-        raise ProviderError(*_MISSING_NVML) from None
+        raise ProviderError("NVML's Python package is missing", "nvidia-ml-py", install_command("benchmark")) from None
     identifier = first_gpu()
     if identifier is None:
         raise ProviderError("CUDA finds no GPU", "a GPU and its driver", "check nvidia-smi, or pass -r cpu")

@@ -27,7 +27,7 @@ def folders_by_kind(paths: Sequence[Path]) -> dict[FolderKind, Path]:
     """
     folders: dict[FolderKind, Path] = {}
     for path in paths:
-        kind = folder_kind(PipelineFolder.open(path))
+        kind = folder_kind(PipelineFolder.open(path).path)
         if kind in folders:
             raise OptionError(f"{folders[kind]} and {path} are both {kind}", "one folder of each kind", "omit one")
         folders[kind] = path

@@ -1,4 +1,4 @@
-"""`python -m sdonnx benchmark`, or `python scripts/benchmark.py`: compare engines and write the results."""
+"""`sdonnx benchmark`, or `python scripts/benchmark.py`: compare engines and write the results."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from sdonnx.cli.benchmark_options import MULTIPLE, add_arguments, check_options
 from sdonnx.errors import OptionError, OutputError, SdonnxError
 from sdonnx.folder.pipeline_folder import REPORT, PipelineFolder, read_json
 from sdonnx.folder.prompt_file import PROMPTS
+from sdonnx.installation import install_command
 from sdonnx.samplers import config_for
 from sdonnx.terminal import FAILURE, INTERRUPTED, console, tensor_progress
 
@@ -148,9 +149,7 @@ def _require_packages(options: argparse.Namespace) -> None:
     needed += ["rich_pixels"] if options.print_output else []
     missing = [module for module in needed if not is_importable(module)]
     if missing:
-        raise OptionError(
-            f"{', '.join(missing)} missing", "the benchmark's packages", "pip install 'sdonnx[benchmark]'"
-        )
+        raise OptionError(f"{', '.join(missing)} missing", "the benchmark's packages", install_command("benchmark"))
 
 
 def _setup(

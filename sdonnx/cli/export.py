@@ -6,6 +6,7 @@ import argparse
 from functools import partial
 from pathlib import Path
 
+from sdonnx.export.open_source import is_hub_id, open_source
 from sdonnx.terminal import add_debug, add_option, console, tensor_progress
 
 __all__ = ["add_arguments", "run"]
@@ -28,8 +29,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=[],
         metavar="COMPONENT",
-        help="components whose weights may be read from a pickle (.bin); only for authors that you trust",
+        help="components whose weights may be read from a pickle (.bin), or all; only for authors that you trust",
     )
+    add("--variant", help="variant of the weights, such as fp16 for *.fp16.safetensors (default: what the folder has)")
     add(
         "--ip_adapter",
         nargs="+",
@@ -49,6 +51,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run the command."""
+    # Before torch is imported, which takes seconds.
+    if not is_hub_id(options.model):
+        open_source(options.model)
     from sdonnx.export.export_pipeline import export_pipeline
 
     with tensor_progress() as on_progress:
@@ -58,6 +63,7 @@ def run(options: argparse.Namespace) -> int:
             dtype=options.dtype,
             overwrite=options.overwrite,
             allow_pickle=options.allow_pickle,
+            variant=options.variant,
             ip_adapters=options.ip_adapter,
             image_encoder=options.image_encoder,
             progress=on_progress,

@@ -6,6 +6,7 @@ Options that ONNX Runtime's script `optimize_pipeline` also has keep their names
 from __future__ import annotations
 
 import argparse
+import importlib.util
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -201,6 +202,20 @@ def run(options: argparse.Namespace) -> int:
         for warning in component.warnings:
             out.print(f"[yellow]warning[/yellow]: {component.name}: {escape(warning)}")
     if any(component.warnings for component in report.components.values()):
-        out.print(f"python -m sdonnx explain {escape(str(options.output))} shows the places and the reasons")
+        out.print(f"sdonnx explain {escape(str(options.output))} shows the places and the reasons")
     out.print(f"optimized to {options.output}")
+    if options.provider == "cuda" and not _may_have_cuda():
+        out.print(
+            "[yellow]note[/yellow]: made for cuda, and ONNX Runtime has no CUDA provider here; to generate images on "
+            "this machine, optimize again with --provider cpu"
+        )
     return 0
+
+
+def _may_have_cuda() -> bool:
+    """Return whether ONNX Runtime has the CUDA provider; if it is not installed, images are generated elsewhere."""
+    if importlib.util.find_spec("onnxruntime") is None:
+        return True
+    import onnxruntime
+
+    return "CUDAExecutionProvider" in onnxruntime.get_available_providers()

@@ -1,4 +1,4 @@
-"""`python -m sdonnx verify FOLDER --against ORIGINAL`: compare the two pipelines and write a certificate."""
+"""`sdonnx verify FOLDER --against ORIGINAL`: compare the two pipelines and write a certificate."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ class KernelCaseSet:
     Attributes:
         checks: the cases.
         graphs: the serialized graphs, by name.
-        flags: the flag of `python -m sdonnx.optimize_pipeline` that leaves an operator out, by operator.
+        flags: the flag of `sdonnx optimize` that leaves an operator out, by operator.
         digest: the digest of the file.
     """
 

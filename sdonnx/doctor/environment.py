@@ -10,11 +10,11 @@ from importlib import metadata
 from pathlib import Path
 
 from sdonnx.doctor.gpu import Gpu, cuda_driver_version, driver_version, gpus
+from sdonnx.installation import install_command
 
 __all__ = ["Facts", "Finding", "collect_facts", "default_provider", "findings"]
 
 _CUDA = "CUDAExecutionProvider"
-_INSTALL = {"cuda": "pip install 'sdonnx[cuda]'", "cpu": "pip install 'sdonnx[cpu]'"}
 
 # The oldest drivers for Linux, by CUDA's major version: CUDA toolkit release notes, "minor version compatibility".
 _OLDEST_DRIVER = {12: "525.60.13", 13: "580.65.06"}
@@ -179,11 +179,11 @@ def _onnxruntime(facts: Facts, provider: str) -> Finding:
     wanted = "onnxruntime-gpu" if provider == "cuda" else "onnxruntime"
     if len(facts.distributions) > 1:
         names = " ".join(facts.distributions)
-        remedy = f"pip uninstall -y {names} && {_INSTALL[provider]}"
+        remedy = f"pip uninstall -y {names} && {install_command(provider)}"
         return Finding(subject, f"{installed}: each overwrites the other", "missing", f"only {wanted}", remedy)
     if facts.import_error:
         found = f"{installed or 'not installed'} ({facts.import_error})"
-        return Finding(subject, found, "missing", wanted, _INSTALL[provider])
+        return Finding(subject, found, "missing", wanted, install_command(provider))
     return Finding(subject, installed or "a build that pip does not know")
 
 
@@ -196,7 +196,7 @@ def _provider(facts: Facts) -> Finding:
         f"not in this build, which has {', '.join(facts.providers) or 'none'}",
         "missing",
         "onnxruntime-gpu",
-        (f"pip uninstall -y {names} && " if names else "") + _INSTALL["cuda"],
+        (f"pip uninstall -y {names} && " if names else "") + install_command("cuda"),
     )
 
 

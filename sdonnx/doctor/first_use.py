@@ -172,12 +172,12 @@ def complaint(verdict: Verdict, operators: Collection[str], cases: Path = KERNEL
         fix = f"optimize the folder again with {flags}" if flags else "use another version of onnxruntime-gpu"
         return (
             f"ONNX Runtime's {', '.join(wrong)} computes wrong numbers on {gpu}; expected those of its reference; "
-            f"{fix}, or see python -m sdonnx doctor"
+            f"{fix}, or see sdonnx doctor"
         )
     if not verdict.cacheable:
         lost = [f"; {result.operator} did not run ({result.failure})" for result in verdict.unavailable[:1]]
         return (
             f"the kernels of {gpu} were not all checked in {verdict.seconds:.0f} s{''.join(lost)}; "
-            "expected a check of all; run python -m sdonnx doctor once"
+            "expected a check of all; run sdonnx doctor once"
         )
     return ""

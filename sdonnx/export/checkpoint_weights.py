@@ -1,6 +1,6 @@
 """Weights on disk, read one at a time.
 
-`WeightFiles` finds a component's weight files, and returns every tensor's shape without reading the tensor. Tensors are
+`WeightFiles` opens a component's weight files, and returns every tensor's shape without reading the tensor. Tensors are
 read when the ONNX file is written, so only one of them is in memory at a time.
 """
 
@@ -19,11 +19,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from sdonnx.errors import WeightsError
-from sdonnx.folder.pipeline_folder import read_json
+from sdonnx.export.weight_files import find_weights
 
 __all__ = ["WeightFiles", "Weights", "narrowed", "shapes_in", "tensor_in"]
-
-_STEMS = ("diffusion_pytorch_model", "model", "pytorch_model")
 
 # diffusers renamed the projections of its first attention block, and maps the old names when it loads a model
 # (`ModelMixin._fix_state_dict_keys_on_load`). The published VAEs of Stable Diffusion 1 have the old names.
@@ -60,64 +58,23 @@ class WeightFiles:
     Args:
         folder: The component's folder.
         allow_pickle: Also accept a `.bin` file, which is a pickle (read with `weights_only=True`).
+        variant: Variant of the weights; see `find_weights`.
 
     Raises:
         WeightsError: There are no weights, only rejected ones, or a file is broken.
     """
 
-    def __init__(self, folder: Path, *, allow_pickle: bool = False) -> None:
+    def __init__(self, folder: Path, *, allow_pickle: bool = False, variant: str | None = None) -> None:
         self.folder = folder
         self._pickles: dict[Path, dict[str, torch.Tensor]] = {}
         self._entries: dict[str, _Entry] = {}
-        for file in self._find(allow_pickle):
+        for file in find_weights(folder, allow_pickle=allow_pickle, variant=variant).files:
             for key, shape in self._shapes(file):
                 self._entries[key] = _Entry(file, key, shape)
 
     def __len__(self) -> int:
         """Return the number of tensors."""
         return len(self._entries)
-
-    def _find(self, allow_pickle: bool) -> list[Path]:
-        """Return the weight files: one file, or the shards that an index lists."""
-        endings = [".safetensors", ".bin"] if allow_pickle else [".safetensors"]
-        for ending in endings:
-            for stem in _STEMS:
-                file = self.folder / f"{stem}{ending}"
-                if file.is_file():
-                    return [file]
-                index = self.folder / f"{stem}{ending}.index.json"
-                if index.is_file():
-                    return self._shards(index)
-        self._raise_missing()
-        return []
-
-    def _shards(self, index: Path) -> list[Path]:
-        names = read_json(index).get("weight_map")
-        if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
-            raise WeightsError(f"{index} has no weight_map", "an index of shards", "copy the folder again")
-        shards = [self.folder / name for name in sorted(set(names.values()))]
-        for shard in shards:
-            if shard.parent != self.folder or not shard.is_file():
-                raise WeightsError(
-                    f"{index} lists {shard.name}, which is not in {self.folder}", "every shard", "copy the folder again"
-                )
-        return shards
-
-    def _raise_missing(self) -> None:
-        variants = sorted(path.name for path in self.folder.glob("*.safetensors"))
-        pickles = sorted(path.name for path in self.folder.glob("*.bin"))
-        if pickles and not variants:
-            raise WeightsError(
-                f"{self.folder} has weights only as a pickle ({pickles[0]}), which can run code when it is opened",
-                "safetensors",
-                f"convert it to safetensors, or pass --allow_pickle {self.folder.name} if you trust its author",
-            )
-        found = f"only {', '.join(variants)}" if variants else "no weights"
-        raise WeightsError(
-            f"{self.folder} has {found}",
-            f"{_STEMS[0]}.safetensors or {_STEMS[1]}.safetensors",
-            "download the pipeline's safetensors files, or rename the variant that you want",
-        )
 
     def _shapes(self, file: Path) -> Iterable[tuple[str, tuple[int, ...]]]:
         if file.suffix == ".bin":

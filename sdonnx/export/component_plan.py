@@ -47,13 +47,16 @@ class ComponentPlan:
     text: str
 
 
-def plan_component(folder: PipelineFolder, spec: ComponentSpec, allow_pickle: Collection[str]) -> ComponentPlan:
+def plan_component(
+    folder: PipelineFolder, spec: ComponentSpec, allow_pickle: Collection[str], variant: str | None = None
+) -> ComponentPlan:
     """Return how a component of a pipeline folder is exported, after its configuration and weights were checked.
 
     Args:
         folder: The diffusers pipeline.
         spec: The component.
         allow_pickle: Components whose weights may be read from a pickle (`.bin`).
+        variant: Variant of the weights; see `find_weights`.
 
     Raises:
         FolderError: The index or the configuration cannot be used.
@@ -67,11 +70,17 @@ def plan_component(folder: PipelineFolder, spec: ComponentSpec, allow_pickle: Co
             "export the original diffusers pipeline",
         )
     library, class_name = entry
-    return plan_model(spec, folder.component(spec.source), library, str(class_name), spec.source in allow_pickle)
+    source = folder.component(spec.source)
+    return plan_model(spec, source, library, str(class_name), spec.source in allow_pickle, variant)
 
 
 def plan_model(
-    spec: ComponentSpec, component: Path, library: str, class_name: str, allow_pickle: bool
+    spec: ComponentSpec,
+    component: Path,
+    library: str,
+    class_name: str,
+    allow_pickle: bool,
+    variant: str | None = None,
 ) -> ComponentPlan:
     """Return how the model in the folder `component` is exported, after its configuration and weights were checked.
 
@@ -81,13 +90,14 @@ def plan_model(
         library: Library of the model's class, as model_index.json names it.
         class_name: The model's class.
         allow_pickle: Whether weights may be read from a pickle (`.bin`).
+        variant: Variant of the weights; see `find_weights`.
 
     Raises:
         FolderError: The configuration cannot be used.
         WeightsError: Weights are missing, broken, or a pickle.
     """
     config = read_json(component / "config.json")
-    weights = WeightFiles(component, allow_pickle=allow_pickle)
+    weights = WeightFiles(component, allow_pickle=allow_pickle, variant=variant)
     build = _builder(library, class_name, component)
     _require_weights(build, component, weights)
     return ComponentPlan(spec, build, weights, config, (component / "config.json").read_text(encoding="utf-8"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import importlib.util
 import json
+import logging
 import shutil
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
@@ -18,7 +19,9 @@ from sdonnx.export.component_plan import ComponentPlan, plan_component
 from sdonnx.export.exported_families import wrapper_of
 from sdonnx.export.interruption import interruptible
 from sdonnx.export.ip_adapter_export import IMAGE_ENCODER, AdapterFiles
+from sdonnx.export.open_source import open_source
 from sdonnx.export.trace import trace
+from sdonnx.export.weight_files import find_weights, require_safetensors, require_variant
 from sdonnx.folder.pipeline_folder import (
     MODEL_INDEX,
     ONNX_MODEL,
@@ -26,6 +29,7 @@ from sdonnx.folder.pipeline_folder import (
     PipelineFolder,
     atomic_folder,
 )
+from sdonnx.installation import install_command
 from sdonnx.models.image_adapters import IMAGE_PROCESSOR
 from sdonnx.models.registry import family_of
 from sdonnx.models.spec import Family
@@ -37,6 +41,10 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16}
 Progress = Callable[[str, int, int], None]
 """Progress callback: `(message, tensors_written, total_tensors)`."""
 
+_LOGGER = logging.getLogger(__name__)
+
+_ALL = "all"  # of allow_pickle: every component
+
 _TOKENIZER, _SENTENCEPIECE = "tokenizer.json", "spiece.model"
 
 
@@ -47,6 +55,7 @@ def export_pipeline(
     dtype: str = "float32",
     overwrite: bool = False,
     allow_pickle: Collection[str] = (),
+    variant: str | None = None,
     ip_adapters: Sequence[str | Path] = (),
     image_encoder: str | Path | None = None,
     progress: Progress | None = None,
@@ -61,7 +70,9 @@ def export_pipeline(
         out: The folder to write.
         dtype: "float32" or "float16": type of weights, inputs and outputs.
         overwrite: Replace `out` if it contains a pipeline.
-        allow_pickle: Components whose weights may be read from a pickle (`.bin`).
+        allow_pickle: Components whose weights may be read from a pickle (`.bin`); "all" for every one.
+        variant: Variant of the weights, such as "fp16" for `*.fp16.safetensors`. Components without it are read from
+            the files without a variant. By default, a variant is read only where there are no other weights.
         ip_adapters: Files of IP-Adapters, or folders with one adapter each, in the order in which a call passes images.
         image_encoder: Folder of their image encoder. None for the pipeline's, or `image_encoder` next to an adapter.
         progress: Progress callback.
@@ -71,14 +82,19 @@ def export_pipeline(
     """
     if dtype not in DTYPES:
         raise OptionError(f"the dtype {dtype!r} is unknown", f"one of {', '.join(DTYPES)}", "pass one of these")
-    folder = PipelineFolder.open(_local(source))
+    folder = open_source(source, variant)
     family = family_of(folder)
-    _require_options(family, dtype, allow_pickle, adapted=bool(ip_adapters))
+    allow_pickle = _require_options(family, dtype, allow_pickle, adapted=bool(ip_adapters))
     # All inputs are checked before anything is written.
     for name, file in family.extras:
         folder.config(name, file)
         _require_sentencepiece(folder.path / name)
-    plans = [plan_component(folder, spec, allow_pickle) for spec in family.components]
+    sources = [folder.path / name for name in dict.fromkeys(spec.source for spec in family.components)]
+    require_safetensors(sources, allow_pickle)
+    if variant is not None:
+        require_variant(sources, variant)
+    plans = [plan_component(folder, spec, allow_pickle, variant) for spec in family.components]
+    _log_variants(folder, family, allow_pickle, variant)
     adapters = AdapterFiles.open(ip_adapters, image_encoder, folder)
     inputs, index, processor = [folder.path], (folder.path / MODEL_INDEX).read_bytes(), None
     if adapters is not None:
@@ -96,7 +112,8 @@ def export_pipeline(
                 _export_component(folder, family, plan, made, dtype, progress)
 
 
-def _require_options(family: Family, dtype: str, allow_pickle: Collection[str], *, adapted: bool) -> None:
+def _require_options(family: Family, dtype: str, allow_pickle: Collection[str], *, adapted: bool) -> list[str]:
+    """Return the components whose weights may be pickles, after a check of the options."""
     if dtype == "float16" and any(spec.stream_scale is not None for spec in family.components):
         raise OptionError(
             f"--dtype float16 of {family.name}, whose text encoder exceeds its range",
@@ -104,27 +121,22 @@ def _require_options(family: Family, dtype: str, allow_pickle: Collection[str], 
             "export in float32, and pass --float16 to the optimizer, which scales the text encoder",
         )
     sources = sorted({spec.source for spec in family.components} | ({IMAGE_ENCODER} if adapted else set()))
-    if unknown := sorted(set(allow_pickle) - set(sources)):
-        raise OptionError(f"--allow_pickle {unknown[0]}", f"components of {', '.join(sources)}", "pass some of these")
+    if unknown := sorted(set(allow_pickle) - {_ALL, *sources}):
+        known = f"all, or components of {', '.join(sources)}"
+        raise OptionError(f"--allow_pickle {unknown[0]}", known, "pass some of these")
+    return sources if _ALL in allow_pickle else list(allow_pickle)
 
 
-def _local(source: str | Path) -> Path:
-    """Return the folder of `source`, downloaded from the hub unless it is a local folder."""
-    path = Path(source)
-    text = str(source)
-    if path.exists() or text.count("/") != 1 or text.startswith((".", "/", "~")):
-        return path
-    from diffusers import DiffusionPipeline
-
-    try:
-        return Path(DiffusionPipeline.download(text, use_safetensors=True))
-    except Exception as error:  # the hub's client raises many kinds of exceptions
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise FolderError(
-            f"{text} is not a local folder and cannot be downloaded ({reason})",
-            "a pipeline folder, or the id of a pipeline on the hub that this machine can reach",
-            "check the name, the network and your access to the repository",
-        ) from error
+def _log_variants(folder: PipelineFolder, family: Family, allow_pickle: Collection[str], variant: str | None) -> None:
+    """Log the variants that are read, unless there are none."""
+    sources = dict.fromkeys(spec.source for spec in family.components)
+    chosen = {
+        source: find_weights(folder.path / source, allow_pickle=source in allow_pickle, variant=variant).variant
+        for source in sources
+    }
+    for name in dict.fromkeys(filter(None, chosen.values())):
+        components = ", ".join(each for each in chosen if chosen[each] == name)
+        _LOGGER.info("reading the weights of the variant %s of %s", name, components)
 
 
 def _export_component(
@@ -164,7 +176,7 @@ def _require_sentencepiece(tokenizer: Path) -> None:
         raise FolderError(
             f"{tokenizer} has {_SENTENCEPIECE} but no {_TOKENIZER}",
             "the package sentencepiece",
-            "pip install sentencepiece",
+            install_command("export"),
         )
 
 

@@ -18,7 +18,7 @@ CERTIFICATE_PAGE = "certificate.html"
 FORMAT = 1
 """Format of the certificate. Certificates of another format are refused."""
 
-_VERIFY = "run python -m sdonnx verify FOLDER --against ORIGINAL"
+_VERIFY = "run sdonnx verify FOLDER --against ORIGINAL"
 _SHOWN = 3
 
 

@@ -48,6 +48,8 @@ _WRITTEN_SHORT = re.compile(r"requested and \d+ written")
 
 _BLOCK = 2**22  # bytes; large enough that hashing threads rarely wait for the GIL
 
+_SINGLE_FILES = (".safetensors", ".ckpt", ".pt")  # checkpoints of a whole pipeline in one file
+
 _MAX_JSON_BYTES = 64 << 20  # shard indexes and vocabularies, the largest files, have a few MB
 
 # Errors of writing that the user can fix: disk full, quota, read-only file system, permission, file size limit.
@@ -129,6 +131,16 @@ def require_inside(folder: Path, root: Path) -> None:
             )
 
 
+def _model_class(path: Path) -> str:
+    """Return the class of the model in a folder of diffusers or transformers, or "" if it is not known."""
+    with contextlib.suppress(FolderError):
+        config = read_json(path / "config.json")
+        named = config.get("_class_name", config.get("architectures"))
+        first = named[0] if isinstance(named, list) and named else named
+        return first if isinstance(first, str) else ""
+    return ""
+
+
 @dataclass(frozen=True)
 class PipelineFolder:
     """A pipeline folder on disk: its path and its index.
@@ -152,16 +164,22 @@ class PipelineFolder:
         if not path.is_dir():
             found = f"{path} is a file" if path.exists() else f"{path} does not exist"
             remedy = "pass the folder that contains model_index.json"
+            if path.is_file() and path.suffix in _SINGLE_FILES:
+                # The class of the pipeline is not known without a look into the file.
+                remedy = (
+                    f"convert it with diffusers: StableDiffusionPipeline.from_single_file({str(path)!r})"
+                    f".save_pretrained({path.stem!r}) (XL: StableDiffusionXLPipeline), and pass that folder"
+                )
             if kept := leftovers(path, REPLACED):
                 found += f", but {kept[-1].name} next to it does, which a killed run with --overwrite set aside"
                 remedy = f"run that command again, or rename {kept[-1].name} to {path.name}"
             raise FolderError(found, "a pipeline folder", remedy)
         if not (path / MODEL_INDEX).is_file():
-            raise FolderError(
-                f"{path} has no {MODEL_INDEX}",
-                "a pipeline folder in diffusers' layout",
-                "pass the folder that contains model_index.json",
-            )
+            found, remedy = f"{path} has no {MODEL_INDEX}", f"pass the folder that contains {MODEL_INDEX}"
+            if class_name := _model_class(path):
+                found += f": it is the model {class_name}, not a pipeline"
+                remedy = "ControlNet is not supported yet" if "ControlNet" in class_name else remedy
+            raise FolderError(found, "a pipeline folder in diffusers' layout", remedy)
         for file in (MODEL_INDEX, REPORT):
             require_inside(path / file, path)
         index = read_json(path / MODEL_INDEX)
@@ -215,8 +233,11 @@ class PipelineFolder:
         """
         path = self.component(name) / file
         if not path.is_file():
+            optimized = (self.path / REPORT).is_file()
             raise FolderError(
-                f"{path} is missing", "an exported component", "run python -m sdonnx.export on the pipeline"
+                f"{path} is missing",
+                "a complete optimized folder" if optimized else "an exported component",
+                f"copy the folder again, or {'optimize' if optimized else 'export'} again",
             )
         return path
 

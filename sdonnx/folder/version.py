@@ -14,6 +14,7 @@ from typing import Any
 
 import sdonnx
 from sdonnx.errors import FolderError, ProviderError
+from sdonnx.folder.folder_kind import missing_report
 from sdonnx.folder.pipeline_folder import REPORT, read_json
 
 __all__ = ["FORMAT", "RebuildWarning", "command_for", "notices", "read_report", "require_provider"]
@@ -41,9 +42,7 @@ def read_report(folder: Path) -> dict[str, Any]:
         FolderError: the report is missing or broken, or the folder has another format than `FORMAT`.
     """
     if not (folder / REPORT).is_file():
-        raise FolderError(
-            f"{folder} has no {REPORT}", "an optimized pipeline", "run python -m sdonnx.optimize_pipeline on it"
-        )
+        raise missing_report(folder)
     report = read_json(folder / REPORT)
     found = report.get("format", _UNNUMBERED)
     if found == FORMAT and isinstance(found, int):
@@ -102,7 +101,7 @@ def command_for(report: Mapping[str, Any], provider: str | None = None, layout: 
         layout: another attention layout; None for that of the folder.
     """
     chosen = _word(provider or report.get("provider"))
-    words = ["python", "-m", "sdonnx.optimize_pipeline", "-i", "EXPORTED", "-o", "OUT"]
+    words = ["sdonnx", "optimize", "-i", "EXPORTED", "-o", "OUT"]
     options = report.get("options")
     options = options if isinstance(options, Mapping) else {}
     if chosen != "cpu" and report.get("precision") == "float16":

@@ -89,7 +89,7 @@ class AdapterSet:
         except (KeyError, TypeError, ValueError) as error:
             raise FolderError(
                 f"{ADAPTERS}/config.json cannot be used ({error})",
-                "the configuration that python -m sdonnx.export writes",
+                "the configuration that sdonnx export writes",
                 "export the pipeline with --ip-adapter again",
             ) from error
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+
 from sdonnx.errors import FolderError
 from sdonnx.folder.pipeline_folder import PipelineFolder
 from sdonnx.models.image_adapters import ADAPTERS, AdapterSet
@@ -30,7 +32,10 @@ def family_of(folder: PipelineFolder) -> Family:
             if not folder.has_component(ADAPTERS):
                 return own
             return with_adapters(own, AdapterSet.from_config(folder.config(ADAPTERS)))
-    known = ", ".join(sorted(name for family in FAMILIES for name in family.pipeline_classes))
+    known = {name for family in FAMILIES for name in family.pipeline_classes}
+    close = difflib.get_close_matches(folder.class_name, sorted(known), n=1)
     raise FolderError(
-        f"{folder.path} is a {folder.class_name}", f"one of {known}", "pass a pipeline of a supported family"
+        f"{folder.path} is a {folder.class_name}, which is not supported yet",
+        f"a pipeline of one of the families {', '.join(family.name for family in FAMILIES)}",
+        f"pass a pipeline of these{f', such as a {close[0]}' if close else ''}",
     )

@@ -109,7 +109,7 @@ def kernel_case_file(flags: Mapping[str, str], cases: Sequence[KernelCase] = KER
     """Return the text of `sdonnx/doctor/kernel_cases.json`, which `scripts/write_kernel_cases.py` writes.
 
     Args:
-        flags: the flag of `python -m sdonnx.optimize_pipeline` that leaves an operator out, by operator.
+        flags: the flag of `sdonnx optimize` that leaves an operator out, by operator.
         cases: the cases; only the small ones are written.
     """
     names: dict[bytes, str] = {}

@@ -164,7 +164,7 @@ def _scale_residual_stream(job: ComponentJob) -> None:
     if reason is not None:
         raise FolderError(
             f"{job.opened.path} would exceed the range of float16 ({reason})",
-            "a graph in float32, as python -m sdonnx.export writes it, with its norms fused",
+            "a graph in float32, as sdonnx export writes it, with its norms fused",
             "export in float32, and leave out --disable_skip_layer_norm, or leave out --float16",
         )
 

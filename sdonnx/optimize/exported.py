@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from sdonnx.errors import FolderError, refusing
-from sdonnx.folder.pipeline_folder import REPORT, PipelineFolder
+from sdonnx.errors import refusing
+from sdonnx.folder.folder_kind import require_exported
+from sdonnx.folder.pipeline_folder import PipelineFolder
 from sdonnx.models.registry import family_of
 from sdonnx.models.spec import ComponentSpec, Family
 from sdonnx.optimize.component import OpenedComponent, open_component
@@ -67,8 +68,7 @@ def open_exported(source: Path, request: OptimizeRequest) -> ExportedPipeline:
         SdonnxError: an option or the folder cannot be used.
     """
     folder = PipelineFolder.open(source)
-    if (source / REPORT).exists():
-        raise FolderError(f"{source} is optimized already", "an exported pipeline", "pass the exported folder")
+    require_exported(source)
     pipeline = ExportedPipeline(folder, family_of(folder))
     request.precision.policies([spec.name for spec in pipeline.family.components])
     for name, file in pipeline.family.extras:

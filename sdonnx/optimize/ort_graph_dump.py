@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from sdonnx.errors import ProviderError
+from sdonnx.installation import install_command
 
 __all__ = ["Inspector"]
 
@@ -29,7 +30,7 @@ class Inspector:
             self._runtime: Any = importlib.import_module("onnxruntime")
         except ImportError:
             raise ProviderError(
-                "--inspect needs ONNX Runtime, which is not installed", "onnxruntime", f"install sdonnx[{provider}]"
+                "--inspect needs ONNX Runtime, which is not installed", "onnxruntime", install_command(provider)
             ) from None
         self._provider = _PROVIDERS[provider]
         available = self._runtime.get_available_providers()
@@ -37,7 +38,7 @@ class Inspector:
             raise ProviderError(
                 f"--inspect needs the {self._provider}, ONNX Runtime has {', '.join(available)}",
                 "an ONNX Runtime that can load the optimized graphs",
-                f"install sdonnx[{provider}], or leave out --inspect",
+                f"leave out --inspect, or {install_command(provider)}",
             )
         if provider == "cuda":
             # Finds the CUDA and cuDNN wheels, which the dynamic loader does not.

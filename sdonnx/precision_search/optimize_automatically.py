@@ -31,7 +31,7 @@ from sdonnx.runtime.device.device import Device, device_for
 __all__ = ["MIN_PSNR_DB", "optimize_automatically"]
 
 MIN_PSNR_DB = 35.0
-"""Minimum PSNR of each image against the one generated in float32, as in `python -m sdonnx verify`."""
+"""Minimum PSNR of each image against the one generated in float32, as in `sdonnx verify`."""
 
 MessageCallback = Callable[[str], None]
 

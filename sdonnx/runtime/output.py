@@ -11,9 +11,11 @@ import numpy.typing as npt
 from PIL import Image
 
 from sdonnx.errors import OptionError
+from sdonnx.folder.version import read_report
 from sdonnx.models import abi
 from sdonnx.runtime.cuda_graph_cache import CapturedShape
 from sdonnx.runtime.device.arrays import export
+from sdonnx.runtime.graph_set import GraphSet
 from sdonnx.runtime.inputs.resolution_bins import resized
 from sdonnx.runtime.safety import NsfwContentWarning, SafetyChecker
 
@@ -59,11 +61,13 @@ class Output:
         images: see `ImageOutput`.
         flagged: see `ImageOutput.nsfw_content_detected`.
         not_finite: number of images that contain NaN or infinity.
+        not_finite_remedy: how to prevent that, for the warning.
     """
 
     images: Any
     flagged: list[bool] | None = None
     not_finite: int = 0
+    not_finite_remedy: str = ""
 
     def warn(self, batch: int, *, stacklevel: int) -> None:
         """Warn about images that are black.
@@ -75,8 +79,7 @@ class Output:
         if self.not_finite:
             warnings.warn(
                 f"{self.not_finite} of {batch} images contain NaN or infinity (they render black); expected finite "
-                "numbers; optimize the exported pipeline again with --force_fp32_ops auto, which finds the operators "
-                "that must stay in float32",
+                f"numbers; {self.not_finite_remedy}",
                 NotFiniteWarning,
                 stacklevel=stacklevel + 1,
             )
@@ -113,7 +116,18 @@ def read_output(
     shape.decode()
     not_finite = int((~shape.read(abi.FINITE)).sum())
     flagged = None if safety_checker is None else _check(shape, safety_checker)
-    return Output(_images(shape, output_type, size), flagged, not_finite)
+    remedy = _remedy(shape.graphs) if not_finite else ""
+    return Output(_images(shape, output_type, size), flagged, not_finite, remedy)
+
+
+def _remedy(graphs: GraphSet) -> str:
+    """Return how to prevent images that are not finite. In a float32 folder, only the arguments can cause them."""
+    if read_report(graphs.folder.path).get("precision") == "float16":
+        return (
+            "optimize the exported pipeline again with --force_fp32_ops auto, which finds the operators that must "
+            "stay in float32"
+        )
+    return "use a smaller guidance_scale, and check the latents, embeddings and images that you pass"
 
 
 def _check(shape: CapturedShape, safety_checker: SafetyChecker) -> list[bool]:

@@ -111,7 +111,7 @@ class OrtDiffusionPipeline(DiffusersInterface):
         SDONNX_SELF_CHECK=strict checks the kernels here, and SDONNX_SELF_CHECK=0 disables the check.
 
         Args:
-            folder: output folder of `python -m sdonnx.optimize_pipeline`.
+            folder: output folder of `sdonnx optimize`.
             provider: "cuda" or "cpu"; by default the provider that the folder was optimized for.
             device_index: index of the GPU.
             max_sizes: maximum number of shapes that stay captured. A shape is a batch size, an image size, whether
@@ -122,7 +122,7 @@ class OrtDiffusionPipeline(DiffusersInterface):
             session_options: options of all sessions; entries that the runtime needs are added to it. With session
                 options, graphs do not share weights (`weights.json`): a transformer of 0.6 billion parameters uses
                 1.2 GB more device memory if captions are both short and long.
-            require_certificate: accept only a folder that `python -m sdonnx verify` has passed and whose files are
+            require_certificate: accept only a folder that `sdonnx verify` has passed and whose files are
                 unchanged since; reads every file.
 
         Warns:
@@ -151,7 +151,7 @@ class OrtDiffusionPipeline(DiffusersInterface):
         settings = SessionSettings(session_options=session_options, rebuild=rebuild)
         graphs = GraphSet(opened, family_of(opened), device, settings, kernels, low_memory)
         # Graphs are loaded by the thread that runs them.
-        with refusing(folder, "output of python -m sdonnx.optimize_pipeline", "optimize the exported pipeline again"):
+        with refusing(folder, "output of sdonnx optimize", "optimize the exported pipeline again"):
             return device_thread(device).run(partial(cls, graphs, max_sizes=max_sizes, safety_checker=safety_checker))
 
     def __call__(

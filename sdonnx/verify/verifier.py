@@ -70,7 +70,7 @@ def verify_folder(
     """Compare an optimized folder with the diffusers pipeline that it was made from. Nothing is written.
 
     Args:
-        folder: the folder written by `python -m sdonnx.optimize_pipeline`.
+        folder: the folder written by `sdonnx optimize`.
         original: the diffusers pipeline.
         request: the settings.
         on_progress: callback that is called with a message.

@@ -12,11 +12,11 @@ from PIL import Image
 from support.benchmarking import read_rows
 from support.pipelines import refused
 
+from sdonnx.__main__ import main
 from sdonnx.benchmark.engine import EngineOptions
 from sdonnx.benchmark.engines import ENGINES, OnnxRuntimeEngine, TorchEngine
 from sdonnx.benchmark.measure import SCALES
 from sdonnx.benchmark.workload import Workload
-from sdonnx.cli.benchmark import main
 from sdonnx.errors import FolderError, OptionError
 from sdonnx.metrics import psnr
 
@@ -27,7 +27,7 @@ WORKLOAD = Workload(1, 64, 64, 2, ip_adapter_scale=0.6)
 def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Results of one command, from the sample pipeline to the report."""
     folder = tmp_path_factory.mktemp("adapters")
-    status = main([
+    status = main(["benchmark",
         "--arch", "tiny-ip-adapter", "-e", "onnxruntime", "torch", "--height", "64", "-s", "2", "-c", "2",
         "--rounds", "1", "--ip_adapter_scale", "0", "0.8", "--run_multiple_resolutions", "-w", str(folder / "work"),
         "--csv", str(folder / "rows.csv"), "--json", str(folder / "rows.jsonl"), "--report", str(folder / "page.html"),
@@ -107,7 +107,7 @@ def test_rejects_an_adapter_without_its_image_encoder(measured: Path, tmp_path: 
 
 def test_makes_no_folders_if_no_engine_supports_adapters(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     work = tmp_path / "work"
-    assert main(["--arch", "tiny-ip-adapter", "-e", "onnxruntime-plain", "-w", str(work)]) == 2
+    assert main(["benchmark", "--arch", "tiny-ip-adapter", "-e", "onnxruntime-plain", "-w", str(work)]) == 2
     assert "--arch tiny-ip-adapter for the engine onnxruntime-plain" in capsys.readouterr().err
     assert not work.exists()
 
@@ -137,5 +137,5 @@ def test_rejects_invalid_options(
     named = {"PIPELINE": str(tiny_pipeline), "ADAPTER": sample_folders(measured)[2]}
     arguments = [named.get(each, each) for each in arguments]
     capsys.readouterr()
-    assert main(["-p", str(tiny_pipeline), "-e", "torch", *arguments]) == 2
+    assert main(["benchmark", "-p", str(tiny_pipeline), "-e", "torch", *arguments]) == 2
     assert message in capsys.readouterr().err

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +25,17 @@ from sdonnx.benchmark.prepare_folders import default_label, folders_by_kind
 from sdonnx.benchmark.results import Result, Round
 from sdonnx.benchmark.workload import Workload
 from sdonnx.cli import benchmark as command
-from sdonnx.cli.benchmark import FAILED, main
+from sdonnx.cli.benchmark import FAILED
+from sdonnx.cli.command_line import CommandParser
 from sdonnx.errors import OutputError
+from sdonnx.installation import install_command
 from sdonnx.sample.write_sample import write_sample
 from sdonnx.terminal import FAILURE, INTERRUPTED
+
+
+def main(arguments: Sequence[str]) -> int:
+    return sdonnx_main(["benchmark", *arguments])
+
 
 SMALL = ("-r", "cpu", "--height", "64", "-s", "2", "-c", "2", "--rounds", "1", "--warmups", "1")
 
@@ -237,7 +245,7 @@ def test_rejects_missing_packages(module: str, failed: Failed, tiny_cpu: Path, m
     monkeypatch.setattr(command, "is_importable", lambda name: name != module)
     message = failed("-p", str(tiny_cpu))
     assert f"{module} missing" in message
-    assert "pip install 'sdonnx[benchmark]'" in message
+    assert install_command("benchmark") in message
 
 
 def test_fails_without_any_result(tiny_cpu: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -317,21 +325,19 @@ def test_folder_kinds_and_labels(tiny_pipeline: Path, tiny_exported: Path, tiny_
 
 def test_accepts_options_of_onnxruntime_and_onediff(tiny_cpu: Path, tmp_path: Path) -> None:
     """The options are spelled as in ONNX Runtime's and OneDiff's scripts."""
-    import argparse
-
-    parser = argparse.ArgumentParser()
+    parser = CommandParser()
     command.add_arguments(parser)
     ort = "-e torch -r cuda -v 1.5 -p a -w b -b 2 --height 64 --width 64 -s 20 -n 2 -c 3 --enable_safety_checker"
     ort += " --enable_torch_compile --use_xformers --use_io_binding --skip_warmup -g"
-    theirs = parser.parse_args(shlex.split(ort))
+    theirs = parser.parse(shlex.split(ort))
     assert (theirs.pipeline, theirs.batch_size, theirs.enable_cuda_graph) == ([Path("a")], [2], True)
     onediff = "--model a --prompt fox --negative-prompt blurred --seed 3 --warmups 2 --batch 4 --output-image o.png"
     onediff += " --print-output --throughput --run_multiple_resolutions --scheduler euler --input-image i.png"
-    onediffs = parser.parse_args(shlex.split(onediff))
+    onediffs = parser.parse(shlex.split(onediff))
     assert (onediffs.pipeline, onediffs.batch_size) == ([Path("a")], [4])
     assert (onediffs.negative_prompt, onediffs.input_image, onediffs.print_output) == ("blurred", "i.png", True)
 
 
 def test_sdonnx_benchmark(capsys: pytest.CaptureFixture[str]) -> None:
-    assert sdonnx_main(["benchmark", "-p", "nowhere"]) == FAILURE
+    assert main(["-p", "nowhere"]) == FAILURE
     assert "nowhere does not exist" in capsys.readouterr().err

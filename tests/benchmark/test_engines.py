@@ -29,7 +29,6 @@ from sdonnx.benchmark.engines.patching import patched
 from sdonnx.benchmark.operator_times import IDLE
 from sdonnx.benchmark.workload import Workload
 from sdonnx.errors import DeviceMemoryError, FolderError, OptionError, ProviderError
-from sdonnx.folder.pipeline_folder import PipelineFolder
 from sdonnx.folder.prompt_file import PROMPTS
 from sdonnx.metrics import psnr
 from sdonnx.verify.verifier import _HalfEngine
@@ -356,7 +355,7 @@ def test_out_of_memory_error_of_torch_is_one_line(engines: dict[str, Engine], mo
 
 def test_folder_kind(folders: dict[FolderKind, Path]) -> None:
     for kind, path in folders.items():
-        assert folder_kind(PipelineFolder.open(path)) is kind
+        assert folder_kind(path) is kind
 
 
 @pytest.mark.parametrize("kind", [OnnxRuntimeEngine, PlainOnnxRuntimeEngine, TorchEngine])

@@ -193,7 +193,7 @@ def test_pickle_is_read_if_the_component_is_named(tiny_pipeline: Path, tmp_path:
 def test_unusable_folders_are_not_loaded(tiny_exported: Path, tiny_cuda: Path, tmp_path: Path) -> None:
     with refused(FolderError, "does not exist"):
         OrtDiffusionPipeline.from_pretrained(tmp_path / "nowhere")
-    with refused(FolderError, "optimize_pipeline"):
+    with refused(FolderError, "sdonnx optimize"):
         OrtDiffusionPipeline.from_pretrained(tiny_exported)
     with refused(ProviderError, "cuda"):
         OrtDiffusionPipeline.from_pretrained(tiny_cuda, "cpu")

@@ -1,4 +1,4 @@
-"""The command `python -m sdonnx doctor`."""
+"""The command `sdonnx doctor`."""
 
 from __future__ import annotations
 
@@ -213,7 +213,7 @@ def test_doctor_without_onnxruntime(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True)
     assert done.returncode == 1
     assert "missing ONNX Runtime: " in done.stdout
-    assert "pip install 'sdonnx[" in done.stdout
+    assert "pip install" in done.stdout
     assert done.stderr == ""
 
 

@@ -11,6 +11,7 @@ from support.doctor import GOOD, H200
 
 from sdonnx.doctor import environment, gpu
 from sdonnx.doctor.environment import Facts, Finding, default_provider, findings
+from sdonnx.installation import install_command
 
 GOOD_CPU = Facts({"onnxruntime": "1.31.1"}, "", ("CPUExecutionProvider",))
 
@@ -44,21 +45,21 @@ def test_two_builds_at_once() -> None:
     finding = only(replace(GOOD, distributions=both))
     assert "onnxruntime 1.31.1, onnxruntime-gpu 1.31.1" in finding.found
     assert finding.expected == "only onnxruntime-gpu"
-    assert finding.remedy == "pip uninstall -y onnxruntime onnxruntime-gpu && pip install 'sdonnx[cuda]'"
-    assert only(replace(GOOD_CPU, distributions=both), "cpu").remedy.endswith("'sdonnx[cpu]'")
+    assert finding.remedy == "pip uninstall -y onnxruntime onnxruntime-gpu && " + install_command("cuda")
+    assert only(replace(GOOD_CPU, distributions=both), "cpu").remedy.endswith(install_command("cpu"))
 
 
 def test_a_build_without_cuda() -> None:
     finding = only(replace(GOOD, distributions={"onnxruntime": "1.31.1"}, providers=("CPUExecutionProvider",)))
     assert (finding.subject, finding.expected) == ("CUDA provider", "onnxruntime-gpu")
     assert "CPUExecutionProvider" in finding.found
-    assert finding.remedy == "pip uninstall -y onnxruntime && pip install 'sdonnx[cuda]'"
+    assert finding.remedy == "pip uninstall -y onnxruntime && " + install_command("cuda")
 
 
 def test_no_onnxruntime_at_all() -> None:
     finding = only(Facts(import_error="ModuleNotFoundError: No module named 'onnxruntime'"), "cpu")
     assert "not installed (ModuleNotFoundError" in finding.found
-    assert finding.remedy == "pip install 'sdonnx[cpu]'"
+    assert finding.remedy == install_command("cpu")
 
 
 def test_no_driver() -> None:

@@ -15,6 +15,7 @@ from support.pipelines import copied, edit_json, refused
 
 import sdonnx
 from sdonnx.cli import optimize
+from sdonnx.cli.command_line import CommandParser
 from sdonnx.errors import FolderError, ProviderError
 from sdonnx.folder.version import FORMAT, RebuildWarning, command_for, notices
 from sdonnx.fusions.derived_tables import FLAGS
@@ -24,11 +25,11 @@ from sdonnx.runtime.pipeline import OrtDiffusionPipeline
 
 def parsed(command: str) -> argparse.Namespace:
     """Return the options of a command, as the optimizer's command line parses them."""
-    parser = argparse.ArgumentParser()
+    parser = CommandParser()
     optimize.add_arguments(parser)
     words = shlex.split(command)
-    assert words[:3] == ["python", "-m", "sdonnx.optimize_pipeline"]
-    return parser.parse_args(words[3:])
+    assert words[:2] == ["sdonnx", "optimize"]
+    return parser.parse(words[2:])
 
 
 def report(folder: Path) -> dict[str, Any]:
@@ -50,7 +51,7 @@ def test_folder_of_another_version_opens_with_a_warning(
     folder = copied(micro_cpu, tmp_path / "old")
     edit_json(folder / "sdonnx.json", **changes)
     with pytest.warns(
-        RebuildWarning, match=r"old was written by sdonnx 0\.0\.9.*optimize_pipeline -i EXPORTED"
+        RebuildWarning, match=r"old was written by sdonnx 0\.0\.9.*sdonnx optimize -i EXPORTED"
     ) as warned:
         pipeline = OrtDiffusionPipeline.from_pretrained(folder)
     assert len(warned) == 1

@@ -12,8 +12,8 @@ import pytest
 import torch
 from support.benchmarking import read_rows
 
+from sdonnx.__main__ import main
 from sdonnx.benchmark.operator_times import IDLE
-from sdonnx.cli.benchmark import main
 from sdonnx.runtime.device.cuda import cuda
 from sdonnx.runtime.device.device import device_for
 
@@ -42,7 +42,7 @@ def test_marks_use_the_device_clock() -> None:
 def test_complete_comparison(arch: str, build: Build, tmp_path: Path, note: Any) -> None:
     source, optimized = build(arch)
     paths = {name: tmp_path / name for name in ("result.csv", "result.jsonl", "report.html")}
-    status = main([
+    status = main(["benchmark",
         "-p", str(source), str(optimized), "-e", "onnxruntime", "onnxruntime-plain", "torch", "-s", "8", "-c", "4",
         "--profile", "--throughput", "--run_multiple_resolutions", "-w", str(tmp_path / "work"),
         "--csv", str(paths["result.csv"]), "--json", str(paths["result.jsonl"]), "--report", str(paths["report.html"]),

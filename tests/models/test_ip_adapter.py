@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from support.pipeline_cache import PipelineCache
 from support.pipelines import refused
 
-from sdonnx.cli.export import main as export_main
+from sdonnx.__main__ import main
 from sdonnx.cli.generate import add_arguments as add_generate_arguments
 from sdonnx.cli.generate import run as generate
 from sdonnx.errors import FolderError, OptionError, OutputError, WeightsError
@@ -408,9 +408,9 @@ def test_export_and_generate_commands(full: Pair, tmp_path: Path) -> None:
     shutil.copyfile(full.source / "ip_adapter" / "full.safetensors", adapter / "mine.safetensors")
     encoder = full.source / "ip_adapter" / "image_encoder"
     arguments = ["-m", str(full.source), "--ip-adapter", str(adapter)]
-    assert export_main([*arguments, "-o", str(tmp_path / "x")]) == 2  # no image encoder next to it
+    assert main(["export", *arguments, "-o", str(tmp_path / "x")]) == 2  # no image encoder next to it
     assert not (tmp_path / "x").exists()
-    assert export_main([*arguments, "-o", str(tmp_path / "x"), "--image-encoder", str(encoder)]) == 0
+    assert main(["export", *arguments, "-o", str(tmp_path / "x"), "--image-encoder", str(encoder)]) == 0
     assert json.loads((tmp_path / "x" / "ip_adapter" / "config.json").read_text())["adapters"][0]["name"] == "mine"
     picture(0).save(tmp_path / "in.png")
     parser = argparse.ArgumentParser()

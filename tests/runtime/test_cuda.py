@@ -31,7 +31,7 @@ def test_missing_library_raises(monkeypatch: pytest.MonkeyPatch) -> None:
         raise OSError(name)
 
     monkeypatch.setattr(ctypes, "CDLL", missing)
-    with refused(ProviderError, "libcudart.so.13", "sdonnx[cuda]"):
+    with refused(ProviderError, "libcudart.so.13", "[cuda]"):
         Cuda(0)
 
 

@@ -352,14 +352,14 @@ def test_scheduler_is_chosen_by_name(ours: OrtDiffusionPipeline) -> None:
 @pytest.mark.parametrize(
     ("file", "content", "words"),
     [
-        ("sdonnx.json", None, ["sdonnx.json", "optimize_pipeline"]),
+        ("sdonnx.json", None, ["sdonnx.json", "copy the folder again"]),
         ("sdonnx.json", b"{", ["sdonnx.json"]),
         ("model_index.json", None, ["model_index.json"]),
         ("unet/config.json", b"[]", ["config.json", "list"]),
-        ("unet/step.onnx", None, ["step.onnx is missing"]),
+        ("unet/step.onnx", None, ["step.onnx is missing", "copy the folder again"]),
         ("unet/step.onnx", b"no graph", ["step.onnx"]),
-        ("vae_decoder/model.onnx.data", None, ["decode.onnx"]),
-        ("vae_decoder/model.onnx.data", b"short", ["decode.onnx"]),
+        ("vae_decoder/model.onnx.data", None, ["model.onnx.data is missing", "decode.onnx", "copy the file again"]),
+        ("vae_decoder/model.onnx.data", b"short", ["decode.onnx", "has 5 bytes; expected at least", "copy the file"]),
         ("scheduler/scheduler_config.json", None, ["scheduler_config.json"]),
         ("tokenizer/tokenizer.json", b"no tokenizer", ["tokenizer.json"]),
         ("tokenizer", None, ["tokenizer"]),
@@ -395,7 +395,7 @@ def test_providers(tiny_cpu: Path, tiny_exported: Path, tmp_path: Path, monkeypa
     load = OrtDiffusionPipeline.from_pretrained
     with refused(ProviderError, "'tpu'", "cuda, cpu"):
         load(tiny_cpu, "tpu")
-    with refused(FolderError, "sdonnx.json", "optimize_pipeline"):
+    with refused(FolderError, "sdonnx.json", "sdonnx optimize"):
         load(tiny_exported, "cpu")
     with refused(FolderError, "nowhere"):
         load(tmp_path / "nowhere")
@@ -405,7 +405,7 @@ def test_providers(tiny_cpu: Path, tiny_exported: Path, tmp_path: Path, monkeypa
         load(folder, "cpu")
     monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: ["CPUExecutionProvider"])
     for provider in (None, "cuda", "CUDAExecutionProvider"):
-        with refused(ProviderError, "CUDAExecutionProvider", "onnxruntime-gpu", "sdonnx[cuda]"):
+        with refused(ProviderError, "CUDAExecutionProvider", "onnxruntime-gpu", "--provider cpu", "[cuda]"):
             load(folder, provider)
     monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: ["CUDAExecutionProvider", "Other"])
     with refused(ProviderError, "CPUExecutionProvider"):

@@ -1,4 +1,4 @@
-"""`python -m sdonnx verify` against diffusers: passing and failing folders, and requiring the certificate."""
+"""`sdonnx verify` against diffusers: passing and failing folders, and requiring the certificate."""
 
 from __future__ import annotations
 

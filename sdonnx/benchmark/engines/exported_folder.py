@@ -19,6 +19,7 @@ from sdonnx.benchmark.results import Stages
 from sdonnx.benchmark.stages import STAGES, StageClock
 from sdonnx.benchmark.workload import Workload
 from sdonnx.errors import FolderError, OptionError, ProviderError
+from sdonnx.installation import cpu_or_cuda
 from sdonnx.models.autoencoder import DEFAULT_SCALING_FACTOR, downsampling_factor
 from sdonnx.models.spec import Role
 
@@ -37,10 +38,14 @@ class PlainOnnxRuntimeEngine(Engine):
 
     name = "onnxruntime-plain"
     reads = FolderKind.EXPORTED
-    remedy = "pass the folder written by python -m sdonnx.export"
+    remedy = "pass the folder written by sdonnx export"
     distributions = (("onnxruntime-gpu", "onnxruntime"),)
     modules = ("onnxruntime", "tokenizers")
-    installation = "pip install 'sdonnx[cuda]', or 'sdonnx[cpu]' without a GPU"
+
+    @classmethod
+    def installation(cls) -> str:
+        """Return how to install the packages of the engine."""
+        return cpu_or_cuda()
 
     def __init__(self, options: Any) -> None:
         """Check the options and the folder."""

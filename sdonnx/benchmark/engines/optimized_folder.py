@@ -13,6 +13,7 @@ from sdonnx.benchmark.stages import STAGES, StageClock
 from sdonnx.benchmark.workload import Workload
 from sdonnx.errors import ProviderError
 from sdonnx.folder.pipeline_folder import REPORT, read_json
+from sdonnx.installation import cpu_or_cuda
 from sdonnx.models.spec import Role
 
 if TYPE_CHECKING:
@@ -28,12 +29,16 @@ class OnnxRuntimeEngine(Engine):
 
     name = "onnxruntime"
     reads = FolderKind.OPTIMIZED
-    remedy = "export the pipeline if it is not yet exported, and run python -m sdonnx.optimize_pipeline on the result"
+    remedy = "export the pipeline if it is not yet exported, and run sdonnx optimize on the result"
     distributions = (("onnxruntime-gpu", "onnxruntime"),)
     modules = ("onnxruntime", "tokenizers")
-    installation = "pip install 'sdonnx[cuda]', or 'sdonnx[cpu]' without a GPU"
     supports_adapters = True
     needs_preparation = True
+
+    @classmethod
+    def installation(cls) -> str:
+        """Return how to install the packages of the engine."""
+        return cpu_or_cuda()
 
     def prepare(self) -> None:
         """Check the GPU's kernels and store the verdict (`sdonnx.doctor`)."""

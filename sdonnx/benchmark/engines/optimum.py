@@ -34,7 +34,7 @@ class OptimumEngine(Engine):
 
     name = "optimum"
     reads = FolderKind.EXPORTED
-    remedy = "pass the folder written by python -m sdonnx.export"
+    remedy = "pass the folder written by sdonnx export"
     distributions = (
         ("optimum-onnx",),
         ("onnxruntime-gpu", "onnxruntime"),
@@ -43,7 +43,11 @@ class OptimumEngine(Engine):
         ("torch",),
     )
     modules = ("optimum.onnxruntime", "onnxruntime", "diffusers", "transformers", "torch")
-    installation = "pip install 'optimum-onnx[onnxruntime-gpu]' diffusers torch, in a separate environment"
+
+    @classmethod
+    def installation(cls) -> str:
+        """Return how to install the packages of the engine."""
+        return "pip install 'optimum-onnx[onnxruntime-gpu]' diffusers torch, in a separate environment"
 
     def __init__(self, options: EngineOptions) -> None:
         """Check the options and the folder."""

@@ -19,6 +19,7 @@ from sdonnx.benchmark.results import Stages
 from sdonnx.benchmark.stages import DECODE, STEP, TEXT, StageClock
 from sdonnx.benchmark.workload import Workload
 from sdonnx.errors import DeviceMemoryError, FolderError, OptionError, ProviderError
+from sdonnx.installation import install_command
 from sdonnx.models.spec import ComponentSpec
 
 if TYPE_CHECKING:
@@ -43,9 +44,13 @@ class TorchEngine(Engine):
     remedy = "pass the folder that it was exported from, or use -e onnxruntime"
     distributions = (("torch",), ("diffusers",), ("transformers",))
     modules = ("torch", "diffusers", "transformers")
-    installation = "pip install 'sdonnx[export]'"
     compile_modes = COMPILE_MODES
     supports_adapters = True
+
+    @classmethod
+    def installation(cls) -> str:
+        """Return how to install the packages of the engine."""
+        return install_command("export")
 
     @classmethod
     def require_packages(cls, *, xformers: bool = False) -> None:

@@ -15,6 +15,7 @@ from contextlib import contextmanager, suppress
 import onnxruntime
 
 from sdonnx.errors import ProviderError
+from sdonnx.installation import install_command
 
 __all__ = ["CapturedGraph", "Cuda", "Event", "cuda", "small_workspaces"]
 
@@ -212,7 +213,7 @@ def _library() -> ctypes.CDLL:
         with suppress(OSError):
             return ctypes.CDLL(name)
     raise ProviderError(
-        f"none of {', '.join(_LIBRARIES)} could be loaded", "the CUDA libraries", "pip install 'sdonnx[cuda]'"
+        f"none of {', '.join(_LIBRARIES)} could be loaded", "the CUDA libraries", install_command("cuda")
     )
 
 

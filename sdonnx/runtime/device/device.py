@@ -16,6 +16,7 @@ import onnxruntime
 from onnxruntime import OrtValue
 
 from sdonnx.errors import DeviceMemoryError, OptionError, ProviderError
+from sdonnx.installation import install_command
 from sdonnx.runtime.device.cuda import Event, cuda
 
 __all__ = ["FATAL", "PROVIDERS", "Device", "device_for", "memory_errors"]
@@ -155,7 +156,10 @@ def device_for(provider: str, index: int = 0) -> Device:
         raise ProviderError(
             f"this installation of onnxruntime has no {PROVIDERS[name]}",
             "onnxruntime-gpu" if name == "cuda" else "onnxruntime",
-            f"pip install 'sdonnx[{name}]'",
+            f"optimize again with --provider cpu, or with an NVIDIA GPU: pip uninstall -y onnxruntime && "
+            f"{install_command('cuda')}"
+            if name == "cuda"
+            else install_command("cpu"),
         )
     # Sets the log level of the whole process: ONNX Runtime logs a cuDNN plan that fails as an error although it then
     # uses the next plan.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ import onnxruntime
 from onnxruntime import OrtValue
 
 from sdonnx.errors import DeviceMemoryError, FolderError, ProviderError, refusing
+from sdonnx.installation import install_command
 from sdonnx.runtime.device.cuda import CapturedGraph, cuda, small_workspaces
 from sdonnx.runtime.device.device import FATAL, PROVIDERS, Device, memory_errors
 
@@ -82,6 +84,22 @@ def _session_options(device: Device, settings: SessionSettings) -> onnxruntime.S
     return options
 
 
+def _incomplete_weights(path: Path, message: str) -> FolderError | None:
+    """Return the error about missing or truncated weights of a graph, or None if ONNX Runtime's message is another.
+
+    Its messages (onnxruntime/core/framework/tensorprotoutils.cc) state the size that a tensor needs.
+    """
+    if missing := re.search(r'External data path does not exist: "([^"]*)"', message):
+        return FolderError(f"{missing[1]} is missing, the weights of {path.name}", "its weights", "copy the file again")
+    sizes = re.search(r"offset: (\d+) size to read: (\d+) given file_length: (\d+)", message)
+    if sizes is None:
+        return None
+    offset, size, length = map(int, sizes.groups())
+    files = [str(file) for file in path.parent.glob("*.data") if file.stat().st_size == length]
+    found = f"the weights of {path} are shorter than the graph says: {' or '.join(files)} has {length} bytes"
+    return FolderError(found, f"at least {offset + size} bytes", "copy the file again")
+
+
 class Graph:
     """A loaded ONNX graph.
 
@@ -117,7 +135,7 @@ class Graph:
         weights: Mapping[str, OrtValue] | None = None,
     ) -> None:
         if not path.is_file():
-            raise FolderError(f"{path} is missing", "an optimized pipeline", "run python -m sdonnx.optimize_pipeline")
+            raise FolderError(f"{path} is missing", "a complete optimized folder", "copy the folder again")
         settings = settings or SessionSettings()
         self.device = device
         self.path = path
@@ -133,6 +151,8 @@ class Graph:
         except DeviceMemoryError:
             raise
         except Exception as error:  # exceptions of onnxruntime have no common base class
+            if (incomplete := _incomplete_weights(path, str(error))) is not None:
+                raise incomplete from error
             raise FolderError(
                 f"ONNX Runtime cannot load {path} ({str(error).splitlines()[0]})",
                 f"a graph for the {device.provider} provider",
@@ -142,7 +162,7 @@ class Graph:
             raise ProviderError(
                 f"{PROVIDERS[device.provider]} could not be loaded",
                 "a GPU, its driver and the CUDA libraries",
-                "check nvidia-smi and pip install 'sdonnx[cuda]'",
+                f"check nvidia-smi, then: {install_command('cuda')}",
             )
         inputs, outputs = self.session.get_inputs(), self.session.get_outputs()
         self.inputs = tuple(value.name for value in inputs)

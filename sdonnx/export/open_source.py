@@ -1,0 +1,82 @@
+"""Open the pipeline to export: a local folder, or a pipeline on the Hugging Face hub."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from sdonnx.errors import FolderError
+from sdonnx.folder.folder_kind import require_diffusers
+from sdonnx.folder.pipeline_folder import PipelineFolder
+from sdonnx.models.registry import family_of
+
+__all__ = ["is_hub_id", "open_source"]
+
+# Class of an exception of huggingface_hub, httpx or requests -> what it means. The first match in the chain counts.
+_REASONS = {
+    "OfflineModeIsEnabled": "it is not in the local cache, and HF_HUB_OFFLINE is set",
+    "GatedRepoError": "access to it must be requested on its page, and this machine must log in: hf auth login",
+    "RepositoryNotFoundError": "there is no such repository, or it is private",
+    "RevisionNotFoundError": "the repository has no such revision",
+    "EntryNotFoundError": "the repository is not a pipeline in diffusers' layout",
+    "ConnectError": "it is not in the local cache, and huggingface.co cannot be reached",
+    "ConnectionError": "it is not in the local cache, and huggingface.co cannot be reached",
+    "TimeoutException": "huggingface.co does not answer",
+}
+
+
+def is_hub_id(source: str | Path) -> bool:
+    """Return whether a source is the id of a pipeline on the hub, such as "owner/name", and not a local path."""
+    text = str(source)
+    return not Path(source).exists() and text.count("/") == 1 and not text.startswith((".", "/", "~"))
+
+
+def open_source(source: str | Path, variant: str | None = None) -> PipelineFolder:
+    """Open a diffusers pipeline, after downloading it if it is the id of one on the hub.
+
+    Args:
+        source: a local pipeline folder, or the id of a pipeline on the hub.
+        variant: variant of the weights to download, such as "fp16".
+
+    Raises:
+        FolderError: there is no such pipeline, it is not a diffusers pipeline, or its class is not supported.
+    """
+    folder = PipelineFolder.open(_downloaded(str(source), variant) if is_hub_id(source) else Path(source))
+    require_diffusers(folder.path)
+    family_of(folder)
+    return folder
+
+
+def _downloaded(name: str, variant: str | None) -> Path:
+    from diffusers import DiffusionPipeline
+    from diffusers.utils import logging
+
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()  # it announces on two lines that it will look into the cache
+    try:
+        return Path(DiffusionPipeline.download(name, use_safetensors=True, variant=variant))
+    except Exception as error:  # the hub's client raises many kinds of exceptions
+        raise FolderError(
+            f"{name} is not a local folder and cannot be downloaded ({_reason(error)})",
+            "a pipeline folder, or the id of a pipeline on the hub that this machine can reach",
+            "check the name, the network and your access to the repository",
+        ) from error
+    finally:
+        logging.set_verbosity(before)
+
+
+def _reason(error: BaseException) -> str:
+    chain = list(_chain(error))
+    for each in chain:
+        for kind in type(each).__mro__:
+            if kind.__name__ in _REASONS:
+                return _REASONS[kind.__name__]
+    text = str(chain[0]).strip()
+    return text.splitlines()[0] if text else type(chain[0]).__name__
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an exception and those that caused it."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__

@@ -1,0 +1,113 @@
+"""The parser of the command line, its errors and its exit status."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sdonnx.__main__ import COMMANDS, main
+
+
+def errors_of(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """Return the lines that a command with wrong arguments prints; its status is 2."""
+    try:
+        status = main(arguments)
+    except SystemExit as stopped:
+        status = int(stopped.code or 0)
+    assert status == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    return captured.err.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "usage"),
+    [
+        ("export -m in", "the following arguments are required: -o/--output", "sdonnx export -m MODEL -o OUTPUT"),
+        ("generate --negative_promt x", "unknown option --negative_promt; did you mean --negative_prompt?", "generate"),
+        ("generate --negative-promt=x", "unknown option --negative-promt; did you mean --negative_prompt?", "generate"),
+        ("optimize --zzz", "unknown option --zzz", "sdonnx optimize -i INPUT -o OUTPUT"),
+        ("optimize -i a -o b extra", "unexpected argument 'extra'", "sdonnx optimize"),
+        ("optimize -i a -o b -Z", "unknown option -Z", "sdonnx optimize"),
+        ("optimize -i a -o b --disable_packed", "ambiguous", "sdonnx optimize"),
+        ("export -m a -o b --dtype int8", "invalid choice: 'int8'", "sdonnx export"),
+        ("verify", "required: ", "sdonnx verify FOLDER --against ORIGINAL"),
+        ("generat -m x", "unknown command 'generat'; did you mean generate?", "sdonnx COMMAND"),
+        ("", "no command", "sdonnx COMMAND"),
+    ],
+)
+def test_wrong_arguments_take_two_lines(given: str, error: str, usage: str, capsys: pytest.CaptureFixture[str]) -> None:
+    first, second = errors_of(given.split(), capsys)
+    assert first.startswith("error: ")
+    assert error in first
+    assert second.startswith("usage: ")
+    assert usage in second
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_option_accepts_both_separators(command: str) -> None:
+    from sdonnx.cli.command_line import CommandParser
+
+    parser = CommandParser(prog=command)
+    importlib.import_module(COMMANDS[command][0]).add_arguments(parser)
+    options = [name for name in parser._option_string_actions if name.startswith("--")]
+    assert [name for name in options if "-" in name[2:]] == [], "written with _ here, accepted with both"
+    for name in options:
+        assert list(parser._spelled([name.replace("_", "-").replace("--", "--", 1)])) == [name]
+        assert list(parser._spelled([f"--{name[2:].replace('_', '-')}=a-b"])) == [f"{name}=a-b"]
+        assert list(parser._spelled([name])) == [name]
+
+
+def test_values_and_abbreviations_are_kept() -> None:
+    from sdonnx.cli.command_line import CommandParser
+
+    parser = CommandParser(prog="x")
+    parser.add_argument("--negative_prompt")
+    parser.add_argument("rest", nargs="*")
+    assert parser.parse(["--negative", "--a b-c"]).negative_prompt == "--a b-c"
+    assert parser.parse(["--", "--not-an-option"]).rest == ["--not-an-option"]
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_python_m_with_a_command_works_or_is_no_module(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """`python -m sdonnx.generate` must not end silently with status 0."""
+    package = importlib.util.find_spec(f"sdonnx.{name}")
+    assert package is None or importlib.util.find_spec(f"sdonnx.{name}.__main__") is not None
+
+
+# Sends SIGINT when a module of the standard imports is first looked for.
+INTERRUPT = """
+import os, signal, sys
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == {module!r}:
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Finder())
+from sdonnx.__main__ import main
+sys.exit(main({arguments!r}))
+"""
+
+
+@pytest.mark.parametrize(
+    "module", ["sdonnx.cli.command_line", "sdonnx.terminal", "rich.console", "sdonnx.cli.generate", "onnxruntime"]
+)
+def test_ctrl_c_during_imports_is_one_line(module: str, tmp_path: Path) -> None:
+    arguments = ["generate", "-m", str(tmp_path), "-p", "fox", "-o", str(tmp_path / "fox.png")]
+    code = INTERRUPT.format(module=module, arguments=arguments)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 130
+    assert done.stdout == ""
+    assert len(done.stderr.splitlines()) == 1
+    assert done.stderr.startswith("interrupted")
+
+
+def test_a_missing_folder_is_reported_before_torch_is_imported(tmp_path: Path) -> None:
+    arguments = ["export", "-m", str(tmp_path / "nosuch"), "-o", str(tmp_path / "out")]
+    code = f"import sys; from sdonnx.__main__ import main; print(main({arguments!r}), 'torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["2", "False"]
+    assert "nosuch does not exist" in done.stderr

@@ -1,0 +1,86 @@
+"""A folder of the wrong kind is refused with the command that comes next."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from support.pipelines import edit_json, linked, refused
+
+from sdonnx.errors import FolderError
+from sdonnx.export.export_pipeline import export_pipeline
+from sdonnx.folder.folder_kind import FolderKind, folder_kind
+from sdonnx.folder.pipeline_folder import PipelineFolder
+from sdonnx.models.registry import family_of
+from sdonnx.optimize.optimizer import optimize_folder
+from sdonnx.runtime.pipeline import OrtDiffusionPipeline
+
+
+def test_kinds(tiny_pipeline: Path, tiny_exported: Path, tiny_cpu: Path) -> None:
+    assert folder_kind(tiny_pipeline) is FolderKind.DIFFUSERS
+    assert folder_kind(tiny_exported) is FolderKind.EXPORTED
+    assert folder_kind(tiny_cpu) is FolderKind.OPTIMIZED
+
+
+def test_generating_with_another_kind(tiny_pipeline: Path, tiny_exported: Path, tiny_cpu: Path, tmp_path: Path) -> None:
+    load = OrtDiffusionPipeline.from_pretrained
+    with refused(FolderError, "it is a diffusers pipeline", f"sdonnx export -m {tiny_pipeline} -o", "sdonnx optimize"):
+        load(tiny_pipeline)
+    with refused(FolderError, "exported, not optimized", f"sdonnx optimize -i {tiny_exported} -o", "--provider cpu"):
+        load(tiny_exported)
+    folder = linked(tiny_cpu, tmp_path / "folder")
+    (folder / "sdonnx.json").unlink()
+    with refused(FolderError, "has no sdonnx.json, but step.onnx", "copy the folder again"):
+        load(folder)
+
+
+def test_exporting_and_optimizing_another_kind(
+    tiny_pipeline: Path, tiny_exported: Path, tiny_cpu: Path, tmp_path: Path
+) -> None:
+    with refused(FolderError, "is ONNX already", f"sdonnx optimize -i {tiny_exported} -o"):
+        export_pipeline(tiny_exported, tmp_path / "out")
+    with refused(FolderError, "is optimized already", f"sdonnx generate -m {tiny_cpu} -p"):
+        export_pipeline(tiny_cpu, tmp_path / "out")
+    with refused(FolderError, "without ONNX graphs", f"sdonnx export -m {tiny_pipeline} -o"):
+        optimize_folder(tiny_pipeline, tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "v1-5-pruned.ckpt"])
+def test_single_file_checkpoints(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).touch()
+    with refused(FolderError, "is a file", f"from_single_file('{tmp_path / name}').save_pretrained('"):
+        PipelineFolder.open(tmp_path / name)
+    (tmp_path / "notes.txt").touch()
+    with refused(FolderError, "notes.txt is a file", "pass the folder that contains model_index.json"):
+        PipelineFolder.open(tmp_path / "notes.txt")
+
+
+@pytest.mark.parametrize(
+    ("class_name", "similar"),
+    [
+        ("StableDiffusion3Pipeline", "StableDiffusionPipeline"),
+        ("FluxPipeline", ""),
+        ("StableDiffusionControlNetPipeline", "StableDiffusion"),
+    ],
+)
+def test_unsupported_pipelines(class_name: str, similar: str, tmp_path: Path) -> None:
+    (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": class_name}))
+    with refused(FolderError, f"is a {class_name}, which is not supported yet", "stable-diffusion-xl, ", similar):
+        family_of(PipelineFolder.open(tmp_path))
+    with refused(FolderError, f"is a {class_name}, which is not supported yet"):
+        export_pipeline(tmp_path, tmp_path / "out")
+
+
+def test_folders_of_one_model(tiny_pipeline: Path, tmp_path: Path) -> None:
+    with refused(FolderError, "it is the model UNet2DConditionModel", "pass the folder that contains model_index.json"):
+        PipelineFolder.open(tiny_pipeline / "unet")
+    with refused(FolderError, "it is the model CLIPTextModel"):
+        PipelineFolder.open(tiny_pipeline / "text_encoder")
+    (tmp_path / "config.json").write_text(json.dumps({"_class_name": "ControlNetModel"}))
+    with refused(FolderError, "it is the model ControlNetModel", "ControlNet is not supported yet"):
+        PipelineFolder.open(tmp_path)
+    edit_json(tmp_path / "config.json", _class_name=3)
+    with refused(FolderError, "has no model_index.json; expected"):
+        PipelineFolder.open(tmp_path)
