@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import errno
+import io
 import re
 import signal
 import sys
@@ -30,6 +31,7 @@ __all__ = [
     "console",
     "guarded",
     "progress_bar",
+    "step_progress",
     "tensor_progress",
 ]
 
@@ -47,12 +49,16 @@ INTERRUPTED = 130
 TERMINATED = 143
 """Exit status of a command that SIGTERM stopped."""
 
+LOG_INTERVAL_S = 10
+"""Seconds between two lines of progress in a log."""
+
 _INTERRUPTION = "interrupted; no partial output was left; run the command again"
 
 
-def console() -> Console:
-    """Return a console on standard output. It wraps lines only if the output is a terminal."""
-    return Console(soft_wrap=not sys.stdout.isatty(), highlight=False)
+def console(*, stderr: bool = False) -> Console:
+    """Return a console on standard output, or on standard error. It wraps lines only if that is a terminal."""
+    stream = sys.stderr if stderr else sys.stdout
+    return Console(soft_wrap=not stream.isatty(), highlight=False, stderr=stderr)
 
 
 def add_debug(parser: argparse.ArgumentParser) -> None:
@@ -158,6 +164,29 @@ def progress_bar() -> Progress:
         console=errors,
         disable=not errors.is_terminal,
     )
+
+
+class _LogLines(io.TextIOBase):
+    """Writes the states of a progress bar as lines of a log, in place of one line that is overwritten."""
+
+    def write(self, text: str) -> int:
+        """Write the state, without the control characters around it."""
+        if state := text.strip("\r\n "):
+            print(state, file=sys.stderr, flush=True)
+        return len(text)
+
+
+def step_progress(message: str) -> dict[str, Any]:
+    """Return options of tqdm for denoising steps: a bar in a terminal, and a line every 10 s in a log.
+
+    Args:
+        message: what is being done.
+    """
+    if sys.stderr.isatty():
+        return {"desc": message, "leave": False, "disable": False}
+    form = message + ": step {n} of {total}, {elapsed} elapsed, {remaining} left"
+    interval = {"mininterval": LOG_INTERVAL_S, "maxinterval": LOG_INTERVAL_S, "delay": LOG_INTERVAL_S, "miniters": 1}
+    return {"disable": False, "leave": False, "file": _LogLines(), "ascii": True, "bar_format": form, **interval}
 
 
 def _print_once(phase: str, seen: set[str]) -> None:

@@ -1,37 +1,63 @@
-"""`sdonnx generate -m FOLDER -p "..." -o image.png`: generate images as PNG files."""
+"""`sdonnx generate -m FOLDER -p "..." -o image.png`: generate images and write them with their parameters."""
 
 from __future__ import annotations
 
 import argparse
-import json
+import contextlib
+import math
+import re
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import sdonnx
-from sdonnx.errors import OptionError, OutputError
-from sdonnx.terminal import add_debug, add_option, console, progress_bar
+from sdonnx.cli.image_parameters import webui_text
+from sdonnx.cli.write_images import QUALITY, STDOUT, Destination, encoded
+from sdonnx.errors import OptionError, SdonnxError
+from sdonnx.terminal import add_debug, add_option, console, step_progress
 
 if TYPE_CHECKING:
     from PIL import Image
 
+    from sdonnx.runtime.output import ImageOutput
+    from sdonnx.runtime.pipeline import OrtDiffusionPipeline
+
 __all__ = ["add_arguments", "run"]
+
+# Argument of the pipeline -> option of the command, for messages. Single words are replaced only before "is".
+_OPTIONS = {"num_inference_steps": "--steps", "num_images_per_prompt": "--num_images"} | {
+    name: f"--{name}"
+    for name in (
+        "clip_skip", "guidance_scale", "height", "ip_adapter_image", "ip_adapter_scale", "mask_image",
+        "negative_prompt", "seed", "strength", "width",
+    )
+}  # fmt: skip
+_ARGUMENT = re.compile(rf"(?<![\w-])(?:{'|'.join(name + ('' if '_' in name else '(?= is )') for name in _OPTIONS)})\b")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
     add = partial(add_option, parser)
-    parser.description = "Generate images with an optimized folder. The PNG files contain the parameters."
+    parser.description = "Generate images with an optimized folder. The image files contain the parameters."
     add("-m", "--model", required=True, type=Path, help="optimized folder")
     add("-p", "--prompt", required=True, nargs="+", help="one prompt, or several for a batch")
-    add("-o", "--output", required=True, type=Path, help="a .png file; in a batch, -1, -2, ... are appended")
+    add(
+        "-o",
+        "--output",
+        required=True,
+        help="a .png, .jpg or .webp file, with -1, -2, ... in the names of several images; a folder (ending in /), for "
+        "numbered files; or - for standard output",
+    )
+    add("--overwrite", action="store_true", help="replace existing files")
+    add("--quality", type=int, help=f"quality of .jpg and .webp files, 1 to 100 (default: {QUALITY})")
     add("--negative_prompt", default=None, help="description of content to avoid")
     add("--height", type=int, default=None, help="pixels, a multiple of 8; any number if the folder bins resolutions")
     add("--width", type=int, default=None, help="pixels, as for --height")
     add("-s", "--steps", type=int, help="denoising steps (default: the family's)")
     add("-g", "--guidance_scale", type=float, help="weight of the prompt (default: the family's)")
     add("-n", "--num_images", type=int, default=1, help="images per prompt (default: 1)")
-    add("--seed", type=int, default=None, help="seed (default: a random one, which is written into the PNG)")
+    add("--seed", type=int, default=None, help="seed (default: a random one, which is written into the file)")
     add("--scheduler", default=None, help="ddim, euler, dpmsolver++, unipc, ... (default: the folder's)")
     add("--image", type=Path, default=None, help="initial image")
     add("--mask_image", type=Path, default=None, help="mask for --image: white pixels are generated anew")
@@ -52,86 +78,101 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run the command."""
-    from PIL.PngImagePlugin import PngInfo
-
+    _check_numbers(options)
+    destination = Destination.of(options.output, len(options.prompt) * options.num_images, options.overwrite)
+    if options.quality is not None and destination.format == "PNG":
+        raise OptionError("--quality for PNG, which loses nothing", "a .jpg or .webp file", "leave out --quality")
+    images = {name: _read_image(getattr(options, name)) for name in ("image", "mask_image")}
+    prompts = [_read_image(path) for path in options.ip_adapter_image]
     from sdonnx.runtime.pipeline import OrtDiffusionPipeline
 
-    _check_output(options.output)
-    image, mask_image = _read_image(options.image), _read_image(options.mask_image)
-    image_prompts = [_read_image(path) for path in options.ip_adapter_image]
-    weights = options.ip_adapter_scale
     pipeline = OrtDiffusionPipeline.from_pretrained(
         options.model,
         options.provider,
         low_memory=options.low_memory,
         require_certificate=options.require_certificate,
     )
-    pipeline.set_progress_bar_config(disable=True)
-    guidance = pipeline.default_guidance_scale if options.guidance_scale is None else options.guidance_scale
-    steps = pipeline.default_steps if options.steps is None else options.steps
+    pipeline.set_progress_bar_config(**step_progress("generating"))
     if options.scheduler:
         pipeline.scheduler = options.scheduler
-    with progress_bar() as bar:
-        task = bar.add_task("generating", total=None)
-
-        def on_step_end(_: OrtDiffusionPipeline, step: int, timestep: float, latents: dict[str, Any]) -> None:
-            bar.update(task, completed=step + 1)
-
+    if options.guidance_scale is None:
+        options.guidance_scale = pipeline.default_guidance_scale
+    if options.steps is None:
+        options.steps = pipeline.default_steps
+    weights = options.ip_adapter_scale
+    with _option_names():
         output = pipeline(
             options.prompt,
             options.height,
             options.width,
-            steps,
-            guidance,
+            options.steps,
+            options.guidance_scale,
             [options.negative_prompt] * len(options.prompt) if options.negative_prompt else None,
             options.num_images,
             seed=options.seed,
             strength=options.strength,
             clip_skip=options.clip_skip,
-            image=image,
-            mask_image=mask_image,
-            ip_adapter_image=image_prompts or None,
+            ip_adapter_image=prompts or None,
             ip_adapter_scale=weights[0] if len(weights) == 1 else weights or None,
-            # The callback costs a copy of the latents at each step, so it is used only if the bar is visible.
-            callback_on_step_end=on_step_end if bar.console.is_terminal else None,
+            **images,
         )
+    _write(options, pipeline, output, destination)
+    return 0
+
+
+def _write(
+    options: argparse.Namespace, pipeline: OrtDiffusionPipeline, output: ImageOutput, destination: Destination
+) -> None:
+    out = console(stderr=options.output == STDOUT)
     for index, picture in enumerate(output.images):
         parameters = {
             "prompt": options.prompt[index // options.num_images],
             "negative_prompt": options.negative_prompt or "",
             "seed": output.seed,
             "index": index,
-            "steps": steps,
-            "guidance_scale": guidance,
-            "scheduler": pipeline.scheduler,
+            "batch": len(output.images),
+            "steps": options.steps,
+            "guidance_scale": options.guidance_scale,
+            "scheduler": str(pipeline.scheduler),
             "strength": options.strength,
             "clip_skip": options.clip_skip,
             "image": _name(options.image),
             "mask_image": _name(options.mask_image),
             "ip_adapter_image": [path.name for path in options.ip_adapter_image],
-            "ip_adapter_scale": weights,
+            "ip_adapter_scale": options.ip_adapter_scale,
             "height": picture.height,
             "width": picture.width,
             "model": options.model.name,
             "provider": pipeline.device.provider,
             "sdonnx": sdonnx.__version__,
         }
-        metadata = PngInfo()
-        metadata.add_text("parameters", json.dumps(parameters, ensure_ascii=False))
-        path = options.output
-        if len(output.images) > 1:
-            path = path.with_name(f"{path.stem}-{index + 1}{path.suffix}")
-        try:
-            picture.save(path, pnginfo=metadata)
-        except OSError as error:
-            path.unlink(missing_ok=True)
-            raise OutputError(
-                f"writing {path} failed ({error.strerror or error})",
-                "a place with enough free space and permission to write",
-                "choose another output",
-            ) from error
-        console().print(f"{path}  seed {output.seed}")
-    return 0
+        text = webui_text(parameters, pipeline.scheduler_config)
+        content = encoded(picture, destination.format, parameters, text, options.quality or QUALITY)
+        out.print(f"{destination.write(index, content)}  seed {output.seed}", markup=False)
+
+
+def _check_numbers(options: argparse.Namespace) -> None:
+    """Raise OptionError for numbers that no pipeline accepts, before the folder is loaded."""
+    for name, minimum in (("steps", 1), ("num_images", 1), ("height", 1), ("width", 1), ("quality", 1)):
+        value = getattr(options, name)
+        if value is not None and value < minimum:
+            raise OptionError(f"--{name} is {value}", f"at least {minimum}", "pass a larger number")
+    if options.quality is not None and options.quality > 100:
+        raise OptionError(f"--quality is {options.quality}", "1 to 100", "pass a smaller number")
+    for name in ("guidance_scale", "strength"):
+        value = getattr(options, name)
+        if value is not None and not math.isfinite(value):
+            raise OptionError(f"--{name} is {value}", "a finite number", "pass another number")
+
+
+@contextlib.contextmanager
+def _option_names() -> Iterator[None]:
+    """Replace the pipeline's arguments by the command's options in the messages of errors."""
+    try:
+        yield
+    except SdonnxError as error:
+        parts = [_ARGUMENT.sub(lambda name: _OPTIONS[name[0]], part) for part in error.args]
+        raise type(error)(*parts) from error
 
 
 def _name(path: Path | None) -> str | None:
@@ -150,11 +191,3 @@ def _read_image(path: Path | None) -> Image.Image | None:
             return image.copy()
     except (OSError, ValueError) as error:
         raise OptionError(f"{path} cannot be read ({error})", "an image file", "pass another file") from error
-
-
-def _check_output(path: Path) -> None:
-    """Check the output path before any time is spent on generating."""
-    if path.suffix.lower() != ".png":
-        raise OptionError(f"the output is {path.name}", "a name that ends in .png", "choose another name")
-    if not path.parent.is_dir():
-        raise OutputError(f"{path.parent} is not a folder", "a folder to write into", "create it first")

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sdonnx.metrics import psnr
-from sdonnx.terminal import add_debug, add_option, console, tensor_progress
+from sdonnx.terminal import add_debug, add_option, console, step_progress, tensor_progress
 
 __all__ = ["add_arguments", "run"]
 
@@ -77,6 +77,8 @@ def run(options: argparse.Namespace) -> int:
         report = optimize_folder(
             exported, optimized, provider=device.provider, float16=float16, overwrite=True, progress=progress
         )
+    images = _REPEATS + 1
+    out.print(f"generate the same image {images} times with each engine, {options.steps} steps each")
     ours = _time_ours(optimized, device.provider, options.steps, work / "image.png")
     torches = [_time_torch(source, device.provider, half, options.steps) for half in ((False, True)[: 1 + float16])]
     out.print(fusion_table(report))
@@ -88,16 +90,20 @@ def run(options: argparse.Namespace) -> int:
 
 def _timed(engine: str, load: Callable[[], Callable[[], npt.NDArray[np.float32]]]) -> _Timed:
     """Load an engine, generate one image, and repeat for the median time."""
+    out = console()
     start = time.perf_counter()
     generate = load()
     loaded = time.perf_counter()
+    out.print(f"{engine}: loaded in {loaded - start:.1f} s", style="dim")
     image = generate()
     first = time.perf_counter()
+    out.print(f"{engine}: image 1 of {_REPEATS + 1}, {first - loaded:.1f} s", style="dim")
     latencies = []
-    for _ in range(_REPEATS):
+    for repeat in range(_REPEATS):
         begun = time.perf_counter()
         generate()
         latencies.append(time.perf_counter() - begun)
+        out.print(f"{engine}: image {repeat + 2} of {_REPEATS + 1}, {latencies[-1]:.1f} s", style="dim")
     return _Timed(engine, image, loaded - start, first - loaded, statistics.median(latencies))
 
 
@@ -108,6 +114,7 @@ def _time_ours(folder: Path, provider: str, steps: int, path: Path) -> _Timed:
 
     def load() -> Callable[[], npt.NDArray[np.float32]]:
         pipeline = OrtDiffusionPipeline.from_pretrained(folder, provider)
+        pipeline.set_progress_bar_config(**step_progress("sdonnx"))
         return lambda: np.asarray(
             pipeline(_PROMPT, num_inference_steps=steps, seed=_SEED, output_type="np").images[0], np.float32
         )
@@ -125,12 +132,13 @@ def _time_torch(folder: Path, provider: str, half: bool, steps: int) -> _Timed:
 
     logging.disable_progress_bar()
     transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()  # it logs that an image processor without torchvision is used
 
     def load() -> Callable[[], npt.NDArray[np.float32]]:
         dtype = torch.float16 if half else torch.float32
         pipeline_class: Any = DiffusionPipeline
         pipeline: Any = pipeline_class.from_pretrained(folder, dtype=dtype).to(provider)
-        pipeline.set_progress_bar_config(disable=True)
+        pipeline.set_progress_bar_config(**step_progress("PyTorch"))
         pixels = pipeline.unet.config.sample_size * pipeline.vae_scale_factor
         # float32 noise from the CPU, as in this project: torch samples other numbers in half precision.
         shape = (1, pipeline.unet.config.in_channels, *[pipeline.unet.config.sample_size] * 2)

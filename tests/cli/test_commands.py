@@ -90,7 +90,7 @@ def test_generate_writes_png_with_parameters(tiny_cpu: Path, tmp_path: Path) -> 
     assert main([*arguments, "-o", str(tmp_path / "one.png"), "--seed", "7"]) == 0
     image: Any = Image.open(tmp_path / "one.png")
     assert image.size == (72, 64)
-    parameters = json.loads(image.text["parameters"])
+    parameters = json.loads(image.text["sdonnx"])
     assert parameters["prompt"] == "a red fox"
     assert parameters["seed"] == 7
     assert parameters["steps"] == 2
@@ -105,7 +105,7 @@ def test_generate_from_an_image(tiny_cpu: Path, tmp_path: Path, capsys: pytest.C
     assert main([*given, "--image", str(source), "--strength", "0.5"]) == 0
     with Image.open(out) as generated:
         assert generated.size == (64, 72)
-    sized = ["--height", "72", "--width", "64"]
+    sized = ["--height", "72", "--width", "64", "--overwrite"]
     assert main([*given, *sized, "--image", str(source), "--mask_image", str(tmp_path / "mask.png")]) == 0
     assert main([*given, "--image", str(tmp_path / "nowhere.png")]) == 2
     assert "nowhere.png cannot be read" in capsys.readouterr().err
@@ -118,7 +118,7 @@ def test_generate_writes_a_batch(tiny_cpu: Path, tmp_path: Path) -> None:
     files = sorted(tmp_path.iterdir())
     assert [file.name for file in files] == [f"some-{index}.png" for index in (1, 2, 3, 4)]
     images: list[Any] = [Image.open(file) for file in files]
-    prompts = [json.loads(image.text["parameters"])["prompt"] for image in images]
+    prompts = [json.loads(image.text["sdonnx"])["prompt"] for image in images]
     assert prompts == ["fox", "fox", "owl", "owl"]
 
 
@@ -126,12 +126,19 @@ def test_generate_writes_a_batch(tiny_cpu: Path, tmp_path: Path) -> None:
     ("arguments", "named"),
     [
         (["-m", "/nowhere", "-o", "x.png"], "/nowhere"),
-        (["-m", "{tiny}", "-o", "x.jpg"], ".png"),
+        (["-m", "{tiny}", "-o", "x.gif"], ".png"),
         (["-m", "{tiny}", "-o", "/nowhere/x.png"], "/nowhere"),
         (["-m", "{tiny}", "-o", "x.png", "--height", "65"], "multiple of 8"),
         (["-m", "{tiny}", "-o", "x.png", "--provider", "tpu"], "cuda, cpu"),
         (["-m", "{tiny}", "-o", "x.png", "--scheduler", "magic"], "magic"),
-        (["-m", "{tiny}", "-o", "x.png", "-s", "0"], "at least 1"),
+        (["-m", "{tiny}", "-o", "x.png", "-s", "0"], "--steps is 0; expected at least 1"),
+        (["-m", "{tiny}", "-o", "x.png", "-g", "nan"], "--guidance_scale is nan"),
+        (["-m", "{tiny}", "-o", "x.png", "-n", "0"], "--num_images is 0"),
+        (["-m", "{tiny}", "-o", "x.png", "--seed", "-1"], "--seed is -1"),
+        (["-m", "{tiny}", "-o", "x.png", "--quality", "90"], "--quality for PNG"),
+        (["-m", "{tiny}", "-o", "x.jpg", "--quality", "101"], "--quality is 101; expected 1 to 100"),
+        (["-m", "{tiny}", "-o", "-", "-n", "2"], "2 images for standard output"),
+        (["-m", "{tiny}", "-o", "nowhere/new/"], "nowhere is not a folder"),
     ],
 )
 def test_generate_errors(

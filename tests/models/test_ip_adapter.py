@@ -424,7 +424,7 @@ def test_export_and_generate_commands(full: Pair, tmp_path: Path) -> None:
         assert generate(parser.parse_args([*drawing, *shown])) == 0
         generated: Any = Image.open(out)
         images.append(np.asarray(generated) / 255.0)
-        parameters = json.loads(generated.text["parameters"])
+        parameters = json.loads(generated.text["sdonnx"])
         assert (parameters["ip_adapter_image"], parameters["ip_adapter_scale"]) == (["in.png"], [float(scale)])
     assert psnr(images[0], images[1]) < 60
 

@@ -97,6 +97,7 @@ class TorchEngine(Engine):
         logs: tuple[Any, ...] = (diffusers.utils.logging, transformers.utils.logging)
         for library in logs:
             library.disable_progress_bar()
+        transformers.utils.logging.set_verbosity_error()  # it logs that an image processor without torchvision is used
         from_image = workload.image is not None
         pipeline_class: Any = diffusers.AutoPipelineForImage2Image if from_image else diffusers.DiffusionPipeline
         # Published pipelines include a safety checker. It runs only if it does in all engines.
