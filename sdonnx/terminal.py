@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import errno
 import io
+import logging
 import re
 import signal
 import sys
@@ -26,10 +27,12 @@ __all__ = [
     "FAILURE",
     "INTERRUPTED",
     "TERMINATED",
-    "add_debug",
+    "add_common",
     "add_option",
     "console",
     "guarded",
+    "is_quiet",
+    "log_to_stderr",
     "progress_bar",
     "step_progress",
     "tensor_progress",
@@ -49,6 +52,9 @@ INTERRUPTED = 130
 TERMINATED = 143
 """Exit status of a command that SIGTERM stopped."""
 
+LOG_LEVELS = ("debug", "info", "warning", "error")
+"""Values of `--log_level`, from the most messages to the fewest."""
+
 LOG_INTERVAL_S = 10
 """Seconds between two lines of progress in a log."""
 
@@ -56,14 +62,59 @@ _INTERRUPTION = "interrupted; no partial output was left; run the command again"
 
 
 def console(*, stderr: bool = False) -> Console:
-    """Return a console on standard output, or on standard error. It wraps lines only if that is a terminal."""
+    """Return a console on standard output, or on standard error. It wraps lines only in a terminal.
+
+    It prints nothing in a quiet command.
+    """
     stream = sys.stderr if stderr else sys.stdout
-    return Console(soft_wrap=not stream.isatty(), highlight=False, stderr=stderr)
+    return Console(soft_wrap=not stream.isatty(), highlight=False, stderr=stderr, quiet=is_quiet())
 
 
-def add_debug(parser: argparse.ArgumentParser) -> None:
-    """Add `--debug`, which every command accepts."""
+def add_common(parser: argparse.ArgumentParser) -> None:
+    """Add the options that every command accepts; call it after the command's own options."""
+    output = parser.add_mutually_exclusive_group()
+    short = ["-v"] if "-v" not in parser._option_string_actions else []  # benchmark's -v is a label
+    output.add_argument(*short, "--verbose", dest="log_level", action="store_const", const="debug", help="show details")
+    output.add_argument("-q", "--quiet", dest="log_level", action="store_const", const="error", help="show errors only")
+    output.add_argument("--log_level", choices=LOG_LEVELS, help="least severe messages to show (default: info)")
+    parser.set_defaults(log_level="info")
     parser.add_argument("--debug", action="store_true", help="show a traceback if the command fails")
+
+
+def is_quiet() -> bool:
+    """Return whether the command was asked to show errors only."""
+    return logging.getLogger("sdonnx").getEffectiveLevel() > logging.WARNING
+
+
+class _OneLine(logging.Formatter):
+    """Formats a record on one line: only the message for information, after its level for any other."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line."""
+        message = " ".join(record.getMessage().split())
+        if record.levelno == logging.INFO:
+            return message
+        name = f"{record.name}: " if record.levelno < logging.INFO else ""
+        return f"{record.levelname.lower()}: {name}{message}"
+
+
+@contextlib.contextmanager
+def log_to_stderr(level: str) -> Iterator[None]:
+    """Show the project's log messages on standard error.
+
+    Args:
+        level: the least severe messages to show, one of `LOG_LEVELS`.
+    """
+    logger, handler = logging.getLogger("sdonnx"), logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_OneLine())
+    before = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(level.upper())
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+        logger.removeHandler(handler)
 
 
 def add_option(parser: argparse._ActionsContainer, *names: str, **settings: Any) -> None:
@@ -145,7 +196,8 @@ def _plain_warnings() -> Iterator[None]:
         file: TextIO | None = None,
         line: str | None = None,
     ) -> None:
-        print(f"warning: {' '.join(str(message).split())}", file=sys.stderr)
+        if not is_quiet():
+            print(f"warning: {' '.join(str(message).split())}", file=sys.stderr)
 
     with warnings.catch_warnings():
         # catch_warnings restores the old function on exit.
@@ -162,7 +214,7 @@ def progress_bar() -> Progress:
         MofNCompleteColumn(),
         TimeElapsedColumn(),
         console=errors,
-        disable=not errors.is_terminal,
+        disable=is_quiet() or not errors.is_terminal,
     )
 
 
@@ -182,6 +234,8 @@ def step_progress(message: str) -> dict[str, Any]:
     Args:
         message: what is being done.
     """
+    if is_quiet():
+        return {"disable": True}
     if sys.stderr.isatty():
         return {"desc": message, "leave": False, "disable": False}
     form = message + ": step {n} of {total}, {elapsed} elapsed, {remaining} left"

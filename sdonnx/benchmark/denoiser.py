@@ -22,7 +22,7 @@ from sdonnx.benchmark.operator_times import IDLE, kernel_times_by_kind
 from sdonnx.benchmark.record import environment
 from sdonnx.benchmark.statistics import quantile
 from sdonnx.errors import OptionError
-from sdonnx.terminal import add_debug, console, guarded
+from sdonnx.terminal import add_common, console, guarded
 
 __all__ = ["ENGINES", "main"]
 
@@ -44,7 +44,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--calls", type=int, default=40, help="calls of an engine in a round")
     parser.add_argument("--json", type=Path, required=True, help="append the record to this file")
-    add_debug(parser)
+    add_common(parser)
     return parser
 
 

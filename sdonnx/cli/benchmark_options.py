@@ -20,7 +20,7 @@ from sdonnx.benchmark.rivals import NAMES
 from sdonnx.errors import OptionError, ProviderError
 from sdonnx.folder.prompt_file import PROMPTS
 from sdonnx.sample.architectures import ARCHITECTURES
-from sdonnx.terminal import add_debug, add_option
+from sdonnx.terminal import add_common, add_option
 
 __all__ = ["MULTIPLE", "add_arguments", "check_options"]
 
@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_workload(parser)
     _add_engines(parser)
     _add_results(parser)
-    add_debug(parser)
+    add_common(parser)
 
 
 def _add_workload(parser: argparse.ArgumentParser) -> None:

@@ -15,7 +15,7 @@ from typing import NoReturn
 from sdonnx import __version__
 from sdonnx.__main__ import COMMANDS
 from sdonnx.installation import requiring
-from sdonnx.terminal import FAILURE, guarded
+from sdonnx.terminal import FAILURE, guarded, log_to_stderr
 
 __all__ = ["CommandParser", "run_command_line", "top_parser"]
 
@@ -127,5 +127,7 @@ def _run(name: str, arguments: Sequence[str]) -> int:
         module = importlib.import_module(COMMANDS[name][0])
         parser = CommandParser(prog=f"sdonnx {name}")
         module.add_arguments(parser)
-        status: int = module.run(parser.parse(arguments))
+        options = parser.parse(arguments)
+        with log_to_stderr(options.log_level):
+            status: int = module.run(options)
     return status

@@ -26,7 +26,7 @@ from sdonnx.doctor.measured_verdicts import measured_verdict
 from sdonnx.doctor.sessions import kernel_opener
 from sdonnx.doctor.verdict import SummaryLine, Verdict, judge, summarize
 from sdonnx.errors import OptionError, OutputError
-from sdonnx.terminal import add_debug, console, progress_bar
+from sdonnx.terminal import add_common, console, progress_bar
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -57,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="check the GPU's kernels at the sizes of a first use only, in seconds, and cache the verdict",
     )
-    add_debug(parser)
+    add_common(parser)
 
 
 def run(options: argparse.Namespace) -> int:

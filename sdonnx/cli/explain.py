@@ -11,7 +11,7 @@ from rich.markup import escape
 
 from sdonnx.errors import FolderError, OptionError
 from sdonnx.folder.pipeline_folder import REPORT, PipelineFolder, read_json
-from sdonnx.terminal import add_debug, console
+from sdonnx.terminal import add_common, console
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--provider", help="execution provider to predict for, with an exported folder: cuda (default) or cpu"
     )
-    add_debug(parser)
+    add_common(parser)
 
 
 def explained(folder: Path, provider: str | None = None) -> tuple[list[str], dict[str, dict[str, Any]]]:

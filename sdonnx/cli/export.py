@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from sdonnx.export.open_source import is_hub_id, open_source
-from sdonnx.terminal import add_debug, add_option, console, tensor_progress
+from sdonnx.terminal import add_common, add_option, console, tensor_progress
 
 __all__ = ["add_arguments", "run"]
 
@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FOLDER",
         help="image encoder of the adapters (default: the pipeline's, or image_encoder next to an adapter)",
     )
-    add_debug(parser)
+    add_common(parser)
 
 
 def run(options: argparse.Namespace) -> int:

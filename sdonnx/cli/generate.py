@@ -15,7 +15,7 @@ import sdonnx
 from sdonnx.cli.image_parameters import webui_text
 from sdonnx.cli.write_images import QUALITY, STDOUT, Destination, encoded
 from sdonnx.errors import OptionError, SdonnxError
-from sdonnx.terminal import add_debug, add_option, console, step_progress
+from sdonnx.terminal import add_common, add_option, console, step_progress
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -73,7 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="refuse a folder without a valid certificate",
     )
-    add_debug(parser)
+    add_common(parser)
 
 
 def run(options: argparse.Namespace) -> int:

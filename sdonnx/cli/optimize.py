@@ -17,7 +17,7 @@ from sdonnx.errors import OptionError
 from sdonnx.folder.prompt_file import read_prompts
 from sdonnx.fusions.derived_tables import FLAGS, SHOWN_OPERATORS
 from sdonnx.precision_search.probe_settings import AUTO, ProbeSettings
-from sdonnx.terminal import add_debug, add_option, console, tensor_progress
+from sdonnx.terminal import add_common, add_option, console, tensor_progress
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -92,7 +92,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="not supported: the GroupNorm kernels of the CUDA provider only read channels last",
     )
-    add_debug(parser)
+    add_common(parser)
 
 
 def fusion_table(report: OptimizeReport) -> Table:

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sdonnx.metrics import psnr
-from sdonnx.terminal import add_debug, add_option, console, step_progress, tensor_progress
+from sdonnx.terminal import add_common, add_option, console, step_progress, tensor_progress
 
 __all__ = ["add_arguments", "run"]
 
@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_option(parser, "-s", "--steps", type=int, default=20, help="denoising steps (default: 20)")
     add_option(parser, "--provider", default=None, help="cuda or cpu (default: cuda if there is a GPU)")
-    add_debug(parser)
+    add_common(parser)
 
 
 def run(options: argparse.Namespace) -> int:

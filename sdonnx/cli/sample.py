@@ -8,7 +8,7 @@ from pathlib import Path
 
 from sdonnx.sample.overflow import OVERFLOWS
 from sdonnx.sample.write_sample import ARCHITECTURES, write_sample
-from sdonnx.terminal import add_debug, add_option, console
+from sdonnx.terminal import add_common, add_option, console
 
 __all__ = ["add_arguments", "run"]
 
@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     overflows = ", ".join(OVERFLOWS)
     add("--overflow", metavar="NAME", help=f"make values overflow float16, with unchanged images: one of {overflows}")
     add("--overwrite", action="store_true", help="replace the output if it contains a pipeline")
-    add_debug(parser)
+    add_common(parser)
 
 
 def run(options: argparse.Namespace) -> int:

@@ -16,7 +16,7 @@ from sdonnx.folder.certificate import CERTIFICATE, CERTIFICATE_PAGE
 from sdonnx.folder.lock import locked
 from sdonnx.folder.pipeline_folder import finite
 from sdonnx.folder.prompt_file import read_prompts
-from sdonnx.terminal import add_debug, add_option, console
+from sdonnx.terminal import add_common, add_option, console
 from sdonnx.verify.certificate_page import certificate_html
 from sdonnx.verify.judgement import Thresholds
 from sdonnx.verify.verification import Verification, VerificationRequest
@@ -61,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--max_error", "--most_error", type=float, default=default.thresholds.max_error, metavar="TIMES",
         help="maximum error of components, as a multiple of the error of torch in float16 (%(default)s)",
     )  # fmt: skip
-    add_debug(parser)
+    add_common(parser)
 
 
 def run(options: argparse.Namespace) -> int:

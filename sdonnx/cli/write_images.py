@@ -130,8 +130,8 @@ class Destination:
 def encoded(image: Image.Image, format: str, parameters: Mapping[str, Any], text: str, quality: int = QUALITY) -> bytes:
     """Return the bytes of an image file with its parameters.
 
-    A PNG file has `text` under the key `parameters`, and the parameters as JSON under `sdonnx`. JPEG and WebP files have
-    `text` as the EXIF tag UserComment, as AUTOMATIC1111's web UI writes it.
+    A PNG file has `text` under the key `parameters`, and the parameters as JSON under `sdonnx`. JPEG and WebP files
+    have `text` as the EXIF tag UserComment, as AUTOMATIC1111's web UI writes it.
 
     Args:
         image: the image.

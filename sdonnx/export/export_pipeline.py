@@ -7,6 +7,7 @@ import importlib.util
 import json
 import logging
 import shutil
+import time
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
@@ -143,7 +144,7 @@ def _export_component(
     folder: PipelineFolder, family: Family, plan: ComponentPlan, out: Path, dtype: str, progress: Progress | None
 ) -> None:
     """Trace a component, and write its graph, weights and configuration to the folder `out`."""
-    name = plan.spec.name
+    name, start = plan.spec.name, time.perf_counter()
     if progress:
         progress(f"{name}: tracing", 0, 0)
     config = family.join_config(folder, plan.config)
@@ -156,6 +157,7 @@ def _export_component(
     (out / name).mkdir()
     ir.save(model, out / name / ONNX_MODEL, external_data=ONNX_WEIGHTS, callback=on_tensor)
     (out / name / "config.json").write_text(plan.text, encoding="utf-8")
+    _LOGGER.debug("exported %s in %.1f s", name, time.perf_counter() - start)
     del model
     gc.collect()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +12,8 @@ from sdonnx.folder.pipeline_folder import PipelineFolder
 from sdonnx.models.registry import family_of
 
 __all__ = ["is_hub_id", "open_source"]
+
+_LOGGER = logging.getLogger(__name__)
 
 # Class of an exception of huggingface_hub, httpx or requests -> what it means. The first match in the chain counts.
 _REASONS = {
@@ -54,7 +57,9 @@ def _downloaded(name: str, variant: str | None) -> Path:
     before = logging.get_verbosity()
     logging.set_verbosity_error()  # it announces on two lines that it will look into the cache
     try:
-        return Path(DiffusionPipeline.download(name, use_safetensors=True, variant=variant))
+        folder = Path(DiffusionPipeline.download(name, use_safetensors=True, variant=variant))
+        _LOGGER.info("%s is in %s", name, folder)
+        return folder
     except Exception as error:  # the hub's client raises many kinds of exceptions
         raise FolderError(
             f"{name} is not a local folder and cannot be downloaded ({_reason(error)})",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import os
 import shutil
 import tempfile
@@ -20,6 +21,8 @@ from filelock import FileLock, Timeout
 from sdonnx.errors import OutputError
 
 __all__ = ["PARTIAL", "REPLACED", "hidden_folder", "leftovers", "lock_file", "locked", "take_name"]
+
+_LOGGER = logging.getLogger(__name__)
 
 PARTIAL = ".partial"  # an incomplete output, or an old one that is being removed
 REPLACED = ".replaced"  # an old output, complete
@@ -113,10 +116,12 @@ def _recover(out: Path) -> None:
     for old in reversed(leftovers(out, REPLACED)):
         if not out.exists() and any(old.iterdir()):
             old.rename(out)
+            _LOGGER.info("restored %s, which a killed run had set aside", out)
         else:
             _discard(old)
     for partial in leftovers(out, PARTIAL):
         shutil.rmtree(partial, ignore_errors=True)
+        _LOGGER.info("removed %s, which a killed run had left", partial)
 
 
 def _discard(old: Path) -> None:

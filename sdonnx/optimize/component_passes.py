@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,6 +33,8 @@ from sdonnx.precision.policy import PrecisionPolicy
 from sdonnx.precision.residual_scaling import scale_residual_stream
 
 __all__ = ["FUSION_PASSES", "PASSES", "ComponentJob", "ComponentPass", "run_passes"]
+
+_LOGGER = logging.getLogger(__name__)
 
 
 @dataclass
@@ -111,7 +115,9 @@ def run_passes(passes: Sequence[ComponentPass], job: ComponentJob) -> ComponentR
     with refusing(job.opened.path.parent, *EXPECTED_GRAPH):
         for each in passes:
             if each.applies(job):
+                start = time.perf_counter()
                 each.run(job)
+                _LOGGER.debug("%s: %s took %.1f s", job.spec.name, each.name, time.perf_counter() - start)
         return report_of(
             job.spec,
             job.opened.config,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -22,6 +23,8 @@ from sdonnx.samplers import STATE_ROWS
 from sdonnx.samplers.parameters import MAX_CALLS, row_size
 
 __all__ = ["CaptureKey", "CaptureReport", "CapturedShape", "CudaGraphCache"]
+
+_LOGGER = logging.getLogger(__name__)
 
 _FLOAT = np.float32
 
@@ -325,9 +328,11 @@ class CudaGraphCache:
         while len(self._shapes) >= self._max_shapes:
             _, oldest = self._shapes.popitem(last=False)
             oldest.release()
+        start = time.perf_counter()
         shape = CapturedShape(key, self._graphs, self._channels, self._factor, self.splits)
         try:
             shape.capture()
+            _LOGGER.debug("prepared %s in %.0f ms", key, (time.perf_counter() - start) * 1e3)
         except BaseException:
             shape.release()
             raise

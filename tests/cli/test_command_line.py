@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -111,3 +113,68 @@ def test_a_missing_folder_is_reported_before_torch_is_imported(tmp_path: Path) -
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["2", "False"]
     assert "nosuch does not exist" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "shown", "logged"),
+    [
+        ([], True, ["info"]),
+        (["-v"], True, ["debug: sdonnx.made_up: debug", "info"]),
+        (["--log-level", "warning"], True, []),
+        (["-q"], False, []),
+    ],
+    ids=str,
+)
+def test_verbosity(
+    options: list[str],
+    shown: bool,
+    logged: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A command that prints a result, warns and logs."""
+
+    def write_sample(*_: object, **__: object) -> None:
+        logger = logging.getLogger("sdonnx.made_up")
+        for level in ("debug", "info", "warning", "error"):
+            logger.log(logging.getLevelName(level.upper()), level)
+        warnings.warn("of Python", stacklevel=1)
+
+    monkeypatch.setattr("sdonnx.cli.sample.write_sample", write_sample)
+    assert main(["sample", "--arch", "tiny", "-o", str(tmp_path), *options]) == 0
+    captured = capsys.readouterr()
+    assert captured.out == (f"wrote {tmp_path}\n" if shown else "")
+    more = ["warning: warning"] if shown else []
+    assert captured.err.splitlines() == [
+        *logged,
+        *more,
+        "error: error",
+        *(["warning: of Python"] if shown else []),
+    ]
+    assert logging.getLogger("sdonnx").handlers == []
+
+
+def test_verbosity_options_exclude_each_other(capsys: pytest.CaptureFixture[str]) -> None:
+    first, _ = errors_of(["sample", "--arch", "tiny", "-o", "x", "-q", "-v"], capsys)
+    assert "not allowed with" in first
+
+
+def test_steps_are_shown_in_a_log(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    from tqdm.auto import tqdm
+
+    from sdonnx import terminal
+
+    monkeypatch.setattr(terminal, "LOG_INTERVAL_S", 0)
+    with tqdm(total=3, **terminal.step_progress("generating")) as bar:
+        for _ in range(3):
+            bar.update()
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.partition(",")[0] for line in lines if "step 0" not in line] == [
+        f"generating: step {done} of 3" for done in (1, 2, 3)
+    ]
+    assert all(line.isprintable() for line in lines)
+    monkeypatch.setattr(terminal, "LOG_INTERVAL_S", 60)
+    with tqdm(total=3, **terminal.step_progress("generating")) as bar:
+        bar.update(3)
+    assert capsys.readouterr().err == ""

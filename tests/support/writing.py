@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 from sdonnx.folder.pipeline_folder import atomic_folder
-from sdonnx.terminal import add_debug, guarded
+from sdonnx.terminal import add_common, guarded
 
 
 def run(options: argparse.Namespace) -> int:
@@ -30,7 +30,7 @@ def main() -> int:
     parser.add_argument("-o", "--output", type=Path)
     parser.add_argument("--overwrite", action="store_true")
     parser.add_argument("--wait", type=Path)
-    add_debug(parser)
+    add_common(parser)
     return guarded(run, parser.parse_args())
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import re
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -20,6 +22,8 @@ from sdonnx.runtime.device.cuda import CapturedGraph, cuda, small_workspaces
 from sdonnx.runtime.device.device import FATAL, PROVIDERS, Device, memory_errors
 
 __all__ = ["Graph", "Run", "SessionSettings"]
+
+_LOGGER = logging.getLogger(__name__)
 
 _NUMPY = {
     "tensor(float)": np.float32,
@@ -143,6 +147,7 @@ class Graph:
         options = _session_options(device, settings)
         self._weights = dict(weights or {})
         provider = (PROVIDERS[device.provider], _provider_options(device, self.captures, tf32, settings))
+        start = time.perf_counter()
         try:
             for name, value in self._weights.items():
                 options.add_initializer(name, value)
@@ -158,6 +163,7 @@ class Graph:
                 f"a graph for the {device.provider} provider",
                 settings.rebuild,
             ) from error
+        _LOGGER.debug("loaded %s in %.0f ms", path, (time.perf_counter() - start) * 1e3)
         if PROVIDERS[device.provider] not in self.session.get_providers():
             raise ProviderError(
                 f"{PROVIDERS[device.provider]} could not be loaded",
