@@ -10,7 +10,7 @@ help: ## list the tasks
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## /\1\t/' | expand -t 12
 
 venv: ## create the virtual environment with everything that the tasks need
-	@source scripts/setup_venv.sh && setup_venv export,benchmark,docs,dev
+	@source scripts/setup_venv.sh && setup_venv export,benchmark,completion,docs,dev
 
 fmt: venv ## format the code and apply automatic fixes
 	$(BIN)/ruff check --fix .

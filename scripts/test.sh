@@ -3,7 +3,7 @@
 # Arguments go to pytest: `scripts/test.sh tests/test_packaging.py`, `scripts/test.sh --full`.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/setup_venv.sh"
-setup_venv export,benchmark,docs,dev
+setup_venv export,benchmark,completion,docs,dev
 cd "$project"
 bin="$venv/bin"
 # The benchmark's page is tested in a real browser where one is installed; a machine that only runs tests gets one.

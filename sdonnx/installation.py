@@ -22,6 +22,7 @@ __all__ = ["EXTRAS", "cpu_or_cuda", "install_command", "requiring"]
 
 EXTRAS = {
     "benchmark": ("export", "benchmark"),
+    "completion": ("completion",),
     "explain": ("optimize",),
     "export": ("export",),
     "optimize": ("optimize",),

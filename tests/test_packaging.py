@@ -36,7 +36,8 @@ EXTRAS = {
     },
     "runtime": {"captions"},
     **{unit: {"export"} for unit in ("export", "sample")},
-    **{unit: {"export", "benchmark"} for unit in ("benchmark", "verify", "cli")},
+    **{unit: {"export", "benchmark"} for unit in ("benchmark", "verify")},
+    "cli": {"export", "benchmark", "completion"},
 }
 RUNTIME_LIBRARIES = {"filelock", "numpy", "onnxruntime", "tokenizers", "PIL", "rich", "tqdm"}
 OPTIONAL_LIBRARIES = {"bs4", "ftfy"}  # captions are cleaned where these are
@@ -307,7 +308,7 @@ def test_imports_are_required_directly() -> None:
         missing |= {
             (module, library)
             for library in _libraries(module)
-            if not required & set(map(canonicalize_name, homes[library]))
+            if not required & set(map(canonicalize_name, homes.get(library, [library])))
         }
     assert missing == set()
 

@@ -27,6 +27,9 @@ __all__ = ["MULTIPLE", "add_arguments", "check_options"]
 MULTIPLE = 8
 """Pixels per latent, in every published autoencoder."""
 
+# Versions of ONNX Runtime's benchmark.py for Stable Diffusion -> sample pipelines of the same architecture.
+_ARCHITECTURES = {"1.4": "sd15", "1.5": "sd15", "2.0": "sd21", "2.1": "sd21", "xl-1.0": "sdxl"}
+
 # Inclusive ranges. A denoiser is trained with 1000 noise levels; the range of seeds is torch's.
 _RANGES = {
     "batch_size": (1, 1024),
@@ -151,7 +154,7 @@ def check_options(options: argparse.Namespace) -> None:
     if options.arch is not None and options.arch not in ARCHITECTURES:
         raise OptionError(f"--arch {options.arch}", f"one of {', '.join(ARCHITECTURES)}", "pass one")
     if options.arch is None and not options.pipeline:
-        raise OptionError("no pipeline", "-p FOLDER or --arch NAME", "pass one")
+        raise _no_pipeline(options.version)
     if options.throughput and options.steps == 1:
         raise OptionError("--throughput with one step", "at least 2", "pass for example --steps 20")
     if options.timeout is not None and not 0 < options.timeout <= threading.TIMEOUT_MAX:
@@ -178,6 +181,19 @@ def check_options(options: argparse.Namespace) -> None:
         if scale is not None and not math.isfinite(scale):
             raise OptionError(f"--ip_adapter_scale is {scale}", "a finite number", "pass a finite number")
     _check_images(options)
+
+
+def _no_pipeline(version: str | None) -> OptionError:
+    """Return the error about a missing pipeline. ONNX Runtime's script downloads the one of the version."""
+    if version is None:
+        return OptionError("no pipeline", "-p FOLDER or --arch NAME", "pass one")
+    similar = _ARCHITECTURES.get(version)
+    random = f", or --arch {similar} for that architecture with random weights" if similar else ""
+    return OptionError(
+        f"no pipeline: here -v {version} is a label of the rows, and downloads no model",
+        "-p FOLDER or --arch NAME",
+        f"pass -p with the folder of a diffusers, exported or optimized pipeline{random}",
+    )
 
 
 def _adapter_file(given: Path) -> Path:
