@@ -209,6 +209,11 @@ def test_rejects_invalid_options(arguments: list[str], message: str, failed: Fai
 
 def test_rejects_a_missing_pipeline(failed: Failed) -> None:
     assert "no pipeline; expected -p FOLDER or --arch NAME" in failed()
+    message = failed("-v", "1.5")
+    assert "-v 1.5 is a label of the rows" in message
+    assert "pass -p with the folder of" in message
+    assert "--arch sd15" in message
+    assert "--arch sd" not in failed("-v", "mine")
 
 
 def test_rejects_a_missing_folder(failed: Failed) -> None:
