@@ -383,3 +383,6 @@ def test_distributions_install_and_run(kind: str, distributions: dict[str, Path]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.stderr == ""
     assert done.stdout.split() == [str(target / "sdonnx" / "__init__.py"), sdonnx.__version__]
+    code = "from sdonnx.installation import install_command; print(install_command('cuda'))"
+    done = subprocess.run([*command[:-1], code], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.stdout == f"pip install '{distributions[kind]}[cuda]'\n"
