@@ -82,7 +82,7 @@ def run(options: argparse.Namespace) -> int:
     destination = Destination.of(options.output, len(options.prompt) * options.num_images, options.overwrite)
     if options.quality is not None and destination.format == "PNG":
         raise OptionError("--quality for PNG, which loses nothing", "a .jpg or .webp file", "leave out --quality")
-    images = {name: _read_image(getattr(options, name)) for name in ("image", "mask_image")}
+    image, mask_image = _read_image(options.image), _read_image(options.mask_image)
     prompts = [_read_image(path) for path in options.ip_adapter_image]
     from sdonnx.runtime.pipeline import OrtDiffusionPipeline
 
@@ -114,7 +114,8 @@ def run(options: argparse.Namespace) -> int:
             clip_skip=options.clip_skip,
             ip_adapter_image=prompts or None,
             ip_adapter_scale=weights[0] if len(weights) == 1 else weights or None,
-            **images,
+            image=image,
+            mask_image=mask_image,
         )
     _write(options, pipeline, output, destination)
     return 0
