@@ -28,7 +28,7 @@ MULTIPLE = 8
 """Pixels per latent, in every published autoencoder."""
 
 # Versions of ONNX Runtime's benchmark.py for Stable Diffusion -> sample pipelines of the same architecture.
-_ARCHITECTURES = {"1.4": "sd15", "1.5": "sd15", "2.0": "sd21", "2.1": "sd21", "xl-1.0": "sdxl"}
+_ARCHITECTURES = {"1.4": "sd15", "1.5": "sd15", "2.0": "sd21", "2.1": "sd21"}
 
 # Inclusive ranges. A denoiser is trained with 1000 noise levels; the range of seeds is torch's.
 _RANGES = {

@@ -19,7 +19,7 @@ SHELLS = ("bash", "zsh", "fish")
 """Shells that a script is printed for."""
 
 # Options with a path whose value is read as text: a hub id or standard output is accepted as well.
-_PATHS = ("model", "output", "input_image", "ip_adapter_image")
+_PATHS = ("model", "output")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,7 +40,7 @@ def run(options: argparse.Namespace) -> int:
     parser = top_parser(list(_importable()))
     for command in _subparsers(parser):
         for action in command._actions:
-            if action.type is Path or action.dest in _PATHS:
+            if action.type is Path or action.dest in _PATHS or action.dest.endswith("_image"):
                 setattr(action, "complete", shtab.FILE)  # noqa: B010  shtab's way to ask for file names
     print(shtab.complete(parser, shell=options.shell))
     return 0

@@ -168,7 +168,7 @@ class PipelineFolder:
                 # The class of the pipeline is not known without a look into the file.
                 remedy = (
                     f"convert it with diffusers: StableDiffusionPipeline.from_single_file({str(path)!r})"
-                    f".save_pretrained({path.stem!r}) (XL: StableDiffusionXLPipeline), and pass that folder"
+                    f".save_pretrained({path.stem!r}) (or another class of pipelines), and pass that folder"
                 )
             if kept := leftovers(path, REPLACED):
                 found += f", but {kept[-1].name} next to it does, which a killed run with --overwrite set aside"
