@@ -66,6 +66,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     scales = "weight of all image prompts, or of each (default: 1)"
     add("--ip_adapter_scale", nargs="+", type=float, default=[], help=scales)
     add("--clip_skip", type=int, default=None, help="number of last layers of the text encoder to skip")
+    weighting = "a1111: read (word:1.3), (word) and [word] in the prompts as weights (default: brackets are text)"
+    add("--prompt_weighting", default=None, help=weighting)
     add("--low_memory", action="store_true", help="load the text encoder and the decoder for each use only")
     add("--provider", default=None, help="cuda or cpu (default: the provider that the folder was optimized for)")
     add(
@@ -112,6 +114,7 @@ def run(options: argparse.Namespace) -> int:
             seed=options.seed,
             strength=options.strength,
             clip_skip=options.clip_skip,
+            prompt_weighting=options.prompt_weighting,
             ip_adapter_image=prompts or None,
             ip_adapter_scale=weights[0] if len(weights) == 1 else weights or None,
             image=image,
@@ -137,6 +140,7 @@ def _write(
             "scheduler": str(pipeline.scheduler),
             "strength": options.strength,
             "clip_skip": options.clip_skip,
+            "prompt_weighting": options.prompt_weighting,
             "image": _name(options.image),
             "mask_image": _name(options.mask_image),
             "ip_adapter_image": [path.name for path in options.ip_adapter_image],

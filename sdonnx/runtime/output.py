@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import warnings
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,38 +18,63 @@ from sdonnx.folder.version import read_report
 from sdonnx.models import abi
 from sdonnx.runtime.cuda_graph_cache import CapturedShape
 from sdonnx.runtime.device.arrays import export
+from sdonnx.runtime.device.device import Device
 from sdonnx.runtime.graph_set import GraphSet
 from sdonnx.runtime.inputs.resolution_bins import resized
 from sdonnx.runtime.safety import NsfwContentWarning, SafetyChecker
 
 __all__ = ["OUTPUT_TYPES", "ImageOutput", "NotFiniteWarning", "Output", "read_output", "require_output_type"]
 
-OUTPUT_TYPES = ("pil", "np", "latent", "ort", "ort_latent")
+OUTPUT_TYPES = ("pil", "np", "pt", "latent", "ort", "ort_latent")
 
 _LATENTS = ("latent", "ort_latent")
 
 
 @dataclass(frozen=True)
-class ImageOutput:
+class ImageOutput(Mapping[str, Any]):
     """Return value of `OrtDiffusionPipeline.__call__`.
+
+    Like diffusers' `BaseOutput`, it is also a mapping of the fields that are not None, without `seed`, and it can be
+    indexed by numbers: `output["images"]` and `output[0]` are `output.images`. `to_tuple()` can be unpacked.
 
     Attributes:
         images: by `output_type`:
 
             - "pil": a list of B PIL images
             - "np": a float32 array (B,H,W,3) from 0 to 1
+            - "pt": a float32 tensor of torch (B,3,H,W) from 0 to 1, on the device if torch can use it; needs torch
             - "latent": a float32 array (B,C,H/8,W/8)
             - "ort": uint8 pixels (B,H,W,3) from 0 to 255 in the device's memory, for `torch.from_dlpack` and
               other DLPack consumers
             - "ort_latent": float32 latents (B,C,H/8,W/8) in the device's memory
-        seed: seed of the noise; None if the caller passed a generator or latents.
+        seed: seed of the noise, or a list with one for each image; None if the caller passed a generator or latents.
         nsfw_content_detected: for each image whether the safety checker flagged it, in which case it is black; None if
             no safety checker ran.
     """
 
     images: Any
-    seed: int | None
+    seed: int | list[int] | None
     nsfw_content_detected: list[bool] | None = None
+
+    def to_tuple(self) -> tuple[Any, ...]:
+        """Return the fields that are not None, in the order of diffusers' outputs."""
+        return tuple(self.values())
+
+    def __getitem__(self, key: Any) -> Any:
+        """Return a field by its name, or fields of `to_tuple()` by number or slice."""
+        if isinstance(key, str):
+            if key not in set(self):
+                raise KeyError(key)
+            return getattr(self, key)
+        return self.to_tuple()[key]
+
+    def __iter__(self) -> Iterator[str]:
+        """Return the names of the fields that are not None."""
+        return iter([name for name in ("images", "nsfw_content_detected") if getattr(self, name) is not None])
+
+    def __len__(self) -> int:
+        """Return the number of fields that are not None."""
+        return len(list(iter(self)))
 
 
 class NotFiniteWarning(UserWarning):
@@ -93,9 +121,11 @@ class Output:
 
 
 def require_output_type(output_type: Any) -> None:
-    """Raise OptionError unless the type is one of OUTPUT_TYPES."""
+    """Raise OptionError unless the type is one of OUTPUT_TYPES, and torch is installed if it is "pt"."""
     if output_type not in OUTPUT_TYPES:
         raise OptionError(f"the output type {output_type!r} is unknown", f"one of {OUTPUT_TYPES}", "pass one")
+    if output_type == "pt" and importlib.util.find_spec("torch") is None:
+        raise OptionError('output_type is "pt" and torch is not installed', "torch", 'install torch, or pass "np"')
 
 
 def read_output(
@@ -141,10 +171,12 @@ def _check(shape: CapturedShape, safety_checker: SafetyChecker) -> list[bool]:
 
 
 def _images(shape: CapturedShape, output_type: str, size: tuple[int, int]) -> Any:
-    if output_type == "np" or size != shape.pixels[1:3]:
+    if output_type in ("np", "pt") or size != shape.pixels[1:3]:
         sample = np.clip(resized(shape.read(abi.SAMPLE), *size), 0, 1)
         if output_type == "np":
             return sample
+        if output_type == "pt":
+            return _to_torch(sample, shape.graphs.device)
         images = np.round(sample * 255).astype(np.uint8)
         return export(shape.graphs.device.upload(images)) if output_type == "ort" else _to_pil(images)
     if output_type == "ort":
@@ -159,6 +191,13 @@ def _copied(shape: CapturedShape, name: str, dimensions: tuple[int, ...], dtype:
     copy = device.empty(dimensions, dtype)
     device.copy(copy, shape.buffers[name], copy.tensor_size_in_bytes())
     return copy
+
+
+def _to_torch(sample: npt.NDArray[np.float32], device: Device) -> Any:
+    """Return images (B,H,W,3) as a tensor of torch (B,3,H,W), on the device if torch can use it."""
+    torch: Any = importlib.import_module("torch")
+    tensor = torch.from_numpy(np.ascontiguousarray(sample.transpose(0, 3, 1, 2)))
+    return tensor.to(f"cuda:{device.index}") if device.provider == "cuda" and torch.cuda.is_available() else tensor
 
 
 def _to_pil(images: npt.NDArray[np.uint8]) -> list[Image.Image]:

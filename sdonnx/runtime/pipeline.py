@@ -30,6 +30,7 @@ from sdonnx.runtime.inputs.call import Call, CallReader
 from sdonnx.runtime.inputs.image_geometry import ImageGeometry
 from sdonnx.runtime.inputs.pipeline_inputs import PipelineInputs
 from sdonnx.runtime.interface.diffusers_interface import DiffusersInterface
+from sdonnx.runtime.interface.prompt_encoding import PromptEncoding
 from sdonnx.runtime.output import ImageOutput, NotFiniteWarning, Output, read_output
 from sdonnx.runtime.safety import OF_FOLDER, OfFolder, SafetyChecker, safety_checker_of
 from sdonnx.runtime.sampling.generation import GenerationJob, plan_of
@@ -42,7 +43,7 @@ __all__ = ["ImageOutput", "NotFiniteWarning", "OrtDiffusionPipeline"]
 Callback = Callable[["OrtDiffusionPipeline", int, float, dict[str, Any]], Mapping[str, Any] | None]
 
 
-class OrtDiffusionPipeline(DiffusersInterface):
+class OrtDiffusionPipeline(DiffusersInterface, PromptEncoding):
     """A diffusion pipeline on ONNX Runtime, with the interface of diffusers' pipelines.
 
     Each denoising step is one replay of a captured CUDA graph, and data stays on the device from the token ids to the
@@ -176,7 +177,7 @@ class OrtDiffusionPipeline(DiffusersInterface):
         prompt_embeds: Any = None,
         negative_prompt_embeds: Any = None,
         clip_skip: int | None = None,
-        seed: int | None = None,
+        seed: int | Sequence[int] | None = None,
         prompt_2: str | Sequence[str] | None = None,
         negative_prompt_2: str | Sequence[str] | None = None,
         pooled_prompt_embeds: Any = None,
@@ -197,6 +198,14 @@ class OrtDiffusionPipeline(DiffusersInterface):
         max_sequence_length: int | None = None,
         clean_caption: bool | None = None,
         use_resolution_binning: bool | None = None,
+        prompt_weighting: str | None = None,
+        timesteps: Sequence[float] | None = None,
+        sigmas: Sequence[float] | None = None,
+        denoising_start: float | None = None,
+        denoising_end: float | None = None,
+        callback_on_step_end_tensor_inputs: Sequence[str] = ("latents",),
+        cross_attention_kwargs: Mapping[str, Any] | None = None,
+        return_dict: bool = True,
     ) -> ImageOutput:
         """Generate images from a prompt, from an image (image-to-image), or inside a mask (inpainting).
 
@@ -216,11 +225,11 @@ class OrtDiffusionPipeline(DiffusersInterface):
             eta: share of fresh noise, 0 to 1 (DDIM).
             generator: a torch.Generator, a TorchCpuGenerator, or a list with one for each image.
             latents: initial noise (B,C,H/8,W/8) in place of a seed; float32 memory of the device is not copied.
-            output_type: "pil", "np", "latent", "ort" or "ort_latent"; see ImageOutput.
+            output_type: "pil", "np", "pt", "latent", "ort" or "ort_latent"; see ImageOutput.
             callback_on_step_end: called as `callback(pipeline, step, timestep, {"latents": array})` after each step,
                 on the device thread; "latents" in the mapping that it returns replaces the sampler's latents.
             image: images to start from: PIL images, numpy arrays (H,W,3) or (N,H,W,3), or other arrays (3,H,W) or
-                (N,3,H,W), of floats from 0 to 1 or uint8; N divides B.
+                (N,3,H,W), of floats from 0 to 1 or uint8; or latents (N,C,H/8,W/8); N divides B.
             mask_image: masks for `image`: white is repainted, black is kept.
             strength: share of the denoising steps to run from `image`, 0 (unchanged) to 1. By default 0.8, or 1 with a
                 mask; with size conditioning 0.3, or 0.9999 with a mask.
@@ -229,7 +238,8 @@ class OrtDiffusionPipeline(DiffusersInterface):
             prompt_embeds: hidden states (P,S,D) of the text encoder, in place of `prompt`.
             negative_prompt_embeds: hidden states (P,S,D), in place of `negative_prompt`.
             clip_skip: number of final text encoder layers to skip.
-            seed: seed of the noise, which equals that of `torch.Generator("cpu").manual_seed(seed)`.
+            seed: seed of the noise, which equals that of `torch.Generator("cpu").manual_seed(seed)`; or a list with
+                one for each image.
             prompt_2: `prompt` for the second text encoder, if there is one. By default `prompt`.
             negative_prompt_2: `negative_prompt` for the second text encoder. By default `negative_prompt`.
             pooled_prompt_embeds: pooled output (P,D) of the second text encoder, with `prompt_embeds`.
@@ -254,6 +264,19 @@ class OrtDiffusionPipeline(DiffusersInterface):
                 and ftfy are installed.
             use_resolution_binning: whether to generate the closest size that the model was trained with, then resize
                 and crop the image. By default yes for models trained with a table of sizes, but not with `image`.
+            prompt_weighting: CLIP text encoders: "a1111" to read `(word:1.3)`, `(word)` and `[word]` in the prompts as
+                weights, and to encode prompts of any length in chunks. By default brackets are text.
+            timesteps: falling timesteps in place of `num_inference_steps`, for schedulers that accept them in diffusers
+                (Euler, Heun, DPM-Solver++, LCM, FlowMatchEuler).
+            sigmas: falling noise levels in place of `num_inference_steps` (Euler, FlowMatchEuler, UniPC with
+                `use_flow_sigmas`); those of Euler end with the level after the last step.
+            denoising_start: share of the schedule, between 0 and 1, that another pipeline has denoised; `image` then
+                has its noise already, and `strength` does not apply.
+            denoising_end: share of the schedule after which to stop, for another pipeline to go on from the latents.
+            callback_on_step_end_tensor_inputs: tensors that the callback receives: ["latents"], or [] for none.
+            cross_attention_kwargs: only None or an empty mapping; attentions are part of the graphs.
+            return_dict: False to return a tuple as diffusers' pipelines do: the images and, for families with a safety
+                checker, its flags or None.
 
         Returns:
             The images, the seed and the flags of the safety checker.
@@ -270,7 +293,8 @@ class OrtDiffusionPipeline(DiffusersInterface):
             SchedulerError: no sampler follows the scheduler's configuration.
             DeviceMemoryError: the device has too little memory.
         """
-        given = {name: value for name, value in locals().items() if name not in ("self", "callback_on_step_end")}
+        own = ("self", "callback_on_step_end", "return_dict")
+        given = {name: value for name, value in locals().items() if name not in own}
         self._require_open()
         scheduler = self._scheduler_object
         # A scheduler object of diffusers samples its noise with the torch generator of the initial noise.
@@ -279,10 +303,17 @@ class OrtDiffusionPipeline(DiffusersInterface):
             make_job = partial(GenerationJob.of_plan, call, plan_of(call, self._scheduler_config))
         else:
             make_job = partial(GenerationJob.of_scheduler, call, scheduler)
+        callback = callback_on_step_end
+        if callback is not None and not callback_on_step_end_tensor_inputs:
+            callback = _without_latents(callback)
         self._follow_kernel_check(stacklevel=3)
-        output = self._run(partial(self._generate, call, make_job, callback_on_step_end), self.interrupt)
+        output = self._run(partial(self._generate, call, make_job, callback), self.interrupt)
         self._graphs.kernels.start()
         output.warn(call.key.batch, stacklevel=2)
+        if not return_dict:
+            checks = Role.SAFETY_CHECKER.value in self._graphs.family.optional
+            # The type is that of the default: a union would burden every other caller.
+            return (output.images, output.flagged) if checks else (output.images,)  # type: ignore[return-value]
         return ImageOutput(output.images, call.noise.seed, output.flagged)
 
     def warmup(self, shapes: Sequence[tuple[int, int, int]], *, guided: bool = True) -> list[CaptureReport]:
@@ -340,3 +371,12 @@ class OrtDiffusionPipeline(DiffusersInterface):
                 "return latents of the shape that the callback received",
             )
         return replacement
+
+
+def _without_latents(callback: Callback) -> Callback:
+    """Return a callback that calls `callback` with an empty mapping."""
+
+    def called(pipeline: OrtDiffusionPipeline, step: int, timestep: float, _: dict[str, Any]) -> Any:
+        return callback(pipeline, step, timestep, {})
+
+    return called

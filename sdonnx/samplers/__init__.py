@@ -7,8 +7,19 @@ plan holds the M of each call. A sampler is an entry of `SAMPLERS`.
 
 from __future__ import annotations
 
+from sdonnx.samplers.custom_schedule import WHOLE, CustomSchedule
 from sdonnx.samplers.from_config import config_for, plan
 from sdonnx.samplers.plans import STATE_ROWS, SamplingPlan, guided_matrices
 from sdonnx.samplers.table import SAMPLERS, Sampler
 
-__all__ = ["SAMPLERS", "STATE_ROWS", "Sampler", "SamplingPlan", "config_for", "guided_matrices", "plan"]
+__all__ = [
+    "SAMPLERS",
+    "STATE_ROWS",
+    "WHOLE",
+    "CustomSchedule",
+    "Sampler",
+    "SamplingPlan",
+    "config_for",
+    "guided_matrices",
+    "plan",
+]

@@ -21,7 +21,7 @@ from sdonnx.samplers.plans import (
     predicted_data,
     predicted_noise,
 )
-from sdonnx.samplers.schedule import cumulative_alphas, too_many_steps, whole_timesteps
+from sdonnx.samplers.schedule import cumulative_alphas, custom_timesteps, too_many_steps, whole_timesteps
 
 __all__ = ["plan_ddim", "plan_lcm", "plan_pndm"]
 
@@ -110,7 +110,8 @@ def plan_lcm(options: SchedulerOptions, request: PlanRequest) -> SamplingPlan:
     `LCMScheduler`. The last step adds no noise.
     """
     alpha_bars = cumulative_alphas(options).astype(np.float64)
-    every = _lcm_timesteps(options, request.steps)
+    given = custom_timesteps(options, request)
+    every = _lcm_timesteps(options, request.steps) if given is None else np.trunc(given)
     timesteps = every[request.skipped :]
     levels = _levels(alpha_bars, timesteps)
     alphas, sigmas = levels

@@ -12,6 +12,7 @@ from sdonnx.samplers.options import PlanRequest, SchedulerOptions
 from sdonnx.samplers.plans import HISTORY, LATENTS, NOISE, Row, SamplingPlan, assemble, new_state
 from sdonnx.samplers.schedule import (
     cumulative_alphas,
+    custom_timesteps,
     deformed_sigmas,
     spaced_timesteps,
     timesteps_of_sigmas,
@@ -27,7 +28,7 @@ def _schedule(options: SchedulerOptions, request: PlanRequest) -> tuple[NDArray[
     alpha_bars = cumulative_alphas(options, never_zero=True)
     training = training_sigmas(alpha_bars)
     last = training[0] if options.final_sigmas_type == "sigma_min" else 0.0
-    if options.use_flow_sigmas:
+    if options.use_flow_sigmas and request.timesteps is None:
         sigmas = dpm_solver_flow_sigmas(options, request)
         return np.trunc(sigmas * options.num_train_timesteps), with_final_sigma(sigmas, last)
     log_snr = np.log(np.sqrt(alpha_bars)) - np.log(np.sqrt(np.float32(1) - alpha_bars))
@@ -38,7 +39,10 @@ def _schedule(options: SchedulerOptions, request: PlanRequest) -> tuple[NDArray[
             "a bound below the schedule's largest log signal-to-noise ratio",
             "correct scheduler_config.json",
         )
-    timesteps = np.round(spaced_timesteps(options, request.steps, last=kept, beyond=1))
+    given = custom_timesteps(options, request)
+    if given is None:
+        given = np.round(spaced_timesteps(options, request.steps, last=kept, beyond=1))
+    timesteps = np.trunc(given)
     sigmas = np.interp(timesteps, np.arange(len(training)), training)
     deformed = deformed_sigmas(options, training[::-1], request.steps)
     if deformed is not None:

@@ -16,6 +16,7 @@ from sdonnx.samplers.options import PlanRequest, SchedulerOptions
 from sdonnx.samplers.plans import HISTORY, LATENTS, NOISE, Row, SamplingPlan, assemble, new_state, predicted_data
 from sdonnx.samplers.schedule import (
     cumulative_alphas,
+    custom_timesteps,
     deformed_sigmas,
     spaced_timesteps,
     timesteps_of_sigmas,
@@ -26,10 +27,15 @@ from sdonnx.samplers.schedule import (
 __all__ = ["plan_euler", "plan_euler_ancestral", "plan_heun"]
 
 
-def _schedule(options: SchedulerOptions, steps: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+def _schedule(options: SchedulerOptions, request: PlanRequest) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Return the timesteps (n,) and sigmas (n + 1,) of `EulerDiscreteScheduler.set_timesteps`."""
     training = training_sigmas(cumulative_alphas(options, never_zero=True))
-    timesteps = spaced_timesteps(options, steps).astype(np.float32).astype(np.float64)
+    if request.sigmas is not None:
+        levels = np.array(request.sigmas, np.float32).astype(np.float64)
+        return timesteps_of_sigmas(levels[:-1], training), levels
+    given = custom_timesteps(options, request)
+    spaced = spaced_timesteps(options, request.steps) if given is None else given
+    timesteps = spaced.astype(np.float32).astype(np.float64)
     sigmas = np.interp(timesteps, np.arange(len(training)), training)
     deformed = deformed_sigmas(options, sigmas, len(timesteps))
     if deformed is not None:
@@ -73,7 +79,7 @@ def plan_euler(options: SchedulerOptions, request: PlanRequest) -> SamplingPlan:
 
     diffusers: `EulerDiscreteScheduler`.
     """
-    timesteps, sigmas = _schedule(options, request.steps)
+    timesteps, sigmas = _schedule(options, request)
     matrices = []
     for sigma, following in pairwise(sigmas[request.skipped :]):
         matrices.append(new_state(LATENTS + (following - sigma) * _slope(options, sigma)))
@@ -86,7 +92,7 @@ def plan_euler_ancestral(options: SchedulerOptions, request: PlanRequest) -> Sam
     The share of fresh noise is that of DDPM, arXiv:2010.02502, equation 16 with eta = 1, for latents whose data is
     not scaled. Source: `get_ancestral_step` of k-diffusion; diffusers: `EulerAncestralDiscreteScheduler`.
     """
-    timesteps, sigmas = _schedule(options, request.steps)
+    timesteps, sigmas = _schedule(options, request)
     matrices = []
     for sigma, following in pairwise(sigmas[request.skipped :]):
         down = following**2 / sigma
@@ -102,7 +108,7 @@ def plan_heun(options: SchedulerOptions, request: PlanRequest) -> SamplingPlan:
     ends without noise, where the slope is undefined, and has one call. History: the first slope, and the latents
     before the step.
     """
-    spaced, levels = _schedule(options, request.steps)
+    spaced, levels = _schedule(options, request)
     timesteps = np.concatenate([spaced[:1], np.repeat(spaced[1:], 2)])
     sigmas = np.concatenate([levels[:1], np.repeat(levels[1:-1], 2), levels[-1:]])
     matrices = []

@@ -79,7 +79,10 @@ def plan_flow_euler(options: SchedulerOptions, request: PlanRequest) -> Sampling
     """
     sigmas = with_final_sigma(_flow_euler_sigmas(options, request), 0.0)
     total = np.float32(options.num_train_timesteps)
-    timesteps = (sigmas[:-1].astype(np.float32) * total).astype(np.float64)[request.skipped :]
+    timesteps = (sigmas[:-1].astype(np.float32) * total).astype(np.float64)
+    if request.timesteps is not None:  # not shifted, unlike the sigmas that diffusers computes from them
+        timesteps = np.array(request.timesteps)
+    timesteps = timesteps[request.skipped :]
     sigmas = sigmas[request.skipped :]
     matrices = []
     for sigma, following in pairwise(sigmas):
@@ -104,6 +107,10 @@ def _flow_euler_sigmas(options: SchedulerOptions, request: PlanRequest) -> NDArr
         ends = np.float32(options.shift) * ends / (1 + np.float32(options.shift - 1) * ends)
     high, low = ends.astype(np.float64)
     sigmas = np.linspace(high * total, low * total, request.steps) / total
+    if request.sigmas is not None:
+        sigmas = np.array(request.sigmas, np.float32).astype(np.float64)
+    if request.timesteps is not None:
+        sigmas = np.array(request.timesteps, np.float32).astype(np.float64) / total
     sigmas = _moved(sigmas, options, request, options.shift)
     deformed = deformed_sigmas(options, sigmas, request.steps)
     return _checked("FlowMatchEulerDiscreteScheduler", sigmas if deformed is None else deformed, _ONE)
@@ -154,6 +161,7 @@ def unipc_flow_sigmas(
         sigmas = deformed / (deformed + 1)
     else:
         even = np.linspace(1, 1 / options.num_train_timesteps, request.steps + 1)[:-1]
+        even = even if request.sigmas is None else np.array(request.sigmas)
         sigmas = _moved(even, options, request, options.flow_shift)
         if abs(sigmas[0] - 1) < 1e-6:
             sigmas[0] -= 1e-6

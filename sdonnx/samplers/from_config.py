@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 
 from sdonnx.errors import OptionError, SchedulerError
+from sdonnx.samplers.custom_schedule import WHOLE, CustomSchedule, cutoff, remaining_calls, truncated
 from sdonnx.samplers.options import PlanRequest, SchedulerOptions, read_options
 from sdonnx.samplers.plans import SamplingPlan
 from sdonnx.samplers.schedule import too_many_steps
@@ -23,28 +25,41 @@ def plan(
     eta: float = 0.0,
     strength: float = 1.0,
     mu: float | None = None,
+    custom: CustomSchedule = WHOLE,
 ) -> SamplingPlan:
     """Plan `num_inference_steps` steps of the sampler that a `scheduler_config.json` describes.
 
     Args:
         config: the content of `scheduler_config.json`, with `_class_name`.
-        num_inference_steps: number of steps. The plan may hold more calls than steps (PNDM: one more; Heun: two
-            for each step but the last).
+        num_inference_steps: number of steps; ignored with custom timesteps or sigmas. The plan may hold more calls
+            than steps (PNDM: one more; Heun: two for each step but the last).
         eta: share of fresh noise, 0 to 1, for samplers that support it (DDIM). Others ignore it.
         strength: share of the steps to take, above 0 and at most 1, counted from the end. Used for image to image,
             as in diffusers' `StableDiffusionImg2ImgPipeline.get_timesteps`. History starts empty.
         mu: shift towards noise of a schedule with use_dynamic_shifting, as in diffusers' `set_timesteps`.
+        custom: custom timesteps or sigmas, and the part of the schedule to take. `strength` has no effect with
+            `denoising_start`.
 
     Raises:
         SchedulerError: the sampler or the value of one of its options is not supported.
-        OptionError: the number of steps, eta, strength or mu is invalid.
+        OptionError: the number of steps, eta, strength, mu or the custom schedule is invalid, or the sampler does not
+            accept one.
     """
     sampler = _sampler(config.get("_class_name"))
     options = read_options(sampler.class_name, sampler.options, config)
+    if custom.is_custom:
+        num_inference_steps = _custom_steps(sampler, custom)
+    strength = strength if custom.denoising_start is None else 1.0
     request = _request(options, num_inference_steps, eta, strength, mu)
+    request = replace(request, timesteps=custom.timesteps, sigmas=custom.sigmas)
     # Betas of a broken configuration can cause a division by zero here. The check below reports it.
     with np.errstate(all="ignore"):
         made = sampler.build(options, request)
+        if custom.denoising_start is not None:
+            limit = cutoff(options.num_train_timesteps, custom.denoising_start)
+            calls = len(made.timesteps)
+            skipped = (calls - remaining_calls(made.timesteps, limit, sampler.order)) // sampler.order
+            made = sampler.build(options, replace(request, skipped=skipped))
     parts = (made.timesteps, made.input_scales, made.matrices, np.array(made.init_noise_sigma))
     if not all(np.isfinite(part).all() for part in parts):
         raise SchedulerError(
@@ -54,7 +69,22 @@ def plan(
             "betas between 0 and 1, and v_prediction where the last timestep is pure noise",
             "correct scheduler_config.json",
         )
-    return made
+    return made if custom.denoising_end is None else truncated(made, options, custom.denoising_end)
+
+
+def _custom_steps(sampler: Sampler, custom: CustomSchedule) -> int:
+    """Return the number of steps of custom timesteps or sigmas.
+
+    Raises:
+        OptionError: the sampler does not accept them, or they leave no step.
+    """
+    name = "timesteps" if custom.sigmas is None else "sigmas"
+    others = ", ".join(each.class_name for each in SAMPLERS.values() if name in each.custom)
+    custom.require_accepted(sampler.class_name, sampler.custom, f"one of {others}")
+    steps = len(custom.timesteps or custom.sigmas or ()) - (name == "sigmas" and sampler.ends_with_sigma)
+    if steps < 1:
+        raise OptionError("sigmas of one number", "the level of each step and the last level", "append for example 0")
+    return steps
 
 
 def _request(options: SchedulerOptions, steps: int, eta: float, strength: float, mu: float | None) -> PlanRequest:

@@ -120,12 +120,16 @@ class PlanRequest:
         skipped: number of steps skipped at the noisy end, if sampling starts from an image.
         eta: share of fresh noise, 0 to 1, for samplers that support it.
         mu: logarithm of the shift, or the shift, of schedules that depend on the image size.
+        timesteps: falling timesteps in place of those of the schedule; None for those.
+        sigmas: falling noise levels in place of those of the schedule; None for those.
     """
 
     steps: int
     skipped: int = 0
     eta: float = 0.0
     mu: float | None = None
+    timesteps: tuple[float, ...] | None = None
+    sigmas: tuple[float, ...] | None = None
 
 
 def read_options(class_name: str, options: Mapping[str, Option], config: Mapping[str, object]) -> SchedulerOptions:

@@ -17,10 +17,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sdonnx.errors import OptionError, SchedulerError
-from sdonnx.samplers.options import SchedulerOptions
+from sdonnx.samplers.options import PlanRequest, SchedulerOptions
 
 __all__ = [
     "cumulative_alphas",
+    "custom_timesteps",
     "deformed_sigmas",
     "spaced_timesteps",
     "timesteps_of_sigmas",
@@ -126,6 +127,28 @@ def spaced_timesteps(
     # step, at timestep -1, which no denoiser was trained on. It is dropped here.
     falling = np.round(np.arange(last, 0, -total / steps)) - 1
     return falling[falling >= 0]
+
+
+def custom_timesteps(options: SchedulerOptions, request: PlanRequest, *, beyond: int = 0) -> NDArray[np.float64] | None:
+    """Return the custom timesteps of a request, (steps,), or None if there are none.
+
+    Args:
+        options: the scheduler's options.
+        request: the request.
+        beyond: how far timesteps may exceed the last training timestep.
+
+    Raises:
+        OptionError: options set other noise levels, or a timestep is outside the training schedule.
+    """
+    if request.timesteps is None:
+        return None
+    for option in ("use_karras_sigmas", "use_exponential_sigmas", "use_flow_sigmas"):
+        if getattr(options, option):
+            raise OptionError(f"timesteps given and {option} = true", "one of them", "leave one out")
+    maximum = options.num_train_timesteps - 1 + beyond
+    if request.timesteps[0] > maximum:
+        raise OptionError(f"timesteps start at {request.timesteps[0]:g}", f"at most {maximum}", "lower them")
+    return np.array(request.timesteps)
 
 
 def whole_timesteps(options: SchedulerOptions, steps: int) -> NDArray[np.float64]:

@@ -27,6 +27,9 @@ class Sampler:
         short_name: name on the command line.
         options: every option of diffusers' class that changes its result.
         build: returns the plan for the options and the request.
+        order: calls of the denoiser for each step, diffusers' `order`.
+        custom: arguments of diffusers' `set_timesteps` that replace the schedule: "timesteps", "sigmas".
+        ends_with_sigma: whether custom sigmas include the level after the last step.
         latent_options: values that differ from diffusers' defaults and that every published latent-diffusion folder
             sets for this class. Used if the folder's configuration is for another class and does not set them.
     """
@@ -36,7 +39,12 @@ class Sampler:
     options: Mapping[str, Option]
     build: Callable[[SchedulerOptions, PlanRequest], SamplingPlan]
     latent_options: Mapping[str, object] = field(default_factory=dict)
+    order: int = 1
+    custom: frozenset[str] = frozenset()
+    ends_with_sigma: bool = False
 
+
+_TIMESTEPS, _SIGMAS_ONLY = frozenset({"timesteps"}), frozenset({"sigmas"})
 
 _REFUSED = Option(False, (False, None))
 
@@ -172,13 +180,26 @@ SAMPLERS: Mapping[str, Sampler] = MappingProxyType(
         for sampler in (
             Sampler("DDIMScheduler", "ddim", _DDIM, plan_ddim, {"clip_sample": False}),
             Sampler("PNDMScheduler", "pndm", _PNDM, plan_pndm, {"skip_prk_steps": True}),
-            Sampler("EulerDiscreteScheduler", "euler", _EULER, plan_euler),
+            Sampler(
+                "EulerDiscreteScheduler",
+                "euler",
+                _EULER,
+                plan_euler,
+                custom=_TIMESTEPS | _SIGMAS_ONLY,
+                ends_with_sigma=True,
+            ),
             Sampler("EulerAncestralDiscreteScheduler", "euler_a", _EULER_ANCESTRAL, plan_euler_ancestral),
-            Sampler("HeunDiscreteScheduler", "heun", _HEUN, plan_heun),
-            Sampler("DPMSolverMultistepScheduler", "dpmsolver++", _DPM_SOLVER, plan_dpm_solver_pp),
-            Sampler("UniPCMultistepScheduler", "unipc", _UNIPC, plan_unipc),
-            Sampler("LCMScheduler", "lcm", _LCM, plan_lcm),
-            Sampler("FlowMatchEulerDiscreteScheduler", "flow_euler", _FLOW_EULER, plan_flow_euler),
+            Sampler("HeunDiscreteScheduler", "heun", _HEUN, plan_heun, order=2, custom=_TIMESTEPS),
+            Sampler("DPMSolverMultistepScheduler", "dpmsolver++", _DPM_SOLVER, plan_dpm_solver_pp, custom=_TIMESTEPS),
+            Sampler("UniPCMultistepScheduler", "unipc", _UNIPC, plan_unipc, custom=_SIGMAS_ONLY),
+            Sampler("LCMScheduler", "lcm", _LCM, plan_lcm, custom=_TIMESTEPS),
+            Sampler(
+                "FlowMatchEulerDiscreteScheduler",
+                "flow_euler",
+                _FLOW_EULER,
+                plan_flow_euler,
+                custom=_TIMESTEPS | _SIGMAS_ONLY,
+            ),
         )
     }
 )

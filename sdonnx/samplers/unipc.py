@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from sdonnx.errors import SchedulerError
+from sdonnx.errors import OptionError, SchedulerError
 from sdonnx.samplers.flow import required_mu, unipc_flow_sigmas
 from sdonnx.samplers.levels import NoiseLevels
 from sdonnx.samplers.options import PlanRequest, SchedulerOptions
@@ -30,6 +30,12 @@ def _schedule(options: SchedulerOptions, request: PlanRequest) -> tuple[NDArray[
     steps = request.steps
     if options.use_dynamic_shifting:
         required_mu(request)
+    if request.sigmas is not None and (not options.use_flow_sigmas or options.use_karras_sigmas):
+        raise OptionError(
+            "sigmas given to UniPCMultistepScheduler",
+            "use_flow_sigmas to be true and use_karras_sigmas to be false",
+            "leave sigmas out, or change the options",
+        )
     training = training_sigmas(cumulative_alphas(options, never_zero=True))
     deformed = deformed_sigmas(options, training[::-1], steps)
     if options.use_flow_sigmas:

@@ -452,6 +452,40 @@ def test_embeddings_with_masks_agree(sigma: Pair) -> None:
     assert all(psnr(np.asarray(a) / 255, np.asarray(b) / 255) > 60 for a, b in pairs)
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"prompt": PROMPT},
+        {"prompt": [PROMPT, "an owl"], "negative_prompt": ["grey", "fog"], "num_images_per_prompt": 2},
+        {"prompt": PROMPT, "do_classifier_free_guidance": False, "max_sequence_length": 21},
+    ],
+    ids=["defaults", "lists", "no guidance"],
+)
+def test_encoded_captions_agree(arguments: dict[str, Any], sigma: Pair) -> None:
+    given = {"max_sequence_length": 300, "clean_caption": False} | arguments
+    with torch.inference_mode():
+        expected = sigma.theirs.encode_prompt(**given)
+    found = sigma.ours.encode_prompt(**({"clean_caption": False} | arguments))
+    for array, tensor in zip(found, expected, strict=True):
+        assert (array is None) == (tensor is None)
+        if array is not None:
+            assert array.shape == tuple(tensor.shape)
+            assert relative_error(array.astype(np.float32), tensor.numpy().astype(np.float32)) < 1e-5
+    assert found[1] is not None
+    assert found[1].dtype == np.int64
+
+
+def test_encoded_captions_give_the_image_of_the_texts(sigma: Pair) -> None:
+    expected = sigma.ours(PROMPT, **STEPS, seed=3, output_type="np").images
+    own, mask, negative, negative_mask = sigma.ours.encode_prompt(PROMPT, clean_caption=False)
+    given: dict[str, Any] = {"prompt_embeds": own, "prompt_attention_mask": mask}
+    given |= {"negative_prompt_embeds": negative, "negative_prompt_attention_mask": negative_mask}
+    found = sigma.ours(**given, **STEPS, seed=3, output_type="np").images
+    assert psnr(found, expected) > SAME_DB
+    with refused(PromptError, "prompt_weighting given", "CLIP"):
+        sigma.ours(PROMPT, **STEPS, prompt_weighting="a1111")
+
+
 def test_sizes_and_captions_need_no_new_capture(sigma: Pair) -> None:
     """Sizes of one bin and captions of one padded length share a capture."""
     sigma.ours("a fox", **STEPS, height=100, width=172, seed=0)

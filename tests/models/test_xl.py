@@ -430,3 +430,151 @@ def test_index_that_contradicts_the_denoiser_is_refused(refiner: Pair, tmp_path:
     (copy / "model_index.json").write_text(json.dumps(index | {"requires_aesthetics_score": False}))
     with refused(FolderError, "reads 5 time_ids; expected 6, as requires_aesthetics_score is False"):
         OrtDiffusionPipeline.from_pretrained(copy)
+
+
+# Base and refiner
+
+
+@pytest.fixture
+def ensemble(base: Pair, refiner: Pair) -> Iterator[tuple[Pair, Pair]]:
+    """Base and refiner, with their own schedulers again at the end."""
+    before = [(pair, pair.ours.scheduler_config, pair.theirs.scheduler) for pair in (base, refiner)]
+    yield base, refiner
+    for pair, config, scheduler in before:
+        pair.ours.scheduler_config, pair.theirs.scheduler = config, scheduler
+
+
+@pytest.mark.parametrize("scheduler", ["EulerDiscreteScheduler", "DPMSolverMultistepScheduler", "PNDMScheduler"])
+def test_refiner_continues_from_the_base(scheduler: str, ensemble: tuple[Pair, Pair]) -> None:
+    base, refiner = ensemble
+    for pair in ensemble:
+        drawing.switch(pair.ours, pair.theirs, scheduler, **({"skip_prk_steps": True} if scheduler[0] == "P" else {}))
+    common: dict[str, Any] = {"prompt": "a red fox", "num_inference_steps": 7}
+    first = common | {"height": 128, "width": 96, "denoising_end": 0.6, "output_type": "latent"}
+    second = common | {"denoising_start": 0.6, "output_type": "np"}
+    latents = base.theirs(**first, generator=torch.Generator().manual_seed(3)).images
+    expected = refiner.theirs(**second, image=latents, generator=torch.Generator().manual_seed(5)).images
+    found = base.ours(**first, seed=3).images
+    assert relative_error(found, latents.numpy()) < 1e-4
+    images = refiner.ours(**second, image=found, seed=5).images
+    assert images.shape == (1, 128, 96, 3)
+    assert psnr(images, expected) > SAME_DB
+    whole = base.ours(**common, height=128, width=96, seed=3, output_type="latent").images
+    assert relative_error(found, whole) > 0.01, "denoising_end leaves noise"
+
+
+@pytest.mark.parametrize("strength", [0.5, 1.0])
+def test_image_may_be_latents(strength: float, refiner: Pair) -> None:
+    latents = torch.randn((2, 4, 12, 16), generator=torch.Generator().manual_seed(0))
+    arguments: dict[str, Any] = {"prompt": ["a fox", "an owl"], "num_inference_steps": 4, "strength": strength}
+    generated, expected = refiner.draw(**arguments, image=latents)
+    assert psnr(generated, expected) > SAME_DB
+
+
+def test_pixels_may_have_the_noise_of_the_first_step(refiner: Pair) -> None:
+    generated, expected = refiner.draw("a fox", image=PICTURE, num_inference_steps=4, denoising_start=0.5)
+    assert psnr(generated, expected) > SAME_DB
+
+
+def test_inpainting_of_a_part_of_the_schedule_agrees(base: Pair) -> None:
+    mask = np.zeros((96, 128), np.float32)
+    mask[20:70, 30:100] = 1
+    pipeline: Any = diffusers.StableDiffusionXLInpaintPipeline(**base.theirs.components, add_watermarker=False)
+    pipeline.set_progress_bar_config(disable=True)
+    arguments: dict[str, Any] = {"prompt": "a fox", "image": PICTURE, "mask_image": mask[None], "output_type": "np"}
+    arguments |= {"num_inference_steps": 6, "denoising_start": 0.3, "denoising_end": 0.8, "height": 96, "width": 128}
+    arguments["guidance_scale"] = 5.0
+    expected = pipeline(**arguments, generator=torch.Generator().manual_seed(3), padding_mask_crop=None).images
+    assert psnr(base.ours(**arguments, seed=3).images, expected) > SAME_DB
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        ({"denoising_start": 0.5}, "denoising_start without image"),
+        ({"denoising_start": 0.5, "denoising_end": 0.4, "image": PICTURE}, "a smaller start"),
+        ({"image": np.zeros((1, 4, 8, 8)), "mask_image": np.ones((64, 64))}, "mask_image and latents"),
+        ({"image": np.zeros((1, 4, 8, 8)), "height": 128, "width": 64}, "latents of shape (1, 4, 8, 8)"),
+        ({"image": np.full((1, 4, 8, 8), np.nan)}, "NaN"),
+    ],
+)
+def test_parts_that_do_not_fit_are_refused(arguments: dict[str, Any], word: str, base: Pair) -> None:
+    with refused(OptionError, word):
+        base.ours("a fox", num_inference_steps=4, **arguments)
+
+
+# Embeddings and weights
+
+EMBEDDINGS = ("prompt_embeds", "negative_prompt_embeds", "pooled_prompt_embeds", "negative_pooled_prompt_embeds")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"prompt": "a red fox"},
+        {"prompt": ["a red fox", "an owl"], "prompt_2": ["ink", "oil"], "negative_prompt": ["grey", ""]},
+        {"prompt": "a fox", "negative_prompt": "grey", "clip_skip": 1, "num_images_per_prompt": 2},
+        {"prompt": "a fox", "do_classifier_free_guidance": False},
+    ],
+    ids=["defaults", "two texts", "several images", "no guidance"],
+)
+@pytest.mark.parametrize("name", ["base", "refiner"])
+def test_encoded_prompts_agree(name: str, arguments: dict[str, Any], request: pytest.FixtureRequest) -> None:
+    pair: Pair = request.getfixturevalue(name)
+    if name == "refiner":
+        arguments = {key: value for key, value in arguments.items() if key != "prompt_2"}
+    with torch.inference_mode():
+        expected = pair.theirs.encode_prompt(**arguments)
+    found = pair.ours.encode_prompt(**arguments)
+    assert [None if each is None else each.shape for each in found] == [
+        None if each is None else tuple(each.shape) for each in expected
+    ]
+    for array, tensor in zip(found, expected, strict=True):
+        if array is not None:
+            assert relative_error(array, tensor.numpy()) < 1e-5
+
+
+def test_encoded_prompts_give_the_image_of_the_texts(base: Pair) -> None:
+    arguments: dict[str, Any] = {**SMALL, "seed": 3, "output_type": "np"}
+    expected = base.ours("a red fox", prompt_2="ink", **arguments).images
+    encoded: Any = base.ours.encode_prompt("a red fox", "ink")
+    found = base.ours(**dict(zip(EMBEDDINGS, encoded, strict=True)), **arguments).images
+    np.testing.assert_array_equal(found, expected)
+
+
+def test_weights_apply_to_each_text_encoder(base: Pair) -> None:
+    """By the definition of AUTOMATIC1111's web UI, computed by torch: see tests/runtime/test_prompt_weights.py."""
+    parts, states = [("a ", 1.0), ("red fox", 1.4)], []
+    for tokenizer, encoder in (
+        (base.theirs.tokenizer, base.theirs.text_encoder),
+        (base.theirs.tokenizer_2, base.theirs.text_encoder_2),
+    ):
+        words = [tokenizer(text, add_special_tokens=False).input_ids for text, _ in parts]
+        ids = [tokenizer.bos_token_id, *(number for own in words for number in own), tokenizer.eos_token_id]
+        weights = [1.0, *(weight for own, (_, weight) in zip(words, parts, strict=True) for _ in own)]
+        ids += [tokenizer.pad_token_id] * (77 - len(ids))
+        weights += [1.0] * (77 - len(weights))
+        with torch.inference_mode():
+            output = encoder(torch.tensor([ids]), output_hidden_states=True)
+        hidden = output.hidden_states[-2]
+        scaled = hidden * torch.tensor(weights)[None, :, None]
+        states.append(scaled * (hidden.mean() / scaled.mean()))
+    found = base.ours.encode_prompt("a (red fox:1.4)", negative_prompt="grey", prompt_weighting="a1111")
+    expected = (torch.cat(states, -1), output[0])
+    for array, tensor in zip((found[0], found[2]), expected, strict=True):
+        assert array is not None
+        assert relative_error(array, tensor.numpy()) < 1e-5
+    given = dict(zip(EMBEDDINGS, (torch.from_numpy(each) for each in found), strict=True))
+    reference = base.theirs(**given, **SMALL, generator=torch.Generator().manual_seed(3), output_type="np").images
+    texts: dict[str, Any] = {"negative_prompt": "grey", "prompt_weighting": "a1111"}
+    image = base.ours("a (red fox:1.4)", **texts, **SMALL, seed=3, output_type="np").images
+    assert psnr(image, reference) > SAME_DB
+
+
+def test_prompt_that_is_left_out_stays_zero_with_weights(base: Pair) -> None:
+    _, negative, _, pooled = base.ours.encode_prompt("a BREAK (fox:2)", prompt_weighting="a1111")
+    assert negative is not None
+    assert pooled is not None
+    assert negative.shape == (1, 154, negative.shape[2])
+    assert not negative.any()
+    assert not pooled.any()

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from sdonnx.errors import OptionError
 
-__all__ = ["require_multiple", "require_number"]
+__all__ = ["require_multiple", "require_no_attention_options", "require_number", "require_step_tensors"]
 
 
 def require_number(name: str, value: Any, minimum: float = -np.inf, maximum: float = np.inf) -> None:
@@ -17,6 +18,31 @@ def require_number(name: str, value: Any, minimum: float = -np.inf, maximum: flo
     if not fits or not minimum <= value <= maximum:
         bounds = "a finite number" if minimum == -np.inf else f"a number from {minimum:g} to {maximum:g}"
         raise OptionError(f"{name} is {value!r}", bounds, "pass another number")
+
+
+def require_no_attention_options(options: Any) -> None:
+    """Raise OptionError unless diffusers' `cross_attention_kwargs` has no effect: None or an empty mapping."""
+    if options is None or (isinstance(options, Mapping) and not options):
+        return
+    if isinstance(options, Mapping) and set(options) == {"scale"}:
+        raise OptionError(
+            "cross_attention_kwargs sets the scale of a LoRA",
+            "no LoRA, which cannot be loaded into an optimized folder yet",
+            "fuse it before the export: fuse_lora(lora_scale=...), unload_lora_weights(), save_pretrained()",
+        )
+    raise OptionError(
+        f"cross_attention_kwargs is {options!r}", "None: attentions are part of the graphs", "leave it out"
+    )
+
+
+def require_step_tensors(names: Any) -> None:
+    """Raise OptionError unless `callback_on_step_end_tensor_inputs` names only the latents."""
+    if not isinstance(names, list | tuple) or any(name != "latents" for name in names):
+        raise OptionError(
+            f"callback_on_step_end_tensor_inputs is {names!r}",
+            '["latents"]; other tensors stay inside the graphs',
+            "leave out the others",
+        )
 
 
 def require_multiple(name: str, value: Any, factor: int) -> None:

@@ -12,14 +12,19 @@ from sdonnx.models.spec import Role
 from sdonnx.runtime.cuda_graph_cache import CaptureKey
 from sdonnx.runtime.graph_set import GraphSet
 from sdonnx.runtime.inputs import init_images
-from sdonnx.runtime.inputs.argument_checks import require_number
+from sdonnx.runtime.inputs.argument_checks import (
+    require_no_attention_options,
+    require_number,
+    require_step_tensors,
+)
 from sdonnx.runtime.inputs.conditioning import Conditioning
 from sdonnx.runtime.inputs.image_geometry import ImageGeometry
 from sdonnx.runtime.inputs.pipeline_inputs import PipelineInputs
 from sdonnx.runtime.inputs.prompt_arguments import PromptArguments
-from sdonnx.runtime.inputs.start import Start, read_start
+from sdonnx.runtime.inputs.start import Start, latent_size, read_start
 from sdonnx.runtime.output import require_output_type
 from sdonnx.runtime.sampling.noise_source import Generator, NoiseSource
+from sdonnx.samplers import CustomSchedule
 
 __all__ = ["Call", "CallReader"]
 
@@ -35,6 +40,7 @@ class Call:
         start: latents or image to start from.
         noise: source of the noise.
         steps: number of denoising steps.
+        schedule: custom timesteps or sigmas, and the part of the schedule to take.
         guidance_scale: weight of the prompt; None without guidance.
         guidance_rescale: share of the rescaled guidance, 0 to 1.
         eta: share of fresh noise, 0 to 1.
@@ -47,6 +53,7 @@ class Call:
     start: Start
     noise: NoiseSource
     steps: int
+    schedule: CustomSchedule
     guidance_scale: float | None
     guidance_rescale: float
     eta: float
@@ -88,6 +95,12 @@ class CallReader:
         negative_prompt_embeds: Any,
         clip_skip: Any,
         seed: Any,
+        timesteps: Any,
+        sigmas: Any,
+        denoising_start: Any,
+        denoising_end: Any,
+        cross_attention_kwargs: Any,
+        callback_on_step_end_tensor_inputs: Any,
         **arguments: Any,
     ) -> Call:
         """Return the call with these arguments; see `OrtDiffusionPipeline.__call__`.
@@ -99,6 +112,9 @@ class CallReader:
             SdonnxError: an argument cannot be used.
         """
         require_output_type(output_type)
+        require_no_attention_options(cross_attention_kwargs)
+        require_step_tensors(callback_on_step_end_tensor_inputs)
+        schedule = CustomSchedule.create(timesteps, sigmas, denoising_start, denoising_end)
         family = self._graphs.family
         guidance_scale = family.defaults.guidance_scale if guidance_scale is None else guidance_scale
         require_number("guidance_scale", guidance_scale)
@@ -129,6 +145,7 @@ class CallReader:
             batch=conditioning.images,
             family=family,
             device=self._graphs.device,
+            noisy=schedule.denoising_start is not None,
         )
         shape = self._geometry.latent_shape(conditioning.images, *size)
         noise = NoiseSource(shape, seed, generator, named=start.latents is None, make=make_generator)
@@ -139,6 +156,7 @@ class CallReader:
             conditioning=replace(conditioning, inputs={**conditioning.inputs, **sizes}),
             start=start,
             noise=noise,
+            schedule=schedule,
             steps=family.defaults.num_inference_steps if num_inference_steps is None else num_inference_steps,
             guidance_scale=float(guidance_scale) if guided else None,
             guidance_rescale=float(guidance_rescale) if guided else 0.0,
@@ -166,7 +184,9 @@ class CallReader:
     def _size(self, height: Any, width: Any, image: Any, mask_image: Any) -> tuple[Any, Any]:
         """Return the requested height and width: by default those of the image, or those of the model."""
         if image is not None and mask_image is None and (height is None or width is None):
-            own_height, own_width = init_images.default_size(image, self._geometry.multiple)
+            own_height, own_width = latent_size(image, self._geometry) or init_images.default_size(
+                image, self._geometry.multiple
+            )
             height, width = height or own_height, width or own_width
         return (
             self._geometry.default_size if height is None else height,

@@ -93,6 +93,8 @@ class FamilyInputs(ABC):
 
     Attributes:
         ARGUMENTS: arguments of `OrtDiffusionPipeline.__call__` that the family accepts besides the common ones.
+        EMBEDDINGS: what `encode_prompt` of diffusers' pipelines returns, in order, by the names of a call's arguments.
+        ENCODING_ORDER: arguments of `encode_prompt` of diffusers' pipelines after the prompt, in order.
         tokenizers: tokenizer of each text encoder.
         tokens: length to which prompts are padded by default.
 
@@ -101,6 +103,8 @@ class FamilyInputs(ABC):
     """
 
     ARGUMENTS: ClassVar[tuple[ArgumentGroup, ...]] = ()
+    EMBEDDINGS: ClassVar[tuple[str, ...]] = ()
+    ENCODING_ORDER: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, graphs: GraphSet) -> None:
         self.graphs = graphs
@@ -136,6 +140,10 @@ class FamilyInputs(ABC):
             PromptError: the prompts or embeddings do not suit the text encoders.
             OptionError: another argument is out of range.
         """
+
+    def whole_prompt_inputs(self, prompts: PromptArguments, arguments: Mapping[str, Any]) -> Conditioning:
+        """Return `prompt_inputs` with prompts of the full length, for `encode_prompt`; the same by default."""
+        return self.prompt_inputs(prompts, arguments)
 
     def size_inputs(
         self, arguments: Mapping[str, Any], images: int, size: tuple[int, int], *, guided: bool, from_image: bool

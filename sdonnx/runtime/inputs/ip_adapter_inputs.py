@@ -115,10 +115,11 @@ class IpAdapterInputs:
         else:
             prompts = _Pixels(tuple(self._pixels(each) for each in self._for_each(images, "ip_adapter_image")))
             counts = [len(array) for array in prompts.arrays]
+        own = partial(self._inputs, prompts, scales, conditioning.images, guided)
         return replace(
             conditioning,
             dimensions=(*conditioning.dimensions, *self._dimensions(counts)),
-            device_inputs=partial(self._inputs, prompts, scales, conditioning.images, guided),
+            device_inputs=lambda: {**conditioning.device_inputs(), **own()},
         )
 
     def _dimensions(self, counts: Sequence[int]) -> tuple[tuple[str, int], ...]:

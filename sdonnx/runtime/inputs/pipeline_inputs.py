@@ -63,12 +63,29 @@ class PipelineInputs:
             PromptError: the prompts or embeddings cannot be used.
             OptionError: another argument cannot be used, or this pipeline does not accept it.
         """
-        for group in self._refused:
-            group.refuse(arguments)
-        conditioning = self.family.prompt_inputs(prompts, arguments)
+        conditioning = self.prompt_inputs(prompts, arguments)
         if self._adapters is None:
             return conditioning
         return self._adapters.add_to(conditioning, arguments, guided=prompts.guided)
+
+    def prompt_inputs(
+        self, prompts: PromptArguments, arguments: Mapping[str, Any], *, whole: bool = False
+    ) -> Conditioning:
+        """Return the conditioning of a call by its prompts only.
+
+        Args:
+            prompts: prompts or embeddings, and how they form a batch.
+            arguments: arguments that only some pipelines accept, by name.
+            whole: whether prompts keep their full length, in families that cut them to the tokens that are used.
+
+        Raises:
+            PromptError: the prompts or embeddings cannot be used.
+            OptionError: another argument cannot be used, or this pipeline does not accept it.
+        """
+        for group in self._refused:
+            group.refuse(arguments)
+        read = self.family.whole_prompt_inputs if whole else self.family.prompt_inputs
+        return read(prompts, arguments)
 
     def default_dimensions(self) -> tuple[tuple[str, int], ...]:
         """Return `Conditioning.dimensions` of a usual call: one image for each adapter."""

@@ -50,6 +50,24 @@ class PixArtInputs(FamilyInputs):
     """Captions to the token ids and the mask of T5, and the image size to the denoiser's resolution inputs."""
 
     ARGUMENTS = (_MASKS, _CAPTIONS, _BINNING)
+    EMBEDDINGS = (
+        "prompt_embeds",
+        "prompt_attention_mask",
+        "negative_prompt_embeds",
+        "negative_prompt_attention_mask",
+    )
+    ENCODING_ORDER = (
+        "do_classifier_free_guidance",
+        "negative_prompt",
+        "num_images_per_prompt",
+        "device",
+        "prompt_embeds",
+        "negative_prompt_embeds",
+        "prompt_attention_mask",
+        "negative_prompt_attention_mask",
+        "clean_caption",
+        "max_sequence_length",
+    )
 
     def __init__(self, graphs: GraphSet) -> None:
         super().__init__(graphs)
@@ -72,6 +90,15 @@ class PixArtInputs(FamilyInputs):
         prompts.require_texts(masks)
         texts = [captions.prepared(text, clean) for text in prompts.texts()]
         return self._tokenized(prompts, texts, length)
+
+    def whole_prompt_inputs(self, prompts: PromptArguments, arguments: Mapping[str, Any]) -> Conditioning:
+        """Return token ids and masks of captions that are padded to the maximum length."""
+        options = _CAPTIONS.values(arguments)
+        length, clean = _require_length(options["max_sequence_length"]), options["clean_caption"]
+        if clean:
+            captions.require_packages()
+        texts = [captions.prepared(text, clean) for text in prompts.texts()]
+        return self._tokenized(prompts, texts, length, whole=True)
 
     def size_inputs(
         self, arguments: Mapping[str, Any], images: int, size: tuple[int, int], *, guided: bool, from_image: bool
@@ -121,10 +148,12 @@ class PixArtInputs(FamilyInputs):
         used = 1 + int(np.flatnonzero(mask.any(axis=0)).max(initial=0))
         return next(each for each in self._lengths(len(mask), _aligned(mask.shape[1])) if each >= used)
 
-    def _tokenized(self, prompts: PromptArguments, texts: list[str], max_length: int | None) -> Conditioning:
+    def _tokenized(
+        self, prompts: PromptArguments, texts: list[str], max_length: int | None, *, whole: bool = False
+    ) -> Conditioning:
         role = Role.TEXT_ENCODER
         ids, mask = self._tokenizer(role, max_length).encode_masked(texts)
-        length = self._length(mask)
+        length = mask.shape[1] if whole else self._length(mask)
         inputs = {
             f"{role.value}.{abi.INPUT_IDS}": _fitted(ids.astype(np.int32), length),
             f"{role.value}.{TEXT_MASK}": _fitted(mask.astype(np.int32), length),

@@ -10,34 +10,44 @@ import numpy.typing as npt
 
 from sdonnx.models import abi
 from sdonnx.models.spec import Role
-from sdonnx.runtime.inputs.conditioning import Conditioning, FamilyInputs
+from sdonnx.runtime.inputs.clip_inputs import WEIGHTING, ClipInputs, layer_index
+from sdonnx.runtime.inputs.conditioning import Array, Conditioning
 from sdonnx.runtime.inputs.prompt_arguments import PromptArguments
 
-__all__ = ["StableDiffusionInputs", "layer_index"]
+__all__ = ["StableDiffusionInputs"]
 
 
-class StableDiffusionInputs(FamilyInputs):
+class StableDiffusionInputs(ClipInputs):
     """Prompts to the token ids of one CLIP text encoder."""
+
+    ARGUMENTS = (WEIGHTING,)
+    EMBEDDINGS = ("prompt_embeds", "negative_prompt_embeds")
+    ENCODING_ORDER = (
+        "device",
+        "num_images_per_prompt",
+        "do_classifier_free_guidance",
+        "negative_prompt",
+        "prompt_embeds",
+        "negative_prompt_embeds",
+        "lora_scale",
+        "clip_skip",
+    )
 
     def prompt_inputs(self, prompts: PromptArguments, arguments: Mapping[str, Any]) -> Conditioning:
         """Return token ids of the prompts, or their embeddings."""
-        del arguments
         if prompts.prompt_embeds is not None:
+            WEIGHTING.refuse(arguments)
             prompts.require_embeddings(())
             embeddings = self.read_embeddings(prompts)
             inputs = self.typed({abi.ENCODER_HIDDEN_STATES: embeddings})
             return Conditioning(inputs, len(embeddings) // prompts.copies, embeddings.shape[1])
         prompts.require_texts({})
-        texts = prompts.texts()
-        images = len(texts) // prompts.copies
-        self.require_layers(prompts.clip_skip)
+        weighting = WEIGHTING.values(arguments)["prompt_weighting"]
+        return self.encoded_texts(prompts, {Role.TEXT_ENCODER: prompts.texts()}, weighting)
+
+    def encoder_inputs(
+        self, ids: Mapping[Role, npt.NDArray[np.int32]], skipped: npt.NDArray[np.int64], nonempty: npt.NDArray[np.bool_]
+    ) -> dict[str, Array]:
+        """Return token ids and layers."""
         role = Role.TEXT_ENCODER
-        ids = self.tokenizers[role].encode(texts).astype(np.int32)
-        inputs = {f"{role.value}.{abi.INPUT_IDS}": ids, f"{role.value}.{abi.LAYER_INDEX}": layer_index(prompts, images)}
-        return Conditioning(inputs, images, self.tokens, (role,), prompts.clip_skip)
-
-
-def layer_index(prompts: PromptArguments, images: int) -> npt.NDArray[np.int64]:
-    """Return the row of each prompt in the text encoder's stacked hidden states: skipped layers * G*B + row."""
-    skipped = prompts.skipped_layers(images)
-    return skipped * len(skipped) + np.arange(len(skipped), dtype=np.int64)
+        return {f"{role.value}.{abi.INPUT_IDS}": ids[role], f"{role.value}.{abi.LAYER_INDEX}": layer_index(skipped)}

@@ -14,9 +14,9 @@ from sdonnx.models import abi
 from sdonnx.models.spec import Role
 from sdonnx.runtime.graph_set import GraphSet
 from sdonnx.runtime.inputs.argument_checks import require_number
-from sdonnx.runtime.inputs.conditioning import ArgumentGroup, Array, Conditioning, FamilyInputs
+from sdonnx.runtime.inputs.clip_inputs import WEIGHTING, ClipInputs, layer_index
+from sdonnx.runtime.inputs.conditioning import ArgumentGroup, Array, Conditioning
 from sdonnx.runtime.inputs.prompt_arguments import PromptArguments
-from sdonnx.runtime.inputs.stable_diffusion_inputs import layer_index
 
 __all__ = ["SizeConditions", "StableDiffusionXlInputs"]
 
@@ -103,14 +103,26 @@ class SizeConditions:
         return values, _numbers(other_original, other_crops, other_target)
 
 
-class StableDiffusionXlInputs(FamilyInputs):
+class StableDiffusionXlInputs(ClipInputs):
     """Prompts and sizes to the inputs of one or two CLIP text encoders and of the denoiser.
 
     Raises:
         FolderError: as in the base class, or `time_ids` of the denoiser contradicts `requires_aesthetics_score`.
     """
 
-    ARGUMENTS = (_SECOND_TEXTS, _POOLED, _SIZES)
+    ARGUMENTS = (_SECOND_TEXTS, _POOLED, _SIZES, WEIGHTING)
+    EMBEDDINGS = ("prompt_embeds", "negative_prompt_embeds", "pooled_prompt_embeds", "negative_pooled_prompt_embeds")
+    ENCODING_ORDER = (
+        "prompt_2",
+        "device",
+        "num_images_per_prompt",
+        "do_classifier_free_guidance",
+        "negative_prompt",
+        "negative_prompt_2",
+        *EMBEDDINGS,
+        "lora_scale",
+        "clip_skip",
+    )
 
     def __init__(self, graphs: GraphSet) -> None:
         super().__init__(graphs)
@@ -129,10 +141,13 @@ class StableDiffusionXlInputs(FamilyInputs):
         """Return token ids for each text encoder, or embeddings with their pooled output."""
         seconds, pooled = _SECOND_TEXTS.values(arguments), _POOLED.values(arguments)
         if prompts.prompt_embeds is not None:
+            WEIGHTING.refuse(arguments)
             prompts.require_embeddings(seconds.values())
             return self._embedded(prompts, **pooled)
         prompts.require_texts(pooled)
-        return self._tokenized(prompts, **seconds)
+        return self.encoded_texts(
+            prompts, self._texts(prompts, **seconds), WEIGHTING.values(arguments)["prompt_weighting"]
+        )
 
     def size_inputs(
         self, arguments: Mapping[str, Any], images: int, size: tuple[int, int], *, guided: bool, from_image: bool
@@ -143,25 +158,28 @@ class StableDiffusionXlInputs(FamilyInputs):
         rows = [negative] * images * guided + [own] * images
         return {abi.TIME_IDS: np.array(rows, np.float32)}
 
-    def _tokenized(self, prompts: PromptArguments, prompt_2: Any, negative_prompt_2: Any) -> Conditioning:
+    def encoder_inputs(
+        self, ids: Mapping[Role, npt.NDArray[np.int32]], skipped: npt.NDArray[np.int64], nonempty: npt.NDArray[np.bool_]
+    ) -> dict[str, Array]:
+        """Return token ids and layers, and for the second text encoder the last tokens and the empty prompts."""
+        inputs: dict[str, Array] = {}
+        for role, numbers in ids.items():
+            inputs[f"{role.value}.{abi.INPUT_IDS}"] = numbers
+            inputs[f"{role.value}.{abi.LAYER_INDEX}"] = layer_index(skipped)
+            if role is Role.TEXT_ENCODER_2:
+                starts = np.arange(len(numbers), dtype=np.int64) * numbers.shape[1]
+                inputs[f"{role.value}.{abi.POSITIONS}"] = starts + self._last_tokens(role, numbers)
+                inputs[f"{role.value}.{abi.IS_NONEMPTY}"] = nonempty if self._zeroes_empty else np.ones_like(nonempty)
+        return inputs
+
+    def _texts(self, prompts: PromptArguments, prompt_2: Any, negative_prompt_2: Any) -> dict[Role, list[str]]:
+        """Return the texts of the batch (G*B) for each text encoder."""
         texts = seconds = prompts.texts()
         if prompt_2 is not None or negative_prompt_2 is not None:
             if len(self.tokenizers) < 2:
                 raise PromptError("prompt_2 or negative_prompt_2", "a pipeline of two text encoders", "leave them out")
             seconds = prompts.texts(prompt_2, negative_prompt_2)
-        self.require_layers(prompts.clip_skip)
-        images = len(texts) // prompts.copies
-        inputs: dict[str, Array] = {}
-        for role, tokenizer in self.tokenizers.items():
-            ids = tokenizer.encode(texts if role is Role.TEXT_ENCODER else seconds).astype(np.int32)
-            inputs[f"{role.value}.{abi.INPUT_IDS}"] = ids
-            inputs[f"{role.value}.{abi.LAYER_INDEX}"] = layer_index(prompts, images)
-            if role is Role.TEXT_ENCODER_2:
-                starts = np.arange(len(ids), dtype=np.int64) * ids.shape[1]
-                inputs[f"{role.value}.{abi.POSITIONS}"] = starts + self._last_tokens(role, ids)
-                nonempty = prompts.is_nonempty(images)
-                inputs[f"{role.value}.{abi.IS_NONEMPTY}"] = nonempty if self._zeroes_empty else np.ones_like(nonempty)
-        return Conditioning(inputs, images, self.tokens, tuple(self.tokenizers), prompts.clip_skip)
+        return {role: texts if role is Role.TEXT_ENCODER else seconds for role in self.tokenizers}
 
     def _embedded(
         self, prompts: PromptArguments, pooled_prompt_embeds: Any, negative_pooled_prompt_embeds: Any

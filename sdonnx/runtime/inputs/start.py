@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,9 +19,11 @@ from sdonnx.runtime.inputs.argument_checks import require_number
 from sdonnx.runtime.inputs.image_geometry import ImageGeometry
 from sdonnx.runtime.inputs.init_images import image_batch, mask_batch
 
-__all__ = ["Start", "StartImage", "read_latents", "read_start"]
+__all__ = ["Start", "StartImage", "latent_size", "read_latents", "read_start"]
 
 Float = npt.NDArray[np.float32]
+
+_RGB = 3  # channels of an image
 
 _DLPACK_CUDA = 2  # DLDeviceType in dlpack.h
 
@@ -30,14 +33,19 @@ class StartImage:
     """Image to start from.
 
     Attributes:
-        pixels: images (N,3,H,W) from -1 to 1; N divides the batch size.
+        pixels: images (N,3,H,W) from -1 to 1, or their latents (N,C,H/8,W/8); N divides the batch size.
         mask: masks (M,1,H,W), 1 where the image is repainted; None to change the whole image.
         strength: share of the noise schedule to run, 0 to 1.
+        encoded: whether `pixels` are latents, scaled for the denoiser.
+        noisy: whether the image already has the noise of the first step, since another pipeline has denoised it up to
+            there.
     """
 
     pixels: Float
     mask: Float | None
     strength: float
+    encoded: bool = False
+    noisy: bool = False
 
 
 @dataclass(frozen=True)
@@ -69,6 +77,7 @@ def read_start(
     batch: int,
     family: Family,
     device: Device,
+    noisy: bool = False,
 ) -> Start:
     """Return the start of a call.
 
@@ -82,10 +91,13 @@ def read_start(
         batch: number of images.
         family: the pipeline's family.
         device: where the graphs run.
+        noisy: whether the image has the noise of the first step (`denoising_start`).
 
     Raises:
         OptionError: the arguments cannot be used, or not together.
     """
+    if noisy and image is None:
+        raise OptionError("denoising_start without image", "both", "pass the latents of the pipeline before as image")
     if mask_image is not None and image is None:
         raise OptionError("mask_image without image", "both", "pass the image that the mask is for")
     if image is None and strength is not None:
@@ -99,11 +111,39 @@ def read_start(
     default = family.defaults.strength if mask_image is None else family.defaults.inpaint_strength
     strength = default if strength is None else strength
     require_number("strength", strength, 0, 1)
-    pixels = _batch("image", image, image_batch, size, geometry.scale_factor, batch)
+    encoded = latent_size(image, geometry) is not None
+    if encoded and mask_image is not None:
+        raise OptionError("mask_image and latents as image", "an image", "decode the latents first")
+    read = partial(_encoded_images, geometry.latent_shape(batch, *size)) if encoded else image_batch
+    pixels = _batch("image", image, read, size, geometry.scale_factor, batch)
     mask = None
     if mask_image is not None:
         mask = _batch("mask_image", mask_image, mask_batch, size, geometry.scale_factor, batch)
-    return Start(noise, StartImage(pixels, mask, float(strength)))
+    return Start(noise, StartImage(pixels, mask, float(strength), encoded, noisy))
+
+
+def latent_size(image: Any, geometry: ImageGeometry) -> tuple[int, int] | None:
+    """Return the height and width in pixels of an image that is given as latents (N,C,H/8,W/8), or None if it is not.
+
+    As in diffusers, an array with as many channels as latents have is not an image.
+    """
+    shape = getattr(image, "shape", ())
+    shape = tuple(shape() if callable(shape) else shape)  # an OrtValue has a method
+    if len(shape) != 4 or shape[1] != geometry.channels or shape[3] == _RGB:
+        return None
+    return int(shape[2]) * geometry.scale_factor, int(shape[3]) * geometry.scale_factor
+
+
+def _encoded_images(shape: tuple[int, ...], image: Any, *_: int) -> Float:
+    """Return latents (N,C,H,W) of images, for a batch of latents of this shape."""
+    array: Float = to_numpy(image, "image").astype(np.float32)
+    if array.shape[1:] != shape[1:]:
+        raise OptionError(
+            f"latents of shape {array.shape} as image", f"(N, {', '.join(map(str, shape[1:]))})", "leave out the size"
+        )
+    if not np.isfinite(array).all():
+        raise OptionError("latents with NaN or infinity as image", "finite numbers", "generate them again")
+    return array
 
 
 def _batch(name: str, value: Any, read: Callable[..., Float], size: tuple[int, int], factor: int, batch: int) -> Float:

@@ -17,6 +17,7 @@ from sdonnx.runtime.inputs.call import Call
 from sdonnx.runtime.inputs.conditioning import Conditioning
 from sdonnx.runtime.inputs.init_images import latent_mask, masked_image
 from sdonnx.runtime.inputs.start import Start, StartImage
+from sdonnx.runtime.inputs.text_encoding import require_layer_index
 from sdonnx.runtime.sampling.denoise import HostSampler, PlanOnHost, StepEnd, Steps, denoise, denoise_with_host
 from sdonnx.runtime.sampling.host_schedulers import DiffusersSampler
 from sdonnx.runtime.sampling.noise_source import NoiseSource
@@ -52,7 +53,7 @@ def plan_of(call: Call, scheduler_config: Mapping[str, Any]) -> SamplingPlan:
         SchedulerError: no sampler follows the configuration.
         OptionError: the number of steps cannot be used.
     """
-    found = plan(scheduler_config, call.steps, eta=call.eta, strength=call.start.strength)
+    found = plan(scheduler_config, call.steps, eta=call.eta, strength=call.start.strength, custom=call.schedule)
     calls = len(found.timesteps)
     if calls > MAX_CALLS:
         raise OptionError(f"{calls} calls of the denoiser", f"at most {MAX_CALLS}", "ask for fewer steps")
@@ -102,6 +103,7 @@ class GenerationJob:
             call.guidance_rescale,
             call.noise.generator,
             call.eta,
+            call.schedule,
         )
         return cls(call.conditioning, call.start, call.noise, call.guidance_scale, sampler)
 
@@ -151,12 +153,7 @@ class GenerationJob:
         for name, values in (*conditioning.device_inputs().items(), *conditioning.inputs.items()):
             shape.put(name, values)
         for role in conditioning.encoders:
-            if conditioning.skipped_layers and abi.LAYER_INDEX not in shape.graphs.get(role).inputs:
-                raise OptionError(
-                    f"clip_skip is {conditioning.skipped_layers}",
-                    "a text encoder with an output for each layer",
-                    "leave out clip_skip",
-                )
+            require_layer_index(shape.graphs.get(role), conditioning.skipped_layers)
             shape.run(role)
 
     def _prepare(self, shape: CapturedShape) -> _Prepared:
@@ -167,15 +164,17 @@ class GenerationJob:
         """
         image, inpaints = self.start.image, abi.MASK in shape.buffers
         strength, mask = self.start.strength, None if image is None else image.mask
+        from_noise = mask is not None and strength >= 1 and not (image is not None and image.noisy)
         # Denoisers trained to inpaint read the masked image as an input.
-        encodes = image is not None and (mask is None or not inpaints or strength < 1)
-        posterior = self.noise.posterior(len(image.pixels)) if image is not None and encodes else None
-        noise = self.noise.sample() if self.start.latents is None else self.start.latents
-        starts_from_image = encodes and (mask is None or strength < 1) and self.start.latents is None
+        encodes = image is not None and not (inpaints and from_noise)
+        samples = image is not None and encodes and not image.encoded
+        posterior = self.noise.posterior(len(image.pixels)) if image is not None and samples else None
+        noise = self._initial_noise(shape)
+        starts_from_image = encodes and not from_noise and self.start.latents is None
         latents = noise
         known_latents = np.zeros((2, *shape.latents), np.float32)
         keep_mask = np.zeros((STATE_ROWS, *shape.latents), np.bool_)
-        if image is not None and posterior is not None and isinstance(noise, np.ndarray):
+        if image is not None and encodes and isinstance(noise, np.ndarray):
             clean, noised = self._encode(shape, image, posterior, noise)
             known_latents[0], known_latents[1] = clean, noise
             latents = noised if starts_from_image else noise
@@ -192,6 +191,15 @@ class GenerationJob:
         values = self._write_state(shape, latents)
         return _Prepared(np.asarray(values * scale, np.float32), scale, keep_mask[0], known_latents)
 
+    def _initial_noise(self, shape: CapturedShape) -> Array | OrtValue:
+        """Return the noise of the first step, zeros if the image to start from has its noise already."""
+        if self.start.latents is not None:
+            return self.start.latents
+        image = self.start.image
+        if image is not None and image.noisy and image.mask is None:
+            return np.zeros(shape.latents, np.float32)
+        return self.noise.sample()
+
     def _write_state(self, shape: CapturedShape, latents: Array | OrtValue) -> Array:
         """Write the initial latents to the state, and return them."""
         state = np.zeros((STATE_ROWS, *shape.latents), np.float32)
@@ -204,14 +212,23 @@ class GenerationJob:
         values: Array = shape.read(abi.STATE)[0]
         return values
 
-    def _encode(self, shape: CapturedShape, image: StartImage, posterior: Array, noise: Array) -> tuple[Array, Array]:
+    def _encode(
+        self, shape: CapturedShape, image: StartImage, posterior: Array | None, noise: Array
+    ) -> tuple[Array, Array]:
         """Return the latents of the image, without noise and with the noise that the first call expects."""
         batch = np.concatenate([image.pixels] * (shape.key.batch // len(image.pixels)))
         sampler = self.sampler
-        if isinstance(sampler, SamplingPlan):
-            scales: tuple[float, float] | None = (sampler.clean_scales[0], sampler.noise_scales[0])
+        if image.noisy:
+            scales: tuple[float, float] | None = (1, 0)
+        elif isinstance(sampler, SamplingPlan):
+            scales = (sampler.clean_scales[0], sampler.noise_scales[0])
         else:
             scales = sampler.start_scales
+        if posterior is None:  # the image is given as latents
+            if scales is None and not isinstance(sampler, SamplingPlan):
+                return batch, sampler.noised(batch, noise, 0)
+            clean_scale, noise_scale = scales or (1, 0)
+            return batch, np.asarray(batch * clean_scale + noise * noise_scale, np.float32)
         weights = np.array((1, 0) if scales is None else scales, np.float32)
         clean, noised = shape.encode(batch, posterior, noise, weights)
         if scales is None and not isinstance(sampler, SamplingPlan):

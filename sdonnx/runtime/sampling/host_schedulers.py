@@ -13,7 +13,8 @@ import numpy.typing as npt
 from sdonnx.errors import OptionError, SchedulerError
 from sdonnx.runtime.sampling.denoise import rescaled
 from sdonnx.runtime.sampling.noise import TorchCpuGenerator
-from sdonnx.samplers import plan
+from sdonnx.samplers import WHOLE, CustomSchedule, plan
+from sdonnx.samplers.custom_schedule import cutoff, remaining_calls
 
 __all__ = ["DiffusersSampler", "is_planned", "require_scheduler", "seeded"]
 
@@ -56,6 +57,32 @@ def seeded(seed: int) -> Any:
     return sys.modules["torch"].Generator("cpu").manual_seed(seed)
 
 
+def _set_timesteps(scheduler: Any, steps: int, schedule: CustomSchedule) -> int:
+    """Set the timesteps of a scheduler, and return the number of steps.
+
+    Source: `retrieve_timesteps` of diffusers' pipelines.
+
+    Raises:
+        OptionError: the scheduler does not accept the custom schedule.
+    """
+    if not schedule.is_custom:
+        scheduler.set_timesteps(steps, device="cpu")
+        return steps
+    accepted = frozenset(inspect.signature(scheduler.set_timesteps).parameters)
+    name = type(scheduler).__name__
+    schedule.require_accepted(name, accepted, "a scheduler whose set_timesteps has this argument")
+    given = {"timesteps": schedule.timesteps, "sigmas": schedule.sigmas}
+    try:
+        scheduler.set_timesteps(
+            **{key: np.array(values) for key, values in given.items() if values is not None}, device="cpu"
+        )
+    except (ValueError, TypeError) as error:
+        raise OptionError(
+            f"{name} does not accept the custom schedule ({error})", "one for its configuration", "leave it out"
+        ) from error
+    return len(scheduler.timesteps)
+
+
 class DiffusersSampler:
     """A sampler that steps a scheduler object of diffusers on the host.
 
@@ -67,9 +94,10 @@ class DiffusersSampler:
         rescale: share of the rescaled guidance, 0 to 1.
         generator: a torch generator or a list of them, for schedulers that add noise.
         eta: share of fresh noise, for schedulers with that argument.
+        schedule: custom timesteps or sigmas, and the part of the schedule to take.
 
     Raises:
-        OptionError: no step is left.
+        OptionError: no step is left, or the scheduler does not accept the custom schedule.
     """
 
     def __init__(
@@ -81,13 +109,21 @@ class DiffusersSampler:
         rescale: float,
         generator: Any,
         eta: float,
+        schedule: CustomSchedule = WHOLE,
     ) -> None:
-        scheduler.set_timesteps(steps, device="cpu")
+        steps = _set_timesteps(scheduler, steps, schedule)
+        times = scheduler.timesteps
         # As StableDiffusionImg2ImgPipeline.get_timesteps.
         skipped = max(steps - int(steps * strength), 0) * scheduler.order
+        if schedule.denoising_start is not None:
+            limit = cutoff(scheduler.config.num_train_timesteps, schedule.denoising_start)
+            skipped = len(times) - remaining_calls(times.numpy(), limit, scheduler.order)
         if hasattr(scheduler, "set_begin_index"):
             scheduler.set_begin_index(skipped)
-        self._scheduler, self._times = scheduler, scheduler.timesteps[skipped:]
+        self._scheduler, self._times = scheduler, times[skipped:]
+        if schedule.denoising_end is not None:
+            limit = cutoff(scheduler.config.num_train_timesteps, schedule.denoising_end)
+            self._times = self._times[: int((self._times >= limit).sum())]
         if not len(self._times):
             raise OptionError("no step is left", "at least one step", "raise num_inference_steps or strength")
         self.timesteps: Sequence[float] = [float(time) for time in self._times]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,13 +23,13 @@ class NoiseSource:
 
     Args:
         shape: shape (B,C,H,W) of the latents.
-        seed: seed of the noise; None for a random one, unless there is a generator.
+        seed: seed of the noise, or a list with one for each image; None for a random one, unless there is a generator.
         generator: a generator, or one for each image.
         named: whether the seed determines the images, so that `ImageOutput` reports a random one.
         make: creates the generator of a seed.
 
     Attributes:
-        seed: seed that determines the images; None if the caller passed a generator or latents.
+        seed: seed or seeds that determine the images; None if the caller passed a generator or latents.
         generator: generator or generators that the noise is sampled with.
 
     Raises:
@@ -39,7 +39,7 @@ class NoiseSource:
     def __init__(
         self,
         shape: tuple[int, int, int, int],
-        seed: int | None,
+        seed: int | Sequence[int] | None,
         generator: Generator | None,
         *,
         named: bool,
@@ -48,13 +48,19 @@ class NoiseSource:
         if seed is not None and generator is not None:
             raise OptionError("both a seed and a generator", "one of them", "leave one out")
         # Samplers that add noise need a generator even if the caller passed latents.
-        used = fresh_seed() if seed is None and generator is None else seed
-        self.seed = used if named else seed
+        seeds = list(seed) if isinstance(seed, list | tuple) else None
+        one: Any = None if seeds is not None else seed
+        if seeds is not None:
+            generator = [make(each) for each in seeds]
+        used = fresh_seed() if one is None and generator is None else one
+        self.seed: int | list[int] | None = seeds or (used if named else one)
         self._shape = shape
         if isinstance(generator, list | tuple):
             if len(generator) != shape[0]:
                 raise OptionError(
-                    f"{len(generator)} generators", f"one for each of {shape[0]} images", "pass as many as images"
+                    f"{len(generator)} {'generators' if seeds is None else 'seeds'}",
+                    f"one for each of {shape[0]} images",
+                    "pass as many as images",
                 )
             self._generators = list(generator)
         else:
