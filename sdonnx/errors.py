@@ -8,7 +8,7 @@ SdonnxError
 ├── OptionError       an option has a value that cannot be used
 ├── PrecisionError    a precision in which a pipeline cannot generate images
 ├── ProviderError     an execution provider is unknown or not available on this machine
-├── DeviceMemoryError the device has too little memory for the request
+├── DeviceMemoryError the device or the host has too little memory for the request
 ├── PromptError       prompts are missing or of the wrong kind
 ├── PackageError      a package that a command needs is not installed; also an ImportError
 └── SchedulerError    a scheduler configuration that the samplers cannot follow
@@ -102,7 +102,7 @@ class ProviderError(SdonnxError):
 
 
 class DeviceMemoryError(SdonnxError):
-    """The device has too little memory for the request; smaller requests are still possible."""
+    """The device or the host has too little memory for the request; smaller requests are still possible."""
 
 
 class PromptError(SdonnxError):

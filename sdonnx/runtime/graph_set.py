@@ -13,6 +13,7 @@ import numpy.typing as npt
 from onnxruntime import OrtValue
 
 from sdonnx.folder.pipeline_folder import PipelineFolder
+from sdonnx.folder.version import read_report
 from sdonnx.models import abi
 from sdonnx.models.spec import Family, Role
 from sdonnx.runtime.device.device import Device
@@ -108,6 +109,17 @@ class GraphSet:
     def config(self, role: Role) -> dict[str, Any]:
         """Return the configuration of the component with a role."""
         return self.folder.config(self.family.with_role(role).name)
+
+    def itemsizes(self, role: Role) -> tuple[int, int]:
+        """Return the smallest and the largest size in bytes of an element of a component's activations."""
+        components = read_report(self.folder.path).get("components")
+        entry = components.get(self.family.with_role(role).name) if isinstance(components, Mapping) else None
+        if not isinstance(entry, Mapping):
+            return (2, 4)
+        if entry.get("precision") == "float32":
+            return (4, 4)
+        kept = entry.get("float32")
+        return (2, 4 if isinstance(kept, Mapping) and any(kept.values()) else 2)
 
     def stays(self, role: Role) -> bool:
         """Return whether a graph stays loaded, and may be captured."""

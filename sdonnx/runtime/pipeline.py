@@ -21,7 +21,7 @@ from sdonnx.folder.version import RebuildWarning, command_for, notices, read_rep
 from sdonnx.models.registry import family_of
 from sdonnx.models.spec import Role
 from sdonnx.runtime.cuda_graph_cache import CapturedShape, CaptureReport, CudaGraphCache
-from sdonnx.runtime.device.device import device_for
+from sdonnx.runtime.device.device import device_for, host_memory_errors
 from sdonnx.runtime.device.device_thread import device_thread
 from sdonnx.runtime.device.kernel_workarounds import KernelCheck
 from sdonnx.runtime.device.session import SessionSettings
@@ -32,6 +32,7 @@ from sdonnx.runtime.inputs.pipeline_inputs import PipelineInputs
 from sdonnx.runtime.interface.diffusers_interface import DiffusersInterface
 from sdonnx.runtime.interface.prompt_encoding import PromptEncoding
 from sdonnx.runtime.output import ImageOutput, NotFiniteWarning, Output, read_output
+from sdonnx.runtime.request_limits import RequestLimits, require_limit
 from sdonnx.runtime.safety import OF_FOLDER, OfFolder, SafetyChecker, safety_checker_of
 from sdonnx.runtime.sampling.generation import GenerationJob, plan_of
 from sdonnx.runtime.sampling.host_schedulers import seeded
@@ -65,7 +66,15 @@ class OrtDiffusionPipeline(DiffusersInterface, PromptEncoding):
         safety_checker: checks the images for NSFW content; set it to None to disable the check.
     """
 
-    def __init__(self, graphs: GraphSet, *, max_sizes: int = 8, safety_checker: OfFolder | None = OF_FOLDER) -> None:
+    def __init__(
+        self,
+        graphs: GraphSet,
+        *,
+        max_sizes: int = 8,
+        safety_checker: OfFolder | None = OF_FOLDER,
+        max_batch_size: int | None = None,
+        max_pixels: int | None = None,
+    ) -> None:
         """Load the graphs of an optimized folder; use `from_pretrained`."""
         self.folder, self.device = graphs.folder, graphs.device
         self._graphs, self._defaults = graphs, graphs.family.defaults
@@ -76,9 +85,10 @@ class OrtDiffusionPipeline(DiffusersInterface, PromptEncoding):
         self.tokenizer = next(iter(tokenizers.values()))
         self._geometry = ImageGeometry(graphs)
         self.vae_scale_factor = self._geometry.scale_factor
-        self._reader = CallReader(graphs, self._inputs, self._geometry)
-        self.safety_checker: SafetyChecker | None = safety_checker_of(graphs, safety_checker)
         self._cache = CudaGraphCache(graphs, self._geometry.channels, self.vae_scale_factor, max_sizes)
+        limits = RequestLimits(graphs, self._geometry, self._cache.splits, max_batch_size, max_pixels)
+        self._reader = CallReader(graphs, self._inputs, self._geometry, limits)
+        self.safety_checker: SafetyChecker | None = safety_checker_of(graphs, safety_checker)
         self._progress: dict[str, Any] = {}
         self._interrupt = False
         self._generating = threading.local()
@@ -100,6 +110,8 @@ class OrtDiffusionPipeline(DiffusersInterface, PromptEncoding):
         device_index: int = 0,
         max_sizes: int = 8,
         low_memory: bool = False,
+        max_batch_size: int | None = None,
+        max_pixels: int | None = None,
         safety_checker: OfFolder | None = OF_FOLDER,
         provider_options: Mapping[str, str] | None = None,
         session_options: onnxruntime.SessionOptions | None = None,
@@ -118,6 +130,8 @@ class OrtDiffusionPipeline(DiffusersInterface, PromptEncoding):
             max_sizes: maximum number of shapes that stay captured. A shape is a batch size, an image size, whether
                 guidance is used, and the prompt length where it varies: up to three for each size with captions.
             low_memory: load the text encoders and the decoder for each image and unload them after use.
+            max_batch_size: maximum number of images of a call, prompts times `num_images_per_prompt`; for servers.
+            max_pixels: maximum height times width of an image in pixels; for servers.
             safety_checker: None to disable the folder's safety checker.
             provider_options: options of the execution provider; they override the defaults.
             session_options: options of all sessions; entries that the runtime needs are added to it. With session
@@ -134,7 +148,12 @@ class OrtDiffusionPipeline(DiffusersInterface, PromptEncoding):
             FolderError: the folder is not optimized, incomplete, or in a format that only newer versions read.
             ProviderError: the provider is not available, or the folder was optimized for another provider.
             OptionError: an option cannot be used.
+            DeviceMemoryError: the device or the host has too little memory.
         """
+        limits = {
+            "max_batch_size": require_limit("max_batch_size", max_batch_size),
+            "max_pixels": require_limit("max_pixels", max_pixels),
+        }
         if isinstance(max_sizes, bool) or not isinstance(max_sizes, int) or max_sizes < 1:
             raise OptionError(f"max_sizes is {max_sizes!r}", "a whole number from 1 on", "pass for example 8")
         opened = PipelineFolder.open(folder)
@@ -152,8 +171,12 @@ class OrtDiffusionPipeline(DiffusersInterface, PromptEncoding):
         settings = SessionSettings(session_options=session_options, rebuild=rebuild)
         graphs = GraphSet(opened, family_of(opened), device, settings, kernels, low_memory)
         # Graphs are loaded by the thread that runs them.
-        with refusing(folder, "output of sdonnx optimize", "optimize the exported pipeline again"):
-            return device_thread(device).run(partial(cls, graphs, max_sizes=max_sizes, safety_checker=safety_checker))
+        load = partial(cls, graphs, max_sizes=max_sizes, safety_checker=safety_checker, **limits)
+        with (
+            refusing(folder, "output of sdonnx optimize", "optimize the exported pipeline again"),
+            host_memory_errors(f"loading {folder}"),
+        ):
+            return device_thread(device).run(load)
 
     def __call__(
         self,
@@ -291,7 +314,7 @@ class OrtDiffusionPipeline(DiffusersInterface, PromptEncoding):
             PromptError: the prompts cannot be used.
             OptionError: another argument cannot be used.
             SchedulerError: no sampler follows the scheduler's configuration.
-            DeviceMemoryError: the device has too little memory.
+            DeviceMemoryError: the device or the host has too little memory.
         """
         own = ("self", "callback_on_step_end", "return_dict")
         given = {name: value for name, value in locals().items() if name not in own}

@@ -12,7 +12,7 @@ from sdonnx.errors import OptionError
 from sdonnx.folder.pipeline_folder import PipelineFolder
 from sdonnx.models.spec import CallDefaults
 from sdonnx.runtime.cuda_graph_cache import CaptureReport, CudaGraphCache
-from sdonnx.runtime.device.device import Device
+from sdonnx.runtime.device.device import Device, host_memory_errors
 from sdonnx.runtime.device.device_thread import device_thread
 from sdonnx.runtime.graph_set import GraphSet, Observer
 from sdonnx.runtime.inputs.image_geometry import ImageGeometry
@@ -129,7 +129,8 @@ class PipelineBase:
         return messages
 
     def _run(self, job: Callable[[], Result], stop: Callable[[], None] = lambda: None) -> Result:
-        return device_thread(self.device).run(job, stop)
+        with host_memory_errors("the request"):
+            return device_thread(self.device).run(job, stop)
 
     def _release(self) -> None:
         self._cache.close()

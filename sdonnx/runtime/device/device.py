@@ -19,7 +19,7 @@ from sdonnx.errors import DeviceMemoryError, OptionError, ProviderError
 from sdonnx.installation import install_command
 from sdonnx.runtime.device.cuda import Event, cuda
 
-__all__ = ["FATAL", "PROVIDERS", "Device", "device_for", "memory_errors"]
+__all__ = ["FATAL", "PROVIDERS", "Device", "device_for", "host_memory_errors", "memory_errors"]
 
 PROVIDERS = {"cuda": "CUDAExecutionProvider", "cpu": "CPUExecutionProvider"}
 
@@ -114,6 +114,31 @@ class Device:
             ctypes.memmove(*addresses, size)
 
 
+# Of CUDA, of ONNX Runtime's arena, and of C++.
+_NO_MEMORY = ("out of memory", "Failed to allocate memory", "bad_alloc", "bad allocation")
+
+
+@contextmanager
+def host_memory_errors(what: str) -> Iterator[None]:
+    """Convert a MemoryError inside the context to one line.
+
+    Args:
+        what: the work inside the context, for the message.
+
+    Raises:
+        DeviceMemoryError: the host has too little memory.
+    """
+    try:
+        yield
+    except MemoryError as error:
+        reason = " ".join(str(error).split())
+        raise DeviceMemoryError(
+            f"{what} needs more memory than this machine has free{f' ({reason})' if reason else ''}",
+            "enough memory on the host",
+            "ask for fewer or smaller images, or close other programs",
+        ) from error
+
+
 @contextmanager
 def memory_errors(device: Device, what: str) -> Iterator[None]:
     """Convert errors of failed allocations inside the context to one line.
@@ -130,7 +155,7 @@ def memory_errors(device: Device, what: str) -> Iterator[None]:
     except Exception as error:  # exceptions of onnxruntime have no common base class
         text = str(error)
         asked = re.search(r"requested buffer of size (\d+)", text)
-        if asked is None and "out of memory" not in text and "Failed to allocate memory" not in text:
+        if asked is None and not isinstance(error, MemoryError) and not any(words in text for words in _NO_MEMORY):
             raise
         memory = device.memory()
         wanted = f"{int(asked[1]) / 2**20:.0f} MB more" if asked else "more memory"

@@ -31,19 +31,16 @@ def total_memory() -> int:
 def available_memory() -> int:
     """Return the bytes of memory that this process can use at most, including those that it uses already.
 
-    It is the minimum of the machine's available memory (MemAvailable), the limits of the process's cgroups
-    (memory.max), and the limit of its address space (RLIMIT_AS); each plus the memory that the process holds, which
-    libraries may reuse.
+    It is the minimum of the machine's available memory and free swap, and the memory that the process's cgroups leave,
+    each plus the memory that the process holds, which libraries may reuse; and of the limit of the process's address
+    space (RLIMIT_AS).
     """
-    held = _number(_PROC / "self" / "status", r"VmRSS:\s*(\d+) kB") * 1024
-    free = [_number(_PROC / "meminfo", r"MemAvailable:\s*(\d+) kB") * 1024]
-    if not free[0]:  # no /proc
-        free = [total_memory()]
-    free += [limit - used for limit, used in _cgroup_limits()]
+    held = _kilobytes("self/status", "VmRSS")
+    free = [_kilobytes("meminfo", "MemAvailable") + _kilobytes("meminfo", "SwapFree") or total_memory()]
+    free += [max(limit - used, 0) for limit, used in _cgroup_limits()]
     soft, _ = resource.getrlimit(resource.RLIMIT_AS)
-    if soft != resource.RLIM_INFINITY:
-        free.append(soft - _number(_PROC / "self" / "status", r"VmSize:\s*(\d+) kB") * 1024)
-    return max(min(free), 0) + held
+    available = min(free) + held
+    return available if soft == resource.RLIM_INFINITY else min(available, soft)
 
 
 def _cgroup_limits() -> Iterator[tuple[int, int]]:
@@ -72,6 +69,11 @@ def _cgroups() -> Iterator[Path]:
                 if each.is_relative_to(root) and each not in seen:
                     seen.add(each)
                     yield each
+
+
+def _kilobytes(file: str, name: str) -> int:
+    """Return an entry of a file of /proc, in bytes; 0 if it is missing."""
+    return _number(_PROC / file, rf"{name}:\s*(\d+) kB") * 1024
 
 
 def _number(path: Path, pattern: str) -> int:

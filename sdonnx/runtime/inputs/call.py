@@ -10,6 +10,7 @@ from sdonnx.errors import OptionError
 from sdonnx.models import abi
 from sdonnx.models.spec import Role
 from sdonnx.runtime.cuda_graph_cache import CaptureKey
+from sdonnx.runtime.device.device import host_memory_errors
 from sdonnx.runtime.graph_set import GraphSet
 from sdonnx.runtime.inputs import init_images
 from sdonnx.runtime.inputs.argument_checks import (
@@ -23,6 +24,7 @@ from sdonnx.runtime.inputs.pipeline_inputs import PipelineInputs
 from sdonnx.runtime.inputs.prompt_arguments import PromptArguments
 from sdonnx.runtime.inputs.start import Start, latent_size, read_start
 from sdonnx.runtime.output import require_output_type
+from sdonnx.runtime.request_limits import RequestLimits
 from sdonnx.runtime.sampling.noise_source import Generator, NoiseSource
 from sdonnx.samplers import CustomSchedule
 
@@ -67,11 +69,15 @@ class CallReader:
         graphs: graphs of the pipeline.
         inputs: conditioning of the pipeline.
         geometry: sizes of the pipeline.
+        limits: limits of a call.
     """
 
-    def __init__(self, graphs: GraphSet, inputs: PipelineInputs, geometry: ImageGeometry) -> None:
-        self._graphs, self._inputs, self._geometry = graphs, inputs, geometry
+    def __init__(
+        self, graphs: GraphSet, inputs: PipelineInputs, geometry: ImageGeometry, limits: RequestLimits
+    ) -> None:
+        self._graphs, self._inputs, self._geometry, self._limits = graphs, inputs, geometry, limits
 
+    @host_memory_errors("reading the arguments")
     def read(
         self,
         make_generator: Callable[[int], Generator],
@@ -130,10 +136,13 @@ class CallReader:
             clip_skip,
             guided=guided,
         )
-        conditioning = self._inputs.read(prompts, arguments)
         from_image, inputs = image is not None, self._inputs.family
         asked = self._size(height, width, image, mask_image)
         size = inputs.generated_size(arguments, asked, from_image=from_image)
+        self._limits.require_call(
+            prompts, asked, size, tokens=inputs.tokens, steps=num_inference_steps, output_type=output_type
+        )
+        conditioning = self._inputs.read(prompts, arguments)
         self._require_mask(mask_image)
         start = read_start(
             image,
@@ -177,7 +186,9 @@ class CallReader:
             OptionError: a size cannot be used.
         """
         inputs = self._inputs.family
-        shape = self._geometry.latent_shape(batch, *inputs.generated_size({}, (height, width), from_image=False))
+        size = inputs.generated_size({}, (height, width), from_image=False)
+        self._limits.require_shape(batch, *size, tokens=inputs.tokens, guided=guided)
+        shape = self._geometry.latent_shape(batch, *size)
         dimensions = self._inputs.default_dimensions()
         return [_key(shape, guided, tokens, dimensions) for tokens in inputs.lengths(batch * (1 + guided))]
 

@@ -81,6 +81,19 @@ class PromptArguments:
         """G: 2 with guidance and 1 without."""
         return 2 if self.guided else 1
 
+    def count(self) -> int | None:
+        """Return the number P of prompts without reading them; None if they are missing or of another type."""
+        for values in (self.prompt_embeds, self.prompt):
+            if isinstance(values, str):
+                return 1
+            if values is not None:
+                shape = getattr(values, "shape", None)
+                size = shape() if callable(shape) else shape
+                if size is not None:
+                    return int(size[0]) if len(size) > 0 else None
+                return len(values) if isinstance(values, Sequence) else None
+        return None
+
     def require_texts(self, embeddings: Mapping[str, Any]) -> None:
         """Raise PromptError if embeddings were passed without `prompt_embeds`.
 

@@ -179,9 +179,10 @@ def read_latents(value: Any, shape: tuple[int, ...], device: Device, *, on_host:
                 "sample them for this batch and size, in float32",
             )
         return held
-    array: Float = to_numpy(value, "latents").astype(np.float32)
-    if array.shape != shape:
-        raise OptionError(f"latents of shape {array.shape}", f"{shape}", "sample them for this batch and size")
+    values = to_numpy(value, "latents")
+    if values.shape != shape:
+        raise OptionError(f"latents of shape {values.shape}", f"{shape}", "sample them for this batch and size")
+    array: Float = values.astype(np.float32)
     if not np.isfinite(array).all():
         raise OptionError("latents with NaN or infinity", "finite numbers", "sample them again")
     return array

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
-from sdonnx.folder.version import read_report
 from sdonnx.models.autoencoder import block_channels, largest_decoder_tensor, largest_encoder_tensor, tile_size
 from sdonnx.models.spec import Role
 from sdonnx.runtime.device.host_memory import total_memory
@@ -61,7 +59,7 @@ class VaeSplits:
         if graphs.family.has(Role.IMAGE_ENCODER):
             self._channels[Role.IMAGE_ENCODER] = block_channels(graphs.config(Role.IMAGE_ENCODER))
         self.tile = self.default_tile = tile_size(config)
-        self._itemsizes = {role: _itemsize(graphs, role) for role in self._channels}
+        self._itemsizes = {role: graphs.itemsizes(role) for role in self._channels}
         memory = graphs.device.memory()
         self._total = total_memory() if memory is None else memory[1]
 
@@ -73,11 +71,11 @@ class VaeSplits:
         """Return how to encode images with latents (B,C,H,W)."""
         return self._split(Role.IMAGE_ENCODER, batch, height, width)
 
-    def largest_bytes(self, role: Role, height: int, width: int) -> int:
-        """Return the size of the largest tensor of one run with one image or tile, in bytes."""
+    def min_bytes(self, role: Role, height: int, width: int) -> int:
+        """Return a lower bound of the largest tensor's size in bytes, for a run with one image or tile."""
         split = self._split(role, 1, height, width)
         edges = (height, width) if split.tile is None else (min(height, split.tile), min(width, split.tile))
-        return self._elements(role, *edges) * self._itemsizes[role]
+        return self._elements(role, *edges) * self._itemsizes[role][0]
 
     def _split(self, role: Role, batch: int, height: int, width: int) -> Split:
         elements = self._elements(role, height, width)
@@ -95,14 +93,4 @@ class VaeSplits:
 
     def _most_elements(self, role: Role, share: float) -> int:
         """Return the number of elements that the largest tensor of a run may have."""
-        return min(MAX_ELEMENTS, int(self._total * share) // (_LIVE_TENSORS * self._itemsizes[role]))
-
-
-def _itemsize(graphs: GraphSet, role: Role) -> int:
-    """Return the size in bytes of most elements of a component; 4 if some of its operators are float32."""
-    names = [spec.name for spec in graphs.family.components if spec.role is role]
-    components = read_report(graphs.folder.path).get("components")
-    entry = components.get(names[0]) if names and isinstance(components, Mapping) else None
-    if not isinstance(entry, Mapping):
-        return 4
-    return 2 if entry.get("precision") in ("float16", "bfloat16") and not entry.get("float32") else 4
+        return min(MAX_ELEMENTS, int(self._total * share) // (_LIVE_TENSORS * self._itemsizes[role][1]))

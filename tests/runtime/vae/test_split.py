@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from sdonnx.models.autoencoder import block_channels, largest_decoder_tensor, largest_encoder_tensor, tile_size
-from sdonnx.models.spec import Role
 from sdonnx.runtime.graph_set import GraphSet
 from sdonnx.runtime.vae.split import MAX_ELEMENTS, Split, VaeSplits
 
@@ -27,15 +26,16 @@ def splits(
     config: dict[str, Any], folder: Path, *, memory: int = H200, precision: str = "float32", kept: Sequence[str] = ()
 ) -> VaeSplits:
     """Return the splits of an autoencoder with that configuration, on a GPU with so much memory."""
-    report = {"format": 2, "components": {"vae_decoder": {"precision": precision, "float32": dict.fromkeys(kept, 1)}}}
+    report = {"format": 2, "components": {"vae": {"precision": precision, "float32": dict.fromkeys(kept, 1)}}}
     (folder / "sdonnx.json").write_text(json.dumps(report))
-    role = SimpleNamespace(role=Role.IMAGE_DECODER, name="vae_decoder")
+    family = SimpleNamespace(has=lambda _: True, with_role=lambda _: SimpleNamespace(name="vae"))
     graphs = SimpleNamespace(
         config=lambda _: config,
-        family=SimpleNamespace(has=lambda _: True, components=[role]),
+        family=family,
         device=SimpleNamespace(memory=lambda: (0, memory)),
         folder=SimpleNamespace(path=folder),
     )
+    graphs.itemsizes = lambda role: GraphSet.itemsizes(cast(GraphSet, graphs), role)
     return VaeSplits(cast(GraphSet, graphs))
 
 
