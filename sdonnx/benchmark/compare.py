@@ -21,6 +21,7 @@ from sdonnx.benchmark.extra_results import Kernels, Resolution, Resolutions, Thr
 from sdonnx.benchmark.processes import WorkerError, run_worker
 from sdonnx.benchmark.results import REFERENCE, Comparison, Result, Round, Stages
 from sdonnx.benchmark.rivals import Rival
+from sdonnx.benchmark.shown_names import shown_name
 from sdonnx.benchmark.stages import median_stages
 from sdonnx.benchmark.statistics import fit_line
 from sdonnx.benchmark.workload import Workload
@@ -30,6 +31,9 @@ __all__ = ["ComparisonRun", "ComparisonSetup", "Measurement"]
 Images = npt.NDArray[np.uint8]
 
 Measurement = Result | Throughput | Resolutions | Kernels
+
+OnProgress = Callable[[str, str], None]
+"""Callback for progress messages: (what is being measured, detail)."""
 
 _BLOCK_BYTES = 2**24
 
@@ -96,7 +100,8 @@ class ComparisonRun:
     Args:
         setup: the settings.
         comparison: receives the results.
-        on_progress: callback for progress messages.
+        on_progress: callback for progress messages: what is being measured, and a detail that is soon outdated, such as
+            the latency of the last run; the detail is empty for messages that must be shown.
         keep: callback for each result and extra measurement as soon as it is complete.
 
     Attributes:
@@ -107,7 +112,7 @@ class ComparisonRun:
         self,
         setup: ComparisonSetup,
         comparison: Comparison,
-        on_progress: Callable[[str], None],
+        on_progress: OnProgress,
         keep: Callable[[Measurement], None],
     ) -> None:
         self._setup, self._comparison, self._on_progress, self._keep = setup, comparison, on_progress, keep
@@ -148,9 +153,9 @@ class ComparisonRun:
         """Prepare the GPU for an engine, so that no image's time includes it."""
         job = self._job("prepare", rival.engine, self._setup.options(rival), self._setup.workloads[0])
         try:
-            self._work(f"{rival.title}, preparation of this GPU", job, rival, self._setup.timeout_s)
+            self._work(f"{shown_name(rival.title)}, preparation of this GPU", job, rival, self._setup.timeout_s)
         except WorkerError as failure:
-            self._on_progress(f"{rival.title}: {failure}")  # if it matters, the first round reports it
+            self._on_progress(f"{shown_name(rival.title)}: {failure}", "")  # if it matters, the first round reports it
 
     def _compare(self, workload: Workload, folder: Path) -> None:
         rivals = self._setup.rivals
@@ -185,7 +190,7 @@ class ComparisonRun:
         """Return the reference images, the operations of a denoiser call, and the reason if they are missing."""
         source = self._setup.folders.get(FolderKind.DIFFUSERS)
         if source is None:
-            self._on_progress("no diffusers folder was given: images are not compared")
+            self._on_progress("no diffusers folder was given: images are not compared", "")
             return None, None, None
         path = folder / "reference.npy"
         setup = self._setup
@@ -195,7 +200,7 @@ class ComparisonRun:
             # Without a time limit, which applies only to the compared engines.
             values = self._work(REFERENCE, job, None, None)
         except WorkerError as failure:
-            self._on_progress(f"{REFERENCE}: {failure}; images are not compared")
+            self._on_progress(f"{REFERENCE}: {failure}; images are not compared", "")
             return None, None, f"{REFERENCE}: {failure}"
         self._rates |= values["matrix_rates"]
         images: Images = np.load(path)
@@ -215,7 +220,7 @@ class ComparisonRun:
         workload = result.workload
         job = self._job("round", rival.engine, self._setup.options(rival), workload)
         job |= {"images": str(path), "warm_ups": self._setup.warm_ups}
-        title = f"{rival.title}, round {number + 1} of {self._setup.rounds}"
+        title = f"{shown_name(rival.title)}, round {number + 1} of {self._setup.rounds}"
         try:
             values = self._work(title, job, rival, self._setup.timeout_s)
         except WorkerError as failure:
@@ -240,7 +245,7 @@ class ComparisonRun:
         comparison = self._comparison
         try:
             job |= {"multiple": self._setup.multiple}
-            values = self._work(f"{rival.title}, {task}", job, rival, self._setup.timeout_s)
+            values = self._work(f"{shown_name(rival.title)}, {task}", job, rival, self._setup.timeout_s)
         except WorkerError as failure:
             result = Result(rival.title, workload, failure=f"{task}: {failure}")
             comparison.results.append(result)
@@ -272,10 +277,10 @@ class ComparisonRun:
 
     def _work(self, title: str, job: dict[str, Any], rival: Rival | None, timeout_s: float | None) -> dict[str, Any]:
         python = self._setup.pythons.get(rival.engine) if rival is not None else None
-        self._on_progress(f"{title}: started")
+        self._on_progress(title, "started")
         return run_worker(
             job,
-            lambda text: self._on_progress(f"{title}: {text}"),
+            lambda text: self._on_progress(title, text),
             python=python,
             timeout_s=timeout_s,
             scratch=self._scratch,

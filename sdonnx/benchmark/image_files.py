@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sdonnx.benchmark.results import Comparison
+from sdonnx.benchmark.shown_names import shown_name
 from sdonnx.errors import OutputError
 
 if TYPE_CHECKING:
@@ -40,5 +41,5 @@ def print_images(comparison: Comparison, out: Console) -> None:
     from rich_pixels import Pixels
 
     for (rival, workload), image in comparison.images.items():
-        out.print(f"{rival}, {workload.title}", markup=False)
+        out.print(f"{shown_name(rival)}, {workload.title}", markup=False)
         out.print(Pixels.from_image(image, resize=(_WIDTH, max(1, _WIDTH * image.height // image.width))))

@@ -189,6 +189,8 @@ class Comparison:
         resolutions: latency by image size.
         kernels: device time by kind of operator.
         images: the first image of each engine, and of `REFERENCE`, for each workload.
+        model: a label of the model: `-v`, the name of `--arch`, or the name of the folder.
+        time: when it was measured, in ISO 8601.
     """
 
     command: str
@@ -198,6 +200,8 @@ class Comparison:
     resolutions: list[Resolutions] = field(default_factory=list)
     kernels: list[Kernels] = field(default_factory=list)
     images: dict[tuple[str, Workload], Image] = field(default_factory=dict)
+    model: str = ""
+    time: str = ""
 
     @property
     def failed(self) -> bool:

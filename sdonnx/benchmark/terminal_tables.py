@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from sdonnx.benchmark.extra_results import Kernels, Resolutions, Throughput
 from sdonnx.benchmark.results import Comparison, Result
+from sdonnx.benchmark.shown_names import with_shown_names
 from sdonnx.benchmark.workload import Workload
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ _MB = 2**20
 
 def print_comparison(comparison: Comparison, out: Console) -> None:
     """Print a table for each workload, and tables of the extra measurements."""
+    comparison = with_shown_names(comparison)
     for workload in dict.fromkeys(result.workload for result in comparison.results):
         rows = [result for result in comparison.results if result.workload == workload and result.rounds]
         if not rows:

@@ -6,6 +6,7 @@ import argparse
 import shlex
 import sys
 from collections.abc import Callable
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,9 +18,11 @@ from sdonnx.benchmark.files import append_json, append_row, check_csv, check_wri
 from sdonnx.benchmark.image_files import print_images, save_images
 from sdonnx.benchmark.memory import first_gpu, open_gpu
 from sdonnx.benchmark.prepare_folders import default_label, folders_by_kind, prepare_folders, require_folder
+from sdonnx.benchmark.progress_lines import ProgressLines
 from sdonnx.benchmark.record import csv_row, environment, measurement_record, result_record
 from sdonnx.benchmark.results import Comparison, Result
 from sdonnx.benchmark.rivals import Rival, parse_rivals
+from sdonnx.benchmark.shown_names import shown_name
 from sdonnx.benchmark.terminal_tables import print_comparison
 from sdonnx.benchmark.workload import Workload
 from sdonnx.cli.benchmark_options import MULTIPLE, add_arguments, check_options
@@ -61,12 +64,20 @@ def run(options: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         print("interrupted before the first measurement", file=sys.stderr)
         return INTERRUPTED
-    outcome = _Outcome(options, setup, Comparison(shlex.join(sys.orig_argv), environment()), out)
-    contest = ComparisonRun(setup, outcome.comparison, on_progress, outcome.keep)
+    comparison = Comparison(
+        shlex.join(sys.orig_argv),
+        environment(),
+        model=options.version or default_label(dict(setup.folders), options.arch),
+        time=datetime.now(UTC).isoformat(timespec="seconds"),
+    )
+    outcome = _Outcome(options, setup, comparison, out)
+    progress = ProgressLines(out)
+    contest = ComparisonRun(setup, outcome.comparison, progress, outcome.keep)
     contest.unusable = unusable
     status = 0
     try:
-        contest.run()
+        with progress:
+            contest.run()
     except KeyboardInterrupt:
         out.print("interrupted; complete measurements are kept", style="yellow")
         status = INTERRUPTED
@@ -88,7 +99,6 @@ class _Outcome:
     ) -> None:
         self.comparison = comparison
         self._options, self._setup, self._out = options, setup, out
-        self._label = options.version or default_label(dict(setup.folders), options.arch)
         self._rows = 0
         self._failures: list[OutputError] = []
 
@@ -97,7 +107,9 @@ class _Outcome:
         setup, options = self._setup, self._options
         row = None
         if isinstance(kept, Result) and kept.rounds:
-            row = csv_row(kept, self._label, len(setup.prompts), setup.batch_count, self.comparison.environment)
+            row = csv_row(
+                kept, self.comparison.model, len(setup.prompts), setup.batch_count, self.comparison.environment
+            )
         if isinstance(kept, Result):
             record = result_record(kept, setup.prompts, row, self.comparison)
         else:
@@ -125,7 +137,7 @@ class _Outcome:
             self._out.print(f"{self._rows} rows appended to {options.csv}", markup=False)
         for result in comparison.results:
             if result.failure:
-                print(f"error: {result.rival}, {result.workload.title}: {result.failure}", file=sys.stderr)
+                print(f"error: {shown_name(result.rival)}, {result.workload.title}: {result.failure}", file=sys.stderr)
         for failure in self._failures:
             print(f"error: {failure}", file=sys.stderr)
         if self._failures or not any(result.rounds for result in comparison.results):
@@ -145,7 +157,7 @@ class _Outcome:
 def _require_packages(options: argparse.Namespace) -> None:
     """Raise OptionError if a package of the extra `benchmark` that the options need is missing."""
     needed = ["psutil", "pynvml", "skimage"]
-    needed += ["jinja2", "plotly"] if options.report is not None else []
+    needed += ["jinja2"] if options.report is not None else []
     needed += ["rich_pixels"] if options.print_output else []
     missing = [module for module in needed if not is_importable(module)]
     if missing:

@@ -103,7 +103,7 @@ def test_failed_engines_do_not_stop_the_others(
     errors = capfd.readouterr().err.splitlines()
     where = "64x64, batch 1, 2 steps"
     assert any(line.startswith(f"error: optimum, {where}: the engine optimum without ") for line in errors)
-    assert f"error: torch, {where}: ended by SIGKILL, possibly because memory ran out" in errors
+    assert f"error: torch eager, {where}: ended by SIGKILL, possibly because memory ran out" in errors
 
 
 def test_detects_other_weights(tiny_cpu: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -115,7 +115,7 @@ def test_detects_other_weights(tiny_cpu: Path, tmp_path: Path, capfd: pytest.Cap
     assert "the images differ from the reference" in row["remarks"]
     assert float(row["psnr_db"]) < 25
     captured = capfd.readouterr()
-    assert "error: onnxruntime, 64x64, batch 1, 2 steps: the images differ from the reference" in captured.err
+    assert "error: sdonnx, 64x64, batch 1, 2 steps: the images differ from the reference" in captured.err
     assert "untrusted" in captured.out
 
 

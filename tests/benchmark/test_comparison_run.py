@@ -93,7 +93,7 @@ def setup(*names: str, **options: Any) -> ComparisonSetup:
 
 def run_comparison(chosen: ComparisonSetup, unusable: dict[Rival, str] | None = None) -> tuple[Comparison, list[Any]]:
     comparison, results = Comparison("known", {}), list[Any]()
-    run = ComparisonRun(chosen, comparison, lambda text: None, results.append)
+    run = ComparisonRun(chosen, comparison, lambda title, detail: None, results.append)
     run.unusable = unusable or {}
     run.run()
     return comparison, results
@@ -259,7 +259,7 @@ def test_interruption_keeps_complete_results(processes: Processes) -> None:
 
     processes.misbehave = interrupt
     comparison, results = Comparison("known", {}), list[Any]()
-    run = ComparisonRun(setup(rounds=3), comparison, lambda text: None, results.append)
+    run = ComparisonRun(setup(rounds=3), comparison, lambda title, detail: None, results.append)
     with pytest.raises(KeyboardInterrupt):
         run.run()
     assert results == comparison.results
@@ -275,7 +275,7 @@ def test_results_are_complete_if_keeping_one_fails(processes: Processes) -> None
         raise OSError("no space")
 
     with pytest.raises(OSError, match="no space"):
-        ComparisonRun(setup(), comparison, lambda text: None, full).run()
+        ComparisonRun(setup(), comparison, lambda title, detail: None, full).run()
     assert len(comparison.results) == 3
 
 

@@ -160,7 +160,7 @@ def test_environment_contains_versions_and_machine() -> None:
     found = environment()
     versions = found["packages"]
     assert versions["python"] == platform.python_version()
-    for name in ("torch", "diffusers", "onnxruntime", "numpy", "transformers", "plotly"):
+    for name in ("torch", "diffusers", "onnxruntime", "numpy", "transformers", "jinja2"):
         assert versions[name] == importlib.metadata.version(name)
     assert versions["sdonnx"]
     assert versions["xformers"] is None

@@ -45,6 +45,9 @@ def test_one_command_writes_all_files(whole: Any) -> None:
     ]
     for line in ("median latency, s", "PSNR to torch fp32, dB", "report: report.html", "3 rows appended to"):
         assert line in done.stdout
+    # One line a round instead of one a run; --arch first makes the folders.
+    assert sum(": run " in line for line in done.stdout.splitlines()) < 4  # none, unless the machine is slow
+    assert sum(": started" in line for line in done.stdout.splitlines()) == 1 + 3 * 2
 
 
 def test_rows(whole: Any) -> None:
@@ -81,7 +84,7 @@ def test_records_contain_every_run(whole: Any) -> None:
 
 def test_report_shows_every_engine(whole: Any) -> None:
     page = (whole[0] / "report.html").read_text()
-    for name in ("onnxruntime-plain", "torch", REFERENCE, "data:image/"):
+    for name in ("sdonnx", "plain ONNX Runtime", "torch eager", REFERENCE, "data:image/"):
         assert name in page
 
 

@@ -12,8 +12,9 @@ from sdonnx.benchmark.workload import Workload
 
 MB = 1024**2
 
-OURS, EAGER, COMPILED, PLAIN = "onnxruntime", "torch", "torch compile reduce-overhead", "onnxruntime-plain"
-ENGINES = (OURS, EAGER, COMPILED, PLAIN)
+# The names on the page, and the titles in the records.
+OURS, EAGER, COMPILED, PLAIN = "sdonnx", "torch eager", "torch.compile", "plain ONNX Runtime"
+TITLES = {OURS: "onnxruntime", EAGER: "torch", COMPILED: "torch-compile:reduce-overhead", PLAIN: "onnxruntime-plain"}
 
 ONE = Workload(batch_size=1, height=512, width=512, steps=50)
 FOUR = Workload(batch_size=4, height=512, width=512, steps=50)
@@ -68,6 +69,8 @@ def engine_record(name: str, version: str, precision: str, mode: str | None, fol
         "device": "cuda",
         "precision": precision,
         "compile_mode": mode,
+        "regional": False,
+        "ip_adapters": [],
         "scheduler": "PNDMScheduler",
         "folder": folder,
         "family": "stable-diffusion",
@@ -92,7 +95,9 @@ def comparison() -> Comparison:
             (COMPILED, 0.352, 8.91, 41.2, 3906, 0.003, None),
             (PLAIN, 0.801, 2.11, 3.02, 5120, 0.004, 11.8),
         ):
-            result = Result(rival, workload, IDENTITIES[rival], flops=803e9 * workload.batch_size, matrix_rate=790e12)
+            result = Result(
+                TITLES[rival], workload, IDENTITIES[rival], flops=803e9 * workload.batch_size, matrix_rate=790e12
+            )
             if rival == PLAIN and workload == FOUR:
                 result.failure = FAILURE
             else:
@@ -113,6 +118,7 @@ def comparison() -> Comparison:
         resolutions=resolutions(),
         kernels=kernels(),
         images=images(),
+        model="sd15",
     )
 
 
@@ -120,7 +126,7 @@ def throughput() -> list[Throughput]:
     found = []
     for rival, step, once in ((OURS, 0.0062, 0.011), (EAGER, 0.0187, 0.021), (COMPILED, 0.0068, -0.002)):
         points = tuple((steps, steps * step + once) for steps in (10, 20, 30, 50))
-        found.append(Throughput(rival, ONE, points, fit_line(points)))
+        found.append(Throughput(TITLES[rival], ONE, points, fit_line(points)))
     return found
 
 
@@ -130,7 +136,7 @@ def resolutions() -> list[Resolutions]:
     seconds = {OURS: (0.32, 0.47, 0.71, 0.32), EAGER: (0.95, 1.21, 1.61, 0.95), COMPILED: (0.36, 0.52, 0.79, 0.36)}
     return [
         Resolutions(
-            rival,
+            TITLES[rival],
             ONE,
             tuple(
                 Resolution(height, width, first, second, second)
@@ -151,7 +157,7 @@ def kernels() -> list[Kernels]:
                     "element-wise": 11.2, "idle": 31.5}, 32_946),
     }  # fmt: skip
     return [
-        Kernels(rival, ONE, milliseconds, launches, "torch.profiler, CUPTI")
+        Kernels(TITLES[rival], ONE, milliseconds, launches, "torch.profiler, CUPTI")
         for rival, (milliseconds, launches) in measured.items()
     ]
 
@@ -171,11 +177,11 @@ def images() -> dict[tuple[str, Workload], Image.Image]:
     near = reference.copy()
     near[::3, ::2, 1] += 2
     return {
-        (PLAIN, ONE): Image.fromarray(reference[::-1].copy()),
-        (OURS, ONE): Image.fromarray(near),
-        (EAGER, ONE): Image.fromarray(reference // 2 * 2),
-        (COMPILED, ONE): Image.fromarray(reference),
+        (TITLES[PLAIN], ONE): Image.fromarray(reference[::-1].copy()),
+        (TITLES[OURS], ONE): Image.fromarray(near),
+        (TITLES[EAGER], ONE): Image.fromarray(reference // 2 * 2),
+        (TITLES[COMPILED], ONE): Image.fromarray(reference),
         (REFERENCE, ONE): Image.fromarray(reference),
-        (OURS, FOUR): Image.fromarray(near),
+        (TITLES[OURS], FOUR): Image.fromarray(near),
         (REFERENCE, FOUR): Image.fromarray(reference),
     }

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
+import re
 from dataclasses import dataclass, field
 from html.parser import HTMLParser
-from typing import Any
 
 _VOID = {"meta", "link", "img", "br", "hr", "input"}
 
@@ -18,6 +17,30 @@ class Found:
     head: list[str] = field(default_factory=list)
     rows: dict[str, list[str]] = field(default_factory=dict)
 
+    def column(self, name: str) -> dict[str, str]:
+        """Return the cells of a column by row heading, without the headings of groups."""
+        (index,) = [index for index, each in enumerate(self.head) if " ".join(each.split()) == name]
+        return {row: cells[index - 1] for row, cells in self.rows.items() if cells}
+
+
+@dataclass
+class Plot:
+    """A plot: its name, the texts in it, and its paths as (class, color, path data)."""
+
+    name: str = ""
+    alt: str = ""
+    texts: list[str] = field(default_factory=list)
+    titles: list[str] = field(default_factory=list)
+    paths: list[tuple[str, str, str]] = field(default_factory=list)
+
+    def data(self, kind: str) -> list[str]:
+        """Return the data of all paths of a class."""
+        return [data for each, _, data in self.paths if each == kind]
+
+    def colours(self, kind: str) -> list[str]:
+        """Return the different colors of a class, in order."""
+        return list(dict.fromkeys(colour for each, colour, _ in self.paths if each == kind))
+
 
 class Markup(HTMLParser):
     """Parses a page.
@@ -28,6 +51,7 @@ class Markup(HTMLParser):
         links: the targets of links and loaded resources.
         headings: headings of the sections.
         tables: every table.
+        plots: every plot.
     """
 
     def __init__(self, page: str) -> None:
@@ -37,10 +61,9 @@ class Markup(HTMLParser):
         self.texts: list[str] = []
         self.headings: list[str] = []
         self.tables: list[Found] = []
+        self.plots: list[Plot] = []
         self._open: list[str] = []
         self._cells: list[str] = []
-        self._data: dict[str, str] = {}
-        self._script = ""
         self.feed(page)
         self.close()
 
@@ -50,10 +73,15 @@ class Markup(HTMLParser):
         self.links += [str(named[name]) for name in ("src", "href", "action", "data", "srcset") if name in named]
         if tag not in _VOID:
             self._open.append(tag)
-        if tag == "script":
-            self._script = named.get("id") or ""
         if tag == "table":
             self.tables.append(Found())
+        if tag == "svg":
+            self.plots.append(Plot())
+        if tag == "path":
+            colour = re.search("--edge: ([^;]*)", named.get("style") or "")
+            self.plots[-1].paths.append((named["class"] or "", colour[1] if colour else "", named["d"] or ""))
+        if tag == "text":
+            self.plots[-1].texts.append("")
         if tag == "tr":
             self._cells = []
         if tag in ("td", "th"):
@@ -68,10 +96,16 @@ class Markup(HTMLParser):
 
     def handle_data(self, data: str) -> None:
         inside = self._open[-1] if self._open else ""
-        if inside == "script":
-            self._data[self._script] = self._data.get(self._script, "") + data
-        elif inside != "style":
+        if inside != "style":
             self.texts.append(data)
+            if inside == "text":
+                self.plots[-1].texts[-1] += data
+            if inside == "desc":
+                self.plots[-1].alt += data
+            if inside == "title" and self._open[-2] == "svg":
+                self.plots[-1].name += data
+            if inside == "title" and self._open[-2] == "path":
+                self.plots[-1].titles.append(data)
             if inside == "h2":
                 self.headings.append(data)
             if "td" in self._open or "th" in self._open:
@@ -84,17 +118,11 @@ class Markup(HTMLParser):
         """The visible text, with single spaces."""
         return " ".join(" ".join(self.texts).split())
 
-    @property
-    def figures(self) -> list[dict[str, Any]]:
-        """The figures of the plots; empty without plots."""
-        found: list[dict[str, Any]] = json.loads(self._data.get("figures", "[]"), parse_constant=_reject)
-        return found
+    def plot(self, name: str) -> Plot:
+        """Return the first plot of that name."""
+        return next(plot for plot in self.plots if plot.name == name)
 
     def table(self, caption: str) -> Found:
         """Return the only table whose caption ends with the given text."""
         (found,) = [table for table in self.tables if table.caption.strip().endswith(caption)]
         return found
-
-
-def _reject(name: str) -> None:
-    raise AssertionError(f"{name} is not valid JSON")

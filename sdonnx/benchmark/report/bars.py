@@ -1,16 +1,15 @@
-"""Bar charts for each workload: latency, time to the first image, stages, memory, kernels."""
+"""Bar charts: latency, time to the first image, stages, memory, kernels, and changes of the image size."""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
-from sdonnx.benchmark.extra_results import Kernels
-from sdonnx.benchmark.report.figures import INK, PAPER, Figure, Key, Trace, bars, ends, literal, rows_layout
+from sdonnx.benchmark.extra_results import Kernels, Resolution, Resolutions
+from sdonnx.benchmark.report.drawing import Bar, BarRow, Part, bar_chart
+from sdonnx.benchmark.report.figures import Figure, Key
 from sdonnx.benchmark.report.html_tables import (
     MB,
-    Column,
+    Measure,
     Row,
     Table,
     aligned,
@@ -26,11 +25,19 @@ from sdonnx.benchmark.results import Result
 from sdonnx.benchmark.statistics import quantile
 from sdonnx.benchmark.workload import Workload
 
-__all__ = ["first_image_figure", "kernels_figure", "latency_figure", "memory_figure", "stages_figure"]
-
+__all__ = [
+    "first_image_figure",
+    "kernels_figure",
+    "latency_figure",
+    "memory_figure",
+    "resolutions_figures",
+    "stages_figure",
+]
 
 # "first run" is pale as a separate bar, and fully coloured as the part after loading.
 _TONED = {"first run": "first"}
+
+_MAX_EXCESS = 1.02  # stages that exceed the median latency by more than 2 % are explained
 
 
 def latency_figure(workload: Workload, results: Sequence[Result], palette: Palette) -> Figure | None:
@@ -40,55 +47,38 @@ def latency_figure(workload: Workload, results: Sequence[Result], palette: Palet
         return None
     unit = unit_for([summary.median_s for _, summary in rows])
     names = [result.rival for result, _ in rows]
-    colours = [palette.colour(name) for name in names]
     runs = [[latency * unit.factor for latency in all_latencies(result)] for result, _ in rows]
     medians = [summary.median_s * unit.factor for _, summary in rows]
     low, high = ([quantile(each, share) for each in runs] for share in (0.1, 0.9))
     decimals = decimals_for(medians)
     texts = [f"{number(median, decimals)} {unit.name}" for median in medians]
-    places = list(range(len(rows)))
-    bar = bars(places, medians, [0] * len(rows), 0.62) | {
-        "marker": {"color": [faint(colour) for colour in colours], "line": {"color": colours, "width": 1.5}},
-        "hovertext": [f"{literal(name)}<br>median {text}" for name, text in zip(names, texts, strict=True)],
-        "error_x": {
-            "type": "data",
-            "symmetric": False,
-            "array": [top - median for top, median in zip(high, medians, strict=True)],
-            "arrayminus": [median - bottom for bottom, median in zip(low, medians, strict=True)],
-            "color": INK,
-            "thickness": 1.5,
-            "width": 5,
-        },
-    }
-    columns = [
-        Column("", name, tuple(values), fixed(decimals))
+    bars = [
+        BarRow(
+            name,
+            (
+                Bar(
+                    (Part(medians[index], faint(palette.colour(name)), f"{name}: median {texts[index]}"),),
+                    texts[index],
+                    (low[index], high[index]),
+                    tuple(
+                        tuple(latency * unit.factor for latency in each.latencies_s) for each in rows[index][0].rounds
+                    ),
+                ),
+            ),
+        )
+        for index, name in enumerate(names)
+    ]
+    measures = [
+        Measure("", name, tuple(values), fixed(decimals))
         for name, values in (("p10", low), ("median", medians), ("p90", high))
     ]
     return Figure(
         workload.title,
-        _description("Latency", names, texts),
-        [bar, *_dots(rows, unit.factor, colours), ends(places, [max(each) for each in runs], texts)],
-        rows_layout(names, unit.name),
-        make_table(f"{workload.title}: latency, {unit.name}", "engine", _rows(names, palette), columns),
+        "Latency",
+        _listed(names, texts),
+        bar_chart(bars),
+        make_table(f"Latency, {unit.name}", "", palette.headings(names), measures),
     )
-
-
-def _dots(rows: Sequence[tuple[Result, Any]], factor: float, colours: Sequence[str]) -> list[Trace]:
-    """Return every run as a dot; the runs of a round are on one line."""
-    traces = []
-    for place, ((result, _), colour) in enumerate(zip(rows, colours, strict=True)):
-        count = len(result.rounds)
-        gap = min(0.15, 0.5 / count)
-        xs: list[float] = []
-        ys: list[float] = []
-        for index, each in enumerate(result.rounds):
-            xs += [latency * factor for latency in each.latencies_s]
-            ys += [place + (index - (count - 1) / 2) * gap] * len(each.latencies_s)
-        marker = {"color": colour, "size": 5.5, "line": {"color": PAPER, "width": 0.8}}
-        traces.append(
-            {"type": "scatter", "mode": "markers", "x": xs, "y": ys, "marker": marker, "hoverinfo": "x"}
-        )  # fmt: skip
-    return traces
 
 
 def first_image_figure(workload: Workload, results: Sequence[Result], palette: Palette) -> Figure | None:
@@ -106,23 +96,31 @@ def first_image_figure(workload: Workload, results: Sequence[Result], palette: P
         {"load": loads, "first run": runs},
         "s",
         palette,
-        [summary.first_image_s for _, summary in rows],
     )
 
 
 def stages_figure(workload: Workload, results: Sequence[Result], palette: Palette) -> Figure | None:
-    """Return the time of a run by stage: text, all steps, decoding, and the rest."""
+    """Return the time of a run by stage: text, all steps, decoding, and the rest.
+
+    The stages are measured in a separate run, so that their sum can exceed the median latency. A note then says so.
+    """
     found = [(row, summary, row.stages) for row, summary in trusted_results(results) if row.stages is not None]
     if not found:
         return None
     parts: dict[str, list[float]] = {"text": [], "steps": [], "decode": [], "rest": []}
-    for _, summary, stages in found:
-        text, steps, decode = stages.text_ms, stages.step_ms * stages.denoiser_calls, stages.decode_ms
-        # The stages are measured in a separate run, so their sum can exceed the median.
-        rest = max(summary.median_s * 1e3 - text - steps - decode, 0.0)
-        for name, value in zip(parts, (text, steps, decode, rest), strict=True):
+    notes = []
+    for row, summary, stages in found:
+        staged = (stages.text_ms, stages.step_ms * stages.denoiser_calls, stages.decode_ms)
+        median = summary.median_s * 1e3
+        for name, value in zip(parts, (*staged, max(median - sum(staged), 0.0)), strict=True):
             parts[name].append(value)
-    return _stacked(workload, "Time by stage", [row.rival for row, _, _ in found], parts, "ms", palette)
+        if sum(staged) > _MAX_EXCESS * median:
+            notes.append(
+                f"{row.rival}: the stages add up to {number(sum(staged), 0)} ms, more than the median latency of "
+                f"{number(median, 0)} ms, because they were measured in a separate, slower run."
+            )
+    names = [row.rival for row, _, _ in found]
+    return _stacked(workload, "Time by stage", names, parts, "ms", palette, notes=tuple(notes))
 
 
 def kernels_figure(workload: Workload, found: Sequence[Kernels], palette: Palette) -> Figure | None:
@@ -135,29 +133,24 @@ def kernels_figure(workload: Workload, found: Sequence[Kernels], palette: Palett
     names = [each.rival for each in found]
     parts = {kind: [each.milliseconds.get(kind, 0.0) for each in found] for kind in kinds}
     colours = part_colours(list(kinds))
-    figure = _stacked(workload, "Device time by kind of operator", names, parts, "ms", palette, colours=colours)
-    # The table shows the names and colours of the kinds.
-    return dataclasses.replace(figure, table=_kernels_table(workload, found, colours), legend=())
+    table = _kernels_table(found, colours, palette)
+    return _stacked(
+        workload, "Device time by kind of operator", names, parts, "ms", palette, colours=colours, table=table
+    )
 
 
-def _kernels_table(workload: Workload, found: Sequence[Kernels], colours: dict[str, str]) -> Table:
-    """Return a table with kinds as rows and engines as columns, because there are too many kinds for columns."""
+def _kernels_table(found: Sequence[Kernels], colours: dict[str, str], palette: Palette) -> Table:
+    """Return a table that names the kinds and their colours."""
     totals = [sum(each.milliseconds.values()) for each in found]
     decimals = decimals_for(totals)
-    columns = []
-    for each, total in zip(found, totals, strict=True):
-        values = [*(each.milliseconds.get(kind) for kind in colours), total]
-        columns.append([*(number(value, decimals) for value in values), f"{each.launches:,}"])
-    rows = [*colours.items(), ("total", None), ("launches", None)]
-    return Table(
-        f"{workload.title}: device time by kind of operator, ms",
-        "kind",
-        tuple(each.rival for each in found),
-        tuple(
-            Row(name, tuple(column[index] for column in columns), colour)
-            for index, (name, colour) in enumerate(rows)
-        ),
-    )  # fmt: skip
+    rows = [
+        Row(kind, tuple(number(each.milliseconds.get(kind), decimals) for each in found), colour=colour)
+        for kind, colour in colours.items()
+    ]
+    rows.append(Row("total", tuple(number(total, decimals) for total in totals)))
+    rows.append(Row("launches", tuple(f"{each.launches:,}" for each in found)))
+    headings = palette.headings(each.rival for each in found)
+    return Table("Device time by kind of operator, ms", "kind", headings, tuple(rows))
 
 
 def memory_figure(workload: Workload, results: Sequence[Result], palette: Palette) -> Figure | None:
@@ -172,97 +165,134 @@ def memory_figure(workload: Workload, results: Sequence[Result], palette: Palett
         "host": [summary.host_peak_bytes / MB for _, summary in rows],
     }
     peaks = {name: values for name, values in peaks.items() if any(values)}
-    colours = [palette.colour(name) for name in names]
-    height = 0.72 / max(len(peaks), 1)
-    data: list[Trace] = []
-    for index, (name, values) in enumerate(peaks.items()):
-        places = [place + (index - (len(peaks) - 1) / 2) * height for place in range(len(names))]
-        texts = [number(value, 0) for value in values]
-        data += [
-            _segment(
-                places,
-                values,
-                [0.0] * len(names),
-                height * 0.92,
-                [tone(colour, _TONED.get(name, name)) for colour in colours],
-                name,
-                names,
-                "MB",
+    bars = []
+    for index, rival in enumerate(names):
+        labels = {name: f"{number(values[index], 0)} MB" for name, values in peaks.items()}
+        bars.append(
+            BarRow(
+                rival,
+                tuple(
+                    Bar(
+                        (
+                            Part(
+                                values[index],
+                                tone(palette.colour(rival), _TONED.get(name, name)),
+                                f"{rival}: {name} {labels[name]}",
+                            ),
+                        ),
+                        labels[name],
+                    )
+                    for name, values in peaks.items()
+                ),
             )
-        ]
-        data += [ends(places, values, texts)]
-    layout = rows_layout(names, "MB")
-    layout["height"] += 18 * len(names)  # three bars in each row
+        )
+    seconds = [f"{number(summary.second_run_bytes / MB, 0)} MB" for _, summary in rows]
     return Figure(
         workload.title,
-        _description("Peak memory of the second run", names, [f"{number(row.second_run_bytes / MB, 0)} MB"
-                                                         for _, row in rows]),
-        data,
-        layout,
-        make_table(f"{workload.title}: peak memory, MB", "engine", _rows(names, palette),
-                 [Column("", name, tuple(values), whole) for name, values in peaks.items()]),
+        "Peak memory",
+        "In the second run. " + _listed(names, seconds),
+        bar_chart(bars),
+        make_table(
+            "Peak memory, MB",
+            "",
+            palette.headings(names),
+            [Measure("", name, tuple(values), whole) for name, values in peaks.items()],
+        ),
         tuple(Key(name, tone(NEUTRAL, _TONED.get(name, name))) for name in peaks),
-    )  # fmt: skip
+    )
+
+
+def resolutions_figures(found: Sequence[Resolutions], palette: Palette) -> Iterator[Figure]:
+    """Yield the first images of each size in order, for engines with the same sizes."""
+    alike: dict[tuple[Workload, tuple[str, ...]], list[Resolutions]] = {}
+    for each in found:
+        alike.setdefault((each.workload, tuple(at.title for at in each.visited)), []).append(each)
+    for (workload, names), engines in alike.items():
+        decimals = decimals_for([at.settled_s for each in engines for at in each.visited], 3)
+        bars = [
+            BarRow(name, tuple(_visit(each.rival, each.visited[index], palette.colour(each.rival)) for each in engines))
+            for index, name in enumerate(names)
+        ]
+        measures = [
+            Measure(name, moment, tuple(getattr(each.visited[index], value) for each in engines), fixed(decimals))
+            for index, name in enumerate(names)
+            for moment, value in (
+                ("first", "first_s"),
+                ("second", "second_s"),
+                ("later", "settled_s"),
+                ("stall", "stall_s"),
+            )
+        ]
+        rivals = [each.rival for each in engines]
+        yield Figure(
+            workload.title,
+            "First images after a change of size",
+            f"First and second image at {', '.join(names)}, for {', '.join(rivals)}.",
+            bar_chart(bars),
+            make_table("Images of each size, in order, s", "", palette.headings(rivals), measures),
+            tuple(Key(rival, palette.colour(rival)) for rival in rivals),
+        )
+
+
+def _visit(rival: str, at: Resolution, colour: str) -> Bar:
+    """Return a bar of a later image, followed by the additional time of the first two."""
+    title = (
+        f"{rival}, {at.title}: first {number(at.first_s, 3)} s, second {number(at.second_s, 3)} s, "
+        f"later {number(at.settled_s, 3)} s"
+    )
+    total = at.settled_s + at.stall_s
+    return Bar((Part(at.settled_s, colour, title), Part(at.stall_s, faint(colour), title)), f"{number(total, 2)} s")
 
 
 def _stacked(
     workload: Workload,
-    measure: str,
-    names: Sequence[str],
+    name: str,
+    rivals: Sequence[str],
     parts: dict[str, list[float]],
     unit: str,
     palette: Palette,
-    totals: Sequence[float] | None = None,
+    *,
     colours: dict[str, str] | None = None,
+    table: Table | None = None,
+    notes: tuple[str, ...] = (),
 ) -> Figure:
     """Return stacked bars, in tones of the engine's colour or in the colours of the parts."""
-    summed = [sum(values) for values in zip(*parts.values(), strict=True)]
-    totals = summed if totals is None else totals
-    places = list(range(len(names)))
+    totals = [sum(values) for values in zip(*parts.values(), strict=True)]
     decimals = decimals_for(totals, 3 if unit == "s" else 4, 2)
     texts = [f"{number(total, decimals)} {unit}" for total in totals]
-    starts = [0.0] * len(names)
-    data: list[Trace] = []
-    for name, values in parts.items():
-        shown = [tone(palette.colour(rival), name) if colours is None else colours[name] for rival in names]
-        data.append(_segment(places, values, starts, 0.6, shown, name, names, unit))
-        starts = [start + value for start, value in zip(starts, values, strict=True)]
-    columns = [Column("", name, tuple(values), aligned(3, 2)) for name, values in parts.items()]
-    columns.append(Column("", "total", tuple(totals), fixed(decimals)))
+    decimals_of = {part: decimals_for(values, 3, 2) for part, values in parts.items()}
+    bars = [
+        BarRow(
+            rival,
+            (
+                Bar(
+                    tuple(
+                        Part(
+                            values[index],
+                            tone(palette.colour(rival), part) if colours is None else colours[part],
+                            f"{rival}: {part} {number(values[index], decimals_of[part])} {unit}",
+                        )
+                        for part, values in parts.items()
+                    ),
+                    texts[index],
+                ),
+            ),
+        )
+        for index, rival in enumerate(rivals)
+    ]
+    measures = [Measure("", part, tuple(values), aligned(3, 2)) for part, values in parts.items()]
+    measures.append(Measure("", "total", tuple(totals), fixed(decimals)))
     return Figure(
         workload.title,
-        _description(measure, names, texts),
-        [*data, ends(places, summed, texts)],
-        rows_layout(names, unit),
-        make_table(f"{workload.title}: {measure.lower()}, {unit}", "engine", _rows(names, palette), columns),
-        tuple(Key(name, tone(NEUTRAL, name) if colours is None else colours[name]) for name in parts),
+        name,
+        _listed(rivals, texts),
+        bar_chart(bars),
+        table or make_table(f"{name}, {unit}", "", palette.headings(rivals), measures),
+        # A table with the colours of the parts is the legend.
+        tuple(Key(part, tone(NEUTRAL, part)) for part in parts) if table is None else (),
+        notes,
     )
 
 
-def _segment(
-    places: Sequence[float],
-    values: Sequence[float],
-    starts: Sequence[float],
-    thickness: float,
-    colours: Sequence[str],
-    part: str,
-    names: Sequence[str],
-    unit: str,
-) -> Trace:
-    decimals = decimals_for(values, 3, 2)
-    return bars(places, values, starts, thickness) | {
-        "marker": {"color": list(colours), "line": {"color": [colour[:7] for colour in colours], "width": 1}},
-        "hovertext": [
-            f"{literal(name)}<br>{literal(part)} {number(value, decimals)} {unit}"
-            for name, value in zip(names, values, strict=True)
-        ],
-    }
-
-
-def _rows(names: Sequence[str], palette: Palette) -> list[Row]:
-    return [Row(name, (), palette.colour(name)) for name in names]
-
-
-def _description(measure: str, names: Sequence[str], texts: Sequence[str]) -> str:
-    listed = ", ".join(f"{name} {text}" for name, text in zip(names, texts, strict=True))
-    return f"{measure}: {listed}."
+def _listed(names: Sequence[str], texts: Sequence[str]) -> str:
+    return ", ".join(f"{name} {text}" for name, text in zip(names, texts, strict=True)) + "."

@@ -1,15 +1,15 @@
-"""Line charts of latency by batch size, image size and steps, and bars of image size changes."""
+"""Line charts of latency by batch size, image size and steps."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 
-from sdonnx.benchmark.extra_results import Resolutions, Throughput
-from sdonnx.benchmark.report.figures import Figure, Key, Trace, columns_layout, lines_layout, literal
+from sdonnx.benchmark.extra_results import Throughput
+from sdonnx.benchmark.report.drawing import Series, line_chart
+from sdonnx.benchmark.report.figures import Figure, Key
 from sdonnx.benchmark.report.html_tables import (
-    Column,
-    Row,
+    Measure,
     Table,
     Text,
     aligned,
@@ -18,13 +18,13 @@ from sdonnx.benchmark.report.html_tables import (
     make_table,
     number,
 )
-from sdonnx.benchmark.report.palette import Palette, faint
+from sdonnx.benchmark.report.palette import Palette
 from sdonnx.benchmark.report.workload_rows import trusted_results
 from sdonnx.benchmark.results import Result
 from sdonnx.benchmark.statistics import LineFit, Summary
 from sdonnx.benchmark.workload import Workload
 
-__all__ = ["batch_figures", "resolutions_figures", "size_figures", "throughput_figures"]
+__all__ = ["batch_figures", "size_figures", "throughput_figures"]
 
 Points = dict[str, dict[float, float]]
 """For each engine, y values by x values."""
@@ -41,7 +41,7 @@ def batch_figures(results: Sequence[Result], palette: Palette) -> Iterator[Figur
             batch = row.workload.batch_size
             points.setdefault(row.rival, {})[float(batch)] = batch / summary.median_s
         title = f"{workload.height}x{workload.width}, {workload.steps} steps"
-        yield _curves(title, "batch", "images per second", ticks, points, palette)
+        yield _curves(title, "batch size", "images per second", ticks, points, palette)
 
 
 def size_figures(results: Sequence[Result], palette: Palette) -> Iterator[Figure]:
@@ -71,43 +71,44 @@ def _families(
 
 
 def _curves(title: str, across: str, up: str, ticks: dict[float, str], points: Points, palette: Palette) -> Figure:
-    data = [
-        _marks(rival, sorted(each.items()), palette) | {"mode": "lines+markers", "line": _line(rival, palette)}
+    series = [
+        Series(palette.colour(rival), palette.symbol(rival), tuple(sorted(each.items())), None, rival)
         for rival, each in points.items()
     ]
-    columns = [
-        Column("", name, tuple(each.get(place) for each in points.values()), aligned(3, 3))
+    measures = [
+        Measure("", name, tuple(each.get(place) for each in points.values()), aligned(3, 3))
         for place, name in ticks.items()
     ]
-    caption = f"{title}: {up} by {across.partition(',')[0]}"
+    caption = f"{up} by {across.partition(',')[0]}".capitalize()
     return Figure(
         title,
-        f"{caption}, for {', '.join(points)}.",
-        data,
-        lines_layout(across, up, ticks),
-        make_table(caption, "engine", _rows(list(points), palette), columns),
-        _keys(list(points), palette),
+        caption,
+        f"For {', '.join(points)}.",
+        line_chart(series, across, up, ticks),
+        make_table(caption, across.partition(",")[0], palette.headings(points), measures),
+        tuple(Key(rival, palette.colour(rival)) for rival in points),
     )
 
 
 def throughput_figures(found: Sequence[Throughput], palette: Palette) -> Iterator[Figure]:
     """Yield latency by steps with the fitted line, for each workload."""
-    for workload, lines in _by_workload(found).items():
-        data: list[Trace] = []
+    alike: dict[Workload, list[Throughput]] = {}
+    for each in found:
+        alike.setdefault(each.workload, []).append(each)
+    for workload, lines in alike.items():
+        series = []
         for each in lines:
             last = max(steps for steps, _ in each.points)
-            ends = [each.line.offset, each.line.offset + each.line.slope * last]
-            through = {"type": "scatter", "mode": "lines", "x": [0, last], "y": ends, "hoverinfo": "skip"}
-            data += [through | {"line": _line(each.rival, palette)}]
-            data += [_marks(each.rival, [(float(steps), seconds) for steps, seconds in each.points], palette)]
-        title = f"{workload.height}x{workload.width}, batch {workload.batch_size}"
+            ends = ((0.0, each.line.offset), (float(last), each.line.offset + each.line.slope * last))
+            points = tuple((float(steps), seconds) for steps, seconds in each.points)
+            series.append(Series(palette.colour(each.rival), palette.symbol(each.rival), points, ends, each.rival))
         formulas = [f"{each.rival}: {formula(each.line)}" for each in lines]
         yield Figure(
-            title,
-            f"Latency by steps. {'; '.join(formulas)}.",
-            data,
-            lines_layout("steps", "latency, seconds"),
-            _lines_table(title, lines, palette),
+            f"{workload.height}x{workload.width}, batch {workload.batch_size}",
+            "Latency by steps",
+            f"{'; '.join(formulas)}.",
+            line_chart(series, "steps", "latency, seconds"),
+            _lines_table(lines, palette),
             tuple(Key(text, palette.colour(each.rival)) for text, each in zip(formulas, lines, strict=True)),
         )
 
@@ -121,102 +122,17 @@ def formula(line: LineFit) -> str:
     return f"{step} ms \N{MULTIPLICATION SIGN} steps {sign} {number(abs(offset), 1)} ms ({fit})"
 
 
-def _lines_table(title: str, lines: Sequence[Throughput], palette: Palette) -> Table:
+def _lines_table(lines: Sequence[Throughput], palette: Palette) -> Table:
     measured = [dict(each.points) for each in lines]
-    counts = sorted({steps for points in measured for steps in points})
-    latency = Column("", "", (), fixed(decimals_for([seconds for points in measured for seconds in points.values()])))
-    columns = [
-        dataclasses.replace(
-            latency, group="latency, s, by steps", name=str(count), values=tuple(each.get(count) for each in measured)
-        )
-        for count in counts
+    latency = fixed(decimals_for([seconds for points in measured for seconds in points.values()]))
+    measures = [
+        Measure("latency, s, by steps", str(count), tuple(each.get(count) for each in measured), latency)
+        for count in sorted({steps for points in measured for steps in points})
     ]
     fitted: tuple[tuple[str, Callable[[LineFit], float], Text], ...] = (
         ("per step, ms", lambda line: line.slope * 1e3, aligned(4)),
         ("offset, ms", lambda line: line.offset * 1e3, fixed(1)),
         ("R²", lambda line: line.r_squared, fixed(4)),
     )
-    columns += [Column("line", name, tuple(value(each.line) for each in lines), text) for name, value, text in fitted]
-    return make_table(f"{title}: latency by steps", "engine", _rows([each.rival for each in lines], palette), columns)
-
-
-def resolutions_figures(found: Sequence[Resolutions], palette: Palette) -> Iterator[Figure]:
-    """Yield the first and second image of each size in order, for engines with the same sizes."""
-    alike: dict[tuple[Workload, tuple[str, ...]], list[Resolutions]] = {}
-    for each in found:
-        alike.setdefault((each.workload, tuple(at.title for at in each.visited)), []).append(each)
-    for (workload, names), engines in alike.items():
-        width = 0.8 / len(engines)
-        seconds = fixed(decimals_for([at.settled_s for each in engines for at in each.visited], 3))
-        data: list[Trace] = []
-        columns: list[Column] = []
-        for index, each in enumerate(engines):
-            places = [place + (index - (len(engines) - 1) / 2) * width for place in range(len(names))]
-            data += _visits(each, places, width * 0.9, palette.colour(each.rival))
-            columns += [
-                Column(each.rival, "first", tuple(at.first_s for at in each.visited), seconds),
-                Column(each.rival, "second", tuple(at.second_s for at in each.visited), seconds),
-                Column(each.rival, "later", tuple(at.settled_s for at in each.visited), seconds),
-                Column(each.rival, "stall", tuple(at.stall_s for at in each.visited), seconds),
-            ]
-        rivals = [each.rival for each in engines]
-        yield Figure(
-            f"batch {workload.batch_size}, {workload.steps} steps",
-            f"First and second image at {', '.join(names)}, for {', '.join(rivals)}.",
-            data,
-            columns_layout(names, "image size, in order", "seconds"),
-            make_table("First and second image of each size, s", "size", [Row(name) for name in names], columns),
-            _keys(rivals, palette),
-        )
-
-
-def _visits(each: Resolutions, places: Sequence[float], width: float, colour: str) -> list[Trace]:
-    """Return bars of a later image, and on top the additional time of the first two."""
-    texts = [
-        f"{literal(each.rival)}<br>{at.title}: first {number(at.first_s, 3)} s,"
-        f" second {number(at.second_s, 3)} s, later {number(at.settled_s, 3)} s"
-        for at in each.visited
-    ]
-    bar = {"type": "bar", "x": list(places), "width": width, "hovertext": texts, "hoverinfo": "text"}
-    edge = {"color": colour, "width": 1}
-    seconds = [at.settled_s for at in each.visited]
-    return [
-        bar | {"y": seconds, "base": [0.0] * len(seconds), "marker": {"color": colour, "line": edge}},
-        bar
-        | {
-            "y": [at.stall_s for at in each.visited],
-            "base": seconds,
-            "marker": {"color": faint(colour), "line": edge},
-        },
-    ]
-
-
-def _marks(rival: str, points: Sequence[tuple[float, float]], palette: Palette) -> Trace:
-    return {
-        "type": "scatter",
-        "mode": "markers",
-        "x": [place for place, _ in points],
-        "y": [height for _, height in points],
-        "marker": {"color": palette.colour(rival), "symbol": palette.symbol(rival), "size": 9},
-        "hovertext": [literal(rival)] * len(points),
-        "hoverinfo": "text+x+y",
-    }
-
-
-def _line(rival: str, palette: Palette) -> dict[str, object]:
-    return {"color": palette.colour(rival), "width": 2}
-
-
-def _rows(rivals: Sequence[str], palette: Palette) -> list[Row]:
-    return [Row(rival, (), palette.colour(rival)) for rival in rivals]
-
-
-def _keys(rivals: Sequence[str], palette: Palette) -> tuple[Key, ...]:
-    return tuple(Key(rival, palette.colour(rival)) for rival in rivals)
-
-
-def _by_workload(found: Sequence[Throughput]) -> dict[Workload, list[Throughput]]:
-    alike: dict[Workload, list[Throughput]] = {}
-    for each in found:
-        alike.setdefault(each.workload, []).append(each)
-    return alike
+    measures += [Measure("line", name, tuple(value(each.line) for each in lines), text) for name, value, text in fitted]
+    return make_table("Latency by steps", "", palette.headings(each.rival for each in lines), measures)

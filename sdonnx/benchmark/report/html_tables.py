@@ -1,15 +1,17 @@
-"""Tables whose columns have one unit and one number of decimals."""
+"""Tables with a column for each engine and a row for each measure, whose numbers have one unit and precision."""
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 __all__ = [
     "DASH",
     "MB",
-    "Column",
+    "Heading",
+    "Measure",
     "Row",
     "Table",
     "Text",
@@ -30,7 +32,22 @@ MB = 1024**2
 """As in ONNX Runtime's benchmark.py for Stable Diffusion."""
 
 Text = Callable[[Sequence[float | None]], list[str]]
-"""Formats a whole column, so that its decimals agree."""
+"""Formats the values of a measure, so that their decimals agree."""
+
+
+@dataclass(frozen=True)
+class Heading:
+    """A column heading.
+
+    Attributes:
+        name: the heading.
+        colour: colour of the swatch before it; None for no swatch.
+        verdict: a word after it for a column without trusted values, such as "failed".
+    """
+
+    name: str
+    colour: str | None = None
+    verdict: str | None = None
 
 
 @dataclass(frozen=True)
@@ -39,39 +56,44 @@ class Row:
 
     Attributes:
         name: the row heading.
-        cells: the formatted cells; empty if there is only a reason.
+        cells: the formatted cells.
+        group: the heading over this row and its neighbours of the same group; empty for none.
         colour: colour of the swatch before the name; None for no swatch.
-        badges: short remarks next to the name.
-        reason: the reason for missing or untrusted cells.
+        verdict: a word after the name, such as "failed".
     """
 
     name: str
     cells: tuple[str, ...] = ()
+    group: str = ""
     colour: str | None = None
-    badges: tuple[str, ...] = ()
-    reason: str | None = None
+    verdict: str | None = None
 
 
 @dataclass(frozen=True)
 class Table:
-    """A table; `groups` are headings over several columns, with the number of columns."""
+    """A table; `head` is the heading of the column of row headings."""
 
     caption: str
     head: str
-    columns: tuple[str, ...]
+    columns: tuple[Heading, ...]
     rows: tuple[Row, ...]
-    groups: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def groups(self) -> Iterator[tuple[str, list[Row]]]:
+        """Consecutive rows of one group, with its heading."""
+        for group, rows in itertools.groupby(self.rows, key=lambda row: row.group):
+            yield group, list(rows)
 
 
 @dataclass(frozen=True)
-class Column:
-    """A column of a table before formatting.
+class Measure:
+    """A row of a table before formatting.
 
     Attributes:
         group: the group heading; empty for no group.
-        name: the column heading.
-        values: one value for each row; None if it was not measured.
-        text: formats the column.
+        name: the row heading.
+        values: one value for each column; None if it was not measured.
+        text: formats the row.
     """
 
     group: str
@@ -101,7 +123,7 @@ def decimals_for(values: Iterable[float | None], significant: int = 4, maximum: 
 
 
 def aligned(significant: int = 4, maximum: int = 3) -> Text:
-    """Return a column format in which the smallest number has the given significant digits."""
+    """Return a format in which the smallest number has the given significant digits."""
 
     def text(values: Sequence[float | None]) -> list[str]:
         decimals = decimals_for(values, significant, maximum)
@@ -111,17 +133,17 @@ def aligned(significant: int = 4, maximum: int = 3) -> Text:
 
 
 def fixed(decimals: int) -> Text:
-    """Return a column format with the given decimals."""
+    """Return a format with the given decimals."""
     return lambda values: [number(value, decimals) for value in values]
 
 
 def whole(values: Sequence[float | None]) -> list[str]:
-    """Format a column without decimals."""
+    """Format values without decimals."""
     return [number(value, 0) for value in values]
 
 
 def percent(values: Sequence[float | None]) -> list[str]:
-    """Format a column of shares, 0 to 1, as percentages."""
+    """Format shares, 0 to 1, as percentages."""
     return [DASH if value is None or not math.isfinite(value) else f"{number(value * 100, 1)} %" for value in values]
 
 
@@ -130,20 +152,8 @@ def ratio(value: float) -> str:
     return number(value, decimals_for([value], 3, 2))
 
 
-def make_table(caption: str, head: str, rows: Sequence[Row], columns: Sequence[Column]) -> Table:
-    """Return a table of the columns; the cells of the rows are replaced."""
-    written = [column.text(column.values) for column in columns]
-    cells = list(zip(*written, strict=True)) if written else [()] * len(rows)
-    groups: list[tuple[str, int]] = []
-    for column in columns:
-        if groups and groups[-1][0] == column.group:
-            groups[-1] = (column.group, groups[-1][1] + 1)
-        else:
-            groups.append((column.group, 1))
-    return Table(
-        caption,
-        head,
-        tuple(column.name for column in columns),
-        tuple(Row(row.name, cell, row.colour, row.badges, row.reason) for row, cell in zip(rows, cells, strict=True)),
-        tuple(groups) if any(group for group, _ in groups) else (),
-    )
+def make_table(caption: str, head: str, columns: Sequence[Heading], measures: Iterable[Measure]) -> Table:
+    """Return a table of the measures. Measures without any value are omitted."""
+    rows = [Row(each.name, tuple(each.text(each.values)), each.group) for each in measures]
+    measured = [row for row in rows if any(cell != DASH for cell in row.cells)]
+    return Table(caption, head, tuple(columns), tuple(measured))

@@ -24,9 +24,13 @@ if TYPE_CHECKING:
 __all__ = ["Gallery", "Picture", "Shown", "difference", "factor_for", "make_galleries", "make_gallery"]
 
 _FACTORS = (64, 32, 16, 8)
-# Share of the differences that may be clipped to white. Half precision differs by a few steps of 255, which would
-# still be black with a factor of eight; other images fill the range with any factor.
+# Share of the differences that may be clipped to black or white. Half precision differs by a few steps of 255, which
+# would hardly be visible with a factor of eight; other images fill the range with any factor.
 _MAX_CLIPPED = 0.001
+
+_GREY = 128
+# A difference is shown if at least this share of the pixels differs from grey by at least so much.
+_MIN_VISIBLE_SHARE, _VISIBLE = 0.001, 16
 
 # Keeps pages with many engines, batches and sizes small enough to send: lossless compression hardly shrinks noise.
 _MAX_LOSSLESS_BYTES = 2**18
@@ -54,13 +58,23 @@ class Picture:
 
 @dataclass(frozen=True)
 class Shown:
-    """An engine's image, its difference to the reference, and a text such as "PSNR 45.0 dB"."""
+    """An engine's image and its difference to the reference.
+
+    Attributes:
+        rival: the engine.
+        colour: its colour.
+        image: its image.
+        difference: the amplified difference; None for the reference, and if nothing would be visible.
+        agreement: a text such as "PSNR 45.0 dB".
+        same: a text in place of the difference if nothing would be visible, such as "no visible difference".
+    """
 
     rival: str
     colour: str
     image: Picture
     difference: Picture | None
     agreement: str
+    same: str | None = None
 
 
 @dataclass(frozen=True)
@@ -73,7 +87,7 @@ class Gallery:
 
     @property
     def has_differences(self) -> bool:
-        """Whether there are differences to a reference."""
+        """Whether there are visible differences to a reference."""
         return any(each.difference is not None for each in self.shown)
 
 
@@ -106,7 +120,12 @@ def _shown(rival: str, image: Image, reference: Image | None, colour: str, facto
     if image.size != reference.size:
         return Shown(rival, colour, _picture(image), None, f"size differs from {REFERENCE}")
     decibels = _psnr(image, reference)
-    agreement = "identical" if decibels == math.inf else f"PSNR {number(decibels, 1)} dB"
+    if decibels == math.inf:
+        return Shown(rival, colour, _picture(image), None, "identical", "identical pixels")
+    agreement = f"PSNR {number(decibels, 1)} dB"
+    amplified = factor * _distance(image, reference).max(axis=-1)
+    if np.mean(amplified >= _VISIBLE) < _MIN_VISIBLE_SHARE:
+        return Shown(rival, colour, _picture(image), None, agreement, "no visible difference")
     return Shown(rival, colour, _picture(image), _picture(difference(image, reference, factor)), agreement)
 
 
@@ -120,14 +139,18 @@ def factor_for(reference: Image | None, images: Sequence[Image]) -> int:
     largest = max((float(np.quantile(each, 1 - _MAX_CLIPPED)) for each in alike), default=0.0)
     if largest == 0:
         return _FACTORS[-1]
-    return next((factor for factor in _FACTORS if factor * largest <= 255), _FACTORS[-1])
+    return next((factor for factor in _FACTORS if factor * largest < _GREY), _FACTORS[-1])
 
 
 def difference(image: Image, reference: Image, factor: int) -> Image:
-    """Return the absolute difference of two images of one size, multiplied by `factor` and clipped to white."""
+    """Return the difference of two images of one size, multiplied by `factor`, on grey.
+
+    Equal values are grey (128), larger ones lighter and smaller ones darker.
+    """
     from PIL.Image import fromarray
 
-    return fromarray(np.minimum(_distance(image, reference) * factor, 255).astype(np.uint8))
+    signed = _array(image).astype(np.int32) - _array(reference)
+    return fromarray(np.clip(_GREY + factor * signed, 0, 255).astype(np.uint8))
 
 
 def _distance(image: Image, reference: Image) -> npt.NDArray[np.int32]:

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from sdonnx.benchmark.report.html_tables import Heading
 from sdonnx.benchmark.results import REFERENCE, Comparison
 
 __all__ = ["NEUTRAL", "PARTS", "Palette", "faint", "part_colours", "tone"]
 
 _ENGINES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
-_SYMBOLS = ("circle", "square", "diamond", "triangle-up", "cross", "triangle-down", "pentagon", "star")
 _REFERENCE = "#7f7f7f"
 
 PARTS = ("#77aadd", "#ee8866", "#44bb99", "#eedd88", "#ffaabb", "#bbcc33", "#99ddff", "#aaaa00")
@@ -49,15 +49,19 @@ class Palette:
         self.rivals = tuple(names)
         numbered = [name for name in names if name != REFERENCE]
         self._colours = {name: _ENGINES[index % len(_ENGINES)] for index, name in enumerate(numbered)}
-        self._symbols = {name: _SYMBOLS[index % len(_SYMBOLS)] for index, name in enumerate(numbered)}
+        self._symbols = {name: index for index, name in enumerate(numbered)}
 
     def colour(self, rival: str) -> str:
         """Return an engine's colour; the reference is grey."""
         return self._colours.get(rival, _REFERENCE)
 
-    def symbol(self, rival: str) -> str:
-        """Return an engine's marker symbol, which distinguishes engines that share a colour."""
-        return self._symbols.get(rival, "x")
+    def symbol(self, rival: str) -> int:
+        """Return the index of an engine's marker, which distinguishes engines that share a colour."""
+        return self._symbols.get(rival, 0)
+
+    def headings(self, rivals: Iterable[str]) -> tuple[Heading, ...]:
+        """Return column headings for engines."""
+        return tuple(Heading(rival, self.colour(rival)) for rival in rivals)
 
 
 def faint(colour: str) -> str:

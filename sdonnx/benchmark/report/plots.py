@@ -10,9 +10,10 @@ from sdonnx.benchmark.report.bars import (
     kernels_figure,
     latency_figure,
     memory_figure,
+    resolutions_figures,
     stages_figure,
 )
-from sdonnx.benchmark.report.curves import batch_figures, resolutions_figures, size_figures, throughput_figures
+from sdonnx.benchmark.report.curves import batch_figures, size_figures, throughput_figures
 from sdonnx.benchmark.report.figures import Figure, Panel
 from sdonnx.benchmark.report.palette import Palette
 from sdonnx.benchmark.report.workload_rows import memory_kinds, results_by_workload
@@ -26,15 +27,18 @@ _LATENCY = (
     " round are on one line."
 )
 _FIRST = "Time from the start of loading to the first image, including compilation, capture and kernel search."
-_STAGES = "Measured with the device's clock; “rest” is the remaining part of the median latency."
+_STAGES = (
+    "Measured with the device's clock in a separate run; “rest” is the remaining part of the median latency, such as"
+    " the host's work."
+)
 _BATCH = "Higher is better. Batch size divided by the median latency."
 _SIZE = "Lower is better. Median latency of one run."
 _STEPS = (
     "The slope is the time per step, the offset the time that does not depend on the steps: text, decoding, overhead."
 )
 _SIZES = (
-    "One warm process changes from one size to the next. The opaque bar is a later image of a size, the pale part is"
-    " the additional time of the first two."
+    "One warm process changes from one size to the next. The opaque part of a bar is a later image of a size, the pale"
+    " part is the additional time of the first two."
 )
 
 

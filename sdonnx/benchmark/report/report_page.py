@@ -6,22 +6,24 @@ import contextlib
 import secrets
 import tempfile
 from collections.abc import Iterator, Mapping
-from datetime import UTC, datetime
+from datetime import datetime
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from sdonnx.benchmark.report.headline import make_headline
 from sdonnx.benchmark.report.image_comparison import make_galleries
 from sdonnx.benchmark.report.palette import Palette
 from sdonnx.benchmark.report.plots import make_panels
-from sdonnx.benchmark.report.surroundings import device_name, engines_table, installed_packages, machine_facts
+from sdonnx.benchmark.report.surroundings import device_name, engine_facts, installed_packages, machine_facts
 from sdonnx.benchmark.report.terms import TERMS
-from sdonnx.benchmark.report.workload_rows import make_headline, make_tables, memory_kinds, results_by_workload
+from sdonnx.benchmark.report.workload_rows import make_tables, memory_kinds, results_by_workload, settings_text
 from sdonnx.benchmark.results import REFERENCE, Comparison
+from sdonnx.benchmark.shown_names import model_name, with_shown_names
+from sdonnx.benchmark.workload import Workload
 from sdonnx.errors import OutputError
-from sdonnx.folder.pipeline_folder import finite
 
-__all__ = ["check_report", "render_page", "write_report"]
+__all__ = ["check_report", "readable_date", "render_page", "write_report"]
 
 
 def check_report(path: Path) -> None:
@@ -94,42 +96,61 @@ def render_page(template: str, package: str, values: Mapping[str, Any]) -> str:
 
 
 def _page(comparison: Comparison) -> str:
-    from markupsafe import Markup
-    from plotly.offline import get_plotlyjs
-
-    # Plotly is most of the page.
-    scripts = {"script": Markup(_read("page.js")), "plotly": Markup(get_plotlyjs())}
-    return render_page("page.html", __package__, _shown(comparison) | scripts)
+    return render_page("page.html", __package__, _shown(with_shown_names(comparison)))
 
 
 def _shown(comparison: Comparison) -> dict[str, Any]:
     palette = Palette(comparison)
     by_workload = results_by_workload(comparison)
-    headlines = [make_headline(workload, results, palette) for workload, results in by_workload.items()]
-    panels = make_panels(comparison, palette)
-    figures = [figure for panel in panels for figure in panel.figures]
+    found = [make_headline(workload, results, palette) for workload, results in by_workload.items()]
+    headlines = [headline for headline in found if headline is not None]
+    workloads = _workloads(comparison)
+    settings = list(dict.fromkeys(map(settings_text, workloads)))
+    shared, differences = engine_facts(comparison, palette)
     return {
-        "title": _title(comparison, palette),
-        "written": datetime.now(UTC).strftime("%d %B %Y"),
-        "headlines": [headline for headline in headlines if headline is not None],
+        "title": _title(comparison),
+        "result": headlines[0].sentence if headlines else "No engine has a trusted result.",
+        # A single workload is named once, at the top; several are named wherever their numbers are.
+        "workload": headlines[0].title if headlines else workloads[0].title if workloads else None,
+        "has_several": len(workloads) > 1,
+        "settings": settings[0] if len(settings) == 1 else None,
+        "measured": readable_date(comparison.time),
+        "version": dict(installed_packages(comparison)).get("sdonnx"),
+        "headlines": headlines,
         "parts": [make_tables(workload, results, palette) for workload, results in by_workload.items()],
         "memory_kinds": memory_kinds(comparison),
-        "panels": panels,
-        "figures": [finite({"data": figure.data, "layout": figure.layout}) for figure in figures],
+        "panels": make_panels(comparison, palette),
         "galleries": make_galleries(comparison, palette),
         "reference": REFERENCE,
         "machine": machine_facts(comparison),
-        "engines_table": engines_table(comparison, palette),
+        "engines": shared,
+        "engines_table": differences,
         "packages": installed_packages(comparison),
         "command": comparison.command,
         "terms": TERMS,
     }
 
 
-def _title(comparison: Comparison, palette: Palette) -> str:
-    count = sum(rival != REFERENCE for rival in palette.rivals)
-    engines = {0: "Benchmark", 1: "1 engine"}.get(count, f"{count} engines")
-    return f"{engines} on {device_name(comparison)}"
+def _title(comparison: Comparison) -> str:
+    """Return the model and the device: "Stable Diffusion 1.5 on NVIDIA H200"."""
+    families = [result.engine["family"] for result in comparison.results if "family" in result.engine]
+    name = model_name(comparison.model, str(families[0]) if families else None)
+    return f"{name or 'Benchmark'} on {device_name(comparison)}"
+
+
+def _workloads(comparison: Comparison) -> list[Workload]:
+    measured: list[Any] = [*comparison.results, *comparison.throughput, *comparison.resolutions, *comparison.kernels]
+    return list(
+        dict.fromkeys([*(each.workload for each in measured), *(workload for _, workload in comparison.images)])
+    )
+
+
+def readable_date(time: str) -> str | None:
+    """Return the date of an ISO 8601 time in words: "5 March 2026"; None for an empty string."""
+    if not time:
+        return None
+    date = datetime.fromisoformat(time)
+    return f"{date.day} {date:%B %Y}"
 
 
 def _read(name: str) -> str:

@@ -2,17 +2,38 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from sdonnx.benchmark.report.html_tables import DASH, Row, Table, number
 from sdonnx.benchmark.report.palette import Palette
 from sdonnx.benchmark.results import Comparison
 
-__all__ = ["device_name", "engines_table", "installed_packages", "machine_facts"]
+__all__ = ["device_name", "engine_facts", "installed_packages", "machine_facts"]
 
 _GIB = 1024**3
 
-_HEADINGS = {"name": "library", "compile_mode": "compile mode"}
+_TRADEMARKS = re.compile(r"\((R|TM)\)", re.IGNORECASE)
+
+_HEADINGS = {
+    "compile_mode": "compile mode",
+    "regional": "only blocks compiled",
+    "io_binding": "I/O binding",
+    "ip_adapters": "IP-Adapters",
+    "scheduler": "sampler",
+}
+
+_LIBRARIES = {
+    "onnxruntime": "ONNX Runtime",
+    "onnxruntime-plain": "ONNX Runtime",
+    "torch": "PyTorch",
+    "optimum": "optimum",
+}
+
+# The library is named by its engine, and packages are listed below the engines.
+_SEPARATE = ("name", "version", "packages")
+
+_NO = "no"
 
 
 def device_name(comparison: Comparison) -> str:
@@ -22,7 +43,7 @@ def device_name(comparison: Comparison) -> str:
     devices = {str(result.engine.get("device", "cuda")) for result in comparison.results}
     on_gpu = "cuda" in devices or not devices
     name = gpu.get("name") if on_gpu else None
-    return str(name or machine.get("cpu") or "an unknown machine")
+    return _TRADEMARKS.sub("", str(name or machine.get("cpu") or "an unknown machine"))
 
 
 def machine_facts(comparison: Comparison) -> list[tuple[str, str]]:
@@ -47,21 +68,32 @@ def machine_facts(comparison: Comparison) -> list[tuple[str, str]]:
     return [(name, str(value)) for name, value in found.items() if value is not None]
 
 
-def engines_table(comparison: Comparison, palette: Palette) -> Table | None:
-    """Return the engines' properties, one row for each engine; None if there are none."""
-    found: dict[str, dict[str, Any]] = {}
+def engine_facts(comparison: Comparison, palette: Palette) -> tuple[list[tuple[str, str]], Table | None]:
+    """Return the properties that all engines share, and a table of those that differ; None if there are none."""
+    found: dict[str, dict[str, str]] = {}
     for result in comparison.results:
         if result.engine:
-            found.setdefault(result.rival, result.engine)
-    keys = dict.fromkeys(key for engine in found.values() for key in engine)
-    if not keys:
-        return None
-    rows = [
-        Row(rival, tuple(_text(engine.get(key)) for key in keys), palette.colour(rival))
-        for rival, engine in found.items()
-    ]
-    headings = tuple(_HEADINGS.get(key, key.replace("_", " ")) for key in keys)
-    return Table("Engines", "engine", headings, tuple(rows))
+            found.setdefault(result.rival, _properties(result.engine))
+    shared: list[tuple[str, str]] = []
+    rows: list[Row] = []
+    for name in dict.fromkeys(name for properties in found.values() for name in properties):
+        values = [properties.get(name, DASH) for properties in found.values()]
+        if len(set(values)) > 1:
+            rows.append(Row(name, tuple(values)))
+        elif values[0] not in (DASH, _NO):
+            shared.append((name, values[0]))
+    return shared, Table("Settings that differ", "", palette.headings(found), tuple(rows)) if rows else None
+
+
+def _properties(engine: dict[str, Any]) -> dict[str, str]:
+    """Return the properties of an engine as names and values in words."""
+    library = {"library": _text(engine.get("name")), "version": _text(engine.get("version"))}
+    if library["library"] in _LIBRARIES:
+        library["library"] = _LIBRARIES[library["library"]]
+    others = {
+        _HEADINGS.get(key, key.replace("_", " ")): _text(value) for key, value in engine.items() if key not in _SEPARATE
+    }
+    return library | others
 
 
 def installed_packages(comparison: Comparison) -> list[tuple[str, str]]:
@@ -77,4 +109,11 @@ def _part(whole: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def _text(value: object) -> str:
-    return DASH if value is None else str(value)
+    """Return a value in words."""
+    if value is None:
+        return DASH
+    if isinstance(value, bool):
+        return "yes" if value else _NO
+    if isinstance(value, list | tuple):
+        return ", ".join(map(str, value)) or _NO
+    return str(value)

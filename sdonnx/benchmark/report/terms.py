@@ -12,7 +12,7 @@ TERMS: tuple[tuple[str, str], ...] = (
     ("latency", "Seconds of a timed run, over the timed runs of all rounds. Half of them are below the median, 90 %"
      " are below p90."),
     ("spread", "(p90 \N{MINUS SIGN} p10) / median: the relative range of the middle 80 % of the runs."
-     f" Rows with more than {LARGE_SPREAD:.0%} are marked."),
+     f" Results with more than {LARGE_SPREAD:.0%} are marked."),
     ("load", "Import of the library and loading of the weights onto the device; median over the rounds."),
     ("first image", "Time from the start of loading to the first image, including capture, compilation and kernel"
      " search; median over the rounds."),
