@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
+import textwrap
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
 from rich.table import Table
+from rich.text import Text
 
 from sdonnx.errors import OutputError
 from sdonnx.folder.certificate import CERTIFICATE, CERTIFICATE_PAGE
@@ -22,12 +24,14 @@ from sdonnx.verify.judgement import Thresholds
 from sdonnx.verify.verification import Verification, VerificationRequest
 from sdonnx.verify.verifier import verify_folder
 
-__all__ = ["FAILED", "add_arguments", "run", "write_certificate"]
+__all__ = ["FAILED", "add_arguments", "components_table", "images_table", "run", "write_certificate"]
 
 _PARTIAL = ".certificate.partial"
 
 FAILED = 1
 """Exit status if the folder does not pass."""
+
+_PROMPT_WIDTH = 60  # characters; longer prompts are shortened between words
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -87,7 +91,8 @@ def run(options: argparse.Namespace) -> int:
     text = json.dumps(finite(certificate), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
     # The certificate is written last: if it exists, the page exists.
     write_certificate(options.folder, {CERTIFICATE_PAGE: certificate_html(found, certificate), CERTIFICATE: text})
-    out.print(_table(found))
+    out.print(components_table(found))
+    out.print(images_table(found))
     for failure in found.judgement.failures:
         out.print(f"failed: {failure}", markup=False)
     passed = found.judgement.passed
@@ -112,17 +117,29 @@ def write_certificate(folder: Path, texts: Mapping[str, str]) -> None:
         ) from error
 
 
-def _table(found: Verification) -> Table:
-    table = Table("component", "outputs compared", "largest error", "torch fp16", "NaN or Inf, %")
+def components_table(found: Verification) -> Table:
+    """Return the largest error of each component."""
+    table = Table("component", "outputs compared", "largest error", "torch fp16", "NaN or Inf, %", title="Components")
+    table.title_justify = "left"
     for name in dict.fromkeys(each.component for each in found.components):
         own = [each for each in found.components if each.component == name]
         worst = max(own, key=lambda each: each.error / each.limit(found.request.thresholds))
         share = max(each.not_finite for each in own)
         table.add_row(name, str(len(own)), f"{worst.error:.2e}", f"{worst.torch_error:.2e}", f"{100 * share:.2g}")
+    return table
+
+
+def images_table(found: Verification) -> Table:
+    """Return the agreement of each image with that of torch. Long prompts are shortened between words."""
+    table = Table(title="Images", title_justify="left")
+    table.add_column("prompt")
+    for name in ("seed", "PSNR, dB", "to torch in", "SSIM"):
+        table.add_column(name, justify="right", no_wrap=True)
     for image in found.images:
         reference, decibels = image.compared()
-        shown = "identical" if decibels is None else f"{decibels:.1f} dB to torch in {reference}"
-        table.add_row(f"image {image.prompt[:40]!r}, seed {image.seed}", "1", shown, "", "")
+        prompt = Text(textwrap.shorten(image.prompt, _PROMPT_WIDTH, placeholder=" …"))
+        psnr = "identical" if decibels is None else f"{decibels:.1f}"
+        table.add_row(prompt, str(image.seed), psnr, reference, f"{image.ssim:.4f}")
     return table
 
 

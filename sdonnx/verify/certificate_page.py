@@ -3,42 +3,54 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from datetime import UTC, datetime
+from dataclasses import dataclass
 from typing import Any
 
-from sdonnx.benchmark.report.html_tables import DASH, Row, Table, number
-from sdonnx.benchmark.report.image_comparison import make_gallery
-from sdonnx.benchmark.report.report_page import render_page
-from sdonnx.benchmark.report.surroundings import installed_packages, machine_facts
+from sdonnx.benchmark.report.html_tables import DASH, Heading, Row, Table, number
+from sdonnx.benchmark.report.image_comparison import Gallery, make_gallery
+from sdonnx.benchmark.report.report_page import readable_date, render_page
+from sdonnx.benchmark.report.surroundings import device_name, installed_packages, machine_facts
 from sdonnx.benchmark.results import REFERENCE, Comparison
+from sdonnx.benchmark.shown_names import OURS
 from sdonnx.verify.judgement import ComponentFinding, ImageFinding, Thresholds
-from sdonnx.verify.verification import Verification
+from sdonnx.verify.verification import ImageTriple, Verification
 
 __all__ = ["certificate_html"]
 
+_HALF = "torch fp16"
+
 # Two of the benchmark's colours (Okabe and Ito), and its grey for the reference image.
-_COLOURS = {REFERENCE: "#7f7f7f", "torch fp16": "#d55e00", "sdonnx": "#0072b2"}
+_COLOURS = {REFERENCE: "#7f7f7f", _HALF: "#d55e00", OURS: "#0072b2"}
+
+
+@dataclass(frozen=True)
+class ImageComparison:
+    """The pictures of one prompt and seed with their numbers."""
+
+    gallery: Gallery
+    numbers: tuple[tuple[str, str], ...]
+    failure: str | None
 
 
 def certificate_html(found: Verification, certificate: Mapping[str, Any]) -> str:
     """Return the HTML of a verification and its certificate, as a single self-contained file."""
-    passed, thresholds = found.judgement.passed, found.request.thresholds
+    thresholds = found.request.thresholds
     surroundings = Comparison(certificate["command"], certificate["environment"])
-    pictures = [
-        make_gallery(f"{each.prompt}, seed {each.seed}", named, lambda name: _COLOURS[name])
-        for each in found.pictures
-        for named in [{REFERENCE: each.wide, "torch fp16": each.half, "sdonnx": each.ours}]
-    ]
     values = {
-        "title": f"{found.folder.resolve().name} {'matches' if passed else 'does not match'} "
-        f"{found.original.resolve().name}",
-        "lead": f"Expected: images with a PSNR of at least {thresholds.min_psnr_db:g} dB to torch in float16, and "
-        f"components with at most {thresholds.max_error:g} times the error of torch in float16.",
-        "written": datetime.now(UTC).strftime("%d %B %Y"),
+        "title": f"Verification of {found.folder.resolve().name} against {found.original.resolve().name}",
+        "passed": found.judgement.passed,
+        "summary": _summary(found),
+        "verified": readable_date(certificate["time"]),
+        "version": certificate["sdonnx"],
+        "precision": certificate["precision"],
+        "device": device_name(surroundings),
+        "thresholds": thresholds,
         "failures": found.judgement.failures,
         "reference": REFERENCE,
-        "images_table": _images_table(found.images, thresholds),
-        "galleries": pictures,
+        "images": [
+            _image_comparison(finding, triple, thresholds)
+            for finding, triple in zip(found.images, found.pictures, strict=True)
+        ],
         "components_table": _components_table(found.components, thresholds),
         "machine": machine_facts(surroundings),
         "packages": installed_packages(surroundings),
@@ -46,35 +58,37 @@ def certificate_html(found: Verification, certificate: Mapping[str, Any]) -> str
         "files": len(certificate["files"]),
         "original_files": len(certificate["original"]["files"]),
     }
-    return render_page("page.html", __package__, values)
+    return render_page("certificate.html", __package__, values)
 
 
-def _images_table(images: list[ImageFinding], thresholds: Thresholds) -> Table:
-    columns = (
-        "PSNR to torch fp16, dB",
-        "to torch fp32, dB",
-        "torch fp16 to fp32, dB",
-        "SSIM",
-        "max. difference (0 to 255)",
+def _summary(found: Verification) -> str:
+    """Return the result in a sentence, without the verdict."""
+    images, outputs = len(found.images), len(found.components)
+    if not images or not outputs:
+        return "Nothing was compared."
+    if found.judgement.passed:
+        return f"All {images} images and {outputs} outputs of components are within the limits."
+    return f"{len(found.judgement.failures)} of {images + outputs} comparisons of images and components failed."
+
+
+def _image_comparison(finding: ImageFinding, triple: ImageTriple, thresholds: Thresholds) -> ImageComparison:
+    # This project's image is the first, next to that of the same precision.
+    named = {OURS: triple.ours, _HALF: triple.half, REFERENCE: triple.wide}
+    title = f"{finding.prompt}, seed {finding.seed}"
+    numbers = (
+        (f"PSNR to {_HALF}", _decibels(finding.psnr_db)),
+        (f"PSNR to {REFERENCE}", _decibels(finding.wide_psnr_db)),
+        (f"PSNR of {_HALF} to {REFERENCE}", _decibels(finding.torch_psnr_db)),
+        (f"SSIM to {_HALF}", number(finding.ssim, 5)),
+        (f"largest difference to {_HALF}", f"{finding.max_difference} of 255"),
     )
-    rows = [
-        Row(
-            f"{each.prompt}, seed {each.seed}",
-            (
-                *(_decibels(value) for value in (each.psnr_db, each.wide_psnr_db, each.torch_psnr_db)),
-                number(each.ssim, 5),
-                str(each.max_difference),
-            ),
-            badges=("failed",) if (failure := each.failure(thresholds)) else (),
-            reason=failure,
-        )
-        for each in images
-    ]
-    return Table("Images", "prompt", columns, tuple(rows))
+    gallery = make_gallery(title, named, lambda name: _COLOURS[name])
+    return ImageComparison(gallery, numbers, finding.failure(thresholds))
 
 
 def _components_table(components: list[ComponentFinding], thresholds: Thresholds) -> Table:
     columns = ("shape", "error", "error of torch fp16", "limit", "NaN or Inf, %", "torch fp16, %")
+    headings = tuple(map(Heading, columns))
     rows = [
         Row(
             f"{each.component}, {each.output}",
@@ -83,16 +97,15 @@ def _components_table(components: list[ComponentFinding], thresholds: Thresholds
                 *(_error(value) for value in (each.error, each.torch_error, each.limit(thresholds))),
                 *(number(100 * share, 1) for share in (each.not_finite, each.torch_not_finite)),
             ),
-            badges=("failed",) if (failure := each.failure(thresholds)) else (),
-            reason=failure,
+            verdict="failed" if each.failure(thresholds) else None,
         )
         for each in components
     ]
-    return Table("Components", "component, output", columns, tuple(rows))
+    return Table("Error of each output", "component, output", headings, tuple(rows))
 
 
 def _decibels(value: float | None) -> str:
-    return "identical" if value is None else number(value, 1) if value == value else DASH
+    return "identical" if value is None else f"{number(value, 1)} dB" if value == value else DASH
 
 
 def _error(value: float) -> str:

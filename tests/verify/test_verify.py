@@ -78,8 +78,10 @@ def test_equal_folder_passes(folder: Path, micro: Path, tmp_path: Path, capsys: 
 def test_certificate_page(folder: Path, micro: Path) -> None:
     verified(folder, micro)
     page = (folder / CERTIFICATE_PAGE).read_text()
-    assert "fast matches diffusers" in page
-    assert page.count("data:image/webp") == 2 * 5  # three images and two differences per prompt
+    assert "Verification of fast against diffusers" in page
+    assert "PASSED" in page
+    assert "no visible difference" in page or "identical pixels" in page  # float32 on a CPU
+    assert 2 * 3 <= page.count("data:image/webp") <= 2 * 5  # three images, and up to two differences, per prompt
     assert "http" not in page.replace("http-equiv", "")
     assert "<script" not in page
 
@@ -135,7 +137,7 @@ def test_changed_weights_fail(name: str, folder: Path, micro: Path, capsys: Any)
     assert found["passed"] is False
     assert any(words in failure for failure in found["failures"])
     assert "did not pass" in capsys.readouterr().out
-    assert "does not match" in (folder / CERTIFICATE_PAGE).read_text()
+    assert "FAILED" in (folder / CERTIFICATE_PAGE).read_text()
     with refused(FolderError, "failed"):
         OrtDiffusionPipeline.from_pretrained(folder, require_certificate=True)
 
