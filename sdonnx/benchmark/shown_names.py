@@ -1,14 +1,13 @@
-"""Names of engines and models for people. Records, files and `-e` use the engines' own titles."""
+"""Names of engines for people. Records, files and `-e` use the engines' own titles."""
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from typing import Any
 
 from sdonnx.benchmark.results import Comparison
 
-__all__ = ["OURS", "model_name", "shown_name", "with_shown_names"]
+__all__ = ["OURS", "shown_name", "with_shown_names"]
 
 OURS = "sdonnx"
 """The name of this project's engine, `-e onnxruntime`."""
@@ -26,29 +25,6 @@ _COMPILED = (
     ("torch-regional:", "torch.compile of blocks", "default"),
 )
 
-_MODELS = {
-    "1.5": "Stable Diffusion 1.5",
-    "sd15": "Stable Diffusion 1.5",
-    "2.1": "Stable Diffusion 2.1",
-    "sd21": "Stable Diffusion 2.1",
-    "sd21-base": "Stable Diffusion 2.1 base",
-    "xl-1.0": "Stable Diffusion XL 1.0",
-    "sdxl": "Stable Diffusion XL 1.0",
-    "sdxl-refiner": "Stable Diffusion XL refiner",
-    "sdxl-turbo": "SDXL Turbo",
-    "pixart-alpha": "PixArt-alpha",
-    "pixart-alpha-1024": "PixArt-alpha",
-    "pixart-sigma": "PixArt-Sigma",
-}
-
-_FAMILIES = {
-    "stable-diffusion": "Stable Diffusion",
-    "stable-diffusion-xl": "Stable Diffusion XL",
-    "pixart": "PixArt",
-}
-
-_ADAPTER = re.compile("-ip-adapter$")
-
 
 def shown_name(title: str) -> str:
     """Return an engine's name for people: "sdonnx" for "onnxruntime", "torch.compile" for "torch-compile:MODE".
@@ -60,21 +36,6 @@ def shown_name(title: str) -> str:
             mode = title.removeprefix(prefix)
             return name if mode == usual else f"{name}, {mode}"
     return _ENGINES.get(title, title)
-
-
-def model_name(label: str, family: str | None) -> str:
-    """Return a model's name for a heading, or an empty string if nothing is known.
-
-    Args:
-        label: `-v`, the name of `--arch`, or the name of the folder.
-        family: the family's name, which is added to labels that are not known.
-    """
-    base = _ADAPTER.sub("", label)
-    adapted = " with an IP-Adapter" if base != label else ""
-    if base in _MODELS:
-        return _MODELS[base] + adapted
-    kind = _FAMILIES.get(family or "", family or "")
-    return f"{base}{adapted} ({kind})" if base and kind else f"{base}{adapted}" or kind
 
 
 def with_shown_names(comparison: Comparison) -> Comparison:

@@ -43,10 +43,11 @@ from sdonnx.benchmark.report.html_tables import aligned, decimals_for, number, p
 from sdonnx.benchmark.report.image_comparison import difference, factor_for
 from sdonnx.benchmark.results import REFERENCE, Agreement, Comparison, Result, Round, Stages
 from sdonnx.benchmark.rivals import NAMES, parse_rivals
-from sdonnx.benchmark.shown_names import model_name, shown_name
+from sdonnx.benchmark.shown_names import shown_name
 from sdonnx.benchmark.statistics import fit_line
 from sdonnx.benchmark.workload import Workload
 from sdonnx.errors import OutputError
+from sdonnx.models.model_names import model_name
 from sdonnx.sample.architectures import ARCHITECTURES
 
 DASH = "\N{EN DASH}"

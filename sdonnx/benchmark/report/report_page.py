@@ -19,9 +19,10 @@ from sdonnx.benchmark.report.surroundings import device_name, engine_facts, inst
 from sdonnx.benchmark.report.terms import TERMS
 from sdonnx.benchmark.report.workload_rows import make_tables, memory_kinds, results_by_workload, settings_text
 from sdonnx.benchmark.results import REFERENCE, Comparison
-from sdonnx.benchmark.shown_names import model_name, with_shown_names
+from sdonnx.benchmark.shown_names import with_shown_names
 from sdonnx.benchmark.workload import Workload
 from sdonnx.errors import OutputError
+from sdonnx.models.model_names import model_name
 
 __all__ = ["check_report", "readable_date", "render_page", "write_report"]
 

@@ -19,7 +19,6 @@ _HEADINGS = {
     "compile_mode": "compile mode",
     "regional": "only blocks compiled",
     "io_binding": "I/O binding",
-    "ip_adapters": "IP-Adapters",
     "scheduler": "sampler",
 }
 
