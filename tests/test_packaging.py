@@ -319,6 +319,11 @@ def test_optimizing_needs_no_torch() -> None:
     assert not closure & TORCH_SIDE
 
 
+def test_exporting_needs_no_accelerate() -> None:
+    assert "torch" in _closure({_runtime(), "export"})
+    assert "accelerate" not in _closure({_runtime(), "export"})
+
+
 def test_every_installed_package_is_pinned() -> None:
     closure = _closure({_runtime(), "export", "benchmark", "dev"})
     assert closure - _pins().keys() == set()

@@ -128,6 +128,7 @@ def _time_torch(folder: Path, provider: str, half: bool, steps: int) -> _Timed:
     import torch
     from diffusers import DiffusionPipeline
     from diffusers.utils import logging
+    from diffusers.utils.import_utils import is_accelerate_available
     from transformers.utils import logging as transformers_logging
 
     logging.disable_progress_bar()
@@ -137,7 +138,9 @@ def _time_torch(folder: Path, provider: str, half: bool, steps: int) -> _Timed:
     def load() -> Callable[[], npt.NDArray[np.float32]]:
         dtype = torch.float16 if half else torch.float32
         pipeline_class: Any = DiffusionPipeline
-        pipeline: Any = pipeline_class.from_pretrained(folder, dtype=dtype).to(provider)
+        # Without accelerate, diffusers loads a pipeline more slowly, and would log a paragraph about it.
+        frugal = is_accelerate_available()
+        pipeline: Any = pipeline_class.from_pretrained(folder, dtype=dtype, low_cpu_mem_usage=frugal).to(provider)
         pipeline.set_progress_bar_config(**step_progress("PyTorch"))
         pixels = pipeline.unet.config.sample_size * pipeline.vae_scale_factor
         # float32 noise from the CPU, as in this project: torch samples other numbers in half precision.

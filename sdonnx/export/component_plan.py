@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import init_empty_weights
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from sdonnx.errors import FolderError
@@ -160,7 +159,7 @@ def _require_weights(build: Callable[[], torch.nn.Module], component: Path, weig
     """
     try:
         # A layer has about two tensors, and a few modules around it.
-        with init_empty_weights(include_buffers=True), _max_modules(100 + 10 * len(weights)):
+        with torch.device("meta"), _max_modules(100 + 10 * len(weights)):
             module = build()
     except Exception as error:  # a module's constructor raises any exception for a wrong value
         raise _bad_config(component, error) from error

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import init_empty_weights
 
 from sdonnx.errors import OptionError
 from sdonnx.export.component_plan import ComponentPlan, plan_model
@@ -85,7 +84,7 @@ class AdapterFiles:
             WeightsError: An adapter does not fit the image encoder or the denoiser.
         """
         unet = next(plan for plan in plans if plan.spec.role is Role.DENOISER)
-        with init_empty_weights(include_buffers=True):
+        with torch.device("meta"):
             empty: Any = unet.build()
             attentions = list(empty.attn_processors)
             adapters = adapter_set(self.adapters, self.encoder, empty)

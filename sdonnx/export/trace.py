@@ -17,12 +17,12 @@ import numpy as np
 import onnx_ir as ir
 import onnxscript.optimizer
 import torch
-from accelerate import init_empty_weights
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from sdonnx.errors import cause_of
 from sdonnx.export.checkpoint_weights import Weights
+from sdonnx.export.module_buffers import module_buffers
 from sdonnx.export.output_sizes import space_output_sizes
 from sdonnx.export.wrappers import Wrapper
 from sdonnx.graph.edit import required, tensor_of
@@ -97,7 +97,7 @@ def trace(
             verbose=False,
         )
     model = required(program, "exported program").model
-    _attach_weights(model, module, weights, lambda: _real_buffers(build), dtype)
+    _attach_weights(model, module, weights, lambda: module_buffers(build), dtype)
     keep_module_paths(model, _PREFIX)
     try:
         FoldWeightTransposes()(model)
@@ -164,12 +164,6 @@ def _all_dynamic(axes: dict[int, str] | None) -> dict[int, Any] | None:
     return None if axes is None else dict.fromkeys(axes, torch.export.Dim.DYNAMIC)
 
 
-def _real_buffers(build: Callable[[], torch.nn.Module]) -> dict[str, torch.Tensor]:
-    """Return the buffers, which weight files do not contain, with their values."""
-    with init_empty_weights(include_buffers=False):
-        return {_PREFIX + name: buffer for name, buffer in build().named_buffers()}
-
-
 def _attach_weights(
     model: ir.Model,
     module: torch.nn.Module,
@@ -193,4 +187,5 @@ def _attach_weights(
             )
         else:
             buffers = real_buffers() if buffers is None else buffers
-            value.const_value = ir.Tensor(np.ascontiguousarray(buffers[name].numpy()), name=name)
+            buffer = buffers[name.removeprefix(_PREFIX)]
+            value.const_value = ir.Tensor(np.ascontiguousarray(buffer.numpy()), name=name)

@@ -1,0 +1,38 @@
+"""Read the buffers of a module whose parameters are too large to create."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+import torch
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+__all__ = ["module_buffers"]
+
+
+def module_buffers(build: Callable[[], torch.nn.Module]) -> dict[str, torch.Tensor]:
+    """Return the buffers of a module with their values, which weight files do not contain.
+
+    The module is built on the CPU, and loses each parameter as soon as it is created.
+
+    Args:
+        build: Returns the module.
+    """
+    with _parameters_without_storage():
+        return dict(build().named_buffers())
+
+
+@contextlib.contextmanager
+def _parameters_without_storage() -> Iterator[None]:
+    """Move each parameter to the meta device when a module registers it."""
+
+    def on_meta(module: torch.nn.Module, name: str, parameter: torch.nn.Parameter) -> torch.nn.Parameter:
+        return torch.nn.Parameter(parameter.to("meta"), parameter.requires_grad)
+
+    # torch's annotation of hooks lacks the parameter that they may return.
+    hook = register_module_parameter_registration_hook(on_meta)  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        hook.remove()
