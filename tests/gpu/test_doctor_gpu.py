@@ -17,7 +17,7 @@ from sdonnx.doctor.background_check import BackgroundCheck
 from sdonnx.doctor.cache import read_verdict
 from sdonnx.doctor.check_kernels import ATTENTION, BACKENDS, compare, read_kernel_cases
 from sdonnx.doctor.environment import collect_facts, findings
-from sdonnx.doctor.first_use import LIMIT_S, KernelWarning, first_use
+from sdonnx.doctor.first_use import LIMIT_S, SELF_CHECK, KernelWarning, first_use
 from sdonnx.doctor.gpu import identity
 from sdonnx.doctor.sessions import Kernel, kernel_opener
 from sdonnx.doctor.verdict import judge
@@ -92,6 +92,7 @@ def test_the_verdict_of_the_background_check_is_acted_on(
     from sdonnx.runtime.device import kernel_workarounds as module
     from sdonnx.runtime.pipeline import OrtDiffusionPipeline
 
+    monkeypatch.delenv(SELF_CHECK)
     monkeypatch.setenv("SDONNX_CACHE", str(tmp_path))
     monkeypatch.setattr(module, "known_verdict", lambda key: (None, False))
     check = BackgroundCheck(0)
@@ -172,6 +173,7 @@ def test_the_pipeline_generates_without_an_avoided_backend(
     from sdonnx.runtime.device import kernel_workarounds as module
     from sdonnx.runtime.pipeline import OrtDiffusionPipeline
 
+    monkeypatch.delenv(SELF_CHECK)
     verdict = first_use(0, folder=tmp_path)
     images = []
     for changed in (replace(verdict, sdpa_kernel=0), replace(verdict, sdpa_kernel=BACKENDS["memory-efficient"])):
