@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import io
 import subprocess
 import sys
 import threading
@@ -175,6 +176,12 @@ def test_progress(ours: OrtDiffusionPipeline, capsys: pytest.CaptureFixture[str]
     shown = capsys.readouterr().err
     assert "drawing" in shown
     assert "4/4" in shown
+    # Options of tqdm, as in diffusers.
+    log = io.StringIO()
+    ours.set_progress_bar_config(disable=False, file=log, bar_format="{desc} at {n_fmt} of {total_fmt}", desc="step")
+    ours("fox", **USUAL)
+    assert "step at 4 of 4" in log.getvalue().replace(": at", " at")
+    assert capsys.readouterr().err == ""
     ours.set_progress_bar_config(disable=True)
     ours("fox", **USUAL)
     assert capsys.readouterr().err == ""
