@@ -1,0 +1,42 @@
+"""The quickstart: its lines, image and table."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from PIL import Image
+
+# Copies folders that exist in place of making them, which the tests of each stage do.
+CODE = """
+import shutil, sys
+import sdonnx.cli.optimize, sdonnx.export.export_pipeline, sdonnx.optimize.optimizer, sdonnx.sample.write_sample
+from sdonnx.__main__ import main
+
+sample, exported, optimized, out = sys.argv[1:]
+
+sdonnx.sample.write_sample.write_sample = lambda arch, out, **_: shutil.copytree(sample, out)
+sdonnx.export.export_pipeline.export_pipeline = lambda source, out, **_: shutil.copytree(exported, out)
+sdonnx.optimize.optimizer.optimize_folder = lambda source, out, **_: shutil.copytree(optimized, out)
+sdonnx.cli.optimize.fusion_table = lambda report: "the table"
+sys.exit(main(["quickstart", "--provider", "cpu", "-s", "1", "-o", out]))
+"""
+
+
+def test_quickstart_says_what_it_does(tiny_pipeline: Path, tiny_exported: Path, tiny_cpu: Path, tmp_path: Path) -> None:
+    out = tmp_path / "quickstart"
+    out.mkdir()
+    folders = [str(path) for path in (tiny_pipeline, tiny_exported, tiny_cpu, out)]
+    done = subprocess.run([sys.executable, "-c", CODE, *folders], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""  # no line of transformers about torchvision, among others
+    lines = done.stdout.splitlines()
+    assert "generate the same image 4 times with each engine, 1 steps each" in lines
+    for engine in ("sdonnx", "PyTorch fp32"):
+        assert any(line.startswith(f"{engine}: loaded in ") for line in lines)
+        for number in range(1, 5):
+            assert any(line.startswith(f"{engine}: image {number} of 4, ") for line in lines)
+    assert f"image: {out / 'image.png'}" in lines
+    with Image.open(out / "image.png") as image:
+        assert image.size == (128, 128)
