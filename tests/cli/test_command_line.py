@@ -125,6 +125,7 @@ def test_a_missing_folder_is_reported_before_torch_is_imported(tmp_path: Path) -
     ],
     ids=str,
 )
+@pytest.mark.filterwarnings("default")
 def test_verbosity(
     options: list[str],
     shown: bool,
