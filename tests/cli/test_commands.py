@@ -15,11 +15,14 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
+from support.pipelines import refused
 
 from sdonnx import optimize_pipeline
 from sdonnx.__main__ import COMMANDS, main
 from sdonnx.cli import optimize
 from sdonnx.cli.command_line import CommandParser
+from sdonnx.cli.generate import _option_names
+from sdonnx.errors import OptionError
 
 
 def listing(folder: Path) -> dict[str, tuple[int, int]]:
@@ -107,7 +110,7 @@ def test_generate_from_an_image(tiny_cpu: Path, tmp_path: Path, capsys: pytest.C
         assert generated.size == (64, 72)
     sized = ["--height", "72", "--width", "64", "--overwrite"]
     assert main([*given, *sized, "--image", str(source), "--mask_image", str(tmp_path / "mask.png")]) == 0
-    assert main([*given, "--image", str(tmp_path / "nowhere.png")]) == 2
+    assert main([*given, "--overwrite", "--image", str(tmp_path / "nowhere.png")]) == 2
     assert "nowhere.png cannot be read" in capsys.readouterr().err
 
 
@@ -134,7 +137,6 @@ def test_generate_writes_a_batch(tiny_cpu: Path, tmp_path: Path) -> None:
         (["-m", "{tiny}", "-o", "x.png", "-s", "0"], "--steps is 0; expected at least 1"),
         (["-m", "{tiny}", "-o", "x.png", "-g", "nan"], "--guidance_scale is nan"),
         (["-m", "{tiny}", "-o", "x.png", "-n", "0"], "--num_images is 0"),
-        (["-m", "{tiny}", "-o", "x.png", "--seed", "-1"], "--seed is -1"),
         (["-m", "{tiny}", "-o", "x.png", "--quality", "90"], "--quality for PNG"),
         (["-m", "{tiny}", "-o", "x.jpg", "--quality", "101"], "--quality is 101; expected 1 to 100"),
         (["-m", "{tiny}", "-o", "-", "-n", "2"], "2 images for standard output"),
@@ -154,6 +156,14 @@ def test_generate_errors(
     assert main(["generate", "-p", "fox", *given]) == 2
     assert named in one_line_error(capsys)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_messages_name_the_options() -> None:
+    with refused(OptionError, "--steps is 0, not num_inference_steps_2", "--height is a --clip_skip", "a height of 8"):
+        with _option_names():
+            raise OptionError(
+                "num_inference_steps is 0, not num_inference_steps_2", "height is a clip_skip", "pass a height of 8"
+            )
 
 
 def test_debug_shows_the_traceback() -> None:
