@@ -159,11 +159,10 @@ def test_generate_errors(
 
 
 def test_messages_name_the_options() -> None:
-    with refused(OptionError, "--steps is 0, not num_inference_steps_2", "--height is a --clip_skip", "a height of 8"):
-        with _option_names():
-            raise OptionError(
-                "num_inference_steps is 0, not num_inference_steps_2", "height is a clip_skip", "pass a height of 8"
-            )
+    found = "num_inference_steps is 0, not num_inference_steps_2"
+    words = ("--steps is 0, not num_inference_steps_2", "--height is a --clip_skip", "a height of 8")
+    with refused(OptionError, *words), _option_names():
+        raise OptionError(found, "height is a clip_skip", "pass a height of 8")
 
 
 def test_debug_shows_the_traceback() -> None:
