@@ -115,14 +115,16 @@ def test_generate_from_an_image(tiny_cpu: Path, tmp_path: Path, capsys: pytest.C
 
 
 def test_generate_writes_a_batch(tiny_cpu: Path, tmp_path: Path) -> None:
-    arguments = ["generate", "-m", str(tiny_cpu), "-p", "fox", "owl", "-s", "1", "--height", "64", "--width", "64"]
+    arguments = ["generate", "-m", str(tiny_cpu), "-p", "fox", "(owl)", "-s", "1", "--height", "64", "--width", "64"]
+    arguments += ["--prompt-weighting", "a1111"]
     more = ["-n", "2", "-o", str(tmp_path / "some.png"), "--negative_prompt", "ugly", "--scheduler", "euler"]
     assert main([*arguments, *more]) == 0
     files = sorted(tmp_path.iterdir())
     assert [file.name for file in files] == [f"some-{index}.png" for index in (1, 2, 3, 4)]
     images: list[Any] = [Image.open(file) for file in files]
-    prompts = [json.loads(image.text["sdonnx"])["prompt"] for image in images]
-    assert prompts == ["fox", "fox", "owl", "owl"]
+    parameters = [json.loads(image.text["sdonnx"]) for image in images]
+    assert [each["prompt"] for each in parameters] == ["fox", "fox", "(owl)", "(owl)"]
+    assert {each["prompt_weighting"] for each in parameters} == {"a1111"}
 
 
 @pytest.mark.parametrize(
@@ -137,6 +139,7 @@ def test_generate_writes_a_batch(tiny_cpu: Path, tmp_path: Path) -> None:
         (["-m", "{tiny}", "-o", "x.png", "-s", "0"], "--steps is 0; expected at least 1"),
         (["-m", "{tiny}", "-o", "x.png", "-g", "nan"], "--guidance_scale is nan"),
         (["-m", "{tiny}", "-o", "x.png", "-n", "0"], "--num_images is 0"),
+        (["-m", "{tiny}", "-o", "x.png", "--prompt-weighting", "compel"], "prompt_weighting is 'compel'"),
         (["-m", "{tiny}", "-o", "x.png", "--quality", "90"], "--quality for PNG"),
         (["-m", "{tiny}", "-o", "x.jpg", "--quality", "101"], "--quality is 101; expected 1 to 100"),
         (["-m", "{tiny}", "-o", "-", "-n", "2"], "2 images for standard output"),

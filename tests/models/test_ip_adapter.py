@@ -152,6 +152,13 @@ def test_single_adapter_accepts_one_image(scale: Any, full: Pair) -> None:
     assert full.agreement(scale, ip_adapter_image=picture(4)) > SAME_DB
 
 
+def test_weighted_prompts_attend_to_images(full: Pair) -> None:
+    arguments: dict[str, Any] = {"ip_adapter_image": picture(4), "ip_adapter_scale": 0.4, "seed": 3, **SMALL}
+    expected = full.ours("a fox", **arguments).images
+    assert psnr(full.ours("a fox", **arguments, prompt_weighting="a1111").images, expected) > SAME_DB
+    assert psnr(full.ours("a (fox:1.5)", **arguments, prompt_weighting="a1111").images, expected) < SAME_DB
+
+
 def test_all_prompts_attend_to_all_images(both: Pair) -> None:
     images = [picture(0), picture(1)]
     several = {"prompt": ["a fox", "an owl"], "num_images_per_prompt": 2, "ip_adapter_image": images}
