@@ -129,13 +129,12 @@ def spaced_timesteps(
     return falling[falling >= 0]
 
 
-def custom_timesteps(options: SchedulerOptions, request: PlanRequest, *, beyond: int = 0) -> NDArray[np.float64] | None:
+def custom_timesteps(options: SchedulerOptions, request: PlanRequest) -> NDArray[np.float64] | None:
     """Return the custom timesteps of a request, (steps,), or None if there are none.
 
     Args:
         options: the scheduler's options.
         request: the request.
-        beyond: how far timesteps may exceed the last training timestep.
 
     Raises:
         OptionError: options set other noise levels, or a timestep is outside the training schedule.
@@ -145,7 +144,7 @@ def custom_timesteps(options: SchedulerOptions, request: PlanRequest, *, beyond:
     for option in ("use_karras_sigmas", "use_exponential_sigmas", "use_flow_sigmas"):
         if getattr(options, option):
             raise OptionError(f"timesteps given and {option} = true", "one of them", "leave one out")
-    maximum = options.num_train_timesteps - 1 + beyond
+    maximum = options.num_train_timesteps - 1
     if request.timesteps[0] > maximum:
         raise OptionError(f"timesteps start at {request.timesteps[0]:g}", f"at most {maximum}", "lower them")
     return np.array(request.timesteps)
