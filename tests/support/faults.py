@@ -22,6 +22,7 @@ from random import Random
 
 import psutil
 
+from sdonnx.terminal import INTERRUPTED, TERMINATED
 from support.pipelines import snapshot
 
 __all__ = ["FAULTS", "Bench", "Command", "Outcome", "at_once", "small_disk", "tree"]
@@ -79,9 +80,10 @@ class Outcome:
 
     @property
     def is_one_line_error(self) -> bool:
-        """Whether it ended like an error that the user can fix: status 2 and one line."""
-        lines = [line for line in self.errors.splitlines() if line.startswith(("error: ", "interrupted; "))]
-        return self.status == 2 and len(lines) == 1 and "Traceback" not in self.errors
+        """Whether it ended like an error that the user can fix, or like an interruption: with one line."""
+        start = {2: "error: ", INTERRUPTED: "interrupted", TERMINATED: "interrupted"}.get(self.status)
+        lines = [line for line in self.errors.splitlines() if line.startswith(("error: ", "interrupted"))]
+        return start is not None and len(lines) == 1 and lines[0].startswith(start) and "Traceback" not in self.errors
 
 
 @dataclass
