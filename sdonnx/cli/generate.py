@@ -30,7 +30,7 @@ _OPTIONS = {"num_inference_steps": "--steps", "num_images_per_prompt": "--num_im
     name: f"--{name}"
     for name in (
         "clip_skip", "guidance_scale", "height", "ip_adapter_image", "ip_adapter_scale", "mask_image",
-        "negative_prompt", "seed", "strength", "width",
+        "negative_prompt", "prompt_weighting", "seed", "strength", "width",
     )
 }  # fmt: skip
 _ARGUMENT = re.compile(rf"(?<![\w-])(?:{'|'.join(name + ('' if '_' in name else '(?= is )') for name in _OPTIONS)})\b")
