@@ -8,18 +8,22 @@ plan holds the M of each call. A sampler is an entry of `SAMPLERS`.
 from __future__ import annotations
 
 from sdonnx.samplers.custom_schedule import WHOLE, CustomSchedule
-from sdonnx.samplers.from_config import config_for, plan
+from sdonnx.samplers.from_config import config_for, default_options, plan, set_options
+from sdonnx.samplers.names import SCHEDULER_NAMES
 from sdonnx.samplers.plans import STATE_ROWS, SamplingPlan, guided_matrices
 from sdonnx.samplers.table import SAMPLERS, Sampler
 
 __all__ = [
     "SAMPLERS",
+    "SCHEDULER_NAMES",
     "STATE_ROWS",
     "WHOLE",
     "CustomSchedule",
     "Sampler",
     "SamplingPlan",
     "config_for",
+    "default_options",
     "guided_matrices",
     "plan",
+    "set_options",
 ]

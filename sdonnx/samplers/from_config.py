@@ -10,12 +10,13 @@ import numpy as np
 
 from sdonnx.errors import OptionError, SchedulerError
 from sdonnx.samplers.custom_schedule import WHOLE, CustomSchedule, cutoff, remaining_calls, truncated
+from sdonnx.samplers.names import parse_name
 from sdonnx.samplers.options import PlanRequest, SchedulerOptions, read_options
 from sdonnx.samplers.plans import SamplingPlan
 from sdonnx.samplers.schedule import too_many_steps
 from sdonnx.samplers.table import SAMPLERS, Sampler
 
-__all__ = ["config_for", "plan"]
+__all__ = ["config_for", "default_options", "plan", "set_options"]
 
 
 def plan(
@@ -120,19 +121,48 @@ def config_for(name_or_class: str, base_config: Mapping[str, object]) -> dict[st
     """Return the folder's scheduler configuration with another sampler.
 
     Like diffusers' `from_config`: options that both classes have are kept (betas, prediction type, spacing), the
-    others get the new class's defaults. One difference: some of diffusers' defaults do not suit latents. If the
-    folder does not set such an option, it gets the value of published folders (`Sampler.latent_options`).
+    others get the new class's defaults, and so do options that the configuration lists as `_use_default_values`.
+    Options that the name stands for ("DPM++ 2M Karras") replace those of the configuration. One difference: some of
+    diffusers' defaults do not suit latents. If the folder does not set such an option, it gets the value of published
+    folders (`Sampler.latent_options`).
 
     Args:
-        name_or_class: a short name ("euler") or diffusers' class ("EulerDiscreteScheduler").
+        name_or_class: a name of `parse_name`: "euler", "EulerDiscreteScheduler", "DPM++ 2M Karras", ...
         base_config: the content of the folder's `scheduler_config.json`.
 
     Raises:
         SchedulerError: the sampler is unknown.
     """
-    sampler = _sampler(name_or_class)
-    kept = {name: value for name, value in base_config.items() if not name.startswith("_")}
-    return {**sampler.latent_options, **kept, "_class_name": sampler.class_name}
+    class_name, options = parse_name(name_or_class)
+    latent_options = SAMPLERS[class_name].latent_options if class_name in SAMPLERS else {}
+    kept = {name: value for name, value in set_options(base_config).items() if not name.startswith("_")}
+    return {**latent_options, **kept, **options, "_class_name": class_name}
+
+
+def set_options(config: Mapping[str, object]) -> dict[str, object]:
+    """Return a configuration without the options that it has only because they are its class's defaults.
+
+    Configurations of diffusers' scheduler objects hold every option of the class and name the default ones in
+    `_use_default_values`. One that was changed since is kept.
+    """
+    sampler = SAMPLERS.get(str(config.get("_class_name")))
+    named = config.get("_use_default_values")
+    left_out = {"_use_default_values"}
+    for name in named if isinstance(named, list | tuple) else ():
+        option = None if sampler is None else sampler.options.get(name)
+        if option is None or _as_list(config.get(name)) == _as_list(option.default):
+            left_out.add(name)
+    return {name: value for name, value in config.items() if name not in left_out}
+
+
+def default_options(class_name: str) -> dict[str, object]:
+    """Return the options of a sampler that change its result, with diffusers' defaults; {} if it has no plan."""
+    sampler = SAMPLERS.get(class_name)
+    return {} if sampler is None else {name: _as_list(option.default) for name, option in sampler.options.items()}
+
+
+def _as_list(value: object) -> object:
+    return list(value) if isinstance(value, tuple) else value
 
 
 def _sampler(name: object) -> Sampler:
