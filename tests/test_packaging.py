@@ -39,7 +39,7 @@ EXTRAS = {
     **{unit: {"export", "benchmark"} for unit in ("benchmark", "verify")},
     "cli": {"export", "benchmark", "completion"},
 }
-RUNTIME_LIBRARIES = {"filelock", "numpy", "onnxruntime", "tokenizers", "PIL", "rich", "tqdm"}
+RUNTIME_LIBRARIES = {"filelock", "huggingface_hub", "numpy", "onnxruntime", "tokenizers", "PIL", "rich", "tqdm"}
 OPTIONAL_LIBRARIES = {"bs4", "ftfy"}  # captions are cleaned where these are
 
 # A module imports from the levels before its own; only command lines import from one another.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -26,10 +27,13 @@ from sdonnx.runtime.device.device_thread import device_thread
 from sdonnx.runtime.device.kernel_workarounds import KernelCheck
 from sdonnx.runtime.device.session import SessionSettings
 from sdonnx.runtime.graph_set import GraphSet
+from sdonnx.runtime.inputs.argument_checks import require_shapes
 from sdonnx.runtime.inputs.call import Call, CallReader
 from sdonnx.runtime.inputs.image_geometry import ImageGeometry
 from sdonnx.runtime.inputs.pipeline_inputs import PipelineInputs
 from sdonnx.runtime.interface.diffusers_interface import DiffusersInterface
+from sdonnx.runtime.interface.keyword_arguments import names_its_arguments, names_of
+from sdonnx.runtime.interface.pretrained_options import PretrainedOptions, require_arguments
 from sdonnx.runtime.interface.prompt_encoding import PromptEncoding
 from sdonnx.runtime.output import ImageOutput, NotFiniteWarning, Output, read_output
 from sdonnx.runtime.request_limits import RequestLimits, require_limit
@@ -76,10 +80,16 @@ class OrtDiffusionPipeline(DiffusersInterface, PromptEncoding):
         max_pixels: int | None = None,
     ) -> None:
         """Load the graphs of an optimized folder; use `from_pretrained`."""
+        if not isinstance(graphs, GraphSet):
+            raise OptionError(
+                f"OrtDiffusionPipeline was called with a {type(graphs).__name__}",
+                "a folder, passed to from_pretrained",
+                f"call OrtDiffusionPipeline.from_pretrained({graphs!r})",
+            )
+        self._process = os.getpid()
         self.folder, self.device = graphs.folder, graphs.device
         self._graphs, self._defaults = graphs, graphs.family.defaults
-        self._scheduler_config: dict[str, Any] = self.folder.config("scheduler", "scheduler_config.json")
-        self._scheduler_object: Any = None
+        self.scheduler_config = self.folder.config("scheduler", "scheduler_config.json")
         self._inputs = PipelineInputs(graphs)
         tokenizers = self._inputs.family.tokenizers
         self.tokenizer = next(iter(tokenizers.values()))
@@ -116,6 +126,7 @@ class OrtDiffusionPipeline(DiffusersInterface, PromptEncoding):
         provider_options: Mapping[str, str] | None = None,
         session_options: onnxruntime.SessionOptions | None = None,
         require_certificate: bool = False,
+        **options: Any,
     ) -> OrtDiffusionPipeline:
         """Load an optimized folder.
 
@@ -124,7 +135,7 @@ class OrtDiffusionPipeline(DiffusersInterface, PromptEncoding):
         SDONNX_SELF_CHECK=strict checks the kernels here, and SDONNX_SELF_CHECK=0 disables the check.
 
         Args:
-            folder: output folder of `sdonnx optimize`.
+            folder: an optimized folder, or the id of a repository of the Hugging Face hub that contains one.
             provider: "cuda" or "cpu"; by default the provider that the folder was optimized for.
             device_index: index of the GPU.
             max_sizes: maximum number of shapes that stay captured. A shape is a batch size, an image size, whether
@@ -139,13 +150,17 @@ class OrtDiffusionPipeline(DiffusersInterface, PromptEncoding):
                 1.2 GB more device memory if captions are both short and long.
             require_certificate: accept only a folder that `sdonnx verify` has passed and whose files are
                 unchanged since; reads every file.
+            **options: arguments of diffusers: `scheduler`, `device` ("cuda:1") or `device_map`, `torch_dtype` and
+                `variant`, which must be those of the folder; for the hub `token`, `revision`, `local_files_only`,
+                `cache_dir` and `force_download`. `use_safetensors` and others have no effect.
 
         Warns:
             RebuildWarning: the folder was written by another version, or for GPUs of another generation.
             KernelWarning: the folder uses a kernel that is faulty on this GPU.
 
         Raises:
-            FolderError: the folder is not optimized, incomplete, or in a format that only newer versions read.
+            FolderError: the folder is not optimized, incomplete, or in a format that only newer versions read; or the
+                repository cannot be downloaded.
             ProviderError: the provider is not available, or the folder was optimized for another provider.
             OptionError: an option cannot be used.
             DeviceMemoryError: the device or the host has too little memory.
@@ -154,12 +169,14 @@ class OrtDiffusionPipeline(DiffusersInterface, PromptEncoding):
             "max_batch_size": require_limit("max_batch_size", max_batch_size),
             "max_pixels": require_limit("max_pixels", max_pixels),
         }
-        if isinstance(max_sizes, bool) or not isinstance(max_sizes, int) or max_sizes < 1:
-            raise OptionError(f"max_sizes is {max_sizes!r}", "a whole number from 1 on", "pass for example 8")
+        require_arguments(max_sizes, low_memory, require_certificate)
+        chosen = PretrainedOptions.read(options, names_of(cls.from_pretrained))
+        folder, (provider, device_index) = chosen.find(folder), chosen.place(provider, device_index)
         opened = PipelineFolder.open(folder)
         if require_certificate:
             certificate.require_certificate(opened.path)
         report = read_report(opened.path)
+        chosen.require_precision(folder, report)
         device = device_for(provider or str(report.get("provider")), device_index)
         require_provider(opened.path, report, device.provider)
         for notice in notices(report, device.capability()):
@@ -176,8 +193,12 @@ class OrtDiffusionPipeline(DiffusersInterface, PromptEncoding):
             refusing(folder, "output of sdonnx optimize", "optimize the exported pipeline again"),
             host_memory_errors(f"loading {folder}"),
         ):
-            return device_thread(device).run(load)
+            pipeline = device_thread(device).run(load)
+        if chosen.scheduler is not None:
+            pipeline.scheduler = chosen.scheduler
+        return pipeline
 
+    @names_its_arguments
     def __call__(
         self,
         prompt: str | Sequence[str] | None = None,
@@ -319,7 +340,13 @@ class OrtDiffusionPipeline(DiffusersInterface, PromptEncoding):
         own = ("self", "callback_on_step_end", "return_dict")
         given = {name: value for name, value in locals().items() if name not in own}
         self._require_open()
-        scheduler = self._scheduler_object
+        if callback_on_step_end is not None and not callable(callback_on_step_end):
+            raise OptionError(
+                f"callback_on_step_end is a {type(callback_on_step_end).__name__}",
+                "a function (pipeline, step, timestep, tensors)",
+                "pass a function",
+            )
+        scheduler = self._host_scheduler()
         # A scheduler object of diffusers samples its noise with the torch generator of the initial noise.
         call = self._reader.read(TorchCpuGenerator if scheduler is None else seeded, **given)
         if scheduler is None:
@@ -329,10 +356,10 @@ class OrtDiffusionPipeline(DiffusersInterface, PromptEncoding):
         callback = callback_on_step_end
         if callback is not None and not callback_on_step_end_tensor_inputs:
             callback = _without_latents(callback)
-        self._follow_kernel_check(stacklevel=3)
+        self._follow_kernel_check(stacklevel=4)
         output = self._run(partial(self._generate, call, make_job, callback), self.interrupt)
         self._graphs.kernels.start()
-        output.warn(call.key.batch, stacklevel=2)
+        output.warn(call.key.batch, stacklevel=3)
         if not return_dict:
             checks = Role.SAFETY_CHECKER.value in self._graphs.family.optional
             # The type is that of the default: a union would burden every other caller.
@@ -357,7 +384,7 @@ class OrtDiffusionPipeline(DiffusersInterface, PromptEncoding):
             DeviceMemoryError: the device has too little memory.
         """
         self._require_open()
-        keys = [key for shape in shapes for key in self._reader.warmup_keys(*shape, guided=guided)]
+        keys = [key for shape in require_shapes(shapes) for key in self._reader.warmup_keys(*shape, guided=guided)]
         return self._run(lambda: [self._cache.get(key).report() for key in keys])
 
     def _generate(self, call: Call, make_job: Callable[[], GenerationJob], callback: Callback | None) -> Output:
@@ -384,6 +411,12 @@ class OrtDiffusionPipeline(DiffusersInterface, PromptEncoding):
         self, callback: Callback, shape: CapturedShape, step: int, timestep: float, latents: npt.NDArray[np.float32]
     ) -> npt.NDArray[np.float32] | None:
         changed = callback(self, step, timestep, {"latents": latents})
+        if changed is not None and not isinstance(changed, Mapping):
+            raise OptionError(
+                f"the callback returned a {type(changed).__name__}",
+                'None, or a mapping such as {"latents": array}',
+                "return the mapping that the callback received, or None",
+            )
         if changed is None or "latents" not in changed:
             return None
         replacement = np.asarray(changed["latents"], np.float32)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import warnings
 from collections.abc import Callable
 from typing import Any, Self, TypeVar
 
 from sdonnx.doctor.first_use import KernelWarning
-from sdonnx.errors import OptionError
+from sdonnx.errors import OptionError, SdonnxError
 from sdonnx.folder.pipeline_folder import PipelineFolder
 from sdonnx.models.spec import CallDefaults
 from sdonnx.runtime.cuda_graph_cache import CaptureReport, CudaGraphCache
@@ -17,13 +18,14 @@ from sdonnx.runtime.device.device_thread import device_thread
 from sdonnx.runtime.graph_set import GraphSet, Observer
 from sdonnx.runtime.inputs.image_geometry import ImageGeometry
 from sdonnx.runtime.inputs.pipeline_inputs import PipelineInputs
+from sdonnx.runtime.interface.missing_features import MissingFeatures
 
 __all__ = ["PipelineBase"]
 
 Result = TypeVar("Result")
 
 
-class PipelineBase:
+class PipelineBase(MissingFeatures):
     """Settings of a pipeline that generates images, and its release. The subclass sets the attributes."""
 
     folder: PipelineFolder
@@ -37,6 +39,7 @@ class PipelineBase:
     _interrupt: bool
     _generating: threading.local
     _closed: bool
+    _process: int  # that loaded the pipeline
 
     @property
     def default_size(self) -> int:
@@ -96,9 +99,10 @@ class PipelineBase:
         Weights and captured graphs are freed. Memory that ONNX Runtime's arena holds for buffers and for weights
         shared by graphs is reused by the next pipeline in the process.
         """
-        if not self._closed:
+        # After a fork, the graphs still belong to the parent.
+        if not self._closed and self._process == os.getpid():
             self._run(self._release)
-            self._closed = True
+        self._closed = True
 
     def __enter__(self) -> Self:
         """Return the pipeline."""
@@ -109,6 +113,13 @@ class PipelineBase:
         self.close()
 
     def _require_open(self) -> None:
+        """Raise unless the pipeline can generate images: it is open, and this process loaded it."""
+        if self._process != os.getpid():
+            raise SdonnxError(
+                "the pipeline was loaded before fork(), and its threads and GPU context do not exist in this process",
+                "a pipeline that this process loaded",
+                'load it after the fork, or start processes with "spawn" (multiprocessing.get_context)',
+            )
         if self._closed:
             raise OptionError("the pipeline is closed", "an open one", "load it again with from_pretrained")
 
@@ -129,6 +140,7 @@ class PipelineBase:
         return messages
 
     def _run(self, job: Callable[[], Result], stop: Callable[[], None] = lambda: None) -> Result:
+        self._require_open()
         with host_memory_errors("the request"):
             return device_thread(self.device).run(job, stop)
 

@@ -344,8 +344,8 @@ def test_scheduler_is_chosen_by_name(ours: OrtDiffusionPipeline) -> None:
     for name, class_name in (("ddim", "DDIMScheduler"), ("euler", "EulerDiscreteScheduler")):
         ours.scheduler = name
         assert ours.scheduler == class_name
-    with refused(SchedulerError, "LMSDiscreteScheduler", "euler"):
-        ours.scheduler = "LMSDiscreteScheduler"
+    with refused(SchedulerError, "EulerDiscretScheduler", "did you mean 'EulerDiscreteScheduler'"):
+        ours.scheduler = "EulerDiscretScheduler"
     assert ours.scheduler == "EulerDiscreteScheduler"
 
 
@@ -380,7 +380,7 @@ def test_folder_without_a_default_size(tiny_cpu: Path, tmp_path: Path) -> None:
     assert pipeline("fox", 32, 40, 1).images[0].size == (40, 32)
 
 
-@pytest.mark.parametrize("class_name", ["LMSDiscreteScheduler", ...])
+@pytest.mark.parametrize("class_name", ["ScoreSdeVeScheduler", ...])
 def test_folder_with_an_unknown_scheduler(class_name: Any, tiny_cpu: Path, tmp_path: Path) -> None:
     folder = linked(tiny_cpu, tmp_path / "folder")
     edit_json(folder / "scheduler" / "scheduler_config.json", _class_name=class_name)

@@ -26,9 +26,12 @@ PROVIDERS = {"cuda": "CUDAExecutionProvider", "cpu": "CPUExecutionProvider"}
 FATAL = 4  # ONNX Runtime's severities range from 0 (verbose) to 4
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Device:
     """A device that runs graphs.
+
+    It prints as torch's name of the device, "cpu" or "cuda:0", and equals that name and a `torch.device` with that
+    name. "cuda" without an index equals every GPU.
 
     Attributes:
         provider: "cuda" or "cpu".
@@ -37,6 +40,24 @@ class Device:
 
     provider: str
     index: int = 0
+
+    @property
+    def type(self) -> str:
+        """The type of the device as torch names it: "cuda" or "cpu"."""
+        return self.provider
+
+    def __str__(self) -> str:
+        return f"cuda:{self.index}" if self.provider == "cuda" else self.provider
+
+    def __hash__(self) -> int:
+        return hash((self.provider, self.index))
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, Device):
+            return (self.provider, self.index) == (other.provider, other.index)
+        if isinstance(other, str) or type(other).__module__ == "torch":  # torch.device, without an import of torch
+            return str(other) in (self.provider, str(self), f"{self.provider}:{self.index}")
+        return NotImplemented
 
     def empty(self, shape: Sequence[int], dtype: npt.DTypeLike) -> OrtValue:
         """Return a buffer with undefined values."""

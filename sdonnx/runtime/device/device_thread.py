@@ -7,6 +7,7 @@ the process runs all jobs of a device, one after another.
 from __future__ import annotations
 
 import functools
+import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -56,7 +57,12 @@ class DeviceThread:
         return job()
 
 
-@functools.cache
 def device_thread(device: Device) -> DeviceThread:
     """Return the thread of a device, one for the process."""
+    return _device_thread(device, os.getpid())
+
+
+@functools.cache
+def _device_thread(device: Device, process: int) -> DeviceThread:
+    # A thread does not exist in a forked process, so each process has its own.
     return DeviceThread(device)

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
 
 from sdonnx.errors import OptionError
 
-__all__ = ["require_multiple", "require_no_attention_options", "require_number", "require_step_tensors"]
+__all__ = [
+    "require_multiple",
+    "require_no_attention_options",
+    "require_number",
+    "require_shapes",
+    "require_step_tensors",
+]
 
 
 def require_number(name: str, value: Any, minimum: float = -np.inf, maximum: float = np.inf) -> None:
@@ -47,5 +53,29 @@ def require_step_tensors(names: Any) -> None:
 
 def require_multiple(name: str, value: Any, factor: int) -> None:
     """Raise OptionError unless the value is a positive multiple of `factor`."""
-    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value <= 0 or value % factor:
-        raise OptionError(f"{name} is {value!r}", f"a multiple of {factor}", f"choose a multiple of {factor}")
+    is_integer = isinstance(value, int | np.integer) and not isinstance(value, bool)
+    if not is_integer or value <= 0:
+        expected = "a positive integer" + (f", a multiple of {factor}" if factor > 1 else "")
+        raise OptionError(f"{name} is {value!r}", expected, f"pass for example {512 if factor > 1 else 1}")
+    if value % factor:
+        below = value // factor * factor
+        near = f"{below} or {below + factor}" if below else f"{factor}"
+        raise OptionError(f"{name} is {value}", f"a multiple of {factor}", f"pass {near}")
+
+
+def require_shapes(shapes: Any) -> list[tuple[int, int, int]]:
+    """Return the shapes of `warmup` as (batch, height, width).
+
+    Raises:
+        OptionError: they are not a list of three integers each.
+    """
+    found: list[tuple[int, int, int]] = []
+    for shape in shapes if isinstance(shapes, Iterable) and not isinstance(shapes, str | Mapping) else [shapes]:
+        if not isinstance(shape, list | tuple) or len(shape) != 3:
+            raise OptionError(
+                f"a shape to warm up is {shape!r}",
+                "(batch, height, width), in a list of shapes",
+                "pass for example [(1, 512, 512)]",
+            )
+        found.append((shape[0], shape[1], shape[2]))
+    return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import sys
 from collections.abc import Mapping, Sequence
@@ -13,10 +14,10 @@ import numpy.typing as npt
 from sdonnx.errors import OptionError, SchedulerError
 from sdonnx.runtime.sampling.denoise import rescaled
 from sdonnx.runtime.sampling.noise import TorchCpuGenerator
-from sdonnx.samplers import WHOLE, CustomSchedule, plan
+from sdonnx.samplers import SAMPLERS, SCHEDULER_NAMES, WHOLE, CustomSchedule, plan
 from sdonnx.samplers.custom_schedule import cutoff, remaining_calls
 
-__all__ = ["DiffusersSampler", "is_planned", "require_scheduler", "seeded"]
+__all__ = ["DiffusersSampler", "is_planned", "needs_host", "require_scheduler", "scheduler_of", "seeded"]
 
 Array = npt.NDArray[np.float32]
 
@@ -45,6 +46,38 @@ def is_planned(config: dict[str, Any]) -> bool:
     except (SchedulerError, OptionError):
         return False
     return True
+
+
+def needs_host(config: Mapping[str, Any]) -> bool:
+    """Return whether a configuration is for a class of diffusers that has no plan."""
+    class_name = config.get("_class_name")
+    return class_name not in SAMPLERS and any(class_name == each.class_name for each in SCHEDULER_NAMES)
+
+
+def scheduler_of(config: Mapping[str, Any]) -> Any:
+    """Return diffusers' scheduler object for a configuration, for a sampler without a plan.
+
+    Raises:
+        SchedulerError: diffusers, torch or another library that the scheduler needs is not installed, or the
+            scheduler does not accept the configuration.
+    """
+    name = str(config["_class_name"])
+    try:
+        return getattr(importlib.import_module("diffusers"), name).from_config(dict(config))
+    except ImportError as error:
+        if name in SAMPLERS:
+            plan(config, 2)  # raises the reason why the plan does not follow the configuration
+        raise SchedulerError(
+            f"{name} runs on the host ({error or 'diffusers is not installed'})",
+            "diffusers, torch and their libraries",
+            'install them, or choose a sampler with a plan, such as "dpmsolver++"',
+        ) from None
+    except (AttributeError, TypeError, ValueError, NotImplementedError) as error:
+        raise SchedulerError(
+            f"{name} of the installed diffusers rejects the configuration ({error})",
+            "a configuration that it accepts",
+            'change scheduler_config, or choose for example "dpmsolver++"',
+        ) from error
 
 
 def seeded(seed: int) -> Any:

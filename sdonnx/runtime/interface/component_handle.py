@@ -1,0 +1,92 @@
+"""The components of a pipeline, by the names of diffusers: their configurations and types, without their weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
+
+from sdonnx.errors import OptionError
+from sdonnx.folder.pipeline_folder import PipelineFolder
+from sdonnx.runtime.device.device import Device
+from sdonnx.runtime.interface.frozen_config import FrozenConfig
+
+__all__ = ["ComponentHandle", "DataType", "component_folder"]
+
+# Components of diffusers that are several in ONNX; the first one that exists has the configuration.
+_PARTS: Mapping[str, tuple[str, ...]] = {"vae": ("vae_decoder", "vae_encoder")}
+
+
+class DataType(str):
+    """Name of a data type, such as "float16". It equals numpy's and torch's type of that name."""
+
+    def __eq__(self, other: object) -> bool:
+        return _type_name(other) == str(self)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __hash__(self) -> int:
+        return hash(str(self))
+
+
+def _type_name(value: object) -> str:
+    """Return the name of a type: of numpy, of torch, or text."""
+    name = value.__name__ if isinstance(value, type) else str(value)
+    return name.removeprefix("torch.")
+
+
+class ComponentHandle:
+    """A component of the pipeline: its class in diffusers or transformers, configuration and type.
+
+    The component runs inside the pipeline's graphs. It cannot be called, replaced or moved by itself.
+
+    Attributes:
+        name: name in `model_index.json`.
+        class_name: class in diffusers or transformers.
+        dtype: type of the weights.
+        device: where the graphs run.
+        config: content of `config.json`.
+
+    Args:
+        move: the pipeline's method `to`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        class_name: str,
+        dtype: str,
+        device: Device,
+        config: Mapping[str, Any],
+        move: Callable[..., object],
+    ) -> None:
+        self.name, self.class_name = name, class_name
+        self.dtype, self.device = DataType(dtype), device
+        self.config = FrozenConfig(config)
+        self._move = move
+
+    def to(self, *targets: Any, **named: Any) -> ComponentHandle:
+        """Return the component; the device and the type must be those that it has, as in the pipeline's `to`."""
+        self._move(*targets, **named)
+        return self
+
+    def __repr__(self) -> str:
+        return f"<{self.name}: {self.class_name}, {self.dtype}, {self.device}>"
+
+    def __call__(self, *_: object, **__: object) -> NoReturn:
+        """Raise OptionError: the component runs only inside the pipeline.
+
+        Raises:
+            OptionError: always.
+        """
+        raise OptionError(
+            f"the {self.name} was called",
+            "a call of the pipeline, whose graphs contain it",
+            f"call the pipeline; to run the {self.name} by itself, open its model.onnx with ONNX Runtime",
+        )
+
+
+def component_folder(folder: PipelineFolder, name: str) -> str | None:
+    """Return the name of the folder with the configuration of a component of diffusers; None if there is none."""
+    parts = _PARTS.get(name, (name,))
+    return next((part for part in parts if (folder.path / part / "config.json").is_file()), None)
