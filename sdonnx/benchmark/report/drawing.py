@@ -183,7 +183,7 @@ def line_chart(series: Sequence[Series], across: str, up: str, ticks: Mapping[fl
     bottom = 2 * _TICK + _PLOT_HEIGHT  # the title of the y axis is above it
 
     def place(x: float, y: float) -> tuple[float, float]:
-        return left + x / widest * (WIDTH - left - _MARK), bottom - y / highest * _PLOT_HEIGHT
+        return left + x / widest * (WIDTH - left - _MARK - 2), bottom - y / highest * _PLOT_HEIGHT
 
     texts = [Text(0, _TICK, up, "tick")]
     paths = []
