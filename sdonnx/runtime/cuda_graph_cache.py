@@ -196,6 +196,7 @@ class CapturedShape:
             if self.graphs.stays(role)
         ]
         start = time.perf_counter()
+        self.unload_denoiser()  # loaded for the shapes of its inputs
         for run in runs:
             run.prepare()
         prepared = time.perf_counter()
@@ -213,13 +214,22 @@ class CapturedShape:
             self._encoder.release()
 
     def run(self, role: Role) -> None:
-        """Run a graph, and unload it if it does not stay loaded."""
+        """Run a graph, and unload it if it does not stay loaded; the denoiser: see `unload_denoiser`."""
         run = self._run(role)
         with self.graphs.observed(role, run):
             run()
+        if role is not Role.DENOISER:
+            self._unload(role)
+
+    def unload_denoiser(self) -> None:
+        """Unload the denoiser after its last run if it does not stay loaded."""
+        for role in abi.DENOISER_ROLES:
+            self._unload(role)
+
+    def _unload(self, role: Role) -> None:
         if not self.graphs.stays(role):
             self.graphs.device.synchronize()
-            self._runs.pop(role)
+            self._runs.pop(role, None)
             self.graphs.done(role)
 
     def precompute(self) -> None:

@@ -7,11 +7,12 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, cast
 
 import numpy.typing as npt
 from onnxruntime import OrtValue
 
+from sdonnx.errors import OptionError
 from sdonnx.folder.pipeline_folder import PipelineFolder
 from sdonnx.folder.version import read_report
 from sdonnx.models import abi
@@ -21,10 +22,16 @@ from sdonnx.runtime.device.kernel_workarounds import KernelCheck
 from sdonnx.runtime.device.load_shared_weights import load_shared_weights
 from sdonnx.runtime.device.session import Graph, Run, SessionSettings
 
-__all__ = ["GraphSet", "Observer"]
+__all__ = ["OFFLOAD", "GraphSet", "LowMemory", "Observer", "require_low_memory"]
 
 Observer = Callable[[Role, Run], AbstractContextManager[Any]]
 """Returns the context manager in which to run a graph: (role of the graph, the run)."""
+
+OFFLOAD: Literal["offload"] = "offload"
+
+LowMemory = bool | Literal["offload"]
+"""Which graphs are loaded for each use and unloaded afterwards: none (False), all but the denoiser's, which stays
+captured (True), or all (OFFLOAD), so that the device holds the weights of one component at a time."""
 
 # Maximum number of tokens in a batch for the graphs for short prompts. Products of weights and prompts take 2.1 MB for
 # each token in a transformer of 28 layers and width 1152, 530 MB for this number.
@@ -38,6 +45,17 @@ _UNCAPTURED = {Role.SAFETY_CHECKER, Role.IMAGE_PROMPT_ENCODER, Role.IMAGE_PROMPT
 _TF32 = {Role.IMAGE_ENCODER, Role.IMAGE_DECODER}
 
 
+def require_low_memory(value: Any) -> LowMemory:
+    """Return a value of `LowMemory`.
+
+    Raises:
+        OptionError: it is none.
+    """
+    if isinstance(value, bool) or value == OFFLOAD:
+        return cast(LowMemory, value)
+    raise OptionError(f"low_memory is {value!r}", f"False, True or {OFFLOAD!r}", "pass one of them")
+
+
 class GraphSet:
     """Graphs of a folder, by role.
 
@@ -47,7 +65,7 @@ class GraphSet:
         device: where the graphs run.
         settings: options of ONNX Runtime from the caller.
         kernels: the verdict on the device's kernels, whose provider options all graphs get.
-        low_memory: keep only the graphs of the denoiser loaded, and load all others for each use.
+        low_memory: which graphs are loaded for each use only; see `LowMemory`.
 
     Attributes:
         kernels: the verdict on the device's kernels.
@@ -61,7 +79,7 @@ class GraphSet:
         device: Device,
         settings: SessionSettings,
         kernels: KernelCheck,
-        low_memory: bool,
+        low_memory: LowMemory,
     ) -> None:
         self.folder, self.family, self.device, self.kernels = folder, family, device, kernels
         self.observer: Observer | None = None
@@ -123,7 +141,20 @@ class GraphSet:
 
     def stays(self, role: Role) -> bool:
         """Return whether a graph stays loaded, and may be captured."""
+        if self._low_memory == OFFLOAD:
+            return False
         return role in abi.DENOISER_ROLES or not self._low_memory
+
+    def set_low_memory(self, low_memory: LowMemory) -> None:
+        """Change which graphs are loaded for each use, and unload all graphs; no run may be bound to them."""
+        self.device.synchronize()
+        self._low_memory = low_memory
+        for role, _ in list(self._loaded):
+            self._unload(role)
+
+    def loaded(self) -> set[Role]:
+        """Return the roles of the graphs whose weights are on the device."""
+        return {role for (role, _), graph in self._loaded.items() if graph.is_loaded}
 
     def has_precompute(self, *, short: bool | None = None) -> bool:
         """Return whether a precompute graph computes the step-invariant inputs of the denoiser.
@@ -148,7 +179,7 @@ class GraphSet:
             path, captures = self.path(role, short=short), self.stays(role) and role not in _UNCAPTURED
             # The caller's options are one object for all sessions: ONNX Runtime rejects to add an initializer twice.
             shares = role in abi.DENOISER_ROLES and self._settings.session_options is None
-            weights = self._shared_weights() if shares else {}
+            weights = self._shared_weights if shares else None
             self._loaded[key] = Graph(
                 path, self.device, capture=captures, tf32=role in _TF32, settings=self._settings, weights=weights
             )
@@ -191,7 +222,19 @@ class GraphSet:
         """Unload a graph that does not stay loaded; runs bound to it must not be used again."""
         if not self.stays(role):
             self.device.synchronize()
-            self._loaded.pop((role, False), None)
+            self._unload(role)
+
+    def _unload(self, role: Role) -> None:
+        if role not in abi.DENOISER_ROLES:
+            if (graph := self._loaded.pop((role, False), None)) is not None:
+                graph.unload()  # even if a caller still holds it
+            return
+        # Shapes and types of the denoiser's inputs are read before each call, without its weights.
+        for (each, _), denoiser in self._loaded.items():
+            if each is role:
+                denoiser.unload(capture=self.stays(role))
+        if not self.loaded() & abi.DENOISER_ROLES:
+            self._weights = None
 
     def uses_kernels(self) -> bool:
         """Return whether the graphs are loaded with the provider options that the verdict requires."""

@@ -19,6 +19,7 @@ from sdonnx.errors import OptionError, refusing
 from sdonnx.folder import certificate
 from sdonnx.folder.pipeline_folder import PipelineFolder
 from sdonnx.folder.version import RebuildWarning, command_for, notices, read_report, require_provider
+from sdonnx.models import abi
 from sdonnx.models.registry import family_of
 from sdonnx.models.spec import Role
 from sdonnx.runtime.cuda_graph_cache import CapturedShape, CaptureReport, CudaGraphCache
@@ -26,13 +27,14 @@ from sdonnx.runtime.device.device import device_for, host_memory_errors
 from sdonnx.runtime.device.device_thread import device_thread
 from sdonnx.runtime.device.kernel_workarounds import KernelCheck
 from sdonnx.runtime.device.session import SessionSettings
-from sdonnx.runtime.graph_set import GraphSet
+from sdonnx.runtime.graph_set import GraphSet, LowMemory
 from sdonnx.runtime.inputs.argument_checks import require_shapes
 from sdonnx.runtime.inputs.call import Call, CallReader
 from sdonnx.runtime.inputs.image_geometry import ImageGeometry
 from sdonnx.runtime.inputs.pipeline_inputs import PipelineInputs
 from sdonnx.runtime.interface.diffusers_interface import DiffusersInterface
 from sdonnx.runtime.interface.keyword_arguments import names_its_arguments, names_of
+from sdonnx.runtime.interface.memory_options import MemoryOptions
 from sdonnx.runtime.interface.pretrained_options import PretrainedOptions, require_arguments
 from sdonnx.runtime.interface.prompt_encoding import PromptEncoding
 from sdonnx.runtime.output import ImageOutput, NotFiniteWarning, Output, read_output
@@ -48,7 +50,7 @@ __all__ = ["ImageOutput", "NotFiniteWarning", "OrtDiffusionPipeline"]
 Callback = Callable[["OrtDiffusionPipeline", int, float, dict[str, Any]], Mapping[str, Any] | None]
 
 
-class OrtDiffusionPipeline(DiffusersInterface, PromptEncoding):
+class OrtDiffusionPipeline(DiffusersInterface, PromptEncoding, MemoryOptions):
     """A diffusion pipeline on ONNX Runtime, with the interface of diffusers' pipelines.
 
     Each denoising step is one replay of a captured CUDA graph, and data stays on the device from the token ids to the
@@ -110,6 +112,8 @@ class OrtDiffusionPipeline(DiffusersInterface, PromptEncoding):
             if graphs.stays(role):
                 graphs.get(role)
         graphs.conditioning_graph()  # loaded ahead as well, so that a missing or broken file is reported here
+        for role in abi.DENOISER_ROLES:
+            graphs.done(role)
 
     @classmethod
     def from_pretrained(
@@ -119,7 +123,7 @@ class OrtDiffusionPipeline(DiffusersInterface, PromptEncoding):
         *,
         device_index: int = 0,
         max_sizes: int = 8,
-        low_memory: bool = False,
+        low_memory: LowMemory = False,
         max_batch_size: int | None = None,
         max_pixels: int | None = None,
         safety_checker: OfFolder | None = OF_FOLDER,
@@ -140,7 +144,8 @@ class OrtDiffusionPipeline(DiffusersInterface, PromptEncoding):
             device_index: index of the GPU.
             max_sizes: maximum number of shapes that stay captured. A shape is a batch size, an image size, whether
                 guidance is used, and the prompt length where it varies: up to three for each size with captions.
-            low_memory: load the text encoders and the decoder for each image and unload them after use.
+            low_memory: True to load the text encoders and the decoder for each image and unload them after use;
+                "offload" to do so with the denoiser too, see `enable_model_cpu_offload`.
             max_batch_size: maximum number of images of a call, prompts times `num_images_per_prompt`; for servers.
             max_pixels: maximum height times width of an image in pixels; for servers.
             safety_checker: None to disable the folder's safety checker.
@@ -401,7 +406,10 @@ class OrtDiffusionPipeline(DiffusersInterface, PromptEncoding):
             job = make_job()
             shape = self._cache.get(call.key)
             on_step = None if callback is None else partial(self._on_step, callback, shape)
-            job.run(shape, on_step, lambda: self._interrupt, self._progress)
+            try:
+                job.run(shape, on_step, lambda: self._interrupt, self._progress)
+            finally:
+                shape.unload_denoiser()
             return read_output(shape, call.output_type, call.size, self.safety_checker)
         finally:
             self.device.synchronize()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -107,11 +110,108 @@ def test_batches_beyond_the_limit_of_onnxruntime(build: Build) -> None:
     assert images.std(axis=(1, 2, 3)).min() > 0.02
 
 
+def test_tiles_replay_captured_graphs(build: Build) -> None:
+    """Each size of tiles is captured: 40 x 32 latents in tiles of 16 have 16 and 4 rows, and 16 and 8 columns."""
+    arguments = USUAL | {"height": 320, "width": 256}
+    with OrtDiffusionPipeline.from_pretrained(build("sdxl-tiny")[1]) as pipeline:
+        pipeline.enable_vae_tiling(128)
+        first = pipeline("a fox", **arguments).images
+        with captured_runs(pipeline) as launched:
+            second = pipeline("a fox", **arguments).images
+    assert psnr(first, second) > SAME_DB
+    assert sorted(launched[Role.IMAGE_DECODER].values()) == [1, 2, 3, 6]
+
+
+# Decodes 4096x4096 pixels with the decoder of Stable Diffusion XL and nothing else, and prints the peak of the memory
+# that NVML counts for the device, in bytes.
+LARGE = """
+import sys, threading, time
+import numpy as np, pynvml
+from sdonnx.benchmark.memory import open_gpu
+from sdonnx.models import abi
+from sdonnx.runtime.device.device_thread import device_thread
+from sdonnx.runtime.pipeline import OrtDiffusionPipeline
+from sdonnx.runtime.vae.vae_runs import ImageDecoder
+handle = open_gpu()
+used = lambda: pynvml.nvmlDeviceGetMemoryInfo(handle).used
+before, peak, done = used(), 0, threading.Event()
+def watch():
+    global peak
+    while not done.is_set():
+        peak = max(peak, used() - before)
+        time.sleep(0.001)
+watcher = threading.Thread(target=watch)
+watcher.start()
+with OrtDiffusionPipeline.from_pretrained(sys.argv[1], low_memory="offload") as pipeline:
+    device, graphs = pipeline.device, pipeline._graphs
+    def decode():
+        noise = np.random.default_rng(0).standard_normal((1, 1, 4, 512, 512)).astype(np.float32)
+        buffers = {abi.STATE: device.upload(noise)}
+        buffers[abi.IMAGES] = device.empty((1, 4096, 4096, 3), np.uint8)
+        buffers[abi.SAMPLE] = device.empty((1, 4096, 4096, 3), np.float32)
+        buffers[abi.FINITE] = device.empty((1,), np.bool_)
+        split = pipeline._cache.splits.decoder(1, 512, 512)
+        assert split.tile is not None
+        ImageDecoder(graphs, split, (1, 4, 512, 512), 8, buffers).decode()
+        assert buffers[abi.FINITE].numpy().all()
+        assert buffers[abi.IMAGES].numpy().std() > 1
+    device_thread(device).run(decode)
+done.set()
+watcher.join()
+print(peak)
+"""
+
+
+@pytest.mark.full
+def test_4096_pixels_decode_within_24_gb(build: Build, note: Any) -> None:
+    command = [sys.executable, "-c", LARGE, str(build("sdxl")[1])]
+    peak = int(subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1])
+    note("decode_4096", {"peak_bytes": peak})
+    assert peak < 24e9
+
+
+# Generates two images and prints the peak of the memory that NVML counts for the device, in bytes.
+OFFLOAD = """
+import sys, threading, time
+import pynvml
+from sdonnx import OrtDiffusionPipeline
+from sdonnx.benchmark.memory import open_gpu
+handle = open_gpu()
+used = lambda: pynvml.nvmlDeviceGetMemoryInfo(handle).used
+before, peak, done = used(), 0, threading.Event()
+def watch():
+    global peak
+    while not done.is_set():
+        peak = max(peak, used() - before)
+        time.sleep(0.001)
+watcher = threading.Thread(target=watch)
+watcher.start()
+level = {"no": False, "yes": True, "offload": "offload"}[sys.argv[2]]
+with OrtDiffusionPipeline.from_pretrained(sys.argv[1], low_memory=level) as pipeline:
+    for _ in range(2):
+        pipeline("a red fox in the snow", num_inference_steps=4)
+done.set()
+watcher.join()
+print(peak)
+"""
+
+
+@pytest.mark.parametrize("arch", ["sdxl-tiny", pytest.param("sdxl", marks=pytest.mark.full)])
+def test_offloading_lowers_the_peak(arch: str, build: Build, note: Any) -> None:
+    peaks = {}
+    for level in ("no", "yes", "offload"):
+        command = [sys.executable, "-c", OFFLOAD, str(build(arch)[1]), level]
+        peaks[level] = int(subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1])
+    note("offload", {"pipeline": arch, "peak_bytes": peaks})
+    assert peaks["offload"] <= 1.05 * peaks["yes"] <= 1.1 * peaks["no"]
+    if arch == "sdxl":
+        # The text encoders (1.6 GB in fp16) are not there with the denoiser.
+        assert peaks["no"] - peaks["offload"] > 1.2e9
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("batch", [7, 8, 16])
 def test_sdxl_at_1024_in_batches(batch: int, build: Build, note: Any) -> None:
-    import time
-
     arguments: dict[str, Any] = {"num_inference_steps": 2, "output_type": "np"}
     with OrtDiffusionPipeline.from_pretrained(build("sdxl")[1]) as pipeline:
         noise = np.random.default_rng(0).standard_normal((batch, 4, 128, 128)).astype(np.float32)

@@ -113,8 +113,8 @@ class Graph:
         capture: whether runs may be captured as CUDA graphs.
         tf32: whether float32 products may round their factors to 10 bits (TF32), as torch's convolutions do.
         settings: options of ONNX Runtime from the caller.
-        weights: initializers shared with other sessions, by name; kept as long as this session. Not supported with
-            session options of the caller, which are one object for all sessions.
+        weights: initializers shared with other sessions, by name, or a function that returns them; kept as long as
+            this session. Not supported with session options of the caller, which are one object for all sessions.
 
     Attributes:
         device: where the graph runs.
@@ -136,23 +136,59 @@ class Graph:
         capture: bool = False,
         tf32: bool = False,
         settings: SessionSettings | None = None,
-        weights: Mapping[str, OrtValue] | None = None,
+        weights: Mapping[str, OrtValue] | Callable[[], Mapping[str, OrtValue]] | None = None,
     ) -> None:
         if not path.is_file():
             raise FolderError(f"{path} is missing", "a complete optimized folder", "copy the folder again")
-        settings = settings or SessionSettings()
         self.device = device
         self.path = path
         self.captures = capture and device.provider == "cuda"
+        self._settings, self._tf32, self._shared = settings or SessionSettings(), tf32, weights
+        self._weights: Mapping[str, OrtValue] = {}
+        self._session: onnxruntime.InferenceSession | None = None
+        inputs, outputs = self.session.get_inputs(), self.session.get_outputs()
+        self.inputs = tuple(value.name for value in inputs)
+        self.outputs = tuple(value.name for value in outputs)
+        self._types = {value.name: value.type for value in (*inputs, *outputs)}
+        self._shapes = {value.name: value.shape for value in (*inputs, *outputs)}
+
+    @property
+    def session(self) -> onnxruntime.InferenceSession:
+        """The session; a graph that was unloaded is loaded again.
+
+        Raises:
+            FolderError: ONNX Runtime rejects the file.
+            DeviceMemoryError: the device has too little memory.
+        """
+        if self._session is None:
+            self._weights = dict(self._shared() if callable(self._shared) else self._shared or {})
+            self._session = self._load()
+        return self._session
+
+    @property
+    def is_loaded(self) -> bool:
+        """Whether the weights are on the device."""
+        return self._session is not None
+
+    def unload(self, *, capture: bool = False) -> None:
+        """Release the session and its weights; runs bound to it must not be used again.
+
+        Args:
+            capture: whether runs may be captured when the graph is loaded again.
+        """
+        self._session, self._weights = None, {}
+        self.captures = capture and self.device.provider == "cuda"
+
+    def _load(self) -> onnxruntime.InferenceSession:
+        path, device, settings = self.path, self.device, self._settings
         options = _session_options(device, settings)
-        self._weights = dict(weights or {})
-        provider = (PROVIDERS[device.provider], _provider_options(device, self.captures, tf32, settings))
+        provider = (PROVIDERS[device.provider], _provider_options(device, self.captures, self._tf32, settings))
         start = time.perf_counter()
         try:
             for name, value in self._weights.items():
                 options.add_initializer(name, value)
             with memory_errors(device, f"loading {path.name}"), self._workspaces():
-                self.session = onnxruntime.InferenceSession(path, options, providers=[provider])
+                session = onnxruntime.InferenceSession(path, options, providers=[provider])
         except DeviceMemoryError:
             raise
         except Exception as error:  # exceptions of onnxruntime have no common base class
@@ -164,16 +200,13 @@ class Graph:
                 settings.rebuild,
             ) from error
         _LOGGER.debug("loaded %s in %.0f ms", path, (time.perf_counter() - start) * 1e3)
-        if PROVIDERS[device.provider] not in self.session.get_providers():
+        if PROVIDERS[device.provider] not in session.get_providers():
             raise ProviderError(
                 f"{PROVIDERS[device.provider]} could not be loaded",
                 "a GPU, its driver and the CUDA libraries",
                 f"check nvidia-smi, then: {install_command('cuda')}",
             )
-        inputs, outputs = self.session.get_inputs(), self.session.get_outputs()
-        self.inputs = tuple(value.name for value in inputs)
-        self.outputs = tuple(value.name for value in outputs)
-        self._types = {value.name: value.type for value in (*inputs, *outputs)}
+        return session
 
     def _workspaces(self) -> AbstractContextManager[None]:
         return small_workspaces() if self.device.provider == "cuda" else nullcontext()
@@ -184,8 +217,7 @@ class Graph:
 
     def shape(self, name: str) -> list[int | str]:
         """Return the shape of an input or output, with names for dynamic dimensions."""
-        values = {value.name: value for value in (*self.session.get_inputs(), *self.session.get_outputs())}
-        return list(values[name].shape)
+        return list(self._shapes[name])
 
     def run(self, values: Mapping[str, npt.NDArray[Any]]) -> dict[str, npt.NDArray[Any]]:
         """Run once on arrays by name, converted to the types of the inputs, and return the outputs by name.

@@ -11,6 +11,7 @@ from typing import Any
 
 from sdonnx.errors import OptionError
 from sdonnx.folder.version import command_for
+from sdonnx.runtime.graph_set import require_low_memory
 from sdonnx.runtime.interface.hub import download, is_hub_id
 from sdonnx.runtime.interface.keyword_arguments import require_known
 
@@ -184,10 +185,11 @@ def require_arguments(max_sizes: Any, low_memory: Any, require_certificate: Any)
     """Check arguments of `from_pretrained`.
 
     Raises:
-        OptionError: a flag is not True or False, or `max_sizes` is no positive integer.
+        OptionError: `low_memory` or `require_certificate` has another value than its type allows, or `max_sizes` is no
+            positive integer.
     """
-    for name, value in (("low_memory", low_memory), ("require_certificate", require_certificate)):
-        if not isinstance(value, bool):
-            raise OptionError(f"{name} is {value!r}", "True or False", "pass one of them")
+    require_low_memory(low_memory)
+    if not isinstance(require_certificate, bool):
+        raise OptionError(f"require_certificate is {require_certificate!r}", "True or False", "pass one of them")
     if isinstance(max_sizes, bool) or not isinstance(max_sizes, int) or max_sizes < 1:
         raise OptionError(f"max_sizes is {max_sizes!r}", "a whole number from 1 on", "pass for example 8")

@@ -79,8 +79,8 @@ def test_constructor_is_from_pretrained(tiny_cpu: Path) -> None:
     for folder in (None, "", 5):
         with refused(OptionError, f"the folder is {folder!r}"):
             OrtDiffusionPipeline.from_pretrained(folder)  # type: ignore[arg-type]
-    for name in ("low_memory", "require_certificate"):
-        with refused(OptionError, f"{name} is 'no'", "True or False"):
+    for name, values in (("low_memory", "False, True or 'offload'"), ("require_certificate", "True or False")):
+        with refused(OptionError, f"{name} is 'no'", values):
             options: dict[str, Any] = {name: "no"}
             OrtDiffusionPipeline.from_pretrained(tiny_cpu, **options)
 
