@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from support.pipelines import refused
 from sdonnx.errors import OptionError
 from sdonnx.metrics import psnr
 from sdonnx.models.spec import Role
+from sdonnx.runtime.device.session import Run
 from sdonnx.runtime.pipeline import OrtDiffusionPipeline
 from sdonnx.runtime.vae import split
 from sdonnx.runtime.vae.tiles import TileGrid, join_tiles
@@ -55,7 +58,7 @@ def test_blending_is_that_of_diffusers(size: tuple[int, int], micro_vae: Any) ->
     def encode(rows: slice, columns: slice) -> Any:
         return micro_vae.quant_conv(micro_vae.encoder(pixels[:, :, rows, columns])).numpy()
 
-    found = join_tiles(encode, *pixels.shape[2:], TileGrid(16, 8), (2, 3))
+    found = join_tiles(encode, 2 * size[0], 2 * size[1], TileGrid(16, 8), (2, 3))
     np.testing.assert_allclose(found, micro_vae._tiled_encode(pixels).numpy(), rtol=0, atol=1e-6)
 
 
@@ -152,7 +155,7 @@ def test_slicing_decodes_images_one_by_one(tiny_cpu: Path, ours: OrtDiffusionPip
         for change in (pipeline.enable_vae_slicing, pipeline.disable_vae_slicing):
             change()
             roles: list[Role] = []
-            pipeline.observe(lambda role, _, roles=roles: _noted(roles, role))
+            pipeline.observe(partial(_noted, roles))
             assert psnr(pipeline(**arguments, seed=0).images, ours(**arguments, seed=0).images) > SAME_DB
             counts.append(roles.count(Role.IMAGE_DECODER))
             shapes = pipeline.captured_sizes
@@ -161,8 +164,6 @@ def test_slicing_decodes_images_one_by_one(tiny_cpu: Path, ours: OrtDiffusionPip
         assert counts == [3, 1]
 
 
-def _noted(roles: list[Role], role: Role) -> Any:
-    from contextlib import nullcontext
-
+def _noted(roles: list[Role], role: Role, run: Run) -> AbstractContextManager[None]:
     roles.append(role)
     return nullcontext()
