@@ -3,6 +3,7 @@
 import io
 import logging
 import os
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Annotated
@@ -12,7 +13,7 @@ from fastapi import Body, FastAPI, HTTPException, Response
 from sdonnx import DeviceMemoryError, OrtDiffusionPipeline, SdonnxError
 
 SIZES = [(1, 512, 512)]  # batch, height, width: captured before the first request
-MAX_STEPS, MAX_PIXELS = 100, 1024 * 1024
+MAX_STEPS, MAX_PIXELS, MAX_WAITING = 100, 1024 * 1024, 16
 
 
 @asynccontextmanager
@@ -22,6 +23,7 @@ async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         pipeline.set_progress_bar_config(disable=True)
         pipeline.warmup(SIZES)
         app.state.pipeline, app.state.broken = pipeline, False
+        app.state.places = threading.Semaphore(MAX_WAITING)
         yield
 
 
@@ -29,7 +31,7 @@ app = FastAPI(lifespan=lifespan)
 
 
 @app.get("/health")
-def health() -> dict[str, str]:
+async def health() -> dict[str, str]:  # async: it answers even if all threads wait for an image
     """Answer 503 after a failure that a restart may fix, such as a lost GPU."""
     if app.state.broken:
         raise HTTPException(503, "an earlier request failed unexpectedly")
@@ -48,6 +50,8 @@ def generate(  # not async: FastAPI runs it in a thread, and the pipeline queues
     """Return an image as PNG, with its seed in the header X-Seed."""
     if steps > MAX_STEPS or height * width > MAX_PIXELS:
         raise HTTPException(422, f"expected at most {MAX_STEPS} steps and {MAX_PIXELS} pixels")
+    if not app.state.places.acquire(blocking=False):
+        raise HTTPException(503, "too many requests are waiting")
     try:
         output = app.state.pipeline(
             prompt, height, width, num_inference_steps=steps, negative_prompt=negative_prompt, seed=seed
@@ -60,6 +64,8 @@ def generate(  # not async: FastAPI runs it in a thread, and the pipeline queues
         logging.exception("a request failed")
         app.state.broken = True
         raise
+    finally:
+        app.state.places.release()
     file = io.BytesIO()
     output.images[0].save(file, "PNG")
     return Response(file.getvalue(), media_type="image/png", headers={"X-Seed": str(output.seed)})

@@ -145,7 +145,7 @@ def test_server_generates_and_reports_its_health(server: Any, monkeypatch: pytes
     async def run() -> None:
         async with server.app.lifespan(server.app):
             health, generate = server.app.routes["/health"], server.app.routes["/generate"]
-            assert health() == {"status": "ok"}
+            assert await health() == {"status": "ok"}
             response = generate("a fox", height=64, width=64, steps=2, seed=3)
             assert (response.media_type, response.headers) == ("image/png", {"X-Seed": "3"})
             pipeline = server.app.state.pipeline
@@ -155,7 +155,12 @@ def test_server_generates_and_reports_its_health(server: Any, monkeypatch: pytes
                 with pytest.raises(FakeFastApi.HTTPException) as refused:
                     generate("a fox", **({"height": 64, "width": 64, "steps": 2} | wrong))
                 assert refused.value.status_code == 422, wrong
-            assert health() == {"status": "ok"}
+            assert await health() == {"status": "ok"}
+            places = [server.app.state.places.acquire(blocking=False) for _ in range(server.MAX_WAITING)]
+            assert all(places), "each request gave its place back"
+            with pytest.raises(FakeFastApi.HTTPException, match="waiting"):
+                generate("a fox")
+            server.app.state.places.release()
             failing = {"error": DeviceMemoryError("a", "b", "c")}
 
             def fail(*_: object, **__: object) -> None:
@@ -169,7 +174,7 @@ def test_server_generates_and_reports_its_health(server: Any, monkeypatch: pytes
             with pytest.raises(RuntimeError, match="lost"):
                 generate("a fox")
             with pytest.raises(FakeFastApi.HTTPException) as refused:
-                health()
+                await health()
             assert refused.value.status_code == 503
 
     asyncio.run(run())
