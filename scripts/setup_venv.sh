@@ -71,7 +71,7 @@ setup_venv() {  # EXTRAS: installs the project with these extras and the machine
     log="$venv/sdonnx-install.log"
     started=$SECONDS
     printf 'Installing sdonnx[%s] into %s (minutes the first time; log in %s) ... ' "$extras" "$venv" "$log"
-    if ! "$venv/bin/python" -m pip install --no-input --disable-pip-version-check --progress-bar off \
+    if ! "$venv/bin/python" -m pip install --no-input --no-compile --disable-pip-version-check --progress-bar off \
         -c "$project/requirements.txt" -e "${project}[$extras]" >"$log" 2>&1; then
         printf 'failed\n'
         tail -n 15 "$log" >&2

@@ -14,17 +14,16 @@ fi
 "$bin/ruff" check .
 "$bin/ruff" format --check .
 "$bin/python" scripts/check_language.py
-"$bin/mypy"
+"$bin/mypy" --num-workers 2
 if [[ "$runtime" == cuda ]]; then
     exec "$bin/python" -m pytest "$@"
 elif (($# > 0)); then
     exec "$bin/python" -m pytest -m "not gpu" "$@"
 fi
-# A worker takes 2 GB of memory. Fast tests come first: they show most faults.
+# A worker takes 2 GB of memory. Files of fast tests come first (tests/conftest.py): they show most faults.
 workers="$(nproc)"
-run=("$bin/python" -m pytest --numprocesses $((workers < 4 ? workers : 4)) --dist loadfile --cov --cov-report=)
-"${run[@]}" -m "not gpu and not alone and not pipeline and not slow"
-"${run[@]}" --cov-append -m "not gpu and not alone and (pipeline or slow)"
+"$bin/python" -m pytest --numprocesses $((workers < 4 ? workers : 4)) --dist loadfile --no-loadscope-reorder \
+    --cov --cov-report= -m "not gpu and not alone"
 echo "Coverage of lines and branches:"
 "$bin/coverage" report --format=total
 exec "$bin/python" -m pytest -m "alone and not gpu"

@@ -71,7 +71,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects by markers
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect `full` unless requested, skip `gpu` without a CUDA provider, and mark tests that need a pipeline.
+    """Deselect `full` unless requested, skip `gpu` without CUDA, mark tests that take long, and put fast files first.
 
     A `-m` in addopts would be lost as soon as the command line has one, hence a hook.
     """
@@ -85,6 +85,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.pipeline)
         elif item.path.relative_to(tests).as_posix().startswith(_SLOW):
             item.add_marker(pytest.mark.slow)
+    heavy = {item.path for item in items if item.get_closest_marker("pipeline") or item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path in heavy)  # stable: the order within a file stays
     on_gpu = [item for item in items if item.get_closest_marker("gpu")]
     if on_gpu and not _has_cuda():
         for item in on_gpu:

@@ -135,7 +135,8 @@ class PipelineCache:
         def make(component: Path) -> None:
             export(folder, family, plan, component.parent, dtype, progress)
 
-        shutil.copytree(self._made(spec.name, description, make), out / spec.name)
+        # Linked rather than copied, since nothing writes to weights in place.
+        shutil.copytree(self._made(spec.name, description, make), out / spec.name, copy_function=_link_weights)
 
     def optimized(self, exported: Path, **options: Any) -> Path:
         """Return an exported folder optimized with the options of `optimize_folder`."""
@@ -187,6 +188,14 @@ class PipelineCache:
 
     def _key_of(self, folder: Path) -> str:
         return self._keys[folder] if folder in self._keys else _digest(folder)
+
+
+def _link_weights(source: str, target: str) -> None:
+    """Link a file of weights, and copy any other file: for `shutil.copytree`."""
+    if source.endswith(".data"):
+        os.link(source, target)
+    else:
+        shutil.copy2(source, target)
 
 
 def _described(value: Any, source: Path) -> Any:
