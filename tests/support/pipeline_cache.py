@@ -135,8 +135,7 @@ class PipelineCache:
         def make(component: Path) -> None:
             export(folder, family, plan, component.parent, dtype, progress)
 
-        # Linked rather than copied, since nothing writes to weights in place.
-        shutil.copytree(self._made(spec.name, description, make), out / spec.name, copy_function=_link_weights)
+        shutil.copytree(self._made(spec.name, description, make), out / spec.name)
 
     def optimized(self, exported: Path, **options: Any) -> Path:
         """Return an exported folder optimized with the options of `optimize_folder`."""
@@ -188,14 +187,6 @@ class PipelineCache:
 
     def _key_of(self, folder: Path) -> str:
         return self._keys[folder] if folder in self._keys else _digest(folder)
-
-
-def _link_weights(source: str, target: str) -> None:
-    """Link a file of weights, and copy any other file: for `shutil.copytree`."""
-    if source.endswith(".data"):
-        os.link(source, target)
-    else:
-        shutil.copy2(source, target)
 
 
 def _described(value: Any, source: Path) -> Any:
