@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from rich.markup import escape
 
 from sdonnx.errors import FolderError, OptionError
+from sdonnx.folder.folder_kind import require_exported
 from sdonnx.folder.pipeline_folder import REPORT, PipelineFolder, read_json
 from sdonnx.terminal import add_common, console
 
@@ -57,6 +58,7 @@ def explained(folder: Path, provider: str | None = None) -> tuple[list[str], dic
     pipeline = PipelineFolder.open(folder)
     if (folder / REPORT).exists():
         return _written(folder / REPORT, provider)
+    require_exported(folder)
     from dataclasses import asdict
 
     from sdonnx.optimize.optimizer import fusion_reports

@@ -30,7 +30,7 @@ from sdonnx.cli.command_line import CommandParser
 from sdonnx.errors import OutputError
 from sdonnx.installation import install_command
 from sdonnx.sample.write_sample import write_sample
-from sdonnx.terminal import FAILURE, INTERRUPTED
+from sdonnx.terminal import FAILURE, INTERRUPTED, TERMINATED
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -260,7 +260,7 @@ def test_fails_without_any_result(tiny_cpu: Path, tmp_path: Path, capfd: pytest.
     path = tmp_path / "result.csv"
     assert main(["-p", str(broken), *SMALL, "--csv", str(path)]) == FAILURE
     captured = capfd.readouterr()
-    assert "error: onnxruntime, 64x64" in captured.err
+    assert "error: sdonnx, 64x64" in captured.err
     assert "appended" not in captured.out
     assert not path.exists()
 
@@ -296,7 +296,7 @@ def test_interruption_while_making_folders(tiny_pipeline: Path, tmp_path: Path) 
     time.sleep(1)
     process.send_signal(signal.SIGTERM)
     _, errors = process.communicate(timeout=120)
-    assert process.returncode == INTERRUPTED
+    assert process.returncode == TERMINATED
     assert "interrupted before the first measurement" in errors
     assert not (tmp_path / "work").exists() or not any((tmp_path / "work").iterdir())
 

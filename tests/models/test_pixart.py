@@ -30,6 +30,7 @@ from sdonnx.fusions.fusion_table import fuse
 from sdonnx.graph.edit import required
 from sdonnx.graph.modules import module_path
 from sdonnx.graph.passes import tidy
+from sdonnx.installation import install_command
 from sdonnx.metrics import psnr, relative_error
 from sdonnx.models import abi
 from sdonnx.models.registry import family_of
@@ -360,7 +361,7 @@ def test_sentencepiece_tokenizer_without_its_package_is_refused(
     published: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with refused(FolderError, "spiece.model", "pip install sentencepiece"):
+    with refused(FolderError, "spiece.model", "sentencepiece", install_command("export")):
         export_pipeline(published, tmp_path / "onnx")
     assert not (tmp_path / "onnx").exists()
 
@@ -652,7 +653,7 @@ def test_image_size_is_rounded_to_whole_patches(sigma: Pair) -> None:
 
 BAD: list[tuple[dict[str, Any], type[SdonnxError], str]] = [
     ({"height": 120, "use_resolution_binning": False}, OptionError, "height is 120; expected a multiple of 16"),
-    ({"height": 0}, OptionError, "height is 0; expected a multiple of 1"),
+    ({"height": 0}, OptionError, "height is 0; expected a positive integer"),
     ({"height": 2056}, OptionError, "height is 2056; expected at most 2048, 8 times the model's"),
     ({"max_sequence_length": 1}, OptionError, "max_sequence_length is 1; expected a whole number from 2 to 2048"),
     ({"max_sequence_length": 300.0}, OptionError, "max_sequence_length is 300.0"),

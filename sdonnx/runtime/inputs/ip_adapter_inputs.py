@@ -25,7 +25,7 @@ from sdonnx.runtime.inputs.clip_images import ClipImages
 from sdonnx.runtime.inputs.conditioning import ArgumentGroup, Conditioning
 from sdonnx.runtime.inputs.ip_adapter_scale import scale_matrix
 
-__all__ = ["ARGUMENTS", "IpAdapterInputs"]
+__all__ = ["ARGUMENTS", "MISSING_METHODS", "IpAdapterInputs"]
 
 Float = npt.NDArray[np.float32]
 
@@ -34,6 +34,17 @@ ARGUMENTS = ArgumentGroup(
     "a pipeline with IP-Adapters",
     "export it with --ip-adapter, or leave it out",
 )
+
+_IN_GRAPHS = "an IP-Adapter is part of the folder's graphs"
+
+MISSING_METHODS: Mapping[str, tuple[str, str]] = {
+    "load_ip_adapter": (
+        _IN_GRAPHS,
+        "export the pipeline with --ip_adapter FILE, then optimize it; set_ip_adapter_scale works at run time",
+    ),
+    "unload_ip_adapter": (_IN_GRAPHS, "set_ip_adapter_scale(0) turns it off"),
+}
+"""Methods of diffusers' pipelines for IP-Adapters that are refused: the reason, and what works instead."""
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from sdonnx.runtime.inputs.prompt_arguments import PromptArguments
 from sdonnx.runtime.inputs.stable_diffusion_inputs import StableDiffusionInputs
 from sdonnx.runtime.inputs.stable_diffusion_xl_inputs import StableDiffusionXlInputs
 
-__all__ = ["FAMILY_INPUTS", "PipelineInputs"]
+__all__ = ["FAMILY_INPUTS", "MISSING_METHODS", "PipelineInputs"]
 
 FAMILY_INPUTS: Mapping[str, type[FamilyInputs]] = {
     "stable-diffusion": StableDiffusionInputs,
@@ -24,6 +24,9 @@ FAMILY_INPUTS: Mapping[str, type[FamilyInputs]] = {
     "pixart-sigma": PixArtInputs,
 }
 """Conditioning of each family, by the family's name."""
+
+MISSING_METHODS = ip_adapter_inputs.MISSING_METHODS
+"""Methods of diffusers' pipelines that change the conditioning and are refused: the reason, and what works instead."""
 
 
 def _groups() -> list[ArgumentGroup]:

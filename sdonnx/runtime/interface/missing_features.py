@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NoReturn, TypeVar
 
 from sdonnx.errors import OptionError
+from sdonnx.runtime.inputs.pipeline_inputs import MISSING_METHODS
 
 __all__ = ["CLASS_METHODS", "REFUSED", "WITHOUT_EFFECT", "MissingFeatures"]
 
@@ -44,7 +45,6 @@ _FUSED_LORA = (
 _TEXTUAL_INVERSION = (
     "load it with diffusers (load_textual_inversion, save_pretrained), then export and optimize that folder"
 )
-_ADAPTER = "export the pipeline with --ip_adapter FILE, then optimize it; set_ip_adapter_scale works at run time"
 _NONE_LOADED = "leave the call out; for another variant, optimize another folder"
 
 REFUSED: Mapping[str, tuple[str, str]] = {
@@ -58,14 +58,13 @@ REFUSED: Mapping[str, tuple[str, str]] = {
     "fuse_lora": ("LoRA cannot be fused into an optimized folder", _FUSED_LORA),
     "get_active_adapters": ("LoRA cannot be changed at run time", _FUSED_LORA),
     "get_list_adapters": ("LoRA cannot be changed at run time", _FUSED_LORA),
-    "load_ip_adapter": ("an IP-Adapter is part of the folder's graphs", _ADAPTER),
     "load_lora_weights": ("LoRA cannot be loaded at run time", _FUSED_LORA),
     "load_textual_inversion": ("a textual inversion is part of the folder's text encoder", _TEXTUAL_INVERSION),
     "set_adapters": ("LoRA cannot be changed at run time", _FUSED_LORA),
     "set_lora_device": ("LoRA cannot be changed at run time", _FUSED_LORA),
     "unfuse_lora": ("a LoRA cannot be taken out of an optimized folder", _NONE_LOADED),
-    "unload_ip_adapter": ("an IP-Adapter is part of the folder's graphs", "set_ip_adapter_scale(0) turns it off"),
     "unload_lora_weights": ("no LoRA is loaded", _NONE_LOADED),
+    **MISSING_METHODS,
     "unload_textual_inversion": ("a textual inversion is part of the folder's text encoder", _NONE_LOADED),
 }
 """Methods that would change images: the reason why they are missing, and what works instead."""
