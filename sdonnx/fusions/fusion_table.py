@@ -377,8 +377,10 @@ def fuse(
     last_canonicalizing = [stage for stage in table if stage.canonicalizes][-1]
     for stage in table:
         outcomes.append(stage.run(model))
-        tidy(model)
-        if stage.canonicalizes:
+        changed = any(outcomes[-1].fired.values())
+        if changed:
+            tidy(model)
+        if changed and stage.canonicalizes:
             infer_shapes(model, outputs=True)
             SimplifyReshapes()(model)
         if stage is last_canonicalizing:

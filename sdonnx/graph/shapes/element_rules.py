@@ -11,9 +11,10 @@ import numpy.typing as npt
 import onnx_ir as ir
 import sympy  # type: ignore[import-untyped]
 
-__all__ = ["ELEMENT_RULES", "MAX_ELEMENTS", "Content"]
+__all__ = ["ELEMENT_RULES", "MAX_ELEMENTS", "MAX_FACTORS", "Content"]
 
 MAX_ELEMENTS = 64  # no list of sizes is longer
+MAX_FACTORS = 8  # numbers with a fraction: factors of a Resize, one per axis. Longer ones are weights.
 
 Content = npt.NDArray[Any]  # of expressions
 _Arrays = Sequence[Content]

@@ -16,7 +16,7 @@ import onnx.shape_inference
 import onnx_ir as ir
 import sympy  # type: ignore[import-untyped]
 
-from sdonnx.graph.shapes.element_rules import ELEMENT_RULES, MAX_ELEMENTS
+from sdonnx.graph.shapes.element_rules import ELEMENT_RULES, MAX_ELEMENTS, MAX_FACTORS
 from sdonnx.graph.shapes.expressions import dimension_of, parsed
 from sdonnx.graph.shapes.shape_rules import SHAPE_RULES
 from sdonnx.graph.shapes.size_table import Shape, SizeTable
@@ -72,7 +72,8 @@ class Sizes(SizeTable):
         if tensor is None:
             return
         self.shapes[value] = tuple(map(sympy.Integer, tensor.shape.numpy()))
-        if tensor.size <= MAX_ELEMENTS and len(self.shapes[value]) <= 1:
+        most = MAX_FACTORS if tensor.dtype.is_floating_point() else MAX_ELEMENTS
+        if tensor.size <= most and len(self.shapes[value]) <= 1:
             self.set_numbers(value, tensor.numpy())
 
     def _visit(self, node: ir.Node) -> None:
