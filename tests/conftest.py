@@ -116,7 +116,7 @@ def pipelines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PipelineCach
 
 @pytest.fixture(scope="session")
 def micro(pipelines: PipelineCache) -> Path:
-    """A pipeline with a few channels, a diffusers folder."""
+    """The sample pipeline `tiny` with a narrow UNet, a diffusers folder; see `support.micro`."""
     return pipelines.micro()
 
 
@@ -163,24 +163,24 @@ def tiny_cuda_fp16(pipelines: PipelineCache, tiny_exported: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
-def tiny_torch(tiny_pipeline: Path) -> Any:
-    """`tiny` as diffusers loads it, in float32; leave its scheduler as it was."""
+def micro_torch(micro: Path) -> Any:
+    """`micro` as diffusers loads it, in float32; leave its scheduler as it was."""
     import diffusers
     import torch
 
     # Spinning threads of both torch and ONNX Runtime on a few shared cores take ten times as long.
     torch.set_num_threads(1)
-    pipeline: Any = diffusers.StableDiffusionPipeline.from_pretrained(tiny_pipeline)
+    pipeline: Any = diffusers.StableDiffusionPipeline.from_pretrained(micro)
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
 
 
 @pytest.fixture(scope="session")
-def loaded(tiny_cpu: Path) -> Any:
-    """`tiny`, optimized for the CPU and loaded; use `ours`."""
+def loaded(micro_cpu: Path) -> Any:
+    """`micro`, optimized for the CPU and loaded; use `ours`."""
     from sdonnx.runtime.pipeline import OrtDiffusionPipeline
 
-    return OrtDiffusionPipeline.from_pretrained(tiny_cpu)
+    return OrtDiffusionPipeline.from_pretrained(micro_cpu)
 
 
 @pytest.fixture
@@ -192,8 +192,8 @@ def ours(loaded: Any) -> Iterator[Any]:
 
 
 @pytest.fixture
-def theirs(tiny_torch: Any) -> Iterator[Any]:
+def theirs(micro_torch: Any) -> Iterator[Any]:
     """The pipeline of diffusers, with the folder's own scheduler at the start of each test."""
-    before = tiny_torch.scheduler
-    yield tiny_torch
-    tiny_torch.scheduler = before
+    before = micro_torch.scheduler
+    yield micro_torch
+    micro_torch.scheduler = before

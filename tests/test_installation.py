@@ -52,9 +52,9 @@ def run_without(hidden: tuple[str, ...], code: str) -> subprocess.CompletedProce
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
 def test_a_command_without_its_packages_is_one_line(
-    arguments: list[str], hidden: tuple[str, ...], extra: str, tiny_cpu: Path, tiny_pipeline: Path, tmp_path: Path
+    arguments: list[str], hidden: tuple[str, ...], extra: str, micro_cpu: Path, micro: Path, tmp_path: Path
 ) -> None:
-    given = [each.format(cpu=tiny_cpu, tiny=tiny_pipeline) for each in arguments]
+    given = [each.format(cpu=micro_cpu, tiny=micro) for each in arguments]
     given = [str(tmp_path / each) if each in ("out", "a.png") else each for each in given]
     done = run_without(hidden, f"from sdonnx.__main__ import main; sys.exit(main({given!r}))")
     assert done.returncode == 2

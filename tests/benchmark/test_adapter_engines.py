@@ -112,12 +112,12 @@ def test_makes_no_folders_if_no_engine_supports_adapters(tmp_path: Path, capsys:
     assert not work.exists()
 
 
-def test_rejects_folders_exported_with_other_adapters(measured: Path, tiny_cpu: Path) -> None:
+def test_rejects_folders_exported_with_other_adapters(measured: Path, micro_cpu: Path) -> None:
     _, optimized, adapter = sample_folders(measured)
     with refused(FolderError, "exported with ip-adapter", "none, the value of --ip_adapter"):
         OnnxRuntimeEngine(EngineOptions(optimized, "cpu"))
     with refused(FolderError, "exported with no adapter", "ip-adapter, the value of"):
-        OnnxRuntimeEngine(EngineOptions(tiny_cpu, "cpu", adapters=(adapter,)))
+        OnnxRuntimeEngine(EngineOptions(micro_cpu, "cpu", adapters=(adapter,)))
 
 
 @pytest.mark.parametrize(
@@ -132,10 +132,10 @@ def test_rejects_folders_exported_with_other_adapters(measured: Path, tiny_cpu: 
     ],
 )
 def test_rejects_invalid_options(
-    arguments: list[str], message: str, measured: Path, tiny_pipeline: Path, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], message: str, measured: Path, micro: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    named = {"PIPELINE": str(tiny_pipeline), "ADAPTER": sample_folders(measured)[2]}
+    named = {"PIPELINE": str(micro), "ADAPTER": sample_folders(measured)[2]}
     arguments = [named.get(each, each) for each in arguments]
     capsys.readouterr()
-    assert main(["benchmark", "-p", str(tiny_pipeline), "-e", "torch", *arguments]) == 2
+    assert main(["benchmark", "-p", str(micro), "-e", "torch", *arguments]) == 2
     assert message in capsys.readouterr().err

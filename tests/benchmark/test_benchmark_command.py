@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from support.benchmarking import SCRIPT, read_rows, run
+from support.micro import write_micro
 
 from sdonnx.__main__ import main as sdonnx_main
 from sdonnx.benchmark.compare import ComparisonRun
@@ -29,7 +30,6 @@ from sdonnx.cli.benchmark import FAILED
 from sdonnx.cli.command_line import CommandParser
 from sdonnx.errors import OutputError
 from sdonnx.installation import install_command
-from sdonnx.sample.write_sample import write_sample
 from sdonnx.terminal import FAILURE, INTERRUPTED, TERMINATED
 
 
@@ -42,12 +42,12 @@ SMALL = ("-r", "cpu", "--height", "64", "-s", "2", "-c", "2", "--rounds", "1", "
 
 @pytest.fixture(scope="module")
 def extras(
-    tiny_cpu: Path, tiny_pipeline: Path, tmp_path_factory: pytest.TempPathFactory
+    micro_cpu: Path, micro: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, subprocess.CompletedProcess[str]]:
     """Results of a command with all extra measurements."""
     folder = tmp_path_factory.mktemp("extras")
     done = run(
-        folder, "-e", "onnxruntime", "torch", "-p", str(tiny_cpu), str(tiny_pipeline), *SMALL[:4], "-s", "3", "-c", "1",
+        folder, "-e", "onnxruntime", "torch", "-p", str(micro_cpu), str(micro), *SMALL[:4], "-s", "3", "-c", "1",
         "--rounds", "1", "--warmups", "1", "--json", "result.jsonl", "--throughput", "--run_multiple_resolutions",
         "--profile",
     )  # fmt: skip
@@ -69,13 +69,13 @@ def test_extra_measurements(extras: Any) -> None:
     assert all(record["milliseconds"]["convolution"] > 0 for record in records[6:])
 
 
-def test_script_runs_in_any_folder_without_torch(tiny_cpu: Path, tmp_path: Path) -> None:
+def test_script_runs_in_any_folder_without_torch(micro_cpu: Path, tmp_path: Path) -> None:
     """The engine's process does not need torch either."""
     (tmp_path / "sitecustomize.py").write_text(
         "import sys\nsys.modules.update(dict.fromkeys(['torch', 'diffusers', 'transformers']))\n"
     )
     environment = os.environ | {"PYTHONPATH": str(tmp_path)}
-    arguments = [sys.executable, str(SCRIPT), "-p", str(tiny_cpu), *SMALL[:6], "-c", "1", "--skip_warmup"]
+    arguments = [sys.executable, str(SCRIPT), "-p", str(micro_cpu), *SMALL[:6], "-c", "1", "--skip_warmup"]
     done = subprocess.run(arguments, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     (row,) = read_rows(tmp_path / "benchmark_result.csv")
@@ -87,7 +87,7 @@ def test_script_runs_in_any_folder_without_torch(tiny_cpu: Path, tmp_path: Path)
 
 
 def test_failed_engines_do_not_stop_the_others(
-    tiny_cpu: Path, tiny_pipeline: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    micro_cpu: Path, micro: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """An engine with a missing package and an engine that is killed each print one line; the status is 1."""
     path = tmp_path / "result.csv"
@@ -95,7 +95,7 @@ def test_failed_engines_do_not_stop_the_others(
     python.write_text("#!/bin/sh\nkill -9 $$\n")
     python.chmod(0o755)
     status = main([
-        "-e", "optimum", "torch", "onnxruntime", "-p", str(tiny_cpu), str(tiny_pipeline), *SMALL,
+        "-e", "optimum", "torch", "onnxruntime", "-p", str(micro_cpu), str(micro), *SMALL,
         "--python", f"torch={python}", "--csv", str(path), "-w", str(tmp_path / "work"),
     ])  # fmt: skip
     assert status == FAILED
@@ -106,10 +106,10 @@ def test_failed_engines_do_not_stop_the_others(
     assert f"error: torch eager, {where}: ended by SIGKILL, possibly because memory ran out" in errors
 
 
-def test_detects_other_weights(tiny_cpu: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_detects_other_weights(micro_cpu: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     other = tmp_path / "other"
-    write_sample("tiny", other, seed=7)
-    arguments = ["-p", str(other), str(tiny_cpu), *SMALL, "--csv", str(tmp_path / "result.csv")]
+    write_micro("tiny", other, seed=7)
+    arguments = ["-p", str(other), str(micro_cpu), *SMALL, "--csv", str(tmp_path / "result.csv")]
     assert main(arguments) == FAILED
     (row,) = read_rows(tmp_path / "result.csv")
     assert "the images differ from the reference" in row["remarks"]
@@ -119,11 +119,12 @@ def test_detects_other_weights(tiny_cpu: Path, tmp_path: Path, capfd: pytest.Cap
     assert "untrusted" in captured.out
 
 
-def test_interruption_keeps_complete_results(tiny_cpu: Path, tiny_exported: Path, tmp_path: Path) -> None:
+def test_interruption_keeps_complete_results(micro_cpu: Path, micro_exported: Path, tmp_path: Path) -> None:
     """Ctrl-C in the second of two workloads: the files contain the first and the complete rows of the second."""
     arguments = [
-        sys.executable, str(SCRIPT), "-e", "onnxruntime", "onnxruntime-plain", "-p", str(tiny_cpu), str(tiny_exported),
-        *SMALL[:6], "-b", "1", "2", "-c", "2", "--rounds", "1", "--skip_warmup", "--report", "report.html",
+        sys.executable, str(SCRIPT), "-e", "onnxruntime", "onnxruntime-plain", "-p", str(micro_cpu),
+        str(micro_exported), *SMALL[:6], "-b", "1", "2", "-c", "2", "--rounds", "1", "--skip_warmup",
+        "--report", "report.html",
     ]  # fmt: skip
     process = subprocess.Popen(arguments, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None
@@ -203,8 +204,8 @@ def failed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Failed:
         (["--arch", "tiny"], "--arch and "),
     ],
 )
-def test_rejects_invalid_options(arguments: list[str], message: str, failed: Failed, tiny_pipeline: Path) -> None:
-    assert message in failed("-p", str(tiny_pipeline), *arguments)
+def test_rejects_invalid_options(arguments: list[str], message: str, failed: Failed, micro: Path) -> None:
+    assert message in failed("-p", str(micro), *arguments)
 
 
 def test_rejects_a_missing_pipeline(failed: Failed) -> None:
@@ -224,38 +225,40 @@ def test_rejects_an_unknown_sample(failed: Failed) -> None:
     assert "sd99" in failed("--arch", "sd99", "-e", "torch", "-w", str(failed.folder))
 
 
-def test_rejects_two_folders_of_one_kind(failed: Failed, tiny_cpu: Path) -> None:
+def test_rejects_two_folders_of_one_kind(failed: Failed, micro_cpu: Path) -> None:
     copy = failed.folder / "copy"
-    shutil.copytree(tiny_cpu, copy, copy_function=os.link)
-    assert f"{tiny_cpu} and {copy} are both an optimized pipeline" in failed("-p", str(tiny_cpu), str(copy))
+    shutil.copytree(micro_cpu, copy, copy_function=os.link)
+    assert f"{micro_cpu} and {copy} are both an optimized pipeline" in failed("-p", str(micro_cpu), str(copy))
 
 
-def test_rejects_a_csv_file_with_other_columns(failed: Failed, tiny_cpu: Path) -> None:
+def test_rejects_a_csv_file_with_other_columns(failed: Failed, micro_cpu: Path) -> None:
     (failed.folder / "result.csv").write_text("engine,version\n")
-    assert "result.csv has the columns 'engine, version'; expected engine" in failed("-p", str(tiny_cpu), *SMALL)
+    assert "result.csv has the columns 'engine, version'; expected engine" in failed("-p", str(micro_cpu), *SMALL)
 
 
-def test_rejects_an_engine_without_its_folder(failed: Failed, tiny_cpu: Path) -> None:
-    message = failed("-e", "torch", "-p", str(tiny_cpu), "-r", "cpu")
-    assert f"{tiny_cpu} is an optimized pipeline; expected a diffusers pipeline for the engine torch" in message
+def test_rejects_an_engine_without_its_folder(failed: Failed, micro_cpu: Path) -> None:
+    message = failed("-e", "torch", "-p", str(micro_cpu), "-r", "cpu")
+    assert f"{micro_cpu} is an optimized pipeline; expected a diffusers pipeline for the engine torch" in message
 
 
-def test_rejects_cuda_without_a_gpu(failed: Failed, tiny_pipeline: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rejects_cuda_without_a_gpu(failed: Failed, micro: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sdonnx.benchmark.memory.first_gpu", lambda: None)
-    assert "CUDA finds no GPU" in failed("-r", "cuda", "-p", str(tiny_pipeline))
+    assert "CUDA finds no GPU" in failed("-r", "cuda", "-p", str(micro))
 
 
 @pytest.mark.parametrize("module", ["skimage", "psutil"])
-def test_rejects_missing_packages(module: str, failed: Failed, tiny_cpu: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rejects_missing_packages(
+    module: str, failed: Failed, micro_cpu: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(command, "is_importable", lambda name: name != module)
-    message = failed("-p", str(tiny_cpu))
+    message = failed("-p", str(micro_cpu))
     assert f"{module} missing" in message
     assert install_command("benchmark") in message
 
 
-def test_fails_without_any_result(tiny_cpu: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_fails_without_any_result(micro_cpu: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (broken := tmp_path / "broken").mkdir()
-    shutil.copytree(tiny_cpu, broken, dirs_exist_ok=True, copy_function=os.link)
+    shutil.copytree(micro_cpu, broken, dirs_exist_ok=True, copy_function=os.link)
     (broken / "unet" / "step.onnx").unlink()
     path = tmp_path / "result.csv"
     assert main(["-p", str(broken), *SMALL, "--csv", str(path)]) == FAILURE
@@ -266,7 +269,7 @@ def test_fails_without_any_result(tiny_cpu: Path, tmp_path: Path, capfd: pytest.
 
 
 def test_prints_results_if_writing_fails(
-    capsys: pytest.CaptureFixture[str], tiny_cpu: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str], micro_cpu: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     result = Result("onnxruntime", Workload(1, 64, 64, 2), {"name": "onnxruntime", "provider": "cpu", "precision": "a"})
     result.engine |= {"xformers": False, "safety_checker": False, "scheduler": "b", "io_binding": False, "version": "1"}
@@ -281,15 +284,15 @@ def test_prints_results_if_writing_fails(
 
     monkeypatch.setattr(ComparisonRun, "run", run)
     monkeypatch.setattr(command, "append_row", full)
-    assert main(["-p", str(tiny_cpu), *SMALL, "--csv", str(tmp_path / "result.csv")]) == FAILURE
+    assert main(["-p", str(micro_cpu), *SMALL, "--csv", str(tmp_path / "result.csv")]) == FAILURE
     captured = capsys.readouterr()
     assert "0.1250" in captured.out
     assert captured.err == "error: writing failed (No space left on device); expected space; free some\n"
     assert append_row is not full
 
 
-def test_interruption_while_making_folders(tiny_pipeline: Path, tmp_path: Path) -> None:
-    arguments = [sys.executable, "-u", str(SCRIPT), "-p", str(tiny_pipeline), *SMALL, "-w", "work"]
+def test_interruption_while_making_folders(micro: Path, tmp_path: Path) -> None:
+    arguments = [sys.executable, "-u", str(SCRIPT), "-p", str(micro), *SMALL, "-w", "work"]
     process = subprocess.Popen(arguments, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None
     assert "export in float32" in process.stdout.readline()
@@ -302,7 +305,7 @@ def test_interruption_while_making_folders(tiny_pipeline: Path, tmp_path: Path) 
 
 
 def test_interruption_while_writing_the_report(
-    tiny_cpu: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    micro_cpu: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt
@@ -310,25 +313,25 @@ def test_interruption_while_writing_the_report(
     monkeypatch.setattr("sdonnx.benchmark.report.write_report", interrupt)
     monkeypatch.setattr(ComparisonRun, "run", lambda self: None)
     path = tmp_path / "result.csv"
-    arguments = ["-p", str(tiny_cpu), *SMALL, "--csv", str(path), "--report", str(tmp_path / "report.html")]
+    arguments = ["-p", str(micro_cpu), *SMALL, "--csv", str(path), "--report", str(tmp_path / "report.html")]
     assert main(arguments) == INTERRUPTED
     assert "interrupted while writing the report; the rows are in" in capsys.readouterr().err
 
 
-def test_folder_kinds_and_labels(tiny_pipeline: Path, tiny_exported: Path, tiny_cpu: Path) -> None:
-    folders = folders_by_kind([tiny_cpu, tiny_exported, tiny_pipeline])
+def test_folder_kinds_and_labels(micro: Path, micro_exported: Path, micro_cpu: Path) -> None:
+    folders = folders_by_kind([micro_cpu, micro_exported, micro])
     assert folders == {
-        FolderKind.OPTIMIZED: tiny_cpu,
-        FolderKind.EXPORTED: tiny_exported,
-        FolderKind.DIFFUSERS: tiny_pipeline,
+        FolderKind.OPTIMIZED: micro_cpu,
+        FolderKind.EXPORTED: micro_exported,
+        FolderKind.DIFFUSERS: micro,
     }
     # The label is the name of the diffusers folder.
-    assert default_label(folders, None) == tiny_pipeline.name
-    assert default_label({FolderKind.OPTIMIZED: tiny_cpu}, None) == tiny_cpu.name
+    assert default_label(folders, None) == micro.name
+    assert default_label({FolderKind.OPTIMIZED: micro_cpu}, None) == micro_cpu.name
     assert default_label({}, "sd15") == "sd15"
 
 
-def test_accepts_options_of_onnxruntime_and_onediff(tiny_cpu: Path, tmp_path: Path) -> None:
+def test_accepts_options_of_onnxruntime_and_onediff(micro_cpu: Path, tmp_path: Path) -> None:
     """The options are spelled as in ONNX Runtime's and OneDiff's scripts."""
     parser = CommandParser()
     command.add_arguments(parser)

@@ -39,8 +39,8 @@ Pixels = npt.NDArray[np.float32]
 
 
 @pytest.fixture(scope="module")
-def folders(tiny_pipeline: Path, tiny_exported: Path, tiny_cpu: Path) -> dict[FolderKind, Path]:
-    return {FolderKind.DIFFUSERS: tiny_pipeline, FolderKind.EXPORTED: tiny_exported, FolderKind.OPTIMIZED: tiny_cpu}
+def folders(micro: Path, micro_exported: Path, micro_cpu: Path) -> dict[FolderKind, Path]:
+    return {FolderKind.DIFFUSERS: micro, FolderKind.EXPORTED: micro_exported, FolderKind.OPTIMIZED: micro_cpu}
 
 
 def made(kind: type[Engine], folders: dict[FolderKind, Path], **options: Any) -> Engine:

@@ -57,9 +57,9 @@ def test_other_exceptions_are_one_line() -> None:
         run_worker(JOB | {"engine": "no such engine"}, silent)
 
 
-def test_ignores_output_of_libraries(tiny_cpu: Path) -> None:
+def test_ignores_output_of_libraries(micro_cpu: Path) -> None:
     """Output of libraries on standard output is not an event."""
-    job = JOB | {"options": {"folder": str(tiny_cpu), "provider": "cpu"}, "task": "throughput"}
+    job = JOB | {"options": {"folder": str(micro_cpu), "provider": "cpu"}, "task": "throughput"}
     job |= {"workload": {"steps": 2, "height": 64, "width": 64}}
     values = run_worker(job, print)
     assert [steps for steps, _ in values["points"]] == [1, 2]

@@ -64,9 +64,9 @@ BROKEN: list[tuple[str, Callable[[Path], Any], type[SdonnxError], str]] = [
 
 @pytest.mark.parametrize(("change", "error", "word"), [row[1:] for row in BROKEN], ids=[row[0] for row in BROKEN])
 def test_export_refuses_a_broken_pipeline(
-    change: Callable[[Path], Any], error: type[SdonnxError], word: str, tiny_pipeline: Path, tmp_path: Path
+    change: Callable[[Path], Any], error: type[SdonnxError], word: str, micro: Path, tmp_path: Path
 ) -> None:
-    folder = copied(tiny_pipeline, tmp_path / "in")
+    folder = copied(micro, tmp_path / "in")
     change(folder)
     before = snapshot(folder)
     with refused(error, word):
@@ -76,7 +76,7 @@ def test_export_refuses_a_broken_pipeline(
 
 
 @pytest.mark.parametrize("stop_at", [1, 3, 20, 240])
-def test_interrupted_export_leaves_no_output(stop_at: int, tiny_pipeline: Path, tmp_path: Path) -> None:
+def test_interrupted_export_leaves_no_output(stop_at: int, micro: Path, tmp_path: Path) -> None:
     calls = 0
 
     def stop(phase: str, done: int, total: int) -> None:
@@ -86,7 +86,7 @@ def test_interrupted_export_leaves_no_output(stop_at: int, tiny_pipeline: Path, 
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        export_pipeline(tiny_pipeline, tmp_path / "out", progress=stop)
+        export_pipeline(micro, tmp_path / "out", progress=stop)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -116,9 +116,9 @@ ONNX_BROKEN: list[tuple[str, Callable[[Path], Any], type[SdonnxError], str]] = [
     ("change", "error", "word"), [row[1:] for row in ONNX_BROKEN], ids=[row[0] for row in ONNX_BROKEN]
 )
 def test_optimize_refuses_a_broken_folder(
-    change: Callable[[Path], Any], error: type[SdonnxError], word: str, tiny_exported: Path, tmp_path: Path
+    change: Callable[[Path], Any], error: type[SdonnxError], word: str, micro_exported: Path, tmp_path: Path
 ) -> None:
-    folder = copied(tiny_exported, tmp_path / "in")
+    folder = copied(micro_exported, tmp_path / "in")
     change(folder)
     before = snapshot(folder)
     with refused(error, word):
@@ -128,37 +128,37 @@ def test_optimize_refuses_a_broken_folder(
 
 
 @pytest.mark.parametrize("place", [".", "inside", ".."])
-def test_output_must_not_overlap_the_input(place: str, tiny_exported: Path, tmp_path: Path) -> None:
-    folder = copied(tiny_exported, tmp_path / "deep" / "in")
+def test_output_must_not_overlap_the_input(place: str, micro_exported: Path, tmp_path: Path) -> None:
+    folder = copied(micro_exported, tmp_path / "deep" / "in")
     before = snapshot(folder)
     with refused(OutputError, "outside the input"):
         optimize_folder(folder, folder / place, overwrite=True)
     assert snapshot(folder) == before
 
 
-def test_existing_output_is_refused(tiny_exported: Path, tiny_cpu: Path, tmp_path: Path) -> None:
-    old = copied(tiny_cpu, tmp_path / "old")
+def test_existing_output_is_refused(micro_exported: Path, micro_cpu: Path, tmp_path: Path) -> None:
+    old = copied(micro_cpu, tmp_path / "old")
     before = snapshot(old)
     with refused(OutputError, "--overwrite"):
-        optimize_folder(tiny_exported, old, provider="cpu")
+        optimize_folder(micro_exported, old, provider="cpu")
     assert snapshot(old) == before
-    optimize_folder(tiny_exported, old, provider="cpu", overwrite=True)
+    optimize_folder(micro_exported, old, provider="cpu", overwrite=True)
     assert snapshot(old) != before
     assert [path.name for path in tmp_path.iterdir()] == ["old"]
 
 
-def test_overwrite_keeps_other_folders(tiny_exported: Path, tmp_path: Path) -> None:
+def test_overwrite_keeps_other_folders(micro_exported: Path, tmp_path: Path) -> None:
     (tmp_path / "letters").mkdir()
     (tmp_path / "letters" / "dear.txt").write_text("dear")
     with refused(OutputError, "is not a pipeline folder"):
-        optimize_folder(tiny_exported, tmp_path / "letters", overwrite=True)
+        optimize_folder(micro_exported, tmp_path / "letters", overwrite=True)
     assert (tmp_path / "letters" / "dear.txt").read_text() == "dear"
 
 
 def test_overwrite_keeps_the_old_folder_when_the_run_fails(
-    tiny_exported: Path, tiny_cpu: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    micro_exported: Path, micro_cpu: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    old = copied(tiny_cpu, tmp_path / "old")
+    old = copied(micro_cpu, tmp_path / "old")
     before = snapshot(old)
 
     def disk_full(*_: Any, **__: Any) -> None:
@@ -166,34 +166,34 @@ def test_overwrite_keeps_the_old_folder_when_the_run_fails(
 
     monkeypatch.setattr(ir, "save", disk_full)
     with refused(OutputError, "No space left"):
-        optimize_folder(tiny_exported, old, provider="cpu", overwrite=True)
+        optimize_folder(micro_exported, old, provider="cpu", overwrite=True)
     assert snapshot(old) == before
     assert [path.name for path in tmp_path.iterdir()] == ["old"]
 
 
-def test_invalid_options_are_refused(tiny_exported: Path, tiny_cpu: Path, tmp_path: Path) -> None:
+def test_invalid_options_are_refused(micro_exported: Path, micro_cpu: Path, tmp_path: Path) -> None:
     with refused(ProviderError, "cuda, cpu"):
-        optimize_folder(tiny_exported, tmp_path / "out", provider="rocm")
+        optimize_folder(micro_exported, tmp_path / "out", provider="rocm")
     with refused(OptionError, "float32"):
-        optimize_folder(tiny_exported, tmp_path / "out", provider="cpu", float16=True)
+        optimize_folder(micro_exported, tmp_path / "out", provider="cpu", float16=True)
     with refused(OptionError, "MultiHeadAttention", "mid_block"):
-        optimize_folder(tiny_exported, tmp_path / "out", float16=True, force_fp32_ops=["unet:Nothing"])
+        optimize_folder(micro_exported, tmp_path / "out", float16=True, force_fp32_ops=["unet:Nothing"])
     with refused(FolderError, "optimized already"):
-        optimize_folder(tiny_cpu, tmp_path / "out")
+        optimize_folder(micro_cpu, tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_pickle_is_read_if_the_component_is_named(tiny_pipeline: Path, tmp_path: Path) -> None:
-    folder = copied(tiny_pipeline, tmp_path / "in")
+def test_pickle_is_read_if_the_component_is_named(micro: Path, tmp_path: Path) -> None:
+    folder = copied(micro, tmp_path / "in")
     to_pickle(folder / UNET)
     export_pipeline(folder, tmp_path / "out", allow_pickle=["unet"])
     assert (tmp_path / "out" / "unet" / "model.onnx").is_file()
 
 
-def test_unusable_folders_are_not_loaded(tiny_exported: Path, tiny_cuda: Path, tmp_path: Path) -> None:
+def test_unusable_folders_are_not_loaded(micro_exported: Path, tiny_cuda: Path, tmp_path: Path) -> None:
     with refused(FolderError, "does not exist"):
         OrtDiffusionPipeline.from_pretrained(tmp_path / "nowhere")
     with refused(FolderError, "sdonnx optimize"):
-        OrtDiffusionPipeline.from_pretrained(tiny_exported)
+        OrtDiffusionPipeline.from_pretrained(micro_exported)
     with refused(ProviderError, "cuda"):
         OrtDiffusionPipeline.from_pretrained(tiny_cuda, "cpu")

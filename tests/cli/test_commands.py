@@ -51,9 +51,9 @@ def test_sample_command_writes_a_pipeline(tmp_path: Path, capsys: pytest.Capture
 
 
 def test_optimize_command_reports_the_counts(
-    tiny_exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    micro_exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = ["-i", str(tiny_exported), "-o", str(tmp_path / "fast"), "--float16"]
+    arguments = ["-i", str(micro_exported), "-o", str(tmp_path / "fast"), "--float16"]
     assert optimize_pipeline.main([*arguments, "--force_fp32_ops", "unet:MultiHeadAttention", "unet:mid_block.*"]) == 0
     shown = capsys.readouterr().out
     assert "MultiHeadAttention" in shown
@@ -79,17 +79,17 @@ def test_optimize_command_reports_the_counts(
     ],
 )
 def test_invalid_optimize_options_are_refused(
-    extra: list[str], named: str, tiny_exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    extra: list[str], named: str, micro_exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    before = listing(tiny_exported)
-    assert optimize_pipeline.main(["-i", str(tiny_exported), "-o", str(tmp_path / "out"), *extra]) == 2
+    before = listing(micro_exported)
+    assert optimize_pipeline.main(["-i", str(micro_exported), "-o", str(tmp_path / "out"), *extra]) == 2
     assert named in one_line_error(capsys)
     assert list(tmp_path.iterdir()) == []
-    assert listing(tiny_exported) == before
+    assert listing(micro_exported) == before
 
 
-def test_generate_writes_png_with_parameters(tiny_cpu: Path, tmp_path: Path) -> None:
-    arguments = ["generate", "-m", str(tiny_cpu), "-p", "a red fox", "-s", "2", "--height", "64", "--width", "72"]
+def test_generate_writes_png_with_parameters(micro_cpu: Path, tmp_path: Path) -> None:
+    arguments = ["generate", "-m", str(micro_cpu), "-p", "a red fox", "-s", "2", "--height", "64", "--width", "72"]
     assert main([*arguments, "-o", str(tmp_path / "one.png"), "--seed", "7"]) == 0
     image: Any = Image.open(tmp_path / "one.png")
     assert image.size == (72, 64)
@@ -100,11 +100,11 @@ def test_generate_writes_png_with_parameters(tiny_cpu: Path, tmp_path: Path) -> 
     assert np.asarray(image).std() > 1
 
 
-def test_generate_from_an_image(tiny_cpu: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_generate_from_an_image(micro_cpu: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source, out = tmp_path / "source.png", tmp_path / "out.png"
     Image.new("RGB", (64, 72), (90, 30, 160)).save(source)
     Image.new("L", (64, 72), 0).save(tmp_path / "mask.png")
-    given = ["generate", "-m", str(tiny_cpu), "-p", "fox", "-s", "4", "--seed", "1", "-o", str(out)]
+    given = ["generate", "-m", str(micro_cpu), "-p", "fox", "-s", "4", "--seed", "1", "-o", str(out)]
     assert main([*given, "--image", str(source), "--strength", "0.5"]) == 0
     with Image.open(out) as generated:
         assert generated.size == (64, 72)
@@ -114,8 +114,8 @@ def test_generate_from_an_image(tiny_cpu: Path, tmp_path: Path, capsys: pytest.C
     assert "nowhere.png cannot be read" in capsys.readouterr().err
 
 
-def test_generate_writes_a_batch(tiny_cpu: Path, tmp_path: Path) -> None:
-    arguments = ["generate", "-m", str(tiny_cpu), "-p", "fox", "(owl)", "-s", "1", "--height", "64", "--width", "64"]
+def test_generate_writes_a_batch(micro_cpu: Path, tmp_path: Path) -> None:
+    arguments = ["generate", "-m", str(micro_cpu), "-p", "fox", "(owl)", "-s", "1", "--height", "64", "--width", "64"]
     arguments += ["--prompt-weighting", "a1111"]
     more = ["-n", "2", "-o", str(tmp_path / "some.png"), "--negative_prompt", "ugly", "--scheduler", "euler"]
     assert main([*arguments, *more]) == 0
@@ -149,13 +149,13 @@ def test_generate_writes_a_batch(tiny_cpu: Path, tmp_path: Path) -> None:
 def test_generate_errors(
     arguments: list[str],
     named: str,
-    tiny_cpu: Path,
+    micro_cpu: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    given = [argument.format(tiny=tiny_cpu) for argument in arguments]
+    given = [argument.format(tiny=micro_cpu) for argument in arguments]
     assert main(["generate", "-p", "fox", *given]) == 2
     assert named in one_line_error(capsys)
     assert list(tmp_path.iterdir()) == []
@@ -217,9 +217,9 @@ def test_export_command_needs_a_pipeline(tmp_path: Path, capsys: pytest.CaptureF
 
 
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
-def test_interrupted_export_leaves_nothing(sent: signal.Signals, tiny_pipeline: Path, tmp_path: Path) -> None:
-    before = listing(tiny_pipeline)
-    command = [sys.executable, "-m", "sdonnx.export", "-m", str(tiny_pipeline), "-o", str(tmp_path / "out")]
+def test_interrupted_export_leaves_nothing(sent: signal.Signals, micro: Path, tmp_path: Path) -> None:
+    before = listing(micro)
+    command = [sys.executable, "-m", "sdonnx.export", "-m", str(micro), "-o", str(tmp_path / "out")]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ | {"HF_HUB_OFFLINE": "1"}) as run:
         deadline = time.monotonic() + 60
         while not any(tmp_path.glob(".out.*.partial/text_encoder/model.onnx.data")):
@@ -231,4 +231,4 @@ def test_interrupted_export_leaves_nothing(sent: signal.Signals, tiny_pipeline: 
     assert run.returncode == 128 + sent
     assert error.strip().splitlines()[-1].startswith("interrupted")
     assert list(tmp_path.iterdir()) == []
-    assert listing(tiny_pipeline) == before
+    assert listing(micro) == before

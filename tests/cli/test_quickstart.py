@@ -24,10 +24,10 @@ sys.exit(main(["quickstart", "--provider", "cpu", "-s", "1", "-o", out]))
 """
 
 
-def test_quickstart_says_what_it_does(tiny_pipeline: Path, tiny_exported: Path, tiny_cpu: Path, tmp_path: Path) -> None:
+def test_quickstart_says_what_it_does(micro: Path, micro_exported: Path, micro_cpu: Path, tmp_path: Path) -> None:
     out = tmp_path / "quickstart"
     out.mkdir()
-    folders = [str(path) for path in (tiny_pipeline, tiny_exported, tiny_cpu, out)]
+    folders = [str(path) for path in (micro, micro_exported, micro_cpu, out)]
     done = subprocess.run([sys.executable, "-c", CODE, *folders], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""  # no line of transformers about torchvision, among others

@@ -156,12 +156,12 @@ def test_names_that_are_refused(tmp_path: Path) -> None:
 
 
 def test_generate_to_standard_output_and_jpeg(
-    tiny_cpu: Path, tmp_path: Path, capsysbinary: pytest.CaptureFixture[bytes]
+    micro_cpu: Path, tmp_path: Path, capsysbinary: pytest.CaptureFixture[bytes]
 ) -> None:
     given = [
         "generate",
         "-m",
-        str(tiny_cpu),
+        str(micro_cpu),
         "-p",
         "a fox",
         "-s",

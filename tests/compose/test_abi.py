@@ -34,15 +34,15 @@ DTYPES = {
 
 
 def tiny(pipelines: PipelineCache) -> Path:
-    return pipelines.exported(pipelines.sample("tiny", safety_checker=True))
+    return pipelines.exported(pipelines.micro("tiny", safety_checker=True))
 
 
 def pixart(pipelines: PipelineCache) -> Path:
-    return pipelines.exported(pipelines.sample("pixart-alpha-tiny"))
+    return pipelines.exported(pipelines.micro("pixart-alpha-tiny"))
 
 
 def xl_with_adapters(pipelines: PipelineCache) -> Path:
-    source = pipelines.sample("sdxl-tiny-ip-adapter")
+    source = pipelines.micro("sdxl-tiny-ip-adapter")
     files = sorted((source / "ip_adapter").glob("*.safetensors"))
     return pipelines.exported(source, ip_adapters=files)
 

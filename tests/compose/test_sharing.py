@@ -221,8 +221,8 @@ def test_batches_of_one_name_are_unchanged(monkeypatch: pytest.MonkeyPatch) -> N
     assert text_of(composed(model, monkeypatch, True)) == text_of(composed(model, monkeypatch, False))
 
 
-def test_a_unet_shares_its_first_self_attention(tiny_cpu: Path) -> None:
-    step = ir.load(tiny_cpu / "unet" / "step.onnx")
+def test_a_unet_shares_its_first_self_attention(micro_cpu: Path) -> None:
+    step = ir.load(micro_cpu / "unet" / "step.onnx")
     attentions = [node for node in step.graph if "Attention" in node.op_type]
     sizes = [str((dims(node.outputs[0]) or ())[0]) for node in attentions]
     assert sizes == ["batch", *["batch_size"] * (len(sizes) - 1)]

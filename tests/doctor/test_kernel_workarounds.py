@@ -96,9 +96,9 @@ def image_of(pipeline: OrtDiffusionPipeline) -> Any:
     return pipeline("a fox", 64, 64, num_inference_steps=1, seed=0, output_type="np").images
 
 
-def test_the_first_image_does_not_wait_and_the_second_avoids_a_faulty_backend(gpu: Any, tiny_cpu: Path) -> None:
+def test_the_first_image_does_not_wait_and_the_second_avoids_a_faulty_backend(gpu: Any, micro_cpu: Path) -> None:
     machine = gpu(FAULTY_ATTENTION)
-    with OrtDiffusionPipeline.from_pretrained(tiny_cpu, provider_options={"a": "b"}) as pipeline:
+    with OrtDiffusionPipeline.from_pretrained(micro_cpu, provider_options={"a": "b"}) as pipeline:
         assert machine.starts == []
         first = image_of(pipeline)
         assert machine.starts == [0]
@@ -120,9 +120,9 @@ def test_the_first_image_does_not_wait_and_the_second_avoids_a_faulty_backend(gp
     np.testing.assert_array_equal(first, third)
 
 
-def test_another_faulty_kernel_warns_at_the_second_image(gpu: Any, tiny_cpu: Path) -> None:
+def test_another_faulty_kernel_warns_at_the_second_image(gpu: Any, micro_cpu: Path) -> None:
     machine = gpu(replace(SOUND, faults=(replace(FAULT, operator=ATTENTION),)))
-    with OrtDiffusionPipeline.from_pretrained(tiny_cpu) as pipeline:
+    with OrtDiffusionPipeline.from_pretrained(micro_cpu) as pipeline:
         image_of(pipeline)
         machine.end_check()
         before = len(machine.loaded)
@@ -174,12 +174,12 @@ def test_a_cpu_is_not_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (check.provider_options, check.warning, check.has_news) == ({}, "", False)
 
 
-def test_a_cached_verdict_is_used_at_once(gpu: Any, tiny_cpu: Path) -> None:
+def test_a_cached_verdict_is_used_at_once(gpu: Any, micro_cpu: Path) -> None:
     machine = gpu(SOUND)
     machine.known = (replace(FOUND, faults=(replace(FAULT, operator=ATTENTION),)), True)
     with (
         pytest.warns(KernelWarning, match="computes wrong numbers") as caught,
-        OrtDiffusionPipeline.from_pretrained(tiny_cpu, provider_options={"a": "b"}) as pipeline,
+        OrtDiffusionPipeline.from_pretrained(micro_cpu, provider_options={"a": "b"}) as pipeline,
     ):
         image_of(pipeline)
     assert [warning.filename for warning in caught] == [__file__]
@@ -228,12 +228,12 @@ def test_warns_only_about_operators_of_the_folder(report: dict[str, Any], gpu: A
     assert ["BiasAdd computes wrong" in messages[0], "generate them again" in messages[1]] == [True, True]
 
 
-def test_a_callback_does_not_release_the_graphs_in_use(gpu: Any, tiny_cpu: Path) -> None:
+def test_a_callback_does_not_release_the_graphs_in_use(gpu: Any, micro_cpu: Path) -> None:
     """It calls the pipeline that runs it, which is refused, while a verdict is there to act on."""
     machine = gpu(FAULTY_ATTENTION)
     refused: list[str] = []
 
-    with OrtDiffusionPipeline.from_pretrained(tiny_cpu) as pipeline:
+    with OrtDiffusionPipeline.from_pretrained(micro_cpu) as pipeline:
         image_of(pipeline)
 
         def callback(*_: object) -> None:

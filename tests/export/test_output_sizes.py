@@ -81,7 +81,7 @@ def assert_sizes_are_those_of_a_run(path: Path) -> None:
 
 @pytest.mark.parametrize("arch", ["tiny", "sdxl-tiny", "sdxl-refiner-tiny", "pixart-alpha-tiny"])
 def test_exported_sizes_are_those_of_a_run(arch: str, pipelines: PipelineCache) -> None:
-    folder = pipelines.exported(pipelines.sample(arch))
+    folder = pipelines.exported(pipelines.micro(arch))
     graphs = sorted(folder.glob("*/model.onnx"))
     assert len(graphs) >= 4
     for path in graphs:
@@ -89,11 +89,11 @@ def test_exported_sizes_are_those_of_a_run(arch: str, pipelines: PipelineCache) 
 
 
 def test_sizes_of_adapters_and_the_safety_checker(pipelines: PipelineCache) -> None:
-    source = pipelines.sample("sdxl-tiny-ip-adapter")
+    source = pipelines.micro("sdxl-tiny-ip-adapter")
     files = sorted((source / "ip_adapter").glob("*.safetensors"))
     folders = [
         pipelines.exported(source, ip_adapters=files),
-        pipelines.exported(pipelines.sample("tiny", safety_checker=True)),
+        pipelines.exported(pipelines.micro("tiny", safety_checker=True)),
     ]
     graphs = {path.parent.name: path for folder in folders for path in folder.glob("*/model.onnx")}
     assert {"image_encoder", "safety_checker", "unet"} <= set(graphs)

@@ -17,33 +17,33 @@ from sdonnx.optimize.optimizer import optimize_folder
 from sdonnx.runtime.pipeline import OrtDiffusionPipeline
 
 
-def test_kinds(tiny_pipeline: Path, tiny_exported: Path, tiny_cpu: Path) -> None:
-    assert folder_kind(tiny_pipeline) is FolderKind.DIFFUSERS
-    assert folder_kind(tiny_exported) is FolderKind.EXPORTED
-    assert folder_kind(tiny_cpu) is FolderKind.OPTIMIZED
+def test_kinds(micro: Path, micro_exported: Path, micro_cpu: Path) -> None:
+    assert folder_kind(micro) is FolderKind.DIFFUSERS
+    assert folder_kind(micro_exported) is FolderKind.EXPORTED
+    assert folder_kind(micro_cpu) is FolderKind.OPTIMIZED
 
 
-def test_generating_with_another_kind(tiny_pipeline: Path, tiny_exported: Path, tiny_cpu: Path, tmp_path: Path) -> None:
+def test_generating_with_another_kind(micro: Path, micro_exported: Path, micro_cpu: Path, tmp_path: Path) -> None:
     load = OrtDiffusionPipeline.from_pretrained
-    with refused(FolderError, "it is a diffusers pipeline", f"sdonnx export -m {tiny_pipeline} -o", "sdonnx optimize"):
-        load(tiny_pipeline)
-    with refused(FolderError, "exported, not optimized", f"sdonnx optimize -i {tiny_exported} -o", "--provider cpu"):
-        load(tiny_exported)
-    folder = linked(tiny_cpu, tmp_path / "folder")
+    with refused(FolderError, "it is a diffusers pipeline", f"sdonnx export -m {micro} -o", "sdonnx optimize"):
+        load(micro)
+    with refused(FolderError, "exported, not optimized", f"sdonnx optimize -i {micro_exported} -o", "--provider cpu"):
+        load(micro_exported)
+    folder = linked(micro_cpu, tmp_path / "folder")
     (folder / "sdonnx.json").unlink()
     with refused(FolderError, "has no sdonnx.json, but step.onnx", "copy the folder again"):
         load(folder)
 
 
 def test_exporting_and_optimizing_another_kind(
-    tiny_pipeline: Path, tiny_exported: Path, tiny_cpu: Path, tmp_path: Path
+    micro: Path, micro_exported: Path, micro_cpu: Path, tmp_path: Path
 ) -> None:
-    with refused(FolderError, "is ONNX already", f"sdonnx optimize -i {tiny_exported} -o"):
-        export_pipeline(tiny_exported, tmp_path / "out")
-    with refused(FolderError, "is optimized already", f"sdonnx generate -m {tiny_cpu} -p"):
-        export_pipeline(tiny_cpu, tmp_path / "out")
-    with refused(FolderError, "without ONNX graphs", f"sdonnx export -m {tiny_pipeline} -o"):
-        optimize_folder(tiny_pipeline, tmp_path / "out")
+    with refused(FolderError, "is ONNX already", f"sdonnx optimize -i {micro_exported} -o"):
+        export_pipeline(micro_exported, tmp_path / "out")
+    with refused(FolderError, "is optimized already", f"sdonnx generate -m {micro_cpu} -p"):
+        export_pipeline(micro_cpu, tmp_path / "out")
+    with refused(FolderError, "without ONNX graphs", f"sdonnx export -m {micro} -o"):
+        optimize_folder(micro, tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -73,11 +73,11 @@ def test_unsupported_pipelines(class_name: str, similar: str, tmp_path: Path) ->
         export_pipeline(tmp_path, tmp_path / "out")
 
 
-def test_folders_of_one_model(tiny_pipeline: Path, tmp_path: Path) -> None:
+def test_folders_of_one_model(micro: Path, tmp_path: Path) -> None:
     with refused(FolderError, "it is the model UNet2DConditionModel", "pass the folder that contains model_index.json"):
-        PipelineFolder.open(tiny_pipeline / "unet")
+        PipelineFolder.open(micro / "unet")
     with refused(FolderError, "it is the model CLIPTextModel"):
-        PipelineFolder.open(tiny_pipeline / "text_encoder")
+        PipelineFolder.open(micro / "text_encoder")
     (tmp_path / "config.json").write_text(json.dumps({"_class_name": "ControlNetModel"}))
     with refused(FolderError, "it is the model ControlNetModel", "ControlNet is not supported yet"):
         PipelineFolder.open(tmp_path)

@@ -88,7 +88,7 @@ class Pair:
 
 @pytest.fixture(scope="module")
 def source(pipelines: PipelineCache) -> Path:
-    return pipelines.sample("tiny-ip-adapter")
+    return pipelines.micro("tiny-ip-adapter")
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +100,7 @@ def both(source: Path, pipelines: PipelineCache) -> Pair:
 @pytest.fixture(scope="module")
 def xl(pipelines: PipelineCache) -> Pair:
     """Stable Diffusion XL with both adapters."""
-    return Pair(pipelines.sample("sdxl-tiny-ip-adapter"), ADAPTER_FILES, pipelines)
+    return Pair(pipelines.micro("sdxl-tiny-ip-adapter"), ADAPTER_FILES, pipelines)
 
 
 @pytest.fixture(scope="module")
@@ -611,7 +611,7 @@ def test_weights_beyond_float16_are_refused(source: Path, tmp_path: Path) -> Non
 
 def test_safety_checker_and_low_memory(pipelines: PipelineCache, full: Pair) -> None:
     """The checker and the adapters' encoder have different image sizes, each with its own preprocessor."""
-    source = pipelines.sample("tiny-ip-adapter", safety_checker=True)
+    source = pipelines.micro("tiny-ip-adapter", safety_checker=True)
     exported = pipelines.exported(source, ip_adapters=[source / "ip_adapter" / ADAPTER_FILES[0]])
     folder = pipelines.optimized(exported, provider="cpu")
     arguments: dict[str, Any] = {"prompt": "a fox", **SMALL, "seed": 1, "ip_adapter_image": picture(0)}

@@ -103,7 +103,7 @@ def plain(pipeline: Any) -> Any:
 @pytest.fixture(scope="module")
 def source(pipelines: PipelineCache) -> Path:
     """`tiny` with a safety checker that flags two of four images."""
-    return pipelines.derived("safety checker", pipelines.sample("tiny", safety_checker=True), flag_two_images)
+    return pipelines.derived("safety checker", pipelines.micro("tiny", safety_checker=True), flag_two_images)
 
 
 def flag_two_images(folder: Path) -> None:
@@ -418,7 +418,7 @@ def test_device_arrays_are_checked_but_latents_are_not(ours: Any, theirs: Any) -
     np.testing.assert_allclose(pixels / 255, draw(theirs).images, atol=0.51 / 255)
 
 
-def test_checker_can_be_disabled(for_cpu: Path, tiny_cpu: Path, ours: Any, theirs: Any, tmp_path: Path) -> None:
+def test_checker_can_be_disabled(for_cpu: Path, micro_cpu: Path, ours: Any, theirs: Any, tmp_path: Path) -> None:
     folder = linked(for_cpu, tmp_path / "folder")
     shutil.rmtree(folder / "feature_extractor")  # not needed without the checker
     (folder / "safety_checker" / "check.onnx").unlink()
@@ -430,7 +430,7 @@ def test_checker_can_be_disabled(for_cpu: Path, tiny_cpu: Path, ours: Any, their
         assert psnr(output.images, expected.images) > MIN_PSNR_DB
         assert output.images[1].any()
     assert ours.safety_checker is not None
-    assert OrtDiffusionPipeline.from_pretrained(tiny_cpu).safety_checker is None  # this folder has no checker
+    assert OrtDiffusionPipeline.from_pretrained(micro_cpu).safety_checker is None  # this folder has no checker
     for chosen in (theirs.safety_checker, False, "None", np.zeros(2)):
         with refused(OptionError, "safety_checker is a", type(chosen).__name__):
             OrtDiffusionPipeline.from_pretrained(for_cpu, safety_checker=cast(Any, chosen))

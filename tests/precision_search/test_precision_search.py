@@ -85,7 +85,7 @@ OF: dict[str, tuple[str, str]] = {
 
 
 def overflowing(kind: str | None, arch: str, pipelines: PipelineCache) -> Path:
-    return pipelines.micro(kind) if arch == "micro" else pipelines.sample(arch, overflow=kind)
+    return pipelines.micro(arch, overflow=kind)
 
 
 def evaluated(model: ir.Model, feeds: Mapping[str, Array]) -> dict[str, Array]:
@@ -101,7 +101,7 @@ class Case:
 
     def __init__(self, kind: str, folder: Path, pipelines: PipelineCache) -> None:
         self.kind, self.folder = kind, folder
-        self.arch = "pixart-tiny" if kind == "t5" else "micro"
+        self.arch = "pixart-tiny" if kind == "t5" else "tiny"
         self.torch = overflowing(kind, self.arch, pipelines)
         self.onnx = pipelines.exported(self.torch)
         self.component, self.expected = OF[kind]
@@ -555,7 +555,7 @@ searching.optimize_automatically(Path(sys.argv[1]), Path(sys.argv[2]), request)
 
 def test_inputs_of_every_component_are_recorded(pipelines: PipelineCache, tmp_path: Path) -> None:
     """Stable Diffusion XL with IP-Adapters has two text encoders, sizes, images and scales."""
-    source = pipelines.sample("sdxl-tiny-ip-adapter")
+    source = pipelines.micro("sdxl-tiny-ip-adapter")
     exported = pipelines.exported(source, ip_adapters=[source / "ip_adapter" / name for name in ADAPTER_FILES])
     report = optimize_automatically(exported, tmp_path / "auto", FP16, SHORT)
     assert report.automatic is not None
@@ -589,10 +589,10 @@ def test_stable_diffusion_2_1(kind: str, tmp_path: Path, note: Note) -> None:
     assert SimpleNamespace(**found["components"][component]).smallest
 
 
-def test_recorded_inputs_of_the_denoiser(tiny_cpu: Path, tmp_path: Path) -> None:
+def test_recorded_inputs_of_the_denoiser(micro_cpu: Path, tmp_path: Path) -> None:
     """The step graph reads each image once and all timesteps; the recording has the denoiser's own inputs."""
     folder = tmp_path / "folder"
-    shutil.copytree(tiny_cpu, folder)
+    shutil.copytree(micro_cpu, folder)
     feeds = run_probe(folder, "cpu", SHORT).feeds["unet"]
     timesteps = [float(each["timestep"].item()) for each in feeds]
     assert timesteps == sorted(timesteps, reverse=True)

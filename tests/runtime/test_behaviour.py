@@ -37,9 +37,9 @@ USUAL: dict[str, Any] = {"height": 32, "width": 40, "num_inference_steps": 3, "o
 # Threads and interrupts
 
 
-def test_calls_from_several_threads_run_one_after_another(ours: OrtDiffusionPipeline, tiny_cpu: Path) -> None:
+def test_calls_from_several_threads_run_one_after_another(ours: OrtDiffusionPipeline, micro_cpu: Path) -> None:
     cases = [(seed, 8 * (3 + seed % 3)) for seed in range(12)]
-    with OrtDiffusionPipeline.from_pretrained(tiny_cpu) as other:
+    with OrtDiffusionPipeline.from_pretrained(micro_cpu) as other:
         arguments = USUAL | {"num_inference_steps": 2}
         expected = {case: ours("fox", **arguments | {"width": case[1]}, seed=case[0]).images for case in cases}
 
@@ -51,9 +51,9 @@ def test_calls_from_several_threads_run_one_after_another(ours: OrtDiffusionPipe
                 np.testing.assert_array_equal(found, expected[case])
 
 
-def test_callback_may_call_another_pipeline_but_not_its_own(ours: OrtDiffusionPipeline, tiny_cpu: Path) -> None:
+def test_callback_may_call_another_pipeline_but_not_its_own(ours: OrtDiffusionPipeline, micro_cpu: Path) -> None:
     expected = ours("fox", **USUAL, seed=0).images
-    with OrtDiffusionPipeline.from_pretrained(tiny_cpu) as other:
+    with OrtDiffusionPipeline.from_pretrained(micro_cpu) as other:
         drawn = []
         found = ours(
             "fox", **USUAL, seed=0, callback_on_step_end=lambda *_: drawn.append(other("fox", **USUAL, seed=0).images)
@@ -86,13 +86,13 @@ except KeyboardInterrupt:
 """
 
 
-def test_pipeline_is_usable_after_ctrl_c(tiny_cpu: Path) -> None:
-    command = [sys.executable, "-W", "error", "-c", INTERRUPTED, str(tiny_cpu)]
+def test_pipeline_is_usable_after_ctrl_c(micro_cpu: Path) -> None:
+    command = [sys.executable, "-W", "error", "-c", INTERRUPTED, str(micro_cpu)]
     assert subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip() == "interrupted"
 
 
-def test_closed_pipeline_raises(tiny_cpu: Path) -> None:
-    with OrtDiffusionPipeline.from_pretrained(tiny_cpu) as pipeline:
+def test_closed_pipeline_raises(micro_cpu: Path) -> None:
+    with OrtDiffusionPipeline.from_pretrained(micro_cpu) as pipeline:
         pipeline("fox", **USUAL)
     pipeline.close()
     with refused(OptionError, "closed", "from_pretrained"):
@@ -101,8 +101,8 @@ def test_closed_pipeline_raises(tiny_cpu: Path) -> None:
         pipeline.warmup([(1, 32, 32)])
 
 
-def test_unreferenced_pipeline_is_freed(tiny_cpu: Path) -> None:
-    pipeline = OrtDiffusionPipeline.from_pretrained(tiny_cpu)
+def test_unreferenced_pipeline_is_freed(micro_cpu: Path) -> None:
+    pipeline = OrtDiffusionPipeline.from_pretrained(micro_cpu)
     pipeline("fox", **USUAL)
     watched = weakref.ref(pipeline)
     del pipeline
@@ -113,16 +113,16 @@ def test_unreferenced_pipeline_is_freed(tiny_cpu: Path) -> None:
 # Memory and sizes
 
 
-def test_low_memory_generates_the_same_image(ours: OrtDiffusionPipeline, tiny_cpu: Path) -> None:
-    with OrtDiffusionPipeline.from_pretrained(tiny_cpu, low_memory=True) as frugal:
+def test_low_memory_generates_the_same_image(ours: OrtDiffusionPipeline, micro_cpu: Path) -> None:
+    with OrtDiffusionPipeline.from_pretrained(micro_cpu, low_memory=True) as frugal:
         for seed in range(2):
             found = frugal("fox", **USUAL, seed=seed).images
             np.testing.assert_array_equal(found, ours("fox", **USUAL, seed=seed).images)
         assert {role.name for role, _ in frugal._graphs._loaded} == {"PRECOMPUTE", "DENOISER"}
 
 
-def test_captured_sizes_are_limited_and_reported(tiny_cpu: Path) -> None:
-    with OrtDiffusionPipeline.from_pretrained(tiny_cpu, max_sizes=2) as pipeline:
+def test_captured_sizes_are_limited_and_reported(micro_cpu: Path) -> None:
+    with OrtDiffusionPipeline.from_pretrained(micro_cpu, max_sizes=2) as pipeline:
         assert pipeline.captured_sizes == []
         made = pipeline.warmup([(1, 32, 32), (2, 32, 40), (1, 64, 32)])
         assert [(report.batch, report.height, report.width) for report in made] == [
@@ -137,29 +137,29 @@ def test_captured_sizes_are_limited_and_reported(tiny_cpu: Path) -> None:
         pipeline("fox", **USUAL, guidance_scale=1)
         assert [report.guided for report in pipeline.captured_sizes] == [True, False]
     with refused(OptionError, "max_sizes is 0"):
-        OrtDiffusionPipeline.from_pretrained(tiny_cpu, max_sizes=0)
+        OrtDiffusionPipeline.from_pretrained(micro_cpu, max_sizes=0)
 
 
-def test_options_of_onnxruntime(tiny_cpu: Path, ours: OrtDiffusionPipeline) -> None:
+def test_options_of_onnxruntime(micro_cpu: Path, ours: OrtDiffusionPipeline) -> None:
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = 1
     given: dict[str, Any] = {
         "provider_options": {"arena_extend_strategy": "kSameAsRequested"},
         "session_options": options,
     }
-    with OrtDiffusionPipeline.from_pretrained(tiny_cpu, **given) as pipeline:
+    with OrtDiffusionPipeline.from_pretrained(micro_cpu, **given) as pipeline:
         assert psnr(pipeline("fox", **USUAL, seed=0).images, ours("fox", **USUAL, seed=0).images) > MIN_PSNR_DB
     bad = onnxruntime.SessionOptions()
     bad.add_session_config_entry("session.use_ort_model_bytes_directly", "2")
     bad.optimized_model_filepath = "/proc/nowhere/model.onnx"
     with refused(FolderError, ".onnx"):
-        OrtDiffusionPipeline.from_pretrained(tiny_cpu, session_options=bad)
+        OrtDiffusionPipeline.from_pretrained(micro_cpu, session_options=bad)
 
 
-def test_folder_without_a_graph_names_the_file(tiny_cpu: Path, tmp_path: Path) -> None:
+def test_folder_without_a_graph_names_the_file(micro_cpu: Path, tmp_path: Path) -> None:
     import shutil
 
-    shutil.copytree(tiny_cpu, tmp_path / "folder")
+    shutil.copytree(micro_cpu, tmp_path / "folder")
     (tmp_path / "folder" / "text_encoder" / "text.onnx").unlink()
     with refused(FolderError, "text.onnx is missing"):
         OrtDiffusionPipeline.from_pretrained(tmp_path / "folder")

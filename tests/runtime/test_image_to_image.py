@@ -148,9 +148,9 @@ def test_default_size_is_that_of_the_image(ours: OrtDiffusionPipeline) -> None:
 
 
 @pytest.fixture(scope="module")
-def inpainting(pipelines: PipelineCache, tiny_pipeline: Path) -> tuple[Path, Path]:
+def inpainting(pipelines: PipelineCache, micro: Path) -> tuple[Path, Path]:
     """Return a pipeline whose UNet has 9 input channels, for inpainting, and its optimized folder."""
-    source = pipelines.derived("inpainting", tiny_pipeline, make_inpainting)
+    source = pipelines.derived("inpainting", micro, make_inpainting)
     return source, pipelines.optimized(pipelines.exported(source), provider="cpu")
 
 

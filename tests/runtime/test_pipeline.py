@@ -269,8 +269,8 @@ def test_released_sizes_are_captured_again(ours: OrtDiffusionPipeline, theirs: A
     assert_same_images(ours, theirs, height=8, width=48, num_inference_steps=2)
 
 
-def test_warmup_does_not_change_images(tiny_cpu: Path, ours: OrtDiffusionPipeline) -> None:
-    warm = OrtDiffusionPipeline.from_pretrained(str(tiny_cpu), "CPUExecutionProvider")
+def test_warmup_does_not_change_images(micro_cpu: Path, ours: OrtDiffusionPipeline) -> None:
+    warm = OrtDiffusionPipeline.from_pretrained(str(micro_cpu), "CPUExecutionProvider")
     warm.warmup([(1, 32, 40), (2, 32, 40)])
     with refused(OptionError, "width", "multiple of 8"):
         warm.warmup([(1, 32, 39)])
@@ -285,9 +285,9 @@ def test_warmup_does_not_change_images(tiny_cpu: Path, ours: OrtDiffusionPipelin
     np.testing.assert_array_equal(warm(**arguments).images, ours(**arguments).images)
 
 
-def test_long_prompt_is_truncated_with_a_warning(ours: OrtDiffusionPipeline, theirs: Any, tiny_pipeline: Path) -> None:
+def test_long_prompt_is_truncated_with_a_warning(ours: OrtDiffusionPipeline, theirs: Any, micro: Path) -> None:
     prompt = "a fox and an owl " * 20 + "zyzzyva"
-    tokenizer = CLIPTokenizer.from_pretrained(tiny_pipeline / "tokenizer")
+    tokenizer = CLIPTokenizer.from_pretrained(micro / "tokenizer")
     assert len(tokenizer(prompt).input_ids) > 77
     with pytest.warns(PromptTruncatedWarning, match="77 tokens.*zyzzyva"):
         found = ours(prompt, 32, 40, 2, seed=0, output_type="np").images
@@ -365,14 +365,14 @@ def test_scheduler_is_chosen_by_name(ours: OrtDiffusionPipeline) -> None:
         ("tokenizer", None, ["tokenizer"]),
     ],
 )
-def test_rejected_folders(file: str, content: bytes | None, words: list[str], tiny_cpu: Path, tmp_path: Path) -> None:
-    folder = linked(tiny_cpu, tmp_path / "folder")
+def test_rejected_folders(file: str, content: bytes | None, words: list[str], micro_cpu: Path, tmp_path: Path) -> None:
+    folder = linked(micro_cpu, tmp_path / "folder")
     with replaced(folder / file, content), refused(FolderError, *words):
         OrtDiffusionPipeline.from_pretrained(folder)
 
 
-def test_folder_without_a_default_size(tiny_cpu: Path, tmp_path: Path) -> None:
-    folder = linked(tiny_cpu, tmp_path / "folder")
+def test_folder_without_a_default_size(micro_cpu: Path, tmp_path: Path) -> None:
+    folder = linked(micro_cpu, tmp_path / "folder")
     edit_json(folder / "unet" / "config.json", sample_size=...)
     pipeline = OrtDiffusionPipeline.from_pretrained(folder)
     with refused(FolderError, "sample_size", str(folder)):
@@ -381,8 +381,8 @@ def test_folder_without_a_default_size(tiny_cpu: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("class_name", ["ScoreSdeVeScheduler", ...])
-def test_folder_with_an_unknown_scheduler(class_name: Any, tiny_cpu: Path, tmp_path: Path) -> None:
-    folder = linked(tiny_cpu, tmp_path / "folder")
+def test_folder_with_an_unknown_scheduler(class_name: Any, micro_cpu: Path, tmp_path: Path) -> None:
+    folder = linked(micro_cpu, tmp_path / "folder")
     edit_json(folder / "scheduler" / "scheduler_config.json", _class_name=class_name)
     pipeline = OrtDiffusionPipeline.from_pretrained(folder)
     with refused(SchedulerError, "euler"):
@@ -391,15 +391,15 @@ def test_folder_with_an_unknown_scheduler(class_name: Any, tiny_cpu: Path, tmp_p
     assert pipeline("fox", 32, 40, 1).images[0].size == (40, 32)
 
 
-def test_providers(tiny_cpu: Path, tiny_exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_providers(micro_cpu: Path, micro_exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     load = OrtDiffusionPipeline.from_pretrained
     with refused(ProviderError, "'tpu'", "cuda, cpu"):
-        load(tiny_cpu, "tpu")
+        load(micro_cpu, "tpu")
     with refused(FolderError, "sdonnx.json", "sdonnx optimize"):
-        load(tiny_exported, "cpu")
+        load(micro_exported, "cpu")
     with refused(FolderError, "nowhere"):
         load(tmp_path / "nowhere")
-    folder = linked(tiny_cpu, tmp_path / "folder")
+    folder = linked(micro_cpu, tmp_path / "folder")
     edit_json(folder / "sdonnx.json", provider="cuda")
     with refused(ProviderError, "optimized for cuda", "--provider cpu"):
         load(folder, "cpu")
@@ -409,23 +409,23 @@ def test_providers(tiny_cpu: Path, tiny_exported: Path, tmp_path: Path, monkeypa
             load(folder, provider)
     monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: ["CUDAExecutionProvider", "Other"])
     with refused(ProviderError, "CPUExecutionProvider"):
-        load(tiny_cpu)
+        load(micro_cpu)
 
 
-def test_diffusers_opens_the_folder(tiny_cpu: Path, ours: OrtDiffusionPipeline) -> None:
+def test_diffusers_opens_the_folder(micro_cpu: Path, ours: OrtDiffusionPipeline) -> None:
     """Its deprecated ONNX pipeline generates the same image with the folder's components, by their names and types."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         components = {
             name: diffusers.OnnxRuntimeModel.from_pretrained(
-                tiny_cpu / name, provider="CPUExecutionProvider", provider_options=None
+                micro_cpu / name, provider="CPUExecutionProvider", provider_options=None
             )
             for name in ("text_encoder", "unet", "vae_encoder", "vae_decoder")
         }
-        scheduler = diffusers.DDIMScheduler.from_pretrained(tiny_cpu / "scheduler")
+        scheduler = diffusers.DDIMScheduler.from_pretrained(micro_cpu / "scheduler")
         pipeline: Any = diffusers.OnnxStableDiffusionPipeline(
             **components,
-            tokenizer=CLIPTokenizer.from_pretrained(tiny_cpu / "tokenizer"),
+            tokenizer=CLIPTokenizer.from_pretrained(micro_cpu / "tokenizer"),
             scheduler=scheduler,
             safety_checker=None,
             feature_extractor=None,
@@ -445,8 +445,8 @@ def test_diffusers_opens_the_folder(tiny_cpu: Path, ours: OrtDiffusionPipeline) 
     assert psnr(ours("a red fox", **arguments).images, expected) > MIN_PSNR_DB
 
 
-def test_report_names_the_provider(tiny_cpu: Path) -> None:
-    assert json.loads((tiny_cpu / "sdonnx.json").read_text())["provider"] == "cpu"
+def test_report_names_the_provider(micro_cpu: Path) -> None:
+    assert json.loads((micro_cpu / "sdonnx.json").read_text())["provider"] == "cpu"
 
 
 def test_warns_about_images_that_are_not_finite(micro_cpu: Path, tmp_path: Path) -> None:

@@ -117,8 +117,8 @@ def test_memory_that_the_arena_holds_counts_as_free(ours: OrtDiffusionPipeline, 
 # Limits of servers
 
 
-def test_limits_of_the_operator(tiny_cpu: Path) -> None:
-    with OrtDiffusionPipeline.from_pretrained(tiny_cpu, max_batch_size=2, max_pixels=64 * 64) as pipeline:
+def test_limits_of_the_operator(micro_cpu: Path) -> None:
+    with OrtDiffusionPipeline.from_pretrained(micro_cpu, max_batch_size=2, max_pixels=64 * 64) as pipeline:
         assert len(pipeline(["a", "b"], **USUAL).images) == 2
         with refused(OptionError, "a batch of 3 images", "at most 2", "fewer images"):
             pipeline("a", **USUAL, num_images_per_prompt=3)
@@ -134,9 +134,9 @@ def test_limits_of_the_operator(tiny_cpu: Path) -> None:
 
 @pytest.mark.parametrize("option", ["max_batch_size", "max_pixels"])
 @pytest.mark.parametrize("value", [0, -1, 1.5, "4", True])
-def test_rejected_limits(option: str, value: Any, tiny_cpu: Path) -> None:
+def test_rejected_limits(option: str, value: Any, micro_cpu: Path) -> None:
     with refused(OptionError, f"{option} is {value!r}"):
-        OrtDiffusionPipeline.from_pretrained(tiny_cpu, **{option: value})
+        OrtDiffusionPipeline.from_pretrained(micro_cpu, **{option: value})
 
 
 # The estimate
@@ -169,9 +169,9 @@ def test_unknown_denoisers_count_nothing() -> None:
     assert denoiser_elements({}, 2, 2, 64, 64) == 0
 
 
-def test_estimate_counts_the_buffers_that_every_pipeline_has(tiny_cpu: Path) -> None:
+def test_estimate_counts_the_buffers_that_every_pipeline_has(micro_cpu: Path) -> None:
     names = ("state", "noise", "known_latents", "keep_mask", "encoder_hidden_states", "images", "sample")
-    with OrtDiffusionPipeline.from_pretrained(tiny_cpu) as pipeline:
+    with OrtDiffusionPipeline.from_pretrained(micro_cpu) as pipeline:
         estimate = pipeline._reader._limits._estimate
         for batch, height, width in ((1, 64, 64), (8, 256, 192)):
             pipeline.warmup([(batch, height, width)])

@@ -66,7 +66,7 @@ def external(path: Path) -> dict[str, tuple[str, ...]]:
 @pytest.fixture(scope="module")
 def pixart(pipelines: PipelineCache) -> dict[str, Path]:
     """Return an optimized PixArt for the CPU in float32 ("cpu") and for CUDA in fp16 ("cuda")."""
-    exported = pipelines.exported(pipelines.sample("pixart-alpha-tiny"))
+    exported = pipelines.exported(pipelines.micro("pixart-alpha-tiny"))
     return {
         "cpu": pipelines.optimized(exported, provider="cpu"),
         "cuda": pipelines.optimized(exported, float16=True),
@@ -102,9 +102,9 @@ def test_listed_weights_match_the_graphs(folder: str, pixart: dict[str, Path]) -
             np.testing.assert_array_equal(value.numpy(), each, strict=True)
 
 
-def test_other_families_share_no_weights(tiny_cpu: Path) -> None:
+def test_other_families_share_no_weights(micro_cpu: Path) -> None:
     """Each of their weights is in a single graph, or small."""
-    assert not list(tiny_cpu.rglob(SHARED_WEIGHTS))
+    assert not list(micro_cpu.rglob(SHARED_WEIGHTS))
 
 
 def test_names_of_two_different_tensors_are_not_listed(component: Path) -> None:

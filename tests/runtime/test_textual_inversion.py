@@ -77,7 +77,7 @@ def test_image_agrees(negative: bool, inverted: Path, pipelines: PipelineCache) 
 @pytest.fixture
 def tokenizers(pipelines: PipelineCache, tmp_path: Path) -> list[Path]:
     """Two tokenizers of Stable Diffusion XL, which pad differently and hold different added tokens."""
-    source = pipelines.sample("sdxl-tiny")
+    source = pipelines.micro("sdxl-tiny")
     folders = []
     for name, tokens in (("tokenizer", ("<one>", "<cat-toy>")), ("tokenizer_2", ("<Four>", "<three>"))):
         tokenizer = CLIPTokenizer.from_pretrained(source / name, local_files_only=True)

@@ -22,7 +22,7 @@ class Pair:
     """A sample pipeline, run by diffusers and by this project."""
 
     def __init__(self, arch: str, pipelines: PipelineCache) -> None:
-        self.source = pipelines.sample(arch)
+        self.source = pipelines.micro(arch)
         self.exported = pipelines.exported(self.source)
         self.optimized = pipelines.optimized(self.exported, provider="cpu")
         torch.set_num_threads(1)

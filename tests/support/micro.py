@@ -1,4 +1,7 @@
-"""The smallest pipelines of their families: for tests that make, break and open one many times."""
+"""Sample pipelines with narrow UNets.
+
+They are for tests that do not need the numbers of channels that ONNX Runtime's CUDA kernels require.
+"""
 
 from __future__ import annotations
 
@@ -11,37 +14,23 @@ from sdonnx.sample import write_sample as sample
 
 __all__ = ["write_micro"]
 
-_CHANGES: dict[str, dict[str, Any]] = {
-    "text_encoder": {
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "projection_dim": 32,
-    },
-    "unet": {
-        "block_out_channels": (32, 64),
-        "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
-        "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"),
-        "layers_per_block": 1,
-        "cross_attention_dim": 32,
-        "attention_head_dim": 2,
-    },
-    "vae": {
-        "block_out_channels": (32, 32),
-        "down_block_types": ("DownEncoderBlock2D", "DownEncoderBlock2D"),
-        "up_block_types": ("UpDecoderBlock2D", "UpDecoderBlock2D"),
-        "layers_per_block": 1,
-    },
-}
+_CHANNELS = (64, 128)
 
 
-def write_micro(folder: Path, overflow: str | None = None) -> Path:
-    """Write Stable Diffusion with 32 channels, a diffusers folder, of which something may overflow fp16; return it."""
-    tiny = sample.ARCHITECTURES["tiny"]
-    networks = {
-        name: replace(network, config={**network.config, **_CHANGES[name]}) for name, network in tiny.networks.items()
-    }
-    with mock.patch.object(sample, "ARCHITECTURES", {"micro": replace(tiny, networks=networks)}):
-        sample.write_sample("micro", folder, overflow=overflow)
+def write_micro(arch: str, folder: Path, **options: Any) -> Path:
+    """Write a sample of two blocks with 64 and 128 channels in place of 320 and 640; return its folder.
+
+    Args:
+        arch: the architecture, "tiny" or one of Stable Diffusion XL.
+        folder: the folder to write, a diffusers pipeline.
+        options: those of `write_sample`.
+    """
+    architecture = sample.ARCHITECTURES[arch]
+    unet = architecture.networks["unet"]
+    narrow: dict[str, Any] = {"block_out_channels": _CHANNELS}
+    if isinstance(unet.config["attention_head_dim"], list):  # numbers of heads by block, each of 64 channels
+        narrow["attention_head_dim"] = [channels // 64 for channels in _CHANNELS]
+    networks = {**architecture.networks, "unet": replace(unet, config={**unet.config, **narrow})}
+    with mock.patch.object(sample, "ARCHITECTURES", {arch: replace(architecture, networks=networks)}):
+        sample.write_sample(arch, folder, **options)
     return folder

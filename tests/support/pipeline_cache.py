@@ -65,14 +65,17 @@ class PipelineCache:
             lambda out: write_sample(arch, out, **options),
         )
 
-    def micro(self, overflow: str | None = None) -> Path:
-        """Return the diffusers folder of the smallest Stable Diffusion; see `support.micro`."""
+    def micro(self, arch: str = "tiny", **options: Any) -> Path:
+        """Return the diffusers folder of a sample, with a narrow UNet where it has one; see `support.micro`."""
+        from sdonnx.sample.write_sample import ARCHITECTURES
         from support.micro import write_micro
 
+        if "unet" not in ARCHITECTURES[arch].networks:
+            return self.sample(arch, **options)
         return self._made(
             "diffusers",
-            ["micro", _code(_SAMPLE), overflow],
-            lambda out: write_micro(out, overflow),
+            ["micro", _code(_SAMPLE), arch, options],
+            lambda out: write_micro(arch, out, **options),
         )
 
     def exported(self, source: Path, **options: Any) -> Path:

@@ -154,7 +154,7 @@ def test_stricter_thresholds_fail(folder: Path, micro: Path) -> None:
 @pytest.mark.parametrize("arch", ["sdxl-tiny-ip-adapter", "pixart-tiny"])
 def test_other_families(arch: str, pipelines: PipelineCache, tmp_path: Path) -> None:
     """Every component that generates images is compared on the inputs from diffusers' pipeline."""
-    source = pipelines.sample(arch)
+    source = pipelines.micro(arch)
     adapters = [path for name in ADAPTER_FILES if (path := source / "ip_adapter" / name).is_file()]
     optimized = pipelines.optimized(pipelines.exported(source, ip_adapters=adapters), provider="cpu")
     copied(optimized, tmp_path / "fast")  # the certificate is written into it

@@ -72,8 +72,8 @@ def _run(code: str, folder: Path, tmp_path: Path) -> list[str]:
     return done.stdout.splitlines()
 
 
-def test_forked_process_gets_one_line(tiny_cpu: Path, tmp_path: Path) -> None:
-    *errors, own, status, parent = _run(FORKED, tiny_cpu, tmp_path)
+def test_forked_process_gets_one_line(micro_cpu: Path, tmp_path: Path) -> None:
+    *errors, own, status, parent = _run(FORKED, micro_cpu, tmp_path)
     assert len(errors) == 3
     for error in errors:
         assert error.startswith("the pipeline was loaded before fork()")
@@ -81,5 +81,5 @@ def test_forked_process_gets_one_line(tiny_cpu: Path, tmp_path: Path) -> None:
     assert (own, status, parent) == ("True", "7", "True")
 
 
-def test_spawned_process_generates(tiny_cpu: Path, tmp_path: Path) -> None:
-    assert _run(SPAWNED, tiny_cpu, tmp_path) == ["True"]
+def test_spawned_process_generates(micro_cpu: Path, tmp_path: Path) -> None:
+    assert _run(SPAWNED, micro_cpu, tmp_path) == ["True"]

@@ -124,10 +124,10 @@ def test_to_another_gpu() -> None:
 # save_pretrained, push_to_hub
 
 
-def test_saved_copy_has_the_scheduler(ours: OrtDiffusionPipeline, tiny_cpu: Path, tmp_path: Path) -> None:
-    before = snapshot(tiny_cpu)
+def test_saved_copy_has_the_scheduler(ours: OrtDiffusionPipeline, micro_cpu: Path, tmp_path: Path) -> None:
+    before = snapshot(micro_cpu)
     ours.save_pretrained(tmp_path / "same")
-    assert _contents(tmp_path / "same") == _contents(tiny_cpu)
+    assert _contents(tmp_path / "same") == _contents(micro_cpu)
     ours.scheduler = "DPM++ 2M Karras"
     ours.save_pretrained(str(tmp_path / "changed"), safe_serialization=True)
     copy = load(tmp_path / "changed")
@@ -141,7 +141,7 @@ def test_saved_copy_has_the_scheduler(ours: OrtDiffusionPipeline, tiny_cpu: Path
         if _contents(tmp_path / "same")[name] != content
     }
     assert changed == {"model_index.json", "scheduler/scheduler_config.json"}
-    assert snapshot(tiny_cpu) == before
+    assert snapshot(micro_cpu) == before
 
 
 def _contents(folder: Path) -> dict[str, bytes]:
@@ -228,7 +228,7 @@ class _Hub:
 
 
 def test_push_to_hub(
-    ours: OrtDiffusionPipeline, tiny_cpu: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ours: OrtDiffusionPipeline, micro_cpu: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(huggingface_hub, "HfApi", _Hub)
     ours.scheduler = "euler"

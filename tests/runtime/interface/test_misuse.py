@@ -73,7 +73,7 @@ def test_callback_is_checked_first(ours: OrtDiffusionPipeline) -> None:
     assert ran
 
 
-def test_constructor_is_from_pretrained(tiny_cpu: Path) -> None:
+def test_constructor_is_from_pretrained(micro_cpu: Path) -> None:
     with refused(OptionError, "called with a str", "OrtDiffusionPipeline.from_pretrained('fast')"):
         OrtDiffusionPipeline("fast")  # type: ignore[arg-type]
     for folder in (None, "", 5):
@@ -82,7 +82,7 @@ def test_constructor_is_from_pretrained(tiny_cpu: Path) -> None:
     for name, values in (("low_memory", "False, True or 'offload'"), ("require_certificate", "True or False")):
         with refused(OptionError, f"{name} is 'no'", values):
             options: dict[str, Any] = {name: "no"}
-            OrtDiffusionPipeline.from_pretrained(tiny_cpu, **options)
+            OrtDiffusionPipeline.from_pretrained(micro_cpu, **options)
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,7 @@ class Watch:
 
 @pytest.mark.parametrize("arch", ["tiny", "sdxl-tiny", "pixart-tiny"])
 def test_only_the_running_component_is_on_the_device(arch: str, pipelines: PipelineCache) -> None:
-    folder = pipelines.optimized(pipelines.exported(pipelines.sample(arch)), provider="cpu")
+    folder = pipelines.optimized(pipelines.exported(pipelines.micro(arch)), provider="cpu")
     with OrtDiffusionPipeline.from_pretrained(folder) as pipeline:
         expected = pipeline("a fox", **USUAL).images
     with OrtDiffusionPipeline.from_pretrained(folder, low_memory="offload") as pipeline:
@@ -62,19 +62,19 @@ def test_only_the_running_component_is_on_the_device(arch: str, pipelines: Pipel
             assert watch.left() == []
 
 
-def test_image_to_image_unloads_the_encoder(tiny_cpu: Path, ours: OrtDiffusionPipeline) -> None:
+def test_image_to_image_unloads_the_encoder(micro_cpu: Path, ours: OrtDiffusionPipeline) -> None:
     arguments = USUAL | {"image": np.full((64, 64, 3), 0.5, np.float32), "num_inference_steps": 3}
-    with OrtDiffusionPipeline.from_pretrained(tiny_cpu, low_memory="offload") as pipeline:
+    with OrtDiffusionPipeline.from_pretrained(micro_cpu, low_memory="offload") as pipeline:
         watch = Watch(pipeline)
         np.testing.assert_array_equal(pipeline("a fox", **arguments).images, ours("a fox", **arguments).images)
         assert watch.present[Role.IMAGE_ENCODER] == {Role.IMAGE_ENCODER}
         assert watch.left() == []
 
 
-def test_offloading_can_be_switched(tiny_cpu: Path, ours: OrtDiffusionPipeline) -> None:
+def test_offloading_can_be_switched(micro_cpu: Path, ours: OrtDiffusionPipeline) -> None:
     expected = ours("a fox", **USUAL).images
     everything = {Role.TEXT_ENCODER, Role.PRECOMPUTE, Role.DENOISER, Role.IMAGE_DECODER}
-    with OrtDiffusionPipeline.from_pretrained(tiny_cpu) as pipeline:
+    with OrtDiffusionPipeline.from_pretrained(micro_cpu) as pipeline:
         before = Watch(pipeline)
         pipeline("a fox", **USUAL)
         assert pipeline._graphs.loaded() == everything
@@ -90,11 +90,11 @@ def test_offloading_can_be_switched(tiny_cpu: Path, ours: OrtDiffusionPipeline) 
         assert pipeline._graphs.loaded() == everything
 
 
-def test_failed_call_unloads_the_denoiser(tiny_cpu: Path) -> None:
+def test_failed_call_unloads_the_denoiser(micro_cpu: Path) -> None:
     def fail(*_: object) -> Any:
         raise KeyError("error of the caller")
 
-    with OrtDiffusionPipeline.from_pretrained(tiny_cpu, low_memory="offload") as pipeline:
+    with OrtDiffusionPipeline.from_pretrained(micro_cpu, low_memory="offload") as pipeline:
         with pytest.raises(KeyError, match="error of the caller"):
             pipeline("a fox", **USUAL, callback_on_step_end=fail)
         assert pipeline._graphs.loaded() == set()
@@ -104,10 +104,10 @@ def test_failed_call_unloads_the_denoiser(tiny_cpu: Path) -> None:
         assert pipeline._graphs.loaded() == set()
 
 
-def test_rejected_options(tiny_cpu: Path, ours: OrtDiffusionPipeline) -> None:
+def test_rejected_options(micro_cpu: Path, ours: OrtDiffusionPipeline) -> None:
     for value in ("no", "true", 1, None, 0):
         with refused(OptionError, f"low_memory is {value!r}", "'offload'"):
-            OrtDiffusionPipeline.from_pretrained(tiny_cpu, low_memory=value)  # type: ignore[arg-type]
+            OrtDiffusionPipeline.from_pretrained(micro_cpu, low_memory=value)  # type: ignore[arg-type]
     with refused(OptionError, "enable_sequential_cpu_offload", "enable_model_cpu_offload"):
         ours.enable_sequential_cpu_offload()
     with refused(OptionError, "GPU 3", "device_index"):

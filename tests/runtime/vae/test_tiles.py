@@ -74,8 +74,8 @@ def tiled_theirs(theirs: Any) -> Iterator[Any]:
 
 
 @pytest.fixture(scope="module")
-def tiled(tiny_cpu: Path) -> Iterator[OrtDiffusionPipeline]:
-    with OrtDiffusionPipeline.from_pretrained(tiny_cpu) as pipeline:
+def tiled(micro_cpu: Path) -> Iterator[OrtDiffusionPipeline]:
+    with OrtDiffusionPipeline.from_pretrained(micro_cpu) as pipeline:
         pipeline.enable_vae_tiling(TILE)
         yield pipeline
 
@@ -111,9 +111,9 @@ def test_tiled_image_to_image_is_that_of_diffusers(
 
 
 def test_images_beyond_the_limit_are_tiled(
-    tiny_cpu: Path, tiled: OrtDiffusionPipeline, monkeypatch: pytest.MonkeyPatch
+    micro_cpu: Path, tiled: OrtDiffusionPipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with OrtDiffusionPipeline.from_pretrained(tiny_cpu) as pipeline:
+    with OrtDiffusionPipeline.from_pretrained(micro_cpu) as pipeline:
         whole = pipeline(**USUAL, seed=0).images
         pipeline.enable_vae_tiling(TILE)
         pipeline.disable_vae_tiling()
@@ -148,9 +148,9 @@ def test_rejected_tiles(size: Any, ours: OrtDiffusionPipeline) -> None:
         ours.enable_vae_tiling(size)
 
 
-def test_slicing_decodes_images_one_by_one(tiny_cpu: Path, ours: OrtDiffusionPipeline) -> None:
+def test_slicing_decodes_images_one_by_one(micro_cpu: Path, ours: OrtDiffusionPipeline) -> None:
     arguments = USUAL | {"num_images_per_prompt": 3}
-    with OrtDiffusionPipeline.from_pretrained(tiny_cpu) as pipeline:
+    with OrtDiffusionPipeline.from_pretrained(micro_cpu) as pipeline:
         counts = []
         for change in (pipeline.enable_vae_slicing, pipeline.disable_vae_slicing):
             change()

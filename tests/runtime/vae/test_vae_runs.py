@@ -47,9 +47,9 @@ def counted(pipeline: OrtDiffusionPipeline) -> Iterator[tuple[Counter[Role], set
 
 
 @pytest.fixture(scope="module")
-def sliced(tiny_cpu: Path) -> Iterator[OrtDiffusionPipeline]:
+def sliced(micro_cpu: Path) -> Iterator[OrtDiffusionPipeline]:
     """A pipeline whose decoder and encoder hold two images of 32x40 at most."""
-    with pytest.MonkeyPatch.context() as patch, OrtDiffusionPipeline.from_pretrained(tiny_cpu) as pipeline:
+    with pytest.MonkeyPatch.context() as patch, OrtDiffusionPipeline.from_pretrained(micro_cpu) as pipeline:
         patch.setattr(split, "MAX_ELEMENTS", 2 * IMAGE + IMAGE // 2)
         yield pipeline
 
@@ -113,10 +113,10 @@ def test_flags_of_slices_are_those_of_their_images(sliced: OrtDiffusionPipeline)
     assert job[0].tolist() == [True, True, False, True, True]
 
 
-def test_low_memory_decodes_in_slices(tiny_cpu: Path, ours: OrtDiffusionPipeline, monkeypatch: Any) -> None:
+def test_low_memory_decodes_in_slices(micro_cpu: Path, ours: OrtDiffusionPipeline, monkeypatch: Any) -> None:
     expected = ours(["a fox", "an owl", "snow"], **USUAL).images
     monkeypatch.setattr(split, "MAX_ELEMENTS", IMAGE)
-    with OrtDiffusionPipeline.from_pretrained(tiny_cpu, low_memory=True) as pipeline:
+    with OrtDiffusionPipeline.from_pretrained(micro_cpu, low_memory=True) as pipeline:
         for _ in range(2):
             with counted(pipeline) as (counts, distinct):
                 found = pipeline(["a fox", "an owl", "snow"], **USUAL).images
