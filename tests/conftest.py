@@ -8,30 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.pipeline_cache import PipelineCache, cache_root
-from support.recording import Note, recorded
+from support.cores import keep_to_own_cores
 
-# Read by huggingface_hub on import, so set before any test module is: no test may depend on a network.
+# Both are read when libraries are imported: threads by torch, and that no test may use a network by huggingface_hub.
+keep_to_own_cores()
 os.environ["HF_HUB_OFFLINE"] = "1"
 
-
-def _keep_to_own_cores() -> None:
-    """Give each pytest-xdist worker, and the processes that it starts, a share of the cores.
-
-    Threads of libraries wait by spinning: next to another worker, a benchmark that takes 90 s took 545 s with a thread
-    for every core. torch's OpenMP counts its threads when it is imported, so this comes first.
-    """
-    worker, count = os.environ.get("PYTEST_XDIST_WORKER"), int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))
-    if worker is None or not hasattr(os, "sched_setaffinity"):
-        return
-    cores = sorted(os.sched_getaffinity(0))
-    own = cores[int(worker.removeprefix("gw")) % len(cores) :: count]
-    os.sched_setaffinity(0, own)
-    os.environ["OMP_NUM_THREADS"] = str(len(own))
-
-
-_keep_to_own_cores()
-
+from support.pipeline_cache import PipelineCache, cache_root  # noqa: E402
+from support.recording import Note, recorded  # noqa: E402
 
 # Folders and files whose tests take seconds each without a fixture that says so: they request pipelines by name, start
 # processes, or compare many cases.

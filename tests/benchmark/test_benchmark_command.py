@@ -40,26 +40,16 @@ def main(arguments: Sequence[str]) -> int:
 SMALL = ("-r", "cpu", "--height", "64", "-s", "2", "-c", "2", "--rounds", "1", "--warmups", "1")
 
 
-@pytest.fixture(scope="module")
-def extras(
-    micro_cpu: Path, micro: Path, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Path, subprocess.CompletedProcess[str]]:
-    """Results of a command with all extra measurements."""
-    folder = tmp_path_factory.mktemp("extras")
+def test_extra_measurements(micro_cpu: Path, micro_exported: Path, tmp_path: Path) -> None:
     done = run(
-        folder, "-e", "onnxruntime", "torch", "-p", str(micro_cpu), str(micro), *SMALL[:4], "-s", "3", "-c", "1",
-        "--rounds", "1", "--warmups", "1", "--json", "result.jsonl", "--throughput", "--run_multiple_resolutions",
-        "--profile",
+        tmp_path, "-e", "onnxruntime", "onnxruntime-plain", "-p", str(micro_cpu), str(micro_exported), *SMALL[:4],
+        "-s", "3", "-c", "1", "--rounds", "1", "--warmups", "1", "--json", "result.jsonl", "--throughput",
+        "--run_multiple_resolutions", "--profile",
     )  # fmt: skip
-    return folder, done
-
-
-def test_extra_measurements(extras: Any) -> None:
-    folder, done = extras
     assert done.returncode == 0, done.stderr
     for line in ("time = a * steps + b", "stall, s", "device time per image, ms"):
         assert line in done.stdout
-    records = [json.loads(line) for line in (folder / "result.jsonl").read_text().splitlines()]
+    records = [json.loads(line) for line in (tmp_path / "result.jsonl").read_text().splitlines()]
     kinds = [record["benchmark"] for record in records]
     assert kinds == ["pipeline"] * 2 + ["throughput"] * 2 + ["resolutions"] * 2 + ["kernels"] * 2
     for record in records[2:4]:

@@ -26,6 +26,7 @@ from sdonnx.benchmark.engines import (
     TorchEngine,
 )
 from sdonnx.benchmark.engines.patching import patched
+from sdonnx.benchmark.measure import measure_resolutions, measure_throughput
 from sdonnx.benchmark.operator_times import IDLE
 from sdonnx.benchmark.workload import Workload
 from sdonnx.errors import DeviceMemoryError, FolderError, OptionError, ProviderError
@@ -214,6 +215,18 @@ def test_kernels_on_a_cpu(name: str, folders: dict[FolderKind, Path]) -> None:
     assert milliseconds["convolution"] + milliseconds["matrix product"] > 0.5 * busy > 0
     assert launches > 500
     assert ("torch" in source) == (name == "torch")
+
+
+def test_extra_measurements_of_torch(folders: dict[FolderKind, Path]) -> None:
+    """The command is tested with engines whose processes start without torch."""
+    engine, prompt = made(TorchEngine, folders), PROMPTS[0]
+    workload = Workload(1, 64, 64, 3)
+    points = measure_throughput(engine, workload, prompt, 1, lambda text: None)
+    assert [steps for steps, _ in points] == [1, 2, 3]
+    assert all(seconds > 0 for _, seconds in points)
+    visited = measure_resolutions(engine, workload, prompt, 8, lambda text: None)
+    assert len(visited) == 6
+    assert len({(at.height, at.width) for at in visited}) > 1
 
 
 def test_flops_match_the_layers(engines: dict[str, Engine]) -> None:

@@ -5,6 +5,8 @@ They are for tests that do not need the numbers of channels that ONNX Runtime's 
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,18 +14,17 @@ from unittest import mock
 
 from sdonnx.sample import write_sample as sample
 
-__all__ = ["write_micro"]
+__all__ = ["narrowed", "write_micro"]
 
 _CHANNELS = (64, 128)
 
 
-def write_micro(arch: str, folder: Path, **options: Any) -> Path:
-    """Write a sample of two blocks with 64 and 128 channels in place of 320 and 640; return its folder.
+@contextlib.contextmanager
+def narrowed(arch: str) -> Iterator[None]:
+    """Give a sample's UNet 64 and 128 channels in place of 320 and 640.
 
     Args:
-        arch: the architecture, "tiny" or one of Stable Diffusion XL.
-        folder: the folder to write, a diffusers pipeline.
-        options: those of `write_sample`.
+        arch: the architecture, a "tiny" one of Stable Diffusion or Stable Diffusion XL.
     """
     architecture = sample.ARCHITECTURES[arch]
     unet = architecture.networks["unet"]
@@ -32,5 +33,11 @@ def write_micro(arch: str, folder: Path, **options: Any) -> Path:
         narrow["attention_head_dim"] = [channels // 64 for channels in _CHANNELS]
     networks = {**architecture.networks, "unet": replace(unet, config={**unet.config, **narrow})}
     with mock.patch.object(sample, "ARCHITECTURES", {arch: replace(architecture, networks=networks)}):
+        yield
+
+
+def write_micro(arch: str, folder: Path, **options: Any) -> Path:
+    """Write a `narrowed` sample, a diffusers folder, with the options of `write_sample`; return the folder."""
+    with narrowed(arch):
         sample.write_sample(arch, folder, **options)
     return folder
