@@ -51,9 +51,9 @@ def test_sample_command_writes_a_pipeline(tmp_path: Path, capsys: pytest.Capture
 
 
 def test_optimize_command_reports_the_counts(
-    micro_exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tiny_exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = ["-i", str(micro_exported), "-o", str(tmp_path / "fast"), "--float16"]
+    arguments = ["-i", str(tiny_exported), "-o", str(tmp_path / "fast"), "--float16"]
     assert optimize_pipeline.main([*arguments, "--force_fp32_ops", "unet:MultiHeadAttention", "unet:mid_block.*"]) == 0
     shown = capsys.readouterr().out
     assert "MultiHeadAttention" in shown
