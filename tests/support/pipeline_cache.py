@@ -68,14 +68,14 @@ class PipelineCache:
     def micro(self, arch: str = "tiny", **options: Any) -> Path:
         """Return the diffusers folder of a sample, with a narrow UNet where it has one; see `support.micro`."""
         from sdonnx.sample.write_sample import ARCHITECTURES
-        from support.micro import write_micro
+        from support import micro
 
         if "unet" not in ARCHITECTURES[arch].networks:
             return self.sample(arch, **options)
         return self._made(
             "diffusers",
-            ["micro", _code(_SAMPLE), arch, options],
-            lambda out: write_micro(arch, out, **options),
+            ["micro", _code(_SAMPLE), _digest(Path(micro.__file__)), arch, options],
+            lambda out: micro.write_micro(arch, out, **options),
         )
 
     def exported(self, source: Path, **options: Any) -> Path:
