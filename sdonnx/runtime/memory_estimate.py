@@ -81,8 +81,8 @@ class MemoryEstimate:
         self._config = graphs.config(Role.DENOISER)
         self._itemsize = graphs.itemsizes(Role.DENOISER)[0]
         conditioned = graphs.conditioning_graph()
-        width = conditioned.shape(abi.ENCODER_HIDDEN_STATES)[2]
-        self._token_bytes = int(width) * np.dtype(conditioned.dtype(abi.ENCODER_HIDDEN_STATES)).itemsize
+        self._width = int(conditioned.shape(abi.ENCODER_HIDDEN_STATES)[2])
+        self._token_bytes = self._width * np.dtype(conditioned.dtype(abi.ENCODER_HIDDEN_STATES)).itemsize
         denoiser_elements(self._config, 1, 1, 1, 1)  # a broken configuration is reported with the other files
 
     def device_bytes(self, request: RequestSize) -> int:
@@ -96,6 +96,10 @@ class MemoryEstimate:
         decodes = request.output_type in _RESULT_BYTES or request.output_type == "ort"
         decoder = self._splits.min_bytes(Role.IMAGE_DECODER, height, width) if decodes else 0
         return buffers + max(denoiser, decoder)
+
+    def prompt_bytes(self, prompts: int, tokens: int) -> int:
+        """Return the bytes of the token ids of prompts and of their hidden states in float32 at least."""
+        return prompts * tokens * (_TOKEN_BYTES + self._width * 4)
 
     def host_bytes(self, request: RequestSize) -> int:
         """Return the bytes that a call needs on the host at least, apart from those of a device that is the host."""

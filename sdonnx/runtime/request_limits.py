@@ -106,11 +106,31 @@ class RequestLimits:
             pixels = int(height) * int(width)
             self._require(RequestSize(int(batch), int(height), int(width), copies, tokens, pixels, "ort"))
 
+    def require_prompts(self, prompts: PromptArguments, *, tokens: int) -> None:
+        """Raise if the embeddings of prompts exceed a limit; see `require_call`.
+
+        Args:
+            prompts: prompts to encode; `images_per_prompt` is the number of copies of each.
+            tokens: length to which prompts are padded.
+
+        Raises:
+            OptionError: the batch exceeds the limit that is set.
+            DeviceMemoryError: the embeddings need more memory than there is.
+        """
+        count = prompts.count()
+        if count is None:
+            return
+        batch = count * prompts.images_per_prompt
+        self._require_batch(batch)
+        needed = self._estimate.prompt_bytes(batch * prompts.copies, tokens)
+        _require_memory(f"embeddings of {batch} prompts need", needed, available_memory(), "on this machine")
+
+    def _require_batch(self, batch: int) -> None:
+        if self._max_batch_size is not None and batch > self._max_batch_size:
+            raise OptionError(f"a batch of {batch} images", f"at most {self._max_batch_size}", "ask for fewer images")
+
     def _require(self, request: RequestSize) -> None:
-        if self._max_batch_size is not None and request.batch > self._max_batch_size:
-            raise OptionError(
-                f"a batch of {request.batch} images", f"at most {self._max_batch_size}", "ask for fewer images"
-            )
+        self._require_batch(request.batch)
         if self._max_pixels is not None and request.result_pixels > self._max_pixels:
             raise OptionError(
                 f"images of {request.result_pixels} pixels", f"at most {self._max_pixels}", "ask for a smaller size"
@@ -121,8 +141,8 @@ class RequestLimits:
         else:
             if on_device > self._most_free:
                 self._most_free = max(self._most_free, self._free_memory())
-            _require_memory(request, on_device, self._most_free, "on the device")
-        _require_memory(request, on_host, available_memory(), "on this machine")
+            _require_memory(_subject(request), on_device, self._most_free, "on the device")
+        _require_memory(_subject(request), on_host, available_memory(), "on this machine")
 
     def _free_memory(self) -> int:
         """Return the free memory of a GPU in bytes; it is read by the thread that has selected the GPU."""
@@ -130,12 +150,15 @@ class RequestLimits:
         return 0 if memory is None else memory[0]
 
 
-def _require_memory(request: RequestSize, needed: int, available: int, place: str) -> None:
+def _subject(request: RequestSize) -> str:
+    plural = "s" if request.batch > 1 else ""
+    return f"{request.batch} image{plural} of {request.height}x{request.width} need{'' if plural else 's'}"
+
+
+def _require_memory(subject: str, needed: int, available: int, place: str) -> None:
     if needed > available:
-        plural = "s" if request.batch > 1 else ""
         raise DeviceMemoryError(
-            f"{request.batch} image{plural} of {request.height}x{request.width} need{'' if plural else 's'} more than "
-            f"{_shown(needed)} {place}, where {_shown(available)} are available",
+            f"{subject} more than {_shown(needed)} {place}, where {_shown(available)} are available",
             "a request that fits into memory",
             "ask for fewer images at once, or for a smaller size",
         )

@@ -649,6 +649,32 @@ def test_image_size_is_rounded_to_whole_patches(sigma: Pair) -> None:
     assert generated.shape == (1, 192, 128, 3)
 
 
+# Texts next to embeddings
+
+
+@pytest.mark.parametrize("options", [{"negative_prompt": "an owl"}, {}, {"negative_prompt": "", "guidance_scale": 1.0}])
+@pytest.mark.parametrize("length", [21, 120])
+def test_negative_captions_next_to_embeddings_agree(length: int, options: dict[str, Any], sigma: Pair) -> None:
+    with torch.inference_mode():
+        embeds, mask, _, _ = sigma.theirs.encode_prompt(PROMPT, max_sequence_length=length)
+    given: dict[str, Any] = {"prompt_embeds": embeds, "prompt_attention_mask": mask, "num_images_per_prompt": 2}
+    reference = sigma.theirs(
+        **{"negative_prompt": ""} | options, **given, **STEPS, generator=drawing.generator(3), output_type="np"
+    ).images
+    found = sigma.ours(**options, **given, **STEPS, seed=3, output_type="np").images
+    assert psnr(found, reference) > SAME_DB
+
+
+def test_negative_embeddings_next_to_captions_are_refused_as_in_diffusers(sigma: Pair) -> None:
+    embeds, mask, negative, negative_mask = sigma.ours.encode_prompt(PROMPT)
+    given: dict[str, Any] = {"negative_prompt_embeds": negative, "negative_prompt_attention_mask": negative_mask}
+    with refused(PromptError, "prompt and negative_prompt_embeds"):
+        sigma.ours(PROMPT, **given, **STEPS)
+    again = sigma.ours.encode_prompt(prompt_embeds=embeds, prompt_attention_mask=mask)
+    for array, expected in zip(again, (embeds, mask, negative, negative_mask), strict=True):
+        np.testing.assert_array_equal(array, expected)  # type: ignore[arg-type]
+
+
 # Refused arguments and folders
 
 BAD: list[tuple[dict[str, Any], type[SdonnxError], str]] = [
@@ -685,7 +711,7 @@ def test_embeddings_without_masks_are_refused(sigma: Pair) -> None:
     with pytest.raises(PromptError, match="prompt_embeds without prompt_attention_mask"):
         sigma.ours(**both)
     for mask, reason in (
-        (np.ones((1, 7)), "of shape (2, 7); expected (2, 8)"),
+        (np.ones((1, 7)), "of shape (1, 7); expected (1, 8)"),
         (np.full((1, 8), 2), "other values than 0 and 1"),
         (np.full((1, 8), 0.5), "other values than 0 and 1"),
         (np.zeros((1, 8)), "or no 1"),

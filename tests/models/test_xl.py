@@ -19,6 +19,7 @@ from support.pipelines import refused
 
 from sdonnx.errors import FolderError, OptionError, PromptError
 from sdonnx.metrics import psnr, relative_error
+from sdonnx.models import abi
 from sdonnx.models.layer_counts import expected_counts
 from sdonnx.models.spec import Role
 from sdonnx.models.stable_diffusion_xl import STABLE_DIFFUSION_XL
@@ -351,7 +352,11 @@ def test_time_ids_agree(options: dict[str, Any], from_image: bool, base: Pair) -
         ({"crops_coords_top_left": (1, -2)}, OptionError, "crops_coords_top_left is (1, -2)"),
         ({"negative_target_size": (1.5, 2)}, OptionError, "negative_target_size is (1.5, 2)"),
         ({"prompt_2": ["a", "b"]}, PromptError, "2 of prompt_2 for 1 prompts"),
-        ({"pooled_prompt_embeds": np.zeros((1, 64))}, PromptError, "pooled_prompt_embeds without prompt_embeds"),
+        (
+            {"negative_prompt_embeds": np.zeros((1, 77, 128))},
+            PromptError,
+            "negative_prompt_embeds without negative_pooled_prompt_embeds",
+        ),
         ({"clip_skip": 2}, OptionError, "clip_skip is 2; expected less than the text encoder's 2 layers"),
     ],
 )
@@ -373,11 +378,11 @@ def test_bad_input_is_refused(options: dict[str, Any], error: Any, words: str, b
         ({"pooled_prompt_embeds": np.zeros(64)}, PromptError, "pooled_prompt_embeds of shape (64,)"),
         ({"pooled_prompt_embeds": np.full((1, 64), np.nan)}, PromptError, "with NaN"),
         (
-            {"guidance_scale": 5.0, "pooled_prompt_embeds": np.zeros((1, 64))},
+            {"guidance_scale": 5.0, "pooled_prompt_embeds": np.zeros((1, 64)), "negative_prompt_embeds": 1},
             PromptError,
-            "without negative_prompt_embeds",
+            "negative_prompt_embeds of shape ()",
         ),
-        ({"prompt_2": "a"}, PromptError, "texts and prompt_embeds"),
+        ({"prompt_2": "a"}, PromptError, "prompt_2 and prompt_embeds"),
     ],
 )
 def test_bad_embeddings_are_refused(options: dict[str, Any], error: Any, words: str, base: Pair) -> None:
@@ -578,3 +583,78 @@ def test_prompt_that_is_left_out_stays_zero_with_weights(base: Pair) -> None:
     assert negative.shape == (1, 154, negative.shape[2])
     assert not negative.any()
     assert not pooled.any()
+
+
+# Texts next to embeddings
+
+
+@pytest.mark.parametrize(
+    ("texts", "names"),
+    [
+        ({"prompt": "a red fox"}, [1, 3]),
+        ({"prompt": "a red fox", "prompt_2": "an owl", "num_images_per_prompt": 2}, [1, 3]),
+        ({"negative_prompt": "blurry", "negative_prompt_2": "grey", "num_images_per_prompt": 2}, [0, 2]),
+        ({"negative_prompt": ""}, [0, 2]),
+        ({}, [0, 2]),
+        ({"prompt": "a red fox", "negative_prompt": "blurry"}, [2]),
+        ({"prompt": "a red fox", "negative_prompt": "blurry"}, [3]),
+        ({"prompt": "a red fox"}, [2]),
+        ({"prompt": "a red fox", "prompt_2": "", "negative_prompt": "blurry", "negative_prompt_2": ""}, []),
+    ],
+)
+def test_texts_next_to_embeddings_agree(texts: dict[str, Any], names: list[int], base: Pair) -> None:
+    """Also embeddings without negative ones, which are zeros or those of the text, and pooled output next to texts."""
+    with torch.inference_mode():
+        made = base.theirs.encode_prompt("a cat", "a dog", negative_prompt="snow", negative_prompt_2="rain")
+    given = {EMBEDDINGS[index]: made[index] for index in names}
+    found, expected = base.draw(**{"prompt": None} | texts, **given, **SMALL)
+    assert psnr(found, expected) > drawing.MIN_PSNR_DB
+    if "num_images_per_prompt" not in texts:
+        with torch.inference_mode():
+            encoded = base.theirs.encode_prompt(**{"prompt": None} | texts, **given)
+        for array, tensor in zip(base.ours.encode_prompt(**texts, **given), encoded, strict=True):
+            assert array is not None
+            assert np.abs(array - tensor.numpy()).max() < 1e-4
+
+
+# Callbacks
+
+
+def test_callbacks_receive_the_tensors_of_diffusers(base: Pair) -> None:
+    family = base.ours._inputs.family
+    assert [abi.LATENTS, *family.STEP_TENSORS] == base.theirs._callback_tensor_inputs
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_callbacks_turn_guidance_off(whole: bool, base: Pair) -> None:
+    """The negative rows of tensors that the callback does not return are dropped as well."""
+    names = base.theirs._callback_tensor_inputs
+
+    def off(pipeline: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+        if step != 1:
+            return tensors
+        pipeline._guidance_scale = 0.0
+        rows = {name: values[len(values) // 2 :] for name, values in tensors.items() if name != "latents"}
+        return rows if whole or isinstance(tensors["latents"], torch.Tensor) else {}
+
+    options: dict[str, Any] = {"callback_on_step_end": off, "callback_on_step_end_tensor_inputs": names}
+    found, expected = base.draw("a red fox", num_images_per_prompt=2, negative_prompt="blurry", **SMALL, **options)
+    assert psnr(found, expected) > drawing.MIN_PSNR_DB
+
+
+def test_callbacks_change_pooled_text_and_sizes(base: Pair) -> None:
+    def change(_: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+        if step == 0:
+            tensors = {
+                "add_text_embeds": tensors["add_text_embeds"] * -1.5,
+                "add_time_ids": tensors["add_time_ids"] + 64,
+            }
+        return tensors
+
+    names = ["add_text_embeds", "add_time_ids"]
+    options: dict[str, Any] = {"callback_on_step_end": change, "callback_on_step_end_tensor_inputs": names}
+    found, expected = base.draw("a red fox", **SMALL, **options)
+    assert psnr(found, expected) > drawing.MIN_PSNR_DB
+    assert psnr(found, base.draw("a red fox", **SMALL)[0]) < 80
+    with refused(OptionError, "add_time_ids of shape (2, 5)", "(2, 6)"):
+        base.ours("a red fox", **SMALL, callback_on_step_end=lambda *_: {"add_time_ids": np.zeros((2, 5))})

@@ -78,8 +78,8 @@ def test_given_embeddings_are_repeated(ours: OrtDiffusionPipeline) -> None:
         (("a fox", *[None] * 9), {}, OptionError, ["10 positional arguments", "at most 9"]),
         (("a fox",), {"lora_scale": 0.5}, OptionError, ["fuse_lora"]),
         (("a fox",), {"clip_skip": 99}, OptionError, ["clip_skip is 99"]),
-        (("a fox",), {"negative_prompt_embeds": np.zeros((1, 77, 64))}, PromptError, ["without prompt_embeds"]),
-        ((), {"prompt_embeds": np.zeros((1, 77, 64))}, PromptError, ["without negative_prompt_embeds"]),
+        (("a fox",), {"prompt_embeds": np.zeros((1, 77, 64))}, PromptError, ["prompt and prompt_embeds"]),
+        (("a fox",), {"negative_prompt_embeds": np.zeros((1, 77, 5))}, OptionError, ["of width 5"]),
     ],
 )
 def test_bad_arguments_are_refused(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -41,13 +41,11 @@ def require_no_attention_options(options: Any) -> None:
     )
 
 
-def require_step_tensors(names: Any) -> None:
-    """Raise OptionError unless `callback_on_step_end_tensor_inputs` names only the latents."""
-    if not isinstance(names, list | tuple) or any(name != "latents" for name in names):
+def require_step_tensors(names: Any, accepted: Collection[str]) -> None:
+    """Raise OptionError unless `callback_on_step_end_tensor_inputs` is a list of accepted names."""
+    if not isinstance(names, list | tuple) or any(name not in accepted for name in names):
         raise OptionError(
-            f"callback_on_step_end_tensor_inputs is {names!r}",
-            '["latents"]; other tensors stay inside the graphs',
-            "leave out the others",
+            f"callback_on_step_end_tensor_inputs is {names!r}", f"a list of {sorted(accepted)}", "leave out the others"
         )
 
 

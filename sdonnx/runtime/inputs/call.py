@@ -119,7 +119,7 @@ class CallReader:
         """
         require_output_type(output_type)
         require_no_attention_options(cross_attention_kwargs)
-        require_step_tensors(callback_on_step_end_tensor_inputs)
+        require_step_tensors(callback_on_step_end_tensor_inputs, {abi.LATENTS, *self._inputs.family.STEP_TENSORS})
         schedule = CustomSchedule.create(timesteps, sigmas, denoising_start, denoising_end)
         family = self._graphs.family
         guidance_scale = family.defaults.guidance_scale if guidance_scale is None else guidance_scale
@@ -191,6 +191,10 @@ class CallReader:
         shape = self._geometry.latent_shape(batch, *size)
         dimensions = self._inputs.default_dimensions()
         return [_key(shape, guided, tokens, dimensions) for tokens in inputs.lengths(batch * (1 + guided))]
+
+    def require_prompts(self, prompts: PromptArguments) -> None:
+        """Raise if the embeddings of prompts exceed a limit; see `RequestLimits.require_prompts`."""
+        self._limits.require_prompts(prompts, tokens=self._inputs.family.tokens)
 
     def _size(self, height: Any, width: Any, image: Any, mask_image: Any) -> tuple[Any, Any]:
         """Return the requested height and width: by default those of the image, or those of the model."""

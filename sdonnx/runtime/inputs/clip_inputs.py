@@ -16,6 +16,7 @@ from sdonnx.models.spec import Role
 from sdonnx.runtime.inputs import prompt_weights
 from sdonnx.runtime.inputs.conditioning import ArgumentGroup, Array, Conditioning, FamilyInputs
 from sdonnx.runtime.inputs.prompt_arguments import PromptArguments
+from sdonnx.runtime.inputs.prompt_tokenizer import PromptTokenizer
 from sdonnx.runtime.inputs.text_encoding import run_text_encoders
 
 __all__ = ["WEIGHTING", "ClipInputs", "layer_index"]
@@ -39,7 +40,11 @@ class ClipInputs(FamilyInputs):
         """
 
     def encoded_texts(
-        self, prompts: PromptArguments, texts: Mapping[Role, Sequence[str]], weighting: Any
+        self,
+        prompts: PromptArguments,
+        texts: Mapping[Role, Sequence[str]],
+        weighting: Any,
+        length: int | None = None,
     ) -> Conditioning:
         """Return the conditioning by texts.
 
@@ -47,6 +52,7 @@ class ClipInputs(FamilyInputs):
             prompts: arguments of the call.
             texts: texts of the batch (G*B) for each text encoder.
             weighting: notation of weights in the texts, see `prompt_weights.NOTATIONS`; None for none.
+            length: length to which texts without weights are padded or truncated; by default that of the tokenizers.
 
         Raises:
             PromptError: the notation is unknown, or a prompt does not follow it.
@@ -57,9 +63,10 @@ class ClipInputs(FamilyInputs):
         skipped, nonempty = prompts.skipped_layers(images), prompts.is_nonempty(images)
         encoders = tuple(self.tokenizers)
         if weighting is None:
-            ids = {role: each.encode(texts[role]).astype(np.int32) for role, each in self.tokenizers.items()}
+            tokenizers = self._tokenizers_of(length)
+            ids = {role: each.encode(texts[role]).astype(np.int32) for role, each in tokenizers.items()}
             inputs = self.encoder_inputs(ids, skipped, nonempty)
-            return Conditioning(inputs, images, self.tokens, encoders, prompts.clip_skip)
+            return Conditioning(inputs, images, length or self.tokens, encoders, prompts.clip_skip)
         if weighting not in prompt_weights.NOTATIONS:
             raise PromptError(
                 f"prompt_weighting is {weighting!r}", f"one of {prompt_weights.NOTATIONS}, or None", "pass one"
@@ -78,6 +85,19 @@ class ClipInputs(FamilyInputs):
         return Conditioning(
             {}, images, count * self.tokens, device_inputs=partial(self._weighted, encoded, weights, count)
         )
+
+    def _tokenizers_of(self, length: int | None) -> Mapping[Role, PromptTokenizer]:
+        """Return the tokenizers, for texts of a length; as in diffusers, that of the embeddings next to the texts."""
+        if length is None or length == self.tokens:
+            return self.tokenizers
+        shortest = max(len(tokenizer.special_ids) for tokenizer in self.tokenizers.values())
+        if not shortest <= length <= self.tokens:
+            raise PromptError(
+                f"prompt_embeds of {length} tokens next to texts",
+                f"{shortest} to {self.tokens} tokens, which the text encoder accepts",
+                "pass negative_prompt_embeds of the same length as well",
+            )
+        return {role: tokenizer.of_length(length) for role, tokenizer in self.tokenizers.items()}
 
     def _weighted(
         self, encoded: Conditioning, weights: Mapping[Role, npt.NDArray[np.float32]], count: int

@@ -94,6 +94,9 @@ class FamilyInputs(ABC):
     Attributes:
         ARGUMENTS: arguments of `OrtDiffusionPipeline.__call__` that the family accepts besides the common ones.
         EMBEDDINGS: what `encode_prompt` of diffusers' pipelines returns, in order, by the names of a call's arguments.
+        PROMPT_TENSORS: inputs of the denoiser that come from prompts.
+        STEP_TENSORS: tensors besides the latents that diffusers' pipelines pass to a callback after each step, by name,
+            and the inputs of the denoiser that hold them.
         ENCODING_ORDER: arguments of `encode_prompt` of diffusers' pipelines after the prompt, in order.
         tokenizers: tokenizer of each text encoder.
         tokens: length to which prompts are padded by default.
@@ -104,6 +107,8 @@ class FamilyInputs(ABC):
 
     ARGUMENTS: ClassVar[tuple[ArgumentGroup, ...]] = ()
     EMBEDDINGS: ClassVar[tuple[str, ...]] = ()
+    PROMPT_TENSORS: ClassVar[tuple[str, ...]] = (abi.ENCODER_HIDDEN_STATES,)
+    STEP_TENSORS: ClassVar[Mapping[str, str]] = {}
     ENCODING_ORDER: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, graphs: GraphSet) -> None:
@@ -186,21 +191,6 @@ class FamilyInputs(ABC):
         """Return arrays converted to the types of the denoiser's inputs of these names."""
         graph = self.graphs.conditioning_graph()
         return {name: values.astype(graph.dtype(name)) for name, values in inputs.items()}
-
-    def read_embeddings(self, prompts: PromptArguments) -> npt.NDArray[np.float32]:
-        """Return `prompt_embeds` (G*B,S,D).
-
-        Raises:
-            PromptError: they are malformed, or texts were passed as well.
-            OptionError: their width is not that of the denoiser.
-        """
-        embeddings = prompts.embeddings("prompt_embeds", prompts.prompt_embeds, prompts.negative_prompt_embeds)
-        width = self.graphs.conditioning_graph().shape(abi.ENCODER_HIDDEN_STATES)[2]
-        if embeddings.shape[2] != width:
-            raise OptionError(
-                f"prompt_embeds of width {embeddings.shape[2]}", f"{width}", "use the text encoder of this pipeline"
-            )
-        return embeddings
 
     def require_layers(self, clip_skip: int) -> None:
         """Raise OptionError if `clip_skip` leaves no layer of a text encoder."""

@@ -16,7 +16,8 @@ from sdonnx.runtime.inputs import captions
 from sdonnx.runtime.inputs.argument_checks import require_multiple
 from sdonnx.runtime.inputs.conditioning import ArgumentGroup, Array, Conditioning, FamilyInputs
 from sdonnx.runtime.inputs.image_geometry import ImageGeometry
-from sdonnx.runtime.inputs.prompt_arguments import PromptArguments
+from sdonnx.runtime.inputs.prompt_arguments import PromptArguments, embeddings
+from sdonnx.runtime.inputs.prompt_halves import PromptHalf, joined, require_width
 from sdonnx.runtime.inputs.prompt_tokenizer import PromptTokenizer
 from sdonnx.runtime.inputs.resolution_bins import closest
 
@@ -56,6 +57,7 @@ class PixArtInputs(FamilyInputs):
         "negative_prompt_embeds",
         "negative_prompt_attention_mask",
     )
+    PROMPT_TENSORS = (abi.ENCODER_HIDDEN_STATES, CAPTION_MASK)
     ENCODING_ORDER = (
         "do_classifier_free_guidance",
         "negative_prompt",
@@ -80,25 +82,29 @@ class PixArtInputs(FamilyInputs):
 
     def prompt_inputs(self, prompts: PromptArguments, arguments: Mapping[str, Any]) -> Conditioning:
         """Return token ids and masks of the captions, or embeddings with their masks."""
+        return self._read(prompts, arguments, whole=False)
+
+    def whole_prompt_inputs(self, prompts: PromptArguments, arguments: Mapping[str, Any]) -> Conditioning:
+        """Return token ids and masks of captions that are padded to the maximum length."""
+        return self._read(prompts, arguments, whole=True)
+
+    def _read(self, prompts: PromptArguments, arguments: Mapping[str, Any], *, whole: bool) -> Conditioning:
         masks, options = _MASKS.values(arguments), _CAPTIONS.values(arguments)
         length, clean = _require_length(options["max_sequence_length"]), options["clean_caption"]
         if clean:
             captions.require_packages()
+        prompts.require_one_of_each({})
+        for name, embeds in (("", prompts.prompt_embeds), ("negative_", prompts.negative_prompt_embeds)):
+            if embeds is None and masks[f"{name}prompt_attention_mask"] is not None:
+                raise PromptError(f"{name}prompt_attention_mask without {name}prompt_embeds", "both", "pass both")
         if prompts.prompt_embeds is not None:
-            prompts.require_embeddings(())
-            return self._embedded(prompts, **masks)
-        prompts.require_texts(masks)
+            return self._embedded(prompts, masks, clean, whole=whole)
+        if prompts.prompt is not None and prompts.negative_prompt_embeds is not None:  # as in diffusers
+            raise PromptError(
+                "prompt and negative_prompt_embeds", "prompt_embeds with negative_prompt_embeds", "encode_prompt both"
+            )
         texts = [captions.prepared(text, clean) for text in prompts.texts()]
-        return self._tokenized(prompts, texts, length)
-
-    def whole_prompt_inputs(self, prompts: PromptArguments, arguments: Mapping[str, Any]) -> Conditioning:
-        """Return token ids and masks of captions that are padded to the maximum length."""
-        options = _CAPTIONS.values(arguments)
-        length, clean = _require_length(options["max_sequence_length"]), options["clean_caption"]
-        if clean:
-            captions.require_packages()
-        texts = [captions.prepared(text, clean) for text in prompts.texts()]
-        return self._tokenized(prompts, texts, length, whole=True)
+        return self._tokenized(prompts, texts, length, whole=whole)
 
     def size_inputs(
         self, arguments: Mapping[str, Any], images: int, size: tuple[int, int], *, guided: bool, from_image: bool
@@ -161,17 +167,38 @@ class PixArtInputs(FamilyInputs):
         }
         return Conditioning(inputs, len(texts) // prompts.copies, length, (role,), prompts.clip_skip)
 
-    def _embedded(
-        self, prompts: PromptArguments, prompt_attention_mask: Any, negative_prompt_attention_mask: Any
-    ) -> Conditioning:
-        embeddings = self.read_embeddings(prompts)
-        if prompt_attention_mask is None:
-            raise PromptError("prompt_embeds without prompt_attention_mask", "both", "pass both, or texts")
-        mask = prompts.embeddings("prompt_attention_mask", prompt_attention_mask, negative_prompt_attention_mask, 2)
-        _require_mask(mask, embeddings.shape[:2])
-        length = self._length(mask)
-        inputs = {abi.ENCODER_HIDDEN_STATES: _fitted(embeddings, length), CAPTION_MASK: _fitted(mask, length)}
-        return Conditioning(self.typed(inputs), len(embeddings) // prompts.copies, length)
+    def _embedded(self, prompts: PromptArguments, masks: Mapping[str, Any], clean: Any, *, whole: bool) -> Conditioning:
+        """Return the conditioning by embeddings of captions, and embeddings or texts of negative ones."""
+        halves = [self._half("", prompts.prompt_embeds, masks)]
+        if prompts.guided and prompts.negative_prompt_embeds is not None:
+            halves.insert(0, self._half("negative_", prompts.negative_prompt_embeds, masks))
+        elif prompts.guided:
+            count, length = halves[0].size
+            arguments = prompts.half(count)
+            texts = [captions.prepared(text, clean) for text in arguments.texts()]
+            encoded = self._tokenized(arguments, texts, length, whole=True)
+            mask = {CAPTION_MASK: encoded.inputs[f"{Role.TEXT_ENCODER.value}.{TEXT_MASK}"]}
+            halves.insert(0, PromptHalf("negative_prompt", encoded, mask))
+        mask = np.concatenate([np.repeat(half.given[CAPTION_MASK], prompts.images_per_prompt, 0) for half in halves])
+        length = mask.shape[1] if whole else self._length(mask)
+        return joined(
+            self,
+            halves,
+            prompts.images_per_prompt,
+            lambda inputs: {name: _fitted(values, length) for name, values in inputs.items()},
+            length,
+        )
+
+    def _half(self, prefix: str, values: Any, masks: Mapping[str, Any]) -> PromptHalf:
+        """Return embeddings that the caller passed, with their mask."""
+        name, mask_name = f"{prefix}prompt_embeds", f"{prefix}prompt_attention_mask"
+        states = embeddings(values, name)
+        require_width(self, states, name)
+        if masks[mask_name] is None:
+            raise PromptError(f"{name} without {mask_name}", "both", "pass both, or texts")
+        mask = embeddings(masks[mask_name], mask_name, 2)
+        _require_mask(mask, states.shape[:2], prefix)
+        return PromptHalf(name, given={abi.ENCODER_HIDDEN_STATES: states, CAPTION_MASK: mask})
 
     def _tokenizer(self, role: Role, length: int | None) -> PromptTokenizer:
         """Return the tokenizer of a text encoder, for captions of the requested length."""
@@ -194,16 +221,16 @@ def _require_length(length: Any) -> int | None:
     return int(length)
 
 
-def _require_mask(mask: npt.NDArray[np.float32], shape: tuple[int, ...]) -> None:
+def _require_mask(mask: npt.NDArray[np.float32], shape: tuple[int, ...], prefix: str) -> None:
     if mask.shape != shape:
         raise PromptError(
-            f"prompt_attention_mask of shape {mask.shape}",
-            f"{shape}, as prompt_embeds",
+            f"{prefix}prompt_attention_mask of shape {mask.shape}",
+            f"{shape}, as {prefix}prompt_embeds",
             "pass the mask that the tokenizer returns",
         )
     if not np.isin(mask, (0, 1)).all() or not mask.any(axis=1).all():
         raise PromptError(
-            "prompt_attention_mask has other values than 0 and 1, or no 1",
+            f"{prefix}prompt_attention_mask has other values than 0 and 1, or no 1",
             "1 for tokens and 0 for padding",
             "pass the mask that the tokenizer returns",
         )

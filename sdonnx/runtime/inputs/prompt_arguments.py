@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ import numpy.typing as npt
 from sdonnx.errors import OptionError, PromptError
 from sdonnx.runtime.device.arrays import to_numpy
 
-__all__ = ["PromptArguments"]
+__all__ = ["PromptArguments", "embeddings", "negative_list"]
 
 _SHAPES = {2: "(prompts, width)", 3: "(prompts, tokens, width)"}
 
@@ -94,24 +94,34 @@ class PromptArguments:
                 return len(values) if isinstance(values, Sequence) else None
         return None
 
-    def require_texts(self, embeddings: Mapping[str, Any]) -> None:
-        """Raise PromptError if embeddings were passed without `prompt_embeds`.
+    @property
+    def is_text(self) -> bool:
+        """Whether all prompts that the batch holds are texts."""
+        return self.prompt_embeds is None and (self.negative_prompt_embeds is None or not self.guided)
+
+    def require_one_of_each(self, texts: Mapping[str, Any]) -> None:
+        """Raise PromptError if the prompts, or the negative prompts, are both texts and embeddings.
 
         Args:
-            embeddings: the family's other arguments that only make sense with `prompt_embeds`, by name.
+            texts: further texts of the family by name, those of negative prompts with the prefix "negative_".
         """
-        for name, value in {"negative_prompt_embeds": self.negative_prompt_embeds, **embeddings}.items():
-            if value is not None:
-                raise PromptError(f"{name} without prompt_embeds", "both", "pass both, or texts")
+        given = {"prompt": self.prompt, "negative_prompt": self.negative_prompt, **texts}
+        for name, text in given.items():
+            negative = name.startswith("negative_")
+            if text is not None and (self.negative_prompt_embeds if negative else self.prompt_embeds) is not None:
+                other = "negative_prompt_embeds" if negative else "prompt_embeds"
+                raise PromptError(f"{name} and {other}", "one of them", "leave one out")
 
-    def require_embeddings(self, texts: Iterable[Any]) -> None:
-        """Raise PromptError if texts were passed together with `prompt_embeds`.
+    def half(self, count: int | None = None) -> PromptArguments:
+        """Return the texts of one half of the batch, one image each: the prompts, or the negative prompts.
 
         Args:
-            texts: the family's other texts.
+            count: number of negative prompts; None for the prompts.
         """
-        if any(text is not None for text in (self.prompt, self.negative_prompt, *texts)):
-            raise PromptError("texts and prompt_embeds", "one of them", "leave one out")
+        prompt, skipped = self.prompt, self.clip_skip
+        if count is not None:
+            prompt, skipped = negative_list(self.negative_prompt, count), 0
+        return PromptArguments(prompt, None, None, None, 1, skipped, guided=False)
 
     def texts(self, prompt: Any = None, negative_prompt: Any = None) -> list[str]:
         """Return the texts of the batch (G*B).
@@ -125,7 +135,7 @@ class PromptArguments:
         """
         own = _prompt_list(self.prompt)
         count = len(own)
-        negative = _negative_list(self.negative_prompt if negative_prompt is None else negative_prompt, count)
+        negative = negative_list(self.negative_prompt if negative_prompt is None else negative_prompt, count)
         if prompt is not None:
             own = _prompt_list(prompt)
             if len(own) != count:
@@ -142,36 +152,22 @@ class PromptArguments:
         named = self.negative_prompt is not None
         return np.array([named] * images * (self.copies - 1) + [True] * images, np.bool_)
 
-    def embeddings(self, name: str, values: Any, negative_values: Any, rank: int = 3) -> npt.NDArray[np.float32]:
-        """Return embeddings of the batch (G*B, ...).
-
-        Args:
-            name: the argument's name, for error messages.
-            values: embeddings of the prompts.
-            negative_values: embeddings of the negative prompts; required with guidance.
-            rank: number of dimensions.
-
-        Raises:
-            PromptError: they are missing, of different shapes or of another rank, or not finite.
-        """
-        own = _embeddings(values, name, rank)
-        if not self.guided:
-            return np.repeat(own, self.images_per_prompt, 0)
-        if negative_values is None:
-            raise PromptError(f"{name} without negative_{name}", "both, for guidance", "pass both, or guidance_scale=1")
-        negative = _embeddings(negative_values, f"negative_{name}", rank)
-        if negative.shape != own.shape:
-            raise PromptError(
-                f"negative_{name} of shape {negative.shape}", f"{own.shape}, as {name}", "pass both of one shape"
-            )
-        return np.concatenate([np.repeat(each, self.images_per_prompt, 0) for each in (negative, own)])
-
 
 def _is_whole(value: Any) -> bool:
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
-def _embeddings(value: Any, name: str, rank: int) -> npt.NDArray[np.float32]:
+def embeddings(value: Any, name: str, rank: int = 3) -> npt.NDArray[np.float32]:
+    """Return embeddings of P prompts.
+
+    Args:
+        value: the embeddings.
+        name: the argument's name, for error messages.
+        rank: number of dimensions.
+
+    Raises:
+        PromptError: they are of another rank, or not finite.
+    """
     array: npt.NDArray[Any] = to_numpy(value, name)
     if array.ndim != rank or 0 in array.shape:
         raise PromptError(f"{name} of shape {array.shape}", _SHAPES[rank], "pass the output of a text encoder")
@@ -194,7 +190,12 @@ def _prompt_list(prompt: str | Sequence[str] | None) -> list[str]:
     return prompts
 
 
-def _negative_list(negative_prompt: str | Sequence[str] | None, count: int) -> list[str]:
+def negative_list(negative_prompt: str | Sequence[str] | None, count: int) -> list[str]:
+    """Return one negative prompt for each of `count` prompts.
+
+    Raises:
+        PromptError: they are not text, or of another number.
+    """
     if negative_prompt is None or isinstance(negative_prompt, str):
         return [negative_prompt or ""] * count
     negatives = _prompt_list(negative_prompt)

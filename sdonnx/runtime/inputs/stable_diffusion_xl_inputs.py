@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +16,8 @@ from sdonnx.runtime.graph_set import GraphSet
 from sdonnx.runtime.inputs.argument_checks import require_number
 from sdonnx.runtime.inputs.clip_inputs import WEIGHTING, ClipInputs, layer_index
 from sdonnx.runtime.inputs.conditioning import ArgumentGroup, Array, Conditioning
-from sdonnx.runtime.inputs.prompt_arguments import PromptArguments
+from sdonnx.runtime.inputs.prompt_arguments import PromptArguments, embeddings, negative_list
+from sdonnx.runtime.inputs.prompt_halves import PromptHalf, joined, require_width
 
 __all__ = ["SizeConditions", "StableDiffusionXlInputs"]
 
@@ -112,6 +113,12 @@ class StableDiffusionXlInputs(ClipInputs):
 
     ARGUMENTS = (_SECOND_TEXTS, _POOLED, _SIZES, WEIGHTING)
     EMBEDDINGS = ("prompt_embeds", "negative_prompt_embeds", "pooled_prompt_embeds", "negative_pooled_prompt_embeds")
+    PROMPT_TENSORS = (abi.ENCODER_HIDDEN_STATES, abi.TEXT_EMBEDS)
+    STEP_TENSORS: ClassVar[Mapping[str, str]] = {
+        "prompt_embeds": abi.ENCODER_HIDDEN_STATES,
+        "add_text_embeds": abi.TEXT_EMBEDS,
+        "add_time_ids": abi.TIME_IDS,
+    }
     ENCODING_ORDER = (
         "prompt_2",
         "device",
@@ -140,14 +147,68 @@ class StableDiffusionXlInputs(ClipInputs):
     def prompt_inputs(self, prompts: PromptArguments, arguments: Mapping[str, Any]) -> Conditioning:
         """Return token ids for each text encoder, or embeddings with their pooled output."""
         seconds, pooled = _SECOND_TEXTS.values(arguments), _POOLED.values(arguments)
-        if prompts.prompt_embeds is not None:
+        prompt_2, negative_prompt_2 = (text or None for text in seconds.values())
+        prompts.require_one_of_each({"prompt_2": prompt_2, "negative_prompt_2": negative_prompt_2})
+        weighting = WEIGHTING.values(arguments)["prompt_weighting"]
+        if prompts.is_text and all(values is None for values in pooled.values()):
+            return self.encoded_texts(prompts, self._texts(prompts, prompt_2, negative_prompt_2), weighting)
+        halves = [self._half("prompt", prompts.prompt_embeds, pooled, prompts.half, prompt_2, weighting)]
+        if prompts.guided:
+            halves.insert(0, self._negative_half(prompts, pooled, negative_prompt_2, weighting, halves[0]))
+        if all(half.encoded is None for half in halves):
             WEIGHTING.refuse(arguments)
-            prompts.require_embeddings(seconds.values())
-            return self._embedded(prompts, **pooled)
-        prompts.require_texts(pooled)
-        return self.encoded_texts(
-            prompts, self._texts(prompts, **seconds), WEIGHTING.values(arguments)["prompt_weighting"]
-        )
+        return joined(self, halves, prompts.images_per_prompt)
+
+    def _negative_half(
+        self, prompts: PromptArguments, pooled: Mapping[str, Any], second: Any, weighting: Any, own: PromptHalf
+    ) -> PromptHalf:
+        """Return the negative prompts of embeddings, or of texts next to embeddings."""
+        values, name = prompts.negative_prompt_embeds, "negative_prompt"
+        if values is None and prompts.negative_prompt is None and self._zeroes_empty:
+            (count, tokens), graph = own.size, self.graphs.conditioning_graph()
+            shapes = {
+                abi.ENCODER_HIDDEN_STATES: (count, tokens, graph.shape(abi.ENCODER_HIDDEN_STATES)[2]),
+                abi.TEXT_EMBEDS: (count, graph.shape(abi.TEXT_EMBEDS)[1]),
+            }
+            zeros = {each: np.zeros([int(size) for size in shape], np.float32) for each, shape in shapes.items()}
+            return PromptHalf(name, given=zeros)
+        count, length = own.size
+        texts = None if second is None else negative_list(second, count)
+        return self._half(name, values, pooled, lambda: prompts.half(count), texts, weighting, length)
+
+    def _half(
+        self,
+        name: str,
+        values: Any,
+        pooled: Mapping[str, Any],
+        texts: Callable[[], PromptArguments],
+        second: Any,
+        weighting: Any,
+        length: int | None = None,
+    ) -> PromptHalf:
+        """Return one half of the batch, by embeddings or else by texts; pooled output of the caller comes first."""
+        pooled_name = f"{name.replace('prompt', 'pooled_prompt')}_embeds"
+        pooled_values = pooled[pooled_name]
+        if values is None:
+            arguments = texts()
+            half = PromptHalf(
+                name, self.encoded_texts(arguments, self._texts(arguments, second, None), weighting, length)
+            )
+        else:
+            states = embeddings(values, f"{name}_embeds")
+            require_width(self, states, f"{name}_embeds")
+            if pooled_values is None:
+                raise PromptError(f"{name}_embeds without {pooled_name}", "both", "pass both, or texts")
+            half = PromptHalf(f"{name}_embeds", given={abi.ENCODER_HIDDEN_STATES: states})
+        if pooled_values is None:
+            return half
+        array = embeddings(pooled_values, pooled_name, 2)
+        expected = (half.size[0], self.graphs.conditioning_graph().shape(abi.TEXT_EMBEDS)[1])
+        if array.shape != expected:
+            raise PromptError(
+                f"{pooled_name} of shape {array.shape}", f"{expected}", "use the text encoder of this pipeline"
+            )
+        return replace(half, given={**half.given, abi.TEXT_EMBEDS: array})
 
     def size_inputs(
         self, arguments: Mapping[str, Any], images: int, size: tuple[int, int], *, guided: bool, from_image: bool
@@ -180,21 +241,6 @@ class StableDiffusionXlInputs(ClipInputs):
                 raise PromptError("prompt_2 or negative_prompt_2", "a pipeline of two text encoders", "leave them out")
             seconds = prompts.texts(prompt_2, negative_prompt_2)
         return {role: texts if role is Role.TEXT_ENCODER else seconds for role in self.tokenizers}
-
-    def _embedded(
-        self, prompts: PromptArguments, pooled_prompt_embeds: Any, negative_pooled_prompt_embeds: Any
-    ) -> Conditioning:
-        embeddings = self.read_embeddings(prompts)
-        if pooled_prompt_embeds is None:
-            raise PromptError("prompt_embeds without pooled_prompt_embeds", "both", "pass both, or texts")
-        pooled = prompts.embeddings("pooled_prompt_embeds", pooled_prompt_embeds, negative_pooled_prompt_embeds, 2)
-        expected = (len(embeddings), self.graphs.conditioning_graph().shape(abi.TEXT_EMBEDS)[1])
-        if pooled.shape != expected:
-            raise PromptError(
-                f"pooled_prompt_embeds of shape {pooled.shape}", f"{expected}", "use the text encoder of this pipeline"
-            )
-        inputs = self.typed({abi.ENCODER_HIDDEN_STATES: embeddings, abi.TEXT_EMBEDS: pooled})
-        return Conditioning(inputs, len(embeddings) // prompts.copies, embeddings.shape[1])
 
     def _last_tokens(self, role: Role, ids: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
         """Return the position of each prompt's end token, as transformers' CLIPTextModel finds it."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from sdonnx.errors import OptionError, PromptError
+from sdonnx.errors import OptionError
 from sdonnx.models import abi
 from sdonnx.models.spec import CAPTION_MASK
 from sdonnx.runtime.device.arrays import to_numpy
@@ -75,7 +76,8 @@ class PromptEncoding(PipelineBase):
             do_classifier_free_guidance: whether to encode negative prompts as well.
             negative_prompt: text to steer away from, one for all prompts or a list of P texts.
             prompt_embeds: hidden states (P,S,D) in place of `prompt`, which are repeated for each image.
-            negative_prompt_embeds: hidden states (P,S,D) in place of `negative_prompt`.
+            negative_prompt_embeds: hidden states (P,S,D) in place of `negative_prompt`. Missing negative embeddings
+                are those of `negative_prompt`, or else of an empty one, as in diffusers.
             clip_skip: number of final text encoder layers to skip for `prompt`.
             prompt_2: `prompt` for the second text encoder. By default `prompt`.
             negative_prompt_2: `negative_prompt` for the second text encoder. By default `negative_prompt`.
@@ -110,21 +112,18 @@ class PromptEncoding(PipelineBase):
             given["clip_skip"],
             guided=guided,
         )
-        if prompts.prompt_embeds is not None:
-            self._inputs.prompt_inputs(prompts, given)  # validates them
-            return tuple(
-                None if given[name] is None or (name.startswith(_NEGATIVE) and not guided) else _repeated(given, name)
-                for name in family.EMBEDDINGS
-            )
-        single = PromptArguments.create(
-            prompts.prompt, prompts.negative_prompt, None, None, 1, prompts.clip_skip, guided=guided
-        )
-        for name in family.EMBEDDINGS:
-            if given[name] is not None:
-                raise PromptError(f"{name} without prompt_embeds", "both", "pass both, or texts")
+        self._reader.require_prompts(prompts)
+        single = replace(prompts, images_per_prompt=1)
         conditioning = self._inputs.prompt_inputs(single, given, whole=True)
-        values = self._run(partial(text_values, self._graphs, conditioning))
-        return tuple(_copies(values[_tensor(name)], name, prompts) for name in family.EMBEDDINGS)
+        names = [name for name in family.EMBEDDINGS if guided or not name.startswith(_NEGATIVE)]
+        encoded: Mapping[str, npt.NDArray[Any]] = {}
+        if any(given[name] is None for name in names):
+            encoded = self._run(partial(text_values, self._graphs, conditioning))
+        found = {
+            name: _repeated(given, name) if given[name] is not None else _copies(encoded[_tensor(name)], name, prompts)
+            for name in names
+        }
+        return tuple(found.get(name) for name in family.EMBEDDINGS)
 
 
 def _named(positional: Sequence[Any], order: Sequence[str], given: Mapping[str, Any]) -> dict[str, Any]:
@@ -149,11 +148,9 @@ def _tensor(name: str) -> str:
     return _TENSORS[name.removeprefix(_NEGATIVE)]
 
 
-def _copies(values: npt.NDArray[Any], name: str, prompts: PromptArguments) -> npt.NDArray[Any] | None:
+def _copies(values: npt.NDArray[Any], name: str, prompts: PromptArguments) -> npt.NDArray[Any]:
     """Return the rows of the prompts or of the negative prompts, repeated for each image."""
     negative = name.startswith(_NEGATIVE)
-    if negative and not prompts.guided:
-        return None
     rows = len(values) // prompts.copies
     chosen = values[:rows] if negative else values[-rows:]
     return np.repeat(chosen, prompts.images_per_prompt, 0).astype(_dtype(name))
