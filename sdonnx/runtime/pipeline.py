@@ -10,8 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import onnxruntime
 
 from sdonnx.doctor.first_use import KernelWarning
@@ -22,7 +20,7 @@ from sdonnx.folder.version import RebuildWarning, command_for, notices, read_rep
 from sdonnx.models import abi
 from sdonnx.models.registry import family_of
 from sdonnx.models.spec import Role
-from sdonnx.runtime.cuda_graph_cache import CapturedShape, CaptureReport, CudaGraphCache
+from sdonnx.runtime.cuda_graph_cache import CaptureReport, CudaGraphCache
 from sdonnx.runtime.device.device import device_for, host_memory_errors
 from sdonnx.runtime.device.device_thread import device_thread
 from sdonnx.runtime.device.kernel_workarounds import KernelCheck
@@ -40,10 +38,13 @@ from sdonnx.runtime.interface.prompt_encoding import PromptEncoding
 from sdonnx.runtime.output import ImageOutput, NotFiniteWarning, Output, read_output
 from sdonnx.runtime.request_limits import RequestLimits, require_limit
 from sdonnx.runtime.safety import OF_FOLDER, OfFolder, SafetyChecker, safety_checker_of
+from sdonnx.runtime.sampling.current_shape import CurrentShape
+from sdonnx.runtime.sampling.denoise import StepEnd
 from sdonnx.runtime.sampling.generation import GenerationJob, plan_of
 from sdonnx.runtime.sampling.host_schedulers import seeded
 from sdonnx.runtime.sampling.noise import TorchCpuGenerator
 from sdonnx.runtime.sampling.noise_source import Generator
+from sdonnx.runtime.sampling.step_callback import StepCallback, require_callback
 
 __all__ = ["ImageOutput", "NotFiniteWarning", "OrtDiffusionPipeline"]
 
@@ -276,7 +277,8 @@ class OrtDiffusionPipeline(DiffusersInterface, PromptEncoding, MemoryOptions):
             latents: initial noise (B,C,H/8,W/8) in place of a seed; float32 memory of the device is not copied.
             output_type: "pil", "np", "pt", "latent", "ort" or "ort_latent"; see ImageOutput.
             callback_on_step_end: called as `callback(pipeline, step, timestep, {"latents": array})` after each step,
-                on the device thread; "latents" in the mapping that it returns replaces the sampler's latents.
+                on the device thread. Tensors in the mapping that it returns replace the sampler's latents or the
+                conditioning from the next step on. `pipeline._guidance_scale = 0.0` turns guidance off.
             image: images to start from: PIL images, numpy arrays (H,W,3) or (N,H,W,3), or other arrays (3,H,W) or
                 (N,3,H,W), of floats from 0 to 1 or uint8; or latents (N,C,H/8,W/8); N divides B.
             mask_image: masks for `image`: white is repainted, black is kept.
@@ -322,7 +324,9 @@ class OrtDiffusionPipeline(DiffusersInterface, PromptEncoding, MemoryOptions):
             denoising_start: share of the schedule, between 0 and 1, that another pipeline has denoised; `image` then
                 has its noise already, and `strength` does not apply.
             denoising_end: share of the schedule after which to stop, for another pipeline to go on from the latents.
-            callback_on_step_end_tensor_inputs: tensors that the callback receives: ["latents"], or [] for none.
+            callback_on_step_end_tensor_inputs: tensors that the callback receives, by the names of diffusers:
+                "latents"; for CLIP text encoders "prompt_embeds" (G*B,S,D), negative rows first, and, as the pipeline
+                has them in diffusers, "negative_prompt_embeds", "add_text_embeds" and "add_time_ids".
             cross_attention_kwargs: only None or an empty mapping; attentions are part of the graphs.
             return_dict: False to return a tuple as diffusers' pipelines do: the images and, for families with a safety
                 checker, its flags or None.
@@ -345,12 +349,7 @@ class OrtDiffusionPipeline(DiffusersInterface, PromptEncoding, MemoryOptions):
         own = ("self", "callback_on_step_end", "return_dict")
         given = {name: value for name, value in locals().items() if name not in own}
         self._require_open()
-        if callback_on_step_end is not None and not callable(callback_on_step_end):
-            raise OptionError(
-                f"callback_on_step_end is a {type(callback_on_step_end).__name__}",
-                "a function (pipeline, step, timestep, tensors)",
-                "pass a function",
-            )
+        require_callback(callback_on_step_end)
         scheduler = self._host_scheduler()
         # A scheduler object of diffusers samples its noise with the torch generator of the initial noise.
         call = self._reader.read(TorchCpuGenerator if scheduler is None else seeded, **given)
@@ -358,11 +357,12 @@ class OrtDiffusionPipeline(DiffusersInterface, PromptEncoding, MemoryOptions):
             make_job = partial(GenerationJob.of_plan, call, plan_of(call, self._scheduler_config))
         else:
             make_job = partial(GenerationJob.of_scheduler, call, scheduler)
-        callback = callback_on_step_end
-        if callback is not None and not callback_on_step_end_tensor_inputs:
-            callback = _without_latents(callback)
+        on_step = None
+        if callback_on_step_end is not None:
+            tensors = self._inputs.family.STEP_TENSORS
+            on_step = StepCallback(self, callback_on_step_end, callback_on_step_end_tensor_inputs, tensors)
         self._follow_kernel_check(stacklevel=4)
-        output = self._run(partial(self._generate, call, make_job, callback), self.interrupt)
+        output = self._run(partial(self._generate, call, make_job, on_step), self.interrupt)
         self._graphs.kernels.start()
         output.warn(call.key.batch, stacklevel=3)
         if not return_dict:
@@ -392,7 +392,7 @@ class OrtDiffusionPipeline(DiffusersInterface, PromptEncoding, MemoryOptions):
         keys = [key for shape in require_shapes(shapes) for key in self._reader.warmup_keys(*shape, guided=guided)]
         return self._run(lambda: [self._cache.get(key).report() for key in keys])
 
-    def _generate(self, call: Call, make_job: Callable[[], GenerationJob], callback: Callback | None) -> Output:
+    def _generate(self, call: Call, make_job: Callable[[], GenerationJob], on_step: StepEnd | None) -> Output:
         """Generate the images of a call; runs on the device thread."""
         if getattr(self._generating, "now", False):
             raise OptionError(
@@ -402,45 +402,16 @@ class OrtDiffusionPipeline(DiffusersInterface, PromptEncoding, MemoryOptions):
             )
         self._generating.now = True
         self._interrupt = False
+        self._guidance_scale = 1.0 if call.guidance_scale is None else call.guidance_scale
         try:
             job = make_job()
-            shape = self._cache.get(call.key)
-            on_step = None if callback is None else partial(self._on_step, callback, shape)
+            self._num_timesteps = len(job.sampler.timesteps)
+            current = CurrentShape(self._cache.get(call.key), call.guidance_scale, self._cache.get)
             try:
-                job.run(shape, on_step, lambda: self._interrupt, self._progress)
+                job.run(current, on_step, lambda: self._interrupt, self._progress)
             finally:
-                shape.unload_denoiser()
-            return read_output(shape, call.output_type, call.size, self.safety_checker)
+                current.shape.unload_denoiser()
+            return read_output(current.shape, call.output_type, call.size, self.safety_checker)
         finally:
             self.device.synchronize()
             self._generating.now = False
-
-    def _on_step(
-        self, callback: Callback, shape: CapturedShape, step: int, timestep: float, latents: npt.NDArray[np.float32]
-    ) -> npt.NDArray[np.float32] | None:
-        changed = callback(self, step, timestep, {"latents": latents})
-        if changed is not None and not isinstance(changed, Mapping):
-            raise OptionError(
-                f"the callback returned a {type(changed).__name__}",
-                'None, or a mapping such as {"latents": array}',
-                "return the mapping that the callback received, or None",
-            )
-        if changed is None or "latents" not in changed:
-            return None
-        replacement = np.asarray(changed["latents"], np.float32)
-        if replacement.shape != shape.latents:
-            raise OptionError(
-                f"the callback returned latents of shape {replacement.shape}",
-                f"{shape.latents}",
-                "return latents of the shape that the callback received",
-            )
-        return replacement
-
-
-def _without_latents(callback: Callback) -> Callback:
-    """Return a callback that calls `callback` with an empty mapping."""
-
-    def called(pipeline: OrtDiffusionPipeline, step: int, timestep: float, _: dict[str, Any]) -> Any:
-        return callback(pipeline, step, timestep, {})
-
-    return called

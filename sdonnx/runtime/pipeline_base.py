@@ -16,6 +16,7 @@ from sdonnx.runtime.cuda_graph_cache import CaptureReport, CudaGraphCache
 from sdonnx.runtime.device.device import Device, host_memory_errors
 from sdonnx.runtime.device.device_thread import device_thread
 from sdonnx.runtime.graph_set import GraphSet, Observer
+from sdonnx.runtime.inputs.call import CallReader
 from sdonnx.runtime.inputs.image_geometry import ImageGeometry
 from sdonnx.runtime.inputs.pipeline_inputs import PipelineInputs
 from sdonnx.runtime.interface.missing_features import MissingFeatures
@@ -33,6 +34,7 @@ class PipelineBase(MissingFeatures):
     _graphs: GraphSet
     _defaults: CallDefaults
     _inputs: PipelineInputs
+    _reader: CallReader
     _geometry: ImageGeometry
     _cache: CudaGraphCache
     _progress: dict[str, Any]
@@ -40,6 +42,8 @@ class PipelineBase(MissingFeatures):
     _generating: threading.local
     _closed: bool
     _process: int  # that loaded the pipeline
+    _guidance_scale: float = 1.0  # of the current call; a callback may set it, as in diffusers
+    _num_timesteps: int = 0
 
     @property
     def default_size(self) -> int:
@@ -55,6 +59,21 @@ class PipelineBase(MissingFeatures):
     def default_steps(self) -> int:
         """Default number of denoising steps: that of the family's pipelines in diffusers."""
         return self._defaults.num_inference_steps
+
+    @property
+    def guidance_scale(self) -> float:
+        """Weight of the prompt in the current or last call, 1 without guidance; for callbacks."""
+        return self._guidance_scale
+
+    @property
+    def do_classifier_free_guidance(self) -> bool:
+        """Whether the current or last call uses guidance; for callbacks."""
+        return self._guidance_scale > 1
+
+    @property
+    def num_timesteps(self) -> int:
+        """Number of calls of the denoiser in the current or last call; for callbacks."""
+        return self._num_timesteps
 
     @property
     def captured_sizes(self) -> list[CaptureReport]:

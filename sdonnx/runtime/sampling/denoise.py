@@ -18,6 +18,7 @@ import numpy.typing as npt
 from sdonnx.models import abi
 from sdonnx.models.spec import Role
 from sdonnx.runtime.cuda_graph_cache import CapturedShape
+from sdonnx.runtime.sampling.current_shape import CurrentShape, StepChange
 from sdonnx.runtime.sampling.noise_source import NoiseSource
 from sdonnx.samplers import STATE_ROWS, SamplingPlan
 from sdonnx.samplers.parameters import HEADER, MAX_CALLS, matrix_start, row_size
@@ -26,8 +27,8 @@ __all__ = ["HostSampler", "PlanOnHost", "Steps", "denoise", "denoise_with_host"]
 
 Array = npt.NDArray[np.float32]
 
-StepEnd = Callable[[int, float, Array], Array | None]
-"""Callback after each call: (call, timestep, latents) to new latents (B,C,H,W), or to None for no change."""
+StepEnd = Callable[[CapturedShape, int, float, Array], StepChange]
+"""Callback after each call: (captured graphs, call, timestep, latents) to changes."""
 
 
 @dataclass
@@ -46,7 +47,13 @@ class Steps:
 
 
 class HostSampler(Protocol):
-    """A sampler that runs on the host."""
+    """A sampler that runs on the host.
+
+    Attributes:
+        guidance_scale: weight of the prompt; None without guidance.
+    """
+
+    guidance_scale: float | None
 
     @property
     def timesteps(self) -> Sequence[float]:
@@ -76,28 +83,40 @@ class HostSampler(Protocol):
         ...
 
 
-def denoise(shape: CapturedShape, plan: SamplingPlan, noise: NoiseSource, steps: Steps) -> None:
+def denoise(
+    current: CurrentShape,
+    plan: SamplingPlan,
+    table: Callable[[float | None], Array],
+    noise: NoiseSource,
+    steps: Steps,
+) -> None:
     """Run every call of a plan on the device.
 
     Args:
-        shape: buffers and captured graphs; the state and the parameter table are written already.
+        current: buffers and captured graphs; the state is written already.
         plan: the sampler's plan.
+        table: returns the parameter table for a weight of the prompt.
         noise: source of fresh noise.
         steps: callbacks.
     """
-    device = shape.graphs.device
-    shape.precompute()
+    device = current.shape.graphs.device
+    current.shape.put(abi.PARAMETERS, table(current.guidance_scale))
+    current.shape.precompute()
+    last = len(plan.timesteps) - 1
     for call, timestep in enumerate(plan.timesteps):
         if plan.needs_noise[call]:
             device.synchronize()  # the previous call may still read the noise
-            shape.put(abi.NOISE, noise.sample())
-        shape.run(Role.DENOISER)
+            current.shape.put(abi.NOISE, noise.sample())
+        current.shape.run(Role.DENOISER)
         if steps.on_step is not None:
-            state = shape.read(abi.STATE)
-            changed = steps.on_step(call, float(timestep), state[0].copy())
-            if changed is not None:
-                state[0] = changed
-                shape.put(abi.STATE, state)
+            state = current.shape.read(abi.STATE)
+            change = steps.on_step(current.shape, call, float(timestep), state[0].copy())
+            if change.latents is not None:
+                state[0] = change.latents
+                current.shape.put(abi.STATE, state)
+            if call < last and current.apply(change):
+                current.shape.put(abi.PARAMETERS, table(current.guidance_scale))
+                current.shape.precompute()
         steps.on_progress(call + 1)
         if steps.should_stop():
             break
@@ -127,7 +146,7 @@ def prediction_table(timesteps: Sequence[float], copies: int) -> Array:
 
 
 def denoise_with_host(
-    shape: CapturedShape,
+    current: CurrentShape,
     sampler: HostSampler,
     latents: Array,
     blend: Callable[[int, Array], Array],
@@ -136,30 +155,38 @@ def denoise_with_host(
     """Run every call with a sampler on the host, and write the final latents to the state.
 
     Args:
-        shape: buffers and captured graphs.
+        current: buffers and captured graphs.
         sampler: computes the updates.
         latents: initial latents (B,C,H,W).
         blend: restores the kept area after a call: (call, latents) to latents.
         steps: callbacks.
     """
-    copies = shape.key.copies
-    shape.put(abi.PARAMETERS, prediction_table(sampler.timesteps, copies))
-    shape.put(abi.STEP_INDEX, np.zeros(1, np.int64))
-    shape.precompute()
-    state = np.zeros((STATE_ROWS, *shape.latents), np.float32)
+    current.shape.put(abi.STEP_INDEX, np.zeros(1, np.int64))
+    _start_predictions(current.shape, sampler)
+    state = np.zeros((STATE_ROWS, *current.shape.latents), np.float32)
+    last = len(sampler.timesteps) - 1
     for call, timestep in enumerate(sampler.timesteps):
         state[0] = sampler.scaled(call, latents)
-        shape.put(abi.STATE, state)
-        shape.run(Role.DENOISER)
-        predictions = shape.read(abi.STATE)[1 : 1 + copies]
+        current.shape.put(abi.STATE, state)
+        current.shape.run(Role.DENOISER)
+        predictions = current.shape.read(abi.STATE)[1 : 1 + current.shape.key.copies]
         latents = blend(call, sampler.update(call, predictions, latents))
-        if steps.on_step is not None and (changed := steps.on_step(call, float(timestep), latents.copy())) is not None:
-            latents = np.asarray(changed, np.float32)
+        if steps.on_step is not None:
+            change = steps.on_step(current.shape, call, float(timestep), latents.copy())
+            latents = latents if change.latents is None else change.latents
+            if call < last and current.apply(change):
+                sampler.guidance_scale = current.guidance_scale
+                _start_predictions(current.shape, sampler)
         steps.on_progress(call + 1)
         if steps.should_stop():
             break
     state[0] = latents
-    shape.put(abi.STATE, state)
+    current.shape.put(abi.STATE, state)
+
+
+def _start_predictions(shape: CapturedShape, sampler: HostSampler) -> None:
+    shape.put(abi.PARAMETERS, prediction_table(sampler.timesteps, shape.key.copies))
+    shape.precompute()
 
 
 class PlanOnHost:
@@ -176,7 +203,8 @@ class PlanOnHost:
         self.timesteps: Sequence[float] = [float(timestep) for timestep in plan.timesteps]
         self.init_noise_sigma = plan.init_noise_sigma
         self.start_scales = (float(plan.clean_scales[0]), float(plan.noise_scales[0]))
-        self._plan, self._guidance, self._rescale, self._noise = plan, guidance_scale, rescale, noise
+        self.guidance_scale = guidance_scale
+        self._plan, self._rescale, self._noise = plan, rescale, noise
         self._history: Array | None = None
 
     def noised(self, clean: Array, noise: Array, call: int) -> Array:
@@ -190,9 +218,9 @@ class PlanOnHost:
     def update(self, call: int, predictions: Array, latents: Array) -> Array:
         """Return the new latents (B,C,H,W) from the predictions (G,B,C,H,W)."""
         prediction = predictions[-1]
-        if self._guidance is not None:
+        if self.guidance_scale is not None:
             unconditional, conditional = predictions
-            prediction = unconditional + np.float32(self._guidance) * (conditional - unconditional)
+            prediction = unconditional + np.float32(self.guidance_scale) * (conditional - unconditional)
             prediction = rescaled(prediction, conditional, self._rescale)
         if self._history is None:
             self._history = np.zeros((STATE_ROWS - 1, *latents.shape), np.float32)

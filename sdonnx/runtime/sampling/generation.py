@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from sdonnx.runtime.inputs.conditioning import Conditioning
 from sdonnx.runtime.inputs.init_images import latent_mask, masked_image
 from sdonnx.runtime.inputs.start import Start, StartImage
 from sdonnx.runtime.inputs.text_encoding import require_layer_index
+from sdonnx.runtime.sampling.current_shape import CurrentShape
 from sdonnx.runtime.sampling.denoise import HostSampler, PlanOnHost, StepEnd, Steps, denoise, denoise_with_host
 from sdonnx.runtime.sampling.host_schedulers import DiffusersSampler
 from sdonnx.runtime.sampling.noise_source import NoiseSource
@@ -109,21 +111,22 @@ class GenerationJob:
 
     def run(
         self,
-        shape: CapturedShape,
+        current: CurrentShape,
         on_step: StepEnd | None,
         should_stop: Callable[[], bool],
         progress: Mapping[str, Any],
     ) -> None:
-        """Denoise; the final latents are then in the first row of the state.
+        """Denoise; the final latents are then in the first row of the state of `current.shape`.
 
         Args:
-            shape: buffers and captured graphs.
+            current: buffers and captured graphs.
             on_step: callback after each call of the denoiser.
             should_stop: queried after each call.
             progress: options of tqdm.
         """
         from tqdm.auto import tqdm
 
+        shape = current.shape
         self._encode_prompts(shape)
         prepared = self._prepare(shape)
         with tqdm(**{"total": len(self.sampler.timesteps), "disable": None, **progress}) as bar:
@@ -136,17 +139,16 @@ class GenerationJob:
 
             steps = Steps(on_step, on_progress, should_stop)
             if isinstance(self.sampler, SamplingPlan):
-                keeps = bool(prepared.keep_mask.any())
-                shape.put(
-                    abi.PARAMETERS,
-                    parameter_table(
-                        self.sampler, self.guidance_scale, initial_scale=prepared.initial_scale, restore_known=keeps
-                    ),
+                table = partial(
+                    parameter_table,
+                    self.sampler,
+                    initial_scale=prepared.initial_scale,
+                    restore_known=bool(prepared.keep_mask.any()),
                 )
-                denoise(shape, self.sampler, self.noise, steps)
+                denoise(current, self.sampler, table, self.noise, steps)
             else:
                 blend = _blend_of(self.sampler, prepared)
-                denoise_with_host(shape, self.sampler, prepared.latents, blend, steps)
+                denoise_with_host(current, self.sampler, prepared.latents, blend, steps)
 
     def _encode_prompts(self, shape: CapturedShape) -> None:
         conditioning = self.conditioning

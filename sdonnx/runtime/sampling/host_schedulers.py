@@ -161,7 +161,7 @@ class DiffusersSampler:
             raise OptionError("no step is left", "at least one step", "raise num_inference_steps or strength")
         self.timesteps: Sequence[float] = [float(time) for time in self._times]
         self.start_scales: tuple[float, float] | None = None
-        self._guidance, self._rescale = guidance_scale, rescale
+        self.guidance_scale, self._rescale = guidance_scale, rescale
         accepted = inspect.signature(scheduler.step).parameters
         self._extra = {name: value for name, value in (("eta", eta), ("generator", generator)) if name in accepted}
 
@@ -188,9 +188,9 @@ class DiffusersSampler:
     def update(self, call: int, predictions: Array, latents: Array) -> Array:
         """Return the new latents (B,C,H,W) from the predictions (G,B,C,H,W)."""
         prediction = predictions[-1]
-        if self._guidance is not None:
+        if self.guidance_scale is not None:
             unconditional, conditional = predictions
-            prediction = unconditional + np.float32(self._guidance) * (conditional - unconditional)
+            prediction = unconditional + np.float32(self.guidance_scale) * (conditional - unconditional)
             prediction = rescaled(prediction, conditional, self._rescale)
         torch = sys.modules["torch"]
         stepped = self._scheduler.step(
