@@ -672,7 +672,7 @@ def test_negative_embeddings_next_to_captions_are_refused_as_in_diffusers(sigma:
         sigma.ours(PROMPT, **given, **STEPS)
     again = sigma.ours.encode_prompt(prompt_embeds=embeds, prompt_attention_mask=mask)
     for array, expected in zip(again, (embeds, mask, negative, negative_mask), strict=True):
-        np.testing.assert_array_equal(array, expected)  # type: ignore[arg-type]
+        np.testing.assert_array_equal(array, expected)
 
 
 # Refused arguments and folders

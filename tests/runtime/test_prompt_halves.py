@@ -131,8 +131,12 @@ def test_missing_embeddings_are_encoded(
         ({"negative_prompt_embeds": (1, 77, 64)}, PromptError, ["no prompt"]),
     ],
 )
-def test_refused(arguments: dict[str, Any], error: Any, words: list[str], ours: OrtDiffusionPipeline) -> None:
-    made = {name: np.zeros(value) if isinstance(value, tuple) else value for name, value in arguments.items()}
+def test_unusable_halves_are_refused(
+    arguments: dict[str, Any], error: Any, words: list[str], ours: OrtDiffusionPipeline
+) -> None:
+    made: dict[str, Any] = {
+        name: np.zeros(value) if isinstance(value, tuple) else value for name, value in arguments.items()
+    }
     with refused(error, *words):
         ours(**made, **USUAL)
 

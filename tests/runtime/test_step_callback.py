@@ -128,8 +128,14 @@ def test_several_images_and_a_mask(ours: OrtDiffusionPipeline, tiny_torch: Any) 
     image = np.random.default_rng(0).random((32, 40, 3)).astype(np.float32)
     mask = np.zeros((32, 40), np.float32)
     mask[:, 20:] = 1
-    given = {"image": image[None].transpose(0, 3, 1, 2), "mask_image": mask[None, None], "strength": 0.9}
-    tensors = {name: torch.from_numpy(values) if name != "strength" else values for name, values in given.items()}
+    given: dict[str, Any] = {
+        "image": image[None].transpose(0, 3, 1, 2),
+        "mask_image": mask[None, None],
+        "strength": 0.9,
+    }
+    tensors: dict[str, Any] = {
+        name: torch.from_numpy(values) if name != "strength" else values for name, values in given.items()
+    }
     common: dict[str, Any] = {**USUAL, "prompt": ["a red fox", "an owl"], "num_images_per_prompt": 2}
 
     def off_with_mask(pipeline: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
@@ -140,7 +146,7 @@ def test_several_images_and_a_mask(ours: OrtDiffusionPipeline, tiny_torch: Any) 
         return tensors
 
     names = ["prompt_embeds", "mask"]
-    options = {"callback_on_step_end": off_with_mask, "callback_on_step_end_tensor_inputs": names}
+    options: dict[str, Any] = {"callback_on_step_end": off_with_mask, "callback_on_step_end_tensor_inputs": names}
     expected = inpaint(**common, **tensors, **options, generator=generator()).images
     options = {"callback_on_step_end": changing(off), "callback_on_step_end_tensor_inputs": names[:1]}
     found = ours(**common, **options, **(given | {"image": image, "mask_image": mask}), seed=0).images
@@ -210,7 +216,7 @@ def test_tensors_are_copies_that_may_be_returned(
     ],
 )
 def test_changes_that_cannot_be_used(change: Change, words: list[str], ours: OrtDiffusionPipeline) -> None:
-    tensors = {"callback_on_step_end_tensor_inputs": ["prompt_embeds"]}
+    tensors: dict[str, Any] = {"callback_on_step_end_tensor_inputs": ["prompt_embeds"]}
     with refused(OptionError, *words):
         ours(**USUAL, **tensors, callback_on_step_end=changing(change))
     ours(**USUAL | {"num_inference_steps": 1})

@@ -177,8 +177,8 @@ class PixArtInputs(FamilyInputs):
             arguments = prompts.half(count)
             texts = [captions.prepared(text, clean) for text in arguments.texts()]
             encoded = self._tokenized(arguments, texts, length, whole=True)
-            mask = {CAPTION_MASK: encoded.inputs[f"{Role.TEXT_ENCODER.value}.{TEXT_MASK}"]}
-            halves.insert(0, PromptHalf("negative_prompt", encoded, mask))
+            given = {CAPTION_MASK: encoded.inputs[f"{Role.TEXT_ENCODER.value}.{TEXT_MASK}"]}
+            halves.insert(0, PromptHalf("negative_prompt", encoded, given))
         mask = np.concatenate([np.repeat(half.given[CAPTION_MASK], prompts.images_per_prompt, 0) for half in halves])
         length = mask.shape[1] if whole else self._length(mask)
         return joined(
