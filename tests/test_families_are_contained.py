@@ -30,13 +30,6 @@ ALLOWED: Mapping[str, set[str]] = {
         "ip_adapter_scale",
         "set_ip_adapter_scale",
     },
-    "runtime/interface/missing_features.py": {
-        "--ip_adapter",
-        "IP-Adapter",
-        "load_ip_adapter",
-        "set_ip_adapter_scale",
-        "unload_ip_adapter",
-    },
     "runtime/pipeline_base.py": {"ip_adapter_scale", "set_ip_adapter_scale"},
     "benchmark/engines/generation_inputs.py": {"ip_adapter_image"},
     "benchmark/engines/optimized_folder.py": {"ip_adapter_scale"},
