@@ -138,9 +138,10 @@ def inserted_no_op(model: ir.Model, draw: Callable[[int], int]) -> None:
     after = users[0].node
     kind = ("Identity", "Cast", "Neg", "Dropout")[draw(4) % 4]
     attributes = {"to": ir.DataType.FLOAT} if kind == "Cast" else {}
-    new = insert(after, kind, [value], attributes, dtype=ir.DataType.FLOAT)
+    # With its shape: another mutation may make it a graph output, which needs one.
+    new = insert(after, kind, [value], attributes, shape=value.shape, dtype=ir.DataType.FLOAT)
     if kind == "Neg":
-        new = insert(after, "Neg", [new], dtype=ir.DataType.FLOAT)
+        new = insert(after, "Neg", [new], shape=value.shape, dtype=ir.DataType.FLOAT)
     after.replace_input_with(users[0].idx, new)
 
 
