@@ -99,6 +99,18 @@ def pipelines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PipelineCach
 
 
 @pytest.fixture(scope="session")
+def nano(pipelines: PipelineCache) -> Path:
+    """Stable Diffusion with one block in each network, a diffusers folder; for tests that export or interrupt."""
+    return pipelines.nano()
+
+
+@pytest.fixture(scope="session")
+def nano_exported(pipelines: PipelineCache, nano: Path) -> Path:
+    """`nano` as float32 ONNX."""
+    return pipelines.exported(nano)
+
+
+@pytest.fixture(scope="session")
 def micro(pipelines: PipelineCache) -> Path:
     """The sample pipeline `tiny` with a narrow UNet, a diffusers folder; see `support.micro`."""
     return pipelines.micro()

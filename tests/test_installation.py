@@ -43,18 +43,24 @@ def run_without(hidden: tuple[str, ...], code: str) -> subprocess.CompletedProce
     [
         (["sample", "--arch", "tiny", "-o", "out"], EXPORT + OPTIMIZE, "export"),
         (["export", "-m", "{cpu}", "-o", "out"], EXPORT + OPTIMIZE, ""),  # optimized: no package is needed to say so
-        (["export", "-m", "{tiny}", "-o", "out"], EXPORT + OPTIMIZE, "export"),
+        (["export", "-m", "{original}", "-o", "out"], EXPORT + OPTIMIZE, "export"),
         (["optimize", "-i", "{cpu}", "-o", "out"], EXPORT + OPTIMIZE, "optimize"),
-        (["explain", "{tiny}"], EXPORT + OPTIMIZE, "optimize"),
+        (["explain", "{exported}"], EXPORT + OPTIMIZE, "optimize"),
         (["quickstart", "-o", "out"], EXPORT + OPTIMIZE, "export,benchmark"),
         (["generate", "-m", "{cpu}", "-p", "a", "-o", "a.png"], (*EXPORT, *OPTIMIZE, "onnxruntime"), "cuda"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
 def test_a_command_without_its_packages_is_one_line(
-    arguments: list[str], hidden: tuple[str, ...], extra: str, micro_cpu: Path, micro: Path, tmp_path: Path
+    arguments: list[str],
+    hidden: tuple[str, ...],
+    extra: str,
+    micro: Path,
+    micro_exported: Path,
+    micro_cpu: Path,
+    tmp_path: Path,
 ) -> None:
-    given = [each.format(cpu=micro_cpu, tiny=micro) for each in arguments]
+    given = [each.format(original=micro, exported=micro_exported, cpu=micro_cpu) for each in arguments]
     given = [str(tmp_path / each) if each in ("out", "a.png") else each for each in given]
     done = run_without(hidden, f"from sdonnx.__main__ import main; sys.exit(main({given!r}))")
     assert done.returncode == 2

@@ -76,8 +76,8 @@ def test_export_refuses_a_broken_pipeline(
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
 
 
-@pytest.mark.parametrize("stop_at", [1, 3, 100])
-def test_interrupted_export_leaves_no_output(stop_at: int, micro: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("stop_at", [1, 3, 40])
+def test_interrupted_export_leaves_no_output(stop_at: int, nano: Path, tmp_path: Path) -> None:
     calls = 0
 
     def stop(phase: str, done: int, total: int) -> None:
@@ -87,7 +87,7 @@ def test_interrupted_export_leaves_no_output(stop_at: int, micro: Path, tmp_path
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        export_pipeline(micro, tmp_path / "out", progress=stop)
+        export_pipeline(nano, tmp_path / "out", progress=stop)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -184,8 +184,8 @@ def test_invalid_options_are_refused(micro_exported: Path, micro_cpu: Path, tmp_
     assert list(tmp_path.iterdir()) == []
 
 
-def test_pickle_is_read_if_the_component_is_named(micro: Path, pipelines: PipelineCache, tmp_path: Path) -> None:
-    folder = copied(micro, tmp_path / "in")
+def test_pickle_is_read_if_the_component_is_named(nano: Path, pipelines: PipelineCache, tmp_path: Path) -> None:
+    folder = copied(nano, tmp_path / "in")
     to_pickle(folder / UNET)
     out = pipelines.exported(folder, allow_pickle=["unet"])
     assert (out / "unet" / "model.onnx").is_file()

@@ -217,9 +217,9 @@ def test_export_command_needs_a_pipeline(tmp_path: Path, capsys: pytest.CaptureF
 
 
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
-def test_interrupted_export_leaves_nothing(sent: signal.Signals, micro: Path, tmp_path: Path) -> None:
-    before = listing(micro)
-    command = [sys.executable, "-m", "sdonnx.export", "-m", str(micro), "-o", str(tmp_path / "out")]
+def test_interrupted_export_leaves_nothing(sent: signal.Signals, nano: Path, tmp_path: Path) -> None:
+    before = listing(nano)
+    command = [sys.executable, "-m", "sdonnx.export", "-m", str(nano), "-o", str(tmp_path / "out")]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ | {"HF_HUB_OFFLINE": "1"}) as run:
         deadline = time.monotonic() + 60
         while not any(tmp_path.glob(".out.*.partial/text_encoder/model.onnx.data")):
@@ -231,4 +231,4 @@ def test_interrupted_export_leaves_nothing(sent: signal.Signals, micro: Path, tm
     assert run.returncode == 128 + sent
     assert error.strip().splitlines()[-1].startswith("interrupted")
     assert list(tmp_path.iterdir()) == []
-    assert listing(micro) == before
+    assert listing(nano) == before

@@ -75,7 +75,7 @@ def make(small: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, 
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_faults(name: str, make: Make, request: pytest.FixtureRequest, note: Note) -> None:
-    sources = {"write": "small", "optimize": "micro_exported", "export": "micro"}
+    sources = {"write": "small", "optimize": "nano_exported", "export": "nano"}
     bench = make(name, request.getfixturevalue(sources[name]))
     bench.prepare()
     bench.clear()

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.pipeline_cache import PipelineCache
 from support.pipelines import copied, refused
 
 from sdonnx.errors import FolderError
@@ -193,24 +194,25 @@ def test_pipeline_classes_belong_to_one_family() -> None:
 
 
 def test_copy_of_a_family_works_from_export_to_image(
-    micro: Path, micro_exported: Path, micro_cpu: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    nano: Path, nano_exported: Path, pipelines: PipelineCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No module asks for the name of a family: entries in the registries suffice."""
+    nano_cpu = pipelines.optimized(nano_exported, provider="cpu")
     family = replace(STABLE_DIFFUSION, name="copy", pipeline_classes=frozenset({"CopyPipeline"}))
     monkeypatch.setattr(registry, "FAMILIES", (family,))
     own = {"copy": exported_families.WRAPPERS[STABLE_DIFFUSION.name]}
     monkeypatch.setattr(exported_families, "WRAPPERS", own)
     inputs = {"copy": pipeline_inputs.FAMILY_INPUTS[STABLE_DIFFUSION.name]}
     monkeypatch.setattr(pipeline_inputs, "FAMILY_INPUTS", inputs)
-    source = copied(micro, tmp_path / "source")
+    source = copied(nano, tmp_path / "source")
     index = source / "model_index.json"
     index.write_text(index.read_text().replace("StableDiffusionPipeline", "CopyPipeline"))
     export_pipeline(source, tmp_path / "onnx")
     graph = Path("unet", "model.onnx")
-    assert (tmp_path / "onnx" / graph).read_bytes() == (micro_exported / graph).read_bytes()
+    assert (tmp_path / "onnx" / graph).read_bytes() == (nano_exported / graph).read_bytes()
     report = optimize_folder(tmp_path / "onnx", tmp_path / "cpu", provider="cpu")
     assert report.family == "copy"
     arguments: dict[str, Any] = {"height": 32, "width": 32, "num_inference_steps": 2, "seed": 1, "output_type": "np"}
     images = OrtDiffusionPipeline.from_pretrained(tmp_path / "cpu")("a fox", **arguments).images
     monkeypatch.undo()
-    np.testing.assert_array_equal(images, OrtDiffusionPipeline.from_pretrained(micro_cpu)("a fox", **arguments).images)
+    np.testing.assert_array_equal(images, OrtDiffusionPipeline.from_pretrained(nano_cpu)("a fox", **arguments).images)

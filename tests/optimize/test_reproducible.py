@@ -73,19 +73,19 @@ def require_no_traces(folder: Path, *words: str) -> None:
     [["--float16"], ["--provider", "cpu"], ["--float16", "--attention_layout", "packed_qkv", "--disable_bias_add"]],
     ids=" ".join,
 )
-def test_optimizing_twice(more: list[str], micro_exported: Path, tmp_path: Path) -> None:
-    one, other = written_twice("sdonnx.optimize_pipeline", micro_exported, "-i", more, tmp_path)
+def test_optimizing_twice(more: list[str], nano_exported: Path, tmp_path: Path) -> None:
+    one, other = written_twice("sdonnx.optimize_pipeline", nano_exported, "-i", more, tmp_path)
     assert tree(one) == tree(other)
     assert len(tree(one)) > 20
-    require_no_traces(one, str(tmp_path), str(micro_exported), platform.node() * (len(platform.node()) > 5), str(HERE))
+    require_no_traces(one, str(tmp_path), str(nano_exported), platform.node() * (len(platform.node()) > 5), str(HERE))
 
 
-def test_exporting_twice(micro: Path, micro_exported: Path, tmp_path: Path) -> None:
+def test_exporting_twice(nano: Path, nano_exported: Path, tmp_path: Path) -> None:
     """The export of a fresh process equals that of this process, which has done other work before."""
     (tmp_path / "tmp").mkdir()
-    run("sdonnx.export", ["-m", str(micro), "-o", "out"], tmp_path, tmp_path / "tmp", SURROUNDINGS[1])
-    assert tree(tmp_path / "out") == tree(micro_exported)
-    require_no_traces(tmp_path / "out", str(tmp_path), str(micro), str(HERE))
+    run("sdonnx.export", ["-m", str(nano), "-o", "out"], tmp_path, tmp_path / "tmp", SURROUNDINGS[1])
+    assert tree(tmp_path / "out") == tree(nano_exported)
+    require_no_traces(tmp_path / "out", str(tmp_path), str(nano), str(HERE))
 
 
 def test_output_has_the_permissions_of_the_umask(micro_exported: Path, tmp_path: Path) -> None:

@@ -73,8 +73,9 @@ Array = npt.NDArray[Any]
 HALF, FLOAT = ir.DataType.FLOAT16, ir.DataType.FLOAT
 UNET = ComponentSpec("unet", "unet", Role.DENOISER, (), ())
 FP16 = OptimizeRequest(precision=Precision("float16"))
-SHORT = ProbeSettings(prompts=("a fox",), steps=2)
 SIZE = 64
+SHORT = ProbeSettings(prompts=("a fox",), steps=2, size=SIZE)
+IMAGE: dict[str, Any] = {"height": SIZE, "width": SIZE, "num_inference_steps": 2}
 
 # Overflow -> component, and modules that the search may keep in float32.
 OF: dict[str, tuple[str, str]] = {
@@ -131,7 +132,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 def generated(folder: Path) -> Array:
     with OrtDiffusionPipeline.from_pretrained(folder, "cpu") as pipeline:
-        image: Array = pipeline("a fox", num_inference_steps=2, seed=0, output_type="np").images[0]
+        image: Array = pipeline("a fox", **IMAGE, seed=0, output_type="np").images[0]
     return image
 
 
@@ -144,7 +145,7 @@ def generated_by_torch(folder: Path, dtype: torch.dtype) -> Array:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)  # NaN in pixels
             noise = torch.Generator().manual_seed(0)
-            image = pipeline("a fox", num_inference_steps=2, generator=noise, output_type="np").images[0]
+            image = pipeline("a fox", **IMAGE, generator=noise, output_type="np").images[0]
     finally:
         diffusers.utils.logging.set_verbosity(level)
     return np.asarray(image)
@@ -437,14 +438,16 @@ def test_auto_generates_the_image(case: Case, note: Note) -> None:
     assert psnr(generated(case.emulated("auto")), generated_by_torch(case.torch, torch.float32)) > 50
 
 
-def test_every_kept_pattern_is_necessary(case: Case) -> None:
-    """Without any one pattern, images are lost or the component's error exceeds the limit."""
+def test_kept_patterns_are_necessary(case: Case) -> None:
+    """Without one of them, images are lost: of three, at most, in the whole pipeline.
+
+    The search removes each pattern by itself; `smallest` in its report says that no limit stopped it.
+    """
     report = json.loads((case.automatic() / "sdonnx.json").read_text())
     kept = report["options"]["force_fp32_ops"]
     reasons = {each["pattern"]: each["reason"] for each in report["automatic"]["components"][case.component]["kept"]}
-    for pattern in kept:
-        if reasons[pattern.partition(":")[2]]["kind"] != "overflow":
-            continue
+    found = [pattern for pattern in kept if reasons[pattern.partition(":")[2]]["kind"] == "overflow"]
+    for pattern in {found[0], found[len(found) // 2], found[-1]}:
         with pytest.warns(NotFiniteWarning):
             generated(case.optimized("less", *(each for each in kept if each != pattern)))
 

@@ -6,7 +6,8 @@ All their layers have CUDA kernels, except the GEGLU of Stable Diffusion: BiasSp
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,25 @@ from unittest import mock
 
 from sdonnx.sample import write_sample as sample
 
-__all__ = ["narrowed", "write_micro"]
+__all__ = ["narrowed", "write_micro", "write_nano"]
 
 # Block 0 of Stable Diffusion XL has no attention, so no GEGLU.
 _CHANNELS, _CHANNELS_XL = (64, 128), (64, 320)
+
+_NANO: dict[str, dict[str, Any]] = {
+    "text_encoder": {"num_hidden_layers": 1},
+    "unet": {
+        "block_out_channels": (32,),
+        "down_block_types": ("DownBlock2D",),
+        "up_block_types": ("UpBlock2D",),
+        "attention_head_dim": 2,
+    },
+    "vae": {
+        "block_out_channels": (32,),
+        "down_block_types": ("DownEncoderBlock2D",),
+        "up_block_types": ("UpDecoderBlock2D",),
+    },
+}
 
 
 @contextlib.contextmanager
@@ -27,19 +43,34 @@ def narrowed(arch: str) -> Iterator[None]:
     Args:
         arch: the architecture, a "tiny" one of Stable Diffusion or Stable Diffusion XL.
     """
-    architecture = sample.ARCHITECTURES[arch]
-    unet = architecture.networks["unet"]
+    unet = sample.ARCHITECTURES[arch].networks["unet"]
     narrow: dict[str, Any] = {"block_out_channels": _CHANNELS}
     if isinstance(unet.config["attention_head_dim"], list):  # numbers of heads by block, each of 64 channels
         heads = [channels // 64 for channels in _CHANNELS_XL]
         narrow = {"block_out_channels": _CHANNELS_XL, "attention_head_dim": heads}
-    networks = {**architecture.networks, "unet": replace(unet, config={**unet.config, **narrow})}
-    with mock.patch.object(sample, "ARCHITECTURES", {arch: replace(architecture, networks=networks)}):
+    with _changed(arch, {"unet": narrow}):
         yield
+
+
+def _changed(arch: str, changes: Mapping[str, Mapping[str, Any]]) -> AbstractContextManager[Any]:
+    """Change configurations of a sample, by component."""
+    architecture = sample.ARCHITECTURES[arch]
+    networks = {
+        name: replace(network, config={**network.config, **changes.get(name, {})})
+        for name, network in architecture.networks.items()
+    }
+    return mock.patch.object(sample, "ARCHITECTURES", {arch: replace(architecture, networks=networks)})
 
 
 def write_micro(arch: str, folder: Path, **options: Any) -> Path:
     """Write a `narrowed` sample, a diffusers folder, with the options of `write_sample`; return the folder."""
     with narrowed(arch):
         sample.write_sample(arch, folder, **options)
+    return folder
+
+
+def write_nano(folder: Path) -> Path:
+    """Write Stable Diffusion with one block in each network, a diffusers folder that exports fastest; return it."""
+    with _changed("tiny", _NANO):
+        sample.write_sample("tiny", folder)
     return folder

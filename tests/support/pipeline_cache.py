@@ -78,6 +78,12 @@ class PipelineCache:
             lambda out: micro.write_micro(arch, out, **options),
         )
 
+    def nano(self) -> Path:
+        """Return the diffusers folder of the sample that exports fastest; see `support.micro`."""
+        from support import micro
+
+        return self._made("diffusers", ["nano", _code(_SAMPLE), _digest(Path(micro.__file__))], micro.write_nano)
+
     def exported(self, source: Path, **options: Any) -> Path:
         """Return `source` exported to ONNX with the options of `export_pipeline`.
 
