@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help venv fmt lint test-fast test docs wheel mutants
+.PHONY: help venv fmt lint test-fast test coverage docs wheel mutants
 
 help: ## list the tasks
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## /\1\t/' | expand -t 12
@@ -27,6 +27,9 @@ test-fast: venv ## run the tests that need no sample pipeline, about two minutes
 
 test: ## run everything that CI runs
 	scripts/test.sh
+
+coverage: venv ## measure the coverage of lines and branches by all tests, half an hour
+	$(BIN)/python -m pytest -m "not gpu and not alone" -n auto --dist loadfile --no-loadscope-reorder --cov
 
 docs: venv ## build the documentation into site/, warnings are errors
 	$(BIN)/mkdocs build --strict
