@@ -3,18 +3,22 @@
 # Arguments go to pytest: `scripts/test.sh tests/test_packaging.py`, `scripts/test.sh --full`.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/setup_venv.sh"
-setup_venv export,benchmark,completion,docs,dev
 cd "$project"
-bin="$venv/bin"
-# The benchmark's page is tested in a real browser where one is installed; a machine that only runs tests gets one.
+# The benchmark's page is tested in a real browser where one is installed; a machine that only runs tests gets one, while
+# the environment is made.
+browser=""
 if [[ "${CI:-}" == true && "$(id -u)" == 0 ]] && command -v apt-get >/dev/null && ! command -v chromium >/dev/null; then
-    { apt-get update && apt-get install -y --no-install-recommends chromium; } >"$venv/chromium.log" 2>&1 ||
-        echo "chromium could not be installed ($venv/chromium.log): its tests are skipped"
+    { apt-get update && apt-get install -y --no-install-recommends chromium; } >/tmp/sdonnx-chromium.log 2>&1 &
+    browser=$!
 fi
+setup_venv export,benchmark,completion,docs,dev
+bin="$venv/bin"
 "$bin/ruff" check .
 "$bin/ruff" format --check .
 "$bin/python" scripts/check_language.py
 "$bin/mypy" --num-workers 2
+[[ -z "$browser" ]] || wait "$browser" ||
+    echo "chromium could not be installed (/tmp/sdonnx-chromium.log): its tests are skipped"
 if [[ "$runtime" == cuda ]]; then
     exec "$bin/python" -m pytest "$@"
 elif (($# > 0)); then
