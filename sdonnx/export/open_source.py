@@ -6,7 +6,8 @@ import logging
 from collections.abc import Iterator
 from pathlib import Path
 
-from sdonnx.errors import FolderError
+from sdonnx.errors import FolderError, SdonnxError
+from sdonnx.export.weight_files import only_variant
 from sdonnx.folder.folder_kind import require_diffusers
 from sdonnx.folder.pipeline_folder import PipelineFolder
 from sdonnx.models.registry import family_of
@@ -39,10 +40,12 @@ def open_source(source: str | Path, variant: str | None = None) -> PipelineFolde
 
     Args:
         source: a local pipeline folder, or the id of a pipeline on the hub.
-        variant: variant of the weights to download, such as "fp16".
+        variant: variant of the weights to download, such as "fp16". By default the weights without a variant or, where
+            there are none, those of the only variant.
 
     Raises:
         FolderError: there is no such pipeline, it is not a diffusers pipeline, or its class is not supported.
+        WeightsError: the pipeline on the hub has several variants to choose from.
     """
     folder = PipelineFolder.open(_downloaded(str(source), variant) if is_hub_id(source) else Path(source))
     require_diffusers(folder.path)
@@ -57,9 +60,13 @@ def _downloaded(name: str, variant: str | None) -> Path:
     before = logging.get_verbosity()
     logging.set_verbosity_error()  # it announces on two lines that it will look into the cache
     try:
+        if variant is None and (variant := only_variant(name, _files(name))) is not None:
+            _LOGGER.info("downloading the variant %s of %s, which has no other weights", variant, name)
         folder = Path(DiffusionPipeline.download(name, use_safetensors=True, variant=variant))
         _LOGGER.info("%s is in %s", name, folder)
         return folder
+    except SdonnxError:
+        raise
     except Exception as error:  # the hub's client raises many kinds of exceptions
         raise FolderError(
             f"{name} is not a local folder and cannot be downloaded ({_reason(error)})",
@@ -68,6 +75,16 @@ def _downloaded(name: str, variant: str | None) -> Path:
         ) from error
     finally:
         logging.set_verbosity(before)
+
+
+def _files(name: str) -> list[str]:
+    """Return the files of a repository on the hub; none if the hub cannot be reached, where only the cache counts."""
+    from huggingface_hub import HfApi
+
+    try:
+        return HfApi().list_repo_files(name)
+    except Exception:  # the hub's client raises many kinds; the download says why if the cache does not have it
+        return []
 
 
 def _reason(error: BaseException) -> str:

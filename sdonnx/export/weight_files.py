@@ -14,7 +14,7 @@ from pathlib import Path
 from sdonnx.errors import WeightsError
 from sdonnx.folder.pipeline_folder import read_json
 
-__all__ = ["WeightChoice", "find_weights", "require_safetensors", "require_variant"]
+__all__ = ["WeightChoice", "find_weights", "only_variant", "require_safetensors", "require_variant"]
 
 _STEMS = ("diffusion_pytorch_model", "model", "pytorch_model")
 
@@ -85,6 +85,34 @@ def require_safetensors(folders: Iterable[Path], allow_pickle: Collection[str]) 
         raise _refused(f"{', '.join(refused)} have weights only as pickles (.bin)", "all")
 
 
+def only_variant(repository: str, files: Iterable[str]) -> str | None:
+    """Return the variant to download: the only one of components that have no weights without a variant, or None.
+
+    Args:
+        repository: name of the repository, for the message.
+        files: paths of its files, COMPONENT/FILE.
+
+    Raises:
+        WeightsError: there are several variants to choose from.
+    """
+    ending, components = ".safetensors", dict[str, list[str]]()
+    for file in files:
+        component, _, name = file.rpartition("/")
+        components.setdefault(component, []).append(name)
+    usual = {f"{stem}{ending}{index}" for stem in _STEMS for index in ("", ".index.json")}
+    lacking = [_variants_of(names, ending) for names in components.values() if not usual & set(names)]
+    variants = [set(each) for each in lacking if each]
+    if not variants:
+        return None
+    common = sorted(set.intersection(*variants))
+    if len(common) == 1:
+        return common[0]
+    found = ", ".join(sorted(set.union(*variants)))
+    raise WeightsError(
+        f"{repository} has only the variants {found}", "weights of one variant", f"pass --variant {found.split(',')[0]}"
+    )
+
+
 def require_variant(folders: Collection[Path], variant: str) -> None:
     """Raise WeightsError if no component has weights of a variant."""
     found = {each for folder in folders for ending in (".safetensors", ".bin") for each in _variants(folder, ending)}
@@ -129,7 +157,10 @@ def _shards(folder: Path, index: Path) -> tuple[Path, ...]:
 
 def _variants(folder: Path, ending: str) -> list[str]:
     """Return the variants of which a component has weights."""
-    names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+    return _variants_of([path.name for path in folder.iterdir()] if folder.is_dir() else [], ending)
+
+
+def _variants_of(names: Iterable[str], ending: str) -> list[str]:
     matches = [_VARIANT_FILE.fullmatch(name) or _VARIANT_INDEX.fullmatch(name) for name in names if ending in name]
     return sorted({match[1] for match in matches if match is not None})
 

@@ -1,4 +1,4 @@
-"""Pipelines of the Hugging Face hub that cannot be downloaded."""
+"""Pipelines of the Hugging Face hub: those that cannot be downloaded, and the variant that is."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from support.pipelines import refused
 
-from sdonnx.errors import FolderError
+from sdonnx.errors import FolderError, WeightsError
 from sdonnx.export.open_source import is_hub_id, open_source
 
 
@@ -46,3 +46,58 @@ def test_reasons_of_a_failed_download(name: str, words: str, monkeypatch: pytest
     monkeypatch.setattr(DiffusionPipeline, "download", download)
     with refused(FolderError, words):
         open_source("nobody/nothing")
+
+
+UNET, TEXT = "unet/diffusion_pytorch_model", "text_encoder/model"
+
+
+@pytest.mark.parametrize(
+    ("files", "chosen"),
+    [
+        ([f"{UNET}.safetensors", f"{UNET}.fp16.safetensors", f"{TEXT}.safetensors"], None),
+        ([f"{UNET}.fp16.safetensors", f"{TEXT}.fp16.safetensors", "all.safetensors", "model_index.json"], "fp16"),
+        ([f"{UNET}.fp16.safetensors", f"{TEXT}.safetensors"], "fp16"),
+        ([f"{UNET}.safetensors.index.fp16.json", f"{UNET}.fp16-00001-of-00002.safetensors"], "fp16"),
+        ([f"{UNET}.safetensors.index.json", f"{UNET}-00001-of-00002.safetensors"], None),
+        ([f"{UNET}.fp16.safetensors", f"{UNET}.bf16.safetensors", f"{TEXT}.fp16.safetensors"], "fp16"),
+        ([f"{UNET}.bin", f"{TEXT}.bin"], None),
+        ([], None),
+    ],
+)
+def test_the_only_variant_of_a_repository_is_downloaded(
+    files: list[str],
+    chosen: str | None,
+    micro: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    asked = _hub(monkeypatch, files, micro)
+    with caplog.at_level("INFO", logger="sdonnx"):
+        assert open_source("owner/name").path == micro
+        assert open_source("owner/name", "bf16").path == micro
+    assert asked == [chosen, "bf16"]
+    assert ("downloading the variant fp16 of owner/name" in caplog.text) == (chosen == "fp16")
+
+
+def test_several_variants_of_a_repository_are_listed(micro: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = _hub(monkeypatch, [f"{UNET}.fp16.safetensors", f"{UNET}.bf16.safetensors"], micro)
+    with refused(WeightsError, "owner/name has only the variants bf16, fp16", "--variant bf16"):
+        open_source("owner/name")
+    assert asked == []
+
+
+def _hub(monkeypatch: pytest.MonkeyPatch, files: list[str], folder: Path) -> list[str | None]:
+    """Replace the hub by a repository with these files; return the list of variants that are downloaded."""
+    from diffusers import DiffusionPipeline
+    from huggingface_hub import HfApi
+
+    asked: list[str | None] = []
+
+    def download(_: str, *, use_safetensors: bool, variant: str | None) -> str:
+        assert use_safetensors
+        asked.append(variant)
+        return str(folder)
+
+    monkeypatch.setattr(DiffusionPipeline, "download", download)
+    monkeypatch.setattr(HfApi, "list_repo_files", lambda self, name: files)
+    return asked
