@@ -25,8 +25,13 @@ if TYPE_CHECKING:
 
 __all__ = ["add_arguments", "run"]
 
+# Value of --vae_tiling without a number.
+_DEFAULT_TILE = 0
+
+_MINIMA = dict.fromkeys(("steps", "num_images", "height", "width", "quality", "max_batch_size", "max_pixels"), 1)
+
 # Argument of the pipeline -> option of the command, for messages. Single words are replaced only before "is".
-_OPTIONS = {"num_inference_steps": "--steps", "num_images_per_prompt": "--num_images"} | {
+_OPTIONS = {"num_inference_steps": "--steps", "num_images_per_prompt": "--num_images", "tile_size": "--vae_tiling"} | {
     name: f"--{name}"
     for name in (
         "clip_skip", "guidance_scale", "height", "ip_adapter_image", "ip_adapter_scale", "mask_image",
@@ -69,6 +74,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     weighting = "a1111: read (word:1.3), (word) and [word] in the prompts as weights (default: brackets are text)"
     add("--prompt_weighting", default=None, help=weighting)
     add("--low_memory", action="store_true", help="load the text encoder and the decoder for each use only")
+    offload = "keep only the component that runs on the device (enable_model_cpu_offload)"
+    add("--cpu_offload", "--offload", action="store_true", help=offload)
+    add("--vae_slicing", action="store_true", help="decode one image at a time (enable_vae_slicing)")
+    tiling = "decode large images in tiles, by default of the size that the decoder was trained for (enable_vae_tiling)"
+    add("--vae_tiling", nargs="?", type=int, const=_DEFAULT_TILE, metavar="PIXELS", help=tiling)
+    add("--max_batch_size", type=int, metavar="N", help="refuse to generate more images, prompts times --num_images")
+    add("--max_pixels", type=int, metavar="N", help="refuse images of a larger height times width")
     add("--provider", default=None, help="cuda or cpu (default: the provider that the folder was optimized for)")
     add(
         "--require_certificate",
@@ -91,10 +103,17 @@ def run(options: argparse.Namespace) -> int:
     pipeline = OrtDiffusionPipeline.from_pretrained(
         options.model,
         options.provider,
-        low_memory=options.low_memory,
+        low_memory="offload" if options.cpu_offload else options.low_memory,
+        max_batch_size=options.max_batch_size,
+        max_pixels=options.max_pixels,
         require_certificate=options.require_certificate,
     )
     pipeline.set_progress_bar_config(**step_progress("generating"))
+    with _option_names():
+        if options.vae_slicing:
+            pipeline.enable_vae_slicing()
+        if options.vae_tiling is not None:
+            pipeline.enable_vae_tiling(options.vae_tiling or None)
     if options.scheduler:
         pipeline.scheduler = options.scheduler
     if options.guidance_scale is None:
@@ -158,7 +177,7 @@ def _write(
 
 def _check_numbers(options: argparse.Namespace) -> None:
     """Raise OptionError for numbers that no pipeline accepts, before the folder is loaded."""
-    for name, minimum in (("steps", 1), ("num_images", 1), ("height", 1), ("width", 1), ("quality", 1)):
+    for name, minimum in _MINIMA.items():
         value = getattr(options, name)
         if value is not None and value < minimum:
             raise OptionError(f"--{name} is {value}", f"at least {minimum}", "pass a larger number")

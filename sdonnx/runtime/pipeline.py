@@ -32,7 +32,6 @@ from sdonnx.runtime.inputs.image_geometry import ImageGeometry
 from sdonnx.runtime.inputs.pipeline_inputs import PipelineInputs
 from sdonnx.runtime.interface.diffusers_interface import DiffusersInterface
 from sdonnx.runtime.interface.keyword_arguments import names_its_arguments, names_of
-from sdonnx.runtime.interface.memory_options import MemoryOptions
 from sdonnx.runtime.interface.pretrained_options import PretrainedOptions, require_arguments
 from sdonnx.runtime.interface.prompt_encoding import PromptEncoding
 from sdonnx.runtime.output import ImageOutput, NotFiniteWarning, Output, read_output
@@ -51,7 +50,7 @@ __all__ = ["ImageOutput", "NotFiniteWarning", "OrtDiffusionPipeline"]
 Callback = Callable[["OrtDiffusionPipeline", int, float, dict[str, Any]], Mapping[str, Any] | None]
 
 
-class OrtDiffusionPipeline(DiffusersInterface, PromptEncoding, MemoryOptions):
+class OrtDiffusionPipeline(DiffusersInterface, PromptEncoding):
     """A diffusion pipeline on ONNX Runtime, with the interface of diffusers' pipelines.
 
     Each denoising step is one replay of a captured CUDA graph, and data stays on the device from the token ids to the
@@ -119,7 +118,7 @@ class OrtDiffusionPipeline(DiffusersInterface, PromptEncoding, MemoryOptions):
     @classmethod
     def from_pretrained(
         cls,
-        folder: Path | str,
+        folder: Path | str | None = None,
         provider: str | None = None,
         *,
         device_index: int = 0,
@@ -156,9 +155,10 @@ class OrtDiffusionPipeline(DiffusersInterface, PromptEncoding, MemoryOptions):
                 1.2 GB more device memory if captions are both short and long.
             require_certificate: accept only a folder that `sdonnx verify` has passed and whose files are
                 unchanged since; reads every file.
-            **options: arguments of diffusers: `scheduler`, `device` ("cuda:1") or `device_map`, `torch_dtype` and
-                `variant`, which must be those of the folder; for the hub `token`, `revision`, `local_files_only`,
-                `cache_dir` and `force_download`. `use_safetensors` and others have no effect.
+            **options: arguments of diffusers: `pretrained_model_name_or_path` in place of `folder`; `scheduler`,
+                `device` ("cuda:1") or `device_map`, `torch_dtype` and `variant`, which must be those of the folder; for
+                the hub `token`, `revision`, `local_files_only`, `cache_dir` and `force_download`. `use_safetensors` and
+                others have no effect.
 
         Warns:
             RebuildWarning: the folder was written by another version, or for GPUs of another generation.

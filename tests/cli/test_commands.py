@@ -100,6 +100,58 @@ def test_generate_writes_png_with_parameters(micro_cpu: Path, tmp_path: Path) ->
     assert np.asarray(image).std() > 1
 
 
+def test_generate_with_memory_options(micro_cpu: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The options are those of `from_pretrained` and of the pipeline's methods."""
+    from sdonnx.runtime.pipeline import OrtDiffusionPipeline
+
+    seen: list[Any] = []
+    call = OrtDiffusionPipeline.__call__
+
+    def noted(self: OrtDiffusionPipeline, *args: Any, **options: Any) -> Any:
+        splits = self._cache.splits
+        seen.append((self._graphs._low_memory, splits.slicing, splits.tiling, splits.tile * self.vae_scale_factor))
+        return call(self, *args, **options)
+
+    monkeypatch.setattr(OrtDiffusionPipeline, "__call__", noted)
+    usual = ["generate", "-m", str(micro_cpu), "-p", "fox", "-s", "1", "--height", "64", "--width", "64", "--seed", "1"]
+    options = [
+        [],
+        ["--offload", "--vae-slicing", "--vae_tiling"],
+        ["--cpu_offload", "--vae_tiling", "32", "--max_batch_size", "1", "--max_pixels", "4096"],
+        ["--low_memory"],
+    ]
+    for index, given in enumerate(options):
+        assert main([*usual, *given, "-o", str(tmp_path / f"{index}.png")]) == 0
+    default = seen[0][3]
+    assert seen == [
+        (False, False, False, default),
+        ("offload", True, True, default),
+        ("offload", False, True, 32),
+        (True, False, False, default),
+    ]
+    whole, offloaded = (Image.open(tmp_path / f"{index}.png") for index in (0, 3))
+    assert list(whole.getdata()) == list(offloaded.getdata())
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--max_batch_size", "1", "-n", "2"], "a batch of 2 images; expected at most 1"),
+        (["--max_pixels", "4095"], "images of 4096 pixels; expected at most 4095"),
+        (["--max_batch_size", "0"], "--max_batch_size is 0; expected at least 1"),
+        (["--vae_tiling", "20"], "--vae_tiling is 20; expected a multiple of"),
+        (["--vae_tiling", "-8"], "--vae_tiling is -8"),
+    ],
+)
+def test_generate_refuses_what_exceeds_its_limits(
+    given: list[str], message: str, micro_cpu: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    usual = ["generate", "-m", str(micro_cpu), "-p", "fox", "-s", "1", "--height", "64", "--width", "64"]
+    assert main([*usual, *given, "-o", str(tmp_path / "x.png")]) == 2
+    assert message in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_generate_from_an_image(micro_cpu: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source, out = tmp_path / "source.png", tmp_path / "out.png"
     Image.new("RGB", (64, 72), (90, 30, 160)).save(source)

@@ -17,10 +17,11 @@ from sdonnx.runtime.interface.component_handle import ComponentHandle, DataType,
 from sdonnx.runtime.interface.frozen_config import FrozenConfig
 from sdonnx.runtime.interface.hub import upload
 from sdonnx.runtime.interface.keyword_arguments import names_its_arguments, require_known
+from sdonnx.runtime.interface.memory_options import MemoryOptions
 from sdonnx.runtime.interface.pretrained_options import PretrainedOptions, parse_device
 from sdonnx.runtime.interface.save_folder import changed_files, save_folder, stale_files
 from sdonnx.runtime.interface.scheduler_handle import SchedulerHandle
-from sdonnx.runtime.pipeline_base import PipelineBase
+from sdonnx.runtime.interface.vae_handle import VaeHandle
 from sdonnx.runtime.safety import SafetyChecker
 from sdonnx.runtime.sampling.host_schedulers import is_planned, needs_host, require_scheduler, scheduler_of
 from sdonnx.samplers import config_for, set_options
@@ -50,7 +51,7 @@ def _component_property(name: str) -> property:
     return property(read, refuse, doc=f"The {name}: its `config`, `dtype` and `device`.")
 
 
-class DiffusersInterface(PipelineBase):
+class DiffusersInterface(MemoryOptions):
     """The interface of diffusers' `DiffusionPipeline`, apart from the call."""
 
     safety_checker: SafetyChecker | None
@@ -151,7 +152,7 @@ class DiffusersInterface(PipelineBase):
     transformer = _component_property("transformer")
     """The denoiser of pipelines with a transformer."""
     vae = _component_property("vae")
-    """The autoencoder."""
+    """The autoencoder, with `enable_tiling`, `enable_slicing` and their opposites."""
     text_encoder = _component_property("text_encoder")
     """The first text encoder."""
     text_encoder_2 = _component_property("text_encoder_2")
@@ -289,5 +290,7 @@ class DiffusersInterface(PipelineBase):
         part = component_folder(self.folder, name) if class_name is not None else None
         if part is None or class_name is None:
             return None
-        config = self.folder.config(part)
-        return ComponentHandle(name, class_name, self._precision_of(part), self.device, config, self.to)
+        config, precision = self.folder.config(part), self._precision_of(part)
+        if name == "vae":
+            return VaeHandle(class_name, precision, config, self, self.to)
+        return ComponentHandle(name, class_name, precision, self.device, config, self.to)

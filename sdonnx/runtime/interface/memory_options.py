@@ -22,6 +22,16 @@ class MemoryOptions(PipelineBase):
     A change releases the captured graphs, which the next call of each shape captures again.
     """
 
+    @property
+    def vae_slicing(self) -> bool:
+        """Whether `enable_vae_slicing` is in effect."""
+        return self._cache.splits.slicing
+
+    @property
+    def vae_tiling(self) -> bool:
+        """Whether `enable_vae_tiling` is in effect."""
+        return self._cache.splits.tiling
+
     def enable_vae_slicing(self) -> None:
         """Decode and encode one image of a batch at a time.
 

@@ -59,6 +59,7 @@ class PretrainedOptions:
     """Arguments of `from_pretrained` with the names that they have in diffusers.
 
     Attributes:
+        pretrained_model_name_or_path: the folder, if it is passed by that name.
         scheduler: assigned to `pipeline.scheduler` after loading.
         device: "cpu", "cuda", "cuda:1", an index of a GPU or a torch.device, in place of provider and device_index.
         device_map: as `device`; "auto" and "balanced" have no effect on one device.
@@ -72,6 +73,7 @@ class PretrainedOptions:
         force_download: whether to download files that are in the cache again.
     """
 
+    pretrained_model_name_or_path: Any = None
     scheduler: Any = None
     device: Any = None
     device_map: Any = None
@@ -104,18 +106,26 @@ class PretrainedOptions:
         require_known(options, [*own, *known, *_WITHOUT_EFFECT, *_REFUSED])
         return cls(**{name: value for name, value in options.items() if name in known})
 
-    def find(self, folder: Path | str) -> Path | str:
+    def find(self, folder: Any) -> Path | str:
         """Return the folder, downloaded from the hub if it is the id of a repository.
 
+        Args:
+            folder: the folder as the caller passed it; None if it was passed by its name in diffusers.
+
         Raises:
-            OptionError: it is no path.
+            OptionError: it is no path, or given twice.
             FolderError: it cannot be downloaded.
         """
+        if self.pretrained_model_name_or_path is not None:
+            if folder is not None:
+                raise OptionError("the folder and pretrained_model_name_or_path", "one of them", "leave one out")
+            folder = self.pretrained_model_name_or_path
         if not isinstance(folder, str | os.PathLike) or not str(folder):
             raise OptionError(f"the folder is {folder!r}", "a path, or an id of the hub", "pass an optimized folder")
-        if not is_hub_id(folder):
-            return folder
-        return download(str(folder), {name: getattr(self, name) for name in _HUB_OPTIONS})
+        path = folder if isinstance(folder, str) else Path(folder)
+        if not is_hub_id(path):
+            return path
+        return download(str(path), {name: getattr(self, name) for name in _HUB_OPTIONS})
 
     def place(self, provider: str | None, device_index: int) -> tuple[str | None, int]:
         """Return the provider and the index of the device.

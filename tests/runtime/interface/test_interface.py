@@ -81,6 +81,36 @@ def test_components_are_those_of_diffusers(ours: OrtDiffusionPipeline, theirs: A
     assert ours.config["_class_name"] == "StableDiffusionPipeline"
 
 
+def test_autoencoder_has_the_switches_of_diffusers(ours: OrtDiffusionPipeline, theirs: Any) -> None:
+    for vae in (ours.vae, theirs.vae):
+        for name in ("slicing", "tiling"):
+            for switch, state in (("enable", True), ("disable", False)):
+                getattr(vae, f"{switch}_{name}")()
+                assert getattr(vae, f"use_{name}") is state
+    ours.vae.enable_tiling(True)
+    assert ours.vae_tiling
+    ours.vae.enable_slicing()
+    assert (ours.vae_slicing, ours._cache.splits.decoder(3, 4, 4).size) == (True, 1)
+    ours.vae.enable_tiling(use_tiling=False)
+    ours.disable_vae_slicing()
+    assert (ours.vae.use_tiling, ours.vae.use_slicing) == (False, False)
+    assert ours.components["vae"].use_slicing is False
+    with pytest.raises(AttributeError):
+        ours.unet.enable_tiling()  # type: ignore[attr-defined]
+
+
+def test_folder_by_its_name_in_diffusers(micro_cpu: Path) -> None:
+    with load(pretrained_model_name_or_path=micro_cpu, provider="cpu") as pipeline:
+        assert pipeline.name_or_path == str(micro_cpu)
+    with load(folder=str(micro_cpu)) as pipeline:
+        assert pipeline.name_or_path == str(micro_cpu)
+    with refused(OptionError, "the folder and pretrained_model_name_or_path", "leave one out"):
+        load(micro_cpu, pretrained_model_name_or_path=micro_cpu)
+    for nothing in ({}, {"pretrained_model_name_or_path": ""}):
+        with refused(OptionError, "the folder is", "pass an optimized folder"):
+            load(**nothing)
+
+
 def test_repr_names_folder_device_and_components(ours: OrtDiffusionPipeline, theirs: Any) -> None:
     name, _, text = repr(ours).partition(" ")
     assert name == "OrtDiffusionPipeline"
