@@ -78,17 +78,17 @@ def as_variant(folder: Path) -> Path:
 
 
 def test_export_reads_a_folder_with_one_variant(
-    micro: Path, micro_exported: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    nano: Path, nano_exported: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    folder = as_variant(copied(micro, tmp_path / "in"))
+    folder = as_variant(copied(nano, tmp_path / "in"))
     with caplog.at_level(logging.INFO, "sdonnx"):
         export_pipeline(folder, tmp_path / "out")
     notices = [record.getMessage() for record in caplog.records if "variant" in record.getMessage()]
     assert notices == ["reading the weights of the variant fp16 of text_encoder, unet, vae"]
     for name in ("unet", "vae_decoder"):
-        ours, theirs = (ir.load(root / name / "model.onnx") for root in (tmp_path / "out", micro_exported))
+        ours, theirs = (ir.load(root / name / "model.onnx") for root in (tmp_path / "out", nano_exported))
         assert ours.graph.initializers.keys() == theirs.graph.initializers.keys()
-        data = [(root / name / "model.onnx.data").read_bytes() for root in (tmp_path / "out", micro_exported)]
+        data = [(root / name / "model.onnx.data").read_bytes() for root in (tmp_path / "out", nano_exported)]
         assert data[0] == data[1]
 
 

@@ -8,12 +8,13 @@ of the modules that it imports, without docstrings and comments. So a directory 
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
 import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -90,19 +91,31 @@ class PipelineCache:
         Components that were exported from equal files before are copied: a pipeline with one changed component costs
         the export of that component.
         """
-        from sdonnx.export import export_pipeline as module
-
-        adapters = [_digest(Path(path)) for path in options.get("ip_adapters", ())]
-        if adapters and (source / "ip_adapter").is_dir():
-            adapters.append(_digest(source / "ip_adapter"))  # their image encoder
+        from sdonnx.export.export_pipeline import export_pipeline
 
         def make(out: Path) -> None:
-            export = functools.partial(self._export_component, module._export_component, adapters)
-            with mock.patch.object(module, "_export_component", export):
-                module.export_pipeline(source, out, **options)
+            with self.reusing_components(source, options.get("ip_adapters", ())):
+                export_pipeline(source, out, **options)
 
         described = {name: _described(value, source) for name, value in options.items()}
         return self._made("onnx", ["exported", _code(_EXPORT), self._key_of(source), described], make)
+
+    @contextlib.contextmanager
+    def reusing_components(self, source: Path, adapters: Iterable[Path | str] = ()) -> Iterator[None]:
+        """Copy components, in every export in the block, that were exported from equal files before.
+
+        Args:
+            source: the diffusers folder that is exported.
+            adapters: the files of its IP-Adapters.
+        """
+        from sdonnx.export import export_pipeline as module
+
+        digests = [_digest(Path(path)) for path in adapters]
+        if digests and (source / "ip_adapter").is_dir():
+            digests.append(_digest(source / "ip_adapter"))  # their image encoder
+        export = functools.partial(self._export_component, module._export_component, digests)
+        with mock.patch.object(module, "_export_component", export):
+            yield
 
     def _export_component(
         self,
