@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -98,6 +99,38 @@ def test_generate_writes_png_with_parameters(micro_cpu: Path, tmp_path: Path) ->
     assert parameters["seed"] == 7
     assert parameters["steps"] == 2
     assert np.asarray(image).std() > 1
+
+
+@pytest.mark.parametrize(
+    ("provider", "providers", "noted"),
+    [
+        ("cuda", ["CPUExecutionProvider"], True),
+        ("cuda", ["CUDAExecutionProvider", "CPUExecutionProvider"], False),
+        ("cuda", None, False),  # ONNX Runtime is not installed: images are generated on another machine
+        ("cpu", ["CPUExecutionProvider"], False),
+    ],
+)
+def test_optimize_says_that_this_machine_cannot_run_the_folder(
+    provider: str,
+    providers: list[str] | None,
+    noted: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    import onnxruntime
+
+    report = SimpleNamespace(components={}, automatic=None)
+    monkeypatch.setattr(optimize, "_optimize", lambda _: report)
+    monkeypatch.setattr(optimize, "fusion_table", lambda _: "")
+    monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: providers)
+    if providers is None:
+        monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert main(["optimize", "-i", "in", "-o", str(tmp_path), "--provider", provider]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    note = "note: made for cuda, and ONNX Runtime has no CUDA provider here"
+    assert (note in said) == noted
+    assert ("optimize again with --provider cpu" in said) == noted
 
 
 def test_generate_with_memory_options(micro_cpu: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -459,3 +459,19 @@ def test_warns_about_images_that_are_not_finite(micro_cpu: Path, tmp_path: Path)
                 pipeline("a fox", 64, 64, 1, num_images_per_prompt=2, output_type=output_type)
         # Latents are not decoded, and are finite.
         pipeline("a fox", 64, 64, 1, output_type="latent")
+
+
+def test_remedy_for_images_that_are_not_finite_depends_on_the_precision(
+    ours: OrtDiffusionPipeline, micro_cpu: Path, tmp_path: Path
+) -> None:
+    """In float32 only the arguments can cause them; --force_fp32_ops is for fp16."""
+    with pytest.warns(NotFiniteWarning, match=r"use a smaller guidance_scale, and check the latents") as caught:
+        ours("a fox", 32, 40, 1, guidance_scale=1e30)
+    assert "--force_fp32_ops" not in str(caught[0].message)
+    folder = copied(micro_cpu, tmp_path / "fast")
+    edit_json(folder / "sdonnx.json", precision="float16")
+    data = folder / "vae_decoder" / "model.onnx.data"
+    data.write_bytes(np.full(data.stat().st_size // 4, np.nan, np.float32).tobytes())
+    remedy = "optimize the exported pipeline again with --force_fp32_ops auto"
+    with OrtDiffusionPipeline.from_pretrained(folder) as pipeline, pytest.warns(NotFiniteWarning, match=remedy):
+        pipeline("a fox", 64, 64, 1)
