@@ -22,10 +22,10 @@ USUAL: dict[str, Any] = {"height": 32, "width": 40, "num_inference_steps": 2, "o
 
 
 @pytest.fixture(scope="module")
-def given(tiny_torch: Any) -> dict[str, Any]:
+def given(micro_torch: Any) -> dict[str, Any]:
     """Embeddings of two prompts and of two negative prompts, by diffusers."""
     with torch.inference_mode():
-        own, negative = tiny_torch.encode_prompt(["a red fox", "an owl"], "cpu", 1, True, ["blurry", "grey"])
+        own, negative = micro_torch.encode_prompt(["a red fox", "an owl"], "cpu", 1, True, ["blurry", "grey"])
     return {"prompt_embeds": own, "negative_prompt_embeds": negative}
 
 
@@ -146,8 +146,8 @@ def test_halves_say_their_size() -> None:
     assert str(half) == "2 of prompt_embeds of 7 tokens"
 
 
-def test_limits_of_encode_prompt(tiny_cpu: Any, ours: OrtDiffusionPipeline) -> None:
-    with OrtDiffusionPipeline.from_pretrained(tiny_cpu, max_batch_size=2) as pipeline:
+def test_limits_of_encode_prompt(micro_cpu: Any, ours: OrtDiffusionPipeline) -> None:
+    with OrtDiffusionPipeline.from_pretrained(micro_cpu, max_batch_size=2) as pipeline:
         assert pipeline.encode_prompt(["a", "b"])[0] is not None
         with refused(OptionError, "a batch of 3 images", "at most 2"):
             pipeline.encode_prompt(["a", "b", "c"])

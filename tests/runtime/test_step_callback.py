@@ -32,10 +32,10 @@ Change = Callable[[Any, Any], Any]
 
 
 @pytest.fixture(scope="module")
-def owl(tiny_torch: Any) -> Any:
+def owl(micro_torch: Any) -> Any:
     """Hidden states (1,77,D) of another prompt."""
     with torch.inference_mode():
-        return tiny_torch.encode_prompt("an owl at night", "cpu", 1, False)[0]
+        return micro_torch.encode_prompt("an owl at night", "cpu", 1, False)[0]
 
 
 def changing(change: Change, step: int = 1) -> Callback:
@@ -121,9 +121,9 @@ def test_guidance_is_turned_on(owl: Any, ours: OrtDiffusionPipeline, theirs: Any
     assert_same(ours, theirs, changing(on), guidance_scale=1.0)
 
 
-def test_several_images_and_a_mask(ours: OrtDiffusionPipeline, tiny_torch: Any) -> None:
+def test_several_images_and_a_mask(ours: OrtDiffusionPipeline, micro_torch: Any) -> None:
     """The kept area, its noise and the order of images survive the change."""
-    inpaint: Any = diffusers.StableDiffusionInpaintPipeline(**tiny_torch.components, requires_safety_checker=False)
+    inpaint: Any = diffusers.StableDiffusionInpaintPipeline(**micro_torch.components, requires_safety_checker=False)
     inpaint.set_progress_bar_config(disable=True)
     image = np.random.default_rng(0).random((32, 40, 3)).astype(np.float32)
     mask = np.zeros((32, 40), np.float32)
@@ -154,10 +154,12 @@ def test_several_images_and_a_mask(ours: OrtDiffusionPipeline, tiny_torch: Any) 
 
 
 @pytest.mark.parametrize("options", [{"max_sizes": 1}, {"low_memory": "offload"}])
-def test_few_captured_sizes_and_offloading(options: dict[str, Any], tiny_cpu: Path, ours: OrtDiffusionPipeline) -> None:
+def test_few_captured_sizes_and_offloading(
+    options: dict[str, Any], micro_cpu: Path, ours: OrtDiffusionPipeline
+) -> None:
     arguments = {**USUAL, "callback_on_step_end_tensor_inputs": ["prompt_embeds"], "seed": 0}
     expected = ours(**arguments, callback_on_step_end=changing(off)).images
-    with OrtDiffusionPipeline.from_pretrained(tiny_cpu, **options) as pipeline:
+    with OrtDiffusionPipeline.from_pretrained(micro_cpu, **options) as pipeline:
         for _ in range(2):
             np.testing.assert_array_equal(pipeline(**arguments, callback_on_step_end=changing(off)).images, expected)
         with pytest.raises(ArithmeticError):
