@@ -243,11 +243,10 @@ def test_components_agree(both: Pair) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_exports_are_valid(dtype: str, source: Path, both: Pair, pipelines: PipelineCache) -> None:
+def test_exports_are_valid(dtype: str, both: Pair, pipelines: PipelineCache) -> None:
     import onnx
 
-    adapters = [source / "ip_adapter" / ADAPTER_FILES[1]]
-    exported = both.exported if dtype == "float32" else pipelines.exported(source, dtype=dtype, ip_adapters=adapters)
+    exported = both.exported if dtype == "float32" else pipelines.float16_with_adapters()
     for component in ("image_encoder", "ip_adapter", "unet"):
         onnx.checker.check_model(exported / component / "model.onnx", full_check=True)
     unet = onnx.load(exported / "unet" / "model.onnx", load_external_data=False)

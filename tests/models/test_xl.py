@@ -132,9 +132,12 @@ def test_input_names_match_optimums_export(base: Pair) -> None:
     assert inputs("text_encoder") == inputs("text_encoder_2") == ["input_ids"]
 
 
-def test_float16_export_is_valid(base: Pair, pipelines: PipelineCache, tmp_path: Path) -> None:
-    """diffusers concatenates float16 and float32 embeddings, which ONNX's Concat does not allow."""
-    half = pipelines.exported(base.source, dtype="float16")
+def test_float16_export_is_valid(pipelines: PipelineCache, tmp_path: Path) -> None:
+    """diffusers concatenates float16 and float32 embeddings, which ONNX's Concat does not allow.
+
+    With IP-Adapters, for which tests/models/test_ip_adapter.py needs the same export.
+    """
+    half = pipelines.float16_with_adapters()
     for component in ("text_encoder", "text_encoder_2", "unet", "vae_decoder"):
         onnx.checker.check_model(half / component / "model.onnx", full_check=True)
     report = optimize_folder(half, tmp_path / "fused", provider="cuda")
@@ -142,6 +145,8 @@ def test_float16_export_is_valid(base: Pair, pipelines: PipelineCache, tmp_path:
     assert precisions == {
         "text_encoder": "float16",
         "text_encoder_2": "float16",
+        "image_encoder": "float16",
+        "ip_adapter": "float16",
         "unet": "float16",
         # force_upcast in its configuration: it overflows in float16.
         "vae_encoder": "float32",

@@ -23,6 +23,7 @@ from filelock import FileLock
 
 import sdonnx
 from sdonnx.models.spec import Family, Role
+from sdonnx.sample.architecture import ADAPTER_FILES
 from support.pipelines import snapshot
 
 if TYPE_CHECKING:
@@ -158,6 +159,12 @@ class PipelineCache:
             export(folder, family, plan, component.parent, dtype, progress)
 
         shutil.copytree(self._made(spec.name, description, make), out / spec.name)
+
+    def float16_with_adapters(self) -> Path:
+        """Return Stable Diffusion XL with IP-Adapters, exported in float16."""
+        source = self.micro("sdxl-tiny-ip-adapter")
+        files = [source / "ip_adapter" / name for name in ADAPTER_FILES]
+        return self.exported(source, dtype="float16", ip_adapters=files)
 
     def optimized(self, exported: Path, **options: Any) -> Path:
         """Return an exported folder optimized with the options of `optimize_folder`."""

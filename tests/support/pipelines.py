@@ -81,6 +81,7 @@ def torch_outputs(component: str, pipeline: Any, feeds: Mapping[str, Array]) -> 
 def session(path: Path) -> onnxruntime.InferenceSession:
     """Return a graph loaded by ONNX Runtime's CPU provider."""
     options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = 1
     options.log_severity_level = 3
     return onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
 

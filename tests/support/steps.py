@@ -20,6 +20,7 @@ CONFIG = {"in_channels": 4, "out_channels": 4}
 def session(model: ir.Model) -> onnxruntime.InferenceSession:
     """Load a graph with ONNX Runtime's own fusions, as the run-time does."""
     options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = 1
     options.log_severity_level = 3  # without warnings of weights that part of a graph does not read
     content = ir.to_proto(model).SerializeToString()
     return onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])

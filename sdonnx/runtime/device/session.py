@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -78,6 +79,7 @@ def _session_options(device: Device, settings: SessionSettings) -> onnxruntime.S
     if options is None:
         options = onnxruntime.SessionOptions()
         options.log_severity_level = FATAL
+        options.intra_op_num_threads = _threads()
     if device.provider == "cuda":
         # All sessions share one arena for scratch memory. Weights stay outside it, since the arena would round up their
         # sizes and keep their memory.
@@ -86,6 +88,16 @@ def _session_options(device: Device, settings: SessionSettings) -> onnxruntime.S
         # A memory plan for all tensors of a run allocates one more block that no other run can use.
         options.enable_mem_pattern = False
     return options
+
+
+def _threads() -> int:
+    """Return the number of threads of an operator: that of the cores which this process may use; 0 if it may use all.
+
+    ONNX Runtime starts a thread for every core of the machine, and moves each to its core. A process that is kept to
+    some of them (`taskset`, Docker's `--cpuset-cpus`) would then compete with the processes on the others.
+    """
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0
+    return usable if usable < (os.cpu_count() or 1) else 0
 
 
 def _incomplete_weights(path: Path, message: str) -> FolderError | None:
