@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help venv fmt lint test-fast test coverage docs wheel mutants
+.PHONY: help venv fmt lint test-fast test coverage docs wheel kernels mutants
 
 help: ## list the tasks
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## /\1\t/' | expand -t 12
@@ -36,6 +36,9 @@ docs: venv ## build the documentation into site/, warnings are errors
 
 wheel: venv ## build the source distribution and the wheel into dist/
 	$(BIN)/python -m build --no-isolation
+
+kernels: venv ## build the wheel of our CUDA kernels into dist/, for all GPUs; needs nvcc
+	$(BIN)/python -m build --wheel --no-isolation --outdir dist kernels
 
 mutants: venv ## check that tests notice 40 mutations of the package, about ten minutes
 	$(BIN)/python scripts/mutate.py

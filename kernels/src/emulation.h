@@ -1,0 +1,257 @@
+// CUDA's execution model on the CPU: enough of it to run the kernels of this library in tests, on a machine without a GPU.
+//
+// Each thread of a cluster is a fiber. A fiber runs until it waits for the others: at a barrier of its block or cluster,
+// or at a sum over its warp. That checks indexes, barriers and arithmetic. It says nothing about speed, about memory order
+// within a warp, or about the compiler for the GPU. Environment variables:
+// - SDONNX_EMULATED_CAPABILITY: the major compute capability to emulate, by default 9
+// - SDONNX_EMULATED_ORDER=reverse: run the fibers in the opposite order, so that a missing barrier changes the result
+#pragma once
+#include <ucontext.h>
+
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#define __global__
+#define __device__
+#define __forceinline__ inline
+#define __launch_bounds__(...)
+
+struct half {
+  _Float16 value;
+};
+struct half2 {
+  half x, y;
+};
+struct float2 {
+  float x, y;
+};
+struct alignas(16) uint4 {
+  unsigned x, y, z, w;
+};
+inline float2 make_float2(float x, float y) { return {x, y}; }
+inline float2 __half22float2(half2 pair) { return {float(pair.x.value), float(pair.y.value)}; }
+inline half2 __floats2half2_rn(float x, float y) { return {{_Float16(x)}, {_Float16(y)}}; }
+
+struct dim3 {
+  unsigned x = 1, y = 1, z = 1;
+  dim3(unsigned x = 1, unsigned y = 1, unsigned z = 1) : x(x), y(y), z(z) {}
+};
+using cudaStream_t = void*;
+
+inline float __expf(float x) { return std::exp(x); }
+inline float __fdividef(float x, float y) { return x / y; }
+inline float rsqrtf(float x) { return 1.0f / std::sqrt(x); }
+using std::fabs;
+using std::fma;
+using std::fmax;
+using std::min;
+
+namespace emulation {
+
+struct Barrier {
+  unsigned expected = 0, arrived = 0, generation = 0;
+};
+
+struct Warp {
+  Barrier barrier;
+  float values[32] = {}, sums[32] = {};
+};
+
+struct Block {
+  dim3 index;
+  unsigned rank = 0;
+  Barrier barrier;
+  std::vector<Warp> warps;
+  std::vector<uint4> shared;
+};
+
+struct Cluster {
+  Barrier barrier;
+  std::vector<Block> blocks;
+};
+
+struct Fiber {
+  ucontext_t context;
+  std::unique_ptr<char[]> stack;
+  Block* block = nullptr;
+  unsigned thread = 0;
+  bool is_done = false;
+};
+
+constexpr size_t kStack = 64 * 1024, kCanary = 4;
+
+struct State {
+  dim3 grid, block;
+  Cluster* cluster = nullptr;
+  Fiber* current = nullptr;
+  ucontext_t scheduler;
+  std::vector<Fiber> fibers;
+  unsigned long events = 0;
+  void (*call)(void*) = nullptr;
+  void* argument = nullptr;
+};
+
+inline State& state() {
+  static thread_local State held;
+  return held;
+}
+
+inline void wait(Barrier& barrier) {
+  const unsigned generation = barrier.generation;
+  if (++barrier.arrived == barrier.expected) {
+    barrier.arrived = 0;
+    barrier.generation++;
+    state().events++;
+    return;
+  }
+  while (barrier.generation == generation) swapcontext(&state().current->context, &state().scheduler);
+}
+
+inline void enter() {
+  State& s = state();
+  s.call(s.argument);
+  s.current->is_done = true;
+  s.events++;
+  swapcontext(&s.current->context, &s.scheduler);
+}
+
+inline void fail(const char* text) {
+  std::fprintf(stderr, "emulated kernel: %s\n", text);
+  std::abort();
+}
+
+inline void run_cluster(Cluster& cluster, size_t shared_bytes) {
+  State& s = state();
+  s.cluster = &cluster;
+  const unsigned threads = s.block.x, total = threads * unsigned(cluster.blocks.size());
+  cluster.barrier.expected = total;
+  if (s.fibers.size() < total) s.fibers.resize(total);
+  const size_t words = (shared_bytes + sizeof(uint4) - 1) / sizeof(uint4);
+  for (Block& block : cluster.blocks) {
+    block.barrier.expected = threads;
+    block.warps.assign(threads / 32, {});
+    for (Warp& warp : block.warps) warp.barrier.expected = 32;
+    block.shared.assign(words + kCanary, uint4{0x7fc00000u, 0x7fc00000u, 0x7fc00000u, 0x7fc00000u});
+  }
+  for (unsigned i = 0; i < total; i++) {
+    Fiber& fiber = s.fibers[i];
+    if (!fiber.stack) fiber.stack.reset(new char[kStack]);
+    fiber.block = &cluster.blocks[i / threads];
+    fiber.thread = i % threads;
+    fiber.is_done = false;
+    getcontext(&fiber.context);
+    fiber.context.uc_stack.ss_sp = fiber.stack.get();
+    fiber.context.uc_stack.ss_size = kStack;
+    fiber.context.uc_link = nullptr;
+    makecontext(&fiber.context, enter, 0);
+  }
+  const char* order = std::getenv("SDONNX_EMULATED_ORDER");
+  const bool reverse = order && std::strcmp(order, "reverse") == 0;
+  for (unsigned left = total; left;) {
+    const unsigned long before = s.events;
+    for (unsigned i = 0; i < total; i++) {
+      Fiber& fiber = s.fibers[reverse ? total - 1 - i : i];
+      if (fiber.is_done) continue;
+      s.current = &fiber;
+      swapcontext(&s.scheduler, &fiber.context);
+      left -= fiber.is_done;
+    }
+    if (s.events == before) fail("deadlock: threads wait at different barriers");
+  }
+  for (const Block& block : cluster.blocks)
+    for (size_t i = words; i < words + kCanary; i++)
+      if (block.shared[i].x != 0x7fc00000u || block.shared[i].w != 0x7fc00000u) fail("write behind the shared memory");
+}
+
+inline unsigned capability() {
+  const char* text = std::getenv("SDONNX_EMULATED_CAPABILITY");
+  return text ? unsigned(std::atoi(text)) : 9;
+}
+
+}  // namespace emulation
+
+#define threadIdx (dim3(emulation::state().current->thread))
+#define blockIdx (emulation::state().current->block->index)
+#define blockDim (emulation::state().block)
+#define gridDim (emulation::state().grid)
+
+namespace sdonnx {
+
+inline void block_sync() { emulation::wait(emulation::state().current->block->barrier); }
+inline unsigned cluster_size() { return unsigned(emulation::state().cluster->blocks.size()); }
+inline unsigned cluster_rank() { return emulation::state().current->block->rank; }
+inline void cluster_arrive() {}
+inline void cluster_wait() { emulation::wait(emulation::state().cluster->barrier); }
+inline unsigned char* shared_memory() {
+  return reinterpret_cast<unsigned char*>(emulation::state().current->block->shared.data());
+}
+template <class T>
+T* cluster_peer(T* own, unsigned rank) {
+  const size_t offset = reinterpret_cast<unsigned char*>(own) - shared_memory();
+  return reinterpret_cast<T*>(
+      reinterpret_cast<unsigned char*>(emulation::state().cluster->blocks[rank].shared.data()) + offset);
+}
+// The sum over a warp in the order of shuffles with the masks 16, 8, 4, 2, 1.
+inline float warp_sum(float value) {
+  emulation::State& s = emulation::state();
+  emulation::Warp& warp = s.current->block->warps[s.current->thread / 32];
+  const unsigned lane = s.current->thread % 32;
+  warp.values[lane] = value;
+  emulation::wait(warp.barrier);
+  float sums[32], next[32];
+  std::memcpy(sums, warp.values, sizeof sums);
+  for (unsigned mask = 16; mask; mask /= 2) {
+    for (unsigned i = 0; i < 32; i++) next[i] = sums[i] + sums[i ^ mask];
+    std::memcpy(sums, next, sizeof sums);
+  }
+  emulation::wait(warp.barrier);
+  return sums[lane];
+}
+
+struct DeviceLimits {
+  int major, multiprocessors;
+  size_t shared_bytes;
+};
+inline DeviceLimits device_limits() {
+  const int major = int(emulation::capability());
+  return {major, 132, size_t(major == 12 ? 99 : major == 8 ? 99 : 227) * 1024};
+}
+
+template <class... P, class... A>
+void launch(void (*kernel)(P...), dim3 grid, unsigned threads, size_t shared_bytes, void*, unsigned cluster_size,
+            A... arguments) {
+  emulation::State& s = emulation::state();
+  if (threads % 32 || !threads || threads > 1024 || grid.y > 65535 || grid.z > 65535 || grid.x % cluster_size)
+    emulation::fail("invalid launch");
+  if (shared_bytes > device_limits().shared_bytes || (cluster_size > 1 && emulation::capability() < 9))
+    emulation::fail("launch beyond the device's limits");
+  s.grid = grid;
+  s.block = dim3(threads);
+  std::tuple<P...> bound(arguments...);
+  std::pair<void (*)(P...), std::tuple<P...>*> target(kernel, &bound);
+  s.call = [](void* argument) {
+    auto* pair = static_cast<std::pair<void (*)(P...), std::tuple<P...>*>*>(argument);
+    std::apply(pair->first, *pair->second);
+  };
+  s.argument = &target;
+  emulation::Cluster cluster;
+  cluster.blocks.resize(cluster_size);
+  for (unsigned y = 0; y < grid.y; y++)
+    for (unsigned x = 0; x < grid.x; x += cluster_size) {
+      for (unsigned rank = 0; rank < cluster_size; rank++) {
+        cluster.blocks[rank].index = dim3(x + rank, y);
+        cluster.blocks[rank].rank = rank;
+        cluster.blocks[rank].barrier = {};
+      }
+      cluster.barrier = {};
+      emulation::run_cluster(cluster, shared_bytes);
+    }
+}
+
+}  // namespace sdonnx
