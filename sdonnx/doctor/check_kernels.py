@@ -31,6 +31,7 @@ __all__ = [
     "BACKENDS",
     "DEFAULT_BACKEND",
     "KERNEL_CASES_FILE",
+    "OWN_KERNEL_CASES_FILE",
     "CaseResult",
     "Check",
     "KernelCaseSet",
@@ -40,6 +41,8 @@ __all__ = [
 ]
 
 KERNEL_CASES_FILE = Path(__file__).with_name("kernel_cases.json")
+OWN_KERNEL_CASES_FILE = Path(__file__).with_name("own_kernel_cases.json")
+"""The cases of our own operators, which need `libsdonnx_kernels.so` (`sdonnx.doctor.kernel_library`)."""
 
 ATTENTION = "MultiHeadAttention"
 

@@ -13,9 +13,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["TOLERANCE", "Array", "Fill", "KernelCase", "rounded"]
+__all__ = ["MICROSOFT", "OWN_DOMAIN", "TOLERANCE", "Array", "Fill", "KernelCase", "rounded"]
 
 Array = npt.NDArray[Any]
+
+MICROSOFT = "com.microsoft"
+"""The domain of ONNX Runtime's contrib operators."""
+
+OWN_DOMAIN = "sdonnx"
+"""The domain of the operators of `libsdonnx_kernels.so` (`kernels/` in the repository)."""
 
 # A sum of products in float32, rounded once: 2^-11 in fp16, 2^-8 in bfloat16, plus a margin for the order of sums.
 TOLERANCE: Mapping[str, float] = {"float16": 2e-3, "float32": 2e-5, "bfloat16": 1.6e-2}
@@ -29,12 +35,14 @@ class Fill:
 
     Attributes:
         UNIT_GAIN: normal values divided by sqrt(fan-in): a weight (M,kH,kW,C) that keeps the variance of its input.
+        UNIT_GAIN_COLUMNS: normal values divided by sqrt(K): a weight (K,N) that keeps the variance of its input.
         MASK: a normal bias (..., S, L) in which one score in ten is -10000. Every row keeps its first key.
         KEY_COUNTS: int32 counts (B,) between 2 and the number of keys, axis 1 of input 1. Where there are several rows,
             the first count is 1 and the last is the number of keys.
     """
 
     UNIT_GAIN = "unit gain"
+    UNIT_GAIN_COLUMNS = "unit gain columns"
     MASK = "mask"
     KEY_COUNTS = "key counts"
 
@@ -55,6 +63,7 @@ class KernelCase:
         cuda_only: whether the CPU provider lacks a kernel for this case although it has one for the operator.
         intermediate_size: the number of elements of the reference body's largest intermediate tensor, 0 where none is
             larger than the inputs.
+        domain: the operator's domain.
     """
 
     op_type: str
@@ -67,9 +76,11 @@ class KernelCase:
     static_axes: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     cuda_only: bool = False
     intermediate_size: int = 0
+    domain: str = MICROSOFT
 
     def __str__(self) -> str:
-        return f"{self.op_type}-{self.name}".replace(" ", "_")
+        prefix = "" if self.domain == MICROSOFT else f"{self.domain}."
+        return f"{prefix}{self.op_type}-{self.name}".replace(" ", "_")
 
     @property
     def integers(self) -> frozenset[int]:
@@ -90,6 +101,8 @@ class KernelCase:
         array = generator.standard_normal(shape, np.float32)
         if fill == Fill.UNIT_GAIN:
             array /= np.float32(np.sqrt(array[0].size))
+        elif fill == Fill.UNIT_GAIN_COLUMNS:
+            array /= np.float32(np.sqrt(shape[0]))
         elif fill == Fill.MASK:
             array[generator.random(array.shape) < 0.1] = -10000
             array[..., 0] = 0

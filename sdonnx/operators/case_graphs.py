@@ -17,7 +17,7 @@ import onnx_ir as ir
 
 from sdonnx.operators.case import Array, KernelCase
 from sdonnx.operators.lowering import LowerContribOperators
-from sdonnx.operators.operator_table import CONTRACTS, DTYPES, KERNEL_CASES, dtypes_of
+from sdonnx.operators.operator_table import CONTRACTS, DTYPES, KERNEL_CASES, contract_of_case, dtypes_of
 
 __all__ = ["MAX_ELEMENTS", "is_small", "kernel_case_file", "model_of", "serialized"]
 
@@ -36,7 +36,7 @@ def model_of(case: KernelCase, dtype: str, arrays: Sequence[Array | None] | None
         arrays: the values of the inputs, which initializers hold. Without them shapes are ranks, and initializers are
             external data that must be provided when the graph is loaded.
     """
-    contract, inner = CONTRACTS[case.op_type], DTYPES[dtype]
+    contract, inner = contract_of_case(case), DTYPES[dtype]
     outer = ir.DataType.FLOAT if dtype == "bfloat16" else inner
     # The inputs that have the same data type in every precision.
     fixed = dict.fromkeys(contract.float32_inputs, ir.DataType.FLOAT) | dict.fromkeys(case.integers, ir.DataType.INT32)
@@ -106,10 +106,12 @@ def is_small(case: KernelCase) -> bool:
 
 
 def kernel_case_file(flags: Mapping[str, str], cases: Sequence[KernelCase] = KERNEL_CASES) -> str:
-    """Return the text of `sdonnx/doctor/kernel_cases.json`, which `scripts/write_kernel_cases.py` writes.
+    """Return the text of a file of kernel cases, which `scripts/write_kernel_cases.py` writes.
+
+    There are two: ONNX Runtime's kernels are in `sdonnx/doctor/kernel_cases.json`, our own in `own_kernel_cases.json`.
 
     Args:
-        flags: the flag of `sdonnx optimize` that leaves an operator out, by operator.
+        flags: the flag of `sdonnx optimize` that leaves an operator out, by operator; empty for our own operators.
         cases: the cases; only the small ones are written.
     """
     names: dict[bytes, str] = {}
@@ -130,7 +132,7 @@ def kernel_case_file(flags: Mapping[str, str], cases: Sequence[KernelCase] = KER
 
 
 def _row(case: KernelCase, add_graph: Callable[[bytes, str], str]) -> Mapping[str, Any]:
-    contract = CONTRACTS[case.op_type]
+    contract = contract_of_case(case)
     body = model_of(case, "float32")
     LowerContribOperators()(body)
     return {

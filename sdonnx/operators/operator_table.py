@@ -1,4 +1,4 @@
-"""The table of contracts: one row for each contrib operator that the fusions emit."""
+"""The tables of contracts: the contrib operators that the fusions emit, and our own operators."""
 
 from __future__ import annotations
 
@@ -6,19 +6,32 @@ import onnx_ir as ir
 
 from sdonnx.operators.bias_add import BIAS_ADD
 from sdonnx.operators.bias_split_gelu import BIAS_SPLIT_GELU
-from sdonnx.operators.case import KernelCase
+from sdonnx.operators.case import OWN_DOMAIN, KernelCase
 from sdonnx.operators.contract import Contract
 from sdonnx.operators.fast_gelu import FAST_GELU
 from sdonnx.operators.fused_mat_mul import FUSED_MAT_MUL
 from sdonnx.operators.group_norm import GROUP_NORM
 from sdonnx.operators.multi_head_attention import MULTI_HEAD_ATTENTION
 from sdonnx.operators.nhwc_conv import NHWC_CONV
+from sdonnx.operators.own_bias_split_gelu import OWN_BIAS_SPLIT_GELU
+from sdonnx.operators.own_group_norm import OWN_GROUP_NORM
+from sdonnx.operators.own_layer_norm import OWN_LAYER_NORM
+from sdonnx.operators.own_mat_mul import OWN_MAT_MUL
 from sdonnx.operators.quick_gelu import QUICK_GELU
 from sdonnx.operators.skip_group_norm import SKIP_GROUP_NORM
 from sdonnx.operators.skip_layer_normalization import SKIP_LAYER_NORMALIZATION
 from sdonnx.operators.skip_simplified_layer_normalization import SKIP_SIMPLIFIED_LAYER_NORMALIZATION
 
-__all__ = ["CONTRACTS", "DTYPES", "KERNEL_CASES", "contract_of", "dtypes_of"]
+__all__ = [
+    "CONTRACTS",
+    "DTYPES",
+    "KERNEL_CASES",
+    "OWN_CONTRACTS",
+    "OWN_KERNEL_CASES",
+    "contract_of",
+    "contract_of_case",
+    "dtypes_of",
+]
 
 CONTRACTS = {
     contract.op_type: contract
@@ -36,7 +49,12 @@ CONTRACTS = {
         MULTI_HEAD_ATTENTION,
     )
 }
-"""The contracts by operator."""
+"""The contracts of ONNX Runtime's operators, by operator."""
+
+OWN_CONTRACTS = {
+    contract.op_type: contract for contract in (OWN_LAYER_NORM, OWN_BIAS_SPLIT_GELU, OWN_GROUP_NORM, OWN_MAT_MUL)
+}
+"""The contracts of our own operators, of the domain OWN_DOMAIN, by operator."""
 
 KERNEL_CASES = tuple(case for contract in CONTRACTS.values() for case in contract.kernel_cases())
 """Every kernel case of every contract.
@@ -45,15 +63,30 @@ The tests compare them with torch and with the kernels; `sdonnx.doctor` compares
 machine that it runs on.
 """
 
+OWN_KERNEL_CASES = tuple(case for contract in OWN_CONTRACTS.values() for case in contract.kernel_cases())
+"""Every kernel case of our own operators.
+
+They are in a second file: its changes leave verdicts on ONNX Runtime's kernels valid.
+"""
+
 DTYPES = {"float16": ir.DataType.FLOAT16, "float32": ir.DataType.FLOAT, "bfloat16": ir.DataType.BFLOAT16}
 
 
 def contract_of(node: ir.Node) -> Contract | None:
     """Return the contract of a node's operator, None for an operator without one."""
-    contract = CONTRACTS.get(node.op_type)
+    contract = _table(node.domain).get(node.op_type)
     return contract if contract is not None and contract.domain == node.domain else None
+
+
+def contract_of_case(case: KernelCase) -> Contract:
+    """Return the contract of a case's operator."""
+    return _table(case.domain)[case.op_type]
 
 
 def dtypes_of(case: KernelCase) -> list[str]:
     """Return the data types that the contract of a case names."""
-    return [name for name, dtype in DTYPES.items() if dtype in CONTRACTS[case.op_type].dtypes]
+    return [name for name, dtype in DTYPES.items() if dtype in contract_of_case(case).dtypes]
+
+
+def _table(domain: str) -> dict[str, Contract]:
+    return OWN_CONTRACTS if domain == OWN_DOMAIN else CONTRACTS

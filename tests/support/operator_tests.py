@@ -16,8 +16,9 @@ from sdonnx.graph.edit import dtype_of, required
 from sdonnx.metrics import relative_error
 from sdonnx.operators.case import TOLERANCE, Array, KernelCase, rounded
 from sdonnx.operators.case_graphs import model_of
+from sdonnx.operators.contract import Contract
 from sdonnx.operators.lowering import LowerContribOperators
-from sdonnx.operators.operator_table import CONTRACTS
+from sdonnx.operators.operator_table import CONTRACTS, OWN_CONTRACTS, contract_of_case
 from sdonnx.runtime.device.device import device_for
 from support.graphs import graph
 
@@ -37,7 +38,16 @@ class OperatorTest:
 
 def operator_test(op_type: str) -> OperatorTest:
     """Return OPERATOR_TEST of the operator's test file: tests/operators/test_NAME.py for sdonnx/operators/NAME.py."""
-    name = CONTRACTS[op_type].lower.__module__.rpartition(".")[2]
+    return _operator_test(CONTRACTS[op_type])
+
+
+def own_operator_test(op_type: str) -> OperatorTest:
+    """Return OPERATOR_TEST of one of our own operators; see `operator_test`."""
+    return _operator_test(OWN_CONTRACTS[op_type])
+
+
+def _operator_test(contract: Contract) -> OperatorTest:
+    name = contract.lower.__module__.rpartition(".")[2]
     found = importlib.import_module(f"operators.test_{name}").OPERATOR_TEST
     assert isinstance(found, OperatorTest)
     return found
@@ -78,7 +88,7 @@ def kernel_results(case: KernelCase, inputs: Sequence[Array | None], dtype: str)
 
 def compare_kernel(case: KernelCase, arrays: Sequence[Array | None], dtype: str, note: Any) -> None:
     """Run the kernel in a data type and compare it with the reference body on the same values."""
-    inputs = rounded(arrays, dtype, sorted(CONTRACTS[case.op_type].float32_inputs))
+    inputs = rounded(arrays, dtype, sorted(contract_of_case(case).float32_inputs))
     found, reference = kernel_results(case, inputs, dtype), lowered_results(case, inputs)
     errors = [relative_error(a, b) for a, b in zip(found, reference, strict=True)]
     row = {"operator": case.op_type, "case": case.name, "dtype": dtype, "relative_error": max(errors)}

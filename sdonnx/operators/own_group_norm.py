@@ -1,0 +1,119 @@
+"""sdonnx::GroupNorm(x (B,H,W,C), gamma, beta, skip, bias): s = x + skip + bias -> GroupNorm(s), s.
+
+SiLU follows if `activation`. Wu and He 2018. skip is (B,H,W,C), (B,1,1,C) or (B,C); skip and bias are optional. It
+serves GroupNorm and SkipGroupNorm of ONNX Runtime. The kernels are in kernels/src/group_norm.cuh.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+
+import numpy as np
+import onnx_ir as ir
+
+from sdonnx.graph.edit import constant, dims, input_of, insert, static_dim
+from sdonnx.operators.case import OWN_DOMAIN, KernelCase
+from sdonnx.operators.contract import Contract
+from sdonnx.operators.group_norm import normalized_groups, stable_epsilon
+from sdonnx.operators.reference_body import graph_of, optional_input
+
+__all__ = ["MAX_GROUPS", "MAX_GROUP_NORM_CHANNELS", "MIN_GROUP_SIZE", "OWN_GROUP_NORM", "check_own_group_norm"]
+
+# group_norm.cuh: a thread works on eight channels, which belong to at most two groups, and a block of
+# kGroupNormThreads = 512 threads reads all channels; kMaxGroups.
+MIN_GROUP_SIZE = 4
+MAX_GROUP_NORM_CHANNELS = 8 * 512
+MAX_GROUPS = 128
+
+
+def check_own_group_norm(x: ir.Value, gamma: ir.Value, groups: int) -> str | None:
+    """Return why the kernel does not accept x (B,H,W,C) in groups, None if it does."""
+    sizes, channels = dims(x), static_dim(gamma, 0)
+    if sizes is not None and len(sizes) != 4:
+        return f"the input has {len(sizes)} dimensions, the kernel accepts 4"
+    if channels is None:
+        return "the number of channels is not known"
+    if channels % 8 or channels > MAX_GROUP_NORM_CHANNELS:
+        return f"{channels} channels: the kernel accepts multiples of 8 up to {MAX_GROUP_NORM_CHANNELS}"
+    size = channels // groups if channels % groups == 0 else 0
+    if size < MIN_GROUP_SIZE or size % 2 or groups > MAX_GROUPS:
+        return (
+            f"{channels} channels in {groups} groups: the kernel accepts up to {MAX_GROUPS} groups of an even number "
+            f"of at least {MIN_GROUP_SIZE} channels"
+        )
+    if gamma.dtype not in (None, ir.DataType.FLOAT):
+        return f"gamma is {gamma.dtype}, the kernel accepts FLOAT"
+    return OWN_GROUP_NORM.check_dtype(x)
+
+
+def _limits(node: ir.Node) -> str | None:
+    return check_own_group_norm(input_of(node, 0), input_of(node, 1), node.attributes.get_int("groups"))
+
+
+def _lower(node: ir.Node) -> list[ir.Value | None]:
+    total, skip, bias = input_of(node, 0), optional_input(node, 3), optional_input(node, 4)
+    shape = total.shape
+    if skip is not None:
+        if skip.shape is not None and skip.shape.rank() == 2:
+            skip = insert(node, "Unsqueeze", [skip, constant(graph_of(node), [1, 2], np.int64, "axes_1_2")])
+        total = insert(node, "Add", [total, skip], shape=shape)
+    if bias is not None:
+        total = insert(node, "Add", [total, bias], shape=shape)
+    if total is node.inputs[0]:
+        total = insert(node, "Identity", [total], shape=shape)
+    return [normalized_groups(node, total), total]
+
+
+def _kernel_cases() -> Iterator[KernelCase]:
+    """Yield cases of both forms of the kernel.
+
+    Images of 4096 * 320 numbers and more, and channels that no slab divides, take two launches.
+    """
+    forms = [*product(("image", "row", "matrix"), (False, True), (1, 2)), (None, True, 2), (None, False, 1)]
+    cases = [(320, 32, (3, 5, 7), *form, 1) for form in forms]
+    cases += [(320, 32, (2, 9, 13), None, False, 1, 0), (320, 32, (2, 9, 13), "image", True, 2, 0)]
+    # Groups of 4, 6, 8, 10, 12, 16, 20, 30, 40, 60 and 80 channels, then other numbers of groups.
+    sizes = [(channels, 32) for channels in (128, 192, 256, 384, 512, 640, 960, 1280, 1920, 2560)]
+    sizes += [(8, 1), (8, 2), (512, 2), (4096, 32), (1024, 128), (1280, 16)]
+    cases += [(*size, (2, 8, 8), "image", True, 2, 1) for size in sizes]
+    cases += [(1280, 32, image, "row", True, 1, 1) for image in ((1, 1, 1), (3, 1, 1), (1, 1, 7), (32, 2, 2))]
+    cases += [(640, 32, image, None, False, 1, 1) for image in ((1, 32, 32), (2, 31, 33))]
+    # Two launches: no slab of 488 channels in one group, 1016 in two; and the size from which images are large.
+    cases += [(488, 1, (2, 5, 7), "image", True, 1, 1), (1016, 2, (2, 9, 13), "row", False, 2, 1)]
+    cases += [(320, 32, (1, 64, 64), *form, 1) for form in ((None, False, 1), ("row", True, 2))]
+    for channels, groups, image, form, has_bias, outputs, activation in cases:
+        skips = {"image": (*image, channels), "row": (image[0], 1, 1, channels), "matrix": (image[0], channels)}
+        vector = (channels,)
+        yield KernelCase(
+            "GroupNorm",
+            f"C={channels} G={groups} {'x'.join(map(str, image))} skip={form} bias={has_bias} outputs={outputs} "
+            f"activation={activation}",
+            (
+                (*image, channels),
+                vector,
+                vector,
+                None if form is None else skips[form],
+                vector if has_bias else None,
+            ),
+            {"groups": groups, "activation": activation, "epsilon": stable_epsilon(channels, groups)},
+            outputs,
+            domain=OWN_DOMAIN,
+        )
+
+
+OWN_GROUP_NORM = Contract(
+    "GroupNorm",
+    _lower,
+    _kernel_cases,
+    first_use=(
+        "C=320 G=32 3x5x7 skip=image bias=True outputs=2 activation=1",
+        "C=1280 G=32 2x8x8 skip=image bias=True outputs=2 activation=1",
+        "C=1016 G=2 2x9x13 skip=row bias=False outputs=2 activation=1",
+    ),
+    limits=_limits,
+    domain=OWN_DOMAIN,
+    dtypes=frozenset({ir.DataType.FLOAT16}),
+    float32_inputs=frozenset({1, 2}),
+    row_inputs=frozenset({0, 3}),
+)
