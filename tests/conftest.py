@@ -20,6 +20,7 @@ from support.recording import Note, recorded  # noqa: E402
 # Folders and files whose tests take seconds each without a fixture that says so: they request pipelines by name, start
 # processes, or compare many cases.
 _SLOW = (
+    "kernels/test_emulated_kernels",
     "models/",
     "sample/",
     "benchmark/test_adapter_engines",

@@ -19,10 +19,12 @@ from rich.markup import escape
 import sdonnx
 from sdonnx.doctor.cache import read_verdict, result_as_json, verdict_as_json, verdict_path, write_verdict
 from sdonnx.doctor.check_kernels import ATTENTION, BACKENDS, CaseResult, KernelCaseSet, compare, read_kernel_cases
-from sdonnx.doctor.environment import Finding, collect_facts, default_provider, findings
+from sdonnx.doctor.environment import Facts, Finding, collect_facts, default_provider, findings
 from sdonnx.doctor.first_use import first_use
 from sdonnx.doctor.gpu import identity
+from sdonnx.doctor.kernel_library import find_kernel_library, usable_library
 from sdonnx.doctor.measured_verdicts import measured_verdict
+from sdonnx.doctor.own_kernel_check import own_verdict
 from sdonnx.doctor.sessions import kernel_opener
 from sdonnx.doctor.verdict import SummaryLine, Verdict, judge, summarize
 from sdonnx.errors import OptionError, OutputError
@@ -103,7 +105,8 @@ def _report(options: argparse.Namespace) -> dict[str, Any]:
         return report | {"sound": False}
     if provider == "cpu":
         return report | {"sound": _check_cpu(report)}
-    return report | {"sound": (_check_quickly if options.quick else _check_gpu)(options, report)}
+    sound = (_check_quickly if options.quick else _check_gpu)(options, report)
+    return report | {"sound": _check_own_kernels(options, facts, report) and sound}
 
 
 def _print_findings(found: Sequence[Finding]) -> None:
@@ -176,6 +179,20 @@ def _check_quickly(options: argparse.Namespace, report: dict[str, Any]) -> bool:
     return verdict.sound
 
 
+def _check_own_kernels(options: argparse.Namespace, facts: Facts, report: dict[str, Any]) -> bool:
+    """Check our own kernels, if `sdonnx-kernels` is installed; without it there is nothing to check."""
+    if find_kernel_library() is None:
+        return True
+    library, reason = usable_library(facts.gpus[options.device].compute_capability)
+    if library is None:
+        console().print(f"[{_COLOURS['note']}]note[/] our own kernels are not used: {escape(reason)}")
+        return True
+    verdict = own_verdict(options.device, library.path, full=not options.quick, fresh=options.fresh)
+    _print_verdict(verdict, str(library.path), "our own kernels")
+    report["own_kernels"] = verdict_as_json(verdict)
+    return verdict.sound
+
+
 def _judge(index: int, cases: KernelCaseSet, key: dict[str, str]) -> tuple[Verdict, list[CaseResult], str]:
     """Return the verdict, all results, and the path that the verdict was written to."""
     with progress_bar() as bar:
@@ -222,10 +239,10 @@ def _print_faults(results: Sequence[CaseResult]) -> None:
         out.print(f"and {len(results) - _MAX_FAULTS_SHOWN} more; --json FILE holds all")
 
 
-def _print_verdict(verdict: Verdict, place: str) -> None:
+def _print_verdict(verdict: Verdict, place: str, what: str = "kernels") -> None:
     out = console()
     operators = [line for line in verdict.summary if line.name not in BACKENDS]
-    _print_table(f"kernels on {verdict.key['gpu']}", "operator", operators)
+    _print_table(f"{what} on {verdict.key['gpu']}", "operator", operators)
     backends = [line for line in verdict.summary if line.name in BACKENDS]
     if backends:
         _print_table(f"{ATTENTION}, one backend allowed", "backend", backends)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 from sdonnx.operators.case import Array
 
@@ -19,29 +20,36 @@ _FATAL = 4  # of ONNX Runtime's severities
 _MAX_THREADS = 4
 
 
-def kernel_opener(provider: str, index: int = 0) -> OpenKernel:
+def kernel_opener(provider: str, index: int = 0, library: Path | None = None) -> OpenKernel:
     """Return a function that opens graphs on a provider. Nothing falls back from CUDA to the CPU.
 
     Args:
         provider: "cuda" or "cpu".
         index: the number of the GPU.
+        library: the library of our own operators, if the graphs have any (`sdonnx.doctor.kernel_library`).
     """
 
     def open_kernel(content: bytes, weights: Mapping[str, Array], sdpa_kernel: int) -> Kernel:
         options = {"device_id": str(index), "use_tf32": "0", "sdpa_kernel": str(sdpa_kernel)}
         chosen = ("CUDAExecutionProvider", options) if provider == "cuda" else ("CPUExecutionProvider", {})
-        return _session(content, weights, chosen, on_cpu=provider == "cpu")
+        return _session(content, weights, chosen, library, on_cpu=provider == "cpu")
 
     return open_kernel
 
 
 def _session(
-    content: bytes, weights: Mapping[str, Array], provider: tuple[str, dict[str, str]], on_cpu: bool
+    content: bytes,
+    weights: Mapping[str, Array],
+    provider: tuple[str, dict[str, str]],
+    library: Path | None,
+    on_cpu: bool,
 ) -> Kernel:
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
     options.log_severity_level = _FATAL
+    if library is not None:
+        options.register_custom_ops_library(str(library))
     if on_cpu:
         # Without optimization: ONNX Runtime 1.31 crashes as it fuses an Add into a LayerNormalization without B.
         options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL

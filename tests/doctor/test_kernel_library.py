@@ -1,0 +1,111 @@
+"""Finding the library of our own operators, and the reasons not to use it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import onnxruntime
+import pytest
+from support.kernel_library import emulated_library
+from support.pipelines import refused
+
+from sdonnx.doctor import kernel_library
+from sdonnx.doctor.kernel_library import (
+    KERNEL_LIBRARY,
+    TRIED_VERSIONS,
+    KernelLibrary,
+    find_kernel_library,
+    open_kernel_library,
+    require_tried_version,
+    usable_library,
+)
+from sdonnx.errors import OptionError, ProviderError
+
+ALL = ("80", "86", "89", "90a", "100", "120")
+
+
+@pytest.mark.parametrize(
+    ("architectures", "capability", "runs"),
+    [
+        (ALL, (8, 0), True),
+        (ALL, (8, 6), True),
+        (ALL, (8, 7), True),  # code for sm_80 and sm_86
+        (ALL, (8, 9), True),
+        (ALL, (9, 0), True),
+        (ALL, (10, 0), True),
+        (ALL, (10, 3), True),
+        (ALL, (12, 1), True),
+        (ALL, (7, 5), False),
+        (ALL, (11, 0), False),
+        (("86",), (8, 0), False),
+        (("90a",), (9, 1), False),
+        (("emulation",), (9, 0), False),
+        (("",), (9, 0), False),
+    ],
+)
+def test_gpus_that_the_code_runs_on(architectures: tuple[str, ...], capability: tuple[int, int], runs: bool) -> None:
+    assert KernelLibrary(Path("x.so"), architectures).runs_on(capability) == runs
+
+
+def test_library_of_the_environment(tmp_path: Path) -> None:
+    file = tmp_path / "mine.so"
+    file.touch()
+    assert find_kernel_library({KERNEL_LIBRARY: str(file)}) == file
+    assert find_kernel_library({KERNEL_LIBRARY: "0"}) is None
+    with refused(OptionError):
+        find_kernel_library({KERNEL_LIBRARY: str(tmp_path / "other.so")})
+
+
+def test_library_of_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "sdonnx_kernels"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "sdonnx_kernels", raising=False)
+    assert find_kernel_library({}) is None  # a source tree that was not built
+    library = package / "libsdonnx_kernels.so"
+    library.touch()
+    assert find_kernel_library({}) == library
+    assert "sdonnx_kernels" not in sys.modules
+
+
+def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel_library, "_PACKAGE", "sdonnx_kernels_that_is_missing")
+    assert find_kernel_library({}) is None
+    assert usable_library((9, 0), {}) == (None, "sdonnx-kernels is not installed")
+    assert usable_library((9, 0), {KERNEL_LIBRARY: "0"}) == (None, "SDONNX_KERNELS is 0")
+    assert usable_library(None, {}) == (None, "our own kernels are for GPUs")
+
+
+def test_broken_library_is_one_line(tmp_path: Path) -> None:
+    file = tmp_path / "broken.so"
+    file.write_text("no library")
+    with refused(ProviderError):
+        open_kernel_library(file)
+    library, reason = usable_library((9, 0), {KERNEL_LIBRARY: str(file)})
+    assert library is None
+    assert "cannot be loaded" in reason
+    assert "\n" not in reason
+
+
+def test_version_of_onnxruntime_that_was_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    require_tried_version(TRIED_VERSIONS[0])
+    with refused(ProviderError):
+        require_tried_version("1.99.0")
+    monkeypatch.setattr(onnxruntime, "__version__", "1.99.0")
+    library, reason = usable_library((9, 0), {KERNEL_LIBRARY: str(emulated_library())})
+    assert library is None
+    assert reason.startswith("the operators of sdonnx-kernels were not tried with ONNX Runtime 1.99.0")
+
+
+def test_operators_of_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel_library, "OPERATORS", 2)
+    with refused(ProviderError, "has operators of version 1; expected version 2"):
+        open_kernel_library(emulated_library())
+
+
+def test_library_for_other_gpus() -> None:
+    library, reason = usable_library((9, 0), {KERNEL_LIBRARY: str(emulated_library())})
+    assert library is None
+    assert reason.endswith("has kernels for sm_emulation, and this GPU is sm_90")

@@ -1,0 +1,136 @@
+"""The check of our own kernels: like that of ONNX Runtime's, with a file of cases and verdicts of their own."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.doctor import GOOD, KEY, machine, small_set
+from support.kernel_library import emulated_library
+
+from sdonnx.__main__ import main
+from sdonnx.cli import doctor as command
+from sdonnx.doctor.check_kernels import OWN_KERNEL_CASES_FILE, read_kernel_cases
+from sdonnx.doctor.kernel_library import KernelLibrary
+from sdonnx.doctor.own_kernel_check import own_identity, own_verdict
+from sdonnx.doctor.sessions import Kernel, OpenKernel, kernel_opener
+from sdonnx.operators.case import Array
+from sdonnx.operators.case_graphs import is_small, kernel_case_file
+from sdonnx.operators.operator_table import OWN_CONTRACTS, OWN_KERNEL_CASES
+
+CASES = read_kernel_cases(OWN_KERNEL_CASES_FILE)
+
+
+def identify(index: int, digest: str) -> Mapping[str, str]:
+    return {"gpu": f"emulated {index}", "kernel_cases": digest}
+
+
+def counting(opener: OpenKernel, opened: list[bytes], factor: float = 1.0) -> OpenKernel:
+    """Return an opener that notes the graphs, and whose kernels are wrong by a factor."""
+
+    def open_kernel(content: bytes, weights: Mapping[str, Array], mask: int) -> Kernel:
+        opened.append(content)
+        kernel = opener(content, weights, mask)
+        return lambda feeds: [(array * np.float16(factor)).astype(array.dtype) for array in kernel(feeds)]
+
+    return open_kernel
+
+
+def test_file_holds_the_small_cases() -> None:
+    """`python scripts/write_kernel_cases.py` writes it."""
+    assert OWN_KERNEL_CASES_FILE.read_text(encoding="utf-8") == kernel_case_file({}, OWN_KERNEL_CASES)
+    held = {(check.case.op_type, check.case.name) for check in CASES.checks}
+    assert held == {(case.op_type, case.name) for case in OWN_KERNEL_CASES if is_small(case)}
+    first = {(check.case.op_type, check.case.name) for check in CASES.checks if check.first_use}
+    assert first == {(name, each) for name, contract in OWN_CONTRACTS.items() for each in contract.first_use}
+    assert all(list(check.kernels) == ["float16"] for check in CASES.checks)
+
+
+def test_emulated_kernels_are_sound_and_checked_once(tmp_path: Path) -> None:
+    library, opened = emulated_library(), list[bytes]()
+    opener = counting(kernel_opener("cpu", library=library), opened)
+    verdict = own_verdict(3, library, folder=tmp_path, open_kernel=opener, identify=identify)
+    assert verdict.sound
+    assert verdict.checked == sum(len(contract.first_use) for contract in OWN_CONTRACTS.values())
+    assert verdict.key["gpu"] == "emulated 3"
+    count = len(opened)
+    assert own_verdict(3, library, folder=tmp_path, open_kernel=opener, identify=identify) == verdict
+    assert len(opened) == count
+
+
+@pytest.mark.slow
+def test_all_cases(tmp_path: Path) -> None:
+    library = emulated_library()
+    opener = kernel_opener("cpu", library=library)
+    verdict = own_verdict(0, library, full=True, folder=tmp_path, open_kernel=opener, identify=identify)
+    assert verdict.sound, verdict.faults + verdict.unavailable
+    assert verdict.full
+    assert verdict.checked == len(CASES.checks)
+
+
+def test_faulty_kernels_are_found(tmp_path: Path) -> None:
+    library = emulated_library()
+    opener = counting(kernel_opener("cpu", library=library), [], factor=1.25)
+    verdict = own_verdict(0, library, folder=tmp_path, open_kernel=opener, identify=identify)
+    assert {result.operator for result in verdict.faults} == OWN_CONTRACTS.keys()
+
+
+def test_another_library_is_another_machine(tmp_path: Path) -> None:
+    first, second = tmp_path / "first.so", tmp_path / "second.so"
+    first.write_bytes(b"1")
+    second.write_bytes(b"2")
+    keys = [own_identity(path, identify)(0, "cases") for path in (first, second)]
+    assert keys[0]["kernel_library"] != keys[1]["kernel_library"]
+    assert keys[0].items() >= identify(0, "cases").items()
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Let `sdonnx doctor` find a GPU whose kernels of ONNX Runtime are sound, and return the library of our own."""
+    monkeypatch.setenv("SDONNX_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(command, "collect_facts", lambda: GOOD)
+    monkeypatch.setattr(command, "identity", lambda index, cases: {**KEY, "kernel_cases": cases})
+    monkeypatch.setattr(command, "read_kernel_cases", small_set)
+    monkeypatch.setattr(command, "kernel_opener", lambda provider, index: machine())
+    library = emulated_library()
+    monkeypatch.setattr(command, "find_kernel_library", lambda: library)
+    monkeypatch.setattr(command, "usable_library", lambda capability: (KernelLibrary(library, ("90a",)), ""))
+    return library
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.25])
+def test_doctor_checks_our_own_kernels(
+    factor: float, gpu: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    opener = counting(kernel_opener("cpu", library=gpu), [], factor)
+    named = partial(own_verdict, open_kernel=opener, identify=identify)
+    monkeypatch.setattr(command, "own_verdict", lambda *values, full, fresh: named(*values, full=False, fresh=fresh))
+    status = main(["doctor", "--json", str(tmp_path / "report.json")])
+    shown = capsys.readouterr().out
+    assert "our own kernels on emulated 0" in shown
+    assert (status, "wrong LayerNorm" in shown) == ((0, False) if factor == 1 else (1, True))
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["sound"] == (factor == 1)
+    assert {row["operator"] for row in report["own_kernels"]["faults"]} == (
+        set() if factor == 1 else set(OWN_CONTRACTS)
+    )
+
+
+def test_doctor_says_why_our_own_kernels_are_not_used(
+    gpu: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "usable_library", lambda capability: (None, f"no code for {capability}"))
+    assert main(["doctor"]) == 0
+    assert "note our own kernels are not used: no code for (9, 0)" in capsys.readouterr().out
+
+
+def test_doctor_without_the_library(
+    gpu: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "find_kernel_library", lambda: None)
+    assert main(["doctor"]) == 0
+    assert "our own kernels" not in capsys.readouterr().out

@@ -1,0 +1,161 @@
+"""Every case of our own kernels, on the CPU: the sources of the GPU's kernels, run by kernels/src/emulation.h.
+
+It checks indexes, barriers, launch sizes, arithmetic and the operators around the kernels.
+tests/gpu/test_kernels_gpu.py runs the same cases on a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime
+import pytest
+from support.kernel_library import emulated_library, options_with
+from support.operator_tests import feeds_of, lowered_results, model_bytes
+
+from sdonnx.metrics import relative_error
+from sdonnx.operators.case import TOLERANCE, Array, KernelCase, rounded
+from sdonnx.operators.case_graphs import model_of
+from sdonnx.operators.operator_table import OWN_CONTRACTS, OWN_KERNEL_CASES, contract_of_case
+
+CAPABILITY, ORDER = "SDONNX_EMULATED_CAPABILITY", "SDONNX_EMULATED_ORDER"
+
+FIRST_USE = [case for case in OWN_KERNEL_CASES if case.name in OWN_CONTRACTS[case.op_type].first_use]
+GROUP_NORMS = [case for case in OWN_KERNEL_CASES if case.op_type == "GroupNorm"]
+
+
+def session(case: KernelCase) -> tuple[onnxruntime.InferenceSession, dict[str, Array], Sequence[Array | None]]:
+    """Return a case's session, the values of its graph inputs, and the rounded inputs."""
+    inputs = rounded(case.make_inputs(), "float16", sorted(contract_of_case(case).float32_inputs))
+    model = model_of(case, "float16", inputs)
+    return open_session(model), feeds_of(model, inputs), inputs
+
+
+def open_session(model: ir.Model) -> onnxruntime.InferenceSession:
+    options = options_with(emulated_library())
+    return onnxruntime.InferenceSession(model_bytes(model), options, providers=["CPUExecutionProvider"])
+
+
+def results(case: KernelCase) -> list[Array]:
+    opened, feeds, _ = session(case)
+    found: list[Array] = opened.run(None, feeds)
+    return found
+
+
+def error_of(found: Sequence[Array], expected: Sequence[Array]) -> float:
+    assert [array.shape for array in found] == [array.shape for array in expected]
+    pairs = zip(found, expected, strict=True)
+    return max((relative_error(a.astype(np.float32), b) for a, b in pairs if b.size), default=0.0)
+
+
+@pytest.mark.parametrize("case", OWN_KERNEL_CASES, ids=str)
+def test_kernel_agrees_with_the_reference_body(case: KernelCase) -> None:
+    opened, feeds, inputs = session(case)
+    assert error_of(opened.run(None, feeds), lowered_results(case, inputs)) < TOLERANCE["float16"]
+
+
+@pytest.mark.parametrize("case", GROUP_NORMS[:16], ids=str)
+def test_group_norm_without_clusters_agrees_with_the_reference_body(
+    case: KernelCase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """GPUs before sm_90: one block per slab, or two launches."""
+    monkeypatch.setenv(CAPABILITY, "8")
+    opened, feeds, inputs = session(case)
+    assert error_of(opened.run(None, feeds), lowered_results(case, inputs)) < TOLERANCE["float16"]
+
+
+@pytest.mark.parametrize("case", FIRST_USE, ids=str)
+@pytest.mark.parametrize("capability", ["8", "9"])
+def test_order_of_threads_does_not_change_a_byte(
+    case: KernelCase, capability: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A missing barrier, or a sum in the order of arrival, would change the result."""
+    monkeypatch.setenv(CAPABILITY, capability)
+    forward = results(case)
+    monkeypatch.setenv(ORDER, "reverse")
+    backward = results(case)
+    assert [array.tobytes() for array in forward] == [array.tobytes() for array in backward]
+
+
+@pytest.mark.parametrize("op_type", ["LayerNorm", "BiasSplitGelu", "GroupNorm"])
+def test_unaligned_tensors(op_type: str) -> None:
+    """Buffers of the caller may begin at any element: the vectors of eight numbers are then read one by one."""
+    case = next(case for case in OWN_KERNEL_CASES if case.op_type == op_type)
+    opened, feeds, _ = session(case)
+    expected = opened.run(None, feeds)
+    binding = opened.io_binding()
+    held = []
+    for name, array in feeds.items():
+        held.append(shifted(array))
+        binding.bind_input(name, "cpu", 0, array.dtype, list(array.shape), held[-1].ctypes.data)
+    found = []
+    for value, array in zip(opened.get_outputs(), expected, strict=True):
+        found.append(shifted(np.zeros_like(array)))
+        binding.bind_output(value.name, "cpu", 0, array.dtype, list(array.shape), found[-1].ctypes.data)
+    opened.run_with_iobinding(binding)
+    assert [array.tobytes() for array in found] == [array.tobytes() for array in expected]
+
+
+def shifted(array: Array) -> Array:
+    """Return a copy that begins one element behind an address which is a multiple of 16."""
+    size, offset = array.nbytes, array.itemsize
+    memory = np.zeros(size + 64, np.uint8)
+    start = -memory.ctypes.data % 16 + offset
+    copy: Array = memory[start : start + size].view(array.dtype).reshape(array.shape)
+    copy[...] = array
+    assert copy.ctypes.data % 16 == offset
+    return copy
+
+
+def one(op_type: str, shapes: Sequence[tuple[int, ...] | None], **attributes: Any) -> KernelCase:
+    outputs = 2 if op_type == "GroupNorm" else 1
+    return KernelCase(op_type, "a shape that is refused", tuple(shapes), attributes, outputs, domain="sdonnx")
+
+
+REFUSED = [
+    (one("LayerNorm", [(2, 3, 12), (12,), (12,)]), "LayerNorm of 12 channels; expected a multiple of 8"),
+    (one("LayerNorm", [(2, 3, 2056), (2056,), (2056,)]), "LayerNorm of 2056 channels"),
+    (one("LayerNorm", [(2, 3, 16), (8,), (16,)]), "gamma and beta must have 16 elements"),
+    (one("BiasSplitGelu", [(2, 3, 24), (24,)]), "BiasSplitGelu of width 24; expected a multiple of 16"),
+    (one("BiasSplitGelu", [(2, 3, 32), (16,)]), "the bias must have 32 elements"),
+    (one("GroupNorm", [(2, 3, 64), (64,), (64,)], groups=8), "GroupNorm of 3 dimensions"),
+    (one("GroupNorm", [(2, 3, 4, 64), (64,), (64,)], groups=32), "GroupNorm of 64 channels in 32 groups"),
+    (one("GroupNorm", [(2, 3, 4, 60), (60,), (60,)], groups=6), "GroupNorm of 60 channels in 6 groups"),
+    (one("GroupNorm", [(2, 3, 4, 64), (64,), (64,)], groups=7), "GroupNorm of 64 channels in 7 groups"),
+    (one("GroupNorm", [(2, 3, 4, 64), (64,), (64,), (1, 3, 4, 64)], groups=8), "skip must have the shape of x"),
+    (one("GroupNorm", [(2, 3, 4, 64), (64,), (64,), None, (32,)], groups=8), "the bias must have a number per channel"),
+    (one("MatMul", [(2, 3, 16), (24, 16)]), "must have the same K"),
+    (one("MatMul", [(2, 3, 12), (12, 16)]), "MatMul of 12 x 16; expected multiples of 8"),
+    (one("MatMul", [(2, 3, 16), (16, 24), (16,)]), "the bias must have a number per column"),
+    (one("MatMul", [(2, 3, 16), (16, 24), None, (2, 3, 24)], gelu=1), "gelu excludes a residual"),
+    (one("MatMul", [(2, 3, 16), (16, 24), None, (1, 3, 24)]), "the residual must have the shape of the result"),
+]
+
+
+@pytest.mark.parametrize(("case", "reason"), REFUSED, ids=[f"{case.op_type}-{text[:30]}" for case, text in REFUSED])
+def test_shapes_are_checked_on_the_host(case: KernelCase, reason: str) -> None:
+    with pytest.raises(Exception, match=reason):
+        results(case)
+
+
+@pytest.mark.parametrize("op_type", OWN_CONTRACTS)
+def test_batches_of_1_to_32_are_computed_image_by_image(op_type: str) -> None:
+    """Launches depend on the size of the batch, results of an image do not."""
+    shapes: dict[str, list[tuple[int, ...]]] = {
+        "LayerNorm": [(32, 5, 64), (64,), (64,)],
+        "BiasSplitGelu": [(32, 5, 64), (64,)],
+        "GroupNorm": [(32, 4, 4, 64), (64,), (64,)],
+        "MatMul": [(32, 5, 64), (64, 16), (16,)],
+    }
+    attributes = {"groups": 8, "activation": 1} if op_type == "GroupNorm" else {}
+    wide = KernelCase(op_type, "batch", tuple(shapes[op_type]), attributes, domain="sdonnx")
+    model = model_of(wide, "float16")  # with sizes that may change between runs
+    feeds = feeds_of(model, rounded(wide.make_inputs(), "float16"))
+    opened = open_session(model)
+    (together,) = opened.run(None, feeds)
+    for batch in (1, 3, 8):
+        (part,) = opened.run(None, feeds | {"x0": feeds["x0"][:batch]})
+        assert relative_error(part.astype(np.float32), together[:batch].astype(np.float32)) < TOLERANCE["float16"]

@@ -1,0 +1,74 @@
+"""The emulation and the cases of a first use notice faults that are put into the kernels' sources."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.kernel_library import SOURCES, emulated_library
+
+# What is wrong, the file, the text, and the text in its place. Each text occurs once.
+FAULTS = {
+    "barrier of a block": (
+        "group_norm.cuh",
+        "  block_sync();\n  reduce_groups(a, spread, vectors, rows_at_once, groups,",
+        "  reduce_groups(a, spread, vectors, rows_at_once, groups,",
+    ),
+    "barrier of a cluster": ("group_norm.cuh", "  cluster_arrive();\n  cluster_wait();\n", ""),
+    "barrier of the second launch": ("group_norm.cuh", "  block_sync();\n  if (r0 >= rows_at_once) return;",
+                                     "  if (r0 >= rows_at_once) return;"),
+    "edge of a group": ("group_norm.cuh", "    if (j < edge) {", "    if (j <= edge) {"),
+    "shared memory": ("group_norm.cuh", "sizeof(float2) * (2 * plan.threads + 2 * size_t(groups))",
+                      "sizeof(float2) * (2 * plan.threads + size_t(groups))"),
+    "clusters": ("group_norm.cuh", "if (lane < cluster) pair", "if (lane < 1) pair"),
+    "last row": ("layer_norm.cuh", "if (row >= a.rows) return;", "if (row + 1 >= a.rows) return;"),
+    "half a warp": ("layer_norm.cuh", "launch(kernels[ceil_div(channels, 256) - 1]", "launch(kernels[0]"),
+    "gate": ("bias_split_gelu.cuh", "gelu(gate[j] + gate_bias[j])", "gelu(gate[j])"),
+    "rows": ("bias_split_gelu.cuh", "ceil_div(a.rows, is_long ? 4 : 1)", "ceil_div(a.rows - 1, is_long ? 4 : 1)"),
+    "residual": ("mat_mul.cuh", "if (p.residual) sum +=", "if (p.residual) sum -="),
+}  # fmt: skip
+
+CHECK = """
+import sys, tempfile
+from pathlib import Path
+from sdonnx.doctor.own_kernel_check import own_verdict
+from sdonnx.doctor.sessions import kernel_opener
+library = Path(sys.argv[1])
+def identify(index, digest):
+    return {"gpu": "emulated", "kernel_cases": digest}
+with tempfile.TemporaryDirectory() as folder:
+    verdict = own_verdict(
+        0, library, folder=Path(folder), open_kernel=kernel_opener("cpu", library=library), identify=identify
+    )
+print("sound" if verdict.sound else "faulty")
+"""
+
+
+def checked(library: Path) -> str:
+    """Return "sound", "faulty", or "stopped" where the emulation ended the process."""
+    command = [sys.executable, "-c", CHECK, str(library)]
+    done = subprocess.run(command, cwd=SOURCES.parent, capture_output=True, text=True)
+    return done.stdout.strip() if done.returncode == 0 else "stopped"
+
+
+@pytest.mark.slow
+def test_sources_are_sound() -> None:
+    assert checked(emulated_library()) == "sound"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAULTS)
+def test_fault_is_noticed(name: str, tmp_path: Path) -> None:
+    emulated_library()  # skips without a compiler
+    file, right, wrong = FAULTS[name]
+    shutil.copytree(SOURCES / "src", tmp_path / "src")
+    shutil.copy(SOURCES / "Makefile", tmp_path)
+    path = tmp_path / "src" / file
+    text = path.read_text(encoding="utf-8")
+    assert text.count(right) == 1
+    path.write_text(text.replace(right, wrong), encoding="utf-8")
+    subprocess.run(["make", "-C", str(tmp_path), "emulated"], check=True, capture_output=True)
+    assert checked(tmp_path / "build" / "libsdonnx_kernels_emulated.so") in ("faulty", "stopped")
