@@ -83,6 +83,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="layout of the inputs of MultiHeadAttention: unpacked (default; fastest from sm_90 on), packed_kv or "
         "packed_qkv",
     )
+    add_option(
+        target,
+        "--kernels",
+        default="none",
+        help="auto: also write each graph with the operators of the package sdonnx-kernels, which are used where it is "
+        "installed and the GPU has kernels for them; none (default): only ONNX Runtime's operators",
+    )
     fusions = parser.add_argument_group("fusions to leave out")
     for flag in FLAGS.values():
         add_option(fusions, flag.option, action="store_true", help=flag.help)
@@ -149,6 +156,7 @@ def _optimize(options: argparse.Namespace) -> OptimizeReport:
         attention_layout=options.attention_layout,
         disabled=tuple(sorted(name for name in FLAGS if getattr(options, f"disable_{name}"))),
         inspect=options.inspect,
+        kernels=options.kernels,
     )
     if AUTO in options.force_fp32_ops:
         return _optimize_automatically(options, request)

@@ -32,6 +32,7 @@ __all__ = [
     "atomic_folder",
     "finite",
     "hash_file",
+    "own_kernel_graph",
     "read_json",
     "require_inside",
 ]
@@ -41,6 +42,7 @@ ONNX_MODEL = "model.onnx"
 ONNX_WEIGHTS = "model.onnx.data"
 # Weights that several graphs of a component read: a header as in safetensors, with the graphs' SHA-256 as metadata.
 SHARED_WEIGHTS = "weights.json"
+_OWN_KERNELS = "-kernels.onnx"
 REPORT = "sdonnx.json"  # written into an optimized folder
 
 # numpy's error, without an errno, if fewer elements were written to a file than requested.
@@ -54,6 +56,11 @@ _MAX_JSON_BYTES = 64 << 20  # shard indexes and vocabularies, the largest files,
 
 # Errors of writing that the user can fix: disk full, quota, read-only file system, permission, file size limit.
 _WRITE_FAILURES = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG}
+
+
+def own_kernel_graph(file: str) -> str:
+    """Return the name of the file with the same graph in the form with our own operators: `step-kernels.onnx`."""
+    return file.removesuffix(".onnx") + _OWN_KERNELS
 
 
 def read_json(path: Path) -> dict[str, Any]:

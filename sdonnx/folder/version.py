@@ -109,6 +109,7 @@ def command_for(report: Mapping[str, Any], provider: str | None = None, layout: 
         kept = [word for word in map(_word, _listed(options.get("force_fp32_ops"))) if word]
         words += ["--force_fp32_ops", *kept] if kept else []
         words += ["--bfloat16"] if options.get("bfloat16") is True else []
+        words += ["--kernels", "auto"] if options.get("kernels") == "auto" else []
     if chosen:
         words += ["--provider", chosen]
     if chosen != "cpu" and (reads := _word(layout or report.get("attention_layout"))) not in ("", "unpacked"):

@@ -9,6 +9,7 @@ import json
 import logging
 import shutil
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,10 +19,20 @@ import onnx_ir as ir
 
 from sdonnx.compose import compose_component, shared_weights
 from sdonnx.errors import FolderError, OptionError, refusing
-from sdonnx.folder.pipeline_folder import ONNX_MODEL, ONNX_WEIGHTS, SHARED_WEIGHTS, hash_file
+from sdonnx.folder.pipeline_folder import (
+    ONNX_MODEL,
+    ONNX_WEIGHTS,
+    SHARED_WEIGHTS,
+    hash_file,
+    own_kernel_graph,
+    read_json,
+)
 from sdonnx.fusions.fusion_table import StageOutcome, fuse
+from sdonnx.fusions.own_kernels import OWN_KERNELS, use_own_kernels
+from sdonnx.graph.match import MatchFailure
 from sdonnx.graph.passes import tidy
-from sdonnx.models.spec import ComponentSpec
+from sdonnx.models import abi
+from sdonnx.models.spec import ComponentSpec, Role
 from sdonnx.optimize.component import CONFIG, OpenedComponent
 from sdonnx.optimize.exported import EXPECTED_GRAPH
 from sdonnx.optimize.interface import adapt_interface
@@ -35,6 +46,9 @@ from sdonnx.precision.residual_scaling import scale_residual_stream
 __all__ = ["FUSION_PASSES", "PASSES", "ComponentJob", "ComponentPass", "run_passes"]
 
 _LOGGER = logging.getLogger(__name__)
+
+# Files of the graphs that the report counts: variants for short prompts have the same nodes.
+_REPORTED = frozenset(spec.file for spec in abi.GRAPHS.values())
 
 
 @dataclass
@@ -54,6 +68,7 @@ class ComponentJob:
         dtype: type that the component computes in.
         conversion: policy of a conversion that is needed to reach `dtype`, or None.
         kept_float32: for each reason to stay out of `dtype`, the number of nodes.
+        served: files of the served graphs.
     """
 
     spec: ComponentSpec
@@ -68,6 +83,7 @@ class ComponentJob:
     dtype: ir.DataType = ir.DataType.FLOAT
     conversion: PrecisionPolicy | None = None
     kept_float32: dict[str, int] = field(default_factory=dict)
+    served: tuple[str, ...] = ()
 
     @property
     def model(self) -> ir.Model:
@@ -208,6 +224,7 @@ def _write_configuration(job: ComponentJob) -> None:
 def _write_served_graphs(job: ComponentJob) -> None:
     """Write the graphs that the run-time replays; they read the weights of the component's graph."""
     composed = compose_component(job.spec.role, ir.load(job.folder / ONNX_MODEL), job.opened.config)
+    job.served = tuple(composed)
     for file, model in composed.items():
         tidy(model)
         ir.save(model, job.folder / file)
@@ -215,6 +232,29 @@ def _write_served_graphs(job: ComponentJob) -> None:
         hashes = {file: hash_file(job.folder / file)[1] for file in composed}
         index = {"__metadata__": hashes} | shared
         (job.folder / SHARED_WEIGHTS).write_text(json.dumps(index) + "\n", encoding="utf-8")
+
+
+def _write_own_kernel_graphs(job: ComponentJob) -> None:
+    """Write each served graph a second time, with our own operators; both forms read the same weights."""
+    size = job.opened.config.get("sample_size") if job.spec.role is Role.DENOISER else None
+    index = job.folder / SHARED_WEIGHTS
+    shared = read_json(index) if index.is_file() else None
+    fired: Counter[str] = Counter()
+    failures: list[MatchFailure] = []
+    for file in job.served:
+        model = ir.load(job.folder / file)
+        outcome = use_own_kernels(model, size if isinstance(size, int) else None)
+        if any(outcome.fired.values()):
+            own = job.folder / own_kernel_graph(file)
+            ir.save(model, own)
+            if shared is not None:
+                shared["__metadata__"][own.name] = hash_file(own)[1]
+        if file in _REPORTED:
+            fired.update(outcome.fired)
+            failures += outcome.failures
+    if shared is not None:
+        index.write_text(json.dumps(shared) + "\n", encoding="utf-8")
+    job.outcomes = [*job.outcomes, StageOutcome(OWN_KERNELS, dict(fired), tuple(dict.fromkeys(failures)))]
 
 
 def _inspect(job: ComponentJob) -> None:
@@ -238,6 +278,9 @@ PASSES = (
     ComponentPass("write graph", _write_graph),
     ComponentPass("write configuration", _write_configuration),
     ComponentPass("write served graphs", _write_served_graphs),
+    ComponentPass(
+        "write own kernel graphs", _write_own_kernel_graphs, applies=lambda job: job.request.kernels == "auto"
+    ),
     ComponentPass("inspect", _inspect, applies=lambda job: job.inspector is not None),
 )
 """Passes that optimize a component and write it."""

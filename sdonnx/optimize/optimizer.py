@@ -36,6 +36,7 @@ def optimize_folder(
     attention_layout: str = "unpacked",
     disabled: Collection[str] = (),
     inspect: bool = False,
+    kernels: str = "none",
     overwrite: bool = False,
     progress: ProgressCallback | None = None,
 ) -> OptimizeReport:
@@ -51,6 +52,7 @@ def optimize_folder(
         attention_layout: layout of the inputs of MultiHeadAttention: "unpacked", "packed_kv" or "packed_qkv".
         disabled: names of fusions to leave out.
         inspect: also write each graph as ONNX Runtime's own optimizations leave it.
+        kernels: "auto" to also write each graph with the operators of `sdonnx-kernels`; "none" not to.
         overwrite: replace the pipeline in `out`, if there is one.
         progress: callback for progress.
 
@@ -58,7 +60,8 @@ def optimize_folder(
         SdonnxError: an option or the folder cannot be used, or the output cannot be written.
     """
     precision = Precision.from_flags(float16, bfloat16, force_fp32_ops)
-    request = OptimizeRequest(provider, precision, attention_layout, tuple(sorted(disabled)), inspect)
+    disabled_names = tuple(sorted(disabled))
+    request = OptimizeRequest(provider, precision, attention_layout, disabled_names, inspect, kernels=kernels)
     return optimize_request(source, out, request, overwrite, progress)
 
 
@@ -112,7 +115,7 @@ def write_optimized(
         request.attention_layout,
         list(request.disabled),
         reports,
-        request.precision.flags(),
+        request.precision.flags() | ({"kernels": request.kernels} if request.kernels != "none" else {}),
     )
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from sdonnx.errors import OptionError, ProviderError
 from sdonnx.fusions.derived_tables import FLAGS
 from sdonnx.fusions.fusion_table import ATTENTION_LAYOUTS, PROVIDERS
+from sdonnx.fusions.own_kernels import KERNELS
 from sdonnx.precision.policy import Precision
 
 __all__ = ["OptimizeRequest", "ProgressCallback", "require_known_provider"]
@@ -29,6 +30,7 @@ class OptimizeRequest:
         inspect: also write `inspect.onnx` for each component: the graph after ONNX Runtime's own optimizations.
         scale_residual: scale residual streams as for float16, but compute in float32. `sdonnx.precision_search`
             measures the values of such graphs.
+        kernels: "auto" to also write each graph with our own operators, where they are worth it; "none" not to.
 
     Raises:
         SdonnxError: an option is unknown, or options contradict each other.
@@ -40,6 +42,7 @@ class OptimizeRequest:
     disabled: tuple[str, ...] = ()
     inspect: bool = False
     scale_residual: bool = False
+    kernels: str = "none"
 
     def __post_init__(self) -> None:
         require_known_provider(self.provider)
@@ -49,6 +52,11 @@ class OptimizeRequest:
             raise OptionError(found, f"one of {layouts}", "pass one")
         if self.provider == "cpu" and self.precision.is_reduced:
             raise OptionError("float16 for the CPU", "float32, which the CPU's kernels have", "leave out --float16")
+        if self.kernels not in KERNELS:
+            raise OptionError(f"kernels is {self.kernels!r}", f"one of {', '.join(KERNELS)}", "pass one")
+        if self.kernels == "auto" and not (self.provider == "cuda" and self.precision.dtype == "float16"):
+            found = f"--kernels auto for {self.provider} in {self.precision.dtype}"
+            raise OptionError(found, "cuda and float16, which our own operators are for", "leave out --kernels")
         for name in self.disabled:
             if name not in FLAGS:
                 found = f"the fusion {name!r} is unknown"

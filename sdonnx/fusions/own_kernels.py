@@ -1,0 +1,245 @@
+"""Replace nodes by our own operators, where their contracts accept them and they are worth it: the last stage.
+
+It works on a served graph in its final precision. A graph with our own operators needs `libsdonnx_kernels.so`, so it is
+a second form of the graph, next to the one without them. Sizes at which ONNX Runtime's kernel is as fast stay with it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import onnx_ir as ir
+
+from sdonnx.fusions.fuse_bias_split_gelu import GegluToBiasSplitGelu
+from sdonnx.graph.edit import (
+    MICROSOFT,
+    dims,
+    input_of,
+    insert,
+    insert_multi,
+    is_weight,
+    producer_node,
+    replace,
+    static_dim,
+)
+from sdonnx.graph.match import (
+    NOT_A_CANDIDATE,
+    REWRITTEN,
+    MatchFailure,
+    PassOutcome,
+    Refused,
+    WalkResult,
+    apply_rules,
+    is_bias,
+    match_failure,
+    producer_of,
+    same_shape,
+)
+from sdonnx.graph.passes import tidy
+from sdonnx.graph.shapes.expressions import expression_of
+from sdonnx.operators.case import OWN_DOMAIN
+from sdonnx.operators.own_bias_split_gelu import check_own_bias_split_gelu
+from sdonnx.operators.own_group_norm import check_own_group_norm
+from sdonnx.operators.own_layer_norm import check_own_layer_norm
+from sdonnx.operators.own_mat_mul import check_own_mat_mul
+from sdonnx.operators.reference_body import optional_input
+
+__all__ = ["KERNELS", "MAX_POSITIONS", "OWN_KERNELS", "use_own_kernels"]
+
+KERNELS = ("none", "auto")
+"""Whether to write the form of the graphs with our own operators."""
+
+OWN_KERNELS = "own_kernels"
+"""The name of the stage in the report."""
+
+MAX_POSITIONS = 32 * 32
+"""The largest image, in latent positions of the layer, whose group norm is replaced.
+
+On an H200 our kernel took 0.48 to 0.71 of ONNX Runtime's time up to 32x32 and was as fast at 64x64 and 128x128
+(docs/explanation/kernels.md).
+"""
+
+
+class GegluToOwnBiasSplitGelu(GegluToBiasSplitGelu):
+    """a, b = Split(x + bias); a * Gelu(b) -> sdonnx::BiasSplitGelu(x, bias), at widths that ONNX Runtime lacks."""
+
+    def check(self, x: ir.Value, bias: ir.Value, gate: ir.Value, gelu: ir.Value, **_: Any) -> str | None:
+        split, activation = producer_node(gate), producer_node(gelu)
+        if activation.attributes.get_string("approximate", "none") != "none":
+            return "the kernel computes the exact gelu, not an approximation"
+        if not is_bias(bias, static_dim(x, -1)):
+            return "the addend is not a constant vector"
+        last = (-1, len(dims(x) or ()) - 1)
+        if split.attributes.get_int("axis", 0) not in last:
+            return "the split is not along the last axis"
+        return check_own_bias_split_gelu(x, bias)
+
+    def rewrite(self, op: Any, x: ir.Value, bias: ir.Value, **_: Any) -> Any:
+        return op.BiasSplitGelu(x, bias, _domain=OWN_DOMAIN)
+
+
+def use_own_kernels(model: ir.Model, latent_size: int | None = None) -> PassOutcome:
+    """Replace nodes of a graph by our own operators, in place.
+
+    Args:
+        model: the graph.
+        latent_size: height and width of the latents that the pipeline generates by default; None if unknown. It only
+            decides whether a replacement is worth it.
+    """
+    fired: Counter[str] = Counter()
+    failures: list[MatchFailure] = []
+    count, refused = apply_rules(model, [GegluToOwnBiasSplitGelu], commute=True)
+    fired[GegluToOwnBiasSplitGelu.__name__] = count
+    failures += refused
+    for node in list(model.graph):
+        swap = _SWAPS.get((node.domain, node.op_type))
+        if swap is None or not any(output.uses() or output.is_graph_output() for output in node.outputs):
+            continue
+        result = swap(node, latent_size)
+        name = f"{node.op_type}ToOwn{_TARGETS[node.op_type]}"
+        if result is REWRITTEN:
+            fired[name] += 1
+        elif isinstance(result, Refused):
+            failures.append(match_failure(name, node, result.reason))
+    if any(fired.values()):
+        model.graph.opset_imports[OWN_DOMAIN] = 1
+        tidy(model)
+    return PassOutcome({name: number for name, number in fired.items() if number}, tuple(dict.fromkeys(failures)))
+
+
+def _layer_norm(node: ir.Node, _: int | None) -> WalkResult:
+    x, gamma, beta = input_of(node, 0), input_of(node, 1), optional_input(node, 2)
+    rank = len(dims(x) or ())
+    if node.attributes.get_int("axis", -1) not in (-1, rank - 1):
+        return Refused("the norm is not over the last axis only")
+    if any(output.uses() or output.is_graph_output() for output in node.outputs[1:]):
+        return Refused("the mean or the deviation is read")
+    if (reason := check_own_layer_norm(x, gamma, beta)) is not None:
+        return Refused(reason)
+    attributes = {"epsilon": node.attributes.get_float("epsilon", 1e-5)}
+    _put(node, node.outputs[0], "LayerNorm", [x, gamma, *([] if beta is None else [beta])], attributes)
+    return REWRITTEN
+
+
+def _bias_split_gelu(node: ir.Node, _: int | None) -> WalkResult:
+    x, bias = input_of(node, 0), input_of(node, 1)
+    if (reason := check_own_bias_split_gelu(x, bias)) is not None:
+        return Refused(reason)
+    _put(node, node.outputs[0], "BiasSplitGelu", [x, bias], {})
+    return REWRITTEN
+
+
+def _group_norm(node: ir.Node, latent_size: int | None) -> WalkResult:
+    x, gamma = input_of(node, 0), input_of(node, 1)
+    groups = node.attributes.get_int("groups")
+    if (reason := check_own_group_norm(x, gamma, groups)) is not None:
+        return Refused(reason)
+    positions = _positions(x, latent_size)
+    if positions is None:
+        return Refused("the size of the image is not known")
+    if positions > MAX_POSITIONS:
+        return Refused(f"{positions} positions: ONNX Runtime's kernel is as fast above {MAX_POSITIONS}")
+    attributes = {
+        "groups": groups,
+        "epsilon": node.attributes.get_float("epsilon", 1e-5),
+        "activation": node.attributes.get_int("activation", 0),
+    }
+    outputs = insert_multi(
+        node,
+        "GroupNorm",
+        list(node.inputs),
+        attributes,
+        len(node.outputs),
+        domain=OWN_DOMAIN,
+        shapes=[output.shape for output in node.outputs],
+    )
+    for old, new in zip(node.outputs, outputs, strict=True):
+        replace(old, new)
+    return REWRITTEN
+
+
+def _positions(x: ir.Value, latent_size: int | None) -> int | None:
+    """Return height times width of x (B,H,W,C) for the default image, None where they are not known."""
+    sizes = []
+    for dim in (dims(x) or ())[1:3]:
+        expression = expression_of(dim)
+        if expression is None or (expression.free_symbols and latent_size is None):
+            return None
+        sizes.append(int(expression.subs(dict.fromkeys(expression.free_symbols, latent_size))))
+    return math.prod(sizes) if len(sizes) == 2 else None
+
+
+def _fast_gelu(node: ir.Node, _: int | None) -> WalkResult:
+    """FastGelu(x @ w, bias) -> MatMul(x, w, bias) with gelu."""
+    return _product(node, input_of(node, 0), optional_input(node, 1), None, gelu=1)
+
+
+def _bias_add(node: ir.Node, _: int | None) -> WalkResult:
+    """BiasAdd(x @ w, bias, skip) -> MatMul(x, w, bias, skip), with the product in either place."""
+    first, bias, second = node.inputs
+    for product, residual in ((first, second), (second, first)):
+        result = _product(node, product, bias, residual, gelu=0)
+        if result is not NOT_A_CANDIDATE:
+            return result
+    return NOT_A_CANDIDATE
+
+
+def _sum(node: ir.Node, _: int | None) -> WalkResult:
+    """X @ w + bias -> MatMul(x, w, bias), with the operands in either order."""
+    for product, bias in (tuple(node.inputs), tuple(reversed(node.inputs))):
+        if is_weight(bias) and bias is not None and bias.shape is not None and bias.shape.rank() == 1:
+            return _product(node, product, bias, None, gelu=0)
+    return NOT_A_CANDIDATE
+
+
+def _product(
+    node: ir.Node, value: ir.Value | None, bias: ir.Value | None, residual: ir.Value | None, gelu: int
+) -> WalkResult:
+    """Replace a product and the node that reads it. The product must be by a constant, and have no other reader."""
+    product = producer_of(value, "MatMul")
+    if product is None or value is None or len(value.uses()) != 1 or value.is_graph_output():
+        return NOT_A_CANDIDATE
+    x, weight = input_of(product, 0), input_of(product, 1)
+    if not is_weight(weight) or weight.shape is None or weight.shape.rank() != 2:
+        return NOT_A_CANDIDATE
+    if (reason := check_own_mat_mul(x, weight, bias)) is not None:
+        return Refused(reason)
+    if residual is not None and not same_shape(residual, value):
+        return Refused("the residual is not known to have the shape of the product")
+    inputs = [x, weight, bias, residual]
+    while inputs[-1] is None:
+        inputs.pop()
+    _put(node, node.outputs[0], "MatMul", inputs, {"gelu": gelu})
+    return REWRITTEN
+
+
+def _put(
+    node: ir.Node, old: ir.Value, op_type: str, inputs: Sequence[ir.Value | None], attributes: Mapping[str, Any]
+) -> None:
+    new = insert(node, op_type, inputs, attributes, domain=OWN_DOMAIN, shape=old.shape, dtype=old.dtype)
+    replace(old, new)
+
+
+_SWAPS: Mapping[tuple[str, str], Callable[[ir.Node, int | None], WalkResult]] = {
+    ("", "LayerNormalization"): _layer_norm,
+    (MICROSOFT, "BiasSplitGelu"): _bias_split_gelu,
+    (MICROSOFT, "GroupNorm"): _group_norm,
+    (MICROSOFT, "SkipGroupNorm"): _group_norm,
+    (MICROSOFT, "FastGelu"): _fast_gelu,
+    (MICROSOFT, "BiasAdd"): _bias_add,
+    ("", "Add"): _sum,
+}
+
+_TARGETS = {
+    "LayerNormalization": "LayerNorm",
+    "BiasSplitGelu": "BiasSplitGelu",
+    "GroupNorm": "GroupNorm",
+    "SkipGroupNorm": "GroupNorm",
+    "FastGelu": "MatMul",
+    "BiasAdd": "MatMul",
+    "Add": "MatMul",
+}
+"""The operator that takes a node's place."""

@@ -1,0 +1,237 @@
+"""Nodes are replaced by our own operators where their contracts accept them and it is worth it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+from support.graphs import copied, feeds_for, graph, interface, normal, relative_error, run, text_of
+
+from sdonnx.fusions.own_kernels import MAX_POSITIONS, use_own_kernels
+from sdonnx.graph.match import MatchFailure
+from sdonnx.operators.case import OWN_DOMAIN
+from sdonnx.operators.operator_table import OWN_CONTRACTS, contract_of
+
+SIZES = {"B": 2, "S": 6, "H": 4, "W": 6}
+GROUP_NORM = "com.microsoft.GroupNorm<groups=8, epsilon=0.001, channels_last=1, activation=1>"
+SKIP_GROUP_NORM = GROUP_NORM.replace("GroupNorm", "SkipGroupNorm", 1)
+
+
+def half(*shape: int, seed: int = 0) -> np.ndarray[tuple[int, ...], np.dtype[np.float16]]:
+    return normal(*shape, seed=seed).astype(np.float16)
+
+
+VECTOR, WEIGHT = half(64), half(64, 64, seed=1) / np.float16(8)
+NORM = {"g": normal(64), "b": normal(64, seed=2)}
+
+
+def swapped(model: ir.Model, latent_size: int | None = 64, tolerance: float = 4e-3) -> tuple[ir.Model, dict[str, int]]:
+    """Replace nodes, and check the properties of every replacement; return the graph and what fired."""
+    after = copied(model)
+    outcome = use_own_kernels(after, latent_size)
+    assert interface(after) == interface(model)
+    for node in after.graph:
+        if node.domain == OWN_DOMAIN:
+            contract = contract_of(node)
+            assert contract is not None
+            assert contract.check(node) is None
+            assert [output.dtype for output in node.outputs] == [ir.DataType.FLOAT16] * len(node.outputs)
+    again = copied(after)
+    assert use_own_kernels(again, latent_size).fired == {}
+    assert text_of(again) == text_of(after)
+    feeds = feeds_for(model, sizes=SIZES)
+    found, expected = run(after, feeds), run(model, feeds)
+    for name, values in expected.items():
+        assert relative_error(found[name], values) < tolerance
+    return after, outcome.fired
+
+
+def own(model: ir.Model) -> list[str]:
+    return [node.op_type for node in model.graph if node.domain == OWN_DOMAIN]
+
+
+def failures(model: ir.Model, latent_size: int | None = 64) -> tuple[MatchFailure, ...]:
+    before = text_of(model)
+    outcome = use_own_kernels(model, latent_size)
+    assert outcome.fired == {}
+    assert text_of(model) == before
+    return outcome.failures
+
+
+def test_layer_norm() -> None:
+    body = "y = LayerNormalization<axis=-1, epsilon=0.001>(x, v, w)"
+    model = graph("float16[B,S,64] x", "float16[B,S,64] y", body, v=VECTOR, w=half(64, seed=3))
+    after, fired = swapped(model)
+    assert fired == {"LayerNormalizationToOwnLayerNorm": 1}
+    (node,) = after.graph
+    assert node.attributes.get_float("epsilon") == pytest.approx(1e-3)
+    assert after.graph.opset_imports[OWN_DOMAIN] == 1
+
+
+def test_layer_norm_without_a_shift_and_with_another_name_of_the_last_axis() -> None:
+    model = graph("float16[B,S,64] x", "float16[B,S,64] y", "y = LayerNormalization<axis=2>(x, v)", v=VECTOR)
+    assert swapped(model)[1] == {"LayerNormalizationToOwnLayerNorm": 1}
+
+
+def test_bias_split_gelu() -> None:
+    model = graph("float16[B,S,2560] x", "float16[B,S,1280] y", "y = com.microsoft.BiasSplitGelu(x, b)", b=half(2560))
+    assert swapped(model)[1] == {"BiasSplitGeluToOwnBiasSplitGelu": 1}
+
+
+@pytest.mark.parametrize("width", [64, 2048])
+def test_geglu_of_a_width_without_a_kernel_of_onnxruntime(width: int) -> None:
+    body = "t = Add(x, b) v, g = Split<axis=2, num_outputs=2>(t) h = Gelu(g) y = Mul(h, v)"
+    model = graph(f"float16[B,S,{width}] x", f"float16[B,S,{width // 2}] y", body, b=half(width))
+    after, fired = swapped(model)
+    assert fired == {"GegluToOwnBiasSplitGelu": 1}
+    assert own(after) == ["BiasSplitGelu"]
+
+
+def test_group_norm() -> None:
+    shapes = "float16[B,H,W,64] x", "float16[B,H,W,64] y"
+    after, fired = swapped(graph(*shapes, f"y = {GROUP_NORM}(x, g, b)", **NORM), latent_size=32)
+    assert fired == {"GroupNormToOwnGroupNorm": 1}
+    (node,) = after.graph
+    assert {name: each.value for name, each in node.attributes.items()} == {
+        "groups": 8, "activation": 1, "epsilon": pytest.approx(1e-3)
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("skip", ["B,H,W,64", "B,1,1,64", "B,64"])
+@pytest.mark.parametrize("outputs", ["y", "y, s"])
+def test_skip_group_norm(skip: str, outputs: str) -> None:
+    results = ", ".join(f"float16[B,H,W,64] {name}" for name in outputs.split(", "))
+    body = f"{outputs} = {SKIP_GROUP_NORM}(x, g, b, r, c)"
+    model = graph(f"float16[B,H,W,64] x, float16[{skip}] r", results, body, **NORM, c=VECTOR)
+    assert swapped(model, latent_size=32)[1] == {"SkipGroupNormToOwnGroupNorm": 1}
+
+
+def test_gelu_after_a_product() -> None:
+    body = "p = MatMul(x, w) y = com.microsoft.FastGelu(p, v)"
+    model = graph("float16[B,S,64] x", "float16[B,S,64] y", body, w=WEIGHT, v=VECTOR)
+    after, fired = swapped(model)
+    assert fired == {"FastGeluToOwnMatMul": 1}
+    (node,) = after.graph
+    assert node.attributes.get_int("gelu") == 1
+
+
+@pytest.mark.parametrize("sum_", ["BiasAdd(p, v, r)", "BiasAdd(r, v, p)"])
+def test_residual_after_a_product(sum_: str) -> None:
+    body = f"p = MatMul(x, w) y = com.microsoft.{sum_}"
+    inputs = "float16[B,S,64] x, float16[B,S,64] r"
+    model = graph(inputs, "float16[B,S,64] y", body, "float16[B,S,64] p", w=WEIGHT, v=VECTOR)
+    after, fired = swapped(model)
+    assert fired == {"BiasAddToOwnMatMul": 1}
+    assert own(after) == ["MatMul"]
+
+
+@pytest.mark.parametrize("sum_", ["Add(p, v)", "Add(v, p)"])
+def test_bias_after_a_product(sum_: str) -> None:
+    model = graph("float16[B,S,64] x", "float16[B,S,64] y", f"p = MatMul(x, w) y = {sum_}", w=WEIGHT, v=VECTOR)
+    assert swapped(model)[1] == {"AddToOwnMatMul": 1}
+
+
+def test_everything_at_once() -> None:
+    """A block of a transformer: each node is replaced, and products without bias stay."""
+    model = graph(
+        "float16[B,S,64] x",
+        "float16[B,S,64] y",
+        """n = LayerNormalization(x, v, u) p = MatMul(n, wide) h = com.microsoft.BiasSplitGelu(p, c)
+        q = MatMul(h, narrow) y = com.microsoft.BiasAdd(q, v, x)""",
+        "float16[B,S,5120] p, float16[B,S,2560] h, float16[B,S,64] q",
+        v=VECTOR, u=half(64, seed=5), c=half(5120), wide=half(64, 5120) / np.float16(8),
+        narrow=half(2560, 64) / np.float16(50),
+    )  # fmt: skip
+    after, _ = swapped(model)
+    assert [(node.domain, node.op_type) for node in after.graph] == [
+        (OWN_DOMAIN, "LayerNorm"), ("", "MatMul"), (OWN_DOMAIN, "BiasSplitGelu"), (OWN_DOMAIN, "MatMul")
+    ]  # fmt: skip
+
+
+REFUSED: Mapping[str, tuple[ir.Model, str]] = {
+    "float32": (
+        graph("float[B,S,64] x", "float[B,S,64] y", "y = LayerNormalization(x, v)", v=normal(64)),
+        "the input is FLOAT, the kernel accepts FLOAT16",
+    ),
+    "odd width": (
+        graph("float16[B,S,60] x", "float16[B,S,60] y", "y = LayerNormalization(x, v)", v=half(60)),
+        "60 channels: the kernel accepts multiples of 8",
+    ),
+    "other axis": (
+        graph("float16[B,8,64] x", "float16[B,8,64] y", "y = LayerNormalization<axis=1>(x, v)", v=half(8, 64)),
+        "the norm is not over the last axis only",
+    ),
+    "mean": (
+        graph("float16[B,S,64] x", "float16[B,S,64] y, float[B,S,1] m", "y, m = LayerNormalization(x, v)", v=VECTOR),
+        "the mean or the deviation is read",
+    ),
+    "large image": (
+        graph("float16[B,64,64,64] x", "float16[B,64,64,64] y", f"y = {GROUP_NORM}(x, g, b)", **NORM),
+        f"4096 positions: ONNX Runtime's kernel is as fast above {MAX_POSITIONS}",
+    ),
+    "small groups": (
+        graph("float16[B,8,8,64] x", "float16[B,8,8,64] y", f"y = {GROUP_NORM.replace('=8', '=32')}(x, g, b)", **NORM),
+        "64 channels in 32 groups",
+    ),
+    "odd product": (
+        graph("float16[B,S,64] x", "float16[B,S,60] y", "p = MatMul(x, w) y = Add(p, v)", w=half(64, 60), v=half(60)),
+        "a weight of 64 x 60: the kernel accepts multiples of 8",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refuses(name: str) -> None:
+    model, reason = REFUSED[name]
+    assert [reason in failure.reason for failure in failures(copied(model))] == [True]
+
+
+def test_group_norm_needs_the_size_of_the_image() -> None:
+    model = graph("float16[B,H,W,64] x", "float16[B,H,W,64] y", f"y = {GROUP_NORM}(x, g, b)", **NORM)
+    assert [each.reason for each in failures(copied(model), None)] == ["the size of the image is not known"]
+    assert [each.reason[:14] for each in failures(copied(model), 64)] == ["4096 positions"]
+    assert use_own_kernels(copied(model), 32).fired == {"GroupNormToOwnGroupNorm": 1}
+
+
+def test_size_of_the_image_follows_from_the_latents() -> None:
+    """A layer behind two strided convolutions has a quarter of the latents' height and width."""
+    body = f"y = {GROUP_NORM}(x, g, b)"
+    shape = "float16[B,H,W,64]"
+    model = graph(f"{shape} x", f"{shape} y", body, **NORM)
+    (x,) = model.graph.inputs
+    x.shape = ir.Shape(["B", ir.SymbolicDim("floor(H/4 + 1/2)"), ir.SymbolicDim("floor(W/4 + 1/2)"), 64])
+    assert use_own_kernels(model, 128).fired == {"GroupNormToOwnGroupNorm": 1}
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "p = MatMul(x, x2) y = Add(p, v)",  # not by a constant
+        "p = MatMul(x, w) q = Relu(p) z = Add(p, v) y = Add(z, q)",  # the product is read twice
+        "p = MatMul(x, w) y = Add(p, x)",  # no bias
+        "p = Relu(x) y = Add(p, v)",  # no product
+    ],
+)
+def test_sums_that_are_no_bias_of_a_product_are_not_candidates(body: str) -> None:
+    inputs = "float16[B,64,64] x" + (", float16[B,64,64] x2" if "x2" in body else "")
+    known = {name: array for name, array in {"w": WEIGHT, "v": VECTOR}.items() if re.search(rf"\b{name}\b", body)}
+    assert failures(graph(inputs, "float16[B,64,64] y", body, **known)) == ()
+
+
+def test_every_operator_is_emitted() -> None:
+    emitted = {
+        node.op_type
+        for model in (
+            graph("float16[B,S,64] x", "float16[B,S,64] y", "y = LayerNormalization(x, v)", v=VECTOR),
+            graph("float16[B,S,64] x", "float16[B,S,64] y", "p = MatMul(x, w) y = Add(p, v)", w=WEIGHT, v=VECTOR),
+            graph("float16[B,8,8,64] x", "float16[B,8,8,64] y", f"y = {GROUP_NORM}(x, g, b)", **NORM),
+            graph("float16[B,S,2560] x", "float16[B,S,1280] y", "y = com.microsoft.BiasSplitGelu(x, b)", b=half(2560)),
+        )
+        if use_own_kernels(model).fired
+        for node in model.graph
+        if node.domain == OWN_DOMAIN
+    }
+    assert emitted == OWN_CONTRACTS.keys()

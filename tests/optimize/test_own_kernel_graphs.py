@@ -1,0 +1,171 @@
+"""`--kernels auto`: a second form of the served graphs, next to the first, that reads the same weights."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime
+import pytest
+from support import steps
+from support.graphs import normal
+from support.kernel_library import emulated_library, options_with
+from support.pipeline_cache import PipelineCache
+from support.pipelines import refused
+
+from sdonnx.cli.explain import explained
+from sdonnx.errors import OptionError
+from sdonnx.folder.pipeline_folder import hash_file
+from sdonnx.folder.version import command_for
+from sdonnx.metrics import relative_error
+from sdonnx.models import abi
+from sdonnx.operators.case import OWN_DOMAIN, Array
+from sdonnx.operators.lowering import LowerContribOperators
+from sdonnx.optimize.optimizer import optimize_folder
+from sdonnx.optimize.request import OptimizeRequest
+from sdonnx.precision.policy import Precision
+from sdonnx.runtime.device.device import Device
+from sdonnx.runtime.device.load_shared_weights import load_shared_weights
+
+
+@pytest.fixture(scope="module")
+def own(pipelines: PipelineCache, tiny_exported: Path) -> Path:
+    """`tiny` optimized for CUDA in float16, in both forms."""
+    return pipelines.optimized(tiny_exported, provider="cuda", float16=True, kernels="auto")
+
+
+def domains(path: Path) -> set[str]:
+    return {node.domain for node in ir.load(path).graph}
+
+
+def test_default_writes_one_form(tiny_cuda_fp16: Path) -> None:
+    assert list(tiny_cuda_fp16.rglob("*-kernels.onnx")) == []
+    report = json.loads((tiny_cuda_fp16 / "sdonnx.json").read_text())
+    assert "kernels" not in report["options"]
+    stages = {stage["stage"] for component in report["components"].values() for stage in component["stages"]}
+    assert "own_kernels" not in stages
+
+
+def test_second_form_is_next_to_the_first_and_reads_its_weights(own: Path, tiny_cuda_fp16: Path) -> None:
+    pairs = {path: path.with_name(path.name.replace("-kernels", "")) for path in own.rglob("*-kernels.onnx")}
+    assert {str(path.relative_to(own)) for path in pairs} >= {
+        "unet/step-kernels.onnx",
+        "text_encoder/text-kernels.onnx",
+    }
+    for second, first in pairs.items():
+        assert OWN_DOMAIN in domains(second)
+        assert OWN_DOMAIN not in domains(first)
+        assert first.read_bytes() == (tiny_cuda_fp16 / first.relative_to(own)).read_bytes()
+        files = {
+            tensor.location
+            for value in ir.load(second).graph.initializers.values()
+            if isinstance(tensor := value.const_value, ir.ExternalTensor)
+        }
+        assert files <= {"model.onnx.data"}
+        assert second.stat().st_size < 2**20
+    assert (own / "unet" / "model.onnx.data").stat().st_size == (
+        tiny_cuda_fp16 / "unet" / "model.onnx.data"
+    ).stat().st_size
+
+
+def test_shared_weights_know_both_forms(pipelines: PipelineCache) -> None:
+    """The list of weights that several graphs share is valid only for unchanged graphs."""
+    exported = pipelines.exported(pipelines.micro("pixart-alpha-tiny"))
+    forms = [
+        pipelines.optimized(exported, provider="cuda", float16=True, kernels=kernels) for kernels in ("none", "auto")
+    ]
+    plain, index = (json.loads((form / "transformer" / "weights.json").read_text()) for form in forms)
+    before, hashes = plain.pop("__metadata__"), index.pop("__metadata__")
+    assert index == plain
+    assert hashes.items() >= before.items()
+    component = forms[1] / "transformer"
+    added = hashes.keys() - before.keys()
+    assert added == {path.name for path in component.glob("*-kernels.onnx")} != set()
+    assert all(hash_file(component / name)[1] == digest for name, digest in hashes.items())
+    assert load_shared_weights(component, Device("cpu")).keys() == index.keys()
+
+
+def test_explain_shows_the_replacements(own: Path) -> None:
+    _, components = explained(own)
+    (stage,) = (each for each in components["unet"]["stages"] if each["stage"] == "own_kernels")
+    fired = {name: count for name, count in stage["fired"].items() if count}
+    assert fired.keys() >= {
+        "LayerNormalizationToOwnLayerNorm", "BiasSplitGeluToOwnBiasSplitGelu", "SkipGroupNormToOwnGroupNorm",
+        "GroupNormToOwnGroupNorm", "BiasAddToOwnMatMul",
+    }  # fmt: skip
+    model = ir.load(own / "unet" / "step-kernels.onnx")
+    in_step = sum(node.domain == OWN_DOMAIN for node in model.graph)
+    precompute = own / "unet" / "precompute-kernels.onnx"
+    if precompute.is_file():
+        in_step += sum(node.domain == OWN_DOMAIN for node in ir.load(precompute).graph)
+    assert in_step == sum(fired.values())
+
+
+def test_report_names_the_command(own: Path) -> None:
+    report = json.loads((own / "sdonnx.json").read_text())
+    assert report["options"]["kernels"] == "auto"
+    assert "--kernels auto" in command_for(report)
+    assert "--kernels" not in command_for(report, provider="cpu")
+
+
+@pytest.mark.parametrize(
+    ("options", "found"),
+    [
+        ({"kernels": "all"}, "kernels is 'all'"),
+        ({"kernels": "auto", "provider": "cpu"}, "--kernels auto for cpu in float32"),
+        ({"kernels": "auto", "provider": "cuda"}, "--kernels auto for cuda in float32"),
+    ],
+)
+def test_refuses(options: Mapping[str, Any], found: str) -> None:
+    with pytest.raises(OptionError) as error:
+        OptimizeRequest(precision=Precision(), **options)
+    assert found in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_nothing_is_written_if_the_option_is_refused(tiny_exported: Path, tmp_path: Path) -> None:
+    with refused(OptionError):
+        optimize_folder(tiny_exported, tmp_path / "out", provider="cpu", kernels="auto")
+    assert list(tmp_path.iterdir()) == []
+
+
+def step_feeds(step: onnxruntime.InferenceSession, precompute: onnxruntime.InferenceSession | None) -> dict[str, Array]:
+    """Return inputs of one step with guidance, in the types of the graph."""
+    inputs = {value.name: value for value in step.get_inputs()}
+    feeds = steps.feeds(1, 2)
+    width = next(value.shape[-1] for session in (step, precompute) if session is not None
+                 for value in session.get_inputs() if value.name == abi.ENCODER_HIDDEN_STATES)  # fmt: skip
+    hidden = normal(2, 7, width, seed=1).astype(np.float16)
+    feeds |= {abi.ENCODER_HIDDEN_STATES: hidden}
+    if precompute is not None:
+        feeds |= steps.run(precompute, feeds)
+    assert feeds.keys() >= inputs.keys()
+    return {name: feeds[name] for name in inputs}
+
+
+def lowered(path: Path, folder: Path, library: Path | None) -> onnxruntime.InferenceSession:
+    """Return a graph for the CPU: ONNX Runtime's CUDA operators are lowered, ours are emulated."""
+    model = ir.load(path)
+    LowerContribOperators(keep=lambda node: library is not None and node.domain == OWN_DOMAIN)(model)
+    model.graph.sort()
+    out = folder / path.name
+    ir.save(model, out, external_data=f"{path.name}.data")
+    options = onnxruntime.SessionOptions() if library is None else options_with(library)
+    options.log_severity_level = 4
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    return onnxruntime.InferenceSession(out, options, providers=["CPUExecutionProvider"])
+
+
+def test_both_forms_compute_the_same(own: Path, tmp_path: Path) -> None:
+    """A step of the denoiser with guidance, with the kernels' sources run on the CPU."""
+    plain = lowered(own / "unet" / "step.onnx", tmp_path, None)
+    ours = lowered(own / "unet" / "step-kernels.onnx", tmp_path, emulated_library())
+    first = own / "unet" / abi.PRECOMPUTE.file
+    feeds = step_feeds(plain, lowered(first, tmp_path, None) if first.is_file() else None)
+    (expected, _), (found, _) = plain.run(None, feeds), ours.run(None, feeds)
+    assert np.isfinite(expected).all()
+    assert relative_error(found, expected) < 5e-3
