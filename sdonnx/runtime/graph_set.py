@@ -13,13 +13,14 @@ import numpy.typing as npt
 from onnxruntime import OrtValue
 
 from sdonnx.errors import OptionError
-from sdonnx.folder.pipeline_folder import PipelineFolder
+from sdonnx.folder.pipeline_folder import PipelineFolder, own_kernel_graph
 from sdonnx.folder.version import read_report
 from sdonnx.models import abi
 from sdonnx.models.spec import Family, Role
 from sdonnx.runtime.device.device import Device
 from sdonnx.runtime.device.kernel_workarounds import KernelCheck
 from sdonnx.runtime.device.load_shared_weights import load_shared_weights
+from sdonnx.runtime.device.own_kernel_form import library_for
 from sdonnx.runtime.device.session import Graph, Run, SessionSettings
 
 __all__ = ["OFFLOAD", "GraphSet", "LowMemory", "Observer", "require_low_memory"]
@@ -83,7 +84,9 @@ class GraphSet:
     ) -> None:
         self.folder, self.family, self.device, self.kernels = folder, family, device, kernels
         self.observer: Observer | None = None
-        self._settings, self._low_memory = replace(settings, provider_options=kernels.provider_options), low_memory
+        library = library_for(device, read_report(folder.path), settings)
+        self._settings = replace(settings, provider_options=kernels.provider_options, library=library)
+        self._low_memory = low_memory
         self._loaded: dict[tuple[Role, bool], Graph] = {}
         self._weights: dict[str, OrtValue] | None = None
 
@@ -108,7 +111,7 @@ class GraphSet:
         return size if isinstance(size, int) else 0
 
     def path(self, role: Role, *, short: bool | None = None) -> Path:
-        """Return the file of a graph.
+        """Return the file of a graph, in the form that this machine has the kernels for.
 
         Args:
             role: role of the graph.
@@ -119,7 +122,12 @@ class GraphSet:
         """
         spec = abi.GRAPHS[role]
         file = spec.short_file if self._is_for_short(role, short) else None
-        return self.folder.onnx_model(self.family.with_role(spec.component).name, file or spec.file)
+        component = self.family.with_role(spec.component).name
+        path = self.folder.onnx_model(component, file or spec.file)
+        own = own_kernel_graph(path.name)
+        if self._settings.library is None or not (path.parent / own).is_file():
+            return path  # a graph in which nothing was replaced has one form
+        return self.folder.onnx_model(component, own)
 
     def _is_for_short(self, role: Role, short: bool | None) -> bool:
         return role in abi.DENOISER_ROLES and (self.has_short if short is None else short)

@@ -51,11 +51,13 @@ class SessionSettings:
         provider_options: options of the execution provider; they override the defaults.
         session_options: options of all sessions; entries that the runtime needs are added to it.
         rebuild: remedy for a graph that ONNX Runtime rejects, for example one of a newer version.
+        library: library of our own operators, for graphs that have any; None for graphs without them.
     """
 
     provider_options: Mapping[str, str] = field(default_factory=dict)
     session_options: onnxruntime.SessionOptions | None = None
     rebuild: str = "optimize the folder again"
+    library: Path | None = None
 
 
 def _provider_options(device: Device, capture: bool, tf32: bool, settings: SessionSettings) -> dict[str, str]:
@@ -80,6 +82,8 @@ def _session_options(device: Device, settings: SessionSettings) -> onnxruntime.S
         options = onnxruntime.SessionOptions()
         options.log_severity_level = FATAL
         options.intra_op_num_threads = _threads()
+    if settings.library is not None:
+        options.register_custom_ops_library(str(settings.library))
     if device.provider == "cuda":
         # All sessions share one arena for scratch memory. Weights stay outside it, since the arena would round up their
         # sizes and keep their memory.
