@@ -1,0 +1,172 @@
+"""Our own kernels on a GPU: every case against the reference body, under CUDA graphs, twice with equal bytes.
+
+Build the library first (`make -C kernels`), and name it or install the wheel:
+
+    SDONNX_KERNELS=kernels/build/libsdonnx_kernels.so python -m pytest -q tests/gpu/test_kernels_gpu.py
+
+Under compute-sanitizer, with each of its tools:
+
+    export SDONNX_KERNELS=kernels/build/libsdonnx_kernels.so
+    for tool in memcheck racecheck initcheck synccheck; do
+        compute-sanitizer --tool $tool --error-exitcode 1 --target-processes all --kernel-regex kns=sdonnx \
+            python -m pytest -q tests/gpu/test_kernels_gpu.py -k sanitized
+    done
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime
+import pytest
+from support.operator_tests import lowered_results, model_bytes, own_operator_test, quiet_options
+
+from sdonnx.doctor.kernel_library import usable_library
+from sdonnx.doctor.own_kernel_check import own_verdict
+from sdonnx.metrics import relative_error
+from sdonnx.operators.case import TOLERANCE, Array, KernelCase, rounded
+from sdonnx.operators.case_graphs import model_of
+from sdonnx.operators.operator_table import OWN_CONTRACTS, OWN_KERNEL_CASES, contract_of_case
+from sdonnx.runtime.device.device import device_for
+from sdonnx.runtime.device.session import Graph, Run, SessionSettings
+
+FIRST_USE = [case for case in OWN_KERNEL_CASES if case.name in OWN_CONTRACTS[case.op_type].first_use]
+REFUSED = [case for op_type in OWN_CONTRACTS for case in own_operator_test(op_type).refused]
+CAPTURED = [case for case in OWN_KERNEL_CASES if " 0 rows" not in case.name]
+
+
+@pytest.fixture(scope="module")
+def library() -> Path:
+    found, reason = usable_library(device_for("cuda").capability())
+    if found is None:
+        pytest.skip(reason)
+    return found.path
+
+
+def inputs_of(case: KernelCase) -> list[Array | None]:
+    return rounded(case.make_inputs(), "float16", sorted(contract_of_case(case).float32_inputs))
+
+
+def kernel_results(case: KernelCase, inputs: Sequence[Array | None], library: Path) -> list[Array]:
+    """Return the outputs of our kernel, without capture; nothing may fall back to the CPU."""
+    model = model_of(case, "float16", inputs)
+    device_for("cuda")
+    options = quiet_options()
+    options.register_custom_ops_library(str(library))
+    options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
+    session = onnxruntime.InferenceSession(model_bytes(model), options, providers=["CUDAExecutionProvider"])
+    feeds = {}
+    for value in session.get_inputs():
+        array = inputs[int(value.name[1:])]
+        assert array is not None
+        feeds[value.name] = array.astype(np.float16 if value.type == "tensor(float16)" else np.float32)
+    results: list[Array] = session.run(None, feeds)
+    return results
+
+
+def check(found: Sequence[Array], case: KernelCase, inputs: Sequence[Array | None], title: str, note: Any) -> None:
+    reference = lowered_results(case, inputs)
+    assert [array.shape for array in found] == [array.shape for array in reference]
+    pairs = [(a.astype(np.float32), b) for a, b in zip(found, reference, strict=True) if b.size]
+    error = max((relative_error(a, b) for a, b in pairs), default=0.0)
+    note(title, {"operator": case.op_type, "case": case.name, "relative_error": error})
+    assert error < TOLERANCE["float16"], (str(case), error)
+
+
+@pytest.mark.parametrize("case", OWN_KERNEL_CASES, ids=str)
+def test_kernel_agrees_with_the_reference_body(case: KernelCase, library: Path, note: Any) -> None:
+    inputs = inputs_of(case)
+    check(kernel_results(case, inputs, library), case, inputs, "own kernels", note)
+
+
+@pytest.mark.parametrize("case", FIRST_USE, ids=str)
+def test_sanitized(case: KernelCase, library: Path) -> None:
+    """One run of each form of each kernel, for compute-sanitizer: it slows a kernel down a hundred times."""
+    assert all(np.isfinite(array).all() for array in kernel_results(case, inputs_of(case), library))
+
+
+class Captured:
+    """A case on the device, in the sessions of the run-time, captured as a CUDA graph."""
+
+    def __init__(self, case: KernelCase, inputs: Sequence[Array | None], library: Path, folder: Path) -> None:
+        model = model_of(case, "float16", inputs)
+        ir.save(model, folder / "model.onnx")
+        self.device = device_for("cuda")
+        self.device.enter()
+        self.graph = Graph(folder / "model.onnx", self.device, capture=True, settings=SessionSettings(library=library))
+        shapes = {f"y{index}": array.shape for index, array in enumerate(lowered_results(case, inputs))}
+        self.feeds = {name: self._typed(name, inputs) for name in self.graph.inputs}
+        self.buffers = {name: self.device.upload(array) for name, array in self.feeds.items()}
+        self.outputs = {name: self.device.empty(shapes[name], self.graph.dtype(name)) for name in self.graph.outputs}
+        self.run: Run = self.graph.bind({**self.buffers, **self.outputs})
+        self.run.prepare()
+        self.run.capture()
+
+    def _typed(self, name: str, inputs: Sequence[Array | None]) -> Array:
+        array = inputs[int(name[1:])]
+        assert array is not None
+        return array.astype(self.graph.dtype(name))
+
+    def replay(self, feeds: Mapping[str, Array]) -> list[Array]:
+        """Write inputs and poison outputs, replay, and return the outputs."""
+        for name, array in feeds.items():
+            self.buffers[name].update_inplace(np.ascontiguousarray(array))
+        for value in self.outputs.values():
+            value.update_inplace(np.full(value.shape(), np.nan, np.float16))
+        self.run()
+        self.device.synchronize()
+        return [value.numpy().copy() for value in self.outputs.values()]
+
+
+@pytest.mark.parametrize("case", CAPTURED, ids=str)
+def test_captured_kernel_agrees_and_repeats_every_byte(
+    case: KernelCase, library: Path, tmp_path: Path, note: Any
+) -> None:
+    inputs = inputs_of(case)
+    captured = Captured(case, inputs, library, tmp_path)
+    first = captured.replay(captured.feeds)
+    check(first, case, inputs, "own kernels, captured", note)
+    second = captured.replay(captured.feeds)
+    assert [array.tobytes() for array in first] == [array.tobytes() for array in second]
+    # A replay reads its inputs anew.
+    changed = [None if array is None else array[..., ::-1].copy() if index == 0 else array
+               for index, array in enumerate(inputs)]  # fmt: skip
+    check(captured.replay({"x0": captured._typed("x0", changed)}), case, changed, "own kernels, replayed", note)
+
+
+@pytest.mark.parametrize("case", REFUSED, ids=str)
+def test_kernel_refuses_cases_that_the_contract_refuses(case: KernelCase, library: Path) -> None:
+    with pytest.raises(Exception, match=case.op_type):
+        kernel_results(case, case.make_inputs(), library)
+
+
+@pytest.mark.parametrize("op_type", ["LayerNorm", "BiasSplitGelu", "GroupNorm", "MatMul"])
+@pytest.mark.parametrize("batch", [1, 2, 3, 16, 32])
+def test_batches(op_type: str, batch: int, library: Path, note: Any) -> None:
+    """Sizes of Stable Diffusion 1.5 at 512x512, at its innermost blocks, with odd heights."""
+    shapes: dict[str, tuple[tuple[int, ...] | None, ...]] = {
+        "LayerNorm": ((batch, 63, 1280), (1280,), (1280,)),
+        "BiasSplitGelu": ((batch, 63, 10240), (10240,)),
+        "GroupNorm": ((batch, 7, 9, 1280), (1280,), (1280,), (batch, 7, 9, 1280), (1280,)),
+        "MatMul": ((batch, 63, 1280), (1280, 1280), (1280,), (batch, 63, 1280)),
+    }
+    attributes = {"groups": 32, "activation": 1, "epsilon": 1e-5} if op_type == "GroupNorm" else {}
+    outputs = 2 if op_type == "GroupNorm" else 1
+    case = KernelCase(op_type, f"batch {batch}", shapes[op_type], attributes, outputs, domain="sdonnx")
+    inputs = inputs_of(case)
+    if op_type == "MatMul" and inputs[1] is not None:
+        inputs[1] = (inputs[1] / 36).astype(np.float16).astype(np.float32)
+    check(kernel_results(case, inputs, library), case, inputs, "own kernels, batches", note)
+
+
+def test_whole_check(library: Path, note: Any) -> None:
+    """The check of `sdonnx doctor`: its file of cases, with nothing cached."""
+    verdict = own_verdict(0, library, full=True)
+    rows = [f"{result.operator} {result.case}: {result.error or result.failure}"
+            for result in (*verdict.faults, *verdict.unavailable)]  # fmt: skip
+    note("own kernels, whole check", {"checked": verdict.checked, "seconds": verdict.seconds, "faults": rows})
+    assert verdict.sound, rows
