@@ -15,7 +15,7 @@ namespace sdonnx {
 
 constexpr int kGroupNormThreads = 512;  // of a block, at most
 constexpr int kMaxSlab = 320;           // channels of a cluster, at most
-constexpr int kMaxGroups = 128;         // groups of a block of the first launch of two: its shared memory
+constexpr int kMaxGroups = 128;         // groups, at most: the second launch holds their statistics in shared memory
 
 struct GroupNormArgs {
   const half *x, *skip, *row, *bias;
