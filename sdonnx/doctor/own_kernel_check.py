@@ -8,7 +8,7 @@ from pathlib import Path
 
 from sdonnx.doctor.cache import write_verdict
 from sdonnx.doctor.check_kernels import OWN_KERNEL_CASES_FILE, digest_of, read_kernel_cases
-from sdonnx.doctor.first_use import first_use
+from sdonnx.doctor.first_use import LIMIT_S, first_use
 from sdonnx.doctor.gpu import identity
 from sdonnx.doctor.sessions import OpenKernel, kernel_opener
 from sdonnx.doctor.verdict import Verdict, judge
@@ -37,6 +37,7 @@ def own_verdict(
     folder: Path | None = None,
     open_kernel: OpenKernel | None = None,
     identify: Identify = identity,
+    limit_s: float = LIMIT_S,
 ) -> Verdict:
     """Return the verdict on our own kernels on a GPU, a cached one or that of a check, which is then cached.
 
@@ -48,6 +49,7 @@ def own_verdict(
         folder: the folder of verdicts, by default the user's cache.
         open_kernel: opens graphs on the GPU.
         identify: return the machine's key from the GPU's number and the digest of the kernel cases.
+        limit_s: seconds after which a check at a first use starts no further case.
 
     Raises:
         FolderError: the kernel cases cannot be read.
@@ -56,7 +58,9 @@ def own_verdict(
     named = own_identity(library, identify)
     if not full:
         cases = OWN_KERNEL_CASES_FILE
-        return first_use(index, folder=folder, cases=cases, open_kernel=opener, identify=named, fresh=fresh)
+        return first_use(
+            index, folder=folder, cases=cases, open_kernel=opener, identify=named, limit_s=limit_s, fresh=fresh
+        )
     key = named(index, digest_of(OWN_KERNEL_CASES_FILE))
     verdict, _ = judge(read_kernel_cases(OWN_KERNEL_CASES_FILE), opener, key, full=True)
     if verdict.cacheable:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -53,12 +54,13 @@ def test_file_holds_the_small_cases() -> None:
 def test_emulated_kernels_are_sound_and_checked_once(tmp_path: Path) -> None:
     library, opened = emulated_library(), list[bytes]()
     opener = counting(kernel_opener("cpu", library=library), opened)
-    verdict = own_verdict(3, library, folder=tmp_path, open_kernel=opener, identify=identify)
+    check = partial(own_verdict, 3, library, folder=tmp_path, open_kernel=opener, identify=identify, limit_s=math.inf)
+    verdict = check()
     assert verdict.sound
     assert verdict.checked == sum(len(contract.first_use) for contract in OWN_CONTRACTS.values())
     assert verdict.key["gpu"] == "emulated 3"
     count = len(opened)
-    assert own_verdict(3, library, folder=tmp_path, open_kernel=opener, identify=identify) == verdict
+    assert check() == verdict
     assert len(opened) == count
 
 
@@ -75,7 +77,8 @@ def test_all_cases(tmp_path: Path) -> None:
 def test_faulty_kernels_are_found(tmp_path: Path) -> None:
     library = emulated_library()
     opener = counting(kernel_opener("cpu", library=library), [], factor=1.25)
-    verdict = own_verdict(0, library, folder=tmp_path, open_kernel=opener, identify=identify)
+    check = partial(own_verdict, 0, library, folder=tmp_path, open_kernel=opener, identify=identify, limit_s=math.inf)
+    verdict = check()
     assert {result.operator for result in verdict.faults} == OWN_CONTRACTS.keys()
 
 
@@ -107,7 +110,7 @@ def test_doctor_checks_our_own_kernels(
     factor: float, gpu: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     opener = counting(kernel_opener("cpu", library=gpu), [], factor)
-    named = partial(own_verdict, open_kernel=opener, identify=identify)
+    named = partial(own_verdict, open_kernel=opener, identify=identify, limit_s=math.inf)
     monkeypatch.setattr(command, "own_verdict", lambda *values, full, fresh: named(*values, full=False, fresh=fresh))
     status = main(["doctor", "--json", str(tmp_path / "report.json")])
     shown = capsys.readouterr().out

@@ -32,17 +32,13 @@ FAULTS = {
 }  # fmt: skip
 
 CHECK = """
-import sys, tempfile
+import sys
 from pathlib import Path
-from sdonnx.doctor.own_kernel_check import own_verdict
+from sdonnx.doctor.check_kernels import OWN_KERNEL_CASES_FILE, read_kernel_cases
 from sdonnx.doctor.sessions import kernel_opener
-library = Path(sys.argv[1])
-def identify(index, digest):
-    return {"gpu": "emulated", "kernel_cases": digest}
-with tempfile.TemporaryDirectory() as folder:
-    verdict = own_verdict(
-        0, library, folder=Path(folder), open_kernel=kernel_opener("cpu", library=library), identify=identify
-    )
+from sdonnx.doctor.verdict import judge
+opener = kernel_opener("cpu", library=Path(sys.argv[1]))
+verdict, _ = judge(read_kernel_cases(OWN_KERNEL_CASES_FILE), opener, {}, full=False)
 print("sound" if verdict.sound else "faulty")
 """
 
