@@ -58,8 +58,8 @@ OWN_KERNELS = "own_kernels"
 MAX_POSITIONS = 32 * 32
 """The largest image, in latent positions of the layer, whose group norm is replaced.
 
-On an H200 our kernel took 0.48 to 0.71 of ONNX Runtime's time up to 32x32 and was as fast at 64x64 and 128x128
-(docs/explanation/kernels.md).
+On an H200 a prototype of this kernel took 0.48 to 0.71 of ONNX Runtime's time up to 32x32 and was as fast at 64x64 and
+128x128. The kernel itself has not been measured (docs/explanation/kernels.md).
 """
 
 
