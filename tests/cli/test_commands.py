@@ -162,8 +162,8 @@ def test_generate_with_memory_options(micro_cpu: Path, tmp_path: Path, monkeypat
         ("offload", False, True, 32),
         (True, False, False, default),
     ]
-    whole, offloaded = (Image.open(tmp_path / f"{index}.png") for index in (0, 3))
-    assert list(whole.getdata()) == list(offloaded.getdata())
+    whole, offloaded = (np.asarray(Image.open(tmp_path / f"{index}.png")) for index in (0, 3))
+    np.testing.assert_array_equal(whole, offloaded)
 
 
 @pytest.mark.parametrize(
