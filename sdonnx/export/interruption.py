@@ -1,7 +1,7 @@
-"""Interruption of an export by Ctrl-C, even where Python drops the exception.
+"""Interruption by Ctrl-C, even where Python drops the exception.
 
 Collecting torch's thousands of objects runs finalizers for fractions of a second, and Python drops an exception that is
-raised in a finalizer. Exception handlers that catch everything drop it too.
+raised in a finalizer. Exception handlers that catch everything, some of them in code that imports run, drop it too.
 """
 
 from __future__ import annotations
