@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,10 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 from support.pipeline_cache import PipelineCache, cache_root  # noqa: E402
 from support.recording import Note, recorded  # noqa: E402
+
+# pytest adds its handlers to loggers that do not propagate. With any handler, torch writes a record for each step of a
+# trace, which is 6 % of an export.
+logging.getLogger("torch.__trace").propagate = True
 
 # Folders and files whose tests take seconds each without a fixture that says so: they request pipelines by name, start
 # processes, or compare many cases.

@@ -30,7 +30,7 @@ CPU = Device("cpu")
 SIDE = 128  # 65,536 bytes of float32
 DRAW = np.random.default_rng(0)
 SHORT_AND_LONG = ("a red fox", "a red fox in the snow " * 17)
-SMALL: dict[str, Any] = {"num_inference_steps": 2, "height": 128, "width": 96, "seed": 3, "output_type": "np"}
+SMALL: dict[str, Any] = {"num_inference_steps": 2, "height": 64, "width": 48, "seed": 3, "output_type": "np"}
 
 
 def drawn(side: int = SIDE) -> Any:
