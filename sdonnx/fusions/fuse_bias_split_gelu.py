@@ -33,9 +33,13 @@ class GegluToBiasSplitGelu(Rule):
             return "the kernel computes the exact gelu, not an approximation"
         if not is_bias(bias, static_dim(x, -1)):
             return "the addend is not a constant vector"
-        if (reason := check_bias_split_gelu(x)) is not None:
+        if (reason := self.check_kernel(x, bias)) is not None:
             return reason
         return None if split.attributes.get_int("axis", 0) in (-1, 2) else "the split is not along the last axis"
+
+    def check_kernel(self, x: ir.Value, bias: ir.Value) -> str | None:
+        """Return why the kernel does not accept x (B,S,2D) and bias (2D,), None if it does."""
+        return check_bias_split_gelu(x)
 
     def rewrite(self, op: Any, x: ir.Value, bias: ir.Value, **_: Any) -> Any:
         return op.BiasSplitGelu(x, bias, _domain=MICROSOFT)
