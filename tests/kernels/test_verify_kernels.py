@@ -2,32 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
-import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
-from support.kernel_library import SOURCES
 from support.pipelines import refused
+from support.scripts import load_script
 
 from sdonnx.doctor.kernel_library import KERNEL_LIBRARY
 from sdonnx.errors import FolderError
 
-
-def _load() -> ModuleType:
-    path = SOURCES.parent / "scripts" / "verify_kernels.py"
-    spec = importlib.util.spec_from_file_location("verify_kernels", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-verify_kernels = _load()
+verify_kernels = load_script("verify_kernels")
 
 
 def test_form_is_compared_with_itself(micro_cpu: Path, monkeypatch: pytest.MonkeyPatch) -> None:

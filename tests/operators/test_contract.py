@@ -8,7 +8,7 @@ import pytest
 import torch
 from gpu.test_contracts import block_in_bfloat16
 from support.graphs import lowered, relative_error
-from support.operator_tests import feeds_of, lowered_results, model_bytes, operator_test, quiet_options
+from support.operator_tests import failure_of, feeds_of, lowered_results, model_bytes, operator_test, quiet_options
 
 from sdonnx.operators.case import KernelCase, rounded
 from sdonnx.operators.case_graphs import model_of
@@ -17,12 +17,6 @@ from sdonnx.operators.operator_table import CONTRACTS, KERNEL_CASES, contract_of
 TOLERANCE = 2e-5
 FLOATS = [ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16, ir.DataType.DOUBLE]
 REFUSED = [case for op_type in CONTRACTS for case in operator_test(op_type).refused]
-
-
-def failure_of(model: ir.Model) -> str | None:
-    """Return why the contract of the graph's contrib operator does not accept it."""
-    ((contract, node),) = [(contract, node) for node in model.graph if (contract := contract_of(node)) is not None]
-    return contract.check(node)
 
 
 @pytest.mark.parametrize("op_type", CONTRACTS)

@@ -6,7 +6,7 @@ import onnx_ir as ir
 import pytest
 import torch
 from support.graphs import lowered, relative_error
-from support.operator_tests import lowered_results, own_operator_test
+from support.operator_tests import failure_of, lowered_results, own_operator_test
 
 from sdonnx.operators.case import OWN_DOMAIN, KernelCase, rounded
 from sdonnx.operators.case_graphs import is_small, model_of
@@ -21,11 +21,6 @@ from sdonnx.operators.operator_table import (
 
 TOLERANCE = 2e-5
 REFUSED = [case for op_type in OWN_CONTRACTS for case in own_operator_test(op_type).refused]
-
-
-def failure_of(model: ir.Model) -> str | None:
-    ((contract, node),) = [(contract, node) for node in model.graph if (contract := contract_of(node)) is not None]
-    return contract.check(node)
 
 
 @pytest.mark.parametrize("op_type", OWN_CONTRACTS)

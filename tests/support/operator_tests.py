@@ -18,7 +18,7 @@ from sdonnx.operators.case import TOLERANCE, Array, KernelCase, rounded
 from sdonnx.operators.case_graphs import model_of
 from sdonnx.operators.contract import Contract
 from sdonnx.operators.lowering import LowerContribOperators
-from sdonnx.operators.operator_table import CONTRACTS, OWN_CONTRACTS, contract_of_case
+from sdonnx.operators.operator_table import CONTRACTS, OWN_CONTRACTS, contract_of, contract_of_case
 from sdonnx.runtime.device.device import device_for
 from support.graphs import graph
 
@@ -126,3 +126,9 @@ def attention_feeds(head_size: int, heads: int, queries: int, keys: int) -> dict
     generator = np.random.default_rng(head_size)
     lengths = {"q": queries, "k": keys, "v": keys}
     return {x: generator.standard_normal((2, length, heads * head_size), np.float32) for x, length in lengths.items()}
+
+
+def failure_of(model: ir.Model) -> str | None:
+    """Return why the contract of the graph's contrib operator does not accept it."""
+    ((contract, node),) = [(contract, node) for node in model.graph if (contract := contract_of(node)) is not None]
+    return contract.check(node)

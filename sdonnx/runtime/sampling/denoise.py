@@ -23,7 +23,7 @@ from sdonnx.runtime.sampling.noise_source import NoiseSource
 from sdonnx.samplers import STATE_ROWS, SamplingPlan
 from sdonnx.samplers.parameters import HEADER, MAX_CALLS, matrix_start, row_size
 
-__all__ = ["HostSampler", "PlanOnHost", "Steps", "denoise", "denoise_with_host"]
+__all__ = ["HostSampler", "PlanOnHost", "Steps", "denoise", "denoise_with_host", "guided_prediction"]
 
 Array = npt.NDArray[np.float32]
 
@@ -217,11 +217,7 @@ class PlanOnHost:
 
     def update(self, call: int, predictions: Array, latents: Array) -> Array:
         """Return the new latents (B,C,H,W) from the predictions (G,B,C,H,W)."""
-        prediction = predictions[-1]
-        if self.guidance_scale is not None:
-            unconditional, conditional = predictions
-            prediction = unconditional + np.float32(self.guidance_scale) * (conditional - unconditional)
-            prediction = rescaled(prediction, conditional, self._rescale)
+        prediction = guided_prediction(predictions, self.guidance_scale, self._rescale)
         if self._history is None:
             self._history = np.zeros((STATE_ROWS - 1, *latents.shape), np.float32)
         noise = self._noise.sample() if self._plan.needs_noise[call] else np.zeros_like(latents)
@@ -229,6 +225,22 @@ class PlanOnHost:
         state: Array = np.tensordot(self._plan.matrices[call], rows.astype(np.float64), axes=1).astype(np.float32)
         self._history = state[1:]
         return np.asarray(state[0], np.float32)
+
+
+def guided_prediction(predictions: Array, guidance_scale: float | None, rescale: float) -> Array:
+    """Return the prediction (B,C,H,W) of classifier-free guidance.
+
+    Args:
+        predictions: (G,B,C,H,W), those for the prompts last.
+        guidance_scale: weight of the prompt; None without guidance.
+        rescale: share of the rescaled prediction, 0 to 1; see `rescaled`.
+    """
+    conditional: Array = predictions[-1]
+    if guidance_scale is None:
+        return conditional
+    unconditional, conditional = predictions
+    prediction = unconditional + np.float32(guidance_scale) * (conditional - unconditional)
+    return rescaled(prediction, conditional, rescale)
 
 
 def rescaled(guided: Array, conditional: Array, share: float) -> Array:

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sdonnx.errors import OptionError, SchedulerError
-from sdonnx.runtime.sampling.denoise import rescaled
+from sdonnx.runtime.sampling.denoise import guided_prediction
 from sdonnx.runtime.sampling.noise import TorchCpuGenerator
 from sdonnx.samplers import SAMPLERS, SCHEDULER_NAMES, WHOLE, CustomSchedule, plan
 from sdonnx.samplers.custom_schedule import cutoff, remaining_calls
@@ -187,11 +187,7 @@ class DiffusersSampler:
 
     def update(self, call: int, predictions: Array, latents: Array) -> Array:
         """Return the new latents (B,C,H,W) from the predictions (G,B,C,H,W)."""
-        prediction = predictions[-1]
-        if self.guidance_scale is not None:
-            unconditional, conditional = predictions
-            prediction = unconditional + np.float32(self.guidance_scale) * (conditional - unconditional)
-            prediction = rescaled(prediction, conditional, self._rescale)
+        prediction = guided_prediction(predictions, self.guidance_scale, self._rescale)
         torch = sys.modules["torch"]
         stepped = self._scheduler.step(
             torch.from_numpy(np.ascontiguousarray(prediction)),
