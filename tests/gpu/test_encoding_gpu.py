@@ -16,7 +16,7 @@ from sdonnx.runtime.pipeline import OrtDiffusionPipeline
 Build = Callable[[str], tuple[Path, Path]]
 
 CALL: dict[str, Any] = {"num_inference_steps": 4, "seed": 3, "output_type": "np"}
-SAME_DB = 45  # float16: other kernels round otherwise
+SAME_DB = 45  # two runs of one image differ by the order of float16 sums in ONNX Runtime's kernels
 
 
 @pytest.mark.parametrize("arch", ["tiny", "sdxl-tiny", "pixart-sigma-tiny"])
@@ -28,7 +28,7 @@ def test_encoded_prompts_give_the_image_of_the_texts(arch: str, build: Build) ->
         encoded: Any = pipeline.encode_prompt(**texts)
         given: dict[str, Any] = dict(zip(pipeline._inputs.family.EMBEDDINGS, encoded, strict=True))
         assert psnr(pipeline(**given, **CALL).images, before) > SAME_DB
-        np.testing.assert_array_equal(pipeline(**texts, **CALL).images, before)
+        assert psnr(pipeline(**texts, **CALL).images, before) > SAME_DB
 
 
 @pytest.mark.parametrize("arch", ["tiny", "sdxl-tiny"])
@@ -43,7 +43,7 @@ def test_weights_apply_to_replays(arch: str, build: Build) -> None:
         assert psnr(weighted, plain) < psnr(same, plain)
         longer = pipeline("a red fox BREAK an owl", **CALL, prompt_weighting="a1111").images
         assert psnr(longer, plain) < psnr(same, plain)
-        np.testing.assert_array_equal(pipeline("a red fox", **CALL).images, plain)
+        assert psnr(pipeline("a red fox", **CALL).images, plain) > SAME_DB
 
 
 def test_tensors_are_on_the_device(build: Build) -> None:
@@ -52,4 +52,4 @@ def test_tensors_are_on_the_device(build: Build) -> None:
         expected = pipeline("a red fox", **CALL).images
         tensor = pipeline("a red fox", **(CALL | {"output_type": "pt"})).images
     assert tensor.is_cuda == torch.cuda.is_available()
-    np.testing.assert_array_equal(tensor.cpu().numpy().transpose(0, 2, 3, 1), expected)
+    assert psnr(tensor.cpu().numpy().transpose(0, 2, 3, 1), expected) > SAME_DB

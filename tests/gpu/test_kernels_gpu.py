@@ -4,13 +4,7 @@ Build the library first (`make -C kernels`), and name it or install the wheel:
 
     SDONNX_KERNELS=kernels/build/libsdonnx_kernels.so python -m pytest -q tests/gpu/test_kernels_gpu.py
 
-Under compute-sanitizer, with each of its tools:
-
-    export SDONNX_KERNELS=kernels/build/libsdonnx_kernels.so
-    for tool in memcheck racecheck initcheck synccheck; do
-        compute-sanitizer --tool $tool --error-exitcode 1 --target-processes all --kernel-regex kns=sdonnx \
-            python -m pytest -q tests/gpu/test_kernels_gpu.py -k sanitized
-    done
+`scripts/verify_kernels.py` also runs `test_sanitized` under each tool of compute-sanitizer.
 """
 
 from __future__ import annotations
