@@ -46,6 +46,8 @@ using cudaStream_t = void*;
 
 inline float __expf(float x) { return std::exp(x); }
 inline float __fdividef(float x, float y) { return x / y; }
+inline float fast_exp2(float x) { return std::exp2(x); }
+inline float fast_reciprocal(float x) { return 1.0f / x; }
 inline float rsqrtf(float x) { return 1.0f / std::sqrt(x); }
 using std::fabs;
 using std::fma;
@@ -82,6 +84,8 @@ struct Fiber {
   Block* block = nullptr;
   unsigned thread = 0;
   bool is_done = false;
+  bool has_arrived = false;  // at the barrier of the cluster, and not waited yet
+  unsigned generation = 0;   // of that barrier, at the arrival
 };
 
 constexpr size_t kStack = 64 * 1024, kCanary = 4;
@@ -102,16 +106,22 @@ inline State& state() {
   return held;
 }
 
-inline void wait(Barrier& barrier) {
+// Return the generation of the barrier that the fiber waits for.
+inline unsigned arrive(Barrier& barrier) {
   const unsigned generation = barrier.generation;
   if (++barrier.arrived == barrier.expected) {
     barrier.arrived = 0;
     barrier.generation++;
     state().events++;
-    return;
   }
+  return generation;
+}
+
+inline void wait(Barrier& barrier, unsigned generation) {
   while (barrier.generation == generation) swapcontext(&state().current->context, &state().scheduler);
 }
+
+inline void wait(Barrier& barrier) { wait(barrier, arrive(barrier)); }
 
 inline void enter() {
   State& s = state();
@@ -144,7 +154,7 @@ inline void run_cluster(Cluster& cluster, size_t shared_bytes) {
     if (!fiber.stack) fiber.stack.reset(new char[kStack]);
     fiber.block = &cluster.blocks[i / threads];
     fiber.thread = i % threads;
-    fiber.is_done = false;
+    fiber.is_done = fiber.has_arrived = false;
     getcontext(&fiber.context);
     fiber.context.uc_stack.ss_sp = fiber.stack.get();
     fiber.context.uc_stack.ss_size = kStack;
@@ -186,8 +196,20 @@ namespace sdonnx {
 inline void block_sync() { emulation::wait(emulation::state().current->block->barrier); }
 inline unsigned cluster_size() { return unsigned(emulation::state().cluster->blocks.size()); }
 inline unsigned cluster_rank() { return emulation::state().current->block->rank; }
-inline void cluster_arrive() {}
-inline void cluster_wait() { emulation::wait(emulation::state().cluster->barrier); }
+inline void cluster_arrive() {
+  emulation::Fiber& fiber = *emulation::state().current;
+  if (fiber.has_arrived) emulation::fail("a thread arrives twice at the barrier of its cluster");
+  fiber.has_arrived = true;
+  fiber.generation = emulation::arrive(emulation::state().cluster->barrier);
+  emulation::state().events++;
+  swapcontext(&fiber.context, &emulation::state().scheduler);  // let the others arrive: an arrival orders nothing else
+}
+inline void cluster_wait() {
+  emulation::Fiber& fiber = *emulation::state().current;
+  if (!fiber.has_arrived) emulation::fail("a thread waits for its cluster without an arrival");
+  emulation::wait(emulation::state().cluster->barrier, fiber.generation);
+  fiber.has_arrived = false;
+}
 inline unsigned char* shared_memory() {
   return reinterpret_cast<unsigned char*>(emulation::state().current->block->shared.data());
 }

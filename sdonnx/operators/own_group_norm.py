@@ -66,9 +66,10 @@ def _lower(node: ir.Node) -> list[ir.Value | None]:
 
 
 def _kernel_cases() -> Iterator[KernelCase]:
-    """Yield cases of both forms of the kernel.
+    """Yield cases of both forms of the kernel, and of both numbers of rows that a thread holds in registers.
 
-    Images of 4096 * 320 numbers and more, and channels that no slab divides, take two launches.
+    The form depends on the size and the GPU (group_norm_plan in group_norm.cuh). Channels that no slab divides take two
+    launches.
     """
     forms = [*product(("image", "row", "matrix"), (False, True), (1, 2)), (None, True, 2), (None, False, 1)]
     cases = [(320, 32, (3, 5, 7), *form, 1) for form in forms]
@@ -79,9 +80,14 @@ def _kernel_cases() -> Iterator[KernelCase]:
     cases += [(*size, (2, 8, 8), "image", True, 2, 1) for size in sizes]
     cases += [(1280, 32, image, "row", True, 1, 1) for image in ((1, 1, 1), (3, 1, 1), (1, 1, 7), (32, 2, 2))]
     cases += [(640, 32, image, None, False, 1, 1) for image in ((1, 32, 32), (2, 31, 33))]
-    # Two launches: no slab of 488 channels in one group, 1016 in two; and the size from which images are large.
-    cases += [(488, 1, (2, 5, 7), "image", True, 1, 1), (1016, 2, (2, 9, 13), "row", False, 2, 1)]
+    # Two launches: no slab of 488 channels in one group, 1016 in two, 2048 in four. The last: several batches.
+    cases += [(488, 1, (2, 5, 7), "image", True, 1, 1)]
+    cases += [(1016, 2, (2, 9, 13), "row", False, outputs, 1) for outputs in (1, 2)]
+    cases += [(488, 1, (2, 31, 33), None, False, 1, 1), (2048, 4, (16, 22, 15), "row", True, 1, 1)]
+    # Clusters whose threads hold more rows than fit in registers, of which there are four, then eight.
+    cases += [(320, 1, (2, 20, 20), *form, 1) for form in ((None, False, 1), ("image", True, 2))]
     cases += [(320, 32, (1, 64, 64), *form, 1) for form in ((None, False, 1), ("row", True, 2))]
+    cases += [(640, 32, (2, 64, 64), *form, 1) for form in ((None, False, 1), ("image", True, 2))]
     for channels, groups, image, form, has_bias, outputs, activation in cases:
         skips = {"image": (*image, channels), "row": (image[0], 1, 1, channels), "matrix": (image[0], channels)}
         vector = (channels,)
@@ -109,7 +115,8 @@ OWN_GROUP_NORM = Contract(
     first_use=(
         "C=320 G=32 3x5x7 skip=image bias=True outputs=2 activation=1",
         "C=1280 G=32 2x8x8 skip=image bias=True outputs=2 activation=1",
-        "C=1016 G=2 2x9x13 skip=row bias=False outputs=2 activation=1",
+        "C=320 G=1 2x20x20 skip=image bias=True outputs=2 activation=1",
+        "C=1016 G=2 2x9x13 skip=row bias=False outputs=1 activation=1",
     ),
     limits=_limits,
     domain=OWN_DOMAIN,

@@ -169,8 +169,13 @@ REFUSED: Mapping[str, tuple[ir.Model, str]] = {
         "the mean or the deviation is read",
     ),
     "large image": (
-        graph("float16[B,64,64,64] x", "float16[B,64,64,64] y", f"y = {GROUP_NORM}(x, g, b)", **NORM),
-        f"4096 positions: ONNX Runtime's kernel is as fast above {MAX_POSITIONS}",
+        graph(
+            f"float16[B,2,{MAX_POSITIONS},64] x",
+            f"float16[B,2,{MAX_POSITIONS},64] y",
+            f"y = {GROUP_NORM}(x, g, b)",
+            **NORM,
+        ),
+        f"{2 * MAX_POSITIONS} positions: ONNX Runtime's kernel is as fast above {MAX_POSITIONS}",
     ),
     "small groups": (
         graph("float16[B,8,8,64] x", "float16[B,8,8,64] y", f"y = {GROUP_NORM.replace('=8', '=32')}(x, g, b)", **NORM),
