@@ -44,8 +44,8 @@ TOOLS = {
 }
 """The tests that each tool of compute-sanitizer runs.
 
-MatMul's kernels are cuBLASLt's: racecheck cannot run them, and initcheck, which watches our kernels only, would report the
-results that they write as uninitialized.
+MatMul's kernels are cuBLASLt's: racecheck cannot run them, and initcheck, which watches our kernels only, would report
+the results that they write as uninitialized.
 """
 TESTS = "tests/gpu/test_kernels_gpu.py"
 BUILT = ROOT / "kernels" / "build" / "libsdonnx_kernels.so"
