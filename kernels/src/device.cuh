@@ -1,4 +1,4 @@
-// What kernels are written with: eight numbers at a time, sums over a warp, clusters, and launches.
+// What kernels are written with: eight numbers at a time, sums over a warp, products of a warp, clusters, and launches.
 //
 // With SDONNX_EMULATION the same kernels are compiled for the CPU (emulation.h).
 #pragma once
@@ -12,6 +12,11 @@
 #include <cuda_runtime.h>
 #endif
 #include "operator.h"
+
+// The architectures that kernels are compiled for, as the Makefile names them: "80-90a".
+#ifndef SDONNX_ARCHITECTURES
+#define SDONNX_ARCHITECTURES "emulation"
+#endif
 
 namespace sdonnx {
 
@@ -63,6 +68,79 @@ __device__ __forceinline__ float warp_sum(float value) {
   for (int mask = 16; mask; mask /= 2) value += __shfl_xor_sync(0xffffffffu, value, mask);
   return value;
 }
+
+// The maximum, or the sum, over four neighboring lanes, which hold parts of the same rows of a product's result.
+__device__ __forceinline__ float quad_max(float value) {
+  value = fmaxf(value, __shfl_xor_sync(0xffffffffu, value, 1));
+  return fmaxf(value, __shfl_xor_sync(0xffffffffu, value, 2));
+}
+__device__ __forceinline__ float quad_sum(float value) {
+  value += __shfl_xor_sync(0xffffffffu, value, 1);
+  return value + __shfl_xor_sync(0xffffffffu, value, 2);
+}
+
+// 2^x by the hardware, with a relative error of 2^-22 (PTX ISA, ex2.approx).
+__device__ __forceinline__ float fast_exp2(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// COUNT matrices of 8 x 8 fp16 from shared memory: lane 8 i + r names the eight numbers of row r of matrix i. Lane t
+// receives of matrix i the row t / 4, columns 2 (t % 4) and the next; transposed, of the column t / 4 these rows.
+template <int COUNT, bool TRANSPOSED>
+__device__ __forceinline__ void load_matrices(uint32_t* out, const half* row) {
+  static_assert(COUNT == 1 || COUNT == 2 || COUNT == 4, "ldmatrix loads 1, 2 or 4 matrices");
+  const uint32_t address = uint32_t(__cvta_generic_to_shared(row));
+  if constexpr (COUNT == 4 && TRANSPOSED)
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(out[0]), "=r"(out[1]), "=r"(out[2]), "=r"(out[3])
+                 : "r"(address)
+                 : "memory");
+  else if constexpr (COUNT == 4)
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(out[0]), "=r"(out[1]), "=r"(out[2]), "=r"(out[3])
+                 : "r"(address)
+                 : "memory");
+  else if constexpr (COUNT == 2 && TRANSPOSED)
+    asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0, %1}, [%2];"
+                 : "=r"(out[0]), "=r"(out[1])
+                 : "r"(address)
+                 : "memory");
+  else if constexpr (COUNT == 2)
+    asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];"
+                 : "=r"(out[0]), "=r"(out[1])
+                 : "r"(address)
+                 : "memory");
+  else
+    asm volatile("ldmatrix.sync.aligned.m8n8.x1.shared.b16 {%0}, [%1];" : "=r"(out[0]) : "r"(address) : "memory");
+}
+
+// sums (16,8) += a (16,K) b (K,8), K = 16 or 8, by a warp. A lane holds of the rows r = t / 4 and t / 4 + 8 the columns
+// c = 2 (t % 4) and c + 1 of the sums, and of each 8 columns of a; of b the rows c and c + 1 of column t / 4.
+template <int K>
+__device__ __forceinline__ void multiply_add(float (&sums)[4], const uint32_t* a, const uint32_t* b) {
+  static_assert(K == 8 || K == 16, "mma.sync multiplies 8 or 16 columns");
+  if constexpr (K == 16)
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+  else
+    asm volatile(
+        "mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
+        : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+        : "r"(a[0]), "r"(a[1]), "r"(b[0]));
+}
+
+// Copy 16 bytes to shared memory beside the program; zeros where there is nothing to copy.
+__device__ __forceinline__ void copy16_async(half* to, const half* from, bool exists) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(uint32_t(__cvta_generic_to_shared(to))), "l"(from),
+               "r"(exists ? 16 : 0)
+               : "memory");
+}
+// Wait for this thread's copies.
+__device__ __forceinline__ void copies_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 inline void check_cuda(cudaError_t error, const char* what) {
   if (error == cudaSuccess) return;
@@ -191,6 +269,12 @@ __device__ __forceinline__ float gelu(float x) {
   p = fmaf(t, p, 0.254829592f);
   const float half_erfc = 0.5f * p * t * __expf(-z * z);
   return x * (x < 0.0f ? half_erfc : 1.0f - half_erfc);
+}
+
+// Two numbers as fp16 in a register, the first in the lower half.
+__device__ __forceinline__ uint32_t pack_bits(float low, float high) {
+  const half2 pair = __floats2half2_rn(low, high);
+  return *reinterpret_cast<const uint32_t*>(&pair);
 }
 
 inline unsigned ceil_div(int64_t a, int64_t b) { return unsigned((a + b - 1) / b); }

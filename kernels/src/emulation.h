@@ -9,6 +9,7 @@
 #include <ucontext.h>
 
 #include <cmath>
+#include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -44,6 +45,7 @@ struct dim3 {
 };
 using cudaStream_t = void*;
 
+inline float fmaxf(float x, float y) { return std::fmax(x, y); }
 inline float __expf(float x) { return std::exp(x); }
 inline float __fdividef(float x, float y) { return x / y; }
 inline float fast_exp2(float x) { return std::exp2(x); }
@@ -60,8 +62,14 @@ struct Barrier {
   unsigned expected = 0, arrived = 0, generation = 0;
 };
 
+// What a lane shows to the other lanes of its warp.
+struct Slot {
+  float values[12];
+};
+
 struct Warp {
   Barrier barrier;
+  Slot slots[2][32];
   float values[32] = {}, sums[32] = {};
 };
 
@@ -165,12 +173,18 @@ inline void run_cluster(Cluster& cluster, size_t shared_bytes) {
   const bool reverse = order && std::strcmp(order, "reverse") == 0;
   for (unsigned left = total; left;) {
     const unsigned long before = s.events;
-    for (unsigned i = 0; i < total; i++) {
-      Fiber& fiber = s.fibers[reverse ? total - 1 - i : i];
-      if (fiber.is_done) continue;
-      s.current = &fiber;
-      swapcontext(&s.scheduler, &fiber.context);
-      left -= fiber.is_done;
+    // A warp runs as far as it can before the next one does: at a missing barrier it reads what is not written yet.
+    for (unsigned first = 0; first < total; first += 32) {
+      for (unsigned long seen = ~0ul; seen != s.events;) {
+        seen = s.events;
+        for (unsigned i = first; i < first + 32; i++) {
+          Fiber& fiber = s.fibers[reverse ? total - 1 - i : i];
+          if (fiber.is_done) continue;
+          s.current = &fiber;
+          swapcontext(&s.scheduler, &fiber.context);
+          left -= fiber.is_done;
+        }
+      }
     }
     if (s.events == before) fail("deadlock: threads wait at different barriers");
   }
@@ -235,6 +249,72 @@ inline float warp_sum(float value) {
   emulation::wait(warp.barrier);
   return sums[lane];
 }
+
+// The values of all lanes of the warp. Two sets of slots take turns: a lane can write into the next set while others still
+// read this one, and not into the one after, before which all lanes wait.
+template <class T>
+const emulation::Slot* exchange(const T& own) {
+  static_assert(sizeof(T) <= sizeof(emulation::Slot), "a slot is too small");
+  emulation::State& s = emulation::state();
+  emulation::Warp& warp = s.current->block->warps[s.current->thread / 32];
+  emulation::Slot* slots = warp.slots[warp.barrier.generation % 2];
+  std::memcpy(&slots[s.current->thread % 32], &own, sizeof own);
+  emulation::wait(warp.barrier);
+  return slots;
+}
+inline unsigned lane_index() { return emulation::state().current->thread % 32; }
+
+inline float quad_max(float value) {
+  const emulation::Slot* slots = exchange(value) + lane_index() / 4 * 4;
+  return std::fmax(std::fmax(slots[0].values[0], slots[1].values[0]), std::fmax(slots[2].values[0], slots[3].values[0]));
+}
+inline float quad_sum(float value) {
+  const emulation::Slot* slots = exchange(value) + lane_index() / 4 * 4;
+  return (slots[0].values[0] + slots[1].values[0]) + (slots[2].values[0] + slots[3].values[0]);
+}
+inline float fast_exp2(float x) { return std::exp2(x); }
+
+template <int COUNT, bool TRANSPOSED>
+void load_matrices(uint32_t* out, const half* row) {
+  const emulation::Slot* slots = exchange(row);
+  const unsigned lane = lane_index(), along = lane / 4, across = lane % 4 * 2;
+  for (unsigned i = 0; i < COUNT; i++) {
+    half pair[2];
+    for (unsigned j = 0; j < 2; j++) {
+      const unsigned r = TRANSPOSED ? across + j : along, c = TRANSPOSED ? along : across + j;
+      const half* named;
+      std::memcpy(&named, &slots[8 * i + r], sizeof named);
+      if (reinterpret_cast<uintptr_t>(named) % 16) emulation::fail("a row of a matrix is not aligned");
+      pair[j] = named[c];
+    }
+    std::memcpy(out + i, pair, sizeof pair);
+  }
+}
+
+template <int K>
+void multiply_add(float (&sums)[4], const uint32_t* a, const uint32_t* b) {
+  float own[12];  // a and b as numbers: two of each register
+  for (int i = 0; i < K / 4 + K / 8; i++) {
+    half pair[2];
+    std::memcpy(pair, i < K / 4 ? a + i : b + i - K / 4, sizeof pair);
+    for (int j = 0; j < 2; j++) own[2 * i + j] = float(pair[j].value);
+  }
+  const emulation::Slot* slots = exchange(own);
+  const unsigned lane = lane_index();
+  for (unsigned i = 0; i < 4; i++)
+    for (unsigned k = 0; k < K; k++) {
+      const unsigned at = k % 8 / 2, row = lane / 4, column = lane % 4 * 2 + i % 2;
+      sums[i] += slots[4 * row + at].values[2 * (k / 8 * 2 + i / 2) + k % 2] *
+                 slots[4 * column + at].values[2 * (K / 4 + k / 8) + k % 2];
+    }
+}
+
+inline void copy16_async(half* to, const half* from, bool exists) {
+  if (reinterpret_cast<uintptr_t>(to) % 16 || reinterpret_cast<uintptr_t>(from) % 16)
+    emulation::fail("a copy is not aligned");
+  for (int i = 0; i < 8; i++) to[i] = exists ? from[i] : half{};
+}
+inline void copies_wait() {}
 
 struct DeviceLimits {
   int major, multiprocessors;

@@ -3,14 +3,11 @@
 // Loading the library needs no GPU, driver or CUDA library: CUDA's run-time is linked statically and looks for the driver
 // when it is first called, and cuBLASLt is loaded by the first product.
 #include "abi_probe.h"
+#include "attention.cuh"
 #include "bias_split_gelu.cuh"
 #include "group_norm.cuh"
 #include "layer_norm.cuh"
 #include "mat_mul.cuh"
-
-#ifndef SDONNX_ARCHITECTURES
-#define SDONNX_ARCHITECTURES "emulation"
-#endif
 
 #define SDONNX_EXPORT extern "C" __attribute__((visibility("default")))
 
@@ -29,7 +26,7 @@ inline Signature abi_probe_signature() {
 // The build, as "key=value" words: the version of the operators' contracts, which sdonnx compares with its own, ONNX
 // Runtime's API version, and the architectures that kernels were compiled for.
 SDONNX_EXPORT const char* sdonnx_kernels_build() {
-  return "operators=1 api=18 architectures=" SDONNX_ARCHITECTURES;
+  return "operators=2 api=18 architectures=" SDONNX_ARCHITECTURES;
 }
 
 SDONNX_EXPORT ort::Status* RegisterCustomOps(ort::SessionOptions* options, const ort::ApiBase* base) {
@@ -38,7 +35,7 @@ SDONNX_EXPORT ort::Status* RegisterCustomOps(ort::SessionOptions* options, const
   if (!api) return nullptr;  // an older ONNX Runtime, without a table to report an error with: its graphs do not load
   static Operator operators[] = {
       Operator(layer_norm_signature()), Operator(bias_split_gelu_signature()), Operator(group_norm_signature()),
-      Operator(mat_mul_signature()),    Operator(abi_probe_signature()),
+      Operator(mat_mul_signature()),    Operator(attention_signature()),       Operator(abi_probe_signature()),
   };
   ort::Domain* domain = nullptr;  // lives as long as the process
   if (ort::Status* status = ort::create_domain(api, "sdonnx", &domain)) return status;

@@ -13,6 +13,7 @@ from sdonnx.operators.fused_mat_mul import FUSED_MAT_MUL
 from sdonnx.operators.group_norm import GROUP_NORM
 from sdonnx.operators.multi_head_attention import MULTI_HEAD_ATTENTION
 from sdonnx.operators.nhwc_conv import NHWC_CONV
+from sdonnx.operators.own_attention import OWN_ATTENTION
 from sdonnx.operators.own_bias_split_gelu import OWN_BIAS_SPLIT_GELU
 from sdonnx.operators.own_group_norm import OWN_GROUP_NORM
 from sdonnx.operators.own_layer_norm import OWN_LAYER_NORM
@@ -52,7 +53,8 @@ CONTRACTS = {
 """The contracts of ONNX Runtime's operators, by operator."""
 
 OWN_CONTRACTS = {
-    contract.op_type: contract for contract in (OWN_LAYER_NORM, OWN_BIAS_SPLIT_GELU, OWN_GROUP_NORM, OWN_MAT_MUL)
+    contract.op_type: contract
+    for contract in (OWN_LAYER_NORM, OWN_BIAS_SPLIT_GELU, OWN_GROUP_NORM, OWN_MAT_MUL, OWN_ATTENTION)
 }
 """The contracts of our own operators, of the domain OWN_DOMAIN, by operator."""
 

@@ -13,6 +13,7 @@ from support.pipelines import refused
 from sdonnx.doctor import kernel_library
 from sdonnx.doctor.kernel_library import (
     KERNEL_LIBRARY,
+    OPERATORS,
     TRIED_VERSIONS,
     KernelLibrary,
     find_kernel_library,
@@ -100,8 +101,8 @@ def test_version_of_onnxruntime_that_was_not_tried(monkeypatch: pytest.MonkeyPat
 
 
 def test_operators_of_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel_library, "OPERATORS", 2)
-    with refused(ProviderError, "has operators of version 1; expected version 2"):
+    monkeypatch.setattr(kernel_library, "OPERATORS", OPERATORS + 1)
+    with refused(ProviderError, f"has operators of version {OPERATORS}; expected version {OPERATORS + 1}"):
         open_kernel_library(emulated_library())
 
 

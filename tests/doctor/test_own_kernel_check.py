@@ -115,7 +115,7 @@ def test_doctor_checks_our_own_kernels(
     status = main(["doctor", "--json", str(tmp_path / "report.json")])
     shown = capsys.readouterr().out
     assert "our own kernels on emulated 0" in shown
-    assert (status, "wrong LayerNorm" in shown) == ((0, False) if factor == 1 else (1, True))
+    assert (status, "wrong Attention" in shown) == ((0, False) if factor == 1 else (1, True))
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["sound"] == (factor == 1)
     assert {row["operator"] for row in report["own_kernels"]["faults"]} == (

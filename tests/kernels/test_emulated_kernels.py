@@ -80,7 +80,7 @@ def test_order_of_threads_does_not_change_a_byte(
     assert [array.tobytes() for array in forward] == [array.tobytes() for array in backward]
 
 
-@pytest.mark.parametrize("op_type", ["LayerNorm", "BiasSplitGelu", "GroupNorm"])
+@pytest.mark.parametrize("op_type", ["LayerNorm", "BiasSplitGelu", "GroupNorm", "Attention"])
 def test_unaligned_tensors(op_type: str) -> None:
     """Buffers of the caller may begin at any element: the vectors of eight numbers are then read one by one."""
     case = next(case for case in OWN_KERNEL_CASES if case.op_type == op_type)
@@ -132,6 +132,16 @@ REFUSED = [
     (one("MatMul", [(2, 3, 16), (16, 24), (16,)]), "the bias must have a number per column"),
     (one("MatMul", [(2, 3, 16), (16, 24), None, (2, 3, 24)], gelu=1), "gelu excludes a residual"),
     (one("MatMul", [(2, 3, 16), (16, 24), None, (1, 3, 24)]), "the residual must have the shape of the result"),
+    (one("Attention", [(2, 3, 64)] * 3, num_heads=1), "Attention of width 64 in 1 heads; expected heads of 72"),
+    (one("Attention", [(2, 3, 144)] * 3, num_heads=1), "Attention of width 144 in 1 heads"),
+    (one("Attention", [(2, 3, 144)] * 3), "Attention of width 144 in 0 heads"),
+    (one("Attention", [(2, 3, 72), (2, 3, 72), (2, 4, 72)], num_heads=1), "k and v of one shape"),
+    (
+        one("Attention", [(2, 3, 72), (1, 3, 72), (1, 3, 72)], num_heads=1),
+        "k and v must have the batch and the width of q",
+    ),
+    (one("Attention", [(2, 3, 72), (2, 0, 72), (2, 0, 72)], num_heads=1), "there is no key"),
+    (one("Attention", [(2, 3, 72)] * 3, num_heads=1, scale=-1.0), "the scale is negative"),
 ]
 
 
@@ -139,6 +149,13 @@ REFUSED = [
 def test_shapes_are_checked_on_the_host(case: KernelCase, reason: str) -> None:
     with pytest.raises(Exception, match=reason):
         results(case)
+
+
+@pytest.mark.parametrize("shape", [(2, 0, 72), (0, 3, 72)])
+def test_attention_without_queries_is_empty(shape: tuple[int, ...]) -> None:
+    keys = (shape[0], 5, 72)
+    (found,) = results(one("Attention", [shape, keys, keys], num_heads=1))
+    assert found.shape == shape
 
 
 @pytest.mark.parametrize("op_type", OWN_CONTRACTS)
@@ -149,13 +166,17 @@ def test_batches_of_1_to_32_are_computed_image_by_image(op_type: str) -> None:
         "BiasSplitGelu": [(32, 5, 64), (64,)],
         "GroupNorm": [(32, 4, 4, 64), (64,), (64,)],
         "MatMul": [(32, 5, 64), (64, 16), (16,)],
+        "Attention": [(32, 5, 72), (32, 6, 72), (32, 6, 72)],
     }
-    attributes = {"groups": 8, "activation": 1} if op_type == "GroupNorm" else {}
+    attributes = {"GroupNorm": {"groups": 8, "activation": 1}, "Attention": {"num_heads": 1}}.get(op_type, {})
     wide = KernelCase(op_type, "batch", tuple(shapes[op_type]), attributes, domain="sdonnx")
     model = model_of(wide, "float16")  # with sizes that may change between runs
     feeds = feeds_of(model, rounded(wide.make_inputs(), "float16"))
     opened = open_session(model)
     (together,) = opened.run(None, feeds)
     for batch in (1, 3, 8):
-        (part,) = opened.run(None, feeds | {"x0": feeds["x0"][:batch]})
+        # Inputs with 32 rows are images, the others weights.
+        (part,) = opened.run(
+            None, {name: array[:batch] if len(array) == 32 else array for name, array in feeds.items()}
+        )
         assert relative_error(part.astype(np.float32), together[:batch].astype(np.float32)) < TOLERANCE["float16"]

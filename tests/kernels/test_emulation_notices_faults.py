@@ -36,6 +36,19 @@ FAULTS = {
     "half a warp": ("layer_norm.cuh", "launch(kernels[ceil_div(channels, 256) - 1]", "launch(kernels[0]"),
     "gate": ("bias_split_gelu.cuh", "gelu(gate[j] + gate_bias[j])", "gelu(gate[j])"),
     "rows": ("bias_split_gelu.cuh", "ceil_div(a.rows, is_long ? 4 : 1)", "ceil_div(a.rows - 1, is_long ? 4 : 1)"),
+    "keys behind the last": ("attention_portable.cuh", "i % 2 >= a.keys)", "i % 2 > a.keys)"),
+    "rescaled result": ("attention_portable.cuh", "? shrink.x : shrink.y", "? shrink.x : shrink.x"),
+    "barrier before the values": (
+        "attention_portable.cuh",
+        "    block_sync();  // all warps have read the keys, and all values are there\n", "",
+    ),
+    "barrier before the next values": (
+        "attention_portable.cuh",
+        "    block_sync();  // all warps have read the values, and the next keys are there\n", "",
+    ),
+    "sum of earlier keys": ("attention_portable.cuh", "      sum[r] *= shrink[r];\n", ""),
+    "next keys": ("attention_portable.cuh", "head, key + kBlockKeys, kBlockKeys);", "head, key, kBlockKeys);"),
+    "heads": ("attention_portable.cuh", "head = blockIdx.y % a.heads", "head = blockIdx.y / a.heads"),
     "residual": ("mat_mul.cuh", "if (p.residual) sum +=", "if (p.residual) sum -="),
 }  # fmt: skip
 

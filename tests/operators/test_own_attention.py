@@ -1,0 +1,87 @@
+"""sdonnx::Attention: the reference body against torch, and the kernels' limits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import onnx_ir as ir
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from support.operator_tests import OperatorTest
+
+from sdonnx.operators.case import KernelCase
+from sdonnx.operators.own_attention import HEAD_SIZE, OWN_ATTENTION, check_own_attention
+
+
+def attention(inputs: Any, attributes: Mapping[str, Any]) -> list[torch.Tensor]:
+    heads = [x.unflatten(2, (attributes["num_heads"], HEAD_SIZE)).transpose(1, 2) for x in inputs]
+    found = F.scaled_dot_product_attention(*heads, scale=attributes.get("scale"))
+    return [found.transpose(1, 2).flatten(2)]
+
+
+def refused(name: str, *shapes: tuple[int, ...], heads: int = 2, scale: float = 0.0) -> KernelCase:
+    return KernelCase("Attention", name, shapes, {"num_heads": heads, "scale": scale}, domain="sdonnx")
+
+
+OPERATOR_TEST = OperatorTest(
+    torch=attention,
+    refused=(
+        refused("head size 64", (2, 3, 128), (2, 5, 128), (2, 5, 128)),
+        refused("head size 144", (2, 3, 144), (2, 5, 144), (2, 5, 144), heads=1),
+        refused("no heads", (2, 3, 144), (2, 5, 144), (2, 5, 144), heads=0),
+        refused("another width of keys", (2, 3, 144), (2, 5, 72), (2, 5, 72)),
+        refused("packed keys and values", (2, 3, 144), (2, 5, 2, 2, 72), (2, 5, 2, 2, 72)),
+        refused("negative scale", (2, 3, 144), (2, 5, 144), (2, 5, 144), scale=-0.5),
+    ),
+)
+
+
+def tokens(*shape: int | str, dtype: ir.DataType = ir.DataType.FLOAT16) -> ir.Value:
+    return ir.Value(name="x", shape=ir.Shape(shape), type=ir.TensorType(dtype))
+
+
+def test_cases_have_heads_and_batches_of_pixart() -> None:
+    cases = list(OWN_ATTENTION.kernel_cases())
+    assert {case.attributes["num_heads"] for case in cases} >= {1, 2, 16}
+    assert {shape[0] for case in cases if (shape := case.shapes[0])} >= {1, 2, 3, 4}
+
+
+def test_first_use_has_tiles_of_both_kernels() -> None:
+    """kernels/src/attention_wgmma.cuh starts at 128 queries and 128 keys."""
+    cases = {case.name: case for case in OWN_ATTENTION.kernel_cases()}
+    lengths = [[shape[1] for shape in cases[name].shapes[:2] if shape] for name in OWN_ATTENTION.first_use]
+    assert {min(each) >= 128 for each in lengths} == {True, False}
+
+
+Q, KV = tokens("B", "S", 144), tokens("B", "L", 144)
+
+
+@pytest.mark.parametrize(
+    ("q", "k", "v", "heads", "scale", "reason"),
+    [
+        (tokens("B", "S", 2, 3, 72), KV, KV, 2, 0.0, "query, key and value are not known to have three axes"),
+        (ir.Value(name="q"), KV, KV, 2, 0.0, "query, key and value are not known to have three axes"),
+        (Q, KV, KV, 0, 0.0, "0 heads"),
+        (Q, KV, KV, 1, 0.0, "a width of 144 in 1 heads: the kernel accepts heads of 72"),
+        (Q, tokens("B", "L", 72), KV, 2, 0.0, "a width of 144, 72 in 2 heads"),
+        (tokens("B", "S", "D"), KV, KV, 2, 0.0, "a width of 144, D in 2 heads"),
+        (Q, KV, KV, 2, -1.0, "a scale of -1.0"),
+        (
+            Q,
+            KV,
+            tokens("B", "L", 144, dtype=ir.DataType.FLOAT),
+            2,
+            0.0,
+            "the input is FLOAT, the kernel accepts FLOAT16",
+        ),
+    ],
+)
+def test_refuses(q: ir.Value, k: ir.Value, v: ir.Value, heads: int, scale: float, reason: str) -> None:
+    assert reason in (check_own_attention(q, k, v, heads, scale) or "")
+
+
+def test_accepts() -> None:
+    assert check_own_attention(Q, KV, KV, 2, 0.0) is None
+    assert check_own_attention(Q, Q, Q, 2, 0.5) is None
