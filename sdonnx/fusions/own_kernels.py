@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import onnx_ir as ir
@@ -16,12 +17,15 @@ import onnx_ir as ir
 from sdonnx.fusions.fuse_bias_split_gelu import GegluToBiasSplitGelu
 from sdonnx.graph.edit import (
     MICROSOFT,
+    Dim,
     dims,
     input_of,
     insert,
     insert_multi,
     is_weight,
+    known_dims,
     replace,
+    required,
 )
 from sdonnx.graph.match import (
     NOT_A_CANDIDATE,
@@ -33,18 +37,20 @@ from sdonnx.graph.match import (
     apply_rules,
     match_failure,
     producer_of,
+    same_dims,
     same_shape,
 )
 from sdonnx.graph.passes import tidy
 from sdonnx.graph.shapes.expressions import expression_of
 from sdonnx.operators.case import OWN_DOMAIN
+from sdonnx.operators.own_attention import check_own_attention
 from sdonnx.operators.own_bias_split_gelu import check_own_bias_split_gelu
 from sdonnx.operators.own_group_norm import check_own_group_norm
 from sdonnx.operators.own_layer_norm import check_own_layer_norm
 from sdonnx.operators.own_mat_mul import check_own_mat_mul
 from sdonnx.operators.reference_body import optional_input
 
-__all__ = ["KERNELS", "MAX_POSITIONS", "OWN_KERNELS", "use_own_kernels"]
+__all__ = ["KERNELS", "MAX_POSITIONS", "MIN_TOKENS", "OWN_KERNELS", "use_own_kernels"]
 
 KERNELS = ("none", "auto")
 """Whether to write the form of the graphs with our own operators."""
@@ -57,6 +63,13 @@ MAX_POSITIONS = 32 * 32
 
 On an H200 a prototype of this kernel took 0.48 to 0.71 of ONNX Runtime's time up to 32x32 and was as fast at 64x64 and
 128x128. The kernel itself has not been measured (docs/explanation/kernels.md).
+"""
+
+MIN_TOKENS = 1024
+"""The shortest sequence, in tokens, whose attention to itself is replaced.
+
+On an H200 a prototype of this kernel took 366 us at 4096 tokens, two images and 16 heads, and cuDNN 399 us; it was
+slower than cuDNN for the 120 tokens of a caption. The crossover between the two has not been measured.
 """
 
 
@@ -72,14 +85,48 @@ class GegluToOwnBiasSplitGelu(GegluToBiasSplitGelu):
         return op.BiasSplitGelu(x, bias, _domain=OWN_DOMAIN)
 
 
-def use_own_kernels(model: ir.Model, latent_size: int | None = None) -> PassOutcome:
+@dataclass(frozen=True)
+class _DefaultImage:
+    """The values of symbols in shapes, for the image that a pipeline generates by default.
+
+    Attributes:
+        latent_size: height and width of the latents; None if unknown.
+        patch_size: height and width of a transformer's patches, in latents; 1 for other networks.
+        axes: the names of the axes of the graph's inputs.
+    """
+
+    latent_size: int | None
+    patch_size: int
+    axes: frozenset[str]
+
+    def size_of(self, sizes: Sequence[Dim]) -> int | None:
+        """Return the product of sizes, None where they are not known or there are none."""
+        values = []
+        for dim in sizes:
+            expression = expression_of(dim)
+            if expression is None or (expression.free_symbols and self.latent_size is None):
+                return None
+            values.append(
+                int(expression.subs({symbol: self._value(str(symbol)) for symbol in expression.free_symbols}))
+            )
+        return math.prod(values) if values else None
+
+    def _value(self, symbol: str) -> int:
+        """Return the latents' size for an axis of an input, the patches' for what shape inference named."""
+        latent_size = required(self.latent_size)
+        return latent_size if symbol in self.axes else latent_size // self.patch_size
+
+
+def use_own_kernels(model: ir.Model, latent_size: int | None = None, patch_size: int = 1) -> PassOutcome:
     """Replace nodes of a graph by our own operators, in place.
 
     Args:
         model: the graph.
         latent_size: height and width of the latents that the pipeline generates by default; None if unknown. It only
             decides whether a replacement is worth it.
+        patch_size: height and width of a transformer's patches, in latents; 1 for other networks.
     """
+    image = _DefaultImage(latent_size, patch_size, _axes(model))
     fired: Counter[str] = Counter()
     failures: list[MatchFailure] = []
     count, refused = apply_rules(model, [GegluToOwnBiasSplitGelu], commute=True)
@@ -89,7 +136,7 @@ def use_own_kernels(model: ir.Model, latent_size: int | None = None) -> PassOutc
         swap = _SWAPS.get((node.domain, node.op_type))
         if swap is None or not any(output.uses() or output.is_graph_output() for output in node.outputs):
             continue
-        result = swap(node, latent_size)
+        result = swap(node, image)
         name = f"{node.op_type}ToOwn{_TARGETS[node.op_type]}"
         if result is REWRITTEN:
             fired[name] += 1
@@ -101,7 +148,17 @@ def use_own_kernels(model: ir.Model, latent_size: int | None = None) -> PassOutc
     return PassOutcome({name: number for name, number in fired.items() if number}, tuple(dict.fromkeys(failures)))
 
 
-def _layer_norm(node: ir.Node, _: int | None) -> WalkResult:
+def _axes(model: ir.Model) -> frozenset[str]:
+    """Return the names of the axes of the graph's inputs."""
+    return frozenset(
+        dim.value
+        for value in model.graph.inputs
+        for dim in dims(value) or ()
+        if not isinstance(dim, int) and dim.value is not None
+    )
+
+
+def _layer_norm(node: ir.Node, _: _DefaultImage) -> WalkResult:
     x, gamma, beta = input_of(node, 0), input_of(node, 1), optional_input(node, 2)
     rank = len(dims(x) or ())
     if node.attributes.get_int("axis", -1) not in (-1, rank - 1):
@@ -115,7 +172,7 @@ def _layer_norm(node: ir.Node, _: int | None) -> WalkResult:
     return REWRITTEN
 
 
-def _bias_split_gelu(node: ir.Node, _: int | None) -> WalkResult:
+def _bias_split_gelu(node: ir.Node, _: _DefaultImage) -> WalkResult:
     x, bias = input_of(node, 0), input_of(node, 1)
     if (reason := check_own_bias_split_gelu(x, bias)) is not None:
         return Refused(reason)
@@ -123,12 +180,12 @@ def _bias_split_gelu(node: ir.Node, _: int | None) -> WalkResult:
     return REWRITTEN
 
 
-def _group_norm(node: ir.Node, latent_size: int | None) -> WalkResult:
+def _group_norm(node: ir.Node, image: _DefaultImage) -> WalkResult:
     x, gamma = input_of(node, 0), input_of(node, 1)
     groups = node.attributes.get_int("groups")
     if (reason := check_own_group_norm(x, gamma, groups)) is not None:
         return Refused(reason)
-    positions = _positions(x, latent_size)
+    positions = image.size_of((dims(x) or ())[1:3])
     if positions is None:
         return Refused("the size of the image is not known")
     if positions > MAX_POSITIONS:
@@ -152,23 +209,38 @@ def _group_norm(node: ir.Node, latent_size: int | None) -> WalkResult:
     return REWRITTEN
 
 
-def _positions(x: ir.Value, latent_size: int | None) -> int | None:
-    """Return height times width of x (B,H,W,C) for the default image, None where they are not known."""
-    sizes = []
-    for dim in (dims(x) or ())[1:3]:
-        expression = expression_of(dim)
-        if expression is None or (expression.free_symbols and latent_size is None):
-            return None
-        sizes.append(int(expression.subs(dict.fromkeys(expression.free_symbols, latent_size))))
-    return math.prod(sizes) if len(sizes) == 2 else None
+def _attention(node: ir.Node, image: _DefaultImage) -> WalkResult:
+    """MultiHeadAttention(q, k, v) of a long sequence to itself -> Attention(q, k, v)."""
+    query, key, value = (optional_input(node, index) for index in range(3))
+    if query is None or key is None or value is None:
+        return Refused("packed layouts stay with ONNX Runtime")
+    if any(each is not None for each in node.inputs[3:]) or node.attributes.get_int("unidirectional", 0):
+        return Refused("a bias, a mask or a cache stays with ONNX Runtime")
+    if any(output.uses() or output.is_graph_output() for output in node.outputs[1:]):
+        return Refused("keys, values or scores are read")
+    attributes = {
+        "num_heads": node.attributes.get_int("num_heads"),
+        "scale": node.attributes.get_float("scale", 0.0),
+    }
+    if (reason := check_own_attention(query, key, value, **attributes)) is not None:
+        return Refused(reason)
+    if not same_dims(known_dims(query), known_dims(key)):
+        return Refused("keys of another sequence: ONNX Runtime's kernel is faster for captions")
+    tokens = image.size_of(known_dims(query)[1:2])
+    if tokens is None:
+        return Refused("the number of tokens is not known")
+    if tokens < MIN_TOKENS:
+        return Refused(f"{tokens} tokens: ONNX Runtime's kernel stays below {MIN_TOKENS}")
+    _put(node, node.outputs[0], "Attention", [query, key, value], attributes)
+    return REWRITTEN
 
 
-def _fast_gelu(node: ir.Node, _: int | None) -> WalkResult:
+def _fast_gelu(node: ir.Node, _: _DefaultImage) -> WalkResult:
     """FastGelu(x @ w, bias) -> MatMul(x, w, bias) with gelu."""
     return _product(node, input_of(node, 0), optional_input(node, 1), None, gelu=1)
 
 
-def _bias_add(node: ir.Node, _: int | None) -> WalkResult:
+def _bias_add(node: ir.Node, _: _DefaultImage) -> WalkResult:
     """BiasAdd(x @ w, bias, skip) -> MatMul(x, w, bias, skip), with the product in either place."""
     first, bias, second = node.inputs
     for product, residual in ((first, second), (second, first)):
@@ -178,7 +250,7 @@ def _bias_add(node: ir.Node, _: int | None) -> WalkResult:
     return NOT_A_CANDIDATE
 
 
-def _sum(node: ir.Node, _: int | None) -> WalkResult:
+def _sum(node: ir.Node, _: _DefaultImage) -> WalkResult:
     """X @ w + bias -> MatMul(x, w, bias), with the operands in either order."""
     for product, bias in (tuple(node.inputs), tuple(reversed(node.inputs))):
         if is_weight(bias) and bias is not None and bias.shape is not None and bias.shape.rank() == 1:
@@ -214,11 +286,12 @@ def _put(
     replace(old, new)
 
 
-_SWAPS: Mapping[tuple[str, str], Callable[[ir.Node, int | None], WalkResult]] = {
+_SWAPS: Mapping[tuple[str, str], Callable[[ir.Node, _DefaultImage], WalkResult]] = {
     ("", "LayerNormalization"): _layer_norm,
     (MICROSOFT, "BiasSplitGelu"): _bias_split_gelu,
     (MICROSOFT, "GroupNorm"): _group_norm,
     (MICROSOFT, "SkipGroupNorm"): _group_norm,
+    (MICROSOFT, "MultiHeadAttention"): _attention,
     (MICROSOFT, "FastGelu"): _fast_gelu,
     (MICROSOFT, "BiasAdd"): _bias_add,
     ("", "Add"): _sum,
@@ -229,6 +302,7 @@ _TARGETS = {
     "BiasSplitGelu": "BiasSplitGelu",
     "GroupNorm": "GroupNorm",
     "SkipGroupNorm": "GroupNorm",
+    "MultiHeadAttention": "Attention",
     "FastGelu": "MatMul",
     "BiasAdd": "MatMul",
     "Add": "MatMul",

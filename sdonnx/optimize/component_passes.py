@@ -236,14 +236,17 @@ def _write_served_graphs(job: ComponentJob) -> None:
 
 def _write_own_kernel_graphs(job: ComponentJob) -> None:
     """Write each served graph a second time, with our own operators; both forms read the same weights."""
-    size = job.opened.config.get("sample_size") if job.spec.role is Role.DENOISER else None
+    is_denoiser = job.spec.role is Role.DENOISER
+    size, patch = (job.opened.config.get(name) if is_denoiser else None for name in ("sample_size", "patch_size"))
     index = job.folder / SHARED_WEIGHTS
     shared = read_json(index) if index.is_file() else None
     fired: Counter[str] = Counter()
     failures: list[MatchFailure] = []
     for file in job.served:
         model = ir.load(job.folder / file)
-        outcome = use_own_kernels(model, size if isinstance(size, int) else None)
+        outcome = use_own_kernels(
+            model, size if isinstance(size, int) else None, patch if isinstance(patch, int) and patch > 0 else 1
+        )
         if any(outcome.fired.values()):
             own = job.folder / own_kernel_graph(file)
             ir.save(model, own)

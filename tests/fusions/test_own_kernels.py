@@ -10,7 +10,7 @@ import onnx_ir as ir
 import pytest
 from support.graphs import copied, feeds_for, graph, interface, normal, relative_error, run, text_of
 
-from sdonnx.fusions.own_kernels import MAX_POSITIONS, use_own_kernels
+from sdonnx.fusions.own_kernels import MAX_POSITIONS, MIN_TOKENS, use_own_kernels
 from sdonnx.graph.match import MatchFailure
 from sdonnx.operators.case import OWN_DOMAIN
 from sdonnx.operators.operator_table import OWN_CONTRACTS, contract_of
@@ -109,6 +109,50 @@ def test_skip_group_norm(skip: str, outputs: str) -> None:
     assert swapped(model, latent_size=32)[1] == {"SkipGroupNormToOwnGroupNorm": 1}
 
 
+def attention(
+    inputs: str = "q, k, v",
+    attributes: str = "",
+    width: int = 72,
+    queries: int | str = MIN_TOKENS,
+    keys: int | str = MIN_TOKENS,
+    outputs: str = "",
+) -> ir.Model:
+    """Return a graph of one MultiHeadAttention with one head."""
+    lengths = {"q": queries, "k": keys, "v": keys}
+    declared = [f"float16[B,{length},{width}] {name}" for name, length in lengths.items()]
+    declared += [f"int32[B] {name}" for name in ("counts",) if name in inputs]
+    results = [f"float16[B,{queries},{width}] y", *(f"float16[B,1,{keys},{width}] {name}" for name in outputs.split())]
+    names = ", ".join(["y", *outputs.split()])
+    body = f"{names} = com.microsoft.MultiHeadAttention<num_heads=1{attributes}>({inputs})"
+    bias = {"bias": half(3 * width)} if "bias" in inputs else {}
+    return graph(", ".join(declared), ", ".join(results), body, **bias)
+
+
+@pytest.mark.parametrize("attributes", ["", ", scale=0.2"])
+def test_attention(attributes: str) -> None:
+    after, fired = swapped(attention(attributes=attributes))
+    assert fired == {"MultiHeadAttentionToOwnAttention": 1}
+    (node,) = after.graph
+    assert node.attributes.get_int("num_heads") == 1
+    assert node.attributes.get_float("scale", 0.0) == pytest.approx(0.2 if attributes else 0)
+
+
+@pytest.mark.parametrize(("latent_size", "patch_size", "fires"), [(64, 2, True), (62, 2, False), (32, 1, True)])
+def test_tokens_follow_from_the_latents_and_the_patches(latent_size: int, patch_size: int, fires: bool) -> None:
+    """Shape inference names the rows and columns of patches itself: they are no axes of the graph's inputs."""
+    model = attention(queries="S", keys="S")
+    (node,) = model.graph
+    image = ir.Value(name="image", shape=ir.Shape(["B", 4, "H", "W"]), type=ir.TensorType(ir.DataType.FLOAT16))
+    tokens = ir.node("Patches", [image], domain="test")
+    tokens.outputs[0].shape = ir.Shape(["B", ir.SymbolicDim("unknown_1*unknown_2"), 72])
+    tokens.outputs[0].type = image.type
+    model.graph.inputs[:] = [image]
+    model.graph.insert_before(node, tokens)
+    for index in range(3):
+        node.replace_input_with(index, tokens.outputs[0])
+    assert bool(use_own_kernels(model, latent_size, patch_size).fired) == fires
+
+
 def test_gelu_after_a_product() -> None:
     body = "p = MatMul(x, w) y = com.microsoft.FastGelu(p, v)"
     model = graph("float16[B,S,64] x", "float16[B,S,64] y", body, w=WEIGHT, v=VECTOR)
@@ -181,6 +225,22 @@ REFUSED: Mapping[str, tuple[ir.Model, str]] = {
         graph("float16[B,8,8,64] x", "float16[B,8,8,64] y", f"y = {GROUP_NORM.replace('=8', '=32')}(x, g, b)", **NORM),
         "64 channels in 32 groups",
     ),
+    "packed attention": (
+        graph(
+            "float16[B,1024,1,3,72] x", "float16[B,1024,72] y", "y = com.microsoft.MultiHeadAttention<num_heads=1>(x)"
+        ),
+        "packed layouts stay with ONNX Runtime",
+    ),
+    "attention with biases": (attention("q, k, v, bias"), "a bias, a mask or a cache stays with ONNX Runtime"),
+    "attention with key counts": (attention("q, k, v, , counts"), "a bias, a mask or a cache stays with ONNX Runtime"),
+    "causal attention": (attention(attributes=", unidirectional=1"), "a bias, a mask or a cache stays"),
+    "attention with a cache": (attention(outputs="k_heads v_heads"), "keys, values or scores are read"),
+    "other head size": (attention(width=64), "a width of 64 in 1 heads: the kernel accepts heads of 72"),
+    "keys of captions": (attention(keys=2048), "keys of another sequence"),
+    "short attention": (
+        attention(queries=1023, keys=1023),
+        f"1023 tokens: ONNX Runtime's kernel stays below {MIN_TOKENS}",
+    ),
     "odd product": (
         graph("float16[B,S,64] x", "float16[B,S,60] y", "p = MatMul(x, w) y = Add(p, v)", w=half(64, 60), v=half(60)),
         "a weight of 64 x 60: the kernel accepts multiples of 8",
@@ -199,6 +259,12 @@ def test_group_norm_needs_the_size_of_the_image() -> None:
     assert [each.reason for each in failures(copied(model), None)] == ["the size of the image is not known"]
     assert [each.reason[:14] for each in failures(copied(model), 64)] == ["4096 positions"]
     assert use_own_kernels(copied(model), 32).fired == {"GroupNormToOwnGroupNorm": 1}
+
+
+def test_attention_needs_the_number_of_tokens() -> None:
+    model = attention(queries="S", keys="S")
+    assert [each.reason for each in failures(copied(model), None)] == ["the number of tokens is not known"]
+    assert [each.reason[:9] for each in failures(copied(model), 64)] == ["64 tokens"]
 
 
 def test_size_of_the_image_follows_from_the_latents() -> None:
@@ -234,6 +300,7 @@ def test_every_operator_is_emitted() -> None:
             graph("float16[B,S,64] x", "float16[B,S,64] y", "p = MatMul(x, w) y = Add(p, v)", w=WEIGHT, v=VECTOR),
             graph("float16[B,8,8,64] x", "float16[B,8,8,64] y", f"y = {GROUP_NORM}(x, g, b)", **NORM),
             graph("float16[B,S,2560] x", "float16[B,S,1280] y", "y = com.microsoft.BiasSplitGelu(x, b)", b=half(2560)),
+            attention(),
         )
         if use_own_kernels(model).fired
         for node in model.graph
