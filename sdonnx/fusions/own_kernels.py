@@ -214,15 +214,13 @@ def _attention(node: ir.Node, image: _DefaultImage) -> WalkResult:
     query, key, value = (optional_input(node, index) for index in range(3))
     if query is None or key is None or value is None:
         return Refused("packed layouts stay with ONNX Runtime")
-    if any(each is not None for each in node.inputs[3:]) or node.attributes.get_int("unidirectional", 0):
+    is_causal = node.attributes.get_int("unidirectional", 0) != 0
+    if is_causal or any(each is not None for each in node.inputs[3:]):
         return Refused("a bias, a mask or a cache stays with ONNX Runtime")
     if any(output.uses() or output.is_graph_output() for output in node.outputs[1:]):
         return Refused("keys, values or scores are read")
-    attributes = {
-        "num_heads": node.attributes.get_int("num_heads"),
-        "scale": node.attributes.get_float("scale", 0.0),
-    }
-    if (reason := check_own_attention(query, key, value, **attributes)) is not None:
+    heads, scale = node.attributes.get_int("num_heads"), node.attributes.get_float("scale", 0.0)
+    if (reason := check_own_attention(query, key, value, heads, scale)) is not None:
         return Refused(reason)
     if not same_dims(known_dims(query), known_dims(key)):
         return Refused("keys of another sequence: ONNX Runtime's kernel is faster for captions")
@@ -231,7 +229,7 @@ def _attention(node: ir.Node, image: _DefaultImage) -> WalkResult:
         return Refused("the number of tokens is not known")
     if tokens < MIN_TOKENS:
         return Refused(f"{tokens} tokens: ONNX Runtime's kernel stays below {MIN_TOKENS}")
-    _put(node, node.outputs[0], "Attention", [query, key, value], attributes)
+    _put(node, node.outputs[0], "Attention", [query, key, value], {"num_heads": heads, "scale": scale})
     return REWRITTEN
 
 

@@ -16,8 +16,8 @@ from sdonnx.operators.own_attention import HEAD_SIZE, OWN_ATTENTION, check_own_a
 
 
 def attention(inputs: Any, attributes: Mapping[str, Any]) -> list[torch.Tensor]:
-    heads = [x.unflatten(2, (attributes["num_heads"], HEAD_SIZE)).transpose(1, 2) for x in inputs]
-    found = F.scaled_dot_product_attention(*heads, scale=attributes.get("scale"))
+    q, k, v = (x.unflatten(2, (attributes["num_heads"], HEAD_SIZE)).transpose(1, 2) for x in inputs)
+    found = F.scaled_dot_product_attention(q, k, v, scale=attributes.get("scale"))
     return [found.transpose(1, 2).flatten(2)]
 
 
