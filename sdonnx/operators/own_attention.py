@@ -17,7 +17,7 @@ from sdonnx.operators.contract import Contract
 __all__ = ["HEAD_SIZE", "OWN_ATTENTION", "check_own_attention"]
 
 HEAD_SIZE = 72
-"""The only head size of the kernels (kernels/src/attention_args.h, kHeadSize): that of PixArt's transformer."""
+"""The only head size of the kernels (kernels/src/attention_args.h, kHeadSize)."""
 
 # attention.cuh: images times heads are an axis of the grid. The run-time's batches are far smaller.
 _MAX_HEADS = 65535
