@@ -42,9 +42,7 @@ def pixart(pipelines: PipelineCache) -> Path:
 
 
 def xl_with_adapters(pipelines: PipelineCache) -> Path:
-    source = pipelines.micro("sdxl-tiny-ip-adapter")
-    files = sorted((source / "ip_adapter").glob("*.safetensors"))
-    return pipelines.exported(source, ip_adapters=files)
+    return pipelines.adapted(pipelines.micro("sdxl-tiny-ip-adapter"))
 
 
 PIPELINES = [tiny, pixart, xl_with_adapters]

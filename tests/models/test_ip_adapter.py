@@ -62,7 +62,7 @@ class Pair:
 
     def __init__(self, source: Path, names: tuple[str, ...], pipelines: PipelineCache) -> None:
         self.source = source
-        self.exported = pipelines.exported(source, ip_adapters=[source / "ip_adapter" / name for name in names])
+        self.exported = pipelines.adapted(source, *names)
         optimized = pipelines.optimized(self.exported, provider="cpu")
         self.reports = read_json(optimized / REPORT)["components"]
         torch.set_num_threads(1)
@@ -616,7 +616,7 @@ def test_weights_beyond_float16_are_refused(source: Path, tmp_path: Path) -> Non
 def test_safety_checker_and_low_memory(pipelines: PipelineCache, full: Pair) -> None:
     """The checker and the adapters' encoder have different image sizes, each with its own preprocessor."""
     source = pipelines.micro("tiny-ip-adapter", safety_checker=True)
-    exported = pipelines.exported(source, ip_adapters=[source / "ip_adapter" / ADAPTER_FILES[0]])
+    exported = pipelines.adapted(source, ADAPTER_FILES[0])
     folder = pipelines.optimized(exported, provider="cpu")
     arguments: dict[str, Any] = {"prompt": "a fox", **SMALL, "seed": 1, "ip_adapter_image": picture(0)}
     with OrtDiffusionPipeline.from_pretrained(folder, low_memory=True) as pipeline:

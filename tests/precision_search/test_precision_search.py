@@ -58,7 +58,6 @@ from sdonnx.precision_search.trial import Component, Error, Range, duration
 from sdonnx.runtime.device.device import device_for
 from sdonnx.runtime.device.session import Graph
 from sdonnx.runtime.pipeline import NotFiniteWarning, OrtDiffusionPipeline
-from sdonnx.sample.architecture import ADAPTER_FILES
 from sdonnx.sample.overflow import OVERFLOWS
 from sdonnx.sample.write_sample import write_sample
 
@@ -558,8 +557,7 @@ searching.optimize_automatically(Path(sys.argv[1]), Path(sys.argv[2]), request)
 
 def test_inputs_of_every_component_are_recorded(pipelines: PipelineCache, tmp_path: Path) -> None:
     """Stable Diffusion XL with IP-Adapters has two text encoders, sizes, images and scales."""
-    source = pipelines.micro("sdxl-tiny-ip-adapter")
-    exported = pipelines.exported(source, ip_adapters=[source / "ip_adapter" / name for name in ADAPTER_FILES])
+    exported = pipelines.adapted(pipelines.micro("sdxl-tiny-ip-adapter"))
     report = optimize_automatically(exported, tmp_path / "auto", FP16, SHORT)
     assert report.automatic is not None
     family = family_of(PipelineFolder.open(exported))

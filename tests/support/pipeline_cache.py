@@ -10,11 +10,12 @@ from __future__ import annotations
 import ast
 import contextlib
 import functools
+import gc
 import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -22,6 +23,7 @@ from unittest import mock
 from filelock import FileLock
 
 import sdonnx
+from sdonnx.models.image_adapters import ADAPTERS
 from sdonnx.models.spec import Family, Role
 from sdonnx.sample.architecture import ADAPTER_FILES
 from support.pipelines import snapshot
@@ -40,9 +42,6 @@ _PACKAGE = Path(sdonnx.__file__).parent
 _SAMPLE = "sdonnx.sample.write_sample"
 _EXPORT = "sdonnx.export.export_pipeline"
 _OPTIMIZE = "sdonnx.optimize.optimizer"
-
-# Components of pipelines with IP-Adapters that depend on the adapters.
-_ADAPTED = {Role.DENOISER, Role.IMAGE_PROMPT_ENCODER, Role.IMAGE_PROMPT_ADAPTER}
 
 
 class PipelineCache:
@@ -107,21 +106,23 @@ class PipelineCache:
 
         Args:
             source: the diffusers folder that is exported.
-            adapters: the files of its IP-Adapters.
+            adapters: the files of its IP-Adapters. Their image encoder is the source's own.
         """
         from sdonnx.export import export_pipeline as module
 
         digests = [_digest(Path(path)) for path in adapters]
-        if digests and (source / "ip_adapter").is_dir():
-            digests.append(_digest(source / "ip_adapter"))  # their image encoder
-        export = functools.partial(self._export_component, module._export_component, digests)
+        encoder = [_digest(source / ADAPTERS / "image_encoder")] if digests else []
+        added = {
+            Role.DENOISER: digests, Role.IMAGE_PROMPT_ADAPTER: digests, Role.IMAGE_PROMPT_ENCODER: encoder
+        }  # fmt: skip
+        export = functools.partial(self._export_component, module._export_component, added)
         with mock.patch.object(module, "_export_component", export):
             yield
 
     def _export_component(
         self,
         export: Callable[..., None],
-        adapters: list[str],
+        added: Mapping[Role, list[str]],
         folder: PipelineFolder,
         family: Family,
         plan: ComponentPlan,
@@ -133,7 +134,7 @@ class PipelineCache:
 
         Args:
             export: the function of the package that exports a component.
-            adapters: digests of the IP-Adapters, which change the denoiser and bring components of their own.
+            added: digests of what a component reads outside of its folder, by role.
             folder: the diffusers pipeline.
             family: its family.
             plan: how the component is exported.
@@ -141,30 +142,46 @@ class PipelineCache:
             dtype: the type of weights, inputs and outputs.
             progress: the progress callback.
         """
-        spec = plan.spec
+        from sdonnx.export.exported_families import wrapper_of
+
+        spec, wrapper = plan.spec, wrapper_of(family, plan.spec)
+        config = family.join_config(folder, plan.config)
         files = folder.path / spec.source
+        # All that `trace` reads: families share components, and no graph contains the scaling factor.
         description = [
             "component",
             _code(_EXPORT),
-            family.name,
             spec.name,
-            [tensor.name for tensor in (*spec.inputs, *spec.outputs)],
-            _digest(files) if files.is_dir() else None,
-            family.join_config(folder, plan.config),
+            [(tensor.name, tensor.resolve(config), tensor.integer, tensor.keeps_float32) for tensor in spec.inputs],
+            [tensor.name for tensor in spec.outputs_in(config)],
+            f"{wrapper.__module__}.{wrapper.__qualname__}",
+            [_digest(path) for path in sorted(files.glob("*")) if path.suffix != ".json"],
+            {key: value for key, value in plan.config.items() if key != "scaling_factor"},
             dtype,
-            adapters if spec.role in _ADAPTED else [],
+            added.get(spec.role, []),
         ]
 
         def make(component: Path) -> None:
+            _freeze_modules()
             export(folder, family, plan, component.parent, dtype, progress)
 
-        shutil.copytree(self._made(spec.name, description, make), out / spec.name)
+        made = shutil.copytree(self._made(spec.name, description, make), out / spec.name)
+        (made / "config.json").write_text(plan.text, encoding="utf-8")
+
+    def adapted(self, source: Path, *names: str, **options: Any) -> Path:
+        """Return `source` exported with IP-Adapters of its own.
+
+        Args:
+            source: a diffusers folder with adapters.
+            names: their files; both of the sample's by default.
+            options: further options of `export_pipeline`.
+        """
+        files = [source / ADAPTERS / name for name in names or ADAPTER_FILES]
+        return self.exported(source, ip_adapters=files, **options)
 
     def float16_with_adapters(self) -> Path:
         """Return Stable Diffusion XL with IP-Adapters, exported in float16."""
-        source = self.micro("sdxl-tiny-ip-adapter")
-        files = [source / "ip_adapter" / name for name in ADAPTER_FILES]
-        return self.exported(source, dtype="float16", ip_adapters=files)
+        return self.adapted(self.micro("sdxl-tiny-ip-adapter"), dtype="float16")
 
     def optimized(self, exported: Path, **options: Any) -> Path:
         """Return an exported folder optimized with the options of `optimize_folder`."""
@@ -216,6 +233,13 @@ class PipelineCache:
 
     def _key_of(self, folder: Path) -> str:
         return self._keys[folder] if folder in self._keys else _digest(folder)
+
+
+@functools.cache
+def _freeze_modules() -> None:
+    """Exempt what exports import from garbage collection, which an export does often: 8 % of its time."""
+    gc.collect()
+    gc.freeze()
 
 
 def _described(value: Any, source: Path) -> Any:
