@@ -79,13 +79,6 @@ __device__ __forceinline__ float quad_sum(float value) {
   return value + __shfl_xor_sync(0xffffffffu, value, 2);
 }
 
-// 2^x by the hardware, with a relative error of 2^-22 (PTX ISA, ex2.approx).
-__device__ __forceinline__ float fast_exp2(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
 // COUNT matrices of 8 x 8 fp16 from shared memory: lane 8 i + r names the eight numbers of row r of matrix i. Lane t
 // receives of matrix i the row t / 4, columns 2 (t % 4) and the next; transposed, of the column t / 4 these rows.
 template <int COUNT, bool TRANSPOSED>

@@ -272,7 +272,6 @@ inline float quad_sum(float value) {
   const emulation::Slot* slots = exchange(value) + lane_index() / 4 * 4;
   return (slots[0].values[0] + slots[1].values[0]) + (slots[2].values[0] + slots[3].values[0]);
 }
-inline float fast_exp2(float x) { return std::exp2(x); }
 
 template <int COUNT, bool TRANSPOSED>
 void load_matrices(uint32_t* out, const half* row) {

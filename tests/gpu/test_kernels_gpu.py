@@ -149,7 +149,7 @@ def test_batches(op_type: str, batch: int, library: Path, note: Any) -> None:
         "MatMul": ((batch, 63, 1280), (1280, 1280), (1280,), (batch, 63, 1280)),
         "Attention": ((batch, 143, 1152), (batch, 143, 1152), (batch, 143, 1152)),
     }
-    groups = {"groups": 32, "activation": 1, "epsilon": 1e-5}
+    groups: dict[str, Any] = {"groups": 32, "activation": 1, "epsilon": 1e-5}
     attributes = {"GroupNorm": groups, "Attention": {"num_heads": 16}}.get(op_type, {})
     outputs = 2 if op_type == "GroupNorm" else 1
     case = KernelCase(op_type, f"batch {batch}", shapes[op_type], attributes, outputs, domain="sdonnx")
