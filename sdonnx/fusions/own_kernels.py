@@ -26,6 +26,7 @@ from sdonnx.graph.edit import (
     known_dims,
     replace,
     required,
+    static_dim,
 )
 from sdonnx.graph.match import (
     NOT_A_CANDIDATE,
@@ -249,19 +250,45 @@ def _bias_add(node: ir.Node, _: _DefaultImage) -> WalkResult:
 
 
 def _sum(node: ir.Node, _: _DefaultImage) -> WalkResult:
-    """X @ w + bias -> MatMul(x, w, bias), with the operands in either order."""
+    """X @ w + bias -> MatMul(x, w, bias), with the operands in either order. The bias may be computed at each step."""
     for product, bias in (tuple(node.inputs), tuple(reversed(node.inputs))):
-        if is_weight(bias) and bias is not None and bias.shape is not None and bias.shape.rank() == 1:
+        if bias is not None and bias.shape is not None and bias.shape.rank() == 1:
             return _product(node, product, bias, None, gelu=0)
     return NOT_A_CANDIDATE
+
+
+def _gemm(node: ir.Node, _: _DefaultImage) -> WalkResult:
+    """Gemm(x, w, residual) -> MatMul(x, w, residual): ONNX Runtime's kernel copies the residual first."""
+    residual, result = optional_input(node, 2), node.outputs[0]
+    if residual is None or not same_shape(residual, result) or len(dims(residual) or ()) != 2:
+        return NOT_A_CANDIDATE
+    if any(node.attributes.get_float(name, 1.0) != 1 for name in ("alpha", "beta")):
+        return Refused("the product or the residual is scaled")
+    if any(node.attributes.get_int(name, 0) for name in ("transA", "transB")):
+        return Refused("a factor is transposed")
+    x, weight = input_of(node, 0), input_of(node, 1)
+    if (reason := check_own_mat_mul(x, weight, None)) is not None:
+        return Refused(reason)
+    _put(node, result, "MatMul", [x, weight, None, residual], {"gelu": 0})
+    return REWRITTEN
 
 
 def _product(
     node: ir.Node, value: ir.Value | None, bias: ir.Value | None, residual: ir.Value | None, gelu: int
 ) -> WalkResult:
-    """Replace a product and the node that reads it. The product must be by a constant, and have no other reader."""
+    """Replace a product and the node that reads it, also through a Reshape that keeps the last axis.
+
+    The product must be by a constant, and have no other reader.
+    """
+    reshape, total = producer_of(value, "Reshape"), value
+    if reshape is not None:
+        value = _inside(value, reshape)
+        other = producer_of(residual, "Reshape")
+        if residual is not None and other is None:
+            return NOT_A_CANDIDATE
+        residual = None if other is None else input_of(other, 0)
     product = producer_of(value, "MatMul")
-    if product is None or value is None or len(value.uses()) != 1 or value.is_graph_output():
+    if product is None or value is None or total is None or not all(map(_has_one_reader, (value, total))):
         return NOT_A_CANDIDATE
     x, weight = input_of(product, 0), input_of(product, 1)
     if not is_weight(weight) or weight.shape is None or weight.shape.rank() != 2:
@@ -273,8 +300,24 @@ def _product(
     inputs = [x, weight, bias, residual]
     while inputs[-1] is None:
         inputs.pop()
-    _put(node, node.outputs[0], "MatMul", inputs, {"gelu": gelu})
+    if reshape is None:
+        _put(node, node.outputs[0], "MatMul", inputs, {"gelu": gelu})
+    else:
+        made = insert(node, "MatMul", inputs, {"gelu": gelu}, domain=OWN_DOMAIN, shape=value.shape, dtype=value.dtype)
+        old = node.outputs[0]
+        replace(old, insert(node, "Reshape", [made, *reshape.inputs[1:]], reshape.attributes, shape=old.shape))
     return REWRITTEN
+
+
+def _inside(value: ir.Value | None, reshape: ir.Node) -> ir.Value | None:
+    """Return the value that a Reshape reads, None if the last axis is not known to stay the same."""
+    before = input_of(reshape, 0)
+    size = None if value is None else static_dim(value, -1)
+    return before if size is not None and size == static_dim(before, -1) else None
+
+
+def _has_one_reader(value: ir.Value) -> bool:
+    return len(value.uses()) == 1 and not value.is_graph_output()
 
 
 def _put(
@@ -293,6 +336,7 @@ _SWAPS: Mapping[tuple[str, str], Callable[[ir.Node, _DefaultImage], WalkResult]]
     (MICROSOFT, "FastGelu"): _fast_gelu,
     (MICROSOFT, "BiasAdd"): _bias_add,
     ("", "Add"): _sum,
+    ("", "Gemm"): _gemm,
 }
 
 _TARGETS = {
@@ -304,5 +348,6 @@ _TARGETS = {
     "FastGelu": "MatMul",
     "BiasAdd": "MatMul",
     "Add": "MatMul",
+    "Gemm": "MatMul",
 }
 """The operator that takes a node's place."""

@@ -15,7 +15,7 @@ from sdonnx.graph.match import MatchFailure
 from sdonnx.operators.case import OWN_DOMAIN
 from sdonnx.operators.operator_table import OWN_CONTRACTS, contract_of
 
-SIZES = {"B": 2, "S": 6, "H": 4, "W": 6}
+SIZES = {"B": 2, "S": 6, "H": 4, "W": 6, "N": 10}
 GROUP_NORM = "com.microsoft.GroupNorm<groups=8, epsilon=0.001, channels_last=1, activation=1>"
 SKIP_GROUP_NORM = GROUP_NORM.replace("GroupNorm", "SkipGroupNorm", 1)
 
@@ -178,6 +178,71 @@ def test_bias_after_a_product(sum_: str) -> None:
     assert swapped(model)[1] == {"AddToOwnMatMul": 1}
 
 
+def test_bias_that_is_computed() -> None:
+    body = "p = MatMul(x, w) v = Mul(r, r) y = Add(p, v)"
+    model = graph("float16[B,S,64] x, float16[64] r", "float16[B,S,64] y", body, "float16[64] v", w=WEIGHT)
+    after, fired = swapped(model)
+    assert fired == {"AddToOwnMatMul": 1}
+    assert [node.op_type for node in after.graph] == ["Mul", "MatMul"]
+
+
+FLAT = np.array([0, -1, 64])
+
+
+@pytest.mark.parametrize(
+    "body", ["y = Add(f, v)", "y = com.microsoft.BiasAdd(f, v, k)", "y = com.microsoft.BiasAdd(k, v, f)"]
+)
+def test_bias_after_a_product_of_an_image(body: str) -> None:
+    """A projection of (B,H,W,C), read as tokens (B,H*W,C)."""
+    has_residual = "BiasAdd" in body
+    model = graph(
+        "float16[B,4,6,64] x" + ", float16[B,4,6,64] r" * has_residual,
+        "float16[B,24,64] y",
+        f"p = MatMul(x, w) f = Reshape(p, shape) {'k = Reshape(r, shape)' * has_residual} {body}",
+        "float16[B,4,6,64] p, float16[B,24,64] f" + ", float16[B,24,64] k" * has_residual,
+        w=WEIGHT, v=VECTOR, shape=FLAT,
+    )  # fmt: skip
+    after, fired = swapped(model)
+    assert fired == {f"{'BiasAdd' if has_residual else 'Add'}ToOwnMatMul": 1}
+    assert [node.op_type for node in after.graph] == ["MatMul", "Reshape"]
+
+
+@pytest.mark.parametrize(
+    ("shape", "body"),
+    [
+        ([0, -1, 32], "p = MatMul(x, w) f = Reshape(p, shape) y = Add(f, u)"),
+        ([0, -1, 64], "p = MatMul(x, w) f = Reshape(p, shape) t = Add(f, v) y = Mul(t, f)"),
+        ([0, -1, 64], "p = MatMul(x, w) f = Reshape(p, shape) t = Add(f, v) q = Reshape(p, shape) y = Mul(t, q)"),
+        ([0, -1, 64], "p = MatMul(x, w) f = Reshape(p, shape) k = Relu(f2) y = com.microsoft.BiasAdd(f, v, k)"),
+    ],
+    ids=["other width", "two readers", "two readers of the product", "residual of another form"],
+)
+def test_products_of_images_that_stay(shape: list[int], body: str) -> None:
+    width = shape[-1]
+    rows = 24 * 64 // width
+    body = f"f2 = Reshape(x, shape) {body}" if "f2" in body else body
+    weights = {"u": half(32)} if width == 32 else {"v": VECTOR}
+    declared = f"float16[B,4,6,64] p, float16[B,{rows},{width}] f"
+    results = f"float16[B,{rows},{width}] y"
+    model = graph("float16[B,4,6,64] x", results, body, declared, w=WEIGHT, shape=np.array(shape), **weights)
+    assert failures(model) == ()
+
+
+def test_residual_of_a_gemm() -> None:
+    """The second factor may be computed, such as a weight times a gate."""
+    body = "g = Mul(w, v) y = Gemm(x, g, r)"
+    shapes = "float16[N,64] x, float16[N,64] r"
+    after, fired = swapped(graph(shapes, "float16[N,64] y", body, "float16[64,64] g", w=WEIGHT, v=VECTOR))
+    assert fired == {"GemmToOwnMatMul": 1}
+    (_, node) = after.graph
+    assert [None if value is None else value.name for value in node.inputs] == ["x", "g", None, "r"]
+
+
+@pytest.mark.parametrize("bias", ["float16[64] r", "float16[N,1] r", "float16[M,64] r"])
+def test_gemm_without_a_residual_of_its_shape_stays(bias: str) -> None:
+    assert failures(graph(f"float16[N,64] x, {bias}", "float16[N,64] y", "y = Gemm(x, w, r)", w=WEIGHT)) == ()
+
+
 def test_everything_at_once() -> None:
     """A block of a transformer: each node is replaced, and products without bias stay."""
     model = graph(
@@ -240,6 +305,14 @@ REFUSED: Mapping[str, tuple[ir.Model, str]] = {
     "short attention": (
         attention(queries=1023, keys=1023),
         f"1023 tokens: ONNX Runtime's kernel stays below {MIN_TOKENS}",
+    ),
+    "scaled residual": (
+        graph("float16[N,64] x, float16[N,64] r", "float16[N,64] y", "y = Gemm<beta=0.5>(x, w, r)", w=WEIGHT),
+        "the product or the residual is scaled",
+    ),
+    "transposed factor": (
+        graph("float16[N,64] x, float16[N,64] r", "float16[N,64] y", "y = Gemm<transB=1>(x, w, r)", w=WEIGHT),
+        "a factor is transposed",
     ),
     "odd product": (
         graph("float16[B,S,64] x", "float16[B,S,60] y", "p = MatMul(x, w) y = Add(p, v)", w=half(64, 60), v=half(60)),
