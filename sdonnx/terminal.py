@@ -31,6 +31,7 @@ __all__ = [
     "add_option",
     "console",
     "guarded",
+    "interruption_handled",
     "is_quiet",
     "log_to_stderr",
     "progress_bar",
@@ -57,6 +58,8 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 
 LOG_INTERVAL_S = 10
 """Seconds between two lines of progress in a log."""
+
+_REPEAT_S = 0.5  # seconds until an interruption that was dropped is raised again
 
 _INTERRUPTION = "interrupted; no partial output was left; run the command again"
 
@@ -134,17 +137,26 @@ def guarded(main: Callable[[argparse.Namespace], int], options: argparse.Namespa
 
     SIGTERM is handled like Ctrl-C, so that no partial output remains. The status is that of a shell for a process that
     the signal ended: 130 or 143.
+
+    Finalizers of objects, and handlers of libraries that catch everything, drop a KeyboardInterrupt. It is raised again
+    every half second until the command ends or calls `interruption_handled`, but not during cleanup.
     """
     received = 0
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         nonlocal received
-        received = number
+        if number == signal.SIGALRM:
+            if _is_interrupted():
+                return
+        else:
+            received = number
+            signal.setitimer(signal.ITIMER_REAL, _REPEAT_S, _REPEAT_S)
         raise KeyboardInterrupt
 
-    previous = {signal.SIGTERM: signal.signal(signal.SIGTERM, interrupt)}
+    numbers = [signal.SIGTERM, signal.SIGALRM]
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # it is ignored in background jobs
-        previous[signal.SIGINT] = signal.signal(signal.SIGINT, interrupt)
+        numbers.append(signal.SIGINT)
+    previous = {number: signal.signal(number, interrupt) for number in numbers}
     try:
         with _plain_warnings():
             status = main(options)
@@ -158,8 +170,22 @@ def guarded(main: Callable[[argparse.Namespace], int], options: argparse.Namespa
         print(line, file=sys.stderr)
         return (TERMINATED if received == signal.SIGTERM else INTERRUPTED) if stopped else FAILURE
     finally:
+        interruption_handled()
         for number, handler in previous.items():
             signal.signal(number, handler)
+
+
+def interruption_handled() -> None:
+    """Do not raise the last interruption again: the command has caught it and goes on."""
+    signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def _is_interrupted() -> bool:
+    """Return whether the code that runs handles an interruption, such as a `finally` that removes files."""
+    error = sys.exception()
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__context__
+    return error is not None
 
 
 def _line_of(error: BaseException) -> str | None:

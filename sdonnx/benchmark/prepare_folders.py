@@ -11,7 +11,6 @@ from typing import Any
 
 from sdonnx.benchmark.engine import FolderKind, folder_kind
 from sdonnx.errors import FolderError, OptionError
-from sdonnx.export.interruption import interruptible
 from sdonnx.folder.pipeline_folder import PipelineFolder
 
 __all__ = ["default_label", "folders_by_kind", "prepare_folders"]
@@ -75,8 +74,7 @@ def prepare_folders(
     name = re.sub(r"[^\w.-]", "_", default_label(given, arch))
     float16 = provider == "cuda"
     if arch is not None and FolderKind.DIFFUSERS not in folders:
-        with interruptible():
-            from sdonnx.sample.write_sample import write_sample
+        from sdonnx.sample.write_sample import write_sample
 
         on_progress(f"sample pipeline {arch} -> {work / name}")
         write_sample(arch, work / name, overwrite=True)
@@ -118,8 +116,7 @@ def _export(
     progress: Progress,
     on_progress: Callable[[str], None],
 ) -> Path:
-    with interruptible():  # importing torch takes seconds
-        from sdonnx.export.export_pipeline import export_pipeline
+    from sdonnx.export.export_pipeline import export_pipeline
 
     on_progress(f"export in {dtype} -> {out}")
     with progress() as phases:

@@ -31,7 +31,7 @@ from sdonnx.folder.pipeline_folder import REPORT, PipelineFolder, read_json
 from sdonnx.folder.prompt_file import PROMPTS
 from sdonnx.installation import install_command
 from sdonnx.samplers import config_for
-from sdonnx.terminal import FAILURE, INTERRUPTED, console, tensor_progress
+from sdonnx.terminal import FAILURE, INTERRUPTED, console, interruption_handled, tensor_progress
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -79,6 +79,7 @@ def run(options: argparse.Namespace) -> int:
         with progress:
             contest.run()
     except KeyboardInterrupt:
+        interruption_handled()
         out.print("interrupted; complete measurements are kept", style="yellow")
         status = INTERRUPTED
     finally:
