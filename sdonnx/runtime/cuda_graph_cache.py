@@ -184,15 +184,18 @@ class CapturedShape:
         values: npt.NDArray[Any] = self.buffers[name].numpy()
         return values.copy()  # on the CPU it is the buffer itself, which the next image overwrites
 
-    def capture(self) -> None:
+    def capture(self, *, texts: bool) -> None:
         """Capture the graphs that stay loaded.
 
         The decoder comes first, since its tensors are the largest and the other graphs reuse its memory.
+
+        Args:
+            texts: whether to include the text encoders, which reject prompts that are longer than their texts.
         """
         runs = self._decoder.runs() if self.graphs.stays(Role.IMAGE_DECODER) else []
         runs += [
             self._run(role)
-            for role in (*self._text_encoders, *self._precompute, Role.DENOISER)
+            for role in (*(self._text_encoders if texts else ()), *self._precompute, Role.DENOISER)
             if self.graphs.stays(role)
         ]
         start = time.perf_counter()
@@ -316,14 +319,18 @@ class CudaGraphCache:
         channels: channels of the latents.
         factor: pixels for each latent, in height and width.
         max_shapes: maximum number of shapes; prompts of another length count as another shape.
+        max_text_tokens: length of the longest texts that the text encoders accept; None for any.
 
     Attributes:
         splits: how the autoencoder processes a batch. Close the cache after a change.
     """
 
-    def __init__(self, graphs: GraphSet, channels: int, factor: int, max_shapes: int) -> None:
+    def __init__(
+        self, graphs: GraphSet, channels: int, factor: int, max_shapes: int, max_text_tokens: int | None
+    ) -> None:
         self.splits = VaeSplits(graphs)
         self._graphs, self._channels, self._factor, self._max_shapes = graphs, channels, factor, max_shapes
+        self._max_text_tokens = max_text_tokens
         self._shapes: OrderedDict[CaptureKey, CapturedShape] = OrderedDict()
 
     def get(self, key: CaptureKey) -> CapturedShape:
@@ -341,7 +348,7 @@ class CudaGraphCache:
         start = time.perf_counter()
         shape = CapturedShape(key, self._graphs, self._channels, self._factor, self.splits)
         try:
-            shape.capture()
+            shape.capture(texts=self._max_text_tokens is None or key.tokens <= self._max_text_tokens)
             _LOGGER.debug("prepared %s in %.0f ms", key, (time.perf_counter() - start) * 1e3)
         except BaseException:
             shape.release()

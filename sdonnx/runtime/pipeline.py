@@ -97,7 +97,8 @@ class OrtDiffusionPipeline(DiffusersInterface, PromptEncoding):
         self.tokenizer = next(iter(tokenizers.values()))
         self._geometry = ImageGeometry(graphs)
         self.vae_scale_factor = self._geometry.scale_factor
-        self._cache = CudaGraphCache(graphs, self._geometry.channels, self.vae_scale_factor, max_sizes)
+        sizes = (self._geometry.channels, self.vae_scale_factor, max_sizes)
+        self._cache = CudaGraphCache(graphs, *sizes, self._inputs.family.max_text_tokens)
         limits = RequestLimits(graphs, self._geometry, self._cache.splits, max_batch_size, max_pixels)
         self._reader = CallReader(graphs, self._inputs, self._geometry, limits)
         self.safety_checker: SafetyChecker | None = safety_checker_of(graphs, safety_checker)

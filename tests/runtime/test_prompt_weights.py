@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from support.pipelines import refused
 
 from sdonnx.errors import PromptError
 from sdonnx.metrics import psnr
+from sdonnx.runtime.device.session import Run
 from sdonnx.runtime.inputs.prompt_tokenizer import PromptTokenizer
 from sdonnx.runtime.inputs.prompt_weights import Chunk, chunks, weighted_parts
 from sdonnx.runtime.pipeline import OrtDiffusionPipeline
@@ -136,6 +138,24 @@ def test_long_prompts_agree(ours: OrtDiffusionPipeline, theirs: Any) -> None:
         "a red fox BREAK an (owl:1.5)", negative_prompt="grey", prompt_weighting="a1111", **SIZE, seed=0
     ).images
     assert psnr(found, expected) > 90
+
+
+def test_shapes_of_long_prompts_are_captured(micro_cpu: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before a capture, each graph runs once with the buffers of its shape; CLIP cannot run with 154 tokens."""
+    prepared: list[str] = []
+
+    def prepare(run: Run) -> None:
+        prepared.append(run._graph.path.parent.name)
+        run._run()
+
+    monkeypatch.setattr(Run, "prepare", prepare)
+    with OrtDiffusionPipeline.from_pretrained(micro_cpu) as pipeline:
+        pipeline("a red fox", **SIZE)
+        assert {"text_encoder", "unet"} <= set(prepared)
+        prepared.clear()
+        pipeline("a red fox BREAK an owl", prompt_weighting="a1111", **SIZE)
+    assert "unet" in prepared
+    assert "text_encoder" not in prepared
 
 
 def test_prompts_without_weights_are_unchanged(ours: OrtDiffusionPipeline) -> None:

@@ -133,6 +133,11 @@ class FamilyInputs(ABC):
         """Length to which prompts are padded; None for the `model_max_length` of the tokenizer."""
         return None
 
+    @property
+    def max_text_tokens(self) -> int | None:
+        """Length of the longest texts that the text encoders accept, None for any. Embeddings may be longer."""
+        return self.tokens
+
     @abstractmethod
     def prompt_inputs(self, prompts: PromptArguments, arguments: Mapping[str, Any]) -> Conditioning:
         """Return the conditioning by the prompts, or by embeddings in their place.

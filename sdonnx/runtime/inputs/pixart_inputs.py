@@ -80,6 +80,11 @@ class PixArtInputs(FamilyInputs):
         """Length to which the family pads captions, in tokens."""
         return self.graphs.family.defaults.max_sequence_length
 
+    @property
+    def max_text_tokens(self) -> int | None:
+        """None: T5 has relative positions, and accepts texts of any length."""
+        return None
+
     def prompt_inputs(self, prompts: PromptArguments, arguments: Mapping[str, Any]) -> Conditioning:
         """Return token ids and masks of the captions, or embeddings with their masks."""
         return self._read(prompts, arguments, whole=False)
