@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +12,9 @@ import pytest
 from PIL import Image
 from support.benchmarking import read_rows
 from support.micro import narrowed
+from support.pipeline_cache import PipelineCache
 from support.pipelines import refused
+from support.preloaded import interpreter
 
 from sdonnx.__main__ import main
 from sdonnx.benchmark.engine import EngineOptions
@@ -20,12 +23,13 @@ from sdonnx.benchmark.measure import SCALES
 from sdonnx.benchmark.workload import Workload
 from sdonnx.errors import FolderError, OptionError
 from sdonnx.metrics import psnr
+from sdonnx.sample.architecture import ADAPTER_FILES
 
 WORKLOAD = Workload(1, 64, 64, 2, ip_adapter_scale=0.6)
 
 
 @pytest.fixture(scope="module")
-def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def measured(tmp_path_factory: pytest.TempPathFactory, pipelines: PipelineCache) -> Path:
     """Results of one command, from the sample pipeline to the report."""
     folder = tmp_path_factory.mktemp("adapters")
     arguments = [
@@ -33,7 +37,10 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "--rounds", "1", "--ip_adapter_scale", "0", "0.8", "--run_multiple_resolutions", "-w", str(folder / "work"),
         "--csv", str(folder / "rows.csv"), "--json", str(folder / "rows.jsonl"), "--report", str(folder / "page.html"),
     ]  # fmt: skip
-    with narrowed("tiny-ip-adapter"):
+    source = pipelines.micro("tiny-ip-adapter")  # equal to the one that the command writes
+    reusing = pipelines.reusing_components(source, [source / "ip_adapter" / ADAPTER_FILES[0]])
+    with narrowed("tiny-ip-adapter"), reusing, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "executable", str(interpreter(folder / "python")))  # of the engines
         status = main(["benchmark", *arguments])
     assert status == 0
     return folder

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from support.benchmarking import SCRIPT, read_rows, run
 from support.micro import write_micro
+from support.preloaded import interpreter, python
 
 from sdonnx.__main__ import main as sdonnx_main
 from sdonnx.benchmark.compare import ComparisonRun
@@ -38,6 +39,12 @@ def main(arguments: Sequence[str]) -> int:
 
 
 SMALL = ("-r", "cpu", "--height", "64", "-s", "2", "-c", "2", "--rounds", "1", "--warmups", "1")
+
+
+@pytest.fixture
+def preloaded_engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines start in processes that have torch imported already."""
+    monkeypatch.setattr(sys, "executable", str(interpreter(tmp_path / "preloaded")))
 
 
 def test_extra_measurements(micro_cpu: Path, micro_exported: Path, tmp_path: Path) -> None:
@@ -76,6 +83,7 @@ def test_script_runs_in_any_folder_without_torch(micro_cpu: Path, tmp_path: Path
     assert row["psnr_db"] == row["ssim"] == ""
 
 
+@pytest.mark.usefixtures("preloaded_engines")
 def test_failed_engines_do_not_stop_the_others(
     micro_cpu: Path, micro: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -96,6 +104,7 @@ def test_failed_engines_do_not_stop_the_others(
     assert f"error: torch eager, {where}: ended by SIGKILL, possibly because memory ran out" in errors
 
 
+@pytest.mark.usefixtures("preloaded_engines")
 def test_detects_other_weights(micro_cpu: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     other = tmp_path / "other"
     write_micro("tiny", other, seed=7)
@@ -282,7 +291,7 @@ def test_prints_results_if_writing_fails(
 
 
 def test_interruption_while_making_folders(micro: Path, tmp_path: Path) -> None:
-    arguments = [sys.executable, "-u", str(SCRIPT), "-p", str(micro), *SMALL, "-w", "work"]
+    arguments = python("-u", str(SCRIPT), "-p", str(micro), *SMALL, "-w", "work")
     process = subprocess.Popen(arguments, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None
     assert "export in float32" in process.stdout.readline()

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from PIL import Image
 from support.pipelines import refused
+from support.preloaded import python
 
 from sdonnx import optimize_pipeline
 from sdonnx.__main__ import COMMANDS, main
@@ -304,7 +305,7 @@ def test_export_command_needs_a_pipeline(tmp_path: Path, capsys: pytest.CaptureF
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
 def test_interrupted_export_leaves_nothing(sent: signal.Signals, nano: Path, tmp_path: Path) -> None:
     before = listing(nano)
-    command = [sys.executable, "-m", "sdonnx.export", "-m", str(nano), "-o", str(tmp_path / "out")]
+    command = python("-m", "sdonnx.export", "-m", str(nano), "-o", str(tmp_path / "out"))
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ | {"HF_HUB_OFFLINE": "1"}) as run:
         deadline = time.monotonic() + 60
         while not any(tmp_path.glob(".out.*.partial/text_encoder/model.onnx.data")):

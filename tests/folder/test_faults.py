@@ -23,6 +23,7 @@ from pathlib import Path
 import pytest
 from support.faults import FAULTS, Bench, Command, at_once, small_disk, tree
 from support.pipelines import copied, refused, snapshot
+from support.preloaded import python
 from support.recording import Note
 
 from sdonnx.errors import FolderError
@@ -221,9 +222,8 @@ def test_interrupted_verify(
 ) -> None:
     """After a kill at any moment the folders are unchanged, and an existing certificate is valid."""
     folder = copied(micro_cpu, tmp_path / "work" / "fast")
-    limiter = [sys.executable, str(Path(__file__).parents[1] / "support" / "limited.py"), "nothing", "0"]
     small = ["--height", "64", "--width", "64", "-s", "1"]
-    command = [*limiter, sys.executable, "-m", "sdonnx", "verify", str(folder), "--against", str(micro), *small]
+    command = python("-m", "sdonnx", "verify", str(folder), "--against", str(micro), *small)
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     draw = random.Random(f"{request.config.getoption('--seed')} verify")
 

@@ -24,6 +24,7 @@ import psutil
 
 from sdonnx.terminal import INTERRUPTED, TERMINATED
 from support.pipelines import snapshot
+from support.preloaded import python
 
 __all__ = ["FAULTS", "Bench", "Command", "Outcome", "at_once", "small_disk", "tree"]
 
@@ -96,7 +97,6 @@ class Bench:
         work: folder that it writes to, otherwise empty.
         reference: tree that a run without faults writes.
         seconds: duration of that run.
-        changes: number of changes to the file system.
         peak_bytes: maximum address space.
         draw: random number generator.
         counts: for each fault: injected, one-line error, ended before the fault, and other endings.
@@ -108,10 +108,10 @@ class Bench:
     draw: Random
     reference: dict[str, str] = field(default_factory=dict)
     seconds: float = 0.0
-    changes: int = 0
     peak_bytes: int = 0
     counts: dict[str, Counter[str]] = field(default_factory=dict)
     _input: dict[str, tuple[int, int]] = field(default_factory=dict)
+    _changes: int = 0
 
     @property
     def out(self) -> Path:
@@ -119,17 +119,22 @@ class Bench:
         return self.work / "out"
 
     def prepare(self) -> None:
-        """Run without a fault, three times: for the time, for the changes, for the memory."""
+        """Run without a fault, for the time and the output."""
         self._input = snapshot(self.source)
         start = time.monotonic()
         assert self.rerun().status == 0
         self.seconds = time.monotonic() - start
         self.reference = tree(self.out) if self.command.writes else {}
-        self.clear()
-        counted = self.run(driver=("count", "0"))
-        assert counted.status == 0, counted.errors
-        self.changes = int(counted.errors.rsplit("changes: ", 1)[1].split()[0])
-        assert self.changes > 0 or not self.command.writes
+
+    def count_changes(self) -> int:
+        """Run without a fault, and return the number of changes to the file system; the output is removed."""
+        if not self._changes:
+            counted = self.run(driver=("count", "0"))
+            assert counted.status == 0, counted.errors
+            self._changes = int(counted.errors.rsplit("changes: ", 1)[1].split()[0])
+            assert self._changes > 0
+            self.clear()
+        return self._changes
 
     def clear(self) -> None:
         """Remove the output."""
@@ -140,13 +145,17 @@ class Bench:
         *more: str,
         driver: tuple[str, str] | None = None,
         limit: tuple[str, int] = ("nothing", 0),
+        preloaded: bool = True,
     ) -> subprocess.Popen[str]:
-        """Start the command, with a fault of `faulty.py` or a limit of `limited.py`."""
+        """Start the command, with a fault of `faulty.py` or a limit of `limited.py`, or as a preloaded process."""
         arguments = self.command.arguments(self.source, self.out, *more)
+        # A limit holds from the start of a process, and a fault is counted from its first import.
+        usual = preloaded and driver is None and limit[0] == "nothing"
         faulty = [] if driver is None else [str(_DRIVER), *driver, str(self.work)]
         limited = [sys.executable, str(_LIMITER), limit[0], str(limit[1])]
+        command = [*limited, sys.executable, *(faulty or ["-m"]), self.command.module, *arguments]
         return subprocess.Popen(
-            [*limited, sys.executable, *(faulty or ["-m"]), self.command.module, *arguments],
+            python("-m", self.command.module, *arguments) if usual else command,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
@@ -229,7 +238,7 @@ def _signalled(number: signal.Signals) -> Callable[..., Outcome]:
 
 def _at_a_change(kind: str) -> Callable[..., Outcome]:
     """At a change of the file system, each as likely as any other; errors stay from then on."""
-    return lambda bench, *more: bench.run(*more, driver=(kind, str(bench.draw.randrange(bench.changes))))
+    return lambda bench, *more: bench.run(*more, driver=(kind, str(bench.draw.randrange(bench.count_changes()))))
 
 
 def _read_only(bench: Bench, *more: str) -> Outcome:
@@ -261,7 +270,7 @@ def _little_memory(bench: Bench, *more: str) -> Outcome:
 
 def _address_space(bench: Bench, *more: str) -> int:
     """Return the maximum address space of a run, in bytes, as /proc reports it during the run."""
-    process, peak = bench.start(*more), 0
+    process, peak = bench.start(*more, preloaded=False), 0
     while process.poll() is None:
         with contextlib.suppress(OSError):
             lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
