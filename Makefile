@@ -23,13 +23,13 @@ lint: venv ## run ruff, mypy --strict and the check of the prose
 	$(BIN)/python scripts/check_language.py
 
 test-fast: venv ## run the tests that need no sample pipeline, about two minutes
-	$(BIN)/python -m pytest -m "not gpu and not alone and not pipeline and not slow" -n auto
+	$(BIN)/python -m pytest -m "not gpu and not pipeline and not slow" -n auto
 
 test: ## run everything that CI runs
 	scripts/test.sh
 
 coverage: venv ## measure the coverage of lines and branches by all tests, half an hour
-	$(BIN)/python -m pytest -m "not gpu and not alone" -n auto --dist loadfile --no-loadscope-reorder --cov
+	$(BIN)/python -m pytest -m "not gpu" -n auto --dist loadfile --no-loadscope-reorder --cov
 
 docs: venv ## build the documentation into site/, warnings are errors
 	$(BIN)/mkdocs build --strict

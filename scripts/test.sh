@@ -27,9 +27,8 @@ fi
 # A worker takes 2 GB of memory. Fast tests come first: they show most faults.
 workers="$(nproc)"
 parallel=(--numprocesses $((workers < 4 ? workers : 4)) --dist loadfile --no-loadscope-reorder)
-"$bin/python" -m pytest "${parallel[@]}" --cov --cov-report= -m "not gpu and not alone and not pipeline and not slow"
+"$bin/python" -m pytest "${parallel[@]}" --cov --cov-report= -m "not gpu and not pipeline and not slow"
 echo "Coverage of lines and branches by the fast tests (make coverage: by all):"
 "$bin/coverage" report --format=total
 # Not measured: in Python 3.11, measuring takes 60 % more time.
-"$bin/python" -m pytest "${parallel[@]}" -m "not gpu and not alone and (pipeline or slow)"
-exec "$bin/python" -m pytest -m "alone and not gpu"
+exec "$bin/python" -m pytest "${parallel[@]}" -m "not gpu and (pipeline or slow)"
