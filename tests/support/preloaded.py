@@ -90,7 +90,7 @@ class _Server:
 
     def serve(self) -> NoReturn:
         while True:
-            watched = [self._listener, self._ended, *self._running.values()]
+            watched: list[Any] = [self._listener, self._ended, *self._running.values()]
             for ready in select.select(watched, [], [])[0]:
                 if ready is self._listener:
                     self._accept()
@@ -146,10 +146,9 @@ def _become(request: dict[str, Any], files: list[int]) -> NoReturn:
     os.environ.update(request["environment"])
     signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w"), open(2, "w", buffering=1)  # noqa: SIM115
-    sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr
     arguments: list[str] = request["arguments"]
     while arguments[0] == "-u":
-        sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]
+        sys.stdout.reconfigure(write_through=True)
         del arguments[0]
     sys.orig_argv = [sys.executable, *arguments]
     status = 0
