@@ -51,7 +51,7 @@ from sdonnx.operators.own_layer_norm import check_own_layer_norm
 from sdonnx.operators.own_mat_mul import check_own_mat_mul
 from sdonnx.operators.reference_body import optional_input
 
-__all__ = ["KERNELS", "MAX_POSITIONS", "MIN_TOKENS", "OWN_KERNELS", "use_own_kernels"]
+__all__ = ["KERNELS", "MIN_TOKENS", "OWN_KERNELS", "use_own_kernels"]
 
 KERNELS = ("none", "auto")
 """Whether to write the form of the graphs with our own operators."""
@@ -59,18 +59,11 @@ KERNELS = ("none", "auto")
 OWN_KERNELS = "own_kernels"
 """The name of the stage in the report."""
 
-MAX_POSITIONS = 32 * 32
-"""The largest image, in latent positions of the layer, whose group norm is replaced.
-
-On an H200 a prototype of this kernel took 0.48 to 0.71 of ONNX Runtime's time up to 32x32 and was as fast at 64x64 and
-128x128. The kernel itself has not been measured (docs/explanation/kernels.md).
-"""
-
 MIN_TOKENS = 1024
 """The shortest sequence, in tokens, whose attention to itself is replaced.
 
-On an H200 a prototype of this kernel took 366 us at 4096 tokens, two images and 16 heads, and cuDNN 399 us; it was
-slower than cuDNN for the 120 tokens of a caption. The crossover between the two has not been measured.
+On an H200, for two images and 16 heads, this kernel takes 411 us at 4096 tokens, 110 at 2048 and 31 at 1024, and ONNX
+Runtime's 446, 111 and 33 (docs/results/kernel-times-h200.json). A prototype was slower for the 120 tokens of a caption.
 """
 
 
@@ -181,16 +174,11 @@ def _bias_split_gelu(node: ir.Node, _: _DefaultImage) -> WalkResult:
     return REWRITTEN
 
 
-def _group_norm(node: ir.Node, image: _DefaultImage) -> WalkResult:
+def _group_norm(node: ir.Node, _: _DefaultImage) -> WalkResult:
     x, gamma = input_of(node, 0), input_of(node, 1)
     groups = node.attributes.get_int("groups")
     if (reason := check_own_group_norm(x, gamma, groups)) is not None:
         return Refused(reason)
-    positions = image.size_of((dims(x) or ())[1:3])
-    if positions is None:
-        return Refused("the size of the image is not known")
-    if positions > MAX_POSITIONS:
-        return Refused(f"{positions} positions: ONNX Runtime's kernel is as fast above {MAX_POSITIONS}")
     attributes = {
         "groups": groups,
         "epsilon": node.attributes.get_float("epsilon", 1e-5),

@@ -10,7 +10,7 @@ import onnx_ir as ir
 import pytest
 from support.graphs import copied, feeds_for, graph, interface, normal, relative_error, run, text_of
 
-from sdonnx.fusions.own_kernels import MAX_POSITIONS, MIN_TOKENS, use_own_kernels
+from sdonnx.fusions.own_kernels import MIN_TOKENS, use_own_kernels
 from sdonnx.graph.match import MatchFailure
 from sdonnx.operators.case import OWN_DOMAIN
 from sdonnx.operators.operator_table import OWN_CONTRACTS, contract_of
@@ -277,15 +277,6 @@ REFUSED: Mapping[str, tuple[ir.Model, str]] = {
         graph("float16[B,S,64] x", "float16[B,S,64] y, float[B,S,1] m", "y, m = LayerNormalization(x, v)", v=VECTOR),
         "the mean or the deviation is read",
     ),
-    "large image": (
-        graph(
-            f"float16[B,2,{MAX_POSITIONS},64] x",
-            f"float16[B,2,{MAX_POSITIONS},64] y",
-            f"y = {GROUP_NORM}(x, g, b)",
-            **NORM,
-        ),
-        f"{2 * MAX_POSITIONS} positions: ONNX Runtime's kernel is as fast above {MAX_POSITIONS}",
-    ),
     "small groups": (
         graph("float16[B,8,8,64] x", "float16[B,8,8,64] y", f"y = {GROUP_NORM.replace('=8', '=32')}(x, g, b)", **NORM),
         "64 channels in 32 groups",
@@ -327,11 +318,10 @@ def test_refuses(name: str) -> None:
     assert [reason in failure.reason for failure in failures(copied(model))] == [True]
 
 
-def test_group_norm_needs_the_size_of_the_image() -> None:
+@pytest.mark.parametrize("latent_size", [None, 32, 1024])
+def test_group_norms_of_images_of_any_size_are_replaced(latent_size: int | None) -> None:
     model = graph("float16[B,H,W,64] x", "float16[B,H,W,64] y", f"y = {GROUP_NORM}(x, g, b)", **NORM)
-    assert [each.reason for each in failures(copied(model), None)] == ["the size of the image is not known"]
-    assert [each.reason[:14] for each in failures(copied(model), 64)] == ["4096 positions"]
-    assert use_own_kernels(copied(model), 32).fired == {"GroupNormToOwnGroupNorm": 1}
+    assert use_own_kernels(model, latent_size).fired == {"GroupNormToOwnGroupNorm": 1}
 
 
 def test_attention_needs_the_number_of_tokens() -> None:
