@@ -1,19 +1,24 @@
 """`python -m sdonnx.benchmark.denoiser`: time one denoiser call of ONNX Runtime and of torch.
 
-The engines have the same weights and inputs and are timed in turn in one process, so that clocks and temperature are
-the same for all. Requires a GPU and torch.
+The engines have the same weights and sizes and are timed in turn in one process, so that clocks and temperature are
+the same for all. Requires a GPU and torch. `sustained_ms` is the time of a call among many without a pause. For
+`sdonnx` and `sdonnx-plain` a call is a step of a pipeline, which contains the arithmetic of guidance and of the
+scheduler as well. `sdonnx-plain` uses no operators of our own.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import shlex
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -21,12 +26,17 @@ from sdonnx.benchmark.files import append_json, check_writable
 from sdonnx.benchmark.operator_times import IDLE, kernel_times_by_kind
 from sdonnx.benchmark.record import environment
 from sdonnx.benchmark.statistics import quantile
+from sdonnx.doctor.kernel_library import KERNEL_LIBRARY
 from sdonnx.errors import OptionError
 from sdonnx.terminal import add_common, console, guarded
 
 __all__ = ["ENGINES", "main"]
 
-ENGINES = ("onnxruntime", "torch", "torch-compile")
+ENGINES = ("onnxruntime", "sdonnx-plain", "sdonnx", "torch", "torch-compile")
+
+_PLAIN, _OWN = ENGINES[1:3]
+_PROMPT = "a red fox in the snow " * 20  # fills the prompt
+_STEPS = 10  # of the shorter of the two images whose difference is timed
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -34,6 +44,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("-p", "--pipeline", required=True, type=Path, help="the diffusers folder")
     parser.add_argument("-m", "--optimized", required=True, type=Path, help="the folder optimized from it")
     parser.add_argument("-e", "--engines", nargs="+", default=list(ENGINES), choices=ENGINES)
+    parser.add_argument("--tokens", type=int, default=77, help="length of the prompts for torch")
     parser.add_argument(
         "-b", "--batch_size", type=int, default=1, help="number of images; the denoiser's batch is twice that"
     )
@@ -49,29 +60,72 @@ def _parser() -> argparse.ArgumentParser:
 
 
 class _Case:
-    """The inputs of one call, on the GPU, and torch's output in float32."""
+    """The inputs of one call, on a device, and torch's output in float32."""
 
-    def __init__(self, options: argparse.Namespace) -> None:
+    def __init__(self, options: argparse.Namespace, device: str = "cuda") -> None:
         import torch
-        from diffusers import UNet2DConditionModel
 
+        self.device = device
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-        self.source = options.pipeline / "unet"
-        wide: Any = UNet2DConditionModel.from_pretrained(self.source).to("cuda").eval()
-        generator = torch.Generator("cuda").manual_seed(0)
+        self.source = next(
+            folder for name in ("unet", "transformer") if (folder := options.pipeline / name / "config.json").is_file()
+        ).parent
+        wide = self.model(torch.float32)
+        config = wide.config
+        generator = torch.Generator(device).manual_seed(0)
         batch = 2 * options.batch_size
-        latents = (batch, wide.config.in_channels, options.height // 8, options.width // 8)
-        prompts = (batch, 77, wide.config.cross_attention_dim)
-        sample = torch.randn(latents, device="cuda", generator=generator)
-        prompt = torch.randn(prompts, device="cuda", generator=generator)
-        self.timestep = torch.tensor([481.0], device="cuda")
+
+        def drawn(*shape: int) -> Any:
+            return torch.randn(shape, device=device, generator=generator)
+
+        self.sample = drawn(batch, config.in_channels, options.height // 8, options.width // 8)
+        width = config.caption_channels if "caption_channels" in config else config.cross_attention_dim
+        self.prompt = drawn(batch, options.tokens, width)
+        self.timestep = torch.tensor([481.0], device=device)
+        self.more: dict[str, Any] = {}
+        if config.get("addition_embed_type") == "text_time":
+            numbers = config.projection_class_embeddings_input_dim - 6 * config.addition_time_embed_dim
+            sizes = torch.tensor([[options.height, options.width, 0, 0, options.height, options.width]])
+            added = {"text_embeds": drawn(batch, numbers), "time_ids": sizes.to(device, torch.float32).repeat(batch, 1)}
+            self.more["added_cond_kwargs"] = added
+        if "caption_channels" in config:
+            self.timestep = self.timestep.expand(batch).contiguous()
+            sizes = torch.tensor([[options.height, options.width]], device=device, dtype=torch.float32)
+            added = {"resolution": None, "aspect_ratio": None}
+            if wide.use_additional_conditions:
+                added = {
+                    "resolution": sizes.repeat(batch, 1),
+                    "aspect_ratio": (sizes[:, :1] / sizes[:, 1:]).repeat(batch, 1),
+                }
+            mask = torch.ones(batch, options.tokens, device=device)
+            self.more |= {"added_cond_kwargs": added, "encoder_attention_mask": mask}
         with torch.inference_mode():
-            self.reference = wide(sample, self.timestep, prompt).sample.double()
-        self.sample, self.prompt = sample.half(), prompt.half()
+            self.reference = self.run(wide).double()
+        self.sample, self.prompt, self.more = _half(self.sample), _half(self.prompt), _half(self.more)
+
+    def model(self, dtype: Any) -> Any:
+        """Return the denoiser as torch's module."""
+        import diffusers
+
+        name = json.loads((self.source / "config.json").read_text())["_class_name"]
+        return getattr(diffusers, name).from_pretrained(self.source, dtype=dtype).to(self.device).eval()
+
+    def run(self, model: Any) -> Any:
+        """Return the prediction of a module."""
+        return model(
+            self.sample, timestep=self.timestep, encoder_hidden_states=self.prompt, **self.more, return_dict=False
+        )[0]
 
     def error(self, prediction: Any) -> float:
         """Return the relative error of a prediction against float32."""
         return float((prediction.double() - self.reference).norm() / self.reference.norm())
+
+
+def _half(value: Any) -> Any:
+    """Return tensors in float16, also those in dictionaries."""
+    if isinstance(value, dict):
+        return {name: _half(each) for name, each in value.items()}
+    return None if value is None else value.half()
 
 
 def _load_onnxruntime(options: argparse.Namespace, case: _Case) -> Callable[[], Any]:
@@ -103,25 +157,76 @@ def _load_onnxruntime(options: argparse.Namespace, case: _Case) -> Callable[[], 
 
 def _load_torch(case: _Case, compiled: bool) -> Callable[[], Any]:
     import torch
-    from diffusers import UNet2DConditionModel
 
-    unet: Any = UNet2DConditionModel.from_pretrained(case.source, dtype=torch.float16).to("cuda").eval()
-    sample = case.sample
+    model = case.model(torch.float16)
     if compiled:
         # Source: diffusers' documentation, "Accelerate inference", torch.compile.
-        unet.fuse_qkv_projections()
-        unet = unet.to(memory_format=torch.channels_last)
-        sample = sample.to(memory_format=torch.channels_last)
-        unet = torch.compile(unet, mode="reduce-overhead", fullgraph=True)
+        model.fuse_qkv_projections()
+        model = model.to(memory_format=torch.channels_last)
+        case.sample = case.sample.to(memory_format=torch.channels_last)
+        model = torch.compile(model, mode="reduce-overhead", fullgraph=True)
 
     def call() -> Any:
         with torch.inference_mode():
-            return unet(sample, case.timestep, case.prompt, return_dict=False)[0]
+            return case.run(model)
 
     for _ in range(3):  # compilation, warm-up and the capture of the CUDA graph
         call()
     torch.cuda.synchronize()
     return call
+
+
+def _load_pipeline(options: argparse.Namespace, library: str | None) -> Callable[[int], float]:
+    """Return a function that generates an image with some steps and returns its seconds.
+
+    Args:
+        options: the command's options.
+        library: the value of the environment variable that names our kernels while the pipeline is loaded.
+    """
+    from sdonnx.runtime.pipeline import OrtDiffusionPipeline
+
+    before = os.environ.get(KERNEL_LIBRARY)
+    if library is not None:
+        os.environ[KERNEL_LIBRARY] = library
+    try:
+        pipeline = OrtDiffusionPipeline.from_pretrained(options.optimized, "cuda")
+    finally:
+        if before is not None:
+            os.environ[KERNEL_LIBRARY] = before
+        elif library is not None:
+            del os.environ[KERNEL_LIBRARY]
+    arguments: dict[str, Any] = {"height": options.height, "width": options.width, "seed": 0, "output_type": "latent"}
+
+    def generate(steps: int) -> float:
+        start = time.perf_counter()
+        pipeline(_PROMPT, num_inference_steps=steps, num_images_per_prompt=options.batch_size, **arguments)
+        return time.perf_counter() - start
+
+    generate(2)  # captures
+    return generate
+
+
+def _sustained(run: Callable[[], Any] | Callable[[int], float], calls: int, *, steps: bool) -> float:
+    """Return the milliseconds of a call among `calls` without a pause.
+
+    Args:
+        run: makes a call, or generates an image with a number of steps and returns its seconds.
+        calls: the number of calls.
+        steps: whether `run` takes a number of steps; the difference of two images leaves out what is not a step.
+    """
+    import torch
+
+    if steps:
+        generate = cast("Callable[[int], float]", run)
+        return (generate(_STEPS + calls) - generate(_STEPS)) / calls * 1e3
+    call = cast("Callable[[], Any]", run)
+    call()
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(calls):
+        call()
+    torch.cuda.synchronize()
+    return (time.perf_counter() - start) / calls * 1e3
 
 
 def _time(call: Callable[[], Any], calls: int) -> list[float]:
@@ -138,8 +243,11 @@ def _time(call: Callable[[], Any], calls: int) -> list[float]:
     return latencies
 
 
-def _kernels(call: Callable[[], Any], calls: int = 5) -> dict[str, Any]:
-    """Return the GPU time of one call in ms by kind of kernel, and the number of launches."""
+def _kernels(call: Callable[[], Any], calls: int = 5, steps: int = 1) -> dict[str, Any]:
+    """Return the GPU time in ms by kind of kernel, and the number of launches, divided by the calls and their steps.
+
+    For steps of an image, the text encoders and the copies of the image are shared among the steps.
+    """
     import torch
     from torch.profiler import ProfilerActivity, profile
 
@@ -152,11 +260,11 @@ def _kernels(call: Callable[[], Any], calls: int = 5) -> dict[str, Any]:
         for event in profiler.events() or ()
         if event.device_type.name == "CUDA"
     ]
-    times = {kind: milliseconds / calls for kind, milliseconds in kernel_times_by_kind(kernels).items()}
+    times = {kind: milliseconds / (calls * steps) for kind, milliseconds in kernel_times_by_kind(kernels).items()}
     return {
         "kernels_ms": {kind: round(value, 4) for kind, value in times.items()},
         "total_ms": round(sum(value for kind, value in times.items() if kind != IDLE), 4),
-        "launches": len(kernels) // calls,
+        "launches": len(kernels) // (calls * steps),
     }
 
 
@@ -171,37 +279,48 @@ def _run(options: argparse.Namespace) -> int:
     torch.backends.cudnn.benchmark = True  # as in the pipeline's benchmark
     case = _Case(options)
     calls: dict[str, Callable[[], Any]] = {}
+    images: dict[str, Callable[[int], float]] = {}
     records: dict[str, dict[str, Any]] = {}
     for engine in options.engines:
         start = time.perf_counter()
-        if engine == "onnxruntime":
+        if engine in (_PLAIN, _OWN):
+            images[engine] = _load_pipeline(options, "0" if engine == _PLAIN else None)
+        elif engine == "onnxruntime":
             calls[engine] = _load_onnxruntime(options, case)
         else:
             calls[engine] = _load_torch(case, compiled=engine == "torch-compile")
         records[engine] = {"ready_s": round(time.perf_counter() - start, 3)}
-        result = getattr(calls[engine], "result", None)
-        prediction = calls[engine]()
-        records[engine]["relative_error"] = case.error(result() if result else prediction)
+        if engine in calls:
+            result = getattr(calls[engine], "result", None)
+            prediction = calls[engine]()
+            records[engine]["relative_error"] = case.error(result() if result else prediction)
     latencies: dict[str, list[list[float]]] = {engine: [] for engine in calls}
+    sustained: dict[str, list[float]] = {engine: [] for engine in records}
     for turn in range(options.rounds):
-        order = list(calls) if turn % 2 == 0 else list(calls)[::-1]
+        order = list(records) if turn % 2 == 0 else list(records)[::-1]
         for engine in order:
-            _time(calls[engine], 3)
-            latencies[engine].append(_time(calls[engine], options.calls))
-    for engine, rounds in latencies.items():
-        medians = [statistics.median(turn) for turn in rounds]
-        everything = sorted(latency for turn in rounds for latency in turn)
+            run = calls.get(engine) or images[engine]
+            sustained[engine].append(round(_sustained(run, options.calls, steps=engine in images), 4))
+            if engine in calls:
+                latencies[engine].append(_time(calls[engine], options.calls))
+    for engine, rounds in sustained.items():
+        records[engine] |= {"sustained_ms": rounds, "median_sustained_ms": statistics.median(rounds)}
+    for engine, turns in latencies.items():
+        everything = sorted(latency for turn in turns for latency in turn)
         records[engine] |= {
             "median_ms": round(statistics.median(everything), 4),
             "min_ms": round(everything[0], 4),
             "p99_ms": round(quantile(everything, 0.99), 4),
-            "round_medians_ms": [round(median, 4) for median in medians],
+            "round_medians_ms": [round(statistics.median(turn), 4) for turn in turns],
         }
         records[engine] |= _kernels(calls[engine])
+    for engine, generate in images.items():
+        records[engine] |= _kernels(partial(generate, _STEPS), 1, _STEPS)
     record = {
         "benchmark": "denoiser",
         "command": shlex.join(sys.orig_argv),
-        "case": {"batch": 2 * options.batch_size, "height": options.height, "width": options.width},
+        "case": {name: getattr(options, name) for name in ("batch_size", "height", "width", "tokens")},
+        "model": options.pipeline.name,
         "engines": records,
         "environment": environment(),
     }
@@ -214,16 +333,20 @@ def _print(records: dict[str, dict[str, Any]]) -> None:
     from rich.table import Table
 
     table = Table(title="one denoiser call")
-    for title in ("engine", "ready s", "median ms", "min ms", "p99 ms", "kernels ms", "launches", "error to fp32"):
-        table.add_column(title, justify="left" if title == "engine" else "right")
+    titles = {
+        "ready_s": "ready, s",
+        "median_sustained_ms": "sustained, ms",
+        "median_ms": "median, ms",
+        "p99_ms": "p99, ms",
+        "total_ms": "kernels, ms",
+        "launches": "launches",
+        "relative_error": "error to fp32",
+    }
+    table.add_column("engine")
+    for title in titles.values():
+        table.add_column(title, justify="right")
     for engine, record in records.items():
-        table.add_row(
-            engine,
-            f"{record['ready_s']:.1f}",
-            *(f"{record[key]:.3f}" for key in ("median_ms", "min_ms", "p99_ms", "total_ms")),
-            str(record["launches"]),
-            f"{record['relative_error']:.2e}",
-        )
+        table.add_row(engine, *(f"{record[key]:.4g}" if key in record else "" for key in titles))
     console().print(table)
 
 

@@ -1,0 +1,32 @@
+"""The inputs with which the denoisers of each family are timed; the times need a GPU."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+
+import pytest
+import torch
+from support.pipeline_cache import PipelineCache
+
+from sdonnx.benchmark.denoiser import _Case
+
+
+@pytest.mark.parametrize("arch", ["tiny", "sdxl-tiny", "pixart-tiny", "pixart-alpha-tiny"])
+def test_inputs_suit_the_denoiser(arch: str, pipelines: PipelineCache) -> None:
+    options = Namespace(pipeline=pipelines.micro(arch), batch_size=1, height=64, width=48, tokens=9)
+    case = _Case(options, "cpu")
+    assert case.sample.shape == (2, 4, 8, 6)
+    assert case.prompt.shape[:2] == (2, 9)
+    assert case.sample.dtype == case.prompt.dtype == torch.float16
+    # The inputs were rounded to float16, and float16 is slow on a CPU.
+    case.sample, case.prompt = case.sample.float(), case.prompt.float()
+    for name, given in case.more.items():
+        if isinstance(given, dict):
+            case.more[name] = {key: value if value is None else value.float() for key, value in given.items()}
+        else:
+            case.more[name] = given.float()
+    with torch.inference_mode():
+        assert 0 < case.error(case.run(case.model(torch.float32))) < 0.01
+    case.prompt = -case.prompt
+    with torch.inference_mode():
+        assert case.error(case.run(case.model(torch.float32))) > 0.01
