@@ -104,7 +104,7 @@ struct State {
   Fiber* current = nullptr;
   ucontext_t scheduler;
   std::vector<Fiber> fibers;
-  unsigned long events = 0;
+  unsigned long events = 0, rounds = 0;  // rounds of all warps
   void (*call)(void*) = nullptr;
   void* argument = nullptr;
 };
@@ -171,7 +171,7 @@ inline void run_cluster(Cluster& cluster, size_t shared_bytes) {
   }
   const char* order = std::getenv("SDONNX_EMULATED_ORDER");
   const bool reverse = order && std::strcmp(order, "reverse") == 0;
-  for (unsigned left = total; left;) {
+  for (unsigned left = total; left; s.rounds++) {
     const unsigned long before = s.events;
     // A warp runs as far as it can before the next one does: at a missing barrier it reads what is not written yet.
     for (unsigned first = 0; first < total; first += 32) {
@@ -215,8 +215,10 @@ inline void cluster_arrive() {
   if (fiber.has_arrived) emulation::fail("a thread arrives twice at the barrier of its cluster");
   fiber.has_arrived = true;
   fiber.generation = emulation::arrive(emulation::state().cluster->barrier);
-  emulation::state().events++;
-  swapcontext(&fiber.context, &emulation::state().scheduler);  // let the others arrive: an arrival orders nothing else
+  emulation::State& s = emulation::state();
+  s.events++;
+  // Let all others arrive: an arrival orders nothing else.
+  for (const unsigned long round = s.rounds; s.rounds == round;) swapcontext(&fiber.context, &s.scheduler);
 }
 inline void cluster_wait() {
   emulation::Fiber& fiber = *emulation::state().current;

@@ -26,7 +26,7 @@ inline Signature abi_probe_signature() {
 // The build, as "key=value" words: the version of the operators' contracts, which sdonnx compares with its own, ONNX
 // Runtime's API version, and the architectures that kernels were compiled for.
 SDONNX_EXPORT const char* sdonnx_kernels_build() {
-  return "operators=2 api=18 architectures=" SDONNX_ARCHITECTURES;
+  return "operators=3 api=18 architectures=" SDONNX_ARCHITECTURES;
 }
 
 SDONNX_EXPORT ort::Status* RegisterCustomOps(ort::SessionOptions* options, const ort::ApiBase* base) {
@@ -34,8 +34,10 @@ SDONNX_EXPORT ort::Status* RegisterCustomOps(ort::SessionOptions* options, const
   const ort::Api* api = base->get_api(ort::kApiVersion);
   if (!api) return nullptr;  // an older ONNX Runtime, without a table to report an error with: its graphs do not load
   static Operator operators[] = {
-      Operator(layer_norm_signature()), Operator(bias_split_gelu_signature()), Operator(group_norm_signature()),
-      Operator(mat_mul_signature()),    Operator(attention_signature()),       Operator(abi_probe_signature()),
+      Operator(layer_norm_signature()),      Operator(skip_layer_norm_signature()),
+      Operator(bias_split_gelu_signature()), Operator(group_norm_signature()),
+      Operator(mat_mul_signature()),         Operator(attention_signature()),
+      Operator(abi_probe_signature()),
   };
   ort::Domain* domain = nullptr;  // lives as long as the process
   if (ort::Status* status = ort::create_domain(api, "sdonnx", &domain)) return status;

@@ -49,6 +49,7 @@ from sdonnx.operators.own_bias_split_gelu import check_own_bias_split_gelu
 from sdonnx.operators.own_group_norm import check_own_group_norm
 from sdonnx.operators.own_layer_norm import check_own_layer_norm
 from sdonnx.operators.own_mat_mul import check_own_mat_mul
+from sdonnx.operators.own_skip_layer_norm import check_own_skip_layer_norm
 from sdonnx.operators.reference_body import optional_input
 
 __all__ = ["KERNELS", "MIN_TOKENS", "OWN_KERNELS", "use_own_kernels"]
@@ -164,6 +165,56 @@ def _layer_norm(node: ir.Node, _: _DefaultImage) -> WalkResult:
     attributes = {"epsilon": node.attributes.get_float("epsilon", 1e-5)}
     _put(node, node.outputs[0], "LayerNorm", [x, gamma, *([] if beta is None else [beta])], attributes)
     return REWRITTEN
+
+
+def _skip_layer_norm(node: ir.Node, _: _DefaultImage) -> WalkResult:
+    """SkipLayerNormalization(x @ (w * gate), skip) -> SkipLayerNorm(x @ w, skip, gate), which multiplies no weight.
+
+    Without a gate, ONNX Runtime's kernel is as fast.
+    """
+    value, skip = input_of(node, 0), input_of(node, 1)
+    found = _gated_product(value)
+    if found is None:
+        value, skip = skip, value
+        found = _gated_product(value)
+    if found is None:
+        return NOT_A_CANDIDATE
+    product, weight, gate = found
+    if any(output.uses() or output.is_graph_output() for output in node.outputs[1:3]):
+        return Refused("the mean or the deviation is read")
+    if not same_shape(value, skip):
+        return Refused("the skip is not known to have the shape of the product")
+    gamma, beta, bias = input_of(node, 2), optional_input(node, 3), optional_input(node, 4)
+    if (reason := check_own_skip_layer_norm(value, gamma, beta, bias, gate)) is not None:
+        return Refused(reason)
+    plain = insert(product, "MatMul", [input_of(product, 0), weight], shape=value.shape, dtype=value.dtype)
+    outputs = insert_multi(
+        node,
+        "SkipLayerNorm",
+        [plain, skip, gamma, beta, bias, gate],
+        {"epsilon": node.attributes.get_float("epsilon", 1e-12)},
+        2,
+        domain=OWN_DOMAIN,
+        shapes=[value.shape, value.shape],
+    )
+    replace(node.outputs[0], outputs[0])
+    if len(node.outputs) > 3:
+        replace(node.outputs[3], outputs[1])
+    return REWRITTEN
+
+
+def _gated_product(value: ir.Value) -> tuple[ir.Node, ir.Value, ir.Value] | None:
+    """Return the product x @ (w * gate) with its weight w (K,C) and its gate (C,), None for other values."""
+    product = producer_of(value, "MatMul")
+    scaling = None if product is None else producer_of(product.inputs[1], "Mul")
+    if product is None or scaling is None or not _has_one_reader(value):
+        return None
+    for weight, gate in (tuple(scaling.inputs), tuple(reversed(scaling.inputs))):
+        if weight is None or gate is None or not is_weight(weight) or len(dims(weight) or ()) != 2:
+            continue
+        if len(dims(gate) or ()) == 1 and static_dim(gate, 0) == static_dim(weight, 1) is not None:
+            return product, weight, gate
+    return None
 
 
 def _bias_split_gelu(node: ir.Node, _: _DefaultImage) -> WalkResult:
@@ -317,6 +368,7 @@ def _put(
 
 _SWAPS: Mapping[tuple[str, str], Callable[[ir.Node, _DefaultImage], WalkResult]] = {
     ("", "LayerNormalization"): _layer_norm,
+    (MICROSOFT, "SkipLayerNormalization"): _skip_layer_norm,
     (MICROSOFT, "BiasSplitGelu"): _bias_split_gelu,
     (MICROSOFT, "GroupNorm"): _group_norm,
     (MICROSOFT, "SkipGroupNorm"): _group_norm,
@@ -329,6 +381,7 @@ _SWAPS: Mapping[tuple[str, str], Callable[[ir.Node, _DefaultImage], WalkResult]]
 
 _TARGETS = {
     "LayerNormalization": "LayerNorm",
+    "SkipLayerNormalization": "SkipLayerNorm",
     "BiasSplitGelu": "BiasSplitGelu",
     "GroupNorm": "GroupNorm",
     "SkipGroupNorm": "GroupNorm",

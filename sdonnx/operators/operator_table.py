@@ -18,6 +18,7 @@ from sdonnx.operators.own_bias_split_gelu import OWN_BIAS_SPLIT_GELU
 from sdonnx.operators.own_group_norm import OWN_GROUP_NORM
 from sdonnx.operators.own_layer_norm import OWN_LAYER_NORM
 from sdonnx.operators.own_mat_mul import OWN_MAT_MUL
+from sdonnx.operators.own_skip_layer_norm import OWN_SKIP_LAYER_NORM
 from sdonnx.operators.quick_gelu import QUICK_GELU
 from sdonnx.operators.skip_group_norm import SKIP_GROUP_NORM
 from sdonnx.operators.skip_layer_normalization import SKIP_LAYER_NORMALIZATION
@@ -54,7 +55,14 @@ CONTRACTS = {
 
 OWN_CONTRACTS = {
     contract.op_type: contract
-    for contract in (OWN_LAYER_NORM, OWN_BIAS_SPLIT_GELU, OWN_GROUP_NORM, OWN_MAT_MUL, OWN_ATTENTION)
+    for contract in (
+        OWN_LAYER_NORM,
+        OWN_SKIP_LAYER_NORM,
+        OWN_BIAS_SPLIT_GELU,
+        OWN_GROUP_NORM,
+        OWN_MAT_MUL,
+        OWN_ATTENTION,
+    )
 }
 """The contracts of our own operators, of the domain OWN_DOMAIN, by operator."""
 

@@ -76,6 +76,39 @@ def test_layer_norm_without_a_shift_and_with_another_name_of_the_last_axis() -> 
     assert swapped(model)[1] == {"LayerNormalizationToOwnLayerNorm": 1}
 
 
+GATED = "t = Mul(w, gate) p = MatMul(x, t)"
+SHAPES = "float16[B,S,64] x, float16[B,S,64] r, float16[64] gate"
+INNER = "float16[64,64] t, float16[B,S,64] p"
+
+
+@pytest.mark.parametrize("terms", ["p, r, v, u, c", "r, p, v, u", "p, r, v"])
+@pytest.mark.parametrize("outputs", ["y", "y, , , s"])
+@pytest.mark.parametrize("scaling", ["Mul(w, gate)", "Mul(gate, w)"])
+def test_gate_before_a_norm(terms: str, outputs: str, scaling: str) -> None:
+    body = f"t = {scaling} p = MatMul(x, t) {outputs} = com.microsoft.SkipLayerNormalization<epsilon=0.001>({terms})"
+    results = ", ".join(f"float16[B,S,64] {name}" for name in outputs.split(", ") if name)
+    model = graph(SHAPES, results, body, INNER, w=WEIGHT, v=VECTOR, u=half(64, seed=3), c=half(64, seed=4))
+    after, fired = swapped(model)
+    assert fired == {"SkipLayerNormalizationToOwnSkipLayerNorm": 1}
+    assert [node.op_type for node in after.graph] == ["MatMul", "SkipLayerNorm"]
+    assert after.graph[1].attributes.get_float("epsilon") == pytest.approx(1e-3)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "p = MatMul(x, w) y = com.microsoft.SkipLayerNormalization(p, r, v)",
+        f"{GATED} q = com.microsoft.SkipLayerNormalization(p, r, v) y = Mul(p, q)",
+        "t = Mul(w, column) p = MatMul(x, t) y = com.microsoft.SkipLayerNormalization(p, r, v)",
+        "t = Mul(w, w) p = MatMul(x, t) y = com.microsoft.SkipLayerNormalization(p, r, v)",
+    ],
+    ids=["no gate", "two readers", "gate of rows", "no vector"],
+)
+def test_norms_with_a_skip_that_stay(body: str) -> None:
+    model = graph(SHAPES, "float16[B,S,64] y", body, INNER, w=WEIGHT, v=VECTOR, column=half(64, 1))
+    assert failures(model) == ()
+
+
 def test_bias_split_gelu() -> None:
     model = graph("float16[B,S,2560] x", "float16[B,S,1280] y", "y = com.microsoft.BiasSplitGelu(x, b)", b=half(2560))
     assert swapped(model)[1] == {"BiasSplitGeluToOwnBiasSplitGelu": 1}
@@ -297,6 +330,28 @@ REFUSED: Mapping[str, tuple[ir.Model, str]] = {
         attention(queries=1023, keys=1023),
         f"1023 tokens: ONNX Runtime's kernel stays below {MIN_TOKENS}",
     ),
+    "mean of a gated norm": (
+        graph(
+            SHAPES,
+            "float16[B,S,64] y, float[B,S,1] m",
+            f"{GATED} y, m = com.microsoft.SkipLayerNormalization(p, r, v)",
+            INNER,
+            w=WEIGHT,
+            v=VECTOR,
+        ),
+        "the mean or the deviation is read",
+    ),
+    "gate with a broadcast skip": (
+        graph(
+            SHAPES.replace("float16[B,S,64] r", "float16[1,S,64] r"),
+            "float16[B,S,64] y",
+            f"{GATED} y = com.microsoft.SkipLayerNormalization(p, r, v)",
+            INNER,
+            w=WEIGHT,
+            v=VECTOR,
+        ),
+        "the skip is not known to have the shape of the product",
+    ),
     "scaled residual": (
         graph("float16[N,64] x, float16[N,64] r", "float16[N,64] y", "y = Gemm<beta=0.5>(x, w, r)", w=WEIGHT),
         "the product or the residual is scaled",
@@ -364,6 +419,14 @@ def test_every_operator_is_emitted() -> None:
             graph("float16[B,8,8,64] x", "float16[B,8,8,64] y", f"y = {GROUP_NORM}(x, g, b)", **NORM),
             graph("float16[B,S,2560] x", "float16[B,S,1280] y", "y = com.microsoft.BiasSplitGelu(x, b)", b=half(2560)),
             attention(),
+            graph(
+                SHAPES,
+                "float16[B,S,64] y",
+                f"{GATED} y = com.microsoft.SkipLayerNormalization(p, r, v)",
+                INNER,
+                w=WEIGHT,
+                v=VECTOR,
+            ),
         )
         if use_own_kernels(model).fired
         for node in model.graph

@@ -138,12 +138,13 @@ def test_kernel_refuses_cases_that_the_contract_refuses(case: KernelCase, librar
         kernel_results(case, case.make_inputs(), library)
 
 
-@pytest.mark.parametrize("op_type", ["LayerNorm", "BiasSplitGelu", "GroupNorm", "MatMul", "Attention"])
+@pytest.mark.parametrize("op_type", OWN_CONTRACTS)
 @pytest.mark.parametrize("batch", [1, 2, 3, 16, 32])
 def test_batches(op_type: str, batch: int, library: Path, note: Any) -> None:
     """Sizes of Stable Diffusion 1.5 at 512x512, at its innermost blocks, with odd heights; attention as in PixArt."""
     shapes: dict[str, tuple[tuple[int, ...] | None, ...]] = {
         "LayerNorm": ((batch, 63, 1280), (1280,), (1280,)),
+        "SkipLayerNorm": ((batch, 63, 1280), (batch, 63, 1280), *[(1280,)] * 4),
         "BiasSplitGelu": ((batch, 63, 10240), (10240,)),
         "GroupNorm": ((batch, 7, 9, 1280), (1280,), (1280,), (batch, 7, 9, 1280), (1280,)),
         "MatMul": ((batch, 63, 1280), (1280, 1280), (1280,), (batch, 63, 1280)),
@@ -151,7 +152,7 @@ def test_batches(op_type: str, batch: int, library: Path, note: Any) -> None:
     }
     groups: dict[str, Any] = {"groups": 32, "activation": 1, "epsilon": 1e-5}
     attributes = {"GroupNorm": groups, "Attention": {"num_heads": 16}}.get(op_type, {})
-    outputs = 2 if op_type == "GroupNorm" else 1
+    outputs = 2 if op_type in ("GroupNorm", "SkipLayerNorm") else 1
     case = KernelCase(op_type, f"batch {batch}", shapes[op_type], attributes, outputs, domain="sdonnx")
     inputs = inputs_of(case)
     if op_type == "MatMul" and inputs[1] is not None:

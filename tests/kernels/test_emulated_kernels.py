@@ -80,7 +80,7 @@ def test_order_of_threads_does_not_change_a_byte(
     assert [array.tobytes() for array in forward] == [array.tobytes() for array in backward]
 
 
-@pytest.mark.parametrize("op_type", ["LayerNorm", "BiasSplitGelu", "GroupNorm", "Attention"])
+@pytest.mark.parametrize("op_type", ["LayerNorm", "SkipLayerNorm", "BiasSplitGelu", "GroupNorm", "Attention"])
 def test_unaligned_tensors(op_type: str) -> None:
     """Buffers of the caller may begin at any element: the vectors of eight numbers are then read one by one."""
     case = next(case for case in OWN_KERNEL_CASES if case.op_type == op_type)
@@ -111,7 +111,7 @@ def shifted(array: Array) -> Array:
 
 
 def one(op_type: str, shapes: Sequence[tuple[int, ...] | None], **attributes: Any) -> KernelCase:
-    outputs = 2 if op_type == "GroupNorm" else 1
+    outputs = 2 if op_type in ("GroupNorm", "SkipLayerNorm") else 1
     return KernelCase(op_type, "a shape that is refused", tuple(shapes), attributes, outputs, domain="sdonnx")
 
 
@@ -119,6 +119,10 @@ REFUSED = [
     (one("LayerNorm", [(2, 3, 12), (12,), (12,)]), "LayerNorm of 12 channels; expected a multiple of 8"),
     (one("LayerNorm", [(2, 3, 2056), (2056,), (2056,)]), "LayerNorm of 2056 channels"),
     (one("LayerNorm", [(2, 3, 16), (8,), (16,)]), "gamma and beta must have 16 elements"),
+    (one("SkipLayerNorm", [(2, 3, 12), (2, 3, 12), (12,)]), "SkipLayerNorm of 12 channels; expected a multiple of 8"),
+    (one("SkipLayerNorm", [(2, 3, 16), (1, 3, 16), (16,)]), "skip must have the shape of x"),
+    (one("SkipLayerNorm", [(2, 3, 16), (2, 3, 16), (8,)]), "gamma must have 16 elements"),
+    (one("SkipLayerNorm", [(2, 3, 16), (2, 3, 16), (16,), None, None, (8,)]), "bias and gate must have 16 elements"),
     (one("BiasSplitGelu", [(2, 3, 24), (24,)]), "BiasSplitGelu of width 24; expected a multiple of 16"),
     (one("BiasSplitGelu", [(2, 3, 32), (16,)]), "the bias must have 32 elements"),
     (one("GroupNorm", [(2, 3, 64), (64,), (64,)], groups=8), "GroupNorm of 3 dimensions"),
@@ -163,6 +167,7 @@ def test_batches_of_1_to_32_are_computed_image_by_image(op_type: str) -> None:
     """Launches depend on the size of the batch, results of an image do not."""
     shapes: dict[str, list[tuple[int, ...]]] = {
         "LayerNorm": [(32, 5, 64), (64,), (64,)],
+        "SkipLayerNorm": [(32, 5, 64), (32, 5, 64), (64,), (64,), (64,), (64,)],
         "BiasSplitGelu": [(32, 5, 64), (64,)],
         "GroupNorm": [(32, 4, 4, 64), (64,), (64,)],
         "MatMul": [(32, 5, 64), (64, 16), (16,)],

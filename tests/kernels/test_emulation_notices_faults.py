@@ -33,6 +33,8 @@ FAULTS = {
     "row of the second launch": ("group_norm_kernels.cuh", "fmaf(terms[j], affine.scale[j], affine.shift[j])",
                                  "terms[j] + affine.shift[j]"),
     "last row": ("layer_norm.cuh", "if (row >= a.rows) return;", "if (row + 1 >= a.rows) return;"),
+    "gate of a norm": ("layer_norm.cuh", "values[j] *= other[j]", "values[j] += other[j]"),
+    "sum of a norm": ("layer_norm.cuh", "a.sum + base + at * 8, pack(values[i])", "a.sum + base + at * 8, x[i]"),
     "half a warp": ("layer_norm.cuh", "launch(kernels[ceil_div(channels, 256) - 1]", "launch(kernels[0]"),
     "gate": ("bias_split_gelu.cuh", "gelu(gate[j] + gate_bias[j])", "gelu(gate[j])"),
     "rows": ("bias_split_gelu.cuh", "ceil_div(a.rows, is_long ? 4 : 1)", "ceil_div(a.rows - 1, is_long ? 4 : 1)"),
