@@ -22,7 +22,7 @@ struct GroupNormPlan {
 // What the choice of a plan rests on. The time of a launch is taken as proportional to the bytes that the fullest
 // multiprocessor reads; other costs are expressed in such bytes, of which an H200 reads and writes about 16 KB in 1 us.
 // They fit the times of 4,971 launches on an H200: the plan that they choose takes 7 % more time than the best one for a
-// size, in the mean of 25 sizes in three forms (docs/results/group-norm-plans-h200.json).
+// size, in the mean of 25 sizes in three forms (docs/results/group-norm-h200.json).
 struct GroupNormTuning {
   double barrier_cost = 8 * 1024;  // of a cluster
   double block_cost = 4096;        // the beginning and end of a block

@@ -64,7 +64,7 @@ MIN_TOKENS = 1024
 """The shortest sequence, in tokens, whose attention to itself is replaced.
 
 On an H200, for two images and 16 heads, this kernel takes 411 us at 4096 tokens, 110 at 2048 and 31 at 1024, and ONNX
-Runtime's 446, 111 and 33 (docs/results/kernel-times-h200.json). A prototype was slower for the 120 tokens of a caption.
+Runtime's 446, 111 and 33 (docs/results/attention-h200.json). A prototype was slower for the 120 tokens of a caption.
 """
 
 
