@@ -20,18 +20,19 @@ struct GroupNormPlan {
 };
 
 // What the choice of a plan rests on. The time of a launch is taken as proportional to the bytes that the fullest
-// multiprocessor reads; other costs are expressed in such bytes, of which an H200 reads and writes about 16 KB in 1 us.
-// They fit the times of 4,971 launches on an H200: the plan that they choose takes 7 % more time than the best one for a
-// size, in the mean of 25 sizes in three forms (docs/results/group-norm-h200.json).
+// multiprocessor reads; other costs are expressed in such bytes. The constants fit the times of 4,971 launches on an H200: the
+// plan that they choose takes 3 % more time than the best one for a size, in the mean of 120 pairs of a size and a form
+// (docs/decisions/0138-count-waves-of-clusters.md, docs/results/group-norm-h200.json).
 struct GroupNormTuning {
-  double barrier_cost = 8 * 1024;  // of a cluster
-  double block_cost = 4096;        // the beginning and end of a block
-  double narrow_cost = 0.6;        // the share that slabs below 32 channels, 64 bytes, cost more
-  double two_launches = 1;         // the time of two launches, which read s twice, in part from the L2
-  double launch_cost = 16 * 1024;  // of the second launch, with the sums between both
-  int64_t bytes_for_8_rows = 1 << 30;   // of a block, from which a thread holds 8 rows in registers
-  int cluster_threads = 512;            // of a block, at most
-  int max_slab = 240, max_cluster = 8;  // clusters of 16 are slow to place
+  double batch_cost = 1024;         // the rows that a thread loads at once: a wait for memory
+  double warp_cost = 16;            // of a multiprocessor
+  double barrier_cost = 10 * 1024;  // of a cluster
+  double wide_barrier_cost = 6144;  // of a cluster of 8 blocks, in addition
+  double two_launches = 0.8;        // the time of two launches for the bytes of all images
+  double launch_cost = 80 * 1024;   // of the second launch, with the sums between both
+  double imbalance = 0.5;           // the share of the time for which the fullest multiprocessor counts, not the mean
+  double clustered = 10.0 / 11;     // the share of multiprocessors on which clusters of 4 and 8 fit: 120 of 132
+  int max_slab = 320, max_cluster = 8;  // clusters of 16 are slow to place
   // Two launches:
   int launch_threads = 512, launch_rows = 4;
   int sums_blocks = 2, scale_blocks = 2;  // on a multiprocessor
@@ -59,9 +60,34 @@ inline size_t cluster_bytes(const GroupNormPlan& plan, const BlockShape& shape, 
          sizeof(float2) * (plan.cluster + 1) * size_t(plan.slab / group_size);
 }
 
+inline BlockShape shape_of(const GroupNormPlan& plan, int positions) {
+  return block_shape(plan.slab / 8, ceil_div(positions, plan.cluster), plan.threads, plan.rows);
+}
+
 inline bool fits(const GroupNormPlan& plan, int positions, int group_size, const DeviceLimits& device) {
-  const BlockShape shape = block_shape(plan.slab / 8, ceil_div(positions, plan.cluster), plan.threads, plan.rows);
-  return cluster_bytes(plan, shape, group_size) <= device.shared_bytes;
+  return plan.slab / 8 <= plan.threads &&
+         cluster_bytes(plan, shape_of(plan, positions), group_size) <= device.shared_bytes;
+}
+
+// The cost of one launch, in bytes of the fullest multiprocessor.
+inline double cluster_cost(const GroupNormPlan& plan, int images, int positions, int channels, int group_size,
+                           const DeviceLimits& device, const GroupNormTuning& tuning) {
+  const BlockShape shape = shape_of(plan, positions);
+  // Blocks on a multiprocessor at the same time, by registers, shared memory and threads.
+  const size_t bytes = cluster_bytes(plan, shape, group_size) + 1024;
+  const int64_t by_registers = 65536 / ((plan.rows > 4 ? 128 : 64) * shape.threads);
+  const int64_t by_memory = std::max<int64_t>(1, device.shared_bytes / bytes);
+  const int64_t resident = std::max<int64_t>(1, std::min({by_registers, by_memory, int64_t(2048 / shape.threads)}));
+  const int usable = std::max(1, int(device.multiprocessors * (plan.cluster > 2 ? tuning.clustered : 1)));
+  const int64_t blocks = int64_t(channels / plan.slab) * images * plan.cluster;
+  const double waves = ceil_div(blocks, usable * resident), exact = double(blocks) / usable;
+  const double load = (1 - tuning.imbalance) * std::max(1.0, exact) + tuning.imbalance * ceil_div(blocks, usable);
+  // Memory is read in sectors of 32 bytes, 16 channels.
+  const double read = double(ceil_div(positions, plan.cluster)) * ceil_div(plan.slab, 16) * 32;
+  const double each = shape.batches * tuning.batch_cost +
+                      tuning.warp_cost * (shape.threads / 32) * std::min(double(resident), load) +
+                      (plan.cluster > 1 ? tuning.barrier_cost : 0) + (plan.cluster > 4 ? tuning.wide_barrier_cost : 0);
+  return load * read + waves * each;
 }
 
 inline GroupNormPlan group_norm_plan(int images, int positions, int channels, int group_size, const DeviceLimits& device,
@@ -76,25 +102,19 @@ inline GroupNormPlan group_norm_plan(int images, int positions, int channels, in
   // Slabs of whole groups and whole vectors.
   const int unit = group_size * 8 / greatest_divisor(group_size, 8);
   const int most = device.major >= 9 ? tuning.max_cluster : 1;
-  for (int slab = unit; slab <= std::min(channels, tuning.max_slab); slab += unit) {
-    if (channels % slab) continue;
-    for (int cluster = 1; cluster <= std::min(most, positions); cluster *= 2) {
-      GroupNormPlan plan;
-      plan.slab = slab;
-      plan.cluster = cluster;
-      plan.threads = tuning.cluster_threads;
-      const int64_t bytes = int64_t(ceil_div(positions, cluster)) * slab * sizeof(half);
-      plan.rows = bytes > tuning.bytes_for_8_rows ? 8 : 4;
-      if (!fits(plan, positions, group_size, device)) continue;
-      // Memory is read in sectors of 32 bytes, 16 channels.
-      const double excess = ceil_div(slab, 16) * 16.0 / slab * (slab < 32 ? 1 + tuning.narrow_cost : 1);
-      const unsigned waves = ceil_div(int64_t(channels / slab) * images * cluster, device.multiprocessors);
-      const double cost = waves * (double(bytes) * excess + tuning.block_cost) + (cluster > 1 ? tuning.barrier_cost : 0);
-      if (cost < best_cost) {
-        best = plan;
-        best_cost = cost;
-      }
-    }
+  GroupNormPlan plan;
+  for (plan.slab = unit; plan.slab <= std::min(channels, tuning.max_slab); plan.slab += unit) {
+    if (channels % plan.slab) continue;
+    for (plan.cluster = 1; plan.cluster == 1 || (plan.cluster <= most && 8 * plan.cluster <= positions); plan.cluster *= 2)
+      for (plan.rows = 4; plan.rows <= 8; plan.rows += 4)
+        for (plan.threads = 128; plan.threads <= kGroupNormThreads; plan.threads *= 2) {
+          if (!fits(plan, positions, group_size, device)) continue;
+          const double cost = cluster_cost(plan, images, positions, channels, group_size, device, tuning);
+          if (cost < best_cost) {
+            best = plan;
+            best_cost = cost;
+          }
+        }
   }
   return best;
 }
