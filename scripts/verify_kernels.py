@@ -3,7 +3,7 @@
 python scripts/verify_kernels.py --json docs/results/kernels-h200.json FOLDER...
 
 Each FOLDER is the output of `sdonnx optimize --float16 --kernels auto`. Build the library with `make -C kernels`,
-unless SDONNX_KERNELS names it or sdonnx-kernels is installed. The record is what docs/decisions/0132 waits for.
+unless SDONNX_KERNELS names it or sdonnx-kernels is installed. docs/explanation/kernels.md shows the numbers.
 """
 
 from __future__ import annotations

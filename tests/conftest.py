@@ -71,6 +71,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if not item.get_closest_marker("full")]
     tests = Path(__file__).parent
     for item in items:
+        if item.path.is_relative_to(tests / "gpu"):
+            item.add_marker(pytest.mark.gpu)
         if "pipelines" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.pipeline)
         elif item.path.relative_to(tests).as_posix().startswith(_SLOW):

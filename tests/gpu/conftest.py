@@ -1,4 +1,4 @@
-"""Fixtures of the GPU tests: their marker, and the record of their measurements."""
+"""Fixtures of the GPU tests, and the record of their measurements."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ Build = Callable[[str], tuple[Path, Path]]
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if Path(__file__).parent in item.path.parents:
-            item.add_marker(pytest.mark.gpu)
             # Schedulers of diffusers pass torch tensors to np.array, which numpy 2 warns about.
             item.add_marker(pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"))
 
