@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import re
@@ -11,6 +12,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,16 +20,18 @@ from typing import Any
 import diffusers
 import numpy as np
 import numpy.typing as npt
+import onnx
 import onnx_ir as ir
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
+from onnx import numpy_helper
 from onnx.reference import ReferenceEvaluator
 from support.graphs import graph, normal
 from support.pipeline_cache import PipelineCache
-from support.pipelines import refused
+from support.pipelines import copied, refused
 from support.recording import Note
 
 from sdonnx import optimize_pipeline
@@ -74,7 +78,6 @@ UNET = ComponentSpec("unet", "unet", Role.DENOISER, (), ())
 FP16 = OptimizeRequest(precision=Precision("float16"))
 SIZE = 64
 SHORT = ProbeSettings(prompts=("a fox",), steps=2, size=SIZE)
-IMAGE: dict[str, Any] = {"height": SIZE, "width": SIZE, "num_inference_steps": 2}
 
 # Overflow -> component, and modules that the search may keep in float32.
 OF: dict[str, tuple[str, str]] = {
@@ -82,10 +85,6 @@ OF: dict[str, tuple[str, str]] = {
     "vae": ("vae_decoder", r"vae_decoder:decoder\.(up_blocks\.|conv_act|conv_norm_out|mid_block\.|conv_in)"),
     "t5": ("text_encoder", r"text_encoder:encoder\.block\..*DenseReluDense(\.wi_1|\.wo)?$"),
 }
-
-
-def overflowing(kind: str | None, arch: str, pipelines: PipelineCache) -> Path:
-    return pipelines.micro(arch, overflow=kind)
 
 
 def evaluated(model: ir.Model, feeds: Mapping[str, Array]) -> dict[str, Array]:
@@ -101,15 +100,21 @@ class Case:
 
     def __init__(self, kind: str, folder: Path, pipelines: PipelineCache) -> None:
         self.kind, self.folder = kind, folder
-        self.arch = "pixart-tiny" if kind == "t5" else "tiny"
-        self.torch = overflowing(kind, self.arch, pipelines)
+        # Small networks, but PixArt generates images of 256 pixels, so its autoencoder has to have 8 pixels per latent.
+        if kind == "t5":
+            self.arch, size = "pixart-tiny", SIZE
+            self.torch, self.plain = (pipelines.micro(self.arch, overflow=each) for each in (kind, None))
+        else:
+            self.arch, size = "tiny", 16
+            self.torch, self.plain = (pipelines.nano(self.arch, overflow=kind, grown=each) for each in (True, False))
+        self.settings = replace(SHORT, size=size)
         self.onnx = pipelines.exported(self.torch)
         self.component, self.expected = OF[kind]
 
     def optimized(self, name: str, *kept: str) -> Path:
-        """Return a folder in fp16, emulated on the CPU, with the given patterns in float32."""
+        """Return a folder in fp16 with the given patterns in float32."""
         optimize_folder(self.onnx, self.folder / name, float16=True, force_fp32_ops=kept, overwrite=True)
-        return self.emulated(name)
+        return self.folder / name
 
     def emulated(self, name: str) -> Path:
         folder = self.folder / name
@@ -120,8 +125,13 @@ class Case:
     def automatic(self) -> Path:
         """Return the folder with automatic exceptions; it is made once."""
         if not (self.folder / "auto").exists():
-            optimize_automatically(self.onnx, self.folder / "auto", FP16, SHORT)
+            optimize_automatically(self.onnx, self.folder / "auto", FP16, self.settings)
         return self.folder / "auto"
+
+    @functools.cached_property
+    def image(self) -> Array:
+        """The image of torch in float32."""
+        return generated_by_torch(self.torch, torch.float32, self.settings)
 
 
 @pytest.fixture(scope="module", params=OVERFLOWS)
@@ -129,13 +139,17 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return Case(request.param, tmp_path_factory.mktemp(request.param), pipelines)
 
 
-def generated(folder: Path) -> Array:
+def image_arguments(settings: ProbeSettings) -> dict[str, Any]:
+    return {"height": settings.size, "width": settings.size, "num_inference_steps": settings.steps}
+
+
+def generated(folder: Path, settings: ProbeSettings) -> Array:
     with OrtDiffusionPipeline.from_pretrained(folder, "cpu") as pipeline:
-        image: Array = pipeline("a fox", **IMAGE, seed=0, output_type="np").images[0]
+        image: Array = pipeline("a fox", **image_arguments(settings), seed=0, output_type="np").images[0]
     return image
 
 
-def generated_by_torch(folder: Path, dtype: torch.dtype) -> Array:
+def generated_by_torch(folder: Path, dtype: torch.dtype, settings: ProbeSettings) -> Array:
     level = diffusers.utils.logging.get_verbosity()
     diffusers.utils.logging.set_verbosity_error()  # warns about fp16 on a CPU
     try:
@@ -144,7 +158,7 @@ def generated_by_torch(folder: Path, dtype: torch.dtype) -> Array:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)  # NaN in pixels
             noise = torch.Generator().manual_seed(0)
-            image = pipeline("a fox", **IMAGE, generator=noise, output_type="np").images[0]
+            image = pipeline("a fox", **image_arguments(settings), generator=noise, output_type="np").images[0]
     finally:
         diffusers.utils.logging.set_verbosity(level)
     return np.asarray(image)
@@ -153,14 +167,12 @@ def generated_by_torch(folder: Path, dtype: torch.dtype) -> Array:
 # --- sample pipelines that overflow -----------------------------------------------------------------------------------
 
 
-def test_overflowing_sample_is_equal_in_float32(case: Case, pipelines: PipelineCache) -> None:
-    plain = overflowing(None, case.arch, pipelines)
-    image = generated_by_torch(case.torch, torch.float32)
-    assert psnr(image, generated_by_torch(plain, torch.float32)) > 70
+def test_overflowing_sample_is_equal_in_float32(case: Case) -> None:
+    assert psnr(case.image, generated_by_torch(case.plain, torch.float32, case.settings)) > 70
 
 
 def test_overflowing_sample_fails_in_fp16_of_torch(case: Case) -> None:
-    assert not np.isfinite(generated_by_torch(case.torch, torch.float16)).all()
+    assert not np.isfinite(generated_by_torch(case.torch, torch.float16, case.settings)).all()
 
 
 @pytest.mark.parametrize(
@@ -219,7 +231,7 @@ def test_emulated_component_has_the_error_of_fp16_in_torch(case: Case, tmp_path:
         pytest.skip("one pipeline will do")
     optimize_folder(case.onnx, tmp_path / "wide")
     names = ["text_encoder", "unet", "vae_encoder", "vae_decoder"]
-    recorded = run_probe(write_emulated(tmp_path / "wide", tmp_path / "cpu", names), "cpu", SHORT)
+    recorded = run_probe(write_emulated(tmp_path / "wide", tmp_path / "cpu", names), "cpu", case.settings)
     spec = family_of(PipelineFolder.open(tmp_path / "wide")).component("unet")
     component = Component(tmp_path / "wide" / "unet", spec, recorded.feeds["unet"], device_for("cpu"), FLOAT)
     component.ranges(())
@@ -411,8 +423,9 @@ def test_duration_of_a_call(tmp_path: Path) -> None:
 
 
 def test_plain_fp16_fails_with_a_warning(case: Case) -> None:
+    case.optimized("plain")
     with pytest.warns(NotFiniteWarning, match="NaN or infinity"):
-        image = generated(case.optimized("plain"))
+        image = generated(case.emulated("plain"), case.settings)
     assert not np.isfinite(image).all()
 
 
@@ -434,11 +447,11 @@ def test_auto_generates_the_image(case: Case, note: Note) -> None:
     reasons = [each["reason"] for each in found["components"][case.component]["kept"]]
     assert max(reason["most"] for reason in reasons if reason["kind"] == "overflow") > 65504
     # The folder itself generates without a warning, and agrees with diffusers in float32.
-    assert psnr(generated(case.emulated("auto")), generated_by_torch(case.torch, torch.float32)) > 50
+    assert psnr(generated(case.emulated("auto"), case.settings), case.image) > 50
 
 
 def test_kept_patterns_are_necessary(case: Case) -> None:
-    """Without one of them, images are lost: of three, at most, in the whole pipeline.
+    """Without one of them, images are lost: of two, at most, in the whole pipeline.
 
     The search removes each pattern by itself; `smallest` in its report says that no limit stopped it.
     """
@@ -446,9 +459,10 @@ def test_kept_patterns_are_necessary(case: Case) -> None:
     kept = report["options"]["force_fp32_ops"]
     reasons = {each["pattern"]: each["reason"] for each in report["automatic"]["components"][case.component]["kept"]}
     found = [pattern for pattern in kept if reasons[pattern.partition(":")[2]]["kind"] == "overflow"]
-    for pattern in {found[0], found[len(found) // 2], found[-1]}:
+    for pattern in {found[0], found[-1]}:
+        case.optimized("less", *(each for each in kept if each != pattern))
         with pytest.warns(NotFiniteWarning):
-            generated(case.optimized("less", *(each for each in kept if each != pattern)))
+            generated(case.emulated("less"), case.settings)
 
 
 def test_found_patterns_make_the_same_folder(case: Case) -> None:
@@ -465,36 +479,29 @@ def test_attention_by_hand(case: Case) -> None:
     """MultiHeadAttention, the usual manual override, also keeps the matrix products before attention."""
     if case.kind != "attention":
         pytest.skip("of attention alone")
-    image = generated(case.optimized("by_hand", "unet:MultiHeadAttention"))
-    assert psnr(image, generated_by_torch(case.torch, torch.float32)) > 50
+    case.optimized("by_hand", "unet:MultiHeadAttention")
+    assert psnr(generated(case.emulated("by_hand"), case.settings), case.image) > 50
 
 
-def test_bfloat16_fallback_is_sufficient(case: Case) -> None:
+def test_command_with_bfloat16_fallback(case: Case, capsys: pytest.CaptureFixture[str]) -> None:
+    """Values of T5 that overflow fp16 are kept in bfloat16, which is sufficient though less precise than float32."""
     if case.kind != "t5":
         pytest.skip("the products of T5 have kernels for bfloat16")
-    request = OptimizeRequest(precision=Precision("float16", fallback="bfloat16"))
-    report = optimize_automatically(case.onnx, case.folder / "brain", request, SHORT)
-    assert report.automatic is not None
-    found = report.automatic["components"]["text_encoder"]
-    assert found["kept"]
-    assert found["error"]["relative"] > 2 * found["ideal"]["relative"]
-    assert report.options["bfloat16"]
-
-
-def test_command(case: Case, capsys: pytest.CaptureFixture[str]) -> None:
-    if case.kind != "t5":
-        pytest.skip("one pipeline will do")
     prompts = case.folder / "prompts.txt"
     prompts.write_text("a fox\n\na bear\n", encoding="utf-8")
     out = case.folder / "commanded"
     options = ["--auto_prompts", str(prompts), "--auto_steps", "1", "--auto_size", str(SIZE)]
-    arguments = ["-i", str(case.onnx), "-o", str(out), "--float16", "--force_fp32_ops"]
+    arguments = ["-i", str(case.onnx), "-o", str(out), "--float16", "--bfloat16", "--force_fp32_ops"]
     assert optimize_pipeline.main([*arguments, "transformer:proj_out", "auto", *options]) == 0
     shown = capsys.readouterr().out
     assert "overflow of" in shown
     assert "2 images in fp16 emulated on the CPU" in shown
     report = json.loads((out / "sdonnx.json").read_text())
     assert "transformer:proj_out" in report["options"]["force_fp32_ops"]
+    assert report["options"]["bfloat16"]
+    found = report["automatic"]["components"]["text_encoder"]
+    assert found["kept"]
+    assert found["error"]["relative"] > 2 * found["ideal"]["relative"]
     assert report["automatic"]["drawing"] == {"prompts": ["a fox", "a bear"], "steps": 1, "size": SIZE, "seed": 0}
     assert [path.name for path in case.folder.iterdir() if path.name.startswith(".")] == []
 
@@ -520,22 +527,20 @@ def test_invalid_options_are_refused(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_pipeline_that_fails_in_float32_is_refused(nano: Path, pipelines: PipelineCache, tmp_path: Path) -> None:
-    from safetensors.torch import load_file, save_file
-
-    def break_weights(folder: Path) -> None:
-        file = folder / "unet" / "diffusion_pytorch_model.safetensors"
-        weights = load_file(file)
-        weights["conv_out.bias"] += torch.inf
-        save_file(weights, file, metadata={"format": "pt"})
-
-    exported = pipelines.exported(pipelines.derived("infinite bias", nano, break_weights))
+def test_pipeline_that_fails_in_float32_is_refused(nano_exported: Path, tmp_path: Path) -> None:
+    exported = copied(nano_exported, tmp_path / "onnx")
+    path = exported / "unet" / "model.onnx"
+    model = onnx.load(path)
+    (bias,) = [each for each in model.graph.initializer if each.name.endswith("conv_out.bias")]
+    bias.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(bias) + np.float32(np.inf), bias.name))
+    onnx.save_model(model, path)
+    (tmp_path / "work").mkdir()
     with refused(PrecisionError, "in float32 as well"):
-        optimize_automatically(exported, tmp_path / "out", FP16, SHORT)
-    assert list(tmp_path.iterdir()) == []
+        optimize_automatically(exported, tmp_path / "work" / "out", FP16, SHORT)
+    assert list((tmp_path / "work").iterdir()) == []
 
 
-def test_next_run_removes_the_rest_of_a_killed_one(micro_exported: Path, tmp_path: Path) -> None:
+def test_next_run_removes_the_rest_of_a_killed_one(nano_exported: Path, tmp_path: Path) -> None:
     """The run is killed after the folder in float32 is written, before the first image."""
     killed = """
 import os, signal, sys
@@ -547,18 +552,18 @@ searching.run_probe = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
 request = OptimizeRequest(precision=Precision("float16"))
 searching.optimize_automatically(Path(sys.argv[1]), Path(sys.argv[2]), request)
 """
-    command = [sys.executable, "-c", killed, str(micro_exported), str(tmp_path / "out")]
+    command = [sys.executable, "-c", killed, str(nano_exported), str(tmp_path / "out")]
     assert subprocess.run(command, check=False).returncode == -9
     left = {path.name.rpartition(".")[2] for path in tmp_path.iterdir()}
     assert left == {"lock", "partial"}
-    optimize_folder(micro_exported, tmp_path / "out", float16=True)
+    optimize_folder(nano_exported, tmp_path / "out", float16=True)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 def test_inputs_of_every_component_are_recorded(pipelines: PipelineCache, tmp_path: Path) -> None:
     """Stable Diffusion XL with IP-Adapters has two text encoders, sizes, images and scales."""
     exported = pipelines.adapted(pipelines.micro("sdxl-tiny-ip-adapter"))
-    report = optimize_automatically(exported, tmp_path / "auto", FP16, SHORT)
+    report = optimize_automatically(exported, tmp_path / "auto", FP16, replace(SHORT, steps=1))
     assert report.automatic is not None
     family = family_of(PipelineFolder.open(exported))
     upcast = {"vae_encoder", "vae_decoder"}  # in float32 by the configuration

@@ -22,17 +22,25 @@ _CHANNELS, _CHANNELS_XL = (64, 128), (64, 320)
 
 _NANO: dict[str, dict[str, Any]] = {
     "text_encoder": {"num_hidden_layers": 1},
-    "unet": {
-        "block_out_channels": (32,),
-        "down_block_types": ("DownBlock2D",),
-        "up_block_types": ("UpBlock2D",),
-        "attention_head_dim": 2,
-    },
+    "text_encoder_2": {"num_hidden_layers": 1},
     "vae": {
         "block_out_channels": (32,),
         "down_block_types": ("DownEncoderBlock2D",),
         "up_block_types": ("UpDecoderBlock2D",),
     },
+}
+_NANO_UNET = {
+    "block_out_channels": (32,),
+    "down_block_types": ("DownBlock2D",),
+    "up_block_types": ("UpBlock2D",),
+    "attention_head_dim": 2,
+}
+_NANO_UNET_XL = {
+    "block_out_channels": (64,),
+    "down_block_types": ("CrossAttnDownBlock2D",),
+    "up_block_types": ("CrossAttnUpBlock2D",),
+    "attention_head_dim": (1,),
+    "transformer_layers_per_block": (1,),
 }
 
 
@@ -69,8 +77,25 @@ def write_micro(arch: str, folder: Path, **options: Any) -> Path:
     return folder
 
 
-def write_nano(folder: Path) -> Path:
-    """Write Stable Diffusion with one block in each network, a diffusers folder that exports fastest; return it."""
-    with _changed("tiny", _NANO):
-        sample.write_sample("tiny", folder)
+def write_nano(arch: str, folder: Path, overflow: str | None = None, *, grown: bool = True) -> Path:
+    """Write a sample with one block in each network, a diffusers folder that exports fastest; return the folder.
+
+    Args:
+        arch: the architecture, a "tiny" one of Stable Diffusion or Stable Diffusion XL.
+        folder: the folder to write.
+        overflow: values that overflow float16, as for `write_sample`. The UNet has attentions for "attention", and the
+            autoencoder two blocks for "vae": its values grow where the number of channels changes.
+        grown: False for the same architecture without the overflow.
+    """
+    changes = _NANO | {"unet": _NANO_UNET_XL if arch.startswith("sdxl") else _NANO_UNET}
+    if overflow == "attention":
+        changes["unet"] = {**_NANO_UNET_XL, "block_out_channels": (32,), "attention_head_dim": 2}
+    elif overflow == "vae":
+        changes["vae"] = {
+            "block_out_channels": (32, 64),
+            "down_block_types": ("DownEncoderBlock2D",) * 2,
+            "up_block_types": ("UpDecoderBlock2D",) * 2,
+        }
+    with _changed(arch, changes):
+        sample.write_sample(arch, folder, overflow=overflow if grown else None)
     return folder

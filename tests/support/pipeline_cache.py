@@ -15,7 +15,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -79,11 +79,15 @@ class PipelineCache:
             lambda out: micro.write_micro(arch, out, **options),
         )
 
-    def nano(self) -> Path:
-        """Return the diffusers folder of the sample that exports fastest; see `support.micro`."""
+    def nano(self, arch: str = "tiny", **options: Any) -> Path:
+        """Return the diffusers folder of a sample with one block in each network; see `support.micro`."""
         from support import micro
 
-        return self._made("diffusers", ["nano", _code(_SAMPLE), _digest(Path(micro.__file__))], micro.write_nano)
+        return self._made(
+            "diffusers",
+            ["nano", _code(_SAMPLE), _digest(Path(micro.__file__)), arch, options],
+            lambda out: micro.write_nano(arch, out, **options),
+        )
 
     def exported(self, source: Path, **options: Any) -> Path:
         """Return `source` exported to ONNX with the options of `export_pipeline`.
@@ -101,12 +105,15 @@ class PipelineCache:
         return self._made("onnx", ["exported", _code(_EXPORT), self._key_of(source), described], make)
 
     @contextlib.contextmanager
-    def reusing_components(self, source: Path, adapters: Iterable[Path | str] = ()) -> Iterator[None]:
+    def reusing_components(
+        self, source: Path, adapters: Iterable[Path | str] = (), fresh: Collection[str] = ()
+    ) -> Iterator[None]:
         """Copy components, in every export in the block, that were exported from equal files before.
 
         Args:
             source: the diffusers folder that is exported.
             adapters: the files of its IP-Adapters. Their image encoder is the source's own.
+            fresh: components to export nevertheless.
         """
         from sdonnx.export import export_pipeline as module
 
@@ -115,7 +122,14 @@ class PipelineCache:
         added = {
             Role.DENOISER: digests, Role.IMAGE_PROMPT_ADAPTER: digests, Role.IMAGE_PROMPT_ENCODER: encoder
         }  # fmt: skip
-        export = functools.partial(self._export_component, module._export_component, added)
+        original = module._export_component
+
+        def export(folder: PipelineFolder, family: Family, plan: ComponentPlan, *others: Any) -> None:
+            if plan.spec.name in fresh:
+                original(folder, family, plan, *others)
+            else:
+                self._export_component(original, added, folder, family, plan, *others)
+
         with mock.patch.object(module, "_export_component", export):
             yield
 
@@ -181,7 +195,7 @@ class PipelineCache:
 
     def float16_with_adapters(self) -> Path:
         """Return Stable Diffusion XL with IP-Adapters, exported in float16."""
-        return self.adapted(self.micro("sdxl-tiny-ip-adapter"), dtype="float16")
+        return self.adapted(self.nano("sdxl-tiny-ip-adapter"), dtype="float16")
 
     def optimized(self, exported: Path, **options: Any) -> Path:
         """Return an exported folder optimized with the options of `optimize_folder`."""
