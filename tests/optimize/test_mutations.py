@@ -170,11 +170,10 @@ def test_the_block_fuses(name: str) -> None:
     assert sum(operators(model, "GroupNorm", "SkipGroupNorm").values()) == 3
 
 
-@pytest.mark.parametrize("provider", PROVIDERS)
 @pytest.mark.parametrize("name", NAMES)
 @given(data=st.data())
-@settings(max_examples=8, deadline=None)
-def test_a_mutated_graph_keeps_its_function(name: str, provider: str, data: st.DataObject) -> None:
+@settings(max_examples=10, deadline=None)
+def test_a_mutated_graph_keeps_its_function(name: str, data: st.DataObject) -> None:
     model = copied(exported(name))
     prepare(model)  # constants become initializers, which mutations can find
 
@@ -184,11 +183,12 @@ def test_a_mutated_graph_keeps_its_function(name: str, provider: str, data: st.D
     for mutate in data.draw(st.lists(st.sampled_from(MUTATIONS), min_size=1, max_size=6)):
         mutate(model, draw)
     model.graph.sort()
-    original = copied(model)
-    fuse(model, provider)
-    expected = run(original, FEEDS)
+    expected = run(copied(model), FEEDS)
     assume(all(np.isfinite(values).all() for values in expected.values()))  # a power may have become a fraction
-    found = run(model, FEEDS)
-    assert found.keys() == expected.keys()
-    for key, reference in expected.items():
-        assert relative_error(found[key], reference) < 1e-4, key
+    for provider in PROVIDERS:
+        fused = copied(model)
+        fuse(fused, provider)
+        found = run(fused, FEEDS)
+        assert found.keys() == expected.keys()
+        for key, reference in expected.items():
+            assert relative_error(found[key], reference) < 1e-4, (provider, key)
