@@ -150,9 +150,9 @@ def test_page_shows_both_optimizers_and_a_crash(compare: Any, tmp_path: Path) ->
     assert sum(line == "python scripts/compare_optimizers.py" for line in lines) == 1
 
 
-def test_exports_measures_and_writes_the_page(compare: Any, tiny_pipeline: Path, tmp_path: Path) -> None:
+def test_exports_measures_and_writes_the_page(compare: Any, micro: Path, tmp_path: Path) -> None:
     out, page, exports = tmp_path / "exporters-tiny.json", tmp_path / "exporters.md", tmp_path / "exports"
-    paths = ["--source", tiny_pipeline, "--exports", exports, "--out", out, "--page", page, "--discard"]
+    paths = ["--source", micro, "--exports", exports, "--out", out, "--page", page, "--discard"]
     chosen = ["--components", "text_encoder", "--exporters", "dynamo-18"]
     path = list(sys.path)
     try:
