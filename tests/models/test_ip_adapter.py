@@ -48,7 +48,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:__array_wrap__ must accept:DeprecationWarning"),
 ]
 
-SMALL: dict[str, Any] = {"height": 128, "width": 96, "num_inference_steps": 2, "output_type": "np"}
+SMALL: dict[str, Any] = {"height": 64, "width": 48, "num_inference_steps": 2, "output_type": "np"}
 SAME_DB = 90
 
 
@@ -598,27 +598,25 @@ def test_image_encoder_may_be_a_pickle_if_allowed(source: Path, tmp_path: Path) 
         export_pipeline(source, tmp_path / "out", **allowed)
 
 
-def test_weights_beyond_float16_are_refused(source: Path, tmp_path: Path) -> None:
+def test_weights_beyond_float16_are_refused(pipelines: PipelineCache, tmp_path: Path) -> None:
+    source, large = pipelines.nano("sdxl-tiny-ip-adapter"), tmp_path / "large.safetensors"
     tensors = load_file(source / "ip_adapter" / ADAPTER_FILES[0])
-    save_file(tensors | {"image_proj.norm.bias": torch.full((64,), 1e6)}, tmp_path / "large.safetensors")
-    encoder = source / "ip_adapter" / "image_encoder"
-    with refused(WeightsError, "large.safetensors", "1e+06", "float32"):
-        export_pipeline(
-            source,
-            tmp_path / "out",
-            dtype="float16",
-            ip_adapters=[tmp_path / "large.safetensors"],
-            image_encoder=encoder,
-        )
+    save_file(tensors | {"image_proj.norm.bias": torch.full((128,), 1e6)}, large)
+    given: dict[str, Any] = {"ip_adapters": [large], "image_encoder": source / "ip_adapter" / "image_encoder"}
+    with (
+        refused(WeightsError, "large.safetensors", "1e+06", "float32"),
+        pipelines.reusing_components(source, [large]),
+    ):
+        export_pipeline(source, tmp_path / "out", dtype="float16", **given)
     assert not (tmp_path / "out").exists()
 
 
-def test_safety_checker_and_low_memory(pipelines: PipelineCache, full: Pair) -> None:
+def test_safety_checker_and_low_memory(pipelines: PipelineCache) -> None:
     """The checker and the adapters' encoder have different image sizes, each with its own preprocessor."""
     source = pipelines.micro("tiny-ip-adapter", safety_checker=True)
-    exported = pipelines.adapted(source, ADAPTER_FILES[0])
-    folder = pipelines.optimized(exported, provider="cpu")
-    arguments: dict[str, Any] = {"prompt": "a fox", **SMALL, "seed": 1, "ip_adapter_image": picture(0)}
+    folder = pipelines.optimized(pipelines.adapted(source), provider="cpu")
+    images = [picture(0), picture(1)]
+    arguments: dict[str, Any] = {"prompt": "a fox", **SMALL, "seed": 1, "ip_adapter_image": images}
     with OrtDiffusionPipeline.from_pretrained(folder, low_memory=True) as pipeline:
         output = pipeline(**arguments)
         assert output.nsfw_content_detected == [False]

@@ -34,7 +34,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:__array_wrap__ must accept:DeprecationWarning"),
 ]
 
-SMALL: dict[str, Any] = {"height": 128, "width": 96, "num_inference_steps": 3}
+SMALL: dict[str, Any] = {"height": 64, "width": 48, "num_inference_steps": 3}
 SAME_DB = 90
 PICTURE = np.random.default_rng(0).random((1, 96, 128, 3)).astype(np.float32)
 
@@ -424,7 +424,7 @@ def test_default_values_are_accepted_by_all_families(ours: Any, base: Pair) -> N
         "a fox", 64, 64, 2, seed=1, output_type="np", crops_coords_top_left=[0, 0], original_size=None
     ).images
     np.testing.assert_array_equal(plain, default)
-    sizes: dict[str, Any] = {"original_size": np.array([128, 96]), "target_size": [128, 96]}
+    sizes: dict[str, Any] = {"original_size": np.array([64, 48]), "target_size": [64, 48]}
     generated = [base.ours("a fox", **SMALL, **given, seed=1, output_type="np").images for given in ({}, sizes)]
     np.testing.assert_array_equal(*generated)
 
