@@ -172,7 +172,7 @@ def test_the_block_fuses(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 @given(data=st.data())
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=8, deadline=None)
 def test_a_mutated_graph_keeps_its_function(name: str, data: st.DataObject) -> None:
     model = copied(exported(name))
     prepare(model)  # constants become initializers, which mutations can find
