@@ -618,8 +618,9 @@ def test_trial_prompts_have_short_and_long_captions(alpha: Pair) -> None:
     assert [short for _, short in lengths] == [True, False]
 
 
-def test_sizes_are_captured_for_captions_of_every_length(alpha: Pair) -> None:
-    with OrtDiffusionPipeline.from_pretrained(alpha.optimized) as pipeline:
+def test_sizes_are_captured_for_captions_of_every_length(sigma: Pair) -> None:
+    """Each size stands for its bin, one of about 256 pixels."""
+    with OrtDiffusionPipeline.from_pretrained(sigma.optimized) as pipeline:
         assert len(pipeline.warmup([(1, 128, 96)])) == 3
         for tokens in (3, 40, 100):
             pipeline(words(tokens), num_inference_steps=1, clean_caption=False, height=128, width=96)

@@ -19,7 +19,10 @@ from sdonnx.metrics import relative_error
 from sdonnx.models.registry import FAMILIES
 from sdonnx.optimize.interface import adapt_interface, require_interface
 
-NAMES = [exporter.name for exporter in EXPORTERS]
+# In opset 20, text encoder and autoencoder have the nodes of opset 18, with the same attributes and numbers of inputs;
+# of these, the encoder of images has a Pad, which the UNet lacks.
+PARTS = {exporter.name: COMPONENTS for exporter in EXPORTERS} | {"dynamo-20": ("unet", "vae_encoder")}
+EXPORTS = [(name, component) for name, components in PARTS.items() for component in components]
 
 # Number of each kernel in the fused graphs of `tiny`, from every exporter.
 TABLE = {
@@ -47,7 +50,10 @@ UNFUSED = {"Attention", "Softmax", "Conv", "InstanceNormalization", "GroupNormal
 def exports(tiny_pipeline: Path, tiny_exported: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """`tiny` from each exporter, and from this project's export."""
     folder = tmp_path_factory.mktemp("exporters")
-    made = {exporter.name: export_folder(tiny_pipeline, folder / exporter.name, exporter) for exporter in EXPORTERS}
+    made = {
+        exporter.name: export_folder(tiny_pipeline, folder / exporter.name, exporter, PARTS[exporter.name])
+        for exporter in EXPORTERS
+    }
     return {"sdonnx": tiny_exported, **made}
 
 
@@ -64,8 +70,7 @@ def fused(folder: Path, component: str, provider: str) -> ir.Model:
     return model
 
 
-@pytest.mark.parametrize("component", COMPONENTS)
-@pytest.mark.parametrize("name", ["sdonnx", *NAMES])
+@pytest.mark.parametrize(("name", "component"), [*(("sdonnx", component) for component in COMPONENTS), *EXPORTS])
 def test_every_exporter_gives_the_same_operators(name: str, component: str, exports: dict[str, Path]) -> None:
     found = kernels(fused(exports[name], component, "cuda"))
     assert {operator: found.get(operator, 0) for operator in TABLE[component]} == TABLE[component]
@@ -73,19 +78,20 @@ def test_every_exporter_gives_the_same_operators(name: str, component: str, expo
     assert found == kernels(fused(exports["sdonnx"], component, "cuda"))
 
 
-@pytest.mark.parametrize("component", COMPONENTS)
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("provider", PROVIDERS)
+@pytest.mark.parametrize(("name", "component"), EXPORTS)
 def test_fused_graphs_match_the_unfused(
-    provider: str, name: str, component: str, exports: dict[str, Path], tiny_torch: Any, tmp_path: Path
+    name: str, component: str, exports: dict[str, Path], tiny_torch: Any, tmp_path: Path
 ) -> None:
-    module_config = config_of(tiny_torch, component)
+    given = even_cases(component, config_of(tiny_torch, component))
     plain = session(exports[name] / component / "model.onnx")
-    (tmp_path / "lowered").mkdir()
-    path = tmp_path / "model.onnx"
-    ir.save(fused(exports[name], component, provider), path, external_data="model.onnx.data")
-    graph = lowered_session(path, tmp_path / "lowered") if provider == "cuda" else session(path)
-    for feeds in even_cases(component, module_config):
-        expected = run(plain, as_asked(plain, feeds))
-        for found, reference in zip(run(graph, feeds), expected, strict=True):
-            assert relative_error(found, reference) < TOLERANCE, {key: value.shape for key, value in feeds.items()}
+    expected = [run(plain, as_asked(plain, feeds)) for feeds in given]
+    del plain
+    for provider in PROVIDERS:
+        path, lowered = tmp_path / provider / "model.onnx", tmp_path / provider / "lowered"
+        lowered.mkdir(parents=True)
+        ir.save(fused(exports[name], component, provider), path, external_data="model.onnx.data")
+        graph = lowered_session(path, lowered) if provider == "cuda" else session(path)
+        for feeds, references in zip(given, expected, strict=True):
+            for found, reference in zip(run(graph, feeds), references, strict=True):
+                shapes = {key: value.shape for key, value in feeds.items()}
+                assert relative_error(found, reference) < TOLERANCE, (provider, shapes)

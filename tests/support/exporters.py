@@ -6,7 +6,7 @@ import contextlib
 import logging
 import shutil
 import warnings
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -100,14 +100,16 @@ def export_component(pipeline: Any, spec: ComponentSpec, config: Any, exporter: 
         )
 
 
-def export_folder(source: Path, out: Path, exporter: Exporter) -> Path:
-    """Write a whole pipeline as this exporter makes it."""
+def export_folder(source: Path, out: Path, exporter: Exporter, components: Collection[str] | None = None) -> Path:
+    """Write a whole pipeline, or some of its components, as this exporter makes it."""
     import diffusers
 
     pipeline: Any = diffusers.StableDiffusionPipeline.from_pretrained(source)
     folder = PipelineFolder.open(source)
     family = family_of(folder)
     for spec in family.components:
+        if components is not None and spec.name not in components:
+            continue
         config = folder.config(spec.source)
         export_component(pipeline, spec, config, exporter, out / spec.name / "model.onnx")
         shutil.copyfile(source / spec.source / "config.json", out / spec.name / "config.json")
