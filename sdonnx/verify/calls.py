@@ -151,9 +151,8 @@ def graph_inputs(call: Call, engine: TorchEngine) -> dict[str, Array]:
         elif (value := named.get(tensor.name)) is not None:
             array = _array(value) if hasattr(value, "detach") else np.asarray(value)
             # One value for the whole batch; torch has one for each image.
-            feeds[tensor.name] = (
-                array.reshape(-1)[:1] if tensor.name == "timestep" else array[:1] if tensor.once else array
-            )
+            shared = tensor.once or tensor.dims[0] == 1
+            feeds[tensor.name] = array.reshape(-1)[:1] if tensor.name == "timestep" else array[:1] if shared else array
     return feeds
 
 
