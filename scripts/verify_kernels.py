@@ -9,15 +9,13 @@ unless SDONNX_KERNELS names it or sdonnx-kernels is installed. docs/explanation/
 from __future__ import annotations
 
 import argparse
-import contextlib
-import os
 import shlex
 import shutil
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +25,7 @@ import numpy as np
 
 from sdonnx.benchmark.files import append_json, check_writable
 from sdonnx.benchmark.record import environment
-from sdonnx.doctor.kernel_library import KERNEL_LIBRARY, find_kernel_library
+from sdonnx.doctor.kernel_library import find_kernel_library, named_kernel_library
 from sdonnx.errors import FolderError
 from sdonnx.folder.version import read_report
 from sdonnx.metrics import psnr, relative_error
@@ -90,19 +88,6 @@ def _checks(with_sanitizer: bool) -> list[dict[str, Any]]:
     return runs
 
 
-@contextlib.contextmanager
-def _kernels(value: str) -> Iterator[None]:
-    before = os.environ.get(KERNEL_LIBRARY)
-    os.environ[KERNEL_LIBRARY] = value
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[KERNEL_LIBRARY]
-        else:
-            os.environ[KERNEL_LIBRARY] = before
-
-
 def forms(folder: Path, library: str, sizes: Mapping[str, Any], provider: str | None = None) -> dict[str, Any]:
     """Time a denoising step of both forms of a folder, in turn, and compare their images.
 
@@ -126,7 +111,7 @@ def forms(folder: Path, library: str, sizes: Mapping[str, Any], provider: str | 
         raise FolderError(found, "both forms", "optimize it with --float16 --kernels auto")
     pipelines = {}
     for name, value in (("onnxruntime", "0"), ("own", library)):
-        with _kernels(value):
+        with named_kernel_library(value):
             pipelines[name] = OrtDiffusionPipeline.from_pretrained(folder, provider)
 
     def call(name: str, steps: int, kind: str) -> Any:
@@ -165,7 +150,7 @@ def _verify(options: argparse.Namespace) -> int:
         )
     sizes = {"height": options.height, "width": options.width, "num_images_per_prompt": options.batch_size}
     given = {name: value for name, value in sizes.items() if value is not None}
-    with _kernels(str(library)):
+    with named_kernel_library(str(library)):
         runs = [] if options.without_tests else _checks(not options.without_sanitizer)
     measured = [forms(folder, str(library), given) for folder in options.folders]
     for each in measured:

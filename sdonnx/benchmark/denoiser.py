@@ -10,15 +10,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shlex
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
@@ -26,7 +26,7 @@ from sdonnx.benchmark.files import append_json, check_writable
 from sdonnx.benchmark.operator_times import IDLE, kernel_times_by_kind
 from sdonnx.benchmark.record import environment
 from sdonnx.benchmark.statistics import quantile
-from sdonnx.doctor.kernel_library import KERNEL_LIBRARY
+from sdonnx.doctor.kernel_library import named_kernel_library
 from sdonnx.errors import OptionError
 from sdonnx.terminal import add_common, console, guarded
 
@@ -185,16 +185,8 @@ def _load_pipeline(options: argparse.Namespace, library: str | None) -> Callable
     """
     from sdonnx.runtime.pipeline import OrtDiffusionPipeline
 
-    before = os.environ.get(KERNEL_LIBRARY)
-    if library is not None:
-        os.environ[KERNEL_LIBRARY] = library
-    try:
+    with nullcontext() if library is None else named_kernel_library(library):
         pipeline = OrtDiffusionPipeline.from_pretrained(options.optimized, "cuda")
-    finally:
-        if before is not None:
-            os.environ[KERNEL_LIBRARY] = before
-        elif library is not None:
-            del os.environ[KERNEL_LIBRARY]
     arguments: dict[str, Any] = {"height": options.height, "width": options.width, "seed": 0, "output_type": "latent"}
 
     def generate(steps: int) -> float:
@@ -206,20 +198,15 @@ def _load_pipeline(options: argparse.Namespace, library: str | None) -> Callable
     return generate
 
 
-def _sustained(run: Callable[[], Any] | Callable[[int], float], calls: int, *, steps: bool) -> float:
-    """Return the milliseconds of a call among `calls` without a pause.
+def _sustained_step(generate: Callable[[int], float], steps: int) -> float:
+    """Return the milliseconds of a step: the difference of two images leaves out what is not a step."""
+    return (generate(_STEPS + steps) - generate(_STEPS)) / steps * 1e3
 
-    Args:
-        run: makes a call, or generates an image with a number of steps and returns its seconds.
-        calls: the number of calls.
-        steps: whether `run` takes a number of steps; the difference of two images leaves out what is not a step.
-    """
+
+def _sustained_call(call: Callable[[], Any], calls: int) -> float:
+    """Return the milliseconds of a call among `calls` without a pause."""
     import torch
 
-    if steps:
-        generate = cast("Callable[[int], float]", run)
-        return (generate(_STEPS + calls) - generate(_STEPS)) / calls * 1e3
-    call = cast("Callable[[], Any]", run)
     call()
     torch.cuda.synchronize()
     start = time.perf_counter()
@@ -299,9 +286,10 @@ def _run(options: argparse.Namespace) -> int:
     for turn in range(options.rounds):
         order = list(records) if turn % 2 == 0 else list(records)[::-1]
         for engine in order:
-            run = calls.get(engine) or images[engine]
-            sustained[engine].append(round(_sustained(run, options.calls, steps=engine in images), 4))
-            if engine in calls:
+            if engine in images:
+                sustained[engine].append(round(_sustained_step(images[engine], options.calls), 4))
+            else:
+                sustained[engine].append(round(_sustained_call(calls[engine], options.calls), 4))
                 latencies[engine].append(_time(calls[engine], options.calls))
     for engine, rounds in sustained.items():
         records[engine] |= {"sustained_ms": rounds, "median_sustained_ms": statistics.median(rounds)}

@@ -6,10 +6,11 @@ ONNX Runtime's C API that no header in a wheel describes, so only versions that 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib.util
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +22,7 @@ __all__ = [
     "TRIED_VERSIONS",
     "KernelLibrary",
     "find_kernel_library",
+    "named_kernel_library",
     "open_kernel_library",
     "require_tried_version",
     "usable_library",
@@ -68,6 +70,24 @@ class KernelLibrary:
             if int(digits[-1]) == minor or (name == digits and int(digits[-1]) < minor):
                 return True
         return False
+
+
+@contextlib.contextmanager
+def named_kernel_library(value: str) -> Iterator[None]:
+    """Set the environment variable that names the library, in the block.
+
+    Args:
+        value: the path of the library, or "0" for none.
+    """
+    before = os.environ.get(KERNEL_LIBRARY)
+    os.environ[KERNEL_LIBRARY] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[KERNEL_LIBRARY]
+        else:
+            os.environ[KERNEL_LIBRARY] = before
 
 
 def find_kernel_library(environment: Mapping[str, str] = os.environ) -> Path | None:
