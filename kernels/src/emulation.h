@@ -6,6 +6,7 @@
 // - SDONNX_EMULATED_CAPABILITY: the major compute capability to emulate, by default 9
 // - SDONNX_EMULATED_ORDER=reverse: run the fibers in the opposite order, so that a missing barrier changes the result
 #pragma once
+#include <setjmp.h>
 #include <ucontext.h>
 
 #include <cmath>
@@ -87,11 +88,11 @@ struct Cluster {
 };
 
 struct Fiber {
-  ucontext_t context;
+  jmp_buf context;
   std::unique_ptr<char[]> stack;
   Block* block = nullptr;
   unsigned thread = 0;
-  bool is_done = false;
+  bool is_started = false, is_done = false;
   bool has_arrived = false;  // at the barrier of the cluster, and not waited yet
   unsigned generation = 0;   // of that barrier, at the arrival
 };
@@ -102,7 +103,7 @@ struct State {
   dim3 grid, block;
   Cluster* cluster = nullptr;
   Fiber* current = nullptr;
-  ucontext_t scheduler;
+  jmp_buf scheduler;
   std::vector<Fiber> fibers;
   unsigned long events = 0, rounds = 0;  // rounds of all warps
   void (*call)(void*) = nullptr;
@@ -113,6 +114,13 @@ inline State& state() {
   static thread_local State held;
   return held;
 }
+
+// Continue at another place, until it continues here. Unlike swapcontext, it needs no call of the system.
+__attribute__((noinline)) inline void switch_to(jmp_buf& from, jmp_buf& to) {
+  if (!_setjmp(from)) _longjmp(to, 1);
+}
+
+inline void to_scheduler() { switch_to(state().current->context, state().scheduler); }
 
 // Return the generation of the barrier that the fiber waits for.
 inline unsigned arrive(Barrier& barrier) {
@@ -126,7 +134,7 @@ inline unsigned arrive(Barrier& barrier) {
 }
 
 inline void wait(Barrier& barrier, unsigned generation) {
-  while (barrier.generation == generation) swapcontext(&state().current->context, &state().scheduler);
+  while (barrier.generation == generation) to_scheduler();
 }
 
 inline void wait(Barrier& barrier) { wait(barrier, arrive(barrier)); }
@@ -136,12 +144,27 @@ inline void enter() {
   s.call(s.argument);
   s.current->is_done = true;
   s.events++;
-  swapcontext(&s.current->context, &s.scheduler);
+  to_scheduler();
 }
 
 inline void fail(const char* text) {
   std::fprintf(stderr, "emulated kernel: %s\n", text);
   std::abort();
+}
+
+// Let a fiber run until it waits or ends.
+inline void run(Fiber& fiber) {
+  State& s = state();
+  s.current = &fiber;
+  if (fiber.is_started) return switch_to(s.scheduler, fiber.context);
+  fiber.is_started = true;
+  ucontext_t begin;
+  getcontext(&begin);
+  begin.uc_stack.ss_sp = fiber.stack.get();
+  begin.uc_stack.ss_size = kStack;
+  begin.uc_link = nullptr;
+  makecontext(&begin, enter, 0);
+  if (!_setjmp(s.scheduler)) setcontext(&begin);
 }
 
 inline void run_cluster(Cluster& cluster, size_t shared_bytes) {
@@ -163,11 +186,7 @@ inline void run_cluster(Cluster& cluster, size_t shared_bytes) {
     fiber.block = &cluster.blocks[i / threads];
     fiber.thread = i % threads;
     fiber.is_done = fiber.has_arrived = false;
-    getcontext(&fiber.context);
-    fiber.context.uc_stack.ss_sp = fiber.stack.get();
-    fiber.context.uc_stack.ss_size = kStack;
-    fiber.context.uc_link = nullptr;
-    makecontext(&fiber.context, enter, 0);
+    fiber.is_started = false;
   }
   const char* order = std::getenv("SDONNX_EMULATED_ORDER");
   const bool reverse = order && std::strcmp(order, "reverse") == 0;
@@ -181,7 +200,7 @@ inline void run_cluster(Cluster& cluster, size_t shared_bytes) {
           Fiber& fiber = s.fibers[reverse ? total - 1 - i : i];
           if (fiber.is_done) continue;
           s.current = &fiber;
-          swapcontext(&s.scheduler, &fiber.context);
+          run(fiber);
           left -= fiber.is_done;
         }
       }
@@ -218,7 +237,7 @@ inline void cluster_arrive() {
   emulation::State& s = emulation::state();
   s.events++;
   // Let all others arrive: an arrival orders nothing else.
-  for (const unsigned long round = s.rounds; s.rounds == round;) swapcontext(&fiber.context, &s.scheduler);
+  for (const unsigned long round = s.rounds; s.rounds == round;) emulation::to_scheduler();
 }
 inline void cluster_wait() {
   emulation::Fiber& fiber = *emulation::state().current;
@@ -302,12 +321,15 @@ void multiply_add(float (&sums)[4], const uint32_t* a, const uint32_t* b) {
   }
   const emulation::Slot* slots = exchange(own);
   const unsigned lane = lane_index();
-  for (unsigned i = 0; i < 4; i++)
-    for (unsigned k = 0; k < K; k++) {
-      const unsigned at = k % 8 / 2, row = lane / 4, column = lane % 4 * 2 + i % 2;
-      sums[i] += slots[4 * row + at].values[2 * (k / 8 * 2 + i / 2) + k % 2] *
-                 slots[4 * column + at].values[2 * (K / 4 + k / 8) + k % 2];
+  for (unsigned i = 0; i < 4; i++) {
+    const emulation::Slot *row = slots + lane / 4 * 4, *column = slots + 4 * (lane % 4 * 2 + i % 2);
+    for (unsigned k = 0; k < K; k += 2) {
+      const float* left = row[k % 8 / 2].values + 2 * (k / 8 * 2 + i / 2);
+      const float* right = column[k % 8 / 2].values + 2 * (K / 4 + k / 8);
+      sums[i] += left[0] * right[0];
+      sums[i] += left[1] * right[1];
     }
+  }
 }
 
 inline void copy16_async(half* to, const half* from, bool exists) {
