@@ -13,6 +13,10 @@ if [[ "${CI:-}" == true && "$(id -u)" == 0 ]] && command -v apt-get >/dev/null &
 fi
 setup_venv export,benchmark,completion,docs,dev
 bin="$venv/bin"
+# Without compiled sources, each process that imports torch and diffusers compiles them for 10 s; images for containers
+# often ask Python to write none.
+unset PYTHONDONTWRITEBYTECODE
+export PYTHONPYCACHEPREFIX="${PYTHONPYCACHEPREFIX:-$(cd "$venv" && pwd)/pycache}"
 "$bin/ruff" check .
 "$bin/ruff" format --check .
 "$bin/python" scripts/check_language.py
