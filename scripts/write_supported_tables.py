@@ -23,7 +23,7 @@ _NOTES = {
     "stable-diffusion-xl": (
         "base 1.0, Turbo, refiner 1.0",
         "yes",
-        "the autoencoder stays in float32 where its configuration sets `force_upcast`; fine-tuned models should work",
+        "also an autoencoder with `force_upcast` is fp16, with scaled values; fine-tuned models should work",
     ),
     "pixart": ("PixArt-alpha 1024", "no", "captions of 120 tokens"),
     "pixart-sigma": ("PixArt-Sigma 1024", "no", "captions of 300 tokens"),

@@ -119,6 +119,7 @@ def run(options: argparse.Namespace) -> int:
                 _print_stage(name, stage, options.all, verbose=options.stage is not None)
         if options.stage is None:
             _print_left(name, report, options.all)
+            _print_scale(name, report)
         for warning in report["warnings"]:
             out.print(f"[yellow]warning[/yellow]: {escape(name)}: {escape(str(warning))}")
     if disabled:
@@ -159,6 +160,14 @@ def _print_left(component: str, report: dict[str, Any], every_place: bool) -> No
         if places := [place for place in all_places if place not in reported]:
             out.print(escape(f"{component}: {len(places)} {operator} left: not a candidate of any stage that ran"))
             out.print(escape(_places(places, every_place)))
+
+
+def _print_scale(component: str, report: dict[str, Any]) -> None:
+    """Print the factor of what group norms read; reports of older versions have none."""
+    scale, norms = report.get("norm_scale", 1.0), report.get("scaled_norms", 0)
+    if isinstance(scale, float) and 0 < scale < 1:
+        text = f"{norms} group norms read values times 1/{1 / scale:g}; the result is the same"
+        console().print(escape(f"{component}: precision: {text}"))
 
 
 def _places(places: list[str], every_place: bool) -> str:

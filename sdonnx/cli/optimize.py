@@ -74,6 +74,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="with --float16: compute the nodes of --force_fp32_ops in bfloat16, where kernels exist",
     )
+    add_option(
+        precision,
+        "--norm_scale",
+        nargs="+",
+        default=[],
+        metavar="COMPONENT:FACTOR",
+        help="with --float16: factor of the values that group norms read, a power of two such as 1/64, so that large "
+        "values fit into fp16; default: 1/128 for autoencoders with force_upcast, which stay in float32 with 1",
+    )
     target = parser.add_argument_group("target")
     add_option(target, "--provider", default="cuda", help="execution provider to target: cuda (default) or cpu")
     add_option(
@@ -152,7 +161,7 @@ def _optimize(options: argparse.Namespace) -> OptimizeReport:
     patterns = [each for each in options.force_fp32_ops if each != AUTO]
     request = OptimizeRequest(
         provider=options.provider,
-        precision=Precision.from_flags(options.float16, options.bfloat16, patterns),
+        precision=Precision.from_flags(options.float16, options.bfloat16, patterns, options.norm_scale),
         attention_layout=options.attention_layout,
         disabled=tuple(sorted(name for name in FLAGS if getattr(options, f"disable_{name}"))),
         inspect=options.inspect,

@@ -108,6 +108,8 @@ def command_for(report: Mapping[str, Any], provider: str | None = None, layout: 
         words.append("--float16")
         kept = [word for word in map(_word, _listed(options.get("force_fp32_ops"))) if word]
         words += ["--force_fp32_ops", *kept] if kept else []
+        scales = [word for word in map(_word, _listed(options.get("norm_scale"))) if word]
+        words += ["--norm_scale", *scales] if scales else []
         words += ["--bfloat16"] if options.get("bfloat16") is True else []
         words += ["--kernels", "auto"] if options.get("kernels") == "auto" else []
     if chosen:

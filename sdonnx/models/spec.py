@@ -99,7 +99,10 @@ class ComponentSpec:
         extra: Folder that is copied with the component, and a file that it must contain. None for no folder.
         float32: Operators that stay float32 when the component is converted to another precision.
         stream_scale: Factor that scales the residual stream when the component is converted. None for no scaling.
-        float32_if: Predicate on the configuration; if it returns true, the component stays float32 as a whole.
+        float32_if: Predicate on the configuration; if it returns true, activations exceed float16's range: they are
+            scaled by `norm_scale`, and otherwise the component stays float32 as a whole.
+        norm_scale: Factor that scales the values that group norms read, so that they fit into float16. None if the
+            component stays float32.
         count_layers: Returns the number of layers of each kind; see `sdonnx.models.layer_counts`. None if unknown.
     """
 
@@ -112,6 +115,7 @@ class ComponentSpec:
     float32: tuple[str, ...] = ()
     stream_scale: float | None = None
     float32_if: Callable[[Config], bool] | None = None
+    norm_scale: float | None = None
     count_layers: Callable[[Config], dict[str, int]] | None = None
 
     def outputs_in(self, config: Config) -> tuple[TensorSpec, ...]:
@@ -124,8 +128,8 @@ class ComponentSpec:
                 expanded += [replace(tensor, name=tensor.name.format(i), series=None) for i in range(count + 1)]
         return tuple(expanded)
 
-    def stays_float32(self, config: Config) -> bool:
-        """Return whether the component stays float32 as a whole, because its activations exceed float16's range."""
+    def exceeds_float16(self, config: Config) -> bool:
+        """Return whether the component's activations exceed float16's range according to its configuration."""
         return self.float32_if is not None and self.float32_if(config)
 
     def with_inputs_in(self, config: Config) -> ComponentSpec:

@@ -40,6 +40,7 @@ from sdonnx.optimize.ort_graph_dump import Inspector
 from sdonnx.optimize.report import ComponentReport, report_of
 from sdonnx.optimize.request import OptimizeRequest, ProgressCallback
 from sdonnx.precision.convert import ConvertPrecision
+from sdonnx.precision.group_norm_scaling import NormScaling, scale_group_norms
 from sdonnx.precision.policy import PrecisionPolicy
 from sdonnx.precision.residual_scaling import scale_residual_stream
 
@@ -63,6 +64,7 @@ class ComponentJob:
         requested: precision that the request asks for.
         inspector: writes ONNX Runtime's own version of the graph; None if it was not requested.
         progress: callback for progress, or None.
+        norm_scaling: result of scaling what group norms read; None if it was not tried.
         force_upcast: whether the configuration keeps the component out of a float16 that it would otherwise have.
         outcomes: result of each fusion stage.
         dtype: type that the component computes in.
@@ -78,6 +80,7 @@ class ComponentJob:
     requested: PrecisionPolicy = field(default_factory=lambda: PrecisionPolicy(ir.DataType.FLOAT))
     inspector: Inspector | None = None
     progress: ProgressCallback | None = None
+    norm_scaling: NormScaling | None = None
     force_upcast: bool = False
     outcomes: Sequence[StageOutcome] = ()
     dtype: ir.DataType = ir.DataType.FLOAT
@@ -89,6 +92,26 @@ class ComponentJob:
     def model(self) -> ir.Model:
         """The graph."""
         return self.opened.model
+
+    @property
+    def is_stored_reduced(self) -> bool:
+        """Whether the graph was exported in float16."""
+        return any(value.dtype == ir.DataType.FLOAT16 for value in self.model.graph.initializers.values())
+
+    @property
+    def exceeds_float16(self) -> bool:
+        """Whether the component would be float16, and the configuration says that its activations exceed the range."""
+        is_reduced = self.is_stored_reduced or self.requested.dtype == ir.DataType.FLOAT16
+        return is_reduced and self.spec.exceeds_float16(self.opened.config)
+
+    @property
+    def norm_scale(self) -> float:
+        """The factor of what group norms read, requested or by default; 1 for none."""
+        if self.request.scale_residual:
+            return 1.0  # the ranges are measured in order to choose the factor
+        if self.requested.norm_scale is not None:
+            return self.requested.norm_scale
+        return self.spec.norm_scale or 1.0 if self.exceeds_float16 else 1.0
 
     @property
     def folder(self) -> Path:
@@ -144,8 +167,16 @@ def run_passes(passes: Sequence[ComponentPass], job: ComponentJob) -> ComponentR
             job.request.disabled,
             "float32" if job.dtype == ir.DataType.FLOAT else "float16",
             job.kept_float32,
-            job.opened.notes,
+            (*job.opened.notes, *_norm_notes(job)),
+            job.norm_scaling,
         )
+
+
+def _norm_notes(job: ComponentJob) -> tuple[str, ...]:
+    """Return a line on values that exceed float16's range and could not be scaled."""
+    if job.norm_scaling is None or job.norm_scaling.reason is None:
+        return ()
+    return (f"it stays in float32: what its group norms read cannot be scaled, since {job.norm_scaling.reason}",)
 
 
 def _adapt_interface(job: ComponentJob) -> None:
@@ -163,17 +194,37 @@ def _choose_precision(job: ComponentJob) -> None:
 
     A graph that was exported in float16 is converted as well, since kernels read some inputs in float32.
     """
-    stored = any(value.dtype == ir.DataType.FLOAT16 for value in job.model.graph.initializers.values())
+    stored = job.is_stored_reduced
     if stored and job.request.provider == "cpu":
         found = f"{job.opened.path} is float16"
         raise OptionError(found, "float32, which the CPU's kernels have", "export with --dtype float32")
     requested = job.requested.dtype == ir.DataType.FLOAT16
-    job.force_upcast = (stored or requested) and job.spec.stays_float32(job.opened.config)
+    scaled = job.norm_scaling is not None and job.norm_scaling.reason is None
+    job.force_upcast = job.exceeds_float16 and not scaled
     if (stored or requested) and not job.force_upcast and not job.request.scale_residual:
         job.dtype = ir.DataType.FLOAT16
         job.conversion = job.requested if requested else PrecisionPolicy()
     elif stored:
         job.conversion = PrecisionPolicy(ir.DataType.FLOAT)
+
+
+def _scale_group_norms(job: ComponentJob) -> None:
+    """Scale the values that group norms read, so that they fit into float16.
+
+    Raises:
+        OptionError: a requested factor cannot be applied.
+    """
+    job.norm_scaling = scale_group_norms(job.model, job.norm_scale)
+    reason = job.norm_scaling.reason
+    if reason is None:
+        return
+    if job.requested.norm_scale is not None:
+        raise OptionError(
+            f"--norm_scale of {job.spec.name}, which cannot be scaled, since {reason}",
+            "a component whose group norms read values that only they and linear operators read",
+            "leave it out",
+        )
+    _LOGGER.warning("%s stays in float32: %s", job.spec.name, reason)
 
 
 def _needs_scaling(job: ComponentJob) -> bool:
@@ -273,6 +324,7 @@ FUSION_PASSES = (
 
 PASSES = (
     *FUSION_PASSES,
+    ComponentPass("scale group norms", _scale_group_norms, applies=lambda job: job.norm_scale != 1),
     ComponentPass("choose precision", _choose_precision),
     ComponentPass("scale residual stream", _scale_residual_stream, applies=_needs_scaling),
     ComponentPass("convert precision", _convert_precision, applies=lambda job: job.conversion is not None),

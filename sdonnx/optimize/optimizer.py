@@ -33,6 +33,7 @@ def optimize_folder(
     float16: bool = False,
     force_fp32_ops: Sequence[str] = (),
     bfloat16: bool = False,
+    norm_scale: Sequence[str] = (),
     attention_layout: str = "unpacked",
     disabled: Collection[str] = (),
     inspect: bool = False,
@@ -49,6 +50,7 @@ def optimize_folder(
         float16: convert to float16.
         force_fp32_ops: nodes that stay out of float16, such as `unet:MultiHeadAttention` or `unet:mid_block.*`.
         bfloat16: compute these nodes in bfloat16 where kernels exist.
+        norm_scale: factors of the values that group norms read, such as `vae_decoder:1/128`; 1 for none.
         attention_layout: layout of the inputs of MultiHeadAttention: "unpacked", "packed_kv" or "packed_qkv".
         disabled: names of fusions to leave out.
         inspect: also write each graph as ONNX Runtime's own optimizations leave it.
@@ -59,7 +61,7 @@ def optimize_folder(
     Raises:
         SdonnxError: an option or the folder cannot be used, or the output cannot be written.
     """
-    precision = Precision.from_flags(float16, bfloat16, force_fp32_ops)
+    precision = Precision.from_flags(float16, bfloat16, force_fp32_ops, norm_scale)
     disabled_names = tuple(sorted(disabled))
     request = OptimizeRequest(provider, precision, attention_layout, disabled_names, inspect, kernels=kernels)
     return optimize_request(source, out, request, overwrite, progress)

@@ -25,6 +25,7 @@ from sdonnx.graph.edit import MICROSOFT
 from sdonnx.graph.modules import module_path
 from sdonnx.models.layer_counts import expected_counts
 from sdonnx.models.spec import ComponentSpec
+from sdonnx.precision.group_norm_scaling import NormScaling
 
 __all__ = ["ComponentReport", "OptimizeReport", "operators_of", "report_of"]
 
@@ -46,6 +47,8 @@ class ComponentReport:
         float32: for each override, the number of nodes that it excludes from that type.
         inputs: name -> type and shape.
         outputs: name -> type and shape.
+        norm_scale: factor of the values that group norms read, 1 for none.
+        scaled_norms: the number of group norms that read scaled values.
     """
 
     name: str
@@ -60,6 +63,8 @@ class ComponentReport:
     float32: dict[str, int]
     inputs: dict[str, str]
     outputs: dict[str, str]
+    norm_scale: float = 1.0
+    scaled_norms: int = 0
 
 
 @dataclass(frozen=True)
@@ -116,6 +121,7 @@ def report_of(
     precision: str = "float32",
     kept: Mapping[str, int] | None = None,
     notes: Sequence[str] = (),
+    scaling: NormScaling | None = None,
 ) -> ComponentReport:
     """Return the report on one component.
 
@@ -130,7 +136,9 @@ def report_of(
         precision: the type that it computes in.
         kept: for each override of the precision, the number of nodes that it matched.
         notes: assumptions and changes before fusing, one line each; they precede the warnings.
+        scaling: the result of scaling what its group norms read; None if it was not tried.
     """
+    scaling = scaling or NormScaling()
     after = operators_of(model)
     counts = _expected(spec, config, before, after, outcomes, provider)
     left = {name: after[name] for name in leaves_none(provider, spec.role) if name in after}
@@ -147,6 +155,8 @@ def report_of(
         dict(kept or {}),
         {str(value.name): _signature(value) for value in model.graph.inputs},
         {str(value.name): _signature(value) for value in model.graph.outputs},
+        scaling.scale,
+        scaling.norms,
     )
 
 

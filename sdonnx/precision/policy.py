@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from fractions import Fraction
 from typing import Any
 
 import onnx_ir as ir
@@ -16,7 +17,10 @@ import onnx_ir as ir
 from sdonnx.errors import OptionError
 from sdonnx.graph.modules import module_paths
 
-__all__ = ["Precision", "PrecisionPolicy", "matches", "parse_overrides"]
+__all__ = ["MIN_NORM_SCALE", "Precision", "PrecisionPolicy", "matches", "parse_norm_scales", "parse_overrides"]
+
+MIN_NORM_SCALE = 2.0**-15
+"""The smallest factor of what group norms read: with a smaller one, most weights of a layer are subnormal in fp16."""
 
 _DTYPES = {"float32": ir.DataType.FLOAT, "float16": ir.DataType.FLOAT16, "bfloat16": ir.DataType.BFLOAT16}
 
@@ -31,6 +35,8 @@ class Precision:
             float32 and 8 bits of precision. An operator without a bfloat16 kernel stays in float32.
         keep_float32: operators and modules that stay out of float16, as `COMPONENT:OPERATOR`, such as
             `unet:MultiHeadAttention`, or `COMPONENT:MODULE`, such as `unet:mid_block.*`.
+        norm_scale: factors of the values that group norms read, as `COMPONENT:FACTOR`, such as `vae_decoder:1/128`.
+            Components that it does not name have the default of their specification.
 
     Raises:
         OptionError: a type is unknown, or float32 has exceptions.
@@ -39,6 +45,7 @@ class Precision:
     dtype: str = "float32"
     fallback: str = "float32"
     keep_float32: tuple[str, ...] = ()
+    norm_scale: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.dtype not in ("float32", "float16"):
@@ -47,18 +54,27 @@ class Precision:
             raise OptionError(f"the fallback precision {self.fallback!r}", "float32 or bfloat16", "pass one of them")
         if self.keep_float32 and not self.is_reduced:
             raise OptionError("--force_fp32_ops without --float16", "both", "add --float16")
+        if self.norm_scale and not self.is_reduced:
+            raise OptionError("--norm_scale without --float16", "both", "add --float16")
         if self.fallback != "float32" and not self.is_reduced:
             expected = "both, because --bfloat16 applies to nodes that stay out of float16"
             raise OptionError("--bfloat16 without --float16", expected, "add --float16")
 
     @classmethod
-    def from_flags(cls, float16: bool = False, bfloat16: bool = False, force_fp32_ops: Sequence[str] = ()) -> Precision:
+    def from_flags(
+        cls,
+        float16: bool = False,
+        bfloat16: bool = False,
+        force_fp32_ops: Sequence[str] = (),
+        norm_scale: Sequence[str] = (),
+    ) -> Precision:
         """Return the precision that the command line's flags of these names describe.
 
         Raises:
             OptionError: another flag is given without `float16`.
         """
-        return cls("float16" if float16 else "float32", "bfloat16" if bfloat16 else "float32", tuple(force_fp32_ops))
+        dtype, fallback = "float16" if float16 else "float32", "bfloat16" if bfloat16 else "float32"
+        return cls(dtype, fallback, tuple(force_fp32_ops), tuple(norm_scale))
 
     @property
     def is_reduced(self) -> bool:
@@ -67,17 +83,21 @@ class Precision:
 
     def flags(self) -> dict[str, Any]:
         """Return the flags next to `--float16` by their names, as the report of an optimized folder lists them."""
-        return {"force_fp32_ops": list(self.keep_float32), "bfloat16": self.fallback == "bfloat16"}
+        flags = {"force_fp32_ops": list(self.keep_float32), "bfloat16": self.fallback == "bfloat16"}
+        return flags | ({"norm_scale": list(self.norm_scale)} if self.norm_scale else {})
 
     def policies(self, components: Sequence[str]) -> dict[str, PrecisionPolicy]:
         """Return the policy of each component by its name.
 
         Raises:
-            OptionError: an entry of `keep_float32` names none of the components.
+            OptionError: an entry of `keep_float32` or `norm_scale` names none of the components.
         """
         overrides = parse_overrides(self.keep_float32, components)
+        scales = parse_norm_scales(self.norm_scale, components)
         dtype, fallback = _DTYPES[self.dtype], _DTYPES[self.fallback]
-        return {name: PrecisionPolicy(dtype, patterns, fallback) for name, patterns in overrides.items()}
+        return {
+            name: PrecisionPolicy(dtype, patterns, fallback, scales.get(name)) for name, patterns in overrides.items()
+        }
 
 
 @dataclass(frozen=True)
@@ -89,6 +109,7 @@ class PrecisionPolicy:
         float32: patterns of nodes that stay out of `dtype`: an operator's exact name (`MultiHeadAttention`), or a
             module path in the syntax of `fnmatch` (`mid_block.*`).
         fallback: the type of nodes that a pattern matches: FLOAT, or BFLOAT16 for operators with a bfloat16 kernel.
+        norm_scale: factor of the values that group norms read, a power of two; None for the component's default.
 
     Raises:
         OptionError: the fallback is another type.
@@ -97,6 +118,7 @@ class PrecisionPolicy:
     dtype: ir.DataType = ir.DataType.FLOAT16
     float32: tuple[str, ...] = ()
     fallback: ir.DataType = ir.DataType.FLOAT
+    norm_scale: float | None = None
 
     def __post_init__(self) -> None:
         if self.fallback not in (ir.DataType.FLOAT, ir.DataType.BFLOAT16):
@@ -133,3 +155,34 @@ def parse_overrides(texts: Sequence[str], components: Sequence[str]) -> dict[str
             )
         overrides[component].append(pattern)
     return {name: tuple(patterns) for name, patterns in overrides.items()}
+
+
+def parse_norm_scales(texts: Sequence[str], components: Sequence[str]) -> dict[str, float]:
+    """Return the factor of each component that `COMPONENT:FACTOR` names.
+
+    Raises:
+        OptionError: a text names none of the components, or no power of two from MIN_NORM_SCALE to 1.
+    """
+    scales: dict[str, float] = {}
+    for text in texts:
+        component, _, factor = text.partition(":")
+        if component not in components:
+            raise OptionError(
+                f"the factor {text!r} names no component",
+                f"COMPONENT:FACTOR with a component of {', '.join(components)}",
+                "write for example vae_decoder:1/128",
+            )
+        try:
+            scale = Fraction(factor)
+        except (ValueError, ZeroDivisionError):
+            scale = Fraction(0)
+        # A Fraction is in lowest terms.
+        is_power = scale.numerator == 1 and scale.denominator & (scale.denominator - 1) == 0
+        if not is_power or scale < MIN_NORM_SCALE:
+            raise OptionError(
+                f"the factor {factor!r} of {component}",
+                f"a power of two from 1/{1 / MIN_NORM_SCALE:.0f} to 1",
+                "write for example vae_decoder:1/128",
+            )
+        scales[component] = float(scale)
+    return scales

@@ -136,7 +136,7 @@ def _search_components(
     opened = PipelineFolder.open(wide)
     for spec in family.components:
         feeds = recorded.feeds.get(spec.name, [])
-        if spec.stays_float32(opened.config(spec.name)) or not feeds:
+        if spec.exceeds_float16(opened.config(spec.name)) or not feeds:
             continue
         on_message(f"{spec.name}: searching for values outside the range of fp16")
         policy = policies[spec.name]

@@ -83,11 +83,13 @@ def test_command_contains_the_options(micro_exported: Path, tmp_path: Path) -> N
     made = optimize_folder(
         micro_exported, tmp_path / "out", float16=True, bfloat16=True, attention_layout="packed_kv",
         force_fp32_ops=["unet:mid_block.*", "unet:MultiHeadAttention"], disabled=["bias_add", "nhwc_conv"],
+        norm_scale=["vae_encoder:1/4", "vae_decoder:1"],
     )  # fmt: skip
     options = parsed(command_for(report(tmp_path / "out")))
     assert (options.float16, options.bfloat16, options.provider) == (True, True, "cuda")
     assert options.attention_layout == made.attention_layout == "packed_kv"
     assert options.force_fp32_ops == ["unet:mid_block.*", "unet:MultiHeadAttention"]
+    assert options.norm_scale == ["vae_encoder:1/4", "vae_decoder:1"]
     left_out = {name for name in FLAGS if getattr(options, f"disable_{name}")}
     assert left_out == set(made.disabled) == {"bias_add", "nhwc_conv"}
     assert parsed(command_for(report(tmp_path / "out"), provider="cpu")).float16 is False
@@ -126,7 +128,7 @@ def test_layout_for_another_gpu_generation(layout: str, capability: tuple[int, i
 def test_command_contains_only_valid_options(value: object) -> None:
     """A report is not trusted: its words must not become parts of a command."""
     hostile = {"provider": value, "precision": "float16", "attention_layout": value, "disabled": value}
-    command = command_for(hostile | {"options": {"force_fp32_ops": value, "bfloat16": value}})
+    command = command_for(hostile | {"options": {"force_fp32_ops": value, "bfloat16": value, "norm_scale": value}})
     assert command.isprintable()
     assert len(command) < 500
     assert not set(";$()\n") & set(command)

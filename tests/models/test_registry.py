@@ -144,11 +144,11 @@ def test_series_has_one_output_for_each_layer() -> None:
     assert MADE_UP.component("text_encoder").outputs_in({}) == ()
 
 
-def test_component_stays_float32_by_its_configuration() -> None:
+def test_component_exceeds_float16_by_its_configuration() -> None:
     denoiser, encoder = MADE_UP.with_role(Role.DENOISER), MADE_UP.with_role(Role.TEXT_ENCODER)
-    assert denoiser.stays_float32({"in_channels": 16})
-    assert not denoiser.stays_float32({"in_channels": 4})
-    assert not encoder.stays_float32({"in_channels": 16})
+    assert denoiser.exceeds_float16({"in_channels": 16})
+    assert not denoiser.exceeds_float16({"in_channels": 4})
+    assert not encoder.exceeds_float16({"in_channels": 16})
 
 
 def test_layers_are_counted_by_the_family() -> None:

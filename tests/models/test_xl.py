@@ -148,10 +148,18 @@ def test_float16_export_is_valid(pipelines: PipelineCache, tmp_path: Path) -> No
         "image_encoder": "float16",
         "ip_adapter": "float16",
         "unet": "float16",
-        # force_upcast in its configuration: it overflows in float16.
-        "vae_encoder": "float32",
-        "vae_decoder": "float32",
+        "vae_encoder": "float16",
+        "vae_decoder": "float16",
     }
+    # force_upcast in its configuration: its values overflow in float16.
+    assert [report.components[name].norm_scale for name in ("vae_encoder", "vae_decoder", "unet")] == [2**-7, 2**-7, 1]
+
+
+def test_float16_export_of_an_autoencoder_in_float32(pipelines: PipelineCache, tmp_path: Path) -> None:
+    request = ["vae_encoder:1", "vae_decoder:1"]
+    report = optimize_folder(pipelines.float16_with_adapters(), tmp_path / "fused", float16=True, norm_scale=request)
+    assert report.options["norm_scale"] == request
+    assert [report.components[name].precision for name in ("vae_encoder", "vae_decoder")] == ["float32", "float32"]
     decoder = onnx.load(tmp_path / "fused" / "vae_decoder" / "model.onnx", load_external_data=False)
     types = {initializer.data_type for initializer in decoder.graph.initializer}
     assert onnx.TensorProto.FLOAT16 not in types
@@ -160,8 +168,8 @@ def test_float16_export_is_valid(pipelines: PipelineCache, tmp_path: Path) -> No
     }
 
 
-@pytest.mark.parametrize(("upcast", "precision"), [(True, "float32"), (False, "float16")])
-def test_overflowing_autoencoder_stays_float32(upcast: bool, precision: str, base: Pair, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("upcast", "scale"), [(True, 2.0**-7), (False, 1.0)])
+def test_overflowing_autoencoder_is_scaled(upcast: bool, scale: float, base: Pair, tmp_path: Path) -> None:
     import shutil
 
     copy = tmp_path / "onnx"
@@ -171,8 +179,8 @@ def test_overflowing_autoencoder_stays_float32(upcast: bool, precision: str, bas
         path.write_text(json.dumps(json.loads(path.read_text()) | {"force_upcast": upcast}))
     report = optimize_folder(copy, tmp_path / "fused", float16=True).components
     for component in ("vae_encoder", "vae_decoder"):
-        assert report[component].precision == precision
-        assert ("force_upcast of config.json" in report[component].float32) == upcast
+        assert (report[component].precision, report[component].norm_scale) == ("float16", scale)
+        assert report[component].float32 == {}
     assert report["unet"].precision == "float16"
     # time_ids are sizes in pixels; float16 cannot represent odd numbers beyond 2048.
     precompute = onnx.load(tmp_path / "fused" / "unet" / "precompute.onnx", load_external_data=False)

@@ -176,6 +176,16 @@ def test_reports_operators_that_are_not_candidates(own: Path, capsys: pytest.Cap
     assert lines[index + 1] == f"    at {', '.join(unet['left_at']['Gelu'])}"
 
 
+def test_prints_the_factor_of_norms(tiny_cuda: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = copied(tiny_cuda, tmp_path / "scaled")
+    report = json.loads((folder / "sdonnx.json").read_text())
+    report["components"]["vae_decoder"] |= {"norm_scale": 2**-7, "scaled_norms": 22}
+    del report["components"]["unet"]["norm_scale"]  # as in folders of older versions
+    (folder / "sdonnx.json").write_text(json.dumps(report))
+    lines = [line for line in shown(capsys, folder) if ": precision: " in line]
+    assert lines == ["vae_decoder: precision: 22 group norms read values times 1/128; the result is the same"]
+
+
 def test_prints_disabled_fusions(tiny_exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report = optimize_folder(tiny_exported, tmp_path / "out", disabled=["bias_splitgelu", "attention"])
     assert report.disabled == ["attention", "bias_splitgelu"]

@@ -18,6 +18,7 @@ from sdonnx.graph.loading.load import load_model
 from sdonnx.metrics import relative_error
 from sdonnx.models.registry import FAMILIES
 from sdonnx.optimize.interface import adapt_interface, require_interface
+from sdonnx.precision.group_norm_scaling import scalable_values
 
 # In opset 20, text encoder and autoencoder have the nodes of opset 18, with the same attributes and numbers of inputs;
 # of these, the encoder of images has a Pad, which the UNet lacks.
@@ -76,6 +77,12 @@ def test_every_exporter_gives_the_same_operators(name: str, component: str, expo
     assert {operator: found.get(operator, 0) for operator in TABLE[component]} == TABLE[component]
     assert not UNFUSED & found.keys()
     assert found == kernels(fused(exports["sdonnx"], component, "cuda"))
+
+
+@pytest.mark.parametrize(("name", "component"), [each for each in EXPORTS if each[1].startswith("vae")])
+def test_what_norms_read_can_be_scaled(name: str, component: str, exports: dict[str, Path]) -> None:
+    found = scalable_values(fused(exports[name], component, "cuda"))
+    assert len(found) == len(scalable_values(fused(exports["sdonnx"], component, "cuda"))) > 40
 
 
 @pytest.mark.parametrize(("name", "component"), EXPORTS)
