@@ -35,10 +35,10 @@ docs: venv ## build the documentation into site/, warnings are errors
 	$(BIN)/mkdocs build --strict
 
 wheel: venv ## build the source distribution and the wheel into dist/
-	$(BIN)/python -m build --no-isolation
+	SDONNX_KERNELS=0 $(BIN)/python -m build --no-isolation
 
-kernels: venv ## build the wheel of our CUDA kernels into dist/, for all GPUs; needs nvcc
-	$(BIN)/python -m build --wheel --no-isolation --outdir dist kernels
+kernels: venv ## build the wheel of our CUDA kernels into dist/, for all GPUs
+	$(BIN)/python -m build --wheel --outdir dist kernels
 
 mutants: venv ## check that tests notice 40 mutations of the package, about ten minutes
 	$(BIN)/python scripts/mutate.py

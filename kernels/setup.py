@@ -7,11 +7,13 @@ import os
 import subprocess
 from pathlib import Path
 
+from compiler import compiler_variables
 from setuptools import Distribution, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 
-_VARIABLES = ("ARCHITECTURES", "NVCC", "CUDA_LIB", "THREADS")
+# Relative, because make cannot build below a folder whose path has a space.
+OUT = Path("build", "wheel")
 
 
 class BuildLibrary(build_py):
@@ -20,9 +22,15 @@ class BuildLibrary(build_py):
     def run(self) -> None:
         """Run the command."""
         super().run()
-        target = Path(self.build_lib).resolve() / "sdonnx_kernels"
-        given = [f"{name}={os.environ[name]}" for name in _VARIABLES if name in os.environ]
-        subprocess.run(["make", "all", f"OUT={target}", *given], cwd=Path(__file__).resolve().parent, check=True)
+        variables = {"THREADS": str(os.cpu_count() or 1)} | compiler_variables()
+        variables |= {name: os.environ[name] for name in ("ARCHITECTURES", "THREADS") if name in os.environ}
+        # Always: an earlier build in this folder may have been for other architectures.
+        command = ["make", "--always-make", "all", f"OUT={OUT}"]
+        command += [f"{name}={value}" for name, value in variables.items()]
+        folder = Path(__file__).resolve().parent
+        if subprocess.run(command, cwd=folder).returncode:
+            raise SystemExit("sdonnx-kernels cannot be compiled; the lines above say why")
+        self.copy_tree(str(folder / OUT), str(Path(self.build_lib, "sdonnx_kernels")))
 
 
 class PlatformWheel(bdist_wheel):

@@ -5,6 +5,7 @@
 #
 # A machine whose driver runs CUDA 13 gets the `cuda` extra, any other `cpu`; an environment stays what it was made
 # as. Without a GPU, PyTorch's CPU build saves gigabytes: set PIP_EXTRA_INDEX_URL to its index (docs/decisions/0004).
+# `cuda` compiles our own kernels; where that fails, they are left out (docs/decisions/0141).
 
 project="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 venv="${SDONNX_VENV:-$project/.venv}"
@@ -58,25 +59,46 @@ create_venv() {  # makes the environment unless a working one is there, and reco
     [[ -f "$venv/sdonnx-runtime" ]] || runtime_for_machine >"$venv/sdonnx-runtime"
 }
 
+files_of_installation() {  # prints the files that decide what is installed
+    cd "$project"
+    cat setup.cfg setup.py pyproject.toml requirements*.txt
+    [[ "$runtime" != cuda ]] || cat kernels/{*.py,*.toml,Makefile,src/*,sdonnx_kernels/*.py}
+}
+
+install_project() {  # EXTRAS LOG: installs the project and what the extras need
+    "$venv/bin/python" -m pip install --no-input --no-compile --disable-pip-version-check --progress-bar off \
+        -c "$project/requirements.txt" -e "${project}[$1]" >"$2" 2>&1
+}
+
+install_without_kernels() {  # EXTRAS LOG: does so without our own kernels, for an installation that failed with them
+    [[ "$runtime" == cuda && "${SDONNX_KERNELS:-}" != 0 ]] || return
+    mv "$2" "$venv/sdonnx-kernels.log"
+    SDONNX_KERNELS=0 install_project "$1" "$2"
+}
+
 setup_venv() {  # EXTRAS: installs the project with these extras and the machine's runtime, unless it is there
-    local extras stamp wanted log started
+    local extras stamp wanted log started note=""
     create_venv
     runtime="$(<"$venv/sdonnx-runtime")"
     extras="$runtime,$1"
     stamp="$venv/sdonnx-${extras//,/-}.stamp"
-    wanted="$project $(cd "$project" && cat setup.cfg pyproject.toml requirements*.txt | cksum)"
+    wanted="$project $(files_of_installation | cksum)"
     if [[ -f "$stamp" && "$(<"$stamp")" == "$wanted" ]]; then
         return
     fi
     log="$venv/sdonnx-install.log"
     started=$SECONDS
     printf 'Installing sdonnx[%s] into %s (minutes the first time; log in %s) ... ' "$extras" "$venv" "$log"
-    if ! "$venv/bin/python" -m pip install --no-input --no-compile --disable-pip-version-check --progress-bar off \
-        -c "$project/requirements.txt" -e "${project}[$extras]" >"$log" 2>&1; then
-        printf 'failed\n'
-        tail -n 15 "$log" >&2
-        fail "the installation failed; its whole log is $log; run the command again once that is put right"
+    if ! install_project "$extras" "$log"; then
+        if ! install_without_kernels "$extras" "$log"; then
+            printf 'failed\n'
+            tail -n 15 "$log" >&2
+            fail "the installation failed; its whole log is $log; run the command again once that is put right"
+        fi
+        note="our own kernels could not be compiled, so ONNX Runtime's are used; the reason is in $venv/sdonnx-kernels.log"
+        note+="; once it is put right, $venv/bin/python -m pip install $project/kernels"
     fi
     printf 'done in %d s\n' $((SECONDS - started))
+    [[ -z "$note" ]] || printf '%s\n' "$note" >&2
     echo "$wanted" >"$stamp"
 }

@@ -18,7 +18,7 @@ from urllib.parse import unquote, urlsplit
 import sdonnx
 from sdonnx.errors import PackageError
 
-__all__ = ["EXTRAS", "cpu_or_cuda", "install_command", "requiring"]
+__all__ = ["EXTRAS", "cpu_or_cuda", "install_command", "kernels_command", "requiring"]
 
 EXTRAS = {
     "benchmark": ("export", "benchmark"),
@@ -62,6 +62,15 @@ def install_command(*extras: str) -> str:
 def cpu_or_cuda() -> str:
     """Return the command that installs ONNX Runtime, with the choice between its two builds."""
     return f"{install_command('cuda')}, or [cpu] in place of [cuda] without an NVIDIA GPU"
+
+
+def kernels_command() -> str:
+    """Return what adds our own kernels to this installation: the extra `cuda`, or the wheel next to sdonnx's wheel."""
+    url, _, archive, _ = _direct_url()
+    if _source_tree() is None and archive and url.endswith(".whl"):
+        # A wheel for others names no folder of the machine that built it, see setup.py.
+        return f"pip install the wheel of sdonnx-kernels {sdonnx.__version__}"
+    return install_command("cuda")
 
 
 def _source_tree() -> Path | None:

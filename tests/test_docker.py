@@ -49,19 +49,30 @@ def test_each_stage_ends_with_a_user_without_privileges() -> None:
             users.append(user)
         if word == "USER":
             user = rest
-    assert [*users[1:], user] == ["10001", "10001"]
+    assert [*users[1:], user] == ["0", "10001", "10001"]  # nothing starts in the first one, which compiles
     assert any(word == "RUN" and "--uid 10001" in rest for word, rest in instructions())
 
 
 def test_copied_files_exist_and_are_in_the_context() -> None:
     ignored = (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
     kept = {line[1:] for line in ignored if line.startswith("!")}
-    sources = [source for word, rest in instructions() if word == "COPY" for source in rest.split()[:-1]]
+    copied = [rest.split()[:-1] for word, rest in instructions() if word == "COPY"]
+    sources = [source for words in copied for source in words if not words[0].startswith("--from=")]
     assert sources
-    for source in (*sources, "sdonnx", "setup.cfg", "pyproject.toml", "LICENSE", "README.md"):
+    for source in (*sources, "sdonnx", "kernels", "setup.cfg", "setup.py", "pyproject.toml", "LICENSE", "README.md"):
         assert (ROOT / source).exists()
         assert source in kept
     assert "requirements*.txt" in kept
+
+
+def test_packages_are_copied_from_the_stage_that_compiles() -> None:
+    texts = dict.fromkeys(f"{word} {rest}" for word, rest in instructions())
+    assert {
+        "FROM python:3.12 AS build",
+        "FROM python:3.12-slim AS command",
+        "COPY --from=build /venv /venv",
+    } <= texts.keys()
+    assert any(text.startswith("ENV PATH=/venv/bin:$PATH ") for text in texts)
 
 
 def test_installs_an_extra_for_each_kind_of_machine() -> None:

@@ -15,7 +15,7 @@ import sdonnx
 from sdonnx import installation
 from sdonnx.__main__ import COMMANDS
 from sdonnx.errors import PackageError
-from sdonnx.installation import EXTRAS, install_command
+from sdonnx.installation import EXTRAS, install_command, kernels_command
 
 ROOT = Path(sdonnx.__file__).resolve().parent.parent
 
@@ -140,6 +140,19 @@ def test_install_command_of_an_installation(
     monkeypatch.setattr(installation, "_source_tree", lambda: None)
     monkeypatch.setattr(metadata, "distribution", lambda _: Installed(record))
     assert install_command("cuda") == command.format(path=tmp_path)
+
+
+def test_command_for_our_own_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert kernels_command() == install_command("cuda")
+    monkeypatch.setattr(installation, "_source_tree", lambda: None)
+    for name, command in {
+        "sdonnx.tar.gz": f"pip install '{tmp_path}/sdonnx.tar.gz[cuda]'",
+        "sdonnx.whl": f"pip install the wheel of sdonnx-kernels {sdonnx.__version__}",
+    }.items():
+        (tmp_path / name).touch()
+        installed = Installed({"archive_info": {}, "url": (tmp_path / name).as_uri()})
+        monkeypatch.setattr(metadata, "distribution", lambda _, found=installed: found)
+        assert kernels_command() == command
 
 
 def test_install_command_in_a_source_tree(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,8 @@ import os
 import shutil
 import subprocess
 import sys
+import tarfile
+import zipfile
 from collections import Counter
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, distribution, packages_distributions
@@ -369,9 +371,61 @@ def distributions(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     ignored = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", "dist", "results")
     shutil.copytree(ROOT, copy, ignore=ignored)
     command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder / "dist"), str(copy)]
-    subprocess.run(command, check=True, capture_output=True)
+    environment = os.environ | {"SDONNX_KERNELS": "0"}  # as `make wheel` does
+    subprocess.run(command, check=True, capture_output=True, env=environment)
     (sdist,), (wheel,) = (list((folder / "dist").glob(pattern)) for pattern in ("*.tar.gz", "*.whl"))
     return {"sdist": sdist, "wheel": wheel}
+
+
+def test_source_distribution_has_the_kernels(distributions: dict[str, Path]) -> None:
+    with tarfile.open(distributions["sdist"]) as archive:
+        members = {Path(*Path(name).parts[1:]) for name in archive.getnames()}
+    listed = subprocess.run(["git", "ls-files", "kernels"], cwd=ROOT, capture_output=True, text=True)
+    present = {Path(name) for name in listed.stdout.split()} or {Path("kernels", "src", "library.cu")}
+    assert present | {Path("requirements.txt"), Path("requirements-cuda.txt"), Path("setup.py")} <= members
+    assert not [path for path in members if "build" in path.parts or path.suffix == ".so"]
+
+
+def test_distributions_name_no_folder_of_this_machine(distributions: dict[str, Path]) -> None:
+    with tarfile.open(distributions["sdist"]) as archive:
+        (name,) = [name for name in archive.getnames() if name.count("/") == 1 and name.endswith("/PKG-INFO")]
+        file = archive.extractfile(name)
+        assert file is not None
+        found = [file.read().decode()]
+    with zipfile.ZipFile(distributions["wheel"]) as archive:
+        found.append(archive.read(f"sdonnx-{sdonnx.__version__}.dist-info/METADATA").decode())
+    for text in found:
+        assert 'extra == "cuda"' in text
+        assert "Requires-Dist: sdonnx-kernels" not in text
+
+
+@pytest.mark.parametrize(
+    ("kind", "variable", "has_kernels", "is_named"),
+    [
+        ("editable", "", True, True),
+        ("wheel", "", True, True),
+        ("wheel", "/some/library.so", True, True),
+        ("wheel", "0", True, False),
+        ("wheel", "", False, False),
+    ],
+)
+def test_extra_cuda_names_the_folder_of_the_kernels(
+    kind: str, variable: str, has_kernels: bool, is_named: bool, tmp_path: Path
+) -> None:
+    names = ["setup.cfg", "setup.py", "pyproject.toml", "README.md", "LICENSE", "sdonnx/__init__.py"]
+    for name in names + ["kernels/pyproject.toml"] * has_kernels:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copyfile(ROOT / name, tmp_path / name)
+    (tmp_path / "out").mkdir()
+    code = f"from setuptools import build_meta; build_meta.prepare_metadata_for_build_{kind}('out')"
+    environment = os.environ | {"SDONNX_KERNELS": variable}
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, capture_output=True, env=environment)
+    (metadata,) = tmp_path.glob("out/*.dist-info/METADATA")
+    lines = metadata.read_text(encoding="utf-8").splitlines()
+    required = [Requirement(line.partition(": ")[2]) for line in lines if line.startswith("Requires-Dist: ")]
+    kernels = [(each.url, str(each.marker)) for each in required if each.name == "sdonnx-kernels"]
+    assert kernels == [((tmp_path / "kernels").as_uri(), 'extra == "cuda"')] * is_named
+    assert {each.name for each in required} >= {each.name for each in REQUIREMENTS["cuda"] + REQUIREMENTS["export"]}
 
 
 @pytest.mark.parametrize("kind", ["sdist", "wheel"])

@@ -22,7 +22,7 @@ from sdonnx.doctor.check_kernels import ATTENTION, BACKENDS, CaseResult, KernelC
 from sdonnx.doctor.environment import Facts, Finding, collect_facts, default_provider, findings
 from sdonnx.doctor.first_use import first_use
 from sdonnx.doctor.gpu import identity
-from sdonnx.doctor.kernel_library import find_kernel_library, usable_library
+from sdonnx.doctor.kernel_library import usable_library
 from sdonnx.doctor.measured_verdicts import measured_verdict
 from sdonnx.doctor.own_kernel_check import own_verdict
 from sdonnx.doctor.sessions import kernel_opener
@@ -180,9 +180,7 @@ def _check_quickly(options: argparse.Namespace, report: dict[str, Any]) -> bool:
 
 
 def _check_own_kernels(options: argparse.Namespace, facts: Facts, report: dict[str, Any]) -> bool:
-    """Check our own kernels, if `sdonnx-kernels` is installed; without it there is nothing to check."""
-    if find_kernel_library() is None:
-        return True
+    """Check our own kernels, or say in one line why this machine cannot use them."""
     library, reason = usable_library(facts.gpus[options.device].compute_capability)
     if library is None:
         console().print(f"[{_COLOURS['note']}]note[/] our own kernels are not used: {escape(reason)}")

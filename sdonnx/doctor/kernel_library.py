@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sdonnx.errors import OptionError, ProviderError
+from sdonnx.installation import kernels_command
 
 __all__ = [
     "KERNEL_LIBRARY",
@@ -125,7 +126,7 @@ def open_kernel_library(path: Path) -> KernelLibrary:
     except (OSError, AttributeError) as error:
         reason = " ".join(str(error).split())
         raise ProviderError(
-            f"{path} cannot be loaded ({reason})", f"{_FILE} of this version", "install sdonnx-kernels again"
+            f"{path} cannot be loaded ({reason})", f"{_FILE} of this version", f"install it again: {kernels_command()}"
         ) from error
     build.restype = ctypes.c_char_p
     words = dict(word.split("=", 1) for word in build().decode().split())
@@ -133,7 +134,7 @@ def open_kernel_library(path: Path) -> KernelLibrary:
         raise ProviderError(
             f"{path} has operators of version {words.get('operators')}",
             f"version {OPERATORS}, that of this sdonnx",
-            "install sdonnx-kernels of the same version as sdonnx",
+            f"install that: {kernels_command()}",
         )
     return KernelLibrary(path, tuple(words.get("architectures", "").split("-")))
 
@@ -170,8 +171,9 @@ def usable_library(
     if capability is None:
         return None, "our own kernels are for GPUs"
     if path is None:
-        is_off = environment.get(KERNEL_LIBRARY) == "0"
-        return None, f"{KERNEL_LIBRARY} is 0" if is_off else "sdonnx-kernels is not installed"
+        if environment.get(KERNEL_LIBRARY) == "0":
+            return None, f"{KERNEL_LIBRARY} is 0"
+        return None, f"sdonnx-kernels is not installed; {kernels_command()}"
     try:
         require_tried_version(str(onnxruntime.__version__))
         library = open_kernel_library(path)

@@ -22,6 +22,7 @@ from sdonnx.doctor.kernel_library import (
     usable_library,
 )
 from sdonnx.errors import OptionError, ProviderError
+from sdonnx.installation import install_command
 
 ALL = ("80", "86", "89", "90a", "100", "120")
 
@@ -74,7 +75,7 @@ def test_library_of_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel_library, "_PACKAGE", "sdonnx_kernels_that_is_missing")
     assert find_kernel_library({}) is None
-    assert usable_library((9, 0), {}) == (None, "sdonnx-kernels is not installed")
+    assert usable_library((9, 0), {}) == (None, f"sdonnx-kernels is not installed; {install_command('cuda')}")
     assert usable_library((9, 0), {KERNEL_LIBRARY: "0"}) == (None, "SDONNX_KERNELS is 0")
     assert usable_library(None, {}) == (None, "our own kernels are for GPUs")
 

@@ -15,6 +15,7 @@ from support.kernel_library import emulated_library
 
 from sdonnx.__main__ import main
 from sdonnx.cli import doctor as command
+from sdonnx.doctor import kernel_library
 from sdonnx.doctor.check_kernels import OWN_KERNEL_CASES_FILE, read_kernel_cases
 from sdonnx.doctor.kernel_library import KernelLibrary
 from sdonnx.doctor.own_kernel_check import own_identity, own_verdict
@@ -100,7 +101,6 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setattr(command, "read_kernel_cases", small_set)
     monkeypatch.setattr(command, "kernel_opener", lambda provider, index: machine())
     library = emulated_library()
-    monkeypatch.setattr(command, "find_kernel_library", lambda: library)
     monkeypatch.setattr(command, "usable_library", lambda capability: (KernelLibrary(library, ("90a",)), ""))
     return library
 
@@ -131,9 +131,13 @@ def test_doctor_says_why_our_own_kernels_are_not_used(
     assert "note our own kernels are not used: no code for (9, 0)" in capsys.readouterr().out
 
 
-def test_doctor_without_the_library(
+def test_doctor_says_how_the_library_is_installed(
     gpu: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(command, "find_kernel_library", lambda: None)
+    monkeypatch.setattr(command, "usable_library", kernel_library.usable_library)
+    monkeypatch.setattr(kernel_library, "find_kernel_library", lambda environment: None)
+    monkeypatch.delenv(kernel_library.KERNEL_LIBRARY, raising=False)
     assert main(["doctor"]) == 0
-    assert "our own kernels" not in capsys.readouterr().out
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "note our own kernels are not used: sdonnx-kernels is not installed; pip install " in shown
+    assert "[cuda]'" in shown

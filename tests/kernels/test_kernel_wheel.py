@@ -1,30 +1,52 @@
-"""The wheel `sdonnx-kernels`: built, installed, found by sdonnx, and registered with ONNX Runtime."""
+"""The wheel `sdonnx-kernels`: brought by the extra `cuda`, built, found by sdonnx, and registered with ONNX Runtime."""
 
 from __future__ import annotations
 
+import configparser
+import importlib.util
+import json
 import os
 import shutil
 import subprocess
 import sys
 import tomllib
+import types
+import zipfile
 from pathlib import Path
 
+import numpy
 import pytest
+from packaging.requirements import Requirement
 from support.kernel_library import SOURCES
 
 import sdonnx
 from sdonnx.doctor.kernel_library import KERNEL_LIBRARY
 
+ROOT = SOURCES.parent
 ARCHITECTURE = "90a"  # one, so that the test takes seconds; `make kernels` builds all
+PROJECT = ("setup.cfg", "setup.py", "pyproject.toml", "README.md", "LICENSE")
 
 USE = """
-import onnxruntime
+import onnxruntime, sdonnx, sdonnx_kernels
 from sdonnx.doctor.kernel_library import find_kernel_library, open_kernel_library, require_tried_version
 path = find_kernel_library()
 require_tried_version(onnxruntime.__version__)
-print(path, *open_kernel_library(path).architectures)
+print(sdonnx.__file__, path, *open_kernel_library(path).architectures)
 onnxruntime.SessionOptions().register_custom_ops_library(str(path))
 """
+
+
+def compiler() -> types.ModuleType:
+    """Return kernels/compiler.py, the backend that builds the wheel."""
+    spec = importlib.util.spec_from_file_location("kernels_compiler", SOURCES / "compiler.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+COMPILER = compiler()
 
 
 def test_version_is_that_of_sdonnx() -> None:
@@ -32,24 +54,132 @@ def test_version_is_that_of_sdonnx() -> None:
     assert project["version"] == sdonnx.__version__
 
 
+def write_empty_wheels(folder: Path) -> None:
+    """Write a wheel without files for each package that the extra `cuda` requires from an index."""
+    config = configparser.ConfigParser()
+    config.read(ROOT / "setup.cfg", encoding="utf-8")
+    lines = config["options"]["install_requires"] + config["options.extras_require"]["cuda"]
+    for requirement in map(Requirement, filter(None, lines.split("\n"))):
+        version = next(each.version for each in requirement.specifier if each.operator == ">=")
+        name = requirement.name.replace("-", "_")
+        extras = "".join(f"Provides-Extra: {extra}\n" for extra in sorted(requirement.extras))
+        with zipfile.ZipFile(folder / f"{name}-{version}-py3-none-any.whl", "w") as wheel:
+            metadata = f"Metadata-Version: 2.1\nName: {requirement.name}\nVersion: {version}\n{extras}"
+            wheel.writestr(f"{name}-{version}.dist-info/METADATA", metadata)
+            wheel.writestr(
+                f"{name}-{version}.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+            )
+            wheel.writestr(f"{name}-{version}.dist-info/RECORD", "")
+
+
 @pytest.mark.slow
-@pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not installed; kernels/Makefile names its wheels")
-def test_wheel_is_built_and_installed(tmp_path: Path) -> None:
-    source, target = tmp_path / "kernels", tmp_path / "site"
-    shutil.copytree(SOURCES, source, ignore=shutil.ignore_patterns("build", "*.egg-info", "__pycache__"))
-    environment = os.environ | {"ARCHITECTURES": ARCHITECTURE}
-    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path), str(source)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+@pytest.mark.skipif(COMPILER.machine_nvcc() is None, reason="nvcc of CUDA 13 is not installed")
+def test_extra_brings_the_wheel(tmp_path: Path) -> None:
+    source, target, report = tmp_path / "a source", tmp_path / "site", tmp_path / "report.json"
+    for folder in ("sdonnx", "kernels"):
+        ignored = shutil.ignore_patterns("build", "*.egg-info", "__pycache__")
+        shutil.copytree(ROOT / folder, source / folder, ignore=ignored)
+    for name in PROJECT:
+        shutil.copyfile(ROOT / name, source / name)
+    write_empty_wheels(tmp_path)
+    pip = [sys.executable, "-m", "pip", "install", "--no-index", "--no-build-isolation", "--report", str(report)]
+    pip += ["--find-links", str(tmp_path), "--target", str(target), f"{source}[cuda]"]
+    environment = {name: value for name, value in os.environ.items() if name != KERNEL_LIBRARY}
+    done = subprocess.run(pip, env=environment | {"ARCHITECTURES": ARCHITECTURE}, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    (wheel,) = tmp_path.glob("*.whl")
-    name, version, *tags = wheel.stem.split("-")
-    assert (name, version) == ("sdonnx_kernels", sdonnx.__version__)
-    assert tags[:2] == ["py3", "none"]
-    assert tags[2].startswith("linux_")
-    pip = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-index", "-q", "--target", str(target), str(wheel)]
-    subprocess.run(pip, check=True, capture_output=True)
-    found = os.environ | {"PYTHONPATH": os.pathsep.join([str(target), str(SOURCES.parent)])}
-    found.pop(KERNEL_LIBRARY, None)
+    installed = {each["metadata"]["name"]: each for each in json.loads(report.read_text())["install"]}
+    kernels = installed["sdonnx-kernels"]
+    assert kernels["metadata"]["version"] == sdonnx.__version__
+    assert kernels["download_info"]["url"] == (source / "kernels").as_uri()
+    assert "onnxruntime-gpu" in installed
+    (tags,) = target.glob("sdonnx_kernels-*.dist-info/WHEEL")
+    assert "Tag: py3-none-linux_" in tags.read_text()
+    libraries = str(Path(numpy.__file__).resolve().parent.parent)
+    found = environment | {"PYTHONPATH": os.pathsep.join([str(target), libraries])}
     used = subprocess.run([sys.executable, "-c", USE], env=found, capture_output=True, text=True, cwd=tmp_path)
     assert used.stderr == ""
-    assert used.stdout.split() == [str(target / "sdonnx_kernels" / "libsdonnx_kernels.so"), ARCHITECTURE]
+    package, library = target / "sdonnx" / "__init__.py", target / "sdonnx_kernels" / "libsdonnx_kernels.so"
+    assert used.stdout.split() == [str(package), str(library), ARCHITECTURE]
+
+
+@pytest.fixture
+def tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with `make` and `g++`, as the only one that is searched for programs and toolkits."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    for name in ("make", "g++"):
+        write_program(folder / name, "")
+    monkeypatch.setenv("PATH", str(folder))
+    for name in ("NVCC", "CUDA_LIB", "CUDA_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    monkeypatch.setattr(COMPILER, "TOOLKIT", str(tmp_path / "missing"))
+    monkeypatch.setattr(COMPILER.build_meta, "get_requires_for_build_wheel", lambda settings: ["setuptools"])
+    return folder
+
+
+def write_program(path: Path, text: str) -> None:
+    path.write_text(f"#!/bin/sh\necho {text}\n")
+    path.chmod(0o755)
+
+
+@pytest.mark.parametrize(
+    ("text", "is_used"),
+    [
+        ("Cuda compilation tools, release 13.0, V13.0.88", True),
+        ("Cuda compilation tools, release 14.1, V14.1.3", True),
+        ("Cuda compilation tools, release 12.8, V12.8.61", False),
+        ("something else", False),
+    ],
+)
+def test_wheels_of_nvcc_are_required_where_the_machine_has_none(text: str, is_used: bool, tools: Path) -> None:
+    wheels = ["setuptools", *COMPILER.WHEELS]
+    assert COMPILER.get_requires_for_build_wheel() == wheels
+    write_program(tools / "nvcc", text)
+    assert COMPILER.get_requires_for_build_wheel() == (["setuptools"] if is_used else wheels)
+
+
+def test_compiler_of_the_build(tools: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(COMPILER.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit, match=r"found no nvcc .* pip install nvidia-cuda-nvcc=="):
+        COMPILER.compiler_variables()
+    wheels = tmp_path / "site" / "nvidia"
+    (wheels / "cu13" / "bin").mkdir(parents=True)
+    (wheels / "cu13" / "bin" / "nvcc").touch()
+    spec = types.SimpleNamespace(submodule_search_locations=[str(wheels)])
+    monkeypatch.setattr(COMPILER.importlib.util, "find_spec", lambda name: spec)
+    of_wheels = {"NVCC": str(wheels / "cu13" / "bin" / "nvcc"), "CUDA_LIB": str(wheels / "cu13" / "lib")}
+    assert COMPILER.compiler_variables() == of_wheels
+    write_program(tools / "nvcc", "release 13.0,")
+    assert COMPILER.compiler_variables() == {"NVCC": str(tools / "nvcc")}
+    monkeypatch.setenv("NVCC", "/some/nvcc")
+    assert COMPILER.compiler_variables() == {"NVCC": "/some/nvcc"}
+
+
+@pytest.mark.parametrize("tool", ["make", "g++"])
+def test_missing_tool_is_one_line(tool: str, tools: Path) -> None:
+    (tools / tool).unlink()
+    with pytest.raises(SystemExit, match=rf"found no {tool.replace('+', '.')}, expected .* SDONNX_KERNELS=0"):
+        COMPILER.get_requires_for_build_wheel()
+
+
+def test_wheels_of_nvcc_are_of_one_release() -> None:
+    pins = dict(line.split("==") for line in COMPILER.WHEELS)
+    lines = (ROOT / "requirements-cuda.txt").read_text(encoding="utf-8").splitlines()
+    assert f"nvidia-cuda-runtime=={pins['nvidia-cuda-runtime']}" in lines
+    assert {version.rpartition(".")[0] for version in pins.values()} == {"13.0"}
+    assert {pins[name] for name in ("nvidia-cuda-nvcc", "nvidia-cuda-crt", "nvidia-nvvm")} == {pins["nvidia-nvvm"]}
+
+
+@pytest.mark.full
+def test_wheel_is_built_with_wheels_of_nvcc(tmp_path: Path) -> None:
+    """pip fetches nvcc from the package index, on a machine that has none."""
+    source = tmp_path / "kernels"
+    shutil.copytree(SOURCES, source, ignore=shutil.ignore_patterns("build", "*.egg-info", "__pycache__"))
+    file = source / "compiler.py"
+    file.write_text(file.read_text().replace("OLDEST_RELEASE = 13", "OLDEST_RELEASE = 99"))
+    environment = os.environ | {"ARCHITECTURES": ARCHITECTURE}
+    pip = [sys.executable, "-m", "pip", "wheel", "--no-deps", "-w", str(tmp_path), str(source)]
+    done = subprocess.run(pip, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    assert len(list(tmp_path.glob("sdonnx_kernels-*.whl"))) == 1

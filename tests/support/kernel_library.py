@@ -52,7 +52,7 @@ def compiled_library(architecture: str = "90a") -> Path:
     """Return the library with kernels for one architecture; skip the test without nvcc or make."""
     for tool in ("nvcc", "make"):
         if shutil.which(tool) is None:
-            pytest.skip(f"{tool} is not installed, which builds the kernels; kernels/Makefile names the wheels")
+            pytest.skip(f"{tool} is not installed, which builds the kernels; kernels/compiler.py names its wheels")
     return _built("all", f"ARCHITECTURES={architecture}") / "libsdonnx_kernels.so"
 
 
