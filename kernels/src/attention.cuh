@@ -1,16 +1,43 @@
-// Attention(q (B,S,N*72), k (B,L,N*72), v (B,L,N*72)) -> softmax(scale q k^T) v (B,S,N*72), of N heads of 72 numbers,
-// fp16 with a softmax and sums in float32. Without a scale it is 1 / sqrt(72).
+// Attention(q (B,S,N*H), k (B,L,N*H), v (B,L,N*H), counts (B,)?) -> softmax(scale q k^T) v (B,S,N*H), of N heads of H
+// numbers, fp16 with a softmax and sums in float32. Without a scale it is 1 / sqrt(H). `counts` holds how many keys of each
+// image are not padding, at least one; a smaller count is taken as one.
 //
-// PixArt's transformer has heads of 72, which cuDNN's kernel pads to 128. Two kernels: on wgmma for compute capability 9.0
-// and at least 128 queries and keys, on mma.sync for everything else. Both keep the running maximum and sum of the softmax
-// (Milakov and Gimelshein 2018), so that scores are never stored, and a block of threads adds in a fixed order.
+// H is 40, 64, 72, 80 or 160, the heads of Stable Diffusion and PixArt. Three kernels: on wgmma for heads of 72 and at least
+// 128 queries and keys on compute capability 9.0, because cuDNN's kernel pads 72 to 128; for few keys, such as a caption's;
+// and one for everything else. The maximum and the sum of a softmax are kept in registers (Milakov and Gimelshein 2018), so
+// that scores are never stored, and a block of threads adds in a fixed order.
 #pragma once
-#include "attention_portable.cuh"
+#include "attention_short.cuh"
 #ifndef SDONNX_EMULATION
 #include "attention_wgmma.cuh"
 #endif
 
 namespace sdonnx {
+namespace portable {
+
+template <int HEAD>
+void launch_attention(const AttentionArgs& a, const DeviceLimits& device, void* stream) {
+  constexpr bool kIsWide = HEAD > 128;  // registers hold fewer sums of scores
+  if constexpr (HEAD == 72)
+    if (a.keys <= 64) return launch_short<HEAD, 64>(a, device, stream);  // PixArt's short captions
+  if (a.keys <= 80) return launch_short<HEAD, 80>(a, device, stream);
+  if constexpr (!kIsWide)
+    if (a.keys <= 128) return launch_short<HEAD, 128>(a, device, stream);
+  launch_long<HEAD, kIsWide ? 4 : 8, 64>(a, stream);
+}
+
+inline void (*launcher_of(int64_t head_size))(const AttentionArgs&, const DeviceLimits&, void*) {
+  switch (head_size) {
+    case 40: return launch_attention<40>;
+    case 64: return launch_attention<64>;
+    case 72: return launch_attention<72>;
+    case 80: return launch_attention<80>;
+    case 160: return launch_attention<160>;
+    default: return nullptr;
+  }
+}
+
+}  // namespace portable
 
 class Attention : public Kernel {
  public:
@@ -18,14 +45,17 @@ class Attention : public Kernel {
       : Kernel(info), heads_(info.integer("num_heads", 0)), scale_(info.real("scale", 0)) {}
 
   void compute(const Context& context) override {
-    const Tensor q = context.input(0), k = context.input(1), v = context.input(2);
+    const Tensor q = context.input(0), k = context.input(1), v = context.input(2), counts = context.input(3);
     require(q.shape.size() == 3 && k.shape.size() == 3 && v.shape == k.shape,
-            "Attention: expected q (B,S,N*72), and k and v of one shape (B,L,N*72)");
+            "Attention: expected q (B,S,N*H), and k and v of one shape (B,L,N*H)");
     const int64_t batch = q.shape[0], queries = q.shape[1], keys = k.shape[1], width = q.shape[2];
-    require(heads_ > 0 && width == heads_ * kHeadSize,
-            "Attention of width " + std::to_string(width) + " in " + std::to_string(heads_) +
-                " heads; expected heads of 72");
+    const int64_t head_size = heads_ > 0 && width % heads_ == 0 ? width / heads_ : 0;
+    const auto launch = portable::launcher_of(head_size);
+    require(launch, "Attention of width " + std::to_string(width) + " in " + std::to_string(heads_) +
+                        " heads; expected heads of 40, 64, 72, 80 or 160");
     require(k.shape[0] == batch && k.shape[2] == width, "Attention: k and v must have the batch and the width of q");
+    require(!counts.present || counts.shape == std::vector<int64_t>{batch},
+            "Attention: expected a number of keys for each image");
     require(scale_ >= 0, "Attention: the scale is negative");
     half* y = static_cast<half*>(context.output(0, q.shape));
     if (q.size() == 0) return;
@@ -37,19 +67,22 @@ class Attention : public Kernel {
     a.k = k.as<half>();
     a.v = v.as<half>();
     a.y = y;
+    a.counts = counts.as<int>();
     a.batch = int(batch);
     a.queries = int(queries);
     a.keys = int(keys);
     a.heads = int(heads_);
-    a.scale = kLog2E * (scale_ > 0 ? scale_ : 1 / std::sqrt(float(kHeadSize)));
+    a.head_size = int(head_size);
+    a.scale = kLog2E * (scale_ > 0 ? scale_ : 1 / std::sqrt(float(head_size)));
     a.aligned = is_aligned(a.q) && is_aligned(a.k) && is_aligned(a.v) && is_aligned(a.y);
+    const DeviceLimits device = device_limits();
 #ifndef SDONNX_EMULATION
-    if (sm90::accepts(a, device_limits())) {
+    if (sm90::accepts(a, device)) {
       sm90::launch_attention(a, context.stream());
       return;
     }
 #endif
-    portable::launch_attention(a, context.stream());
+    launch(a, device, context.stream());
   }
 
  private:
@@ -60,7 +93,7 @@ class Attention : public Kernel {
 inline Signature attention_signature() {
   return {"Attention",
           kProvider,
-          {{ort::kFloat16}, {ort::kFloat16}, {ort::kFloat16}},
+          {{ort::kFloat16}, {ort::kFloat16}, {ort::kFloat16}, {ort::kInt32, ort::kOptional}},
           {{ort::kFloat16}},
           make_kernel<Attention>};
 }

@@ -4,8 +4,6 @@
 
 namespace sdonnx {
 
-constexpr int kHeadSize = 72;
-
 // A score that is masked, and the maximum of no scores: far below all sums of products of fp16, and finite, so that the
 // difference of two of them is a number.
 constexpr float kMasked = -1e30f;
@@ -13,14 +11,16 @@ constexpr float kMasked = -1e30f;
 struct AttentionArgs {
   const half *q, *k, *v;
   half* y;
-  int batch, queries, keys, heads;
+  const int* counts;  // keys of each image that are not padding; null: all
+  int batch, queries, keys, heads, head_size;
   float scale;  // times log2(e): the softmax takes powers of 2
   bool aligned;
 };
 
-// The first element of a head of a token, in a tensor (B,T,N*72).
+// The first element of a head of a token, in a tensor (B,T,N*HEAD).
+template <int HEAD>
 __device__ __forceinline__ size_t row_offset(const AttentionArgs& a, int image, int length, int token, int head) {
-  return ((size_t(image) * length + token) * a.heads + head) * kHeadSize;
+  return ((size_t(image) * length + token) * a.heads + head) * HEAD;
 }
 
 }  // namespace sdonnx

@@ -16,6 +16,7 @@
 namespace sdonnx {
 namespace sm90 {
 
+constexpr int kHeadSize = 72;
 constexpr int kWarpgroups = 2, kBlockQueries = 64 * kWarpgroups, kBlockKeys = 128, kStages = 2;
 constexpr int kWideRow = 128, kNarrowRow = 32;          // bytes: 64 and 16 columns
 constexpr int kValueTiles = (kHeadSize + 15) / 16;      // the last is half empty
@@ -193,7 +194,7 @@ __global__ void __launch_bounds__(kAttentionThreads, 1)
     const float inverse = 1.0f / quad_sum(sum[r]);
     const int query = first_query + 16 * warp + lane / 4 + 8 * r;
     if (query < a.queries) {
-      half* to = a.y + row_offset(a, batch, a.queries, query, head) + 2 * (lane % 4);
+      half* to = a.y + row_offset<kHeadSize>(a, batch, a.queries, query, head) + 2 * (lane % 4);
 #pragma unroll
       for (int j = 0; j < kHeadSize / 8; j++)
         *reinterpret_cast<half2*>(to + 8 * j) =
@@ -207,7 +208,8 @@ __global__ void __launch_bounds__(kAttentionThreads, 1)
 
 // Return whether the kernel runs here and is worth it: a block computes at least one full tile of queries and keys.
 inline bool accepts(const AttentionArgs& a, const DeviceLimits& device) {
-  return has_wgmma(device) && a.aligned && a.queries >= kBlockQueries && a.keys >= kBlockKeys;
+  return has_wgmma(device) && a.head_size == kHeadSize && !a.counts && a.aligned && a.queries >= kBlockQueries &&
+         a.keys >= kBlockKeys;
 }
 
 // The maps hold the addresses of this call; a captured graph keeps a copy of them, as of all arguments.

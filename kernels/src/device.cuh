@@ -23,6 +23,7 @@ namespace sdonnx {
 #ifndef SDONNX_EMULATION
 
 __device__ __forceinline__ void block_sync() { __syncthreads(); }
+__device__ __forceinline__ void warp_sync() { __syncwarp(); }
 
 // Clusters exist from compute capability 9.0 on. Elsewhere a block is its own cluster.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
@@ -115,12 +116,12 @@ template <int K>
 __device__ __forceinline__ void multiply_add(float (&sums)[4], const uint32_t* a, const uint32_t* b) {
   static_assert(K == 8 || K == 16, "mma.sync multiplies 8 or 16 columns");
   if constexpr (K == 16)
-    asm volatile(
+    asm(
         "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
         : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
   else
-    asm volatile(
+    asm(
         "mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
         : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
         : "r"(a[0]), "r"(a[1]), "r"(b[0]));
@@ -132,8 +133,12 @@ __device__ __forceinline__ void copy16_async(half* to, const half* from, bool ex
                "r"(exists ? 16 : 0)
                : "memory");
 }
-// Wait for this thread's copies.
-__device__ __forceinline__ void copies_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+// End a group of this thread's copies, and wait until at most PENDING of the last groups are not complete.
+__device__ __forceinline__ void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int PENDING>
+__device__ __forceinline__ void copies_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+}
 
 inline void check_cuda(cudaError_t error, const char* what) {
   if (error == cudaSuccess) return;

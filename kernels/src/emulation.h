@@ -9,6 +9,7 @@
 #include <setjmp.h>
 #include <ucontext.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
@@ -226,7 +227,15 @@ inline unsigned capability() {
 
 namespace sdonnx {
 
+using std::max;
+using std::min;
+
 inline void block_sync() { emulation::wait(emulation::state().current->block->barrier); }
+// Lanes run one after the other until a barrier.
+inline void warp_sync() {
+  emulation::State& s = emulation::state();
+  emulation::wait(s.current->block->warps[s.current->thread / 32].barrier);
+}
 inline unsigned cluster_size() { return unsigned(emulation::state().cluster->blocks.size()); }
 inline unsigned cluster_rank() { return emulation::state().current->block->rank; }
 inline void cluster_arrive() {
@@ -337,7 +346,9 @@ inline void copy16_async(half* to, const half* from, bool exists) {
     emulation::fail("a copy is not aligned");
   for (int i = 0; i < 8; i++) to[i] = exists ? from[i] : half{};
 }
-inline void copies_wait() {}
+inline void copies_commit() {}
+template <int PENDING>
+void copies_wait() {}
 
 struct DeviceLimits {
   int major, multiprocessors;
@@ -345,7 +356,8 @@ struct DeviceLimits {
 };
 inline DeviceLimits device_limits() {
   const int major = int(emulation::capability());
-  return {major, 132, size_t(major == 12 ? 99 : major == 8 ? 99 : 227) * 1024};
+  // Few multiprocessors for capability 8, so that small tensors take several rounds of a kernel.
+  return {major, major == 8 ? 2 : 132, size_t(major == 12 ? 99 : major == 8 ? 99 : 227) * 1024};
 }
 
 template <class... P, class... A>

@@ -26,7 +26,7 @@ inline Signature abi_probe_signature() {
 // The build, as "key=value" words: the version of the operators' contracts, which sdonnx compares with its own, ONNX
 // Runtime's API version, and the architectures that kernels were compiled for.
 SDONNX_EXPORT const char* sdonnx_kernels_build() {
-  return "operators=3 api=18 architectures=" SDONNX_ARCHITECTURES;
+  return "operators=4 api=18 architectures=" SDONNX_ARCHITECTURES;
 }
 
 SDONNX_EXPORT ort::Status* RegisterCustomOps(ort::SessionOptions* options, const ort::ApiBase* base) {

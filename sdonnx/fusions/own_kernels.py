@@ -44,6 +44,7 @@ from sdonnx.graph.match import (
 from sdonnx.graph.passes import tidy
 from sdonnx.graph.shapes.expressions import expression_of
 from sdonnx.operators.case import OWN_DOMAIN
+from sdonnx.operators.multi_head_attention import KEY_COUNTS
 from sdonnx.operators.own_attention import check_own_attention
 from sdonnx.operators.own_bias_split_gelu import check_own_bias_split_gelu
 from sdonnx.operators.own_group_norm import check_own_group_norm
@@ -52,7 +53,7 @@ from sdonnx.operators.own_mat_mul import check_own_mat_mul
 from sdonnx.operators.own_skip_layer_norm import check_own_skip_layer_norm
 from sdonnx.operators.reference_body import optional_input
 
-__all__ = ["KERNELS", "MIN_TOKENS", "OWN_KERNELS", "use_own_kernels"]
+__all__ = ["KERNELS", "MAX_TOKENS", "MIN_TOKENS", "OWN_KERNELS", "use_own_kernels"]
 
 KERNELS = ("none", "auto")
 """Whether to write the form of the graphs with our own operators."""
@@ -60,12 +61,15 @@ KERNELS = ("none", "auto")
 OWN_KERNELS = "own_kernels"
 """The name of the stage in the report."""
 
-MIN_TOKENS = 1024
-"""The shortest sequence, in tokens, whose attention to itself is replaced.
+MIN_TOKENS = {72: 1024}
+"""The shortest sequence, in tokens, whose attention to itself is replaced, by head size.
 
-On an H200, for two images and 16 heads, this kernel takes 411 us at 4096 tokens, 110 at 2048 and 31 at 1024, and ONNX
-Runtime's 446, 111 and 33 (docs/results/attention-h200.json). A prototype was slower for the 120 tokens of a caption.
+On an H200, for two images and 16 heads of 72, this kernel takes 411 us at 4096 tokens, 110 at 2048 and 31 at 1024, and
+ONNX Runtime's 446, 111 and 33 (docs/results/attention-h200.json).
 """
+
+MAX_TOKENS = 64
+"""The longest sequence whose attention to itself is replaced for every head size (docs/decisions/0146)."""
 
 
 class GegluToOwnBiasSplitGelu(GegluToBiasSplitGelu):
@@ -250,26 +254,30 @@ def _group_norm(node: ir.Node, _: _DefaultImage) -> WalkResult:
 
 
 def _attention(node: ir.Node, image: _DefaultImage) -> WalkResult:
-    """MultiHeadAttention(q, k, v) of a long sequence to itself -> Attention(q, k, v)."""
+    """MultiHeadAttention(q, k, v, counts) to a caption, or of a sequence to itself where it wins -> Attention."""
     query, key, value = (optional_input(node, index) for index in range(3))
     if query is None or key is None or value is None:
         return Refused("packed layouts stay with ONNX Runtime")
     is_causal = node.attributes.get_int("unidirectional", 0) != 0
-    if is_causal or any(each is not None for each in node.inputs[3:]):
+    if is_causal or any(each is not None for index, each in enumerate(node.inputs[3:], 3) if index != KEY_COUNTS):
         return Refused("a bias, a mask or a cache stays with ONNX Runtime")
     if any(output.uses() or output.is_graph_output() for output in node.outputs[1:]):
         return Refused("keys, values or scores are read")
     heads, scale = node.attributes.get_int("num_heads"), node.attributes.get_float("scale", 0.0)
-    if (reason := check_own_attention(query, key, value, heads, scale)) is not None:
+    counts = optional_input(node, KEY_COUNTS)
+    if (reason := check_own_attention(query, key, value, counts, heads, scale)) is not None:
         return Refused(reason)
-    if not same_dims(known_dims(query), known_dims(key)):
-        return Refused("keys of another sequence: ONNX Runtime's kernel is faster for captions")
-    tokens = image.size_of(known_dims(query)[1:2])
-    if tokens is None:
-        return Refused("the number of tokens is not known")
-    if tokens < MIN_TOKENS:
-        return Refused(f"{tokens} tokens: ONNX Runtime's kernel stays below {MIN_TOKENS}")
-    _put(node, node.outputs[0], "Attention", [query, key, value], {"num_heads": heads, "scale": scale})
+    if not isinstance(keys := known_dims(key)[1], int) and keys.value is None:
+        return Refused("the number of keys is not known")
+    if same_dims(known_dims(query), known_dims(key)):
+        tokens = image.size_of(known_dims(query)[1:2])
+        if tokens is None:
+            return Refused("the number of tokens is not known")
+        shortest = MIN_TOKENS.get(required(static_dim(query, 2)) // heads)
+        if tokens > MAX_TOKENS and (shortest is None or tokens < shortest):
+            return Refused(f"{tokens} tokens: ONNX Runtime's kernel is faster")
+    inputs = [query, key, value, *([] if counts is None else [counts])]
+    _put(node, node.outputs[0], "Attention", inputs, {"num_heads": heads, "scale": scale})
     return REWRITTEN
 
 

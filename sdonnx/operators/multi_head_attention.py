@@ -19,7 +19,7 @@ from sdonnx.operators.case import Fill, KernelCase
 from sdonnx.operators.contract import FLOATS_AND_BFLOAT16, Contract
 from sdonnx.operators.reference_body import graph_of, optional_input
 
-__all__ = ["ATTENTION_BIAS", "KEY_COUNTS", "MULTI_HEAD_ATTENTION", "check_causal"]
+__all__ = ["ATTENTION_BIAS", "KEY_COUNTS", "MULTI_HEAD_ATTENTION", "check_causal", "mask_of_first_keys"]
 
 KEY_COUNTS = 4
 """The index of the input key_padding_mask: how many keys of each image are not padding."""
@@ -65,7 +65,7 @@ def _lower(node: ir.Node) -> list[ir.Value | None]:
     if counts is not None:
         if counts.shape is None or counts.shape.rank() != 1:
             raise ValueError(f"{node.name}: a padding mask of {counts.shape}, not one count of keys for each image")
-        mask = _first_keys(node, query, key, counts)
+        mask = mask_of_first_keys(node, query, key, counts)
     heads = node.attributes.get_int("num_heads")
     attributes: dict[str, int | float] = {
         "q_num_heads": heads,
@@ -77,7 +77,7 @@ def _lower(node: ir.Node) -> list[ir.Value | None]:
     return [insert(node, "Attention", [query, key, value, mask], attributes)]
 
 
-def _first_keys(node: ir.Node, query: ir.Value, key: ir.Value, counts: ir.Value) -> ir.Value:
+def mask_of_first_keys(node: ir.Node, query: ir.Value, key: ir.Value, counts: ir.Value) -> ir.Value:
     """Return the mask (B,1,S,L) of the first `counts` (B,) keys of each image."""
     graph, int64, boolean = graph_of(node), ir.DataType.INT64, ir.DataType.BOOL
     size = {name: constant(graph, number, np.int64, f"attention_{name}") for name, number in (("zero", 0), ("one", 1))}

@@ -1,7 +1,9 @@
-"""sdonnx::Attention(q (B,S,N*72), k (B,L,N*72), v (B,L,N*72)) -> softmax(scale q k^T) v (B,S,N*72).
+"""sdonnx::Attention(q (B,S,N*H), k (B,L,N*H), v (B,L,N*H), counts (B,)) -> softmax(scale q k^T) v (B,S,N*H).
 
-Vaswani et al. 2017, without a mask. N is the attribute num_heads. Without a scale it is 1 / sqrt(72). The kernels are
-kernels/src/attention_wgmma.cuh for compute capability 9.0, and kernels/src/attention_portable.cuh.
+Vaswani et al. 2017. N is the attribute num_heads. Without a scale it is 1 / sqrt(H). `counts` is optional: int32, how
+many keys of each image are not padding, at least one. The kernels are kernels/src/attention_wgmma.cuh for long
+sequences of heads of 72 on compute capability 9.0, attention_short.cuh for at most 128 keys, and
+attention_portable.cuh.
 """
 
 from __future__ import annotations
@@ -11,29 +13,39 @@ from collections.abc import Iterator
 import onnx_ir as ir
 
 from sdonnx.graph.edit import dims, input_of, insert
-from sdonnx.operators.case import OWN_DOMAIN, KernelCase
+from sdonnx.operators.case import OWN_DOMAIN, Fill, KernelCase
 from sdonnx.operators.contract import Contract
+from sdonnx.operators.multi_head_attention import mask_of_first_keys
+from sdonnx.operators.reference_body import optional_input
 
-__all__ = ["HEAD_SIZE", "OWN_ATTENTION", "check_own_attention"]
+__all__ = ["HEAD_SIZES", "OWN_ATTENTION", "check_own_attention"]
 
-HEAD_SIZE = 72
-"""The only head size of the kernels (kernels/src/attention_args.h, kHeadSize)."""
+HEAD_SIZES = (40, 64, 72, 80, 160)
+"""The head sizes of the kernels (kernels/src/attention.cuh, launcher_of)."""
+
+_COUNTS = 3  # the index of the input `counts`
 
 # attention.cuh: images times heads are an axis of the grid. The run-time's batches are far smaller.
 _MAX_HEADS = 65535
 
 
-def check_own_attention(query: ir.Value, key: ir.Value, value: ir.Value, num_heads: int, scale: float) -> str | None:
-    """Return why the kernels do not accept queries (B,S,D), keys and values (B,L,D), None if they do."""
+def check_own_attention(
+    query: ir.Value, key: ir.Value, value: ir.Value, counts: ir.Value | None, num_heads: int, scale: float
+) -> str | None:
+    """Return why the kernels do not accept queries (B,S,D), keys and values (B,L,D), and counts (B,); else None."""
     sizes = [dims(each) for each in (query, key, value)]
     if any(each is None or len(each) != 3 for each in sizes):
         return "query, key and value are not known to have three axes"
     if not 0 < num_heads <= _MAX_HEADS:
         return f"{num_heads} heads"
     widths = {each[2] for each in sizes if each is not None}
-    if widths != {num_heads * HEAD_SIZE}:
+    if not any(widths == {num_heads * size} for size in HEAD_SIZES):
         shown = ", ".join(sorted(map(str, widths)))
-        return f"a width of {shown} in {num_heads} heads: the kernel accepts heads of {HEAD_SIZE}"
+        *sizes_but_last, last = HEAD_SIZES
+        accepted = f"{', '.join(map(str, sizes_but_last))} or {last}"
+        return f"a width of {shown} in {num_heads} heads: the kernel accepts heads of {accepted}"
+    if counts is not None and (counts.dtype != ir.DataType.INT32 or len(dims(counts) or ()) != 1):
+        return "the padding mask is not one count of keys for each image"
     if scale < 0:
         return f"a scale of {scale}"
     failures = (OWN_ATTENTION.check_dtype(each) for each in (query, key, value))
@@ -42,25 +54,39 @@ def check_own_attention(query: ir.Value, key: ir.Value, value: ir.Value, num_hea
 
 def _limits(node: ir.Node) -> str | None:
     heads, scale = node.attributes.get_int("num_heads", 0), node.attributes.get_float("scale", 0.0)
-    return check_own_attention(input_of(node, 0), input_of(node, 1), input_of(node, 2), heads, scale)
+    query, key, value = (input_of(node, index) for index in range(3))
+    return check_own_attention(query, key, value, optional_input(node, _COUNTS), heads, scale)
 
 
 def _lower(node: ir.Node) -> list[ir.Value | None]:
-    heads = node.attributes.get_int("num_heads")
+    heads, counts = node.attributes.get_int("num_heads"), optional_input(node, _COUNTS)
+    mask = None if counts is None else mask_of_first_keys(node, input_of(node, 0), input_of(node, 1), counts)
     attributes: dict[str, int | float] = {"q_num_heads": heads, "kv_num_heads": heads}
     if scale := node.attributes.get_float("scale", 0.0):
         attributes["scale"] = scale
-    return [insert(node, "Attention", node.inputs[:3], attributes)]
+    return [insert(node, "Attention", [*node.inputs[:3], *([] if mask is None else [mask])], attributes)]
 
 
-def _case(heads: int, batch: int, queries: int, keys: int, scale: float = 0.0) -> KernelCase:
-    width = heads * HEAD_SIZE
+def _case(
+    head_size: int,
+    heads: int,
+    batch: int,
+    queries: int,
+    keys: int,
+    scale: float = 0.0,
+    has_counts: bool = False,
+) -> KernelCase:
+    width = heads * head_size
     attributes: dict[str, int | float] = {"num_heads": heads}
+    shapes: tuple[tuple[int, ...], ...] = ((batch, queries, width), (batch, keys, width), (batch, keys, width))
     return KernelCase(
         "Attention",
-        f"N={heads} {batch}x{queries}x{keys}" + (f" scale={scale}" if scale else ""),
-        ((batch, queries, width), (batch, keys, width), (batch, keys, width)),
+        f"H={head_size} N={heads} {batch}x{queries}x{keys}"
+        + (f" scale={scale}" if scale else "")
+        + (" counts" if has_counts else ""),
+        (*shapes, (batch,)) if has_counts else shapes,
         attributes | ({"scale": scale} if scale else {}),
+        fills={_COUNTS: Fill.KEY_COUNTS} if has_counts else {},
         # The limits, and so the doctor's graphs, need the width.
         static_axes=dict.fromkeys(range(3), (2,)),
         intermediate_size=batch * heads * queries * keys,
@@ -69,30 +95,43 @@ def _case(heads: int, batch: int, queries: int, keys: int, scale: float = 0.0) -
 
 
 def _kernel_cases() -> Iterator[KernelCase]:
-    """Both kernels, at the edges of their tiles.
+    """All kernels, at the edges of their tiles.
 
-    Tiles have 128 queries and 64 (portable) or 128 (wgmma) keys; wgmma starts at 128 queries and 128 keys. A third
-    block of keys is the first that reuses memory, and a fifth the first that waits for the second use of it. No case
-    is empty: ONNX Runtime's CPU kernel of the reference body refuses to compute nothing.
+    Tiles have 16 queries of a warp, and 64, 80 or 128 keys; wgmma starts at 128 queries and 128 keys, and has tiles of
+    128. A third block of keys is the first that reuses memory, and a fifth the first that waits for the second use of
+    it. No case is empty: ONNX Runtime's CPU kernel of the reference body refuses to compute nothing.
     """
     yield from (
-        _case(2, *sizes) for sizes in ((1, 1, 1), (3, 1, 77), (3, 7, 5), (1, 77, 77), (2, 64, 64), (2, 127, 200))
+        _case(72, 2, *sizes) for sizes in ((1, 1, 1), (3, 1, 77), (3, 7, 5), (1, 77, 77), (2, 64, 64), (2, 127, 200))
     )
-    yield from (_case(1, 1, 100, keys) for keys in (63, 65, 127, 129, 192, 321))
-    yield from (_case(1, 1, queries, 128) for queries in (127, 128, 129, 192, 255, 257))
-    yield from (_case(1, 1, 130, keys) for keys in (127, 129, 256, 257, 384, 385, 513, 640))
-    yield from (_case(3, 2, *sizes) for sizes in ((200, 333), (333, 200), (128, 128)))
-    yield from (_case(16, batch, *sizes) for batch in (1, 2, 4) for sizes in ((7, 9), (129, 130)))
-    yield from (_case(1, batch, 150, 140) for batch in (1, 2, 3, 4))
-    yield from (_case(1, 1, *sizes) for sizes in ((1024, 1024), (128, 4096), (4096, 128)))
-    yield from (_case(2, 2, *sizes, scale) for sizes in ((77, 80), (140, 150)) for scale in (0.05, 1.0))
+    yield from (_case(72, 1, 1, 100, keys) for keys in (63, 65, 80, 81, 127, 129, 192, 321))
+    yield from (_case(72, 1, 1, queries, 128) for queries in (127, 128, 129, 192, 255, 257))
+    yield from (_case(72, 1, 1, 130, keys) for keys in (127, 129, 256, 257, 384, 385, 513, 640))
+    yield from (_case(72, 3, 2, *sizes) for sizes in ((200, 333), (333, 200), (128, 128)))
+    yield from (_case(72, 16, batch, *sizes) for batch in (1, 2, 4) for sizes in ((7, 9), (129, 130)))
+    yield from (_case(72, 1, batch, 150, 140) for batch in (1, 2, 3, 4))
+    yield from (_case(72, 1, 1, *sizes) for sizes in ((1024, 1024), (128, 4096), (4096, 128)))
+    yield from (_case(72, 2, 2, *sizes, scale) for sizes in ((77, 80), (140, 150)) for scale in (0.05, 1.0))
+    for head_size in HEAD_SIZES:
+        yield from (_case(head_size, 2, 2, *sizes) for sizes in ((33, 77), (17, 128), (140, 150)) if head_size != 72)
+        yield from (_case(head_size, 2, 3, *sizes, has_counts=True) for sizes in ((20, 77), (20, 120), (20, 200)))
+        yield _case(head_size, 4, 2, 150, 16)
 
 
 OWN_ATTENTION = Contract(
     "Attention",
     _lower,
     _kernel_cases,
-    first_use=("N=2 3x7x5", "N=1 1x100x321", "N=3 2x200x333"),
+    first_use=(
+        "H=72 N=2 3x7x5",
+        "H=72 N=1 1x100x321",
+        "H=72 N=3 2x200x333",
+        "H=40 N=2 2x33x77",
+        "H=64 N=4 2x150x16",
+        "H=80 N=2 2x33x77",
+        "H=160 N=2 2x33x77",
+        "H=64 N=2 3x20x120 counts",
+    ),
     limits=_limits,
     domain=OWN_DOMAIN,
     dtypes=frozenset({ir.DataType.FLOAT16}),

@@ -10,10 +10,11 @@ import onnx_ir as ir
 import pytest
 from support.graphs import copied, feeds_for, graph, interface, normal, relative_error, run, text_of
 
-from sdonnx.fusions.own_kernels import MIN_TOKENS, use_own_kernels
+from sdonnx.fusions.own_kernels import MAX_TOKENS, MIN_TOKENS, use_own_kernels
 from sdonnx.graph.match import MatchFailure
 from sdonnx.operators.case import OWN_DOMAIN
 from sdonnx.operators.operator_table import OWN_CONTRACTS, contract_of
+from sdonnx.operators.own_attention import HEAD_SIZES
 
 SIZES = {"B": 2, "S": 6, "H": 4, "W": 6, "N": 10}
 GROUP_NORM = "com.microsoft.GroupNorm<groups=8, epsilon=0.001, channels_last=1, activation=1>"
@@ -146,8 +147,8 @@ def attention(
     inputs: str = "q, k, v",
     attributes: str = "",
     width: int = 72,
-    queries: int | str = MIN_TOKENS,
-    keys: int | str = MIN_TOKENS,
+    queries: int | str = MIN_TOKENS[72],
+    keys: int | str = MIN_TOKENS[72],
     outputs: str = "",
 ) -> ir.Model:
     """Return a graph of one MultiHeadAttention with one head."""
@@ -168,6 +169,33 @@ def test_attention(attributes: str) -> None:
     (node,) = after.graph
     assert node.attributes.get_int("num_heads") == 1
     assert node.attributes.get_float("scale", 0.0) == pytest.approx(0.2 if attributes else 0)
+
+
+@pytest.mark.parametrize("width", HEAD_SIZES)
+@pytest.mark.parametrize("keys", [77, "L"])
+def test_attention_to_a_caption(width: int, keys: int | str) -> None:
+    """The sizes of the image are not needed."""
+    model = attention(width=width, queries="S", keys=keys)
+    assert use_own_kernels(model).fired == {"MultiHeadAttentionToOwnAttention": 1}
+
+
+def test_attention_with_key_counts() -> None:
+    model = attention("q, k, v, , counts", keys="L")
+    assert use_own_kernels(model).fired == {"MultiHeadAttentionToOwnAttention": 1}
+    assert [each.name for each in model.graph.node(0).inputs if each] == ["q", "k", "v", "counts"]
+
+
+def test_attention_needs_the_number_of_keys_or_its_name() -> None:
+    model = attention()
+    for value in model.graph.inputs[1:]:
+        value.shape = ir.Shape(["B", None, 72])
+    assert [each.reason for each in failures(model, 64)] == ["the number of keys is not known"]
+
+
+@pytest.mark.parametrize("width", HEAD_SIZES)
+def test_short_attention_of_a_sequence_to_itself(width: int) -> None:
+    model = attention(width=width, queries=MAX_TOKENS, keys=MAX_TOKENS)
+    assert swapped(model)[1] == {"MultiHeadAttentionToOwnAttention": 1}
 
 
 @pytest.mark.parametrize(("latent_size", "patch_size", "fires"), [(64, 2, True), (62, 2, False), (32, 1, True)])
@@ -321,15 +349,11 @@ REFUSED: Mapping[str, tuple[ir.Model, str]] = {
         "packed layouts stay with ONNX Runtime",
     ),
     "attention with biases": (attention("q, k, v, bias"), "a bias, a mask or a cache stays with ONNX Runtime"),
-    "attention with key counts": (attention("q, k, v, , counts"), "a bias, a mask or a cache stays with ONNX Runtime"),
     "causal attention": (attention(attributes=", unidirectional=1"), "a bias, a mask or a cache stays"),
     "attention with a cache": (attention(outputs="k_heads v_heads"), "keys, values or scores are read"),
-    "other head size": (attention(width=64), "a width of 64 in 1 heads: the kernel accepts heads of 72"),
-    "keys of captions": (attention(keys=2048), "keys of another sequence"),
-    "short attention": (
-        attention(queries=1023, keys=1023),
-        f"1023 tokens: ONNX Runtime's kernel stays below {MIN_TOKENS}",
-    ),
+    "other head size": (attention(width=48), "the kernel accepts heads of 40, 64, 72, 80 or 160"),
+    "long attention": (attention(width=64, queries=4096, keys=4096), "4096 tokens: ONNX Runtime's kernel is faster"),
+    "attention of medium length": (attention(queries=1023, keys=1023), "1023 tokens: ONNX Runtime's kernel is faster"),
     "mean of a gated norm": (
         graph(
             SHAPES,
@@ -382,7 +406,7 @@ def test_group_norms_of_images_of_any_size_are_replaced(latent_size: int | None)
 def test_attention_needs_the_number_of_tokens() -> None:
     model = attention(queries="S", keys="S")
     assert [each.reason for each in failures(copied(model), None)] == ["the number of tokens is not known"]
-    assert [each.reason[:9] for each in failures(copied(model), 64)] == ["64 tokens"]
+    assert [each.reason[:9] for each in failures(copied(model), 65)] == ["65 tokens"]
 
 
 def test_size_of_the_image_follows_from_the_latents() -> None:

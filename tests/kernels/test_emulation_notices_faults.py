@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -41,7 +42,10 @@ FAULTS = {
     "half a warp": ("layer_norm.cuh", "launch(kernels[ceil_div(channels, 256) - 1]", "launch(kernels[0]"),
     "gate": ("bias_split_gelu.cuh", "gelu(gate[j] + gate_bias[j])", "gelu(gate[j])"),
     "rows": ("bias_split_gelu.cuh", "ceil_div(a.rows, is_long ? 4 : 1)", "ceil_div(a.rows - 1, is_long ? 4 : 1)"),
-    "keys behind the last": ("attention_portable.cuh", "i % 2 >= a.keys)", "i % 2 > a.keys)"),
+    "keys behind the last": ("attention_portable.cuh", "i % 2 >= keys)", "i % 2 > keys)"),
+    "counts of keys": ("attention_portable.cuh", "min(max(a.counts[image], 1), a.keys)", "a.keys"),
+    "rows between tiles": ("attention_short.cuh", "copies_wait<1>();\n  block_sync();", "copies_wait<1>();"),
+    "next queries": ("attention_short.cuh", "S::kTile, query + stride);", "S::kTile, query);"),
     "rescaled result": ("attention_portable.cuh", "? shrink.x : shrink.y", "? shrink.x : shrink.x"),
     "barrier before the values": (
         "attention_portable.cuh",
@@ -52,8 +56,8 @@ FAULTS = {
         "    block_sync();  // all warps have read the values, and the next keys are there\n", "",
     ),
     "sum of earlier keys": ("attention_portable.cuh", "      sum[r] *= shrink[r];\n", ""),
-    "next keys": ("attention_portable.cuh", "head, key + kBlockKeys, kBlockKeys);", "head, key, kBlockKeys);"),
-    "heads": ("attention_portable.cuh", "head = blockIdx.y % a.heads", "head = blockIdx.y / a.heads"),
+    "next keys": ("attention_portable.cuh", "a.keys, key + KEYS, KEYS);", "a.keys, key, KEYS);"),
+    "heads": ("attention_short.cuh", "head = blockIdx.y % a.heads", "head = blockIdx.y / a.heads"),
     "residual": ("mat_mul.cuh", "if (p.residual) sum +=", "if (p.residual) sum -="),
 }  # fmt: skip
 
@@ -75,6 +79,7 @@ print("sound" if verdict.sound else "faulty")
 
 OPERATORS = {
     "attention_portable.cuh": ("Attention",),
+    "attention_short.cuh": ("Attention",),
     "bias_split_gelu.cuh": ("BiasSplitGelu",),
     "group_norm_kernels.cuh": ("GroupNorm",),
     "layer_norm.cuh": ("LayerNorm", "SkipLayerNorm"),
@@ -86,13 +91,17 @@ OPERATORS = {
 def checked(library: Path, operators: Iterable[str]) -> str:
     """Return "sound", "faulty", or "stopped" where the emulation ended the process."""
     command = [sys.executable, "-c", CHECK, str(library), *operators]
-    done = subprocess.run(command, cwd=SOURCES.parent, capture_output=True, text=True)
+    # With few multiprocessors, a warp of attention_short.cuh computes several tiles; GroupNorm needs clusters.
+    capability = "8" if "Attention" in operators else "9"
+    environment = os.environ | {"SDONNX_EMULATED_CAPABILITY": capability}
+    done = subprocess.run(command, cwd=SOURCES.parent, env=environment, capture_output=True, text=True)
     return done.stdout.strip() if done.returncode == 0 else "stopped"
 
 
 @pytest.mark.slow
 def test_sources_are_sound() -> None:
-    assert checked(emulated_library(), OWN_CONTRACTS) == "sound"
+    assert checked(emulated_library(), ["Attention"]) == "sound"
+    assert checked(emulated_library(), [name for name in OWN_CONTRACTS if name != "Attention"]) == "sound"
 
 
 @pytest.mark.slow

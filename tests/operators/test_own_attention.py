@@ -12,12 +12,13 @@ import torch.nn.functional as F  # noqa: N812
 from support.operator_tests import OperatorTest
 
 from sdonnx.operators.case import KernelCase
-from sdonnx.operators.own_attention import HEAD_SIZE, OWN_ATTENTION, check_own_attention
+from sdonnx.operators.own_attention import HEAD_SIZES, OWN_ATTENTION, check_own_attention
 
 
 def attention(inputs: Any, attributes: Mapping[str, Any]) -> list[torch.Tensor]:
-    q, k, v = (x.unflatten(2, (attributes["num_heads"], HEAD_SIZE)).transpose(1, 2) for x in inputs)
-    found = F.scaled_dot_product_attention(q, k, v, scale=attributes.get("scale"))
+    q, k, v = (x.unflatten(2, (attributes["num_heads"], -1)).transpose(1, 2) for x in inputs[:3])
+    mask = torch.arange(k.shape[2]) < inputs[3].reshape(-1, 1, 1, 1) if len(inputs) > 3 else None
+    found = F.scaled_dot_product_attention(q, k, v, mask, scale=attributes.get("scale"))
     return [found.transpose(1, 2).flatten(2)]
 
 
@@ -28,7 +29,7 @@ def refused(name: str, *shapes: tuple[int, ...], heads: int = 2, scale: float = 
 OPERATOR_TEST = OperatorTest(
     torch=attention,
     refused=(
-        refused("head size 64", (2, 3, 128), (2, 5, 128), (2, 5, 128)),
+        refused("head size 48", (2, 3, 96), (2, 5, 96), (2, 5, 96)),
         refused("head size 144", (2, 3, 144), (2, 5, 144), (2, 5, 144), heads=1),
         refused("no heads", (2, 3, 144), (2, 5, 144), (2, 5, 144), heads=0),
         refused("another width of keys", (2, 3, 144), (2, 5, 72), (2, 5, 72)),
@@ -48,6 +49,17 @@ def test_cases_have_heads_and_batches_of_pixart() -> None:
     assert {shape[0] for case in cases if (shape := case.shapes[0])} >= {1, 2, 3, 4}
 
 
+@pytest.mark.parametrize("head_size", HEAD_SIZES)
+def test_cases_and_first_use_have_all_head_sizes(head_size: int) -> None:
+    """Each head size has kernels of its own."""
+    assert any(name.startswith(f"H={head_size} ") for name in OWN_ATTENTION.first_use)
+    cases = [case for case in OWN_ATTENTION.kernel_cases() if case.name.startswith(f"H={head_size} ")]
+    assert {len(case.shapes) for case in cases} == {3, 4}
+    keys = {shape[1] for case in cases if (shape := case.shapes[1])}
+    assert min(keys) <= 80 < max(keys)
+    assert max(keys) > 128
+
+
 def test_first_use_has_tiles_of_both_kernels() -> None:
     """kernels/src/attention_wgmma.cuh starts at 128 queries and 128 keys."""
     cases = {case.name: case for case in OWN_ATTENTION.kernel_cases()}
@@ -64,7 +76,7 @@ Q, KV = tokens("B", "S", 144), tokens("B", "L", 144)
         (tokens("B", "S", 2, 3, 72), KV, KV, 2, 0.0, "query, key and value are not known to have three axes"),
         (ir.Value(name="q"), KV, KV, 2, 0.0, "query, key and value are not known to have three axes"),
         (Q, KV, KV, 0, 0.0, "0 heads"),
-        (Q, KV, KV, 1, 0.0, "a width of 144 in 1 heads: the kernel accepts heads of 72"),
+        (Q, KV, KV, 1, 0.0, "a width of 144 in 1 heads: the kernel accepts heads of 40, 64, 72, 80 or 160"),
         (Q, tokens("B", "L", 72), KV, 2, 0.0, "a width of 144, 72 in 2 heads"),
         (tokens("B", "S", "D"), KV, KV, 2, 0.0, "a width of 144, D in 2 heads"),
         (Q, KV, KV, 2, -1.0, "a scale of -1.0"),
@@ -79,9 +91,23 @@ Q, KV = tokens("B", "S", 144), tokens("B", "L", 144)
     ],
 )
 def test_refuses(q: ir.Value, k: ir.Value, v: ir.Value, heads: int, scale: float, reason: str) -> None:
-    assert reason in (check_own_attention(q, k, v, heads, scale) or "")
+    assert reason in (check_own_attention(q, k, v, None, heads, scale) or "")
+
+
+@pytest.mark.parametrize(
+    "counts",
+    [
+        ir.Value(name="c", shape=ir.Shape(["B"]), type=ir.TensorType(ir.DataType.INT64)),
+        ir.Value(name="c", shape=ir.Shape(["B", "L"]), type=ir.TensorType(ir.DataType.INT32)),
+    ],
+)
+def test_refuses_other_masks(counts: ir.Value) -> None:
+    reason = check_own_attention(Q, KV, KV, counts, 2, 0.0)
+    assert reason == "the padding mask is not one count of keys for each image"
 
 
 def test_accepts() -> None:
-    assert check_own_attention(Q, KV, KV, 2, 0.0) is None
-    assert check_own_attention(Q, Q, Q, 2, 0.5) is None
+    counts = ir.Value(name="c", shape=ir.Shape(["B"]), type=ir.TensorType(ir.DataType.INT32))
+    assert check_own_attention(Q, KV, KV, counts, 2, 0.0) is None
+    assert check_own_attention(Q, KV, KV, None, 2, 0.0) is None
+    assert check_own_attention(Q, Q, Q, None, 2, 0.5) is None
