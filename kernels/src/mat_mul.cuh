@@ -56,18 +56,14 @@ class Multiplier {
     if (p.bias)
       lt::check_status(cublas.descriptor_set(plan.descriptor, lt::kBiasPointer, &p.bias, sizeof p.bias), "bias");
     const float one = 1, beta = p.residual ? 1.0f : 0.0f;
-    const Scratch workspace = context.scratch(plan.best.workspace_bytes);
     lt::check_status(
         cublas.multiply(handle, plan.descriptor, &one, p.w, plan.w, p.x, plan.x, &beta,
-                        p.residual ? p.residual : p.y, plan.y, p.y, plan.y, &plan.best.algorithm, workspace.data(),
-                        plan.best.workspace_bytes, context.stream()),
+                        p.residual ? p.residual : p.y, plan.y, p.y, plan.y, &plan.best.algorithm, nullptr, 0,
+                        context.stream()),
         "cublasLtMatmul");
   }
 
  private:
-  // 4 MB: ONNX Runtime's cuBLAS has as much in this project (docs/decisions/0034).
-  static constexpr size_t kMaxWorkspace = 4 << 20;
-
   struct Key {
     int64_t m, n, k;
     bool bias, residual, gelu;
@@ -115,7 +111,9 @@ class Multiplier {
     lt::check_status(cublas.layout_create(&plan.y, lt::kReal16, p.n, p.m, p.n), "layout");
     lt::Preference preference = nullptr;
     lt::check_status(cublas.preference_create(&preference), "preference");
-    const uint64_t most = kMaxWorkspace;
+    // With a workspace, cuBLASLt chooses algorithms that need a memset before each product: they are slower, even without
+    // the time of the memset (docs/decisions/0147).
+    const uint64_t most = 0;
     int status = cublas.preference_set(preference, lt::kMaxWorkspaceBytes, &most, sizeof most);
     for (int i = 0; i < 4 && !status; i++)
       status = cublas.preference_set(preference, lt::kMinAlignmentA + i, &key.alignment, sizeof key.alignment);
