@@ -42,6 +42,8 @@ _NO_CAPTURE = "-1"
 # captured for other sizes still needs some memory: 13 MB were not enough on an H200, 101 MB were.
 _SPARE = 128 * 2**20
 
+_CAPTURE_ATTEMPTS = 3
+
 
 @dataclass(frozen=True)
 class SessionSettings:
@@ -322,15 +324,25 @@ class Run:
     def capture(self) -> None:
         """Capture the CUDA graph, after `prepare`; do nothing if the graph does not capture.
 
+        The arena may place tensors otherwise than in the run before, and then lacks a block, which it cannot allocate
+        during a capture. Another run allocates it.
+
         Raises:
             DeviceMemoryError: the device has too little memory; no graph is captured.
         """
         if not self._graph.captures or self._replay is not None:
             return
-        self.prepare()
         device = self._graph.device
-        with device.recording(), self._memory_errors():
-            self._replay = cuda(device.index).capture(self._run)
+        for attempts_left in reversed(range(_CAPTURE_ATTEMPTS)):
+            self.prepare()
+            try:
+                with device.recording(), self._memory_errors():
+                    self._replay = cuda(device.index).capture(self._run)
+                return
+            except DeviceMemoryError:
+                if not attempts_left:
+                    raise
+                self._prepared = False
 
     def _run(self) -> None:
         self._graph.session.run_with_iobinding(self._binding, self._options)
