@@ -6,7 +6,7 @@ import gc
 import logging
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -51,11 +51,28 @@ _SLOW = (
     "test_packaging",
 )
 
+# They take half a minute to two minutes each, so they start before the other slow files: the workers end together.
+_LONGEST = (
+    "optimize/test_exporters",
+    "precision_search/",
+    "benchmark/test_benchmark_command",
+    "models/test_ip_adapter",
+    "folder/test_faults",
+    "folder/test_hostile",
+    "benchmark/test_adapter_engines",
+    "compose/test_abi",
+    "optimize/test_flags",
+    "optimize/test_reproducible",
+    "kernels/",
+    "optimize/test_compare_optimizers",
+)
+
 _MEASURED_CASES = 3
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="also run the tests of full-size models")
+    parser.addoption("--measure-fast", action="store_true", help="with --cov: measure no tests that take long")
     parser.addoption("--results", type=Path, default=None, help="file to append measurements to")
     parser.addoption("--made", type=Path, default=None, help="keep GPU tests' pipelines here, and use those that are")
     parser.addoption("--faults", type=int, default=0, help="number of injections of each fault")
@@ -81,8 +98,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.pipeline)
         elif item.path.relative_to(tests).as_posix().startswith(_SLOW):
             item.add_marker(pytest.mark.slow)
-    heavy = {item.path for item in items if item.get_closest_marker("pipeline") or item.get_closest_marker("slow")}
-    items.sort(key=lambda item: item.path in heavy)  # stable: the order within a file stays
+    heavy = {item.path for item in items if _takes_long(item)}
+    ranks = {path: _rank(path.relative_to(tests).as_posix()) for path in heavy}
+    items.sort(key=lambda item: ranks.get(item.path, -1))  # stable: the order within a file stays
     if config.pluginmanager.hasplugin("_cov"):
         _measure_some(items)
     on_gpu = [item for item in items if item.get_closest_marker("gpu")]
@@ -91,13 +109,35 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="ONNX Runtime has no CUDAExecutionProvider here"))
 
 
+def _takes_long(item: pytest.Item) -> bool:
+    return item.get_closest_marker("pipeline") is not None or item.get_closest_marker("slow") is not None
+
+
+def _rank(file: str) -> int:
+    """Return the place of a file among those that take long."""
+    return next((index for index, start in enumerate(_LONGEST) if file.startswith(start)), len(_LONGEST))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Pause the measurement of coverage with --measure-fast, also for the fixtures of a test."""
+    plugin = item.config.pluginmanager.getplugin("_cov")
+    if plugin is None or not item.config.getoption("--measure-fast") or not _takes_long(item):
+        return (yield)
+    plugin.cov_controller.pause()
+    try:
+        return (yield)
+    finally:
+        plugin.cov_controller.resume()
+
+
 def _measure_some(items: list[pytest.Item]) -> None:
     """Measure the coverage of the first cases of each test only: others reach the same lines, 60 % slower."""
     cases = Counter[tuple[Path, str]]()
     for item in items:
         test = item.path, getattr(item, "originalname", item.name)
         cases[test] += 1
-        if cases[test] > _MEASURED_CASES:
+        if cases[test] > _MEASURED_CASES and not (_takes_long(item) and item.config.getoption("--measure-fast")):
             item.add_marker(pytest.mark.no_cover)
 
 
