@@ -5,6 +5,7 @@
 #include "abi_probe.h"
 #include "attention.cuh"
 #include "bias_split_gelu.cuh"
+#include "concat_channels.cuh"
 #include "group_norm.cuh"
 #include "layer_norm.cuh"
 #include "mat_mul.cuh"
@@ -26,7 +27,7 @@ inline Signature abi_probe_signature() {
 // The build, as "key=value" words: the version of the operators' contracts, which sdonnx compares with its own, ONNX
 // Runtime's API version, and the architectures that kernels were compiled for.
 SDONNX_EXPORT const char* sdonnx_kernels_build() {
-  return "operators=4 api=18 architectures=" SDONNX_ARCHITECTURES;
+  return "operators=5 api=18 architectures=" SDONNX_ARCHITECTURES;
 }
 
 SDONNX_EXPORT ort::Status* RegisterCustomOps(ort::SessionOptions* options, const ort::ApiBase* base) {
@@ -37,7 +38,7 @@ SDONNX_EXPORT ort::Status* RegisterCustomOps(ort::SessionOptions* options, const
       Operator(layer_norm_signature()),      Operator(skip_layer_norm_signature()),
       Operator(bias_split_gelu_signature()), Operator(group_norm_signature()),
       Operator(mat_mul_signature()),         Operator(attention_signature()),
-      Operator(abi_probe_signature()),
+      Operator(concat_channels_signature()), Operator(abi_probe_signature()),
   };
   ort::Domain* domain = nullptr;  // lives as long as the process
   if (ort::Status* status = ort::create_domain(api, "sdonnx", &domain)) return status;

@@ -15,6 +15,7 @@ from typing import Any
 import onnx_ir as ir
 
 from sdonnx.fusions.fuse_bias_split_gelu import GegluToBiasSplitGelu
+from sdonnx.fusions.own_image_kernels import concat_channels
 from sdonnx.graph.edit import (
     MICROSOFT,
     Dim,
@@ -385,6 +386,7 @@ _SWAPS: Mapping[tuple[str, str], Callable[[ir.Node, _DefaultImage], WalkResult]]
     (MICROSOFT, "BiasAdd"): _bias_add,
     ("", "Add"): _sum,
     ("", "Gemm"): _gemm,
+    ("", "Concat"): concat_channels,
 }
 
 _TARGETS = {
@@ -398,5 +400,6 @@ _TARGETS = {
     "BiasAdd": "MatMul",
     "Add": "MatMul",
     "Gemm": "MatMul",
+    "Concat": "ConcatChannels",
 }
 """The operator that takes a node's place."""

@@ -15,6 +15,7 @@ from sdonnx.operators.multi_head_attention import MULTI_HEAD_ATTENTION
 from sdonnx.operators.nhwc_conv import NHWC_CONV
 from sdonnx.operators.own_attention import OWN_ATTENTION
 from sdonnx.operators.own_bias_split_gelu import OWN_BIAS_SPLIT_GELU
+from sdonnx.operators.own_concat_channels import OWN_CONCAT_CHANNELS
 from sdonnx.operators.own_group_norm import OWN_GROUP_NORM
 from sdonnx.operators.own_layer_norm import OWN_LAYER_NORM
 from sdonnx.operators.own_mat_mul import OWN_MAT_MUL
@@ -62,6 +63,7 @@ OWN_CONTRACTS = {
         OWN_GROUP_NORM,
         OWN_MAT_MUL,
         OWN_ATTENTION,
+        OWN_CONCAT_CHANNELS,
     )
 }
 """The contracts of our own operators, of the domain OWN_DOMAIN, by operator."""

@@ -8,15 +8,14 @@ from collections.abc import Mapping
 import numpy as np
 import onnx_ir as ir
 import pytest
-from support.graphs import copied, feeds_for, graph, interface, normal, relative_error, run, text_of
+from support.graphs import copied, graph, normal
+from support.own_swaps import failures, own, swapped
 
 from sdonnx.fusions.own_kernels import MAX_TOKENS, MIN_TOKENS, use_own_kernels
-from sdonnx.graph.match import MatchFailure
 from sdonnx.operators.case import OWN_DOMAIN
-from sdonnx.operators.operator_table import OWN_CONTRACTS, contract_of
+from sdonnx.operators.operator_table import OWN_CONTRACTS
 from sdonnx.operators.own_attention import HEAD_SIZES
 
-SIZES = {"B": 2, "S": 6, "H": 4, "W": 6, "N": 10}
 GROUP_NORM = "com.microsoft.GroupNorm<groups=8, epsilon=0.001, channels_last=1, activation=1>"
 SKIP_GROUP_NORM = GROUP_NORM.replace("GroupNorm", "SkipGroupNorm", 1)
 
@@ -27,39 +26,6 @@ def half(*shape: int, seed: int = 0) -> np.ndarray[tuple[int, ...], np.dtype[np.
 
 VECTOR, WEIGHT = half(64), half(64, 64, seed=1) / np.float16(8)
 NORM = {"g": normal(64), "b": normal(64, seed=2)}
-
-
-def swapped(model: ir.Model, latent_size: int | None = 64, tolerance: float = 4e-3) -> tuple[ir.Model, dict[str, int]]:
-    """Replace nodes, and check the properties of every replacement; return the graph and what fired."""
-    after = copied(model)
-    outcome = use_own_kernels(after, latent_size)
-    assert interface(after) == interface(model)
-    for node in after.graph:
-        if node.domain == OWN_DOMAIN:
-            contract = contract_of(node)
-            assert contract is not None
-            assert contract.check(node) is None
-            assert [output.dtype for output in node.outputs] == [ir.DataType.FLOAT16] * len(node.outputs)
-    again = copied(after)
-    assert use_own_kernels(again, latent_size).fired == {}
-    assert text_of(again) == text_of(after)
-    feeds = feeds_for(model, sizes=SIZES)
-    found, expected = run(after, feeds), run(model, feeds)
-    for name, values in expected.items():
-        assert relative_error(found[name], values) < tolerance
-    return after, outcome.fired
-
-
-def own(model: ir.Model) -> list[str]:
-    return [node.op_type for node in model.graph if node.domain == OWN_DOMAIN]
-
-
-def failures(model: ir.Model, latent_size: int | None = 64) -> tuple[MatchFailure, ...]:
-    before = text_of(model)
-    outcome = use_own_kernels(model, latent_size)
-    assert outcome.fired == {}
-    assert text_of(model) == before
-    return outcome.failures
 
 
 def test_layer_norm() -> None:
@@ -443,6 +409,7 @@ def test_every_operator_is_emitted() -> None:
             graph("float16[B,8,8,64] x", "float16[B,8,8,64] y", f"y = {GROUP_NORM}(x, g, b)", **NORM),
             graph("float16[B,S,2560] x", "float16[B,S,1280] y", "y = com.microsoft.BiasSplitGelu(x, b)", b=half(2560)),
             attention(),
+            graph("float16[B,8,8,64] x, float16[B,8,8,8] r", "float16[B,8,8,72] y", "y = Concat<axis=3>(x, r)"),
             graph(
                 SHAPES,
                 "float16[B,S,64] y",

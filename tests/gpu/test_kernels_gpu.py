@@ -149,6 +149,7 @@ def test_batches(op_type: str, batch: int, library: Path, note: Any) -> None:
         "GroupNorm": ((batch, 7, 9, 1280), (1280,), (1280,), (batch, 7, 9, 1280), (1280,)),
         "MatMul": ((batch, 63, 1280), (1280, 1280), (1280,), (batch, 63, 1280)),
         "Attention": ((batch, 143, 1152), (batch, 143, 1152), (batch, 143, 1152)),
+        "ConcatChannels": ((batch, 7, 9, 1280), (batch, 7, 9, 640), (1280,)),
     }
     groups: dict[str, Any] = {"groups": 32, "activation": 1, "epsilon": 1e-5}
     attributes = {"GroupNorm": groups, "Attention": {"num_heads": 16}}.get(op_type, {})

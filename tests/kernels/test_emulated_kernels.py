@@ -91,7 +91,9 @@ def test_order_of_threads_does_not_change_a_byte(
     assert [array.tobytes() for array in forward] == [array.tobytes() for array in backward]
 
 
-@pytest.mark.parametrize("op_type", ["LayerNorm", "SkipLayerNorm", "BiasSplitGelu", "GroupNorm", "Attention"])
+@pytest.mark.parametrize(
+    "op_type", ["LayerNorm", "SkipLayerNorm", "BiasSplitGelu", "GroupNorm", "Attention", "ConcatChannels"]
+)
 def test_unaligned_tensors(op_type: str) -> None:
     """Buffers of the caller may begin at any element: the vectors of eight numbers are then read one by one."""
     case = next(case for case in OWN_KERNEL_CASES if case.op_type == op_type)
@@ -157,6 +159,12 @@ REFUSED = [
     ),
     (one("Attention", [(2, 3, 72), (2, 0, 72), (2, 0, 72)], num_heads=1), "there is no key"),
     (one("Attention", [(2, 3, 72)] * 3, num_heads=1, scale=-1.0), "the scale is negative"),
+    (one("ConcatChannels", [(2, 3, 12), (2, 3, 16)]), "ConcatChannels of 12 and 16 channels; expected multiples of 8"),
+    (one("ConcatChannels", [(2, 3, 16), (2, 3, 4)]), "ConcatChannels of 16 and 4 channels"),
+    (one("ConcatChannels", [(2, 3, 16), (1, 3, 16)]), "x and y must have the same axes but the last"),
+    (one("ConcatChannels", [(2, 3, 16), (6, 16)]), "x and y must have the same axes but the last"),
+    (one("ConcatChannels", [(2, 3, 16), (2, 3, 8), (8,)]), "bias_x must have a number per channel of x"),
+    (one("ConcatChannels", [(2, 3, 16), (2, 3, 8), None, (16,)]), "bias_y must have a number per channel of y"),
 ]
 
 
@@ -183,6 +191,7 @@ def test_batches_of_1_to_32_are_computed_image_by_image(op_type: str) -> None:
         "GroupNorm": [(32, 4, 4, 64), (64,), (64,)],
         "MatMul": [(32, 5, 64), (64, 16), (16,)],
         "Attention": [(32, 5, 72), (32, 6, 72), (32, 6, 72)],
+        "ConcatChannels": [(32, 3, 5, 64), (32, 3, 5, 24), (64,)],
     }
     attributes = {"GroupNorm": {"groups": 8, "activation": 1}, "Attention": {"num_heads": 1}}.get(op_type, {})
     wide = KernelCase(op_type, "batch", tuple(shapes[op_type]), attributes, domain="sdonnx")

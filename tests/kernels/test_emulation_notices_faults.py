@@ -46,6 +46,9 @@ FAULTS = {
     "counts of keys": ("attention_portable.cuh", "min(max(a.counts[image], 1), a.keys)", "a.keys"),
     "rows between tiles": ("attention_short.cuh", "copies_wait<1>();\n  block_sync();", "copies_wait<1>();"),
     "next queries": ("attention_short.cuh", "S::kTile, query + stride);", "S::kTile, query);"),
+    "bias of the second half": ("concat_channels.cuh", "is_x ? a.bias_x : a.bias_y", "is_x ? a.bias_x : a.bias_x"),
+    "width of the second half": ("concat_channels.cuh", "at = is_x ? column : column - a.split", "at = column"),
+    "last vector": ("concat_channels.cuh", "if (vector < a.vectors) {", "if (vector + 1 < a.vectors) {"),
     "rescaled result": ("attention_portable.cuh", "? shrink.x : shrink.y", "? shrink.x : shrink.x"),
     "barrier before the values": (
         "attention_portable.cuh",
@@ -81,6 +84,7 @@ OPERATORS = {
     "attention_portable.cuh": ("Attention",),
     "attention_short.cuh": ("Attention",),
     "bias_split_gelu.cuh": ("BiasSplitGelu",),
+    "concat_channels.cuh": ("ConcatChannels",),
     "group_norm_kernels.cuh": ("GroupNorm",),
     "layer_norm.cuh": ("LayerNorm", "SkipLayerNorm"),
     "mat_mul.cuh": ("MatMul",),

@@ -95,7 +95,7 @@ def test_explain_shows_the_replacements(own: Path) -> None:
     fired = {name: count for name, count in stage["fired"].items() if count}
     assert fired.keys() >= {
         "LayerNormalizationToOwnLayerNorm", "BiasSplitGeluToOwnBiasSplitGelu", "SkipGroupNormToOwnGroupNorm",
-        "GroupNormToOwnGroupNorm", "BiasAddToOwnMatMul",
+        "GroupNormToOwnGroupNorm", "BiasAddToOwnMatMul", "ConcatToOwnConcatChannels",
     }  # fmt: skip
     model = ir.load(own / "unet" / "step-kernels.onnx")
     in_step = sum(node.domain == OWN_DOMAIN for node in model.graph)
@@ -103,6 +103,14 @@ def test_explain_shows_the_replacements(own: Path) -> None:
     if precompute.is_file():
         in_step += sum(node.domain == OWN_DOMAIN for node in ir.load(precompute).graph)
     assert in_step == sum(fired.values())
+
+
+def test_concat_adds_the_bias_of_the_upsampler(own: Path) -> None:
+    model = ir.load(own / "unet" / "step-kernels.onnx")
+    names = [[value.name or "" for value in node.inputs if value is not None]
+             for node in model.graph if node.op_type == "ConcatChannels"]  # fmt: skip
+    assert [len(each) for each in names] == [2, 2, 3, 2]
+    assert "upsamplers.0.conv.bias" in names[2][2]
 
 
 def test_report_names_the_command(own: Path) -> None:

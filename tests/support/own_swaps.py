@@ -1,0 +1,46 @@
+"""Replace nodes of small graphs by our own operators, and check what every replacement must keep."""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+from sdonnx.fusions.own_kernels import use_own_kernels
+from sdonnx.graph.match import MatchFailure
+from sdonnx.operators.case import OWN_DOMAIN
+from sdonnx.operators.operator_table import contract_of
+from support.graphs import copied, feeds_for, interface, relative_error, run, text_of
+
+OWN_SIZES = {"B": 2, "S": 6, "H": 4, "W": 6, "N": 10}
+
+
+def swapped(model: ir.Model, latent_size: int | None = 64, tolerance: float = 4e-3) -> tuple[ir.Model, dict[str, int]]:
+    """Replace nodes, and check the properties of every replacement; return the graph and what fired."""
+    after = copied(model)
+    outcome = use_own_kernels(after, latent_size)
+    assert interface(after) == interface(model)
+    for node in after.graph:
+        if node.domain == OWN_DOMAIN:
+            contract = contract_of(node)
+            assert contract is not None
+            assert contract.check(node) is None
+            assert [output.dtype for output in node.outputs] == [ir.DataType.FLOAT16] * len(node.outputs)
+    again = copied(after)
+    assert use_own_kernels(again, latent_size).fired == {}
+    assert text_of(again) == text_of(after)
+    feeds = feeds_for(model, sizes=OWN_SIZES)
+    found, expected = run(after, feeds), run(model, feeds)
+    for name, values in expected.items():
+        assert relative_error(found[name], values) < tolerance
+    return after, outcome.fired
+
+
+def own(model: ir.Model) -> list[str]:
+    return [node.op_type for node in model.graph if node.domain == OWN_DOMAIN]
+
+
+def failures(model: ir.Model, latent_size: int | None = 64) -> tuple[MatchFailure, ...]:
+    before = text_of(model)
+    outcome = use_own_kernels(model, latent_size)
+    assert outcome.fired == {}
+    assert text_of(model) == before
+    return outcome.failures
