@@ -133,6 +133,10 @@ def fusion_table(report: OptimizeReport) -> Table:
 
 def automatic_lines(found: Mapping[str, Any]) -> Iterator[str]:
     """Yield a description of the result of `--force_fp32_ops auto`: patterns, reasons and cost."""
+    for name, each in found["norm_scales"].items():
+        if each["scale"] != 1:
+            factor = f"1/{1 / each['scale']:.0f}"
+            yield f"{name}: group norms read values times {factor}, since {each['value']} is up to {each['most']:.2g}"
     for name, each in found["components"].items():
         nodes, of = each["nodes"]
         ideal = f"with an unlimited range of fp16: {each['ideal']['relative']:.1e}"

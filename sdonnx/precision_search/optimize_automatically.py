@@ -22,6 +22,7 @@ from sdonnx.optimize.report import OptimizeReport
 from sdonnx.optimize.request import OptimizeRequest, ProgressCallback
 from sdonnx.precision.policy import Precision, PrecisionPolicy
 from sdonnx.precision_search.fp16_emulation import write_emulated
+from sdonnx.precision_search.norm_scale import MeasuredScale, flag_of, searched_scale, write_scaled
 from sdonnx.precision_search.probe_settings import AUTO, ProbeSettings
 from sdonnx.precision_search.record_inputs import Recording, run_probe
 from sdonnx.precision_search.search import Search, search
@@ -89,17 +90,20 @@ def optimize_automatically(
                     "a pipeline that generates images in float32",
                     f"leave out --force_fp32_ops {AUTO}",
                 )
-            found = _search_components(family, wide, recorded, device, policies, on_message)
+            found, scales = _search_components(family, wide, recorded, device, policies, on_message)
             shutil.rmtree(wide)
             kept = tuple(f"{name}:{each}" for name in policies for each in _patterns(policies[name], found.get(name)))
-            final = replace(request, precision=replace(request.precision, keep_float32=kept))
+            measured_scales = (flag_of(name, each.scale) for name, each in scales.items() if each.scale != 1)
+            norm_scale = (*request.precision.norm_scale, *measured_scales)
+            final = replace(request, precision=replace(request.precision, keep_float32=kept, norm_scale=norm_scale))
             report = write_optimized(open_exported(source, final), partial, final, progress)
             report.write(partial)
             on_message("generating in fp16")
             runnable = _runnable(partial, work / "proof", policies, device)
             proof = run_probe(runnable, device.provider, settings, record=False)
             decibels = [_require_same(*each) for each in zip(proof.images, recorded.images, strict=True)]
-            report = replace(report, automatic=_report(settings, device, found, decibels, time.perf_counter() - start))
+            seconds = time.perf_counter() - start
+            report = replace(report, automatic=_report(settings, device, found, scales, decibels, seconds))
             report.write(partial)
         finally:
             shutil.rmtree(work, ignore_errors=True)
@@ -130,19 +134,31 @@ def _search_components(
     device: Device,
     policies: Mapping[str, PrecisionPolicy],
     on_message: MessageCallback,
-) -> dict[str, Search]:
-    """Search each component that computes in float16 and was called."""
-    found = {}
+) -> tuple[dict[str, Search], dict[str, MeasuredScale]]:
+    """Search each component that computes in float16 and was called.
+
+    Returns:
+        The results of the searches, and the factors of what group norms read that were chosen by measurements.
+    """
+    found, scales = {}, {}
     opened = PipelineFolder.open(wide)
     for spec in family.components:
         feeds = recorded.feeds.get(spec.name, [])
-        if spec.exceeds_float16(opened.config(spec.name)) or not feeds:
+        if not feeds:
             continue
         on_message(f"{spec.name}: searching for values outside the range of fp16")
         policy = policies[spec.name]
         component = Component(wide / spec.name, spec, feeds, device, policy.fallback)
+        chosen = searched_scale(component, spec, opened.config(spec.name), policy)
+        if chosen is None:
+            continue
+        scale, measured = chosen
+        if measured is not None:
+            scales[spec.name] = measured
+        if scale != 1:
+            component = Component(write_scaled(wide / spec.name, scale), spec, feeds, device, policy.fallback)
         found[spec.name] = search(component, policy.float32)
-    return found
+    return found, scales
 
 
 def _require_same(image: Any, reference: Any) -> float:
@@ -158,7 +174,12 @@ def _require_same(image: Any, reference: Any) -> float:
 
 
 def _report(
-    settings: ProbeSettings, device: Device, found: dict[str, Search], decibels: list[float], seconds: float
+    settings: ProbeSettings,
+    device: Device,
+    found: Mapping[str, Search],
+    scales: Mapping[str, MeasuredScale],
+    decibels: list[float],
+    seconds: float,
 ) -> dict[str, Any]:
     """Return the report's section on the search, with None for infinite numbers, which JSON cannot represent."""
     return {
@@ -168,4 +189,5 @@ def _report(
         "psnr_db": finite(decibels),
         "seconds": round(seconds, 2),
         "components": {name: finite(asdict(each)) for name, each in found.items()},
+        "norm_scales": {name: finite(asdict(each)) for name, each in scales.items()},
     }

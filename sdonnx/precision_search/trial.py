@@ -110,15 +110,20 @@ class Component:
         self.trials = 0
         self._folder, self._feeds, self._device = folder, feeds, device
         self._reference: list[Feeds] = []
+        self._ranges: dict[tuple[str, ...], list[Range]] = {}
 
     @property
     def is_emulated(self) -> bool:
         """Whether fp16 is emulated in float32."""
         return self._device.provider == "cpu"
 
+    def model(self) -> ir.Model:
+        """Return the model in float32."""
+        return ir.load(self._folder / ONNX_MODEL)
+
     def graph(self) -> ir.Graph:
         """Return the graph in float32."""
-        return ir.load(self._folder / ONNX_MODEL).graph
+        return self.model().graph
 
     def ranges(self, kept: Sequence[str]) -> list[Range]:
         """Run the component in float32 and return the measurements of every value that fp16 would hold.
@@ -126,6 +131,11 @@ class Component:
         Args:
             kept: patterns of nodes that stay out of fp16.
         """
+        if tuple(kept) not in self._ranges:
+            self._ranges[tuple(kept)] = self._measured(kept)
+        return self._ranges[tuple(kept)]
+
+    def _measured(self, kept: Sequence[str]) -> list[Range]:
         model = self._converted(kept)
         places = narrow_places(model)
         monitor = Monitor()

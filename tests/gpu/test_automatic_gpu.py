@@ -56,8 +56,11 @@ def test_auto_avoids_overflow(
     note("overflow", {"pipeline": arch, "overflow": kind, **found, "seconds": round(seconds, 1)})
     assert not found["emulated"]
     for name, each in found["components"].items():
-        assert bool(each["kept"]) == (name == component)
+        assert bool(each["kept"]) == (name == component and kind != "vae")
         assert each["smallest"]
+    if kind == "vae":  # it is scaled and needs nothing in float32
+        assert report.components[component].norm_scale < 1
+        return
     with_set, without = found["components"][component]["milliseconds"]
     assert with_set > 0
     assert without > 0
