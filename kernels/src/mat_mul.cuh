@@ -1,8 +1,8 @@
 // MatMul(x (..., K), w (K,N), bias (N,)?, residual (..., N)?) -> x @ w + bias + residual, or gelu(x @ w + bias) by the tanh
 // approximation if `gelu`, fp16 with float32 sums. K and N are multiples of 8; `gelu` excludes a residual.
 //
-// cuBLASLt computes it, with bias, residual and gelu in the epilogue. Its heuristic chooses the algorithm once per size:
-// a search among algorithms brought nothing on an H200 (docs/explanation/kernels.md).
+// cuBLASLt computes it, with bias, residual and gelu in the epilogue. The first product of a size, which is not captured,
+// times the algorithms that its heuristic names (docs/decisions/0147).
 #pragma once
 #include "device.cuh"
 #ifndef SDONNX_EMULATION
@@ -39,6 +39,22 @@ class Multiplier {
 
 #else
 
+// The sum of all numbers of a tensor as bits, each times an odd number of its place: it differs if a bit differs, but for
+// chances of 2^-64. Sums of integers do not depend on their order.
+__global__ void __launch_bounds__(256) checksum_kernel(const half* values, int64_t count, unsigned long long* sum) {
+  unsigned long long total = 0;
+  for (int64_t i = blockIdx.x * int64_t(blockDim.x) + threadIdx.x; i < count; i += int64_t(gridDim.x) * blockDim.x)
+    total += (__half_as_ushort(values[i]) + 1ull) * (2ull * i + 1) * 0x9e3779b97f4a7c15ull;
+  atomicAdd(sum, total);
+}
+
+// Algorithms for one size, the heuristic's first choice first.
+struct Algorithms {
+  static constexpr int kMost = 8;
+  lt::Heuristic found[kMost];
+  int count = 0;
+};
+
 // cuBLASLt's matrices are by columns: y^T (N,M) = w^T (N,K) x^T (K,M), so that no matrix is transposed.
 class Multiplier {
  public:
@@ -51,31 +67,40 @@ class Multiplier {
     check_cuda(cudaGetDevice(&device), "cudaGetDevice");
     const lt::Handle handle = lt::handle_of(device);
     const std::lock_guard<std::mutex> lock(mutex_);
-    const Plan& plan = plan_for(handle, p);
-    const lt::Library& cublas = lt::library();
+    const Key key{device, p.m, p.n, p.k, p.bias != nullptr, p.residual != nullptr, p.gelu,
+                  alignment_of({p.x, p.w, p.y, p.residual, p.bias})};
+    Plan& plan = plan_for(p, key);
     if (p.bias)
-      lt::check_status(cublas.descriptor_set(plan.descriptor, lt::kBiasPointer, &p.bias, sizeof p.bias), "bias");
-    const float one = 1, beta = p.residual ? 1.0f : 0.0f;
-    lt::check_status(
-        cublas.multiply(handle, plan.descriptor, &one, p.w, plan.w, p.x, plan.x, &beta,
-                        p.residual ? p.residual : p.y, plan.y, p.y, plan.y, &plan.best.algorithm, nullptr, 0,
-                        context.stream()),
-        "cublasLtMatmul");
+      lt::check_status(lt::library().descriptor_set(plan.descriptor, lt::kBiasPointer, &p.bias, sizeof p.bias), "bias");
+    if (!plan.is_final) choose(context, handle, p, key, plan);
+    lt::check_status(multiply(context, handle, p, plan, plan.algorithm), "cublasLtMatmul");
   }
 
  private:
   struct Key {
+    int device;
     int64_t m, n, k;
     bool bias, residual, gelu;
     uint32_t alignment;
-    auto tie() const { return std::tie(m, n, k, bias, residual, gelu, alignment); }
+    auto tie() const { return std::tie(device, m, n, k, bias, residual, gelu, alignment); }
     bool operator<(const Key& other) const { return tie() < other.tie(); }
   };
   struct Plan {
     lt::Descriptor descriptor = nullptr;
     lt::Layout w = nullptr, x = nullptr, y = nullptr;
-    lt::Heuristic best{};
+    lt::Algorithm algorithm{};
+    bool is_final = false;  // whether the algorithms of this size have been timed
   };
+
+  // The fastest algorithms of all products of the process, by size.
+  struct Choices {
+    std::mutex mutex;
+    std::map<Key, lt::Algorithm> algorithms;
+  };
+  static Choices& choices() {
+    static Choices all;
+    return all;
+  }
 
   static uint32_t alignment_of(std::initializer_list<const void*> pointers) {
     uintptr_t bits = 256;
@@ -83,14 +108,91 @@ class Multiplier {
     return uint32_t(bits & -bits);
   }
 
-  const Plan& plan_for(lt::Handle handle, const Product& p) {
-    const Key key{p.m, p.n, p.k, p.bias != nullptr, p.residual != nullptr, p.gelu,
-                  alignment_of({p.x, p.w, p.y, p.residual, p.bias})};
+  static int multiply(const Context& context, lt::Handle handle, const Product& p, const Plan& plan,
+                      const lt::Algorithm& algorithm) {
+    const float one = 1, beta = p.residual ? 1.0f : 0.0f;
+    return lt::library().multiply(handle, plan.descriptor, &one, p.w, plan.w, p.x, plan.x, &beta,
+                                  p.residual ? p.residual : p.y, plan.y, p.y, plan.y, &algorithm, nullptr, 0,
+                                  context.stream());
+  }
+
+  // Set the algorithm: that of another product of this size, or the fastest, or, during a capture, the first.
+  static void choose(const Context& context, lt::Handle handle, const Product& p, const Key& key, Plan& plan) {
+    Choices& all = choices();
+    const std::lock_guard<std::mutex> lock(all.mutex);
+    const auto present = all.algorithms.find(key);
+    if (present != all.algorithms.end()) {
+      plan.algorithm = present->second;
+      plan.is_final = true;
+      return;
+    }
+    const Algorithms algorithms = list(handle, p, key, plan);
+    plan.algorithm = algorithms.found[0].algorithm;
+    cudaStreamCaptureStatus capturing = cudaStreamCaptureStatusNone;
+    check_cuda(cudaStreamIsCapturing(static_cast<cudaStream_t>(context.stream()), &capturing), "cudaStreamIsCapturing");
+    if (capturing != cudaStreamCaptureStatusNone) return;
+    plan.algorithm = fastest(context, handle, p, plan, algorithms);
+    plan.is_final = true;
+    all.algorithms.emplace(key, plan.algorithm);
+  }
+
+  // Return the algorithm that takes least time among those whose result has the bits of the first one's, so that the choice,
+  // which may differ between processes, does not change a result.
+  static lt::Algorithm fastest(const Context& context, lt::Handle handle, const Product& p, const Plan& plan,
+                               const Algorithms& algorithms) {
+    constexpr int kRuns = 3;
+    constexpr float kWorthwhile = 0.97f;  // of the time of the first one: times of short kernels vary by 2 %
+    const auto stream = static_cast<cudaStream_t>(context.stream());
+    const Scratch memory = context.scratch(sizeof(unsigned long long) * Algorithms::kMost);
+    auto* sums = static_cast<unsigned long long*>(memory.data());
+    check_cuda(cudaMemsetAsync(sums, 0, sizeof(unsigned long long) * Algorithms::kMost, stream), "cudaMemsetAsync");
+    const Events events;
+    float times[Algorithms::kMost];
+    for (int i = 0; i < algorithms.count; i++) {
+      times[i] = INFINITY;
+      const auto again = [&] { return multiply(context, handle, p, plan, algorithms.found[i].algorithm); };
+      if (again() != 0) continue;
+      launch(checksum_kernel, dim3(256), 256, 0, stream, 1, p.y, p.m * p.n, sums + i);
+      check_cuda(cudaEventRecord(events.before, stream), "cudaEventRecord");
+      for (int run = 0; run < kRuns; run++) lt::check_status(again(), "cublasLtMatmul");
+      check_cuda(cudaEventRecord(events.behind, stream), "cudaEventRecord");
+      check_cuda(cudaEventSynchronize(events.behind), "cudaEventSynchronize");
+      check_cuda(cudaEventElapsedTime(&times[i], events.before, events.behind), "cudaEventElapsedTime");
+    }
+    unsigned long long found[Algorithms::kMost];
+    check_cuda(cudaMemcpyAsync(found, sums, sizeof found, cudaMemcpyDeviceToHost, stream), "cudaMemcpyAsync");
+    check_cuda(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
+    int best = 0;
+    float limit = times[0] * kWorthwhile;
+    for (int i = 1; i < algorithms.count; i++) {
+      if (found[i] == found[0] && times[i] < limit) {
+        best = i;
+        limit = times[i];
+      }
+    }
+    return algorithms.found[best].algorithm;
+  }
+
+  struct Events {
+    cudaEvent_t before = nullptr, behind = nullptr;
+    Events() {
+      check_cuda(cudaEventCreate(&before), "cudaEventCreate");
+      check_cuda(cudaEventCreate(&behind), "cudaEventCreate");
+    }
+    ~Events() {
+      cudaEventDestroy(before);
+      cudaEventDestroy(behind);
+    }
+    Events(const Events&) = delete;
+    Events& operator=(const Events&) = delete;
+  };
+
+  Plan& plan_for(const Product& p, const Key& key) {
     const auto present = plans_.find(key);
     if (present != plans_.end()) return present->second;
     Plan plan;
     try {
-      fill(plan, handle, p, key);
+      fill(plan, p);
     } catch (const Failure&) {
       release(plan);
       throw;
@@ -98,33 +200,36 @@ class Multiplier {
     return plans_.emplace(key, plan).first->second;
   }
 
-  static void fill(Plan& plan, lt::Handle handle, const Product& p, const Key& key) {
+  static void fill(Plan& plan, const Product& p) {
     const lt::Library& cublas = lt::library();
     lt::check_status(cublas.descriptor_create(&plan.descriptor, lt::kCompute32, lt::kReal32), "descriptor");
     const uint32_t epilogue = (p.gelu ? lt::kGelu : 0) | (p.bias ? lt::kBias : 0);
     const uint32_t chosen = epilogue ? epilogue : uint32_t(lt::kDefault);
     lt::check_status(cublas.descriptor_set(plan.descriptor, lt::kEpilogue, &chosen, sizeof chosen), "epilogue");
-    if (p.bias)
-      lt::check_status(cublas.descriptor_set(plan.descriptor, lt::kBiasPointer, &p.bias, sizeof p.bias), "bias");
     lt::check_status(cublas.layout_create(&plan.w, lt::kReal16, p.n, p.k, p.n), "layout");
     lt::check_status(cublas.layout_create(&plan.x, lt::kReal16, p.k, p.m, p.k), "layout");
     lt::check_status(cublas.layout_create(&plan.y, lt::kReal16, p.n, p.m, p.n), "layout");
+  }
+
+  // Return algorithms without a workspace: those with one need a memset before each product, and are slower even without the
+  // time of the memset (docs/decisions/0147).
+  static Algorithms list(lt::Handle handle, const Product& p, const Key& key, const Plan& plan) {
+    const lt::Library& cublas = lt::library();
     lt::Preference preference = nullptr;
     lt::check_status(cublas.preference_create(&preference), "preference");
-    // With a workspace, cuBLASLt chooses algorithms that need a memset before each product: they are slower, even without
-    // the time of the memset (docs/decisions/0147).
     const uint64_t most = 0;
     int status = cublas.preference_set(preference, lt::kMaxWorkspaceBytes, &most, sizeof most);
     for (int i = 0; i < 4 && !status; i++)
       status = cublas.preference_set(preference, lt::kMinAlignmentA + i, &key.alignment, sizeof key.alignment);
-    int found = 0;
+    Algorithms algorithms;
     if (!status)
-      status = cublas.heuristic(handle, plan.descriptor, plan.w, plan.x, plan.y, plan.y, preference, 1, &plan.best,
-                                &found);
+      status = cublas.heuristic(handle, plan.descriptor, plan.w, plan.x, plan.y, plan.y, preference, Algorithms::kMost,
+                                algorithms.found, &algorithms.count);
     cublas.preference_destroy(preference);
     lt::check_status(status, "the choice of an algorithm");
-    require(found == 1, "cuBLASLt has no algorithm for a product of " + std::to_string(p.m) + " x " +
-                            std::to_string(p.k) + " x " + std::to_string(p.n));
+    require(algorithms.count > 0, "cuBLASLt has no algorithm for a product of " + std::to_string(p.m) + " x " +
+                                      std::to_string(p.k) + " x " + std::to_string(p.n));
+    return algorithms;
   }
 
   static void release(Plan& plan) {

@@ -132,19 +132,20 @@ def use_own_kernels(model: ir.Model, latent_size: int | None = None, patch_size:
     count, refused = apply_rules(model, [GegluToOwnBiasSplitGelu], commute=True)
     fired[GegluToOwnBiasSplitGelu.__name__] = count
     failures += refused
-    for node in list(model.graph):
-        swap = _SWAPS.get((node.domain, node.op_type))
-        if swap is None or not any(output.uses() or output.is_graph_output() for output in node.outputs):
-            continue
-        result = swap(node, image)
-        name = f"{node.op_type}ToOwn{_TARGETS[node.op_type]}"
-        if result is REWRITTEN:
-            fired[name] += 1
-        elif isinstance(result, Refused):
-            failures.append(match_failure(name, node, result.reason))
-    if any(fired.values()):
-        model.graph.opset_imports[OWN_DOMAIN] = 1
-        tidy(model)
+    for swaps in (_SWAPS, _LAST_SWAPS):
+        for node in list(model.graph):
+            swap = swaps.get((node.domain, node.op_type))
+            if swap is None or not any(output.uses() or output.is_graph_output() for output in node.outputs):
+                continue
+            result = swap(node, image)
+            name = f"{node.op_type}ToOwn{_TARGETS[node.op_type]}"
+            if result is REWRITTEN:
+                fired[name] += 1
+            elif isinstance(result, Refused):
+                failures.append(match_failure(name, node, result.reason))
+        if any(fired.values()):
+            model.graph.opset_imports[OWN_DOMAIN] = 1
+            tidy(model)
     return PassOutcome({name: number for name, number in fired.items() if number}, tuple(dict.fromkeys(failures)))
 
 
@@ -321,6 +322,17 @@ def _gemm(node: ir.Node, _: _DefaultImage) -> WalkResult:
     return REWRITTEN
 
 
+def _mat_mul(node: ir.Node, _: _DefaultImage) -> WalkResult:
+    """X @ w -> MatMul(x, w): ONNX Runtime's large products need a memset (docs/decisions/0147)."""
+    x, weight = input_of(node, 0), input_of(node, 1)
+    if not is_weight(weight) or len(dims(weight) or ()) != 2:
+        return NOT_A_CANDIDATE
+    if (reason := check_own_mat_mul(x, weight, None)) is not None:
+        return Refused(reason)
+    _put(node, node.outputs[0], "MatMul", [x, weight], {"gelu": 0})
+    return REWRITTEN
+
+
 def _product(
     node: ir.Node, value: ir.Value | None, bias: ir.Value | None, residual: ir.Value | None, gelu: int
 ) -> WalkResult:
@@ -389,6 +401,9 @@ _SWAPS: Mapping[tuple[str, str], Callable[[ir.Node, _DefaultImage], WalkResult]]
     ("", "Concat"): concat_channels,
 }
 
+_LAST_SWAPS: Mapping[tuple[str, str], Callable[[ir.Node, _DefaultImage], WalkResult]] = {("", "MatMul"): _mat_mul}
+"""After the others, which take products into sums."""
+
 _TARGETS = {
     "LayerNormalization": "LayerNorm",
     "SkipLayerNormalization": "SkipLayerNorm",
@@ -400,6 +415,7 @@ _TARGETS = {
     "BiasAdd": "MatMul",
     "Add": "MatMul",
     "Gemm": "MatMul",
+    "MatMul": "MatMul",
     "Concat": "ConcatChannels",
 }
 """The operator that takes a node's place."""

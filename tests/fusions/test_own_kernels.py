@@ -56,8 +56,11 @@ def test_gate_before_a_norm(terms: str, outputs: str, scaling: str) -> None:
     results = ", ".join(f"float16[B,S,64] {name}" for name in outputs.split(", ") if name)
     model = graph(SHAPES, results, body, INNER, w=WEIGHT, v=VECTOR, u=half(64, seed=3), c=half(64, seed=4))
     after, fired = swapped(model)
-    assert fired == {"SkipLayerNormalizationToOwnSkipLayerNorm": 1}
-    assert [node.op_type for node in after.graph] == ["MatMul", "SkipLayerNorm"]
+    assert fired == {"SkipLayerNormalizationToOwnSkipLayerNorm": 1, "MatMulToOwnMatMul": 1}
+    assert [(node.domain, node.op_type) for node in after.graph] == [
+        (OWN_DOMAIN, "MatMul"),
+        (OWN_DOMAIN, "SkipLayerNorm"),
+    ]
     assert after.graph[1].attributes.get_float("epsilon") == pytest.approx(1e-3)
 
 
@@ -180,6 +183,17 @@ def test_tokens_follow_from_the_latents_and_the_patches(latent_size: int, patch_
     assert bool(use_own_kernels(model, latent_size, patch_size).fired) == fires
 
 
+def test_product_by_a_weight() -> None:
+    model = graph("float16[B,S,64] x", "float16[B,S,64] y", "y = MatMul(x, w)", w=WEIGHT)
+    assert swapped(model)[1] == {"MatMulToOwnMatMul": 1}
+
+
+def test_product_of_two_tensors_is_no_candidate() -> None:
+    model = graph("float16[B,S,64] x, float16[64,64] t", "float16[B,S,64] y", "y = MatMul(x, t)")
+    outcome = use_own_kernels(model)
+    assert (outcome.fired, outcome.failures) == ({}, ())
+
+
 def test_gelu_after_a_product() -> None:
     body = "p = MatMul(x, w) y = com.microsoft.FastGelu(p, v)"
     model = graph("float16[B,S,64] x", "float16[B,S,64] y", body, w=WEIGHT, v=VECTOR)
@@ -271,7 +285,7 @@ def test_gemm_without_a_residual_of_its_shape_stays(bias: str) -> None:
 
 
 def test_everything_at_once() -> None:
-    """A block of a transformer: each node is replaced, and products without bias stay."""
+    """A block of a transformer: each node is replaced."""
     model = graph(
         "float16[B,S,64] x",
         "float16[B,S,64] y",
@@ -283,7 +297,7 @@ def test_everything_at_once() -> None:
     )  # fmt: skip
     after, _ = swapped(model)
     assert [(node.domain, node.op_type) for node in after.graph] == [
-        (OWN_DOMAIN, "LayerNorm"), ("", "MatMul"), (OWN_DOMAIN, "BiasSplitGelu"), (OWN_DOMAIN, "MatMul")
+        (OWN_DOMAIN, "LayerNorm"), (OWN_DOMAIN, "MatMul"), (OWN_DOMAIN, "BiasSplitGelu"), (OWN_DOMAIN, "MatMul")
     ]  # fmt: skip
 
 

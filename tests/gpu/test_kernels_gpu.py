@@ -57,7 +57,7 @@ def kernel_results(case: KernelCase, inputs: Sequence[Array | None], library: Pa
     for value in session.get_inputs():
         array = inputs[int(value.name[1:])]
         assert array is not None
-        feeds[value.name] = array.astype(np.float16 if value.type == "tensor(float16)" else np.float32)
+        feeds[value.name] = array.astype(np.float16) if value.type == "tensor(float16)" else array
     results: list[Array] = session.run(None, feeds)
     return results
 

@@ -11,7 +11,7 @@ import pytest
 from support.pipelines import refused
 
 from sdonnx.errors import ProviderError
-from sdonnx.runtime.device.cuda import Cuda, without_workspaces
+from sdonnx.runtime.device.cuda import Cuda, small_workspaces
 
 NAME = "CUBLAS_WORKSPACE_CONFIG"
 
@@ -158,6 +158,6 @@ def test_environment_is_restored(given: str | None, monkeypatch: pytest.MonkeyPa
     monkeypatch.delenv(NAME, raising=False)
     if given is not None:
         monkeypatch.setenv(NAME, given)
-    with without_workspaces():
-        assert os.environ[NAME] == (given or ":0:0")
+    with small_workspaces():
+        assert os.environ[NAME] == (given or ":4096:2")
     assert os.environ.get(NAME) == given

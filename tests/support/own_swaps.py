@@ -10,6 +10,7 @@ from sdonnx.operators.case import OWN_DOMAIN
 from sdonnx.operators.operator_table import contract_of
 from support.graphs import copied, feeds_for, interface, relative_error, run, text_of
 
+PRODUCTS = "MatMulToOwnMatMul"
 OWN_SIZES = {"B": 2, "S": 6, "H": 4, "W": 6, "N": 10}
 
 
@@ -39,8 +40,9 @@ def own(model: ir.Model) -> list[str]:
 
 
 def failures(model: ir.Model, latent_size: int | None = 64) -> tuple[MatchFailure, ...]:
+    """Return why the nodes of a graph stay, but for products by weights, which are replaced by themselves."""
     before = text_of(model)
     outcome = use_own_kernels(model, latent_size)
-    assert outcome.fired == {}
-    assert text_of(model) == before
-    return outcome.failures
+    assert outcome.fired.keys() <= {PRODUCTS}
+    assert outcome.fired or text_of(model) == before
+    return tuple(failure for failure in outcome.failures if failure.rule != PRODUCTS)

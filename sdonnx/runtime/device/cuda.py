@@ -17,7 +17,7 @@ import onnxruntime
 from sdonnx.errors import ProviderError
 from sdonnx.installation import install_command
 
-__all__ = ["CapturedGraph", "Cuda", "Event", "cuda", "without_workspaces"]
+__all__ = ["CapturedGraph", "Cuda", "Event", "cuda", "small_workspaces"]
 
 # ONNX Runtime 1.31 is built for CUDA 13, and older builds for CUDA 12.
 _LIBRARIES = ("libcudart.so.13", "libcudart.so.12")
@@ -27,9 +27,9 @@ _NON_BLOCKING = 1
 _CAPTURE_THREAD_LOCAL = 1
 _MIN_SPARE = 2**20
 
-# cuBLAS allocates 32 MB for each handle on sm_90 by default, and ONNX Runtime creates two handles for each session.
-# With a workspace of any size, cuBLAS chooses algorithms that are slower in a CUDA graph (docs/decisions/0147).
-_WORKSPACE = ("CUBLAS_WORKSPACE_CONFIG", ":0:0")
+# cuBLAS allocates 32 MB for each handle on sm_90 by default, and ONNX Runtime creates two handles for each session. Two
+# buffers of 4 MB are as fast (docs/decisions/0034).
+_WORKSPACE = ("CUBLAS_WORKSPACE_CONFIG", ":4096:2")
 
 # cudaDevAttrComputeCapabilityMajor and -Minor (driver_types.h).
 _CAPABILITY = (75, 76)
@@ -236,8 +236,8 @@ def cuda(index: int) -> Cuda:
 
 
 @contextmanager
-def without_workspaces() -> Iterator[None]:
-    """Give cuBLAS handles created in the context no workspace, unless the environment sets one."""
+def small_workspaces() -> Iterator[None]:
+    """Limit the memory of cuBLAS handles created in the context, unless the environment sets a limit."""
     name, value = _WORKSPACE
     if name in os.environ:
         yield

@@ -19,7 +19,7 @@ from onnxruntime import OrtValue
 
 from sdonnx.errors import DeviceMemoryError, FolderError, ProviderError, refusing
 from sdonnx.installation import install_command
-from sdonnx.runtime.device.cuda import CapturedGraph, cuda, without_workspaces
+from sdonnx.runtime.device.cuda import CapturedGraph, cuda, small_workspaces
 from sdonnx.runtime.device.device import FATAL, PROVIDERS, Device, memory_errors
 
 __all__ = ["Graph", "Run", "SessionSettings"]
@@ -227,7 +227,7 @@ class Graph:
         return session
 
     def _workspaces(self) -> AbstractContextManager[None]:
-        return without_workspaces() if self.device.provider == "cuda" else nullcontext()
+        return small_workspaces() if self.device.provider == "cuda" else nullcontext()
 
     def dtype(self, name: str) -> npt.DTypeLike:
         """Return the type of an input or output."""
