@@ -9,6 +9,7 @@
 #include "group_norm.cuh"
 #include "layer_norm.cuh"
 #include "mat_mul.cuh"
+#include "upsample_nearest.cuh"
 
 #define SDONNX_EXPORT extern "C" __attribute__((visibility("default")))
 
@@ -27,7 +28,7 @@ inline Signature abi_probe_signature() {
 // The build, as "key=value" words: the version of the operators' contracts, which sdonnx compares with its own, ONNX
 // Runtime's API version, and the architectures that kernels were compiled for.
 SDONNX_EXPORT const char* sdonnx_kernels_build() {
-  return "operators=5 api=18 architectures=" SDONNX_ARCHITECTURES;
+  return "operators=6 api=18 architectures=" SDONNX_ARCHITECTURES;
 }
 
 SDONNX_EXPORT ort::Status* RegisterCustomOps(ort::SessionOptions* options, const ort::ApiBase* base) {
@@ -38,7 +39,8 @@ SDONNX_EXPORT ort::Status* RegisterCustomOps(ort::SessionOptions* options, const
       Operator(layer_norm_signature()),      Operator(skip_layer_norm_signature()),
       Operator(bias_split_gelu_signature()), Operator(group_norm_signature()),
       Operator(mat_mul_signature()),         Operator(attention_signature()),
-      Operator(concat_channels_signature()), Operator(abi_probe_signature()),
+      Operator(concat_channels_signature()), Operator(upsample_nearest_signature()),
+      Operator(abi_probe_signature()),
   };
   ort::Domain* domain = nullptr;  // lives as long as the process
   if (ort::Status* status = ort::create_domain(api, "sdonnx", &domain)) return status;

@@ -183,6 +183,7 @@ class Kernel {
 struct Slot {
   ort::Type type;
   ort::Arity arity = ort::kRequired;
+  ort::Memory memory = ort::kDevice;  // of an input
 };
 
 // What an operator is registered with.
@@ -214,7 +215,7 @@ struct Operator : ort::CustomOp {
     output_type_count = [](const CustomOp* op) { return of(op).outputs.size(); };
     input_characteristic = [](const CustomOp* op, size_t index) -> int { return of(op).inputs[index].arity; };
     output_characteristic = [](const CustomOp* op, size_t index) -> int { return of(op).outputs[index].arity; };
-    input_memory_type = [](const CustomOp*, size_t) { return 0; };
+    input_memory_type = [](const CustomOp* op, size_t index) -> int { return of(op).inputs[index].memory; };
     variadic_input_min = [](const CustomOp*) { return 1; };
     variadic_input_homogeneous = variadic_output_min = variadic_output_homogeneous = variadic_input_min;
     create_kernel_v2 = [](const CustomOp* op, const ort::Api* api, const ort::KernelInfo* info,

@@ -135,6 +135,8 @@ inline Status* info_allocator(const Api* api, const KernelInfo* info, int memory
 enum Type { kFloat = 1, kInt32 = 6, kInt64 = 7, kFloat16 = 10 };
 // OrtCustomOpInputOutputCharacteristic
 enum Arity { kRequired = 0, kOptional = 1 };
+// OrtMemType
+enum Memory { kDevice = 0, kHost = -2 };
 // OrtErrorCode
 enum Code { kFail = 1, kInvalidArgument = 2 };
 

@@ -1,4 +1,7 @@
-"""Replacements of nodes that move channels-last images: Concat along the channels, with a convolution's bias."""
+"""Replacements of nodes that move channels-last images.
+
+Concat along the channels, with a convolution's bias, and Resize to twice the height and width.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,15 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from sdonnx.graph.edit import MICROSOFT, dims, input_of, insert, is_weight, replace
+from sdonnx.graph.edit import MICROSOFT, constant_value, dims, input_of, insert, is_weight, known_dims, replace
 from sdonnx.graph.match import NOT_A_CANDIDATE, REWRITTEN, Refused, WalkResult
+from sdonnx.graph.shapes.expressions import expression_of, halved
 from sdonnx.operators.case import OWN_DOMAIN
 from sdonnx.operators.own_concat_channels import check_own_concat_channels
+from sdonnx.operators.own_upsample_nearest import check_own_upsample_nearest
 from sdonnx.operators.reference_body import optional_input
 
-__all__ = ["concat_channels"]
+__all__ = ["concat_channels", "upsample_nearest"]
 
 
 @dataclass(frozen=True)
@@ -74,3 +79,40 @@ def _drop_bias(convolution: ir.Node) -> None:
         dtype=old.dtype,
     )
     replace(old, new)
+
+
+def upsample_nearest(node: ir.Node, _: object) -> WalkResult:
+    """Resize(x (B,H,W,C), sizes) -> UpsampleNearest(x, sizes), or Resize(x, [1,2,2,1]) -> UpsampleNearest(x).
+
+    Sizes are those of a skip connection, which a convolution with a stride of 2 halved: twice the height, or one less.
+    """
+    attributes, x, old = node.attributes, input_of(node, 0), node.outputs[0]
+    mode = attributes.get_string("mode", "nearest")
+    if mode != "nearest" or len(dims(x) or ()) != 4 or len(dims(old) or ()) != 4:
+        return NOT_A_CANDIDATE
+    places = attributes.get_string("coordinate_transformation_mode", "half_pixel")
+    rounding = attributes.get_string("nearest_mode", "round_prefer_floor")
+    if (places, rounding) != ("asymmetric", "floor"):
+        return Refused(f"coordinates are {places} and rounded by {rounding}")
+    if "axes" in attributes or attributes.get_string("keep_aspect_ratio_policy", "stretch") != "stretch":
+        return Refused("sizes are those of some axes, or keep an aspect ratio")
+    scales, sizes = optional_input(node, 2), optional_input(node, 3)
+    if (reason := check_own_upsample_nearest(x, sizes)) is not None:
+        return Refused(reason)
+    if sizes is None:
+        factors = constant_value(scales)
+        if factors is None or factors.tolist() != [1, 2, 2, 1]:
+            return Refused("the factors are not known to be 1, 2, 2, 1")
+    elif not _is_doubled(x, old):
+        return Refused("the sizes are not known to be doubled, or one less")
+    inputs = [x] if sizes is None else [x, sizes]
+    replace(old, insert(node, "UpsampleNearest", inputs, domain=OWN_DOMAIN, shape=old.shape, dtype=old.dtype))
+    return REWRITTEN
+
+
+def _is_doubled(x: ir.Value, y: ir.Value) -> bool:
+    """Return whether H = (H' + 1) // 2 and W = (W' + 1) // 2 for x (B,H,W,C) and y (B,H',W',C) of any sizes."""
+    inner, outer = ([expression_of(dim) for dim in known_dims(value)] for value in (x, y))
+    if None in inner or None in outer:
+        return False
+    return [outer[0], *map(halved, outer[1:3]), outer[3]] == inner

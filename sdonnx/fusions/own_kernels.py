@@ -15,7 +15,7 @@ from typing import Any
 import onnx_ir as ir
 
 from sdonnx.fusions.fuse_bias_split_gelu import GegluToBiasSplitGelu
-from sdonnx.fusions.own_image_kernels import concat_channels
+from sdonnx.fusions.own_image_kernels import concat_channels, upsample_nearest
 from sdonnx.graph.edit import (
     MICROSOFT,
     Dim,
@@ -399,6 +399,7 @@ _SWAPS: Mapping[tuple[str, str], Callable[[ir.Node, _DefaultImage], WalkResult]]
     ("", "Add"): _sum,
     ("", "Gemm"): _gemm,
     ("", "Concat"): concat_channels,
+    ("", "Resize"): upsample_nearest,
 }
 
 _LAST_SWAPS: Mapping[tuple[str, str], Callable[[ir.Node, _DefaultImage], WalkResult]] = {("", "MatMul"): _mat_mul}
@@ -417,5 +418,6 @@ _TARGETS = {
     "Gemm": "MatMul",
     "MatMul": "MatMul",
     "Concat": "ConcatChannels",
+    "Resize": "UpsampleNearest",
 }
 """The operator that takes a node's place."""

@@ -39,12 +39,23 @@ class Fill:
         MASK: a normal bias (..., S, L) in which one score in ten is -10000. Every row keeps its first key.
         KEY_COUNTS: int32 counts (B,) between 2 and the number of keys, axis 1 of input 1. Where there are several rows,
             the first count is 1 and the last is the number of keys.
+        DOUBLED_SIZES: the int64 shape (B,2H,2W,C) of an upsampled image, for input 0 of shape (B,H,W,C).
+        ODD_SIZES: (B,2H-1,2W-1,C).
+        ODD_HEIGHT: (B,2H-1,2W,C).
     """
 
     UNIT_GAIN = "unit gain"
     UNIT_GAIN_COLUMNS = "unit gain columns"
     MASK = "mask"
     KEY_COUNTS = "key counts"
+    DOUBLED_SIZES = "doubled sizes"
+    ODD_SIZES = "odd sizes"
+    ODD_HEIGHT = "odd height"
+
+
+# How much an upsampled height and width are less than doubled.
+_LESS = {Fill.DOUBLED_SIZES: (0, 0), Fill.ODD_SIZES: (1, 1), Fill.ODD_HEIGHT: (1, 0)}
+_INTEGERS = {Fill.KEY_COUNTS: "int32", **dict.fromkeys(_LESS, "int64")}
 
 
 @dataclass(frozen=True)
@@ -83,12 +94,15 @@ class KernelCase:
         return f"{prefix}{self.op_type}-{self.name}".replace(" ", "_")
 
     @property
-    def integers(self) -> frozenset[int]:
-        """The inputs that are int32 in every precision."""
-        return frozenset(index for index, fill in self.fills.items() if fill == Fill.KEY_COUNTS)
+    def integers(self) -> Mapping[int, str]:
+        """The data types of the inputs that are integers in every precision, by index."""
+        return {index: _INTEGERS[fill] for index, fill in self.fills.items() if fill in _INTEGERS}
 
     def make_inputs(self) -> list[Array | None]:
-        """Return the values of the inputs, float32 or int32; they depend only on the operator and the case's name."""
+        """Return the values of the inputs, float32 or integers.
+
+        They depend only on the operator and the case's name.
+        """
         generator = np.random.default_rng(zlib.crc32(str(self).encode()))
         return [
             None if shape is None else self._make_input(self.fills.get(index, ""), shape, generator)
@@ -98,6 +112,8 @@ class KernelCase:
     def _make_input(self, fill: str, shape: tuple[int, ...], generator: np.random.Generator) -> Array:
         if fill == Fill.KEY_COUNTS:
             return self._key_counts(generator)
+        if fill in _LESS:
+            return self._upsampled_shape(*_LESS[fill])
         array = generator.standard_normal(shape, np.float32)
         if fill == Fill.UNIT_GAIN:
             array /= np.float32(np.sqrt(array[0].size))
@@ -114,6 +130,10 @@ class KernelCase:
         if batch > 1:
             counts[[0, -1]] = 1, keys
         return counts
+
+    def _upsampled_shape(self, less_height: int, less_width: int) -> Array:
+        batch, height, width, channels = self.shapes[0] or ()
+        return np.array([batch, 2 * height - less_height, 2 * width - less_width, channels], np.int64)
 
 
 def rounded(arrays: Sequence[Array | None], dtype: str, float32_inputs: Sequence[int] = ()) -> list[Array | None]:

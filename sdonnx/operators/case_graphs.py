@@ -39,7 +39,8 @@ def model_of(case: KernelCase, dtype: str, arrays: Sequence[Array | None] | None
     contract, inner = contract_of_case(case), DTYPES[dtype]
     outer = ir.DataType.FLOAT if dtype == "bfloat16" else inner
     # The inputs that have the same data type in every precision.
-    fixed = dict.fromkeys(contract.float32_inputs, ir.DataType.FLOAT) | dict.fromkeys(case.integers, ir.DataType.INT32)
+    fixed = dict.fromkeys(contract.float32_inputs, ir.DataType.FLOAT)
+    fixed |= {index: ir.DataType[name.upper()] for index, name in case.integers.items()}
     nodes: list[ir.Node] = []
     inputs: list[ir.Value] = []
     initializers: list[ir.Value] = []

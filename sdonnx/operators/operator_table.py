@@ -20,6 +20,7 @@ from sdonnx.operators.own_group_norm import OWN_GROUP_NORM
 from sdonnx.operators.own_layer_norm import OWN_LAYER_NORM
 from sdonnx.operators.own_mat_mul import OWN_MAT_MUL
 from sdonnx.operators.own_skip_layer_norm import OWN_SKIP_LAYER_NORM
+from sdonnx.operators.own_upsample_nearest import OWN_UPSAMPLE_NEAREST
 from sdonnx.operators.quick_gelu import QUICK_GELU
 from sdonnx.operators.skip_group_norm import SKIP_GROUP_NORM
 from sdonnx.operators.skip_layer_normalization import SKIP_LAYER_NORMALIZATION
@@ -64,6 +65,7 @@ OWN_CONTRACTS = {
         OWN_MAT_MUL,
         OWN_ATTENTION,
         OWN_CONCAT_CHANNELS,
+        OWN_UPSAMPLE_NEAREST,
     )
 }
 """The contracts of our own operators, of the domain OWN_DOMAIN, by operator."""

@@ -5,8 +5,11 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 import pytest
-from support.graphs import Array, graph, normal, used
+from support.graphs import Array, copied, graph, normal, used
 from support.own_swaps import failures, own, swapped
+
+from sdonnx.fusions.own_kernels import use_own_kernels
+from sdonnx.graph.shapes.expressions import parsed
 
 IMAGE = "float16[B,H,W,{}]"
 
@@ -117,3 +120,98 @@ def test_refused_concats(kind: str, left: str, reason: str) -> None:
     total = {"12": "36", "16": "40", "C": "D"}[left]
     shapes = f"{kind}[B,H,W,{left}] x, {kind}[B,H,W,24] r", f"{kind}[B,H,W,{total}] y"
     assert [each.reason for each in failures(graph(*shapes, "y = Concat<axis=3>(x, r)"))] == [reason]
+
+
+FLOOR = 'coordinate_transformation_mode="asymmetric", nearest_mode="floor"'
+DOUBLED = np.array([1, 2, 2, 1], np.float32)
+
+
+def resize(x: str, y: str, attributes: str = FLOOR, kind: str = "float16", **weights: Array) -> ir.Model:
+    """Return a graph of a Resize by factors `k`, or to the sizes `n`."""
+    inputs = "x, , , n" if "n" in weights else "x, , k"
+    return graph(f"{kind}[{x}] x", f"{kind}[{y}] y", f"y = Resize<{attributes}>({inputs})", **weights)
+
+
+def test_resize_by_two() -> None:
+    after, fired = swapped(resize("B,H,W,16", "B,P,Q,16", k=DOUBLED))
+    assert fired == {"ResizeToOwnUpsampleNearest": 1}
+    (node,) = after.graph
+    assert len(node.inputs) == 1
+
+
+@pytest.mark.parametrize("sizes", [(2, 8, 12, 16), (2, 7, 11, 16), (2, 8, 11, 16)], ids=str)
+def test_resize_to_known_sizes(sizes: tuple[int, ...]) -> None:
+    model = resize("2,4,6,16", ",".join(map(str, sizes)), n=np.array(sizes))
+    assert swapped(model)[1] == {"ResizeToOwnUpsampleNearest": 1}
+
+
+@pytest.mark.parametrize(
+    ("inner", "outer"),
+    [
+        ("floor(H/2 + 1/2)", "H"),
+        ("floor(H/4 + 3/4)", "floor(H/2 + 1/2)"),
+        ("H", "2*H"),
+        ("H", "2*H - 1"),
+    ],
+)
+@pytest.mark.parametrize("height", [1, 6, 7])
+def test_resize_to_the_size_of_a_skip_connection(inner: str, outer: str, height: int) -> None:
+    """As in a UNet: sizes are computed, and shape inference knows how they depend on those of the inputs."""
+    model = sized(inner, outer)
+    assert use_own_kernels(copied(model)).fired == {"ResizeToOwnUpsampleNearest": 1}
+    assert size_of(inner, height) == (size_of(outer, height) + 1) // 2
+
+
+def size_of(text: str, height: int) -> int:
+    expression = parsed(text)
+    return int(expression.subs(dict.fromkeys(expression.free_symbols, height)))
+
+
+def sized(inner: str, outer: str, batch: str = "B") -> ir.Model:
+    """Return a graph that resizes x (B,inner,8,16) to the sizes n, which are those of y (batch,outer,16,16)."""
+    model = graph("float16[B,P,8,16] x, int64[4] n", f"float16[{batch},Q,16,16] y", f"y = Resize<{FLOOR}>(x, , , n)")
+    for value, size in ((model.graph.inputs[0], inner), (model.graph.outputs[0], outer)):
+        shape = list(value.shape or ())
+        shape[1] = ir.SymbolicDim(size)
+        value.shape = ir.Shape(shape)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        (resize("B,H,W,16", "B,P,Q,16", 'nearest_mode="floor"', k=DOUBLED), "coordinates are half_pixel"),
+        (
+            resize("B,H,W,16", "B,P,Q,16", FLOOR.replace("floor", "ceil"), k=DOUBLED),
+            "coordinates are asymmetric and rounded by ceil",
+        ),
+        (resize("B,16,H,W", "B,16,P,Q", k=DOUBLED[[0, 3, 1, 2]]), "None channels"),
+        (resize("B,16,8,8", "B,16,16,16", k=DOUBLED[[0, 3, 1, 2]]), "the factors are not known to be 1, 2, 2, 1"),
+        (resize("B,H,W,16", "B,P,Q,16", k=2 * DOUBLED), "the factors are not known to be 1, 2, 2, 1"),
+        (resize("2,4,6,16", "2,9,12,16", n=np.array([2, 9, 12, 16])), "the sizes are not known to be doubled"),
+        (resize("2,4,6,16", "2,8,10,16", n=np.array([2, 8, 10, 16])), "the sizes are not known to be doubled"),
+        (sized("H", "2*H", batch="A"), "the sizes are not known to be doubled"),
+        (sized("H", "H2"), "the sizes are not known to be doubled"),
+        (sized("floor(H/2)", "H"), "the sizes are not known to be doubled"),
+        (resize("B,H,W,12", "B,P,Q,12", k=DOUBLED), "12 channels: the kernel accepts multiples of 8"),
+        (resize("B,H,W,16", "B,P,Q,16", kind="float", k=DOUBLED), "the input is FLOAT"),
+        (
+            resize("2,4,6,16", "2,8,12,16", f"{FLOOR}, axes=[1,2]", n=np.array([8, 12])),
+            "sizes are those of some axes, or keep an aspect ratio",
+        ),
+    ],
+)
+def test_refused_resizes(model: ir.Model, reason: str) -> None:
+    assert [reason in each.reason for each in failures(copied(model))] == [True]
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        resize("B,H,W,16", "B,P,Q,16", f'mode="linear", {FLOOR}', k=DOUBLED),
+        resize("B,S,16", "B,P,16", k=DOUBLED[[0, 1, 3]]),
+    ],
+    ids=["linear", "no image"],
+)
+def test_resizes_that_stay(model: ir.Model) -> None:
+    assert failures(copied(model)) == ()

@@ -425,6 +425,14 @@ def test_every_operator_is_emitted() -> None:
             attention(),
             graph("float16[B,8,8,64] x, float16[B,8,8,8] r", "float16[B,8,8,72] y", "y = Concat<axis=3>(x, r)"),
             graph(
+                "float16[B,8,8,64] x",
+                "float16[B,16,16,64] y",
+                "y = Resize<coordinate_transformation_mode='asymmetric', nearest_mode='floor'>(x, , k)".replace(
+                    "'", '"'
+                ),
+                k=np.array([1, 2, 2, 1], np.float32),
+            ),
+            graph(
                 SHAPES,
                 "float16[B,S,64] y",
                 f"{GATED} y = com.microsoft.SkipLayerNormalization(p, r, v)",

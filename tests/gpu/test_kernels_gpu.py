@@ -10,6 +10,7 @@ Build the library first (`make -C kernels`), and name it or install the wheel:
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,8 @@ class Captured:
     """A case on the device, in the sessions of the run-time, captured as a CUDA graph."""
 
     def __init__(self, case: KernelCase, inputs: Sequence[Array | None], library: Path, folder: Path) -> None:
+        if case.op_type == "UpsampleNearest" and len(inputs) > 1 and inputs[1] is not None:
+            case = replace(case, weights=(1,))  # sizes are in the memory of the host, and buffers on the device
         model = model_of(case, "float16", inputs)
         ir.save(model, folder / "model.onnx")
         self.device = device_for("cuda")
@@ -150,6 +153,7 @@ def test_batches(op_type: str, batch: int, library: Path, note: Any) -> None:
         "MatMul": ((batch, 63, 1280), (1280, 1280), (1280,), (batch, 63, 1280)),
         "Attention": ((batch, 143, 1152), (batch, 143, 1152), (batch, 143, 1152)),
         "ConcatChannels": ((batch, 7, 9, 1280), (batch, 7, 9, 640), (1280,)),
+        "UpsampleNearest": ((batch, 7, 9, 1280),),
     }
     groups: dict[str, Any] = {"groups": 32, "activation": 1, "epsilon": 1e-5}
     attributes = {"GroupNorm": groups, "Attention": {"num_heads": 16}}.get(op_type, {})
@@ -159,6 +163,25 @@ def test_batches(op_type: str, batch: int, library: Path, note: Any) -> None:
     if op_type == "MatMul" and inputs[1] is not None:
         inputs[1] = (inputs[1] / 36).astype(np.float16).astype(np.float32)
     check(kernel_results(case, inputs, library), case, inputs, "own kernels, batches", note)
+
+
+@pytest.mark.parametrize("op_type", ["ConcatChannels", "UpsampleNearest"])
+def test_more_than_two_to_the_31_elements(op_type: str, library: Path) -> None:
+    """A batch of 17 images of 1024x1024 in a decoder, whose values differ from row to row."""
+    rows = np.arange(17 * 512, dtype=np.float16).reshape(17, 512, 1, 1)
+    x = np.broadcast_to(rows, (17, 512, 512, 128)).copy()
+    width = x.shape[-1]
+    if op_type == "ConcatChannels":
+        wide = np.broadcast_to(-rows, (17, 512, 512, 384)).copy()
+        case = KernelCase(op_type, "large", (x.shape, wide.shape, (width,)), domain="sdonnx")
+        (found,) = kernel_results(case, [x, wide, np.ones(width, np.float16)], library)
+        assert found.size > 2**31
+        assert (found[..., :width] == x[:, :, :1, :1] + np.float16(1)).all()
+        assert (found[..., width:] == wide[:, :, :1, :1]).all()
+    else:
+        (found,) = kernel_results(KernelCase(op_type, "large", (x.shape,), domain="sdonnx"), [x], library)
+        assert found.size > 2**31
+        assert (found == np.repeat(x[:, :, :1, :1], 2, axis=1)).all()
 
 
 def test_whole_check(library: Path, note: Any) -> None:

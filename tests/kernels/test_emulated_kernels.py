@@ -7,6 +7,7 @@ tests/gpu/test_kernels_gpu.py runs the same cases on a GPU.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from support.kernel_library import emulated_library, options_with
 from support.operator_tests import feeds_of, lowered_results, model_bytes
 
 from sdonnx.metrics import relative_error
-from sdonnx.operators.case import TOLERANCE, Array, KernelCase, rounded
+from sdonnx.operators.case import TOLERANCE, Array, Fill, KernelCase, rounded
 from sdonnx.operators.case_graphs import model_of
 from sdonnx.operators.operator_table import OWN_CONTRACTS, OWN_KERNEL_CASES, contract_of_case
 
@@ -92,7 +93,8 @@ def test_order_of_threads_does_not_change_a_byte(
 
 
 @pytest.mark.parametrize(
-    "op_type", ["LayerNorm", "SkipLayerNorm", "BiasSplitGelu", "GroupNorm", "Attention", "ConcatChannels"]
+    "op_type",
+    ["LayerNorm", "SkipLayerNorm", "BiasSplitGelu", "GroupNorm", "Attention", "ConcatChannels", "UpsampleNearest"],
 )
 def test_unaligned_tensors(op_type: str) -> None:
     """Buffers of the caller may begin at any element: the vectors of eight numbers are then read one by one."""
@@ -165,6 +167,8 @@ REFUSED = [
     (one("ConcatChannels", [(2, 3, 16), (6, 16)]), "x and y must have the same axes but the last"),
     (one("ConcatChannels", [(2, 3, 16), (2, 3, 8), (8,)]), "bias_x must have a number per channel of x"),
     (one("ConcatChannels", [(2, 3, 16), (2, 3, 8), None, (16,)]), "bias_y must have a number per channel of y"),
+    (one("UpsampleNearest", [(2, 3, 16)]), "UpsampleNearest of 3 dimensions; expected 4"),
+    (one("UpsampleNearest", [(2, 3, 4, 12)]), "UpsampleNearest of 12 channels; expected a multiple of 8"),
 ]
 
 
@@ -192,6 +196,7 @@ def test_batches_of_1_to_32_are_computed_image_by_image(op_type: str) -> None:
         "MatMul": [(32, 5, 64), (64, 16), (16,)],
         "Attention": [(32, 5, 72), (32, 6, 72), (32, 6, 72)],
         "ConcatChannels": [(32, 3, 5, 64), (32, 3, 5, 24), (64,)],
+        "UpsampleNearest": [(32, 3, 5, 24)],
     }
     attributes = {"GroupNorm": {"groups": 8, "activation": 1}, "Attention": {"num_heads": 1}}.get(op_type, {})
     wide = KernelCase(op_type, "batch", tuple(shapes[op_type]), attributes, domain="sdonnx")
@@ -205,3 +210,29 @@ def test_batches_of_1_to_32_are_computed_image_by_image(op_type: str) -> None:
             None, {name: array[:batch] if len(array) == 32 else array for name, array in feeds.items()}
         )
         assert relative_error(part.astype(np.float32), together[:batch].astype(np.float32)) < TOLERANCE["float16"]
+
+
+@pytest.mark.parametrize(
+    "sizes", [[2, 8, 10, 16], [2, 6, 11, 16], [2, 6, 8, 16], [1, 6, 10, 16], [2, 6, 10, 8], [6, 10]], ids=str
+)
+def test_sizes_of_an_upsampled_image_are_checked_on_the_host(sizes: list[int]) -> None:
+    case = replace(one("UpsampleNearest", [(2, 3, 5, 16), (4,)]), fills={1: Fill.DOUBLED_SIZES})
+    feeds = {"x0": np.zeros((2, 3, 5, 16), np.float16), "x1": np.array(sizes, np.int64)}
+    with pytest.raises(Exception, match="UpsampleNearest: sizes must "):
+        open_session(model_of(case, "float16")).run(None, feeds)
+
+
+@pytest.mark.parametrize("fill", [Fill.ODD_SIZES, Fill.ODD_HEIGHT])
+def test_nothing_is_written_behind_an_odd_image(fill: str) -> None:
+    """Within the result, a pixel too many would be overwritten by the thread to which the place belongs."""
+    case = replace(one("UpsampleNearest", [(2, 3, 5, 16), (4,)]), fills={1: fill})
+    opened, feeds, _ = session(case)
+    (expected,) = opened.run(None, feeds)
+    memory = np.full(expected.size + 1024, 7, np.float16)
+    binding = opened.io_binding()
+    for name, array in feeds.items():
+        binding.bind_cpu_input(name, array)
+    binding.bind_output("y0", "cpu", 0, np.float16, list(expected.shape), memory.ctypes.data)
+    opened.run_with_iobinding(binding)
+    assert memory[: expected.size].tobytes() == expected.tobytes()
+    assert (memory[expected.size :] == 7).all()

@@ -49,6 +49,9 @@ FAULTS = {
     "next queries": ("attention_short.cuh", "S::kTile, query + stride);", "S::kTile, query);"),
     "bias of the second half": ("concat_channels.cuh", "is_x ? a.bias_x : a.bias_y", "is_x ? a.bias_x : a.bias_x"),
     "width of the second half": ("concat_channels.cuh", "at = is_x ? column : column - a.split", "at = column"),
+    "odd height": ("upsample_nearest.cuh", "if (i + 1 >= a.out_height)", "if (i + 2 >= a.out_height)"),
+    "odd width": ("upsample_nearest.cuh", "has_right = j + 1 < a.out_width", "has_right = j + 2 < a.out_width"),
+    "row of an odd image": ("upsample_nearest.cuh", "image * a.out_height + i", "2 * int64_t(row)"),
     "last vector": ("concat_channels.cuh", "if (vector < a.vectors) {", "if (vector + 1 < a.vectors) {"),
     "rescaled result": ("attention_portable.cuh", "? shrink.x : shrink.y", "? shrink.x : shrink.x"),
     "barrier before the values": (

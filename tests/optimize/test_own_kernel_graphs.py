@@ -95,7 +95,7 @@ def test_explain_shows_the_replacements(own: Path) -> None:
     fired = {name: count for name, count in stage["fired"].items() if count}
     assert fired.keys() >= {
         "LayerNormalizationToOwnLayerNorm", "BiasSplitGeluToOwnBiasSplitGelu", "SkipGroupNormToOwnGroupNorm",
-        "GroupNormToOwnGroupNorm", "BiasAddToOwnMatMul", "ConcatToOwnConcatChannels",
+        "GroupNormToOwnGroupNorm", "BiasAddToOwnMatMul", "ConcatToOwnConcatChannels", "ResizeToOwnUpsampleNearest",
     }  # fmt: skip
     model = ir.load(own / "unet" / "step-kernels.onnx")
     in_step = sum(node.domain == OWN_DOMAIN for node in model.graph)

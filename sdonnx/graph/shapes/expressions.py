@@ -7,7 +7,7 @@ from functools import lru_cache
 import onnx_ir as ir
 import sympy  # type: ignore[import-untyped]
 
-__all__ = ["dimension_of", "expression_of", "normal", "parsed"]
+__all__ = ["dimension_of", "expression_of", "halved", "normal", "parsed"]
 
 
 @lru_cache(maxsize=4096)
@@ -60,3 +60,8 @@ def expression_of(dim: int | ir.SymbolicDim) -> sympy.Expr | None:
     if isinstance(dim, int):
         return sympy.Integer(dim)
     return None if dim.value is None else parsed(dim.value)
+
+
+def halved(size: sympy.Expr) -> sympy.Expr:
+    """Return the normal form of ceiling(size / 2), as a convolution with a stride of 2 halves a size."""
+    return normal(sympy.floor((size + 1) / 2))
