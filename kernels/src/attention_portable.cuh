@@ -187,6 +187,7 @@ __device__ __forceinline__ void store_rows(const AttentionArgs& a, const half* r
 template <int HEAD, int WARPS, int KEYS>
 __global__ void __launch_bounds__(32 * WARPS, Shape<HEAD, WARPS, KEYS>::kBlocks)
     attention_kernel(const AttentionArgs a) {
+  prior_kernels_wait();
   using S = Shape<HEAD, WARPS, KEYS>;
   half* q_tile = reinterpret_cast<half*>(shared_memory());
   half *k_tile = q_tile + S::kQueries * S::kStride, *v_tile = k_tile + KEYS * S::kStride;

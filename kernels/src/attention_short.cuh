@@ -22,6 +22,7 @@ struct ShortShape : Columns<HEAD> {
 template <int HEAD, int KEYS>
 __global__ void __launch_bounds__(ShortShape<HEAD, KEYS>::kThreads, ShortShape<HEAD, KEYS>::kBlocks)
     attention_short_kernel(const AttentionArgs a) {
+  prior_kernels_wait();
   using S = ShortShape<HEAD, KEYS>;
   half* k_tile = reinterpret_cast<half*>(shared_memory());
   half* v_tile = k_tile + KEYS * S::kStride;

@@ -75,6 +75,7 @@ __device__ __forceinline__ void give_turn(int warpgroup) {
 __global__ void __launch_bounds__(kAttentionThreads, 1)
     attention_wgmma_kernel(const __grid_constant__ AttentionMaps maps, const AttentionArgs a) {
 #ifdef SDONNX_HAS_WGMMA
+  prior_kernels_wait();
   unsigned char* tiles = reinterpret_cast<unsigned char*>(
       (reinterpret_cast<uintptr_t>(shared_memory()) + kTileAlignment - 1) & ~uintptr_t(kTileAlignment - 1));
   unsigned char *q_tile = tiles, *stages = tiles + kWideQueries + kNarrowQueries;

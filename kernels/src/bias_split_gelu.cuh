@@ -16,6 +16,7 @@ struct BiasSplitGeluArgs {
 
 template <int ROWS>
 __global__ void __launch_bounds__(256) bias_split_gelu_kernel(const BiasSplitGeluArgs a) {
+  prior_kernels_wait();
   // Rows are on x: the grid's y axis has at most 65535 blocks.
   const int column = (blockIdx.y * blockDim.x + threadIdx.x) * 8;
   const int64_t first = int64_t(blockIdx.x) * ROWS;

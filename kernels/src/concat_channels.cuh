@@ -19,6 +19,7 @@ constexpr int kConcatThreads = 256;
 constexpr int kConcatVectors = 2;  // of a thread: their loads are under way at the same time
 
 __global__ void __launch_bounds__(kConcatThreads) concat_channels_kernel(const ConcatChannelsArgs a) {
+  prior_kernels_wait();
   const int64_t first = int64_t(blockIdx.x) * kConcatThreads * kConcatVectors;
   // One 64-bit division for the block. Within it, 32 bits hold every index.
   const int64_t first_row = first / a.row_vectors;

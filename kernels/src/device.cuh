@@ -25,6 +25,14 @@ namespace sdonnx {
 __device__ __forceinline__ void block_sync() { __syncthreads(); }
 __device__ __forceinline__ void warp_sync() { __syncwarp(); }
 
+// Wait for the kernels before this one, and what they wrote. On compute capability 9.0 and newer a kernel starts while the
+// one before it ends (CUDA C++ Programming Guide, "Programmatic Dependent Launch"), so every kernel begins with this.
+__device__ __forceinline__ void prior_kernels_wait() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 // Clusters exist from compute capability 9.0 on. Elsewhere a block is its own cluster.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 __device__ __forceinline__ unsigned cluster_size() { return cooperative_groups::this_cluster().num_blocks(); }
@@ -150,10 +158,16 @@ struct DeviceLimits {
   int major, multiprocessors;
   size_t shared_bytes;  // of a block, if the kernel asks for more than the default
 };
-inline DeviceLimits device_limits() {
-  int device = 0, major = 0, multiprocessors = 0, bytes = 0;
+inline int capability_major() {
+  int device = 0, major = 0;
   check_cuda(cudaGetDevice(&device), "cudaGetDevice");
   check_cuda(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), "compute capability");
+  return major;
+}
+inline DeviceLimits device_limits() {
+  const int major = capability_major();
+  int device = 0, multiprocessors = 0, bytes = 0;
+  check_cuda(cudaGetDevice(&device), "cudaGetDevice");
   check_cuda(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device), "multiprocessors");
   check_cuda(cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device), "shared memory");
   return {major, multiprocessors, size_t(bytes)};
@@ -174,13 +188,18 @@ void launch(void (*kernel)(P...), dim3 grid, unsigned threads, size_t shared_byt
   config.blockDim = dim3(threads);
   config.dynamicSmemBytes = shared_bytes;
   config.stream = static_cast<cudaStream_t>(stream);
-  cudaLaunchAttribute attribute{};
+  cudaLaunchAttribute attributes[2]{};
+  config.attrs = attributes;
   if (cluster > 1) {
+    cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
     attribute.id = cudaLaunchAttributeClusterDimension;
     attribute.val.clusterDim.x = cluster;
     attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
-    config.attrs = &attribute;
-    config.numAttrs = 1;
+  }
+  if (capability_major() >= 9) {
+    cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
   }
   check_cuda(cudaLaunchKernelEx(&config, kernel, P(arguments)...), "launch of a kernel");
 }

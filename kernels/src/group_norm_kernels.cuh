@@ -194,6 +194,7 @@ __device__ __forceinline__ int rows_of(int r0, int step, int rows) { return r0 <
 // Shared memory: (batches - 1) * kRows vectors and two pairs per thread, and cluster + 1 pairs per group.
 template <int kRows, bool kAdds>
 __global__ void __launch_bounds__(kGroupNormThreads, kRows > 4 ? 1 : 2) group_norm_kernel(const GroupNormArgs a) {
+  prior_kernels_wait();
   const Place p = place_of(a.slab);
   const int groups = a.slab / a.group_size, step = a.rows_at_once;
   const int cluster = cluster_size(), rank = cluster_rank(), image = blockIdx.y;
@@ -258,6 +259,7 @@ __global__ void __launch_bounds__(kGroupNormThreads, kRows > 4 ? 1 : 2) group_no
 // The first of two launches. Grid: (chunks, images); partial (images, groups, chunks). A block reads all channels.
 template <int kRows, bool kAdds>
 __global__ void __launch_bounds__(kGroupNormThreads, kRows > 4 ? 1 : 2) group_norm_sums_kernel(const GroupNormArgs a) {
+  prior_kernels_wait();
   const Place p = place_of(a.channels);
   const int image = blockIdx.y, channel = p.v * 8, step = a.rows_at_once, first = int(blockIdx.x) * a.rows;
   const int left = p.r0 < step ? rows_of(p.r0, step, min(a.rows, a.positions - first)) : 0;
@@ -290,6 +292,7 @@ __global__ void __launch_bounds__(kGroupNormThreads, kRows > 4 ? 1 : 2) group_no
 // and is still in the L2, and what reads y next finds its beginning there.
 template <int kRows>
 __global__ void __launch_bounds__(kGroupNormThreads, kRows > 4 ? 1 : 2) group_norm_scale_kernel(const GroupNormArgs a) {
+  prior_kernels_wait();
   const Place p = place_of(a.channels);
   const int image = int(gridDim.y - 1 - blockIdx.y), channel = p.v * 8, step = a.rows_at_once;
   const int first = int(gridDim.x - 1 - blockIdx.x) * a.rows;

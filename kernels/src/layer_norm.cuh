@@ -37,6 +37,7 @@ __device__ __forceinline__ void add_terms(float values[8], const LayerNormArgs& 
 // A lane holds VECTORS times eight numbers: i = lane, lane + 32, ...
 template <int VECTORS, bool kAdds>
 __global__ void __launch_bounds__(32 * kLayerNormWarps) layer_norm_kernel(const LayerNormArgs a) {
+  prior_kernels_wait();
   const int64_t row = int64_t(blockIdx.x) * kLayerNormWarps + threadIdx.x / 32;
   const int lane = threadIdx.x % 32, vectors = a.channels / 8;
   if (row >= a.rows) return;

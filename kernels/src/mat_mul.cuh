@@ -42,6 +42,7 @@ class Multiplier {
 // The sum of all numbers of a tensor as bits, each times an odd number of its place: it differs if a bit differs, but for
 // chances of 2^-64. Sums of integers do not depend on their order.
 __global__ void __launch_bounds__(256) checksum_kernel(const half* values, int64_t count, unsigned long long* sum) {
+  prior_kernels_wait();
   unsigned long long total = 0;
   for (int64_t i = blockIdx.x * int64_t(blockDim.x) + threadIdx.x; i < count; i += int64_t(gridDim.x) * blockDim.x)
     total += (__half_as_ushort(values[i]) + 1ull) * (2ull * i + 1) * 0x9e3779b97f4a7c15ull;

@@ -21,6 +21,7 @@ struct UpsampleNearestArgs {
 constexpr int kUpsampleThreads = 256;
 
 __global__ void __launch_bounds__(kUpsampleThreads) upsample_nearest_kernel(const UpsampleNearestArgs a) {
+  prior_kernels_wait();
   const unsigned row = blockIdx.x / a.row_blocks;  // of all images
   const unsigned at = (blockIdx.x - row * a.row_blocks) * kUpsampleThreads + threadIdx.x;
   if (at >= a.row_vectors) return;
