@@ -8,6 +8,7 @@ that the cause is easy to find.
 from __future__ import annotations
 
 import ast
+import functools
 import io
 import re
 import sys
@@ -46,9 +47,13 @@ def counts(files: Sequence[Path]) -> tuple[int, Counter[str]]:
     """Return the number of words in the files' prose, and how often each occurs in lower case."""
     words: Counter[str] = Counter()
     for file in files:
-        for text in set(prose(file.read_text(encoding="utf-8"))):
-            words.update(word.lower() for word in _WORD.findall(text))
+        words.update(_words(file.read_text(encoding="utf-8")))
     return words.total(), words
+
+
+@functools.cache
+def _words(source: str) -> Counter[str]:
+    return Counter(word.lower() for text in set(prose(source)) for word in _WORD.findall(text))
 
 
 def rates(files: Sequence[Path]) -> dict[str, float]:
