@@ -2,7 +2,7 @@
 
 python scripts/verify_kernels.py --json docs/results/kernels-h200.json FOLDER...
 
-Each FOLDER is the output of `sdonnx optimize --float16 --kernels auto`. Build the library with `make -C kernels`,
+Each FOLDER is the output of `sdonnx optimize --float16`. Build the library with `make -C kernels`,
 unless SDONNX_KERNELS names it or sdonnx-kernels is installed. docs/explanation/kernels.md shows the numbers.
 """
 
@@ -108,7 +108,7 @@ def forms(folder: Path, library: str, sizes: Mapping[str, Any], provider: str | 
 
     if library != "0" and read_report(folder).get("options", {}).get("kernels") != "auto":
         found = f"{folder} has no graphs with our own operators"
-        raise FolderError(found, "both forms", "optimize it with --float16 --kernels auto")
+        raise FolderError(found, "both forms", "optimize it with --float16, without --kernels none")
     pipelines = {}
     for name, value in (("onnxruntime", "0"), ("own", library)):
         with named_kernel_library(value):

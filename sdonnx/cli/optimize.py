@@ -95,9 +95,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_option(
         target,
         "--kernels",
-        default="none",
-        help="auto: also write each graph with the operators of the package sdonnx-kernels, which are used where it is "
-        "installed and the GPU has kernels for them; none (default): only ONNX Runtime's operators",
+        default="auto",
+        help="auto (default): with --float16 for cuda, also write each graph with the operators of the package "
+        "sdonnx-kernels, which are used where it is installed and the GPU has kernels for them; none: only ONNX "
+        "Runtime's operators",
     )
     fusions = parser.add_argument_group("fusions to leave out")
     for flag in FLAGS.values():

@@ -111,7 +111,7 @@ def command_for(report: Mapping[str, Any], provider: str | None = None, layout: 
         scales = [word for word in map(_word, _listed(options.get("norm_scale"))) if word]
         words += ["--norm_scale", *scales] if scales else []
         words += ["--bfloat16"] if options.get("bfloat16") is True else []
-        words += ["--kernels", "auto"] if options.get("kernels") == "auto" else []
+        words += ["--kernels", "none"] if options.get("kernels") == "none" else []
     if chosen:
         words += ["--provider", chosen]
     if chosen != "cpu" and (reads := _word(layout or report.get("attention_layout"))) not in ("", "unpacked"):

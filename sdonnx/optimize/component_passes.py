@@ -311,6 +311,10 @@ def _write_own_kernel_graphs(job: ComponentJob) -> None:
     job.outcomes = [*job.outcomes, StageOutcome(OWN_KERNELS, dict(fired), tuple(dict.fromkeys(failures)))]
 
 
+def _has_own_kernels(job: ComponentJob) -> bool:
+    return job.request.kernels == "auto" and job.request.suits_own_kernels
+
+
 def _inspect(job: ComponentJob) -> None:
     if job.inspector is not None:
         job.inspector.inspect(job.folder / ONNX_MODEL)
@@ -333,9 +337,7 @@ PASSES = (
     ComponentPass("write graph", _write_graph),
     ComponentPass("write configuration", _write_configuration),
     ComponentPass("write served graphs", _write_served_graphs),
-    ComponentPass(
-        "write own kernel graphs", _write_own_kernel_graphs, applies=lambda job: job.request.kernels == "auto"
-    ),
+    ComponentPass("write own kernel graphs", _write_own_kernel_graphs, applies=_has_own_kernels),
     ComponentPass("inspect", _inspect, applies=lambda job: job.inspector is not None),
 )
 """Passes that optimize a component and write it."""

@@ -37,7 +37,7 @@ def optimize_folder(
     attention_layout: str = "unpacked",
     disabled: Collection[str] = (),
     inspect: bool = False,
-    kernels: str = "none",
+    kernels: str = "auto",
     overwrite: bool = False,
     progress: ProgressCallback | None = None,
 ) -> OptimizeReport:
@@ -54,7 +54,8 @@ def optimize_folder(
         attention_layout: layout of the inputs of MultiHeadAttention: "unpacked", "packed_kv" or "packed_qkv".
         disabled: names of fusions to leave out.
         inspect: also write each graph as ONNX Runtime's own optimizations leave it.
-        kernels: "auto" to also write each graph with the operators of `sdonnx-kernels`; "none" not to.
+        kernels: "auto" to also write each graph with the operators of `sdonnx-kernels`, for "cuda" in float16; "none"
+            not to.
         overwrite: replace the pipeline in `out`, if there is one.
         progress: callback for progress.
 
@@ -117,7 +118,7 @@ def write_optimized(
         request.attention_layout,
         list(request.disabled),
         reports,
-        request.precision.flags() | ({"kernels": request.kernels} if request.kernels != "none" else {}),
+        request.precision.flags() | ({"kernels": request.kernels} if request.suits_own_kernels else {}),
     )
 
 

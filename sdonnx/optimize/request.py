@@ -30,7 +30,8 @@ class OptimizeRequest:
         inspect: also write `inspect.onnx` for each component: the graph after ONNX Runtime's own optimizations.
         scale_residual: scale residual streams as for float16, but compute in float32. `sdonnx.precision_search`
             measures the values of such graphs.
-        kernels: "auto" to also write each graph with our own operators, where they are worth it; "none" not to.
+        kernels: "auto" to also write each graph with our own operators, where they are worth it; "none" not to. They
+            are for "cuda" and float16; "auto" is accepted and has no effect on others.
 
     Raises:
         SdonnxError: an option is unknown, or options contradict each other.
@@ -42,7 +43,7 @@ class OptimizeRequest:
     disabled: tuple[str, ...] = ()
     inspect: bool = False
     scale_residual: bool = False
-    kernels: str = "none"
+    kernels: str = "auto"
 
     def __post_init__(self) -> None:
         require_known_provider(self.provider)
@@ -54,13 +55,15 @@ class OptimizeRequest:
             raise OptionError("float16 for the CPU", "float32, which the CPU's kernels have", "leave out --float16")
         if self.kernels not in KERNELS:
             raise OptionError(f"kernels is {self.kernels!r}", f"one of {', '.join(KERNELS)}", "pass one")
-        if self.kernels == "auto" and not (self.provider == "cuda" and self.precision.dtype == "float16"):
-            found = f"--kernels auto for {self.provider} in {self.precision.dtype}"
-            raise OptionError(found, "cuda and float16, which our own operators are for", "leave out --kernels")
         for name in self.disabled:
             if name not in FLAGS:
                 found = f"the fusion {name!r} is unknown"
                 raise OptionError(found, f"one of {', '.join(FLAGS)}", "name one of these")
+
+    @property
+    def suits_own_kernels(self) -> bool:
+        """Whether our own operators, which are for CUDA and float16, could be used."""
+        return self.provider == "cuda" and self.precision.dtype == "float16"
 
 
 def require_known_provider(provider: str) -> None:

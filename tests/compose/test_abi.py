@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 from support.pipeline_cache import PipelineCache
 
-from sdonnx.folder.pipeline_folder import PipelineFolder
+from sdonnx.folder.pipeline_folder import PipelineFolder, own_kernel_graph
 from sdonnx.models import abi
 from sdonnx.models.abi import GraphSpec, GraphTensor
 from sdonnx.models.registry import family_of
@@ -48,6 +48,12 @@ def xl_with_adapters(pipelines: PipelineCache) -> Path:
 PIPELINES = [tiny, pixart, xl_with_adapters]
 
 
+def files_of(spec: GraphSpec) -> list[str]:
+    """Return the names of the files that have a graph: also for short prompts, and with our own operators."""
+    files = [file for file in (spec.file, spec.short_file) if file]
+    return files + [own_kernel_graph(file) for file in files]
+
+
 def graphs_of(folder: Path) -> list[tuple[GraphSpec, str]]:
     """Return the declaration and the file of every graph in a folder but the components' own."""
     family = family_of(PipelineFolder.open(folder))
@@ -58,7 +64,7 @@ def graphs_of(folder: Path) -> list[tuple[GraphSpec, str]]:
             specs = [
                 spec
                 for spec in abi.GRAPHS.values()
-                if spec.component is roles[path.parent.name] and path.name in (spec.file, spec.short_file)
+                if spec.component is roles[path.parent.name] and path.name in files_of(spec)
             ]
             assert len(specs) == 1, f"{path} is not declared"
             found.append((specs[0], str(path.relative_to(folder))))

@@ -15,6 +15,7 @@ from sdonnx.optimize.request import OptimizeRequest
 from sdonnx.precision.policy import Precision, PrecisionPolicy
 
 HALF = OptimizeRequest(precision=Precision("float16"))
+PLAIN = OptimizeRequest(precision=Precision("float16"), kernels="none")
 
 
 def job_for(folder: Path, name: str, request: OptimizeRequest, out: Path | None = None) -> ComponentJob:
@@ -46,9 +47,10 @@ BY_COMPONENT = ("scale group norms", "scale residual stream", "count upcast")
     ("request_", "left_out"),
     [
         (OptimizeRequest(), {"convert precision", *BY_COMPONENT, *BY_OPTION}),
-        (HALF, {*BY_COMPONENT, *BY_OPTION}),
+        (PLAIN, {*BY_COMPONENT, *BY_OPTION}),
+        (HALF, {*BY_COMPONENT, "inspect"}),
     ],
-    ids=["float32", "float16"],
+    ids=["float32", "float16", "both forms"],
 )
 def test_passes_run_in_order_under_their_conditions(
     request_: OptimizeRequest, left_out: set[str], micro_exported: Path, tmp_path: Path

@@ -1,7 +1,8 @@
-"""`--kernels auto`: a second form of the served graphs, next to the first, that reads the same weights."""
+"""`--kernels auto`, the default: a second form of the served graphs, next to the first, that reads the same weights."""
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,6 +19,7 @@ from support.pipeline_cache import PipelineCache
 from support.pipelines import refused
 
 from sdonnx.cli.explain import explained
+from sdonnx.cli.optimize import add_arguments
 from sdonnx.errors import OptionError
 from sdonnx.folder.pipeline_folder import hash_file
 from sdonnx.folder.version import command_for
@@ -27,30 +29,53 @@ from sdonnx.operators.case import OWN_DOMAIN, Array
 from sdonnx.operators.lowering import LowerContribOperators
 from sdonnx.optimize.optimizer import optimize_folder
 from sdonnx.optimize.request import OptimizeRequest
-from sdonnx.precision.policy import Precision
 from sdonnx.runtime.device.device import Device
 from sdonnx.runtime.device.load_shared_weights import load_shared_weights
 
 
 @pytest.fixture(scope="module")
-def own(pipelines: PipelineCache, tiny_exported: Path) -> Path:
-    """`tiny` optimized for CUDA in float16, in both forms."""
-    return pipelines.optimized(tiny_exported, provider="cuda", float16=True, kernels="auto")
+def own(tiny_cuda_fp16: Path) -> Path:
+    """`tiny` optimized for CUDA in float16, in both forms, which is the default."""
+    return tiny_cuda_fp16
+
+
+@pytest.fixture(scope="module")
+def plain(pipelines: PipelineCache, tiny_exported: Path) -> Path:
+    """`tiny` optimized for CUDA in float16, in the form without our own operators only."""
+    return pipelines.optimized(tiny_exported, provider="cuda", float16=True, kernels="none")
 
 
 def domains(path: Path) -> set[str]:
     return {node.domain for node in ir.load(path).graph}
 
 
-def test_default_writes_one_form(tiny_cuda_fp16: Path) -> None:
-    assert list(tiny_cuda_fp16.rglob("*-kernels.onnx")) == []
-    report = json.loads((tiny_cuda_fp16 / "sdonnx.json").read_text())
-    assert "kernels" not in report["options"]
+def test_one_form_is_written_on_request(plain: Path) -> None:
+    assert list(plain.rglob("*-kernels.onnx")) == []
+    report = json.loads((plain / "sdonnx.json").read_text())
+    assert report["options"]["kernels"] == "none"
+    assert "--kernels none" in command_for(report)
     stages = {stage["stage"] for component in report["components"].values() for stage in component["stages"]}
     assert "own_kernels" not in stages
 
 
-def test_second_form_is_next_to_the_first_and_reads_its_weights(own: Path, tiny_cuda_fp16: Path) -> None:
+@pytest.mark.parametrize("options", [{"provider": "cpu"}, {"provider": "cuda"}])
+def test_other_targets_have_one_form(options: Mapping[str, Any], pipelines: PipelineCache, tiny_exported: Path) -> None:
+    """Our own operators are for CUDA and float16."""
+    folder = pipelines.optimized(tiny_exported, **options)
+    assert list(folder.rglob("*-kernels.onnx")) == []
+    report = json.loads((folder / "sdonnx.json").read_text())
+    assert "kernels" not in report["options"]
+    assert "--kernels" not in command_for(report)
+
+
+def test_default_is_auto() -> None:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    assert parser.parse_args(["-i", "in", "-o", "out"]).kernels == "auto"
+    assert OptimizeRequest().kernels == "auto"
+
+
+def test_second_form_is_next_to_the_first_and_reads_its_weights(own: Path, plain: Path) -> None:
     pairs = {path: path.with_name(path.name.replace("-kernels", "")) for path in own.rglob("*-kernels.onnx")}
     assert {str(path.relative_to(own)) for path in pairs} >= {
         "unet/step-kernels.onnx",
@@ -59,7 +84,7 @@ def test_second_form_is_next_to_the_first_and_reads_its_weights(own: Path, tiny_
     for second, first in pairs.items():
         assert OWN_DOMAIN in domains(second)
         assert OWN_DOMAIN not in domains(first)
-        assert first.read_bytes() == (tiny_cuda_fp16 / first.relative_to(own)).read_bytes()
+        assert first.read_bytes() == (plain / first.relative_to(own)).read_bytes()
         files = {
             tensor.location
             for value in ir.load(second).graph.initializers.values()
@@ -67,17 +92,13 @@ def test_second_form_is_next_to_the_first_and_reads_its_weights(own: Path, tiny_
         }
         assert files <= {"model.onnx.data"}
         assert second.stat().st_size < 2**20
-    assert (own / "unet" / "model.onnx.data").stat().st_size == (
-        tiny_cuda_fp16 / "unet" / "model.onnx.data"
-    ).stat().st_size
+    assert (own / "unet" / "model.onnx.data").stat().st_size == (plain / "unet" / "model.onnx.data").stat().st_size
 
 
 def test_shared_weights_know_both_forms(pipelines: PipelineCache) -> None:
     """The list of weights that several graphs share is valid only for unchanged graphs."""
     exported = pipelines.exported(pipelines.micro("pixart-alpha-tiny"))
-    forms = [
-        pipelines.optimized(exported, provider="cuda", float16=True, kernels=kernels) for kernels in ("none", "auto")
-    ]
+    forms = [pipelines.optimized(exported, float16=True, **options) for options in ({"kernels": "none"}, {})]
     plain, index = (json.loads((form / "transformer" / "weights.json").read_text()) for form in forms)
     before, hashes = plain.pop("__metadata__"), index.pop("__metadata__")
     assert index == plain
@@ -113,31 +134,15 @@ def test_concat_adds_the_bias_of_the_upsampler(own: Path) -> None:
     assert "upsamplers.0.conv.bias" in names[2][2]
 
 
-def test_report_names_the_command(own: Path) -> None:
+def test_report_names_the_form(own: Path) -> None:
     report = json.loads((own / "sdonnx.json").read_text())
     assert report["options"]["kernels"] == "auto"
-    assert "--kernels auto" in command_for(report)
-    assert "--kernels" not in command_for(report, provider="cpu")
+    assert "--kernels" not in command_for(report)
 
 
-@pytest.mark.parametrize(
-    ("options", "found"),
-    [
-        ({"kernels": "all"}, "kernels is 'all'"),
-        ({"kernels": "auto", "provider": "cpu"}, "--kernels auto for cpu in float32"),
-        ({"kernels": "auto", "provider": "cuda"}, "--kernels auto for cuda in float32"),
-    ],
-)
-def test_refuses(options: Mapping[str, Any], found: str) -> None:
-    with pytest.raises(OptionError) as error:
-        OptimizeRequest(precision=Precision(), **options)
-    assert found in str(error.value)
-    assert "\n" not in str(error.value)
-
-
-def test_nothing_is_written_if_the_option_is_refused(tiny_exported: Path, tmp_path: Path) -> None:
-    with refused(OptionError):
-        optimize_folder(tiny_exported, tmp_path / "out", provider="cpu", kernels="auto")
+def test_refuses_other_values(tiny_exported: Path, tmp_path: Path) -> None:
+    with refused(OptionError, "kernels is 'all'", "none, auto"):
+        optimize_folder(tiny_exported, tmp_path / "out", kernels="all")
     assert list(tmp_path.iterdir()) == []
 
 

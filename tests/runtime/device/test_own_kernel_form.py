@@ -9,7 +9,6 @@ from typing import Any
 
 import onnxruntime
 import pytest
-from support.pipeline_cache import PipelineCache
 
 from sdonnx.doctor.check_kernels import CaseResult
 from sdonnx.doctor.first_use import SELF_CHECK
@@ -125,11 +124,8 @@ def test_session_options_of_the_caller_keep_the_first_form(
     assert line.endswith("session options of the caller are used")
 
 
-def test_graphs_are_those_of_the_chosen_form(
-    pipelines: PipelineCache, tiny_exported: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    own = pipelines.optimized(tiny_exported, provider="cuda", float16=True, kernels="auto")
-    folder, cpu = PipelineFolder.open(own), Device("cpu")
+def test_graphs_are_those_of_the_chosen_form(tiny_cuda_fp16: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, cpu = PipelineFolder.open(tiny_cuda_fp16), Device("cpu")
     names = {}
     for library in (LIBRARY.path, None):
         monkeypatch.setattr(graph_set, "library_for", lambda *_, library=library: library)
