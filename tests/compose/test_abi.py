@@ -42,7 +42,7 @@ def pixart(pipelines: PipelineCache) -> Path:
 
 
 def xl_with_adapters(pipelines: PipelineCache) -> Path:
-    return pipelines.adapted(pipelines.nano("sdxl-tiny-ip-adapter"))
+    return pipelines.adapted(pipelines.micro("sdxl-tiny-ip-adapter"))
 
 
 PIPELINES = [tiny, pixart, xl_with_adapters]

@@ -90,7 +90,7 @@ def test_exported_sizes_are_those_of_a_run(arch: str, pipelines: PipelineCache) 
 
 def test_sizes_of_adapters_and_the_safety_checker(pipelines: PipelineCache) -> None:
     folders = [
-        pipelines.adapted(pipelines.nano("sdxl-tiny-ip-adapter")),
+        pipelines.adapted(pipelines.micro("sdxl-tiny-ip-adapter")),
         pipelines.exported(pipelines.micro("tiny", safety_checker=True)),
     ]
     graphs = {path.parent.name: path for folder in folders for path in folder.glob("*/model.onnx")}

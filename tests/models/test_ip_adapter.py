@@ -101,7 +101,7 @@ def both(source: Path, pipelines: PipelineCache) -> Pair:
 @pytest.fixture(scope="module")
 def xl(pipelines: PipelineCache) -> Pair:
     """Stable Diffusion XL with both adapters."""
-    return Pair(pipelines.nano("sdxl-tiny-ip-adapter"), ADAPTER_FILES, pipelines)
+    return Pair(pipelines.micro("sdxl-tiny-ip-adapter"), ADAPTER_FILES, pipelines)
 
 
 @pytest.fixture(scope="module")
