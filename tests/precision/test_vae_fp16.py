@@ -16,7 +16,7 @@ import onnx_ir as ir
 import onnxruntime
 import pytest
 import torch
-from support.autoencoders import FAMILY, NANO, export_autoencoder, optimize_autoencoder, write_autoencoder
+from support.autoencoders import FAMILY, NANO, XL, export_autoencoder, optimize_autoencoder, write_autoencoder
 from support.pipelines import Array, refused
 
 from sdonnx.errors import OptionError
@@ -71,7 +71,7 @@ class Autoencoder:
 def inputs(component: str) -> Array:
     noise = np.random.default_rng(0).standard_normal
     latents = noise((2, 4, 9, 7)) / 0.13
-    return (latents if component == "vae_decoder" else noise((2, 3, 20, 28)).clip(-1, 1)).astype(np.float32)
+    return (latents if component == "vae_decoder" else noise((2, 3, 24, 32)).clip(-1, 1)).astype(np.float32)
 
 
 @pytest.fixture(scope="module")
@@ -221,3 +221,39 @@ def test_stream_that_cannot_be_scaled_stays_float32(
     assert relative_error(found, plain.output("vae_encoder", torch.float32)) < 1e-5
     with refused(OptionError, "--norm_scale of vae_encoder", "Clip"):
         optimized(other, tmp_path / "requested", "vae_encoder", "vae_encoder:1/64")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("component", COMPONENTS)
+def test_error_at_full_size_by_factor(component: str, tmp_path: Path, note: Any) -> None:
+    """Weights lose digits from 1/1024 on; the default is as precise as fp16 without a factor."""
+    vae = write_autoencoder(XL, tmp_path / "vae")
+    export_autoencoder(tmp_path / "vae", tmp_path / "onnx", component, changes={"force_upcast": False})
+    full = Autoencoder(vae, tmp_path / "onnx")
+    expected = full.output(component, torch.float32)
+    of_torch = relative_error(full.output(component, torch.float16), expected)
+    errors = {}
+    for power in (0, 5, 7, 8, 10):
+        _, found = optimized(full, tmp_path / f"{power}", component, f"{component}:1/{2**power}")
+        errors[2**power] = relative_error(found, expected)
+    by_factor = {f"1/{number}": error for number, error in errors.items()}
+    note("vae_fp16_by_factor", {"component": component, "error": by_factor, "torch_fp16_error": of_torch})
+    assert errors[128] < 1.1 * errors[1]
+    assert max(errors.values()) < 2 * of_torch
+
+
+@pytest.mark.full
+def test_overflowing_decoder_at_full_size(tmp_path: Path, note: Any) -> None:
+    vae = write_autoencoder(XL, tmp_path / "vae", overflow="vae")
+    export_autoencoder(tmp_path / "vae", tmp_path / "onnx", "vae_decoder")
+    largest: list[float] = []
+    for block in vae.decoder.up_blocks:
+        block.register_forward_hook(lambda module, given, result: largest.append(float(result.abs().max())))
+    full = Autoencoder(vae, tmp_path / "onnx")
+    expected = full.output("vae_decoder", torch.float32)
+    _, found = optimized(full, tmp_path / "fp16", "vae_decoder")
+    error = relative_error(found, expected)
+    row = {"largest": max(largest), "error": error, "psnr_db": decibels(found, expected)}
+    note("vae_fp16_overflow_at_full_size", row)
+    assert max(largest) > 1e6
+    assert error < 3e-3
