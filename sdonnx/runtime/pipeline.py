@@ -23,6 +23,7 @@ from sdonnx.models.spec import Role
 from sdonnx.runtime.cuda_graph_cache import CaptureReport, CudaGraphCache
 from sdonnx.runtime.device.device import device_for, host_memory_errors
 from sdonnx.runtime.device.device_thread import device_thread
+from sdonnx.runtime.device.inherited_sessions import keep_in_forked_processes
 from sdonnx.runtime.device.kernel_workarounds import KernelCheck
 from sdonnx.runtime.device.session import SessionSettings
 from sdonnx.runtime.graph_set import GraphSet, LowMemory
@@ -89,6 +90,7 @@ class OrtDiffusionPipeline(DiffusersInterface, PromptEncoding):
                 f"call OrtDiffusionPipeline.from_pretrained({graphs!r})",
             )
         self._process = os.getpid()
+        keep_in_forked_processes(self)
         self.folder, self.device = graphs.folder, graphs.device
         self._graphs, self._defaults = graphs, graphs.family.defaults
         self.scheduler_config = self.folder.config("scheduler", "scheduler_config.json")

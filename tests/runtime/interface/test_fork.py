@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -46,6 +47,52 @@ print(os.waitstatus_to_exitcode(status))
 print((pipeline("fox", **usual).images == first).all())
 """
 
+# Children that end as any program does. Text of C is written when its buffer is flushed.
+ENDED = """
+import atexit, ctypes, multiprocessing, os, signal, sys, warnings
+from sdonnx import OrtDiffusionPipeline
+
+usual = dict(height=32, width=32, num_inference_steps=1, output_type="np", seed=0)
+pipeline = OrtDiffusionPipeline.from_pretrained(sys.argv[1])
+pipeline("fox", **usual)
+warnings.simplefilter("ignore", DeprecationWarning)
+
+def begin(how):
+    signal.alarm(60)
+    atexit.register(print, how, "handler")
+    ctypes.CDLL(None).printf(b"%s C\\n", how.encode())
+    print(how, "Python")
+
+def work():
+    begin("multiprocessing")
+    sys.exit(4)
+
+process = multiprocessing.get_context("fork").Process(target=work)
+process.start()
+process.join()
+print("multiprocessing", process.exitcode, flush=True)
+for how in ("falls off", "exits", "deletes", "loads"):
+    child = os.fork()
+    if child == 0:
+        begin(how)
+        break
+    print(how, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+else:
+    how = "parent"
+if how == "exits":
+    sys.exit(3)
+if how == "deletes":
+    del pipeline
+if how == "loads":
+    pipeline = OrtDiffusionPipeline.from_pretrained(sys.argv[1])
+    pipeline("fox", **usual)
+    grandchild = os.fork()
+    if grandchild:
+        sys.exit(os.waitstatus_to_exitcode(os.waitpid(grandchild, 0)[1]))
+    signal.alarm(60)
+    sys.exit(5)
+"""
+
 SPAWNED = """
 import multiprocessing, sys
 
@@ -66,7 +113,8 @@ def _run(code: str, folder: Path, tmp_path: Path) -> list[str]:
     script = tmp_path / "script.py"
     script.write_text(code)
     command = [sys.executable, "-W", "error", str(script), str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     return done.stdout.splitlines()
@@ -79,6 +127,19 @@ def test_forked_process_gets_one_line(micro_cpu: Path, tmp_path: Path) -> None:
         assert error.startswith("the pipeline was loaded before fork()")
         assert 'load it after the fork, or start processes with "spawn"' in error
     assert (own, status, parent) == ("True", "7", "True")
+
+
+def test_forked_processes_end_with_their_status(micro_cpu: Path, tmp_path: Path) -> None:
+    """Destructors of the inherited sessions would crash or wait for threads that do not exist."""
+    lines = _run(ENDED, micro_cpu, tmp_path)
+    statuses = {"multiprocessing": 4, "falls off": 0, "exits": 3, "deletes": 0, "loads": 5}
+    assert [line for line in lines if line[-1].isdigit()] == [f"{how} {status}" for how, status in statuses.items()]
+    for how in statuses.keys() - {"multiprocessing", "loads"}:
+        assert sorted(line for line in lines if line.startswith(how)) == sorted(
+            f"{how} {each}" for each in ("C", "Python", "handler", statuses[how])
+        )
+    assert "multiprocessing Python" in lines  # which ends its processes without exit handlers
+    assert lines.count("loads Python") == 2  # by both processes, as the text was not written when the second began
 
 
 def test_spawned_process_generates(micro_cpu: Path, tmp_path: Path) -> None:
