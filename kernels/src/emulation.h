@@ -200,7 +200,6 @@ inline void run_cluster(Cluster& cluster, size_t shared_bytes) {
         for (unsigned i = first; i < first + 32; i++) {
           Fiber& fiber = s.fibers[reverse ? total - 1 - i : i];
           if (fiber.is_done) continue;
-          s.current = &fiber;
           run(fiber);
           left -= fiber.is_done;
         }

@@ -39,8 +39,8 @@ class Multiplier {
 
 #else
 
-// The sum of all numbers of a tensor as bits, each times an odd number of its place: it differs if a bit differs, but for
-// chances of 2^-64. Sums of integers do not depend on their order.
+// The sum of all numbers of a tensor as bits, each times an odd number of its place: it differs if one number differs, and
+// agrees only by chance if several do. Sums of integers do not depend on their order.
 __global__ void __launch_bounds__(256) checksum_kernel(const half* values, int64_t count, unsigned long long* sum) {
   prior_kernels_wait();
   unsigned long long total = 0;

@@ -53,10 +53,15 @@ def error_of(found: Sequence[Array], expected: Sequence[Array]) -> float:
     return max((relative_error(a.astype(np.float32), b) for a, b in pairs if b.size), default=0.0)
 
 
-@pytest.mark.parametrize("case", OWN_KERNEL_CASES, ids=str)
-def test_kernel_agrees_with_the_reference_body(case: KernelCase) -> None:
+def assert_agrees(case: KernelCase) -> None:
+    """Compare a case's results with those of its reference body."""
     opened, feeds, inputs = session(case)
     assert error_of(opened.run(None, feeds), lowered_results(case, inputs)) < TOLERANCE["float16"]
+
+
+@pytest.mark.parametrize("case", OWN_KERNEL_CASES, ids=str)
+def test_kernel_agrees_with_the_reference_body(case: KernelCase) -> None:
+    assert_agrees(case)
 
 
 @pytest.mark.parametrize("case", GROUP_NORMS[:16], ids=str)
@@ -65,8 +70,7 @@ def test_group_norm_without_clusters_agrees_with_the_reference_body(
 ) -> None:
     """GPUs before sm_90: one block per slab, or two launches."""
     monkeypatch.setenv(CAPABILITY, "8")
-    opened, feeds, inputs = session(case)
-    assert error_of(opened.run(None, feeds), lowered_results(case, inputs)) < TOLERANCE["float16"]
+    assert_agrees(case)
 
 
 @pytest.mark.parametrize("case", ROUNDS, ids=str)
@@ -75,8 +79,7 @@ def test_attention_in_several_rounds_agrees_with_the_reference_body(
 ) -> None:
     """With two multiprocessors, a warp computes several tiles of queries."""
     monkeypatch.setenv(CAPABILITY, "8")
-    opened, feeds, inputs = session(case)
-    assert error_of(opened.run(None, feeds), lowered_results(case, inputs)) < TOLERANCE["float16"]
+    assert_agrees(case)
 
 
 @pytest.mark.parametrize("case", [*FIRST_USE, *ROUNDS], ids=str)
