@@ -163,7 +163,7 @@ def _print_left(component: str, report: dict[str, Any], every_place: bool) -> No
 
 
 def _print_scale(component: str, report: dict[str, Any]) -> None:
-    """Print the factor of what group norms read; reports of older versions have none."""
+    """Print the factor of the inputs of group norms; reports of older versions have none."""
     scale, norms = report.get("norm_scale", 1.0), report.get("scaled_norms", 0)
     if isinstance(scale, float) and 0 < scale < 1:
         text = f"{norms} group norms read values times 1/{1 / scale:g}; the result is the same"

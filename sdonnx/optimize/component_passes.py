@@ -64,7 +64,7 @@ class ComponentJob:
         requested: precision that the request asks for.
         inspector: writes ONNX Runtime's own version of the graph; None if it was not requested.
         progress: callback for progress, or None.
-        norm_scaling: result of scaling what group norms read; None if it was not tried.
+        norm_scaling: result of scaling the inputs of group norms; None if it was not tried.
         force_upcast: whether the configuration keeps the component out of a float16 that it would otherwise have.
         outcomes: result of each fusion stage.
         dtype: type that the component computes in.
@@ -106,7 +106,7 @@ class ComponentJob:
 
     @property
     def norm_scale(self) -> float:
-        """The factor of what group norms read, requested or by default; 1 for none."""
+        """The factor of the inputs of group norms, requested or by default; 1 for none."""
         if self.request.scale_residual:
             return 1.0  # the ranges are measured in order to choose the factor
         if self.requested.norm_scale is not None:

@@ -136,7 +136,7 @@ def report_of(
         precision: the type that it computes in.
         kept: for each override of the precision, the number of nodes that it matched.
         notes: assumptions and changes before fusing, one line each; they precede the warnings.
-        scaling: the result of scaling what its group norms read; None if it was not tried.
+        scaling: the result of scaling the inputs of its group norms; None if it was not tried.
     """
     scaling = scaling or NormScaling()
     after = operators_of(model)

@@ -23,7 +23,7 @@ __all__ = ["NormScaling", "scalable_values", "scale_group_norms"]
 
 @dataclass(frozen=True)
 class NormScaling:
-    """The result of scaling what group norms read.
+    """The result of scaling the inputs of group norms.
 
     Attributes:
         scale: the factor of the values; 1 if the graph was left unchanged.

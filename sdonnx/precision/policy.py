@@ -20,7 +20,7 @@ from sdonnx.graph.modules import module_paths
 __all__ = ["MIN_NORM_SCALE", "Precision", "PrecisionPolicy", "matches", "parse_norm_scales", "parse_overrides"]
 
 MIN_NORM_SCALE = 2.0**-15
-"""The smallest factor of what group norms read: with a smaller one, most weights of a layer are subnormal in fp16."""
+"""The smallest factor of the inputs of group norms: below it, most weights of a layer are subnormal in fp16."""
 
 _DTYPES = {"float32": ir.DataType.FLOAT, "float16": ir.DataType.FLOAT16, "bfloat16": ir.DataType.BFLOAT16}
 

@@ -1,4 +1,4 @@
-"""Choose the factor of what an autoencoder's group norms read by the measured ranges of these values."""
+"""Choose the factor of the inputs of an autoencoder's group norms by the measured ranges of these values."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _AUTOENCODERS = frozenset({Role.IMAGE_ENCODER, Role.IMAGE_DECODER})
 
 @dataclass(frozen=True)
 class MeasuredScale:
-    """Factor of what the group norms of a component read.
+    """Factor of the inputs of a component's group norms.
 
     Attributes:
         scale: the factor, a power of two; 1 if the values fit as they are.

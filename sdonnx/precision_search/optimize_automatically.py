@@ -138,7 +138,7 @@ def _search_components(
     """Search each component that computes in float16 and was called.
 
     Returns:
-        The results of the searches, and the factors of what group norms read that were chosen by measurements.
+        The results of the searches, and the factors of the inputs of group norms that were chosen by measurements.
     """
     found, scales = {}, {}
     opened = PipelineFolder.open(wide)

@@ -1,4 +1,4 @@
-"""Scaling of what group norms read, on small graphs: the same result bit for bit, and the reasons against it."""
+"""Scaling of the inputs of group norms, on small graphs: the same result bit for bit, and the reasons against it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The factor of what group norms read, chosen by measured ranges."""
+"""The factor of the inputs of group norms, chosen by measured ranges."""
 
 from __future__ import annotations
 
