@@ -16,6 +16,8 @@ import onnx_ir as ir
 
 from sdonnx.fusions.fuse_bias_split_gelu import GegluToBiasSplitGelu
 from sdonnx.fusions.own_image_kernels import concat_channels, upsample_nearest
+from sdonnx.fusions.own_nodes import has_one_reader, put_own
+from sdonnx.fusions.own_products import bias_add, fast_gelu, gemm, mat_mul, sum_with_bias
 from sdonnx.graph.edit import (
     MICROSOFT,
     Dim,
@@ -50,7 +52,6 @@ from sdonnx.operators.own_attention import check_own_attention
 from sdonnx.operators.own_bias_split_gelu import check_own_bias_split_gelu
 from sdonnx.operators.own_group_norm import check_own_group_norm
 from sdonnx.operators.own_layer_norm import check_own_layer_norm
-from sdonnx.operators.own_mat_mul import check_own_mat_mul
 from sdonnx.operators.own_skip_layer_norm import check_own_skip_layer_norm
 from sdonnx.operators.reference_body import optional_input
 
@@ -169,7 +170,7 @@ def _layer_norm(node: ir.Node, _: _DefaultImage) -> WalkResult:
     if (reason := check_own_layer_norm(x, gamma, beta)) is not None:
         return Refused(reason)
     attributes = {"epsilon": node.attributes.get_float("epsilon", 1e-5)}
-    _put(node, node.outputs[0], "LayerNorm", [x, gamma, *([] if beta is None else [beta])], attributes)
+    put_own(node, node.outputs[0], "LayerNorm", [x, gamma, *([] if beta is None else [beta])], attributes)
     return REWRITTEN
 
 
@@ -213,7 +214,7 @@ def _gated_product(value: ir.Value) -> tuple[ir.Node, ir.Value, ir.Value] | None
     """Return the product x @ (w * gate) with its weight w (K,C) and its gate (C,), None for other values."""
     product = producer_of(value, "MatMul")
     scaling = None if product is None else producer_of(product.inputs[1], "Mul")
-    if product is None or scaling is None or not _has_one_reader(value):
+    if product is None or scaling is None or not has_one_reader(value):
         return None
     for weight, gate in (tuple(scaling.inputs), tuple(reversed(scaling.inputs))):
         if weight is None or gate is None or not is_weight(weight) or len(dims(weight) or ()) != 2:
@@ -227,7 +228,7 @@ def _bias_split_gelu(node: ir.Node, _: _DefaultImage) -> WalkResult:
     x, bias = input_of(node, 0), input_of(node, 1)
     if (reason := check_own_bias_split_gelu(x, bias)) is not None:
         return Refused(reason)
-    _put(node, node.outputs[0], "BiasSplitGelu", [x, bias], {})
+    put_own(node, node.outputs[0], "BiasSplitGelu", [x, bias], {})
     return REWRITTEN
 
 
@@ -279,112 +280,8 @@ def _attention(node: ir.Node, image: _DefaultImage) -> WalkResult:
         if tokens > MAX_TOKENS and (shortest is None or tokens < shortest):
             return Refused(f"{tokens} tokens: ONNX Runtime's kernel is faster")
     inputs = [query, key, value, *([] if counts is None else [counts])]
-    _put(node, node.outputs[0], "Attention", inputs, {"num_heads": heads, "scale": scale})
+    put_own(node, node.outputs[0], "Attention", inputs, {"num_heads": heads, "scale": scale})
     return REWRITTEN
-
-
-def _fast_gelu(node: ir.Node, _: _DefaultImage) -> WalkResult:
-    """FastGelu(x @ w, bias) -> MatMul(x, w, bias) with gelu."""
-    return _product(node, input_of(node, 0), optional_input(node, 1), None, gelu=1)
-
-
-def _bias_add(node: ir.Node, _: _DefaultImage) -> WalkResult:
-    """BiasAdd(x @ w, bias, skip) -> MatMul(x, w, bias, skip), with the product in either place."""
-    first, bias, second = node.inputs
-    for product, residual in ((first, second), (second, first)):
-        result = _product(node, product, bias, residual, gelu=0)
-        if result is not NOT_A_CANDIDATE:
-            return result
-    return NOT_A_CANDIDATE
-
-
-def _sum(node: ir.Node, _: _DefaultImage) -> WalkResult:
-    """X @ w + bias -> MatMul(x, w, bias), with the operands in either order. The bias may be computed at each step."""
-    for product, bias in (tuple(node.inputs), tuple(reversed(node.inputs))):
-        if bias is not None and bias.shape is not None and bias.shape.rank() == 1:
-            return _product(node, product, bias, None, gelu=0)
-    return NOT_A_CANDIDATE
-
-
-def _gemm(node: ir.Node, _: _DefaultImage) -> WalkResult:
-    """Gemm(x, w, residual) -> MatMul(x, w, residual): ONNX Runtime's kernel copies the residual first."""
-    residual, result = optional_input(node, 2), node.outputs[0]
-    if residual is None or not same_shape(residual, result) or len(dims(residual) or ()) != 2:
-        return NOT_A_CANDIDATE
-    if any(node.attributes.get_float(name, 1.0) != 1 for name in ("alpha", "beta")):
-        return Refused("the product or the residual is scaled")
-    if any(node.attributes.get_int(name, 0) for name in ("transA", "transB")):
-        return Refused("a factor is transposed")
-    x, weight = input_of(node, 0), input_of(node, 1)
-    if (reason := check_own_mat_mul(x, weight, None)) is not None:
-        return Refused(reason)
-    _put(node, result, "MatMul", [x, weight, None, residual], {"gelu": 0})
-    return REWRITTEN
-
-
-def _mat_mul(node: ir.Node, _: _DefaultImage) -> WalkResult:
-    """X @ w -> MatMul(x, w): ONNX Runtime's large products need a memset (docs/decisions/0147)."""
-    x, weight = input_of(node, 0), input_of(node, 1)
-    if not is_weight(weight) or len(dims(weight) or ()) != 2:
-        return NOT_A_CANDIDATE
-    if (reason := check_own_mat_mul(x, weight, None)) is not None:
-        return Refused(reason)
-    _put(node, node.outputs[0], "MatMul", [x, weight], {"gelu": 0})
-    return REWRITTEN
-
-
-def _product(
-    node: ir.Node, value: ir.Value | None, bias: ir.Value | None, residual: ir.Value | None, gelu: int
-) -> WalkResult:
-    """Replace a product and the node that reads it, also through a Reshape that keeps the last axis.
-
-    The product must be by a constant, and have no other reader.
-    """
-    reshape, total = producer_of(value, "Reshape"), value
-    if reshape is not None:
-        value = _inside(value, reshape)
-        other = producer_of(residual, "Reshape")
-        if residual is not None and other is None:
-            return NOT_A_CANDIDATE
-        residual = None if other is None else input_of(other, 0)
-    product = producer_of(value, "MatMul")
-    if product is None or value is None or total is None or not all(map(_has_one_reader, (value, total))):
-        return NOT_A_CANDIDATE
-    x, weight = input_of(product, 0), input_of(product, 1)
-    if not is_weight(weight) or weight.shape is None or weight.shape.rank() != 2:
-        return NOT_A_CANDIDATE
-    if (reason := check_own_mat_mul(x, weight, bias)) is not None:
-        return Refused(reason)
-    if residual is not None and not same_shape(residual, value):
-        return Refused("the residual is not known to have the shape of the product")
-    inputs = [x, weight, bias, residual]
-    while inputs[-1] is None:
-        inputs.pop()
-    if reshape is None:
-        _put(node, node.outputs[0], "MatMul", inputs, {"gelu": gelu})
-    else:
-        made = insert(node, "MatMul", inputs, {"gelu": gelu}, domain=OWN_DOMAIN, shape=value.shape, dtype=value.dtype)
-        old = node.outputs[0]
-        replace(old, insert(node, "Reshape", [made, *reshape.inputs[1:]], reshape.attributes, shape=old.shape))
-    return REWRITTEN
-
-
-def _inside(value: ir.Value | None, reshape: ir.Node) -> ir.Value | None:
-    """Return the value that a Reshape reads, None if the last axis is not known to stay the same."""
-    before = input_of(reshape, 0)
-    size = None if value is None else static_dim(value, -1)
-    return before if size is not None and size == static_dim(before, -1) else None
-
-
-def _has_one_reader(value: ir.Value) -> bool:
-    return len(value.uses()) == 1 and not value.is_graph_output()
-
-
-def _put(
-    node: ir.Node, old: ir.Value, op_type: str, inputs: Sequence[ir.Value | None], attributes: Mapping[str, Any]
-) -> None:
-    new = insert(node, op_type, inputs, attributes, domain=OWN_DOMAIN, shape=old.shape, dtype=old.dtype)
-    replace(old, new)
 
 
 _SWAPS: Mapping[tuple[str, str], Callable[[ir.Node, _DefaultImage], WalkResult]] = {
@@ -394,15 +291,15 @@ _SWAPS: Mapping[tuple[str, str], Callable[[ir.Node, _DefaultImage], WalkResult]]
     (MICROSOFT, "GroupNorm"): _group_norm,
     (MICROSOFT, "SkipGroupNorm"): _group_norm,
     (MICROSOFT, "MultiHeadAttention"): _attention,
-    (MICROSOFT, "FastGelu"): _fast_gelu,
-    (MICROSOFT, "BiasAdd"): _bias_add,
-    ("", "Add"): _sum,
-    ("", "Gemm"): _gemm,
+    (MICROSOFT, "FastGelu"): fast_gelu,
+    (MICROSOFT, "BiasAdd"): bias_add,
+    ("", "Add"): sum_with_bias,
+    ("", "Gemm"): gemm,
     ("", "Concat"): concat_channels,
     ("", "Resize"): upsample_nearest,
 }
 
-_LAST_SWAPS: Mapping[tuple[str, str], Callable[[ir.Node, _DefaultImage], WalkResult]] = {("", "MatMul"): _mat_mul}
+_LAST_SWAPS: Mapping[tuple[str, str], Callable[[ir.Node, _DefaultImage], WalkResult]] = {("", "MatMul"): mat_mul}
 """After the others, which take products into sums."""
 
 _TARGETS = {
