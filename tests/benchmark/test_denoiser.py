@@ -9,6 +9,9 @@ import torch
 from support.pipeline_cache import PipelineCache
 
 from sdonnx.benchmark.denoiser import _Case
+from sdonnx.benchmark.denoiser_graph import predict
+from sdonnx.doctor.kernel_library import KERNEL_LIBRARY
+from sdonnx.errors import FolderError
 
 
 @pytest.mark.parametrize("arch", ["tiny", "sdxl-tiny", "pixart-tiny", "pixart-alpha-tiny"])
@@ -30,3 +33,14 @@ def test_inputs_suit_the_denoiser(arch: str, pipelines: PipelineCache) -> None:
     case.prompt = -case.prompt
     with torch.inference_mode():
         assert case.error(case.run(case.model(torch.float32))) > 0.01
+    graph = pipelines.optimized(pipelines.exported(options.pipeline), provider="cpu") / case.source.name
+    case.prompt = -case.prompt
+    assert case.error(torch.from_numpy(predict(graph, case.arrays(), own=False, provider="cpu"))) < 0.01
+    case.sample = -case.sample
+    assert case.error(torch.from_numpy(predict(graph, case.arrays(), own=False, provider="cpu"))) > 0.1
+
+
+def test_own_form_needs_the_library(pipelines: PipelineCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(KERNEL_LIBRARY, "0")
+    with pytest.raises(FolderError, match="library of kernels"):
+        predict(pipelines.micro() / "unet", {}, own=True, provider="cpu")
