@@ -13,6 +13,18 @@
 
 #define SDONNX_EXPORT extern "C" __attribute__((visibility("default")))
 
+#ifndef SDONNX_SOURCES
+#error "SDONNX_SOURCES, the digest of the sources, is missing; build with kernels/Makefile"
+#endif
+#ifdef __CUDACC_VER_MAJOR__
+#define SDONNX_TEXT_OF(value) #value
+#define SDONNX_TEXT(macro) SDONNX_TEXT_OF(macro)
+#define SDONNX_COMPILER \
+  SDONNX_TEXT(__CUDACC_VER_MAJOR__) "." SDONNX_TEXT(__CUDACC_VER_MINOR__) "." SDONNX_TEXT(__CUDACC_VER_BUILD__)
+#else
+#define SDONNX_COMPILER "emulation"
+#endif
+
 namespace sdonnx {
 
 inline Signature abi_probe_signature() {
@@ -26,9 +38,11 @@ inline Signature abi_probe_signature() {
 }  // namespace sdonnx
 
 // The build, as "key=value" words: the version of the operators' contracts, which sdonnx compares with its own, ONNX
-// Runtime's API version, and the architectures that kernels were compiled for.
+// Runtime's API version, the digest of the sources (Makefile), the version of nvcc, and the architectures that kernels were
+// compiled for.
 SDONNX_EXPORT const char* sdonnx_kernels_build() {
-  return "operators=6 api=18 architectures=" SDONNX_ARCHITECTURES;
+  return "operators=6 api=18 sources=" SDONNX_SOURCES " compiler=" SDONNX_COMPILER
+         " architectures=" SDONNX_ARCHITECTURES;
 }
 
 SDONNX_EXPORT ort::Status* RegisterCustomOps(ort::SessionOptions* options, const ort::ApiBase* base) {

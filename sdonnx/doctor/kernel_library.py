@@ -49,13 +49,17 @@ class KernelLibrary:
     Attributes:
         path: its file.
         architectures: the architectures that kernels were compiled for, as nvcc names them: "80", "90a".
+        sources: the digest of the sources and flags that it was compiled from (kernels/Makefile).
+        compiler: the version of nvcc, such as "13.0.88".
     """
 
     path: Path
     architectures: tuple[str, ...]
+    sources: str
+    compiler: str
 
-    def runs_on(self, capability: tuple[int, int]) -> bool:
-        """Return whether it has kernels for a GPU.
+    def architectures_for(self, capability: tuple[int, int]) -> tuple[str, ...]:
+        """Return the architectures whose kernels run on a GPU; none if it has no kernels for the GPU.
 
         Code for sm_XY runs on all GPUs of the same major version whose minor version is not smaller, and code for
         sm_XYa only on that one (CUDA C++ Programming Guide, "Binary Compatibility").
@@ -64,13 +68,14 @@ class KernelLibrary:
             capability: compute capability, major and minor.
         """
         major, minor = capability
+        found = []
         for name in self.architectures:
             digits = name.rstrip("af")
             if not digits.isdigit() or int(digits[:-1]) != major:
                 continue
             if int(digits[-1]) == minor or (name == digits and int(digits[-1]) < minor):
-                return True
-        return False
+                found.append(name)
+        return tuple(found)
 
 
 @contextlib.contextmanager
@@ -136,7 +141,11 @@ def open_kernel_library(path: Path) -> KernelLibrary:
             f"version {OPERATORS}, that of this sdonnx",
             f"install that: {kernels_command()}",
         )
-    return KernelLibrary(path, tuple(words.get("architectures", "").split("-")))
+    if not words.get("sources") or not words.get("compiler"):
+        raise ProviderError(
+            f"{path} does not name its sources", "a library that does", f"install it again: {kernels_command()}"
+        )
+    return KernelLibrary(path, tuple(words.get("architectures", "").split("-")), words["sources"], words["compiler"])
 
 
 def require_tried_version(version: str) -> None:
@@ -179,7 +188,7 @@ def usable_library(
         library = open_kernel_library(path)
     except ProviderError as error:
         return None, str(error)
-    if not library.runs_on(capability):
+    if not library.architectures_for(capability):
         names = ", ".join(f"sm_{name}" for name in library.architectures)
         return None, f"{path} has kernels for {names}, and this GPU is sm_{capability[0]}{capability[1]}"
     return library, ""

@@ -28,26 +28,27 @@ ALL = ("80", "86", "89", "90a", "100", "120")
 
 
 @pytest.mark.parametrize(
-    ("architectures", "capability", "runs"),
+    ("architectures", "capability", "found"),
     [
-        (ALL, (8, 0), True),
-        (ALL, (8, 6), True),
-        (ALL, (8, 7), True),  # code for sm_80 and sm_86
-        (ALL, (8, 9), True),
-        (ALL, (9, 0), True),
-        (ALL, (10, 0), True),
-        (ALL, (10, 3), True),
-        (ALL, (12, 1), True),
-        (ALL, (7, 5), False),
-        (ALL, (11, 0), False),
-        (("86",), (8, 0), False),
-        (("90a",), (9, 1), False),
-        (("emulation",), (9, 0), False),
-        (("",), (9, 0), False),
+        (ALL, (8, 0), "80"),
+        (ALL, (8, 6), "80 86"),
+        (ALL, (8, 7), "80 86"),
+        (ALL, (8, 9), "80 86 89"),
+        (ALL, (9, 0), "90a"),
+        (ALL, (10, 0), "100"),
+        (ALL, (10, 3), "100"),
+        (ALL, (12, 1), "120"),
+        (ALL, (7, 5), ""),
+        (ALL, (11, 0), ""),
+        (("86",), (8, 0), ""),
+        (("90a",), (9, 1), ""),
+        (("emulation",), (9, 0), ""),
+        (("",), (9, 0), ""),
     ],
 )
-def test_gpus_that_the_code_runs_on(architectures: tuple[str, ...], capability: tuple[int, int], runs: bool) -> None:
-    assert KernelLibrary(Path("x.so"), architectures).runs_on(capability) == runs
+def test_code_that_runs_on_a_gpu(architectures: tuple[str, ...], capability: tuple[int, int], found: str) -> None:
+    library = KernelLibrary(Path("x.so"), architectures, "c0ffee", "13.0.88")
+    assert library.architectures_for(capability) == tuple(found.split())
 
 
 def test_library_of_the_environment(tmp_path: Path) -> None:

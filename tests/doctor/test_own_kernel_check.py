@@ -106,7 +106,9 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setattr(command, "read_kernel_cases", small_set)
     monkeypatch.setattr(command, "kernel_opener", lambda provider, index: machine())
     library = emulated_library()
-    monkeypatch.setattr(command, "usable_library", lambda capability: (KernelLibrary(library, ("90a",)), ""))
+    monkeypatch.setattr(
+        command, "usable_library", lambda capability: (KernelLibrary(library, ("90a",), "c0ffee", "13.0.88"), "")
+    )
     return library
 
 

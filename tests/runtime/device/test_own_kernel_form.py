@@ -25,7 +25,7 @@ from sdonnx.runtime.device.own_kernel_form import library_for
 from sdonnx.runtime.device.session import SessionSettings
 from sdonnx.runtime.graph_set import GraphSet
 
-LIBRARY = KernelLibrary(Path("/some/libsdonnx_kernels.so"), ("90a",))
+LIBRARY = KernelLibrary(Path("/some/libsdonnx_kernels.so"), ("90a",), "c0ffee", "13.0.88")
 AUTO = {"options": {"kernels": "auto"}}
 WRONG = CaseResult("LayerNorm", "a case", "float16", "", 0.5)
 LOST = CaseResult("MatMul", "a case", "float16", "", None, "no cuBLAS")
