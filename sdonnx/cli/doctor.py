@@ -172,11 +172,16 @@ def _check_quickly(options: argparse.Namespace, report: dict[str, Any]) -> bool:
         read=lambda _: read_kernel_cases(),
         fresh=options.fresh,
     )
-    path = verdict_path(verdict.key)
-    is_shipped = measured_verdict(verdict.key) == verdict
-    _print_verdict(verdict, str(path) if path.is_file() else "shipped with sdonnx" if is_shipped else "not cached")
+    _print_verdict(verdict, _place(verdict))
     report["verdict"] = verdict_as_json(verdict)
     return verdict.sound
+
+
+def _place(verdict: Verdict) -> str:
+    """Return where later processes find a verdict."""
+    path = verdict_path(verdict.key)
+    is_shipped = measured_verdict(verdict.key) == verdict
+    return str(path) if path.is_file() else "shipped with sdonnx" if is_shipped else "not cached"
 
 
 def _check_own_kernels(options: argparse.Namespace, facts: Facts, report: dict[str, Any]) -> bool:
@@ -185,8 +190,9 @@ def _check_own_kernels(options: argparse.Namespace, facts: Facts, report: dict[s
     if library is None:
         console().print(f"[{_COLOURS['note']}]note[/] our own kernels are not used: {escape(reason)}")
         return True
-    verdict = own_verdict(options.device, library.path, full=not options.quick, fresh=options.fresh)
-    _print_verdict(verdict, str(library.path), "our own kernels")
+    verdict = own_verdict(options.device, library, full=not options.quick, fresh=options.fresh)
+    console().print(f"our own kernels: {escape(str(library.path))}", soft_wrap=True)
+    _print_verdict(verdict, _place(verdict), "our own kernels")
     report["own_kernels"] = verdict_as_json(verdict)
     return verdict.sound
 

@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Gpu", "cuda_driver_version", "cuda_libraries", "driver_version", "gpus", "identity"]
+__all__ = ["Gpu", "cublas_version", "cuda_driver_version", "cuda_libraries", "driver_version", "gpus", "identity"]
 
 # cuda.h
 _DRIVER = "libcuda.so.1"
@@ -84,6 +84,15 @@ def cuda_libraries() -> dict[str, str]:
         get_version.restype = ctypes.c_size_t
         versions["cudnn"] = str(get_version())
     return versions
+
+
+def cublas_version() -> str:
+    """Return the version of the cuBLASLt that our own kernels load (kernels/src/cublas_lt.h); "" if it is missing."""
+    with suppress(OSError, AttributeError):
+        get_version = ctypes.CDLL("libcublasLt.so.13").cublasLtGetVersion
+        get_version.restype = ctypes.c_size_t
+        return str(get_version())
+    return ""
 
 
 def identity(index: int, digest: str) -> dict[str, str]:

@@ -1,6 +1,7 @@
 """Verdicts that ship with the package: of machines whose kernels were checked, from docs/results.
 
-`scripts/write_measured_verdicts.py` writes them to `measured_verdicts.json`.
+`scripts/write_measured_verdicts.py` writes them to `measured_verdicts.json`. Those on our own kernels name the sources
+that were compiled, so no verdict holds for edited sources.
 """
 
 from __future__ import annotations
@@ -18,11 +19,19 @@ __all__ = ["MEASURED_VERDICTS_FILE", "measured_verdict", "measured_verdict_file"
 
 MEASURED_VERDICTS_FILE = Path(__file__).with_name("measured_verdicts.json")
 
-# Everything that a key names: see sdonnx.doctor.gpu.identity.
-_PARTS = ("gpu", "compute_capability", "driver", "cuda_runtime", "cudnn", "onnxruntime", "kernel_cases")
+_MACHINE = ("gpu", "compute_capability", "driver", "cuda_runtime")
 
-# Title of the GPU tests' record of a full check (tests/gpu/test_doctor_gpu.py).
-_TEST_TITLE = "doctor: whole check"
+# Everything that a key names: see sdonnx.doctor.gpu.identity, and own_identity of sdonnx.doctor.own_kernel_check.
+_PARTS = (*_MACHINE, "cudnn", "onnxruntime", "kernel_cases")
+_OWN_PARTS = (
+    *_MACHINE, "onnxruntime", "cublas", "kernel_sources", "kernel_compiler", "kernel_code", "kernel_cases"
+)  # fmt: skip
+
+# Titles of the GPU tests' records of full checks (tests/gpu/test_doctor_gpu.py and test_kernels_gpu.py).
+_TEST_TITLES = ("doctor: whole check", "own kernels, whole check")
+
+# Names of verdicts in a report of the doctor, and in those records.
+_NAME, _OWN_NAME = "verdict", "own_kernels"
 
 
 def measured_verdict(key: Key, file: Path = MEASURED_VERDICTS_FILE) -> Verdict | None:
@@ -53,8 +62,8 @@ def _without_driver(key: Key) -> dict[str, str]:
     return {name: value for name, value in key.items() if name != "driver"}
 
 
-def verdicts_of_record(text: str) -> list[dict[str, Any]]:
-    """Return the verdicts in a file of results, as JSON objects; none if it holds none.
+def verdicts_of_record(text: str) -> list[tuple[bool, dict[str, Any]]]:
+    """Return the verdicts in a file of results, as JSON objects, each with whether it is on our own kernels.
 
     Args:
         text: output of `sdonnx doctor --json`, or records of the GPU tests, one JSON object for each line.
@@ -67,25 +76,33 @@ def verdicts_of_record(text: str) -> list[dict[str, Any]]:
     for document in documents:
         if isinstance(document, dict):
             measured = document.get("measured")
-            rows = measured.get(_TEST_TITLE, []) if isinstance(measured, dict) else []
-            found += [each["verdict"] for each in (document, *rows) if isinstance(each.get("verdict"), dict)]
+            rows = [document]
+            if isinstance(measured, dict):
+                rows += [row for title in _TEST_TITLES for row in measured.get(title, [])]
+            for row in rows:
+                found += [
+                    (name == _OWN_NAME, row[name]) for name in (_NAME, _OWN_NAME) if isinstance(row.get(name), dict)
+                ]
     return found
 
 
-def measured_verdict_file(records: Iterable[tuple[str, str]], kernel_cases: str) -> str:
+def measured_verdict_file(records: Iterable[tuple[str, str]], kernel_cases: str, own_kernel_cases: str) -> str:
     """Return the content of the file of verdicts.
 
-    Records that cannot be used are listed with the reason.
+    Records that cannot be used are listed with the reason. A verdict on our own kernels is written whatever the sources
+    are now: its key names the sources that it holds for.
 
     Args:
         records: (name, text) of each file of results.
-        kernel_cases: digest of this version's kernel cases.
+        kernel_cases: digest of this version's kernel cases of ONNX Runtime's operators.
+        own_kernel_cases: digest of this version's kernel cases of our own operators.
     """
     verdicts: dict[str, dict[str, Any]] = {}
     left_out = []
     for source, text in records:
-        for document in verdicts_of_record(text):
-            verdict, reason = _usable(document, kernel_cases)
+        for is_own, document in verdicts_of_record(text):
+            needed, cases = (_OWN_PARTS, own_kernel_cases) if is_own else (_PARTS, kernel_cases)
+            verdict, reason = _usable(document, needed, cases)
             if verdict is None:
                 left_out.append({"source": source, "reason": reason})
                 continue
@@ -97,11 +114,11 @@ def measured_verdict_file(records: Iterable[tuple[str, str]], kernel_cases: str)
     return json.dumps(content, indent=1, allow_nan=False) + "\n"
 
 
-def _usable(document: Mapping[str, Any], kernel_cases: str) -> tuple[Verdict | None, str]:
+def _usable(document: Mapping[str, Any], parts: Iterable[str], kernel_cases: str) -> tuple[Verdict | None, str]:
     """Return the verdict of a record, or the reason why it does not hold for this version."""
     given = document.get("key")
     key: Mapping[str, Any] = given if isinstance(given, dict) else {}
-    missing = [name for name in _PARTS if not key.get(name)]
+    missing = [name for name in parts if not key.get(name)]
     if missing:
         return None, f"does not name {', '.join(missing)}"
     if key["kernel_cases"] != kernel_cases:

@@ -2,67 +2,113 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from sdonnx.doctor.cache import write_verdict
 from sdonnx.doctor.check_kernels import OWN_KERNEL_CASES_FILE, digest_of, read_kernel_cases
-from sdonnx.doctor.first_use import LIMIT_S, first_use
-from sdonnx.doctor.gpu import identity
+from sdonnx.doctor.first_use import LIMIT_S, first_use, known_verdict
+from sdonnx.doctor.gpu import cublas_version, identity
+from sdonnx.doctor.kernel_library import KernelLibrary
+from sdonnx.doctor.measured_verdicts import MEASURED_VERDICTS_FILE
 from sdonnx.doctor.sessions import OpenKernel, kernel_opener
-from sdonnx.doctor.verdict import Verdict, judge
+from sdonnx.doctor.verdict import Key, Verdict, judge
 
-__all__ = ["own_identity", "own_verdict"]
+__all__ = ["known_own_verdict", "own_identity", "own_verdict"]
 
 Identify = Callable[[int, str], Mapping[str, str]]
 
 
-def own_identity(library: Path, identify: Identify = identity) -> Identify:
-    """Return a function like `sdonnx.doctor.gpu.identity` whose result also names the library, by its content."""
-    digest = hashlib.sha256(library.read_bytes()).hexdigest()[:16]
+def own_identity(library: KernelLibrary, identify: Identify = identity) -> Identify:
+    """Return a function like `sdonnx.doctor.gpu.identity`, whose result names everything that our kernels depend on.
+
+    Next to the machine these are the library's sources, compiler, and code for the GPU, but not its file: a library
+    that was compiled elsewhere, or for more architectures, has the same verdict. Our kernels call cuBLASLt, and not
+    cuDNN.
+    """
 
     def identify_with_library(index: int, cases: str) -> Mapping[str, str]:
-        return {**identify(index, cases), "kernel_library": digest}
+        machine = identify(index, cases)
+        major, minor = map(int, machine["compute_capability"].split("."))
+        return {
+            **{name: value for name, value in machine.items() if name != "cudnn"},
+            "cublas": cublas_version(),
+            "kernel_sources": library.sources,
+            "kernel_compiler": library.compiler,
+            "kernel_code": "-".join(library.architectures_for((major, minor))),
+        }
 
     return identify_with_library
 
 
-def own_verdict(
+def known_own_verdict(
     index: int,
-    library: Path,
+    library: KernelLibrary,
     *,
-    full: bool = False,
-    fresh: bool = False,
     folder: Path | None = None,
-    open_kernel: OpenKernel | None = None,
+    measured: Path = MEASURED_VERDICTS_FILE,
     identify: Identify = identity,
-    limit_s: float = LIMIT_S,
-) -> Verdict:
-    """Return the verdict on our own kernels on a GPU, a cached one or that of a check, which is then cached.
+) -> tuple[Key, Verdict | None]:
+    """Return what a verdict on our own kernels depends on here, and the verdict if it is cached or ships.
+
+    A shipped verdict may be of another driver; compare its key.
 
     Args:
         index: the number of the GPU.
         library: the library of the kernels.
-        full: check all cases, whatever is cached. Otherwise check those of a first use, if nothing is cached.
-        fresh: check although there is a cached verdict.
         folder: the folder of verdicts, by default the user's cache.
+        measured: the file of verdicts that ships with the package.
+        identify: return the machine's key from the GPU's number and the digest of the kernel cases.
+
+    Raises:
+        FolderError: the kernel cases or the shipped verdicts cannot be read.
+    """
+    key = own_identity(library, identify)(index, digest_of(OWN_KERNEL_CASES_FILE))
+    return key, known_verdict(key, folder=folder, measured=measured)[0]
+
+
+def own_verdict(
+    index: int,
+    library: KernelLibrary,
+    *,
+    full: bool = False,
+    fresh: bool = False,
+    folder: Path | None = None,
+    measured: Path = MEASURED_VERDICTS_FILE,
+    open_kernel: OpenKernel | None = None,
+    identify: Identify = identity,
+    limit_s: float = LIMIT_S,
+) -> Verdict:
+    """Return the verdict on our own kernels on a GPU, a known one or that of a check, which is then cached.
+
+    Args:
+        index: the number of the GPU.
+        library: the library of the kernels.
+        full: check all cases, whatever is known. Otherwise check those of a first use, if nothing is known.
+        fresh: check although a verdict is known.
+        folder: the folder of verdicts, by default the user's cache.
+        measured: the file of verdicts that ships with the package.
         open_kernel: opens graphs on the GPU.
         identify: return the machine's key from the GPU's number and the digest of the kernel cases.
         limit_s: seconds after which a check at a first use starts no further case.
 
     Raises:
-        FolderError: the kernel cases cannot be read.
+        FolderError: the kernel cases or the shipped verdicts cannot be read.
     """
-    opener = open_kernel or kernel_opener("cuda", index, library)
-    named = own_identity(library, identify)
+    opener = open_kernel or kernel_opener("cuda", index, library.path)
+    named, cases = own_identity(library, identify), OWN_KERNEL_CASES_FILE
     if not full:
-        cases = OWN_KERNEL_CASES_FILE
         return first_use(
-            index, folder=folder, cases=cases, open_kernel=opener, identify=named, limit_s=limit_s, fresh=fresh
+            index,
+            folder=folder,
+            cases=cases,
+            measured=measured,
+            open_kernel=opener,
+            identify=named,
+            limit_s=limit_s,
+            fresh=fresh,
         )
-    key = named(index, digest_of(OWN_KERNEL_CASES_FILE))
-    verdict, _ = judge(read_kernel_cases(OWN_KERNEL_CASES_FILE), opener, key, full=True)
+    verdict, _ = judge(read_kernel_cases(cases), opener, named(index, digest_of(cases)), full=True)
     if verdict.cacheable:
         write_verdict(verdict, folder)
     return verdict

@@ -10,11 +10,17 @@ from typing import Any
 
 import pytest
 from support.doctor import FOUND, H200
+from support.scripts import load_script
 
+from sdonnx.doctor import own_kernel_check
 from sdonnx.doctor.cache import verdict_as_json
-from sdonnx.doctor.check_kernels import digest_of
+from sdonnx.doctor.kernel_library import KernelLibrary
 from sdonnx.doctor.measured_verdicts import MEASURED_VERDICTS_FILE, measured_verdict, measured_verdict_file
+from sdonnx.doctor.own_kernel_check import known_own_verdict
+from sdonnx.doctor.verdict import Verdict
 from sdonnx.errors import FolderError
+
+script = load_script("write_measured_verdicts")
 
 ROOT = Path(__file__).resolve().parents[2]
 KEY = {
@@ -29,21 +35,31 @@ KEY = {
 FULL = replace(FOUND, key=KEY, full=True)
 
 
-def report(verdict: Any) -> str:
+# The key of our own kernels has no cuDNN.
+OWN_KEY = {name: value for name, value in KEY.items() if name != "cudnn"} | {
+    "cublas": "130001",
+    "kernel_sources": "5eed",
+    "kernel_compiler": "13.0.88",
+    "kernel_code": "90a",
+    "kernel_cases": "facade",
+}
+OWN = replace(FULL, key=OWN_KEY, sdpa_kernel=0, faulty_backends=(), faults=())
+LIBRARY = KernelLibrary(Path("x.so"), ("80", "90a"), "5eed", "13.0.88")
+
+
+def report(verdict: Any, name: str = "verdict") -> str:
     """Return a report of the doctor."""
-    return json.dumps({"provider": "cuda", "verdict": verdict_as_json(verdict)}, indent=1)
+    return json.dumps({"provider": "cuda", name: verdict_as_json(verdict)}, indent=1)
 
 
 def made(*records: tuple[str, str]) -> dict[str, Any]:
-    content: dict[str, Any] = json.loads(measured_verdict_file(records, "c0ffee"))
+    content: dict[str, Any] = json.loads(measured_verdict_file(records, "c0ffee", "facade"))
     return content
 
 
 def test_the_shipped_file_is_made_from_the_results() -> None:
     """If this fails, run `python scripts/write_measured_verdicts.py`."""
-    paths = sorted((ROOT / "docs" / "results").glob("*.json"))
-    records = [(path.relative_to(ROOT).as_posix(), path.read_text(encoding="utf-8")) for path in paths]
-    assert MEASURED_VERDICTS_FILE.read_text(encoding="utf-8") == measured_verdict_file(records, digest_of())
+    assert MEASURED_VERDICTS_FILE.read_text(encoding="utf-8") == script.content()
 
 
 def test_every_shipped_verdict_can_be_read() -> None:
@@ -75,11 +91,76 @@ def test_the_verdict_with_the_same_driver_is_preferred(tmp_path: Path) -> None:
         assert measured_verdict(other.key, file) == other
 
 
+def test_verdict_on_our_own_kernels_ships_for_the_sources_that_were_checked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content = made(("docs/results/doctor.json", report(OWN, "own_kernels")))
+    assert content["left_out"] == []
+    file = tmp_path / "measured.json"
+    file.write_text(json.dumps(content))
+    monkeypatch.setattr(own_kernel_check, "cublas_version", lambda: OWN_KEY["cublas"])
+    monkeypatch.setattr(own_kernel_check, "digest_of", lambda path: "facade")
+
+    def found(library: KernelLibrary, **changed: str) -> Verdict | None:
+        identify = lambda index, cases: {**KEY, "kernel_cases": cases, **changed}  # noqa: E731
+        folder = tmp_path / "cache"
+        return known_own_verdict(0, library, folder=folder, measured=file, identify=identify)[1]
+
+    assert found(LIBRARY) == OWN
+    assert found(LIBRARY, cudnn="91400", driver="590.1") == OWN
+    assert found(LIBRARY, cuda_runtime="13010") is None
+    assert found(replace(LIBRARY, sources="ed17ed")) is None
+    assert found(replace(LIBRARY, compiler="13.1.5")) is None
+
+
+def test_verdict_that_ships_is_used_only_for_its_sources() -> None:
+    """Of the kernels as they are here: that of a check on a GPU, or none since they were edited."""
+    sources = script.source_digest()
+    shipped = [entry["verdict"]["key"] for entry in json.loads(MEASURED_VERDICTS_FILE.read_text())["verdicts"]]
+    of_ours = [key for key in shipped if "kernel_sources" in key]
+    for key in of_ours:
+        found = measured_verdict({**key, "kernel_sources": sources})
+        assert (found is not None) == any({**each, "kernel_sources": sources} == each for each in of_ours)
+    stated = script.missing(MEASURED_VERDICTS_FILE.read_text(), sources)
+    assert any("our own kernels" in line for line in stated) == (sources not in {k["kernel_sources"] for k in of_ours})
+
+
+@pytest.mark.parametrize(
+    ("records", "sources", "lines"),
+    [
+        ([(FULL, "verdict"), (OWN, "own_kernels")], "5eed", []),
+        ([(FULL, "verdict"), (OWN, "own_kernels")], "ed17", ["verdicts ship for the sources 5eed; expected ed17"]),
+        ([(FULL, "verdict")], "5eed", ["verdicts ship for the sources none; expected 5eed"]),
+        ([(OWN, "own_kernels")], "5eed", ["ONNX Runtime's kernels: no verdict ships"]),
+    ],
+)
+def test_check_of_a_release_reports_what_is_missing(
+    records: list[tuple[Verdict, str]],
+    sources: str,
+    lines: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    file = tmp_path / "measured.json"
+    file.write_text(json.dumps(made(*((name, report(verdict, name)) for verdict, name in records))))
+    before = file.read_bytes()
+    monkeypatch.setattr(script, "MEASURED_VERDICTS_FILE", file)
+    monkeypatch.setattr(script, "source_digest", lambda: sources)
+    assert script.main(["--check"]) == bool(lines)
+    shown = capsys.readouterr().out.splitlines()
+    assert len(shown) == 1
+    assert all(line in text for line, text in zip(lines, shown, strict=bool(lines)))
+    assert file.read_bytes() == before
+
+
 def test_records_of_the_gpu_tests_are_read() -> None:
     row = {"seconds": 60.0, "verdict": verdict_as_json(FULL)}
+    own = {"checked": 265, "own_kernels": verdict_as_json(OWN)}
     lines = [{"tests": "tests/gpu", "measured": {"doctor: whole check": [row]}}, {"measured": {"another": [{}]}}]
+    lines.append({"measured": {"own kernels, whole check": [own, {"checked": 148}]}})
     content = made(("gpu-tests.json", "\n".join(map(json.dumps, lines))))
-    assert [entry["verdict"]["key"] for entry in content["verdicts"]] == [KEY]
+    assert [entry["verdict"]["key"] for entry in content["verdicts"]] == [OWN_KEY, KEY]
 
 
 def test_a_full_check_is_preferred() -> None:
@@ -103,6 +184,19 @@ def test_a_record_that_does_not_hold_is_left_out_with_the_reason(verdict: Any, r
     assert content["verdicts"] == []
     (row,) = content["left_out"]
     assert row["source"] == "doctor.json"
+    assert re.match(reason, row["reason"])
+
+
+@pytest.mark.parametrize(
+    ("key", "reason"),
+    [
+        ({**OWN_KEY, "kernel_sources": ""}, "does not name kernel_sources"),
+        ({**OWN_KEY, "kernel_cases": "c0ffee"}, r"checked other kernel cases \(c0ffee\) than .* \(facade\)"),
+        (KEY, "does not name cublas, kernel_sources, kernel_compiler, kernel_code"),
+    ],
+)
+def test_a_record_on_our_own_kernels_names_what_was_checked(key: dict[str, str], reason: str) -> None:
+    (row,) = made(("doctor.json", report(replace(OWN, key=key), "own_kernels")))["left_out"]
     assert re.match(reason, row["reason"])
 
 

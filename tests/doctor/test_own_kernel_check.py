@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from sdonnx.__main__ import main
 from sdonnx.cli import doctor as command
 from sdonnx.doctor import kernel_library, own_kernel_check
 from sdonnx.doctor.check_kernels import OWN_KERNEL_CASES_FILE, read_kernel_cases
-from sdonnx.doctor.kernel_library import KernelLibrary
+from sdonnx.doctor.kernel_library import KernelLibrary, open_kernel_library
 from sdonnx.doctor.own_kernel_check import own_identity, own_verdict
 from sdonnx.doctor.sessions import Kernel, OpenKernel, kernel_opener
 from sdonnx.operators.case import Array
@@ -29,7 +30,13 @@ CASES = read_kernel_cases(OWN_KERNEL_CASES_FILE)
 
 
 def identify(index: int, digest: str) -> Mapping[str, str]:
-    return {"gpu": f"emulated {index}", "kernel_cases": digest}
+    return {**KEY, "gpu": f"emulated {index}", "compute_capability": "9.0", "cudnn": "91900", "kernel_cases": digest}
+
+
+def emulation() -> KernelLibrary:
+    """Return the emulated library as one for an H200."""
+    found = open_kernel_library(emulated_library())
+    return replace(found, architectures=("80", "90a"))
 
 
 def counting(opener: OpenKernel, opened: list[bytes], factor: float = 1.0) -> OpenKernel:
@@ -54,8 +61,8 @@ def test_file_holds_the_small_cases() -> None:
 
 
 def test_emulated_kernels_are_sound_and_checked_once(tmp_path: Path) -> None:
-    library, opened = emulated_library(), list[bytes]()
-    opener = counting(kernel_opener("cpu", library=library), opened)
+    library, opened = emulation(), list[bytes]()
+    opener = counting(kernel_opener("cpu", library=library.path), opened)
     check = partial(own_verdict, 3, library, folder=tmp_path, open_kernel=opener, identify=identify, limit_s=math.inf)
     verdict = check()
     assert verdict.sound
@@ -72,8 +79,8 @@ def test_all_cases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checks = CASES.checks[::4]
     assert {check.case.op_type for check in checks} == OWN_CONTRACTS.keys()
     monkeypatch.setattr(own_kernel_check, "read_kernel_cases", lambda path: replace(CASES, checks=checks))
-    library = emulated_library()
-    opener = kernel_opener("cpu", library=library)
+    library = emulation()
+    opener = kernel_opener("cpu", library=library.path)
     verdict = own_verdict(0, library, full=True, folder=tmp_path, open_kernel=opener, identify=identify)
     assert verdict.sound, verdict.faults + verdict.unavailable
     assert verdict.full
@@ -81,46 +88,60 @@ def test_all_cases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_faulty_kernels_are_found(tmp_path: Path) -> None:
-    library = emulated_library()
-    opener = counting(kernel_opener("cpu", library=library), [], factor=1.25)
+    library = emulation()
+    opener = counting(kernel_opener("cpu", library=library.path), [], factor=1.25)
     check = partial(own_verdict, 0, library, folder=tmp_path, open_kernel=opener, identify=identify, limit_s=math.inf)
     verdict = check()
     assert {result.operator for result in verdict.faults} == OWN_CONTRACTS.keys()
 
 
-def test_another_library_is_another_machine(tmp_path: Path) -> None:
-    first, second = tmp_path / "first.so", tmp_path / "second.so"
-    first.write_bytes(b"1")
-    second.write_bytes(b"2")
-    keys = [own_identity(path, identify)(0, "cases") for path in (first, second)]
-    assert keys[0]["kernel_library"] != keys[1]["kernel_library"]
-    assert keys[0].items() >= identify(0, "cases").items()
+@pytest.mark.parametrize(
+    ("changed", "is_another"),
+    [
+        ({"sources": "deadbeef"}, True),
+        ({"compiler": "13.1.5"}, True),
+        ({"architectures": ("90",)}, True),
+        ({"architectures": ("80", "90a", "120")}, False),
+        ({"path": Path("/elsewhere.so")}, False),
+    ],
+)
+def test_verdict_holds_for_equal_kernels(changed: dict[str, Any], is_another: bool) -> None:
+    library = KernelLibrary(Path("x.so"), ("80", "90a"), "c0ffee", "13.0.88")
+    first, second = (own_identity(each, identify)(0, "cases") for each in (library, replace(library, **changed)))
+    assert (first != second) == is_another
+    machine = dict(identify(0, "cases"))
+    del machine["cudnn"]  # our kernels do not call it
+    assert first.items() >= machine.items()
+    assert first["kernel_code"] == "90a"
 
 
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> KernelLibrary:
     """Let `sdonnx doctor` find a GPU whose kernels of ONNX Runtime are sound, and return the library of our own."""
     monkeypatch.setenv("SDONNX_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(command, "collect_facts", lambda: GOOD)
     monkeypatch.setattr(command, "identity", lambda index, cases: {**KEY, "kernel_cases": cases})
     monkeypatch.setattr(command, "read_kernel_cases", small_set)
     monkeypatch.setattr(command, "kernel_opener", lambda provider, index: machine())
-    library = emulated_library()
-    monkeypatch.setattr(
-        command, "usable_library", lambda capability: (KernelLibrary(library, ("90a",), "c0ffee", "13.0.88"), "")
-    )
+    library = emulation()
+    monkeypatch.setattr(command, "usable_library", lambda capability: (library, ""))
     return library
 
 
 @pytest.mark.parametrize("factor", [1.0, 1.25])
 def test_doctor_checks_our_own_kernels(
-    factor: float, gpu: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    factor: float,
+    gpu: KernelLibrary,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
 ) -> None:
-    opener = counting(kernel_opener("cpu", library=gpu), [], factor)
+    opener = counting(kernel_opener("cpu", library=gpu.path), [], factor)
     named = partial(own_verdict, open_kernel=opener, identify=identify, limit_s=math.inf)
     monkeypatch.setattr(command, "own_verdict", lambda *values, full, fresh: named(*values, full=False, fresh=fresh))
     status = main(["doctor", "--json", str(tmp_path / "report.json")])
     shown = capsys.readouterr().out
+    assert f"our own kernels: {gpu.path}" in shown
     assert "our own kernels on emulated 0" in shown
     assert (status, "wrong Attention" in shown) == ((0, False) if factor == 1 else (1, True))
     report = json.loads((tmp_path / "report.json").read_text())
@@ -131,7 +152,7 @@ def test_doctor_checks_our_own_kernels(
 
 
 def test_doctor_says_why_our_own_kernels_are_not_used(
-    gpu: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    gpu: KernelLibrary, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(command, "usable_library", lambda capability: (None, f"no code for {capability}"))
     assert main(["doctor"]) == 0
@@ -139,7 +160,7 @@ def test_doctor_says_why_our_own_kernels_are_not_used(
 
 
 def test_doctor_says_how_the_library_is_installed(
-    gpu: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    gpu: KernelLibrary, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(command, "usable_library", kernel_library.usable_library)
     monkeypatch.setattr(kernel_library, "find_kernel_library", lambda environment: None)

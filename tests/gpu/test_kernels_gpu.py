@@ -20,6 +20,7 @@ import onnxruntime
 import pytest
 from support.operator_tests import lowered_results, model_bytes, own_operator_test, quiet_options
 
+from sdonnx.doctor.cache import verdict_as_json
 from sdonnx.doctor.kernel_library import usable_library
 from sdonnx.doctor.own_kernel_check import own_verdict
 from sdonnx.metrics import relative_error
@@ -185,9 +186,12 @@ def test_more_than_two_to_the_31_elements(op_type: str, library: Path) -> None:
 
 
 def test_whole_check(library: Path, note: Any) -> None:
-    """The check of `sdonnx doctor`: its file of cases, with nothing cached."""
-    verdict = own_verdict(0, library, full=True)
+    """The check of `sdonnx doctor`, with nothing cached. `scripts/write_measured_verdicts.py` ships its verdict."""
+    found, reason = usable_library(device_for("cuda").capability())
+    assert found is not None, reason
+    verdict = own_verdict(0, found, full=True)
     rows = [f"{result.operator} {result.case}: {result.error or result.failure}"
             for result in (*verdict.faults, *verdict.unavailable)]  # fmt: skip
-    note("own kernels, whole check", {"checked": verdict.checked, "seconds": verdict.seconds, "faults": rows})
+    row = {"checked": verdict.checked, "seconds": verdict.seconds, "faults": rows}
+    note("own kernels, whole check", row | {"own_kernels": verdict_as_json(verdict)})
     assert verdict.sound, rows

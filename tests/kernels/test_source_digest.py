@@ -83,7 +83,7 @@ def test_library_that_does_not_name_its_sources(tmp_path: Path, monkeypatch: pyt
     program.write_text(f'extern "C" const char* sdonnx_kernels_build() {{ return "{words}"; }}\n')
     emulated_library()  # skips without a compiler
     subprocess.run(["g++", "-shared", "-fPIC", str(program), "-o", str(file)], check=True)
-    with pytest.raises(ProviderError, match="does not name its sources; .*; install it again"):
+    with pytest.raises(ProviderError, match=r"does not name its sources; .*; install it again"):
         open_kernel_library(file)
     monkeypatch.setenv(kernel_library.KERNEL_LIBRARY, str(file))
     library, reason = usable_library((9, 0))

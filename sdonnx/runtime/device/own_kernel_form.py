@@ -55,7 +55,7 @@ def _fault(device: Device, library: KernelLibrary) -> str:
     """Return why the kernels must not be used on this GPU, "" if they may be."""
     if self_check() is SelfCheck.OFF:
         return ""
-    verdict: Verdict = device_thread(device).run(lambda: own_verdict(device.index, library.path))
+    verdict: Verdict = device_thread(device).run(lambda: own_verdict(device.index, library))
     wrong = [f"{result.operator} is wrong" for result in verdict.faults]
     lost = [f"{result.operator} did not run ({result.failure})" for result in verdict.unavailable]
     if not verdict.complete:

@@ -54,8 +54,8 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """What the machine has: the library, the reason against it, and the verdict on its kernels."""
     found: dict[str, Any] = {"library": LIBRARY, "reason": "", "verdict": verdict(), "checks": 0}
 
-    def own_verdict(index: int, path: Path) -> Verdict:
-        assert path == LIBRARY.path
+    def own_verdict(index: int, library: KernelLibrary) -> Verdict:
+        assert library == LIBRARY
         found["checks"] += 1
         result: Verdict = found["verdict"]
         return result
