@@ -167,9 +167,12 @@ def _load_pipeline(options: argparse.Namespace, library: str | None) -> Callable
         options: the command's options.
         library: the value of the environment variable that names our kernels while the pipeline is loaded.
     """
+    from sdonnx.runtime.device.device import device_for
+    from sdonnx.runtime.device.kernel_workarounds import check_now
     from sdonnx.runtime.pipeline import OrtDiffusionPipeline
 
     with nullcontext() if library is None else named_kernel_library(library):
+        check_now(device_for("cuda"))  # without a verdict the pipeline would not use our kernels
         pipeline = OrtDiffusionPipeline.from_pretrained(options.optimized, "cuda")
     arguments: dict[str, Any] = {"height": options.height, "width": options.width, "seed": 0, "output_type": "latent"}
 

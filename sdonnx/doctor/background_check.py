@@ -68,6 +68,7 @@ class BackgroundCheck:
         self._is_started = False
         self._thread: threading.Thread | None = None
         self._verdict: Verdict | None = None
+        self._own_verdict: Verdict | None = None
 
     def start(self) -> None:
         """Start the process, unless it was started before. Failures are logged and not raised."""
@@ -96,11 +97,15 @@ class BackgroundCheck:
                 self._log(str(error))
 
     def _wait_for(self, process: subprocess.Popen[bytes], output: IO[bytes], errors: IO[bytes]) -> None:
-        """Wait for the process, so that no zombie remains, and read its verdict."""
+        """Wait for the process, so that no zombie remains, and read its verdicts."""
         with output, errors:
             status = process.wait()
             try:
-                self._verdict = verdict_from_json(json.loads(_read(output))["verdict"])
+                report = json.loads(_read(output))
+                verdict, own = verdict_from_json(report["verdict"]), report.get("own_kernels")
+                # The other one last: a reader of both sees both.
+                self._own_verdict = None if own is None else verdict_from_json(own)
+                self._verdict = verdict
             except (ValueError, KeyError, TypeError):
                 lines = [line.strip() for line in _read(errors).splitlines() if line.strip()]
                 self._log(lines[-1] if lines else f"status {status}")
@@ -114,11 +119,16 @@ class BackgroundCheck:
 
     @property
     def verdict(self) -> Verdict | None:
-        """The verdict; None while the check runs, if it has not been started, and if it failed."""
+        """The verdict on ONNX Runtime's kernels; None while the check runs, if it was not started, and if it failed."""
         return self._verdict
 
+    @property
+    def own_verdict(self) -> Verdict | None:
+        """The verdict on our own kernels; None as `verdict` is, and if the GPU cannot use them."""
+        return self._own_verdict
+
     def join(self, timeout_s: float | None = None) -> None:
-        """Wait until the process has ended and its verdict is read.
+        """Wait until the process has ended and its verdicts are read.
 
         Args:
             timeout_s: maximum seconds to wait; None for no limit.

@@ -40,7 +40,7 @@ _MAX_WAIT_S = 60.0
 
 
 class KernelWarning(UserWarning):
-    """A kernel of ONNX Runtime computes wrong numbers on this GPU, or could not be checked."""
+    """A kernel computes wrong numbers on this GPU, or could not be checked."""
 
 
 class SelfCheck(Enum):

@@ -20,7 +20,7 @@ from sdonnx.models.spec import Family, Role
 from sdonnx.runtime.device.device import Device
 from sdonnx.runtime.device.kernel_workarounds import KernelCheck
 from sdonnx.runtime.device.load_shared_weights import load_shared_weights
-from sdonnx.runtime.device.own_kernel_form import library_for
+from sdonnx.runtime.device.own_kernel_form import OwnKernelForm
 from sdonnx.runtime.device.session import Graph, Run, SessionSettings
 
 __all__ = ["OFFLOAD", "GraphSet", "LowMemory", "Observer", "require_low_memory"]
@@ -84,8 +84,8 @@ class GraphSet:
     ) -> None:
         self.folder, self.family, self.device, self.kernels = folder, family, device, kernels
         self.observer: Observer | None = None
-        library = library_for(device, read_report(folder.path), settings)
-        self._settings = replace(settings, provider_options=kernels.provider_options, library=library)
+        self._own_kernels = OwnKernelForm(device, read_report(folder.path), settings)
+        self._settings = self._required(settings)
         self._low_memory = low_memory
         self._loaded: dict[tuple[Role, bool], Graph] = {}
         self._weights: dict[str, OrtValue] | None = None
@@ -244,15 +244,33 @@ class GraphSet:
         if not self.loaded() & abi.DENOISER_ROLES:
             self._weights = None
 
+    def start_checks(self) -> None:
+        """Start the checks of kernels in the background on which no verdict is known; call it after an image."""
+        self.kernels.start()
+        self._own_kernels.start()
+
+    @property
+    def has_news(self) -> bool:
+        """Whether a check of kernels in the background has ended since the last `follow_checks`."""
+        return self.kernels.has_news or self._own_kernels.has_news
+
+    def follow_checks(self) -> list[str]:
+        """Read the verdicts of checks in the background, and return warnings about them."""
+        return self.kernels.update() + self._own_kernels.update()
+
     def uses_kernels(self) -> bool:
-        """Return whether the graphs are loaded with the provider options that the verdict requires."""
-        return self._settings.provider_options == self.kernels.provider_options
+        """Return whether the graphs are loaded with the options and in the form that the verdicts require."""
+        return self._settings == self._required(self._settings)
 
     def reload(self) -> None:
-        """Unload the graphs; they are loaded again with the verdict's provider options when they are used."""
+        """Unload the graphs; they are loaded again as the verdicts require when they are used."""
         self.device.synchronize()
         self.close()
-        self._settings = replace(self._settings, provider_options=self.kernels.provider_options)
+        self._settings = self._required(self._settings)
+
+    def _required(self, settings: SessionSettings) -> SessionSettings:
+        library = self._own_kernels.kernel_library
+        return replace(settings, provider_options=self.kernels.provider_options, library=library)
 
     def close(self) -> None:
         """Unload the graphs and their shared weights."""

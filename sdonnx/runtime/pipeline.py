@@ -138,8 +138,9 @@ class OrtDiffusionPipeline(DiffusersInterface, PromptEncoding):
         """Load an optimized folder.
 
         On a GPU without a known verdict, the kernels are checked in the background after the first image. Attention
-        avoids faulty backends, and other faulty kernels cause a KernelWarning (`sdonnx.doctor`).
-        SDONNX_SELF_CHECK=strict checks the kernels here, and SDONNX_SELF_CHECK=0 disables the check.
+        avoids faulty backends, and other faulty kernels cause a KernelWarning (`sdonnx.doctor`). Our own kernels are
+        used if a verdict on them is known. SDONNX_SELF_CHECK=strict checks the kernels here, and SDONNX_SELF_CHECK=0
+        disables the check.
 
         Args:
             folder: an optimized folder, or the id of a repository of the Hugging Face hub that contains one.
@@ -366,7 +367,7 @@ class OrtDiffusionPipeline(DiffusersInterface, PromptEncoding):
             on_step = StepCallback(self, callback_on_step_end, callback_on_step_end_tensor_inputs, tensors)
         self._follow_kernel_check(stacklevel=4)
         output = self._run(partial(self._generate, call, make_job, on_step), self.interrupt)
-        self._graphs.kernels.start()
+        self._graphs.start_checks()
         output.warn(call.key.batch, stacklevel=3)
         if not return_dict:
             checks = Role.SAFETY_CHECKER.value in self._graphs.family.optional

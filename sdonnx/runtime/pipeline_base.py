@@ -143,16 +143,16 @@ class PipelineBase(MissingFeatures):
             raise OptionError("the pipeline is closed", "an open one", "load it again with from_pretrained")
 
     def _follow_kernel_check(self, stacklevel: int) -> None:
-        """Act on the verdict of a check of the kernels that has ended in the background since the last call."""
-        if self._graphs.kernels.has_news:
+        """Act on the verdicts of a check of the kernels that has ended in the background since the last call."""
+        if self._graphs.has_news:
             for message in self._run(self._apply_verdict):
                 warnings.warn(message, KernelWarning, stacklevel=stacklevel)
 
     def _apply_verdict(self) -> list[str]:
-        """Load the graphs again if the verdict requires it, and return warnings; runs on the device thread."""
+        """Load the graphs again if a verdict requires it, and return warnings; runs on the device thread."""
         if getattr(self._generating, "now", False):
             return []  # called by a callback, which is refused
-        messages = self._graphs.kernels.update()
+        messages = self._graphs.follow_checks()
         if not self._graphs.uses_kernels():
             self._cache.close()
             self._graphs.reload()

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,17 @@ def test_reads_the_verdict_once(tmp_path: Path) -> None:
     check.start()
     (process,) = process_ids(tmp_path)
     assert not Path(f"/proc/{process}").exists()  # no zombie
+
+
+@pytest.mark.parametrize("own", [None, replace(FOUND, key={"kernel_sources": "c0ffee"})])
+def test_reads_the_verdict_on_our_own_kernels(own: Verdict | None, tmp_path: Path) -> None:
+    """A GPU that cannot use them has none."""
+    report = {"verdict": verdict_as_json(FOUND)} | ({} if own is None else {"own_kernels": verdict_as_json(own)})
+    check = BackgroundCheck(0, checker(tmp_path, json.dumps(report)))
+    assert check.own_verdict is None
+    check.start()
+    check.join(LIMIT_S)
+    assert (check.verdict, check.own_verdict) == (FOUND, own)
 
 
 def test_start_does_not_wait(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from sdonnx.doctor.cache import verdict_as_json
 from sdonnx.doctor.check_kernels import ATTENTION
 from sdonnx.doctor.first_use import KernelWarning
 from sdonnx.doctor.verdict import Verdict
+from sdonnx.runtime import graph_set
 from sdonnx.runtime.device import kernel_workarounds as runtime_kernels
 from sdonnx.runtime.device import session
 from sdonnx.runtime.device.device import Device
@@ -118,6 +119,37 @@ def test_the_first_image_does_not_wait_and_the_second_avoids_a_faulty_backend(gp
     assert machine.starts == [0]
     np.testing.assert_array_equal(first, second)
     np.testing.assert_array_equal(first, third)
+
+
+def test_the_check_of_our_own_kernels_follows_the_first_image(
+    gpu: Any, micro_cpu: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Although the verdict on ONNX Runtime's kernels is known."""
+
+    class Form:
+        kernel_library, has_news = None, False
+        events: list[str] = []  # noqa: RUF012
+
+        def __init__(self, *_: object) -> None:
+            self.events.append("loaded")
+
+        def start(self) -> None:
+            self.events.append("started")
+
+        def update(self) -> list[str]:
+            self.events.append("updated")
+            return []
+
+    gpu(SOUND).known = (SOUND, True)
+    monkeypatch.setattr(graph_set, "OwnKernelForm", Form)
+    with OrtDiffusionPipeline.from_pretrained(micro_cpu) as pipeline:
+        assert Form.events == ["loaded"]
+        first = image_of(pipeline)
+        assert Form.events == ["loaded", "started"]
+        monkeypatch.setattr(Form, "has_news", True)
+        second = image_of(pipeline)
+    assert Form.events == ["loaded", "started", "updated", "started"]
+    np.testing.assert_array_equal(first, second)
 
 
 def test_another_faulty_kernel_warns_at_the_second_image(gpu: Any, micro_cpu: Path) -> None:

@@ -12,6 +12,7 @@ from sdonnx.doctor.gpu import identity
 from sdonnx.doctor.verdict import Verdict
 from sdonnx.runtime.device.device import Device
 from sdonnx.runtime.device.device_thread import device_thread
+from sdonnx.runtime.device.own_kernel_form import check_own_kernels
 
 __all__ = ["KernelCheck", "check_now"]
 
@@ -23,10 +24,12 @@ _CHECKED = {"cuda"}  # providers
 def check_now(device: Device) -> None:
     """Check a GPU's kernels if no verdict is known, so that pipelines loaded later act on it from their first image.
 
-    Does nothing for the CPU, or if SDONNX_SELF_CHECK is 0.
+    This includes our own kernels, which those pipelines then use. It does nothing for the CPU, or if SDONNX_SELF_CHECK
+    is 0.
     """
     if _mode(device) is not SelfCheck.OFF:
         device_thread(device).run(lambda: first_use(device.index))
+        check_own_kernels(device)
 
 
 def _mode(device: Device) -> SelfCheck:

@@ -7,55 +7,120 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from sdonnx.doctor.background_check import BackgroundCheck, background_check
 from sdonnx.doctor.first_use import SelfCheck, self_check
 from sdonnx.doctor.kernel_library import KernelLibrary, usable_library
-from sdonnx.doctor.own_kernel_check import own_verdict
-from sdonnx.doctor.verdict import Verdict
+from sdonnx.doctor.own_kernel_check import known_own_verdict, own_verdict
+from sdonnx.doctor.verdict import Key, Verdict
 from sdonnx.runtime.device.device import Device
 from sdonnx.runtime.device.device_thread import device_thread
 from sdonnx.runtime.device.session import SessionSettings
 
-__all__ = ["library_for"]
+__all__ = ["OwnKernelForm", "check_own_kernels"]
 
 _LOGGER = logging.getLogger(__name__)
 
+_UNKNOWN = (
+    "our own were not checked on this GPU; a check in the background follows the first image, for pipelines that are "
+    "loaded after it; SDONNX_SELF_CHECK=strict checks before"
+)
 
-def library_for(device: Device, report: Mapping[str, Any], settings: SessionSettings) -> Path | None:
-    """Return the library with which a folder's graphs are loaded; None for the form without our own kernels.
 
-    One line in the log says which form is used, and why. The kernels are checked at their first use on a GPU, unless
-    SDONNX_SELF_CHECK is 0; faulty ones are not used.
+def check_own_kernels(device: Device) -> None:
+    """Check our own kernels on a GPU if it can use them and no verdict is known."""
+    library, _ = usable_library(device.capability())
+    if library is not None:
+        device_thread(device).run(lambda: own_verdict(device.index, library))
+
+
+class OwnKernelForm:
+    """The form of a folder's graphs that a pipeline uses, which depends on the verdict on our own kernels.
+
+    Without a known verdict the pipeline uses ONNX Runtime's kernels for as long as it is loaded, and `start` starts a
+    check in another process, for the next pipeline (docs/decisions/0151). One line in the log says which form is used,
+    and why. SDONNX_SELF_CHECK=strict checks here, and with SDONNX_SELF_CHECK=0 the kernels are trusted.
 
     Args:
         device: where the graphs run.
         report: report of the optimized folder.
         settings: options of ONNX Runtime from the caller.
 
+    Attributes:
+        kernel_library: the library with which the graphs are loaded; None for the form without our own kernels.
+
     Raises:
         FolderError: a file of the doctor cannot be read.
         OptionError: SDONNX_KERNELS or SDONNX_SELF_CHECK has a value that cannot be used.
     """
-    options = report.get("options")
-    if not isinstance(options, Mapping) or options.get("kernels") != "auto":
-        return None
-    library, reason = usable_library(device.capability())
-    if library is not None and settings.session_options is not None:
-        # They are one object for all sessions, which can register a library once.
-        library, reason = None, "session options of the caller are used"
-    if library is not None:
-        reason = _fault(device, library)
-    if library is None or reason:
-        _LOGGER.info("using ONNX Runtime's kernels only: %s", reason)
-        return None
-    _LOGGER.info("using our own kernels of %s", library.path)
-    return library.path
+
+    def __init__(self, device: Device, report: Mapping[str, Any], settings: SessionSettings) -> None:
+        self.kernel_library: Path | None = None
+        self._key: Key = {}
+        self._awaited: BackgroundCheck | None = None
+        options = report.get("options")
+        if not isinstance(options, Mapping) or options.get("kernels") != "auto":
+            return
+        library, reason = usable_library(device.capability())
+        if library is not None and settings.session_options is not None:
+            # They are one object for all sessions, which can register a library once.
+            library, reason = None, "session options of the caller are used"
+        if library is not None:
+            reason = self._reason_against(device, library)
+        if library is None or reason:
+            _LOGGER.info("using ONNX Runtime's kernels only: %s", reason)
+            return
+        _LOGGER.info("using our own kernels of %s", library.path)
+        self.kernel_library = library.path
+
+    def _reason_against(self, device: Device, library: KernelLibrary) -> str:
+        """Return why the kernels must not be used on this GPU, "" if they may be."""
+        mode = self_check()
+        if mode is SelfCheck.OFF:
+            return ""
+        if mode is SelfCheck.STRICT:
+            return _fault(device_thread(device).run(lambda: own_verdict(device.index, library)))
+        self._key, verdict = device_thread(device).run(lambda: known_own_verdict(device.index, library))
+        if verdict is None or verdict.key != self._key:  # one measured with another driver is to be confirmed
+            self._awaited = background_check(device.index)
+        return _UNKNOWN if verdict is None else _fault(verdict)
+
+    def start(self) -> None:
+        """Start the check in the background if no verdict is known; call it after an image."""
+        if self._awaited is not None:
+            self._awaited.start()
+
+    @property
+    def has_news(self) -> bool:
+        """Whether a check in the background has ended since the last `update`."""
+        return self._awaited is not None and self._awaited.own_verdict is not None
+
+    def update(self) -> list[str]:
+        """Read the verdict of the check in the background, and return warnings about it.
+
+        Kernels in use that are wrong are replaced. Other news is for pipelines that are loaded later, so that the
+        results of a pipeline do not change from one call to the next.
+        """
+        if self._awaited is None or self._awaited.own_verdict is None:
+            return []
+        verdict, self._awaited = self._awaited.own_verdict, None
+        if verdict.key != self._key:
+            return []  # it is about another library
+        if self.kernel_library is None:
+            news = _fault(verdict) or "correct; pipelines that are loaded from now on use them"
+            _LOGGER.info("our own kernels were checked in the background: %s", news)
+            return []
+        # Next to a pipeline a check may lack time or memory, which is no fault of the kernels.
+        if not verdict.faults:
+            return []
+        self.kernel_library = None
+        return [
+            f"images so far were generated with faulty kernels of our own ({_fault(verdict)}); expected correct ones; "
+            "ONNX Runtime's are used from now on; generate them again"
+        ]
 
 
-def _fault(device: Device, library: KernelLibrary) -> str:
-    """Return why the kernels must not be used on this GPU, "" if they may be."""
-    if self_check() is SelfCheck.OFF:
-        return ""
-    verdict: Verdict = device_thread(device).run(lambda: own_verdict(device.index, library))
+def _fault(verdict: Verdict) -> str:
+    """Return the first fault of a verdict, "" if the kernels can be used."""
     wrong = [f"{result.operator} is wrong" for result in verdict.faults]
     lost = [f"{result.operator} did not run ({result.failure})" for result in verdict.unavailable]
     if not verdict.complete:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import onnxruntime
 import pytest
 
+from sdonnx.doctor.background_check import BackgroundCheck
 from sdonnx.doctor.check_kernels import CaseResult
 from sdonnx.doctor.first_use import SELF_CHECK
 from sdonnx.doctor.kernel_library import KernelLibrary
@@ -21,7 +23,7 @@ from sdonnx.runtime import graph_set
 from sdonnx.runtime.device import own_kernel_form
 from sdonnx.runtime.device.device import Device
 from sdonnx.runtime.device.kernel_workarounds import KernelCheck
-from sdonnx.runtime.device.own_kernel_form import library_for
+from sdonnx.runtime.device.own_kernel_form import OwnKernelForm, check_own_kernels
 from sdonnx.runtime.device.session import SessionSettings
 from sdonnx.runtime.graph_set import GraphSet
 
@@ -31,8 +33,30 @@ WRONG = CaseResult("LayerNorm", "a case", "float16", "", 0.5)
 LOST = CaseResult("MatMul", "a case", "float16", "", None, "no cuBLAS")
 
 
+KEY = {"gpu": "a GPU", "driver": "580.1", "kernel_sources": "c0ffee"}
+
+
 def verdict(faults: tuple[CaseResult, ...] = (), unavailable: tuple[CaseResult, ...] = ()) -> Verdict:
-    return Verdict({}, 0, (), faults, unavailable, 9, True, False, 0.1)
+    return Verdict(KEY, 0, (), faults, unavailable, 9, True, False, 0.1)
+
+
+LATE = replace(verdict(), complete=False)
+OTHER_DRIVER = replace(verdict(), key={**KEY, "driver": "590.1"})
+WRONG_HERE = verdict(faults=(WRONG,))
+
+
+class Check(BackgroundCheck):
+    """A check in the background that ends when a test says so."""
+
+    def __init__(self) -> None:
+        super().__init__(0, lambda index: pytest.fail("a process"))
+        self.starts = 0
+
+    def start(self) -> None:
+        self.starts += 1
+
+    def end(self, own: Verdict | None) -> None:
+        self._own_verdict, self._verdict = own, verdict()
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,41 +75,140 @@ GPU = Gpu("cuda", 97)  # a thread of its own: threads of devices live as long as
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """What the machine has: the library, the reason against it, and the verdict on its kernels."""
-    found: dict[str, Any] = {"library": LIBRARY, "reason": "", "verdict": verdict(), "checks": 0}
+    """What the machine has: the library, the reason against it, and the verdicts on its kernels.
+
+    `known` is the cached or shipped verdict, and `found` that of a check that is waited for.
+    """
+    state: dict[str, Any] = {"library": LIBRARY, "reason": "", "known": verdict(), "found": None, "check": Check()}
 
     def own_verdict(index: int, library: KernelLibrary) -> Verdict:
         assert library == LIBRARY
-        found["checks"] += 1
-        result: Verdict = found["verdict"]
+        result: Verdict | None = state["found"]
+        assert result is not None, "nothing was to wait"
         return result
 
-    monkeypatch.setattr(own_kernel_form, "usable_library", lambda capability: (found["library"], found["reason"]))
+    monkeypatch.setattr(own_kernel_form, "usable_library", lambda capability: (state["library"], state["reason"]))
     monkeypatch.setattr(own_kernel_form, "own_verdict", own_verdict)
+    monkeypatch.setattr(own_kernel_form, "known_own_verdict", lambda index, library: (KEY, state["known"]))
+    monkeypatch.setattr(own_kernel_form, "background_check", lambda index: state["check"])
     monkeypatch.delenv(SELF_CHECK, raising=False)
-    return found
+    return state
+
+
+def form_of(caplog: pytest.LogCaptureFixture, report: Any = AUTO, **settings: Any) -> tuple[OwnKernelForm, str]:
+    """Return the form, and the only line of the log."""
+    caplog.clear()
+    with caplog.at_level(logging.INFO, "sdonnx"):
+        form = OwnKernelForm(GPU, report, SessionSettings(**settings))
+    assert len(caplog.messages) <= 1
+    line = "".join(caplog.messages)
+    caplog.clear()
+    return form, line
 
 
 def chosen(caplog: pytest.LogCaptureFixture, report: Any = AUTO, **settings: Any) -> tuple[Path | None, str]:
     """Return the library, and the only line of the log."""
-    caplog.clear()
+    form, line = form_of(caplog, report, **settings)
+    return form.kernel_library, line
+
+
+def test_known_sound_kernels_are_used(machine: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+    form, line = form_of(caplog)
+    assert (form.kernel_library, line) == (LIBRARY.path, f"using our own kernels of {LIBRARY.path}")
+    form.start()
+    assert machine["check"].starts == 0
+
+
+@pytest.mark.parametrize(
+    ("found", "news"),
+    [
+        (verdict(), "correct; pipelines that are loaded from now on use them"),
+        (WRONG_HERE, "LayerNorm is wrong"),
+        (LATE, "the check took too long"),
+    ],
+)
+def test_unknown_kernels_are_checked_behind_the_first_image(
+    found: Verdict, news: str, machine: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The pipeline keeps its form, so that the same seed generates the same image; the next one uses the verdict."""
+    machine["known"] = None
+    form, line = form_of(caplog)
+    assert form.kernel_library is None
+    assert line.startswith("using ONNX Runtime's kernels only: our own were not checked on this GPU; ")
+    assert (machine["check"].starts, form.has_news, form.update()) == (0, False, [])
+    form.start()
+    assert (machine["check"].starts, form.has_news) == (1, False)
+    machine["check"].end(found)
+    assert form.has_news
     with caplog.at_level(logging.INFO, "sdonnx"):
-        path = library_for(GPU, report, SessionSettings(**settings))
-    assert len(caplog.messages) <= 1
-    return path, "".join(caplog.messages)
+        assert form.update() == []
+    assert caplog.messages == [f"our own kernels were checked in the background: {news}"]
+    assert (form.kernel_library, form.has_news) == (None, False)
+    form.start()
+    assert machine["check"].starts == 1
+    machine["known"] = found
+    assert chosen(caplog)[0] == (LIBRARY.path if found.sound and found.complete else None)
 
 
-def test_sound_kernels_are_used(machine: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
-    assert chosen(caplog) == (LIBRARY.path, f"using our own kernels of {LIBRARY.path}")
-    assert machine["checks"] == 1
+@pytest.mark.parametrize(
+    ("found", "is_used"), [(verdict(), True), (verdict(unavailable=(LOST,)), True), (LATE, True), (WRONG_HERE, False)]
+)
+def test_verdict_of_another_driver_is_confirmed(
+    found: Verdict, is_used: bool, machine: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """A check next to a pipeline may lack time or memory; only wrong results are a reason to change the form."""
+    machine["known"] = OTHER_DRIVER
+    form, _ = form_of(caplog)
+    assert form.kernel_library == LIBRARY.path
+    form.start()
+    assert machine["check"].starts == 1
+    machine["check"].end(found)
+    messages = form.update()
+    assert form.kernel_library == (LIBRARY.path if is_used else None)
+    assert [("LayerNorm is wrong" in text, text.endswith("generate them again")) for text in messages] == (
+        [] if is_used else [(True, True)]
+    )
+    assert form.update() == []
+
+
+def test_verdict_on_another_library_is_no_news(machine: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+    """All pipelines of a process share one check, and SDONNX_KERNELS may have changed."""
+    machine["known"] = OTHER_DRIVER
+    form, _ = form_of(caplog)
+    machine["check"].end(replace(WRONG_HERE, key={**KEY, "kernel_sources": "deadbeef"}))
+    assert form.update() == []
+    assert form.kernel_library == LIBRARY.path
+
+
+def test_strict_waits(
+    machine: dict[str, Any], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(SELF_CHECK, "strict")
+    machine |= {"known": None, "found": verdict()}
+    form, _ = form_of(caplog)
+    assert form.kernel_library == LIBRARY.path
+    form.start()
+    assert machine["check"].starts == 0
+
+
+def test_checking_now_waits(machine: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    monkeypatch.setattr(own_kernel_form, "own_verdict", lambda index, library: calls.append(index))
+    check_own_kernels(GPU)
+    assert calls == [GPU.index]
+    machine["library"] = None
+    check_own_kernels(GPU)
+    assert len(calls) == 1
 
 
 @pytest.mark.parametrize("report", [{}, {"options": {}}, {"options": {"kernels": "none"}}, {"options": "?"}])
 def test_folder_with_one_form_asks_for_nothing(
     report: Any, machine: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert chosen(caplog, report) == (None, "")
-    assert machine["checks"] == 0
+    machine["known"] = None
+    form, line = form_of(caplog, report)
+    form.start()
+    assert (form.kernel_library, line, machine["check"].starts) == (None, "", 0)
 
 
 def test_missing_library_is_one_line(machine: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
@@ -96,15 +219,22 @@ def test_missing_library_is_one_line(machine: dict[str, Any], caplog: pytest.Log
 @pytest.mark.parametrize(
     ("found", "reason"),
     [
-        (verdict(faults=(WRONG,)), "LayerNorm is wrong"),
+        (WRONG_HERE, "LayerNorm is wrong"),
         (verdict(unavailable=(LOST,)), "MatMul did not run (no cuBLAS)"),
-        (Verdict({}, 0, (), (), (), 2, False, False, 10.0), "the check took too long"),
+        (LATE, "the check took too long"),
     ],
 )
+@pytest.mark.parametrize("mode", ["1", "strict"])
 def test_faulty_kernels_are_replaced(
-    found: Verdict, reason: str, machine: dict[str, Any], caplog: pytest.LogCaptureFixture
+    found: Verdict,
+    reason: str,
+    mode: str,
+    machine: dict[str, Any],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    machine["verdict"] = found
+    monkeypatch.setenv(SELF_CHECK, mode)
+    machine["known" if mode == "1" else "found"] = found
     assert chosen(caplog) == (None, f"using ONNX Runtime's kernels only: {reason}")
 
 
@@ -112,8 +242,10 @@ def test_without_a_self_check_kernels_are_trusted(
     machine: dict[str, Any], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(SELF_CHECK, "0")
-    assert chosen(caplog)[0] == LIBRARY.path
-    assert machine["checks"] == 0
+    machine["known"] = None
+    form, _ = form_of(caplog)
+    form.start()
+    assert (form.kernel_library, machine["check"].starts) == (LIBRARY.path, 0)
 
 
 def test_session_options_of_the_caller_keep_the_first_form(
@@ -124,14 +256,26 @@ def test_session_options_of_the_caller_keep_the_first_form(
     assert line.endswith("session options of the caller are used")
 
 
-def test_graphs_are_those_of_the_chosen_form(tiny_cuda_fp16: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graphs_are_those_of_the_chosen_form(
+    machine: dict[str, Any], tiny_cuda_fp16: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And those of the other form after the verdict of a check says that the kernels are wrong."""
     folder, cpu = PipelineFolder.open(tiny_cuda_fp16), Device("cpu")
-    names = {}
-    for library in (LIBRARY.path, None):
-        monkeypatch.setattr(graph_set, "library_for", lambda *_, library=library: library)
-        graphs = GraphSet(folder, family_of(folder), cpu, SessionSettings(), KernelCheck(cpu, {}, {}), False)
-        names[library] = {role: graphs.path(role).name for role in (Role.DENOISER, Role.TEXT_ENCODER)}
-    assert names == {
-        LIBRARY.path: {Role.DENOISER: "step-kernels.onnx", Role.TEXT_ENCODER: "text-kernels.onnx"},
-        None: {Role.DENOISER: "step.onnx", Role.TEXT_ENCODER: "text.onnx"},
-    }
+    form = partial(OwnKernelForm, GPU)
+    monkeypatch.setattr(graph_set, "OwnKernelForm", lambda device, report, settings: form(report, settings))
+    machine["known"] = OTHER_DRIVER
+    graphs = GraphSet(folder, family_of(folder), cpu, SessionSettings(), KernelCheck(cpu, {}, {}), False)
+
+    def names() -> list[str]:
+        return [graphs.path(role).name for role in (Role.DENOISER, Role.TEXT_ENCODER)]
+
+    assert names() == ["step-kernels.onnx", "text-kernels.onnx"]
+    graphs.start_checks()
+    assert (machine["check"].starts, graphs.has_news) == (1, False)
+    machine["check"].end(WRONG_HERE)
+    assert (graphs.has_news, graphs.uses_kernels()) == (True, True)
+    assert len(graphs.follow_checks()) == 1
+    assert not graphs.uses_kernels()
+    graphs.reload()
+    assert names() == ["step.onnx", "text.onnx"]
+    assert graphs.uses_kernels()
