@@ -9,6 +9,7 @@
 #include "group_norm.cuh"
 #include "layer_norm.cuh"
 #include "mat_mul.cuh"
+#include "sampler.cuh"
 #include "upsample_nearest.cuh"
 
 #define SDONNX_EXPORT extern "C" __attribute__((visibility("default")))
@@ -41,7 +42,7 @@ inline Signature abi_probe_signature() {
 // Runtime's API version, the digest of the sources (Makefile), the version of nvcc, and the architectures that kernels were
 // compiled for.
 SDONNX_EXPORT const char* sdonnx_kernels_build() {
-  return "operators=6 api=18 sources=" SDONNX_SOURCES " compiler=" SDONNX_COMPILER
+  return "operators=7 api=18 sources=" SDONNX_SOURCES " compiler=" SDONNX_COMPILER
          " architectures=" SDONNX_ARCHITECTURES;
 }
 
@@ -54,6 +55,7 @@ SDONNX_EXPORT ort::Status* RegisterCustomOps(ort::SessionOptions* options, const
       Operator(bias_split_gelu_signature()), Operator(group_norm_signature()),
       Operator(mat_mul_signature()),         Operator(attention_signature()),
       Operator(concat_channels_signature()), Operator(upsample_nearest_signature()),
+      Operator(sampler_input_signature()),   Operator(sampler_step_signature()),
       Operator(abi_probe_signature()),
   };
   ort::Domain* domain = nullptr;  // lives as long as the process

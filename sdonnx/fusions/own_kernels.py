@@ -18,6 +18,7 @@ from sdonnx.fusions.fuse_bias_split_gelu import GegluToBiasSplitGelu
 from sdonnx.fusions.own_image_kernels import concat_channels, upsample_nearest
 from sdonnx.fusions.own_nodes import has_one_reader, put_own
 from sdonnx.fusions.own_products import bias_add, fast_gelu, gemm, mat_mul, sum_with_bias
+from sdonnx.fusions.own_sampler import use_sampler_kernels
 from sdonnx.graph.edit import (
     MICROSOFT,
     Dim,
@@ -132,6 +133,9 @@ def use_own_kernels(model: ir.Model, latent_size: int | None = None, patch_size:
     failures: list[MatchFailure] = []
     count, refused = apply_rules(model, [GegluToOwnBiasSplitGelu], commute=True)
     fired[GegluToOwnBiasSplitGelu.__name__] = count
+    failures += refused
+    made, refused = use_sampler_kernels(model)
+    fired.update(made)
     failures += refused
     for swaps in (_SWAPS, _LAST_SWAPS):
         for node in list(model.graph):

@@ -42,6 +42,8 @@ class Fill:
         DOUBLED_SIZES: the int64 shape (B,2H,2W,C) of an upsampled image, for input 0 of shape (B,H,W,C).
         ODD_SIZES: (B,2H-1,2W-1,C).
         ODD_HEIGHT: (B,2H-1,2W,C).
+        ROW_INDEX: the int64 index 2, of the third row of a table.
+        KEEP_MASK: a bool mask in which one element in three is true.
     """
 
     UNIT_GAIN = "unit gain"
@@ -51,11 +53,18 @@ class Fill:
     DOUBLED_SIZES = "doubled sizes"
     ODD_SIZES = "odd sizes"
     ODD_HEIGHT = "odd height"
+    ROW_INDEX = "row index"
+    KEEP_MASK = "keep mask"
 
 
 # How much an upsampled height and width are less than doubled.
 _LESS = {Fill.DOUBLED_SIZES: (0, 0), Fill.ODD_SIZES: (1, 1), Fill.ODD_HEIGHT: (1, 0)}
-_INTEGERS = {Fill.KEY_COUNTS: "int32", **dict.fromkeys(_LESS, "int64")}
+_INTEGERS = {
+    Fill.KEY_COUNTS: "int32",
+    Fill.ROW_INDEX: "int64",
+    Fill.KEEP_MASK: "bool",
+    **dict.fromkeys(_LESS, "int64"),
+}
 
 
 @dataclass(frozen=True)
@@ -95,11 +104,11 @@ class KernelCase:
 
     @property
     def integers(self) -> Mapping[int, str]:
-        """The data types of the inputs that are integers in every precision, by index."""
+        """The data types of the inputs that are integers or bool in every precision, by index."""
         return {index: _INTEGERS[fill] for index, fill in self.fills.items() if fill in _INTEGERS}
 
     def make_inputs(self) -> list[Array | None]:
-        """Return the values of the inputs, float32 or integers.
+        """Return the values of the inputs, float32, integers or bool.
 
         They depend only on the operator and the case's name.
         """
@@ -112,6 +121,10 @@ class KernelCase:
     def _make_input(self, fill: str, shape: tuple[int, ...], generator: np.random.Generator) -> Array:
         if fill == Fill.KEY_COUNTS:
             return self._key_counts(generator)
+        if fill == Fill.ROW_INDEX:
+            return np.full(shape, 2, np.int64)
+        if fill == Fill.KEEP_MASK:
+            return generator.random(shape) < 1 / 3
         if fill in _LESS:
             return self._upsampled_shape(*_LESS[fill])
         array = generator.standard_normal(shape, np.float32)
@@ -137,15 +150,15 @@ class KernelCase:
 
 
 def rounded(arrays: Sequence[Array | None], dtype: str, float32_inputs: Sequence[int] = ()) -> list[Array | None]:
-    """Round inputs to a data type and return them as float32; integers stay unchanged.
+    """Round inputs to a data type and return them as float32; integers and bool stay unchanged.
 
     Args:
-        arrays: the values of the inputs, float32 or integers; None for an absent one.
+        arrays: the values of the inputs, float32, integers or bool; None for an absent one.
         dtype: "float16", "float32" or "bfloat16".
         float32_inputs: the inputs that are float32 in every precision.
     """
     return [
-        array if array is None or array.dtype.kind == "i" or index in float32_inputs else _rounded(array, dtype)
+        array if array is None or array.dtype.kind in "ib" or index in float32_inputs else _rounded(array, dtype)
         for index, array in enumerate(arrays)
     ]
 

@@ -71,10 +71,12 @@ def model_of(case: KernelCase, dtype: str, arrays: Sequence[Array | None] | None
         if index in contract.unused_outputs:
             output.name, output.type = "", None
             continue
-        output.name, output.type, output.shape = f"y{index}", ir.TensorType(inner), ir.Shape([None] * rank)
-        if inner != outer:
+        kind, axes = contract.other_outputs.get(index, (inner, rank))
+        output.name, output.type, output.shape = f"y{index}", ir.TensorType(kind), ir.Shape([None] * axes)
+        is_cast = kind == inner != outer
+        if is_cast:
             nodes.append(_cast(output, outer))
-        results.append(nodes[-1].outputs[0] if inner != outer else output)
+        results.append(nodes[-1].outputs[0] if is_cast else output)
     imports = {"": 23, contract.domain: 1}
     graph = ir.Graph(inputs, results, nodes=nodes, initializers=initializers, opset_imports=imports, name="one")
     return ir.Model(graph, ir_version=10)

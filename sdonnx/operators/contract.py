@@ -9,8 +9,8 @@ Limits are those of ONNX Runtime 1.31's CUDA kernels (onnxruntime/contrib_ops/cu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 
 import onnx_ir as ir
 
@@ -41,6 +41,7 @@ class Contract:
         float32_inputs: the inputs that are float32 in every precision.
         unused_outputs: the outputs that no graph reads, such as a norm's mean.
         output_rank: the rank of the outputs; None for the rank of the first input.
+        other_outputs: the data type, in every precision, and the rank of the outputs that differ from these.
         cpu: whether the CPU provider has a kernel.
         broadcasts: whether the operator is elementwise but for its last axis, over inputs that broadcast.
         row_inputs: the inputs whose first axis is a batch, of an operator that computes each item of the batch by
@@ -58,6 +59,7 @@ class Contract:
     float32_inputs: frozenset[int] = frozenset()
     unused_outputs: frozenset[int] = frozenset()
     output_rank: int | None = None
+    other_outputs: Mapping[int, tuple[ir.DataType, int]] = field(default_factory=dict)
     cpu: bool = False
     broadcasts: bool = False
     row_inputs: frozenset[int] = frozenset()
@@ -65,7 +67,7 @@ class Contract:
 
     def check(self, node: ir.Node) -> str | None:
         """Return why no CUDA kernel accepts a node of this operator, None if one does."""
-        return self.limits(node) or self.check_dtype(input_of(node, 0))
+        return self.limits(node) or (None if 0 in self.float32_inputs else self.check_dtype(input_of(node, 0)))
 
     def check_dtype(self, x: ir.Value) -> str | None:
         """Return why the kernels do not accept the data type of x, None if they do or it is unknown."""

@@ -19,6 +19,8 @@ from sdonnx.operators.own_concat_channels import OWN_CONCAT_CHANNELS
 from sdonnx.operators.own_group_norm import OWN_GROUP_NORM
 from sdonnx.operators.own_layer_norm import OWN_LAYER_NORM
 from sdonnx.operators.own_mat_mul import OWN_MAT_MUL
+from sdonnx.operators.own_sampler_input import OWN_SAMPLER_INPUT
+from sdonnx.operators.own_sampler_step import OWN_SAMPLER_STEP
 from sdonnx.operators.own_skip_layer_norm import OWN_SKIP_LAYER_NORM
 from sdonnx.operators.own_upsample_nearest import OWN_UPSAMPLE_NEAREST
 from sdonnx.operators.quick_gelu import QUICK_GELU
@@ -66,6 +68,8 @@ OWN_CONTRACTS = {
         OWN_ATTENTION,
         OWN_CONCAT_CHANNELS,
         OWN_UPSAMPLE_NEAREST,
+        OWN_SAMPLER_INPUT,
+        OWN_SAMPLER_STEP,
     )
 }
 """The contracts of our own operators, of the domain OWN_DOMAIN, by operator."""

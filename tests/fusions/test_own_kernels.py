@@ -10,6 +10,7 @@ import onnx_ir as ir
 import pytest
 from support.graphs import copied, graph, normal
 from support.own_swaps import failures, own, swapped
+from support.steps import step_around
 
 from sdonnx.fusions.own_kernels import MAX_TOKENS, MIN_TOKENS, use_own_kernels
 from sdonnx.operators.case import OWN_DOMAIN
@@ -423,6 +424,7 @@ def test_every_operator_is_emitted() -> None:
             graph("float16[B,8,8,64] x", "float16[B,8,8,64] y", f"y = {GROUP_NORM}(x, g, b)", **NORM),
             graph("float16[B,S,2560] x", "float16[B,S,1280] y", "y = com.microsoft.BiasSplitGelu(x, b)", b=half(2560)),
             attention(),
+            step_around("out_sample = Mul(sample, w)"),
             graph("float16[B,8,8,64] x, float16[B,8,8,8] r", "float16[B,8,8,72] y", "y = Concat<axis=3>(x, r)"),
             graph(
                 "float16[B,8,8,64] x",

@@ -113,8 +113,9 @@ class Captured:
         """Write inputs and poison outputs, replay, and return the outputs."""
         for name, array in feeds.items():
             self.buffers[name].update_inplace(np.ascontiguousarray(array))
-        for value in self.outputs.values():
-            value.update_inplace(np.full(value.shape(), np.nan, np.float16))
+        for name, value in self.outputs.items():
+            dtype = np.dtype(self.graph.dtype(name))
+            value.update_inplace(np.full(value.shape(), np.nan if dtype.kind == "f" else -1, dtype))
         self.run()
         self.device.synchronize()
         return [value.numpy().copy() for value in self.outputs.values()]
@@ -142,7 +143,7 @@ def test_kernel_refuses_cases_that_the_contract_refuses(case: KernelCase, librar
         kernel_results(case, case.make_inputs(), library)
 
 
-@pytest.mark.parametrize("op_type", OWN_CONTRACTS)
+@pytest.mark.parametrize("op_type", sorted(OWN_CONTRACTS.keys() - {"SamplerInput", "SamplerStep"}))
 @pytest.mark.parametrize("batch", [1, 2, 3, 16, 32])
 def test_batches(op_type: str, batch: int, library: Path, note: Any) -> None:
     """Sizes of Stable Diffusion 1.5 at 512x512, at its innermost blocks, with odd heights; attention as in PixArt."""

@@ -8,10 +8,12 @@ import numpy as np
 import onnx_ir as ir
 import onnxruntime
 
+from sdonnx.compose import compose_step
+from sdonnx.graph.passes import tidy
 from sdonnx.models import abi
 from sdonnx.samplers import STATE_ROWS
 from sdonnx.samplers.parameters import row_size
-from support.graphs import Array, int64, normal
+from support.graphs import Array, graph, int64, normal
 
 CONFIG = {"in_channels": 4, "out_channels": 4}
 """Configuration of a denoiser with 4 latent channels."""
@@ -58,3 +60,24 @@ def feeds(batch: int, copies: int, calls: int = 1) -> dict[str, Array]:
         abi.KNOWN_LATENTS: normal(2, *latents, seed=24),
         abi.KEEP_MASK: np.zeros((STATE_ROWS, *latents), np.bool_),
     }
+
+
+def step_around(body: str, dtype: str = "float16") -> ir.Model:
+    """Return a step graph.
+
+    Args:
+        body: the text of a denoiser: sample, timestep and w = 0.5 -> out_sample, with 8 channels if it concatenates.
+        dtype: the type of sample, prompt and prediction, in ONNX's textual syntax.
+    """
+    channels = 8 if "Concat" in body else 4
+    model = graph(
+        f"{dtype}[batch_size,4,height,width] sample, float[1] timestep, "
+        f"{dtype}[batch_size,sequence_length,4] encoder_hidden_states",
+        f"{dtype}[batch_size,{channels},height,width] out_sample",
+        body,
+        w=np.array([0.5], np.float32 if dtype == "float" else np.float16),
+        one=np.array([1]),
+    )
+    compose_step(model, CONFIG | {"out_channels": channels})
+    tidy(model)
+    return model
