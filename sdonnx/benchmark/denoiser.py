@@ -10,6 +10,7 @@ each engine's fp16, with torch's in float32.
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import shlex
 import statistics
@@ -18,6 +19,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
+from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +105,8 @@ class _Case:
             self.more |= {"added_cond_kwargs": added, "encoder_attention_mask": mask}
         with torch.inference_mode():
             self.reference = self.run(wide).double()
-        self.sample, self.prompt, self.more = _half(self.sample), _half(self.prompt), _half(self.more)
+        half = methodcaller("half")
+        self.sample, self.prompt, self.more = half(self.sample), half(self.prompt), _each(self.more, half)
 
     def model(self, dtype: Any) -> Any:
         """Return the denoiser as torch's module."""
@@ -111,6 +114,23 @@ class _Case:
 
         name = json.loads((self.source / "config.json").read_text())["_class_name"]
         return getattr(diffusers, name).from_pretrained(self.source, dtype=dtype).to(self.device).eval()
+
+    def limits_ms(self, gpu: str) -> dict[str, float]:
+        """Return the shortest time of each kind of operator on a GPU, in ms; nothing for GPUs without known rates."""
+        import diffusers
+        import torch
+
+        from sdonnx.benchmark.denoiser_limits import PEAKS, limits_ms
+
+        if gpu not in PEAKS:
+            return {}
+        config = json.loads((self.source / "config.json").read_text())
+        with torch.device("meta"):
+            model = getattr(diffusers, config["_class_name"]).from_config(config).half().eval()
+        case, meta = copy.copy(self), methodcaller("to", "meta")
+        case.sample, case.prompt, case.timestep = map(meta, (self.sample, self.prompt, self.timestep))
+        case.more = _each(self.more, meta)
+        return limits_ms(lambda: case.run(model), PEAKS[gpu])
 
     def run(self, model: Any) -> Any:
         """Return the prediction of a module."""
@@ -132,11 +152,11 @@ class _Case:
         return float((prediction.double() - self.reference).norm() / self.reference.norm())
 
 
-def _half(value: Any) -> Any:
-    """Return tensors in float16, also those in dictionaries."""
+def _each(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Return tensors changed by a function, also those in dictionaries."""
     if isinstance(value, dict):
-        return {name: _half(each) for name, each in value.items()}
-    return None if value is None else value.half()
+        return {name: _each(each, change) for name, each in value.items()}
+    return None if value is None else change(value)
 
 
 def _load_torch(case: _Case, compiled: bool) -> Callable[[], Any]:
@@ -297,6 +317,7 @@ def _run(options: argparse.Namespace) -> int:
         "case": {name: getattr(options, name) for name in ("batch_size", "height", "width", "tokens")},
         "model": options.pipeline.name,
         "engines": records,
+        "limits_ms": case.limits_ms(torch.cuda.get_device_name()),
         "environment": environment(),
     }
     append_json(options.json, record)
