@@ -1,6 +1,7 @@
-// GroupNorm(x (N,H,W,C), gamma (C,), beta (C,), skip?, bias (C,)?) -> (y, s?), channels last:
+// GroupNorm(x (N,H,W,C), gamma (C,), beta (C,), skip?, bias (C,)?, index (1,)?) -> (y, s?), channels last:
 // s = x + skip + bias, y = GroupNorm(s), then SiLU if `activation`. x, skip, bias, y and s are fp16, gamma and beta float32.
-// skip is (N,H,W,C), or one row per image: (N,1,1,C) or (N,C).
+// skip is (N,H,W,C), or one row per image: (N,1,1,C) or (N,C). With an index it is a table (rows, width), of which the C
+// numbers from `offset` on of that row are added to every image.
 //
 // Two forms, which group_norm_plan chooses from:
 // - one launch: a cluster of blocks holds some channels (a slab) of one image in registers and shared memory, so that x is
@@ -165,12 +166,13 @@ class GroupNorm : public Kernel {
   explicit GroupNorm(const Info& info)
       : Kernel(info),
         groups_(int(info.integer("groups", 32))),
+        offset_(info.integer("offset", 0)),
         silu_(info.integer("activation", 0) != 0),
         epsilon_(info.real("epsilon", 1e-5f)) {}
 
   void compute(const Context& context) override {
     const Tensor x = context.input(0), gamma = context.input(1), beta = context.input(2), skip = context.input(3),
-                 bias = context.input(4);
+                 bias = context.input(4), index = context.input(5);
     require(x.shape.size() == 4, "GroupNorm of " + std::to_string(x.shape.size()) + " dimensions; expected (N,H,W,C)");
     const int64_t images = x.shape[0], positions = x.shape[1] * x.shape[2], channels = x.shape[3];
     const int64_t size = groups_ > 0 && channels % groups_ == 0 ? channels / groups_ : 0;
@@ -180,15 +182,22 @@ class GroupNorm : public Kernel {
     require(groups_ <= kMaxGroups, "GroupNorm: more than 128 groups");
     require(gamma.size() == channels && beta.size() == channels, "GroupNorm: gamma and beta must have a number per channel");
     require(!bias.present || bias.size() == channels, "GroupNorm: the bias must have a number per channel");
-    const bool is_image = skip.present && skip.shape == x.shape && positions != 1;
-    require(!skip.present || is_image || (skip.size() == images * channels && skip.last() == channels),
+    const bool is_image = !index.present && skip.present && skip.shape == x.shape && positions != 1;
+    require(index.present || !skip.present || is_image || (skip.size() == images * channels && skip.last() == channels),
             "GroupNorm: skip must have the shape of x, or a row per image");
+    require(!index.present || (index.size() == 1 && skip.shape.size() == 2 && skip.shape[0] > 0 && offset_ >= 0 &&
+                               offset_ + channels <= skip.shape[1] && skip.shape[1] <= 1 << 30),
+            "GroupNorm: expected one index, and a table of rows that hold a number per channel");
     require(positions <= 1 << 30 && images <= 65535, "GroupNorm: too many positions or images");
     GroupNormArgs a{};
     a.x = x.as<half>();
     a.skip = is_image ? skip.as<half>() : nullptr;
     a.row = is_image ? nullptr : skip.as<half>();
     a.bias = bias.as<half>();
+    a.index = index.as<int64_t>();
+    a.table_rows = index.present ? skip.shape[0] : 0;
+    a.table_width = index.present ? int(skip.shape[1]) : 0;
+    a.offset = int(offset_);
     a.gamma = gamma.as<float>();
     a.beta = beta.as<float>();
     a.y = static_cast<half*>(context.output(0, x.shape));
@@ -201,7 +210,8 @@ class GroupNorm : public Kernel {
     a.inverse_count = 1.0f / (float(positions) * float(size));
     a.silu = silu_;
     a.aligned = is_aligned(a.x) && is_aligned(a.skip) && is_aligned(a.row) && is_aligned(a.bias) && is_aligned(a.y) &&
-                is_aligned(a.sum) && is_aligned(a.gamma) && is_aligned(a.beta);
+                is_aligned(a.sum) && is_aligned(a.gamma) && is_aligned(a.beta) && a.table_width % 8 == 0 &&
+                (!a.index || a.offset % 8 == 0);
     if (x.size() == 0) return;
     const DeviceLimits device = device_limits();
     const GroupNormPlan plan = group_norm_plan(int(images), a.positions, a.channels, a.group_size, device);
@@ -213,6 +223,7 @@ class GroupNorm : public Kernel {
 
  private:
   int groups_;
+  int64_t offset_;
   bool silu_;
   float epsilon_;
 };
@@ -224,7 +235,8 @@ inline Signature group_norm_signature() {
            {ort::kFloat},
            {ort::kFloat},
            {ort::kFloat16, ort::kOptional},
-           {ort::kFloat16, ort::kOptional}},
+           {ort::kFloat16, ort::kOptional},
+           {ort::kInt64, ort::kOptional}},
           {{ort::kFloat16}, {ort::kFloat16, ort::kOptional}},
           make_kernel<GroupNorm>};
 }

@@ -16,6 +16,8 @@ constexpr int kMaxGroups = 128;         // groups, at most: the second launch ho
 
 struct GroupNormArgs {
   const half *x, *skip, *row, *bias;
+  const int64_t* index;  // of the row of a table, which is the same for all images; null: row (images, channels)
+  int64_t table_rows;
   const float *gamma, *beta;
   half *y, *sum;    // sum: s, null if nobody reads it
   float2* partial;  // of two launches: (images, groups, chunks)
@@ -23,6 +25,7 @@ struct GroupNormArgs {
   int slab, batches;  // of one launch: channels of a cluster, batches of kRows rows of a thread
   int rows, chunks;   // positions of a block, blocks of an image in the first of two launches
   int rows_at_once;   // rows that the threads of a block work on at the same time
+  int table_width, offset;  // numbers of a row of the table, and the place of the first channel
   float epsilon, inverse_count;
   bool silu, aligned;
 };
@@ -32,7 +35,14 @@ __device__ __forceinline__ void constant_terms(const GroupNormArgs& a, int image
 #pragma unroll
   for (int j = 0; j < 8; j++) out[j] = 0;
   if (a.bias) add8(out, a.bias + channel, a.aligned);
-  if (a.row) add8(out, a.row + size_t(image) * a.channels + channel, a.aligned);
+  if (a.row) {
+    size_t at = size_t(image) * a.channels;
+    if (a.index) {  // an index outside of the table reads its first or last row, not memory of others
+      const int64_t index = *a.index;
+      at = size_t(index < 0 ? 0 : index < a.table_rows ? index : a.table_rows - 1) * a.table_width + a.offset;
+    }
+    add8(out, a.row + at + channel, a.aligned);
+  }
 }
 
 // kRows vectors, `stride` numbers apart, of which the first `count` exist. All loads are issued before any is used.

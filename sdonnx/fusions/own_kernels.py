@@ -19,6 +19,7 @@ from sdonnx.fusions.own_image_kernels import concat_channels, upsample_nearest
 from sdonnx.fusions.own_nodes import has_one_reader, put_own
 from sdonnx.fusions.own_products import bias_add, fast_gelu, gemm, mat_mul, sum_with_bias
 from sdonnx.fusions.own_sampler import use_sampler_kernels
+from sdonnx.fusions.repeated_rows import row_of_table
 from sdonnx.graph.edit import (
     MICROSOFT,
     Dim,
@@ -28,6 +29,7 @@ from sdonnx.graph.edit import (
     insert_multi,
     is_weight,
     known_dims,
+    known_size,
     replace,
     required,
     static_dim,
@@ -51,7 +53,7 @@ from sdonnx.operators.case import OWN_DOMAIN
 from sdonnx.operators.multi_head_attention import KEY_COUNTS
 from sdonnx.operators.own_attention import check_own_attention
 from sdonnx.operators.own_bias_split_gelu import check_own_bias_split_gelu
-from sdonnx.operators.own_group_norm import check_own_group_norm
+from sdonnx.operators.own_group_norm import check_own_group_norm, check_own_table
 from sdonnx.operators.own_layer_norm import check_own_layer_norm
 from sdonnx.operators.own_skip_layer_norm import check_own_skip_layer_norm
 from sdonnx.operators.reference_body import optional_input
@@ -246,10 +248,15 @@ def _group_norm(node: ir.Node, _: _DefaultImage) -> WalkResult:
         "epsilon": node.attributes.get_float("epsilon", 1e-5),
         "activation": node.attributes.get_int("activation", 0),
     }
+    inputs = [optional_input(node, index) for index in range(5)]
+    row = row_of_table(inputs[3])
+    if row is not None and check_own_table(row.table, row.index, row.offset, known_size(gamma, 0)) is None:
+        inputs[3], attributes["offset"] = row.table, row.offset
+        inputs.append(row.index)
     outputs = insert_multi(
         node,
         "GroupNorm",
-        list(node.inputs),
+        inputs if inputs[-1] is not None else list(node.inputs),
         attributes,
         len(node.outputs),
         domain=OWN_DOMAIN,

@@ -1,7 +1,8 @@
-"""sdonnx::GroupNorm(x (B,H,W,C), gamma, beta, skip, bias): s = x + skip + bias -> GroupNorm(s), s.
+"""sdonnx::GroupNorm(x (B,H,W,C), gamma, beta, skip, bias, index): s = x + skip + bias -> GroupNorm(s), s.
 
-SiLU follows if `activation`. Wu and He 2018. skip is (B,H,W,C), (B,1,1,C) or (B,C); skip and bias are optional. It
-serves GroupNorm and SkipGroupNorm of ONNX Runtime. The kernels are in kernels/src/group_norm.cuh.
+SiLU follows if `activation`. Wu and He 2018. skip is (B,H,W,C), (B,1,1,C) or (B,C); skip and bias are optional. With an
+index (1,), int64, skip is a table (rows, width): the C numbers of that row from the attribute `offset` on are added to
+every image. It serves GroupNorm and SkipGroupNorm of ONNX Runtime. The kernels are in kernels/src/group_norm.cuh.
 """
 
 from __future__ import annotations
@@ -13,12 +14,21 @@ import numpy as np
 import onnx_ir as ir
 
 from sdonnx.graph.edit import constant, dims, input_of, insert, static_dim
-from sdonnx.operators.case import OWN_DOMAIN, KernelCase
+from sdonnx.operators.case import OWN_DOMAIN, Fill, KernelCase
 from sdonnx.operators.contract import Contract
 from sdonnx.operators.group_norm import normalized_groups, stable_epsilon
 from sdonnx.operators.reference_body import graph_of, optional_input
 
-__all__ = ["MAX_GROUPS", "MAX_GROUP_NORM_CHANNELS", "MIN_GROUP_SIZE", "OWN_GROUP_NORM", "check_own_group_norm"]
+__all__ = [
+    "MAX_GROUPS",
+    "MAX_GROUP_NORM_CHANNELS",
+    "MIN_GROUP_SIZE",
+    "OWN_GROUP_NORM",
+    "check_own_group_norm",
+    "check_own_table",
+]
+
+_INDEX = 5  # the index of the input `index`
 
 # group_norm.cuh: a thread works on eight channels, which belong to at most two groups, and a block of
 # kGroupNormThreads = 512 threads reads all channels; kMaxGroups.
@@ -47,14 +57,37 @@ def check_own_group_norm(x: ir.Value, gamma: ir.Value, groups: int) -> str | Non
     return OWN_GROUP_NORM.check_dtype(x)
 
 
+def check_own_table(table: ir.Value, index: ir.Value, offset: int, channels: int) -> str | None:
+    """Return why the kernel does not add numbers of a row of a table (rows, width), None if it does."""
+    width = static_dim(table, 1)
+    if len(dims(table) or ()) != 2 or width is None or not 0 <= offset <= width - channels:
+        return "the table is not known to have a number per channel in each row"
+    if width % 8 or offset % 8:
+        return f"the channels begin at {offset} in rows of {width} numbers: the kernel accepts multiples of 8"
+    if index.dtype != ir.DataType.INT64 or dims(index) not in ((1,), None):
+        return "the index is not one INT64"
+    return OWN_GROUP_NORM.check_dtype(table)
+
+
 def _limits(node: ir.Node) -> str | None:
-    return check_own_group_norm(input_of(node, 0), input_of(node, 1), node.attributes.get_int("groups"))
+    gamma, index = input_of(node, 1), optional_input(node, _INDEX)
+    reason = check_own_group_norm(input_of(node, 0), gamma, node.attributes.get_int("groups"))
+    if reason is None and index is not None:
+        offset, channels = node.attributes.get_int("offset", 0), static_dim(gamma, 0)
+        return check_own_table(input_of(node, 3), index, offset, channels or 0)
+    return reason
 
 
 def _lower(node: ir.Node) -> list[ir.Value | None]:
     total, skip, bias = input_of(node, 0), optional_input(node, 3), optional_input(node, 4)
     shape = total.shape
     if skip is not None:
+        if (index := optional_input(node, _INDEX)) is not None:
+            start = node.attributes.get_int("offset", 0)
+            places = np.arange(start, start + (static_dim(input_of(node, 1), 0) or 0))
+            row = insert(node, "Gather", [skip, index], {"axis": 0})
+            columns = constant(graph_of(node), places, np.int64, f"columns_{start}_{start + len(places)}")
+            skip = insert(node, "Gather", [row, columns], {"axis": 1}, shape=[1, len(places)])
         if skip.shape is not None and skip.shape.rank() == 2:
             skip = insert(node, "Unsqueeze", [skip, constant(graph_of(node), [1, 2], np.int64, "axes_1_2")])
         total = insert(node, "Add", [total, skip], shape=shape)
@@ -88,9 +121,14 @@ def _kernel_cases() -> Iterator[KernelCase]:
     cases += [(320, 1, (2, 28, 28), *form, 1) for form in ((None, False, 1), ("image", True, 2))]
     cases += [(320, 32, (1, 64, 64), *form, 1) for form in ((None, False, 1), ("row", True, 2))]
     cases += [(640, 32, (2, 64, 64), *form, 1) for form in ((None, False, 1), ("image", True, 2))]
-    for channels, groups, image, form, has_bias, outputs, activation in cases:
+    # Rows of a table: its first, its middle and its last channels; one launch and two.
+    tables = [(320, 32, (3, 5, 7), f"table {offset}", True, 2, 1) for offset in (0, 64, 320)]
+    tables += [(640, 32, (2, 9, 13), "table 640", False, 1, 1), (1016, 2, (2, 9, 13), "table 8", True, 1, 1)]
+    for channels, groups, image, form, has_bias, outputs, activation in [*cases, *tables]:
         skips = {"image": (*image, channels), "row": (image[0], 1, 1, channels), "matrix": (image[0], channels)}
         vector = (channels,)
+        place = int(form.removeprefix("table ")) if form is not None and form.startswith("table") else None
+        skip = (4, 2 * channels) if place is not None else None if form is None else skips[form]
         yield KernelCase(
             "GroupNorm",
             f"C={channels} G={groups} {'x'.join(map(str, image))} skip={form} bias={has_bias} outputs={outputs} "
@@ -99,11 +137,15 @@ def _kernel_cases() -> Iterator[KernelCase]:
                 (*image, channels),
                 vector,
                 vector,
-                None if form is None else skips[form],
+                skip,
                 vector if has_bias else None,
+                *([] if place is None else [(1,)]),
             ),
-            {"groups": groups, "activation": activation, "epsilon": stable_epsilon(channels, groups)},
+            {"groups": groups, "activation": activation, "epsilon": stable_epsilon(channels, groups)}
+            | ({} if place is None else {"offset": place}),
             outputs,
+            fills={} if place is None else {_INDEX: Fill.ROW_INDEX},
+            static_axes={} if place is None else {1: (0,), 3: (1,)},
             domain=OWN_DOMAIN,
         )
 
@@ -117,6 +159,7 @@ OWN_GROUP_NORM = Contract(
         "C=1280 G=32 2x8x8 skip=image bias=True outputs=2 activation=1",
         "C=320 G=1 2x28x28 skip=image bias=True outputs=2 activation=1",
         "C=1016 G=2 2x9x13 skip=row bias=False outputs=1 activation=1",
+        "C=320 G=32 3x5x7 skip=table 64 bias=True outputs=2 activation=1",
     ),
     limits=_limits,
     domain=OWN_DOMAIN,

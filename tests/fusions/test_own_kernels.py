@@ -113,6 +113,42 @@ def test_skip_group_norm(skip: str, outputs: str) -> None:
     assert swapped(model, latent_size=32)[1] == {"SkipGroupNormToOwnGroupNorm": 1}
 
 
+ROW = "g0 = Gather<axis=0>(t, i) e = Expand(g0, z)"
+
+
+def row_graph(body: str) -> ir.Model:
+    """Return SkipGroupNorm of x and u (2,64), where z is [2, 192]."""
+    text = f"{ROW} {body} y = {SKIP_GROUP_NORM}(x, g, b, u)"
+    inner = "float16[1,192] g0, float16[2,192] e, float16[2,64] p0, float16[2,64] p1, float16[2,64] p2"
+    model = graph("float16[B,H,W,64] x, float16[N,192] t, int64[1] i", "float16[B,H,W,64] y", text, inner,
+                  **NORM, z=np.array([2, 192]), a12=np.array([1, 2]))  # fmt: skip
+    return model
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_group_norm_reads_a_row_of_a_table(place: int) -> None:
+    """Rows that depend on the timestep are neither gathered nor repeated nor split."""
+    after, fired = swapped(row_graph(f"p0, p1, p2 = Split<axis=1, num_outputs=3>(e) u = Unsqueeze(p{place}, a12)"))
+    assert fired == {"SkipGroupNormToOwnGroupNorm": 1}
+    (node,) = after.graph
+    assert [value.name if value is not None else "" for value in node.inputs] == ["x", "g", "b", "t", "", "i"]
+    assert node.attributes.get_int("offset") == 64 * place
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "p0, p1, p2 = Split<axis=1, num_outputs=3>(e) p = Tanh(p0) u = Unsqueeze(p, a12)",
+        "h = Tanh(g0) f = Expand(h, z) p0, p1, p2 = Split<axis=1, num_outputs=3>(f) u = Unsqueeze(p0, a12)",
+    ],
+    ids=["not the row", "computed"],
+)
+def test_rows_that_are_no_row_of_a_table_stay(body: str) -> None:
+    after, fired = swapped(row_graph(body))
+    assert fired == {"SkipGroupNormToOwnGroupNorm": 1}
+    assert {node.op_type for node in after.graph} >= {"Gather", "Expand", "Split", "Unsqueeze"}
+
+
 def attention(
     inputs: str = "q, k, v",
     attributes: str = "",

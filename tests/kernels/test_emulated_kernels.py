@@ -133,6 +133,9 @@ def one(op_type: str, shapes: Sequence[tuple[int, ...] | None], **attributes: An
     return KernelCase(op_type, "a shape that is refused", tuple(shapes), attributes, outputs, domain="sdonnx")
 
 
+TABLE_TOO_NARROW = replace(
+    one("GroupNorm", [(2, 3, 4, 64), (64,), (64,), (4, 64), None, (1,)], groups=8, offset=8), fills={5: Fill.ROW_INDEX}
+)
 REFUSED = [
     (one("LayerNorm", [(2, 3, 12), (12,), (12,)]), "LayerNorm of 12 channels; expected a multiple of 8"),
     (one("LayerNorm", [(2, 3, 2056), (2056,), (2056,)]), "LayerNorm of 2056 channels"),
@@ -148,6 +151,7 @@ REFUSED = [
     (one("GroupNorm", [(2, 3, 4, 60), (60,), (60,)], groups=6), "GroupNorm of 60 channels in 6 groups"),
     (one("GroupNorm", [(2, 3, 4, 64), (64,), (64,)], groups=7), "GroupNorm of 64 channels in 7 groups"),
     (one("GroupNorm", [(2, 3, 4, 64), (64,), (64,), (1, 3, 4, 64)], groups=8), "skip must have the shape of x"),
+    (TABLE_TOO_NARROW, "expected one index, and a table of rows that hold a number per channel"),
     (one("GroupNorm", [(2, 3, 4, 64), (64,), (64,), None, (32,)], groups=8), "the bias must have a number per channel"),
     (one("MatMul", [(2, 3, 16), (24, 16)]), "must have the same K"),
     (one("MatMul", [(2, 3, 12), (12, 16)]), "MatMul of 12 x 16; expected multiples of 8"),

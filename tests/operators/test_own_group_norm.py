@@ -12,11 +12,13 @@ import torch.nn.functional as F  # noqa: N812
 from support.operator_tests import OperatorTest
 
 from sdonnx.operators.case import KernelCase
-from sdonnx.operators.own_group_norm import check_own_group_norm
+from sdonnx.operators.own_group_norm import check_own_group_norm, check_own_table
 
 
 def group_norm(inputs: Any, attributes: Mapping[str, Any]) -> list[torch.Tensor]:
-    x, gamma, beta, skip, bias = inputs
+    x, gamma, beta, skip, bias, *index = inputs
+    if index:
+        skip = skip[index[0], attributes["offset"] :][:, : x.shape[-1]]
     if skip is not None:
         x = x + (skip[:, None, None] if skip.ndim == 2 else skip)
     if bias is not None:
@@ -63,3 +65,30 @@ def vector(size: int | str, dtype: ir.DataType = ir.DataType.FLOAT) -> ir.Value:
 )
 def test_refuses(x: ir.Value, gamma: ir.Value, groups: int, reason: str) -> None:
     assert reason in (check_own_group_norm(x, gamma, groups) or "")
+
+
+INDEX = value(1, dtype=ir.DataType.INT64)
+
+
+@pytest.mark.parametrize(
+    ("table", "index", "offset", "reason"),
+    [
+        (value("N", 64), INDEX, 8, "the table is not known to have a number per channel in each row"),
+        (value("N", 64), INDEX, -8, "the table is not known to have a number per channel in each row"),
+        (value("N", "W"), INDEX, 0, "the table is not known to have a number per channel in each row"),
+        (value("N", 1, 64), INDEX, 0, "the table is not known to have a number per channel in each row"),
+        (
+            value("N", 128),
+            INDEX,
+            4,
+            "the channels begin at 4 in rows of 128 numbers: the kernel accepts multiples of 8",
+        ),
+        (value("N", 68), INDEX, 0, "the channels begin at 0 in rows of 68 numbers: the kernel accepts multiples of 8"),
+        (value("N", 64), value(2, dtype=ir.DataType.INT64), 0, "the index is not one INT64"),
+        (value("N", 64), value(1, dtype=ir.DataType.INT32), 0, "the index is not one INT64"),
+        (value("N", 64, dtype=ir.DataType.FLOAT), INDEX, 0, "the input is FLOAT, the kernel accepts FLOAT16"),
+        (value("N", 128), INDEX, 64, None),
+    ],
+)
+def test_limits_of_tables(table: ir.Value, index: ir.Value, offset: int, reason: str | None) -> None:
+    assert check_own_table(table, index, offset, 64) == reason
