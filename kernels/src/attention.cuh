@@ -1,6 +1,6 @@
-// Attention(q (B,S,N*H), k (B,L,N*H), v (B,L,N*H), counts (B,)?) -> softmax(scale q k^T) v (B,S,N*H), of N heads of H
+// Attention(q (A,S,N*H), k (B,L,N*H), v (B,L,N*H), counts (B,)?) -> softmax(scale q k^T) v (B,S,N*H), of N heads of H
 // numbers, fp16 with a softmax and sums in float32. Without a scale it is 1 / sqrt(H). `counts` holds how many keys of each
-// image are not padding, at least one; a smaller count is taken as one.
+// image are not padding, at least one; a smaller count is taken as one. A divides B: image b has the query b % A.
 //
 // H is 40, 64, 72, 80 or 160, the heads of Stable Diffusion and PixArt. Three kernels: on wgmma for heads of 72 and at least
 // 128 queries and keys on compute capability 9.0, because cuDNN's kernel pads 72 to 128; for few keys, such as a caption's;
@@ -48,17 +48,18 @@ class Attention : public Kernel {
     const Tensor q = context.input(0), k = context.input(1), v = context.input(2), counts = context.input(3);
     require(q.shape.size() == 3 && k.shape.size() == 3 && v.shape == k.shape,
             "Attention: expected q (B,S,N*H), and k and v of one shape (B,L,N*H)");
-    const int64_t batch = q.shape[0], queries = q.shape[1], keys = k.shape[1], width = q.shape[2];
+    const int64_t batch = k.shape[0], images = q.shape[0], queries = q.shape[1], keys = k.shape[1], width = q.shape[2];
     const int64_t head_size = heads_ > 0 && width % heads_ == 0 ? width / heads_ : 0;
     const auto launch = portable::launcher_of(head_size);
     require(launch, "Attention of width " + std::to_string(width) + " in " + std::to_string(heads_) +
                         " heads; expected heads of 40, 64, 72, 80 or 160");
-    require(k.shape[0] == batch && k.shape[2] == width, "Attention: k and v must have the batch and the width of q");
+    require((images == batch || (images > 0 && batch % images == 0)) && k.shape[2] == width,
+            "Attention: k and v must have the width of q, and its batch or a multiple of it");
     require(!counts.present || counts.shape == std::vector<int64_t>{batch},
             "Attention: expected a number of keys for each image");
     require(scale_ >= 0, "Attention: the scale is negative");
-    half* y = static_cast<half*>(context.output(0, q.shape));
-    if (q.size() == 0) return;
+    half* y = static_cast<half*>(context.output(0, {batch, queries, width}));
+    if (batch == 0 || q.size() == 0) return;
     require(keys > 0, "Attention: there is no key");
     require(batch * heads_ <= 65535 && queries <= 1 << 30 && keys <= 1 << 30, "Attention: too many tokens, heads or images");
     constexpr float kLog2E = 1.4426950408889634f;
@@ -69,6 +70,7 @@ class Attention : public Kernel {
     a.y = y;
     a.counts = counts.as<int>();
     a.batch = int(batch);
+    a.query_images = int(images);
     a.queries = int(queries);
     a.keys = int(keys);
     a.heads = int(heads_);

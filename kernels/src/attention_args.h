@@ -12,7 +12,7 @@ struct AttentionArgs {
   const half *q, *k, *v;
   half* y;
   const int* counts;  // keys of each image that are not padding; null: all
-  int batch, queries, keys, heads, head_size;
+  int batch, query_images, queries, keys, heads, head_size;  // query_images divides batch: the copies have one query
   float scale;  // times log2(e): the softmax takes powers of 2
   bool aligned;
 };

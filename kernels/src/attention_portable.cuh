@@ -197,7 +197,7 @@ __global__ void __launch_bounds__(32 * WARPS, Shape<HEAD, WARPS, KEYS>::kBlocks)
   const auto copy = [&](half* to, const half* from, int length, int token, int count) {
     copy_rows<S, HEAD>(a, to, from, image, length, head, token, count, threadIdx.x, S::kThreads);
   };
-  copy(q_tile, a.q, a.queries, first, S::kQueries);
+  copy_rows<S, HEAD>(a, q_tile, a.q, image % a.query_images, a.queries, head, first, S::kQueries, threadIdx.x, S::kThreads);
   copy(k_tile, a.k, a.keys, 0, KEYS);
   copies_commit();
   copy(v_tile, a.v, a.keys, 0, KEYS);

@@ -28,11 +28,11 @@ __global__ void __launch_bounds__(ShortShape<HEAD, KEYS>::kThreads, ShortShape<H
   half* v_tile = k_tile + KEYS * S::kStride;
   const int warp = threadIdx.x / 32;
   half* q_tiles = v_tile + KEYS * S::kStride + 2 * S::kTile * warp;
-  const int head = blockIdx.y % a.heads, image = blockIdx.y / a.heads;
+  const int head = blockIdx.y % a.heads, image = blockIdx.y / a.heads, query_image = image % a.query_images;
   const int stride = 16 * S::kWarps * gridDim.x;
   int query = 16 * (S::kWarps * blockIdx.x + warp);
   const auto copy_queries = [&](half* to, int first) {
-    copy_rows<S, HEAD>(a, to, a.q, image, a.queries, head, first, 16, threadIdx.x % 32, 32);
+    copy_rows<S, HEAD>(a, to, a.q, query_image, a.queries, head, first, 16, threadIdx.x % 32, 32);
     copies_commit();
   };
   copy_rows<S, HEAD>(a, k_tile, a.k, image, a.keys, head, 0, KEYS, threadIdx.x, S::kThreads);

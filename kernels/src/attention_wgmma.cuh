@@ -44,10 +44,11 @@ struct AttentionBarriers {
 
 // What the loading warp does, in one thread.
 __device__ __forceinline__ void load_tiles(const AttentionMaps& maps, AttentionBarriers& barriers, unsigned char* q_tile,
-                                           unsigned char* stages, int head, int batch, int first_query, int blocks) {
+                                           unsigned char* stages, int head, int batch, int query_image,
+                                           int first_query, int blocks) {
   barrier_expect(&barriers.q_full, kWideQueries + kNarrowQueries);
-  load_box(q_tile, &maps.wide_q, &barriers.q_full, 0, head, first_query, batch);
-  load_box(q_tile + kWideQueries, &maps.narrow_q, &barriers.q_full, 64, head, first_query, batch);
+  load_box(q_tile, &maps.wide_q, &barriers.q_full, 0, head, first_query, query_image);
+  load_box(q_tile + kWideQueries, &maps.narrow_q, &barriers.q_full, 64, head, first_query, query_image);
   for (int i = 0; i < blocks; i++) {
     const int stage = i % kStages, key = i * kBlockKeys, phase = (i / kStages - 1) & 1;
     unsigned char *k_tile = stages + stage * kStageBytes, *v_tiles = k_tile + kKeyBytes;
@@ -95,7 +96,8 @@ __global__ void __launch_bounds__(kAttentionThreads, 1)
   block_sync();
   const int blocks = (a.keys + kBlockKeys - 1) / kBlockKeys;
   if (warp == 4 * kWarpgroups) {
-    if (lane == 0) load_tiles(maps, barriers, q_tile, stages, head, batch, first_query, blocks);
+    if (lane == 0)
+      load_tiles(maps, barriers, q_tile, stages, head, batch, batch % a.query_images, first_query, blocks);
     return;
   }
   const int warpgroup = warp / 4;
@@ -215,15 +217,15 @@ inline bool accepts(const AttentionArgs& a, const DeviceLimits& device) {
 
 // The maps hold the addresses of this call; a captured graph keeps a copy of them, as of all arguments.
 inline void launch_attention(const AttentionArgs& a, void* stream) {
-  const auto map = [&a](const half* data, int length, int tokens, int columns) {
-    return tensor_map(data, a.batch, length, a.heads, kHeadSize, tokens, columns);
+  const auto map = [&a](const half* data, int images, int length, int tokens, int columns) {
+    return tensor_map(data, images, length, a.heads, kHeadSize, tokens, columns);
   };
   AttentionMaps maps;
-  maps.wide_q = map(a.q, a.queries, kBlockQueries, 64);
-  maps.narrow_q = map(a.q, a.queries, kBlockQueries, 16);
-  maps.wide_k = map(a.k, a.keys, kBlockKeys, 64);
-  maps.narrow_k = map(a.k, a.keys, kBlockKeys, 16);
-  maps.v = map(a.v, a.keys, kBlockKeys, 16);
+  maps.wide_q = map(a.q, a.query_images, a.queries, kBlockQueries, 64);
+  maps.narrow_q = map(a.q, a.query_images, a.queries, kBlockQueries, 16);
+  maps.wide_k = map(a.k, a.batch, a.keys, kBlockKeys, 64);
+  maps.narrow_k = map(a.k, a.batch, a.keys, kBlockKeys, 16);
+  maps.v = map(a.v, a.batch, a.keys, kBlockKeys, 16);
   launch(attention_wgmma_kernel, dim3(ceil_div(a.queries, kBlockQueries), unsigned(a.heads * a.batch)),
          kAttentionThreads, kAttentionShared, stream, 1, maps, a);
 }

@@ -1,6 +1,6 @@
 // ConcatChannels(x (..., A), y (..., B), bias_x (A,)?, bias_y (B,)?) -> concat(x + bias_x, y + bias_y) (..., A + B), fp16.
 //
-// A and B are multiples of 8. A sum is float32 and rounded once; numbers without a bias are copied bit by bit. A block
+// The first axis of y divides that of x: y is appended to each copy. A and B are multiples of 8. A sum is float32 and rounded once; numbers without a bias are copied bit by bit. A block
 // writes consecutive vectors of eight numbers, whatever rows they belong to, so that no thread is idle at any width.
 #pragma once
 #include "device.cuh"
@@ -10,7 +10,7 @@ namespace sdonnx {
 struct ConcatChannelsArgs {
   const half *x, *y, *bias_x, *bias_y;
   half* out;
-  int64_t vectors;         // of the result
+  int64_t vectors, y_rows;  // of the result, and of y
   int row_vectors, split;  // vectors of a row of the result, and of x
   bool aligned, biases_aligned;
 };
@@ -34,7 +34,8 @@ __global__ void __launch_bounds__(kConcatThreads) concat_channels_kernel(const C
       const bool is_x = column < a.split;
       const int width = is_x ? a.split : a.row_vectors - a.split, at = is_x ? column : column - a.split;
       const half* bias = is_x ? a.bias_x : a.bias_y;
-      values[i] = load8((is_x ? a.x : a.y) + (size_t(first_row + below) * width + at) * 8, a.aligned);
+      const int64_t row = first_row + below, from = is_x || row < a.y_rows ? row : row % a.y_rows;
+      values[i] = load8((is_x ? a.x : a.y) + (size_t(from) * width + at) * 8, a.aligned);
       is_biased[i] = bias != nullptr;
       if (bias) biases[i] = load8(bias + at * 8, a.biases_aligned);
     }
@@ -68,7 +69,9 @@ class ConcatChannels : public Kernel {
                 " channels; expected multiples of 8");
     std::vector<int64_t> shape = y.shape;
     shape.back() = left;
-    require(x.shape == shape, "ConcatChannels: x and y must have the same axes but the last");
+    if (shape.size() > 1 && x.shape.size() == shape.size() && shape[0] > 0 && x.shape[0] % shape[0] == 0)
+      shape[0] = x.shape[0];
+    require(x.shape == shape, "ConcatChannels: x and y must have the same axes but the last, and a first one that divides");
     require(!bias_x.present || bias_x.size() == left, "ConcatChannels: bias_x must have a number per channel of x");
     require(!bias_y.present || bias_y.size() == right, "ConcatChannels: bias_y must have a number per channel of y");
     shape.back() = left + right;
@@ -79,6 +82,7 @@ class ConcatChannels : public Kernel {
     a.bias_y = bias_y.as<half>();
     a.out = static_cast<half*>(context.output(0, shape));
     a.vectors = x.size() / left * ((left + right) / 8);
+    a.y_rows = y.size() / right;
     a.row_vectors = int((left + right) / 8);
     a.split = int(left / 8);
     a.aligned = is_aligned(a.x) && is_aligned(a.y) && is_aligned(a.out);

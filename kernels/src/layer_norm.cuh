@@ -1,5 +1,6 @@
 // LayerNorm(x (..., C), gamma (C,), beta (C,)?) -> (x - mean) / sqrt(variance + epsilon) * gamma + beta, fp16.
 // SkipLayerNorm(x, skip (..., C), gamma, beta?, bias (C,)?, gate (C,)?) -> (LayerNorm(s), s?), s = x * gate + skip + bias.
+// The first axis of the skip divides that of x: it is added to each copy.
 //
 // A warp computes a row and holds it in registers: one read, two sums, one write. Sums are float32. The variance is the
 // mean of (x - mean)^2, so that nothing cancels. C is a multiple of 8 and at most 2048.
@@ -12,7 +13,7 @@ struct LayerNormArgs {
   const half *x, *gamma, *beta;
   const half *skip, *bias, *gate;  // of SkipLayerNorm; bias and gate may be null
   half *y, *sum;                   // sum: s, null if nobody reads it
-  int64_t rows;
+  int64_t rows, skip_rows;
   int channels;
   float epsilon;
   bool aligned, weights_aligned;
@@ -42,6 +43,7 @@ __global__ void __launch_bounds__(32 * kLayerNormWarps) layer_norm_kernel(const 
   const int lane = threadIdx.x % 32, vectors = a.channels / 8;
   if (row >= a.rows) return;
   const size_t base = size_t(row) * a.channels;
+  const half* skip_row = kAdds ? a.skip + size_t(row < a.skip_rows ? row : row % a.skip_rows) * a.channels : nullptr;
   // Weights first: loads behind a store are not moved before it.
   Half8 gamma[VECTORS] = {}, beta[VECTORS] = {}, x[VECTORS] = {}, skip[kAdds ? VECTORS : 1] = {};
 #pragma unroll
@@ -51,7 +53,7 @@ __global__ void __launch_bounds__(32 * kLayerNormWarps) layer_norm_kernel(const 
       gamma[i] = load8(a.gamma + at * 8, a.weights_aligned);
       if (a.beta) beta[i] = load8(a.beta + at * 8, a.weights_aligned);
       x[i] = load8(a.x + base + at * 8, a.aligned);
-      if (kAdds) skip[i] = load8(a.skip + base + at * 8, a.aligned);
+      if (kAdds) skip[i] = load8(skip_row + at * 8, a.aligned);
     }
   }
   float values[VECTORS][8], total = 0;
@@ -148,7 +150,10 @@ class SkipLayerNorm : public Kernel {
     const Tensor x = context.input(0), skip = context.input(1), gamma = context.input(2);
     const int64_t channels = x.last();
     require_width("SkipLayerNorm", channels);
-    require(skip.shape == x.shape, "SkipLayerNorm: skip must have the shape of x");
+    std::vector<int64_t> shape = skip.shape;
+    const int64_t copied = shape.empty() ? 0 : shape[0];
+    if (copied > 0 && x.shape[0] % copied == 0) shape[0] = x.shape[0];
+    require(shape == x.shape, "SkipLayerNorm: skip must have the shape of x, or a first axis that divides that of x");
     require(gamma.size() == channels, "SkipLayerNorm: gamma must have " + std::to_string(channels) + " elements");
     for (size_t i = 3; i < 6; i++) {
       const Tensor row = context.input(i);
@@ -158,6 +163,7 @@ class SkipLayerNorm : public Kernel {
     LayerNormArgs a{};
     a.x = x.as<half>();
     a.skip = skip.as<half>();
+    a.skip_rows = skip.size() / channels;
     a.gamma = gamma.as<half>();
     a.beta = context.input(3).as<half>();
     a.bias = context.input(4).as<half>();

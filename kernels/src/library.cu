@@ -42,7 +42,7 @@ inline Signature abi_probe_signature() {
 // Runtime's API version, the digest of the sources (Makefile), the version of nvcc, and the architectures that kernels were
 // compiled for.
 SDONNX_EXPORT const char* sdonnx_kernels_build() {
-  return "operators=8 api=18 sources=" SDONNX_SOURCES " compiler=" SDONNX_COMPILER
+  return "operators=9 api=18 sources=" SDONNX_SOURCES " compiler=" SDONNX_COMPILER
          " architectures=" SDONNX_ARCHITECTURES;
 }
 

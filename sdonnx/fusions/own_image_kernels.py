@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
+from sdonnx.fusions.repeated_rows import copied_value
 from sdonnx.graph.edit import MICROSOFT, constant_value, dims, input_of, insert, is_weight, known_dims, replace
 from sdonnx.graph.match import NOT_A_CANDIDATE, REWRITTEN, Refused, WalkResult
 from sdonnx.graph.shapes.expressions import expression_of, halved
@@ -45,6 +46,7 @@ def concat_channels(node: ir.Node, _: object) -> WalkResult:
         return NOT_A_CANDIDATE
     parts = [_part(input_of(node, index)) for index in range(2)]
     inputs = [*(part.value for part in parts), *(part.bias for part in parts)]
+    inputs[1] = copied_value(inputs[1]) or inputs[1]
     if (reason := check_own_concat_channels(parts[0].value, parts[1].value, *inputs[2:])) is not None:
         return Refused(reason)
     while inputs[-1] is None:

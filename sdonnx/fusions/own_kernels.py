@@ -19,7 +19,7 @@ from sdonnx.fusions.own_image_kernels import concat_channels, upsample_nearest
 from sdonnx.fusions.own_nodes import has_one_reader, put_own
 from sdonnx.fusions.own_products import bias_add, fast_gelu, gemm, mat_mul, sum_with_bias
 from sdonnx.fusions.own_sampler import use_sampler_kernels
-from sdonnx.fusions.repeated_rows import row_of_table
+from sdonnx.fusions.repeated_rows import copied_value, row_of_table
 from sdonnx.graph.edit import (
     MICROSOFT,
     Dim,
@@ -183,7 +183,7 @@ def _layer_norm(node: ir.Node, _: _DefaultImage) -> WalkResult:
 def _skip_layer_norm(node: ir.Node, _: _DefaultImage) -> WalkResult:
     """SkipLayerNormalization(x @ (w * gate), skip) -> SkipLayerNorm(x @ w, skip, gate), which multiplies no weight.
 
-    Without a gate, ONNX Runtime's kernel is as fast.
+    Without a gate, ONNX Runtime's kernel is as fast, unless the skip was copied for it.
     """
     value, skip = input_of(node, 0), input_of(node, 1)
     found = _gated_product(value)
@@ -191,7 +191,7 @@ def _skip_layer_norm(node: ir.Node, _: _DefaultImage) -> WalkResult:
         value, skip = skip, value
         found = _gated_product(value)
     if found is None:
-        return NOT_A_CANDIDATE
+        return _norm_of_copies(node)
     product, weight, gate = found
     if any(output.uses() or output.is_graph_output() for output in node.outputs[1:3]):
         return Refused("the mean or the deviation is read")
@@ -201,19 +201,33 @@ def _skip_layer_norm(node: ir.Node, _: _DefaultImage) -> WalkResult:
     if (reason := check_own_skip_layer_norm(value, gamma, beta, bias, gate)) is not None:
         return Refused(reason)
     plain = insert(product, "MatMul", [input_of(product, 0), weight], shape=value.shape, dtype=value.dtype)
-    outputs = insert_multi(
-        node,
-        "SkipLayerNorm",
-        [plain, skip, gamma, beta, bias, gate],
-        {"epsilon": node.attributes.get_float("epsilon", 1e-12)},
-        2,
-        domain=OWN_DOMAIN,
-        shapes=[value.shape, value.shape],
-    )
+    _put_skip_layer_norm(node, [plain, skip, gamma, beta, bias, gate])
+    return REWRITTEN
+
+
+def _norm_of_copies(node: ir.Node) -> WalkResult:
+    """SkipLayerNormalization(x, copies of skip) -> SkipLayerNorm(x, skip)."""
+    for value, copies in ((input_of(node, 0), input_of(node, 1)), (input_of(node, 1), input_of(node, 0))):
+        skip = copied_value(copies)
+        if skip is None or len(dims(skip) or ()) != 3 or known_dims(skip)[1:] != (dims(value) or ())[1:]:
+            continue
+        if any(output.uses() or output.is_graph_output() for output in node.outputs[1:3]):
+            return Refused("the mean or the deviation is read")
+        gamma, beta, bias = input_of(node, 2), optional_input(node, 3), optional_input(node, 4)
+        if (reason := check_own_skip_layer_norm(value, gamma, beta, bias, None)) is not None:
+            return Refused(reason)
+        _put_skip_layer_norm(node, [value, skip, gamma, beta, bias])
+        return REWRITTEN
+    return NOT_A_CANDIDATE
+
+
+def _put_skip_layer_norm(node: ir.Node, inputs: Sequence[ir.Value | None]) -> None:
+    shape = None if inputs[0] is None else inputs[0].shape
+    attributes = {"epsilon": node.attributes.get_float("epsilon", 1e-12)}
+    outputs = insert_multi(node, "SkipLayerNorm", inputs, attributes, 2, domain=OWN_DOMAIN, shapes=[shape, shape])
     replace(node.outputs[0], outputs[0])
     if len(node.outputs) > 3:
         replace(node.outputs[3], outputs[1])
-    return REWRITTEN
 
 
 def _gated_product(value: ir.Value) -> tuple[ir.Node, ir.Value, ir.Value] | None:
@@ -290,7 +304,7 @@ def _attention(node: ir.Node, image: _DefaultImage) -> WalkResult:
         shortest = MIN_TOKENS.get(required(static_dim(query, 2)) // heads)
         if tokens > MAX_TOKENS and (shortest is None or tokens < shortest):
             return Refused(f"{tokens} tokens: ONNX Runtime's kernel is faster")
-    inputs = [query, key, value, *([] if counts is None else [counts])]
+    inputs = [copied_value(query) or query, key, value, *([] if counts is None else [counts])]
     put_own(node, node.outputs[0], "Attention", inputs, {"num_heads": heads, "scale": scale})
     return REWRITTEN
 

@@ -1,4 +1,4 @@
-"""Find the rows that a graph repeats for each image, so that a kernel may read them where they are."""
+"""Find the rows that a graph repeats for each image or prompt, so that a kernel may read them where they are."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from sdonnx.graph.edit import constant_value, dims, input_of, static_dim
-from sdonnx.graph.match import producer_of
+from sdonnx.graph.match import producer_of, same_shape
 
-__all__ = ["TableRow", "row_of_table"]
+__all__ = ["TableRow", "copied_value", "row_of_table"]
 
 
 @dataclass(frozen=True)
@@ -55,3 +55,31 @@ def row_of_table(value: ir.Value | None) -> TableRow | None:
     if len(dims(table) or ()) != 2 or width is None or static_dim(value, 1) != width or static_dim(index, 0) != 1:
         return None
     return TableRow(table, index, offset)
+
+
+def copied_value(value: ir.Value | None) -> ir.Value | None:
+    """Return the value (A,...) of which a value (B,...) holds copies, one behind another; None if it is not known to.
+
+    `sdonnx.compose.graph_builder.repeat_rows` writes these: Expand to (copies, A, ...), and Reshape to (-1, ...).
+    """
+    flat = producer_of(value, "Reshape")
+    expanded = None if flat is None else producer_of(flat.inputs[0], "Expand")
+    if flat is None or expanded is None:
+        return None
+    source = input_of(expanded, 0)
+    sizes, whole = producer_of(flat.inputs[1], "Concat"), producer_of(expanded.inputs[1], "Concat")
+    if sizes is None or whole is None or len(sizes.inputs) != 2 or len(whole.inputs) != 2:
+        return None
+    minus_one = constant_value(sizes.inputs[0])
+    is_flat = minus_one is not None and minus_one.tolist() == [-1] and _measures(sizes.inputs[1], source, 1)
+    return source if is_flat and _measures(whole.inputs[1], source, 0) else None
+
+
+def _measures(sizes: ir.Value | None, value: ir.Value, start: int) -> bool:
+    """Return whether sizes are those of the axes of a value from `start` on."""
+    node = producer_of(sizes, "Shape")
+    if node is None or node.inputs[0] is None:
+        return False
+    measured = node.inputs[0]
+    is_same = measured is value or same_shape(measured, value)
+    return is_same and node.attributes.get_int("start", 0) == start and "end" not in node.attributes

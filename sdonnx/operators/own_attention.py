@@ -1,9 +1,9 @@
-"""sdonnx::Attention(q (B,S,N*H), k (B,L,N*H), v (B,L,N*H), counts (B,)) -> softmax(scale q k^T) v (B,S,N*H).
+"""sdonnx::Attention(q (A,S,N*H), k (B,L,N*H), v (B,L,N*H), counts (B,)) -> softmax(scale q k^T) v (B,S,N*H).
 
-Vaswani et al. 2017. N is the attribute num_heads. Without a scale it is 1 / sqrt(H). `counts` is optional: int32, how
-many keys of each image are not padding, at least one. The kernels are kernels/src/attention_wgmma.cuh for long
-sequences of heads of 72 on compute capability 9.0, attention_short.cuh for at most 128 keys, and
-attention_portable.cuh.
+A divides B: image b has the query b % A, as where prompts of one image share the query. Vaswani et al. 2017. N is the
+attribute num_heads. Without a scale it is 1 / sqrt(H). `counts` is optional: int32, how many keys of each image are not
+padding, at least one. The kernels are kernels/src/attention_wgmma.cuh for long sequences of heads of 72 on compute
+capability 9.0, attention_short.cuh for at most 128 keys, and attention_portable.cuh.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from sdonnx.graph.edit import dims, input_of, insert
 from sdonnx.operators.case import OWN_DOMAIN, Fill, KernelCase
 from sdonnx.operators.contract import Contract
 from sdonnx.operators.multi_head_attention import mask_of_first_keys
-from sdonnx.operators.reference_body import optional_input
+from sdonnx.operators.reference_body import copied_rows, optional_input
 
 __all__ = ["HEAD_SIZES", "OWN_ATTENTION", "check_own_attention"]
 
@@ -32,7 +32,7 @@ _MAX_HEADS = 65535
 def check_own_attention(
     query: ir.Value, key: ir.Value, value: ir.Value, counts: ir.Value | None, num_heads: int, scale: float
 ) -> str | None:
-    """Return why the kernels do not accept queries (B,S,D), keys and values (B,L,D), and counts (B,); else None."""
+    """Return why the kernels do not accept queries (A,S,D), keys and values (B,L,D), and counts (B,); else None."""
     sizes = [dims(each) for each in (query, key, value)]
     if any(each is None or len(each) != 3 for each in sizes):
         return "query, key and value are not known to have three axes"
@@ -64,7 +64,8 @@ def _lower(node: ir.Node) -> list[ir.Value | None]:
     attributes: dict[str, int | float] = {"q_num_heads": heads, "kv_num_heads": heads}
     if scale := node.attributes.get_float("scale", 0.0):
         attributes["scale"] = scale
-    return [insert(node, "Attention", [*node.inputs[:3], *([] if mask is None else [mask])], attributes)]
+    query = copied_rows(node, input_of(node, 0), input_of(node, 1))
+    return [insert(node, "Attention", [query, *node.inputs[1:3], *([] if mask is None else [mask])], attributes)]
 
 
 def _case(
@@ -75,15 +76,18 @@ def _case(
     keys: int,
     scale: float = 0.0,
     has_counts: bool = False,
+    images: int | None = None,
 ) -> KernelCase:
     width = heads * head_size
     attributes: dict[str, int | float] = {"num_heads": heads}
-    shapes: tuple[tuple[int, ...], ...] = ((batch, queries, width), (batch, keys, width), (batch, keys, width))
+    shapes: tuple[tuple[int, ...], ...]
+    shapes = ((images or batch, queries, width), (batch, keys, width), (batch, keys, width))
     return KernelCase(
         "Attention",
         f"H={head_size} N={heads} {batch}x{queries}x{keys}"
         + (f" scale={scale}" if scale else "")
-        + (" counts" if has_counts else ""),
+        + (" counts" if has_counts else "")
+        + (f" A={images}" if images else ""),
         (*shapes, (batch,)) if has_counts else shapes,
         attributes | ({"scale": scale} if scale else {}),
         fills={_COUNTS: Fill.KEY_COUNTS} if has_counts else {},
@@ -116,6 +120,10 @@ def _kernel_cases() -> Iterator[KernelCase]:
         yield from (_case(head_size, 2, 2, *sizes) for sizes in ((33, 77), (17, 128), (140, 150)) if head_size != 72)
         yield from (_case(head_size, 2, 3, *sizes, has_counts=True) for sizes in ((20, 77), (20, 120), (20, 200)))
         yield _case(head_size, 4, 2, 150, 16)
+        # Queries of fewer images, of each kernel.
+        yield _case(head_size, 2, 4, 20, 77, images=2)
+        yield from (_case(head_size, 2, 4, 140, 150, images=images) for images in (1, 2))
+        yield _case(head_size, 2, 3, 20, 120, has_counts=True, images=1)
 
 
 OWN_ATTENTION = Contract(
@@ -131,6 +139,8 @@ OWN_ATTENTION = Contract(
         "H=80 N=2 2x33x77",
         "H=160 N=2 2x33x77",
         "H=64 N=2 3x20x120 counts",
+        "H=40 N=2 4x20x77 A=2",
+        "H=72 N=2 4x140x150 A=2",
     ),
     limits=_limits,
     domain=OWN_DOMAIN,

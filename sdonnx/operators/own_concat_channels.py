@@ -1,7 +1,7 @@
 """sdonnx::ConcatChannels(x (...,A), y (...,B), bias_x (A,), bias_y (B,)): concat(x + bias_x, y + bias_y) (...,A+B).
 
-The biases are optional. A sum is computed in float32 and rounded once to fp16; numbers without a bias are copied bit by
-bit. The kernel is kernels/src/concat_channels.cuh.
+The first axis of y divides that of x: y is appended to each copy. The biases are optional. A sum is computed in float32
+and rounded once to fp16; numbers without a bias are copied bit by bit. The kernel is kernels/src/concat_channels.cuh.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import onnx_ir as ir
 from sdonnx.graph.edit import input_of, insert, static_dim
 from sdonnx.operators.case import OWN_DOMAIN, KernelCase
 from sdonnx.operators.contract import Contract
-from sdonnx.operators.reference_body import optional_input
+from sdonnx.operators.reference_body import copied_rows, optional_input
 
 __all__ = ["OWN_CONCAT_CHANNELS", "check_own_concat_channels"]
 
@@ -43,6 +43,7 @@ def _lower(node: ir.Node) -> list[ir.Value | None]:
     parts = []
     for index in range(2):
         value, bias = input_of(node, index), optional_input(node, index + 2)
+        value = copied_rows(node, value, input_of(node, 0)) if index else value
         parts.append(value if bias is None else insert(node, "Add", [value, bias], shape=value.shape))
     return [insert(node, "Concat", parts, {"axis": -1})]
 
@@ -55,12 +56,19 @@ def _kernel_cases() -> Iterator[KernelCase]:
     cases += [(widths, (2, 3), (True, True)) for widths in ((8, 4096), (4096, 8), (4104, 72))]
     cases += [((64, 64), rows, (True, False)) for rows in ((32,), (1, 31), (1, 33), (32, 2))]
     cases += [((1280, 1280), (2, 8, 8), (False, False)), ((320, 320), (0, 4, 4), (True, True))]
-    for (left, right), rows, (has_left, has_right) in cases:
+    copied = [((320, 320), (6, 5, 7), biases[images], images) for images in (1, 2, 3)]
+    for (left, right), rows, (has_left, has_right), images in [*((*case, 0) for case in cases), *copied]:
         empty = " 0 rows" if 0 in rows else ""
         yield KernelCase(
             "ConcatChannels",
-            f"A={left} B={right} {'x'.join(map(str, rows))} bias_x={has_left} bias_y={has_right}{empty}",
-            ((*rows, left), (*rows, right), (left,) if has_left else None, (right,) if has_right else None),
+            f"A={left} B={right} {'x'.join(map(str, rows))} bias_x={has_left} bias_y={has_right}{empty}"
+            + (f" A={images}" if images else ""),
+            (
+                (*rows, left),
+                (images or rows[0], *rows[1:], right),
+                (left,) if has_left else None,
+                (right,) if has_right else None,
+            ),
             domain=OWN_DOMAIN,
         )
 
@@ -72,6 +80,7 @@ OWN_CONCAT_CHANNELS = Contract(
     first_use=(
         "A=320 B=640 3x5x7 bias_x=True bias_y=True",
         "A=640 B=320 2x8x8 bias_x=True bias_y=False",
+        "A=320 B=320 6x5x7 bias_x=True bias_y=False A=2",
     ),
     limits=_limits,
     domain=OWN_DOMAIN,

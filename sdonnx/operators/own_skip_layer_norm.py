@@ -1,8 +1,8 @@
 """sdonnx::SkipLayerNorm(x, skip (...,C), gamma, beta, bias, gate (C,)): s = x * gate + skip + bias -> LayerNorm(s), s.
 
-beta, bias and gate are optional, and so is the second output. ONNX Runtime's SkipLayerNormalization has no gate.
-Adaptive norms (adaLN-single: arXiv:2310.00426, section 2.3) compute one at each step. The kernel is
-kernels/src/layer_norm.cuh.
+The first axis of the skip divides that of x: the skip is added to each copy. beta, bias and gate are optional, and so
+is the second output. ONNX Runtime's SkipLayerNormalization has no gate. Adaptive norms (adaLN-single: arXiv:2310.00426,
+section 2.3) compute one at each step. The kernel is kernels/src/layer_norm.cuh.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from sdonnx.graph.edit import input_of, insert
 from sdonnx.operators.case import OWN_DOMAIN, KernelCase
 from sdonnx.operators.contract import Contract
 from sdonnx.operators.own_layer_norm import check_own_layer_norm
-from sdonnx.operators.reference_body import optional_input
+from sdonnx.operators.reference_body import copied_rows, optional_input
 from sdonnx.operators.skip_layer_normalization import sum_with_skip
 
 __all__ = ["OWN_SKIP_LAYER_NORM", "check_own_skip_layer_norm"]
@@ -49,7 +49,7 @@ def _lower(node: ir.Node) -> list[ir.Value | None]:
     beta, bias, gate = (optional_input(node, index) for index in (3, 4, 5))
     if gate is not None:
         x = insert(node, "Mul", [x, gate], shape=x.shape)
-    total = sum_with_skip(node, x, skip, bias)
+    total = sum_with_skip(node, x, copied_rows(node, skip, input_of(node, 0)), bias)
     attributes = {"axis": -1, "epsilon": node.attributes.get_float("epsilon", 1e-5)}
     return [insert(node, "LayerNormalization", [total, gamma, beta], attributes), total]
 
@@ -64,11 +64,15 @@ def _kernel_cases() -> Iterator[KernelCase]:
     cases += [(320, (2, 77), *form) for form in product(flags, flags, flags, (1, 2))]
     cases += [(1152, rows, True, True, True, 2) for rows in ((1, 1), (1, 5), (3, 1), (1, 1024), (32, 5), (2, 3, 5, 2))]
     cases += [(320, (2, 0), True, True, True, 2)]
-    for width, rows, has_beta, has_bias, has_gate, outputs in cases:
+    copied = [(*case, images) for images, case in ((1, cases[3]), (1, cases[0]))]
+    copied += [(320, (6, 7), True, True, has_gate, 2, images) for has_gate in (False, True) for images in (2, 3)]
+    for width, rows, has_beta, has_bias, has_gate, outputs, images in [*((*case, 0) for case in cases), *copied]:
         x, vector = (*rows, width), (width,)
-        shapes = (x, x, vector, *(vector if present else None for present in (has_beta, has_bias, has_gate)))
+        skip = (images or rows[0], *rows[1:], width)
+        shapes = (x, skip, vector, *(vector if present else None for present in (has_beta, has_bias, has_gate)))
         size = "0 rows" if 0 in rows else "x".join(map(str, rows))
         name = f"C={width} {size} beta={has_beta} bias={has_bias} gate={has_gate} outputs={outputs}"
+        name += f" A={images}" if images else ""
         yield KernelCase("SkipLayerNorm", name, shapes, {"epsilon": 1e-5}, outputs, domain=OWN_DOMAIN)
 
 
@@ -79,6 +83,7 @@ OWN_SKIP_LAYER_NORM = Contract(
     first_use=(
         "C=1152 3x7 beta=True bias=True gate=True outputs=2",
         "C=320 2x77 beta=False bias=False gate=False outputs=1",
+        "C=320 6x7 beta=True bias=True gate=False outputs=2 A=2",
     ),
     limits=_limits,
     domain=OWN_DOMAIN,

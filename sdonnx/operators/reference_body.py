@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
 import onnx_ir as ir
 
-__all__ = ["TO_NCHW", "TO_NHWC", "graph_of", "optional_input"]
+from sdonnx.graph.edit import constant, dims, insert
+
+__all__ = ["TO_NCHW", "TO_NHWC", "copied_rows", "graph_of", "optional_input"]
 
 TO_NCHW, TO_NHWC = [0, 3, 1, 2], [0, 2, 3, 1]
 """Permutations between (B,H,W,C) and (B,C,H,W)."""
@@ -21,3 +24,21 @@ def graph_of(node: ir.Node) -> ir.Graph:
 def optional_input(node: ir.Node, index: int) -> ir.Value | None:
     """Return an input of a node, None where it is absent."""
     return node.inputs[index] if index < len(node.inputs) else None
+
+
+def copied_rows(node: ir.Node, value: ir.Value, like: ir.Value) -> ir.Value:
+    """Return copies of a value (A,...), one behind another, with as many rows as `like` (B,...), where A divides B.
+
+    The value itself is returned where A = B is known.
+    """
+    first, other = (sizes[0] if (sizes := dims(each)) else None for each in (value, like))
+    if first is not None and first == other and (isinstance(first, int) or first.value is not None):
+        return value
+    graph, int64 = graph_of(node), ir.DataType.INT64
+    one = constant(graph, [1], np.int64, "integers_1")
+    rows, wanted = (insert(node, "Shape", [each], {"start": 0, "end": 1}, dtype=int64) for each in (value, like))
+    copies = insert(node, "Div", [wanted, insert(node, "Max", [rows, one])])  # no rows have no copies
+    whole = insert(node, "Concat", [copies, insert(node, "Shape", [value], dtype=int64)], {"axis": 0})
+    rest = insert(node, "Shape", [value], {"start": 1}, dtype=int64)
+    flat = insert(node, "Concat", [wanted, rest], {"axis": 0})
+    return insert(node, "Reshape", [insert(node, "Expand", [value, whole]), flat], {"allowzero": 1})

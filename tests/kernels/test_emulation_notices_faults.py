@@ -65,6 +65,9 @@ FAULTS = {
     "sum of earlier keys": ("attention_portable.cuh", "      sum[r] *= shrink[r];\n", ""),
     "next keys": ("attention_portable.cuh", "a.keys, key + KEYS, KEYS);", "a.keys, key, KEYS);"),
     "heads": ("attention_short.cuh", "head = blockIdx.y % a.heads", "head = blockIdx.y / a.heads"),
+    "query of a copy": ("attention_short.cuh", "query_image = image % a.query_images", "query_image = 0"),
+    "channels of a row": ("group_norm_kernels.cuh", " * a.table_width + a.offset;", " * a.table_width;"),
+    "barrier of the parameters": ("sampler.cuh", "  block_sync();\n", ""),
     "residual": ("mat_mul.cuh", "if (p.residual) sum +=", "if (p.residual) sum -="),
 }  # fmt: skip
 

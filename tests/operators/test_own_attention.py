@@ -17,6 +17,7 @@ from sdonnx.operators.own_attention import HEAD_SIZES, OWN_ATTENTION, check_own_
 
 def attention(inputs: Any, attributes: Mapping[str, Any]) -> list[torch.Tensor]:
     q, k, v = (x.unflatten(2, (attributes["num_heads"], -1)).transpose(1, 2) for x in inputs[:3])
+    q = q.repeat(len(k) // len(q), 1, 1, 1)
     mask = torch.arange(k.shape[2]) < inputs[3].reshape(-1, 1, 1, 1) if len(inputs) > 3 else None
     found = F.scaled_dot_product_attention(q, k, v, mask, scale=attributes.get("scale"))
     return [found.transpose(1, 2).flatten(2)]

@@ -14,6 +14,8 @@ from sdonnx.operators.own_concat_channels import check_own_concat_channels
 def concat_channels(
     x: torch.Tensor, y: torch.Tensor, bias_x: torch.Tensor | None, bias_y: torch.Tensor | None
 ) -> torch.Tensor:
+    if len(y):
+        y = y.repeat(len(x) // len(y), *[1] * (y.ndim - 1))
     return torch.cat([x if bias_x is None else x + bias_x, y if bias_y is None else y + bias_y], -1)
 
 

@@ -18,6 +18,7 @@ from sdonnx.operators.own_skip_layer_norm import OWN_SKIP_LAYER_NORM, check_own_
 
 def skip_layer_norm(inputs: Any, attributes: Mapping[str, Any]) -> list[torch.Tensor]:
     x, skip, gamma, beta, bias, gate = inputs
+    skip = skip.repeat(len(x) // len(skip), *[1] * (x.ndim - 1))
     total = x * (1 if gate is None else gate) + skip + (0 if bias is None else bias)
     return [F.layer_norm(total, gamma.shape, gamma, beta, attributes["epsilon"]), total]
 
