@@ -30,11 +30,17 @@ class TableRow:
 def row_of_table(value: ir.Value | None) -> TableRow | None:
     """Return the row that a value (B,C) or (B,1,1,C) repeats for each image, None if it is not known to be one.
 
-    `sdonnx.compose.timesteps` writes these: Gather, Expand to the images, Split into layers, and Unsqueeze.
+    `sdonnx.compose.timesteps` writes these: Gather, Expand to the images, Split into layers, and Unsqueeze. A Slice of
+    images, which `sdonnx.compose.sharing` inserts before the Unsqueeze, changes no row.
     """
     if (node := producer_of(value, "Unsqueeze")) is not None:
         axes = constant_value(node.inputs[1])
         if axes is None or axes.tolist() != [1, 2]:
+            return None
+        value = node.inputs[0]
+    if (node := producer_of(value, "Slice")) is not None:
+        axes = constant_value(node.inputs[3]) if len(node.inputs) > 3 else None
+        if axes is None or axes.tolist() != [0]:
             return None
         value = node.inputs[0]
     offset = 0

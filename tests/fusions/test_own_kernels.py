@@ -121,14 +121,18 @@ def row_graph(body: str) -> ir.Model:
     text = f"{ROW} {body} y = {SKIP_GROUP_NORM}(x, g, b, u)"
     inner = "float16[1,192] g0, float16[2,192] e, float16[2,64] p0, float16[2,64] p1, float16[2,64] p2"
     model = graph("float16[B,H,W,64] x, float16[N,192] t, int64[1] i", "float16[B,H,W,64] y", text, inner,
-                  **NORM, z=np.array([2, 192]), a12=np.array([1, 2]))  # fmt: skip
+                  **NORM, z=np.array([2, 192]), a12=np.array([1, 2]),
+                  none=np.array([0]), one=np.array([1]), two=np.array([2]), last=np.array([64]))  # fmt: skip
     return model
 
 
+@pytest.mark.parametrize("cut", ["", "d = Slice(p{}, none, two, none)"], ids=["all images", "images of one prompt"])
 @pytest.mark.parametrize("place", [0, 1, 2])
-def test_group_norm_reads_a_row_of_a_table(place: int) -> None:
+def test_group_norm_reads_a_row_of_a_table(place: int, cut: str) -> None:
     """Rows that depend on the timestep are neither gathered nor repeated nor split."""
-    after, fired = swapped(row_graph(f"p0, p1, p2 = Split<axis=1, num_outputs=3>(e) u = Unsqueeze(p{place}, a12)"))
+    part = "d" if cut else f"p{place}"
+    body = f"p0, p1, p2 = Split<axis=1, num_outputs=3>(e) {cut.format(place)} u = Unsqueeze({part}, a12)"
+    after, fired = swapped(row_graph(body))
     assert fired == {"SkipGroupNormToOwnGroupNorm": 1}
     (node,) = after.graph
     assert [value.name if value is not None else "" for value in node.inputs] == ["x", "g", "b", "t", "", "i"]
@@ -139,9 +143,10 @@ def test_group_norm_reads_a_row_of_a_table(place: int) -> None:
     "body",
     [
         "p0, p1, p2 = Split<axis=1, num_outputs=3>(e) p = Tanh(p0) u = Unsqueeze(p, a12)",
+        "p0, p1, p2 = Split<axis=1, num_outputs=3>(e) d = Slice(p0, none, last, one) u = Unsqueeze(d, a12)",
         "h = Tanh(g0) f = Expand(h, z) p0, p1, p2 = Split<axis=1, num_outputs=3>(f) u = Unsqueeze(p0, a12)",
     ],
-    ids=["not the row", "computed"],
+    ids=["not the row", "channels", "computed"],
 )
 def test_rows_that_are_no_row_of_a_table_stay(body: str) -> None:
     after, fired = swapped(row_graph(body))

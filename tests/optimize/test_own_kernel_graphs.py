@@ -126,6 +126,13 @@ def test_explain_shows_the_replacements(own: Path) -> None:
     assert in_step == sum(fired.values())
 
 
+def test_small_launches_are_gone(own: Path) -> None:
+    """Of the nodes around the denoiser and of the copies only one is left, of a residual of a product."""
+    nodes = [node.op_type for node in ir.load(own / "unet" / "step-kernels.onnx").graph]
+    assert not {"Cast", "Gather", "Slice", "Split", "Transpose", "Where"} & set(nodes)
+    assert nodes.count("Expand") == 1
+
+
 def test_concat_adds_the_bias_of_the_upsampler(own: Path) -> None:
     model = ir.load(own / "unet" / "step-kernels.onnx")
     names = [[value.name or "" for value in node.inputs if value is not None]
