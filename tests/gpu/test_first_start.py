@@ -34,7 +34,7 @@ def test_the_first_image_does_not_wait_for_the_check(
     rows = {
         "no verdict": started(without, *call, tmp_path / "none"),
         "cached verdict": started(without, *call, tmp_path / "none"),
-        "strict, no verdict": started(without, *call, tmp_path / "strict", **{SELF_CHECK: "strict"}),
+        "strict, no verdict": started(without, *call, tmp_path / "strict", {SELF_CHECK: "strict"}),
     }
     verdicts = cached_verdicts(tmp_path / "strict")
     assert len(verdicts) == (1 if library is None else 2)

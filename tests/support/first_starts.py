@@ -8,8 +8,9 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import sdonnx
@@ -78,7 +79,14 @@ def package_with(content: str, folder: Path) -> Path:
     return folder
 
 
-def started(package: Path, folder: Path, steps: int, scheduler: str, cache: Path, **variables: str) -> dict[str, Any]:
+def started(
+    package: Path,
+    folder: Path,
+    steps: int,
+    scheduler: str,
+    cache: Path,
+    variables: Mapping[str, str] = MappingProxyType({}),
+) -> dict[str, Any]:
     """Generate three images in a new process, and return what `PROGRAM` prints.
 
     Args:
