@@ -63,6 +63,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--width", type=int, help="pixels (default: the pipeline's)")
     parser.add_argument("-b", "--batch_size", type=int, default=1, help="images of a call (default: 1)")
     parser.add_argument("--without_sanitizer", action="store_true", help="leave out compute-sanitizer")
+    parser.add_argument(
+        "--only_sanitizer", action="store_true", help="run compute-sanitizer, without the tests before it"
+    )
     parser.add_argument("--without_tests", action="store_true", help="leave out the tests and compute-sanitizer")
     return parser
 
@@ -75,9 +78,9 @@ def _run(command: list[str]) -> dict[str, Any]:
     return {"command": shlex.join(command), "status": status, "seconds": round(time.monotonic() - start, 1)}
 
 
-def _checks(with_sanitizer: bool) -> list[dict[str, Any]]:
+def _checks(with_tests: bool, with_sanitizer: bool) -> list[dict[str, Any]]:
     pytest = [sys.executable, "-m", "pytest", "-q", TESTS]
-    runs = [_run(pytest)]
+    runs = [_run(pytest)] if with_tests else []
     sanitizer = shutil.which("compute-sanitizer")
     if with_sanitizer and sanitizer is None:
         console().print("compute-sanitizer is not installed: left out")
@@ -155,7 +158,7 @@ def _verify(options: argparse.Namespace) -> int:
     sizes = {"height": options.height, "width": options.width, "num_images_per_prompt": options.batch_size}
     given = {name: value for name, value in sizes.items() if value is not None}
     with named_kernel_library(str(library)):
-        runs = [] if options.without_tests else _checks(not options.without_sanitizer)
+        runs = [] if options.without_tests else _checks(not options.only_sanitizer, not options.without_sanitizer)
     measured = [forms(folder, str(library), given) for folder in options.folders]
     for each in measured:
         medians = ", ".join(f"{name} {value:.3f} ms" for name, value in each["median_step_ms"].items())
