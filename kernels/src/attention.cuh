@@ -1,14 +1,17 @@
 // Attention(q (A,S,N*H), k (B,L,N*H), v (B,L,N*H), counts (B,)?) -> softmax(scale q k^T) v (B,S,N*H), of N heads of H
-// numbers, fp16 with a softmax and sums in float32. Without a scale it is 1 / sqrt(H). `counts` holds how many keys of each
-// image are not padding, at least one; a smaller count is taken as one. A divides B: image b has the query b % A.
+// numbers, fp16 with a softmax and sums in float32; or SelfAttention(qkv (3,B,S,N*H)), with q, k and v behind one another. Without
+// a scale it is 1 / sqrt(H). `counts` holds how many keys of each image are not padding, at least one; a smaller count is
+// taken as one. A divides B: image b has the query b % A.
 //
-// H is 40, 64, 72, 80 or 160, the heads of Stable Diffusion and PixArt. Three kernels: on wgmma for heads of 72 and at least
+// H is 40, 64, 72, 80 or 160, the heads of Stable Diffusion and PixArt. Four kernels: on wgmma for heads of 72 and at least
 // 128 queries and keys on compute capability 9.0, because cuDNN's kernel pads 72 to 128; for few keys, such as a caption's;
-// and one for everything else. The maximum and the sum of a softmax are kept in registers (Milakov and Gimelshein 2018), so
-// that scores are never stored, and a block of threads adds in a fixed order.
+// cuDNN's for more keys and queries without counts; and one for everything else, and where cuDNN has none. The maximum and the sum of a
+// softmax are kept in registers (Milakov and Gimelshein 2018), so that scores are never stored, and a block of threads adds in
+// a fixed order.
 #pragma once
 #include "attention_short.cuh"
 #ifndef SDONNX_EMULATION
+#include "attention_cudnn.cuh"
 #include "attention_wgmma.cuh"
 #endif
 
@@ -45,9 +48,11 @@ class Attention : public Kernel {
       : Kernel(info), heads_(info.integer("num_heads", 0)), scale_(info.real("scale", 0)) {}
 
   void compute(const Context& context) override {
-    const Tensor q = context.input(0), k = context.input(1), v = context.input(2), counts = context.input(3);
+    Tensor q = context.input(0), k = context.input(1), v = context.input(2);
+    const Tensor counts = context.input(3);
+    if (q.shape.size() == 4 && !k.present && !v.present) take_apart(q, k, v);
     require(q.shape.size() == 3 && k.shape.size() == 3 && v.shape == k.shape,
-            "Attention: expected q (B,S,N*H), and k and v of one shape (B,L,N*H)");
+            "Attention: expected q (B,S,N*H), and k and v of one shape (B,L,N*H), or the three in one (3,B,S,N*H)");
     const int64_t batch = k.shape[0], images = q.shape[0], queries = q.shape[1], keys = k.shape[1], width = q.shape[2];
     const int64_t head_size = heads_ > 0 && width % heads_ == 0 ? width / heads_ : 0;
     const auto launch = portable::launcher_of(head_size);
@@ -75,7 +80,8 @@ class Attention : public Kernel {
     a.keys = int(keys);
     a.heads = int(heads_);
     a.head_size = int(head_size);
-    a.scale = kLog2E * (scale_ > 0 ? scale_ : 1 / std::sqrt(float(head_size)));
+    const float scale = scale_ > 0 ? scale_ : 1 / std::sqrt(float(head_size));
+    a.scale = kLog2E * scale;
     a.aligned = is_aligned(a.q) && is_aligned(a.k) && is_aligned(a.v) && is_aligned(a.y);
     const DeviceLimits device = device_limits();
 #ifndef SDONNX_EMULATION
@@ -83,11 +89,21 @@ class Attention : public Kernel {
       sm90::launch_attention(a, context.stream());
       return;
     }
+    if (dnn::Planner::instance().run(context, a, scale)) return;
 #endif
     launch(a, device, context.stream());
   }
 
  private:
+  // Set q, k and v to the three parts of the tensor (3,B,S,N*H) that q is.
+  static void take_apart(Tensor& q, Tensor& k, Tensor& v) {
+    require(q.shape[0] == 3, "Attention: expected q, k and v behind one another (3,B,S,N*H)");
+    q.shape.erase(q.shape.begin());
+    k = v = q;
+    k.data = q.as<half>() + q.size();
+    v.data = q.as<half>() + 2 * q.size();
+  }
+
   int64_t heads_;
   float scale_;
 };
@@ -98,6 +114,10 @@ inline Signature attention_signature() {
           {{ort::kFloat16}, {ort::kFloat16}, {ort::kFloat16}, {ort::kInt32, ort::kOptional}},
           {{ort::kFloat16}},
           make_kernel<Attention>};
+}
+
+inline Signature self_attention_signature() {
+  return {"SelfAttention", kProvider, {{ort::kFloat16}}, {{ort::kFloat16}}, make_kernel<Attention>};
 }
 
 }  // namespace sdonnx

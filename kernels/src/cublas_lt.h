@@ -43,6 +43,7 @@ enum { kReal32 = 0, kReal16 = 2 };               // cudaDataType_t
 enum { kCompute32 = 68 };                        // cublasComputeType_t: CUBLAS_COMPUTE_32F
 enum { kEpilogue = 7, kBiasPointer = 8 };        // cublasLtMatmulDescAttributes_t
 enum { kMaxWorkspaceBytes = 1, kMinAlignmentA = 5 };  // cublasLtMatmulPreferenceAttributes_t; then B, C, D
+enum { kBatchCount = 5, kBatchOffset = 6 };      // cublasLtMatrixLayoutAttribute_t
 enum { kDefault = 1, kBias = 4, kGelu = 32 };    // cublasLtEpilogue_t; gelu is the tanh approximation
 
 #ifdef SDONNX_HAS_CUBLAS_LT_HEADER
@@ -53,6 +54,9 @@ static_assert(int(CUBLASLT_MATMUL_DESC_BIAS_POINTER) == kBiasPointer, "cublasLtM
 static_assert(int(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES) == kMaxWorkspaceBytes, "cublasLtMatmulPreferenceAttributes_t");
 static_assert(int(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES) == kMinAlignmentA, "cublasLtMatmulPreferenceAttributes_t");
 static_assert(int(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES) == kMinAlignmentA + 3, "cublasLtMatmulPreferenceAttributes_t");
+static_assert(int(CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT) == kBatchCount &&
+                  int(CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET) == kBatchOffset,
+              "cublasLtMatrixLayoutAttribute_t");
 static_assert(int(CUBLASLT_EPILOGUE_GELU_BIAS) == (kGelu | kBias) && int(CUBLASLT_EPILOGUE_DEFAULT) == kDefault,
               "cublasLtEpilogue_t");
 static_assert(sizeof(cublasLtMatmulHeuristicResult_t) == sizeof(Heuristic), "cublasLtMatmulHeuristicResult_t");
@@ -66,6 +70,7 @@ struct Library {
   int (*descriptor_set)(Descriptor, int attribute, const void*, size_t);
   int (*layout_create)(Layout*, int type, uint64_t rows, uint64_t columns, int64_t leading);
   int (*layout_destroy)(Layout);
+  int (*layout_set)(Layout, int attribute, const void*, size_t);
   int (*preference_create)(Preference*);
   int (*preference_destroy)(Preference);
   int (*preference_set)(Preference, int attribute, const void*, size_t);
@@ -88,6 +93,7 @@ struct Library {
     find(descriptor_set, "cublasLtMatmulDescSetAttribute");
     find(layout_create, "cublasLtMatrixLayoutCreate");
     find(layout_destroy, "cublasLtMatrixLayoutDestroy");
+    find(layout_set, "cublasLtMatrixLayoutSetAttribute");
     find(preference_create, "cublasLtMatmulPreferenceCreate");
     find(preference_destroy, "cublasLtMatmulPreferenceDestroy");
     find(preference_set, "cublasLtMatmulPreferenceSetAttribute");

@@ -42,7 +42,7 @@ inline Signature abi_probe_signature() {
 // Runtime's API version, the digest of the sources (Makefile), the version of nvcc, and the architectures that kernels were
 // compiled for.
 SDONNX_EXPORT const char* sdonnx_kernels_build() {
-  return "operators=9 api=18 sources=" SDONNX_SOURCES " compiler=" SDONNX_COMPILER
+  return "operators=10 api=18 sources=" SDONNX_SOURCES " compiler=" SDONNX_COMPILER
          " architectures=" SDONNX_ARCHITECTURES;
 }
 
@@ -56,6 +56,7 @@ SDONNX_EXPORT ort::Status* RegisterCustomOps(ort::SessionOptions* options, const
       Operator(mat_mul_signature()),         Operator(attention_signature()),
       Operator(concat_channels_signature()), Operator(upsample_nearest_signature()),
       Operator(sampler_input_signature()),   Operator(sampler_step_signature()),
+      Operator(stacked_mat_mul_signature()), Operator(self_attention_signature()),
       Operator(abi_probe_signature()),
   };
   ort::Domain* domain = nullptr;  // lives as long as the process

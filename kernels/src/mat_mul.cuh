@@ -1,5 +1,6 @@
 // MatMul(x (..., K), w (K,N), bias (N,)?, residual (..., N)?) -> x @ w + bias + residual, or gelu(x @ w + bias) by the tanh
-// approximation if `gelu`, fp16 with float32 sums. K and N are multiples of 8; `gelu` excludes a residual.
+// approximation if `gelu`, fp16 with float32 sums. K and N are multiples of 8; `gelu` excludes a residual. With w (G,K,N) and
+// nothing else, as StackedMatMul, the products with all G weights (G,...,N).
 //
 // cuBLASLt computes it, with bias, residual and gelu in the epilogue. The first product of a size, which is not captured,
 // times the algorithms that its heuristic names (docs/decisions/0147).
@@ -7,6 +8,7 @@
 #include "device.cuh"
 #ifndef SDONNX_EMULATION
 #include <tuple>
+#include <utility>
 
 #include "cublas_lt.h"
 #endif
@@ -16,7 +18,7 @@ namespace sdonnx {
 struct Product {
   const half *x, *w, *bias, *residual;
   half* y;
-  int64_t m, n, k;
+  int64_t m, n, k, groups;  // of x, of one weight, and how many weights
   bool gelu;
 };
 
@@ -25,10 +27,11 @@ struct Product {
 class Multiplier {
  public:
   void run(const Context&, const Product& p) {
-    for (int64_t i = 0; i < p.m; i++)
+    for (int64_t i = 0; i < p.groups * p.m; i++)
       for (int64_t j = 0; j < p.n; j++) {
+        const half *x = p.x + i % p.m * p.k, *w = p.w + i / p.m * p.k * p.n;
         float sum = 0;
-        for (int64_t l = 0; l < p.k; l++) sum += float(p.x[i * p.k + l].value) * float(p.w[l * p.n + j].value);
+        for (int64_t l = 0; l < p.k; l++) sum += float(x[l].value) * float(w[l * p.n + j].value);
         if (p.bias) sum += float(p.bias[j].value);
         if (p.residual) sum += float(p.residual[i * p.n + j].value);
         if (p.gelu) sum = 0.5f * sum * (1 + std::tanh(0.7978845608f * (sum + 0.044715f * sum * sum * sum)));
@@ -68,7 +71,7 @@ class Multiplier {
     check_cuda(cudaGetDevice(&device), "cudaGetDevice");
     const lt::Handle handle = lt::handle_of(device);
     const std::lock_guard<std::mutex> lock(mutex_);
-    const Key key{device, p.m, p.n, p.k, p.bias != nullptr, p.residual != nullptr, p.gelu,
+    const Key key{device, p.m, p.n, p.k, p.groups, p.bias != nullptr, p.residual != nullptr, p.gelu,
                   alignment_of({p.x, p.w, p.y, p.residual, p.bias})};
     Plan& plan = plan_for(p, key);
     if (p.bias)
@@ -80,10 +83,10 @@ class Multiplier {
  private:
   struct Key {
     int device;
-    int64_t m, n, k;
+    int64_t m, n, k, groups;
     bool bias, residual, gelu;
     uint32_t alignment;
-    auto tie() const { return std::tie(device, m, n, k, bias, residual, gelu, alignment); }
+    auto tie() const { return std::tie(device, m, n, k, groups, bias, residual, gelu, alignment); }
     bool operator<(const Key& other) const { return tie() < other.tie(); }
   };
   struct Plan {
@@ -153,7 +156,7 @@ class Multiplier {
       times[i] = INFINITY;
       const auto again = [&] { return multiply(context, handle, p, plan, algorithms.found[i].algorithm); };
       if (again() != 0) continue;
-      launch(checksum_kernel, dim3(256), 256, 0, stream, 1, p.y, p.m * p.n, sums + i);
+      launch(checksum_kernel, dim3(256), 256, 0, stream, 1, p.y, p.groups * p.m * p.n, sums + i);
       check_cuda(cudaEventRecord(events.before, stream), "cudaEventRecord");
       for (int run = 0; run < kRuns; run++) lt::check_status(again(), "cublasLtMatmul");
       check_cuda(cudaEventRecord(events.behind, stream), "cudaEventRecord");
@@ -210,6 +213,13 @@ class Multiplier {
     lt::check_status(cublas.layout_create(&plan.w, lt::kReal16, p.n, p.k, p.n), "layout");
     lt::check_status(cublas.layout_create(&plan.x, lt::kReal16, p.k, p.m, p.k), "layout");
     lt::check_status(cublas.layout_create(&plan.y, lt::kReal16, p.n, p.m, p.n), "layout");
+    if (p.groups == 1) return;
+    const int32_t count = int32_t(p.groups);
+    const std::pair<lt::Layout, int64_t> offsets[] = {{plan.w, p.k * p.n}, {plan.x, 0}, {plan.y, p.m * p.n}};
+    for (const auto& [layout, offset] : offsets) {
+      lt::check_status(cublas.layout_set(layout, lt::kBatchCount, &count, sizeof count), "batch");
+      lt::check_status(cublas.layout_set(layout, lt::kBatchOffset, &offset, sizeof offset), "batch");
+    }
   }
 
   // Return algorithms without a workspace: those with one need a memset before each product, and are slower even without the
@@ -252,17 +262,22 @@ class MatMul : public Kernel {
 
   void compute(const Context& context) override {
     const Tensor x = context.input(0), w = context.input(1), bias = context.input(2), residual = context.input(3);
-    require(w.shape.size() == 2 && !x.shape.empty() && x.last() == w.shape[0],
-            "MatMul: x (..., K) and w (K,N) must have the same K");
+    const size_t rank = w.shape.size();
+    require((rank == 2 || rank == 3) && !x.shape.empty() && x.last() == w.shape[rank - 2],
+            "MatMul: x (..., K) and w (K,N) or (G,K,N) must have the same K");
     Product p{};
-    p.k = w.shape[0];
-    p.n = w.shape[1];
+    p.groups = rank == 3 ? w.shape[0] : 1;
+    p.k = w.shape[rank - 2];
+    p.n = w.shape[rank - 1];
+    require(rank == 2 || !(bias.present || residual.present || gelu_),
+            "MatMul: several weights exclude a bias, a residual and gelu");
     require(p.k > 0 && p.n > 0 && p.k % 8 == 0 && p.n % 8 == 0,
             "MatMul of " + std::to_string(p.k) + " x " + std::to_string(p.n) + "; expected multiples of 8");
     require(!bias.present || bias.size() == p.n, "MatMul: the bias must have a number per column");
     require(!(gelu_ && residual.present), "MatMul: gelu excludes a residual");
     std::vector<int64_t> shape = x.shape;
     shape.back() = p.n;
+    if (rank == 3) shape.insert(shape.begin(), p.groups);
     require(!residual.present || residual.shape == shape, "MatMul: the residual must have the shape of the result");
     p.m = x.size() / p.k;
     p.x = x.as<half>();
@@ -271,7 +286,7 @@ class MatMul : public Kernel {
     p.residual = residual.as<half>();
     p.y = static_cast<half*>(context.output(0, shape));
     p.gelu = gelu_;
-    if (p.m > 0) multiplier_.run(context, p);
+    if (p.m > 0 && p.groups > 0) multiplier_.run(context, p);
   }
 
  private:
@@ -288,6 +303,10 @@ inline Signature mat_mul_signature() {
            {ort::kFloat16, ort::kOptional}},
           {{ort::kFloat16}},
           make_kernel<MatMul>};
+}
+
+inline Signature stacked_mat_mul_signature() {
+  return {"StackedMatMul", kProvider, {{ort::kFloat16}, {ort::kFloat16}}, {{ort::kFloat16}}, make_kernel<MatMul>};
 }
 
 }  // namespace sdonnx

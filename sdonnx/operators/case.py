@@ -35,7 +35,7 @@ class Fill:
 
     Attributes:
         UNIT_GAIN: normal values divided by sqrt(fan-in): a weight (M,kH,kW,C) that keeps the variance of its input.
-        UNIT_GAIN_COLUMNS: normal values divided by sqrt(K): a weight (K,N) that keeps the variance of its input.
+        UNIT_GAIN_COLUMNS: normal values divided by sqrt(K): weights (...,K,N) that keep the variance.
         MASK: a normal bias (..., S, L) in which one score in ten is -10000. Every row keeps its first key.
         KEY_COUNTS: int32 counts (B,) between 2 and the number of keys, axis 1 of input 1. Where there are several rows,
             the first count is 1 and the last is the number of keys.
@@ -131,7 +131,7 @@ class KernelCase:
         if fill == Fill.UNIT_GAIN:
             array /= np.float32(np.sqrt(array[0].size))
         elif fill == Fill.UNIT_GAIN_COLUMNS:
-            array /= np.float32(np.sqrt(shape[0]))
+            array /= np.float32(np.sqrt(shape[-2]))
         elif fill == Fill.MASK:
             array[generator.random(array.shape) < 0.1] = -10000
             array[..., 0] = 0

@@ -21,7 +21,9 @@ from sdonnx.operators.own_layer_norm import OWN_LAYER_NORM
 from sdonnx.operators.own_mat_mul import OWN_MAT_MUL
 from sdonnx.operators.own_sampler_input import OWN_SAMPLER_INPUT
 from sdonnx.operators.own_sampler_step import OWN_SAMPLER_STEP
+from sdonnx.operators.own_self_attention import OWN_SELF_ATTENTION
 from sdonnx.operators.own_skip_layer_norm import OWN_SKIP_LAYER_NORM
+from sdonnx.operators.own_stacked_mat_mul import OWN_STACKED_MAT_MUL
 from sdonnx.operators.own_upsample_nearest import OWN_UPSAMPLE_NEAREST
 from sdonnx.operators.quick_gelu import QUICK_GELU
 from sdonnx.operators.skip_group_norm import SKIP_GROUP_NORM
@@ -65,7 +67,9 @@ OWN_CONTRACTS = {
         OWN_BIAS_SPLIT_GELU,
         OWN_GROUP_NORM,
         OWN_MAT_MUL,
+        OWN_STACKED_MAT_MUL,
         OWN_ATTENTION,
+        OWN_SELF_ATTENTION,
         OWN_CONCAT_CHANNELS,
         OWN_UPSAMPLE_NEAREST,
         OWN_SAMPLER_INPUT,

@@ -3,22 +3,23 @@
 A divides B: image b has the query b % A, as where prompts of one image share the query. Vaswani et al. 2017. N is the
 attribute num_heads. Without a scale it is 1 / sqrt(H). `counts` is optional: int32, how many keys of each image are not
 padding, at least one. The kernels are kernels/src/attention_wgmma.cuh for long sequences of heads of 72 on compute
-capability 9.0, attention_short.cuh for at most 128 keys, and attention_portable.cuh.
+capability 9.0, attention_short.cuh for at most 128 keys, cuDNN's by attention_cudnn.cuh for more keys without counts,
+and attention_portable.cuh.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import onnx_ir as ir
 
-from sdonnx.graph.edit import dims, input_of, insert
+from sdonnx.graph.edit import Dim, dims, input_of, insert
 from sdonnx.operators.case import OWN_DOMAIN, Fill, KernelCase
 from sdonnx.operators.contract import Contract
 from sdonnx.operators.multi_head_attention import mask_of_first_keys
 from sdonnx.operators.reference_body import copied_rows, optional_input
 
-__all__ = ["HEAD_SIZES", "OWN_ATTENTION", "check_own_attention"]
+__all__ = ["HEAD_SIZES", "OWN_ATTENTION", "check_heads", "check_own_attention"]
 
 HEAD_SIZES = (40, 64, 72, 80, 160)
 """The head sizes of the kernels (kernels/src/attention.cuh, launcher_of)."""
@@ -36,20 +37,25 @@ def check_own_attention(
     sizes = [dims(each) for each in (query, key, value)]
     if any(each is None or len(each) != 3 for each in sizes):
         return "query, key and value are not known to have three axes"
+    if counts is not None and (counts.dtype != ir.DataType.INT32 or len(dims(counts) or ()) != 1):
+        return "the padding mask is not one count of keys for each image"
+    failures = (OWN_ATTENTION.check_dtype(each) for each in (query, key, value))
+    return check_heads([each[2] for each in sizes if each is not None], num_heads, scale) or next(
+        filter(None, failures), None
+    )
+
+
+def check_heads(sizes: Iterable[Dim], num_heads: int, scale: float) -> str | None:
+    """Return why the kernels do not accept tensors of these widths, which must be one, None if they do."""
     if not 0 < num_heads <= _MAX_HEADS:
         return f"{num_heads} heads"
-    widths = {each[2] for each in sizes if each is not None}
+    widths = set(sizes)
     if not any(widths == {num_heads * size} for size in HEAD_SIZES):
         shown = ", ".join(sorted(map(str, widths)))
         *sizes_but_last, last = HEAD_SIZES
         accepted = f"{', '.join(map(str, sizes_but_last))} or {last}"
         return f"a width of {shown} in {num_heads} heads: the kernel accepts heads of {accepted}"
-    if counts is not None and (counts.dtype != ir.DataType.INT32 or len(dims(counts) or ()) != 1):
-        return "the padding mask is not one count of keys for each image"
-    if scale < 0:
-        return f"a scale of {scale}"
-    failures = (OWN_ATTENTION.check_dtype(each) for each in (query, key, value))
-    return next(filter(None, failures), None)
+    return f"a scale of {scale}" if scale < 0 else None
 
 
 def _limits(node: ir.Node) -> str | None:

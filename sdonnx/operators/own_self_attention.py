@@ -1,0 +1,77 @@
+"""sdonnx::SelfAttention(qkv (3,B,S,N*H)) -> softmax(scale q k^T) v (B,S,N*H), with q, k and v = qkv.
+
+Vaswani et al. 2017. N is the attribute num_heads. Without a scale it is 1 / sqrt(H). The kernels are those of
+`sdonnx.operators.own_attention`, and cuDNN's by kernels/src/attention_cudnn.cuh from 129 tokens on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import onnx_ir as ir
+
+from sdonnx.graph.edit import constant, dims, input_of, insert, insert_multi
+from sdonnx.operators.case import OWN_DOMAIN, KernelCase
+from sdonnx.operators.contract import Contract
+from sdonnx.operators.own_attention import HEAD_SIZES, check_heads
+from sdonnx.operators.reference_body import graph_of
+
+__all__ = ["OWN_SELF_ATTENTION", "check_own_self_attention"]
+
+
+def check_own_self_attention(qkv: ir.Value, num_heads: int, scale: float) -> str | None:
+    """Return why the kernels do not accept queries, keys and values (3,B,S,D), None if they do."""
+    sizes = dims(qkv)
+    if sizes is None or len(sizes) != 4 or sizes[0] != 3:
+        return "queries, keys and values are not known to be a stack of three"
+    return check_heads(sizes[3:], num_heads, scale) or OWN_SELF_ATTENTION.check_dtype(qkv)
+
+
+def _limits(node: ir.Node) -> str | None:
+    heads, scale = node.attributes.get_int("num_heads", 0), node.attributes.get_float("scale", 0.0)
+    return check_own_self_attention(input_of(node, 0), heads, scale)
+
+
+def _lower(node: ir.Node) -> list[ir.Value | None]:
+    heads = node.attributes.get_int("num_heads")
+    attributes: dict[str, int | float] = {"q_num_heads": heads, "kv_num_heads": heads}
+    if scale := node.attributes.get_float("scale", 0.0):
+        attributes["scale"] = scale
+    axes = constant(graph_of(node), [0], np.int64, "integers_0")
+    parts = insert_multi(node, "Split", [input_of(node, 0)], {"axis": 0, "num_outputs": 3}, 3)
+    return [insert(node, "Attention", [insert(node, "Squeeze", [part, axes]) for part in parts], attributes)]
+
+
+def _kernel_cases() -> Iterator[KernelCase]:
+    """Tokens at the edges of the kernels: 64, 80 and 128 keys, and the first that cuDNN computes."""
+    yield from (_case(head_size, 2, 2, tokens) for head_size in HEAD_SIZES for tokens in (17, 128, 129, 150))
+    yield from (_case(64, 1, 1, tokens) for tokens in (1, 64, 81, 256, 321))
+    yield from (_case(72, 2, 3, tokens) for tokens in (64, 130))
+    yield from (_case(40, 8, 1, 200, scale) for scale in (0.05, 1.0))
+    yield from (_case(80, 4, 3, 130), _case(160, 3, 1, 192))
+
+
+def _case(head_size: int, heads: int, batch: int, tokens: int, scale: float = 0.0) -> KernelCase:
+    return KernelCase(
+        "SelfAttention",
+        f"H={head_size} N={heads} {batch}x{tokens}" + (f" scale={scale}" if scale else ""),
+        ((3, batch, tokens, heads * head_size),),
+        {"num_heads": heads} | ({"scale": scale} if scale else {}),
+        static_axes={0: (0, 3)},
+        intermediate_size=batch * heads * tokens * tokens,
+        domain=OWN_DOMAIN,
+    )
+
+
+OWN_SELF_ATTENTION = Contract(
+    "SelfAttention",
+    _lower,
+    _kernel_cases,
+    first_use=("H=64 N=2 2x150", "H=72 N=2 3x130", "H=40 N=2 2x17"),
+    limits=_limits,
+    domain=OWN_DOMAIN,
+    dtypes=frozenset({ir.DataType.FLOAT16}),
+    output_rank=3,
+    expensive=True,
+)
