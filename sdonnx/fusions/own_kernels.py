@@ -19,6 +19,7 @@ from sdonnx.fusions.own_image_kernels import concat_channels, upsample_nearest
 from sdonnx.fusions.own_nodes import has_one_reader, put_own
 from sdonnx.fusions.own_products import bias_add, fast_gelu, gemm, mat_mul, sum_with_bias
 from sdonnx.fusions.own_sampler import use_sampler_kernels
+from sdonnx.fusions.own_self_attention import self_attention
 from sdonnx.fusions.repeated_rows import copied_value, row_of_table
 from sdonnx.graph.edit import (
     MICROSOFT,
@@ -139,13 +140,14 @@ def use_own_kernels(model: ir.Model, latent_size: int | None = None, patch_size:
     made, refused = use_sampler_kernels(model)
     fired.update(made)
     failures += refused
-    for swaps in (_SWAPS, _LAST_SWAPS):
+    for swaps in (_FIRST_SWAPS, _SWAPS, _LAST_SWAPS):
         for node in list(model.graph):
             swap = swaps.get((node.domain, node.op_type))
             if swap is None or not any(output.uses() or output.is_graph_output() for output in node.outputs):
                 continue
             result = swap(node, image)
-            name = f"{node.op_type}ToOwn{_TARGETS[node.op_type]}"
+            target = "SelfAttention" if swaps is _FIRST_SWAPS else _TARGETS[node.op_type]
+            name = f"{node.op_type}ToOwn{target}"
             if result is REWRITTEN:
                 fired[name] += 1
             elif isinstance(result, Refused):
@@ -281,16 +283,34 @@ def _group_norm(node: ir.Node, _: _DefaultImage) -> WalkResult:
     return REWRITTEN
 
 
-def _attention(node: ir.Node, image: _DefaultImage) -> WalkResult:
-    """MultiHeadAttention(q, k, v, counts) to a caption, or of a sequence to itself where it wins -> Attention."""
-    query, key, value = (optional_input(node, index) for index in range(3))
-    if query is None or key is None or value is None:
-        return Refused("packed layouts stay with ONNX Runtime")
+def _other_attention(node: ir.Node) -> str | None:
+    """Return why a MultiHeadAttention is not one of queries, keys, values and counts only, None if it is."""
+    if any(optional_input(node, index) is None for index in range(3)):
+        return "packed layouts stay with ONNX Runtime"
     is_causal = node.attributes.get_int("unidirectional", 0) != 0
     if is_causal or any(each is not None for index, each in enumerate(node.inputs[3:], 3) if index != KEY_COUNTS):
-        return Refused("a bias, a mask or a cache stays with ONNX Runtime")
+        return "a bias, a mask or a cache stays with ONNX Runtime"
     if any(output.uses() or output.is_graph_output() for output in node.outputs[1:]):
-        return Refused("keys, values or scores are read")
+        return "keys, values or scores are read"
+    return None
+
+
+def _self_attention(node: ir.Node, _: _DefaultImage) -> WalkResult:
+    """MultiHeadAttention(x @ q, x @ k, x @ v) -> SelfAttention(StackedMatMul(x, qkv)), but for heads of 72."""
+    if optional_input(node, KEY_COUNTS) is not None or _other_attention(node) is not None:
+        return NOT_A_CANDIDATE
+    heads, scale = node.attributes.get_int("num_heads"), node.attributes.get_float("scale", 0.0)
+    width = static_dim(input_of(node, 0), 2)
+    if width is None or width // heads in MIN_TOKENS:
+        return NOT_A_CANDIDATE
+    return self_attention(node, heads, scale)
+
+
+def _attention(node: ir.Node, image: _DefaultImage) -> WalkResult:
+    """MultiHeadAttention(q, k, v, counts) to a caption, or of a sequence to itself where it wins -> Attention."""
+    if (reason := _other_attention(node)) is not None:
+        return Refused(reason)
+    query, key, value = (input_of(node, index) for index in range(3))
     heads, scale = node.attributes.get_int("num_heads"), node.attributes.get_float("scale", 0.0)
     counts = optional_input(node, KEY_COUNTS)
     if (reason := check_own_attention(query, key, value, counts, heads, scale)) is not None:
@@ -309,7 +329,12 @@ def _attention(node: ir.Node, image: _DefaultImage) -> WalkResult:
     return REWRITTEN
 
 
-_SWAPS: Mapping[tuple[str, str], Callable[[ir.Node, _DefaultImage], WalkResult]] = {
+_Swaps = Mapping[tuple[str, str], Callable[[ir.Node, _DefaultImage], WalkResult]]
+
+_FIRST_SWAPS: _Swaps = {(MICROSOFT, "MultiHeadAttention"): _self_attention}
+"""Before the others, which take products one by one."""
+
+_SWAPS: _Swaps = {
     ("", "LayerNormalization"): _layer_norm,
     (MICROSOFT, "SkipLayerNormalization"): _skip_layer_norm,
     (MICROSOFT, "BiasSplitGelu"): _bias_split_gelu,
@@ -324,7 +349,7 @@ _SWAPS: Mapping[tuple[str, str], Callable[[ir.Node, _DefaultImage], WalkResult]]
     ("", "Resize"): upsample_nearest,
 }
 
-_LAST_SWAPS: Mapping[tuple[str, str], Callable[[ir.Node, _DefaultImage], WalkResult]] = {("", "MatMul"): mat_mul}
+_LAST_SWAPS: _Swaps = {("", "MatMul"): mat_mul}
 """After the others, which take products into sums."""
 
 _TARGETS = {

@@ -29,6 +29,7 @@ from sdonnx.folder.pipeline_folder import (
 )
 from sdonnx.fusions.fusion_table import StageOutcome, fuse
 from sdonnx.fusions.own_kernels import OWN_KERNELS, use_own_kernels
+from sdonnx.fusions.own_self_attention import order_weights
 from sdonnx.graph.match import MatchFailure
 from sdonnx.graph.passes import tidy
 from sdonnx.models import abi
@@ -257,6 +258,10 @@ def _tidy(job: ComponentJob) -> None:
     tidy(job.model)
 
 
+def _order_weights(job: ComponentJob) -> None:
+    order_weights(job.model)
+
+
 def _write_graph(job: ComponentJob) -> None:
     def show_tensor(tensor: ir.TensorProtocol, info: Any) -> None:
         job.show_progress("writing", info.index + 1, info.total)
@@ -334,6 +339,7 @@ PASSES = (
     ComponentPass("convert precision", _convert_precision, applies=lambda job: job.conversion is not None),
     ComponentPass("count upcast", _count_upcast, applies=lambda job: job.force_upcast),
     ComponentPass("tidy", _tidy),
+    ComponentPass("order weights", _order_weights),
     ComponentPass("write graph", _write_graph),
     ComponentPass("write configuration", _write_configuration),
     ComponentPass("write served graphs", _write_served_graphs),

@@ -173,6 +173,14 @@ def attention(
     return graph(", ".join(declared), ", ".join(results), body, **bias)
 
 
+def self_attention() -> ir.Model:
+    body = (
+        "q = MatMul(x, a) k = MatMul(x, b) v = MatMul(x, c) y = com.microsoft.MultiHeadAttention<num_heads=1>(q, k, v)"
+    )
+    products = ", ".join(f"float16[B,S,64] {name}" for name in "qkv")
+    return graph("float16[B,S,64] x", "float16[B,S,64] y", body, products, a=WEIGHT, b=WEIGHT, c=WEIGHT)
+
+
 @pytest.mark.parametrize("attributes", ["", ", scale=0.2"])
 def test_attention(attributes: str) -> None:
     after, fired = swapped(attention(attributes=attributes))
@@ -465,6 +473,7 @@ def test_every_operator_is_emitted() -> None:
             graph("float16[B,8,8,64] x", "float16[B,8,8,64] y", f"y = {GROUP_NORM}(x, g, b)", **NORM),
             graph("float16[B,S,2560] x", "float16[B,S,1280] y", "y = com.microsoft.BiasSplitGelu(x, b)", b=half(2560)),
             attention(),
+            self_attention(),
             step_around("out_sample = Mul(sample, w)"),
             graph("float16[B,8,8,64] x, float16[B,8,8,8] r", "float16[B,8,8,72] y", "y = Concat<axis=3>(x, r)"),
             graph(
