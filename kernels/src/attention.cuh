@@ -1,13 +1,13 @@
 // Attention(q (A,S,N*H), k (B,L,N*H), v (B,L,N*H), counts (B,)?) -> softmax(scale q k^T) v (B,S,N*H), of N heads of H
-// numbers, fp16 with a softmax and sums in float32; or SelfAttention(qkv (3,B,S,N*H)), with q, k and v behind one another. Without
-// a scale it is 1 / sqrt(H). `counts` holds how many keys of each image are not padding, at least one; a smaller count is
-// taken as one. A divides B: image b has the query b % A.
+// numbers, fp16 with a softmax and sums in float32; or SelfAttention(qkv (3,B,S,N*H)), with q, k and v behind one another.
+// Without a scale it is 1 / sqrt(H). `counts` holds how many keys of each image are not padding, at least one; a smaller count
+// is taken as one. A divides B: image b has the query b % A.
 //
 // H is 40, 64, 72, 80 or 160, the heads of Stable Diffusion and PixArt. Four kernels: on wgmma for heads of 72 and at least
 // 128 queries and keys on compute capability 9.0, because cuDNN's kernel pads 72 to 128; for few keys, such as a caption's;
-// cuDNN's for more keys and queries without counts; and one for everything else, and where cuDNN has none. The maximum and the sum of a
-// softmax are kept in registers (Milakov and Gimelshein 2018), so that scores are never stored, and a block of threads adds in
-// a fixed order.
+// cuDNN's for more keys and queries without counts; and one for everything else, and where cuDNN has none. The maximum and the
+// sum of a softmax are kept in registers (Milakov and Gimelshein 2018), so that scores are never stored, and a block of threads
+// adds in a fixed order.
 #pragma once
 #include "attention_short.cuh"
 #ifndef SDONNX_EMULATION

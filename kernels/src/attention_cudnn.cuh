@@ -121,7 +121,8 @@ class KernelNode {
 
   bool is_valid() const { return is_valid_; }
 
-  void launch(void* stream) {
+  // Return whether the kernel was launched.
+  bool launch(void* stream) {
     CUlaunchAttribute attributes[2]{};
     CUlaunchConfig config{};
     config.gridDimX = params_.gridDimX;
@@ -140,8 +141,7 @@ class KernelNode {
       const bool is_set = id == CU_LAUNCH_ATTRIBUTE_COOPERATIVE ? attribute.value.cooperative != 0 : attribute.value.clusterDim.x > 0;
       config.numAttrs += is_set;
     }
-    const CUresult status = driver().launch(&config, params_.func, params_.kernelParams, params_.extra);
-    require(status == CUDA_SUCCESS, "cuLaunchKernelEx of cuDNN's attention returned " + std::to_string(int(status)));
+    return driver().launch(&config, params_.func, params_.kernelParams, params_.extra) == CUDA_SUCCESS;
   }
 
  private:
@@ -193,8 +193,7 @@ class Planner {
       }
       const Scratch workspace = context.scratch(plan->workspace_bytes);
       const Descriptor pack = pack_of(a, &scale, workspace.data());
-      const int executed = library().execute(handle, plan->plan->raw(), pack.raw());
-      require(executed == 0, "cuDNN's attention returned " + std::to_string(executed));
+      check(library().execute(handle, plan->plan->raw(), pack.raw()));
       return true;
     } catch (const Unsupported&) {
       return false;
@@ -308,8 +307,7 @@ class Planner {
       check_cuda(cudaMemsetAsync(counters.memory, 0, Counters::kBytes * Counters::kCount, stream), "cudaMemsetAsync");
     counters.capture = capture;
     counters.used = used + 1;
-    node.launch(stream);
-    return true;
+    return node.launch(stream);
   }
 
   std::mutex mutex_;
