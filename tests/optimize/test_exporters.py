@@ -10,7 +10,7 @@ from typing import Any
 import onnx_ir as ir
 import pytest
 from support.exported_graphs import TOLERANCE, as_asked, even_cases, kernels
-from support.exporters import EXPORTERS, export_folder
+from support.exporters import EXPORTERS, Captured, export_folder
 from support.pipelines import COMPONENTS, config_of, lowered_session, run, session
 
 from sdonnx.fusions.fusion_table import PROVIDERS, fuse
@@ -51,8 +51,9 @@ UNFUSED = {"Attention", "Softmax", "Conv", "InstanceNormalization", "GroupNormal
 def exports(tiny_pipeline: Path, tiny_exported: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """`tiny` from each exporter, and from this project's export."""
     folder = tmp_path_factory.mktemp("exporters")
+    captured: Captured = {}
     made = {
-        exporter.name: export_folder(tiny_pipeline, folder / exporter.name, exporter, PARTS[exporter.name])
+        exporter.name: export_folder(tiny_pipeline, folder / exporter.name, exporter, PARTS[exporter.name], captured)
         for exporter in EXPORTERS
     }
     return {"sdonnx": tiny_exported, **made}

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import shutil
 import warnings
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,8 +58,23 @@ EXPORTERS = (
 )
 
 
-def export_component(pipeline: Any, spec: ComponentSpec, config: Any, exporter: Exporter, path: Path) -> None:
-    """Write one component of a diffusers pipeline as this exporter makes it; weights are next to the graph."""
+Captured = dict[str, torch.export.ExportedProgram]
+"""What torch.export captured of a pipeline's components, by their names; opsets do not matter."""
+
+
+def export_component(
+    pipeline: Any, spec: ComponentSpec, config: Any, exporter: Exporter, path: Path, captured: Captured | None = None
+) -> None:
+    """Write one component of a diffusers pipeline as this exporter makes it; weights are next to the graph.
+
+    Args:
+        pipeline: the diffusers pipeline.
+        spec: the component.
+        config: its configuration.
+        exporter: how to export it.
+        path: the graph to write.
+        captured: what exporters with `dynamo`, a processor and a type in common share; the call adds to it.
+    """
     source = getattr(pipeline, spec.source)
     processors = {"2.0": AttnProcessor2_0, "baddbmm": AttnProcessor}
     if hasattr(source, "set_attn_processor"):
@@ -88,8 +103,13 @@ def export_component(pipeline: Any, spec: ComponentSpec, config: Any, exporter: 
         options = {"dynamic_shapes": (dynamic,), "verbose": False, "external_data": True}
     path.parent.mkdir(parents=True, exist_ok=True)
     with quiet(), torch.no_grad():
+        exported: Any = module
+        if exporter.dynamo and captured is not None:
+            if spec.name not in captured:
+                captured[spec.name] = _capture(module, examples, dynamic)
+            exported = captured[spec.name]
         torch.onnx.export(
-            module,
+            exported,
             tuple(examples),
             str(path),
             dynamo=exporter.dynamo,
@@ -100,8 +120,23 @@ def export_component(pipeline: Any, spec: ComponentSpec, config: Any, exporter: 
         )
 
 
-def export_folder(source: Path, out: Path, exporter: Exporter, components: Collection[str] | None = None) -> Path:
-    """Write a whole pipeline, or some of its components, as this exporter makes it."""
+def _capture(
+    module: torch.nn.Module, examples: Sequence[torch.Tensor], axes: Sequence[dict[int, str] | None]
+) -> torch.export.ExportedProgram:
+    """Capture a module as torch.onnx.export does (torch/onnx/_internal/exporter/_capture_strategies.py)."""
+    dynamic = tuple(names and dict.fromkeys(names, torch.export.Dim.DYNAMIC) for names in axes)
+    with torch.fx.experimental._config.patch(backed_size_oblivious=True):  # type: ignore[attr-defined]
+        return torch.export.export(module, tuple(examples), dynamic_shapes=(dynamic,), strict=False)
+
+
+def export_folder(
+    source: Path,
+    out: Path,
+    exporter: Exporter,
+    components: Collection[str] | None = None,
+    captured: Captured | None = None,
+) -> Path:
+    """Write a whole pipeline, or some of its components, as this exporter makes it; see `export_component`."""
     import diffusers
 
     pipeline: Any = diffusers.StableDiffusionPipeline.from_pretrained(source)
@@ -111,7 +146,7 @@ def export_folder(source: Path, out: Path, exporter: Exporter, components: Colle
         if components is not None and spec.name not in components:
             continue
         config = folder.config(spec.source)
-        export_component(pipeline, spec, config, exporter, out / spec.name / "model.onnx")
+        export_component(pipeline, spec, config, exporter, out / spec.name / "model.onnx", captured)
         shutil.copyfile(source / spec.source / "config.json", out / spec.name / "config.json")
     for name, _ in family.extras:
         shutil.copytree(source / name, out / name)
