@@ -160,7 +160,10 @@ def make_inpainting(source: Path) -> None:
     torch.manual_seed(0)
     config = diffusers.UNet2DConditionModel.load_config(source / "unet")
     shutil.rmtree(source / "unet")
-    diffusers.UNet2DConditionModel.from_config({**config, "in_channels": 9}).save_pretrained(source / "unet")
+    # One block with attention: what differs from other pipelines are the inputs.
+    changes = {"in_channels": 9, "block_out_channels": (64,), "attention_head_dim": 2}
+    changes |= {"down_block_types": ("CrossAttnDownBlock2D",), "up_block_types": ("UpBlock2D",)}
+    diffusers.UNet2DConditionModel.from_config({**config, **changes}).save_pretrained(source / "unet")
 
 
 @pytest.mark.parametrize("strength", [0.6, 1.0])

@@ -38,7 +38,7 @@ _NANO_UNET = {
 _NANO_UNET_XL = {
     "block_out_channels": (64,),
     "down_block_types": ("CrossAttnDownBlock2D",),
-    "up_block_types": ("CrossAttnUpBlock2D",),
+    "up_block_types": ("UpBlock2D",),
     "attention_head_dim": (1,),
     "transformer_layers_per_block": (1,),
 }
@@ -56,6 +56,8 @@ def narrowed(arch: str) -> Iterator[None]:
     if isinstance(unet.config["attention_head_dim"], list):  # numbers of heads by block, each of 64 channels
         heads = [channels // 64 for channels in _CHANNELS_XL]
         narrow = {"block_out_channels": _CHANNELS_XL, "attention_head_dim": heads}
+        if "refiner" in arch:  # a block with several transformer layers is that of the base
+            narrow["transformer_layers_per_block"] = [1, 1]
     with _changed(arch, {"unet": narrow}):
         yield
 
