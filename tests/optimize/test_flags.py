@@ -121,9 +121,9 @@ def test_disabled_fusion_is_left_out(
 
 
 @pytest.mark.parametrize(("given", "inputs"), LAYOUTS)
-def test_packed_layouts(given: str, inputs: set[int], tiny_exported: Path, tmp_path: Path) -> None:
+def test_packed_layouts(given: str, inputs: set[int], micro_exported: Path, tmp_path: Path) -> None:
     layout, *flags = given.split()
-    assert main(["-i", str(tiny_exported), "-o", str(tmp_path / "out"), "--attention_layout", *given.split()]) == 0
+    assert main(["-i", str(micro_exported), "-o", str(tmp_path / "out"), "--attention_layout", *given.split()]) == 0
     report = report_of(tmp_path / "out")
     assert report["attention_layout"] == layout
     assert report["disabled"] == sorted(flag.removeprefix("--disable_") for flag in flags)
@@ -131,16 +131,16 @@ def test_packed_layouts(given: str, inputs: set[int], tiny_exported: Path, tmp_p
     assert {len(node.inputs) for node in attentions} == inputs
 
 
-def test_an_unknown_fusion_is_refused(tiny_exported: Path, tmp_path: Path) -> None:
+def test_an_unknown_fusion_is_refused(micro_exported: Path, tmp_path: Path) -> None:
     with refused(OptionError, "'gelu'", "bias_splitgelu"):
-        optimize_folder(tiny_exported, tmp_path / "out", disabled=["attention", "gelu"])
+        optimize_folder(micro_exported, tmp_path / "out", disabled=["attention", "gelu"])
     assert list(tmp_path.iterdir()) == []
 
 
 def test_channels_first_norms_are_not_offered(
-    tiny_exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    micro_exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["-i", str(tiny_exported), "-o", str(tmp_path / "out"), "--use_group_norm_channels_first"]) == 2
+    assert main(["-i", str(micro_exported), "-o", str(tmp_path / "out"), "--use_group_norm_channels_first"]) == 2
     error = error_of(capsys)
     assert "channels last" in error
     assert "--disable_group_norm" in error
@@ -163,8 +163,8 @@ def test_excluded_operators_compute_in_the_fallback_type(
     assert {node.inputs[0].dtype for node in others if node.inputs[0] is not None} == {ir.DataType.FLOAT16}
 
 
-def test_bfloat16_is_for_float16(tiny_exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["-i", str(tiny_exported), "-o", str(tmp_path / "out"), "--bfloat16"]) == 2
+def test_bfloat16_is_for_float16(micro_exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["-i", str(micro_exported), "-o", str(tmp_path / "out"), "--bfloat16"]) == 2
     assert "add --float16" in error_of(capsys)
     assert list(tmp_path.iterdir()) == []
 
@@ -172,9 +172,9 @@ def test_bfloat16_is_for_float16(tiny_exported: Path, tmp_path: Path, capsys: py
 # --- output -----------------------------------------------------------------------------------------------------------
 
 
-def test_inspect_writes_the_graph_that_onnxruntime_optimizes(tiny_exported: Path, tmp_path: Path) -> None:
+def test_inspect_writes_the_graph_that_onnxruntime_optimizes(micro_exported: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    given = ["-i", str(tiny_exported), "-o", str(out), "--provider", "cpu", "--inspect", "-e"]
+    given = ["-i", str(micro_exported), "-o", str(out), "--provider", "cpu", "--inspect", "-e"]
     assert main(given) == 0
     for component in COMPONENTS:
         path = out / component / "inspect.onnx"
@@ -204,7 +204,7 @@ def test_inspect_reports_graphs_that_onnxruntime_refuses(tmp_path: Path) -> None
 
 @pytest.mark.parametrize(("missing", "words"), [("provider", "CUDAExecutionProvider"), ("package", "not installed")])
 def test_inspect_needs_the_provider(
-    missing: str, words: str, tiny_exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    missing: str, words: str, micro_exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if missing == "provider":
         monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: ["CPUExecutionProvider"])
@@ -212,20 +212,20 @@ def test_inspect_needs_the_provider(
         monkeypatch.setitem(sys.modules, "onnxruntime", None)  # an import then raises ImportError
     phases: list[str] = []
     with refused(ProviderError, words, "--inspect", "[cuda]"):
-        optimize_folder(tiny_exported, tmp_path / "out", inspect=True, progress=lambda phase, *_: phases.append(phase))
+        optimize_folder(micro_exported, tmp_path / "out", inspect=True, progress=lambda phase, *_: phases.append(phase))
     assert phases == []
     assert list(tmp_path.iterdir()) == []
 
 
 def test_weights_lie_beside_the_graph_with_and_without_the_option(
-    tiny_exported: Path, tiny_cpu: Path, tmp_path: Path
+    micro_exported: Path, micro_cpu: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
-    assert main(["-i", str(tiny_exported), "-o", str(out), "--provider", "cpu", "--use_external_data_format"]) == 0
+    assert main(["-i", str(micro_exported), "-o", str(out), "--provider", "cpu", "--use_external_data_format"]) == 0
     files = [str(path.relative_to(out)) for path in sorted(out.rglob("*")) if path.is_file()]
-    assert files == [str(path.relative_to(tiny_cpu)) for path in sorted(tiny_cpu.rglob("*")) if path.is_file()]
+    assert files == [str(path.relative_to(micro_cpu)) for path in sorted(micro_cpu.rglob("*")) if path.is_file()]
     for name in files:
-        assert (out / name).read_bytes() == (tiny_cpu / name).read_bytes(), name
+        assert (out / name).read_bytes() == (micro_cpu / name).read_bytes(), name
 
 
 # --- an old command line ----------------------------------------------------------------------------------------------
