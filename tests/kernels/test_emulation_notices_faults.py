@@ -73,17 +73,15 @@ FAULTS = {
 
 CHECK = """
 import sys
-from dataclasses import replace
 from pathlib import Path
-from sdonnx.doctor.check_kernels import OWN_KERNEL_CASES_FILE, read_kernel_cases
+from sdonnx.doctor.check_kernels import DEFAULT_BACKEND, OWN_KERNEL_CASES_FILE, compare, read_kernel_cases
 from sdonnx.doctor.sessions import kernel_opener
-from sdonnx.doctor.verdict import judge
 opener = kernel_opener("cpu", library=Path(sys.argv[1]))
 cases = read_kernel_cases(OWN_KERNEL_CASES_FILE)
-checks = tuple(check for check in cases.checks if check.case.op_type in sys.argv[2:])
+checks = [check for check in cases.checks if check.first_use and check.case.op_type in sys.argv[2:]]
 assert checks
-verdict, _ = judge(replace(cases, checks=checks), opener, {}, full=False)
-print("sound" if verdict.sound else "faulty")
+results = compare(cases, checks, opener, dtypes=("float16",), backends=DEFAULT_BACKEND)
+print("sound" if all(result.state == "correct" for result in results) else "faulty")
 """
 
 
