@@ -23,15 +23,14 @@ def own_identity(library: KernelLibrary, identify: Identify = identity) -> Ident
     """Return a function like `sdonnx.doctor.gpu.identity`, whose result names everything that our kernels depend on.
 
     Next to the machine these are the library's sources, compiler, and code for the GPU, but not its file: a library
-    that was compiled elsewhere, or for more architectures, has the same verdict. Our kernels call cuBLASLt, and not
-    cuDNN.
+    that was compiled elsewhere, or for more architectures, has the same verdict. Our kernels call cuBLASLt and cuDNN.
     """
 
     def identify_with_library(index: int, cases: str) -> Mapping[str, str]:
         machine = identify(index, cases)
         major, minor = map(int, machine["compute_capability"].split("."))
         return {
-            **{name: value for name, value in machine.items() if name != "cudnn"},
+            **machine,
             "cublas": cublas_version(),
             "kernel_sources": library.sources,
             "kernel_compiler": library.compiler,

@@ -35,8 +35,7 @@ KEY = {
 FULL = replace(FOUND, key=KEY, full=True)
 
 
-# The key of our own kernels has no cuDNN.
-OWN_KEY = {name: value for name, value in KEY.items() if name != "cudnn"} | {
+OWN_KEY = KEY | {
     "cublas": "130001",
     "kernel_sources": "5eed",
     "kernel_compiler": "13.0.88",
@@ -107,7 +106,8 @@ def test_verdict_on_our_own_kernels_ships_for_the_sources_that_were_checked(
         return known_own_verdict(0, library, folder=folder, measured=file, identify=identify)[1]
 
     assert found(LIBRARY) == OWN
-    assert found(LIBRARY, cudnn="91400", driver="590.1") == OWN
+    assert found(LIBRARY, driver="590.1") == OWN
+    assert found(LIBRARY, cudnn="91400") is None
     assert found(LIBRARY, cuda_runtime="13010") is None
     assert found(replace(LIBRARY, sources="ed17ed")) is None
     assert found(replace(LIBRARY, compiler="13.1.5")) is None
