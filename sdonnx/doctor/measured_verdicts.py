@@ -19,13 +19,9 @@ __all__ = ["MEASURED_VERDICTS_FILE", "measured_verdict", "measured_verdict_file"
 
 MEASURED_VERDICTS_FILE = Path(__file__).with_name("measured_verdicts.json")
 
-_MACHINE = ("gpu", "compute_capability", "driver", "cuda_runtime")
-
 # Everything that a key names: see sdonnx.doctor.gpu.identity, and own_identity of sdonnx.doctor.own_kernel_check.
-_PARTS = (*_MACHINE, "cudnn", "onnxruntime", "kernel_cases")
-_OWN_PARTS = (
-    *_MACHINE, "onnxruntime", "cublas", "kernel_sources", "kernel_compiler", "kernel_code", "kernel_cases"
-)  # fmt: skip
+_PARTS = ("gpu", "compute_capability", "driver", "cuda_runtime", "cudnn", "onnxruntime", "kernel_cases")
+_OWN_PARTS = (*_PARTS, "cublas", "kernel_sources", "kernel_compiler", "kernel_code")
 
 # Titles of the GPU tests' records of full checks (tests/gpu/test_doctor_gpu.py and test_kernels_gpu.py).
 _TEST_TITLES = ("doctor: whole check", "own kernels, whole check")

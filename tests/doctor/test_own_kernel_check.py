@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -13,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.doctor import GOOD, KEY, machine, small_set
-from support.kernel_library import emulated_library
+from support.kernel_library import SOURCES, emulated_library
 
 from sdonnx.__main__ import main
 from sdonnx.cli import doctor as command
@@ -109,10 +110,17 @@ def test_verdict_holds_for_equal_kernels(changed: dict[str, Any], is_another: bo
     library = KernelLibrary(Path("x.so"), ("80", "90a"), "c0ffee", "13.0.88")
     first, second = (own_identity(each, identify)(0, "cases") for each in (library, replace(library, **changed)))
     assert (first != second) == is_another
-    machine = dict(identify(0, "cases"))
-    del machine["cudnn"]  # our kernels do not call it
-    assert first.items() >= machine.items()
+    assert first.items() >= identify(0, "cases").items()
     assert first["kernel_code"] == "90a"
+
+
+def test_verdict_names_every_library_that_the_kernels_load() -> None:
+    """Their numbers depend on its version: add that to `own_identity` before a kernel loads another one."""
+    text = "".join(path.read_text(encoding="utf-8") for path in (SOURCES / "src").iterdir())
+    parts = {"libcublasLt": "cublas", "libcudnn": "cudnn"}
+    assert set(re.findall(r'"(lib\w+)\.so', text)) == parts.keys()
+    key = own_identity(KernelLibrary(Path("x.so"), ("90a",), "c0ffee", "13.0.88"), identify)(0, "cases")
+    assert set(parts.values()) <= key.keys()
 
 
 @pytest.fixture
