@@ -258,13 +258,15 @@ class Multiplier {
 
 class MatMul : public Kernel {
  public:
-  explicit MatMul(const Info& info) : Kernel(info), gelu_(info.integer("gelu", 0) != 0) {}
+  explicit MatMul(const Info& info, size_t weight_rank = 2)
+      : Kernel(info), weight_rank_(weight_rank), gelu_(info.integer("gelu", 0) != 0) {}
 
   void compute(const Context& context) override {
     const Tensor x = context.input(0), w = context.input(1), bias = context.input(2), residual = context.input(3);
     const size_t rank = w.shape.size();
-    require((rank == 2 || rank == 3) && !x.shape.empty() && x.last() == w.shape[rank - 2],
-            "MatMul: x (..., K) and w (K,N) or (G,K,N) must have the same K");
+    require(rank == weight_rank_ && !x.shape.empty() && x.last() == w.shape[rank - 2],
+            weight_rank_ == 2 ? "MatMul: x (..., K) and w (K,N) must have the same K"
+                              : "StackedMatMul: x (..., K) and w (G,K,N) must have the same K");
     Product p{};
     p.groups = rank == 3 ? w.shape[0] : 1;
     p.k = w.shape[rank - 2];
@@ -290,8 +292,14 @@ class MatMul : public Kernel {
   }
 
  private:
+  size_t weight_rank_;
   bool gelu_;
   Multiplier multiplier_;
+};
+
+class StackedMatMul : public MatMul {
+ public:
+  explicit StackedMatMul(const Info& info) : MatMul(info, 3) {}
 };
 
 inline Signature mat_mul_signature() {
@@ -306,7 +314,7 @@ inline Signature mat_mul_signature() {
 }
 
 inline Signature stacked_mat_mul_signature() {
-  return {"StackedMatMul", kProvider, {{ort::kFloat16}, {ort::kFloat16}}, {{ort::kFloat16}}, make_kernel<MatMul>};
+  return {"StackedMatMul", kProvider, {{ort::kFloat16}, {ort::kFloat16}}, {{ort::kFloat16}}, make_kernel<StackedMatMul>};
 }
 
 }  // namespace sdonnx

@@ -153,16 +153,19 @@ def test_batches(op_type: str, batch: int, library: Path, note: Any) -> None:
         "BiasSplitGelu": ((batch, 63, 10240), (10240,)),
         "GroupNorm": ((batch, 7, 9, 1280), (1280,), (1280,), (batch, 7, 9, 1280), (1280,)),
         "MatMul": ((batch, 63, 1280), (1280, 1280), (1280,), (batch, 63, 1280)),
+        "StackedMatMul": ((batch, 63, 1280), (3, 1280, 1280)),
         "Attention": ((batch, 143, 1152), (batch, 143, 1152), (batch, 143, 1152)),
+        "SelfAttention": ((3, batch, 143, 1024),),
         "ConcatChannels": ((batch, 7, 9, 1280), (batch, 7, 9, 640), (1280,)),
         "UpsampleNearest": ((batch, 7, 9, 1280),),
     }
     groups: dict[str, Any] = {"groups": 32, "activation": 1, "epsilon": 1e-5}
-    attributes = {"GroupNorm": groups, "Attention": {"num_heads": 16}}.get(op_type, {})
+    heads = {"num_heads": 16}
+    attributes = {"GroupNorm": groups, "Attention": heads, "SelfAttention": heads}.get(op_type, {})
     outputs = 2 if op_type in ("GroupNorm", "SkipLayerNorm") else 1
     case = KernelCase(op_type, f"batch {batch}", shapes[op_type], attributes, outputs, domain="sdonnx")
     inputs = inputs_of(case)
-    if op_type == "MatMul" and inputs[1] is not None:
+    if "MatMul" in op_type and inputs[1] is not None:
         inputs[1] = (inputs[1] / 36).astype(np.float16).astype(np.float32)
     check(kernel_results(case, inputs, library), case, inputs, "own kernels, batches", note)
 
