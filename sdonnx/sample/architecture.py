@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from sdonnx.models.image_adapters import ADAPTERS
+from sdonnx.sample.words import WORDS
 
 __all__ = ["ADAPTER_FILES", "AdapterSpec", "Architecture", "ClassSpec", "T5TokenizerSpec", "TokenizerSpec"]
 
@@ -40,11 +41,13 @@ class TokenizerSpec:
         pad_token: Token that pads a prompt to `model_max_length`.
         model_max_length: Number of positions of the text encoder.
         vocab_size: Number of tokens, including the two special ones.
+        words: Words that are one token each.
     """
 
     pad_token: str
     model_max_length: int = 77
     vocab_size: int = 49408
+    words: tuple[str, ...] = WORDS
 
 
 @dataclass(frozen=True)
@@ -54,10 +57,12 @@ class T5TokenizerSpec:
     Attributes:
         model_max_length: Length that captions are padded to.
         vocab_size: Number of tokens, including special ones; the encoder has room for a few more.
+        words: Words that are one token each.
     """
 
     model_max_length: int
     vocab_size: int = 32100
+    words: tuple[str, ...] = WORDS
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,10 @@ from typing import Any
 from sdonnx.sample.architecture import Architecture, ClassSpec, T5TokenizerSpec
 from sdonnx.sample.sample_networks import VAE_TINY, VAE_XL, vae
 
-__all__ = ["PIXART"]
+__all__ = ["PIXART", "pixart_transformer", "t5_encoder"]
 
 
-def _t5(**changes: Any) -> ClassSpec:
+def t5_encoder(**changes: Any) -> ClassSpec:
     """Return the text encoder of PixArt (the encoder of T5 1.1 XXL), with these changes."""
     config = {
         "architectures": ["T5EncoderModel"],
@@ -43,7 +43,7 @@ def _t5(**changes: Any) -> ClassSpec:
     return ClassSpec("transformers", "T5EncoderModel", MappingProxyType(config | changes))
 
 
-def _pixart_transformer(**changes: Any) -> ClassSpec:
+def pixart_transformer(**changes: Any) -> ClassSpec:
     """Return the transformer of PixArt-alpha at 1024x1024, with these changes."""
     config = {
         "activation_fn": "gelu-approximate",
@@ -101,21 +101,21 @@ def _pixart(name: str, transformer: ClassSpec, vae: ClassSpec, text_encoder: Cla
 _SIGMA = {"interpolation_scale": 2, "use_additional_conditions": False}
 # Heads have 72 channels, as in the published transformer, which has four times as many.
 _PIXART_TINY = {"caption_channels": 64, "cross_attention_dim": 288, "num_attention_heads": 4, "num_layers": 2}
-_T5_TINY = _t5(d_ff=256, d_kv=16, d_model=64, num_heads=4, num_layers=2)
+_T5_TINY = t5_encoder(d_ff=256, d_kv=16, d_model=64, num_heads=4, num_layers=2)
 
 PIXART: Mapping[str, Architecture] = {
-    "pixart-alpha": _pixart("PixArtAlphaPipeline", _pixart_transformer(), vae(), _t5(), 120),
-    "pixart-sigma": _pixart("PixArtSigmaPipeline", _pixart_transformer(**_SIGMA), vae(**VAE_XL), _t5(), 300),
+    "pixart-alpha": _pixart("PixArtAlphaPipeline", pixart_transformer(), vae(), t5_encoder(), 120),
+    "pixart-sigma": _pixart("PixArtSigmaPipeline", pixart_transformer(**_SIGMA), vae(**VAE_XL), t5_encoder(), 300),
     "pixart-tiny": _pixart(
-        "PixArtAlphaPipeline", _pixart_transformer(**_PIXART_TINY, sample_size=32), vae(**VAE_TINY), _T5_TINY, 120
+        "PixArtAlphaPipeline", pixart_transformer(**_PIXART_TINY, sample_size=32), vae(**VAE_TINY), _T5_TINY, 120
     ),
     # Trained at 1024x1024, and therefore conditioned on the image size.
     "pixart-alpha-tiny": _pixart(
-        "PixArtAlphaPipeline", _pixart_transformer(**_PIXART_TINY), vae(**VAE_TINY), _T5_TINY, 120
+        "PixArtAlphaPipeline", pixart_transformer(**_PIXART_TINY), vae(**VAE_TINY), _T5_TINY, 120
     ),
     "pixart-sigma-tiny": _pixart(
         "PixArtSigmaPipeline",
-        _pixart_transformer(**_PIXART_TINY, **_SIGMA, sample_size=32),
+        pixart_transformer(**_PIXART_TINY, **_SIGMA, sample_size=32),
         vae(**(VAE_XL | VAE_TINY)),
         _T5_TINY,
         300,

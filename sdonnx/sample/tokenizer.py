@@ -1,4 +1,4 @@
-"""Tokenizers of CLIP and T5 with few words: the published layouts of ids, with tokens made from `WORDS`.
+"""Tokenizers of CLIP and T5 with few words: the published layouts of ids, with tokens made from a few words.
 
 CLIP (OpenAI's `simple_tokenizer.py`): ids 0 to 255 are bytes, 256 to 511 bytes that end a word, followed by the merges
 and the two special tokens. T5 (`t5-v1_1-xxl/spiece.model`): padding, end and unknown, followed by pieces and a hundred
@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sdonnx.sample.architecture import T5TokenizerSpec, TokenizerSpec
-from sdonnx.sample.words import WORDS
 
 if TYPE_CHECKING:
     from transformers import CLIPTokenizer, T5Tokenizer
@@ -25,22 +24,22 @@ _WORD_START = "\N{LOWER ONE EIGHTH BLOCK}"  # SentencePiece's mark for a space
 _SENTINELS = 100
 
 
-def _learn_merges(symbols: list[str]) -> Any:
-    """Return the merges that turn every word of `WORDS` into one token, as pairs, most frequent first."""
+def _learn_merges(symbols: list[str], words: tuple[str, ...]) -> Any:
+    """Return the merges that turn every word into one token, as pairs, most frequent first."""
     from tokenizers import Tokenizer
     from tokenizers.models import BPE
     from tokenizers.trainers import BpeTrainer
 
     tokenizer = Tokenizer(BPE(end_of_word_suffix=_END_OF_WORD))
     trainer = BpeTrainer(
-        vocab_size=len(symbols) + sum(map(len, WORDS)),
+        vocab_size=len(symbols) + sum(map(len, words)),
         min_frequency=1,
         # These symbols get their ids before the first word is read, so ties are always broken the same way.
         special_tokens=symbols,
         end_of_word_suffix=_END_OF_WORD,
         show_progress=False,
     )
-    tokenizer.train_from_iterator(WORDS, trainer)
+    tokenizer.train_from_iterator(words, trainer)
     return [(left, right) for left, right in json.loads(tokenizer.to_str())["model"]["merges"]]
 
 
@@ -56,7 +55,7 @@ def _build_t5(spec: T5TokenizerSpec) -> T5Tokenizer:
     """
     from transformers import T5Tokenizer
 
-    words = [_WORD_START + word for word in dict.fromkeys(WORDS)]
+    words = [_WORD_START + word for word in dict.fromkeys(spec.words)]
     characters = sorted({character for word in words for character in word} | set("0123456789.,:;!?'-()\""))
     pieces = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0)]
     pieces += [(word, -8.0) for word in words if len(word) > 1]
@@ -79,7 +78,7 @@ def _build_clip(spec: TokenizerSpec) -> CLIPTokenizer:
     # Sorted by code point, which is CLIP's order: printable bytes first, so the id of "!" is 0.
     byte_symbols = sorted(ByteLevel.alphabet())
     symbols = byte_symbols + [symbol + _END_OF_WORD for symbol in byte_symbols]
-    merges = _learn_merges(symbols)
+    merges = _learn_merges(symbols, spec.words)
     tokens = symbols + [left + right for left, right in merges]
     tokens += [f"<|unused{number}|>" for number in range(len(tokens), spec.vocab_size - len(_SPECIAL_TOKENS))]
     tokens += _SPECIAL_TOKENS

@@ -1,0 +1,112 @@
+"""The pipelines that are trained on drawings of shapes: `shapes` (Stable Diffusion) and `shapes-dit` (PixArt).
+
+They have the published classes and schedulers, but few channels: about 5 million parameters each. Both have the same
+autoencoder, whose latents are 4x4 pixels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from sdonnx.sample.architecture import Architecture, ClassSpec, T5TokenizerSpec, TokenizerSpec
+from sdonnx.sample.pixart_sample import pixart_transformer, t5_encoder
+from sdonnx.sample.sample_networks import clip_text, unet, vae
+from sdonnx.sample.shapes.shape_scenes import IMAGE_SIZE, VOCABULARY
+
+__all__ = ["SHAPES_DIT", "SHAPES_UNET", "TRAINED"]
+
+SHAPES_UNET, SHAPES_DIT = "shapes", "shapes-dit"
+
+_LATENT_SIZE = IMAGE_SIZE // 4
+_TEXT_WIDTH = 128
+
+# Latents are normalized by the autoencoder's own layers, so that scaling_factor is 1.
+_VAE = vae(
+    block_out_channels=[32, 48, 64],
+    down_block_types=["DownEncoderBlock2D"] * 3,
+    layers_per_block=1,
+    norm_num_groups=8,
+    sample_size=IMAGE_SIZE,
+    scaling_factor=1.0,
+    up_block_types=["UpDecoderBlock2D"] * 3,
+)
+
+_CLIP_TOKENIZER = TokenizerSpec("<|endoftext|>", vocab_size=704, words=VOCABULARY)
+_T5_TOKENIZER = T5TokenizerSpec(120, vocab_size=192, words=VOCABULARY)
+
+
+def _scheduler(**changes: float | str) -> ClassSpec:
+    """Return DPM-Solver++ of second order, with these changes."""
+    config = {
+        "algorithm_type": "dpmsolver++",
+        "num_train_timesteps": 1000,
+        "prediction_type": "v_prediction",
+        "solver_order": 2,
+        "solver_type": "midpoint",
+        "timestep_spacing": "linspace",
+    }
+    return ClassSpec("diffusers", "DPMSolverMultistepScheduler", MappingProxyType(config | changes))
+
+
+TRAINED: Mapping[str, Architecture] = MappingProxyType(
+    {
+        SHAPES_UNET: Architecture(
+            "StableDiffusionPipeline",
+            MappingProxyType(
+                {
+                    "unet": unet(
+                        attention_head_dim=[2, 4],
+                        block_out_channels=[64, 128],
+                        cross_attention_dim=_TEXT_WIDTH,
+                        down_block_types=["CrossAttnDownBlock2D"] * 2,
+                        layers_per_block=1,
+                        norm_num_groups=16,
+                        sample_size=_LATENT_SIZE,
+                        up_block_types=["CrossAttnUpBlock2D"] * 2,
+                    ),
+                    "vae": _VAE,
+                    "text_encoder": clip_text(
+                        hidden_size=_TEXT_WIDTH,
+                        intermediate_size=4 * _TEXT_WIDTH,
+                        num_attention_heads=4,
+                        num_hidden_layers=3,
+                        projection_dim=_TEXT_WIDTH,
+                        vocab_size=_CLIP_TOKENIZER.vocab_size,
+                    ),
+                }
+            ),
+            MappingProxyType({"tokenizer": _CLIP_TOKENIZER}),
+            _scheduler(beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear", steps_offset=1),
+        ),
+        SHAPES_DIT: Architecture(
+            "PixArtAlphaPipeline",
+            MappingProxyType(
+                {
+                    "transformer": pixart_transformer(
+                        attention_head_dim=32,
+                        caption_channels=_TEXT_WIDTH,
+                        cross_attention_dim=192,
+                        num_attention_heads=6,
+                        num_layers=7,
+                        sample_size=_LATENT_SIZE,
+                    ),
+                    "vae": _VAE,
+                    "text_encoder": t5_encoder(
+                        d_ff=2 * _TEXT_WIDTH,
+                        d_kv=32,
+                        d_model=_TEXT_WIDTH,
+                        dropout_rate=0.0,
+                        num_heads=4,
+                        num_layers=3,
+                        vocab_size=_T5_TOKENIZER.vocab_size,
+                    ),
+                }
+            ),
+            MappingProxyType({"tokenizer": _T5_TOKENIZER}),
+            _scheduler(beta_start=0.0001, beta_end=0.02, beta_schedule="linear"),
+            options=MappingProxyType({}),
+        ),
+    }
+)
+"""The pipelines by the names that `--arch` accepts."""

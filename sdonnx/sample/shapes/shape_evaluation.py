@@ -1,0 +1,112 @@
+"""Measure how often a pipeline draws what a caption says."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image, ImageDraw
+
+from sdonnx.sample.shapes.shape_judge import SceneScore, judge_image, wilson_interval
+from sdonnx.sample.shapes.shape_scenes import PHRASES, Scene, all_scenes, captions, is_held_out, read_caption
+
+__all__ = ["MEASURES", "contact_sheet", "generate", "held_out_captions", "score_images", "summarize"]
+
+MEASURES = ("colour", "shape", "size", "relation", "right")
+"""The attributes of `SceneScore` that are counted."""
+
+_SINGLE_SHARE = 0.1
+
+
+def held_out_captions(count: int, seed: int) -> tuple[str, ...]:
+    """Return captions that training leaves out: a tenth with one shape, and the others equally of each relation."""
+    source = random.Random(seed)
+    by_relation: dict[str | None, list[Scene]] = {}
+    for scene in all_scenes():
+        if is_held_out(scene):
+            by_relation.setdefault(scene.relation, []).append(scene)
+    single = round(count * _SINGLE_SHARE)
+    relations = [None] * single + [
+        relation for relation, _ in zip(_cycle(PHRASES), range(count - single), strict=False)
+    ]
+    return tuple(source.choice(captions(source.choice(by_relation[relation]))) for relation in relations)
+
+
+def _cycle(names: Iterable[str]) -> Iterable[str]:
+    kept = list(names)
+    while True:
+        yield from kept
+
+
+def generate(
+    pipeline: Any, prompts: Sequence[str], *, steps: int, guidance_scale: float, seed: int, batch: int
+) -> npt.NDArray[np.uint8]:
+    """Return an image (N,H,W,3) for each prompt, by a pipeline of diffusers; the noise is from the CPU, by the seed."""
+    import torch
+
+    denoiser = getattr(pipeline, "unet", None) or pipeline.transformer
+    side, channels = denoiser.config.sample_size, denoiser.config.in_channels
+    generator = torch.Generator("cpu").manual_seed(seed)
+    noise = torch.randn(len(prompts), channels, side, side, generator=generator)
+    pixels = side * pipeline.vae_scale_factor
+    # PixArt replaces sizes by those of its training otherwise.
+    extra = {} if hasattr(pipeline, "unet") else {"use_resolution_binning": False, "clean_caption": False}
+    images = []
+    for start in range(0, len(prompts), batch):
+        part = list(prompts[start : start + batch])
+        made = pipeline(
+            part,
+            height=pixels,
+            width=pixels,
+            num_inference_steps=steps,
+            guidance_scale=guidance_scale,
+            latents=noise[start : start + batch].to(pipeline.device, denoiser.dtype),
+            output_type="np",
+            **extra,
+        ).images
+        images.append(np.round(made * 255).clip(0, 255).astype(np.uint8))
+    return np.concatenate(images)
+
+
+def score_images(images: Iterable[npt.NDArray[np.uint8]], prompts: Sequence[str]) -> list[SceneScore]:
+    """Judge an image (H,W,3) for each caption."""
+    return [judge_image(image, read_caption(prompt)) for image, prompt in zip(images, prompts, strict=True)]
+
+
+def summarize(scores: Sequence[SceneScore]) -> dict[str, dict[str, Any]]:
+    """Return `right`, `count`, `share` and the Wilson interval `low` to `high` of each of `MEASURES` that applies."""
+    summary: dict[str, dict[str, Any]] = {}
+    for measure in MEASURES:
+        values = [value for score in scores if (value := getattr(score, measure)) is not None]
+        if values:
+            low, high = wilson_interval(sum(values), len(values))
+            counted = {"right": sum(values), "count": len(values), "share": sum(values) / len(values)}
+            summary[measure] = counted | {"low": low, "high": high}
+    return summary
+
+
+def contact_sheet(rows: Mapping[str, tuple[Sequence[str], npt.NDArray[np.uint8]]], columns: int) -> Image.Image:
+    """Return images at twice their size with captions, under a title for each group of images."""
+    cell, text, title = 2 * 64, 34, 18
+    groups = {name: (prompts, images) for name, (prompts, images) in rows.items() if len(images)}
+    heights = [title + -(-len(images) // columns) * (cell + text) for _, images in groups.values()]
+    sheet = Image.new("RGB", (columns * cell, sum(heights)), "white")
+    canvas = ImageDraw.Draw(sheet)
+    top = 0
+    for (name, (prompts, images)), height in zip(groups.items(), heights, strict=True):
+        canvas.text((4, top + 2), name, fill="black")
+        for index, (prompt, image) in enumerate(zip(prompts, images, strict=True)):
+            left, upper = index % columns * cell, top + title + index // columns * (cell + text)
+            sheet.paste(Image.fromarray(image).resize((cell, cell), Image.Resampling.NEAREST), (left, upper))
+            canvas.multiline_text((left + 3, upper + cell + 1), _wrapped(prompt), fill="black", font_size=9, spacing=1)
+        top += height
+    return sheet
+
+
+def _wrapped(prompt: str) -> str:
+    import textwrap
+
+    return "\n".join(textwrap.wrap(prompt, 26)[:3])
