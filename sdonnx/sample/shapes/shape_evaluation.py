@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import random
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -29,16 +31,8 @@ def held_out_captions(count: int, seed: int) -> tuple[str, ...]:
         if is_held_out(scene):
             by_relation.setdefault(scene.relation, []).append(scene)
     single = round(count * _SINGLE_SHARE)
-    relations = [None] * single + [
-        relation for relation, _ in zip(_cycle(PHRASES), range(count - single), strict=False)
-    ]
+    relations = [None] * single + list(itertools.islice(itertools.cycle(PHRASES), count - single))
     return tuple(source.choice(captions(source.choice(by_relation[relation]))) for relation in relations)
-
-
-def _cycle(names: Iterable[str]) -> Iterable[str]:
-    kept = list(names)
-    while True:
-        yield from kept
 
 
 def generate(
@@ -107,6 +101,4 @@ def contact_sheet(rows: Mapping[str, tuple[Sequence[str], npt.NDArray[np.uint8]]
 
 
 def _wrapped(prompt: str) -> str:
-    import textwrap
-
     return "\n".join(textwrap.wrap(prompt, 26)[:3])

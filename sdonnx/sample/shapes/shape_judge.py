@@ -1,10 +1,10 @@
 """Judge whether an image shows the shapes of its caption, without a learned model.
 
 Pixels are divided by their nearest colour, and connected pixels are an object. The centroid gives its position, the
-area its size, and three moments its shape: with z = x + iy from the centroid and the area A, the sum of |z|^2 / A^2 is
-the smallest for a circle, the sum of z^3 / A^2.5 differs from zero for triangles only, and the sum of z^4 / A^3 is negative for upright
-squares, positive for upright crosses and zero for circles (Hu 1962, "Visual pattern recognition by moment invariants",
-without the invariance to rotation). Only numpy is used.
+area its size, and three moments its shape. With z = x + iy from the centroid and the area A, the sum of |z|^2 / A^2 is
+smallest for a circle; the sum of z^3 / A^2.5 differs from zero for triangles only; the sum of z^4 / A^3 is negative for
+upright squares, positive for upright crosses and zero for circles (Hu 1962, "Visual pattern recognition by moment
+invariants", without the invariance to rotation). Only numpy is used.
 """
 
 from __future__ import annotations
