@@ -32,7 +32,14 @@ from sdonnx.sample.shapes.denoiser_training import CaptionPool, DenoiserTraining
 from sdonnx.sample.shapes.shape_architectures import TRAINED
 from sdonnx.sample.shapes.shape_autoencoder import encode_drawings, initialized, train_autoencoder
 from sdonnx.sample.shapes.shape_drawing import SceneTable
-from sdonnx.sample.shapes.shape_evaluation import contact_sheet, generate, held_out_captions, score_images, summarize
+from sdonnx.sample.shapes.shape_evaluation import (
+    contact_sheet,
+    generate,
+    held_out_captions,
+    score_images,
+    summarize,
+    summarize_relations,
+)
 from sdonnx.sample.shapes.shape_scenes import all_scenes, captions, is_held_out
 from sdonnx.sample.shapes.training_step import Budget
 from sdonnx.sample.tokenizer import build_tokenizer, save_tokenizer
@@ -40,7 +47,7 @@ from sdonnx.sample.write_sample import build_network
 
 SINGLE_SHARE = 0.15  # of the training's drawings; the others are divided equally between the relations
 EVALUATION_SEED = 1000
-FINAL_SECONDS = 60  # for the evaluation of two pipelines at the end, with --total_seconds
+FINAL_SECONDS = 30  # for the evaluation of each pipeline at the end, with --total_seconds
 SHEET_PROMPTS = 16
 
 
@@ -61,6 +68,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--drawings", type=int, default=1 << 19, help="number of encoded drawings")
     parser.add_argument("--compile", action="store_true", help="compile the networks with torch.compile")
     parser.add_argument("--resume", type=Path, help="folder of an earlier run whose weights to continue from")
+    parser.add_argument("--vae", type=Path, help="folder of a trained autoencoder to use")
     parser.add_argument("--prompts", type=int, default=2000, help="number of held-out captions to evaluate on")
     parser.add_argument("--points", type=int, default=4, help="evaluations on 240 captions during the training")
     parser.add_argument("--sampling_steps", type=int, default=25)
@@ -150,6 +158,7 @@ class Evaluation:
 
     settings: dict[str, Any]
     accuracy: dict[str, dict[str, Any]]
+    relations: dict[str, dict[str, Any]]
     prompts: tuple[str, ...]
     images: npt.NDArray[np.uint8]
 
@@ -177,8 +186,11 @@ class Run:
         """Train the autoencoder, or load that of an earlier run."""
         options = self.options
         spec = next(iter(self.architectures.values())).networks["vae"]
-        if options.resume is not None:
-            self.autoencoder = load_network(spec, options.resume / options.arch[0] / "vae", self.device)
+        folder = options.vae
+        if folder is None and options.resume is not None:
+            folder = options.resume / options.arch[0] / "vae"
+        if folder is not None:
+            self.autoencoder = load_network(spec, folder, self.device)
             return
         self.autoencoder = new_network(spec, self.device, options.seed)
         scenes = [scene for scene in all_scenes() if not is_held_out(scene)]
@@ -238,7 +250,7 @@ class Run:
         seconds = options.seconds
         if options.total_seconds is not None:
             elapsed = time.perf_counter() - self.log.started
-            seconds = min(seconds, options.total_seconds - FINAL_SECONDS - elapsed)
+            seconds = min(seconds, options.total_seconds - FINAL_SECONDS * len(options.arch) - elapsed)
         self.budget = budget = Budget(seconds, options.steps)
         points = [(index + 1) / (options.points + 1) for index in range(options.points)]
         interval = 500
@@ -271,10 +283,12 @@ class Run:
         pipeline = make_pipeline(self.architectures[name], components)
         images = generate(pipeline, prompts, **settings, seed=EVALUATION_SEED, batch=250)
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
-        summary = summarize(score_images(images, prompts))
-        shares = {measure: values["share"] for measure, values in summary.items()}
+        scores = score_images(images, prompts)
+        summary, relations = summarize(scores), summarize_relations(scores, prompts)
+        named = summary | {f"relation {name}": values for name, values in relations.items()}
+        shares = {measure: values["share"] for measure, values in named.items()}
         self.log(name, {"step": self.budget.done, "prompts": count, **settings, **shares})
-        return Evaluation(settings, summary, prompts, images)
+        return Evaluation(settings, summary, relations, prompts, images)
 
     def finish(self) -> None:
         """Write the pipelines, the result and the samples."""
@@ -296,7 +310,12 @@ class Run:
             counts = {
                 part: sum(each.numel() for each in made[name][part].parameters()) for part in architecture.networks
             }
-            result["pipelines"][name] = {"parameters": counts, "settings": found.settings, "accuracy": found.accuracy}
+            result["pipelines"][name] = {
+                "parameters": counts,
+                "settings": found.settings,
+                "accuracy": found.accuracy,
+                "relations": found.relations,
+            }
             # The first captions have one shape, the others two.
             chosen = [*range(4), *range(options.prompts - SHEET_PROMPTS + 4, options.prompts)]
             sheets[name] = ([found.prompts[index] for index in chosen], found.images[chosen])

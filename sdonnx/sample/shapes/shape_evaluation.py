@@ -15,7 +15,15 @@ from PIL import Image, ImageDraw
 from sdonnx.sample.shapes.shape_judge import SceneScore, judge_image, wilson_interval
 from sdonnx.sample.shapes.shape_scenes import PHRASES, Scene, all_scenes, captions, is_held_out, read_caption
 
-__all__ = ["MEASURES", "contact_sheet", "generate", "held_out_captions", "score_images", "summarize"]
+__all__ = [
+    "MEASURES",
+    "contact_sheet",
+    "generate",
+    "held_out_captions",
+    "score_images",
+    "summarize",
+    "summarize_relations",
+]
 
 MEASURES = ("colour", "shape", "size", "relation", "right")
 """The attributes of `SceneScore` that are counted."""
@@ -72,14 +80,27 @@ def score_images(images: Iterable[npt.NDArray[np.uint8]], prompts: Sequence[str]
 
 def summarize(scores: Sequence[SceneScore]) -> dict[str, dict[str, Any]]:
     """Return `right`, `count`, `share` and the Wilson interval `low` to `high` of each of `MEASURES` that applies."""
-    summary: dict[str, dict[str, Any]] = {}
-    for measure in MEASURES:
-        values = [value for score in scores if (value := getattr(score, measure)) is not None]
-        if values:
-            low, high = wilson_interval(sum(values), len(values))
-            counted = {"right": sum(values), "count": len(values), "share": sum(values) / len(values)}
-            summary[measure] = counted | {"low": low, "high": high}
-    return summary
+    measured = {measure: [getattr(score, measure) for score in scores] for measure in MEASURES}
+    return {measure: counted for measure, values in measured.items() if (counted := _count(values)) is not None}
+
+
+def summarize_relations(scores: Sequence[SceneScore], prompts: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Return the same numbers as `summarize` of the measure "relation", for each relation of the captions."""
+    relations = [read_caption(prompt).relation for prompt in prompts]
+    by_relation = {
+        name: [score.relation for score, relation in zip(scores, relations, strict=True) if relation == name]
+        for name in PHRASES
+    }
+    return {name: counted for name, values in by_relation.items() if (counted := _count(values)) is not None}
+
+
+def _count(values: Iterable[bool | None]) -> dict[str, Any] | None:
+    """Return how many of the values are true, without those that are None; None if there are no others."""
+    known = [value for value in values if value is not None]
+    if not known:
+        return None
+    low, high = wilson_interval(sum(known), len(known))
+    return {"right": sum(known), "count": len(known), "share": sum(known) / len(known), "low": low, "high": high}
 
 
 def contact_sheet(rows: Mapping[str, tuple[Sequence[str], npt.NDArray[np.uint8]]], columns: int) -> Image.Image:
