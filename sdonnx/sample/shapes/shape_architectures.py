@@ -116,4 +116,4 @@ TRAINED: Mapping[str, Architecture] = MappingProxyType(
         ),
     }
 )
-"""The pipelines by the names that `--arch` accepts."""
+"""The pipelines by name. `sdonnx sample` does not offer them before weights are shipped; see docs/decisions/0155."""

@@ -11,7 +11,7 @@ from torch.nn import functional as F  # noqa: N812
 from sdonnx.sample.shapes.shape_drawing import SceneTable, draw, place
 from sdonnx.sample.shapes.training_step import Budget, CapturedStep, make_optimizer, set_learning_rate
 
-__all__ = ["encode_drawings", "initialized", "train_autoencoder"]
+__all__ = ["encode_drawings", "initialized", "normalize_latents", "train_autoencoder"]
 
 _LEARNING_RATE, _WARMUP_STEPS = 1.5e-3, 200
 _ABSOLUTE_WEIGHT = 0.5  # of the absolute error next to the squared one: sharp outlines
@@ -19,11 +19,10 @@ _KL_WEIGHT = 1e-4  # of the mean divergence per latent: decodes alike for latent
 _ENCODING_BATCH = 1024
 
 
-def initialized(network: torch.nn.Module, device: str) -> torch.nn.Module:
+def initialized(network: Any, device: str) -> Any:
     """Return a network of the meta device on `device`, with the initial weights of its classes."""
-    config: Any = network.config
     build = getattr(type(network), "from_config", None) or type(network)
-    return build(config).to(device)  # type: ignore[no-any-return]
+    return build(network.config).to(device)
 
 
 def train_autoencoder(
@@ -94,13 +93,22 @@ def train_autoencoder(
             since = budget.done
     if device == "cuda":
         torch.cuda.synchronize()
-    _normalize(network, table, generator)
+    normalize_latents(network, table, generator)
 
 
 @torch.no_grad()
-def _normalize(network: Any, table: SceneTable, generator: torch.Generator) -> None:
-    """Change the layers next to the latents so that each channel has mean 0 and variance 1; images do not change."""
-    rows = torch.randint(len(table.relations), (_ENCODING_BATCH,), generator=generator, device=generator.device)
+def normalize_latents(
+    network: Any, table: SceneTable, generator: torch.Generator, count: int = _ENCODING_BATCH
+) -> None:
+    """Change the layers next to the latents so that each channel has mean 0 and variance 1; images do not change.
+
+    Args:
+        network: the autoencoder, which is changed.
+        table: the scenes to draw.
+        generator: the generator that chooses scenes and positions, on the network's device.
+        count: number of drawings to measure the mean and the variance on.
+    """
+    rows = torch.randint(len(table.relations), (count,), generator=generator, device=generator.device)
     latents = encode_drawings(network, table, rows, generator).float()
     mean, std = latents.mean((0, 2, 3)), latents.std((0, 2, 3))
     channels = len(mean)

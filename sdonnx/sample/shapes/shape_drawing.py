@@ -101,10 +101,13 @@ def place(table: SceneTable, rows: torch.Tensor, generator: torch.Generator) -> 
     is_second_first = (relations == _RELATIONS.index("right")) | (relations == _RELATIONS.index("below"))
     order = torch.stack([is_second_first, ~is_second_first], 1).long()
     before, after = order.unbind(1)
-    starts, ends = torch.where(vertical[:, None], top, side), torch.where(vertical[:, None], bottom, side)
-    across_starts, across_ends = torch.where(vertical[:, None], side, top), torch.where(vertical[:, None], side, bottom)
+    starts = torch.where(vertical[:, None], top, side)
+    ends = torch.where(vertical[:, None], bottom, side)
+    across_starts = torch.where(vertical[:, None], side, top)
+    across_ends = torch.where(vertical[:, None], side, bottom)
 
     def of(values: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        """Return the value (B,) of one of both shapes, from (B,2)."""
         return values.gather(1, index[:, None])[:, 0]
 
     length = (starts + ends).sum(1)
@@ -153,14 +156,14 @@ def draw(layouts: Layouts) -> torch.Tensor:
     coverages = []
     for index in range(2):
         centre, radius = layouts.centres[:, index], layouts.radii[:, index, None, None]
-        x, y = pixels[None, None, :] - centre[:, 0, None, None], pixels[None, :, None] - centre[:, 1, None, None]
+        x = pixels[None, None, :] - centre[:, 0, None, None]
+        y = pixels[None, :, None] - centre[:, 1, None, None]
         distance = _distances(x, y, radius, layouts.shapes[:, index, None, None])
         coverages.append((0.5 - distance).clamp(0, 1) * (radius > 0))
     image = torch.ones(len(layouts.radii), 3, IMAGE_SIZE, IMAGE_SIZE, device=device)
     back = layouts.is_second_behind.long()
-    for front in (False, True):
-        index = 1 - back if front else back
-        coverage = torch.where(index[:, None, None] == 0, coverages[0], coverages[1])[:, None]
-        colour = layouts.colours.gather(1, index[:, None, None].expand(-1, 1, 3))[:, 0, :, None, None]
+    for painted in (back, 1 - back):
+        coverage = torch.where(painted[:, None, None] == 0, coverages[0], coverages[1])[:, None]
+        colour = layouts.colours.gather(1, painted[:, None, None].expand(-1, 1, 3))[:, 0, :, None, None]
         image = image + (colour - image) * coverage
     return image

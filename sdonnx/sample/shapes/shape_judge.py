@@ -127,11 +127,14 @@ def _moments(filled: Mask) -> tuple[float, float, int, tuple[float, float, float
     x, y = float(columns.mean()) + 0.5, float(rows.mean()) + 0.5
     z = (columns + 0.5 - x) + 1j * (rows + 0.5 - y)
     area = len(rows)
-    second, third, fourth = float((abs(z) ** 2).sum()), float(abs((z**3).sum())), float((z**4).sum().real)
+    second = float((abs(z) ** 2).sum())
+    third = float(abs((z**3).sum()))
+    fourth = float((z**4).sum().real)
     return x, y, area, (second / area**2, third / area**2.5, fourth / area**3)
 
 
 def _shape(moments: tuple[float, float, float]) -> str | None:
+    """Return the shape with the nearest moments; None if all are far away."""
     distance, name = min((math.dist(moments, prototype), name) for name, prototype in _PROTOTYPES.items())
     return name if distance <= _MAX_MOMENT_DISTANCE else None
 
@@ -157,6 +160,7 @@ def find_objects(image: npt.NDArray[np.uint8]) -> tuple[FoundObject, ...]:
 
 
 def _contains(outer: FoundObject, inner: FoundObject) -> bool:
+    """Return whether all pixels of one object lie in the other or in its holes."""
     return bool(outer.filled[inner.filled].all())
 
 
