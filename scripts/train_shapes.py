@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import importlib
 import json
 import platform
 import sys
@@ -125,8 +124,8 @@ def _two_layers(module: Any) -> tuple[Any, Any]:
 
 def load_network(spec: ClassSpec, folder: Path, device: str) -> Any:
     """Return a network of an earlier run, in float32."""
-    loaded: Any = getattr(importlib.import_module(spec.library), spec.name)
-    return loaded.from_pretrained(folder).float().to(device)
+    network_class: Any = type(build_network(spec))
+    return network_class.from_pretrained(folder).float().to(device)
 
 
 def make_pipeline(architecture: Architecture, components: Mapping[str, Any]) -> Any:
