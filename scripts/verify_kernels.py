@@ -163,7 +163,7 @@ def _verify(options: argparse.Namespace) -> int:
     for each in measured:
         medians = ", ".join(f"{name} {value:.3f} ms" for name, value in each["median_step_ms"].items())
         console().print(f"{each['folder']}: a step takes {medians}; images differ by {each['image_psnr_db']:.1f} dB")
-    record = {"command": shlex.join(sys.orig_argv), "library": str(library), **environment()}
+    record = {"command": shlex.join(sys.orig_argv), "library": library.name, **environment()}
     append_json(options.json, record | {"checks": runs, "forms": measured})
     return int(any(run["status"] for run in runs))
 

@@ -19,8 +19,8 @@ from sdonnx.fusions.own_image_kernels import concat_channels, upsample_nearest
 from sdonnx.fusions.own_nodes import has_one_reader, put_own
 from sdonnx.fusions.own_products import bias_add, fast_gelu, gemm, mat_mul, sum_with_bias
 from sdonnx.fusions.own_sampler import use_sampler_kernels
-from sdonnx.fusions.own_self_attention import self_attention
 from sdonnx.fusions.repeated_rows import copied_value, row_of_table
+from sdonnx.fusions.stack_projections import self_attention
 from sdonnx.graph.edit import (
     MICROSOFT,
     Dim,

@@ -29,7 +29,7 @@ from sdonnx.folder.pipeline_folder import (
 )
 from sdonnx.fusions.fusion_table import StageOutcome, fuse
 from sdonnx.fusions.own_kernels import OWN_KERNELS, use_own_kernels
-from sdonnx.fusions.own_self_attention import order_weights
+from sdonnx.fusions.stack_projections import order_weights
 from sdonnx.graph.match import MatchFailure
 from sdonnx.graph.passes import tidy
 from sdonnx.models import abi

@@ -11,7 +11,7 @@ from support.graphs import graph, normal
 from support.own_swaps import own, swapped
 
 from sdonnx.fusions.own_kernels import use_own_kernels
-from sdonnx.fusions.own_self_attention import order_weights
+from sdonnx.fusions.stack_projections import order_weights
 from sdonnx.operators.case import OWN_DOMAIN
 
 FIRED = {"MultiHeadAttentionToOwnSelfAttention": 1}
