@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
 import shlex
 import statistics
 import sys
@@ -32,6 +31,7 @@ from sdonnx.benchmark.record import environment
 from sdonnx.benchmark.statistics import quantile
 from sdonnx.doctor.kernel_library import named_kernel_library
 from sdonnx.errors import OptionError
+from sdonnx.folder.pipeline_folder import read_json
 from sdonnx.terminal import add_common, console, guarded
 
 __all__ = ["ENGINES", "main"]
@@ -110,23 +110,27 @@ class _Case:
 
     def model(self, dtype: Any) -> Any:
         """Return the denoiser as torch's module."""
+        network, _ = self._network()
+        return network.from_pretrained(self.source, dtype=dtype).to(self.device).eval()
+
+    def _network(self) -> tuple[Any, dict[str, Any]]:
+        """Return the class of torch's module, and its configuration."""
         import diffusers
 
-        name = json.loads((self.source / "config.json").read_text())["_class_name"]
-        return getattr(diffusers, name).from_pretrained(self.source, dtype=dtype).to(self.device).eval()
+        config = read_json(self.source / "config.json")
+        return getattr(diffusers, config["_class_name"]), config
 
     def limits_ms(self, gpu: str) -> dict[str, float]:
         """Return the shortest time of each kind of operator on a GPU, in ms; nothing for GPUs without known rates."""
-        import diffusers
         import torch
 
         from sdonnx.benchmark.denoiser_limits import PEAKS, limits_ms
 
         if gpu not in PEAKS:
             return {}
-        config = json.loads((self.source / "config.json").read_text())
+        network, config = self._network()
         with torch.device("meta"):
-            model = getattr(diffusers, config["_class_name"]).from_config(config).half().eval()
+            model = network.from_config(config).half().eval()
         case, meta = copy.copy(self), methodcaller("to", "meta")
         case.sample, case.prompt, case.timestep = map(meta, (self.sample, self.prompt, self.timestep))
         case.more = _each(self.more, meta)
