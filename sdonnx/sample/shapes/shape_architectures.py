@@ -96,6 +96,7 @@ TRAINED: Mapping[str, Architecture] = MappingProxyType(
                         cross_attention_dim=192,
                         num_attention_heads=6,
                         num_layers=7,
+                        patch_size=1,
                         sample_size=_LATENT_SIZE,
                     ),
                     "vae": _VAE,
