@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 
-from sdonnx.doctor.gpu import Gpu, cuda_driver_version, driver_version, gpus
+from sdonnx.doctor.gpu import Gpu, cuda_driver_version, driver_version, gpus, load_cuda_libraries
 from sdonnx.installation import install_command
 
 __all__ = ["Facts", "Finding", "collect_facts", "default_provider", "findings"]
@@ -144,10 +144,8 @@ def _missing(built_for: str) -> tuple[str, ...]:
     import contextlib
     import io
 
-    import onnxruntime
-
     with contextlib.redirect_stdout(io.StringIO()):  # it prints the libraries that it does not find
-        onnxruntime.preload_dlls()
+        load_cuda_libraries()
     found = []
     for library in _libraries(built_for):
         try:

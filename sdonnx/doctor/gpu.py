@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import re
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Gpu", "cublas_version", "cuda_driver_version", "cuda_libraries", "driver_version", "gpus", "identity"]
+__all__ = [
+    "Gpu",
+    "cublas_version",
+    "cuda_driver_version",
+    "cuda_libraries",
+    "driver_version",
+    "gpus",
+    "identity",
+    "load_cuda_libraries",
+]
 
 # cuda.h
 _DRIVER = "libcuda.so.1"
@@ -71,8 +81,23 @@ def gpus() -> tuple[Gpu, ...]:
     return tuple(found)
 
 
+@functools.cache
+def load_cuda_libraries() -> None:
+    """Load CUDA's and cuDNN's libraries as ONNX Runtime does: from their wheels, or otherwise as the system finds them.
+
+    The first library of a name that a process loads is the one that all others in it use, ONNX Runtime's provider and
+    our own kernels among them. So a version is right only if this was called before, and whoever asks for a version
+    without it may load the system's library in place of that of the wheel. It is done once for the process, and does
+    nothing if ONNX Runtime was not built for CUDA.
+    """
+    import onnxruntime
+
+    onnxruntime.preload_dlls()
+
+
 def cuda_libraries() -> dict[str, str]:
     """Return the versions of the CUDA runtime and cuDNN that this process loads; "" for a missing library."""
+    load_cuda_libraries()
     versions = {"cuda_runtime": "", "cudnn": ""}
     for name in ("libcudart.so.13", "libcudart.so.12"):
         with suppress(OSError, AttributeError):
@@ -88,6 +113,7 @@ def cuda_libraries() -> dict[str, str]:
 
 def cublas_version() -> str:
     """Return the version of the cuBLASLt that our own kernels load (kernels/src/cublas_lt.h); "" if it is missing."""
+    load_cuda_libraries()
     with suppress(OSError, AttributeError):
         get_version = ctypes.CDLL("libcublasLt.so.13").cublasLtGetVersion
         get_version.restype = ctypes.c_size_t

@@ -15,6 +15,7 @@ import numpy.typing as npt
 import onnxruntime
 from onnxruntime import OrtValue
 
+from sdonnx.doctor.gpu import load_cuda_libraries
 from sdonnx.errors import DeviceMemoryError, OptionError, ProviderError
 from sdonnx.installation import install_command
 from sdonnx.runtime.device.cuda import Event, cuda
@@ -212,5 +213,5 @@ def device_for(provider: str, index: int = 0) -> Device:
     onnxruntime.set_default_logger_severity(FATAL)
     if name == "cuda":
         # Finds the CUDA and cuDNN wheels, unlike the dynamic loader.
-        onnxruntime.preload_dlls()
+        load_cuda_libraries()
     return Device(name, index)
