@@ -23,7 +23,7 @@ from sdonnx.doctor.environment import Facts, Finding, collect_facts, default_pro
 from sdonnx.doctor.first_use import first_use
 from sdonnx.doctor.gpu import identity
 from sdonnx.doctor.kernel_library import usable_library
-from sdonnx.doctor.measured_verdicts import measured_verdict
+from sdonnx.doctor.measured_verdicts import measured_verdicts
 from sdonnx.doctor.own_kernel_check import own_verdict
 from sdonnx.doctor.sessions import kernel_opener
 from sdonnx.doctor.verdict import SummaryLine, Verdict, judge, summarize
@@ -180,7 +180,7 @@ def _check_quickly(options: argparse.Namespace, report: dict[str, Any]) -> bool:
 def _place(verdict: Verdict) -> str:
     """Return where later processes find a verdict."""
     path = verdict_path(verdict.key)
-    is_shipped = measured_verdict(verdict.key) == verdict
+    is_shipped = verdict in measured_verdicts()
     return str(path) if path.is_file() else "shipped with sdonnx" if is_shipped else "not cached"
 
 

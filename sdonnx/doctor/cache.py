@@ -19,6 +19,7 @@ from sdonnx.doctor.verdict import Key, SummaryLine, Verdict
 __all__ = [
     "CACHE",
     "cache_folder",
+    "cached_verdicts",
     "read_verdict",
     "result_as_json",
     "verdict_as_json",
@@ -55,6 +56,16 @@ def read_verdict(key: Key, folder: Path | None = None) -> Verdict | None:
         if verdict.key == dict(key):
             return verdict
     return None
+
+
+def cached_verdicts(folder: Path | None = None) -> list[Verdict]:
+    """Return the verdicts on all machines that are cached and can be read, in the order of their files' names."""
+    found = []
+    with suppress(OSError, RuntimeError):
+        for path in sorted((cache_folder() if folder is None else folder).glob("kernels-*.json")):
+            with suppress(OSError, ValueError):
+                found.append(verdict_from_json(json.loads(path.read_text(encoding="utf-8"))))
+    return found
 
 
 def verdict_from_json(document: Any) -> Verdict:

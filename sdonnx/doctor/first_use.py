@@ -8,10 +8,11 @@ from contextlib import ExitStack, contextmanager, suppress
 from enum import Enum
 from pathlib import Path
 
-from sdonnx.doctor.cache import read_verdict, verdict_path, write_verdict
+from sdonnx.doctor.cache import cached_verdicts, read_verdict, verdict_path, write_verdict
 from sdonnx.doctor.check_kernels import KERNEL_CASES_FILE, KernelCaseSet, digest_of, read_kernel_cases
 from sdonnx.doctor.gpu import identity
-from sdonnx.doctor.measured_verdicts import MEASURED_VERDICTS_FILE, measured_verdict
+from sdonnx.doctor.measured_verdicts import MEASURED_VERDICTS_FILE, measured_verdicts
+from sdonnx.doctor.nearest_verdict import nearest_verdict
 from sdonnx.doctor.sessions import OpenKernel, kernel_opener
 from sdonnx.doctor.verdict import Key, Verdict, judge
 from sdonnx.errors import OptionError
@@ -73,7 +74,9 @@ def self_check(environment: Mapping[str, str] = os.environ) -> SelfCheck:
 def known_verdict(
     key: Key, *, folder: Path | None = None, measured: Path = MEASURED_VERDICTS_FILE
 ) -> tuple[Verdict | None, bool]:
-    """Return the cached or shipped verdict on a machine, and whether it is of a machine equal in everything.
+    """Return the nearest cached or shipped verdict on a machine, and whether it is of a machine equal in everything.
+
+    If it is not, only versions of NVIDIA's driver and libraries differ (`sdonnx.doctor.nearest_verdict`).
 
     Args:
         key: the machine (`sdonnx.doctor.gpu.identity`).
@@ -83,7 +86,9 @@ def known_verdict(
     Raises:
         FolderError: the file of verdicts cannot be read.
     """
-    verdict = read_verdict(key, folder) or measured_verdict(key, measured)
+    verdict = read_verdict(key, folder)
+    if verdict is None:
+        verdict = nearest_verdict(key, [*cached_verdicts(folder), *measured_verdicts(measured)])
     return verdict, verdict is not None and verdict.key == dict(key)
 
 

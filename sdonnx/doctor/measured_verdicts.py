@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from sdonnx.doctor.cache import verdict_as_json, verdict_from_json
-from sdonnx.doctor.verdict import Key, Verdict
+from sdonnx.doctor.verdict import Verdict
 from sdonnx.errors import FolderError
 
-__all__ = ["MEASURED_VERDICTS_FILE", "measured_verdict", "measured_verdict_file", "verdicts_of_record"]
+__all__ = ["MEASURED_VERDICTS_FILE", "measured_verdict_file", "measured_verdicts", "verdicts_of_record"]
 
 MEASURED_VERDICTS_FILE = Path(__file__).with_name("measured_verdicts.json")
 
@@ -30,14 +30,10 @@ _TEST_TITLES = ("doctor: whole check", "own kernels, whole check")
 _NAME, _OWN_NAME = "verdict", "own_kernels"
 
 
-def measured_verdict(key: Key, file: Path = MEASURED_VERDICTS_FILE) -> Verdict | None:
-    """Return the shipped verdict on a machine, None if there is none.
-
-    A verdict that was measured with another driver is returned if there is none with this one: kernels are compiled
-    for a GPU in ONNX Runtime's and cuDNN's wheels. Everything else has to be equal. Compare the keys to know.
+def measured_verdicts(file: Path = MEASURED_VERDICTS_FILE) -> list[Verdict]:
+    """Return the shipped verdicts.
 
     Args:
-        key: the machine.
         file: the file of verdicts.
 
     Raises:
@@ -45,17 +41,11 @@ def measured_verdict(key: Key, file: Path = MEASURED_VERDICTS_FILE) -> Verdict |
     """
     try:
         entries = json.loads(file.read_bytes())["verdicts"]
-        verdicts = [verdict_from_json(entry["verdict"]) for entry in entries]
+        return [verdict_from_json(entry["verdict"]) for entry in entries]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise FolderError(
             f"{file} cannot be read ({error})", "the file of this version", "install sdonnx again"
         ) from error
-    fitting = [verdict for verdict in verdicts if _without_driver(verdict.key) == _without_driver(key)]
-    return max(fitting, key=lambda verdict: verdict.key == dict(key), default=None)
-
-
-def _without_driver(key: Key) -> dict[str, str]:
-    return {name: value for name, value in key.items() if name != "driver"}
 
 
 def verdicts_of_record(text: str) -> list[tuple[bool, dict[str, Any]]]:

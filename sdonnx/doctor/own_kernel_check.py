@@ -50,7 +50,7 @@ def known_own_verdict(
 ) -> tuple[Key, Verdict | None]:
     """Return what a verdict on our own kernels depends on here, and the verdict if it is cached or ships.
 
-    A shipped verdict may be of another driver; compare its key.
+    The verdict may be of other versions of NVIDIA's driver and libraries; compare its key.
 
     Args:
         index: the number of the GPU.

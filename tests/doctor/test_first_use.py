@@ -132,7 +132,7 @@ def test_a_check_waits_for_that_of_another_process(tmp_path: Path) -> None:
 
 
 def test_a_shipped_verdict_is_known(tmp_path: Path) -> None:
-    """One of another driver counts, but does not replace a check of this machine."""
+    """One of another driver counts, but does not replace a check of this machine; nor does a cached one."""
     measured = tmp_path / "measured.json"
     row = {"source": "results.json", "verdict": cache.verdict_as_json(FOUND)}
     measured.write_text(json.dumps({"verdicts": [row]}))
@@ -146,6 +146,24 @@ def test_a_shipped_verdict_is_known(tmp_path: Path) -> None:
     own = replace(FOUND, key={**KEY, "driver": "590.1"}, sdpa_kernel=0)
     cache.write_verdict(own, tmp_path / "cache")
     assert known(own.key) == (own, True)
+    assert known({**own.key, "driver": "600.1"})[1] is False
+    assert known(KEY) == (FOUND, True)  # shipped and exact, rather than cached and near
+    assert known({**KEY, "onnxruntime": "1.32.0"}) == (None, False)
+
+
+def test_cached_verdict_of_another_version_counts_and_does_not_replace_a_check(tmp_path: Path) -> None:
+    """A machine whose driver was updated: faults that are known are respected until it is checked again."""
+    measured = tmp_path / "measured.json"
+    measured.write_text('{"verdicts": []}')
+    cache.write_verdict(FOUND, tmp_path)
+    (tmp_path / "kernels-broken.json").write_text("{")
+    (tmp_path / "kernels-list.json").write_text("[]")
+    key = {**KEY, "driver": "590.1"}
+    assert first_use.known_verdict(key, folder=tmp_path, measured=measured) == (FOUND, False)
+    found = used(tmp_path, machine(), key, measured=measured)
+    assert (found.sound, found.checked > 0) == (True, True)
+    current = {**key, "kernel_cases": digest_of()}
+    assert first_use.known_verdict(current, folder=tmp_path, measured=measured) == (found, True)
 
 
 def test_a_fresh_check_ignores_known_verdicts(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -219,10 +220,15 @@ def test_a_cached_verdict_is_used_at_once(gpu: Any, micro_cpu: Path) -> None:
     assert machine.starts == []
 
 
-def test_a_verdict_of_another_driver_is_confirmed_in_the_background(gpu: Any) -> None:
+def test_a_verdict_of_another_driver_is_confirmed_in_the_background(gpu: Any, caplog: pytest.LogCaptureFixture) -> None:
     machine = gpu(SOUND)
-    machine.known = (FAULTY_ATTENTION, False)
-    check = KernelCheck(CPU, REPORT, {})
+    machine.known = (replace(FAULTY_ATTENTION, key={**KEY, "driver": "570.1"}), False)
+    with caplog.at_level(logging.INFO, "sdonnx"):
+        check = KernelCheck(CPU, REPORT, {})
+    assert caplog.messages == [
+        "ONNX Runtime's kernels were checked with driver 570.1 (here 580.82.07); a check in the background follows the "
+        "first image"
+    ]
     assert check.provider_options == {"sdpa_kernel": "26"}
     check.start()
     machine.end_check()

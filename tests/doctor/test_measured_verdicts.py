@@ -15,7 +15,8 @@ from support.scripts import load_script
 from sdonnx.doctor import own_kernel_check
 from sdonnx.doctor.cache import verdict_as_json
 from sdonnx.doctor.kernel_library import KernelLibrary
-from sdonnx.doctor.measured_verdicts import MEASURED_VERDICTS_FILE, measured_verdict, measured_verdict_file
+from sdonnx.doctor.measured_verdicts import MEASURED_VERDICTS_FILE, measured_verdict_file, measured_verdicts
+from sdonnx.doctor.nearest_verdict import nearest_verdict
 from sdonnx.doctor.own_kernel_check import known_own_verdict
 from sdonnx.doctor.verdict import Verdict
 from sdonnx.errors import FolderError
@@ -64,7 +65,7 @@ def test_the_shipped_file_is_made_from_the_results() -> None:
 def test_every_shipped_verdict_can_be_read() -> None:
     for entry in json.loads(MEASURED_VERDICTS_FILE.read_text(encoding="utf-8"))["verdicts"]:
         assert (ROOT / entry["source"]).is_file()
-        found = measured_verdict(entry["verdict"]["key"])
+        found = nearest_verdict(entry["verdict"]["key"], measured_verdicts())
         assert found is not None
         assert verdict_as_json(found) == entry["verdict"]
 
@@ -75,19 +76,7 @@ def test_a_report_of_the_doctor_is_a_record(tmp_path: Path) -> None:
     assert [entry["source"] for entry in content["verdicts"]] == ["docs/results/doctor.json"]
     file = tmp_path / "measured.json"
     file.write_text(json.dumps(content))
-    assert measured_verdict(KEY, file) == FULL
-    assert measured_verdict({**KEY, "driver": "590.1"}, file) == FULL
-    for name in KEY.keys() - {"driver"}:
-        assert measured_verdict({**KEY, name: "another"}, file) is None
-
-
-def test_the_verdict_with_the_same_driver_is_preferred(tmp_path: Path) -> None:
-    other = replace(FULL, key={**KEY, "driver": "590.1"}, sdpa_kernel=0)
-    for records in ((FULL, other), (other, FULL)):
-        file = tmp_path / "measured.json"
-        file.write_text(json.dumps(made(*((str(index), report(each)) for index, each in enumerate(records)))))
-        assert measured_verdict(KEY, file) == FULL
-        assert measured_verdict(other.key, file) == other
+    assert measured_verdicts(file) == [FULL]
 
 
 def test_verdict_on_our_own_kernels_ships_for_the_sources_that_were_checked(
@@ -106,9 +95,8 @@ def test_verdict_on_our_own_kernels_ships_for_the_sources_that_were_checked(
         return known_own_verdict(0, library, folder=folder, measured=file, identify=identify)[1]
 
     assert found(LIBRARY) == OWN
-    assert found(LIBRARY, driver="590.1") == OWN
-    assert found(LIBRARY, cudnn="91400") is None
-    assert found(LIBRARY, cuda_runtime="13010") is None
+    assert found(LIBRARY, driver="590.1", cudnn="91400", cuda_runtime="13010") == OWN
+    assert found(LIBRARY, gpu="NVIDIA H100") is None
     assert found(replace(LIBRARY, sources="ed17ed")) is None
     assert found(replace(LIBRARY, compiler="13.1.5")) is None
 
@@ -119,7 +107,7 @@ def test_verdict_that_ships_is_used_only_for_its_sources() -> None:
     shipped = [entry["verdict"]["key"] for entry in json.loads(MEASURED_VERDICTS_FILE.read_text())["verdicts"]]
     of_ours = [key for key in shipped if "kernel_sources" in key]
     for key in of_ours:
-        found = measured_verdict({**key, "kernel_sources": sources})
+        found = nearest_verdict({**key, "kernel_sources": sources}, measured_verdicts())
         assert (found is not None) == any({**each, "kernel_sources": sources} == each for each in of_ours)
     stated = script.missing(MEASURED_VERDICTS_FILE.read_text(), sources)
     assert any("our own kernels" in line for line in stated) == (sources not in {k["kernel_sources"] for k in of_ours})
@@ -211,4 +199,4 @@ def test_a_broken_file_is_a_one_line_error(content: str, tmp_path: Path) -> None
     file = tmp_path / "measured.json"
     file.write_text(content)
     with pytest.raises(FolderError, match="install sdonnx again"):
-        measured_verdict(KEY, file)
+        measured_verdicts(file)

@@ -17,7 +17,7 @@ import sdonnx
 from sdonnx.doctor.first_use import SELF_CHECK
 from sdonnx.doctor.measured_verdicts import MEASURED_VERDICTS_FILE
 
-__all__ = ["cached_verdicts", "load_into_page_cache", "package_with", "started", "verdict_file"]
+__all__ = ["cached_verdicts", "load_into_page_cache", "of_other_versions", "package_with", "started", "verdict_file"]
 
 LIMIT_S = 600
 
@@ -69,6 +69,13 @@ def verdict_file(verdicts: Sequence[Any]) -> str:
 def cached_verdicts(cache: Path) -> list[Any]:
     """Return the verdicts of a cache, as JSON objects."""
     return [json.loads(path.read_text(encoding="utf-8")) for path in sorted(cache.glob("kernels-*.json"))]
+
+
+def of_other_versions(verdict: Any) -> Any:
+    """Return a verdict, as a JSON object, as if it had been measured with another driver and other libraries."""
+    key = verdict["key"]
+    numbers = {name: str(int(key[name]) + 1) for name in ("cudnn", "cublas") if name in key}
+    return {**verdict, "key": {**key, **numbers, "driver": "1.2.3"}}
 
 
 def package_with(content: str, folder: Path) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,12 +10,15 @@ from sdonnx.doctor.background_check import BackgroundCheck, background_check
 from sdonnx.doctor.check_kernels import ATTENTION, digest_of
 from sdonnx.doctor.first_use import SelfCheck, complaint, first_use, known_verdict, self_check
 from sdonnx.doctor.gpu import identity
+from sdonnx.doctor.nearest_verdict import other_versions
 from sdonnx.doctor.verdict import Verdict
 from sdonnx.runtime.device.device import Device
 from sdonnx.runtime.device.device_thread import device_thread
 from sdonnx.runtime.device.own_kernel_form import check_own_kernels
 
 __all__ = ["KernelCheck", "check_now"]
+
+_LOGGER = logging.getLogger(__name__)
 
 _OPTION = "sdpa_kernel"
 
@@ -61,9 +65,14 @@ class KernelCheck:
             self._verdict = device_thread(device).run(lambda: first_use(device.index))
         elif mode is SelfCheck.BACKGROUND:
             key = device_thread(device).run(lambda: identity(device.index, digest_of()))
-            # A verdict of a machine with another driver counts until this machine's own is there.
+            # One of a machine with another driver or libraries counts until this machine's own is there.
             self._verdict, is_equal = known_verdict(key)
             self._awaited = None if is_equal else background_check(device.index)
+            if self._verdict is not None and not is_equal:
+                _LOGGER.info(
+                    "ONNX Runtime's kernels were checked with %s; a check in the background follows the first image",
+                    other_versions(key, self._verdict.key),
+                )
 
     @property
     def provider_options(self) -> dict[str, str]:

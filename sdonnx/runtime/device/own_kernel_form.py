@@ -10,6 +10,7 @@ from typing import Any
 from sdonnx.doctor.background_check import BackgroundCheck, background_check
 from sdonnx.doctor.first_use import SelfCheck, self_check
 from sdonnx.doctor.kernel_library import KernelLibrary, usable_library
+from sdonnx.doctor.nearest_verdict import is_near, other_versions
 from sdonnx.doctor.own_kernel_check import known_own_verdict, own_verdict
 from sdonnx.doctor.verdict import Key, Verdict
 from sdonnx.runtime.device.device import Device
@@ -37,8 +38,10 @@ class OwnKernelForm:
     """The form of a folder's graphs that a pipeline uses, which depends on the verdict on our own kernels.
 
     Without a known verdict the pipeline uses ONNX Runtime's kernels for as long as it is loaded, and `start` starts a
-    check in another process, for the next pipeline (docs/decisions/0151). One line in the log says which form is used,
-    and why. SDONNX_SELF_CHECK=strict checks here, and with SDONNX_SELF_CHECK=0 the kernels are trusted.
+    check in another process, for the next pipeline (docs/decisions/0151). A verdict on a machine with other versions of
+    NVIDIA's driver and libraries is used at once, and the same check confirms it (docs/decisions/0160). One line in the
+    log says which form is used, and why. SDONNX_SELF_CHECK=strict checks here, and with SDONNX_SELF_CHECK=0 the kernels
+    are trusted.
 
     Args:
         device: where the graphs run.
@@ -56,6 +59,7 @@ class OwnKernelForm:
     def __init__(self, device: Device, report: Mapping[str, Any], settings: SessionSettings) -> None:
         self.kernel_library: Path | None = None
         self._key: Key = {}
+        self._unconfirmed = ""  # how the machine of the verdict differs from this one
         self._awaited: BackgroundCheck | None = None
         options = report.get("options")
         if not isinstance(options, Mapping) or options.get("kernels") != "auto":
@@ -67,9 +71,10 @@ class OwnKernelForm:
         if library is not None:
             reason = self._reason_against(device, library)
         if library is None or reason:
-            _LOGGER.info("using ONNX Runtime's kernels only: %s", reason)
+            _LOGGER.info("using ONNX Runtime's kernels only: %s%s", reason, self._unconfirmed)
             return
-        _LOGGER.info("using our own kernels of %s", library.path)
+        checked = f", which were checked{self._unconfirmed}" if self._unconfirmed else ""
+        _LOGGER.info("using our own kernels of %s%s", library.path, checked)
         self.kernel_library = library.path
 
     def _reason_against(self, device: Device, library: KernelLibrary) -> str:
@@ -80,9 +85,13 @@ class OwnKernelForm:
         if mode is SelfCheck.STRICT:
             return _fault(device_thread(device).run(lambda: own_verdict(device.index, library)))
         self._key, verdict = device_thread(device).run(lambda: known_own_verdict(device.index, library))
-        if verdict is None or verdict.key != self._key:  # one measured with another driver is to be confirmed
+        if verdict is None or verdict.key != self._key:
             self._awaited = background_check(device.index)
-        return _UNKNOWN if verdict is None else _fault(verdict)
+        if verdict is None:
+            return _UNKNOWN
+        if versions := other_versions(self._key, verdict.key):
+            self._unconfirmed = f" with {versions}; a check in the background follows the first image"
+        return _fault(verdict)
 
     def start(self) -> None:
         """Start the check in the background if no verdict is known; call it after an image."""
@@ -103,14 +112,12 @@ class OwnKernelForm:
         if self._awaited is None or self._awaited.own_verdict is None:
             return []
         verdict, self._awaited = self._awaited.own_verdict, None
-        if verdict.key != self._key:
+        if not is_near(self._key, verdict.key):
             return []  # it is about another library
-        if self.kernel_library is None:
-            news = _fault(verdict) or "correct; pipelines that are loaded from now on use them"
-            _LOGGER.info("our own kernels were checked in the background: %s", news)
-            return []
         # Next to a pipeline a check may lack time or memory, which is no fault of the kernels.
-        if not verdict.faults:
+        if self.kernel_library is None or not verdict.faults:
+            later = "; pipelines that are loaded from now on use them" if self.kernel_library is None else ""
+            _LOGGER.info("our own kernels were checked in the background: %s", _fault(verdict) or f"correct{later}")
             return []
         self.kernel_library = None
         return [

@@ -33,7 +33,7 @@ WRONG = CaseResult("LayerNorm", "a case", "float16", "", 0.5)
 LOST = CaseResult("MatMul", "a case", "float16", "", None, "no cuBLAS")
 
 
-KEY = {"gpu": "a GPU", "driver": "580.1", "kernel_sources": "c0ffee"}
+KEY = {"gpu": "a GPU", "driver": "580.1", "cudnn": "92000", "cublas": "130101", "kernel_sources": "c0ffee"}
 
 
 def verdict(faults: tuple[CaseResult, ...] = (), unavailable: tuple[CaseResult, ...] = ()) -> Verdict:
@@ -42,6 +42,7 @@ def verdict(faults: tuple[CaseResult, ...] = (), unavailable: tuple[CaseResult, 
 
 LATE = replace(verdict(), complete=False)
 OTHER_DRIVER = replace(verdict(), key={**KEY, "driver": "590.1"})
+OTHER_LIBRARIES = replace(verdict(), key={**KEY, "cudnn": "91900", "cublas": "130100"})
 WRONG_HERE = verdict(faults=(WRONG,))
 
 
@@ -151,19 +152,44 @@ def test_unknown_kernels_are_checked_behind_the_first_image(
 
 
 @pytest.mark.parametrize(
-    ("found", "is_used"), [(verdict(), True), (verdict(unavailable=(LOST,)), True), (LATE, True), (WRONG_HERE, False)]
+    ("known", "versions"),
+    [
+        (OTHER_DRIVER, "driver 590.1 (here 580.1)"),
+        (OTHER_LIBRARIES, "cuDNN 9.19.0 (here 9.20.0), cuBLAS 13.1.0 (here 13.1.1)"),
+    ],
 )
-def test_verdict_of_another_driver_is_confirmed(
-    found: Verdict, is_used: bool, machine: dict[str, Any], caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("found", "news"),
+    [
+        (verdict(), "correct"),
+        (verdict(unavailable=(LOST,)), "MatMul did not run (no cuBLAS)"),
+        (LATE, "the check took too long"),
+        (WRONG_HERE, None),
+    ],
+)
+def test_verdict_of_other_versions_is_used_and_confirmed(
+    known: Verdict,
+    versions: str,
+    found: Verdict,
+    news: str | None,
+    machine: dict[str, Any],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """A check next to a pipeline may lack time or memory; only wrong results are a reason to change the form."""
-    machine["known"] = OTHER_DRIVER
-    form, _ = form_of(caplog)
+    machine["known"] = known
+    form, line = form_of(caplog)
     assert form.kernel_library == LIBRARY.path
+    assert line == (
+        f"using our own kernels of {LIBRARY.path}, which were checked with {versions}; a check in the background "
+        "follows the first image"
+    )
     form.start()
     assert machine["check"].starts == 1
     machine["check"].end(found)
-    messages = form.update()
+    is_used = news is not None
+    with caplog.at_level(logging.INFO, "sdonnx"):
+        messages = form.update()
+    assert caplog.messages == ([f"our own kernels were checked in the background: {news}"] if is_used else [])
     assert form.kernel_library == (LIBRARY.path if is_used else None)
     assert [("LayerNorm is wrong" in text, text.endswith("generate them again")) for text in messages] == (
         [] if is_used else [(True, True)]
@@ -178,6 +204,37 @@ def test_verdict_on_another_library_is_no_news(machine: dict[str, Any], caplog: 
     machine["check"].end(replace(WRONG_HERE, key={**KEY, "kernel_sources": "deadbeef"}))
     assert form.update() == []
     assert form.kernel_library == LIBRARY.path
+
+
+def test_faults_with_other_versions_are_respected_until_a_check(
+    machine: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    machine["known"] = replace(OTHER_LIBRARIES, faults=(WRONG,))
+    form, line = form_of(caplog)
+    assert form.kernel_library is None
+    assert line == (
+        "using ONNX Runtime's kernels only: LayerNorm is wrong with cuDNN 9.19.0 (here 9.20.0), cuBLAS 13.1.0 (here "
+        "13.1.1); a check in the background follows the first image"
+    )
+    form.start()
+    machine["check"].end(verdict())
+    with caplog.at_level(logging.INFO, "sdonnx"):
+        assert form.update() == []
+    assert caplog.messages == [
+        "our own kernels were checked in the background: correct; pipelines that are loaded from now on use them"
+    ]
+    assert form.kernel_library is None  # for as long as this pipeline is loaded
+
+
+def test_faults_that_a_process_with_other_libraries_finds_count(
+    machine: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """This process may have torch's libraries, which that of the check has not."""
+    machine["known"] = OTHER_DRIVER
+    form, _ = form_of(caplog)
+    machine["check"].end(replace(WRONG_HERE, key=OTHER_LIBRARIES.key))
+    assert len(form.update()) == 1
+    assert form.kernel_library is None
 
 
 def test_strict_waits(
