@@ -34,7 +34,16 @@ RUNTIME = {"runtime", "samplers", "doctor"}
 EXTRAS = {
     **{
         unit: {"optimize"}
-        for unit in ("graph", "operators", "fusions", "precision", "compose", "optimize", "precision_search")
+        for unit in (
+            "graph",
+            "operators",
+            "fusions",
+            "precision",
+            "quantization",
+            "compose",
+            "optimize",
+            "precision_search",
+        )
     },
     "runtime": {"captions"},
     **{unit: {"export"} for unit in ("export", "sample")},
@@ -53,7 +62,7 @@ LEVELS = (
     {"operators"},
     {"doctor"},
     {"fusions", "compose"},
-    {"precision"},
+    {"precision", "quantization"},
     {"optimize", "export", "sample", "runtime"},
     {"precision_search", "terminal"},
     {"benchmark"},

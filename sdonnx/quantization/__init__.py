@@ -1,0 +1,1 @@
+"""Quantization of weights to 8 bits."""

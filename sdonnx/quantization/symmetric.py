@@ -1,0 +1,84 @@
+"""Symmetric quantization: w is stored as q = round(w / scale) and restored as q * scale, without a zero point.
+
+A scale is the largest magnitude that it has to represent, divided by the largest finite value of the format.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from sdonnx.errors import WeightsError
+from sdonnx.quantization.number_formats import NumberFormat
+
+__all__ = ["dequantize", "quantize", "scales_of"]
+
+Array = npt.NDArray[Any]
+
+
+def scales_of(values: Array, number_format: NumberFormat, axis: int | None, dtype: npt.DTypeLike, name: str) -> Array:
+    """Return the scales of a weight, in the type in which they are stored.
+
+    A scale that the type cannot represent is rounded up, so that no value saturates, unless the largest value would
+    then overflow the type when it is restored. A channel of zeros has the scale 1.
+
+    Args:
+        values: the weight.
+        number_format: the format to store it in.
+        axis: the axis of the output channels, for one scale each (C,); None for one scale of the whole weight ().
+        dtype: float32 or float16.
+        name: the name of the weight in the error.
+
+    Raises:
+        WeightsError: the weight holds NaN or infinity.
+    """
+    axes = None if axis is None else tuple(each for each in range(values.ndim) if each != axis % values.ndim)
+    largest = np.max(np.abs(values), axis=axes, initial=0).astype(np.float32)
+    if not np.isfinite(largest).all():
+        raise WeightsError(
+            f"the weight {name} holds NaN or infinity", "finite weights", "export a pipeline with finite weights"
+        )
+    exact = np.asarray(largest / np.float32(number_format.max_value))
+    scales = np.asarray(exact.astype(dtype))
+    scales = np.where(scales < exact, np.nextafter(scales, np.asarray(np.inf, dtype)), scales)
+    with np.errstate(over="ignore"):
+        restored = scales * np.asarray(number_format.max_value, dtype)
+    scales = np.where(np.isfinite(restored), scales, np.nextafter(scales, np.asarray(0, dtype)))
+    # The quotient of a subnormal number may be zero.
+    scales = np.where(scales == 0, np.finfo(scales.dtype).smallest_subnormal, scales)
+    return np.where(largest == 0, np.asarray(1, dtype), scales).astype(dtype)
+
+
+def quantize(values: Array, scales: Array, number_format: NumberFormat, axis: int | None) -> Array:
+    """Return a weight in an 8-bit format: the quotient is computed in float32 and rounded once.
+
+    Args:
+        values: the weight.
+        scales: its scales (`scales_of`).
+        number_format: the format.
+        axis: the axis of the scales; None for one scale.
+    """
+    with np.errstate(over="ignore"):  # of a subnormal scale; the format saturates
+        quotients: Array = values.astype(np.float32) / _along(scales, axis, values.ndim).astype(np.float32)
+    return number_format.rounded(quotients)
+
+
+def dequantize(values: Array, scales: Array, axis: int | None) -> Array:
+    """Return a weight restored in the type of its scales, as ONNX's DequantizeLinear computes it.
+
+    Args:
+        values: the weight in an 8-bit format.
+        scales: its scales, float32 or float16.
+        axis: the axis of the scales; None for one scale.
+    """
+    product = values.astype(np.float32) * _along(scales, axis, values.ndim).astype(np.float32)
+    return product.astype(scales.dtype)
+
+
+def _along(scales: Array, axis: int | None, rank: int) -> Array:
+    """Return the scales in a shape that broadcasts along an axis."""
+    if axis is None:
+        return scales
+    return scales.reshape([-1 if each == axis % rank else 1 for each in range(rank)])
