@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -31,6 +32,15 @@ class ClassSpec:
     name: str
     config: Mapping[str, Any]
     module: str | None = None
+
+    @property
+    def weight_file(self) -> str:
+        """Name of the file that the class reads its weights from."""
+        match self:
+            case ClassSpec(library="diffusers"):
+                return "diffusion_pytorch_model.safetensors"
+            case _:
+                return "model.safetensors"
 
 
 @dataclass(frozen=True)
@@ -94,6 +104,7 @@ class Architecture:
         options: Further arguments of the pipeline's class.
         safety_checker: Safety checker that the pipeline is published with, if any.
         adapters: Adapters that are written with the pipeline, if any.
+        weights: Files of trained weights, by folder; empty for random weights.
     """
 
     pipeline: str
@@ -107,6 +118,7 @@ class Architecture:
     )
     safety_checker: ClassSpec | None = None
     adapters: AdapterSpec | None = None
+    weights: Mapping[str, Path] = field(default_factory=lambda: MappingProxyType({}))
 
     @property
     def adapter_files(self) -> tuple[str, ...]:

@@ -1,7 +1,7 @@
-"""Write sample pipelines: published architectures with seeded random weights, for tests and benchmarks.
+"""Write sample pipelines: published architectures with seeded random weights, and small ones with trained weights.
 
-Nothing is downloaded. The images are colourful noise, but every layer has its true shape, so memory, speed and
-numerical agreement are those of the published pipeline.
+Nothing is downloaded. With random weights the images are colourful noise, but every layer has its true shape, so
+memory, speed and numerical agreement are those of the published pipeline. Trained weights ship with the package.
 """
 
 from __future__ import annotations
@@ -24,9 +24,6 @@ if TYPE_CHECKING:
 
 __all__ = ["ARCHITECTURES", "Architecture", "ClassSpec", "TokenizerSpec", "build_network", "write_sample"]
 
-# File that each library's from_pretrained reads weights from.
-_WEIGHT_FILES = {"diffusers": "diffusion_pytorch_model.safetensors", "transformers": "model.safetensors"}
-
 
 def build_network(spec: ClassSpec) -> torch.nn.Module:
     """Return the network that `spec` describes, on the meta device (shapes without weights)."""
@@ -42,23 +39,35 @@ def build_network(spec: ClassSpec) -> torch.nn.Module:
     return network.eval()
 
 
-def _write_network(name: str, network: Any, library: str, folder: Path, seed: int, overflow: str | None = None) -> None:
+def _make_weights(
+    name: str, network: Any, architecture: Architecture, seed: int, overflow: str | None
+) -> dict[str, torch.Tensor]:
+    """Return the weights of one component in float32: trained ones if the architecture has them, or random ones."""
+    from sdonnx.sample.random_weights import seeded_weights
+    from sdonnx.sample.shapes.trained_weights import read_weights
+
+    if name in architecture.weights:
+        # In float32, as every library loads the other samples and as overflowing values need.
+        trained = read_weights(architecture.weights[name], network)
+        weights = {key: value.float() for key, value in trained.items()}
+    else:
+        weights = seeded_weights(name, network, seed)
+    if overflow is not None:
+        grow(overflow, name, weights)
+    return weights
+
+
+def _write_network(network: Any, spec: ClassSpec, folder: Path, weights: dict[str, torch.Tensor]) -> None:
     """Write the weights and configuration of one component."""
     from safetensors.torch import save_file
 
-    from sdonnx.sample.random_weights import seeded_weights
-
     folder.mkdir()
-    file = folder / _WEIGHT_FILES[library]
-    weights = seeded_weights(name, network, seed)
-    if overflow is not None:
-        grow(overflow, name, weights)
+    file = folder / spec.weight_file
     save_file(weights, file, metadata={"format": "pt"})
     file.chmod(0o644)  # safetensors makes the file readable only by its owner
-    if library == "transformers":
-        network.config.save_pretrained(folder)
-    else:
-        network.save_config(folder)
+    # transformers has the method in the configuration, diffusers in the network.
+    write_config = getattr(network, "save_config", None) or network.config.save_pretrained
+    write_config(folder)
 
 
 def write_sample(
@@ -71,15 +80,16 @@ def write_sample(
     overwrite: bool = False,
     progress: Callable[[str], None] | None = None,
 ) -> None:
-    """Write a complete diffusers pipeline with random weights to the folder `out`.
+    """Write a complete diffusers pipeline to the folder `out`, with random weights or with those that were trained.
 
     The same architecture and seed give the same bytes of weights on every machine with the same version of torch.
-    Only the weights of one component are in memory at a time.
+    Only the weights of one component are in memory at a time. All weights are written in float32; trained ones ship
+    in float16.
 
     Args:
         arch: A key of `ARCHITECTURES`.
         out: The folder to write; it must not exist or be empty.
-        seed: Any integer.
+        seed: Any integer, for random weights; 0 for trained ones.
         safety_checker: Also write the safety checker that the pipeline is published with, and its
             `feature_extractor`. Its thresholds are so high that it flags no image.
         overflow: Values that overflow float16, a key of `sdonnx.sample.overflow.OVERFLOWS`; the images do not change.
@@ -87,13 +97,20 @@ def write_sample(
         progress: Callback that receives a line of text when each component starts.
 
     Raises:
-        OptionError: `arch` is unknown, or has no safety checker, or has no component for `overflow`.
+        OptionError: `arch` is unknown, is trained and has no `seed`, has no safety checker, or has no component for
+            `overflow`.
         OutputError: `out` exists and is not empty, or cannot be written.
     """
     if arch not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
         raise OptionError(f"the architecture {arch!r} is unknown", f"one of {known}", "choose one of these")
     architecture = ARCHITECTURES[arch]
+    if architecture.weights and seed:
+        raise OptionError(
+            f"the seed {seed} for {arch}, whose weights are trained",
+            "no seed",
+            "omit the seed, or choose another sample",
+        )
     if safety_checker:
         if architecture.safety_checker is None:
             having = ", ".join(name for name, each in ARCHITECTURES.items() if each.safety_checker is not None)
@@ -148,7 +165,13 @@ def _write_pipeline(
         components[name] = build_network(spec)
         count = sum(parameter.numel() for parameter in components[name].parameters())
         notify(f"{name}: {count / 1e6:,.1f} million parameters")
-        _write_network(name, components[name], spec.library, folder / name, seed, overflow)
+        # No name for the weights: they are freed before those of the next component are made.
+        _write_network(
+            components[name],
+            spec,
+            folder / name,
+            _make_weights(name, components[name], architecture, seed, overflow),
+        )
     if (extractor := architecture.options.get("feature_extractor")) is not None:
         notify("feature_extractor")
         extractor.save_pretrained(folder / "feature_extractor")
@@ -170,4 +193,5 @@ def _write_adapters(
     write_adapters(spec, unet, adapters, seed)
     encoder = build_network(spec.image_encoder)
     notify(f"{ADAPTERS}/image_encoder")
-    _write_network("image_encoder", encoder, spec.image_encoder.library, adapters / "image_encoder", seed)
+    weights = _make_weights("image_encoder", encoder, architecture, seed, None)
+    _write_network(encoder, spec.image_encoder, adapters / "image_encoder", weights)

@@ -7,6 +7,7 @@ autoencoder, whose latents are 4x4 pixels.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from types import MappingProxyType
 
 from sdonnx.sample.architecture import Architecture, ClassSpec, T5TokenizerSpec, TokenizerSpec
@@ -20,6 +21,15 @@ SHAPES_UNET, SHAPES_DIT = "shapes", "shapes-dit"
 
 _LATENT_SIZE = IMAGE_SIZE // 4
 _TEXT_WIDTH = 128
+
+_WEIGHTS = Path(__file__).with_name("weights")
+
+
+def _weights(name: str, *components: str) -> Mapping[str, Path]:
+    """Return the files of a pipeline's weights. Both pipelines have one autoencoder, which is stored once."""
+    files = {component: _WEIGHTS / name / f"{component}.safetensors" for component in components}
+    return MappingProxyType({**files, "vae": _WEIGHTS / "vae.safetensors"})
+
 
 # Latents are normalized by the autoencoder's own layers, so that scaling_factor is 1.
 _VAE = vae(
@@ -85,6 +95,7 @@ TRAINED: Mapping[str, Architecture] = MappingProxyType(
             ),
             MappingProxyType({"tokenizer": _CLIP_TOKENIZER}),
             _scheduler(steps_offset=1),
+            weights=_weights(SHAPES_UNET, "unet", "text_encoder"),
         ),
         SHAPES_DIT: Architecture(
             "PixArtAlphaPipeline",
@@ -114,6 +125,7 @@ TRAINED: Mapping[str, Architecture] = MappingProxyType(
             MappingProxyType({"tokenizer": _T5_TOKENIZER}),
             _scheduler(),
             options=MappingProxyType({}),
+            weights=_weights(SHAPES_DIT, "transformer", "text_encoder"),
         ),
     }
 )

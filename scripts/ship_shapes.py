@@ -1,0 +1,198 @@
+#!/usr/bin/env python3
+"""Put weights that scripts/train_shapes.py trained into the package, with the record of their training.
+
+    python scripts/ship_shapes.py trained/shapes trained/shapes-dit --result trained/result.json
+
+Nothing is written unless both pipelines are finite, small enough, share one autoencoder, and are as accurate on
+held-out captions as `sdonnx.sample.shapes.shape_evaluation.BOUNDS` says. The record has one JSON object per line, one
+for each run of the training.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from sdonnx.errors import FolderError, OptionError, SdonnxError, WeightsError
+from sdonnx.folder.pipeline_folder import PipelineFolder, read_json
+from sdonnx.sample.architecture import Architecture
+from sdonnx.sample.shapes.shape_architectures import TRAINED
+from sdonnx.sample.shapes.shape_evaluation import BOUNDS
+from sdonnx.sample.shapes.shape_judge import wilson_interval
+from sdonnx.sample.shapes.trained_weights import read_weights
+from sdonnx.sample.write_sample import build_network
+
+if TYPE_CHECKING:
+    import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+RECORD = ROOT / "docs" / "results" / "train-shapes-h200.json"
+
+MAX_BYTES = 12_000_000  # of one pipeline
+MAX_TOTAL_BYTES = 24_000_000  # of the package
+MIN_PROMPTS = 2000
+_RESULT = "result.json"
+
+Weights = dict[str, "torch.Tensor"]
+
+
+def find_pipelines(folders: Sequence[Path]) -> dict[str, PipelineFolder]:
+    """Return the folder of each trained sample, by its name.
+
+    Raises:
+        OptionError: a pipeline is missing, or there are two of one class.
+    """
+    names = {architecture.pipeline: name for name, architecture in TRAINED.items()}
+    opened = [PipelineFolder.open(folder) for folder in folders]
+    found = {names.get(each.class_name, each.class_name): each for each in opened}
+    if found.keys() != TRAINED.keys() or len(opened) != len(found):
+        classes = ", ".join(each.class_name for each in opened)
+        raise OptionError(f"folders of {classes}", f"one of each of {', '.join(names)}", "pass both folders")
+    return {name: found[name] for name in TRAINED}
+
+
+def read_pipeline(architecture: Architecture, folder: PipelineFolder) -> dict[Path, Weights]:
+    """Return the weights of a pipeline by the files that they ship as.
+
+    Raises:
+        WeightsError: weights are not those of the architecture, not float16, not finite, or too large.
+    """
+    found = {
+        architecture.weights[name]: read_weights(folder.component(name) / spec.weight_file, build_network(spec))
+        for name, spec in architecture.networks.items()
+    }
+    size = sum(each.nbytes for weights in found.values() for each in weights.values())
+    if size > MAX_BYTES:
+        raise WeightsError(f"{folder.path} has {size} bytes", f"at most {MAX_BYTES}", "train fewer channels")
+    return found
+
+
+def join_pipelines(pipelines: Mapping[str, Mapping[Path, Weights]]) -> dict[Path, Weights]:
+    """Return the weights of all pipelines, those that they share once.
+
+    Raises:
+        WeightsError: shared weights differ, or all are too large.
+    """
+    joined: dict[Path, Weights] = {}
+    for name, files in pipelines.items():
+        for path, weights in files.items():
+            before = joined.setdefault(path, weights)
+            if any(not value.equal(before[key]) for key, value in weights.items()):
+                raise WeightsError(
+                    f"{path.stem} of {name} has other weights than that of another pipeline",
+                    "one autoencoder",
+                    "train both pipelines with it: --vae FOLDER",
+                )
+    total = sum(each.nbytes for weights in joined.values() for each in weights.values())
+    if total > MAX_TOTAL_BYTES:
+        raise WeightsError(f"the weights have {total} bytes", f"at most {MAX_TOTAL_BYTES}", "train fewer channels")
+    return joined
+
+
+def result_files(folders: Sequence[Path], named: Sequence[Path]) -> list[Path]:
+    """Return the files of results: those that are named, or those in the folders or next to them.
+
+    Raises:
+        FolderError: a folder has no result.
+    """
+    if named:
+        return list(dict.fromkeys(named))
+    found: dict[Path, None] = {}
+    for folder in folders:
+        places = [place for place in (folder / _RESULT, folder.parent / _RESULT) if place.is_file()]
+        if not places:
+            raise FolderError(f"{folder} has no {_RESULT}", "the result of the training", "pass it with --result")
+        found[places[0]] = None
+    return list(found)
+
+
+def check_results(results: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+    """Return the accuracy of each pipeline, by its name and measure.
+
+    Raises:
+        FolderError: a pipeline has no result or several, a number is not that of its counts, or there is no record of
+            the autoencoder's training.
+        WeightsError: a pipeline is below a bound.
+    """
+    remedy = "pass the results of all runs of scripts/train_shapes.py with --result"
+    entries = [(name, entry) for result in results for name, entry in result.get("pipelines", {}).items()]
+    if sorted(name for name, _ in entries) != sorted(TRAINED):
+        names = ", ".join(name for name, _ in entries) or "no pipeline"
+        raise FolderError(f"results of {names}", f"one of each of {', '.join(TRAINED)}", remedy)
+    if not any(record.get("part") == "vae" for result in results for record in result.get("curve", ())):
+        raise FolderError("results without the training of the autoencoder", "the run that trained it", remedy)
+    found: dict[str, Mapping[str, Any]] = {}
+    for name, entry in entries:
+        for measure, bound in BOUNDS.items():
+            _check_measure(f"{measure} of {name}", entry["accuracy"][measure], bound)
+        prompts = entry["accuracy"]["right"]["count"]
+        if prompts < MIN_PROMPTS:
+            raise WeightsError(f"{name} was evaluated on {prompts} captions", f"at least {MIN_PROMPTS}", remedy)
+        found[name] = entry["accuracy"]
+    return {name: found[name] for name in TRAINED}
+
+
+def _check_measure(title: str, counted: Mapping[str, Any], bound: float) -> None:
+    right, count = counted["right"], counted["count"]
+    expected = (right / count, *wilson_interval(right, count))
+    if not all(
+        math.isclose(counted[key], value) for key, value in zip(("share", "low", "high"), expected, strict=True)
+    ):
+        raise FolderError(f"{title}: numbers that are not those of {right} of {count}", "a result of the training",
+                          "measure again")  # fmt: skip
+    if expected[0] < bound:
+        raise WeightsError(f"{title}: {expected[0]:.2%}", f"at least {bound:.0%}", "train longer")
+
+
+def ship(folders: Sequence[Path], results: Sequence[Path], record: Path = RECORD) -> dict[str, Mapping[str, Any]]:
+    """Write the weights into the package and the record of their training; return the accuracy of each pipeline.
+
+    Args:
+        folders: folders of diffusers, one for each trained sample.
+        results: files of `result.json`; those of the folders if there are none.
+        record: file of the record.
+
+    Raises:
+        SdonnxError: the weights or the results cannot ship. Nothing is written.
+    """
+    from safetensors.torch import save
+
+    pipelines = find_pipelines(folders)
+    weights = join_pipelines({name: read_pipeline(TRAINED[name], folder) for name, folder in pipelines.items()})
+    read = [read_json(path) for path in result_files(folders, results)]
+    accuracy = check_results(read)
+    lines = "".join(json.dumps(each) + "\n" for each in read)
+    for path, tensors in weights.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(save(dict(sorted(tensors.items())), {"format": "pt"}))
+    record.write_text(lines, encoding="utf-8")
+    return accuracy
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; return its exit status."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help="trained pipeline of diffusers")
+    parser.add_argument("--result", nargs="+", type=Path, default=[], metavar="FILE", help="results of the training")
+    options = parser.parse_args(arguments)
+    try:
+        accuracy = ship(options.folders, options.result)
+    except SdonnxError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    for name, measures in accuracy.items():
+        for measure, each in measures.items():
+            interval = f"{100 * each['low']:.2f} to {100 * each['high']:.2f}"
+            print(f"{name}, {measure}: {each['right']} of {each['count']}, {100 * each['share']:.2f} % ({interval})")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
