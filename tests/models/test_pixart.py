@@ -724,14 +724,15 @@ def test_embeddings_without_masks_are_refused(sigma: Pair) -> None:
         sigma.ours(**both, max_sequence_length=cast(Any, "x"))
 
 
-def test_size_without_a_bin_table_is_refused(sigma: Pair, tmp_path: Path) -> None:
+def test_a_model_without_a_bin_table_generates_the_requested_size(sigma: Pair, tmp_path: Path) -> None:
     folder = copied(sigma.optimized, tmp_path / "folder")
     config = json.loads((folder / "transformer" / "config.json").read_text())
     (folder / "transformer" / "config.json").write_text(json.dumps(config | {"sample_size": 24}))
     with OrtDiffusionPipeline.from_pretrained(folder) as pipeline:
         with pytest.raises(OptionError, match="a model for 192 pixels has no table of sizes"):
-            pipeline(PROMPT, **STEPS)
-        assert pipeline(PROMPT, **STEPS, use_resolution_binning=False).images[0].size == (192, 192)
+            pipeline(PROMPT, **STEPS, use_resolution_binning=True)
+        assert pipeline(PROMPT, **STEPS).images[0].size == (192, 192)
+        assert pipeline(PROMPT, height=128, width=96, **STEPS).images[0].size == (96, 128)
 
 
 @pytest.mark.parametrize("key", ["num_layers", "attention_head_dim", "caption_channels"])

@@ -19,7 +19,7 @@ from sdonnx.runtime.inputs.image_geometry import ImageGeometry
 from sdonnx.runtime.inputs.prompt_arguments import PromptArguments, embeddings
 from sdonnx.runtime.inputs.prompt_halves import PromptHalf, joined, require_width
 from sdonnx.runtime.inputs.prompt_tokenizer import PromptTokenizer
-from sdonnx.runtime.inputs.resolution_bins import closest
+from sdonnx.runtime.inputs.resolution_bins import closest, has_table
 
 __all__ = ["PixArtInputs"]
 
@@ -129,14 +129,15 @@ class PixArtInputs(FamilyInputs):
     ) -> tuple[int, int]:
         """Return the closest of the sizes that the model was trained with, unless binning is disabled.
 
-        Images to start from are not binned: the pixels that they keep would move.
+        Images to start from are not binned: the pixels that they keep would move. By default a model without a table
+        of sizes generates the requested size, where diffusers expects `use_resolution_binning=False`.
         """
         binned = _BINNING.values(arguments)["use_resolution_binning"]
         if binned and from_image:
             raise OptionError("image and use_resolution_binning", "one of them", "leave one out")
-        if not (not from_image if binned is None else binned):
-            return size
         default_size = ImageGeometry(self.graphs).default_size
+        if not (not from_image and has_table(default_size) if binned is None else binned):
+            return size
         maximum = _MAX_ENLARGEMENT * default_size
         for name, value in zip(("height", "width"), size, strict=True):
             require_multiple(name, value, 1)

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from sdonnx.errors import OptionError
 
-__all__ = ["closest", "resized"]
+__all__ = ["closest", "has_table", "resized"]
 
 # Height and width in 64ths of the model's size, sorted by their ratio. All models share one table; the largest one has
 # further sizes.
@@ -21,6 +21,11 @@ _SIZES = (
 )  # fmt: skip
 _MORE = {2048: ((32, 124), (32, 120), (104, 36), (112, 36), (116, 32), (120, 32), (124, 32))}
 _KNOWN = (256, 512, 1024, 2048)
+
+
+def has_table(trained: int) -> bool:
+    """Return whether there is a table of sizes for models that were trained for this height and width, in pixels."""
+    return trained in _KNOWN
 
 
 def closest(height: int, width: int, trained: int) -> tuple[int, int]:
@@ -34,7 +39,7 @@ def closest(height: int, width: int, trained: int) -> tuple[int, int]:
     Raises:
         OptionError: there is no table for such a model.
     """
-    if trained not in _KNOWN:
+    if not has_table(trained):
         raise OptionError(
             f"a model for {trained} pixels has no table of sizes",
             f"one for {', '.join(map(str, _KNOWN))} pixels",
