@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from sdonnx.optimize.report import OptimizeReport
     from sdonnx.optimize.request import OptimizeRequest
 
-__all__ = ["add_arguments", "automatic_lines", "fusion_table", "run"]
+__all__ = ["add_arguments", "automatic_lines", "fusion_table", "quantization_lines", "run"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -82,6 +82,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="COMPONENT:FACTOR",
         help="with --float16: factor of the values that group norms read, a power of two such as 1/64, so that large "
         "values fit into fp16; default: 1/128 for autoencoders with force_upcast, which stay in float32 with 1",
+    )
+    quantization = parser.add_argument_group("quantization")
+    add_option(
+        quantization,
+        "--quantize",
+        nargs="?",
+        const="",
+        metavar="TYPE",
+        help="store weights of the denoiser in 8 bits, for example int8_weightonly or fp8_e4m3_weightonly",
+    )
+    add_option(
+        quantization,
+        "--quantize_config",
+        metavar="JSON",
+        help='types by module, as JSON or a file of JSON: {"quant_type": TYPE, "modules": {"COMPONENT:MODULE": TYPE}}',
+    )
+    add_option(
+        quantization,
+        "--quant_submodules_config_path",
+        type=Path,
+        metavar="FILE",
+        help='with --quantize: quantize only the modules of a file {MODULE: {"ssim": x}}, those with the highest SSIM',
     )
     target = parser.add_argument_group("target")
     add_option(target, "--provider", default="cuda", help="execution provider to target: cuda (default) or cpu")
@@ -158,10 +180,19 @@ def automatic_lines(found: Mapping[str, Any]) -> Iterator[str]:
     yield f"{len(found['psnr_db'])} images {how}: {images}; {found['seconds']:.0f} s in total"
 
 
+def quantization_lines(report: OptimizeReport) -> Iterator[str]:
+    """Yield a line for each component and quantization type: the number of weights, and their size before and after."""
+    for component in report.components.values():
+        for name, found in component.quantized.items():
+            before, after = (size / 1e6 for size in found["bytes"])
+            yield f"{component.name}: {len(found['modules'])} weights in {name}, {before:.1f} MB -> {after:.1f} MB"
+
+
 def _optimize(options: argparse.Namespace) -> OptimizeReport:
     from sdonnx.optimize.optimizer import optimize_request
     from sdonnx.optimize.request import OptimizeRequest
     from sdonnx.precision.policy import Precision
+    from sdonnx.quantization.quantization_config import QuantizationConfig
 
     patterns = [each for each in options.force_fp32_ops if each != AUTO]
     request = OptimizeRequest(
@@ -171,6 +202,9 @@ def _optimize(options: argparse.Namespace) -> OptimizeReport:
         disabled=tuple(sorted(name for name in FLAGS if getattr(options, f"disable_{name}"))),
         inspect=options.inspect,
         kernels=options.kernels,
+        quantization=QuantizationConfig.from_flags(
+            options.quantize, options.quantize_config, options.quant_submodules_config_path
+        ),
     )
     if AUTO in options.force_fp32_ops:
         return _optimize_automatically(options, request)
@@ -220,6 +254,8 @@ def run(options: argparse.Namespace) -> int:
         out.print("kept out of fp16:")
         for line in automatic_lines(report.automatic):
             out.print(line, markup=False, highlight=False)
+    for line in quantization_lines(report):
+        out.print(line, markup=False, highlight=False)
     for component in report.components.values():
         for warning in component.warnings:
             out.print(f"[yellow]warning[/yellow]: {component.name}: {escape(warning)}")

@@ -11,12 +11,15 @@ import onnx_ir as ir
 __all__ = ["shared_weights"]
 
 # Names of types in safetensors' headers.
-_DTYPES = {ir.DataType.FLOAT16: "F16", ir.DataType.FLOAT: "F32"}
+# OrtValues of the 8-bit floating-point types cannot be passed to a session.
+_DTYPES = {ir.DataType.FLOAT16: "F16", ir.DataType.FLOAT: "F32", ir.DataType.INT8: "I8"}
 
 # Smaller weights are not worth an allocation of their own, and the host may read them.
 _MIN_BYTES = 1 << 16
 
 _PRODUCTS = {"MatMul", "Gemm"}
+# Operators between a stored weight and a product: a gate, and the restoring of a weight in 8 bits.
+_BEFORE = {"Mul", "DequantizeLinear"}
 
 
 def shared_weights(models: Iterable[ir.Model]) -> dict[str, dict[str, Any]]:
@@ -46,13 +49,13 @@ def shared_weights(models: Iterable[ir.Model]) -> dict[str, dict[str, Any]]:
 
 
 def _is_weight_of_products(value: ir.Value) -> bool:
-    """Return whether every user is a product that reads it as its second factor, directly or through Mul (a gate)."""
+    """Return whether every user is a product that reads it as its second factor, directly or behind `_BEFORE`."""
     if value.is_graph_output():
         return False
     return all(
         use.idx == 1
         if use.node.op_type in _PRODUCTS
-        else use.node.op_type == "Mul" and _is_weight_of_products(use.node.outputs[0])
+        else use.node.op_type in _BEFORE and _is_weight_of_products(use.node.outputs[0])
         for use in value.uses()
     )
 

@@ -6,6 +6,7 @@ in docs/decisions/0105-folder-format-2.md.
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from collections.abc import Iterator, Mapping
@@ -112,12 +113,24 @@ def command_for(report: Mapping[str, Any], provider: str | None = None, layout: 
         words += ["--norm_scale", *scales] if scales else []
         words += ["--bfloat16"] if options.get("bfloat16") is True else []
         words += ["--kernels", "none"] if options.get("kernels") == "none" else []
+    if quantize := _quantization(options.get("quantize")):
+        words += ["--quantize_config", quantize]
     if chosen:
         words += ["--provider", chosen]
     if chosen != "cpu" and (reads := _word(layout or report.get("attention_layout"))) not in ("", "unpacked"):
         words += ["--attention_layout", reads]
     words += [f"--disable_{word}" for word in map(_word, _listed(report.get("disabled"))) if word]
     return shlex.join(words)
+
+
+def _quantization(value: object) -> str:
+    """Return a quantization configuration as JSON; "" if any name in it is not safe as a word of a command."""
+    if not isinstance(value, Mapping):
+        return ""
+    modules = value.get("modules")
+    names = [*modules, *modules.values()] if isinstance(modules, Mapping) else []
+    names += [*value, value.get("quant_type"), *_listed(value.get("submodules"))]
+    return json.dumps(value) if all(map(_word, names)) else ""
 
 
 def _listed(value: object) -> list[Any]:

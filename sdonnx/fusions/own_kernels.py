@@ -28,7 +28,6 @@ from sdonnx.graph.edit import (
     input_of,
     insert,
     insert_multi,
-    is_weight,
     known_dims,
     known_size,
     replace,
@@ -43,6 +42,7 @@ from sdonnx.graph.match import (
     Refused,
     WalkResult,
     apply_rules,
+    is_matrix,
     match_failure,
     producer_of,
     same_dims,
@@ -239,7 +239,7 @@ def _gated_product(value: ir.Value) -> tuple[ir.Node, ir.Value, ir.Value] | None
     if product is None or scaling is None or not has_one_reader(value):
         return None
     for weight, gate in (tuple(scaling.inputs), tuple(reversed(scaling.inputs))):
-        if weight is None or gate is None or not is_weight(weight) or len(dims(weight) or ()) != 2:
+        if weight is None or gate is None or not is_matrix(weight):
             continue
         if len(dims(gate) or ()) == 1 and static_dim(gate, 0) == static_dim(weight, 1) is not None:
             return product, weight, gate

@@ -5,8 +5,8 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from sdonnx.fusions.own_nodes import has_one_reader, put_own
-from sdonnx.graph.edit import dims, input_of, insert, is_weight, replace, static_dim
-from sdonnx.graph.match import NOT_A_CANDIDATE, REWRITTEN, Refused, WalkResult, producer_of, same_shape
+from sdonnx.graph.edit import dims, input_of, insert, replace, static_dim
+from sdonnx.graph.match import NOT_A_CANDIDATE, REWRITTEN, Refused, WalkResult, is_matrix, producer_of, same_shape
 from sdonnx.operators.case import OWN_DOMAIN
 from sdonnx.operators.own_mat_mul import check_own_mat_mul
 from sdonnx.operators.reference_body import optional_input
@@ -56,7 +56,7 @@ def gemm(node: ir.Node, _: object) -> WalkResult:
 def mat_mul(node: ir.Node, _: object) -> WalkResult:
     """X @ w -> MatMul(x, w): ONNX Runtime's large products need a memset (docs/decisions/0147)."""
     x, weight = input_of(node, 0), input_of(node, 1)
-    if not is_weight(weight) or len(dims(weight) or ()) != 2:
+    if not is_matrix(weight):
         return NOT_A_CANDIDATE
     if (reason := check_own_mat_mul(x, weight, None)) is not None:
         return Refused(reason)
@@ -82,7 +82,7 @@ def _product(
     if product is None or value is None or total is None or not all(map(has_one_reader, (value, total))):
         return NOT_A_CANDIDATE
     x, weight = input_of(product, 0), input_of(product, 1)
-    if not is_weight(weight) or weight.shape is None or weight.shape.rank() != 2:
+    if not is_matrix(weight):
         return NOT_A_CANDIDATE
     if (reason := check_own_mat_mul(x, weight, bias)) is not None:
         return Refused(reason)

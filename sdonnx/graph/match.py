@@ -296,8 +296,11 @@ def is_bias(value: ir.Value, channels: int | None) -> bool:
 
 
 def is_matrix(value: ir.Value | None) -> bool:
-    """Return whether the value is a constant matrix (K,D)."""
-    return value is not None and is_weight(value) and len(dims(value) or ()) == 2
+    """Return whether the value is a constant matrix (K,D), or one that is restored from 8 bits."""
+    if value is None or len(dims(value) or ()) != 2:
+        return False
+    restored = producer_of(value, "DequantizeLinear")
+    return is_weight(value) if restored is None else all(each is None or is_weight(each) for each in restored.inputs)
 
 
 def biased(value: ir.Value | None) -> tuple[ir.Value, ir.Value] | None:

@@ -44,6 +44,8 @@ from sdonnx.precision.convert import ConvertPrecision
 from sdonnx.precision.group_norm_scaling import NormScaling, scale_group_norms
 from sdonnx.precision.policy import PrecisionPolicy
 from sdonnx.precision.residual_scaling import scale_residual_stream
+from sdonnx.quantization.quantization_config import QuantizationPolicy
+from sdonnx.quantization.quantize_weights import QuantizedWeight, QuantizeWeights, require_not_quantized, restore_late
 
 __all__ = ["FUSION_PASSES", "PASSES", "ComponentJob", "ComponentPass", "run_passes"]
 
@@ -72,6 +74,8 @@ class ComponentJob:
         conversion: policy of a conversion that is needed to reach `dtype`, or None.
         kept_float32: for each reason to stay out of `dtype`, the number of nodes.
         served: files of the served graphs.
+        quantization: types of the component's modules.
+        quantized: the weights that were quantized.
     """
 
     spec: ComponentSpec
@@ -88,6 +92,8 @@ class ComponentJob:
     conversion: PrecisionPolicy | None = None
     kept_float32: dict[str, int] = field(default_factory=dict)
     served: tuple[str, ...] = ()
+    quantization: QuantizationPolicy = field(default_factory=QuantizationPolicy)
+    quantized: Sequence[QuantizedWeight] = ()
 
     @property
     def model(self) -> ir.Model:
@@ -170,6 +176,7 @@ def run_passes(passes: Sequence[ComponentPass], job: ComponentJob) -> ComponentR
             job.kept_float32,
             (*job.opened.notes, *_norm_notes(job)),
             job.norm_scaling,
+            job.quantized,
         )
 
 
@@ -258,6 +265,16 @@ def _tidy(job: ComponentJob) -> None:
     tidy(job.model)
 
 
+def _quantize(job: ComponentJob) -> None:
+    quantization = QuantizeWeights(job.quantization, job.spec.name)
+    quantization(job.model)
+    job.quantized = quantization.quantized
+
+
+def _require_not_quantized(job: ComponentJob) -> None:
+    require_not_quantized(job.model, job.opened.path)
+
+
 def _order_weights(job: ComponentJob) -> None:
     order_weights(job.model)
 
@@ -267,6 +284,7 @@ def _write_graph(job: ComponentJob) -> None:
         job.show_progress("writing", info.index + 1, info.total)
 
     job.folder.mkdir()
+    restore_late(job.model)
     ir.save(job.model, job.folder / ONNX_MODEL, external_data=ONNX_WEIGHTS, callback=show_tensor)
 
 
@@ -283,6 +301,7 @@ def _write_served_graphs(job: ComponentJob) -> None:
     job.served = tuple(composed)
     for file, model in composed.items():
         tidy(model)
+        restore_late(model)
         ir.save(model, job.folder / file)
     if shared := shared_weights(composed.values()):
         hashes = {file: hash_file(job.folder / file)[1] for file in composed}
@@ -305,6 +324,7 @@ def _write_own_kernel_graphs(job: ComponentJob) -> None:
         )
         if any(outcome.fired.values()):
             own = job.folder / own_kernel_graph(file)
+            restore_late(model)
             ir.save(model, own)
             if shared is not None:
                 shared["__metadata__"][own.name] = hash_file(own)[1]
@@ -326,6 +346,7 @@ def _inspect(job: ComponentJob) -> None:
 
 
 FUSION_PASSES = (
+    ComponentPass("require not quantized", _require_not_quantized, applies=lambda job: job.quantization.is_active),
     ComponentPass("adapt interface", _adapt_interface),
     ComponentPass("fuse", _fuse),
 )
@@ -339,6 +360,7 @@ PASSES = (
     ComponentPass("convert precision", _convert_precision, applies=lambda job: job.conversion is not None),
     ComponentPass("count upcast", _count_upcast, applies=lambda job: job.force_upcast),
     ComponentPass("tidy", _tidy),
+    ComponentPass("quantize", _quantize, applies=lambda job: job.quantization.is_active),
     ComponentPass("order weights", _order_weights),
     ComponentPass("write graph", _write_graph),
     ComponentPass("write configuration", _write_configuration),

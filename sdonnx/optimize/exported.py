@@ -8,11 +8,12 @@ from sdonnx.errors import refusing
 from sdonnx.folder.folder_kind import require_exported
 from sdonnx.folder.pipeline_folder import PipelineFolder
 from sdonnx.models.registry import family_of
-from sdonnx.models.spec import ComponentSpec, Family
+from sdonnx.models.spec import ComponentSpec, Family, Role
 from sdonnx.optimize.component import OpenedComponent, open_component
 from sdonnx.optimize.request import OptimizeRequest
+from sdonnx.quantization.quantization_config import QuantizationPolicy
 
-__all__ = ["EXPECTED_GRAPH", "ExportedPipeline", "open_exported"]
+__all__ = ["EXPECTED_GRAPH", "ExportedPipeline", "open_exported", "quantization_policies"]
 
 EXPECTED_GRAPH = ("a component that an exporter wrote", "export it again")
 """The expected input and the remedy in errors about a component's graph."""
@@ -71,7 +72,20 @@ def open_exported(source: Path, request: OptimizeRequest) -> ExportedPipeline:
     require_exported(source)
     pipeline = ExportedPipeline(folder, family_of(folder))
     request.precision.policies([spec.name for spec in pipeline.family.components])
+    quantization_policies(request, pipeline.family)
     for name, file in pipeline.family.extras:
         folder.config(name, file)
     pipeline.open_all()
     return pipeline
+
+
+def quantization_policies(request: OptimizeRequest, family: Family) -> dict[str, QuantizationPolicy]:
+    """Return the types of the modules of each component by its name.
+
+    Raises:
+        OptionError: the request names none of the components.
+    """
+    names = [spec.name for spec in family.components]
+    if request.quantization is None:
+        return dict.fromkeys(names, QuantizationPolicy())
+    return request.quantization.policies(names, family.with_role(Role.DENOISER).name)

@@ -14,11 +14,12 @@ from sdonnx.folder.pipeline_folder import MODEL_INDEX, PipelineFolder, atomic_fo
 from sdonnx.models.registry import family_of
 from sdonnx.optimize.component import open_component
 from sdonnx.optimize.component_passes import FUSION_PASSES, PASSES, ComponentJob, run_passes
-from sdonnx.optimize.exported import EXPECTED_GRAPH, ExportedPipeline, open_exported
+from sdonnx.optimize.exported import EXPECTED_GRAPH, ExportedPipeline, open_exported, quantization_policies
 from sdonnx.optimize.ort_graph_dump import Inspector
 from sdonnx.optimize.report import ComponentReport, OptimizeReport
 from sdonnx.optimize.request import OptimizeRequest, ProgressCallback
 from sdonnx.precision.policy import Precision
+from sdonnx.quantization.quantization_config import QuantizationConfig
 
 __all__ = ["fusion_reports", "optimize_folder", "optimize_request", "write_optimized"]
 
@@ -38,6 +39,7 @@ def optimize_folder(
     disabled: Collection[str] = (),
     inspect: bool = False,
     kernels: str = "auto",
+    quantization: QuantizationConfig | None = None,
     overwrite: bool = False,
     progress: ProgressCallback | None = None,
 ) -> OptimizeReport:
@@ -56,6 +58,7 @@ def optimize_folder(
         inspect: also write each graph as ONNX Runtime's own optimizations leave it.
         kernels: "auto" to also write each graph with the operators of `sdonnx-kernels`, for "cuda" in float16; "none"
             not to.
+        quantization: which modules are quantized, and how; None for none.
         overwrite: replace the pipeline in `out`, if there is one.
         progress: callback for progress.
 
@@ -64,7 +67,9 @@ def optimize_folder(
     """
     precision = Precision.from_flags(float16, bfloat16, force_fp32_ops, norm_scale)
     disabled_names = tuple(sorted(disabled))
-    request = OptimizeRequest(provider, precision, attention_layout, disabled_names, inspect, kernels=kernels)
+    request = OptimizeRequest(
+        provider, precision, attention_layout, disabled_names, inspect, kernels=kernels, quantization=quantization
+    )
     return optimize_request(source, out, request, overwrite, progress)
 
 
@@ -99,11 +104,13 @@ def write_optimized(
     folder, family = pipeline.folder, pipeline.family
     inspector = Inspector(request.provider) if request.inspect else None
     policies = request.precision.policies([spec.name for spec in family.components])
+    quantizations = quantization_policies(request, family)
     reports = {}
     for spec in family.components:
         job = ComponentJob(
             spec, pipeline.take(spec), request, out / spec.name, policies[spec.name], inspector, progress
         )
+        job.quantization = quantizations[spec.name]
         reports[spec.name] = run_passes(PASSES, job)
         del job  # frees the graph before the next component is optimized
     for name, _ in family.extras:
@@ -118,7 +125,9 @@ def write_optimized(
         request.attention_layout,
         list(request.disabled),
         reports,
-        request.precision.flags() | ({"kernels": request.kernels} if request.suits_own_kernels else {}),
+        request.precision.flags()
+        | ({"kernels": request.kernels} if request.suits_own_kernels else {})
+        | ({} if request.quantization is None else {"quantize": request.quantization.as_json()}),
     )
 
 

@@ -12,6 +12,7 @@ from sdonnx.installation import install_command
 __all__ = ["Inspector"]
 
 _PROVIDERS = {"cuda": "CUDAExecutionProvider", "cpu": "CPUExecutionProvider"}
+_DISABLED_OPTIMIZERS = ["QDQSelectorActionTransformer"]  # as in sdonnx.runtime.device.session
 _MODEL, _WEIGHTS = "inspect.onnx", "inspect.onnx.data"
 
 
@@ -56,7 +57,9 @@ class Inspector:
         options.add_session_config_entry("session.optimized_model_external_initializers_file_name", _WEIGHTS)
         options.add_session_config_entry("session.optimized_model_external_initializers_min_size_in_bytes", "1024")
         try:
-            session = self._runtime.InferenceSession(str(model), options, providers=[self._provider])
+            session = self._runtime.InferenceSession(
+                str(model), options, providers=[self._provider], disabled_optimizers=_DISABLED_OPTIMIZERS
+            )
         except Exception as error:  # onnxruntime's exceptions have no common base class
             raise ProviderError(
                 f"ONNX Runtime cannot load {model.name} for --inspect ({str(error).splitlines()[0]})",

@@ -26,6 +26,7 @@ from sdonnx.graph.modules import module_path
 from sdonnx.models.layer_counts import expected_counts
 from sdonnx.models.spec import ComponentSpec
 from sdonnx.precision.group_norm_scaling import NormScaling
+from sdonnx.quantization.quantize_weights import QuantizedWeight
 
 __all__ = ["ComponentReport", "OptimizeReport", "operators_of", "report_of"]
 
@@ -49,6 +50,7 @@ class ComponentReport:
         outputs: name -> type and shape.
         norm_scale: factor of the values that group norms read, 1 for none.
         scaled_norms: the number of group norms that read scaled values.
+        quantized: for each quantization type, its modules, and the bytes of their weights before and after.
     """
 
     name: str
@@ -65,6 +67,7 @@ class ComponentReport:
     outputs: dict[str, str]
     norm_scale: float = 1.0
     scaled_norms: int = 0
+    quantized: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -122,6 +125,7 @@ def report_of(
     kept: Mapping[str, int] | None = None,
     notes: Sequence[str] = (),
     scaling: NormScaling | None = None,
+    quantized: Sequence[QuantizedWeight] = (),
 ) -> ComponentReport:
     """Return the report on one component.
 
@@ -137,6 +141,7 @@ def report_of(
         kept: for each override of the precision, the number of nodes that it matched.
         notes: assumptions and changes before fusing, one line each; they precede the warnings.
         scaling: the result of scaling the inputs of its group norms; None if it was not tried.
+        quantized: the weights that were quantized.
     """
     scaling = scaling or NormScaling()
     after = operators_of(model)
@@ -157,7 +162,21 @@ def report_of(
         {str(value.name): _signature(value) for value in model.graph.outputs},
         scaling.scale,
         scaling.norms,
+        _quantized(quantized),
     )
+
+
+def _quantized(weights: Sequence[QuantizedWeight]) -> dict[str, dict[str, Any]]:
+    """Return the modules and the bytes of quantized weights by type."""
+    types = dict.fromkeys(each.type.name for each in weights)
+    groups = {name: [each for each in weights if each.type.name == name] for name in types}
+    return {
+        name: {
+            "modules": [each.module for each in group],
+            "bytes": [sum(each.bytes_before for each in group), sum(each.bytes_after for each in group)],
+        }
+        for name, group in groups.items()
+    }
 
 
 def _expected(

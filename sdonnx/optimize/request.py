@@ -10,6 +10,7 @@ from sdonnx.fusions.derived_tables import FLAGS
 from sdonnx.fusions.fusion_table import ATTENTION_LAYOUTS, PROVIDERS
 from sdonnx.fusions.own_kernels import KERNELS
 from sdonnx.precision.policy import Precision
+from sdonnx.quantization.quantization_config import QuantizationConfig
 
 __all__ = ["OptimizeRequest", "ProgressCallback", "require_known_provider"]
 
@@ -33,6 +34,8 @@ class OptimizeRequest:
         kernels: "auto" to also write each graph with our own operators, where they are worth it; "none" not to. They
             are for "cuda" and float16; "auto" is accepted and has no effect on others.
 
+        quantization: which modules are quantized, and how; None for none.
+
     Raises:
         SdonnxError: an option is unknown, or options contradict each other.
     """
@@ -44,6 +47,7 @@ class OptimizeRequest:
     inspect: bool = False
     scale_residual: bool = False
     kernels: str = "auto"
+    quantization: QuantizationConfig | None = None
 
     def __post_init__(self) -> None:
         require_known_provider(self.provider)
@@ -55,6 +59,8 @@ class OptimizeRequest:
             raise OptionError("float16 for the CPU", "float32, which the CPU's kernels have", "leave out --float16")
         if self.kernels not in KERNELS:
             raise OptionError(f"kernels is {self.kernels!r}", f"one of {', '.join(KERNELS)}", "pass one")
+        if self.quantization is not None:
+            self.quantization.require_weight_only()
         for name in self.disabled:
             if name not in FLAGS:
                 found = f"the fusion {name!r} is unknown"

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from sdonnx.errors import OptionError
-from sdonnx.quantization.quantization_types import NOT_QUANTIZED, QuantizationType, quantization_type
+from sdonnx.quantization.quantization_types import NOT_QUANTIZED, TYPES, QuantizationType, quantization_type
 
 __all__ = ["KEPT_MODULES", "QuantizationConfig", "QuantizationPolicy", "covers", "read_submodules"]
 
@@ -136,6 +136,18 @@ class QuantizationConfig:
             found = "submodules in the configuration and --quant_submodules_config_path"
             raise OptionError(found, "one of them", "leave the other out")
         return cls(default, modules, read_submodules(submodules, content.get("top_percentage", _TOP_PERCENTAGE)))
+
+    def require_weight_only(self) -> None:
+        """Raise if a type quantizes activations.
+
+        Raises:
+            OptionError: one does.
+        """
+        for found in (self.default, *(each for _, each in self.modules)):
+            if found is not None and not found.is_weight_only:
+                names = ", ".join(name for name, each in TYPES.items() if each.is_weight_only)
+                raise OptionError(f"{found.name} quantizes activations, which is not supported yet", f"one of {names}",
+                                  "take a type that quantizes weights only")  # fmt: skip
 
     def policies(self, components: Collection[str], denoiser: str) -> dict[str, QuantizationPolicy]:
         """Return the policy of each component by its name.

@@ -39,7 +39,8 @@ def recorded(passes: tuple[ComponentPass, ...], ran: list[str]) -> list[Componen
     return [record(each) for each in passes]
 
 
-BY_OPTION = ("inspect", "write own kernel graphs")
+QUANTIZES = ("quantize", "require not quantized")
+BY_OPTION = ("inspect", "write own kernel graphs", *QUANTIZES)
 BY_COMPONENT = ("scale group norms", "scale residual stream", "count upcast")
 
 
@@ -48,7 +49,7 @@ BY_COMPONENT = ("scale group norms", "scale residual stream", "count upcast")
     [
         (OptimizeRequest(), {"convert precision", *BY_COMPONENT, *BY_OPTION}),
         (PLAIN, {*BY_COMPONENT, *BY_OPTION}),
-        (HALF, {*BY_COMPONENT, "inspect"}),
+        (HALF, {*BY_COMPONENT, *QUANTIZES, "inspect"}),
     ],
     ids=["float32", "float16", "both forms"],
 )

@@ -228,7 +228,7 @@ class PipelineCache:
 
     def _made(self, name: str, description: list[Any], make: Callable[[Path], object]) -> Path:
         """Return the folder `name` of the entry that `description` identifies, made by `make` if it is missing."""
-        text = json.dumps(description, sort_keys=True, default=list)
+        text = json.dumps(description, sort_keys=True, default=_plain)
         key = hashlib.sha256(text.encode()).hexdigest()[:24]
         entry = self._root / key
         self._root.mkdir(parents=True, exist_ok=True)
@@ -247,6 +247,11 @@ class PipelineCache:
 
     def _key_of(self, folder: Path) -> str:
         return self._keys[folder] if folder in self._keys else _digest(folder)
+
+
+def _plain(value: object) -> Any:
+    """Return a value of a description as JSON has it."""
+    return list(value) if isinstance(value, Iterable) else repr(value)
 
 
 @functools.cache

@@ -14,7 +14,7 @@ from sdonnx.runtime.device.device import Device
 
 __all__ = ["load_shared_weights"]
 
-_DTYPES: dict[str, np.dtype[Any]] = {"F16": np.dtype("<f2"), "F32": np.dtype("<f4")}
+_DTYPES: dict[str, np.dtype[Any]] = {"F16": np.dtype("<f2"), "F32": np.dtype("<f4"), "I8": np.dtype("i1")}
 
 
 def load_shared_weights(component: Path, device: Device) -> dict[str, OrtValue]:

@@ -35,6 +35,10 @@ _NUMPY = {
     "tensor(bool)": np.bool_,
 }
 
+# It turns a product by a weight in int8 into MatMulNBits, which rounds activations to int8 on the CPU, and copies the
+# weight into another layout (docs/decisions/0164-store-weights-as-dequantize-linear.md).
+_DISABLED_OPTIMIZERS = ["QDQSelectorActionTransformer"]
+
 # Value of gpu_graph_id with which ONNX Runtime allows for capture but does not capture by itself.
 _NO_CAPTURE = "-1"
 
@@ -206,7 +210,9 @@ class Graph:
             for name, value in self._weights.items():
                 options.add_initializer(name, value)
             with memory_errors(device, f"loading {path.name}"), self._workspaces():
-                session = onnxruntime.InferenceSession(path, options, providers=[provider])
+                session = onnxruntime.InferenceSession(
+                    path, options, providers=[provider], disabled_optimizers=_DISABLED_OPTIMIZERS
+                )
         except DeviceMemoryError:
             raise
         except Exception as error:  # exceptions of onnxruntime have no common base class

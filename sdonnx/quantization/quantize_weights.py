@@ -1,0 +1,255 @@
+"""Store weights of products and convolutions in 8 bits: weight -> DequantizeLinear(8-bit weight, scales).
+
+ONNX Runtime does not fold a DequantizeLinear of constants, so the device holds 8 bits for each weight and restores one
+weight at a time, right before the node that reads it (docs/decisions/0164-store-weights-as-dequantize-linear.md).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx_ir as ir
+from onnx_ir.passes import InPlacePass, PassResult
+
+from sdonnx.errors import FolderError, OptionError
+from sdonnx.graph.edit import MICROSOFT, add_initializer, dims, insert, is_weight, tensor_of
+from sdonnx.graph.match import producer_of
+from sdonnx.graph.modules import module_paths
+from sdonnx.graph.tensors import lazy, read
+from sdonnx.quantization.quantization_config import QuantizationPolicy, covers
+from sdonnx.quantization.quantization_types import QuantizationType
+from sdonnx.quantization.symmetric import quantize, scales_of
+
+__all__ = [
+    "QuantizeWeights",
+    "QuantizedWeight",
+    "WeightedNode",
+    "require_not_quantized",
+    "restore_late",
+    "weighted_nodes",
+]
+
+_FLOATS = (ir.DataType.FLOAT, ir.DataType.FLOAT16)
+
+# (domain, operator) -> the axis of the output channels of the weight, which is input 1.
+_CHANNEL_AXES = {
+    ("", "MatMul"): 1,
+    ("", "Gemm"): 1,  # 0 with transB
+    ("", "Conv"): 0,
+    (MICROSOFT, "NhwcConv"): 0,
+}
+
+# Operators of graphs that are quantized already, by this project or others.
+_QUANTIZED = frozenset(
+    {"QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear", "MatMulInteger", "MatMulNBits", "QLinearMatMul",
+     "QLinearConv", "ConvInteger", "MatMulBlockQuantizedFp8Weight", "GemmFloat8"}
+)  # fmt: skip
+
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
+
+_MAX_NAMES = 40  # of modules in an error
+
+
+@dataclass(frozen=True)
+class WeightedNode:
+    """A product or a convolution by a constant weight.
+
+    Attributes:
+        node: the node.
+        weight: the constant; a gate may be multiplied to it before the node reads it.
+        axis: the axis of the weight's output channels.
+        paths: the modules that the node computes; none if they are unknown.
+    """
+
+    node: ir.Node
+    weight: ir.Value
+    axis: int
+    paths: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class QuantizedWeight:
+    """A weight that was quantized.
+
+    Attributes:
+        module: the modules that read it, or its name where they are unknown.
+        type: the quantization type.
+        bytes_before: its size.
+        bytes_after: its size in 8 bits, with its scales.
+    """
+
+    module: str
+    type: QuantizationType
+    bytes_before: int
+    bytes_after: int
+
+
+def weighted_nodes(graph: ir.Graph) -> Iterator[WeightedNode]:
+    """Yield the products and convolutions of a graph whose weights can be quantized, in order."""
+    for node in graph:
+        axis = _CHANNEL_AXES.get((node.domain, node.op_type))
+        if axis is None or len(node.inputs) < 2:
+            continue
+        weight = _weight_of(node)
+        if weight is None or weight.dtype not in _FLOATS:
+            continue
+        if node.attributes.get_int("transB", 0):
+            axis = 0
+        yield WeightedNode(node, weight, axis, tuple(module_paths(node)))
+
+
+def _weight_of(node: ir.Node) -> ir.Value | None:
+    """Return the constant factor of a product, also where a gate is multiplied to it, None for other products."""
+    weight, is_product = node.inputs[1], node.op_type not in ("Conv", "NhwcConv")
+    if weight is not None and is_weight(weight):
+        rank = len(dims(weight) or ())
+        return weight if (rank == 2 if is_product else rank > 2) else None
+    gating = producer_of(weight, "Mul") if is_product else None
+    matrices = [] if gating is None else [each for each in gating.inputs if each is not None and is_weight(each)]
+    matrices = [each for each in matrices if len(dims(each) or ()) == 2]
+    return matrices[0] if len(matrices) == 1 else None
+
+
+def require_not_quantized(model: ir.Model, path: object) -> None:
+    """Raise if a graph that is to be quantized is quantized already.
+
+    Raises:
+        FolderError: it is.
+    """
+    found = next((node for node in model.graph if node.op_type in _QUANTIZED), None)
+    if found is not None:
+        raise FolderError(
+            f"{path} is quantized already: it has {found.op_type}", "a graph in float32 or float16", "export it again"
+        )
+
+
+def restore_late(model: ir.Model) -> None:
+    """Let ONNX Runtime restore each weight right before its reader, in place: the nodes that do are the graph's first.
+
+    It orders nodes by a depth-first search from the outputs, which visits the inputs of a node from the last in the
+    file to the first. With the usual order it would restore all weights before anything else, and hold them at once.
+    """
+    graph = model.graph
+    nodes = [node for node in graph if node.op_type == "DequantizeLinear" and all(map(_is_constant, node.inputs))]
+    first = next((node for node in graph if node not in set(nodes)), None)
+    for node in nodes:
+        graph.remove(node)
+    if first is not None:
+        first.prepend(nodes)
+
+
+def _is_constant(value: ir.Value | None) -> bool:
+    return value is None or is_weight(value)
+
+
+class QuantizeWeights(InPlacePass):
+    """Quantize the weights of products and convolutions, each with the type of its module.
+
+    Run it on a graph in its final precision: scales, and the values that DequantizeLinear returns, have the type of the
+    weight. Weights are quantized when the file is written.
+
+    Args:
+        policy: the types of modules.
+        component: the component's name, for errors.
+
+    Attributes:
+        quantized: the weights, in the graph's order.
+
+    Raises:
+        OptionError: a pattern of the policy matches nothing.
+        WeightsError: a weight holds NaN or infinity; raised when the file is written.
+    """
+
+    def __init__(self, policy: QuantizationPolicy, component: str) -> None:
+        super().__init__()
+        self.policy = policy
+        self.component = component
+        self.quantized: list[QuantizedWeight] = []
+
+    def call(self, model: ir.Model) -> PassResult:
+        """Quantize the weights in place."""
+        nodes = list(weighted_nodes(model.graph))
+        self._require_matches(nodes)
+        restored: dict[tuple[ir.Value, QuantizationType, int], ir.Value] = {}
+        for each in nodes:
+            found = self.policy.type_of(each.paths)
+            if found is None:
+                continue
+            key = each.weight, found, each.axis
+            if key not in restored:
+                restored[key] = self._restored(each, found)
+            reader = _reader(each)
+            for index, value in enumerate(reader.inputs):
+                if value is each.weight:
+                    reader.replace_input_with(index, restored[key])
+        for weight in {weight for weight, _, _ in restored}:
+            if not weight.uses() and not weight.is_graph_output():
+                model.graph.initializers.pop(weight.name or "")
+        return PassResult(model, bool(restored))
+
+    def _restored(self, each: WeightedNode, found: QuantizationType) -> ir.Value:
+        """Return the output of a DequantizeLinear that restores a weight."""
+        weight, graph = each.weight, each.node.graph
+        assert isinstance(graph, ir.Graph)
+        tensor = tensor_of(weight)
+        shape = tuple(int(size) for size in tensor.shape.numpy())
+        axis = None if found.per_tensor else each.axis
+        values, scales = _stored(tensor, str(weight.name), found, axis)
+        count = () if axis is None else (shape[axis],)
+        # The values are written before the scales, which are computed with them.
+        stored = add_initializer(graph, f"{weight.name}.{found.weights.name}", lazy(values, found.weights.dtype, shape))
+        scale = add_initializer(graph, f"{weight.name}.{found.weights.name}.scale", lazy(scales, tensor.dtype, count))
+        attributes = {} if axis is None else {"axis": axis}
+        size = int(np.prod(shape))
+        after = size * found.weights.dtype.itemsize + int(np.prod(count)) * tensor.dtype.itemsize
+        module = ", ".join(each.paths) or str(weight.name)
+        self.quantized.append(QuantizedWeight(module, found, int(size * tensor.dtype.itemsize), int(after)))
+        return insert(
+            _reader(each), "DequantizeLinear", [stored, scale], attributes, dtype=tensor.dtype, shape=weight.shape
+        )
+
+    def _require_matches(self, nodes: Iterable[WeightedNode]) -> None:
+        paths = [path for each in nodes for path in each.paths]
+        patterns = [pattern for pattern, _ in self.policy.modules] + list(self.policy.only or ())
+        for pattern in patterns:
+            if not any(covers(pattern, path) for path in paths):
+                series = list(dict.fromkeys(_NUMBER.sub("*", path) for path in paths))
+                shown = ", ".join(series[:_MAX_NAMES]) + (", ..." if len(series) > _MAX_NAMES else "")
+                raise OptionError(
+                    f"the quantized module {self.component}:{pattern} matches no product or convolution",
+                    f"a module or a pattern of {shown or 'modules, of which this graph names none'}",
+                    "name one of these",
+                )
+
+
+def _reader(each: WeightedNode) -> ir.Node:
+    """Return the node that reads a weight: the product, or the Mul by a gate before it."""
+    factor = each.node.inputs[1]
+    gating = None if factor is None or factor is each.weight else factor.producer()
+    return gating or each.node
+
+
+def _stored(
+    tensor: ir.TensorProtocol, name: str, found: QuantizationType, axis: int | None
+) -> tuple[Callable[[], npt.NDArray[Any]], Callable[[], npt.NDArray[Any]]]:
+    """Return functions that compute a weight in 8 bits, and its scales."""
+    known: list[npt.NDArray[Any]] = []
+
+    def compute_scales(wide: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        if not known:
+            known.append(scales_of(wide, found.weights, axis, tensor.dtype.numpy(), name))
+        return known[0]
+
+    def values() -> npt.NDArray[Any]:
+        wide = read(tensor)
+        return quantize(wide, compute_scales(wide), found.weights, axis)
+
+    def scales() -> npt.NDArray[Any]:
+        return known[0] if known else compute_scales(read(tensor))
+
+    return values, scales
