@@ -9,6 +9,7 @@ from __future__ import annotations
 import abc
 import importlib.metadata
 import importlib.util
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
@@ -32,6 +33,7 @@ __all__ = [
     "folder_kind",
     "installed_version",
     "is_importable",
+    "quantized_types",
     "reported_precision",
 ]
 
@@ -215,8 +217,18 @@ class Engine(abc.ABC):
 
 
 def reported_precision(folder: PipelineFolder) -> str:
-    """Return the data type of an optimized folder."""
-    return str(read_json(folder.path / REPORT).get("precision"))
+    """Return the data type of an optimized folder, and of its quantized components: `float16, unet in int8_dynamic`."""
+    parts = [str(read_json(folder.path / REPORT).get("precision"))]
+    parts += [f"{name} in {' and '.join(types)}" for name, types in quantized_types(folder).items()]
+    return ", ".join(parts)
+
+
+def quantized_types(folder: PipelineFolder) -> dict[str, list[str]]:
+    """Return the quantization types of the quantized components of an optimized folder, by component."""
+    components = read_json(folder.path / REPORT).get("components")
+    entries = components.items() if isinstance(components, Mapping) else ()
+    found = {name: entry.get("quantized") for name, entry in entries if isinstance(entry, Mapping)}
+    return {name: list(types) for name, types in found.items() if isinstance(types, Mapping) and types}
 
 
 def is_importable(module: str) -> bool:

@@ -65,6 +65,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--max_error", "--most_error", type=float, default=default.thresholds.max_error, metavar="TIMES",
         help="maximum error of components, as a multiple of the error of torch in float16 (%(default)s)",
     )  # fmt: skip
+    add(
+        "--max_quantized_error", type=float, default=default.thresholds.max_quantized_error, metavar="ERROR",
+        help="maximum error of quantized components to torch in float32 (%(default)s); they have no minimum PSNR",
+    )  # fmt: skip
     add_common(parser)
 
 
@@ -84,7 +88,7 @@ def run(options: argparse.Namespace) -> int:
         ip_adapters=tuple(options.ip_adapter),
         ip_adapter_scale=options.ip_adapter_scale,
         provider=options.provider,
-        thresholds=Thresholds(options.min_psnr, options.max_error),
+        thresholds=Thresholds(options.min_psnr, options.max_error, options.max_quantized_error),
     )
     found = verify_folder(options.folder, options.against, request, lambda text: out.print(text, style="dim"))
     certificate = found.certificate()

@@ -45,6 +45,7 @@ def certificate_html(found: Verification, certificate: Mapping[str, Any]) -> str
         "precision": certificate["precision"],
         "device": device_name(surroundings),
         "thresholds": thresholds,
+        "quantized": found.quantized,
         "failures": found.judgement.failures,
         "reference": REFERENCE,
         "images": [

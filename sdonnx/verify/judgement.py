@@ -20,10 +20,14 @@ class Thresholds:
     Attributes:
         min_psnr_db: PSNR of an image to that of torch in float16, or in float32 if torch in float16 has no image.
         max_error: error of a component relative to torch in float32, as a multiple of the error of torch in float16.
+        max_quantized_error: error of a quantized component relative to torch in float32. The default is nearly three
+            times the error of a product whose factors are in e4m3, 3.7e-2
+            (docs/decisions/0165-judge-quantized-folders-by-component.md).
     """
 
     min_psnr_db: float = 35.0
     max_error: float = 2.0
+    max_quantized_error: float = 0.1
 
 
 @dataclass(frozen=True)
@@ -38,6 +42,7 @@ class ComponentFinding:
         torch_error: the same error for torch in float16.
         not_finite: share of NaN and Inf in our output.
         torch_not_finite: share of NaN and Inf in the output of torch in float16.
+        quantized: quantization types of the component; empty for none.
     """
 
     component: str
@@ -47,9 +52,12 @@ class ComponentFinding:
     torch_error: float
     not_finite: float
     torch_not_finite: float
+    quantized: tuple[str, ...] = ()
 
     def limit(self, thresholds: Thresholds) -> float:
         """Return the largest error that passes."""
+        if self.quantized:
+            return thresholds.max_quantized_error
         if not math.isfinite(self.torch_error):
             return _MAX_ERROR_WITHOUT_TORCH
         return max(thresholds.max_error * self.torch_error, ROUNDING)
@@ -61,7 +69,10 @@ class ComponentFinding:
             return f"{name}: {100 * self.not_finite:.3g} % of its values are NaN or Inf"
         limit = self.limit(thresholds)
         if not self.error <= limit:
-            return f"{name}: error {self.error:.2e}, at most {limit:.2e} (torch in float16: {self.torch_error:.2e})"
+            reason = (
+                f"in {', '.join(self.quantized)}" if self.quantized else f"torch in float16: {self.torch_error:.2e}"
+            )
+            return f"{name}: error {self.error:.2e}, at most {limit:.2e} ({reason})"
         return None
 
 
@@ -80,6 +91,8 @@ class ImageFinding:
         is_constant: whether our image has a single colour, such as black.
         torch_is_constant: whether the image of torch in float16 has a single colour.
         wide_is_constant: whether the image of torch in float32 has a single colour.
+        quantized: whether a component is quantized. PSNR then is information: a small difference in an early step
+            leads to another image of the same prompt.
     """
 
     prompt: str
@@ -92,6 +105,7 @@ class ImageFinding:
     is_constant: bool
     torch_is_constant: bool
     wide_is_constant: bool
+    quantized: bool = False
 
     def compared(self) -> tuple[str, float | None]:
         """Return the precision of the image to compare with, and the PSNR: float32 if float16 has no image."""
@@ -104,6 +118,8 @@ class ImageFinding:
         name = f"the image of {self.prompt!r}, seed {self.seed}"
         if self.is_constant and not self.wide_is_constant:
             return f"{name}: a single colour (black, or NaN)"
+        if self.quantized:
+            return None
         reference, decibels = self.compared()
         if decibels is not None and not decibels >= thresholds.min_psnr_db:
             return f"{name}: {decibels:.1f} dB to torch in {reference}, expected at least {thresholds.min_psnr_db:g} dB"

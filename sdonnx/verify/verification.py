@@ -80,6 +80,7 @@ class Verification:
         judgement: whether the folder passes.
         seconds: duration of each part.
         files: hashes of the folder's files, taken before the comparison.
+        quantized: quantization types by component; empty if none is quantized.
     """
 
     folder: Path
@@ -91,6 +92,7 @@ class Verification:
     judgement: Judgement = field(default_factory=Judgement)
     seconds: dict[str, float] = field(default_factory=dict)
     files: dict[str, dict[str, Any]] = field(default_factory=dict)
+    quantized: dict[str, list[str]] = field(default_factory=dict)
 
     def certificate(self) -> dict[str, Any]:
         """Return the content of `certificate.json`. Hashes the files of the original."""
@@ -103,10 +105,12 @@ class Verification:
             "command": shlex.join(sys.orig_argv),
             "passed": self.judgement.passed,
             "failures": list(self.judgement.failures),
-            "thresholds": {"least_psnr_db": thresholds["min_psnr_db"], "most_error": thresholds["max_error"]},
+            "thresholds": {"least_psnr_db": thresholds["min_psnr_db"], "most_error": thresholds["max_error"]}
+            | ({"most_quantized_error": thresholds["max_quantized_error"]} if self.quantized else {}),
             "request": request,
             "seconds": {name: round(value, 2) for name, value in self.seconds.items()},
             "precision": reported_precision(PipelineFolder.open(self.folder)),
+            "quantized": self.quantized,
             "environment": environment(),
             "components": [asdict(each) | {"limit": each.limit(self.request.thresholds)} for each in self.components],
             "images": [

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sdonnx.benchmark.agreement import is_empty
-from sdonnx.benchmark.engine import EngineOptions
+from sdonnx.benchmark.engine import EngineOptions, quantized_types
 from sdonnx.benchmark.engines import OnnxRuntimeEngine, ReferenceEngine, TorchEngine
 from sdonnx.benchmark.workload import Workload
 from sdonnx.errors import OptionError
@@ -92,7 +92,9 @@ def verify_folder(
         )
     prompts = default_prompts(ours.family.reads_captions) if request.prompts is None else request.prompts
     request = replace(request, prompts=prompts)
-    found = Verification(folder, original, request, files=certified_files(folder))
+    found = Verification(
+        folder, original, request, files=certified_files(folder), quantized=quantized_types(ours.folder)
+    )
     workloads = [(prompt, _workload(request, ours, seed)) for prompt in prompts
                  for seed in range(request.seed, request.seed + request.images)]  # fmt: skip
     on_progress("torch in float32")
@@ -116,11 +118,11 @@ def verify_folder(
             own = [each for each in zip(calls, feeds, halves, strict=True) if each[0].spec.name == name]
             results = _run(folder / name / ONNX_MODEL, ours.device, [given for _, given, _ in own])
             for (call, _, other), values in zip(own, results, strict=True):
-                found.components += _compared(call, values, other)
+                found.components += _compared(call, values, other, tuple(found.quantized.get(name, ())))
     for index, (prompt, workload) in enumerate(workloads):
         three = ImageTriple(prompt, workload.seed, *(pictures[name][index] for name in ("wide", "half", "ours")))
         found.pictures.append(three)
-        found.images.append(_image_finding(three))
+        found.images.append(replace(_image_finding(three), quantized=bool(found.quantized)))
     found.judgement = judge(found.components, found.images, request.thresholds)
     return found
 
@@ -200,7 +202,7 @@ def _run(path: Path, device: str, feeds: Sequence[Outputs]) -> list[Outputs]:
     return device_thread(device_for(device)).run(run)
 
 
-def _compared(call: Call, ours: Outputs, half: Outputs) -> list[ComponentFinding]:
+def _compared(call: Call, ours: Outputs, half: Outputs, quantized: tuple[str, ...]) -> list[ComponentFinding]:
     return [
         ComponentFinding(
             call.spec.name,
@@ -210,6 +212,7 @@ def _compared(call: Call, ours: Outputs, half: Outputs) -> list[ComponentFinding
             relative_error(half[name], call.outputs[name]),
             float(1 - np.isfinite(values).mean()),
             float(1 - np.isfinite(half[name]).mean()),
+            quantized,
         )
         for name, values in ours.items()
         if name in call.outputs

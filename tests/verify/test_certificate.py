@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,26 @@ def test_component_thresholds(finding: ComponentFinding, words: str | None) -> N
 def test_image_thresholds(changes: dict[str, Any], words: str | None) -> None:
     failure = image(**changes).failure(USUAL)
     assert failure is None if words is None else words in str(failure)
+
+
+@pytest.mark.parametrize(
+    ("finding", "words"),
+    [
+        (component(0.1, 1e-3), None),
+        (component(0.11, 1e-3), "error 1.10e-01, at most 1.00e-01 (in int8_dynamic, fp8_static)"),
+        (component(0.11, math.inf, 0.0, 0.4), "at most 1.00e-01"),
+        (component(math.inf, 1e-3, 0.25), "25 % of its values are NaN or Inf"),
+        (component(math.nan, 1e-3), "error nan"),
+    ],
+)
+def test_quantized_components_have_a_threshold_of_their_own(finding: ComponentFinding, words: str | None) -> None:
+    failure = replace(finding, quantized=("int8_dynamic", "fp8_static")).failure(USUAL)
+    assert failure is None if words is None else words in str(failure)
+
+
+def test_images_of_quantized_folders_have_no_minimum_psnr() -> None:
+    assert image(psnr_db=8.0, quantized=True).failure(USUAL) is None
+    assert "a single colour" in str(image(psnr_db=8.0, is_constant=True, quantized=True).failure(USUAL))
 
 
 def test_custom_thresholds() -> None:

@@ -18,6 +18,7 @@ from support.recording import Note
 from sdonnx.__main__ import main
 from sdonnx.errors import FolderError, OptionError
 from sdonnx.folder.certificate import CERTIFICATE, CERTIFICATE_PAGE, certified_files
+from sdonnx.quantization.quantization_config import QuantizationConfig
 from sdonnx.runtime.pipeline import OrtDiffusionPipeline
 from sdonnx.sample.architecture import ADAPTER_FILES
 from sdonnx.verify import Thresholds, Verification, VerificationRequest, verify_folder
@@ -145,6 +146,31 @@ def test_changed_weights_fail(name: str, folder: Path, micro: Path, capsys: Any)
     assert any(words in failure for failure in found["failures"])
     assert "did not pass" in capsys.readouterr().out
     assert "FAILED" in (folder / CERTIFICATE_PAGE).read_text()
+    with refused(FolderError, "failed"):
+        OrtDiffusionPipeline.from_pretrained(folder, require_certificate=True)
+
+
+def test_quantized_folder(pipelines: PipelineCache, micro_exported: Path, micro: Path, tmp_path: Path) -> None:
+    """Judged by the error of components; the certificate names the types, and what the limits are."""
+    quantization = QuantizationConfig.from_flags(None, '{"quant_type": "int8_weightonly", "modules": {}}')
+    made = pipelines.optimized(micro_exported, provider="cpu", quantization=quantization)
+    folder = copied(made, tmp_path / "small")
+    assert verified(folder, micro) == 0
+    found = certificate_of(folder)
+    assert found["precision"] == "float32, unet in int8_weightonly"
+    assert found["quantized"] == {"unet": ["int8_weightonly"]}
+    assert found["thresholds"]["most_quantized_error"] == 0.1
+    limits = {each["component"]: each["limit"] for each in found["components"]}
+    assert limits["unet"] == 0.1
+    assert all(limit < 0.1 for name, limit in limits.items() if name != "unet")
+    assert all(each["quantized"] and each["psnr_db"] < 70 for each in found["images"])
+    page = (folder / CERTIFICATE_PAGE).read_text()
+    assert "in float32, unet in int8_weightonly on" in page
+    assert "quantized components with an error of at most 0.1" in page
+    OrtDiffusionPipeline.from_pretrained(folder, require_certificate=True)
+    assert verified(folder, micro, "--max-quantized-error", "1e-3") == 1
+    (failure, *_) = certificate_of(folder)["failures"]
+    assert "at most 1.00e-03 (in int8_weightonly)" in failure
     with refused(FolderError, "failed"):
         OrtDiffusionPipeline.from_pretrained(folder, require_certificate=True)
 
