@@ -19,12 +19,21 @@ from sdonnx.folder.lock import locked
 from sdonnx.folder.pipeline_folder import finite
 from sdonnx.folder.prompt_file import read_prompts
 from sdonnx.terminal import add_common, add_option, console
+from sdonnx.verify.accuracy import DEFAULT_CAPTIONS
 from sdonnx.verify.certificate_page import certificate_html
 from sdonnx.verify.judgement import Thresholds
 from sdonnx.verify.verification import Verification, VerificationRequest
 from sdonnx.verify.verifier import verify_folder
 
-__all__ = ["FAILED", "add_arguments", "components_table", "images_table", "run", "write_certificate"]
+__all__ = [
+    "FAILED",
+    "accuracy_table",
+    "add_arguments",
+    "components_table",
+    "images_table",
+    "run",
+    "write_certificate",
+]
 
 _PARTIAL = ".certificate.partial"
 
@@ -69,6 +78,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--max_quantized_error", type=float, default=default.thresholds.max_quantized_error, metavar="ERROR",
         help="maximum error of quantized components to torch in float32 (%(default)s); they have no minimum PSNR",
     )  # fmt: skip
+    add(
+        "--accuracy_prompts", type=int, default=None, metavar="N",
+        help="number of held-out captions whose images are judged, for trained samples only "
+        f"({DEFAULT_CAPTIONS}); 0 for none",
+    )  # fmt: skip
+    add(
+        "--max_accuracy_loss", type=float, default=default.thresholds.max_accuracy_loss, metavar="POINTS",
+        help="maximum loss of accuracy on these captions relative to torch, in percentage points (%(default)s)",
+    )  # fmt: skip
     add_common(parser)
 
 
@@ -88,7 +106,10 @@ def run(options: argparse.Namespace) -> int:
         ip_adapters=tuple(options.ip_adapter),
         ip_adapter_scale=options.ip_adapter_scale,
         provider=options.provider,
-        thresholds=Thresholds(options.min_psnr, options.max_error, options.max_quantized_error),
+        accuracy_prompts=options.accuracy_prompts,
+        thresholds=Thresholds(
+            options.min_psnr, options.max_error, options.max_quantized_error, options.max_accuracy_loss
+        ),
     )
     found = verify_folder(options.folder, options.against, request, lambda text: out.print(text, style="dim"))
     certificate = found.certificate()
@@ -97,6 +118,8 @@ def run(options: argparse.Namespace) -> int:
     write_certificate(options.folder, {CERTIFICATE_PAGE: certificate_html(found, certificate), CERTIFICATE: text})
     out.print(components_table(found))
     out.print(images_table(found))
+    if found.accuracy:
+        out.print(accuracy_table(found))
     for failure in found.judgement.failures:
         out.print(f"failed: {failure}", markup=False)
     passed = found.judgement.passed
@@ -144,6 +167,18 @@ def images_table(found: Verification) -> Table:
         prompt = Text(textwrap.shorten(image.prompt, _PROMPT_WIDTH, placeholder=" …"))
         psnr = "identical" if decibels is None else f"{decibels:.1f}"
         table.add_row(prompt, str(image.seed), psnr, reference, f"{image.ssim:.4f}")
+    return table
+
+
+def accuracy_table(found: Verification) -> Table:
+    """Return the shares of images of held-out captions in which each measure is right."""
+    title = f"Images of {found.request.accuracy_prompts} held-out captions in which a measure is right; loss in points"
+    table = Table(title=title, title_justify="left")
+    table.add_column("measure", no_wrap=True)
+    for name in ("count", "sdonnx", f"torch {found.accuracy[0].precision}", "loss"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for each in found.accuracy:
+        table.add_row(each.measure, str(each.ours.count), str(each.ours), str(each.torch), f"{each.loss:.1f}")
     return table
 
 

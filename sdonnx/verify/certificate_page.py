@@ -12,7 +12,7 @@ from sdonnx.benchmark.report.report_page import readable_date, render_page
 from sdonnx.benchmark.report.surroundings import device_name, installed_packages, machine_facts
 from sdonnx.benchmark.results import REFERENCE, Comparison
 from sdonnx.benchmark.shown_names import OURS
-from sdonnx.verify.judgement import ComponentFinding, ImageFinding, Thresholds
+from sdonnx.verify.judgement import AccuracyFinding, ComponentFinding, ImageFinding, Thresholds
 from sdonnx.verify.verification import ImageTriple, Verification
 
 __all__ = ["certificate_html"]
@@ -52,6 +52,7 @@ def certificate_html(found: Verification, certificate: Mapping[str, Any]) -> str
             _image_comparison(finding, triple, thresholds)
             for finding, triple in zip(found.images, found.pictures, strict=True)
         ],
+        "accuracy_table": _accuracy_table(found.accuracy, thresholds) if found.accuracy else None,
         "components_table": _components_table(found.components, thresholds),
         "machine": machine_facts(surroundings),
         "packages": installed_packages(surroundings),
@@ -64,12 +65,14 @@ def certificate_html(found: Verification, certificate: Mapping[str, Any]) -> str
 
 def _summary(found: Verification) -> str:
     """Return the result in a sentence, without the verdict."""
-    images, outputs = len(found.images), len(found.components)
+    images, outputs, measures = len(found.images), len(found.components), len(found.accuracy)
     if not images or not outputs:
         return "Nothing was compared."
     if found.judgement.passed:
-        return f"All {images} images and {outputs} outputs of components are within the limits."
-    return f"{len(found.judgement.failures)} of {images + outputs} comparisons of images and components failed."
+        judged = f", and the accuracy on {found.request.accuracy_prompts} captions," if measures else ""
+        return f"All {images} images and {outputs} outputs of components{judged} are within the limits."
+    compared = "images, components and accuracy" if measures else "images and components"
+    return f"{len(found.judgement.failures)} of {images + outputs + measures} comparisons of {compared} failed."
 
 
 def _image_comparison(finding: ImageFinding, triple: ImageTriple, thresholds: Thresholds) -> ImageComparison:
@@ -103,6 +106,25 @@ def _components_table(components: list[ComponentFinding], thresholds: Thresholds
         for each in components
     ]
     return Table("Error of each output", "component, output", headings, tuple(rows))
+
+
+def _accuracy_table(accuracy: list[AccuracyFinding], thresholds: Thresholds) -> Table:
+    names = ("captions", OURS, f"torch {accuracy[0].precision}", "loss, points", "limit")
+    rows = [
+        Row(
+            each.measure,
+            (
+                str(each.ours.count),
+                str(each.ours),
+                str(each.torch),
+                number(each.loss, 1),
+                number(thresholds.max_accuracy_loss, 1),
+            ),
+            verdict="failed" if each.failure(thresholds) else None,
+        )
+        for each in accuracy
+    ]
+    return Table("Images in which each measure is right", "measure", tuple(map(Heading, names)), tuple(rows))
 
 
 def _decibels(value: float | None) -> str:

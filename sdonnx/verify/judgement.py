@@ -3,9 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-__all__ = ["ROUNDING", "ComponentFinding", "ImageFinding", "Judgement", "Thresholds", "judge"]
+__all__ = [
+    "ROUNDING",
+    "AccuracyFinding",
+    "ComponentFinding",
+    "ImageFinding",
+    "Judgement",
+    "Proportion",
+    "Thresholds",
+    "judge",
+]
 
 ROUNDING = 2.0**-11
 """Relative rounding error of float16, half a unit in the last place. Errors up to this value always pass."""
@@ -23,11 +33,14 @@ class Thresholds:
         max_quantized_error: error of a quantized component relative to torch in float32. The default is nearly three
             times the error of a product whose factors are in e4m3, 3.7e-2
             (docs/decisions/0165-judge-quantized-folders-by-component.md).
+        max_accuracy_loss: share of images with a right colour, shape and so on of torch, less that of the folder, in
+            percentage points; for trained samples.
     """
 
     min_psnr_db: float = 35.0
     max_error: float = 2.0
     max_quantized_error: float = 0.1
+    max_accuracy_loss: float = 1.5
 
 
 @dataclass(frozen=True)
@@ -127,6 +140,59 @@ class ImageFinding:
 
 
 @dataclass(frozen=True)
+class Proportion:
+    """The share of images in which something is right.
+
+    Attributes:
+        right: number of these images.
+        count: number of all images.
+        share: `right / count`.
+        low: lower end of the Wilson interval of the share, with 95 % confidence.
+        high: its upper end.
+    """
+
+    right: int
+    count: int
+    share: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{100 * self.share:.1f} % ({100 * self.low:.1f} to {100 * self.high:.1f})"
+
+
+@dataclass(frozen=True)
+class AccuracyFinding:
+    """Images of held-out captions in which a measure is right, of the folder and of torch from the same noise.
+
+    Attributes:
+        measure: colour, shape, size, relation, or right if all are; an attribute of `SceneScore`.
+        ours: images of the folder.
+        torch: images of torch.
+        precision: the precision of torch, float16 or float32: that of the folder.
+    """
+
+    measure: str
+    ours: Proportion
+    torch: Proportion
+    precision: str
+
+    @property
+    def loss(self) -> float:
+        """The share of torch less that of the folder, in percentage points."""
+        return 100 * (self.torch.right - self.ours.right) / self.ours.count
+
+    def failure(self, thresholds: Thresholds) -> str | None:
+        """Return the reason for which the folder fails, or None if it passes."""
+        if self.loss <= thresholds.max_accuracy_loss:
+            return None
+        return (
+            f"accuracy, {self.measure}: {self.ours} of {self.ours.count} captions, torch in {self.precision} "
+            f"{self.torch}: a loss of {self.loss:.1f} points, expected at most {thresholds.max_accuracy_loss:g}"
+        )
+
+
+@dataclass(frozen=True)
 class Judgement:
     """The reasons for which a folder fails; empty if it passes."""
 
@@ -138,10 +204,15 @@ class Judgement:
         return not self.failures
 
 
-def judge(components: list[ComponentFinding], images: list[ImageFinding], thresholds: Thresholds) -> Judgement:
+def judge(
+    components: list[ComponentFinding],
+    images: list[ImageFinding],
+    thresholds: Thresholds,
+    accuracy: Sequence[AccuracyFinding] = (),
+) -> Judgement:
     """Compare the findings with the thresholds. Without a component or without an image, the folder fails."""
-    failures = [failure for each in components if (failure := each.failure(thresholds)) is not None]
-    failures += [failure for each in images if (failure := each.failure(thresholds)) is not None]
+    findings: list[ComponentFinding | ImageFinding | AccuracyFinding] = [*components, *images, *accuracy]
+    failures = [failure for each in findings if (failure := each.failure(thresholds)) is not None]
     if not components or not images:
         failures.append("nothing was compared")
     return Judgement(tuple(dict.fromkeys(failures)))

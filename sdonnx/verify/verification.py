@@ -14,7 +14,7 @@ from sdonnx.benchmark.engine import reported_precision
 from sdonnx.benchmark.record import environment
 from sdonnx.folder.certificate import FORMAT, certified_files
 from sdonnx.folder.pipeline_folder import PipelineFolder
-from sdonnx.verify.judgement import ComponentFinding, ImageFinding, Judgement, Thresholds
+from sdonnx.verify.judgement import AccuracyFinding, ComponentFinding, ImageFinding, Judgement, Thresholds
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -38,6 +38,8 @@ class VerificationRequest:
         ip_adapters: files of the image-prompt adapters that the folder was exported with.
         ip_adapter_scale: scale of the adapters.
         provider: "cuda" or "cpu"; None for the folder's target.
+        accuracy_prompts: number of held-out captions whose images are judged; None for the default number if the
+            pipeline is a trained sample, or else none.
         thresholds: the thresholds to meet.
     """
 
@@ -52,6 +54,7 @@ class VerificationRequest:
     ip_adapters: tuple[str, ...] = ()
     ip_adapter_scale: float = 0.6
     provider: str | None = None
+    accuracy_prompts: int | None = None
     thresholds: Thresholds = field(default_factory=Thresholds)
 
 
@@ -77,6 +80,7 @@ class Verification:
         components: findings by call and output.
         images: findings by prompt and seed.
         pictures: the images.
+        accuracy: findings by measure, for trained samples.
         judgement: whether the folder passes.
         seconds: duration of each part.
         files: hashes of the folder's files, taken before the comparison.
@@ -89,6 +93,7 @@ class Verification:
     components: list[ComponentFinding] = field(default_factory=list)
     images: list[ImageFinding] = field(default_factory=list)
     pictures: list[ImageTriple] = field(default_factory=list)
+    accuracy: list[AccuracyFinding] = field(default_factory=list)
     judgement: Judgement = field(default_factory=Judgement)
     seconds: dict[str, float] = field(default_factory=dict)
     files: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -105,7 +110,11 @@ class Verification:
             "command": shlex.join(sys.orig_argv),
             "passed": self.judgement.passed,
             "failures": list(self.judgement.failures),
-            "thresholds": {"least_psnr_db": thresholds["min_psnr_db"], "most_error": thresholds["max_error"]}
+            "thresholds": {
+                "least_psnr_db": thresholds["min_psnr_db"],
+                "most_error": thresholds["max_error"],
+                "max_accuracy_loss": thresholds["max_accuracy_loss"],
+            }
             | ({"most_quantized_error": thresholds["max_quantized_error"]} if self.quantized else {}),
             "request": request,
             "seconds": {name: round(value, 2) for name, value in self.seconds.items()},
@@ -117,6 +126,7 @@ class Verification:
                 {"most" if name == "max_difference" else name: value for name, value in asdict(each).items()}
                 for each in self.images
             ],
+            "accuracy": [asdict(each) | {"loss": each.loss} for each in self.accuracy],
             "original": {"name": self.original.resolve().name, "files": certified_files(self.original)},
             "files": self.files,
         }

@@ -24,6 +24,8 @@ from sdonnx.folder.prompt_file import default_prompts
 from sdonnx.metrics import psnr, relative_error
 from sdonnx.models.autoencoder import downsampling_factor
 from sdonnx.models.spec import Role
+from sdonnx.sample.shapes.recognize_sample import default_captions, reads_shape_captions
+from sdonnx.verify.accuracy import captions_to_judge, compare_accuracy, draw_captions
 from sdonnx.verify.calls import Call, Outputs, graph_inputs, pick_calls, record_calls, repeat_call
 from sdonnx.verify.judgement import ComponentFinding, ImageFinding, judge
 from sdonnx.verify.verification import ImageTriple, Verification, VerificationRequest
@@ -90,13 +92,17 @@ def verify_folder(
             "the pipeline that the folder was made from",
             "pass it with --against",
         )
-    prompts = default_prompts(ours.family.reads_captions) if request.prompts is None else request.prompts
-    request = replace(request, prompts=prompts)
+    captions = captions_to_judge(wide.folder, request.accuracy_prompts, request.seed)
+    prompts = _default_prompts(wide) if request.prompts is None else request.prompts
+    request = replace(request, prompts=prompts, accuracy_prompts=len(captions))
     found = Verification(
         folder, original, request, files=certified_files(folder), quantized=quantized_types(ours.folder)
     )
     workloads = [(prompt, _workload(request, ours, seed)) for prompt in prompts
                  for seed in range(request.seed, request.seed + request.images)]  # fmt: skip
+    # torch in the folder's precision, without quantization; a CPU would take 20 times as long in float16.
+    precision = "float32" if ours.precision.startswith("float32") else "float16"
+    drawn: dict[str, list[Pixels]] = {}
     on_progress("torch in float32")
     with _timed(found, "torch float32"), _loaded(wide, workloads[0][1]):
         with record_calls(wide, ours.family, workloads[0][1].ip_adapter_scale) as calls:
@@ -106,13 +112,16 @@ def verify_folder(
         if wide.family.has(Role.IMAGE_ENCODER):
             calls.append(_encoding(wide, pictures["wide"][0]))
         feeds = [graph_inputs(call, wide) for call in calls]
+        drawn["float32"] = _draw(wide, captions if precision == "float32" else (), workloads[0][1], on_progress)
     on_progress("torch in float16")
     with _timed(found, "torch float16"), _loaded(half, workloads[0][1]):
         pictures["half"] = [_generate(half, *each) for each in workloads]
         halves = [_quiet(lambda call=call: repeat_call(half, call)) for call in calls]  # type: ignore[misc]
+        drawn["float16"] = _draw(half, captions if precision == "float16" else (), workloads[0][1], on_progress)
     on_progress("the folder")
     with _timed(found, "sdonnx"), _loaded(ours, workloads[0][1]):
         pictures["ours"] = [_generate(ours, *each) for each in workloads]
+        drawn["ours"] = _draw(ours, captions, workloads[0][1], on_progress)
     with _timed(found, "components"):
         for name in dict.fromkeys(call.spec.name for call in calls):
             own = [each for each in zip(calls, feeds, halves, strict=True) if each[0].spec.name == name]
@@ -123,8 +132,15 @@ def verify_folder(
         three = ImageTriple(prompt, workload.seed, *(pictures[name][index] for name in ("wide", "half", "ours")))
         found.pictures.append(three)
         found.images.append(replace(_image_finding(three), quantized=bool(found.quantized)))
-    found.judgement = judge(found.components, found.images, request.thresholds)
+    found.accuracy = compare_accuracy(captions, drawn["ours"], drawn[precision], precision)
+    found.judgement = judge(found.components, found.images, request.thresholds, found.accuracy)
     return found
+
+
+def _default_prompts(engine: TorchEngine) -> tuple[str, ...]:
+    """Return prompts that the pipeline reads."""
+    choose = default_captions if reads_shape_captions(engine.folder) else default_prompts
+    return choose(engine.family.reads_captions)
 
 
 def _workload(request: VerificationRequest, ours: OnnxRuntimeEngine, seed: int) -> Workload:
@@ -165,6 +181,15 @@ def _loaded(engine: Any, workload: Workload) -> Iterator[None]:
 def _generate(engine: Any, prompt: str, workload: Workload) -> Image:
     images: Sequence[Image] = _quiet(lambda: engine.generate(prompt, workload))
     return images[0].convert("RGB")
+
+
+def _draw(
+    engine: TorchEngine | OnnxRuntimeEngine, captions: Sequence[str], workload: Workload, on_progress: OnProgress
+) -> list[Pixels]:
+    """Return an image of each caption."""
+    if captions:
+        on_progress(f"{len(captions)} captions")
+    return draw_captions(lambda *batch: _quiet(lambda: engine.generate(*batch)), captions, workload)
 
 
 def _quiet(run: Callable[[], Any]) -> Any:

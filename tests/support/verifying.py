@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from PIL import Image
 
-from sdonnx.verify.judgement import ComponentFinding, ImageFinding, judge
+from sdonnx.sample.shapes.shape_judge import wilson_interval
+from sdonnx.verify.judgement import AccuracyFinding, ComponentFinding, ImageFinding, Proportion, judge
 from sdonnx.verify.verification import ImageTriple, Verification, VerificationRequest
 from support.comparison import ENVIRONMENT, sample_image
 
-__all__ = ["PROMPTS", "verification"]
+__all__ = ["PROMPTS", "accuracy", "verification"]
 
 PROMPTS = (
     "a photograph of an old lighthouse in a storm, waves breaking over the rocks",
@@ -20,9 +22,21 @@ PROMPTS = (
 )
 
 
-def verification(*, passing: bool = True) -> tuple[Verification, dict[str, Any]]:
+def accuracy(measure: str, right: int, torch_right: int, count: int) -> AccuracyFinding:
+    """Return a finding with the Wilson intervals of these numbers of images."""
+    ours, torch = (
+        Proportion(number, count, number / count, *wilson_interval(number, count)) for number in (right, torch_right)
+    )
+    return AccuracyFinding(measure, ours, torch, "float16")
+
+
+def verification(
+    *, passing: bool = True, accuracies: Sequence[AccuracyFinding] = ()
+) -> tuple[Verification, dict[str, Any]]:
     """Return a verification of two images, and its certificate. Unless it is to pass, the second image is another."""
-    found = Verification(Path("fast"), Path("sd15"), VerificationRequest(prompts=PROMPTS))
+    count = accuracies[0].ours.count if accuracies else 0
+    request = VerificationRequest(prompts=PROMPTS, accuracy_prompts=count)
+    found = Verification(Path("fast"), Path("sd15"), request, accuracy=list(accuracies))
     wide = sample_image()
     half = wide.copy()
     half[::3, ::2, 1] += 2
@@ -38,7 +52,7 @@ def verification(*, passing: bool = True) -> tuple[Verification, dict[str, Any]]
         ("vae_decoder", "sample", (1, 3, 512, 512)),
     ):
         found.components.append(ComponentFinding(name, output, shape, 1.1e-3, 1.0e-3, 0.0, 0.0))
-    found.judgement = judge(found.components, found.images, found.request.thresholds)
+    found.judgement = judge(found.components, found.images, found.request.thresholds, found.accuracy)
     certificate = {
         "time": "2026-11-05T12:00:00+00:00",
         "sdonnx": "0.2.0",

@@ -65,7 +65,8 @@ def test_equal_folder_passes(folder: Path, micro: Path, tmp_path: Path, capsys: 
         assert each["not_finite"] == 0
     for each in found["images"]:
         assert each["wide_psnr_db"] is None or each["wide_psnr_db"] > 70
-    assert found["thresholds"] == {"least_psnr_db": 35.0, "most_error": 2.0}
+    assert found["thresholds"] == {"least_psnr_db": 35.0, "most_error": 2.0, "max_accuracy_loss": 1.5}
+    assert found["accuracy"] == []  # only images of trained samples can be judged
     assert found["request"]["steps"] == 2
     assert found["environment"]["machine"]["cpu"]
     note("verify", {"pipeline": "micro", "images": len(found["images"]), "seconds": found["seconds"]})
@@ -204,6 +205,8 @@ BAD: list[tuple[tuple[str, ...], str]] = [
     (("--prompts", "nowhere.txt"), "nowhere.txt cannot be read"),
     (("--provider", "cuda"), "was optimized for cpu"),
     (("--scheduler", "nobody"), "nobody"),
+    (("--accuracy_prompts", "5"), "one of the trained samples shapes, shapes-dit"),
+    (("--accuracy_prompts", "-1"), "-1 captions"),
 ]
 
 

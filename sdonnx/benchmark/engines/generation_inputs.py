@@ -69,7 +69,7 @@ def _read(path: str) -> Image:
         raise FolderError(f"{path} cannot be read as an image ({error})", "an image", "pass an image") from error
 
 
-def start_arguments(pipeline: Any, workload: Workload, generator: Any, dtype: Any) -> dict[str, Any]:
+def start_arguments(pipeline: Any, workload: Workload, generator: Any, dtype: Any, prompts: int = 1) -> dict[str, Any]:
     """Return the start arguments of a pipeline with diffusers' interface: the common noise, or the start image.
 
     Args:
@@ -77,6 +77,7 @@ def start_arguments(pipeline: Any, workload: Workload, generator: Any, dtype: An
         workload: the workload.
         generator: torch's generator on the CPU.
         dtype: torch's type of the latents.
+        prompts: number of prompts, each with a batch of images.
     """
     import torch
 
@@ -84,7 +85,7 @@ def start_arguments(pipeline: Any, workload: Workload, generator: Any, dtype: An
         return {"image": read_start_image(workload), "strength": workload.strength}
     factor = pipeline.vae_scale_factor
     size = (
-        workload.batch_size,
+        prompts * workload.batch_size,
         pipeline.vae.config.latent_channels,
         workload.height // factor,
         workload.width // factor,

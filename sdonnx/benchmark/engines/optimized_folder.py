@@ -88,12 +88,12 @@ class OnnxRuntimeEngine(Engine):
         """Close the pipeline."""
         self._pipeline.close()
 
-    def generate(self, prompt: str, workload: Workload) -> list[Image]:
-        """Generate images of a prompt."""
+    def generate(self, prompt: str | list[str], workload: Workload) -> list[Image]:
+        """Generate images of a prompt or of several ones."""
         images: list[Image] = self._generate(self._pipeline, prompt, workload)
         return images
 
-    def _generate(self, pipeline: Any, prompt: str, workload: Workload) -> Any:
+    def _generate(self, pipeline: Any, prompt: str | list[str], workload: Workload) -> Any:
         start: dict[str, Any] = {}
         if workload.image is not None:
             start = {"image": read_start_image(workload), "strength": workload.strength}

@@ -169,11 +169,12 @@ class TorchEngine(Engine):
         setattr(pipeline, self.denoiser.source, torch.compile(denoiser, mode=mode, fullgraph=True))
         pipeline.vae.decode = torch.compile(pipeline.vae.decode, mode=mode, fullgraph=True)
 
-    def generate(self, prompt: str, workload: Workload) -> list[Image]:
-        """Generate images of a prompt, from the same noise as the other engines."""
+    def generate(self, prompt: str | list[str], workload: Workload) -> list[Image]:
+        """Generate images of a prompt or of several ones, from the same noise as the other engines."""
         torch, pipeline = self._torch, self._pipeline
         generator = torch.Generator("cpu").manual_seed(workload.seed)
         adapters = len(self.options.adapters)
+        prompts = 1 if isinstance(prompt, str) else len(prompt)
         if adapters:
             pipeline.set_ip_adapter_scale([workload.ip_adapter_scale] * adapters)
         # Caption-based pipelines do not accept None.
@@ -189,7 +190,7 @@ class TorchEngine(Engine):
                 guidance_scale=workload.guidance_scale,
                 num_images_per_prompt=workload.batch_size,
                 generator=generator,
-                **start_arguments(pipeline, workload, generator, getattr(torch, self.precision)),
+                **start_arguments(pipeline, workload, generator, getattr(torch, self.precision), prompts),
                 **prompt_arguments(workload, adapters, self.family),
             ).images
         return images
