@@ -105,6 +105,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help='with --quantize: quantize only the modules of a file {MODULE: {"ssim": x}}, those with the highest SSIM',
     )
+    add_option(
+        quantization,
+        "--export_qdq",
+        action="store_true",
+        help="with --quantize: also write qdq.onnx for each quantized component, in standard operators with "
+        "QuantizeLinear and DequantizeLinear, for TensorRT, OpenVINO and other run-times",
+    )
     target = parser.add_argument_group("target")
     add_option(target, "--provider", default="cuda", help="execution provider to target: cuda (default) or cpu")
     add_option(
@@ -205,6 +212,7 @@ def _optimize(options: argparse.Namespace) -> OptimizeReport:
         quantization=QuantizationConfig.from_flags(
             options.quantize, options.quantize_config, options.quant_submodules_config_path
         ),
+        export_qdq=options.export_qdq,
     )
     if AUTO in options.force_fp32_ops:
         return _optimize_automatically(options, request)

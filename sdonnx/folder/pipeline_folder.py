@@ -26,6 +26,8 @@ __all__ = [
     "MODEL_INDEX",
     "ONNX_MODEL",
     "ONNX_WEIGHTS",
+    "QDQ_MODEL",
+    "QDQ_WEIGHTS",
     "REPORT",
     "SHARED_WEIGHTS",
     "PipelineFolder",
@@ -40,6 +42,9 @@ __all__ = [
 MODEL_INDEX = "model_index.json"
 ONNX_MODEL = "model.onnx"
 ONNX_WEIGHTS = "model.onnx.data"
+# The graph in standard operators with QuantizeLinear and DequantizeLinear, for other run-times, and its weights.
+QDQ_MODEL = "qdq.onnx"
+QDQ_WEIGHTS = "qdq.onnx.data"
 # Weights that several graphs of a component read: a header as in safetensors, with the graphs' SHA-256 as metadata.
 SHARED_WEIGHTS = "weights.json"
 _OWN_KERNELS = "-kernels.onnx"

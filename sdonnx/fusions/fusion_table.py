@@ -63,7 +63,17 @@ from sdonnx.graph.prepare import prepare
 from sdonnx.graph.shapes.recompute import ComputeSizesFromInputs
 from sdonnx.models.spec import Role
 
-__all__ = ["ATTENTION_LAYOUTS", "FUSIONS", "LAYER_KINDS", "PROVIDERS", "Stage", "StageOutcome", "fuse", "stages"]
+__all__ = [
+    "ATTENTION_LAYOUTS",
+    "FUSIONS",
+    "LAYER_KINDS",
+    "PROVIDERS",
+    "Stage",
+    "StageOutcome",
+    "canonicalize",
+    "fuse",
+    "stages",
+]
 
 _ATTENTION = LayerKind("attention", exported_as=("Attention", "Softmax"))
 _GEGLU = LayerKind("geglu", exported_as=("Gelu", "Erf"))
@@ -354,6 +364,26 @@ def stages(provider: str, attention_layout: str = "unpacked", disabled: Collecti
     ]
     groups = itertools.groupby(enabled, key=lambda fusion: fusion.stage_name)
     return tuple(Stage(name, tuple(fusions)) for name, fusions in groups)
+
+
+def canonicalize(model: ir.Model) -> None:
+    """Rewrite the graph in place to standard operators only, in their plainest form, as other run-times read it.
+
+    Norms and activations are one operator each; attention is MatMul and Softmax. The graph computes the same function.
+    """
+    declared = [value.shape for value in (*model.graph.inputs, *model.graph.outputs)]
+    prepare(model)
+    for stage in stages("cuda"):
+        if stage.canonicalizes or stage.name == "attention_left":
+            stage.run(model)
+            tidy(model)
+            infer_shapes(model, outputs=True)
+            SimplifyReshapes()(model)
+    ComputeSizesFromInputs()(model)
+    tidy(model)
+    infer_shapes(model)
+    for value, shape in zip((*model.graph.inputs, *model.graph.outputs), declared, strict=True):
+        value.shape = shape if shape is not None else value.shape
 
 
 def fuse(

@@ -35,6 +35,7 @@ from sdonnx.graph.passes import tidy
 from sdonnx.models import abi
 from sdonnx.models.spec import ComponentSpec, Role
 from sdonnx.optimize.component import CONFIG, OpenedComponent
+from sdonnx.optimize.exchange_graph import write_exchange_graph
 from sdonnx.optimize.exported import EXPECTED_GRAPH
 from sdonnx.optimize.interface import adapt_interface
 from sdonnx.optimize.ort_graph_dump import Inspector
@@ -76,6 +77,7 @@ class ComponentJob:
         served: files of the served graphs.
         quantization: types of the component's modules.
         quantized: the weights that were quantized.
+        unfused: a copy of the graph before it was fused, for `--export_qdq`; None without it.
     """
 
     spec: ComponentSpec
@@ -94,6 +96,7 @@ class ComponentJob:
     served: tuple[str, ...] = ()
     quantization: QuantizationPolicy = field(default_factory=QuantizationPolicy)
     quantized: Sequence[QuantizedWeight] = ()
+    unfused: ir.Model | None = None
 
     @property
     def model(self) -> ir.Model:
@@ -271,6 +274,25 @@ def _quantize(job: ComponentJob) -> None:
     job.quantized = quantization.quantized
 
 
+def _copy_unfused(job: ComponentJob) -> None:
+    job.unfused = job.model.clone()
+
+
+def _exports_qdq(job: ComponentJob) -> bool:
+    return job.request.export_qdq and job.quantization.is_active
+
+
+def _write_exchange_graph(job: ComponentJob) -> None:
+    """Write the component for other run-times; values that were scaled to fit into float16 stay in float32 there."""
+    if job.unfused is None:
+        raise ValueError("the graph was not copied before it was fused")
+    is_scaled = job.norm_scale != 1 or _needs_scaling(job)
+    precision = PrecisionPolicy(ir.DataType.FLOAT) if is_scaled and job.is_stored_reduced else job.conversion
+    precision = None if is_scaled and not job.is_stored_reduced else precision
+    write_exchange_graph(job.unfused, job.folder, job.spec, job.quantization, precision)
+    job.unfused = None
+
+
 def _require_not_quantized(job: ComponentJob) -> None:
     require_not_quantized(job.model, job.opened.path)
 
@@ -348,6 +370,7 @@ def _inspect(job: ComponentJob) -> None:
 FUSION_PASSES = (
     ComponentPass("require not quantized", _require_not_quantized, applies=lambda job: job.quantization.is_active),
     ComponentPass("adapt interface", _adapt_interface),
+    ComponentPass("copy unfused", _copy_unfused, applies=_exports_qdq),
     ComponentPass("fuse", _fuse),
 )
 """Passes that fuse a graph in memory and write nothing."""
@@ -366,6 +389,7 @@ PASSES = (
     ComponentPass("write configuration", _write_configuration),
     ComponentPass("write served graphs", _write_served_graphs),
     ComponentPass("write own kernel graphs", _write_own_kernel_graphs, applies=_has_own_kernels),
+    ComponentPass("write exchange graph", _write_exchange_graph, applies=_exports_qdq),
     ComponentPass("inspect", _inspect, applies=lambda job: job.inspector is not None),
 )
 """Passes that optimize a component and write it."""

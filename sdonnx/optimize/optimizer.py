@@ -40,6 +40,7 @@ def optimize_folder(
     inspect: bool = False,
     kernels: str = "auto",
     quantization: QuantizationConfig | None = None,
+    export_qdq: bool = False,
     overwrite: bool = False,
     progress: ProgressCallback | None = None,
 ) -> OptimizeReport:
@@ -59,6 +60,7 @@ def optimize_folder(
         kernels: "auto" to also write each graph with the operators of `sdonnx-kernels`, for "cuda" in float16; "none"
             not to.
         quantization: which modules are quantized, and how; None for none.
+        export_qdq: also write each quantized component in standard operators, for other run-times.
         overwrite: replace the pipeline in `out`, if there is one.
         progress: callback for progress.
 
@@ -68,7 +70,14 @@ def optimize_folder(
     precision = Precision.from_flags(float16, bfloat16, force_fp32_ops, norm_scale)
     disabled_names = tuple(sorted(disabled))
     request = OptimizeRequest(
-        provider, precision, attention_layout, disabled_names, inspect, kernels=kernels, quantization=quantization
+        provider,
+        precision,
+        attention_layout,
+        disabled_names,
+        inspect,
+        kernels=kernels,
+        quantization=quantization,
+        export_qdq=export_qdq,
     )
     return optimize_request(source, out, request, overwrite, progress)
 
@@ -127,7 +136,8 @@ def write_optimized(
         reports,
         request.precision.flags()
         | ({"kernels": request.kernels} if request.suits_own_kernels else {})
-        | ({} if request.quantization is None else {"quantize": request.quantization.as_json()}),
+        | ({} if request.quantization is None else {"quantize": request.quantization.as_json()})
+        | ({"export_qdq": True} if request.export_qdq else {}),
     )
 
 

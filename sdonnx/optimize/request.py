@@ -35,6 +35,8 @@ class OptimizeRequest:
             are for "cuda" and float16; "auto" is accepted and has no effect on others.
 
         quantization: which modules are quantized, and how; None for none.
+        export_qdq: also write `qdq.onnx` for each quantized component: the graph in standard operators, for other
+            run-times.
 
     Raises:
         SdonnxError: an option is unknown, or options contradict each other.
@@ -48,6 +50,7 @@ class OptimizeRequest:
     scale_residual: bool = False
     kernels: str = "auto"
     quantization: QuantizationConfig | None = None
+    export_qdq: bool = False
 
     def __post_init__(self) -> None:
         require_known_provider(self.provider)
@@ -59,6 +62,8 @@ class OptimizeRequest:
             raise OptionError("float16 for the CPU", "float32, which the CPU's kernels have", "leave out --float16")
         if self.kernels not in KERNELS:
             raise OptionError(f"kernels is {self.kernels!r}", f"one of {', '.join(KERNELS)}", "pass one")
+        if self.export_qdq and self.quantization is None:
+            raise OptionError("--export_qdq without --quantize", "both", "add --quantize with a type")
         if self.quantization is not None:
             self.quantization.require_weight_only()
         for name in self.disabled:

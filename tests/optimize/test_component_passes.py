@@ -39,7 +39,7 @@ def recorded(passes: tuple[ComponentPass, ...], ran: list[str]) -> list[Componen
     return [record(each) for each in passes]
 
 
-QUANTIZES = ("quantize", "require not quantized")
+QUANTIZES = ("copy unfused", "quantize", "require not quantized", "write exchange graph")
 BY_OPTION = ("inspect", "write own kernel graphs", *QUANTIZES)
 BY_COMPONENT = ("scale group norms", "scale residual stream", "count upcast")
 
