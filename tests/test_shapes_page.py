@@ -1,0 +1,100 @@
+"""The page of the trained samples: numbers of the record, and curves of the training."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+from support.scripts import load_script
+
+from sdonnx.sample.shapes.shape_architectures import TRAINED
+from sdonnx.sample.shapes.shape_evaluation import MEASURES
+from sdonnx.sample.shapes.shape_judge import wilson_interval
+from sdonnx.sample.shapes.shape_scenes import PHRASES
+
+SCRIPT = load_script("write_shapes_page")
+
+SETTINGS = {"steps": 25, "guidance_scale": 4.0}
+
+
+def counted(right: int, count: int) -> dict[str, Any]:
+    low, high = wilson_interval(right, count)
+    return {"right": right, "count": count, "share": right / count, "low": low, "high": high}
+
+
+def evaluation(name: str, step: int, share: float, **changes: Any) -> dict[str, Any]:
+    shares = dict.fromkeys(("colour", "shape", "relation"), share)
+    return {"part": name, "seconds": 1.0, "step": step, "prompts": 240, **SETTINGS, **shares, **changes}
+
+
+def run(name: str, **changes: Any) -> dict[str, Any]:
+    denoiser = "unet" if name == "shapes" else "transformer"
+    entry = {
+        "parameters": {denoiser: 4_000_000, "vae": 800_000, "text_encoder": 700_000},
+        "settings": SETTINGS,
+        "accuracy": {measure: counted(1950 + index, 2000) for index, measure in enumerate(MEASURES)},
+        "relations": {relation: counted(290 + index, 300) for index, relation in enumerate(PHRASES)},
+    }
+    curve = [
+        {"part": "drawings", "seconds": 0.5, "count": 1000},
+        {"part": name, "seconds": 0.7, "step": 500, "loss": 0.5},
+        evaluation(name, 2000, 0.25),
+        evaluation(name, 4000, 0.5),
+        evaluation(name, 4000, 0.1, guidance_scale=2.0),  # of other settings
+    ]
+    return {
+        "command": ["/some/place/train_shapes.py", "-o", "trained", "--arch", name], "device": "NVIDIA H200", "seed": 3,
+        "steps": 4000, "seconds": 240.0, "pipelines": {name: entry}, "curve": curve,
+    } | changes  # fmt: skip
+
+
+RUNS = [
+    run("shapes", pipelines={}, curve=[{"part": "vae", "seconds": 9.0, "step": 250}], steps=0, seconds=60.0),
+    *(run(name) for name in TRAINED),
+]
+
+
+def test_page_has_the_numbers_of_the_record() -> None:
+    page = SCRIPT.page(RUNS)
+    assert "of 2,000 held-out captions" in page
+    assert "with 25 steps and a guidance scale\nof 4" in page
+    low, high = (100 * value for value in wilson_interval(1950, 2000))
+    colour = f"97.50 ({low:.2f} to {high:.2f})"
+    assert f"| number of shapes and colors | 97 | {colour} | {colour} |" in page
+    assert re.search(r"^\| around \| 98\.33 \(", page, re.MULTILINE)
+    assert "The runs took 9.0 minutes in all on an NVIDIA H200" in page
+    assert "| autoencoder | 60 | 0 | 3 |" in page
+    assert "| `shapes-dit` | 240 | 4,000 | 3 |" in page
+    assert "| shapes-dit | 700,000 | 4,000,000 | 800,000 | 5,500,000 | 11.0 |" in page
+    assert "python scripts/train_shapes.py -o trained --arch shapes-dit" in page
+
+
+def test_curves_have_the_evaluations_of_the_final_settings() -> None:
+    (first, second) = SCRIPT.trainings(RUNS)
+    assert (first.name, second.name) == tuple(TRAINED)
+    assert [each["step"] for each in first.evaluations()] == [2000, 4000]
+    root = ElementTree.fromstring(SCRIPT.curve(first))
+    space = "{http://www.w3.org/2000/svg}"
+    assert root.tag == f"{space}svg"
+    lines = [path for path in root.iter(f"{space}path") if path.get("class") == "line"]
+    assert len({path.get("stroke") for path in lines}) == len(lines) == 3
+    marks = [str(title.text) for path in root.iter(f"{space}path") for title in path]
+    assert sorted(marks) == sorted(
+        f"{measure}, right, %: {value}" for measure in ("colour", "shape", "relation") for value in ("25.000", "50.000")
+    )
+    assert {"colour", "shape", "relation"} <= {text.text for text in root.iter(f"{space}text")}
+
+
+def test_texts_of_curves_lie_inside() -> None:
+    root = ElementTree.fromstring(SCRIPT.curve(SCRIPT.trainings(RUNS)[0]))
+    *_, width, height = map(float, str(root.get("viewBox")).split())
+    for text in root.iter("{http://www.w3.org/2000/svg}text"):
+        assert 0 <= float(str(text.get("x"))) <= width
+        assert 0 < float(str(text.get("y"))) < height
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_names_of_curves_differ(name: str) -> None:
+    assert f"]({SCRIPT.curve_file(name)})" in SCRIPT.page(RUNS)
