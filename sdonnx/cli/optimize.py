@@ -90,7 +90,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         const="",
         metavar="TYPE",
-        help="store weights of the denoiser in 8 bits, for example int8_weightonly or fp8_e4m3_weightonly",
+        help="quantize products and convolutions of the denoiser, for example int8_weightonly or fp8_e4m3_e4m3_dynamic "
+        "(also fp8, the default)",
     )
     add_option(
         quantization,

@@ -10,7 +10,7 @@ import logging
 import shutil
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -122,6 +122,11 @@ class ComponentJob:
         if self.requested.norm_scale is not None:
             return self.requested.norm_scale
         return self.spec.norm_scale or 1.0 if self.exceeds_float16 else 1.0
+
+    @property
+    def scales(self) -> Mapping[str, float]:
+        """The largest magnitude of the activations that each module reads, if it was calibrated."""
+        return (self.request.scales or {}).get(self.spec.name, {})
 
     @property
     def folder(self) -> Path:
@@ -269,7 +274,7 @@ def _tidy(job: ComponentJob) -> None:
 
 
 def _quantize(job: ComponentJob) -> None:
-    quantization = QuantizeWeights(job.quantization, job.spec.name)
+    quantization = QuantizeWeights(job.quantization, job.spec.name, job.scales)
     quantization(job.model)
     job.quantized = quantization.quantized
 
@@ -289,7 +294,7 @@ def _write_exchange_graph(job: ComponentJob) -> None:
     is_scaled = job.norm_scale != 1 or _needs_scaling(job)
     precision = PrecisionPolicy(ir.DataType.FLOAT) if is_scaled and job.is_stored_reduced else job.conversion
     precision = None if is_scaled and not job.is_stored_reduced else precision
-    write_exchange_graph(job.unfused, job.folder, job.spec, job.quantization, precision)
+    write_exchange_graph(job.unfused, job.folder, job.spec, job.quantization, precision, job.scales)
     job.unfused = None
 
 

@@ -7,7 +7,9 @@ are those of the optimized graph, but for the layout of convolutions.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 import onnx
@@ -35,6 +37,7 @@ def write_exchange_graph(
     spec: ComponentSpec,
     quantization: QuantizationPolicy,
     precision: PrecisionPolicy | None,
+    scales: Mapping[str, float] = MappingProxyType({}),
 ) -> None:
     """Write `qdq.onnx` and its weights into a component's folder, and check it with onnx.
 
@@ -44,6 +47,7 @@ def write_exchange_graph(
         spec: the component.
         quantization: the types of the component's modules.
         precision: the types that the rest is converted to; None for no conversion.
+        scales: the largest magnitude of the activations that each module reads, if it was calibrated.
 
     Raises:
         FolderError: the graph has operators that ONNX does not define.
@@ -59,7 +63,7 @@ def write_exchange_graph(
     if precision is not None:
         _limit_masks(model.graph)
         ConvertPrecision(precision, spec)(model)
-    QuantizeWeights(quantization, spec.name)(model)
+    QuantizeWeights(quantization, spec.name, scales)(model)
     tidy(model)
     model.graph.opset_imports.pop("com.microsoft", None)
     ir.save(model, folder / QDQ_MODEL, external_data=QDQ_WEIGHTS)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from sdonnx.errors import OptionError, ProviderError
@@ -35,6 +35,8 @@ class OptimizeRequest:
             are for "cuda" and float16; "auto" is accepted and has no effect on others.
 
         quantization: which modules are quantized, and how; None for none.
+        scales: largest magnitude of the activations that each module reads, by component and module, for types with
+            calibrated scales; None without a calibration.
         export_qdq: also write `qdq.onnx` for each quantized component: the graph in standard operators, for other
             run-times.
 
@@ -51,6 +53,7 @@ class OptimizeRequest:
     kernels: str = "auto"
     quantization: QuantizationConfig | None = None
     export_qdq: bool = False
+    scales: Mapping[str, Mapping[str, float]] | None = None
 
     def __post_init__(self) -> None:
         require_known_provider(self.provider)
@@ -64,8 +67,12 @@ class OptimizeRequest:
             raise OptionError(f"kernels is {self.kernels!r}", f"one of {', '.join(KERNELS)}", "pass one")
         if self.export_qdq and self.quantization is None:
             raise OptionError("--export_qdq without --quantize", "both", "add --quantize with a type")
-        if self.quantization is not None:
-            self.quantization.require_weight_only()
+        if self.quantization is not None and self.quantization.needs_calibration and self.scales is None:
+            raise OptionError(
+                "a quantization type with calibrated scales without a calibration",
+                "--calibration_prompts or --calibration",
+                "add one of them, or take a dynamic type",
+            )
         for name in self.disabled:
             if name not in FLAGS:
                 found = f"the fusion {name!r} is unknown"

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from sdonnx.errors import OptionError
-from sdonnx.quantization.quantization_types import NOT_QUANTIZED, TYPES, QuantizationType, quantization_type
+from sdonnx.quantization.quantization_types import NOT_QUANTIZED, QuantizationType, quantization_type
 
 __all__ = ["KEPT_MODULES", "QuantizationConfig", "QuantizationPolicy", "covers", "read_submodules"]
 
@@ -137,17 +137,11 @@ class QuantizationConfig:
             raise OptionError(found, "one of them", "leave the other out")
         return cls(default, modules, read_submodules(submodules, content.get("top_percentage", _TOP_PERCENTAGE)))
 
-    def require_weight_only(self) -> None:
-        """Raise if a type quantizes activations.
-
-        Raises:
-            OptionError: one does.
-        """
-        for found in (self.default, *(each for _, each in self.modules)):
-            if found is not None and not found.is_weight_only:
-                names = ", ".join(name for name, each in TYPES.items() if each.is_weight_only)
-                raise OptionError(f"{found.name} quantizes activations, which is not supported yet", f"one of {names}",
-                                  "take a type that quantizes weights only")  # fmt: skip
+    @property
+    def needs_calibration(self) -> bool:
+        """Whether a type has scales of activations that are calibrated."""
+        types = (self.default, *(found for _, found in self.modules))
+        return any(found is not None and found.is_static for found in types)
 
     def policies(self, components: Collection[str], denoiser: str) -> dict[str, QuantizationPolicy]:
         """Return the policy of each component by its name.

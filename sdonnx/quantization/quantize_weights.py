@@ -7,8 +7,9 @@ weight at a time, right before the node that reads it (docs/decisions/0164-store
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -17,12 +18,15 @@ import onnx_ir as ir
 from onnx_ir.passes import InPlacePass, PassResult
 
 from sdonnx.errors import FolderError, OptionError
-from sdonnx.graph.edit import MICROSOFT, add_initializer, dims, insert, is_weight, tensor_of
+from sdonnx.graph.edit import MICROSOFT, add_initializer, dims, dtype_of, insert, is_weight, required, tensor_of
 from sdonnx.graph.match import producer_of
 from sdonnx.graph.modules import module_paths
 from sdonnx.graph.tensors import lazy, read
+from sdonnx.operators.reference_body import graph_of
+from sdonnx.quantization.number_formats import NumberFormat
 from sdonnx.quantization.quantization_config import QuantizationPolicy, covers
 from sdonnx.quantization.quantization_types import QuantizationType
+from sdonnx.quantization.quantize_activations import rounded_by_rows, rounded_by_scale
 from sdonnx.quantization.symmetric import quantize, scales_of
 
 __all__ = [
@@ -49,6 +53,8 @@ _QUANTIZED = frozenset(
     {"QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear", "MatMulInteger", "MatMulNBits", "QLinearMatMul",
      "QLinearConv", "ConvInteger", "MatMulBlockQuantizedFp8Weight", "GemmFloat8"}
 )  # fmt: skip
+
+_ALIGNMENT = 16  # numbers in 8 bits; cuBLASLt's documentation, "FP8 data types" and "int8"
 
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
@@ -136,6 +142,8 @@ def restore_late(model: ir.Model) -> None:
     """
     graph = model.graph
     nodes = [node for node in graph if node.op_type == "DequantizeLinear" and all(map(_is_constant, node.inputs))]
+    for node in list(nodes):
+        nodes += [use.node for use in node.outputs[0].uses() if use.node.op_type == "Transpose"]
     first = next((node for node in graph if node not in set(nodes)), None)
     for node in nodes:
         graph.remove(node)
@@ -148,26 +156,35 @@ def _is_constant(value: ir.Value | None) -> bool:
 
 
 class QuantizeWeights(InPlacePass):
-    """Quantize the weights of products and convolutions, each with the type of its module.
+    """Quantize products and convolutions, each with the type of its module.
 
     Run it on a graph in its final precision: scales, and the values that DequantizeLinear returns, have the type of the
     weight. Weights are quantized when the file is written.
 
+    A type with a format of activations is for products of the graph's first input, in a denoiser the image. It rounds
+    their other factor too, and stores the weight as (N,K), the layout that products of 8-bit factors read. Products of
+    the prompt, which are computed once for an image, have their weights quantized only. Convolutions, and products
+    whose sizes are no multiples of 16, stay as they are.
+
     Args:
         policy: the types of modules.
         component: the component's name, for errors.
+        scales: the scale of activations by module, for types with calibrated scales.
 
     Attributes:
         quantized: the weights, in the graph's order.
 
     Raises:
-        OptionError: a pattern of the policy matches nothing.
+        OptionError: a pattern of the policy matches nothing, or a module of a calibrated type has no scale.
         WeightsError: a weight holds NaN or infinity; raised when the file is written.
     """
 
-    def __init__(self, policy: QuantizationPolicy, component: str) -> None:
+    def __init__(
+        self, policy: QuantizationPolicy, component: str, scales: Mapping[str, float] = MappingProxyType({})
+    ) -> None:
         super().__init__()
         self.policy = policy
+        self.scales = scales
         self.component = component
         self.quantized: list[QuantizedWeight] = []
 
@@ -175,43 +192,84 @@ class QuantizeWeights(InPlacePass):
         """Quantize the weights in place."""
         nodes = list(weighted_nodes(model.graph))
         self._require_matches(nodes)
-        restored: dict[tuple[ir.Value, QuantizationType, int], ir.Value] = {}
+        moving = _computed_from_first_input(model.graph)
+        restored: dict[tuple[ir.Value, QuantizationType, int, bool], ir.Value] = {}
+        rounded: dict[tuple[ir.Value, object], ir.Value] = {}
         for each in nodes:
             found = self.policy.type_of(each.paths)
             if found is None:
                 continue
-            key = each.weight, found, each.axis
+            x = each.node.inputs[0]
+            rounds = not found.is_weight_only and x in moving
+            if rounds and not _suits_products(each):
+                continue
+            key = each.weight, found, each.axis, rounds
             if key not in restored:
-                restored[key] = self._restored(each, found)
+                restored[key] = self._restored(each, found, transposed=rounds and each.axis == 1)
             reader = _reader(each)
             for index, value in enumerate(reader.inputs):
                 if value is each.weight:
                     reader.replace_input_with(index, restored[key])
-        for weight in {weight for weight, _, _ in restored}:
+            if rounds and x is not None:
+                each.node.replace_input_with(0, self._rounded(each, x, found, rounded))
+        for weight in {weight for weight, *_ in restored}:
             if not weight.uses() and not weight.is_graph_output():
                 model.graph.initializers.pop(weight.name or "")
         return PassResult(model, bool(restored))
 
-    def _restored(self, each: WeightedNode, found: QuantizationType) -> ir.Value:
-        """Return the output of a DequantizeLinear that restores a weight."""
-        weight, graph = each.weight, each.node.graph
-        assert isinstance(graph, ir.Graph)
+    def _rounded(
+        self,
+        each: WeightedNode,
+        x: ir.Value,
+        found: QuantizationType,
+        rounded: dict[tuple[ir.Value, object], ir.Value],
+    ) -> ir.Value:
+        """Return the activations x in 8 bits, restored; one value for all products that read x with one scale."""
+        number_format = required(found.activations, f"format of the activations of {found.name}")
+        scale = self._scale_of(each, number_format, dtype_of(x)) if found.is_static else None
+        key = x, (number_format.name, scale if found.is_static else found.per_tensor)
+        if key not in rounded:
+            rounded[key] = (
+                rounded_by_rows(each.node, x, number_format, found.per_tensor)
+                if scale is None
+                else rounded_by_scale(each.node, x, number_format, scale)
+            )
+        return rounded[key]
+
+    def _scale_of(self, each: WeightedNode, number_format: NumberFormat, dtype: ir.DataType) -> float:
+        """Return the calibrated scale of a product's activations, the largest of its modules."""
+        known = [self.scales[path] for path in each.paths if path in self.scales]
+        if len(known) < max(len(each.paths), 1):
+            name = ", ".join(each.paths) or str(each.weight.name)
+            raise OptionError(
+                f"{self.component}:{name} has no calibrated scale", "a scale for each module of a static type",
+                "calibrate with --calibration_prompts, or take a dynamic type",
+            )  # fmt: skip
+        exact = max(known) / number_format.max_value
+        return float(np.asarray(exact, dtype.numpy()))
+
+    def _restored(self, each: WeightedNode, found: QuantizationType, transposed: bool) -> ir.Value:
+        """Return the output of a DequantizeLinear that restores a weight, stored as its transpose if `transposed`."""
+        weight, graph = each.weight, graph_of(each.node)
         tensor = tensor_of(weight)
         shape = tuple(int(size) for size in tensor.shape.numpy())
         axis = None if found.per_tensor else each.axis
-        values, scales = _stored(tensor, str(weight.name), found, axis)
+        values, scales = _stored(tensor, str(weight.name), found, axis, transposed)
         count = () if axis is None else (shape[axis],)
         # The values are written before the scales, which are computed with them.
-        stored = add_initializer(graph, f"{weight.name}.{found.weights.name}", lazy(values, found.weights.dtype, shape))
+        name = f"{weight.name}.{found.weights.name}{'.T' if transposed else ''}"
+        layout = shape[::-1] if transposed else shape
+        stored = add_initializer(graph, name, lazy(values, found.weights.dtype, layout))
         scale = add_initializer(graph, f"{weight.name}.{found.weights.name}.scale", lazy(scales, tensor.dtype, count))
-        attributes = {} if axis is None else {"axis": axis}
+        attributes = {} if axis is None else {"axis": 0 if transposed else axis}
         size = int(np.prod(shape))
         after = size * found.weights.dtype.itemsize + int(np.prod(count)) * tensor.dtype.itemsize
         module = ", ".join(each.paths) or str(weight.name)
         self.quantized.append(QuantizedWeight(module, found, int(size * tensor.dtype.itemsize), int(after)))
-        return insert(
-            _reader(each), "DequantizeLinear", [stored, scale], attributes, dtype=tensor.dtype, shape=weight.shape
+        restored = insert(
+            _reader(each), "DequantizeLinear", [stored, scale], attributes, dtype=tensor.dtype, shape=layout
         )
+        return insert(_reader(each), "Transpose", [restored], {"perm": [1, 0]}, shape=shape) if transposed else restored
 
     def _require_matches(self, nodes: Iterable[WeightedNode]) -> None:
         paths = [path for each in nodes for path in each.paths]
@@ -227,6 +285,22 @@ class QuantizeWeights(InPlacePass):
                 )
 
 
+def _computed_from_first_input(graph: ir.Graph) -> set[ir.Value | None]:
+    """Return the values that depend on the graph's first input."""
+    found: set[ir.Value | None] = set(graph.inputs[:1])
+    for node in graph:
+        if not found.isdisjoint(node.inputs):
+            found.update(node.outputs)
+    return found
+
+
+def _suits_products(each: WeightedNode) -> bool:
+    """Return whether a node is a product that cuBLASLt has for 8-bit factors: sizes are multiples of 16 bytes."""
+    sizes = dims(each.weight) or ()
+    is_product = each.node.op_type in ("MatMul", "Gemm") and not each.node.attributes.get_int("transA", 0)
+    return is_product and all(isinstance(size, int) and size % _ALIGNMENT == 0 for size in sizes)
+
+
 def _reader(each: WeightedNode) -> ir.Node:
     """Return the node that reads a weight: the product, or the Mul by a gate before it."""
     factor = each.node.inputs[1]
@@ -235,7 +309,7 @@ def _reader(each: WeightedNode) -> ir.Node:
 
 
 def _stored(
-    tensor: ir.TensorProtocol, name: str, found: QuantizationType, axis: int | None
+    tensor: ir.TensorProtocol, name: str, found: QuantizationType, axis: int | None, transposed: bool
 ) -> tuple[Callable[[], npt.NDArray[Any]], Callable[[], npt.NDArray[Any]]]:
     """Return functions that compute a weight in 8 bits, and its scales."""
     known: list[npt.NDArray[Any]] = []
@@ -247,7 +321,8 @@ def _stored(
 
     def values() -> npt.NDArray[Any]:
         wide = read(tensor)
-        return quantize(wide, compute_scales(wide), found.weights, axis)
+        narrow = quantize(wide, compute_scales(wide), found.weights, axis)
+        return np.ascontiguousarray(narrow.T) if transposed else narrow
 
     def scales() -> npt.NDArray[Any]:
         return known[0] if known else compute_scales(read(tensor))

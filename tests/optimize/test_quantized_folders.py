@@ -34,7 +34,14 @@ from sdonnx.runtime.pipeline import OrtDiffusionPipeline
 
 CPU = Device("cpu")
 # The largest relative errors of a denoiser of random weights.
-LIMITS = {"int8_weightonly": 0.03, "fp8_e4m3_weightonly": 0.15, "fp8_e4m3_e5m2_weightonly_per_tensor": 0.3}
+LIMITS = {
+    "int8_weightonly": 0.03,
+    "fp8_e4m3_weightonly": 0.15,
+    "fp8_e4m3_e5m2_weightonly_per_tensor": 0.3,
+    "int8_dynamic": 0.05,
+    "fp8_e4m3_e4m3_dynamic": 0.2,
+    "fp8_e5m2_e4m3_dynamic_per_tensor": 0.3,
+}
 
 
 def config(name: str | None = None, **content: Any) -> QuantizationConfig:
@@ -87,7 +94,7 @@ def test_error_and_size(name: str, micro_cpu: Path, pipelines: PipelineCache, mi
     (found,) = report_of(folder)["components"]["unet"]["quantized"].items()
     assert found[0] == name
     before, after = found[1]["bytes"]
-    assert before / after > 3.9
+    assert before / after > 3.8
     # Kept layers and vectors stay in float32, and initializers begin at multiples of a page.
     assert abs(size_of(micro_cpu, "unet") - size_of(folder, "unet") - (before - after)) < 0.02 * before
     assert size_of(folder, "vae_decoder") == size_of(micro_cpu, "vae_decoder")
@@ -235,9 +242,9 @@ def test_the_command_refuses_in_one_line_and_writes_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_types_of_activations_are_refused(micro_exported: Path, tmp_path: Path) -> None:
-    with refused(OptionError, "fp8_e4m3_e4m3_dynamic quantizes activations", "int8_weightonly"):
-        optimize_folder(micro_exported, tmp_path / "out", quantization=config("fp8"))
+def test_calibrated_types_need_a_calibration(micro_exported: Path, tmp_path: Path) -> None:
+    with refused(OptionError, "calibrated scales without a calibration", "--calibration_prompts"):
+        optimize_folder(micro_exported, tmp_path / "out", quantization=config("fp8_static"))
 
 
 def test_quantized_graphs_are_refused(int8: Path, micro_exported: Path, tmp_path: Path) -> None:
