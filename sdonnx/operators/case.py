@@ -44,6 +44,10 @@ class Fill:
         ODD_HEIGHT: (B,2H-1,2W,C).
         ROW_INDEX: the int64 index 2, of the third row of a table.
         KEEP_MASK: a bool mask in which one element in three is true.
+        E4M3_BITS: uint8 patterns of numbers in e4m3 of magnitudes up to 15, none of which is NaN.
+        E5M2_BITS: uint8 patterns of numbers in e5m2 of magnitudes up to 14.
+        INT8_BITS: uint8 patterns of numbers in int8 from -127 to 127.
+        SCALES: float32 scales between 0.001 and 0.01, so that products of these numbers have magnitudes near 1.
     """
 
     UNIT_GAIN = "unit gain"
@@ -55,14 +59,23 @@ class Fill:
     ODD_HEIGHT = "odd height"
     ROW_INDEX = "row index"
     KEEP_MASK = "keep mask"
+    E4M3_BITS = "e4m3 bits"
+    E5M2_BITS = "e5m2 bits"
+    INT8_BITS = "int8 bits"
+    SCALES = "scales"
 
 
 # How much an upsampled height and width are less than doubled.
 _LESS = {Fill.DOUBLED_SIZES: (0, 0), Fill.ODD_SIZES: (1, 1), Fill.ODD_HEIGHT: (1, 0)}
+# The largest pattern of a positive number that is generated.
+_MAX_BITS = {Fill.E4M3_BITS: 0x57, Fill.E5M2_BITS: 0x4A, Fill.INT8_BITS: 0x7F}
 _INTEGERS = {
     Fill.KEY_COUNTS: "int32",
     Fill.ROW_INDEX: "int64",
     Fill.KEEP_MASK: "bool",
+    Fill.E4M3_BITS: "uint8",
+    Fill.E5M2_BITS: "uint8",
+    Fill.INT8_BITS: "uint8",
     **dict.fromkeys(_LESS, "int64"),
 }
 
@@ -127,6 +140,15 @@ class KernelCase:
             return generator.random(shape) < 1 / 3
         if fill in _LESS:
             return self._upsampled_shape(*_LESS[fill])
+        if fill in _MAX_BITS:
+            bits = generator.integers(0, _MAX_BITS[fill] + 1, shape, np.uint8)
+            signs = generator.integers(0, 2, shape, np.uint8)
+            if fill == Fill.INT8_BITS:
+                return np.where(signs == 1, (256 - bits.astype(np.int32)) % 256, bits).astype(np.uint8)
+            signed: Array = bits | (signs << 7)
+            return signed
+        if fill == Fill.SCALES:
+            return np.asarray(generator.uniform(1e-3, 1e-2, shape), np.float32)
         array = generator.standard_normal(shape, np.float32)
         if fill == Fill.UNIT_GAIN:
             array /= np.float32(np.sqrt(array[0].size))
@@ -158,7 +180,7 @@ def rounded(arrays: Sequence[Array | None], dtype: str, float32_inputs: Sequence
         float32_inputs: the inputs that are float32 in every precision.
     """
     return [
-        array if array is None or array.dtype.kind in "ib" or index in float32_inputs else _rounded(array, dtype)
+        array if array is None or array.dtype.kind in "iub" or index in float32_inputs else _rounded(array, dtype)
         for index, array in enumerate(arrays)
     ]
 

@@ -19,8 +19,10 @@ from sdonnx.operators.own_concat_channels import OWN_CONCAT_CHANNELS
 from sdonnx.operators.own_group_norm import OWN_GROUP_NORM
 from sdonnx.operators.own_layer_norm import OWN_LAYER_NORM
 from sdonnx.operators.own_mat_mul import OWN_MAT_MUL
+from sdonnx.operators.own_rows import OWN_LAYER_NORM_ROWS, OWN_QUANTIZE_ROWS, OWN_SPLIT_GELU_ROWS
 from sdonnx.operators.own_sampler_input import OWN_SAMPLER_INPUT
 from sdonnx.operators.own_sampler_step import OWN_SAMPLER_STEP
+from sdonnx.operators.own_scaled_mat_mul import OWN_SCALED_MAT_MUL
 from sdonnx.operators.own_self_attention import OWN_SELF_ATTENTION
 from sdonnx.operators.own_skip_layer_norm import OWN_SKIP_LAYER_NORM
 from sdonnx.operators.own_stacked_mat_mul import OWN_STACKED_MAT_MUL
@@ -36,6 +38,7 @@ __all__ = [
     "KERNEL_CASES",
     "OWN_CONTRACTS",
     "OWN_KERNEL_CASES",
+    "SCALED_CONTRACTS",
     "contract_of",
     "contract_of_case",
     "dtypes_of",
@@ -78,6 +81,12 @@ OWN_CONTRACTS = {
 }
 """The contracts of our own operators, of the domain OWN_DOMAIN, by operator."""
 
+SCALED_CONTRACTS = {
+    contract.op_type: contract
+    for contract in (OWN_QUANTIZE_ROWS, OWN_LAYER_NORM_ROWS, OWN_SPLIT_GELU_ROWS, OWN_SCALED_MAT_MUL)
+}
+"""The contracts of our own operators for 8-bit factors, which libsdonnx_kernels.so does not have yet, by operator."""
+
 KERNEL_CASES = tuple(case for contract in CONTRACTS.values() for case in contract.kernel_cases())
 """Every kernel case of every contract.
 
@@ -111,4 +120,4 @@ def dtypes_of(case: KernelCase) -> list[str]:
 
 
 def _table(domain: str) -> dict[str, Contract]:
-    return OWN_CONTRACTS if domain == OWN_DOMAIN else CONTRACTS
+    return {**OWN_CONTRACTS, **SCALED_CONTRACTS} if domain == OWN_DOMAIN else CONTRACTS

@@ -1,0 +1,133 @@
+"""sdonnx::QuantizeRows, LayerNormRows and SplitGeluRows: rows in 8 bits, with a scale for each.
+
+QuantizeRows(x (...,K), scale ()) -> (q (...,K) uint8, scales (...,1) float32). A scale is the largest magnitude of its
+row divided by the format's largest value, and at least 1e-12; with `scale`, all rows have that one. LayerNormRows(x,
+gamma, beta, scale) and SplitGeluRows(x (...,2D), bias, scale) quantize a layer norm, and a * gelu(b) with
+a, b = split(x + bias), which are not rounded to fp16 before. beta, bias and scale are optional. The kernels are in
+kernels/scaled/scaled_mat_mul.cuh.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import onnx_ir as ir
+
+from sdonnx.graph.edit import constant, input_of, insert, insert_multi, static_dim
+from sdonnx.operators.case import OWN_DOMAIN, Fill, KernelCase
+from sdonnx.operators.contract import Contract
+from sdonnx.operators.eight_bits import EightBits, encoded
+from sdonnx.operators.reference_body import graph_of, optional_input
+
+__all__ = ["OWN_LAYER_NORM_ROWS", "OWN_QUANTIZE_ROWS", "OWN_SPLIT_GELU_ROWS", "check_rows"]
+
+_FLOAT = ir.DataType.FLOAT
+_MIN_SCALE = 1e-12
+_MAX_WIDTH = 5120  # kMaxRowVectors
+
+
+def check_rows(x: ir.Value, width: int | None) -> str | None:
+    """Return why the kernels do not accept rows of x, of which `width` numbers are quantized, None if they do."""
+    if width is None or width % 16 or not 0 < width <= _MAX_WIDTH:
+        return f"rows of {width} numbers: the kernel accepts multiples of 16 up to {_MAX_WIDTH}"
+    return OWN_QUANTIZE_ROWS.check_dtype(x)
+
+
+def _quantized(node: ir.Node, wide: ir.Value, scale: ir.Value | None) -> list[ir.Value | None]:
+    """Return the patterns and the scales of the rows of a value in float32."""
+    graph, number_format = graph_of(node), EightBits(node.attributes.get_int("format", 0))
+    last = constant(graph, [-1], np.int64, "integers_m1")
+    most = insert(node, "ReduceMax", [insert(node, "Abs", [wide], shape=wide.shape), last], {"keepdims": 1})
+    factor = constant(graph, 1 / number_format.max_value, np.float32, f"factor_{number_format.name.lower()}")
+    limit = constant(graph, _MIN_SCALE, np.float32, "min_scale")
+    scales = insert(node, "Max", [insert(node, "Mul", [most, factor]), limit])
+    if scale is not None:
+        given = _wide(node, scale)
+        scales = insert(node, "Add", [insert(node, "Sub", [scales, scales]), given])
+    return [encoded(node, insert(node, "Div", [wide, scales]), number_format), scales]
+
+
+def _wide(node: ir.Node, value: ir.Value) -> ir.Value:
+    return insert(node, "Cast", [value], {"to": _FLOAT}, dtype=_FLOAT, shape=value.shape)
+
+
+def _lower_plain(node: ir.Node) -> list[ir.Value | None]:
+    return _quantized(node, _wide(node, input_of(node, 0)), optional_input(node, 1))
+
+
+def _lower_norm(node: ir.Node) -> list[ir.Value | None]:
+    weights = [None if value is None else _wide(node, value) for value in node.inputs[1:3]]
+    attributes = {"axis": -1, "epsilon": node.attributes.get_float("epsilon", 1e-5)}
+    wide = insert(node, "LayerNormalization", [_wide(node, input_of(node, 0)), *weights], attributes)
+    return _quantized(node, wide, optional_input(node, 3))
+
+
+def _lower_split_gelu(node: ir.Node) -> list[ir.Value | None]:
+    total = _wide(node, input_of(node, 0))
+    if (bias := optional_input(node, 1)) is not None:
+        total = insert(node, "Add", [total, _wide(node, bias)])
+    values, gates = insert_multi(node, "Split", [total], {"axis": -1, "num_outputs": 2}, 2)
+    wide = insert(node, "Mul", [values, insert(node, "Gelu", [gates])])
+    return _quantized(node, wide, optional_input(node, 2))
+
+
+def _plain_limits(node: ir.Node) -> str | None:
+    return check_rows(input_of(node, 0), static_dim(input_of(node, 0), -1))
+
+
+def _split_limits(node: ir.Node) -> str | None:
+    width = static_dim(input_of(node, 0), -1)
+    return check_rows(input_of(node, 0), None if width is None else width // 2)
+
+
+_SIZES = ((3, 7, 320), (1, 1, 16), (2, 5, 1152), (1, 13, 2560), (1, 3, 5120), (2, 65, 64))
+
+
+def _cases(op_type: str, weights: int, doubled: bool) -> Callable[[], Iterator[KernelCase]]:
+    def cases() -> Iterator[KernelCase]:
+        forms = [(size, EightBits.E4M3, False) for size in _SIZES]
+        forms += [((3, 7, 320), number_format, True) for number_format in EightBits]
+        forms += [((3, 7, 320), EightBits.INT8, False), ((3, 7, 320), EightBits.E5M2, False)]
+        for (batch, rows, width), number_format, has_scale in forms:
+            columns = 2 * width if doubled else width
+            yield KernelCase(
+                op_type,
+                f"{batch}x{rows}x{width} {number_format.name.lower()} scale={has_scale}",
+                (
+                    (batch, rows, columns),
+                    *(((columns,),) * weights),
+                    () if has_scale else None,
+                ),
+                {"format": int(number_format)},
+                outputs=2,
+                fills={1 + weights: Fill.SCALES} if has_scale else {},
+                domain=OWN_DOMAIN,
+            )
+
+    return cases
+
+
+def _contract(
+    op_type: str,
+    lower: Callable[[ir.Node], list[ir.Value | None]],
+    limits: Callable[[ir.Node], str | None],
+    weights: int,
+    *,
+    doubled: bool = False,
+) -> Contract:
+    return Contract(
+        op_type,
+        lower,
+        _cases(op_type, weights, doubled),
+        first_use=("3x7x320 e4m3 scale=False", "3x7x320 e4m3 scale=True"),
+        limits=limits,
+        domain=OWN_DOMAIN,
+        dtypes=frozenset({ir.DataType.FLOAT16}),
+        other_outputs={0: (ir.DataType.UINT8, 3), 1: (_FLOAT, 3)},
+    )
+
+
+OWN_QUANTIZE_ROWS = _contract("QuantizeRows", _lower_plain, _plain_limits, 0)
+OWN_LAYER_NORM_ROWS = _contract("LayerNormRows", _lower_norm, _plain_limits, 2)
+OWN_SPLIT_GELU_ROWS = _contract("SplitGeluRows", _lower_split_gelu, _split_limits, 1, doubled=True)
