@@ -1,0 +1,215 @@
+"""Products of 8-bit factors on a GPU: every case against its reference body, captured, and their times; and ONNX
+Runtime's own operators for weights in 8 bits.
+
+    make -C kernels/scaled
+    SDONNX_SCALED=kernels/scaled/build/libsdonnx_scaled.so python -m pytest -q tests/gpu/test_scaled_products_gpu.py
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime
+import pytest
+from support.graphs import graph, normal
+from support.operator_tests import lowered_results, model_bytes, quiet_options
+
+from sdonnx.metrics import relative_error
+from sdonnx.operators.case import OWN_DOMAIN, Array, KernelCase, rounded
+from sdonnx.operators.case_graphs import model_of
+from sdonnx.operators.eight_bits import EightBits
+from sdonnx.operators.operator_table import SCALED_CONTRACTS
+from sdonnx.quantization.quantization_config import QuantizationPolicy
+from sdonnx.quantization.quantization_types import TYPES
+from sdonnx.quantization.quantize_weights import QuantizeWeights, restore_late
+from sdonnx.runtime.device.device import device_for
+from sdonnx.runtime.device.session import Graph, SessionSettings
+
+CASES = [case for contract in SCALED_CONTRACTS.values() for case in contract.kernel_cases()]
+
+# Rows, K and N of products of a call with guidance: SDXL at 1024x1024 and PixArt-alpha at 1024x1024.
+SHAPES = (
+    (8192, 640, 640), (2048, 1280, 1280), (8192, 640, 5120), (8192, 2560, 640), (2048, 1280, 10240), (2048, 5120, 1280),
+    (8192, 1152, 1152), (8192, 1152, 4608), (8192, 4608, 1152),
+)  # fmt: skip
+COPIES = 16  # products in a graph, each by a weight of its own: together larger than the L2 cache
+
+
+@pytest.fixture(scope="module")
+def library() -> Path:
+    path = os.environ.get("SDONNX_SCALED")
+    if path is None:
+        pytest.skip("SDONNX_SCALED names no library; make -C kernels/scaled builds it")
+    return Path(path).resolve()
+
+
+def inputs_of(case: KernelCase) -> list[Array | None]:
+    return rounded(case.make_inputs(), "float16", sorted(SCALED_CONTRACTS[case.op_type].float32_inputs))
+
+
+def cuda_session(model: ir.Model, library: Path | None) -> onnxruntime.InferenceSession:
+    device_for("cuda")
+    options = quiet_options()
+    if library is not None:
+        options.register_custom_ops_library(str(library))
+    options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
+    return onnxruntime.InferenceSession(
+        model_bytes(model), options, providers=["CUDAExecutionProvider"],
+        disabled_optimizers=["QDQSelectorActionTransformer"],
+    )  # fmt: skip
+
+
+def results_of(case: KernelCase, inputs: list[Array | None], library: Path) -> list[Array]:
+    session = cuda_session(model_of(case, "float16", inputs), library)
+    feeds = {}
+    for value in session.get_inputs():
+        array = inputs[int(value.name[1:])]
+        assert array is not None
+        feeds[value.name] = array.astype(np.float16) if value.type == "tensor(float16)" else array
+    results: list[Array] = session.run(None, feeds)
+    return results
+
+
+def check(case: KernelCase, found: list[Array], expected: list[Array]) -> float:
+    """Return the error of a case, after a check of it."""
+    if case.op_type == "ScaledMatMul":
+        error = relative_error(found[0].astype(np.float32), expected[0])
+        # cuBLASLt's fast accumulation of fp8 keeps 14 bits of a partial sum.
+        assert error < 5e-3, (str(case), error)
+        return error
+    table = EightBits(case.attributes["format"]).values()
+    ours, theirs = (table[bits] * scales for bits, scales in (found, expected))
+    error = relative_error(ours, theirs)
+    assert relative_error(found[1], expected[1]) < 1e-4
+    assert error < (1e-6 if case.op_type == "QuantizeRows" else 5e-3), (str(case), error)
+    return error
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_kernel_agrees_with_the_reference_body(case: KernelCase, library: Path, note: Any) -> None:
+    inputs = inputs_of(case)
+    found = results_of(case, inputs, library)
+    error = check(case, found, lowered_results(case, inputs))
+    note("scaled products", {"operator": case.op_type, "case": case.name, "relative_error": error})
+    again = results_of(case, inputs, library)
+    assert [each.tobytes() for each in found] == [each.tobytes() for each in again]
+
+
+@pytest.mark.parametrize("kind", ["float16", "e4m3", "e4m3, static", "int8"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_times(shape: tuple[int, int, int], kind: str, library: Path, note: Any, tmp_path: Path) -> None:
+    """Microseconds of a product, alone and with the quantization of its rows, next to ONNX Runtime's in fp16."""
+    times = {}
+    for quantizes in (False, True) if kind != "float16" else (False,):
+        path = tmp_path / "times.onnx"
+        ir.save(_chain(shape, kind, quantizes), path)
+        times["with rows" if quantizes else "alone"] = _microseconds(path, shape, library) / COPIES
+    note("times of products", {"shape": list(shape), "kind": kind, **times})
+
+
+def _chain(shape: tuple[int, int, int], kind: str, quantizes: bool) -> ir.Model:
+    """Return a graph of products x @ w of one x and several weights."""
+    rows, inner, outer = shape
+    draw = np.random.default_rng(0)
+    x = ir.Value(name="x", shape=ir.Shape([rows, inner]), type=ir.TensorType(ir.DataType.FLOAT16))
+    nodes: list[ir.Node] = []
+    initializers: list[ir.Value] = []
+
+    def weight(name: str, array: Array) -> ir.Value:
+        value = ir.Value(
+            name=name, shape=ir.Shape(array.shape), type=ir.TensorType(ir.DataType.from_numpy(array.dtype))
+        )
+        value.const_value = ir.Tensor(array, name=name)
+        initializers.append(value)
+        return value
+
+    def rows_of() -> list[ir.Value]:
+        attributes = {"format": int(EightBits.INT8 if kind == "int8" else EightBits.E4M3)}
+        inputs = [x, weight(f"scale{len(nodes)}", np.array(0.01, np.float16))] if "static" in kind else [x]
+        nodes.append(ir.node("QuantizeRows", inputs, attributes, domain=OWN_DOMAIN, num_outputs=2))
+        return list(nodes[-1].outputs)
+
+    outputs = []
+    quantized = None
+    for index in range(COPIES):
+        if kind == "float16":
+            wide = draw.standard_normal((inner, outer), np.float32).astype(np.float16)
+            nodes.append(ir.node("MatMul", [x, weight(f"w{index}", wide)]))
+        else:
+            quantized = rows_of() if quantizes or quantized is None else quantized
+            number_format = int(EightBits.INT8 if kind == "int8" else EightBits.E4M3)
+            bits = draw.integers(0, 0x58, (outer, inner), np.uint8) | (
+                draw.integers(0, 2, (outer, inner), np.uint8) << 7
+            )
+            scales = np.full(outer, 0.01, np.float32)
+            nodes.append(
+                ir.node(
+                    "ScaledMatMul",
+                    [*quantized, weight(f"w{index}", bits), weight(f"s{index}", scales)],
+                    {"x_format": number_format, "w_format": number_format},
+                    domain=OWN_DOMAIN,
+                )
+            )
+        output = nodes[-1].outputs[0]
+        output.name, output.type, output.shape = (
+            f"y{index}",
+            ir.TensorType(ir.DataType.FLOAT16),
+            ir.Shape([rows, outer]),
+        )
+        outputs.append(output)
+    imports = {"": 23, OWN_DOMAIN: 1}
+    made = ir.Graph([x], outputs, nodes=nodes, initializers=initializers, opset_imports=imports, name="times")
+    return ir.Model(made, ir_version=10)
+
+
+def _microseconds(path: Path, shape: tuple[int, int, int], library: Path) -> float:
+    """Return the time of a graph as a captured CUDA graph, in us."""
+    device = device_for("cuda")
+    graph_ = Graph(path, device, capture=True, settings=SessionSettings(library=library))
+    given = {"x": device.upload(normal(*shape[:2]).astype(np.float16))}
+    made = {name: device.empty((shape[0], shape[2]), np.float16) for name in graph_.outputs}
+    run = graph_.bind({**given, **made})
+    for _ in range(3):
+        run()
+    best = float("inf")
+    for _ in range(5):
+        start = device.mark()
+        for _ in range(10):
+            run()
+        end = device.mark()
+        device.synchronize()
+        best = min(best, device.milliseconds(start, end) / 10)
+    return best * 1e3
+
+
+@pytest.mark.parametrize("name", ["int8_weightonly", "fp8_e4m3_weightonly", "fp8_e5m2_weightonly",
+                                  "fp8_e4m3_e4m3_dynamic", "int8_dynamic", "fp8_static"])  # fmt: skip
+@pytest.mark.parametrize("kind", ["product", "convolution"])
+def test_onnxruntime_has_cuda_kernels_for_quantized_graphs(kind: str, name: str, note: Any) -> None:
+    """Nothing falls back to the CPU; the result is that of the CPU provider."""
+    if kind == "product":
+        model = graph(
+            "float16[B,S,64] x", "float16[B,S,128] y", "y = MatMul(x, w)", w=normal(64, 128).astype(np.float16)
+        )
+        feeds = {"x": normal(2, 5, 64).astype(np.float16)}
+    else:
+        model = graph(
+            "float16[B,H,W,64] x", "float16[B,H,W,128] y",
+            "y = com.microsoft.NhwcConv<kernel_shape=[3,3], pads=[1,1,1,1]>(x, w)",
+            w=normal(128, 3, 3, 64).astype(np.float16),
+        )  # fmt: skip
+        feeds = {"x": normal(2, 6, 7, 64).astype(np.float16)}
+    for node in model.graph:
+        node.metadata_props["module"] = "layer"
+    expected = cuda_session(model, None).run(None, feeds)[0].astype(np.float32)
+    QuantizeWeights(QuantizationPolicy(default=TYPES[name]), "unet", {"layer": 4.0})(model)
+    restore_late(model)
+    found = cuda_session(model, None).run(None, feeds)[0].astype(np.float32)
+    error = relative_error(found, expected)
+    note("quantized graphs", {"kind": kind, "type": name, "relative_error": error})
+    quantizes = kind == "product" or TYPES[name].is_weight_only
+    assert (1e-3 if quantizes else 0) <= error < 0.15
