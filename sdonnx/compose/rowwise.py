@@ -14,7 +14,7 @@ __all__ = ["RowRules", "rank_of"]
 # Operators that compute each row of the first axis by itself, if their other inputs have no such axis or one of size 1.
 _ROW_BY_ROW = frozenset(
     {"Abs", "Add", "BiasGelu", "Cast", "Clip", "Cos", "Div", "Erf", "Exp", "Gelu", "Identity", "Log", "Max", "Min",
-     "Mul", "Neg", "Pow", "Reciprocal", "Relu", "Sigmoid", "Sin", "Softplus", "Sqrt", "Sub", "Tanh", "Where"}
+     "Mul", "Neg", "Pow", "Reciprocal", "Relu", "Round", "Sigmoid", "Sin", "Softplus", "Sqrt", "Sub", "Tanh", "Where"}
 ) | {op_type for op_type, contract in CONTRACTS.items() if contract.broadcasts}  # fmt: skip
 # The inputs that have rows, of operators that compute each row by itself; their other inputs are weights.
 _ROW_INPUTS = dict.fromkeys(("Conv", "GroupNormalization", "InstanceNormalization"), frozenset({0})) | {
@@ -78,6 +78,12 @@ class RowRules:
                     and self._is_free(node.inputs[len(data) :])
                     and axis % max(rank_of(first), 1) != 0
                 )
+            case "QuantizeLinear" | "DequantizeLinear":
+                # With one scale for all values; a weight has one for each channel.
+                return first in self.rows and all(value is None or dims(value) == () for value in others)
+            case "ReduceMax":
+                kept = node.attributes.get_int("keepdims", 1) == 1
+                return kept and first in self.rows and _is_past_first(node, 1, rank_of(first))
             case "Transpose":
                 return next(iter(node.attributes.get_ints("perm", [-1]))) == 0
             case "Slice":

@@ -10,6 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import onnx_ir as ir
@@ -19,6 +20,7 @@ from sdonnx.fusions.own_image_kernels import concat_channels, upsample_nearest
 from sdonnx.fusions.own_nodes import has_one_reader, put_own
 from sdonnx.fusions.own_products import bias_add, fast_gelu, gemm, mat_mul, sum_with_bias
 from sdonnx.fusions.own_sampler import use_sampler_kernels
+from sdonnx.fusions.own_scaled_products import rows_of_source
 from sdonnx.fusions.repeated_rows import copied_value, row_of_table
 from sdonnx.fusions.stack_projections import self_attention
 from sdonnx.graph.edit import (
@@ -122,7 +124,9 @@ class _DefaultImage:
         return latent_size if symbol in self.axes else latent_size // self.patch_size
 
 
-def use_own_kernels(model: ir.Model, latent_size: int | None = None, patch_size: int = 1) -> PassOutcome:
+def use_own_kernels(
+    model: ir.Model, latent_size: int | None = None, patch_size: int = 1, *, scaled: bool = False
+) -> PassOutcome:
     """Replace nodes of a graph by our own operators, in place.
 
     Args:
@@ -130,6 +134,7 @@ def use_own_kernels(model: ir.Model, latent_size: int | None = None, patch_size:
         latent_size: height and width of the latents that the pipeline generates by default; None if unknown. It only
             decides whether a replacement is worth it.
         patch_size: height and width of a transformer's patches, in latents; 1 for other networks.
+        scaled: also use the operators for 8-bit factors, which libsdonnx_kernels.so does not have yet.
     """
     image = _DefaultImage(latent_size, patch_size, _axes(model))
     fired: Counter[str] = Counter()
@@ -140,13 +145,15 @@ def use_own_kernels(model: ir.Model, latent_size: int | None = None, patch_size:
     made, refused = use_sampler_kernels(model)
     fired.update(made)
     failures += refused
-    for swaps in (_FIRST_SWAPS, _SWAPS, _LAST_SWAPS):
+    scaled_swaps = (_SCALED_SWAPS, _LAST_SCALED_SWAPS) if scaled else ()
+    for swaps in (*scaled_swaps, _FIRST_SWAPS, _SWAPS, _LAST_SWAPS, *((_ROWS_SWAPS,) if scaled else ())):
         for node in list(model.graph):
             swap = swaps.get((node.domain, node.op_type))
             if swap is None or not any(output.uses() or output.is_graph_output() for output in node.outputs):
                 continue
             result = swap(node, image)
             target = "SelfAttention" if swaps is _FIRST_SWAPS else _TARGETS[node.op_type]
+            target = "ScaledMatMul" if swaps in scaled_swaps else target
             name = f"{node.op_type}ToOwn{target}"
             if result is REWRITTEN:
                 fired[name] += 1
@@ -349,6 +356,19 @@ _SWAPS: _Swaps = {
     ("", "Resize"): upsample_nearest,
 }
 
+_SCALED_SWAPS: _Swaps = {
+    (MICROSOFT, "FastGelu"): partial(fast_gelu, scaled=True),
+    (MICROSOFT, "BiasAdd"): partial(bias_add, scaled=True),
+    ("", "Add"): partial(sum_with_bias, scaled=True),
+    ("", "Gemm"): partial(gemm, scaled=True),
+}
+
+_LAST_SCALED_SWAPS: _Swaps = {("", "MatMul"): partial(mat_mul, scaled=True)}
+"""Products of factors that are rounded to 8 bits, before the others, which take all products."""
+
+_ROWS_SWAPS: _Swaps = {(OWN_DOMAIN, "QuantizeRows"): rows_of_source}
+"""The rounding of what our own norms and gates compute, after these have replaced the others."""
+
 _LAST_SWAPS: _Swaps = {("", "MatMul"): mat_mul}
 """After the others, which take products into sums."""
 
@@ -366,5 +386,6 @@ _TARGETS = {
     "MatMul": "MatMul",
     "Concat": "ConcatChannels",
     "Resize": "UpsampleNearest",
+    "QuantizeRows": "Rows",
 }
 """The operator that takes a node's place."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from sdonnx.fusions.own_nodes import has_one_reader, put_own
+from sdonnx.fusions.own_nodes import has_one_reader
+from sdonnx.fusions.own_scaled_products import rounded_product, scaled_product
 from sdonnx.graph.edit import dims, input_of, insert, replace, static_dim
 from sdonnx.graph.match import NOT_A_CANDIDATE, REWRITTEN, Refused, WalkResult, is_matrix, producer_of, same_shape
 from sdonnx.operators.case import OWN_DOMAIN
@@ -14,30 +15,30 @@ from sdonnx.operators.reference_body import optional_input
 __all__ = ["bias_add", "fast_gelu", "gemm", "mat_mul", "sum_with_bias"]
 
 
-def fast_gelu(node: ir.Node, _: object) -> WalkResult:
+def fast_gelu(node: ir.Node, _: object, scaled: bool = False) -> WalkResult:
     """FastGelu(x @ w, bias) -> MatMul(x, w, bias) with gelu."""
-    return _product(node, input_of(node, 0), optional_input(node, 1), None, gelu=1)
+    return _product(node, input_of(node, 0), optional_input(node, 1), None, gelu=1, scaled=scaled)
 
 
-def bias_add(node: ir.Node, _: object) -> WalkResult:
+def bias_add(node: ir.Node, _: object, scaled: bool = False) -> WalkResult:
     """BiasAdd(x @ w, bias, skip) -> MatMul(x, w, bias, skip), with the product in either place."""
     first, bias, second = node.inputs
     for product, residual in ((first, second), (second, first)):
-        result = _product(node, product, bias, residual, gelu=0)
+        result = _product(node, product, bias, residual, gelu=0, scaled=scaled)
         if result is not NOT_A_CANDIDATE:
             return result
     return NOT_A_CANDIDATE
 
 
-def sum_with_bias(node: ir.Node, _: object) -> WalkResult:
+def sum_with_bias(node: ir.Node, _: object, scaled: bool = False) -> WalkResult:
     """X @ w + bias -> MatMul(x, w, bias), with the operands in either order. The bias may be computed at each step."""
     for product, bias in (tuple(node.inputs), tuple(reversed(node.inputs))):
         if bias is not None and bias.shape is not None and bias.shape.rank() == 1:
-            return _product(node, product, bias, None, gelu=0)
+            return _product(node, product, bias, None, gelu=0, scaled=scaled)
     return NOT_A_CANDIDATE
 
 
-def gemm(node: ir.Node, _: object) -> WalkResult:
+def gemm(node: ir.Node, _: object, scaled: bool = False) -> WalkResult:
     """Gemm(x, w, residual) -> MatMul(x, w, residual): ONNX Runtime's kernel copies the residual first."""
     residual, result = optional_input(node, 2), node.outputs[0]
     if residual is None or not same_shape(residual, result) or len(dims(residual) or ()) != 2:
@@ -46,26 +47,18 @@ def gemm(node: ir.Node, _: object) -> WalkResult:
         return Refused("the product or the residual is scaled")
     if any(node.attributes.get_int(name, 0) for name in ("transA", "transB")):
         return Refused("a factor is transposed")
-    x, weight = input_of(node, 0), input_of(node, 1)
-    if (reason := check_own_mat_mul(x, weight, None)) is not None:
-        return Refused(reason)
-    put_own(node, result, "MatMul", [x, weight, None, residual], {"gelu": 0})
-    return REWRITTEN
+    return _put_product(node, residual, scaled)
 
 
-def mat_mul(node: ir.Node, _: object) -> WalkResult:
+def mat_mul(node: ir.Node, _: object, scaled: bool = False) -> WalkResult:
     """X @ w -> MatMul(x, w): ONNX Runtime's large products need a memset (docs/decisions/0147)."""
-    x, weight = input_of(node, 0), input_of(node, 1)
-    if not is_matrix(weight):
+    if not scaled and not is_matrix(input_of(node, 1)):
         return NOT_A_CANDIDATE
-    if (reason := check_own_mat_mul(x, weight, None)) is not None:
-        return Refused(reason)
-    put_own(node, node.outputs[0], "MatMul", [x, weight], {"gelu": 0})
-    return REWRITTEN
+    return _put_product(node, None, scaled)
 
 
 def _product(
-    node: ir.Node, value: ir.Value | None, bias: ir.Value | None, residual: ir.Value | None, gelu: int
+    node: ir.Node, value: ir.Value | None, bias: ir.Value | None, residual: ir.Value | None, gelu: int, scaled: bool
 ) -> WalkResult:
     """Replace a product and the node that reads it, also through a Reshape that keeps the last axis.
 
@@ -81,23 +74,62 @@ def _product(
     product = producer_of(value, "MatMul")
     if product is None or value is None or total is None or not all(map(has_one_reader, (value, total))):
         return NOT_A_CANDIDATE
-    x, weight = input_of(product, 0), input_of(product, 1)
-    if not is_matrix(weight):
+    if not scaled and not is_matrix(input_of(product, 1)):
         return NOT_A_CANDIDATE
-    if (reason := check_own_mat_mul(x, weight, bias)) is not None:
-        return Refused(reason)
     if residual is not None and not same_shape(residual, value):
         return Refused("the residual is not known to have the shape of the product")
+    made = _own_product(node, product, value, bias, residual, gelu, scaled)
+    if not isinstance(made, ir.Value):
+        return made
+    old = node.outputs[0]
+    if reshape is not None:
+        made = insert(node, "Reshape", [made, *reshape.inputs[1:]], reshape.attributes, shape=old.shape)
+    replace(old, made)
+    return REWRITTEN
+
+
+def _put_product(node: ir.Node, residual: ir.Value | None, scaled: bool) -> WalkResult:
+    """Let a product of our own compute what a product does, with a residual or without one."""
+    made = _own_product(node, node, node.outputs[0], None, residual, 0, scaled)
+    if not isinstance(made, ir.Value):
+        return made
+    replace(node.outputs[0], made)
+    return REWRITTEN
+
+
+def _own_product(
+    node: ir.Node,
+    product: ir.Node,
+    like: ir.Value,
+    bias: ir.Value | None,
+    residual: ir.Value | None,
+    gelu: int,
+    scaled: bool,
+) -> ir.Value | WalkResult:
+    """Return the result of a product of our own, which is inserted before `node`, or why there is none.
+
+    Args:
+        node: the node before which to insert it.
+        product: the product.
+        like: a value of the shape and type of the result.
+        bias: added to each row; None for none.
+        residual: added to the product; None for none.
+        gelu: 1 to apply gelu (tanh), 0 not to.
+        scaled: multiply factors in 8 bits; products of other factors are no candidates.
+    """
+    x, weight = input_of(product, 0), input_of(product, 1)
+    if scaled:
+        rounded = rounded_product(x, weight)
+        if rounded is None:
+            return NOT_A_CANDIDATE
+        made = scaled_product(node, like, rounded, bias, residual, gelu)
+        return Refused(made) if isinstance(made, str) else made
+    if (reason := check_own_mat_mul(x, weight, bias)) is not None:
+        return Refused(reason)
     inputs = [x, weight, bias, residual]
     while inputs[-1] is None:
         inputs.pop()
-    if reshape is None:
-        put_own(node, node.outputs[0], "MatMul", inputs, {"gelu": gelu})
-    else:
-        made = insert(node, "MatMul", inputs, {"gelu": gelu}, domain=OWN_DOMAIN, shape=value.shape, dtype=value.dtype)
-        old = node.outputs[0]
-        replace(old, insert(node, "Reshape", [made, *reshape.inputs[1:]], reshape.attributes, shape=old.shape))
-    return REWRITTEN
+    return insert(node, "MatMul", inputs, {"gelu": gelu}, domain=OWN_DOMAIN, shape=like.shape, dtype=like.dtype)
 
 
 def _inside(value: ir.Value | None, reshape: ir.Node) -> ir.Value | None:

@@ -299,7 +299,8 @@ def is_matrix(value: ir.Value | None) -> bool:
     """Return whether the value is a constant matrix (K,D), or one that is restored from 8 bits."""
     if value is None or len(dims(value) or ()) != 2:
         return False
-    restored = producer_of(value, "DequantizeLinear")
+    turned = producer_of(value, "Transpose")
+    restored = producer_of(value if turned is None else turned.inputs[0], "DequantizeLinear")
     return is_weight(value) if restored is None else all(each is None or is_weight(each) for each in restored.inputs)
 
 

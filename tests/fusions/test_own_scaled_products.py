@@ -1,0 +1,155 @@
+"""Products whose factors are rounded to 8 bits become products of 8-bit factors, with bias, residual and gelu."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+from support.graphs import (
+    Array,
+    copied,
+    feeds_for,
+    graph,
+    interface,
+    normal,
+    operators,
+    relative_error,
+    run,
+    text_of,
+    used,
+)
+
+from sdonnx.fusions.own_kernels import use_own_kernels
+from sdonnx.graph.passes import tidy
+from sdonnx.operators.case import OWN_DOMAIN
+from sdonnx.operators.eight_bits import EightBits
+from sdonnx.operators.operator_table import contract_of
+from sdonnx.quantization.quantization_config import QuantizationPolicy
+from sdonnx.quantization.quantization_types import TYPES
+from sdonnx.quantization.quantize_weights import QuantizeWeights
+
+WEIGHTS: dict[str, Array] = {
+    name: array.astype(np.float16)
+    for name, array in {
+        "w": normal(64, 128) / 8,
+        "u": normal(64, 128, seed=1) / 8,
+        "bias": normal(128, seed=2),
+        "gate": normal(128, seed=3),
+        "gamma": normal(64, seed=4),
+        "beta": normal(64, seed=5),
+        "wide_bias": normal(128, seed=6),
+    }.items()
+}
+NORM = "n = LayerNormalization<axis=-1>(x, gamma, beta)"
+BODIES = {
+    "product": "y = MatMul(x, w)",
+    "bias": "p = MatMul(x, w) y = Add(bias, p)",
+    "bias and residual": "p = MatMul(x, w) y = com.microsoft.BiasAdd(p, bias, r)",
+    "gelu": "p = MatMul(x, w) y = com.microsoft.FastGelu(p, bias)",
+    "gate": "g = Mul(w, gate) y = MatMul(x, g)",
+    "two products": "p = MatMul(x, w) q = MatMul(x, u) y = Add(p, q)",
+}
+TYPES_BY_ROWS = ("fp8_e4m3_e4m3_dynamic", "fp8_e5m2_e4m3_dynamic", "fp8_e4m3_e5m2_dynamic", "int8_dynamic")
+ALL_TYPES = (*TYPES_BY_ROWS, "fp8_static", "int8_static")
+
+
+def quantized(body: str, name: str, inputs: str = "float16[B,S,64] x, float16[B,S,128] r") -> ir.Model:
+    model = graph(inputs, "float16[B,S,128] y", body, **used(body, WEIGHTS))
+    for node in model.graph:
+        node.metadata_props["module"] = "layer"
+    QuantizeWeights(QuantizationPolicy(default=TYPES[name]), "unet", {"layer": 4.0})(model)
+    tidy(model)
+    return model
+
+
+def swapped(model: ir.Model, tolerance: float = 2e-3) -> tuple[ir.Model, dict[str, int]]:
+    """Replace nodes, and check what every replacement must keep."""
+    after = copied(model)
+    outcome = use_own_kernels(after, 64, scaled=True)
+    assert interface(after) == interface(model)
+    for node in after.graph:
+        if node.domain == OWN_DOMAIN:
+            contract = contract_of(node)
+            assert contract is not None
+            assert contract.check(node) is None
+    again = copied(after)
+    use_own_kernels(again, 64, scaled=True)
+    assert text_of(again) == text_of(after)
+    feeds = feeds_for(model)
+    assert relative_error(run(after, feeds)["y"], run(model, feeds)["y"]) < tolerance
+    return after, outcome.fired
+
+
+@pytest.mark.parametrize("name", ALL_TYPES)
+@pytest.mark.parametrize("kind", BODIES)
+def test_products(kind: str, name: str) -> None:
+    model = quantized(BODIES[kind], name)
+    after, _ = swapped(model)
+    products = 2 if kind == "two products" else 1
+    counts = operators(
+        after, "ScaledMatMul", "QuantizeRows", "DequantizeLinear", "MatMul", "ReduceMax", "BiasAdd", "FastGelu"
+    )
+    assert counts == {**dict.fromkeys(counts, 0), "ScaledMatMul": products, "QuantizeRows": 1}
+    node = next(node for node in after.graph if node.op_type == "ScaledMatMul")
+    formats = TYPES[name]
+    assert formats.activations is not None
+    assert EightBits(node.attributes.get_int("x_format")).name.lower() == formats.activations.name
+    assert EightBits(node.attributes.get_int("w_format")).name.lower() == formats.weights.name
+    assert node.attributes.get_int("gelu") == (kind == "gelu")
+    present = [value is not None for value in node.inputs[4:]]
+    assert present == {"bias": [True], "gelu": [True], "bias and residual": [True, True]}.get(kind, [])
+
+
+@pytest.mark.parametrize("name", ["fp8_e4m3_e4m3_dynamic", "int8_static"])
+def test_norms_and_gates_write_8_bits(name: str) -> None:
+    """The values are not rounded to fp16 before; several products read them."""
+    after, fired = swapped(quantized(f"{NORM} p = MatMul(n, w) q = MatMul(n, u) y = Add(p, q)", name), 2e-2)
+    assert operators(after).items() >= {"LayerNormRows": 1, "ScaledMatMul": 2}.items()
+    assert operators(after, "QuantizeRows", "LayerNorm", "LayerNormalization") == dict.fromkeys(
+        ("QuantizeRows", "LayerNorm", "LayerNormalization"), 0
+    )
+    assert fired["QuantizeRowsToOwnRows"] == 1
+    body = "s = com.microsoft.BiasSplitGelu(x, wide_bias) y = MatMul(s, w)"
+    after, _ = swapped(quantized(body, name, "float16[B,S,128] x"), 2e-2)
+    assert operators(after, "SplitGeluRows", "QuantizeRows") == {"SplitGeluRows": 1, "QuantizeRows": 0}
+
+
+def test_a_norm_with_another_reader_stays() -> None:
+    model = quantized(f"{NORM} p = MatMul(n, w) c = Concat<axis=-1>(n, n) y = Add(p, c)", "int8_dynamic")
+    after, _ = swapped(model)
+    assert operators(after, "QuantizeRows", "LayerNormRows", "LayerNorm") == {
+        "QuantizeRows": 1, "LayerNormRows": 0, "LayerNorm": 1,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["fp8_e4m3_e4m3_dynamic_per_tensor", "int8_weightonly"])
+def test_other_types_keep_products_of_fp16(name: str) -> None:
+    """Scales of whole tensors have no kernel."""
+    after, _ = swapped(quantized(BODIES["bias"], name))
+    assert operators(after, "ScaledMatMul", "QuantizeRows", "MatMul") == {
+        "ScaledMatMul": 0, "QuantizeRows": 0, "MatMul": 1,
+    }  # fmt: skip
+
+
+def test_without_the_option_products_are_those_of_fp16() -> None:
+    model = quantized(BODIES["bias and residual"], "fp8_e4m3_e4m3_dynamic")
+    use_own_kernels(model, 64)
+    counts = operators(model, "ScaledMatMul", "MatMul", "ReduceMax")
+    assert counts == {"ScaledMatMul": 0, "MatMul": 1, "ReduceMax": 1}
+
+
+def test_weights_are_the_bytes_of_the_file(tmp_path: Any) -> None:
+    model = quantized(BODIES["product"], "fp8_e4m3_e4m3_dynamic")
+    ir.save(model, tmp_path / "model.onnx", external_data="model.onnx.data", size_threshold_bytes=1024)
+    loaded = ir.load(tmp_path / "model.onnx")
+    (stored,) = (value for value in loaded.graph.initializers.values() if value.dtype == ir.DataType.FLOAT8E4M3FN)
+    use_own_kernels(loaded, 64, scaled=True)
+    (bits,) = (value for value in loaded.graph.initializers.values() if value.dtype == ir.DataType.UINT8)
+    first, second = stored.const_value, bits.const_value
+    assert isinstance(first, ir.ExternalTensor)
+    assert isinstance(second, ir.ExternalTensor)
+    assert (first.location, first.offset, first.length) == (second.location, second.offset, second.length)
+    assert second.numpy().tobytes() == first.numpy().tobytes()
+    assert stored.name not in loaded.graph.initializers
