@@ -201,7 +201,7 @@ class QuantizeWeights(InPlacePass):
                 continue
             x = each.node.inputs[0]
             rounds = not found.is_weight_only and x in moving
-            if rounds and not _suits_products(each):
+            if rounds and not (_suits_products(each) and x is not None and x.dtype is not None and x.shape is not None):
                 continue
             key = each.weight, found, each.axis, rounds
             if key not in restored:

@@ -55,8 +55,8 @@ TYPES_BY_ROWS = ("fp8_e4m3_e4m3_dynamic", "fp8_e5m2_e4m3_dynamic", "fp8_e4m3_e5m
 ALL_TYPES = (*TYPES_BY_ROWS, "fp8_static", "int8_static")
 
 
-def quantized(body: str, name: str, inputs: str = "float16[B,S,64] x, float16[B,S,128] r") -> ir.Model:
-    model = graph(inputs, "float16[B,S,128] y", body, **used(body, WEIGHTS))
+def quantized(body: str, name: str, inputs: str = "float16[B,S,64] x, float16[B,S,128] r", known: str = "") -> ir.Model:
+    model = graph(inputs, "float16[B,S,128] y", body, known, **used(body, WEIGHTS))
     for node in model.graph:
         node.metadata_props["module"] = "layer"
     QuantizeWeights(QuantizationPolicy(default=TYPES[name]), "unet", {"layer": 4.0})(model)
@@ -112,7 +112,7 @@ def test_norms_and_gates_write_8_bits(name: str) -> None:
     )
     assert fired["QuantizeRowsToOwnRows"] == 1
     body = "s = com.microsoft.BiasSplitGelu(x, wide_bias) y = MatMul(s, w)"
-    after, _ = swapped(quantized(body, name, "float16[B,S,128] x"), 2e-2)
+    after, _ = swapped(quantized(body, name, "float16[B,S,128] x", "float16[B,S,64] s"), 2e-2)
     assert operators(after, "SplitGeluRows", "QuantizeRows") == {"SplitGeluRows": 1, "QuantizeRows": 0}
 
 

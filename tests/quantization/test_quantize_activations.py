@@ -133,6 +133,13 @@ def test_products_of_other_sizes_stay(sizes: tuple[int, int]) -> None:
     assert len(quantized(model, TYPES["int8_weightonly"]).quantized) == 1
 
 
+def test_products_of_values_of_unknown_types_stay() -> None:
+    body = "s = com.microsoft.BiasSplitGelu(x, b) y = MatMul(s, w)"
+    model = graph("float[B,S,64] x", "float[B,S,48] y", body, w=normal(32, 48), b=normal(64))
+    QuantizeWeights(QuantizationPolicy(default=TYPES["int8_dynamic"]), "unet")(model)
+    assert operators(model) == {"BiasSplitGelu": 1, "MatMul": 1}
+
+
 def test_products_of_the_prompt_have_their_weights_quantized_only() -> None:
     model = graph(
         "float[B,S,32] sample, float[B,L,32] prompt", "float[B,S,48] y",
