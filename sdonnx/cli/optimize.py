@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ from rich.markup import escape
 from sdonnx.errors import OptionError
 from sdonnx.folder.prompt_file import read_prompts
 from sdonnx.fusions.derived_tables import FLAGS, SHOWN_OPERATORS
-from sdonnx.precision_search.probe_settings import AUTO, ProbeSettings
+from sdonnx.precision_search.probe_settings import AUTO, CALIBRATION_CALLS, METHODS, ProbeSettings
 from sdonnx.terminal import add_common, add_option, console, tensor_progress
 
 if TYPE_CHECKING:
@@ -105,6 +106,37 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         metavar="FILE",
         help='with --quantize: quantize only the modules of a file {MODULE: {"ssim": x}}, those with the highest SSIM',
+    )
+    add_option(
+        quantization,
+        "--calibration_prompts",
+        type=Path,
+        metavar="FILE",
+        help="for types with calibrated scales (fp8_static): file with one prompt per line, whose images are generated "
+        "to measure activations",
+    )
+    add_option(
+        quantization,
+        "--calibration_method",
+        default=METHODS[0],
+        metavar="METHOD",
+        help="max (default): the largest magnitude; percentile: that of 99 %% of the calls; mse: that with the least "
+        "squared error",
+    )
+    add_option(quantization, "--calibration_steps", type=int, metavar="N", help="denoising steps (default: 4)")
+    add_option(
+        quantization,
+        "--calibration_size",
+        type=int,
+        metavar="PIXELS",
+        help="height and width (default: the pipeline's)",
+    )
+    add_option(
+        quantization,
+        "--calibration",
+        type=Path,
+        metavar="FILE",
+        help="in place of prompts: calibration.json of a calibrated folder, or that folder",
     )
     add_option(
         quantization,
@@ -214,7 +246,10 @@ def _optimize(options: argparse.Namespace) -> OptimizeReport:
             options.quantize, options.quantize_config, options.quant_submodules_config_path
         ),
         export_qdq=options.export_qdq,
+        scales=_scales_of(options),
     )
+    if options.calibration_prompts is not None:
+        request = _calibrated(options, request)
     if AUTO in options.force_fp32_ops:
         return _optimize_automatically(options, request)
     for name in ("prompts", "steps", "size"):
@@ -222,6 +257,39 @@ def _optimize(options: argparse.Namespace) -> OptimizeReport:
             raise OptionError(f"--auto_{name} without --force_fp32_ops auto", "both", f"leave out --auto_{name}")
     with tensor_progress() as progress:
         return optimize_request(options.input, options.output, request, options.overwrite, progress)
+
+
+def _scales_of(options: argparse.Namespace) -> Mapping[str, Mapping[str, float]] | None:
+    """Return the calibrated magnitudes that were requested: those of a file, or none yet if they are measured."""
+    from sdonnx.quantization.calibration_file import read_calibration
+
+    if options.calibration is not None and options.calibration_prompts is not None:
+        raise OptionError("--calibration and --calibration_prompts", "one of them", "leave the other out")
+    if options.calibration is not None:
+        return read_calibration(options.calibration)
+    return None if options.calibration_prompts is None else {}
+
+
+def _calibrated(options: argparse.Namespace, request: OptimizeRequest) -> OptimizeRequest:
+    """Return the request with the magnitudes that the calibration measures."""
+    from sdonnx.precision_search.calibrate import calibrate
+
+    if request.quantization is None or not request.quantization.needs_calibration:
+        found = "--calibration_prompts without a type with calibrated scales"
+        raise OptionError(found, "--quantize fp8_static or int8_static", "leave out --calibration_prompts")
+    for name in ("steps", "size"):
+        number = getattr(options, f"calibration_{name}")
+        if number is not None and number < 1:
+            raise OptionError(f"--calibration_{name} {number}", "a number of at least 1", "pass another one")
+    settings = ProbeSettings(
+        read_prompts(options.calibration_prompts),
+        options.calibration_steps or ProbeSettings.steps,
+        options.calibration_size,
+        calls=CALIBRATION_CALLS,
+    )
+    with tensor_progress() as progress:
+        scales = calibrate(options.input, request, settings, options.calibration_method, progress)
+    return replace(request, scales=scales)
 
 
 def _optimize_automatically(options: argparse.Namespace, request: OptimizeRequest) -> OptimizeReport:

@@ -115,6 +115,7 @@ def command_for(report: Mapping[str, Any], provider: str | None = None, layout: 
         words += ["--kernels", "none"] if options.get("kernels") == "none" else []
     if quantize := _quantization(options.get("quantize")):
         words += ["--quantize_config", quantize]
+        words += ["--calibration", "CALIBRATION"] if "_static" in quantize else []
         words += ["--export_qdq"] if options.get("export_qdq") is True else []
     if chosen:
         words += ["--provider", chosen]

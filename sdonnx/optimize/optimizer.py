@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import platform
 import shutil
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 import sdonnx
@@ -19,6 +19,7 @@ from sdonnx.optimize.ort_graph_dump import Inspector
 from sdonnx.optimize.report import ComponentReport, OptimizeReport
 from sdonnx.optimize.request import OptimizeRequest, ProgressCallback
 from sdonnx.precision.policy import Precision
+from sdonnx.quantization.calibration_file import write_calibration
 from sdonnx.quantization.quantization_config import QuantizationConfig
 
 __all__ = ["fusion_reports", "optimize_folder", "optimize_request", "write_optimized"]
@@ -41,6 +42,7 @@ def optimize_folder(
     kernels: str = "auto",
     quantization: QuantizationConfig | None = None,
     export_qdq: bool = False,
+    scales: Mapping[str, Mapping[str, float]] | None = None,
     overwrite: bool = False,
     progress: ProgressCallback | None = None,
 ) -> OptimizeReport:
@@ -61,6 +63,8 @@ def optimize_folder(
             not to.
         quantization: which modules are quantized, and how; None for none.
         export_qdq: also write each quantized component in standard operators, for other run-times.
+        scales: largest magnitude of the activations that each module reads, by component and module, for types with
+            calibrated scales.
         overwrite: replace the pipeline in `out`, if there is one.
         progress: callback for progress.
 
@@ -78,6 +82,7 @@ def optimize_folder(
         kernels=kernels,
         quantization=quantization,
         export_qdq=export_qdq,
+        scales=scales,
     )
     return optimize_request(source, out, request, overwrite, progress)
 
@@ -125,6 +130,8 @@ def write_optimized(
     for name, _ in family.extras:
         shutil.copytree(folder.component(name), out / name)
     shutil.copyfile(folder.path / MODEL_INDEX, out / MODEL_INDEX)
+    if request.scales:
+        write_calibration(out, request.scales)
     return OptimizeReport(
         sdonnx.__version__,
         {"python": platform.python_version()} | {name: importlib.metadata.version(name) for name in _PACKAGES},

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from sdonnx.errors import OptionError, PrecisionError, ProviderError
+from sdonnx.errors import OptionError, PrecisionError
 from sdonnx.folder.lock import PARTIAL, hidden_folder
 from sdonnx.folder.pipeline_folder import PipelineFolder, atomic_folder, finite
 from sdonnx.metrics import psnr
@@ -20,14 +20,14 @@ from sdonnx.optimize.exported import open_exported
 from sdonnx.optimize.optimizer import write_optimized
 from sdonnx.optimize.report import OptimizeReport
 from sdonnx.optimize.request import OptimizeRequest, ProgressCallback
-from sdonnx.precision.policy import Precision, PrecisionPolicy
-from sdonnx.precision_search.fp16_emulation import write_emulated
+from sdonnx.precision.policy import PrecisionPolicy
 from sdonnx.precision_search.norm_scale import MeasuredScale, flag_of, searched_scale, write_scaled
+from sdonnx.precision_search.probe_folder import probe_device, runnable, write_wide
 from sdonnx.precision_search.probe_settings import AUTO, ProbeSettings
 from sdonnx.precision_search.record_inputs import Recording, run_probe
 from sdonnx.precision_search.search import Search, search
 from sdonnx.precision_search.trial import Component
-from sdonnx.runtime.device.device import Device, device_for
+from sdonnx.runtime.device.device import Device
 
 __all__ = ["MIN_PSNR_DB", "optimize_automatically"]
 
@@ -72,7 +72,7 @@ def optimize_automatically(
     pipeline = open_exported(source, request)
     family = pipeline.family
     policies = request.precision.policies([spec.name for spec in family.components])
-    device = _device()
+    device = probe_device()
     start = time.perf_counter()
     with atomic_folder(out, overwrite, [source]) as partial:
         # Next to the output and under its lock, so that the next run removes the folder if this one is killed.
@@ -80,10 +80,9 @@ def optimize_automatically(
         try:
             wide = work / "wide"
             wide.mkdir()
-            measured = replace(request, precision=Precision(), inspect=False, scale_residual=True)
-            write_optimized(pipeline, wide, measured, progress).write(wide)
+            write_wide(pipeline, wide, request, progress)
             on_message("generating in float32")
-            recorded = run_probe(_runnable(wide, work / "recorded", policies, device), device.provider, settings)
+            recorded = run_probe(runnable(wide, work / "recorded", policies, device), device.provider, settings)
             if not all(np.isfinite(image).all() for image in recorded.images):
                 raise PrecisionError(
                     "images contain NaN or infinity in float32 as well",
@@ -96,30 +95,24 @@ def optimize_automatically(
             measured_scales = (flag_of(name, each.scale) for name, each in scales.items() if each.scale != 1)
             norm_scale = (*request.precision.norm_scale, *measured_scales)
             final = replace(request, precision=replace(request.precision, keep_float32=kept, norm_scale=norm_scale))
-            report = write_optimized(open_exported(source, final), partial, final, progress)
-            report.write(partial)
+            plain, proven = replace(final, quantization=None, export_qdq=False, scales=None), partial
+            if request.quantization is not None:  # the images of a quantized folder are others
+                proven = work / "plain"
+                proven.mkdir()
+            report = write_optimized(open_exported(source, plain), proven, plain, progress)
+            report.write(proven)
             on_message("generating in fp16")
-            runnable = _runnable(partial, work / "proof", policies, device)
-            proof = run_probe(runnable, device.provider, settings, record=False)
+            runs = runnable(proven, work / "proof", policies, device)
+            proof = run_probe(runs, device.provider, settings, record=False)
             decibels = [_require_same(*each) for each in zip(proof.images, recorded.images, strict=True)]
+            if request.quantization is not None:
+                report = write_optimized(open_exported(source, final), partial, final, progress)
             seconds = time.perf_counter() - start
             report = replace(report, automatic=_report(settings, device, found, scales, decibels, seconds))
             report.write(partial)
         finally:
             shutil.rmtree(work, ignore_errors=True)
     return report
-
-
-def _device() -> Device:
-    """Return the GPU, or the CPU if there is no GPU."""
-    try:
-        return device_for("cuda")
-    except ProviderError:
-        return device_for("cpu")
-
-
-def _runnable(folder: Path, out: Path, components: Collection[str], device: Device) -> Path:
-    return folder if device.provider == "cuda" else write_emulated(folder, out, components)
 
 
 def _patterns(policy: PrecisionPolicy, found: Search | None) -> tuple[str, ...]:

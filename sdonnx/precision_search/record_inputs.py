@@ -33,9 +33,6 @@ __all__ = ["Array", "Feeds", "Recording", "run_probe"]
 Array = npt.NDArray[Any]
 Feeds = dict[str, Array]
 
-# Recorded calls of a component: the first, the last and some between them, at other noise levels.
-_CALLS = 4
-
 # Strength of the image-to-image call that records the inputs of the image encoder.
 _STRENGTH = 0.5
 
@@ -103,7 +100,7 @@ def run_probe(folder: Path, provider: str, settings: ProbeSettings, *, record: b
             pipeline(prompts[0], image=start, strength=strength, seed=settings.seed, **options)
     if record:
         for spec in family.components:
-            found.feeds[spec.name] = _feeds(opened, spec, calls.get(spec.role, []))
+            found.feeds[spec.name] = _feeds(opened, spec, calls.get(spec.role, []), settings.calls)
     return found
 
 
@@ -123,13 +120,20 @@ def _composed(folder: PipelineFolder, spec: ComponentSpec) -> ir.Model:
     return model
 
 
-def _feeds(folder: PipelineFolder, spec: ComponentSpec, calls: Sequence[Feeds]) -> list[Feeds]:
-    """Return the inputs of a component's own graph in calls of the served graph that contains it."""
+def _feeds(folder: PipelineFolder, spec: ComponentSpec, calls: Sequence[Feeds], maximum: int) -> list[Feeds]:
+    """Return the inputs of a component's own graph in calls of the served graph that contains it.
+
+    Args:
+        folder: the optimized folder.
+        spec: the component.
+        calls: inputs of the served graph.
+        maximum: number of calls to return: the first, the last and some between them, at other noise levels.
+    """
     component = folder.path / spec.name
     wanted = {str(value.name): value for value in ir.load(component / ONNX_MODEL).graph.inputs}
     inner = _inner_inputs(_composed(folder, spec), component, wanted.keys()) if calls else None
     feeds = []
-    chosen = np.linspace(0, len(calls) - 1, min(len(calls), _CALLS)).round().astype(int)
+    chosen = np.linspace(0, len(calls) - 1, min(len(calls), maximum)).round().astype(int)
     for given in (calls[place] for place in chosen):
         values = given if inner is None else given | inner.run(given)
         batch = next(iter(values.values())).shape[0]

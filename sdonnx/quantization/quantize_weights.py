@@ -245,8 +245,15 @@ class QuantizeWeights(InPlacePass):
                 f"{self.component}:{name} has no calibrated scale", "a scale for each module of a static type",
                 "calibrate with --calibration_prompts, or take a dynamic type",
             )  # fmt: skip
-        exact = max(known) / number_format.max_value
-        return float(np.asarray(exact, dtype.numpy()))
+        with np.errstate(over="ignore"):
+            scale = float(np.asarray(max(known) / number_format.max_value, dtype.numpy()))
+        if not 0 < scale < np.inf:
+            raise OptionError(
+                f"the scale of {self.component}:{', '.join(each.paths)} is {scale:g} in {dtype}",
+                "one that is neither zero nor infinite",
+                "leave the module out, or take a dynamic type",
+            )
+        return scale
 
     def _restored(self, each: WeightedNode, found: QuantizationType, transposed: bool) -> ir.Value:
         """Return the output of a DequantizeLinear that restores a weight, stored as its transpose if `transposed`."""

@@ -173,6 +173,12 @@ def test_a_module_without_a_scale_is_refused() -> None:
         quantized(product(), TYPES["fp8_static"], {"layers.x": 1.0})
 
 
+@pytest.mark.parametrize(("most", "word"), [(1e-8, "0"), (1e9, "inf")])
+def test_scales_of_zero_or_infinity_are_refused(most: float, word: str) -> None:
+    with refused(OptionError, f"the scale of unet:layers.y is {word} in FLOAT16", "take a dynamic type"):
+        quantized(product(np.float16), TYPES["int8_static"], {"layers.y": most})
+
+
 def test_a_product_of_several_modules_has_the_largest_scale() -> None:
     model = product()
     next(iter(model.graph)).metadata_props[MODULE_KEY] = "a;b"
