@@ -8,16 +8,16 @@ from __future__ import annotations
 import argparse
 import importlib.util
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.markup import escape
 
+from sdonnx.cli.quantization_options import add_quantization_arguments, quantization_lines, quantized_request
 from sdonnx.errors import OptionError
 from sdonnx.folder.prompt_file import read_prompts
 from sdonnx.fusions.derived_tables import FLAGS, SHOWN_OPERATORS
-from sdonnx.precision_search.probe_settings import AUTO, CALIBRATION_CALLS, METHODS, ProbeSettings
+from sdonnx.precision_search.probe_settings import AUTO, ProbeSettings
 from sdonnx.terminal import add_common, add_option, console, tensor_progress
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from sdonnx.optimize.report import OptimizeReport
     from sdonnx.optimize.request import OptimizeRequest
 
-__all__ = ["add_arguments", "automatic_lines", "fusion_table", "quantization_lines", "run"]
+__all__ = ["add_arguments", "automatic_lines", "fusion_table", "run"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -84,67 +84,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="with --float16: factor of the values that group norms read, a power of two such as 1/64, so that large "
         "values fit into fp16; default: 1/128 for autoencoders with force_upcast, which stay in float32 with 1",
     )
-    quantization = parser.add_argument_group("quantization")
-    add_option(
-        quantization,
-        "--quantize",
-        nargs="?",
-        const="",
-        metavar="TYPE",
-        help="quantize products and convolutions of the denoiser, for example int8_weightonly or fp8_e4m3_e4m3_dynamic "
-        "(also fp8, the default)",
-    )
-    add_option(
-        quantization,
-        "--quantize_config",
-        metavar="JSON",
-        help='types by module, as JSON or a file of JSON: {"quant_type": TYPE, "modules": {"COMPONENT:MODULE": TYPE}}',
-    )
-    add_option(
-        quantization,
-        "--quant_submodules_config_path",
-        type=Path,
-        metavar="FILE",
-        help='with --quantize: quantize only the modules of a file {MODULE: {"ssim": x}}, those with the highest SSIM',
-    )
-    add_option(
-        quantization,
-        "--calibration_prompts",
-        type=Path,
-        metavar="FILE",
-        help="for types with calibrated scales (fp8_static): file with one prompt per line, whose images are generated "
-        "to measure activations",
-    )
-    add_option(
-        quantization,
-        "--calibration_method",
-        default=METHODS[0],
-        metavar="METHOD",
-        help="max (default): the largest magnitude; percentile: that of 99 %% of the calls; mse: that with the least "
-        "squared error",
-    )
-    add_option(quantization, "--calibration_steps", type=int, metavar="N", help="denoising steps (default: 4)")
-    add_option(
-        quantization,
-        "--calibration_size",
-        type=int,
-        metavar="PIXELS",
-        help="height and width (default: the pipeline's)",
-    )
-    add_option(
-        quantization,
-        "--calibration",
-        type=Path,
-        metavar="FILE",
-        help="in place of prompts: calibration.json of a calibrated folder, or that folder",
-    )
-    add_option(
-        quantization,
-        "--export_qdq",
-        action="store_true",
-        help="with --quantize: also write qdq.onnx for each quantized component, in standard operators with "
-        "QuantizeLinear and DequantizeLinear, for TensorRT, OpenVINO and other run-times",
-    )
+    add_quantization_arguments(parser)
     target = parser.add_argument_group("target")
     add_option(target, "--provider", default="cuda", help="execution provider to target: cuda (default) or cpu")
     add_option(
@@ -220,19 +160,10 @@ def automatic_lines(found: Mapping[str, Any]) -> Iterator[str]:
     yield f"{len(found['psnr_db'])} images {how}: {images}; {found['seconds']:.0f} s in total"
 
 
-def quantization_lines(report: OptimizeReport) -> Iterator[str]:
-    """Yield a line for each component and quantization type: the number of weights, and their size before and after."""
-    for component in report.components.values():
-        for name, found in component.quantized.items():
-            before, after = (size / 1e6 for size in found["bytes"])
-            yield f"{component.name}: {len(found['modules'])} weights in {name}, {before:.1f} MB -> {after:.1f} MB"
-
-
 def _optimize(options: argparse.Namespace) -> OptimizeReport:
     from sdonnx.optimize.optimizer import optimize_request
     from sdonnx.optimize.request import OptimizeRequest
     from sdonnx.precision.policy import Precision
-    from sdonnx.quantization.quantization_config import QuantizationConfig
 
     patterns = [each for each in options.force_fp32_ops if each != AUTO]
     request = OptimizeRequest(
@@ -242,14 +173,8 @@ def _optimize(options: argparse.Namespace) -> OptimizeReport:
         disabled=tuple(sorted(name for name in FLAGS if getattr(options, f"disable_{name}"))),
         inspect=options.inspect,
         kernels=options.kernels,
-        quantization=QuantizationConfig.from_flags(
-            options.quantize, options.quantize_config, options.quant_submodules_config_path
-        ),
-        export_qdq=options.export_qdq,
-        scales=_scales_of(options),
     )
-    if options.calibration_prompts is not None:
-        request = _calibrated(options, request)
+    request = quantized_request(options, request)
     if AUTO in options.force_fp32_ops:
         return _optimize_automatically(options, request)
     for name in ("prompts", "steps", "size"):
@@ -257,39 +182,6 @@ def _optimize(options: argparse.Namespace) -> OptimizeReport:
             raise OptionError(f"--auto_{name} without --force_fp32_ops auto", "both", f"leave out --auto_{name}")
     with tensor_progress() as progress:
         return optimize_request(options.input, options.output, request, options.overwrite, progress)
-
-
-def _scales_of(options: argparse.Namespace) -> Mapping[str, Mapping[str, float]] | None:
-    """Return the calibrated magnitudes that were requested: those of a file, or none yet if they are measured."""
-    from sdonnx.quantization.calibration_file import read_calibration
-
-    if options.calibration is not None and options.calibration_prompts is not None:
-        raise OptionError("--calibration and --calibration_prompts", "one of them", "leave the other out")
-    if options.calibration is not None:
-        return read_calibration(options.calibration)
-    return None if options.calibration_prompts is None else {}
-
-
-def _calibrated(options: argparse.Namespace, request: OptimizeRequest) -> OptimizeRequest:
-    """Return the request with the magnitudes that the calibration measures."""
-    from sdonnx.precision_search.calibrate import calibrate
-
-    if request.quantization is None or not request.quantization.needs_calibration:
-        found = "--calibration_prompts without a type with calibrated scales"
-        raise OptionError(found, "--quantize fp8_static or int8_static", "leave out --calibration_prompts")
-    for name in ("steps", "size"):
-        number = getattr(options, f"calibration_{name}")
-        if number is not None and number < 1:
-            raise OptionError(f"--calibration_{name} {number}", "a number of at least 1", "pass another one")
-    settings = ProbeSettings(
-        read_prompts(options.calibration_prompts),
-        options.calibration_steps or ProbeSettings.steps,
-        options.calibration_size,
-        calls=CALIBRATION_CALLS,
-    )
-    with tensor_progress() as progress:
-        scales = calibrate(options.input, request, settings, options.calibration_method, progress)
-    return replace(request, scales=scales)
 
 
 def _optimize_automatically(options: argparse.Namespace, request: OptimizeRequest) -> OptimizeReport:

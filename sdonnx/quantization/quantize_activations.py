@@ -8,13 +8,15 @@ A scale is the largest magnitude divided by the format's largest value, and at l
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import onnx_ir as ir
 
 from sdonnx.graph.edit import constant, dims, dtype_of, insert
 from sdonnx.quantization.number_formats import NumberFormat
 
-__all__ = ["MIN_SCALE", "rounded_by_rows", "rounded_by_scale"]
+__all__ = ["MIN_SCALE", "rounded_along", "rounded_by_rows", "rounded_by_scale"]
 
 MIN_SCALE = 1e-12
 """The smallest scale that is computed at run time, for rows of zeros (torchao's value)."""
@@ -31,14 +33,25 @@ def rounded_by_rows(anchor: ir.Node, x: ir.Value, number_format: NumberFormat, p
         number_format: the format.
         per_tensor: whether all of x has one scale; otherwise each row has one.
     """
+    rank = len(dims(x) or ())
+    return rounded_along(anchor, x, number_format, range(rank) if per_tensor else [rank - 1])
+
+
+def rounded_along(anchor: ir.Node, x: ir.Value, number_format: NumberFormat, axes: Sequence[int]) -> ir.Value:
+    """Return x in an 8-bit format, restored, with a scale for all numbers that differ only in their place along axes.
+
+    Args:
+        anchor: the node before which to insert the nodes.
+        x: the activations or a weight, float32 or float16.
+        number_format: the format.
+        axes: the axes.
+    """
     graph, dtype, shape = anchor.graph, dtype_of(x), x.shape
     if not isinstance(graph, ir.Graph):
         raise TypeError(f"{anchor.name!r} is not in a graph")
-    rank = len(dims(x) or ())
     name = f"quantize_{number_format.name}"
     wide = x if dtype == _FLOAT else insert(anchor, "Cast", [x], {"to": _FLOAT}, dtype=_FLOAT, shape=shape)
     sizes = insert(anchor, "Abs", [wide], shape=shape)
-    axes = range(rank) if per_tensor else [rank - 1]
     kept = [1 if axis in axes else size for axis, size in enumerate(dims(x) or ())]
     along = constant(graph, list(axes), np.int64, "integers_" + "_".join(map(str, axes)))
     most = insert(anchor, "ReduceMax", [sizes, along], {"keepdims": 1}, shape=kept)

@@ -7,7 +7,7 @@ weight at a time, right before the node that reads it (docs/decisions/0164-store
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -33,8 +33,10 @@ __all__ = [
     "QuantizeWeights",
     "QuantizedWeight",
     "WeightedNode",
+    "computed_from_first_input",
     "require_not_quantized",
     "restore_late",
+    "rounds_activations",
     "weighted_nodes",
 ]
 
@@ -192,16 +194,15 @@ class QuantizeWeights(InPlacePass):
         """Quantize the weights in place."""
         nodes = list(weighted_nodes(model.graph))
         self._require_matches(nodes)
-        moving = _computed_from_first_input(model.graph)
+        moving = computed_from_first_input(model.graph)
         restored: dict[tuple[ir.Value, QuantizationType, int, bool], ir.Value] = {}
         rounded: dict[tuple[ir.Value, object], ir.Value] = {}
         for each in nodes:
             found = self.policy.type_of(each.paths)
             if found is None:
                 continue
-            x = each.node.inputs[0]
-            rounds = not found.is_weight_only and x in moving
-            if rounds and not (_suits_products(each) and x is not None and x.dtype is not None and x.shape is not None):
+            x, rounds = each.node.inputs[0], rounds_activations(each, found, moving)
+            if rounds is None:
                 continue
             key = each.weight, found, each.axis, rounds
             if key not in restored:
@@ -292,7 +293,25 @@ class QuantizeWeights(InPlacePass):
                 )
 
 
-def _computed_from_first_input(graph: ir.Graph) -> set[ir.Value | None]:
+def rounds_activations(each: WeightedNode, found: QuantizationType, moving: Collection[ir.Value | None]) -> bool | None:
+    """Return whether a type rounds what a product reads, next to its weight; None if it leaves the product as it is.
+
+    Args:
+        each: the product or convolution.
+        found: the type.
+        moving: the values that depend on the graph's first input (`computed_from_first_input`).
+    """
+    if found.is_weight_only or each.node.inputs[0] not in moving:
+        return False
+    return True if _has_rows(each) else None
+
+
+def _has_rows(each: WeightedNode) -> bool:
+    x = each.node.inputs[0]
+    return _suits_products(each) and x is not None and x.dtype is not None and x.shape is not None
+
+
+def computed_from_first_input(graph: ir.Graph) -> set[ir.Value | None]:
     """Return the values that depend on the graph's first input."""
     found: set[ir.Value | None] = set(graph.inputs[:1])
     for node in graph:

@@ -18,7 +18,8 @@ from support.pipeline_cache import PipelineCache
 from support.pipelines import copied, refused, snapshot
 
 from sdonnx.__main__ import main
-from sdonnx.cli.optimize import add_arguments, quantization_lines
+from sdonnx.cli.optimize import add_arguments
+from sdonnx.cli.quantization_options import quantization_lines
 from sdonnx.errors import FolderError, OptionError, WeightsError
 from sdonnx.folder.pipeline_folder import ONNX_MODEL, ONNX_WEIGHTS
 from sdonnx.folder.version import command_for

@@ -1,0 +1,201 @@
+"""The options of `sdonnx optimize` that quantize a pipeline."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from sdonnx.errors import OptionError, OutputError
+from sdonnx.folder.prompt_file import read_prompts
+from sdonnx.precision_search.probe_settings import AUTO, CALIBRATION_CALLS, METHODS, ProbeSettings
+from sdonnx.terminal import add_option, console, tensor_progress
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from sdonnx.optimize.report import OptimizeReport
+    from sdonnx.optimize.request import OptimizeRequest
+    from sdonnx.precision_search.sensitivity import Choice
+
+__all__ = ["MAX_ERROR", "add_quantization_arguments", "choice_table", "quantization_lines", "quantized_request"]
+
+MAX_ERROR = 0.1
+"""The largest error of the denoiser that `--quantize auto` accepts by default: that of `sdonnx verify`."""
+
+
+def add_quantization_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options as a group."""
+    add = partial(add_option, parser.add_argument_group("quantization"))
+    add(
+        "--quantize",
+        nargs="?",
+        const="",
+        metavar="TYPE",
+        help="quantize products and convolutions of the denoiser, for example int8_weightonly or "
+        "fp8_e4m3_e4m3_dynamic (also fp8, the default); auto chooses the modules by measurement",
+    )
+    add(
+        "--quantize_config",
+        metavar="JSON",
+        help='types by module, as JSON or a file of JSON: {"quant_type": TYPE, "modules": {"COMPONENT:MODULE": TYPE}}',
+    )
+    add(
+        "--quant_submodules_config_path",
+        type=Path,
+        metavar="FILE",
+        help='with --quantize: quantize only the modules of a file {MODULE: {"ssim": x}}, those with the highest SSIM',
+    )
+    add(
+        "--max_error",
+        type=float,
+        metavar="ERROR",
+        help=f"with --quantize auto: largest error of the denoiser to float32 (default: {MAX_ERROR})",
+    )
+    add(
+        "--sensitivity",
+        type=Path,
+        metavar="FILE",
+        help="with --quantize auto: also write the effect of each module, in the form of "
+        "--quant_submodules_config_path",
+    )
+    add(
+        "--calibration_prompts",
+        type=Path,
+        metavar="FILE",
+        help="for --quantize auto, and types with calibrated scales (fp8_static): file with one prompt per line, whose "
+        "images are generated to measure activations",
+    )
+    add(
+        "--calibration_method",
+        default=METHODS[0],
+        metavar="METHOD",
+        help="max (default): the largest magnitude; percentile: that of 99 %% of the calls; mse: that with the least "
+        "squared error",
+    )
+    add("--calibration_steps", type=int, metavar="N", help="denoising steps (default: 4)")
+    add(
+        "--calibration_size",
+        type=int,
+        metavar="PIXELS",
+        help="height and width of the images (default: the pipeline's)",
+    )
+    add(
+        "--calibration",
+        type=Path,
+        metavar="FILE",
+        help="in place of prompts: calibration.json of a calibrated folder, or that folder",
+    )
+    add(
+        "--export_qdq",
+        action="store_true",
+        help="with --quantize: also write qdq.onnx for each quantized component, in standard operators with "
+        "QuantizeLinear and DequantizeLinear, for TensorRT, OpenVINO and other run-times",
+    )
+
+
+def quantized_request(options: argparse.Namespace, request: OptimizeRequest) -> OptimizeRequest:
+    """Return the request with the quantization that the options describe; calibrate and choose modules if asked to.
+
+    Raises:
+        SdonnxError: an option or the folder cannot be used.
+    """
+    from sdonnx.quantization.quantization_config import QuantizationConfig
+
+    is_automatic = options.quantize == AUTO
+    name = "" if is_automatic else options.quantize
+    config = QuantizationConfig.from_flags(name, options.quantize_config, options.quant_submodules_config_path)
+    _require_sense(options, config is not None and config.needs_calibration)
+    request = replace(request, quantization=config, export_qdq=options.export_qdq, scales=_scales_of(options))
+    if config is not None and config.needs_calibration and options.calibration_prompts is not None:
+        from sdonnx.precision_search.calibrate import calibrate
+
+        with tensor_progress() as progress:
+            scales = calibrate(options.input, request, _probe_of(options), options.calibration_method, progress)
+        request = replace(request, scales=scales)
+    return _with_chosen_modules(options, request) if is_automatic else request
+
+
+def _require_sense(options: argparse.Namespace, needs_calibration: bool) -> None:
+    """Raise if options are given that have no effect, or contradict each other."""
+    if options.quantize != AUTO:
+        for name in ("max_error", "sensitivity"):
+            if getattr(options, name) is not None:
+                raise OptionError(f"--{name} without --quantize {AUTO}", "both", f"leave out --{name}")
+        if options.calibration_prompts is not None and not needs_calibration:
+            found = "--calibration_prompts without a type with calibrated scales"
+            raise OptionError(found, "--quantize fp8_static, int8_static or auto", "leave out --calibration_prompts")
+    elif options.quant_submodules_config_path is not None:
+        found = f"--quantize {AUTO} and --quant_submodules_config_path, which both choose the modules"
+        raise OptionError(found, "one of them", "name a type in place of auto")
+    if options.calibration is not None and options.calibration_prompts is not None and needs_calibration:
+        raise OptionError("--calibration and --calibration_prompts", "one of them", "leave the other out")
+    if options.max_error is not None and not 0 < options.max_error < 1:
+        raise OptionError(f"--max_error {options.max_error:g}", "a number between 0 and 1", "pass another one")
+
+
+def _scales_of(options: argparse.Namespace) -> Mapping[str, Mapping[str, float]] | None:
+    """Return the calibrated magnitudes of a file, none yet if they are to be measured, and None without either."""
+    from sdonnx.quantization.calibration_file import read_calibration
+
+    if options.calibration is not None:
+        return read_calibration(options.calibration)
+    return None if options.calibration_prompts is None else {}
+
+
+def _probe_of(options: argparse.Namespace) -> ProbeSettings:
+    """Return the images to generate for a calibration or a choice of modules."""
+    for name in ("steps", "size"):
+        number = getattr(options, f"calibration_{name}")
+        if number is not None and number < 1:
+            raise OptionError(f"--calibration_{name} {number}", "a number of at least 1", "pass another one")
+    return ProbeSettings(
+        None if options.calibration_prompts is None else read_prompts(options.calibration_prompts),
+        options.calibration_steps or ProbeSettings.steps,
+        options.calibration_size,
+        calls=CALIBRATION_CALLS,
+    )
+
+
+def _with_chosen_modules(options: argparse.Namespace, request: OptimizeRequest) -> OptimizeRequest:
+    """Return the request with the modules that are chosen by measurement, and print the sets that were tried."""
+    from sdonnx.precision_search.sensitivity import choose_modules
+
+    settings = replace(_probe_of(options), calls=ProbeSettings.calls)
+    with tensor_progress() as progress:
+        choice = choose_modules(options.input, request, settings, options.max_error or MAX_ERROR, progress)
+    console().print(choice_table(choice))
+    if options.sensitivity is not None:
+        try:
+            options.sensitivity.write_text(json.dumps(choice.as_submodules(), indent=2) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise OutputError(
+                f"writing {options.sensitivity} failed ({error.strerror})", "a writable file", "choose another place"
+            ) from error
+    return replace(request, quantization=choice.config)
+
+
+def choice_table(choice: Choice) -> Table:
+    """Return a table of the sets of modules that were tried, the smallest first; the chosen one is marked."""
+    from rich.table import Table
+
+    table = Table(title=f"quantized modules, error of at most {choice.max_error:g}")
+    for name in ("modules", "MB saved", "error", ""):
+        table.add_column(name, justify="right")
+    chosen = len(set(choice.config.only or ()))
+    for trial in choice.trials:
+        mark = "chosen" if trial.modules == chosen else ""
+        table.add_row(str(trial.modules), f"{trial.bytes_saved / 1e6:.1f}", f"{trial.error:.2e}", mark)
+    return table
+
+
+def quantization_lines(report: OptimizeReport) -> Iterator[str]:
+    """Yield a line for each component and quantization type: the number of weights, and their size before and after."""
+    for component in report.components.values():
+        for name, found in component.quantized.items():
+            before, after = (size / 1e6 for size in found["bytes"])
+            yield f"{component.name}: {len(found['modules'])} weights in {name}, {before:.1f} MB -> {after:.1f} MB"
