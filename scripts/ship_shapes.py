@@ -2,10 +2,12 @@
 """Put weights that scripts/train_shapes.py trained into the package, with the record of their training.
 
     python scripts/ship_shapes.py trained/shapes trained/shapes-dit --result trained/result.json
+    python scripts/ship_shapes.py trained/shapes-dit  # keeps the other pipeline, which ships already
 
-Nothing is written unless both pipelines are finite, small enough, share one autoencoder, and are as accurate on
+Nothing is written unless all pipelines are finite, small enough, share one autoencoder, and are as accurate on
 held-out captions as `sdonnx.sample.shapes.shape_evaluation.BOUNDS` says. The record has one JSON object per line, one
-for each run of the training.
+for each run of the training of the weights that ship. `SHIPPED` in `shape_architectures` lists the pipelines that
+`sdonnx sample` offers: add a new one there.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,18 +46,37 @@ Weights = dict[str, "torch.Tensor"]
 
 
 def find_pipelines(folders: Sequence[Path]) -> dict[str, PipelineFolder]:
-    """Return the folder of each trained sample, by its name.
+    """Return the folder of each pipeline to ship, by its name.
 
     Raises:
-        OptionError: a pipeline is missing, or there are two of one class.
+        OptionError: a folder has another pipeline, or there are two of one class.
     """
     names = {architecture.pipeline: name for name, architecture in TRAINED.items()}
     opened = [PipelineFolder.open(folder) for folder in folders]
     found = {names.get(each.class_name, each.class_name): each for each in opened}
-    if found.keys() != TRAINED.keys() or len(opened) != len(found):
+    if not found.keys() <= TRAINED.keys() or len(opened) != len(found):
         classes = ", ".join(each.class_name for each in opened)
-        raise OptionError(f"folders of {classes}", f"one of each of {', '.join(names)}", "pass both folders")
-    return {name: found[name] for name in TRAINED}
+        raise OptionError(f"folders of {classes}", f"at most one of each of {', '.join(names)}", "pass one folder each")
+    return {name: found[name] for name in TRAINED if name in found}
+
+
+def shipped_pipelines(new: Collection[str]) -> dict[str, dict[Path, Weights]]:
+    """Return the weights of each pipeline that the package has, by its name and their files.
+
+    Args:
+        new: names of pipelines to omit.
+
+    Raises:
+        WeightsError: a file is damaged.
+    """
+    return {
+        name: {
+            path: read_weights(path, build_network(architecture.networks[component]))
+            for component, path in architecture.weights.items()
+        }
+        for name, architecture in TRAINED.items()
+        if name not in new and all(path.is_file() for path in architecture.weights.values())
+    }
 
 
 def read_pipeline(architecture: Architecture, folder: PipelineFolder) -> dict[Path, Weights]:
@@ -88,7 +109,7 @@ def join_pipelines(pipelines: Mapping[str, Mapping[Path, Weights]]) -> dict[Path
                 raise WeightsError(
                     f"{path.stem} of {name} has other weights than that of another pipeline",
                     "one autoencoder",
-                    "train both pipelines with it: --vae FOLDER",
+                    "train both pipelines with one: --vae FOLDER",
                 )
     total = sum(each.nbytes for weights in joined.values() for each in weights.values())
     if total > MAX_TOTAL_BYTES:
@@ -113,8 +134,42 @@ def result_files(folders: Sequence[Path], named: Sequence[Path]) -> list[Path]:
     return list(found)
 
 
-def check_results(results: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+def kept_runs(record: Path, new: Collection[str], others: Collection[str]) -> list[dict[str, Any]]:
+    """Return the lines of a record that remain: the training of the other pipelines that ship.
+
+    Args:
+        record: file of the record.
+        new: names of the pipelines that are shipped now. Their entries are removed.
+        others: names of the other pipelines that ship. If there are none, the record is written anew.
+
+    Raises:
+        FolderError: the record cannot be read.
+    """
+    if not others:
+        return []
+    try:
+        runs = [json.loads(line) for line in record.read_text(encoding="utf-8").splitlines()]
+        kept = [run | {"pipelines": {k: v for k, v in run["pipelines"].items() if k not in new}} for run in runs]
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise FolderError(
+            f"{record} cannot be read ({error})",
+            f"the training of {', '.join(others)}, which ships already",
+            "restore it, or pass the folders of all pipelines",
+        ) from error
+    # Those that ship need the training of their autoencoder too.
+    return [run for run in kept if run["pipelines"] or _trains_vae(run)]
+
+
+def _trains_vae(run: Mapping[str, Any]) -> bool:
+    return any(each.get("part") == "vae" for each in run.get("curve", ()))
+
+
+def check_results(results: Sequence[Mapping[str, Any]], names: Collection[str]) -> dict[str, Mapping[str, Any]]:
     """Return the accuracy of each pipeline, by its name and measure.
+
+    Args:
+        results: all runs of the training of the pipelines.
+        names: names of all pipelines that are to ship, in the order of the answer.
 
     Raises:
         FolderError: a pipeline has no result or several, a number is not that of its counts, or there is no record of
@@ -123,10 +178,10 @@ def check_results(results: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str
     """
     remedy = "pass the results of all runs of scripts/train_shapes.py with --result"
     entries = [(name, entry) for result in results for name, entry in result.get("pipelines", {}).items()]
-    if sorted(name for name, _ in entries) != sorted(TRAINED):
-        names = ", ".join(name for name, _ in entries) or "no pipeline"
-        raise FolderError(f"results of {names}", f"one of each of {', '.join(TRAINED)}", remedy)
-    if not any(record.get("part") == "vae" for result in results for record in result.get("curve", ())):
+    if sorted(name for name, _ in entries) != sorted(names):
+        listed = ", ".join(name for name, _ in entries) or "no pipeline"
+        raise FolderError(f"results of {listed}", f"one of each of {', '.join(names)}", remedy)
+    if not any(map(_trains_vae, results)):
         raise FolderError("results without the training of the autoencoder", "the run that trained it", remedy)
     found: dict[str, Mapping[str, Any]] = {}
     for name, entry in entries:
@@ -136,7 +191,7 @@ def check_results(results: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str
         if prompts < MIN_PROMPTS:
             raise WeightsError(f"{name} was evaluated on {prompts} captions", f"at least {MIN_PROMPTS}", remedy)
         found[name] = entry["accuracy"]
-    return {name: found[name] for name in TRAINED}
+    return {name: found[name] for name in names}
 
 
 def _check_measure(title: str, counted: Mapping[str, Any], bound: float) -> None:
@@ -155,7 +210,8 @@ def ship(folders: Sequence[Path], results: Sequence[Path], record: Path = RECORD
     """Write the weights into the package and the record of their training; return the accuracy of each pipeline.
 
     Args:
-        folders: folders of diffusers, one for each trained sample.
+        folders: folders of diffusers, one for each trained sample to ship. A pipeline without a folder stays if the
+            package has it already.
         results: files of `result.json`; those of the folders if there are none.
         record: file of the record.
 
@@ -165,11 +221,14 @@ def ship(folders: Sequence[Path], results: Sequence[Path], record: Path = RECORD
     from safetensors.torch import save
 
     pipelines = find_pipelines(folders)
-    weights = join_pipelines({name: read_pipeline(TRAINED[name], folder) for name, folder in pipelines.items()})
-    read = [read_json(path) for path in result_files(folders, results)]
-    accuracy = check_results(read)
-    lines = "".join(json.dumps(each) + "\n" for each in read)
-    for path, tensors in weights.items():
+    new = {name: read_pipeline(TRAINED[name], folder) for name, folder in pipelines.items()}
+    others = shipped_pipelines(new)
+    join_pipelines(others | new)
+    read = kept_runs(record, new, others) + [read_json(path) for path in result_files(folders, results)]
+    runs = [run for index, run in enumerate(read) if run not in read[:index]]
+    accuracy = check_results(runs, [name for name in TRAINED if name in new or name in others])
+    lines = "".join(json.dumps(each, separators=(",", ":")) + "\n" for each in runs)
+    for path, tensors in join_pipelines(new).items():
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(save(dict(sorted(tensors.items())), {"format": "pt"}))
     record.write_text(lines, encoding="utf-8")

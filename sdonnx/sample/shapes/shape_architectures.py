@@ -15,7 +15,7 @@ from sdonnx.sample.pixart_sample import pixart_transformer, t5_encoder
 from sdonnx.sample.sample_networks import clip_text, unet, vae
 from sdonnx.sample.shapes.shape_scenes import IMAGE_SIZE, VOCABULARY
 
-__all__ = ["SHAPES_DIT", "SHAPES_UNET", "TRAINED"]
+__all__ = ["SHAPES_DIT", "SHAPES_UNET", "SHIPPED", "TRAINED"]
 
 SHAPES_UNET, SHAPES_DIT = "shapes", "shapes-dit"
 
@@ -129,4 +129,7 @@ TRAINED: Mapping[str, Architecture] = MappingProxyType(
         ),
     }
 )
-"""The pipelines by name. `sdonnx sample` does not offer them before weights are shipped; see docs/decisions/0155."""
+"""The pipelines that can be trained, by name."""
+
+SHIPPED = (SHAPES_UNET,)
+"""Names of those whose weights are in the package, which `sdonnx sample` offers; see docs/decisions/0162."""

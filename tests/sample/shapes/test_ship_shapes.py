@@ -18,7 +18,7 @@ from support.scripts import load_script
 from sdonnx.errors import FolderError, OptionError, SdonnxError, WeightsError
 from sdonnx.sample import write_sample as sample
 from sdonnx.sample.random_weights import seeded_weights
-from sdonnx.sample.shapes.shape_architectures import TRAINED
+from sdonnx.sample.shapes.shape_architectures import SHIPPED, TRAINED
 from sdonnx.sample.shapes.shape_judge import wilson_interval
 from sdonnx.sample.shapes.trained_weights import read_weights
 from sdonnx.sample.write_sample import build_network, write_sample
@@ -39,6 +39,10 @@ def result(name: str, **changes: dict[str, Any]) -> dict[str, Any]:
         "right": counted(1800, 2000),
     } | changes  # fmt: skip
     return {"command": ["train_shapes.py"], "pipelines": {name: {"accuracy": accuracy}}, "curve": [{"part": "vae"}]}
+
+
+def lines(path: Path) -> list[Any]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 @pytest.fixture(scope="module")
@@ -93,8 +97,7 @@ def test_weights_and_records_are_written(folders: list[Path], package: Path, tmp
         "shapes/text_encoder.safetensors", "shapes/unet.safetensors", "vae.safetensors",
     ]  # fmt: skip
     assert sum(path.stat().st_size for path in package.rglob("*.safetensors")) < 24e6
-    records = [json.loads(line) for line in (tmp_path / "record.json").read_text().splitlines()]
-    assert records == [result(name) for name in NAMES]
+    assert lines(tmp_path / "record.json") == [result(name) for name in NAMES]
 
 
 def test_a_sample_has_the_weights_that_ship(folders: list[Path], package: Path, tmp_path: Path) -> None:
@@ -143,7 +146,10 @@ def without_autoencoder(folders: list[Path]) -> None:
 
 
 BAD: dict[str, tuple[Callable[[list[Path]], object], type[SdonnxError], str]] = {
-    "one folder": (lambda folders: folders.pop(), OptionError, "one of each of"),
+    "another class": (
+        lambda folders: (folders[0] / "model_index.json").write_text('{"_class_name": "FluxPipeline"}'),
+        OptionError, "folders of FluxPipeline, PixArtAlphaPipeline; expected at most one of each of Stable",
+    ),
     "two of a class": (lambda folders: folders.append(folders[0]), OptionError, "one of each of"),
     "float32": (change_tensor(lambda w: w.update({k: v.float() for k, v in w.items()})), WeightsError, "float32"),
     "infinity": (change_tensor(set_infinite), WeightsError, "NaN or infinity"),
@@ -198,9 +204,72 @@ def test_results_of_several_runs_are_named(folders: list[Path], package: Path, t
     (tmp_path / "autoencoder.json").write_text(json.dumps(first))
     results = [tmp_path / "autoencoder.json", *(folder.parent / "result.json" for folder in folders)]
     SCRIPT.ship(folders, results, tmp_path / "record.json")
-    records = [json.loads(line) for line in (tmp_path / "record.json").read_text().splitlines()]
+    records = lines(tmp_path / "record.json")
     assert [list(each["pipelines"]) for each in records] == [[], ["shapes"], ["shapes-dit"]]
     assert records[0] == first
+
+
+def test_one_pipeline_ships_and_the_other_one_later(folders: list[Path], package: Path, tmp_path: Path) -> None:
+    record = tmp_path / "record.json"
+    assert list(SCRIPT.ship(folders[:1], [], record)) == ["shapes"]
+    files = {path: path.read_bytes() for path in package.rglob("*.safetensors")}
+    assert sorted(path.name for path in files) == ["text_encoder.safetensors", "unet.safetensors", "vae.safetensors"]
+    assert lines(record) == [result("shapes")]
+    # The other one was trained with the same autoencoder, so its own run has no training of one.
+    second = result("shapes-dit") | {"curve": []}
+    (folders[1].parent / "result.json").write_text(json.dumps(second))
+    assert list(SCRIPT.ship(folders[1:], [], record)) == ["shapes", "shapes-dit"]
+    assert lines(record) == [result("shapes"), second]
+    assert {path: path.read_bytes() for path in files} == files
+    assert len(list(package.rglob("*.safetensors"))) == 5
+
+
+def test_a_pipeline_is_replaced_and_the_other_one_kept(folders: list[Path], package: Path, tmp_path: Path) -> None:
+    record = tmp_path / "record.json"
+    both = result("shapes") | {"pipelines": {name: result(name)["pipelines"][name] for name in NAMES}}
+    (tmp_path / "both.json").write_text(json.dumps(both))
+    SCRIPT.ship(folders, [tmp_path / "both.json"], record)
+    better = result("shapes-dit", relation=counted(1790, 1800))
+    (folders[1].parent / "result.json").write_text(json.dumps(better))
+    accuracy = SCRIPT.ship(folders[1:], [], record)
+    assert accuracy["shapes-dit"]["relation"]["right"] == 1790
+    assert [list(run["pipelines"]) for run in lines(record)] == [["shapes"], ["shapes-dit"]]
+    # The run of the other pipeline remains: it trained the autoencoder.
+    (folders[0].parent / "result.json").write_text(json.dumps(result("shapes") | {"curve": []}))
+    SCRIPT.ship(folders[:1], [], record)
+    assert [list(run["pipelines"]) for run in lines(record)] == [[], ["shapes-dit"], ["shapes"]]
+
+
+def test_a_second_pipeline_needs_the_autoencoder_and_the_record_of_the_first(
+    folders: list[Path], package: Path, tmp_path: Path
+) -> None:
+    record = tmp_path / "record.json"
+    SCRIPT.ship(folders[:1], [], record)
+    before = {path: path.read_bytes() for path in (record, *package.rglob("*.safetensors"))}
+    change_tensor(lambda weights: weights["decoder.conv_in.weight"].mul_(2))(folders)
+    with refused(WeightsError, "vae of shapes-dit has other weights than that of another pipeline"):
+        SCRIPT.ship(folders[1:], [], record)
+    assert {path: path.read_bytes() for path in before} == before
+    assert len(list(package.rglob("*.safetensors"))) == 3
+    change_tensor(lambda weights: weights["decoder.conv_in.weight"].div_(2))(folders)
+    record.unlink()
+    with refused(FolderError, "record.json cannot be read", "the training of shapes, which ships already"):
+        SCRIPT.ship(folders[1:], [], record)
+    record.write_text("3\n")
+    with refused(FolderError, "record.json cannot be read"):
+        SCRIPT.ship(folders[1:], [], record)
+    assert len(list(package.rglob("*.safetensors"))) == 3
+
+
+def test_the_pipelines_that_are_offered_are_those_with_weights_and_a_record() -> None:
+    complete = [name for name, each in TRAINED.items() if all(path.is_file() for path in each.weights.values())]
+    assert list(SHIPPED) == complete
+    accuracy = SCRIPT.check_results(lines(SCRIPT.RECORD), SHIPPED)
+    assert list(accuracy) == list(SHIPPED)
+    shipped = SCRIPT.join_pipelines(SCRIPT.shipped_pipelines(()))
+    folder = TRAINED["shapes"].weights["vae"].parent
+    stored = {path for path in folder.rglob("*") if path.is_file()}
+    assert stored == shipped.keys()
 
 
 def test_missing_weights_are_named(tmp_path: Path) -> None:
