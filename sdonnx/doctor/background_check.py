@@ -19,6 +19,7 @@ from contextlib import ExitStack
 from typing import IO
 
 from sdonnx.doctor.cache import verdict_from_json
+from sdonnx.doctor.loaded_libraries import loaded_libraries
 from sdonnx.doctor.verdict import Verdict
 
 __all__ = ["BackgroundCheck", "background_check", "check_command"]
@@ -29,10 +30,12 @@ _LIMIT_S = 180
 """Seconds after which the process ends itself, such as when a kernel does not end."""
 
 # Lower than the priority of the process that generates images. SIGALRM also ends a process that waits for a kernel.
-_PROGRAM = f"""
+_PROGRAM = """
 import os, signal, sys
 os.nice(10)
-signal.alarm({_LIMIT_S})
+signal.alarm({limit_s})
+from sdonnx.doctor.loaded_libraries import load_libraries
+load_libraries({libraries})
 from sdonnx.__main__ import main
 sys.exit(main(sys.argv[1:]))
 """
@@ -40,6 +43,9 @@ sys.exit(main(sys.argv[1:]))
 
 def check_command(index: int) -> list[str]:
     """Return the command that checks a GPU and prints its report as JSON.
+
+    It loads the files of CUDA's and cuDNN's libraries that this process uses, so that the verdict holds for this one:
+    another package, such as torch, may have loaded other versions than ONNX Runtime would.
 
     Args:
         index: the number of the GPU.
@@ -49,7 +55,8 @@ def check_command(index: int) -> list[str]:
     # Programs that embed Python say by multiprocessing.set_executable where the interpreter is.
     python = os.fsdecode(multiprocessing.spawn.get_executable() or sys.executable)
     doctor = ["doctor", "--quick", "--provider", "cuda", "--device", str(index), "--json", "-"]
-    return [python, "-P", "-c", _PROGRAM, *doctor]
+    program = _PROGRAM.format(limit_s=_LIMIT_S, libraries=loaded_libraries())
+    return [python, "-P", "-c", program, *doctor]
 
 
 class BackgroundCheck:
