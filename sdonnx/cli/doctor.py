@@ -20,13 +20,13 @@ import sdonnx
 from sdonnx.doctor.cache import read_verdict, result_as_json, verdict_as_json, verdict_path, write_verdict
 from sdonnx.doctor.check_kernels import ATTENTION, BACKENDS, CaseResult, KernelCaseSet, compare, read_kernel_cases
 from sdonnx.doctor.environment import Facts, Finding, collect_facts, default_provider, findings
-from sdonnx.doctor.first_use import first_use
+from sdonnx.doctor.first_use import first_use, known_verdict
 from sdonnx.doctor.gpu import identity
 from sdonnx.doctor.kernel_library import usable_library
 from sdonnx.doctor.measured_verdicts import measured_verdicts
 from sdonnx.doctor.own_kernel_check import own_verdict
 from sdonnx.doctor.sessions import kernel_opener
-from sdonnx.doctor.verdict import SummaryLine, Verdict, judge, summarize
+from sdonnx.doctor.verdict import SummaryLine, Verdict, judge, keep_known_faults, summarize
 from sdonnx.errors import OptionError, OutputError
 from sdonnx.terminal import add_common, console, progress_bar
 
@@ -201,13 +201,14 @@ def _judge(index: int, cases: KernelCaseSet, key: dict[str, str]) -> tuple[Verdi
     """Return the verdict, all results, and the path that the verdict was written to."""
     with progress_bar() as bar:
         task = bar.add_task("kernels", total=_count_runs(cases))
-        verdict, results = judge(
+        found, results = judge(
             cases,
             kernel_opener("cuda", index),
             key,
             full=True,
             on_progress=lambda done: bar.update(task, completed=done),
         )
+    verdict = keep_known_faults(found, known_verdict(key)[0])
     path = write_verdict(verdict) if verdict.cacheable else None
     return verdict, results, "not cached" if path is None else str(path)
 
@@ -258,9 +259,9 @@ def _print_verdict(verdict: Verdict, place: str, what: str = "kernels") -> None:
             else "ONNX Runtime does not choose them"
         )
         out.print(f"[yellow]faulty backends[/]: {', '.join(verdict.faulty_backends)}; {consequence}")
-    bad = len(verdict.faults) + len(verdict.unavailable)
+    bad = len(verdict.faults) + len(verdict.unavailable)  # also known ones, of cases that were not checked
     out.print(
-        f"{verdict.checked - bad} of {verdict.checked} kernel cases correct, {verdict.seconds:.1f} s; "
+        f"{max(verdict.checked - bad, 0)} of {verdict.checked} kernel cases correct, {verdict.seconds:.1f} s; "
         f"verdict: {escape(place)}"
     )
 

@@ -14,7 +14,7 @@ from sdonnx.doctor.gpu import identity
 from sdonnx.doctor.measured_verdicts import MEASURED_VERDICTS_FILE, measured_verdicts
 from sdonnx.doctor.nearest_verdict import nearest_verdict
 from sdonnx.doctor.sessions import OpenKernel, kernel_opener
-from sdonnx.doctor.verdict import Key, Verdict, judge
+from sdonnx.doctor.verdict import Key, Verdict, judge, keep_known_faults
 from sdonnx.errors import OptionError
 from sdonnx.folder.lock import lock_file
 
@@ -107,7 +107,7 @@ def first_use(
     """Return the verdict on a GPU: a known one, or that of a quick check, which is then cached.
 
     With a known verdict this reads two files. One process checks at a time, and the others wait for its verdict. If the
-    folder cannot be written, every call runs the check.
+    folder cannot be written, every call runs the check. Known faults that a check does not refute are kept.
 
     Args:
         index: the number of the GPU.
@@ -124,8 +124,8 @@ def first_use(
         FolderError: the kernel cases or the shipped verdicts cannot be read.
     """
     key = identify(index, digest_of(cases))
-    known, is_equal = (None, False) if fresh else known_verdict(key, folder=folder, measured=measured)
-    if known is not None and is_equal:
+    known, is_equal = known_verdict(key, folder=folder, measured=measured)
+    if known is not None and is_equal and not fresh:
         return known
     with _one_process(key, folder):
         cached = None if fresh else read_verdict(key, folder)  # by the process that was waited for
@@ -133,7 +133,8 @@ def first_use(
             return cached
         case_set, open_kernel = read(cases), open_kernel or kernel_opener("cuda", index)
         _load_libraries(case_set, open_kernel)
-        verdict, _ = judge(case_set, open_kernel, key, full=False, limit_s=limit_s)
+        found, _ = judge(case_set, open_kernel, key, full=False, limit_s=limit_s)
+        verdict = keep_known_faults(found, known)
         if verdict.cacheable:
             write_verdict(verdict, folder)
         return verdict

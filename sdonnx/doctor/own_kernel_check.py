@@ -12,7 +12,7 @@ from sdonnx.doctor.gpu import cublas_version, identity
 from sdonnx.doctor.kernel_library import KernelLibrary
 from sdonnx.doctor.measured_verdicts import MEASURED_VERDICTS_FILE
 from sdonnx.doctor.sessions import OpenKernel, kernel_opener
-from sdonnx.doctor.verdict import Key, Verdict, judge
+from sdonnx.doctor.verdict import Key, Verdict, judge, keep_known_faults
 
 __all__ = ["known_own_verdict", "own_identity", "own_verdict"]
 
@@ -80,6 +80,8 @@ def own_verdict(
 ) -> Verdict:
     """Return the verdict on our own kernels on a GPU, a known one or that of a check, which is then cached.
 
+    Known faults that a check does not refute are kept.
+
     Args:
         index: the number of the GPU.
         library: the library of the kernels.
@@ -107,7 +109,9 @@ def own_verdict(
             limit_s=limit_s,
             fresh=fresh,
         )
-    verdict, _ = judge(read_kernel_cases(cases), opener, named(index, digest_of(cases)), full=True)
+    key = named(index, digest_of(cases))
+    found, _ = judge(read_kernel_cases(cases), opener, key, full=True)
+    verdict = keep_known_faults(found, known_verdict(key, folder=folder, measured=measured)[0])
     if verdict.cacheable:
         write_verdict(verdict, folder)
     return verdict

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from sdonnx.doctor.check_kernels import (
     ATTENTION,
@@ -18,7 +19,7 @@ from sdonnx.doctor.check_kernels import (
 )
 from sdonnx.doctor.sessions import OpenKernel
 
-__all__ = ["Key", "SummaryLine", "Verdict", "find_faulty_backends", "judge", "summarize"]
+__all__ = ["Key", "SummaryLine", "Verdict", "find_faulty_backends", "judge", "keep_known_faults", "summarize"]
 
 _WITHOUT_FAULTY = "without faulty backends"
 
@@ -121,6 +122,44 @@ def find_faulty_backends(results: Sequence[CaseResult]) -> tuple[tuple[str, ...]
     return faulty, sum(bit for name, bit in BACKENDS.items() if name not in faulty)
 
 
+def keep_known_faults(verdict: Verdict, known: Verdict | None) -> Verdict:
+    """Return a verdict with those faults of a known one that its check did not refute.
+
+    A check refutes the faults of an operator if it ended within its time limit, and all the operator's cases ran and
+    are correct, for attention with `sdpa_kernel`. So a kernel that is known to be faulty does not become sound because
+    a check lacked time or memory, or because a kernel failed.
+
+    Args:
+        verdict: the verdict of a check.
+        known: the verdict that counted on this machine before the check: an earlier one, or the nearest; None for none.
+    """
+    if known is None:
+        return verdict
+    bad = {result.operator for result in (*verdict.faults, *verdict.unavailable)}
+
+    def is_kept(operator: str) -> bool:
+        return not verdict.complete or operator in bad
+
+    changes: dict[str, Any] = {
+        "faults": _united(verdict.faults, (result for result in known.faults if is_kept(result.operator)))
+    }
+    if not verdict.complete:
+        changes["unavailable"] = _united(verdict.unavailable, known.unavailable)
+    if is_kept(ATTENTION):
+        # The backends that both allow; if there is none, those that were found now.
+        both = verdict.sdpa_kernel & known.sdpa_kernel
+        changes["sdpa_kernel"] = both or verdict.sdpa_kernel or known.sdpa_kernel
+        names = {*verdict.faulty_backends, *known.faulty_backends}
+        changes["faulty_backends"] = tuple(name for name in BACKENDS if name in names)
+    return replace(verdict, **changes)
+
+
+def _united(found: Sequence[CaseResult], known: Iterable[CaseResult]) -> tuple[CaseResult, ...]:
+    """Return results, and known results of other cases."""
+    cases = {(result.operator, result.case, result.dtype) for result in found}
+    return *found, *(result for result in known if (result.operator, result.case, result.dtype) not in cases)
+
+
 def judge(
     cases: KernelCaseSet,
     open_kernel: OpenKernel,
@@ -171,7 +210,10 @@ def judge(
     sdpa_kernel = 0
     if faults and mask:
         # ONNX Runtime may choose another backend when several are allowed than when one is.
-        remaining = [result for result in run(attention, {_WITHOUT_FAULTY: mask}) if result.wrong]
+        again = run(attention, {_WITHOUT_FAULTY: mask})
+        did_run = {(result.case, result.dtype) for result in again if result.error is not None}
+        remaining = [result for result in again if result.wrong]
+        remaining += [fault for fault in faults if (fault.case, fault.dtype) not in did_run]
         if len(remaining) < len(faults):
             sdpa_kernel, faults = mask, remaining
     by_default = [result for result in results if not result.backend]

@@ -92,6 +92,19 @@ def test_fresh_ignores_the_cache(on_h200: Any, tmp_path: Path, capsys: pytest.Ca
     assert not report["sound"]
 
 
+def test_kernels_that_do_not_run_keep_their_known_faults(
+    on_h200: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    key = {**KEY, "kernel_cases": small_set().digest}
+    cache.write_verdict(replace(FOUND, key=key, faults=FOUND.faults * 12), tmp_path / "cache")
+    on_h200(machine(failure_of=lambda content, mask: "CUDA failure 700"))
+    assert doctor() == 1
+    shown = capsys.readouterr().out
+    assert "flash; generating images avoids them (sdpa_kernel=26)" in shown
+    assert "wrong BiasAdd" in shown
+    assert "0 of 8 kernel cases correct" in shown
+
+
 def test_doctor_replaces_the_verdict_of_a_first_use(on_h200: Any, tmp_path: Path) -> None:
     key = {**KEY, "kernel_cases": small_set().digest}
     cache.write_verdict(replace(FOUND, key=key), tmp_path / "cache")

@@ -13,7 +13,7 @@ import pytest
 from support.doctor import CASE_SET, FAULT, FOUND, KEY, faulty, graphs_of, machine, refuse_to_open
 
 from sdonnx.doctor import cache, first_use
-from sdonnx.doctor.check_kernels import digest_of
+from sdonnx.doctor.check_kernels import ATTENTION, digest_of
 from sdonnx.doctor.first_use import SelfCheck
 from sdonnx.doctor.verdict import Verdict
 from sdonnx.errors import FolderError, OptionError
@@ -170,3 +170,46 @@ def test_a_fresh_check_ignores_known_verdicts(tmp_path: Path) -> None:
     assert used(tmp_path, machine()).sound
     assert not used(tmp_path, machine(faulty("BiasAdd")), fresh=True).sound
     assert not used(tmp_path, refuse_to_open).sound
+
+
+def keeping(folder: Path, known: Verdict) -> dict[str, Any]:
+    """Return options of `used` for a machine on which a verdict with another driver is known."""
+    measured = folder.parent / "none.json"
+    measured.write_text('{"verdicts": []}')
+    cache.write_verdict(replace(known, key={**KEY, "driver": "570.1", "kernel_cases": digest_of()}), folder)
+    return {"measured": measured}
+
+
+def test_an_incomplete_check_keeps_known_faults(tmp_path: Path) -> None:
+    folder = tmp_path / "cache"
+    options = keeping(folder, FOUND)
+    before = sorted(folder.iterdir())
+    for fresh in (False, True):
+        found = used(folder, machine(), limit_s=0, fresh=fresh, **options)
+        assert (found.sdpa_kernel, found.faulty_backends, found.faults) == (26, ("flash",), FOUND.faults)
+        assert "BiasAdd computes wrong numbers" in first_use.complaint(found, {"BiasAdd"})
+    assert sorted(folder.iterdir()) == before  # a later start checks again
+    found = used(folder, machine(), **options)
+    assert found.sound
+    assert used(folder, refuse_to_open, **options) == found
+
+
+def test_a_kernel_that_fails_keeps_its_known_faults(tmp_path: Path) -> None:
+    """Its failure lasts, so the verdict is cached: with the faults, as nothing has refuted them."""
+    folder = tmp_path / "cache"
+    options = keeping(folder, FOUND)
+    failing = graphs_of(ATTENTION)
+    opener = machine(failure_of=lambda content, mask: "CUDA failure 700" * (content in failing))
+    found = used(folder, opener, **options)
+    assert found.cacheable
+    assert {row.operator for row in found.unavailable} == {ATTENTION}
+    assert (found.sdpa_kernel, found.faulty_backends, found.faults) == (26, ("flash",), ())
+    assert used(folder, refuse_to_open, **options) == found
+
+
+def test_a_fresh_check_that_fails_keeps_the_faults_of_this_machine(tmp_path: Path) -> None:
+    assert not used(tmp_path, machine(faulty("BiasAdd"))).sound
+    assert [row.operator for row in used(tmp_path, machine(), fresh=True, limit_s=0).faults] == ["BiasAdd"]
+    assert not used(tmp_path, refuse_to_open).sound
+    assert used(tmp_path, machine(), fresh=True).sound
+    assert used(tmp_path, refuse_to_open).sound

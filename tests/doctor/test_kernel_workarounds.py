@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -54,8 +55,6 @@ class Gpu:
         self.check = BackgroundCheck(0, lambda index: [*self._counted(index), code])
 
     def _counted(self, index: int) -> list[str]:
-        import sys
-
         self.starts.append(index)
         return [sys.executable, "-c"]
 
@@ -234,6 +233,30 @@ def test_a_verdict_of_another_driver_is_confirmed_in_the_background(gpu: Any, ca
     machine.end_check()
     assert check.update() == []  # nothing was wrong
     assert check.provider_options == {}
+
+
+def test_a_check_that_lacks_time_keeps_what_is_known(gpu: Any) -> None:
+    machine = gpu(replace(SOUND, complete=False))
+    machine.known = (replace(FOUND, key={**KEY, "driver": "570.1"}), False)
+    check = KernelCheck(CPU, REPORT, {})
+    warning = check.warning
+    assert "BiasAdd computes wrong numbers" in warning
+    check.start()
+    machine.end_check()
+    assert check.update() == [warning]
+    assert (check.provider_options, check.warning) == ({"sdpa_kernel": "26"}, warning)
+
+
+def test_a_check_that_dies_keeps_what_is_known(gpu: Any) -> None:
+    """Such as at its time limit, by a signal."""
+    machine = gpu(SOUND)
+    machine.known = (replace(FAULTY_ATTENTION, key={**KEY, "driver": "570.1"}), False)
+    machine.check = BackgroundCheck(0, lambda index: [sys.executable, "-c", "import os; os.kill(os.getpid(), 14)"])
+    check = KernelCheck(CPU, REPORT, {})
+    check.start()
+    machine.check.join(60)
+    assert (check.has_news, check.update()) == (False, [])
+    assert check.provider_options == {"sdpa_kernel": "26"}
 
 
 def test_check_now_fills_the_cache(gpu: Any) -> None:

@@ -19,10 +19,12 @@ from support.kernel_library import SOURCES, emulated_library
 from sdonnx.__main__ import main
 from sdonnx.cli import doctor as command
 from sdonnx.doctor import kernel_library, own_kernel_check
-from sdonnx.doctor.check_kernels import OWN_KERNEL_CASES_FILE, read_kernel_cases
+from sdonnx.doctor.cache import read_verdict, write_verdict
+from sdonnx.doctor.check_kernels import OWN_KERNEL_CASES_FILE, CaseResult, read_kernel_cases
 from sdonnx.doctor.kernel_library import KernelLibrary, open_kernel_library
 from sdonnx.doctor.own_kernel_check import own_identity, own_verdict
 from sdonnx.doctor.sessions import Kernel, OpenKernel, kernel_opener
+from sdonnx.doctor.verdict import Verdict
 from sdonnx.operators.case import Array
 from sdonnx.operators.case_graphs import is_small, kernel_case_file
 from sdonnx.operators.operator_table import OWN_CONTRACTS, OWN_KERNEL_CASES
@@ -94,6 +96,31 @@ def test_faulty_kernels_are_found(tmp_path: Path) -> None:
     check = partial(own_verdict, 0, library, folder=tmp_path, open_kernel=opener, identify=identify, limit_s=math.inf)
     verdict = check()
     assert {result.operator for result in verdict.faults} == OWN_CONTRACTS.keys()
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_check_that_cannot_finish_keeps_known_faults(
+    full: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of the nearest verdict, for lack of time or since no kernel runs."""
+
+    def fail_to_open(content: bytes, weights: Mapping[str, Array], mask: int) -> Kernel:
+        raise RuntimeError("CUDA failure 700")
+
+    library = emulation()
+    checks = tuple(check for check in CASES.checks if check.case.op_type == "LayerNorm")
+    monkeypatch.setattr(own_kernel_check, "read_kernel_cases", lambda path: replace(CASES, checks=checks[:2]))
+    fault = CaseResult("LayerNorm", checks[0].case.name, "float16", "", 0.5)
+    key = own_identity(library, identify)(0, CASES.digest)
+    known = Verdict({**key, "cudnn": "91400"}, 0, (), (fault,), (), 9, True, True, 0.1)
+    write_verdict(known, tmp_path)
+    check = partial(own_verdict, 0, library, full=full, folder=tmp_path, identify=identify)
+    found = check(open_kernel=fail_to_open) if full else check(open_kernel=fail_to_open, limit_s=0)
+    assert found.faults == (fault,)
+    assert (found.complete, bool(found.unavailable)) == (full, full)
+    assert (read_verdict(key, tmp_path) == found) == full
+    later = check(open_kernel=kernel_opener("cpu", library=library.path), limit_s=math.inf, fresh=True)
+    assert later.sound
 
 
 @pytest.mark.parametrize(

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from support.doctor import CASE_SET, FAULT_ERROR, KEY, KEY_COUNT_CASES, faulty, graphs_of, machine, small_set
+from support.doctor import CASE_SET, FAULT_ERROR, FOUND, KEY, KEY_COUNT_CASES, faulty, graphs_of, machine, small_set
 
 from sdonnx.doctor.check_kernels import ATTENTION, BACKENDS, CaseResult
-from sdonnx.doctor.verdict import SummaryLine, find_faulty_backends, judge, summarize
+from sdonnx.doctor.verdict import SummaryLine, Verdict, find_faulty_backends, judge, keep_known_faults, summarize
 from sdonnx.operators.operator_table import CONTRACTS
 
 
@@ -160,3 +160,61 @@ def test_summary_counts_results() -> None:
         SummaryLine("BiasAdd", "float16", 1, 1, 1, 0.5),
         SummaryLine("flash", "float32", 0, 0, 1, None),
     )
+
+
+def test_a_workaround_that_was_not_run_is_no_workaround() -> None:
+    """Attention is faulty, and the time ends, or memory is short, before other backends were tried."""
+    now = [0.0]
+
+    def end(count: int) -> None:
+        now[0] = 60.0 * (count >= 2)
+
+    is_faulty = faulty(ATTENTION, lambda mask: mask == 0)
+    late, _ = judge(small_set(), machine(is_faulty), KEY, full=False, limit_s=10, clock=lambda: now[0], on_progress=end)
+    failing = machine(is_faulty, lambda content, mask: "out of memory" * (mask != 0))
+    short, _ = judge(small_set(), failing, KEY, full=False)
+    assert (late.complete, short.complete) == (False, True)
+    for found in (late, short):
+        assert (found.sdpa_kernel, [row.operator for row in found.faults]) == (0, [ATTENTION] * 2)
+
+
+SOUND = replace(FOUND, sdpa_kernel=0, faulty_backends=(), faults=())
+LOST = CaseResult("FastGelu", "a", "float16", "", None, "no kernel")
+LOST_ATTENTION = replace(LOST, operator=ATTENTION)
+KNOWN = replace(FOUND, key={**KEY, "driver": "570.1"}, sdpa_kernel=1 + 2 + 16, faulty_backends=("cuDNN",))
+
+
+@pytest.mark.parametrize(
+    ("found", "sdpa_kernel", "backends", "operators"),
+    [
+        (SOUND, 0, (), []),
+        (replace(SOUND, unavailable=(LOST,)), 0, (), []),
+        (replace(SOUND, unavailable=(replace(LOST, operator="BiasAdd"),)), 0, (), ["BiasAdd"]),
+        (replace(SOUND, unavailable=(LOST_ATTENTION,)), 19, ("cuDNN",), []),
+        (replace(SOUND, faults=(replace(LOST_ATTENTION, error=0.5),)), 19, ("cuDNN",), [ATTENTION]),
+        (replace(SOUND, complete=False), 19, ("cuDNN",), ["BiasAdd"]),
+        (replace(FOUND, complete=False), 18, ("flash", "cuDNN"), ["BiasAdd"]),
+        (replace(SOUND, complete=False, sdpa_kernel=8), 8, ("cuDNN",), ["BiasAdd"]),
+    ],
+)
+def test_known_faults_are_kept_until_a_check_refutes_them(
+    found: Verdict, sdpa_kernel: int, backends: tuple[str, ...], operators: list[str]
+) -> None:
+    kept = keep_known_faults(found, KNOWN)
+    assert (kept.sdpa_kernel, kept.faulty_backends) == (sdpa_kernel, backends)
+    assert [row.operator for row in kept.faults] == operators
+    assert replace(kept, sdpa_kernel=0, faulty_backends=(), faults=()) == replace(
+        found, sdpa_kernel=0, faulty_backends=(), faults=()
+    )
+    assert keep_known_faults(kept, KNOWN) == kept
+    assert keep_known_faults(found, None) == found
+
+
+def test_kernels_that_did_not_run_are_kept_while_a_check_is_incomplete() -> None:
+    known = replace(KNOWN, unavailable=(LOST, LOST_ATTENTION))
+    again = replace(LOST, failure="another reason")
+    assert keep_known_faults(replace(SOUND, complete=False, unavailable=(again,)), known).unavailable == (
+        again,
+        LOST_ATTENTION,
+    )
+    assert keep_known_faults(replace(SOUND, unavailable=(again,)), known).unavailable == (again,)

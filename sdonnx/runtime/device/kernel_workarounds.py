@@ -11,7 +11,7 @@ from sdonnx.doctor.check_kernels import ATTENTION, digest_of
 from sdonnx.doctor.first_use import SelfCheck, complaint, first_use, known_verdict, self_check
 from sdonnx.doctor.gpu import identity
 from sdonnx.doctor.nearest_verdict import other_versions
-from sdonnx.doctor.verdict import Verdict
+from sdonnx.doctor.verdict import Verdict, keep_known_faults
 from sdonnx.runtime.device.device import Device
 from sdonnx.runtime.device.device_thread import device_thread
 from sdonnx.runtime.device.own_kernel_form import check_own_kernels
@@ -100,7 +100,7 @@ class KernelCheck:
         if self._awaited is None or self._awaited.verdict is None:
             return []
         before = self.provider_options
-        self._verdict, self._awaited = self._awaited.verdict, None
+        self._verdict, self._awaited = keep_known_faults(self._awaited.verdict, self._verdict), None
         messages = [self.warning] if self.warning else []
         if self.provider_options != before and self._verdict.sdpa_kernel and ATTENTION in self._operators:
             names = ", ".join(self._verdict.faulty_backends)
