@@ -12,6 +12,7 @@ from sdonnx.doctor.first_use import SelfCheck, complaint, first_use, known_verdi
 from sdonnx.doctor.gpu import identity
 from sdonnx.doctor.nearest_verdict import other_versions
 from sdonnx.doctor.verdict import Verdict, keep_known_faults
+from sdonnx.runtime.device.awaits_verdict import AwaitsVerdict
 from sdonnx.runtime.device.device import Device
 from sdonnx.runtime.device.device_thread import device_thread
 from sdonnx.runtime.device.own_kernel_form import check_own_kernels
@@ -40,7 +41,7 @@ def _mode(device: Device) -> SelfCheck:
     return self_check() if device.provider in _CHECKED else SelfCheck.OFF
 
 
-class KernelCheck:
+class KernelCheck(AwaitsVerdict):
     """The verdict on the kernels of a pipeline's device, and its consequences for the pipeline.
 
     Unless SDONNX_SELF_CHECK says otherwise, a GPU without a known verdict is checked in another process, which `start`
@@ -57,9 +58,9 @@ class KernelCheck:
     """
 
     def __init__(self, device: Device, report: Mapping[str, Any], given: Mapping[str, str]) -> None:
+        super().__init__()
         self._operators, self._given = _operators(report), dict(given)
         self._verdict: Verdict | None = None
-        self._awaited: BackgroundCheck | None = None
         mode = _mode(device)
         if mode is SelfCheck.STRICT:
             self._verdict = device_thread(device).run(lambda: first_use(device.index))
@@ -85,22 +86,13 @@ class KernelCheck:
         """A warning about faulty kernels that the folder's graphs use; "" if there are none."""
         return "" if self._verdict is None else complaint(self._verdict, self._operators)
 
-    def start(self) -> None:
-        """Start the check in the background if no verdict is known; call it after an image."""
-        if self._awaited is not None:
-            self._awaited.start()
+    def _verdict_of(self, check: BackgroundCheck) -> Verdict | None:
+        return check.verdict
 
-    @property
-    def has_news(self) -> bool:
-        """Whether a check in the background has ended since the last `update`."""
-        return self._awaited is not None and self._awaited.verdict is not None
-
-    def update(self) -> list[str]:
-        """Use the verdict of the check in the background from now on, and return warnings about it."""
-        if self._awaited is None or self._awaited.verdict is None:
-            return []
+    def _follow(self, verdict: Verdict) -> list[str]:
+        """Use the verdict from now on."""
         before = self.provider_options
-        self._verdict, self._awaited = keep_known_faults(self._awaited.verdict, self._verdict), None
+        self._verdict = keep_known_faults(verdict, self._verdict)
         messages = [self.warning] if self.warning else []
         if self.provider_options != before and self._verdict.sdpa_kernel and ATTENTION in self._operators:
             names = ", ".join(self._verdict.faulty_backends)

@@ -13,6 +13,7 @@ from sdonnx.doctor.kernel_library import KernelLibrary, usable_library
 from sdonnx.doctor.nearest_verdict import is_near, other_versions
 from sdonnx.doctor.own_kernel_check import known_own_verdict, own_verdict
 from sdonnx.doctor.verdict import Key, Verdict
+from sdonnx.runtime.device.awaits_verdict import AwaitsVerdict
 from sdonnx.runtime.device.device import Device
 from sdonnx.runtime.device.device_thread import device_thread
 from sdonnx.runtime.device.session import SessionSettings
@@ -34,7 +35,7 @@ def check_own_kernels(device: Device) -> None:
         device_thread(device).run(lambda: own_verdict(device.index, library))
 
 
-class OwnKernelForm:
+class OwnKernelForm(AwaitsVerdict):
     """The form of a folder's graphs that a pipeline uses, which depends on the verdict on our own kernels.
 
     Without a known verdict the pipeline uses ONNX Runtime's kernels for as long as it is loaded, and `start` starts a
@@ -57,10 +58,10 @@ class OwnKernelForm:
     """
 
     def __init__(self, device: Device, report: Mapping[str, Any], settings: SessionSettings) -> None:
+        super().__init__()
         self.kernel_library: Path | None = None
         self._key: Key = {}
         self._unconfirmed = ""  # how the machine of the verdict differs from this one
-        self._awaited: BackgroundCheck | None = None
         options = report.get("options")
         if not isinstance(options, Mapping) or options.get("kernels") != "auto":
             return
@@ -93,25 +94,15 @@ class OwnKernelForm:
             self._unconfirmed = f" with {versions}; a check in the background follows the first image"
         return _fault(verdict)
 
-    def start(self) -> None:
-        """Start the check in the background if no verdict is known; call it after an image."""
-        if self._awaited is not None:
-            self._awaited.start()
+    def _verdict_of(self, check: BackgroundCheck) -> Verdict | None:
+        return check.own_verdict
 
-    @property
-    def has_news(self) -> bool:
-        """Whether a check in the background has ended since the last `update`."""
-        return self._awaited is not None and self._awaited.own_verdict is not None
+    def _follow(self, verdict: Verdict) -> list[str]:
+        """Replace kernels in use that are wrong.
 
-    def update(self) -> list[str]:
-        """Read the verdict of the check in the background, and return warnings about it.
-
-        Kernels in use that are wrong are replaced. Other news is for pipelines that are loaded later, so that the
-        results of a pipeline do not change from one call to the next.
+        Other news is for pipelines that are loaded later, so that the results of a pipeline do not change from one call
+        to the next.
         """
-        if self._awaited is None or self._awaited.own_verdict is None:
-            return []
-        verdict, self._awaited = self._awaited.own_verdict, None
         if not is_near(self._key, verdict.key):
             return []  # it is about another library
         # Next to a pipeline a check may lack time or memory, which is no fault of the kernels.
