@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cached_property
@@ -89,6 +91,7 @@ class GraphSet:
         self._low_memory = low_memory
         self._loaded: dict[tuple[Role, bool], Graph] = {}
         self._weights: dict[str, OrtValue] | None = None
+        self._loading_weights = threading.Lock()
 
     @cached_property
     def has_short(self) -> bool:
@@ -193,12 +196,35 @@ class GraphSet:
             )
         return self._loaded[key]
 
+    def load(self) -> None:
+        """Load the graphs that every image needs at the same time, except those that do not stay loaded.
+
+        Raises:
+            FolderError: the file of a graph is missing, or ONNX Runtime rejects it. Of several errors, that of the
+                component that runs first is raised.
+        """
+        roles = [*(spec.role for spec in self.family.text_encoders), Role.DENOISER, Role.IMAGE_DECODER]
+        for role in roles:
+            self.path(role)
+        denoiser = self.folder.path / self.family.with_role(Role.DENOISER).name
+        if (denoiser / abi.GRAPHS[Role.PRECOMPUTE].file).is_file():
+            roles.append(Role.PRECOMPUTE)
+        staying = [role for role in roles if self.stays(role)]
+        if self._settings.session_options is not None:
+            for role in staying:  # sessions add entries to the caller's options, which are one object
+                self.get(role)
+        elif staying:
+            with ThreadPoolExecutor(len(staying), "sdonnx-load", self.device.enter) as pool:
+                for loading in [pool.submit(self.get, role) for role in staying]:
+                    loading.result()
+
     def _shared_weights(self) -> dict[str, OrtValue]:
         """Return the weights that several graphs of the denoiser share."""
-        if self._weights is None:
-            component = self.folder.component(self.family.with_role(Role.DENOISER).name)
-            self._weights = load_shared_weights(component, self.device)
-        return self._weights
+        with self._loading_weights:
+            if self._weights is None:
+                component = self.folder.component(self.family.with_role(Role.DENOISER).name)
+                self._weights = load_shared_weights(component, self.device)
+            return self._weights
 
     def observed(self, role: Role, run: Run) -> AbstractContextManager[Any]:
         """Return the context manager in which to run a graph."""

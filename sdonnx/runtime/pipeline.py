@@ -94,6 +94,7 @@ class OrtDiffusionPipeline(DiffusersInterface, PromptEncoding):
         self.folder, self.device = graphs.folder, graphs.device
         self._graphs, self._defaults = graphs, graphs.family.defaults
         self.scheduler_config = self.folder.config("scheduler", "scheduler_config.json")
+        graphs.load()
         self._inputs = PipelineInputs(graphs)
         tokenizers = self._inputs.family.tokenizers
         self.tokenizer = next(iter(tokenizers.values()))
@@ -110,10 +111,6 @@ class OrtDiffusionPipeline(DiffusersInterface, PromptEncoding):
         self._closed = False
         for role in (Role.DENOISER, Role.PRECOMPUTE) if graphs.has_short else ():
             graphs.path(role, short=False)  # graphs for longer prompts, loaded on first use
-        for role in (*tokenizers, Role.DENOISER, Role.IMAGE_DECODER):
-            graphs.path(role)
-            if graphs.stays(role):
-                graphs.get(role)
         graphs.conditioning_graph()  # loaded ahead as well, so that a missing or broken file is reported here
         for role in abi.DENOISER_ROLES:
             graphs.done(role)

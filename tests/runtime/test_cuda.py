@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -161,3 +162,12 @@ def test_environment_is_restored(given: str | None, monkeypatch: pytest.MonkeyPa
     with small_workspaces():
         assert os.environ[NAME] == (given or ":4096:2")
     assert os.environ.get(NAME) == given
+
+
+def test_environment_is_restored_by_the_last_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(NAME, raising=False)
+    with ExitStack() as second:
+        with small_workspaces():
+            second.enter_context(small_workspaces())
+        assert os.environ[NAME] == ":4096:2"  # the first one has left
+    assert NAME not in os.environ

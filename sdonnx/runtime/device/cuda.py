@@ -10,7 +10,7 @@ import functools
 import os
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 
 import onnxruntime
 
@@ -235,15 +235,40 @@ def cuda(index: int) -> Cuda:
     return runtime
 
 
-@contextmanager
-def small_workspaces() -> Iterator[None]:
-    """Limit the memory of cuBLAS handles created in the context, unless the environment sets a limit."""
-    name, value = _WORKSPACE
-    if name in os.environ:
-        yield
-        return
-    os.environ[name] = value
-    try:
-        yield
-    finally:
-        del os.environ[name]
+class _SmallWorkspaces:
+    """Sets the environment variable of cuBLAS's workspaces for as long as one thread or several need it.
+
+    It is set before the first of them starts to load, and removed after the last one, since C code that reads the
+    environment must not run while another thread changes it.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._users = 0
+        self._is_set = False
+
+    def __enter__(self) -> None:
+        name, value = _WORKSPACE
+        with self._lock:
+            if not self._users and name not in os.environ:
+                os.environ[name] = value
+                self._is_set = True
+            self._users += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._users -= 1
+            if not self._users and self._is_set:
+                del os.environ[_WORKSPACE[0]]
+                self._is_set = False
+
+
+_SMALL_WORKSPACES = _SmallWorkspaces()
+
+
+def small_workspaces() -> AbstractContextManager[None]:
+    """Limit the memory of cuBLAS handles created in the context, unless the environment sets a limit.
+
+    Several threads may be in the context at the same time.
+    """
+    return _SMALL_WORKSPACES
