@@ -26,7 +26,7 @@ import numpy as np
 from sdonnx.benchmark.files import append_json, check_writable
 from sdonnx.benchmark.record import environment
 from sdonnx.doctor.kernel_library import find_kernel_library, named_kernel_library
-from sdonnx.errors import FolderError
+from sdonnx.errors import FolderError, OptionError
 from sdonnx.folder.version import read_report
 from sdonnx.metrics import psnr, relative_error
 from sdonnx.terminal import console, guarded
@@ -45,6 +45,7 @@ TOOLS = {
 Kernels of MatMul are cuBLASLt's, and one of SelfAttention is cuDNN's: racecheck cannot run them, and initcheck, which
 watches our kernels only, would report the results that they write as uninitialized.
 """
+CHECKS = ("all", "tests", "sanitizer", "none")
 TESTS = "tests/gpu/test_kernels_gpu.py"
 BUILT = ROOT / "kernels" / "build" / "libsdonnx_kernels.so"
 
@@ -62,11 +63,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--height", type=int, help="pixels (default: the pipeline's)")
     parser.add_argument("--width", type=int, help="pixels (default: the pipeline's)")
     parser.add_argument("-b", "--batch_size", type=int, default=1, help="images of a call (default: 1)")
-    parser.add_argument("--without_sanitizer", action="store_true", help="leave out compute-sanitizer")
     parser.add_argument(
-        "--only_sanitizer", action="store_true", help="run compute-sanitizer, without the tests before it"
+        "--checks",
+        choices=CHECKS,
+        default="all",
+        help="checks to run: the tests, compute-sanitizer, both or none (default: all)",
     )
-    parser.add_argument("--without_tests", action="store_true", help="leave out the tests and compute-sanitizer")
     return parser
 
 
@@ -78,13 +80,20 @@ def _run(command: list[str]) -> dict[str, Any]:
     return {"command": shlex.join(command), "status": status, "seconds": round(time.monotonic() - start, 1)}
 
 
-def _checks(with_tests: bool, with_sanitizer: bool) -> list[dict[str, Any]]:
-    pytest = [sys.executable, "-m", "pytest", "-q", TESTS]
-    runs = [_run(pytest)] if with_tests else []
+def _checks(chosen: str) -> list[dict[str, Any]]:
+    """Run the checks of a choice of CHECKS, and return their commands, statuses and durations.
+
+    Raises:
+        OptionError: compute-sanitizer is chosen by its name and not installed.
+    """
     sanitizer = shutil.which("compute-sanitizer")
-    if with_sanitizer and sanitizer is None:
+    if chosen == "sanitizer" and sanitizer is None:
+        raise OptionError("compute-sanitizer is not installed", "that of CUDA's toolkit", "pass --checks tests")
+    pytest = [sys.executable, "-m", "pytest", "-q", TESTS]
+    runs = [_run(pytest)] if chosen in ("all", "tests") else []
+    if chosen == "all" and sanitizer is None:
         console().print("compute-sanitizer is not installed: left out")
-    elif with_sanitizer and sanitizer is not None:
+    if chosen in ("all", "sanitizer") and sanitizer is not None:
         for tool, selected in TOOLS.items():
             options = ["--tool", tool, "--error-exitcode", "1", "--target-processes", "all", *_ONLY_OURS]
             runs.append(_run([sanitizer, *options, *pytest, "-k", selected]))
@@ -158,7 +167,7 @@ def _verify(options: argparse.Namespace) -> int:
     sizes = {"height": options.height, "width": options.width, "num_images_per_prompt": options.batch_size}
     given = {name: value for name, value in sizes.items() if value is not None}
     with named_kernel_library(str(library)):
-        runs = [] if options.without_tests else _checks(not options.only_sanitizer, not options.without_sanitizer)
+        runs = _checks(options.checks)
     measured = [forms(folder, str(library), given) for folder in options.folders]
     for each in measured:
         medians = ", ".join(f"{name} {value:.3f} ms" for name, value in each["median_step_ms"].items())
