@@ -202,6 +202,18 @@ def micro_cpu(pipelines: PipelineCache, micro_exported: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
+def shapes(pipelines: PipelineCache) -> Path:
+    """The sample pipeline `shapes` with trained weights, a diffusers folder."""
+    return pipelines.sample("shapes")
+
+
+@pytest.fixture(scope="session")
+def shapes_cpu(pipelines: PipelineCache, shapes: Path) -> Path:
+    """`shapes` optimized for the CPU provider."""
+    return pipelines.optimized(pipelines.exported(shapes), provider="cpu")
+
+
+@pytest.fixture(scope="session")
 def tiny_pipeline(pipelines: PipelineCache) -> Path:
     """The sample pipeline `tiny`, a diffusers folder."""
     return pipelines.sample("tiny")

@@ -1,4 +1,4 @@
-"""`sdonnx sample --arch tiny -o DIR`: write a sample pipeline."""
+"""`sdonnx sample --arch shapes -o DIR`: write a sample pipeline."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from sdonnx.sample.overflow import OVERFLOWS
+from sdonnx.sample.shapes.shape_architectures import SHIPPED
 from sdonnx.sample.write_sample import ARCHITECTURES, write_sample
 from sdonnx.terminal import add_common, add_option, console
 
@@ -15,11 +16,14 @@ __all__ = ["add_arguments", "run"]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
-    parser.description = "Write a complete diffusers pipeline with a published architecture and random weights."
+    parser.description = (
+        "Write a complete diffusers pipeline: a published architecture with random weights, or a small trained one "
+        f"({', '.join(SHIPPED)}), which generates the image of its caption."
+    )
     add = partial(add_option, parser)
     add("--arch", required=True, help=f"one of {', '.join(ARCHITECTURES)}")
     add("-o", "--output", required=True, type=Path, help="folder to write")
-    add("--seed", type=int, default=0, help="seed of the weights (default: 0)")
+    add("--seed", type=int, default=0, help="seed of random weights (default: 0)")
     add("--safety_checker", action="store_true", help="also write the pipeline's published safety checker")
     overflows = ", ".join(OVERFLOWS)
     add("--overflow", metavar="NAME", help=f"make values overflow float16, with unchanged images: one of {overflows}")

@@ -24,6 +24,7 @@ from safetensors.torch import load_file
 from sdonnx.errors import OptionError, OutputError
 from sdonnx.sample.architecture import T5TokenizerSpec, TokenizerSpec
 from sdonnx.sample.random_weights import seeded_weights
+from sdonnx.sample.shapes.shape_architectures import SHIPPED
 from sdonnx.sample.tokenizer import build_tokenizer, save_tokenizer
 from sdonnx.sample.words import WORDS
 from sdonnx.sample.write_sample import ARCHITECTURES, build_network, write_sample
@@ -233,13 +234,16 @@ def test_clip_tokenizer_loads_equally_in_every_library(arch: str, name: str, tmp
     save_tokenizer(build_tokenizer(spec), tmp_path)
     loaded = transformers.AutoTokenizer.from_pretrained(tmp_path)
     assert isinstance(loaded, transformers.CLIPTokenizer)
-    assert (len(loaded), loaded.model_max_length) == (49408, 77)
+    # The published ones have 49,408 tokens.
+    size = 704 if arch in SHIPPED else 49408
+    assert (len(loaded), loaded.model_max_length) == (size, 77)
     # OpenCLIP pads with "!", CLIP with the last token.
-    pad_id = 0 if arch.startswith("sd21") or name == "tokenizer_2" else 49407
-    assert (loaded.bos_token_id, loaded.eos_token_id, loaded.pad_token_id) == (49406, 49407, pad_id)
+    bos, eos = size - 2, size - 1
+    pad_id = 0 if arch.startswith("sd21") or name == "tokenizer_2" else eos
+    assert (loaded.bos_token_id, loaded.eos_token_id, loaded.pad_token_id) == (bos, eos, pad_id)
     encoded = [loaded(prompt).input_ids for prompt in PROMPTS]
-    assert [ids[0] for ids in encoded] == [49406] * len(PROMPTS)
-    assert [ids[-1] for ids in encoded] == [49407] * len(PROMPTS)
+    assert [ids[0] for ids in encoded] == [bos] * len(PROMPTS)
+    assert [ids[-1] for ids in encoded] == [eos] * len(PROMPTS)
     padded = loaded(PROMPTS[0], padding="max_length").input_ids
     assert padded == encoded[0] + [pad_id] * (77 - len(encoded[0]))
 

@@ -8,9 +8,12 @@ from sdonnx.folder.pipeline_folder import PipelineFolder, read_json
 from sdonnx.sample.shapes.shape_architectures import TRAINED
 from sdonnx.sample.shapes.shape_scenes import VOCABULARY
 
-__all__ = ["EXAMPLE_CAPTION", "default_captions", "reads_shape_captions"]
+__all__ = ["EXAMPLE_CAPTION", "GUIDANCE_SCALE", "default_captions", "reads_shape_captions"]
 
 EXAMPLE_CAPTION = "a large red circle to the left of a green triangle"
+
+GUIDANCE_SCALE = 4.0
+"""The guidance scale of the accuracy in docs/results/train-shapes-h200.json; 7.5 makes more mistakes there."""
 
 _LONG = 8  # repetitions of the example with more than 64 tokens
 
