@@ -61,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("-s", "--steps", type=int, default=default.steps, help="number of denoising steps (%(default)s)")
     add("--height", type=int, default=None, help="height in pixels (default: the pipeline's)")
     add("--width", type=int, default=None, help="width in pixels (default: the pipeline's)")
-    add("-g", "--guidance_scale", type=float, help="guidance scale (default: the family's)")
+    add("-g", "--guidance_scale", type=float, help="guidance scale (default: the family's; 4 for trained samples)")
     add("--scheduler", default=None, help="the sampler of both pipelines (default: the folder's)")
     add("--ip_adapter", nargs="+", default=[], metavar="FILE", help="the IP-Adapters that the folder was exported with")
     add("--ip_adapter_scale", type=float, default=default.ip_adapter_scale, help="scale of the adapters (%(default)s)")

@@ -33,7 +33,7 @@ class VerificationRequest:
         steps: number of denoising steps.
         height: in pixels; None for the pipeline's default.
         width: in pixels; None for the pipeline's default.
-        guidance_scale: the guidance scale; None for the family's default.
+        guidance_scale: the guidance scale; None for that of the trained sample, or the family's default.
         scheduler: the sampler of all pipelines; None for the folder's sampler.
         ip_adapters: files of the image-prompt adapters that the folder was exported with.
         ip_adapter_scale: scale of the adapters.

@@ -24,7 +24,7 @@ from sdonnx.folder.prompt_file import default_prompts
 from sdonnx.metrics import psnr, relative_error
 from sdonnx.models.autoencoder import downsampling_factor
 from sdonnx.models.spec import Role
-from sdonnx.sample.shapes.recognize_sample import default_captions, reads_shape_captions
+from sdonnx.sample.shapes.recognize_sample import GUIDANCE_SCALE, default_captions, reads_shape_captions
 from sdonnx.verify.accuracy import captions_to_judge, compare_accuracy, draw_captions
 from sdonnx.verify.calls import Call, Outputs, graph_inputs, pick_calls, record_calls, repeat_call
 from sdonnx.verify.judgement import ComponentFinding, ImageFinding, judge
@@ -94,11 +94,12 @@ def verify_folder(
         )
     captions = captions_to_judge(wide.folder, request.accuracy_prompts, request.seed)
     prompts = _default_prompts(wide) if request.prompts is None else request.prompts
-    request = replace(request, prompts=prompts, accuracy_prompts=len(captions))
+    guidance = _default_guidance(wide) if request.guidance_scale is None else request.guidance_scale
+    request = replace(request, prompts=prompts, accuracy_prompts=len(captions), guidance_scale=guidance)
     found = Verification(
         folder, original, request, files=certified_files(folder), quantized=quantized_types(ours.folder)
     )
-    workloads = [(prompt, _workload(request, ours, seed)) for prompt in prompts
+    workloads = [(prompt, _workload(request, guidance, ours, seed)) for prompt in prompts
                  for seed in range(request.seed, request.seed + request.images)]  # fmt: skip
     # torch in the folder's precision, without quantization; a CPU would take 20 times as long in float16.
     precision = "float32" if ours.precision.startswith("float32") else "float16"
@@ -143,7 +144,12 @@ def _default_prompts(engine: TorchEngine) -> tuple[str, ...]:
     return choose(engine.family.reads_captions)
 
 
-def _workload(request: VerificationRequest, ours: OnnxRuntimeEngine, seed: int) -> Workload:
+def _default_guidance(engine: TorchEngine) -> float:
+    """Return the guidance scale that the pipeline was evaluated with, or the family's."""
+    return GUIDANCE_SCALE if reads_shape_captions(engine.folder) else engine.family.defaults.guidance_scale
+
+
+def _workload(request: VerificationRequest, guidance_scale: float, ours: OnnxRuntimeEngine, seed: int) -> Workload:
     config = ours.folder.config(ours.denoiser.name)
     vae = ours.folder.config(ours.family.with_role(Role.IMAGE_DECODER).name)
     size = int(config.get("sample_size") or 64) * downsampling_factor(vae)
@@ -153,9 +159,7 @@ def _workload(request: VerificationRequest, ours: OnnxRuntimeEngine, seed: int) 
         width=request.width or size,
         steps=request.steps,
         seed=seed,
-        guidance_scale=ours.family.defaults.guidance_scale
-        if request.guidance_scale is None
-        else request.guidance_scale,
+        guidance_scale=guidance_scale,
         scheduler=request.scheduler,
         ip_adapter_scale=request.ip_adapter_scale if request.ip_adapters else None,
     )

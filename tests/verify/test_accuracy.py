@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import functools
 import io
+import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,14 +15,21 @@ import pytest
 import torch
 from rich.console import Console
 from support.markup import Markup
-from support.pipelines import refused
+from support.pipelines import copied, refused
 from support.verifying import accuracy, verification
 
+from sdonnx.__main__ import main
 from sdonnx.benchmark.workload import Workload
 from sdonnx.cli.verify import accuracy_table
 from sdonnx.errors import FolderError, OptionError
+from sdonnx.folder.certificate import CERTIFICATE
 from sdonnx.folder.pipeline_folder import PipelineFolder
-from sdonnx.sample.shapes.recognize_sample import default_captions, reads_shape_captions
+from sdonnx.sample.shapes.recognize_sample import (
+    EXAMPLE_CAPTION,
+    GUIDANCE_SCALE,
+    default_captions,
+    reads_shape_captions,
+)
 from sdonnx.sample.shapes.shape_architectures import TRAINED
 from sdonnx.sample.shapes.shape_drawing import SceneTable, draw, place
 from sdonnx.sample.shapes.shape_evaluation import held_out_captions
@@ -176,3 +184,22 @@ def test_the_page_shows_the_accuracy() -> None:
     assert "outputs of components, and the accuracy on 2000 captions, are within the limits." in passing.text
     assert "Accuracy" in passing.headings
     assert "Accuracy" not in Markup(certificate_html(*verification())).headings
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:__array_wrap__ must accept:DeprecationWarning")
+def test_the_command_judges_images_of_the_trained_sample(
+    shapes: Path, shapes_cpu: Path, tmp_path: Path, capsys: Any
+) -> None:
+    torch.set_num_threads(1)  # two libraries with spinning threads on a few shared cores are slow
+    folder = copied(shapes_cpu, tmp_path / "fast")
+    (tmp_path / "prompts.txt").write_text(EXAMPLE_CAPTION)
+    arguments = ["verify", str(folder), "--against", str(shapes), "-s", "12", "--accuracy_prompts", "6"]
+    assert main([*arguments, "--prompts", str(tmp_path / "prompts.txt")]) == 0
+    found = json.loads((folder / CERTIFICATE).read_text())
+    assert found["request"]["guidance_scale"] == GUIDANCE_SCALE
+    measured = {each["measure"]: each for each in found["accuracy"]}
+    assert measured["colour"]["ours"]["count"] == 6
+    assert measured["right"]["ours"] == measured["right"]["torch"]
+    assert measured["right"]["ours"]["right"] >= 4
+    assert "right" in capsys.readouterr().out
