@@ -18,7 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from sdonnx.metrics import psnr
-from sdonnx.sample.shapes.recognize_sample import EXAMPLE_CAPTION
+from sdonnx.sample.shapes.recognize_sample import EXAMPLE_CAPTION, GUIDANCE_SCALE
+from sdonnx.sample.shapes.shape_architectures import SHAPES_UNET
 from sdonnx.terminal import add_common, add_option, console, step_progress, tensor_progress
 
 __all__ = ["add_arguments", "run"]
@@ -44,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     parser.description = "Generate an image with a sample pipeline and compare with PyTorch."
     names = ", ".join(ARCHITECTURES)
-    add_option(parser, "--arch", default="tiny", help=f"one of {names} (default: tiny)")
+    add_option(parser, "--arch", default=SHAPES_UNET, help=f"one of {names} (default: {SHAPES_UNET})")
     add_option(
         parser, "-o", "--output", type=Path, default=Path("quickstart"), help="working folder (default: quickstart)"
     )
@@ -80,6 +81,7 @@ def run(options: argparse.Namespace) -> int:
             exported, optimized, provider=device.provider, float16=float16, overwrite=True, progress=progress
         )
     images = _REPEATS + 1
+    out.print(f"prompt: {EXAMPLE_CAPTION}")
     out.print(f"generate the same image {images} times with each engine, {options.steps} steps each")
     ours = _time_ours(optimized, device.provider, options.steps, work / "image.png")
     torches = [_time_torch(source, device.provider, half, options.steps) for half in ((False, True)[: 1 + float16])]
@@ -123,7 +125,10 @@ def _time_ours(folder: Path, provider: str, steps: int, path: Path) -> _Timed:
         pipeline = OrtDiffusionPipeline.from_pretrained(folder, provider)
         pipeline.set_progress_bar_config(**step_progress("sdonnx"))
         return lambda: np.asarray(
-            pipeline(EXAMPLE_CAPTION, num_inference_steps=steps, seed=_SEED, output_type="np").images[0], np.float32
+            pipeline(
+                EXAMPLE_CAPTION, num_inference_steps=steps, guidance_scale=GUIDANCE_SCALE, seed=_SEED, output_type="np"
+            ).images[0],
+            np.float32,
         )
 
     timed = _timed("sdonnx", load)
@@ -164,6 +169,7 @@ def _time_torch(folder: Path, provider: str, half: bool, steps: int) -> _Timed:
                 height=pixels,
                 width=pixels,
                 num_inference_steps=steps,
+                guidance_scale=GUIDANCE_SCALE,
                 latents=noise.to(provider, dtype),
                 output_type="np",
                 **options,

@@ -32,6 +32,8 @@ def test_quickstart_says_what_it_does(micro: Path, micro_exported: Path, micro_c
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""  # no line of transformers about torchvision, among others
     lines = done.stdout.splitlines()
+    assert "sample pipeline shapes" in lines[0]
+    assert "prompt: a large red circle to the left of a green triangle" in lines
     assert "generate the same image 4 times with each engine, 1 steps each" in lines
     for engine in ("sdonnx", "PyTorch fp32"):
         assert any(line.startswith(f"{engine}: loaded in ") for line in lines)
