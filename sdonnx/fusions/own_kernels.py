@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import onnx_ir as ir
 
@@ -145,16 +145,14 @@ def use_own_kernels(
     made, refused = use_sampler_kernels(model)
     fired.update(made)
     failures += refused
-    scaled_swaps = (_SCALED_SWAPS, _LAST_SCALED_SWAPS) if scaled else ()
-    for swaps in (*scaled_swaps, _FIRST_SWAPS, _SWAPS, _LAST_SWAPS, *((_ROWS_SWAPS,) if scaled else ())):
+    tables = (_FIRST_SWAPS, _SWAPS, _LAST_SWAPS)
+    for swaps in (_SCALED_SWAPS, _LAST_SCALED_SWAPS, *tables, _ROWS_SWAPS) if scaled else tables:
         for node in list(model.graph):
             swap = swaps.get((node.domain, node.op_type))
             if swap is None or not any(output.uses() or output.is_graph_output() for output in node.outputs):
                 continue
-            result = swap(node, image)
-            target = "SelfAttention" if swaps is _FIRST_SWAPS else _TARGETS[node.op_type]
-            target = "ScaledMatMul" if swaps in scaled_swaps else target
-            name = f"{node.op_type}ToOwn{target}"
+            result = swap.rewrite(node, image)
+            name = f"{node.op_type}ToOwn{swap.target}"
             if result is REWRITTEN:
                 fired[name] += 1
             elif isinstance(result, Refused):
@@ -336,56 +334,51 @@ def _attention(node: ir.Node, image: _DefaultImage) -> WalkResult:
     return REWRITTEN
 
 
-_Swaps = Mapping[tuple[str, str], Callable[[ir.Node, _DefaultImage], WalkResult]]
+class _Swap(NamedTuple):
+    """The replacement of a node by one of our own operators.
 
-_FIRST_SWAPS: _Swaps = {(MICROSOFT, "MultiHeadAttention"): _self_attention}
+    Attributes:
+        target: the name of the replacement in reports, after that of the node.
+        rewrite: replaces a node, or refuses to.
+    """
+
+    target: str
+    rewrite: Callable[[ir.Node, _DefaultImage], WalkResult]
+
+
+_Swaps = Mapping[tuple[str, str], _Swap]
+"""Replacements by the domain and type of the node."""
+
+_FIRST_SWAPS: _Swaps = {(MICROSOFT, "MultiHeadAttention"): _Swap("SelfAttention", _self_attention)}
 """Before the others, which take products one by one."""
 
 _SWAPS: _Swaps = {
-    ("", "LayerNormalization"): _layer_norm,
-    (MICROSOFT, "SkipLayerNormalization"): _skip_layer_norm,
-    (MICROSOFT, "BiasSplitGelu"): _bias_split_gelu,
-    (MICROSOFT, "GroupNorm"): _group_norm,
-    (MICROSOFT, "SkipGroupNorm"): _group_norm,
-    (MICROSOFT, "MultiHeadAttention"): _attention,
-    (MICROSOFT, "FastGelu"): fast_gelu,
-    (MICROSOFT, "BiasAdd"): bias_add,
-    ("", "Add"): sum_with_bias,
-    ("", "Gemm"): gemm,
-    ("", "Concat"): concat_channels,
-    ("", "Resize"): upsample_nearest,
+    ("", "LayerNormalization"): _Swap("LayerNorm", _layer_norm),
+    (MICROSOFT, "SkipLayerNormalization"): _Swap("SkipLayerNorm", _skip_layer_norm),
+    (MICROSOFT, "BiasSplitGelu"): _Swap("BiasSplitGelu", _bias_split_gelu),
+    (MICROSOFT, "GroupNorm"): _Swap("GroupNorm", _group_norm),
+    (MICROSOFT, "SkipGroupNorm"): _Swap("GroupNorm", _group_norm),
+    (MICROSOFT, "MultiHeadAttention"): _Swap("Attention", _attention),
+    (MICROSOFT, "FastGelu"): _Swap("MatMul", fast_gelu),
+    (MICROSOFT, "BiasAdd"): _Swap("MatMul", bias_add),
+    ("", "Add"): _Swap("MatMul", sum_with_bias),
+    ("", "Gemm"): _Swap("MatMul", gemm),
+    ("", "Concat"): _Swap("ConcatChannels", concat_channels),
+    ("", "Resize"): _Swap("UpsampleNearest", upsample_nearest),
 }
 
 _SCALED_SWAPS: _Swaps = {
-    (MICROSOFT, "FastGelu"): partial(fast_gelu, scaled=True),
-    (MICROSOFT, "BiasAdd"): partial(bias_add, scaled=True),
-    ("", "Add"): partial(sum_with_bias, scaled=True),
-    ("", "Gemm"): partial(gemm, scaled=True),
+    (MICROSOFT, "FastGelu"): _Swap("ScaledMatMul", partial(fast_gelu, scaled=True)),
+    (MICROSOFT, "BiasAdd"): _Swap("ScaledMatMul", partial(bias_add, scaled=True)),
+    ("", "Add"): _Swap("ScaledMatMul", partial(sum_with_bias, scaled=True)),
+    ("", "Gemm"): _Swap("ScaledMatMul", partial(gemm, scaled=True)),
 }
 
-_LAST_SCALED_SWAPS: _Swaps = {("", "MatMul"): partial(mat_mul, scaled=True)}
+_LAST_SCALED_SWAPS: _Swaps = {("", "MatMul"): _Swap("ScaledMatMul", partial(mat_mul, scaled=True))}
 """Products of factors that are rounded to 8 bits, before the others, which take all products."""
 
-_ROWS_SWAPS: _Swaps = {(OWN_DOMAIN, "QuantizeRows"): rows_of_source}
+_ROWS_SWAPS: _Swaps = {(OWN_DOMAIN, "QuantizeRows"): _Swap("Rows", rows_of_source)}
 """The rounding of what our own norms and gates compute, after these have replaced the others."""
 
-_LAST_SWAPS: _Swaps = {("", "MatMul"): mat_mul}
+_LAST_SWAPS: _Swaps = {("", "MatMul"): _Swap("MatMul", mat_mul)}
 """After the others, which take products into sums."""
-
-_TARGETS = {
-    "LayerNormalization": "LayerNorm",
-    "SkipLayerNormalization": "SkipLayerNorm",
-    "BiasSplitGelu": "BiasSplitGelu",
-    "GroupNorm": "GroupNorm",
-    "SkipGroupNorm": "GroupNorm",
-    "MultiHeadAttention": "Attention",
-    "FastGelu": "MatMul",
-    "BiasAdd": "MatMul",
-    "Add": "MatMul",
-    "Gemm": "MatMul",
-    "MatMul": "MatMul",
-    "Concat": "ConcatChannels",
-    "Resize": "UpsampleNearest",
-    "QuantizeRows": "Rows",
-}
-"""The operator that takes a node's place."""

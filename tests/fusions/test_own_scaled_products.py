@@ -86,8 +86,10 @@ def swapped(model: ir.Model, tolerance: float = 2e-3) -> tuple[ir.Model, dict[st
 @pytest.mark.parametrize("kind", BODIES)
 def test_products(kind: str, name: str) -> None:
     model = quantized(BODIES[kind], name)
-    after, _ = swapped(model)
+    after, fired = swapped(model)
     products = 2 if kind == "two products" else 1
+    replaced = {"bias": "Add", "bias and residual": "BiasAdd", "gelu": "FastGelu"}.get(kind, "MatMul")
+    assert fired == {f"{replaced}ToOwnScaledMatMul": products}
     counts = operators(
         after, "ScaledMatMul", "QuantizeRows", "DequantizeLinear", "MatMul", "ReduceMax", "BiasAdd", "FastGelu"
     )
