@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,9 @@ from sdonnx.doctor.kernel_library import KernelLibrary
 from sdonnx.doctor.measured_verdicts import MEASURED_VERDICTS_FILE, measured_verdict_file, measured_verdicts
 from sdonnx.doctor.nearest_verdict import nearest_verdict
 from sdonnx.doctor.own_kernel_check import known_own_verdict
-from sdonnx.doctor.verdict import Verdict
+from sdonnx.doctor.verdict import SummaryLine, Verdict
 from sdonnx.errors import FolderError
+from sdonnx.operators.operator_table import CONTRACTS, OWN_CONTRACTS
 
 script = load_script("write_measured_verdicts")
 
@@ -102,43 +104,87 @@ def test_verdict_on_our_own_kernels_ships_for_the_sources_that_were_checked(
 
 
 def test_verdict_that_ships_is_used_only_for_its_sources() -> None:
-    """Of the kernels as they are here: that of a check on a GPU, or none since they were edited."""
-    sources = script.source_digest()
-    shipped = [entry["verdict"]["key"] for entry in json.loads(MEASURED_VERDICTS_FILE.read_text())["verdicts"]]
-    of_ours = [key for key in shipped if "kernel_sources" in key]
-    for key in of_ours:
-        found = nearest_verdict({**key, "kernel_sources": sources}, measured_verdicts())
-        assert (found is not None) == any({**each, "kernel_sources": sources} == each for each in of_ours)
-    stated = script.missing(MEASURED_VERDICTS_FILE.read_text(), sources)
-    assert any("our own kernels" in line for line in stated) == (sources not in {k["kernel_sources"] for k in of_ours})
+    of_ours = [verdict for verdict in measured_verdicts() if "kernel_sources" in verdict.key]
+    assert of_ours
+    for verdict in of_ours:
+        assert nearest_verdict({**verdict.key, "kernel_sources": "ed17ed"}, measured_verdicts()) is None
 
 
-@pytest.mark.parametrize(
-    ("records", "sources", "lines"),
-    [
-        ([(FULL, "verdict"), (OWN, "own_kernels")], "5eed", []),
-        ([(FULL, "verdict"), (OWN, "own_kernels")], "ed17", ["verdicts ship for the sources 5eed; expected ed17"]),
-        ([(FULL, "verdict")], "5eed", ["verdicts ship for the sources none; expected 5eed"]),
-        ([(OWN, "own_kernels")], "5eed", ["ONNX Runtime's kernels: no verdict ships"]),
-    ],
-)
+def test_verdicts_ship_for_the_kernels_as_they_are() -> None:
+    """If this fails, an edit has voided a verdict that ships: run the commands of the message (decision 0163)."""
+    lines = script.missing(measured_verdicts(), script.kernels_of_checkout())
+    assert not lines, "\n".join(lines)
+
+
+def summary(kernels: Any, full: bool) -> tuple[SummaryLine, ...]:
+    """Return the summary of a check in fp16 that found no fault."""
+    counts = Counter(check.case.op_type for check in kernels.cases.checks if full or check.first_use)
+    return tuple(SummaryLine(name, "float16", count, 0, 0, 1e-4) for name, count in counts.items())
+
+
+def holding(of_ours: bool) -> tuple[Verdict, Any]:
+    """Return a verdict that holds, whatever ships, and the kernels that it is on."""
+    kernels = script.kernels_of_checkout()[of_ours]
+    key = (OWN_KEY if of_ours else KEY) | kernels.key
+    return replace(OWN, key=key, complete=True, full=True, summary=summary(kernels, True)), kernels
+
+
+@pytest.mark.parametrize("of_ours", [False, True])
+def test_every_part_of_a_verdict_is_compared(of_ours: bool) -> None:
+    verdict, kernels = holding(of_ours)
+    parts = {"onnxruntime", "kernel_cases", *(("kernel_sources", "kernel_compiler") if of_ours else ())}
+    assert kernels.key.keys() == parts
+    for part in parts:
+        changed = replace(kernels, key={**kernels.key, part: "another"})
+        (line,) = script.missing([verdict], [changed])
+        found = f"{kernels.name}: {part} of the verdict that ships is {kernels.key[part]}, expected another; "
+        assert line == f"{found}run on a GPU: {kernels.command}; then: python scripts/write_measured_verdicts.py"
+
+
+@pytest.mark.parametrize("of_ours", [False, True])
+def test_every_operator_has_to_have_run(of_ours: bool) -> None:
+    """A case that is missing, or that no kernel ran, is noticed, in a full check and in one of a first use."""
+    verdict, kernels = holding(of_ours)
+    names = {check.case.op_type for check in kernels.cases.checks if check.first_use}
+    assert names == (OWN_CONTRACTS if of_ours else CONTRACTS).keys()
+    for full in (True, False):
+        rows = summary(kernels, full)
+        assert {row.name for row in rows} == names
+        assert script.reasons_against(replace(verdict, full=full, summary=rows), kernels) == []
+        for row in rows:
+            fewer = replace(row, correct=row.correct - 1, unavailable=1)
+            others = tuple(each for each in rows if each != row)
+            for lost, count in (((fewer,), row.correct - 1), ((), 0)):
+                reasons = script.reasons_against(replace(verdict, full=full, summary=(*others, *lost)), kernels)
+                assert reasons == [f"{count} cases of {row.name} ran, expected {row.correct}"]
+    assert script.reasons_against(replace(verdict, complete=False), kernels) == ["the check was not complete"]
+
+
+def test_one_verdict_that_holds_is_enough() -> None:
+    verdict, kernels = holding(True)
+    older = replace(verdict, key={**verdict.key, "kernel_sources": "older"})
+    oldest = replace(older, key={**older.key, "kernel_cases": "older"})
+    assert script.missing([oldest, verdict, older], [kernels]) == []
+    (line,) = script.missing([oldest, older], [kernels])
+    assert "kernel_sources" in line
+    assert "kernel_cases" not in line
+
+
+@pytest.mark.parametrize("kept", [(), (False,), (True,), (False, True)])
 def test_check_of_a_release_reports_what_is_missing(
-    records: list[tuple[Verdict, str]],
-    sources: str,
-    lines: list[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    kept: tuple[bool, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "measured.json"
-    file.write_text(json.dumps(made(*((name, report(verdict, name)) for verdict, name in records))))
+    rows = [{"verdict": verdict_as_json(holding(of_ours)[0])} for of_ours in kept]
+    file.write_text(json.dumps({"verdicts": rows}))
     before = file.read_bytes()
     monkeypatch.setattr(script, "MEASURED_VERDICTS_FILE", file)
-    monkeypatch.setattr(script, "source_digest", lambda: sources)
-    assert script.main(["--check"]) == bool(lines)
+    assert script.main(["--check"]) == int(len(kept) < 2)
     shown = capsys.readouterr().out.splitlines()
-    assert len(shown) == 1
-    assert all(line in text for line, text in zip(lines, shown, strict=bool(lines)))
+    lost = [name for name, of_ours in (("ONNX Runtime's", False), ("our own", True)) if of_ours not in kept]
+    expected = [f"{name} kernels: no verdict ships; expected one; run on a GPU: " for name in lost]
+    assert len(shown) == max(len(expected), 1)
+    assert all(line.startswith(start) for line, start in zip(shown, expected or ["verdicts ship for all"], strict=True))
     assert file.read_bytes() == before
 
 
