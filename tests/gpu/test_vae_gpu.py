@@ -210,15 +210,15 @@ def test_offloading_lowers_the_peak(arch: str, build: Build, note: Any) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("batch", [7, 8, 16])
-def test_sdxl_at_1024_in_batches(batch: int, build: Build, note: Any) -> None:
+@pytest.mark.parametrize(("arch", "batch"), [("sdxl", 7), ("sdxl", 8), ("sdxl", 16), ("pixart-alpha", 8)])
+def test_batches_at_1024(arch: str, batch: int, build: Build, note: Any) -> None:
     arguments: dict[str, Any] = {"num_inference_steps": 2, "output_type": "np"}
-    with OrtDiffusionPipeline.from_pretrained(build("sdxl")[1]) as pipeline:
+    with OrtDiffusionPipeline.from_pretrained(build(arch)[1]) as pipeline:
         noise = np.random.default_rng(0).standard_normal((batch, 4, 128, 128)).astype(np.float32)
         pipeline("a fox", num_images_per_prompt=batch, latents=noise, **arguments)
         start = time.perf_counter()
         images = pipeline("a fox", num_images_per_prompt=batch, latents=noise, **arguments).images
-        note("sdxl_batches", {"batch": batch, "seconds_of_2_steps": time.perf_counter() - start})
+        note("batches at 1024", {"arch": arch, "batch": batch, "seconds_of_2_steps": time.perf_counter() - start})
         for index in (0, batch - 1):
             single = pipeline("a fox", latents=noise[index : index + 1], **arguments).images
             assert psnr(images[index : index + 1], single) > SAME_DB

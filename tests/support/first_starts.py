@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import compileall
 import json
 import os
 import shutil
@@ -79,9 +80,13 @@ def of_other_versions(verdict: Any) -> Any:
 
 
 def package_with(content: str, folder: Path) -> Path:
-    """Copy the package to a folder, with another file of shipped verdicts, and return the folder."""
+    """Copy the package to a folder with another file of shipped verdicts, and return the folder.
+
+    Its modules are compiled, as those of an installed package are.
+    """
     package = Path(sdonnx.__file__).resolve().parent
-    shutil.copytree(package, folder / package.name)
+    shutil.copytree(package, folder / package.name, ignore=shutil.ignore_patterns("__pycache__", "weights"))
+    assert compileall.compile_dir(folder / package.name, quiet=1)
     (folder / MEASURED_VERDICTS_FILE.relative_to(package.parent)).write_text(content, encoding="utf-8")
     return folder
 
