@@ -23,9 +23,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from sdonnx.benchmark.report.drawing import WIDTH, Drawing, Series, Text, line_chart
 from sdonnx.benchmark.report.drawing import Path as Shape
-from sdonnx.sample.shapes.shape_architectures import TRAINED
+from sdonnx.sample.shapes.shape_architectures import SHIPPED, TRAINED
 from sdonnx.sample.shapes.shape_evaluation import BOUNDS, contact_sheet, generate, held_out_captions
 from sdonnx.sample.shapes.shape_scenes import COLOURS, IMAGE_SIZE, PHRASES, SHAPES, SIZES
+from sdonnx.sample.write_sample import write_sample
 
 ROOT = Path(__file__).resolve().parent.parent
 RECORD = ROOT / "docs" / "results" / "train-shapes-h200.json"
@@ -35,6 +36,11 @@ SAMPLES = FOLDER / "trained-samples.png"
 
 _SHEET_PROMPTS, _SHEET_COLUMNS, _SHEET_SEED = 16, 8, 0
 _MEASURES = {"colour": "#0072b2", "shape": "#d55e00", "relation": "#009e73"}  # Okabe and Ito
+_LOSS = {"loss": "#0072b2"}
+_BASES = {
+    "StableDiffusionPipeline": "Stable Diffusion with CLIP, UNet",
+    "PixArtAlphaPipeline": "PixArt with T5, transformer",
+}
 _LEGEND = 20.0  # units below a chart
 
 _TEMPLATE = """\
@@ -71,6 +77,10 @@ class Training:
     run: Mapping[str, Any]
     entry: Mapping[str, Any]
 
+    def losses(self) -> list[Mapping[str, Any]]:
+        """Return the mean losses during the training."""
+        return [each for each in self.run["curve"] if each["part"] == self.name and "loss" in each]
+
     def evaluations(self) -> list[Mapping[str, Any]]:
         """Return the evaluations during the training and at its end, with the settings of the final one."""
         settings = self.entry["settings"]
@@ -93,24 +103,33 @@ def trainings(runs: Sequence[Mapping[str, Any]]) -> list[Training]:
 
 def curve(training: Training) -> str:
     """Return a chart of the accuracy during the training, as a file of SVG."""
+    title = f"Share of images of {training.name} in which colours, shapes and the relation are right, by training steps"
+    return _svg(title, training.evaluations(), _MEASURES, "right, %", 100)
+
+
+def loss_curve(training: Training) -> str:
+    """Return a chart of the loss during the training, as a file of SVG."""
+    return _svg(f"Loss of {training.name}, by training steps", training.losses(), _LOSS, "squared error of v", 1)
+
+
+def _svg(title: str, points: Sequence[Mapping[str, Any]], colours: Mapping[str, str], unit: str, factor: float) -> str:
+    """Return a chart of the values of each key of `colours`, times a factor, by steps."""
     from jinja2 import Environment, StrictUndefined
 
-    points = training.evaluations()
     series = [
-        Series(colour, index, tuple((each["step"] / 1000, 100 * each[measure]) for each in points), None, measure)
-        for index, (measure, colour) in enumerate(_MEASURES.items())
+        Series(colour, index, tuple((each["step"] / 1000, factor * each[name]) for each in points), None, name)
+        for index, (name, colour) in enumerate(colours.items())
     ]
-    chart = line_chart(series, "thousand steps", "right, %")
+    chart = _with_legend(line_chart(series, "thousand steps", unit), colours)
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    title = f"Share of images of {training.name} in which colours, shapes and the relation are right, by training steps"
-    return environment.from_string(_TEMPLATE).render(title=title, width=int(WIDTH), drawing=_with_legend(chart)) + "\n"
+    return environment.from_string(_TEMPLATE).render(title=title, width=int(WIDTH), drawing=chart) + "\n"
 
 
-def _with_legend(chart: Drawing) -> Drawing:
+def _with_legend(chart: Drawing, colours: Mapping[str, str]) -> Drawing:
     paths, texts = list(chart.paths), list(chart.texts)
     top = chart.height + 4
-    for index, (measure, colour) in enumerate(_MEASURES.items()):
-        left = index * WIDTH / len(_MEASURES)
+    for index, (measure, colour) in enumerate(colours.items()):
+        left = index * WIDTH / len(colours)
         paths.append(Shape(f"M{left:.1f} {top:.1f}h10v10h-10z", "key", colour))
         texts.append(Text(left + 16, top + 9.5, measure, "name"))
     return Drawing(chart.height + _LEGEND, tuple(paths), tuple(texts))
@@ -118,27 +137,34 @@ def _with_legend(chart: Drawing) -> Drawing:
 
 def page(runs: Sequence[Mapping[str, Any]]) -> str:
     """Return the page in Markdown."""
-    return "\n".join(_page(runs, trainings(runs)))
+    return "\n".join(_page(runs, trainings(runs))) + "\n"
 
 
 def _page(runs: Sequence[Mapping[str, Any]], made: Sequence[Training]) -> Iterator[str]:
+    names = [each.name for each in made]
     count, settings = made[0].entry["accuracy"]["right"]["count"], made[0].entry["settings"]
+    scale = settings["guidance_scale"]
     yield f"""\
 # Trained samples
 
 <!-- Written by scripts/write_shapes_page.py from docs/results/train-shapes-h200.json; do not edit. -->
 
-`sdonnx sample --arch shapes` (Stable Diffusion: CLIP, UNet, autoencoder) and `--arch shapes-dit` (PixArt: T5,
-transformer, autoencoder) write pipelines with trained weights, which ship with the package. They draw what a caption
-says, in {IMAGE_SIZE}x{IMAGE_SIZE} pixels, so that a person and a rule can see whether an image is right. Captions name
-one or two shapes:
+These pipelines have trained weights, which ship with the package. They draw a caption's shapes in
+{IMAGE_SIZE}x{IMAGE_SIZE} pixels, so that a person and a rule can see whether an image is right
+([reason](../decisions/0162-ship-a-trained-sample.md)).
+"""
+    yield from (f"- `sdonnx sample --arch {name}`: {_base(name)}" for name in names)
+    yield f"""
+Captions name one or two shapes:
 
 - {_list(SHAPES)};
 - {_list(COLOURS)};
 - {_list(SIZES)}, or of any size;
 - the first is {_list([phrases[0] for phrases in PHRASES.values()])} the second.
 
-![Images of both pipelines for {_SHEET_PROMPTS} captions](trained-samples.png)
+Pass `--guidance_scale {scale:g}` to `sdonnx generate`, and `guidance_scale={scale:g}` in Python.
+
+![Images of {_SHEET_PROMPTS} captions](trained-samples.png)
 
 The captions are held out: training saw no drawing with these shapes, colors and relation. They are the first of a
 seed, not selected.
@@ -146,9 +172,10 @@ seed, not selected.
 ## Accuracy
 
 Shares of right images of {count:,} held-out captions in percent, with the Wilson interval of 95 % confidence. They
-were generated by diffusers in float32 from the weights that ship, with {settings["steps"]} steps and a guidance scale
-of {settings["guidance_scale"]:g}, and judged [by rules](../decisions/0155-train-shapes-and-judge-them-by-rules.md).
-Weights ship only if they reach the bounds.
+were generated by diffusers in float32, with products in TF32, from the weights that ship, with {settings["steps"]}
+steps and a guidance scale of {scale:g}, and judged
+[by rules](../decisions/0155-train-shapes-and-judge-them-by-rules.md). Weights ship only if they
+reach the bounds.
 """
     yield from _table(
         ("measure", "bound", *(each.name for each in made)),
@@ -174,20 +201,19 @@ def _training(runs: Sequence[Mapping[str, Any]], made: Sequence[Training]) -> It
     device = " and ".join(dict.fromkeys(run["device"] for run in runs))
     minutes = sum(run["seconds"] for run in runs) / 60
     yield f"""\
-Text encoder and denoiser are trained from scratch, together, on latents of drawings. Both pipelines share one
-autoencoder. The runs took {minutes:.1f} minutes in all on an {device}, evaluations included.
-[The record](../results/train-shapes-h200.json) has one line for each:
+Text encoder and denoiser are trained from scratch, together, on latents of drawings. All pipelines share one
+autoencoder. Training took {minutes:.1f} minutes in all on an {device}, evaluations included.
+[The record](../results/train-shapes-h200.json) has one line for each run:
 
 | run | seconds | steps | seed |
 | --- | ---: | ---: | ---: |"""
     for run in runs:
         yield f"| {_run_name(run)} | {run['seconds']:.0f} | {run['steps']:,} | {run['seed']} |"
-    yield "\nThe accuracy during the training, on up to 240 captions before the end:\n"
+    yield "\nThe loss, and the accuracy on 240 captions during the training and on all at its end:\n"
     for each in made:
+        yield f"![Loss of {each.name} by training steps]({loss_file(each.name)})\n"
         yield f"![Accuracy of {each.name} by training steps]({curve_file(each.name)})\n"
     yield """\
-Colors are learned first, then shapes; the relation is last, as in [arXiv 2601.06338](https://arxiv.org/abs/2601.06338).
-
 | parameters | text encoder | denoiser | autoencoder | all | MB in float16 |
 | --- | ---: | ---: | ---: | ---: | ---: |"""
     for each in made:
@@ -199,7 +225,7 @@ Colors are learned first, then shapes; the relation is last, as in [arXiv 2601.0
     for run in runs:
         yield shlex.join(["python", f"scripts/{Path(run['command'][0]).name}", *run["command"][1:]])
     yield """\
-python scripts/ship_shapes.py FOLDER FOLDER --result FILE ...
+python scripts/ship_shapes.py FOLDER ...
 python scripts/write_shapes_page.py --samples
 ```"""
 
@@ -211,6 +237,11 @@ _TITLES = {
     "relation": "colors and relation, of two shapes",
     "right": "everything",
 }
+
+
+def _base(name: str) -> str:
+    """Return the networks of a pipeline."""
+    return f"{_BASES[TRAINED[name].pipeline]} and autoencoder"
 
 
 def _run_name(run: Mapping[str, Any]) -> str:
@@ -243,15 +274,18 @@ def curve_file(name: str) -> str:
     return f"trained-samples-{name}.svg"
 
 
-def draw_samples(path: Path) -> None:
-    """Draw the picture of both pipelines with the weights that ship, on the CPU."""
-    import diffusers
+def loss_file(name: str) -> str:
+    """Return the name of the file with the loss of a pipeline."""
+    return f"trained-samples-{name}-loss.svg"
 
-    from sdonnx.sample.write_sample import write_sample
+
+def draw_samples(path: Path) -> None:
+    """Draw the picture of all pipelines with the weights that ship, on the CPU."""
+    import diffusers
 
     prompts = held_out_captions(_SHEET_PROMPTS, _SHEET_SEED)
     sheets = {}
-    for name in TRAINED:
+    for name in SHIPPED:
         with tempfile.TemporaryDirectory() as folder:
             write_sample(name, Path(folder) / name)
             pipeline: Any = diffusers.DiffusionPipeline.from_pretrained(Path(folder) / name)
@@ -270,6 +304,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     PAGE.write_text(page(runs), encoding="utf-8")
     for each in trainings(runs):
         (FOLDER / curve_file(each.name)).write_text(curve(each), encoding="utf-8")
+        (FOLDER / loss_file(each.name)).write_text(loss_curve(each), encoding="utf-8")
     if options.samples:
         draw_samples(SAMPLES)
     return 0

@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 import pytest
 from support.scripts import load_script
 
-from sdonnx.sample.shapes.shape_architectures import TRAINED
+from sdonnx.sample.shapes.shape_architectures import SHIPPED, TRAINED
 from sdonnx.sample.shapes.shape_evaluation import MEASURES
 from sdonnx.sample.shapes.shape_judge import wilson_interval
 from sdonnx.sample.shapes.shape_scenes import PHRASES
@@ -59,12 +59,14 @@ RUNS = [
 def test_page_has_the_numbers_of_the_record() -> None:
     page = SCRIPT.page(RUNS)
     assert "of 2,000 held-out captions" in page
-    assert "with 25 steps and a guidance scale\nof 4" in page
+    assert "with 25\nsteps and a guidance scale of 4" in page
+    assert "`--guidance_scale 4`" in page
+    assert "- `sdonnx sample --arch shapes-dit`: PixArt with T5, transformer and autoencoder\n" in page
     low, high = (100 * value for value in wilson_interval(1950, 2000))
     colour = f"97.50 ({low:.2f} to {high:.2f})"
     assert f"| number of shapes and colors | 97 | {colour} | {colour} |" in page
     assert re.search(r"^\| around \| 98\.33 \(", page, re.MULTILINE)
-    assert "The runs took 9.0 minutes in all on an NVIDIA H200" in page
+    assert "Training took 9.0 minutes in all on an NVIDIA H200" in page
     assert "| autoencoder | 60 | 0 | 3 |" in page
     assert "| `shapes-dit` | 240 | 4,000 | 3 |" in page
     assert "| shapes-dit | 700,000 | 4,000,000 | 800,000 | 5,500,000 | 11.0 |" in page
@@ -87,6 +89,30 @@ def test_curves_have_the_evaluations_of_the_final_settings() -> None:
     assert {"colour", "shape", "relation"} <= {text.text for text in root.iter(f"{space}text")}
 
 
+def test_the_page_of_one_pipeline_names_no_other() -> None:
+    page = SCRIPT.page([run("shapes", curve=[{"part": "vae", "seconds": 9.0, "step": 250}])])
+    assert "shapes-dit" not in page
+    assert "| autoencoder and `shapes` | 240 | 4,000 | 3 |" in page
+
+
+def test_losses_are_drawn() -> None:
+    (first, _) = SCRIPT.trainings(RUNS)
+    root = ElementTree.fromstring(SCRIPT.loss_curve(first))
+    marks = [str(title.text) for path in root.iter("{http://www.w3.org/2000/svg}path") for title in path]
+    assert [mark.split(": ")[1] for mark in marks] == ["0.500"]
+
+
+def test_the_page_is_that_of_the_record() -> None:
+    """Run scripts/write_shapes_page.py after scripts/ship_shapes.py."""
+    runs = SCRIPT.read_record()
+    assert SCRIPT.PAGE.read_text(encoding="utf-8") == SCRIPT.page(runs)
+    made = SCRIPT.trainings(runs)
+    assert [each.name for each in made] == list(SHIPPED)
+    for each in made:
+        assert (SCRIPT.FOLDER / SCRIPT.curve_file(each.name)).read_text(encoding="utf-8") == SCRIPT.curve(each)
+        assert (SCRIPT.FOLDER / SCRIPT.loss_file(each.name)).read_text(encoding="utf-8") == SCRIPT.loss_curve(each)
+
+
 def test_texts_of_curves_lie_inside() -> None:
     root = ElementTree.fromstring(SCRIPT.curve(SCRIPT.trainings(RUNS)[0]))
     *_, width, height = map(float, str(root.get("viewBox")).split())
@@ -98,3 +124,4 @@ def test_texts_of_curves_lie_inside() -> None:
 @pytest.mark.parametrize("name", TRAINED)
 def test_names_of_curves_differ(name: str) -> None:
     assert f"]({SCRIPT.curve_file(name)})" in SCRIPT.page(RUNS)
+    assert f"]({SCRIPT.loss_file(name)})" in SCRIPT.page(RUNS)
