@@ -9,29 +9,15 @@ from contextlib import suppress
 
 __all__ = ["LIBRARIES", "load_libraries", "loaded_libraries"]
 
+_CUDA = ("libcudart", "libnvJitLink", "libcublasLt", "libcublas", "libnvrtc")
+_CUDNN = ("", "_graph", "_ops", "_cnn", "_adv", "_heuristic")
+_CUDNN_ENGINES = ("_engines_precompiled", "_engines_runtime_compiled", "_engines_tensor_ir")
+
 LIBRARIES = (
     "libcuda.so.1",
-    *(
-        f"{name}.so.{major}"
-        for major in (12, 13)
-        for name in ("libcudart", "libnvJitLink", "libcublasLt", "libcublas", "libnvrtc")
-    ),
-    "libcufft.so.11",
-    "libcufft.so.12",
-    "libcurand.so.10",
-    *(
-        f"libcudnn{part}.so.9"
-        for part in (
-            "",
-            "_graph",
-            "_ops",
-            "_cnn",
-            "_adv",
-            "_heuristic",
-            "_engines_precompiled",
-            "_engines_runtime_compiled",
-        )
-    ),
+    *(f"{name}.so.{major}" for major in (12, 13) for name in _CUDA),
+    *("libcufft.so.11", "libcufft.so.12", "libcurand.so.10"),
+    *(f"libcudnn{part}.so.9" for part in (*_CUDNN, *_CUDNN_ENGINES)),
 )
 """The driver, CUDA 12 and 13, and cuDNN 9 with its parts: each library after those that it is linked with."""
 
