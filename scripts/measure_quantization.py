@@ -1,10 +1,12 @@
-"""Measure every quantization type on an exported pipeline: error of the denoiser, images, and bytes.
+"""Measure every quantization type on an exported pipeline: error of the denoiser, images, bytes and milliseconds.
 
     python scripts/measure_quantization.py ONNX --json docs/results/quantization-cpu.json
+    python scripts/measure_quantization.py ONNX --provider cuda --captions 2000 --json quantization-gpu.json
 
-Graphs are those of the CPU provider in float32, so that the only difference to the reference is the quantization. The
-denoiser's error is the largest over recorded calls of the reference. Milliseconds are not measured: activations are
-rounded by standard operators here.
+On a CPU all graphs are in float32, so that the only difference to the reference is the quantization. On a GPU they are
+in fp16, which is a row of its own, and the reference is in float32. The denoiser's error is the largest over recorded
+calls of the reference. With --captions, which is for trained samples, the images of held-out captions are judged; the
+noise of each is the same for all types. Milliseconds are those of a step with guidance and the scheduler, on a GPU.
 """
 
 from __future__ import annotations
@@ -13,8 +15,11 @@ import argparse
 import importlib.metadata
 import json
 import platform
+import statistics
 import sys
 import tempfile
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +40,14 @@ from sdonnx.precision_search.record_inputs import Recording, run_probe
 from sdonnx.quantization.quantization_config import QuantizationConfig
 from sdonnx.quantization.quantization_types import TYPES, QuantizationType
 from sdonnx.runtime.device.device import device_for
+from sdonnx.runtime.device.kernel_workarounds import check_now
 from sdonnx.runtime.device.session import Graph
+from sdonnx.runtime.pipeline import OrtDiffusionPipeline
+from sdonnx.sample.shapes.shape_evaluation import held_out_captions, score_images, summarize
+
+_BATCH = 50
+_CAPTION_STEPS, _CAPTION_GUIDANCE = 25, 4.0  # those of the training's record
+_TIMED_STEPS = (2, 42)
 
 
 def main() -> None:
@@ -49,12 +61,21 @@ def main() -> None:
     parser.add_argument("--size", type=int, default=None, help="pixels (default: the pipeline's)")
     parser.add_argument("--calibration_method", default="max", choices=METHODS)
     parser.add_argument("--types", nargs="+", default=list(TYPES))
+    parser.add_argument("--provider", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--captions", type=int, default=0, help="number of held-out captions to judge")
     options = parser.parse_args()
     prompts = PROMPTS[:2] if options.prompts is None else read_prompts(options.prompts)
     settings = ProbeSettings(tuple(prompts), options.steps, options.size)
     with tempfile.TemporaryDirectory() as work:
+        types = [TYPES[name] for name in options.types]
         rows = measure(
-            options.exported, Path(work), settings, [TYPES[name] for name in options.types], options.calibration_method
+            options.exported,
+            Path(work),
+            settings,
+            types,
+            options.calibration_method,
+            options.provider,
+            options.captions,
         )
     options.json.write_text(
         json.dumps(
@@ -66,6 +87,8 @@ def main() -> None:
                     "size": options.size,
                     "seed": 0,
                     "calibration_method": options.calibration_method,
+                    "provider": options.provider,
+                    "captions": options.captions,
                 },
                 "versions": {name: importlib.metadata.version(name) for name in ("onnxruntime", "onnx", "numpy")},
                 "processor": platform.machine(),
@@ -78,37 +101,104 @@ def main() -> None:
 
 
 def measure(
-    exported: Path, work: Path, settings: ProbeSettings, types: list[QuantizationType], method: str
+    exported: Path,
+    work: Path,
+    settings: ProbeSettings,
+    types: list[QuantizationType],
+    method: str,
+    provider: str,
+    captions: int,
 ) -> dict[str, dict[str, Any]]:
-    """Return the measurements of each type by its name, and of the reference by "float32"."""
+    """Return the measurements of each type by its name, and of the reference by "float32".
+
+    Args:
+        exported: the exported pipeline.
+        work: an empty folder.
+        settings: the images of the error, the PSNR and the calibration.
+        types: the types.
+        method: the method of the calibration.
+        provider: "cpu", or "cuda", where a row "float16" is added.
+        captions: number of held-out captions to judge.
+    """
     denoiser = family_of(PipelineFolder.open(exported)).with_role(Role.DENOISER).name
+    prompts = held_out_captions(captions, settings.seed)
+    is_gpu = provider == "cuda"
     reference = work / "float32"
-    optimize_folder(exported, reference, provider="cpu")
-    recorded = run_probe(reference, "cpu", settings)
-    rows: dict[str, dict[str, Any]] = {"float32": _sizes(reference, denoiser)}
-    for kind in types:
-        config = QuantizationConfig(kind)
+    optimize_folder(exported, reference, provider=provider)
+    recorded = run_probe(reference, provider, settings)
+    rows = {"float32": _sizes(reference, denoiser) | _drawn(reference, provider, prompts)}
+    print("float32", rows["float32"], flush=True)
+    for kind in [None, *types] if is_gpu else types:
+        name = "float16" if kind is None else kind.name
+        config = None if kind is None else QuantizationConfig(kind)
         scales = None
-        if kind.is_static:
-            request = OptimizeRequest("cpu", quantization=config, scales={})
+        if kind is not None and kind.is_static:
+            request = OptimizeRequest(provider, quantization=config, scales={})
             scales = calibrate(exported, request, settings, method)
-        folder = work / kind.name
-        report = optimize_folder(exported, folder, provider="cpu", quantization=config, scales=scales)
-        found = run_probe(folder, "cpu", settings, record=False)
-        (quantized,) = report.components[denoiser].quantized.values()
-        row = _sizes(folder, denoiser) | {"weights": len(quantized["modules"])}
-        row |= {"error": _error(reference, folder, denoiser, recorded), "psnr_db": _decibels(recorded, found)}
-        rows[kind.name] = row
-        print(kind.name, row)
+        folder = work / name
+        report = optimize_folder(
+            exported, folder, provider=provider, float16=is_gpu, quantization=config, scales=scales
+        )
+        found = run_probe(folder, provider, settings, record=False)
+        row = _sizes(folder, denoiser)
+        if kind is not None:
+            (quantized,) = report.components[denoiser].quantized.values()
+            row["weights"] = len(quantized["modules"])
+        row |= {
+            "error": _error(reference, folder, denoiser, recorded, provider),
+            "psnr_db": _decibels(recorded, found),
+        }
+        rows[name] = row | _drawn(folder, provider, prompts)
+        print(name, rows[name], flush=True)
     return rows
+
+
+def _drawn(folder: Path, provider: str, captions: Sequence[str]) -> dict[str, Any]:
+    """Return the accuracy of a folder's images, by measure, and on a GPU the milliseconds of a step."""
+    measured: dict[str, Any] = {}
+    check_now(device_for(provider))  # without a verdict the pipeline would not use our kernels
+    with OrtDiffusionPipeline.from_pretrained(folder, provider) as pipeline:
+        pipeline.set_progress_bar_config(disable=True)
+        if captions:
+            measured["accuracy"] = summarize(score_images(_images(pipeline, captions), captions))
+        if provider == "cuda":
+            measured["step_ms"] = _step_ms(pipeline)
+    return measured
+
+
+def _images(pipeline: OrtDiffusionPipeline, captions: Sequence[str]) -> list[Any]:
+    """Return an image (H,W,3) of each caption; the first image of a batch has the seed of its number."""
+    images: list[Any] = []
+    for start in range(0, len(captions), _BATCH):
+        prompts = list(captions[start : start + _BATCH])
+        made = pipeline(
+            prompts, num_inference_steps=_CAPTION_STEPS, guidance_scale=_CAPTION_GUIDANCE, seed=start
+        ).images
+        images += [np.asarray(each.convert("RGB")) for each in made]
+    return images
+
+
+def _step_ms(pipeline: OrtDiffusionPipeline) -> float:
+    """Return the milliseconds of a step at the pipeline's size: the median of what further steps of an image take."""
+
+    def seconds(steps: int) -> float:
+        start = time.perf_counter()
+        pipeline(PROMPTS[0], num_inference_steps=steps, output_type="latent", seed=0)
+        return time.perf_counter() - start
+
+    few, many = _TIMED_STEPS
+    for steps in _TIMED_STEPS:
+        seconds(steps)  # captures
+    times = [seconds(many) - seconds(few) for _ in range(9)]
+    return round(statistics.median(times) / (many - few) * 1e3, 4)
 
 
 def _sizes(folder: Path, denoiser: str) -> dict[str, Any]:
     return {"bytes": (folder / denoiser / ONNX_WEIGHTS).stat().st_size}
 
 
-def _error(reference: Path, folder: Path, denoiser: str, recorded: Recording) -> float:
-    device = device_for("cpu")
+def _error(reference: Path, folder: Path, denoiser: str, recorded: Recording, provider: str) -> float:
+    device = device_for(provider)
     graphs = [Graph(each / denoiser / ONNX_MODEL, device) for each in (folder, reference)]
     errors = []
     for feeds in recorded.feeds[denoiser]:
