@@ -1,13 +1,38 @@
-"""Metrics that compare two tensors or two images."""
+"""Metrics that compare two tensors or two images, and shares of right images."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["psnr", "relative_error"]
+__all__ = ["Proportion", "psnr", "relative_error", "structural_similarity"]
+
+_WINDOW = 7  # of the structural similarity (Wang et al. 2004, with a uniform window as in scikit-image)
+
+
+@dataclass(frozen=True)
+class Proportion:
+    """The share of images in which something is right.
+
+    Attributes:
+        right: number of these images.
+        count: number of all images.
+        share: `right / count`.
+        low: lower end of the Wilson interval of the share, with 95 % confidence.
+        high: its upper end.
+    """
+
+    right: int
+    count: int
+    share: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{100 * self.share:.1f} % ({100 * self.low:.1f} to {100 * self.high:.1f})"
 
 
 def relative_error(values: npt.NDArray[Any], reference: npt.NDArray[Any]) -> float:
@@ -45,3 +70,30 @@ def psnr(image: npt.NDArray[Any], reference: npt.NDArray[Any]) -> float:
     if not np.isfinite(error):
         return float("-inf")
     return float("inf") if error == 0 else float(10 * np.log10(1 / error))
+
+
+def structural_similarity(image: npt.NDArray[Any], reference: npt.NDArray[Any]) -> float:
+    """Return the mean structural similarity of images (B,C,H,W); 1 for other shapes and images below the window.
+
+    Z. Wang et al., "Image quality assessment: from error visibility to structural similarity", 2004, with a uniform
+    window of 7x7; the range is that of the reference.
+    """
+    if image.ndim != 4 or min(image.shape[2:]) < _WINDOW:
+        return 1.0
+    x, y = image.astype(np.float64), reference.astype(np.float64)
+    span = float(y.max() - y.min()) or 1.0
+    mean_x, mean_y = _window_means(x), _window_means(y)
+    factor = _WINDOW**2 / (_WINDOW**2 - 1)  # unbiased variances
+    variance_x = factor * (_window_means(x * x) - mean_x**2)
+    variance_y = factor * (_window_means(y * y) - mean_y**2)
+    covariance = factor * (_window_means(x * y) - mean_x * mean_y)
+    first, second = (0.01 * span) ** 2, (0.03 * span) ** 2
+    similarity = (2 * mean_x * mean_y + first) * (2 * covariance + second)
+    similarity /= (mean_x**2 + mean_y**2 + first) * (variance_x + variance_y + second)
+    return float(similarity.mean())
+
+
+def _window_means(images: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    windows = np.lib.stride_tricks.sliding_window_view(images, (_WINDOW, _WINDOW), axis=(2, 3))
+    means: npt.NDArray[np.float64] = windows.mean(axis=(-2, -1))
+    return means

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from sdonnx.errors import OptionError, OutputError
 from sdonnx.folder.prompt_file import read_prompts
+from sdonnx.precision_search.bounds import Bounds
 from sdonnx.precision_search.probe_settings import AUTO, CALIBRATION_CALLS, METHODS, ProbeSettings
 from sdonnx.terminal import add_option, console, tensor_progress
 
@@ -22,10 +23,9 @@ if TYPE_CHECKING:
     from sdonnx.optimize.request import OptimizeRequest
     from sdonnx.precision_search.sensitivity import Choice
 
-__all__ = ["MAX_ERROR", "add_quantization_arguments", "choice_table", "quantization_lines", "quantized_request"]
+__all__ = ["add_quantization_arguments", "choice_table", "quantization_lines", "quantized_request"]
 
-MAX_ERROR = 0.1
-"""The largest error of the denoiser that `--quantize auto` accepts by default: that of `sdonnx verify`."""
+_OF_AUTO = ("max_error", "min_psnr", "min_accuracy", "accuracy_prompts", "sensitivity")
 
 
 def add_quantization_arguments(parser: argparse.ArgumentParser) -> None:
@@ -54,7 +54,27 @@ def add_quantization_arguments(parser: argparse.ArgumentParser) -> None:
         "--max_error",
         type=float,
         metavar="ERROR",
-        help=f"with --quantize auto: largest error of the denoiser to float32 (default: {MAX_ERROR})",
+        help="with --quantize auto: largest error of the denoiser to float32 (default: "
+        f"{Bounds.DEFAULT_MAX_ERROR}, unless another bound is given)",
+    )
+    add(
+        "--min_psnr",
+        type=float,
+        metavar="DB",
+        help="with --quantize auto: smallest PSNR of an image to float32; images are generated for each set that is "
+        "tried",
+    )
+    add(
+        "--min_accuracy",
+        type=float,
+        metavar="PERCENT",
+        help="with --quantize auto, for trained samples: smallest share of images that show their captions, such as 95",
+    )
+    add(
+        "--accuracy_prompts",
+        type=int,
+        metavar="N",
+        help=f"with --min_accuracy: number of held-out captions (default: {Bounds.captions})",
     )
     add(
         "--sensitivity",
@@ -77,7 +97,12 @@ def add_quantization_arguments(parser: argparse.ArgumentParser) -> None:
         help="max (default): the largest magnitude; percentile: that of 99 %% of the calls; mse: that with the least "
         "squared error",
     )
-    add("--calibration_steps", type=int, metavar="N", help="denoising steps (default: 4)")
+    add(
+        "--calibration_steps",
+        type=int,
+        metavar="N",
+        help="denoising steps (default: 4, and 20 for the images of --min_accuracy)",
+    )
     add(
         "--calibration_size",
         type=int,
@@ -123,7 +148,7 @@ def quantized_request(options: argparse.Namespace, request: OptimizeRequest) -> 
 def _require_sense(options: argparse.Namespace, needs_calibration: bool) -> None:
     """Raise if options are given that have no effect, or contradict each other."""
     if options.quantize != AUTO:
-        for name in ("max_error", "sensitivity"):
+        for name in _OF_AUTO:
             if getattr(options, name) is not None:
                 raise OptionError(f"--{name} without --quantize {AUTO}", "both", f"leave out --{name}")
         if options.calibration_prompts is not None and not needs_calibration:
@@ -134,8 +159,10 @@ def _require_sense(options: argparse.Namespace, needs_calibration: bool) -> None
         raise OptionError(found, "one of them", "name a type in place of auto")
     if options.calibration is not None and options.calibration_prompts is not None and needs_calibration:
         raise OptionError("--calibration and --calibration_prompts", "one of them", "leave the other out")
-    if options.max_error is not None and not 0 < options.max_error < 1:
-        raise OptionError(f"--max_error {options.max_error:g}", "a number between 0 and 1", "pass another one")
+    if options.accuracy_prompts is not None and options.min_accuracy is None:
+        raise OptionError("--accuracy_prompts without --min_accuracy", "both", "leave out --accuracy_prompts")
+    if options.quantize == AUTO:
+        _bounds_of(options)  # before a calibration, which takes long
 
 
 def _scales_of(options: argparse.Namespace) -> Mapping[str, Mapping[str, float]] | None:
@@ -161,13 +188,20 @@ def _probe_of(options: argparse.Namespace) -> ProbeSettings:
     )
 
 
+def _bounds_of(options: argparse.Namespace) -> Bounds:
+    """Return the bounds that the options describe."""
+    captions = Bounds.captions if options.accuracy_prompts is None else options.accuracy_prompts
+    steps = Bounds.caption_steps if options.calibration_steps is None else options.calibration_steps
+    return Bounds(options.max_error, options.min_psnr, options.min_accuracy, captions, steps)
+
+
 def _with_chosen_modules(options: argparse.Namespace, request: OptimizeRequest) -> OptimizeRequest:
     """Return the request with the modules that are chosen by measurement, and print the sets that were tried."""
     from sdonnx.precision_search.sensitivity import choose_modules
 
     settings = replace(_probe_of(options), calls=ProbeSettings.calls)
     with tensor_progress() as progress:
-        choice = choose_modules(options.input, request, settings, options.max_error or MAX_ERROR, progress)
+        choice = choose_modules(options.input, request, settings, _bounds_of(options), progress)
     console().print(choice_table(choice))
     if options.sensitivity is not None:
         try:
@@ -176,20 +210,27 @@ def _with_chosen_modules(options: argparse.Namespace, request: OptimizeRequest) 
             raise OutputError(
                 f"writing {options.sensitivity} failed ({error.strerror})", "a writable file", "choose another place"
             ) from error
-    return replace(request, quantization=choice.config)
+    return replace(request, quantization=choice.config, quantization_search=choice.as_json())
 
 
 def choice_table(choice: Choice) -> Table:
     """Return a table of the sets of modules that were tried, the smallest first; the chosen one is marked."""
     from rich.table import Table
 
-    table = Table(title=f"quantized modules, error of at most {choice.max_error:g}")
-    for name in ("modules", "MB saved", "error", ""):
+    bounds = choice.bounds
+    table = Table(title=f"quantized modules, {bounds}")
+    accuracy = () if bounds.min_accuracy is None else (f"% of {bounds.captions} captions",)
+    for name in ("modules", "MB saved", "error", *(("dB",) if bounds.needs_images else ()), *accuracy, ""):
         table.add_column(name, justify="right")
-    chosen = len(set(choice.config.only or ()))
     for trial in choice.trials:
-        mark = "chosen" if trial.modules == chosen else ""
-        table.add_row(str(trial.modules), f"{trial.bytes_saved / 1e6:.1f}", f"{trial.error:.2e}", mark)
+        numbers = [str(trial.modules), f"{trial.bytes_saved / 1e6:.1f}", f"{trial.error:.2e}"]
+        if bounds.needs_images:
+            numbers.append("" if trial.images is None else f"{trial.images.psnr_db:.1f}")
+        if accuracy:
+            judged = None if trial.images is None else trial.images.accuracy
+            numbers.append("" if judged is None else str(judged))
+        mark = "float32" if trial.modules == 0 else "chosen" if trial.modules == choice.modules else ""
+        table.add_row(*numbers, mark)
     return table
 
 

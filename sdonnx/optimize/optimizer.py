@@ -12,6 +12,7 @@ import sdonnx
 from sdonnx.errors import refusing
 from sdonnx.folder.pipeline_folder import MODEL_INDEX, PipelineFolder, atomic_folder
 from sdonnx.models.registry import family_of
+from sdonnx.models.spec import ComponentSpec
 from sdonnx.optimize.component import open_component
 from sdonnx.optimize.component_passes import FUSION_PASSES, PASSES, ComponentJob, run_passes
 from sdonnx.optimize.exported import EXPECTED_GRAPH, ExportedPipeline, open_exported, quantization_policies
@@ -22,7 +23,7 @@ from sdonnx.precision.policy import Precision
 from sdonnx.quantization.calibration_file import write_calibration
 from sdonnx.quantization.quantization_config import QuantizationConfig
 
-__all__ = ["fusion_reports", "optimize_folder", "optimize_request", "write_optimized"]
+__all__ = ["fusion_reports", "optimize_folder", "optimize_request", "write_component", "write_optimized"]
 
 _PACKAGES = ("onnx", "onnx_ir", "onnxscript", "numpy")
 
@@ -117,16 +118,10 @@ def write_optimized(
     """
     folder, family = pipeline.folder, pipeline.family
     inspector = Inspector(request.provider) if request.inspect else None
-    policies = request.precision.policies([spec.name for spec in family.components])
-    quantizations = quantization_policies(request, family)
-    reports = {}
-    for spec in family.components:
-        job = ComponentJob(
-            spec, pipeline.take(spec), request, out / spec.name, policies[spec.name], inspector, progress
-        )
-        job.quantization = quantizations[spec.name]
-        reports[spec.name] = run_passes(PASSES, job)
-        del job  # frees the graph before the next component is optimized
+    reports = {
+        spec.name: write_component(pipeline, spec, out / spec.name, request, progress, inspector)
+        for spec in family.components
+    }
     for name, _ in family.extras:
         shutil.copytree(folder.component(name), out / name)
     shutil.copyfile(folder.path / MODEL_INDEX, out / MODEL_INDEX)
@@ -145,7 +140,27 @@ def write_optimized(
         | ({"kernels": request.kernels} if request.suits_own_kernels else {})
         | ({} if request.quantization is None else {"quantize": request.quantization.as_json()})
         | ({"export_qdq": True} if request.export_qdq else {}),
+        quantization_search=None if request.quantization_search is None else dict(request.quantization_search),
     )
+
+
+def write_component(
+    pipeline: ExportedPipeline,
+    spec: ComponentSpec,
+    out: Path,
+    request: OptimizeRequest,
+    progress: ProgressCallback | None = None,
+    inspector: Inspector | None = None,
+) -> ComponentReport:
+    """Write an optimized component into the new folder `out`, and return its report.
+
+    Raises:
+        SdonnxError: an option or the component cannot be used.
+    """
+    policy = request.precision.policies([each.name for each in pipeline.family.components])[spec.name]
+    job = ComponentJob(spec, pipeline.take(spec), request, out, policy, inspector, progress)
+    job.quantization = quantization_policies(request, pipeline.family)[spec.name]
+    return run_passes(PASSES, job)
 
 
 def fusion_reports(folder: PipelineFolder, provider: str) -> dict[str, ComponentReport]:

@@ -87,6 +87,8 @@ class OptimizeReport:
         format: the format of the folder.
         automatic: the result of `--force_fp32_ops auto`, with reasons and measurements (`sdonnx.precision_search`);
             None without it.
+        quantization_search: the result of `--quantize auto`: the bounds, the sets of modules that were tried and their
+            measurements; None without it.
     """
 
     sdonnx: str
@@ -100,6 +102,7 @@ class OptimizeReport:
     options: dict[str, Any] = field(default_factory=dict)
     format: int = FORMAT
     automatic: dict[str, Any] | None = None
+    quantization_search: dict[str, Any] | None = None
 
     def write(self, folder: Path) -> None:
         """Write the report into a pipeline folder."""

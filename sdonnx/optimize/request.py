@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from sdonnx.errors import OptionError, ProviderError
 from sdonnx.fusions.derived_tables import FLAGS
@@ -39,6 +40,7 @@ class OptimizeRequest:
             calibrated scales; None without a calibration.
         export_qdq: also write `qdq.onnx` for each quantized component: the graph in standard operators, for other
             run-times.
+        quantization_search: the search that chose the quantized modules, for the report; None without it.
 
     Raises:
         SdonnxError: an option is unknown, or options contradict each other.
@@ -54,6 +56,7 @@ class OptimizeRequest:
     quantization: QuantizationConfig | None = None
     export_qdq: bool = False
     scales: Mapping[str, Mapping[str, float]] | None = None
+    quantization_search: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         require_known_provider(self.provider)

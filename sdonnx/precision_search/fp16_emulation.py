@@ -28,11 +28,13 @@ __all__ = [
     "Monitor",
     "Place",
     "Widen",
+    "link_or_copy",
     "measure_weight",
     "narrow_places",
     "round_half",
     "round_mantissa",
     "write_emulated",
+    "write_emulated_component",
 ]
 
 _FLOAT = ir.DataType.FLOAT
@@ -240,22 +242,27 @@ def write_emulated(folder: Path, out: Path, components: Collection[str]) -> Path
     """
     shutil.copytree(folder, out, ignore=shutil.ignore_patterns(*components))
     for name in components:
-        (out / name).mkdir()
-        for path in sorted((folder / name).iterdir()):
-            if path.suffix != ".onnx":
-                link_or_copy(path, out / name / path.name)
-                continue
-            model = ir.load(path)
-            Widen()(model)
-            LowerContribOperators()(model)
-            tidy(model)
-            ir.save(model, out / name / path.name)
+        write_emulated_component(folder / name, out / name)
     report = read_json(folder / REPORT) | {"provider": "cpu"}
     (out / REPORT).write_text(json.dumps(report), encoding="utf-8")
     return out
 
 
-def link_or_copy(source: Path, target: Path) -> None:
+def write_emulated_component(folder: Path, out: Path) -> None:
+    """Write a component for CUDA as an equivalent one for the CPU into the new folder `out`."""
+    out.mkdir()
+    for path in sorted(folder.iterdir()):
+        if path.suffix != ".onnx":
+            link_or_copy(path, out / path.name)
+            continue
+        model = ir.load(path)
+        Widen()(model)
+        LowerContribOperators()(model)
+        tidy(model)
+        ir.save(model, out / path.name)
+
+
+def link_or_copy(source: Path | str, target: Path | str) -> None:
     """Make a hard link, or a copy if the file system does not support hard links."""
     try:
         os.link(source, target)

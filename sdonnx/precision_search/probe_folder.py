@@ -12,9 +12,10 @@ from sdonnx.optimize.optimizer import write_optimized
 from sdonnx.optimize.request import OptimizeRequest, ProgressCallback
 from sdonnx.precision.policy import Precision
 from sdonnx.precision_search.fp16_emulation import write_emulated
+from sdonnx.quantization.quantization_config import QuantizationConfig
 from sdonnx.runtime.device.device import Device, device_for
 
-__all__ = ["probe_device", "runnable", "write_wide"]
+__all__ = ["probe_device", "runnable", "wide_request", "write_wide"]
 
 
 def probe_device(provider: str = "cuda") -> Device:
@@ -42,13 +43,17 @@ def write_wide(
     pipeline: ExportedPipeline, out: Path, request: OptimizeRequest, progress: ProgressCallback | None = None
 ) -> None:
     """Write the pipeline in float32 into the empty folder `out`, with the values that the request would compute."""
-    measured = replace(
+    write_optimized(pipeline, out, wide_request(request), progress).write(out)
+
+
+def wide_request(request: OptimizeRequest, quantization: QuantizationConfig | None = None) -> OptimizeRequest:
+    """Return a request for the same values in float32, with a quantization or without any."""
+    return replace(
         request,
         precision=Precision(),
         inspect=False,
         scale_residual=request.precision.is_reduced,
-        quantization=None,
+        quantization=quantization,
         export_qdq=False,
-        scales=None,
+        scales=None if quantization is None else request.scales,
     )
-    write_optimized(pipeline, out, measured, progress).write(out)

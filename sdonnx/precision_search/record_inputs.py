@@ -27,6 +27,7 @@ from sdonnx.runtime.device.device import device_for
 from sdonnx.runtime.device.kernel_workarounds import check_now
 from sdonnx.runtime.device.session import Graph, Run
 from sdonnx.runtime.pipeline import NotFiniteWarning, OrtDiffusionPipeline
+from sdonnx.sample.shapes.recognize_sample import GUIDANCE_SCALE, default_captions, reads_shape_captions
 
 __all__ = ["Array", "Feeds", "Recording", "run_probe"]
 
@@ -80,8 +81,12 @@ def run_probe(folder: Path, provider: str, settings: ProbeSettings, *, record: b
 
     opened = PipelineFolder.open(folder)
     family = family_of(opened)
-    prompts = default_prompts(family.reads_captions) if settings.prompts is None else settings.prompts
+    is_sample = reads_shape_captions(opened)
+    default = default_captions if is_sample else default_prompts
+    prompts = default(family.reads_captions) if settings.prompts is None else settings.prompts
     options: dict[str, Any] = {"num_inference_steps": settings.steps, "output_type": "np"}
+    if is_sample:
+        options["guidance_scale"] = GUIDANCE_SCALE
     if family.adapters is not None:
         pictures = [_picture(index) for index in range(len(family.adapters.adapters))]
         options |= family.adapters.call_arguments(pictures, _IMAGE_PROMPT_SCALE)

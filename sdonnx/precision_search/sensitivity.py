@@ -1,60 +1,29 @@
-"""Choose the modules to quantize by measurement: the effect of each on the output of its component, within a bound.
-
-Trials run the component in float32 on recorded inputs, with the factors of some products rounded to 8 bits by nodes of
-the graph, so that a trial writes no weights.
-"""
+"""Choose the modules to quantize by measurement: the effect of each on the output of its component, within bounds."""
 
 from __future__ import annotations
 
 import math
-import re
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-import onnx_ir as ir
-
 from sdonnx.errors import PrecisionError
-from sdonnx.folder.pipeline_folder import ONNX_MODEL
-from sdonnx.graph.edit import dims
-from sdonnx.graph.passes import tidy
-from sdonnx.metrics import relative_error
+from sdonnx.folder.pipeline_folder import finite
 from sdonnx.models.spec import Role
-from sdonnx.operators.lowering import LowerContribOperators
 from sdonnx.optimize.exported import open_exported, quantization_policies
 from sdonnx.optimize.request import OptimizeRequest, ProgressCallback
+from sdonnx.precision_search.bounds import Bounds
+from sdonnx.precision_search.image_trials import ImageQuality, ImageTrials, require_judged_captions
 from sdonnx.precision_search.probe_folder import probe_device, runnable, write_wide
 from sdonnx.precision_search.probe_settings import ProbeSettings
-from sdonnx.precision_search.record_inputs import Feeds, run_probe
-from sdonnx.quantization.quantization_config import QuantizationConfig, QuantizationPolicy
-from sdonnx.quantization.quantization_types import QuantizationType
-from sdonnx.quantization.quantize_activations import rounded_along, rounded_by_rows, rounded_by_scale
-from sdonnx.quantization.quantize_weights import (
-    WeightedNode,
-    computed_from_first_input,
-    rounds_activations,
-    weighted_nodes,
-)
-from sdonnx.runtime.device.device import Device
-from sdonnx.runtime.device.device_thread import device_thread
-from sdonnx.runtime.device.session import Graph
+from sdonnx.precision_search.record_inputs import run_probe
+from sdonnx.precision_search.rounding_trials import RoundingTrials
+from sdonnx.quantization.quantization_config import QuantizationConfig
 
-__all__ = ["Choice", "Sensitivity", "Trial", "choose_modules", "structural_similarity"]
-
-# Up to this number of products each is measured by itself; of larger networks all of a series, such as the queries of
-# all blocks, are measured together.
-_MAX_SINGLE = 64
-
-_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
-
-_TRIAL = "trial.onnx"
-
-_WINDOW = 7  # of the structural similarity (Wang et al. 2004, with a uniform window as in scikit-image)
+__all__ = ["Choice", "Sensitivity", "Trial", "choose_modules"]
 
 
 @dataclass(frozen=True)
@@ -82,11 +51,25 @@ class Trial:
         modules: number of modules.
         bytes_saved: bytes that their weights lose, of a component in float16.
         error: relative error of the component's output.
+        images: quality of the images; None if none were generated.
     """
 
     modules: int
     bytes_saved: int
     error: float
+    images: ImageQuality | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        """Return JSON values, with the entries `psnr_db` and `accuracy` where they were measured.
+
+        Infinity is None: of an error for outputs that are not finite, and of a PSNR for equal images.
+        """
+        content: dict[str, Any] = {"modules": self.modules, "bytes_saved": self.bytes_saved, "error": self.error}
+        if self.images is not None:
+            content["psnr_db"] = self.images.psnr_db
+            if self.images.accuracy is not None:
+                content["accuracy"] = asdict(self.images.accuracy)
+        return dict(finite(content))
 
 
 @dataclass(frozen=True)
@@ -96,14 +79,24 @@ class Choice:
     Attributes:
         config: the configuration with these modules.
         sensitivities: the effect of each group of modules, the least sensitive first.
-        trials: the sets that were tried, by their size: larger sets save more and have larger errors.
-        max_error: the bound.
+        trials: the sets that were tried, by their size: larger sets save more and have larger errors. With bounds on
+            images, the first is the empty set.
+        bounds: the bounds.
+        settings: the images that were generated for the trials.
+        provider: execution provider of the trials.
     """
 
     config: QuantizationConfig
     sensitivities: tuple[Sensitivity, ...]
     trials: tuple[Trial, ...]
-    max_error: float
+    bounds: Bounds
+    settings: ProbeSettings
+    provider: str
+
+    @property
+    def modules(self) -> int:
+        """Number of modules that were chosen."""
+        return len(set(self.config.only or ()))
 
     def as_submodules(self) -> dict[str, dict[str, float]]:
         """Return the effect of each module in the form of OneDiff's files, with the error in addition."""
@@ -113,32 +106,45 @@ class Choice:
             for module in each.modules
         }
 
+    def as_json(self) -> dict[str, Any]:
+        """Return JSON values for the report."""
+        return {
+            "bounds": self.bounds.as_json(),
+            "settings": asdict(self.settings),
+            "provider": self.provider,
+            "modules": self.modules,
+            "trials": [trial.as_json() for trial in self.trials],
+        }
+
 
 def choose_modules(
     source: Path,
     request: OptimizeRequest,
     settings: ProbeSettings,
-    max_error: float,
+    bounds: Bounds,
     progress: ProgressCallback | None = None,
 ) -> Choice:
-    """Return the largest set of the denoiser's modules whose quantization keeps its error within a bound.
+    """Return the largest set of the denoiser's modules whose quantization meets bounds.
 
-    Modules are added in the order of their own errors.
+    Modules are added in the order of their own errors. A set meets the bounds if all of them hold.
 
     Args:
         source: the exported pipeline.
         request: the options, with a quantization whose default type is chosen for.
         settings: the images to generate.
-        max_error: the largest relative error of the denoiser's output on recorded inputs.
+        bounds: the bounds.
         progress: callback for progress.
 
     Raises:
-        PrecisionError: the bound excludes every module.
+        PrecisionError: the bounds exclude every module.
         SdonnxError: an option or the folder cannot be used.
     """
     pipeline = open_exported(source, request)
+    if bounds.min_accuracy is not None:
+        require_judged_captions(pipeline.folder)
     spec = pipeline.family.with_role(Role.DENOISER)
     policy = quantization_policies(request, pipeline.family)[spec.name]
+    config = request.quantization or QuantizationConfig()
     device = probe_device(request.provider)
     work = Path(tempfile.mkdtemp(prefix="sdonnx-sensitivity-"))
     try:
@@ -146,19 +152,25 @@ def choose_modules(
         wide.mkdir()
         names = [each.name for each in pipeline.family.components]
         write_wide(pipeline, wide, request, progress)
-        recorded = run_probe(
-            runnable(wide, work / "recorded", names, device, request.provider), device.provider, settings
-        )
+        folder = runnable(wide, work / "recorded", names, device, request.provider)
+        recorded = run_probe(folder, device.provider, settings)
+        images = None
+        if bounds.needs_images:
+            images = ImageTrials(pipeline, request, folder, recorded.images, device, work, settings, bounds)
         scales = (request.scales or {}).get(spec.name, {})
-        trials = _Trials(wide / spec.name, policy, recorded.feeds[spec.name], device, scales)
-        return _chosen(trials, request.quantization or QuantizationConfig(), max_error, spec.name, progress)
+        trials = RoundingTrials(wide / spec.name, policy, recorded.feeds[spec.name], device, scales)
+        found = _sensitivities(trials, spec.name, progress)
+        search = _Search(trials, images, found, bounds, spec.name, progress)
+        count = search.largest()
+        only = tuple(module for each in found[:count] for module in each.modules)
+        tried = tuple(search.tried[number] for number in sorted(search.tried))
+        return Choice(replace(config, only=only), found, tried, bounds, settings, device.provider)
     finally:
         shutil.rmtree(work, ignore_errors=True)
 
 
-def _chosen(
-    trials: _Trials, config: QuantizationConfig, max_error: float, name: str, progress: ProgressCallback | None
-) -> Choice:
+def _sensitivities(trials: RoundingTrials, name: str, progress: ProgressCallback | None) -> tuple[Sensitivity, ...]:
+    """Return the effect of each group of modules, the least sensitive first."""
     groups = trials.groups()
     found = []
     for index, (modules, saved) in enumerate(groups.items()):
@@ -166,27 +178,99 @@ def _chosen(
             progress(f"{name}: measuring the effect of each module", index, len(groups))
         error, similarity = trials.compared(set(modules))
         found.append(Sensitivity(modules, error, similarity, saved))
-    found.sort(key=lambda each: (each.error, each.modules))
-    tried: dict[int, Trial] = {}
+    return tuple(sorted(found, key=lambda each: (each.error, each.modules)))
 
-    def error_of(count: int) -> float:
-        if count not in tried:
-            first = found[:count]
-            modules = {module for each in first for module in each.modules}
-            tried[count] = Trial(len(modules), sum(each.bytes_saved for each in first), trials.compared(modules)[0])
-        return tried[count].error
 
-    count = _largest(len(found), lambda number: error_of(number) <= max_error)
-    if count == 0:
-        least = min((each.error for each in found), default=math.inf)
-        raise PrecisionError(
-            f"the error of {name} is {least:.2g} with its least sensitive modules quantized",
-            f"at most {max_error:g}",
-            "raise --max_error, or take a type with a smaller error, such as int8_weightonly",
+class _Search:
+    """Trials of sets of modules, each with the first modules in the order of their effects.
+
+    Args:
+        trials: runs of the denoiser.
+        images: generates images; None if no bound needs them.
+        found: the effects of the modules, in order.
+        bounds: the bounds.
+        name: name of the denoiser.
+        progress: callback for progress.
+
+    Attributes:
+        tried: the trials by the number of entries of `found` in the set.
+    """
+
+    def __init__(
+        self,
+        trials: RoundingTrials,
+        images: ImageTrials | None,
+        found: Sequence[Sensitivity],
+        bounds: Bounds,
+        name: str,
+        progress: ProgressCallback | None,
+    ) -> None:
+        self.tried: dict[int, Trial] = {} if images is None else {0: Trial(0, 0, 0.0, images.reference)}
+        self._trials, self._images, self._found, self._bounds = trials, images, found, bounds
+        self._name, self._progress = name, progress
+
+    def largest(self) -> int:
+        """Return the number of entries in the largest set that meets the bounds, by bisection.
+
+        Images are generated only of sets whose errors are within their bound, since they take longer.
+
+        Raises:
+            PrecisionError: the bounds exclude every module.
+        """
+        count = _largest(len(self._found), self._is_within_error)
+        if count == 0:
+            least = min((each.error for each in self._found), default=math.inf)
+            raise PrecisionError(
+                f"the error of {self._name} is {least:.2g} with its least sensitive modules quantized",
+                f"at most {self._bounds.max_error:g}",
+                "raise --max_error, or take a type with a smaller error, such as int8_weightonly",
+            )
+        if self._images is None:
+            return count
+        count = _largest(count, self._has_right_images)
+        if count == 0:
+            raise self._wrong_images()
+        return count
+
+    def _is_within_error(self, count: int) -> bool:
+        return self._bounds.max_error is None or self._trial(count).error <= self._bounds.max_error
+
+    def _has_right_images(self, count: int) -> bool:
+        trial = self._trial(count)
+        if self._images is None:
+            return True
+        if self._progress is not None:
+            self._progress(f"generating images with {trial.modules} modules quantized", 0, 0)
+        quality = self._images.measured(self._first(count))
+        self.tried[count] = replace(trial, images=quality)
+        return self._images.meets_bounds(quality)
+
+    def _trial(self, count: int) -> Trial:
+        if count not in self.tried:
+            modules = self._first(count)
+            error, _ = self._trials.compared(set(modules))
+            saved = sum(each.bytes_saved for each in self._found[:count])
+            self.tried[count] = Trial(len(set(modules)), saved, error)
+        return self.tried[count]
+
+    def _first(self, count: int) -> tuple[str, ...]:
+        return tuple(module for each in self._found[:count] for module in each.modules)
+
+    def _wrong_images(self) -> PrecisionError:
+        """Return the error about the images with the least sensitive modules quantized."""
+        quality = self.tried[1].images
+        if quality is None or quality.accuracy is None:
+            decibels = math.nan if quality is None else quality.psnr_db
+            return PrecisionError(
+                f"an image has {decibels:.1f} dB to that in float32 with the least sensitive modules quantized",
+                f"at least {self._bounds.min_psnr_db:g} dB",
+                "lower --min_psnr, or take a type with a smaller error, such as int8_weightonly",
+            )
+        return PrecisionError(
+            f"{quality.accuracy} of images show their captions with the least sensitive modules quantized",
+            f"at least {self._bounds.min_accuracy:g} %",
+            "lower --min_accuracy, or take a type with a smaller error, such as int8_weightonly",
         )
-    only = tuple(module for each in found[:count] for module in each.modules)
-    results = tuple(tried[number] for number in sorted(tried))
-    return Choice(replace(config, only=only), tuple(found), results, max_error)
 
 
 def _largest(maximum: int, fits: Callable[[int], bool]) -> int:
@@ -201,121 +285,3 @@ def _largest(maximum: int, fits: Callable[[int], bool]) -> int:
         else:
             high = middle
     return low
-
-
-class _Trials:
-    """Runs of a component with some modules quantized.
-
-    Args:
-        folder: the component in float32.
-        policy: the types of its modules.
-        feeds: recorded inputs.
-        device: where the graphs run.
-        scales: largest magnitude of the activations of each module, for calibrated types.
-    """
-
-    def __init__(
-        self,
-        folder: Path,
-        policy: QuantizationPolicy,
-        feeds: Sequence[Feeds],
-        device: Device,
-        scales: Mapping[str, float],
-    ) -> None:
-        self._folder, self._policy, self._feeds, self._device, self._scales = folder, policy, feeds, device, scales
-        self._reference = self._run(set())
-
-    def groups(self) -> dict[tuple[str, ...], int]:
-        """Return the groups of modules to measure together, with the bytes that each saves in float16."""
-        model = ir.load(self._folder / ONNX_MODEL)
-        products = [each for each, *_ in self._quantizable(model) if each.paths]
-        groups: dict[Any, tuple[list[str], int]] = {}
-        for each in products:
-            series = tuple(_NUMBER.sub("*", path) for path in each.paths)
-            key = each.paths if len(products) <= _MAX_SINGLE else series
-            modules, saved = groups.get(key, ([], 0))
-            size = math.prod(int(size) for size in dims(each.weight) or () if isinstance(size, int))
-            groups[key] = [*modules, *each.paths], saved + size
-        return {tuple(dict.fromkeys(modules)): saved for modules, saved in groups.values()}
-
-    def compared(self, modules: set[str]) -> tuple[float, float]:
-        """Return the largest error of an output of any call, and the least similarity, with some modules quantized."""
-        errors, similarities = [], []
-        for found, expected in zip(self._run(modules), self._reference, strict=True):
-            for name, values in found.items():
-                errors.append(relative_error(values, expected[name]))
-                similarities.append(structural_similarity(values, expected[name]))
-        return max(errors), min(similarities)
-
-    def _quantizable(self, model: ir.Model) -> list[tuple[WeightedNode, QuantizationType, bool]]:
-        """Return the products that the policy quantizes, with their types and whether activations are rounded."""
-        moving = computed_from_first_input(model.graph)
-        found = []
-        for each in weighted_nodes(model.graph):
-            kind = self._policy.type_of(each.paths)
-            rounds = None if kind is None else rounds_activations(each, kind, moving)
-            if kind is not None and rounds is not None:
-                found.append((each, kind, rounds))
-        return found
-
-    def _run(self, modules: set[str]) -> list[Feeds]:
-        model = ir.load(self._folder / ONNX_MODEL)
-        for each, kind, rounds in self._quantizable(model) if modules else []:
-            if each.paths and set(each.paths) <= modules:
-                self._round(each, kind, rounds)
-        if self._device.provider == "cpu":
-            LowerContribOperators()(model)
-        tidy(model)
-        path = self._folder / _TRIAL
-        ir.save(model, path)
-
-        def results() -> list[Feeds]:
-            graph = Graph(path, self._device)
-            return [graph.run(given) for given in self._feeds]
-
-        return device_thread(self._device).run(results)
-
-    def _round(self, each: WeightedNode, kind: QuantizationType, rounds: bool) -> None:
-        """Round the weight of a product in the graph, and the activations if `rounds`."""
-        rank = len(dims(each.weight) or ())
-        axes = [axis for axis in range(rank) if kind.per_tensor or axis != each.axis]
-        factor = each.node.inputs[1]
-        reader = each.node if factor is each.weight or factor is None else factor.producer() or each.node
-        index = list(reader.inputs).index(each.weight)
-        reader.replace_input_with(index, rounded_along(reader, each.weight, kind.weights, axes))
-        x = each.node.inputs[0]
-        if not rounds or kind.activations is None or x is None:
-            return
-        if kind.is_static:
-            most = max(self._scales[path] for path in each.paths)
-            rounded = rounded_by_scale(each.node, x, kind.activations, most / kind.activations.max_value)
-        else:
-            rounded = rounded_by_rows(each.node, x, kind.activations, kind.per_tensor)
-        each.node.replace_input_with(0, rounded)
-
-
-def structural_similarity(image: npt.NDArray[Any], reference: npt.NDArray[Any]) -> float:
-    """Return the mean structural similarity of images (B,C,H,W); 1 for other shapes and images below the window.
-
-    Z. Wang et al., "Image quality assessment: from error visibility to structural similarity", 2004, with a uniform
-    window of 7x7; the range is that of the reference.
-    """
-    if image.ndim != 4 or min(image.shape[2:]) < _WINDOW:
-        return 1.0
-    x, y = image.astype(np.float64), reference.astype(np.float64)
-    span = float(y.max() - y.min()) or 1.0
-    mean_x, mean_y = _window_means(x), _window_means(y)
-    factor = _WINDOW**2 / (_WINDOW**2 - 1)  # unbiased variances
-    variance_x = factor * (_window_means(x * x) - mean_x**2)
-    variance_y = factor * (_window_means(y * y) - mean_y**2)
-    covariance = factor * (_window_means(x * y) - mean_x * mean_y)
-    first, second = (0.01 * span) ** 2, (0.03 * span) ** 2
-    similarity = (2 * mean_x * mean_y + first) * (2 * covariance + second)
-    similarity /= (mean_x**2 + mean_y**2 + first) * (variance_x + variance_y + second)
-    return float(similarity.mean())
-
-
-def _window_means(images: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    windows = np.lib.stride_tricks.sliding_window_view(images, (_WINDOW, _WINDOW), axis=(2, 3))
-    means: npt.NDArray[np.float64] = windows.mean(axis=(-2, -1))
-    return means

@@ -12,10 +12,11 @@ import numpy.typing as npt
 from sdonnx.benchmark.workload import Workload
 from sdonnx.errors import OptionError
 from sdonnx.folder.pipeline_folder import PipelineFolder
+from sdonnx.metrics import Proportion
 from sdonnx.sample.shapes.recognize_sample import reads_shape_captions
 from sdonnx.sample.shapes.shape_architectures import TRAINED
-from sdonnx.sample.shapes.shape_evaluation import held_out_captions, score_images, summarize
-from sdonnx.verify.judgement import AccuracyFinding, Proportion
+from sdonnx.sample.shapes.shape_evaluation import draw_batches, held_out_captions, score_images, summarize
+from sdonnx.verify.judgement import AccuracyFinding
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -26,8 +27,6 @@ Pixels = npt.NDArray[np.uint8]
 
 DEFAULT_CAPTIONS = 100
 """Captions that `verify` judges by default."""
-
-_BATCH = 20
 
 
 def captions_to_judge(original: PipelineFolder, count: int | None, seed: int) -> tuple[str, ...]:
@@ -66,12 +65,7 @@ def draw_captions(
         captions: the captions.
         workload: size, steps, sampler and first seed; each batch has another seed.
     """
-    images: list[Pixels] = []
-    for start in range(0, len(captions), _BATCH):
-        # Of a batch, the images are drawn from consecutive random numbers of one seed.
-        made = generate(list(captions[start : start + _BATCH]), replace(workload, seed=workload.seed + start))
-        images += [np.asarray(each.convert("RGB")) for each in made]
-    return images
+    return draw_batches(lambda batch, seed: generate(batch, replace(workload, seed=seed)), captions, workload.seed)
 
 
 def compare_accuracy(

@@ -6,13 +6,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from sdonnx.metrics import Proportion
+
 __all__ = [
     "ROUNDING",
     "AccuracyFinding",
     "ComponentFinding",
     "ImageFinding",
     "Judgement",
-    "Proportion",
     "Thresholds",
     "judge",
 ]
@@ -137,28 +138,6 @@ class ImageFinding:
         if decibels is not None and not decibels >= thresholds.min_psnr_db:
             return f"{name}: {decibels:.1f} dB to torch in {reference}, expected at least {thresholds.min_psnr_db:g} dB"
         return None
-
-
-@dataclass(frozen=True)
-class Proportion:
-    """The share of images in which something is right.
-
-    Attributes:
-        right: number of these images.
-        count: number of all images.
-        share: `right / count`.
-        low: lower end of the Wilson interval of the share, with 95 % confidence.
-        high: its upper end.
-    """
-
-    right: int
-    count: int
-    share: float
-    low: float
-    high: float
-
-    def __str__(self) -> str:
-        return f"{100 * self.share:.1f} % ({100 * self.low:.1f} to {100 * self.high:.1f})"
 
 
 @dataclass(frozen=True)

@@ -16,11 +16,12 @@ from support.pipelines import copied, refused
 from sdonnx.__main__ import main
 from sdonnx.errors import OptionError, PrecisionError
 from sdonnx.folder.pipeline_folder import ONNX_MODEL
-from sdonnx.metrics import relative_error
+from sdonnx.metrics import relative_error, structural_similarity
 from sdonnx.optimize.request import OptimizeRequest
+from sdonnx.precision_search.bounds import Bounds
 from sdonnx.precision_search.probe_settings import ProbeSettings
 from sdonnx.precision_search.record_inputs import run_probe
-from sdonnx.precision_search.sensitivity import Choice, _largest, choose_modules, structural_similarity
+from sdonnx.precision_search.sensitivity import Choice, _largest, choose_modules
 from sdonnx.quantization.quantization_config import QuantizationConfig, read_submodules
 from sdonnx.quantization.quantization_types import TYPES
 from sdonnx.runtime.device.device import Device
@@ -36,7 +37,7 @@ def request(name: str = "fp8_e4m3_e4m3_dynamic", **options: Any) -> OptimizeRequ
 
 @pytest.fixture(scope="module")
 def choice(micro_exported: Path) -> Choice:
-    return choose_modules(micro_exported, request(), SETTINGS, 0.05)
+    return choose_modules(micro_exported, request(), SETTINGS, Bounds(0.05))
 
 
 def test_modules_are_sorted_by_their_effect(choice: Choice) -> None:
@@ -81,14 +82,14 @@ def test_other_types(name: str, nano_exported: Path) -> None:
         from sdonnx.precision_search.calibrate import calibrate
 
         scales = calibrate(nano_exported, request(name, scales={}), SETTINGS)
-    found = choose_modules(nano_exported, request(name, scales=scales), SETTINGS, 0.5)
+    found = choose_modules(nano_exported, request(name, scales=scales), SETTINGS, Bounds(0.5))
     assert len(found.trials) == 1
     assert {module for each in found.sensitivities for module in each.modules} == set(found.config.only or ())
 
 
 def test_a_bound_that_excludes_all_is_refused(nano_exported: Path) -> None:
     with refused(PrecisionError, "with its least sensitive modules quantized", "raise --max_error"):
-        choose_modules(nano_exported, request(), SETTINGS, 1e-7)
+        choose_modules(nano_exported, request(), SETTINGS, Bounds(1e-7))
 
 
 def test_the_command_writes_a_file_that_is_read_again(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -20,6 +20,7 @@ __all__ = [
     "BOUNDS",
     "MEASURES",
     "contact_sheet",
+    "draw_batches",
     "generate",
     "held_out_captions",
     "score_images",
@@ -34,6 +35,8 @@ BOUNDS: Mapping[str, float] = MappingProxyType({"colour": 0.97, "shape": 0.95, "
 """Shares of right images among 2,000 held-out captions that trained weights reach before they ship."""
 
 _SINGLE_SHARE = 0.1
+
+_BATCH = 20
 
 
 def held_out_captions(count: int, seed: int) -> tuple[str, ...]:
@@ -76,6 +79,25 @@ def generate(
         ).images
         images.append(np.round(made * 255).clip(0, 255).astype(np.uint8))
     return np.concatenate(images)
+
+
+def draw_batches(
+    generate: Callable[[list[str], int], Sequence[Image.Image]], prompts: Sequence[str], seed: int
+) -> list[npt.NDArray[np.uint8]]:
+    """Return an image (H,W,3) of each caption. The same seed gives the same noise to each engine.
+
+    Args:
+        generate: returns an image of each of several prompts, from a seed.
+        prompts: the captions.
+        seed: the first seed; each batch has another one.
+    """
+    images = []
+    for start in range(0, len(prompts), _BATCH):
+        # Of a batch, the images are drawn from consecutive random numbers of one seed.
+        images += [
+            np.asarray(each.convert("RGB")) for each in generate(list(prompts[start : start + _BATCH]), seed + start)
+        ]
+    return images
 
 
 def score_images(images: Iterable[npt.NDArray[np.uint8]], prompts: Sequence[str]) -> list[SceneScore]:

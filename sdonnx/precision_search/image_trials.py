@@ -1,0 +1,174 @@
+"""Images of a pipeline with some modules quantized and everything else in float32."""
+
+from __future__ import annotations
+
+import shutil
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sdonnx.errors import OptionError, PrecisionError
+from sdonnx.folder.pipeline_folder import PipelineFolder
+from sdonnx.metrics import Proportion, psnr
+from sdonnx.models.spec import ComponentSpec, Role
+from sdonnx.optimize.exported import ExportedPipeline, quantization_policies
+from sdonnx.optimize.optimizer import write_component
+from sdonnx.optimize.request import OptimizeRequest
+from sdonnx.precision_search.bounds import Bounds
+from sdonnx.precision_search.fp16_emulation import link_or_copy, write_emulated_component
+from sdonnx.precision_search.probe_folder import wide_request
+from sdonnx.precision_search.probe_settings import ProbeSettings
+from sdonnx.precision_search.record_inputs import run_probe
+from sdonnx.quantization.quantization_config import QuantizationConfig
+from sdonnx.runtime.device.device import Device
+from sdonnx.runtime.pipeline import NotFiniteWarning, OrtDiffusionPipeline
+from sdonnx.sample.shapes.recognize_sample import GUIDANCE_SCALE, reads_shape_captions
+from sdonnx.sample.shapes.shape_architectures import TRAINED
+from sdonnx.sample.shapes.shape_evaluation import draw_batches, held_out_captions, score_images, summarize
+
+__all__ = ["ImageQuality", "ImageTrials", "require_judged_captions"]
+
+
+@dataclass(frozen=True)
+class ImageQuality:
+    """Measurements of generated images.
+
+    Attributes:
+        psnr_db: smallest PSNR of an image to that in float32, in dB; infinity for equal images.
+        accuracy: the images that show their captions; None if they were not judged.
+    """
+
+    psnr_db: float
+    accuracy: Proportion | None = None
+
+
+def require_judged_captions(folder: PipelineFolder) -> None:
+    """Raise unless the images of a pipeline can be judged by their captions.
+
+    Raises:
+        OptionError: the pipeline does not read the captions.
+    """
+    if not reads_shape_captions(folder):
+        raise OptionError(
+            f"--min_accuracy for {folder.path}",
+            f"one of the trained samples {', '.join(TRAINED)}, whose images can be judged",
+            "leave out --min_accuracy; --min_psnr is for every pipeline",
+        )
+
+
+class ImageTrials:
+    """Images of sets of quantized modules.
+
+    Args:
+        pipeline: the exported pipeline.
+        request: the options, with a quantization.
+        wide: the pipeline in float32, as the device runs it.
+        references: the images in float32 of `settings`.
+        device: where the graphs run.
+        work: a folder for temporary files.
+        settings: images to compare with `references`.
+        bounds: the bounds.
+
+    Attributes:
+        reference: the quality of the images in float32.
+
+    Raises:
+        PrecisionError: the images in float32 are not finite or do not meet the bounds.
+    """
+
+    def __init__(
+        self,
+        pipeline: ExportedPipeline,
+        request: OptimizeRequest,
+        wide: Path,
+        references: Sequence[Any],
+        device: Device,
+        work: Path,
+        settings: ProbeSettings,
+        bounds: Bounds,
+    ) -> None:
+        if not all(np.isfinite(image).all() for image in references):
+            raise PrecisionError(
+                "images contain NaN or infinity in float32 as well",
+                "a pipeline that generates images in float32",
+                "leave out --min_psnr and --min_accuracy",
+            )
+        self._pipeline, self._request, self._device, self._work = pipeline, request, device, work
+        self._references, self._settings, self._bounds = references, settings, bounds
+        self._denoiser = pipeline.family.with_role(Role.DENOISER)
+        self._config = request.quantization or QuantizationConfig()
+        self._captions = () if bounds.min_accuracy is None else held_out_captions(bounds.captions, settings.seed)
+        accuracy = self._accuracy(wide)
+        if accuracy is not None and not self.is_accurate(accuracy):
+            raise PrecisionError(
+                f"{accuracy} of {accuracy.count} images show their captions in float32",
+                f"at least {bounds.min_accuracy:g} %",
+                "lower --min_accuracy",
+            )
+        self.reference = ImageQuality(float("inf"), accuracy)
+        policies = quantization_policies(request, pipeline.family)
+        written = [each for each in pipeline.family.components if policies[each.name].is_active]
+        self._folder = work / "images"
+        ignored = shutil.ignore_patterns(self._denoiser.name, *(each.name for each in written))
+        shutil.copytree(wide, self._folder, ignore=ignored, copy_function=link_or_copy)
+        for spec in written:
+            if spec is not self._denoiser:
+                self._write(spec, self._config)
+
+    def is_accurate(self, accuracy: Proportion) -> bool:
+        """Return whether an accuracy meets the bound."""
+        # A share of a percentage that is an integer is compared without rounding: 95 of 100 are 95 %.
+        return self._bounds.min_accuracy is None or 100 * accuracy.right >= self._bounds.min_accuracy * accuracy.count
+
+    def meets_bounds(self, quality: ImageQuality) -> bool:
+        """Return whether images meet the bounds. Images that were not judged do not meet a bound on the accuracy."""
+        if self._bounds.min_psnr_db is not None and not quality.psnr_db >= self._bounds.min_psnr_db:
+            return False
+        return self._bounds.min_accuracy is None or (
+            quality.accuracy is not None and self.is_accurate(quality.accuracy)
+        )
+
+    def measured(self, modules: Sequence[str]) -> ImageQuality:
+        """Return the quality of images with some modules quantized.
+
+        Captions are judged only if the PSNR meets its bound.
+        """
+        self._write(self._denoiser, replace(self._config, only=tuple(modules)))
+        images = run_probe(self._folder, self._device.provider, self._settings, record=False).images
+        pairs = zip(images, self._references, strict=True)
+        decibels = min(psnr(np.clip(image, 0, 1), np.clip(reference, 0, 1)) for image, reference in pairs)
+        if self._bounds.min_psnr_db is not None and not decibels >= self._bounds.min_psnr_db:
+            return ImageQuality(decibels)
+        return ImageQuality(decibels, self._accuracy(self._folder))
+
+    def _write(self, spec: ComponentSpec, config: QuantizationConfig) -> None:
+        """Write a component with a quantization, in float32 where it is not quantized."""
+        target = self._folder / spec.name
+        shutil.rmtree(target, ignore_errors=True)
+        runs_as_it_is = self._device.provider == self._request.provider
+        made = target if runs_as_it_is else self._work / "quantized"
+        write_component(self._pipeline, spec, made, wide_request(self._request, config))
+        if not runs_as_it_is:
+            write_emulated_component(made, target)
+            shutil.rmtree(made)
+
+    def _accuracy(self, folder: Path) -> Proportion | None:
+        """Return the share of captions whose images by a folder show them; None without captions."""
+        if not self._captions:
+            return None
+        with OrtDiffusionPipeline.from_pretrained(folder, self._device.provider) as pipeline, warnings.catch_warnings():
+            warnings.simplefilter("ignore", NotFiniteWarning)  # such an image is wrong
+            warnings.filterwarnings("ignore", "invalid value encountered", RuntimeWarning)
+            pipeline.set_progress_bar_config(disable=True)
+
+            def generate(batch: list[str], seed: int) -> Sequence[Any]:
+                steps = self._bounds.caption_steps
+                made = pipeline(batch, num_inference_steps=steps, guidance_scale=GUIDANCE_SCALE, seed=seed)
+                return list(made.images)
+
+            images = draw_batches(generate, self._captions, self._settings.seed)
+        return Proportion(**summarize(score_images(images, self._captions))["right"])
