@@ -62,7 +62,7 @@ class Trial:
     def as_json(self) -> dict[str, Any]:
         """Return JSON values, with the entries `psnr_db` and `accuracy` where they were measured.
 
-        Infinity is None: of an error for outputs that are not finite, and of a PSNR for equal images.
+        Infinity is None: an error of outputs, or a PSNR of images, that are not finite, and the PSNR of equal images.
         """
         content: dict[str, Any] = {"modules": self.modules, "bytes_saved": self.bytes_saved, "error": self.error}
         if self.images is not None:
