@@ -1,4 +1,4 @@
-"""`sdonnx export -m MODEL -o OUT`: export a diffusers pipeline to a folder of ONNX graphs."""
+"""`sdonnx export -m MODEL -o OUT`: export a diffusers pipeline or a single file to a folder of ONNX graphs."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from sdonnx.export.open_source import is_hub_id, open_source
+from sdonnx.export.single_file.suffixes import is_single_file
 from sdonnx.terminal import add_common, add_option, console, tensor_progress
 
 __all__ = ["add_arguments", "run"]
@@ -19,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "so memory use does not grow with the model."
     )
     add = partial(add_option, parser)
-    add("-m", "--model", required=True, help="local diffusers folder, or the id of a pipeline on the hub")
+    add("-m", "--model", required=True, help="local diffusers folder, id of a pipeline on the hub, or single file")
     add("-o", "--output", required=True, type=Path, help="folder to write")
     dtypes = ("float32", "float16")
     add("--dtype", default="float32", choices=dtypes, help="type of weights, inputs and outputs (default: float32)")
@@ -46,13 +47,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FOLDER",
         help="image encoder of the adapters (default: the pipeline's, or image_encoder next to an adapter)",
     )
+    add(
+        "--config",
+        metavar="FOLDER_OR_ID",
+        help="for a single file: diffusers folder or id on the hub, of which tokenizers, scheduler and configurations "
+        "are used (default: the published pipeline's)",
+    )
+    add("--vae", type=Path, metavar="FILE", help="for a single file: file of the autoencoder (default: the file's)")
     add_common(parser)
 
 
 def run(options: argparse.Namespace) -> int:
     """Run the command."""
     # Before torch is imported, which takes seconds.
-    if not is_hub_id(options.model):
+    if not is_hub_id(options.model) and not is_single_file(options.model):
         open_source(options.model)
     from sdonnx.export.export_pipeline import export_pipeline
 
@@ -66,6 +74,8 @@ def run(options: argparse.Namespace) -> int:
             variant=options.variant,
             ip_adapters=options.ip_adapter,
             image_encoder=options.image_encoder,
+            config=options.config,
+            vae=options.vae,
             progress=on_progress,
         )
     console().print(f"exported to {options.output}")

@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from sdonnx.errors import WeightsError
 from sdonnx.export.weight_files import find_weights
 
-__all__ = ["WeightFiles", "Weights", "narrowed", "shapes_in", "tensor_in"]
+__all__ = ["WeightFiles", "Weights", "narrowed", "shapes_in", "tensor_in", "tensors_in_pickle"]
 
 # diffusers renamed the projections of its first attention block, and maps the old names when it loads a model
 # (`ModelMixin._fix_state_dict_keys_on_load`). The published VAEs of Stable Diffusion 1 have the old names.
@@ -78,21 +78,7 @@ class WeightFiles:
 
     def _shapes(self, file: Path) -> Iterable[tuple[str, tuple[int, ...]]]:
         if file.suffix == ".bin":
-            try:
-                # Files of torch versions before 1.6 are not archives and cannot be memory-mapped.
-                mapped = zipfile.is_zipfile(file)
-                content = torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
-                if not isinstance(content, dict) or not all(isinstance(x, torch.Tensor) for x in content.values()):
-                    raise pickle.UnpicklingError
-            except pickle.UnpicklingError as error:  # torch's message suggests running the file's code
-                raise WeightsError(
-                    f"{file} contains more than named tensors, and its code is not run",
-                    "the state_dict of a model",
-                    "convert it to safetensors",
-                ) from error
-            except Exception as error:
-                raise _broken(file, error) from error
-            self._pickles[file] = content
+            self._pickles[file] = tensors_in_pickle(file)
             return [(key, tuple(tensor.shape)) for key, tensor in self._pickles[file].items()]
         return shapes_in(file).items()
 
@@ -143,8 +129,8 @@ def shapes_in(file: Path) -> dict[str, tuple[int, ...]]:
         raise _broken(file, error) from error
 
 
-def tensor_in(file: Path, key: str) -> torch.Tensor:
-    """Return a tensor of a safetensors file.
+def tensor_in(file: Path, key: str, rows: slice | None = None) -> torch.Tensor:
+    """Return a tensor of a safetensors file, or some of its rows.
 
     The file is opened for each tensor, because closing it releases the mapped pages. Reading a file of any size
     therefore needs the memory of one tensor.
@@ -154,10 +140,42 @@ def tensor_in(file: Path, key: str) -> torch.Tensor:
     """
     try:
         with safe_open(file, framework="pt") as tensors:
-            tensor: torch.Tensor = tensors.get_tensor(key)
+            tensor: torch.Tensor = tensors.get_tensor(key) if rows is None else tensors.get_slice(key)[rows]
     except (SafetensorError, OSError) as error:
         raise _broken(file, error) from error
     return tensor
+
+
+def tensors_in_pickle(file: Path, *, training_state: bool = False) -> dict[str, torch.Tensor]:
+    """Return the tensors of a pickle, by key, without running code from it.
+
+    Archives are memory-mapped. Files of torch versions before 1.6 are not archives, and are read into memory.
+
+    Args:
+        file: The pickle.
+        training_state: Also accept other objects that torch considers safe, such as the number of the step, and a
+            dictionary of tensors under "state_dict".
+
+    Raises:
+        WeightsError: The file is broken, or contains other objects.
+    """
+    try:
+        content = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
+        if training_state and isinstance(content, dict):
+            content = content.get("state_dict", content)
+            if isinstance(content, dict):
+                content = {key: value for key, value in content.items() if isinstance(value, torch.Tensor)}
+        if not isinstance(content, dict) or not all(isinstance(x, torch.Tensor) for x in content.values()):
+            raise pickle.UnpicklingError
+    except pickle.UnpicklingError as error:  # torch's message suggests running the file's code
+        raise WeightsError(
+            f"{file} contains more than named tensors, and its code is not run",
+            "the state_dict of a model",
+            "convert it to safetensors",
+        ) from error
+    except Exception as error:
+        raise _broken(file, error) from error
+    return {str(key): tensor for key, tensor in content.items()}
 
 
 def _broken(file: Path, error: Exception) -> WeightsError:

@@ -7,17 +7,21 @@ import importlib
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from sdonnx.errors import FolderError
 from sdonnx.export.checkpoint_weights import WeightFiles, Weights
+from sdonnx.export.single_file.checkpoint_file import RenamedWeights
 from sdonnx.folder.pipeline_folder import MODEL_INDEX, PipelineFolder, read_json
 from sdonnx.models.spec import ComponentSpec
 
-__all__ = ["ComponentPlan", "plan_component", "plan_model"]
+if TYPE_CHECKING:
+    from sdonnx.export.single_file.open_single_file import SingleFile
+
+__all__ = ["ComponentPlan", "max_modules", "plan_component", "plan_model"]
 
 # Library in model_index.json -> module that contains the class. A pipeline's own classes are next to the pipeline.
 _LIBRARIES = {
@@ -47,7 +51,11 @@ class ComponentPlan:
 
 
 def plan_component(
-    folder: PipelineFolder, spec: ComponentSpec, allow_pickle: Collection[str], variant: str | None = None
+    folder: PipelineFolder,
+    spec: ComponentSpec,
+    allow_pickle: Collection[str],
+    variant: str | None = None,
+    single: SingleFile | None = None,
 ) -> ComponentPlan:
     """Return how a component of a pipeline folder is exported, after its configuration and weights were checked.
 
@@ -56,6 +64,7 @@ def plan_component(
         spec: The component.
         allow_pickle: Components whose weights may be read from a pickle (`.bin`).
         variant: Variant of the weights; see `find_weights`.
+        single: The single file that contains the weights, if `folder` does not.
 
     Raises:
         FolderError: The index or the configuration cannot be used.
@@ -69,6 +78,9 @@ def plan_component(
             "export the original diffusers pipeline",
         )
     library, class_name = entry
+    if single is not None:
+        weights = single.weights[spec.source]
+        return _plan(spec, single.configs[spec.source], library, str(class_name), weights)
     source = folder.component(spec.source)
     return plan_model(spec, source, library, str(class_name), spec.source in allow_pickle, variant)
 
@@ -95,8 +107,15 @@ def plan_model(
         FolderError: The configuration cannot be used.
         WeightsError: Weights are missing, broken, or a pickle.
     """
-    config = read_json(component / "config.json")
+    read_json(component / "config.json")  # a broken one is reported first
     weights = WeightFiles(component, allow_pickle=allow_pickle, variant=variant)
+    return _plan(spec, component, library, class_name, weights)
+
+
+def _plan(
+    spec: ComponentSpec, component: Path, library: str, class_name: str, weights: WeightFiles | RenamedWeights
+) -> ComponentPlan:
+    config = read_json(component / "config.json")
     build = _builder(library, class_name, component)
     _require_weights(build, component, weights)
     return ComponentPlan(spec, build, weights, config, (component / "config.json").read_text(encoding="utf-8"))
@@ -135,9 +154,13 @@ def _builder(library: str, class_name: str, component: Path) -> Callable[[], tor
 
 
 @contextlib.contextmanager
-def _max_modules(limit: int) -> Iterator[None]:
-    """Raise if more modules than the limit are created: a faulty configuration can ask for a billion layers."""
-    count = 0
+def max_modules(tensors: int) -> Iterator[None]:
+    """Raise if far more modules are created than there are tensors: a broken configuration can ask for a billion.
+
+    Args:
+        tensors: Number of tensors in the weights of the modules.
+    """
+    count, limit = 0, 100 + 10 * tensors  # a layer has about two tensors, and a few modules around it
 
     def counted(*_: object) -> None:
         nonlocal count
@@ -152,19 +175,23 @@ def _max_modules(limit: int) -> Iterator[None]:
         hook.remove()
 
 
-def _require_weights(build: Callable[[], torch.nn.Module], component: Path, weights: WeightFiles) -> None:
+def _require_weights(
+    build: Callable[[], torch.nn.Module], component: Path, weights: WeightFiles | RenamedWeights
+) -> None:
     """Raise unless the configuration builds a module and the files contain all of its parameters.
 
     The module has no storage, so this takes a second or two. Tracing takes minutes.
     """
     try:
-        # A layer has about two tensors, and a few modules around it.
-        with torch.device("meta"), _max_modules(100 + 10 * len(weights)):
+        with torch.device("meta"), max_modules(len(weights)):
             module = build()
     except Exception as error:  # a module's constructor raises any exception for a wrong value
         raise _bad_config(component, error) from error
     for name, tensor in module.state_dict().items():
         weights.find(name, tuple(tensor.shape))
+    if isinstance(weights, RenamedWeights) and not weights.component.startswith("text_encoder"):
+        # Unused tensors of a text encoder are the last layer of Stable Diffusion 2 and buffers.
+        weights.require_no_others(module.state_dict())
 
 
 def _bad_config(component: Path, error: Exception) -> FolderError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib.util
 import json
@@ -21,6 +22,8 @@ from sdonnx.export.exported_families import wrapper_of
 from sdonnx.export.interruption import interruptible
 from sdonnx.export.ip_adapter_export import IMAGE_ENCODER, AdapterFiles
 from sdonnx.export.open_source import open_source
+from sdonnx.export.single_file.open_single_file import SingleFile, open_single_file
+from sdonnx.export.single_file.suffixes import is_single_file
 from sdonnx.export.trace import trace
 from sdonnx.export.weight_files import find_weights, require_safetensors, require_variant
 from sdonnx.folder.pipeline_folder import (
@@ -59,6 +62,8 @@ def export_pipeline(
     variant: str | None = None,
     ip_adapters: Sequence[str | Path] = (),
     image_encoder: str | Path | None = None,
+    config: str | Path | None = None,
+    vae: str | Path | None = None,
     progress: Progress | None = None,
 ) -> None:
     """Export the diffusers pipeline `source` to the ONNX folder `out`.
@@ -67,15 +72,20 @@ def export_pipeline(
     read one at a time, so peak memory does not grow with the model.
 
     Args:
-        source: A local pipeline folder, or the id of a pipeline on the Hugging Face hub.
+        source: A local pipeline folder, the id of a pipeline on the Hugging Face hub, or a single-file checkpoint of
+            Stable Diffusion 1, 2 or XL in the original layout.
         out: The folder to write.
         dtype: "float32" or "float16": type of weights, inputs and outputs.
         overwrite: Replace `out` if it contains a pipeline.
-        allow_pickle: Components whose weights may be read from a pickle (`.bin`); "all" for every one.
+        allow_pickle: Components whose weights may be read from a pickle (`.bin`); "all" for every one, and
+            for a single file (`.ckpt`).
         variant: Variant of the weights, such as "fp16" for `*.fp16.safetensors`. Components without it are read from
             the files without a variant. By default, a variant is read only where there are no other weights.
         ip_adapters: Files of IP-Adapters, or folders with one adapter each, in the order in which a call passes images.
         image_encoder: Folder of their image encoder. None for the pipeline's, or `image_encoder` next to an adapter.
+        config: For a single file, a diffusers folder or its id on the hub: its tokenizers, scheduler and configurations
+            are used. None for the tokenizers of the published pipeline on the hub, and its scheduler.
+        vae: For a single file, a file with the autoencoder to use.
         progress: Progress callback.
 
     Raises:
@@ -83,7 +93,34 @@ def export_pipeline(
     """
     if dtype not in DTYPES:
         raise OptionError(f"the dtype {dtype!r} is unknown", f"one of {', '.join(DTYPES)}", "pass one of these")
-    folder = open_source(source, variant)
+    with contextlib.ExitStack() as stack:
+        single = None
+        if is_single_file(source):
+            if variant is not None:
+                raise OptionError(f"--variant {variant} with the file {source}", "no --variant", "omit it")
+            autoencoder = None if vae is None else Path(vae)
+            single = stack.enter_context(open_single_file(Path(source), config, autoencoder, allow_pickle))
+        elif config is not None or vae is not None:
+            name = "--vae" if config is None else "--config"
+            raise OptionError(f"{name} with {source}", "a single-file checkpoint", f"omit {name}")
+        folder = open_source(source, variant) if single is None else single.folder
+        files = (ip_adapters, image_encoder)
+        _export(folder, single, out, dtype, overwrite, allow_pickle, variant, files, progress)
+
+
+def _export(
+    folder: PipelineFolder,
+    single: SingleFile | None,
+    out: Path,
+    dtype: str,
+    overwrite: bool,
+    allow_pickle: Collection[str],
+    variant: str | None,
+    adapter_files: tuple[Sequence[str | Path], str | Path | None],
+    progress: Progress | None,
+) -> None:
+    """Export a pipeline folder, or a single file as which it was opened."""
+    ip_adapters, image_encoder = adapter_files
     family = family_of(folder)
     allow_pickle = _require_options(family, dtype, allow_pickle, adapted=bool(ip_adapters))
     # All inputs are checked before anything is written.
@@ -91,13 +128,16 @@ def export_pipeline(
         folder.config(name, file)
         _require_sentencepiece(folder.path / name)
     sources = [folder.path / name for name in dict.fromkeys(spec.source for spec in family.components)]
-    require_safetensors(sources, allow_pickle)
-    if variant is not None:
-        require_variant(sources, variant)
-    plans = [plan_component(folder, spec, allow_pickle, variant) for spec in family.components]
-    _log_variants(folder, family, allow_pickle, variant)
+    if single is None:
+        require_safetensors(sources, allow_pickle)
+        if variant is not None:
+            require_variant(sources, variant)
+    plans = [plan_component(folder, spec, allow_pickle, variant, single) for spec in family.components]
+    if single is None:
+        _log_variants(folder, family, allow_pickle, variant)
     adapters = AdapterFiles.open(ip_adapters, image_encoder, folder)
-    inputs, index, processor = [folder.path], (folder.path / MODEL_INDEX).read_bytes(), None
+    inputs = [folder.path] if single is None else list(single.inputs)
+    index, processor = (folder.path / MODEL_INDEX).read_bytes(), None
     if adapters is not None:
         family, plans = adapters.adapt(family, plans, IMAGE_ENCODER in allow_pickle)
         inputs += adapters.inputs

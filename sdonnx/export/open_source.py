@@ -7,12 +7,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from sdonnx.errors import FolderError, SdonnxError
+from sdonnx.export.single_file.suffixes import SUFFIXES
 from sdonnx.export.weight_files import only_variant
 from sdonnx.folder.folder_kind import require_diffusers
 from sdonnx.folder.pipeline_folder import PipelineFolder
 from sdonnx.models.registry import family_of
 
-__all__ = ["is_hub_id", "open_source"]
+__all__ = ["download_files", "is_hub_id", "open_source"]
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -22,6 +23,7 @@ _REASONS = {
     "GatedRepoError": "access to it must be requested on its page, and this machine must log in: hf auth login",
     "RepositoryNotFoundError": "there is no such repository, or it is private",
     "RevisionNotFoundError": "the repository has no such revision",
+    "LocalEntryNotFoundError": "it is not in the local cache, and HF_HUB_OFFLINE is set or the hub cannot be reached",
     "EntryNotFoundError": "the repository is not a pipeline in diffusers' layout",
     "ConnectError": "it is not in the local cache, and huggingface.co cannot be reached",
     "ConnectionError": "it is not in the local cache, and huggingface.co cannot be reached",
@@ -32,7 +34,8 @@ _REASONS = {
 def is_hub_id(source: str | Path) -> bool:
     """Return whether a source is the id of a pipeline on the hub, such as "owner/name", and not a local path."""
     text = str(source)
-    return not Path(source).exists() and text.count("/") == 1 and not text.startswith((".", "/", "~"))
+    named = text.count("/") == 1 and not text.startswith((".", "/", "~")) and not text.endswith(SUFFIXES)
+    return named and not Path(source).exists()
 
 
 def open_source(source: str | Path, variant: str | None = None) -> PipelineFolder:
@@ -75,6 +78,30 @@ def _downloaded(name: str, variant: str | None) -> Path:
         ) from error
     finally:
         logging.set_verbosity(before)
+
+
+def download_files(name: str, patterns: list[str], remedy: str, found: str | None = None) -> Path:
+    """Download some files of a repository on the hub, unless they are in the cache; return their folder.
+
+    Args:
+        name: id of the repository.
+        patterns: patterns of the files' paths.
+        remedy: for the message, the next step if the files cannot be downloaded.
+        found: for the message, the beginning of its first part.
+
+    Raises:
+        FolderError: the files are not in the cache, and cannot be downloaded.
+    """
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=patterns))
+    except Exception as error:  # the hub's client raises many kinds of exceptions
+        raise FolderError(
+            f"{found or name} cannot be downloaded ({_reason(error)})",
+            "a repository that this machine can reach",
+            remedy,
+        ) from error
 
 
 def _files(name: str) -> list[str]:

@@ -177,11 +177,7 @@ class PipelineFolder:
             found = f"{path} is a file" if path.exists() else f"{path} does not exist"
             remedy = "pass the folder that contains model_index.json"
             if path.is_file() and path.suffix in _SINGLE_FILES:
-                # The class of the pipeline is not known without a look into the file.
-                remedy = (
-                    f"convert it with diffusers: StableDiffusionPipeline.from_single_file({str(path)!r})"
-                    f".save_pretrained({path.stem!r}) (or another class of pipelines), and pass that folder"
-                )
+                remedy = f"export it first: sdonnx export -m {path} -o EXPORTED"
             if kept := leftovers(path, REPLACED):
                 found += f", but {kept[-1].name} next to it does, which a killed run with --overwrite set aside"
                 remedy = f"run that command again, or rename {kept[-1].name} to {path.name}"

@@ -14,6 +14,7 @@ from sdonnx.export.open_source import is_hub_id, open_source
 def test_hub_ids(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert is_hub_id("owner/name")
     assert not any(is_hub_id(path) for path in ("name", "./owner/name", "a/b/c", "/owner/name", "~/name", tmp_path))
+    assert not is_hub_id("folder/model.safetensors")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "owner" / "name").mkdir(parents=True)
     assert not is_hub_id("owner/name")

@@ -50,7 +50,7 @@ def test_exporting_and_optimizing_another_kind(
 @pytest.mark.parametrize("name", ["model.safetensors", "v1-5-pruned.ckpt"])
 def test_single_file_checkpoints(name: str, tmp_path: Path) -> None:
     (tmp_path / name).touch()
-    with refused(FolderError, "is a file", f"from_single_file('{tmp_path / name}').save_pretrained('"):
+    with refused(FolderError, "is a file", f"sdonnx export -m {tmp_path / name} -o"):
         PipelineFolder.open(tmp_path / name)
     (tmp_path / "notes.txt").touch()
     with refused(FolderError, "notes.txt is a file", "pass the folder that contains model_index.json"):

@@ -15,7 +15,7 @@ from unittest import mock
 
 from sdonnx.sample import write_sample as sample
 
-__all__ = ["narrowed", "write_micro", "write_nano"]
+__all__ = ["changed", "narrowed", "write_micro", "write_nano"]
 
 # Block 0 of Stable Diffusion XL has no attention, so no GEGLU.
 _CHANNELS, _CHANNELS_XL = (64, 128), (64, 320)
@@ -58,11 +58,11 @@ def narrowed(arch: str) -> Iterator[None]:
         narrow = {"block_out_channels": _CHANNELS_XL, "attention_head_dim": heads}
         if "refiner" in arch:  # a block with several transformer layers is that of the base
             narrow["transformer_layers_per_block"] = [1, 1]
-    with _changed(arch, {"unet": narrow}):
+    with changed(arch, {"unet": narrow}):
         yield
 
 
-def _changed(arch: str, changes: Mapping[str, Mapping[str, Any]]) -> AbstractContextManager[Any]:
+def changed(arch: str, changes: Mapping[str, Mapping[str, Any]]) -> AbstractContextManager[Any]:
     """Change configurations of a sample, by component."""
     architecture = sample.ARCHITECTURES[arch]
     networks = {
@@ -98,6 +98,6 @@ def write_nano(arch: str, folder: Path, overflow: str | None = None, *, grown: b
             "down_block_types": ("DownEncoderBlock2D",) * 2,
             "up_block_types": ("UpDecoderBlock2D",) * 2,
         }
-    with _changed(arch, changes):
+    with changed(arch, changes):
         sample.write_sample(arch, folder, overflow=overflow if grown else None)
     return folder

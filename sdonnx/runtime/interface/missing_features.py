@@ -75,9 +75,8 @@ CLASS_METHODS: Mapping[str, tuple[str, str]] = {
         "use the same pipeline: with image= it is image to image, with mask_image= it is inpainting",
     ),
     "from_single_file": (
-        "a single file has no components",
-        "save it with diffusers (StableDiffusionPipeline.from_single_file(FILE).save_pretrained(FOLDER)), "
-        "then export and optimize that folder",
+        "a single file is not optimized",
+        "export it (sdonnx export -m FILE -o EXPORTED), optimize that folder, and load it with from_pretrained",
     ),
 }
 """Constructors of diffusers that this class does not have."""

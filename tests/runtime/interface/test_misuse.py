@@ -142,6 +142,6 @@ def test_methods_without_effect_are_logged(
 @pytest.mark.parametrize("name", CLASS_METHODS)
 def test_other_constructors(name: str) -> None:
     assert callable(getattr(diffusers.StableDiffusionPipeline, name))
-    words = {"from_pipe": "image=", "from_single_file": "from_single_file(FILE).save_pretrained(FOLDER)"}
+    words = {"from_pipe": "image=", "from_single_file": "sdonnx export -m FILE"}
     with refused(OptionError, name, words[name]):
         getattr(OrtDiffusionPipeline, name)("model.safetensors")

@@ -1,0 +1,135 @@
+"""Read tensors of a single-file checkpoint one at a time, also under their names in diffusers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy.typing as npt
+import torch
+
+from sdonnx.errors import WeightsError
+from sdonnx.export.checkpoint_weights import narrowed, shapes_in, tensor_in, tensors_in_pickle
+from sdonnx.export.single_file.original_keys import Source
+from sdonnx.export.single_file.suffixes import PICKLES
+
+__all__ = ["CheckpointFile", "RenamedWeights"]
+
+_CLIP_PREFIX = "text_model."
+
+
+@dataclass(frozen=True)
+class CheckpointFile:
+    """A file with tensors, which stay on disk.
+
+    Attributes:
+        path: The file.
+        shapes: Shapes of its tensors, by key.
+        pickled: Tensors of a pickle, by key; empty for safetensors.
+    """
+
+    path: Path
+    shapes: Mapping[str, tuple[int, ...]]
+    pickled: Mapping[str, torch.Tensor] = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def open(cls, path: Path, *, allow_pickle: bool, component: str = "all") -> CheckpointFile:
+        """Open a safetensors file, or a pickle (`.ckpt`, `.pt`) if that is allowed.
+
+        Args:
+            path: The file.
+            allow_pickle: Whether a pickle may be read, with `weights_only=True`.
+            component: Name that allows a pickle, for the message.
+
+        Raises:
+            WeightsError: The file is missing or broken, or a pickle that is not allowed.
+        """
+        if not path.is_file():
+            raise WeightsError(f"{path} is not a file", "a file of weights", "correct the path")
+        if path.suffix not in PICKLES:
+            return cls(path, shapes_in(path))
+        if not allow_pickle:
+            raise WeightsError(
+                f"{path} is a pickle, which can run code when opened",
+                "safetensors",
+                f"convert to safetensors, or pass --allow_pickle {component} if you trust the author",
+            )
+        tensors = tensors_in_pickle(path, training_state=True)
+        return cls(path, {key: tuple(tensor.shape) for key, tensor in tensors.items()}, tensors)
+
+    def read(self, key: str, rows: slice | None = None) -> torch.Tensor:
+        """Return a tensor, or some of its rows.
+
+        Raises:
+            WeightsError: The file changed after it was opened.
+        """
+        if not self.pickled:
+            return tensor_in(self.path, key, rows)
+        return self.pickled[key] if rows is None else self.pickled[key][rows]
+
+
+@dataclass(frozen=True)
+class RenamedWeights:
+    """Weights of one component of a single file, by their names in its torch module.
+
+    Attributes:
+        file: The file.
+        component: Name of the component, for messages.
+        sources: Where each parameter is in the file.
+    """
+
+    file: CheckpointFile
+    component: str
+    sources: Mapping[str, Source]
+
+    def __len__(self) -> int:
+        """Return the number of parameters."""
+        return len(self.sources)
+
+    def find(self, name: str, shape: tuple[int, ...]) -> str:
+        """Return the key of the parameter `name`.
+
+        Raises:
+            WeightsError: The parameter is missing or has another shape.
+        """
+        # The prefix depends on the version of transformers.
+        key = name if name in self.sources else name.removeprefix(_CLIP_PREFIX)
+        if (source := self.sources.get(key)) is None:
+            raise WeightsError(
+                f"{self.file.path} has no tensor for {name} of the {self.component}",
+                "all weights of a checkpoint in the original layout",
+                "download the file again, or pass --config FOLDER with the configuration of this model",
+            )
+        if source.shape != shape:
+            raise WeightsError(
+                f"{self.file.path} has {source.key} with shape {self.file.shapes[source.key]}",
+                f"{shape} for {name} of the {self.component}",
+                "pass --config FOLDER with the configuration of this model",
+            )
+        return key
+
+    def require_no_others(self, names: Iterable[str]) -> None:
+        """Raise unless each tensor belongs to one of a module's parameters, `names`.
+
+        Raises:
+            WeightsError: There are other tensors, such as those of further layers.
+        """
+        if others := sorted(set(self.sources) - set(names)):
+            raise WeightsError(
+                f"{self.file.path} has {self.sources[others[0]].key}, which the {self.component} does not have",
+                "the layers of Stable Diffusion 1, 2 or XL",
+                "pass --config FOLDER with the configuration of this model, if it is one of these",
+            )
+
+    def read(self, key: str, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+        """Return a copy of the parameter with a key from `find`, converted to `dtype`.
+
+        Raises:
+            WeightsError: The file changed after it was opened, or a value exceeds the range of `dtype`.
+        """
+        source = self.sources[key]
+        tensor = self.file.read(source.key, source.rows)
+        tensor = tensor.T if source.transposed else tensor
+        return narrowed(tensor.reshape(source.shape), dtype, source.key, self.file.path)
