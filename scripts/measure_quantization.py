@@ -43,10 +43,10 @@ from sdonnx.runtime.device.device import device_for
 from sdonnx.runtime.device.kernel_workarounds import check_now
 from sdonnx.runtime.device.session import Graph
 from sdonnx.runtime.pipeline import OrtDiffusionPipeline
-from sdonnx.sample.shapes.shape_evaluation import held_out_captions, score_images, summarize
+from sdonnx.sample.shapes.recognize_sample import GUIDANCE_SCALE
+from sdonnx.sample.shapes.shape_evaluation import draw_batches, held_out_captions, score_images, summarize
 
-_BATCH = 50
-_CAPTION_STEPS, _CAPTION_GUIDANCE = 25, 4.0  # those of the training's record
+_CAPTION_STEPS = 25  # those of the training's record
 _TIMED_STEPS = (2, 42)
 
 
@@ -167,15 +167,13 @@ def _drawn(folder: Path, provider: str, captions: Sequence[str]) -> dict[str, An
 
 
 def _images(pipeline: OrtDiffusionPipeline, captions: Sequence[str]) -> list[Any]:
-    """Return an image (H,W,3) of each caption; the first image of a batch has the seed of its number."""
-    images: list[Any] = []
-    for start in range(0, len(captions), _BATCH):
-        prompts = list(captions[start : start + _BATCH])
-        made = pipeline(
-            prompts, num_inference_steps=_CAPTION_STEPS, guidance_scale=_CAPTION_GUIDANCE, seed=start
-        ).images
-        images += [np.asarray(each.convert("RGB")) for each in made]
-    return images
+    """Return an image (H,W,3) of each caption."""
+
+    def generate(batch: list[str], seed: int) -> Sequence[Any]:
+        made = pipeline(batch, num_inference_steps=_CAPTION_STEPS, guidance_scale=GUIDANCE_SCALE, seed=seed)
+        return list(made.images)
+
+    return draw_batches(generate, captions, 0)
 
 
 def _step_ms(pipeline: OrtDiffusionPipeline) -> float:
