@@ -107,7 +107,7 @@ class ImageTrials:
             raise PrecisionError(
                 f"{accuracy} of {accuracy.count} images show their captions in float32",
                 f"at least {bounds.min_accuracy:g} %",
-                "lower --min_accuracy",
+                "lower --min_accuracy, or raise --calibration_steps",
             )
         self.reference = ImageQuality(float("inf"), accuracy)
         policies = quantization_policies(request, pipeline.family)
@@ -121,7 +121,7 @@ class ImageTrials:
 
     def is_accurate(self, accuracy: Proportion) -> bool:
         """Return whether an accuracy meets the bound."""
-        # A share of a percentage that is an integer is compared without rounding: 95 of 100 are 95 %.
+        # Integers are compared without rounding: 95 of 100 are 95 %.
         return self._bounds.min_accuracy is None or 100 * accuracy.right >= self._bounds.min_accuracy * accuracy.count
 
     def meets_bounds(self, quality: ImageQuality) -> bool:

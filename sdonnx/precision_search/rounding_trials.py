@@ -67,9 +67,12 @@ class RoundingTrials:
         self._reference = self._run(set())
 
     def groups(self) -> dict[tuple[str, ...], int]:
-        """Return the groups of modules to measure together, with the bytes that each saves in float16."""
+        """Return the groups of modules to measure together, with the bytes that each saves in float16.
+
+        Modules that the policy names are left out: they are quantized in any case.
+        """
         model = ir.load(self._folder / ONNX_MODEL)
-        products = [each for each, *_ in self._quantizable(model) if each.paths]
+        products = [each for each, *_ in self._quantizable(model) if each.paths and not self._policy.names(each.paths)]
         groups: dict[Any, tuple[list[str], int]] = {}
         for each in products:
             series = tuple(_NUMBER.sub("*", path) for path in each.paths)
@@ -87,6 +90,11 @@ class RoundingTrials:
                 errors.append(relative_error(values, expected[name]))
                 similarities.append(structural_similarity(values, expected[name]))
         return max(errors), min(similarities)
+
+    def named(self) -> set[str]:
+        """Return the modules that are quantized in any case, since the policy names them."""
+        products = (each for each, *_ in self._quantizable(ir.load(self._folder / ONNX_MODEL)))
+        return {path for each in products if self._policy.names(each.paths) for path in each.paths}
 
     def _quantizable(self, model: ir.Model) -> list[tuple[WeightedNode, QuantizationType, bool]]:
         """Return the products that the policy quantizes, with their types and whether activations are rounded."""

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from sdonnx.errors import PrecisionError
+from sdonnx.errors import OptionError, PrecisionError
 from sdonnx.folder.pipeline_folder import finite
 from sdonnx.models.spec import Role
 from sdonnx.optimize.exported import open_exported, quantization_policies
@@ -48,7 +48,7 @@ class Trial:
     """A set of modules that was tried.
 
     Attributes:
-        modules: number of modules.
+        modules: number of modules, without those that the configuration names: they are quantized in every set.
         bytes_saved: bytes that their weights lose, of a component in float16.
         error: relative error of the component's output.
         images: quality of the images; None if none were generated.
@@ -170,8 +170,18 @@ def choose_modules(
 
 
 def _sensitivities(trials: RoundingTrials, name: str, progress: ProgressCallback | None) -> tuple[Sensitivity, ...]:
-    """Return the effect of each group of modules, the least sensitive first."""
+    """Return the effect of each group of modules, the least sensitive first.
+
+    Raises:
+        OptionError: there is no module to choose from.
+    """
     groups = trials.groups()
+    if not groups:
+        raise OptionError(
+            f"no module of {name} to choose from",
+            "some that the quantization type is for and the configuration does not name",
+            "leave out entries of modules, or name a type in place of auto",
+        )
     found = []
     for index, (modules, saved) in enumerate(groups.items()):
         if progress is not None:
@@ -207,7 +217,7 @@ class _Search:
     ) -> None:
         self.tried: dict[int, Trial] = {} if images is None else {0: Trial(0, 0, 0.0, images.reference)}
         self._trials, self._images, self._found, self._bounds = trials, images, found, bounds
-        self._name, self._progress = name, progress
+        self._name, self._progress, self._named = name, progress, trials.named()
 
     def largest(self) -> int:
         """Return the number of entries in the largest set that meets the bounds, by bisection.
@@ -219,9 +229,8 @@ class _Search:
         """
         count = _largest(len(self._found), self._is_within_error)
         if count == 0:
-            least = min((each.error for each in self._found), default=math.inf)
             raise PrecisionError(
-                f"the error of {self._name} is {least:.2g} with its least sensitive modules quantized",
+                f"the error of {self._name} is {self._trial(1).error:.2g} with its least sensitive modules quantized",
                 f"at most {self._bounds.max_error:g}",
                 "raise --max_error, or take a type with a smaller error, such as int8_weightonly",
             )
@@ -248,7 +257,7 @@ class _Search:
     def _trial(self, count: int) -> Trial:
         if count not in self.tried:
             modules = self._first(count)
-            error, _ = self._trials.compared(set(modules))
+            error, _ = self._trials.compared({*modules, *self._named})
             saved = sum(each.bytes_saved for each in self._found[:count])
             self.tried[count] = Trial(len(set(modules)), saved, error)
         return self.tried[count]

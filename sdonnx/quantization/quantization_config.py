@@ -74,6 +74,14 @@ class QuantizationPolicy:
         found = [self._type_of_module(path) for path in paths or ("",)]
         return None if None in found else found[0]
 
+    def names(self, paths: Collection[str]) -> bool:
+        """Return whether entries of `modules` decide the type of a product, whatever `only` says.
+
+        Args:
+            paths: the modules that the product computes.
+        """
+        return all(any(covers(pattern, path) for pattern, _ in self.modules) for path in paths)
+
     def _type_of_module(self, path: str) -> QuantizationType | None:
         for pattern, found in self.modules:
             if covers(pattern, path):

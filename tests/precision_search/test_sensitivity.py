@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +86,27 @@ def test_other_types(name: str, nano_exported: Path) -> None:
     found = choose_modules(nano_exported, request(name, scales=scales), SETTINGS, Bounds(0.5))
     assert len(found.trials) == 1
     assert {module for each in found.sensitivities for module in each.modules} == set(found.config.only or ())
+
+
+def test_named_modules_are_in_every_set(pipelines: PipelineCache, nano_exported: Path, tmp_path: Path) -> None:
+    kind = TYPES["fp8_e5m2_weightonly"]
+    config = QuantizationConfig(kind, (("unet:mid_block.*", None), ("unet:up_blocks.*", kind)))
+    choice = choose_modules(nano_exported, request(quantization=config), SETTINGS, Bounds(0.5))
+    assert {module for each in choice.sensitivities for module in each.modules} == {
+        f"down_blocks.0.resnets.0.conv{number}" for number in (1, 2)
+    }
+    folder = pipelines.optimized(nano_exported, provider="cpu", quantization=choice.config)
+    plain = pipelines.optimized(nano_exported, provider="cpu")
+    recorded = run_probe(copied(plain, tmp_path / "folder"), "cpu", SETTINGS)
+    errors = []
+    for feeds in recorded.feeds["unet"]:
+        ours, wide = (Graph(each / "unet" / ONNX_MODEL, CPU).run(feeds)["out_sample"] for each in (folder, plain))
+        errors.append(relative_error(ours, wide))
+    (trial,) = choice.trials
+    assert max(errors) == pytest.approx(trial.error, rel=0.02)
+    named = replace(config, modules=(("unet:*", kind),))
+    with refused(OptionError, "no module of unet to choose from", "does not name"):
+        choose_modules(nano_exported, request(quantization=named), SETTINGS, Bounds(0.5))
 
 
 def test_a_bound_that_excludes_all_is_refused(nano_exported: Path) -> None:
