@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import shutil
 from collections import Counter
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -175,6 +176,18 @@ def pipelines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PipelineCach
 def nano(pipelines: PipelineCache) -> Path:
     """Stable Diffusion with one block in each network, a diffusers folder; for tests that export or interrupt."""
     return pipelines.nano()
+
+
+@pytest.fixture(scope="session")
+def nano_single(nano: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`nano` as one file in the original layout, `model.safetensors`, in a folder with its tokenizer and scheduler."""
+    from support.original_layout import write_original
+
+    folder = tmp_path_factory.mktemp("single")
+    for name in ("tokenizer", "scheduler"):
+        shutil.copytree(nano / name, folder / name)
+    write_original(nano, folder / "model.safetensors")
+    return folder
 
 
 @pytest.fixture(scope="session")

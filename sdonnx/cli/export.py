@@ -30,7 +30,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=[],
         metavar="COMPONENT",
-        help="components whose weights may be read from a pickle (.bin), or all; only for authors that you trust",
+        help="components whose weights may be read from a pickle (.bin), or all, also for a .ckpt; only for authors "
+        "that you trust",
     )
     add("--variant", help="variant of the weights, such as fp16 for *.fp16.safetensors (default: what the folder has)")
     add(

@@ -119,7 +119,7 @@ def _export(
     adapter_files: tuple[Sequence[str | Path], str | Path | None],
     progress: Progress | None,
 ) -> None:
-    """Export a pipeline folder, or a single file as which it was opened."""
+    """Export an opened pipeline; its weights are in `single` if it is a single file, else in the folder."""
     ip_adapters, image_encoder = adapter_files
     family = family_of(folder)
     allow_pickle = _require_options(family, dtype, allow_pickle, adapted=bool(ip_adapters))

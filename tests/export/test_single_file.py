@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.micro import changed
 from support.original_layout import original_clip, original_unet, original_vae, write_original
+from support.pipeline_cache import PipelineCache
 from support.pipelines import edit_json, refused
 
 from sdonnx.__main__ import main
@@ -112,6 +113,9 @@ def test_published_sizes_give_the_published_configurations(name: str) -> None:
         of_text = {key.removeprefix("text_model."): tuple(e.shape) for key, e in networks[encoder.name].items()}
         published = architecture.networks[encoder.name].config
         assert text_encoder_config(of_text, published, encoder.unused) == published
+        last = f"encoder.layers.{published['num_hidden_layers']}.layer_norm1.weight"
+        longer = text_encoder_config(of_text | {last: (1,)}, published, encoder.unused)
+        assert longer["num_hidden_layers"] == published["num_hidden_layers"] + 1 - encoder.unused
 
 
 def test_sizes_follow_from_shapes(folders: dict[str, Path], tmp_path: Path) -> None:
@@ -148,9 +152,12 @@ def _contents(folder: Path) -> dict[str, bytes]:
     }
 
 
-def test_graphs_are_those_of_the_folder(nano: Path, nano_exported: Path, tmp_path: Path) -> None:
+def test_graphs_are_those_of_the_folder(
+    nano: Path, nano_exported: Path, pipelines: PipelineCache, tmp_path: Path
+) -> None:
     out, file = tmp_path / "out", write_original(nano, tmp_path / "m.safetensors")
-    assert main(["export", "-m", str(file), "-o", str(out), "--config", str(nano)]) == 0
+    with pipelines.reusing_components(nano, fresh={"unet", "vae_decoder"}):
+        assert main(["export", "-m", str(file), "-o", str(out), "--config", str(nano)]) == 0
     assert _contents(out) == _contents(nano_exported)
     ours, wanted = (json.loads((folder / "model_index.json").read_text()) for folder in (out, nano_exported))
     assert ours == wanted
@@ -214,7 +221,7 @@ _STRANGERS: Mapping[str, tuple[Mapping[str, torch.Tensor], str, str]] = {
     "sd3": ({"model.diffusion_model.joint_blocks.0.x.weight": _X}, "Stable Diffusion 3", "pass a checkpoint"),
     "embedding": ({"emb_params": _X}, "is a textual inversion", "before the export"),
     "adapter": ({"ip_adapter.1.to_k_ip.weight": _X}, "is an IP-Adapter", "--ip_adapter"),
-    "unknown": ({"a.weight": _X}, "1 tensors of an unknown model, such as a.weight", "pass a checkpoint"),
+    "unknown": ({"a.weight": _X}, "has tensors of an unknown model, such as a.weight", "pass a checkpoint"),
     "empty": ({}, "has no tensors", "pass a checkpoint"),
 }
 
@@ -299,6 +306,7 @@ def test_folders_that_do_not_fit(nano: Path, folders: dict[str, Path], tmp_path:
     export(OptionError, "--variant fp16 with the file", variant="fp16")
     with refused(OptionError, "--vae with", "a single-file checkpoint"):
         export_pipeline(nano, tmp_path / "out", vae=file)
+    assert main(["export", "-m", str(file), "-o", str(tmp_path / "out")]) == 2
     export(FolderError, "has no tokenizer, and stable-diffusion-v1-5/", "HF_HUB_OFFLINE", "pass --config FOLDER")
     assert not (tmp_path / "out").exists()
 

@@ -64,6 +64,16 @@ def _weights(folder: Path) -> None:
         files.read(key, "float32")
 
 
+def _single_file(folder: Path) -> None:
+    from sdonnx.export.component_plan import plan_component
+    from sdonnx.export.single_file.open_single_file import open_single_file
+    from sdonnx.models.registry import family_of
+
+    with open_single_file(folder / "model.safetensors", folder) as single:
+        for spec in family_of(single.folder).components:
+            plan_component(single.folder, spec, (), single=single)
+
+
 def _configuration(component: str) -> Callable[[Path], object]:
     def read(folder: Path) -> None:
         from sdonnx.export.component_plan import plan_component
@@ -110,6 +120,7 @@ READERS = {
     "graph": Reader("micro_exported", ("vae_decoder/model.onnx",), _graph("vae_decoder")),
     "optimized graph": Reader("micro_cpu", ("vae_decoder/decode.onnx",), _pipeline),
     "safetensors": Reader("micro", ("vae/diffusion_pytorch_model.safetensors",), _weights),
+    "single file": Reader("nano_single", ("model.safetensors",), _single_file),
     "tokenizer": Reader("micro_cpu", ("tokenizer/tokenizer.json",), _tokenizer),
     "tokenizer's configuration": Reader(
         "micro_cpu", ("tokenizer/tokenizer_config.json", "tokenizer/special_tokens_map.json"), _tokenizer

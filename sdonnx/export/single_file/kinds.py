@@ -1,4 +1,4 @@
-"""The kinds of single-file checkpoints, which are told apart by their keys and shapes."""
+"""The kinds of single-file checkpoints, distinguished by their keys and shapes."""
 
 from __future__ import annotations
 
@@ -193,5 +193,5 @@ def _other(shapes: Mapping[str, Shape], path: Path) -> WeightsError:
         if any(re.match(pattern, key) for key in shapes):
             return WeightsError(f"{path} is {content}", _CHECKPOINT, remedy or _PASS_CHECKPOINT)
     first = next(iter(sorted(shapes)), None)
-    found = "no tensors" if first is None else f"{len(shapes)} tensors of an unknown model, such as {first}"
+    found = "no tensors" if first is None else f"tensors of an unknown model, such as {first}"
     return WeightsError(f"{path} has {found}", _CHECKPOINT, _PASS_CHECKPOINT)

@@ -119,8 +119,8 @@ def text_encoder_config(shapes: Shapes, published: Mapping[str, Any], unused: in
 
 
 def _changed(published: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a configuration with the sizes that were found; the others are checked when the weights are."""
-    return {**published, **{key: value for key, value in changes.items() if value is not None}}
+    """Return a configuration with the sizes that were found; missing tensors are reported when weights are checked."""
+    return {**published, **{key: value for key, value in changes.items() if value or value is False}}
 
 
 def _count(shapes: Shapes, pattern: str) -> int:
