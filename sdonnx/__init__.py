@@ -24,6 +24,7 @@ from sdonnx.errors import (
 )
 
 if TYPE_CHECKING:
+    from sdonnx.compiler.compile_module import compile
     from sdonnx.doctor.first_use import KernelWarning
     from sdonnx.export.export_pipeline import export_pipeline
     from sdonnx.folder.version import RebuildWarning
@@ -54,6 +55,7 @@ __all__ = [
     "SdonnxError",
     "WeightsError",
     "__version__",
+    "compile",
     "export_pipeline",
     "optimize_folder",
     "write_sample",
@@ -69,6 +71,7 @@ _HOMES = {
     "OrtDiffusionPipeline": "sdonnx.runtime.pipeline",
     "PromptTruncatedWarning": "sdonnx.runtime.inputs.prompt_tokenizer",
     "RebuildWarning": "sdonnx.folder.version",
+    "compile": "sdonnx.compiler.compile_module",
     "export_pipeline": "sdonnx.export.export_pipeline",
     "optimize_folder": "sdonnx.optimize.optimizer",
     "write_sample": "sdonnx.sample.write_sample",

@@ -22,6 +22,7 @@ __all__ = ["EXTRAS", "cpu_or_cuda", "install_command", "kernels_command", "requi
 
 EXTRAS = {
     "benchmark": ("export", "benchmark"),
+    "compiler": ("export",),
     "completion": ("completion",),
     "explain": ("optimize",),
     "export": ("export",),
@@ -30,7 +31,7 @@ EXTRAS = {
     "sample": ("export",),
     "verify": ("export", "benchmark"),
 }
-"""Extras of setup.cfg that a command needs, and the package of the same name. Others need only ONNX Runtime."""
+"""Extras of setup.cfg that a command or package of that name needs. Others need only ONNX Runtime."""
 
 
 def install_command(*extras: str) -> str:

@@ -39,6 +39,7 @@ _SLOW = (
     "benchmark/test_one_command",
     "benchmark/test_report",
     "cli/",
+    "compiler/",
     "doctor/test_doctor_command",
     "doctor/test_kernel_case_file",
     "folder/test_faults",

@@ -28,7 +28,7 @@ PACKAGE = ROOT / "sdonnx"
 # Nothing that draws images needs these, nor anything that only looks at a folder.
 CONVERTERS = {"torch", "diffusers", "transformers", "accelerate", "onnx", "onnx_ir", "onnxscript"}
 TORCH_SIDE = {"torch", "diffusers", "transformers", "accelerate"}
-MAY_IMPORT_TORCH = {"export", "sample", "benchmark", "verify", "cli"}
+MAY_IMPORT_TORCH = {"compiler", "export", "sample", "benchmark", "verify", "cli"}
 RUNTIME = {"runtime", "samplers", "doctor"}
 # The extras that a module's imports may need beyond the runtime's.
 EXTRAS = {
@@ -46,7 +46,7 @@ EXTRAS = {
         )
     },
     "runtime": {"captions"},
-    **{unit: {"export"} for unit in ("export", "sample")},
+    **{unit: {"export"} for unit in ("compiler", "export", "sample")},
     **{unit: {"export", "benchmark"} for unit in ("benchmark", "verify")},
     "cli": {"export", "benchmark", "completion"},
 }
@@ -64,7 +64,7 @@ LEVELS = (
     {"fusions", "compose"},
     {"precision", "quantization"},
     {"optimize", "export", "runtime"},
-    {"precision_search", "terminal"},
+    {"compiler", "precision_search", "terminal"},
     {"benchmark"},
     {"verify"},
     {"__main__", "cli", "optimize_pipeline"},
@@ -208,6 +208,7 @@ def test_public_names_are_held() -> None:
             "SdonnxError",
             "WeightsError",
             "__version__",
+            "compile",
             "export_pipeline",
             "optimize_folder",
             "write_sample",

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 
-from sdonnx.export.wrappers import VAE_WRAPPERS, Denoiser, LayeredTextEncoder, Wrapper
+from sdonnx.export.wrappers import VAE_WRAPPERS, LayeredTextEncoder, SizeConditionedDenoiser, Wrapper
 
 __all__ = ["WRAPPERS"]
 
@@ -19,17 +18,6 @@ class ProjectedTextEncoder(Wrapper):
         """Run the text encoder, project the last token, and also return the input of each layer."""
         output = self.model(input_ids=input_ids, output_hidden_states=True)
         return output.text_embeds, output.last_hidden_state, *output.hidden_states
-
-
-class SizeConditionedDenoiser(Denoiser):
-    """Denoiser with text_embeds (B,P), the pooled text, and time_ids (B,N) float32, the sizes of the image."""
-
-    def added_conditions(self, named: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-        """Return the pooled text and the sizes."""
-        # diffusers concatenates them with float32 embeddings; without the cast, the exporter would write a Concat of
-        # two types.
-        added = {"text_embeds": named["text_embeds"].float(), "time_ids": named["time_ids"]}
-        return super().added_conditions(named) | added
 
 
 WRAPPERS: Mapping[str, type[Wrapper]] = {

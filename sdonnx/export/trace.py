@@ -60,6 +60,7 @@ def trace(
     wrapper: type[Wrapper],
     weights: Weights,
     dtype: torch.dtype,
+    buffers: Callable[[], dict[str, torch.Tensor]] | None = None,
 ) -> ir.Model:
     """Return the component as an ONNX graph of standard operators (opset 23).
 
@@ -70,6 +71,7 @@ def trace(
         wrapper: Class that gives the module the component's signature.
         weights: Source of the parameters when the graph is written.
         dtype: Floating-point type of parameters, inputs and outputs.
+        buffers: Returns the module's buffers with their values. By default, those of another module from `build`.
 
     Raises:
         WeightsError: A parameter is missing or has another shape.
@@ -97,7 +99,7 @@ def trace(
             verbose=False,
         )
     model = required(program, "exported program").model
-    _attach_weights(model, module, weights, lambda: module_buffers(build), dtype)
+    _attach_weights(model, module, weights, buffers or (lambda: module_buffers(build)), dtype)
     keep_module_paths(model, _PREFIX)
     try:
         FoldWeightTransposes()(model)

@@ -11,7 +11,16 @@ from typing import Any, ClassVar
 
 import torch
 
-__all__ = ["VAE_WRAPPERS", "Denoiser", "ImageDecoder", "ImageEncoder", "LayeredTextEncoder", "TextEncoder", "Wrapper"]
+__all__ = [
+    "VAE_WRAPPERS",
+    "Denoiser",
+    "ImageDecoder",
+    "ImageEncoder",
+    "LayeredTextEncoder",
+    "SizeConditionedDenoiser",
+    "TextEncoder",
+    "Wrapper",
+]
 
 
 class Wrapper(torch.nn.Module):
@@ -80,6 +89,17 @@ class Denoiser(Wrapper):
             named: All inputs but the first three, by their names.
         """
         return {}
+
+
+class SizeConditionedDenoiser(Denoiser):
+    """Denoiser with text_embeds (B,P), the pooled text, and time_ids (B,N) float32, the sizes of the image."""
+
+    def added_conditions(self, named: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+        """Return the pooled text and the sizes."""
+        # diffusers concatenates them with float32 embeddings; without the cast, the exporter would write a Concat of
+        # two types.
+        added = {"text_embeds": named["text_embeds"].float(), "time_ids": named["time_ids"]}
+        return super().added_conditions(named) | added
 
 
 class ImageEncoder(Wrapper):

@@ -137,6 +137,8 @@ class Graph:
         settings: options of ONNX Runtime from the caller.
         weights: initializers shared with other sessions, by name, or a function that returns them; kept as long as
             this session. Not supported with session options of the caller, which are one object for all sessions.
+        injected: values of initializers whose external data does not exist, by name. ONNX Runtime releases those that
+            it packs for its kernels. A graph with injected weights cannot be loaded again.
 
     Attributes:
         device: where the graph runs.
@@ -159,6 +161,7 @@ class Graph:
         tf32: bool = False,
         settings: SessionSettings | None = None,
         weights: Mapping[str, OrtValue] | Callable[[], Mapping[str, OrtValue]] | None = None,
+        injected: Mapping[str, OrtValue] | None = None,
     ) -> None:
         if not path.is_file():
             raise FolderError(f"{path} is missing", "a complete optimized folder", "copy the folder again")
@@ -167,6 +170,7 @@ class Graph:
         self.captures = capture and device.provider == "cuda"
         self._settings, self._tf32, self._shared = settings or SessionSettings(), tf32, weights
         self._weights: Mapping[str, OrtValue] = {}
+        self._injected = injected or {}
         self._session: onnxruntime.InferenceSession | None = None
         inputs, outputs = self.session.get_inputs(), self.session.get_outputs()
         self.inputs = tuple(value.name for value in inputs)
@@ -209,6 +213,8 @@ class Graph:
         try:
             for name, value in self._weights.items():
                 options.add_initializer(name, value)
+            if self._injected:
+                options.add_external_initializers(list(self._injected), list(self._injected.values()))
             with memory_errors(device, f"loading {path.name}"), self._workspaces():
                 session = onnxruntime.InferenceSession(
                     path, options, providers=[provider], disabled_optimizers=_DISABLED_OPTIMIZERS
@@ -223,6 +229,7 @@ class Graph:
                 f"a graph for the {device.provider} provider",
                 settings.rebuild,
             ) from error
+        self._injected = {}
         _LOGGER.debug("loaded %s in %.0f ms", path, (time.perf_counter() - start) * 1e3)
         if PROVIDERS[device.provider] not in session.get_providers():
             raise ProviderError(

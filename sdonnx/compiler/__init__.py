@@ -1,0 +1,1 @@
+"""Compile torch modules of diffusers: `sdonnx.compile`."""

@@ -1,0 +1,105 @@
+"""Notice changes of a module: other tensors, changed values, other submodules, and other attributes."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+__all__ = ["ModuleState", "has_inner_hooks"]
+
+_PROBES = 4  # values of each tensor that are compared
+
+_PLAIN = (bool, int, float, str)  # attributes that are compared by value; others by identity
+
+
+class ModuleState:
+    """State of a module at one time.
+
+    A later change is noticed by the identity of submodules, tensors and attributes, by the address and the version
+    counter of each tensor, and by four of its values. The values are for writes through `.data`, as diffusers'
+    `EMAModel.copy_to` makes them: torch does not count them.
+
+    The state keeps the memory of replaced tensors alive until it is released, so that no new tensor can have the same
+    address.
+
+    Args:
+        module: The module.
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._parts = list(_parts(module))
+        tensors = list({id(each): each for each in self._parts if isinstance(each, torch.Tensor)}.values())
+        self._tensors = [(tensor, tensor.detach()) for tensor in tensors]
+        self._versions = _versions(tensors)
+        self._probes = [view for tensor in tensors if (view := _probe(tensor.detach())) is not None]
+        self._values = self._probed()
+
+    def is_current(self, module: torch.nn.Module) -> bool:
+        """Return whether a module has not changed since."""
+        parts = list(_parts(module))
+        if len(parts) != len(self._parts):
+            return False
+        if not all(map(operator.is_, parts, self._parts)) and not all(map(_same, parts, self._parts)):
+            return False
+        tensors = [tensor for tensor, _ in self._tensors]
+        # A probe is only read while its tensor has the same memory.
+        return _versions(tensors) == self._versions and self._probed() == self._values
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether a tensor of the module requires a gradient."""
+        return any(tensor.requires_grad for tensor, _ in self._tensors)
+
+    def _probed(self) -> bytes:
+        return np.concatenate(self._probes).tobytes() if self._probes else b""
+
+
+def has_inner_hooks(module: torch.nn.Module) -> bool:
+    """Return whether calls of submodules run hooks, or a replaced `forward` of an instance."""
+    return any(
+        bool(each._forward_hooks) or bool(each._forward_pre_hooks) or "forward" in vars(each)
+        for each in module.modules()
+        if each is not module
+    )
+
+
+def _parts(module: torch.nn.Module) -> Iterator[Any]:
+    """Yield every submodule, tensor and attribute of a module, in an order that does not change between calls."""
+    waiting = [module]
+    while waiting:
+        current = waiting.pop()
+        for name, value in vars(current).items():
+            yield value
+            if not value or (current is module and name.endswith("_hooks")):
+                continue  # hooks of the module itself run around the compiled graph
+            if isinstance(value, dict):
+                yield from value
+                yield from value.values()
+            elif isinstance(value, list):
+                yield from value
+        waiting.extend(each for each in current._modules.values() if each is not None)
+
+
+def _same(one: Any, other: Any) -> bool:
+    return one is other or (type(one) is type(other) and isinstance(one, _PLAIN) and bool(one == other))
+
+
+def _versions(tensors: list[torch.Tensor]) -> list[tuple[int, int]]:
+    return [(tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version) for tensor in tensors]
+
+
+def _probe(tensor: torch.Tensor) -> npt.NDArray[Any] | None:
+    """Return a view of a few values of a tensor, or None if it is no dense float32 tensor on the CPU."""
+    if tensor.device.type != "cpu" or tensor.dtype != torch.float32 or not tensor.numel():
+        return None
+    is_dense = tensor.is_contiguous() or tensor.is_contiguous(memory_format=torch.channels_last)
+    if not is_dense:
+        return None
+    count = min(_PROBES, tensor.numel())
+    view: npt.NDArray[Any] = tensor.as_strided((count,), (tensor.numel() // count,)).numpy()
+    return view
