@@ -54,6 +54,11 @@ def _error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     return relative_error(ours.numpy(), theirs.numpy())
 
 
+def _messages(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """Return the messages of this project; torch and diffusers log others."""
+    return [record.message for record in caplog.records if record.name.startswith("sdonnx")]
+
+
 @pytest.fixture(scope="module")
 def built() -> tuple[Any, Any]:
     """A UNet and its drop-in; tests leave them as they were."""
@@ -146,8 +151,7 @@ def test_torch_computes_other_arguments(
             ours = compiled(sample, 7, text, **named).sample
     assert torch.equal(ours, unet(sample, 7, text, **named).sample)
     assert graph_runs.call_count == 0
-    messages = [record.message for record in caplog.records if record.name.startswith("sdonnx")]
-    assert messages == [f"torch computes a call of UNet2DConditionModel: it has {word}"]
+    assert _messages(caplog) == [f"torch computes a call of UNet2DConditionModel: it has {word}"]
     compiled._program._logged.clear()
 
 
@@ -240,7 +244,7 @@ def test_changed_weights_are_compiled_again(caplog: pytest.LogCaptureFixture) ->
         assert _error(compiled(sample, 7, text).sample, unet(sample, 7, text).sample) < 1e-4
         compiled(sample, 7, text)
     assert _error(unet(sample, 7, text).sample, before) > 1e-3
-    assert [record.message.partition(",")[0] for record in caplog.records] == [
+    assert [message.partition(",")[0] for message in _messages(caplog)] == [
         "UNet2DConditionModel changed after it was compiled"
     ]
 
@@ -314,7 +318,7 @@ def test_sizes_of_images_are_inputs(caplog: pytest.LogCaptureFixture) -> None:
             assert _error(ours, unet(sample, 7, text, added_cond_kwargs=added).sample) < 1e-4
             changed = added | {"time_ids": added["time_ids"] + 50}
             assert _error(compiled(sample, 7, text, added_cond_kwargs=changed).sample, ours) > 1e-5
-    assert [record.message for record in caplog.records] == ["UNet2DConditionModel is compiled again, for 5 time_ids"]
+    assert _messages(caplog) == ["UNet2DConditionModel is compiled again, for 5 time_ids"]
     with pytest.raises((KeyError, ValueError), match="text_embeds"):
         compiled(sample, 7, text, added_cond_kwargs={})
 
