@@ -574,7 +574,7 @@ searching.optimize_automatically(Path(sys.argv[1]), Path(sys.argv[2]), request)
 
 def test_inputs_of_every_component_are_recorded(pipelines: PipelineCache, tmp_path: Path) -> None:
     """Stable Diffusion XL with IP-Adapters has two text encoders, sizes, images and scales."""
-    exported = pipelines.adapted(pipelines.micro("sdxl-tiny-ip-adapter"))
+    exported = pipelines.adapted(pipelines.nano("sdxl-tiny-ip-adapter"))
     report = optimize_automatically(exported, tmp_path / "auto", FP16, replace(SHORT, steps=1))
     assert report.automatic is not None
     family = family_of(PipelineFolder.open(exported))
