@@ -79,8 +79,9 @@ def plan_component(
         )
     library, class_name = entry
     if single is not None:
-        weights = single.weights[spec.source]
-        return _plan(spec, single.configs[spec.source], library, str(class_name), weights)
+        source = single.configs[spec.source]
+        config = read_json(source / "config.json")
+        return _plan(spec, source, config, library, str(class_name), single.weights[spec.source])
     source = folder.component(spec.source)
     return plan_model(spec, source, library, str(class_name), spec.source in allow_pickle, variant)
 
@@ -107,15 +108,19 @@ def plan_model(
         FolderError: The configuration cannot be used.
         WeightsError: Weights are missing, broken, or a pickle.
     """
-    read_json(component / "config.json")  # a broken one is reported first
+    config = read_json(component / "config.json")  # a broken one is reported before broken weights
     weights = WeightFiles(component, allow_pickle=allow_pickle, variant=variant)
-    return _plan(spec, component, library, class_name, weights)
+    return _plan(spec, component, config, library, class_name, weights)
 
 
 def _plan(
-    spec: ComponentSpec, component: Path, library: str, class_name: str, weights: WeightFiles | RenamedWeights
+    spec: ComponentSpec,
+    component: Path,
+    config: dict[str, Any],
+    library: str,
+    class_name: str,
+    weights: WeightFiles | RenamedWeights,
 ) -> ComponentPlan:
-    config = read_json(component / "config.json")
     build = _builder(library, class_name, component)
     _require_weights(build, component, weights)
     return ComponentPlan(spec, build, weights, config, (component / "config.json").read_text(encoding="utf-8"))

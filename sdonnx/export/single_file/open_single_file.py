@@ -12,7 +12,6 @@ import shutil
 import tempfile
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -161,7 +160,7 @@ def _index(kind: Kind, pipeline: str, given: Path | None, path: Path) -> dict[st
 
 def _entry(spec: ClassSpec) -> list[str]:
     """Return the entry of a component in model_index.json."""
-    return list(attrgetter("library", "name")(spec))
+    return [spec.library, spec.name]
 
 
 def _names_class(entry: object) -> bool:
@@ -235,10 +234,7 @@ def _write_configs(
     configs = {}
     for name, read in weights.items():
         (folder / name).mkdir()
-        if given is not None and (given / name / "config.json").exists():
-            read_json(given / name / "config.json")
-            require_inside(given / name / "config.json", given)
-            shutil.copyfile(given / name / "config.json", folder / name / "config.json")
+        if given is not None and _copied(given, Path(name, "config.json"), folder):
             configs[name] = given / name
             continue
         if isinstance(read, WeightFiles):
@@ -260,6 +256,25 @@ def _write_configs(
     return configs
 
 
+def _copied(given: Path, file: Path, folder: Path) -> bool:
+    """Copy a configuration of the folder of `--config`, and return whether there is one.
+
+    Args:
+        given: The folder of `--config`.
+        file: The file of JSON, relative to the folder.
+        folder: The folder to copy to; it contains the file's parent.
+
+    Raises:
+        FolderError: The file is broken, or a link leads out of the folder.
+    """
+    if not (given / file).exists():
+        return False
+    read_json(given / file)
+    require_inside(given / file, given)
+    shutil.copyfile(given / file, folder / file)
+    return True
+
+
 def _config(
     kind: Kind, name: str, spec: ClassSpec, read: RenamedWeights, weights: Mapping[str, RenamedWeights | WeightFiles]
 ) -> dict[str, Any]:
@@ -278,11 +293,8 @@ def _config(
 
 
 def _write_scheduler(folder: Path, kind: Kind, given: Path | None, file: CheckpointFile) -> None:
-    if given is not None and (given / _SCHEDULER / _SCHEDULER_FILE).exists():
-        read_json(given / _SCHEDULER / _SCHEDULER_FILE)
-        require_inside(given / _SCHEDULER / _SCHEDULER_FILE, given)
-        (folder / _SCHEDULER).mkdir()
-        shutil.copyfile(given / _SCHEDULER / _SCHEDULER_FILE, folder / _SCHEDULER / _SCHEDULER_FILE)
+    (folder / _SCHEDULER).mkdir()
+    if given is not None and _copied(given, Path(_SCHEDULER, _SCHEDULER_FILE), folder):
         return
     import diffusers
 
