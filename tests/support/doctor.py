@@ -7,8 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import pytest
 
 from sdonnx.doctor import gpu
+from sdonnx.doctor.background_check import BackgroundCheck
 from sdonnx.doctor.check_kernels import ATTENTION, CaseResult, Check, KernelCaseSet, read_kernel_cases
 from sdonnx.doctor.environment import Facts
 from sdonnx.doctor.sessions import Kernel, kernel_opener
@@ -21,6 +23,20 @@ KEY = {"gpu": "NVIDIA H200", "driver": "580.82.07", "onnxruntime": "1.31.1", "ke
 FAULT_ERROR = 0.1
 KEY_COUNT_CASES = "lengths H=64 "
 ErrorOf = Callable[[bytes, int], float]
+
+
+class AwaitedCheck(BackgroundCheck):
+    """A check in the background that runs no process, and ends when a test says so."""
+
+    def __init__(self) -> None:
+        super().__init__(0, lambda index: pytest.fail("a process"))
+        self.starts = 0
+
+    def start(self) -> None:
+        self.starts += 1
+
+    def end(self, verdict: Verdict, own: Verdict | None) -> None:
+        self._own_verdict, self._verdict = own, verdict
 
 
 def reference_of(check: Check) -> bytes:

@@ -4,28 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
-from support.doctor import FOUND
+from support.doctor import FOUND, AwaitedCheck
 
 from sdonnx.doctor.background_check import BackgroundCheck
 from sdonnx.doctor.verdict import Verdict
 from sdonnx.runtime.device.awaits_verdict import AwaitsVerdict
 
 OWN = replace(FOUND, key={"kernel_sources": "c0ffee"})
-
-
-class Check(BackgroundCheck):
-    """A check that runs no process."""
-
-    def __init__(self) -> None:
-        super().__init__(0, lambda index: pytest.fail("a process"))
-        self.starts = 0
-
-    def start(self) -> None:
-        self.starts += 1
-
-    def end(self, verdict: Verdict, own: Verdict | None) -> None:
-        self._own_verdict, self._verdict = own, verdict
 
 
 class Part(AwaitsVerdict):
@@ -52,7 +37,7 @@ def test_known_verdict_is_not_awaited() -> None:
 
 
 def test_verdict_is_followed_once() -> None:
-    check = Check()
+    check = AwaitedCheck()
     part, other = Part(check), Part(check)
     assert (check.starts, part.has_news, part.update()) == (0, False, [])
     part.start()
@@ -68,7 +53,7 @@ def test_verdict_is_followed_once() -> None:
 
 def test_check_without_the_verdict_is_no_news() -> None:
     """A GPU that cannot use our own kernels has no verdict on them."""
-    check = Check()
+    check = AwaitedCheck()
     part = Part(check)
     check.end(FOUND, None)
     assert (part.has_news, part.update(), part.followed) == (False, [], [])

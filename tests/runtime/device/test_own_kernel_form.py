@@ -10,8 +10,8 @@ from typing import Any
 
 import onnxruntime
 import pytest
+from support.doctor import AwaitedCheck
 
-from sdonnx.doctor.background_check import BackgroundCheck
 from sdonnx.doctor.check_kernels import CaseResult
 from sdonnx.doctor.first_use import SELF_CHECK
 from sdonnx.doctor.kernel_library import KernelLibrary
@@ -46,20 +46,6 @@ OTHER_LIBRARIES = replace(verdict(), key={**KEY, "cudnn": "91900", "cublas": "13
 WRONG_HERE = verdict(faults=(WRONG,))
 
 
-class Check(BackgroundCheck):
-    """A check in the background that ends when a test says so."""
-
-    def __init__(self) -> None:
-        super().__init__(0, lambda index: pytest.fail("a process"))
-        self.starts = 0
-
-    def start(self) -> None:
-        self.starts += 1
-
-    def end(self, own: Verdict | None) -> None:
-        self._own_verdict, self._verdict = own, verdict()
-
-
 @dataclass(frozen=True, eq=False)
 class Gpu(Device):
     """A GPU without CUDA."""
@@ -80,7 +66,13 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
     `known` is the cached or shipped verdict, and `found` that of a check that is waited for.
     """
-    state: dict[str, Any] = {"library": LIBRARY, "reason": "", "known": verdict(), "found": None, "check": Check()}
+    state: dict[str, Any] = {
+        "library": LIBRARY,
+        "reason": "",
+        "known": verdict(),
+        "found": None,
+        "check": AwaitedCheck(),
+    }
 
     def own_verdict(index: int, library: KernelLibrary) -> Verdict:
         assert library == LIBRARY
@@ -139,7 +131,7 @@ def test_unknown_kernels_are_checked_behind_the_first_image(
     assert (machine["check"].starts, form.has_news, form.update()) == (0, False, [])
     form.start()
     assert (machine["check"].starts, form.has_news) == (1, False)
-    machine["check"].end(found)
+    machine["check"].end(verdict(), found)
     assert form.has_news
     with caplog.at_level(logging.INFO, "sdonnx"):
         assert form.update() == []
@@ -185,7 +177,7 @@ def test_verdict_of_other_versions_is_used_and_confirmed(
     )
     form.start()
     assert machine["check"].starts == 1
-    machine["check"].end(found)
+    machine["check"].end(verdict(), found)
     is_used = news is not None
     with caplog.at_level(logging.INFO, "sdonnx"):
         messages = form.update()
@@ -201,7 +193,7 @@ def test_verdict_on_another_library_is_no_news(machine: dict[str, Any], caplog: 
     """All pipelines of a process share one check, and SDONNX_KERNELS may have changed."""
     machine["known"] = OTHER_DRIVER
     form, _ = form_of(caplog)
-    machine["check"].end(replace(WRONG_HERE, key={**KEY, "kernel_sources": "deadbeef"}))
+    machine["check"].end(verdict(), replace(WRONG_HERE, key={**KEY, "kernel_sources": "deadbeef"}))
     assert form.update() == []
     assert form.kernel_library == LIBRARY.path
 
@@ -217,7 +209,7 @@ def test_faults_with_other_versions_are_respected_until_a_check(
         "13.1.1); a check in the background follows the first image"
     )
     form.start()
-    machine["check"].end(verdict())
+    machine["check"].end(verdict(), verdict())
     with caplog.at_level(logging.INFO, "sdonnx"):
         assert form.update() == []
     assert caplog.messages == [
@@ -232,7 +224,7 @@ def test_faults_that_a_process_with_other_libraries_finds_count(
     """This process may have torch's libraries, which that of the check has not."""
     machine["known"] = OTHER_DRIVER
     form, _ = form_of(caplog)
-    machine["check"].end(replace(WRONG_HERE, key=OTHER_LIBRARIES.key))
+    machine["check"].end(verdict(), replace(WRONG_HERE, key=OTHER_LIBRARIES.key))
     assert len(form.update()) == 1
     assert form.kernel_library is None
 
@@ -329,7 +321,7 @@ def test_graphs_are_those_of_the_chosen_form(
     assert names() == ["step-kernels.onnx", "text-kernels.onnx"]
     graphs.start_checks()
     assert (machine["check"].starts, graphs.has_news) == (1, False)
-    machine["check"].end(WRONG_HERE)
+    machine["check"].end(verdict(), WRONG_HERE)
     assert (graphs.has_news, graphs.uses_kernels()) == (True, True)
     assert len(graphs.follow_checks()) == 1
     assert not graphs.uses_kernels()
