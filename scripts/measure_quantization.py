@@ -35,6 +35,7 @@ from sdonnx.models.spec import Role
 from sdonnx.optimize.optimizer import optimize_folder
 from sdonnx.optimize.request import OptimizeRequest
 from sdonnx.precision_search.calibrate import calibrate
+from sdonnx.precision_search.image_trials import judged_captions
 from sdonnx.precision_search.probe_settings import METHODS, ProbeSettings
 from sdonnx.precision_search.record_inputs import Recording, run_probe
 from sdonnx.quantization.quantization_config import QuantizationConfig
@@ -43,8 +44,7 @@ from sdonnx.runtime.device.device import device_for
 from sdonnx.runtime.device.kernel_workarounds import check_now
 from sdonnx.runtime.device.session import Graph
 from sdonnx.runtime.pipeline import OrtDiffusionPipeline
-from sdonnx.sample.shapes.recognize_sample import GUIDANCE_SCALE
-from sdonnx.sample.shapes.shape_evaluation import draw_batches, held_out_captions, score_images, summarize
+from sdonnx.sample.shapes.shape_evaluation import held_out_captions
 
 _CAPTION_STEPS = 25  # those of the training's record
 _TIMED_STEPS = (2, 42)
@@ -160,20 +160,10 @@ def _drawn(folder: Path, provider: str, captions: Sequence[str]) -> dict[str, An
     with OrtDiffusionPipeline.from_pretrained(folder, provider) as pipeline:
         pipeline.set_progress_bar_config(disable=True)
         if captions:
-            measured["accuracy"] = summarize(score_images(_images(pipeline, captions), captions))
+            measured["accuracy"] = judged_captions(pipeline, captions, _CAPTION_STEPS, 0)
         if provider == "cuda":
             measured["step_ms"] = _step_ms(pipeline)
     return measured
-
-
-def _images(pipeline: OrtDiffusionPipeline, captions: Sequence[str]) -> list[Any]:
-    """Return an image (H,W,3) of each caption."""
-
-    def generate(batch: list[str], seed: int) -> Sequence[Any]:
-        made = pipeline(batch, num_inference_steps=_CAPTION_STEPS, guidance_scale=GUIDANCE_SCALE, seed=seed)
-        return list(made.images)
-
-    return draw_batches(generate, captions, 0)
 
 
 def _step_ms(pipeline: OrtDiffusionPipeline) -> float:

@@ -30,7 +30,7 @@ from sdonnx.sample.shapes.recognize_sample import GUIDANCE_SCALE, reads_shape_ca
 from sdonnx.sample.shapes.shape_architectures import TRAINED
 from sdonnx.sample.shapes.shape_evaluation import draw_batches, held_out_captions, score_images, summarize
 
-__all__ = ["ImageQuality", "ImageTrials", "require_judged_captions"]
+__all__ = ["ImageQuality", "ImageTrials", "judged_captions", "require_judged_captions"]
 
 
 @dataclass(frozen=True)
@@ -164,11 +164,23 @@ class ImageTrials:
             warnings.simplefilter("ignore", NotFiniteWarning)  # such an image is wrong
             warnings.filterwarnings("ignore", "invalid value encountered", RuntimeWarning)
             pipeline.set_progress_bar_config(disable=True)
+            accuracy = judged_captions(pipeline, self._captions, self._bounds.caption_steps, self._settings.seed)
+        return Proportion(**accuracy["right"])
 
-            def generate(batch: list[str], seed: int) -> Sequence[Any]:
-                steps = self._bounds.caption_steps
-                made = pipeline(batch, num_inference_steps=steps, guidance_scale=GUIDANCE_SCALE, seed=seed)
-                return list(made.images)
 
-            images = draw_batches(generate, self._captions, self._settings.seed)
-        return Proportion(**summarize(score_images(images, self._captions))["right"])
+def judged_captions(
+    pipeline: OrtDiffusionPipeline, captions: Sequence[str], steps: int, seed: int
+) -> dict[str, dict[str, Any]]:
+    """Generate an image of each caption with a trained sample, and return the accuracy by measure (`summarize`).
+
+    Args:
+        pipeline: the trained sample, optimized.
+        captions: the captions.
+        steps: denoising steps.
+        seed: seed of the first batch; the same seed gives the same noise to each folder.
+    """
+
+    def generate(batch: list[str], first: int) -> Sequence[Any]:
+        return list(pipeline(batch, num_inference_steps=steps, guidance_scale=GUIDANCE_SCALE, seed=first).images)
+
+    return summarize(score_images(draw_batches(generate, captions, seed), captions))
