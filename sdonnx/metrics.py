@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Proportion", "psnr", "relative_error", "structural_similarity"]
+__all__ = ["Proportion", "output_error", "pattern_error", "psnr", "relative_error", "structural_similarity"]
 
 _WINDOW = 7  # of the structural similarity (Wang et al. 2004, with a uniform window as in scikit-image)
 
@@ -53,6 +53,38 @@ def relative_error(values: npt.NDArray[Any], reference: npt.NDArray[Any]) -> flo
     if size == 0:
         return 0.0 if distance == 0 else float("inf")
     return distance / size
+
+
+def pattern_error(patterns: npt.NDArray[np.uint8], reference: npt.NDArray[np.uint8]) -> float:
+    """Return the share of numbers in 8 bits that differ, e4m3, e5m2 or int8 as patterns.
+
+    A sum in another order may move a number over the middle between two neighbors. The result is infinity if a number
+    differs by more than that. The patterns of zero and of minus zero are equal.
+
+    Raises:
+        ValueError: the shapes differ.
+    """
+    if patterns.shape != reference.shape:
+        raise ValueError(f"shapes {patterns.shape} and {reference.shape} differ")
+    minus_zero = 0x80  # no number in int8: those are -127 to 127
+    left, right = (np.where(each == minus_zero, 0, each).astype(np.int16) for each in (patterns, reference))
+    apart = (left - right) % 256
+    # Neighbors of zero in floating point are 0x01 and 0x81, in int8 0x01 and 0xff.
+    is_near = np.isin(apart, (0, 1, 255)) | ((left * right == 0) & (left + right == minus_zero + 1))
+    if not is_near.all():
+        return float("inf")
+    return float(np.mean(apart != 0)) if apart.size else 0.0
+
+
+def output_error(values: npt.NDArray[Any], reference: npt.NDArray[Any]) -> float:
+    """Return the error of a kernel's output: `pattern_error` of uint8, `relative_error` of other types.
+
+    Raises:
+        ValueError: the shapes differ.
+    """
+    if reference.dtype == np.uint8:
+        return pattern_error(values, reference)
+    return relative_error(values.astype(np.float32), reference)
 
 
 def psnr(image: npt.NDArray[Any], reference: npt.NDArray[Any]) -> float:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sdonnx.metrics import relative_error
+from sdonnx.metrics import output_error, pattern_error, relative_error
 
 REFERENCE = np.array([3.0, 0.0, 4.0], np.float32)
 
@@ -32,3 +32,28 @@ def test_relative_error(values: list[float], reference: Any, expected: float) ->
 def test_different_shapes_are_refused() -> None:
     with pytest.raises(ValueError, match="differ"):
         relative_error(np.zeros(3), np.zeros((1, 3)))
+
+
+@pytest.mark.parametrize(
+    ("found", "expected", "error"),
+    [
+        ([1, 2, 3, 0x83], [1, 2, 3, 0x83], 0.0),
+        ([0x80, 2, 3, 4], [0, 2, 3, 4], 0.0),  # minus zero is zero
+        ([1, 2, 3, 4], [0, 2, 3, 4], 0.25),
+        ([0x81, 2, 3, 4], [0, 2, 3, 4], 0.25),  # the floating-point number below zero
+        ([0x80, 2, 3, 4], [0x81, 3, 3, 4], 0.5),
+        ([0xFF, 2, 3, 4], [0, 2, 3, 4], 0.25),  # int8: -1
+        ([2, 2, 3, 4], [0, 2, 3, 4], math.inf),
+        ([0x82, 2, 3, 4], [0, 2, 3, 4], math.inf),
+        ([0x81, 2, 3, 4], [1, 2, 3, 4], math.inf),
+    ],
+)
+def test_pattern_error(found: list[int], expected: list[int], error: float) -> None:
+    patterns, reference = np.array(found, np.uint8), np.array(expected, np.uint8)
+    assert pattern_error(patterns, reference) == pattern_error(reference, patterns) == error
+    assert output_error(patterns, reference) == error
+
+
+def test_pattern_error_of_other_shapes() -> None:
+    with pytest.raises(ValueError, match="shapes"):
+        pattern_error(np.zeros(3, np.uint8), np.zeros(4, np.uint8))

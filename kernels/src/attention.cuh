@@ -1,7 +1,7 @@
 // Attention(q (A,S,N*H), k (B,L,N*H), v (B,L,N*H), counts (B,)?) -> softmax(scale q k^T) v (B,S,N*H), of N heads of H
-// numbers, fp16 with a softmax and sums in float32; or SelfAttention(qkv (3,B,S,N*H)), with q, k and v behind one another.
-// Without a scale it is 1 / sqrt(H). `counts` holds how many keys of each image are not padding, at least one; a smaller count
-// is taken as one. A divides B: image b has the query b % A.
+// numbers, fp16 with a softmax and sums in float32; or SelfAttention of q, k and v in one tensor: (3,B,S,N*H), behind one
+// another, or (B,S,3*N*H), of each token. Without a scale it is 1 / sqrt(H). `counts` holds how many keys of each image are not
+// padding, at least one; a smaller count is taken as one. A divides B: image b has the query b % A.
 //
 // H is 40, 64, 72, 80 or 160, the heads of Stable Diffusion and PixArt. Four kernels: on wgmma for heads of 72 and at least
 // 128 queries and keys on compute capability 9.0, because cuDNN's kernel pads 72 to 128; for few keys, such as a caption's;
@@ -50,9 +50,13 @@ class Attention : public Kernel {
   void compute(const Context& context) override {
     Tensor q = context.input(0), k = context.input(1), v = context.input(2);
     const Tensor counts = context.input(3);
-    if (q.shape.size() == 4 && !k.present && !v.present) take_apart(q, k, v);
+    const bool is_packed = q.shape.size() == 3 && !k.present && !v.present;
+    if (is_packed)
+      unpack(q, k, v);
+    else if (q.shape.size() == 4 && !k.present && !v.present)
+      take_apart(q, k, v);
     require(q.shape.size() == 3 && k.shape.size() == 3 && v.shape == k.shape,
-            "Attention: expected q (B,S,N*H), and k and v of one shape (B,L,N*H), or the three in one (3,B,S,N*H)");
+            "Attention: expected q (B,S,N*H), and k and v of one shape (B,L,N*H), or the three in one: (3,B,S,N*H), (B,S,3*N*H)");
     const int64_t batch = k.shape[0], images = q.shape[0], queries = q.shape[1], keys = k.shape[1], width = q.shape[2];
     const int64_t head_size = heads_ > 0 && width % heads_ == 0 ? width / heads_ : 0;
     const auto launch = portable::launcher_of(head_size);
@@ -80,6 +84,7 @@ class Attention : public Kernel {
     a.keys = int(keys);
     a.heads = int(heads_);
     a.head_size = int(head_size);
+    a.stride = int(is_packed ? 3 * width : width);
     const float scale = scale_ > 0 ? scale_ : 1 / std::sqrt(float(head_size));
     a.scale = kLog2E * scale;
     a.aligned = is_aligned(a.q) && is_aligned(a.k) && is_aligned(a.v) && is_aligned(a.y);
@@ -102,6 +107,15 @@ class Attention : public Kernel {
     k = v = q;
     k.data = q.as<half>() + q.size();
     v.data = q.as<half>() + 2 * q.size();
+  }
+
+  // Set q, k and v to the three parts of each row of the tensor (B,S,3*N*H) that q is.
+  static void unpack(Tensor& q, Tensor& k, Tensor& v) {
+    require(q.last() % 3 == 0, "Attention: expected q, k and v of each token behind one another (B,S,3*N*H)");
+    q.shape.back() /= 3;
+    k = v = q;
+    k.data = q.as<half>() + q.last();
+    v.data = q.as<half>() + 2 * q.last();
   }
 
   int64_t heads_;

@@ -201,7 +201,7 @@ class Planner {
   }
 
  private:
-  using Key = std::tuple<int, int, int, int, int, int>;
+  using Key = std::tuple<int, int, int, int, int, int, int>;
 
   Handle handle_of(int device, bool is_captured) {
     Handle& handle = handles_[device];
@@ -221,7 +221,7 @@ class Planner {
   }
 
   const Plan* plan_for(Handle handle, int device, const AttentionArgs& a, bool is_captured) {
-    const Key key{device, a.batch, a.heads, a.queries, a.keys, a.head_size};
+    const Key key{device, a.batch, a.heads, a.queries, a.keys, a.head_size, a.stride};
     const auto present = plans_.find(key);
     if (present != plans_.end()) return present->second.get();
     if (is_captured) return nullptr;
@@ -234,15 +234,15 @@ class Planner {
   }
 
   static void build(Plan& plan, Handle handle, const AttentionArgs& a) {
-    const auto tensor = [&](int64_t id, int tokens) -> Descriptor& {
-      const int64_t width = int64_t(a.heads) * a.head_size;
+    const auto tensor = [&](int64_t id, int tokens, int64_t stride) -> Descriptor& {
       Descriptor& made = plan.parts.emplace_back(kTensor);
-      describe(made, id, kHalf, {a.batch, a.heads, tokens, a.head_size}, {tokens * width, a.head_size, width, 1});
+      describe(made, id, kHalf, {a.batch, a.heads, tokens, a.head_size}, {tokens * stride, a.head_size, stride, 1});
       made.finalize();
       return made;
     };
     plan.parts.reserve(8);  // the references below stay valid
-    const Descriptor &q = tensor(1, a.queries), &k = tensor(2, a.keys), &v = tensor(3, a.keys), &o = tensor(4, a.queries);
+    const Descriptor &q = tensor(1, a.queries, a.stride), &k = tensor(2, a.keys, a.stride), &v = tensor(3, a.keys, a.stride);
+    const Descriptor& o = tensor(4, a.queries, int64_t(a.heads) * a.head_size);
     Descriptor& scale = plan.parts.emplace_back(kTensor);
     describe(scale, 5, kFloat, {1, 1, 1, 1}, {1, 1, 1, 1});
     const bool is_by_value = true;

@@ -38,7 +38,7 @@ __device__ __forceinline__ void copy_rows(const AttentionArgs& a, half* to, cons
   for (int i = thread; i < count * S::kColumns; i += threads) {
     const int row = i / S::kColumns, column = i % S::kColumns;
     const bool exists = first + row < length;
-    const half* source = from + (exists ? row_offset<HEAD>(a, image, length, first + row, head) + 8 * column : 0);
+    const half* source = from + (exists ? input_offset<HEAD>(a, image, length, first + row, head) + 8 * column : 0);
     half* target = to + row * S::kStride + 8 * column;
     if (a.aligned)
       copy16_async(target, source, exists);

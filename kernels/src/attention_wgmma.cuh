@@ -212,7 +212,7 @@ __global__ void __launch_bounds__(kAttentionThreads, 1)
 // Return whether the kernel runs here and is worth it: a block computes at least one full tile of queries and keys.
 inline bool accepts(const AttentionArgs& a, const DeviceLimits& device) {
   return has_wgmma(device) && a.head_size == kHeadSize && !a.counts && a.aligned && a.queries >= kBlockQueries &&
-         a.keys >= kBlockKeys;
+         a.keys >= kBlockKeys && a.stride == a.heads * a.head_size;
 }
 
 // The maps hold the addresses of this call; a captured graph keeps a copy of them, as of all arguments.

@@ -77,6 +77,11 @@ __device__ __forceinline__ float warp_sum(float value) {
   for (int mask = 16; mask; mask /= 2) value += __shfl_xor_sync(0xffffffffu, value, mask);
   return value;
 }
+__device__ __forceinline__ float warp_max(float value) {
+#pragma unroll
+  for (int mask = 16; mask; mask /= 2) value = fmaxf(value, __shfl_xor_sync(0xffffffffu, value, mask));
+  return value;
+}
 
 // The maximum, or the sum, over four neighboring lanes, which hold parts of the same rows of a product's result.
 __device__ __forceinline__ float quad_max(float value) {

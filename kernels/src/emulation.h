@@ -263,6 +263,15 @@ T* cluster_peer(T* own, unsigned rank) {
   return reinterpret_cast<T*>(
       reinterpret_cast<unsigned char*>(emulation::state().cluster->blocks[rank].shared.data()) + offset);
 }
+inline float warp_max(float value) {
+  emulation::State& s = emulation::state();
+  emulation::Warp& warp = s.current->block->warps[s.current->thread / 32];
+  warp.values[s.current->thread % 32] = value;
+  emulation::wait(warp.barrier);
+  const float most = *std::max_element(warp.values, warp.values + 32);
+  emulation::wait(warp.barrier);
+  return most;
+}
 // The sum over a warp in the order of shuffles with the masks 16, 8, 4, 2, 1.
 inline float warp_sum(float value) {
   emulation::State& s = emulation::state();

@@ -9,7 +9,9 @@
 #include "group_norm.cuh"
 #include "layer_norm.cuh"
 #include "mat_mul.cuh"
+#include "rows.cuh"
 #include "sampler.cuh"
+#include "scaled_mat_mul.cuh"
 #include "upsample_nearest.cuh"
 
 #define SDONNX_EXPORT extern "C" __attribute__((visibility("default")))
@@ -42,7 +44,7 @@ inline Signature abi_probe_signature() {
 // Runtime's API version, the digest of the sources (Makefile), the version of nvcc, and the architectures that kernels were
 // compiled for.
 SDONNX_EXPORT const char* sdonnx_kernels_build() {
-  return "operators=10 api=18 sources=" SDONNX_SOURCES " compiler=" SDONNX_COMPILER
+  return "operators=11 api=18 sources=" SDONNX_SOURCES " compiler=" SDONNX_COMPILER
          " architectures=" SDONNX_ARCHITECTURES;
 }
 
@@ -57,6 +59,8 @@ SDONNX_EXPORT ort::Status* RegisterCustomOps(ort::SessionOptions* options, const
       Operator(concat_channels_signature()), Operator(upsample_nearest_signature()),
       Operator(sampler_input_signature()),   Operator(sampler_step_signature()),
       Operator(stacked_mat_mul_signature()), Operator(self_attention_signature()),
+      Operator(quantize_rows_signature()),   Operator(layer_norm_rows_signature()),
+      Operator(split_gelu_rows_signature()), Operator(scaled_mat_mul_signature()),
       Operator(abi_probe_signature()),
   };
   ort::Domain* domain = nullptr;  // lives as long as the process

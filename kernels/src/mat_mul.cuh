@@ -2,15 +2,14 @@
 // approximation if `gelu`, fp16 with float32 sums. K and N are multiples of 8; `gelu` excludes a residual. With w (G,K,N) and
 // nothing else, as StackedMatMul, the products with all G weights (G,...,N).
 //
-// cuBLASLt computes it, with bias, residual and gelu in the epilogue. The first product of a size, which is not captured,
-// times the algorithms that its heuristic names (docs/decisions/0147).
+// cuBLASLt computes it, with bias, residual and gelu in the epilogue.
 #pragma once
 #include "device.cuh"
 #ifndef SDONNX_EMULATION
 #include <tuple>
 #include <utility>
 
-#include "cublas_lt.h"
+#include "fastest_product.cuh"
 #endif
 
 namespace sdonnx {
@@ -42,23 +41,6 @@ class Multiplier {
 
 #else
 
-// The sum of all numbers of a tensor as bits, each times an odd number of its place: it differs if one number differs, and
-// agrees only by chance if several do. Sums of integers do not depend on their order.
-__global__ void __launch_bounds__(256) checksum_kernel(const half* values, int64_t count, unsigned long long* sum) {
-  prior_kernels_wait();
-  unsigned long long total = 0;
-  for (int64_t i = blockIdx.x * int64_t(blockDim.x) + threadIdx.x; i < count; i += int64_t(gridDim.x) * blockDim.x)
-    total += (__half_as_ushort(values[i]) + 1ull) * (2ull * i + 1) * 0x9e3779b97f4a7c15ull;
-  atomicAdd(sum, total);
-}
-
-// Algorithms for one size, the heuristic's first choice first.
-struct Algorithms {
-  static constexpr int kMost = 8;
-  lt::Heuristic found[kMost];
-  int count = 0;
-};
-
 // cuBLASLt's matrices are by columns: y^T (N,M) = w^T (N,K) x^T (K,M), so that no matrix is transposed.
 class Multiplier {
  public:
@@ -76,8 +58,11 @@ class Multiplier {
     Plan& plan = plan_for(p, key);
     if (p.bias)
       lt::check_status(lt::library().descriptor_set(plan.descriptor, lt::kBiasPointer, &p.bias, sizeof p.bias), "bias");
-    if (!plan.is_final) choose(context, handle, p, key, plan);
-    lt::check_status(multiply(context, handle, p, plan, plan.algorithm), "cublasLtMatmul");
+    const auto multiply_by = [&](const lt::Algorithm& algorithm) { return multiply(context, handle, p, plan, algorithm); };
+    if (!plan.is_final)
+      plan.is_final = FastestAlgorithms<Key>::set(
+          plan.algorithm, context, key, p.y, p.groups * p.m * p.n, [&] { return list(handle, p, key, plan); }, multiply_by);
+    lt::check_status(multiply_by(plan.algorithm), "cublasLtMatmul");
   }
 
  private:
@@ -96,22 +81,6 @@ class Multiplier {
     bool is_final = false;  // whether the algorithms of this size have been timed
   };
 
-  // The fastest algorithms of all products of the process, by size.
-  struct Choices {
-    std::mutex mutex;
-    std::map<Key, lt::Algorithm> algorithms;
-  };
-  static Choices& choices() {
-    static Choices all;
-    return all;
-  }
-
-  static uint32_t alignment_of(std::initializer_list<const void*> pointers) {
-    uintptr_t bits = 256;
-    for (const void* pointer : pointers) bits |= reinterpret_cast<uintptr_t>(pointer);
-    return uint32_t(bits & -bits);
-  }
-
   static int multiply(const Context& context, lt::Handle handle, const Product& p, const Plan& plan,
                       const lt::Algorithm& algorithm) {
     const float one = 1, beta = p.residual ? 1.0f : 0.0f;
@@ -119,77 +88,6 @@ class Multiplier {
                                   p.residual ? p.residual : p.y, plan.y, p.y, plan.y, &algorithm, nullptr, 0,
                                   context.stream());
   }
-
-  // Set the algorithm: that of another product of this size, or the fastest, or, during a capture, the first.
-  static void choose(const Context& context, lt::Handle handle, const Product& p, const Key& key, Plan& plan) {
-    Choices& all = choices();
-    const std::lock_guard<std::mutex> lock(all.mutex);
-    const auto present = all.algorithms.find(key);
-    if (present != all.algorithms.end()) {
-      plan.algorithm = present->second;
-      plan.is_final = true;
-      return;
-    }
-    const Algorithms algorithms = list(handle, p, key, plan);
-    plan.algorithm = algorithms.found[0].algorithm;
-    cudaStreamCaptureStatus capturing = cudaStreamCaptureStatusNone;
-    check_cuda(cudaStreamIsCapturing(static_cast<cudaStream_t>(context.stream()), &capturing), "cudaStreamIsCapturing");
-    if (capturing != cudaStreamCaptureStatusNone) return;
-    plan.algorithm = fastest(context, handle, p, plan, algorithms);
-    plan.is_final = true;
-    all.algorithms.emplace(key, plan.algorithm);
-  }
-
-  // Return the algorithm that takes least time among those whose result has the bits of the first one's, so that the choice,
-  // which may differ between processes, does not change a result.
-  static lt::Algorithm fastest(const Context& context, lt::Handle handle, const Product& p, const Plan& plan,
-                               const Algorithms& algorithms) {
-    constexpr int kRuns = 3;
-    constexpr float kWorthwhile = 0.97f;  // of the time of the first one: times of short kernels vary by 2 %
-    const auto stream = static_cast<cudaStream_t>(context.stream());
-    const Scratch memory = context.scratch(sizeof(unsigned long long) * Algorithms::kMost);
-    auto* sums = static_cast<unsigned long long*>(memory.data());
-    check_cuda(cudaMemsetAsync(sums, 0, sizeof(unsigned long long) * Algorithms::kMost, stream), "cudaMemsetAsync");
-    const Events events;
-    float times[Algorithms::kMost];
-    for (int i = 0; i < algorithms.count; i++) {
-      times[i] = INFINITY;
-      const auto again = [&] { return multiply(context, handle, p, plan, algorithms.found[i].algorithm); };
-      if (again() != 0) continue;
-      launch(checksum_kernel, dim3(256), 256, 0, stream, 1, p.y, p.groups * p.m * p.n, sums + i);
-      check_cuda(cudaEventRecord(events.before, stream), "cudaEventRecord");
-      for (int run = 0; run < kRuns; run++) lt::check_status(again(), "cublasLtMatmul");
-      check_cuda(cudaEventRecord(events.behind, stream), "cudaEventRecord");
-      check_cuda(cudaEventSynchronize(events.behind), "cudaEventSynchronize");
-      check_cuda(cudaEventElapsedTime(&times[i], events.before, events.behind), "cudaEventElapsedTime");
-    }
-    unsigned long long found[Algorithms::kMost];
-    check_cuda(cudaMemcpyAsync(found, sums, sizeof found, cudaMemcpyDeviceToHost, stream), "cudaMemcpyAsync");
-    check_cuda(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
-    int best = 0;
-    float limit = times[0] * kWorthwhile;
-    for (int i = 1; i < algorithms.count; i++) {
-      if (found[i] == found[0] && times[i] < limit) {
-        best = i;
-        limit = times[i];
-      }
-    }
-    return algorithms.found[best].algorithm;
-  }
-
-  struct Events {
-    cudaEvent_t before = nullptr, behind = nullptr;
-    Events() {
-      check_cuda(cudaEventCreate(&before), "cudaEventCreate");
-      check_cuda(cudaEventCreate(&behind), "cudaEventCreate");
-    }
-    ~Events() {
-      cudaEventDestroy(before);
-      cudaEventDestroy(behind);
-    }
-    Events(const Events&) = delete;
-    Events& operator=(const Events&) = delete;
-  };
 
   Plan& plan_for(const Product& p, const Key& key) {
     const auto present = plans_.find(key);
@@ -222,25 +120,12 @@ class Multiplier {
     }
   }
 
-  // Return algorithms without a workspace: those with one need a memset before each product, and are slower even without the
-  // time of the memset (docs/decisions/0147).
   static Algorithms list(lt::Handle handle, const Product& p, const Key& key, const Plan& plan) {
-    const lt::Library& cublas = lt::library();
-    lt::Preference preference = nullptr;
-    lt::check_status(cublas.preference_create(&preference), "preference");
-    const uint64_t most = 0;
-    int status = cublas.preference_set(preference, lt::kMaxWorkspaceBytes, &most, sizeof most);
-    for (int i = 0; i < 4 && !status; i++)
-      status = cublas.preference_set(preference, lt::kMinAlignmentA + i, &key.alignment, sizeof key.alignment);
-    Algorithms algorithms;
-    if (!status)
-      status = cublas.heuristic(handle, plan.descriptor, plan.w, plan.x, plan.y, plan.y, preference, Algorithms::kMost,
-                                algorithms.found, &algorithms.count);
-    cublas.preference_destroy(preference);
-    lt::check_status(status, "the choice of an algorithm");
-    require(algorithms.count > 0, "cuBLASLt has no algorithm for a product of " + std::to_string(p.m) + " x " +
-                                      std::to_string(p.k) + " x " + std::to_string(p.n));
-    return algorithms;
+    constexpr int kMost = 8;
+    const Algorithms found = list_algorithms(handle, plan.descriptor, plan.w, plan.x, plan.y, key.alignment, kMost);
+    require(found.count > 0, "cuBLASLt has no algorithm for a product of " + std::to_string(p.m) + " x " +
+                                 std::to_string(p.k) + " x " + std::to_string(p.n));
+    return found;
   }
 
   static void release(Plan& plan) {
@@ -271,8 +156,6 @@ class MatMul : public Kernel {
     p.groups = rank == 3 ? w.shape[0] : 1;
     p.k = w.shape[rank - 2];
     p.n = w.shape[rank - 1];
-    require(rank == 2 || !(bias.present || residual.present || gelu_),
-            "MatMul: several weights exclude a bias, a residual and gelu");
     require(p.k > 0 && p.n > 0 && p.k % 8 == 0 && p.n % 8 == 0,
             "MatMul of " + std::to_string(p.k) + " x " + std::to_string(p.n) + "; expected multiples of 8");
     require(!bias.present || bias.size() == p.n, "MatMul: the bias must have a number per column");

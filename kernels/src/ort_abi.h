@@ -132,7 +132,7 @@ inline Status* info_allocator(const Api* api, const KernelInfo* info, int memory
 }
 
 // ONNXTensorElementDataType
-enum Type { kFloat = 1, kInt32 = 6, kInt64 = 7, kBool = 9, kFloat16 = 10 };
+enum Type { kFloat = 1, kUint8 = 2, kInt32 = 6, kInt64 = 7, kBool = 9, kFloat16 = 10 };
 // OrtCustomOpInputOutputCharacteristic
 enum Arity { kRequired = 0, kOptional = 1 };
 // OrtMemType

@@ -3,8 +3,8 @@
 The engines have the same weights and sizes and are timed in turn in one process, so that clocks and temperature are
 the same for all. Requires a GPU and torch. `sustained_ms` is the time of a call among many without a pause. For
 `sdonnx` and `sdonnx-plain` a call is a step of a pipeline, which contains the arithmetic of guidance and of the
-scheduler as well. `sdonnx-plain` uses no operators of our own. `relative_error` compares the prediction of one call, in
-each engine's fp16, with torch's in float32.
+scheduler as well. `sdonnx-plain` uses no operators of our own, and `sdonnx-quantized` the folder of --quantized.
+`relative_error` compares the prediction of one call, in each engine's fp16, with torch's in float32.
 """
 
 from __future__ import annotations
@@ -31,14 +31,15 @@ from sdonnx.benchmark.record import environment
 from sdonnx.benchmark.statistics import quantile
 from sdonnx.doctor.kernel_library import named_kernel_library
 from sdonnx.errors import OptionError
-from sdonnx.folder.pipeline_folder import read_json
+from sdonnx.folder.pipeline_folder import REPORT, read_json
 from sdonnx.terminal import add_common, console, guarded
 
 __all__ = ["ENGINES", "main"]
 
-ENGINES = ("sdonnx-plain", "sdonnx", "torch", "torch-compile")
+ENGINES = ("sdonnx-plain", "sdonnx", "sdonnx-quantized", "torch", "torch-compile")
 
-_PLAIN, _OWN = ENGINES[:2]
+_PLAIN, _OWN, _QUANTIZED = ENGINES[:3]
+_OURS = ENGINES[:3]
 _PROMPT = "a red fox in the snow " * 20  # fills the prompt
 _STEPS = 10  # of the shorter of the two images whose difference is timed
 
@@ -47,7 +48,11 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m sdonnx.benchmark.denoiser", description=__doc__.splitlines()[0])
     parser.add_argument("-p", "--pipeline", required=True, type=Path, help="the diffusers folder")
     parser.add_argument("-m", "--optimized", required=True, type=Path, help="the folder optimized from it")
-    parser.add_argument("-e", "--engines", nargs="+", default=list(ENGINES), choices=ENGINES)
+    parser.add_argument(
+        "--quantized", type=Path, help="the folder optimized from it with --quantize, of sdonnx-quantized"
+    )
+    engines = [engine for engine in ENGINES if engine != _QUANTIZED]
+    parser.add_argument("-e", "--engines", nargs="+", default=engines, choices=ENGINES)
     parser.add_argument("--tokens", type=int, default=77, help="length of the prompts for torch")
     parser.add_argument(
         "-b", "--batch_size", type=int, default=1, help="number of images; the denoiser's batch is twice that"
@@ -184,11 +189,12 @@ def _load_torch(case: _Case, compiled: bool) -> Callable[[], Any]:
     return call
 
 
-def _load_pipeline(options: argparse.Namespace, library: str | None) -> Callable[[int], float]:
+def _load_pipeline(options: argparse.Namespace, folder: Path, library: str | None) -> Callable[[int], float]:
     """Return a function that generates an image with some steps and returns its seconds.
 
     Args:
         options: the command's options.
+        folder: the optimized folder.
         library: the value of the environment variable that names our kernels while the pipeline is loaded.
     """
     from sdonnx.runtime.device.device import device_for
@@ -197,7 +203,7 @@ def _load_pipeline(options: argparse.Namespace, library: str | None) -> Callable
 
     with nullcontext() if library is None else named_kernel_library(library):
         check_now(device_for("cuda"))  # without a verdict the pipeline would not use our kernels
-        pipeline = OrtDiffusionPipeline.from_pretrained(options.optimized, "cuda")
+        pipeline = OrtDiffusionPipeline.from_pretrained(folder, "cuda")
     arguments: dict[str, Any] = {"height": options.height, "width": options.width, "seed": 0, "output_type": "latent"}
 
     def generate(steps: int) -> float:
@@ -273,6 +279,10 @@ def _run(options: argparse.Namespace) -> int:
         raise OptionError(
             "torch finds no GPU on this machine", "an NVIDIA GPU", "run the command on a machine with a GPU"
         )
+    if _QUANTIZED in options.engines and options.quantized is None:
+        raise OptionError(
+            f"{_QUANTIZED} without --quantized", "the folder that it reads", "name it, or omit the engine"
+        )
     check_writable(options.json)
     torch.backends.cudnn.benchmark = True  # as in the pipeline's benchmark
     case = _Case(options)
@@ -281,15 +291,16 @@ def _run(options: argparse.Namespace) -> int:
     records: dict[str, dict[str, Any]] = {}
     for engine in options.engines:
         start = time.perf_counter()
-        if engine in (_PLAIN, _OWN):
-            images[engine] = _load_pipeline(options, "0" if engine == _PLAIN else None)
+        folder = options.quantized if engine == _QUANTIZED else options.optimized
+        if engine in _OURS:
+            images[engine] = _load_pipeline(options, folder, "0" if engine == _PLAIN else None)
         else:
             calls[engine] = _load_torch(case, compiled=engine == "torch-compile")
         records[engine] = {"ready_s": round(time.perf_counter() - start, 3)}
         if engine in calls:
             prediction = calls[engine]()
         else:
-            values = predict(options.optimized / case.source.name, case.arrays(), own=engine == _OWN)
+            values = predict(folder / case.source.name, case.arrays(), own=engine != _PLAIN)
             prediction = torch.from_numpy(values).to(case.device)
         records[engine]["relative_error"] = case.error(prediction)
     latencies: dict[str, list[list[float]]] = {engine: [] for engine in calls}
@@ -320,6 +331,7 @@ def _run(options: argparse.Namespace) -> int:
         "command": shlex.join(sys.orig_argv),
         "case": {name: getattr(options, name) for name in ("batch_size", "height", "width", "tokens")},
         "model": options.pipeline.name,
+        "quantization": None if _QUANTIZED not in records else _quantization(options.quantized),
         "engines": records,
         "limits_ms": case.limits_ms(torch.cuda.get_device_name()),
         "environment": environment(),
@@ -327,6 +339,11 @@ def _run(options: argparse.Namespace) -> int:
     append_json(options.json, record)
     _print(records)
     return 0
+
+
+def _quantization(folder: Path) -> Any:
+    """Return how an optimized folder was quantized, from its report."""
+    return read_json(folder / REPORT)["options"].get("quantize")
 
 
 def _print(records: dict[str, dict[str, Any]]) -> None:

@@ -35,12 +35,17 @@ class Peak:
     exponentials: float
 
 
-PEAKS: Mapping[str, Peak] = MappingProxyType({"NVIDIA H200": Peak(989.5e12, 4.8e12, 16 * 132 * 1.98e9)})
+PEAKS: Mapping[str, Peak] = MappingProxyType(
+    {
+        "NVIDIA H200": Peak(989.5e12, 4.8e12, 16 * 132 * 1.98e9),
+        "NVIDIA H100 80GB HBM3": Peak(989.5e12, 3.35e12, 16 * 132 * 1.98e9),
+    }
+)
 """By name of the GPU.
 
-Source: NVIDIA's datasheet of the H200 (without sparsity). A multiprocessor of compute capability 9.0 computes 16
-exponentials in a cycle (CUDA C++ Programming Guide, "Throughput of native arithmetic instructions"); the H200 has 132,
-with at most 1.98 GHz.
+Source: NVIDIA's datasheets of the H200 and the H100 SXM (without sparsity). A multiprocessor of compute capability 9.0
+computes 16 exponentials in a cycle (CUDA C++ Programming Guide, "Throughput of native arithmetic instructions"); both
+GPUs have 132, with at most 1.98 GHz.
 """
 
 

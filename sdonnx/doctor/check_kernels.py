@@ -23,7 +23,7 @@ import numpy as np
 
 from sdonnx.doctor.sessions import Kernel, OpenKernel, kernel_opener
 from sdonnx.errors import FolderError
-from sdonnx.metrics import relative_error
+from sdonnx.metrics import output_error
 from sdonnx.operators.case import TOLERANCE, Array, KernelCase, rounded
 
 __all__ = [
@@ -240,8 +240,7 @@ def _error(found: list[Array], expected: list[Array]) -> float:
     if [array.shape for array in found] != [array.shape for array in expected]:
         return math.inf
     with np.errstate(all="ignore"):
-        pairs = zip(found, expected, strict=True)
-        return max(relative_error(output.astype(np.float32), reference) for output, reference in pairs)
+        return max(output_error(output, reference) for output, reference in zip(found, expected, strict=True))
 
 
 def _outputs(kernel: Kernel | str, feeds: Mapping[str, Array]) -> list[Array] | str:

@@ -14,7 +14,10 @@ from sdonnx.doctor.measured_verdicts import MEASURED_VERDICTS_FILE
 from sdonnx.doctor.sessions import OpenKernel, kernel_opener
 from sdonnx.doctor.verdict import Key, Verdict, judge, keep_known_faults
 
-__all__ = ["known_own_verdict", "own_identity", "own_verdict"]
+__all__ = ["EIGHT_BIT_OPERATORS", "known_own_verdict", "own_identity", "own_verdict"]
+
+EIGHT_BIT_OPERATORS = frozenset({"QuantizeRows", "LayerNormRows", "SplitGeluRows", "ScaledMatMul"})
+"""Our operators that only quantized folders use. GPUs before sm_89 have no products of fp8."""
 
 Identify = Callable[[int, str], Mapping[str, str]]
 

@@ -20,7 +20,7 @@ from sdonnx.fusions.own_image_kernels import concat_channels, upsample_nearest
 from sdonnx.fusions.own_nodes import has_one_reader, put_own
 from sdonnx.fusions.own_products import bias_add, fast_gelu, gemm, mat_mul, sum_with_bias
 from sdonnx.fusions.own_sampler import use_sampler_kernels
-from sdonnx.fusions.own_scaled_products import rows_of_source
+from sdonnx.fusions.own_scaled_products import rows_of_source, scaled_self_attention, scaled_skip_layer_norm
 from sdonnx.fusions.repeated_rows import copied_value, row_of_table
 from sdonnx.fusions.stack_projections import self_attention
 from sdonnx.graph.edit import (
@@ -124,9 +124,7 @@ class _DefaultImage:
         return latent_size if symbol in self.axes else latent_size // self.patch_size
 
 
-def use_own_kernels(
-    model: ir.Model, latent_size: int | None = None, patch_size: int = 1, *, scaled: bool = False
-) -> PassOutcome:
+def use_own_kernels(model: ir.Model, latent_size: int | None = None, patch_size: int = 1) -> PassOutcome:
     """Replace nodes of a graph by our own operators, in place.
 
     Args:
@@ -134,7 +132,6 @@ def use_own_kernels(
         latent_size: height and width of the latents that the pipeline generates by default; None if unknown. It only
             decides whether a replacement is worth it.
         patch_size: height and width of a transformer's patches, in latents; 1 for other networks.
-        scaled: also use the operators for 8-bit factors, which libsdonnx_kernels.so does not have yet.
     """
     image = _DefaultImage(latent_size, patch_size, _axes(model))
     fired: Counter[str] = Counter()
@@ -145,8 +142,7 @@ def use_own_kernels(
     made, refused = use_sampler_kernels(model)
     fired.update(made)
     failures += refused
-    tables = (_FIRST_SWAPS, _SWAPS, _LAST_SWAPS)
-    for swaps in (_SCALED_SWAPS, _LAST_SCALED_SWAPS, *tables, _ROWS_SWAPS) if scaled else tables:
+    for swaps in _STAGES:
         for node in list(model.graph):
             swap = swaps.get((node.domain, node.op_type))
             if swap is None or not any(output.uses() or output.is_graph_output() for output in node.outputs):
@@ -301,14 +297,15 @@ def _other_attention(node: ir.Node) -> str | None:
 
 
 def _self_attention(node: ir.Node, _: _DefaultImage) -> WalkResult:
-    """MultiHeadAttention(x @ q, x @ k, x @ v) -> SelfAttention(StackedMatMul(x, qkv)), but for heads of 72."""
+    """MultiHeadAttention(x @ q, x @ k, x @ v) -> SelfAttention(x @ qkv), but for heads of 72."""
     if optional_input(node, KEY_COUNTS) is not None or _other_attention(node) is not None:
         return NOT_A_CANDIDATE
     heads, scale = node.attributes.get_int("num_heads"), node.attributes.get_float("scale", 0.0)
     width = static_dim(input_of(node, 0), 2)
     if width is None or width // heads in MIN_TOKENS:
         return NOT_A_CANDIDATE
-    return self_attention(node, heads, scale)
+    result = scaled_self_attention(node, heads, scale)
+    return self_attention(node, heads, scale) if result is NOT_A_CANDIDATE else result
 
 
 def _attention(node: ir.Node, image: _DefaultImage) -> WalkResult:
@@ -368,6 +365,7 @@ _SWAPS: _Swaps = {
 }
 
 _SCALED_SWAPS: _Swaps = {
+    (MICROSOFT, "SkipLayerNormalization"): _Swap("ScaledMatMul", scaled_skip_layer_norm),
     (MICROSOFT, "FastGelu"): _Swap("ScaledMatMul", partial(fast_gelu, scaled=True)),
     (MICROSOFT, "BiasAdd"): _Swap("ScaledMatMul", partial(bias_add, scaled=True)),
     ("", "Add"): _Swap("ScaledMatMul", partial(sum_with_bias, scaled=True)),
@@ -382,3 +380,6 @@ _ROWS_SWAPS: _Swaps = {(OWN_DOMAIN, "QuantizeRows"): _Swap("Rows", rows_of_sourc
 
 _LAST_SWAPS: _Swaps = {("", "MatMul"): _Swap("MatMul", mat_mul)}
 """After the others, which take products into sums."""
+
+_STAGES = (_FIRST_SWAPS, _SCALED_SWAPS, _LAST_SCALED_SWAPS, _SWAPS, _LAST_SWAPS, _ROWS_SWAPS)
+"""Each goes through the whole graph before the next one begins."""

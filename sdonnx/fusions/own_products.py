@@ -5,7 +5,8 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from sdonnx.fusions.own_nodes import has_one_reader
-from sdonnx.fusions.own_scaled_products import rounded_product, scaled_product
+from sdonnx.fusions.own_scaled_products import scaled_product
+from sdonnx.fusions.rounded_products import rounded_product
 from sdonnx.graph.edit import dims, input_of, insert, replace, static_dim
 from sdonnx.graph.match import NOT_A_CANDIDATE, REWRITTEN, Refused, WalkResult, is_matrix, producer_of, same_shape
 from sdonnx.operators.case import OWN_DOMAIN
@@ -40,6 +41,8 @@ def sum_with_bias(node: ir.Node, _: object, scaled: bool = False) -> WalkResult:
 
 def gemm(node: ir.Node, _: object, scaled: bool = False) -> WalkResult:
     """Gemm(x, w, residual) -> MatMul(x, w, residual): ONNX Runtime's kernel copies the residual first."""
+    if scaled and rounded_product(node.inputs[0], node.inputs[1]) is None:
+        return NOT_A_CANDIDATE
     residual, result = optional_input(node, 2), node.outputs[0]
     if residual is None or not same_shape(residual, result) or len(dims(residual) or ()) != 2:
         return NOT_A_CANDIDATE

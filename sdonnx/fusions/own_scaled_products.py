@@ -1,100 +1,36 @@
 """Replacements of products whose factors are rounded to 8 bits by products of 8-bit factors.
 
-`sdonnx.quantization` writes both factors as values in 8 bits that are restored: activations by rows or by a constant
-scale, the weight by DequantizeLinear and a Transpose. Here the factors stay in 8 bits, and the product is scaled.
+The factors (`sdonnx.fusions.rounded_products`) stay in 8 bits, and the product is scaled.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import onnx_ir as ir
 
-from sdonnx.fusions.own_nodes import has_one_reader
+from sdonnx.fusions.own_nodes import has_one_reader, put_own
+from sdonnx.fusions.rounded_products import RoundedProduct, RoundedRows, rounded_product, rounded_projections
+from sdonnx.fusions.stack_projections import stacked
 from sdonnx.graph.edit import (
     add_initializer,
-    constant_value,
     dims,
-    dtype_of,
     input_of,
     insert,
     insert_multi,
-    is_weight,
+    known_dims,
     replace,
     static_dim,
     tensor_of,
 )
-from sdonnx.graph.match import NOT_A_CANDIDATE, REWRITTEN, Refused, WalkResult, producer_of
+from sdonnx.graph.match import NOT_A_CANDIDATE, REWRITTEN, Refused, WalkResult, producer_of, same_shape
 from sdonnx.operators.case import OWN_DOMAIN
-from sdonnx.operators.eight_bits import EightBits
+from sdonnx.operators.own_attention import check_heads
 from sdonnx.operators.own_rows import check_rows
 from sdonnx.operators.own_scaled_mat_mul import check_own_scaled_mat_mul
 from sdonnx.operators.reference_body import graph_of, optional_input
 
-__all__ = ["RoundedProduct", "rounded_product", "rows_of_source", "scaled_product"]
+__all__ = ["rows_of_source", "scaled_product", "scaled_self_attention", "scaled_skip_layer_norm"]
 
 _FLOAT, _UINT8 = ir.DataType.FLOAT, ir.DataType.UINT8
-_FORMATS = {each.dtype: each for each in EightBits}
-
-
-@dataclass(frozen=True)
-class RoundedRows:
-    """Activations that are rounded to 8 bits.
-
-    Attributes:
-        source: the activations.
-        number_format: their format.
-        scale: their scale, float16; None for a scale of each row.
-    """
-
-    source: ir.Value
-    number_format: EightBits
-    scale: ir.Value | None
-
-
-@dataclass(frozen=True)
-class RoundedProduct:
-    """The factors of a product that are rounded to 8 bits.
-
-    Attributes:
-        rows: the activations (...,K).
-        weight: the weight (N,K) in 8 bits, a constant.
-        number_format: the weight's format.
-        scales: its scales (N,).
-        gate: (N,), multiplied to the weight; None for none.
-    """
-
-    rows: RoundedRows
-    weight: ir.Value
-    number_format: EightBits
-    scales: ir.Value
-    gate: ir.Value | None = None
-
-
-def rounded_product(x: ir.Value | None, weight: ir.Value | None) -> RoundedProduct | None:
-    """Return the factors of x @ weight if both are rounded to 8 bits, None otherwise."""
-    rows = _rounded_rows(x)
-    weight, gate = _gated(weight)
-    turned = producer_of(weight, "Transpose")
-    restored = producer_of(weight if turned is None else turned.inputs[0], "DequantizeLinear")
-    if rows is None or restored is None or turned is None or tuple(turned.attributes.get_ints("perm", [])) != (1, 0):
-        return None
-    stored, scales = restored.inputs[:2]
-    number_format = None if stored is None or stored.dtype is None else _FORMATS.get(stored.dtype)
-    if stored is None or scales is None or number_format is None or len(dims(scales) or ()) != 1:
-        return None
-    return RoundedProduct(rows, stored, number_format, scales, gate)
-
-
-def _gated(weight: ir.Value | None) -> tuple[ir.Value | None, ir.Value | None]:
-    """Return a weight and the gate that is multiplied to it, (weight, None) without one."""
-    product = producer_of(weight, "Mul")
-    if product is None:
-        return weight, None
-    for factor, gate in (tuple(product.inputs), tuple(reversed(product.inputs))):
-        if producer_of(factor, "Transpose") is not None and gate is not None and len(dims(gate) or ()) == 1:
-            return factor, gate
-    return weight, None
 
 
 def scaled_product(
@@ -133,6 +69,63 @@ def scaled_product(
     return insert(node, "ScaledMatMul", inputs, attributes, domain=OWN_DOMAIN, shape=like.shape, dtype=like.dtype)
 
 
+def scaled_skip_layer_norm(node: ir.Node, _: object) -> WalkResult:
+    """SkipLayerNormalization(x @ w, skip, ...) -> a scaled product with a bias and a residual, and LayerNormalization.
+
+    The norm can then write 8 bits, which the kernels of SkipLayerNormalization cannot.
+    """
+    for value, skip in ((input_of(node, 0), input_of(node, 1)), (input_of(node, 1), input_of(node, 0))):
+        product = producer_of(value, "MatMul")
+        if product is None or not has_one_reader(value):
+            continue
+        rounded = rounded_product(product.inputs[0], product.inputs[1])
+        if rounded is None:
+            continue
+        if any(output.uses() or output.is_graph_output() for output in node.outputs[1:3]):
+            return Refused("the mean or the deviation is read")
+        if not same_shape(value, skip):
+            return Refused("the skip is not known to have the shape of the product")
+        total = scaled_product(node, value, rounded, optional_input(node, 4), skip, gelu=0)
+        if isinstance(total, str):
+            return Refused(total)
+        inputs = [total, input_of(node, 2), optional_input(node, 3)]
+        attributes = {"axis": -1, "epsilon": node.attributes.get_float("epsilon", 1e-12)}
+        replace(node.outputs[0], insert(node, "LayerNormalization", inputs, attributes, shape=total.shape))
+        if len(node.outputs) > 3:
+            replace(node.outputs[3], total)
+        return REWRITTEN
+    return NOT_A_CANDIDATE
+
+
+def scaled_self_attention(node: ir.Node, heads: int, scale: float) -> WalkResult:
+    """MultiHeadAttention(x @ q, x @ k, x @ v) of factors in 8 bits -> SelfAttention(x @ qkv), by one product.
+
+    The weights are stored as (N,K), so that three of them behind one another are one of (3N,K).
+    """
+    values = [optional_input(node, index) for index in range(3)]
+    parts = rounded_projections(node)
+    if not parts or any(value is None or not has_one_reader(value) for value in values):
+        return NOT_A_CANDIDATE
+    first, result = parts[0], input_of(node, 0)
+    width, inner = (static_dim(first.weight, axis) for axis in range(2))
+    if width is None or inner is None or len(dims(result) or ()) != 3:
+        return NOT_A_CANDIDATE
+    if (reason := check_heads([width], heads, scale)) is not None:
+        return Refused(reason)
+    tensor = stacked([tensor_of(each.weight) for each in parts], [3 * width, inner])
+    if tensor is None:
+        return Refused("the weights of queries, keys and values are not behind one another in the file")
+    weight = add_initializer(graph_of(node), f"{first.weight.name}.and_2_more", tensor)
+    factors = insert(node, "Concat", [each.scales for each in parts], {"axis": 0}, shape=[3 * width])
+    like = ir.Value(shape=ir.Shape([*known_dims(result)[:2], 3 * width]), type=result.type)
+    together = RoundedProduct(first.rows, weight, first.number_format, factors)
+    qkv = scaled_product(node, like, together, None, None, gelu=0)
+    if isinstance(qkv, str):
+        return Refused(qkv)
+    put_own(node, node.outputs[0], "SelfAttention", [qkv], {"num_heads": heads, "scale": scale})
+    return REWRITTEN
+
+
 def rows_of_source(node: ir.Node, _: object) -> WalkResult:
     """QuantizeRows(LayerNorm(x)) -> LayerNormRows(x); QuantizeRows(BiasSplitGelu(x)) -> SplitGeluRows(x)."""
     source = input_of(node, 0)
@@ -144,8 +137,8 @@ def rows_of_source(node: ir.Node, _: object) -> WalkResult:
     if (reason := check_rows(input_of(maker, 0), static_dim(source, -1))) is not None:
         return Refused(reason)
     norm = maker.op_type == "LayerNorm"
-    count = 3 if norm else 2
-    inputs = [optional_input(maker, index) for index in range(count)] + [scale]
+    count = 3 if norm else 1 if _bias_moves(maker) else 2
+    inputs = [optional_input(maker, index) for index in range(count)] + [None] * (2 - count) + [scale]
     while inputs[-1] is None:
         inputs.pop()
     attributes: dict[str, int | float] = {"format": node.attributes.get_int("format", 0)}
@@ -159,6 +152,24 @@ def rows_of_source(node: ir.Node, _: object) -> WalkResult:
         new.type = old.type
         replace(old, new)
     return REWRITTEN
+
+
+def _bias_moves(maker: ir.Node) -> bool:
+    """Let the product before a BiasSplitGelu add its bias, in the epilogue of cuBLASLt; return whether it does."""
+    value, bias = input_of(maker, 0), optional_input(maker, 1)
+    product = value.producer()
+    is_own = product is not None and (product.domain, product.op_type) == (OWN_DOMAIN, "ScaledMatMul")
+    if product is None or not is_own or bias is None or not has_one_reader(value):
+        return False
+    attributes = {name: product.attributes.get_int(name) for name in ("x_format", "w_format", "gelu")}
+    if any(each is not None for each in product.inputs[4:]) or attributes["gelu"]:
+        return False
+    if check_own_scaled_mat_mul(input_of(product, 2), bias) is not None:
+        return False
+    inputs, domain = [*product.inputs[:4], bias], OWN_DOMAIN
+    total = insert(product, "ScaledMatMul", inputs, attributes, domain=domain, shape=value.shape, dtype=value.dtype)
+    replace(value, total)
+    return True
 
 
 def _quantized(node: ir.Node, rows: RoundedRows) -> tuple[ir.Value, ir.Value]:
@@ -186,53 +197,3 @@ def _as_bits(tensor: ir.TensorProtocol) -> ir.TensorProtocol:
             base_dir=tensor.base_dir,
         )  # fmt: skip
     return ir.Tensor(tensor.numpy().view("uint8"))
-
-
-def _rounded_rows(value: ir.Value | None) -> RoundedRows | None:
-    """Return the activations that a value restores from 8 bits, as `sdonnx.quantization` writes them."""
-    return _rounded_by_scale(value) or _rounded_by_rows(value)
-
-
-def _rounded_by_scale(value: ir.Value | None) -> RoundedRows | None:
-    restored = producer_of(value, "DequantizeLinear")
-    stored = producer_of(None if restored is None else restored.inputs[0], "QuantizeLinear")
-    if restored is None or stored is None or list(restored.inputs[1:]) != list(stored.inputs[1:]):
-        return None
-    source, scale = stored.inputs[:2]
-    number_format = _FORMATS.get(dtype_of(stored.outputs[0]))
-    if source is None or scale is None or number_format is None or not is_weight(scale) or dims(scale) != ():
-        return None
-    return RoundedRows(source, number_format, scale)
-
-
-def _rounded_by_rows(value: ir.Value | None) -> RoundedRows | None:
-    """Cast(round(x / scale) * scale), where a scale is the largest magnitude of its row times a constant."""
-    cast = producer_of(value, "Cast")
-    product = producer_of(None if cast is None else cast.inputs[0], "Mul")
-    if product is None:
-        return None
-    narrow, scale = product.inputs
-    rounding, number_format = producer_of(narrow, "Round"), EightBits.INT8
-    if rounding is None:
-        stored = producer_of(_source_of(producer_of(narrow, "Cast")), "Cast")
-        found = None if stored is None else _FORMATS.get(dtype_of(stored.outputs[0]))
-        if stored is None or found is None:
-            return None
-        rounding, number_format = stored, found
-    quotient = producer_of(_source_of(rounding), "Div")
-    limited = producer_of(scale, "Max")
-    scaled = producer_of(_source_of(limited), "Mul")
-    most = producer_of(_source_of(scaled), "ReduceMax")
-    sizes = producer_of(_source_of(most), "Abs")
-    if quotient is None or most is None or sizes is None or quotient.inputs[1] is not scale:
-        return None
-    wide = producer_of(quotient.inputs[0], "Cast")
-    source = _source_of(wide)
-    axes, rank = constant_value(optional_input(most, 1)), len(dims(sizes.outputs[0]) or ())
-    if wide is None or source is None or sizes.inputs[0] is not wide.outputs[0] or axes is None:
-        return None
-    return RoundedRows(source, number_format, None) if axes.tolist() == [rank - 1] else None
-
-
-def _source_of(node: ir.Node | None) -> ir.Value | None:
-    return None if node is None else node.inputs[0]

@@ -12,6 +12,7 @@ import numpy as np
 import onnx_ir as ir
 
 from sdonnx.fusions.own_nodes import has_one_reader, put_own
+from sdonnx.fusions.rounded_products import rounded_projections
 from sdonnx.graph.edit import MICROSOFT, add_initializer, dims, insert, is_weight, known_dims, tensor_of
 from sdonnx.graph.match import NOT_A_CANDIDATE, REWRITTEN, Refused, WalkResult, producer_of
 from sdonnx.operators.case import OWN_DOMAIN
@@ -19,7 +20,7 @@ from sdonnx.operators.own_attention import check_heads
 from sdonnx.operators.own_stacked_mat_mul import check_own_stacked_mat_mul
 from sdonnx.operators.reference_body import graph_of, optional_input
 
-__all__ = ["order_weights", "projections_of", "self_attention"]
+__all__ = ["order_weights", "projections_of", "self_attention", "stacked"]
 
 
 def projections_of(node: ir.Node) -> tuple[ir.Value, list[ir.Value]] | None:
@@ -47,7 +48,8 @@ def self_attention(node: ir.Node, heads: int, scale: float) -> WalkResult:
     old = node.outputs[0]
     if (reason := check_heads(known_dims(weights[0])[1:], heads, scale)) is not None:
         return Refused(reason)
-    tensor = _stacked([tensor_of(weight) for weight in weights])
+    parts = [tensor_of(weight) for weight in weights]
+    tensor = stacked(parts, [len(parts), *parts[0].shape.numpy()])
     if tensor is None:
         return Refused("the weights of queries, keys and values are not behind one another in the file")
     stack = ir.Value(shape=ir.Shape(tensor.shape.numpy()), type=ir.TensorType(tensor.dtype))
@@ -60,15 +62,18 @@ def self_attention(node: ir.Node, heads: int, scale: float) -> WalkResult:
     return REWRITTEN
 
 
-def _stacked(parts: Sequence[ir.TensorProtocol]) -> ir.TensorProtocol | None:
+def stacked(parts: Sequence[ir.TensorProtocol], shape: Sequence[int]) -> ir.TensorProtocol | None:
     """Return a tensor of the bytes of several, which follow one another in a file; None if they do not.
 
     Parts that are not in a file are copied.
+
+    Args:
+        parts: tensors of one shape and type.
+        shape: the shape of the result.
     """
-    shape = [len(parts), *parts[0].shape.numpy()]
     stored = [part for part in parts if isinstance(part, ir.ExternalTensor)]
     if not stored:
-        return ir.Tensor(np.stack([part.numpy() for part in parts]))
+        return ir.Tensor(np.stack([part.numpy() for part in parts]).reshape(tuple(shape)), dtype=parts[0].dtype)
     first = stored[0]
     for index, part in enumerate(stored):
         is_next = (part.offset or 0) == (first.offset or 0) + index * first.nbytes
@@ -98,7 +103,7 @@ def order_weights(model: ir.Model) -> None:
         if (node.domain, node.op_type) != (MICROSOFT, "MultiHeadAttention"):
             continue
         found = projections_of(node)
-        weights = [] if found is None else found[1]
+        weights = [each.weight for each in rounded_projections(node)] if found is None else found[1]
         if weights and len({id(weight) for weight in weights}) == 3 and not {w.name for w in weights} & behind.keys():
             behind.update({weight.name or "": weights for weight in weights})
     ordered: dict[str, ir.Value] = {}

@@ -38,7 +38,6 @@ __all__ = [
     "KERNEL_CASES",
     "OWN_CONTRACTS",
     "OWN_KERNEL_CASES",
-    "SCALED_CONTRACTS",
     "contract_of",
     "contract_of_case",
     "dtypes_of",
@@ -77,15 +76,13 @@ OWN_CONTRACTS = {
         OWN_UPSAMPLE_NEAREST,
         OWN_SAMPLER_INPUT,
         OWN_SAMPLER_STEP,
+        OWN_QUANTIZE_ROWS,
+        OWN_LAYER_NORM_ROWS,
+        OWN_SPLIT_GELU_ROWS,
+        OWN_SCALED_MAT_MUL,
     )
 }
 """The contracts of our own operators, of the domain OWN_DOMAIN, by operator."""
-
-SCALED_CONTRACTS = {
-    contract.op_type: contract
-    for contract in (OWN_QUANTIZE_ROWS, OWN_LAYER_NORM_ROWS, OWN_SPLIT_GELU_ROWS, OWN_SCALED_MAT_MUL)
-}
-"""The contracts of our own operators for 8-bit factors, which libsdonnx_kernels.so does not have yet, by operator."""
 
 KERNEL_CASES = tuple(case for contract in CONTRACTS.values() for case in contract.kernel_cases())
 """Every kernel case of every contract.
@@ -120,4 +117,4 @@ def dtypes_of(case: KernelCase) -> list[str]:
 
 
 def _table(domain: str) -> dict[str, Contract]:
-    return {**OWN_CONTRACTS, **SCALED_CONTRACTS} if domain == OWN_DOMAIN else CONTRACTS
+    return OWN_CONTRACTS if domain == OWN_DOMAIN else CONTRACTS

@@ -4,7 +4,7 @@ QuantizeRows(x (...,K), scale ()) -> (q (...,K) uint8, scales (...,1) float32). 
 row divided by the format's largest value, and at least 1e-12; with `scale`, all rows have that one. LayerNormRows(x,
 gamma, beta, scale) and SplitGeluRows(x (...,2D), bias, scale) quantize a layer norm, and a * gelu(b) with
 a, b = split(x + bias), which are not rounded to fp16 before. beta, bias and scale are optional. The kernels are in
-kernels/scaled/scaled_mat_mul.cuh.
+kernels/src/rows.cuh.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["OWN_LAYER_NORM_ROWS", "OWN_QUANTIZE_ROWS", "OWN_SPLIT_GELU_ROWS", "c
 
 _FLOAT = ir.DataType.FLOAT
 _MIN_SCALE = 1e-12
-_MAX_WIDTH = 5120  # kMaxRowVectors
+_MAX_WIDTH = 5120  # kMaxRowWidth
 
 
 def check_rows(x: ir.Value, width: int | None) -> str | None:

@@ -3,7 +3,7 @@
 It returns (q @ w^T) * scales * w_scales + bias + residual in fp16, or gelu(... + bias) by the tanh approximation, which
 excludes a residual. q and w are patterns of the formats `x_format` and `w_format` (`EightBits`); int8 is multiplied by
 int8 only, and e5m2 not by e5m2. bias and residual are optional. The kernel is cuBLASLt's, by
-kernels/scaled/scaled_mat_mul.cuh.
+kernels/src/scaled_mat_mul.cuh.
 """
 
 from __future__ import annotations

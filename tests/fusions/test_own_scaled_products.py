@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -22,6 +25,8 @@ from support.graphs import (
 )
 
 from sdonnx.fusions.own_kernels import use_own_kernels
+from sdonnx.fusions.stack_projections import order_weights
+from sdonnx.graph.edit import dims
 from sdonnx.graph.passes import tidy
 from sdonnx.operators.case import OWN_DOMAIN
 from sdonnx.operators.eight_bits import EightBits
@@ -40,6 +45,10 @@ WEIGHTS: dict[str, Array] = {
         "gamma": normal(64, seed=4),
         "beta": normal(64, seed=5),
         "wide_bias": normal(128, seed=6),
+        "gamma2": normal(128, seed=7),
+        "beta2": normal(128, seed=8),
+        "u2": normal(128, 128, seed=9) / 12,
+        "w2": normal(64, 128, seed=10) / 8,
     }.items()
 }
 NORM = "n = LayerNormalization<axis=-1>(x, gamma, beta)"
@@ -55,8 +64,14 @@ TYPES_BY_ROWS = ("fp8_e4m3_e4m3_dynamic", "fp8_e5m2_e4m3_dynamic", "fp8_e4m3_e5m
 ALL_TYPES = (*TYPES_BY_ROWS, "fp8_static", "int8_static")
 
 
-def quantized(body: str, name: str, inputs: str = "float16[B,S,64] x, float16[B,S,128] r", known: str = "") -> ir.Model:
-    model = graph(inputs, "float16[B,S,128] y", body, known, **used(body, WEIGHTS))
+def quantized(
+    body: str,
+    name: str,
+    inputs: str = "float16[B,S,64] x, float16[B,S,128] r",
+    known: str = "",
+    weights: Mapping[str, Array] = MappingProxyType(WEIGHTS),
+) -> ir.Model:
+    model = graph(inputs, "float16[B,S,128] y", body, known, **used(body, dict(weights)))
     for node in model.graph:
         node.metadata_props["module"] = "layer"
     QuantizeWeights(QuantizationPolicy(default=TYPES[name]), "unet", {"layer": 4.0})(model)
@@ -67,7 +82,7 @@ def quantized(body: str, name: str, inputs: str = "float16[B,S,64] x, float16[B,
 def swapped(model: ir.Model, tolerance: float = 2e-3) -> tuple[ir.Model, dict[str, int]]:
     """Replace nodes, and check what every replacement must keep."""
     after = copied(model)
-    outcome = use_own_kernels(after, 64, scaled=True)
+    outcome = use_own_kernels(after, 64)
     assert interface(after) == interface(model)
     for node in after.graph:
         if node.domain == OWN_DOMAIN:
@@ -75,7 +90,7 @@ def swapped(model: ir.Model, tolerance: float = 2e-3) -> tuple[ir.Model, dict[st
             assert contract is not None
             assert contract.check(node) is None
     again = copied(after)
-    use_own_kernels(again, 64, scaled=True)
+    use_own_kernels(again, 64)
     assert text_of(again) == text_of(after)
     feeds = feeds_for(model)
     assert relative_error(run(after, feeds)["y"], run(model, feeds)["y"]) < tolerance
@@ -118,6 +133,92 @@ def test_norms_and_gates_write_8_bits(name: str) -> None:
     assert operators(after, "SplitGeluRows", "QuantizeRows") == {"SplitGeluRows": 1, "QuantizeRows": 0}
 
 
+ATTENTION = (
+    "q = MatMul(x, wq) k = MatMul(x, wk) v = MatMul(x, wv) y = com.microsoft.MultiHeadAttention<num_heads=2>(q, k, v)"
+)
+PROJECTIONS = {
+    name: (normal(64, 128, seed=index) / 8).astype(np.float16) for index, name in enumerate(("wq", "wk", "wv"))
+}
+
+
+def assert_one_product(after: ir.Model) -> ir.Value:
+    """Check the operators of attention whose queries, keys and values are one product; return its weight."""
+    counts = operators(after, "QuantizeRows", "ScaledMatMul", "SelfAttention", "MatMul", "MultiHeadAttention")
+    assert counts == {"QuantizeRows": 1, "ScaledMatMul": 1, "SelfAttention": 1, "MatMul": 0, "MultiHeadAttention": 0}
+    (node,) = (node for node in after.graph if node.op_type == "ScaledMatMul")
+    weight = node.inputs[2]
+    assert weight is not None
+    assert dims(weight) == (3 * 128, 64)
+    return weight
+
+
+@pytest.mark.parametrize("name", ["fp8_e4m3_e4m3_dynamic", "fp8_static", "int8_dynamic"])
+def test_queries_keys_and_values_are_one_product(name: str) -> None:
+    after, fired = swapped(quantized(ATTENTION, name, "float16[B,S,64] x", weights=PROJECTIONS))
+    assert fired == {"MultiHeadAttentionToOwnSelfAttention": 1}
+    assert_one_product(after)
+
+
+def test_projections_are_read_where_they_are_in_the_file(tmp_path: Path) -> None:
+    """`order_weights` places the weights, (N,K) each, behind one another."""
+    model = quantized(ATTENTION, "fp8_static", "float16[B,S,64] x", weights=PROJECTIONS)
+    order_weights(model)
+    ir.save(model, tmp_path / "model.onnx", external_data="model.onnx.data", size_threshold_bytes=1024)
+    after = ir.load(tmp_path / "model.onnx")
+    parts = [
+        value.const_value for value in after.graph.initializers.values() if value.dtype == ir.DataType.FLOAT8E4M3FN
+    ]
+    use_own_kernels(after, 64)
+    stored = assert_one_product(after).const_value
+    assert isinstance(stored, ir.ExternalTensor)
+    assert stored.tobytes() == b"".join(part.tobytes() for part in parts if part is not None and part.size > 1)
+
+
+def test_projections_in_another_order_stay_apart(tmp_path: Path) -> None:
+    model = quantized(ATTENTION, "fp8_static", "float16[B,S,64] x", weights=PROJECTIONS)
+    initializers = model.graph.initializers
+    for name, value in sorted(initializers.items(), reverse=True):
+        initializers.pop(name)
+        initializers[name] = value
+    ir.save(model, tmp_path / "model.onnx", external_data="model.onnx.data", size_threshold_bytes=1024)
+    outcome = use_own_kernels(loaded := ir.load(tmp_path / "model.onnx"), 64)
+    assert "the weights of queries, keys and values are not behind one another in the file" in {
+        each.reason for each in outcome.failures
+    }
+    assert operators(loaded, "ScaledMatMul", "SelfAttention") == {"ScaledMatMul": 3, "SelfAttention": 0}
+
+
+@pytest.mark.parametrize("body", [BODIES["product"], "g = Mul(w, gate) p = MatMul(x, g)"], ids=["plain", "gate"])
+@pytest.mark.parametrize("is_first", [True, False])
+def test_sums_in_norms_become_residuals_of_products(body: str, is_first: bool) -> None:
+    """The norm behind the sum then writes 8 bits itself."""
+    terms = "p, r" if is_first else "r, p"
+    text = body.replace("y = ", "p = ")
+    text += f" n, m, d, s = com.microsoft.SkipLayerNormalization({terms}, gamma2, beta2, bias)"
+    text += " h = MatMul(n, u2) y = Add(h, s)"
+    known = "float16[B,S,128] p, float16[B,S,128] n, float16[B,S,128] h, float16[B,S,128] s"
+    after, fired = swapped(quantized(text, "fp8_e4m3_e4m3_dynamic", known=known), 2e-2)
+    assert fired["SkipLayerNormalizationToOwnScaledMatMul"] == 1
+    counts = operators(
+        after, "SkipLayerNormalization", "SkipLayerNorm", "LayerNormRows", "ScaledMatMul", "QuantizeRows"
+    )
+    assert counts == {
+        "SkipLayerNormalization": 0, "SkipLayerNorm": 0, "LayerNormRows": 1, "ScaledMatMul": 2, "QuantizeRows": 1,
+    }  # fmt: skip
+    first = next(node for node in after.graph if node.op_type == "ScaledMatMul")
+    assert [value is not None for value in first.inputs[4:]] == [True, True]
+
+
+@pytest.mark.parametrize("name", ["fp8_e4m3_e4m3_dynamic", "fp8_static"])
+def test_the_product_before_a_gate_adds_its_bias(name: str) -> None:
+    body = "p = MatMul(x, w2) s = com.microsoft.BiasSplitGelu(p, wide_bias) y = MatMul(s, u)"
+    after, _ = swapped(quantized(body, name, "float16[B,S,64] x", "float16[B,S,128] p, float16[B,S,64] s"), 2e-2)
+    first = next(node for node in after.graph if node.op_type == "ScaledMatMul")
+    assert [value is not None for value in first.inputs[4:]] == [True]
+    (gate,) = (node for node in after.graph if node.op_type == "SplitGeluRows")
+    assert [value is not None for value in gate.inputs] == ([True, False, True] if name == "fp8_static" else [True])
+
+
 def test_a_norm_with_another_reader_stays() -> None:
     model = quantized(f"{NORM} p = MatMul(n, w) c = Concat<axis=-1>(n, n) y = Add(p, c)", "int8_dynamic")
     after, _ = swapped(model)
@@ -135,19 +236,12 @@ def test_other_types_keep_products_of_fp16(name: str) -> None:
     }  # fmt: skip
 
 
-def test_without_the_option_products_are_those_of_fp16() -> None:
-    model = quantized(BODIES["bias and residual"], "fp8_e4m3_e4m3_dynamic")
-    use_own_kernels(model, 64)
-    counts = operators(model, "ScaledMatMul", "MatMul", "ReduceMax")
-    assert counts == {"ScaledMatMul": 0, "MatMul": 1, "ReduceMax": 1}
-
-
 def test_weights_are_the_bytes_of_the_file(tmp_path: Any) -> None:
     model = quantized(BODIES["product"], "fp8_e4m3_e4m3_dynamic")
     ir.save(model, tmp_path / "model.onnx", external_data="model.onnx.data", size_threshold_bytes=1024)
     loaded = ir.load(tmp_path / "model.onnx")
     (stored,) = (value for value in loaded.graph.initializers.values() if value.dtype == ir.DataType.FLOAT8E4M3FN)
-    use_own_kernels(loaded, 64, scaled=True)
+    use_own_kernels(loaded, 64)
     (bits,) = (value for value in loaded.graph.initializers.values() if value.dtype == ir.DataType.UINT8)
     first, second = stored.const_value, bits.const_value
     assert isinstance(first, ir.ExternalTensor)

@@ -23,15 +23,18 @@ from support.operator_tests import lowered_results, model_bytes, own_operator_te
 from sdonnx.doctor.cache import verdict_as_json
 from sdonnx.doctor.kernel_library import usable_library
 from sdonnx.doctor.own_kernel_check import own_verdict
-from sdonnx.metrics import relative_error
-from sdonnx.operators.case import TOLERANCE, Array, KernelCase, rounded
+from sdonnx.metrics import output_error, relative_error
+from sdonnx.operators.case import TOLERANCE, Array, Fill, KernelCase, rounded
 from sdonnx.operators.case_graphs import model_of
+from sdonnx.operators.eight_bits import EightBits
 from sdonnx.operators.operator_table import OWN_CONTRACTS, OWN_KERNEL_CASES, contract_of_case
 from sdonnx.runtime.device.device import device_for
 from sdonnx.runtime.device.session import Graph, Run, SessionSettings
 
 FIRST_USE = [case for case in OWN_KERNEL_CASES if case.name in OWN_CONTRACTS[case.op_type].first_use]
-REFUSED = [case for op_type in OWN_CONTRACTS for case in own_operator_test(op_type).refused]
+REFUSED = [case for op_type in OWN_CONTRACTS for case in own_operator_test(op_type).refused if case.op_type == op_type]
+SCALED_FILLS = {0: Fill.E4M3_BITS, 1: Fill.SCALES, 2: Fill.E4M3_BITS, 3: Fill.SCALES}
+ROWS_TOLERANCE = 3e-3  # a sum in another order moves few numbers to their neighbors, an eighth or a quarter away
 CAPTURED = [case for case in OWN_KERNEL_CASES if " 0 rows" not in case.name]
 
 
@@ -67,10 +70,15 @@ def kernel_results(case: KernelCase, inputs: Sequence[Array | None], library: Pa
 def check(found: Sequence[Array], case: KernelCase, inputs: Sequence[Array | None], title: str, note: Any) -> None:
     reference = lowered_results(case, inputs)
     assert [array.shape for array in found] == [array.shape for array in reference]
-    pairs = [(a.astype(np.float32), b) for a, b in zip(found, reference, strict=True) if b.size]
-    error = max((relative_error(a, b) for a, b in pairs), default=0.0)
+    pairs = [(a, b) for a, b in zip(found, reference, strict=True) if b.size]
+    error = max((output_error(a, b) for a, b in pairs), default=0.0)
+    tolerance = TOLERANCE["float16"]
+    if reference[0].dtype == np.uint8:  # far below a row's scale, e5m2 has several numbers within the error of a sum
+        values = EightBits(case.attributes.get("format", 0)).values()
+        ours, theirs = (values[bits] * scales for bits, scales in (found, reference))
+        error, tolerance = relative_error(ours, theirs), ROWS_TOLERANCE
     note(title, {"operator": case.op_type, "case": case.name, "relative_error": error})
-    assert error < TOLERANCE["float16"], (str(case), error)
+    assert error < tolerance, (str(case), error)
 
 
 @pytest.mark.parametrize("case", OWN_KERNEL_CASES, ids=str)
@@ -115,7 +123,8 @@ class Captured:
             self.buffers[name].update_inplace(np.ascontiguousarray(array))
         for name, value in self.outputs.items():
             dtype = np.dtype(self.graph.dtype(name))
-            value.update_inplace(np.full(value.shape(), np.nan if dtype.kind == "f" else -1, dtype))
+            poison = {"f": np.nan, "u": 255}.get(dtype.kind, -1)
+            value.update_inplace(np.full(value.shape(), poison, dtype))
         self.run()
         self.device.synchronize()
         return [value.numpy().copy() for value in self.outputs.values()]
@@ -158,14 +167,19 @@ def test_batches(op_type: str, batch: int, library: Path, note: Any) -> None:
         "SelfAttention": ((3, batch, 143, 1024),),
         "ConcatChannels": ((batch, 7, 9, 1280), (batch, 7, 9, 640), (1280,)),
         "UpsampleNearest": ((batch, 7, 9, 1280),),
+        "QuantizeRows": ((batch, 63, 1280),),
+        "LayerNormRows": ((batch, 63, 1280), (1280,), (1280,)),
+        "SplitGeluRows": ((batch, 63, 10240), (10240,)),
+        "ScaledMatMul": ((batch, 63, 1280), (batch, 63, 1), (1280, 1280), (1280,), (1280,), (batch, 63, 1280)),
     }
     groups: dict[str, Any] = {"groups": 32, "activation": 1, "epsilon": 1e-5}
     heads = {"num_heads": 16}
     attributes = {"GroupNorm": groups, "Attention": heads, "SelfAttention": heads}.get(op_type, {})
-    outputs = 2 if op_type in ("GroupNorm", "SkipLayerNorm") else 1
-    case = KernelCase(op_type, f"batch {batch}", shapes[op_type], attributes, outputs, domain="sdonnx")
+    outputs = 2 if op_type in ("GroupNorm", "SkipLayerNorm") or op_type.endswith("Rows") else 1
+    fills = SCALED_FILLS if op_type == "ScaledMatMul" else {}
+    case = KernelCase(op_type, f"batch {batch}", shapes[op_type], attributes, outputs, fills=fills, domain="sdonnx")
     inputs = inputs_of(case)
-    if "MatMul" in op_type and inputs[1] is not None:
+    if op_type in ("MatMul", "StackedMatMul") and inputs[1] is not None:
         inputs[1] = (inputs[1] / 36).astype(np.float16).astype(np.float32)
     check(kernel_results(case, inputs, library), case, inputs, "own kernels, batches", note)
 

@@ -17,7 +17,7 @@ import pytest
 from support.kernel_library import emulated_library, options_with
 from support.operator_tests import feeds_of, lowered_results, model_bytes
 
-from sdonnx.metrics import relative_error
+from sdonnx.metrics import output_error
 from sdonnx.operators.case import TOLERANCE, Array, Fill, KernelCase, rounded
 from sdonnx.operators.case_graphs import model_of
 from sdonnx.operators.operator_table import OWN_CONTRACTS, OWN_KERNEL_CASES, contract_of_case
@@ -50,7 +50,7 @@ def results(case: KernelCase) -> list[Array]:
 def error_of(found: Sequence[Array], expected: Sequence[Array]) -> float:
     assert [array.shape for array in found] == [array.shape for array in expected]
     pairs = zip(found, expected, strict=True)
-    return max((relative_error(a.astype(np.float32), b) for a, b in pairs if b.size), default=0.0)
+    return max((output_error(a, b) for a, b in pairs if b.size), default=0.0)
 
 
 def assert_agrees(case: KernelCase) -> None:
@@ -129,7 +129,7 @@ def shifted(array: Array) -> Array:
 
 
 def one(op_type: str, shapes: Sequence[tuple[int, ...] | None], **attributes: Any) -> KernelCase:
-    outputs = 2 if op_type in ("GroupNorm", "SkipLayerNorm") else 1
+    outputs = 2 if op_type in ("GroupNorm", "SkipLayerNorm") or op_type.endswith("Rows") else 1
     return KernelCase(op_type, "a shape that is refused", tuple(shapes), attributes, outputs, domain="sdonnx")
 
 
@@ -175,6 +175,16 @@ REFUSED = [
     (one("ConcatChannels", [(2, 3, 16), (6, 16)]), "x and y must have the same axes but the last"),
     (one("ConcatChannels", [(2, 3, 16), (2, 3, 8), (8,)]), "bias_x must have a number per channel of x"),
     (one("ConcatChannels", [(2, 3, 16), (2, 3, 8), None, (16,)]), "bias_y must have a number per channel of y"),
+    (one("SelfAttention", [(2, 3, 143)], num_heads=1), "expected q, k and v of each token behind one another"),
+    (
+        one("QuantizeRows", [(2, 3, 24)]),
+        "QuantizeRows: rows of 24 numbers in 8 bits; expected a multiple of 16, at most",
+    ),
+    (one("QuantizeRows", [(2, 3, 5136)]), "rows of 5136 numbers in 8 bits"),
+    (one("QuantizeRows", [(2, 3, 16)], format=3), "QuantizeRows: format 3; expected 0, 1 or 2"),
+    (one("LayerNormRows", [(2, 3, 16), (8,)]), "LayerNormRows: gamma must have a number per column"),
+    (one("SplitGeluRows", [(2, 3, 32), (16,)]), "SplitGeluRows: the bias must have a number per column"),
+    (one("SplitGeluRows", [(2, 3, 33)]), "SplitGeluRows: rows of 16 numbers in 8 bits"),
     (one("UpsampleNearest", [(2, 3, 16)]), "UpsampleNearest of 3 dimensions; expected 4"),
     (one("UpsampleNearest", [(2, 3, 4, 12)]), "UpsampleNearest of 12 channels; expected a multiple of 8"),
 ]
@@ -212,18 +222,25 @@ def test_batches_of_1_to_32_are_computed_image_by_image(op_type: str) -> None:
         "SelfAttention": [(3, 32, 5, 72)],
         "ConcatChannels": [(32, 3, 5, 64), (32, 3, 5, 24), (64,)],
         "UpsampleNearest": [(32, 3, 5, 24)],
+        "QuantizeRows": [(32, 5, 64)],
+        "LayerNormRows": [(32, 5, 64), (64,), (64,)],
+        "SplitGeluRows": [(32, 5, 64), (64,)],
+        "ScaledMatMul": [(32, 5, 64), (32, 5, 1), (16, 64), (16,), (16,)],
     }
     attributes = {"num_heads": 1} if op_type.endswith("Attention") else {}
     attributes |= {"groups": 8, "activation": 1} if op_type == "GroupNorm" else {}
-    wide = KernelCase(op_type, "batch", tuple(shapes[op_type]), attributes, domain="sdonnx")
+    bits = {0: Fill.E4M3_BITS, 1: Fill.SCALES, 2: Fill.E4M3_BITS, 3: Fill.SCALES}
+    fills = bits if op_type == "ScaledMatMul" else {}
+    outputs = 2 if op_type.endswith("Rows") else 1
+    wide = KernelCase(op_type, "batch", tuple(shapes[op_type]), attributes, outputs, fills=fills, domain="sdonnx")
     model = model_of(wide, "float16")  # with sizes that may change between runs
     feeds = feeds_of(model, rounded(wide.make_inputs(), "float16"))
     opened = open_session(model)
-    (together,) = opened.run(None, feeds)
+    together = opened.run(None, feeds)[0]
     for batch in (1, 3, 8):
-        (part,) = opened.run(None, {name: first_of_32(array, batch) for name, array in feeds.items()})
+        part = opened.run(None, {name: first_of_32(array, batch) for name, array in feeds.items()})[0]
         expected = first_of_32(together, batch)
-        assert relative_error(part.astype(np.float32), expected.astype(np.float32)) < TOLERANCE["float16"]
+        assert output_error(part, expected) < TOLERANCE["float16"]
 
 
 @pytest.mark.parametrize(

@@ -69,6 +69,11 @@ FAULTS = {
     "channels of a row": ("group_norm_kernels.cuh", " * a.table_width + a.offset;", " * a.table_width;"),
     "barrier of the parameters": ("sampler.cuh", "  block_sync();\n", ""),
     "residual": ("mat_mul.cuh", "if (p.residual) sum +=", "if (p.residual) sum -="),
+    "stride of packed rows": ("attention_args.h", "token) * a.stride + head", "token) * a.heads * HEAD + head"),
+    "largest number of a row": ("rows.cuh", "fmaxf(most, shared[i])", "shared[i]"),
+    "rest of a quotient": ("rows.cuh", "fmaf(-first, scale, value)", "fmaf(first, scale, value)"),
+    "gate in 8 bits": ("rows.cuh", "values[j] *= gelu(gate[j])", "values[j] += gelu(gate[j])"),
+    "scale of a column": ("scaled_mat_mul.cuh", "a.w_scales[column + j]", "a.w_scales[column]"),
 }  # fmt: skip
 
 CHECK = """

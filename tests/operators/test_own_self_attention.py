@@ -17,7 +17,8 @@ from sdonnx.operators.own_self_attention import OWN_SELF_ATTENTION, check_own_se
 
 
 def self_attention(inputs: Any, attributes: Mapping[str, Any]) -> list[torch.Tensor]:
-    q, k, v = (x.unflatten(2, (attributes["num_heads"], -1)).transpose(1, 2) for x in inputs[0])
+    parts = inputs[0].chunk(3, -1) if inputs[0].ndim == 3 else inputs[0]
+    q, k, v = (x.unflatten(2, (attributes["num_heads"], -1)).transpose(1, 2) for x in parts)
     return [F.scaled_dot_product_attention(q, k, v, scale=attributes.get("scale")).transpose(1, 2).flatten(2)]
 
 
@@ -32,6 +33,7 @@ OPERATOR_TEST = OperatorTest(
         refused("two parts", (2, 2, 5, 144)),
         refused("no heads", (3, 2, 5, 144), heads=0),
         refused("negative scale", (3, 2, 5, 144), scale=-0.5),
+        refused("packed head size 48", (2, 5, 288)),
     ),
 )
 
@@ -43,7 +45,9 @@ def value(*shape: int | str, dtype: ir.DataType = ir.DataType.FLOAT16) -> ir.Val
 @pytest.mark.parametrize(
     ("qkv", "heads", "scale", "reason"),
     [
-        (value("B", "S", 144), 2, 0.0, "queries, keys and values are not known to be a stack of three"),
+        (value("B", "S", 145), 2, 0.0, "queries, keys and values are not known to be a stack of three, or packed"),
+        (value("B", "S", "D"), 2, 0.0, "queries, keys and values are not known to be a stack of three, or packed"),
+        (value("B", "S", 144), 2, 0.0, "a width of 48 in 2 heads"),
         (value("G", "B", "S", 144), 2, 0.0, "queries, keys and values are not known to be a stack of three"),
         (ir.Value(name="qkv"), 2, 0.0, "queries, keys and values are not known to be a stack of three"),
         (value(3, "B", "S", "D"), 2, 0.0, "a width of D in 2 heads"),

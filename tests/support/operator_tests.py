@@ -30,10 +30,12 @@ class OperatorTest:
     Attributes:
         torch: compute the outputs from the inputs (None for an absent one) and the attributes.
         refused: cases that the contract and the kernel refuse, in fp16.
+        tolerance: the maximum relative error of the reference body to torch.
     """
 
     torch: Callable[[Any, Mapping[str, Any]], list[torch.Tensor]]
     refused: tuple[KernelCase, ...] = ()
+    tolerance: float = 2e-5
 
 
 def operator_test(op_type: str) -> OperatorTest:

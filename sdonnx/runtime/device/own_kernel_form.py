@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from sdonnx.doctor.background_check import BackgroundCheck, background_check
+from sdonnx.doctor.check_kernels import CaseResult
 from sdonnx.doctor.first_use import SelfCheck, self_check
 from sdonnx.doctor.kernel_library import KernelLibrary, usable_library
 from sdonnx.doctor.nearest_verdict import is_near, other_versions
-from sdonnx.doctor.own_kernel_check import known_own_verdict, own_verdict
+from sdonnx.doctor.own_kernel_check import EIGHT_BIT_OPERATORS, known_own_verdict, own_verdict
 from sdonnx.doctor.verdict import Key, Verdict
 from sdonnx.runtime.device.awaits_verdict import AwaitsVerdict
 from sdonnx.runtime.device.device import Device
@@ -62,6 +63,7 @@ class OwnKernelForm(AwaitsVerdict):
         self.kernel_library: Path | None = None
         self._key: Key = {}
         self._unconfirmed = ""  # how the machine of the verdict differs from this one
+        self._ignored = frozenset() if _is_quantized(report) else EIGHT_BIT_OPERATORS
         options = report.get("options")
         if not isinstance(options, Mapping) or options.get("kernels") != "auto":
             return
@@ -84,7 +86,7 @@ class OwnKernelForm(AwaitsVerdict):
         if mode is SelfCheck.OFF:
             return ""
         if mode is SelfCheck.STRICT:
-            return _fault(device_thread(device).run(lambda: own_verdict(device.index, library)))
+            return self._fault(device_thread(device).run(lambda: own_verdict(device.index, library)))
         self._key, verdict = device_thread(device).run(lambda: known_own_verdict(device.index, library))
         if verdict is None or verdict.key != self._key:
             self._awaited = background_check(device.index)
@@ -92,7 +94,7 @@ class OwnKernelForm(AwaitsVerdict):
             return _UNKNOWN
         if versions := other_versions(self._key, verdict.key):
             self._unconfirmed = f" with {versions}; a check in the background follows the first image"
-        return _fault(verdict)
+        return self._fault(verdict)
 
     def _verdict_of(self, check: BackgroundCheck) -> Verdict | None:
         return check.own_verdict
@@ -106,21 +108,32 @@ class OwnKernelForm(AwaitsVerdict):
         if not is_near(self._key, verdict.key):
             return []  # it is about another library
         # Next to a pipeline a check may lack time or memory, which is no fault of the kernels.
-        if self.kernel_library is None or not verdict.faults:
+        if self.kernel_library is None or not self._in_use(verdict.faults):
             later = "; pipelines that are loaded from now on use them" if self.kernel_library is None else ""
-            _LOGGER.info("our own kernels were checked in the background: %s", _fault(verdict) or f"correct{later}")
+            _LOGGER.info(
+                "our own kernels were checked in the background: %s", self._fault(verdict) or f"correct{later}"
+            )
             return []
         self.kernel_library = None
         return [
-            f"images so far were generated with faulty kernels of our own ({_fault(verdict)}); expected correct ones; "
-            "ONNX Runtime's are used from now on; generate them again"
+            f"images so far were generated with faulty kernels of our own ({self._fault(verdict)}); expected correct "
+            "ones; ONNX Runtime's are used from now on; generate them again"
         ]
 
+    def _fault(self, verdict: Verdict) -> str:
+        """Return the first fault of a verdict on kernels that the folder uses, "" if they can be used."""
+        wrong = [f"{result.operator} is wrong" for result in self._in_use(verdict.faults)]
+        lost = [f"{result.operator} did not run ({result.failure})" for result in self._in_use(verdict.unavailable)]
+        if not verdict.complete:
+            lost.append("the check took too long")
+        return next(iter([*wrong, *lost]), "")
 
-def _fault(verdict: Verdict) -> str:
-    """Return the first fault of a verdict, "" if the kernels can be used."""
-    wrong = [f"{result.operator} is wrong" for result in verdict.faults]
-    lost = [f"{result.operator} did not run ({result.failure})" for result in verdict.unavailable]
-    if not verdict.complete:
-        lost.append("the check took too long")
-    return next(iter([*wrong, *lost]), "")
+    def _in_use(self, results: Iterable[CaseResult]) -> list[CaseResult]:
+        return [result for result in results if result.operator not in self._ignored]
+
+
+def _is_quantized(report: Mapping[str, Any]) -> bool:
+    """Return whether a component of an optimized folder has weights in 8 bits, from the folder's report."""
+    components = report.get("components")
+    parts = components.values() if isinstance(components, Mapping) else ()
+    return any(isinstance(part, Mapping) and bool(part.get("quantized")) for part in parts)
