@@ -3,6 +3,7 @@
 
     python scripts/ship_shapes.py trained/shapes trained/shapes-dit --result trained/result.json
     python scripts/ship_shapes.py trained/shapes-dit  # keeps the other pipeline, which ships already
+    python scripts/ship_shapes.py again/shapes-dit --earlier trained/result.json  # trained with --resume trained
 
 Nothing is written unless all pipelines are finite, small enough, share one autoencoder, and are as accurate on
 held-out captions as `sdonnx.sample.shapes.shape_evaluation.BOUNDS` says. The record has one JSON object per line, one
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     import torch
 
 ROOT = Path(__file__).resolve().parent.parent
-RECORD = ROOT / "docs" / "results" / "train-shapes-h200.json"
+RECORD = ROOT / "docs" / "results" / "train-shapes.json"
 
 MAX_BYTES = 12_000_000  # of one pipeline
 MAX_TOTAL_BYTES = 24_000_000  # of the package
@@ -156,8 +157,8 @@ def kept_runs(record: Path, new: Collection[str], others: Collection[str]) -> li
             f"the training of {', '.join(others)}, which ships already",
             "restore it, or pass the folders of all pipelines",
         ) from error
-    # Those that ship need the training of their autoencoder too.
-    return [run for run in kept if run["pipelines"] or _trains_vae(run)]
+    # Those that ship need the training of their autoencoder too, and the runs that theirs resumed from.
+    return [run for run in kept if run["pipelines"] or _trains_vae(run) or set(run.get("resumed_by", ())) & set(others)]
 
 
 def _trains_vae(run: Mapping[str, Any]) -> bool:
@@ -206,7 +207,9 @@ def _check_measure(title: str, counted: Mapping[str, Any], bound: float) -> None
         raise WeightsError(f"{title}: {expected[0]:.2%}", f"at least {bound:.0%}", "train longer")
 
 
-def ship(folders: Sequence[Path], results: Sequence[Path], record: Path = RECORD) -> dict[str, Mapping[str, Any]]:
+def ship(
+    folders: Sequence[Path], results: Sequence[Path], record: Path = RECORD, earlier: Sequence[Path] = ()
+) -> dict[str, Mapping[str, Any]]:
     """Write the weights into the package and the record of their training; return the accuracy of each pipeline.
 
     Args:
@@ -214,6 +217,7 @@ def ship(folders: Sequence[Path], results: Sequence[Path], record: Path = RECORD
             package has it already.
         results: files of `result.json`; those of the folders if there are none.
         record: file of the record.
+        earlier: files of results of runs that the training resumed from. Their accuracy does not count.
 
     Raises:
         SdonnxError: the weights or the results cannot ship. Nothing is written.
@@ -224,7 +228,9 @@ def ship(folders: Sequence[Path], results: Sequence[Path], record: Path = RECORD
     new = {name: read_pipeline(TRAINED[name], folder) for name, folder in pipelines.items()}
     others = shipped_pipelines(new)
     join_pipelines(others | new)
-    read = kept_runs(record, new, others) + [read_json(path) for path in result_files(folders, results)]
+    read = kept_runs(record, new, others)
+    read += [read_json(path) | {"pipelines": {}, "resumed_by": list(new)} for path in earlier]
+    read += [read_json(path) for path in result_files(folders, results)]
     runs = [run for index, run in enumerate(read) if run not in read[:index]]
     accuracy = check_results(runs, [name for name in TRAINED if name in new or name in others])
     lines = "".join(json.dumps(each, separators=(",", ":")) + "\n" for each in runs)
@@ -240,9 +246,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help="trained pipeline of diffusers")
     parser.add_argument("--result", nargs="+", type=Path, default=[], metavar="FILE", help="results of the training")
+    parser.add_argument(
+        "--earlier", nargs="+", type=Path, default=[], metavar="FILE", help="results of runs that it resumed from"
+    )
     options = parser.parse_args(arguments)
     try:
-        accuracy = ship(options.folders, options.result)
+        accuracy = ship(options.folders, options.result, earlier=options.earlier)
     except SdonnxError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -4,7 +4,7 @@
     python scripts/write_shapes_page.py
     python scripts/write_shapes_page.py --samples  # also draw the picture, with the weights that ship
 
-The record is docs/results/train-shapes-h200.json, which scripts/ship_shapes.py writes.
+The record is docs/results/train-shapes.json, which scripts/ship_shapes.py writes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from sdonnx.sample.shapes.shape_scenes import COLOURS, IMAGE_SIZE, PHRASES, SHAP
 from sdonnx.sample.write_sample import write_sample
 
 ROOT = Path(__file__).resolve().parent.parent
-RECORD = ROOT / "docs" / "results" / "train-shapes-h200.json"
+RECORD = ROOT / "docs" / "results" / "train-shapes.json"
 FOLDER = ROOT / "docs" / "explanation"
 PAGE = FOLDER / "trained-samples.md"
 SAMPLES = FOLDER / "trained-samples.png"
@@ -69,26 +69,31 @@ class Training:
 
     Attributes:
         name: a key of `TRAINED`.
-        run: the record of the run.
+        runs: the records of its runs: those that it resumed from, and the final one.
         entry: the numbers of the pipeline.
     """
 
     name: str
-    run: Mapping[str, Any]
+    runs: Sequence[Mapping[str, Any]]
     entry: Mapping[str, Any]
 
     def losses(self) -> list[Mapping[str, Any]]:
         """Return the mean losses during the training."""
-        return [each for each in self.run["curve"] if each["part"] == self.name and "loss" in each]
+        return [each for each in self._curve() if "loss" in each]
 
     def evaluations(self) -> list[Mapping[str, Any]]:
         """Return the evaluations during the training and at its end, with the settings of the final one."""
         settings = self.entry["settings"]
-        return [
-            each
-            for each in self.run["curve"]
-            if each["part"] == self.name and "prompts" in each and settings.items() <= each.items()
-        ]
+        return [each for each in self._curve() if "prompts" in each and settings.items() <= each.items()]
+
+    def _curve(self) -> Iterator[Mapping[str, Any]]:
+        """Yield the points of all runs, with steps that continue those of the run before."""
+        before = 0
+        for run in self.runs:
+            for each in run["curve"]:
+                if each["part"] == self.name and "step" in each:
+                    yield {**each, "step": before + each["step"]}
+            before += run["steps"]
 
 
 def read_record(path: Path = RECORD) -> list[dict[str, Any]]:
@@ -98,7 +103,11 @@ def read_record(path: Path = RECORD) -> list[dict[str, Any]]:
 
 def trainings(runs: Sequence[Mapping[str, Any]]) -> list[Training]:
     """Return the training of each pipeline, in the order of `TRAINED`."""
-    return [Training(name, run, run["pipelines"][name]) for name in TRAINED for run in runs if name in run["pipelines"]]
+    found = []
+    for name in TRAINED:
+        earlier = [run for run in runs if name in run.get("resumed_by", ())]
+        found += [Training(name, (*earlier, run), run["pipelines"][name]) for run in runs if name in run["pipelines"]]
+    return found
 
 
 def curve(training: Training) -> str:
@@ -147,7 +156,7 @@ def _page(runs: Sequence[Mapping[str, Any]], made: Sequence[Training]) -> Iterat
     yield f"""\
 # Trained samples
 
-<!-- Written by scripts/write_shapes_page.py from docs/results/train-shapes-h200.json; do not edit. -->
+<!-- Written by scripts/write_shapes_page.py from docs/results/train-shapes.json; do not edit. -->
 
 These pipelines have trained weights, which ship with the package. They draw a caption's shapes in
 {IMAGE_SIZE}x{IMAGE_SIZE} pixels, so that a person and a rule can see whether an image is right
@@ -202,8 +211,8 @@ def _training(runs: Sequence[Mapping[str, Any]], made: Sequence[Training]) -> It
     minutes = sum(run["seconds"] for run in runs) / 60
     yield f"""\
 Text encoder and denoiser are trained from scratch, together, on latents of drawings. All pipelines share one
-autoencoder. Training took {minutes:.1f} minutes in all on an {device}, evaluations included.
-[The record](../results/train-shapes-h200.json) has one line for each run:
+autoencoder. Training took {minutes:.1f} minutes in all, on {device}, evaluations included.
+[The record](../results/train-shapes.json) has one line for each run:
 
 | run | seconds | steps | seed |
 | --- | ---: | ---: | ---: |"""
@@ -222,12 +231,25 @@ autoencoder. Training took {minutes:.1f} minutes in all on an {device}, evaluati
         numbers = (parts["text_encoder"], denoiser, parts["vae"], sum(parts.values()))
         yield f"| {each.name} | {' | '.join(f'{number:,}' for number in numbers)} | {2e-6 * numbers[-1]:.1f} |"
     yield "\nTo make them again on one GPU, with the results next to the weights:\n\n```sh"
-    for run in runs:
-        yield shlex.join(["python", f"scripts/{Path(run['command'][0]).name}", *run["command"][1:]])
+    yield from commands(runs)
     yield """\
 python scripts/ship_shapes.py FOLDER ...
 python scripts/write_shapes_page.py --samples
 ```"""
+
+
+def commands(runs: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Yield the command of each run, with folders trained-1, trained-2, ... in place of those of the machine."""
+    previous, vae = "", ""
+    for number, run in enumerate(runs, 1):
+        output, names = f"trained-{number}", [*run["pipelines"], *run.get("resumed_by", ())]
+        folders = {"-o": output, "--output": output, "--resume": previous, "--vae": vae}
+        options = run["command"][1:]
+        values = [folders.get(before, each) for before, each in zip(["", *options], options, strict=False)]
+        yield shlex.join(["python", f"scripts/{Path(run['command'][0]).name}", *values])
+        previous = output
+        if any(each["part"] == "vae" for each in run["curve"]):
+            vae = f"{output}/{names[0]}/vae" if names else vae
 
 
 _TITLES = {
@@ -246,7 +268,8 @@ def _base(name: str) -> str:
 
 def _run_name(run: Mapping[str, Any]) -> str:
     parts = ["autoencoder"] * any(each["part"] == "vae" for each in run["curve"])
-    return " and ".join([*parts, *(f"`{name}`" for name in run["pipelines"])])
+    earlier = [f"`{name}`, continued below" for name in run.get("resumed_by", ())]
+    return " and ".join([*parts, *(f"`{name}`" for name in run["pipelines"]), *earlier])
 
 
 def _list(words: Sequence[str] | Mapping[str, Any]) -> str:

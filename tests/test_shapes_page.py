@@ -56,6 +56,30 @@ RUNS = [
 ]
 
 
+def test_a_resumed_training_is_one_curve() -> None:
+    """Steps continue those of the run before, whose accuracy does not count."""
+    earlier = run("shapes-dit", pipelines={}, resumed_by=["shapes-dit"], steps=4000)
+    runs = [*RUNS[:2], earlier, RUNS[2]]
+    (training,) = (each for each in SCRIPT.trainings(runs) if each.name == "shapes-dit")
+    assert [each["step"] for each in training.losses()] == [500, 4500]
+    assert [each["step"] for each in training.evaluations()] == [2000, 4000, 6000, 8000]
+    assert "| `shapes-dit`, continued below | 240 | 4,000 | 3 |" in SCRIPT.page(runs)
+
+
+def test_commands_name_the_folders_of_earlier_runs() -> None:
+    start = ["/some/place/train_shapes.py", "-o", "/tmp/a"]
+    runs = [
+        run("shapes", command=[*start, "--arch", "shapes"], curve=[{"part": "vae"}]),
+        run("shapes-dit", pipelines={}, resumed_by=["shapes-dit"], command=[*start, "--vae", "/tmp/x/vae"]),
+        run("shapes-dit", command=[*start, "--resume", "/tmp/b", "--seed", "1"]),
+    ]
+    assert list(SCRIPT.commands(runs)) == [
+        "python scripts/train_shapes.py -o trained-1 --arch shapes",
+        "python scripts/train_shapes.py -o trained-2 --vae trained-1/shapes/vae",
+        "python scripts/train_shapes.py -o trained-3 --resume trained-2 --seed 1",
+    ]
+
+
 def test_page_has_the_numbers_of_the_record() -> None:
     page = SCRIPT.page(RUNS)
     assert "of 2,000 held-out captions" in page
@@ -66,11 +90,11 @@ def test_page_has_the_numbers_of_the_record() -> None:
     colour = f"97.50 ({low:.2f} to {high:.2f})"
     assert f"| number of shapes and colors | 97 | {colour} | {colour} |" in page
     assert re.search(r"^\| around \| 98\.33 \(", page, re.MULTILINE)
-    assert "Training took 9.0 minutes in all on an NVIDIA H200" in page
+    assert "Training took 9.0 minutes in all, on NVIDIA H200" in page
     assert "| autoencoder | 60 | 0 | 3 |" in page
     assert "| `shapes-dit` | 240 | 4,000 | 3 |" in page
     assert "| shapes-dit | 700,000 | 4,000,000 | 800,000 | 5,500,000 | 11.0 |" in page
-    assert "python scripts/train_shapes.py -o trained --arch shapes-dit" in page
+    assert "python scripts/train_shapes.py -o trained-3 --arch shapes-dit" in page
 
 
 def test_curves_have_the_evaluations_of_the_final_settings() -> None:

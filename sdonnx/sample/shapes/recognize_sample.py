@@ -13,7 +13,7 @@ __all__ = ["EXAMPLE_CAPTION", "GUIDANCE_SCALE", "default_captions", "reads_shape
 EXAMPLE_CAPTION = "a large red circle to the left of a green triangle"
 
 GUIDANCE_SCALE = 4.0
-"""The guidance scale of the accuracy in docs/results/train-shapes-h200.json; 7.5 makes more mistakes there."""
+"""The guidance scale of the accuracy in docs/results/train-shapes.json; 7.5 makes more mistakes there."""
 
 _LONG = 8  # repetitions of the example with more than 64 tokens
 

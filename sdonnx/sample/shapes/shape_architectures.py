@@ -131,5 +131,5 @@ TRAINED: Mapping[str, Architecture] = MappingProxyType(
 )
 """The pipelines that can be trained, by name."""
 
-SHIPPED = (SHAPES_UNET,)
+SHIPPED = (SHAPES_UNET, SHAPES_DIT)
 """Names of those whose weights are in the package, which `sdonnx sample` offers; see docs/decisions/0162."""

@@ -224,6 +224,23 @@ def test_one_pipeline_ships_and_the_other_one_later(folders: list[Path], package
     assert len(list(package.rglob("*.safetensors"))) == 5
 
 
+def test_runs_that_a_training_resumed_from_are_recorded(folders: list[Path], package: Path, tmp_path: Path) -> None:
+    """Their accuracy does not count, and they remain as long as the pipeline ships."""
+    record, first = tmp_path / "record.json", tmp_path / "first.json"
+    SCRIPT.ship(folders[:1], [], record)
+    poor = result("shapes-dit", shape=counted(1700, 2000)) | {"curve": []}
+    first.write_text(json.dumps(poor))
+    second = result("shapes-dit") | {"curve": []}
+    (folders[1].parent / "result.json").write_text(json.dumps(second))
+    SCRIPT.ship(folders[1:], [], record, [first])
+    earlier = poor | {"pipelines": {}, "resumed_by": ["shapes-dit"]}
+    assert lines(record) == [result("shapes"), earlier, second]
+    SCRIPT.ship(folders[:1], [], record)
+    assert earlier in lines(record)
+    SCRIPT.ship(folders[1:], [], record)
+    assert earlier not in lines(record)
+
+
 def test_a_pipeline_is_replaced_and_the_other_one_kept(folders: list[Path], package: Path, tmp_path: Path) -> None:
     record = tmp_path / "record.json"
     both = result("shapes") | {"pipelines": {name: result(name)["pipelines"][name] for name in NAMES}}
