@@ -23,6 +23,7 @@ from sdonnx.fusions.own_sampler import use_sampler_kernels
 from sdonnx.fusions.own_scaled_products import rows_of_source, scaled_self_attention, scaled_skip_layer_norm
 from sdonnx.fusions.repeated_rows import copied_value, row_of_table
 from sdonnx.fusions.stack_projections import self_attention
+from sdonnx.fusions.stack_scales import stack_scales
 from sdonnx.graph.edit import (
     MICROSOFT,
     Dim,
@@ -156,6 +157,9 @@ def use_own_kernels(model: ir.Model, latent_size: int | None = None, patch_size:
         if any(fired.values()):
             model.graph.opset_imports[OWN_DOMAIN] = 1
             tidy(model)
+    if (count := stack_scales(model)) > 0:
+        fired[stack_scales.__name__] = count
+        tidy(model)
     return PassOutcome({name: number for name, number in fired.items() if number}, tuple(dict.fromkeys(failures)))
 
 

@@ -24,6 +24,7 @@ from support.graphs import (
     used,
 )
 
+from sdonnx.fusions import own_kernels
 from sdonnx.fusions.own_kernels import use_own_kernels
 from sdonnx.fusions.stack_projections import order_weights
 from sdonnx.graph.edit import dims
@@ -234,6 +235,50 @@ def test_other_types_keep_products_of_fp16(name: str) -> None:
     assert operators(after, "ScaledMatMul", "QuantizeRows", "MatMul") == {
         "ScaledMatMul": 0, "QuantizeRows": 0, "MatMul": 1,
     }  # fmt: skip
+
+
+GATES = "g0, g1, g2 = Split<axis=0, num_outputs=3>(t) "
+
+
+def gated_products(count: int, late: str = "") -> tuple[str, str]:
+    """Return products by gated weights, each of the sum of x and the one before, and the shapes of their values."""
+    body, known = GATES, "float16[128] g0, float16[128] g1, float16[128] g2"
+    before = "x"
+    for index in range(count):
+        gate = "l" if late and index == count - 1 else f"g{index}"
+        if gate == "l":
+            body += f" {late}"
+            known += ", float16[128] l"
+        body += f" m{index} = Mul(w2s{index}, {gate}) p{index} = MatMul({before}, m{index}) s{index} = Add(x, p{index})"
+        known += f", float16[128,128] m{index}, float16[B,S,128] p{index}, float16[B,S,128] s{index}"
+        before = f"s{index}"
+    return f"{body} y = Identity({before})", known
+
+
+SQUARES = {f"w2s{index}": (normal(128, 128, seed=20 + index) / 12).astype(np.float16) for index in range(3)}
+
+
+def test_scales_of_gated_products_are_multiplied_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    body, known = gated_products(3)
+    model = quantized(body, "fp8_e4m3_e4m3_dynamic", "float16[B,S,128] x, float16[384] t", known, SQUARES)
+    after, fired = swapped(model, 2e-2)
+    assert fired["stack_scales"] == 1
+    monkeypatch.setattr(own_kernels, "stack_scales", lambda model: 0)
+    use_own_kernels(apart := copied(model), 64)
+    feeds = feeds_for(model)
+    assert run(apart, feeds)["y"].tobytes() == run(after, feeds)["y"].tobytes()
+    # The split of the gates, and that of the scales.
+    assert operators(after, "Mul", "Cast", "Concat", "Split") == {"Mul": 1, "Cast": 2, "Concat": 2, "Split": 2}
+
+
+def test_a_gate_that_depends_on_a_product_stays_apart() -> None:
+    late = "r = ReduceMean<keepdims=0>(s1, axes) l = Add(r, g2)"
+    body, known = gated_products(3, late)
+    weights: dict[str, Array] = {**SQUARES, "axes": np.array([0, 1], np.int64)}
+    model = quantized(body, "fp8_e4m3_e4m3_dynamic", "float16[B,S,128] x, float16[384] t", known, weights)
+    after, fired = swapped(model, 2e-2)
+    assert fired["stack_scales"] == 1
+    assert operators(after, "Mul", "Concat") == {"Mul": 2, "Concat": 2}
 
 
 def test_weights_are_the_bytes_of_the_file(tmp_path: Any) -> None:

@@ -1,0 +1,78 @@
+"""Compute the scales of gated products together.
+
+PixArt multiplies the result of a product by a gate, which the timestep decides. In 8 bits the gate becomes part of the
+scales of the weight's columns: scales_i * gate_i, for two products of each block. These are small launches, 112 in a
+step of PixArt-alpha, which are one of each kind for up to 32 products here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import onnx_ir as ir
+
+from sdonnx.graph.edit import insert, insert_multi, known_size, replace, required
+from sdonnx.graph.match import producer_of
+from sdonnx.operators.case import OWN_DOMAIN
+
+__all__ = ["stack_scales"]
+
+_FLOAT = ir.DataType.FLOAT
+
+_MAX_STACK = 32  # inputs and outputs: ONNX Runtime's kernels copy longer lists of addresses (docs/decisions/0064)
+
+
+def stack_scales(model: ir.Model) -> int:
+    """Stack the products scales_i * gate_i of a graph, in place; return the number of stacks.
+
+    Gates that depend on the result of a scaled product stay apart, since the stack needs all of them.
+    """
+    late = _behind_products(model.graph)
+    groups: dict[int, list[ir.Node]] = {}
+    for node in dict.fromkeys(_gated_scales(model.graph)):
+        if late.isdisjoint(node.inputs):
+            groups.setdefault(known_size(node.outputs[0], 0), []).append(node)
+    parts = [
+        nodes[start : start + _MAX_STACK] for nodes in groups.values() for start in range(0, len(nodes), _MAX_STACK)
+    ]
+    stacks = [part for part in parts if len(part) > 1]
+    for stack in stacks:
+        _stack(stack)
+    if stacks:
+        model.graph.sort()
+    return len(stacks)
+
+
+def _behind_products(graph: ir.Graph) -> set[ir.Value | None]:
+    """Return the values that depend on the result of a scaled product."""
+    found: set[ir.Value | None] = set()
+    for node in graph:
+        if (node.domain, node.op_type) == (OWN_DOMAIN, "ScaledMatMul") or not found.isdisjoint(node.inputs):
+            found.update(node.outputs)
+    return found
+
+
+def _gated_scales(graph: ir.Graph) -> Iterator[ir.Node]:
+    """Yield the products of two vectors that were cast to float32 and are the scales of columns."""
+    for node in graph:
+        is_product = (node.domain, node.op_type) == (OWN_DOMAIN, "ScaledMatMul")
+        value = producer_of(node.inputs[3], "Mul") if is_product else None
+        if value is not None and all(producer_of(each, "Cast") is not None for each in value.inputs):
+            yield value
+
+
+def _stack(nodes: Sequence[ir.Node]) -> None:
+    anchor, wide = nodes[0], list[ir.Value]()
+    size = known_size(anchor.outputs[0], 0)
+    for index in range(2):
+        casts = [required(producer_of(node.inputs[index], "Cast")) for node in nodes]
+        parts = [cast.inputs[0] for cast in casts]
+        together = insert(anchor, "Concat", parts, {"axis": 0}, shape=[len(nodes) * size])
+        wide.append(insert(anchor, "Cast", [together], {"to": _FLOAT}, dtype=_FLOAT, shape=together.shape))
+    product = insert(anchor, "Mul", wide, shape=wide[0].shape)
+    attributes = {"axis": 0, "num_outputs": len(nodes)}
+    shapes = [[size]] * len(nodes)
+    for node, part in zip(
+        nodes, insert_multi(anchor, "Split", [product], attributes, len(nodes), shapes=shapes), strict=True
+    ):
+        replace(node.outputs[0], part)
