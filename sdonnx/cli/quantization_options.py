@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -10,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sdonnx.errors import OptionError, OutputError
+from sdonnx.errors import OptionError, OutputError, ProviderError
 from sdonnx.folder.prompt_file import read_prompts
 from sdonnx.precision_search.bounds import Bounds
 from sdonnx.precision_search.probe_settings import AUTO, CALIBRATION_CALLS, METHODS, ProbeSettings
@@ -22,8 +23,18 @@ if TYPE_CHECKING:
     from sdonnx.optimize.report import OptimizeReport
     from sdonnx.optimize.request import OptimizeRequest
     from sdonnx.precision_search.sensitivity import Choice
+    from sdonnx.quantization.quantization_config import QuantizationConfig
 
-__all__ = ["add_quantization_arguments", "choice_table", "quantization_lines", "quantized_request"]
+__all__ = [
+    "add_quantization_arguments",
+    "choice_table",
+    "quantization_lines",
+    "quantized_request",
+    "require_products",
+]
+
+# NVIDIA, cuBLAS documentation, cublasLtMatmul(): fp8 needs compute capability 8.9 (Ada), 9.0 (Hopper) or newer.
+_FP8_CAPABILITY = (8, 9)
 
 _OF_AUTO = ("max_error", "min_psnr", "min_accuracy", "accuracy_prompts", "sensitivity")
 
@@ -135,6 +146,8 @@ def quantized_request(options: argparse.Namespace, request: OptimizeRequest) -> 
     name = "" if is_automatic else options.quantize
     config = QuantizationConfig.from_flags(name, options.quantize_config, options.quant_submodules_config_path)
     _require_sense(options, config is not None and config.needs_calibration)
+    if config is not None and request.suits_own_kernels:
+        require_products(config, _capability_here())
     request = replace(request, quantization=config, export_qdq=options.export_qdq, scales=_scales_of(options))
     if config is not None and config.needs_calibration and options.calibration_prompts is not None:
         from sdonnx.precision_search.calibrate import calibrate
@@ -143,6 +156,40 @@ def quantized_request(options: argparse.Namespace, request: OptimizeRequest) -> 
             scales = calibrate(options.input, request, _probe_of(options), options.calibration_method, progress)
         request = replace(request, scales=scales)
     return _with_chosen_modules(options, request) if is_automatic else request
+
+
+def require_products(config: QuantizationConfig, capability: tuple[int, int] | None) -> None:
+    """Raise if the GPU of this machine has no products of a type's factors.
+
+    Args:
+        config: the types.
+        capability: compute capability of the GPU, major and minor; None without a GPU, where any folder can be written
+            for another machine.
+
+    Raises:
+        OptionError: it has none.
+    """
+    if capability is None or capability >= _FP8_CAPABILITY:
+        return
+    for kind in config.types:
+        if kind.activations is not None and kind.activations.name != "int8":
+            raise OptionError(
+                f"{kind.name} on a GPU of compute capability {capability[0]}.{capability[1]}",
+                f"{_FP8_CAPABILITY[0]}.{_FP8_CAPABILITY[1]} or newer, which has products of fp8",
+                "take int8_dynamic, or fp8_e4m3_weightonly, or write the folder on the machine that runs it",
+            )
+
+
+def _capability_here() -> tuple[int, int] | None:
+    """Return the compute capability of this machine's GPU; None if there is none, or no ONNX Runtime for it."""
+    if importlib.util.find_spec("onnxruntime") is None:
+        return None
+    from sdonnx.runtime.device.device import device_for
+
+    try:
+        return device_for("cuda").capability()
+    except ProviderError:
+        return None
 
 
 def _require_sense(options: argparse.Namespace, needs_calibration: bool) -> None:

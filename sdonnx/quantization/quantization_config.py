@@ -105,6 +105,12 @@ class QuantizationConfig:
     modules: tuple[tuple[str, QuantizationType | None], ...] = field(default=())
     only: tuple[str, ...] | None = None
 
+    @property
+    def types(self) -> tuple[QuantizationType, ...]:
+        """The types that modules may get, each once."""
+        named = [self.default, *(kind for _, kind in self.modules)]
+        return tuple(dict.fromkeys(kind for kind in named if kind is not None))
+
     @classmethod
     def from_flags(
         cls, quantize: str | None, config: str | None = None, submodules: Path | None = None

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import onnx_ir as ir
 import onnxruntime
 import pytest
 from support.doctor import AwaitedCheck
@@ -15,10 +16,12 @@ from support.doctor import AwaitedCheck
 from sdonnx.doctor.check_kernels import CaseResult
 from sdonnx.doctor.first_use import SELF_CHECK
 from sdonnx.doctor.kernel_library import KernelLibrary
+from sdonnx.doctor.own_kernel_check import EIGHT_BIT_OPERATORS
 from sdonnx.doctor.verdict import Verdict
 from sdonnx.folder.pipeline_folder import PipelineFolder
 from sdonnx.models.registry import family_of
 from sdonnx.models.spec import Role
+from sdonnx.operators.operator_table import OWN_CONTRACTS
 from sdonnx.runtime import graph_set
 from sdonnx.runtime.device import own_kernel_form
 from sdonnx.runtime.device.device import Device
@@ -103,6 +106,33 @@ def chosen(caplog: pytest.LogCaptureFixture, report: Any = AUTO, **settings: Any
     """Return the library, and the only line of the log."""
     form, line = form_of(caplog, report, **settings)
     return form.kernel_library, line
+
+
+QUANTIZED = AUTO | {"components": {"unet": {"quantized": {"fp8_static": {}}}, "vae_decoder": {"quantized": {}}}}
+LOST_FP8 = CaseResult("ScaledMatMul", "a case", "float16", "", None, "cuBLASLt has no product")
+WRONG_FP8 = CaseResult("LayerNormRows", "a case", "float16", "", 0.5)
+
+
+@pytest.mark.parametrize("found", [verdict(unavailable=(LOST_FP8,)), verdict(faults=(WRONG_FP8,))])
+def test_faults_in_8_bits_concern_quantized_folders_only(
+    found: Verdict, machine: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """GPUs before sm_89 have no products of fp8, and all other kernels."""
+    machine["known"] = found
+    assert chosen(caplog)[0] == LIBRARY.path
+    path, line = chosen(caplog, QUANTIZED)
+    assert path is None
+    assert ("ScaledMatMul did not run" if found.unavailable else "LayerNormRows is wrong") in line
+
+
+def test_operators_of_8_bits_are_those_with_patterns() -> None:
+    with_patterns = {
+        name
+        for name, contract in OWN_CONTRACTS.items()
+        if any("uint8" in case.integers.values() for case in contract.kernel_cases())
+        or any(dtype == ir.DataType.UINT8 for dtype, _ in contract.other_outputs.values())
+    }
+    assert with_patterns == EIGHT_BIT_OPERATORS
 
 
 def test_known_sound_kernels_are_used(machine: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
