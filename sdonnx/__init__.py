@@ -25,6 +25,7 @@ from sdonnx.errors import (
 
 if TYPE_CHECKING:
     from sdonnx.compiler.compile_module import compile
+    from sdonnx.compiler.compile_pipe import compile_pipe
     from sdonnx.doctor.first_use import KernelWarning
     from sdonnx.export.export_pipeline import export_pipeline
     from sdonnx.folder.version import RebuildWarning
@@ -56,6 +57,7 @@ __all__ = [
     "WeightsError",
     "__version__",
     "compile",
+    "compile_pipe",
     "export_pipeline",
     "optimize_folder",
     "write_sample",
@@ -72,6 +74,7 @@ _HOMES = {
     "PromptTruncatedWarning": "sdonnx.runtime.inputs.prompt_tokenizer",
     "RebuildWarning": "sdonnx.folder.version",
     "compile": "sdonnx.compiler.compile_module",
+    "compile_pipe": "sdonnx.compiler.compile_pipe",
     "export_pipeline": "sdonnx.export.export_pipeline",
     "optimize_folder": "sdonnx.optimize.optimizer",
     "write_sample": "sdonnx.sample.write_sample",

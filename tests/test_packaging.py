@@ -209,6 +209,7 @@ def test_public_names_are_held() -> None:
             "WeightsError",
             "__version__",
             "compile",
+            "compile_pipe",
             "export_pipeline",
             "optimize_folder",
             "write_sample",

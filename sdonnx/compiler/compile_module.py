@@ -7,40 +7,48 @@ import inspect
 import logging
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 import torch
-from diffusers.models.unets.unet_2d_condition import UNet2DConditionOutput
+from diffusers import AutoencoderKL, UNet2DConditionModel
+from transformers import CLIPTextModel, CLIPTextModelWithProjection
 
+from sdonnx.compiler.autoencoder import AutoencoderDecode, AutoencoderEncode
+from sdonnx.compiler.compile_options import check_options
+from sdonnx.compiler.graph_method import GraphMethod, GraphSignature
 from sdonnx.compiler.module_graph import load_graph
 from sdonnx.compiler.module_state import ModuleState, has_inner_hooks
-from sdonnx.compiler.unet import (
-    DEFAULT_TIME_IDS,
-    UNetSignature,
-    count_time_ids,
-    graph_inputs,
-    is_unet,
-    why_not_compiled,
-)
+from sdonnx.compiler.text_encoders import ClipForward, ProjectedClipForward
+from sdonnx.compiler.unet import UNetForward
 from sdonnx.errors import OptionError
 from sdonnx.runtime.device.device import device_for
 from sdonnx.runtime.device.session import Graph
 
-__all__ = ["CompiledModule", "compile"]
+__all__ = ["SUPPORTED", "CompiledModule", "compile"]
 
 _LOGGER = logging.getLogger(__name__)
 
 _Module = TypeVar("_Module", bound=torch.nn.Module)
 
+SUPPORTED: Mapping[Any, tuple[GraphMethod, ...]] = {
+    UNet2DConditionModel: (UNetForward(),),
+    AutoencoderKL: (AutoencoderDecode(), AutoencoderEncode()),
+    CLIPTextModel: (ClipForward(),),
+    CLIPTextModelWithProjection: (ProjectedClipForward(),),
+}
+"""The methods that graphs compute, by the classes of diffusers and transformers that can be compiled."""
 
-def compile(module: _Module) -> _Module:
+_CLASSES = ", ".join(each.__name__ for each in SUPPORTED)
+
+
+def compile(module: _Module, options: Mapping[str, Any] | str | None = None) -> _Module:
     """Return a drop-in for a torch module that runs in ONNX Runtime.
 
     The drop-in is an instance of the module's class and shares all of its attributes, parameters and hooks: a change of
-    one is a change of both. Only its `forward` differs. The module itself still runs in torch. Batch, height, width
-    and sequence length of a call are arbitrary.
+    one is a change of both. Only its `forward` differs, or an autoencoder's `encode` and `decode`. The module itself
+    still runs in torch. Batch, height, width and sequence length of a call are arbitrary.
 
     If the weights or the structure of the module change, the next call compiles it again, with a line in the log. The
     module computes a call in torch, with a line in the log for each reason, if the graph cannot: with `class_labels`,
@@ -48,45 +56,57 @@ def compile(module: _Module) -> _Module:
     enabled and an input or a parameter requires one.
 
     Args:
-        module: A `UNet2DConditionModel` of diffusers, in evaluation mode and in float32 on the CPU.
+        module: A `UNet2DConditionModel` or `AutoencoderKL` of diffusers, or a `CLIPTextModel` or
+            `CLIPTextModelWithProjection` of transformers, in evaluation mode and in float32 on the CPU.
+        options: Options as OneDiff's users write them, as a dictionary or JSON (`sdonnx.compiler.compile_options`).
 
     Raises:
-        OptionError: The module cannot be compiled, as its class, type, device or configuration show.
+        OptionError: The module cannot be compiled, as its class, type, device or configuration show; or an option is
+            unknown.
         FolderError: The module cannot be traced, or ONNX Runtime rejects its graph.
         DeviceMemoryError: There is too little memory.
     """
-    plain: Any = module._program.module if isinstance(module, CompiledModule) else module
+    check_options(options)
+    plain: Any = module._programs.module if isinstance(module, CompiledModule) else module
     if (reason := _why_not(plain)) is not None:
         raise OptionError(
             f"a {type(plain).__name__} that cannot be compiled: {reason}",
-            "a UNet2DConditionModel of diffusers in float32 on the CPU, in evaluation mode",
+            f"one of {_CLASSES} in float32 on the CPU, in evaluation mode",
             "change the module (module.float(), module.eval(), module.to('cpu')), or call it without sdonnx.compile",
         )
     base: Any = type(plain)
     compiled = object.__new__(_compiled_class(base))
     object.__setattr__(compiled, "__dict__", vars(plain))
-    object.__setattr__(compiled, "_program", _Program(plain))
+    object.__setattr__(compiled, "_programs", _Programs(plain))
     return cast(_Module, compiled)
 
 
 class CompiledModule:
-    """A module whose `forward` runs in ONNX Runtime; the first base class of drop-ins.
+    """A module of which some methods run in ONNX Runtime; the first base class of drop-ins.
 
     A copy or a pickle of it is the module itself, not compiled.
     """
 
-    __slots__ = ("_program",)
+    __slots__ = ("_programs",)
 
-    _program: _Program
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute a call, with the signature of the module's class."""
-        return self._program(*args, **kwargs)
+    _programs: _Programs
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Reduce the module without its graph."""
-        module = self._program.module
+        """Reduce the module without its graphs."""
+        module = self._programs.module
         return object.__new__, (type(module),), vars(module)
+
+
+class _Programs(dict[str, "_Program"]):
+    """The compiled methods of a module, by name.
+
+    Attributes:
+        module: the module, which torch computes.
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        super().__init__({method.name: _Program(module, method) for method in _methods_of(module)})
+        self.module = module
 
 
 @dataclass(frozen=True)
@@ -94,30 +114,32 @@ class _Build:
     """A loaded graph, its signature, and the state of the module that it was compiled from."""
 
     graph: Graph
-    signature: UNetSignature
+    signature: GraphSignature
     state: ModuleState
 
 
 class _Program:
-    """The compiled graph of a module, compiled again after the module has changed.
+    """The compiled graph of a method of a module, compiled again after the module has changed.
 
-    Attributes:
-        module: the module, which torch computes.
+    Args:
+        module: The module, which torch computes.
+        method: The method.
     """
 
-    def __init__(self, module: torch.nn.Module) -> None:
-        self.module = module
+    def __init__(self, module: torch.nn.Module, method: GraphMethod) -> None:
+        self._module, self._method = module, method
+        self._in_class: Callable[..., Any] = getattr(type(module), method.name)
         self._class_name = type(module).__name__
-        self._signature = inspect.signature(module.forward)
+        self._signature = inspect.signature(getattr(module, method.name))
         self._lock = threading.Lock()
         self._logged: set[str] = set()
-        self._built = self._build(DEFAULT_TIME_IDS)
+        self._built = self._build(method.variant(module, None, None)) if method.compiles_first else None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute a call of the module.
+        """Compute a call of the method.
 
         Raises:
-            OptionError: The module has no such arguments.
+            OptionError: The method has no such arguments.
             DeviceMemoryError: There is too little memory.
         """
         try:
@@ -130,10 +152,10 @@ class _Program:
             ) from error
         bound.apply_defaults()
         arguments = bound.arguments
-        built = self._current(arguments["added_cond_kwargs"])
+        built = self._current(arguments)
         if isinstance(built, str):
             return self._in_torch(built, *args, **kwargs)
-        inputs = graph_inputs(arguments, built.signature)
+        inputs = self._method.inputs(self._module, arguments, built.signature)
         if isinstance(inputs, str):
             return self._in_torch(inputs, *args, **kwargs)
         if torch.is_autocast_enabled("cpu"):
@@ -143,49 +165,61 @@ class _Program:
             return self._in_torch(reason, *args, **kwargs)
         graph = built.graph
         outputs = graph.run({name: tensor.detach().numpy() for name, tensor in inputs.items()})
-        prediction = torch.from_numpy(outputs[graph.outputs[0]])
-        return UNet2DConditionOutput(sample=prediction) if arguments["return_dict"] else (prediction,)
+        return self._method.result([torch.from_numpy(outputs[name]) for name in graph.outputs], arguments)
 
-    def _build(self, time_ids: int) -> _Build:
+    def _build(self, variant: Any) -> _Build:
         start = time.perf_counter()
-        signature = UNetSignature(self.module, time_ids)
-        state = ModuleState(self.module)
-        graph = load_graph(self.module, signature.spec, signature.config, signature.wrapper, device_for("cpu"))
+        signature = self._method.signature(self._module, variant)
+        state = ModuleState(self._module, self._method.ignored)
+        graph = load_graph(self._module, signature, self._method.prepare, device_for("cpu"))
         _LOGGER.debug("compiled %s in %.1f s", self._class_name, time.perf_counter() - start)
         return _Build(graph, signature, state)
 
-    def _current(self, added: Mapping[str, Any] | None) -> _Build | str:
+    def _current(self, arguments: Mapping[str, Any]) -> _Build | str:
         """Return the graph of the module as it is now, or the reason why the module cannot be compiled.
 
         Args:
-            added: `added_cond_kwargs` of the call.
+            arguments: All arguments of the call by name.
         """
         with self._lock:
-            changed = not self._built.state.is_current(self.module)
-            if changed and (reason := _why_not(self.module)) is not None:
+            built = self._built
+            changed = built is None or not built.state.is_current(self._module)
+            if changed and (reason := _why_not(self._module)) is not None:
                 return reason
-            before = self._built.signature.time_ids
-            time_ids = count_time_ids(self.module, added) or before or DEFAULT_TIME_IDS
-            if changed:
-                _LOGGER.warning("%s changed after it was compiled, and is compiled again", self._class_name)
-            elif before and time_ids != before:
-                _LOGGER.warning("%s is compiled again, for %d time_ids", self._class_name, time_ids)
-            else:
-                return self._built
-            self._built = self._build(time_ids)
-            return self._built
+            before = None if built is None else built.signature.variant
+            variant = self._method.variant(self._module, arguments, before)
+            if built is not None:
+                if changed:
+                    _LOGGER.warning("%s changed after it was compiled, and is compiled again", self._class_name)
+                elif variant != before:
+                    described = self._method.describe(variant)
+                    _LOGGER.warning("%s is compiled again, for %s", self._class_name, described)
+                else:
+                    return built
+            self._built = built = self._build(variant)
+            return built
 
     def _in_torch(self, reason: str, *args: Any, **kwargs: Any) -> Any:
         """Compute a call in torch, and log each reason once."""
         if reason not in self._logged:
             self._logged.add(reason)
             _LOGGER.warning("torch computes a call of %s: %s", self._class_name, reason)
-        return self.module.forward(*args, **kwargs)
+        return self._in_class(self._module, *args, **kwargs)
+
+
+def _methods_of(module: torch.nn.Module) -> Sequence[GraphMethod]:
+    """Return the methods of a module that graphs can compute; none for other classes, and subclasses with their own."""
+    for base, methods in SUPPORTED.items():
+        names = ("forward", *(method.name for method in methods))
+        if isinstance(module, base) and all(getattr(type(module), name) is getattr(base, name) for name in names):
+            return methods
+    return ()
 
 
 def _why_not(module: torch.nn.Module) -> str | None:
     """Return why a module cannot be compiled as it is now, or None."""
-    if not is_unet(module):
+    methods = _methods_of(module)
+    if not methods:
         return "its class is not supported"
     if module.training:
         return "it is in training mode"
@@ -200,7 +234,7 @@ def _why_not(module: torch.nn.Module) -> str | None:
             return f"{name} was created in inference mode, where torch does not count changes"
     if has_inner_hooks(module):
         return "submodules have hooks"
-    return why_not_compiled(module)
+    return next(filter(None, (method.why_not(module) for method in methods)), None)
 
 
 @functools.cache
@@ -208,5 +242,14 @@ def _compiled_class(base: Any) -> type[Any]:
     """Return the class of drop-ins for a class; it has its name, by which diffusers saves and loads models."""
     names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
     made = type(base.__name__, (CompiledModule, base), names)
-    made.forward = functools.wraps(base.forward)(CompiledModule.forward)  # type: ignore[attr-defined]
+    for method in next(methods for each, methods in SUPPORTED.items() if issubclass(base, each)):
+        setattr(made, method.name, _compiled_method(base, method.name))
     return made
+
+
+def _compiled_method(base: Any, name: str) -> Callable[..., Any]:
+    @functools.wraps(getattr(base, name))
+    def call(self: CompiledModule, *args: Any, **kwargs: Any) -> Any:
+        return self._programs[name](*args, **kwargs)
+
+    return call

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +19,12 @@ import onnx_ir as ir
 import torch
 from onnxruntime import OrtValue
 
+from sdonnx.compiler.graph_method import GraphSignature
 from sdonnx.errors import refusing
 from sdonnx.export.trace import trace
-from sdonnx.export.wrappers import Wrapper
 from sdonnx.folder.pipeline_folder import ONNX_MODEL
 from sdonnx.fusions.fusion_table import fuse
 from sdonnx.graph.passes import tidy
-from sdonnx.models.spec import ComponentSpec
 from sdonnx.optimize.interface import adapt_interface
 from sdonnx.runtime.device.device import Device
 from sdonnx.runtime.device.session import Graph, SessionSettings
@@ -57,27 +56,33 @@ class _ModuleWeights:
 
 
 def load_graph(
-    module: torch.nn.Module, spec: ComponentSpec, config: Mapping[str, Any], wrapper: type[Wrapper], device: Device
+    module: torch.nn.Module, signature: GraphSignature, prepare: Callable[[torch.nn.Module], None], device: Device
 ) -> Graph:
     """Export, optimize and load a module in float32.
 
     Args:
         module: The module, in evaluation mode and in float32 on the CPU.
-        spec: Inputs and outputs of the graph.
-        config: Configuration that the sizes of `spec` refer to.
-        wrapper: Class that gives the module the signature of `spec`.
+        signature: The signature of the graph.
+        prepare: Changes the copy of the module that is traced, in place.
         device: Where the graph runs.
 
     Raises:
         FolderError: The module cannot be traced, or ONNX Runtime rejects the graph.
         DeviceMemoryError: The device has too little memory.
     """
+    spec, config = signature.spec, signature.config
+
+    def build() -> torch.nn.Module:
+        copied = _fake_copy(module)
+        prepare(copied)
+        return copied
+
     with refusing(f"the module {type(module).__name__}", *_REMEDY):
         model = trace(
             spec,
             config,
-            lambda: _fake_copy(module),
-            wrapper,
+            build,
+            signature.wrapper,
             _ModuleWeights(module),
             torch.float32,
             lambda: dict(module.named_buffers()),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import numpy as np
@@ -11,6 +11,8 @@ import numpy.typing as npt
 import torch
 
 __all__ = ["ModuleState", "has_inner_hooks"]
+
+_CAPTURES = "_output_capturing_hooks_installed"  # attribute that transformers sets in the first call
 
 _PROBES = 4  # values of each tensor that are compared
 
@@ -29,10 +31,12 @@ class ModuleState:
 
     Args:
         module: The module.
+        ignored: Attributes of the module itself that do not count.
     """
 
-    def __init__(self, module: torch.nn.Module) -> None:
-        self._parts = list(_parts(module))
+    def __init__(self, module: torch.nn.Module, ignored: Collection[str] = ()) -> None:
+        self._ignored = frozenset(ignored)
+        self._parts = list(_parts(module, self._ignored))
         tensors = list({id(each): each for each in self._parts if isinstance(each, torch.Tensor)}.values())
         self._tensors = [(tensor, tensor.detach()) for tensor in tensors]
         self._versions = _versions(tensors)
@@ -41,7 +45,7 @@ class ModuleState:
 
     def is_current(self, module: torch.nn.Module) -> bool:
         """Return whether a module has not changed since."""
-        parts = list(_parts(module))
+        parts = list(_parts(module, self._ignored))
         if len(parts) != len(self._parts):
             return False
         if not all(map(operator.is_, parts, self._parts)) and not all(map(_same, parts, self._parts)):
@@ -60,26 +64,37 @@ class ModuleState:
 
 
 def has_inner_hooks(module: torch.nn.Module) -> bool:
-    """Return whether calls of submodules run hooks, or a replaced `forward` of an instance."""
+    """Return whether calls of submodules run hooks, or a replaced `forward` of an instance.
+
+    Hooks by which transformers captures hidden states do not count: they change nothing.
+    """
     return any(
-        bool(each._forward_hooks) or bool(each._forward_pre_hooks) or "forward" in vars(each)
+        not all(map(_captures, (*each._forward_hooks.values(), *each._forward_pre_hooks.values())))
+        or "forward" in vars(each)
         for each in module.modules()
         if each is not module
     )
 
 
-def _parts(module: torch.nn.Module) -> Iterator[Any]:
+def _captures(hook: Any) -> bool:
+    return getattr(hook, "__module__", None) == "transformers.utils.output_capturing"
+
+
+def _parts(module: torch.nn.Module, ignored: Collection[str]) -> Iterator[Any]:
     """Yield every submodule, tensor and attribute of a module, in an order that does not change between calls."""
     waiting = [module]
     while waiting:
         current = waiting.pop()
         for name, value in vars(current).items():
+            if name == _CAPTURES or (current is module and name in ignored):
+                continue
             yield value
             if not value or (current is module and name.endswith("_hooks")):
                 continue  # hooks of the module itself run around the compiled graph
             if isinstance(value, dict):
-                yield from value
-                yield from value.values()
+                for key, held in value.items():
+                    if not _captures(held):
+                        yield from (key, held)
             elif isinstance(value, list):
                 yield from value
         waiting.extend(each for each in current._modules.values() if each is not None)

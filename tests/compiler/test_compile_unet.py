@@ -69,7 +69,7 @@ def built() -> tuple[Any, Any]:
 @pytest.fixture
 def graph_runs(built: tuple[Any, Any]) -> Iterator[mock.Mock]:
     """Counts runs of the graph."""
-    graph = built[1]._program._built.graph
+    graph = built[1]._programs["forward"]._built.graph
     with mock.patch.object(graph, "run", wraps=graph.run) as run:
         yield run
 
@@ -109,7 +109,7 @@ def test_replaces_the_unet_of_a_pipeline(micro_torch: Any) -> None:
     theirs = call().images
     try:
         micro_torch.unet = compiled = sdonnx.compile(unet)
-        graph = compiled._program._built.graph
+        graph = compiled._programs["forward"]._built.graph
         with mock.patch.object(graph, "run", wraps=graph.run) as run:
             ours = call().images
         assert run.call_count == 4  # PNDM computes the second of three steps twice
@@ -152,7 +152,7 @@ def test_torch_computes_other_arguments(
     assert torch.equal(ours, unet(sample, 7, text, **named).sample)
     assert graph_runs.call_count == 0
     assert _messages(caplog) == [f"torch computes a call of UNet2DConditionModel: it has {word}"]
-    compiled._program._logged.clear()
+    compiled._programs["forward"]._logged.clear()
 
 
 def test_torch_computes_gradients(built: tuple[Any, Any], graph_runs: mock.Mock) -> None:
@@ -357,6 +357,6 @@ def test_drop_in_can_be_compiled_again(built: tuple[Any, Any]) -> None:
     unet, compiled = built
     with mock.patch.object(compile_module, "_Program") as program:
         again = sdonnx.compile(compiled)
-    assert program.call_args.args[0] is compiled._program.module
+    assert program.call_args.args[0] is compiled._programs.module
     assert type(again) is type(compiled)
     assert vars(again) is vars(unet)

@@ -1,0 +1,78 @@
+"""Options of `compile` and `compile_pipe` in the form of OneDiff's nexfort backend.
+
+They are a dictionary or JSON with some of the keys `mode`, `memory_format`, `dynamic` and `options`; a string that is
+no JSON object is a mode. A mode is a list of words with colons: "max-optimize:low-precision:cache-all". Graphs are in
+float32 on the CPU so far, so that no word has an effect; unknown ones are an error, as they may be misspelled.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from sdonnx.errors import OptionError
+
+__all__ = ["MODES", "check_options"]
+
+MODES: Mapping[str, str] = MappingProxyType(
+    {
+        "O2": "the usual optimizations; graphs on the CPU are float32",
+        "O3": "as O2: no type of 8 bits is chosen without being asked for",
+        "max-optimize": "no effect: graphs are always optimized",
+        "max-autotune": "no effect: ONNX Runtime's CPU kernels are not tuned",
+        "benchmark": "no effect on the CPU",
+        "cudagraphs": "no effect on the CPU",
+        "freezing": "no effect: weights are constants of the graph",
+        "low-precision": "no effect on the CPU",
+        "cache-all": "no effect: nothing is cached on disk yet",
+        "quant": "no effect on the CPU",
+        "jit": "no effect: graphs are traced",
+        "disable-runtime-fusion": "no effect: ONNX Runtime's fusions stay on",
+    }
+)
+"""What the words of a mode do here."""
+
+_FORMATS = ("preserve_format", "contiguous_format", "channels_last")
+_KEYS = ("mode", "memory_format", "dynamic", "options")
+
+
+def check_options(options: Mapping[str, Any] | str | None) -> None:
+    """Raise unless options have the form that OneDiff's users write.
+
+    Raises:
+        OptionError: A key, a word of the mode or a value is unknown, or the text is no JSON.
+    """
+    content = _parsed(options)
+    if unknown := sorted(str(key) for key in content.keys() - set(_KEYS)):
+        raise OptionError(f"the option {unknown[0]!r} is unknown", f"some of {', '.join(_KEYS)}", "leave it out")
+    mode = content.get("mode")
+    if mode is not None:
+        words = mode.split(":") if isinstance(mode, str) else [mode]
+        if wrong := [word for word in words if word not in MODES]:
+            raise OptionError(
+                f"the mode {wrong[0]!r} is unknown", f"some of {', '.join(MODES)}, with colons", "correct it"
+            )
+    chosen = content.get("memory_format")
+    if chosen is not None and str(chosen).removeprefix("torch.") not in _FORMATS:
+        raise OptionError(f"the memory_format {chosen!r} is unknown", f"one of {', '.join(_FORMATS)}", "correct it")
+    if content.get("dynamic") not in (None, True, False):
+        raise OptionError(f"dynamic is {content['dynamic']!r}", "true or false", "correct it")
+    if not isinstance(content.get("options") or {}, Mapping):
+        raise OptionError(f"options is {content['options']!r}", "an object", "leave it out")
+
+
+def _parsed(options: Mapping[str, Any] | str | None) -> Mapping[str, Any]:
+    if options is None or isinstance(options, Mapping):
+        return options or {}
+    if not isinstance(options, str):
+        raise OptionError(f"options are {options!r}", "a dictionary, JSON or a mode", "correct them")
+    if not options.lstrip().startswith("{"):
+        return {"mode": options}
+    try:
+        found = json.loads(options)
+    except (ValueError, RecursionError) as error:
+        raise OptionError(f"options are no JSON ({error})", "a JSON object", "correct them") from error
+    assert isinstance(found, dict)  # the text begins with a brace
+    return found

@@ -1,0 +1,84 @@
+"""`sdonnx.compile_pipe`: the components of a diffusers pipeline as drop-ins."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Mapping
+from typing import Any, TypeVar
+
+import torch
+
+from sdonnx.compiler.compile_module import SUPPORTED, compile
+from sdonnx.compiler.compile_options import check_options
+from sdonnx.errors import OptionError
+
+__all__ = ["compile_pipe"]
+
+_LOGGER = logging.getLogger(__name__)
+
+_Pipe = TypeVar("_Pipe")
+
+
+def compile_pipe(
+    pipe: _Pipe,
+    *,
+    ignores: Collection[str] = (),
+    options: Mapping[str, Any] | str | None = None,
+    fuse_qkv_projections: bool = False,
+) -> _Pipe:
+    """Compile all components of a pipeline that can be, in place, and return the pipeline.
+
+    Components whose class is not supported, such as a safety checker, stay as they are, with a line in the log. The
+    pipeline's scheduler, tokenizers, callbacks and arguments are those of diffusers, and its images agree with those
+    from before up to the rounding of float32.
+
+    Args:
+        pipe: A pipeline of diffusers, in float32 on the CPU.
+        ignores: Names of components that stay in torch, such as "vae".
+        options: See `sdonnx.compile`.
+        fuse_qkv_projections: No effect: the graphs decide by themselves how products are grouped.
+
+    Raises:
+        OptionError: The pipeline has no component that can be compiled, or no component of a name in `ignores`; a
+            component is in another type, on another device or offloaded; or an option is unknown.
+        FolderError: A component cannot be traced.
+        DeviceMemoryError: There is too little memory.
+    """
+    check_options(options)
+    components = getattr(pipe, "components", None)
+    if not isinstance(components, Mapping):
+        raise OptionError(
+            f"a {type(pipe).__name__}", "a pipeline of diffusers", "pass one; sdonnx.compile is for modules"
+        )
+    ignored = {ignores} if isinstance(ignores, str) else set(ignores)
+    if unknown := sorted(ignored - components.keys()):
+        raise OptionError(f"ignores {unknown[0]!r}", f"some of {', '.join(components)}", "correct the name")
+    modules = {name: part for name, part in components.items() if isinstance(part, torch.nn.Module)}
+    _require_no_offloading(pipe, modules)
+    chosen = {
+        name: part for name, part in modules.items() if isinstance(part, tuple(SUPPORTED)) and name not in ignored
+    }
+    if not chosen:
+        raise OptionError(
+            f"a {type(pipe).__name__} without components to compile",
+            f"one of {', '.join(each.__name__ for each in SUPPORTED)}",
+            "pass another pipeline, or ignore less",
+        )
+    # Nothing is replaced unless all of them can be compiled.
+    compiled = {name: compile(part) for name, part in chosen.items()}
+    for name, part in compiled.items():
+        setattr(pipe, name, part)
+    others = sorted(modules.keys() - chosen.keys() - ignored)
+    if others:
+        _LOGGER.info("components that stay in torch: %s", ", ".join(others))
+    return pipe
+
+
+def _require_no_offloading(pipe: Any, modules: Mapping[str, torch.nn.Module]) -> None:
+    """Raise if accelerate moves the weights of a component to and from a device while the pipeline runs."""
+    for name, part in modules.items():
+        if hasattr(part, "_hf_hook"):
+            raise OptionError(
+                f"the {name} of a {type(pipe).__name__} with offloading", "a pipeline without it",
+                "call pipe.remove_all_hooks() and pipe.to('cpu'), or do not call enable_model_cpu_offload()",
+            )  # fmt: skip

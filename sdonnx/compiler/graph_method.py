@@ -1,0 +1,119 @@
+"""What the compiler knows about a method of a module: its graph, the graph's inputs, and the method's result."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from sdonnx.export.wrappers import Wrapper
+from sdonnx.models.spec import ComponentSpec
+
+__all__ = ["GraphMethod", "GraphSignature", "checked_inputs"]
+
+
+@dataclass(frozen=True)
+class GraphSignature:
+    """The signature of a graph.
+
+    Attributes:
+        spec: Inputs and outputs.
+        config: Configuration that the sizes of `spec` refer to.
+        wrapper: Class that gives the torch module this signature.
+        variant: What the signature depends on besides the module, as `GraphMethod.variant` returns it.
+    """
+
+    spec: ComponentSpec
+    config: Mapping[str, Any]
+    wrapper: type[Wrapper]
+    variant: Hashable = None
+
+
+class GraphMethod(ABC):
+    """A method of a class of modules that a graph can compute.
+
+    Attributes:
+        name: Name of the method.
+        compiles_first: Whether its graph is compiled with the module, rather than by its first call.
+        ignored: Attributes of the module that do not change the graph.
+    """
+
+    name: str = "forward"
+    compiles_first: bool = True
+    ignored: frozenset[str] = frozenset()
+
+    def prepare(self, module: Any) -> None:  # noqa: B027  # most methods need no change
+        """Change the copy of a module that is traced, in place."""
+
+    def why_not(self, module: torch.nn.Module) -> str | None:
+        """Return why the configuration of a module cannot be compiled, or None."""
+        return None
+
+    def variant(self, module: torch.nn.Module, arguments: Mapping[str, Any] | None, before: Hashable) -> Hashable:
+        """Return what the signature for a call depends on; another value compiles the module again.
+
+        Args:
+            module: The module.
+            arguments: All arguments of the call by name; None before the first call.
+            before: The variant of the present graph; None without one.
+        """
+        return None
+
+    def describe(self, variant: Hashable) -> str:
+        """Return what a variant is for, for the log."""
+        return str(variant)
+
+    @abstractmethod
+    def signature(self, module: torch.nn.Module, variant: Hashable) -> GraphSignature:
+        """Return the signature of the graph."""
+
+    @abstractmethod
+    def inputs(
+        self, module: torch.nn.Module, arguments: Mapping[str, Any], signature: GraphSignature
+    ) -> dict[str, torch.Tensor] | str:
+        """Return the inputs of the graph for a call, or the reason why it cannot compute the call.
+
+        Args:
+            module: The module.
+            arguments: All arguments of the method by name.
+            signature: The graph's signature.
+
+        Returns:
+            Tensors on the CPU by name of the input; or a clause without a full stop.
+        """
+
+    @abstractmethod
+    def result(self, outputs: Sequence[torch.Tensor], arguments: Mapping[str, Any]) -> Any:
+        """Return what the method returns, from the outputs of the graph."""
+
+
+def checked_inputs(tensors: Mapping[str, Any], signature: GraphSignature) -> dict[str, torch.Tensor] | str:
+    """Return the inputs of a graph, or why one of them does not fit.
+
+    Args:
+        tensors: Values by name of the input.
+        signature: The graph's signature.
+    """
+    first = tensors[signature.spec.inputs[0].name]
+    batch = len(first) if isinstance(first, torch.Tensor) and first.ndim else 0
+    inputs = {}
+    for each in signature.spec.inputs:
+        tensor = tensors[each.name]
+        dtype = torch.int32 if each.integer else torch.float32
+        # A subclass, such as a fake tensor of torch.compile, may have no memory.
+        is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.device.type == "cpu"
+        if not is_plain or tensor.dtype != dtype:
+            return f"{each.name} is not {'an int32' if each.integer else 'a float32'} tensor on the CPU"
+        sizes = (batch, *each.resolve(signature.config)[1:])
+        fits = len(sizes) == tensor.ndim and all(
+            isinstance(size, str) or size == given for size, given in zip(sizes, tensor.shape, strict=True)
+        )
+        if not fits or not tensor.numel():
+            return f"{each.name} has shape {tuple(tensor.shape)}"
+        if tensor.requires_grad and torch.is_grad_enabled():
+            return f"{each.name} requires a gradient"
+        inputs[each.name] = tensor
+    return inputs

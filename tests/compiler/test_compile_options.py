@@ -1,0 +1,47 @@
+"""Options in the form of OneDiff: accepted, or one line that says what is wrong."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from support.pipelines import refused
+
+from sdonnx.compiler.compile_options import MODES, check_options
+from sdonnx.errors import OptionError
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        None,
+        {},
+        "O3",
+        "max-optimize:max-autotune:low-precision:cache-all",
+        {"mode": "O2", "memory_format": "channels_last", "dynamic": True, "options": {"epilogue_fusion": True}},
+        '{"mode": "max-optimize:low-precision:cache-all", "memory_format": "channels_last", "dynamic": true}',
+        '  {"mode": null}',
+        *MODES,
+    ],
+)
+def test_options_of_onediff_are_accepted(options: Any) -> None:
+    check_options(options)
+
+
+@pytest.mark.parametrize(
+    ("options", "found", "expected"),
+    [
+        ({"modes": "O2"}, "the option 'modes' is unknown", "mode, memory_format"),
+        ("max-optimise", "the mode 'max-optimise' is unknown", "max-optimize"),
+        ({"mode": 3}, "the mode 3 is unknown", "O2"),
+        ({"memory_format": "nhwc"}, "the memory_format 'nhwc' is unknown", "channels_last"),
+        ({"dynamic": "yes"}, "dynamic is 'yes'", "true or false"),
+        ({"options": ["a"]}, "options is ['a']", "an object"),
+        ('{"mode": ', "options are no JSON", "a JSON object"),
+        ("{" * 100_000, "options are no JSON", "a JSON object"),
+        (7, "options are 7", "a dictionary, JSON or a mode"),
+    ],
+)
+def test_others_are_refused(options: Any, found: str, expected: str) -> None:
+    with refused(OptionError, found, expected):
+        check_options(options)

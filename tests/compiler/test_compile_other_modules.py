@@ -1,0 +1,212 @@
+"""`sdonnx.compile` of autoencoders and text encoders, compared with the modules themselves."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from diffusers import AutoencoderKL
+from diffusers.models.autoencoders.vae import DecoderOutput
+from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
+
+import sdonnx
+from sdonnx.compiler.module_state import ModuleState, has_inner_hooks
+from sdonnx.errors import OptionError
+from sdonnx.metrics import relative_error
+
+
+def _error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    return relative_error(ours.detach().numpy(), theirs.detach().numpy())
+
+
+def _autoencoder(**options: Any) -> Any:
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {
+        "block_out_channels": (16, 32),
+        "down_block_types": ("DownEncoderBlock2D",) * 2,
+        "up_block_types": ("UpDecoderBlock2D",) * 2,
+        "norm_num_groups": 8,
+        "sample_size": 32,
+    }
+    model: Any = AutoencoderKL(**(sizes | options))
+    return model.eval().requires_grad_(False)
+
+
+def _clip(kind: Any = CLIPTextModel, **options: Any) -> Any:
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {
+        "vocab_size": 99, "hidden_size": 32, "intermediate_size": 64, "projection_dim": 24, "num_hidden_layers": 2,
+        "num_attention_heads": 2, "max_position_embeddings": 77, "bos_token_id": 97, "eos_token_id": 98,
+    }  # fmt: skip
+    return kind(CLIPTextConfig(**(sizes | options))).eval().requires_grad_(False)
+
+
+def _ids(batch: int, tokens: int) -> torch.Tensor:
+    ids = torch.randint(1, 97, (batch, tokens), generator=torch.manual_seed(tokens))
+    ids[:, -1] = 98
+    return ids
+
+
+@pytest.fixture(scope="module")
+def autoencoders() -> tuple[Any, Any]:
+    """An autoencoder and its drop-in; tests leave them as they were."""
+    autoencoder = _autoencoder()
+    return autoencoder, sdonnx.compile(autoencoder)
+
+
+@pytest.fixture(params=["plain", "projected"], scope="module")
+def encoders(request: pytest.FixtureRequest) -> tuple[Any, Any]:
+    """A text encoder and its drop-in."""
+    encoder = _clip(CLIPTextModel if request.param == "plain" else CLIPTextModelWithProjection)
+    return encoder, sdonnx.compile(encoder)
+
+
+@pytest.fixture
+def in_torch(caplog: pytest.LogCaptureFixture) -> Iterator[list[str]]:
+    """The reasons for which torch computes calls, while the test runs."""
+    found: list[str] = []
+    with caplog.at_level(logging.WARNING, "sdonnx"):
+        handler = logging.Handler()
+        handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
+        logger = logging.getLogger("sdonnx")
+        logger.addHandler(handler)
+        yield found
+        logger.removeHandler(handler)
+
+
+@pytest.mark.parametrize("shape", [(1, 4, 5, 7), (3, 4, 8, 8)])
+def test_decoder_matches(autoencoders: tuple[Any, Any], shape: tuple[int, ...], in_torch: list[str]) -> None:
+    autoencoder, compiled = autoencoders
+    latents = torch.randn(shape)
+    ours, theirs = compiled.decode(latents), autoencoder.decode(latents)
+    assert type(ours) is DecoderOutput
+    assert _error(ours.sample, theirs.sample) < 1e-4
+    assert torch.equal(compiled.decode(latents, return_dict=False)[0], ours.sample)
+    assert in_torch == []
+
+
+def test_encoder_is_compiled_by_its_first_call(in_torch: list[str]) -> None:
+    autoencoder = _autoencoder()
+    compiled = sdonnx.compile(autoencoder)
+    assert [each._built is not None for each in compiled._programs.values()] == [True, False]
+    for size in ((16, 24), (32, 8)):
+        image = torch.rand(2, 3, *size) * 2 - 1
+        ours, theirs = compiled.encode(image).latent_dist, autoencoder.encode(image).latent_dist
+        assert _error(ours.mean, theirs.mean) < 1e-4
+        assert _error(ours.logvar, theirs.logvar) < 1e-4
+        sample = ours.sample(torch.manual_seed(1))
+        assert _error(sample, theirs.sample(torch.manual_seed(1))) < 1e-4
+    assert [each._built is not None for each in compiled._programs.values()] == [True, True]
+    assert in_torch == []
+    compiled.encode(torch.zeros(1, 3, 17, 16))
+    assert in_torch == ["torch computes a call of AutoencoderKL: its size is not a multiple of 2 pixels"]
+
+
+def test_slices_run_in_the_graph_and_tiles_in_torch(autoencoders: tuple[Any, Any], in_torch: list[str]) -> None:
+    autoencoder, compiled = autoencoders
+    latents = torch.randn(2, 4, 20, 20)
+    graph = compiled._programs["_decode"]._built.graph
+    with mock.patch.object(graph, "run", wraps=graph.run) as run:
+        compiled.enable_slicing()
+        assert _error(compiled.decode(latents).sample, autoencoder.decode(latents).sample) < 1e-4
+        assert [len(call.args[0]["latent_sample"]) for call in run.call_args_list] == [1, 1]
+        compiled.disable_slicing()
+        compiled.enable_tiling()
+        in_torch.clear()
+        tiled = compiled.decode(latents).sample
+        assert "torch computes a call of AutoencoderKL: it uses tiles" in in_torch
+        assert torch.equal(tiled, autoencoder.decode(latents).sample)
+        compiled.disable_tiling()
+    assert _error(compiled.decode(latents).sample, autoencoder.decode(latents).sample) < 1e-4
+
+
+@pytest.mark.parametrize("shape", [(1, 77), (3, 5)])
+def test_text_encoder_matches(encoders: tuple[Any, Any], shape: tuple[int, int], in_torch: list[str]) -> None:
+    encoder, compiled = encoders
+    ids = _ids(*shape)
+    for options in ({}, {"output_hidden_states": True}):
+        with torch.inference_mode():
+            ours, theirs = compiled(ids, attention_mask=None, **options), encoder(ids, attention_mask=None, **options)
+        assert type(ours) is type(theirs)
+        assert list(ours) == list(theirs)
+        for name in ours:
+            pairs = (
+                [(ours[name], theirs[name])] if name != "hidden_states" else zip(ours[name], theirs[name], strict=True)
+            )
+            assert all(_error(a, b) < 1e-4 for a, b in pairs)
+    short = compiled(ids, return_dict=False)
+    assert len(short) == len(encoder(ids, return_dict=False))
+    assert _error(short[0], encoder(ids)[0]) < 1e-4
+    assert in_torch == []
+
+
+def test_hooks_that_capture_hidden_states_are_no_change() -> None:
+    """transformers adds them in the first call."""
+    encoder = _clip()
+    state = ModuleState(encoder)
+    with torch.inference_mode():
+        encoder(_ids(1, 4), output_hidden_states=True)
+    assert any(part._forward_hooks for part in encoder.modules())
+    assert state.is_current(encoder)
+    assert not has_inner_hooks(encoder)
+    encoder.encoder.register_forward_hook(lambda module, args, output: output)
+    assert has_inner_hooks(encoder)
+    assert not state.is_current(encoder)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ({"attention_mask": torch.ones(1, 5, dtype=torch.long)}, "it has attention_mask"),
+        ({"position_ids": torch.arange(5)[None]}, "it has position_ids"),
+        ({"output_attentions": True}, "it has output_attentions"),
+    ],
+)
+def test_other_calls_run_in_torch(arguments: dict[str, Any], reason: str, in_torch: list[str]) -> None:
+    encoder = _clip()
+    compiled = sdonnx.compile(encoder)
+    ids = _ids(1, 5)
+    with torch.inference_mode():
+        ours, theirs = compiled(ids, **arguments), encoder(ids, **arguments)
+    assert torch.equal(ours.last_hidden_state, theirs.last_hidden_state)
+    assert in_torch == [f"torch computes a call of CLIPTextModel: {reason}"]
+
+
+def test_tokens_outside_the_vocabulary_raise_torchs_error() -> None:
+    encoder = _clip()
+    compiled = sdonnx.compile(encoder)
+    for ids in (torch.tensor([[5, 99]]), torch.tensor([[-1, 5]])):
+        with pytest.raises(IndexError):
+            compiled(ids)
+
+
+def test_changed_weights_are_noticed(caplog: pytest.LogCaptureFixture) -> None:
+    encoder = _clip()
+    compiled, ids = sdonnx.compile(encoder), _ids(2, 6)
+    before = compiled(ids).last_hidden_state
+    with torch.no_grad():
+        encoder.final_layer_norm.weight.mul_(1.5)
+    with caplog.at_level(logging.WARNING, "sdonnx"):
+        after = compiled(ids).last_hidden_state
+    assert "CLIPTextModel changed after it was compiled, and is compiled again" in caplog.messages
+    assert _error(after, encoder(ids).last_hidden_state) < 1e-4
+    assert _error(after, before) > 0.1
+
+
+@pytest.mark.parametrize(
+    ("module", "reason"),
+    [
+        (torch.nn.Linear(2, 2).eval(), "its class is not supported"),
+        (_autoencoder(in_channels=1), "its images do not have three channels"),
+        (_clip().double(), "is torch.float64"),
+        (_clip(output_hidden_states=True), "its configuration has output_hidden_states"),
+        (_clip(max_position_embeddings=20), "its configuration has max_position_embeddings=20"),
+    ],
+)
+def test_modules_that_cannot_be_compiled(module: torch.nn.Module, reason: str) -> None:
+    with pytest.raises(OptionError, match=reason):
+        sdonnx.compile(module)

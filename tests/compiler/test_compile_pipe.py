@@ -1,0 +1,159 @@
+"""`sdonnx.compile_pipe`: pipelines of diffusers whose components are drop-ins generate the same images."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.pipeline_cache import PipelineCache
+from support.pipelines import refused
+
+import sdonnx
+from sdonnx.compiler.compile_module import CompiledModule
+from sdonnx.errors import OptionError
+from sdonnx.metrics import psnr
+
+SIZE: dict[str, Any] = {"height": 64, "width": 48, "num_inference_steps": 2, "output_type": "np"}
+
+
+def _load(folder: Path) -> Any:
+    import diffusers
+
+    torch.set_num_threads(1)
+    pipe: Any = diffusers.DiffusionPipeline.from_pretrained(folder)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+@pytest.fixture(scope="module")
+def pipes(micro: Path) -> tuple[Any, Any]:
+    """The pipeline of a folder, and another one that is compiled."""
+    return _load(micro), sdonnx.compile_pipe(_load(micro), options={"mode": "O2"}, fuse_qkv_projections=True)
+
+
+@pytest.fixture
+def messages(caplog: pytest.LogCaptureFixture) -> Iterator[list[str]]:
+    """The lines of this project in the log."""
+    with caplog.at_level(logging.INFO, "sdonnx"):
+        yield caplog.messages
+
+
+def _own(messages: list[str]) -> list[str]:
+    return [each for each in messages if "torch computes" in each or "compiled" in each]
+
+
+def test_every_component_is_a_drop_in(pipes: tuple[Any, Any]) -> None:
+    plain, compiled = pipes
+    for name in ("unet", "vae", "text_encoder"):
+        part: Any = getattr(compiled, name)
+        assert isinstance(part, CompiledModule)
+        assert type(part).__name__ == type(getattr(plain, name)).__name__
+    assert compiled.components.keys() == plain.components.keys()
+    assert compiled.config == plain.config
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_images_agree(pipes: tuple[Any, Any], batch: int, messages: list[str]) -> None:
+    arguments = SIZE | {"num_images_per_prompt": batch}
+    theirs, ours = (pipe("a fox", generator=torch.manual_seed(3), **arguments).images for pipe in pipes)
+    assert psnr(ours, theirs) > 90
+    assert _own(messages) == []
+
+
+# Schedulers of diffusers pass torch tensors to np.array, which numpy 2 warns about.
+numpy_warns = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+
+
+@numpy_warns
+def test_other_schedulers_and_callbacks(pipes: tuple[Any, Any], messages: list[str]) -> None:
+    import diffusers
+
+    seen: list[list[int]] = []
+    images = []
+    for pipe in pipes:
+        before, steps = pipe.scheduler, list[int]()
+        pipe.scheduler = diffusers.DPMSolverMultistepScheduler.from_config(before.config)
+
+        def note(_: Any, step: int, timestep: Any, values: Any, steps: list[int] = steps) -> Any:
+            steps.append(step)
+            return {"latents": values["latents"] * 0.9}
+
+        images.append(pipe("a fox", generator=torch.manual_seed(3), callback_on_step_end=note, **SIZE).images)
+        pipe.scheduler = before
+        seen.append(steps)
+    assert seen == [[0, 1], [0, 1]]
+    assert psnr(images[1], images[0]) > 90
+    assert _own(messages) == []
+
+
+@numpy_warns
+def test_image_to_image_with_the_same_components(pipes: tuple[Any, Any]) -> None:
+    import diffusers
+
+    image = np.random.default_rng(0).random((1, 64, 48, 3), np.float32)
+    results = []
+    for pipe in pipes:
+        other: Any = diffusers.StableDiffusionImg2ImgPipeline(**pipe.components, requires_safety_checker=False)
+        other.set_progress_bar_config(disable=True)
+        results.append(
+            other("a fox", image=image, strength=0.6, num_inference_steps=4, generator=torch.manual_seed(3),
+                  output_type="np").images
+        )  # fmt: skip
+    assert psnr(results[1], results[0]) > 90
+
+
+@pytest.mark.slow
+def test_stable_diffusion_xl(pipelines: PipelineCache, messages: list[str]) -> None:
+    """Two text encoders, and a UNet that is conditioned on sizes."""
+    folder = pipelines.micro("sdxl-tiny")
+    plain, compiled = _load(folder), sdonnx.compile_pipe(_load(folder))
+    assert all(
+        isinstance(getattr(compiled, name), CompiledModule) for name in ("text_encoder", "text_encoder_2", "unet")
+    )
+    theirs, ours = (pipe("a fox", generator=torch.manual_seed(3), **SIZE).images for pipe in (plain, compiled))
+    assert psnr(ours, theirs) > 90
+    assert not any("torch computes" in each for each in messages)
+
+
+def test_an_ignored_component_stays_in_torch(micro: Path) -> None:
+    pipe = _load(micro)
+    before = pipe.vae, pipe.text_encoder
+    assert sdonnx.compile_pipe(pipe, ignores=("vae", "text_encoder")) is pipe
+    assert (pipe.vae, pipe.text_encoder) == before
+    assert isinstance(pipe.unet, CompiledModule)
+
+
+def test_a_compiled_pipeline_can_be_saved(pipes: tuple[Any, Any], tmp_path: Path) -> None:
+    plain, compiled = pipes
+    compiled.save_pretrained(tmp_path / "saved")
+    again = _load(tmp_path / "saved")
+    theirs, ours = (pipe("a fox", generator=torch.manual_seed(3), **SIZE).images for pipe in (plain, again))
+    assert np.array_equal(ours, theirs)
+
+
+def test_pipelines_that_are_refused(micro: Path) -> None:
+    pipe = _load(micro)
+    parts = {name: getattr(pipe, name) for name in ("unet", "vae", "text_encoder")}
+    with refused(OptionError, "ignores 'vea'", "some of", "correct the name"):
+        sdonnx.compile_pipe(pipe, ignores=["vea"])
+    with refused(OptionError, "without components to compile", "ignore less"):
+        sdonnx.compile_pipe(pipe, ignores=tuple(parts))
+    with refused(OptionError, "a Linear", "a pipeline of diffusers", "sdonnx.compile is for modules"):
+        sdonnx.compile_pipe(torch.nn.Linear(1, 1))
+    with refused(OptionError, "the mode 'fast' is unknown", "O2", "correct it"):
+        sdonnx.compile_pipe(pipe, options="fast")
+    pipe.vae._hf_hook = SimpleNamespace()
+    with refused(OptionError, "the vae of a StableDiffusionPipeline with offloading", "remove_all_hooks"):
+        sdonnx.compile_pipe(pipe)
+    del pipe.vae._hf_hook
+    pipe.vae.half()
+    with refused(OptionError, "AutoencoderKL that cannot be compiled", "float16", "module.float()"):
+        sdonnx.compile_pipe(pipe)
+    # Nothing was replaced.
+    assert all(getattr(pipe, name) is part for name, part in parts.items())
