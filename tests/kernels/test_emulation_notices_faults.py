@@ -70,9 +70,9 @@ FAULTS = {
     "barrier of the parameters": ("sampler.cuh", "  block_sync();\n", ""),
     "residual": ("mat_mul.cuh", "if (p.residual) sum +=", "if (p.residual) sum -="),
     "stride of packed rows": ("attention_args.h", "token) * a.stride + head", "token) * a.heads * HEAD + head"),
-    "largest number of a row": ("rows.cuh", "fmaxf(most, shared[i])", "shared[i]"),
+    "largest number of a row": ("rows.cuh", "fmaxf(most, fabsf(values[i][j]))", "fmaxf(most, values[i][j])"),
     "rest of a quotient": ("rows.cuh", "fmaf(-first, scale, value)", "fmaf(first, scale, value)"),
-    "gate in 8 bits": ("rows.cuh", "values[j] *= gelu(gate[j])", "values[j] += gelu(gate[j])"),
+    "gate in 8 bits": ("rows.cuh", "values[j] *= gelu(gates[j])", "values[j] += gelu(gates[j])"),
     "scale of a column": ("scaled_mat_mul.cuh", "a.w_scales[column + j]", "a.w_scales[column]"),
 }  # fmt: skip
 
