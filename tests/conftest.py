@@ -18,6 +18,7 @@ from support.cores import keep_to_own_cores
 keep_to_own_cores()
 os.environ["HF_HUB_OFFLINE"] = "1"
 
+from support.diffusers_pipelines import in_diffusers  # noqa: E402
 from support.pipeline_cache import PipelineCache, cache_root  # noqa: E402
 from support.recording import Note, recorded  # noqa: E402
 
@@ -260,24 +261,13 @@ def tiny_cuda_fp16(pipelines: PipelineCache, tiny_exported: Path) -> Path:
 @pytest.fixture(scope="session")
 def tiny_torch(tiny_pipeline: Path) -> Any:
     """`tiny` as diffusers loads it, in float32."""
-    return _in_diffusers(tiny_pipeline)
+    return in_diffusers(tiny_pipeline)
 
 
 @pytest.fixture(scope="session")
 def micro_torch(micro: Path) -> Any:
     """`micro` as diffusers loads it, in float32; leave its scheduler as it was."""
-    return _in_diffusers(micro)
-
-
-def _in_diffusers(folder: Path) -> Any:
-    import diffusers
-    import torch
-
-    # Spinning threads of both torch and ONNX Runtime on a few shared cores take ten times as long.
-    torch.set_num_threads(1)
-    pipeline: Any = diffusers.StableDiffusionPipeline.from_pretrained(folder)
-    pipeline.set_progress_bar_config(disable=True)
-    return pipeline
+    return in_diffusers(micro)
 
 
 @pytest.fixture(scope="session")

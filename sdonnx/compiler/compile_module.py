@@ -15,13 +15,13 @@ import torch
 from diffusers import AutoencoderKL, UNet2DConditionModel
 from transformers import CLIPTextModel, CLIPTextModelWithProjection
 
-from sdonnx.compiler.autoencoder import AutoencoderDecode, AutoencoderEncode
 from sdonnx.compiler.compile_options import check_options
+from sdonnx.compiler.compiled_autoencoder import AutoencoderDecode, AutoencoderEncode
+from sdonnx.compiler.compiled_text_encoders import ClipForward, ProjectedClipForward
+from sdonnx.compiler.compiled_unet import UNetForward
 from sdonnx.compiler.graph_method import GraphMethod, GraphSignature
 from sdonnx.compiler.module_graph import load_graph
 from sdonnx.compiler.module_state import ModuleState, has_inner_hooks
-from sdonnx.compiler.text_encoders import ClipForward, ProjectedClipForward
-from sdonnx.compiler.unet import UNetForward
 from sdonnx.errors import OptionError
 from sdonnx.runtime.device.device import device_for
 from sdonnx.runtime.device.session import Graph

@@ -32,7 +32,7 @@ MODES: Mapping[str, str] = MappingProxyType(
         "disable-runtime-fusion": "no effect: ONNX Runtime's fusions stay on",
     }
 )
-"""What the words of a mode do here."""
+"""The words of a mode, with their effects here."""
 
 _FORMATS = ("preserve_format", "contiguous_format", "channels_last")
 _KEYS = ("mode", "memory_format", "dynamic", "options")

@@ -1,4 +1,4 @@
-"""What the compiler knows about a method of a module: its graph, the graph's inputs, and the method's result."""
+"""Methods of modules that graphs compute: the signature and the inputs of the graph, and the result of the method."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class GraphSignature:
         spec: Inputs and outputs.
         config: Configuration that the sizes of `spec` refer to.
         wrapper: Class that gives the torch module this signature.
-        variant: What the signature depends on besides the module, as `GraphMethod.variant` returns it.
+        variant: Kind of calls that the graph computes, as `GraphMethod.variant` returns it.
     """
 
     spec: ComponentSpec
@@ -53,7 +53,7 @@ class GraphMethod(ABC):
         return None
 
     def variant(self, module: torch.nn.Module, arguments: Mapping[str, Any] | None, before: Hashable) -> Hashable:
-        """Return what the signature for a call depends on; another value compiles the module again.
+        """Return the kind of a call, which decides the signature; another one compiles the module again.
 
         Args:
             module: The module.
@@ -63,7 +63,7 @@ class GraphMethod(ABC):
         return None
 
     def describe(self, variant: Hashable) -> str:
-        """Return what a variant is for, for the log."""
+        """Return the name of a variant in the log."""
         return str(variant)
 
     @abstractmethod
@@ -87,7 +87,7 @@ class GraphMethod(ABC):
 
     @abstractmethod
     def result(self, outputs: Sequence[torch.Tensor], arguments: Mapping[str, Any]) -> Any:
-        """Return what the method returns, from the outputs of the graph."""
+        """Return the result of the method, from the outputs of the graph."""
 
 
 def checked_inputs(tensors: Mapping[str, Any], signature: GraphSignature) -> dict[str, torch.Tensor] | str:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.diffusers_pipelines import in_diffusers
 from support.pipeline_cache import PipelineCache
 from support.pipelines import refused
 
@@ -22,19 +23,12 @@ from sdonnx.metrics import psnr
 SIZE: dict[str, Any] = {"height": 64, "width": 48, "num_inference_steps": 2, "output_type": "np"}
 
 
-def _load(folder: Path) -> Any:
-    import diffusers
-
-    torch.set_num_threads(1)
-    pipe: Any = diffusers.DiffusionPipeline.from_pretrained(folder)
-    pipe.set_progress_bar_config(disable=True)
-    return pipe
-
-
 @pytest.fixture(scope="module")
 def pipes(micro: Path) -> tuple[Any, Any]:
     """The pipeline of a folder, and another one that is compiled."""
-    return _load(micro), sdonnx.compile_pipe(_load(micro), options={"mode": "O2"}, fuse_qkv_projections=True)
+    return in_diffusers(micro), sdonnx.compile_pipe(
+        in_diffusers(micro), options={"mode": "O2"}, fuse_qkv_projections=True
+    )
 
 
 @pytest.fixture
@@ -112,7 +106,7 @@ def test_image_to_image_with_the_same_components(pipes: tuple[Any, Any]) -> None
 def test_stable_diffusion_xl(pipelines: PipelineCache, messages: list[str]) -> None:
     """Two text encoders, and a UNet that is conditioned on sizes."""
     folder = pipelines.micro("sdxl-tiny")
-    plain, compiled = _load(folder), sdonnx.compile_pipe(_load(folder))
+    plain, compiled = in_diffusers(folder), sdonnx.compile_pipe(in_diffusers(folder))
     assert all(
         isinstance(getattr(compiled, name), CompiledModule) for name in ("text_encoder", "text_encoder_2", "unet")
     )
@@ -122,7 +116,7 @@ def test_stable_diffusion_xl(pipelines: PipelineCache, messages: list[str]) -> N
 
 
 def test_an_ignored_component_stays_in_torch(micro: Path) -> None:
-    pipe = _load(micro)
+    pipe = in_diffusers(micro)
     before = pipe.vae, pipe.text_encoder
     assert sdonnx.compile_pipe(pipe, ignores=("vae", "text_encoder")) is pipe
     assert (pipe.vae, pipe.text_encoder) == before
@@ -132,13 +126,13 @@ def test_an_ignored_component_stays_in_torch(micro: Path) -> None:
 def test_a_compiled_pipeline_can_be_saved(pipes: tuple[Any, Any], tmp_path: Path) -> None:
     plain, compiled = pipes
     compiled.save_pretrained(tmp_path / "saved")
-    again = _load(tmp_path / "saved")
+    again = in_diffusers(tmp_path / "saved")
     theirs, ours = (pipe("a fox", generator=torch.manual_seed(3), **SIZE).images for pipe in (plain, again))
     assert np.array_equal(ours, theirs)
 
 
 def test_pipelines_that_are_refused(micro: Path) -> None:
-    pipe = _load(micro)
+    pipe = in_diffusers(micro)
     parts = {name: getattr(pipe, name) for name in ("unet", "vae", "text_encoder")}
     with refused(OptionError, "ignores 'vea'", "some of", "correct the name"):
         sdonnx.compile_pipe(pipe, ignores=["vea"])

@@ -31,7 +31,7 @@ def values_of(bits: Array, number_format: EightBits) -> torch.Tensor:
 
 
 def wide_rows(inputs: Sequence[torch.Tensor | None]) -> torch.Tensor:
-    """Return what is quantized, by the number of inputs: x itself (2), its split gelu (3), or its norm (4)."""
+    """Return the values to quantize, by the number of inputs: x itself (2), its split gelu (3), or its norm (4)."""
     x, *others = inputs
     assert x is not None
     if len(inputs) == 4:
