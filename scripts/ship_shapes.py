@@ -151,6 +151,9 @@ def kept_runs(record: Path, new: Collection[str], others: Collection[str]) -> li
     try:
         runs = [json.loads(line) for line in record.read_text(encoding="utf-8").splitlines()]
         kept = [run | {"pipelines": {k: v for k, v in run["pipelines"].items() if k not in new}} for run in runs]
+        for run in kept:
+            if "resumed_by" in run:
+                run["resumed_by"] = [name for name in run["resumed_by"] if name not in new]
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise FolderError(
             f"{record} cannot be read ({error})",

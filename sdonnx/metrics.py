@@ -59,13 +59,17 @@ def pattern_error(patterns: npt.NDArray[np.uint8], reference: npt.NDArray[np.uin
     """Return the share of numbers in 8 bits that differ, e4m3, e5m2 or int8 as patterns.
 
     A sum in another order may move a number over the middle between two neighbors. The result is infinity if a number
-    differs by more than that. The patterns of zero and of minus zero are equal.
+    differs by more than that, or is NaN. The patterns of zero and of minus zero are equal.
 
     Raises:
         ValueError: the shapes differ.
     """
     if patterns.shape != reference.shape:
         raise ValueError(f"shapes {patterns.shape} and {reference.shape} differ")
+    # NaN in e4m3 and e5m2. In int8 they are 127 and -1, one of which a reference of many numbers contains.
+    not_numbers = (0x7F, 0xFF)
+    if np.isin(patterns, not_numbers).any() and not np.isin(reference, not_numbers).any():
+        return float("inf")
     minus_zero = 0x80  # no number in int8: those are -127 to 127
     left, right = (np.where(each == minus_zero, 0, each).astype(np.int16) for each in (patterns, reference))
     apart = (left - right) % 256

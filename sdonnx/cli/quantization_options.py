@@ -146,7 +146,7 @@ def quantized_request(options: argparse.Namespace, request: OptimizeRequest) -> 
     name = "" if is_automatic else options.quantize
     config = QuantizationConfig.from_flags(name, options.quantize_config, options.quant_submodules_config_path)
     _require_sense(options, config is not None and config.needs_calibration)
-    if config is not None and request.suits_own_kernels:
+    if config is not None and request.suits_own_kernels and request.kernels == "auto":
         require_products(config, _capability_here())
     request = replace(request, quantization=config, export_qdq=options.export_qdq, scales=_scales_of(options))
     if config is not None and config.needs_calibration and options.calibration_prompts is not None:
@@ -159,7 +159,7 @@ def quantized_request(options: argparse.Namespace, request: OptimizeRequest) -> 
 
 
 def require_products(config: QuantizationConfig, capability: tuple[int, int] | None) -> None:
-    """Raise if the GPU of this machine has no products of a type's factors.
+    """Raise if the GPU of this machine has no products of a type's factors in fp8.
 
     Args:
         config: the types.

@@ -26,7 +26,7 @@ from sdonnx.errors import OptionError
 from sdonnx.runtime.device.device import device_for
 from sdonnx.runtime.device.session import Graph
 
-__all__ = ["SUPPORTED", "CompiledModule", "compile"]
+__all__ = ["SUPPORTED", "CompiledModule", "compile", "why_unsupported"]
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -69,10 +69,13 @@ def compile(module: _Module, options: Mapping[str, Any] | str | None = None) -> 
     check_options(options)
     plain: Any = module._programs.module if isinstance(module, CompiledModule) else module
     if (reason := _why_not(plain)) is not None:
+        remedy = "call it without sdonnx.compile"
+        if why_unsupported(plain) is None:
+            remedy = f"change the module (module.float(), module.eval(), module.to('cpu')), or {remedy}"
         raise OptionError(
             f"a {type(plain).__name__} that cannot be compiled: {reason}",
             f"one of {_CLASSES} in float32 on the CPU, in evaluation mode",
-            "change the module (module.float(), module.eval(), module.to('cpu')), or call it without sdonnx.compile",
+            remedy,
         )
     base: Any = type(plain)
     compiled = object.__new__(_compiled_class(base))
@@ -216,11 +219,18 @@ def _methods_of(module: torch.nn.Module) -> Sequence[GraphMethod]:
     return ()
 
 
-def _why_not(module: torch.nn.Module) -> str | None:
-    """Return why a module cannot be compiled as it is now, or None."""
+def why_unsupported(module: torch.nn.Module) -> str | None:
+    """Return why the class or the configuration of a module cannot be compiled, or None."""
     methods = _methods_of(module)
     if not methods:
         return "its class is not supported"
+    return next(filter(None, (method.why_not(module) for method in methods)), None)
+
+
+def _why_not(module: torch.nn.Module) -> str | None:
+    """Return why a module cannot be compiled as it is now, or None."""
+    if (reason := why_unsupported(module)) is not None:
+        return reason
     if module.training:
         return "it is in training mode"
     if "forward" in vars(module):
@@ -234,7 +244,7 @@ def _why_not(module: torch.nn.Module) -> str | None:
             return f"{name} was created in inference mode, where torch does not count changes"
     if has_inner_hooks(module):
         return "submodules have hooks"
-    return next(filter(None, (method.why_not(module) for method in methods)), None)
+    return None
 
 
 @functools.cache

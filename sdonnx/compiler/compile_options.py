@@ -1,8 +1,8 @@
 """Options of `compile` and `compile_pipe` in the form of OneDiff's nexfort backend.
 
-They are a dictionary or JSON with some of the keys `mode`, `memory_format`, `dynamic` and `options`; a string that is
-no JSON object is a mode. A mode is a list of words with colons: "max-optimize:low-precision:cache-all". Graphs are in
-float32 on the CPU so far, so that no word has an effect; unknown ones are an error, as they may be misspelled.
+They are a dictionary or JSON with some of the keys `mode`, `memory_format`, `dynamic` and `options`; a string that does
+not begin with a brace is a mode. A mode is a list of words with colons: "max-optimize:low-precision:cache-all". Graphs
+are in float32 on the CPU so far, so that no word has an effect; unknown ones are an error, as they may be misspelled.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def check_options(options: Mapping[str, Any] | str | None) -> None:
         raise OptionError(f"the option {unknown[0]!r} is unknown", f"some of {', '.join(_KEYS)}", "leave it out")
     mode = content.get("mode")
     if mode is not None:
-        words = mode.split(":") if isinstance(mode, str) else [mode]
+        words = mode.split(":") if isinstance(mode, str) else [repr(mode)]
         if wrong := [word for word in words if word not in MODES]:
             raise OptionError(
                 f"the mode {wrong[0]!r} is unknown", f"some of {', '.join(MODES)}, with colons", "correct it"

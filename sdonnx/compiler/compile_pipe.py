@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from sdonnx.compiler.compile_module import SUPPORTED, compile
+from sdonnx.compiler.compile_module import SUPPORTED, compile, why_unsupported
 from sdonnx.compiler.compile_options import check_options
 from sdonnx.errors import OptionError
 
@@ -28,9 +28,9 @@ def compile_pipe(
 ) -> _Pipe:
     """Compile all components of a pipeline that can be, in place, and return the pipeline.
 
-    Components whose class is not supported, such as a safety checker, stay as they are, with a line in the log. The
-    pipeline's scheduler, tokenizers, callbacks and arguments are those of diffusers, and its images agree with those
-    from before up to the rounding of float32.
+    Components whose class or configuration is not supported, such as a safety checker, stay as they are, with a line in
+    the log. The pipeline's scheduler, tokenizers, callbacks and arguments are those of diffusers, and its images agree
+    with those from before up to the rounding of float32.
 
     Args:
         pipe: A pipeline of diffusers, in float32 on the CPU.
@@ -55,9 +55,8 @@ def compile_pipe(
         raise OptionError(f"ignores {unknown[0]!r}", f"some of {', '.join(components)}", "correct the name")
     modules = {name: part for name, part in components.items() if isinstance(part, torch.nn.Module)}
     _require_no_offloading(pipe, modules)
-    chosen = {
-        name: part for name, part in modules.items() if isinstance(part, tuple(SUPPORTED)) and name not in ignored
-    }
+    reasons = {name: why_unsupported(part) for name, part in modules.items() if name not in ignored}
+    chosen = {name: modules[name] for name, reason in reasons.items() if reason is None}
     if not chosen:
         raise OptionError(
             f"a {type(pipe).__name__} without components to compile",
@@ -68,9 +67,9 @@ def compile_pipe(
     compiled = {name: compile(part) for name, part in chosen.items()}
     for name, part in compiled.items():
         setattr(pipe, name, part)
-    others = sorted(modules.keys() - chosen.keys() - ignored)
-    if others:
-        _LOGGER.info("components that stay in torch: %s", ", ".join(others))
+    for name, reason in reasons.items():
+        if reason is not None:
+            _LOGGER.info("the %s stays in torch: %s", name, reason)
     return pipe
 
 

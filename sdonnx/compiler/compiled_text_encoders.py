@@ -10,8 +10,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling
 from transformers.models.clip.modeling_clip import CLIPTextModelOutput
 
 from sdonnx.compiler.graph_method import GraphMethod, GraphSignature, checked_inputs
-from sdonnx.export.stable_diffusion_xl_export import ProjectedTextEncoder
-from sdonnx.export.wrappers import LayeredTextEncoder, Wrapper
+from sdonnx.export.wrappers import LayeredTextEncoder, ProjectedTextEncoder, Wrapper
 from sdonnx.models.components import (
     HIDDEN_STATES,
     INPUT_IDS,
@@ -37,6 +36,7 @@ class ClipForward(GraphMethod):
     def why_not(self, module: torch.nn.Module) -> str | None:
         config: Any = module.config
         wanted = [name for name in ("output_attentions", "output_hidden_states") if getattr(config, name, False)]
+        wanted += [] if getattr(config, "return_dict", True) else ["return_dict=False"]
         if config.max_position_embeddings < _TRACED_TOKENS:
             return f"its configuration has max_position_embeddings={config.max_position_embeddings}"
         return f"its configuration has {wanted[0]}" if wanted else None
@@ -52,8 +52,10 @@ class ClipForward(GraphMethod):
             if arguments.get(name) is not None:
                 return f"it has {name}"
         for name, value in arguments.get("kwargs", {}).items():
-            if name not in _OPTIONS and value not in (None, False):
+            if name not in _OPTIONS and value is not None and value is not False:
                 return f"it has {name}"
+            if name in _OPTIONS and not isinstance(value, bool | None):
+                return f"it has {name}={value!r}"  # transformers accepts indexes of layers, too
         ids = arguments["input_ids"]
         if not isinstance(ids, torch.Tensor) or ids.dtype not in (torch.int32, torch.int64) or ids.ndim != 2:
             return "input_ids are not whole numbers (B,S)"

@@ -28,7 +28,7 @@ _DEFAULT_TIME_IDS = 6
 
 
 class UNetForward(GraphMethod):
-    """`UNet2DConditionModel.forward`. The variant is the number of sizes that a UNet of SDXL is conditioned on."""
+    """`UNet2DConditionModel.forward`. The variant is the number of sizes that condition the UNet, None without sizes."""
 
     def why_not(self, module: torch.nn.Module) -> str | None:
         config = _config(module)
@@ -42,8 +42,15 @@ class UNetForward(GraphMethod):
         return None
 
     def variant(self, module: torch.nn.Module, arguments: Mapping[str, Any] | None, before: Hashable) -> Hashable:
+        config = _config(module)
+        if config["addition_embed_type"] != "text_time":
+            return None
         found = None if arguments is None else _count_time_ids(module, arguments["added_cond_kwargs"])
-        return found or before or _DEFAULT_TIME_IDS
+        if found or before:
+            return found or before
+        # The pooled text has one value at least.
+        most = (config["projection_class_embeddings_input_dim"] - 1) // config["addition_time_embed_dim"]
+        return min(_DEFAULT_TIME_IDS, int(most))
 
     def describe(self, variant: Hashable) -> str:
         return f"{variant} time_ids"
@@ -52,11 +59,10 @@ class UNetForward(GraphMethod):
         config: dict[str, Any] = dict(_config(module))
         inputs: tuple[TensorSpec, ...] = (SAMPLE, _TIMESTEP, ENCODER_HIDDEN_STATES)
         wrapper: type[Wrapper] = Denoiser
-        if config["addition_embed_type"] == "text_time" and isinstance(variant, int):
+        if isinstance(variant, int):
             width, total = config["addition_time_embed_dim"], config["projection_class_embeddings_input_dim"]
-            time_ids = min(variant, (total - 1) // width)  # the pooled text has one value at least
-            sizes = TensorSpec(_TIME_IDS, ("batch_size", time_ids), keeps_float32=True)
-            inputs = (*inputs, TensorSpec(_TEXT_EMBEDS, ("batch_size", total - time_ids * width)), sizes)
+            sizes = TensorSpec(_TIME_IDS, ("batch_size", variant), keeps_float32=True)
+            inputs = (*inputs, TensorSpec(_TEXT_EMBEDS, ("batch_size", total - variant * width)), sizes)
             wrapper = SizeConditionedDenoiser
         spec = ComponentSpec("unet", "unet", Role.DENOISER, inputs, (OUT_SAMPLE,))
         return GraphSignature(spec, config, wrapper, variant)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from sdonnx.doctor.cache import write_verdict
@@ -14,10 +14,23 @@ from sdonnx.doctor.measured_verdicts import MEASURED_VERDICTS_FILE
 from sdonnx.doctor.sessions import OpenKernel, kernel_opener
 from sdonnx.doctor.verdict import Key, Verdict, judge, keep_known_faults
 
-__all__ = ["EIGHT_BIT_OPERATORS", "known_own_verdict", "own_identity", "own_verdict"]
+__all__ = ["EIGHT_BIT_OPERATORS", "formats_of_types", "known_own_verdict", "own_identity", "own_verdict"]
 
 EIGHT_BIT_OPERATORS = frozenset({"QuantizeRows", "LayerNormRows", "SplitGeluRows", "ScaledMatMul"})
-"""Our operators that only quantized folders use. GPUs before sm_89 have no products of fp8."""
+"""Our operators that only quantized folders use. The names of their kernel cases contain the format of activations."""
+
+
+def formats_of_types(types: Iterable[str]) -> frozenset[str]:
+    """Return the formats of activations that quantization types multiply; none for those of weights only.
+
+    GPUs before sm_89 have products of int8, and none of fp8.
+
+    Args:
+        types: names of types (`sdonnx.quantization.quantization_types.TYPES`).
+    """
+    rounding = [name for name in types if "weightonly" not in name]
+    return frozenset(each for name in rounding for each in (("int8",) if name.startswith("int8") else ("e4m3", "e5m2")))
+
 
 Identify = Callable[[int, str], Mapping[str, str]]
 

@@ -17,6 +17,7 @@ __all__ = [
     "ImageDecoder",
     "ImageEncoder",
     "LayeredTextEncoder",
+    "ProjectedTextEncoder",
     "SizeConditionedDenoiser",
     "TextEncoder",
     "Wrapper",
@@ -66,6 +67,15 @@ class LayeredTextEncoder(Wrapper):
         """Run the text encoder, and also return the input of each layer."""
         output = self.model(input_ids=input_ids, output_hidden_states=True)
         return output.last_hidden_state, output.pooler_output, *output.hidden_states
+
+
+class ProjectedTextEncoder(Wrapper):
+    """CLIP with a projection: input_ids (B,S) -> text_embeds (B,P), last_hidden_state (B,S,D), hidden_states.0 ... .n (B,S,D)."""
+
+    def run(self, input_ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Run the text encoder, project the last token, and also return the input of each layer."""
+        output = self.model(input_ids=input_ids, output_hidden_states=True)
+        return output.text_embeds, output.last_hidden_state, *output.hidden_states
 
 
 class Denoiser(Wrapper):

@@ -110,7 +110,8 @@ def scaled_self_attention(node: ir.Node, heads: int, scale: float) -> WalkResult
     width, inner = (static_dim(first.weight, axis) for axis in range(2))
     if width is None or inner is None or len(dims(result) or ()) != 3:
         return NOT_A_CANDIDATE
-    if (reason := check_heads([width], heads, scale)) is not None:
+    reason = check_heads([width], heads, scale) or check_rows(first.rows.source, inner)
+    if reason is not None or (reason := check_own_scaled_mat_mul(first.weight, None)) is not None:
         return Refused(reason)
     tensor = stacked([tensor_of(each.weight) for each in parts], [3 * width, inner])
     if tensor is None:

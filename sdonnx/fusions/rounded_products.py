@@ -64,7 +64,9 @@ def rounded_product(x: ir.Value | None, weight: ir.Value | None) -> RoundedProdu
         return None
     stored, scales = restored.inputs[:2]
     number_format = None if stored is None or stored.dtype is None else _FORMATS.get(stored.dtype)
-    if stored is None or scales is None or number_format is None or len(dims(scales) or ()) != 1:
+    if stored is None or not is_weight(stored) or number_format is None:
+        return None
+    if scales is None or len(dims(scales) or ()) != 1:
         return None
     return RoundedProduct(rows, stored, number_format, scales, gate)
 
@@ -74,7 +76,7 @@ def rounded_projections(node: ir.Node) -> list[RoundedProduct]:
     products = [producer_of(optional_input(node, index), "MatMul") for index in range(3)]
     found = [None if each is None else rounded_product(each.inputs[0], each.inputs[1]) for each in products]
     parts = [each for each in found if each is not None and each.gate is None]
-    kinds = {(id(each.rows.source), each.rows, each.number_format, dims(each.weight)) for each in parts}
+    kinds = {(each.rows, each.number_format, dims(each.weight)) for each in parts}
     return parts if len(parts) == 3 and len(kinds) == 1 else []
 
 
@@ -84,7 +86,8 @@ def _gated(weight: ir.Value | None) -> tuple[ir.Value | None, ir.Value | None]:
     if product is None:
         return weight, None
     for factor, gate in (tuple(product.inputs), tuple(reversed(product.inputs))):
-        if producer_of(factor, "Transpose") is not None and gate is not None and len(dims(gate) or ()) == 1:
+        sizes = dims(factor) if producer_of(factor, "Transpose") is not None and factor is not None else None
+        if gate is not None and sizes is not None and dims(gate) == sizes[1:]:
             return factor, gate
     return weight, None
 

@@ -1,8 +1,8 @@
 """Compute the scales of gated products together.
 
-PixArt multiplies the result of a product by a gate, which the timestep decides. In 8 bits the gate becomes part of the
-scales of the weight's columns: scales_i * gate_i, for two products of each block. These are small launches, 112 in a
-step of PixArt-alpha, which are one of each kind for up to 32 products here.
+Transformers with adaptive norms multiply the result of a product by a gate, which the timestep decides. In 8 bits the
+gate becomes part of the scales of the weight's columns: scales_i * gate_i, for two products of each block. Apart,
+these are two small launches for each product. Here, up to 32 products share one launch of each kind.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 
 import onnx_ir as ir
 
-from sdonnx.graph.edit import insert, insert_multi, known_size, replace, required
+from sdonnx.graph.edit import dtype_of, insert, insert_multi, known_size, replace, required
 from sdonnx.graph.match import producer_of
 from sdonnx.operators.case import OWN_DOMAIN
 
@@ -28,10 +28,11 @@ def stack_scales(model: ir.Model) -> int:
     Gates that depend on the result of a scaled product stay apart, since the stack needs all of them.
     """
     late = _behind_products(model.graph)
-    groups: dict[int, list[ir.Node]] = {}
+    groups: dict[object, list[ir.Node]] = {}
     for node in dict.fromkeys(_gated_scales(model.graph)):
         if late.isdisjoint(node.inputs):
-            groups.setdefault(known_size(node.outputs[0], 0), []).append(node)
+            types = tuple(dtype_of(required(required(producer_of(each, "Cast")).inputs[0])) for each in node.inputs)
+            groups.setdefault((known_size(node.outputs[0], 0), types), []).append(node)
     parts = [
         nodes[start : start + _MAX_STACK] for nodes in groups.values() for start in range(0, len(nodes), _MAX_STACK)
     ]

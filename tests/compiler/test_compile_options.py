@@ -33,7 +33,8 @@ def test_options_of_onediff_are_accepted(options: Any) -> None:
     [
         ({"modes": "O2"}, "the option 'modes' is unknown", "mode, memory_format"),
         ("max-optimise", "the mode 'max-optimise' is unknown", "max-optimize"),
-        ({"mode": 3}, "the mode 3 is unknown", "O2"),
+        ({"mode": 3}, "the mode '3' is unknown", "O2"),
+        ({"mode": ["O3"]}, "is unknown", "O2"),
         ({"memory_format": "nhwc"}, "the memory_format 'nhwc' is unknown", "channels_last"),
         ({"dynamic": "yes"}, "dynamic is 'yes'", "true or false"),
         ({"options": ["a"]}, "options is ['a']", "an object"),

@@ -164,6 +164,8 @@ def test_hooks_that_capture_hidden_states_are_no_change() -> None:
         ({"attention_mask": torch.ones(1, 5, dtype=torch.long)}, "it has attention_mask"),
         ({"position_ids": torch.arange(5)[None]}, "it has position_ids"),
         ({"output_attentions": True}, "it has output_attentions"),
+        ({"output_hidden_states": -2}, "it has output_hidden_states=-2"),
+        ({"token_type_ids": torch.zeros(1, 5)}, "it has token_type_ids"),
     ],
 )
 def test_other_calls_run_in_torch(arguments: dict[str, Any], reason: str, in_torch: list[str]) -> None:

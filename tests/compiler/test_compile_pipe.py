@@ -123,6 +123,22 @@ def test_an_ignored_component_stays_in_torch(micro: Path) -> None:
     assert isinstance(pipe.unet, CompiledModule)
 
 
+def test_an_unsupported_component_stays_in_torch(micro: Path, messages: list[str]) -> None:
+    """A class of the user, derived from a supported one, may compute something else."""
+    pipe = in_diffusers(micro)
+
+    class Changed(type(pipe.unet)):  # type: ignore[misc]
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return super().forward(*args, **kwargs)
+
+    pipe.unet.__class__ = Changed
+    sdonnx.compile_pipe(pipe, ignores="vae")
+    assert [isinstance(getattr(pipe, name), CompiledModule) for name in ("unet", "vae", "text_encoder")] == [
+        False, False, True,
+    ]  # fmt: skip
+    assert messages == ["the unet stays in torch: its class is not supported"]
+
+
 def test_a_compiled_pipeline_can_be_saved(pipes: tuple[Any, Any], tmp_path: Path) -> None:
     plain, compiled = pipes
     compiled.save_pretrained(tmp_path / "saved")

@@ -281,6 +281,15 @@ def test_a_gate_that_depends_on_a_product_stays_apart() -> None:
     assert operators(after, "Mul", "Concat") == {"Mul": 2, "Concat": 2}
 
 
+def test_a_gate_of_one_number_is_no_gate_of_columns() -> None:
+    """The product stays as it is: its scales would have another size."""
+    body = "g = Mul(w, one) y = MatMul(x, g)"
+    weights: dict[str, Array] = {"w": WEIGHTS["w"], "one": np.full(1, 2, np.float16)}
+    model = quantized(body, "fp8_e4m3_e4m3_dynamic", "float16[B,S,64] x", weights=weights)
+    after, _ = swapped(model)
+    assert operators(after, "ScaledMatMul") == {"ScaledMatMul": 0}
+
+
 def test_weights_are_the_bytes_of_the_file(tmp_path: Any) -> None:
     model = quantized(BODIES["product"], "fp8_e4m3_e4m3_dynamic")
     ir.save(model, tmp_path / "model.onnx", external_data="model.onnx.data", size_threshold_bytes=1024)

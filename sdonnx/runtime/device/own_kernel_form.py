@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from sdonnx.doctor.check_kernels import CaseResult
 from sdonnx.doctor.first_use import SelfCheck, self_check
 from sdonnx.doctor.kernel_library import KernelLibrary, usable_library
 from sdonnx.doctor.nearest_verdict import is_near, other_versions
-from sdonnx.doctor.own_kernel_check import EIGHT_BIT_OPERATORS, known_own_verdict, own_verdict
+from sdonnx.doctor.own_kernel_check import EIGHT_BIT_OPERATORS, formats_of_types, known_own_verdict, own_verdict
 from sdonnx.doctor.verdict import Key, Verdict
 from sdonnx.runtime.device.awaits_verdict import AwaitsVerdict
 from sdonnx.runtime.device.device import Device
@@ -63,7 +63,7 @@ class OwnKernelForm(AwaitsVerdict):
         self.kernel_library: Path | None = None
         self._key: Key = {}
         self._unconfirmed = ""  # how the machine of the verdict differs from this one
-        self._ignored = frozenset() if _is_quantized(report) else EIGHT_BIT_OPERATORS
+        self._formats = formats_of_types(_quantization_types(report))
         options = report.get("options")
         if not isinstance(options, Mapping) or options.get("kernels") != "auto":
             return
@@ -129,11 +129,16 @@ class OwnKernelForm(AwaitsVerdict):
         return next(iter([*wrong, *lost]), "")
 
     def _in_use(self, results: Iterable[CaseResult]) -> list[CaseResult]:
-        return [result for result in results if result.operator not in self._ignored]
+        return [
+            result
+            for result in results
+            if result.operator not in EIGHT_BIT_OPERATORS or any(each in result.case for each in self._formats)
+        ]
 
 
-def _is_quantized(report: Mapping[str, Any]) -> bool:
-    """Return whether a component of an optimized folder has weights in 8 bits, from the folder's report."""
+def _quantization_types(report: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the quantization types of an optimized folder's components, from the folder's report."""
     components = report.get("components")
-    parts = components.values() if isinstance(components, Mapping) else ()
-    return any(isinstance(part, Mapping) and bool(part.get("quantized")) for part in parts)
+    for part in components.values() if isinstance(components, Mapping) else ():
+        found = part.get("quantized") if isinstance(part, Mapping) else None
+        yield from map(str, found) if isinstance(found, Mapping) else ()

@@ -16,12 +16,13 @@ from support.doctor import AwaitedCheck
 from sdonnx.doctor.check_kernels import CaseResult
 from sdonnx.doctor.first_use import SELF_CHECK
 from sdonnx.doctor.kernel_library import KernelLibrary
-from sdonnx.doctor.own_kernel_check import EIGHT_BIT_OPERATORS
+from sdonnx.doctor.own_kernel_check import EIGHT_BIT_OPERATORS, formats_of_types
 from sdonnx.doctor.verdict import Verdict
 from sdonnx.folder.pipeline_folder import PipelineFolder
 from sdonnx.models.registry import family_of
 from sdonnx.models.spec import Role
-from sdonnx.operators.operator_table import OWN_CONTRACTS
+from sdonnx.operators.operator_table import OWN_CONTRACTS, OWN_KERNEL_CASES
+from sdonnx.quantization.quantization_types import TYPES
 from sdonnx.runtime import graph_set
 from sdonnx.runtime.device import own_kernel_form
 from sdonnx.runtime.device.device import Device
@@ -108,21 +109,34 @@ def chosen(caplog: pytest.LogCaptureFixture, report: Any = AUTO, **settings: Any
     return form.kernel_library, line
 
 
-QUANTIZED = AUTO | {"components": {"unet": {"quantized": {"fp8_static": {}}}, "vae_decoder": {"quantized": {}}}}
-LOST_FP8 = CaseResult("ScaledMatMul", "a case", "float16", "", None, "cuBLASLt has no product")
-WRONG_FP8 = CaseResult("LayerNormRows", "a case", "float16", "", 0.5)
+LOST_FP8 = CaseResult("ScaledMatMul", "3x7 64x320 e4m3xe4m3", "float16", "", None, "cuBLASLt has no product")
+WRONG_FP8 = CaseResult("LayerNormRows", "3x7x320 e4m3", "float16", "", 0.5)
+
+
+def quantized_by(name: str) -> dict[str, Any]:
+    return AUTO | {"components": {"unet": {"quantized": {name: {}}}, "vae_decoder": {"quantized": {}}}}
 
 
 @pytest.mark.parametrize("found", [verdict(unavailable=(LOST_FP8,)), verdict(faults=(WRONG_FP8,))])
-def test_faults_in_8_bits_concern_quantized_folders_only(
+def test_faults_in_8_bits_concern_folders_of_the_same_formats_only(
     found: Verdict, machine: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     """GPUs before sm_89 have no products of fp8, and all other kernels."""
     machine["known"] = found
-    assert chosen(caplog)[0] == LIBRARY.path
-    path, line = chosen(caplog, QUANTIZED)
+    for report in (AUTO, quantized_by("int8_dynamic"), quantized_by("fp8_e4m3_weightonly")):
+        assert chosen(caplog, report)[0] == LIBRARY.path
+    path, line = chosen(caplog, quantized_by("fp8_static"))
     assert path is None
     assert ("ScaledMatMul did not run" if found.unavailable else "LayerNormRows is wrong") in line
+
+
+def test_types_have_formats_of_activations() -> None:
+    for name, kind in TYPES.items():
+        formats = formats_of_types([name])
+        assert (kind.activations is None) == (not formats)
+        assert kind.activations is None or kind.activations.name in formats
+    cases = [case for case in OWN_KERNEL_CASES if case.op_type in EIGHT_BIT_OPERATORS]
+    assert all(any(each in case.name for each in ("e4m3", "e5m2", "int8")) for case in cases)
 
 
 def test_operators_of_8_bits_are_those_with_patterns() -> None:
