@@ -28,7 +28,7 @@ _DEFAULT_TIME_IDS = 6
 
 
 class UNetForward(GraphMethod):
-    """`UNet2DConditionModel.forward`. The variant is the number of sizes that condition the UNet, None without sizes."""
+    """`UNet2DConditionModel.forward`. The variant is the number of sizes that it reads, None without sizes."""
 
     def why_not(self, module: torch.nn.Module) -> str | None:
         config = _config(module)

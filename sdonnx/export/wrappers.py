@@ -70,7 +70,7 @@ class LayeredTextEncoder(Wrapper):
 
 
 class ProjectedTextEncoder(Wrapper):
-    """CLIP with a projection: input_ids (B,S) -> text_embeds (B,P), last_hidden_state (B,S,D), hidden_states.0 ... .n (B,S,D)."""
+    """CLIP: input_ids (B,S) -> text_embeds (B,P), last_hidden_state (B,S,D), hidden_states.0 ... .n (B,S,D)."""
 
     def run(self, input_ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Run the text encoder, project the last token, and also return the input of each layer."""
