@@ -168,6 +168,22 @@ def _trains_vae(run: Mapping[str, Any]) -> bool:
     return any(each.get("part") == "vae" for each in run.get("curve", ()))
 
 
+def add_earlier(runs: list[dict[str, Any]], earlier: Mapping[str, Any], new: Collection[str]) -> None:
+    """Add a run that the training of pipelines resumed from to a record, in place; one that is in it is marked.
+
+    Args:
+        runs: the lines of the record so far.
+        earlier: the result of the run.
+        new: names of the pipelines.
+    """
+    same = ("command", "seconds", "device")
+    for run in runs:
+        if all(run.get(name) == earlier.get(name) for name in same):
+            run["resumed_by"] = list(dict.fromkeys([*run.get("resumed_by", ()), *new]))
+            return
+    runs.append({**earlier, "pipelines": {}, "resumed_by": list(new)})
+
+
 def check_results(results: Sequence[Mapping[str, Any]], names: Collection[str]) -> dict[str, Mapping[str, Any]]:
     """Return the accuracy of each pipeline, by its name and measure.
 
@@ -232,7 +248,8 @@ def ship(
     others = shipped_pipelines(new)
     join_pipelines(others | new)
     read = kept_runs(record, new, others)
-    read += [read_json(path) | {"pipelines": {}, "resumed_by": list(new)} for path in earlier]
+    for path in earlier:
+        add_earlier(read, read_json(path), new)
     read += [read_json(path) for path in result_files(folders, results)]
     runs = [run for index, run in enumerate(read) if run not in read[:index]]
     accuracy = check_results(runs, [name for name in TRAINED if name in new or name in others])

@@ -228,7 +228,7 @@ def test_runs_that_a_training_resumed_from_are_recorded(folders: list[Path], pac
     """Their accuracy does not count, and they remain as long as the pipeline ships."""
     record, first = tmp_path / "record.json", tmp_path / "first.json"
     SCRIPT.ship(folders[:1], [], record)
-    poor = result("shapes-dit", shape=counted(1700, 2000)) | {"curve": []}
+    poor = result("shapes-dit", shape=counted(1700, 2000)) | {"curve": [], "seconds": 3.0}
     first.write_text(json.dumps(poor))
     second = result("shapes-dit") | {"curve": []}
     (folders[1].parent / "result.json").write_text(json.dumps(second))
@@ -239,6 +239,21 @@ def test_runs_that_a_training_resumed_from_are_recorded(folders: list[Path], pac
     assert earlier in lines(record)
     SCRIPT.ship(folders[1:], [], record)
     assert earlier not in lines(record)
+
+
+def test_a_run_that_trained_another_pipeline_is_recorded_once(
+    folders: list[Path], package: Path, tmp_path: Path
+) -> None:
+    """The first run trained both pipelines, and only one of them was accurate."""
+    record, first = tmp_path / "record.json", tmp_path / "first.json"
+    both = result("shapes") | {"seconds": 9.0, "device": "a GPU"}
+    (folders[0].parent / "result.json").write_text(json.dumps(both))
+    SCRIPT.ship(folders[:1], [], record)
+    first.write_text(json.dumps(both))
+    (folders[1].parent / "result.json").write_text(json.dumps(result("shapes-dit") | {"curve": [], "seconds": 5.0}))
+    SCRIPT.ship(folders[1:], [], record, [first])
+    assert [run["seconds"] for run in lines(record)] == [9.0, 5.0]
+    assert lines(record)[0] == both | {"resumed_by": ["shapes-dit"]}
 
 
 def test_a_pipeline_is_replaced_and_the_other_one_kept(folders: list[Path], package: Path, tmp_path: Path) -> None:
