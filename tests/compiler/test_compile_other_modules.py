@@ -11,6 +11,7 @@ import pytest
 import torch
 from diffusers import AutoencoderKL
 from diffusers.models.autoencoders.vae import DecoderOutput
+from support.logged_lines import logged_lines
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
 
 import sdonnx
@@ -66,16 +67,10 @@ def encoders(request: pytest.FixtureRequest) -> tuple[Any, Any]:
 
 
 @pytest.fixture
-def in_torch(caplog: pytest.LogCaptureFixture) -> Iterator[list[str]]:
+def in_torch() -> Iterator[list[str]]:
     """The reasons for which torch computes calls, while the test runs."""
-    found: list[str] = []
-    with caplog.at_level(logging.WARNING, "sdonnx"):
-        handler = logging.Handler()
-        handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
-        logger = logging.getLogger("sdonnx")
-        logger.addHandler(handler)
-        yield found
-        logger.removeHandler(handler)
+    with logged_lines(logging.WARNING) as lines:
+        yield lines
 
 
 @pytest.mark.parametrize("shape", [(1, 4, 5, 7), (3, 4, 8, 8)])

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from support.diffusers_pipelines import in_diffusers
+from support.logged_lines import logged_lines
 from support.pipeline_cache import PipelineCache
 from support.pipelines import refused
 
@@ -32,10 +33,10 @@ def pipes(micro: Path) -> tuple[Any, Any]:
 
 
 @pytest.fixture
-def messages(caplog: pytest.LogCaptureFixture) -> Iterator[list[str]]:
-    """The lines of this project in the log."""
-    with caplog.at_level(logging.INFO, "sdonnx"):
-        yield caplog.messages
+def messages() -> Iterator[list[str]]:
+    """The lines of this project in the log, while the test runs."""
+    with logged_lines(logging.INFO) as lines:
+        yield lines
 
 
 def _own(messages: list[str]) -> list[str]:
@@ -103,6 +104,7 @@ def test_image_to_image_with_the_same_components(pipes: tuple[Any, Any]) -> None
 
 
 @pytest.mark.slow
+@numpy_warns
 def test_stable_diffusion_xl(pipelines: PipelineCache, messages: list[str]) -> None:
     """Two text encoders, and a UNet that is conditioned on sizes."""
     folder = pipelines.micro("sdxl-tiny")
