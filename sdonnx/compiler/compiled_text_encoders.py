@@ -67,16 +67,14 @@ class ClipForward(GraphMethod):
         return checked_inputs({INPUT_IDS.name: ids.to(torch.int32)}, signature)
 
     def result(self, outputs: Sequence[torch.Tensor], arguments: Mapping[str, Any]) -> Any:
-        return self._shaped(self._output(outputs, arguments), arguments)
+        output = self._output(outputs, arguments)
+        return output.to_tuple() if arguments.get("kwargs", {}).get("return_dict") is False else output
 
     def _output(self, outputs: Sequence[torch.Tensor], arguments: Mapping[str, Any]) -> Any:
         last, pooled, *layers = outputs
         return BaseModelOutputWithPooling(
             last_hidden_state=last, pooler_output=pooled, hidden_states=_layers(layers, arguments)
         )
-
-    def _shaped(self, output: Any, arguments: Mapping[str, Any]) -> Any:
-        return output.to_tuple() if arguments.get("kwargs", {}).get("return_dict") is False else output
 
 
 class ProjectedClipForward(ClipForward):
