@@ -12,14 +12,13 @@ noise of each is the same for all types. Milliseconds are those of a step with g
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import json
-import platform
+import shlex
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from sdonnx.benchmark.record import environment
 from sdonnx.folder.pipeline_folder import ONNX_MODEL, ONNX_WEIGHTS, PipelineFolder
 from sdonnx.folder.prompt_file import PROMPTS, read_prompts
 from sdonnx.metrics import psnr, relative_error
@@ -66,38 +66,28 @@ def main() -> None:
     options = parser.parse_args()
     prompts = PROMPTS[:2] if options.prompts is None else read_prompts(options.prompts)
     settings = ProbeSettings(tuple(prompts), options.steps, options.size)
+    record: dict[str, Any] = {
+        "pipeline": options.name or options.exported.resolve().name,
+        "settings": {
+            "prompts": list(prompts),
+            "steps": options.steps,
+            "size": options.size,
+            "seed": 0,
+            "calibration_method": options.calibration_method,
+            "provider": options.provider,
+            "captions": options.captions,
+        },
+        "command": shlex.join(["python", *sys.argv]),
+        "environment": environment(),
+        "types": {},
+    }
     with tempfile.TemporaryDirectory() as work:
         types = [TYPES[name] for name in options.types]
-        rows = measure(
-            options.exported,
-            Path(work),
-            settings,
-            types,
-            options.calibration_method,
-            options.provider,
-            options.captions,
-        )
-    options.json.write_text(
-        json.dumps(
-            {
-                "pipeline": options.name or options.exported.resolve().name,
-                "settings": {
-                    "prompts": list(prompts),
-                    "steps": options.steps,
-                    "size": options.size,
-                    "seed": 0,
-                    "calibration_method": options.calibration_method,
-                    "provider": options.provider,
-                    "captions": options.captions,
-                },
-                "versions": {name: importlib.metadata.version(name) for name in ("onnxruntime", "onnx", "numpy")},
-                "processor": platform.machine(),
-                "types": rows,
-            },
-            indent=1,
-        )
-        + "\n"
-    )
+        method, provider = options.calibration_method, options.provider
+        for name, row in measure(options.exported, Path(work), settings, types, method, provider, options.captions):
+            record["types"][name] = row
+            # After each type, so that a run that is stopped leaves what it has measured.
+            options.json.write_text(json.dumps(record, indent=1) + "\n")
 
 
 def measure(
@@ -108,8 +98,8 @@ def measure(
     method: str,
     provider: str,
     captions: int,
-) -> dict[str, dict[str, Any]]:
-    """Return the measurements of each type by its name, and of the reference by "float32".
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the name and the measurements of each type, first of the reference, "float32".
 
     Args:
         exported: the exported pipeline.
@@ -126,8 +116,9 @@ def measure(
     reference = work / "float32"
     optimize_folder(exported, reference, provider=provider)
     recorded = run_probe(reference, provider, settings)
-    rows = {"float32": _sizes(reference, denoiser) | _drawn(reference, provider, prompts)}
-    print("float32", rows["float32"], flush=True)
+    row = _sizes(reference, denoiser) | _drawn(reference, provider, prompts)
+    print("float32", row, flush=True)
+    yield "float32", row
     for kind in [None, *types] if is_gpu else types:
         name = "float16" if kind is None else kind.name
         config = None if kind is None else QuantizationConfig(kind)
@@ -148,9 +139,9 @@ def measure(
             "error": _error(reference, folder, denoiser, recorded, provider),
             "psnr_db": _decibels(recorded, found),
         }
-        rows[name] = row | _drawn(folder, provider, prompts)
-        print(name, rows[name], flush=True)
-    return rows
+        row |= _drawn(folder, provider, prompts)
+        print(name, row, flush=True)
+        yield name, row
 
 
 def _drawn(folder: Path, provider: str, captions: Sequence[str]) -> dict[str, Any]:

@@ -1,13 +1,15 @@
 // The fastest of cuBLASLt's algorithms for a product (docs/decisions/0147).
 //
-// The first product of a size, which is not captured, times the algorithms that the heuristic names. Only those whose result
-// has the bits of the first one's count, so that the choice, which may differ between processes, does not change a result.
+// The first product of a size, which is not captured, times the algorithms that the heuristic names. An algorithm may be taken
+// only if its result has the same bits as that of the first one, so that the choice, which may differ between processes, does
+// not change a result.
 #pragma once
 #include <algorithm>
 #include <cmath>
 #include <initializer_list>
 #include <map>
 #include <mutex>
+#include <utility>
 
 #include "cublas_lt.h"
 #include "device.cuh"
@@ -79,7 +81,7 @@ inline int count_worth_timing(float microseconds, int count) {
   return microseconds < kLong ? (count + 1) / 2 : count;
 }
 
-// Return the algorithm that takes least time.
+// Return the algorithm that takes least time, of those that run.
 //
 // `multiply` runs an algorithm and returns cuBLASLt's status. The result begins at y and has as many bytes as `count` halves.
 template <class Multiply>
@@ -93,7 +95,7 @@ lt::Algorithm fastest_algorithm(const Context& context, const Algorithms& algori
   check_cuda(cudaMemsetAsync(sums, 0, sizeof(unsigned long long) * Algorithms::kMost, stream), "cudaMemsetAsync");
   const Events events;
   float times[Algorithms::kMost];
-  int timed = algorithms.count;
+  int timed = algorithms.count, first = -1;
   for (int i = 0; i < timed; i++) {
     times[i] = INFINITY;
     const auto again = [&] { return multiply(algorithms.found[i].algorithm); };
@@ -104,21 +106,43 @@ lt::Algorithm fastest_algorithm(const Context& context, const Algorithms& algori
     check_cuda(cudaEventRecord(events.behind, stream), "cudaEventRecord");
     check_cuda(cudaEventSynchronize(events.behind), "cudaEventSynchronize");
     check_cuda(cudaEventElapsedTime(&times[i], events.before, events.behind), "cudaEventElapsedTime");
-    if (i == 0) timed = count_worth_timing(times[0] * 1000 / kRuns, algorithms.count);
+    if (first < 0) {
+      first = i;
+      timed = std::max(i + 1, count_worth_timing(times[i] * 1000 / kRuns, algorithms.count));
+    }
   }
+  require(first >= 0, "cuBLASLt runs none of its " + std::to_string(algorithms.count) + " algorithms for a product");
   unsigned long long found[Algorithms::kMost];
   check_cuda(cudaMemcpyAsync(found, sums, sizeof found, cudaMemcpyDeviceToHost, stream), "cudaMemcpyAsync");
   check_cuda(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
-  int best = 0;
-  float limit = times[0] * kWorthwhile;
-  for (int i = 1; i < timed; i++) {
-    if (found[i] == found[0] && times[i] < limit) {
+  int best = first;
+  float limit = times[first] * kWorthwhile;
+  for (int i = first + 1; i < timed; i++) {
+    if (found[i] == found[first] && times[i] < limit) {
       best = i;
       limit = times[i];
     }
   }
   return algorithms.found[best].algorithm;
 }
+
+// cuBLASLt's description of the products of one size, and their algorithm.
+struct ProductPlan {
+  lt::Descriptor descriptor = nullptr;
+  lt::Layout w = nullptr, x = nullptr, y = nullptr;
+  lt::Algorithm algorithm{};
+  bool is_final = false;  // whether the algorithms of this size have been timed
+
+  ProductPlan() = default;
+  ProductPlan(const ProductPlan&) = delete;
+  ProductPlan& operator=(const ProductPlan&) = delete;
+  ~ProductPlan() {
+    const lt::Library& cublas = lt::library();
+    for (const lt::Layout layout : {w, x, y})
+      if (layout) cublas.layout_destroy(layout);
+    if (descriptor) cublas.descriptor_destroy(descriptor);
+  }
+};
 
 // The fastest algorithms of all products of the process, by their sizes.
 template <class Key>

@@ -44,7 +44,7 @@ inline Signature abi_probe_signature() {
 // Runtime's API version, the digest of the sources (Makefile), the version of nvcc, and the architectures that kernels were
 // compiled for.
 SDONNX_EXPORT const char* sdonnx_kernels_build() {
-  return "operators=11 api=18 sources=" SDONNX_SOURCES " compiler=" SDONNX_COMPILER
+  return "operators=12 api=18 sources=" SDONNX_SOURCES " compiler=" SDONNX_COMPILER
          " architectures=" SDONNX_ARCHITECTURES;
 }
 
@@ -61,7 +61,7 @@ SDONNX_EXPORT ort::Status* RegisterCustomOps(ort::SessionOptions* options, const
       Operator(stacked_mat_mul_signature()), Operator(self_attention_signature()),
       Operator(quantize_rows_signature()),   Operator(layer_norm_rows_signature()),
       Operator(split_gelu_rows_signature()), Operator(scaled_mat_mul_signature()),
-      Operator(abi_probe_signature()),
+      Operator(sum_rows_signature()),        Operator(abi_probe_signature()),
   };
   ort::Domain* domain = nullptr;  // lives as long as the process
   if (ort::Status* status = ort::create_domain(api, "sdonnx", &domain)) return status;

@@ -44,10 +44,6 @@ class Multiplier {
 // cuBLASLt's matrices are by columns: y^T (N,M) = w^T (N,K) x^T (K,M), so that no matrix is transposed.
 class Multiplier {
  public:
-  ~Multiplier() {
-    for (auto& [key, plan] : plans_) release(plan);
-  }
-
   void run(const Context& context, const Product& p) {
     int device = 0;
     check_cuda(cudaGetDevice(&device), "cudaGetDevice");
@@ -55,7 +51,7 @@ class Multiplier {
     const std::lock_guard<std::mutex> lock(mutex_);
     const Key key{device, p.m, p.n, p.k, p.groups, p.bias != nullptr, p.residual != nullptr, p.gelu,
                   alignment_of({p.x, p.w, p.y, p.residual, p.bias})};
-    Plan& plan = plan_for(p, key);
+    ProductPlan& plan = plan_for(p, key);
     if (p.bias)
       lt::check_status(lt::library().descriptor_set(plan.descriptor, lt::kBiasPointer, &p.bias, sizeof p.bias), "bias");
     const auto multiply_by = [&](const lt::Algorithm& algorithm) { return multiply(context, handle, p, plan, algorithm); };
@@ -74,14 +70,7 @@ class Multiplier {
     auto tie() const { return std::tie(device, m, n, k, groups, bias, residual, gelu, alignment); }
     bool operator<(const Key& other) const { return tie() < other.tie(); }
   };
-  struct Plan {
-    lt::Descriptor descriptor = nullptr;
-    lt::Layout w = nullptr, x = nullptr, y = nullptr;
-    lt::Algorithm algorithm{};
-    bool is_final = false;  // whether the algorithms of this size have been timed
-  };
-
-  static int multiply(const Context& context, lt::Handle handle, const Product& p, const Plan& plan,
+  static int multiply(const Context& context, lt::Handle handle, const Product& p, const ProductPlan& plan,
                       const lt::Algorithm& algorithm) {
     const float one = 1, beta = p.residual ? 1.0f : 0.0f;
     return lt::library().multiply(handle, plan.descriptor, &one, p.w, plan.w, p.x, plan.x, &beta,
@@ -89,20 +78,20 @@ class Multiplier {
                                   context.stream());
   }
 
-  Plan& plan_for(const Product& p, const Key& key) {
-    const auto present = plans_.find(key);
-    if (present != plans_.end()) return present->second;
-    Plan plan;
-    try {
-      fill(plan, p);
-    } catch (const Failure&) {
-      release(plan);
-      throw;
+  ProductPlan& plan_for(const Product& p, const Key& key) {
+    const auto [at, is_new] = plans_.try_emplace(key);
+    if (is_new) {
+      try {
+        fill(at->second, p);
+      } catch (const Failure&) {
+        plans_.erase(at);
+        throw;
+      }
     }
-    return plans_.emplace(key, plan).first->second;
+    return at->second;
   }
 
-  static void fill(Plan& plan, const Product& p) {
+  static void fill(ProductPlan& plan, const Product& p) {
     const lt::Library& cublas = lt::library();
     lt::check_status(cublas.descriptor_create(&plan.descriptor, lt::kCompute32, lt::kReal32), "descriptor");
     const uint32_t epilogue = (p.gelu ? lt::kGelu : 0) | (p.bias ? lt::kBias : 0);
@@ -120,7 +109,7 @@ class Multiplier {
     }
   }
 
-  static Algorithms list(lt::Handle handle, const Product& p, const Key& key, const Plan& plan) {
+  static Algorithms list(lt::Handle handle, const Product& p, const Key& key, const ProductPlan& plan) {
     constexpr int kMost = 8;
     const Algorithms found = list_algorithms(handle, plan.descriptor, plan.w, plan.x, plan.y, key.alignment, kMost);
     require(found.count > 0, "cuBLASLt has no algorithm for a product of " + std::to_string(p.m) + " x " +
@@ -128,15 +117,8 @@ class Multiplier {
     return found;
   }
 
-  static void release(Plan& plan) {
-    const lt::Library& cublas = lt::library();
-    for (const lt::Layout layout : {plan.w, plan.x, plan.y})
-      if (layout) cublas.layout_destroy(layout);
-    if (plan.descriptor) cublas.descriptor_destroy(plan.descriptor);
-  }
-
   std::mutex mutex_;
-  std::map<Key, Plan> plans_;
+  std::map<Key, ProductPlan> plans_;
 };
 
 #endif

@@ -1,5 +1,6 @@
-// ScaledMatMul(q (..., K), scales (..., 1), w (N,K) uint8, w_scales (N,) float32, bias (N,)?, residual (..., N)?)
+// ScaledMatMul(q (..., K), scales (..., 1)?, w (N,K) uint8, w_scales (N,)? float32, bias (N,)?, residual (..., N)?)
 //   -> (q @ w^T) * scales * w_scales + bias + residual, or gelu(... + bias) by the tanh approximation if `gelu`; fp16.
+//   Without scales, (q @ w^T) * 2^-exponent, which SumRows (rows.cuh) scales: cuBLASLt has faster algorithms for it.
 //
 // Formats are those of rows.cuh. K and N are multiples of 16. cuBLASLt multiplies, in fp8 with scales of rows and columns
 // ("outer vector scaling"), bias, residual and gelu in its epilogue; where it has no such product, and for int8, it writes
@@ -16,11 +17,12 @@ namespace sdonnx {
 
 struct ScaledProduct {
   const uint8_t *q, *w;
-  const float *scales, *w_scales;
+  const float *scales, *w_scales;  // both null for none
   const half *bias, *residual;
   half* y;
   int64_t m, n, k;
   int64_t x_format, w_format;
+  float factor;
   bool gelu;
 };
 
@@ -28,7 +30,7 @@ __device__ __forceinline__ float gelu_tanh(float x) {
   return 0.5f * x * (1.0f + tanhf(0.7978845608f * (x + 0.044715f * x * x * x)));
 }
 
-// y = sums * scales * w_scales + bias + residual, eight columns a thread.
+// y = sums * factor * scales * w_scales + bias + residual, eight columns a thread.
 struct FinishArgs {
   const void* sums;
   const float *scales, *w_scales;
@@ -36,6 +38,7 @@ struct FinishArgs {
   half* y;
   int64_t rows;
   int columns;
+  float factor;
   bool gelu, aligned;
 };
 
@@ -46,14 +49,14 @@ __global__ void __launch_bounds__(256) finish_kernel(const FinishArgs a) {
   if (at >= a.rows * a.columns) return;
   const int64_t row = at / a.columns;
   const int column = int(at % a.columns);
-  const float scale = a.scales[row];
+  const float scale = a.factor * (a.scales ? a.scales[row] : 1);
   const Sum* sums = static_cast<const Sum*>(a.sums) + at;
   float values[8], bias[8] = {}, residual[8] = {};
   if (a.bias) unpack(load8(a.bias + column, a.aligned), bias);
   if (a.residual) unpack(load8(a.residual + at, a.aligned), residual);
 #pragma unroll
   for (int j = 0; j < 8; j++) {
-    const float value = float(sums[j]) * (scale * a.w_scales[column + j]) + bias[j];
+    const float value = float(sums[j]) * (scale * (a.w_scales ? a.w_scales[column + j] : 1)) + bias[j];
     values[j] = (a.gelu ? gelu_tanh(value) : value) + residual[j];
   }
   store8(a.y + at, pack(values), a.aligned);
@@ -61,7 +64,7 @@ __global__ void __launch_bounds__(256) finish_kernel(const FinishArgs a) {
 
 template <class Sum>
 void launch_finish(const ScaledProduct& p, const Sum* sums, void* stream) {
-  FinishArgs a{sums, p.scales, p.w_scales, p.bias, p.residual, p.y, p.m, int(p.n), p.gelu, false};
+  FinishArgs a{sums, p.scales, p.w_scales, p.bias, p.residual, p.y, p.m, int(p.n), p.factor, p.gelu, false};
   a.aligned = is_aligned(p.bias) && is_aligned(p.residual) && is_aligned(p.y);
   launch(finish_kernel<Sum>, dim3(ceil_div(p.m * p.n / 8, 256)), 256, 0, stream, 1, a);
 }
@@ -112,51 +115,36 @@ static_assert(int(CUBLASLT_MATMUL_DESC_TRANSA) == kTransposeA &&
 // cuBLASLt's matrices are by columns: y^T (N,M) = w (N,K) q^T (K,M), with w transposed, as products of 8 bits require.
 class ScaledMultiplier {
  public:
-  ~ScaledMultiplier() {
-    for (auto& [key, plan] : plans_) release(plan);
-  }
-
   void run(const Context& context, const ScaledProduct& p) {
     int device = 0;
     check_cuda(cudaGetDevice(&device), "cudaGetDevice");
     const lt::Handle handle = lt::handle_of(device);
     const std::lock_guard<std::mutex> lock(mutex_);
-    const Key key{device, p.m, p.n, p.k, p.x_format, p.w_format, p.bias != nullptr, p.residual != nullptr, p.gelu,
-                  alignment_of({p.q, p.w, p.y, p.residual, p.bias})};
+    const Key key{device, p.m, p.n, p.k, p.x_format, p.w_format, p.scales != nullptr, p.bias != nullptr,
+                  p.residual != nullptr, p.gelu, alignment_of({p.q, p.w, p.y, p.residual, p.bias})};
     Plan& plan = plan_for(handle, p, key);
-    if (plan.scales_itself) {
-      const float one = 1, beta = p.residual ? 1.0f : 0.0f;
+    if (plan.is_finished) {
+      const float alpha = p.factor, beta = p.residual ? 1.0f : 0.0f;
       set_pointers(plan, p);
-      multiply(context, handle, plan, key, &one, &beta, p, p.residual ? p.residual : p.y, p.y, p.m * p.n);
-      return;
+      multiply(context, handle, plan, key, &alpha, &beta, p, p.residual ? p.residual : p.y, p.y, p.m * p.n);
+    } else if (p.x_format == kInt8) {
+      multiply_and_finish<int32_t>(context, handle, plan, key, p);
+    } else {
+      multiply_and_finish<float>(context, handle, plan, key, p);
     }
-    const Scratch memory = context.scratch(sizeof(float) * p.m * p.n);
-    if (p.x_format == kInt8) {
-      const int32_t one = 1, zero = 0;
-      multiply(context, handle, plan, key, &one, &zero, p, memory.data(), memory.data(), 2 * p.m * p.n);
-      launch_finish<int32_t>(p, static_cast<const int32_t*>(memory.data()), context.stream());
-      return;
-    }
-    const float one = 1, zero = 0;
-    multiply(context, handle, plan, key, &one, &zero, p, memory.data(), memory.data(), 2 * p.m * p.n);
-    launch_finish<float>(p, static_cast<const float*>(memory.data()), context.stream());
   }
 
  private:
   struct Key {
     int device;
     int64_t m, n, k, x_format, w_format;
-    bool bias, residual, gelu;
+    bool scales, bias, residual, gelu;
     uint32_t alignment;
-    auto tie() const { return std::tie(device, m, n, k, x_format, w_format, bias, residual, gelu, alignment); }
+    auto tie() const { return std::tie(device, m, n, k, x_format, w_format, scales, bias, residual, gelu, alignment); }
     bool operator<(const Key& other) const { return tie() < other.tie(); }
   };
-  struct Plan {
-    lt::Descriptor descriptor = nullptr;
-    lt::Layout w = nullptr, x = nullptr, y = nullptr;
-    lt::Algorithm algorithm{};
-    bool is_final = false;       // whether the algorithms of this size have been timed
-    bool scales_itself = false;  // whether scales, bias, residual and gelu are in the epilogue
+  struct Plan : ProductPlan {
+    bool is_finished = false;  // whether scales, bias, residual and gelu are in the epilogue
   };
 
   static int type_of(int64_t format) {
@@ -167,9 +155,21 @@ class ScaledMultiplier {
     const auto set = [&](int attribute, const auto& pointer) {
       lt::check_status(lt::library().descriptor_set(plan.descriptor, attribute, &pointer, sizeof pointer), "descriptor");
     };
-    set(lt::kScalePointerA, p.w_scales);
-    set(lt::kScalePointerB, p.scales);
+    if (p.scales) {
+      set(lt::kScalePointerA, p.w_scales);
+      set(lt::kScalePointerB, p.scales);
+    }
     if (p.bias) set(lt::kBiasPointer, p.bias);
+  }
+
+  // Multiply to sums of 32 bits, and finish them in another kernel.
+  template <class Sum>
+  static void multiply_and_finish(const Context& context, lt::Handle handle, Plan& plan, const Key& key,
+                                  const ScaledProduct& p) {
+    const Scratch memory = context.scratch(sizeof(Sum) * p.m * p.n);
+    const Sum one = 1, zero = 0;
+    multiply(context, handle, plan, key, &one, &zero, p, memory.data(), memory.data(), 2 * p.m * p.n);
+    launch_finish<Sum>(p, static_cast<const Sum*>(memory.data()), context.stream());
   }
 
   // Multiply. The result begins at d and has as many bytes as `halves` halves.
@@ -194,12 +194,12 @@ class ScaledMultiplier {
   Plan& plan_for(lt::Handle handle, const ScaledProduct& p, const Key& key) {
     const auto present = plans_.find(key);
     if (present != plans_.end()) return present->second;
-    for (const bool scales_itself : {true, false}) {
-      if (scales_itself && p.x_format == kInt8) continue;
-      Plan plan;
-      plan.scales_itself = scales_itself;
-      if (fill(plan, p) && list(handle, key, plan).count > 0) return plans_.emplace(key, plan).first->second;
-      release(plan);
+    for (const bool is_finished : {true, false}) {
+      if (is_finished && p.x_format == kInt8) continue;
+      Plan& plan = plans_[key];
+      plan.is_finished = is_finished;
+      if (fill(plan, p) && list(handle, key, plan).count > 0) return plan;
+      plans_.erase(key);
     }
     throw Failure{"cuBLASLt has no product of " + std::to_string(p.m) + " x " + std::to_string(p.k) + " x " +
                   std::to_string(p.n) + " in the formats " + std::to_string(p.x_format) + " and " +
@@ -219,27 +219,22 @@ class ScaledMultiplier {
     };
     set(lt::kTransposeA, int32_t(lt::kTransposed));
     if (!is_int) set(lt::kFastAccumulation, int8_t(1));
-    if (plan.scales_itself) {
+    if (plan.is_finished) {
       const uint32_t epilogue = (p.gelu ? lt::kGelu : 0) | (p.bias ? lt::kBias : 0);
       set(lt::kEpilogue, epilogue ? epilogue : uint32_t(lt::kDefault));
-      set(lt::kScaleModeA, int32_t(lt::kOuterVector));
-      set(lt::kScaleModeB, int32_t(lt::kOuterVector));
-      set(lt::kScalePointerA, p.w_scales);
-      set(lt::kScalePointerB, p.scales);
+      if (p.scales) {
+        set(lt::kScaleModeA, int32_t(lt::kOuterVector));
+        set(lt::kScaleModeB, int32_t(lt::kOuterVector));
+        set(lt::kScalePointerA, p.w_scales);
+        set(lt::kScalePointerB, p.scales);
+      }
       if (p.bias) set(lt::kBiasPointer, p.bias);
     }
-    const int out = plan.scales_itself ? int(lt::kReal16) : is_int ? int(lt::kReal32Int) : int(lt::kReal32);
+    const int out = plan.is_finished ? int(lt::kReal16) : is_int ? int(lt::kReal32Int) : int(lt::kReal32);
     status |= cublas.layout_create(&plan.w, type_of(p.w_format), p.k, p.n, p.k);
     status |= cublas.layout_create(&plan.x, type_of(p.x_format), p.k, p.m, p.k);
     status |= cublas.layout_create(&plan.y, out, p.n, p.m, p.n);
     return status == 0;
-  }
-
-  static void release(Plan& plan) {
-    const lt::Library& cublas = lt::library();
-    for (const lt::Layout layout : {plan.w, plan.x, plan.y})
-      if (layout) cublas.layout_destroy(layout);
-    if (plan.descriptor) cublas.descriptor_destroy(plan.descriptor);
   }
 
   std::mutex mutex_;
@@ -254,6 +249,7 @@ class ScaledMatMul : public Kernel {
       : Kernel(info),
         x_format_(info.integer("x_format", kE4M3)),
         w_format_(info.integer("w_format", kE4M3)),
+        exponent_(info.integer("exponent", 0)),
         gelu_(info.integer("gelu", 0) != 0) {}
 
   void compute(const Context& context) override {
@@ -266,7 +262,10 @@ class ScaledMatMul : public Kernel {
     require(p.k > 0 && p.n > 0 && p.k % 16 == 0 && p.n % 16 == 0,
             "ScaledMatMul of " + std::to_string(p.k) + " x " + std::to_string(p.n) + "; expected multiples of 16");
     p.m = q.size() / p.k;
-    require(scales.size() == p.m && w_scales.size() == p.n, "ScaledMatMul: expected a scale for each row and column");
+    require(scales.present == w_scales.present && (!scales.present || (scales.size() == p.m && w_scales.size() == p.n)),
+            "ScaledMatMul: expected a scale for each row and column, or none");
+    require(scales.present || !(bias.present || residual.present || gelu_),
+            "ScaledMatMul: a product without scales has no bias, residual or gelu");
     require((x_format_ == kInt8) == (w_format_ == kInt8), "ScaledMatMul: int8 is multiplied by int8 only");
     require(!(gelu_ && residual.present), "ScaledMatMul: gelu excludes a residual");
     require(!bias.present || bias.size() == p.n, "ScaledMatMul: the bias must have a number per column");
@@ -282,19 +281,20 @@ class ScaledMatMul : public Kernel {
     p.y = static_cast<half*>(context.output(0, shape));
     p.x_format = x_format_;
     p.w_format = w_format_;
+    p.factor = std::ldexp(1.0f, int(-exponent_));
     p.gelu = gelu_;
     if (p.m > 0) multiplier_.run(context, p);
   }
 
  private:
-  int64_t x_format_, w_format_;
+  int64_t x_format_, w_format_, exponent_;
   bool gelu_;
   ScaledMultiplier multiplier_;
 };
 
 inline Signature scaled_mat_mul_signature() {
   return {"ScaledMatMul", kProvider,
-          {{ort::kUint8}, {ort::kFloat}, {ort::kUint8}, {ort::kFloat},
+          {{ort::kUint8}, {ort::kFloat, ort::kOptional}, {ort::kUint8}, {ort::kFloat, ort::kOptional},
            {ort::kFloat16, ort::kOptional}, {ort::kFloat16, ort::kOptional}},
           {{ort::kFloat16}}, make_kernel<ScaledMatMul>};
 }

@@ -16,7 +16,7 @@ from sdonnx.doctor.verdict import Key, Verdict, judge, keep_known_faults
 
 __all__ = ["EIGHT_BIT_OPERATORS", "formats_of_types", "known_own_verdict", "own_identity", "own_verdict"]
 
-EIGHT_BIT_OPERATORS = frozenset({"QuantizeRows", "LayerNormRows", "SplitGeluRows", "ScaledMatMul"})
+EIGHT_BIT_OPERATORS = frozenset({"QuantizeRows", "LayerNormRows", "SplitGeluRows", "SumRows", "ScaledMatMul"})
 """Our operators that only quantized folders use. The names of their kernel cases contain the format of activations."""
 
 

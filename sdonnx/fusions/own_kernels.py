@@ -20,7 +20,12 @@ from sdonnx.fusions.own_image_kernels import concat_channels, upsample_nearest
 from sdonnx.fusions.own_nodes import has_one_reader, put_own
 from sdonnx.fusions.own_products import bias_add, fast_gelu, gemm, mat_mul, sum_with_bias
 from sdonnx.fusions.own_sampler import use_sampler_kernels
-from sdonnx.fusions.own_scaled_products import rows_of_source, scaled_self_attention, scaled_skip_layer_norm
+from sdonnx.fusions.own_scaled_products import (
+    rows_of_source,
+    rows_of_sum,
+    scaled_self_attention,
+    scaled_skip_layer_norm,
+)
 from sdonnx.fusions.repeated_rows import copied_value, row_of_table
 from sdonnx.fusions.stack_projections import self_attention
 from sdonnx.fusions.stack_scales import stack_scales
@@ -144,23 +149,38 @@ def use_own_kernels(model: ir.Model, latent_size: int | None = None, patch_size:
     fired.update(made)
     failures += refused
     for swaps in _STAGES:
-        for node in list(model.graph):
-            swap = swaps.get((node.domain, node.op_type))
-            if swap is None or not any(output.uses() or output.is_graph_output() for output in node.outputs):
-                continue
-            result = swap.rewrite(node, image)
-            name = f"{node.op_type}ToOwn{swap.target}"
-            if result is REWRITTEN:
-                fired[name] += 1
-            elif isinstance(result, Refused):
-                failures.append(match_failure(name, node, result.reason))
+        made, refused = _apply(swaps, model, image)
+        fired.update(made)
+        failures += refused
         if any(fired.values()):
             model.graph.opset_imports[OWN_DOMAIN] = 1
             tidy(model)
     if (count := stack_scales(model)) > 0:
         fired[stack_scales.__name__] = count
         tidy(model)
+    made, refused = _apply(_SUM_SWAPS, model, image)
+    if made:
+        fired.update(made)
+        tidy(model)
+    failures += refused
     return PassOutcome({name: number for name, number in fired.items() if number}, tuple(dict.fromkeys(failures)))
+
+
+def _apply(swaps: _Swaps, model: ir.Model, image: _DefaultImage) -> tuple[Counter[str], list[MatchFailure]]:
+    """Replace nodes of a graph; return the number of replacements by name, and what was refused."""
+    fired: Counter[str] = Counter()
+    failures: list[MatchFailure] = []
+    for node in list(model.graph):
+        swap = swaps.get((node.domain, node.op_type))
+        if swap is None or not any(output.uses() or output.is_graph_output() for output in node.outputs):
+            continue
+        result = swap.rewrite(node, image)
+        name = f"{node.op_type}ToOwn{swap.target}"
+        if result is REWRITTEN:
+            fired[name] += 1
+        elif isinstance(result, Refused):
+            failures.append(match_failure(name, node, result.reason))
+    return fired, failures
 
 
 def _axes(model: ir.Model) -> frozenset[str]:
@@ -384,6 +404,12 @@ _ROWS_SWAPS: _Swaps = {(OWN_DOMAIN, "QuantizeRows"): _Swap("Rows", rows_of_sourc
 
 _LAST_SWAPS: _Swaps = {("", "MatMul"): _Swap("MatMul", mat_mul)}
 """After the others, which take products into sums."""
+
+_SUM_SWAPS: _Swaps = {
+    (OWN_DOMAIN, "QuantizeRows"): _Swap("SumRows", rows_of_sum),
+    (OWN_DOMAIN, "LayerNormRows"): _Swap("SumRows", rows_of_sum),
+}
+"""The rounding of sums of a product and a residual. It moves scales of products, so that it follows `stack_scales`."""
 
 _STAGES = (_FIRST_SWAPS, _SCALED_SWAPS, _LAST_SCALED_SWAPS, _SWAPS, _LAST_SWAPS, _ROWS_SWAPS)
 """Each goes through the whole graph before the next one begins."""

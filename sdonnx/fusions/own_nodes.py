@@ -10,7 +10,19 @@ import onnx_ir as ir
 from sdonnx.graph.edit import insert, replace
 from sdonnx.operators.case import OWN_DOMAIN
 
-__all__ = ["has_one_reader", "put_own"]
+__all__ = ["ancestors", "has_one_reader", "put_own"]
+
+
+def ancestors(value: ir.Value | None) -> set[ir.Node]:
+    """Return the nodes that a value depends on."""
+    found, waiting = set[ir.Node](), [value]
+    while waiting:
+        each = waiting.pop()
+        node = None if each is None else each.producer()
+        if node is not None and node not in found:
+            found.add(node)
+            waiting += node.inputs
+    return found
 
 
 def has_one_reader(value: ir.Value) -> bool:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
+from sdonnx.fusions.own_nodes import ancestors
 from sdonnx.graph.edit import constant_value, dims, input_of, insert_multi, producer_node, replace
 from sdonnx.graph.match import MatchFailure, match_failure, producer_of
 from sdonnx.models import abi
@@ -109,7 +110,7 @@ def _find(inputs: Mapping[str, ir.Value], outputs: Mapping[str, ir.Value]) -> _S
         raise _DifferentError("the prediction is not cast to float32")
     sample = _find_sample(row, inputs[abi.STATE])
     this_index = _find_index(row, outputs[abi.NEXT_STEP_INDEX], prediction)
-    if any(use.node is not gather and use.node not in _ancestors(prediction)
+    if any(use.node is not gather and use.node not in ancestors(prediction)
            for use in inputs[abi.STEP_INDEX].uses()):  # fmt: skip
         raise _DifferentError("the step index is read after the denoiser")
     return _Step(row, sample, prediction, this_index)
@@ -142,7 +143,7 @@ def _find_index(row: ir.Value, next_index: ir.Value, prediction: ir.Value) -> ir
     if len(users) > 1 or users[0].op_type != "Sub" or _numbers(users[0].inputs[1]) != [1]:
         raise _DifferentError("the next index is read by more than the index of this call")
     this_index = users[0].outputs[0]
-    before = _ancestors(prediction)
+    before = ancestors(prediction)
     if any(use.node not in before for use in this_index.uses()):
         raise _DifferentError("the index of this call is read after the denoiser")
     return this_index
@@ -220,15 +221,3 @@ def _columns(value: ir.Value | None, start: int, end: int) -> ir.Value:
     if node is None or [_numbers(each) for each in node.inputs[1:]] != [[start], [end], [1]]:
         raise _DifferentError(f"the columns {start} to {end} of the parameters are not read")
     return input_of(node, 0)
-
-
-def _ancestors(value: ir.Value | None) -> set[ir.Node]:
-    """Return the nodes that a value depends on."""
-    found, waiting = set[ir.Node](), [value]
-    while waiting:
-        each = waiting.pop()
-        node = None if each is None else each.producer()
-        if node is not None and node not in found:
-            found.add(node)
-            waiting += node.inputs
-    return found

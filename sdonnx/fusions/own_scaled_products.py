@@ -5,9 +5,11 @@ The factors (`sdonnx.fusions.rounded_products`) stay in 8 bits, and the product 
 
 from __future__ import annotations
 
+import math
+
 import onnx_ir as ir
 
-from sdonnx.fusions.own_nodes import has_one_reader, put_own
+from sdonnx.fusions.own_nodes import ancestors, has_one_reader, put_own
 from sdonnx.fusions.rounded_products import RoundedProduct, RoundedRows, rounded_product, rounded_projections
 from sdonnx.fusions.stack_projections import stacked
 from sdonnx.graph.edit import (
@@ -18,19 +20,23 @@ from sdonnx.graph.edit import (
     insert_multi,
     known_dims,
     replace,
+    required,
     static_dim,
     tensor_of,
 )
 from sdonnx.graph.match import NOT_A_CANDIDATE, REWRITTEN, Refused, WalkResult, producer_of, same_shape
 from sdonnx.operators.case import OWN_DOMAIN
+from sdonnx.operators.eight_bits import EightBits
 from sdonnx.operators.own_attention import check_heads
 from sdonnx.operators.own_rows import check_rows
 from sdonnx.operators.own_scaled_mat_mul import check_own_scaled_mat_mul
 from sdonnx.operators.reference_body import graph_of, optional_input
 
-__all__ = ["rows_of_source", "scaled_product", "scaled_self_attention", "scaled_skip_layer_norm"]
+__all__ = ["rows_of_source", "rows_of_sum", "scaled_product", "scaled_self_attention", "scaled_skip_layer_norm"]
 
-_FLOAT, _UINT8 = ir.DataType.FLOAT, ir.DataType.UINT8
+_FLOAT, _HALF, _UINT8 = ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.UINT8
+
+_MAX_HALF = 65504  # the largest number of float16
 
 
 def scaled_product(
@@ -152,6 +158,48 @@ def rows_of_source(node: ir.Node, _: object) -> WalkResult:
     for old, new in zip(node.outputs, made, strict=True):
         new.type = old.type
         replace(old, new)
+    return REWRITTEN
+
+
+def rows_of_sum(node: ir.Node, _: object) -> WalkResult:
+    """Rows of x @ w * scales + bias + residual -> SumRows(x @ w * 2^-n, ...), which multiplies by the scales.
+
+    cuBLASLt has faster algorithms for products without scales of rows and columns, and without a residual.
+    """
+    total = input_of(node, 0)
+    product = total.producer()
+    if product is None or (product.domain, product.op_type) != (OWN_DOMAIN, "ScaledMatMul"):
+        return NOT_A_CANDIDATE
+    q, x_scales, weight, w_scales, bias, residual = (optional_input(product, index) for index in range(6))
+    formats = [EightBits(product.attributes.get_int(name, 0)) for name in ("x_format", "w_format")]
+    if residual is None or x_scales is None or w_scales is None or weight is None or EightBits.INT8 in formats:
+        return NOT_A_CANDIDATE
+    norm = node.op_type == "LayerNormRows"
+    gamma, beta = (optional_input(node, index) if norm else None for index in (1, 2))
+    if any(product in ancestors(each) for each in (gamma, beta)):
+        return Refused("the weights of the norm depend on the sum")
+    largest = required(static_dim(weight, 1)) * math.prod(each.max_value for each in formats)
+    exponent = max(0, math.ceil(math.log2(largest / _MAX_HALF)))
+    attributes: dict[str, int | float] = {
+        **{name: int(each) for name, each in zip(("x_format", "w_format"), formats, strict=True)},
+        "exponent": exponent,
+    }
+    plain = insert(
+        product, "ScaledMatMul", [q, None, weight], attributes, domain=OWN_DOMAIN, shape=total.shape, dtype=_HALF
+    )
+    inputs = [plain, x_scales, w_scales, bias, residual, gamma, beta, optional_input(node, 3 if norm else 1)]
+    while inputs[-1] is None:
+        inputs.pop()
+    attributes = {"format": node.attributes.get_int("format", 0), "exponent": exponent}
+    if norm:
+        attributes["epsilon"] = node.attributes.get_float("epsilon", 1e-5)
+    shapes = [*(output.shape for output in node.outputs), total.shape]
+    made = insert_multi(node, "SumRows", inputs, attributes, 3, domain=OWN_DOMAIN, shapes=shapes)
+    for old, new in zip((*node.outputs, total), made, strict=True):
+        new.type = old.type
+        replace(old, new)
+    # Other readers of the sum may be before the node that quantizes it.
+    graph_of(node).sort()
     return REWRITTEN
 
 

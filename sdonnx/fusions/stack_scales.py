@@ -14,6 +14,7 @@ import onnx_ir as ir
 from sdonnx.graph.edit import dtype_of, insert, insert_multi, known_size, replace, required
 from sdonnx.graph.match import producer_of
 from sdonnx.operators.case import OWN_DOMAIN
+from sdonnx.operators.reference_body import optional_input
 
 __all__ = ["stack_scales"]
 
@@ -57,7 +58,7 @@ def _gated_scales(graph: ir.Graph) -> Iterator[ir.Node]:
     """Yield the products of two vectors that were cast to float32 and are the scales of columns."""
     for node in graph:
         is_product = (node.domain, node.op_type) == (OWN_DOMAIN, "ScaledMatMul")
-        value = producer_of(node.inputs[3], "Mul") if is_product else None
+        value = producer_of(optional_input(node, 3), "Mul") if is_product else None
         if value is not None and all(producer_of(each, "Cast") is not None for each in value.inputs):
             yield value
 

@@ -19,7 +19,7 @@ from sdonnx.operators.own_concat_channels import OWN_CONCAT_CHANNELS
 from sdonnx.operators.own_group_norm import OWN_GROUP_NORM
 from sdonnx.operators.own_layer_norm import OWN_LAYER_NORM
 from sdonnx.operators.own_mat_mul import OWN_MAT_MUL
-from sdonnx.operators.own_rows import OWN_LAYER_NORM_ROWS, OWN_QUANTIZE_ROWS, OWN_SPLIT_GELU_ROWS
+from sdonnx.operators.own_rows import OWN_LAYER_NORM_ROWS, OWN_QUANTIZE_ROWS, OWN_SPLIT_GELU_ROWS, OWN_SUM_ROWS
 from sdonnx.operators.own_sampler_input import OWN_SAMPLER_INPUT
 from sdonnx.operators.own_sampler_step import OWN_SAMPLER_STEP
 from sdonnx.operators.own_scaled_mat_mul import OWN_SCALED_MAT_MUL
@@ -79,6 +79,7 @@ OWN_CONTRACTS = {
         OWN_QUANTIZE_ROWS,
         OWN_LAYER_NORM_ROWS,
         OWN_SPLIT_GELU_ROWS,
+        OWN_SUM_ROWS,
         OWN_SCALED_MAT_MUL,
     )
 }

@@ -1,9 +1,12 @@
-"""sdonnx::QuantizeRows, LayerNormRows and SplitGeluRows: rows in 8 bits, with a scale for each.
+"""sdonnx::QuantizeRows, LayerNormRows, SplitGeluRows and SumRows: rows in 8 bits, with a scale for each.
 
 QuantizeRows(x (...,K), scale ()) -> (q (...,K) uint8, scales (...,1) float32). A scale is the largest magnitude of its
 row divided by the format's largest value, and at least 1e-12; with `scale`, all rows have that one. LayerNormRows(x,
 gamma, beta, scale) and SplitGeluRows(x (...,2D), bias, scale) quantize a layer norm, and a * gelu(b) with
-a, b = split(x + bias), which are not rounded to fp16 before. beta, bias and scale are optional. The kernels are in
+a, b = split(x + bias), which are not rounded to fp16 before. SumRows(x, x_scales (...,1) float32, w_scales (C,)
+float32, bias, residual, gamma, beta, scale) has a third output in fp16:
+sum = x * x_scales * w_scales * 2^exponent + bias + residual. It quantizes the layer norm of the sum, or the sum if
+there is no gamma; neither is rounded to fp16 before. beta, bias, gamma and scale are optional. The kernels are in
 kernels/src/rows.cuh.
 """
 
@@ -20,7 +23,7 @@ from sdonnx.operators.contract import Contract
 from sdonnx.operators.eight_bits import EightBits, encoded
 from sdonnx.operators.reference_body import graph_of, optional_input
 
-__all__ = ["OWN_LAYER_NORM_ROWS", "OWN_QUANTIZE_ROWS", "OWN_SPLIT_GELU_ROWS", "check_rows"]
+__all__ = ["OWN_LAYER_NORM_ROWS", "OWN_QUANTIZE_ROWS", "OWN_SPLIT_GELU_ROWS", "OWN_SUM_ROWS", "check_rows"]
 
 _FLOAT = ir.DataType.FLOAT
 _MIN_SCALE = 1e-12
@@ -72,8 +75,33 @@ def _lower_split_gelu(node: ir.Node) -> list[ir.Value | None]:
     return _quantized(node, wide, optional_input(node, 2))
 
 
+def _lower_sum(node: ir.Node) -> list[ir.Value | None]:
+    graph, dtype = graph_of(node), node.outputs[2].dtype or ir.DataType.FLOAT16
+    exponent = node.attributes.get_int("exponent", 0)
+    power = constant(graph, 2.0**exponent, np.float32, f"two_to_{exponent}")
+    total = _wide(node, input_of(node, 0))
+    for factor in (input_of(node, 1), power, input_of(node, 2)):
+        total = insert(node, "Mul", [total, factor])
+    for index in (3, 4):
+        if (term := optional_input(node, index)) is not None:
+            total = insert(node, "Add", [total, _wide(node, term)])
+    wide = total
+    if optional_input(node, 5) is not None:
+        weights = [None if value is None else _wide(node, value) for value in node.inputs[5:7]]
+        attributes = {"axis": -1, "epsilon": node.attributes.get_float("epsilon", 1e-5)}
+        wide = insert(node, "LayerNormalization", [total, *weights], attributes)
+    rounded = insert(node, "Cast", [total], {"to": dtype}, dtype=dtype, shape=input_of(node, 0).shape)
+    return [*_quantized(node, wide, optional_input(node, 7)), rounded]
+
+
 def _plain_limits(node: ir.Node) -> str | None:
     return check_rows(input_of(node, 0), static_dim(input_of(node, 0), -1))
+
+
+def _sum_limits(node: ir.Node) -> str | None:
+    if optional_input(node, 5) is None and optional_input(node, 6) is not None:
+        return "a beta needs a gamma"
+    return _plain_limits(node)
 
 
 def _split_limits(node: ir.Node) -> str | None:
@@ -81,7 +109,7 @@ def _split_limits(node: ir.Node) -> str | None:
     return check_rows(input_of(node, 0), None if width is None else width // 2)
 
 
-_SIZES = ((3, 7, 320), (1, 1, 16), (2, 5, 1152), (1, 13, 2560), (1, 3, 5120), (2, 65, 64))
+_SIZES = ((3, 7, 320), (1, 1, 16), (2, 5, 1152), (2, 5, 2560), (1, 13, 2560), (1, 3, 5120), (2, 65, 64))
 
 
 def _cases(op_type: str, weights: int, doubled: bool) -> Callable[[], Iterator[KernelCase]]:
@@ -108,6 +136,37 @@ def _cases(op_type: str, weights: int, doubled: bool) -> Callable[[], Iterator[K
     return cases
 
 
+def _sum_cases() -> Iterator[KernelCase]:
+    e4m3 = EightBits.E4M3
+    # bias, norm, beta, scale
+    forms = [(size, e4m3, (True, True, True, False)) for size in _SIZES]
+    forms += [((3, 7, 320), number_format, (True, True, True, True)) for number_format in EightBits]
+    for parts in ((False, True, True), (True, True, False), (True, False, False), (False, False, False)):
+        forms.append(((3, 7, 320), e4m3, (*parts, False)))
+    forms += [(size, e4m3, (True, False, False, False)) for size in ((2, 5, 1152), (1, 3, 5120))]
+    for (batch, rows, width), number_format, (has_bias, has_norm, has_beta, has_scale) in forms:
+        sizes = f"{batch}x{rows}x{width} {number_format.name.lower()}"
+        columns = (width,)
+        yield KernelCase(
+            "SumRows",
+            f"{sizes} bias={has_bias} norm={has_norm} beta={has_beta} scale={has_scale}",
+            (
+                (batch, rows, width),
+                (batch, rows, 1),
+                columns,
+                columns if has_bias else None,
+                (batch, rows, width),
+                columns if has_norm else None,
+                columns if has_beta else None,
+                () if has_scale else None,
+            ),
+            {"format": int(number_format), "exponent": 14},
+            outputs=3,
+            fills={1: Fill.SCALES, 2: Fill.SCALES, **({7: Fill.SCALES} if has_scale else {})},
+            domain=OWN_DOMAIN,
+        )
+
+
 def _contract(
     op_type: str,
     lower: Callable[[ir.Node], list[ir.Value | None]],
@@ -120,14 +179,33 @@ def _contract(
         op_type,
         lower,
         _cases(op_type, weights, doubled),
-        first_use=("3x7x320 e4m3 scale=False", "3x7x320 e4m3 scale=True"),
+        first_use=("3x7x320 e4m3 scale=False", "3x7x320 e4m3 scale=True", "2x5x2560 e4m3 scale=False"),
         limits=limits,
         domain=OWN_DOMAIN,
-        dtypes=frozenset({ir.DataType.FLOAT16}),
-        other_outputs={0: (ir.DataType.UINT8, 3), 1: (_FLOAT, 3)},
+        dtypes=_HALF,
+        other_outputs=_OUTPUTS,
     )
+
+
+_HALF = frozenset({ir.DataType.FLOAT16})
+_OUTPUTS = {0: (ir.DataType.UINT8, 3), 1: (_FLOAT, 3)}
 
 
 OWN_QUANTIZE_ROWS = _contract("QuantizeRows", _lower_plain, _plain_limits, 0)
 OWN_LAYER_NORM_ROWS = _contract("LayerNormRows", _lower_norm, _plain_limits, 2)
 OWN_SPLIT_GELU_ROWS = _contract("SplitGeluRows", _lower_split_gelu, _split_limits, 1, doubled=True)
+OWN_SUM_ROWS = Contract(
+    "SumRows",
+    _lower_sum,
+    _sum_cases,
+    first_use=(
+        "3x7x320 e4m3 bias=True norm=True beta=True scale=False",
+        "3x7x320 e4m3 bias=True norm=False beta=False scale=False",
+    ),
+    limits=_sum_limits,
+    domain=OWN_DOMAIN,
+    dtypes=_HALF,
+    float32_inputs=frozenset({1, 2}),
+    other_outputs=_OUTPUTS,
+    row_inputs=frozenset({0, 1, 4}),
+)

@@ -2,21 +2,22 @@
 
 It returns (q @ w^T) * scales * w_scales + bias + residual in fp16, or gelu(... + bias) by the tanh approximation, which
 excludes a residual. q and w are patterns of the formats `x_format` and `w_format` (`EightBits`); int8 is multiplied by
-int8 only, and e5m2 not by e5m2. bias and residual are optional. The kernel is cuBLASLt's, by
-kernels/src/scaled_mat_mul.cuh.
+int8 only, and e5m2 not by e5m2. bias and residual are optional. Both scales may be absent: the result is then
+(q @ w^T) * 2^-exponent, which SumRows scales. The kernel is cuBLASLt's, by kernels/src/scaled_mat_mul.cuh.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
 import onnx_ir as ir
 
-from sdonnx.graph.edit import input_of, insert, static_dim
+from sdonnx.graph.edit import constant, input_of, insert, static_dim
 from sdonnx.operators.case import OWN_DOMAIN, Fill, KernelCase
 from sdonnx.operators.contract import Contract
 from sdonnx.operators.eight_bits import EightBits, decoded
-from sdonnx.operators.reference_body import optional_input
+from sdonnx.operators.reference_body import graph_of, optional_input
 
 __all__ = ["OWN_SCALED_MAT_MUL", "check_own_scaled_mat_mul"]
 
@@ -45,16 +46,28 @@ def _limits(node: ir.Node) -> str | None:
         return "int8 is multiplied by int8 only"
     if formats == {EightBits.E5M2}:
         return "no GPU multiplies e5m2 by e5m2"
+    has_scales = [optional_input(node, index) is not None for index in (1, 3)]
+    finishes = any(value is not None for value in node.inputs[4:]) or node.attributes.get_int("gelu", 0) != 0
+    if finishes and not any(has_scales):
+        return "a product without scales has no bias, residual or gelu"
+    if len(set(has_scales)) > 1:
+        return "only one of the factors has scales"
     return check_own_scaled_mat_mul(input_of(node, 2), optional_input(node, 4))
 
 
 def _lower(node: ir.Node) -> list[ir.Value | None]:
-    q, scales, w, w_scales = (input_of(node, index) for index in range(4))
+    q, w = input_of(node, 0), input_of(node, 2)
     factors = (decoded(node, bits, EightBits(node.attributes.get_int(name, 0)))
                for bits, name in ((q, "x_format"), (w, "w_format")))  # fmt: skip
     left, right = factors
     product = insert(node, "MatMul", [left, insert(node, "Transpose", [right], {"perm": [1, 0]})])
-    total = insert(node, "Mul", [insert(node, "Mul", [product, scales]), w_scales])
+    exponent = node.attributes.get_int("exponent", 0)
+    scales = [value for index in (1, 3) if (value := optional_input(node, index)) is not None]
+    if exponent:
+        scales.append(constant(graph_of(node), 2.0**-exponent, np.float32, f"two_to_minus_{exponent}"))
+    total = product
+    for scale in scales:
+        total = insert(node, "Mul", [total, scale])
     for index in (4, 5):
         if (term := optional_input(node, index)) is not None:
             total = insert(node, "Add", [total, insert(node, "Cast", [term], {"to": _FLOAT}, dtype=_FLOAT)])
@@ -96,6 +109,17 @@ def _kernel_cases() -> Iterator[KernelCase]:
             fills={0: _BITS[x_format], 1: Fill.SCALES, 2: _BITS[w_format], 3: Fill.SCALES},
             domain=OWN_DOMAIN,
         )
+    plain = [(64, 320, (3, 7), *formats) for formats in ((e4m3, e4m3), (e4m3, e5m2), (e5m2, e4m3), (int8, int8))]
+    plain += [(*sizes, (2, 13), e4m3, e4m3) for sizes in ((16, 16), (1152, 4608), (5120, 64))]
+    for inner, outer, rows, x_format, w_format in plain:
+        yield KernelCase(
+            "ScaledMatMul",
+            f"{'x'.join(map(str, rows))} {inner}x{outer} {x_format.name.lower()}x{w_format.name.lower()} no scales",
+            ((*rows, inner), None, (outer, inner)),
+            {"x_format": int(x_format), "w_format": int(w_format), "exponent": 12},
+            fills={0: _BITS[x_format], 2: _BITS[w_format]},
+            domain=OWN_DOMAIN,
+        )
 
 
 _BITS = {EightBits.E4M3: Fill.E4M3_BITS, EightBits.E5M2: Fill.E5M2_BITS, EightBits.INT8: Fill.INT8_BITS}
@@ -108,6 +132,7 @@ OWN_SCALED_MAT_MUL = Contract(
         "3x7 64x320 e4m3xe4m3 bias=True residual=True gelu=0",
         "3x7 64x320 e4m3xe4m3 bias=True residual=False gelu=1",
         "3x7 64x320 int8xint8 bias=True residual=True gelu=0",
+        "3x7 64x320 e4m3xe4m3 no scales",
     ),
     limits=_limits,
     domain=OWN_DOMAIN,

@@ -192,7 +192,7 @@ def test_projections_in_another_order_stay_apart(tmp_path: Path) -> None:
 @pytest.mark.parametrize("body", [BODIES["product"], "g = Mul(w, gate) p = MatMul(x, g)"], ids=["plain", "gate"])
 @pytest.mark.parametrize("is_first", [True, False])
 def test_sums_in_norms_become_residuals_of_products(body: str, is_first: bool) -> None:
-    """The norm behind the sum then writes 8 bits itself."""
+    """The kernel of the norm then computes the sum, and writes it, next to the norm in 8 bits."""
     terms = "p, r" if is_first else "r, p"
     text = body.replace("y = ", "p = ")
     text += f" n, m, d, s = com.microsoft.SkipLayerNormalization({terms}, gamma2, beta2, bias)"
@@ -200,14 +200,45 @@ def test_sums_in_norms_become_residuals_of_products(body: str, is_first: bool) -
     known = "float16[B,S,128] p, float16[B,S,128] n, float16[B,S,128] h, float16[B,S,128] s"
     after, fired = swapped(quantized(text, "fp8_e4m3_e4m3_dynamic", known=known), 2e-2)
     assert fired["SkipLayerNormalizationToOwnScaledMatMul"] == 1
-    counts = operators(
-        after, "SkipLayerNormalization", "SkipLayerNorm", "LayerNormRows", "ScaledMatMul", "QuantizeRows"
-    )
+    counts = operators(after, "SkipLayerNormalization", "LayerNormRows", "SumRows", "ScaledMatMul", "QuantizeRows")
     assert counts == {
-        "SkipLayerNormalization": 0, "SkipLayerNorm": 0, "LayerNormRows": 1, "ScaledMatMul": 2, "QuantizeRows": 1,
+        "SkipLayerNormalization": 0, "LayerNormRows": 0, "SumRows": 1, "ScaledMatMul": 2, "QuantizeRows": 1,
     }  # fmt: skip
     first = next(node for node in after.graph if node.op_type == "ScaledMatMul")
-    assert [value is not None for value in first.inputs[4:]] == [True, True]
+    assert [value is not None for value in first.inputs] == [True, False, True]
+    total = next(node for node in after.graph if node.op_type == "SumRows")
+    assert [value is not None for value in total.inputs] == [True] * 7
+    assert total.attributes.get_int("exponent") == first.attributes.get_int("exponent") > 0
+
+
+SUM = "p = MatMul(x, w) a = com.microsoft.BiasAdd(p, bias, r)"
+SUM_SHAPES = "float16[B,S,128] p, float16[B,S,128] a, float16[B,S,128] q, float16[B,S,128] n"
+
+
+def test_a_sum_without_a_norm_is_rounded_where_it_is_computed() -> None:
+    """Queries to a caption read the sum itself in some transformers."""
+    model = quantized(f"{SUM} q = MatMul(a, u2) y = Add(q, a)", "fp8_e4m3_e4m3_dynamic", known=SUM_SHAPES)
+    after, fired = swapped(model)
+    assert fired["QuantizeRowsToOwnSumRows"] == 1
+    assert operators(after, "SumRows", "QuantizeRows", "ScaledMatMul") == {
+        "SumRows": 1, "QuantizeRows": 1, "ScaledMatMul": 2,
+    }  # fmt: skip
+
+
+def test_a_sum_in_int8_stays_with_its_product() -> None:
+    """cuBLASLt writes sums of 32 bits for int8, which another kernel scales anyway."""
+    model = quantized(f"{SUM} q = MatMul(a, u2) y = Add(q, a)", "int8_dynamic", known=SUM_SHAPES)
+    after, _ = swapped(model, 2e-2)  # numbers are rounded to 8 bits twice
+    assert operators(after, "SumRows", "QuantizeRows") == {"SumRows": 0, "QuantizeRows": 2}
+
+
+def test_a_norm_whose_weights_depend_on_the_sum_stays_apart() -> None:
+    body = f"{SUM} g = ReduceMean<keepdims=0>(a, axes) n = LayerNormalization<axis=-1>(a, g)"
+    body += " q = MatMul(n, u2) y = Add(q, a)"
+    weights: dict[str, Array] = {**WEIGHTS, "axes": np.array([0, 1], np.int64)}
+    model = quantized(body, "fp8_e4m3_e4m3_dynamic", known=f"{SUM_SHAPES}, float16[128] g", weights=weights)
+    after, _ = swapped(model, 2e-2)
+    assert operators(after, "SumRows", "LayerNormRows") == {"SumRows": 0, "LayerNormRows": 1}
 
 
 @pytest.mark.parametrize("name", ["fp8_e4m3_e4m3_dynamic", "fp8_static"])

@@ -170,13 +170,14 @@ def test_batches(op_type: str, batch: int, library: Path, note: Any) -> None:
         "QuantizeRows": ((batch, 63, 1280),),
         "LayerNormRows": ((batch, 63, 1280), (1280,), (1280,)),
         "SplitGeluRows": ((batch, 63, 10240), (10240,)),
+        "SumRows": ((batch, 63, 1280), (batch, 63, 1), (1280,), (1280,), (batch, 63, 1280), (1280,), (1280,)),
         "ScaledMatMul": ((batch, 63, 1280), (batch, 63, 1), (1280, 1280), (1280,), (1280,), (batch, 63, 1280)),
     }
     groups: dict[str, Any] = {"groups": 32, "activation": 1, "epsilon": 1e-5}
     heads = {"num_heads": 16}
     attributes = {"GroupNorm": groups, "Attention": heads, "SelfAttention": heads}.get(op_type, {})
-    outputs = 2 if op_type in ("GroupNorm", "SkipLayerNorm") or op_type.endswith("Rows") else 1
-    fills = SCALED_FILLS if op_type == "ScaledMatMul" else {}
+    outputs = 3 if op_type == "SumRows" else 2 if op_type in ("GroupNorm", "SkipLayerNorm") or "Rows" in op_type else 1
+    fills = {"ScaledMatMul": SCALED_FILLS, "SumRows": {1: Fill.SCALES, 2: Fill.SCALES}}.get(op_type, {})
     case = KernelCase(op_type, f"batch {batch}", shapes[op_type], attributes, outputs, fills=fills, domain="sdonnx")
     inputs = inputs_of(case)
     if op_type in ("MatMul", "StackedMatMul") and inputs[1] is not None:

@@ -128,9 +128,25 @@ def shifted(array: Array) -> Array:
     return copy
 
 
+OUTPUTS = {
+    "GroupNorm": 2, "SkipLayerNorm": 2, "QuantizeRows": 2, "LayerNormRows": 2, "SplitGeluRows": 2, "SumRows": 3,
+}  # fmt: skip
+FILLS = {
+    "ScaledMatMul": {0: Fill.E4M3_BITS, 1: Fill.SCALES, 2: Fill.E4M3_BITS, 3: Fill.SCALES},
+    "SumRows": {1: Fill.SCALES, 2: Fill.SCALES},
+}
+
+
 def one(op_type: str, shapes: Sequence[tuple[int, ...] | None], **attributes: Any) -> KernelCase:
-    outputs = 2 if op_type in ("GroupNorm", "SkipLayerNorm") or op_type.endswith("Rows") else 1
-    return KernelCase(op_type, "a shape that is refused", tuple(shapes), attributes, outputs, domain="sdonnx")
+    return KernelCase(
+        op_type,
+        "a shape that is refused",
+        tuple(shapes),
+        attributes,
+        OUTPUTS.get(op_type, 1),
+        fills=FILLS.get(op_type, {}),
+        domain="sdonnx",
+    )
 
 
 TABLE_TOO_NARROW = replace(
@@ -182,9 +198,14 @@ REFUSED = [
     ),
     (one("QuantizeRows", [(2, 3, 5136)]), "rows of 5136 numbers in 8 bits"),
     (one("QuantizeRows", [(2, 3, 16)], format=3), "QuantizeRows: format 3; expected 0, 1 or 2"),
-    (one("LayerNormRows", [(2, 3, 16), (8,)]), "LayerNormRows: gamma must have a number per column"),
+    (one("LayerNormRows", [(2, 3, 16), (8,)]), "LayerNormRows: the gamma must have a number per column"),
     (one("SplitGeluRows", [(2, 3, 32), (16,)]), "SplitGeluRows: the bias must have a number per column"),
     (one("SplitGeluRows", [(2, 3, 33)]), "SplitGeluRows: rows of 16 numbers in 8 bits"),
+    (one("SumRows", [(2, 3, 16), (2, 3, 1), (8,), None, (2, 3, 16)]), "expected a scale for each row and column"),
+    (one("SumRows", [(2, 3, 16), (2, 3, 1), (16,), None, (3, 16)]), "the residual must have the shape of x"),
+    (one("SumRows", [(2, 3, 16), (2, 3, 1), (16,), None, (2, 3, 16), None, (16,)]), "a beta needs a gamma"),
+    (one("ScaledMatMul", [(2, 3, 16), (2, 3, 1), (32, 16)]), "a scale for each row and column, or none"),
+    (one("ScaledMatMul", [(2, 3, 16), None, (32, 16)], gelu=1), "without scales has no bias, residual or gelu"),
     (one("UpsampleNearest", [(2, 3, 16)]), "UpsampleNearest of 3 dimensions; expected 4"),
     (one("UpsampleNearest", [(2, 3, 4, 12)]), "UpsampleNearest of 12 channels; expected a multiple of 8"),
 ]
@@ -225,14 +246,15 @@ def test_batches_of_1_to_32_are_computed_image_by_image(op_type: str) -> None:
         "QuantizeRows": [(32, 5, 64)],
         "LayerNormRows": [(32, 5, 64), (64,), (64,)],
         "SplitGeluRows": [(32, 5, 64), (64,)],
+        "SumRows": [(32, 5, 64), (32, 5, 1), (64,), (64,), (32, 5, 64), (64,), (64,)],
         "ScaledMatMul": [(32, 5, 64), (32, 5, 1), (16, 64), (16,), (16,)],
     }
     attributes = {"num_heads": 1} if op_type.endswith("Attention") else {}
     attributes |= {"groups": 8, "activation": 1} if op_type == "GroupNorm" else {}
-    bits = {0: Fill.E4M3_BITS, 1: Fill.SCALES, 2: Fill.E4M3_BITS, 3: Fill.SCALES}
-    fills = bits if op_type == "ScaledMatMul" else {}
-    outputs = 2 if op_type.endswith("Rows") else 1
-    wide = KernelCase(op_type, "batch", tuple(shapes[op_type]), attributes, outputs, fills=fills, domain="sdonnx")
+    outputs = OUTPUTS[op_type] if op_type.endswith("Rows") else 1
+    wide = KernelCase(
+        op_type, "batch", tuple(shapes[op_type]), attributes, outputs, fills=FILLS.get(op_type, {}), domain="sdonnx"
+    )
     model = model_of(wide, "float16")  # with sizes that may change between runs
     feeds = feeds_of(model, rounded(wide.make_inputs(), "float16"))
     opened = open_session(model)

@@ -1,4 +1,4 @@
-"""sdonnx::QuantizeRows, LayerNormRows, SplitGeluRows: the reference bodies and the emulated kernels against torch."""
+"""QuantizeRows, LayerNormRows, SplitGeluRows, SumRows: the reference bodies and the emulated kernels against torch."""
 
 from __future__ import annotations
 
@@ -30,10 +30,26 @@ def values_of(bits: Array, number_format: EightBits) -> torch.Tensor:
     return torch.from_numpy(np.ascontiguousarray(bits)).view(TYPES[number_format]).float()
 
 
-def wide_rows(inputs: Sequence[torch.Tensor | None]) -> torch.Tensor:
-    """Return the values to quantize, by the number of inputs: x itself (2), its split gelu (3), or its norm (4)."""
+def sum_of(inputs: Sequence[torch.Tensor | None], attributes: Mapping[str, Any]) -> torch.Tensor:
+    """Return the sum of SumRows."""
+    x, x_scales, w_scales, bias, residual = inputs[:5]
+    assert x is not None
+    assert x_scales is not None
+    assert w_scales is not None
+    assert residual is not None
+    total: torch.Tensor = x * x_scales * w_scales * 2.0 ** attributes["exponent"]
+    return (total if bias is None else total + bias) + residual
+
+
+def wide_rows(inputs: Sequence[torch.Tensor | None], attributes: Mapping[str, Any]) -> torch.Tensor:
+    """Return the values to quantize: x itself (2 inputs), its split gelu (3), its norm (4), a sum or its norm (8)."""
     x, *others = inputs
     assert x is not None
+    if len(inputs) == 8:
+        total, (gamma, beta) = sum_of(inputs, attributes), inputs[5:7]
+        if gamma is None:
+            return total
+        return F.layer_norm(total, total.shape[-1:], gamma, beta)
     if len(inputs) == 4:
         return F.layer_norm(x, x.shape[-1:], others[0], others[1])
     if len(inputs) == 3:
@@ -43,13 +59,14 @@ def wide_rows(inputs: Sequence[torch.Tensor | None]) -> torch.Tensor:
 
 
 def rows(inputs: Any, attributes: Mapping[str, Any]) -> list[torch.Tensor]:
-    wide, number_format = wide_rows(inputs), EightBits(attributes["format"])
+    wide, number_format = wide_rows(inputs, attributes), EightBits(attributes["format"])
     factor = float(np.float32(1 / number_format.max_value))
     scales = (wide.abs().amax(-1, keepdim=True) * factor).clamp(min=1e-12)
     scales = scales if inputs[-1] is None else torch.full_like(scales, float(inputs[-1]))
     quotient = (wide / scales).clamp(-number_format.max_value, number_format.max_value)
     narrow = quotient.round() if number_format is EightBits.INT8 else quotient
-    return [narrow.to(TYPES[number_format]).view(torch.uint8), scales]
+    sums = [sum_of(inputs, attributes)] if len(inputs) == 8 else []
+    return [narrow.to(TYPES[number_format]).view(torch.uint8), scales, *sums]
 
 
 def refused(op_type: str, width: int) -> KernelCase:
@@ -82,15 +99,18 @@ def test_values_are_those_of_torch(case: KernelCase) -> None:
     inputs = inputs_of(case)
     number_format = EightBits(case.attributes["format"])
     tensors = [None if array is None else torch.from_numpy(array) for array in inputs]
-    bits, scales = rows(tensors, case.attributes)
+    bits, scales = rows(tensors, case.attributes)[:2]
     expected = values_of(bits.numpy(), number_format) * scales
-    wide, is_plain = wide_rows(tensors), case.op_type == "QuantizeRows"
-    for found_bits, found in (lowered_results(case, inputs), emulated_results(case, inputs)):
+    wide, is_plain = wide_rows(tensors, case.attributes), case.op_type == "QuantizeRows"
+    for found_bits, found, *sums in (lowered_results(case, inputs), emulated_results(case, inputs)):
         assert found_bits.dtype == np.uint8
         assert relative_error(found, scales.numpy()) < 1e-5
         ours = (values_of(found_bits, number_format) * torch.from_numpy(found)).numpy()
         assert relative_error(ours, expected.numpy()) < (1e-6 if is_plain else 3e-3)
         assert relative_error(ours, wide.numpy()) < 0.13 or inputs[-1] is not None
+        assert len(sums) == (case.op_type == "SumRows")
+        for each in sums:
+            assert relative_error(each, sum_of(tensors, case.attributes).numpy()) < 1e-3
 
 
 def test_rows_of_zeros_and_small_numbers() -> None:
