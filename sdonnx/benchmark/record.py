@@ -76,7 +76,7 @@ CsvRow = dict[str, str | int | float | bool | None]
 
 _MB = 1024**2  # as in ONNX Runtime's benchmark.py
 
-_PACKAGES = ("jinja2", "numpy", "rich", "scikit-image", "tokenizers", "xformers", "lpips", "triton")
+_PACKAGES = ("jinja2", "numpy", "rich", "scikit-image", "tokenizers", "xformers", "lpips", "torchao", "triton")
 
 
 def csv_row(
