@@ -144,7 +144,7 @@ def first_use(
 def _one_process(key: Key, folder: Path | None) -> Iterator[None]:
     """Hold the lock of a machine's verdict. Where there are no locks, or after a minute, go on without."""
     with ExitStack() as stack:
-        # OSError includes filelock.Timeout; Path.expanduser raises RuntimeError where there is no home.
+        # OSError includes TimeoutError; Path.expanduser raises RuntimeError where there is no home.
         with suppress(OSError, RuntimeError):
             path = verdict_path(key, folder).with_suffix(".lock")
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -16,8 +16,6 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from filelock import FileLock, Timeout
-
 from sdonnx.errors import OutputError
 
 __all__ = ["PARTIAL", "REPLACED", "hidden_folder", "leftovers", "lock_file", "locked", "take_name"]
@@ -69,7 +67,7 @@ def locked(out: Path) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         try:
             is_held = stack.enter_context(lock_file(out.parent / f".{out.name}.lock", wait_s=_MAX_WAIT_S))
-        except Timeout:
+        except TimeoutError:
             raise OutputError(
                 f"another run is writing {out}",
                 "one run per output folder",
@@ -94,9 +92,12 @@ def lock_file(path: Path, *, wait_s: float) -> Iterator[bool]:
         Whether the lock is held; False if the file system has no locks.
 
     Raises:
-        filelock.Timeout: another process holds the lock.
+        TimeoutError: another process holds the lock.
         OSError: the file cannot be created.
     """
+    # Imported here because it takes 40 ms, which the first image would wait for: a run that only reads needs no lock.
+    from filelock import FileLock
+
     lock = FileLock(path, timeout=wait_s, fallback_to_soft=False)
     try:
         lock.acquire()
