@@ -6,7 +6,6 @@ import argparse
 from collections.abc import Sequence
 from datetime import datetime
 
-from rich.box import SIMPLE_HEAD
 from rich.markup import escape
 from rich.table import Table
 
@@ -67,7 +66,7 @@ def _print_removed(entries: Sequence[CacheEntry]) -> None:
 def _print_entries(cache: FolderCache) -> None:
     """Print a table of the graphs, the most recently used ones first."""
     title = f"graphs in {escape(str(cache.root))}"
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)  # fits into 80 columns
+    table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))  # fits into 80 columns
     for name in _COLUMNS:
         table.add_column(name, justify="right" if name == "size" else "left", no_wrap=True)
     for entry in reversed(cache.entries()):

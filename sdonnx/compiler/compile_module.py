@@ -56,6 +56,8 @@ def compile(module: _Module, options: Mapping[str, Any] | str | None = None) -> 
     masks, ControlNet's residuals, `cross_attention_kwargs`, with autocast, in training mode, or where gradients are
     enabled and an input or a parameter requires one.
 
+    Graphs are cached on disk (`SDONNX_CACHE`, `SDONNX_CACHE_LIMIT`): the next process with an equal module loads them.
+
     Args:
         module: A `UNet2DConditionModel` or `AutoencoderKL` of diffusers, or a `CLIPTextModel` or
             `CLIPTextModelWithProjection` of transformers, in evaluation mode and in float32 on the CPU.
@@ -63,7 +65,7 @@ def compile(module: _Module, options: Mapping[str, Any] | str | None = None) -> 
 
     Raises:
         OptionError: The module cannot be compiled, as its class, type, device or configuration show; or an option is
-            unknown.
+            unknown, or SDONNX_CACHE_LIMIT is no size.
         FolderError: The module cannot be traced, or ONNX Runtime rejects its graph.
         DeviceMemoryError: There is too little memory.
     """

@@ -26,10 +26,10 @@ __all__ = ["PACKAGES", "Description", "IndescribableError"]
 PACKAGES = ("sdonnx", "torch", "diffusers", "transformers", "peft", "accelerate", "huggingface_hub")
 """Packages whose classes and functions are known by their names, because their versions are known."""
 
-# Attributes and entries of configurations that change no graph: where a model is from, hooks, and caches of classes.
+# Attributes and entries of configurations that change no graph: names, and where a model is from.
 _IGNORED = frozenset(
     {
-        "_name_or_path", "name_or_path", "_commit_hash", "_diffusers_version", "transformers_version",
+        "_name_or_path", "name_or_path", "_commit_hash", "_class_name", "_diffusers_version", "transformers_version",
         "_use_default_values",  # a list in random order
         CAPTURES,
     }
@@ -47,6 +47,9 @@ _SKIPPED_MEMBERS = frozenset(
         "__orig_bases__", "__match_args__",
     }
 )  # fmt: skip
+
+# Members of torch.nn.Module that calls use. transformers adds others when it loads its first model.
+_MODULE_MEMBERS = ("__call__", "_call_impl", "_wrapped_call_impl", "__getattr__")
 
 
 class IndescribableError(Exception):
@@ -197,7 +200,9 @@ class Description:
         self._write("class")
         for base in cls.__mro__:
             self._write(_trusted(base.__module__, base, place), base.__qualname__)
-            if _root(base.__module__) in PACKAGES:
+            if base is torch.nn.Module:
+                self._members({name: vars(base)[name] for name in _MODULE_MEMBERS}, _name(base))
+            elif _root(base.__module__) in PACKAGES:
                 self._members(vars(base), _name(base))
         self._write("end")
 

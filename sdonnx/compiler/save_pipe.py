@@ -114,7 +114,7 @@ def load_pipe(
             "pass one, or save this pipeline in another folder",
         )
     compiled = {}
-    for name in index.keys() - ignored:
+    for name in (name for name in index if name not in ignored):
         if not (programs := programs_of(modules[name])):
             compiled[name] = compile_with(modules[name], options, saved)
         for program in programs.values():

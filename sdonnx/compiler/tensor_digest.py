@@ -23,8 +23,8 @@ _SEED = 2718281828
 def tensors_digest(tensors: Sequence[torch.Tensor]) -> str:
     """Return a digest of the types, shapes and bits of dense tensors, in order; strides do not count.
 
-    Two hashing threads read 3.3 GB/s on two cores of 1.8 GB/s each. The digest of a tensor on a GPU differs from that
-    of the same tensor on the host.
+    Two threads hash 3.1 GB/s on two cores with SHA instructions. The digest of a tensor on a GPU differs from that of
+    the same tensor on the host.
     """
     digest = hashlib.sha256()
     with ThreadPoolExecutor(_threads()) as pool:
@@ -49,9 +49,10 @@ def device_checksums(tensor: torch.Tensor) -> list[tuple[int, int]]:
     keep both sums with a probability of about 2**-64.
     """
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    size = next(size for size in (4, 2, 1) if flat.numel() % size == 0 and flat.storage_offset() % size == 0)
     # Types of at most 4 bytes: the upper half of a product depends on each of their bits.
-    bits = flat.view({4: torch.int32, 2: torch.int16, 1: torch.uint8}[size])
+    size = next(size for size in (4, 2, 1) if flat.numel() % size == 0)
+    aligned = flat.clone() if flat.storage_offset() % size else flat
+    bits = aligned.view({4: torch.int32, 2: torch.int16, 1: torch.uint8}[size])
     multipliers = [each.to(tensor.device) for each in _multipliers()]
     sums = []
     for block in bits.split(_BLOCK):

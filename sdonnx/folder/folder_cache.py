@@ -14,7 +14,7 @@ import os
 import shutil
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -116,7 +116,7 @@ class FolderCache:
             return found
         path = self.root / key
         self.root.mkdir(parents=True, exist_ok=True)
-        with locked(path, wait_s=-1):
+        with _locked(path):
             if (found := self.find(key)) is not None:
                 return found
             partial = hidden_folder(path, PARTIAL)
@@ -229,6 +229,18 @@ def graph_cache() -> FolderCache | None:
 def _cache_at(root: Path, limit_bytes: int) -> FolderCache:
     """Return one object for each folder, which knows all entries that this process uses."""
     return FolderCache(root, limit_bytes)
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold the lock of an entry, with a line in the log if another process holds it."""
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(locked(path))
+        except OutputError:
+            _LOGGER.info("waiting for another process, which writes %s", path)
+            stack.enter_context(locked(path, wait_s=-1))
+        yield
 
 
 def _seal(folder: Path, info: Mapping[str, Any]) -> None:
