@@ -6,6 +6,7 @@ taken from the module's memory.
 
 from __future__ import annotations
 
+import errno
 import logging
 import shutil
 import time
@@ -29,6 +30,8 @@ from sdonnx.runtime.device.session import Graph
 __all__ = ["ModuleGraphs"]
 
 _LOGGER = logging.getLogger(__name__)
+
+_ATTEMPTS = 2  # a broken entry in a read-only folder stays there
 
 _PARTS, _WEIGHTS = "parts", "weights"  # of the description of an entry
 
@@ -100,7 +103,7 @@ class ModuleGraphs:
 
         def write(folder: Path) -> Mapping[str, Any]:
             if cached is None:
-                return self._write(self._build(signature), key, folder)
+                return self._write(self._build(signature), signature, key, folder)
             shutil.copytree(cached, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns(ENTRY))
             return entry_info(cached)
 
@@ -128,19 +131,25 @@ class ModuleGraphs:
     def _load_built(self, model: ir.Model) -> Graph:
         return load_model(model, self.module, self.device)
 
-    def _write(self, model: ir.Model, key: GraphKey, folder: Path) -> dict[str, Any]:
-        """Write the files of an entry, and return its description."""
+    def _write(self, model: ir.Model, signature: GraphSignature, key: GraphKey, folder: Path) -> dict[str, Any]:
+        """Write the files of an entry, and return its description.
+
+        Raises:
+            OSError: The folder cannot be written, or another thread changed the module meanwhile.
+        """
         references = save_model(model, self.module, folder)
+        if self.key(signature) != key:
+            raise OSError(errno.EBUSY, "the module changed while it was compiled")
         shown = {name: key.parts[name] for name in ("class", "method")} | {"precision": self._target["precision"]}
         return {**shown, _PARTS: key.parts, _WEIGHTS: references}
 
     def _load_cached(self, cache: FolderCache, key: GraphKey, signature: GraphSignature) -> Graph:
-        while True:
+        for _ in range(_ATTEMPTS):
             built: list[ir.Model] = []
 
             def write(folder: Path, built: list[ir.Model] = built) -> Mapping[str, Any]:
                 built.append(self._build(signature))
-                return self._write(built[0], key, folder)
+                return self._write(built[0], signature, key, folder)
 
             if cache.entry(key.digest, write) is None:
                 return self._load_built(built[0] if built else self._build(signature))
@@ -148,6 +157,7 @@ class ModuleGraphs:
             built.clear()  # transformed weights are read from the entry
             if (graph := self._load_from(cache, key, is_new=is_new)) is not None:
                 return graph
+        return self._load_built(self._build(signature))
 
     def _load_from(self, cache: FolderCache, key: GraphKey, *, is_new: bool = False) -> Graph | None:
         """Load an entry; None if there is none, or it was broken and is removed.

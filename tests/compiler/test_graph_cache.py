@@ -196,6 +196,31 @@ def test_graph_that_cannot_be_loaded_is_made_again(folder: Path, builds: mock.Mo
     assert line.startswith("removed a broken entry of the cache: ONNX Runtime cannot load")
 
 
+def test_broken_graph_that_cannot_be_removed(folder: Path, builds: mock.Mock) -> None:
+    _compile()
+    (entry,) = folder.iterdir()
+    size = (entry / ONNX_MODEL).stat().st_size
+    (entry / ONNX_MODEL).write_bytes(bytes(size))
+    with mock.patch("sdonnx.folder.folder_cache._remove", return_value=False):
+        _compile()
+    assert builds.call_count == 2
+
+
+def test_module_that_changes_meanwhile_is_not_cached(folder: Path, warned: list[str]) -> None:
+    """Its graph has weights that its key does not have."""
+    module = small_text_encoder()
+
+    def build(*arguments: Any) -> Any:
+        with torch.no_grad():
+            module.encoder.layers[0].mlp.fc1.weight.mul_(2)
+        return build_model(*arguments)
+
+    with mock.patch.object(graph_cache, "build_model", build):
+        _require_equal(module, sdonnx.compile(module))
+    assert list(folder.glob("[!.]*")) == []
+    assert f"nothing is cached in {folder}: the module changed while it was compiled" in warned
+
+
 def test_without_a_place_for_the_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: Path, builds: mock.Mock, warned: list[str]
 ) -> None:
