@@ -26,6 +26,7 @@ from sdonnx.errors import (
 if TYPE_CHECKING:
     from sdonnx.compiler.compile_module import compile
     from sdonnx.compiler.compile_pipe import compile_pipe
+    from sdonnx.compiler.save_pipe import load_pipe, save_pipe
     from sdonnx.doctor.first_use import KernelWarning
     from sdonnx.export.export_pipeline import export_pipeline
     from sdonnx.folder.version import RebuildWarning
@@ -59,7 +60,9 @@ __all__ = [
     "compile",
     "compile_pipe",
     "export_pipeline",
+    "load_pipe",
     "optimize_folder",
+    "save_pipe",
     "write_sample",
 ]
 
@@ -76,7 +79,9 @@ _HOMES = {
     "compile": "sdonnx.compiler.compile_module",
     "compile_pipe": "sdonnx.compiler.compile_pipe",
     "export_pipeline": "sdonnx.export.export_pipeline",
+    "load_pipe": "sdonnx.compiler.save_pipe",
     "optimize_folder": "sdonnx.optimize.optimizer",
+    "save_pipe": "sdonnx.compiler.save_pipe",
     "write_sample": "sdonnx.sample.write_sample",
 }
 

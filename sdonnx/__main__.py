@@ -19,6 +19,7 @@ COMMANDS = {
     "verify": ("sdonnx.cli.verify", "prove that a folder generates the same images as its original"),
     "generate": ("sdonnx.cli.generate", "generate images with an optimized folder"),
     "benchmark": ("sdonnx.cli.benchmark", "measure the speed of engines and compare their images"),
+    "cache": ("sdonnx.cli.cached_graphs", "list or remove the graphs that sdonnx.compile has cached"),
     "completion": ("sdonnx.cli.completion", "print a script for the completion of a shell"),
     "quickstart": ("sdonnx.cli.quickstart", "generate an image with a sample pipeline and compare with PyTorch"),
 }

@@ -17,6 +17,7 @@ from support.cores import keep_to_own_cores
 # Both are read when libraries are imported: threads by torch, and that no test may use a network by huggingface_hub.
 keep_to_own_cores()
 os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["SDONNX_CACHE_LIMIT"] = "0"  # tests of the cache turn it on, in folders of their own
 
 from support.diffusers_pipelines import in_diffusers  # noqa: E402
 from support.pipeline_cache import PipelineCache, cache_root  # noqa: E402

@@ -211,7 +211,9 @@ def test_public_names_are_held() -> None:
             "compile",
             "compile_pipe",
             "export_pipeline",
+            "load_pipe",
             "optimize_folder",
+            "save_pipe",
             "write_sample",
         ]
     )

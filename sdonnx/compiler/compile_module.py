@@ -19,14 +19,15 @@ from sdonnx.compiler.compile_options import check_options
 from sdonnx.compiler.compiled_autoencoder import AutoencoderDecode, AutoencoderEncode
 from sdonnx.compiler.compiled_text_encoders import ClipForward, ProjectedClipForward
 from sdonnx.compiler.compiled_unet import UNetForward
+from sdonnx.compiler.graph_cache import ModuleGraphs
 from sdonnx.compiler.graph_method import GraphMethod, GraphSignature
-from sdonnx.compiler.module_graph import load_graph
 from sdonnx.compiler.module_state import ModuleState, has_inner_hooks
 from sdonnx.errors import OptionError
+from sdonnx.folder.folder_cache import FolderCache
 from sdonnx.runtime.device.device import device_for
 from sdonnx.runtime.device.session import Graph
 
-__all__ = ["SUPPORTED", "CompiledModule", "compile", "why_unsupported"]
+__all__ = ["SUPPORTED", "CompiledModule", "compile", "compile_with", "programs_of", "why_unsupported"]
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -55,6 +56,8 @@ def compile(module: _Module, options: Mapping[str, Any] | str | None = None) -> 
     masks, ControlNet's residuals, `cross_attention_kwargs`, with autocast, in training mode, or where gradients are
     enabled and an input or a parameter requires one.
 
+    Graphs are cached on disk (`SDONNX_CACHE`, `SDONNX_CACHE_LIMIT`): the next process with an equal module loads them.
+
     Args:
         module: A `UNet2DConditionModel` or `AutoencoderKL` of diffusers, or a `CLIPTextModel` or
             `CLIPTextModelWithProjection` of transformers, in evaluation mode and in float32 on the CPU.
@@ -62,9 +65,22 @@ def compile(module: _Module, options: Mapping[str, Any] | str | None = None) -> 
 
     Raises:
         OptionError: The module cannot be compiled, as its class, type, device or configuration show; or an option is
-            unknown.
+            unknown, or SDONNX_CACHE_LIMIT is no size.
         FolderError: The module cannot be traced, or ONNX Runtime rejects its graph.
         DeviceMemoryError: There is too little memory.
+    """
+    return compile_with(module, options)
+
+
+def compile_with(
+    module: _Module, options: Mapping[str, Any] | str | None = None, saved: FolderCache | None = None
+) -> _Module:
+    """Compile a module as `compile` does.
+
+    Args:
+        module: The module.
+        options: Options.
+        saved: Entries in which graphs are searched before the user's cache.
     """
     check_options(options)
     plain: Any = module._programs.module if isinstance(module, CompiledModule) else module
@@ -80,7 +96,7 @@ def compile(module: _Module, options: Mapping[str, Any] | str | None = None) -> 
     base: Any = type(plain)
     compiled = object.__new__(_compiled_class(base))
     object.__setattr__(compiled, "__dict__", vars(plain))
-    object.__setattr__(compiled, "_programs", _Programs(plain))
+    object.__setattr__(compiled, "_programs", _Programs(plain, saved))
     return cast(_Module, compiled)
 
 
@@ -100,6 +116,11 @@ class CompiledModule:
         return object.__new__, (type(module),), vars(module)
 
 
+def programs_of(module: Any) -> Mapping[str, _Program]:
+    """Return the compiled methods of a module by name; none if it is no drop-in."""
+    return module._programs if isinstance(module, CompiledModule) else {}
+
+
 class _Programs(dict[str, "_Program"]):
     """The compiled methods of a module, by name.
 
@@ -107,8 +128,8 @@ class _Programs(dict[str, "_Program"]):
         module: the module, which torch computes.
     """
 
-    def __init__(self, module: torch.nn.Module) -> None:
-        super().__init__({method.name: _Program(module, method) for method in _methods_of(module)})
+    def __init__(self, module: torch.nn.Module, saved: FolderCache | None) -> None:
+        super().__init__({method.name: _Program(module, method, saved) for method in _methods_of(module)})
         self.module = module
 
 
@@ -127,9 +148,14 @@ class _Program:
     Args:
         module: The module, which torch computes.
         method: The method.
+        saved: Entries in which graphs are searched before the user's cache.
+
+    Attributes:
+        graphs: The graphs of the method, in the caches and built.
     """
 
-    def __init__(self, module: torch.nn.Module, method: GraphMethod) -> None:
+    def __init__(self, module: torch.nn.Module, method: GraphMethod, saved: FolderCache | None) -> None:
+        self.graphs = ModuleGraphs(module, method, device_for("cpu"), saved)
         self._module, self._method = module, method
         self._in_class: Callable[..., Any] = getattr(type(module), method.name)
         self._class_name = type(module).__name__
@@ -170,11 +196,16 @@ class _Program:
         outputs = graph.run({name: tensor.detach().numpy() for name, tensor in inputs.items()})
         return self._method.result([torch.from_numpy(outputs[name]) for name in graph.outputs], arguments)
 
+    @property
+    def signature(self) -> GraphSignature | None:
+        """The signature of the graph; None before the first call of a method that is compiled by it."""
+        return None if self._built is None else self._built.signature
+
     def _build(self, variant: Any) -> _Build:
         start = time.perf_counter()
         signature = self._method.signature(self._module, variant)
         state = ModuleState(self._module, self._method.ignored)
-        graph = load_graph(self._module, signature, self._method.prepare, device_for("cpu"))
+        graph = self.graphs.load(signature)
         _LOGGER.debug("compiled %s in %.1f s", self._class_name, time.perf_counter() - start)
         return _Build(graph, signature, state)
 

@@ -26,7 +26,7 @@ MODES: Mapping[str, str] = MappingProxyType(
         "cudagraphs": "no effect on the CPU",
         "freezing": "no effect: weights are constants of the graph",
         "low-precision": "no effect on the CPU",
-        "cache-all": "no effect: nothing is cached on disk yet",
+        "cache-all": "no effect: graphs are cached on disk anyway",
         "quant": "no effect on the CPU",
         "jit": "no effect: graphs are traced",
         "disable-runtime-fusion": "no effect: ONNX Runtime's fusions stay on",

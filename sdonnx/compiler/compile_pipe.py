@@ -12,7 +12,7 @@ from sdonnx.compiler.compile_module import SUPPORTED, compile, why_unsupported
 from sdonnx.compiler.compile_options import check_options
 from sdonnx.errors import OptionError
 
-__all__ = ["compile_pipe"]
+__all__ = ["compile_pipe", "modules_of"]
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -45,17 +45,8 @@ def compile_pipe(
         DeviceMemoryError: There is too little memory.
     """
     check_options(options)
-    components = getattr(pipe, "components", None)
-    if not isinstance(components, Mapping):
-        raise OptionError(
-            f"a {type(pipe).__name__}", "a pipeline of diffusers", "pass one; sdonnx.compile is for modules"
-        )
-    ignored = {ignores} if isinstance(ignores, str) else set(ignores)
-    if unknown := sorted(ignored - components.keys()):
-        raise OptionError(f"ignores {unknown[0]!r}", f"some of {', '.join(components)}", "correct the name")
-    modules = {name: part for name, part in components.items() if isinstance(part, torch.nn.Module)}
-    _require_no_offloading(pipe, modules)
-    reasons = {name: why_unsupported(part) for name, part in modules.items() if name not in ignored}
+    modules = modules_of(pipe, ignores)
+    reasons = {name: why_unsupported(part) for name, part in modules.items()}
     chosen = {name: modules[name] for name, reason in reasons.items() if reason is None}
     if not chosen:
         raise OptionError(
@@ -71,6 +62,25 @@ def compile_pipe(
         if reason is not None:
             _LOGGER.info("the %s stays in torch: %s", name, reason)
     return pipe
+
+
+def modules_of(pipe: Any, ignores: Collection[str]) -> dict[str, torch.nn.Module]:
+    """Return the components of a pipeline that are modules and are not ignored, by name.
+
+    Raises:
+        OptionError: It is no pipeline, it has no component of a name in `ignores`, or a component is offloaded.
+    """
+    components = getattr(pipe, "components", None)
+    if not isinstance(components, Mapping):
+        raise OptionError(
+            f"a {type(pipe).__name__}", "a pipeline of diffusers", "pass one; sdonnx.compile is for modules"
+        )
+    ignored = {ignores} if isinstance(ignores, str) else set(ignores)
+    if unknown := sorted(ignored - components.keys()):
+        raise OptionError(f"ignores {unknown[0]!r}", f"some of {', '.join(components)}", "correct the name")
+    modules = {name: part for name, part in components.items() if isinstance(part, torch.nn.Module)}
+    _require_no_offloading(pipe, modules)
+    return {name: part for name, part in modules.items() if name not in ignored}
 
 
 def _require_no_offloading(pipe: Any, modules: Mapping[str, torch.nn.Module]) -> None:

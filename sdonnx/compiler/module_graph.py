@@ -1,15 +1,15 @@
 """Turn a torch module in memory into a loaded ONNX Runtime graph.
 
 The module is traced as a copy of fake tensors, which have shapes but no storage. Its weights are passed to ONNX Runtime
-in memory: one that the graph uses as it is shares the memory of the module's parameter, and no weight is written to
-disk (docs/decisions/0168-compile-modules-in-memory.md).
+in memory: one that the graph uses as it is shares the memory of the module's parameter, and is never written to disk
+(docs/decisions/0168-compile-modules-in-memory.md).
 """
 
 from __future__ import annotations
 
 import copy
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,19 +20,21 @@ import torch
 from onnxruntime import OrtValue
 
 from sdonnx.compiler.graph_method import GraphSignature
-from sdonnx.errors import refusing
+from sdonnx.errors import FolderError, refusing
 from sdonnx.export.trace import trace
-from sdonnx.folder.pipeline_folder import ONNX_MODEL
+from sdonnx.folder.pipeline_folder import ONNX_MODEL, ONNX_WEIGHTS
 from sdonnx.fusions.fusion_table import fuse
 from sdonnx.graph.passes import tidy
 from sdonnx.optimize.interface import adapt_interface
 from sdonnx.runtime.device.device import Device
 from sdonnx.runtime.device.session import Graph, SessionSettings
 
-__all__ = ["load_graph"]
+__all__ = ["build_model", "load_model", "load_saved", "save_model"]
 
 # Smaller tensors, such as axes and sizes, stay in the graph, where ONNX Runtime's optimizations read them.
 _MIN_INJECTED_BYTES = 1024
+
+_PAGE = 4096  # bytes
 
 _NOWHERE = "in_memory"  # name of the file of external data, which does not exist
 
@@ -55,10 +57,10 @@ class _ModuleWeights:
         return values.astype(dtype, copy=False)
 
 
-def load_graph(
+def build_model(
     module: torch.nn.Module, signature: GraphSignature, prepare: Callable[[torch.nn.Module], None], device: Device
-) -> Graph:
-    """Export, optimize and load a module in float32.
+) -> ir.Model:
+    """Export and optimize a module in float32.
 
     Args:
         module: The module, in evaluation mode and in float32 on the CPU.
@@ -66,9 +68,11 @@ def load_graph(
         prepare: Changes the copy of the module that is traced, in place.
         device: Where the graph runs.
 
+    Returns:
+        The model. Its weights are aliases of the module's, or computed from them when they are read.
+
     Raises:
-        FolderError: The module cannot be traced, or ONNX Runtime rejects the graph.
-        DeviceMemoryError: The device has too little memory.
+        FolderError: The module cannot be traced.
     """
     spec, config = signature.spec, signature.config
 
@@ -90,11 +94,83 @@ def load_graph(
         adapt_interface(model, spec, config)
         fuse(model, device.provider)
         tidy(model)
-        with tempfile.TemporaryDirectory(prefix="sdonnx-") as folder:
-            injected = dict(_detach_weights(model.graph))
-            path = Path(folder) / ONNX_MODEL
-            ir.save(model, path)
-            return Graph(path, device, settings=SessionSettings(rebuild=_REMEDY[1]), injected=injected)
+    return model
+
+
+def load_model(model: ir.Model, module: torch.nn.Module, device: Device) -> Graph:
+    """Load a model of `build_model`, with its weights in memory; the model loses these.
+
+    Args:
+        model: The model.
+        module: The module that it was built from.
+        device: Where the graph runs.
+
+    Raises:
+        FolderError: ONNX Runtime rejects the graph.
+        DeviceMemoryError: The device has too little memory.
+    """
+    with refusing(f"the module {type(module).__name__}", *_REMEDY), tempfile.TemporaryDirectory(prefix="sdonnx-") as at:
+        injected = {name: _ort_value(array) for name, array in _detach_weights(model.graph)}
+        path = Path(at) / ONNX_MODEL
+        ir.save(model, path)
+        return Graph(path, device, settings=SessionSettings(rebuild=_REMEDY[1]), injected=injected)
+
+
+def save_model(model: ir.Model, module: torch.nn.Module, folder: Path) -> dict[str, str]:
+    """Write a model of `build_model` into a folder, without the weights that are parameters of the module.
+
+    Args:
+        model: The model, which keeps its weights.
+        module: The module that it was built from.
+        folder: An empty folder.
+
+    Returns:
+        The names of the parameters and buffers that the model needs, by its own names for them.
+
+    Raises:
+        OSError: The folder cannot be written.
+    """
+    tensors = {name: tensor for name, tensor in _host_tensors(module).items() if tensor.is_contiguous()}
+    named = {_memory_of(tensor.numpy()): name for name, tensor in tensors.items()}
+    arrays = dict(_detach_weights(model.graph))
+    references = {name: named[memory] for name, array in arrays.items() if (memory := _memory_of(array)) in named}
+    written = [name for name in arrays if name not in references]
+    try:
+        # ONNX Runtime maps the file into memory, where the kernels need aligned values.
+        external = ir.external_data.convert_tensors_to_external(
+            [ir.Tensor(arrays[name], name=name) for name in written],
+            folder,
+            ONNX_WEIGHTS,
+            alignment=_PAGE,
+            align_threshold=0,
+        )
+        for name, tensor in zip(written, external, strict=True):
+            model.graph.initializers[name].const_value = tensor
+        ir.save(model, folder / ONNX_MODEL)
+    finally:
+        for name, array in arrays.items():
+            model.graph.initializers[name].const_value = ir.Tensor(array, name=name)
+    return references
+
+
+def load_saved(folder: Path, references: Mapping[str, str], module: torch.nn.Module, device: Device) -> Graph:
+    """Load a model that `save_model` wrote, with parameters of an equal module.
+
+    Args:
+        folder: The folder.
+        references: The result of `save_model`.
+        module: The module.
+        device: Where the graph runs.
+
+    Raises:
+        FolderError: ONNX Runtime rejects the graph, or the module lacks a parameter.
+        DeviceMemoryError: The device has too little memory.
+    """
+    tensors = _host_tensors(module)
+    if missing := [source for source in references.values() if source not in tensors]:
+        raise FolderError(f"{folder} needs the parameter {missing[0]}", "the module's parameters", "remove the folder")
+    injected = {name: _ort_value(tensors[source].contiguous().numpy()) for name, source in references.items()}
+    return Graph(folder / ONNX_MODEL, device, settings=SessionSettings(rebuild=_REMEDY[1]), injected=injected)
 
 
 def _fake_copy(module: torch.nn.Module) -> torch.nn.Module:
@@ -111,7 +187,7 @@ def _fake_copy(module: torch.nn.Module) -> torch.nn.Module:
     return copy.deepcopy(module, fakes)
 
 
-def _detach_weights(graph: ir.Graph) -> Iterator[tuple[str, OrtValue]]:
+def _detach_weights(graph: ir.Graph) -> Iterator[tuple[str, npt.NDArray[Any]]]:
     """Replace large initializers by references to a file that does not exist, and yield their values by name."""
     for name, value in graph.initializers.items():
         tensor = value.const_value
@@ -121,5 +197,24 @@ def _detach_weights(graph: ir.Graph) -> Iterator[tuple[str, OrtValue]]:
         value.const_value = ir.ExternalTensor(
             _NOWHERE, 0, array.nbytes, tensor.dtype, shape=ir.Shape(array.shape), name=name
         )
-        # With DLPack, ONNX Runtime keeps the memory alive as long as it needs it.
-        yield name, OrtValue.from_dlpack(torch.from_numpy(array))
+        yield name, array
+
+
+def _ort_value(array: npt.NDArray[Any]) -> OrtValue:
+    # With DLPack, ONNX Runtime keeps the memory alive as long as it needs it.
+    return OrtValue.from_dlpack(torch.from_numpy(array))
+
+
+def _host_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return the parameters and buffers in floating point that are in the host's memory, by name."""
+    tensors = {**dict(module.named_buffers()), **module.state_dict()}
+    return {
+        name: tensor.detach()
+        for name, tensor in tensors.items()
+        if tensor.device.type == "cpu" and tensor.dtype in (torch.float32, torch.float16)
+    }
+
+
+def _memory_of(array: npt.NDArray[Any]) -> tuple[Any, ...]:
+    """Return the identity of a contiguous array in memory; arrays with the same one are interchangeable."""
+    return array.ctypes.data, array.dtype, array.shape

@@ -10,9 +10,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-__all__ = ["ModuleState", "has_inner_hooks"]
+__all__ = ["CAPTURES", "ModuleState", "has_inner_hooks"]
 
-_CAPTURES = "_output_capturing_hooks_installed"  # attribute that transformers sets in the first call
+CAPTURES = "_output_capturing_hooks_installed"
+"""Attribute of modules that transformers sets in the first call."""
 
 _PROBES = 4  # values of each tensor that are compared
 
@@ -86,7 +87,7 @@ def _parts(module: torch.nn.Module, ignored: Collection[str]) -> Iterator[Any]:
     while waiting:
         current = waiting.pop()
         for name, value in vars(current).items():
-            if name == _CAPTURES or (current is module and name in ignored):
+            if name == CAPTURES or (current is module and name in ignored):
                 continue
             yield value
             if not value or (current is module and name.endswith("_hooks")):

@@ -15,10 +15,9 @@ from typing import Any
 
 from sdonnx.doctor.check_kernels import CaseResult
 from sdonnx.doctor.verdict import Key, SummaryLine, Verdict
+from sdonnx.folder.cache_root import cache_folder
 
 __all__ = [
-    "CACHE",
-    "cache_folder",
     "cached_verdicts",
     "read_verdict",
     "result_as_json",
@@ -28,19 +27,7 @@ __all__ = [
     "write_verdict",
 ]
 
-CACHE = "SDONNX_CACHE"
-"""The environment variable for the folder of verdicts."""
-
 _FORMAT = 3
-
-
-def cache_folder(environment: Mapping[str, str] = os.environ) -> Path:
-    """Return the user's folder of verdicts: $SDONNX_CACHE, or `sdonnx` in $XDG_CACHE_HOME or in ~/.cache."""
-    if environment.get(CACHE):
-        return Path(environment[CACHE])
-    base = environment.get("XDG_CACHE_HOME") or ""
-    # The XDG base directory specification: a relative path must be ignored.
-    return (Path(base) if Path(base).is_absolute() else Path("~/.cache").expanduser()) / "sdonnx"
 
 
 def verdict_path(key: Key, folder: Path | None = None) -> Path:

@@ -51,7 +51,7 @@ def leftovers(out: Path, ending: str) -> list[Path]:
 
 
 @contextlib.contextmanager
-def locked(out: Path) -> Iterator[None]:
+def locked(out: Path, *, wait_s: float = _MAX_WAIT_S) -> Iterator[None]:
     """Hold the lock of `out`, after cleaning up after runs that were killed.
 
     An old output that such a run had set aside is restored. If the file system has no locks, runs are separated only by
@@ -59,6 +59,7 @@ def locked(out: Path) -> Iterator[None]:
 
     Args:
         out: the output folder, an absolute path whose parent exists.
+        wait_s: seconds to wait for another run that holds the lock; -1 for no limit.
 
     Raises:
         OutputError: another run holds the lock.
@@ -66,7 +67,7 @@ def locked(out: Path) -> Iterator[None]:
     """
     with contextlib.ExitStack() as stack:
         try:
-            is_held = stack.enter_context(lock_file(out.parent / f".{out.name}.lock", wait_s=_MAX_WAIT_S))
+            is_held = stack.enter_context(lock_file(out.parent / f".{out.name}.lock", wait_s=wait_s))
         except TimeoutError:
             raise OutputError(
                 f"another run is writing {out}",
@@ -86,7 +87,7 @@ def lock_file(path: Path, *, wait_s: float) -> Iterator[bool]:
 
     Args:
         path: the file.
-        wait_s: seconds to wait for another process that holds the lock.
+        wait_s: seconds to wait for another process that holds the lock; -1 for no limit.
 
     Yields:
         Whether the lock is held; False if the file system has no locks.

@@ -9,10 +9,11 @@ from unittest import mock
 
 import pytest
 import torch
-from diffusers import AutoencoderKL
 from diffusers.models.autoencoders.vae import DecoderOutput
 from support.logged_lines import logged_lines
-from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
+from support.small_modules import small_autoencoder as _autoencoder
+from support.small_modules import small_text_encoder as _clip
+from transformers import CLIPTextModel, CLIPTextModelWithProjection
 
 import sdonnx
 from sdonnx.compiler.module_state import ModuleState, has_inner_hooks
@@ -22,28 +23,6 @@ from sdonnx.metrics import relative_error
 
 def _error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     return relative_error(ours.detach().numpy(), theirs.detach().numpy())
-
-
-def _autoencoder(**options: Any) -> Any:
-    torch.manual_seed(0)
-    sizes: dict[str, Any] = {
-        "block_out_channels": (16, 32),
-        "down_block_types": ("DownEncoderBlock2D",) * 2,
-        "up_block_types": ("UpDecoderBlock2D",) * 2,
-        "norm_num_groups": 8,
-        "sample_size": 32,
-    }
-    model: Any = AutoencoderKL(**(sizes | options))
-    return model.eval().requires_grad_(False)
-
-
-def _clip(kind: Any = CLIPTextModel, **options: Any) -> Any:
-    torch.manual_seed(0)
-    sizes: dict[str, Any] = {
-        "vocab_size": 99, "hidden_size": 32, "intermediate_size": 64, "projection_dim": 24, "num_hidden_layers": 2,
-        "num_attention_heads": 2, "max_position_embeddings": 77, "bos_token_id": 97, "eos_token_id": 98,
-    }  # fmt: skip
-    return kind(CLIPTextConfig(**(sizes | options))).eval().requires_grad_(False)
 
 
 def _ids(batch: int, tokens: int) -> torch.Tensor:

@@ -18,28 +18,14 @@ import torch
 from diffusers import UNet2DConditionModel
 from diffusers.models.attention_processor import AttnProcessor
 from diffusers.models.unets.unet_2d_condition import UNet2DConditionOutput
+from support.small_modules import TEXT_WIDTH as _TEXT
+from support.small_modules import small_unet as _unet
 
 import sdonnx
 from sdonnx.compiler import compile_module, module_graph
 from sdonnx.compiler.module_state import ModuleState
 from sdonnx.errors import FolderError, OptionError
 from sdonnx.metrics import psnr, relative_error
-
-_TEXT = 16
-
-
-def _unet(**options: Any) -> Any:
-    torch.manual_seed(0)
-    sizes: dict[str, Any] = {
-        "block_out_channels": (32,),
-        "down_block_types": ("CrossAttnDownBlock2D",),
-        "up_block_types": ("UpBlock2D",),
-        "attention_head_dim": 2,
-        "norm_num_groups": 8,
-        "layers_per_block": 1,
-    }
-    model: Any = UNet2DConditionModel(sample_size=16, cross_attention_dim=_TEXT, **(sizes | options))
-    return model.eval().requires_grad_(False)
 
 
 def _conditioned() -> Any:

@@ -74,11 +74,3 @@ def test_a_failing_rename_leaves_no_file(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(os, "replace", refuse)
     assert cache.write_verdict(FOUND, tmp_path) is None
     assert list(tmp_path.iterdir()) == []
-
-
-def test_cache_folder(tmp_path: Path) -> None:
-    home = Path("~/.cache").expanduser() / "sdonnx"
-    assert cache.cache_folder({"SDONNX_CACHE": "/a/b", "XDG_CACHE_HOME": "/c"}) == Path("/a/b")
-    assert cache.cache_folder({"XDG_CACHE_HOME": "/c"}) == Path("/c/sdonnx")
-    assert cache.cache_folder({"XDG_CACHE_HOME": "c"}) == home
-    assert cache.cache_folder({}) == home

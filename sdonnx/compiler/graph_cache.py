@@ -1,0 +1,195 @@
+"""Load the graph of a module from a cache, or build it and write it there.
+
+An entry has the graph and those weights that are not parameters of the module, such as transposed ones. The others are
+taken from the module's memory.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import shutil
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import onnx_ir as ir
+import torch
+
+from sdonnx.compiler.graph_key import GraphKey, graph_key
+from sdonnx.compiler.graph_method import GraphMethod, GraphSignature
+from sdonnx.compiler.module_description import IndescribableError
+from sdonnx.compiler.module_graph import build_model, load_model, load_saved, save_model
+from sdonnx.doctor.gpu import gpus
+from sdonnx.errors import FolderError
+from sdonnx.folder.folder_cache import ENTRY, FolderCache, entry_info, graph_cache
+from sdonnx.runtime.device.device import Device
+from sdonnx.runtime.device.session import Graph
+
+__all__ = ["ModuleGraphs"]
+
+_LOGGER = logging.getLogger(__name__)
+
+_ATTEMPTS = 2  # a broken entry in a read-only folder stays there
+
+_PARTS, _WEIGHTS = "parts", "weights"  # of the description of an entry
+
+
+class ModuleGraphs:
+    """The graphs of a module's method on a device.
+
+    Args:
+        module: The module, in evaluation mode and in float32 on the CPU.
+        method: The method.
+        device: Where the graphs run.
+        saved: Entries that are searched before the user's cache, and to which nothing is added; None for none.
+        precision: Precision of the graph.
+        options: All other choices that the graphs depend on, by name.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        method: GraphMethod,
+        device: Device,
+        saved: FolderCache | None = None,
+        precision: str = "float32",
+        options: Mapping[str, str] | None = None,
+    ) -> None:
+        self.module = module
+        self.method = method
+        self.device = device
+        self.saved = saved
+        self._target: dict[str, str] = {**(options or {}), "provider": device.provider, "precision": precision}
+        if device.provider == "cuda":
+            self._target["compute_capability"] = ".".join(map(str, gpus()[device.index].compute_capability))
+
+    def load(self, signature: GraphSignature) -> Graph:
+        """Load a graph from a cache, or build it, write it into the user's cache, and load it.
+
+        Raises:
+            FolderError: The module cannot be traced, or ONNX Runtime rejects the graph.
+            DeviceMemoryError: The device has too little memory.
+            OptionError: SDONNX_CACHE_LIMIT is no size.
+        """
+        cache = graph_cache()
+        if cache is None and self.saved is None:
+            return self._load_built(self._build(signature))
+        try:
+            start = time.perf_counter()
+            key = self.key(signature)
+            _LOGGER.debug("hashed %s in %.2f s", self._name, time.perf_counter() - start)
+        except IndescribableError as reason:
+            _LOGGER.info("%s is not cached: %s", self._name, reason)
+            return self._load_built(self._build(signature))
+        if self.saved is not None:
+            if (graph := self._load_from(self.saved, key)) is not None:
+                return graph
+            self._warn_of_another_state(self.saved, key)
+        return self._load_built(self._build(signature)) if cache is None else self._load_cached(cache, key, signature)
+
+    def save(self, signature: GraphSignature, saved: FolderCache) -> str:
+        """Write a graph into a folder of entries, from the user's cache or built again, and return its key.
+
+        Raises:
+            IndescribableError: The module cannot be described in other processes.
+            FolderError: The module cannot be traced.
+            OSError: The folder cannot be written.
+        """
+        key = self.key(signature)
+        cache = graph_cache()
+        cached = None if cache is None else cache.find(key.digest)
+
+        def write(folder: Path) -> Mapping[str, Any]:
+            if cached is None:
+                return self._write(self._build(signature), signature, key, folder)
+            shutil.copytree(cached, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns(ENTRY))
+            return entry_info(cached)
+
+        saved.add(key.digest, write)
+        return key.digest
+
+    def key(self, signature: GraphSignature) -> GraphKey:
+        """Return the key of a graph.
+
+        Raises:
+            IndescribableError: The module cannot be described in other processes.
+        """
+        return graph_key(self.module, signature, self.method, self._target)
+
+    @property
+    def _name(self) -> str:
+        return type(self.module).__name__
+
+    def _build(self, signature: GraphSignature) -> ir.Model:
+        start = time.perf_counter()
+        model = build_model(self.module, signature, self.method.prepare, self.device)
+        _LOGGER.debug("built the graph of %s in %.1f s", self._name, time.perf_counter() - start)
+        return model
+
+    def _load_built(self, model: ir.Model) -> Graph:
+        return load_model(model, self.module, self.device)
+
+    def _write(self, model: ir.Model, signature: GraphSignature, key: GraphKey, folder: Path) -> dict[str, Any]:
+        """Write the files of an entry, and return its description.
+
+        Raises:
+            OSError: The folder cannot be written, or another thread changed the module meanwhile.
+        """
+        references = save_model(model, self.module, folder)
+        if self.key(signature) != key:
+            raise OSError(errno.EBUSY, "the module changed while it was compiled")
+        shown = {name: key.parts[name] for name in ("class", "method")} | {"precision": self._target["precision"]}
+        return {**shown, _PARTS: key.parts, _WEIGHTS: references}
+
+    def _load_cached(self, cache: FolderCache, key: GraphKey, signature: GraphSignature) -> Graph:
+        for _ in range(_ATTEMPTS):
+            built: list[ir.Model] = []
+
+            def write(folder: Path, built: list[ir.Model] = built) -> Mapping[str, Any]:
+                built.append(self._build(signature))
+                return self._write(built[0], signature, key, folder)
+
+            if cache.entry(key.digest, write) is None:
+                return self._load_built(built[0] if built else self._build(signature))
+            is_new = bool(built)
+            built.clear()  # transformed weights are read from the entry
+            if (graph := self._load_from(cache, key, is_new=is_new)) is not None:
+                return graph
+        return self._load_built(self._build(signature))
+
+    def _load_from(self, cache: FolderCache, key: GraphKey, *, is_new: bool = False) -> Graph | None:
+        """Load an entry; None if there is none, or it was broken and is removed.
+
+        Args:
+            cache: The cache.
+            key: The key.
+            is_new: Whether this process has just written it, so that it would not become better if it were made again.
+        """
+        if (path := cache.find(key.digest)) is None:
+            return None
+        start = time.perf_counter()
+        try:
+            references = entry_info(path).get(_WEIGHTS)
+            if not isinstance(references, dict):
+                raise FolderError(f"{path} names no weights", "those of the module", "remove the folder")
+            graph = load_saved(path, references, self.module, self.device)
+        except FolderError as error:
+            cache.discard(key.digest, str(error))
+            if is_new:
+                raise
+            return None
+        cache.keep(key.digest, graph)
+        _LOGGER.debug("loaded %s from %s in %.2f s", self._name, path, time.perf_counter() - start)
+        return graph
+
+    def _warn_of_another_state(self, saved: FolderCache, key: GraphKey) -> None:
+        """Say which part of the key differs from that of a saved graph of the same class and method."""
+        names = ("class", "method")
+        for entry in reversed(saved.entries()):
+            parts = entry.info.get(_PARTS)
+            if isinstance(parts, dict) and all(parts.get(name) == key.parts[name] for name in names):
+                changed = key.difference(parts)
+                _LOGGER.warning("%s is compiled: that in %s has other %s", self._name, saved.root, changed)
+                return

@@ -1,0 +1,116 @@
+"""The key of a compiled graph: a digest of everything that decides its content."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import platform
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import onnxruntime
+import torch
+
+import sdonnx
+from sdonnx.compiler.graph_method import GraphMethod, GraphSignature
+from sdonnx.compiler.module_description import PACKAGES, Description, IndescribableError
+from sdonnx.compiler.module_state import has_inner_hooks
+from sdonnx.compiler.tensor_digest import tensors_digest
+
+__all__ = ["GraphKey", "graph_key"]
+
+# Packages that change graphs while they are exported.
+_EXPORTERS = ("numpy", "onnx", "onnx_ir", "onnxscript")
+
+# Parts of a key that a user can understand, in the order in which a difference is reported.
+_SHOWN = {
+    "versions": "versions of packages",
+    "code": "source files of sdonnx",
+    "target": "devices or precisions",
+    "structure": "classes or attributes",
+    "weights": "weights",
+}
+
+
+@dataclass(frozen=True)
+class GraphKey:
+    """The key of a compiled graph.
+
+    Attributes:
+        parts: digests and plain values by name, as JSON; graphs are equal if all parts are.
+    """
+
+    parts: Mapping[str, Any]
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """SHA-256 of the parts, a name of a folder."""
+        return hashlib.sha256(json.dumps(self.parts, sort_keys=True).encode()).hexdigest()
+
+    def difference(self, parts: Any) -> str:
+        """Return the first part that differs from those of another key, read from JSON, as a plural noun."""
+        other = parts if isinstance(parts, Mapping) else {}
+        return next((shown for name, shown in _SHOWN.items() if self.parts[name] != other.get(name)), "arguments")
+
+
+def graph_key(
+    module: torch.nn.Module, signature: GraphSignature, method: GraphMethod, target: Mapping[str, str]
+) -> GraphKey:
+    """Return the key of the graph of a method.
+
+    Args:
+        module: The module, with dense tensors on one device.
+        signature: The signature of the graph.
+        method: The method.
+        target: All that the graph depends on besides the module: provider, precision, generation of the GPU, options.
+
+    Raises:
+        IndescribableError: The module has a part that has no description in other processes.
+    """
+    if has_inner_hooks(module):
+        raise IndescribableError("its submodules have hooks")
+    structure, call = Description(), Description()
+    structure.add_module(module, method.ignored)
+    # `prepare` changes the module before the graph is traced.
+    for part in (signature.spec, signature.config, signature.wrapper, signature.variant, type(method), method.name):
+        call.add(part, "the signature")
+    return GraphKey(
+        {
+            "class": type(module).__name__,
+            "method": method.name,
+            "target": dict(target),
+            "versions": _versions(),
+            "code": _code_digest(),
+            "call": call.hexdigest(),
+            "structure": structure.hexdigest(),
+            "weights": tensors_digest(structure.tensors),
+        }
+    )
+
+
+@functools.cache
+def _versions() -> dict[str, str]:
+    found = {
+        "python": platform.python_version(),
+        "sdonnx": sdonnx.__version__,
+        "onnxruntime": str(onnxruntime.__version__),
+        "torch": str(torch.__version__),  # with the build's CUDA, which the metadata may lack
+    }
+    for package in (*PACKAGES, *_EXPORTERS):
+        with suppress(PackageNotFoundError):
+            found.setdefault(package, version(package))
+    return found
+
+
+@functools.cache
+def _code_digest() -> str:
+    """Return a digest of the source files of this package: a checkout changes without a new version."""
+    digest, root = hashlib.sha256(), Path(sdonnx.__file__).parent
+    for path in sorted(root.rglob("*.py")):
+        digest.update(f"{path.relative_to(root).as_posix()} {path.stat().st_size}\n".encode() + path.read_bytes())
+    return digest.hexdigest()

@@ -1,0 +1,308 @@
+"""A cache of folders on disk: one folder for each key, written once, and removed when it has not been used for longest.
+
+A folder is written under a hidden name and renamed when it is complete, so a writer that is killed leaves no entry.
+`entry.json` in it lists its files and their sizes, and describes the content. Its time of modification is that of the
+last use.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import os
+import shutil
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from sdonnx.errors import FolderError, OutputError
+from sdonnx.folder.cache_root import cache_folder, cache_limit
+from sdonnx.folder.lock import PARTIAL, hidden_folder, locked, take_name
+from sdonnx.folder.pipeline_folder import read_json
+
+__all__ = ["ENTRY", "CacheEntry", "FolderCache", "entry_info", "graph_cache", "graph_folder"]
+
+_LOGGER = logging.getLogger(__name__)
+
+ENTRY = "entry.json"
+"""File of each entry with the sizes of its files, the time of its creation, and a description of its content."""
+
+_GRAPHS = "graphs"  # folder of compiled graphs in the user's cache
+
+
+@dataclass(frozen=True)
+class CacheEntry:
+    """An entry of a cache.
+
+    Attributes:
+        path: its folder.
+        info: description of its content; empty if it cannot be read.
+        size_bytes: size of its files.
+        last_use: seconds since the epoch.
+    """
+
+    path: Path
+    info: Mapping[str, Any]
+    size_bytes: int
+    last_use: float
+
+    @property
+    def key(self) -> str:
+        """The key of the entry."""
+        return self.path.name
+
+
+class FolderCache:
+    """A folder of entries; several processes may use it at the same time.
+
+    Failures to write are one warning in the log, and the caller continues without the cache.
+
+    Args:
+        root: the folder, which is created by the first entry.
+        limit_bytes: size above which the least recently used entries are removed after an entry is written; None for no
+            limit.
+    """
+
+    def __init__(self, root: Path, limit_bytes: int | None = None) -> None:
+        self.root = root.absolute()
+        self.limit_bytes = limit_bytes
+        self._users: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+        self._has_warned = False
+
+    def find(self, key: str) -> Path | None:
+        """Return the folder of a key, None if there is none. A broken entry is removed, with a warning."""
+        path = self.root / key
+        if not os.path.isdir(path):
+            return None
+        try:
+            _require_complete(path)
+        except FolderError as error:
+            self.discard(key, str(error))
+            return None
+        with suppress(OSError):  # the cache of another user
+            os.utime(path / ENTRY)
+        return path
+
+    def entry(self, key: str, write: Callable[[Path], Mapping[str, Any]]) -> Path | None:
+        """Return the folder of a key, which is written first if it is missing.
+
+        One process writes an entry, and others that need it wait.
+
+        Args:
+            key: the key, a name of a file without dots.
+            write: writes the content into an empty folder, and returns its description for `CacheEntry.info`.
+
+        Returns:
+            The folder; None if it cannot be written.
+        """
+        try:
+            return self.add(key, write)
+        except OSError as error:
+            self._warn(f"nothing is cached in {self.root}: {error.strerror or error}")
+            return None
+
+    def add(self, key: str, write: Callable[[Path], Mapping[str, Any]]) -> Path:
+        """Return the folder of a key as `entry` does.
+
+        Raises:
+            OSError: It cannot be written.
+        """
+        if (found := self.find(key)) is not None:
+            return found
+        path = self.root / key
+        self.root.mkdir(parents=True, exist_ok=True)
+        with _locked(path):
+            if (found := self.find(key)) is not None:
+                return found
+            partial = hidden_folder(path, PARTIAL)
+            try:
+                partial.chmod(0o755)
+                _seal(partial, write(partial))
+                take_name(partial, path)
+            finally:
+                shutil.rmtree(partial, ignore_errors=True)
+        self.prune(written=key)
+        return path
+
+    def keep(self, key: str, user: object) -> None:
+        """Keep this process from pruning an entry while an object exists."""
+        self._users[user] = key
+
+    def entries(self) -> list[CacheEntry]:
+        """Return all entries, the least recently used ones first."""
+        found = []
+        with suppress(OSError), os.scandir(self.root) as items:
+            for item in items:
+                if not item.name.startswith(".") and item.is_dir(follow_symlinks=False):
+                    with suppress(OSError):  # another process has removed it
+                        found.append(_described(Path(item.path)))
+        return sorted(found, key=lambda entry: (entry.last_use, entry.key))
+
+    def discard(self, key: str, reason: str) -> None:
+        """Remove a broken entry, with a warning.
+
+        Args:
+            key: the key.
+            reason: the fault, as a clause.
+        """
+        _LOGGER.warning("removed a broken entry of the cache: %s", reason)
+        _remove(self.root / key)
+
+    def remove(self, key: str) -> bool:
+        """Remove an entry, also one in use, and return whether it is gone."""
+        return _remove(self.root / key)
+
+    def prune(self, limit_bytes: int | None = None, *, written: str | None = None) -> list[CacheEntry]:
+        """Remove the least recently used entries above a limit, and parts that killed writers left.
+
+        Args:
+            limit_bytes: the limit; None for that of the cache.
+            written: key of an entry that stays, like those that this process uses.
+
+        Returns:
+            The removed entries.
+        """
+        self._remove_leftovers()
+        limit = self.limit_bytes if limit_bytes is None else limit_bytes
+        if limit is None:
+            return []
+        entries = self.entries()
+        used = {*self._users.values(), written}
+        total, removed = sum(entry.size_bytes for entry in entries), []
+        for entry in entries:
+            if total > limit and entry.key not in used:
+                if _remove(entry.path):
+                    removed.append(entry)
+                    _LOGGER.debug("removed %s from the cache", entry.path)
+                total -= entry.size_bytes
+        return removed
+
+    def clear(self) -> list[CacheEntry]:
+        """Remove all entries, also those in use, and return them."""
+        self._remove_leftovers()
+        return [entry for entry in self.entries() if _remove(entry.path)]
+
+    def _remove_leftovers(self) -> None:
+        """Remove folders and lock files of writers that were killed."""
+        for name in {each.name.split(".")[1] for each in self._hidden()}:
+            with suppress(OutputError, OSError), locked(self.root / name):
+                pass  # whoever holds the lock has removed them
+
+    def _hidden(self) -> Iterator[Path]:
+        yield from self.root.glob(f".?*{PARTIAL}")
+        yield from self.root.glob(".?*.lock")
+
+    def _warn(self, message: str) -> None:
+        if not self._has_warned:
+            _LOGGER.warning("%s", message)
+        self._has_warned = True
+
+
+def graph_folder() -> Path:
+    """Return the folder of compiled graphs in the user's cache.
+
+    Raises:
+        RuntimeError: The user has no home folder.
+    """
+    return cache_folder() / _GRAPHS
+
+
+def graph_cache() -> FolderCache | None:
+    """Return the user's cache of compiled graphs; None if it is turned off or the user has no home folder.
+
+    Raises:
+        OptionError: SDONNX_CACHE_LIMIT is no size.
+    """
+    limit_bytes = cache_limit()
+    try:
+        return _cache_at(graph_folder(), limit_bytes) if limit_bytes else None
+    except RuntimeError:
+        return None
+
+
+@functools.cache
+def _cache_at(root: Path, limit_bytes: int) -> FolderCache:
+    """Return one object for each folder, which knows all entries that this process uses."""
+    return FolderCache(root, limit_bytes)
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold the lock of an entry, with a line in the log if another process holds it."""
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(locked(path))
+        except OutputError:
+            _LOGGER.info("waiting for another process, which writes %s", path)
+            stack.enter_context(locked(path, wait_s=-1))
+        yield
+
+
+def _seal(folder: Path, info: Mapping[str, Any]) -> None:
+    """Write the description of an entry, after everything else is on the disk."""
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    sizes = {path.relative_to(folder).as_posix(): path.stat().st_size for path in files}
+    created = datetime.now(UTC).isoformat(timespec="seconds")
+    content = {"created": created, "files": sizes, "info": dict(info)}
+    (folder / ENTRY).write_text(json.dumps(content, indent=1), encoding="utf-8")
+    # A file could otherwise have its size and no content after a power failure.
+    for path in (*files, folder / ENTRY):
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+
+
+def _require_complete(folder: Path) -> None:
+    """Raise FolderError unless all files of an entry have their sizes."""
+    sizes = read_json(folder / ENTRY).get("files")
+    if not isinstance(sizes, dict):
+        raise FolderError(f"{folder / ENTRY} lists no files", "their sizes", "remove the folder")
+    for name, expected in sizes.items():
+        try:
+            found = (folder / name).stat().st_size
+        except OSError as error:
+            raise FolderError(f"{folder / name}: {error.strerror}", f"{expected} bytes", "remove the folder") from error
+        if found != expected:
+            raise FolderError(f"{folder / name} has {found} bytes", f"{expected}", "remove the folder")
+
+
+def entry_info(folder: Path) -> dict[str, Any]:
+    """Return the description of an entry's content.
+
+    Raises:
+        FolderError: It cannot be read.
+    """
+    info = read_json(folder / ENTRY).get("info")
+    if not isinstance(info, dict):
+        raise FolderError(f"{folder / ENTRY} describes nothing", "an object", "remove the folder")
+    return info
+
+
+def _described(folder: Path) -> CacheEntry:
+    info: dict[str, Any] = {}
+    with suppress(FolderError):
+        info = entry_info(folder)
+    size_bytes = sum(path.lstat().st_size for path in folder.rglob("*") if not path.is_dir())
+    entry = folder / ENTRY
+    last_use = (entry if entry.exists() else folder).stat().st_mtime
+    return CacheEntry(folder, info, size_bytes, last_use)
+
+
+def _remove(path: Path) -> bool:
+    """Remove an entry and return whether it is gone. It is renamed first, so that no part of it counts as an entry."""
+    try:
+        partial = hidden_folder(path, PARTIAL)
+        try:
+            path.rename(partial)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+    except FileNotFoundError:
+        return False  # another process has removed it
+    except OSError as error:
+        _LOGGER.warning("%s cannot be removed: %s", path, error.strerror)
+        return False
+    return True

@@ -1,0 +1,260 @@
+"""The cache of compiled graphs: `sdonnx.compile` of an equal module builds no graph again."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from support.logged_lines import logged_lines
+from support.pipelines import refused
+from support.small_modules import TEXT_WIDTH, small_autoencoder, small_text_encoder, small_unet
+
+import sdonnx
+from sdonnx.compiler import graph_cache
+from sdonnx.compiler.module_graph import build_model
+from sdonnx.errors import OptionError
+from sdonnx.folder.pipeline_folder import ONNX_MODEL, ONNX_WEIGHTS
+from sdonnx.metrics import relative_error
+
+IDS = torch.tensor([[97, 5, 6, 98]])
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of graphs of an empty cache."""
+    monkeypatch.setenv("SDONNX_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("SDONNX_CACHE_LIMIT", "1GB")
+    return tmp_path / "cache" / "graphs"
+
+
+@pytest.fixture
+def builds() -> Iterator[mock.Mock]:
+    """Counts graphs that are built."""
+    with mock.patch.object(graph_cache, "build_model", wraps=build_model) as built:
+        yield built
+
+
+@pytest.fixture
+def warned() -> Iterator[list[str]]:
+    with logged_lines(logging.WARNING) as lines:
+        yield lines
+
+
+def _require_equal(module: Any, compiled: Any) -> None:
+    """Compare a text encoder with its drop-in."""
+    with torch.inference_mode():
+        ours, theirs = compiled(IDS), module(IDS)
+    assert relative_error(ours.last_hidden_state.numpy(), theirs.last_hidden_state.numpy()) < 1e-4
+
+
+def _compile(**options: Any) -> None:
+    module = small_text_encoder(**options)
+    _require_equal(module, sdonnx.compile(module))
+
+
+def test_equal_module_is_built_once(folder: Path, builds: mock.Mock, warned: list[str]) -> None:
+    for _ in range(3):
+        _compile()
+    assert builds.call_count == 1
+    assert len(list(folder.iterdir())) == 1
+    assert warned == []
+
+
+OTHER_PROCESS = """
+import logging, sys
+logging.getLogger("sdonnx").setLevel(logging.DEBUG)
+logging.basicConfig(format="%(message)s", stream=sys.stdout)
+from compiler.test_graph_cache import _compile
+_compile()
+"""
+
+
+def _run(code: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    paths = [str(Path(__file__).parents[1]), *filter(None, sys.path)]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment, check=False, **options)
+
+
+def test_second_process_builds_nothing(folder: Path) -> None:
+    _compile()
+    done = _run(OTHER_PROCESS)
+    assert done.returncode == 0
+    assert "loaded CLIPTextModel from " in done.stdout
+    assert "built" not in done.stdout
+
+
+def test_killed_process_leaves_no_graph(folder: Path, builds: mock.Mock) -> None:
+    kill = """
+import os, signal
+from sdonnx.compiler import module_graph
+from sdonnx.folder import folder_cache
+folder_cache._seal = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+"""
+    assert _run(kill + OTHER_PROCESS).returncode == -signal.SIGKILL
+    (partial,) = folder.glob(".*.partial")
+    assert (partial / ONNX_MODEL).is_file()
+    _compile()
+    assert builds.call_count == 1
+    assert [path.name for path in folder.iterdir() if path.name.startswith(".")] == []
+
+
+def test_entry_has_no_parameters_of_the_module(folder: Path) -> None:
+    """Weights of convolutions are parameters; those of products are transposed."""
+    module = small_autoencoder()
+    sdonnx.compile(module)
+    (entry,) = folder.iterdir()
+    convolutions = sum(each.weight.nbytes for each in module.decoder.modules() if isinstance(each, torch.nn.Conv2d))
+    written = (entry / ONNX_WEIGHTS).stat().st_size
+    assert 0 < written < convolutions / 2
+    again = small_autoencoder()
+    latents = torch.randn(1, 4, 5, 7)
+    ours, theirs = sdonnx.compile(again).decode(latents).sample, module.decode(latents).sample
+    assert relative_error(ours.numpy(), theirs.numpy()) < 1e-4
+
+
+def test_parameters_with_other_strides(folder: Path, builds: mock.Mock) -> None:
+    latents = torch.randn(1, 4, 5, 7)
+    for layout in (torch.contiguous_format, torch.channels_last):
+        module = small_autoencoder().to(memory_format=layout)
+        ours, theirs = sdonnx.compile(module).decode(latents).sample, module.decode(latents).sample
+        assert relative_error(ours.numpy(), theirs.numpy()) < 1e-4
+    assert builds.call_count == 1
+
+
+def test_changed_weights_are_another_graph(folder: Path, builds: mock.Mock) -> None:
+    module = small_text_encoder()
+    compiled = sdonnx.compile(module)
+    for factor in (2, 0.5):
+        with torch.no_grad():
+            module.encoder.layers[1].mlp.fc1.weight.mul_(factor)
+        _require_equal(module, compiled)
+    assert builds.call_count == 2  # the weights of before are in the cache
+
+
+def test_changed_processors_are_another_graph(folder: Path, builds: mock.Mock) -> None:
+    from diffusers.models.attention_processor import AttnProcessor
+
+    for processor in (None, AttnProcessor()):
+        unet = small_unet()
+        if processor is not None:
+            unet.set_attn_processor(processor)
+        sdonnx.compile(unet)
+    assert builds.call_count == 2
+
+
+def test_code_of_the_user_is_not_cached(folder: Path, builds: mock.Mock) -> None:
+    from diffusers.models.attention_processor import AttnProcessor
+
+    class Scaled(AttnProcessor):
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            return 3 * super().__call__(*args, **kwargs)
+
+    unet = small_unet()
+    unet.set_attn_processor(Scaled())
+    with logged_lines(logging.INFO) as lines:
+        compiled = sdonnx.compile(unet)
+    (line,) = lines
+    assert line.startswith("UNet2DConditionModel is not cached: ")
+    assert "Scaled, which is not of" in line
+    assert not folder.exists()
+    sample, text = torch.randn(1, 4, 8, 8), torch.randn(1, 7, TEXT_WIDTH)
+    ours, theirs = compiled(sample, 7, text).sample, unet(sample, 7, text).sample
+    assert relative_error(ours.numpy(), theirs.numpy()) < 1e-4
+
+
+@pytest.mark.parametrize("file", [ONNX_MODEL, ONNX_WEIGHTS])
+def test_truncated_entry_is_made_again(folder: Path, builds: mock.Mock, warned: list[str], file: str) -> None:
+    _compile()
+    (entry,) = folder.iterdir()
+    content = (entry / file).read_bytes()
+    (entry / file).write_bytes(content[:-1])
+    _compile()
+    assert builds.call_count == 2
+    assert len((entry / file).read_bytes()) == len(content)
+    (line,) = warned
+    assert line.startswith(f"removed a broken entry of the cache: {entry / file} has {len(content) - 1} bytes")
+
+
+def test_graph_that_cannot_be_loaded_is_made_again(folder: Path, builds: mock.Mock, warned: list[str]) -> None:
+    _compile()
+    (entry,) = folder.iterdir()
+    size = (entry / ONNX_MODEL).stat().st_size
+    (entry / ONNX_MODEL).write_bytes(bytes(size))
+    _compile()
+    assert builds.call_count == 2
+    (line,) = warned
+    assert line.startswith("removed a broken entry of the cache: ONNX Runtime cannot load")
+
+
+def test_broken_graph_that_cannot_be_removed(folder: Path, builds: mock.Mock) -> None:
+    _compile()
+    (entry,) = folder.iterdir()
+    size = (entry / ONNX_MODEL).stat().st_size
+    (entry / ONNX_MODEL).write_bytes(bytes(size))
+    with mock.patch("sdonnx.folder.folder_cache._remove", return_value=False):
+        _compile()
+    assert builds.call_count == 2
+
+
+def test_module_that_changes_meanwhile_is_not_cached(folder: Path, warned: list[str]) -> None:
+    """Its graph has weights that its key does not have."""
+    module = small_text_encoder()
+
+    def build(*arguments: Any) -> Any:
+        with torch.no_grad():
+            module.encoder.layers[0].mlp.fc1.weight.mul_(2)
+        return build_model(*arguments)
+
+    with mock.patch.object(graph_cache, "build_model", build):
+        _require_equal(module, sdonnx.compile(module))
+    assert list(folder.glob("[!.]*")) == []
+    assert f"nothing is cached in {folder}: the module changed while it was compiled" in warned
+
+
+def test_without_a_place_for_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: Path, builds: mock.Mock, warned: list[str]
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("SDONNX_CACHE", str(tmp_path / "file"))
+    _compile()
+    assert builds.call_count == 1
+    assert warned == [f"nothing is cached in {tmp_path / 'file' / 'graphs'}: Not a directory"]
+
+
+def test_full_disk(folder: Path, builds: mock.Mock, warned: list[str]) -> None:
+    with mock.patch("sdonnx.folder.folder_cache._seal", side_effect=OSError(28, "No space left on device")):
+        _compile()
+    assert builds.call_count == 1
+    assert warned == [f"nothing is cached in {folder}: No space left on device"]
+    assert list(folder.iterdir()) == []
+
+
+def test_limit_removes_graphs_that_are_not_in_use(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, builds: mock.Mock
+) -> None:
+    monkeypatch.setenv("SDONNX_CACHE_LIMIT", "1")
+    used = sdonnx.compile(small_text_encoder())
+    _compile(num_hidden_layers=1)
+    assert len(list(folder.iterdir())) == 2
+    del used
+    _compile(num_hidden_layers=3)
+    assert len(list(folder.iterdir())) == 1
+
+
+def test_limit_of_zero_turns_it_off(folder: Path, monkeypatch: pytest.MonkeyPatch, builds: mock.Mock) -> None:
+    monkeypatch.setenv("SDONNX_CACHE_LIMIT", "0")
+    _compile()
+    assert not folder.exists()
+    monkeypatch.setenv("SDONNX_CACHE_LIMIT", "plenty")
+    with refused(OptionError, "SDONNX_CACHE_LIMIT is 'plenty'", "a size such as 20GB"):
+        sdonnx.compile(small_text_encoder())

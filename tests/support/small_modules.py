@@ -1,0 +1,53 @@
+"""Modules of diffusers and transformers with random weights, small enough to be traced in seconds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from diffusers import AutoencoderKL, UNet2DConditionModel
+from transformers import CLIPTextConfig, CLIPTextModel
+
+__all__ = ["TEXT_WIDTH", "small_autoencoder", "small_text_encoder", "small_unet"]
+
+TEXT_WIDTH = 16
+"""Size of the text states that the UNet reads."""
+
+
+def small_unet(**options: Any) -> Any:
+    """Return a UNet; options change its configuration."""
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {
+        "block_out_channels": (32,),
+        "down_block_types": ("CrossAttnDownBlock2D",),
+        "up_block_types": ("UpBlock2D",),
+        "attention_head_dim": 2,
+        "norm_num_groups": 8,
+        "layers_per_block": 1,
+    }
+    model: Any = UNet2DConditionModel(sample_size=16, cross_attention_dim=TEXT_WIDTH, **(sizes | options))
+    return model.eval().requires_grad_(False)
+
+
+def small_autoencoder(**options: Any) -> Any:
+    """Return an autoencoder; options change its configuration."""
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {
+        "block_out_channels": (16, 32),
+        "down_block_types": ("DownEncoderBlock2D",) * 2,
+        "up_block_types": ("UpDecoderBlock2D",) * 2,
+        "norm_num_groups": 8,
+        "sample_size": 32,
+    }
+    model: Any = AutoencoderKL(**(sizes | options))
+    return model.eval().requires_grad_(False)
+
+
+def small_text_encoder(kind: Any = CLIPTextModel, **options: Any) -> Any:
+    """Return a text encoder of CLIP; options change its configuration."""
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {
+        "vocab_size": 99, "hidden_size": 32, "intermediate_size": 64, "projection_dim": 24, "num_hidden_layers": 2,
+        "num_attention_heads": 2, "max_position_embeddings": 77, "bos_token_id": 97, "eos_token_id": 98,
+    }  # fmt: skip
+    return kind(CLIPTextConfig(**(sizes | options))).eval().requires_grad_(False)
