@@ -24,7 +24,7 @@ CONTROLNET = "down_block_additional_residuals"
 CONTROLNET_MID = "mid_block_additional_residual"
 ADAPTER = "down_intrablock_additional_residuals"
 
-_MAX_LEVEL = 5  # halvings that sizes are defined for; published UNets have three at most
+_MAX_LEVEL = 5  # halvings with different example sizes; the UNet of Stable Diffusion 1 has three
 
 
 def _halved(size: int, level: int) -> int:
@@ -51,7 +51,7 @@ EXAMPLE_SIZES: Mapping[str, int] = MappingProxyType(
 def controlnet_inputs(unet: Any) -> tuple[TensorSpec, ...]:
     """Return the residuals of ControlNet: one for each skip connection, and that of the middle block.
 
-    A UNet with other blocks than those of ControlNet has no residuals.
+    A UNet that halves its latents more than five times has none.
     """
     shapes = list(_skip_shapes(unet))
     named = [(f"{CONTROLNET}.{index}", *shape) for index, shape in enumerate(shapes)]
@@ -61,7 +61,8 @@ def controlnet_inputs(unet: Any) -> tuple[TensorSpec, ...]:
 def adapter_inputs(unet: Any) -> tuple[TensorSpec, ...]:
     """Return the residuals of T2I-Adapter: one for each down block, and that of the middle block.
 
-    An adapter may have fewer: those of Stable Diffusion have none for the middle block.
+    An adapter may have fewer: those of Stable Diffusion have none for the middle block. A UNet that halves its latents
+    more than five times has none.
     """
     shapes, level = [], 0
     for block in unet.down_blocks:
