@@ -31,6 +31,8 @@ ALLOWED: Mapping[str, set[str]] = {
         "set_ip_adapter_scale",
     },
     "runtime/pipeline_base.py": {"ip_adapter_scale", "set_ip_adapter_scale"},
+    "compiler/compiled_unet.py": {"load_ip_adapter"},
+    "compiler/unet_image_prompts.py": {"IP-Adapter", "IP-Adapters", "ip_adapter", "num_ip_adapters"},
     "benchmark/engines/generation_inputs.py": {"ip_adapter_image"},
     "benchmark/engines/optimized_folder.py": {"ip_adapter_scale"},
     "benchmark/engines/pytorch.py": {"ip_adapter_scale", "load_ip_adapter", "set_ip_adapter_scale"},

@@ -7,7 +7,8 @@ import inspect
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
@@ -31,6 +32,8 @@ __all__ = ["SUPPORTED", "CompiledModule", "compile", "compile_with", "programs_o
 
 _LOGGER = logging.getLogger(__name__)
 
+_MAX_VARIANTS = 4  # graphs of one method; a pipeline alternates between two or three at most
+
 _Module = TypeVar("_Module", bound=torch.nn.Module)
 
 SUPPORTED: Mapping[Any, tuple[GraphMethod, ...]] = {
@@ -51,10 +54,11 @@ def compile(module: _Module, options: Mapping[str, Any] | str | None = None) -> 
     one is a change of both. Only its `forward` differs, or an autoencoder's `encode` and `decode`. The module itself
     still runs in torch. Batch, height, width and sequence length of a call are arbitrary.
 
-    If the weights or the structure of the module change, the next call compiles it again, with a line in the log. The
-    module computes a call in torch, with a line in the log for each reason, if the graph cannot: with `class_labels`,
-    masks, ControlNet's residuals, `cross_attention_kwargs`, with autocast, in training mode, or where gradients are
-    enabled and an input or a parameter requires one.
+    If the weights or the structure of the module change, the next call compiles it again, with a line in the log. So
+    does the first call with other inputs, such as ControlNet's residuals; a method has at most four graphs. The module
+    computes a call in torch, with a line in the log for each reason, if no graph can: with masks,
+    `cross_attention_kwargs`, with autocast, in training mode, or where gradients are enabled and an input or a
+    parameter requires one.
 
     Graphs are cached on disk (`SDONNX_CACHE`, `SDONNX_CACHE_LIMIT`): the next process with an equal module loads them.
 
@@ -143,7 +147,7 @@ class _Build:
 
 
 class _Program:
-    """The compiled graph of a method of a module, compiled again after the module has changed.
+    """The compiled graphs of a method of a module, one for each kind of calls, compiled again after a change.
 
     Args:
         module: The module, which torch computes.
@@ -162,7 +166,10 @@ class _Program:
         self._signature = inspect.signature(getattr(module, method.name))
         self._lock = threading.Lock()
         self._logged: set[str] = set()
-        self._built = self._build(method.variant(module, None, None)) if method.compiles_first else None
+        self._variants = OrderedDict[Hashable, _Build]()  # that of the last call is at the end
+        self._built: _Build | None = None
+        if method.compiles_first:
+            self._built = self._add(method.variant(module, None, None))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Compute a call of the method.
@@ -197,14 +204,21 @@ class _Program:
         return self._method.result([torch.from_numpy(outputs[name]) for name in graph.outputs], arguments)
 
     @property
-    def signature(self) -> GraphSignature | None:
-        """The signature of the graph; None before the first call of a method that is compiled by it."""
-        return None if self._built is None else self._built.signature
+    def signatures(self) -> list[GraphSignature]:
+        """The signatures of the graphs; none before the first call of a method that is compiled by it."""
+        return [built.signature for built in self._variants.values()]
+
+    def _add(self, variant: Hashable) -> _Build:
+        """Compile another graph; the one that was not used for the longest time is released if there are too many."""
+        self._variants[variant] = built = self._build(variant)
+        if len(self._variants) > _MAX_VARIANTS:
+            self._variants.popitem(last=False)
+        return built
 
     def _build(self, variant: Any) -> _Build:
         start = time.perf_counter()
         signature = self._method.signature(self._module, variant)
-        state = ModuleState(self._module, self._method.ignored)
+        state = ModuleState(self._module, self._method.ignored, self._method.ignored_inside)
         graph = self.graphs.load(signature)
         _LOGGER.debug("compiled %s in %.1f s", self._class_name, time.perf_counter() - start)
         return _Build(graph, signature, state)
@@ -224,13 +238,16 @@ class _Program:
             variant = self._method.variant(self._module, arguments, before)
             if built is not None:
                 if changed:
+                    self._variants.clear()
                     _LOGGER.warning("%s changed after it was compiled, and is compiled again", self._class_name)
-                elif variant != before:
+                elif variant not in self._variants:
                     described = self._method.describe(variant)
                     _LOGGER.warning("%s is compiled again, for %s", self._class_name, described)
                 else:
+                    self._variants.move_to_end(variant)
+                    self._built = built = self._variants[variant]
                     return built
-            self._built = built = self._build(variant)
+            self._built = built = self._add(variant)
             return built
 
     def _in_torch(self, reason: str, *args: Any, **kwargs: Any) -> Any:

@@ -3,89 +3,151 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from diffusers.models.unets.unet_2d_condition import UNet2DConditionOutput
 
 from sdonnx.compiler.graph_method import GraphMethod, GraphSignature, checked_inputs
-from sdonnx.export.wrappers import Denoiser, SizeConditionedDenoiser, Wrapper
+from sdonnx.compiler.unet_call import TEXT_EMBEDS, TIME_IDS, UNetCall
+from sdonnx.compiler.unet_class_labels import LABELS, class_label_inputs, class_label_values, why_not_labels
+from sdonnx.compiler.unet_image_prompts import (
+    IMAGE_EMBEDS,
+    SCALE_ATTRIBUTES,
+    image_inputs,
+    image_tensors,
+    prepare_images,
+    why_not_images,
+)
+from sdonnx.compiler.unet_residuals import (
+    ADAPTER,
+    CONTROLNET,
+    CONTROLNET_MID,
+    adapter_inputs,
+    controlnet_inputs,
+    has_sizes_of,
+)
 from sdonnx.models.components import ENCODER_HIDDEN_STATES, OUT_SAMPLE, SAMPLE, TIMESTEP
 from sdonnx.models.spec import ComponentSpec, Role, TensorSpec
 
-__all__ = ["UNetForward"]
+__all__ = ["UNetForward", "UNetVariant"]
 
 # Each image of a batch has its own timestep, as in diffusers.
 _TIMESTEP = replace(TIMESTEP, dims=("batch_size",), once=False)
-_TEXT_EMBEDS, _TIME_IDS = "text_embeds", "time_ids"
+_TIMESTEP_COND = "timestep_cond"
 
-# Arguments of diffusers' forward that the graph computes. Others have to be None or empty.
-_COMPUTED = frozenset({"sample", "timestep", "encoder_hidden_states", "added_cond_kwargs", "return_dict"})
+# Arguments of diffusers' forward that every graph computes.
+_COMPUTED = frozenset({"sample", "timestep", "encoder_hidden_states", "added_cond_kwargs", "return_dict", ADAPTER})
 
 # The original size, the crop's corner and the target size. Refiners have 5, and are compiled again at the first call.
 _DEFAULT_TIME_IDS = 6
 
 
+@dataclass(frozen=True)
+class UNetVariant:
+    """Inputs that some calls of a UNet have.
+
+    Attributes:
+        time_ids: Number of sizes of the image; 0 for a UNet that is not conditioned on these.
+        timestep_cond: Whether calls have `timestep_cond`.
+        controlnet: Whether calls have the residuals of ControlNet.
+        adapter: Number of residuals of T2I-Adapter.
+    """
+
+    time_ids: int = 0
+    timestep_cond: bool = False
+    controlnet: bool = False
+    adapter: int = 0
+
+    def __str__(self) -> str:
+        parts = {
+            f"{self.time_ids} time_ids": self.time_ids,
+            _TIMESTEP_COND: self.timestep_cond,
+            "residuals of ControlNet": self.controlnet,
+            f"{self.adapter} residuals of T2I-Adapter": self.adapter,
+        }
+        return " and ".join(text for text, is_there in parts.items() if is_there) or "calls without residuals"
+
+
 class UNetForward(GraphMethod):
-    """`UNet2DConditionModel.forward`. The variant is the number of sizes that it reads, None without sizes."""
+    """`UNet2DConditionModel.forward`. Variants are `UNetVariant`."""
+
+    ignored_inside = SCALE_ATTRIBUTES
+
+    def prepare(self, module: Any) -> None:
+        prepare_images(module)
 
     def why_not(self, module: torch.nn.Module) -> str | None:
         config = _config(module)
-        for name in ("class_embed_type", "num_class_embeds", "encoder_hid_dim_type", "time_cond_proj_dim"):
-            if config.get(name) is not None:
-                return f"its configuration has {name}={config[name]!r}"
+        # load_ip_adapter sets only the attribute of the configuration, and not its entry.
+        projection = getattr(config, "encoder_hid_dim_type", None)
+        if projection not in (None, "ip_image_proj"):
+            return f"its configuration has encoder_hid_dim_type={projection!r}"
         if (embeds := config.get("addition_embed_type")) not in (None, "text_time"):
             return f"its configuration has addition_embed_type={embeds!r}"
         if not isinstance(config.get("cross_attention_dim"), int):
             return f"its configuration has cross_attention_dim={config.get('cross_attention_dim')!r}"
-        return None
+        return why_not_labels(module) or why_not_images(module)
 
     def variant(self, module: torch.nn.Module, arguments: Mapping[str, Any] | None, before: Hashable) -> Hashable:
         config = _config(module)
-        if config["addition_embed_type"] != "text_time":
-            return None
-        found = None if arguments is None else _count_time_ids(module, arguments["added_cond_kwargs"])
-        if found or before:
-            return found or before
-        # The pooled text has one value at least.
-        most = (config["projection_class_embeddings_input_dim"] - 1) // config["addition_time_embed_dim"]
-        return min(_DEFAULT_TIME_IDS, int(most))
-
-    def describe(self, variant: Hashable) -> str:
-        return f"{variant} time_ids"
+        if arguments is None:
+            # Pipelines pass timestep_cond to every UNet that has it.
+            return UNetVariant(_default_time_ids(config), config.get("time_cond_proj_dim") is not None)
+        assert isinstance(before, UNetVariant)
+        if _why_not_computed(module, arguments) is not None:
+            return before
+        time_ids = _count_time_ids(config, arguments["added_cond_kwargs"])
+        return UNetVariant(
+            time_ids or before.time_ids or _default_time_ids(config),
+            arguments[_TIMESTEP_COND] is not None,
+            arguments[CONTROLNET] is not None,
+            len(arguments[ADAPTER] or ()),
+        )
 
     def signature(self, module: torch.nn.Module, variant: Hashable) -> GraphSignature:
+        assert isinstance(variant, UNetVariant)
         config: dict[str, Any] = dict(_config(module))
-        inputs: tuple[TensorSpec, ...] = (SAMPLE, _TIMESTEP, ENCODER_HIDDEN_STATES)
-        wrapper: type[Wrapper] = Denoiser
-        if isinstance(variant, int):
+        inputs = [SAMPLE, _TIMESTEP, ENCODER_HIDDEN_STATES, *class_label_inputs(module)]
+        if variant.time_ids:
             width, total = config["addition_time_embed_dim"], config["projection_class_embeddings_input_dim"]
-            sizes = TensorSpec(_TIME_IDS, ("batch_size", variant), keeps_float32=True)
-            inputs = (*inputs, TensorSpec(_TEXT_EMBEDS, ("batch_size", total - variant * width)), sizes)
-            wrapper = SizeConditionedDenoiser
-        spec = ComponentSpec("unet", "unet", Role.DENOISER, inputs, (OUT_SAMPLE,))
-        return GraphSignature(spec, config, wrapper, variant)
+            inputs.append(TensorSpec(TEXT_EMBEDS, ("batch_size", total - variant.time_ids * width)))
+            inputs.append(TensorSpec(TIME_IDS, ("batch_size", variant.time_ids), keeps_float32=True))
+        if variant.timestep_cond:
+            inputs.append(TensorSpec(_TIMESTEP_COND, ("batch_size", "config:time_cond_proj_dim")))
+        inputs += controlnet_inputs(module) if variant.controlnet else ()
+        inputs += adapter_inputs(module)[: variant.adapter]
+        inputs += image_inputs(module)
+        spec = ComponentSpec("unet", "unet", Role.DENOISER, tuple(inputs), (OUT_SAMPLE,))
+        return GraphSignature(spec, config, UNetCall, variant)
 
     def inputs(
         self, module: torch.nn.Module, arguments: Mapping[str, Any], signature: GraphSignature
     ) -> dict[str, torch.Tensor] | str:
-        for name, value in arguments.items():
-            if name not in _COMPUTED and value is not None and not (isinstance(value, Mapping) and not value):
-                return f"it has {name}"
-        named = {name: arguments[name] for name in ("sample", "encoder_hidden_states")}
-        added = dict(arguments["added_cond_kwargs"] or {})
-        if signature.wrapper is SizeConditionedDenoiser:
-            named |= {name: added.pop(name, None) for name in (_TEXT_EMBEDS, _TIME_IDS)}
-        if added:
-            return f"it has added_cond_kwargs {', '.join(map(str, added))}"
-        batch = len(named["sample"]) if isinstance(named["sample"], torch.Tensor) and named["sample"].ndim else 0
+        if (reason := _why_not_computed(module, arguments)) is not None:
+            return reason
+        added = arguments["added_cond_kwargs"] or {}
+        sample = arguments["sample"]
+        batch = len(sample) if isinstance(sample, torch.Tensor) and sample.ndim else 0
         if (timestep := _timesteps(arguments["timestep"], batch)) is None:
             return "its timestep is not a number, or one for each image"
-        tensors = named | {"timestep": timestep}
-        if isinstance(sizes := tensors.get(_TIME_IDS), torch.Tensor):
-            tensors[_TIME_IDS] = sizes.to(torch.float32)
-        return checked_inputs(tensors, signature)
+        images = image_tensors(module, added.get(IMAGE_EMBEDS))
+        if isinstance(images, str):
+            return images
+        tensors = {**arguments, **added, "timestep": timestep, **images}
+        if isinstance(sizes := added.get(TIME_IDS), torch.Tensor):
+            tensors[TIME_IDS] = sizes.to(torch.float32)
+        tensors[LABELS] = class_label_values(module, arguments[LABELS], batch)
+        for name in (CONTROLNET, ADAPTER):
+            tensors |= {f"{name}.{index}": tensor for index, tensor in enumerate(arguments[name] or ())}
+        found = checked_inputs({each.name: tensors.get(each.name) for each in signature.spec.inputs}, signature)
+        if isinstance(found, str):
+            return found
+        for each in signature.spec.inputs:
+            if not has_sizes_of(sample, found[each.name], each):
+                return f"{each.name} has shape {tuple(found[each.name].shape)}"
+        return found
 
     def result(self, outputs: Sequence[torch.Tensor], arguments: Mapping[str, Any]) -> Any:
         return UNet2DConditionOutput(sample=outputs[0]) if arguments["return_dict"] else (outputs[0],)
@@ -96,17 +158,53 @@ def _config(module: Any) -> Mapping[str, Any]:
     return config
 
 
-def _count_time_ids(module: torch.nn.Module, added: Mapping[str, Any] | None) -> int | None:
-    """Return the number of sizes in `added_cond_kwargs`, or None if a UNet is not conditioned on these."""
+def _why_not_computed(module: Any, arguments: Mapping[str, Any]) -> str | None:
+    """Return why no graph of a UNet computes a call with these arguments, or None; tensors are not checked."""
     config = _config(module)
-    given = added or {}
-    pooled, sizes = given.get(_TEXT_EMBEDS), given.get(_TIME_IDS)
+    # One without the other is a deprecated argument of T2I-Adapter, or is ignored.
+    has_residuals = arguments[CONTROLNET] is not None and arguments[CONTROLNET_MID] is not None
+    computed = {
+        LABELS: module.class_embedding is not None,
+        _TIMESTEP_COND: config.get("time_cond_proj_dim") is not None,
+        CONTROLNET: has_residuals,
+        CONTROLNET_MID: has_residuals,
+    }
+    for name, value in arguments.items():
+        is_given = value is not None and not (isinstance(value, Mapping) and not value)
+        if is_given and name not in _COMPUTED and not computed.get(name, False):
+            return f"it has {name}"
+    for name in (CONTROLNET, ADAPTER):
+        if not isinstance(arguments[name], list | tuple | None):
+            return f"its {name} are not a list"
+    if has_residuals and len(arguments[CONTROLNET]) != len(controlnet_inputs(module)) - 1:
+        return f"it has {len(arguments[CONTROLNET])} {CONTROLNET}"
+    if arguments[ADAPTER] and len(arguments[ADAPTER]) > len(adapter_inputs(module)):
+        return f"it has {len(arguments[ADAPTER])} {ADAPTER}"
+    names = [TEXT_EMBEDS, TIME_IDS] if config["addition_embed_type"] == "text_time" else []
+    names += [] if module.encoder_hid_proj is None else [IMAGE_EMBEDS]
+    surplus = [str(name) for name in arguments["added_cond_kwargs"] or {} if name not in names]
+    return f"it has added_cond_kwargs {', '.join(surplus)}" if surplus else None
+
+
+def _default_time_ids(config: Mapping[str, Any]) -> int:
+    """Return the number of sizes before the first call; 0 for a UNet that is not conditioned on these."""
     if config["addition_embed_type"] != "text_time":
-        return None
+        return 0
+    # The pooled text has one value at least.
+    most = (config["projection_class_embeddings_input_dim"] - 1) // config["addition_time_embed_dim"]
+    return min(_DEFAULT_TIME_IDS, int(most))
+
+
+def _count_time_ids(config: Mapping[str, Any], added: Mapping[str, Any] | None) -> int:
+    """Return the number of sizes in `added_cond_kwargs`, or 0 if the UNet is not conditioned on these."""
+    given = added or {}
+    pooled, sizes = given.get(TEXT_EMBEDS), given.get(TIME_IDS)
+    if config["addition_embed_type"] != "text_time":
+        return 0
     if not (isinstance(pooled, torch.Tensor) and isinstance(sizes, torch.Tensor) and pooled.ndim == sizes.ndim == 2):
-        return None
+        return 0
     width = pooled.shape[1] + sizes.shape[1] * config["addition_time_embed_dim"]
-    return sizes.shape[1] if sizes.shape[1] and width == config["projection_class_embeddings_input_dim"] else None
+    return sizes.shape[1] if width == config["projection_class_embeddings_input_dim"] else 0
 
 
 def _timesteps(timestep: Any, batch: int) -> torch.Tensor | None:

@@ -74,7 +74,7 @@ def graph_key(
     """
     if has_inner_hooks(module):
         raise IndescribableError("its submodules have hooks")
-    structure, call = Description(), Description()
+    structure, call = Description(method.ignored_inside), Description()
     structure.add_module(module, method.ignored)
     # `prepare` changes the module before the graph is traced.
     for part in (signature.spec, signature.config, signature.wrapper, signature.variant, type(method), method.name):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -39,11 +40,13 @@ class GraphMethod(ABC):
         name: Name of the method.
         compiles_first: Whether its graph is compiled with the module, rather than by its first call.
         ignored: Attributes of the module that do not change the graph.
+        ignored_inside: Attributes of submodules that do not change the graph, by the class of the submodule.
     """
 
     name: str = "forward"
     compiles_first: bool = True
     ignored: frozenset[str] = frozenset()
+    ignored_inside: Mapping[type, frozenset[str]] = MappingProxyType({})
 
     def prepare(self, module: Any) -> None:  # noqa: B027  # most methods need no change
         """Change the copy of a module that is traced, in place."""
@@ -53,12 +56,12 @@ class GraphMethod(ABC):
         return None
 
     def variant(self, module: torch.nn.Module, arguments: Mapping[str, Any] | None, before: Hashable) -> Hashable:
-        """Return the kind of a call, which decides the signature; another one compiles the module again.
+        """Return the kind of a call, which decides the signature; a new one compiles another graph of the module.
 
         Args:
             module: The module.
             arguments: All arguments of the call by name; None before the first call.
-            before: The variant of the present graph; None without one.
+            before: The variant of the last call's graph; None without one.
         """
         return None
 
@@ -107,7 +110,7 @@ def checked_inputs(tensors: Mapping[str, Any], signature: GraphSignature) -> dic
         is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.device.type == "cpu"
         if not is_plain or tensor.dtype != dtype:
             return f"{each.name} is not {'an int32' if each.integer else 'a float32'} tensor on the CPU"
-        sizes = (batch, *each.resolve(signature.config)[1:])
+        sizes = [batch if size == "batch_size" else size for size in each.resolve(signature.config)]
         fits = len(sizes) == tensor.ndim and all(
             isinstance(size, str) or size == given for size, given in zip(sizes, tensor.shape, strict=True)
         )

@@ -14,6 +14,7 @@ import sys
 import types
 from collections import deque
 from collections.abc import Collection, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -59,11 +60,15 @@ class IndescribableError(Exception):
 class Description:
     """Collects the description of values.
 
+    Args:
+        ignored_inside: Attributes of submodules that do not count, by the class of the submodule.
+
     Attributes:
         tensors: the tensors of the values, in order, each once.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, ignored_inside: Mapping[type, Collection[str]] = MappingProxyType({})) -> None:
+        self._ignored_inside = ignored_inside
         self.tensors: list[torch.Tensor] = []
         self._digest = hashlib.sha256()
         self._numbers: dict[int, int] = {}
@@ -162,12 +167,12 @@ class Description:
         for name, part in parts.items():
             self._write("part", name)
             if part is not None:
-                self._module(part, (), name)
+                self._module(part, self._ignored_inside.get(type(part), ()), name)
         self._write("end")
 
     def _object(self, value: Any, place: str) -> None:
         if isinstance(value, torch.nn.Module):
-            self._module(value, (), place)
+            self._module(value, self._ignored_inside.get(type(value), ()), place)
         elif isinstance(value, type):
             self._class(value, place)
         elif isinstance(value, types.FunctionType):

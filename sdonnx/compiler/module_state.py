@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -33,11 +34,17 @@ class ModuleState:
     Args:
         module: The module.
         ignored: Attributes of the module itself that do not count.
+        ignored_inside: Attributes of submodules that do not count, by the class of the submodule.
     """
 
-    def __init__(self, module: torch.nn.Module, ignored: Collection[str] = ()) -> None:
-        self._ignored = frozenset(ignored)
-        self._parts = list(_parts(module, self._ignored))
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        ignored: Collection[str] = (),
+        ignored_inside: Mapping[type, Collection[str]] = MappingProxyType({}),
+    ) -> None:
+        self._ignored, self._ignored_inside = frozenset(ignored), ignored_inside
+        self._parts = list(self._parts_of(module))
         tensors = list({id(each): each for each in self._parts if isinstance(each, torch.Tensor)}.values())
         self._tensors = [(tensor, tensor.detach()) for tensor in tensors]
         self._versions = _versions(tensors)
@@ -46,7 +53,7 @@ class ModuleState:
 
     def is_current(self, module: torch.nn.Module) -> bool:
         """Return whether a module has not changed since."""
-        parts = list(_parts(module, self._ignored))
+        parts = list(self._parts_of(module))
         if len(parts) != len(self._parts):
             return False
         if not all(map(operator.is_, parts, self._parts)) and not all(map(_same, parts, self._parts)):
@@ -59,6 +66,26 @@ class ModuleState:
     def requires_grad(self) -> bool:
         """Whether a tensor of the module requires a gradient."""
         return any(tensor.requires_grad for tensor, _ in self._tensors)
+
+    def _parts_of(self, module: torch.nn.Module) -> Iterator[Any]:
+        """Yield every submodule, tensor and attribute of a module, in an order that does not change between calls."""
+        waiting = [module]
+        while waiting:
+            current = waiting.pop()
+            ignored = self._ignored if current is module else self._ignored_inside.get(type(current), ())
+            for name, value in vars(current).items():
+                if name == CAPTURES or name in ignored:
+                    continue
+                yield value
+                if not value or (current is module and name.endswith("_hooks")):
+                    continue  # hooks of the module itself run around the compiled graph
+                if isinstance(value, dict):
+                    for key, held in value.items():
+                        if not _captures(held):
+                            yield from (key, held)
+                elif isinstance(value, list):
+                    yield from value
+            waiting.extend(each for each in current._modules.values() if each is not None)
 
     def _probed(self) -> bytes:
         return np.concatenate(self._probes).tobytes() if self._probes else b""
@@ -79,26 +106,6 @@ def has_inner_hooks(module: torch.nn.Module) -> bool:
 
 def _captures(hook: Any) -> bool:
     return getattr(hook, "__module__", None) == "transformers.utils.output_capturing"
-
-
-def _parts(module: torch.nn.Module, ignored: Collection[str]) -> Iterator[Any]:
-    """Yield every submodule, tensor and attribute of a module, in an order that does not change between calls."""
-    waiting = [module]
-    while waiting:
-        current = waiting.pop()
-        for name, value in vars(current).items():
-            if name == CAPTURES or (current is module and name in ignored):
-                continue
-            yield value
-            if not value or (current is module and name.endswith("_hooks")):
-                continue  # hooks of the module itself run around the compiled graph
-            if isinstance(value, dict):
-                for key, held in value.items():
-                    if not _captures(held):
-                        yield from (key, held)
-            elif isinstance(value, list):
-                yield from value
-        waiting.extend(each for each in current._modules.values() if each is not None)
 
 
 def _same(one: Any, other: Any) -> bool:

@@ -24,7 +24,7 @@ _LOGGER = logging.getLogger(__name__)
 
 _Pipe = TypeVar("_Pipe")
 
-_INDEX = "compiled.json"  # component -> method -> key of an entry
+_INDEX = "compiled.json"  # component -> method -> keys of entries
 
 _DEFAULT = "cached_pipe"  # OneDiff's
 
@@ -62,9 +62,8 @@ def save_pipe(pipe: Any, dir: Path | str = _DEFAULT, *, ignores: Collection[str]
             continue
         try:
             index[name] = {
-                method: program.graphs.save(program.signature, saved)
+                method: [program.graphs.save(signature, saved) for signature in program.signatures]
                 for method, program in programs.items()
-                if program.signature is not None
             }
         except IndescribableError as error:
             remedy = f"pass ignores=({name!r},)"
@@ -72,7 +71,7 @@ def save_pipe(pipe: Any, dir: Path | str = _DEFAULT, *, ignores: Collection[str]
         except OSError as error:
             raise _unwritable(root, error) from error
     _write_index(root, index)
-    kept = {key for methods in index.values() for key in methods.values()}
+    kept = {key for methods in index.values() for keys in methods.values() for key in keys}
     for entry in saved.entries():
         if entry.key not in kept:
             saved.remove(entry.key)

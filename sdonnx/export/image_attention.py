@@ -43,18 +43,17 @@ class ImageAttention(torch.nn.Module):
     """An attention processor of diffusers that attends to the text, and to the tokens of each adapter's images.
 
     Args:
-        width: Width of the tokens.
-        hidden_size: Width of keys and values.
         block: Index of the block whose weights apply.
-        adapters: Number of adapters.
+        to_k_ip: Projections of each adapter's tokens to keys, as in IPAdapterAttnProcessor2_0.
+        to_v_ip: Projections to values.
     """
 
-    def __init__(self, width: int, hidden_size: int, block: int, adapters: int) -> None:
+    def __init__(self, block: int, to_k_ip: torch.nn.ModuleList, to_v_ip: torch.nn.ModuleList) -> None:
         super().__init__()
         self.block = block
         # The same names as in IPAdapterAttnProcessor2_0.
-        self.to_k_ip = _projections(width, hidden_size, adapters)
-        self.to_v_ip = _projections(width, hidden_size, adapters)
+        self.to_k_ip = to_k_ip
+        self.to_v_ip = to_v_ip
 
     def forward(
         self,
@@ -112,9 +111,8 @@ def attend_to_images(unet: Any, adapters: int) -> list[str]:
         if block not in blocks:
             blocks.append(block)
         attention = unet.get_submodule(name.removesuffix(".processor"))
-        processors[name] = ImageAttention(
-            attention.cross_attention_dim, attention.inner_dim, blocks.index(block), adapters
-        )
+        sizes = attention.cross_attention_dim, attention.inner_dim, adapters
+        processors[name] = ImageAttention(blocks.index(block), _projections(*sizes), _projections(*sizes))
     unet.set_attn_processor(processors)
     unet.encoder_hid_proj = _Identity()
     unet.config.encoder_hid_dim_type = "ip_image_proj"

@@ -18,8 +18,7 @@ import torch
 from diffusers import UNet2DConditionModel
 from diffusers.models.attention_processor import AttnProcessor
 from diffusers.models.unets.unet_2d_condition import UNet2DConditionOutput
-from support.small_modules import TEXT_WIDTH as _TEXT
-from support.small_modules import small_unet as _unet
+from support.small_modules import TEXT_WIDTH, small_unet
 
 import sdonnx
 from sdonnx.compiler import compile_module, module_graph
@@ -29,11 +28,13 @@ from sdonnx.metrics import psnr, relative_error
 
 
 def _conditioned() -> Any:
-    return _unet(addition_embed_type="text_time", projection_class_embeddings_input_dim=72, addition_time_embed_dim=8)
+    return small_unet(
+        addition_embed_type="text_time", projection_class_embeddings_input_dim=72, addition_time_embed_dim=8
+    )
 
 
 def _inputs(batch: int = 1, height: int = 8, width: int = 8, tokens: int = 7) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.randn(batch, 4, height, width), torch.randn(batch, tokens, _TEXT)
+    return torch.randn(batch, 4, height, width), torch.randn(batch, tokens, TEXT_WIDTH)
 
 
 def _error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
@@ -48,7 +49,7 @@ def _messages(caplog: pytest.LogCaptureFixture) -> list[str]:
 @pytest.fixture(scope="module")
 def built() -> tuple[Any, Any]:
     """A UNet and its drop-in; tests leave them as they were."""
-    unet = _unet()
+    unet = small_unet()
     return unet, sdonnx.compile(unet)
 
 
@@ -188,7 +189,7 @@ def test_hooks_of_the_module_run(built: tuple[Any, Any], graph_runs: mock.Mock) 
 def test_torch_raises_its_own_error_for_wrong_shapes(built: tuple[Any, Any], batch: int) -> None:
     _, compiled = built
     with pytest.raises(RuntimeError, match=r"."):
-        compiled(torch.randn(1, 3, 8, 8), 7, torch.randn(batch, 7, _TEXT))
+        compiled(torch.randn(1, 3, 8, 8), 7, torch.randn(batch, 7, TEXT_WIDTH))
 
 
 @pytest.mark.parametrize(("args", "named"), [((), {}), ((torch.ones(1),) * 3, {"guidance": 1}), ((1,) * 20, {})])
@@ -201,11 +202,11 @@ def test_unknown_arguments_are_one_error(built: tuple[Any, Any], args: Any, name
     ("make", "reason"),
     [
         (lambda: torch.nn.Linear(2, 2).eval(), "its class is not supported"),
-        (lambda: _unet().train(), "training mode"),
-        (lambda: _unet().half(), "is torch.float16"),
-        (lambda: _unet().to("meta"), "is on meta"),
-        (lambda: _unet(num_class_embeds=3), "num_class_embeds=3"),
-        (lambda: _unet(time_cond_proj_dim=8), "time_cond_proj_dim=8"),
+        (lambda: small_unet().train(), "training mode"),
+        (lambda: small_unet().half(), "is torch.float16"),
+        (lambda: small_unet().to("meta"), "is on meta"),
+        (lambda: small_unet(encoder_hid_dim=8), "encoder_hid_dim_type='text_proj'"),
+        (lambda: small_unet(addition_embed_type="text"), "addition_embed_type='text'"),
     ],
 )
 def test_modules_that_cannot_be_compiled(make: Callable[[], Any], reason: str) -> None:
@@ -215,13 +216,13 @@ def test_modules_that_cannot_be_compiled(make: Callable[[], Any], reason: str) -
 
 def test_parameters_of_inference_mode_are_refused() -> None:
     with torch.inference_mode():
-        unet = _unet()
+        unet = small_unet()
     with pytest.raises(OptionError, match="inference mode"):
         sdonnx.compile(unet)
 
 
 def test_changed_weights_are_compiled_again(caplog: pytest.LogCaptureFixture) -> None:
-    unet = _unet()
+    unet = small_unet()
     compiled, (sample, text) = sdonnx.compile(unet), _inputs()
     before = unet(sample, 7, text).sample
     with torch.no_grad():
@@ -284,7 +285,7 @@ def _edit_list(unet: Any) -> None:
     ],
 )  # fmt: skip
 def test_state_notices_a_change(change: Callable[[Any], None]) -> None:
-    unet = _unet()
+    unet = small_unet()
     unet.conv_in.adapters = {"one": 1.0}
     state = ModuleState(unet)
     sample, text = _inputs()
@@ -323,7 +324,7 @@ def test_copies_are_modules_in_torch(built: tuple[Any, Any], tmp_path: Path) -> 
 
 def test_weights_stay_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the graph is written, and removed after an error; weights that the graph uses as they are share memory."""
-    unet, sizes, addresses = _unet(), [], {}
+    unet, sizes, addresses = small_unet(), [], {}
 
     def load(path: Path, *args: Any, injected: Any, **named: Any) -> Any:
         sizes.append(path.stat().st_size)
