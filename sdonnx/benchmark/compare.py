@@ -108,6 +108,8 @@ class ComparisonRun:
         unusable: engines that cannot run, with the reason; they get a row for each workload.
     """
 
+    _caches: StartCaches
+
     def __init__(
         self,
         setup: ComparisonSetup,
@@ -117,7 +119,6 @@ class ComparisonRun:
     ) -> None:
         self._setup, self._comparison, self._on_progress, self._keep = setup, comparison, on_progress, keep
         self._rates: dict[str, float] = {}
-        self._caches: StartCaches | None = None
         self.unusable: dict[Rival, str] = {}
 
     def run(self) -> None:
@@ -304,7 +305,6 @@ class ComparisonRun:
             is_isolated: use the caches of the engine and the workload instead of the user's.
         """
         python = self._setup.pythons.get(rival.engine) if rival is not None else None
-        assert self._caches is not None
         scratch = self._caches.folder(rival, Workload(**job["workload"])) if is_isolated else None
         self._on_progress(title, "started")
         return run_worker(

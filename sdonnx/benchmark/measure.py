@@ -45,8 +45,7 @@ RESOLUTIONS = ((4, 4), (3, 4), (4, 3), (5, 4), (2, 4), (5, 5))
 """Sizes of `--run_multiple_resolutions`, in quarters of the requested height and width; the first is that size."""
 
 RARE_RESOLUTIONS = ((520, 1032), (544, 408), (408, 208), (208, 1048))
-"""Sizes of `--run_rare_resolutions`, (height, width): odd multiples of 8, and 544x408 of OneDiff's
-text_to_image_sdxl.py."""
+"""Sizes of `--run_rare_resolutions`, (height, width): odd multiples of 8, and 544x408 of OneDiff's examples."""
 
 SCALES = (0.1, 0.5, 0.9)
 """Adapter scales of `--run_multiple_resolutions`. A change is expensive for compilers that treat it as a constant."""

@@ -33,8 +33,9 @@ class UNetForward(GraphMethod):
     def why_not(self, module: torch.nn.Module) -> str | None:
         config = _config(module)
         for name in ("class_embed_type", "num_class_embeds", "encoder_hid_dim_type", "time_cond_proj_dim"):
-            if config.get(name) is not None:
-                return f"its configuration has {name}={config[name]!r}"
+            # Adapters that diffusers loads set only the attribute of the configuration, and not its entry.
+            if (value := getattr(config, name, None)) is not None:
+                return f"its configuration has {name}={value!r}"
         if (embeds := config.get("addition_embed_type")) not in (None, "text_time"):
             return f"its configuration has addition_embed_type={embeds!r}"
         if not isinstance(config.get("cross_attention_dim"), int):
