@@ -129,8 +129,8 @@ def _add_results(parser: argparse.ArgumentParser) -> None:
     add("--csv", type=Path, default=Path("benchmark_result.csv"), help="append rows to this file (%(default)s)")
     add("--json", type=Path, help="append full records to this file, one per line")
     add("--report", type=Path, help="write an HTML page with tables, plots and images")
-    add("--output_image", type=Path, help="write each engine's first image; the engine is added to the name")
-    add("--print_output", action="store_true", help="show the images on the terminal, and the paths of --output_image")
+    add("--output_image", type=Path, help="write each engine's first image, with the engine in its name; print paths")
+    add("--print_output", action="store_true", help="show the images on the terminal")
     add("--profile", action="store_true", help="also measure device time by kind of operator")
     add("--throughput", action="store_true", help="also fit time = a * steps + b")
     sizes = "; true or no value: the usual ones"

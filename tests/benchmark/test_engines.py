@@ -227,6 +227,15 @@ def test_options_of_the_compiler(folders: dict[FolderKind, Path]) -> None:
         engine.load(WORKLOAD)
 
 
+def test_memory_of_a_compiled_pipeline_is_not_that_of_torch(
+    engines: dict[str, Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 77)
+    for name in ("torch", "sdonnx-compile"):
+        monkeypatch.setattr(engines[name], "device", "cuda")
+    assert (engines["torch"].allocator_bytes(), engines["sdonnx-compile"].allocator_bytes()) == (77, None)
+
+
 def test_profiling_a_compiled_pipeline_needs_a_gpu(engines: dict[str, Engine]) -> None:
     with refused(OptionError, "--profile for the engine sdonnx-compile on a CPU"):
         engines["sdonnx-compile"].kernels(PROMPTS[0], WORKLOAD)

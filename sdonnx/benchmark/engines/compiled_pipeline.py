@@ -45,6 +45,10 @@ class SdonnxCompileEngine(TorchEngine):
         with self._memory_errors():
             self._pipeline = compile_pipe(self._pipeline, options=self.options.compiler_config)
 
+    def allocator_bytes(self) -> int | None:
+        """Return None: the peak of ONNX Runtime's allocator, which has most of the memory, is unknown."""
+        return None
+
     def replaced(
         self, module: Any, name: str, change: Callable[[Callable[..., Any]], Callable[..., Any]]
     ) -> AbstractContextManager[None]:
