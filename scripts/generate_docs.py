@@ -5,7 +5,7 @@
 - the command-line reference, from the argparse parsers;
 - the table of fusions, from the fusion records;
 - the index of decisions, from the front matter of docs/decisions/*.md;
-- README.md, CONTRIBUTING.md, SECURITY.md and CHANGELOG.md, with their links rewritten.
+- README.md, CONTRIBUTING.md, SECURITY.md, CHANGELOG.md and examples/README.md, with their links rewritten.
 
 `python scripts/generate_docs.py` prints the generated pages, each after a line with its path.
 """
@@ -41,6 +41,7 @@ _ROOT_PAGES = {
     "contributing/index.md": "CONTRIBUTING.md",
     "contributing/security-policy.md": "SECURITY.md",
     "contributing/changelog.md": "CHANGELOG.md",
+    "how-to/examples.md": "examples/README.md",
 }
 
 
@@ -229,11 +230,12 @@ def fusions() -> str:
 
 
 def _root_page(page: str, file: str) -> str:
-    """Return a file of the repository's root as a page of the site, with its links relative to that page."""
+    """Return a file outside of docs/ as a page of the site, with its links relative to that page."""
     pages = {name: each for each, name in _ROOT_PAGES.items()}
 
     def link(match: re.Match[str]) -> str:
-        target = pages.get(match[1], match[1].removeprefix("docs/"))
+        path = posixpath.normpath(posixpath.join(posixpath.dirname(file), match[1]))
+        target = pages.get(path, path.removeprefix("docs/"))
         if not posixpath.splitext(target)[1]:  # a folder
             target = f"{target}/index.md"
         return f"]({posixpath.relpath(target, posixpath.dirname(page) or '.')}{match[2] or ''})"

@@ -55,6 +55,7 @@ _SLOW = (
     "verify/",
     "fusions/test_channels_last_nets",
     "test_docs",
+    "test_examples",
     "test_packaging",
 )
 

@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parent.parent
 HISTORICAL = {"docs/benchmarks.md", "CHANGELOG.md"}
 PAGES = {
     path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8")
-    for path in (*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"))
+    for path in (*ROOT.glob("*.md"), *ROOT.glob("examples/*.md"), *(ROOT / "docs").rglob("*.md"))
     if "decisions" not in path.parts
 }
 CURRENT = {page: text for page, text in PAGES.items() if page not in HISTORICAL}

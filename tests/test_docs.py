@@ -20,7 +20,7 @@ from sdonnx.__main__ import COMMANDS
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
-ROOT_PAGES = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")
+ROOT_PAGES = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md", "examples/README.md")
 
 
 GENERATOR = load_script("generate_docs")
@@ -46,8 +46,9 @@ def test_links_of_pages_lead_to_files(page: str) -> None:
 @pytest.mark.parametrize("page", ROOT_PAGES)
 def test_links_of_the_root_lead_to_files(page: str) -> None:
     for link in _links((ROOT / page).read_text(encoding="utf-8")):
-        generated = link.removeprefix("docs/") in GENERATOR.GENERATED
-        assert (ROOT / link).exists() or generated, link
+        target = posixpath.normpath(posixpath.join(posixpath.dirname(page), link))
+        generated = target.removeprefix("docs/") in GENERATOR.GENERATED
+        assert (ROOT / target).exists() or generated, link
 
 
 def test_navigation_holds_every_page() -> None:
@@ -92,7 +93,7 @@ def test_index_of_decisions_links_every_record() -> None:
 
 
 def _sources() -> Iterator[tuple[Path, str]]:
-    for folder in ("sdonnx", "scripts", "tests", "fuzz"):
+    for folder in ("sdonnx", "scripts", "examples", "tests", "fuzz"):
         for path in sorted((ROOT / folder).rglob("*")):
             if path.suffix in (".py", ".sh") and path != Path(__file__):
                 yield path, path.read_text(encoding="utf-8")
@@ -135,6 +136,8 @@ def test_root_pages_link_within_the_site() -> None:
     assert "](contributing/index.md)" in GENERATOR.GENERATED["index.md"]()
     assert "](../explanation/architecture.md)" in GENERATOR.GENERATED["contributing/index.md"]()
     assert "](decisions/index.md)" in GENERATOR.GENERATED["index.md"]()
+    assert "](how-to/examples.md)" in GENERATOR.GENERATED["index.md"]()
+    assert "](benchmark.md#with-onediffs-options)" in GENERATOR.GENERATED["how-to/examples.md"]()
 
 
 def test_contributing_lists_the_import_layers() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -23,6 +23,7 @@ from sdonnx.benchmark.results import REFERENCE, Comparison, Result, Round, Stage
 from sdonnx.benchmark.rivals import Rival
 from sdonnx.benchmark.shown_names import shown_name
 from sdonnx.benchmark.stages import median_stages
+from sdonnx.benchmark.start_caches import StartCaches
 from sdonnx.benchmark.statistics import fit_line
 from sdonnx.benchmark.workload import Workload
 
@@ -56,9 +57,8 @@ class ComparisonSetup:
         pythons: interpreters by engine, for engines in another environment.
         timeout_s: time limit of a process; None for no limit.
         throughput: also measure other numbers of steps.
-        resolutions: also measure several sizes in one process.
+        resolutions: also measure these sizes in one process, (height, width), the first workload's size first.
         kernels: also measure device time by kind of operator.
-        multiple: divisor of height and width.
         adapters: files of image-prompt adapters.
     """
 
@@ -75,9 +75,8 @@ class ComparisonSetup:
     pythons: Mapping[str, str] = field(default_factory=dict)
     timeout_s: float | None = None
     throughput: bool = False
-    resolutions: bool = False
+    resolutions: tuple[tuple[int, int], ...] = ()
     kernels: bool = False
-    multiple: int = 8
     adapters: tuple[str, ...] = ()
 
     def options(self, rival: Rival) -> EngineOptions:
@@ -91,6 +90,7 @@ class ComparisonSetup:
             self.io_binding,
             self.safety_checker,
             self.adapters,
+            rival.compiler_config,
         )
 
 
@@ -108,6 +108,8 @@ class ComparisonRun:
         unusable: engines that cannot run, with the reason; they get a row for each workload.
     """
 
+    _caches: StartCaches
+
     def __init__(
         self,
         setup: ComparisonSetup,
@@ -117,20 +119,20 @@ class ComparisonRun:
     ) -> None:
         self._setup, self._comparison, self._on_progress, self._keep = setup, comparison, on_progress, keep
         self._rates: dict[str, float] = {}
-        self._scratch: Path | None = None
         self.unusable: dict[Rival, str] = {}
 
     def run(self) -> None:
         """Run the comparison. Complete results are kept if it is interrupted.
 
-        Compilers start with empty caches, and all files are read into the page cache first. The time to the first
-        image therefore depends neither on earlier commands nor on other engines.
+        In the first round of each workload, compilers start with empty caches, and later rounds with those that the
+        first has filled; with one round, one more process of each compiler does. All files are read into the page cache
+        first. The time to the first image therefore depends neither on earlier commands nor on other engines.
 
         Raises:
             KeyboardInterrupt: the user interrupted the comparison.
         """
         with TemporaryDirectory() as folder:
-            self._scratch = Path(folder)
+            self._caches = StartCaches(Path(folder))
             for path in self._setup.folders.values():
                 _read_all(path)
             for rival in self._setup.rivals:
@@ -140,8 +142,10 @@ class ComparisonRun:
                     and rival not in self.unusable
                 ):
                     self._prepare(rival)
-            for workload in self._setup.workloads:
+            for index, workload in enumerate(self._setup.workloads):
                 self._compare(workload, Path(folder))
+                if index:
+                    self._caches.delete(workload)
             # Extra measurements use only the first workload.
             first = self._setup.workloads[0]
             for task in ("throughput", "resolutions", "kernels"):
@@ -153,7 +157,7 @@ class ComparisonRun:
         """Prepare the GPU for an engine, so that no image's time includes it."""
         job = self._job("prepare", rival.engine, self._setup.options(rival), self._setup.workloads[0])
         try:
-            self._work(f"{shown_name(rival.title)}, preparation of this GPU", job, rival, self._setup.timeout_s)
+            self._work(f"{shown_name(rival.title)}, preparation of this GPU", job, rival, is_isolated=False)
         except WorkerError as failure:
             self._on_progress(f"{shown_name(rival.title)}: {failure}", "")  # if it matters, the first round reports it
 
@@ -171,6 +175,8 @@ class ComparisonRun:
                     self._round(
                         rival, results[rival], number, position, folder / "images.npy", reference, stages[rival]
                     )
+                if number == 0 and self._setup.rounds == 1:
+                    self._measure_cached_starts(order, results)
         finally:
             complete = [result for result in results.values() if result.rounds or result.failure]
             for result in complete:
@@ -197,8 +203,7 @@ class ComparisonRun:
         options = EngineOptions(source, setup.provider, safety_checker=setup.safety_checker, adapters=setup.adapters)
         job = self._job("reference", ReferenceEngine.name, options, workload) | {"images": str(path)}
         try:
-            # Without a time limit, which applies only to the compared engines.
-            values = self._work(REFERENCE, job, None, None)
+            values = self._work(REFERENCE, job, None)
         except WorkerError as failure:
             self._on_progress(f"{REFERENCE}: {failure}; images are not compared", "")
             return None, None, f"{REFERENCE}: {failure}"
@@ -222,12 +227,13 @@ class ComparisonRun:
         job |= {"images": str(path), "warm_ups": self._setup.warm_ups}
         title = f"{shown_name(rival.title)}, round {number + 1} of {self._setup.rounds}"
         try:
-            values = self._work(title, job, rival, self._setup.timeout_s)
+            values = self._work(title, job, rival)
         except WorkerError as failure:
             result.failure = str(failure)
             return
         result.engine = values["engine"]
-        result.rounds.append(replace(Round(**_tuples(values["round"])), position=position))
+        cached = rival.compiles and number > 0
+        result.rounds.append(replace(Round(**_tuples(values["round"])), position=position, cached=cached))
         if "stages" in values:
             stages.append(Stages(**values["stages"]))
             result.stages = median_stages(stages)
@@ -239,13 +245,25 @@ class ComparisonRun:
             result.agreement = agreement
         result.failure = result.failure or values["fault"] or find_fault(images, agreement)
 
+    def _measure_cached_starts(self, order: Sequence[Rival], results: Mapping[Rival, Result]) -> None:
+        """Measure the start of each compiler with the caches that its only round has filled."""
+        for rival in order:
+            result = results[rival]
+            if rival.compiles and result.failure is None:
+                job = self._job("start", rival.engine, self._setup.options(rival), result.workload)
+                title = f"{shown_name(rival.title)}, start with a filled cache"
+                try:
+                    result.cached_start_s = float(self._work(title, job, rival)["start"])
+                except WorkerError as failure:
+                    self._on_progress(f"{title}: {failure}", "")  # the timed runs remain valid
+
     def _measure_extra(self, task: str, rival: Rival, workload: Workload) -> None:
         """Run an extra measurement of an engine. A failure becomes a row."""
         job = self._job(task, rival.engine, self._setup.options(rival), workload)
         comparison = self._comparison
         try:
-            job |= {"multiple": self._setup.multiple}
-            values = self._work(f"{shown_name(rival.title)}, {task}", job, rival, self._setup.timeout_s)
+            job |= {"sizes": self._setup.resolutions}
+            values = self._work(f"{shown_name(rival.title)}, {task}", job, rival)
         except WorkerError as failure:
             result = Result(rival.title, workload, failure=f"{task}: {failure}")
             comparison.results.append(result)
@@ -275,15 +293,26 @@ class ComparisonRun:
             "batch_count": self._setup.batch_count,
         }
 
-    def _work(self, title: str, job: dict[str, Any], rival: Rival | None, timeout_s: float | None) -> dict[str, Any]:
+    def _work(
+        self, title: str, job: dict[str, Any], rival: Rival | None, *, is_isolated: bool = True
+    ) -> dict[str, Any]:
+        """Run a job in a process of its own.
+
+        Args:
+            title: describes the job.
+            job: the job.
+            rival: the engine; None for the reference, which has no time limit.
+            is_isolated: use the caches of the engine and the workload instead of the user's.
+        """
         python = self._setup.pythons.get(rival.engine) if rival is not None else None
+        scratch = self._caches.folder(rival, Workload(**job["workload"])) if is_isolated else None
         self._on_progress(title, "started")
         return run_worker(
             job,
             lambda text: self._on_progress(title, text),
             python=python,
-            timeout_s=timeout_s,
-            scratch=self._scratch,
+            timeout_s=None if rival is None else self._setup.timeout_s,
+            scratch=scratch,
         )
 
 

@@ -20,7 +20,13 @@ import numpy as np
 
 from sdonnx.benchmark.engine import Engine, EngineOptions, installed_version
 from sdonnx.benchmark.engines import ENGINES, ReferenceEngine
-from sdonnx.benchmark.measure import measure_kernels, measure_resolutions, measure_round, measure_throughput
+from sdonnx.benchmark.measure import (
+    measure_kernels,
+    measure_resolutions,
+    measure_round,
+    measure_start,
+    measure_throughput,
+)
 from sdonnx.benchmark.workload import Workload
 from sdonnx.errors import SdonnxError
 from sdonnx.terminal import INTERRUPTED
@@ -35,7 +41,8 @@ def perform(job: dict[str, Any], emit: Emit) -> None:
 
     Args:
         job: `task`; `engine`, a key of ENGINES or "reference"; `options` of the engine; `workload`; `prompts`;
-            `batch_count`; `warm_ups`; and `images`, the file that the images of all prompts are written to (npy).
+            `batch_count`; `warm_ups`; `images`, the file that the images of all prompts are written to (npy); and
+            `sizes`, those of the task "resolutions".
         emit: callback `(event, value)`.
 
     Raises:
@@ -73,10 +80,12 @@ def perform(job: dict[str, Any], emit: Emit) -> None:
             emit("stages", dataclasses.asdict(engine.stages(prompts[0], workload)))
         except Exception as error:  # the timed runs remain valid
             emit("unstaged", _reason(error))
+    elif job["task"] == "start":
+        emit("start", measure_start(engine, workload))
     elif job["task"] == "throughput":
         emit("points", measure_throughput(engine, workload, prompts[0], count, on_progress))
     elif job["task"] == "resolutions":
-        visited = measure_resolutions(engine, workload, prompts[0], job["multiple"], on_progress)
+        visited = measure_resolutions(engine, workload, prompts[0], job["sizes"], on_progress)
         emit("visited", [dataclasses.asdict(size) for size in visited])
     else:
         emit("kernels", measure_kernels(engine, workload, prompts[0]))
@@ -95,6 +104,7 @@ def _described(engine: Engine) -> dict[str, Any]:
         "provider": engine.provider,
         "precision": engine.precision,
         "compile_mode": engine.options.compile_mode,
+        "compiler_config": engine.options.compiler_config,
         "regional": engine.options.regional,
         "xformers": engine.options.xformers,
         "io_binding": engine.options.io_binding,

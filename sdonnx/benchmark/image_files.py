@@ -17,12 +17,13 @@ __all__ = ["print_images", "save_images"]
 _WIDTH = 48  # terminal columns of an image
 
 
-def save_images(comparison: Comparison, path: Path) -> None:
-    """Write each image to the folder of `path`, with the engine and the size appended to the name.
+def save_images(comparison: Comparison, path: Path) -> list[Path]:
+    """Write each image to the folder of `path`, with the engine and the size appended to the name; return the paths.
 
     Raises:
         OutputError: an image cannot be written.
     """
+    written = []
     for (rival, workload), image in comparison.images.items():
         engine = rival.replace(" ", "-").replace(":", "-")
         name = f"{path.stem}-{engine}-{workload.height}x{workload.width}-b{workload.batch_size}{path.suffix or '.png'}"
@@ -34,6 +35,8 @@ def save_images(comparison: Comparison, path: Path) -> None:
                 "a writable folder, and a name such as x.png",
                 "choose another name with --output_image",
             ) from error
+        written.append(path.with_name(name))
+    return written
 
 
 def print_images(comparison: Comparison, out: Console) -> None:

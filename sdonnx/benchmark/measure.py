@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 __all__ = [
+    "RARE_RESOLUTIONS",
     "RESOLUTIONS",
     "SCALES",
     "WARM_UPS",
@@ -28,7 +30,9 @@ __all__ = [
     "measure_kernels",
     "measure_resolutions",
     "measure_round",
+    "measure_start",
     "measure_throughput",
+    "rare_sizes",
     "step_counts",
     "visited_sizes",
 ]
@@ -39,6 +43,9 @@ decoder, which runs once per image: it compiles, captures and then replays."""
 
 RESOLUTIONS = ((4, 4), (3, 4), (4, 3), (5, 4), (2, 4), (5, 5))
 """Sizes of `--run_multiple_resolutions`, in quarters of the requested height and width; the first is that size."""
+
+RARE_RESOLUTIONS = ((520, 1032), (544, 408), (408, 208), (208, 1048))
+"""Sizes of `--run_rare_resolutions`, (height, width): odd multiples of 8, and 544x408 of OneDiff's examples."""
 
 SCALES = (0.1, 0.5, 0.9)
 """Adapter scales of `--run_multiple_resolutions`. A change is expensive for compilers that treat it as a constant."""
@@ -124,6 +131,14 @@ def measure_round(
     return measured, [image for prompt in prompts for image in first[prompt]], fault
 
 
+def measure_start(engine: Engine, workload: Workload) -> float:
+    """Load an engine, generate the first images, and return the seconds that both took."""
+    start = time.perf_counter()
+    engine.load(workload)
+    engine.generate(_WARM_UP_PROMPT, workload)
+    return time.perf_counter() - start
+
+
 def differs(images: Sequence[Image], others: Sequence[Image]) -> bool:
     """Return whether images of the same prompt and seed differ: their PSNR is below `MIN_PSNR_DB`."""
     one, other = (np.stack([np.asarray(image, np.float32) for image in each]) / 255 for each in (images, others))
@@ -173,6 +188,14 @@ def visited_sizes(workload: Workload, multiple: int) -> list[tuple[int, int]]:
     return list(dict.fromkeys(sizes))
 
 
+def rare_sizes(multiple: int) -> list[tuple[int, int]]:
+    """Return the sizes (height, width) of `--run_rare_resolutions`, rounded up to a multiple of pixels."""
+    return [
+        (math.ceil(height / multiple) * multiple, math.ceil(width / multiple) * multiple)
+        for height, width in RARE_RESOLUTIONS
+    ]
+
+
 class Visit(NamedTuple):
     """A workload of `measure_resolutions`, and the adapters' scale if it is the scale that changes."""
 
@@ -181,18 +204,22 @@ class Visit(NamedTuple):
 
 
 def measure_resolutions(
-    engine: Engine, workload: Workload, prompt: str, multiple: int, on_progress: OnProgress
+    engine: Engine, workload: Workload, prompt: str, sizes: Sequence[tuple[int, int]], on_progress: OnProgress
 ) -> list[Resolution]:
     """Load an engine, warm it up at the first size, and time the first images of every size.
 
     With image-prompt adapters it then returns to the first size and changes their scale.
+
+    Args:
+        engine: an engine that is not loaded.
+        workload: the workload.
+        prompt: the prompt.
+        sizes: height and width of the images in pixels.
+        on_progress: callback for the times of each size.
     """
     engine.load(workload)
     visited = []
-    visits = [
-        Visit(replace(workload, height=height, width=width), None)
-        for height, width in visited_sizes(workload, multiple)
-    ]
+    visits = [Visit(replace(workload, height=height, width=width), None) for height, width in sizes]
     if workload.ip_adapter_scale is not None:
         back = replace(workload, height=visits[0].workload.height, width=visits[0].workload.width)
         visits += [Visit(replace(back, ip_adapter_scale=scale), scale) for scale in SCALES]

@@ -7,11 +7,14 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sdonnx.benchmark.engine import FolderKind, folder_kind
 from sdonnx.errors import FolderError, OptionError
 from sdonnx.folder.pipeline_folder import PipelineFolder
+
+if TYPE_CHECKING:
+    from sdonnx.optimize.request import OptimizeRequest
 
 __all__ = ["default_label", "folders_by_kind", "prepare_folders"]
 
@@ -49,6 +52,7 @@ def prepare_folders(
     progress: Progress,
     on_progress: Callable[[str], None],
     adapters: Sequence[str] = (),
+    complete: Callable[[Path, OptimizeRequest], OptimizeRequest] | None = None,
 ) -> dict[FolderKind, Path]:
     """Return a folder of each kind that the engines read. Missing folders are written to the work folder.
 
@@ -65,6 +69,7 @@ def prepare_folders(
         progress: context manager that yields a progress callback of export and optimization.
         on_progress: callback for messages.
         adapters: image-prompt adapters to export.
+        complete: returns the request to optimize an exported folder, such as with quantization, for the usual request.
 
     Raises:
         SdonnxError: a folder cannot be made.
@@ -87,12 +92,17 @@ def prepare_folders(
             if not float16:
                 folders[FolderKind.EXPORTED] = exported
         if exported is not None:
-            from sdonnx.optimize.optimizer import optimize_folder
+            from sdonnx.optimize.optimizer import optimize_request
+            from sdonnx.optimize.request import OptimizeRequest
+            from sdonnx.precision.policy import Precision
 
+            request = OptimizeRequest(provider, Precision("float16" if float16 else "float32"))
+            if complete is not None:
+                request = complete(exported, request)
             out = work / f"{name}-optimized-{provider}"
             on_progress(f"optimize for {provider} -> {out}")
             with progress() as phases:
-                optimize_folder(exported, out, provider=provider, float16=float16, overwrite=True, progress=phases)
+                optimize_request(exported, out, request, True, phases)
             folders[FolderKind.OPTIMIZED] = out
     if FolderKind.EXPORTED in wanted and FolderKind.EXPORTED not in folders and source is not None:
         dtype = "float16" if float16 else "float32"

@@ -14,7 +14,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-__all__ = ["WorkerError", "run_worker"]
+from sdonnx.doctor.cache import CACHE
+
+__all__ = ["WorkerError", "make_caches", "run_worker"]
 
 _ROOT = Path(__file__).resolve().parents[2]
 
@@ -45,7 +47,9 @@ def run_worker(
     """
     # Another interpreter imports this checkout, too.
     paths = [str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"} | _caches(scratch)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
+    if scratch is not None:
+        environment |= make_caches(scratch)
     command = [python or sys.executable, "-m", "sdonnx.benchmark.engine_worker"]
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors:
         try:
@@ -111,11 +115,9 @@ def _end(process: subprocess.Popen[str]) -> None:
         os.killpg(process.pid, signal.SIGKILL)
 
 
-def _caches(scratch: Path | None) -> dict[str, str]:
+def make_caches(scratch: Path) -> dict[str, str]:
     """Return environment variables that move temporary files and compiler caches to the scratch folder."""
-    if scratch is None:
-        return {}
-    names = ("TMPDIR", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "CUDA_CACHE_PATH")
+    names = ("TMPDIR", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "CUDA_CACHE_PATH", CACHE)
     folders = {name: scratch / name.lower() for name in names}
     for folder in folders.values():
         folder.mkdir(exist_ok=True)

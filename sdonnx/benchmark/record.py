@@ -45,6 +45,7 @@ COLUMNS = (
     "decode_ms",
     "load_s",
     "first_image_s",
+    "cached_first_image_s",
     "warm_up_s",
     "allocator_MB",
     "host_peak_MB",
@@ -64,6 +65,7 @@ COLUMNS = (
     "image_to_image_strength",
     "ip_adapter_scale",
     "io_binding",
+    "compiler_config",
     "warm_ups",
     "denoiser_calls",
     "engine_version",
@@ -73,6 +75,8 @@ COLUMNS = (
 Latencies are for a batch, in seconds; 1 MB is 2**20 bytes; psnr_db is empty for identical images."""
 
 CsvRow = dict[str, str | int | float | bool | None]
+
+_STARTS = ("load_s", "first_image_s", "cached_first_image_s", "warm_up_s")
 
 _MB = 1024**2  # as in ONNX Runtime's benchmark.py
 
@@ -99,7 +103,7 @@ def csv_row(
         "spread": round(summary.spread, 4),
         "iterations_per_second": _number(stages, "iterations_per_second", 4),
         **{name: _number(stages, name, 4) for name in ("text_ms", "step_ms", "decode_ms")},
-        **{name: round(getattr(summary, name), 3) for name in ("load_s", "first_image_s", "warm_up_s")},
+        **{name: _number(summary, name, 3) for name in _STARTS},
         "allocator_MB": _number(summary, "allocator_bytes", 1, _MB),
         "host_peak_MB": _number(summary, "host_peak_bytes", 1, _MB),
         "psnr_db": _number(agreement, "psnr_db", 2),
@@ -116,6 +120,7 @@ def csv_row(
         "image_to_image_strength": None if workload.image is None else workload.strength,
         "ip_adapter_scale": workload.ip_adapter_scale,
         "io_binding": engine["io_binding"],
+        "compiler_config": engine.get("compiler_config"),
         "warm_ups": len(result.rounds[0].warm_up_s),
         "denoiser_calls": None if stages is None else stages.denoiser_calls,
         "engine_version": engine["version"],

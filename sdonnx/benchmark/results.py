@@ -53,6 +53,8 @@ class Round:
         host_peak_bytes: peak resident memory of the process.
         clocks_mhz: clock of the GPU's multiprocessors during the runs: minimum, median, maximum; empty on a CPU.
         position: position in the order of the round, starting at 0.
+        cached: whether the process started with the caches that an earlier process of the engine had filled for this
+            workload; False for engines that compile nothing.
     """
 
     load_s: float
@@ -64,6 +66,7 @@ class Round:
     host_peak_bytes: int = 0
     clocks_mhz: tuple[int, ...] = ()
     position: int = 0
+    cached: bool = False
 
     @property
     def first_image_s(self) -> float:
@@ -133,6 +136,8 @@ class Result:
         failure: the reason for a missing or untrusted result; None otherwise.
         unchecked: the reason for a failed reference, because of which the images were not compared.
         unstaged: the reason for missing stages.
+        cached_start_s: time from the start of loading to the first image, in a process that starts with filled caches
+            and measures nothing else; None if a round started with them, or if the engine compiles nothing.
     """
 
     rival: str
@@ -146,11 +151,12 @@ class Result:
     failure: str | None = None
     unchecked: str | None = None
     unstaged: str | None = None
+    cached_start_s: float | None = None
 
     @property
     def summary(self) -> Summary | None:
         """Statistics over the rounds; None without rounds."""
-        return summarize(self.rounds) if self.rounds else None
+        return summarize(self.rounds, self.cached_start_s) if self.rounds else None
 
     @property
     def share_of_matrix_rate(self) -> float | None:
@@ -170,10 +176,11 @@ class Result:
             remarks.append(f"stages not measured: {self.unstaged}")
         if summary is not None and summary.spread > LARGE_SPREAD:
             remarks.append(f"spread of {summary.spread:.0%}")
-        first = [each.first_image_s for each in self.rounds]
-        if first and max(first) > _LARGE_START_RATIO * min(first) and max(first) - min(first) > 1:
-            # A compiler reused files of the previous round, or files were not yet in the page cache.
-            remarks.append(f"first image after {min(first):.1f} to {max(first):.1f} s, depending on the round")
+        for cached in (False, True):
+            first = [each.first_image_s for each in self.rounds if each.cached == cached]
+            if first and max(first) > _LARGE_START_RATIO * min(first) and max(first) - min(first) > 1:
+                # Another process was busy, or files were not yet in the page cache.
+                remarks.append(f"first image after {min(first):.1f} to {max(first):.1f} s, depending on the round")
         return remarks
 
 

@@ -1,19 +1,40 @@
-"""Parse the engine names of `-e`, including how an engine is compiled."""
+"""Parse the engine names of `-e` and `--compiler`, including how an engine is compiled."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any
 
-from sdonnx.benchmark.engines import COMPILE_MODES, ENGINES
+from sdonnx.benchmark.engines import COMPILE_MODES, ENGINES, OnnxRuntimeEngine, SdonnxCompileEngine, TorchEngine
+from sdonnx.compiler.compile_options import check_options
 from sdonnx.errors import OptionError
 
-__all__ = ["NAMES", "Rival", "parse_rivals"]
+__all__ = ["COMPILERS", "NAMES", "Rival", "chosen_engines", "parse_rivals"]
 
 _COMPILED, _REGIONAL, _XFORMERS = "torch-compile", "torch-regional", "torch-xformers"
 
 NAMES = (*ENGINES, _XFORMERS, _COMPILED, _REGIONAL)
 """Values of `-e`; the last two also accept a mode, as in `torch-compile:max-autotune`."""
+
+COMPILERS: Mapping[str, str] = MappingProxyType(
+    {
+        "none": TorchEngine.name,
+        "sdonnx": SdonnxCompileEngine.name,
+        "torch": _COMPILED,
+        "compile": f"{_COMPILED}:default",
+        "compile-max-autotune": f"{_COMPILED}:max-autotune",
+    }
+)
+"""Values of `--compiler`, and their engines. The last two are OneDiff's names."""
+
+_BACKENDS = ("nexfort", "oneflow")  # of OneDiff
+
+_TORCH_KEYS: Mapping[str, tuple[type, ...]] = MappingProxyType(
+    {"mode": (str,), "dynamic": (bool, type(None)), "fullgraph": (bool,)}
+)
 
 
 @dataclass(frozen=True)
@@ -26,6 +47,7 @@ class Rival:
         compile_mode: mode of torch.compile; None to compile nothing.
         regional: compile only the denoiser's repeated blocks.
         xformers: use xformers' attention.
+        compiler_config: see `EngineOptions`.
     """
 
     title: str
@@ -33,10 +55,40 @@ class Rival:
     compile_mode: str | None = None
     regional: bool = False
     xformers: bool = False
+    compiler_config: str | None = None
+
+    @property
+    def compiles(self) -> bool:
+        """Whether the engine compiles, so that its first image depends on the content of a cache."""
+        return self.compile_mode is not None or self.engine == SdonnxCompileEngine.name
+
+
+def chosen_engines(names: Sequence[str] | None, compilers: Sequence[str] | None) -> list[str]:
+    """Return the values of `-e`, or the engines that `--compiler` selects; without both the engine onnxruntime.
+
+    Raises:
+        OptionError: both are given, or a compiler is unknown.
+    """
+    if names and compilers:
+        raise OptionError("--compiler and --engine, which both select engines", "one of them", "omit one")
+    for name in compilers or ():
+        if name in _BACKENDS:
+            raise OptionError(
+                f"--compiler {name}, a backend of OneDiff", "one of none, sdonnx, torch",
+                "pass --compiler sdonnx, whose --compiler-config accepts the options of nexfort",
+            )  # fmt: skip
+        if name not in COMPILERS:
+            raise OptionError(f"--compiler {name} is unknown", f"one of {', '.join(COMPILERS)}", "pass one")
+    return [COMPILERS[name] for name in compilers] if compilers else list(names or [OnnxRuntimeEngine.name])
 
 
 def parse_rivals(
-    names: Sequence[str], *, compiled: bool = False, mode: str | None = None, xformers: bool = False
+    names: Sequence[str],
+    *,
+    compiled: bool = False,
+    mode: str | None = None,
+    xformers: bool = False,
+    config: str | None = None,
 ) -> list[Rival]:
     """Return the engines that `-e` and related options select, without duplicates.
 
@@ -46,15 +98,27 @@ def parse_rivals(
         mode: `--compile_mode`, for compiled engines without a mode. Default, as is common with torch: reduce-overhead
             for a whole model; default for its blocks, which are too many to capture one by one.
         xformers: `--use_xformers`: the engine torch becomes torch-xformers.
+        config: `--compiler_config`: the options of sdonnx-compile or, without that engine, `mode`, `dynamic` and
+            `fullgraph` of torch.compile; as JSON, or as a mode.
 
     Raises:
-        OptionError: a name or a mode is unknown, or an option applies to none of the engines.
+        OptionError: a name, a mode or a key is unknown, or an option applies to none of the engines.
     """
+    settings: dict[str, Any] = {}
+    if config is not None and SdonnxCompileEngine.name not in names:
+        settings = _torch_settings(config)
+        mode = mode or settings.pop("mode", None)
     rivals = [_rival(name, compiled, mode, xformers) for name in names]
+    rivals = [_configured(rival, config, settings) for rival in rivals]
     if compiled and "torch" not in names:
         raise OptionError(
             "--enable_torch_compile without the engine torch", "both", f"omit the option, or add {_COMPILED}"
         )
+    if config is not None and not any(rival.compiles for rival in rivals):
+        raise OptionError(
+            "--compiler_config for engines that compile nothing", "a compiler",
+            f"omit the option, or add -e {SdonnxCompileEngine.name} or {_COMPILED}",
+        )  # fmt: skip
     if mode is not None and not any(rival.compile_mode for rival in rivals):
         raise OptionError("--compile_mode without --enable_torch_compile", "both", "add --enable_torch_compile")
     if xformers and compiled:
@@ -80,3 +144,38 @@ def _rival(name: str, compiled: bool, mode: str | None, xformers: bool) -> Rival
             )
         return Rival(f"{base}:{chosen}", "torch", chosen, regional)
     return Rival(base, "torch", xformers=True) if base == _XFORMERS else Rival(base, base)
+
+
+def _configured(rival: Rival, config: str | None, settings: Mapping[str, Any]) -> Rival:
+    """Return a rival with the configuration of its compiler.
+
+    Args:
+        rival: the rival.
+        config: the options of sdonnx-compile.
+        settings: arguments of torch.compile other than the mode.
+    """
+    if rival.engine == SdonnxCompileEngine.name:
+        check_options(config)
+        return replace(rival, compiler_config=config)
+    return replace(rival, compiler_config=json.dumps(settings)) if rival.compile_mode and settings else rival
+
+
+def _torch_settings(config: str) -> dict[str, Any]:
+    """Return the arguments of torch.compile that a JSON object or a mode describes."""
+    if not config.lstrip().startswith("{"):
+        return {"mode": config}
+    try:
+        settings: dict[str, Any] = json.loads(config)
+    except (ValueError, RecursionError) as error:
+        raise OptionError(
+            f"--compiler_config is no JSON ({error})", "a JSON object, or a mode", "correct it"
+        ) from error
+    for name, value in settings.items():
+        if name not in _TORCH_KEYS:
+            raise OptionError(
+                f"the key {name!r} of --compiler_config is unknown", f"some of {', '.join(_TORCH_KEYS)}", "omit it"
+            )
+        if not isinstance(value, _TORCH_KEYS[name]):
+            expected = "a mode" if name == "mode" else "true or false"
+            raise OptionError(f"{name} of --compiler_config is {value!r}", expected, "correct it")
+    return settings

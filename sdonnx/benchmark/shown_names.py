@@ -17,6 +17,7 @@ _ENGINES = {
     "onnxruntime-plain": "plain ONNX Runtime",
     "torch": "torch eager",
     "torch-xformers": "torch eager, xformers",
+    "sdonnx-compile": "sdonnx.compile_pipe",
 }
 
 # (prefix of a title, shown name, mode that the name omits: the default of `parse_rivals`)

@@ -29,6 +29,8 @@ class _Round(Protocol):
     def allocator_bytes(self) -> int | None: ...
     @property
     def host_peak_bytes(self) -> int: ...
+    @property
+    def cached(self) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,8 @@ class Summary:
     """Statistics over the rounds of an engine.
 
     Latencies are over the runs of all rounds. For values that occur once in a process it is the median over the
-    rounds, and for memory the maximum.
+    rounds, and for memory the maximum. `load_s`, `first_image_s` and `warm_up_s` are those of the rounds that start
+    with empty caches.
 
     Attributes:
         runs: number of timed runs.
@@ -44,6 +47,8 @@ class Summary:
         spread: see `relative_spread`.
         load_s: time to load.
         first_image_s: time from the start of loading to the first image.
+        cached_first_image_s: time from the start of loading to the first image with filled caches; None if it was not
+            measured.
         warm_up_s: total time of the warm-up runs.
         first_run_bytes: peak memory in the first run.
         second_run_bytes: peak memory in the run after the timed ones.
@@ -60,6 +65,7 @@ class Summary:
     spread: float
     load_s: float
     first_image_s: float
+    cached_first_image_s: float | None
     warm_up_s: float
     first_run_bytes: int
     second_run_bytes: int
@@ -92,10 +98,17 @@ def relative_spread(latencies: Sequence[float]) -> float:
     return (quantile(latencies, 0.9) - quantile(latencies, 0.1)) / quantile(latencies, 0.5)
 
 
-def summarize(rounds: Sequence[_Round]) -> Summary:
-    """Return statistics over at least one round; each round has at least one timed run."""
+def summarize(rounds: Sequence[_Round], cached_start_s: float | None = None) -> Summary:
+    """Return statistics over rounds.
+
+    Args:
+        rounds: at least one round that starts with empty caches; each has at least one timed run.
+        cached_start_s: time to the first image with filled caches, if no round started with them.
+    """
     latencies = [latency for each in rounds for latency in each.latencies_s]
     allocated = [each.allocator_bytes for each in rounds if each.allocator_bytes is not None]
+    fresh = [each for each in rounds if not each.cached]
+    cached = [each.first_image_s for each in rounds if each.cached]
     return Summary(
         runs=len(latencies),
         average_s=statistics.fmean(latencies),
@@ -104,9 +117,10 @@ def summarize(rounds: Sequence[_Round]) -> Summary:
         p90_s=quantile(latencies, 0.9),
         p99_s=quantile(latencies, 0.99),
         spread=relative_spread(latencies),
-        load_s=statistics.median(each.load_s for each in rounds),
-        first_image_s=statistics.median(each.first_image_s for each in rounds),
-        warm_up_s=statistics.median(sum(each.warm_up_s) for each in rounds),
+        load_s=statistics.median(each.load_s for each in fresh),
+        first_image_s=statistics.median(each.first_image_s for each in fresh),
+        cached_first_image_s=statistics.median(cached) if cached else cached_start_s,
+        warm_up_s=statistics.median(sum(each.warm_up_s) for each in fresh),
         first_run_bytes=max(each.first_run_bytes for each in rounds),
         second_run_bytes=max(each.second_run_bytes for each in rounds),
         allocator_bytes=max(allocated, default=None),

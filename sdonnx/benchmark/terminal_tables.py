@@ -72,7 +72,12 @@ def _results(workload: Workload, results: list[Result]) -> Table:
     row("iterations/s", stage_value("iterations_per_second", 2))
     for name, title in (("text_ms", "text"), ("step_ms", "step"), ("decode_ms", "decode")):
         row(f"{title}, ms", stage_value(name, 2))
-    for name, title in (("load_s", "load"), ("first_image_s", "first image"), ("warm_up_s", "warm-up")):
+    for name, title in (
+        ("load_s", "load"),
+        ("first_image_s", "first image"),
+        ("cached_first_image_s", "first image, filled cache"),
+        ("warm_up_s", "warm-up"),
+    ):
         row(f"{title}, s", summary_value(name, 2))
     row("memory, first run, MB", summary_value("first_run_bytes", 0, _MB))
     row("memory, timed runs, MB", summary_value("second_run_bytes", 0, _MB))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -16,25 +16,31 @@ from sdonnx.benchmark.engine import FolderKind, is_importable
 from sdonnx.benchmark.engines import ENGINES
 from sdonnx.benchmark.files import append_json, append_row, check_csv, check_writable
 from sdonnx.benchmark.image_files import print_images, save_images
+from sdonnx.benchmark.measure import rare_sizes, visited_sizes
 from sdonnx.benchmark.memory import first_gpu, open_gpu
 from sdonnx.benchmark.prepare_folders import default_label, folders_by_kind, prepare_folders, require_folder
 from sdonnx.benchmark.progress_lines import ProgressLines
 from sdonnx.benchmark.record import csv_row, environment, measurement_record, result_record
 from sdonnx.benchmark.results import Comparison, Result
-from sdonnx.benchmark.rivals import Rival, parse_rivals
+from sdonnx.benchmark.rivals import Rival, chosen_engines, parse_rivals
 from sdonnx.benchmark.shown_names import shown_name
 from sdonnx.benchmark.terminal_tables import print_comparison
 from sdonnx.benchmark.workload import Workload
 from sdonnx.cli.benchmark_options import MULTIPLE, add_arguments, check_options
+from sdonnx.cli.quantization_options import given_quantization, quantized_request
 from sdonnx.errors import OptionError, OutputError, SdonnxError
 from sdonnx.folder.pipeline_folder import REPORT, PipelineFolder, read_json
 from sdonnx.folder.prompt_file import PROMPTS
 from sdonnx.installation import install_command
+from sdonnx.models.registry import family_of
+from sdonnx.models.spec import Role
 from sdonnx.samplers import config_for
 from sdonnx.terminal import FAILURE, INTERRUPTED, console, interruption_handled, tensor_progress
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+    from sdonnx.optimize.request import OptimizeRequest
 
 __all__ = ["FAILED", "add_arguments", "run"]
 
@@ -44,8 +50,13 @@ FAILED = 1
 
 def run(options: argparse.Namespace) -> int:
     """Run the command."""
+    options.engine = chosen_engines(options.engine, options.compiler)
     rivals = parse_rivals(
-        options.engine, compiled=options.enable_torch_compile, mode=options.compile_mode, xformers=options.use_xformers
+        options.engine,
+        compiled=options.enable_torch_compile,
+        mode=options.compile_mode,
+        xformers=options.use_xformers,
+        config=options.compiler_config,
     )
     check_options(options)
     _require_packages(options)
@@ -129,11 +140,12 @@ class _Outcome:
             if self._try(lambda: write_report(comparison, options.report)):
                 self._out.print(f"report: {options.report}", markup=False)
         if options.output_image is not None:
-            self._try(lambda: save_images(comparison, options.output_image))
+            self._try(lambda: self._save(options.output_image))
         if options.print_output and self._out.is_terminal:
             print_images(comparison, self._out)
         elif options.print_output:
-            self._out.print("the output is not a terminal: images are not shown", style="dim")
+            hint = "" if options.output_image is not None else "; --output_image FILE saves them"
+            self._out.print(f"the output is not a terminal: images are not shown{hint}", style="dim")
         if self._rows:
             self._out.print(f"{self._rows} rows appended to {options.csv}", markup=False)
         for result in comparison.results:
@@ -144,6 +156,10 @@ class _Outcome:
         if self._failures or not any(result.rounds for result in comparison.results):
             return status or FAILURE
         return status or (FAILED if comparison.failed else 0)
+
+    def _save(self, path: Path) -> None:
+        for written in save_images(self.comparison, path):
+            self._out.print(f"image: {written}", markup=False)
 
     def _try(self, write: Callable[[], None]) -> bool:
         try:
@@ -196,8 +212,9 @@ def _setup(
         progress=tensor_progress,
         on_progress=on_progress,
         adapters=adapters,
+        complete=partial(_quantized, options) if given_quantization(options) else None,
     )
-    sizes = [
+    workloads = [
         Workload(
             batch, height, width, options.steps, options.seed, options.guidance_scale, options.scheduler,
             options.negative_prompt, options.input_image, options.strength, scale, options.ip_adapter_image,
@@ -209,7 +226,7 @@ def _setup(
     setup = ComparisonSetup(
         rivals=tuple(rivals),
         folders=folders,
-        workloads=tuple(dict.fromkeys(sizes)),
+        workloads=tuple(dict.fromkeys(workloads)),
         prompts=(options.prompt,) if options.prompt is not None else PROMPTS[: options.num_prompts],
         provider=provider,
         batch_count=options.batch_count,
@@ -220,9 +237,8 @@ def _setup(
         pythons=options.python,
         timeout_s=options.timeout,
         throughput=options.throughput,
-        resolutions=options.run_multiple_resolutions,
+        resolutions=_resolutions(options, workloads[0], folders),
         kernels=options.profile,
-        multiple=MULTIPLE,
         adapters=adapters,
     )
     for rival in usable:
@@ -236,6 +252,30 @@ def _setup(
     if len(unusable) == len(rivals):
         raise next(iter(unusable.values()))
     return setup, {rival: str(error) for rival, error in unusable.items()}
+
+
+def _quantized(options: argparse.Namespace, exported: Path, request: OptimizeRequest) -> OptimizeRequest:
+    """Return the request to optimize an exported folder with the quantization that the options describe."""
+    return quantized_request(argparse.Namespace(**vars(options) | {"input": exported}), request)
+
+
+def _resolutions(
+    options: argparse.Namespace, workload: Workload, folders: Mapping[FolderKind, Path]
+) -> tuple[tuple[int, int], ...]:
+    """Return the sizes of --run_multiple_resolutions and --run_rare_resolutions; none without these options."""
+    usual, rare = options.run_multiple_resolutions, options.run_rare_resolutions
+    if usual is None and rare is None:
+        return ()
+    folder = PipelineFolder.open(next(iter(folders.values())))
+    denoiser = family_of(folder).with_role(Role.DENOISER)
+    # Transformers read the latents in patches.
+    multiple = MULTIPLE * int(folder.config(denoiser.source, "config.json").get("patch_size") or 1)
+    sizes = [(workload.height, workload.width)]
+    if usual is not None:
+        sizes += usual or visited_sizes(workload, multiple)
+    if rare is not None:
+        sizes += rare or rare_sizes(multiple)
+    return tuple(dict.fromkeys(sizes))
 
 
 def _missing(rival: Rival, options: argparse.Namespace) -> SdonnxError | None:

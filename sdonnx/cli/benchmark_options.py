@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import argparse
 import math
+import re
 import threading
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from sdonnx.benchmark.engine import PROVIDERS
+from sdonnx.benchmark.engine import PROVIDERS, FolderKind, folder_kind
 from sdonnx.benchmark.engines import COMPILE_MODES, ENGINES
-from sdonnx.benchmark.measure import WARM_UPS
-from sdonnx.benchmark.rivals import NAMES
+from sdonnx.benchmark.measure import RARE_RESOLUTIONS, WARM_UPS
+from sdonnx.benchmark.rivals import COMPILERS, NAMES
+from sdonnx.cli.quantization_options import add_quantization_arguments, given_quantization, quantization_config
 from sdonnx.errors import OptionError, ProviderError
 from sdonnx.folder.prompt_file import PROMPTS
 from sdonnx.sample.architectures import ARCHITECTURES
@@ -50,6 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_workload(parser)
     _add_engines(parser)
     _add_results(parser)
+    add_quantization_arguments(parser)
     add_common(parser)
 
 
@@ -89,7 +92,20 @@ def _add_workload(parser: argparse.ArgumentParser) -> None:
 def _add_engines(parser: argparse.ArgumentParser) -> None:
     add = partial(add_option, parser.add_argument_group("engines and timing"))
     engines = f"{', '.join(NAMES)}; compiled ones accept a mode: torch-compile:max-autotune (default: onnxruntime)"
-    add("-e", "--engine", nargs="+", default=["onnxruntime"], metavar="ENGINE", help=engines)
+    add("-e", "--engine", nargs="+", metavar="ENGINE", help=engines)
+    add(
+        "--compiler",
+        nargs="+",
+        metavar="COMPILER",
+        help="the engines by OneDiff's option, in place of -e: none (torch), sdonnx (sdonnx-compile), torch "
+        f"(torch-compile); also {' and '.join(list(COMPILERS)[3:])}",
+    )
+    add(
+        "--compiler_config",
+        metavar="JSON",
+        help="options of the engine sdonnx-compile, as of sdonnx.compile_pipe; without that engine: mode, dynamic and "
+        "fullgraph of torch.compile",
+    )
     add(
         "-r",
         "--provider",
@@ -113,11 +129,24 @@ def _add_results(parser: argparse.ArgumentParser) -> None:
     add("--csv", type=Path, default=Path("benchmark_result.csv"), help="append rows to this file (%(default)s)")
     add("--json", type=Path, help="append full records to this file, one per line")
     add("--report", type=Path, help="write an HTML page with tables, plots and images")
-    add("--output_image", type=Path, help="write each engine's first image; the engine is added to the name")
+    add("--output_image", type=Path, help="write each engine's first image, with the engine in its name; print paths")
     add("--print_output", action="store_true", help="show the images on the terminal")
     add("--profile", action="store_true", help="also measure device time by kind of operator")
     add("--throughput", action="store_true", help="also fit time = a * steps + b")
-    add("--run_multiple_resolutions", action="store_true", help="also measure several sizes in one process")
+    sizes = "; true or no value: the usual ones"
+    add(
+        "--run_multiple_resolutions",
+        nargs="*",
+        metavar="HEIGHTxWIDTH",
+        help=f"also measure several sizes in one process{sizes}, from half to 5/4 of the height and the width",
+    )
+    add(
+        "--run_rare_resolutions",
+        nargs="*",
+        metavar="HEIGHTxWIDTH",
+        help=f"the same with sizes that no model was trained for{sizes}, "
+        f"{', '.join(f'{height}x{width}' for height, width in RARE_RESOLUTIONS)}",
+    )
 
 
 def check_options(options: argparse.Namespace) -> None:
@@ -127,6 +156,8 @@ def check_options(options: argparse.Namespace) -> None:
     options.warmups = 0 if options.skip_warmup else WARM_UPS if options.warmups is None else options.warmups
     options.rounds = options.rounds if options.rounds is not None else 1 if len(options.engine) == 1 else 2
     options.width = options.width or options.height
+    for name in ("run_multiple_resolutions", "run_rare_resolutions"):
+        setattr(options, name, _sizes(name, getattr(options, name)))
     for name, (minimum, maximum) in _RANGES.items():
         given = getattr(options, name)
         for value in given if isinstance(given, list) else [given]:
@@ -163,6 +194,7 @@ def check_options(options: argparse.Namespace) -> None:
         )
     if not math.isfinite(options.guidance_scale):
         raise OptionError(f"--guidance_scale is {options.guidance_scale}", "a finite number", "pass a finite number")
+    _check_quantization(options)
     if options.input_image is not None and "onnxruntime-plain" in options.engine:
         raise OptionError("--input-image for the engine onnxruntime-plain", "another engine", "omit one")
     if options.input_image is not None and int(options.steps * options.strength) < 1:
@@ -181,6 +213,43 @@ def check_options(options: argparse.Namespace) -> None:
         if scale is not None and not math.isfinite(scale):
             raise OptionError(f"--ip_adapter_scale is {scale}", "a finite number", "pass a finite number")
     _check_images(options)
+
+
+def _sizes(name: str, given: Sequence[str] | None) -> list[tuple[int, int]] | None:
+    """Return the sizes (height, width) that an option names, an empty list for the usual ones, and None for none."""
+    if given is None or [word.lower() for word in given] in (["false"], ["no"], ["0"]):
+        return None
+    if [word.lower() for word in given] in (["true"], ["yes"], ["1"]):
+        return []
+    sizes = []
+    for text in given:
+        found = re.fullmatch(r"(\d{1,5})x(\d{1,5})", text)
+        size = (0, 0) if found is None else (int(found[1]), int(found[2]))
+        if not min(size) or any(pixels % MULTIPLE for pixels in size):
+            raise OptionError(
+                f"--{name} {text}", f"HEIGHTxWIDTH in multiples of {MULTIPLE}, or true", "pass for example 768x512"
+            )
+        sizes.append(size)
+    return sizes
+
+
+def _check_quantization(options: argparse.Namespace) -> None:
+    """Raise unless the options that quantize apply to a folder that the command optimizes."""
+    given = given_quantization(options)
+    if given is None:
+        return
+    if "onnxruntime" not in options.engine:
+        raise OptionError(
+            f"--{given} for {', '.join(options.engine)}", "the engine onnxruntime, which reads an optimized folder",
+            "add -e onnxruntime, or omit the option",
+        )  # fmt: skip
+    for path in options.pipeline:
+        if folder_kind(path) is FolderKind.OPTIMIZED:
+            raise OptionError(
+                f"--{given} and {path}, which is optimized", "a folder that the command optimizes",
+                "quantize it with sdonnx optimize, or pass the diffusers or the exported folder",
+            )  # fmt: skip
+    quantization_config(options)  # before folders are made, which takes minutes
 
 
 def _no_pipeline(version: str | None) -> OptionError:

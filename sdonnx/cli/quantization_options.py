@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 __all__ = [
     "add_quantization_arguments",
     "choice_table",
+    "given_quantization",
+    "quantization_config",
     "quantization_lines",
     "quantized_request",
     "require_products",
@@ -37,6 +39,12 @@ __all__ = [
 _FP8_CAPABILITY = (8, 9)
 
 _OF_AUTO = ("max_error", "min_psnr", "min_accuracy", "accuracy_prompts", "sensitivity")
+
+# Options that quantize, or have an effect only with others that do.
+_QUANTIZING = (
+    "quantize", "quantize_config", "quant_submodules_config_path", *_OF_AUTO, "calibration_prompts",
+    "calibration_steps", "calibration_size", "calibration", "export_qdq",
+)  # fmt: skip
 
 
 def add_quantization_arguments(parser: argparse.ArgumentParser) -> None:
@@ -140,12 +148,7 @@ def quantized_request(options: argparse.Namespace, request: OptimizeRequest) -> 
     Raises:
         SdonnxError: an option or the folder cannot be used.
     """
-    from sdonnx.quantization.quantization_config import QuantizationConfig
-
-    is_automatic = options.quantize == AUTO
-    name = "" if is_automatic else options.quantize
-    config = QuantizationConfig.from_flags(name, options.quantize_config, options.quant_submodules_config_path)
-    _require_sense(options, config is not None and config.needs_calibration)
+    config = quantization_config(options)
     if config is not None and request.suits_own_kernels and request.kernels == "auto":
         require_products(config, _capability_here())
     request = replace(request, quantization=config, export_qdq=options.export_qdq, scales=_scales_of(options))
@@ -155,7 +158,26 @@ def quantized_request(options: argparse.Namespace, request: OptimizeRequest) -> 
         with tensor_progress() as progress:
             scales = calibrate(options.input, request, _probe_of(options), options.calibration_method, progress)
         request = replace(request, scales=scales)
-    return _with_chosen_modules(options, request) if is_automatic else request
+    return _with_chosen_modules(options, request) if options.quantize == AUTO else request
+
+
+def quantization_config(options: argparse.Namespace) -> QuantizationConfig | None:
+    """Return the types that the options describe; None if they ask for no quantization.
+
+    Raises:
+        OptionError: an option cannot be used, has no effect, or contradicts another one.
+    """
+    from sdonnx.quantization.quantization_config import QuantizationConfig
+
+    name = "" if options.quantize == AUTO else options.quantize
+    config = QuantizationConfig.from_flags(name, options.quantize_config, options.quant_submodules_config_path)
+    _require_sense(options, config is not None and config.needs_calibration)
+    return config
+
+
+def given_quantization(options: argparse.Namespace) -> str | None:
+    """Return the first option of this module that was given; None if there is none."""
+    return next((name for name in _QUANTIZING if getattr(options, name) not in (None, False)), None)
 
 
 def require_products(config: QuantizationConfig, capability: tuple[int, int] | None) -> None:

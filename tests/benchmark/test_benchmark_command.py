@@ -17,11 +17,12 @@ from typing import Any
 import pytest
 from support.benchmarking import SCRIPT, read_rows, run
 from support.micro import write_micro
+from support.pipeline_cache import PipelineCache
 from support.preloaded import interpreter, python
 
 from sdonnx.__main__ import main as sdonnx_main
 from sdonnx.benchmark.compare import ComparisonRun
-from sdonnx.benchmark.engine import FolderKind
+from sdonnx.benchmark.engine import FolderKind, reported_precision
 from sdonnx.benchmark.files import append_row
 from sdonnx.benchmark.prepare_folders import default_label, folders_by_kind
 from sdonnx.benchmark.results import Result, Round
@@ -30,6 +31,7 @@ from sdonnx.cli import benchmark as command
 from sdonnx.cli.benchmark import FAILED
 from sdonnx.cli.command_line import CommandParser
 from sdonnx.errors import OutputError
+from sdonnx.folder.pipeline_folder import PipelineFolder
 from sdonnx.installation import install_command
 from sdonnx.terminal import FAILURE, INTERRUPTED, TERMINATED
 
@@ -201,6 +203,17 @@ def failed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Failed:
         (["--json", "nowhere/result.jsonl"], "nowhere is not a folder"),
         (["--report", "nowhere/report.html"], "nowhere is not a folder"),
         (["--arch", "tiny"], "--arch and "),
+        (["--compiler", "nexfort"], "--compiler nexfort, a backend of OneDiff; expected one of none, sdonnx, torch"),
+        (["--compiler", "none", "-e", "torch"], "--compiler and --engine"),
+        (["--compiler", "sdonnx", "--compiler-config", "fastest"], "the mode 'fastest' is unknown"),
+        (["--compiler-config", "{}"], "--compiler_config for engines that compile nothing"),
+        (["--run-rare-resolutions", "70x64"], "--run_rare_resolutions 70x64; expected HEIGHTxWIDTH in multiples of 8"),
+        (["--run_multiple_resolutions", "big"], "--run_multiple_resolutions big; expected HEIGHTxWIDTH"),
+        (["--compiler", "sdonnx", "--quantize"], "--quantize for sdonnx-compile; expected the engine onnxruntime"),
+        (["-e", "torch", "--quantize-config", "{}"], "--quantize_config for torch"),
+        (["--quantize", "int3"], "int3"),
+        (["--max-error", "0.1"], "--max_error without --quantize auto"),
+        (["--quant-submodules-config-path", "x.json"], "--quant_submodules_config_path without --quantize"),
     ],
 )
 def test_rejects_invalid_options(arguments: list[str], message: str, failed: Failed, micro: Path) -> None:
@@ -228,6 +241,11 @@ def test_rejects_two_folders_of_one_kind(failed: Failed, micro_cpu: Path) -> Non
     copy = failed.folder / "copy"
     shutil.copytree(micro_cpu, copy, copy_function=os.link)
     assert f"{micro_cpu} and {copy} are both an optimized pipeline" in failed("-p", str(micro_cpu), str(copy))
+
+
+def test_rejects_to_quantize_an_optimized_folder(failed: Failed, micro_cpu: Path) -> None:
+    message = failed("-p", str(micro_cpu), "--quantize", "int8_dynamic")
+    assert f"--quantize and {micro_cpu}, which is optimized; expected a folder that the command optimizes" in message
 
 
 def test_rejects_a_csv_file_with_other_columns(failed: Failed, micro_cpu: Path) -> None:
@@ -339,10 +357,82 @@ def test_accepts_options_of_onnxruntime_and_onediff(micro_cpu: Path, tmp_path: P
     theirs = parser.parse(shlex.split(ort))
     assert (theirs.pipeline, theirs.batch_size, theirs.enable_cuda_graph) == ([Path("a")], [2], True)
     onediff = "--model a --prompt fox --negative-prompt blurred --seed 3 --warmups 2 --batch 4 --output-image o.png"
-    onediff += " --print-output --throughput --run_multiple_resolutions --scheduler euler --input-image i.png"
+    onediff += " --print-output --throughput --run_multiple_resolutions 1 --scheduler euler --input-image i.png"
+    onediff += " --run_rare_resolutions 1 --compiler sdonnx --quantize --quant-submodules-config-path m.json"
+    onediff += """ --compiler-config '{"mode": "max-optimize"}' --quantize-config '{"quant_type": "int8_dynamic"}'"""
     onediffs = parser.parse(shlex.split(onediff))
     assert (onediffs.pipeline, onediffs.batch_size) == ([Path("a")], [4])
     assert (onediffs.negative_prompt, onediffs.input_image, onediffs.print_output) == ("blurred", "i.png", True)
+    assert (onediffs.run_multiple_resolutions, onediffs.run_rare_resolutions) == (["1"], ["1"])
+    assert (onediffs.compiler, onediffs.compiler_config) == (["sdonnx"], '{"mode": "max-optimize"}')
+    assert (onediffs.quantize, onediffs.quantize_config) == ("", '{"quant_type": "int8_dynamic"}')
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sizes"),
+    [
+        ([], ()),
+        (["--run_multiple_resolutions", "false", "--run_rare_resolutions", "0"], ()),
+        (["--run_rare_resolutions"], ((64, 96), (520, 1032), (544, 408), (408, 208), (208, 1048))),
+        (["--run-multiple-resolutions", "72x48", "64x96", "--run-rare-resolutions", "104x8"],
+         ((64, 96), (72, 48), (104, 8))),
+        (["--run_multiple_resolutions", "true"], ((64, 96), (48, 96), (64, 72), (80, 96), (32, 96), (80, 120))),
+    ],
+)  # fmt: skip
+def test_sizes_in_one_process(
+    arguments: list[str], sizes: tuple[Any, ...], micro_cpu: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[Any] = []
+    monkeypatch.setattr(ComparisonRun, "run", lambda self: found.append(self._setup.resolutions))
+    path = str(tmp_path / "result.csv")
+    main(["-p", str(micro_cpu), "-r", "cpu", "--height", "64", "--width", "96", "--csv", path, *arguments])
+    assert found == [sizes]
+
+
+def test_sizes_of_a_transformer_are_multiples_of_its_patches(
+    pipelines: PipelineCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[Any] = []
+    monkeypatch.setattr(ComparisonRun, "run", lambda self: found.append(self._setup.resolutions))
+    folder, path = str(pipelines.micro("pixart-tiny")), str(tmp_path / "result.csv")
+    main(["-p", folder, "-e", "torch", "-r", "cpu", "--height", "64", "--csv", path, "--run_rare_resolutions"])
+    assert found == [((64, 64), (528, 1040), (544, 416), (416, 208), (208, 1056))]
+
+
+@pytest.mark.usefixtures("preloaded_engines")
+def test_quantizes_the_folder_that_it_optimizes(
+    micro_exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ComparisonRun, "run", lambda self: None)
+    path, work = str(tmp_path / "result.csv"), tmp_path / "work"
+    config = '{"modules": {"unet:conv_in": "int8_weightonly"}}'
+    main([
+        "-p", str(micro_exported), *SMALL, "--csv", path, "-w", str(work), "--quantize-config", config
+    ])  # fmt: skip
+    (folder,) = work.iterdir()
+    assert reported_precision(PipelineFolder.open(folder)) == "float32, unet in int8_weightonly"
+
+
+@pytest.mark.usefixtures("preloaded_engines")
+def test_compiler_of_onediff(
+    micro: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The first image is timed with an empty cache and, in a second process, with a filled one."""
+    monkeypatch.chdir(tmp_path)
+    status = main([
+        "-p", str(micro), *SMALL, "--compiler", "sdonnx", "--compiler-config", '{"mode": "max-optimize"}',
+        "--csv", "result.csv", "--output-image", "o.png", "--print-output",
+    ])  # fmt: skip
+    assert status == 0
+    (row,) = read_rows(tmp_path / "result.csv")
+    assert (row["engine"], row["provider"]) == ("sdonnx-compile", "cpu")
+    assert row["compiler_config"] == '{"mode": "max-optimize"}'
+    assert float(row["first_image_s"]) > float(row["load_s"]) > 0
+    assert float(row["cached_first_image_s"]) > 0
+    assert float(row["psnr_db"] or 999) > 50
+    shown = capfd.readouterr().out
+    assert "image: o-sdonnx-compile-64x64-b1.png" in shown
+    assert (tmp_path / "o-sdonnx-compile-64x64-b1.png").is_file()
 
 
 def test_sdonnx_benchmark(capsys: pytest.CaptureFixture[str]) -> None:

@@ -47,6 +47,8 @@ class Processes:
         changed = self.misbehave(engine, count)
         if job["task"] == "prepare":
             return {}
+        if job["task"] == "start":
+            return {"start": 2.5}
         if job["task"] == "throughput":
             return {"points": [[1, 0.3], [2, 0.4], [4, 0.6]]}
         if job["task"] == "resolutions":
@@ -163,7 +165,72 @@ def test_each_engine_reads_its_kind_of_folder(processes: Processes) -> None:
     ran = zip(processes.jobs, processes.options, strict=True)
     timeouts = {job["engine"]: options["timeout_s"] for job, options in ran}
     assert timeouts == {"reference": None, "onnxruntime": 9, "onnxruntime-plain": 9, "torch": 9}
-    assert len({options["scratch"] for options in processes.options}) == 1
+
+
+def test_compilers_start_with_an_empty_and_then_with_a_filled_cache(processes: Processes) -> None:
+    comparison, _ = run_comparison(setup("torch", "torch-compile", "sdonnx-compile", rounds=3))
+    eager, *compiled = comparison.results
+    assert [each.cached for each in eager.rounds] == [False] * 3
+    # Each first image takes 1 s for loading and 3 s for the first run.
+    assert (eager.summary and eager.summary.cached_first_image_s) is None
+    for result in compiled:
+        assert [each.cached for each in result.rounds] == [False, True, True]
+        assert result.summary is not None
+        assert (result.summary.first_image_s, result.summary.cached_first_image_s) == (4, 4)
+    assert "start" not in {job["task"] for job in processes.jobs}
+
+
+def test_one_more_process_starts_with_a_filled_cache_after_a_single_round(processes: Processes) -> None:
+    def fail(engine: str, count: int) -> None:
+        if engine == "torch:default start":
+            raise WorkerError("out of memory")
+
+    processes.misbehave = fail
+    comparison, _ = run_comparison(setup("torch", "torch-compile", "torch-compile:default", "sdonnx-compile"))
+    starts = {result.rival: result.cached_start_s for result in comparison.results}
+    assert starts == {
+        "torch": None,
+        "torch-compile:reduce-overhead": 2.5,
+        "torch-compile:default": None,
+        "sdonnx-compile": 2.5,
+    }
+    assert not comparison.failed
+    summary = comparison.results[3].summary
+    assert summary is not None
+    assert (summary.first_image_s, summary.cached_first_image_s) == (4, 2.5)
+
+
+def test_caches_belong_to_an_engine_and_a_workload(
+    processes: Processes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SDONNX_CACHE", str(tmp_path))
+    (tmp_path / "kernels-0.json").write_text("verdict")
+    (tmp_path / "other").mkdir()
+    contents: list[tuple[str, Path, list[str]]] = []
+
+    def note(engine: str, count: int) -> None:
+        scratch = processes.options[-1]["scratch"]
+        own = scratch / "sdonnx_cache"
+        contents.append((engine, scratch, sorted(path.name for path in own.iterdir())))
+        (own / f"graph-{len(contents)}").touch()
+
+    processes.misbehave = note
+    other = Workload(1, 64, 64, 4)
+    run_comparison(setup("torch-compile", "sdonnx-compile", rounds=2, workloads=(WORKLOAD, other), throughput=True))
+    # The kernels of the machine are known in each folder, and nothing else is before the first process.
+    assert [names for _, _, names in contents[:3]] == [["kernels-0.json"]] * 3
+    runs = [names for engine, _, names in contents if engine == "sdonnx-compile"]
+    assert [len(names) for names in runs] == [1, 2, 1, 2]
+    folders = [folder for engine, folder, _ in contents if engine.startswith("sdonnx-compile")]
+    # Extra measurements use the caches of the first workload.
+    assert folders[0] == folders[1] == folders[4] != folders[2] == folders[3]
+
+
+def test_the_gpu_is_prepared_with_the_cache_of_the_user(processes: Processes) -> None:
+    run_comparison(setup("sdonnx-compile", provider="cuda"))
+    tasks = {job["task"]: options["scratch"] for job, options in zip(processes.jobs, processes.options, strict=True)}
+    assert tasks["prepare"] is None
+    assert tasks["round"] == tasks["start"] is not None
 
 
 def test_a_failed_engine_has_a_row_and_the_others_continue(processes: Processes) -> None:
@@ -286,13 +353,15 @@ def test_extra_measurements(processes: Processes) -> None:
 
     processes.misbehave = fail
     small = Workload(1, 64, 64, 4)
-    chosen = setup("onnxruntime", "torch", throughput=True, resolutions=True, kernels=True, workloads=(WORKLOAD, small))
+    extras: dict[str, Any] = {"throughput": True, "resolutions": ((64, 64), (64, 48)), "kernels": True}
+    chosen = setup("onnxruntime", "torch", workloads=(WORKLOAD, small), **extras)
     comparison, results = run_comparison(chosen)
     assert [each.rival for each in comparison.throughput] == ["onnxruntime", "torch"]
     line = comparison.throughput[0].line
     assert (line.slope, line.offset) == pytest.approx((0.1, 0.2))
     assert {each.workload for each in comparison.throughput} == {WORKLOAD}
     assert [each.rival for each in comparison.resolutions] == ["onnxruntime"]
+    assert {job["sizes"] for job in processes.jobs if job["task"] == "resolutions"} == {((64, 64), (64, 48))}
     assert comparison.resolutions[0].visited == (Resolution(64, 48, 2.0, 0.75, 0.5),)
     assert comparison.resolutions[0].visited[0].stall_s == 1.75
     assert [each.milliseconds for each in comparison.kernels] == [{"convolution": 3.0, "idle": 1.0}] * 2

@@ -88,6 +88,7 @@ def test_csv_row() -> None:
         "decode_ms": 5,
         "load_s": 1.25,
         "first_image_s": 4.25,
+        "cached_first_image_s": None,
         "warm_up_s": 3,
         "allocator_MB": 6,
         "host_peak_MB": 11,
@@ -108,6 +109,7 @@ def test_csv_row() -> None:
         "image_to_image_strength": None,
         "ip_adapter_scale": None,
         "io_binding": False,
+        "compiler_config": None,
         "warm_ups": 1,
         "denoiser_calls": 51,
         "engine_version": "2.13.0",
@@ -120,9 +122,9 @@ def test_csv_row_without_optional_values() -> None:
     row = csv_row(result(stages=None, agreement=None, flops=None, failure="black"), "sd15", 1, 1, nothing)
     empty = [name for name, value in row.items() if value is None]
     assert empty == [
-        "iterations_per_second", "text_ms", "step_ms", "decode_ms", "psnr_db", "ssim", "lpips", "differing",
-        "tflop_per_call", "share_of_matrix_rate", "gpu", "image_to_image_strength", "ip_adapter_scale",
-        "denoiser_calls", "commit",
+        "iterations_per_second", "text_ms", "step_ms", "decode_ms", "cached_first_image_s", "psnr_db", "ssim", "lpips",
+        "differing", "tflop_per_call", "share_of_matrix_rate", "gpu", "image_to_image_strength", "ip_adapter_scale",
+        "compiler_config", "denoiser_calls", "commit",
     ]  # fmt: skip
     assert row["remarks"] == "black; spread of 53%"
 

@@ -25,7 +25,9 @@ from sdonnx.benchmark.measure import (
     measure_kernels,
     measure_resolutions,
     measure_round,
+    measure_start,
     measure_throughput,
+    rare_sizes,
     step_counts,
     visited_sizes,
 )
@@ -152,11 +154,23 @@ def test_visited_sizes() -> None:
     assert all(height % 8 == width % 8 == 0 < min(height, width) for height, width in small)
 
 
+def test_rare_sizes() -> None:
+    assert rare_sizes(8) == [(520, 1032), (544, 408), (408, 208), (208, 1048)]
+    # A transformer with patches of two latents.
+    assert rare_sizes(16) == [(528, 1040), (544, 416), (416, 208), (208, 1056)]
+
+
+def test_start_is_loading_and_the_first_image(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = scripted(monkeypatch, {(64, 64, 3): [3, 1]})
+    assert measure_start(engine, WORKLOAD) == 4 + 3
+    assert engine.prompts == ["warm up"]
+
+
 def test_stall_is_the_additional_time_of_the_first_two_images(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = visited_sizes(WORKLOAD, 8)
     engine = scripted(monkeypatch, {(height, width, 3): [9, 2, 1, 1.5] for height, width in sizes})
     engine.seconds[64, 64, 3] = [50, 40, 30, 1]
-    visited = measure_resolutions(engine, WORKLOAD, "a", 8, lambda text: None)
+    visited = measure_resolutions(engine, WORKLOAD, "a", sizes, lambda text: None)
     # The first size is warmed up.
     assert visited[0] == Resolution(64, 64, 1, 1, 1)
     assert visited[1:] == [Resolution(height, width, 9, 2, 1) for height, width in sizes[1:]]
@@ -175,7 +189,7 @@ def test_adapter_scales_change_at_the_first_size(monkeypatch: pytest.MonkeyPatch
         return generate(prompt, workload)
 
     monkeypatch.setattr(engine, "generate", recorded)
-    visited = measure_resolutions(engine, adapted, "a", 8, lambda text: None)
+    visited = measure_resolutions(engine, adapted, "a", visited_sizes(adapted, 8), lambda text: None)
     sizes = len(visited_sizes(adapted, 8))
     assert [at.ip_adapter_scale for at in visited] == [None] * sizes + list(SCALES)
     assert [at.title for at in visited[sizes:]] == ["adapter scale 0.1", "adapter scale 0.5", "adapter scale 0.9"]

@@ -97,14 +97,14 @@ def test_ends_a_process_and_its_children_at_the_time_limit(line: str, tmp_path: 
 
 def test_temporary_files_go_to_the_scratch_folder(tmp_path: Path) -> None:
     lines = [
-        'echo "$TMPDIR $TORCHINDUCTOR_CACHE_DIR $TRITON_CACHE_DIR $CUDA_CACHE_PATH" >folders',
+        'echo "$TMPDIR $TORCHINDUCTOR_CACHE_DIR $TRITON_CACHE_DIR $CUDA_CACHE_PATH $SDONNX_CACHE" >folders',
         event("done", "null"),
     ]
     (scratch := tmp_path / "scratch").mkdir()
     python = script(tmp_path, f"cd {tmp_path}", *lines)
     run_worker(JOB, silent, python=python, scratch=scratch)
     folders = [Path(folder) for folder in (tmp_path / "folders").read_text().split()]
-    assert len(set(folders)) == 4
+    assert len(set(folders)) == 5
     assert all(folder.is_dir() and folder.parent == scratch for folder in folders)
 
 

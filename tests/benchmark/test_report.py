@@ -291,6 +291,12 @@ def test_psnr_of_identical_images(page: Markup) -> None:
     assert table.column(COMPILED)["PSNR, dB"] == "identical"
 
 
+def test_start_with_a_filled_cache_is_a_row(tmp_path: Path) -> None:
+    row = result("sdonnx-compile", (0.1, 0.2), cached_start_s=1.25)
+    column = write_page(made(row), tmp_path / "report.html").table("Times").column("sdonnx.compile_pipe")
+    assert (column["first image"], column["first image, filled cache"]) == ("5.75", "1.25")
+
+
 def test_spread_of_one_run_is_undefined(tmp_path: Path) -> None:
     table = write_page(made(result("torch", (0.5,))), tmp_path / "report.html").table("Times")
     assert "spread" not in table.rows

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -46,6 +48,15 @@ def test_round_properties() -> None:
     assert (skipped.first_image_s, skipped.first_run_bytes, skipped.second_run_bytes) == (3, 70, 60)
 
 
+def test_summary_keeps_starts_with_filled_caches_apart() -> None:
+    summary = summarize([FIRST, replace(SECOND, cached=True), replace(FIRST, load_s=2.0, cached=True)], 7)
+    assert (summary.load_s, summary.first_image_s, summary.warm_up_s) == (1, 10, 17)
+    # The first images of the others are after 8 and 11 s; a process that only starts is not needed.
+    assert summary.cached_first_image_s == 9.5
+    assert summary.runs == 9
+    assert summarize([FIRST], 7).cached_first_image_s == 7
+
+
 def test_summary_of_two_rounds() -> None:
     summary = summarize([FIRST, SECOND])
     # Runs of both rounds: 1, 2, 2, 3, 4, 6.
@@ -55,6 +66,7 @@ def test_summary_of_two_rounds() -> None:
     assert summary.spread == pytest.approx((5 - 1.5) / 2.5)
     # Values that occur once in a process: medians of (1, 3), (10, 8) and (17, 7).
     assert (summary.load_s, summary.first_image_s, summary.warm_up_s) == (2, 9, 12)
+    assert summary.cached_first_image_s is None
     # Memory: the maximum.
     assert (summary.first_run_bytes, summary.second_run_bytes) == (70, 55)
     assert (summary.allocator_bytes, summary.host_peak_bytes) == (35, 100)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from sdonnx.benchmark.engine import Engine
+from sdonnx.benchmark.engines.compiled_pipeline import SdonnxCompileEngine
 from sdonnx.benchmark.engines.exported_folder import PlainOnnxRuntimeEngine
 from sdonnx.benchmark.engines.optimized_folder import OnnxRuntimeEngine
 from sdonnx.benchmark.engines.optimum import OptimumEngine
@@ -16,9 +17,11 @@ __all__ = [
     "OptimumEngine",
     "PlainOnnxRuntimeEngine",
     "ReferenceEngine",
+    "SdonnxCompileEngine",
     "TorchEngine",
 ]
 
 ENGINES: dict[str, type[Engine]] = {
-    engine.name: engine for engine in (OnnxRuntimeEngine, PlainOnnxRuntimeEngine, TorchEngine, OptimumEngine)
+    engine.name: engine
+    for engine in (OnnxRuntimeEngine, PlainOnnxRuntimeEngine, TorchEngine, SdonnxCompileEngine, OptimumEngine)
 }

@@ -21,7 +21,15 @@ if TYPE_CHECKING:
 
     from sdonnx.runtime.device.session import Run
 
-__all__ = ["OnnxRuntimeEngine"]
+__all__ = ["OnnxRuntimeEngine", "check_gpu"]
+
+
+def check_gpu(provider: str) -> None:
+    """Check the kernels of a provider and store the verdict (`sdonnx.doctor`)."""
+    from sdonnx.runtime.device.device import device_for
+    from sdonnx.runtime.device.kernel_workarounds import check_now
+
+    check_now(device_for(provider))
 
 
 class OnnxRuntimeEngine(Engine):
@@ -41,11 +49,8 @@ class OnnxRuntimeEngine(Engine):
         return cpu_or_cuda()
 
     def prepare(self) -> None:
-        """Check the GPU's kernels and store the verdict (`sdonnx.doctor`)."""
-        from sdonnx.runtime.device.device import device_for
-        from sdonnx.runtime.device.kernel_workarounds import check_now
-
-        check_now(device_for(self.device))
+        """Check the GPU's kernels and store the verdict."""
+        check_gpu(self.device)
 
     def check_folder(self) -> None:
         """Raise FolderError unless the folder is optimized, and ProviderError unless it targets the provider."""

@@ -1,4 +1,4 @@
-"""Replace an attribute of an object for a while."""
+"""Replace an attribute of an object or of a class for a while."""
 
 from __future__ import annotations
 
@@ -11,9 +11,22 @@ __all__ = ["patched"]
 
 @contextmanager
 def patched(owner: Any, name: str, change: Callable[[Any], Any]) -> Iterator[None]:
-    """Replace an object's attribute within a `with` block. An attribute of the class is restored to the class."""
-    own = name in vars(owner)
+    """Replace an attribute within a `with` block. An object's attribute that its class has is restored to the class.
+
+    Args:
+        owner: an object, or a class with an attribute of its own.
+        name: the attribute.
+        change: returns the new value for the current one.
+    """
     before = getattr(owner, name)
+    if isinstance(owner, type):
+        setattr(owner, name, change(before))
+        try:
+            yield
+        finally:
+            setattr(owner, name, before)
+        return
+    own = name in vars(owner)
     # Without setattr, by which a torch module registers submodules.
     vars(owner)[name] = change(before)
     try:

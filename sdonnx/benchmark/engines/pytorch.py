@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
-from collections.abc import Iterator
-from contextlib import contextmanager
+import json
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from sdonnx.benchmark.engine import Engine, FolderKind, is_importable
 from sdonnx.benchmark.engines.generation_inputs import noise_in_float32, prompt_arguments, start_arguments
@@ -42,9 +43,9 @@ class TorchEngine(Engine):
     name = "torch"
     reads = FolderKind.DIFFUSERS
     remedy = "pass the folder that it was exported from, or use -e onnxruntime"
-    distributions = (("torch",), ("diffusers",), ("transformers",))
-    modules = ("torch", "diffusers", "transformers")
-    compile_modes = COMPILE_MODES
+    distributions: ClassVar[tuple[tuple[str, ...], ...]] = (("torch",), ("diffusers",), ("transformers",))
+    modules: ClassVar[tuple[str, ...]] = ("torch", "diffusers", "transformers")
+    compile_modes: ClassVar[tuple[str, ...]] = COMPILE_MODES
     supports_adapters = True
 
     @classmethod
@@ -163,11 +164,12 @@ class TorchEngine(Engine):
         if not self.options.adapters:  # fusing would replace the adapters' attention
             for module in (denoiser, pipeline.vae):
                 module.fuse_qkv_projections()
+        settings = {"mode": mode, "fullgraph": True} | json.loads(self.options.compiler_config or "{}")
         if self.options.regional:
-            denoiser.compile_repeated_blocks(mode=mode, fullgraph=True)
+            denoiser.compile_repeated_blocks(**settings)
             return
-        setattr(pipeline, self.denoiser.source, torch.compile(denoiser, mode=mode, fullgraph=True))
-        pipeline.vae.decode = torch.compile(pipeline.vae.decode, mode=mode, fullgraph=True)
+        setattr(pipeline, self.denoiser.source, torch.compile(denoiser, **settings))
+        pipeline.vae.decode = torch.compile(pipeline.vae.decode, **settings)
 
     def generate(self, prompt: str | list[str], workload: Workload) -> list[Image]:
         """Generate images of a prompt or of several ones, from the same noise as the other engines."""
@@ -226,9 +228,15 @@ class TorchEngine(Engine):
             watched.append((pipeline.image_encoder, "forward", TEXT))
         with contextlib.ExitStack() as stack:
             for module, name, stage in watched:
-                stack.enter_context(patched(module, name, partial(clock.around, stage)))
+                stack.enter_context(self.replaced(module, name, partial(clock.around, stage)))
             self.generate(prompt, workload)
         return clock.stages()
+
+    def replaced(
+        self, module: Any, name: str, change: Callable[[Callable[..., Any]], Callable[..., Any]]
+    ) -> AbstractContextManager[None]:
+        """Replace a method of a module of the pipeline within a `with` block."""
+        return patched(module, name, change)
 
     def after_warm_up(self) -> None:
         """Reset the peak memory: cuDNN's search for algorithms uses memory that generation does not."""

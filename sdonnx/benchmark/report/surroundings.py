@@ -17,6 +17,7 @@ _TRADEMARKS = re.compile(r"\((R|TM)\)", re.IGNORECASE)
 
 _HEADINGS = {
     "compile_mode": "compile mode",
+    "compiler_config": "compiler options",
     "regional": "only blocks compiled",
     "io_binding": "I/O binding",
     "scheduler": "sampler",
@@ -26,6 +27,7 @@ _LIBRARIES = {
     "onnxruntime": "ONNX Runtime",
     "onnxruntime-plain": "ONNX Runtime",
     "torch": "PyTorch",
+    "sdonnx-compile": "ONNX Runtime",
     "optimum": "optimum",
 }
 

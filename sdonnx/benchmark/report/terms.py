@@ -15,7 +15,9 @@ TERMS: tuple[tuple[str, str], ...] = (
      f" Results with more than {LARGE_SPREAD:.0%} are marked."),
     ("load", "Import of the library and loading of the weights onto the device; median over the rounds."),
     ("first image", "Time from the start of loading to the first image, including capture, compilation and kernel"
-     " search; median over the rounds."),
+     " search; median over the rounds that start with empty caches."),
+    ("first image, filled cache", "The same in a new process of an engine that compiles, with the caches that its first"
+     " process filled."),
     ("warm-up", "Total time of the warm-up runs; median over the rounds."),
     ("it/s", "Denoiser calls per second, without the first call."),
     ("text, step, decode", "Measured with the device's clock: prompts to hidden states; one denoiser call with guidance"
