@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from sdonnx.doctor.cache import CACHE
+from sdonnx.folder.cache_root import CACHE
 
 __all__ = ["WorkerError", "make_caches", "run_worker"]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from sdonnx.benchmark.processes import make_caches
 from sdonnx.benchmark.rivals import Rival
 from sdonnx.benchmark.workload import Workload
-from sdonnx.doctor.cache import CACHE, cache_folder
+from sdonnx.folder.cache_root import CACHE, cache_folder
 
 __all__ = ["StartCaches"]
 
