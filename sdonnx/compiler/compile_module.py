@@ -12,12 +12,19 @@ from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 import torch
-from diffusers import AutoencoderKL, UNet2DConditionModel
-from transformers import CLIPTextModel, CLIPTextModelWithProjection
+from diffusers import AutoencoderKL, PixArtTransformer2DModel, UNet2DConditionModel
+from transformers import (
+    CLIPTextModel,
+    CLIPTextModelWithProjection,
+    CLIPVisionModelWithProjection,
+    T5EncoderModel,
+)
 
 from sdonnx.compiler.compile_options import check_options
 from sdonnx.compiler.compiled_autoencoder import AutoencoderDecode, AutoencoderEncode
-from sdonnx.compiler.compiled_text_encoders import ClipForward, ProjectedClipForward
+from sdonnx.compiler.compiled_image_encoder import ClipVisionForward
+from sdonnx.compiler.compiled_text_encoders import ClipForward, ProjectedClipForward, T5Forward
+from sdonnx.compiler.compiled_transformer import TransformerForward
 from sdonnx.compiler.compiled_unet import UNetForward
 from sdonnx.compiler.graph_method import GraphMethod, GraphSignature
 from sdonnx.compiler.module_graph import load_graph
@@ -37,6 +44,9 @@ SUPPORTED: Mapping[Any, tuple[GraphMethod, ...]] = {
     AutoencoderKL: (AutoencoderDecode(), AutoencoderEncode()),
     CLIPTextModel: (ClipForward(),),
     CLIPTextModelWithProjection: (ProjectedClipForward(),),
+    T5EncoderModel: (T5Forward(),),
+    CLIPVisionModelWithProjection: (ClipVisionForward(),),
+    PixArtTransformer2DModel: (TransformerForward(),),
 }
 """The methods that graphs compute, by the classes of diffusers and transformers that can be compiled."""
 
