@@ -14,7 +14,7 @@ from sdonnx.export.wrappers import Denoiser, SizeConditionedDenoiser, Wrapper
 from sdonnx.models.components import ENCODER_HIDDEN_STATES, OUT_SAMPLE, SAMPLE, TIMESTEP
 from sdonnx.models.spec import ComponentSpec, Role, TensorSpec
 
-__all__ = ["UNetForward"]
+__all__ = ["UNetForward", "timesteps_of"]
 
 # Each image of a batch has its own timestep, as in diffusers.
 _TIMESTEP = replace(TIMESTEP, dims=("batch_size",), once=False)
@@ -80,7 +80,7 @@ class UNetForward(GraphMethod):
         if added:
             return f"it has added_cond_kwargs {', '.join(map(str, added))}"
         batch = len(named["sample"]) if isinstance(named["sample"], torch.Tensor) and named["sample"].ndim else 0
-        if (timestep := _timesteps(arguments["timestep"], batch)) is None:
+        if (timestep := timesteps_of(arguments["timestep"], batch)) is None:
             return "its timestep is not a number, or one for each image"
         tensors = named | {"timestep": timestep}
         if isinstance(sizes := tensors.get(_TIME_IDS), torch.Tensor):
@@ -109,7 +109,7 @@ def _count_time_ids(module: torch.nn.Module, added: Mapping[str, Any] | None) ->
     return sizes.shape[1] if sizes.shape[1] and width == config["projection_class_embeddings_input_dim"] else None
 
 
-def _timesteps(timestep: Any, batch: int) -> torch.Tensor | None:
+def timesteps_of(timestep: Any, batch: int) -> torch.Tensor | None:
     """Return a timestep for each image, as float32 (B,); None if it has another shape."""
     if isinstance(timestep, bool) or not isinstance(timestep, int | float | torch.Tensor):
         return None

@@ -8,7 +8,9 @@ disk (docs/decisions/0168-compile-modules-in-memory.md).
 from __future__ import annotations
 
 import copy
+import logging
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -29,7 +31,9 @@ from sdonnx.optimize.interface import adapt_interface
 from sdonnx.runtime.device.device import Device
 from sdonnx.runtime.device.session import Graph, SessionSettings
 
-__all__ = ["load_graph"]
+__all__ = ["load_graph", "load_model"]
+
+_LOGGER = logging.getLogger(__name__)
 
 # Smaller tensors, such as axes and sizes, stay in the graph, where ONNX Runtime's optimizations read them.
 _MIN_INJECTED_BYTES = 1024
@@ -88,13 +92,32 @@ def load_graph(
             lambda: dict(module.named_buffers()),
         )
         adapt_interface(model, spec, config)
-        fuse(model, device.provider)
-        tidy(model)
-        with tempfile.TemporaryDirectory(prefix="sdonnx-") as folder:
-            injected = dict(_detach_weights(model.graph))
-            path = Path(folder) / ONNX_MODEL
-            ir.save(model, path)
-            return Graph(path, device, settings=SessionSettings(rebuild=_REMEDY[1]), injected=injected)
+        return load_model(model, type(module).__name__, device)
+
+
+def load_model(model: ir.Model, name: str, device: Device) -> Graph:
+    """Fuse and load a graph whose weights are in memory. A line in the log names the rules that fused something.
+
+    Args:
+        model: The graph, which is changed.
+        name: Name of the module in the log.
+        device: Where the graph runs.
+
+    Raises:
+        FolderError: ONNX Runtime rejects the graph.
+        DeviceMemoryError: The device has too little memory.
+    """
+    fired = Counter[str]()
+    for outcome in fuse(model, device.provider):
+        fired.update(outcome.fired)
+    counts = ", ".join(f"{rule} {count}" for rule, count in fired.items() if count)
+    _LOGGER.info("fused in %s: %s", name, counts or "nothing")
+    tidy(model)
+    with tempfile.TemporaryDirectory(prefix="sdonnx-") as folder:
+        injected = dict(_detach_weights(model.graph))
+        path = Path(folder) / ONNX_MODEL
+        ir.save(model, path)
+        return Graph(path, device, settings=SessionSettings(rebuild=_REMEDY[1]), injected=injected)
 
 
 def _fake_copy(module: torch.nn.Module) -> torch.nn.Module:

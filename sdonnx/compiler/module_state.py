@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-__all__ = ["ModuleState", "has_inner_hooks"]
+__all__ = ["ModuleState", "attributes_of", "has_inner_hooks", "same_attributes"]
 
 _CAPTURES = "_output_capturing_hooks_installed"  # attribute that transformers sets in the first call
 
@@ -46,9 +46,8 @@ class ModuleState:
     def is_current(self, module: torch.nn.Module) -> bool:
         """Return whether a module has not changed since."""
         parts = list(_parts(module, self._ignored))
-        if len(parts) != len(self._parts):
-            return False
-        if not all(map(operator.is_, parts, self._parts)) and not all(map(_same, parts, self._parts)):
+        is_identical = len(parts) == len(self._parts) and all(map(operator.is_, parts, self._parts))
+        if not is_identical and not same_attributes(self._parts, parts):
             return False
         tensors = [tensor for tensor, _ in self._tensors]
         # A probe is only read while its tensor has the same memory.
@@ -61,6 +60,16 @@ class ModuleState:
 
     def _probed(self) -> bytes:
         return np.concatenate(self._probes).tobytes() if self._probes else b""
+
+
+def attributes_of(module: torch.nn.Module) -> list[Any]:
+    """Return every submodule, tensor and attribute of a module, for `same_attributes`."""
+    return list(_parts(module, ()))
+
+
+def same_attributes(before: Sequence[Any], after: Sequence[Any]) -> bool:
+    """Return whether no attribute of a module was replaced; changes of tensors in place are not noticed."""
+    return len(before) == len(after) and all(map(_same, before, after))
 
 
 def has_inner_hooks(module: torch.nn.Module) -> bool:
@@ -89,19 +98,25 @@ def _parts(module: torch.nn.Module, ignored: Collection[str]) -> Iterator[Any]:
             if name == _CAPTURES or (current is module and name in ignored):
                 continue
             yield value
-            if not value or (current is module and name.endswith("_hooks")):
+            if not isinstance(value, dict | list) or (current is module and name.endswith("_hooks")):
                 continue  # hooks of the module itself run around the compiled graph
             if isinstance(value, dict):
                 for key, held in value.items():
                     if not _captures(held):
                         yield from (key, held)
-            elif isinstance(value, list):
+            else:
                 yield from value
         waiting.extend(each for each in current._modules.values() if each is not None)
 
 
 def _same(one: Any, other: Any) -> bool:
-    return one is other or (type(one) is type(other) and isinstance(one, _PLAIN) and bool(one == other))
+    if one is other or type(one) is not type(other):
+        return one is other
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(_same, one, other))
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(map(_same, one.values(), other.values()))
+    return isinstance(one, _PLAIN) and bool(one == other)
 
 
 def _versions(tensors: list[torch.Tensor]) -> list[tuple[int, int]]:

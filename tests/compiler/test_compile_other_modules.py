@@ -240,7 +240,6 @@ def test_changed_weights_are_noticed(caplog: pytest.LogCaptureFixture) -> None:
 @pytest.mark.parametrize(
     ("module", "reason"),
     [
-        (torch.nn.Linear(2, 2).eval(), "its class is not supported"),
         (_autoencoder(in_channels=1), "its images do not have three channels"),
         (_clip().double(), "is torch.float64"),
         (_clip(output_hidden_states=True), "its configuration has output_hidden_states"),

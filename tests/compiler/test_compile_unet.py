@@ -214,7 +214,6 @@ def test_unknown_arguments_are_one_error(built: tuple[Any, Any], args: Any, name
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
-        (lambda: torch.nn.Linear(2, 2).eval(), "its class is not supported"),
         (lambda: _unet().train(), "training mode"),
         (lambda: _unet().half(), "is torch.float16"),
         (lambda: _unet().to("meta"), "is on meta"),
