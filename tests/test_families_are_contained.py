@@ -36,6 +36,15 @@ ALLOWED: Mapping[str, set[str]] = {
     "benchmark/engines/generation_inputs.py": {"ip_adapter_image"},
     "benchmark/engines/optimized_folder.py": {"ip_adapter_scale"},
     "benchmark/engines/pytorch.py": {"ip_adapter_scale", "load_ip_adapter", "set_ip_adapter_scale"},
+    # Classes of diffusers that `compile` accepts, and the component that describes the graph.
+    "compiler/compile_module.py": {"PixArtTransformer2DModel"},
+    "compiler/compiled_transformer.py": {
+        "PIXART",
+        "PixArtTransformer2DModel",
+        "pixart",
+        "pixart_export",
+        "pixart_transformer",
+    },
     # The argument of `export_pipeline`.
     "benchmark/prepare_folders.py": {"ip_adapters"},
     # Columns and keys of result files, and the fields that are written there.

@@ -1,1 +1,1 @@
-"""Compile torch modules of diffusers: `sdonnx.compile`."""
+"""Compile torch modules in memory: `sdonnx.compile`."""

@@ -1,4 +1,4 @@
-"""`sdonnx.compile`: a torch module of diffusers that runs in ONNX Runtime."""
+"""`sdonnx.compile`: a torch module that runs in ONNX Runtime."""
 
 from __future__ import annotations
 
@@ -13,13 +13,23 @@ from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 import torch
-from diffusers import AutoencoderKL, UNet2DConditionModel
-from transformers import CLIPTextModel, CLIPTextModelWithProjection
+from diffusers import AutoencoderKL, ControlNetModel, PixArtTransformer2DModel, UNet2DConditionModel
+from transformers import (
+    CLIPTextModel,
+    CLIPTextModelWithProjection,
+    CLIPVisionModelWithProjection,
+    T5EncoderModel,
+)
 
+from sdonnx.compiler.agreement_check import AgreementCheck
 from sdonnx.compiler.compile_options import check_options
 from sdonnx.compiler.compiled_autoencoder import AutoencoderDecode, AutoencoderEncode
-from sdonnx.compiler.compiled_text_encoders import ClipForward, ProjectedClipForward
+from sdonnx.compiler.compiled_controlnet import ControlNetForward
+from sdonnx.compiler.compiled_image_encoder import ClipVisionForward
+from sdonnx.compiler.compiled_text_encoders import ClipForward, ProjectedClipForward, T5Forward
+from sdonnx.compiler.compiled_transformer import TransformerForward
 from sdonnx.compiler.compiled_unet import UNetForward
+from sdonnx.compiler.exported_module import ExportedForward, why_not_exported
 from sdonnx.compiler.graph_cache import ModuleGraphs
 from sdonnx.compiler.graph_method import GraphMethod, GraphSignature
 from sdonnx.compiler.module_state import ModuleState, has_inner_hooks
@@ -38,11 +48,15 @@ _Module = TypeVar("_Module", bound=torch.nn.Module)
 
 SUPPORTED: Mapping[Any, tuple[GraphMethod, ...]] = {
     UNet2DConditionModel: (UNetForward(),),
+    ControlNetModel: (ControlNetForward(),),
     AutoencoderKL: (AutoencoderDecode(), AutoencoderEncode()),
     CLIPTextModel: (ClipForward(),),
     CLIPTextModelWithProjection: (ProjectedClipForward(),),
+    T5EncoderModel: (T5Forward(),),
+    CLIPVisionModelWithProjection: (ClipVisionForward(),),
+    PixArtTransformer2DModel: (TransformerForward(),),
 }
-"""The methods that graphs compute, by the classes of diffusers and transformers that can be compiled."""
+"""The methods that graphs compute, by the classes of diffusers and transformers that `compile_pipe` compiles."""
 
 _CLASSES = ", ".join(each.__name__ for each in SUPPORTED)
 
@@ -54,18 +68,27 @@ def compile(module: _Module, options: Mapping[str, Any] | str | None = None) -> 
     one is a change of both. Only its `forward` differs, or an autoencoder's `encode` and `decode`. The module itself
     still runs in torch. Batch, height, width and sequence length of a call are arbitrary.
 
+    A module of another class than those of `SUPPORTED` is exported with torch.export by its first call, and again for
+    calls with other constants among their arguments, or with sizes that torch.export cannot leave open. A call that
+    cannot be exported is computed in torch, with a line in the log: with branches that depend on values, changes of
+    buffers or arguments in place, random numbers, or weights in other types or on other devices. Batch and sequence
+    length are then arbitrary as far as torch.export accepts it.
+
     If the weights or the structure of the module change, the next call compiles it again, with a line in the log. So
     does the first call with other inputs, such as ControlNet's residuals; a method has at most four graphs. The module
     computes a call in torch, with a line in the log for each reason, if no graph can: with masks,
     `cross_attention_kwargs`, with autocast, in training mode, or where gradients are enabled and an input or a
     parameter requires one.
 
-    Graphs are cached on disk (`SDONNX_CACHE`, `SDONNX_CACHE_LIMIT`): the next process with an equal module loads them.
+    Graphs of the classes in `SUPPORTED` are cached on disk (`SDONNX_CACHE`, `SDONNX_CACHE_LIMIT`): the next process
+    with an equal module loads them.
 
     Args:
-        module: A `UNet2DConditionModel` or `AutoencoderKL` of diffusers, or a `CLIPTextModel` or
-            `CLIPTextModelWithProjection` of transformers, in evaluation mode and in float32 on the CPU.
+        module: A module in evaluation mode and in float32 on the CPU. Those of the classes in `SUPPORTED` have graphs
+            of their own, which are compiled before the first call.
         options: Options as OneDiff's users write them, as a dictionary or JSON (`sdonnx.compiler.compile_options`).
+            `{"options": {"check_agreement": True}}` compares the first result of each graph with the module's own; if
+            a tensor differs by a relative error above 1e-3, torch computes the calls, with a line in the log.
 
     Raises:
         OptionError: The module cannot be compiled, as its class, type, device or configuration show; or an option is
@@ -86,9 +109,13 @@ def compile_with(
         options: Options.
         saved: Entries in which graphs are searched before the user's cache.
     """
-    check_options(options)
+    check = check_options(options)
     plain: Any = module._programs.module if isinstance(module, CompiledModule) else module
-    if (reason := _why_not(plain)) is not None:
+    known = isinstance(plain, torch.nn.Module) and bool(_methods_of(plain))
+    if not known and (reason := why_not_exported(plain)) is not None:
+        found = f"a {type(plain).__name__} that cannot be compiled: {reason}"
+        raise OptionError(found, "a torch module with a forward", "pass another module")
+    if known and (reason := _why_not(plain)) is not None:
         remedy = "call it without sdonnx.compile"
         if why_unsupported(plain) is None:
             remedy = f"change the module (module.float(), module.eval(), module.to('cpu')), or {remedy}"
@@ -100,7 +127,7 @@ def compile_with(
     base: Any = type(plain)
     compiled = object.__new__(_compiled_class(base))
     object.__setattr__(compiled, "__dict__", vars(plain))
-    object.__setattr__(compiled, "_programs", _Programs(plain, saved))
+    object.__setattr__(compiled, "_programs", _Programs(plain, check, saved))
     return cast(_Module, compiled)
 
 
@@ -120,30 +147,36 @@ class CompiledModule:
         return object.__new__, (type(module),), vars(module)
 
 
-def programs_of(module: Any) -> Mapping[str, _Program]:
-    """Return the compiled methods of a module by name; none if it is no drop-in."""
-    return module._programs if isinstance(module, CompiledModule) else {}
+def programs_of(module: Any) -> dict[str, _Program]:
+    """Return the compiled methods of a module by name; none if it is no drop-in, or is one of another class."""
+    if not isinstance(module, CompiledModule):
+        return {}
+    return {name: each for name, each in module._programs.items() if isinstance(each, _Program)}
 
 
-class _Programs(dict[str, "_Program"]):
+class _Programs(dict[str, "_Program | ExportedForward"]):
     """The compiled methods of a module, by name.
 
     Attributes:
         module: the module, which torch computes.
     """
 
-    def __init__(self, module: torch.nn.Module, saved: FolderCache | None) -> None:
-        super().__init__({method.name: _Program(module, method, saved) for method in _methods_of(module)})
+    def __init__(self, module: torch.nn.Module, check: bool, saved: FolderCache | None) -> None:
+        methods = _methods_of(module)
+        super().__init__({method.name: _Program(module, method, check, saved) for method in methods})
+        if not methods:
+            self["forward"] = ExportedForward(module, _why_not_now, check)
         self.module = module
 
 
 @dataclass(frozen=True)
 class _Build:
-    """A loaded graph, its signature, and the state of the module that it was compiled from."""
+    """A loaded graph, its signature, the state of the module that it was compiled from, and the check of its result."""
 
     graph: Graph
     signature: GraphSignature
     state: ModuleState
+    check: AgreementCheck
 
 
 class _Program:
@@ -152,15 +185,16 @@ class _Program:
     Args:
         module: The module, which torch computes.
         method: The method.
+        check: Whether the first result of each graph is compared with the module's own.
         saved: Entries in which graphs are searched before the user's cache.
 
     Attributes:
         graphs: The graphs of the method, in the caches and built.
     """
 
-    def __init__(self, module: torch.nn.Module, method: GraphMethod, saved: FolderCache | None) -> None:
+    def __init__(self, module: torch.nn.Module, method: GraphMethod, check: bool, saved: FolderCache | None) -> None:
         self.graphs = ModuleGraphs(module, method, device_for("cpu"), saved)
-        self._module, self._method = module, method
+        self._module, self._method, self._check = module, method, check
         self._in_class: Callable[..., Any] = getattr(type(module), method.name)
         self._class_name = type(module).__name__
         self._signature = inspect.signature(getattr(module, method.name))
@@ -199,9 +233,12 @@ class _Program:
         if torch.is_grad_enabled() and built.state.requires_grad:
             reason = "its parameters require a gradient, outside torch.no_grad and torch.inference_mode"
             return self._in_torch(reason, *args, **kwargs)
+        if built.check.failed:
+            return self._in_torch("its graph disagrees with torch", *args, **kwargs)
         graph = built.graph
         outputs = graph.run({name: tensor.detach().numpy() for name, tensor in inputs.items()})
-        return self._method.result([torch.from_numpy(outputs[name]) for name in graph.outputs], arguments)
+        result = self._method.result([torch.from_numpy(outputs[name]) for name in graph.outputs], arguments)
+        return built.check.checked(result, lambda: self._in_class(self._module, *args, **kwargs))
 
     @property
     def signatures(self) -> list[GraphSignature]:
@@ -221,7 +258,7 @@ class _Program:
         state = ModuleState(self._module, self._method.ignored, self._method.ignored_inside)
         graph = self.graphs.load(signature)
         _LOGGER.debug("compiled %s in %.1f s", self._class_name, time.perf_counter() - start)
-        return _Build(graph, signature, state)
+        return _Build(graph, signature, state, AgreementCheck(self._class_name, self._check))
 
     def _current(self, arguments: Mapping[str, Any]) -> _Build | str:
         """Return the graph of the module as it is now, or the reason why the module cannot be compiled.
@@ -260,9 +297,13 @@ class _Program:
 
 def _methods_of(module: torch.nn.Module) -> Sequence[GraphMethod]:
     """Return the methods of a module that graphs can compute; none for other classes, and subclasses with their own."""
+    return _methods_in(type(module))
+
+
+def _methods_in(made: type[Any]) -> Sequence[GraphMethod]:
     for base, methods in SUPPORTED.items():
         names = ("forward", *(method.name for method in methods))
-        if isinstance(module, base) and all(getattr(type(module), name) is getattr(base, name) for name in names):
+        if issubclass(made, base) and all(getattr(made, name) is getattr(base, name) for name in names):
             return methods
     return ()
 
@@ -279,6 +320,11 @@ def _why_not(module: torch.nn.Module) -> str | None:
     """Return why a module cannot be compiled as it is now, or None."""
     if (reason := why_unsupported(module)) is not None:
         return reason
+    return _why_not_now(module)
+
+
+def _why_not_now(module: torch.nn.Module) -> str | None:
+    """Return why a module of any class cannot be compiled as it is now, or None."""
     if module.training:
         return "it is in training mode"
     if "forward" in vars(module):
@@ -300,8 +346,8 @@ def _compiled_class(base: Any) -> type[Any]:
     """Return the class of drop-ins for a class; it has its name, by which diffusers saves and loads models."""
     names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
     made = type(base.__name__, (CompiledModule, base), names)
-    for method in next(methods for each, methods in SUPPORTED.items() if issubclass(base, each)):
-        setattr(made, method.name, _compiled_method(base, method.name))
+    for name in [method.name for method in _methods_in(base)] or ["forward"]:
+        setattr(made, name, _compiled_method(base, name))
     return made
 
 

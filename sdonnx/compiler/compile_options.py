@@ -3,6 +3,7 @@
 They are a dictionary or JSON with some of the keys `mode`, `memory_format`, `dynamic` and `options`; a string that does
 not begin with a brace is a mode. A mode is a list of words with colons: "max-optimize:low-precision:cache-all". Graphs
 are in float32 on the CPU so far, so that no word has an effect; unknown ones are an error, as they may be misspelled.
+Of `options`, only `check_agreement` has an effect.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 
 from sdonnx.errors import OptionError
 
-__all__ = ["MODES", "check_options"]
+__all__ = ["CHECK_AGREEMENT", "MODES", "check_options"]
 
 MODES: Mapping[str, str] = MappingProxyType(
     {
@@ -34,12 +35,15 @@ MODES: Mapping[str, str] = MappingProxyType(
 )
 """The words of a mode, with their effects here."""
 
+CHECK_AGREEMENT = "check_agreement"
+"""The key of `options` in the options that requests `sdonnx.compiler.agreement_check.AgreementCheck`."""
+
 _FORMATS = ("preserve_format", "contiguous_format", "channels_last")
 _KEYS = ("mode", "memory_format", "dynamic", "options")
 
 
-def check_options(options: Mapping[str, Any] | str | None) -> None:
-    """Raise unless options have the form that OneDiff's users write.
+def check_options(options: Mapping[str, Any] | str | None) -> bool:
+    """Return whether the first result of each graph is to be checked (`CHECK_AGREEMENT`).
 
     Raises:
         OptionError: A key, a word of the mode or a value is unknown, or the text is no JSON.
@@ -59,8 +63,12 @@ def check_options(options: Mapping[str, Any] | str | None) -> None:
         raise OptionError(f"the memory_format {chosen!r} is unknown", f"one of {', '.join(_FORMATS)}", "correct it")
     if content.get("dynamic") not in (None, True, False):
         raise OptionError(f"dynamic is {content['dynamic']!r}", "true or false", "correct it")
-    if not isinstance(content.get("options") or {}, Mapping):
+    inner = content.get("options") or {}
+    if not isinstance(inner, Mapping):
         raise OptionError(f"options is {content['options']!r}", "an object", "leave it out")
+    if (check := inner.get(CHECK_AGREEMENT)) not in (None, True, False):
+        raise OptionError(f"{CHECK_AGREEMENT} is {check!r}", "true or false", "correct it")
+    return bool(check)
 
 
 def _parsed(options: Mapping[str, Any] | str | None) -> Mapping[str, Any]:

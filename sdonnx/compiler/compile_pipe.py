@@ -55,7 +55,7 @@ def compile_pipe(
             "pass another pipeline, or ignore less",
         )
     # Nothing is replaced unless all of them can be compiled.
-    compiled = {name: compile(part) for name, part in chosen.items()}
+    compiled = {name: compile(part, options) for name, part in chosen.items()}
     for name, part in compiled.items():
         setattr(pipe, name, part)
     for name, reason in reasons.items():

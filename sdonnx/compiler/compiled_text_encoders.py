@@ -1,15 +1,17 @@
-"""CLIP's text encoders, with and without a projection: the signature of their graphs, and their results."""
+"""The encoders of transformers for text: the signatures of their graphs, and their results."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
-from transformers.modeling_outputs import BaseModelOutputWithPooling
+from transformers.modeling_outputs import BaseModelOutput, BaseModelOutputWithPooling
 from transformers.models.clip.modeling_clip import CLIPTextModelOutput
 
 from sdonnx.compiler.graph_method import GraphMethod, GraphSignature, checked_inputs
+from sdonnx.export.t5_encoder import MaskedTextEncoder
 from sdonnx.export.wrappers import LayeredTextEncoder, ProjectedTextEncoder, Wrapper
 from sdonnx.models.components import (
     HIDDEN_STATES,
@@ -18,62 +20,86 @@ from sdonnx.models.components import (
     POOLER_OUTPUT,
     clip_text_encoder,
 )
-from sdonnx.models.spec import TensorSpec
+from sdonnx.models.spec import TEXT_MASK, ComponentSpec, Role, TensorSpec
 
-__all__ = ["ClipForward", "ProjectedClipForward"]
+__all__ = ["ClipForward", "EncoderForward", "ProjectedClipForward", "T5Forward", "requested_layers", "zeros_and_ones"]
 
 _TEXT_EMBEDS = TensorSpec("text_embeds", ("batch_size", "config:projection_dim"))
 _TRACED_TOKENS = 77  # of the example of sdonnx.export.trace, the length of every published CLIP
-_OPTIONS = frozenset({"output_hidden_states", "return_dict"})
 
 
-class ClipForward(GraphMethod):
-    """`CLIPTextModel.forward` without masks and positions, which diffusers' pipelines do not pass."""
+class EncoderForward(GraphMethod):
+    """`forward` of an encoder of transformers.
 
-    outputs: tuple[TensorSpec, ...] = (LAST_HIDDEN_STATE, POOLER_OUTPUT, HIDDEN_STATES)
-    wrapper: type[Wrapper] = LayeredTextEncoder
+    Attributes:
+        options: Keyword arguments beyond those in the signature of `forward` that the result honors.
+        refused: Arguments that have to be None or false.
+    """
+
+    options: frozenset[str] = frozenset({"output_hidden_states", "return_dict"})
+    refused: tuple[str, ...] = ()
 
     def why_not(self, module: torch.nn.Module) -> str | None:
         config: Any = module.config
         wanted = [name for name in ("output_attentions", "output_hidden_states") if getattr(config, name, False)]
         wanted += [] if getattr(config, "return_dict", True) else ["return_dict=False"]
+        return f"its configuration has {wanted[0]}" if wanted else None
+
+    def inputs(
+        self, module: torch.nn.Module, arguments: Mapping[str, Any], signature: GraphSignature
+    ) -> dict[str, torch.Tensor] | str:
+        for name in self.refused:
+            if arguments.get(name) is not None and arguments[name] is not False:
+                return f"it has {name}"
+        for name, value in arguments.get("kwargs", {}).items():
+            if name not in self.options and value is not None and value is not False:
+                return f"it has {name}"
+            if name in self.options and not isinstance(value, bool | None):
+                return f"it has {name}={value!r}"  # transformers accepts indexes of layers, too
+        tensors = self.tensors(module, arguments)
+        return tensors if isinstance(tensors, str) else checked_inputs(tensors, signature)
+
+    @abstractmethod
+    def tensors(self, module: torch.nn.Module, arguments: Mapping[str, Any]) -> dict[str, Any] | str:
+        """Return the inputs of the graph, or the reason why it cannot compute the call, as `inputs` does."""
+
+    def result(self, outputs: Sequence[torch.Tensor], arguments: Mapping[str, Any]) -> Any:
+        output = self.output(outputs, arguments)
+        return output.to_tuple() if arguments.get("kwargs", {}).get("return_dict") is False else output
+
+    @abstractmethod
+    def output(self, outputs: Sequence[torch.Tensor], arguments: Mapping[str, Any]) -> Any:
+        """Return the result as a dataclass of transformers."""
+
+
+class ClipForward(EncoderForward):
+    """`CLIPTextModel.forward` without masks and positions, which diffusers' pipelines do not pass."""
+
+    outputs: tuple[TensorSpec, ...] = (LAST_HIDDEN_STATE, POOLER_OUTPUT, HIDDEN_STATES)
+    wrapper: type[Wrapper] = LayeredTextEncoder
+    refused = ("attention_mask", "position_ids")
+
+    def why_not(self, module: torch.nn.Module) -> str | None:
+        config: Any = module.config
         if config.max_position_embeddings < _TRACED_TOKENS:
             return f"its configuration has max_position_embeddings={config.max_position_embeddings}"
-        return f"its configuration has {wanted[0]}" if wanted else None
+        return super().why_not(module)
 
     def signature(self, module: torch.nn.Module, variant: Hashable) -> GraphSignature:
         config: Any = module.config
         return GraphSignature(clip_text_encoder(*self.outputs), config.to_dict(), self.wrapper)
 
-    def inputs(
-        self, module: torch.nn.Module, arguments: Mapping[str, Any], signature: GraphSignature
-    ) -> dict[str, torch.Tensor] | str:
-        for name in ("attention_mask", "position_ids"):
-            if arguments.get(name) is not None:
-                return f"it has {name}"
-        for name, value in arguments.get("kwargs", {}).items():
-            if name not in _OPTIONS and value is not None and value is not False:
-                return f"it has {name}"
-            if name in _OPTIONS and not isinstance(value, bool | None):
-                return f"it has {name}={value!r}"  # transformers accepts indexes of layers, too
-        ids = arguments["input_ids"]
-        if not isinstance(ids, torch.Tensor) or ids.dtype not in (torch.int32, torch.int64) or ids.ndim != 2:
-            return "input_ids are not whole numbers (B,S)"
+    def tensors(self, module: torch.nn.Module, arguments: Mapping[str, Any]) -> dict[str, Any] | str:
         config: Any = module.config
-        if not ids.numel() or ids.shape[1] > config.max_position_embeddings:
+        ids = _token_ids(arguments["input_ids"], config.vocab_size)
+        if not isinstance(ids, str) and ids.shape[1] > config.max_position_embeddings:
             return f"input_ids have shape {tuple(ids.shape)}"
-        if bool((ids < 0).any()) or bool((ids >= config.vocab_size).any()):
-            return "input_ids are not in the vocabulary"
-        return checked_inputs({INPUT_IDS.name: ids.to(torch.int32)}, signature)
+        return ids if isinstance(ids, str) else {INPUT_IDS.name: ids}
 
-    def result(self, outputs: Sequence[torch.Tensor], arguments: Mapping[str, Any]) -> Any:
-        output = self._output(outputs, arguments)
-        return output.to_tuple() if arguments.get("kwargs", {}).get("return_dict") is False else output
-
-    def _output(self, outputs: Sequence[torch.Tensor], arguments: Mapping[str, Any]) -> Any:
+    def output(self, outputs: Sequence[torch.Tensor], arguments: Mapping[str, Any]) -> Any:
         last, pooled, *layers = outputs
         return BaseModelOutputWithPooling(
-            last_hidden_state=last, pooler_output=pooled, hidden_states=_layers(layers, arguments)
+            last_hidden_state=last, pooler_output=pooled, hidden_states=requested_layers(layers, arguments)
         )
 
 
@@ -83,10 +109,67 @@ class ProjectedClipForward(ClipForward):
     outputs = (_TEXT_EMBEDS, LAST_HIDDEN_STATE, HIDDEN_STATES)
     wrapper = ProjectedTextEncoder
 
-    def _output(self, outputs: Sequence[torch.Tensor], arguments: Mapping[str, Any]) -> Any:
+    def output(self, outputs: Sequence[torch.Tensor], arguments: Mapping[str, Any]) -> Any:
         embeds, last, *layers = outputs
-        return CLIPTextModelOutput(text_embeds=embeds, last_hidden_state=last, hidden_states=_layers(layers, arguments))
+        return CLIPTextModelOutput(
+            text_embeds=embeds, last_hidden_state=last, hidden_states=requested_layers(layers, arguments)
+        )
 
 
-def _layers(layers: Sequence[torch.Tensor], arguments: Mapping[str, Any]) -> tuple[torch.Tensor, ...] | None:
+class T5Forward(EncoderForward):
+    """`T5EncoderModel.forward` of token ids, with or without a mask of padding (B,S)."""
+
+    options = frozenset({"return_dict"})
+    refused = ("inputs_embeds",)
+
+    def signature(self, module: torch.nn.Module, variant: Hashable) -> GraphSignature:
+        config: Any = module.config
+        mask = TensorSpec(TEXT_MASK, ("batch_size", "sequence_length"), integer=True)
+        hidden = TensorSpec("last_hidden_state", ("batch_size", "sequence_length", "config:d_model"))
+        spec = ComponentSpec("text_encoder", "text_encoder", Role.TEXT_ENCODER, (INPUT_IDS, mask), (hidden,))
+        return GraphSignature(spec, config.to_dict(), MaskedTextEncoder)
+
+    def tensors(self, module: torch.nn.Module, arguments: Mapping[str, Any]) -> dict[str, Any] | str:
+        config: Any = module.config
+        ids = _token_ids(arguments["input_ids"], config.vocab_size)
+        if isinstance(ids, str):
+            return ids
+        given = arguments.get(TEXT_MASK)
+        mask = zeros_and_ones(torch.ones_like(ids) if given is None else given, TEXT_MASK)
+        return mask if isinstance(mask, str) else {INPUT_IDS.name: ids, TEXT_MASK: mask}
+
+    def output(self, outputs: Sequence[torch.Tensor], arguments: Mapping[str, Any]) -> Any:
+        return BaseModelOutput(last_hidden_state=outputs[0])
+
+
+def requested_layers(layers: Sequence[torch.Tensor], arguments: Mapping[str, Any]) -> tuple[torch.Tensor, ...] | None:
+    """Return the hidden states of all layers if a call of an encoder requests them."""
     return tuple(layers) if arguments.get("kwargs", {}).get("output_hidden_states") else None
+
+
+def zeros_and_ones(mask: Any, name: str) -> torch.Tensor | str:
+    """Return a mask of padding (B,S) as int32, or why a graph cannot compute a call with it.
+
+    Where every token of an image is masked, a graph may weight the tokens otherwise than torch.
+
+    Args:
+        mask: The argument of the call.
+        name: Its name.
+    """
+    if not isinstance(mask, torch.Tensor) or mask.ndim != 2:
+        return f"{name} is no mask (B,S)"
+    kept = mask.to(torch.int32)
+    if not torch.equal(kept.to(mask.dtype), mask) or bool(((kept != 0) & (kept != 1)).any()):
+        return f"{name} has other values than 0 and 1"
+    return kept if bool(kept.any(dim=1).all()) else f"{name} masks all tokens"
+
+
+def _token_ids(ids: Any, vocabulary: int) -> torch.Tensor | str:
+    """Return token ids (B,S) as int32, or why a graph cannot compute a call with them."""
+    if not isinstance(ids, torch.Tensor) or ids.dtype not in (torch.int32, torch.int64) or ids.ndim != 2:
+        return "input_ids are not whole numbers (B,S)"
+    if not ids.numel():
+        return f"input_ids have shape {tuple(ids.shape)}"
+    if bool((ids < 0).any()) or bool((ids >= vocabulary).any()):
+        return "input_ids are not in the vocabulary"
+    return ids.to(torch.int32)

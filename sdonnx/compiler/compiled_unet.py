@@ -31,7 +31,7 @@ from sdonnx.compiler.unet_residuals import (
 from sdonnx.models.components import ENCODER_HIDDEN_STATES, OUT_SAMPLE, SAMPLE, TIMESTEP
 from sdonnx.models.spec import ComponentSpec, Role, TensorSpec
 
-__all__ = ["UNetForward", "UNetVariant"]
+__all__ = ["UNetForward", "UNetVariant", "timesteps_of"]
 
 # Each image of a batch has its own timestep, as in diffusers.
 _TIMESTEP = replace(TIMESTEP, dims=("batch_size",), once=False)
@@ -130,7 +130,7 @@ class UNetForward(GraphMethod):
         added = arguments["added_cond_kwargs"] or {}
         sample = arguments["sample"]
         batch = len(sample) if isinstance(sample, torch.Tensor) and sample.ndim else 0
-        if (timestep := _timesteps(arguments["timestep"], batch)) is None:
+        if (timestep := timesteps_of(arguments["timestep"], batch)) is None:
             return "its timestep is not a number, or one for each image"
         images = image_tensors(module, added.get(IMAGE_EMBEDS))
         if isinstance(images, str):
@@ -207,7 +207,7 @@ def _count_time_ids(config: Mapping[str, Any], added: Mapping[str, Any] | None) 
     return sizes.shape[1] if width == config["projection_class_embeddings_input_dim"] else 0
 
 
-def _timesteps(timestep: Any, batch: int) -> torch.Tensor | None:
+def timesteps_of(timestep: Any, batch: int) -> torch.Tensor | None:
     """Return a timestep for each image, as float32 (B,); None if it has another shape."""
     if isinstance(timestep, bool) or not isinstance(timestep, int | float | torch.Tensor):
         return None

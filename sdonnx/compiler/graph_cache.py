@@ -129,7 +129,7 @@ class ModuleGraphs:
         return model
 
     def _load_built(self, model: ir.Model) -> Graph:
-        return load_model(model, self.module, self.device)
+        return load_model(model, self._name, self.device)
 
     def _write(self, model: ir.Model, signature: GraphSignature, key: GraphKey, folder: Path) -> dict[str, Any]:
         """Write the files of an entry, and return its description.

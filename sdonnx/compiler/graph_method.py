@@ -110,7 +110,9 @@ def checked_inputs(tensors: Mapping[str, Any], signature: GraphSignature) -> dic
         is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.device.type == "cpu"
         if not is_plain or tensor.dtype != dtype:
             return f"{each.name} is not {'an int32' if each.integer else 'a float32'} tensor on the CPU"
-        sizes = [batch if size == "batch_size" else size for size in each.resolve(signature.config)]
+        # An input that the images of a batch share has one row.
+        rows = 1 if each.once else batch
+        sizes = [rows if size == "batch_size" else size for size in each.resolve(signature.config)]
         fits = len(sizes) == tensor.ndim and all(
             isinstance(size, str) or size == given for size, given in zip(sizes, tensor.shape, strict=True)
         )

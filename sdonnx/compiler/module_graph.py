@@ -8,7 +8,9 @@ in memory: one that the graph uses as it is shares the memory of the module's pa
 from __future__ import annotations
 
 import copy
+import logging
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -29,7 +31,9 @@ from sdonnx.optimize.interface import adapt_interface
 from sdonnx.runtime.device.device import Device
 from sdonnx.runtime.device.session import Graph, SessionSettings
 
-__all__ = ["build_model", "load_model", "load_saved", "save_model"]
+__all__ = ["build_model", "fuse_model", "load_model", "load_saved", "save_model"]
+
+_LOGGER = logging.getLogger(__name__)
 
 # Smaller tensors, such as axes and sizes, stay in the graph, where ONNX Runtime's optimizations read them.
 _MIN_INJECTED_BYTES = 1024
@@ -92,24 +96,39 @@ def build_model(
             lambda: dict(module.named_buffers()),
         )
         adapt_interface(model, spec, config)
-        fuse(model, device.provider)
-        tidy(model)
+        fuse_model(model, type(module).__name__, device)
     return model
 
 
-def load_model(model: ir.Model, module: torch.nn.Module, device: Device) -> Graph:
-    """Load a model of `build_model`, with its weights in memory; the model loses these.
+def fuse_model(model: ir.Model, name: str, device: Device) -> None:
+    """Fuse a graph in place. A line in the log names the rules that fused something.
 
     Args:
-        model: The model.
-        module: The module that it was built from.
+        model: The graph, in standard operators.
+        name: Name of the module in the log.
+        device: Where the graph runs.
+    """
+    fired = Counter[str]()
+    for outcome in fuse(model, device.provider):
+        fired.update(outcome.fired)
+    counts = ", ".join(f"{rule} {count}" for rule, count in fired.items() if count)
+    _LOGGER.info("fused in %s: %s", name, counts or "nothing")
+    tidy(model)
+
+
+def load_model(model: ir.Model, name: str, device: Device) -> Graph:
+    """Load a fused graph whose weights are in memory; the model loses these.
+
+    Args:
+        model: The graph.
+        name: Name of the module in errors.
         device: Where the graph runs.
 
     Raises:
         FolderError: ONNX Runtime rejects the graph.
         DeviceMemoryError: The device has too little memory.
     """
-    with refusing(f"the module {type(module).__name__}", *_REMEDY), tempfile.TemporaryDirectory(prefix="sdonnx-") as at:
+    with refusing(f"the module {name}", *_REMEDY), tempfile.TemporaryDirectory(prefix="sdonnx-") as at:
         injected = {name: _ort_value(array) for name, array in _detach_weights(model.graph)}
         path = Path(at) / ONNX_MODEL
         ir.save(model, path)

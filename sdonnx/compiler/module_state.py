@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-__all__ = ["CAPTURES", "ModuleState", "has_inner_hooks"]
+__all__ = ["CAPTURES", "ModuleState", "attributes_of", "has_inner_hooks", "same_attributes"]
 
 CAPTURES = "_output_capturing_hooks_installed"
 """Attribute of modules that transformers sets in the first call."""
@@ -44,7 +44,7 @@ class ModuleState:
         ignored_inside: Mapping[type, Collection[str]] = MappingProxyType({}),
     ) -> None:
         self._ignored, self._ignored_inside = frozenset(ignored), ignored_inside
-        self._parts = list(self._parts_of(module))
+        self._parts = list(_parts(module, self._ignored, self._ignored_inside))
         tensors = list({id(each): each for each in self._parts if isinstance(each, torch.Tensor)}.values())
         self._tensors = [(tensor, tensor.detach()) for tensor in tensors]
         self._versions = _versions(tensors)
@@ -53,10 +53,9 @@ class ModuleState:
 
     def is_current(self, module: torch.nn.Module) -> bool:
         """Return whether a module has not changed since."""
-        parts = list(self._parts_of(module))
-        if len(parts) != len(self._parts):
-            return False
-        if not all(map(operator.is_, parts, self._parts)) and not all(map(_same, parts, self._parts)):
+        parts = list(_parts(module, self._ignored, self._ignored_inside))
+        is_identical = len(parts) == len(self._parts) and all(map(operator.is_, parts, self._parts))
+        if not is_identical and not same_attributes(self._parts, parts):
             return False
         tensors = [tensor for tensor, _ in self._tensors]
         # A probe is only read while its tensor has the same memory.
@@ -67,28 +66,18 @@ class ModuleState:
         """Whether a tensor of the module requires a gradient."""
         return any(tensor.requires_grad for tensor, _ in self._tensors)
 
-    def _parts_of(self, module: torch.nn.Module) -> Iterator[Any]:
-        """Yield every submodule, tensor and attribute of a module, in an order that does not change between calls."""
-        waiting = [module]
-        while waiting:
-            current = waiting.pop()
-            ignored = self._ignored if current is module else self._ignored_inside.get(type(current), ())
-            for name, value in vars(current).items():
-                if name == CAPTURES or name in ignored:
-                    continue
-                yield value
-                if not value or (current is module and name.endswith("_hooks")):
-                    continue  # hooks of the module itself run around the compiled graph
-                if isinstance(value, dict):
-                    for key, held in value.items():
-                        if not _captures(held):
-                            yield from (key, held)
-                elif isinstance(value, list):
-                    yield from value
-            waiting.extend(each for each in current._modules.values() if each is not None)
-
     def _probed(self) -> bytes:
         return np.concatenate(self._probes).tobytes() if self._probes else b""
+
+
+def attributes_of(module: torch.nn.Module) -> list[Any]:
+    """Return every submodule, tensor and attribute of a module, for `same_attributes`."""
+    return list(_parts(module))
+
+
+def same_attributes(before: Sequence[Any], after: Sequence[Any]) -> bool:
+    """Return whether no attribute of a module was replaced; changes of tensors in place are not noticed."""
+    return len(before) == len(after) and all(map(_same, before, after))
 
 
 def has_inner_hooks(module: torch.nn.Module) -> bool:
@@ -108,8 +97,39 @@ def _captures(hook: Any) -> bool:
     return getattr(hook, "__module__", None) == "transformers.utils.output_capturing"
 
 
+def _parts(
+    module: torch.nn.Module,
+    ignored: Collection[str] = (),
+    ignored_inside: Mapping[type, Collection[str]] = MappingProxyType({}),
+) -> Iterator[Any]:
+    """Yield every submodule, tensor and attribute of a module, in an order that does not change between calls."""
+    waiting = [module]
+    while waiting:
+        current = waiting.pop()
+        left_out = ignored if current is module else ignored_inside.get(type(current), ())
+        for name, value in vars(current).items():
+            if name == CAPTURES or name in left_out:
+                continue
+            yield value
+            if not isinstance(value, dict | list) or (current is module and name.endswith("_hooks")):
+                continue  # hooks of the module itself run around the compiled graph
+            if isinstance(value, dict):
+                for key, held in value.items():
+                    if not _captures(held):
+                        yield from (key, held)
+            else:
+                yield from value
+        waiting.extend(each for each in current._modules.values() if each is not None)
+
+
 def _same(one: Any, other: Any) -> bool:
-    return one is other or (type(one) is type(other) and isinstance(one, _PLAIN) and bool(one == other))
+    if one is other or type(one) is not type(other):
+        return one is other
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(_same, one, other))
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(map(_same, one.values(), other.values()))
+    return isinstance(one, _PLAIN) and bool(one == other)
 
 
 def _versions(tensors: list[torch.Tensor]) -> list[tuple[int, int]]:

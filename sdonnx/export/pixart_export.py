@@ -7,25 +7,12 @@ from typing import ClassVar
 
 import torch
 
-from sdonnx.export import pixart_transformer, t5_encoder
+from sdonnx.export import pixart_transformer
+from sdonnx.export.t5_encoder import MaskedTextEncoder
 from sdonnx.export.wrappers import VAE_WRAPPERS, Wrapper
 from sdonnx.models.spec import CAPTION_MASK
 
-__all__ = ["WRAPPERS"]
-
-
-class MaskedTextEncoder(Wrapper):
-    """T5: input_ids (B,S), attention_mask (B,S), 1 for tokens of the caption -> last_hidden_state (B,S,D)."""
-
-    def __init__(self, model: torch.nn.Module, names: Sequence[str]) -> None:
-        super().__init__(model, names)
-        t5_encoder.make_traceable(model)
-
-    def run(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
-        """Run the text encoder."""
-        mask = t5_encoder.additive_mask(attention_mask, self.model.dtype)
-        hidden: torch.Tensor = self.model(input_ids=input_ids, attention_mask=mask).last_hidden_state
-        return hidden
+__all__ = ["WRAPPERS", "TransformerDenoiser"]
 
 
 class TransformerDenoiser(Wrapper):

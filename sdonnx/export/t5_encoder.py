@@ -1,4 +1,4 @@
-"""Changes to T5's encoder for tracing: position biases by lookup, and a mask within float16's range.
+"""T5's encoder: its wrapper, and changes for tracing: position biases by lookup, and a mask within float16's range.
 
 transformers computes the buckets of all distances with logarithms, in the model's dtype, and gathers the mask by
 computed indices. Here both are lookups and sums, with the same results.
@@ -6,15 +6,32 @@ computed indices. Here both are lookups and sums, with the same results.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
-__all__ = ["additive_mask", "make_traceable"]
+from sdonnx.export.wrappers import Wrapper
+
+__all__ = ["MaskedTextEncoder", "additive_mask", "make_traceable"]
 
 # Masked score: its softmax is zero, and float16 represents it as a finite number.
 _MASKED = -10000.0
+
+
+class MaskedTextEncoder(Wrapper):
+    """T5: input_ids (B,S), attention_mask (B,S), 1 for tokens of the caption -> last_hidden_state (B,S,D)."""
+
+    def __init__(self, model: torch.nn.Module, names: Sequence[str]) -> None:
+        super().__init__(model, names)
+        make_traceable(model)
+
+    def run(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+        """Run the text encoder."""
+        mask = additive_mask(attention_mask, self.model.dtype)
+        hidden: torch.Tensor = self.model(input_ids=input_ids, attention_mask=mask).last_hidden_state
+        return hidden
 
 
 def make_traceable(encoder: Any) -> None:

@@ -31,10 +31,14 @@ from sdonnx.graph.passes import FoldWeightTransposes
 from sdonnx.graph.tensors import lazy
 from sdonnx.models.spec import ComponentSpec
 
-__all__ = ["OPSET", "trace"]
+__all__ = ["OPSET", "quiet_exporter", "simplify", "trace"]
 
 OPSET = 23
-_CHATTY = ("torch.onnx._internal.exporter._registration", "torch.utils._sympy.interp")
+_CHATTY = (
+    "torch.onnx._internal.exporter._registration",
+    "torch.utils._sympy.interp",
+    "torch._export.non_strict_utils",
+)
 _PREFIX = "model."  # the attribute of a wrapper that stores its model
 
 # Example sizes while tracing. Height and width are odd, so that neither torch nor diffusers specializes on even sizes:
@@ -77,7 +81,7 @@ def trace(
         WeightsError: A parameter is missing or has another shape.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
-    with _quiet(), _default_dtype(dtype), mode, torch.no_grad():
+    with quiet_exporter(), _default_dtype(dtype), mode, torch.no_grad():
         module = wrapper(build(), [tensor.name for tensor in spec.inputs]).eval()
         names = tuple(_dynamic_axes(tensor.resolve(config)) for tensor in spec.inputs)
         # Captured here, because torch.onnx.export first captures without assumptions on sizes
@@ -100,6 +104,17 @@ def trace(
         )
     model = required(program, "exported program").model
     _attach_weights(model, module, weights, buffers or (lambda: module_buffers(build)), dtype)
+    simplify(model)
+    model.graph.name = spec.name
+    return model
+
+
+def simplify(model: ir.Model) -> None:
+    """Fold constants of a graph that torch's exporter wrote, and keep only the module of the metadata of its nodes.
+
+    Args:
+        model: The graph of a module that stores the traced one as its attribute `model`.
+    """
     keep_module_paths(model, _PREFIX)
     try:
         FoldWeightTransposes()(model)
@@ -108,12 +123,10 @@ def trace(
     except ir.passes.PassError as error:
         raise cause_of(error) from error  # small weights are read here, and may exceed float16
     space_output_sizes(model)
-    model.graph.name = spec.name
-    return model
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet_exporter() -> Iterator[None]:
     """Silence the exporter's messages about its internals."""
     loggers = [logging.getLogger(name) for name in _CHATTY]
     levels = [logger.level for logger in loggers]

@@ -17,6 +17,7 @@ __all__ = [
     "ImageDecoder",
     "ImageEncoder",
     "LayeredTextEncoder",
+    "LayeredVisionEncoder",
     "ProjectedTextEncoder",
     "SizeConditionedDenoiser",
     "TextEncoder",
@@ -76,6 +77,15 @@ class ProjectedTextEncoder(Wrapper):
         """Run the text encoder, project the last token, and also return the input of each layer."""
         output = self.model(input_ids=input_ids, output_hidden_states=True)
         return output.text_embeds, output.last_hidden_state, *output.hidden_states
+
+
+class LayeredVisionEncoder(Wrapper):
+    """CLIP: pixel_values (B,C,H,W) -> image_embeds (B,P), last_hidden_state (B,S,D), hidden_states.0 ... .n (B,S,D)."""
+
+    def run(self, pixel_values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Run the vision tower, project the class token, and also return the input of each layer."""
+        output = self.model(pixel_values=pixel_values, output_hidden_states=True)
+        return output.image_embeds, output.last_hidden_state, *output.hidden_states
 
 
 class Denoiser(Wrapper):

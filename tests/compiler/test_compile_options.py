@@ -28,6 +28,12 @@ def test_options_of_onediff_are_accepted(options: Any) -> None:
     check_options(options)
 
 
+def test_the_check_of_the_first_result_is_off_by_default() -> None:
+    assert not check_options({"options": {"epilogue_fusion": True}})
+    assert not check_options("O3")
+    assert check_options('{"options": {"check_agreement": true}}')
+
+
 @pytest.mark.parametrize(
     ("options", "found", "expected"),
     [
@@ -37,6 +43,7 @@ def test_options_of_onediff_are_accepted(options: Any) -> None:
         ({"mode": ["O3"]}, "is unknown", "O2"),
         ({"memory_format": "nhwc"}, "the memory_format 'nhwc' is unknown", "channels_last"),
         ({"dynamic": "yes"}, "dynamic is 'yes'", "true or false"),
+        ({"options": {"check_agreement": "yes"}}, "check_agreement is 'yes'", "true or false"),
         ({"options": ["a"]}, "options is ['a']", "an object"),
         ('{"mode": ', "options are no JSON", "a JSON object"),
         ("{" * 100_000, "options are no JSON", "a JSON object"),

@@ -13,7 +13,13 @@ from diffusers.models.autoencoders.vae import DecoderOutput
 from support.logged_lines import logged_lines
 from support.small_modules import small_autoencoder as _autoencoder
 from support.small_modules import small_text_encoder as _clip
-from transformers import CLIPTextModel, CLIPTextModelWithProjection
+from transformers import (
+    CLIPTextModel,
+    CLIPTextModelWithProjection,
+    CLIPVisionConfig,
+    CLIPVisionModelWithProjection,
+)
+from transformers.models.clip.modeling_clip import CLIPVisionModelOutput
 
 import sdonnx
 from sdonnx.compiler.module_state import ModuleState, has_inner_hooks
@@ -118,6 +124,42 @@ def test_text_encoder_matches(encoders: tuple[Any, Any], shape: tuple[int, int],
     assert in_torch == []
 
 
+def _vision(**options: Any) -> Any:
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {
+        "hidden_size": 32, "intermediate_size": 64, "projection_dim": 24, "num_hidden_layers": 3,
+        "num_attention_heads": 2, "image_size": 28, "patch_size": 7,
+    }  # fmt: skip
+    return CLIPVisionModelWithProjection(CLIPVisionConfig(**(sizes | options))).eval().requires_grad_(False)
+
+
+def test_image_encoder_matches(in_torch: list[str]) -> None:
+    encoder: Any = _vision()
+    compiled = sdonnx.compile(encoder)
+    for batch in (1, 3):
+        pixels = torch.randn(batch, 3, 28, 28)
+        ours: Any = compiled(pixels, output_hidden_states=True)
+        theirs = encoder(pixels, output_hidden_states=True)
+        assert [type(each) for each in (ours, theirs)] == [CLIPVisionModelOutput] * 2
+        assert list(ours) == list(theirs)
+        assert _error(ours.image_embeds, theirs.image_embeds) < 1e-5
+        assert _error(ours.last_hidden_state, theirs.last_hidden_state) < 1e-5
+        assert len(ours.hidden_states) == 4
+        pairs = zip(ours.hidden_states, theirs.hidden_states, strict=True)
+        assert all(_error(a, b) < 1e-5 for a, b in pairs)
+    plain, short = compiled(pixels), compiled(pixels, return_dict=False)
+    assert plain.hidden_states is None
+    assert torch.equal(short[0], plain.image_embeds)
+    assert len(short) == len(encoder(pixels, return_dict=False))
+    assert in_torch == []
+    larger = torch.randn(1, 3, 42, 42)
+    ours, theirs = (each(larger, interpolate_pos_encoding=True) for each in (compiled, encoder))
+    assert torch.equal(ours.image_embeds, theirs.image_embeds)
+    assert in_torch == ["torch computes a call of CLIPVisionModelWithProjection: it has interpolate_pos_encoding"]
+    with pytest.raises(ValueError, match="doesn't match model"):
+        compiled(larger)
+
+
 def test_hooks_that_capture_hidden_states_are_no_change() -> None:
     """transformers adds them in the first call."""
     encoder = _clip()
@@ -176,7 +218,6 @@ def test_changed_weights_are_noticed(caplog: pytest.LogCaptureFixture) -> None:
 @pytest.mark.parametrize(
     ("module", "reason"),
     [
-        (torch.nn.Linear(2, 2).eval(), "its class is not supported"),
         (_autoencoder(in_channels=1), "its images do not have three channels"),
         (_clip().double(), "is torch.float64"),
         (_clip(output_hidden_states=True), "its configuration has output_hidden_states"),

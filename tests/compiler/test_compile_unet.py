@@ -201,7 +201,6 @@ def test_unknown_arguments_are_one_error(built: tuple[Any, Any], args: Any, name
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
-        (lambda: torch.nn.Linear(2, 2).eval(), "its class is not supported"),
         (lambda: small_unet().train(), "training mode"),
         (lambda: small_unet().half(), "is torch.float16"),
         (lambda: small_unet().to("meta"), "is on meta"),

@@ -1,0 +1,149 @@
+"""ControlNetModel (Zhang et al. 2023, arXiv:2302.05543): the signature of its graph, and its results."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from diffusers.models.controlnets.controlnet import ControlNetOutput
+
+from sdonnx.compiler.compiled_unet import timesteps_of
+from sdonnx.compiler.graph_method import GraphMethod, GraphSignature, checked_inputs
+from sdonnx.export.wrappers import Wrapper
+from sdonnx.models.components import ENCODER_HIDDEN_STATES, SAMPLE, TIMESTEP
+from sdonnx.models.spec import ComponentSpec, Role, TensorSpec
+
+__all__ = ["ControlNetForward"]
+
+_TEXT_EMBEDS, _TIME_IDS, _IMAGE, _SCALE = "text_embeds", "time_ids", "controlnet_cond", "conditioning_scale"
+_NUM_TIME_IDS = 6  # the original size, the crop's corner and the target size
+_COMPUTED = frozenset(
+    {"sample", "timestep", "encoder_hidden_states", _IMAGE, _SCALE, "added_cond_kwargs", "return_dict"}
+)
+
+
+class _ControlNet(Wrapper):
+    """ControlNet: the UNet's inputs, an image (B,C,H,P,W,P) and a scale (1,) -> a residual for each skip, and the last.
+
+    The axes of the image are those of the latents, so that the graph states how both sizes relate. P is the size of
+    a latent in pixels.
+    """
+
+    def run(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Run the ControlNet."""
+        named = dict(zip(self.names, inputs, strict=True))
+        added = {name: named[name] for name in (_TEXT_EMBEDS, _TIME_IDS) if name in named}
+        down, middle = self.model(
+            named["sample"],
+            named["timestep"],
+            named["encoder_hidden_states"],
+            named[_IMAGE].flatten(4, 5).flatten(2, 3),
+            named[_SCALE],
+            added_cond_kwargs=added or None,
+            return_dict=False,
+        )
+        return *down, middle
+
+
+class ControlNetForward(GraphMethod):
+    """`ControlNetModel.forward` without `guess_mode`."""
+
+    def why_not(self, module: Any) -> str | None:
+        config: Mapping[str, Any] = module.config
+        for name in ("class_embed_type", "num_class_embeds", "encoder_hid_dim_type"):
+            if config.get(name) is not None:
+                return f"its configuration has {name}={config[name]!r}"
+        if (embeds := config.get("addition_embed_type")) not in (None, "text_time"):
+            return f"its configuration has addition_embed_type={embeds!r}"
+        if config["global_pool_conditions"]:
+            return "its configuration has global_pool_conditions=True"
+        if embeds is not None and _pooled_width(module) < 1:
+            return f"its configuration has no room for {_NUM_TIME_IDS} time_ids"
+        return None
+
+    def signature(self, module: Any, variant: Hashable) -> GraphSignature:
+        pixels = _pixels(module)
+        image = ("batch_size", "config:conditioning_channels", "height", pixels, "width", pixels)
+        inputs = [
+            SAMPLE,
+            # Each image of a batch has its own timestep, as in diffusers.
+            replace(TIMESTEP, dims=("batch_size",), once=False),
+            ENCODER_HIDDEN_STATES,
+            TensorSpec(_IMAGE, image),
+            TensorSpec(_SCALE, (1,), keeps_float32=True, once=True),
+        ]
+        if module.config["addition_embed_type"] is not None:
+            inputs += [
+                TensorSpec(_TEXT_EMBEDS, ("batch_size", _pooled_width(module))),
+                TensorSpec(_TIME_IDS, ("batch_size", _NUM_TIME_IDS), keeps_float32=True),
+            ]
+        # The sizes of each residual follow from those of the latents.
+        outputs = tuple(
+            TensorSpec(f"residual.{index}", ("batch_size", f"channels_{index}", f"height_{index}", f"width_{index}"))
+            for index in range(len(module.controlnet_down_blocks) + 1)
+        )
+        spec = ComponentSpec("controlnet", "controlnet", Role.DENOISER, tuple(inputs), outputs)
+        return GraphSignature(spec, dict(module.config), _ControlNet)
+
+    def inputs(
+        self, module: Any, arguments: Mapping[str, Any], signature: GraphSignature
+    ) -> dict[str, torch.Tensor] | str:
+        for name, value in arguments.items():
+            is_empty = value is None or value is False or (isinstance(value, Mapping) and not value)
+            if name not in _COMPUTED and not is_empty:
+                return f"it has {name}"
+        sample, image, scale = arguments["sample"], arguments[_IMAGE], arguments[_SCALE]
+        if not isinstance(sample, torch.Tensor) or sample.ndim != 4:
+            return "sample is not a tensor (B,C,H,W)"
+        if isinstance(scale, bool) or not isinstance(scale, int | float):
+            return f"its {_SCALE} is not a number"
+        timestep = timesteps_of(arguments["timestep"], len(sample))
+        if timestep is None:
+            return "its timestep is not a number, or one for each image"
+        blocks = _blocks(image, sample, _pixels(module))
+        if blocks is None:
+            return f"its image is not {_pixels(module)} times as large as the latents"
+        tensors = {
+            "sample": sample,
+            "timestep": timestep,
+            "encoder_hidden_states": arguments["encoder_hidden_states"],
+            _IMAGE: blocks,
+            _SCALE: torch.tensor([float(scale)]),
+        }
+        given = dict(arguments["added_cond_kwargs"] or {})
+        if module.config["addition_embed_type"] is None:
+            return checked_inputs(tensors, signature)  # diffusers ignores the others
+        tensors |= {name: given.get(name) for name in (_TEXT_EMBEDS, _TIME_IDS)}
+        if isinstance(sizes := tensors[_TIME_IDS], torch.Tensor):
+            tensors[_TIME_IDS] = sizes.to(torch.float32)
+        return checked_inputs(tensors, signature)
+
+    def result(self, outputs: Sequence[torch.Tensor], arguments: Mapping[str, Any]) -> Any:
+        *down, middle = outputs
+        if not arguments["return_dict"]:
+            return down, middle
+        # diffusers stores a list, too.
+        return ControlNetOutput(down_block_res_samples=down, mid_block_res_sample=middle)  # type: ignore[arg-type]
+
+
+def _pixels(module: Any) -> int:
+    """Return the height and width of a latent in pixels; all but the first convolution of the image halve it."""
+    return int(2 ** (len(module.config["conditioning_embedding_out_channels"]) - 1))
+
+
+def _pooled_width(module: Any) -> int:
+    config: Mapping[str, Any] = module.config
+    return int(config["projection_class_embeddings_input_dim"] - _NUM_TIME_IDS * config["addition_time_embed_dim"])
+
+
+def _blocks(image: Any, sample: torch.Tensor, pixels: int) -> torch.Tensor | None:
+    """Return an image (B,C,PH,PW) as a view (B,C,H,P,W,P), or None if its size is not that of its latents (B,C,H,W)."""
+    height, width = sample.shape[2:]
+    if not isinstance(image, torch.Tensor) or image.ndim != 4:
+        return None
+    if image.shape[2:] != (pixels * height, pixels * width):
+        return None
+    blocks: torch.Tensor = image.unflatten(3, (width, pixels)).unflatten(2, (height, pixels))
+    return blocks
