@@ -9,7 +9,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar, cast
 
 import torch
@@ -32,11 +32,11 @@ from sdonnx.compiler.compiled_unet import UNetForward
 from sdonnx.compiler.exported_module import ExportedForward, why_not_exported
 from sdonnx.compiler.graph_cache import ModuleGraphs
 from sdonnx.compiler.graph_method import GraphMethod, GraphSignature
+from sdonnx.compiler.graph_runs import GraphRuns, graph_runs
+from sdonnx.compiler.graph_target import target_of, why_no_target
 from sdonnx.compiler.module_state import ModuleState, has_inner_hooks
 from sdonnx.errors import OptionError
 from sdonnx.folder.folder_cache import FolderCache
-from sdonnx.runtime.device.device import device_for
-from sdonnx.runtime.device.session import Graph
 
 __all__ = ["SUPPORTED", "CompiledModule", "compile", "compile_with", "programs_of", "why_unsupported"]
 
@@ -165,7 +165,7 @@ class _Programs(dict[str, "_Program | ExportedForward"]):
         methods = _methods_of(module)
         super().__init__({method.name: _Program(module, method, check, saved) for method in methods})
         if not methods:
-            self["forward"] = ExportedForward(module, _why_not_now, check)
+            self["forward"] = ExportedForward(module, _why_not_exported_now, check)
         self.module = module
 
 
@@ -173,7 +173,7 @@ class _Programs(dict[str, "_Program | ExportedForward"]):
 class _Build:
     """A loaded graph, its signature, the state of the module that it was compiled from, and the check of its result."""
 
-    graph: Graph
+    runs: GraphRuns
     signature: GraphSignature
     state: ModuleState
     check: AgreementCheck
@@ -193,7 +193,7 @@ class _Program:
     """
 
     def __init__(self, module: torch.nn.Module, method: GraphMethod, check: bool, saved: FolderCache | None) -> None:
-        self.graphs = ModuleGraphs(module, method, device_for("cpu"), saved)
+        self.graphs = ModuleGraphs(module, method, saved)
         self._module, self._method, self._check = module, method, check
         self._in_class: Callable[..., Any] = getattr(type(module), method.name)
         self._class_name = type(module).__name__
@@ -228,16 +228,18 @@ class _Program:
         inputs = self._method.inputs(self._module, arguments, built.signature)
         if isinstance(inputs, str):
             return self._in_torch(inputs, *args, **kwargs)
-        if torch.is_autocast_enabled("cpu"):
+        target = built.signature.target
+        if torch.is_autocast_enabled(target.torch_device.type):
             return self._in_torch("autocast is enabled", *args, **kwargs)
+        if target.torch_device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return self._in_torch("a CUDA graph is being captured", *args, **kwargs)
         if torch.is_grad_enabled() and built.state.requires_grad:
             reason = "its parameters require a gradient, outside torch.no_grad and torch.inference_mode"
             return self._in_torch(reason, *args, **kwargs)
         if built.check.failed:
             return self._in_torch("its graph disagrees with torch", *args, **kwargs)
-        graph = built.graph
-        outputs = graph.run({name: tensor.detach().numpy() for name, tensor in inputs.items()})
-        result = self._method.result([torch.from_numpy(outputs[name]) for name in graph.outputs], arguments)
+        outputs = [tensor.to(target.dtype) for tensor in built.runs(inputs)]
+        result = self._method.result(outputs, arguments)
         return built.check.checked(result, lambda: self._in_class(self._module, *args, **kwargs))
 
     @property
@@ -254,11 +256,12 @@ class _Program:
 
     def _build(self, variant: Any) -> _Build:
         start = time.perf_counter()
-        signature = self._method.signature(self._module, variant)
+        signature = replace(self._method.signature(self._module, variant), target=target_of(self._module))
         state = ModuleState(self._module, self._method.ignored, self._method.ignored_inside)
         graph = self.graphs.load(signature)
         _LOGGER.debug("compiled %s in %.1f s", self._class_name, time.perf_counter() - start)
-        return _Build(graph, signature, state, AgreementCheck(self._class_name, self._check))
+        check = AgreementCheck(self._class_name, self._check)
+        return _Build(graph_runs(graph, signature.target), signature, state, check)
 
     def _current(self, arguments: Mapping[str, Any]) -> _Build | str:
         """Return the graph of the module as it is now, or the reason why the module cannot be compiled.
@@ -329,16 +332,17 @@ def _why_not_now(module: torch.nn.Module) -> str | None:
         return "it is in training mode"
     if "forward" in vars(module):
         return "its forward was replaced"
-    for name, tensor in module.named_parameters():
-        if tensor.device.type != "cpu":
-            return f"{name} is on {tensor.device}"
-        if tensor.dtype != torch.float32:
-            return f"{name} is {tensor.dtype}"
-        if tensor.is_inference():
-            return f"{name} was created in inference mode, where torch does not count changes"
     if has_inner_hooks(module):
         return "submodules have hooks"
-    return None
+    return why_no_target(module)
+
+
+def _why_not_exported_now(module: torch.nn.Module) -> str | None:
+    """Return why a module of another class than those of `SUPPORTED` cannot be compiled as it is now, or None."""
+    on_gpu = (name for name, tensor in module.named_parameters() if tensor.device.type == "cuda")
+    if (name := next(on_gpu, None)) is not None:
+        return f"{name} is on a GPU"
+    return _why_not_now(module)
 
 
 @functools.cache

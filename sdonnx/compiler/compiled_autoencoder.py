@@ -31,8 +31,11 @@ class _Half(GraphMethod):
 
     def why_not(self, module: torch.nn.Module) -> str | None:
         config: Any = module.config
-        channels = {config[name] for name in ("in_channels", "out_channels")}
-        return None if channels == {3} else "its images do not have three channels"
+        if {config[name] for name in ("in_channels", "out_channels")} != {3}:
+            return "its images do not have three channels"
+        if config.get("force_upcast") and getattr(module, "dtype", None) == torch.float16:
+            return "its configuration has force_upcast, so that pipelines convert it for each image"
+        return None
 
     def signature(self, module: torch.nn.Module, variant: Hashable) -> GraphSignature:
         config: Any = module.config

@@ -99,7 +99,7 @@ class ControlNetForward(GraphMethod):
             return "sample is not a tensor (B,C,H,W)"
         if isinstance(scale, bool) or not isinstance(scale, int | float):
             return f"its {_SCALE} is not a number"
-        timestep = timesteps_of(arguments["timestep"], len(sample))
+        timestep = timesteps_of(arguments["timestep"], len(sample), signature.target.torch_device)
         if timestep is None:
             return "its timestep is not a number, or one for each image"
         blocks = _blocks(image, sample, _pixels(module))
@@ -110,7 +110,7 @@ class ControlNetForward(GraphMethod):
             "timestep": timestep,
             "encoder_hidden_states": arguments["encoder_hidden_states"],
             _IMAGE: blocks,
-            _SCALE: torch.tensor([float(scale)]),
+            _SCALE: torch.tensor([float(scale)], dtype=torch.float32, device=sample.device),
         }
         given = dict(arguments["added_cond_kwargs"] or {})
         if module.config["addition_embed_type"] is None:

@@ -20,7 +20,8 @@ from sdonnx.models.components import (
     POOLER_OUTPUT,
     clip_text_encoder,
 )
-from sdonnx.models.spec import TEXT_MASK, ComponentSpec, Role, TensorSpec
+from sdonnx.models.pixart import PIXART
+from sdonnx.models.spec import TEXT_MASK, TensorSpec
 
 __all__ = ["ClipForward", "EncoderForward", "ProjectedClipForward", "T5Forward", "requested_layers", "zeros_and_ones"]
 
@@ -116,6 +117,9 @@ class ProjectedClipForward(ClipForward):
         )
 
 
+_T5 = PIXART.component("text_encoder")  # with what stays in float32, and the scale of its residual stream
+
+
 class T5Forward(EncoderForward):
     """`T5EncoderModel.forward` of token ids, with or without a mask of padding (B,S)."""
 
@@ -124,10 +128,7 @@ class T5Forward(EncoderForward):
 
     def signature(self, module: torch.nn.Module, variant: Hashable) -> GraphSignature:
         config: Any = module.config
-        mask = TensorSpec(TEXT_MASK, ("batch_size", "sequence_length"), integer=True)
-        hidden = TensorSpec("last_hidden_state", ("batch_size", "sequence_length", "config:d_model"))
-        spec = ComponentSpec("text_encoder", "text_encoder", Role.TEXT_ENCODER, (INPUT_IDS, mask), (hidden,))
-        return GraphSignature(spec, config.to_dict(), MaskedTextEncoder)
+        return GraphSignature(_T5, config.to_dict(), MaskedTextEncoder)
 
     def tensors(self, module: torch.nn.Module, arguments: Mapping[str, Any]) -> dict[str, Any] | str:
         config: Any = module.config

@@ -94,16 +94,17 @@ def _shared(arguments: Mapping[str, Any], signature: GraphSignature, batch: int)
     for name, values in given.items():
         if not isinstance(values, torch.Tensor) or values.ndim != (2 if name in _SIZES else 1) or len(values) != batch:
             return f"its {name} is not one for each image"
-        if not torch.equal(values, values[:1].expand_as(values)):
+        # Pipelines expand one timestep, which has no stride; the values of others have to be read from the device.
+        if values.stride(0) and not torch.equal(values, values[:1].expand_as(values)):
             return f"its {name} differs between images"
-        shared[name] = values[:1].detach().to("cpu", torch.float32)
+        shared[name] = values[:1].detach().to(signature.target.torch_device, torch.float32)
     return shared
 
 
 def _mask(mask: Any, caption: torch.Tensor) -> torch.Tensor | str:
     """Return the mask of a caption's padding (B,S), from a mask (B,S), a bias (B,1,S) or None; or why there is none."""
     if mask is None:
-        return torch.ones(caption.shape[:2], dtype=torch.int32)
+        return torch.ones(caption.shape[:2], dtype=torch.int32, device=caption.device)
     if isinstance(mask, torch.Tensor) and mask.ndim == 3 and mask.shape[1] == 1:
         kept = mask[:, 0] == 0
         if not bool((kept | (mask[:, 0] <= _MASKED)).all()):

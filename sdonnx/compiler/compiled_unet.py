@@ -130,7 +130,7 @@ class UNetForward(GraphMethod):
         added = arguments["added_cond_kwargs"] or {}
         sample = arguments["sample"]
         batch = len(sample) if isinstance(sample, torch.Tensor) and sample.ndim else 0
-        if (timestep := timesteps_of(arguments["timestep"], batch)) is None:
+        if (timestep := timesteps_of(arguments["timestep"], batch, signature.target.torch_device)) is None:
             return "its timestep is not a number, or one for each image"
         images = image_tensors(module, added.get(IMAGE_EMBEDS))
         if isinstance(images, str):
@@ -207,11 +207,11 @@ def _count_time_ids(config: Mapping[str, Any], added: Mapping[str, Any] | None) 
     return sizes.shape[1] if width == config["projection_class_embeddings_input_dim"] else 0
 
 
-def timesteps_of(timestep: Any, batch: int) -> torch.Tensor | None:
-    """Return a timestep for each image, as float32 (B,); None if it has another shape."""
+def timesteps_of(timestep: Any, batch: int, device: torch.device) -> torch.Tensor | None:
+    """Return a timestep for each image, as float32 (B,) on a device; None if it has another shape."""
     if isinstance(timestep, bool) or not isinstance(timestep, int | float | torch.Tensor):
         return None
     values = torch.as_tensor(timestep).to(torch.float32)
     if values.ndim > 1 or (values.ndim == 1 and len(values) not in (1, batch)):
         return None
-    return values.detach().cpu().expand(batch).contiguous()
+    return values.detach().to(device).expand(batch).contiguous()

@@ -14,10 +14,10 @@ import torch
 from sdonnx.compiler.agreement_check import AgreementCheck
 from sdonnx.compiler.call_structure import FlatCall, ResultStructure, UnsupportedCallError
 from sdonnx.compiler.export_call import SizeConditions, export_call, first_line
+from sdonnx.compiler.graph_target import host_target
 from sdonnx.compiler.module_graph import fuse_model, load_model
 from sdonnx.compiler.module_state import ModuleState
 from sdonnx.errors import DeviceMemoryError, SdonnxError
-from sdonnx.runtime.device.device import device_for
 from sdonnx.runtime.device.session import Graph
 
 __all__ = ["MAX_GRAPHS", "ExportedForward", "why_not_exported"]
@@ -130,9 +130,9 @@ class ExportedForward:
         start = time.perf_counter()
         exported = export_call(self._module, call)
         try:
-            device = device_for("cpu")
-            fuse_model(exported.model, self._class_name, device)
-            graph = load_model(exported.model, self._class_name, device)
+            target = host_target()
+            fuse_model(exported.model, self._class_name, target.device)
+            graph = load_model(exported.model, self._class_name, target)
         except DeviceMemoryError:
             raise
         except Exception as error:  # a graph of any form may reach the rules

@@ -19,12 +19,11 @@ import torch
 
 from sdonnx.compiler.graph_key import GraphKey, graph_key
 from sdonnx.compiler.graph_method import GraphMethod, GraphSignature
+from sdonnx.compiler.graph_target import GraphTarget
 from sdonnx.compiler.module_description import IndescribableError
 from sdonnx.compiler.module_graph import build_model, load_model, load_saved, save_model
-from sdonnx.doctor.gpu import gpus
 from sdonnx.errors import FolderError
 from sdonnx.folder.folder_cache import ENTRY, FolderCache, entry_info, graph_cache
-from sdonnx.runtime.device.device import Device
 from sdonnx.runtime.device.session import Graph
 
 __all__ = ["ModuleGraphs"]
@@ -37,33 +36,18 @@ _PARTS, _WEIGHTS = "parts", "weights"  # of the description of an entry
 
 
 class ModuleGraphs:
-    """The graphs of a module's method on a device.
+    """The graphs of a module's method.
 
     Args:
-        module: The module, in evaluation mode and in float32 on the CPU.
+        module: The module, in evaluation mode.
         method: The method.
-        device: Where the graphs run.
         saved: Entries that are searched before the user's cache, and to which nothing is added; None for none.
-        precision: Precision of the graph.
-        options: All other choices that the graphs depend on, by name.
     """
 
-    def __init__(
-        self,
-        module: torch.nn.Module,
-        method: GraphMethod,
-        device: Device,
-        saved: FolderCache | None = None,
-        precision: str = "float32",
-        options: Mapping[str, str] | None = None,
-    ) -> None:
+    def __init__(self, module: torch.nn.Module, method: GraphMethod, saved: FolderCache | None = None) -> None:
         self.module = module
         self.method = method
-        self.device = device
         self.saved = saved
-        self._target: dict[str, str] = {**(options or {}), "provider": device.provider, "precision": precision}
-        if device.provider == "cuda":
-            self._target["compute_capability"] = ".".join(map(str, gpus()[device.index].compute_capability))
 
     def load(self, signature: GraphSignature) -> Graph:
         """Load a graph from a cache, or build it, write it into the user's cache, and load it.
@@ -75,19 +59,21 @@ class ModuleGraphs:
         """
         cache = graph_cache()
         if cache is None and self.saved is None:
-            return self._load_built(self._build(signature))
+            return self._load_built(self._build(signature), signature)
         try:
             start = time.perf_counter()
             key = self.key(signature)
             _LOGGER.debug("hashed %s in %.2f s", self._name, time.perf_counter() - start)
         except IndescribableError as reason:
             _LOGGER.info("%s is not cached: %s", self._name, reason)
-            return self._load_built(self._build(signature))
+            return self._load_built(self._build(signature), signature)
         if self.saved is not None:
-            if (graph := self._load_from(self.saved, key)) is not None:
+            if (graph := self._load_from(self.saved, key, signature)) is not None:
                 return graph
             self._warn_of_another_state(self.saved, key)
-        return self._load_built(self._build(signature)) if cache is None else self._load_cached(cache, key, signature)
+        if cache is None:
+            return self._load_built(self._build(signature), signature)
+        return self._load_cached(cache, key, signature)
 
     def save(self, signature: GraphSignature, saved: FolderCache) -> str:
         """Write a graph into a folder of entries, from the user's cache or built again, and return its key.
@@ -116,7 +102,7 @@ class ModuleGraphs:
         Raises:
             IndescribableError: The module cannot be described in other processes.
         """
-        return graph_key(self.module, signature, self.method, self._target)
+        return graph_key(self.module, signature, self.method, _target_parts(signature.target))
 
     @property
     def _name(self) -> str:
@@ -124,12 +110,12 @@ class ModuleGraphs:
 
     def _build(self, signature: GraphSignature) -> ir.Model:
         start = time.perf_counter()
-        model = build_model(self.module, signature, self.method.prepare, self.device)
+        model = build_model(self.module, signature, self.method.prepare)
         _LOGGER.debug("built the graph of %s in %.1f s", self._name, time.perf_counter() - start)
         return model
 
-    def _load_built(self, model: ir.Model) -> Graph:
-        return load_model(model, self._name, self.device)
+    def _load_built(self, model: ir.Model, signature: GraphSignature) -> Graph:
+        return load_model(model, self._name, signature.target)
 
     def _write(self, model: ir.Model, signature: GraphSignature, key: GraphKey, folder: Path) -> dict[str, Any]:
         """Write the files of an entry, and return its description.
@@ -140,7 +126,7 @@ class ModuleGraphs:
         references = save_model(model, self.module, folder)
         if self.key(signature) != key:
             raise OSError(errno.EBUSY, "the module changed while it was compiled")
-        shown = {name: key.parts[name] for name in ("class", "method")} | {"precision": self._target["precision"]}
+        shown = {name: key.parts[name] for name in ("class", "method")} | {"precision": signature.target.precision}
         return {**shown, _PARTS: key.parts, _WEIGHTS: references}
 
     def _load_cached(self, cache: FolderCache, key: GraphKey, signature: GraphSignature) -> Graph:
@@ -152,19 +138,22 @@ class ModuleGraphs:
                 return self._write(built[0], signature, key, folder)
 
             if cache.entry(key.digest, write) is None:
-                return self._load_built(built[0] if built else self._build(signature))
+                return self._load_built(built[0] if built else self._build(signature), signature)
             is_new = bool(built)
             built.clear()  # transformed weights are read from the entry
-            if (graph := self._load_from(cache, key, is_new=is_new)) is not None:
+            if (graph := self._load_from(cache, key, signature, is_new=is_new)) is not None:
                 return graph
-        return self._load_built(self._build(signature))
+        return self._load_built(self._build(signature), signature)
 
-    def _load_from(self, cache: FolderCache, key: GraphKey, *, is_new: bool = False) -> Graph | None:
+    def _load_from(
+        self, cache: FolderCache, key: GraphKey, signature: GraphSignature, *, is_new: bool = False
+    ) -> Graph | None:
         """Load an entry; None if there is none, or it was broken and is removed.
 
         Args:
             cache: The cache.
             key: The key.
+            signature: The signature of the graph, and where it runs.
             is_new: Whether this process has just written it, so that it would not become better if it were made again.
         """
         if (path := cache.find(key.digest)) is None:
@@ -174,7 +163,7 @@ class ModuleGraphs:
             references = entry_info(path).get(_WEIGHTS)
             if not isinstance(references, dict):
                 raise FolderError(f"{path} names no weights", "those of the module", "remove the folder")
-            graph = load_saved(path, references, self.module, self.device)
+            graph = load_saved(path, references, self.module, signature.target)
         except FolderError as error:
             cache.discard(key.digest, str(error))
             if is_new:
@@ -193,3 +182,11 @@ class ModuleGraphs:
                 changed = key.difference(parts)
                 _LOGGER.warning("%s is compiled: that in %s has other %s", self._name, saved.root, changed)
                 return
+
+
+def _target_parts(target: GraphTarget) -> dict[str, str]:
+    """Return what decides a graph besides its module, by name."""
+    parts = {**target.options, "provider": target.device.provider, "precision": target.precision}
+    if target.device.provider == "cuda":
+        parts["compute_capability"] = ".".join(map(str, target.device.capability() or ()))
+    return parts

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
 import torch
 
+from sdonnx.compiler.graph_target import GraphTarget, host_target
 from sdonnx.export.wrappers import Wrapper
 from sdonnx.models.spec import ComponentSpec
 
@@ -18,19 +19,21 @@ __all__ = ["GraphMethod", "GraphSignature", "checked_inputs"]
 
 @dataclass(frozen=True)
 class GraphSignature:
-    """The signature of a graph.
+    """The signature of a graph, and where it runs.
 
     Attributes:
         spec: Inputs and outputs.
         config: Configuration that the sizes of `spec` refer to.
         wrapper: Class that gives the torch module this signature.
         variant: Kind of calls that the graph computes, as `GraphMethod.variant` returns it.
+        target: Where the graph runs, and in which type it computes.
     """
 
     spec: ComponentSpec
     config: Mapping[str, Any]
     wrapper: type[Wrapper]
     variant: Hashable = None
+    target: GraphTarget = field(default_factory=host_target)
 
 
 class GraphMethod(ABC):
@@ -103,13 +106,17 @@ def checked_inputs(tensors: Mapping[str, Any], signature: GraphSignature) -> dic
     first = tensors[signature.spec.inputs[0].name]
     batch = len(first) if isinstance(first, torch.Tensor) and first.ndim else 0
     inputs = {}
+    target = signature.target
+    device = target.torch_device
+    place = "the CPU" if device.type == "cpu" else str(device)
     for each in signature.spec.inputs:
         tensor = tensors[each.name]
-        dtype = torch.int32 if each.integer else torch.float32
+        dtype = torch.int32 if each.integer else torch.float32 if each.keeps_float32 else target.dtype
         # A subclass, such as a fake tensor of torch.compile, may have no memory.
-        is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.device.type == "cpu"
+        is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.device == device
         if not is_plain or tensor.dtype != dtype:
-            return f"{each.name} is not {'an int32' if each.integer else 'a float32'} tensor on the CPU"
+            name = str(dtype).removeprefix("torch.")
+            return f"{each.name} is not {'an' if each.integer else 'a'} {name} tensor on {place}"
         # An input that the images of a batch share has one row.
         rows = 1 if each.once else batch
         sizes = [rows if size == "batch_size" else size for size in each.resolve(signature.config)]

@@ -11,7 +11,7 @@ import copy
 import logging
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +22,20 @@ import torch
 from onnxruntime import OrtValue
 
 from sdonnx.compiler.graph_method import GraphSignature
+from sdonnx.compiler.graph_target import REMEDY, GraphTarget
 from sdonnx.errors import FolderError, refusing
 from sdonnx.export.trace import trace
 from sdonnx.folder.pipeline_folder import ONNX_MODEL, ONNX_WEIGHTS
-from sdonnx.fusions.fusion_table import fuse
+from sdonnx.fusions.fusion_table import StageOutcome, fuse
+from sdonnx.fusions.own_kernels import OWN_KERNELS, use_own_kernels
 from sdonnx.graph.passes import tidy
-from sdonnx.optimize.interface import adapt_interface
+from sdonnx.models.spec import ComponentSpec, Role
+from sdonnx.optimize.component import OpenedComponent
+from sdonnx.optimize.component_passes import GRAPH_PASSES, ComponentJob, apply_passes
+from sdonnx.optimize.request import OptimizeRequest
+from sdonnx.precision.policy import Precision
 from sdonnx.runtime.device.device import Device
-from sdonnx.runtime.device.session import Graph, SessionSettings
+from sdonnx.runtime.device.session import Graph
 
 __all__ = ["build_model", "fuse_model", "load_model", "load_saved", "save_model"]
 
@@ -42,7 +48,7 @@ _PAGE = 4096  # bytes
 
 _NOWHERE = "in_memory"  # name of the file of external data, which does not exist
 
-_REMEDY = ("a module that sdonnx can compile", "call the module without sdonnx.compile, and report the error")
+_REMEDY = ("a module that sdonnx can compile", REMEDY)
 
 
 class _ModuleWeights:
@@ -57,20 +63,21 @@ class _ModuleWeights:
 
     def read(self, key: str, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
         """Return a parameter as an alias of its memory if the type allows it."""
-        values: npt.NDArray[Any] = self._tensors[key].detach().numpy()
+        values: npt.NDArray[Any] = self._tensors[key].detach().cpu().numpy()
         return values.astype(dtype, copy=False)
 
 
 def build_model(
-    module: torch.nn.Module, signature: GraphSignature, prepare: Callable[[torch.nn.Module], None], device: Device
+    module: torch.nn.Module, signature: GraphSignature, prepare: Callable[[torch.nn.Module], None]
 ) -> ir.Model:
-    """Export and optimize a module in float32.
+    """Export and optimize a module.
+
+    It is traced in float32, and converted as `sdonnx optimize` does: some operators stay in float32.
 
     Args:
-        module: The module, in evaluation mode and in float32 on the CPU.
-        signature: The signature of the graph.
+        module: The module, in evaluation mode.
+        signature: The signature of the graph, and where it runs.
         prepare: Changes the copy of the module that is traced, in place.
-        device: Where the graph runs.
 
     Returns:
         The model. Its weights are aliases of the module's, or computed from them when they are read.
@@ -78,14 +85,17 @@ def build_model(
     Raises:
         FolderError: The module cannot be traced.
     """
-    spec, config = signature.spec, signature.config
+    spec, config, name = signature.spec, signature.config, type(module).__name__
 
     def build() -> torch.nn.Module:
         copied = _fake_copy(module)
         prepare(copied)
         return copied
 
-    with refusing(f"the module {type(module).__name__}", *_REMEDY):
+    def buffers() -> dict[str, torch.Tensor]:
+        return {name: _wide(buffer.detach().cpu()) for name, buffer in module.named_buffers()}
+
+    with refusing(f"the module {name}", *_REMEDY):
         model = trace(
             spec,
             config,
@@ -93,36 +103,55 @@ def build_model(
             signature.wrapper,
             _ModuleWeights(module),
             torch.float32,
-            lambda: dict(module.named_buffers()),
+            buffers,
         )
-        adapt_interface(model, spec, config)
-        fuse_model(model, type(module).__name__, device)
+        target = signature.target
+        request = OptimizeRequest(target.device.provider, Precision(target.precision))
+        opened = OpenedComponent(Path(name), model, dict(config), written=True, operators={}, notes=())
+        policy = request.precision.policies([spec.name])[spec.name]
+        job = ComponentJob(spec, opened, request, requested=policy)
+        apply_passes(GRAPH_PASSES, job)
+        outcomes = list(job.outcomes)
+        if target.settings.library is not None:
+            outcomes.append(StageOutcome(OWN_KERNELS, use_own_kernels(model, *_default_size(spec, config)).fired, ()))
+        _log_fusions(outcomes, name)
     return model
 
 
+def _default_size(spec: ComponentSpec, config: Mapping[str, Any]) -> tuple[int | None, int]:
+    """Return the size of a denoiser's latents for a default image, and of a transformer's patches."""
+    found = [config.get(name) if spec.role is Role.DENOISER else None for name in ("sample_size", "patch_size")]
+    size, patch = (each if isinstance(each, int) and each > 0 else None for each in found)
+    return size, patch or 1
+
+
 def fuse_model(model: ir.Model, name: str, device: Device) -> None:
-    """Fuse a graph in place. A line in the log names the rules that fused something.
+    """Fuse a graph of any form in place. A line in the log names the rules that fused something.
 
     Args:
         model: The graph, in standard operators.
         name: Name of the module in the log.
         device: Where the graph runs.
     """
-    fired = Counter[str]()
-    for outcome in fuse(model, device.provider):
-        fired.update(outcome.fired)
-    counts = ", ".join(f"{rule} {count}" for rule, count in fired.items() if count)
-    _LOGGER.info("fused in %s: %s", name, counts or "nothing")
+    _log_fusions(fuse(model, device.provider), name)
     tidy(model)
 
 
-def load_model(model: ir.Model, name: str, device: Device) -> Graph:
+def _log_fusions(outcomes: Iterable[StageOutcome], name: str) -> None:
+    fired = Counter[str]()
+    for outcome in outcomes:
+        fired.update(outcome.fired)
+    counts = ", ".join(f"{rule} {count}" for rule, count in fired.items() if count)
+    _LOGGER.info("fused in %s: %s", name, counts or "nothing")
+
+
+def load_model(model: ir.Model, name: str, target: GraphTarget) -> Graph:
     """Load a fused graph whose weights are in memory; the model loses these.
 
     Args:
         model: The graph.
         name: Name of the module in errors.
-        device: Where the graph runs.
+        target: Where the graph runs.
 
     Raises:
         FolderError: ONNX Runtime rejects the graph.
@@ -132,7 +161,7 @@ def load_model(model: ir.Model, name: str, device: Device) -> Graph:
         injected = {name: _ort_value(array) for name, array in _detach_weights(model.graph)}
         path = Path(at) / ONNX_MODEL
         ir.save(model, path)
-        return Graph(path, device, settings=SessionSettings(rebuild=_REMEDY[1]), injected=injected)
+        return Graph(path, target.device, capture=True, settings=target.settings, injected=injected)
 
 
 def save_model(model: ir.Model, module: torch.nn.Module, folder: Path) -> dict[str, str]:
@@ -172,14 +201,14 @@ def save_model(model: ir.Model, module: torch.nn.Module, folder: Path) -> dict[s
     return references
 
 
-def load_saved(folder: Path, references: Mapping[str, str], module: torch.nn.Module, device: Device) -> Graph:
+def load_saved(folder: Path, references: Mapping[str, str], module: torch.nn.Module, target: GraphTarget) -> Graph:
     """Load a model that `save_model` wrote, with parameters of an equal module.
 
     Args:
         folder: The folder.
         references: The result of `save_model`.
         module: The module.
-        device: Where the graph runs.
+        target: Where the graph runs.
 
     Raises:
         FolderError: ONNX Runtime rejects the graph, or the module lacks a parameter.
@@ -189,7 +218,7 @@ def load_saved(folder: Path, references: Mapping[str, str], module: torch.nn.Mod
     if missing := [source for source in references.values() if source not in tensors]:
         raise FolderError(f"{folder} needs the parameter {missing[0]}", "the module's parameters", "remove the folder")
     injected = {name: _ort_value(tensors[source].contiguous().numpy()) for name, source in references.items()}
-    return Graph(folder / ONNX_MODEL, device, settings=SessionSettings(rebuild=_REMEDY[1]), injected=injected)
+    return Graph(folder / ONNX_MODEL, target.device, capture=True, settings=target.settings, injected=injected)
 
 
 def _fake_copy(module: torch.nn.Module) -> torch.nn.Module:
@@ -199,11 +228,15 @@ def _fake_copy(module: torch.nn.Module) -> torch.nn.Module:
     """
     fakes: dict[int, Any] = {}
     for parameter in module.parameters():
-        empty = torch.empty(parameter.shape, dtype=parameter.dtype)
-        fakes[id(parameter)] = torch.nn.Parameter(empty, requires_grad=False)
+        fakes[id(parameter)] = torch.nn.Parameter(torch.empty(parameter.shape), requires_grad=False)
     for buffer in module.buffers():
-        fakes[id(buffer)] = torch.empty(buffer.shape, dtype=buffer.dtype)
+        is_float = buffer.dtype.is_floating_point
+        fakes[id(buffer)] = torch.empty(buffer.shape, dtype=torch.float32 if is_float else buffer.dtype)
     return copy.deepcopy(module, fakes)
+
+
+def _wide(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.float() if tensor.dtype.is_floating_point else tensor
 
 
 def _detach_weights(graph: ir.Graph) -> Iterator[tuple[str, npt.NDArray[Any]]]:

@@ -84,7 +84,9 @@ def image_tensors(unet: Any, embeds: Any) -> dict[str, Any] | str:
     if not all(isinstance(scale, int | float) for each in scales for scale in each):
         return "a scale of an IP-Adapter is not a number"
     named = {f"{IMAGE_EMBEDS}.{index}": tensor for index, tensor in enumerate(embeds)}
-    return named | {ADAPTER_SCALE: torch.tensor(scales, dtype=torch.float32).T.contiguous()}
+    device = embeds[0].device if isinstance(embeds[0], torch.Tensor) else None
+    weights = torch.tensor(scales, dtype=torch.float32, device=device)
+    return named | {ADAPTER_SCALE: weights.T.contiguous()}
 
 
 def prepare_images(unet: Any) -> None:

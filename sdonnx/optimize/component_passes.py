@@ -48,7 +48,7 @@ from sdonnx.precision.residual_scaling import scale_residual_stream
 from sdonnx.quantization.quantization_config import QuantizationPolicy
 from sdonnx.quantization.quantize_weights import QuantizedWeight, QuantizeWeights, require_not_quantized, restore_late
 
-__all__ = ["FUSION_PASSES", "PASSES", "ComponentJob", "ComponentPass", "run_passes"]
+__all__ = ["FUSION_PASSES", "GRAPH_PASSES", "PASSES", "ComponentJob", "ComponentPass", "apply_passes", "run_passes"]
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -167,11 +167,7 @@ def run_passes(passes: Sequence[ComponentPass], job: ComponentJob) -> ComponentR
         SdonnxError: the component cannot be optimized as requested, or cannot be written.
     """
     with refusing(job.opened.path.parent, *EXPECTED_GRAPH):
-        for each in passes:
-            if each.applies(job):
-                start = time.perf_counter()
-                each.run(job)
-                _LOGGER.debug("%s: %s took %.1f s", job.spec.name, each.name, time.perf_counter() - start)
+        apply_passes(passes, job)
         return report_of(
             job.spec,
             job.opened.config,
@@ -186,6 +182,15 @@ def run_passes(passes: Sequence[ComponentPass], job: ComponentJob) -> ComponentR
             job.norm_scaling,
             job.quantized,
         )
+
+
+def apply_passes(passes: Sequence[ComponentPass], job: ComponentJob) -> None:
+    """Run the passes that apply, in order, without a report; errors of a broken graph are not converted."""
+    for each in passes:
+        if each.applies(job):
+            start = time.perf_counter()
+            each.run(job)
+            _LOGGER.debug("%s: %s took %.1f s", job.spec.name, each.name, time.perf_counter() - start)
 
 
 def _norm_notes(job: ComponentJob) -> tuple[str, ...]:
@@ -380,7 +385,7 @@ FUSION_PASSES = (
 )
 """Passes that fuse a graph in memory and write nothing."""
 
-PASSES = (
+GRAPH_PASSES = (
     *FUSION_PASSES,
     ComponentPass("scale group norms", _scale_group_norms, applies=lambda job: job.norm_scale != 1),
     ComponentPass("choose precision", _choose_precision),
@@ -390,6 +395,11 @@ PASSES = (
     ComponentPass("tidy", _tidy),
     ComponentPass("quantize", _quantize, applies=lambda job: job.quantization.is_active),
     ComponentPass("order weights", _order_weights),
+)
+"""Passes that optimize a graph in memory and write nothing."""
+
+PASSES = (
+    *GRAPH_PASSES,
     ComponentPass("write graph", _write_graph),
     ComponentPass("write configuration", _write_configuration),
     ComponentPass("write served graphs", _write_served_graphs),

@@ -1,0 +1,135 @@
+"""Run a graph on torch's tensors, on the CPU or on a GPU."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from sdonnx.compiler.graph_target import GraphTarget
+from sdonnx.runtime.device.cuda import cuda
+from sdonnx.runtime.device.device_thread import device_thread
+from sdonnx.runtime.device.session import Graph, Run
+
+__all__ = ["MAX_SIZES", "GraphRuns", "graph_runs"]
+
+MAX_SIZES = 8
+"""Number of sizes of the inputs for which a graph on a GPU keeps buffers and a captured CUDA graph."""
+
+GraphRuns = Callable[[Mapping[str, torch.Tensor]], list[torch.Tensor]]
+"""Runs a graph on its inputs by name, and returns its outputs in order."""
+
+
+def graph_runs(graph: Graph, target: GraphTarget) -> GraphRuns:
+    """Return the function that runs a graph on tensors of the target's device."""
+    if target.device.provider == "cpu":
+        return lambda inputs: _run_on_host(graph, inputs)
+    return _CapturedRuns(graph, target)
+
+
+def _run_on_host(graph: Graph, inputs: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+    outputs = graph.run({name: tensor.detach().numpy() for name, tensor in inputs.items()})
+    return [torch.from_numpy(outputs[name]) for name in graph.outputs]
+
+
+class _Buffer:
+    """Memory of a torch tensor, as `Graph.bind` reads it."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+    def data_ptr(self) -> int:
+        return self.tensor.data_ptr()
+
+    def shape(self) -> list[int]:
+        return list(self.tensor.shape)
+
+
+@dataclass(frozen=True)
+class _Bound:
+    """A run for inputs of one size, with the tensors that it reads and writes."""
+
+    run: Run
+    inputs: Mapping[str, torch.Tensor]
+    outputs: tuple[torch.Tensor, ...]
+
+
+class _CapturedRuns:
+    """Runs of a graph on a GPU, as CUDA graphs that are captured by the first call of a size.
+
+    A call copies its inputs into buffers of torch's allocator and its outputs out of them. It is ordered on torch's
+    current stream like any other work of torch, and does not wait for the GPU. The buffers and the CUDA graph of the
+    size that was not used for the longest time are released if there are more than `MAX_SIZES`.
+    """
+
+    def __init__(self, graph: Graph, target: GraphTarget) -> None:
+        self._graph, self._target = graph, target
+        self._device = target.torch_device
+        self._thread = device_thread(target.device)  # one thread of the process uses the stream of all graphs
+        self._stream: Any = torch.cuda.ExternalStream(cuda(target.device.index).stream, self._device)
+        self._bound = OrderedDict[tuple[Any, ...], _Bound]()
+
+    def __call__(self, inputs: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+        current = torch.cuda.current_stream(self._device)
+        tensors = {name: tensor.detach() for name, tensor in inputs.items()}
+        return self._thread.run(lambda: self._run(tensors, current))
+
+    def _run(self, tensors: Mapping[str, torch.Tensor], current: Any) -> list[torch.Tensor]:
+        with torch.cuda.device(self._device), torch.no_grad():
+            # After the work that computes the inputs, and after earlier copies of outputs.
+            self._stream.wait_stream(current)
+            bound = self._bound_for(tensors)
+            with torch.cuda.stream(self._stream):
+                for name, tensor in tensors.items():
+                    bound.inputs[name].copy_(tensor, non_blocking=True)
+            bound.run()
+            current.wait_stream(self._stream)
+            with torch.cuda.stream(current):
+                outputs = [tensor.clone() for tensor in bound.outputs]
+            self._stream.wait_stream(current)
+        return outputs
+
+    def _bound_for(self, tensors: Mapping[str, torch.Tensor]) -> _Bound:
+        key = tuple(tensors[name].shape for name in self._graph.inputs)
+        found = self._bound.get(key)
+        if found is None:
+            found = self._bound[key] = self._bind(tensors)
+            while len(self._bound) > MAX_SIZES:
+                _, oldest = self._bound.popitem(last=False)
+                oldest.run.release()
+        self._bound.move_to_end(key)
+        return found
+
+    def _bind(self, tensors: Mapping[str, torch.Tensor]) -> _Bound:
+        """Run once to find the sizes of the outputs, and capture a run with buffers of these sizes."""
+        graph, index = self._graph, self._target.device.index
+        with torch.cuda.stream(self._stream):
+            inputs = {
+                name: tensors[name].to(self._device, _torch_type(graph.dtype(name)), copy=True).contiguous()
+                for name in graph.inputs
+            }
+        self._stream.synchronize()
+        binding = graph.session.io_binding()
+        for name, tensor in inputs.items():
+            binding.bind_input(name, "cuda", index, graph.dtype(name), list(tensor.shape), tensor.data_ptr())
+        for name in graph.outputs:
+            binding.bind_output(name, "cuda", index)
+        graph.session.run_with_iobinding(binding, graph.run_options())
+        shapes = [value.shape() for value in binding.get_outputs()]
+        del binding
+        outputs = {
+            name: torch.empty(shape, dtype=_torch_type(graph.dtype(name)), device=self._device)
+            for name, shape in zip(graph.outputs, shapes, strict=True)
+        }
+        buffers: Any = {name: _Buffer(tensor) for name, tensor in (inputs | outputs).items()}
+        run = graph.bind(buffers)
+        run.capture()
+        return _Bound(run, inputs, tuple(outputs.values()))
+
+
+def _torch_type(dtype: Any) -> torch.dtype:
+    return torch.from_numpy(np.empty(0, dtype)).dtype

@@ -1,0 +1,96 @@
+"""Where the graphs of a module run, in which type they compute, and with which kernels."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, field
+
+import torch
+
+from sdonnx.runtime.device.device import Device, device_for
+from sdonnx.runtime.device.kernel_workarounds import KernelCheck, check_now
+from sdonnx.runtime.device.own_kernel_form import OwnKernelForm
+from sdonnx.runtime.device.session import SessionSettings
+
+__all__ = ["REMEDY", "GraphTarget", "host_target", "target_of", "why_no_target"]
+
+REMEDY = "call the module without sdonnx.compile, and report the error"
+"""What to do about a graph that ONNX Runtime rejects."""
+
+_GPU_TYPES = (torch.float16, torch.float32)
+
+
+@dataclass(frozen=True)
+class GraphTarget:
+    """Where a graph runs.
+
+    Attributes:
+        device: The device.
+        dtype: Floating-point type of the module, and of the inputs and outputs of its methods.
+        settings: Options of ONNX Runtime: the library of our kernels, and workarounds for faulty ones.
+    """
+
+    device: Device
+    dtype: torch.dtype
+    settings: SessionSettings = field(default_factory=lambda: SessionSettings(rebuild=REMEDY))
+
+    @property
+    def torch_device(self) -> torch.device:
+        """The device, as torch names it."""
+        return torch.device("cpu") if self.device.provider == "cpu" else torch.device("cuda", self.device.index)
+
+    @property
+    def precision(self) -> str:
+        """The type in which the graph computes: "float16" or "float32"."""
+        return "float16" if self.dtype == torch.float16 else "float32"
+
+    @property
+    def options(self) -> dict[str, str]:
+        """What the graph depends on, besides the device's provider and the precision."""
+        return {"kernels": "none" if self.settings.library is None else "own"}
+
+
+def host_target() -> GraphTarget:
+    """Return the target of modules on the CPU."""
+    return GraphTarget(device_for("cpu"), torch.float32)
+
+
+def why_no_target(module: torch.nn.Module) -> str | None:
+    """Return why no graph can have the weights of a module as they are, or None."""
+    device = None
+    for name, tensor in module.named_parameters():
+        if tensor.device.type not in ("cpu", "cuda"):
+            return f"{name} is on {tensor.device}"
+        if device is not None and tensor.device != device:
+            return f"{name} is on {tensor.device}, other weights are on {device}"
+        device = tensor.device
+        if tensor.dtype != torch.float32 and (device.type == "cpu" or tensor.dtype not in _GPU_TYPES):
+            return f"{name} is {tensor.dtype}"
+        if tensor.is_inference():
+            return f"{name} was created in inference mode, where torch does not count changes"
+    return None
+
+
+def target_of(module: torch.nn.Module) -> GraphTarget:
+    """Return the target of a module: the device and the type of its weights, float16 if any of them is.
+
+    On a GPU, kernels on which no verdict is known are checked first (`sdonnx doctor`).
+
+    Raises:
+        ProviderError: ONNX Runtime cannot use the GPU.
+    """
+    parameters = list(module.parameters())
+    if not parameters or parameters[0].device.type == "cpu":
+        return host_target()
+    is_half = any(tensor.dtype == torch.float16 for tensor in parameters)
+    return _gpu_target(parameters[0].device.index or 0, torch.float16 if is_half else torch.float32)
+
+
+@functools.cache
+def _gpu_target(index: int, dtype: torch.dtype) -> GraphTarget:
+    device = device_for("cuda", index)
+    check_now(device)  # without a verdict our kernels would not be used
+    report = {"options": {"kernels": "auto" if dtype == torch.float16 else "none"}}
+    library = OwnKernelForm(device, report, SessionSettings()).kernel_library
+    options = KernelCheck(device, report, {}).provider_options
+    return GraphTarget(device, dtype, SessionSettings(options, rebuild=REMEDY, library=library))

@@ -1,0 +1,123 @@
+"""Graphs of modules for GPUs: float16, with our operators; lowered to standard operators, they agree with torch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+import torch
+from support.graphs import run
+from support.small_modules import TEXT_WIDTH, small_autoencoder, small_text_encoder, small_unet
+
+import sdonnx
+from sdonnx.compiler.compile_module import SUPPORTED
+from sdonnx.compiler.graph_cache import ModuleGraphs
+from sdonnx.compiler.graph_method import GraphMethod, GraphSignature, checked_inputs
+from sdonnx.compiler.graph_target import GraphTarget, target_of, why_no_target
+from sdonnx.compiler.module_graph import build_model
+from sdonnx.errors import OptionError
+from sdonnx.metrics import relative_error
+from sdonnx.operators.case import OWN_DOMAIN, Array
+from sdonnx.runtime.device.device import Device
+from sdonnx.runtime.device.session import SessionSettings
+
+GPU = Device("cuda", 0)
+
+
+def signature_for_gpu(module: Any, method: GraphMethod, own: bool = True) -> GraphSignature:
+    library = Path("libsdonnx_kernels.so") if own else None
+    target = GraphTarget(GPU, torch.float16, SessionSettings(library=library))
+    return replace(method.signature(module, method.variant(module, None, None)), target=target)
+
+
+def wide_unet() -> Any:
+    """Return a UNet whose layers have sizes that our operators accept."""
+    return small_unet(block_out_channels=(64, 128), down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
+                      up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"), attention_head_dim=64)  # fmt: skip
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_unet_in_float16(own: bool) -> None:
+    unet = wide_unet()
+    (method,) = SUPPORTED[type(unet)]
+    signature = signature_for_gpu(unet, method, own)
+    model = build_model(unet.half(), signature, method.prepare)
+    types = {value.name: value.dtype for value in model.graph.inputs}
+    assert types["sample"] == types["encoder_hidden_states"] == ir.DataType.FLOAT16
+    assert types["timestep"] == ir.DataType.FLOAT
+    domains = {node.domain for node in model.graph}
+    assert (OWN_DOMAIN in domains) == own
+    assert "com.microsoft" in domains
+    sample, text = torch.randn(2, 4, 12, 10), torch.randn(2, 7, TEXT_WIDTH)
+    sample, text = sample.half().float(), text.half().float()
+    feeds: dict[str, Array] = {
+        "sample": sample.numpy().astype(np.float16),
+        "encoder_hidden_states": text.numpy().astype(np.float16),
+        "timestep": np.array([7, 7], np.float32),
+    }
+    (ours,) = run(model, feeds).values()
+    with torch.no_grad():
+        theirs = unet.float()(sample, torch.tensor([7, 7]), text).sample
+    assert relative_error(ours, theirs.numpy()) < 5e-3
+
+
+def test_autoencoder_and_text_encoder_in_float16() -> None:
+    vae, encoder = small_autoencoder(), small_text_encoder()
+    decode = SUPPORTED[type(vae)][0]
+    latents = torch.randn(1, 4, 6, 5).half().float()
+    model = build_model(vae.half(), signature_for_gpu(vae, decode), decode.prepare)
+    (name,) = (value.name for value in model.graph.inputs)
+    (ours,) = run(model, {str(name): latents.numpy().astype(np.float16)}).values()
+    with torch.no_grad():
+        theirs = vae.float().decode(latents).sample
+    assert relative_error(ours, theirs.numpy()) < 5e-3
+    (forward,) = SUPPORTED[type(encoder)]
+    ids = torch.randint(1, 97, (2, 77), generator=torch.manual_seed(0))
+    model = build_model(encoder.half(), signature_for_gpu(encoder, forward), forward.prepare)
+    outputs = run(model, {"input_ids": ids.numpy().astype(np.int32)})
+    with torch.no_grad():
+        states = encoder.float()(ids).last_hidden_state
+    assert relative_error(outputs["last_hidden_state"], states.numpy()) < 5e-3
+
+
+def test_keys_differ_by_target() -> None:
+    """A graph for another device, precision or choice of kernels is another entry of the cache."""
+    unet = small_unet()
+    (method,) = SUPPORTED[type(unet)]
+    graphs = ModuleGraphs(unet, method)
+    host = method.signature(unet, method.variant(unet, None, None))
+    on_gpu = [replace(signature_for_gpu(unet, method, own), target=_without_gpu(own)) for own in (True, False)]
+    assert len({graphs.key(each).digest for each in (host, *on_gpu)}) == 3
+
+
+def _without_gpu(own: bool) -> GraphTarget:
+    library = Path("libsdonnx_kernels.so") if own else None
+    return GraphTarget(Device("cpu"), torch.float16, SessionSettings(library=library))
+
+
+def test_inputs_have_the_type_and_the_device_of_the_module() -> None:
+    unet = small_unet()
+    (method,) = SUPPORTED[type(unet)]
+    signature = signature_for_gpu(unet, method)
+    tensors = {each.name: torch.zeros(2, 4, 8, 8) for each in signature.spec.inputs}
+    assert checked_inputs(tensors, signature) == "sample is not a float16 tensor on cuda:0"
+
+
+def test_weights_on_other_devices_and_of_other_types() -> None:
+    assert why_no_target(small_unet()) is None
+    assert target_of(small_unet()).precision == "float32"
+    assert target_of(torch.nn.Identity()).torch_device == torch.device("cpu")
+    assert "is torch.float16" in (why_no_target(small_unet().half()) or "")
+    mixed = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2, device="meta"))
+    assert why_no_target(mixed) == "1.weight is on meta"
+
+
+def test_an_autoencoder_that_pipelines_convert_stays_in_torch() -> None:
+    """diffusers converts it to float32 and back for each image."""
+    vae = small_autoencoder(force_upcast=True).half()
+    with pytest.raises(OptionError, match="force_upcast"):
+        sdonnx.compile(vae)

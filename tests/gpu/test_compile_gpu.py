@@ -1,0 +1,155 @@
+"""`sdonnx.compile` and `compile_pipe` on a GPU: images, streams, sizes, changed weights, and the time of a call."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.recording import Note
+
+import sdonnx
+from sdonnx.compiler.graph_runs import MAX_SIZES
+from sdonnx.metrics import relative_error
+
+Source = Callable[[str], Path]
+
+PROMPT = "a red fox in the snow"
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Source:
+    """Return a function that writes a sample once, and returns its folder."""
+    from sdonnx.sample.write_sample import write_sample
+
+    @functools.cache
+    def write(arch: str) -> Path:
+        folder = tmp_path_factory.mktemp("samples") / arch
+        write_sample(arch, folder)
+        return folder
+
+    return write
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SDONNX_CACHE_LIMIT", "0")
+
+
+def loaded(folder: Path, dtype: torch.dtype, device: str = "cuda") -> Any:
+    import diffusers
+
+    pipeline: Any = diffusers.DiffusionPipeline.from_pretrained(folder, torch_dtype=dtype)
+    pipeline.set_progress_bar_config(disable=True)
+    if getattr(pipeline, "vae", None) is not None:
+        pipeline.vae.register_to_config(force_upcast=False)
+    return pipeline.to(device)
+
+
+def latents_of(pipeline: Any, **arguments: Any) -> np.ndarray[Any, Any]:
+    generator = torch.Generator("cpu").manual_seed(3)
+    given = {"num_inference_steps": 3, "output_type": "latent"} | arguments
+    return np.asarray(pipeline(PROMPT, generator=generator, **given).images.float().cpu())
+
+
+@pytest.mark.parametrize("arch", ["tiny", "sdxl-tiny", "pixart-alpha-tiny"])
+def test_pipelines(arch: str, source: Source, note: Note, caplog: pytest.LogCaptureFixture) -> None:
+    """The error to float32 is at most twice that of torch's float16; other sizes and batches compile nothing anew."""
+    wide, half = (loaded(source(arch), dtype) for dtype in (torch.float32, torch.float16))
+    cases = [{}, {"height": 96, "width": 128}, {"num_images_per_prompt": 2}]
+    if arch.startswith("pixart"):
+        cases = [{"use_resolution_binning": False, **case} for case in cases]
+    exact = [latents_of(wide, **case) for case in cases]
+    plain = [latents_of(half, **case) for case in cases]
+    start = time.perf_counter()
+    compiled = sdonnx.compile_pipe(half)
+    row: dict[str, Any] = {"arch": arch, "compile_s": round(time.perf_counter() - start, 2)}
+    with caplog.at_level(logging.WARNING, logger="sdonnx.compiler"):
+        ours = [latents_of(compiled, **case) for case in cases]
+    row["errors"] = [relative_error(a, b) for a, b in zip(ours, exact, strict=True)]
+    row["torch_errors"] = [relative_error(a, b) for a, b in zip(plain, exact, strict=True)]
+    row["lines"] = [record.getMessage() for record in caplog.records]
+    image = compiled(PROMPT, num_inference_steps=2, output_type="np", generator=torch.manual_seed(0)).images
+    note("compiled pipelines", row)
+    assert np.isfinite(image).all()
+    assert row["lines"] == []
+    assert all(a <= 2 * b for a, b in zip(row["errors"], row["torch_errors"], strict=True))
+
+
+def unet_of(source: Source) -> tuple[Any, dict[str, Any]]:
+    unet = loaded(source("tiny"), torch.float16).unet
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, device="cuda", dtype=torch.float16)
+
+    width = unet.config.cross_attention_dim
+    call = {"sample": drawn(2, 4, 16, 16), "timestep": 7, "encoder_hidden_states": drawn(2, 77, width)}
+    return unet, call
+
+
+def test_calls_are_ordered_on_the_current_stream(source: Source) -> None:
+    """Inputs that other streams compute late are waited for, and outputs are not overwritten by the next call."""
+    unet, call = unet_of(source)
+    compiled = sdonnx.compile(unet)
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    with torch.inference_mode():
+        expected = [compiled(**(call | {"sample": call["sample"] * scale})).sample for scale in (1, 2, 3, 4)]
+        torch.cuda.synchronize()
+        for _ in range(5):
+            found = []
+            for index, scale in enumerate((1, 2, 3, 4)):
+                with torch.cuda.stream(streams[index % 2]):
+                    torch.cuda._sleep(2_000_000)
+                    late = call["sample"] * scale
+                    found.append(compiled(**(call | {"sample": late})).sample)
+            torch.cuda.synchronize()
+            assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_many_sizes_and_changed_weights(source: Source) -> None:
+    unet, call = unet_of(source)
+    compiled = sdonnx.compile(unet)
+    with torch.inference_mode():
+        for height in range(8, 8 + 8 * (MAX_SIZES + 2), 8):
+            sample = torch.randn(1, 4, height, 16, device="cuda", dtype=torch.float16)
+            text = call["encoder_hidden_states"][:1]
+            ours, theirs = (each(sample, 3, text).sample for each in (compiled, unet))
+            assert relative_error(ours.float().cpu().numpy(), theirs.float().cpu().numpy()) < 2e-2
+    with torch.no_grad():
+        unet.conv_out.weight.mul_(2)
+        ours, theirs = compiled(**call).sample, unet(**call).sample
+    assert relative_error(ours.float().cpu().numpy(), theirs.float().cpu().numpy()) < 2e-2
+
+
+@pytest.mark.full
+def test_time_of_a_call(source: Source, note: Note) -> None:
+    """Stable Diffusion 1.5 at 512x512 with guidance: calls without a pause, next to eager torch."""
+    unet = loaded(source("sd15"), torch.float16).unet
+    sample = torch.randn(2, 4, 64, 64, device="cuda", dtype=torch.float16)
+    text = torch.randn(2, 77, 768, device="cuda", dtype=torch.float16)
+    start = time.perf_counter()
+    compiled = sdonnx.compile(unet)
+    row: dict[str, Any] = {"compile_s": round(time.perf_counter() - start, 2)}
+    with torch.inference_mode():
+        for name, module in (("eager", unet), ("compiled", compiled)):
+            times = []
+            for _ in range(4):
+                torch.cuda.synchronize()
+                start = time.perf_counter()
+                for _ in range(30):
+                    module(sample, 7, text)
+                queued = time.perf_counter()
+                torch.cuda.synchronize()
+                times.append((time.perf_counter() - start) / 30 * 1e3)
+                row[f"{name}_host_ms"] = round((queued - start) / 30 * 1e3, 3)
+            row[f"{name}_ms"] = round(statistics.median(times[1:]), 3)
+    note("a call of SD 1.5's UNet", row)
+    assert row["compiled_ms"] < row["eager_ms"]
