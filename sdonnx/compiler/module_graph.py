@@ -78,6 +78,8 @@ def load_graph(
 
     def build() -> torch.nn.Module:
         copied = _fake_copy(module)
+        for hooks in (copied._forward_hooks, copied._forward_pre_hooks):
+            hooks.clear()  # they run around the graph
         prepare(copied)
         return copied
 
