@@ -185,6 +185,8 @@ def _numbered(shape: ir.Shape) -> ir.Shape:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the type and the first line of an error, shortened."""
+    """Return the type and the first line of an error, or of the one that torch's exporter wrapped, shortened."""
+    while isinstance(error, torch.onnx.OnnxExporterError) and error.__cause__ is not None:
+        error = error.__cause__
     lines = itertools.chain(str(error).strip().splitlines(), [""])
     return f"{type(error).__name__}: {next(lines)}"[:_MAX_CHARACTERS]

@@ -46,6 +46,9 @@ _MIN_INJECTED_BYTES = 1024
 
 _PAGE = 4096  # bytes
 
+# In the message of ONNX Runtime about a graph with nodes on the CPU.
+_NOT_CAPTURED = "cannot use the graph capture feature"
+
 _NOWHERE = "in_memory"  # name of the file of external data, which does not exist
 
 _REMEDY = ("a module that sdonnx can compile", REMEDY)
@@ -89,6 +92,8 @@ def build_model(
 
     def build() -> torch.nn.Module:
         copied = _fake_copy(module)
+        for hooks in (copied._forward_hooks, copied._forward_pre_hooks):
+            hooks.clear()  # they run around the graph
         prepare(copied)
         return copied
 
@@ -161,7 +166,7 @@ def load_model(model: ir.Model, name: str, target: GraphTarget) -> Graph:
         injected = {name: _ort_value(array) for name, array in _detach_weights(model.graph)}
         path = Path(at) / ONNX_MODEL
         ir.save(model, path)
-        return Graph(path, target.device, capture=True, settings=target.settings, injected=injected)
+        return _loaded(path, target, injected)
 
 
 def save_model(model: ir.Model, module: torch.nn.Module, folder: Path) -> dict[str, str]:
@@ -218,7 +223,18 @@ def load_saved(folder: Path, references: Mapping[str, str], module: torch.nn.Mod
     if missing := [source for source in references.values() if source not in tensors]:
         raise FolderError(f"{folder} needs the parameter {missing[0]}", "the module's parameters", "remove the folder")
     injected = {name: _ort_value(tensors[source].contiguous().numpy()) for name, source in references.items()}
-    return Graph(folder / ONNX_MODEL, target.device, capture=True, settings=target.settings, injected=injected)
+    return _loaded(folder / ONNX_MODEL, target, injected)
+
+
+def _loaded(path: Path, target: GraphTarget, injected: Mapping[str, OrtValue]) -> Graph:
+    """Load a graph; one that ONNX Runtime cannot capture as a CUDA graph is loaded without."""
+    try:
+        return Graph(path, target.device, capture=True, settings=target.settings, injected=injected)
+    except FolderError as error:
+        if _NOT_CAPTURED not in str(error):
+            raise
+        _LOGGER.debug("%s runs without CUDA graphs: it has nodes on the CPU", path)
+        return Graph(path, target.device, settings=target.settings, injected=injected)
 
 
 def _fake_copy(module: torch.nn.Module) -> torch.nn.Module:

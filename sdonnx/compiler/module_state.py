@@ -71,8 +71,10 @@ class ModuleState:
 
 
 def attributes_of(module: torch.nn.Module) -> list[Any]:
-    """Return every submodule, tensor and attribute of a module, for `same_attributes`."""
-    return list(_parts(module))
+    """Return every submodule, tensor and attribute of a module, and attributes of these, for `same_attributes`."""
+    parts = list(_parts(module))
+    held = [vars(part) for part in parts if hasattr(part, "__dict__") and not isinstance(part, torch.nn.Module | type)]
+    return [*parts, *(value for attributes in held for value in attributes.values())]
 
 
 def same_attributes(before: Sequence[Any], after: Sequence[Any]) -> bool:

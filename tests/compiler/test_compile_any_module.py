@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -115,6 +116,31 @@ class Remembered(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.cache += 1
         return x * self.cache
+
+
+class Held(nn.Module):
+    """Counts calls in an object among its attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.state = SimpleNamespace(calls=0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.state.calls += 1
+        calls: int = self.state.calls
+        return x * calls
+
+
+class Listed(nn.Module):
+    """Counts calls in a tensor in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cache = [[torch.zeros(1)]]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.cache[0][0] += 1
+        return x * self.cache[0][0]
 
 
 class Overwritten(nn.Module):
@@ -304,6 +330,8 @@ def test_torch_computes_other_modules(kind: Callable[[], nn.Module], reason: str
         (Counted, "it changes count"),
         (Replaced, "it changes its own attributes"),
         (Numbered, "it changes its own attributes"),
+        (Held, "it changes its own attributes"),
+        (Listed, "torch.export failed ("),
         (Remembered, "it changes a tensor among its attributes"),
     ],
 )

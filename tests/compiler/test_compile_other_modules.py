@@ -202,6 +202,19 @@ def test_tokens_outside_the_vocabulary_raise_torchs_error() -> None:
             compiled(ids)
 
 
+def test_hooks_of_the_module_run_once() -> None:
+    """They are not part of the graph, also if they were registered before the module was compiled."""
+    encoder = _clip()
+
+    def double(module: Any, args: Any, output: Any) -> Any:
+        return type(output)(last_hidden_state=output.last_hidden_state * 2)
+
+    encoder.register_forward_hook(double)
+    ids = _ids(2, 6)
+    compiled = sdonnx.compile(encoder)
+    assert _error(compiled(ids).last_hidden_state, encoder(ids).last_hidden_state) < 1e-4
+
+
 def test_changed_weights_are_noticed(caplog: pytest.LogCaptureFixture) -> None:
     encoder = _clip()
     compiled, ids = sdonnx.compile(encoder), _ids(2, 6)
