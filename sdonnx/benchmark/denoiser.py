@@ -4,8 +4,7 @@ The engines have the same weights and sizes and are timed in turn in one process
 the same for all. Requires a GPU and torch. `sustained_ms` is the time of a call among many without a pause. For
 `sdonnx` and `sdonnx-plain` a call is a step of a pipeline, which contains the arithmetic of guidance and of the
 scheduler as well. `sdonnx-plain` uses no operators of our own, and `sdonnx-quantized` the folder of --quantized.
-`torchao-fp8` is torch.compile after torchao has quantized all linear layers, with scales of rows and channels; it
-requires bfloat16. `relative_error` compares the prediction of one call, in each engine's type, with torch's in float32.
+`relative_error` compares the prediction of one call, in each engine's fp16, with torch's in float32.
 """
 
 from __future__ import annotations
@@ -37,9 +36,9 @@ from sdonnx.terminal import add_common, console, guarded
 
 __all__ = ["ENGINES", "main"]
 
-ENGINES = ("sdonnx-plain", "sdonnx", "sdonnx-quantized", "torch", "torch-compile", "torchao-fp8")
+ENGINES = ("sdonnx-plain", "sdonnx", "sdonnx-quantized", "torch", "torch-compile")
 
-_PLAIN, _OWN, _QUANTIZED, _TORCH, _COMPILED, _TORCHAO = ENGINES
+_PLAIN, _OWN, _QUANTIZED = ENGINES[:3]
 _OURS = ENGINES[:3]
 _PROMPT = "a red fox in the snow " * 20  # fills the prompt
 _STEPS = 10  # of the shorter of the two images whose difference is timed
@@ -52,7 +51,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--quantized", type=Path, help="the folder optimized from it with --quantize, of sdonnx-quantized"
     )
-    engines = [engine for engine in ENGINES if engine not in (_QUANTIZED, _TORCHAO)]
+    engines = [engine for engine in ENGINES if engine != _QUANTIZED]
     parser.add_argument("-e", "--engines", nargs="+", default=engines, choices=ENGINES)
     parser.add_argument("--tokens", type=int, default=77, help="length of the prompts for torch")
     parser.add_argument(
@@ -169,20 +168,11 @@ def _each(value: Any, change: Callable[[Any], Any]) -> Any:
     return None if value is None else change(value)
 
 
-def _load_torch(case: _Case, engine: str) -> Callable[[], Any]:
+def _load_torch(case: _Case, compiled: bool) -> Callable[[], Any]:
     import torch
 
-    model = case.model(torch.bfloat16 if engine == _TORCHAO else torch.float16)
-    if engine == _TORCHAO:
-        # Source: diffusers' documentation, "torchao"; its products with scales of rows write bfloat16 only.
-        from torchao.quantization import Float8DynamicActivationFloat8WeightConfig, PerRow, quantize_
-
-        case, narrow = copy.copy(case), methodcaller("bfloat16")
-        case.sample, case.prompt, case.more = narrow(case.sample), narrow(case.prompt), _each(case.more, narrow)
-        model.fuse_qkv_projections()
-        quantize_(model, Float8DynamicActivationFloat8WeightConfig(granularity=PerRow()), _suits_fp8)
-        model = torch.compile(model, mode="reduce-overhead", fullgraph=True)
-    elif engine == _COMPILED:
+    model = case.model(torch.float16)
+    if compiled:
         # Source: diffusers' documentation, "Accelerate inference", torch.compile.
         model.fuse_qkv_projections()
         model = model.to(memory_format=torch.channels_last)
@@ -197,13 +187,6 @@ def _load_torch(case: _Case, engine: str) -> Callable[[], Any]:
         call()
     torch.cuda.synchronize()
     return call
-
-
-def _suits_fp8(module: Any, _: str) -> bool:
-    """Return whether cuBLAS has an fp8 product for a module."""
-    import torch
-
-    return isinstance(module, torch.nn.Linear) and module.in_features % 16 == 0 and module.out_features % 16 == 0
 
 
 def _load_pipeline(options: argparse.Namespace, folder: Path, library: str | None) -> Callable[[int], float]:
@@ -312,7 +295,7 @@ def _run(options: argparse.Namespace) -> int:
         if engine in _OURS:
             images[engine] = _load_pipeline(options, folder, "0" if engine == _PLAIN else None)
         else:
-            calls[engine] = _load_torch(case, engine)
+            calls[engine] = _load_torch(case, compiled=engine == "torch-compile")
         records[engine] = {"ready_s": round(time.perf_counter() - start, 3)}
         if engine in calls:
             prediction = calls[engine]()

@@ -80,7 +80,7 @@ _STARTS = ("load_s", "first_image_s", "cached_first_image_s", "warm_up_s")
 
 _MB = 1024**2  # as in ONNX Runtime's benchmark.py
 
-_PACKAGES = ("jinja2", "numpy", "rich", "scikit-image", "tokenizers", "xformers", "lpips", "torchao", "triton")
+_PACKAGES = ("jinja2", "numpy", "rich", "scikit-image", "tokenizers", "xformers", "lpips", "triton")
 
 
 def csv_row(
