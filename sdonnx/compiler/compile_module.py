@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from sdonnx.compiler.agreement_check import AgreementCheck
-from sdonnx.compiler.compile_options import check_options
+from sdonnx.compiler.compile_options import CompileOptions, check_options
 from sdonnx.compiler.compiled_autoencoder import AutoencoderDecode, AutoencoderEncode
 from sdonnx.compiler.compiled_controlnet import ControlNetForward
 from sdonnx.compiler.compiled_image_encoder import ClipVisionForward
@@ -109,13 +109,13 @@ def compile_with(
         options: Options.
         saved: Entries in which graphs are searched before the user's cache.
     """
-    check = check_options(options)
+    chosen = check_options(options)
     plain: Any = module._programs.module if isinstance(module, CompiledModule) else module
     known = isinstance(plain, torch.nn.Module) and bool(_methods_of(plain))
     if not known and (reason := why_not_exported(plain)) is not None:
         found = f"a {type(plain).__name__} that cannot be compiled: {reason}"
         raise OptionError(found, "a torch module with a forward", "pass another module")
-    if known and (reason := _why_not(plain)) is not None:
+    if known and (reason := _why_not(plain, chosen.gpu)) is not None:
         remedy = "call it without sdonnx.compile"
         if why_unsupported(plain) is None:
             remedy = f"change the module (module.float(), module.eval(), module.to('cpu')), or {remedy}"
@@ -127,7 +127,7 @@ def compile_with(
     base: Any = type(plain)
     compiled = object.__new__(_compiled_class(base))
     object.__setattr__(compiled, "__dict__", vars(plain))
-    object.__setattr__(compiled, "_programs", _Programs(plain, check, saved))
+    object.__setattr__(compiled, "_programs", _Programs(plain, chosen, saved))
     return cast(_Module, compiled)
 
 
@@ -161,11 +161,11 @@ class _Programs(dict[str, "_Program | ExportedForward"]):
         module: the module, which torch computes.
     """
 
-    def __init__(self, module: torch.nn.Module, check: bool, saved: FolderCache | None) -> None:
+    def __init__(self, module: torch.nn.Module, chosen: CompileOptions, saved: FolderCache | None) -> None:
         methods = _methods_of(module)
-        super().__init__({method.name: _Program(module, method, check, saved) for method in methods})
+        super().__init__({method.name: _Program(module, method, chosen, saved) for method in methods})
         if not methods:
-            self["forward"] = ExportedForward(module, _why_not_exported_now, check)
+            self["forward"] = ExportedForward(module, _why_not_now, chosen.check_agreement)
         self.module = module
 
 
@@ -185,16 +185,18 @@ class _Program:
     Args:
         module: The module, which torch computes.
         method: The method.
-        check: Whether the first result of each graph is compared with the module's own.
+        chosen: Options.
         saved: Entries in which graphs are searched before the user's cache.
 
     Attributes:
         graphs: The graphs of the method, in the caches and built.
     """
 
-    def __init__(self, module: torch.nn.Module, method: GraphMethod, check: bool, saved: FolderCache | None) -> None:
+    def __init__(
+        self, module: torch.nn.Module, method: GraphMethod, chosen: CompileOptions, saved: FolderCache | None
+    ) -> None:
         self.graphs = ModuleGraphs(module, method, saved)
-        self._module, self._method, self._check = module, method, check
+        self._module, self._method, self._chosen = module, method, chosen
         self._in_class: Callable[..., Any] = getattr(type(module), method.name)
         self._class_name = type(module).__name__
         self._signature = inspect.signature(getattr(module, method.name))
@@ -261,7 +263,9 @@ class _Program:
         graph = self.graphs.load(signature)
         _LOGGER.debug("compiled %s in %.1f s", self._class_name, time.perf_counter() - start)
         # A graph on a GPU has other kernels than those that agree with torch in the tests of a CPU.
-        check = AgreementCheck(self._class_name, self._check or signature.target.device.provider == "cuda")
+        check = AgreementCheck(
+            self._class_name, self._chosen.check_agreement or signature.target.device.provider == "cuda"
+        )
         return _Build(graph_runs(graph, signature.target), signature, state, check)
 
     def _current(self, arguments: Mapping[str, Any]) -> _Build | str:
@@ -273,7 +277,7 @@ class _Program:
         with self._lock:
             built = self._built
             changed = built is None or not built.state.is_current(self._module)
-            if changed and (reason := _why_not(self._module)) is not None:
+            if changed and (reason := _why_not(self._module, self._chosen.gpu)) is not None:
                 return reason
             before = None if built is None else built.signature.variant
             variant = self._method.variant(self._module, arguments, before)
@@ -320,14 +324,19 @@ def why_unsupported(module: torch.nn.Module) -> str | None:
     return next(filter(None, (method.why_not(module) for method in methods)), None)
 
 
-def _why_not(module: torch.nn.Module) -> str | None:
-    """Return why a module cannot be compiled as it is now, or None."""
+def _why_not(module: torch.nn.Module, on_gpu: bool) -> str | None:
+    """Return why a module cannot be compiled as it is now, or None.
+
+    Args:
+        module: The module.
+        on_gpu: Whether it may be on a GPU.
+    """
     if (reason := why_unsupported(module)) is not None:
         return reason
-    return _why_not_now(module)
+    return _why_not_now(module, on_gpu)
 
 
-def _why_not_now(module: torch.nn.Module) -> str | None:
+def _why_not_now(module: torch.nn.Module, on_gpu: bool = False) -> str | None:
     """Return why a module of any class cannot be compiled as it is now, or None."""
     if module.training:
         return "it is in training mode"
@@ -335,15 +344,7 @@ def _why_not_now(module: torch.nn.Module) -> str | None:
         return "its forward was replaced"
     if has_inner_hooks(module):
         return "submodules have hooks"
-    return why_no_target(module)
-
-
-def _why_not_exported_now(module: torch.nn.Module) -> str | None:
-    """Return why a module of another class than those of `SUPPORTED` cannot be compiled as it is now, or None."""
-    on_gpu = (name for name, tensor in module.named_parameters() if tensor.device.type == "cuda")
-    if (name := next(on_gpu, None)) is not None:
-        return f"{name} is on a GPU"
-    return _why_not_now(module)
+    return why_no_target(module, on_gpu)
 
 
 @functools.cache

@@ -1,21 +1,22 @@
 """Options of `compile` and `compile_pipe` in the form of OneDiff's nexfort backend.
 
 They are a dictionary or JSON with some of the keys `mode`, `memory_format`, `dynamic` and `options`; a string that does
-not begin with a brace is a mode. A mode is a list of words with colons: "max-optimize:low-precision:cache-all". Graphs
-are in float32 on the CPU so far, so that no word has an effect; unknown ones are an error, as they may be misspelled.
-Of `options`, only `check_agreement` has an effect.
+not begin with a brace is a mode. A mode is a list of words with colons: "max-optimize:low-precision:cache-all". No word
+has an effect so far; unknown ones are an error, as they may be misspelled. Of `options`, `check_agreement` and
+`experimental_gpu` have an effect.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
 from sdonnx.errors import OptionError
 
-__all__ = ["CHECK_AGREEMENT", "MODES", "check_options"]
+__all__ = ["CHECK_AGREEMENT", "EXPERIMENTAL_GPU", "MODES", "CompileOptions", "check_options"]
 
 MODES: Mapping[str, str] = MappingProxyType(
     {
@@ -38,12 +39,29 @@ MODES: Mapping[str, str] = MappingProxyType(
 CHECK_AGREEMENT = "check_agreement"
 """The key of `options` in the options that requests `sdonnx.compiler.agreement_check.AgreementCheck`."""
 
+EXPERIMENTAL_GPU = "experimental_gpu"
+"""The key of `options` that accepts modules on a GPU, whose graphs were not measured there yet."""
+
+
+@dataclass(frozen=True)
+class CompileOptions:
+    """Options that have an effect.
+
+    Attributes:
+        check_agreement: Whether the first result of each graph is compared with the module's own.
+        gpu: Whether modules on a GPU are accepted.
+    """
+
+    check_agreement: bool = False
+    gpu: bool = False
+
+
 _FORMATS = ("preserve_format", "contiguous_format", "channels_last")
 _KEYS = ("mode", "memory_format", "dynamic", "options")
 
 
-def check_options(options: Mapping[str, Any] | str | None) -> bool:
-    """Return whether the first result of each graph is to be checked (`CHECK_AGREEMENT`).
+def check_options(options: Mapping[str, Any] | str | None) -> CompileOptions:
+    """Return the options that have an effect.
 
     Raises:
         OptionError: A key, a word of the mode or a value is unknown, or the text is no JSON.
@@ -66,9 +84,10 @@ def check_options(options: Mapping[str, Any] | str | None) -> bool:
     inner = content.get("options") or {}
     if not isinstance(inner, Mapping):
         raise OptionError(f"options is {content['options']!r}", "an object", "leave it out")
-    if (check := inner.get(CHECK_AGREEMENT)) not in (None, True, False):
-        raise OptionError(f"{CHECK_AGREEMENT} is {check!r}", "true or false", "correct it")
-    return bool(check)
+    for name in (CHECK_AGREEMENT, EXPERIMENTAL_GPU):
+        if inner.get(name) not in (None, True, False):
+            raise OptionError(f"{name} is {inner[name]!r}", "true or false", "correct it")
+    return CompileOptions(bool(inner.get(CHECK_AGREEMENT)), bool(inner.get(EXPERIMENTAL_GPU)))
 
 
 def _parsed(options: Mapping[str, Any] | str | None) -> Mapping[str, Any]:

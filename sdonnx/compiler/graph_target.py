@@ -55,11 +55,16 @@ def host_target() -> GraphTarget:
     return GraphTarget(device_for("cpu"), torch.float32)
 
 
-def why_no_target(module: torch.nn.Module) -> str | None:
-    """Return why no graph can have the weights of a module as they are, or None."""
+def why_no_target(module: torch.nn.Module, on_gpu: bool) -> str | None:
+    """Return why no graph can have the weights of a module as they are, or None.
+
+    Args:
+        module: The module.
+        on_gpu: Whether it may be on a GPU.
+    """
     device = None
     for name, tensor in module.named_parameters():
-        if tensor.device.type not in ("cpu", "cuda"):
+        if tensor.device.type not in (("cpu", "cuda") if on_gpu else ("cpu",)):
             return f"{name} is on {tensor.device}"
         if device is not None and tensor.device != device:
             return f"{name} is on {tensor.device}, other weights are on {device}"

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from support.pipelines import refused
 
-from sdonnx.compiler.compile_options import MODES, check_options
+from sdonnx.compiler.compile_options import MODES, CompileOptions, check_options
 from sdonnx.errors import OptionError
 
 
@@ -28,10 +28,10 @@ def test_options_of_onediff_are_accepted(options: Any) -> None:
     check_options(options)
 
 
-def test_the_check_of_the_first_result_is_off_by_default() -> None:
-    assert not check_options({"options": {"epilogue_fusion": True}})
-    assert not check_options("O3")
-    assert check_options('{"options": {"check_agreement": true}}')
+def test_options_with_an_effect_are_off_by_default() -> None:
+    assert check_options({"options": {"epilogue_fusion": True}}) == check_options("O3") == CompileOptions()
+    assert check_options('{"options": {"check_agreement": true}}') == CompileOptions(check_agreement=True)
+    assert check_options({"options": {"experimental_gpu": True}}) == CompileOptions(gpu=True)
 
 
 @pytest.mark.parametrize(
@@ -44,6 +44,7 @@ def test_the_check_of_the_first_result_is_off_by_default() -> None:
         ({"memory_format": "nhwc"}, "the memory_format 'nhwc' is unknown", "channels_last"),
         ({"dynamic": "yes"}, "dynamic is 'yes'", "true or false"),
         ({"options": {"check_agreement": "yes"}}, "check_agreement is 'yes'", "true or false"),
+        ({"options": {"experimental_gpu": 2}}, "experimental_gpu is 2", "true or false"),
         ({"options": ["a"]}, "options is ['a']", "an object"),
         ('{"mode": ', "options are no JSON", "a JSON object"),
         ("{" * 100_000, "options are no JSON", "a JSON object"),

@@ -108,12 +108,12 @@ def test_inputs_have_the_type_and_the_device_of_the_module() -> None:
 
 
 def test_weights_on_other_devices_and_of_other_types() -> None:
-    assert why_no_target(small_unet()) is None
+    assert why_no_target(small_unet(), on_gpu=False) is None
     assert target_of(small_unet()).precision == "float32"
     assert target_of(torch.nn.Identity()).torch_device == torch.device("cpu")
-    assert "is torch.float16" in (why_no_target(small_unet().half()) or "")
+    assert "is torch.float16" in (why_no_target(small_unet().half(), on_gpu=True) or "")
     mixed = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2, device="meta"))
-    assert why_no_target(mixed) == "1.weight is on meta"
+    assert why_no_target(mixed, on_gpu=True) == "1.weight is on meta"
 
 
 def test_an_autoencoder_that_pipelines_convert_stays_in_torch() -> None:

@@ -163,7 +163,8 @@ def test_code_of_the_user_is_not_cached(folder: Path, builds: mock.Mock) -> None
     unet.set_attn_processor(Scaled())
     with logged_lines(logging.INFO) as lines:
         compiled = sdonnx.compile(unet)
-    (line,) = lines
+    line, fused = lines
+    assert fused.startswith("fused in UNet2DConditionModel: ")
     assert line.startswith("UNet2DConditionModel is not cached: ")
     assert "Scaled, which is not of" in line
     assert not folder.exists()

@@ -21,7 +21,7 @@ from support.small_modules import TEXT_WIDTH, small_text_encoder, small_unet
 
 from sdonnx.compiler import graph_key as module_of_keys
 from sdonnx.compiler.compiled_text_encoders import ClipForward
-from sdonnx.compiler.compiled_unet import UNetForward
+from sdonnx.compiler.compiled_unet import UNetForward, UNetVariant
 from sdonnx.compiler.graph_key import GraphKey, graph_key
 from sdonnx.compiler.module_description import IndescribableError
 
@@ -190,7 +190,7 @@ def test_configuration_target_and_versions_count(key: GraphKey, monkeypatch: pyt
     sizes = {"addition_embed_type": "text_time", "projection_class_embeddings_input_dim": 72}
     unet, method = small_unet(**sizes, addition_time_embed_dim=8), UNetForward()
     for variant in (5, 6):
-        digests.add(graph_key(unet, method.signature(unet, variant), method, CPU).digest)
+        digests.add(graph_key(unet, method.signature(unet, UNetVariant(time_ids=variant)), method, CPU).digest)
     monkeypatch.setattr(module_of_keys, "_code_digest", lambda: "other")
     digests.add(key_of(small_unet()).digest)
     monkeypatch.setattr(module_of_keys, "_versions", lambda: {"torch": "1"})

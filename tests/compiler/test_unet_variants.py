@@ -20,7 +20,7 @@ from support.logged_lines import logged_lines
 from support.small_modules import TEXT_WIDTH, small_unet
 
 import sdonnx
-from sdonnx.compiler import compile_module
+from sdonnx.compiler.graph_cache import ModuleGraphs
 from sdonnx.errors import OptionError
 from sdonnx.metrics import relative_error
 
@@ -142,10 +142,10 @@ def test_the_wrong_number_of_residuals_is_the_error_of_torch(controlled: Any) ->
 
 
 def test_at_most_four_graphs_are_kept(monkeypatch: pytest.MonkeyPatch, messages: list[str]) -> None:
-    def load(*_: Any) -> Any:
+    def load(*_: Any, **__: Any) -> Any:
         return SimpleNamespace(outputs=["out_sample"], run=lambda inputs: {"out_sample": 0 * inputs["sample"]})
 
-    monkeypatch.setattr(compile_module, "load_graph", load)
+    monkeypatch.setattr(ModuleGraphs, "load", load)
     compiled = sdonnx.compile(small_unet(**_SD, time_cond_proj_dim=8))
     guided = {"timestep_cond": torch.randn(2, 8)}
     adapted, controlled = _adapted(_SD_ADAPTER), _controlled()

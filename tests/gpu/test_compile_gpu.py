@@ -21,6 +21,7 @@ from sdonnx.metrics import relative_error
 
 Source = Callable[[str], Path]
 
+ON_GPU = {"options": {"experimental_gpu": True}}
 PROMPT = "a red fox in the snow"
 
 
@@ -69,7 +70,7 @@ def test_pipelines(arch: str, source: Source, note: Note, caplog: pytest.LogCapt
     exact = [latents_of(wide, **case) for case in cases]
     plain = [latents_of(half, **case) for case in cases]
     start = time.perf_counter()
-    compiled = sdonnx.compile_pipe(half)
+    compiled = sdonnx.compile_pipe(half, options=ON_GPU)
     row: dict[str, Any] = {"arch": arch, "compile_s": round(time.perf_counter() - start, 2)}
     with caplog.at_level(logging.WARNING, logger="sdonnx.compiler"):
         ours = [latents_of(compiled, **case) for case in cases]
@@ -98,7 +99,7 @@ def unet_of(source: Source) -> tuple[Any, dict[str, Any]]:
 def test_calls_are_ordered_on_the_current_stream(source: Source) -> None:
     """Inputs that other streams compute late are waited for, and outputs are not overwritten by the next call."""
     unet, call = unet_of(source)
-    compiled = sdonnx.compile(unet)
+    compiled = sdonnx.compile(unet, ON_GPU)
     streams = [torch.cuda.Stream() for _ in range(2)]
     with torch.inference_mode():
         expected = [compiled(**(call | {"sample": call["sample"] * scale})).sample for scale in (1, 2, 3, 4)]
@@ -116,7 +117,7 @@ def test_calls_are_ordered_on_the_current_stream(source: Source) -> None:
 
 def test_many_sizes_and_changed_weights(source: Source) -> None:
     unet, call = unet_of(source)
-    compiled = sdonnx.compile(unet)
+    compiled = sdonnx.compile(unet, ON_GPU)
     with torch.inference_mode():
         for height in range(8, 8 + 8 * (MAX_SIZES + 2), 8):
             sample = torch.randn(1, 4, height, 16, device="cuda", dtype=torch.float16)
@@ -136,7 +137,7 @@ def test_time_of_a_call(source: Source, note: Note) -> None:
     sample = torch.randn(2, 4, 64, 64, device="cuda", dtype=torch.float16)
     text = torch.randn(2, 77, 768, device="cuda", dtype=torch.float16)
     start = time.perf_counter()
-    compiled = sdonnx.compile(unet)
+    compiled = sdonnx.compile(unet, ON_GPU)
     row: dict[str, Any] = {"compile_s": round(time.perf_counter() - start, 2)}
     with torch.inference_mode():
         for name, module in (("eager", unet), ("compiled", compiled)):
