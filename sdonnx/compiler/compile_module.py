@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from sdonnx.compiler.agreement_check import AgreementCheck
-from sdonnx.compiler.compile_options import CompileOptions, check_options
+from sdonnx.compiler.compile_options import EXPERIMENTAL_GPU, CompileOptions, check_backend, check_options
 from sdonnx.compiler.compiled_autoencoder import AutoencoderDecode, AutoencoderEncode
 from sdonnx.compiler.compiled_controlnet import ControlNetForward
 from sdonnx.compiler.compiled_image_encoder import ClipVisionForward
@@ -61,7 +61,7 @@ SUPPORTED: Mapping[Any, tuple[GraphMethod, ...]] = {
 _CLASSES = ", ".join(each.__name__ for each in SUPPORTED)
 
 
-def compile(module: _Module, options: Mapping[str, Any] | str | None = None) -> _Module:
+def compile(module: _Module, options: Mapping[str, Any] | str | None = None, *, backend: str | None = None) -> _Module:
     """Return a drop-in for a torch module that runs in ONNX Runtime.
 
     The drop-in is an instance of the module's class and shares all of its attributes, parameters and hooks: a change of
@@ -89,13 +89,15 @@ def compile(module: _Module, options: Mapping[str, Any] | str | None = None) -> 
         options: Options as OneDiff's users write them, as a dictionary or JSON (`sdonnx.compiler.compile_options`).
             `{"options": {"check_agreement": True}}` compares the first result of each graph with the module's own; if
             a tensor differs by a relative error above 1e-3, torch computes the calls, with a line in the log.
+        backend: OneDiff's name of a backend, without effect.
 
     Raises:
-        OptionError: The module cannot be compiled, as its class, type, device or configuration show; or an option is
-            unknown, or SDONNX_CACHE_LIMIT is no size.
+        OptionError: The module cannot be compiled, as its class, type, device or configuration show; or an option or
+            the backend is unknown, or SDONNX_CACHE_LIMIT is no size.
         FolderError: The module cannot be traced, or ONNX Runtime rejects its graph.
         DeviceMemoryError: There is too little memory.
     """
+    check_backend(backend)
     return compile_with(module, options)
 
 
@@ -117,7 +119,9 @@ def compile_with(
         raise OptionError(found, "a torch module with a forward", "pass another module")
     if known and (reason := _why_not(plain, chosen.gpu)) is not None:
         remedy = "call it without sdonnx.compile"
-        if why_unsupported(plain) is None:
+        if any(tensor.device.type == "cuda" for tensor in plain.parameters()):
+            remedy = f"optimize a folder (sdonnx optimize), pass the option {EXPERIMENTAL_GPU}, or {remedy}"
+        elif why_unsupported(plain) is None:
             remedy = f"change the module (module.float(), module.eval(), module.to('cpu')), or {remedy}"
         raise OptionError(
             f"a {type(plain).__name__} that cannot be compiled: {reason}",

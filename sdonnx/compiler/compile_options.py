@@ -16,7 +16,7 @@ from typing import Any
 
 from sdonnx.errors import OptionError
 
-__all__ = ["CHECK_AGREEMENT", "EXPERIMENTAL_GPU", "MODES", "CompileOptions", "check_options"]
+__all__ = ["CHECK_AGREEMENT", "EXPERIMENTAL_GPU", "MODES", "CompileOptions", "check_backend", "check_options"]
 
 MODES: Mapping[str, str] = MappingProxyType(
     {
@@ -57,7 +57,18 @@ class CompileOptions:
 
 
 _FORMATS = ("preserve_format", "contiguous_format", "channels_last")
+_BACKENDS = ("nexfort", "oneflow")
 _KEYS = ("mode", "memory_format", "dynamic", "options")
+
+
+def check_backend(backend: str | None) -> None:
+    """Raise unless a backend is one of OneDiff's, which have no effect here.
+
+    Raises:
+        OptionError: The backend is unknown.
+    """
+    if backend is not None and backend not in _BACKENDS:
+        raise OptionError(f"the backend {backend!r} is unknown", f"one of {', '.join(_BACKENDS)}", "leave it out")
 
 
 def check_options(options: Mapping[str, Any] | str | None) -> CompileOptions:

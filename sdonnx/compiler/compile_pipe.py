@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 
 from sdonnx.compiler.compile_module import SUPPORTED, compile, why_unsupported
-from sdonnx.compiler.compile_options import check_options
+from sdonnx.compiler.compile_options import check_backend, check_options
 from sdonnx.errors import OptionError
 
 __all__ = ["compile_pipe", "modules_of"]
@@ -25,6 +25,7 @@ def compile_pipe(
     ignores: Collection[str] = (),
     options: Mapping[str, Any] | str | None = None,
     fuse_qkv_projections: bool = False,
+    backend: str | None = None,
 ) -> _Pipe:
     """Compile all components of a pipeline that can be, in place, and return the pipeline.
 
@@ -37,14 +38,16 @@ def compile_pipe(
         ignores: Names of components that stay in torch, such as "vae".
         options: See `sdonnx.compile`.
         fuse_qkv_projections: No effect: the graphs decide by themselves how products are grouped.
+        backend: OneDiff's name of a backend, without effect.
 
     Raises:
         OptionError: The pipeline has no component that can be compiled, or no component of a name in `ignores`; a
-            component is in another type, on another device or offloaded; or an option is unknown.
+            component is in another type, on another device or offloaded; or an option or the backend is unknown.
         FolderError: A component cannot be traced.
         DeviceMemoryError: There is too little memory.
     """
     check_options(options)
+    check_backend(backend)
     modules = modules_of(pipe, ignores)
     reasons = {name: why_unsupported(part) for name, part in modules.items()}
     chosen = {name: modules[name] for name, reason in reasons.items() if reason is None}

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from support.pipelines import refused
 
-from sdonnx.compiler.compile_options import MODES, CompileOptions, check_options
+from sdonnx.compiler.compile_options import MODES, CompileOptions, check_backend, check_options
 from sdonnx.errors import OptionError
 
 
@@ -26,6 +26,13 @@ from sdonnx.errors import OptionError
 )
 def test_options_of_onediff_are_accepted(options: Any) -> None:
     check_options(options)
+
+
+def test_backends_of_onediff_are_accepted() -> None:
+    for backend in (None, "nexfort", "oneflow"):
+        check_backend(backend)
+    with refused(OptionError, "the backend 'inductor' is unknown", "nexfort"):
+        check_backend("inductor")
 
 
 def test_options_with_an_effect_are_off_by_default() -> None:

@@ -31,7 +31,7 @@ SIZE: dict[str, Any] = {"height": 64, "width": 48, "num_inference_steps": 2, "ou
 def pipes(micro: Path) -> tuple[Any, Any]:
     """The pipeline of a folder, and another one that is compiled."""
     return in_diffusers(micro), sdonnx.compile_pipe(
-        in_diffusers(micro), options={"mode": "O2"}, fuse_qkv_projections=True
+        in_diffusers(micro), options={"mode": "O2"}, fuse_qkv_projections=True, backend="nexfort"
     )
 
 
