@@ -6,7 +6,9 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from support.diffusers_pipelines import in_diffusers
@@ -14,6 +16,8 @@ from support.logged_lines import logged_lines
 from support.pipeline_cache import PipelineCache
 
 import sdonnx
+from sdonnx.compiler import graph_cache, module_graph
+from sdonnx.folder.cache_root import CACHE, CACHE_LIMIT
 from sdonnx.metrics import psnr
 from sdonnx.operators.case import Array
 
@@ -81,3 +85,24 @@ def test_every_change_is_computed(pipelines: PipelineCache, adapters: list[Path]
         assert lines == [AGAIN], name
         before = theirs
     assert psnr(before, base) > 100
+
+
+def test_states_that_were_compiled_before_are_in_the_cache(
+    pipelines: PipelineCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from peft import LoraConfig
+
+    monkeypatch.setenv(CACHE, str(tmp_path))
+    monkeypatch.setenv(CACHE_LIMIT, "1GB")
+    pipe = in_diffusers(pipelines.nano())
+    torch.manual_seed(0)
+    pipe.unet.add_adapter(LoraConfig(r=4, target_modules=["to_q"], init_lora_weights=False), "first")
+    sdonnx.compile_pipe(pipe, ignores=("vae", "text_encoder"))
+    with mock.patch.object(graph_cache, "build_model", wraps=module_graph.build_model) as builds:
+        images = []
+        for weight in (0.3, 0.9, 0.3):
+            pipe.set_adapters(["first"], [weight])
+            images.append(image_of(pipe))
+    assert builds.call_count == 2
+    assert np.array_equal(images[0], images[2])
+    assert psnr(images[0], images[1]) < 50
