@@ -37,6 +37,7 @@ from sdonnx.compiler.graph_target import target_of, why_no_target
 from sdonnx.compiler.module_state import ModuleState, has_inner_hooks
 from sdonnx.errors import OptionError
 from sdonnx.folder.folder_cache import FolderCache
+from sdonnx.runtime.device.session import Graph
 
 __all__ = ["SUPPORTED", "CompiledModule", "compile", "compile_with", "programs_of", "why_unsupported"]
 
@@ -175,8 +176,9 @@ class _Programs(dict[str, "_Program | ExportedForward"]):
 
 @dataclass(frozen=True)
 class _Build:
-    """A loaded graph, its signature, the state of the module that it was compiled from, and the check of its result."""
+    """A loaded graph, how it runs, its signature, the state of the module when it was compiled, and its check."""
 
+    graph: Graph
     runs: GraphRuns
     signature: GraphSignature
     state: ModuleState
@@ -270,7 +272,7 @@ class _Program:
         check = AgreementCheck(
             self._class_name, self._chosen.check_agreement or signature.target.device.provider == "cuda"
         )
-        return _Build(graph_runs(graph, signature.target), signature, state, check)
+        return _Build(graph, graph_runs(graph, signature.target), signature, state, check)
 
     def _current(self, arguments: Mapping[str, Any]) -> _Build | str:
         """Return the graph of the module as it is now, or the reason why the module cannot be compiled.

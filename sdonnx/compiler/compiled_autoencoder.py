@@ -29,11 +29,11 @@ class _Half(GraphMethod):
     def prepare(self, module: Any) -> None:
         module.use_slicing = module.use_tiling = False
 
-    def why_not(self, module: torch.nn.Module) -> str | None:
+    def why_not(self, module: Any) -> str | None:
         config: Any = module.config
         if {config[name] for name in ("in_channels", "out_channels")} != {3}:
             return "its images do not have three channels"
-        if config.get("force_upcast") and getattr(module, "dtype", None) == torch.float16:
+        if config.get("force_upcast") and module.device.type == "cuda" and module.dtype == torch.float16:
             return "its configuration has force_upcast, so that pipelines convert it for each image"
         return None
 
