@@ -85,11 +85,13 @@ def compile(module: _Module, options: Mapping[str, Any] | str | None = None, *, 
     with an equal module loads them.
 
     Args:
-        module: A module in evaluation mode and in float32 on the CPU. Those of the classes in `SUPPORTED` have graphs
-            of their own, which are compiled before the first call.
+        module: A module in evaluation mode and in float32 on the CPU; with the option `experimental_gpu`, also in
+            float16 or float32 on a GPU. Those of the classes in `SUPPORTED` have graphs of their own, which are
+            compiled before the first call.
         options: Options as OneDiff's users write them, as a dictionary or JSON (`sdonnx.compiler.compile_options`).
             `{"options": {"check_agreement": True}}` compares the first result of each graph with the module's own; if
-            a tensor differs by a relative error above 1e-3, torch computes the calls, with a line in the log.
+            a tensor differs by a relative error above 1e-3 (2e-2 in float16), torch computes the calls, with a line in
+            the log. On a GPU it is always compared.
         backend: OneDiff's name of a backend, without effect.
 
     Raises:

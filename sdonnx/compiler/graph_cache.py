@@ -148,7 +148,7 @@ class ModuleGraphs:
     def _load_from(
         self, cache: FolderCache, key: GraphKey, signature: GraphSignature, *, is_new: bool = False
     ) -> Graph | None:
-        """Load an entry; None if there is none, or it was broken and is removed.
+        """Load an entry; None if there is none, or it is broken. A broken one of the user's cache is removed.
 
         Args:
             cache: The cache.
@@ -165,6 +165,9 @@ class ModuleGraphs:
                 raise FolderError(f"{path} names no weights", "those of the module", "remove the folder")
             graph = load_saved(path, references, self.module, signature.target)
         except FolderError as error:
+            if cache is self.saved:
+                _LOGGER.warning("%s is compiled: its saved graph cannot be loaded (%s)", self._name, error)
+                return None
             cache.discard(key.digest, str(error))
             if is_new:
                 raise
@@ -186,7 +189,8 @@ class ModuleGraphs:
 
 def _target_parts(target: GraphTarget) -> dict[str, str]:
     """Return what decides a graph besides its module, by name."""
-    parts = {**target.options, "provider": target.device.provider, "precision": target.precision}
+    kernels = "none" if target.settings.library is None else "own"
+    parts = {"kernels": kernels, "provider": target.device.provider, "precision": target.precision}
     if target.device.provider == "cuda":
         parts["compute_capability"] = ".".join(map(str, target.device.capability() or ()))
     return parts

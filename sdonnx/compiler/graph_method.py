@@ -88,7 +88,7 @@ class GraphMethod(ABC):
             signature: The graph's signature.
 
         Returns:
-            Tensors on the CPU by name of the input; or a clause without a full stop.
+            Tensors on the target's device by name of the input; or a clause without a full stop.
         """
 
     @abstractmethod

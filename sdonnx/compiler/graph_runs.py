@@ -12,6 +12,7 @@ import torch
 
 from sdonnx.compiler.graph_target import GraphTarget
 from sdonnx.runtime.device.cuda import cuda
+from sdonnx.runtime.device.device import memory_errors
 from sdonnx.runtime.device.device_thread import device_thread
 from sdonnx.runtime.device.session import Graph, Run
 
@@ -86,6 +87,9 @@ class _CapturedRuns:
             with torch.cuda.stream(self._stream):
                 for name, tensor in tensors.items():
                     bound.inputs[name].copy_(tensor, non_blocking=True)
+            if not self._graph.captures:
+                # ONNX Runtime reads an input of a node on the CPU when it binds it, which no stream orders.
+                self._stream.synchronize()
             bound.run()
             current.wait_stream(self._stream)
             with torch.cuda.stream(current):
@@ -97,7 +101,8 @@ class _CapturedRuns:
         key = tuple(tensors[name].shape for name in self._graph.inputs)
         found = self._bound.get(key)
         if found is None:
-            found = self._bound[key] = self._bind(tensors)
+            with memory_errors(self._target.device, f"running {self._graph.path.name} with {list(key)}"):
+                found = self._bound[key] = self._bind(tensors)
             while len(self._bound) > MAX_SIZES:
                 _, oldest = self._bound.popitem(last=False)
                 oldest.run.release()
@@ -121,10 +126,11 @@ class _CapturedRuns:
         graph.session.run_with_iobinding(binding, graph.run_options())
         shapes = [value.shape() for value in binding.get_outputs()]
         del binding
-        outputs = {
-            name: torch.empty(shape, dtype=_torch_type(graph.dtype(name)), device=self._device)
-            for name, shape in zip(graph.outputs, shapes, strict=True)
-        }
+        with torch.cuda.stream(self._stream):  # the stream by which torch's allocator orders their memory
+            outputs = {
+                name: torch.empty(shape, dtype=_torch_type(graph.dtype(name)), device=self._device)
+                for name, shape in zip(graph.outputs, shapes, strict=True)
+            }
         buffers: Any = {name: _Buffer(tensor) for name, tensor in (inputs | outputs).items()}
         run = graph.bind(buffers)
         run.capture()

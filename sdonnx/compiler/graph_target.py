@@ -44,11 +44,6 @@ class GraphTarget:
         """The type in which the graph computes: "float16" or "float32"."""
         return "float16" if self.dtype == torch.float16 else "float32"
 
-    @property
-    def options(self) -> dict[str, str]:
-        """What the graph depends on, besides the device's provider and the precision."""
-        return {"kernels": "none" if self.settings.library is None else "own"}
-
 
 def host_target() -> GraphTarget:
     """Return the target of modules on the CPU."""

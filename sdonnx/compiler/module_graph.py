@@ -1,8 +1,8 @@
 """Turn a torch module in memory into a loaded ONNX Runtime graph.
 
 The module is traced as a copy of fake tensors, which have shapes but no storage. Its weights are passed to ONNX Runtime
-in memory: one that the graph uses as it is shares the memory of the module's parameter, and is never written to disk
-(docs/decisions/0168-compile-modules-in-memory.md).
+in memory. On the CPU, one that the graph uses as it is shares the memory of the module's parameter, and is never
+written to disk (docs/decisions/0168-compile-modules-in-memory.md). Those of a module on a GPU are copied to the host.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from sdonnx.errors import FolderError, refusing
 from sdonnx.export.trace import trace
 from sdonnx.folder.pipeline_folder import ONNX_MODEL, ONNX_WEIGHTS
 from sdonnx.fusions.fusion_table import StageOutcome, fuse
-from sdonnx.fusions.own_kernels import OWN_KERNELS, use_own_kernels
+from sdonnx.fusions.own_kernels import OWN_KERNELS, default_sizes, use_own_kernels
 from sdonnx.graph.passes import tidy
-from sdonnx.models.spec import ComponentSpec, Role
+from sdonnx.models.spec import Role
 from sdonnx.optimize.component import OpenedComponent
 from sdonnx.optimize.component_passes import GRAPH_PASSES, ComponentJob, apply_passes
 from sdonnx.optimize.request import OptimizeRequest
@@ -118,16 +118,10 @@ def build_model(
         apply_passes(GRAPH_PASSES, job)
         outcomes = list(job.outcomes)
         if target.settings.library is not None:
-            outcomes.append(StageOutcome(OWN_KERNELS, use_own_kernels(model, *_default_size(spec, config)).fired, ()))
+            sizes = default_sizes(config) if spec.role is Role.DENOISER else (None, 1)
+            outcomes.append(StageOutcome(OWN_KERNELS, use_own_kernels(model, *sizes).fired, ()))
         _log_fusions(outcomes, name)
     return model
-
-
-def _default_size(spec: ComponentSpec, config: Mapping[str, Any]) -> tuple[int | None, int]:
-    """Return the size of a denoiser's latents for a default image, and of a transformer's patches."""
-    found = [config.get(name) if spec.role is Role.DENOISER else None for name in ("sample_size", "patch_size")]
-    size, patch = (each if isinstance(each, int) and each > 0 else None for each in found)
-    return size, patch or 1
 
 
 def fuse_model(model: ir.Model, name: str, device: Device) -> None:

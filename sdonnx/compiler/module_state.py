@@ -26,7 +26,7 @@ class ModuleState:
 
     A later change is noticed by the identity of submodules, tensors and attributes, by the address and the version
     counter of each tensor, and by four of its values. The values are for writes through `.data`, as diffusers'
-    `EMAModel.copy_to` makes them: torch does not count them.
+    `EMAModel.copy_to` makes them: torch does not count them. On a GPU, values are not compared.
 
     The state keeps the memory of replaced tensors alive until it is released, so that no new tensor can have the same
     address.

@@ -67,7 +67,7 @@ from sdonnx.operators.own_layer_norm import check_own_layer_norm
 from sdonnx.operators.own_skip_layer_norm import check_own_skip_layer_norm
 from sdonnx.operators.reference_body import optional_input
 
-__all__ = ["KERNELS", "MAX_TOKENS", "MIN_TOKENS", "OWN_KERNELS", "use_own_kernels"]
+__all__ = ["KERNELS", "MAX_TOKENS", "MIN_TOKENS", "OWN_KERNELS", "default_sizes", "use_own_kernels"]
 
 KERNELS = ("none", "auto")
 """Whether to write the form of the graphs with our own operators."""
@@ -128,6 +128,12 @@ class _DefaultImage:
         """Return the latents' size for an axis of an input, the patches' for what shape inference named."""
         latent_size = required(self.latent_size)
         return latent_size if symbol in self.axes else latent_size // self.patch_size
+
+
+def default_sizes(config: Mapping[str, Any]) -> tuple[int | None, int]:
+    """Return the size of the latents that a denoiser generates by default, None if unknown, and that of its patches."""
+    size, patch = (config.get(name) for name in ("sample_size", "patch_size"))
+    return size if isinstance(size, int) else None, patch if isinstance(patch, int) and patch > 0 else 1
 
 
 def use_own_kernels(model: ir.Model, latent_size: int | None = None, patch_size: int = 1) -> PassOutcome:

@@ -176,8 +176,9 @@ def rows_of_sum(node: ir.Node, _: object) -> WalkResult:
         return NOT_A_CANDIDATE
     norm = node.op_type == "LayerNormRows"
     gamma, beta = (optional_input(node, index) if norm else None for index in (1, 2))
-    if any(product in ancestors(each) for each in (gamma, beta)):
-        return Refused("the weights of the norm depend on the sum")
+    scale = optional_input(node, 3 if norm else 1)
+    if any(product in ancestors(each) for each in (gamma, beta, scale)):
+        return Refused("the weights of the norm, or the scale, depend on the sum")
     largest = required(static_dim(weight, 1)) * math.prod(each.max_value for each in formats)
     exponent = max(0, math.ceil(math.log2(largest / _MAX_HALF)))
     attributes: dict[str, int | float] = {
@@ -187,7 +188,7 @@ def rows_of_sum(node: ir.Node, _: object) -> WalkResult:
     plain = insert(
         product, "ScaledMatMul", [q, None, weight], attributes, domain=OWN_DOMAIN, shape=total.shape, dtype=_HALF
     )
-    inputs = [plain, x_scales, w_scales, bias, residual, gamma, beta, optional_input(node, 3 if norm else 1)]
+    inputs = [plain, x_scales, w_scales, bias, residual, gamma, beta, scale]
     while inputs[-1] is None:
         inputs.pop()
     attributes = {"format": node.attributes.get_int("format", 0), "exponent": exponent}

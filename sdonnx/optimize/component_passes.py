@@ -28,7 +28,7 @@ from sdonnx.folder.pipeline_folder import (
     read_json,
 )
 from sdonnx.fusions.fusion_table import StageOutcome, fuse
-from sdonnx.fusions.own_kernels import OWN_KERNELS, use_own_kernels
+from sdonnx.fusions.own_kernels import OWN_KERNELS, default_sizes, use_own_kernels
 from sdonnx.fusions.stack_projections import order_weights
 from sdonnx.graph.match import MatchFailure
 from sdonnx.graph.passes import tidy
@@ -343,17 +343,14 @@ def _write_served_graphs(job: ComponentJob) -> None:
 
 def _write_own_kernel_graphs(job: ComponentJob) -> None:
     """Write each served graph a second time, with our own operators; both forms read the same weights."""
-    is_denoiser = job.spec.role is Role.DENOISER
-    size, patch = (job.opened.config.get(name) if is_denoiser else None for name in ("sample_size", "patch_size"))
+    sizes = default_sizes(job.opened.config) if job.spec.role is Role.DENOISER else (None, 1)
     index = job.folder / SHARED_WEIGHTS
     shared = read_json(index) if index.is_file() else None
     fired: Counter[str] = Counter()
     failures: list[MatchFailure] = []
     for file in job.served:
         model = ir.load(job.folder / file)
-        outcome = use_own_kernels(
-            model, size if isinstance(size, int) else None, patch if isinstance(patch, int) and patch > 0 else 1
-        )
+        outcome = use_own_kernels(model, *sizes)
         if any(outcome.fired.values()):
             own = job.folder / own_kernel_graph(file)
             restore_late(model)

@@ -90,14 +90,14 @@ def test_keys_differ_by_target() -> None:
     unet = small_unet()
     (method,) = SUPPORTED[type(unet)]
     graphs = ModuleGraphs(unet, method)
-    host = method.signature(unet, method.variant(unet, None, None))
-    on_gpu = [replace(signature_for_gpu(unet, method, own), target=_without_gpu(own)) for own in (True, False)]
-    assert len({graphs.key(each).digest for each in (host, *on_gpu)}) == 3
-
-
-def _without_gpu(own: bool) -> GraphTarget:
-    library = Path("libsdonnx_kernels.so") if own else None
-    return GraphTarget(Device("cpu"), torch.float16, SessionSettings(library=library))
+    plain = method.signature(unet, method.variant(unet, None, None))
+    own = SessionSettings(library=Path("libsdonnx_kernels.so"))
+    targets = [GraphTarget(GPU, torch.float32), GraphTarget(GPU, torch.float16), GraphTarget(GPU, torch.float16, own)]
+    digests = {graphs.key(plain).digest}
+    for capability in ((8, 0), (9, 0)):
+        with mock.patch.object(Device, "capability", return_value=capability):
+            digests |= {graphs.key(replace(plain, target=target)).digest for target in targets}
+    assert len(digests) == 7
 
 
 def test_inputs_have_the_type_and_the_device_of_the_module() -> None:
@@ -122,5 +122,5 @@ def test_an_autoencoder_that_pipelines_convert_stays_in_torch() -> None:
     vae = small_autoencoder(force_upcast=True).half()
     with mock.patch.object(type(vae), "device", torch.device("cuda")):
         assert "force_upcast" in (SUPPORTED[type(vae)][0].why_not(vae) or "")
-    with pytest.raises(OptionError, match="is torch.float16"):
+    with pytest.raises(OptionError, match=r"is torch\.float16"):
         sdonnx.compile(vae)
