@@ -21,13 +21,15 @@ BITS = {0: Fill.E4M3_BITS, 1: Fill.SCALES, 2: Fill.E4M3_BITS, 3: Fill.SCALES}
 
 
 def scaled_mat_mul(inputs: Any, attributes: Mapping[str, Any]) -> list[torch.Tensor]:
-    q, scales, w, w_scales, bias, residual = inputs
+    padded: list[Any] = [*inputs, *[None] * (6 - len(inputs))]
+    q, scales, w, w_scales, bias, residual = padded
     left = q.view(TYPES[EightBits(attributes["x_format"])]).double()
     right = w.view(TYPES[EightBits(attributes["w_format"])]).double()
-    total = left @ right.T * scales * w_scales
+    total = left @ right.T * 2.0 ** -attributes.get("exponent", 0)
+    total = total if scales is None else total * scales * w_scales
     total = total if bias is None else total + bias
     total = total if residual is None else total + residual
-    return [(F.gelu(total, approximate="tanh") if attributes["gelu"] else total).float()]
+    return [(F.gelu(total, approximate="tanh") if attributes.get("gelu") else total).float()]
 
 
 def refused(name: str, attributes: Mapping[str, Any], *shapes: tuple[int, ...]) -> KernelCase:
