@@ -63,8 +63,9 @@ class _CapturedRuns:
     """Runs of a graph on a GPU, as CUDA graphs that are captured by the first call of a size.
 
     A call copies its inputs into buffers of torch's allocator and its outputs out of them. It is ordered on torch's
-    current stream like any other work of torch, and does not wait for the GPU. The buffers and the CUDA graph of the
-    size that was not used for the longest time are released if there are more than `MAX_SIZES`.
+    current stream like any other work of torch, and does not wait for the GPU. A graph that ONNX Runtime cannot capture
+    runs without a CUDA graph, and waits for its inputs. The buffers of the size that was not used for the longest time
+    are released if there are more than `MAX_SIZES`.
     """
 
     def __init__(self, graph: Graph, target: GraphTarget) -> None:
