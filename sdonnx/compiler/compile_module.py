@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from sdonnx.compiler.agreement_check import AgreementCheck
-from sdonnx.compiler.compile_options import EXPERIMENTAL_GPU, CompileOptions, check_backend, check_options
+from sdonnx.compiler.compile_options import CompileOptions, check_backend, check_options
 from sdonnx.compiler.compiled_autoencoder import AutoencoderDecode, AutoencoderEncode
 from sdonnx.compiler.compiled_controlnet import ControlNetForward
 from sdonnx.compiler.compiled_image_encoder import ClipVisionForward
@@ -85,13 +85,12 @@ def compile(module: _Module, options: Mapping[str, Any] | str | None = None, *, 
     with an equal module loads them.
 
     Args:
-        module: A module in evaluation mode and in float32 on the CPU; with the option `experimental_gpu`, also in
-            float16 or float32 on a GPU. Those of the classes in `SUPPORTED` have graphs of their own, which are
-            compiled before the first call.
+        module: A module in evaluation mode: in float32 on the CPU, or in float16 or float32 on a GPU. Those of the
+            classes in `SUPPORTED` have graphs of their own, which are compiled before the first call.
         options: Options as OneDiff's users write them, as a dictionary or JSON (`sdonnx.compiler.compile_options`).
             `{"options": {"check_agreement": True}}` compares the first result of each graph with the module's own; if
             a tensor differs by a relative error above 1e-3 (2e-2 in float16), torch computes the calls, with a line in
-            the log. On a GPU it is always compared.
+            the log.
         backend: OneDiff's name of a backend, without effect.
 
     Raises:
@@ -120,15 +119,13 @@ def compile_with(
     if not known and (reason := why_not_exported(plain)) is not None:
         found = f"a {type(plain).__name__} that cannot be compiled: {reason}"
         raise OptionError(found, "a torch module with a forward", "pass another module")
-    if known and (reason := _why_not(plain, chosen.gpu)) is not None:
+    if known and (reason := _why_not(plain)) is not None:
         remedy = "call it without sdonnx.compile"
-        if any(tensor.device.type == "cuda" for tensor in plain.parameters()):
-            remedy = f"optimize a folder (sdonnx optimize), pass the option {EXPERIMENTAL_GPU}, or {remedy}"
-        elif why_unsupported(plain) is None:
+        if why_unsupported(plain) is None:
             remedy = f"change the module (module.float(), module.eval(), module.to('cpu')), or {remedy}"
         raise OptionError(
             f"a {type(plain).__name__} that cannot be compiled: {reason}",
-            f"one of {_CLASSES} in float32 on the CPU, in evaluation mode",
+            f"one of {_CLASSES} in evaluation mode, in float32 on the CPU, or in float16 or float32 on a GPU",
             remedy,
         )
     base: Any = type(plain)
@@ -270,10 +267,7 @@ class _Program:
         state = ModuleState(self._module, self._method.ignored, self._method.ignored_inside)
         graph = self.graphs.load(signature)
         _LOGGER.debug("compiled %s in %.1f s", self._class_name, time.perf_counter() - start)
-        # A graph on a GPU has other kernels than those that agree with torch in the tests of a CPU.
-        check = AgreementCheck(
-            self._class_name, self._chosen.check_agreement or signature.target.device.provider == "cuda"
-        )
+        check = AgreementCheck(self._class_name, self._chosen.check_agreement)
         return _Build(graph, graph_runs(graph, signature.target), signature, state, check)
 
     def _current(self, arguments: Mapping[str, Any]) -> _Build | str:
@@ -285,7 +279,7 @@ class _Program:
         with self._lock:
             built = self._built
             changed = built is None or not built.state.is_current(self._module)
-            if changed and (reason := _why_not(self._module, self._chosen.gpu)) is not None:
+            if changed and (reason := _why_not(self._module)) is not None:
                 return reason
             before = None if built is None else built.signature.variant
             variant = self._method.variant(self._module, arguments, before)
@@ -332,20 +326,20 @@ def why_unsupported(module: torch.nn.Module) -> str | None:
     return next(filter(None, (method.why_not(module) for method in methods)), None)
 
 
-def _why_not(module: torch.nn.Module, on_gpu: bool) -> str | None:
-    """Return why a module cannot be compiled as it is now, or None.
+def _why_not(module: torch.nn.Module) -> str | None:
+    """Return why a module cannot be compiled as it is now, or None."""
+    if (reason := why_unsupported(module)) is not None:
+        return reason
+    return _why_not_now(module, on_gpu=True)
+
+
+def _why_not_now(module: torch.nn.Module, on_gpu: bool = False) -> str | None:
+    """Return why a module of any class cannot be compiled as it is now, or None.
 
     Args:
         module: The module.
         on_gpu: Whether it may be on a GPU.
     """
-    if (reason := why_unsupported(module)) is not None:
-        return reason
-    return _why_not_now(module, on_gpu)
-
-
-def _why_not_now(module: torch.nn.Module, on_gpu: bool = False) -> str | None:
-    """Return why a module of any class cannot be compiled as it is now, or None."""
     if module.training:
         return "it is in training mode"
     if "forward" in vars(module):

@@ -2,8 +2,7 @@
 
 They are a dictionary or JSON with some of the keys `mode`, `memory_format`, `dynamic` and `options`; a string that does
 not begin with a brace is a mode. A mode is a list of words with colons: "max-optimize:low-precision:cache-all". No word
-has an effect so far; unknown ones are an error, as they may be misspelled. Of `options`, `check_agreement` and
-`experimental_gpu` have an effect.
+has an effect so far; unknown ones are an error, as they may be misspelled. Of `options`, `check_agreement` has one.
 """
 
 from __future__ import annotations
@@ -16,20 +15,20 @@ from typing import Any
 
 from sdonnx.errors import OptionError
 
-__all__ = ["CHECK_AGREEMENT", "EXPERIMENTAL_GPU", "MODES", "CompileOptions", "check_backend", "check_options"]
+__all__ = ["CHECK_AGREEMENT", "MODES", "CompileOptions", "check_backend", "check_options"]
 
 MODES: Mapping[str, str] = MappingProxyType(
     {
-        "O2": "the usual optimizations; graphs on the CPU are float32",
+        "O2": "the usual optimizations, in the type of the module",
         "O3": "as O2: no type of 8 bits is chosen without being asked for",
         "max-optimize": "no effect: graphs are always optimized",
-        "max-autotune": "no effect: ONNX Runtime's CPU kernels are not tuned",
-        "benchmark": "no effect on the CPU",
-        "cudagraphs": "no effect on the CPU",
+        "max-autotune": "no effect: kernels are chosen by heuristics and short measurements anyway",
+        "benchmark": "no effect",
+        "cudagraphs": "no effect: graphs on a GPU are captured anyway",
         "freezing": "no effect: weights are constants of the graph",
-        "low-precision": "no effect on the CPU",
+        "low-precision": "no effect: a graph computes in the type of the module",
         "cache-all": "no effect: graphs are cached on disk anyway",
-        "quant": "no effect on the CPU",
+        "quant": "no effect: quantize a folder instead",
         "jit": "no effect: graphs are traced",
         "disable-runtime-fusion": "no effect: ONNX Runtime's fusions stay on",
     }
@@ -39,9 +38,6 @@ MODES: Mapping[str, str] = MappingProxyType(
 CHECK_AGREEMENT = "check_agreement"
 """The key of `options` in the options that requests `sdonnx.compiler.agreement_check.AgreementCheck`."""
 
-EXPERIMENTAL_GPU = "experimental_gpu"
-"""The key of `options` that accepts modules on a GPU, whose graphs were not measured there yet."""
-
 
 @dataclass(frozen=True)
 class CompileOptions:
@@ -49,11 +45,9 @@ class CompileOptions:
 
     Attributes:
         check_agreement: Whether the first result of each graph is compared with the module's own.
-        gpu: Whether modules on a GPU are accepted.
     """
 
     check_agreement: bool = False
-    gpu: bool = False
 
 
 _FORMATS = ("preserve_format", "contiguous_format", "channels_last")
@@ -95,10 +89,10 @@ def check_options(options: Mapping[str, Any] | str | None) -> CompileOptions:
     inner = content.get("options") or {}
     if not isinstance(inner, Mapping):
         raise OptionError(f"options is {content['options']!r}", "an object", "leave it out")
-    for name in (CHECK_AGREEMENT, EXPERIMENTAL_GPU):
-        if inner.get(name) not in (None, True, False):
-            raise OptionError(f"{name} is {inner[name]!r}", "true or false", "correct it")
-    return CompileOptions(bool(inner.get(CHECK_AGREEMENT)), bool(inner.get(EXPERIMENTAL_GPU)))
+    check = inner.get(CHECK_AGREEMENT)
+    if check not in (None, True, False):
+        raise OptionError(f"{CHECK_AGREEMENT} is {check!r}", "true or false", "correct it")
+    return CompileOptions(bool(check))
 
 
 def _parsed(options: Mapping[str, Any] | str | None) -> Mapping[str, Any]:

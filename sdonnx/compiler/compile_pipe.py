@@ -31,10 +31,10 @@ def compile_pipe(
 
     Components whose class or configuration is not supported, such as a safety checker, stay as they are, with a line in
     the log. The pipeline's scheduler, tokenizers, callbacks and arguments are those of diffusers, and its images agree
-    with those from before up to the rounding of float32.
+    with those from before up to rounding.
 
     Args:
-        pipe: A pipeline of diffusers, in float32 on the CPU.
+        pipe: A pipeline of diffusers: in float32 on the CPU, or in float16 or float32 on a GPU.
         ignores: Names of components that stay in torch, such as "vae".
         options: See `sdonnx.compile`.
         fuse_qkv_projections: No effect: the graphs decide by themselves how products are grouped.

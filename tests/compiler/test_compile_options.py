@@ -38,7 +38,6 @@ def test_backends_of_onediff_are_accepted() -> None:
 def test_options_with_an_effect_are_off_by_default() -> None:
     assert check_options({"options": {"epilogue_fusion": True}}) == check_options("O3") == CompileOptions()
     assert check_options('{"options": {"check_agreement": true}}') == CompileOptions(check_agreement=True)
-    assert check_options({"options": {"experimental_gpu": True}}) == CompileOptions(gpu=True)
 
 
 @pytest.mark.parametrize(
@@ -51,7 +50,6 @@ def test_options_with_an_effect_are_off_by_default() -> None:
         ({"memory_format": "nhwc"}, "the memory_format 'nhwc' is unknown", "channels_last"),
         ({"dynamic": "yes"}, "dynamic is 'yes'", "true or false"),
         ({"options": {"check_agreement": "yes"}}, "check_agreement is 'yes'", "true or false"),
-        ({"options": {"experimental_gpu": 2}}, "experimental_gpu is 2", "true or false"),
         ({"options": ["a"]}, "options is ['a']", "an object"),
         ('{"mode": ', "options are no JSON", "a JSON object"),
         ("{" * 100_000, "options are no JSON", "a JSON object"),

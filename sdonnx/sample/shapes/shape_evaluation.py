@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import multiprocessing
 import random
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from types import MappingProxyType
 from typing import Any
 
@@ -100,9 +102,22 @@ def draw_batches(
     return images
 
 
-def score_images(images: Iterable[npt.NDArray[np.uint8]], prompts: Sequence[str]) -> list[SceneScore]:
-    """Judge an image (H,W,3) for each caption."""
-    return [judge_image(image, read_caption(prompt)) for image, prompt in zip(images, prompts, strict=True)]
+def score_images(
+    images: Iterable[npt.NDArray[np.uint8]], prompts: Sequence[str], processes: int = 1
+) -> list[SceneScore]:
+    """Judge an image (H,W,3) for each caption.
+
+    Args:
+        images: the images.
+        prompts: their captions.
+        processes: number of processes; more than one needs a main module that can be imported.
+    """
+    judged = [(image, read_caption(prompt)) for image, prompt in zip(images, prompts, strict=True)]
+    if processes == 1:
+        return [judge_image(image, scene) for image, scene in judged]
+    # Not by fork: a forked process must not use the GPU of its parent.
+    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
+        return list(pool.map(judge_image, *zip(*judged, strict=True), chunksize=25))
 
 
 def summarize(scores: Sequence[SceneScore]) -> dict[str, dict[str, Any]]:

@@ -203,6 +203,7 @@ def test_summaries_count_each_measure_and_relation() -> None:
     prompts = [captions(scene)[0] for scene, _ in chosen]
     images = np.stack([image for _, image in chosen])
     scores = score_images(images, prompts)
+    assert score_images(images, prompts, processes=2) == scores
     # Images of other captions are wrong.
     scores[-1] = score_images(images[:1], prompts[-1:])[0]
     summary, relations = summarize(scores), summarize_relations(scores, prompts)
