@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -10,6 +9,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+
+from sdonnx.compiler.module_snapshot import ModuleSnapshot
 
 __all__ = ["CAPTURES", "ModuleState", "attributes_of", "has_inner_hooks", "same_attributes"]
 
@@ -45,6 +46,7 @@ class ModuleState:
     ) -> None:
         self._ignored, self._ignored_inside = frozenset(ignored), ignored_inside
         self._parts = list(_parts(module, self._ignored, self._ignored_inside))
+        self._snapshot = ModuleSnapshot(module)
         tensors = list({id(each): each for each in self._parts if isinstance(each, torch.Tensor)}.values())
         self._tensors = [(tensor, tensor.detach()) for tensor in tensors]
         self._versions = _versions(tensors)
@@ -53,10 +55,11 @@ class ModuleState:
 
     def is_current(self, module: torch.nn.Module) -> bool:
         """Return whether a module has not changed since."""
-        parts = list(_parts(module, self._ignored, self._ignored_inside))
-        is_identical = len(parts) == len(self._parts) and all(map(operator.is_, parts, self._parts))
-        if not is_identical and not same_attributes(self._parts, parts):
-            return False
+        if not self._snapshot.is_same():
+            # An attribute may have been replaced by an equal one, or may not count.
+            if not same_attributes(self._parts, list(_parts(module, self._ignored, self._ignored_inside))):
+                return False
+            self._snapshot = ModuleSnapshot(module)
         tensors = [tensor for tensor, _ in self._tensors]
         # A probe is only read while its tensor has the same memory.
         return _versions(tensors) == self._versions and self._probed() == self._values
@@ -135,7 +138,8 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def _versions(tensors: list[torch.Tensor]) -> list[tuple[int, int]]:
-    return [(tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version) for tensor in tensors]
+    counters = (0 if tensor.is_inference() else tensor._version for tensor in tensors)
+    return list(zip(map(torch.Tensor.data_ptr, tensors), counters, strict=True))
 
 
 def _probe(tensor: torch.Tensor) -> npt.NDArray[Any] | None:
