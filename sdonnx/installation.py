@@ -29,6 +29,7 @@ EXTRAS = {
     "optimize": ("optimize",),
     "quickstart": ("export", "benchmark"),
     "sample": ("export",),
+    "serve": ("serve",),
     "verify": ("export", "benchmark"),
 }
 """Extras of setup.cfg that a command or package of that name needs. Others need only ONNX Runtime."""

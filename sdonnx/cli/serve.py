@@ -1,0 +1,132 @@
+"""`sdonnx serve -m FOLDER`: an HTTP server with OpenAI's images API."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from functools import partial
+from pathlib import Path
+
+from sdonnx.errors import OptionError
+from sdonnx.serve.serve_limits import ServeLimits
+from sdonnx.terminal import add_common, add_option, console
+
+__all__ = ["add_arguments", "run"]
+
+KEYS_VARIABLE = "SDONNX_API_KEYS"
+
+_LIMITS = ServeLimits()
+_MEGABYTE = 1024 * 1024
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's options."""
+    add = partial(add_option, parser)
+    parser.description = "Serve optimized folders over HTTP, with OpenAI's images API, health checks and metrics."
+    add(
+        "-m",
+        "--model",
+        required=True,
+        action="append",
+        metavar="FOLDER",
+        help="optimized folder, or NAME=FOLDER; repeat it for several models, the default one first",
+    )
+    add("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1; 0.0.0.0 for all)")
+    add("--port", type=int, default=8000, help="port to listen on (default: 8000; 0 for a free one)")
+    add("--provider", default=None, help="cuda or cpu (default: the provider that the folder was optimized for)")
+    add("--warmup", nargs="+", default=[], metavar="WxH", help="sizes to capture first (default: the model's own)")
+    add(
+        "--max_batch_size", type=int, default=_LIMITS.max_batch_size, metavar="N", help="images of a batch (default: 4)"
+    )
+    wait = f"milliseconds to wait for a batch to fill (default: {_LIMITS.batch_wait_ms:g})"
+    add("--batch_wait_ms", type=float, default=_LIMITS.batch_wait_ms, metavar="MS", help=wait)
+    waiting = f"images that may wait; more are refused with status 429 (default: {_LIMITS.max_waiting})"
+    add("--max_waiting", type=int, default=_LIMITS.max_waiting, metavar="N", help=waiting)
+    expired = f"seconds after which a waiting request ends with status 503 (default: {_LIMITS.max_wait_s:g})"
+    add("--max_wait_s", type=float, default=_LIMITS.max_wait_s, metavar="S", help=expired)
+    add("--max_images", type=int, default=_LIMITS.max_images, metavar="N", help="images of a request (default: 10)")
+    pixels = f"height times width of an image (default: {_LIMITS.max_pixels})"
+    add("--max_pixels", type=int, default=_LIMITS.max_pixels, metavar="N", help=pixels)
+    add("--max_steps", type=int, default=_LIMITS.max_steps, metavar="N", help="steps of a request (default: 150)")
+    add("--max_body", type=int, default=32, metavar="MB", help="megabytes of a request (default: 32)")
+    add("--max_sizes", type=int, default=16, metavar="N", help="shapes that stay captured (default: 16)")
+    keys = f"file with an API key a line; keys are also read from {KEYS_VARIABLE}, separated by commas"
+    add("--api_key_file", type=Path, default=None, metavar="FILE", help=keys)
+    grace = "seconds to finish running requests after SIGTERM (default: until they are finished)"
+    add("--grace_s", type=int, default=None, metavar="S", help=grace)
+    add("--require_certificate", action="store_true", help="refuse a folder without a valid certificate")
+    add_common(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the command."""
+    folders = _folders(options.model)
+    sizes = [_size(text) for text in options.warmup]
+    limits = ServeLimits(
+        max_batch_size=options.max_batch_size,
+        batch_wait_ms=options.batch_wait_ms,
+        max_waiting=options.max_waiting,
+        max_wait_s=options.max_wait_s,
+        max_images=options.max_images,
+        max_pixels=options.max_pixels,
+        max_steps=options.max_steps,
+    )
+    from sdonnx.serve.http.serve_settings import ServeSettings, read_api_keys
+
+    settings = ServeSettings(
+        api_keys=read_api_keys(options.api_key_file, os.environ.get(KEYS_VARIABLE)),
+        max_body_bytes=options.max_body * _MEGABYTE,
+    )
+    from sdonnx.serve.async_pipeline import AsyncPipeline
+    from sdonnx.serve.http.application import create_app
+    from sdonnx.serve.http.http_server import bind, serve
+    from sdonnx.serve.prometheus_metrics import PrometheusMetrics
+
+    out = console()
+    bound = bind(options.host, options.port)
+    metrics = PrometheusMetrics()
+    pipeline = AsyncPipeline.from_pretrained(
+        folders,
+        options.provider,
+        limits=limits,
+        observer=metrics,
+        max_sizes=options.max_sizes,
+        require_certificate=options.require_certificate,
+    )
+    pipeline.warmup(sizes or None)
+    host, port = bound.getsockname()[:2]
+    address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    serve(
+        create_app(pipeline, metrics, settings),
+        bound,
+        grace_s=options.grace_s,
+        log_level=options.log_level if options.log_level == "debug" else "warning",
+        on_ready=lambda: out.print(f"ready at {address}, models: {', '.join(folders)}", markup=False),
+    )
+    return 0
+
+
+def _folders(models: list[str]) -> dict[str, str]:
+    """Return folders by the names of their models.
+
+    Raises:
+        OptionError: a name is empty, or two models have the same one.
+    """
+    folders: dict[str, str] = {}
+    for text in models:
+        name, equals, folder = text.partition("=")
+        if not equals or os.path.isdir(text):
+            name, folder = Path(text).resolve().name, text
+        if not name or not folder:
+            raise OptionError(f"--model is {text!r}", "FOLDER or NAME=FOLDER", "pass one of them")
+        if name in folders:
+            raise OptionError(f"two models have the name {name!r}", "a name for each", "pass NAME=FOLDER")
+        folders[name] = folder
+    return folders
+
+
+def _size(text: str) -> tuple[int, int]:
+    width, _, height = text.partition("x")
+    if not (width.isascii() and width.isdigit() and height.isascii() and height.isdigit()):
+        raise OptionError(f"--warmup has {text!r}", "WIDTHxHEIGHT", "pass for example 512x512")
+    return int(height), int(width)

@@ -1,0 +1,159 @@
+"""Successful responses in the form of OpenAI's API, and its server-sent events."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator
+from functools import partial
+from typing import Any, Literal
+
+from PIL import Image
+from pydantic import BaseModel
+
+from sdonnx.errors import SdonnxError
+from sdonnx.serve.http.image_encoding import QUALITY, encode_base64
+from sdonnx.serve.http.openai_errors import error_content, status_of
+from sdonnx.serve.http.request_fields import ImageFields
+from sdonnx.serve.image_job import GeneratedImages, ImageJob, StepProgress
+from sdonnx.serve.serve_observer import ServeObserver
+
+__all__ = ["Encoder", "ImageData", "ImagesResponse", "ModelCard", "ModelList", "images_response", "stream_events"]
+
+_PING_S = 15.0  # proxies close connections that are silent for a minute or less
+
+
+class ImageData(BaseModel):
+    """One image of a response."""
+
+    b64_json: str
+    seed: int
+    flagged: bool | None = None
+
+
+class ImagesResponse(BaseModel):
+    """The body of a successful response."""
+
+    created: int
+    data: list[ImageData]
+    size: str
+    output_format: Literal["png", "jpeg", "webp"]
+    background: Literal["opaque"] = "opaque"
+
+
+class ModelCard(BaseModel):
+    """A model of the server."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "sdonnx"
+
+
+class ModelList(BaseModel):
+    """The models of the server."""
+
+    object: Literal["list"] = "list"
+    data: list[ModelCard]
+
+
+class Encoder:
+    """Encodes the images of one request in threads.
+
+    Args:
+        fields: the request.
+        job: its job.
+        observer: receives the time of each file.
+    """
+
+    def __init__(self, fields: ImageFields, job: ImageJob, observer: ServeObserver) -> None:
+        self.output_format = fields.output_format or "png"
+        self._quality = QUALITY if fields.output_compression is None else fields.output_compression
+        self._model, self._observer = job.planned.key.model, observer
+
+    async def encode(self, image: Image.Image) -> str:
+        """Return the file of an image in base64."""
+        start = time.perf_counter()
+        text = await asyncio.to_thread(encode_base64, image, self.output_format, self._quality)
+        self._observer.stage_ended(self._model, "encode_file", time.perf_counter() - start)
+        return text
+
+
+async def images_response(job: ImageJob, result: GeneratedImages, encoder: Encoder) -> ImagesResponse:
+    """Return the response of a request whose images are there."""
+    data = [
+        ImageData(b64_json=await encoder.encode(image), seed=seed, flagged=None if flag is None else flag)
+        for image, seed, flag in _images(result)
+    ]
+    return ImagesResponse(created=int(time.time()), data=data, size=_size(job), output_format=encoder.output_format)
+
+
+async def stream_events(job: ImageJob, fields: ImageFields, encoder: Encoder, kind: str) -> AsyncIterator[str]:
+    """Yield the server-sent events of a request; the request is cancelled if the iteration ends early.
+
+    Args:
+        job: the request.
+        fields: its fields.
+        encoder: encodes previews and images.
+        kind: "image_generation" or "image_edit", the prefix of OpenAI's event types.
+    """
+    event = partial(_event, kind, {"size": _size(job), "output_format": encoder.output_format, "background": "opaque"})
+    try:
+        previews = [0] * job.planned.request.num_images
+        async for progress in _with_pings(job.progress()):
+            if progress is None:
+                yield ": waiting\n\n"
+                continue
+            if fields.stream_progress:
+                yield event("progress", image_index=progress.index, step=progress.step, steps=progress.steps)
+            if progress.preview is not None:
+                image = await encoder.encode(progress.preview)
+                number = previews[progress.index]
+                previews[progress.index] += 1
+                yield event("partial_image", b64_json=image, partial_image_index=number, image_index=progress.index)
+        for index, (picture, seed, flag) in enumerate(_images(await job)):
+            yield event("completed", b64_json=await encoder.encode(picture), image_index=index, seed=seed, flagged=flag)
+    except SdonnxError as error:
+        yield f"event: error\ndata: {json.dumps(error_content(status_of(error), str(error)))}\n\n"
+    finally:
+        job.cancel()  # without effect once it has ended
+
+
+def _images(result: GeneratedImages) -> list[tuple[Image.Image, int, bool | None]]:
+    flags: list[bool | None] = [None] * len(result.images) if result.flagged is None else [*result.flagged]
+    return list(zip(result.images, result.seeds, flags, strict=True))
+
+
+def _size(job: ImageJob) -> str:
+    return f"{job.planned.key.width}x{job.planned.key.height}"
+
+
+def _event(kind: str, common: dict[str, Any], name: str, **values: Any) -> str:
+    name = f"{kind}.{name}"
+    return f"event: {name}\ndata: {json.dumps({'type': name, 'created_at': int(time.time()), **common, **values})}\n\n"
+
+
+async def _with_pings(iterator: AsyncIterator[StepProgress]) -> AsyncIterator[StepProgress | None]:
+    """Yield the items, and None whenever there was none for a while."""
+    pending: asyncio.Task[StepProgress] | None = None
+    try:
+        while True:
+            pending = pending or asyncio.ensure_future(_next(iterator))
+            done, _ = await asyncio.wait({pending}, timeout=_PING_S)
+            if not done:
+                yield None
+                continue
+            try:
+                progress = pending.result()
+            except StopAsyncIteration:
+                return
+            pending = None
+            yield progress
+    finally:
+        if pending is not None:
+            pending.cancel()
+
+
+async def _next(iterator: AsyncIterator[StepProgress]) -> StepProgress:
+    return await anext(iterator)
