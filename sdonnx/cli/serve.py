@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 from functools import partial
 from pathlib import Path
@@ -82,27 +83,27 @@ def run(options: argparse.Namespace) -> int:
     from sdonnx.serve.http.http_server import bind, serve
     from sdonnx.serve.prometheus_metrics import PrometheusMetrics
 
-    out = console()
-    bound = bind(options.host, options.port)
     metrics = PrometheusMetrics()
-    pipeline = AsyncPipeline.from_pretrained(
-        folders,
-        options.provider,
-        limits=limits,
-        observer=metrics,
-        max_sizes=options.max_sizes,
-        require_certificate=options.require_certificate,
-    )
-    pipeline.warmup(sizes or None)
-    host, port = bound.getsockname()[:2]
-    address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-    serve(
-        create_app(pipeline, metrics, settings),
-        bound,
-        grace_s=options.grace_s,
-        log_level=options.log_level if options.log_level == "debug" else "warning",
-        on_ready=lambda: out.print(f"ready at {address}, models: {', '.join(folders)}", markup=False),
-    )
+    with contextlib.closing(bind(options.host, options.port)) as bound:
+        pipeline = AsyncPipeline.from_pretrained(
+            folders,
+            options.provider,
+            limits=limits,
+            observer=metrics,
+            max_sizes=options.max_sizes,
+            require_certificate=options.require_certificate,
+        )
+        pipeline.warmup(sizes or None)
+        host, port = bound.getsockname()[:2]
+        address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        out = console()
+        serve(
+            create_app(pipeline, metrics, settings),
+            bound,
+            grace_s=options.grace_s,
+            log_level=options.log_level if options.log_level == "debug" else "warning",
+            on_ready=lambda: out.print(f"ready at {address}, models: {', '.join(folders)}", markup=False),
+        )
     return 0
 
 

@@ -25,16 +25,20 @@ def bind(host: str, port: int) -> socket.socket:
     Raises:
         OptionError: the address cannot be used.
     """
+    bound = None
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, kind, protocol, _, address = found[0]
         bound = socket.socket(family, kind, protocol)
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind(address)
-    except OSError as error:
+    except (OSError, OverflowError) as error:
+        if bound is not None:
+            bound.close()
         raise OptionError(
-            f"{host}:{port} cannot be used ({error.strerror or error})", "a free port", "pass --host or --port"
+            f"{host}:{port} cannot be used ({getattr(error, 'strerror', None) or error})",
+            "a free port",
+            "pass --host or --port",
         ) from error
     return bound
 

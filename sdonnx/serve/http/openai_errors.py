@@ -16,7 +16,8 @@ from sdonnx.errors import DeviceMemoryError, QueueFullError, SdonnxError, Unavai
 
 __all__ = ["ErrorResponse", "error_content", "error_response", "on_http_error", "on_invalid", "on_sdonnx_error"]
 
-_MAX_CHARACTERS = 300
+_MAX_CHARACTERS = 300  # of a message
+_MAX_NAME = 60  # characters of a parameter's name, which the client chooses
 
 # Status -> (type, code), as OpenAI names them.
 _TYPES = {
@@ -99,7 +100,7 @@ async def on_invalid(_: Request, error: Exception) -> JSONResponse:
     first = errors[0]
     if first["type"] == "json_invalid":
         return error_response(400, "the body is no valid JSON")
-    place = [str(part) for part in first["loc"] if part != "body"]
+    place = [str(part)[:_MAX_NAME] for part in first["loc"] if part != "body"]
     param = place[0] if place else None
     message = _MESSAGES.get(first["type"], first["msg"][:1].lower() + first["msg"][1:])
     return error_response(422, f"{'.'.join(place) or 'the body'}: {message}", param)
