@@ -28,6 +28,7 @@ EXTRAS = {
     "export": ("export",),
     "optimize": ("optimize",),
     "quickstart": ("export", "benchmark"),
+    "ray": ("ray",),
     "sample": ("export",),
     "serve": ("serve",),
     "verify": ("export", "benchmark"),

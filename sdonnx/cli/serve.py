@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from sdonnx.errors import OptionError
+from sdonnx.installation import requiring
 from sdonnx.serve.serve_limits import ServeLimits
 from sdonnx.terminal import add_common, add_option, console
 
@@ -17,6 +18,11 @@ __all__ = ["add_arguments", "run"]
 KEYS_VARIABLE = "SDONNX_API_KEYS"
 
 _LIMITS = ServeLimits()
+_LIMIT_OPTIONS = (
+    "max_batch_size", "batch_wait_ms", "max_waiting", "max_wait_s", "max_images", "max_pixels", "max_steps",
+)  # fmt: skip
+_RAY_OPTIONS = ("provider", "replicas", "max_replicas", "gpus_per_replica")
+_ONLY_HERE = ("warmup", "grace_s", "require_certificate")
 _MEGABYTE = 1024 * 1024
 
 
@@ -55,6 +61,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--api_key_file", type=Path, default=None, metavar="FILE", help=keys)
     grace = "seconds to finish running requests after SIGTERM (default: until they are finished)"
     add("--grace_s", type=int, default=None, metavar="S", help=grace)
+    add("--ray", action="store_true", help="serve with replicas on Ray Serve (extra ray)")
+    add("--replicas", type=int, default=None, metavar="N", help="with --ray: replicas of each model (default: 1)")
+    add("--max_replicas", type=int, default=None, metavar="N", help="with --ray: scale up to N by the queues")
+    gpus = "with --ray: GPUs of a replica, 0 for a CPU (default: 1)"
+    add("--gpus_per_replica", type=float, default=None, metavar="N", help=gpus)
+    address = "with --ray: address of a running cluster (default: start Ray on this machine)"
+    add("--ray_address", default=None, metavar="ADDRESS", help=address)
     add("--require_certificate", action="store_true", help="refuse a folder without a valid certificate")
     add_common(parser)
 
@@ -62,16 +75,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Run the command."""
     folders = _folders(options.model)
+    if options.ray:
+        return _run_on_ray(options, folders)
+    _refuse_without_ray(options)
     sizes = [_size(text) for text in options.warmup]
-    limits = ServeLimits(
-        max_batch_size=options.max_batch_size,
-        batch_wait_ms=options.batch_wait_ms,
-        max_waiting=options.max_waiting,
-        max_wait_s=options.max_wait_s,
-        max_images=options.max_images,
-        max_pixels=options.max_pixels,
-        max_steps=options.max_steps,
-    )
+    limits = ServeLimits(**{name: getattr(options, name) for name in _LIMIT_OPTIONS})
     from sdonnx.serve.http.serve_settings import ServeSettings, read_api_keys
 
     settings = ServeSettings(
@@ -105,6 +113,40 @@ def run(options: argparse.Namespace) -> int:
             on_ready=lambda: out.print(f"ready at {address}, models: {', '.join(folders)}", markup=False),
         )
     return 0
+
+
+def _run_on_ray(options: argparse.Namespace, folders: dict[str, str]) -> int:
+    """Run the command with replicas on Ray Serve."""
+    for name in _ONLY_HERE:
+        if getattr(options, name):
+            raise OptionError(f"--{name} with --ray", "a server of one process", f"leave out --{name}")
+    given = {name: getattr(options, name) for name in (*_RAY_OPTIONS, *_LIMIT_OPTIONS)}
+    values = {name: value for name, value in given.items() if value is not None}
+    models = ",".join(f"{name}={Path(folder).resolve()}" for name, folder in folders.items())
+    from sdonnx.serve.http.serve_settings import read_api_keys
+
+    keys = read_api_keys(options.api_key_file, os.environ.get(KEYS_VARIABLE))
+    if keys:
+        os.environ[KEYS_VARIABLE] = ",".join(keys)
+    with requiring("sdonnx serve --ray", "ray"):
+        from sdonnx.serve.ray_command import serve_on_ray
+
+    address = f"http://{options.host}:{options.port}"
+    out = console()
+    serve_on_ray(
+        {"models": models, **values},
+        host=options.host,
+        port=options.port,
+        address=options.ray_address,
+        on_ready=lambda: out.print(f"ready at {address}, models: {', '.join(folders)}", markup=False),
+    )
+    return 0
+
+
+def _refuse_without_ray(options: argparse.Namespace) -> None:
+    for name in ("replicas", "max_replicas", "gpus_per_replica", "ray_address"):
+        if getattr(options, name) is not None:
+            raise OptionError(f"--{name} without --ray", "both", "add --ray")
 
 
 def _folders(models: list[str]) -> dict[str, str]:

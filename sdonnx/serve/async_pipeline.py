@@ -169,6 +169,10 @@ class AsyncPipeline:
         job._future.add_done_callback(lambda _: timer.cancel())
         return job
 
+    async def accept(self, request: ImageRequest) -> ImageJob:
+        """Queue a request and return it; see `submit`."""
+        return self.submit(request)
+
     async def generate(self, prompt: ImageRequest | str, **fields: Any) -> GeneratedImages:
         """Queue a request and return its images; cancelling the task cancels it. Arguments and errors: see `submit`."""
         return await self.submit(prompt, **fields)

@@ -82,6 +82,21 @@ class ImageJob:
         self._ended = False
 
     @property
+    def model(self) -> str:
+        """Name of the model."""
+        return self.planned.key.model
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Height and width of the images in pixels."""
+        return self.planned.key.height, self.planned.key.width
+
+    @property
+    def num_images(self) -> int:
+        """Number of images."""
+        return self.planned.request.num_images
+
+    @property
     def seeds(self) -> list[int]:
         """The seed of each image."""
         return [self.planned.seed + index for index in range(self.planned.request.num_images)]

@@ -15,11 +15,11 @@ from starlette.exceptions import HTTPException
 
 import sdonnx
 from sdonnx.errors import SdonnxError
-from sdonnx.serve.async_pipeline import AsyncPipeline
 from sdonnx.serve.http.images_api import ImagesApi
 from sdonnx.serve.http.openai_errors import error_response, on_http_error, on_invalid, on_sdonnx_error
 from sdonnx.serve.http.request_gate import RequestGate
 from sdonnx.serve.http.serve_settings import ServeSettings
+from sdonnx.serve.image_service import ImageService
 from sdonnx.serve.prometheus_metrics import PrometheusMetrics
 
 __all__ = ["create_app"]
@@ -28,7 +28,7 @@ _PAGE = {"/": ("try.html", "text/html"), "/try.css": ("try.css", "text/css"), "/
 _POLICY = "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; connect-src 'self'"
 
 
-def create_app(pipeline: AsyncPipeline, metrics: PrometheusMetrics, settings: ServeSettings) -> FastAPI:
+def create_app(pipeline: ImageService, metrics: PrometheusMetrics, settings: ServeSettings) -> FastAPI:
     """Return the application; it closes the pipeline when it shuts down.
 
     Args:
@@ -62,7 +62,7 @@ def create_app(pipeline: AsyncPipeline, metrics: PrometheusMetrics, settings: Se
     return app
 
 
-def _add_health(app: FastAPI, pipeline: AsyncPipeline, metrics: PrometheusMetrics, settings: ServeSettings) -> None:
+def _add_health(app: FastAPI, pipeline: ImageService, metrics: PrometheusMetrics, settings: ServeSettings) -> None:
     async def live() -> Response:
         """Answer 503 if only a restart helps: the pipeline has failed, or a batch hangs."""
         if pipeline.failure is not None:

@@ -17,6 +17,7 @@ __all__ = ["bind", "serve"]
 
 _MAX_CONNECTIONS = 1000
 _BACKLOG = 2048
+_MAX_PORT = 65535
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -27,6 +28,8 @@ def bind(host: str, port: int) -> socket.socket:
     """
     bound = None
     try:
+        if not 0 <= port <= _MAX_PORT:
+            raise OverflowError("no port number")
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         family, kind, protocol, _, address = found[0]
         bound = socket.socket(family, kind, protocol)

@@ -14,7 +14,6 @@ from starlette.datastructures import FormData, UploadFile
 from starlette.exceptions import HTTPException
 
 from sdonnx.errors import OptionError
-from sdonnx.serve.async_pipeline import AsyncPipeline
 from sdonnx.serve.http.openai_errors import ErrorResponse, error_response
 from sdonnx.serve.http.request_fields import EditFields, GenerationFields, ImageFields
 from sdonnx.serve.http.responses import (
@@ -27,8 +26,9 @@ from sdonnx.serve.http.responses import (
 )
 from sdonnx.serve.http.serve_settings import ServeSettings
 from sdonnx.serve.http.uploaded_images import read_upload
-from sdonnx.serve.image_job import GeneratedImages, ImageJob
+from sdonnx.serve.image_job import GeneratedImages
 from sdonnx.serve.image_request import ImageRequest
+from sdonnx.serve.image_service import ImageService, ServiceJob
 
 __all__ = ["ImagesApi"]
 
@@ -61,7 +61,7 @@ class ImagesApi:
         settings: the server's settings.
     """
 
-    def __init__(self, pipeline: AsyncPipeline, settings: ServeSettings) -> None:
+    def __init__(self, pipeline: ImageService, settings: ServeSettings) -> None:
         self._pipeline, self._settings = pipeline, settings
         self._decoding = asyncio.Semaphore(_DECODERS)
         self._started = int(time.time())
@@ -117,7 +117,7 @@ class ImagesApi:
         return await self._answer(request, fields, edited, "image_edit")
 
     async def _answer(self, request: Request, fields: ImageFields, asked: ImageRequest, kind: str) -> Response:
-        job = self._pipeline.submit(asked)
+        job = await self._pipeline.accept(asked)
         encoder = Encoder(fields, job, self._pipeline.observer)
         if fields.stream:
             return StreamingResponse(
@@ -138,7 +138,7 @@ class ImagesApi:
         return error_response(404, f"the model is unknown; expected one of {names}", "model")
 
 
-async def _images_or_leaving(request: Request, job: ImageJob) -> GeneratedImages | None:
+async def _images_or_leaving(request: Request, job: ServiceJob) -> GeneratedImages | None:
     """Wait for the images, and cancel them if the client leaves; then return None."""
     images, leaving = asyncio.ensure_future(job), asyncio.ensure_future(_disconnected(request))
     try:

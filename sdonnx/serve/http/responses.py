@@ -16,7 +16,8 @@ from sdonnx.errors import SdonnxError
 from sdonnx.serve.http.image_encoding import QUALITY, encode_base64
 from sdonnx.serve.http.openai_errors import error_content, status_of
 from sdonnx.serve.http.request_fields import ImageFields
-from sdonnx.serve.image_job import GeneratedImages, ImageJob, StepProgress
+from sdonnx.serve.image_job import GeneratedImages, StepProgress
+from sdonnx.serve.image_service import ServiceJob
 from sdonnx.serve.serve_observer import ServeObserver
 
 __all__ = ["Encoder", "ImageData", "ImagesResponse", "ModelCard", "ModelList", "images_response", "stream_events"]
@@ -67,10 +68,10 @@ class Encoder:
         observer: receives the time of each file.
     """
 
-    def __init__(self, fields: ImageFields, job: ImageJob, observer: ServeObserver) -> None:
+    def __init__(self, fields: ImageFields, job: ServiceJob, observer: ServeObserver) -> None:
         self.output_format = fields.output_format or "png"
         self._quality = QUALITY if fields.output_compression is None else fields.output_compression
-        self._model, self._observer = job.planned.key.model, observer
+        self._model, self._observer = job.model, observer
 
     async def encode(self, image: Image.Image) -> str:
         """Return the file of an image in base64."""
@@ -80,7 +81,7 @@ class Encoder:
         return text
 
 
-async def images_response(job: ImageJob, result: GeneratedImages, encoder: Encoder) -> ImagesResponse:
+async def images_response(job: ServiceJob, result: GeneratedImages, encoder: Encoder) -> ImagesResponse:
     """Return the response of a request whose images are there."""
     data = [
         ImageData(b64_json=await encoder.encode(image), seed=seed, flagged=None if flag is None else flag)
@@ -89,7 +90,7 @@ async def images_response(job: ImageJob, result: GeneratedImages, encoder: Encod
     return ImagesResponse(created=int(time.time()), data=data, size=_size(job), output_format=encoder.output_format)
 
 
-async def stream_events(job: ImageJob, fields: ImageFields, encoder: Encoder, kind: str) -> AsyncIterator[str]:
+async def stream_events(job: ServiceJob, fields: ImageFields, encoder: Encoder, kind: str) -> AsyncIterator[str]:
     """Yield the server-sent events of a request; the request is cancelled if the iteration ends early.
 
     Args:
@@ -100,7 +101,7 @@ async def stream_events(job: ImageJob, fields: ImageFields, encoder: Encoder, ki
     """
     event = partial(_event, kind, {"size": _size(job), "output_format": encoder.output_format, "background": "opaque"})
     try:
-        previews = [0] * job.planned.request.num_images
+        previews = [0] * job.num_images
         async for progress in _with_pings(job.progress()):
             if progress is None:
                 yield ": waiting\n\n"
@@ -125,8 +126,9 @@ def _images(result: GeneratedImages) -> list[tuple[Image.Image, int, bool | None
     return list(zip(result.images, result.seeds, flags, strict=True))
 
 
-def _size(job: ImageJob) -> str:
-    return f"{job.planned.key.width}x{job.planned.key.height}"
+def _size(job: ServiceJob) -> str:
+    height, width = job.size
+    return f"{width}x{height}"
 
 
 def _event(kind: str, common: dict[str, Any], name: str, **values: Any) -> str:
