@@ -79,9 +79,9 @@ def test_installs_an_extra_for_each_kind_of_machine() -> None:
     setup = configparser.ConfigParser()
     setup.read(ROOT / "setup.cfg", encoding="utf-8")
     assert {"cuda", "cpu", "serve"} <= set(setup["options.extras_require"])
-    assert ("ARG", "RUNTIME=cuda") in instructions()
+    assert {("ARG", "RUNTIME=cuda"), ("ARG", "EXTRAS=serve")} <= set(instructions())
     (package,) = installations()
-    assert package[1:] == ["-c", "/source/requirements.txt", "/source[${RUNTIME},serve]"]
+    assert package[1:] == ["-c", "/source/requirements.txt", "/source[${RUNTIME},${EXTRAS}]"]
 
 
 def test_checks_the_health_of_the_server() -> None:
@@ -182,7 +182,10 @@ def test_commands_install_a_server_that_starts(tmp_path: Path) -> None:
     python = tmp_path / "venv" / "bin" / "python"
     shutil.copytree(ROOT, tmp_path / "source", ignore=shutil.ignore_patterns(".*", "docs", "tests", "build", "*.onnx*"))
     for arguments in installations():
-        filled = [each.replace("/source", str(tmp_path / "source")).replace("${RUNTIME}", "cpu") for each in arguments]
+        filled = [
+            each.replace("/source", str(tmp_path / "source")).replace("${RUNTIME}", "cpu").replace("${EXTRAS}", "serve")
+            for each in arguments
+        ]
         subprocess.run([str(python), "-m", "pip", "install", "-q", *filled], check=True)
     for command in (["-m", "sdonnx", "--version"], ["-c", "import sdonnx.serve.http.application"]):
         subprocess.run([str(python), *command], check=True, cwd=tmp_path)

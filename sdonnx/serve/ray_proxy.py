@@ -1,6 +1,7 @@
 """Middleware of Ray's HTTP proxies: requests whose HTTP replica was lost are answered with 503, so that clients retry.
 
-Ray's proxies answer them with 500 and plain text. Start every node of the cluster with
+Ray's proxies end such a request without an answer, which uvicorn turns into 500, or answer with 500 and plain text.
+Start every node of the cluster with
 `RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH=sdonnx.serve.ray_proxy.middlewares`; `sdonnx serve --ray` does.
 """
 
@@ -20,7 +21,7 @@ CALLBACK_VARIABLE = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"
 
 
 class LostReplicaAs503:
-    """Replaces the proxy's own answers with status 500; those of the application are JSON and stay.
+    """Replaces missing answers, and the proxy's own ones with status 500; those of the application are JSON and stay.
 
     Args:
         app: the proxy.
@@ -31,11 +32,12 @@ class LostReplicaAs503:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on."""
-        is_replaced = False
+        has_started = is_replaced = False
 
         async def replacing(message: Message) -> None:
-            nonlocal is_replaced
+            nonlocal has_started, is_replaced
             if message["type"] == "http.response.start":
+                has_started = True
                 kind = dict(message.get("headers", [])).get(b"content-type", b"")
                 is_replaced = message["status"] == 500 and not kind.startswith(b"application/json")
                 if is_replaced:
@@ -44,6 +46,8 @@ class LostReplicaAs503:
                 await send(message)
 
         await self._app(scope, receive, replacing)
+        if scope["type"] == "http" and not has_started:
+            await _send_unavailable(send)
 
 
 def middlewares() -> list[Any]:

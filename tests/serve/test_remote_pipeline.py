@@ -156,10 +156,13 @@ def test_options_that_cannot_be_used(values: dict[str, Any], words: str) -> None
 
 
 @pytest.mark.parametrize(
-    ("status", "kind", "expected"), [(500, b"text/plain", 503), (500, b"application/json", 500), (200, b"", 200)]
+    ("status", "kind", "expected"),
+    [(500, b"text/plain", 503), (500, b"application/json", 500), (200, b"", 200), (0, b"", 503)],
 )
 def test_answers_of_proxies_for_lost_replicas(status: int, kind: bytes, expected: int) -> None:
     async def proxy(scope: Scope, receive: Receive, send: Send) -> None:
+        if not status:  # the replica was lost
+            return
         await send({"type": "http.response.start", "status": status, "headers": [(b"content-type", kind)]})
         await send({"type": "http.response.body", "body": b"text"})
 
