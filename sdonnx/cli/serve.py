@@ -68,6 +68,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--gpus_per_replica", type=float, default=None, metavar="N", help=gpus)
     address = "with --ray: address of a running cluster (default: start Ray on this machine)"
     add("--ray_address", default=None, metavar="ADDRESS", help=address)
+    triton = "write a model repository for Triton's Python backend into this folder, and serve nothing"
+    add("--write_triton", type=Path, default=None, metavar="REPO", help=triton)
     add("--require_certificate", action="store_true", help="refuse a folder without a valid certificate")
     add_common(parser)
 
@@ -75,11 +77,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Run the command."""
     folders = _folders(options.model)
+    if options.write_triton is not None:
+        return _write_triton(options, folders)
     if options.ray:
         return _run_on_ray(options, folders)
     _refuse_without_ray(options)
     sizes = [_size(text) for text in options.warmup]
-    limits = ServeLimits(**{name: getattr(options, name) for name in _LIMIT_OPTIONS})
+    limits = _limits(options)
     from sdonnx.serve.http.serve_settings import ServeSettings, read_api_keys
 
     settings = ServeSettings(
@@ -113,6 +117,19 @@ def run(options: argparse.Namespace) -> int:
             on_ready=lambda: out.print(f"ready at {address}, models: {', '.join(folders)}", markup=False),
         )
     return 0
+
+
+def _write_triton(options: argparse.Namespace, folders: dict[str, str]) -> int:
+    """Write a model repository for Triton, and print the models' folders."""
+    from sdonnx.serve.triton_repository import write_triton_repository
+
+    for path in write_triton_repository(options.write_triton, folders, _limits(options)):
+        console().print(str(path), markup=False)
+    return 0
+
+
+def _limits(options: argparse.Namespace) -> ServeLimits:
+    return ServeLimits(**{name: getattr(options, name) for name in _LIMIT_OPTIONS})
 
 
 def _run_on_ray(options: argparse.Namespace, folders: dict[str, str]) -> int:
