@@ -33,7 +33,7 @@ EXTRAS = {
     "serve": ("serve",),
     "verify": ("export", "benchmark"),
 }
-"""Extras of setup.cfg that a command or package of that name needs. Others need only ONNX Runtime."""
+"""Extras of setup.cfg that a command, package or module of that name needs. Others need only ONNX Runtime."""
 
 
 def install_command(*extras: str) -> str:

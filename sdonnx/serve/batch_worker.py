@@ -250,8 +250,10 @@ class BatchWorker:
         self._learn_speed(sum(unit.job.planned.cost for unit in units), time.perf_counter() - start)
         flags = output.nsfw_content_detected
         for row, unit in enumerate(units):
-            if unit.job._finish(unit.index, output.images[row], None if flags is None else flags[row]):
+            if unit.job._keep(unit.index, output.images[row], None if flags is None else flags[row]):
+                # Before the caller knows of its images, so that metrics are never behind answers.
                 self._observer.request_ended(key.model, "completed", unit.job.age_s)
+                unit.job._complete()
         self._note_captures(model)
 
     def _report(self, pipeline: OrtDiffusionPipeline, units: list[_Unit], call: int, latents: Any) -> None:
@@ -273,6 +275,6 @@ class BatchWorker:
         self._observer.captured(model.name, len(reports), sum(report.buffer_bytes for report in reports), free)
 
     def _fail(self, job: ImageJob, error: SdonnxError, outcome: str) -> None:
+        self.remove(job)
         if job._fail(error):
-            self.remove(job)
             self._observer.request_ended(job.planned.key.model, outcome, job.age_s)

@@ -155,18 +155,21 @@ class ImageJob:
     def _report(self, progress: StepProgress) -> None:
         self._post(self._events.put_nowait, progress)
 
-    def _finish(self, index: int, image: Any, flagged: bool | None) -> bool:
-        """Keep an image; return whether it was the last one."""
+    def _keep(self, index: int, image: Any, flagged: bool | None) -> bool:
+        """Keep an image; return whether it was the last one, after which `_complete` has to be called."""
         with self._lock:
             self._images[index], self._flags[index] = image, flagged
             self._done += 1
             if self._done < len(self._images) or self._ended:
                 return False
             self._ended = True
+        return True
+
+    def _complete(self) -> None:
+        """Give the images to those who await them."""
         flags = None if None in self._flags else [bool(flag) for flag in self._flags]
         waited = self._started - self._accepted
         self._post(self._close, GeneratedImages(self._images, self.seeds, flags, waited, self.age_s), None)
-        return True
 
     def _fail(self, error: SdonnxError) -> bool:
         """End the request with an error; return whether it had not ended yet."""

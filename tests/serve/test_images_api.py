@@ -210,7 +210,9 @@ def test_overload_is_refused_and_recovers(server: Running) -> None:
             json={"prompt": "a circle", "num_inference_steps": 150, "n": 8, "stream": True, "stream_progress": True},
         ) as response,
     ):
-        next(response.iter_lines())  # the first half runs and the second half waits
+        lines = response.iter_lines()
+        assert next(lines) == "event: image_generation.progress"
+        assert server.pipeline.waiting == 4  # the first half runs and the second half waits
         refused = server.post(n=5)
         assert refused.status_code == 429
         assert int(refused.headers["Retry-After"]) >= 1
