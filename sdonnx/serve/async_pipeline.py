@@ -11,7 +11,7 @@ from sdonnx.errors import OptionError, UnavailableError
 from sdonnx.runtime.pipeline import OrtDiffusionPipeline
 from sdonnx.serve.batch_worker import BatchWorker, ServedModel
 from sdonnx.serve.image_job import GeneratedImages, ImageJob
-from sdonnx.serve.image_request import ImageRequest, plan_request
+from sdonnx.serve.image_request import ImageRequest, check_request, plan_request
 from sdonnx.serve.serve_limits import ServeLimits
 from sdonnx.serve.serve_observer import ServeObserver
 
@@ -140,7 +140,7 @@ class AsyncPipeline:
             for height, width in sizes or [(edge, edge)]:
                 batches = self.limits.batch_sizes(height * width)
                 model.pipeline.warmup([(batch, height, width) for batch in reversed(batches)])
-            model.pipeline("warm up", num_inference_steps=1, seed=0)
+            model.check()
 
     def submit(self, prompt: ImageRequest | str, **fields: Any) -> ImageJob:
         """Queue a request and return at once; call it in an event loop.
@@ -183,7 +183,8 @@ class AsyncPipeline:
         Raises:
             SdonnxError: the image cannot be generated.
         """
-        await self.submit(ImageRequest("check", model=model, num_inference_steps=1, seed=0))
+        found = self._model(model)
+        await self.submit(check_request(found.name, found.pipeline))
 
     async def aclose(self, *, finish: bool = True) -> None:
         """Stop and release the pipelines.

@@ -13,7 +13,7 @@ from sdonnx.errors import DeviceMemoryError, QueueFullError, SdonnxError, Unavai
 from sdonnx.runtime.device.device_thread import device_thread
 from sdonnx.serve.fair_queue import FairQueue
 from sdonnx.serve.image_job import ImageJob, StepProgress
-from sdonnx.serve.image_request import BatchKey
+from sdonnx.serve.image_request import BatchKey, check_request
 from sdonnx.serve.serve_limits import ServeLimits
 from sdonnx.serve.serve_observer import ServeObserver
 
@@ -40,6 +40,17 @@ class ServedModel:
     name: str
     pipeline: OrtDiffusionPipeline
     scheduler_config: dict[str, Any]
+
+    def check(self) -> None:
+        """Generate an image of one step, or raise the pipeline's error."""
+        request = check_request(self.name, self.pipeline)
+        self.pipeline(
+            request.prompt,
+            num_inference_steps=request.num_inference_steps,
+            seed=request.seed,
+            image=request.image,
+            mask_image=request.mask_image,
+        )
 
 
 @dataclass(frozen=True)
@@ -198,7 +209,7 @@ class BatchWorker:
     def _check_after(self, model: str, reason: str) -> None:
         """Refuse all requests after a failure, unless the model still generates an image."""
         try:
-            self._models[model].pipeline("check", num_inference_steps=1, seed=0)
+            self._models[model].check()
         except Exception:
             _LOG.exception("the pipeline cannot generate images any more")
             with self._changed:

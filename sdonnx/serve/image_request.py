@@ -17,7 +17,7 @@ from sdonnx.serve.serve_limits import ServeLimits
 if TYPE_CHECKING:
     from sdonnx.runtime.pipeline import OrtDiffusionPipeline
 
-__all__ = ["BatchKey", "ImageRequest", "PlannedRequest", "plan_request"]
+__all__ = ["BatchKey", "ImageRequest", "PlannedRequest", "check_request", "plan_request"]
 
 OUTPUT_TYPES = ("pil", "np")
 
@@ -124,6 +124,20 @@ class PlannedRequest:
         """
         count = self.request.num_previews
         return frozenset(max(calls * (index + 1) // (count + 1) - 1, 0) for index in range(count))
+
+
+def check_request(model: str, pipeline: OrtDiffusionPipeline) -> ImageRequest:
+    """Return a request for an image of one step, which shows whether a pipeline works.
+
+    Args:
+        model: name of the model.
+        pipeline: its pipeline.
+    """
+    request = ImageRequest("check", model=model, num_inference_steps=1, seed=0)
+    if not pipeline.requires_mask:
+        return request
+    size = (pipeline.default_size, pipeline.default_size)
+    return replace(request, image=Image.new("RGB", size, "white"), mask_image=Image.new("L", size, "white"))
 
 
 def plan_request(

@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 from PIL import Image
 from support.drawing import MIN_PSNR_DB
+from support.inpainting import inpainting_pipeline
+from support.pipeline_cache import PipelineCache
 from support.pipelines import refused
 
 from sdonnx import AsyncPipeline, ImageRequest, OrtDiffusionPipeline, ServeLimits
@@ -413,5 +415,21 @@ def test_loading_names_models_and_warms_up(shapes_cpu: Path) -> None:
             assert np.array_equal(np.asarray(first.images[0]), np.asarray(second.images[0]))
             await queue.check("two")
             assert (queue.waiting, queue.failure) == (0, None)
+
+    asyncio.run(body())
+
+
+def test_denoisers_that_need_a_mask(pipelines: PipelineCache, micro: Path) -> None:
+    source = inpainting_pipeline(pipelines, micro)
+    folder = pipelines.optimized(pipelines.exported(source), provider="cpu")
+
+    async def body() -> None:
+        async with AsyncPipeline.from_pretrained({"inpaint": folder}, limits=ServeLimits(max_batch_size=1)) as queue:
+            await asyncio.to_thread(queue.warmup, [(32, 32)])
+            await queue.check()
+            fields = {"image": picture("red"), "height": 32, "width": 32, "num_inference_steps": 1}
+            assert (await queue.generate("a fox", mask_image=mask(16), **fields)).images[0].size == (32, 32)
+            with refused(OptionError, "trained to inpaint"):
+                await queue.generate("a fox", height=32, width=32, num_inference_steps=1)
 
     asyncio.run(body())

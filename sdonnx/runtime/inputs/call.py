@@ -216,8 +216,13 @@ class CallReader:
             self._geometry.default_size if width is None else width,
         )
 
+    @property
+    def requires_mask(self) -> bool:
+        """Whether the denoiser was trained to inpaint, so that calls need an image and a mask."""
+        return abi.MASK in self._graphs.get(Role.DENOISER).inputs
+
     def _require_mask(self, mask_image: Any) -> None:
-        if mask_image is None and abi.MASK in self._graphs.get(Role.DENOISER).inputs:
+        if mask_image is None and self.requires_mask:
             raise OptionError(
                 "this denoiser was trained to inpaint", "image and mask_image", "pass both, or use another pipeline"
             )

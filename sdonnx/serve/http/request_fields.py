@@ -25,7 +25,11 @@ class ImageFields(BaseModel):
     model: str | None = Field(None, max_length=200, description="name of a model of /v1/models; by default the first")
     n: int | None = Field(None, ge=1, le=1000, description="number of images; by default 1")
     size: str | None = Field(
-        None, max_length=20, description="WIDTHxHEIGHT in pixels, or auto: that of the image, or the model's own"
+        None,
+        max_length=20,
+        description="WIDTHxHEIGHT in pixels, or auto: that of the image, or the model's own",
+        # Checked by `height_and_width`, whose message is clearer.
+        json_schema_extra={"pattern": f"^(auto|{_SIZE.pattern})$"},
     )
     response_format: Literal["b64_json"] | None = Field(None, description="images are always part of the response")
     output_format: Literal["png", "jpeg", "webp"] | None = Field(None, description="by default png")
