@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from starlette.types import Message, Receive, Scope, Send
 from support.pipelines import refused
+from support.serve_load import CAPTIONS
 
 from sdonnx import AsyncPipeline, ImageRequest, ServeLimits
 from sdonnx.errors import OptionError, QueueFullError, UnavailableError
@@ -74,13 +75,14 @@ def run(folder: Path, body: Body, losses: int = 0, after: int = 3) -> list[str]:
 @pytest.mark.parametrize("after", [0, 3, 8])
 def test_a_lost_replica_loses_no_request(folder: Path, after: int) -> None:
     async def body(remote: RemotePipeline, replica: AsyncPipeline) -> None:
-        job = await remote.accept(ImageRequest("a circle", num_inference_steps=8, num_previews=1))
+        job = await remote.accept(ImageRequest(CAPTIONS[0], num_inference_steps=8, num_previews=1))
         assert (job.model, job.size, job.num_images) == ("shapes", (64, 64), 1)
         events = [event async for event in job.progress()]
         assert [event.step for event in events] == [1, 2, 3, 4, 5, 6, 7, 8]  # none is repeated
         assert [event.preview is not None for event in events].count(True) == 1
         result = await job
-        expected = await replica.generate("a circle", num_inference_steps=8, seed=result.seeds[0])
+        expected = await replica.generate(CAPTIONS[0], num_inference_steps=8, seed=result.seeds[0])
+        assert np.asarray(result.images[0]).std() > 10
         assert np.array_equal(np.asarray(result.images[0]), np.asarray(expected.images[0]))
 
     assert run(folder, body, losses=3, after=after) == ["completed"]

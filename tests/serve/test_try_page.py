@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from PIL import Image
+from support.serve_load import CAPTIONS
 from support.serving import Running, serving_folder, until
 
 from sdonnx import ServeLimits
@@ -54,7 +55,7 @@ def page(server: Running, browser: Any) -> Iterator[Any]:
 
 
 def test_generates_images_with_previews(page: Any) -> None:
-    page.fill("#prompt", "a blue square")
+    page.fill("#prompt", CAPTIONS[1])
     page.fill("#n", "2")
     page.fill("#num_inference_steps", "30")
     page.fill("#seed", "4")
@@ -65,7 +66,7 @@ def test_generates_images_with_previews(page: Any) -> None:
     assert page.locator("#status").inner_text() == "done"
     assert page.locator("figcaption").all_inner_texts() == ["64x48, seed 4", "64x48, seed 5"]
     sizes = page.evaluate("[...document.images].map((each) => [each.naturalWidth, each.naturalHeight, each.alt])")
-    assert sizes == [[64, 48, "a blue square"]] * 2
+    assert sizes == [[64, 48, CAPTIONS[1]]] * 2
     assert page.evaluate("document.querySelector('#progress').value") == 1
     assert page.locator("#start").is_enabled()
 
