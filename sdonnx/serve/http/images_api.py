@@ -8,7 +8,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.responses import JSONResponse, Response
 from pydantic import ValidationError
 from starlette.datastructures import FormData, UploadFile
 from starlette.exceptions import HTTPException
@@ -18,6 +18,7 @@ from sdonnx.serve.http.openai_errors import ErrorResponse, error_response
 from sdonnx.serve.http.request_fields import EditFields, GenerationFields, ImageFields
 from sdonnx.serve.http.responses import (
     Encoder,
+    EventResponse,
     ImagesResponse,
     ModelCard,
     ModelList,
@@ -120,11 +121,7 @@ class ImagesApi:
         job = await self._pipeline.accept(asked)
         encoder = Encoder(fields, job, self._pipeline.observer)
         if fields.stream:
-            return StreamingResponse(
-                stream_events(job, fields, encoder, kind),
-                media_type="text/event-stream",
-                headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
-            )
+            return EventResponse(job, stream_events(job, fields, encoder, kind))
         result = await _images_or_leaving(request, job)
         if result is None:
             return Response(status_code=_CLIENT_CLOSED)

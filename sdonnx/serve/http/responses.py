@@ -9,8 +9,10 @@ from collections.abc import AsyncIterator
 from functools import partial
 from typing import Any, Literal
 
+from fastapi.responses import StreamingResponse
 from PIL import Image
 from pydantic import BaseModel
+from starlette.types import Receive, Scope, Send
 
 from sdonnx.errors import SdonnxError
 from sdonnx.serve.http.image_encoding import QUALITY, encode_base64
@@ -20,7 +22,16 @@ from sdonnx.serve.image_job import GeneratedImages, StepProgress
 from sdonnx.serve.image_service import ServiceJob
 from sdonnx.serve.serve_observer import ServeObserver
 
-__all__ = ["Encoder", "ImageData", "ImagesResponse", "ModelCard", "ModelList", "images_response", "stream_events"]
+__all__ = [
+    "Encoder",
+    "EventResponse",
+    "ImageData",
+    "ImagesResponse",
+    "ModelCard",
+    "ModelList",
+    "images_response",
+    "stream_events",
+]
 
 _PING_S = 15.0  # proxies close connections that are silent for a minute or less
 
@@ -84,14 +95,35 @@ class Encoder:
 async def images_response(job: ServiceJob, result: GeneratedImages, encoder: Encoder) -> ImagesResponse:
     """Return the response of a request whose images are there."""
     data = [
-        ImageData(b64_json=await encoder.encode(image), seed=seed, flagged=None if flag is None else flag)
+        ImageData(b64_json=await encoder.encode(image), seed=seed, flagged=flag)
         for image, seed, flag in _images(result)
     ]
     return ImagesResponse(created=int(time.time()), data=data, size=_size(job), output_format=encoder.output_format)
 
 
+class EventResponse(StreamingResponse):
+    """A response of server-sent events. The request ends with it, even if the client left before the first event.
+
+    Args:
+        job: the request.
+        events: its events.
+    """
+
+    def __init__(self, job: ServiceJob, events: AsyncIterator[str]) -> None:
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        super().__init__(events, media_type="text/event-stream", headers=headers)
+        self._job = job
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the events."""
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._job.cancel()  # without effect once it has ended
+
+
 async def stream_events(job: ServiceJob, fields: ImageFields, encoder: Encoder, kind: str) -> AsyncIterator[str]:
-    """Yield the server-sent events of a request; the request is cancelled if the iteration ends early.
+    """Yield the server-sent events of a request.
 
     Args:
         job: the request.
@@ -117,8 +149,6 @@ async def stream_events(job: ServiceJob, fields: ImageFields, encoder: Encoder, 
             yield event("completed", b64_json=await encoder.encode(picture), image_index=index, seed=seed, flagged=flag)
     except SdonnxError as error:
         yield f"event: error\ndata: {json.dumps(error_content(status_of(error), str(error)))}\n\n"
-    finally:
-        job.cancel()  # without effect once it has ended
 
 
 def _images(result: GeneratedImages) -> list[tuple[Image.Image, int, bool | None]]:
