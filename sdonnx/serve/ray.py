@@ -15,8 +15,6 @@ from typing import Any
 from sdonnx.installation import requiring
 from sdonnx.serve.async_pipeline import AsyncPipeline
 from sdonnx.serve.image_request import ImageRequest
-from sdonnx.serve.ray_metrics import RayMetrics
-from sdonnx.serve.ray_options import RayOptions
 from sdonnx.serve.remote_pipeline import RemoteEvent, RemotePipeline, replica_events
 from sdonnx.serve.serve_limits import ServeLimits
 
@@ -24,6 +22,9 @@ with requiring("sdonnx.serve.ray", "ray"):
     from ray import serve
     from ray.exceptions import RayError, RayTaskError
     from ray.serve.exceptions import RayServeException
+
+    from sdonnx.serve.ray_metrics import RayMetrics
+    from sdonnx.serve.ray_options import RayOptions
 
 __all__ = ["Front", "Generator", "app"]
 

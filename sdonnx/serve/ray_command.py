@@ -9,11 +9,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from sdonnx.installation import requiring
-from sdonnx.serve.ray_proxy import CALLBACK_VARIABLE, middlewares
 
 with requiring("sdonnx serve --ray", "ray"):
     import ray
     from ray import serve
+
+    from sdonnx.serve.ray_proxy import CALLBACK_VARIABLE, middlewares
 
 __all__ = ["serve_on_ray"]
 

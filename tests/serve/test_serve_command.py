@@ -129,6 +129,19 @@ def test_without_the_extra_one_line_says_how_to_install_it(tmp_path: Path) -> No
     assert done.stderr.count("\n") == 1
 
 
+def test_without_ray_one_line_says_how_to_install_it(tmp_path: Path) -> None:
+    block = "import sys; sys.modules.update(ray=None)"
+    ending = f"from sdonnx.__main__ import main\nsys.exit(main(['serve', '--ray', '-m', '{tmp_path}']))"
+    done = subprocess.run([sys.executable, "-c", f"{block}\n{ending}"], capture_output=True, text=True, env=ENVIRONMENT)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: sdonnx serve --ray needs the package ray")
+    assert "[ray]" in done.stderr
+    assert done.stderr.count("\n") == 1
+    done = subprocess.run([sys.executable, "-c", f"{block}\nimport sdonnx.serve.ray"], capture_output=True, text=True)
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("sdonnx.errors.PackageError: sdonnx.serve.ray needs the package ray")
+
+
 def test_the_library_needs_no_extra() -> None:
     block = "import sys; sys.modules.update(dict.fromkeys(['fastapi', 'uvicorn', 'starlette', 'prometheus_client']))"
     code = f"{block}\nimport sdonnx\nprint(sdonnx.AsyncPipeline.__name__, sdonnx.ServeLimits().max_steps)"

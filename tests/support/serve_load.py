@@ -32,7 +32,7 @@ _KINDS: tuple[dict[str, Any], ...] = (
     {"num_inference_steps": 4},
     {"num_inference_steps": 4, "guidance_scale": 1.0},
     {"num_inference_steps": 3, "scheduler": "euler_a"},
-    {"num_inference_steps": 3, "size": "32x64"},
+    {"num_inference_steps": 3, "size": "80x64"},
 )
 
 
