@@ -18,8 +18,10 @@ from sdonnx.errors import (
     PrecisionError,
     PromptError,
     ProviderError,
+    QueueFullError,
     SchedulerError,
     SdonnxError,
+    UnavailableError,
     WeightsError,
 )
 
@@ -36,11 +38,16 @@ if TYPE_CHECKING:
     from sdonnx.runtime.pipeline import OrtDiffusionPipeline
     from sdonnx.runtime.safety import NsfwContentWarning
     from sdonnx.sample.write_sample import write_sample
+    from sdonnx.serve.async_pipeline import AsyncPipeline
+    from sdonnx.serve.image_request import ImageRequest
+    from sdonnx.serve.serve_limits import ServeLimits
 
 __all__ = [
+    "AsyncPipeline",
     "DeviceMemoryError",
     "FolderError",
     "ImageOutput",
+    "ImageRequest",
     "KernelWarning",
     "NotFiniteWarning",
     "NsfwContentWarning",
@@ -52,9 +59,12 @@ __all__ = [
     "PromptError",
     "PromptTruncatedWarning",
     "ProviderError",
+    "QueueFullError",
     "RebuildWarning",
     "SchedulerError",
     "SdonnxError",
+    "ServeLimits",
+    "UnavailableError",
     "WeightsError",
     "__version__",
     "compile",
@@ -69,13 +79,16 @@ __all__ = [
 __version__ = "0.2.0"
 
 _HOMES = {
+    "AsyncPipeline": "sdonnx.serve.async_pipeline",
     "ImageOutput": "sdonnx.runtime.output",
+    "ImageRequest": "sdonnx.serve.image_request",
     "KernelWarning": "sdonnx.doctor.first_use",
     "NotFiniteWarning": "sdonnx.runtime.output",
     "NsfwContentWarning": "sdonnx.runtime.safety",
     "OrtDiffusionPipeline": "sdonnx.runtime.pipeline",
     "PromptTruncatedWarning": "sdonnx.runtime.inputs.prompt_tokenizer",
     "RebuildWarning": "sdonnx.folder.version",
+    "ServeLimits": "sdonnx.serve.serve_limits",
     "compile": "sdonnx.compiler.compile_module",
     "compile_pipe": "sdonnx.compiler.compile_pipe",
     "export_pipeline": "sdonnx.export.export_pipeline",

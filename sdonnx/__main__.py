@@ -18,6 +18,7 @@ COMMANDS = {
     "doctor": ("sdonnx.cli.doctor", "check the environment and the results of the GPU kernels"),
     "verify": ("sdonnx.cli.verify", "prove that a folder generates the same images as its original"),
     "generate": ("sdonnx.cli.generate", "generate images with an optimized folder"),
+    "serve": ("sdonnx.cli.serve", "serve folders over HTTP, with OpenAI's images API"),
     "benchmark": ("sdonnx.cli.benchmark", "measure the speed of engines and compare their images"),
     "cache": ("sdonnx.cli.cached_graphs", "list or remove the graphs that sdonnx.compile has cached"),
     "completion": ("sdonnx.cli.completion", "print a script for the completion of a shell"),

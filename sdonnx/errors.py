@@ -10,6 +10,8 @@ SdonnxError
 ├── ProviderError     an execution provider is unknown or not available on this machine
 ├── DeviceMemoryError the device or the host has too little memory for the request
 ├── PromptError       prompts are missing or of the wrong kind
+├── QueueFullError    too many requests are waiting; a later try may succeed
+├── UnavailableError  the process cannot generate images now, or the request waited too long
 ├── PackageError      a package that a command needs is not installed; also an ImportError
 └── SchedulerError    a scheduler configuration that the samplers cannot follow
 ```
@@ -31,8 +33,10 @@ __all__ = [
     "PrecisionError",
     "PromptError",
     "ProviderError",
+    "QueueFullError",
     "SchedulerError",
     "SdonnxError",
+    "UnavailableError",
     "WeightsError",
     "cause_of",
     "refusing",
@@ -115,6 +119,25 @@ class PackageError(SdonnxError, ImportError):
 
 class SchedulerError(SdonnxError):
     """A scheduler configuration that the samplers cannot follow."""
+
+
+class UnavailableError(SdonnxError):
+    """The process cannot generate images now, or the request waited too long."""
+
+
+class QueueFullError(SdonnxError):
+    """Too many requests are waiting; a later try may succeed.
+
+    Args:
+        found: see `SdonnxError`.
+        expected: see `SdonnxError`.
+        remedy: see `SdonnxError`.
+        retry_after_s: estimated seconds until there is a place.
+    """
+
+    def __init__(self, found: str, expected: str, remedy: str, retry_after_s: float = 1.0) -> None:
+        super().__init__(found, expected, remedy)
+        self.retry_after_s = retry_after_s
 
 
 @contextlib.contextmanager

@@ -28,10 +28,12 @@ EXTRAS = {
     "export": ("export",),
     "optimize": ("optimize",),
     "quickstart": ("export", "benchmark"),
+    "ray": ("ray",),
     "sample": ("export",),
+    "serve": ("serve",),
     "verify": ("export", "benchmark"),
 }
-"""Extras of setup.cfg that a command or package of that name needs. Others need only ONNX Runtime."""
+"""Extras of setup.cfg that a command, package or module of that name needs. Others need only ONNX Runtime."""
 
 
 def install_command(*extras: str) -> str:

@@ -144,21 +144,16 @@ def test_stilted_sentences_are_gone() -> None:
         assert [phrase for phrase in phrases if phrase in text] == [], page
 
 
-def test_guide_shows_the_server() -> None:
-    page = PAGES["docs/how-to/serve.md"]
-    assert f"```python\n{(ROOT / 'docker' / 'server.py').read_text(encoding='utf-8')}```\n" in page
-
-
 def test_probes_of_the_guide_are_those_of_the_server() -> None:
     yaml = pytest.importorskip("yaml")
     ((_, content),) = [each for each in blocks("yaml") if each[0] == "docs/how-to/serve.md"]
     deployment = yaml.safe_load(content)
     (container,) = deployment["spec"]["template"]["spec"]["containers"]
     ports = {port["containerPort"] for port in container["ports"]}
-    source = (ROOT / "docker" / "server.py").read_text(encoding="utf-8")
+    source = (ROOT / "sdonnx" / "serve" / "http" / "application.py").read_text(encoding="utf-8")
     for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
         get = container[probe]["httpGet"]
-        assert f'@app.get("{get["path"]}")' in source
+        assert f'app.add_api_route("{get["path"]}"' in source
         assert get["port"] in ports
     assert json.dumps(deployment["spec"]["template"]["metadata"]["labels"]) == json.dumps(
         deployment["spec"]["selector"]["matchLabels"]

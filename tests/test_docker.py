@@ -1,11 +1,8 @@
-"""docker/: the Dockerfile, as far as it can be checked without an engine for containers, and the server."""
+"""docker/: the Dockerfile and the compose files, as far as they can be checked without an engine for containers."""
 
 from __future__ import annotations
 
-import asyncio
 import configparser
-import importlib.util
-import io
 import json
 import os
 import re
@@ -13,20 +10,25 @@ import shlex
 import shutil
 import subprocess
 import sys
-import types
 import venv
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from PIL import Image
 
-from sdonnx import DeviceMemoryError
+from sdonnx.cli import serve
+from sdonnx.cli.command_line import CommandParser
+from sdonnx.serve.http.application import create_app
+from sdonnx.serve.http.serve_settings import ServeSettings
+from sdonnx.serve.image_request import BatchKey
+from sdonnx.serve.prometheus_metrics import PrometheusMetrics
 
 ROOT = Path(__file__).resolve().parent.parent
-DOCKERFILE = ROOT / "docker" / "Dockerfile"
+yaml: Any = pytest.importorskip("yaml")
+FOLDER = ROOT / "docker"
+DOCKERFILE = FOLDER / "Dockerfile"
+
+_NO_PIPELINE: Any = object()  # routes are added without a look at it
 
 
 def instructions() -> list[tuple[str, str]]:
@@ -56,10 +58,8 @@ def test_each_stage_ends_with_a_user_without_privileges() -> None:
 def test_copied_files_exist_and_are_in_the_context() -> None:
     ignored = (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
     kept = {line[1:] for line in ignored if line.startswith("!")}
-    copied = [rest.split()[:-1] for word, rest in instructions() if word == "COPY"]
-    sources = [source for words in copied for source in words if not words[0].startswith("--from=")]
-    assert sources
-    for source in (*sources, "sdonnx", "kernels", "setup.cfg", "setup.py", "pyproject.toml", "LICENSE", "README.md"):
+    assert all(rest.startswith("--from=") for word, rest in instructions() if word == "COPY")
+    for source in ("sdonnx", "kernels", "setup.cfg", "setup.py", "pyproject.toml", "LICENSE", "README.md"):
         assert (ROOT / source).exists()
         assert source in kept
     assert "requirements*.txt" in kept
@@ -78,23 +78,91 @@ def test_packages_are_copied_from_the_stage_that_compiles() -> None:
 def test_installs_an_extra_for_each_kind_of_machine() -> None:
     setup = configparser.ConfigParser()
     setup.read(ROOT / "setup.cfg", encoding="utf-8")
-    assert {"cuda", "cpu"} <= set(setup["options.extras_require"])
-    assert ("ARG", "RUNTIME=cuda") in instructions()
-    package, server = installations()
-    assert package[1:] == ["-c", "/source/requirements.txt", "/source[${RUNTIME}]"]
-    assert all(re.fullmatch(r"\w+==[\d.]+", each) for each in server[1:])
+    assert {"cuda", "cpu", "serve"} <= set(setup["options.extras_require"])
+    assert {("ARG", "RUNTIME=cuda"), ("ARG", "EXTRAS=serve")} <= set(instructions())
+    (package,) = installations()
+    assert package[1:] == ["-c", "/source/requirements.txt", "/source[${RUNTIME},${EXTRAS}]"]
 
 
 def test_checks_the_health_of_the_server() -> None:
     (check,) = [rest for word, rest in instructions() if word == "HEALTHCHECK"]
     command = json.loads(check.partition("CMD ")[2])
     compile(command[2], "HEALTHCHECK", "exec")
-    path = re.search(r"http://127\.0\.0\.1:(\d+)(/\w+)", command[2])
+    path = re.search(r"http://127\.0\.0\.1:(\d+)(/[\w/]+)", command[2])
     assert path is not None
-    assert f'@app.get("{path[2]}")' in (ROOT / "docker" / "server.py").read_text(encoding="utf-8")
+    application = create_app(_NO_PIPELINE, PrometheusMetrics(), ServeSettings())
+    assert path[2] in {getattr(route, "path", None) for route in application.routes}
     assert ("EXPOSE", path[1]) in instructions()
     served = json.loads([rest for word, rest in instructions() if word == "CMD"][-1])
-    assert served == ["uvicorn", "server:app", "--host", "0.0.0.0", "--port", path[1]]
+    parser = CommandParser(prog="sdonnx serve")
+    serve.add_arguments(parser)
+    options = parser.parse(served[1:])
+    assert (served[0], options.host, options.port) == ("serve", "0.0.0.0", int(path[1]))
+    assert ("ENTRYPOINT", '["sdonnx"]') in instructions()
+
+
+def _yaml(name: str) -> Any:
+    """Read a file, with compose's tag for a key that an override removes."""
+    Loader: Any = type("Loader", (yaml.SafeLoader,), {})  # noqa: N806
+    Loader.add_constructor("!reset", lambda loader, node: None)
+    return yaml.load((FOLDER / name).read_text(encoding="utf-8"), Loader)
+
+
+def test_compose_names_what_exists() -> None:
+    compose = _yaml("compose.yaml")
+    services = compose["services"]
+    for service in services.values():
+        assert ("image" in service) != ("build" in service)
+        assert set(service.get("depends_on", [])) <= services.keys()
+        for volume in service["volumes"]:
+            source = volume.replace("${MODELS:-./models}", "./models").split(":")[0]
+            is_file = source.startswith("./") and source != "./models"
+            assert (FOLDER / source).is_file() if is_file else source in {*compose["volumes"], "./models"}
+    build = services["server"]["build"]
+    assert (FOLDER / build["context"] / build["dockerfile"]).resolve() == DOCKERFILE
+    assert {("ARG", f"{name}=cuda") for name in build["args"]} <= set(instructions())
+    override = _yaml("compose.cpu.yaml")["services"]
+    assert override == {"server": {"build": {"args": {"RUNTIME": "cpu"}}, "deploy": None}}
+    grace = int(services["server"]["stop_grace_period"].removesuffix("s"))
+    served = json.loads([rest for word, rest in instructions() if word == "CMD"][-1])
+    assert grace > int(served[served.index("--grace_s") + 1])
+
+
+def test_prometheus_reads_the_server() -> None:
+    (job,) = _yaml("prometheus.yaml")["scrape_configs"]
+    host, port = job["static_configs"][0]["targets"][0].split(":")
+    assert host in _yaml("compose.yaml")["services"]
+    assert ("EXPOSE", port) in instructions()
+
+
+def test_board_shows_metrics_that_exist() -> None:
+    """Each metric and label of the board is one of the server's."""
+    board = json.loads((FOLDER / "grafana" / "sdonnx.json").read_text(encoding="utf-8"))
+    source = _yaml("grafana/sources.yaml")["datasources"][0]
+    metrics = PrometheusMetrics()
+    key = BatchKey("m", 8, 8, 1, None, False, False, "noise", None, "pil")
+    metrics.batch_started(key, [0.1])
+    metrics.stepped(key, 1)
+    metrics.stage_ended("m", "decode", 0.1)
+    metrics.request_ended("m", "completed", 0.1)
+    metrics.captured("m", 1, 1, 1)
+    metrics.responded("/", 200)
+    text = metrics.text().decode()
+    shown = set()
+    for panel in board["panels"]:
+        assert panel["datasource"]["uid"] == source["uid"]
+        for target in panel["targets"]:
+            names = re.findall(r"\b(?:sdonnx|process)_\w+", target["expr"])
+            assert names
+            for name in names:
+                assert re.search(rf"^{name}[ {{]", text, re.MULTILINE), name
+            shown.update(names)
+            labels = re.findall(r"by \((\w+)\)", target["expr"])
+            assert all(f'{label}="' in text for label in labels)
+    assert len({panel["title"] for panel in board["panels"]}) == len(board["panels"])
+    named = set(re.findall(r"^# TYPE (sdonnx_\w+)", text, re.MULTILINE))
+    bases = {re.sub(r"_(bucket|sum|count)$", "", name) for name in shown}
+    assert {name for name in named if not name.endswith("_created")} - bases == {"sdonnx_steps_total"}
 
 
 def test_linter_has_no_remark() -> None:
@@ -107,90 +175,6 @@ def test_linter_has_no_remark() -> None:
     assert (done.returncode, done.stdout) == (0, "")
 
 
-class FakeFastApi(types.ModuleType):
-    """The parts of FastAPI that docker/server.py uses."""
-
-    class FastAPI:
-        def __init__(self, lifespan: Callable[[Any], Any]) -> None:
-            self.lifespan, self.state = lifespan, types.SimpleNamespace()
-            self.routes: dict[str, Callable[..., Any]] = {}
-
-        def get(self, path: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-            def add(function: Callable[..., Any]) -> Callable[..., Any]:
-                self.routes[path] = function
-                return function
-
-            return add
-
-        post = get
-
-    class HTTPException(Exception):  # noqa: N818  FastAPI's name
-        def __init__(self, status_code: int, detail: str) -> None:
-            super().__init__(detail)
-            self.status_code = status_code
-
-    class Response:
-        def __init__(self, content: bytes, media_type: str, headers: dict[str, str]) -> None:
-            self.body, self.media_type, self.headers = content, media_type, headers
-
-    @staticmethod
-    def Body(**limits: int) -> dict[str, int]:  # noqa: N802  FastAPI's name
-        return limits
-
-
-@pytest.fixture
-def server(micro_cpu: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """docker/server.py, with a stand-in for FastAPI."""
-    monkeypatch.setitem(sys.modules, "fastapi", FakeFastApi("fastapi"))
-    monkeypatch.setenv("MODEL", str(micro_cpu))
-    spec = importlib.util.spec_from_file_location("server", ROOT / "docker" / "server.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    module.SIZES[:] = [(1, 64, 64)]
-    return module
-
-
-def test_server_generates_and_reports_its_health(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def run() -> None:
-        async with server.app.lifespan(server.app):
-            health, generate = server.app.routes["/health"], server.app.routes["/generate"]
-            assert await health() == {"status": "ok"}
-            response = generate("a fox", height=64, width=64, steps=2, seed=3)
-            assert (response.media_type, response.headers) == ("image/png", {"X-Seed": "3"})
-            pipeline = server.app.state.pipeline
-            expected = pipeline("a fox", 64, 64, num_inference_steps=2, seed=3).images[0]
-            assert np.array_equal(np.asarray(Image.open(io.BytesIO(response.body))), np.asarray(expected))
-            for wrong in ({"height": 63}, {"steps": 0}, {"steps": 1000}, {"height": 8192, "width": 8192}):
-                with pytest.raises(FakeFastApi.HTTPException) as refused:
-                    generate("a fox", **({"height": 64, "width": 64, "steps": 2} | wrong))
-                assert refused.value.status_code == 422, wrong
-            assert await health() == {"status": "ok"}
-            places = [server.app.state.places.acquire(blocking=False) for _ in range(server.MAX_WAITING)]
-            assert all(places), "each request gave its place back"
-            with pytest.raises(FakeFastApi.HTTPException, match="waiting"):
-                generate("a fox")
-            server.app.state.places.release()
-            failing = {"error": DeviceMemoryError("a", "b", "c")}
-
-            def fail(*_: object, **__: object) -> None:
-                raise failing["error"]
-
-            monkeypatch.setattr(server.app.state, "pipeline", fail)
-            with pytest.raises(FakeFastApi.HTTPException) as refused:
-                generate("a fox")
-            assert refused.value.status_code == 503
-            failing["error"] = RuntimeError("the GPU is lost")  # type: ignore[assignment]
-            with pytest.raises(RuntimeError, match="lost"):
-                generate("a fox")
-            with pytest.raises(FakeFastApi.HTTPException) as refused:
-                await health()
-            assert refused.value.status_code == 503
-
-    asyncio.run(run())
-
-
 @pytest.mark.full
 def test_commands_install_a_server_that_starts(tmp_path: Path) -> None:
     """The `pip install` lines run in a fresh environment, which then has the command line and the server's packages."""
@@ -198,9 +182,12 @@ def test_commands_install_a_server_that_starts(tmp_path: Path) -> None:
     python = tmp_path / "venv" / "bin" / "python"
     shutil.copytree(ROOT, tmp_path / "source", ignore=shutil.ignore_patterns(".*", "docs", "tests", "build", "*.onnx*"))
     for arguments in installations():
-        filled = [each.replace("/source", str(tmp_path / "source")).replace("${RUNTIME}", "cpu") for each in arguments]
+        filled = [
+            each.replace("/source", str(tmp_path / "source")).replace("${RUNTIME}", "cpu").replace("${EXTRAS}", "serve")
+            for each in arguments
+        ]
         subprocess.run([str(python), "-m", "pip", "install", "-q", *filled], check=True)
-    for command in (["-m", "sdonnx", "--version"], ["-c", "import fastapi, uvicorn, sdonnx.runtime.pipeline"]):
+    for command in (["-m", "sdonnx", "--version"], ["-c", "import sdonnx.serve.http.application"]):
         subprocess.run([str(python), *command], check=True, cwd=tmp_path)
     listed = subprocess.run([str(python), "-m", "pip", "list"], check=True, capture_output=True, text=True).stdout
     assert "torch" not in listed

@@ -98,7 +98,7 @@ def test_other_missing_modules_pass_through() -> None:
 
 
 def test_commands_with_extras_exist() -> None:
-    assert EXTRAS.keys() - {"compiler"} <= COMMANDS.keys()
+    assert EXTRAS.keys() - {"compiler", "ray"} <= COMMANDS.keys()
 
 
 class Installed:

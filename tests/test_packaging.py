@@ -48,6 +48,7 @@ EXTRAS = {
     "runtime": {"captions"},
     **{unit: {"export"} for unit in ("compiler", "export", "sample")},
     **{unit: {"export", "benchmark"} for unit in ("benchmark", "verify")},
+    "serve": {"serve", "ray"},
     "cli": {"export", "benchmark", "completion"},
 }
 RUNTIME_LIBRARIES = {"filelock", "huggingface_hub", "numpy", "onnxruntime", "tokenizers", "PIL", "rich", "tqdm"}
@@ -65,7 +66,7 @@ LEVELS = (
     {"precision", "quantization"},
     {"optimize", "export", "runtime"},
     {"compiler", "precision_search", "terminal"},
-    {"benchmark"},
+    {"benchmark", "serve"},
     {"verify"},
     {"__main__", "cli", "optimize_pipeline"},
 )
@@ -189,9 +190,11 @@ def test_runtime_runs_without_the_converters() -> None:
 def test_public_names_are_held() -> None:
     assert sorted(sdonnx.__all__) == sorted(
         [
+            "AsyncPipeline",
             "DeviceMemoryError",
             "FolderError",
             "ImageOutput",
+            "ImageRequest",
             "KernelWarning",
             "NotFiniteWarning",
             "NsfwContentWarning",
@@ -203,9 +206,12 @@ def test_public_names_are_held() -> None:
             "PromptError",
             "PromptTruncatedWarning",
             "ProviderError",
+            "QueueFullError",
             "RebuildWarning",
             "SchedulerError",
             "SdonnxError",
+            "ServeLimits",
+            "UnavailableError",
             "WeightsError",
             "__version__",
             "compile",

@@ -10,7 +10,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import onnxruntime
+from PIL import Image
 
 from sdonnx.doctor.first_use import KernelWarning
 from sdonnx.errors import OptionError, refusing
@@ -212,7 +215,7 @@ class OrtDiffusionPipeline(DiffusersInterface, PromptEncoding):
         height: int | None = None,
         width: int | None = None,
         num_inference_steps: int | None = None,
-        guidance_scale: float | None = None,
+        guidance_scale: float | Sequence[float] | None = None,
         negative_prompt: str | Sequence[str] | None = None,
         num_images_per_prompt: int = 1,
         eta: float = 0.0,
@@ -270,7 +273,8 @@ class OrtDiffusionPipeline(DiffusersInterface, PromptEncoding):
             width: width of the images in pixels, as `height`.
             num_inference_steps: number of denoising steps. By default 50, or 20 for models with captions.
             guidance_scale: weight of the prompt; values up to 1 disable guidance and halve the work. By default 7.5,
-                5 for models with size conditioning, and 4.5 for models with captions.
+                5 for models with size conditioning, and 4.5 for models with captions. Or a list with one for each
+                image; if they differ, the sampler runs on the host.
             negative_prompt: text to steer away from, one for all prompts or a list of P texts.
             num_images_per_prompt: number of images for each prompt.
             eta: share of fresh noise, 0 to 1 (DDIM).
@@ -393,6 +397,27 @@ class OrtDiffusionPipeline(DiffusersInterface, PromptEncoding):
         keys = [key for shape in require_shapes(shapes) for key in self._reader.warmup_keys(*shape, guided=guided)]
         return self._run(lambda: [self._cache.get(key).report() for key in keys])
 
+    def preview(self, latents: npt.NDArray[np.float32]) -> list[Image.Image]:
+        """Decode the latents that a callback received, also through the safety checker; call it from the callback.
+
+        Args:
+            latents: (B,C,H/8,W/8), as the callback received them.
+
+        Returns:
+            An image for each of the batch: noisy in the first steps.
+
+        Raises:
+            OptionError: the pipeline generates no image, or this is not the thread of the callback.
+        """
+        current: CurrentShape | None = getattr(self._generating, "current", None)
+        if current is None:
+            raise OptionError("preview was called outside of a callback", "callback_on_step_end", "call it there")
+        state = current.shape.read(abi.STATE)
+        state[0] = latents  # a sampler on the host keeps other values there
+        current.shape.put(abi.STATE, state)
+        images: list[Image.Image] = read_output(current.shape, "pil", self._generating.size, self.safety_checker).images
+        return images
+
     def _generate(self, call: Call, make_job: Callable[[], GenerationJob], on_step: StepEnd | None) -> Output:
         """Generate the images of a call; runs on the device thread."""
         if getattr(self._generating, "now", False):
@@ -408,9 +433,11 @@ class OrtDiffusionPipeline(DiffusersInterface, PromptEncoding):
             job = make_job()
             self._num_timesteps = len(job.sampler.timesteps)
             current = CurrentShape(self._cache.get(call.key), call.guidance_scale, self._cache.get)
+            self._generating.current, self._generating.size = current, call.size
             try:
                 job.run(current, on_step, lambda: self._interrupt, self._progress)
             finally:
+                self._generating.current = None
                 current.shape.unload_denoiser()
             return read_output(current.shape, call.output_type, call.size, self.safety_checker)
         finally:

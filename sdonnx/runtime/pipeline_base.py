@@ -51,6 +51,16 @@ class PipelineBase(MissingFeatures):
         return self._geometry.default_size
 
     @property
+    def size_multiple(self) -> int:
+        """Pixels of which the height and the width of generated images are multiples."""
+        return self._geometry.multiple
+
+    @property
+    def requires_mask(self) -> bool:
+        """Whether the denoiser was trained to inpaint, so that calls need `image` and `mask_image`."""
+        return self._reader.requires_mask
+
+    @property
     def default_guidance_scale(self) -> float:
         """Default guidance scale: that of the family's pipelines in diffusers."""
         return self._defaults.guidance_scale

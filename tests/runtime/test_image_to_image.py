@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +11,7 @@ import pytest
 import torch
 from PIL import Image
 from support.drawing import MIN_PSNR_DB, generator
+from support.inpainting import inpainting_pipeline
 from support.pipeline_cache import PipelineCache
 from support.pipelines import refused
 
@@ -150,20 +149,8 @@ def test_default_size_is_that_of_the_image(ours: OrtDiffusionPipeline) -> None:
 @pytest.fixture(scope="module")
 def inpainting(pipelines: PipelineCache, micro: Path) -> tuple[Path, Path]:
     """Return a pipeline whose UNet has 9 input channels, for inpainting, and its optimized folder."""
-    source = pipelines.derived("inpainting", micro, make_inpainting)
+    source = inpainting_pipeline(pipelines, micro)
     return source, pipelines.optimized(pipelines.exported(source), provider="cpu")
-
-
-def make_inpainting(source: Path) -> None:
-    index = json.loads((source / "model_index.json").read_text())
-    (source / "model_index.json").write_text(json.dumps(index | {"_class_name": "StableDiffusionInpaintPipeline"}))
-    torch.manual_seed(0)
-    config = diffusers.UNet2DConditionModel.load_config(source / "unet")
-    shutil.rmtree(source / "unet")
-    # One block with attention: what differs from other pipelines are the inputs.
-    changes = {"in_channels": 9, "block_out_channels": (64,), "attention_head_dim": 2}
-    changes |= {"down_block_types": ("CrossAttnDownBlock2D",), "up_block_types": ("UpBlock2D",)}
-    diffusers.UNet2DConditionModel.from_config({**config, **changes}).save_pretrained(source / "unet")
 
 
 @pytest.mark.parametrize("strength", [0.6, 1.0])

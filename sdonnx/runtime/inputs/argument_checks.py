@@ -6,10 +6,13 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from sdonnx.errors import OptionError
 
 __all__ = [
+    "image_guidance",
+    "max_guidance_scale",
     "require_multiple",
     "require_no_attention_options",
     "require_number",
@@ -24,6 +27,39 @@ def require_number(name: str, value: Any, minimum: float = -np.inf, maximum: flo
     if not fits or not minimum <= value <= maximum:
         bounds = "a finite number" if minimum == -np.inf else f"a number from {minimum:g} to {maximum:g}"
         raise OptionError(f"{name} is {value!r}", bounds, "pass another number")
+
+
+def max_guidance_scale(value: Any) -> float:
+    """Return the weight of the prompt, or the largest one of a list with one for each image.
+
+    Raises:
+        OptionError: a weight is not a finite number, or the list is empty.
+    """
+    is_list = isinstance(value, list | tuple | np.ndarray)
+    if is_list and not len(value):
+        raise OptionError("guidance_scale is an empty list", "a number for each image", "pass one")
+    for each in value if is_list else [value]:
+        require_number("guidance_scale", each)
+    return float(max(value) if is_list else value)
+
+
+def image_guidance(value: Any, images: int) -> NDArray[np.float32] | None:
+    """Return the weights of the prompt (B,1,1,1), at least 1; None if all images have the same.
+
+    Args:
+        value: a number, or a list of B numbers.
+        images: B, number of images.
+
+    Raises:
+        OptionError: there are not as many numbers as images.
+    """
+    if not isinstance(value, list | tuple | np.ndarray):
+        return None
+    if len(value) != images:
+        found = f"guidance_scale is a list of {len(value)}"
+        raise OptionError(found, f"one number for each of {images} images", "pass one number, or as many as images")
+    weights = np.maximum(np.array(value, np.float32), 1)  # 1 is no guidance, as smaller weights are
+    return None if (weights == weights[0]).all() else weights.reshape(-1, 1, 1, 1)
 
 
 def require_no_attention_options(options: Any) -> None:

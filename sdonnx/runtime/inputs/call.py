@@ -6,6 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from sdonnx.errors import OptionError
 from sdonnx.models import abi
 from sdonnx.models.spec import Role
@@ -14,6 +17,8 @@ from sdonnx.runtime.device.device import host_memory_errors
 from sdonnx.runtime.graph_set import GraphSet
 from sdonnx.runtime.inputs import init_images
 from sdonnx.runtime.inputs.argument_checks import (
+    image_guidance,
+    max_guidance_scale,
     require_no_attention_options,
     require_number,
     require_step_tensors,
@@ -43,7 +48,8 @@ class Call:
         noise: source of the noise.
         steps: number of denoising steps.
         schedule: custom timesteps or sigmas, and the part of the schedule to take.
-        guidance_scale: weight of the prompt; None without guidance.
+        guidance_scale: weight of the prompt, the largest one of the images; None without guidance.
+        image_guidance: weights (B,1,1,1), if the images have different ones; otherwise None.
         guidance_rescale: share of the rescaled guidance, 0 to 1.
         eta: share of fresh noise, 0 to 1.
         output_type: see `ImageOutput`.
@@ -57,6 +63,7 @@ class Call:
     steps: int
     schedule: CustomSchedule
     guidance_scale: float | None
+    image_guidance: NDArray[np.float32] | None
     guidance_rescale: float
     eta: float
     output_type: str
@@ -123,10 +130,10 @@ class CallReader:
         schedule = CustomSchedule.create(timesteps, sigmas, denoising_start, denoising_end)
         family = self._graphs.family
         guidance_scale = family.defaults.guidance_scale if guidance_scale is None else guidance_scale
-        require_number("guidance_scale", guidance_scale)
         require_number("guidance_rescale", guidance_rescale, 0, 1)
         require_number("eta", eta, 0, 1)
-        guided = bool(guidance_scale > 1)
+        largest = max_guidance_scale(guidance_scale)
+        guided = largest > 1
         prompts = PromptArguments.create(
             prompt,
             negative_prompt,
@@ -167,7 +174,8 @@ class CallReader:
             noise=noise,
             schedule=schedule,
             steps=family.defaults.num_inference_steps if num_inference_steps is None else num_inference_steps,
-            guidance_scale=float(guidance_scale) if guided else None,
+            guidance_scale=largest if guided else None,
+            image_guidance=image_guidance(guidance_scale, conditioning.images),
             guidance_rescale=float(guidance_rescale) if guided else 0.0,
             eta=float(eta),
             output_type=output_type,
@@ -208,8 +216,13 @@ class CallReader:
             self._geometry.default_size if width is None else width,
         )
 
+    @property
+    def requires_mask(self) -> bool:
+        """Whether the denoiser was trained to inpaint, so that calls need an image and a mask."""
+        return abi.MASK in self._graphs.get(Role.DENOISER).inputs
+
     def _require_mask(self, mask_image: Any) -> None:
-        if mask_image is None and abi.MASK in self._graphs.get(Role.DENOISER).inputs:
+        if mask_image is None and self.requires_mask:
             raise OptionError(
                 "this denoiser was trained to inpaint", "image and mask_image", "pass both, or use another pipeline"
             )

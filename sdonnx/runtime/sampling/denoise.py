@@ -3,7 +3,7 @@
 Samplers that are plans run on the device, one replay of a captured graph for each call. With a sampler on the host,
 the same step graph outputs the predictions and the host computes the update. That is for schedulers of diffusers that
 are not linear in their history, and for guidance rescaled by the standard deviation of each image (arXiv:2305.08891,
-section 3.4).
+section 3.4), or whose weight differs from image to image.
 """
 
 from __future__ import annotations
@@ -23,9 +23,12 @@ from sdonnx.runtime.sampling.noise_source import NoiseSource
 from sdonnx.samplers import STATE_ROWS, SamplingPlan
 from sdonnx.samplers.parameters import HEADER, MAX_CALLS, matrix_start, row_size
 
-__all__ = ["HostSampler", "PlanOnHost", "Steps", "denoise", "denoise_with_host", "guided_prediction"]
+__all__ = ["Guidance", "HostSampler", "PlanOnHost", "Steps", "denoise", "denoise_with_host", "guided_prediction"]
 
 Array = npt.NDArray[np.float32]
+
+Guidance = float | Array
+"""Weight of the prompt, or weights (B,1,1,1) of the images."""
 
 StepEnd = Callable[[CapturedShape, int, float, Array], StepChange]
 """Callback after each call: (captured graphs, call, timestep, latents) to changes."""
@@ -53,7 +56,7 @@ class HostSampler(Protocol):
         guidance_scale: weight of the prompt; None without guidance.
     """
 
-    guidance_scale: float | None
+    guidance_scale: Guidance | None
 
     @property
     def timesteps(self) -> Sequence[float]:
@@ -174,8 +177,10 @@ def denoise_with_host(
         if steps.on_step is not None:
             change = steps.on_step(current.shape, call, float(timestep), latents.copy())
             latents = latents if change.latents is None else change.latents
+            before = current.guidance_scale
             if call < last and current.apply(change):
-                sampler.guidance_scale = current.guidance_scale
+                if current.guidance_scale != before:
+                    sampler.guidance_scale = current.guidance_scale
                 _start_predictions(current.shape, sampler)
         steps.on_progress(call + 1)
         if steps.should_stop():
@@ -190,7 +195,7 @@ def _start_predictions(shape: CapturedShape, sampler: HostSampler) -> None:
 
 
 class PlanOnHost:
-    """A sampler that follows a plan on the host, with rescaled guidance.
+    """A sampler that follows a plan on the host, with rescaled guidance or weights of the prompt for each image.
 
     Args:
         plan: the sampler's plan.
@@ -199,7 +204,7 @@ class PlanOnHost:
         noise: source of fresh noise.
     """
 
-    def __init__(self, plan: SamplingPlan, guidance_scale: float | None, rescale: float, noise: NoiseSource) -> None:
+    def __init__(self, plan: SamplingPlan, guidance_scale: Guidance | None, rescale: float, noise: NoiseSource) -> None:
         self.timesteps: Sequence[float] = [float(timestep) for timestep in plan.timesteps]
         self.init_noise_sigma = plan.init_noise_sigma
         self.start_scales = (float(plan.clean_scales[0]), float(plan.noise_scales[0]))
@@ -227,7 +232,7 @@ class PlanOnHost:
         return np.asarray(state[0], np.float32)
 
 
-def guided_prediction(predictions: Array, guidance_scale: float | None, rescale: float) -> Array:
+def guided_prediction(predictions: Array, guidance_scale: Guidance | None, rescale: float) -> Array:
     """Return the prediction (B,C,H,W) of classifier-free guidance.
 
     Args:
@@ -239,7 +244,7 @@ def guided_prediction(predictions: Array, guidance_scale: float | None, rescale:
     if guidance_scale is None:
         return conditional
     unconditional, conditional = predictions
-    prediction = unconditional + np.float32(guidance_scale) * (conditional - unconditional)
+    prediction = unconditional + np.asarray(guidance_scale, np.float32) * (conditional - unconditional)
     return rescaled(prediction, conditional, rescale)
 
 

@@ -20,7 +20,15 @@ from sdonnx.runtime.inputs.init_images import latent_mask, masked_image
 from sdonnx.runtime.inputs.start import Start, StartImage
 from sdonnx.runtime.inputs.text_encoding import require_layer_index
 from sdonnx.runtime.sampling.current_shape import CurrentShape
-from sdonnx.runtime.sampling.denoise import HostSampler, PlanOnHost, StepEnd, Steps, denoise, denoise_with_host
+from sdonnx.runtime.sampling.denoise import (
+    Guidance,
+    HostSampler,
+    PlanOnHost,
+    StepEnd,
+    Steps,
+    denoise,
+    denoise_with_host,
+)
 from sdonnx.runtime.sampling.host_schedulers import DiffusersSampler
 from sdonnx.runtime.sampling.noise_source import NoiseSource
 from sdonnx.samplers import STATE_ROWS, SamplingPlan, plan
@@ -82,10 +90,13 @@ class GenerationJob:
 
     @classmethod
     def of_plan(cls, call: Call, sampling_plan: SamplingPlan) -> GenerationJob:
-        """Return the job of a call whose sampler is a plan; the host computes the updates of rescaled guidance."""
+        """Return the job of a call whose sampler is a plan.
+
+        The host computes the updates of rescaled guidance, and of images with different weights of the prompt.
+        """
         sampler: SamplingPlan | HostSampler = sampling_plan
-        if call.guidance_rescale:
-            sampler = PlanOnHost(sampling_plan, call.guidance_scale, call.guidance_rescale, call.noise)
+        if call.guidance_rescale or call.image_guidance is not None:
+            sampler = PlanOnHost(sampling_plan, _guidance_of(call), call.guidance_rescale, call.noise)
         return cls(call.conditioning, call.start, call.noise, call.guidance_scale, sampler)
 
     @classmethod
@@ -101,7 +112,7 @@ class GenerationJob:
             scheduler,
             call.steps,
             call.start.strength,
-            call.guidance_scale,
+            _guidance_of(call),
             call.guidance_rescale,
             call.noise.generator,
             call.eta,
@@ -248,6 +259,10 @@ class GenerationJob:
         latents, _ = shape.encode(batch, posterior, none, scales)
         shape.put(abi.MASK, small)
         shape.put(abi.MASKED_LATENTS, latents)
+
+
+def _guidance_of(call: Call) -> Guidance | None:
+    return call.guidance_scale if call.image_guidance is None else call.image_guidance
 
 
 def _blend_of(sampler: HostSampler, prepared: _Prepared) -> Callable[[int, Array], Array]:

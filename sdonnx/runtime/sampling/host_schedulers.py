@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sdonnx.errors import OptionError, SchedulerError
-from sdonnx.runtime.sampling.denoise import guided_prediction
+from sdonnx.runtime.sampling.denoise import Guidance, guided_prediction
 from sdonnx.runtime.sampling.noise import TorchCpuGenerator
 from sdonnx.samplers import SAMPLERS, SCHEDULER_NAMES, WHOLE, CustomSchedule, plan
 from sdonnx.samplers.custom_schedule import cutoff, remaining_calls
@@ -138,7 +138,7 @@ class DiffusersSampler:
         scheduler: Any,
         steps: int,
         strength: float,
-        guidance_scale: float | None,
+        guidance_scale: Guidance | None,
         rescale: float,
         generator: Any,
         eta: float,

@@ -1,0 +1,192 @@
+"""`sdonnx serve -m FOLDER`: an HTTP server with OpenAI's images API."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+from functools import partial
+from pathlib import Path
+
+from sdonnx.errors import OptionError
+from sdonnx.installation import requiring
+from sdonnx.serve.serve_limits import ServeLimits
+from sdonnx.terminal import add_common, add_option, console
+
+__all__ = ["add_arguments", "run"]
+
+KEYS_VARIABLE = "SDONNX_API_KEYS"
+
+_LIMITS = ServeLimits()
+_LIMIT_OPTIONS = (
+    "max_batch_size", "batch_wait_ms", "max_waiting", "max_wait_s", "max_images", "max_pixels", "max_steps",
+)  # fmt: skip
+_RAY_OPTIONS = ("provider", "replicas", "max_replicas", "gpus_per_replica")
+_ONLY_HERE = ("warmup", "grace_s", "require_certificate")
+_MEGABYTE = 1024 * 1024
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's options."""
+    add = partial(add_option, parser)
+    parser.description = "Serve optimized folders over HTTP, with OpenAI's images API, health checks and metrics."
+    add(
+        "-m",
+        "--model",
+        required=True,
+        action="append",
+        metavar="FOLDER",
+        help="optimized folder, or NAME=FOLDER; repeat it for several models, the default one first",
+    )
+    add("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1; 0.0.0.0 for all)")
+    add("--port", type=int, default=8000, help="port to listen on (default: 8000; 0 for a free one)")
+    add("--provider", default=None, help="cuda or cpu (default: the provider that the folder was optimized for)")
+    add("--warmup", nargs="+", default=[], metavar="WxH", help="sizes to capture first (default: the model's own)")
+    add(
+        "--max_batch_size", type=int, default=_LIMITS.max_batch_size, metavar="N", help="images of a batch (default: 4)"
+    )
+    wait = f"milliseconds to wait for a batch to fill (default: {_LIMITS.batch_wait_ms:g})"
+    add("--batch_wait_ms", type=float, default=_LIMITS.batch_wait_ms, metavar="MS", help=wait)
+    waiting = f"images that may wait; more are refused with status 429 (default: {_LIMITS.max_waiting})"
+    add("--max_waiting", type=int, default=_LIMITS.max_waiting, metavar="N", help=waiting)
+    expired = f"seconds after which a waiting request ends with status 503 (default: {_LIMITS.max_wait_s:g})"
+    add("--max_wait_s", type=float, default=_LIMITS.max_wait_s, metavar="S", help=expired)
+    add("--max_images", type=int, default=_LIMITS.max_images, metavar="N", help="images of a request (default: 10)")
+    pixels = f"height times width of an image (default: {_LIMITS.max_pixels})"
+    add("--max_pixels", type=int, default=_LIMITS.max_pixels, metavar="N", help=pixels)
+    add("--max_steps", type=int, default=_LIMITS.max_steps, metavar="N", help="steps of a request (default: 150)")
+    add("--max_body", type=int, default=32, metavar="MB", help="megabytes of a request (default: 32)")
+    add("--max_sizes", type=int, default=16, metavar="N", help="shapes that stay captured (default: 16)")
+    keys = f"file with an API key a line; keys are also read from {KEYS_VARIABLE}, separated by commas"
+    add("--api_key_file", type=Path, default=None, metavar="FILE", help=keys)
+    grace = "seconds to finish running requests after SIGTERM (default: until they are finished)"
+    add("--grace_s", type=int, default=None, metavar="S", help=grace)
+    add("--ray", action="store_true", help="serve with replicas on Ray Serve (extra ray)")
+    add("--replicas", type=int, default=None, metavar="N", help="with --ray: replicas of each model (default: 1)")
+    add("--max_replicas", type=int, default=None, metavar="N", help="with --ray: scale up to N by the queues")
+    gpus = "with --ray: GPUs of a replica, 0 for a CPU (default: 1)"
+    add("--gpus_per_replica", type=float, default=None, metavar="N", help=gpus)
+    address = "with --ray: address of a running cluster (default: start Ray on this machine)"
+    add("--ray_address", default=None, metavar="ADDRESS", help=address)
+    triton = "write a model repository for Triton's Python backend into this folder, and serve nothing"
+    add("--write_triton", type=Path, default=None, metavar="REPO", help=triton)
+    add("--require_certificate", action="store_true", help="refuse a folder without a valid certificate")
+    add_common(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the command."""
+    folders = _folders(options.model)
+    if options.write_triton is not None:
+        return _write_triton(options, folders)
+    if options.ray:
+        return _run_on_ray(options, folders)
+    _refuse_without_ray(options)
+    sizes = [_size(text) for text in options.warmup]
+    limits = _limits(options)
+    from sdonnx.serve.http.serve_settings import ServeSettings, read_api_keys
+
+    settings = ServeSettings(
+        api_keys=read_api_keys(options.api_key_file, os.environ.get(KEYS_VARIABLE)),
+        max_body_bytes=options.max_body * _MEGABYTE,
+    )
+    from sdonnx.serve.async_pipeline import AsyncPipeline
+    from sdonnx.serve.http.application import create_app
+    from sdonnx.serve.http.http_server import bind, serve
+    from sdonnx.serve.prometheus_metrics import PrometheusMetrics
+
+    metrics = PrometheusMetrics()
+    with contextlib.closing(bind(options.host, options.port)) as bound:
+        pipeline = AsyncPipeline.from_pretrained(
+            folders,
+            options.provider,
+            limits=limits,
+            observer=metrics,
+            max_sizes=options.max_sizes,
+            require_certificate=options.require_certificate,
+        )
+        pipeline.warmup(sizes or None)
+        host, port = bound.getsockname()[:2]
+        address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        out = console()
+        serve(
+            create_app(pipeline, metrics, settings),
+            bound,
+            grace_s=options.grace_s,
+            log_level=options.log_level if options.log_level == "debug" else "warning",
+            on_ready=lambda: out.print(f"ready at {address}, models: {', '.join(folders)}", markup=False),
+        )
+    return 0
+
+
+def _write_triton(options: argparse.Namespace, folders: dict[str, str]) -> int:
+    """Write a model repository for Triton, and print the models' folders."""
+    from sdonnx.serve.triton_repository import write_triton_repository
+
+    for path in write_triton_repository(options.write_triton, folders, _limits(options)):
+        console().print(str(path), markup=False)
+    return 0
+
+
+def _limits(options: argparse.Namespace) -> ServeLimits:
+    return ServeLimits(**{name: getattr(options, name) for name in _LIMIT_OPTIONS})
+
+
+def _run_on_ray(options: argparse.Namespace, folders: dict[str, str]) -> int:
+    """Run the command with replicas on Ray Serve."""
+    for name in _ONLY_HERE:
+        if getattr(options, name):
+            raise OptionError(f"--{name} with --ray", "a server of one process", f"leave out --{name}")
+    given = {name: getattr(options, name) for name in (*_RAY_OPTIONS, *_LIMIT_OPTIONS)}
+    values = {name: value for name, value in given.items() if value is not None}
+    models = ",".join(f"{name}={Path(folder).resolve()}" for name, folder in folders.items())
+    from sdonnx.serve.http.serve_settings import read_api_keys
+
+    keys = read_api_keys(options.api_key_file, os.environ.get(KEYS_VARIABLE))
+    if keys:
+        os.environ[KEYS_VARIABLE] = ",".join(keys)
+    with requiring("sdonnx serve --ray", "ray"):
+        from sdonnx.serve.ray_command import serve_on_ray
+
+    address = f"http://{options.host}:{options.port}"
+    out = console()
+    serve_on_ray(
+        {"models": models, **values},
+        host=options.host,
+        port=options.port,
+        address=options.ray_address,
+        on_ready=lambda: out.print(f"ready at {address}, models: {', '.join(folders)}", markup=False),
+    )
+    return 0
+
+
+def _refuse_without_ray(options: argparse.Namespace) -> None:
+    for name in ("replicas", "max_replicas", "gpus_per_replica", "ray_address"):
+        if getattr(options, name) is not None:
+            raise OptionError(f"--{name} without --ray", "both", "add --ray")
+
+
+def _folders(models: list[str]) -> dict[str, str]:
+    """Return folders by the names of their models.
+
+    Raises:
+        OptionError: a name is empty, or two models have the same one.
+    """
+    folders: dict[str, str] = {}
+    for text in models:
+        name, equals, folder = text.partition("=")
+        if not equals or os.path.isdir(text):
+            name, folder = Path(text).resolve().name, text
+        if not name or not folder:
+            raise OptionError(f"--model is {text!r}", "FOLDER or NAME=FOLDER", "pass one of them")
+        if name in folders:
+            raise OptionError(f"two models have the name {name!r}", "a name for each", "pass NAME=FOLDER")
+        folders[name] = folder
+    return folders
+
+
+def _size(text: str) -> tuple[int, int]:
+    width, _, height = text.partition("x")
+    if not (width.isascii() and width.isdigit() and height.isascii() and height.isdigit()):
+        raise OptionError(f"--warmup has {text!r}", "WIDTHxHEIGHT", "pass for example 512x512")
+    return int(height), int(width)

@@ -1,0 +1,291 @@
+"""The thread that takes batches from the queue and generates their images."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from sdonnx.errors import DeviceMemoryError, QueueFullError, SdonnxError, UnavailableError
+from sdonnx.runtime.device.device_thread import device_thread
+from sdonnx.serve.fair_queue import FairQueue
+from sdonnx.serve.image_job import ImageJob, StepProgress
+from sdonnx.serve.image_request import BatchKey, check_request
+from sdonnx.serve.serve_limits import ServeLimits
+from sdonnx.serve.serve_observer import ServeObserver
+
+if TYPE_CHECKING:
+    from sdonnx.runtime.pipeline import OrtDiffusionPipeline
+
+__all__ = ["BatchWorker", "ServedModel"]
+
+_LOG = logging.getLogger("sdonnx")
+
+_SMOOTHING = 0.2  # share of the last batch in the estimated speed
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """A pipeline that is served.
+
+    Attributes:
+        name: name of the model.
+        pipeline: the pipeline.
+        scheduler_config: configuration of its folder's scheduler.
+    """
+
+    name: str
+    pipeline: OrtDiffusionPipeline
+    scheduler_config: dict[str, Any]
+
+    def check(self) -> None:
+        """Generate an image of one step, or raise the pipeline's error."""
+        request = check_request(self.name, self.pipeline)
+        self.pipeline(
+            request.prompt,
+            num_inference_steps=request.num_inference_steps,
+            seed=request.seed,
+            image=request.image,
+            mask_image=request.mask_image,
+        )
+
+
+@dataclass(frozen=True)
+class _Unit:
+    """One image of a request.
+
+    Attributes:
+        job: the request.
+        index: number of the image in the request.
+        queue_s: seconds that it waited.
+    """
+
+    job: ImageJob
+    index: int
+    queue_s: float
+
+
+class BatchWorker:
+    """Owns the pipelines' calls: takes batches and generates their images, one after another.
+
+    Args:
+        models: models by name.
+        limits: limits of the queue.
+        observer: receives the events.
+    """
+
+    def __init__(self, models: Mapping[str, ServedModel], limits: ServeLimits, observer: ServeObserver) -> None:
+        self._models, self._limits, self._observer = models, limits, observer
+        self._queue: FairQueue[ImageJob] = FairQueue(self._batch_sizes, limits.batch_wait_ms / 1e3)
+        self._changed = threading.Condition()
+        self._stopping = False
+        self._speed: float | None = None  # work in a second
+        self._running: list[_Unit] = []
+        self._batch_since: float | None = None
+        self.failure: str | None = None
+        self._thread = threading.Thread(target=self._work, name="sdonnx-serve", daemon=True)
+        self._thread.start()
+
+    @property
+    def waiting(self) -> int:
+        """Number of images that wait."""
+        with self._changed:
+            return len(self._queue)
+
+    @property
+    def batch_age_s(self) -> float:
+        """Seconds since the current batch started; 0 if there is none."""
+        since = self._batch_since
+        return 0.0 if since is None else time.monotonic() - since
+
+    def add(self, job: ImageJob) -> None:
+        """Add a request.
+
+        Raises:
+            QueueFullError: too many images wait.
+            UnavailableError: the worker is stopping or has failed.
+        """
+        images, planned = job.planned.request.num_images, job.planned
+        with self._changed:
+            self._require_working()
+            waiting = len(self._queue)
+            if waiting + images > self._limits.max_waiting:
+                raise QueueFullError(
+                    f"{waiting} images are waiting",
+                    f"at most {self._limits.max_waiting} with those of the request",
+                    "try again later",
+                    self._seconds_until_place(),
+                )
+            self._queue.add(job, planned.key, images=images, cost=planned.cost, now=time.monotonic())
+            self._note_waiting()
+
+    def remove(self, job: ImageJob) -> None:
+        """Remove the images of a request that wait; the current batch stops if it is for nobody else."""
+        with self._changed:
+            self._queue.remove(job)
+            self._note_waiting()
+
+    def stop(self, *, finish: bool) -> None:
+        """Stop the thread and wait for it.
+
+        Args:
+            finish: whether to generate the images that wait, or to refuse their requests.
+        """
+        with self._changed:
+            self._stopping = True
+            refused = [] if finish else self._queue.clear()
+            self._changed.notify_all()
+        for job in [*refused, *(() if finish else [unit.job for unit in self._running])]:
+            error = UnavailableError("the server is stopping", "a server that runs", "try again on another one")
+            self._fail(job, error, "failed")
+        self._thread.join()
+
+    def _require_working(self) -> None:
+        if self.failure is not None:
+            raise UnavailableError(f"the pipeline has failed ({self.failure})", "one that works", "restart the server")
+        if self._stopping:
+            raise UnavailableError("the server is stopping", "a server that runs", "try again later")
+
+    def _batch_sizes(self, key: Hashable) -> list[int]:
+        assert isinstance(key, BatchKey)
+        return self._limits.batch_sizes(key.height * key.width)
+
+    def _seconds_until_place(self) -> float:
+        return 1.0 if self._speed is None else max(1.0, self._queue.work / self._speed)
+
+    def _note_waiting(self) -> None:
+        self._changed.notify_all()
+        self._observer.queued(len(self._queue))
+
+    def _work(self) -> None:
+        while (units := self._next_batch()) is not None:
+            self._running, self._batch_since = units, time.monotonic()
+            try:
+                self._run(units)
+            finally:
+                self._running, self._batch_since = [], None
+
+    def _next_batch(self) -> list[_Unit] | None:
+        """Wait for a batch and return it; None to stop."""
+        with self._changed:
+            while True:
+                taken = self._queue.take(time.monotonic())
+                if taken:
+                    self._note_waiting()
+                    return [_Unit(job, *job._take()) for job in taken]
+                if self._stopping and not len(self._queue):
+                    return None
+                self._changed.wait(self._queue.wait_s(time.monotonic()))
+
+    def _run(self, units: list[_Unit]) -> None:
+        """Generate the images of a batch, and end its requests that fail.
+
+        If a batch is refused, each image is generated alone: an unusable request must not fail its companions.
+        """
+        units = [unit for unit in units if not unit.job.has_ended]
+        if not units:
+            return
+        try:
+            self._generate(units)
+        except SdonnxError as error:
+            if len(units) > 1:
+                for unit in units:
+                    self._run([unit])
+            elif isinstance(error, DeviceMemoryError):
+                self._fail(units[0].job, error, "failed")
+            else:
+                self._fail(units[0].job, error, "refused")
+        except Exception as error:
+            _LOG.exception("a batch failed")
+            text = f"{type(error).__name__}: {error}"
+            failed = UnavailableError(f"the pipeline has failed ({text})", "images", "try again on another replica")
+            for unit in units:
+                self._fail(unit.job, failed, "failed")
+            self._check_after(units[0].job.planned.key.model, text)
+
+    def _check_after(self, model: str, reason: str) -> None:
+        """Refuse all requests after a failure, unless the model still generates an image."""
+        try:
+            self._models[model].check()
+        except Exception:
+            _LOG.exception("the pipeline cannot generate images any more")
+            with self._changed:
+                self.failure = reason
+                refused = self._queue.clear()
+            for job in refused:
+                error = UnavailableError(f"the pipeline has failed ({reason})", "one that works", "restart the server")
+                self._fail(job, error, "failed")
+
+    def _generate(self, units: list[_Unit]) -> None:
+        key, requests = units[0].job.planned.key, [unit.job.planned.request for unit in units]
+        model = self._models[key.model]
+        pipeline = model.pipeline
+        self._observer.batch_started(key, [unit.queue_s for unit in units])
+        pipeline.scheduler_config = model.scheduler_config
+        if key.scheduler is not None:
+            pipeline.scheduler = key.scheduler
+        images = [request.image for request in requests]
+        masks = [request.mask_image for request in requests]
+        negative = None
+        if any(request.negative_prompt is not None for request in requests):
+            negative = [request.negative_prompt or "" for request in requests]
+        start = ended = time.perf_counter()
+
+        def on_step(_: OrtDiffusionPipeline, call: int, timestep: float, tensors: dict[str, Any]) -> None:
+            nonlocal ended
+            ended = time.perf_counter()
+            self._observer.stepped(key, len(units))
+            self._report(pipeline, units, call, tensors["latents"])
+            if all(unit.job.has_ended for unit in units):
+                pipeline.interrupt()
+
+        output = pipeline(
+            [request.prompt for request in requests],
+            key.height,
+            key.width,
+            key.steps,
+            [unit.job.planned.guidance_scale for unit in units],
+            negative,
+            seed=[unit.job.seeds[unit.index] for unit in units],
+            image=None if images[0] is None else images,
+            mask_image=None if masks[0] is None else masks,
+            strength=key.strength,
+            output_type=key.output_type,
+            callback_on_step_end=on_step,
+        )
+        self._observer.stage_ended(key.model, "denoise", ended - start)
+        self._observer.stage_ended(key.model, "decode", time.perf_counter() - ended)
+        self._learn_speed(sum(unit.job.planned.cost for unit in units), time.perf_counter() - start)
+        flags = output.nsfw_content_detected
+        for row, unit in enumerate(units):
+            if unit.job._keep(unit.index, output.images[row], None if flags is None else flags[row]):
+                # Before the caller knows of its images, so that metrics are never behind answers.
+                self._observer.request_ended(key.model, "completed", unit.job.age_s)
+                unit.job._complete()
+        self._note_captures(model)
+
+    def _report(self, pipeline: OrtDiffusionPipeline, units: list[_Unit], call: int, latents: Any) -> None:
+        calls = pipeline.num_timesteps
+        wanted = [call in unit.job.planned.preview_calls(calls) and not unit.job.has_ended for unit in units]
+        previews = pipeline.preview(latents) if any(wanted) else []
+        for row, unit in enumerate(units):
+            preview = previews[row] if wanted[row] else None
+            unit.job._report(StepProgress(unit.index, call + 1, calls, preview))
+
+    def _learn_speed(self, work: float, seconds: float) -> None:
+        speed = work / max(seconds, 1e-9)
+        self._speed = speed if self._speed is None else (1 - _SMOOTHING) * self._speed + _SMOOTHING * speed
+
+    def _note_captures(self, model: ServedModel) -> None:
+        reports = model.pipeline.captured_sizes
+        memory = device_thread(model.pipeline.device).run(model.pipeline.device.memory)
+        free = None if memory is None else memory[0]
+        self._observer.captured(model.name, len(reports), sum(report.buffer_bytes for report in reports), free)
+
+    def _fail(self, job: ImageJob, error: SdonnxError, outcome: str) -> None:
+        self.remove(job)
+        if job._fail(error):
+            self._observer.request_ended(job.planned.key.model, outcome, job.age_s)

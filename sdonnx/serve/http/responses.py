@@ -1,0 +1,191 @@
+"""Successful responses in the form of OpenAI's API, and its server-sent events."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator
+from functools import partial
+from typing import Any, Literal
+
+from fastapi.responses import StreamingResponse
+from PIL import Image
+from pydantic import BaseModel
+from starlette.types import Receive, Scope, Send
+
+from sdonnx.errors import SdonnxError
+from sdonnx.serve.http.image_encoding import QUALITY, encode_base64
+from sdonnx.serve.http.openai_errors import error_content, status_of
+from sdonnx.serve.http.request_fields import ImageFields
+from sdonnx.serve.image_job import GeneratedImages, StepProgress
+from sdonnx.serve.image_service import ServiceJob
+from sdonnx.serve.serve_observer import ServeObserver
+
+__all__ = [
+    "Encoder",
+    "EventResponse",
+    "ImageData",
+    "ImagesResponse",
+    "ModelCard",
+    "ModelList",
+    "images_response",
+    "stream_events",
+]
+
+_PING_S = 15.0  # proxies close connections that are silent for a minute or less
+
+
+class ImageData(BaseModel):
+    """One image of a response."""
+
+    b64_json: str
+    seed: int
+    flagged: bool | None = None
+
+
+class ImagesResponse(BaseModel):
+    """The body of a successful response."""
+
+    created: int
+    data: list[ImageData]
+    size: str
+    output_format: Literal["png", "jpeg", "webp"]
+    background: Literal["opaque"] = "opaque"
+
+
+class ModelCard(BaseModel):
+    """A model of the server."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "sdonnx"
+
+
+class ModelList(BaseModel):
+    """The models of the server."""
+
+    object: Literal["list"] = "list"
+    data: list[ModelCard]
+
+
+class Encoder:
+    """Encodes the images of one request in threads.
+
+    Args:
+        fields: the request.
+        job: its job.
+        observer: receives the time of each file.
+    """
+
+    def __init__(self, fields: ImageFields, job: ServiceJob, observer: ServeObserver) -> None:
+        self.output_format = fields.output_format or "png"
+        self._quality = QUALITY if fields.output_compression is None else fields.output_compression
+        self._model, self._observer = job.model, observer
+
+    async def encode(self, image: Image.Image) -> str:
+        """Return the file of an image in base64."""
+        start = time.perf_counter()
+        text = await asyncio.to_thread(encode_base64, image, self.output_format, self._quality)
+        self._observer.stage_ended(self._model, "encode_file", time.perf_counter() - start)
+        return text
+
+
+async def images_response(job: ServiceJob, result: GeneratedImages, encoder: Encoder) -> ImagesResponse:
+    """Return the response of a request whose images are there."""
+    data = [
+        ImageData(b64_json=await encoder.encode(image), seed=seed, flagged=flag)
+        for image, seed, flag in _images(result)
+    ]
+    return ImagesResponse(created=int(time.time()), data=data, size=_size(job), output_format=encoder.output_format)
+
+
+class EventResponse(StreamingResponse):
+    """A response of server-sent events. The request ends with it, even if the client left before the first event.
+
+    Args:
+        job: the request.
+        events: its events.
+    """
+
+    def __init__(self, job: ServiceJob, events: AsyncIterator[str]) -> None:
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        super().__init__(events, media_type="text/event-stream", headers=headers)
+        self._job = job
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the events."""
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._job.cancel()  # without effect once it has ended
+
+
+async def stream_events(job: ServiceJob, fields: ImageFields, encoder: Encoder, kind: str) -> AsyncIterator[str]:
+    """Yield the server-sent events of a request.
+
+    Args:
+        job: the request.
+        fields: its fields.
+        encoder: encodes previews and images.
+        kind: "image_generation" or "image_edit", the prefix of OpenAI's event types.
+    """
+    event = partial(_event, kind, {"size": _size(job), "output_format": encoder.output_format, "background": "opaque"})
+    try:
+        previews = [0] * job.num_images
+        async for progress in _with_pings(job.progress()):
+            if progress is None:
+                yield ": waiting\n\n"
+                continue
+            if fields.stream_progress:
+                yield event("progress", image_index=progress.index, step=progress.step, steps=progress.steps)
+            if progress.preview is not None:
+                image = await encoder.encode(progress.preview)
+                number = previews[progress.index]
+                previews[progress.index] += 1
+                yield event("partial_image", b64_json=image, partial_image_index=number, image_index=progress.index)
+        for index, (picture, seed, flag) in enumerate(_images(await job)):
+            yield event("completed", b64_json=await encoder.encode(picture), image_index=index, seed=seed, flagged=flag)
+    except SdonnxError as error:
+        yield f"event: error\ndata: {json.dumps(error_content(status_of(error), str(error)))}\n\n"
+
+
+def _images(result: GeneratedImages) -> list[tuple[Image.Image, int, bool | None]]:
+    flags: list[bool | None] = [None] * len(result.images) if result.flagged is None else [*result.flagged]
+    return list(zip(result.images, result.seeds, flags, strict=True))
+
+
+def _size(job: ServiceJob) -> str:
+    height, width = job.size
+    return f"{width}x{height}"
+
+
+def _event(kind: str, common: dict[str, Any], name: str, **values: Any) -> str:
+    name = f"{kind}.{name}"
+    return f"event: {name}\ndata: {json.dumps({'type': name, 'created_at': int(time.time()), **common, **values})}\n\n"
+
+
+async def _with_pings(iterator: AsyncIterator[StepProgress]) -> AsyncIterator[StepProgress | None]:
+    """Yield the items, and None whenever there was none for a while."""
+    pending: asyncio.Task[StepProgress] | None = None
+    try:
+        while True:
+            pending = pending or asyncio.ensure_future(_next(iterator))
+            done, _ = await asyncio.wait({pending}, timeout=_PING_S)
+            if not done:
+                yield None
+                continue
+            try:
+                progress = pending.result()
+            except StopAsyncIteration:
+                return
+            pending = None
+            yield progress
+    finally:
+        if pending is not None:
+            pending.cancel()
+
+
+async def _next(iterator: AsyncIterator[StepProgress]) -> StepProgress:
+    return await anext(iterator)

@@ -1,0 +1,141 @@
+"""The queue: batches of equal requests, one after another in turn, and no request that waits for ever."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sdonnx.serve.fair_queue import FairQueue
+from sdonnx.serve.serve_limits import ServeLimits
+
+
+def sizes(_: Hashable) -> Sequence[int]:
+    return [1, 2, 4]
+
+
+def queue(max_wait_s: float = 0.0) -> FairQueue[str]:
+    return FairQueue(sizes, max_wait_s)
+
+
+def test_equal_requests_share_a_batch_of_an_allowed_size() -> None:
+    waiting = queue()
+    for name in "abc":
+        waiting.add(name, "small", images=1, cost=1, now=0)
+    assert waiting.take(0) == ["a", "b"]  # 3 is no size
+    assert waiting.take(0) == ["c"]
+    assert waiting.take(0) == []
+
+
+def test_different_requests_do_not_share_a_batch() -> None:
+    waiting = queue()
+    waiting.add("a", "small", images=1, cost=1, now=0)
+    waiting.add("b", "large", images=1, cost=1, now=0)
+    assert [waiting.take(0), waiting.take(0)] == [["a"], ["b"]]
+
+
+def test_requests_of_many_images_take_turns_with_others() -> None:
+    waiting = queue()
+    waiting.add("many", "key", images=10, cost=1, now=0)
+    waiting.add("one", "key", images=1, cost=1, now=0)
+    assert waiting.take(0) == ["many", "one", "many", "many"]
+
+
+def test_large_work_does_not_starve_small_work() -> None:
+    """Small requests that arrive while large ones wait are served before the second large batch."""
+    waiting = queue()
+    waiting.add("large", "large", images=100, cost=1000, now=0)
+    assert set(waiting.take(0)) == {"large"}
+    for index in range(20):
+        waiting.add(f"small {index}", "small", images=1, cost=1, now=index)
+    served = [waiting.take(99)[0] for _ in range(6)]
+    assert [name.split()[0] for name in served] == ["small"] * 5 + ["large"]
+
+
+def test_small_work_does_not_starve_large_work() -> None:
+    """A stream of small requests, each sent as soon as the one before is served, leaves half of the time."""
+    waiting = queue()
+    waiting.add("large", "large", images=1, cost=100, now=0)
+    served = []
+    for index in range(300):
+        waiting.add(f"small {index}", "small", images=1, cost=1, now=index)
+        served.append(waiting.take(index)[0])
+    assert served.index("large") <= 101
+
+
+def test_a_batch_waits_for_others_for_a_bounded_time() -> None:
+    waiting = queue(max_wait_s=0.5)
+    waiting.add("a", "key", images=1, cost=1, now=10)
+    assert waiting.take(10.2) == []
+    assert waiting.wait_s(10.2) is not None
+    assert abs((waiting.wait_s(10.2) or 0) - 0.3) < 1e-9
+    waiting.add("b", "key", images=1, cost=1, now=10.4)
+    assert waiting.take(10.5) == ["a", "b"]  # the wait is that of the first one
+    waiting.add("c", "key", images=4, cost=1, now=11)
+    assert waiting.take(11) == ["c"] * 4  # full
+    assert waiting.wait_s(11) is None
+
+
+def test_a_removed_request_is_not_served() -> None:
+    waiting = queue()
+    waiting.add("a", "key", images=3, cost=1, now=0)
+    waiting.add("b", "key", images=1, cost=1, now=0)
+    waiting.remove("a")
+    assert (len(waiting), waiting.work) == (1, 1)
+    assert waiting.take(0) == ["b"]
+    waiting.add("a", "key", images=1, cost=1, now=0)
+    assert waiting.clear() == ["a"]
+    assert waiting.take(0) == []
+
+
+REQUESTS = st.lists(
+    st.tuples(st.integers(0, 3), st.integers(1, 9), st.integers(0, 30)), min_size=1, max_size=30
+)  # key, images, place between batches
+
+
+@given(REQUESTS)
+def test_every_image_is_served_once_and_in_fair_time(requests: list[tuple[int, int, int]]) -> None:
+    costs = [1, 5, 50, 200]
+    waiting: FairQueue[int] = FairQueue(sizes, 0.0)
+    pending = sorted(enumerate(requests), key=lambda each: each[1][2])
+    served = dict.fromkeys(range(len(requests)), 0)
+    received = dict.fromkeys(range(4), 0.0)  # work by key while all keys wait
+    turn = 0
+    while pending or len(waiting):
+        while pending and pending[0][1][2] <= turn:
+            number, (key, images, _) = pending.pop(0)
+            waiting.add(number, key, images=images, cost=costs[key], now=turn)
+        batch = waiting.take(turn)
+        turn += 1
+        assert len(batch) in (0, 1, 2, 4)
+        keys = {requests[number][0] for number in batch}
+        assert len(keys) <= 1
+        for number in batch:
+            served[number] += 1
+            received[requests[number][0]] += costs[requests[number][0]]
+    assert served == {number: images for number, (_, images, _) in enumerate(requests)}
+    assert len(waiting) == 0
+
+
+@given(st.integers(1, 3), st.integers(1, 200))
+def test_lanes_share_the_work(cost_exponent: int, batches: int) -> None:
+    """Two lanes that never empty differ by a batch of the larger one at most."""
+    costs = {"a": 1.0, "b": 10.0**cost_exponent}
+    waiting = queue()
+    for key, cost in costs.items():
+        waiting.add(key, key, images=4 * 2000 * 1000, cost=cost, now=0)
+    received = dict.fromkeys(costs, 0.0)
+    for _ in range(batches):
+        batch = waiting.take(0)
+        received[batch[0]] += len(batch) * costs[batch[0]]
+    assert abs(received["a"] - received["b"]) <= 4 * max(costs.values())
+
+
+def test_batch_sizes_are_powers_of_two_and_the_maximum() -> None:
+    assert ServeLimits(max_batch_size=6).batch_sizes() == [1, 2, 4, 6]
+    assert ServeLimits(max_batch_size=8).batch_sizes() == [1, 2, 4, 8]
+    assert ServeLimits(max_batch_size=1).batch_sizes() == [1]
+    limits = ServeLimits(max_batch_size=8, max_batch_pixels=2 * 1024 * 1024)
+    assert limits.batch_sizes(1024 * 1024) == [1, 2]
+    assert limits.batch_sizes(2048 * 2048) == [1]

@@ -1,0 +1,149 @@
+"""`sdonnx serve` as a process: ready, a stop that finishes its images, and options that cannot be used."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from sdonnx.cli import serve
+from sdonnx.cli.command_line import CommandParser
+from sdonnx.errors import OptionError
+
+ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "SDONNX_API_KEYS"}
+
+
+@contextmanager
+def started(*options: str, **environment: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """Yield the process and the line that it prints when it is ready."""
+    command = [sys.executable, "-W", "error", "-m", "sdonnx", "serve", "--port", "0", *options]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT | environment
+    ) as process:
+        try:
+            assert process.stdout is not None
+            yield process, process.stdout.readline()
+        finally:
+            process.kill()
+
+
+def url_of(line: str) -> str:
+    return line.split()[2].rstrip(",")
+
+
+def test_stops_after_running_images(shapes_cpu: Path) -> None:
+    folders = ["-m", f"one={shapes_cpu}", "-m", f"two={shapes_cpu}", "--max_batch_size", "1"]
+    with started(*folders, SDONNX_API_KEYS="a,b") as (process, line):
+        assert line.startswith("ready at http://127.0.0.1:")
+        assert line.endswith("models: one, two\n")
+        url = url_of(line)
+        assert httpx.get(f"{url}/v1/models").status_code == 401
+        headers = {"Authorization": "Bearer b"}
+        fields = {"prompt": "a circle", "num_inference_steps": 60, "model": "two", "n": 2, "stream": True}
+        statuses: list[Any] = []
+
+        def ask() -> None:
+            with httpx.stream(
+                "POST", f"{url}/v1/images/generations", json=fields, headers=headers, timeout=60
+            ) as response:
+                running.set()
+                statuses.extend(each for each in response.iter_lines() if each.startswith("event: "))
+
+        running = threading.Event()
+        thread = threading.Thread(target=ask)
+        thread.start()
+        assert running.wait(60)
+        process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate(timeout=60)
+        thread.join()
+        assert (process.returncode, errors) == (0, "")
+        assert statuses == ["event: image_generation.completed"] * 2
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(f"{url}/health/live")
+
+
+def test_a_second_signal_or_the_grace_ends_images(shapes_cpu: Path) -> None:
+    with started("-m", str(shapes_cpu), "--grace_s", "1") as (process, line):
+        url = url_of(line)
+        fields = {"prompt": "a circle", "num_inference_steps": 150, "n": 10, "stream": True, "stream_progress": True}
+        with httpx.stream("POST", f"{url}/v1/images/generations", json=fields, timeout=60) as response:
+            lines = response.iter_lines()
+            next(lines)
+            process.send_signal(signal.SIGINT)
+            with pytest.raises(httpx.RemoteProtocolError):
+                list(lines)
+        process.communicate(timeout=60)
+        assert process.returncode == 0
+
+
+def run(options: Sequence[str]) -> None:
+    parser = CommandParser(prog="sdonnx serve")
+    serve.add_arguments(parser)
+    serve.run(parser.parse(options))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["-m", "a=/missing"], "/missing"),
+        (["-m", "a=x", "-m", "a=y"], "two models have the name 'a'"),
+        (["-m", "=x"], "FOLDER or NAME=FOLDER"),
+        (["-m", "a="], "FOLDER or NAME=FOLDER"),
+        (["-m", "x", "--warmup", "512"], "'512'"),
+        (["-m", "x", "--max_batch_size", "0"], "max_batch_size is 0"),
+        (["-m", "x", "--max_wait_s", "nan"], "max_wait_s is nan"),
+        (["-m", "x", "--api_key_file", "/missing"], "/missing cannot be read"),
+        (["-m", "x", "--port", "99999"], "127.0.0.1:99999 cannot be used"),
+        (["-m", "x", "--host", "no host"], "no host:8000 cannot be used"),
+    ],
+)
+def test_options_that_cannot_be_used(options: list[str], words: str) -> None:
+    with pytest.raises(Exception, match=words):
+        run(options)
+
+
+def test_port_that_is_taken() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(OptionError, match=f"127.0.0.1:{port} cannot be used"):
+            run(["-m", "x", "--port", str(port)])
+
+
+def test_without_the_extra_one_line_says_how_to_install_it(tmp_path: Path) -> None:
+    block = "import sys; sys.modules.update(dict.fromkeys(['fastapi', 'uvicorn', 'starlette', 'prometheus_client']))"
+    code = f"{block}\nfrom sdonnx.__main__ import main\nsys.exit(main(['serve', '-m', '{tmp_path}']))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=ENVIRONMENT)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: sdonnx serve needs the package ")
+    assert "[serve]" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_without_ray_one_line_says_how_to_install_it(tmp_path: Path) -> None:
+    block = "import sys; sys.modules.update(ray=None)"
+    ending = f"from sdonnx.__main__ import main\nsys.exit(main(['serve', '--ray', '-m', '{tmp_path}']))"
+    done = subprocess.run([sys.executable, "-c", f"{block}\n{ending}"], capture_output=True, text=True, env=ENVIRONMENT)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: sdonnx serve --ray needs the package ray")
+    assert "[ray]" in done.stderr
+    assert done.stderr.count("\n") == 1
+    done = subprocess.run([sys.executable, "-c", f"{block}\nimport sdonnx.serve.ray"], capture_output=True, text=True)
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("sdonnx.errors.PackageError: sdonnx.serve.ray needs the package ray")
+
+
+def test_the_library_needs_no_extra() -> None:
+    block = "import sys; sys.modules.update(dict.fromkeys(['fastapi', 'uvicorn', 'starlette', 'prometheus_client']))"
+    code = f"{block}\nimport sdonnx\nprint(sdonnx.AsyncPipeline.__name__, sdonnx.ServeLimits().max_steps)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "AsyncPipeline 150\n"

@@ -1,0 +1,98 @@
+"""Run the HTTP server in a thread of the test's process, and wait for conditions."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import uvicorn
+
+from sdonnx import AsyncPipeline, ServeLimits
+from sdonnx.serve.http.application import create_app
+from sdonnx.serve.http.http_server import bind
+from sdonnx.serve.http.serve_settings import ServeSettings
+from sdonnx.serve.prometheus_metrics import PrometheusMetrics
+
+TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True)
+class Running:
+    """A server that runs in this process.
+
+    Attributes:
+        url: its address.
+        port: its port.
+        pipeline: the queue behind it.
+        client: a client of its address.
+    """
+
+    url: str
+    port: int
+    pipeline: AsyncPipeline
+    client: httpx.Client
+
+    def value(self, name: str, **labels: str) -> float:
+        """Return a value of /metrics, 0 if there is none yet."""
+        lines = self.client.get("/metrics").text.splitlines()
+        for line in lines:
+            if line.startswith(name + ("{" if labels else " ")) and all(
+                f'{label}="{value}"' in line for label, value in labels.items()
+            ):
+                return float(line.rpartition(" ")[2])
+        return 0.0
+
+    def post(self, **fields: Any) -> httpx.Response:
+        """Ask for images."""
+        return self.client.post("/v1/images/generations", json={"prompt": "a red circle", **fields})
+
+
+@contextlib.contextmanager
+def serving(pipeline: AsyncPipeline, metrics: PrometheusMetrics, settings: ServeSettings) -> Iterator[Running]:
+    """Serve a pipeline; it is closed at the end."""
+    bound = bind("127.0.0.1", 0)
+    port = bound.getsockname()[1]
+    config = uvicorn.Config(create_app(pipeline, metrics, settings), log_level="warning", ws="none")
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
+    thread.start()
+    url = f"http://127.0.0.1:{port}"
+    try:
+        until(lambda: server.started)
+        with httpx.Client(base_url=url, timeout=TIMEOUT_S) as client:
+            yield Running(url, port, pipeline, client)
+    finally:
+        server.should_exit = True
+        thread.join(TIMEOUT_S)
+        bound.close()
+    assert not thread.is_alive()
+
+
+@contextlib.contextmanager
+def serving_folder(
+    folder: Path, limits: ServeLimits | None = None, settings: ServeSettings | None = None
+) -> Iterator[Running]:
+    """Load a folder as the model `shapes` and serve it."""
+    metrics = PrometheusMetrics()
+    pipeline = AsyncPipeline.from_pretrained({"shapes": folder}, limits=limits, observer=metrics)
+    with serving(pipeline, metrics, settings or ServeSettings()) as running:
+        yield running
+
+
+def until(condition: Callable[[], Any], seconds: float = TIMEOUT_S) -> None:
+    """Wait until a condition is true.
+
+    Raises:
+        TimeoutError: it is not in time.
+    """
+    end = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > end:
+            raise TimeoutError
+        time.sleep(0.01)
