@@ -17,7 +17,7 @@ from typing import Any
 
 import onnx_ir as ir
 
-from sdonnx.compose import compose_component, shared_weights
+from sdonnx.compose import ControlPlan, compose_component, shared_weights
 from sdonnx.errors import FolderError, OptionError, refusing
 from sdonnx.folder.pipeline_folder import (
     ONNX_MODEL,
@@ -77,6 +77,7 @@ class ComponentJob:
         served: files of the served graphs.
         quantization: types of the component's modules.
         quantized: the weights that were quantized.
+        controls: how ControlNets or T2I-Adapters change the served graphs; None if they do not.
         unfused: a copy of the graph before it was fused, for `--export_qdq`; None without it.
     """
 
@@ -96,6 +97,7 @@ class ComponentJob:
     served: tuple[str, ...] = ()
     quantization: QuantizationPolicy = field(default_factory=QuantizationPolicy)
     quantized: Sequence[QuantizedWeight] = ()
+    controls: ControlPlan | None = None
     unfused: ir.Model | None = None
 
     @property
@@ -329,7 +331,7 @@ def _write_configuration(job: ComponentJob) -> None:
 
 def _write_served_graphs(job: ComponentJob) -> None:
     """Write the graphs that the run-time replays; they read the weights of the component's graph."""
-    composed = compose_component(job.spec.role, ir.load(job.folder / ONNX_MODEL), job.opened.config)
+    composed = compose_component(job.spec.role, ir.load(job.folder / ONNX_MODEL), job.opened.config, job.controls)
     job.served = tuple(composed)
     for file, model in composed.items():
         tidy(model)

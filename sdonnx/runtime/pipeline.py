@@ -38,6 +38,7 @@ from sdonnx.runtime.interface.prompt_encoding import PromptEncoding
 from sdonnx.runtime.output import ImageOutput, NotFiniteWarning, Output, read_output
 from sdonnx.runtime.request_limits import RequestLimits, require_limit
 from sdonnx.runtime.safety import OF_FOLDER, OfFolder, SafetyChecker, safety_checker_of
+from sdonnx.runtime.sampling.active_controls import ActiveControls
 from sdonnx.runtime.sampling.current_shape import CurrentShape
 from sdonnx.runtime.sampling.denoise import StepEnd
 from sdonnx.runtime.sampling.generation import GenerationJob, plan_of
@@ -244,6 +245,15 @@ class OrtDiffusionPipeline(DiffusersInterface, PromptEncoding):
         ip_adapter_image: Any = None,
         ip_adapter_image_embeds: Any = None,
         ip_adapter_scale: Any = None,
+        control_image: Any = None,
+        controlnet_conditioning_scale: float | Sequence[float] = 1.0,
+        control_guidance_start: float | Sequence[float] = 0.0,
+        control_guidance_end: float | Sequence[float] = 1.0,
+        guess_mode: bool = False,
+        control_mode: int | Sequence[int] | None = None,
+        adapter_image: Any = None,
+        adapter_conditioning_scale: float | Sequence[float] = 1.0,
+        adapter_conditioning_factor: float = 1.0,
         prompt_attention_mask: Any = None,
         negative_prompt_attention_mask: Any = None,
         max_sequence_length: int | None = None,
@@ -309,6 +319,18 @@ class OrtDiffusionPipeline(DiffusersInterface, PromptEncoding):
             ip_adapter_image_embeds: output of the image encoder, (G,I,W) or (G,I,L,W) for each adapter, in place of
                 `ip_adapter_image`; G is 2 with guidance, negative embeddings first, and 1 without.
             ip_adapter_scale: weights of the adapters; see `set_ip_adapter_scale`.
+            control_image: images for the folder's ControlNets, as for `image`, resized to the generated size: a list
+                with one for each ControlNet, or one image for a single ControlNet. Each may be a list with an image
+                for each prompt. A ControlNet-Union reads a list of N images.
+            controlnet_conditioning_scale: weight of the residuals of all ControlNets, or a list of weights; one for
+                each image of a ControlNet-Union.
+            control_guidance_start: share of the steps, 0 to 1, from which on a ControlNet is computed, or a list.
+            control_guidance_end: share of the steps, 0 to 1, after which a ControlNet is not computed, or a list.
+            guess_mode: whether residuals are scaled by 0.1 to 1 with depth, and added for the prompt only.
+            control_mode: type of each image of a ControlNet-Union, or for several ControlNets a list of them.
+            adapter_image: images for the folder's T2I-Adapters, as `control_image`.
+            adapter_conditioning_scale: weight of the residuals of all T2I-Adapters, or a list of weights.
+            adapter_conditioning_factor: share of the steps, 0 to 1, that add the residuals of T2I-Adapters.
             prompt_attention_mask: captions: mask (P,S) of `prompt_embeds`, 1 for tokens and 0 for padding.
             negative_prompt_attention_mask: mask (P,S) of `negative_prompt_embeds`.
             max_sequence_length: maximum length of captions in tokens. By default that of the model's training.
@@ -407,7 +429,8 @@ class OrtDiffusionPipeline(DiffusersInterface, PromptEncoding):
         try:
             job = make_job()
             self._num_timesteps = len(job.sampler.timesteps)
-            current = CurrentShape(self._cache.get(call.key), call.guidance_scale, self._cache.get)
+            controls = None if call.controls is None else ActiveControls(call.controls, self._num_timesteps)
+            current = CurrentShape(self._cache.get(call.key), call.guidance_scale, self._cache.get, controls)
             try:
                 job.run(current, on_step, lambda: self._interrupt, self._progress)
             finally:
