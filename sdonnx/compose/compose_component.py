@@ -43,11 +43,13 @@ class ControlPlan:
         residuals: the residuals of the pipeline's UNet.
         to_blocks: whether they belong to blocks, as those of T2I-Adapter.
         adds: for a ControlNet, whether it may run after another one.
+        latent_size: for a ControlNet, the size of the latents that the UNet generates by default; None if unknown.
     """
 
     residuals: tuple[Residual, ...] = ()
     to_blocks: bool = False
     adds: bool = False
+    latent_size: int | None = None
 
 
 _PER_STEP_INPUTS = {"sample", "timestep"}

@@ -11,12 +11,14 @@ from typing import Any
 from sdonnx.errors import FolderError, OptionError, WeightsError
 from sdonnx.export.component_plan import ComponentPlan, plan_model
 from sdonnx.folder.pipeline_folder import read_json
+from sdonnx.models.autoencoder import downsampling_factor
 from sdonnx.models.control_networks import (
     CONTROLNET,
     T2I_ADAPTER,
     controlnet_name,
     controlnet_spec,
     is_union,
+    latent_pixels,
     pooled_width,
     t2i_adapter_name,
     t2i_adapter_spec,
@@ -107,10 +109,14 @@ class ControlFiles:
             FolderError: A configuration cannot be used.
             WeightsError: A ControlNet or T2I-Adapter does not fit the UNet, or weights are missing or broken.
         """
-        unet = next(plan.config for plan in others if plan.spec.role is Role.DENOISER)
+        unet, vae = (
+            next(plan.config for plan in others if plan.spec.role is role)
+            for role in (Role.DENOISER, Role.IMAGE_DECODER)
+        )
         plans = []
         for number, (path, config) in enumerate(self.controlnets):
             _require_controlnet(path, config, unet)
+            _require_image(path, config, downsampling_factor(vae))
             plans.append(_plan(controlnet_spec(number, config), path, config, CONTROLNET in allow_pickle))
         for number, (path, config) in enumerate(self.adapters):
             _require_adapter(path, config, unet)
@@ -174,6 +180,16 @@ def _require_controlnet(path: Path, config: Config, unet: Config) -> None:
         raise FolderError(
             f"{path / 'config.json'} cannot be used ({error})", "the configuration of a ControlNet", "copy it again"
         ) from error
+
+
+def _require_image(path: Path, config: Config, factor: int) -> None:
+    """Raise unless a ControlNet reduces its image as the autoencoder does."""
+    if (pixels := latent_pixels(config)) != factor:
+        raise WeightsError(
+            f"{path / 'config.json'} says a latent is {pixels} pixels wide",
+            f"{factor}, as for the autoencoder",
+            "choose a ControlNet for this pipeline",
+        )
 
 
 def _require_adapter(path: Path, config: Config, unet: Config) -> None:

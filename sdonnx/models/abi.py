@@ -160,7 +160,6 @@ AXES: Mapping[str, str] = {
     "blocks": "blocks of the denoiser that read image tokens",
     "vectors": "vectors that one IP-Adapter reads of an image",
     "embedding_size": "numbers of such a vector",
-    "pixels": "pixels of a latent, in height and in width",
     "image_channels": "channels of a control image",
     "conditions": "control images that one ControlNet-Union reads",
     "types": "types of control images that a ControlNet-Union knows",

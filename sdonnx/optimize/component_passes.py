@@ -346,6 +346,8 @@ def _write_served_graphs(job: ComponentJob) -> None:
 def _write_own_kernel_graphs(job: ComponentJob) -> None:
     """Write each served graph a second time, with our own operators; both forms read the same weights."""
     sizes = default_sizes(job.opened.config) if job.spec.role is Role.DENOISER else (None, 1)
+    if job.spec.role is Role.CONTROLNET and job.controls is not None:
+        sizes = (job.controls.latent_size, 1)
     index = job.folder / SHARED_WEIGHTS
     shared = read_json(index) if index.is_file() else None
     fired: Counter[str] = Counter()

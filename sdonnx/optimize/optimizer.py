@@ -13,6 +13,7 @@ import sdonnx
 from sdonnx.compose import ControlPlan
 from sdonnx.errors import refusing
 from sdonnx.folder.pipeline_folder import MODEL_INDEX, PipelineFolder, atomic_folder
+from sdonnx.fusions.own_kernels import default_sizes
 from sdonnx.models.control_networks import control_residuals
 from sdonnx.models.registry import family_of
 from sdonnx.models.spec import ComponentSpec, Role
@@ -171,7 +172,9 @@ def _controls_of(pipeline: ExportedPipeline, spec: ComponentSpec, config: Mappin
     """Return how ControlNets or T2I-Adapters change a component's served graphs."""
     family = pipeline.family
     if spec.role is Role.CONTROLNET:
-        return ControlPlan(adds=spec != family.with_role(Role.CONTROLNET))
+        unet = pipeline.folder.config(family.with_role(Role.DENOISER).name)
+        is_first = spec == family.with_role(Role.CONTROLNET)
+        return ControlPlan(adds=not is_first, latent_size=default_sizes(unet)[0])
     residuals = control_residuals(family, config) if spec.role is Role.DENOISER else ()
     return ControlPlan(residuals, to_blocks=family.has(Role.T2I_ADAPTER)) if residuals else None
 

@@ -92,7 +92,6 @@ def test_constructor_is_from_pretrained(micro_cpu: Path) -> None:
         ("negativ_prompt", ["did you mean negative_prompt"]),
         ("zzz", ["the argument zzz is unknown", "leave it out"]),
         ("pag_scale", ["perturbed-attention guidance"]),
-        ("adapter_conditioning_scale", ["T2I-Adapters"]),
     ],
 )
 def test_unknown_arguments_of_a_call(name: str, words: list[str], ours: OrtDiffusionPipeline) -> None:
