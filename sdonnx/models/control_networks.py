@@ -8,7 +8,7 @@ only the image, so it runs once for each image; its residuals belong to the UNet
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from sdonnx.errors import FolderError
@@ -71,7 +71,13 @@ def is_union(config: Config) -> bool:
 
 def latent_pixels(config: Config) -> int:
     """Return the height and width of a latent in pixels; all but the first convolution of the image halve it."""
-    return int(2 ** (len(config["conditioning_embedding_out_channels"]) - 1))
+    return int(2 ** (len(_image_channels(config)) - 1))
+
+
+def _image_channels(config: Config) -> Sequence[int]:
+    """Return the channels of the image's convolutions; both classes of diffusers have four by default."""
+    channels: Sequence[int] = config.get("conditioning_embedding_out_channels", (16, 32, 96, 256))
+    return channels
 
 
 def pooled_width(config: Config) -> int:
@@ -86,7 +92,7 @@ def control_inputs(config: Config) -> tuple[TensorSpec, ...]:
     """
     pixels = latent_pixels(config)
     shape = ("height", pixels, "width", pixels)
-    channels = int(config["conditioning_channels"])
+    channels = int(config.get("conditioning_channels", 3))  # older configurations lack it
     inputs = [TensorSpec(CONTROL_IMAGE, ("batch_size", channels, *shape))]
     if is_union(config):
         types = int(config["num_control_type"])
@@ -184,5 +190,5 @@ def _count_controlnet(config: Config) -> dict[str, int]:
     """Count the layers of a ControlNet: a UNet's down part, the image's convolutions, and one for each residual."""
     require_class(config, "ControlNetModel")
     found = unet_down(config)
-    image = 2 * len(config["conditioning_embedding_out_channels"])
+    image = 2 * len(_image_channels(config))
     return layer_counts(**found | {"convolution": found["convolution"] + image + len(controlnet_residuals(config))})

@@ -30,6 +30,9 @@ CONTROLNET = "down_block_additional_residuals"
 CONTROLNET_MID = "mid_block_additional_residual"
 ADAPTER = "down_intrablock_additional_residuals"
 
+# A broken configuration can ask for a billion layers.
+_MAX_LAYERS = 1000
+
 _MAX_LEVEL = 5  # halvings with different example sizes; the UNet of Stable Diffusion 1 has three
 
 
@@ -82,6 +85,9 @@ def controlnet_residuals(config: Config) -> tuple[Residual, ...]:
 
     Args:
         config: Configuration of the UNet or of the ControlNet.
+
+    Raises:
+        ValueError: It describes more than a thousand layers.
     """
     skips = [residual for block in _blocks(config) for residual in block]
     return (*skips, Residual(skips[-1].channels, skips[-1].level, None))
@@ -137,6 +143,8 @@ def _blocks(config: Config) -> Iterator[list[Residual]]:
     layers = config.get("layers_per_block", 2)
     counts = list(layers) if isinstance(layers, Sequence) else [layers] * len(channels)
     number = 0
+    if sum(counts) > _MAX_LAYERS:
+        raise ValueError(f"layers_per_block is {layers}")
 
     def residual(width: int, level: int) -> Residual:
         nonlocal number
