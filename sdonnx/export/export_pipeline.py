@@ -52,9 +52,11 @@ _LOGGER = logging.getLogger(__name__)
 
 _ALL = "all"  # of allow_pickle: every component
 
+_TOKENIZER, _SENTENCEPIECE = "tokenizer.json", "spiece.model"
+
 
 @dataclass(frozen=True)
-class AddedFiles:
+class _AddedFiles:
     """Files that a pipeline is exported with; see `export_pipeline`."""
 
     ip_adapters: Sequence[str | Path]
@@ -68,9 +70,6 @@ class AddedFiles:
         encoder = {IMAGE_ENCODER} if self.ip_adapters else set()
         controls = {CONTROLNET} if self.controlnets else set()
         return encoder | controls | ({T2I_ADAPTER} if self.t2i_adapters else set())
-
-
-_TOKENIZER, _SENTENCEPIECE = "tokenizer.json", "spiece.model"
 
 
 def export_pipeline(
@@ -129,7 +128,7 @@ def export_pipeline(
             name = "--vae" if config is None else "--config"
             raise OptionError(f"{name} with {source}", "a single-file checkpoint", f"omit {name}")
         folder = open_source(source, variant) if single is None else single.folder
-        files = AddedFiles(ip_adapters, image_encoder, controlnets, t2i_adapters)
+        files = _AddedFiles(ip_adapters, image_encoder, controlnets, t2i_adapters)
         _export(folder, single, out, dtype, overwrite, allow_pickle, variant, files, progress)
 
 
@@ -141,7 +140,7 @@ def _export(
     overwrite: bool,
     allow_pickle: Collection[str],
     variant: str | None,
-    added: AddedFiles,
+    added: _AddedFiles,
     progress: Progress | None,
 ) -> None:
     """Export an opened pipeline; its weights are in `single` if it is a single file, else in the folder."""
@@ -180,7 +179,7 @@ def _export(
                 _export_component(folder, family, plan, made, dtype, progress)
 
 
-def _require_options(family: Family, dtype: str, allow_pickle: Collection[str], added: AddedFiles) -> list[str]:
+def _require_options(family: Family, dtype: str, allow_pickle: Collection[str], added: _AddedFiles) -> list[str]:
     """Return the components whose weights may be pickles, after a check of the options."""
     if dtype == "float16" and any(spec.stream_scale is not None for spec in family.components):
         raise OptionError(
