@@ -12,6 +12,7 @@ import pytest
 from support.control_networks import write_adapter, write_controlnet
 from support.pipeline_cache import PipelineCache
 from support.pipelines import refused
+from support.placement import copied_from_host
 
 from sdonnx.compose.residuals import add_residuals
 from sdonnx.errors import FolderError
@@ -139,6 +140,14 @@ def test_a_controlnet_adds_to_or_replaces_residuals(folders: tuple[str, Path, Pa
             scales = weights.reshape(COPIES, -1)[:, number].repeat(BATCH)[:, None, None, None]
             sums = whole[name] * scales + (before[f"residual.{number}"] if adds else 0)
             assert relative_error(expected[name], sums) < 1e-5, name
+
+
+def test_no_value_is_copied_from_the_host(folders: tuple[str, Path, Path]) -> None:
+    """CUDA graphs cannot capture such a copy."""
+    _, cuda, _ = folders
+    files = [*cuda.glob("unet/*.onnx"), *cuda.glob("controlnet_*/control*.onnx")]
+    assert any(file.name == "step-control.onnx" for file in files)
+    assert {str(file): found for file in files if (found := copied_from_host(ir.load(file)))} == {}
 
 
 def test_other_skip_connections_are_refused(folders: tuple[str, Path, Path]) -> None:
