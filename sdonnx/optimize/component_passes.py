@@ -52,8 +52,8 @@ __all__ = ["FUSION_PASSES", "GRAPH_PASSES", "PASSES", "ComponentJob", "Component
 
 _LOGGER = logging.getLogger(__name__)
 
-# Files of the graphs that the report counts: variants for short prompts have the same nodes.
-_REPORTED = frozenset(spec.file for spec in abi.GRAPHS.values())
+# Files of the graphs that the report counts: variants for short prompts and with residuals have the same nodes.
+_REPORTED = frozenset(spec.file for spec in abi.GRAPHS.values()) - {abi.CONTROLLED_STEP.file}
 
 
 @dataclass

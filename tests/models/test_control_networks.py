@@ -161,6 +161,17 @@ def test_images_are_those_of_diffusers(arguments: dict[str, Any], sd: Controlled
     assert sd.agreement(with_controlnets(sd), {"image": IMAGES}, {"control_image": IMAGES}, **scales) > SAME_DB
 
 
+def test_each_prompt_has_its_own_images(sd: Controlled, xl: Controlled) -> None:
+    """As in diffusers, a list of lists has an image for each ControlNet in the list of each prompt."""
+    prompts: dict[str, Any] = {"prompt": ["a fox", "a red bird"]}
+    nested = [IMAGES, [picture(5), picture(6)]]
+    scales = {"controlnet_conditioning_scale": [0.8, 0.9]}
+    both = sd.agreement(with_controlnets(sd), {"image": nested}, {"control_image": nested}, **prompts, **scales)
+    assert both > SAME_DB
+    one = xl.agreement(with_controlnets(xl), {"image": IMAGES}, {"control_image": IMAGES}, **prompts)
+    assert one > SAME_DB
+
+
 @pytest.mark.parametrize(
     "arguments",
     [{}, {"controlnet_conditioning_scale": 0.4, "control_guidance_end": 0.6}, {"guess_mode": True}],
@@ -524,6 +535,8 @@ def test_an_xl_controlnet_and_other_folders_are_refused(
         export_pipeline(pipelines.micro("sdxl-tiny"), tmp_path / "out", t2i_adapters=adapted.folders)
     with refused(OptionError, "--controlnet of pixart", "Stable Diffusion 1, 2 or XL"):
         export_pipeline(pipelines.micro("pixart-alpha-tiny"), tmp_path / "out", controlnets=xl.folders)
+    command = ["export", "-m", str(source), "-o", str(tmp_path / "out"), "--controlnet", str(xl.folders[0])]
+    assert main(command) == 2
     with refused(FolderError, "missing"):
         export_pipeline(source, tmp_path / "out", controlnets=[tmp_path / "nowhere"])
     assert not (tmp_path / "out").exists()
