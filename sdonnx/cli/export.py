@@ -49,6 +49,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="image encoder of the adapters (default: the pipeline's, or image_encoder next to an adapter)",
     )
     add(
+        "--controlnet",
+        nargs="+",
+        default=[],
+        type=Path,
+        metavar="FOLDER",
+        help="ControlNets of diffusers, in the order in which control images are passed to the pipeline",
+    )
+    add(
+        "--t2i_adapter",
+        nargs="+",
+        default=[],
+        type=Path,
+        metavar="FOLDER",
+        help="T2I-Adapters of diffusers, in place of ControlNets",
+    )
+    add(
         "--config",
         metavar="FOLDER_OR_ID",
         help="for a single file: diffusers folder or id on the hub, of which tokenizers, scheduler and configurations "
@@ -77,6 +93,8 @@ def run(options: argparse.Namespace) -> int:
             image_encoder=options.image_encoder,
             config=options.config,
             vae=options.vae,
+            controlnets=options.controlnet,
+            t2i_adapters=options.t2i_adapter,
             progress=on_progress,
         )
     console().print(f"exported to {options.output}")

@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import sdonnx
+from sdonnx.cli.control_options import add_control_arguments, control_arguments, control_parameters
 from sdonnx.cli.image_parameters import webui_text
+from sdonnx.cli.read_image import read_image
 from sdonnx.cli.write_images import QUALITY, STDOUT, Destination, encoded
 from sdonnx.errors import OptionError, SdonnxError
 from sdonnx.terminal import add_common, add_option, console, step_progress
 
 if TYPE_CHECKING:
-    from PIL import Image
-
     from sdonnx.runtime.output import ImageOutput
     from sdonnx.runtime.pipeline import OrtDiffusionPipeline
 
@@ -34,8 +34,10 @@ _MINIMA = dict.fromkeys(("steps", "num_images", "height", "width", "quality", "m
 _OPTIONS = {"num_inference_steps": "--steps", "num_images_per_prompt": "--num_images", "tile_size": "--vae_tiling"} | {
     name: f"--{name}"
     for name in (
-        "clip_skip", "guidance_scale", "height", "ip_adapter_image", "ip_adapter_scale", "mask_image",
-        "negative_prompt", "prompt_weighting", "seed", "strength", "width",
+        "adapter_conditioning_factor", "adapter_conditioning_scale", "adapter_image", "clip_skip",
+        "control_guidance_end", "control_guidance_start", "control_image", "control_mode",
+        "controlnet_conditioning_scale", "guess_mode", "guidance_scale", "height", "ip_adapter_image",
+        "ip_adapter_scale", "mask_image", "negative_prompt", "prompt_weighting", "seed", "strength", "width",
     )
 }  # fmt: skip
 _ARGUMENT = re.compile(rf"(?<![\w-])(?:{'|'.join(name + ('' if '_' in name else '(?= is )') for name in _OPTIONS)})\b")
@@ -70,6 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--ip_adapter_image", nargs="+", type=Path, default=[], help="one image prompt per IP-Adapter of the folder")
     scales = "weight of all image prompts, or of each (default: 1)"
     add("--ip_adapter_scale", nargs="+", type=float, default=[], help=scales)
+    add_control_arguments(parser)
     add("--clip_skip", type=int, default=None, help="number of last layers of the text encoder to skip")
     weighting = "a1111: read (word:1.3), (word) and [word] in the prompts as weights (default: brackets are text)"
     add("--prompt_weighting", default=None, help=weighting)
@@ -96,8 +99,9 @@ def run(options: argparse.Namespace) -> int:
     destination = Destination.of(options.output, len(options.prompt) * options.num_images, options.overwrite)
     if options.quality is not None and destination.format == "PNG":
         raise OptionError("--quality for PNG, which loses nothing", "a .jpg or .webp file", "leave out --quality")
-    image, mask_image = _read_image(options.image), _read_image(options.mask_image)
-    prompts = [_read_image(path) for path in options.ip_adapter_image]
+    image, mask_image = read_image(options.image), read_image(options.mask_image)
+    prompts = [read_image(path) for path in options.ip_adapter_image]
+    controls = control_arguments(options)
     from sdonnx.runtime.pipeline import OrtDiffusionPipeline
 
     pipeline = OrtDiffusionPipeline.from_pretrained(
@@ -138,6 +142,7 @@ def run(options: argparse.Namespace) -> int:
             ip_adapter_scale=weights[0] if len(weights) == 1 else weights or None,
             image=image,
             mask_image=mask_image,
+            **controls,
         )
     _write(options, pipeline, output, destination)
     return 0
@@ -164,6 +169,7 @@ def _write(
             "mask_image": _name(options.mask_image),
             "ip_adapter_image": [path.name for path in options.ip_adapter_image],
             "ip_adapter_scale": options.ip_adapter_scale,
+            **control_parameters(options),
             "height": picture.height,
             "width": picture.width,
             "model": options.model.name,
@@ -201,17 +207,3 @@ def _option_names() -> Iterator[None]:
 
 def _name(path: Path | None) -> str | None:
     return None if path is None else path.name
-
-
-def _read_image(path: Path | None) -> Image.Image | None:
-    """Return the image in a file, with its pixels in memory."""
-    if path is None:
-        return None
-    from PIL import Image
-
-    try:
-        with Image.open(path) as image:
-            image.load()
-            return image.copy()
-    except (OSError, ValueError) as error:
-        raise OptionError(f"{path} cannot be read ({error})", "an image file", "pass another file") from error

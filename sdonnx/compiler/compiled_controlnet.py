@@ -4,47 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from diffusers.models.controlnets.controlnet import ControlNetOutput
 
 from sdonnx.compiler.compiled_unet import timesteps_of
 from sdonnx.compiler.graph_method import GraphMethod, GraphSignature, checked_inputs
-from sdonnx.export.wrappers import Wrapper
+from sdonnx.export.control_network_wrappers import ControlNet
 from sdonnx.models.components import ENCODER_HIDDEN_STATES, SAMPLE, TIMESTEP
+from sdonnx.models.control_networks import NUM_TIME_IDS, latent_pixels, pooled_width
 from sdonnx.models.spec import ComponentSpec, Role, TensorSpec
 
 __all__ = ["ControlNetForward"]
 
 _TEXT_EMBEDS, _TIME_IDS, _IMAGE, _SCALE = "text_embeds", "time_ids", "controlnet_cond", "conditioning_scale"
-_NUM_TIME_IDS = 6  # the original size, the crop's corner and the target size
 _COMPUTED = frozenset(
     {"sample", "timestep", "encoder_hidden_states", _IMAGE, _SCALE, "added_cond_kwargs", "return_dict"}
 )
 
 
-class _ControlNet(Wrapper):
-    """ControlNet: the UNet's inputs, an image (B,C,H,P,W,P) and a scale (1,) -> a residual for each skip, and the last.
+class _ControlNet(ControlNet):
+    """ControlNet with the names of diffusers' arguments."""
 
-    The axes of the image are those of the latents, so that the graph states how both sizes relate. P is the size of
-    a latent in pixels.
-    """
-
-    def run(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Run the ControlNet."""
-        named = dict(zip(self.names, inputs, strict=True))
-        added = {name: named[name] for name in (_TEXT_EMBEDS, _TIME_IDS) if name in named}
-        down, middle = self.model(
-            named["sample"],
-            named["timestep"],
-            named["encoder_hidden_states"],
-            named[_IMAGE].flatten(4, 5).flatten(2, 3),
-            named[_SCALE],
-            added_cond_kwargs=added or None,
-            return_dict=False,
-        )
-        return *down, middle
+    image_input: ClassVar = _IMAGE
 
 
 class ControlNetForward(GraphMethod):
@@ -59,12 +42,12 @@ class ControlNetForward(GraphMethod):
             return f"its configuration has addition_embed_type={embeds!r}"
         if config["global_pool_conditions"]:
             return "its configuration has global_pool_conditions=True"
-        if embeds is not None and _pooled_width(module) < 1:
-            return f"its configuration has no room for {_NUM_TIME_IDS} time_ids"
+        if embeds is not None and pooled_width(module.config) < 1:
+            return f"its configuration has no room for {NUM_TIME_IDS} time_ids"
         return None
 
     def signature(self, module: Any, variant: Hashable) -> GraphSignature:
-        pixels = _pixels(module)
+        pixels = latent_pixels(module.config)
         image = ("batch_size", "config:conditioning_channels", "height", pixels, "width", pixels)
         inputs = [
             SAMPLE,
@@ -76,8 +59,8 @@ class ControlNetForward(GraphMethod):
         ]
         if module.config["addition_embed_type"] is not None:
             inputs += [
-                TensorSpec(_TEXT_EMBEDS, ("batch_size", _pooled_width(module))),
-                TensorSpec(_TIME_IDS, ("batch_size", _NUM_TIME_IDS), keeps_float32=True),
+                TensorSpec(_TEXT_EMBEDS, ("batch_size", pooled_width(module.config))),
+                TensorSpec(_TIME_IDS, ("batch_size", NUM_TIME_IDS), keeps_float32=True),
             ]
         # The sizes of each residual follow from those of the latents.
         outputs = tuple(
@@ -102,9 +85,9 @@ class ControlNetForward(GraphMethod):
         timestep = timesteps_of(arguments["timestep"], len(sample), signature.target.torch_device)
         if timestep is None:
             return "its timestep is not a number, or one for each image"
-        blocks = _blocks(image, sample, _pixels(module))
+        blocks = _blocks(image, sample, latent_pixels(module.config))
         if blocks is None:
-            return f"its image is not {_pixels(module)} times as large as the latents"
+            return f"its image is not {latent_pixels(module.config)} times as large as the latents"
         tensors = {
             "sample": sample,
             "timestep": timestep,
@@ -126,16 +109,6 @@ class ControlNetForward(GraphMethod):
             return down, middle
         # diffusers stores a list, too.
         return ControlNetOutput(down_block_res_samples=down, mid_block_res_sample=middle)  # type: ignore[arg-type]
-
-
-def _pixels(module: Any) -> int:
-    """Return the height and width of a latent in pixels; all but the first convolution of the image halve it."""
-    return int(2 ** (len(module.config["conditioning_embedding_out_channels"]) - 1))
-
-
-def _pooled_width(module: Any) -> int:
-    config: Mapping[str, Any] = module.config
-    return int(config["projection_class_embeddings_input_dim"] - _NUM_TIME_IDS * config["addition_time_embed_dim"])
 
 
 def _blocks(image: Any, sample: torch.Tensor, pixels: int) -> torch.Tensor | None:

@@ -20,7 +20,9 @@ from sdonnx.compiler.unet_image_prompts import (
     prepare_images,
     why_not_images,
 )
-from sdonnx.compiler.unet_residuals import (
+from sdonnx.models.components import ENCODER_HIDDEN_STATES, OUT_SAMPLE, SAMPLE, TIMESTEP
+from sdonnx.models.spec import ComponentSpec, Role, TensorSpec
+from sdonnx.models.unet_residuals import (
     ADAPTER,
     CONTROLNET,
     CONTROLNET_MID,
@@ -28,8 +30,6 @@ from sdonnx.compiler.unet_residuals import (
     controlnet_inputs,
     has_sizes_of,
 )
-from sdonnx.models.components import ENCODER_HIDDEN_STATES, OUT_SAMPLE, SAMPLE, TIMESTEP
-from sdonnx.models.spec import ComponentSpec, Role, TensorSpec
 
 __all__ = ["UNetForward", "UNetVariant", "timesteps_of"]
 
@@ -116,8 +116,8 @@ class UNetForward(GraphMethod):
             inputs.append(TensorSpec(TIME_IDS, ("batch_size", variant.time_ids), keeps_float32=True))
         if variant.timestep_cond:
             inputs.append(TensorSpec(_TIMESTEP_COND, ("batch_size", "config:time_cond_proj_dim")))
-        inputs += controlnet_inputs(module) if variant.controlnet else ()
-        inputs += adapter_inputs(module)[: variant.adapter]
+        inputs += controlnet_inputs(config) if variant.controlnet else ()
+        inputs += adapter_inputs(config)[: variant.adapter]
         inputs += image_inputs(module)
         spec = ComponentSpec("unet", "unet", Role.DENOISER, tuple(inputs), (OUT_SAMPLE,))
         return GraphSignature(spec, config, UNetCall, variant)
@@ -145,7 +145,7 @@ class UNetForward(GraphMethod):
         if isinstance(found, str):
             return found
         for each in signature.spec.inputs:
-            if not has_sizes_of(sample, found[each.name], each):
+            if not has_sizes_of(sample.shape, found[each.name].shape, each):
                 return f"{each.name} has shape {tuple(found[each.name].shape)}"
         return found
 
@@ -176,9 +176,9 @@ def _why_not_computed(module: Any, arguments: Mapping[str, Any]) -> str | None:
     for name in (CONTROLNET, ADAPTER):
         if not isinstance(arguments[name], list | tuple | None):
             return f"its {name} are not a list"
-    if has_residuals and len(arguments[CONTROLNET]) != len(controlnet_inputs(module)) - 1:
+    if has_residuals and len(arguments[CONTROLNET]) != len(controlnet_inputs(config)) - 1:
         return f"it has {len(arguments[CONTROLNET])} {CONTROLNET}"
-    if arguments[ADAPTER] and len(arguments[ADAPTER]) > len(adapter_inputs(module)):
+    if arguments[ADAPTER] and len(arguments[ADAPTER]) > len(adapter_inputs(config)):
         return f"it has {len(arguments[ADAPTER])} {ADAPTER}"
     names = [TEXT_EMBEDS, TIME_IDS] if config["addition_embed_type"] == "text_time" else []
     names += [] if module.encoder_hid_proj is None else [IMAGE_EMBEDS]

@@ -7,9 +7,9 @@ from typing import Any, ClassVar
 import torch
 
 from sdonnx.compiler.unet_image_prompts import IMAGE_EMBEDS
-from sdonnx.compiler.unet_residuals import EXAMPLE_SIZES
 from sdonnx.export.wrappers import Wrapper
 from sdonnx.models.image_adapters import ADAPTER_SCALE
+from sdonnx.models.unet_residuals import EXAMPLE_SIZES
 
 __all__ = ["TEXT_EMBEDS", "TIME_IDS", "UNetCall"]
 

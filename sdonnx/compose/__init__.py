@@ -13,13 +13,15 @@ declares their files, inputs and outputs:
 - decode: latents to 8-bit pixels, so that only bytes leave the device
 - prompt: images, prepared for CLIP, to the embeddings that adapters for image prompts read
 - project: these embeddings to the tokens that the denoiser attends to
+- controlled step: the step graph that also adds the residuals of ControlNets or T2I-Adapters
+- control: one call of a ControlNet, and its precompute graph; adapt: images to the residuals of a T2I-Adapter
 - check: images, prepared for CLIP, to the flags of the safety checker
 """
 
 from __future__ import annotations
 
 from sdonnx.compose.absorption import absorb_projections
-from sdonnx.compose.compose_component import compose_component
+from sdonnx.compose.compose_component import ControlPlan, compose_component
 from sdonnx.compose.image_prompt_encoder import compose_image_prompt_encoder, compose_image_prompt_projection
 from sdonnx.compose.precompute import hoist_step_invariants
 from sdonnx.compose.safety_check import compose_safety_check
@@ -29,6 +31,7 @@ from sdonnx.compose.text import compose_second_text, compose_text
 from sdonnx.compose.vae import compose_decode, compose_encode
 
 __all__ = [
+    "ControlPlan",
     "absorb_projections",
     "compose_component",
     "compose_decode",

@@ -27,6 +27,7 @@ __all__ = [
     "repeat_rows",
     "replace_input",
     "widen_input",
+    "widen_interface",
 ]
 
 FLOAT, INT64 = ir.DataType.FLOAT, ir.DataType.INT64
@@ -163,6 +164,22 @@ def widen_input(model: ir.Model, name: str) -> ir.Value:
     wide = new_input(name, FLOAT, [size if isinstance(size, int) else str(size) for size in known_dims(narrow)])
     replace_input(model.graph, name, GraphBuilder(model, before=True).cast(wide, dtype))
     return wide
+
+
+def widen_interface(model: ir.Model) -> None:
+    """Make all inputs and outputs of a graph float32, in place."""
+    graph = model.graph
+    inputs = [widen_input(model, str(value.name)) for value in list(graph.inputs)]
+    graph.inputs.clear()
+    graph.inputs.extend(inputs)
+    outputs = [(value, str(value.name), value.shape) for value in graph.outputs]
+    graph.outputs.clear()
+    add = GraphBuilder(model, before=False)
+    for value, name, shape in outputs:
+        if value.dtype != FLOAT:
+            value.name = f"{name}_narrow"
+            value = add.cast(value, FLOAT)
+        add_output(graph, value, name, shape)
 
 
 def add_output(graph: ir.Graph, value: ir.Value, name: str, shape: Sequence[int | str] | ir.Shape | None) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import onnx_ir as ir
 
-from sdonnx.compose.graph_builder import FLOAT, GraphBuilder, add_output, widen_input
+from sdonnx.compose.graph_builder import widen_interface
 from sdonnx.models import abi
 
 __all__ = ["compose_image_prompt_encoder", "compose_image_prompt_projection"]
@@ -22,7 +22,7 @@ def compose_image_prompt_encoder(model: ir.Model, config: Mapping[str, Any]) -> 
         model: the optimized image encoder.
         config: its configuration, unused.
     """
-    _widen(model)
+    widen_interface(model)
     model.graph.name = abi.PROMPT.name
 
 
@@ -35,20 +35,5 @@ def compose_image_prompt_projection(model: ir.Model, config: Mapping[str, Any]) 
         model: the optimized projections.
         config: their configuration, unused.
     """
-    _widen(model)
+    widen_interface(model)
     model.graph.name = abi.PROJECT.name
-
-
-def _widen(model: ir.Model) -> None:
-    graph = model.graph
-    inputs = [widen_input(model, str(value.name)) for value in list(graph.inputs)]
-    graph.inputs.clear()
-    graph.inputs.extend(inputs)
-    outputs = [(value, str(value.name), value.shape) for value in graph.outputs]
-    graph.outputs.clear()
-    add = GraphBuilder(model, before=False)
-    for value, name, shape in outputs:
-        if value.dtype != FLOAT:
-            value.name = f"{name}_narrow"
-            value = add.cast(value, FLOAT)
-        add_output(graph, value, name, shape)

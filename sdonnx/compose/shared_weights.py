@@ -17,13 +17,14 @@ _DTYPES = {ir.DataType.FLOAT16: "F16", ir.DataType.FLOAT: "F32", ir.DataType.INT
 # Smaller weights are not worth an allocation of their own, and the host may read them.
 _MIN_BYTES = 1 << 16
 
-_PRODUCTS = {"MatMul", "Gemm"}
+# Also of convolutions with channels last, whose weights no optimizer of ONNX Runtime changes.
+_PRODUCTS = {"MatMul", "Gemm", "NhwcConv"}
 # Operators between a stored weight and a product: a gate, and the restoring of a weight in 8 bits.
 _BEFORE = {"Mul", "DequantizeLinear"}
 
 
 def shared_weights(models: Iterable[ir.Model]) -> dict[str, dict[str, Any]]:
-    """Return the external weights of products that two or more graphs share, in the form of a safetensors header.
+    """Return the external weights of products and convolutions that two or more graphs share.
 
     A session accepts shared weights by name, in place of its own copies. ONNX Runtime moves transpositions through
     element-wise operators into their constants, which keep their names; weights of products stay unchanged.
@@ -32,7 +33,7 @@ def shared_weights(models: Iterable[ir.Model]) -> dict[str, dict[str, Any]]:
         models: the graphs of one component, which read one weight file.
 
     Returns:
-        By name `dtype`, `shape` and `data_offsets`, [begin, end) in bytes of the weight file.
+        As a safetensors header, by name `dtype`, `shape` and `data_offsets`, [begin, end) in bytes of the weight file.
     """
     found: defaultdict[str, list[dict[str, Any] | None]] = defaultdict(list)
     for model in models:

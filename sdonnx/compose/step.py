@@ -7,6 +7,7 @@ from typing import Any
 
 import onnx_ir as ir
 
+from sdonnx.compose.call_row import read_call_row
 from sdonnx.compose.graph_builder import (
     FLOAT,
     INT64,
@@ -73,15 +74,9 @@ def compose_step(model: ir.Model, config: Mapping[str, Any], *, plain: bool = Fa
     conditioning = [value for value in graph.inputs if value.name not in ("sample", "timestep", hidden.name)]
 
     add = GraphBuilder(model, before=True)
-    # The only node that reads the step index: the next index, which may overwrite it, is computed from the row.
-    row = add.op("Gather", parameters, step_index, axis=0)
-    next_index = add.op("Cast", add.op("Reshape", add.columns(row, 0, 1), add.integers(1)), dtype=INT64, to=INT64)
-    this_index = add.op("Sub", next_index, add.integers(1))
-    timestep = add.op("Reshape", add.columns(row, 1, 2), add.integers(1))
-    timesteps = add.op("Reshape", add.columns(parameters, 1, 2), add.integers(-1))
-    scale = add.op("Reshape", add.columns(row, 2, 3), add.integers(1))
+    call = read_call_row(add, parameters, step_index)
     latents = add.op("Gather", state, add.index(0), axis=0)
-    image = add.op("Mul", latents, scale)
+    image = add.op("Mul", latents, call.scale)
     if inpaints:
         image = add.op("Concat", image, *masks, axis=1)
     image = add.cast(image, dtype_of(sample))
@@ -91,21 +86,22 @@ def compose_step(model: ir.Model, config: Mapping[str, Any], *, plain: bool = Fa
     repeated = repeat_rows(add, image, copies)
     repeated.shape = sample.shape
     image.shape = None if sample.shape is None else ir.Shape(["batch", *sample.shape.dims[1:]])
-    timestep.shape, timesteps.shape = ir.Shape([1]), ir.Shape([abi.CALLS])
     replace_input(graph, "sample", repeated)
-    replace_input(graph, "timestep", timestep)
+    replace_input(graph, "timestep", call.timestep)
 
     prediction = graph.outputs[0]
     graph.outputs.clear()
     add = GraphBuilder(model, before=False)
-    new_state = _updated_state(add, config, channels, prediction, row, copies, state, noise, known_latents, keep_mask)
+    new_state = _updated_state(
+        add, config, channels, prediction, call.row, copies, state, noise, known_latents, keep_mask
+    )
     add_output(graph, new_state, abi.NEW_STATE, state.shape)
-    add_output(graph, next_index, abi.NEXT_STEP_INDEX, step_index.shape)
+    add_output(graph, call.next_index, abi.NEXT_STEP_INDEX, step_index.shape)
     graph.inputs.clear()
     graph.inputs.extend([state, noise, parameters, step_index, hidden, known_latents, keep_mask, *masks, *conditioning])
     graph.name = spec.name
     if not plain:
-        tabulate_timesteps(model, timestep, timesteps, this_index, conditioning)
+        tabulate_timesteps(model, call.timestep, call.timesteps, call.index, conditioning)
         share_images(model, image, repeated, copies, [hidden, *conditioning])
     remove_unused_nodes(graph)
 

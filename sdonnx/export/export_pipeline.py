@@ -10,6 +10,7 @@ import logging
 import shutil
 import time
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch
 
 from sdonnx.errors import FolderError, OptionError
 from sdonnx.export.component_plan import ComponentPlan, plan_component
+from sdonnx.export.control_network_export import ControlFiles
 from sdonnx.export.exported_families import wrapper_of
 from sdonnx.export.interruption import interruptible
 from sdonnx.export.ip_adapter_export import IMAGE_ENCODER, AdapterFiles
@@ -34,6 +36,7 @@ from sdonnx.folder.pipeline_folder import (
     atomic_folder,
 )
 from sdonnx.installation import install_command
+from sdonnx.models.control_networks import CONTROLNET, T2I_ADAPTER
 from sdonnx.models.image_adapters import IMAGE_PROCESSOR
 from sdonnx.models.registry import family_of
 from sdonnx.models.spec import Family
@@ -52,6 +55,23 @@ _ALL = "all"  # of allow_pickle: every component
 _TOKENIZER, _SENTENCEPIECE = "tokenizer.json", "spiece.model"
 
 
+@dataclass(frozen=True)
+class _AddedFiles:
+    """Files that a pipeline is exported with; see `export_pipeline`."""
+
+    ip_adapters: Sequence[str | Path]
+    image_encoder: str | Path | None
+    controlnets: Sequence[str | Path]
+    t2i_adapters: Sequence[str | Path]
+
+    @property
+    def components(self) -> set[str]:
+        """Names of further components whose weights may be pickles."""
+        encoder = {IMAGE_ENCODER} if self.ip_adapters else set()
+        controls = {CONTROLNET} if self.controlnets else set()
+        return encoder | controls | ({T2I_ADAPTER} if self.t2i_adapters else set())
+
+
 def export_pipeline(
     source: str | Path,
     out: Path,
@@ -64,6 +84,8 @@ def export_pipeline(
     image_encoder: str | Path | None = None,
     config: str | Path | None = None,
     vae: str | Path | None = None,
+    controlnets: Sequence[str | Path] = (),
+    t2i_adapters: Sequence[str | Path] = (),
     progress: Progress | None = None,
 ) -> None:
     """Export the diffusers pipeline `source` to the ONNX folder `out`.
@@ -86,6 +108,8 @@ def export_pipeline(
         config: For a single file, a diffusers folder or its id on the hub: its tokenizers, scheduler and configurations
             are used. None for the tokenizers of the published pipeline on the hub, and its scheduler.
         vae: For a single file, a file with the autoencoder to use.
+        controlnets: Folders of ControlNets, in the order in which a call passes images.
+        t2i_adapters: Folders of T2I-Adapters, in place of ControlNets.
         progress: Progress callback.
 
     Raises:
@@ -104,7 +128,7 @@ def export_pipeline(
             name = "--vae" if config is None else "--config"
             raise OptionError(f"{name} with {source}", "a single-file checkpoint", f"omit {name}")
         folder = open_source(source, variant) if single is None else single.folder
-        files = (ip_adapters, image_encoder)
+        files = _AddedFiles(ip_adapters, image_encoder, controlnets, t2i_adapters)
         _export(folder, single, out, dtype, overwrite, allow_pickle, variant, files, progress)
 
 
@@ -116,13 +140,13 @@ def _export(
     overwrite: bool,
     allow_pickle: Collection[str],
     variant: str | None,
-    adapter_files: tuple[Sequence[str | Path], str | Path | None],
+    added: _AddedFiles,
     progress: Progress | None,
 ) -> None:
     """Export an opened pipeline; its weights are in `single` if it is a single file, else in the folder."""
-    ip_adapters, image_encoder = adapter_files
     family = family_of(folder)
-    allow_pickle = _require_options(family, dtype, allow_pickle, adapted=bool(ip_adapters))
+    controls = ControlFiles.open(added.controlnets, added.t2i_adapters, family)
+    allow_pickle = _require_options(family, dtype, allow_pickle, added)
     # All inputs are checked before anything is written.
     for name, file in family.extras:
         folder.config(name, file)
@@ -135,7 +159,7 @@ def _export(
     plans = [plan_component(folder, spec, allow_pickle, variant, single) for spec in family.components]
     if single is None:
         _log_variants(folder, family, allow_pickle, variant)
-    adapters = AdapterFiles.open(ip_adapters, image_encoder, folder)
+    adapters = AdapterFiles.open(added.ip_adapters, added.image_encoder, folder)
     inputs = [folder.path] if single is None else list(single.inputs)
     index, processor = (folder.path / MODEL_INDEX).read_bytes(), None
     if adapters is not None:
@@ -143,6 +167,8 @@ def _export(
         inputs += adapters.inputs
         processor = adapters.processor(folder)
         index = (json.dumps(adapters.index(folder), indent=2) + "\n").encode()
+    plans += controls.plans(plans, allow_pickle)
+    family, inputs, index = controls.extend(family, plans), [*inputs, *controls.inputs], controls.index(index)
     with atomic_folder(out, overwrite, inputs) as made:
         _copy_extras(folder, family, made)
         (made / MODEL_INDEX).write_bytes(index)
@@ -153,7 +179,7 @@ def _export(
                 _export_component(folder, family, plan, made, dtype, progress)
 
 
-def _require_options(family: Family, dtype: str, allow_pickle: Collection[str], *, adapted: bool) -> list[str]:
+def _require_options(family: Family, dtype: str, allow_pickle: Collection[str], added: _AddedFiles) -> list[str]:
     """Return the components whose weights may be pickles, after a check of the options."""
     if dtype == "float16" and any(spec.stream_scale is not None for spec in family.components):
         raise OptionError(
@@ -161,7 +187,7 @@ def _require_options(family: Family, dtype: str, allow_pickle: Collection[str], 
             "float32",
             "export in float32, and pass --float16 to the optimizer, which scales the text encoder",
         )
-    sources = sorted({spec.source for spec in family.components} | ({IMAGE_ENCODER} if adapted else set()))
+    sources = sorted({spec.source for spec in family.components} | added.components)
     if unknown := sorted(set(allow_pickle) - {_ALL, *sources}):
         known = f"all, or components of {', '.join(sources)}"
         raise OptionError(f"--allow_pickle {unknown[0]}", known, "pass some of these")

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from sdonnx.export import ip_adapter_wrappers, pixart_export, stable_diffusion_export, stable_diffusion_xl_export
+from sdonnx.export.control_network_wrappers import control_wrapper
 from sdonnx.export.wrappers import Wrapper
 from sdonnx.models.pixart import PIXART, PIXART_SIGMA
 from sdonnx.models.spec import ComponentSpec, Family
@@ -26,6 +27,8 @@ WRAPPERS: Mapping[str, Mapping[str, type[Wrapper]]] = {
 
 def wrapper_of(family: Family, spec: ComponentSpec) -> type[Wrapper]:
     """Return the class that gives a torch model the signature of a family's component."""
+    if (wrapper := control_wrapper(spec)) is not None:
+        return wrapper
     wrappers = WRAPPERS[family.name]
     if family.adapters is not None:
         wrappers = ip_adapter_wrappers.with_image_prompts(wrappers)

@@ -89,8 +89,8 @@ LAYER_KINDS = (_ATTENTION, _GEGLU, _FAST_GELU, _GROUP_NORM, _LAYER_NORM, _RMS_NO
 
 _TEXT_ENCODERS = frozenset({Role.TEXT_ENCODER, Role.TEXT_ENCODER_2})
 _VISION_ENCODERS = frozenset({Role.SAFETY_CHECKER, Role.IMAGE_PROMPT_ENCODER})
-_WITH_GROUP_NORMS = frozenset({Role.DENOISER, Role.IMAGE_ENCODER, Role.IMAGE_DECODER})
-_DENOISER = frozenset({Role.DENOISER})
+_DENOISER = frozenset({Role.DENOISER, Role.CONTROLNET})
+_WITH_GROUP_NORMS = _DENOISER | {Role.IMAGE_ENCODER, Role.IMAGE_DECODER}
 
 # Flags of more than one fusion.
 _NO_SKIP_LAYER_NORM = Flag("skip_layer_norm", "do not fuse SkipLayerNormalization, nor its variant for RMS norms")

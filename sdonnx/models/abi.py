@@ -10,16 +10,33 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from sdonnx.models.control_networks import (
+    CONDITION_SCALES,
+    CONTROL_IMAGE,
+    CONTROL_MODES,
+    CONTROL_TYPES,
+    RESIDUAL,
+)
 from sdonnx.models.image_adapters import ADAPTER_SCALE
 from sdonnx.models.spec import CAPTION_MASK, TEXT_MASK, Role
 
 __all__ = [
+    "ADAPT",
     "ASPECT_RATIO",
     "ATTENTION_MASK",
     "AXES",
     "CALLS",
     "CLIP_INPUT",
     "COMPONENT",
+    "CONDITION_SCALES",
+    "CONTROL",
+    "CONTROLLED_STEP",
+    "CONTROL_FACTORS",
+    "CONTROL_IMAGE",
+    "CONTROL_MODES",
+    "CONTROL_PRECOMPUTE",
+    "CONTROL_ROLES",
+    "CONTROL_TYPES",
     "DECODE",
     "DENOISER_ROLES",
     "ENCODE",
@@ -40,6 +57,7 @@ __all__ = [
     "LAYER_INDEX",
     "MASK",
     "MASKED_LATENTS",
+    "NEW_RESIDUAL",
     "NEW_STATE",
     "NEXT_STEP_INDEX",
     "NOISE",
@@ -53,6 +71,7 @@ __all__ = [
     "PRECOMPUTED",
     "PROJECT",
     "PROMPT",
+    "RESIDUAL",
     "RESOLUTION",
     "SAFETY_CHECK",
     "SAMPLE",
@@ -74,6 +93,7 @@ COMPONENT = "component"
 # Names of inputs and outputs.
 ATTENTION_MASK = TEXT_MASK
 CLIP_INPUT = "clip_input"
+CONTROL_FACTORS = "control_factors"
 ENCODER_HIDDEN_STATES = "encoder_hidden_states"
 FINITE = "finite"
 FIRST_HIDDEN_STATES = "hidden_states_1"
@@ -90,6 +110,7 @@ LATENTS = "latents"
 LAYER_INDEX = "layer_index"
 MASK = "mask"
 MASKED_LATENTS = "masked_latents"
+NEW_RESIDUAL = "new_residual."
 NEW_STATE = "new_state"
 NEXT_STEP_INDEX = "next_step_index"
 NOISE = "noise"
@@ -139,6 +160,10 @@ AXES: Mapping[str, str] = {
     "blocks": "blocks of the denoiser that read image tokens",
     "vectors": "vectors that one IP-Adapter reads of an image",
     "embedding_size": "numbers of such a vector",
+    "image_channels": "channels of a control image",
+    "conditions": "control images that one ControlNet-Union reads",
+    "types": "types of control images that a ControlNet-Union knows",
+    "factors": "numbers in a row of a ControlNet's table; see `sdonnx.compose.control_network`",
     "positions": "patches of an image and its class token",
     "adapter_tokens": "tokens that one IP-Adapter makes of an image",
 }
@@ -386,6 +411,99 @@ STEP = GraphSpec(
     short_file="step-short.onnx",
 )
 
+_RESIDUAL = GraphTensor(
+    f"{RESIDUAL}{{}}",
+    COMPONENT,
+    None,
+    "a residual that is added to a skip connection or to the output of a block, by its number; channels last where the"
+    " graph's convolutions are",
+)
+_CONTROL = "ControlNet"
+_UNION = "ControlNet-Union"
+
+CONTROLLED_STEP = GraphSpec(
+    "controlled_step",
+    "step-control.onnx",
+    Role.CONTROLLED_DENOISER,
+    Role.DENOISER,
+    "The step graph of a pipeline with ControlNets or T2I-Adapters that also adds their residuals. It reads the same"
+    " weights and precomputed values as the step graph, which runs at steps without residuals.",
+    (*STEP.inputs, _RESIDUAL),
+    STEP.outputs,
+)
+
+_CONTROL_CONDITIONING = (
+    *_CONDITIONING[:3],
+    GraphTensor(CONTROL_IMAGE, COMPONENT, None, "the control images, with a copy for each prompt, 0 to 1"),
+    GraphTensor(
+        CONTROL_TYPES, "float32", ("batch_size", "types"), "1 for each type that is used, else 0", condition=_UNION
+    ),
+    GraphTensor(CONTROL_MODES, "int32", ("conditions",), "the type of each image", condition=_UNION),
+    GraphTensor(CONDITION_SCALES, "float32", ("conditions",), "the weight of each image", condition=_UNION),
+)
+
+CONTROL_PRECOMPUTE = GraphSpec(
+    "control_precompute",
+    "control-precompute.onnx",
+    Role.CONTROLNET_PRECOMPUTE,
+    Role.CONTROLNET,
+    "The step-invariant part of a ControlNet, computed once for an image.",
+    (PRECOMPUTE.inputs[1], *_CONTROL_CONDITIONING),
+    (_PRECOMPUTED,),
+)
+
+CONTROL = GraphSpec(
+    "control",
+    "control.onnx",
+    Role.CONTROLNET,
+    Role.CONTROLNET,
+    "One call of a ControlNet: the residuals for the controlled step graph, in addition to those of the ControlNets"
+    " before it. Conditioning inputs that only its precompute graph reads are absent.",
+    (
+        STEP.inputs[0],
+        _PARAMETERS,
+        GraphTensor(STEP_INDEX, "int64", (1,), "the row of this call in both tables"),
+        GraphTensor(
+            CONTROL_FACTORS,
+            "float32",
+            (CALLS, "factors"),
+            "for each call 1 to add to the residuals before or 0 to replace them, and the weight of each residual for"
+            " each copy of the images",
+        ),
+        *_CONTROL_CONDITIONING,
+        GraphTensor(
+            f"{RESIDUAL}{{}}",
+            COMPONENT,
+            None,
+            "a residual of the ControlNets before, by its number",
+            condition="every ControlNet but the first",
+        ),
+        _PRECOMPUTED,
+    ),
+    (
+        GraphTensor(
+            f"{NEW_RESIDUAL}{{}}", COMPONENT, None, "a residual with those before it", overwrites=f"{RESIDUAL}{{}}"
+        ),
+    ),
+)
+
+ADAPT = GraphSpec(
+    "adapt",
+    "adapt.onnx",
+    Role.T2I_ADAPTER,
+    Role.T2I_ADAPTER,
+    "Control images to the residuals of a T2I-Adapter, once for an image.",
+    (
+        GraphTensor(
+            CONTROL_IMAGE,
+            "float32",
+            ("batch_size", "image_channels", "image_height", "image_width"),
+            "control images, 0 to 1",
+        ),
+    ),
+    (GraphTensor(f"{RESIDUAL}{{}}", "float32", None, "a residual for each image, by its number, channels first"),),
+)
+
 ENCODE = GraphSpec(
     "encode",
     "encode.onnx",
@@ -494,9 +612,27 @@ PROJECT = GraphSpec(
 )
 
 GRAPHS: Mapping[Role, GraphSpec] = {
-    spec.role: spec for spec in (TEXT, SECOND_TEXT, PRECOMPUTE, STEP, ENCODE, DECODE, SAFETY_CHECK, PROMPT, PROJECT)
+    spec.role: spec
+    for spec in (
+        TEXT,
+        SECOND_TEXT,
+        PRECOMPUTE,
+        STEP,
+        CONTROL_PRECOMPUTE,
+        CONTROL,
+        CONTROLLED_STEP,
+        ADAPT,
+        ENCODE,
+        DECODE,
+        SAFETY_CHECK,
+        PROMPT,
+        PROJECT,
+    )
 }
 """The served graphs by role."""
+
+CONTROL_ROLES = frozenset(role for role, spec in GRAPHS.items() if spec.component is Role.CONTROLNET)
+"""The roles of graphs that lie in the folders of ControlNets."""
 
 DENOISER_ROLES = frozenset(role for role, spec in GRAPHS.items() if spec.component is Role.DENOISER)
 """The roles of graphs that lie in the denoiser's folder."""

@@ -21,6 +21,7 @@ __all__ = [
     "layer_counts",
     "require_class",
     "unet",
+    "unet_down",
     "vae_decoder",
     "vae_encoder",
 ]
@@ -87,31 +88,47 @@ def clip_vision(layers: int) -> dict[str, int]:
 def unet(config: Config) -> dict[str, int]:
     """Count the layers of a UNet2DConditionModel."""
     require_class(config, "UNet2DConditionModel")
+    down = unet_down(config)
+    blocks = len(config["block_out_channels"])
+    layers = _each(config["layers_per_block"], blocks)
+    depths = _each(config.get("transformer_layers_per_block", 1), blocks)
+    up_depths = list(config.get("reverse_transformer_layers_per_block") or reversed(depths))
+    up = [_UP[kind] for kind in config["up_block_types"]]
+    up_layers = [count + 1 for count in reversed(layers)]
+    resnets = sum(up_layers)
+    transformers = sum(n for n, has in zip(up_layers, up, strict=True) if has)
+    depth = sum(n * d for n, d, has in zip(up_layers, up_depths, up, strict=True) if has)
+    # A resnet that changes the number of channels has a 1x1 convolution; all up blocks concatenate a skip connection.
+    projections = 0 if config.get("use_linear_projection") else 2 * transformers
+    return layer_counts(
+        attention=down["attention"] + 2 * depth,
+        geglu=down["geglu"] + depth,
+        layer_norm=down["layer_norm"] + 3 * depth,
+        group_norm=down["group_norm"] + 2 * resnets + transformers + 1,
+        convolution=down["convolution"] + 3 * resnets + projections + 1 + (blocks - 1),
+    )
+
+
+def unet_down(config: Config) -> dict[str, int]:
+    """Count the layers of a UNet2DConditionModel's first convolution, down blocks and middle block."""
     channels = config["block_out_channels"]
     blocks = len(channels)
     layers = _each(config["layers_per_block"], blocks)
     depths = _each(config.get("transformer_layers_per_block", 1), blocks)
-    up_depths = list(config.get("reverse_transformer_layers_per_block") or reversed(depths))
     down = [_DOWN[kind] for kind in config["down_block_types"]]
-    up = [_UP[kind] for kind in config["up_block_types"]]
     for key, values in _PLAIN.items():
         if config.get(key, values[0]) not in values:
             raise KeyError(key)
-    up_layers = [count + 1 for count in reversed(layers)]
-    resnets = sum(layers) + 2 + sum(up_layers)
+    resnets = sum(layers) + 2
     transformers = sum(n for n, has in zip(layers, down, strict=True) if has) + 1
-    transformers += sum(n for n, has in zip(up_layers, up, strict=True) if has)
     depth = sum(n * d for n, d, has in zip(layers, depths, down, strict=True) if has) + depths[-1]
-    depth += sum(n * d for n, d, has in zip(up_layers, up_depths, up, strict=True) if has)
-    # A resnet that changes the number of channels has a 1x1 convolution; all up blocks concatenate a skip connection.
-    shortcuts = _changes(channels) + sum(up_layers)
     projections = 0 if config.get("use_linear_projection") else 2 * transformers
     return layer_counts(
         attention=2 * depth,
         geglu=depth,
         layer_norm=3 * depth,
-        group_norm=2 * resnets + transformers + 1,
-        convolution=2 * resnets + shortcuts + projections + 2 + 2 * (blocks - 1),
+        group_norm=2 * resnets + transformers,
+        convolution=2 * resnets + _changes(channels) + projections + 1 + (blocks - 1),
     )
 
 

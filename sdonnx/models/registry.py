@@ -6,6 +6,7 @@ import difflib
 
 from sdonnx.errors import FolderError
 from sdonnx.folder.pipeline_folder import PipelineFolder
+from sdonnx.models.control_networks import with_control_networks
 from sdonnx.models.image_adapters import ADAPTERS, AdapterSet
 from sdonnx.models.ip_adapter import with_adapters
 from sdonnx.models.pixart import PIXART, PIXART_SIGMA
@@ -21,7 +22,8 @@ FAMILIES: tuple[Family, ...] = (STABLE_DIFFUSION, STABLE_DIFFUSION_XL, PIXART, P
 def family_of(folder: PipelineFolder) -> Family:
     """Return the family of the pipeline in `folder`, without the optional components that the pipeline lacks.
 
-    The family includes the adapters for image prompts that the pipeline was exported with.
+    The family includes the adapters for image prompts, the ControlNets and the T2I-Adapters that the pipeline was
+    exported with.
 
     Raises:
         FolderError: No family has this pipeline class, or the adapters' configuration is broken.
@@ -29,9 +31,9 @@ def family_of(folder: PipelineFolder) -> Family:
     for family in FAMILIES:
         if folder.class_name in family.pipeline_classes:
             own = family.as_in(folder)
-            if not folder.has_component(ADAPTERS):
-                return own
-            return with_adapters(own, AdapterSet.from_config(folder.config(ADAPTERS)))
+            if folder.has_component(ADAPTERS):
+                own = with_adapters(own, AdapterSet.from_config(folder.config(ADAPTERS)))
+            return with_control_networks(own, folder)
     known = {name for family in FAMILIES for name in family.pipeline_classes}
     close = difflib.get_close_matches(folder.class_name, sorted(known), n=1)
     raise FolderError(

@@ -39,6 +39,10 @@ class Role(Enum):
     IMAGE_PROMPT_ENCODER = "image_prompt_encoder"
     IMAGE_PROMPT_ADAPTER = "image_prompt_adapter"
     SAFETY_CHECKER = "safety_checker"
+    CONTROLNET = "controlnet"
+    CONTROLNET_PRECOMPUTE = "controlnet_precompute"  # not a component: the step-invariant part of a ControlNet
+    T2I_ADAPTER = "t2i_adapter"
+    CONTROLLED_DENOISER = "controlled_denoiser"  # not a component: the denoiser that also reads residuals
 
 
 @dataclass(frozen=True)
@@ -222,6 +226,10 @@ class Family:
             if spec.role is role:
                 return spec
         raise KeyError(role)
+
+    def all_with_role(self, role: Role) -> tuple[ComponentSpec, ...]:
+        """Return the components of that role, in order."""
+        return tuple(spec for spec in self.components if spec.role is role)
 
     def has(self, role: Role) -> bool:
         """Return whether there is a component of that role."""

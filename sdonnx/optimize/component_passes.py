@@ -17,7 +17,7 @@ from typing import Any
 
 import onnx_ir as ir
 
-from sdonnx.compose import compose_component, shared_weights
+from sdonnx.compose import ControlPlan, compose_component, shared_weights
 from sdonnx.errors import FolderError, OptionError, refusing
 from sdonnx.folder.pipeline_folder import (
     ONNX_MODEL,
@@ -52,8 +52,8 @@ __all__ = ["FUSION_PASSES", "GRAPH_PASSES", "PASSES", "ComponentJob", "Component
 
 _LOGGER = logging.getLogger(__name__)
 
-# Files of the graphs that the report counts: variants for short prompts have the same nodes.
-_REPORTED = frozenset(spec.file for spec in abi.GRAPHS.values())
+# Files of the graphs that the report counts: variants for short prompts and with residuals have the same nodes.
+_REPORTED = frozenset(spec.file for spec in abi.GRAPHS.values()) - {abi.CONTROLLED_STEP.file}
 
 
 @dataclass
@@ -77,6 +77,7 @@ class ComponentJob:
         served: files of the served graphs.
         quantization: types of the component's modules.
         quantized: the weights that were quantized.
+        controls: how ControlNets or T2I-Adapters change the served graphs; None if they do not.
         unfused: a copy of the graph before it was fused, for `--export_qdq`; None without it.
     """
 
@@ -96,6 +97,7 @@ class ComponentJob:
     served: tuple[str, ...] = ()
     quantization: QuantizationPolicy = field(default_factory=QuantizationPolicy)
     quantized: Sequence[QuantizedWeight] = ()
+    controls: ControlPlan | None = None
     unfused: ir.Model | None = None
 
     @property
@@ -329,7 +331,7 @@ def _write_configuration(job: ComponentJob) -> None:
 
 def _write_served_graphs(job: ComponentJob) -> None:
     """Write the graphs that the run-time replays; they read the weights of the component's graph."""
-    composed = compose_component(job.spec.role, ir.load(job.folder / ONNX_MODEL), job.opened.config)
+    composed = compose_component(job.spec.role, ir.load(job.folder / ONNX_MODEL), job.opened.config, job.controls)
     job.served = tuple(composed)
     for file, model in composed.items():
         tidy(model)
@@ -344,6 +346,8 @@ def _write_served_graphs(job: ComponentJob) -> None:
 def _write_own_kernel_graphs(job: ComponentJob) -> None:
     """Write each served graph a second time, with our own operators; both forms read the same weights."""
     sizes = default_sizes(job.opened.config) if job.spec.role is Role.DENOISER else (None, 1)
+    if job.spec.role is Role.CONTROLNET and job.controls is not None:
+        sizes = (job.controls.latent_size, 1)
     index = job.folder / SHARED_WEIGHTS
     shared = read_json(index) if index.is_file() else None
     fired: Counter[str] = Counter()

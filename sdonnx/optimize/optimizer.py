@@ -7,12 +7,16 @@ import platform
 import shutil
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import sdonnx
+from sdonnx.compose import ControlPlan
 from sdonnx.errors import refusing
 from sdonnx.folder.pipeline_folder import MODEL_INDEX, PipelineFolder, atomic_folder
+from sdonnx.fusions.own_kernels import default_sizes
+from sdonnx.models.control_networks import control_residuals
 from sdonnx.models.registry import family_of
-from sdonnx.models.spec import ComponentSpec
+from sdonnx.models.spec import ComponentSpec, Role
 from sdonnx.optimize.component import open_component
 from sdonnx.optimize.component_passes import FUSION_PASSES, PASSES, ComponentJob, run_passes
 from sdonnx.optimize.exported import EXPECTED_GRAPH, ExportedPipeline, open_exported, quantization_policies
@@ -160,7 +164,19 @@ def write_component(
     policy = request.precision.policies([each.name for each in pipeline.family.components])[spec.name]
     job = ComponentJob(spec, pipeline.take(spec), request, out, policy, inspector, progress)
     job.quantization = quantization_policies(request, pipeline.family)[spec.name]
+    job.controls = _controls_of(pipeline, spec, job.opened.config)
     return run_passes(PASSES, job)
+
+
+def _controls_of(pipeline: ExportedPipeline, spec: ComponentSpec, config: Mapping[str, Any]) -> ControlPlan | None:
+    """Return how ControlNets or T2I-Adapters change a component's served graphs."""
+    family = pipeline.family
+    if spec.role is Role.CONTROLNET:
+        unet = pipeline.folder.config(family.with_role(Role.DENOISER).name)
+        is_first = spec == family.with_role(Role.CONTROLNET)
+        return ControlPlan(adds=not is_first, latent_size=default_sizes(unet)[0])
+    residuals = control_residuals(family, config) if spec.role is Role.DENOISER else ()
+    return ControlPlan(residuals, to_blocks=family.has(Role.T2I_ADAPTER)) if residuals else None
 
 
 def fusion_reports(folder: PipelineFolder, provider: str) -> dict[str, ComponentReport]:

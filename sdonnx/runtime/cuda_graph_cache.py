@@ -15,6 +15,8 @@ from onnxruntime import OrtValue
 
 from sdonnx.models import abi
 from sdonnx.models.spec import Role
+from sdonnx.models.unet_residuals import level_sizes
+from sdonnx.runtime.control_runs import ControlRuns
 from sdonnx.runtime.device.session import Graph, Run
 from sdonnx.runtime.graph_set import GraphSet
 from sdonnx.runtime.vae.split import VaeSplits
@@ -68,6 +70,7 @@ class CaptureKey:
             "height": self.height,
             "width": self.width,
             "calls": MAX_CALLS,
+            **level_sizes(self.height, self.width),
             **dict(self.dimensions),
         }
 
@@ -122,6 +125,7 @@ class CapturedShape:
         self._decoder = ImageDecoder(graphs, splits.decoder(*size), self.latents, factor, self.buffers)
         self._encoder: ImageEncoder | None = None
         self._splits = splits
+        self._controls: ControlRuns | None = None
 
     def _zeros(self) -> dict[str, npt.NDArray[Any]]:
         """Return initial values of all inputs of the denoiser and of its precomputed inputs."""
@@ -213,6 +217,8 @@ class CapturedShape:
             run.release()
         self._runs.clear()
         self._decoder.release()
+        if self._controls is not None:
+            self._controls.release()
         if self._encoder is not None:
             self._encoder.release()
 
@@ -221,13 +227,29 @@ class CapturedShape:
         run = self._run(role)
         with self.graphs.observed(role, run):
             run()
-        if role is not Role.DENOISER:
+        if role not in (Role.DENOISER, Role.CONTROLLED_DENOISER):
             self._unload(role)
 
+    @property
+    def controls(self) -> ControlRuns:
+        """ControlNets and T2I-Adapters at this shape."""
+        if self._controls is None:
+            self._controls = ControlRuns(self.graphs, self.key.sizes(), self.key.copies, self.buffers)
+        return self._controls
+
+    def prepare_controlled(self) -> None:
+        """Capture the controlled denoiser, before the inputs of a call are written."""
+        if self.graphs.stays(Role.CONTROLLED_DENOISER) and Role.CONTROLLED_DENOISER not in self._runs:
+            run = self._run(Role.CONTROLLED_DENOISER)
+            run.prepare()
+            run.capture()
+
     def unload_denoiser(self) -> None:
-        """Unload the denoiser after its last run if it does not stay loaded."""
+        """Unload the denoiser and the ControlNets after their last run if they do not stay loaded."""
         for role in abi.DENOISER_ROLES:
             self._unload(role)
+        if self._controls is not None:
+            self._controls.unload()
 
     def _unload(self, role: Role) -> None:
         if not self.graphs.stays(role):
@@ -302,7 +324,7 @@ class CapturedShape:
 
     def _bound(self, role: Role) -> Mapping[str, OrtValue | tuple[OrtValue, Sequence[int]]]:
         held, graph = self.buffers, self.graphs.get(role, short=self._short)
-        if role is Role.DENOISER:
+        if role in (Role.DENOISER, Role.CONTROLLED_DENOISER):
             # The outputs overwrite the inputs: see compose_step.
             written = {output.name: held[output.overwrites or ""] for output in abi.STEP.outputs}
             return {name: held[name] for name in graph.inputs} | written

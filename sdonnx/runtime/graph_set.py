@@ -40,8 +40,8 @@ captured (True), or all (OFFLOAD), so that the device holds the weights of one c
 # each token in a transformer of 28 layers and width 1152, 530 MB for this number.
 _MAX_SHORT_TOKENS = 256
 
-# Not captured: the sizes of their inputs do not depend on the image size.
-_UNCAPTURED = {Role.SAFETY_CHECKER, Role.IMAGE_PROMPT_ENCODER, Role.IMAGE_PROMPT_ADAPTER}
+# Not captured: they run once for an image or less often.
+_UNCAPTURED = {Role.SAFETY_CHECKER, Role.IMAGE_PROMPT_ENCODER, Role.IMAGE_PROMPT_ADAPTER, Role.T2I_ADAPTER}
 
 # TF32 is for autoencoders that overflow fp16 and stay in float32, at a tenth of the speed without TF32; torch also uses
 # it for convolutions. The denoiser's graph has none: the sampler's update is a float32 product that needs all bits.
@@ -89,7 +89,7 @@ class GraphSet:
         self._own_kernels = OwnKernelForm(device, read_report(folder.path), settings)
         self._settings = self._required(settings)
         self._low_memory = low_memory
-        self._loaded: dict[tuple[Role, bool], Graph] = {}
+        self._loaded: dict[tuple[Role, bool, int], Graph] = {}
         self._weights: dict[str, OrtValue] | None = None
         self._loading_weights = threading.Lock()
 
@@ -113,19 +113,20 @@ class GraphSet:
         size = self.config(Role.DENOISER).get("attention_head_dim") if self.has_short else None
         return size if isinstance(size, int) else 0
 
-    def path(self, role: Role, *, short: bool | None = None) -> Path:
+    def path(self, role: Role, *, short: bool | None = None, number: int = 0) -> Path:
         """Return the file of a graph, in the form that this machine has the kernels for.
 
         Args:
             role: role of the graph.
             short: for the denoiser, whether to return the graph for short prompts; None to return it if it exists.
+            number: the component among those with its role.
 
         Raises:
             FolderError: the file is missing.
         """
         spec = abi.GRAPHS[role]
         file = spec.short_file if self._is_for_short(role, short) else None
-        component = self.family.with_role(spec.component).name
+        component = self.family.all_with_role(spec.component)[number].name
         path = self.folder.onnx_model(component, file or spec.file)
         own = own_kernel_graph(path.name)
         if self._settings.library is None or not (path.parent / own).is_file():
@@ -154,18 +155,18 @@ class GraphSet:
         """Return whether a graph stays loaded, and may be captured."""
         if self._low_memory == OFFLOAD:
             return False
-        return role in abi.DENOISER_ROLES or not self._low_memory
+        return role in abi.DENOISER_ROLES | abi.CONTROL_ROLES or not self._low_memory
 
     def set_low_memory(self, low_memory: LowMemory) -> None:
         """Change which graphs are loaded for each use, and unload all graphs; no run may be bound to them."""
         self.device.synchronize()
         self._low_memory = low_memory
-        for role, _ in list(self._loaded):
+        for role, *_ in list(self._loaded):
             self._unload(role)
 
     def loaded(self) -> set[Role]:
         """Return the roles of the graphs whose weights are on the device."""
-        return {role for (role, _), graph in self._loaded.items() if graph.is_loaded}
+        return {role for (role, *_), graph in self._loaded.items() if graph.is_loaded}
 
     def has_precompute(self, *, short: bool | None = None) -> bool:
         """Return whether a precompute graph computes the step-invariant inputs of the denoiser.
@@ -179,15 +180,15 @@ class GraphSet:
         """Return the loaded graph that reads the conditioning: the precompute graph, or the denoiser's without one."""
         return self.get(Role.PRECOMPUTE if self.has_precompute(short=short) else Role.DENOISER, short=short)
 
-    def get(self, role: Role, *, short: bool | None = None) -> Graph:
+    def get(self, role: Role, *, short: bool | None = None, number: int = 0) -> Graph:
         """Return the loaded graph; see `path` for the arguments.
 
         Raises:
             FolderError: the file is missing or ONNX Runtime rejects it.
         """
-        key = (role, self._is_for_short(role, short))
+        key = (role, self._is_for_short(role, short), number)
         if key not in self._loaded:
-            path, captures = self.path(role, short=short), self.stays(role) and role not in _UNCAPTURED
+            path, captures = self.path(role, short=short, number=number), self.stays(role) and role not in _UNCAPTURED
             # The caller's options are one object for all sessions: ONNX Runtime rejects to add an initializer twice.
             shares = role in abi.DENOISER_ROLES and self._settings.session_options is None
             weights = self._shared_weights if shares else None
@@ -235,6 +236,8 @@ class GraphSet:
         role: Role,
         inputs: Mapping[str, npt.NDArray[Any]],
         outputs: Mapping[str, tuple[tuple[int, ...], npt.DTypeLike]],
+        *,
+        number: int = 0,
     ) -> dict[str, npt.NDArray[Any]]:
         """Run a graph on arrays with temporary buffers, and return its outputs, given their shapes and types.
 
@@ -244,7 +247,7 @@ class GraphSet:
         outputs_of = {name: self.device.empty(shape, dtype) for name, (shape, dtype) in outputs.items()}
         try:
             inputs_of = {name: self.device.upload(values) for name, values in inputs.items()}
-            run = self.get(role).bind(inputs_of | outputs_of)
+            run = self.get(role, number=number).bind(inputs_of | outputs_of)
             with self.observed(role, run):
                 run()
             self.device.synchronize()
@@ -260,11 +263,11 @@ class GraphSet:
 
     def _unload(self, role: Role) -> None:
         if role not in abi.DENOISER_ROLES:
-            if (graph := self._loaded.pop((role, False), None)) is not None:
-                graph.unload()  # even if a caller still holds it
+            for key in [key for key in self._loaded if key[0] is role]:
+                self._loaded.pop(key).unload()  # even if a caller still holds it
             return
         # Shapes and types of the denoiser's inputs are read before each call, without its weights.
-        for (each, _), denoiser in self._loaded.items():
+        for (each, *_), denoiser in self._loaded.items():
             if each is role:
                 denoiser.unload(capture=self.stays(role))
         if not self.loaded() & abi.DENOISER_ROLES:

@@ -7,6 +7,8 @@ images of H x W pixels, and prompts of S tokens and width D:
 
 - buffers: 37 n bytes (the sampler's state with its mask, the noise, and the latents of a known image with their
   noise), 15 B H W bytes (pixels as float32 and as uint8), and the prompts' hidden states G B S D;
+- with ControlNets: a copy of each control image for each row of the batch, and the residuals; with T2I-Adapters the
+  residuals;
 - the UNet: the inputs of all its skip connections, which exist together at its middle block;
 - a transformer: the residual stream and the hidden layer of a feed-forward network, 5 times (G B tokens, width);
 - the decoder: its largest tensor for one image or one tile;
@@ -24,7 +26,9 @@ from typing import Any
 import numpy as np
 
 from sdonnx.models import abi
+from sdonnx.models.control_networks import control_residuals
 from sdonnx.models.spec import Role
+from sdonnx.models.unet_residuals import Residual
 from sdonnx.runtime.graph_set import GraphSet
 from sdonnx.runtime.inputs.image_geometry import ImageGeometry
 from sdonnx.runtime.vae.split import VaeSplits
@@ -36,6 +40,8 @@ __all__ = ["MemoryEstimate", "RequestSize", "denoiser_elements"]
 _LATENT_BYTES = 4 * (STATE_ROWS + 1 + 2) + STATE_ROWS
 _PIXEL_BYTES = 3 * (4 + 1)
 _TOKEN_BYTES = 2 * 8  # ids and mask as the tokenizer returns them
+
+_IMAGE_CHANNELS = 3  # of a control image
 
 # Bytes of a pixel in the result; those on the device are counted there.
 _RESULT_BYTES = {"pil": 3, "np": 3 * 4, "pt": 3 * 4}
@@ -56,6 +62,7 @@ class RequestSize:
         tokens: length of the prompts; 0 if the caller passed embeddings.
         result_pixels: pixels of a returned image, which may be resized.
         output_type: see `ImageOutput`.
+        controls: number of ControlNets or T2I-Adapters; 0 without control images.
     """
 
     batch: int
@@ -65,6 +72,7 @@ class RequestSize:
     tokens: int
     result_pixels: int
     output_type: str
+    controls: int = 0
 
 
 class MemoryEstimate:
@@ -83,6 +91,8 @@ class MemoryEstimate:
         conditioned = graphs.conditioning_graph()
         self._width = int(conditioned.shape(abi.ENCODER_HIDDEN_STATES)[2])
         self._token_bytes = self._width * np.dtype(conditioned.dtype(abi.ENCODER_HIDDEN_STATES)).itemsize
+        self._control_images = _IMAGE_CHANNELS * len(graphs.family.all_with_role(Role.CONTROLNET))
+        self._residuals = control_residuals(graphs.family, self._config)
         denoiser_elements(self._config, 1, 1, 1, 1)  # a broken configuration is reported with the other files
 
     def device_bytes(self, request: RequestSize) -> int:
@@ -92,6 +102,11 @@ class MemoryEstimate:
         latents = request.batch * self._geometry.channels * height * width
         buffers = latents * _LATENT_BYTES + request.batch * request.height * request.width * _PIXEL_BYTES
         buffers += request.copies * request.batch * request.tokens * self._token_bytes
+        if request.controls:
+            rows = request.copies * request.batch
+            images = self._control_images * request.height * request.width
+            elements = sum(_area(residual, height, width) for residual in self._residuals)
+            buffers += rows * (images + elements) * self._itemsize
         denoiser = denoiser_elements(self._config, request.batch, request.copies, height, width) * self._itemsize
         decodes = request.output_type in _RESULT_BYTES or request.output_type == "ort"
         decoder = self._splits.min_bytes(Role.IMAGE_DECODER, height, width) if decodes else 0
@@ -107,6 +122,11 @@ class MemoryEstimate:
         noise = request.batch * self._geometry.channels * (request.height // factor) * (request.width // factor) * 4
         tokens = request.copies * request.batch * request.tokens * _TOKEN_BYTES
         return noise + tokens + request.batch * request.result_pixels * _RESULT_BYTES.get(request.output_type, 0)
+
+
+def _area(residual: Residual, height: int, width: int) -> int:
+    """Return the number of elements of a residual of one image."""
+    return residual.channels * (height >> residual.level) * (width >> residual.level)
 
 
 def denoiser_elements(config: Mapping[str, Any], batch: int, copies: int, height: int, width: int) -> int:

@@ -10,10 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import onnxruntime
-from PIL import Image
 
 from sdonnx.doctor.first_use import KernelWarning
 from sdonnx.errors import OptionError, refusing
@@ -23,14 +20,13 @@ from sdonnx.folder.version import RebuildWarning, command_for, notices, read_rep
 from sdonnx.models import abi
 from sdonnx.models.registry import family_of
 from sdonnx.models.spec import Role
-from sdonnx.runtime.cuda_graph_cache import CaptureReport, CudaGraphCache
+from sdonnx.runtime.cuda_graph_cache import CudaGraphCache
 from sdonnx.runtime.device.device import device_for, host_memory_errors
 from sdonnx.runtime.device.device_thread import device_thread
 from sdonnx.runtime.device.inherited_sessions import keep_in_forked_processes
 from sdonnx.runtime.device.kernel_workarounds import KernelCheck
 from sdonnx.runtime.device.session import SessionSettings
 from sdonnx.runtime.graph_set import GraphSet, LowMemory
-from sdonnx.runtime.inputs.argument_checks import require_shapes
 from sdonnx.runtime.inputs.call import Call, CallReader
 from sdonnx.runtime.inputs.image_geometry import ImageGeometry
 from sdonnx.runtime.inputs.pipeline_inputs import PipelineInputs
@@ -41,6 +37,7 @@ from sdonnx.runtime.interface.prompt_encoding import PromptEncoding
 from sdonnx.runtime.output import ImageOutput, NotFiniteWarning, Output, read_output
 from sdonnx.runtime.request_limits import RequestLimits, require_limit
 from sdonnx.runtime.safety import OF_FOLDER, OfFolder, SafetyChecker, safety_checker_of
+from sdonnx.runtime.sampling.active_controls import ActiveControls
 from sdonnx.runtime.sampling.current_shape import CurrentShape
 from sdonnx.runtime.sampling.denoise import StepEnd
 from sdonnx.runtime.sampling.generation import GenerationJob, plan_of
@@ -247,6 +244,15 @@ class OrtDiffusionPipeline(DiffusersInterface, PromptEncoding):
         ip_adapter_image: Any = None,
         ip_adapter_image_embeds: Any = None,
         ip_adapter_scale: Any = None,
+        control_image: Any = None,
+        controlnet_conditioning_scale: float | Sequence[float] = 1.0,
+        control_guidance_start: float | Sequence[float] = 0.0,
+        control_guidance_end: float | Sequence[float] = 1.0,
+        guess_mode: bool = False,
+        control_mode: int | Sequence[int] | None = None,
+        adapter_image: Any = None,
+        adapter_conditioning_scale: float | Sequence[float] = 1.0,
+        adapter_conditioning_factor: float = 1.0,
         prompt_attention_mask: Any = None,
         negative_prompt_attention_mask: Any = None,
         max_sequence_length: int | None = None,
@@ -313,6 +319,18 @@ class OrtDiffusionPipeline(DiffusersInterface, PromptEncoding):
             ip_adapter_image_embeds: output of the image encoder, (G,I,W) or (G,I,L,W) for each adapter, in place of
                 `ip_adapter_image`; G is 2 with guidance, negative embeddings first, and 1 without.
             ip_adapter_scale: weights of the adapters; see `set_ip_adapter_scale`.
+            control_image: images for the folder's ControlNets, as for `image`, resized to the generated size: a list
+                with one for each ControlNet, or one image for a single ControlNet. Each may be a list with an image
+                for each prompt. A ControlNet-Union reads a list of N images.
+            controlnet_conditioning_scale: weight of the residuals of all ControlNets, or a list of weights; one for
+                each image of a ControlNet-Union.
+            control_guidance_start: share of the steps, 0 to 1, from which on a ControlNet is computed, or a list.
+            control_guidance_end: share of the steps, 0 to 1, after which a ControlNet is not computed, or a list.
+            guess_mode: whether residuals are scaled by 0.1 to 1 with depth, and added for the prompt only.
+            control_mode: type of each image of a ControlNet-Union, or for several ControlNets a list of them.
+            adapter_image: images for the folder's T2I-Adapters, as `control_image`.
+            adapter_conditioning_scale: weight of the residuals of all T2I-Adapters, or a list of weights.
+            adapter_conditioning_factor: share of the steps, 0 to 1, that add the residuals of T2I-Adapters.
             prompt_attention_mask: captions: mask (P,S) of `prompt_embeds`, 1 for tokens and 0 for padding.
             negative_prompt_attention_mask: mask (P,S) of `negative_prompt_embeds`.
             max_sequence_length: maximum length of captions in tokens. By default that of the model's training.
@@ -376,48 +394,6 @@ class OrtDiffusionPipeline(DiffusersInterface, PromptEncoding):
             return (output.images, output.flagged) if checks else (output.images,)  # type: ignore[return-value]
         return ImageOutput(output.images, call.noise.seed, output.flagged)
 
-    def warmup(self, shapes: Sequence[tuple[int, int, int]], *, guided: bool = True) -> list[CaptureReport]:
-        """Capture the graphs of shapes before their first use.
-
-        Pipelines with captions capture up to three shapes for each: for captions of up to 32, of up to 64, and of more
-        tokens. The total should not exceed `max_sizes`, or the first ones are released again.
-
-        Args:
-            shapes: (batch, height, width), with height and width in pixels.
-            guided: whether calls use classifier-free guidance.
-
-        Returns:
-            The cost of each captured shape.
-
-        Raises:
-            OptionError: a shape cannot be used.
-            DeviceMemoryError: the device has too little memory.
-        """
-        self._require_open()
-        keys = [key for shape in require_shapes(shapes) for key in self._reader.warmup_keys(*shape, guided=guided)]
-        return self._run(lambda: [self._cache.get(key).report() for key in keys])
-
-    def preview(self, latents: npt.NDArray[np.float32]) -> list[Image.Image]:
-        """Decode the latents that a callback received, also through the safety checker; call it from the callback.
-
-        Args:
-            latents: (B,C,H/8,W/8), as the callback received them.
-
-        Returns:
-            An image for each of the batch: noisy in the first steps.
-
-        Raises:
-            OptionError: the pipeline generates no image, or this is not the thread of the callback.
-        """
-        current: CurrentShape | None = getattr(self._generating, "current", None)
-        if current is None:
-            raise OptionError("preview was called outside of a callback", "callback_on_step_end", "call it there")
-        state = current.shape.read(abi.STATE)
-        state[0] = latents  # a sampler on the host keeps other values there
-        current.shape.put(abi.STATE, state)
-        images: list[Image.Image] = read_output(current.shape, "pil", self._generating.size, self.safety_checker).images
-        return images
-
     def _generate(self, call: Call, make_job: Callable[[], GenerationJob], on_step: StepEnd | None) -> Output:
         """Generate the images of a call; runs on the device thread."""
         if getattr(self._generating, "now", False):
@@ -432,7 +408,8 @@ class OrtDiffusionPipeline(DiffusersInterface, PromptEncoding):
         try:
             job = make_job()
             self._num_timesteps = len(job.sampler.timesteps)
-            current = CurrentShape(self._cache.get(call.key), call.guidance_scale, self._cache.get)
+            controls = None if call.controls is None else ActiveControls(call.controls, self._num_timesteps)
+            current = CurrentShape(self._cache.get(call.key), call.guidance_scale, self._cache.get, controls)
             self._generating.current, self._generating.size = current, call.size
             try:
                 job.run(current, on_step, lambda: self._interrupt, self._progress)

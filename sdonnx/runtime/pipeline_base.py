@@ -5,21 +5,30 @@ from __future__ import annotations
 import os
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Self, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image
 
 from sdonnx.doctor.first_use import KernelWarning
 from sdonnx.errors import OptionError, SdonnxError
 from sdonnx.folder.pipeline_folder import PipelineFolder
+from sdonnx.models import abi
 from sdonnx.models.spec import CallDefaults
 from sdonnx.runtime.cuda_graph_cache import CaptureReport, CudaGraphCache
 from sdonnx.runtime.device.device import Device, host_memory_errors
 from sdonnx.runtime.device.device_thread import device_thread
 from sdonnx.runtime.graph_set import GraphSet, Observer
+from sdonnx.runtime.inputs.argument_checks import require_shapes
 from sdonnx.runtime.inputs.call import CallReader
 from sdonnx.runtime.inputs.image_geometry import ImageGeometry
 from sdonnx.runtime.inputs.pipeline_inputs import PipelineInputs
 from sdonnx.runtime.interface.missing_features import MissingFeatures
+from sdonnx.runtime.output import read_output
+from sdonnx.runtime.safety import SafetyChecker
+from sdonnx.runtime.sampling.current_shape import CurrentShape
 
 __all__ = ["PipelineBase"]
 
@@ -31,6 +40,7 @@ class PipelineBase(MissingFeatures):
 
     folder: PipelineFolder
     device: Device
+    safety_checker: SafetyChecker | None
     _graphs: GraphSet
     _defaults: CallDefaults
     _inputs: PipelineInputs
@@ -89,6 +99,48 @@ class PipelineBase(MissingFeatures):
     def captured_sizes(self) -> list[CaptureReport]:
         """Cost of each captured shape, the least recently used first."""
         return self._run(self._cache.reports)
+
+    def warmup(self, shapes: Sequence[tuple[int, int, int]], *, guided: bool = True) -> list[CaptureReport]:
+        """Capture the graphs of shapes before their first use.
+
+        Pipelines with captions capture up to three shapes for each: for captions of up to 32, of up to 64, and of more
+        tokens. The total should not exceed `max_sizes`, or the first ones are released again.
+
+        Args:
+            shapes: (batch, height, width), with height and width in pixels.
+            guided: whether calls use classifier-free guidance.
+
+        Returns:
+            The cost of each captured shape.
+
+        Raises:
+            OptionError: a shape cannot be used.
+            DeviceMemoryError: the device has too little memory.
+        """
+        self._require_open()
+        keys = [key for shape in require_shapes(shapes) for key in self._reader.warmup_keys(*shape, guided=guided)]
+        return self._run(lambda: [self._cache.get(key).report() for key in keys])
+
+    def preview(self, latents: npt.NDArray[np.float32]) -> list[Image.Image]:
+        """Decode the latents that a callback received, also through the safety checker; call it from the callback.
+
+        Args:
+            latents: (B,C,H/8,W/8), as the callback received them.
+
+        Returns:
+            An image for each of the batch: noisy in the first steps.
+
+        Raises:
+            OptionError: the pipeline generates no image, or this is not the thread of the callback.
+        """
+        current: CurrentShape | None = getattr(self._generating, "current", None)
+        if current is None:
+            raise OptionError("preview was called outside of a callback", "callback_on_step_end", "call it there")
+        state = current.shape.read(abi.STATE)
+        state[0] = latents  # a sampler on the host keeps other values there
+        current.shape.put(abi.STATE, state)
+        images: list[Image.Image] = read_output(current.shape, "pil", self._generating.size, self.safety_checker).images
+        return images
 
     def set_ip_adapter_scale(self, scale: Any) -> None:
         """Set the weights of image prompts' adapters for calls without `ip_adapter_scale`.

@@ -67,6 +67,7 @@ class RequestLimits:
         tokens: int,
         steps: Any,
         output_type: str,
+        controls: int = 0,
     ) -> None:
         """Raise if a call exceeds a limit. Values of wrong types pass; other checks name them.
 
@@ -77,6 +78,7 @@ class RequestLimits:
             tokens: length to which prompts are padded.
             steps: number of denoising steps; None for the default.
             output_type: see `ImageOutput`.
+            controls: number of ControlNets or T2I-Adapters.
 
         Raises:
             OptionError: the batch, the size or the number of steps exceeds a limit that is set.
@@ -96,6 +98,7 @@ class RequestLimits:
                 tokens=0 if prompts.prompt_embeds is not None else tokens,
                 result_pixels=int(asked[0]) * int(asked[1]),
                 output_type=output_type,
+                controls=controls,
             )
         )
 

@@ -25,6 +25,11 @@ Array = npt.NDArray[Any]
 Outputs = dict[str, Array]
 
 # The method that the pipeline calls, if it is not `forward`.
+# Not called for an image from a prompt only, or recorded otherwise.
+_UNRECORDED = frozenset(
+    {Role.IMAGE_ENCODER, Role.SAFETY_CHECKER, Role.IMAGE_PROMPT_ADAPTER, Role.CONTROLNET, Role.T2I_ADAPTER}
+)
+
 _METHODS = {Role.IMAGE_DECODER: "decode", Role.IMAGE_ENCODER: "encode"}
 
 
@@ -91,7 +96,7 @@ def record_calls(engine: TorchEngine, family: Family, scale: float | None) -> It
 
     with contextlib.ExitStack() as stack:
         for spec in family.components:
-            if spec.role in (Role.IMAGE_ENCODER, Role.SAFETY_CHECKER, Role.IMAGE_PROMPT_ADAPTER):
+            if spec.role in _UNRECORDED:
                 continue  # not called for an image from a prompt, or patched below
             method = _METHODS.get(spec.role, "forward")
             stack.enter_context(patched(engine.module(spec), method, watch(spec)))

@@ -12,6 +12,7 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 from PIL import Image
+from support.control_networks import write_adapter, write_controlnet
 from support.pipeline_cache import PipelineCache
 
 from sdonnx.folder.pipeline_folder import PipelineFolder, own_kernel_graph
@@ -45,7 +46,26 @@ def xl_with_adapters(pipelines: PipelineCache) -> Path:
     return pipelines.adapted(pipelines.micro("sdxl-tiny-ip-adapter"))
 
 
-PIPELINES = [tiny, pixart, xl_with_adapters]
+def xl_with_controlnets(pipelines: PipelineCache) -> Path:
+    """Return a pipeline with a ControlNet and a ControlNet-Union."""
+
+    def change(folder: Path) -> None:
+        for seed in (1, 2):
+            write_controlnet(folder, folder / f"controlnet-{seed}", seed, union=seed == 2)
+
+    source = pipelines.derived("controlnets", pipelines.micro("sdxl-tiny"), change)
+    return pipelines.exported(source, controlnets=[source / "controlnet-1", source / "controlnet-2"])
+
+
+def with_t2i_adapter(pipelines: PipelineCache) -> Path:
+    def change(folder: Path) -> None:
+        write_adapter(folder, folder / "adapter", 1)
+
+    source = pipelines.derived("t2i-adapter", pipelines.micro(), change)
+    return pipelines.exported(source, t2i_adapters=[source / "adapter"])
+
+
+PIPELINES = [tiny, pixart, xl_with_adapters, xl_with_controlnets, with_t2i_adapter]
 
 
 def files_of(spec: GraphSpec) -> list[str]:
@@ -141,7 +161,7 @@ def test_every_axis_is_explained() -> None:
 
 def test_outputs_overwrite_inputs_of_their_own_type_and_shape() -> None:
     overwriting = [(spec, tensor) for spec in abi.GRAPHS.values() for tensor in spec.outputs if tensor.overwrites]
-    assert len(overwriting) == 2
+    assert len(overwriting) == 5
     for spec, tensor in overwriting:
         source = spec.input(tensor.overwrites or "")
         assert (source.dtype, source.shape) == (tensor.dtype, tensor.shape)

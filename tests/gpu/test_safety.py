@@ -125,7 +125,7 @@ def test_flagged_images_are_black(low_memory: bool, folders: tuple[str, Path, Pa
             assert output.nsfw_content_detected == FOUND
             images = from_dlpack(output.images).cpu().numpy() if output_type == "ort" else output.images
             assert [bool(image.any()) for image in images] == [not black for black in FOUND]
-        assert ((Role.SAFETY_CHECKER, False) in pipeline._graphs._loaded) is not low_memory
+        assert ((Role.SAFETY_CHECKER, False, 0) in pipeline._graphs._loaded) is not low_memory
         assert draw(pipeline, output_type="latent").nsfw_content_detected is None
     with OrtDiffusionPipeline.from_pretrained(optimized, safety_checker=None) as without:
         output = draw(without)

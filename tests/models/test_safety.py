@@ -442,7 +442,7 @@ def test_low_memory_releases_the_checker(for_cpu: Path, theirs: Any) -> None:
         with pytest.warns(NsfwContentWarning):
             found = draw(pipeline)
         assert found.nsfw_content_detected == FOUND
-        assert {role for role, _ in pipeline._graphs._loaded} == {Role.PRECOMPUTE, Role.DENOISER}
+        assert {role for role, *_ in pipeline._graphs._loaded} == {Role.PRECOMPUTE, Role.DENOISER}
     assert psnr(found.images, draw(theirs).images) > MIN_PSNR_DB
 
 

@@ -98,7 +98,8 @@ class PipelineCache:
         from sdonnx.export.export_pipeline import export_pipeline
 
         def make(out: Path) -> None:
-            with self.reusing_components(source, options.get("ip_adapters", ())):
+            controls = (*options.get("controlnets", ()), *options.get("t2i_adapters", ()))
+            with self.reusing_components(source, options.get("ip_adapters", ()), controls=controls):
                 export_pipeline(source, out, **options)
 
         described = {name: _described(value, source) for name, value in options.items()}
@@ -106,7 +107,12 @@ class PipelineCache:
 
     @contextlib.contextmanager
     def reusing_components(
-        self, source: Path, adapters: Iterable[Path | str] = (), fresh: Collection[str] = ()
+        self,
+        source: Path,
+        adapters: Iterable[Path | str] = (),
+        fresh: Collection[str] = (),
+        *,
+        controls: Iterable[Path | str] = (),
     ) -> Iterator[None]:
         """Copy components, in every export in the block, that were exported from equal files before.
 
@@ -114,12 +120,16 @@ class PipelineCache:
             source: the diffusers folder that is exported.
             adapters: the files of its IP-Adapters. Their image encoder is the source's own.
             fresh: components to export nevertheless.
+            controls: the folders of its ControlNets or T2I-Adapters.
         """
         from sdonnx.export import export_pipeline as module
 
         digests = [_digest(Path(path)) for path in adapters]
         encoder = [_digest(source / ADAPTERS / "image_encoder")] if digests else []
+        networks = [_digest(Path(path)) for path in controls]
         added = {
+            Role.CONTROLNET: networks,
+            Role.T2I_ADAPTER: networks,
             Role.DENOISER: digests, Role.IMAGE_PROMPT_ADAPTER: digests, Role.IMAGE_PROMPT_ENCODER: encoder
         }  # fmt: skip
         original = module._export_component

@@ -173,7 +173,9 @@ class OptimumEngine(Engine):
             return time.perf_counter()
 
         clock = StageClock(mark, lambda start, end: (end - start) * 1e3)
-        watched = [spec for spec in self.family.components if spec.role in STAGES]
+        # optimum's pipelines leave out ControlNets.
+        named = [spec for spec in self.family.components if spec.role in STAGES]
+        watched = [spec for spec in named if hasattr(self._pipeline, spec.name)]
         with contextlib.ExitStack() as stack:
             for spec in watched:
                 part = getattr(self._pipeline, spec.name)

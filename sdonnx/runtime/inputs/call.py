@@ -24,6 +24,7 @@ from sdonnx.runtime.inputs.argument_checks import (
     require_step_tensors,
 )
 from sdonnx.runtime.inputs.conditioning import Conditioning
+from sdonnx.runtime.inputs.control_inputs import ControlCall
 from sdonnx.runtime.inputs.image_geometry import ImageGeometry
 from sdonnx.runtime.inputs.pipeline_inputs import PipelineInputs
 from sdonnx.runtime.inputs.prompt_arguments import PromptArguments
@@ -53,6 +54,7 @@ class Call:
         guidance_rescale: share of the rescaled guidance, 0 to 1.
         eta: share of fresh noise, 0 to 1.
         output_type: see `ImageOutput`.
+        controls: ControlNets or T2I-Adapters with their images; None without control images.
     """
 
     key: CaptureKey
@@ -67,6 +69,7 @@ class Call:
     guidance_rescale: float
     eta: float
     output_type: str
+    controls: ControlCall | None = None
 
 
 class CallReader:
@@ -147,9 +150,17 @@ class CallReader:
         asked = self._size(height, width, image, mask_image)
         size = inputs.generated_size(arguments, asked, from_image=from_image)
         self._limits.require_call(
-            prompts, asked, size, tokens=inputs.tokens, steps=num_inference_steps, output_type=output_type
+            prompts,
+            asked,
+            size,
+            tokens=inputs.tokens,
+            steps=num_inference_steps,
+            output_type=output_type,
+            controls=self._inputs.controls.count(arguments),
         )
         conditioning = self._inputs.read(prompts, arguments)
+        per_prompt = prompts.images_per_prompt
+        controls = self._inputs.controls.read(arguments, size, conditioning.images // per_prompt, per_prompt)
         self._require_mask(mask_image)
         start = read_start(
             image,
@@ -179,6 +190,7 @@ class CallReader:
             guidance_rescale=float(guidance_rescale) if guided else 0.0,
             eta=float(eta),
             output_type=output_type,
+            controls=controls,
         )
 
     def warmup_keys(self, batch: int, height: int, width: int, *, guided: bool) -> list[CaptureKey]:

@@ -21,7 +21,7 @@ from PIL import Image
 from sdonnx.errors import OptionError
 from sdonnx.runtime.device.arrays import to_numpy
 
-__all__ = ["default_size", "image_batch", "latent_mask", "mask_batch", "masked_image"]
+__all__ = ["control_batch", "default_size", "image_batch", "latent_mask", "mask_batch", "masked_image"]
 
 Float = npt.NDArray[np.float32]
 
@@ -74,6 +74,34 @@ def image_batch(image: Any, height: int | None, width: int | None, factor: int) 
     return (resized if resized.min() < 0 else 2 * resized - 1).astype(np.float32)
 
 
+def control_batch(image: Any, height: int, width: int, channels: int, name: str) -> Float:
+    """Return control images (B,C,H,W) from 0 to 1, as `VaeImageProcessor` of diffusers without do_normalize.
+
+    Args:
+        image: as for `image_batch`; floats are from 0 to 1.
+        height: height in pixels.
+        width: width in pixels.
+        channels: 3, or 1 for grayscale.
+        name: the argument, for messages.
+
+    Raises:
+        OptionError: it is not an image, has another shape or number of channels, is empty, not finite, or out of
+            range; or arrays of a list differ in shape.
+    """
+    opened = _opened(image, name, channels)
+    _size(opened, height, width, 1, name)
+    if isinstance(opened, list):
+        return _pixels(opened, "RGB" if channels == 3 else "L", height, width, name)
+    if opened.dtype == np.uint8:
+        opened = opened.astype(np.float32) / 255
+    elif opened.dtype.kind != "f":
+        raise OptionError(f"the {name} is of {opened.dtype}", "floats from 0 to 1 or uint8", "convert the array")
+    lowest, highest = float(opened.min()), float(opened.max())
+    if lowest < 0 or highest > 1:
+        raise OptionError(f"the {name} has values from {lowest:g} to {highest:g}", "0 to 1", "divide 0 to 255 by 255")
+    return _nearest(opened, height, width).astype(np.float32)
+
+
 def mask_batch(mask: Any, height: int | None, width: int | None, factor: int) -> Float:
     """Return masks (B,1,H,W) of 0 and 1, where 1 is repainted.
 
@@ -117,8 +145,8 @@ def masked_image(images: Float, masks: Float) -> Float:
     return images * (masks < 0.5)
 
 
-def _opened(image: Any, name: str) -> list[Image.Image] | npt.NDArray[Any]:
-    """Return PIL images, or an array (B,C,H,W) with the channels that `name` needs."""
+def _opened(image: Any, name: str, channels: int | None = None) -> list[Image.Image] | npt.NDArray[Any]:
+    """Return PIL images, or an array (B,C,H,W) with `channels`, by default those that `name` needs."""
     if isinstance(image, str | bytes | os.PathLike):
         raise OptionError(f"{name} is a {type(image).__name__}", "an image", "open it with PIL.Image.open")
     images = list(image) if isinstance(image, list | tuple) else [image]
@@ -131,7 +159,7 @@ def _opened(image: Any, name: str) -> list[Image.Image] | npt.NDArray[Any]:
         raise OptionError(f"{name} is a list of {kinds}", "only PIL images or only arrays", "convert the others")
     if len({isinstance(each, np.ndarray) for each in images}) > 1:
         raise OptionError(f"{name} has arrays of numpy and of others", "arrays of one library", "convert the others")
-    arrays = [_batch(each, name, in_list=isinstance(image, list | tuple)) for each in images]
+    arrays = [_batch(each, name, channels, in_list=isinstance(image, list | tuple)) for each in images]
     if len({array.shape[1:] for array in arrays}) > 1:
         sizes = ", ".join(sorted({f"{array.shape[2]}x{array.shape[3]}" for array in arrays}))
         raise OptionError(f"{name} has arrays of {sizes}", "arrays of one size", "resize them, or pass PIL images")
@@ -141,16 +169,17 @@ def _opened(image: Any, name: str) -> list[Image.Image] | npt.NDArray[Any]:
     return batch
 
 
-def _batch(array: Any, name: str, *, in_list: bool) -> npt.NDArray[Any]:
+def _batch(array: Any, name: str, channels: int | None, *, in_list: bool) -> npt.NDArray[Any]:
     """Return one array as (B,C,H,W).
 
     Args:
         array: an array of any library.
-        name: "image" or "mask_image".
+        name: the argument, such as "image" or "mask_image".
+        channels: number of channels; None for 1 in a mask and 3 in an image.
         in_list: whether it is an element of a list. If not, the first of three dimensions of a mask is the batch.
     """
     values, last = to_numpy(array, name), isinstance(array, np.ndarray)
-    channels = 3 if name == _IMAGE else 1
+    channels = channels or (1 if name == _MASK else 3)
     shape = values.shape
     if name == _MASK and values.ndim == 2:
         values = values[None, None]

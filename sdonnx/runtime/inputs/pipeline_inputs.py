@@ -9,6 +9,7 @@ from sdonnx.errors import OptionError
 from sdonnx.runtime.graph_set import GraphSet
 from sdonnx.runtime.inputs import ip_adapter_inputs
 from sdonnx.runtime.inputs.conditioning import ArgumentGroup, Conditioning, FamilyInputs
+from sdonnx.runtime.inputs.control_inputs import ADAPTER_ARGUMENTS, CONTROL_ARGUMENTS, ControlInputs
 from sdonnx.runtime.inputs.ip_adapter_inputs import IpAdapterInputs
 from sdonnx.runtime.inputs.pixart_inputs import PixArtInputs
 from sdonnx.runtime.inputs.prompt_arguments import PromptArguments
@@ -32,7 +33,12 @@ MISSING_METHODS = ip_adapter_inputs.MISSING_METHODS
 def _groups() -> list[ArgumentGroup]:
     """Return the arguments that only some pipelines accept."""
     classes = dict.fromkeys(FAMILY_INPUTS.values())
-    return [*(group for each in classes for group in each.ARGUMENTS), ip_adapter_inputs.ARGUMENTS]
+    return [
+        *(group for each in classes for group in each.ARGUMENTS),
+        ip_adapter_inputs.ARGUMENTS,
+        CONTROL_ARGUMENTS,
+        ADAPTER_ARGUMENTS,
+    ]
 
 
 class PipelineInputs:
@@ -43,6 +49,7 @@ class PipelineInputs:
 
     Attributes:
         family: conditioning of the family.
+        controls: arguments of ControlNets and T2I-Adapters.
 
     Raises:
         FolderError: a tokenizer or an image processor is missing, or does not fit the graphs.
@@ -52,7 +59,9 @@ class PipelineInputs:
         self.family = FAMILY_INPUTS[graphs.family.name](graphs)
         adapters = graphs.family.adapters
         self._adapters = None if adapters is None else IpAdapterInputs(graphs, adapters)
+        self.controls = ControlInputs(graphs)
         accepted = [*self.family.ARGUMENTS, *([ip_adapter_inputs.ARGUMENTS] if self._adapters else [])]
+        accepted += self.controls.groups
         self._refused = [group for group in _groups() if group not in accepted]
 
     def read(self, prompts: PromptArguments, arguments: Mapping[str, Any]) -> Conditioning:

@@ -15,23 +15,13 @@ __all__ = ["REFUSED_ARGUMENTS", "names_its_arguments", "names_of", "require_know
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_CONTROLNET = "leave it out; ControlNet is not supported"
-_T2I_ADAPTER = "leave it out; T2I-Adapters are not supported"
 _GLIGEN = "leave it out; GLIGEN is not supported"
 _PAG = "leave it out; perturbed-attention guidance is not supported"
 
 REFUSED_ARGUMENTS: Mapping[str, str] = {
-    "adapter_conditioning_factor": _T2I_ADAPTER,
-    "adapter_conditioning_scale": _T2I_ADAPTER,
-    "control_guidance_end": _CONTROLNET,
-    "control_guidance_start": _CONTROLNET,
-    "control_image": _CONTROLNET,
-    "control_mode": _CONTROLNET,
-    "controlnet_conditioning_scale": _CONTROLNET,
     "gligen_boxes": _GLIGEN,
     "gligen_phrases": _GLIGEN,
     "gligen_scheduled_sampling_beta": _GLIGEN,
-    "guess_mode": _CONTROLNET,
     "lora_scale": "fuse the LoRA with that scale before the export (fuse_lora(lora_scale=...) of diffusers)",
     "padding_mask_crop": "crop the image and the mask to the region before the call",
     "pag_adaptive_scale": _PAG,

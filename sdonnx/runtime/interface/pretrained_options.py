@@ -30,7 +30,6 @@ _WITHOUT_EFFECT = {
     "use_safetensors": "the folder's weights are ONNX files",
 }
 _COMPONENTS = (
-    "controlnet",
     "image_encoder",
     "text_encoder",
     "text_encoder_2",
@@ -43,6 +42,8 @@ _COMPONENTS = (
 _REFUSED = {
     **dict.fromkeys(_COMPONENTS, "set it in diffusers, call save_pretrained, then export and optimize that folder"),
     "custom_pipeline": "leave it out; the folder says which pipeline it is",
+    "adapter": "export the pipeline with --t2i_adapter FOLDER, and optimize it",
+    "controlnet": "export the pipeline with --controlnet FOLDER, and optimize it",
     "export": "export and optimize the pipeline first, with sdonnx export and sdonnx optimize",
     "quantization_config": "leave it out; quantized weights are not supported",
 }

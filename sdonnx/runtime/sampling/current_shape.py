@@ -17,6 +17,7 @@ from sdonnx.errors import OptionError
 from sdonnx.models import abi
 from sdonnx.models.spec import Role
 from sdonnx.runtime.cuda_graph_cache import CapturedShape, CaptureKey
+from sdonnx.runtime.sampling.active_controls import ActiveControls
 
 __all__ = ["CurrentShape", "StepChange"]
 
@@ -45,6 +46,7 @@ class CurrentShape:
         shape: the graphs to start with.
         guidance_scale: weight of the prompt; None without guidance.
         get: returns the graphs of another shape.
+        controls: ControlNets or T2I-Adapters of the call; None without them.
 
     Attributes:
         shape: the graphs of the next step.
@@ -52,9 +54,26 @@ class CurrentShape:
     """
 
     def __init__(
-        self, shape: CapturedShape, guidance_scale: float | None, get: Callable[[CaptureKey], CapturedShape]
+        self,
+        shape: CapturedShape,
+        guidance_scale: float | None,
+        get: Callable[[CaptureKey], CapturedShape],
+        controls: ActiveControls | None = None,
     ) -> None:
-        self.shape, self.guidance_scale, self._get = shape, guidance_scale, get
+        self.shape, self.guidance_scale, self._get, self._controls = shape, guidance_scale, get, controls
+        if controls is not None:
+            controls.attach(shape)
+
+    def precompute(self) -> None:
+        """Compute what is the same at every step, from the conditioning and the parameter table."""
+        self.shape.precompute()
+        if self._controls is not None:
+            self._controls.precompute(self.shape)
+
+    def run(self, call: int) -> None:
+        """Run a call of the denoiser, after the ControlNets that are active at it."""
+        is_controlled = self._controls is not None and self._controls.run(self.shape, call)
+        self.shape.run(Role.CONTROLLED_DENOISER if is_controlled else Role.DENOISER)
 
     def apply(self, change: StepChange) -> bool:
         """Change the conditioning; return whether to write the parameters again and to precompute.
@@ -78,6 +97,8 @@ class CurrentShape:
         if not same:
             old.unload_denoiser()
             self.shape = self._get(key)
+            if self._controls is not None:
+                self._controls.attach(self.shape)
         for name, array in values.items():
             self.shape.put(name, array)
         self.guidance_scale = change.guidance_scale

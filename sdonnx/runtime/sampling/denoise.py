@@ -16,7 +16,6 @@ import numpy as np
 import numpy.typing as npt
 
 from sdonnx.models import abi
-from sdonnx.models.spec import Role
 from sdonnx.runtime.cuda_graph_cache import CapturedShape
 from sdonnx.runtime.sampling.current_shape import CurrentShape, StepChange
 from sdonnx.runtime.sampling.noise_source import NoiseSource
@@ -104,13 +103,13 @@ def denoise(
     """
     device = current.shape.graphs.device
     current.shape.put(abi.PARAMETERS, table(current.guidance_scale))
-    current.shape.precompute()
+    current.precompute()
     last = len(plan.timesteps) - 1
     for call, timestep in enumerate(plan.timesteps):
         if plan.needs_noise[call]:
             device.synchronize()  # the previous call may still read the noise
             current.shape.put(abi.NOISE, noise.sample())
-        current.shape.run(Role.DENOISER)
+        current.run(call)
         if steps.on_step is not None:
             state = current.shape.read(abi.STATE)
             change = steps.on_step(current.shape, call, float(timestep), state[0].copy())
@@ -119,7 +118,7 @@ def denoise(
                 current.shape.put(abi.STATE, state)
             if call < last and current.apply(change):
                 current.shape.put(abi.PARAMETERS, table(current.guidance_scale))
-                current.shape.precompute()
+                current.precompute()
         steps.on_progress(call + 1)
         if steps.should_stop():
             break
@@ -165,13 +164,13 @@ def denoise_with_host(
         steps: callbacks.
     """
     current.shape.put(abi.STEP_INDEX, np.zeros(1, np.int64))
-    _start_predictions(current.shape, sampler)
+    _start_predictions(current, sampler)
     state = np.zeros((STATE_ROWS, *current.shape.latents), np.float32)
     last = len(sampler.timesteps) - 1
     for call, timestep in enumerate(sampler.timesteps):
         state[0] = sampler.scaled(call, latents)
         current.shape.put(abi.STATE, state)
-        current.shape.run(Role.DENOISER)
+        current.run(call)
         predictions = current.shape.read(abi.STATE)[1 : 1 + current.shape.key.copies]
         latents = blend(call, sampler.update(call, predictions, latents))
         if steps.on_step is not None:
@@ -181,7 +180,7 @@ def denoise_with_host(
             if call < last and current.apply(change):
                 if current.guidance_scale != before:
                     sampler.guidance_scale = current.guidance_scale
-                _start_predictions(current.shape, sampler)
+                _start_predictions(current, sampler)
         steps.on_progress(call + 1)
         if steps.should_stop():
             break
@@ -189,9 +188,9 @@ def denoise_with_host(
     current.shape.put(abi.STATE, state)
 
 
-def _start_predictions(shape: CapturedShape, sampler: HostSampler) -> None:
-    shape.put(abi.PARAMETERS, prediction_table(sampler.timesteps, shape.key.copies))
-    shape.precompute()
+def _start_predictions(current: CurrentShape, sampler: HostSampler) -> None:
+    current.shape.put(abi.PARAMETERS, prediction_table(sampler.timesteps, current.shape.key.copies))
+    current.precompute()
 
 
 class PlanOnHost:

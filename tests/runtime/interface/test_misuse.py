@@ -91,10 +91,7 @@ def test_constructor_is_from_pretrained(micro_cpu: Path) -> None:
         ("num_infrence_steps", ["did you mean num_inference_steps?"]),
         ("negativ_prompt", ["did you mean negative_prompt"]),
         ("zzz", ["the argument zzz is unknown", "leave it out"]),
-        ("controlnet_conditioning_scale", ["ControlNet is not supported"]),
-        ("control_image", ["ControlNet is not supported"]),
         ("pag_scale", ["perturbed-attention guidance"]),
-        ("adapter_conditioning_scale", ["T2I-Adapters"]),
     ],
 )
 def test_unknown_arguments_of_a_call(name: str, words: list[str], ours: OrtDiffusionPipeline) -> None:

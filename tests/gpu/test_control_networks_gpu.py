@@ -1,0 +1,136 @@
+"""Stable Diffusion XL with a ControlNet on a GPU: fp16 error and time against torch, and memory of the weights."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import numpy as np
+import pytest
+import torch
+from support.control_networks import picture, write_controlnet
+from support.recording import Note
+
+from sdonnx.export.export_pipeline import export_pipeline
+from sdonnx.metrics import relative_error
+from sdonnx.models.spec import Role
+from sdonnx.optimize.optimizer import optimize_folder
+from sdonnx.runtime.pipeline import OrtDiffusionPipeline
+from sdonnx.sample.write_sample import write_sample
+
+# As published: diffusers/controlnet-canny-sdxl-1.0.
+_EMBEDDING = (16, 32, 96, 256)
+_STEPS, _ROUNDS, _MIN_SPEEDUP = 20, 5, 1.1
+
+CONTROL = {"controlnet_conditioning_scale": 0.5, "control_guidance_end": 1.0}
+
+
+def seconds_of(generate: Callable[[], Any]) -> float:
+    """Return the median time of an image."""
+    times = []
+    for _ in range(_ROUNDS):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        generate()
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def in_torch(source: Path, net: Path, dtype: torch.dtype) -> Any:
+    model: Any = diffusers.ControlNetModel
+    kind: Any = diffusers.StableDiffusionXLControlNetPipeline
+    controlnet = model.from_pretrained(net, torch_dtype=dtype)
+    pipeline = kind.from_pretrained(source, controlnet=controlnet, torch_dtype=dtype)
+    pipeline.vae.register_to_config(force_upcast=False)  # as here: the random weights stay in the range of fp16
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline.to("cuda")
+
+
+def free_memory() -> None:
+    """Return the memory of pipelines that are no longer used to the device."""
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def torch_latents(
+    folder: Path, dtype: torch.dtype, image: Any, common: dict[str, Any], *, timed: bool = False
+) -> tuple[np.ndarray[Any, Any], dict[str, Any]]:
+    """Return the latents of torch, and the time of an image with torch.compile if `timed`."""
+    pipeline = in_torch(folder / "source", folder / "net", dtype)
+    edge = pipeline.unet.config.sample_size
+    noise = torch.randn((1, 4, edge, edge), generator=torch.Generator().manual_seed(3)).to("cuda", dtype)
+    found = pipeline(**common, image=image, latents=noise, output_type="latent").images.float().cpu().numpy()
+    row: dict[str, Any] = {}
+    if timed:
+        for module in (pipeline.unet, pipeline.controlnet, pipeline.vae):
+            module.to(memory_format=torch.channels_last)
+        settings: dict[str, Any] = {"mode": "reduce-overhead", "fullgraph": True}
+        pipeline.unet = torch.compile(pipeline.unet, **settings)
+        pipeline.controlnet = torch.compile(pipeline.controlnet, **settings)
+        pipeline.vae.decode = torch.compile(pipeline.vae.decode, **settings)
+        start = time.perf_counter()
+        pipeline(**common, image=image, output_type="pt")
+        row["torch_first_image_s"] = time.perf_counter() - start
+        row["torch_compile_s"] = seconds_of(lambda: pipeline(**common, image=image, output_type="pt"))
+    return found, row
+
+
+@pytest.mark.parametrize("arch", ["sdxl-tiny", pytest.param("sdxl", marks=pytest.mark.full)])
+def test_error_and_time(arch: str, tmp_path: Path, note: Note) -> None:
+    """Compare the error of latents with torch's in fp16, and the time of an image with torch.compile's if full-size."""
+    write_sample(arch, tmp_path / "source")
+    net = write_controlnet(
+        tmp_path / "source", tmp_path / "net", 1, conditioning_embedding_out_channels=_EMBEDDING
+    )  # as wide as the published one
+    export_pipeline(tmp_path / "source", tmp_path / "onnx", controlnets=[net], dtype="float16")
+    optimize_folder(tmp_path / "onnx", tmp_path / "fast", provider="cuda", float16=True)
+    image = picture(1, (512, 512))
+    common: dict[str, Any] = {"prompt": "a red fox in the snow", "num_inference_steps": _STEPS, **CONTROL}
+    exact, _ = torch_latents(tmp_path, torch.float32, image, common)
+    free_memory()
+    half, row = torch_latents(tmp_path, torch.float16, image, common, timed=arch == "sdxl")
+    free_memory()
+    row |= {"pipeline": arch, "torch_error": relative_error(half, exact)}
+    with OrtDiffusionPipeline.from_pretrained(tmp_path / "fast") as ours:
+        ours.set_progress_bar_config(disable=True)
+        given = {**common, "control_image": image, "seed": 3}
+        found = np.asarray(ours(**given, output_type="latent").images)
+        row["error"] = relative_error(found, exact)
+        again = np.asarray(ours(**given, output_type="latent").images)
+        np.testing.assert_array_equal(found, again)  # a replay reads the buffers of its own call
+        row["seconds"] = seconds_of(lambda: ours(**given, output_type="ort"))
+        plain = {name: value for name, value in given.items() if not name.startswith("control")}
+        row["plain_seconds"] = seconds_of(lambda: ours(**plain, output_type="ort"))
+    note("a ControlNet", row)
+    assert row["error"] <= 2 * row["torch_error"], row
+    if arch == "sdxl":
+        assert row["torch_compile_s"] >= _MIN_SPEEDUP * row["seconds"], row
+
+
+def test_weights_are_on_the_device_once(tmp_path: Path, note: Note) -> None:
+    """The controlled step graph needs less than a tenth of the UNet's weights in addition."""
+    write_sample("sd15", tmp_path / "source")
+    net = write_controlnet(tmp_path / "source", tmp_path / "net", 1, conditioning_embedding_out_channels=_EMBEDDING)
+    export_pipeline(tmp_path / "source", tmp_path / "onnx", controlnets=[net], dtype="float16")
+    optimize_folder(tmp_path / "onnx", tmp_path / "fast", provider="cuda", float16=True)
+    weights = (tmp_path / "fast" / "unet" / "model.onnx.data").stat().st_size
+    with OrtDiffusionPipeline.from_pretrained(tmp_path / "fast") as pipeline:
+        device = pipeline.device
+
+        def load() -> tuple[int, int]:
+            free = device.memory()
+            pipeline._graphs.get(Role.CONTROLLED_DENOISER)
+            after = device.memory()
+            assert free is not None
+            assert after is not None
+            return free[0], after[0]
+
+        before, after = pipeline._run(load)
+    note("memory of the controlled step graph", {"weights": weights, "added": before - after})
+    assert before - after < weights / 10
