@@ -42,12 +42,12 @@ __all__ = [
 
 _FLOATS = (ir.DataType.FLOAT, ir.DataType.FLOAT16)
 
-# (domain, operator) -> the axis of the output channels of the weight, which is input 1.
+# (domain, operator) -> the axis of the output channels of the weight, which is input 1. ONNX Runtime's CUDA provider
+# leaves an NhwcConv whose weight is computed to the CPU provider, which has no such operator.
 _CHANNEL_AXES = {
     ("", "MatMul"): 1,
     ("", "Gemm"): 1,  # 0 with transB
     ("", "Conv"): 0,
-    (MICROSOFT, "NhwcConv"): 0,
 }
 
 # Operators of graphs that are quantized already, by this project or others.
@@ -113,7 +113,7 @@ def weighted_nodes(graph: ir.Graph) -> Iterator[WeightedNode]:
 
 def _weight_of(node: ir.Node) -> ir.Value | None:
     """Return the constant factor of a product, also where a gate is multiplied to it, None for other products."""
-    weight, is_product = node.inputs[1], node.op_type not in ("Conv", "NhwcConv")
+    weight, is_product = node.inputs[1], node.op_type != "Conv"
     if weight is not None and is_weight(weight):
         rank = len(dims(weight) or ())
         return weight if (rank == 2 if is_product else rank > 2) else None
