@@ -18,7 +18,7 @@ import onnx_ir as ir
 from onnx_ir.passes import InPlacePass, PassResult
 
 from sdonnx.errors import FolderError, OptionError
-from sdonnx.graph.edit import MICROSOFT, add_initializer, dims, dtype_of, insert, is_weight, required, tensor_of
+from sdonnx.graph.edit import add_initializer, dims, dtype_of, insert, is_weight, required, tensor_of
 from sdonnx.graph.match import producer_of
 from sdonnx.graph.modules import module_paths
 from sdonnx.graph.tensors import lazy, read
