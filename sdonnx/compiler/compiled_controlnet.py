@@ -93,7 +93,7 @@ class ControlNetForward(GraphMethod):
             "timestep": timestep,
             "encoder_hidden_states": arguments["encoder_hidden_states"],
             _IMAGE: blocks,
-            _SCALE: torch.tensor([float(scale)], dtype=torch.float32, device=sample.device),
+            _SCALE: torch.full((1,), float(scale), device=sample.device),  # without waiting for the GPU
         }
         given = dict(arguments["added_cond_kwargs"] or {})
         if module.config["addition_embed_type"] is None:

@@ -211,7 +211,11 @@ def timesteps_of(timestep: Any, batch: int, device: torch.device) -> torch.Tenso
     """Return a timestep for each image, as float32 (B,) on a device; None if it has another shape."""
     if isinstance(timestep, bool) or not isinstance(timestep, int | float | torch.Tensor):
         return None
-    values = torch.as_tensor(timestep).to(torch.float32)
-    if values.ndim > 1 or (values.ndim == 1 and len(values) not in (1, batch)):
+    if not isinstance(timestep, torch.Tensor):
+        # A copy from the host's memory would wait for the GPU.
+        return torch.full((batch,), float(timestep), device=device)
+    if timestep.ndim > 1 or (timestep.ndim == 1 and len(timestep) not in (1, batch)):
         return None
-    return values.detach().to(device).expand(batch).contiguous()
+    if timestep.numel() == 1 and timestep.device != device:
+        return torch.full((batch,), float(timestep), device=device)
+    return timestep.detach().to(device, torch.float32).expand(batch).contiguous()
