@@ -440,7 +440,12 @@ BAD_CALLS: list[tuple[dict[str, Any], list[str]]] = [
 ]
 
 
-@pytest.mark.parametrize(("arguments", "words"), BAD_CALLS, ids=lambda value: str(value)[:60])
+def name_of(value: Any) -> str:
+    """Return the name of a parameter of a test: the arguments, or the first words of the message."""
+    return ", ".join(value) if isinstance(value, dict) else value[0]
+
+
+@pytest.mark.parametrize(("arguments", "words"), BAD_CALLS, ids=name_of)
 def test_bad_arguments_are_refused_in_one_line(arguments: dict[str, Any], words: list[str], sd: Controlled) -> None:
     with refused(OptionError, *words):
         sd.ours(**{"prompt": "a fox", "control_image": IMAGES} | SMALL | arguments)
@@ -456,7 +461,7 @@ def test_bad_arguments_are_refused_in_one_line(arguments: dict[str, Any], words:
         ({"control_image": IMAGES, "control_mode": [1, 1]}, ["every type once"]),
         ({"control_image": [], "control_mode": []}, ["empty list"]),
     ],
-    ids=str,
+    ids=name_of,
 )
 def test_bad_modes_are_refused(arguments: dict[str, Any], words: list[str], union: Controlled) -> None:
     with refused(OptionError, *words):
