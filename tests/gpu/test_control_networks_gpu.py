@@ -17,6 +17,7 @@ from support.control_networks import picture, write_controlnet
 from support.recording import Note
 
 from sdonnx.export.export_pipeline import export_pipeline
+from sdonnx.folder.pipeline_folder import read_json
 from sdonnx.metrics import relative_error
 from sdonnx.models.spec import Role
 from sdonnx.optimize.optimizer import optimize_folder
@@ -90,7 +91,9 @@ def test_error_and_time(arch: str, tmp_path: Path, note: Note) -> None:
     )  # as wide as the published one
     export_pipeline(tmp_path / "source", tmp_path / "onnx", controlnets=[net], dtype="float16")
     optimize_folder(tmp_path / "onnx", tmp_path / "fast", provider="cuda", float16=True)
-    image = picture(1, (512, 512))
+    # diffusers generates images of the size of the control image.
+    edge = read_json(tmp_path / "source" / "unet" / "config.json")["sample_size"] * 8
+    image = picture(1, (edge, edge))
     common: dict[str, Any] = {"prompt": "a red fox in the snow", "num_inference_steps": _STEPS, **CONTROL}
     exact, _ = torch_latents(tmp_path, torch.float32, image, common)
     free_memory()
