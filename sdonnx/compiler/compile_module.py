@@ -229,25 +229,38 @@ class _Program:
             ) from error
         bound.apply_defaults()
         arguments = bound.arguments
+        last = self._built
+        # On a GPU, the module is compared with its state while the graph runs; after a change the outputs are dropped.
+        early = self._outputs(last, arguments) if last is not None and self._overlaps(last) else None
         built = self._current(arguments)
         if isinstance(built, str):
             return self._in_torch(built, *args, **kwargs)
-        inputs = self._method.inputs(self._module, arguments, built.signature)
-        if isinstance(inputs, str):
-            return self._in_torch(inputs, *args, **kwargs)
-        target = built.signature.target
-        if torch.is_autocast_enabled(target.torch_device.type):
-            return self._in_torch("autocast is enabled", *args, **kwargs)
-        if target.torch_device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            return self._in_torch("a CUDA graph is being captured", *args, **kwargs)
-        if torch.is_grad_enabled() and built.state.requires_grad:
-            reason = "its parameters require a gradient, outside torch.no_grad and torch.inference_mode"
-            return self._in_torch(reason, *args, **kwargs)
-        if built.check.failed:
-            return self._in_torch("its graph disagrees with torch", *args, **kwargs)
-        outputs = [tensor.to(target.dtype) for tensor in built.runs(inputs)]
+        outputs = early if built is last and early is not None else self._outputs(built, arguments)
+        if isinstance(outputs, str):
+            return self._in_torch(outputs, *args, **kwargs)
         result = self._method.result(outputs, arguments)
         return built.check.checked(result, lambda: self._in_class(self._module, *args, **kwargs))
+
+    @staticmethod
+    def _overlaps(built: _Build) -> bool:
+        """Return whether a graph runs while the host goes on."""
+        return built.signature.target.torch_device.type == "cuda"
+
+    def _outputs(self, built: _Build, arguments: Mapping[str, Any]) -> list[torch.Tensor] | str:
+        """Return the outputs of a graph for a call, or the reason why torch has to compute it."""
+        inputs = self._method.inputs(self._module, arguments, built.signature)
+        if isinstance(inputs, str):
+            return inputs
+        target = built.signature.target
+        if torch.is_autocast_enabled(target.torch_device.type):
+            return "autocast is enabled"
+        if target.torch_device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return "a CUDA graph is being captured"
+        if torch.is_grad_enabled() and built.state.requires_grad:
+            return "its parameters require a gradient, outside torch.no_grad and torch.inference_mode"
+        if built.check.failed:
+            return "its graph disagrees with torch"
+        return [tensor.to(target.dtype) for tensor in built.runs(inputs)]
 
     @property
     def signatures(self) -> list[GraphSignature]:

@@ -22,6 +22,7 @@ from support.small_modules import TEXT_WIDTH, small_unet
 
 import sdonnx
 from sdonnx.compiler import compile_module, module_graph
+from sdonnx.compiler.compile_module import _Program
 from sdonnx.compiler.module_state import ModuleState
 from sdonnx.errors import FolderError, OptionError
 from sdonnx.metrics import psnr, relative_error
@@ -220,15 +221,26 @@ def test_parameters_of_inference_mode_are_refused() -> None:
         sdonnx.compile(unet)
 
 
-def test_changed_weights_are_compiled_again(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.fixture(params=[False, True], ids=["compared before", "compared meanwhile"])
+def overlaps(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Compare the module before the graph runs, as on the CPU, or while it runs, as on a GPU."""
+    found: bool = request.param
+    monkeypatch.setattr(compile_module._Program, "_overlaps", staticmethod(lambda _: found))
+    return found
+
+
+def test_changed_weights_are_compiled_again(overlaps: bool, caplog: pytest.LogCaptureFixture) -> None:
     unet = small_unet()
     compiled, (sample, text) = sdonnx.compile(unet), _inputs()
     before = unet(sample, 7, text).sample
     with torch.no_grad():
         unet.conv_in.weight.mul_(2)
-    with caplog.at_level(logging.WARNING, "sdonnx"):
+    outputs = mock.patch.object(compile_module._Program, "_outputs", autospec=True, side_effect=_Program._outputs)
+    with caplog.at_level(logging.WARNING, "sdonnx"), outputs as runs:
         assert _error(compiled(sample, 7, text).sample, unet(sample, 7, text).sample) < 1e-4
+        assert runs.call_count == (2 if overlaps else 1)
         compiled(sample, 7, text)
+        assert runs.call_count == (3 if overlaps else 2)
     assert _error(unet(sample, 7, text).sample, before) > 1e-3
     assert [message.partition(",")[0] for message in _messages(caplog)] == [
         "UNet2DConditionModel changed after it was compiled"
@@ -294,6 +306,7 @@ def test_state_notices_a_change(change: Callable[[Any], None]) -> None:
     assert not state.is_current(unet)
 
 
+@pytest.mark.usefixtures("overlaps")
 def test_sizes_of_images_are_inputs(caplog: pytest.LogCaptureFixture) -> None:
     unet = _conditioned()
     compiled, (sample, text) = sdonnx.compile(unet), _inputs(2)
