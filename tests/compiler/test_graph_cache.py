@@ -22,6 +22,7 @@ import sdonnx
 from sdonnx.compiler import graph_cache
 from sdonnx.compiler.module_graph import build_model
 from sdonnx.errors import OptionError
+from sdonnx.folder.folder_cache import entry_info
 from sdonnx.folder.pipeline_folder import ONNX_MODEL, ONNX_WEIGHTS
 from sdonnx.metrics import relative_error
 
@@ -89,6 +90,8 @@ def test_second_process_builds_nothing(folder: Path) -> None:
     _compile()
     done = _run(OTHER_PROCESS)
     assert done.returncode == 0
+    first, *others = [entry_info(path)["parts"] for path in folder.iterdir()]
+    assert [each for each in others if each != first] == []
     assert "loaded CLIPTextModel from " in done.stdout
     assert "built" not in done.stdout
 

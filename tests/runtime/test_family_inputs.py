@@ -17,6 +17,7 @@ from sdonnx.models.registry import FAMILIES
 from sdonnx.runtime.inputs import ip_adapter_inputs
 from sdonnx.runtime.inputs.call import CallReader
 from sdonnx.runtime.inputs.conditioning import ArgumentGroup
+from sdonnx.runtime.inputs.control_inputs import ADAPTER_ARGUMENTS, CONTROL_ARGUMENTS
 from sdonnx.runtime.inputs.pipeline_inputs import FAMILY_INPUTS
 from sdonnx.runtime.pipeline import OrtDiffusionPipeline
 
@@ -25,7 +26,12 @@ OUTSIDE = sorted(path for path in ROOT.rglob("*.py") if "inputs" not in path.rel
 
 FAMILY_NAME = re.compile(r"pix-?art|sd_?xl|stable.diffusion|ip.adapter", re.IGNORECASE)
 
-GROUPS = [*(group for each in FAMILY_INPUTS.values() for group in each.ARGUMENTS), ip_adapter_inputs.ARGUMENTS]
+GROUPS = [
+    *(group for each in FAMILY_INPUTS.values() for group in each.ARGUMENTS),
+    ip_adapter_inputs.ARGUMENTS,
+    CONTROL_ARGUMENTS,
+    ADAPTER_ARGUMENTS,
+]
 
 
 def test_every_family_has_an_entry() -> None:
