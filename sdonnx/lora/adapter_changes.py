@@ -157,16 +157,15 @@ class _Factory:
         return FullDifference(self._source, 1.0, self._tensors["diff"])
 
     def _normalized(self, change: LinearChange, part: str) -> WeightChange:
-        magnitude, shape = self._tensors[part], change.shape_of_delta
-        if len(shape) < 2 or magnitude.size not in shape[:2]:
+        magnitude, (rows, *others) = self._tensors[part], change.shape_of_delta
+        if not others or magnitude.size == 0:
             raise self._mismatch((part,))
-        if part == "lora_magnitude_vector":
-            if magnitude.size != shape[0]:
-                raise self._mismatch((part,))
-            return NormalizedChange(self._source, change, magnitude, by_output=True, is_blended=False)
-        # LyCORIS has (out, 1, ...) or, in older versions, (1, in, ...).
-        by_output = magnitude.shape[:1] == (shape[0],) or magnitude.size != shape[1]
-        return NormalizedChange(self._source, change, magnitude, by_output=by_output, is_blended=True)
+        is_lycoris = part == "dora_scale"
+        # LyCORIS has (out, 1, ...) or, in older versions, (1, in, ...); flattened changes do not show the inputs.
+        by_output = not is_lycoris or magnitude.shape[:1] == (rows,)
+        if (magnitude.size != rows) if by_output else (others[0] % magnitude.size != 0):
+            raise self._mismatch((part,))
+        return NormalizedChange(self._source, change, magnitude, by_output, is_blended=is_lycoris)
 
     def _factor(self, rank: int) -> float:
         """Return the factor of a change, from the tensor "alpha" or the configuration."""

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from diffusers import StableDiffusionXLPipeline
-from diffusers.utils import convert_state_dict_to_kohya
+from diffusers.utils.state_dict_utils import convert_state_dict_to_kohya
 from peft import LoraConfig, get_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 from support.lora_nets import (
