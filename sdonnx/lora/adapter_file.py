@@ -103,7 +103,11 @@ def adapter_from_tensors(
 
 def _file_in(path: Path) -> Path:
     """Return a file, or the file of an adapter in a folder."""
-    if not path.is_dir():
+    try:
+        is_folder = path.is_dir()
+    except (OSError, ValueError):  # a name that cannot exist, which `read_tensors` refuses
+        is_folder = False
+    if not is_folder:
         return path
     files = [path / name for name in _FILES_OF_FOLDERS if (path / name).is_file()]
     if len(files) != 1:
