@@ -90,9 +90,7 @@ class _Factory:
 
     def _lora(self) -> LinearChange:
         self._require(_LORA[:2])
-        down, up, mid = (self._tensors.get(part) for part in _LORA)
-        assert down is not None
-        assert up is not None
+        down, up, mid = self._tensors["down"], self._tensors["up"], self._tensors.get("mid")
         rank = self._rank(down, 0)
         if down.ndim not in (2, 4) or up.ndim not in (2, 4) or up.shape[1:] not in ((rank,), (rank, 1, 1)):
             raise self._mismatch(_LORA)

@@ -129,13 +129,7 @@ def _dotted(component: str, flat: str) -> str | None:
     kind = "unet" if component == "unet" else "text_encoder"
     if _FLAT[kind].fullmatch(flat) is None:
         return None
-    words, position = [], 0
-    while position < len(flat):
-        match = _WORD[kind].match(flat, position)
-        assert match is not None  # the whole name consists of words
-        words.append(match[0])
-        position = match.end() + 1
-    return ".".join(words)
+    return ".".join(_WORD[kind].findall(flat))  # the whole name consists of words
 
 
 def _from_original(flat: str, per_block: int) -> str | None:

@@ -362,14 +362,14 @@ class FullDifference(LinearChange):
 class NormalizedChange(WeightChange):
     """DoRA: the weight with another change, scaled to a learned length for each output or each input.
 
-    PEFT changes the weight to `magnitude * (base + scale * delta) / norm(base + scale * delta)`. LyCORIS and those who
-    load its files change it at scale 1 in the same way, and at other scales by that multiple of the difference.
+    PEFT changes the weight to `magnitude * (base + scale * delta) / norm(base + scale * delta)`. Files of LyCORIS mean
+    the same at scale 1; at other scales, the weight changes by that multiple of the difference, as in ComfyUI.
 
     Attributes:
         inner: the change of the direction.
         magnitude: the lengths.
         by_output: whether there is a length for each output, else for each input.
-        is_blended: whether the scale multiplies the difference (LyCORIS), else the inner change (PEFT).
+        is_blended: whether the scale multiplies the whole difference (LyCORIS), else the inner change (PEFT).
     """
 
     inner: WeightChange
