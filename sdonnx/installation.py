@@ -26,6 +26,7 @@ EXTRAS = {
     "completion": ("completion",),
     "explain": ("optimize",),
     "export": ("export",),
+    "lora": ("export",),
     "optimize": ("optimize",),
     "quickstart": ("export", "benchmark"),
     "ray": ("ray",),

@@ -29,7 +29,7 @@ PACKAGE = ROOT / "sdonnx"
 CONVERTERS = {"torch", "diffusers", "transformers", "accelerate", "onnx", "onnx_ir", "onnxscript"}
 TORCH_SIDE = {"torch", "diffusers", "transformers", "accelerate"}
 MAY_IMPORT_TORCH = {"compiler", "export", "sample", "benchmark", "verify", "cli"}
-RUNTIME = {"runtime", "samplers", "doctor"}
+RUNTIME = {"runtime", "samplers", "lora", "doctor"}
 # The extras that a module's imports may need beyond the runtime's.
 EXTRAS = {
     **{
@@ -58,7 +58,7 @@ OPTIONAL_LIBRARIES = {"bs4", "ftfy"}  # captions are cleaned where these are
 LEVELS = (
     {"errors"},
     {"metrics", "samplers", "folder", "installation"},
-    {"models"},
+    {"models", "lora"},
     {"graph", "sample"},
     {"operators"},
     {"doctor"},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable
 from typing import Any
@@ -55,13 +56,13 @@ def mutated_json(draw: Draw, content: bytes) -> bytes:
             holder = holder[key]
         kind = draw(st.sampled_from(["replace", "replace", "replace", "remove", "add", "wrap"]))
         if kind == "replace":
-            holder[last] = draw(_VALUE)
+            holder[last] = copy.deepcopy(draw(_VALUE))  # later changes may be inside it
         elif kind == "remove":
             del holder[last]
         elif kind == "wrap":
             holder[last] = [holder[last]] * draw(st.sampled_from([1, 2, 1000]))
         elif isinstance(holder, dict):
-            holder[draw(st.sampled_from(_TEXTS))] = draw(_VALUE)
+            holder[draw(st.sampled_from(_TEXTS))] = copy.deepcopy(draw(_VALUE))
     text = json.dumps(value)
     kind = draw(st.sampled_from(["same"] * 8 + ["twice", "nested", "digits", "bytes"]))
     if kind == "twice" and text.startswith("{"):
