@@ -114,13 +114,13 @@ class Load:
         if response.status_code == httpx.codes.OK:
             answers.times_s.append(time.monotonic() - due)
 
-    async def fill(self, seconds: float) -> tuple[float, Answers]:
-        """Send requests as fast as the server answers, and return the requests in a second."""
+    async def fill(self, seconds: float, kinds: tuple[dict[str, Any], ...] = ({},)) -> tuple[float, Answers]:
+        """Send requests as fast as the server answers, and return the requests in a second; see `arrive`."""
         answers, begin = Answers(), time.monotonic()
 
         async def work() -> None:
             while time.monotonic() < begin + seconds:
-                await self._send(answers, time.monotonic())
+                await self._send(answers, time.monotonic(), **self._random.choice(kinds))
 
         await asyncio.gather(*(work() for _ in range(_CLIENTS)))
         return len(answers.times_s) / (time.monotonic() - begin), answers
@@ -179,8 +179,8 @@ async def _measure_latency(url: str, options: argparse.Namespace) -> dict[str, A
 async def _measure_memory(url: str, options: argparse.Namespace) -> dict[str, Any]:
     minutes: list[dict[str, Any]] = []
     async with _load(url, options) as load:
-        await load.fill(options.warmup_s)
-        capacity, _ = await load.fill(options.capacity_s)
+        await load.fill(options.warmup_s, _SOAK_KINDS)
+        capacity, _ = await load.fill(options.capacity_s, _SOAK_KINDS)  # kinds share fewer batches than equal requests
         first = await load.resident_mb()
         for minute in range(1, options.soak_minutes + 1):
             answers = await load.arrive(options.share * capacity, 60, _SOAK_KINDS)
