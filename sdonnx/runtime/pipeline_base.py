@@ -71,6 +71,11 @@ class PipelineBase(MissingFeatures):
         return self._reader.requires_mask
 
     @property
+    def mixes_control_images(self) -> bool:
+        """Whether images with control images depend on the others of their batch, as with a ControlNet-Union."""
+        return self._inputs.controls.mixes_batch
+
+    @property
     def default_guidance_scale(self) -> float:
         """Default guidance scale: that of the family's pipelines in diffusers."""
         return self._defaults.guidance_scale
@@ -154,6 +159,30 @@ class PipelineBase(MissingFeatures):
             OptionError: the pipeline has no adapters, another number of them, or no such block.
         """
         self._inputs.set_adapter_scale(scale)
+
+    def prepare_images(self, height: int, width: int, **arguments: Any) -> dict[str, Any]:
+        """Validate arguments of ControlNets, T2I-Adapters and IP-Adapters, and bring their images to their sizes.
+
+        For servers, which keep calls in a queue: a call with the returned arguments generates the same image, and
+        images in them are arrays no larger than it reads. It may run in any thread.
+
+        Args:
+            height: height of the generated image in pixels.
+            width: width of the generated image in pixels.
+            **arguments: `control_image`, `adapter_image` and `ip_adapter_image`, each a PIL image or a list of them,
+                and the numbers that belong to them.
+
+        Returns:
+            Arguments of a call with one prompt: `control_image` and `adapter_image` as lists of arrays (1,H,W,C) of
+            uint8, and `ip_adapter_image` as arrays (1,3,S,S) of float32. For a pipeline with IP-Adapters and no image,
+            they are black, with weight 0.
+
+        Raises:
+            OptionError: an argument cannot be used, or the pipeline does not accept it.
+        """
+        self._require_open()
+        with host_memory_errors("the request"):
+            return self._inputs.prepared(arguments, (height, width))
 
     def set_progress_bar_config(self, **options: Any) -> None:
         """Set options of tqdm's progress bar, such as `disable=True`; by default only terminals show it."""

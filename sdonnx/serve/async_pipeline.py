@@ -10,8 +10,9 @@ from typing import Any, Self
 from sdonnx.errors import OptionError, UnavailableError
 from sdonnx.runtime.pipeline import OrtDiffusionPipeline
 from sdonnx.serve.batch_worker import BatchWorker, ServedModel
+from sdonnx.serve.conditioning_images import has_conditioning
 from sdonnx.serve.image_job import GeneratedImages, ImageJob
-from sdonnx.serve.image_request import ImageRequest, check_request, plan_request
+from sdonnx.serve.image_request import ImageRequest, PlannedRequest, check_request, plan_request
 from sdonnx.serve.serve_limits import ServeLimits
 from sdonnx.serve.serve_observer import ServeObserver
 
@@ -156,22 +157,28 @@ class AsyncPipeline:
             QueueFullError: too many images wait.
             UnavailableError: the pipeline is closed, or has failed.
         """
-        if self._closed:
-            raise UnavailableError("the pipeline is closed", "an open one", "load it again")
         if isinstance(prompt, ImageRequest) and fields:
             raise OptionError("a request and fields", "one of them", "pass dataclasses.replace(request, ...)")
-        request = prompt if isinstance(prompt, ImageRequest) else ImageRequest(prompt, **fields)
+        return self._queue(self._plan(prompt if isinstance(prompt, ImageRequest) else ImageRequest(prompt, **fields)))
+
+    async def accept(self, request: ImageRequest) -> ImageJob:
+        """Queue a request and return it; see `submit`. Control images are resized in another thread."""
+        if not has_conditioning(request):
+            return self.submit(request)
+        return self._queue(await asyncio.to_thread(self._plan, request))
+
+    def _plan(self, request: ImageRequest) -> PlannedRequest:
+        if self._closed:
+            raise UnavailableError("the pipeline is closed", "an open one", "load it again")
         model = self._model(request.model)
-        planned = plan_request(request, model.name, model.pipeline, model.scheduler_config, self.limits)
+        return plan_request(request, model.name, model.pipeline, model.scheduler_config, self.limits)
+
+    def _queue(self, planned: PlannedRequest) -> ImageJob:
         job = ImageJob(planned, self._cancelled)
         self._worker.add(job)
         timer = asyncio.get_running_loop().call_later(self.limits.max_wait_s, self._expire, job)
         job._future.add_done_callback(lambda _: timer.cancel())
         return job
-
-    async def accept(self, request: ImageRequest) -> ImageJob:
-        """Queue a request and return it; see `submit`."""
-        return self.submit(request)
 
     async def generate(self, prompt: ImageRequest | str, **fields: Any) -> GeneratedImages:
         """Queue a request and return its images; cancelling the task cancels it. Arguments and errors: see `submit`."""

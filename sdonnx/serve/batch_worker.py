@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from sdonnx.errors import DeviceMemoryError, QueueFullError, SdonnxError, UnavailableError
 from sdonnx.runtime.device.device_thread import device_thread
+from sdonnx.serve.conditioning_images import call_arguments, plan_conditioning
 from sdonnx.serve.fair_queue import FairQueue
 from sdonnx.serve.image_job import ImageJob, StepProgress
 from sdonnx.serve.image_request import BatchKey, check_request
@@ -44,12 +45,14 @@ class ServedModel:
     def check(self) -> None:
         """Generate an image of one step, or raise the pipeline's error."""
         request = check_request(self.name, self.pipeline)
+        edge = self.pipeline.default_size
         self.pipeline(
             request.prompt,
             num_inference_steps=request.num_inference_steps,
             seed=request.seed,
             image=request.image,
             mask_image=request.mask_image,
+            **call_arguments([plan_conditioning(request, self.pipeline, edge, edge)]),
         )
 
 
@@ -151,6 +154,8 @@ class BatchWorker:
 
     def _batch_sizes(self, key: Hashable) -> list[int]:
         assert isinstance(key, BatchKey)
+        if key.is_single:
+            return [1]
         return self._limits.batch_sizes(key.height * key.width)
 
     def _seconds_until_place(self) -> float:
@@ -255,6 +260,7 @@ class BatchWorker:
             strength=key.strength,
             output_type=key.output_type,
             callback_on_step_end=on_step,
+            **call_arguments([unit.job.planned.conditioning for unit in units]),
         )
         self._observer.stage_ended(key.model, "denoise", ended - start)
         self._observer.stage_ended(key.model, "decode", time.perf_counter() - ended)

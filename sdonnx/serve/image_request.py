@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,12 @@ from sdonnx.errors import OptionError, PromptError, SchedulerError
 from sdonnx.runtime.sampling.host_schedulers import is_planned
 from sdonnx.runtime.sampling.noise import fresh_seed
 from sdonnx.samplers import config_for
+from sdonnx.serve.conditioning_images import (
+    CONDITIONING_IMAGES,
+    Conditioning,
+    ConditioningImages,
+    plan_conditioning,
+)
 from sdonnx.serve.serve_limits import ServeLimits
 
 if TYPE_CHECKING:
@@ -42,6 +49,18 @@ class ImageRequest:
         image: image to start from.
         mask_image: mask for `image`: white is repainted, black is kept.
         strength: share of the denoising steps to run from `image`, 0 to 1.
+        control_image: image for the folder's ControlNet, or a list with one for each ControlNet, or for each type of a
+            single ControlNet-Union.
+        controlnet_conditioning_scale: weight of all ControlNets, or a list of weights.
+        control_guidance_start: share of the steps from which on ControlNets are computed, or a list.
+        control_guidance_end: share of the steps after which ControlNets are not computed, or a list.
+        guess_mode: whether residuals grow with depth, and apply to the prompt only.
+        control_mode: type of each image of a ControlNet-Union.
+        adapter_image: image for the folder's T2I-Adapter, or a list with one for each.
+        adapter_conditioning_scale: weight of all T2I-Adapters, or a list of weights.
+        adapter_conditioning_factor: share of the steps that add the residuals of T2I-Adapters.
+        ip_adapter_image: image prompt of the folder's IP-Adapter, or a list with one for each; none for weight 0.
+        ip_adapter_scale: weight of all IP-Adapters, or a list of weights.
         num_previews: number of previews of each image, evenly spaced over the steps.
         output_type: "pil" for PIL images, "np" for float32 arrays (H,W,3) from 0 to 1.
     """
@@ -59,6 +78,17 @@ class ImageRequest:
     image: Image.Image | None = None
     mask_image: Image.Image | None = None
     strength: float | None = None
+    control_image: ConditioningImages | None = None
+    controlnet_conditioning_scale: float | Sequence[float] | None = None
+    control_guidance_start: float | Sequence[float] | None = None
+    control_guidance_end: float | Sequence[float] | None = None
+    guess_mode: bool | None = None
+    control_mode: int | Sequence[int] | None = None
+    adapter_image: ConditioningImages | None = None
+    adapter_conditioning_scale: float | Sequence[float] | None = None
+    adapter_conditioning_factor: float | None = None
+    ip_adapter_image: ConditioningImages | None = None
+    ip_adapter_scale: float | Sequence[float] | None = None
     num_previews: int = 0
     output_type: str = "pil"
 
@@ -67,7 +97,7 @@ class ImageRequest:
 class BatchKey:
     """Properties that all requests of a batch have in common.
 
-    Seeds, prompts, negative prompts and weights of the prompt differ within a batch.
+    Seeds, prompts, negative prompts, weights of the prompt and control images differ within a batch.
 
     Attributes:
         model: name of the model.
@@ -81,6 +111,8 @@ class BatchKey:
         start: "noise", "image" or "mask".
         strength: share of the steps to run; None for the model's default.
         output_type: see `ImageRequest`.
+        conditioning: image prompts of IP-Adapters, and the weights and the number of control images.
+        is_single: whether an image would depend on others of its batch, so that it is generated alone.
     """
 
     model: str
@@ -93,6 +125,8 @@ class BatchKey:
     start: str
     strength: float | None
     output_type: str
+    conditioning: Hashable = ()
+    is_single: bool = False
 
 
 @dataclass(frozen=True)
@@ -100,16 +134,18 @@ class PlannedRequest:
     """A validated request with the model's defaults.
 
     Attributes:
-        request: the request.
+        request: the request, without the images that are part of `conditioning`.
         key: its batch key.
         guidance_scale: weight of the prompt.
         seed: seed of the first image.
+        conditioning: images next to the prompt.
     """
 
     request: ImageRequest
     key: BatchKey
     guidance_scale: float
     seed: int
+    conditioning: Conditioning
 
     @property
     def cost(self) -> float:
@@ -182,6 +218,7 @@ def plan_request(
     if request.output_type not in OUTPUT_TYPES:
         raise OptionError(f"output_type is {request.output_type!r}", f"one of {OUTPUT_TYPES}", "pass one")
     _require_scheduler(request.scheduler, scheduler_config)
+    conditioning = plan_conditioning(request, pipeline, height, width)
     start = "noise" if request.image is None else "image" if request.mask_image is None else "mask"
     key = BatchKey(
         model=model,
@@ -198,9 +235,13 @@ def plan_request(
         start=start,
         strength=request.strength,
         output_type=request.output_type,
+        conditioning=conditioning.key,
+        is_single=conditioning.is_single,
     )
     seed = fresh_seed() if request.seed is None else request.seed
-    return PlannedRequest(replace(request, model=model), key, float(scale), seed)
+    without: dict[str, Any] = dict.fromkeys(CONDITIONING_IMAGES)  # requests that wait keep only what the call reads
+    kept = replace(request, model=model, **without)
+    return PlannedRequest(kept, key, float(scale), seed, conditioning)
 
 
 def _size(request: ImageRequest, pipeline: OrtDiffusionPipeline) -> tuple[int, int]:

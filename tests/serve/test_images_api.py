@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import io
+import itertools
 import json
 import socket
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import httpx
 import numpy as np
@@ -16,10 +20,11 @@ import openai
 import pytest
 from PIL import Image
 from support.serve_load import CAPTIONS
-from support.serving import Running, serving_folder, until
+from support.serving import TIMEOUT_S, Running, serving_folder, until
 
 from sdonnx import OrtDiffusionPipeline, ServeLimits
 from sdonnx.serve.http.serve_settings import ServeSettings, read_api_keys
+from sdonnx.serve.image_request import BatchKey
 
 KEY = "secret-of-a-test"
 STEPS = {"num_inference_steps": 3}
@@ -201,8 +206,28 @@ def test_a_client_that_leaves_ends_its_image(server: Running, stream: bool) -> N
     assert steps() < before[1] + 100
 
 
+@contextlib.contextmanager
+def held_batch(server: Running) -> Iterator[None]:
+    """Hold the next batch after its first step, however slow the machine is, until the block ends."""
+    observer, released = server.pipeline.observer, threading.Event()
+    steps = itertools.count()
+    stepped = observer.stepped
+
+    def hold(key: BatchKey, images: int) -> None:
+        stepped(key, images)
+        if next(steps) == 1:
+            released.wait(TIMEOUT_S)
+
+    with mock.patch.object(observer, "stepped", hold):
+        try:
+            yield
+        finally:
+            released.set()
+
+
 def test_overload_is_refused_and_recovers(server: Running) -> None:
     with (
+        held_batch(server),
         httpx.Client(base_url=server.url) as leaving,
         leaving.stream(
             "POST",
@@ -212,7 +237,7 @@ def test_overload_is_refused_and_recovers(server: Running) -> None:
     ):
         lines = response.iter_lines()
         assert next(lines) == "event: image_generation.progress"
-        assert server.pipeline.waiting == 4  # the first half runs and the second half waits
+        until(lambda: server.pipeline.waiting == 4)  # the first half runs and the second half waits
         refused = server.post(n=5)
         assert refused.status_code == 429
         assert int(refused.headers["Retry-After"]) >= 1

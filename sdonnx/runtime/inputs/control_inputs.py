@@ -124,6 +124,35 @@ class ControlInputs:
             return self._read_adapters(ADAPTER_ARGUMENTS.values(arguments), batch)
         return None
 
+    @property
+    def mixes_batch(self) -> bool:
+        """Whether an image depends on the other images of its batch.
+
+        The transformer of a ControlNet-Union attends over the batch: diffusers' `ResidualAttentionBlock` passes tensors
+        with the batch first to an attention that expects the sequence first, and published weights were trained so.
+        """
+        return any(is_union(config) for config in self._controlnets)
+
+    def prepared(self, arguments: Mapping[str, Any], size: tuple[int, int]) -> dict[str, Any]:
+        """Return the arguments of a call for one prompt, validated, with images of the call's size.
+
+        The call computes the same image with them. Images are lists of arrays (1,H,W,C) of uint8, one for each image
+        of the call. Those of calls with equal other arguments may be concatenated for a call with several prompts.
+
+        Args:
+            arguments: arguments of the call, with PIL images that are not in nested lists.
+            size: height and width of the generated images in pixels.
+
+        Raises:
+            OptionError: an argument cannot be used.
+        """
+        prepared = {name: value for group in self.groups for name, value in group.values(arguments).items()}
+        call = self.read(arguments, size, 1, 1)
+        if call is not None:
+            name = "adapter_image" if call.are_adapters else "control_image"
+            prepared[name] = [_bytes(each) for control in call.controls for each in _images_of(control)]
+        return prepared
+
     def _read_controlnets(self, given: Mapping[str, Any], batch: _Batch) -> ControlCall | None:
         image, guess_mode = given["control_image"], given["guess_mode"]
         if not isinstance(guess_mode, bool | np.bool_):
@@ -181,6 +210,17 @@ class ControlInputs:
             read = batch.read(own, int(config["in_channels"]), "adapter_image")
             controls.append(Control(read, (scale,), ((0.0, float(factor)),)))
         return ControlCall(tuple(controls), are_adapters=True)
+
+
+def _images_of(control: Control) -> list[Float]:
+    """Return the images (B,C,H,W) of a ControlNet or T2I-Adapter: several for a ControlNet-Union."""
+    images = control.images
+    return [images[:, index] for index in range(images.shape[1])] if images.ndim == 5 else [images]
+
+
+def _bytes(images: Float) -> npt.NDArray[np.uint8]:
+    """Return images (B,C,H,W) that were read from bytes as these bytes, (B,H,W,C)."""
+    return np.rint(images * 255).astype(np.uint8).transpose(0, 2, 3, 1)
 
 
 @dataclass(frozen=True)

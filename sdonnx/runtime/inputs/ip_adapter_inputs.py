@@ -133,6 +133,28 @@ class IpAdapterInputs:
             device_inputs=lambda: {**conditioning.device_inputs(), **own()},
         )
 
+    def prepared(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the arguments of a call, validated, with images as CLIP reads them.
+
+        Without images, they are black images with weight 0, so that the call computes what it would without adapters.
+
+        Args:
+            arguments: `ip_adapter_image`, and `ip_adapter_scale` with it.
+
+        Raises:
+            OptionError: an argument does not fit the adapters.
+        """
+        images, scale = arguments.get("ip_adapter_image"), arguments.get("ip_adapter_scale")
+        if images is None:
+            if scale is not None:
+                raise OptionError("ip_adapter_scale without ip_adapter_image", "both", "pass an image, or leave it out")
+            blank = np.zeros((1, 3, self._edge, self._edge), np.float32)
+            return {"ip_adapter_image": [blank] * len(self._adapters.adapters), "ip_adapter_scale": 0.0}
+        if scale is not None:
+            scale_matrix(self._adapters, scale)
+        pixels = [self._pixels(each) for each in self._for_each(images, "ip_adapter_image")]
+        return {"ip_adapter_image": pixels, "ip_adapter_scale": scale}
+
     def _dimensions(self, counts: Sequence[int]) -> tuple[tuple[str, int], ...]:
         adapters = self._adapters.adapters
         return tuple(

@@ -99,6 +99,21 @@ class PipelineInputs:
         read = self.family.whole_prompt_inputs if whole else self.family.prompt_inputs
         return read(prompts, arguments)
 
+    def prepared(self, arguments: Mapping[str, Any], size: tuple[int, int]) -> dict[str, Any]:
+        """Return the arguments for images next to the prompt; see `OrtDiffusionPipeline.prepare_images`.
+
+        Args:
+            arguments: arguments that only some pipelines accept, by name.
+            size: height and width of the generated images in pixels.
+
+        Raises:
+            OptionError: an argument cannot be used, or this pipeline does not accept it.
+        """
+        for group in self._refused:
+            group.refuse(arguments)
+        prepared = self.controls.prepared(arguments, size)
+        return prepared if self._adapters is None else prepared | self._adapters.prepared(arguments)
+
     def default_dimensions(self) -> tuple[tuple[str, int], ...]:
         """Return `Conditioning.dimensions` of a usual call: one image for each adapter."""
         return () if self._adapters is None else self._adapters.default_dimensions()

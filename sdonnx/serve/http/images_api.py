@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -14,6 +16,8 @@ from starlette.datastructures import FormData, UploadFile
 from starlette.exceptions import HTTPException
 
 from sdonnx.errors import OptionError
+from sdonnx.serve.conditioning_images import CONDITIONING_IMAGES, MAX_CONDITIONING_IMAGES
+from sdonnx.serve.http.conditioning_fields import LISTED_FIELDS
 from sdonnx.serve.http.openai_errors import ErrorResponse, error_response
 from sdonnx.serve.http.request_fields import EditFields, GenerationFields, ImageFields
 from sdonnx.serve.http.responses import (
@@ -26,7 +30,7 @@ from sdonnx.serve.http.responses import (
     stream_events,
 )
 from sdonnx.serve.http.serve_settings import ServeSettings
-from sdonnx.serve.http.uploaded_images import read_upload
+from sdonnx.serve.http.uploaded_images import read_conditioning, read_upload
 from sdonnx.serve.image_job import GeneratedImages
 from sdonnx.serve.image_request import ImageRequest
 from sdonnx.serve.image_service import ImageService, ServiceJob
@@ -34,9 +38,10 @@ from sdonnx.serve.image_service import ImageService, ServiceJob
 __all__ = ["ImagesApi"]
 
 _MAX_FIELD_BYTES = 256 * 1024
-_MAX_FIELDS = 40
-_MAX_FILES = 4
+_MAX_FIELDS = 80
+_MAX_FILES = 12
 _DECODERS = 2  # images that are decoded at once
+_FILES = ("image", "mask", *CONDITIONING_IMAGES)
 _CLIENT_CLOSED = 499  # as nginx logs a client that left
 
 _ERRORS: dict[int | str, dict[str, Any]] = {
@@ -49,7 +54,8 @@ def _edit_body() -> dict[str, Any]:
     """Return the description of the form for the OpenAPI document."""
     schema = EditFields.model_json_schema()
     file = {"type": "string", "format": "binary"}
-    schema["properties"] |= {"image": file, "mask": file}
+    files = {"type": "array", "items": file, "maxItems": MAX_CONDITIONING_IMAGES}
+    schema["properties"] |= {"image": file, "mask": file} | dict.fromkeys(CONDITIONING_IMAGES, files)
     schema["required"] = [*schema["required"], "image"]
     return {"requestBody": {"required": True, "content": {"multipart/form-data": {"schema": schema}}}}
 
@@ -92,7 +98,9 @@ class ImagesApi:
         """Generate images from a prompt."""
         if fields.model is not None and fields.model not in self._pipeline.models:
             return self._unknown_model()
-        return await self._answer(request, fields, fields.to_request(), "image_generation")
+        given = {name: getattr(fields, name) for name in CONDITIONING_IMAGES}
+        asked = await self._with_images(fields.to_request(), {name: each for name, each in given.items() if each})
+        return await self._answer(request, fields, asked, "image_generation")
 
     async def edit(self, request: Request) -> Response:
         """Change an image, or the area of a mask in it, according to a prompt."""
@@ -106,16 +114,23 @@ class ImagesApi:
             if image is None:
                 raise OptionError("the form has no image", "a file named image", "add one")
             content, hidden = await image.read(), None if mask is None else await mask.read()
-        asked = fields.to_request()
+            files = {name: [await each.read() for each in _files(form, name)] for name in CONDITIONING_IMAGES}
+        asked = await self._with_images(fields.to_request(), {name: each for name, each in files.items() if each})
         size = None if asked.height is None or asked.width is None else (asked.height, asked.width)
         if size is not None and size[0] * size[1] > self._pipeline.limits.max_pixels:
             size = None  # refused below
         async with self._decoding:
             upload = await asyncio.to_thread(read_upload, content, hidden, size, self._settings.max_upload_pixels)
-        edited = ImageRequest(
-            **{**vars(asked), "image": upload.image, "mask_image": upload.mask, "strength": fields.strength}
-        )
+        edited = replace(asked, image=upload.image, mask_image=upload.mask, strength=fields.strength)
         return await self._answer(request, fields, edited, "image_edit")
+
+    async def _with_images(self, asked: ImageRequest, files: Mapping[str, Sequence[bytes | str]]) -> ImageRequest:
+        """Return a request with its images next to the prompt."""
+        if not files:
+            return asked
+        async with self._decoding:
+            images: dict[str, Any] = await asyncio.to_thread(read_conditioning, files, self._settings.max_upload_pixels)
+        return replace(asked, **images)
 
     async def _answer(self, request: Request, fields: ImageFields, asked: ImageRequest, kind: str) -> Response:
         job = await self._pipeline.accept(asked)
@@ -158,14 +173,21 @@ def _read_fields(form: FormData) -> EditFields:
     Raises:
         RequestValidationError: a field cannot be used.
     """
-    texts: dict[str, str] = {}
+    texts: dict[str, str | list[str]] = {}
     for name, value in form.multi_items():
-        if name in ("image", "image[]", "mask"):
+        field = name.removesuffix("[]")
+        if field in _FILES:
             continue
-        if name in texts or isinstance(value, UploadFile):
-            found = "a file" if isinstance(value, UploadFile) else "twice in the form"
-            raise OptionError(f"{name} is {found}", "one text", "send it once, as text")
-        texts[name] = value
+        if isinstance(value, UploadFile):
+            raise OptionError(f"{name} is a file", "one text", "send it as text")
+        if field in LISTED_FIELDS:
+            listed = texts.setdefault(field, [])
+            assert isinstance(listed, list)
+            listed.append(value)
+        elif name in texts:
+            raise OptionError(f"{name} is twice in the form", "one text", "send it once")
+        else:
+            texts[name] = value
     try:
         return EditFields.model_validate(texts)
     except ValidationError as error:
@@ -173,11 +195,17 @@ def _read_fields(form: FormData) -> EditFields:
 
 
 def _one_file(form: FormData, name: str) -> UploadFile | None:
-    parts = [*form.getlist(name), *form.getlist(f"{name}[]")]
+    parts = _files(form, name)
     if len(parts) > 1:
         raise OptionError(f"the form has {len(parts)} parts named {name}", "one", "send one")
-    for part in parts:
-        if isinstance(part, UploadFile):
-            return part
-        raise OptionError(f"{name} is a text", "a file; addresses are not opened", "send the content of a file")
-    return None
+    return parts[0] if parts else None
+
+
+def _files(form: FormData, name: str) -> list[UploadFile]:
+    """Return the files of a form with a name, which may end with brackets."""
+    files = []
+    for part in (*form.getlist(name), *form.getlist(f"{name}[]")):
+        if not isinstance(part, UploadFile):
+            raise OptionError(f"{name} is a text", "a file; addresses are not opened", "send the content of a file")
+        files.append(part)
+    return files

@@ -5,20 +5,20 @@ from __future__ import annotations
 import re
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import ConfigDict, Field
 
 from sdonnx.errors import OptionError
+from sdonnx.serve.http.conditioning_fields import ConditioningFields, ConditioningTexts, Finite
 from sdonnx.serve.image_request import ImageRequest
 
 __all__ = ["EditFields", "GenerationFields", "ImageFields"]
 
 _SIZE = re.compile(r"([0-9]{1,5})x([0-9]{1,5})")
 
-Finite = Annotated[float, Field(allow_inf_nan=False)]
 Ignored = Annotated[str | None, Field(max_length=1000, description="accepted for compatibility, without effect")]
 
 
-class ImageFields(BaseModel):
+class ImageFields(ConditioningFields):
     """Fields of every request for images. A new one is added here, and passed on by `to_request`."""
 
     prompt: str = Field(min_length=1, max_length=32_000, description="description of the image")
@@ -64,7 +64,7 @@ class ImageFields(BaseModel):
         return sizes
 
     def to_request(self) -> ImageRequest:
-        """Return the request, without images to start from.
+        """Return the request, without images.
 
         Raises:
             OptionError: the size cannot be used.
@@ -82,17 +82,18 @@ class ImageFields(BaseModel):
             num_images=1 if self.n is None else self.n,
             seed=self.seed,
             num_previews=(self.partial_images or 0) if self.stream else 0,
+            **self.conditioning(),
         )
 
 
-class GenerationFields(ImageFields):
+class GenerationFields(ImageFields, ConditioningTexts):
     """The body of /v1/images/generations."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
 class EditFields(ImageFields):
-    """The fields of the form of /v1/images/edits, next to the files `image` and `mask`."""
+    """The fields of the form of /v1/images/edits, next to its files."""
 
     model_config = ConfigDict(extra="forbid")
 

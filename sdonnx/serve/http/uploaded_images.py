@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import base64
+import binascii
 import io
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from PIL import Image, ImageOps
 
 from sdonnx.errors import OptionError
+from sdonnx.serve.conditioning_images import MAX_CONDITIONING_IMAGES
 
-__all__ = ["Upload", "read_upload"]
+__all__ = ["Upload", "read_conditioning", "read_upload"]
 
 _FORMATS = ("PNG", "JPEG", "WEBP")
 _OPAQUE = 255
+_DATA_URL, _ENCODED = "data:", ";base64"
 
 
 @dataclass(frozen=True)
@@ -56,6 +61,40 @@ def read_upload(image: bytes, mask: bytes | None, size: tuple[int, int] | None, 
         rgb = rgb.resize(wanted, Image.Resampling.LANCZOS)
         hidden = None if hidden is None else hidden.resize(wanted, Image.Resampling.LANCZOS)
     return Upload(rgb, hidden)
+
+
+def read_conditioning(files: Mapping[str, Sequence[bytes | str]], max_pixels: int) -> dict[str, list[Image.Image]]:
+    """Decode the images next to the prompt of a request.
+
+    Args:
+        files: for each field the content of PNG, JPEG or WebP files; texts are base64, or data URLs.
+        max_pixels: maximum height times width of all files.
+
+    Raises:
+        OptionError: a file cannot be decoded, or they have too many pixels.
+    """
+    decoded: dict[str, list[Image.Image]] = {}
+    left = max_pixels
+    for name, contents in files.items():
+        if len(contents) > MAX_CONDITIONING_IMAGES:
+            raise OptionError(f"{name} has {len(contents)} images", f"1 to {MAX_CONDITIONING_IMAGES}", "send fewer")
+        for content in contents:
+            image = _decode(name, _from_text(name, content) if isinstance(content, str) else content, left)
+            left -= image.width * image.height
+            decoded.setdefault(name, []).append(image)
+    return decoded
+
+
+def _from_text(name: str, text: str) -> bytes:
+    if text[: len(_DATA_URL)].lower() == _DATA_URL:
+        header, comma, text = text.partition(",")
+        if not comma or not header.endswith(_ENCODED):
+            raise OptionError(f"{name} is a data URL without base64", "data:image/png;base64,...", "encode the file")
+    try:
+        return base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError) as error:
+        found = f"{name} is no base64"
+        raise OptionError(found, "a file in base64, or a data URL", "encode it; addresses are not opened") from error
 
 
 def _decode(name: str, content: bytes, max_pixels: int) -> Image.Image:
