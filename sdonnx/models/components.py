@@ -81,5 +81,12 @@ UPCAST_VAE_ENCODER = replace(VAE_ENCODER, float32_if=_forces_upcast, norm_scale=
 def clip_text_encoder(*outputs: TensorSpec) -> ComponentSpec:
     """Return the first CLIP text encoder of a pipeline, with these outputs."""
     return ComponentSpec(
-        "text_encoder", "text_encoder", Role.TEXT_ENCODER, (INPUT_IDS,), outputs, TOKENIZER, count_layers=clip_text
+        "text_encoder",
+        "text_encoder",
+        Role.TEXT_ENCODER,
+        (INPUT_IDS,),
+        outputs,
+        TOKENIZER,
+        count_layers=clip_text,
+        takes_lora=True,
     )

@@ -108,6 +108,7 @@ class ComponentSpec:
         norm_scale: Factor that scales the values that group norms read, so that they fit into float16. None if the
             component stays float32.
         count_layers: Returns the number of layers of each kind; see `sdonnx.models.layer_counts`. None if unknown.
+        takes_lora: Whether LoRA files change its weights, so that the optimizer records where each weight is.
     """
 
     name: str
@@ -121,6 +122,7 @@ class ComponentSpec:
     float32_if: Callable[[Config], bool] | None = None
     norm_scale: float | None = None
     count_layers: Callable[[Config], dict[str, int]] | None = None
+    takes_lora: bool = False
 
     def outputs_in(self, config: Config) -> tuple[TensorSpec, ...]:
         """Return the outputs with each series expanded; a series without a length in `config` is left out."""

@@ -63,6 +63,7 @@ STABLE_DIFFUSION = Family(
             (SAMPLE, TIMESTEP, ENCODER_HIDDEN_STATES),
             (OUT_SAMPLE,),
             count_layers=unet,
+            takes_lora=True,
         ),
         VAE_ENCODER,
         VAE_DECODER,

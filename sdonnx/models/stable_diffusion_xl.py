@@ -64,6 +64,7 @@ STABLE_DIFFUSION_XL = Family(
             (TensorSpec("text_embeds", ("batch_size", "config:projection_dim")), LAST_HIDDEN_STATE, HIDDEN_STATES),
             ("tokenizer_2", "tokenizer_config.json"),
             count_layers=clip_text,
+            takes_lora=True,
         ),
         ComponentSpec(
             "unet",
@@ -79,6 +80,7 @@ STABLE_DIFFUSION_XL = Family(
             ),
             (OUT_SAMPLE,),
             count_layers=unet,
+            takes_lora=True,
         ),
         UPCAST_VAE_ENCODER,
         UPCAST_VAE_DECODER,

@@ -30,6 +30,7 @@ from sdonnx.folder.pipeline_folder import (
 from sdonnx.fusions.fusion_table import StageOutcome, fuse
 from sdonnx.fusions.own_kernels import OWN_KERNELS, default_sizes, use_own_kernels
 from sdonnx.fusions.stack_projections import order_weights
+from sdonnx.graph.loading.load import load_model
 from sdonnx.graph.match import MatchFailure
 from sdonnx.graph.passes import tidy
 from sdonnx.models import abi
@@ -37,6 +38,7 @@ from sdonnx.models.spec import ComponentSpec, Role
 from sdonnx.optimize.component import CONFIG, OpenedComponent
 from sdonnx.optimize.exchange_graph import write_exchange_graph
 from sdonnx.optimize.exported import EXPECTED_GRAPH
+from sdonnx.optimize.find_weights import write_weight_table
 from sdonnx.optimize.interface import adapt_interface
 from sdonnx.optimize.ort_graph_dump import Inspector
 from sdonnx.optimize.report import ComponentReport, report_of
@@ -373,6 +375,12 @@ def _has_own_kernels(job: ComponentJob) -> bool:
     return job.request.kernels == "auto" and job.request.suits_own_kernels
 
 
+def _write_weight_table(job: ComponentJob) -> None:
+    """Write where the served graphs keep each weight; the exported graph is read again, since rules have changed it."""
+    files = [file for each in job.served for file in (each, own_kernel_graph(each)) if (job.folder / file).is_file()]
+    write_weight_table(job.folder, files, load_model(job.opened.path, draws=True))
+
+
 def _inspect(job: ComponentJob) -> None:
     if job.inspector is not None:
         job.inspector.inspect(job.folder / ONNX_MODEL)
@@ -405,6 +413,7 @@ PASSES = (
     ComponentPass("write configuration", _write_configuration),
     ComponentPass("write served graphs", _write_served_graphs),
     ComponentPass("write own kernel graphs", _write_own_kernel_graphs, applies=_has_own_kernels),
+    ComponentPass("write weight table", _write_weight_table, applies=lambda job: job.spec.takes_lora),
     ComponentPass("write exchange graph", _write_exchange_graph, applies=_exports_qdq),
     ComponentPass("inspect", _inspect, applies=lambda job: job.inspector is not None),
 )

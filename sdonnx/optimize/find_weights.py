@@ -1,0 +1,328 @@
+"""Find where the served graphs of a component keep each weight of the torch module, by the weights' values.
+
+Rewriting transposes weights, stacks them, appends them to one another, rearranges them for channels last, and converts
+them. Instead of a record that each rule would have to write, every weight of the exported graph is searched in the
+written graphs (docs/decisions/0177-find-weights-by-their-values.md). An entry is therefore proven when it is made.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx_ir as ir
+
+from sdonnx.folder.weight_table import PROVENANCE, Initializer, Layout, Place, WeightTable, channel_rows, rows_of
+from sdonnx.graph.modules import module_path, module_paths
+from sdonnx.graph.tensors import read
+
+__all__ = ["ModuleWeight", "find_weights", "module_weights", "write_weight_table"]
+
+Array = npt.NDArray[Any]
+
+_DTYPES = {ir.DataType.FLOAT16: "F16", ir.DataType.FLOAT: "F32"}
+_LAYOUTS: tuple[Layout, ...] = ("columns", "rows", "nhwc")
+
+# Larger initializers are in the file of weights. Those in the graphs are biases that rules have computed.
+_MAX_INLINE_BYTES = 1 << 18
+
+# A bias that was moved behind a weight: OWN+BIAS@WEIGHT, see `sdonnx.fusions.drop_attention_biases`.
+_MOVED_BIAS = re.compile(r"^(?P<own>[^+@]+)\+(?P<bias>[^+@]+)@(?P<weight>[^+@]+?)(\.float16)?(_\d+)?$")
+# Rounding of float16 and of another order of summation, relative to the largest value.
+_BIAS_TOLERANCE = {"F16": 2e-3, "F32": 1e-5}
+
+
+@dataclass(frozen=True)
+class ModuleWeight:
+    """A weight of a linear layer or a convolution in the exported graph.
+
+    Attributes:
+        name: its name in the state dict of the torch module.
+        initializer: its name in the graph.
+        shape: in torch's layout, (out, in) or (out, in, height, width).
+        tensor: the initializer's tensor.
+        transposed: whether the tensor is (in, out).
+    """
+
+    name: str
+    initializer: str
+    shape: tuple[int, ...]
+    tensor: ir.TensorProtocol
+    transposed: bool
+
+    @property
+    def module(self) -> str:
+        """The path of its module."""
+        return self.name.removesuffix(".weight")
+
+    def values(self) -> Array:
+        """Return the weight in torch's layout."""
+        values = read(self.tensor)
+        return values.T if self.transposed else values
+
+
+def module_weights(model: ir.Model) -> list[ModuleWeight]:
+    """Return the weights of an exported graph, those of nodes of known modules that read a weight of their own."""
+    found: dict[str, ModuleWeight] = {}
+    repeated: set[str] = set()
+    for node in model.graph:
+        weight = _weight_of(node)
+        if weight is None:
+            continue
+        if weight.name in found and found[weight.name].initializer != weight.initializer:
+            repeated.add(weight.name)  # two products in one module: the name says too little
+        found[weight.name] = weight
+    return [weight for name, weight in found.items() if name not in repeated]
+
+
+def _weight_of(node: ir.Node) -> ModuleWeight | None:
+    if node.domain not in ("", "ai.onnx") or node.op_type not in ("MatMul", "Gemm", "Conv") or not module_path(node):
+        return None
+    value = node.inputs[1]
+    if value is None or value.const_value is None or value.is_graph_input():
+        return None
+    shape = tuple(int(size) for size in value.const_value.shape.numpy())
+    transposed = node.op_type == "MatMul" or (node.op_type == "Gemm" and not _integer(node, "transB"))
+    if len(shape) != (4 if node.op_type == "Conv" else 2):
+        return None
+    out_first = shape[::-1] if transposed else shape
+    name = f"{module_path(node)}.weight"
+    return ModuleWeight(name, value.name or "", out_first, value.const_value, transposed)
+
+
+def _integer(node: ir.Node, name: str) -> int:
+    attribute = node.attributes.get(name)
+    return 0 if attribute is None else attribute.as_int()
+
+
+def find_weights(folder: Path, files: Iterable[str], exported: ir.Model) -> WeightTable:
+    """Return the table of a component.
+
+    Args:
+        folder: the component's folder in the optimized pipeline.
+        files: files of the served graphs.
+        exported: the graph that was optimized, with its weights.
+    """
+    written = _Written.read(folder, files)
+    weights = module_weights(exported)
+    vectors = {name: value.const_value for name, value in exported.graph.initializers.items()}
+    places: dict[str, list[Place]] = {}
+    for weight in weights:
+        values = weight.values()
+        if found := list(written.places(weight, values)):
+            places[weight.name] = [*found, *written.moved_biases(weight, values, vectors)]
+    _drop_conflicts(places)
+    kept = {weight.name: weight for weight in weights if weight.name in places}
+    fixed = {weight.name for weight in weights if weight.name not in kept and weight.module in written.modules}
+    used = {place.initializer for each in places.values() for place in each}
+    return WeightTable(
+        folder,
+        {name: entry for name, entry in written.initializers.items() if name in used},
+        {name: weight.shape for name, weight in kept.items()},
+        {name: tuple(each) for name, each in places.items()},
+        frozenset(fixed),
+        frozenset(weight.name for weight in weights) - kept.keys() - fixed,
+    )
+
+
+def write_weight_table(folder: Path, files: Iterable[str], exported: ir.Model) -> None:
+    """Write the table of a component into its folder; see `find_weights`."""
+    table = find_weights(folder, files, exported)
+    (folder / PROVENANCE).write_text(json.dumps(table.as_json()) + "\n", encoding="utf-8")
+
+
+class _Written:
+    """Initializers of the served graphs, with an index of their channels.
+
+    Attributes:
+        initializers: entries of the table, by name.
+        modules: paths of the modules that the graphs compute.
+    """
+
+    def __init__(
+        self,
+        tensors: Mapping[str, ir.TensorProtocol],
+        initializers: Mapping[str, Initializer],
+        modules: frozenset[str],
+    ) -> None:
+        self.initializers = initializers
+        self.modules = modules
+        self._tensors = tensors
+        self._biases = [name for name in tensors if "@" in name]
+        # Tensors whose names say of one weight only.
+        self._joined = [name for name in tensors if re.search(r"\.and_\d+_more|\+", name) and "@" not in name]
+        self._index: dict[tuple[int, str, Layout], dict[int, list[tuple[str, int]]]] = {}
+
+    @classmethod
+    def read(cls, folder: Path, files: Iterable[str]) -> _Written:
+        """Read the graphs of a component. Initializers of one name must be equal in all of them."""
+        tensors: dict[str, ir.TensorProtocol] = {}
+        entries: dict[str, Initializer] = {}
+        differing: set[str] = set()
+        modules: set[str] = set()
+        for file in files:
+            graph = ir.load(folder / file).graph
+            modules.update(path for node in graph.all_nodes() for path in module_paths(node))
+            for name, value in graph.initializers.items():
+                entry = None if value.const_value is None else _entry(value.const_value)
+                if entry is None or value.const_value is None:
+                    continue
+                if entries.setdefault(name, entry) != entry:
+                    differing.add(name)
+                tensors[name] = value.const_value
+        kept = [name for name in tensors if name not in differing]
+        initializers = {name: entries[name] for name in kept}
+        return cls({name: tensors[name] for name in kept}, initializers, frozenset(modules))
+
+    def places(self, weight: ModuleWeight, values: Array) -> Iterator[Place]:
+        """Yield the places of a weight."""
+        for name in self._named(weight.initializer):
+            if (place := self._whole(name, values)) is not None:
+                yield place
+        by_layout = {layout: rows_of(values, layout) for layout in _LAYOUTS}
+        for dtype in _DTYPES.values():
+            found: set[str] = set()
+            for layout, wide in by_layout.items():
+                rows = wide.astype(_numpy(dtype))
+                for place in self._within(rows, dtype, layout):
+                    if place.initializer not in found:
+                        found.add(place.initializer)
+                        yield place
+
+    def moved_biases(
+        self, weight: ModuleWeight, values: Array, vectors: Mapping[str, ir.TensorProtocol | None]
+    ) -> Iterator[Place]:
+        """Yield where the product of a weight with the bias of another layer is."""
+        named = (_MOVED_BIAS.match(name) for name in self._biases)
+        for match in {each["bias"]: each for each in named if each and each["weight"] == weight.initializer}.values():
+            own, bias = vectors.get(match["own"]), vectors.get(match["bias"])
+            if own is None or bias is None:
+                continue
+            vector = read(bias).astype(np.float32)
+            expected = read(own).astype(np.float32) + values.astype(np.float32) @ vector
+            for name in self._biases:
+                entry = self.initializers[name]
+                if np.prod(entry.shape, dtype=int) % len(expected):
+                    continue
+                found = read(self._tensors[name]).astype(np.float32).reshape(-1, len(expected))
+                error = np.abs(found - expected).max(axis=1)
+                for block in np.flatnonzero(error <= _BIAS_TOLERANCE[entry.dtype] * np.abs(expected).max()):
+                    runs = ((int(block) * len(expected), len(expected)),)
+                    yield Place(name, "rows", runs, vector)
+
+    def _named(self, initializer: str) -> list[str]:
+        """Return the initializers that were made of one alone."""
+        return [
+            name
+            for name in self._tensors
+            if (name == initializer or name.startswith(f"{initializer}."))
+            and name not in self._joined
+            and "@" not in name
+        ]
+
+    def _whole(self, name: str, values: Array) -> Place | None:
+        """Return the place of a weight in an initializer that has nothing else."""
+        entry = self.initializers[name]
+        if np.prod(entry.shape, dtype=int) != values.size:
+            return None
+        found = read(self._tensors[name])
+        for layout in _LAYOUTS:
+            rows = rows_of(values, layout).astype(found.dtype)
+            if layout == "columns" and found.shape[-1] != len(rows):
+                continue
+            if np.array_equal(channel_rows(found, layout, rows.shape[1]), rows):
+                return Place(name, layout, ((0, len(rows)),))
+        return None
+
+    def _within(self, rows: Array, dtype: str, layout: Layout) -> Iterator[Place]:
+        """Yield the joined initializers that have all rows."""
+        index = self._index_of(rows.shape[1], dtype, layout)
+        if not index:
+            return
+        keys = [hash(row.tobytes()) for row in rows]
+        for name in dict.fromkeys(name for name, _ in index.get(keys[0], ())):
+            positions = _sequence([[at for each, at in index.get(key, ()) if each == name] for key in keys])
+            if positions is None:
+                continue
+            found = channel_rows(read(self._tensors[name]), layout, rows.shape[1])
+            if np.array_equal(found[positions], rows):
+                yield Place(name, layout, tuple(_runs(positions)))
+
+    def _index_of(self, inputs: int, dtype: str, layout: Layout) -> dict[int, list[tuple[str, int]]]:
+        """Return the channels of joined initializers, by the hash of their bytes: (initializer, index)."""
+        key = (inputs, dtype, layout)
+        if key not in self._index:
+            index: defaultdict[int, list[tuple[str, int]]] = defaultdict(list)
+            for name in self._joined:
+                if self.initializers[name].dtype != dtype or not _has_channels(self.initializers[name], layout, inputs):
+                    continue
+                for at, row in enumerate(channel_rows(read(self._tensors[name]), layout, inputs)):
+                    index[hash(row.tobytes())].append((name, at))
+            self._index[key] = dict(index)
+        return self._index[key]
+
+
+def _has_channels(entry: Initializer, layout: Layout, inputs: int) -> bool:
+    """Return whether an initializer may have channels of this many inputs."""
+    if len(entry.shape) < 2:
+        return False
+    return entry.shape[-2] == inputs if layout == "columns" else inputs in (entry.shape[-1], math.prod(entry.shape[1:]))
+
+
+def _sequence(candidates: list[list[int]]) -> list[int] | None:
+    """Return one index for each channel, increasing where channels are equal; None if there is none for some."""
+    positions: list[int] = []
+    for each in candidates:
+        behind = [at for at in each if not positions or at > positions[-1]] or each
+        if not behind:
+            return None
+        positions.append(behind[0])
+    return positions if len(set(positions)) == len(positions) else None
+
+
+def _runs(positions: list[int]) -> Iterator[tuple[int, int]]:
+    first = previous = positions[0]
+    for at in positions[1:]:
+        if at != previous + 1:
+            yield first, previous - first + 1
+            first = at
+        previous = at
+    yield first, previous - first + 1
+
+
+def _drop_conflicts(places: dict[str, list[Place]]) -> None:
+    """Remove weights that seem to be in one place, since they are equal: a change of one would change the others."""
+    owners: defaultdict[tuple[str, bool], list[tuple[str, set[int]]]] = defaultdict(list)
+    conflicting: set[str] = set()
+    for name, each in places.items():
+        for place in each:
+            taken = set(place.channels.tolist())
+            for other, channels in owners[place.initializer, place.vector is None]:
+                if other != name and taken & channels:
+                    conflicting |= {name, other}
+            owners[place.initializer, place.vector is None].append((name, taken))
+    for name in conflicting:
+        del places[name]
+
+
+def _entry(tensor: ir.TensorProtocol) -> Initializer | None:
+    dtype = _DTYPES.get(tensor.dtype)
+    shape = tuple(int(size) for size in tensor.shape.numpy())
+    if dtype is None or not shape:
+        return None
+    if isinstance(tensor, ir.ExternalTensor):
+        begin = tensor.offset or 0
+        return Initializer(dtype, shape, (begin, begin + tensor.nbytes))
+    return Initializer(dtype, shape, None, read(tensor).tobytes()) if tensor.nbytes <= _MAX_INLINE_BYTES else None
+
+
+def _numpy(dtype: str) -> np.dtype[Any]:
+    return np.dtype(np.float16 if dtype == "F16" else np.float32)

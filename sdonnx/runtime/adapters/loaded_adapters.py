@@ -1,0 +1,193 @@
+"""The LoRA files that a pipeline has loaded, their weights, and the initializers that they change."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from sdonnx.errors import OptionError, WeightsError
+from sdonnx.folder.pipeline_folder import PipelineFolder
+from sdonnx.folder.weight_table import Place, WeightTable, channel_rows, put_channels, rows_of
+from sdonnx.lora.adapter_file import AdapterFile
+from sdonnx.lora.weight_change import WeightChange, changed_by_all
+from sdonnx.models.spec import Family
+
+__all__ = ["AdapterState", "LoadedAdapters", "changed_initializers"]
+
+Array = npt.NDArray[Any]
+Changes = Mapping[str, Sequence[tuple[WeightChange, float]]]
+"""Changes of weights and their scales, in order, by the weight's name in the state dict."""
+
+_BIAS = ".bias"
+
+
+@dataclass(frozen=True)
+class AdapterState:
+    """Which adapters are in effect, and how much.
+
+    Attributes:
+        files: the loaded adapters by name.
+        scales: scale of each active adapter by component, by the adapter's name, in the order in which they apply.
+        fused: adapters that stay in the weights when they are unloaded, and their scale.
+        enabled: whether active adapters have an effect.
+    """
+
+    files: Mapping[str, AdapterFile] = field(default_factory=dict)
+    scales: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    fused: tuple[tuple[str, AdapterFile, Mapping[str, float]], ...] = ()
+    enabled: bool = True
+
+    def changes(self, component: str) -> dict[str, list[tuple[WeightChange, float]]]:
+        """Return the changes of a component's weights, those with a scale of 0 left out."""
+        found: defaultdict[str, list[tuple[WeightChange, float]]] = defaultdict(list)
+        for file, scales in self._in_effect():
+            if scale := scales.get(component, 0.0):
+                for name, change in file.changes.get(component, {}).items():
+                    found[name].append((change, scale))
+        return dict(found)
+
+    def _in_effect(self) -> Iterator[tuple[AdapterFile, Mapping[str, float]]]:
+        for _, file, scales in self.fused:
+            yield file, scales
+        if self.enabled:
+            fused = {name for name, *_ in self.fused}
+            for name, scales in self.scales.items():
+                if name not in fused:
+                    yield self.files[name], scales
+
+
+class LoadedAdapters:
+    """Adapters of a pipeline.
+
+    Args:
+        folder: the optimized folder.
+        family: its family.
+
+    Attributes:
+        state: which adapters are in effect.
+    """
+
+    def __init__(self, folder: PipelineFolder, family: Family) -> None:
+        self.state = AdapterState()
+        self._folder = folder
+        self._components = [spec.name for spec in family.components if spec.takes_lora]
+        self._tables: dict[str, WeightTable] | None = None
+
+    @property
+    def tables(self) -> Mapping[str, WeightTable]:
+        """The table of each component that a LoRA can change.
+
+        Raises:
+            OptionError: the pipeline has no such component, or an older version has written the folder.
+            FolderError: a table is broken.
+        """
+        if self._tables is None:
+            if not self._components:
+                raise OptionError(
+                    f"{self._folder.path} is a pipeline whose weights no LoRA file can change",
+                    "Stable Diffusion 1, 2 or XL",
+                    "fuse the LoRA with diffusers before the export",
+                )
+            read = {name: WeightTable.read(self._folder.component(name)) for name in self._components}
+            if missing := [name for name, table in read.items() if table is None]:
+                raise OptionError(
+                    f"{self._folder.path} does not say where the weights of {missing[0]} are",
+                    "a folder that this version has optimized",
+                    "optimize the exported pipeline again",
+                )
+            self._tables = {name: table for name, table in read.items() if table is not None}
+        return self._tables
+
+    def names(self) -> dict[str, Collection[str]]:
+        """Return the names of the weights of each component in its state dict."""
+        return {name: sorted({*table.places, *table.fixed, *table.unused}) for name, table in self.tables.items()}
+
+    def require_fitting(self, file: AdapterFile) -> None:
+        """Raise unless every change of an adapter can be made.
+
+        Raises:
+            WeightsError: a change has another shape than its weight.
+            OptionError: a weight cannot be changed, or a bias would be.
+        """
+        for component, changes in file.changes.items():
+            table = self.tables[component]
+            if fixed := sorted(changes.keys() & table.fixed):
+                raise OptionError(
+                    f"the LoRA changes {len(fixed)} weights of {component} that cannot be changed, such as {fixed[0]}",
+                    "weights that are not quantized",
+                    "optimize without --quantize, or exclude these modules from it",
+                )
+            if biases := sorted(name for name in changes if name.endswith(_BIAS)):
+                raise OptionError(
+                    f"the LoRA changes {len(biases)} biases of {component}, such as {biases[0]}",
+                    "changes of weights",
+                    "fuse it with diffusers before the export",
+                )
+            for name, change in changes.items():
+                if name not in table.unused:
+                    change.check(table.shapes[name])
+
+    def changed(self, state: AdapterState, component: str) -> dict[str, Array]:
+        """Return the initializers of a component that differ from the folder's, with their values.
+
+        Raises:
+            FolderError: the file of weights cannot be read.
+            WeightsError: a changed weight exceeds the range of its type.
+        """
+        table = self.tables[component]
+        changes = {name: each for name, each in state.changes(component).items() if name not in table.unused}
+        return changed_initializers(table, changes)
+
+
+def changed_initializers(table: WeightTable, changes: Changes) -> dict[str, Array]:
+    """Return the initializers that hold changed weights, computed in float32 from those of the folder.
+
+    Args:
+        table: where the weights are.
+        changes: the changes.
+
+    Raises:
+        FolderError: the file of weights cannot be read.
+        WeightsError: a changed weight exceeds the range of its type.
+    """
+    results: dict[str, Array] = {}
+    for name, each in changes.items():
+        places, shape = table.places[name], table.shapes[name]
+        for place in places:
+            if place.initializer not in results:
+                results[place.initializer] = table.base(place.initializer)
+        base = _weight(table, places[0], shape)
+        weight = changed_by_all(base, list(each))
+        for place in places:
+            _put(results[place.initializer], place, weight, base, name)
+    return results
+
+
+def _weight(table: WeightTable, place: Place, shape: tuple[int, ...]) -> npt.NDArray[np.float32]:
+    """Return a weight of the folder in torch's layout."""
+    rows = channel_rows(table.base(place.initializer), place.layout, int(np.prod(shape[1:])))[place.channels]
+    if place.layout == "nhwc" and len(shape) == 4:
+        rows = rows.reshape(shape[0], *shape[2:], shape[1]).transpose(0, 3, 1, 2)
+    return np.ascontiguousarray(rows.reshape(shape), np.float32)
+
+
+def _put(values: Array, place: Place, weight: Array, base: Array, name: str) -> None:
+    """Write a weight, or the bias that was moved behind it, into an initializer."""
+    if place.vector is None:
+        rows = rows_of(weight, place.layout)
+    else:
+        moved = channel_rows(values, place.layout, 1)[place.channels, 0].astype(np.float32)
+        rows = (moved + rows_of(weight - base, "rows") @ place.vector)[:, None]
+    largest = float(np.abs(rows).max())
+    if not largest <= np.finfo(values.dtype).max:
+        raise WeightsError(
+            f"with the adapters, {name} reaches {largest:g}, beyond the range of {values.dtype}",
+            "weights in its range",
+            "use smaller weights, or a folder in float32",
+        )
+    put_channels(values, place.layout, place.channels, rows.astype(values.dtype))
