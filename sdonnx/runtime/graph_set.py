@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -21,7 +21,7 @@ from sdonnx.models import abi
 from sdonnx.models.spec import Family, Role
 from sdonnx.runtime.device.device import Device
 from sdonnx.runtime.device.kernel_workarounds import KernelCheck
-from sdonnx.runtime.device.load_shared_weights import load_shared_weights
+from sdonnx.runtime.device.load_shared_weights import load_shared_weights, shareable
 from sdonnx.runtime.device.own_kernel_form import OwnKernelForm
 from sdonnx.runtime.device.session import Graph, Run, SessionSettings
 
@@ -92,6 +92,7 @@ class GraphSet:
         self._loaded: dict[tuple[Role, bool, int], Graph] = {}
         self._weights: dict[str, OrtValue] | None = None
         self._loading_weights = threading.Lock()
+        self._changed: dict[str, dict[str, OrtValue]] = {}
 
     @cached_property
     def has_short(self) -> bool:
@@ -191,11 +192,45 @@ class GraphSet:
             path, captures = self.path(role, short=short, number=number), self.stays(role) and role not in _UNCAPTURED
             # The caller's options are one object for all sessions: ONNX Runtime rejects to add an initializer twice.
             shares = role in abi.DENOISER_ROLES and self._settings.session_options is None
-            weights = self._shared_weights if shares else None
+            weights = partial(self._weights_of, path.parent.name, shares=shares)
             self._loaded[key] = Graph(
                 path, self.device, capture=captures, tf32=role in _TF32, settings=self._settings, weights=weights
             )
         return self._loaded[key]
+
+    def change_weights(self, changed: Mapping[str, Mapping[str, npt.NDArray[Any]]]) -> None:
+        """Use other values for initializers; no run may be bound to the graphs of these components.
+
+        The graphs are loaded again when they are used next.
+
+        Args:
+            changed: by component, all its initializers that differ from those in the folder.
+
+        Raises:
+            OptionError: the graphs have session options of the caller.
+            DeviceMemoryError: the device has too little memory. The weights are those of before.
+        """
+        if self._settings.session_options is not None:
+            raise OptionError(
+                "weights are changed in a pipeline with session_options, which are one object for all graphs",
+                "sessions with options of their own",
+                "load the pipeline without session_options",
+            )
+        values = {
+            component: {name: shareable(array, self.device) for name, array in arrays.items()}
+            for component, arrays in changed.items()
+        }
+        self.device.synchronize()
+        for key, graph in list(self._loaded.items()):
+            if graph.path.parent.name in changed:
+                graph.unload()  # even if a caller still holds it
+                del self._loaded[key]
+        self._weights = None if not self.loaded() & abi.DENOISER_ROLES else self._weights
+        self._changed |= values
+
+    def _weights_of(self, component: str, *, shares: bool) -> Mapping[str, OrtValue]:
+        """Return the initializers that a graph gets from the host: shared ones, and those with other values."""
+        return {**(self._shared_weights() if shares else {}), **self._changed.get(component, {})}
 
     def load(self) -> None:
         """Load the graphs that every image needs at the same time, except those that do not stay loaded.

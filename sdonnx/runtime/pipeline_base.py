@@ -254,6 +254,22 @@ class PipelineBase(MissingFeatures):
         with host_memory_errors("the request"):
             return device_thread(self.device).run(job, stop)
 
+    def _change(self, change: Callable[[], None]) -> None:
+        """Make a change on the device thread, without captured graphs.
+
+        Raises:
+            OptionError: a callback makes it.
+        """
+        self._require_open()
+
+        def job() -> None:
+            if getattr(self._generating, "now", False):
+                raise OptionError("a callback changes the pipeline", "a change between calls", "make it after the call")
+            self._cache.close()
+            change()
+
+        self._run(job)
+
     def _release(self) -> None:
         self._cache.close()
         self._graphs.close()

@@ -12,7 +12,7 @@ from sdonnx.errors import FolderError
 from sdonnx.folder.pipeline_folder import ONNX_WEIGHTS, SHARED_WEIGHTS, hash_file, read_json
 from sdonnx.runtime.device.device import Device
 
-__all__ = ["load_shared_weights"]
+__all__ = ["load_shared_weights", "shareable"]
 
 _DTYPES: dict[str, np.dtype[Any]] = {"F16": np.dtype("<f2"), "F32": np.dtype("<f4"), "I8": np.dtype("i1")}
 
@@ -43,7 +43,7 @@ def load_shared_weights(component: Path, device: Device) -> dict[str, OrtValue]:
         if not entries or any(_sha256(component, file) != digest for file, digest in graphs.items()):
             return {}
         data = np.memmap(weights, np.uint8, "r")
-        return {name: _shareable(_tensor(data, entry), device) for name, entry in entries.items()}
+        return {name: shareable(_tensor(data, entry), device) for name, entry in entries.items()}
     except (AttributeError, KeyError, OSError, OverflowError, TypeError, ValueError) as error:
         raise FolderError(
             f"{index} does not match {ONNX_WEIGHTS} ({type(error).__name__}: {error})",
@@ -67,7 +67,7 @@ def _sha256(component: Path, file: str) -> str | None:
     return hash_file(path)[1] if path.is_file() else None
 
 
-def _shareable(values: np.ndarray[Any, Any], device: Device) -> OrtValue:
+def shareable(values: np.ndarray[Any, Any], device: Device) -> OrtValue:
     """Return a tensor on the device that does not own its memory, as ONNX Runtime requires of shared weights."""
     owner = device.upload(values)
     return owner if device.provider == "cpu" else OrtValue.from_dlpack(owner)

@@ -69,8 +69,8 @@ def require_no_attention_options(options: Any) -> None:
     if isinstance(options, Mapping) and set(options) == {"scale"}:
         raise OptionError(
             "cross_attention_kwargs sets the scale of a LoRA",
-            "no LoRA, which cannot be loaded into an optimized folder yet",
-            "fuse it before the export: fuse_lora(lora_scale=...), unload_lora_weights(), save_pretrained()",
+            "the weights of adapters, which are set before the call",
+            "call set_adapters(name, weight)",
         )
     raise OptionError(
         f"cross_attention_kwargs is {options!r}", "None: attentions are part of the graphs", "leave it out"

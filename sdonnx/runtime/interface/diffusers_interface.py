@@ -17,6 +17,7 @@ from sdonnx.runtime.interface.component_handle import ComponentHandle, DataType,
 from sdonnx.runtime.interface.frozen_config import FrozenConfig
 from sdonnx.runtime.interface.hub import upload
 from sdonnx.runtime.interface.keyword_arguments import names_its_arguments, require_known
+from sdonnx.runtime.interface.lora_interface import LoraInterface
 from sdonnx.runtime.interface.memory_options import MemoryOptions
 from sdonnx.runtime.interface.pretrained_options import PretrainedOptions, parse_device
 from sdonnx.runtime.interface.save_folder import changed_files, save_folder, stale_files
@@ -51,7 +52,7 @@ def _component_property(name: str) -> property:
     return property(read, refuse, doc=f"The {name}: its `config`, `dtype` and `device`.")
 
 
-class DiffusersInterface(MemoryOptions):
+class DiffusersInterface(MemoryOptions, LoraInterface):
     """The interface of diffusers' `DiffusionPipeline`, apart from the call."""
 
     safety_checker: SafetyChecker | None

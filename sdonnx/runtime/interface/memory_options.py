@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from sdonnx.errors import OptionError
@@ -116,17 +115,3 @@ class MemoryOptions(PipelineBase):
 
     def _set_low_memory(self, low_memory: LowMemory) -> None:
         self._change(lambda: self._graphs.set_low_memory(low_memory))
-
-    def _change(self, change: Callable[[], None]) -> None:
-        """Make a change on the device thread, without captured graphs."""
-        self._require_open()
-
-        def job() -> None:
-            if getattr(self._generating, "now", False):
-                raise OptionError(
-                    "a callback changes the memory options", "a change between calls", "make it after the call"
-                )
-            self._cache.close()
-            change()
-
-        self._run(job)

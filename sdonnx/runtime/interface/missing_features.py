@@ -38,32 +38,16 @@ WITHOUT_EFFECT: Mapping[str, str] = {
 }
 """Methods that change no image, with the reason why they have no effect."""
 
-_FUSED_LORA = (
-    "load and fuse it with diffusers (load_lora_weights, fuse_lora, unload_lora_weights, save_pretrained), "
-    "then export and optimize that folder"
-)
 _TEXTUAL_INVERSION = (
     "load it with diffusers (load_textual_inversion, save_pretrained), then export and optimize that folder"
 )
 _NONE_LOADED = "leave the call out; for another variant, optimize another folder"
 
 REFUSED: Mapping[str, tuple[str, str]] = {
-    "delete_adapters": ("LoRA cannot be changed at run time", _FUSED_LORA),
-    "disable_lora": ("LoRA cannot be changed at run time", _FUSED_LORA),
     "enable_freeu": ("FreeU, which changes the image, is not supported", "leave the call out"),
     "enable_group_offload": ("groups of layers cannot be offloaded", _OFFLOAD),
-    "enable_lora": ("LoRA cannot be changed at run time", _FUSED_LORA),
-    "enable_lora_hotswap": ("LoRA cannot be changed at run time", _FUSED_LORA),
     "enable_pag": ("perturbed-attention guidance, which changes the image, is not supported", "leave the call out"),
-    "fuse_lora": ("LoRA cannot be fused into an optimized folder", _FUSED_LORA),
-    "get_active_adapters": ("LoRA cannot be changed at run time", _FUSED_LORA),
-    "get_list_adapters": ("LoRA cannot be changed at run time", _FUSED_LORA),
-    "load_lora_weights": ("LoRA cannot be loaded at run time", _FUSED_LORA),
     "load_textual_inversion": ("a textual inversion is part of the folder's text encoder", _TEXTUAL_INVERSION),
-    "set_adapters": ("LoRA cannot be changed at run time", _FUSED_LORA),
-    "set_lora_device": ("LoRA cannot be changed at run time", _FUSED_LORA),
-    "unfuse_lora": ("a LoRA cannot be taken out of an optimized folder", _NONE_LOADED),
-    "unload_lora_weights": ("no LoRA is loaded", _NONE_LOADED),
     **MISSING_METHODS,
     "unload_textual_inversion": ("a textual inversion is part of the folder's text encoder", _NONE_LOADED),
 }

@@ -1,0 +1,253 @@
+"""LoRA at run time, with the methods of diffusers' pipelines."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from sdonnx.errors import OptionError
+from sdonnx.lora.adapter_file import AdapterFile, read_adapter
+from sdonnx.runtime.adapters.loaded_adapters import AdapterState, LoadedAdapters
+from sdonnx.runtime.inputs.argument_checks import require_number
+from sdonnx.runtime.pipeline_base import PipelineBase
+
+__all__ = ["LoraInterface"]
+
+_LOGGER = logging.getLogger("sdonnx")
+
+_SHOWN = 3  # unknown keys in a message
+
+
+class LoraInterface(PipelineBase):
+    """The LoRA methods of diffusers' pipelines.
+
+    Adapters are part of the weights, so that a step takes no longer, and changes are computed from the weights of the
+    folder, so that an image after a change back is the same bit for bit. A change loads the graphs again.
+    """
+
+    _adapters: LoadedAdapters
+
+    def load_lora_weights(
+        self,
+        pretrained_model_name_or_path_or_dict: Any,
+        adapter_name: str | None = None,
+        *,
+        weight_name: str | None = None,
+    ) -> None:
+        """Load a LoRA file, and use it beside those that are active, with a weight of 1.
+
+        Args:
+            pretrained_model_name_or_path_or_dict: a safetensors file, a folder that PEFT or diffusers wrote, or a file
+                that `sdonnx.lora.adapter_file.read_adapter` has read.
+            adapter_name: its name for `set_adapters`; by default "default_0", "default_1" and so on.
+            weight_name: the file in a folder.
+
+        Raises:
+            WeightsError: the file cannot be read, or is for another model. The pipeline stays as it was.
+            OptionError: the name is taken, or the folder cannot be changed.
+            DeviceMemoryError: the device has too little memory.
+        """
+        state, source = self._adapters.state, pretrained_model_name_or_path_or_dict
+        name = adapter_name or next(
+            f"default_{i}" for i in range(len(state.files) + 1) if f"default_{i}" not in state.files
+        )
+        if name in state.files:
+            raise OptionError(
+                f"an adapter with the name {name!r} is loaded",
+                "a new name",
+                "pass another adapter_name, or delete_adapters",
+            )
+        if isinstance(source, AdapterFile):
+            file = source
+        elif isinstance(source, str | Path):
+            path = Path(source) if weight_name is None else Path(source) / weight_name
+            file = read_adapter(path, self._adapters.names())
+        else:
+            raise OptionError(
+                f"a LoRA of the type {type(source).__name__}",
+                "the path of a safetensors file",
+                "save the tensors in one",
+            )
+        self._adapters.require_fitting(file)
+        if file.unknown:
+            shown = ", ".join(file.unknown[:_SHOWN])
+            _LOGGER.warning("%d keys of the LoRA %s match no weight: %s", len(file.unknown), name, shown)
+        scales = {**state.scales, name: dict.fromkeys(self._adapters.tables, 1.0)}
+        self._use(replace(state, files={**state.files, name: file}, scales=scales))
+
+    def set_adapters(self, adapter_names: str | Sequence[str], adapter_weights: Any = None) -> None:
+        """Choose the adapters that have an effect, and their weights.
+
+        Args:
+            adapter_names: names of loaded adapters. They apply in this order.
+            adapter_weights: a number for all, or a list with one for each. In place of a number, a mapping has one for
+                each component: `{"unet": 0.8, "text_encoder": 0.5}`; those that are not named have 1. By default 1.
+
+        Raises:
+            OptionError: a name or a weight cannot be used. The pipeline stays as it was.
+            DeviceMemoryError: the device has too little memory.
+        """
+        names = [adapter_names] if isinstance(adapter_names, str) else list(adapter_names)
+        self._require_loaded(names)
+        many = isinstance(adapter_weights, Sequence) and not isinstance(adapter_weights, str)
+        weights = list(adapter_weights) if many else [adapter_weights] * len(names)
+        if len(weights) != len(names) or len(set(names)) != len(names):
+            raise OptionError(
+                f"{len(weights)} weights for the adapters {names}", "one for each, and each name once", "pass as many"
+            )
+        scales = {name: self._by_component(name, weight) for name, weight in zip(names, weights, strict=True)}
+        self._use(replace(self._adapters.state, scales=scales, enabled=True))
+
+    def delete_adapters(self, adapter_names: str | Sequence[str]) -> None:
+        """Unload adapters.
+
+        Raises:
+            OptionError: one is not loaded.
+        """
+        names = {adapter_names} if isinstance(adapter_names, str) else set(adapter_names)
+        self._require_loaded(names)
+        state = self._adapters.state
+        files = {name: file for name, file in state.files.items() if name not in names}
+        scales = {name: each for name, each in state.scales.items() if name not in names}
+        self._use(replace(state, files=files, scales=scales))
+
+    def unload_lora_weights(self, reset_to_overwritten_params: bool = False) -> None:
+        """Unload all adapters. Those that `fuse_lora` has fused stay in the weights.
+
+        Args:
+            reset_to_overwritten_params: has no effect.
+        """
+        self._use(AdapterState(fused=self._adapters.state.fused))
+
+    def disable_lora(self) -> None:
+        """Generate images without the active adapters, which stay loaded."""
+        self._use(replace(self._adapters.state, enabled=False))
+
+    def enable_lora(self) -> None:
+        """Use the active adapters again."""
+        self._use(replace(self._adapters.state, enabled=True))
+
+    def fuse_lora(
+        self,
+        components: Sequence[str] | None = None,
+        lora_scale: float = 1.0,
+        safe_fusing: bool = False,
+        adapter_names: Sequence[str] | None = None,
+    ) -> None:
+        """Keep adapters in the weights when they are unloaded, as in diffusers.
+
+        Args:
+            components: the components that are changed; by default all.
+            lora_scale: factor of the adapters' weights.
+            safe_fusing: has no effect: weights beyond the range of their type are always refused.
+            adapter_names: the adapters; by default the active ones.
+
+        Raises:
+            OptionError: an adapter is not loaded, or there is no such component.
+        """
+        state = self._adapters.state
+        names = list(state.scales) if adapter_names is None else list(adapter_names)
+        self._require_loaded(names)
+        require_number("lora_scale", lora_scale)
+        chosen = set(self._adapters.tables if components is None else components)
+        self._require_components(chosen)
+        every = dict.fromkeys(self._adapters.tables, 1.0)
+        fused = [
+            (
+                name,
+                state.files[name],
+                {part: lora_scale * scale for part, scale in state.scales.get(name, every).items() if part in chosen},
+            )
+            for name in names
+        ]
+        kept = [each for each in state.fused if each[0] not in names]
+        self._use(replace(state, fused=(*kept, *fused)))
+
+    def unfuse_lora(self, components: Sequence[str] | None = None) -> None:
+        """Take fused adapters out of the weights.
+
+        Args:
+            components: the components that are changed; by default all.
+
+        Raises:
+            OptionError: there is no such component.
+        """
+        state = self._adapters.state
+        if not state.fused:
+            return
+        chosen = set(self._adapters.tables if components is None else components)
+        self._require_components(chosen)
+        left = [
+            (name, file, {part: scale for part, scale in scales.items() if part not in chosen})
+            for name, file, scales in state.fused
+        ]
+        self._use(replace(state, fused=tuple(each for each in left if each[2])))
+
+    def get_active_adapters(self) -> list[str]:
+        """Return the names of the active adapters."""
+        state = self._adapters.state
+        return list(state.scales) if state.enabled else []
+
+    def get_list_adapters(self) -> dict[str, list[str]]:
+        """Return the names of the loaded adapters of each component that they change."""
+        found: dict[str, list[str]] = {}
+        for name, file in self._adapters.state.files.items():
+            for component, changes in file.changes.items():
+                if changes:
+                    found.setdefault(component, []).append(name)
+        return found
+
+    def set_lora_device(self, adapter_names: Sequence[str], device: Any) -> None:
+        """Do nothing: the changes are part of the weights, and the files are kept on the host."""
+        _LOGGER.info("set_lora_device() has no effect: adapters are part of the weights")
+
+    def enable_lora_hotswap(self, **options: Any) -> None:
+        """Do nothing: adapters of any rank are changed without compiling."""
+        _LOGGER.info("enable_lora_hotswap() has no effect: adapters of any rank can be exchanged")
+
+    def _use(self, state: AdapterState) -> None:
+        """Change the weights to those of a state; after an error, they are those of before."""
+        adapters, before = self._adapters, self._adapters.state
+        changed = {}
+        for component in adapters.tables if state.files or state.fused or before.files or before.fused else ():
+            if _effect(state, component) != _effect(before, component):
+                start = time.perf_counter()
+                changed[component] = adapters.changed(state, component)
+                seconds = time.perf_counter() - start
+                _LOGGER.debug("changed %d initializers of %s in %.2f s", len(changed[component]), component, seconds)
+        if changed:
+            self._change(lambda: self._graphs.change_weights(changed))
+        adapters.state = state
+
+    def _by_component(self, name: str, weight: Any) -> dict[str, float]:
+        """Return the scale of an adapter in each component."""
+        components = self._adapters.tables
+        if isinstance(weight, Mapping):
+            self._require_components(weight)
+            values = {component: weight.get(component, 1.0) for component in components}
+        else:
+            values = dict.fromkeys(components, 1.0 if weight is None else weight)
+        for value in values.values():
+            require_number(f"the weight of the adapter {name}", value)
+        return {component: float(value) for component, value in values.items()}
+
+    def _require_components(self, names: Any) -> None:
+        if unknown := sorted(set(names) - self._adapters.tables.keys()):
+            accepted = ", ".join(self._adapters.tables)
+            raise OptionError(f"a LoRA in the component {unknown[0]}", f"some of {accepted}", "name one of them")
+
+    def _require_loaded(self, names: Any) -> None:
+        loaded = self._adapters.state.files
+        if missing := sorted(set(names) - loaded.keys()):
+            shown = ", ".join(loaded) or "none"
+            raise OptionError(f"the adapter {missing[0]}, which is not loaded", f"one of: {shown}", "load it first")
+
+
+def _effect(state: AdapterState, component: str) -> list[tuple[str, list[tuple[int, float]]]]:
+    """Return what a state changes in a component, for comparison."""
+    changes = state.changes(component)
+    return sorted((name, [(id(change), scale) for change, scale in each]) for name, each in changes.items())

@@ -1,0 +1,226 @@
+"""LoRA at run time against diffusers: images, restored weights, and refused input."""
+
+from __future__ import annotations
+
+import logging
+import resource
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.logged_lines import logged_lines
+from support.lora_files import pipeline_of, write_lora
+from support.pipeline_cache import PipelineCache
+from support.pipelines import refused
+
+from sdonnx.errors import OptionError, WeightsError
+from sdonnx.folder.weight_table import PROVENANCE
+from sdonnx.metrics import psnr
+from sdonnx.runtime.pipeline import OrtDiffusionPipeline
+
+# diffusers converts torch tensors to numpy in a way that numpy deprecates, and PEFT warns of layers without the LoRA.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore:While injecting the PEFT adapters:RuntimeWarning"),
+]
+
+Array = npt.NDArray[Any]
+
+SAME_DB = 60
+
+TEXT = ["q_proj", "v_proj", "out_proj", "fc1"]
+
+# The single layer of the first text encoder of `sdxl-tiny` is not computed.
+ENCODER = {"tiny": "text_encoder", "sdxl-tiny": "text_encoder_2"}
+
+# Each changes the image, but for "fused twice".
+STATES = (
+    ("weights", lambda pipe: pipe.set_adapters(["first", "second"], [0.3, 0.9])),
+    ("one", lambda pipe: pipe.set_adapters("second")),
+    ("negative", lambda pipe: pipe.set_adapters(["first"], [-0.5])),
+    ("disabled", lambda pipe: pipe.disable_lora()),
+    ("enabled", lambda pipe: pipe.enable_lora()),
+    ("deleted", lambda pipe: pipe.delete_adapters("first")),
+    ("other", lambda pipe: pipe.set_adapters(["second"], 0.4)),
+)
+
+
+class Pair:
+    """One pipeline in diffusers and in this project, and two LoRA files for it."""
+
+    def __init__(self, arch: str, pipelines: PipelineCache, folder: Path) -> None:
+        source = pipelines.nano(arch)
+        self.folder = pipelines.optimized(pipelines.exported(source), provider="cpu")
+        self.files = [
+            write_lora(source, folder / "a", 0, {"unet": ["to_q", "to_v", "proj"], ENCODER[arch]: TEXT}),
+            write_lora(
+                source, folder / "b", 1, {"unet": ["to_k", "to_out.0", "conv1", "proj_in", "time_emb_proj"]}, r=3
+            ),
+        ]
+        self.source = source
+
+    def load(self) -> tuple[Any, OrtDiffusionPipeline]:
+        ours = OrtDiffusionPipeline.from_pretrained(self.folder)
+        ours.set_progress_bar_config(disable=True)
+        return pipeline_of(self.source), ours
+
+
+def image_of(pipe: Any) -> Array:
+    size = {"height": 64, "width": 64, "num_inference_steps": 2, "output_type": "np"}
+    image: Array = pipe("a red fox", **size, generator=torch.Generator().manual_seed(0)).images[0]
+    return image
+
+
+@pytest.fixture(scope="module", params=list(ENCODER))
+def pair(request: pytest.FixtureRequest, pipelines: PipelineCache, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    return Pair(request.param, pipelines, tmp_path_factory.mktemp("lora"))
+
+
+def test_every_state_is_that_of_diffusers(pair: Pair) -> None:
+    theirs, ours = pair.load()
+    base = before = image_of(ours)
+    assert psnr(base, image_of(theirs)) > SAME_DB
+    for file, name in zip(pair.files, ("first", "second"), strict=True):
+        theirs.load_lora_weights(file.parent, adapter_name=name)
+        ours.load_lora_weights(file, adapter_name=name)
+    theirs.set_adapters(["first", "second"])  # loading another one leaves only that active in diffusers
+    for state, change in (("loaded", lambda _: None), *STATES):
+        change(theirs)
+        change(ours)
+        expected, found = image_of(theirs), image_of(ours)
+        assert psnr(found, expected) > SAME_DB, state
+        assert psnr(found, before) < 50, state
+        before = found
+    assert ours.get_active_adapters() == theirs.get_active_adapters() == ["second"]
+    assert ours.get_list_adapters() == {"unet": ["second"]}
+    ours.unload_lora_weights()
+    assert np.array_equal(image_of(ours), base)
+
+
+def test_fused_adapters_stay_when_they_are_unloaded(pair: Pair) -> None:
+    theirs, ours = pair.load()
+    base = image_of(ours)
+    for pipe in (theirs, ours):
+        pipe.load_lora_weights(pair.files[0].parent, adapter_name="first")
+        pipe.fuse_lora(lora_scale=0.7)
+        pipe.unload_lora_weights()
+    assert psnr(image_of(ours), image_of(theirs)) > SAME_DB
+    assert psnr(image_of(ours), base) < 50
+    ours.unfuse_lora()
+    assert np.array_equal(image_of(ours), base)
+
+
+def test_weights_by_component(pair: Pair) -> None:
+    theirs, ours = pair.load()
+    weights = {"unet": 0.3, "text_encoder": 0.8}
+    for pipe in (theirs, ours):
+        pipe.load_lora_weights(pair.files[0].parent, adapter_name="first")
+        pipe.set_adapters("first", weights)
+    assert psnr(image_of(ours), image_of(theirs)) > SAME_DB
+
+
+def test_many_switches_leave_nothing(pair: Pair) -> None:
+    _, ours = pair.load()
+    for number, file in enumerate(pair.files):
+        ours.load_lora_weights(file, adapter_name=str(number))
+    ours.set_adapters(["0", "1"], [0.4, 0.6])
+    first = image_of(ours)
+    draws = np.random.default_rng(5)
+    used = 0
+    for number in range(500):
+        ours.set_adapters(["0", "1"], draws.normal(size=2).tolist())
+        if number % 100 == 50:
+            image_of(ours)
+        if number == 100:
+            used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - used < 100_000  # KB
+    ours.set_adapters(["0", "1"], [0.4, 0.6])
+    assert np.array_equal(image_of(ours), first)
+
+
+def test_unknown_keys_are_listed(pair: Pair, tmp_path: Path) -> None:
+    _, ours = pair.load()
+    tensors = load_file(pair.files[1])
+    save_file({**tensors, "unet.nowhere.lora_A.weight": torch.ones(2, 2)}, tmp_path / "more.safetensors")
+    with logged_lines(logging.WARNING) as lines:
+        ours.load_lora_weights(tmp_path / "more.safetensors", adapter_name="more")
+    assert len(lines) == 1
+    assert "unet.nowhere" in lines[0]
+
+
+def test_a_refused_file_changes_nothing(pair: Pair, tmp_path: Path) -> None:
+    _, ours = pair.load()
+    base = image_of(ours)
+    tensors = load_file(pair.files[1])
+    name = next(name for name in tensors if "lora_A" in name and tensors[name].ndim == 2)
+    wrong = tensors[name]
+    save_file({**tensors, name: torch.cat([wrong, wrong], 1)}, tmp_path / "wrong.safetensors")
+    with refused(WeightsError, "shape", "an adapter for this model"):
+        ours.load_lora_weights(tmp_path / "wrong.safetensors")
+    (tmp_path / "broken.safetensors").write_bytes(b"no safetensors")
+    with refused(WeightsError, "broken.safetensors"):
+        ours.load_lora_weights(tmp_path / "broken.safetensors")
+    assert ours.get_list_adapters() == {}
+    assert np.array_equal(image_of(ours), base)
+
+
+@pytest.mark.parametrize(
+    ("call", "parts"),
+    [
+        (lambda pipe, file: pipe.load_lora_weights(file, adapter_name="one"), ["'one' is loaded"]),
+        (lambda pipe, file: pipe.load_lora_weights({"a": 1}), ["type dict"]),
+        (lambda pipe, file: pipe.set_adapters("two"), ["two, which is not loaded", "one of: one"]),
+        (lambda pipe, file: pipe.set_adapters(["one"], [1, 2]), ["2 weights"]),
+        (lambda pipe, file: pipe.set_adapters(["one", "one"]), ["each name once"]),
+        (lambda pipe, file: pipe.set_adapters("one", float("nan")), ["nan"]),
+        (lambda pipe, file: pipe.set_adapters("one", "much"), ["much"]),
+        (lambda pipe, file: pipe.set_adapters("one", {"vae": 1}), ["component vae"]),
+        (lambda pipe, file: pipe.set_adapters("one", {"unet": {"mid": 1}}), ["mid"]),
+        (lambda pipe, file: pipe.delete_adapters(["two"]), ["two"]),
+        (lambda pipe, file: pipe.fuse_lora(["vae"]), ["vae"]),
+        (lambda pipe, file: pipe.fuse_lora(lora_scale="much"), ["lora_scale"]),
+    ],
+)
+def test_wrong_arguments(pair: Pair, call: Any, parts: list[str]) -> None:
+    _, ours = pair.load()
+    ours.load_lora_weights(pair.files[0], adapter_name="one")
+    with refused(OptionError, *parts):
+        call(ours, pair.files[0])
+    assert ours.get_active_adapters() == ["one"]
+
+
+def test_a_callback_cannot_change_adapters(pair: Pair) -> None:
+    _, ours = pair.load()
+    ours.load_lora_weights(pair.files[0], adapter_name="one")
+
+    def change(pipe: Any, *_: Any) -> dict[str, Any]:
+        pipe.set_adapters("one", 0.5)
+        return {}
+
+    with refused(OptionError, "callback"):
+        ours("a red fox", height=64, width=64, num_inference_steps=2, callback_on_step_end=change)
+
+
+def test_session_options_are_refused(pair: Pair) -> None:
+    import onnxruntime
+
+    ours = OrtDiffusionPipeline.from_pretrained(pair.folder, session_options=onnxruntime.SessionOptions())
+    with refused(OptionError, "session_options"):
+        ours.load_lora_weights(pair.files[0])
+    assert ours.get_list_adapters() == {}
+
+
+def test_a_folder_without_tables_says_what_to_do(pair: Pair, tmp_path: Path) -> None:
+    shutil.copytree(pair.folder, tmp_path / "old")
+    for table in (tmp_path / "old").rglob(PROVENANCE):
+        table.unlink()
+    ours = OrtDiffusionPipeline.from_pretrained(tmp_path / "old")
+    with refused(OptionError, "does not say where", "optimize the exported pipeline again"):
+        ours.load_lora_weights(pair.files[0])
