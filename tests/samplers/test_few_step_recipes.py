@@ -24,7 +24,8 @@ from sdonnx.samplers import CustomSchedule, config_for, plan
 pytestmark = TENSOR_TO_ARRAY
 
 # scheduler_config.json of the folders of SDXL-Turbo and SD-Turbo.
-TURBO: Config = {**SDXL, "_class_name": "EulerAncestralDiscreteScheduler", "timestep_spacing": "trailing"}
+XL_TURBO: Config = {**SDXL, "_class_name": "EulerAncestralDiscreteScheduler", "timestep_spacing": "trailing"}
+TURBO: Config = {**SDXL, "timestep_spacing": "trailing"}
 
 
 @dataclass(frozen=True)
@@ -58,8 +59,10 @@ RECIPES = {
     "lightning-2": Recipe(SDXL, "euler sgm_uniform", "EulerDiscreteScheduler", TRAILING, steps=2),
     "lightning-4": Recipe(SDXL, "euler sgm_uniform", "EulerDiscreteScheduler", TRAILING, steps=4),
     "lightning-8": Recipe(SDXL, "euler sgm_uniform", "EulerDiscreteScheduler", TRAILING, steps=8),
-    "turbo-1": Recipe(TURBO, "euler a", "EulerAncestralDiscreteScheduler", steps=1),
-    "turbo-4": Recipe(TURBO, "euler a", "EulerAncestralDiscreteScheduler", steps=4),
+    "sdxl-turbo-1": Recipe(XL_TURBO, "euler a", "EulerAncestralDiscreteScheduler", steps=1),
+    "sdxl-turbo-4": Recipe(XL_TURBO, "euler a", "EulerAncestralDiscreteScheduler", steps=4),
+    "sd-turbo-1": Recipe(TURBO, "euler", "EulerDiscreteScheduler", steps=1),
+    "sd-turbo-4": Recipe(TURBO, "euler", "EulerDiscreteScheduler", steps=4),
     "dmd2-4": Recipe(SDXL, "lcm", "LCMScheduler", timesteps=(999, 749, 499, 249)),
     "dmd2-1": Recipe(SDXL, "lcm", "LCMScheduler", steps=1, timesteps=(399,)),
     "tcd-lora-4": Recipe(SDXL, "tcd", "TCDScheduler", steps=4, eta=0.3),
