@@ -18,7 +18,8 @@ _NOTES = {
     "stable-diffusion": (
         "1.5, 2.1, 2.1-base",
         "1.x",
-        "also with a UNet trained for inpainting; v-prediction; fine-tuned models should work",
+        "also with a UNet trained for inpainting; v-prediction; distilled guidance (LCM);"
+        " fine-tuned models should work",
     ),
     "stable-diffusion-xl": (
         "base 1.0, Turbo, refiner 1.0",

@@ -15,6 +15,7 @@ import sdonnx
 from sdonnx.cli.control_options import add_control_arguments, control_arguments, control_parameters
 from sdonnx.cli.image_parameters import webui_text
 from sdonnx.cli.read_image import read_image
+from sdonnx.cli.schedule_options import add_schedule_arguments, custom_steps, read_schedule, schedule_arguments
 from sdonnx.cli.write_images import QUALITY, STDOUT, Destination, encoded
 from sdonnx.errors import OptionError, SdonnxError
 from sdonnx.terminal import add_common, add_option, console, step_progress
@@ -30,17 +31,19 @@ _DEFAULT_TILE = 0
 
 _MINIMA = dict.fromkeys(("steps", "num_images", "height", "width", "quality", "max_batch_size", "max_pixels"), 1)
 
-# Argument of the pipeline -> option of the command, for messages. Single words are replaced only before "is".
+# Argument of the pipeline -> option of the command, for messages. Single words are replaced only before certain verbs.
 _OPTIONS = {"num_inference_steps": "--steps", "num_images_per_prompt": "--num_images", "tile_size": "--vae_tiling"} | {
     name: f"--{name}"
     for name in (
         "adapter_conditioning_factor", "adapter_conditioning_scale", "adapter_image", "clip_skip",
         "control_guidance_end", "control_guidance_start", "control_image", "control_mode",
-        "controlnet_conditioning_scale", "guess_mode", "guidance_scale", "height", "ip_adapter_image",
-        "ip_adapter_scale", "mask_image", "negative_prompt", "prompt_weighting", "seed", "strength", "width",
+        "controlnet_conditioning_scale", "eta", "guess_mode", "guidance_scale", "height", "ip_adapter_image",
+        "ip_adapter_scale", "mask_image", "negative_prompt", "prompt_weighting", "seed", "sigmas", "strength",
+        "timesteps", "width",
     )
 }  # fmt: skip
-_ARGUMENT = re.compile(rf"(?<![\w-])(?:{'|'.join(name + ('' if '_' in name else '(?= is )') for name in _OPTIONS)})\b")
+_VERB = r"(?= (?:is|given|start)\b)"
+_ARGUMENT = re.compile(rf"(?<![\w-])(?:{'|'.join(name + ('' if '_' in name else _VERB) for name in _OPTIONS)})\b")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -66,6 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("-n", "--num_images", type=int, default=1, help="images per prompt (default: 1)")
     add("--seed", type=int, default=None, help="seed (default: a random one, which is written into the file)")
     add("--scheduler", default=None, help="ddim, euler, dpmsolver++, unipc, ... (default: the folder's)")
+    add_schedule_arguments(parser)
     add("--image", type=Path, default=None, help="initial image")
     add("--mask_image", type=Path, default=None, help="mask for --image: white pixels are generated anew")
     add("--strength", type=float, default=None, help="how much of the initial image to replace by noise, 0 to 1")
@@ -96,6 +100,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Run the command."""
     _check_numbers(options)
+    with _option_names():
+        read_schedule(options)
     destination = Destination.of(options.output, len(options.prompt) * options.num_images, options.overwrite)
     if options.quality is not None and destination.format == "PNG":
         raise OptionError("--quality for PNG, which loses nothing", "a .jpg or .webp file", "leave out --quality")
@@ -123,7 +129,7 @@ def run(options: argparse.Namespace) -> int:
     if options.guidance_scale is None:
         options.guidance_scale = pipeline.default_guidance_scale
     if options.steps is None:
-        options.steps = pipeline.default_steps
+        options.steps = custom_steps(options, str(pipeline.scheduler)) or pipeline.default_steps
     weights = options.ip_adapter_scale
     with _option_names():
         output = pipeline(
@@ -142,6 +148,7 @@ def run(options: argparse.Namespace) -> int:
             ip_adapter_scale=weights[0] if len(weights) == 1 else weights or None,
             image=image,
             mask_image=mask_image,
+            **schedule_arguments(options),
             **controls,
         )
     _write(options, pipeline, output, destination)
@@ -162,6 +169,7 @@ def _write(
             "steps": options.steps,
             "guidance_scale": options.guidance_scale,
             "scheduler": str(pipeline.scheduler),
+            **schedule_arguments(options),
             "strength": options.strength,
             "clip_skip": options.clip_skip,
             "prompt_weighting": options.prompt_weighting,

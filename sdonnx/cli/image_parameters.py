@@ -26,6 +26,7 @@ _SAMPLERS = {
     "LCMScheduler": "LCM",
     "LMSDiscreteScheduler": "LMS",
     "PNDMScheduler": "PLMS",
+    "TCDScheduler": "TCD",
     "UniPCMultistepScheduler": "UniPC",
 }
 

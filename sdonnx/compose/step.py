@@ -45,7 +45,8 @@ def compose_step(model: ir.Model, config: Mapping[str, Any], *, plain: bool = Fa
     - `mask` (B,1,H,W), `masked_latents` (B,C,H,W) float32: only of denoisers that were trained to inpaint, which
       read them concatenated to the latents (diffusers: StableDiffusionInpaintPipeline with a UNet of 2C + 1 channels)
     - the denoiser's other conditioning inputs, unchanged: `text_embeds` (G*B,P) and `time_ids` (G*B,N) if it is
-      conditioned on image sizes, `encoder_attention_mask` (G*B,S) if it masks padding
+      conditioned on image sizes, `encoder_attention_mask` (G*B,S) if it masks padding, `timestep_cond`
+      (G*B,W) if guidance is distilled into it
 
     Where the denoiser returns twice the channels, the second half is the learned variance, which no sampler here
     reads.

@@ -11,6 +11,8 @@ from typing import Any, ClassVar
 
 import torch
 
+from sdonnx.models.distilled_guidance import TIMESTEP_COND
+
 __all__ = [
     "VAE_WRAPPERS",
     "Denoiser",
@@ -91,22 +93,26 @@ class LayeredVisionEncoder(Wrapper):
 class Denoiser(Wrapper):
     """UNet: sample (B,C,H,W), timestep (1,) or (B,), encoder_hidden_states (B,S,D) -> out_sample (B,C,H,W).
 
-    Subclasses add conditioning inputs by `added_conditions`.
+    UNets with distilled guidance also read timestep_cond (B,W), the embedding of the guidance scale. Subclasses add
+    conditioning inputs by `added_conditions`.
     """
 
     def run(self, *inputs: torch.Tensor) -> torch.Tensor:
         """Run the UNet."""
         named = dict(zip(self.names, inputs, strict=True))
         first = [named.pop(name) for name in ("sample", "timestep", "encoder_hidden_states")]
+        guidance = named.pop(TIMESTEP_COND, None)
         added = self.added_conditions(named)
-        prediction: torch.Tensor = self.model(*first, added_cond_kwargs=added or None, return_dict=False)[0]
+        prediction: torch.Tensor = self.model(
+            *first, timestep_cond=guidance, added_cond_kwargs=added or None, return_dict=False
+        )[0]
         return prediction
 
     def added_conditions(self, named: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         """Return `added_cond_kwargs` of diffusers' UNet2DConditionModel.
 
         Args:
-            named: All inputs but the first three, by their names.
+            named: All inputs but the first three and timestep_cond, by their names.
         """
         return {}
 

@@ -17,6 +17,7 @@ from sdonnx.models.control_networks import (
     CONTROL_TYPES,
     RESIDUAL,
 )
+from sdonnx.models.distilled_guidance import TIMESTEP_COND
 from sdonnx.models.image_adapters import ADAPTER_SCALE
 from sdonnx.models.spec import CAPTION_MASK, TEXT_MASK, Role
 
@@ -82,6 +83,7 @@ __all__ = [
     "STEP_INDEX",
     "TEXT",
     "TEXT_EMBEDS",
+    "TIMESTEP_COND",
     "TIME_IDS",
     "GraphSpec",
     "GraphTensor",
@@ -156,6 +158,7 @@ AXES: Mapping[str, str] = {
     "pooled_size": "numbers of the pooled prompt",
     "size_count": "numbers that describe the image's size and crop, and its aesthetic score",
     "image_tokens": "tokens of all images of one IP-Adapter",
+    "guidance_size": "numbers of the guidance scale's embedding",
     "adapters": "IP-Adapters",
     "blocks": "blocks of the denoiser that read image tokens",
     "vectors": "vectors that one IP-Adapter reads of an image",
@@ -246,6 +249,7 @@ _PIXART = "PixArt"
 _PIXART_SIZES = "PixArt-alpha trained at 1024 pixels"
 _IP_ADAPTER = "IP-Adapter"
 _INPAINTING = "denoisers trained to inpaint"
+_DISTILLED = "UNets with distilled guidance (`time_cond_proj_dim`)"
 
 _INPUT_IDS = GraphTensor(INPUT_IDS, "int32", _TOKEN_SHAPE, "token ids")
 _LAYER_INDEX = GraphTensor(
@@ -271,6 +275,13 @@ _CONDITIONING = (
         TIME_IDS, "float32", ("batch_size", "size_count"), "original size, crop and target size", condition=_XL
     ),
     GraphTensor(CAPTION_MASK, "int32", _TOKEN_SHAPE, "1 for tokens of the caption, 0 for padding", condition=_PIXART),
+    GraphTensor(
+        TIMESTEP_COND,
+        COMPONENT,
+        ("batch_size", "guidance_size"),
+        "the embedding of each image's guidance scale",
+        condition=_DISTILLED,
+    ),
     GraphTensor(RESOLUTION, "float32", (1, 2), "height and width in pixels", condition=_PIXART_SIZES),
     GraphTensor(ASPECT_RATIO, "float32", (1, 1), "height over width", condition=_PIXART_SIZES),
     GraphTensor(

@@ -7,6 +7,7 @@ import difflib
 from sdonnx.errors import FolderError
 from sdonnx.folder.pipeline_folder import PipelineFolder
 from sdonnx.models.control_networks import with_control_networks
+from sdonnx.models.distilled_guidance import with_distilled_guidance
 from sdonnx.models.image_adapters import ADAPTERS, AdapterSet
 from sdonnx.models.ip_adapter import with_adapters
 from sdonnx.models.pixart import PIXART, PIXART_SIGMA
@@ -30,7 +31,7 @@ def family_of(folder: PipelineFolder) -> Family:
     """
     for family in FAMILIES:
         if folder.class_name in family.pipeline_classes:
-            own = family.as_in(folder)
+            own = with_distilled_guidance(family.as_in(folder), folder)
             if folder.has_component(ADAPTERS):
                 own = with_adapters(own, AdapterSet.from_config(folder.config(ADAPTERS)))
             return with_control_networks(own, folder)

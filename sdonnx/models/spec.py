@@ -181,6 +181,7 @@ class Family:
         components: Components in the order in which they run.
         optional: Names of components that some pipelines lack; `family_of` removes the missing ones.
         defaults: Default arguments of a call.
+        class_defaults: Default arguments of a call of pipeline classes with other ones, by class.
         joins: Extends a component's configuration with values of other components: `joins(config, config_of)`, where
             `config_of(name)` returns the configuration of another component, or None if the pipeline lacks it.
         adapters: Adapters for image prompts that the pipeline was exported with.
@@ -191,6 +192,7 @@ class Family:
     components: tuple[ComponentSpec, ...]
     optional: frozenset[str] = frozenset()
     defaults: CallDefaults = field(default_factory=CallDefaults)
+    class_defaults: Mapping[str, CallDefaults] = field(default_factory=dict, hash=False)
     joins: Callable[[Config, Callable[[str], Config | None]], dict[str, Any]] = _unchanged
     adapters: AdapterSet | None = None
 
@@ -238,14 +240,15 @@ class Family:
         return any(spec.role is role for spec in self.components)
 
     def as_in(self, folder: PipelineFolder) -> Family:
-        """Return the family with only the components and inputs that the pipeline in `folder` has.
+        """Return the family with only the components and inputs that the pipeline in `folder` has, and its defaults.
 
         Optional components are removed if the index of `folder` lacks them or their folder does not exist.
         """
         absent = {spec.name for spec in self.components if spec.name in self.optional}
         absent = {name for name in absent if not folder.has_component(self.component(name).source)}
         present = (spec for spec in self.components if spec.name not in absent)
-        return replace(self, components=tuple(_as_in(spec, folder) for spec in present))
+        defaults = self.class_defaults.get(folder.class_name, self.defaults)
+        return replace(self, components=tuple(_as_in(spec, folder) for spec in present), defaults=defaults)
 
     def join_config(self, folder: PipelineFolder, config: Config) -> dict[str, Any]:
         """Return a component's configuration, extended with the values of other components that its inputs depend on.

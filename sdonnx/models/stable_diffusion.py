@@ -1,4 +1,4 @@
-"""Stable Diffusion 1 and 2 (Rombach et al. 2022, arXiv:2112.10752)."""
+"""Stable Diffusion 1 and 2 (Rombach et al. 2022, arXiv:2112.10752), and LCM (Luo et al. 2023, arXiv:2310.04378)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sdonnx.models.components import (
     clip_text_encoder,
 )
 from sdonnx.models.layer_counts import clip_vision, require_class, unet
-from sdonnx.models.spec import ComponentSpec, Config, Family, Role, TensorSpec
+from sdonnx.models.spec import CallDefaults, ComponentSpec, Config, Family, Role, TensorSpec
 
 __all__ = ["STABLE_DIFFUSION"]
 
@@ -38,6 +38,8 @@ _SAFETY_CHECKER = ComponentSpec(
     count_layers=_count_safety_checker,
 )
 
+_CONSISTENCY_CLASSES = ("LatentConsistencyModelPipeline", "ORTLatentConsistencyModelPipeline")
+
 STABLE_DIFFUSION = Family(
     "stable-diffusion",
     frozenset(
@@ -52,6 +54,7 @@ STABLE_DIFFUSION = Family(
             "ORTStableDiffusionPipeline",
             "ORTStableDiffusionImg2ImgPipeline",
             "ORTStableDiffusionInpaintPipeline",
+            *_CONSISTENCY_CLASSES,
         }
     ),
     (
@@ -70,4 +73,5 @@ STABLE_DIFFUSION = Family(
         _SAFETY_CHECKER,
     ),
     optional=frozenset({"safety_checker"}),
+    class_defaults=dict.fromkeys(_CONSISTENCY_CLASSES, CallDefaults(guidance_scale=8.5, num_inference_steps=4)),
 )

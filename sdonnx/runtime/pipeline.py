@@ -285,7 +285,7 @@ class OrtDiffusionPipeline(DiffusersInterface, PromptEncoding):
                 image; if they differ, the sampler runs on the host.
             negative_prompt: text to steer away from, one for all prompts or a list of P texts.
             num_images_per_prompt: number of images for each prompt.
-            eta: share of fresh noise, 0 to 1 (DDIM).
+            eta: share of fresh noise, 0 to 1 (DDIM, TCD).
             generator: a torch.Generator, a TorchCpuGenerator, or a list with one for each image.
             latents: initial noise (B,C,H/8,W/8) in place of a seed; float32 memory of the device is not copied.
             output_type: "pil", "np", "pt", "latent", "ort" or "ort_latent"; see ImageOutput.
@@ -343,7 +343,7 @@ class OrtDiffusionPipeline(DiffusersInterface, PromptEncoding):
             prompt_weighting: CLIP text encoders: "a1111" to read `(word:1.3)`, `(word)` and `[word]` in the prompts as
                 weights, and to encode prompts of any length in chunks. By default brackets are text.
             timesteps: falling timesteps in place of `num_inference_steps`, for schedulers that accept them in diffusers
-                (Euler, Heun, DPM-Solver++, LCM, FlowMatchEuler).
+                (Euler, Heun, DPM-Solver++, LCM, TCD, FlowMatchEuler).
             sigmas: falling noise levels in place of `num_inference_steps` (Euler, FlowMatchEuler, UniPC with
                 `use_flow_sigmas`); those of Euler end with the level after the last step.
             denoising_start: share of the schedule, between 0 and 1, that another pipeline has denoised; `image` then

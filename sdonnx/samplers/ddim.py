@@ -1,4 +1,4 @@
-"""Samplers that step between training timesteps: DDIM, PNDM and latent consistency models.
+"""Samplers that step between training timesteps: DDIM and PNDM.
 
 Their latents are sqrt(alpha_bar) * data + sqrt(1 - alpha_bar) * noise at every timestep.
 """
@@ -6,9 +6,7 @@ Their latents are sqrt(alpha_bar) * data + sqrt(1 - alpha_bar) * noise at every 
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
-from sdonnx.errors import SchedulerError
 from sdonnx.samplers.options import PlanRequest, SchedulerOptions
 from sdonnx.samplers.plans import (
     HISTORY,
@@ -21,17 +19,9 @@ from sdonnx.samplers.plans import (
     predicted_data,
     predicted_noise,
 )
-from sdonnx.samplers.schedule import cumulative_alphas, custom_timesteps, too_many_steps, whole_timesteps
+from sdonnx.samplers.schedule import cumulative_alphas, diffusion_levels, whole_timesteps
 
-__all__ = ["plan_ddim", "plan_lcm", "plan_pndm"]
-
-
-def _levels(
-    alpha_bars: NDArray[np.float64], timesteps: NDArray[np.float64]
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return the scales of data and noise at each timestep: DDPM, arXiv:2006.11239, equation 4."""
-    now = alpha_bars[timesteps.astype(int)]
-    return np.sqrt(now), np.sqrt(1 - now)
+__all__ = ["plan_ddim", "plan_pndm"]
 
 
 def plan_ddim(options: SchedulerOptions, request: PlanRequest) -> SamplingPlan:
@@ -50,7 +40,7 @@ def plan_ddim(options: SchedulerOptions, request: PlanRequest) -> SamplingPlan:
         noise = predicted_noise(kind, LATENTS, PREDICTION, alpha, sigma)
         direction = np.sqrt(max(1 - then - variance, 0.0)) * noise
         matrices.append(new_state(np.sqrt(then) * data + direction + np.sqrt(variance) * NOISE))
-    return assemble(timesteps, matrices, _levels(alpha_bars, timesteps), needs_noise=request.eta > 0)
+    return assemble(timesteps, matrices, diffusion_levels(alpha_bars, timesteps), needs_noise=request.eta > 0)
 
 
 # Weights of the predictions, newest first: arXiv:2202.09778, equation 12, and its lower orders.
@@ -95,58 +85,4 @@ def plan_pndm(options: SchedulerOptions, request: PlanRequest) -> SamplingPlan:
         noise = predicted_noise(options.prediction_type, latents, mixed, alpha, sigma)
         scale = now * np.sqrt(1 - then) + np.sqrt(now * (1 - now) * then)
         matrices.append(new_state(np.sqrt(then / now) * latents - (then - now) / scale * noise, *history))
-    return assemble(timesteps, matrices, _levels(alpha_bars, timesteps))
-
-
-# Standard deviation of the data in the boundary conditions: arXiv:2206.00364, table 1.
-_SIGMA_DATA = 0.5
-
-
-def plan_lcm(options: SchedulerOptions, request: PlanRequest) -> SamplingPlan:
-    """Multistep consistency sampling, arXiv:2303.01469, algorithm 1, of latents (LCM, arXiv:2310.04378).
-
-    The denoised latents are c_out * data + c_skip * latents, arXiv:2303.01469, equation 5, with the c_skip and c_out
-    that latent consistency models are distilled with: `get_scalings_for_boundary_condition_discrete` of diffusers'
-    `LCMScheduler`. The last step adds no noise.
-    """
-    alpha_bars = cumulative_alphas(options).astype(np.float64)
-    given = custom_timesteps(options, request)
-    every = _lcm_timesteps(options, request.steps) if given is None else np.trunc(given)
-    timesteps = every[request.skipped :]
-    levels = _levels(alpha_bars, timesteps)
-    alphas, sigmas = levels
-    matrices = []
-    for i, (t, alpha, sigma) in enumerate(zip(timesteps, alphas, sigmas, strict=True)):
-        time = t * options.timestep_scaling
-        skip = _SIGMA_DATA**2 / (time**2 + _SIGMA_DATA**2)
-        out = time / np.sqrt(time**2 + _SIGMA_DATA**2)
-        denoised = out * predicted_data(options.prediction_type, LATENTS, alpha, sigma) + skip * LATENTS
-        if i + 1 < len(timesteps):
-            denoised = alphas[i + 1] * denoised + sigmas[i + 1] * NOISE
-        matrices.append(new_state(denoised))
-    noisy = np.arange(len(timesteps)) < len(timesteps) - 1
-    return assemble(timesteps, matrices, levels, needs_noise=noisy)
-
-
-def _lcm_timesteps(options: SchedulerOptions, steps: int) -> NDArray[np.float64]:
-    """Return `steps` of the timesteps that the model was distilled with, falling.
-
-    Source: `LCMScheduler.set_timesteps`.
-
-    Raises:
-        SchedulerError: original_inference_steps is outside the training schedule.
-        OptionError: there are more steps than distilled timesteps.
-    """
-    distilled, total = options.original_inference_steps, options.num_train_timesteps
-    if not 1 <= distilled <= total:
-        raise SchedulerError(
-            f"LCMScheduler has original_inference_steps = {distilled}",
-            f"1 to num_train_timesteps, {total}",
-            "correct scheduler_config.json",
-        )
-    if steps > distilled:
-        raise too_many_steps(steps, distilled)
-    falling = (np.arange(1, distilled + 1) * (total // distilled) - 1)[::-1]
-    chosen = np.floor(np.linspace(0, distilled, steps, endpoint=False)).astype(int)
-    timesteps: NDArray[np.float64] = falling[chosen].astype(np.float64)
-    return timesteps
+    return assemble(timesteps, matrices, diffusion_levels(alpha_bars, timesteps))

@@ -34,7 +34,7 @@ def plan(
         config: the content of `scheduler_config.json`, with `_class_name`.
         num_inference_steps: number of steps; ignored with custom timesteps or sigmas. The plan may hold more calls
             than steps (PNDM: one more; Heun: two for each step but the last).
-        eta: share of fresh noise, 0 to 1, for samplers that support it (DDIM). Others ignore it.
+        eta: share of fresh noise, 0 to 1, for samplers that support it (DDIM, TCD). Others ignore it.
         strength: share of the steps to take, above 0 and at most 1, counted from the end. Used for image to image,
             as in diffusers' `StableDiffusionImg2ImgPipeline.get_timesteps`. History starts empty.
         mu: shift towards noise of a schedule with use_dynamic_shifting, as in diffusers' `set_timesteps`.

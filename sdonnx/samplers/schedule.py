@@ -23,6 +23,7 @@ __all__ = [
     "cumulative_alphas",
     "custom_timesteps",
     "deformed_sigmas",
+    "diffusion_levels",
     "spaced_timesteps",
     "timesteps_of_sigmas",
     "too_many_steps",
@@ -97,6 +98,14 @@ def cumulative_alphas(options: SchedulerOptions, *, never_zero: bool = False) ->
     if options.rescale_betas_zero_snr and never_zero:
         alphas[-1] = _NEARLY_ZERO_ALPHA
     return alphas
+
+
+def diffusion_levels(
+    alpha_bars: NDArray[np.float64], timesteps: NDArray[np.float64]
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return the scales of data and noise at each timestep: DDPM, arXiv:2006.11239, equation 4."""
+    now = alpha_bars[timesteps.astype(int)]
+    return np.sqrt(now), np.sqrt(1 - now)
 
 
 def spaced_timesteps(

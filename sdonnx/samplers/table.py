@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from sdonnx.samplers.ddim import plan_ddim, plan_lcm, plan_pndm
+from sdonnx.samplers.consistency import plan_lcm, plan_tcd
+from sdonnx.samplers.ddim import plan_ddim, plan_pndm
 from sdonnx.samplers.dpm_solver import plan_dpm_solver_pp
 from sdonnx.samplers.euler import plan_euler, plan_euler_ancestral, plan_heun
 from sdonnx.samplers.flow import plan_flow_euler
@@ -152,14 +153,19 @@ _UNIPC: Mapping[str, Option] = {
     "shift_terminal": Option(None, float),
 }
 
-_LCM: Mapping[str, Option] = {
+# diffusers' TCDScheduler also has clip_sample, thresholding, set_alpha_to_one and timestep_scaling, and reads none.
+_TCD: Mapping[str, Option] = {
     **_COMMON,
     "beta_start": Option(0.00085, float),
     "beta_end": Option(0.012, float),
     "beta_schedule": Option("scaled_linear", ("linear", "scaled_linear", "squaredcos_cap_v2")),
     "original_inference_steps": Option(50, int),
-    "timestep_scaling": Option(10.0, float),
     "rescale_betas_zero_snr": Option(False, bool),
+}
+
+_LCM: Mapping[str, Option] = {
+    **_TCD,
+    "timestep_scaling": Option(10.0, float),
     "clip_sample": _REFUSED,
     "thresholding": _REFUSED,
 }
@@ -193,6 +199,7 @@ SAMPLERS: Mapping[str, Sampler] = MappingProxyType(
             Sampler("DPMSolverMultistepScheduler", "dpmsolver++", _DPM_SOLVER, plan_dpm_solver_pp, custom=_TIMESTEPS),
             Sampler("UniPCMultistepScheduler", "unipc", _UNIPC, plan_unipc, custom=_SIGMAS_ONLY),
             Sampler("LCMScheduler", "lcm", _LCM, plan_lcm, custom=_TIMESTEPS),
+            Sampler("TCDScheduler", "tcd", _TCD, plan_tcd, custom=_TIMESTEPS),
             Sampler(
                 "FlowMatchEulerDiscreteScheduler",
                 "flow_euler",

@@ -228,6 +228,17 @@ def test_generate_writes_a_batch(micro_cpu: Path, tmp_path: Path) -> None:
         (["-m", "{tiny}", "-o", "x.png", "--prompt-weighting", "compel"], "prompt_weighting is 'compel'"),
         (["-m", "{tiny}", "-o", "x.png", "--quality", "90"], "--quality for PNG"),
         (["-m", "{tiny}", "-o", "x.jpg", "--quality", "101"], "--quality is 101; expected 1 to 100"),
+        (["-m", "{tiny}", "-o", "x.png", "--timesteps", "999,a"], "--timesteps is '999,a'; expected numbers"),
+        (["-m", "{tiny}", "-o", "x.png", "--timesteps", ""], "--timesteps is ''; expected numbers"),
+        (["-m", "{tiny}", "-o", "x.png", "--timesteps", "9,99"], "--timesteps is (9, 99); expected numbers that fall"),
+        (["-m", "{tiny}", "-o", "x.png", "--sigmas", "3,nan"], "--sigmas is (3, nan); expected a list of numbers"),
+        (["-m", "{tiny}", "-o", "x.png", "--timesteps", "9", "-s", "1"], "--steps and --timesteps; expected one of"),
+        (["-m", "{tiny}", "-o", "x.png", "--timesteps", "9", "--sigmas", "1"], "--timesteps and --sigmas"),
+        (["-m", "{tiny}", "-o", "x.png", "--timesteps", "9"], "--timesteps given, which PNDMScheduler does not accept"),
+        (["-m", "{tiny}", "-o", "x.png", "--scheduler", "lcm", "--timesteps", "1000"], "--timesteps start at 1000"),
+        (["-m", "{tiny}", "-o", "x.png", "--scheduler", "lcm", "--sigmas", "3,1"], "--sigmas given, which LCMSche"),
+        (["-m", "{tiny}", "-o", "x.png", "--eta", "1.5"], "--eta is 1.5; expected a number from 0 to 1"),
+        (["-m", "{tiny}", "-o", "x.png", "--eta", "nan"], "--eta is nan; expected a number from 0 to 1"),
         (["-m", "{tiny}", "-o", "-", "-n", "2"], "2 images for standard output"),
         (["-m", "{tiny}", "-o", "nowhere/new/"], "nowhere is not a folder"),
     ],
@@ -245,6 +256,33 @@ def test_generate_errors(
     assert main(["generate", "-p", "fox", *given]) == 2
     assert named in one_line_error(capsys)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("given", "arguments", "steps"),
+    [
+        (["--scheduler", "tcd", "--timesteps", "800", "--eta", "0.7"], {"timesteps": [800], "eta": 0.7}, 1),
+        (["--scheduler", "tcd", "--timesteps", "999,499", "--eta", "1"], {"timesteps": [999, 499], "eta": 1}, 2),
+        (["--scheduler", "euler", "--sigmas", "14.6,2.5,0"], {"sigmas": [14.6, 2.5, 0]}, 2),
+        (["--scheduler", "ddim sgm_uniform", "-s", "3", "--eta", "0.5"], {"eta": 0.5, "num_inference_steps": 3}, 3),
+    ],
+)
+def test_generate_with_a_custom_schedule(
+    given: list[str], arguments: dict[str, Any], steps: int, micro_cpu: Path, tmp_path: Path
+) -> None:
+    from sdonnx.runtime.pipeline import OrtDiffusionPipeline
+
+    usual = ["-m", str(micro_cpu), "-p", "fox", "--height", "64", "--width", "64", "--seed", "1", "-g", "0"]
+    assert main(["generate", *usual, *given, "-o", str(tmp_path / "x.png")]) == 0
+    with Image.open(tmp_path / "x.png") as opened:
+        written, parameters = np.asarray(opened), json.loads(opened.info["sdonnx"])
+    assert parameters["steps"] == steps
+    own = {name: value for name, value in arguments.items() if name != "num_inference_steps"}
+    assert {name: parameters[name] for name in ("timesteps", "sigmas", "eta") if name in parameters} == own
+    with OrtDiffusionPipeline.from_pretrained(micro_cpu) as pipeline:
+        pipeline.scheduler = given[1]
+        expected = pipeline("fox", 64, 64, seed=1, guidance_scale=0, **arguments).images[0]
+    np.testing.assert_array_equal(written, np.asarray(expected))
 
 
 def test_messages_name_the_options() -> None:

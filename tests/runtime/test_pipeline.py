@@ -43,6 +43,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:Depreca
         ("HeunDiscreteScheduler", {}, 0.0),
         ("UniPCMultistepScheduler", {}, 0.0),
         ("LCMScheduler", {}, 0.0),
+        ("TCDScheduler", {}, 0.0),
+        ("TCDScheduler", {}, 0.3),
     ],
 )
 def test_every_sampler_generates_the_image_of_diffusers(

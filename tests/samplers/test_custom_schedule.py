@@ -57,16 +57,16 @@ def test_the_same_arguments_are_accepted(name: str) -> None:
                 plan(config_for(name, SD15), 5, custom=custom(**{argument: values}))
 
 
-def assert_same(config: Config, strength: float = 1.0, **given: Any) -> None:
+def assert_same(config: Config, strength: float = 1.0, eta: float = 0.0, **given: Any) -> None:
     scheduler = scheduler_of(config)
     scheduler.set_timesteps(**{name: np.array(values) for name, values in given.items()})
-    made = plan(config, 50, strength=strength, custom=custom(**given))
+    made = plan(config, 50, eta=eta, strength=strength, custom=custom(**given))
     steps = len(scheduler.timesteps) if scheduler.order == 1 else (len(scheduler.timesteps) + 1) // 2
     skipped = steps - int(steps * strength)
     assert_same_timesteps(made, scheduler.timesteps[skipped * scheduler.order :].numpy())
     if hasattr(scheduler, "init_noise_sigma"):
         assert made.init_noise_sigma == pytest.approx(float(scheduler.init_noise_sigma), rel=1e-6)
-    expected = their_trajectory(scheduler, skipped=skipped, from_image=strength < 1)
+    expected = their_trajectory(scheduler, eta=eta, skipped=skipped, from_image=strength < 1)
     found = our_trajectory(made, from_image=strength < 1)
     errors = [float((a - b).norm() / b.norm()) for a, b in zip(found, expected, strict=True)]
     assert max(errors) < TOLERANCE
@@ -79,8 +79,22 @@ def test_timesteps(name: str, base: Config, strength: float) -> None:
     assert_same(config_for(name, base), strength, timesteps=TIMESTEPS)
 
 
+@pytest.mark.parametrize("strength", [1.0, 0.55])
+@pytest.mark.parametrize("eta", [0.0, 0.3, 1.0])
+def test_timesteps_of_tcd(eta: float, strength: float) -> None:
+    assert_same(config_for("tcd", SD15), strength, eta, timesteps=TIMESTEPS)
+
+
+@pytest.mark.parametrize("eta", [0.3, 0.35, 0.9])
+def test_timesteps_of_tcd_that_a_double_floors_to_another(eta: float) -> None:
+    # For example 0.7 * 90, which is 63 in diffusers' single precision.
+    timesteps = [340, 180, 90, 40]
+    assert any(np.floor((1 - eta) * each) != np.floor(np.float32(1 - eta) * np.float32(each)) for each in timesteps[1:])
+    assert_same(config_for("tcd", SD15), 1.0, eta, timesteps=timesteps)
+
+
 @pytest.mark.parametrize("timesteps", [[999], [980, 20], [999.0, 500.0, 0.0]])
-@pytest.mark.parametrize("name", ["euler", "dpmsolver++"])
+@pytest.mark.parametrize("name", ["euler", "dpmsolver++", "tcd"])
 def test_few_timesteps(name: str, timesteps: list[float]) -> None:
     assert_same(config_for(name, SD15), timesteps=timesteps)
 

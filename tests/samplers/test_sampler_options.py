@@ -42,6 +42,8 @@ def test_ddim_with_fresh_noise(eta: float, prediction_type: str) -> None:
         ("euler", {}, 0.5),
         ("euler_a", {}, 0.0),
         ("lcm", {}, 0.0),
+        ("tcd", {}, 0.0),
+        ("tcd", {}, 0.3),
         ("dpmsolver++", {}, 0.0),
         ("dpmsolver++", {"algorithm_type": "sde-dpmsolver++"}, 0.0),
         ("flow_euler", {}, 0.0),
@@ -53,7 +55,7 @@ def test_samples_noise_in_the_same_calls_as_diffusers(name: str, changes: Config
     scheduler = scheduler_of(config)
     scheduler.set_timesteps(5)
     generator, latents, sampled = torch.Generator().manual_seed(0), gaussian(0), []
-    extra = {"eta": eta} if name == "ddim" else {}
+    extra = {"eta": eta} if name in ("ddim", "tcd") else {}
     for timestep in scheduler.timesteps:
         before = generator.get_state()
         latents = scheduler.step(latents, timestep, latents, generator=generator, **extra).prev_sample
@@ -219,18 +221,33 @@ def test_flow_euler_shift_terminal() -> None:
     assert_same(config, STEP_COUNTS[1:])
 
 
+DISTILLATIONS: list[Config] = [
+    {"original_inference_steps": 20},
+    {"original_inference_steps": 1000},
+    {"original_inference_steps": 333, "timestep_scaling": 0.1},
+    {"num_train_timesteps": 700, "timestep_scaling": 1.0},
+]
+
+
 @pytest.mark.parametrize("prediction_type", ["epsilon", "v_prediction", "sample"])
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"original_inference_steps": 20},
-        {"original_inference_steps": 1000},
-        {"original_inference_steps": 333, "timestep_scaling": 0.1},
-        {"num_train_timesteps": 700, "timestep_scaling": 1.0},
-    ],
-)
+@pytest.mark.parametrize("changes", DISTILLATIONS)
 def test_lcm(changes: Config, prediction_type: str) -> None:
     assert_same(config_for("lcm", {**SD15, **changes, "prediction_type": prediction_type}), (1, 2, 3, 4, 8, 20))
+
+
+@pytest.mark.parametrize("eta", [0.0, 0.1, 0.3, 0.7, 1.0])
+@pytest.mark.parametrize("prediction_type", ["epsilon", "v_prediction", "sample"])
+@pytest.mark.parametrize("changes", DISTILLATIONS)
+def test_tcd(changes: Config, prediction_type: str, eta: float) -> None:
+    config = config_for("tcd", {**SD15, **changes, "prediction_type": prediction_type})
+    assert_same(config, (1, 2, 3, 4, 8, 20), eta=eta)
+    for strength in (0.3, 0.8):
+        assert_same(config, (4, 8, 20), eta=eta, strength=strength, from_image=True)
+
+
+@pytest.mark.parametrize("changes", [{"clip_sample": True}, {"thresholding": True}, {"set_alpha_to_one": False}])
+def test_options_that_tcd_does_not_read(changes: Config) -> None:
+    assert_same(config_for("tcd", {**SD15, **changes}), (4,), eta=0.3)
 
 
 @pytest.mark.parametrize("name", SHORT_NAMES)

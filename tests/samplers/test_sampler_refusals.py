@@ -61,6 +61,8 @@ FLOW: Config = {"use_flow_sigmas": True, "prediction_type": "flow_prediction"}
         ("lcm", "thresholding", True, "false"),
         ("lcm", "original_inference_steps", 1001, "1 to num_train_timesteps"),
         ("lcm", "original_inference_steps", 0, "1 to num_train_timesteps"),
+        ("tcd", "original_inference_steps", 1001, "1 to num_train_timesteps"),
+        ("tcd", "prediction_type", "flow_prediction", '"epsilon" or "v_prediction" or "sample"'),
         ("flow_euler", "invert_sigmas", True, "false"),
         ("flow_euler", "use_beta_sigmas", True, "false"),
         ("flow_euler", "time_shift_type", "cubic", '"exponential" or "linear"'),
@@ -135,8 +137,9 @@ def test_rejects_invalid_step_counts(steps: Any, class_name: str) -> None:
         plan(config_for(class_name, SD15), steps)
 
 
-def test_rejects_more_steps_than_the_model_was_distilled_with() -> None:
-    config = config_for("lcm", {**SD15, "original_inference_steps": 20})
+@pytest.mark.parametrize("name", ["lcm", "tcd"])
+def test_rejects_more_steps_than_the_model_was_distilled_with(name: str) -> None:
+    config = config_for(name, {**SD15, "original_inference_steps": 20})
     scheduler = scheduler_of(config)
     with pytest.raises(ValueError, match="num_inference_steps"):
         scheduler.set_timesteps(21)
@@ -146,9 +149,10 @@ def test_rejects_more_steps_than_the_model_was_distilled_with() -> None:
 
 
 @pytest.mark.parametrize("eta", [-0.1, 1.5, math.nan, math.inf])
-def test_rejects_eta_out_of_range(eta: float) -> None:
+@pytest.mark.parametrize("name", ["ddim", "tcd"])
+def test_rejects_eta_out_of_range(name: str, eta: float) -> None:
     with pytest.raises(OptionError, match="eta"):
-        plan(config_for("ddim", SD15), 10, eta=eta)
+        plan(config_for(name, SD15), 10, eta=eta)
 
 
 @pytest.mark.parametrize("name", ["flow_euler", "unipc"])
@@ -216,6 +220,7 @@ def test_rejects_an_empty_range_of_sigmas(name: str, low: float, high: float) ->
         # Predicted noise does not determine the data if the latents are pure noise.
         ("ddim", {"rescale_betas_zero_snr": True, "timestep_spacing": "trailing"}),
         ("lcm", {"rescale_betas_zero_snr": True}),
+        ("tcd", {"rescale_betas_zero_snr": True}),
         ("ddim", {"beta_start": -1.0}),
         ("pndm", {"beta_schedule": "linear", "beta_end": 2.0}),
         ("euler", {"beta_start": 0.0, "beta_end": 0.0}),

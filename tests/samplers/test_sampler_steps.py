@@ -25,6 +25,8 @@ pytestmark = TENSOR_TO_ARRAY
 
 # Diffusion samplers that read timestep_spacing.
 SPACED = ("ddim", "pndm", "euler", "euler_a", "heun", "dpmsolver++", "unipc")
+# Samplers whose timesteps are those of the distillation, 50 by default.
+DISTILLED = ("lcm", "tcd")
 WITH_DEFORMED_SIGMAS = ("euler", "heun", "dpmsolver++", "unipc")
 SPACINGS = ("leading", "linspace", "trailing")
 DEFORMATIONS = ("use_karras_sigmas", "use_exponential_sigmas")
@@ -36,11 +38,12 @@ MANY_STEP_COUNTS = (*range(1, 22), 25, 28, 30, 33, 37, 49, 50, 61, 62, 77, 99, 1
 @pytest.mark.parametrize("name", SHORT_NAMES)
 def test_every_step_count(name: str, base: Config) -> None:
     config = config_for(name, base)
-    assert_same(config, [count for count in MANY_STEP_COUNTS if count <= 50 or name != "lcm"])
+    assert_same(config, [count for count in MANY_STEP_COUNTS if count <= 50 or name not in DISTILLED])
 
 
-def test_every_step_count_of_a_model_distilled_with_more() -> None:
-    assert_same(config_for("lcm", {**SD15, "original_inference_steps": 100}), MANY_STEP_COUNTS)
+@pytest.mark.parametrize("name", DISTILLED)
+def test_every_step_count_of_a_model_distilled_with_more(name: str) -> None:
+    assert_same(config_for(name, {**SD15, "original_inference_steps": 100}), MANY_STEP_COUNTS)
 
 
 @pytest.mark.parametrize("spacing", SPACINGS)
@@ -76,7 +79,7 @@ def test_training_schedule(name: str, changes: Config) -> None:
 
 
 @pytest.mark.parametrize("spacing", SPACINGS)
-@pytest.mark.parametrize("name", ["ddim", "euler", "euler_a", "dpmsolver++", "unipc", "lcm"])
+@pytest.mark.parametrize("name", ["ddim", "euler", "euler_a", "dpmsolver++", "unipc", "lcm", "tcd"])
 def test_zero_terminal_snr(name: str, spacing: str) -> None:
     changes = {"rescale_betas_zero_snr": True, "prediction_type": "v_prediction", "timestep_spacing": spacing}
     tolerance = ZERO_SNR_TOLERANCE if name in ("euler", "euler_a") else TOLERANCE

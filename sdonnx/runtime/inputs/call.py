@@ -23,8 +23,9 @@ from sdonnx.runtime.inputs.argument_checks import (
     require_number,
     require_step_tensors,
 )
-from sdonnx.runtime.inputs.conditioning import Conditioning
+from sdonnx.runtime.inputs.conditioning import Array, Conditioning
 from sdonnx.runtime.inputs.control_inputs import ControlCall
+from sdonnx.runtime.inputs.guidance_embedding import guidance_embedding
 from sdonnx.runtime.inputs.image_geometry import ImageGeometry
 from sdonnx.runtime.inputs.pipeline_inputs import PipelineInputs
 from sdonnx.runtime.inputs.prompt_arguments import PromptArguments
@@ -136,7 +137,7 @@ class CallReader:
         require_number("guidance_rescale", guidance_rescale, 0, 1)
         require_number("eta", eta, 0, 1)
         largest = max_guidance_scale(guidance_scale)
-        guided = largest > 1
+        guided = largest > 1 and not self.distills_guidance
         prompts = PromptArguments.create(
             prompt,
             negative_prompt,
@@ -177,16 +178,18 @@ class CallReader:
         shape = self._geometry.latent_shape(conditioning.images, *size)
         noise = NoiseSource(shape, seed, generator, named=start.latents is None, make=make_generator)
         sizes = inputs.size_inputs(arguments, conditioning.images, size, guided=guided, from_image=from_image)
+        weights = image_guidance(guidance_scale, conditioning.images)
+        guidance = self._guidance_inputs(guidance_scale, conditioning.images)
         return Call(
             key=_key(shape, guided, conditioning.tokens, conditioning.dimensions),
             size=asked,
-            conditioning=replace(conditioning, inputs={**conditioning.inputs, **sizes}),
+            conditioning=replace(conditioning, inputs={**conditioning.inputs, **sizes, **guidance}),
             start=start,
             noise=noise,
             schedule=schedule,
             steps=family.defaults.num_inference_steps if num_inference_steps is None else num_inference_steps,
             guidance_scale=largest if guided else None,
-            image_guidance=image_guidance(guidance_scale, conditioning.images),
+            image_guidance=weights if guided else None,
             guidance_rescale=float(guidance_rescale) if guided else 0.0,
             eta=float(eta),
             output_type=output_type,
@@ -205,7 +208,7 @@ class CallReader:
         Raises:
             OptionError: a size cannot be used.
         """
-        inputs = self._inputs.family
+        inputs, guided = self._inputs.family, guided and not self.distills_guidance
         size = inputs.generated_size({}, (height, width), from_image=False)
         self._limits.require_shape(batch, *size, tokens=inputs.tokens, guided=guided)
         shape = self._geometry.latent_shape(batch, *size)
@@ -232,6 +235,20 @@ class CallReader:
     def requires_mask(self) -> bool:
         """Whether the denoiser was trained to inpaint, so that calls need an image and a mask."""
         return abi.MASK in self._graphs.get(Role.DENOISER).inputs
+
+    @property
+    def distills_guidance(self) -> bool:
+        """Whether the denoiser reads the guidance scale, and so computes no rows of negative prompts."""
+        return abi.TIMESTEP_COND in self._graphs.conditioning_graph().inputs
+
+    def _guidance_inputs(self, guidance_scale: Any, images: int) -> dict[str, Array]:
+        """Return the embeddings of the images' guidance scales, by buffer name; none without distilled guidance."""
+        if not self.distills_guidance:
+            return {}
+        is_list = isinstance(guidance_scale, list | tuple | np.ndarray)
+        size = int(self._graphs.conditioning_graph().shape(abi.TIMESTEP_COND)[1])
+        values = guidance_embedding(list(guidance_scale) if is_list else [guidance_scale] * images, size)
+        return self._inputs.family.typed({abi.TIMESTEP_COND: values})
 
     def _require_mask(self, mask_image: Any) -> None:
         if mask_image is None and self.requires_mask:

@@ -101,7 +101,8 @@ class StepCallback:
             for values in [self._changed(shape, name, buffer, changed[name])]
             if values is not None
         }
-        scale = self._pipeline._guidance_scale
+        # A denoiser with distilled guidance has read the scale before the first step.
+        scale = 1.0 if abi.TIMESTEP_COND in shape.buffers else self._pipeline._guidance_scale
         guidance_scale = float(scale) if scale > 1 else None
         replacement = _latents(changed[abi.LATENTS], shape) if abi.LATENTS in changed else None
         return StepChange(guidance_scale, replacement, conditioning)
