@@ -201,8 +201,11 @@ class WeightTable:
         if entry.offsets is None:
             return np.frombuffer(entry.data or b"", dtype).reshape(entry.shape).copy()
         try:
-            values = np.fromfile(path, dtype, math.prod(entry.shape), offset=entry.offsets[0])
-            return values.reshape(entry.shape)
+            size = path.stat().st_size
+            # `fromfile` allocates all that it is asked for before it reads.
+            if size < entry.offsets[1]:
+                raise OSError(f"it has {size} bytes")
+            return np.fromfile(path, dtype, math.prod(entry.shape), offset=entry.offsets[0]).reshape(entry.shape)
         except (OSError, ValueError) as error:
             raise FolderError(
                 f"{path} cannot be read up to byte {entry.offsets[1]} ({error})", "its weights", "copy the file again"

@@ -10,7 +10,7 @@ from sdonnx.lora.module_names import COMPONENTS
 
 __all__ = ["AdapterKey", "format_of", "parse_key"]
 
-# kohya's prefixes. Files of Stable Diffusion 1 and 2 have lora_te_, those of Stable Diffusion XL the two others.
+# kohya's prefixes. Files for pipelines with one text encoder have lora_te_, those for two the two others.
 _FLAT_PREFIXES = {
     "lora_unet_": "unet",
     "lora_te_": "text_encoder",

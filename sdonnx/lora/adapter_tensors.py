@@ -24,7 +24,7 @@ Array = npt.NDArray[Any]
 
 # The largest files known have headers of some megabytes, most of it tags of the training images.
 _MAX_HEADER_BYTES = 16 << 20
-_MAX_TENSORS = 100_000  # SDXL has 2,600 parameters, and LoKr at most 6 tensors for each
+_MAX_TENSORS = 100_000  # large UNets have 2,600 parameters, and LoKr at most 6 tensors for each
 _MAX_DIMENSIONS = 5
 _MAX_NAME_CHARACTERS = 500
 

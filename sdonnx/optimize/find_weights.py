@@ -190,8 +190,7 @@ class _Written:
         by_layout = {layout: rows_of(values, layout) for layout in _LAYOUTS}
         for dtype in _DTYPES.values():
             found: set[str] = set()
-            for layout, wide in by_layout.items():
-                rows = wide.astype(_numpy(dtype))
+            for layout, rows in by_layout.items():
                 for place in self._within(rows, dtype, layout):
                     if place.initializer not in found:
                         found.add(place.initializer)
@@ -245,10 +244,12 @@ class _Written:
     def _within(self, rows: Array, dtype: str, layout: Layout) -> Iterator[Place]:
         """Yield the joined initializers that have all rows."""
         index = self._index_of(rows.shape[1], dtype, layout)
-        if not index:
+        first = hash(rows[0].astype(_numpy(dtype)).tobytes())
+        if first not in index:
             return
+        rows = rows.astype(_numpy(dtype))
         keys = [hash(row.tobytes()) for row in rows]
-        for name in dict.fromkeys(name for name, _ in index.get(keys[0], ())):
+        for name in dict.fromkeys(name for name, _ in index[first]):
             positions = _sequence([[at for each, at in index.get(key, ()) if each == name] for key in keys])
             if positions is None:
                 continue

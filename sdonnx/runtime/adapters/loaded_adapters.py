@@ -90,7 +90,7 @@ class LoadedAdapters:
             if not self._components:
                 raise OptionError(
                     f"{self._folder.path} is a pipeline whose weights no LoRA file can change",
-                    "Stable Diffusion 1, 2 or XL",
+                    "a pipeline with a UNet",
                     "fuse the LoRA with diffusers before the export",
                 )
             read = {name: WeightTable.read(self._folder.component(name)) for name in self._components}
