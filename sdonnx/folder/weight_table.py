@@ -48,16 +48,18 @@ class Initializer:
         shape: its shape.
         offsets: first byte in the file of weights, and the byte behind the last; None if `data` has the values.
         data: the bytes of an initializer that is stored in the graph.
+        graphs: files of the graphs that have it.
     """
 
     dtype: str
     shape: tuple[int, ...]
     offsets: tuple[int, int] | None = None
     data: bytes | None = None
+    graphs: tuple[str, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
         """Return the entry of the file."""
-        entry: dict[str, Any] = {"dtype": self.dtype, "shape": list(self.shape)}
+        entry: dict[str, Any] = {"dtype": self.dtype, "shape": list(self.shape), "graphs": list(self.graphs)}
         if self.offsets is not None:
             return {**entry, "data_offsets": list(self.offsets)}
         return {**entry, "data": base64.b64encode(self.data or b"").decode("ascii")}
@@ -71,15 +73,16 @@ class Initializer:
         """
         shape = _integers(entry["shape"])
         size = math.prod(shape) * _DTYPES[entry["dtype"]].itemsize
+        graphs = tuple(map(str, entry["graphs"]))
         if "data" in entry:
             data = base64.b64decode(entry["data"], validate=True)
             if len(data) != size:
                 raise ValueError(f"{len(data)} bytes for the shape {shape}")
-            return cls(entry["dtype"], shape, None, data)
+            return cls(entry["dtype"], shape, None, data, graphs)
         begin, end = _integers(entry["data_offsets"])
         if end - begin != size or not shape:
             raise ValueError(f"bytes {begin} to {end} for the shape {shape}")
-        return cls(entry["dtype"], shape, (begin, end))
+        return cls(entry["dtype"], shape, (begin, end), None, graphs)
 
 
 @dataclass(frozen=True)

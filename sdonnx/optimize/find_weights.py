@@ -12,7 +12,7 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -166,6 +166,7 @@ class _Written:
         """Read the graphs of a component. Initializers of one name must be equal in all of them."""
         tensors: dict[str, ir.TensorProtocol] = {}
         entries: dict[str, Initializer] = {}
+        graphs: defaultdict[str, list[str]] = defaultdict(list)
         differing: set[str] = set()
         modules: set[str] = set()
         for file in files:
@@ -178,8 +179,9 @@ class _Written:
                 if entries.setdefault(name, entry) != entry:
                     differing.add(name)
                 tensors[name] = value.const_value
+                graphs[name].append(file)
         kept = [name for name in tensors if name not in differing]
-        initializers = {name: entries[name] for name in kept}
+        initializers = {name: replace(entries[name], graphs=tuple(graphs[name])) for name in kept}
         return cls({name: tensors[name] for name in kept}, initializers, frozenset(modules))
 
     def places(self, weight: ModuleWeight, values: Array) -> Iterator[Place]:

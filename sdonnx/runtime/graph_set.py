@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -25,7 +25,7 @@ from sdonnx.runtime.device.load_shared_weights import load_shared_weights, share
 from sdonnx.runtime.device.own_kernel_form import OwnKernelForm
 from sdonnx.runtime.device.session import Graph, Run, SessionSettings
 
-__all__ = ["OFFLOAD", "GraphSet", "LowMemory", "Observer", "require_low_memory"]
+__all__ = ["OFFLOAD", "ChangedInitializer", "GraphSet", "LowMemory", "Observer", "require_low_memory"]
 
 Observer = Callable[[Role, Run], AbstractContextManager[Any]]
 """Returns the context manager in which to run a graph: (role of the graph, the run)."""
@@ -57,6 +57,21 @@ def require_low_memory(value: Any) -> LowMemory:
     if isinstance(value, bool) or value == OFFLOAD:
         return cast(LowMemory, value)
     raise OptionError(f"low_memory is {value!r}", f"False, True or {OFFLOAD!r}", "pass one of them")
+
+
+@dataclass(frozen=True)
+class ChangedInitializer:
+    """An initializer with other values than in the folder.
+
+    Attributes:
+        values: its values, in its shape and type.
+        graphs: names of the files of the graphs that have it.
+        inline: whether its values are stored in the graphs, and not in the file of weights.
+    """
+
+    values: npt.NDArray[Any]
+    graphs: Collection[str]
+    inline: bool = False
 
 
 class GraphSet:
@@ -92,7 +107,7 @@ class GraphSet:
         self._loaded: dict[tuple[Role, bool, int], Graph] = {}
         self._weights: dict[str, OrtValue] | None = None
         self._loading_weights = threading.Lock()
-        self._changed: dict[str, dict[str, OrtValue]] = {}
+        self._changed: dict[str, Mapping[str, ChangedInitializer]] = {}
 
     @cached_property
     def has_short(self) -> bool:
@@ -192,23 +207,27 @@ class GraphSet:
             path, captures = self.path(role, short=short, number=number), self.stays(role) and role not in _UNCAPTURED
             # The caller's options are one object for all sessions: ONNX Runtime rejects to add an initializer twice.
             shares = role in abi.DENOISER_ROLES and self._settings.session_options is None
-            weights = partial(self._weights_of, path.parent.name, shares=shares)
             self._loaded[key] = Graph(
-                path, self.device, capture=captures, tf32=role in _TF32, settings=self._settings, weights=weights
+                path,
+                self.device,
+                capture=captures,
+                tf32=role in _TF32,
+                settings=self._settings,
+                weights=partial(self._weights_of, path, shares=shares),
+                injected=partial(self._injected_into, path, shares=shares),
             )
         return self._loaded[key]
 
-    def change_weights(self, changed: Mapping[str, Mapping[str, npt.NDArray[Any]]]) -> None:
+    def change_weights(self, changed: Mapping[str, Mapping[str, ChangedInitializer]]) -> None:
         """Use other values for initializers; no run may be bound to the graphs of these components.
 
         The graphs are loaded again when they are used next.
 
         Args:
-            changed: by component, all its initializers that differ from those in the folder.
+            changed: by component, all its initializers that differ from those in the folder, by name.
 
         Raises:
             OptionError: the graphs have session options of the caller.
-            DeviceMemoryError: the device has too little memory. The weights are those of before.
         """
         if self._settings.session_options is not None:
             raise OptionError(
@@ -216,21 +235,38 @@ class GraphSet:
                 "sessions with options of their own",
                 "load the pipeline without session_options",
             )
-        values = {
-            component: {name: shareable(array, self.device) for name, array in arrays.items()}
-            for component, arrays in changed.items()
-        }
         self.device.synchronize()
         for key, graph in list(self._loaded.items()):
             if graph.path.parent.name in changed:
                 graph.unload()  # even if a caller still holds it
                 del self._loaded[key]
-        self._weights = None if not self.loaded() & abi.DENOISER_ROLES else self._weights
-        self._changed |= values
+        self._changed |= changed
+        if self.family.with_role(Role.DENOISER).name in changed:
+            self._weights = None
 
-    def _weights_of(self, component: str, *, shares: bool) -> Mapping[str, OrtValue]:
-        """Return the initializers that a graph gets from the host: shared ones, and those with other values."""
-        return {**(self._shared_weights() if shares else {}), **self._changed.get(component, {})}
+    def _weights_of(self, path: Path, *, shares: bool) -> Mapping[str, OrtValue]:
+        """Return the initializers that replace those of a graph after ONNX Runtime has optimized it."""
+        # Values that are stored in the graph are not external data, which alone can be injected.
+        inline = {name: each.values for name, each in self._changed_in(path) if each.inline}
+        values = {name: shareable(array, self.device) for name, array in inline.items()}
+        return {**(self._shared_weights() if shares else {}), **values}
+
+    def _injected_into(self, path: Path, *, shares: bool) -> Mapping[str, OrtValue]:
+        """Return the changed initializers that ONNX Runtime has to see while it optimizes a graph.
+
+        It reorders the weights of convolutions then, on the CPU.
+        """
+        shared = self._shared_weights() if shares else {}
+        return {
+            name: OrtValue.ortvalue_from_numpy(each.values)
+            for name, each in self._changed_in(path)
+            if not each.inline and name not in shared
+        }
+
+    def _changed_in(self, path: Path) -> Iterator[tuple[str, ChangedInitializer]]:
+        for name, each in self._changed.get(path.parent.name, {}).items():
+            if path.name in each.graphs:
+                yield name, each
 
     def load(self) -> None:
         """Load the graphs that every image needs at the same time, except those that do not stay loaded.
@@ -259,7 +295,8 @@ class GraphSet:
         with self._loading_weights:
             if self._weights is None:
                 component = self.folder.component(self.family.with_role(Role.DENOISER).name)
-                self._weights = load_shared_weights(component, self.device)
+                changed = {name: each.values for name, each in self._changed.get(component.name, {}).items()}
+                self._weights = load_shared_weights(component, self.device, changed)
             return self._weights
 
     def observed(self, role: Role, run: Run) -> AbstractContextManager[Any]:

@@ -16,6 +16,7 @@ from sdonnx.folder.weight_table import Place, WeightTable, channel_rows, put_cha
 from sdonnx.lora.adapter_file import AdapterFile
 from sdonnx.lora.weight_change import WeightChange, changed_by_all
 from sdonnx.models.spec import Family
+from sdonnx.runtime.graph_set import ChangedInitializer
 
 __all__ = ["AdapterState", "LoadedAdapters", "changed_initializers"]
 
@@ -32,33 +33,35 @@ class AdapterState:
 
     Attributes:
         files: the loaded adapters by name.
-        scales: scale of each active adapter by component, by the adapter's name, in the order in which they apply.
+        weights: weight of each loaded adapter by component, by the adapter's name.
+        active: names of the active adapters by component, in the order in which they apply.
         fused: adapters that stay in the weights when they are unloaded, and their scale.
         enabled: whether active adapters have an effect.
     """
 
     files: Mapping[str, AdapterFile] = field(default_factory=dict)
-    scales: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    weights: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    active: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     fused: tuple[tuple[str, AdapterFile, Mapping[str, float]], ...] = ()
     enabled: bool = True
 
     def changes(self, component: str) -> dict[str, list[tuple[WeightChange, float]]]:
         """Return the changes of a component's weights, those with a scale of 0 left out."""
         found: defaultdict[str, list[tuple[WeightChange, float]]] = defaultdict(list)
-        for file, scales in self._in_effect():
+        for file, scales in self._in_effect(component):
             if scale := scales.get(component, 0.0):
                 for name, change in file.changes.get(component, {}).items():
                     found[name].append((change, scale))
         return dict(found)
 
-    def _in_effect(self) -> Iterator[tuple[AdapterFile, Mapping[str, float]]]:
+    def _in_effect(self, component: str) -> Iterator[tuple[AdapterFile, Mapping[str, float]]]:
         for _, file, scales in self.fused:
             yield file, scales
         if self.enabled:
             fused = {name for name, *_ in self.fused}
-            for name, scales in self.scales.items():
+            for name in self.active.get(component, ()):
                 if name not in fused:
-                    yield self.files[name], scales
+                    yield self.files[name], self.weights[name]
 
 
 class LoadedAdapters:
@@ -132,7 +135,7 @@ class LoadedAdapters:
                 if name not in table.unused:
                     change.check(table.shapes[name])
 
-    def changed(self, state: AdapterState, component: str) -> dict[str, Array]:
+    def changed(self, state: AdapterState, component: str) -> dict[str, ChangedInitializer]:
         """Return the initializers of a component that differ from the folder's, with their values.
 
         Raises:
@@ -141,7 +144,12 @@ class LoadedAdapters:
         """
         table = self.tables[component]
         changes = {name: each for name, each in state.changes(component).items() if name not in table.unused}
-        return changed_initializers(table, changes)
+        found = changed_initializers(table, changes)
+        entries = {name: table.initializers[name] for name in found}
+        return {
+            name: ChangedInitializer(found[name], entry.graphs, entry.offsets is None)
+            for name, entry in entries.items()
+        }
 
 
 def changed_initializers(table: WeightTable, changes: Changes) -> dict[str, Array]:

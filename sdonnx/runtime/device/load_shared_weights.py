@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from onnxruntime import OrtValue
 
 from sdonnx.errors import FolderError
@@ -14,10 +17,14 @@ from sdonnx.runtime.device.device import Device
 
 __all__ = ["load_shared_weights", "shareable"]
 
+Array = npt.NDArray[Any]
+
 _DTYPES: dict[str, np.dtype[Any]] = {"F16": np.dtype("<f2"), "F32": np.dtype("<f4"), "I8": np.dtype("i1")}
 
 
-def load_shared_weights(component: Path, device: Device) -> dict[str, OrtValue]:
+def load_shared_weights(
+    component: Path, device: Device, changed: Mapping[str, Array] = MappingProxyType({})
+) -> dict[str, OrtValue]:
     """Return the weights listed in a component's `weights.json`, on the device.
 
     The result is empty if there is no such file, or if the graphs next to it have changed since it was written.
@@ -28,6 +35,7 @@ def load_shared_weights(component: Path, device: Device) -> dict[str, OrtValue]:
     Args:
         component: the component's folder.
         device: where the graphs run.
+        changed: values to load in place of those in the file, by name.
 
     Returns:
         The tensors by name of the initializer.
@@ -43,7 +51,10 @@ def load_shared_weights(component: Path, device: Device) -> dict[str, OrtValue]:
         if not entries or any(_sha256(component, file) != digest for file, digest in graphs.items()):
             return {}
         data = np.memmap(weights, np.uint8, "r")
-        return {name: shareable(_tensor(data, entry), device) for name, entry in entries.items()}
+        return {
+            name: shareable(changed[name] if name in changed else _tensor(data, entry), device)
+            for name, entry in entries.items()
+        }
     except (AttributeError, KeyError, OSError, OverflowError, TypeError, ValueError) as error:
         raise FolderError(
             f"{index} does not match {ONNX_WEIGHTS} ({type(error).__name__}: {error})",
@@ -52,7 +63,7 @@ def load_shared_weights(component: Path, device: Device) -> dict[str, OrtValue]:
         ) from error
 
 
-def _tensor(data: np.ndarray[Any, Any], entry: dict[str, Any]) -> np.ndarray[Any, Any]:
+def _tensor(data: Array, entry: dict[str, Any]) -> Array:
     """Return the tensor of an entry in a safetensors header; `data` holds the bytes of the file."""
     (begin, end), dtype, shape = entry["data_offsets"], _DTYPES[entry["dtype"]], tuple(entry["shape"])
     if not 0 <= begin < end <= len(data) or begin % dtype.itemsize or min(shape) < 0:
@@ -67,7 +78,7 @@ def _sha256(component: Path, file: str) -> str | None:
     return hash_file(path)[1] if path.is_file() else None
 
 
-def shareable(values: np.ndarray[Any, Any], device: Device) -> OrtValue:
+def shareable(values: Array, device: Device) -> OrtValue:
     """Return a tensor on the device that does not own its memory, as ONNX Runtime requires of shared weights."""
     owner = device.upload(values)
     return owner if device.provider == "cpu" else OrtValue.from_dlpack(owner)

@@ -137,8 +137,9 @@ class Graph:
         settings: options of ONNX Runtime from the caller.
         weights: initializers shared with other sessions, by name, or a function that returns them; kept as long as
             this session. Not supported with session options of the caller, which are one object for all sessions.
-        injected: values of initializers whose external data does not exist, by name. ONNX Runtime releases those that
-            it packs for its kernels. A graph with injected weights cannot be loaded again.
+        injected: values of initializers with external data, by name, in place of that data, which does not have to
+            exist; or a function that returns them. ONNX Runtime sees them before it optimizes the graph, and releases
+            those that it packs for its kernels. Only with a function can the graph be loaded again.
 
     Attributes:
         device: where the graph runs.
@@ -161,7 +162,7 @@ class Graph:
         tf32: bool = False,
         settings: SessionSettings | None = None,
         weights: Mapping[str, OrtValue] | Callable[[], Mapping[str, OrtValue]] | None = None,
-        injected: Mapping[str, OrtValue] | None = None,
+        injected: Mapping[str, OrtValue] | Callable[[], Mapping[str, OrtValue]] | None = None,
     ) -> None:
         if not path.is_file():
             raise FolderError(f"{path} is missing", "a complete optimized folder", "copy the folder again")
@@ -213,8 +214,9 @@ class Graph:
         try:
             for name, value in self._weights.items():
                 options.add_initializer(name, value)
-            if self._injected:
-                options.add_external_initializers(list(self._injected), list(self._injected.values()))
+            injected = self._injected() if callable(self._injected) else self._injected
+            if injected:
+                options.add_external_initializers(list(injected), list(injected.values()))
             with memory_errors(device, f"loading {path.name}"), self._workspaces():
                 session = onnxruntime.InferenceSession(
                     path, options, providers=[provider], disabled_optimizers=_DISABLED_OPTIMIZERS
@@ -229,7 +231,8 @@ class Graph:
                 f"a graph for the {device.provider} provider",
                 settings.rebuild,
             ) from error
-        self._injected = {}
+        if not callable(self._injected):
+            self._injected = {}
         _LOGGER.debug("loaded %s in %.0f ms", path, (time.perf_counter() - start) * 1e3)
         if PROVIDERS[device.provider] not in session.get_providers():
             raise ProviderError(

@@ -11,6 +11,7 @@ from typing import Any
 
 from sdonnx.errors import OptionError
 from sdonnx.lora.adapter_file import AdapterFile, read_adapter
+from sdonnx.models.spec import Role
 from sdonnx.runtime.adapters.loaded_adapters import AdapterState, LoadedAdapters
 from sdonnx.runtime.inputs.argument_checks import require_number
 from sdonnx.runtime.pipeline_base import PipelineBase
@@ -38,7 +39,10 @@ class LoraInterface(PipelineBase):
         *,
         weight_name: str | None = None,
     ) -> None:
-        """Load a LoRA file, and use it beside those that are active, with a weight of 1.
+        """Load a LoRA file, and use it with a weight of 1.
+
+        As in diffusers, it replaces the active adapters in those components that it changes. They stay loaded, and have
+        no effect until `set_adapters` names them.
 
         Args:
             pretrained_model_name_or_path_or_dict: a safetensors file, a folder that PEFT or diffusers wrote, or a file
@@ -76,8 +80,9 @@ class LoraInterface(PipelineBase):
         if file.unknown:
             shown = ", ".join(file.unknown[:_SHOWN])
             _LOGGER.warning("%d keys of the LoRA %s match no weight: %s", len(file.unknown), name, shown)
-        scales = {**state.scales, name: dict.fromkeys(self._adapters.tables, 1.0)}
-        self._use(replace(state, files={**state.files, name: file}, scales=scales))
+        weights = {**state.weights, name: dict.fromkeys(self._adapters.tables, 1.0)}
+        active = {**state.active, **{component: (name,) for component, changes in file.changes.items() if changes}}
+        self._use(replace(state, files={**state.files, name: file}, weights=weights, active=active, enabled=True))
 
     def set_adapters(self, adapter_names: str | Sequence[str], adapter_weights: Any = None) -> None:
         """Choose the adapters that have an effect, and their weights.
@@ -99,11 +104,16 @@ class LoraInterface(PipelineBase):
             raise OptionError(
                 f"{len(weights)} weights for the adapters {names}", "one for each, and each name once", "pass as many"
             )
-        scales = {name: self._by_component(name, weight) for name, weight in zip(names, weights, strict=True)}
-        self._use(replace(self._adapters.state, scales=scales, enabled=True))
+        state = self._adapters.state
+        new = {name: self._by_component(name, weight) for name, weight in zip(names, weights, strict=True)}
+        active = dict.fromkeys(self._adapters.tables, tuple(names))
+        self._use(replace(state, weights={**state.weights, **new}, active=active, enabled=True))
 
     def delete_adapters(self, adapter_names: str | Sequence[str]) -> None:
         """Unload adapters.
+
+        As in PEFT, if no other adapter is active in a component, the one that was loaded first of those left becomes
+        active there.
 
         Raises:
             OptionError: one is not loaded.
@@ -112,8 +122,13 @@ class LoraInterface(PipelineBase):
         self._require_loaded(names)
         state = self._adapters.state
         files = {name: file for name, file in state.files.items() if name not in names}
-        scales = {name: each for name, each in state.scales.items() if name not in names}
-        self._use(replace(state, files=files, scales=scales))
+        weights = {name: each for name, each in state.weights.items() if name not in names}
+        active = {}
+        for component, before in state.active.items():
+            left = tuple(name for name in before if name not in names)
+            others = [name for name, file in files.items() if file.changes.get(component)]
+            active[component] = left if left or not before else tuple(others[:1])
+        self._use(replace(state, files=files, weights=weights, active=active))
 
     def unload_lora_weights(self, reset_to_overwritten_params: bool = False) -> None:
         """Unload all adapters. Those that `fuse_lora` has fused stay in the weights.
@@ -150,20 +165,18 @@ class LoraInterface(PipelineBase):
             OptionError: an adapter is not loaded, or there is no such component.
         """
         state = self._adapters.state
-        names = list(state.scales) if adapter_names is None else list(adapter_names)
+        tables = self._adapters.tables
+        fusing = state.active if adapter_names is None else dict.fromkeys(tables, tuple(adapter_names))
+        names = list(dict.fromkeys(name for each in fusing.values() for name in each))
         self._require_loaded(names)
         require_number("lora_scale", lora_scale)
-        chosen = set(self._adapters.tables if components is None else components)
+        chosen = set(tables if components is None else components)
         self._require_components(chosen)
-        every = dict.fromkeys(self._adapters.tables, 1.0)
-        fused = [
-            (
-                name,
-                state.files[name],
-                {part: lora_scale * scale for part, scale in state.scales.get(name, every).items() if part in chosen},
-            )
+        scales = {
+            name: {part: lora_scale * state.weights[name][part] for part in chosen if name in fusing.get(part, ())}
             for name in names
-        ]
+        }
+        fused = [(name, state.files[name], scales[name]) for name in names]
         kept = [each for each in state.fused if each[0] not in names]
         self._use(replace(state, fused=(*kept, *fused)))
 
@@ -188,9 +201,9 @@ class LoraInterface(PipelineBase):
         self._use(replace(state, fused=tuple(each for each in left if each[2])))
 
     def get_active_adapters(self) -> list[str]:
-        """Return the names of the active adapters."""
+        """Return the names of the adapters that are active in the denoiser."""
         state = self._adapters.state
-        return list(state.scales) if state.enabled else []
+        return list(state.active.get(self._graphs.family.with_role(Role.DENOISER).name, ())) if state.enabled else []
 
     def get_list_adapters(self) -> dict[str, list[str]]:
         """Return the names of the loaded adapters of each component that they change."""
