@@ -40,12 +40,14 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), type(...))
 _OPAQUE = (torch.dtype, torch.device, torch.layout, torch.memory_format, np.generic, np.dtype, range)
 _TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
-# Members of classes that hold no code.
+# Members of classes that hold no code, or change no graph.
 _SKIPPED_MEMBERS = frozenset(
     {
         "__doc__", "__dict__", "__weakref__", "__module__", "__annotations__", "__abstractmethods__", "_abc_impl",
         "__firstlineno__", "__static_attributes__", "__annotate_func__", "__annotations_cache__", "__parameters__",
         "__orig_bases__", "__match_args__",
+        # transformers keeps answers in the class when it is first asked.
+        "_can_set_attn_implementation_cached_value", "_can_set_experts_implementation_cached_value",
     }
 )  # fmt: skip
 

@@ -66,6 +66,19 @@ def test_equal_modules_have_one_key(equal: Callable[[Any, Path], Any], key: Grap
     assert key_of(equal(small_unet(), tmp_path)) == key
 
 
+def test_answers_that_transformers_keeps_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The key in a process that has chosen an implementation of attention is that of other processes."""
+    module = small_text_encoder()
+    kept = "_can_set_attn_implementation_cached_value"
+    for cls in type(module).__mro__:
+        if kept in vars(cls):
+            monkeypatch.delattr(cls, kept)
+    before = key_of(module)
+    small_text_encoder().set_attn_implementation("eager")
+    assert kept in vars(type(module))
+    assert key_of(module) == before
+
+
 def test_place_of_a_model_does_not_count(tmp_path: Path) -> None:
     digests = set()
     for name in ("one", "other"):
