@@ -6,7 +6,7 @@ import argparse
 import contextlib
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,6 +14,14 @@ from typing import TYPE_CHECKING
 import sdonnx
 from sdonnx.cli.control_options import add_control_arguments, control_arguments, control_parameters
 from sdonnx.cli.image_parameters import webui_text
+from sdonnx.cli.lora_options import (
+    LoraFile,
+    add_lora_arguments,
+    add_lora_tags,
+    load_lora_files,
+    read_lora_files,
+    read_lora_tags,
+)
 from sdonnx.cli.read_image import read_image
 from sdonnx.cli.schedule_options import add_schedule_arguments, custom_steps, read_schedule, schedule_arguments
 from sdonnx.cli.write_images import QUALITY, STDOUT, Destination, encoded
@@ -77,6 +85,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     scales = "weight of all image prompts, or of each (default: 1)"
     add("--ip_adapter_scale", nargs="+", type=float, default=[], help=scales)
     add_control_arguments(parser)
+    add_lora_arguments(parser)
+    add_lora_tags(parser)
     add("--clip_skip", type=int, default=None, help="number of last layers of the text encoder to skip")
     weighting = "a1111: read (word:1.3), (word) and [word] in the prompts as weights (default: brackets are text)"
     add("--prompt_weighting", default=None, help=weighting)
@@ -108,6 +118,8 @@ def run(options: argparse.Namespace) -> int:
     image, mask_image = read_image(options.image), read_image(options.mask_image)
     prompts = [read_image(path) for path in options.ip_adapter_image]
     controls = control_arguments(options)
+    texts, tagged = read_lora_tags(options.prompt, options.lora_folder)
+    adapters = [*read_lora_files(options.lora), *tagged]
     from sdonnx.runtime.pipeline import OrtDiffusionPipeline
 
     pipeline = OrtDiffusionPipeline.from_pretrained(
@@ -124,6 +136,7 @@ def run(options: argparse.Namespace) -> int:
             pipeline.enable_vae_slicing()
         if options.vae_tiling is not None:
             pipeline.enable_vae_tiling(options.vae_tiling or None)
+    load_lora_files(pipeline, adapters)
     if options.scheduler:
         pipeline.scheduler = options.scheduler
     if options.guidance_scale is None:
@@ -133,7 +146,7 @@ def run(options: argparse.Namespace) -> int:
     weights = options.ip_adapter_scale
     with _option_names():
         output = pipeline(
-            options.prompt,
+            texts,
             options.height,
             options.width,
             options.steps,
@@ -151,12 +164,16 @@ def run(options: argparse.Namespace) -> int:
             **schedule_arguments(options),
             **controls,
         )
-    _write(options, pipeline, output, destination)
+    _write(options, pipeline, output, destination, adapters)
     return 0
 
 
 def _write(
-    options: argparse.Namespace, pipeline: OrtDiffusionPipeline, output: ImageOutput, destination: Destination
+    options: argparse.Namespace,
+    pipeline: OrtDiffusionPipeline,
+    output: ImageOutput,
+    destination: Destination,
+    adapters: Sequence[LoraFile],
 ) -> None:
     out = console(stderr=options.output == STDOUT)
     for index, picture in enumerate(output.images):
@@ -178,6 +195,7 @@ def _write(
             "ip_adapter_image": [path.name for path in options.ip_adapter_image],
             "ip_adapter_scale": options.ip_adapter_scale,
             **control_parameters(options),
+            **({"lora": [str(file) for file in adapters]} if adapters else {}),
             "height": picture.height,
             "width": picture.width,
             "model": options.model.name,

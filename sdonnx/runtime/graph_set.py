@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -17,6 +17,7 @@ from onnxruntime import OrtValue
 from sdonnx.errors import OptionError
 from sdonnx.folder.pipeline_folder import PipelineFolder, own_kernel_graph
 from sdonnx.folder.version import read_report
+from sdonnx.lora.changed_initializers import ChangedInitializer
 from sdonnx.models import abi
 from sdonnx.models.spec import Family, Role
 from sdonnx.runtime.device.device import Device
@@ -25,7 +26,7 @@ from sdonnx.runtime.device.load_shared_weights import load_shared_weights, share
 from sdonnx.runtime.device.own_kernel_form import OwnKernelForm
 from sdonnx.runtime.device.session import Graph, Run, SessionSettings
 
-__all__ = ["OFFLOAD", "ChangedInitializer", "GraphSet", "LowMemory", "Observer", "require_low_memory"]
+__all__ = ["OFFLOAD", "GraphSet", "LowMemory", "Observer", "require_low_memory"]
 
 Observer = Callable[[Role, Run], AbstractContextManager[Any]]
 """Returns the context manager in which to run a graph: (role of the graph, the run)."""
@@ -57,21 +58,6 @@ def require_low_memory(value: Any) -> LowMemory:
     if isinstance(value, bool) or value == OFFLOAD:
         return cast(LowMemory, value)
     raise OptionError(f"low_memory is {value!r}", f"False, True or {OFFLOAD!r}", "pass one of them")
-
-
-@dataclass(frozen=True)
-class ChangedInitializer:
-    """An initializer with other values than in the folder.
-
-    Attributes:
-        values: its values, in its shape and type.
-        graphs: names of the files of the graphs that have it.
-        inline: whether its values are stored in the graphs, and not in the file of weights.
-    """
-
-    values: npt.NDArray[Any]
-    graphs: Collection[str]
-    inline: bool = False
 
 
 class GraphSet:

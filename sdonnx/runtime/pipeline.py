@@ -17,10 +17,10 @@ from sdonnx.errors import OptionError, refusing
 from sdonnx.folder import certificate
 from sdonnx.folder.pipeline_folder import PipelineFolder
 from sdonnx.folder.version import RebuildWarning, command_for, notices, read_report, require_provider
+from sdonnx.lora.loaded_adapters import LoadedAdapters
 from sdonnx.models import abi
 from sdonnx.models.registry import family_of
 from sdonnx.models.spec import Role
-from sdonnx.runtime.adapters.loaded_adapters import LoadedAdapters
 from sdonnx.runtime.cuda_graph_cache import CudaGraphCache
 from sdonnx.runtime.device.device import device_for, host_memory_errors
 from sdonnx.runtime.device.device_thread import device_thread
@@ -95,7 +95,8 @@ class OrtDiffusionPipeline(DiffusersInterface, PromptEncoding):
         self.folder, self.device = graphs.folder, graphs.device
         self._graphs, self._defaults = graphs, graphs.family.defaults
         self.scheduler_config = self.folder.config("scheduler", "scheduler_config.json")
-        self._adapters = LoadedAdapters(graphs.folder, graphs.family)
+        changeable = [spec.name for spec in graphs.family.components if spec.takes_lora]
+        self._adapters = LoadedAdapters(graphs.folder, changeable)
         graphs.load()
         self._inputs = PipelineInputs(graphs)
         tokenizers = self._inputs.family.tokenizers

@@ -64,7 +64,8 @@ def test_extra_measurements(micro_cpu: Path, micro_exported: Path, tmp_path: Pat
     assert kinds == ["pipeline"] * 2 + ["throughput"] * 2 + ["resolutions"] * 2 + ["kernels"] * 2
     for record in records[2:4]:
         assert [steps for steps, _ in record["points"]] == [1, 2, 3]
-        slope, offset = np.polyfit(*zip(*record["points"], strict=True), 1)
+        steps, seconds = np.array(record["points"]).T
+        slope, offset = np.polyfit(steps, seconds, 1)
         assert (record["line"]["slope"], record["line"]["offset"]) == pytest.approx((slope, offset), abs=1e-6)
     assert all(len(record["visited"]) == 6 for record in records[4:6])
     assert all(record["milliseconds"]["convolution"] > 0 for record in records[6:])

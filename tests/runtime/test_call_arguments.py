@@ -132,7 +132,7 @@ def test_other_tensors_are_refused(names: Any, ours: OrtDiffusionPipeline) -> No
 def test_cross_attention_kwargs(ours: OrtDiffusionPipeline) -> None:
     ours("a fox", **SIZE, cross_attention_kwargs=None)
     ours("a fox", **SIZE, cross_attention_kwargs={})
-    with refused(OptionError, "LoRA", "fuse_lora"):
+    with refused(OptionError, "LoRA", "set_adapters"):
         ours("a fox", **SIZE, cross_attention_kwargs={"scale": 0.5})
     with refused(OptionError, "cross_attention_kwargs is {'gligen'"):
         ours("a fox", **SIZE, cross_attention_kwargs={"gligen": {}})

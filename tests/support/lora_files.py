@@ -33,7 +33,8 @@ def lora_state(module: Any, seed: int, **options: Any) -> dict[str, torch.Tensor
     from peft.utils import get_peft_model_state_dict
 
     torch.manual_seed(seed)
-    module.add_adapter(LoraConfig(**{"r": 4, "lora_alpha": 8, "init_lora_weights": "gaussian"} | options))
+    settings: dict[str, Any] = {"r": 4, "lora_alpha": 8, "init_lora_weights": "gaussian"}
+    module.add_adapter(LoraConfig(**settings | options))
     for name, parameter in module.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.3)

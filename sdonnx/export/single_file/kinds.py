@@ -115,7 +115,7 @@ _OTHERS: tuple[tuple[str, str, str], ...] = (
     (
         r"lora_|.*\.(lora_(up|down|A|B)|lora\.(up|down)|hada_w|lokr_w|oft_)",
         "a LoRA",
-        "fuse it into its checkpoint with diffusers (fuse_lora), and export that",
+        "optimize its checkpoint, and load the file with load_lora_weights() or sdonnx generate --lora",
     ),
     (
         r"image_proj\.|ip_adapter\.",

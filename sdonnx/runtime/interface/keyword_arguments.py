@@ -22,7 +22,7 @@ REFUSED_ARGUMENTS: Mapping[str, str] = {
     "gligen_boxes": _GLIGEN,
     "gligen_phrases": _GLIGEN,
     "gligen_scheduled_sampling_beta": _GLIGEN,
-    "lora_scale": "fuse the LoRA with that scale before the export (fuse_lora(lora_scale=...) of diffusers)",
+    "lora_scale": "set the weight of the LoRA with set_adapters(name, weight)",
     "padding_mask_crop": "crop the image and the mask to the region before the call",
     "pag_adaptive_scale": _PAG,
     "pag_scale": _PAG,

@@ -11,8 +11,8 @@ from typing import Any
 
 from sdonnx.errors import OptionError
 from sdonnx.lora.adapter_file import AdapterFile, read_adapter
+from sdonnx.lora.loaded_adapters import AdapterState, LoadedAdapters
 from sdonnx.models.spec import Role
-from sdonnx.runtime.adapters.loaded_adapters import AdapterState, LoadedAdapters
 from sdonnx.runtime.inputs.argument_checks import require_number
 from sdonnx.runtime.pipeline_base import PipelineBase
 
@@ -31,6 +31,16 @@ class LoraInterface(PipelineBase):
     """
 
     _adapters: LoadedAdapters
+
+    @property
+    def lora_components(self) -> list[str]:
+        """Names of the components that a LoRA can change.
+
+        Raises:
+            OptionError: the pipeline has no such component, or an older version has written the folder.
+            FolderError: a table of weights is broken.
+        """
+        return list(self._adapters.tables)
 
     def load_lora_weights(
         self,

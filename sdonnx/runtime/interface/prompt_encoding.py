@@ -101,7 +101,7 @@ class PromptEncoding(PipelineBase):
         family = self._inputs.family
         given |= _named(positional, family.ENCODING_ORDER, given)
         if given["lora_scale"] is not None:
-            raise OptionError("lora_scale given", "None", "fuse the LoRA before the export (fuse_lora)")
+            raise OptionError("lora_scale given", "None", "set the weight of the LoRA with set_adapters(name, weight)")
         guided = bool(given["do_classifier_free_guidance"])
         prompts = PromptArguments.create(
             given["prompt"],

@@ -114,8 +114,6 @@ def test_missing_methods_say_what_works(name: str, ours: OrtDiffusionPipeline) -
 
 def test_features_say_what_to_do(ours: OrtDiffusionPipeline) -> None:
     methods: Any = ours
-    with refused(OptionError, "fuse_lora", "save_pretrained", "export"):
-        methods.load_lora_weights("lora.safetensors")
     with refused(OptionError, "load_textual_inversion", "save_pretrained", "export"):
         methods.load_textual_inversion("a.pt", token="<a>")
     with refused(OptionError, "--ip_adapter", "set_ip_adapter_scale"):

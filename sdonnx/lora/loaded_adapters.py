@@ -5,24 +5,15 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
-
-import numpy as np
-import numpy.typing as npt
 
 from sdonnx.errors import OptionError, WeightsError
 from sdonnx.folder.pipeline_folder import PipelineFolder
-from sdonnx.folder.weight_table import Place, WeightTable, channel_rows, put_channels, rows_of
+from sdonnx.folder.weight_table import WeightTable
 from sdonnx.lora.adapter_file import AdapterFile
-from sdonnx.lora.weight_change import WeightChange, changed_by_all
-from sdonnx.models.spec import Family
-from sdonnx.runtime.graph_set import ChangedInitializer
+from sdonnx.lora.changed_initializers import ChangedInitializer, changed_initializers
+from sdonnx.lora.weight_change import WeightChange
 
-__all__ = ["AdapterState", "LoadedAdapters", "changed_initializers"]
-
-Array = npt.NDArray[Any]
-Changes = Mapping[str, Sequence[tuple[WeightChange, float]]]
-"""Changes of weights and their scales, in order, by the weight's name in the state dict."""
+__all__ = ["AdapterState", "LoadedAdapters"]
 
 _BIAS = ".bias"
 
@@ -69,16 +60,16 @@ class LoadedAdapters:
 
     Args:
         folder: the optimized folder.
-        family: its family.
+        components: names of the components that a LoRA can change.
 
     Attributes:
         state: which adapters are in effect.
     """
 
-    def __init__(self, folder: PipelineFolder, family: Family) -> None:
+    def __init__(self, folder: PipelineFolder, components: Sequence[str]) -> None:
         self.state = AdapterState()
         self._folder = folder
-        self._components = [spec.name for spec in family.components if spec.takes_lora]
+        self._components = components
         self._tables: dict[str, WeightTable] | None = None
 
     @property
@@ -114,11 +105,16 @@ class LoadedAdapters:
         """Raise unless every change of an adapter can be made.
 
         Raises:
-            WeightsError: a change has another shape than its weight.
+            WeightsError: the model lacks a weight, or a change has another shape.
             OptionError: a weight cannot be changed, or a bias would be.
         """
         for component, changes in file.changes.items():
-            table = self.tables[component]
+            table = self.tables.get(component)
+            if table is None:
+                raise WeightsError(
+                    f"the LoRA changes {component}", f"some of {', '.join(self.tables)}", "use another LoRA"
+                )
+            known = {*table.places, *table.fixed, *table.unused}
             if fixed := sorted(changes.keys() & table.fixed):
                 raise OptionError(
                     f"the LoRA changes {len(fixed)} weights of {component} that cannot be changed, such as {fixed[0]}",
@@ -130,6 +126,12 @@ class LoadedAdapters:
                     f"the LoRA changes {len(biases)} biases of {component}, such as {biases[0]}",
                     "changes of weights",
                     "fuse it with diffusers before the export",
+                )
+            if unknown := sorted(changes.keys() - known):
+                raise WeightsError(
+                    f"the LoRA changes {len(unknown)} weights that {component} lacks, such as {unknown[0]}",
+                    "an adapter for this model",
+                    "use another adapter",
                 )
             for name, change in changes.items():
                 if name not in table.unused:
@@ -150,52 +152,3 @@ class LoadedAdapters:
             name: ChangedInitializer(found[name], entry.graphs, entry.offsets is None)
             for name, entry in entries.items()
         }
-
-
-def changed_initializers(table: WeightTable, changes: Changes) -> dict[str, Array]:
-    """Return the initializers that hold changed weights, computed in float32 from those of the folder.
-
-    Args:
-        table: where the weights are.
-        changes: the changes.
-
-    Raises:
-        FolderError: the file of weights cannot be read.
-        WeightsError: a changed weight exceeds the range of its type.
-    """
-    results: dict[str, Array] = {}
-    for name, each in changes.items():
-        places, shape = table.places[name], table.shapes[name]
-        for place in places:
-            if place.initializer not in results:
-                results[place.initializer] = table.base(place.initializer)
-        base = _weight(table, places[0], shape)
-        weight = changed_by_all(base, list(each))
-        for place in places:
-            _put(results[place.initializer], place, weight, base, name)
-    return results
-
-
-def _weight(table: WeightTable, place: Place, shape: tuple[int, ...]) -> npt.NDArray[np.float32]:
-    """Return a weight of the folder in torch's layout."""
-    rows = channel_rows(table.base(place.initializer), place.layout, int(np.prod(shape[1:])))[place.channels]
-    if place.layout == "nhwc" and len(shape) == 4:
-        rows = rows.reshape(shape[0], *shape[2:], shape[1]).transpose(0, 3, 1, 2)
-    return np.ascontiguousarray(rows.reshape(shape), np.float32)
-
-
-def _put(values: Array, place: Place, weight: Array, base: Array, name: str) -> None:
-    """Write a weight, or the bias that was moved behind it, into an initializer."""
-    if place.vector is None:
-        rows = rows_of(weight, place.layout)
-    else:
-        moved = channel_rows(values, place.layout, 1)[place.channels, 0].astype(np.float32)
-        rows = (moved + rows_of(weight - base, "rows") @ place.vector)[:, None]
-    largest = float(np.abs(rows).max())
-    if not largest <= np.finfo(values.dtype).max:
-        raise WeightsError(
-            f"with the adapters, {name} reaches {largest:g}, beyond the range of {values.dtype}",
-            "weights in its range",
-            "use smaller weights, or a folder in float32",
-        )
-    put_channels(values, place.layout, place.channels, rows.astype(values.dtype))
