@@ -20,6 +20,7 @@ COMMANDS = {
     "generate": ("sdonnx.cli.generate", "generate images with an optimized folder"),
     "serve": ("sdonnx.cli.serve", "serve folders over HTTP, with OpenAI's images API"),
     "benchmark": ("sdonnx.cli.benchmark", "measure the speed of engines and compare their images"),
+    "bake": ("sdonnx.cli.bake", "write an optimized folder with LoRA files in its weights"),
     "lora": ("sdonnx.cli.lora", "look into LoRA files, and convert them to the layout of PEFT"),
     "cache": ("sdonnx.cli.cached_graphs", "list or remove the graphs that sdonnx.compile has cached"),
     "completion": ("sdonnx.cli.completion", "print a script for the completion of a shell"),

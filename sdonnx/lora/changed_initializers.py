@@ -75,7 +75,7 @@ def _put(values: Array, place: Place, weight: Array, base: Array, name: str) -> 
         moved = channel_rows(values, place.layout, 1)[place.channels, 0].astype(np.float32)
         rows = (moved + rows_of(weight - base, "rows") @ place.vector)[:, None]
     largest = float(np.abs(rows).max())
-    if not largest <= np.finfo(values.dtype).max:
+    if not largest <= float(np.finfo(values.dtype).max):
         raise WeightsError(
             f"with the adapters, {name} reaches {largest:g}, beyond the range of {values.dtype}",
             "weights in its range",

@@ -376,8 +376,9 @@ def _has_own_kernels(job: ComponentJob) -> bool:
 
 
 def _write_weight_table(job: ComponentJob) -> None:
-    """Write where the served graphs keep each weight; the exported graph is read again, since rules have changed it."""
-    files = [file for each in job.served for file in (each, own_kernel_graph(each)) if (job.folder / file).is_file()]
+    """Write where the graphs keep each weight; the exported graph is read again, since rules have changed it."""
+    graphs = dict.fromkeys((*job.served, ONNX_MODEL))
+    files = [file for each in graphs for file in (each, own_kernel_graph(each)) if (job.folder / file).is_file()]
     write_weight_table(job.folder, files, load_model(job.opened.path, draws=True))
 
 

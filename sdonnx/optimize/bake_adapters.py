@@ -1,0 +1,141 @@
+"""Write a copy of an optimized folder with LoRA files in its weights."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import onnx_ir as ir
+
+from sdonnx.errors import OptionError
+from sdonnx.folder.certificate import CERTIFICATE, CERTIFICATE_PAGE
+from sdonnx.folder.pipeline_folder import (
+    ONNX_WEIGHTS,
+    QDQ_MODEL,
+    QDQ_WEIGHTS,
+    REPORT,
+    SHARED_WEIGHTS,
+    PipelineFolder,
+    atomic_folder,
+    hash_file,
+    read_json,
+)
+from sdonnx.folder.version import read_report
+from sdonnx.folder.weight_table import PROVENANCE, WeightTable
+from sdonnx.lora.adapter_file import read_adapter
+from sdonnx.lora.changed_initializers import ChangedInitializer
+from sdonnx.lora.loaded_adapters import AdapterState, LoadedAdapters
+from sdonnx.models.registry import family_of
+
+__all__ = ["bake_adapters"]
+
+# Of the unchanged weights.
+_LEFT_OUT = (CERTIFICATE, CERTIFICATE_PAGE)
+
+
+def bake_adapters(
+    source: Path, out: Path, adapters: Sequence[tuple[Path, float | Mapping[str, float]]], overwrite: bool = False
+) -> dict[str, int]:
+    """Write a copy of an optimized folder whose weights have adapters in them.
+
+    Its images are those of `OrtDiffusionPipeline.load_lora_weights` with the same adapters, bit for bit. A certificate
+    is not copied, since it is about the unchanged weights.
+
+    Args:
+        source: the optimized folder.
+        out: the folder to write.
+        adapters: for each adapter its file, and its weight: one for all components, or by component, where those that
+            are not named have 1.
+        overwrite: replace the pipeline in `out`, if there is one.
+
+    Returns:
+        The number of changed initializers by component.
+
+    Raises:
+        WeightsError: a file cannot be used, or is for another model.
+        OptionError: the weights of the folder cannot be changed.
+        FolderError: the folder is broken.
+        OutputError: the output cannot be written.
+    """
+    pipeline = PipelineFolder.open(source)
+    read_report(source)
+    components = [spec.name for spec in family_of(pipeline).components if spec.takes_lora]
+    loaded = LoadedAdapters(pipeline, components)
+    names = loaded.names()
+    files = [read_adapter(path, names) for path, _ in adapters]
+    for file in files:
+        loaded.require_fitting(file)
+    given = [weight if isinstance(weight, Mapping) else dict.fromkeys(loaded.tables, weight) for _, weight in adapters]
+    if unknown := sorted({name for each in given for name in each} - loaded.tables.keys()):
+        raise OptionError(
+            f"a weight for the component {unknown[0]}", f"some of {', '.join(loaded.tables)}", "leave it out"
+        )
+    order = tuple(map(str, range(len(files))))
+    weights = {
+        name: {component: float(each.get(component, 1.0)) for component in loaded.tables}
+        for name, each in zip(order, given, strict=True)
+    }
+    state = AdapterState(dict(zip(order, files, strict=True)), weights, dict.fromkeys(loaded.tables, order))
+    changed = {component: loaded.changed(state, component) for component in loaded.tables}
+    with atomic_folder(out, overwrite, [source]) as partial:
+        ignored = shutil.ignore_patterns(*_LEFT_OUT, ".*")
+        shutil.copytree(source, partial, dirs_exist_ok=True, ignore=ignored)
+        for component, initializers in changed.items():
+            _write_component(partial / component, loaded.tables[component], initializers)
+        _write_report(partial, [(path, weights[name]) for name, (path, _) in zip(order, adapters, strict=True)])
+    return {component: len(initializers) for component, initializers in changed.items()}
+
+
+def _write_component(folder: Path, table: WeightTable, changed: Mapping[str, ChangedInitializer]) -> None:
+    """Write changed initializers into a component's files."""
+    if not changed:
+        return
+    for name in (QDQ_MODEL, QDQ_WEIGHTS):  # they have the unchanged weights
+        (folder / name).unlink(missing_ok=True)
+    initializers = dict(table.initializers)
+    inline = {name: each for name, each in changed.items() if each.inline}
+    with (folder / ONNX_WEIGHTS).open("r+b") as file:
+        for name, each in changed.items():
+            if (offsets := initializers[name].offsets) is None:
+                initializers[name] = replace(initializers[name], data=each.values.tobytes())
+            else:
+                file.seek(offsets[0])
+                file.write(each.values.tobytes())
+    if not inline:
+        return
+    for graph in sorted({graph for each in inline.values() for graph in each.graphs}):
+        _write_inline(folder / graph, {name: each for name, each in inline.items() if graph in each.graphs})
+    content = replace(table, initializers=initializers).as_json()
+    (folder / PROVENANCE).write_text(json.dumps(content) + "\n", encoding="utf-8")
+    _write_digests(folder / SHARED_WEIGHTS)
+
+
+def _write_inline(path: Path, changed: Mapping[str, ChangedInitializer]) -> None:
+    """Replace values that are stored in a graph."""
+    model = ir.load(path)
+    for name, each in changed.items():
+        model.graph.initializers[name].const_value = ir.tensor(each.values, name=name)
+    ir.save(model, path)
+
+
+def _write_digests(path: Path) -> None:
+    """Write the digests of the graphs whose weights a file lists, if there is one."""
+    if not path.is_file():
+        return
+    entries: dict[str, Any] = read_json(path)
+    graphs = entries.get("__metadata__", {})
+    entries["__metadata__"] = {file: hash_file(path.parent / file)[1] for file in graphs}
+    path.write_text(json.dumps(entries, indent=2) + "\n", encoding="utf-8")
+
+
+def _write_report(folder: Path, adapters: Sequence[tuple[Path, Mapping[str, float]]]) -> None:
+    """Add the adapters to the report."""
+    report = read_json(folder / REPORT)
+    earlier = report.get("adapters")
+    added = [{"file": path.name, "weights": dict(weights)} for path, weights in adapters]
+    report["adapters"] = [*(earlier if isinstance(earlier, list) else []), *added]
+    (folder / REPORT).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
