@@ -21,6 +21,7 @@ from support.pipelines import refused
 from sdonnx.errors import OptionError, WeightsError
 from sdonnx.folder.weight_table import PROVENANCE
 from sdonnx.metrics import psnr
+from sdonnx.quantization.quantization_config import QuantizationConfig
 from sdonnx.runtime.pipeline import OrtDiffusionPipeline
 
 # diffusers converts torch tensors to numpy in a way that numpy deprecates, and PEFT warns of layers without the LoRA.
@@ -214,6 +215,28 @@ def test_session_options_are_refused(pair: Pair) -> None:
 
     ours = OrtDiffusionPipeline.from_pretrained(pair.folder, session_options=onnxruntime.SessionOptions())
     with refused(OptionError, "session_options"):
+        ours.load_lora_weights(pair.files[0])
+    assert ours.get_list_adapters() == {}
+
+
+@pytest.mark.parametrize("low_memory", [True, "offload"])
+def test_graphs_that_are_loaded_for_each_use(pair: Pair, low_memory: Any) -> None:
+    _, ours = pair.load()
+    saving = OrtDiffusionPipeline.from_pretrained(pair.folder, low_memory=low_memory)
+    saving.set_progress_bar_config(disable=True)
+    for pipe in (ours, saving):
+        pipe.load_lora_weights(pair.files[0])
+    first = image_of(ours)
+    assert np.array_equal(image_of(saving), first)
+    assert np.array_equal(image_of(saving), first)
+
+
+def test_quantized_weights_are_refused(pair: Pair, pipelines: PipelineCache) -> None:
+    exported = pipelines.exported(pair.source)
+    config = QuantizationConfig.from_flags("int8_weightonly", "{}")
+    folder = pipelines.optimized(exported, provider="cpu", quantization=config)
+    ours = OrtDiffusionPipeline.from_pretrained(folder)
+    with refused(OptionError, "weights of unet that cannot be changed", "optimize without --quantize"):
         ours.load_lora_weights(pair.files[0])
     assert ours.get_list_adapters() == {}
 

@@ -1,0 +1,144 @@
+"""The table of a component's weights: read as written, and refused where it is broken."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.pipelines import refused
+
+from sdonnx.errors import FolderError
+from sdonnx.folder.pipeline_folder import ONNX_WEIGHTS
+from sdonnx.folder.weight_table import (
+    PROVENANCE,
+    Initializer,
+    Layout,
+    Place,
+    WeightTable,
+    channel_rows,
+    put_channels,
+    rows_of,
+)
+
+LAYOUTS: list[Layout] = ["rows", "nhwc", "columns"]
+
+
+@pytest.fixture
+def table(tmp_path: Path) -> WeightTable:
+    """Two linear layers in one initializer, transposed, and a bias that was moved behind the second."""
+    joined = np.arange(20, dtype="<f2").reshape(4, 5)
+    (tmp_path / ONNX_WEIGHTS).write_bytes(bytes(8) + joined.tobytes())
+    vector = np.arange(4, dtype=np.float32)
+    written = WeightTable(
+        tmp_path,
+        {
+            "joined": Initializer("F16", (4, 5), (8, 48), None, ("model.onnx",)),
+            "bias": Initializer("F32", (3,), None, np.ones(3, "<f4").tobytes(), ("model.onnx", "text.onnx")),
+        },
+        {"a.weight": (2, 4), "b.weight": (3, 4)},
+        {
+            "a.weight": (Place("joined", "columns", ((0, 1), (4, 1))),),
+            "b.weight": (Place("joined", "columns", ((1, 3),)), Place("bias", "rows", ((0, 3),), vector)),
+        },
+        frozenset({"c.weight"}),
+        frozenset({"d.weight"}),
+    )
+    (tmp_path / PROVENANCE).write_text(json.dumps(written.as_json()))
+    return written
+
+
+def test_file_is_read_as_written(table: WeightTable, tmp_path: Path) -> None:
+    read = WeightTable.read(tmp_path)
+    assert read is not None
+    assert read.as_json() == table.as_json()
+    assert read.base("joined").tolist() == np.arange(20).reshape(4, 5).tolist()
+    assert read.base("bias").tolist() == [1, 1, 1]
+    assert read.places["a.weight"][0].channels.tolist() == [0, 4]
+    assert WeightTable.read(tmp_path / "elsewhere") is None
+
+
+def _set(*path: Any) -> Callable[[dict[str, Any]], None]:
+    """Return a function that sets a value of a nested object: the keys, then the value."""
+
+    def change(content: dict[str, Any]) -> None:
+        *keys, last, value = path
+        target: Any = content
+        for key in keys:
+            target = target[key]
+        target[last] = value
+
+    return change
+
+
+PLACE = ("weights", "a.weight", "places", 0)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        _set("format", 2),
+        _set("initializers", []),
+        _set("initializers", "joined", "dtype", "F64"),
+        _set("initializers", "joined", "shape", [4, -5]),
+        _set("initializers", "joined", "shape", [4, 5.0]),
+        _set("initializers", "joined", "shape", [1 << 40, 1 << 40]),
+        _set("initializers", "joined", "data_offsets", [8, 50]),
+        _set("initializers", "joined", "data_offsets", [48, 8]),
+        _set("initializers", "joined", "graphs", 5),
+        _set("initializers", "bias", "data", "AAAA"),
+        _set("initializers", "bias", "data", "$"),
+        _set("weights", "a.weight", "shape", [2, 5]),
+        _set("weights", "a.weight", "shape", [2]),
+        _set("weights", "a.weight", "shape", [0, 4]),
+        _set(*PLACE, "initializer", "other"),
+        _set(*PLACE, "layout", "blocks"),
+        _set(*PLACE, "runs", []),
+        _set(*PLACE, "runs", [[0, 1]]),
+        _set(*PLACE, "runs", [[0, 1], [5, 1]]),
+        _set(*PLACE, "runs", [[0, 1], [1 << 62, 1]]),
+        _set(*PLACE, "runs", [[0, 2], [0, 0]]),
+        _set(*PLACE, "runs", [[-1, 2]]),
+        _set("weights", "b.weight", "places", 1, "vector", "AAAAAA=="),
+        _set("weights", "b.weight", "places", 1, "vector", "AAA="),
+        lambda content: content.pop("fixed"),
+        lambda content: content.pop("unused"),
+        lambda content: content["initializers"]["joined"].pop("graphs"),
+    ],
+)
+def test_broken_files_are_refused(change: Callable[[dict[str, Any]], Any], table: WeightTable, tmp_path: Path) -> None:
+    content = table.as_json()
+    change(content)
+    (tmp_path / PROVENANCE).write_text(json.dumps(content))
+    with refused(FolderError, PROVENANCE, "is broken", "optimize the pipeline again"):
+        WeightTable.read(tmp_path)
+
+
+def test_missing_and_short_weights_are_refused(table: WeightTable, tmp_path: Path) -> None:
+    content = (tmp_path / ONNX_WEIGHTS).read_bytes()
+    (tmp_path / ONNX_WEIGHTS).write_bytes(content[:-1])
+    with refused(FolderError, "up to byte 48", "it has 47 bytes"):
+        table.base("joined")
+    (tmp_path / ONNX_WEIGHTS).unlink()
+    with refused(FolderError, "up to byte 48"):
+        table.base("joined")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("shape", [(6, 4), (6, 4, 3, 3)])
+def test_channels_are_put_where_they_are_read(layout: Layout, shape: tuple[int, ...]) -> None:
+    random = np.random.default_rng(0)
+    weight = random.normal(size=shape).astype(np.float32)
+    rows = rows_of(weight, layout)
+    inputs = rows.shape[1]
+    # Two stacked matrices of five channels, or ten rows.
+    values = np.zeros((2, inputs, 5) if layout == "columns" else (10, inputs), np.float32)
+    channels = np.array([7, 1, 2, 9, 0, 4])
+    put_channels(values, layout, channels, rows)
+    assert np.array_equal(channel_rows(values, layout, inputs)[channels], rows)
+    assert np.count_nonzero(values) == weight.size
+    if layout == "nhwc" and len(shape) == 4:
+        assert np.array_equal(rows.reshape(6, 3, 3, 4), np.moveaxis(weight, 1, 3))
