@@ -16,6 +16,7 @@ import pytest
 import torch
 from PIL import Image
 from support.control_networks import picture, write_adapter, write_controlnet
+from support.lora_files import write_lora
 from support.micro import changed
 from support.pipeline_cache import PipelineCache
 from support.pipelines import refused
@@ -213,7 +214,9 @@ def test_image_to_image_and_inpainting(name: str, request: pytest.FixtureRequest
         assert found > SAME_DB, suffix
 
 
-def test_together_with_an_ip_adapter(work: Path, pipelines: PipelineCache) -> None:
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:While injecting the PEFT adapters:RuntimeWarning")
+def test_together_with_an_ip_adapter_and_lora(work: Path, pipelines: PipelineCache) -> None:
     source = pipelines.micro("tiny-ip-adapter")
     folders, adapter = [write_controlnet(source, work / "controlnet-ip", 5)], "ip-adapter.safetensors"
     options = {"ip_adapters": [source / "ip_adapter" / adapter]}
@@ -225,6 +228,14 @@ def test_together_with_an_ip_adapter(work: Path, pipelines: PipelineCache) -> No
     both = {"ip_adapter_image": picture(7)}
     given, ours = {"image": IMAGES[0], **both}, {"control_image": IMAGES[0], **both}
     assert pair.agreement(theirs, given, ours) > SAME_DB
+    before = pair.ours(**{"prompt": "a fox"} | SMALL, **ours, seed=3).images
+    layers = {"unet": ["to_q", "to_v", "conv1", "proj_in"], "text_encoder": ["v_proj", "fc1"]}
+    lora = write_lora(source, work / "lora", 0, layers)
+    for pipe in (theirs, pair.ours):
+        pipe.load_lora_weights(lora.parent, adapter_name="style")
+        pipe.set_adapters("style", 0.6)
+    assert pair.agreement(theirs, given, ours) > SAME_DB
+    assert psnr(pair.ours(**{"prompt": "a fox"} | SMALL, **ours, seed=3).images, before) < 45
 
 
 @pytest.mark.parametrize(
