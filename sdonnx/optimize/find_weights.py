@@ -167,6 +167,7 @@ class _Written:
         tensors: dict[str, ir.TensorProtocol] = {}
         entries: dict[str, Initializer] = {}
         graphs: defaultdict[str, list[str]] = defaultdict(list)
+        by_others: set[str] = set()
         differing: set[str] = set()
         modules: set[str] = set()
         for file in files:
@@ -180,8 +181,12 @@ class _Written:
                     differing.add(name)
                 tensors[name] = value.const_value
                 graphs[name].append(file)
+                if not _is_read_by_products(value):
+                    by_others.add(name)
         kept = [name for name in tensors if name not in differing]
-        initializers = {name: replace(entries[name], graphs=tuple(graphs[name])) for name in kept}
+        initializers = {
+            name: replace(entries[name], graphs=tuple(graphs[name]), by_products=name not in by_others) for name in kept
+        }
         return cls({name: tensors[name] for name in kept}, initializers, frozenset(modules))
 
     def places(self, weight: ModuleWeight, values: Array) -> Iterator[Place]:
@@ -314,6 +319,16 @@ def _drop_conflicts(places: dict[str, list[Place]]) -> None:
             owners[place.initializer, place.vector is None].append((name, taken))
     for name in conflicting:
         del places[name]
+
+
+def _is_read_by_products(value: ir.Value) -> bool:
+    """Return whether every user is a product that reads a weight as its second factor.
+
+    Convolutions are none: ONNX Runtime may copy their weights into another layout.
+    """
+    if value.is_graph_output():
+        return False
+    return all(use.node.op_type in ("MatMul", "Gemm") and use.idx == 1 for use in value.uses())
 
 
 def _entry(tensor: ir.TensorProtocol) -> Initializer | None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -17,12 +17,12 @@ from onnxruntime import OrtValue
 from sdonnx.errors import OptionError
 from sdonnx.folder.pipeline_folder import PipelineFolder, own_kernel_graph
 from sdonnx.folder.version import read_report
-from sdonnx.lora.changed_initializers import ChangedInitializer
 from sdonnx.models import abi
 from sdonnx.models.spec import Family, Role
+from sdonnx.runtime.changed_weights import BaseValues, ChangedByComponent, ChangedWeights
 from sdonnx.runtime.device.device import Device
 from sdonnx.runtime.device.kernel_workarounds import KernelCheck
-from sdonnx.runtime.device.load_shared_weights import load_shared_weights, shareable
+from sdonnx.runtime.device.load_shared_weights import load_shared_weights
 from sdonnx.runtime.device.own_kernel_form import OwnKernelForm
 from sdonnx.runtime.device.session import Graph, Run, SessionSettings
 
@@ -93,7 +93,8 @@ class GraphSet:
         self._loaded: dict[tuple[Role, bool, int], Graph] = {}
         self._weights: dict[str, OrtValue] | None = None
         self._loading_weights = threading.Lock()
-        self._changed: dict[str, Mapping[str, ChangedInitializer]] = {}
+        self._changed = ChangedWeights(device)
+        self._changed.stays = not low_memory
 
     @cached_property
     def has_short(self) -> bool:
@@ -163,6 +164,7 @@ class GraphSet:
         """Change which graphs are loaded for each use, and unload all graphs; no run may be bound to them."""
         self.device.synchronize()
         self._low_memory = low_memory
+        self._changed.stays = not low_memory
         for role, *_ in list(self._loaded):
             self._unload(role)
 
@@ -199,12 +201,23 @@ class GraphSet:
                 capture=captures,
                 tf32=role in _TF32,
                 settings=self._settings,
-                weights=partial(self._weights_of, path, shares=shares),
-                injected=partial(self._injected_into, path, shares=shares),
+                weights=lambda: self._changed.weights(path, self._shared_weights() if shares else {}),
+                injected=lambda: self._changed.injected(path),
             )
         return self._loaded[key]
 
-    def change_weights(self, changed: Mapping[str, Mapping[str, ChangedInitializer]]) -> None:
+    def update_weights(self, changed: ChangedByComponent, base: BaseValues) -> bool:
+        """Use other values for initializers in the loaded graphs, and return whether that is possible.
+
+        Captured runs stay valid. Nothing changes if a weight cannot be written in place.
+
+        Args:
+            changed: by component, all its initializers that differ from those in the folder, by name.
+            base: returns the values of a component's initializer in the folder.
+        """
+        return self._changed.write(changed, base)
+
+    def change_weights(self, changed: ChangedByComponent) -> None:
         """Use other values for initializers; no run may be bound to the graphs of these components.
 
         The graphs are loaded again when they are used next.
@@ -226,33 +239,9 @@ class GraphSet:
             if graph.path.parent.name in changed:
                 graph.unload()  # even if a caller still holds it
                 del self._loaded[key]
-        self._changed |= changed
+        self._changed.replace(changed)
         if self.family.with_role(Role.DENOISER).name in changed:
             self._weights = None
-
-    def _weights_of(self, path: Path, *, shares: bool) -> Mapping[str, OrtValue]:
-        """Return the initializers that replace those of a graph after ONNX Runtime has optimized it."""
-        # Values that are stored in the graph are not external data, which alone can be injected.
-        inline = {name: each.values for name, each in self._changed_in(path) if each.inline}
-        values = {name: shareable(array, self.device) for name, array in inline.items()}
-        return {**(self._shared_weights() if shares else {}), **values}
-
-    def _injected_into(self, path: Path, *, shares: bool) -> Mapping[str, OrtValue]:
-        """Return the changed initializers that ONNX Runtime has to see while it optimizes a graph.
-
-        It reorders the weights of convolutions then, on the CPU.
-        """
-        shared = self._shared_weights() if shares else {}
-        return {
-            name: OrtValue.ortvalue_from_numpy(each.values)
-            for name, each in self._changed_in(path)
-            if not each.inline and name not in shared
-        }
-
-    def _changed_in(self, path: Path) -> Iterator[tuple[str, ChangedInitializer]]:
-        for name, each in self._changed.get(path.parent.name, {}).items():
-            if path.name in each.graphs:
-                yield name, each
 
     def load(self) -> None:
         """Load the graphs that every image needs at the same time, except those that do not stay loaded.
@@ -281,8 +270,7 @@ class GraphSet:
         with self._loading_weights:
             if self._weights is None:
                 component = self.folder.component(self.family.with_role(Role.DENOISER).name)
-                changed = {name: each.values for name, each in self._changed.get(component.name, {}).items()}
-                self._weights = load_shared_weights(component, self.device, changed)
+                self._weights = load_shared_weights(component, self.device, self._changed.values(component.name))
             return self._weights
 
     def observed(self, role: Role, run: Run) -> AbstractContextManager[Any]:

@@ -254,8 +254,12 @@ class PipelineBase(MissingFeatures):
         with host_memory_errors("the request"):
             return device_thread(self.device).run(job, stop)
 
-    def _change(self, change: Callable[[], None]) -> None:
+    def _change(self, change: Callable[[], None], in_place: Callable[[], bool] = lambda: False) -> None:
         """Make a change on the device thread, without captured graphs.
+
+        Args:
+            change: makes the change.
+            in_place: makes the change with the captured graphs, or returns False if it cannot, and changes nothing.
 
         Raises:
             OptionError: a callback makes it.
@@ -265,8 +269,9 @@ class PipelineBase(MissingFeatures):
         def job() -> None:
             if getattr(self._generating, "now", False):
                 raise OptionError("a callback changes the pipeline", "a change between calls", "make it after the call")
-            self._cache.close()
-            change()
+            if not in_place():
+                self._cache.close()
+                change()
 
         self._run(job)
 

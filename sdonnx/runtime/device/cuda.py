@@ -21,6 +21,7 @@ __all__ = ["CapturedGraph", "Cuda", "Event", "cuda", "small_workspaces"]
 
 # ONNX Runtime 1.31 is built for CUDA 13, and older builds for CUDA 12.
 _LIBRARIES = ("libcudart.so.13", "libcudart.so.12")
+_HOST_TO_DEVICE = 1
 _DEVICE_TO_DEVICE = 3
 _NON_BLOCKING = 1
 # Other threads may allocate memory during the capture.
@@ -87,14 +88,14 @@ class Cuda:
             numbers.append(number.value)
         return numbers[0], numbers[1]
 
-    def copy(self, target: int, source: int, size: int) -> None:
-        """Copy `size` bytes between two addresses of the device, and wait."""
+    def copy(self, target: int, source: int, size: int, *, from_host: bool = False) -> None:
+        """Copy `size` bytes between two addresses of the device, or from one of the host, and wait."""
         self._check(
             self._library.cudaMemcpyAsync(
                 ctypes.c_void_p(target),
                 ctypes.c_void_p(source),
                 ctypes.c_size_t(size),
-                _DEVICE_TO_DEVICE,
+                _HOST_TO_DEVICE if from_host else _DEVICE_TO_DEVICE,
                 self._stream,
             )
         )

@@ -70,6 +70,21 @@ class Device:
         with memory_errors(self, f"a buffer of {values.shape}"):
             return OrtValue.ortvalue_from_numpy(np.ascontiguousarray(values), self.provider, self.index)
 
+    def write(self, target: OrtValue, values: npt.NDArray[Any]) -> None:
+        """Write an array into a buffer of its size, and wait.
+
+        Raises:
+            OptionError: the buffer has another size.
+        """
+        source = np.ascontiguousarray(values)
+        size = target.tensor_size_in_bytes()
+        if source.nbytes != size:
+            raise OptionError(f"an array of {source.nbytes} bytes", f"{size} bytes", "pass an array of the right shape")
+        if self.provider == "cuda":
+            cuda(self.index).copy(target.data_ptr(), source.ctypes.data, size, from_host=True)
+        else:
+            ctypes.memmove(target.data_ptr(), source.ctypes.data, size)
+
     def enter(self) -> None:
         """Select the device for the calling thread."""
         if self.provider == "cuda":

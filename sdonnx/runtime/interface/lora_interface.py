@@ -27,7 +27,8 @@ class LoraInterface(PipelineBase):
     """The LoRA methods of diffusers' pipelines.
 
     Adapters are part of the weights, so that a step takes no longer, and changes are computed from the weights of the
-    folder, so that an image after a change back is the same bit for bit. A change loads the graphs again.
+    folder, so that an image after a change back is the same bit for bit. A change loads graphs again, unless it can be
+    made in the memory that they read (`sdonnx.runtime.changed_weights`).
     """
 
     _adapters: LoadedAdapters
@@ -243,7 +244,10 @@ class LoraInterface(PipelineBase):
                 seconds = time.perf_counter() - start
                 _LOGGER.debug("changed %d initializers of %s in %.2f s", len(changed[component]), component, seconds)
         if changed:
-            self._change(lambda: self._graphs.change_weights(changed))
+            self._change(
+                lambda: self._graphs.change_weights(changed),
+                lambda: self._graphs.update_weights(changed, lambda part, name: adapters.tables[part].base(name)),
+            )
         adapters.state = state
 
     def _by_component(self, name: str, weight: Any) -> dict[str, float]:

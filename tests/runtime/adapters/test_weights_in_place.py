@@ -1,0 +1,201 @@
+"""Weights that are changed in the memory that loaded sessions read.
+
+Sessions on the CPU copy weights into another layout, which is switched off here, as a GPU has no such copy.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+from support.lora_files import write_lora
+from support.pipeline_cache import PipelineCache
+
+from sdonnx.folder.weight_table import WeightTable
+from sdonnx.runtime import changed_weights
+from sdonnx.runtime.device import session, weights_in_place
+from sdonnx.runtime.device.device import Device
+from sdonnx.runtime.device.session import Graph
+from sdonnx.runtime.pipeline import OrtDiffusionPipeline
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore:While injecting the PEFT adapters:RuntimeWarning"),
+]
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture(scope="module")
+def source(pipelines: PipelineCache) -> Path:
+    return pipelines.nano()
+
+
+@pytest.fixture(scope="module")
+def folder(source: Path, pipelines: PipelineCache) -> Path:
+    return pipelines.optimized(pipelines.exported(source), provider="cpu")
+
+
+@pytest.fixture(scope="module")
+def files(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Two files of linear layers, of which the second changes fewer, and one of convolutions."""
+    linear = {"unet": ["to_q", "to_k", "to_v", "to_out.0", "proj"], "text_encoder": ["q_proj", "fc1"]}
+    layers: dict[str, dict[str, list[str]]] = {
+        "wide": linear,
+        "narrow": {"unet": ["to_q"]},
+        "convolutions": {"unet": ["conv1", "to_q"]},
+    }
+    work = tmp_path_factory.mktemp("lora")
+    return {name: write_lora(source, work / name, seed, each) for seed, (name, each) in enumerate(layers.items())}
+
+
+@pytest.fixture
+def loads(monkeypatch: pytest.MonkeyPatch) -> Iterator[mock.Mock]:
+    """Let sessions read weights in place, and count sessions that are loaded."""
+    options = session._session_options
+
+    def unpacked(*arguments: Any) -> Any:
+        made = options(*arguments)
+        made.add_session_config_entry("session.disable_prepacking", "1")
+        return made
+
+    monkeypatch.setattr(session, "_session_options", unpacked)
+    monkeypatch.setattr(changed_weights, "reads_weights_in_place", lambda _: True)
+    with mock.patch.object(Graph, "_load", autospec=True, side_effect=Graph._load) as counted:
+        yield counted
+
+
+def _open(folder: Path, **options: Any) -> OrtDiffusionPipeline:
+    pipeline = OrtDiffusionPipeline.from_pretrained(folder, **options)
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
+def _image(pipeline: OrtDiffusionPipeline) -> Any:
+    return pipeline("a red fox", 64, 64, num_inference_steps=2, seed=0, output_type="np").images[0]
+
+
+def _loaded(folder: Path, files: dict[str, Path], weights: dict[str, float]) -> Any:
+    """Return the image of a new pipeline with adapters."""
+    pipeline = _open(folder)
+    for name in weights:
+        pipeline.load_lora_weights(files[name], adapter_name=name)
+    if weights:
+        pipeline.set_adapters(list(weights), list(weights.values()))
+    return _image(pipeline)
+
+
+def test_switches_load_nothing(folder: Path, files: dict[str, Path], loads: mock.Mock) -> None:
+    expected = {
+        "wide": _loaded(folder, files, {"wide": 0.7}),
+        "both": _loaded(folder, files, {"wide": -0.4, "narrow": 1.0}),
+        "none": _loaded(folder, files, {}),
+    }
+    pipeline = _open(folder)
+    pipeline.load_lora_weights(files["wide"], adapter_name="wide")
+    _image(pipeline)
+    loads.reset_mock()
+    pipeline.load_lora_weights(files["narrow"], adapter_name="narrow")
+    for _ in range(2):
+        pipeline.set_adapters("wide", 0.7)
+        assert np.array_equal(_image(pipeline), expected["wide"])
+        pipeline.set_adapters(["wide", "narrow"], [-0.4, 1.0])
+        assert np.array_equal(_image(pipeline), expected["both"])
+        pipeline.disable_lora()
+        assert np.array_equal(_image(pipeline), expected["none"])
+    pipeline.unload_lora_weights()
+    assert np.array_equal(_image(pipeline), expected["none"])
+    assert loads.call_count == 0
+
+
+def test_random_switches_leave_nothing(folder: Path, files: dict[str, Path], loads: mock.Mock) -> None:
+    pipeline = _open(folder)
+    base = _image(pipeline)
+    for name in ("wide", "narrow"):
+        pipeline.load_lora_weights(files[name], adapter_name=name)
+    pipeline.set_adapters(["wide", "narrow"], [0.3, 0.6])
+    first = _image(pipeline)
+    loads.reset_mock()
+    draws = np.random.default_rng(1)
+    for _ in range(100):
+        pipeline.set_adapters(["wide", "narrow"], draws.normal(size=2).tolist())
+    pipeline.set_adapters(["wide", "narrow"], [0.3, 0.6])
+    assert np.array_equal(_image(pipeline), first)
+    pipeline.unload_lora_weights()
+    assert np.array_equal(_image(pipeline), base)
+    assert loads.call_count == 0
+
+
+def test_other_weights_load_graphs_again(folder: Path, files: dict[str, Path], loads: mock.Mock) -> None:
+    """A weight that sessions do not read in place, or that has no buffer yet, takes the other way."""
+    expected = _loaded(folder, files, {"convolutions": 1.0})
+    wide = _loaded(folder, files, {"wide": 1.0})
+    pipeline = _open(folder)
+    pipeline.load_lora_weights(files["narrow"], adapter_name="narrow")
+    _image(pipeline)
+    loads.reset_mock()
+    pipeline.load_lora_weights(files["wide"], adapter_name="wide")
+    assert np.array_equal(_image(pipeline), wide)
+    assert loads.call_count > 0
+    pipeline.load_lora_weights(files["convolutions"], adapter_name="convolutions")
+    pipeline.set_adapters("convolutions")
+    assert np.array_equal(_image(pipeline), expected)
+    pipeline.set_adapters("wide")
+    assert np.array_equal(_image(pipeline), wide)
+
+
+def test_memory_is_saved_before_time(folder: Path, files: dict[str, Path], loads: mock.Mock) -> None:
+    """Where graphs are loaded for each use, buffers do not stay on the device."""
+    expected = _loaded(folder, files, {"wide": 1.0})
+    base = _image(_open(folder))
+    pipeline = _open(folder)
+    pipeline.load_lora_weights(files["wide"], adapter_name="wide")
+    assert np.array_equal(_image(pipeline), expected)
+    pipeline.enable_model_cpu_offload()
+    assert np.array_equal(_image(pipeline), expected)
+    pipeline.disable_lora()
+    assert np.array_equal(_image(pipeline), base)
+    pipeline.enable_lora()
+    assert np.array_equal(_image(pipeline), expected)
+
+
+def test_table_names_weights_of_products(folder: Path) -> None:
+    table = WeightTable.read(folder / "unet")
+    assert table is not None
+    read = {name: table.initializers[places[0].initializer].by_products for name, places in table.places.items()}
+    assert {name for name, by_products in read.items() if not by_products} == {
+        name for name, shape in table.shapes.items() if len(shape) == 4
+    }
+
+
+def test_probe_finds_sessions_that_copy_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu = Device("cpu")
+    assert not weights_in_place.reads_weights_in_place(cpu)
+    assert not weights_in_place._is_changed_between_runs(cpu)
+
+    class ReadsInPlace:
+        def __init__(self, _: Path, __: Device, *, weights: Any) -> None:
+            self.weights = weights
+
+        def run(self, inputs: Any) -> dict[str, Any]:
+            return {"result": inputs["x"] @ self.weights["first"].numpy() @ self.weights["second"].numpy()}
+
+    monkeypatch.setattr(weights_in_place, "Graph", ReadsInPlace)
+    assert weights_in_place._is_changed_between_runs(cpu)
+
+
+def test_probe_is_that_of_the_script(tmp_path: Path) -> None:
+    spec = importlib.util.spec_from_file_location("write_probe", ROOT / "scripts" / "write_probe.py")
+    assert spec is not None
+    assert spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    ir.save(script.probe(), tmp_path / "probe.onnx")
+    assert (tmp_path / "probe.onnx").read_bytes() == weights_in_place._PROBE.read_bytes()
