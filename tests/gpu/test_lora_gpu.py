@@ -1,0 +1,132 @@
+"""LoRA at run time on a GPU: fp16 error against torch, time of a switch and of a step, memory, and bits."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import diffusers
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file, save_file
+from support.recording import Note
+
+from sdonnx.folder.weight_table import WeightTable
+from sdonnx.metrics import relative_error
+from sdonnx.runtime.device.session import Graph
+from sdonnx.runtime.device.weights_in_place import reads_weights_in_place
+from sdonnx.runtime.pipeline import OrtDiffusionPipeline
+
+Build = Callable[[str], tuple[Path, Path]]
+
+_RANK, _STEPS, _ROUNDS = 32, 10, 20
+_WEIGHTS = (0.8, -0.3)
+
+CALL: dict[str, Any] = {"prompt": "a red fox in the snow", "num_inference_steps": _STEPS}
+
+
+def write_linear_lora(folder: Path, out: Path, seed: int) -> Path:
+    """Write a LoRA with small factors for every linear layer in the attentions of a UNet, and return the file."""
+    table = WeightTable.read(folder / "unet")
+    assert table is not None
+    random = np.random.default_rng(seed)
+    tensors = {}
+    for name, shape in table.shapes.items():
+        if ".attn" in name and len(shape) == 2:
+            module = name.removesuffix(".weight")
+            down = random.normal(size=(_RANK, shape[1])) / np.sqrt(shape[1])
+            up = random.normal(size=(shape[0], _RANK)) * 0.05
+            tensors[f"unet.{module}.lora_A.weight"] = down.astype(np.float16)
+            tensors[f"unet.{module}.lora_B.weight"] = up.astype(np.float16)
+    assert tensors
+    save_file(tensors, out)
+    return out
+
+
+def torch_latents(source: Path, files: list[Path], dtype: torch.dtype, device: str) -> Any:
+    """Return latents of diffusers with the files added to the weights, in float32, as torch multiplies them."""
+    kind: Any = diffusers.DiffusionPipeline
+    pipeline = kind.from_pretrained(source, torch_dtype=torch.float32)
+    pipeline.set_progress_bar_config(disable=True)
+    modules = dict(pipeline.unet.named_modules())
+    with torch.no_grad():
+        for file, weight in zip(files, _WEIGHTS, strict=True):
+            tensors = {name: torch.from_numpy(values).float() for name, values in load_file(file).items()}
+            for name, down in tensors.items():
+                if name.endswith(".lora_A.weight"):
+                    module = name.removeprefix("unet.").removesuffix(".lora_A.weight")
+                    modules[module].weight += weight * (tensors[name.replace("lora_A", "lora_B")] @ down)
+    pipeline = pipeline.to(device, dtype)
+    edge = pipeline.unet.config.sample_size
+    noise = torch.randn((1, 4, edge, edge), generator=torch.Generator().manual_seed(3)).to(device, dtype)
+    found = pipeline(**CALL, latents=noise, output_type="latent").images.float().cpu().numpy()
+    del pipeline
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()
+    return found
+
+
+def seconds_of(work: Callable[[], Any], rounds: int = _ROUNDS) -> float:
+    """Return the median time of a call."""
+    times = []
+    for _ in range(rounds):
+        start = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def measure(pipeline: OrtDiffusionPipeline, files: list[Path]) -> tuple[dict[str, Any], Any]:
+    """Return measurements of switches between two files, and the latents with both."""
+
+    def latents() -> Any:
+        return np.asarray(pipeline(**CALL, seed=3, output_type="latent").images)
+
+    def seconds() -> float:
+        return seconds_of(lambda: pipeline(**CALL, seed=3, output_type="latent"), 5)
+
+    base = latents()
+    row: dict[str, Any] = {"image_s": seconds(), "memory": pipeline.device.memory()}
+    start = time.perf_counter()
+    pipeline.load_lora_weights(files[0], adapter_name="a")
+    row["load_s"] = time.perf_counter() - start
+    start = time.perf_counter()
+    latents()
+    row["first_image_s"] = time.perf_counter() - start
+    pipeline.load_lora_weights(files[1], adapter_name="b")
+    pipeline.set_adapters(["a", "b"], list(_WEIGHTS))
+    both = latents()
+    row |= {"lora_image_s": seconds(), "lora_memory": pipeline.device.memory()}
+    with mock.patch.object(Graph, "_load", autospec=True, side_effect=Graph._load) as loads:
+        row["switch_s"] = seconds_of(lambda: pipeline.set_adapters("a", float(np.random.default_rng().normal())))
+        pipeline.set_adapters(["a", "b"], list(_WEIGHTS))
+        again = latents()
+        pipeline.unload_lora_weights()
+        removed = latents()
+        row["loads"] = loads.call_count
+    assert np.array_equal(again, both)
+    assert np.array_equal(removed, base)
+    return row, both
+
+
+@pytest.mark.parametrize("arch", ["tiny", "sdxl-tiny", pytest.param("sdxl", marks=pytest.mark.full)])
+def test_switches(arch: str, build: Build, tmp_path: Path, note: Note) -> None:
+    source, folder = build(arch)
+    files = [write_linear_lora(folder, tmp_path / f"{seed}.safetensors", seed) for seed in (1, 2)]
+    exact, half = (torch_latents(source, files, dtype, "cuda") for dtype in (torch.float32, torch.float16))
+    with OrtDiffusionPipeline.from_pretrained(folder) as pipeline:
+        pipeline.set_progress_bar_config(disable=True)
+        assert reads_weights_in_place(pipeline.device)
+        row, found = measure(pipeline, files)
+    row |= {"pipeline": arch, "rank": _RANK, "error": relative_error(found, exact)}
+    row["torch_error"] = relative_error(half, exact)
+    note("LoRA files of rank 32 on all linear layers of attentions", row)
+    assert row["loads"] == 0
+    assert row["error"] <= 2 * row["torch_error"], row
