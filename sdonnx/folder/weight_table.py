@@ -228,9 +228,14 @@ class WeightTable:
             shape = self.shapes[name]
             if len(shape) not in (2, 4) or min(shape) < 1:
                 raise ValueError(f"{name} has the shape {shape}")
+            if not places or places[0].vector is not None:
+                raise ValueError(f"{name} is nowhere")
             for place in places:
                 inputs = 1 if place.vector is not None else math.prod(shape[1:])
-                size = math.prod(self.initializers[place.initializer].shape)
+                stored = self.initializers[place.initializer].shape
+                size = math.prod(stored)
+                if place.layout == "columns" and (len(stored) < 2 or stored[-2] != inputs):
+                    raise ValueError(f"{place.initializer} has no columns of {name}")
                 if size % inputs or any(first + count > size // inputs for first, count in place.runs):
                     raise ValueError(f"{place.initializer} does not have {name}")
                 if sum(count for _, count in place.runs) != shape[0]:

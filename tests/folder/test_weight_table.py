@@ -8,10 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from support.mutators import mutated_json
 from support.pipelines import refused
 
-from sdonnx.errors import FolderError
+from sdonnx.errors import FolderError, SdonnxError
 from sdonnx.folder.pipeline_folder import ONNX_WEIGHTS
 from sdonnx.folder.weight_table import (
     PROVENANCE,
@@ -23,6 +27,26 @@ from sdonnx.folder.weight_table import (
     put_channels,
     rows_of,
 )
+from sdonnx.lora.changed_initializers import changed_initializers
+from sdonnx.lora.weight_change import LinearChange
+
+
+class Zeros(LinearChange):
+    """A change of nothing, of any shape."""
+
+    kind = "zeros"
+    rank = 0
+    shape_of_delta = ()
+
+    def check(self, shape: tuple[int, ...]) -> None:
+        """Accept every shape."""
+
+    def _product(self) -> npt.NDArray[np.float32]:
+        return np.zeros((), np.float32)
+
+    def delta(self, shape: tuple[int, ...]) -> npt.NDArray[np.float32]:
+        return np.zeros(shape, np.float32)
+
 
 LAYOUTS: list[Layout] = ["rows", "nhwc", "columns"]
 
@@ -142,3 +166,22 @@ def test_channels_are_put_where_they_are_read(layout: Layout, shape: tuple[int, 
     assert np.count_nonzero(values) == weight.size
     if layout == "nhwc" and len(shape) == 4:
         assert np.array_equal(rows.reshape(6, 3, 3, 4), np.moveaxis(weight, 1, 3))
+
+
+@settings(max_examples=500, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_mutated_tables(table: WeightTable, tmp_path: Path, data: st.DataObject) -> None:
+    """A table is refused in one line, or the initializers of a change have the shapes that it says."""
+    written = mutated_json(data.draw, json.dumps(table.as_json()).encode())
+    (tmp_path / PROVENANCE).write_bytes(written)
+    try:
+        read = WeightTable.read(tmp_path)
+        assert read is not None
+        changes = {name: [(Zeros("a", 1.0), 1.0)] for name in read.shapes}
+        changed = changed_initializers(read, changes)
+    except SdonnxError as error:
+        assert str(error).isprintable()  # noqa: PT017
+        return
+    for name, values in changed.items():
+        assert values.shape == read.initializers[name].shape
+        assert np.array_equal(values, read.base(name))
