@@ -1,4 +1,4 @@
-"""Optimized folders on the Hugging Face hub: download one, upload one."""
+"""Optimized folders and LoRA files on the Hugging Face hub: download one, upload a folder."""
 
 from __future__ import annotations
 
@@ -12,7 +12,11 @@ from typing import Any
 from sdonnx.errors import FolderError, OutputError, SdonnxError
 from sdonnx.folder.pipeline_folder import REPORT
 
-__all__ = ["download", "is_hub_id", "upload"]
+__all__ = ["download", "download_lora", "is_hub_id", "upload"]
+
+_WEIGHTS = ".safetensors"
+_LORA = "pytorch_lora_weights.safetensors"  # the name that diffusers writes
+_SHOWN = 3
 
 # NAMESPACE/NAME; the hub allows these characters, up to 96 of them.
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -54,9 +58,54 @@ def download(repo_id: str, options: Mapping[str, Any]) -> Path:
         return Path(snapshot_download(repo_id, **options))
 
 
+def download_lora(repo_id: str, name: str | None, subfolder: str | None, options: Mapping[str, Any]) -> Path:
+    """Return a LoRA file of a repository in the hub's cache, downloaded if necessary.
+
+    Args:
+        repo_id: id of the repository, NAMESPACE/NAME.
+        name: name of the file; None for the only safetensors file of the folder, or that which diffusers writes.
+        subfolder: folder in the repository; None for its root.
+        options: see `download`.
+
+    Raises:
+        FolderError: the repository cannot be reached or read, or it is not clear which file is meant.
+    """
+    from huggingface_hub import HfApi, hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+
+    with _one_line(repo_id, "a LoRA file, or the id of a repository that contains one"):
+        if name is None and not options.get("local_files_only"):
+            listed = HfApi(token=options.get("token")).list_repo_files(repo_id, revision=options.get("revision"))
+            start = f"{subfolder}/" if subfolder else ""
+            inside = [file.removeprefix(start) for file in listed if file.startswith(start)]
+            found = [file for file in inside if "/" not in file and file.endswith(_WEIGHTS)]
+            if _LORA not in found and len(found) != 1:
+                shown = ", ".join(found[:_SHOWN]) + (", ..." if len(found) > _SHOWN else "")
+                raise FolderError(
+                    f"{repo_id} on the hub has {len(found)} {_WEIGHTS} files" + (f": {shown}" if found else ""),
+                    "one of them",
+                    "pass its name as weight_name" if found else "pass subfolder, or another repository",
+                )
+            name = _LORA if _LORA in found else found[0]
+        try:
+            return Path(hf_hub_download(repo_id, name or _LORA, subfolder=subfolder, **options))
+        except LocalEntryNotFoundError:
+            raise
+        except EntryNotFoundError:
+            raise FolderError(
+                f"{repo_id} on the hub has no file {name or _LORA}", "a file of the repository", "check weight_name"
+            ) from None
+
+
 @contextmanager
-def _one_line(repo_id: str) -> Iterator[None]:
+def _one_line(
+    repo_id: str, expected: str = "an optimized folder, or the id of a repository that contains one"
+) -> Iterator[None]:
     """Convert errors of huggingface_hub in the block to one line.
+
+    Args:
+        repo_id: id of the repository.
+        expected: what it should be, for the message.
 
     Raises:
         FolderError: an error of huggingface_hub, or of the connection, was raised.
@@ -69,7 +118,7 @@ def _one_line(repo_id: str) -> Iterator[None]:
         reason, remedy = _reason_of(error)
         raise FolderError(
             f"{repo_id} is no folder here, and the hub's repository of that name cannot be read ({reason})",
-            "an optimized folder, or the id of a repository that contains one",
+            expected,
             remedy,
         ) from error
 

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from sdonnx.errors import OptionError
-from sdonnx.lora.adapter_file import AdapterFile, read_adapter
 from sdonnx.lora.loaded_adapters import AdapterState, LoadedAdapters
 from sdonnx.models.spec import Role
 from sdonnx.runtime.inputs.argument_checks import require_number
+from sdonnx.runtime.interface.lora_source import read_lora_source
 from sdonnx.runtime.pipeline_base import PipelineBase
 
 __all__ = ["LoraInterface"]
@@ -49,6 +49,12 @@ class LoraInterface(PipelineBase):
         adapter_name: str | None = None,
         *,
         weight_name: str | None = None,
+        subfolder: str | None = None,
+        token: str | bool | None = None,
+        revision: str | None = None,
+        cache_dir: str | Path | None = None,
+        local_files_only: bool = False,
+        force_download: bool = False,
     ) -> None:
         """Load a LoRA file, and use it with a weight of 1.
 
@@ -56,14 +62,22 @@ class LoraInterface(PipelineBase):
         no effect until `set_adapters` names them.
 
         Args:
-            pretrained_model_name_or_path_or_dict: a safetensors file, a folder that PEFT or diffusers wrote, or a file
-                that `sdonnx.lora.adapter_file.read_adapter` has read.
+            pretrained_model_name_or_path_or_dict: a safetensors file; a folder that PEFT or diffusers wrote; an id of
+                the Hugging Face hub; tensors of torch or numpy by their names; or a file that
+                `sdonnx.lora.adapter_file.read_adapter` has read.
             adapter_name: its name for `set_adapters`; by default "default_0", "default_1" and so on.
-            weight_name: the file in a folder.
+            weight_name: the file in a folder or a repository.
+            subfolder: the folder of the file in a folder or a repository.
+            token: token of the hub; None for the one that `hf auth login` stored.
+            revision: branch, tag or commit of the repository.
+            cache_dir: the hub's cache.
+            local_files_only: do not use the network.
+            force_download: download the file again.
 
         Raises:
             WeightsError: the file cannot be read, or is for another model. The pipeline stays as it was.
             OptionError: the name is taken, or the folder cannot be changed.
+            FolderError: the repository, or a configuration next to the file, cannot be read.
             DeviceMemoryError: the device has too little memory.
         """
         state, source = self._adapters.state, pretrained_model_name_or_path_or_dict
@@ -76,17 +90,14 @@ class LoraInterface(PipelineBase):
                 "a new name",
                 "pass another adapter_name, or delete_adapters",
             )
-        if isinstance(source, AdapterFile):
-            file = source
-        elif isinstance(source, str | Path):
-            path = Path(source) if weight_name is None else Path(source) / weight_name
-            file = read_adapter(path, self._adapters.names())
-        else:
-            raise OptionError(
-                f"a LoRA of the type {type(source).__name__}",
-                "the path of a safetensors file",
-                "save the tensors in one",
-            )
+        options = {
+            "token": token,
+            "revision": revision,
+            "cache_dir": cache_dir,
+            "local_files_only": local_files_only,
+            "force_download": force_download,
+        }
+        file = read_lora_source(source, weight_name, subfolder, self._adapters.names(), options)
         self._adapters.require_fitting(file)
         if file.unknown:
             shown = ", ".join(file.unknown[:_SHOWN])
