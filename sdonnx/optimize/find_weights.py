@@ -31,6 +31,9 @@ Array = npt.NDArray[Any]
 _DTYPES = {ir.DataType.FLOAT16: "F16", ir.DataType.FLOAT: "F32"}
 _LAYOUTS: tuple[Layout, ...] = ("columns", "rows", "nhwc")
 
+# StackedMatMul and MatMul with an activation are our own, and read their weights at each run.
+_PRODUCTS = {"MatMul", "Gemm", "StackedMatMul"}
+
 # Larger initializers are in the file of weights. Those in the graphs are biases that rules have computed.
 _MAX_INLINE_BYTES = 1 << 18
 
@@ -328,7 +331,7 @@ def _is_read_by_products(value: ir.Value) -> bool:
     """
     if value.is_graph_output():
         return False
-    return all(use.node.op_type in ("MatMul", "Gemm") and use.idx == 1 for use in value.uses())
+    return all(use.node.op_type in _PRODUCTS and use.idx == 1 for use in value.uses())
 
 
 def _entry(tensor: ir.TensorProtocol) -> Initializer | None:
