@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import os
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,13 +13,15 @@ import numpy.typing as npt
 
 from sdonnx.errors import WeightsError
 from sdonnx.folder.weight_table import Place, WeightTable, channel_rows, put_channels, rows_of
-from sdonnx.lora.weight_change import WeightChange, changed_by_all
+from sdonnx.lora.weight_change import LowRank, WeightChange, changed_by_all
 
 __all__ = ["ChangedInitializer", "Changes", "changed_initializers"]
 
 Array = npt.NDArray[Any]
 Changes = Mapping[str, Sequence[tuple[WeightChange, float]]]
 """Changes of weights and their scales, in order, by the weight's name in the state dict."""
+
+_Factors = tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]
 
 
 @dataclass(frozen=True)
@@ -48,17 +52,90 @@ def changed_initializers(table: WeightTable, changes: Changes) -> dict[str, Arra
         FolderError: the file of weights cannot be read.
         WeightsError: a changed weight exceeds the range of its type.
     """
-    results: dict[str, Array] = {}
-    for name, each in changes.items():
-        places, shape = table.places[name], table.shapes[name]
-        for place in places:
-            if place.initializer not in results:
-                results[place.initializer] = table.base(place.initializer)
-        base = _weight(table, places[0], shape)
-        weight = changed_by_all(base, list(each))
-        for place in places:
-            _put(results[place.initializer], place, weight, base, name)
+    names = sorted({place.initializer for name in changes for place in table.places[name]})
+    with ThreadPoolExecutor(_threads(), "sdonnx-lora") as pool:  # numpy releases the GIL in all of this
+        results = dict(zip(names, pool.map(table.base, names), strict=True))
+
+        def change(item: tuple[str, Sequence[tuple[WeightChange, float]]]) -> None:
+            _change(table, item[0], item[1], results)
+
+        for _ in pool.map(change, changes.items()):  # the weights of an initializer do not overlap
+            pass
     return results
+
+
+def _threads() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _change(
+    table: WeightTable, name: str, changes: Sequence[tuple[WeightChange, float]], results: Mapping[str, Array]
+) -> None:
+    """Write a changed weight into its initializers."""
+    places, shape = table.places[name], table.shapes[name]
+    if (factors := _low_rank_sum(shape, changes)) is not None:
+        for place in places:
+            _add_product(results[place.initializer], place, factors, name)
+        return
+    base = _weight(table, places[0], shape)
+    weight = changed_by_all(base, list(changes))
+    for place in places:
+        _put(results[place.initializer], place, weight, base, name)
+
+
+def _low_rank_sum(shape: tuple[int, ...], changes: Sequence[tuple[WeightChange, float]]) -> _Factors | None:
+    """Return the factors (out, rank) and (rank, in) of the sum of changes of a matrix; None if it has none.
+
+    They make the sum without a temporary array of the weight's size.
+    """
+    if any(size != 1 for size in shape[2:]):
+        return None
+    ups, downs = [], []
+    for change, scale in changes:
+        if not isinstance(change, LowRank) or change.mid is not None:
+            return None
+        change.check(shape)
+        factor = np.float32(scale * change.factor)
+        ups.append(change.up.reshape(shape[0], -1).astype(np.float32) * factor)
+        downs.append(change.down.reshape(-1, shape[1]).astype(np.float32))
+    return np.concatenate(ups, axis=1), np.concatenate(downs)
+
+
+def _add_product(values: Array, place: Place, factors: _Factors, name: str) -> None:
+    """Add a product of low rank to a weight, or to the bias that was moved behind it, in an initializer."""
+    up, down = factors
+    if place.vector is not None:
+        flat, channels = values.reshape(-1), place.channels
+        flat[channels] = _checked(flat[channels].astype(np.float32) + up @ (down @ place.vector), values.dtype, name)
+        return
+    taken = 0
+    for block, count in _blocks(values, place, down.shape[1]):
+        part = up[taken : taken + count]
+        new = down.T @ part.T if place.layout == "columns" else part @ down
+        new += block
+        block[...] = _checked(new, values.dtype, name)
+        taken += count
+
+
+def _blocks(values: Array, place: Place, inputs: int) -> Iterator[tuple[Array, int]]:
+    """Yield views of the channels of a matrix in an initializer, and the number of channels in each.
+
+    They are (channels, in), or (in, channels) for columns.
+    """
+    if place.layout != "columns":
+        rows = values.reshape(-1, inputs)
+        for first, count in place.runs:
+            yield rows[first : first + count], count
+        return
+    width = values.shape[-1]
+    matrices = values.reshape(-1, inputs, width)
+    for first, count in place.runs:
+        end = first + count
+        while first < end:  # a run may go on in the next matrix
+            matrix, column = divmod(first, width)
+            taken = min(width - column, end - first)
+            yield matrices[matrix, :, column : column + taken], taken
+            first += taken
 
 
 def _weight(table: WeightTable, place: Place, shape: tuple[int, ...]) -> npt.NDArray[np.float32]:
@@ -76,11 +153,20 @@ def _put(values: Array, place: Place, weight: Array, base: Array, name: str) -> 
     else:
         moved = channel_rows(values, place.layout, 1)[place.channels, 0].astype(np.float32)
         rows = (moved + rows_of(weight - base, "rows") @ place.vector)[:, None]
-    largest = float(np.abs(rows).max())
-    if not largest <= float(np.finfo(values.dtype).max):
+    put_channels(values, place.layout, place.channels, _checked(rows, values.dtype, name))
+
+
+def _checked(values: Array, dtype: np.dtype[Any], name: str) -> Array:
+    """Return values in the type of an initializer.
+
+    Raises:
+        WeightsError: a value exceeds its range, or is not a number.
+    """
+    largest = max(float(values.max()), -float(values.min()))
+    if not largest <= float(np.finfo(dtype).max):
         raise WeightsError(
-            f"with the adapters, {name} reaches {largest:g}, beyond the range of {values.dtype}",
+            f"with the adapters, {name} reaches {largest:g}, beyond the range of {dtype}",
             "weights in its range",
             "use smaller weights, or a folder in float32",
         )
-    put_channels(values, place.layout, place.channels, rows.astype(values.dtype))
+    return values.astype(dtype, copy=False)

@@ -18,6 +18,7 @@ from sdonnx.__main__ import main
 from sdonnx.errors import FolderError, OptionError, OutputError, WeightsError
 from sdonnx.folder.certificate import CERTIFICATE
 from sdonnx.folder.weight_table import PROVENANCE
+from sdonnx.metrics import psnr
 from sdonnx.optimize.bake_adapters import bake_adapters
 from sdonnx.runtime.pipeline import OrtDiffusionPipeline
 
@@ -117,7 +118,7 @@ def test_images_are_those_of_loaded_files(arch: str, lora: Path, pipelines: Pipe
     baked.load_lora_weights(lora, adapter_name="c")
     loaded.load_lora_weights(lora, adapter_name="c")
     loaded.set_adapters(["a", "b", "c"], [0.7, 1.0, 1.0])
-    assert np.allclose(_image(baked), _image(loaded), atol=1e-4)
+    assert psnr(_image(baked), _image(loaded)) > 70  # the weights between were rounded
 
 
 def test_a_certificate_is_not_copied(arch: str, lora: Path, pipelines: PipelineCache, tmp_path: Path) -> None:
