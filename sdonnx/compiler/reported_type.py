@@ -47,8 +47,8 @@ class ReportedType:
             self._wanted = True
             if not self._logged:
                 self._logged = True
-                name = type(self._module).__name__
-                _LOGGER.info("%s reports float32 after to(), and its graphs go on in float16; float() converts it", name)
+                message = "%s reports float32 after to(), and its graphs go on in float16; float() converts it"
+                _LOGGER.info(message, type(self._module).__name__)
         return self._types() == {torch.float16}
 
     def clear(self) -> None:
@@ -74,9 +74,8 @@ class ReportedType:
         if not self.is_upcast:
             yield list(args), dict(kwargs)
             return
-        wide = [_cast(each, torch.float32) for each in args], {
-            name: _cast(each, torch.float32) for name, each in kwargs.items()
-        }
+        named = {name: _cast(each, torch.float32) for name, each in kwargs.items()}
+        wide = [_cast(each, torch.float32) for each in args], named
         tensors = [*self._module.parameters(), *self._module.buffers()]
         given = [*tensors, *args, *kwargs.values()]
         if torch.is_grad_enabled() and any(getattr(each, "requires_grad", False) for each in given):
