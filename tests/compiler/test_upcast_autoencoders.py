@@ -168,9 +168,9 @@ def test_other_conversions_change_the_weights(
 @torch.no_grad()
 def test_conversions_to_float16_and_bfloat16(built: list[str], latents: torch.Tensor) -> None:
     _, vae = _both()
-    for convert in (lambda: vae.half(), lambda: vae.to("cpu", torch.float16), lambda: vae.to(dtype=torch.float16)):
+    for arguments in ((), ("cpu", torch.float16), (torch.float16,)):
         vae.to(torch.float32)
-        convert()
+        vae.to(*arguments) if arguments else vae.half()
         assert vae.dtype == torch.float16
         assert vae.decode(latents.half()).sample.dtype == torch.float16
     assert built == [DECODER]
@@ -269,13 +269,14 @@ def test_images_of_pipelines(name: str, source: Path, built: list[str], messages
     arguments |= {"num_inference_steps": 2, "output_type": "np"}
     plain, pipe = _half(source, kind), _half(source, kind)
     sdonnx.compile_pipe(pipe, ignores=set(pipe.components) - {"vae"})
-    assert isinstance(pipe.vae, CompiledModule)
+    vae: Any = pipe.vae
+    assert isinstance(vae, CompiledModule)
     for seed in range(2):
         images = [each("a fox", generator=torch.manual_seed(seed), **arguments).images for each in (plain, pipe)]
         assert np.isfinite(images[0]).all()
         assert np.std(images[0]) > 0.02
         assert psnr(images[1], images[0]) > 55
-        assert pipe.vae.dtype == torch.float16
+        assert {vae.dtype, *(each.dtype for each in vae.parameters())} == {torch.float16}
     assert built == [DECODER, ENCODER][: 1 + bool(given)]
     assert messages == []
 

@@ -13,6 +13,7 @@ import torch
 from sdonnx.compiler import compile_module, graph_target
 from sdonnx.compiler.graph_cache import ModuleGraphs
 from sdonnx.compiler.graph_method import GraphSignature
+from sdonnx.compiler.graph_runs import graph_runs
 from sdonnx.compiler.graph_target import GraphTarget, target_of
 from sdonnx.compiler.module_graph import build_model
 from sdonnx.runtime.device.device import Device
@@ -50,10 +51,8 @@ def half_graphs() -> Iterator[list[str]]:
             return load(self, signature)
         return build_model(self.module, signature, self.method.prepare)
 
-    runs = compile_module.graph_runs
-
     def running(graph: Any, target: GraphTarget) -> Any:
-        return _running(graph) if isinstance(graph, ir.Model) else runs(graph, target)
+        return _running(graph) if isinstance(graph, ir.Model) else graph_runs(graph, target)
 
     types = {"cpu": (torch.float16, torch.float32)}
     with (
