@@ -270,7 +270,7 @@ def test_images_of_pipelines(name: str, source: Path, built: list[str], messages
     plain, pipe = _half(source, kind), _half(source, kind)
     sdonnx.compile_pipe(pipe, ignores=set(pipe.components) - {"vae"})
     vae: Any = pipe.vae
-    assert isinstance(vae, CompiledModule)
+    assert isinstance(pipe.vae, CompiledModule)
     for seed in range(2):
         images = [each("a fox", generator=torch.manual_seed(seed), **arguments).images for each in (plain, pipe)]
         assert np.isfinite(images[0]).all()
