@@ -19,7 +19,7 @@ MAX_ERROR = 1e-3
 """Relative error (`sdonnx.metrics.relative_error`) up to which a tensor in float32 agrees."""
 
 MAX_HALF_ERROR = 2e-2
-"""The same for a tensor in float16, of which both results have errors."""
+"""The same for a tensor in float16, of which both results have errors, and for a graph in float16."""
 
 
 class AgreementCheck:
@@ -28,14 +28,15 @@ class AgreementCheck:
     Args:
         name: Name of the module in the log.
         enabled: Whether the result is compared; otherwise every result is accepted.
+        in_half: Whether the graph computes in float16, also where its results are in float32.
 
     Attributes:
         failed: Whether the results differed: torch has to compute further calls.
     """
 
-    def __init__(self, name: str, enabled: bool) -> None:
+    def __init__(self, name: str, enabled: bool, in_half: bool = False) -> None:
         self.failed = False
-        self._name, self._waits = name, enabled
+        self._name, self._waits, self._in_half = name, enabled, in_half
 
     def checked(self, result: Any, in_torch: Callable[[], Any]) -> Any:
         """Return the result of a graph, or the module's own if the check is due and they differ.
@@ -48,7 +49,7 @@ class AgreementCheck:
             return result
         reference = in_torch()
         self._waits = False
-        difference = _difference(result, reference)
+        difference = _difference(result, reference, self._in_half)
         if difference is None:
             return result
         self.failed = True
@@ -56,7 +57,7 @@ class AgreementCheck:
         return reference
 
 
-def _difference(result: Any, reference: Any) -> str | None:
+def _difference(result: Any, reference: Any, in_half: bool) -> str | None:
     """Return how a result differs from the module's own, or None."""
     (ours, structure), (theirs, wanted) = pytree.tree_flatten(result), pytree.tree_flatten(reference)
     if structure != wanted:
@@ -71,7 +72,7 @@ def _difference(result: Any, reference: Any) -> str | None:
             if not torch.equal(mine, other):
                 return f"a tensor {tuple(mine.shape)} of {mine.dtype} has other values"
         elif not (error := relative_error(*(each.detach().double().cpu().numpy() for each in (mine, other)))) <= (
-            limit := MAX_ERROR if other.dtype == torch.float32 else MAX_HALF_ERROR
+            limit := MAX_ERROR if other.dtype == torch.float32 and not in_half else MAX_HALF_ERROR
         ):
             return f"a tensor {tuple(mine.shape)} has a relative error of {error:.2g}, more than {limit:g}"
     return None

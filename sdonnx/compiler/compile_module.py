@@ -35,6 +35,7 @@ from sdonnx.compiler.graph_method import GraphMethod, GraphSignature
 from sdonnx.compiler.graph_runs import GraphRuns, graph_runs
 from sdonnx.compiler.graph_target import target_of, why_no_target
 from sdonnx.compiler.module_state import ModuleState, has_inner_hooks
+from sdonnx.compiler.reported_type import ReportedType, UpcastDropIn
 from sdonnx.errors import OptionError
 from sdonnx.folder.folder_cache import FolderCache
 from sdonnx.runtime.device.session import Graph
@@ -163,11 +164,12 @@ class _Programs(dict[str, "_Program | ExportedForward"]):
 
     Attributes:
         module: the module, which torch computes.
+        reported: the type that the drop-in reports.
     """
 
     def __init__(self, module: torch.nn.Module, chosen: CompileOptions, saved: FolderCache | None) -> None:
-        methods = _methods_of(module)
-        super().__init__({method.name: _Program(module, method, chosen, saved) for method in methods})
+        methods, self.reported = _methods_of(module), ReportedType(module)
+        super().__init__({method.name: _Program(module, method, chosen, saved, self.reported) for method in methods})
         if not methods:
             self["forward"] = ExportedForward(module, _why_not_now, chosen.check_agreement)
         self.module = module
@@ -192,16 +194,22 @@ class _Program:
         method: The method.
         chosen: Options.
         saved: Entries in which graphs are searched before the user's cache.
+        reported: The type of inputs and outputs.
 
     Attributes:
         graphs: The graphs of the method, in the caches and built.
     """
 
     def __init__(
-        self, module: torch.nn.Module, method: GraphMethod, chosen: CompileOptions, saved: FolderCache | None
+        self,
+        module: torch.nn.Module,
+        method: GraphMethod,
+        chosen: CompileOptions,
+        saved: FolderCache | None,
+        reported: ReportedType,
     ) -> None:
         self.graphs = ModuleGraphs(module, method, saved)
-        self._module, self._method, self._chosen = module, method, chosen
+        self._module, self._method, self._chosen, self._reported = module, method, chosen, reported
         self._in_class: Callable[..., Any] = getattr(type(module), method.name)
         self._class_name = type(module).__name__
         self._signature = inspect.signature(getattr(module, method.name))
@@ -239,7 +247,7 @@ class _Program:
         if isinstance(outputs, str):
             return self._in_torch(outputs, *args, **kwargs)
         result = self._method.result(outputs, arguments)
-        return built.check.checked(result, lambda: self._in_class(self._module, *args, **kwargs))
+        return built.check.checked(result, lambda: self._torch_result(*args, **kwargs))
 
     @staticmethod
     def _overlaps(built: _Build) -> bool:
@@ -248,7 +256,7 @@ class _Program:
 
     def _outputs(self, built: _Build, arguments: Mapping[str, Any]) -> list[torch.Tensor] | str:
         """Return the outputs of a graph for a call, or the reason why torch has to compute it."""
-        inputs = self._method.inputs(self._module, arguments, built.signature)
+        inputs = self._method.inputs(self._module, self._reported.half(arguments), built.signature)
         if isinstance(inputs, str):
             return inputs
         target = built.signature.target
@@ -260,7 +268,8 @@ class _Program:
             return "its parameters require a gradient, outside torch.no_grad and torch.inference_mode"
         if built.check.failed:
             return "its graph disagrees with torch"
-        return [tensor.to(target.dtype) for tensor in built.runs(inputs)]
+        dtype = torch.float32 if self._reported.is_upcast else target.dtype
+        return [tensor.to(dtype) for tensor in built.runs(inputs)]
 
     @property
     def signatures(self) -> list[GraphSignature]:
@@ -280,7 +289,8 @@ class _Program:
         state = ModuleState(self._module, self._method.ignored, self._method.ignored_inside)
         graph = self.graphs.load(signature)
         _LOGGER.debug("compiled %s in %.1f s", self._class_name, time.perf_counter() - start)
-        check = AgreementCheck(self._class_name, self._chosen.check_agreement)
+        is_half = signature.target.precision == "float16"
+        check = AgreementCheck(self._class_name, self._chosen.check_agreement, is_half)
         return _Build(graph, graph_runs(graph, signature.target), signature, state, check)
 
     def _current(self, arguments: Mapping[str, Any]) -> _Build | str:
@@ -315,7 +325,11 @@ class _Program:
         if reason not in self._logged:
             self._logged.add(reason)
             _LOGGER.warning("torch computes a call of %s: %s", self._class_name, reason)
-        return self._in_class(self._module, *args, **kwargs)
+        return self._torch_result(*args, **kwargs)
+
+    def _torch_result(self, *args: Any, **kwargs: Any) -> Any:
+        with self._reported.for_torch(args, kwargs) as (given, named):
+            return self._in_class(self._module, *given, **named)
 
 
 def _methods_of(module: torch.nn.Module) -> Sequence[GraphMethod]:
@@ -366,8 +380,10 @@ def _why_not_now(module: torch.nn.Module, on_gpu: bool = False) -> str | None:
 def _compiled_class(base: Any) -> type[Any]:
     """Return the class of drop-ins for a class; it has its name, by which diffusers saves and loads models."""
     names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
-    made = type(base.__name__, (CompiledModule, base), names)
-    for name in [method.name for method in _methods_in(base)] or ["forward"]:
+    methods = _methods_in(base)
+    bases = (CompiledModule, UpcastDropIn, base) if any(each.upcasts for each in methods) else (CompiledModule, base)
+    made = type(base.__name__, bases, names)
+    for name in [method.name for method in methods] or ["forward"]:
         setattr(made, name, _compiled_method(base, name))
     return made
 

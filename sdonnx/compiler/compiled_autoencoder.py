@@ -1,7 +1,7 @@
 """AutoencoderKL: the graphs of its encoder and its decoder.
 
 They compute `_encode` and `_decode`, which diffusers' `encode` and `decode` call for the whole batch, or for each image
-with slicing.
+with slicing. In float16, with `force_upcast` in the configuration, the values that group norms read are scaled to fit.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from diffusers.models.autoencoders.vae import DecoderOutput
 
 from sdonnx.compiler.graph_method import GraphMethod, GraphSignature, checked_inputs
 from sdonnx.export.wrappers import VAE_WRAPPERS
-from sdonnx.models.components import VAE_DECODER, VAE_ENCODER
+from sdonnx.models.components import UPCAST_VAE_DECODER, UPCAST_VAE_ENCODER
 from sdonnx.models.spec import ComponentSpec
 
 __all__ = ["AutoencoderDecode", "AutoencoderEncode"]
@@ -24,6 +24,7 @@ class _Half(GraphMethod):
     spec: ComponentSpec
     argument: str
     tile_size: str  # attribute with the size from which diffusers uses tiles
+    upcasts = True
     ignored = frozenset({"use_slicing", "use_tiling"})
 
     def prepare(self, module: Any) -> None:
@@ -33,8 +34,6 @@ class _Half(GraphMethod):
         config: Any = module.config
         if {config[name] for name in ("in_channels", "out_channels")} != {3}:
             return "its images do not have three channels"
-        if config.get("force_upcast") and module.device.type == "cuda" and module.dtype == torch.float16:
-            return "its configuration has force_upcast, so that pipelines convert it for each image"
         return None
 
     def signature(self, module: torch.nn.Module, variant: Hashable) -> GraphSignature:
@@ -55,7 +54,7 @@ class _Half(GraphMethod):
 class AutoencoderDecode(_Half):
     """`AutoencoderKL._decode`: z (B,C,H,W) -> the image (B,3,8H,8W)."""
 
-    name, spec, argument, tile_size = "_decode", VAE_DECODER, "z", "tile_latent_min_size"
+    name, spec, argument, tile_size = "_decode", UPCAST_VAE_DECODER, "z", "tile_latent_min_size"
 
     def result(self, outputs: Sequence[torch.Tensor], arguments: Mapping[str, Any]) -> Any:
         return DecoderOutput(sample=outputs[0]) if arguments["return_dict"] else (outputs[0],)
@@ -67,7 +66,7 @@ class AutoencoderEncode(_Half):
     It is compiled by its first call: most pipelines only decode.
     """
 
-    name, spec, argument, tile_size = "_encode", VAE_ENCODER, "x", "tile_sample_min_size"
+    name, spec, argument, tile_size = "_encode", UPCAST_VAE_ENCODER, "x", "tile_sample_min_size"
     compiles_first = False
 
     def inputs(

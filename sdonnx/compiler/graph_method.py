@@ -42,12 +42,14 @@ class GraphMethod(ABC):
     Attributes:
         name: Name of the method.
         compiles_first: Whether its graph is compiled with the module, rather than by its first call.
+        upcasts: Whether pipelines may convert the module to float32 for a call (`UpcastDropIn`).
         ignored: Attributes of the module that do not change the graph.
         ignored_inside: Attributes of submodules that do not change the graph, by the class of the submodule.
     """
 
     name: str = "forward"
     compiles_first: bool = True
+    upcasts: bool = False
     ignored: frozenset[str] = frozenset()
     ignored_inside: Mapping[type, frozenset[str]] = MappingProxyType({})
 

@@ -17,7 +17,8 @@ __all__ = ["REMEDY", "GraphTarget", "host_target", "target_of", "why_no_target"]
 REMEDY = "call the module without sdonnx.compile, and report the error"
 """What to do about a graph that ONNX Runtime rejects."""
 
-_GPU_TYPES = (torch.float16, torch.float32)
+# Types of weights, by the type of the device.
+_TYPES = {"cpu": (torch.float32,), "cuda": (torch.float16, torch.float32)}
 
 
 @dataclass(frozen=True)
@@ -59,12 +60,12 @@ def why_no_target(module: torch.nn.Module, on_gpu: bool) -> str | None:
     """
     device = None
     for name, tensor in module.named_parameters():
-        if tensor.device.type not in (("cpu", "cuda") if on_gpu else ("cpu",)):
+        if tensor.device.type not in (_TYPES if on_gpu else ("cpu",)):
             return f"{name} is on {tensor.device}"
         if device is not None and tensor.device != device:
             return f"{name} is on {tensor.device}, other weights are on {device}"
         device = tensor.device
-        if tensor.dtype != torch.float32 and (device.type == "cpu" or tensor.dtype not in _GPU_TYPES):
+        if tensor.dtype not in _TYPES[device.type]:
             return f"{name} is {tensor.dtype}"
         if tensor.is_inference():
             return f"{name} was created in inference mode, where torch does not count changes"

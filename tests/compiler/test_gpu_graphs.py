@@ -117,10 +117,21 @@ def test_weights_on_other_devices_and_of_other_types() -> None:
     assert why_no_target(mixed, on_gpu=True) == "1.weight is on meta"
 
 
-def test_an_autoencoder_that_pipelines_convert_stays_in_torch() -> None:
-    """diffusers converts it to float32 and back for each image."""
-    vae = small_autoencoder(force_upcast=True).half()
-    with mock.patch.object(type(vae), "device", torch.device("cuda")):
-        assert "force_upcast" in (SUPPORTED[type(vae)][0].why_not(vae) or "")
+def test_autoencoders_with_force_upcast_are_scaled() -> None:
+    """Their values fit into float16; the weights of the norms' inputs are 128 times smaller."""
+    largest = {}
+    for upcast in (False, True):
+        vae = small_autoencoder(force_upcast=upcast).half()
+        decode = SUPPORTED[type(vae)][0]
+        assert decode.why_not(vae) is None
+        model = build_model(vae, signature_for_gpu(vae, decode), decode.prepare)
+        weights = [value.const_value for value in model.graph.initializers.values()]
+        arrays = [each.numpy() for each in weights if each is not None and each.dtype == ir.DataType.FLOAT16]
+        largest[upcast] = sorted(float(np.abs(each).max()) for each in arrays if each.ndim == 4)
+    assert len(largest[True]) == len(largest[False])
+    assert largest[True][0] * 64 < largest[False][0]
+
+
+def test_float16_on_the_cpu_is_refused() -> None:
     with pytest.raises(OptionError, match=r"is torch\.float16"):
-        sdonnx.compile(vae)
+        sdonnx.compile(small_autoencoder().half())

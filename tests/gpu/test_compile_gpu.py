@@ -94,6 +94,36 @@ def test_pipelines(arch: str, source: Source, note: Note, caplog: pytest.LogCapt
     assert all(a <= 2 * b for a, b in zip(row["errors"], row["torch_errors"], strict=True))
 
 
+def test_autoencoder_that_pipelines_convert(tmp_path: Path, note: Note, caplog: pytest.LogCaptureFixture) -> None:
+    """Conversions change the reported type only, and values that overflow in torch's float16 are scaled."""
+    import diffusers
+
+    from sdonnx.sample.write_sample import write_sample
+
+    write_sample("sdxl-tiny", tmp_path / "sample", overflow="vae")
+    models = [diffusers.AutoencoderKL.from_pretrained(tmp_path / "sample", subfolder="vae") for _ in range(2)]
+    plain, half = (model.to("cuda").requires_grad_(False) for model in models)
+    compiled: Any = sdonnx.compile(half.half())
+    latents = torch.randn(1, 4, 32, 32, generator=torch.manual_seed(0)).to("cuda")
+    pixels = torch.randn(1, 3, 64, 64, generator=torch.manual_seed(1)).to("cuda")
+    errors, times = list[float](), list[float]()
+    with torch.inference_mode(), caplog.at_level(logging.WARNING, logger="sdonnx.compiler"):
+        exact = plain.decode(latents).sample, plain.encode(pixels).latent_dist.parameters
+        for _ in range(3):
+            start = time.perf_counter()
+            compiled.to(dtype=torch.float32)
+            found = compiled.decode(latents).sample, compiled.encode(pixels).latent_dist.parameters
+            compiled.to(dtype=torch.float16)
+            torch.cuda.synchronize()
+            times.append(1e3 * (time.perf_counter() - start))
+            errors += [relative_error(a.cpu().numpy(), b.cpu().numpy()) for a, b in zip(found, exact, strict=True)]
+    note("converted autoencoder", {"errors": errors, "ms": times})
+    assert caplog.records == []
+    assert {each.dtype for each in found} == {torch.float32}
+    assert compiled.dtype == torch.float16
+    assert max(errors) < 1e-2
+
+
 def unet_of(source: Source) -> tuple[Any, dict[str, Any]]:
     unet = loaded(source("tiny"), torch.float16).unet
     generator = torch.Generator("cuda").manual_seed(0)
