@@ -13,6 +13,8 @@ from typing import Generic, TypeVar
 
 __all__ = ["FairQueue"]
 
+_MAX_PREFERRED = 3  # batches in a row that may precede the lane whose turn it is
+
 Item = TypeVar("Item", bound=Hashable)
 
 
@@ -70,6 +72,7 @@ class FairQueue(Generic[Item]):
         self._lanes: dict[Hashable, _Lane[Item]] = {}
         self._ends: dict[Hashable, float] = {}  # of lanes that are empty, if later than the virtual time
         self._now = 0.0  # virtual time
+        self._preferred = 0  # batches in a row that were not of the lane whose turn it was
 
     def __len__(self) -> int:
         """Return the number of images that wait."""
@@ -110,16 +113,22 @@ class FairQueue(Generic[Item]):
         """Return the seconds until a batch can be taken, 0 if one can be; None if nothing waits."""
         return max(0.0, min(self._ripe_at(key) for key in self._lanes) - now) if self._lanes else None
 
-    def take(self, now: float) -> list[Item]:
+    def take(self, now: float, prefer: Callable[[Hashable], bool] | None = None) -> list[Item]:
         """Return the requests of the next batch, once for each image; empty if there is none yet.
 
         Args:
             now: time in seconds.
+            prefer: returns whether a batch with a key costs less now. Such lanes may come first, but at most three
+                batches in a row, and they pay for it with later turns.
         """
         ripe = [key for key in self._lanes if self._ripe_at(key) <= now]
         if not ripe:
             return []
-        key = min(ripe, key=lambda each: (self._lanes[each].start, self._lanes[each].oldest))
+        turn = key = self._first(ripe)
+        preferred = [each for each in ripe if prefer is not None and prefer(each)]
+        if preferred and turn not in preferred and self._preferred < _MAX_PREFERRED:
+            key = self._first(preferred)
+        self._preferred = 0 if key == turn else self._preferred + 1
         lane = self._lanes[key]
         count = max((size for size in self._sizes(key) if size <= lane.waiting), default=1)
         batch = []
@@ -130,11 +139,14 @@ class FairQueue(Generic[Item]):
             entry.waiting -= 1
             if entry.waiting:
                 lane.entries.append(entry)
-        self._now = max(self._now, lane.start)
+        self._now = max(self._now, self._lanes[turn].start)
         lane.start += count * cost
         self._drop_empty(key)
         self._ends = {each: end for each, end in self._ends.items() if end > self._now}
         return batch
+
+    def _first(self, keys: Sequence[Hashable]) -> Hashable:
+        return min(keys, key=lambda each: (self._lanes[each].start, self._lanes[each].oldest))
 
     def _ripe_at(self, key: Hashable) -> float:
         lane = self._lanes[key]

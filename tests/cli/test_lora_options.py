@@ -9,13 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
-from safetensors.numpy import save_file
 from support.pipelines import refused
+from support.plain_lora import write_plain_lora
 
 from sdonnx.__main__ import main
 from sdonnx.cli.lora_options import LoraFile, read_lora_files, read_lora_tags
 from sdonnx.errors import OptionError
-from sdonnx.folder.weight_table import WeightTable
 from sdonnx.runtime.pipeline import OrtDiffusionPipeline
 
 
@@ -108,20 +107,7 @@ def test_text_weight() -> None:
 
 @pytest.fixture(scope="module")
 def style(micro_cpu: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A LoRA with one layer of the UNet and one of the text encoder."""
-    random = np.random.default_rng(0)
-    tensors = {}
-    for component, layer in (("unet", "attn2.to_v"), ("text_encoder", "self_attn.v_proj")):
-        table = WeightTable.read(micro_cpu / component)
-        assert table is not None
-        name = next(name for name in table.places if name.endswith(f"{layer}.weight"))
-        rows, columns = table.shapes[name]
-        for part, shape in (("lora_A", (4, columns)), ("lora_B", (rows, 4))):
-            key = name.replace(".weight", f".{part}.weight")
-            tensors[f"{component}.{key}"] = random.normal(size=shape).astype(np.float32)
-    path = tmp_path_factory.mktemp("lora") / "style.safetensors"
-    save_file(tensors, path)
-    return path
+    return write_plain_lora(micro_cpu, tmp_path_factory.mktemp("lora") / "style.safetensors")
 
 
 def test_generate(micro_cpu: Path, style: Path, tmp_path: Path) -> None:
