@@ -1,7 +1,8 @@
 """A queue that forms batches of equal requests and shares the time of the device fairly.
 
 Source: start-time fair queuing (Goyal, Vin, Cheng: "Start-time Fair Queueing", SIGCOMM 1996), with a flow for each
-batch key and the computing time of an image as the length of a packet.
+batch key and the computing time of an image as the length of a packet. Virtual time also passes as in weighted fair
+queuing (Demers, Keshav, Shenker: "Analysis and Simulation of a Fair Queueing Algorithm", SIGCOMM 1989).
 """
 
 from __future__ import annotations
@@ -72,6 +73,7 @@ class FairQueue(Generic[Item]):
         self._lanes: dict[Hashable, _Lane[Item]] = {}
         self._ends: dict[Hashable, float] = {}  # of lanes that are empty, if later than the virtual time
         self._now = 0.0  # virtual time
+        self._passed = 0.0  # virtual time of the batch that was taken last
         self._preferred = 0  # batches in a row that were not of the lane whose turn it was
 
     def __len__(self) -> int:
@@ -139,7 +141,10 @@ class FairQueue(Generic[Item]):
             entry.waiting -= 1
             if entry.waiting:
                 lane.entries.append(entry)
-        self._now = max(self._now, self._lanes[turn].start)
+        # Once a batch is over, each lane has had its share of that work. With the starts of lanes only, a stream of
+        # requests whose keys are all new, such as weights of LoRAs, would starve the others.
+        self._now = max(self._now + self._passed, self._lanes[turn].start)
+        self._passed = count * cost / len(self._lanes)
         lane.start += count * cost
         self._drop_empty(key)
         self._ends = {each: end for each, end in self._ends.items() if end > self._now}
