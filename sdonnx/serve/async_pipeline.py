@@ -26,9 +26,9 @@ Folder = str | os.PathLike[str]
 class AsyncPipeline:
     """Pipelines behind a queue, for asyncio.
 
-    Requests with equal model, size, steps, sampler and use of guidance share a batch. Each has its own seed, prompt,
-    negative prompt and weight of the prompt, and its image does not depend on its companions. One thread runs the
-    batches, one after another; batches of different kinds share the time fairly.
+    Requests with equal model, LoRAs, size, steps, sampler and use of guidance share a batch. Each has its own seed,
+    prompt, negative prompt and weight of the prompt, and its image does not depend on its companions. One thread runs
+    the batches, one after another; batches of different kinds share the time fairly.
 
     Use it as an asynchronous context manager, or call `aclose`.
 

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, Field
-from pydantic_core import PydanticCustomError
 
 from sdonnx.serve.served_loras import MAX_LORA_WEIGHT, MAX_LORAS
 
@@ -19,9 +18,8 @@ _MAX_NAME = 255  # characters of a file's name
 
 
 def _no_boolean(value: Any) -> Any:
-    if isinstance(value, bool):
-        raise PydanticCustomError("float_type", "input should be a valid number")
-    return value
+    """Return None, which is no number, for a boolean, which would be read as 0 or 1."""
+    return None if isinstance(value, bool) else value
 
 
 _Name = Annotated[str, Field(min_length=1, max_length=_MAX_NAME)]
