@@ -10,6 +10,7 @@ from pathlib import Path
 
 from sdonnx.errors import OptionError
 from sdonnx.installation import requiring
+from sdonnx.lora.lora_folder import list_loras
 from sdonnx.serve.serve_limits import ServeLimits
 from sdonnx.terminal import add_common, add_option, console
 
@@ -59,6 +60,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--max_sizes", type=int, default=16, metavar="N", help="shapes that stay captured (default: 16)")
     keys = f"file with an API key a line; keys are also read from {KEYS_VARIABLE}, separated by commas"
     add("--api_key_file", type=Path, default=None, metavar="FILE", help=keys)
+    loras = "offer the safetensors files of this folder to requests, by their names without suffix"
+    add("--lora_folder", type=Path, default=None, metavar="FOLDER", help=loras)
     grace = "seconds to finish running requests after SIGTERM (default: until they are finished)"
     add("--grace_s", type=int, default=None, metavar="S", help=grace)
     add("--ray", action="store_true", help="serve with replicas on Ray Serve (extra ray)")
@@ -84,6 +87,7 @@ def run(options: argparse.Namespace) -> int:
     _refuse_without_ray(options)
     sizes = [_size(text) for text in options.warmup]
     limits = _limits(options)
+    loras = {} if options.lora_folder is None else list_loras(options.lora_folder)
     from sdonnx.serve.http.serve_settings import ServeSettings, read_api_keys
 
     settings = ServeSettings(
@@ -102,6 +106,7 @@ def run(options: argparse.Namespace) -> int:
             options.provider,
             limits=limits,
             observer=metrics,
+            loras=loras,
             max_sizes=options.max_sizes,
             require_certificate=options.require_certificate,
         )
@@ -123,6 +128,8 @@ def _write_triton(options: argparse.Namespace, folders: dict[str, str]) -> int:
     """Write a model repository for Triton, and print the models' folders."""
     from sdonnx.serve.triton_repository import write_triton_repository
 
+    if options.lora_folder is not None:
+        raise OptionError("--lora_folder with --write_triton", "a server over HTTP", "leave out --lora_folder")
     for path in write_triton_repository(options.write_triton, folders, _limits(options)):
         console().print(str(path), markup=False)
     return 0
@@ -139,6 +146,8 @@ def _run_on_ray(options: argparse.Namespace, folders: dict[str, str]) -> int:
             raise OptionError(f"--{name} with --ray", "a server of one process", f"leave out --{name}")
     given = {name: getattr(options, name) for name in (*_RAY_OPTIONS, *_LIMIT_OPTIONS)}
     values = {name: value for name, value in given.items() if value is not None}
+    if options.lora_folder is not None:
+        values["lora_folder"] = str(options.lora_folder.resolve())
     models = ",".join(f"{name}={Path(folder).resolve()}" for name, folder in folders.items())
     from sdonnx.serve.http.serve_settings import read_api_keys
 

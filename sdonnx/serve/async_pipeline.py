@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Self
 
 from sdonnx.errors import OptionError, UnavailableError
@@ -15,6 +16,7 @@ from sdonnx.serve.image_job import GeneratedImages, ImageJob
 from sdonnx.serve.image_request import ImageRequest, PlannedRequest, check_request, plan_request
 from sdonnx.serve.serve_limits import ServeLimits
 from sdonnx.serve.serve_observer import ServeObserver
+from sdonnx.serve.served_loras import ServedLoras
 
 __all__ = ["AsyncPipeline"]
 
@@ -24,9 +26,9 @@ Folder = str | os.PathLike[str]
 class AsyncPipeline:
     """Pipelines behind a queue, for asyncio.
 
-    Requests with equal model, size, steps, sampler and use of guidance share a batch. Each has its own seed, prompt,
-    negative prompt and weight of the prompt, and its image does not depend on its companions. One thread runs the
-    batches, one after another; batches of different kinds share the time fairly.
+    Requests with equal model, LoRAs, size, steps, sampler and use of guidance share a batch. Each has its own seed,
+    prompt, negative prompt and weight of the prompt, and its image does not depend on its companions. One thread runs
+    the batches, one after another; batches of different kinds share the time fairly.
 
     Use it as an asynchronous context manager, or call `aclose`.
 
@@ -41,6 +43,7 @@ class AsyncPipeline:
         pipelines: a pipeline, or pipelines by the names of models. Nothing else may use them.
         limits: limits of the queue and of requests.
         observer: receives events, for metrics.
+        loras: LoRA files that requests may name, by name. They replace all adapters of the pipelines except fused ones.
 
     Attributes:
         limits: limits of the queue and of requests.
@@ -53,18 +56,20 @@ class AsyncPipeline:
         *,
         limits: ServeLimits | None = None,
         observer: ServeObserver | None = None,
+        loras: Mapping[str, Folder] | None = None,
     ) -> None:
         if isinstance(pipelines, OrtDiffusionPipeline):
             pipelines = {pipelines.folder.path.name: pipelines}
         if not pipelines:
             raise OptionError("there is no pipeline", "one or more", "pass a folder")
         self.limits, self.observer = limits or ServeLimits(), observer or ServeObserver()
+        self._loras = ServedLoras({name: Path(path) for name, path in (loras or {}).items()})
         self._models = {
             name: ServedModel(name, pipeline, dict(pipeline.scheduler_config)) for name, pipeline in pipelines.items()
         }
         for pipeline in pipelines.values():
             pipeline.set_progress_bar_config(disable=True)
-        self._worker = BatchWorker(self._models, self.limits, self.observer)
+        self._worker = BatchWorker(self._models, self.limits, self.observer, self._loras)
         self._closed = False
 
     @classmethod
@@ -75,6 +80,7 @@ class AsyncPipeline:
         *,
         limits: ServeLimits | None = None,
         observer: ServeObserver | None = None,
+        loras: Mapping[str, Folder] | None = None,
         **options: Any,
     ) -> Self:
         """Load optimized folders; this takes seconds, so call it before the event loop runs, or in a thread.
@@ -84,10 +90,12 @@ class AsyncPipeline:
             provider: "cuda" or "cpu"; by default the provider that each folder was optimized for.
             limits: limits of the queue and of requests.
             observer: receives events, for metrics.
+            loras: LoRA files that requests may name, by name.
             **options: options of `OrtDiffusionPipeline.from_pretrained`.
 
         Raises:
             SdonnxError: a folder cannot be loaded; see `OrtDiffusionPipeline.from_pretrained`.
+            OptionError: a LoRA file does not exist.
         """
         named = folders if isinstance(folders, Mapping) else {os.path.basename(os.path.abspath(folders)): folders}
         limits = limits or ServeLimits()
@@ -95,7 +103,7 @@ class AsyncPipeline:
         try:
             for name, folder in named.items():
                 loaded[name] = OrtDiffusionPipeline.from_pretrained(os.fspath(folder), provider, **options)
-            return cls(loaded, limits=limits, observer=observer)
+            return cls(loaded, limits=limits, observer=observer, loras=loras)
         except BaseException:
             for pipeline in loaded.values():
                 pipeline.close()
@@ -105,6 +113,11 @@ class AsyncPipeline:
     def models(self) -> list[str]:
         """Names of the models, the default one first."""
         return list(self._models)
+
+    @property
+    def loras(self) -> list[str]:
+        """Names of the LoRAs that requests may use."""
+        return list(self._loras.names)
 
     @property
     def waiting(self) -> int:
@@ -171,7 +184,8 @@ class AsyncPipeline:
         if self._closed:
             raise UnavailableError("the pipeline is closed", "an open one", "load it again")
         model = self._model(request.model)
-        return plan_request(request, model.name, model.pipeline, model.scheduler_config, self.limits)
+        names = self._loras.names
+        return plan_request(request, model.name, model.pipeline, model.scheduler_config, self.limits, names)
 
     def _queue(self, planned: PlannedRequest) -> ImageJob:
         job = ImageJob(planned, self._cancelled)

@@ -17,6 +17,7 @@ from sdonnx.serve.image_job import ImageJob, StepProgress
 from sdonnx.serve.image_request import BatchKey, check_request
 from sdonnx.serve.serve_limits import ServeLimits
 from sdonnx.serve.serve_observer import ServeObserver
+from sdonnx.serve.served_loras import ServedLoras
 
 if TYPE_CHECKING:
     from sdonnx.runtime.pipeline import OrtDiffusionPipeline
@@ -78,10 +79,13 @@ class BatchWorker:
         models: models by name.
         limits: limits of the queue.
         observer: receives the events.
+        loras: LoRAs of requests.
     """
 
-    def __init__(self, models: Mapping[str, ServedModel], limits: ServeLimits, observer: ServeObserver) -> None:
-        self._models, self._limits, self._observer = models, limits, observer
+    def __init__(
+        self, models: Mapping[str, ServedModel], limits: ServeLimits, observer: ServeObserver, loras: ServedLoras
+    ) -> None:
+        self._models, self._limits, self._observer, self._loras = models, limits, observer, loras
         self._queue: FairQueue[ImageJob] = FairQueue(self._batch_sizes, limits.batch_wait_ms / 1e3)
         self._changed = threading.Condition()
         self._stopping = False
@@ -158,6 +162,11 @@ class BatchWorker:
             return [1]
         return self._limits.batch_sizes(key.height * key.width)
 
+    def _has_loras(self, key: Hashable) -> bool:
+        """Return whether a batch needs no change of LoRAs."""
+        assert isinstance(key, BatchKey)
+        return self._loras.is_used(key.model, key.loras)
+
     def _seconds_until_place(self) -> float:
         return 1.0 if self._speed is None else max(1.0, self._queue.work / self._speed)
 
@@ -177,7 +186,7 @@ class BatchWorker:
         """Wait for a batch and return it; None to stop."""
         with self._changed:
             while True:
-                taken = self._queue.take(time.monotonic())
+                taken = self._queue.take(time.monotonic(), self._has_loras)
                 if taken:
                     self._note_waiting()
                     return [_Unit(job, *job._take()) for job in taken]
@@ -188,21 +197,25 @@ class BatchWorker:
     def _run(self, units: list[_Unit]) -> None:
         """Generate the images of a batch, and end its requests that fail.
 
-        If a batch is refused, each image is generated alone: an unusable request must not fail its companions.
+        If a batch is refused, each image is generated alone: an unusable request must not fail its companions. An
+        unusable LoRA fails all, since they share it.
         """
         units = [unit for unit in units if not unit.job.has_ended]
         if not units:
             return
+        has_loras = False
         try:
+            self._use_loras(units[0].job.planned.key)
+            has_loras = True
             self._generate(units)
         except SdonnxError as error:
-            if len(units) > 1:
+            if has_loras and len(units) > 1:
                 for unit in units:
                     self._run([unit])
-            elif isinstance(error, DeviceMemoryError):
-                self._fail(units[0].job, error, "failed")
-            else:
-                self._fail(units[0].job, error, "refused")
+                return
+            outcome = "failed" if isinstance(error, DeviceMemoryError) else "refused"
+            for unit in units:
+                self._fail(unit.job, error, outcome)
         except Exception as error:
             _LOG.exception("a batch failed")
             text = f"{type(error).__name__}: {error}"
@@ -214,6 +227,7 @@ class BatchWorker:
     def _check_after(self, model: str, reason: str) -> None:
         """Refuse all requests after a failure, unless the model still generates an image."""
         try:
+            self._loras.use(model, self._models[model].pipeline, ())  # they may be the cause
             self._models[model].check()
         except Exception:
             _LOG.exception("the pipeline cannot generate images any more")
@@ -223,6 +237,11 @@ class BatchWorker:
             for job in refused:
                 error = UnavailableError(f"the pipeline has failed ({reason})", "one that works", "restart the server")
                 self._fail(job, error, "failed")
+
+    def _use_loras(self, key: BatchKey) -> None:
+        seconds = self._loras.use(key.model, self._models[key.model].pipeline, key.loras)
+        if seconds is not None:
+            self._observer.loras_changed(key.model, seconds)
 
     def _generate(self, units: list[_Unit]) -> None:
         key, requests = units[0].job.planned.key, [unit.job.planned.request for unit in units]

@@ -1,7 +1,8 @@
 """A queue that forms batches of equal requests and shares the time of the device fairly.
 
 Source: start-time fair queuing (Goyal, Vin, Cheng: "Start-time Fair Queueing", SIGCOMM 1996), with a flow for each
-batch key and the computing time of an image as the length of a packet.
+batch key and the computing time of an image as the length of a packet. Virtual time also passes as in weighted fair
+queuing (Demers, Keshav, Shenker: "Analysis and Simulation of a Fair Queueing Algorithm", SIGCOMM 1989).
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 __all__ = ["FairQueue"]
+
+_MAX_PREFERRED = 3  # batches in a row that may precede the lane whose turn it is
 
 Item = TypeVar("Item", bound=Hashable)
 
@@ -70,6 +73,8 @@ class FairQueue(Generic[Item]):
         self._lanes: dict[Hashable, _Lane[Item]] = {}
         self._ends: dict[Hashable, float] = {}  # of lanes that are empty, if later than the virtual time
         self._now = 0.0  # virtual time
+        self._passed = 0.0  # virtual time of the batch that was taken last
+        self._preferred = 0  # batches in a row that were not of the lane whose turn it was
 
     def __len__(self) -> int:
         """Return the number of images that wait."""
@@ -110,16 +115,22 @@ class FairQueue(Generic[Item]):
         """Return the seconds until a batch can be taken, 0 if one can be; None if nothing waits."""
         return max(0.0, min(self._ripe_at(key) for key in self._lanes) - now) if self._lanes else None
 
-    def take(self, now: float) -> list[Item]:
+    def take(self, now: float, prefer: Callable[[Hashable], bool] | None = None) -> list[Item]:
         """Return the requests of the next batch, once for each image; empty if there is none yet.
 
         Args:
             now: time in seconds.
+            prefer: returns whether a batch with a key costs less now. Such lanes may come first, but at most three
+                batches in a row, and they pay for it with later turns.
         """
         ripe = [key for key in self._lanes if self._ripe_at(key) <= now]
         if not ripe:
             return []
-        key = min(ripe, key=lambda each: (self._lanes[each].start, self._lanes[each].oldest))
+        turn = key = self._first(ripe)
+        preferred = [each for each in ripe if prefer is not None and prefer(each)]
+        if preferred and turn not in preferred and self._preferred < _MAX_PREFERRED:
+            key = self._first(preferred)
+        self._preferred = 0 if key == turn else self._preferred + 1
         lane = self._lanes[key]
         count = max((size for size in self._sizes(key) if size <= lane.waiting), default=1)
         batch = []
@@ -130,11 +141,17 @@ class FairQueue(Generic[Item]):
             entry.waiting -= 1
             if entry.waiting:
                 lane.entries.append(entry)
-        self._now = max(self._now, lane.start)
+        # Once a batch is over, each lane has had its share of that work. With the starts of lanes only, a stream of
+        # requests whose keys are all new, such as weights of LoRAs, would starve the others.
+        self._now = max(self._now + self._passed, self._lanes[turn].start)
+        self._passed = count * cost / len(self._lanes)
         lane.start += count * cost
         self._drop_empty(key)
         self._ends = {each: end for each, end in self._ends.items() if end > self._now}
         return batch
+
+    def _first(self, keys: Sequence[Hashable]) -> Hashable:
+        return min(keys, key=lambda each: (self._lanes[each].start, self._lanes[each].oldest))
 
     def _ripe_at(self, key: Hashable) -> float:
         lane = self._lanes[key]

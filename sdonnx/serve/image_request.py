@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ from sdonnx.serve.conditioning_images import (
     plan_conditioning,
 )
 from sdonnx.serve.serve_limits import ServeLimits
+from sdonnx.serve.served_loras import LoraWeights, plan_loras
 
 if TYPE_CHECKING:
     from sdonnx.runtime.pipeline import OrtDiffusionPipeline
@@ -61,6 +62,7 @@ class ImageRequest:
         adapter_conditioning_factor: share of the steps that add the residuals of T2I-Adapters.
         ip_adapter_image: image prompt of the folder's IP-Adapter, or a list with one for each; none for weight 0.
         ip_adapter_scale: weight of all IP-Adapters, or a list of weights.
+        loras: weights of LoRAs by the names under which they are served, -10 to 10. They apply in alphabetical order.
         num_previews: number of previews of each image, evenly spaced over the steps.
         output_type: "pil" for PIL images, "np" for float32 arrays (H,W,3) from 0 to 1.
     """
@@ -89,6 +91,7 @@ class ImageRequest:
     adapter_conditioning_factor: float | None = None
     ip_adapter_image: ConditioningImages | None = None
     ip_adapter_scale: float | Sequence[float] | None = None
+    loras: Mapping[str, float] | None = None
     num_previews: int = 0
     output_type: str = "pil"
 
@@ -113,6 +116,7 @@ class BatchKey:
         output_type: see `ImageRequest`.
         conditioning: image prompts of IP-Adapters, and the weights and the number of control images.
         is_single: whether an image would depend on others of its batch, so that it is generated alone.
+        loras: LoRAs and their weights.
     """
 
     model: str
@@ -127,6 +131,7 @@ class BatchKey:
     output_type: str
     conditioning: Hashable = ()
     is_single: bool = False
+    loras: LoraWeights = ()
 
 
 @dataclass(frozen=True)
@@ -182,6 +187,7 @@ def plan_request(
     pipeline: OrtDiffusionPipeline,
     scheduler_config: dict[str, Any],
     limits: ServeLimits,
+    loras: Collection[str] = (),
 ) -> PlannedRequest:
     """Return a request with the model's defaults.
 
@@ -191,6 +197,7 @@ def plan_request(
         pipeline: the model's pipeline.
         scheduler_config: configuration of the folder's own scheduler.
         limits: limits of the server.
+        loras: names of the LoRAs that are served.
 
     Raises:
         PromptError: a prompt is no text, empty, or too long.
@@ -218,6 +225,7 @@ def plan_request(
     if request.output_type not in OUTPUT_TYPES:
         raise OptionError(f"output_type is {request.output_type!r}", f"one of {OUTPUT_TYPES}", "pass one")
     _require_scheduler(request.scheduler, scheduler_config)
+    chosen = plan_loras(request.loras, loras)
     conditioning = plan_conditioning(request, pipeline, height, width)
     start = "noise" if request.image is None else "image" if request.mask_image is None else "mask"
     key = BatchKey(
@@ -237,6 +245,7 @@ def plan_request(
         output_type=request.output_type,
         conditioning=conditioning.key,
         is_single=conditioning.is_single,
+        loras=chosen,
     )
     seed = fresh_seed() if request.seed is None else request.seed
     without: dict[str, Any] = dict.fromkeys(CONDITIONING_IMAGES)  # requests that wait keep only what the call reads

@@ -61,6 +61,11 @@ class ImageService(Protocol):
         ...
 
     @property
+    def loras(self) -> list[str]:
+        """Names of the LoRAs that requests may use."""
+        ...
+
+    @property
     def waiting(self) -> int:
         """Number of images that wait."""
         ...

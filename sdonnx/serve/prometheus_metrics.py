@@ -43,6 +43,9 @@ class PrometheusMetrics(ServeObserver):
         self._shapes = Gauge("sdonnx_captured_shapes", "Shapes with captured graphs", model, registry=registry)
         self._buffers = Gauge("sdonnx_captured_bytes", "Buffers of captured shapes", model, registry=registry)
         self._free = Gauge("sdonnx_device_free_bytes", "Free memory of the GPU", registry=registry)
+        self._loras = Histogram(
+            "sdonnx_lora_change_seconds", "Time of a change of LoRAs", model, registry=registry, buckets=_SECONDS
+        )
         self._responses = Counter(
             "sdonnx_http_responses_total", "HTTP responses", ["path", "status"], registry=registry
         )
@@ -74,6 +77,9 @@ class PrometheusMetrics(ServeObserver):
         self._requests.labels(model, outcome).inc()
         if outcome == "completed":
             self._request_s.labels(model).observe(seconds)
+
+    def loras_changed(self, model: str, seconds: float) -> None:  # noqa: D102
+        self._loras.labels(model).observe(seconds)
 
     def captured(self, model: str, shapes: int, size_bytes: int, free_bytes: int | None) -> None:  # noqa: D102
         self._shapes.labels(model).set(shapes)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -43,10 +43,21 @@ class Generator:
         provider: "cuda" or "cpu"; None for the folder's.
         limits: limits of the queue.
         max_batch_s: seconds after which a batch counts as hanging.
+        loras: LoRA files by name, on the machine of the replica.
     """
 
-    def __init__(self, name: str, folder: str, provider: str | None, limits: ServeLimits, max_batch_s: float) -> None:
-        self._pipeline = AsyncPipeline.from_pretrained({name: folder}, provider, limits=limits, observer=RayMetrics())
+    def __init__(
+        self,
+        name: str,
+        folder: str,
+        provider: str | None,
+        limits: ServeLimits,
+        max_batch_s: float,
+        loras: Mapping[str, str],
+    ) -> None:
+        self._pipeline = AsyncPipeline.from_pretrained(
+            {name: folder}, provider, limits=limits, observer=RayMetrics(), loras=loras
+        )
         self._pipeline.warmup()
         self._max_batch_s = max_batch_s
         self._last_image = time.monotonic()
@@ -83,10 +94,11 @@ class Front:
     Args:
         handles: handles of the models' deployments, by name.
         limits: limits of the queues.
+        loras: names of the LoRAs that the replicas serve.
     """
 
-    def __init__(self, handles: Mapping[str, Any], limits: ServeLimits) -> None:
-        self._handles, self._limits = handles, limits
+    def __init__(self, handles: Mapping[str, Any], limits: ServeLimits, loras: Sequence[str]) -> None:
+        self._handles, self._limits, self._loras = handles, limits, loras
 
     def __serve_build_asgi_app__(self) -> Any:
         """Return the ASGI application; called by Ray after the constructor."""
@@ -97,7 +109,8 @@ class Front:
         metrics = PrometheusMetrics()
         calls = {name: partial(_events_of, handle) for name, handle in self._handles.items()}
         settings = ServeSettings(api_keys=read_api_keys(None, os.environ.get(KEYS_VARIABLE)))
-        return create_app(RemotePipeline(calls, _is_lost, self._limits, metrics), metrics, settings)
+        pipeline = RemotePipeline(calls, _is_lost, self._limits, metrics, self._loras)
+        return create_app(pipeline, metrics, settings)
 
 
 def app(args: Mapping[str, Any]) -> Any:
@@ -110,7 +123,7 @@ def app(args: Mapping[str, Any]) -> Any:
         OptionError: an option cannot be used.
     """
     options = RayOptions.read(args)
-    limits = options.limits()
+    limits, loras = options.limits(), options.loras()
     scaling: dict[str, Any] = {"num_replicas": options.replicas}
     if options.max_replicas is not None:
         scaling = {
@@ -130,14 +143,14 @@ def app(args: Mapping[str, Any]) -> Any:
             graceful_shutdown_timeout_s=options.max_wait_s,
             **scaling,
         )(Generator)
-        handles[name] = deployment.bind(name, folder, options.provider, limits, options.max_batch_s)
+        handles[name] = deployment.bind(name, folder, options.provider, limits, options.max_batch_s, loras)
     front = serve.deployment(
         name="sdonnx-http",
         num_replicas=options.front_replicas,
         max_ongoing_requests=1000,
         ray_actor_options={"num_cpus": 0, "runtime_env": {"env_vars": _keys()}},
     )(Front)
-    return front.bind(handles, limits)
+    return front.bind(handles, limits, list(loras))
 
 
 def _keys() -> dict[str, str]:

@@ -26,6 +26,7 @@ class RayMetrics(ServeObserver):
         self._stages = Histogram("sdonnx_stage_seconds", boundaries=_SECONDS, tag_keys=("model", "stage"))
         self._requests = Counter("sdonnx_replica_requests_total", tag_keys=("model", "outcome"))
         self._image_steps = Counter("sdonnx_image_steps_total", tag_keys=model)
+        self._loras = Histogram("sdonnx_lora_change_seconds", boundaries=_SECONDS, tag_keys=model)
         self._shapes = Gauge("sdonnx_captured_shapes", tag_keys=model)
         self._free = Gauge("sdonnx_device_free_bytes", description="Free memory of the GPU")
 
@@ -46,6 +47,9 @@ class RayMetrics(ServeObserver):
 
     def request_ended(self, model: str, outcome: str, seconds: float) -> None:  # noqa: D102
         self._requests.inc(1, tags={"model": model, "outcome": outcome})
+
+    def loras_changed(self, model: str, seconds: float) -> None:  # noqa: D102
+        self._loras.observe(seconds, tags={"model": model})
 
     def captured(self, model: str, shapes: int, size_bytes: int, free_bytes: int | None) -> None:  # noqa: D102
         self._shapes.set(shapes, tags={"model": model})

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from sdonnx.errors import OptionError
+from sdonnx.lora.lora_folder import list_loras
 from sdonnx.serve.serve_limits import ServeLimits
 
 __all__ = ["RayOptions"]
@@ -22,6 +24,7 @@ class RayOptions(BaseModel):
 
     folder: str | None = None
     models: str | None = Field(None, description="NAME=FOLDER, separated by commas, in place of folder")
+    lora_folder: str | None = Field(None, description="LoRA files that requests may name; the same on every node")
     provider: str | None = None
     replicas: int = Field(1, ge=1, description="replicas of each model; the minimum with max_replicas")
     max_replicas: int | None = Field(None, ge=1, description="scale up to this number by the length of the queues")
@@ -63,6 +66,16 @@ class RayOptions(BaseModel):
         """Return the limits of each replica."""
         names = ServeLimits.__dataclass_fields__.keys() & type(self).model_fields.keys()
         return ServeLimits(**{name: getattr(self, name) for name in names})
+
+    def loras(self) -> dict[str, str]:
+        """Return the LoRA files by name; they are listed on the node that builds the application.
+
+        Raises:
+            OptionError: the folder cannot be used, see `list_loras`.
+        """
+        if self.lora_folder is None:
+            return {}
+        return {name: str(path) for name, path in list_loras(Path(self.lora_folder)).items()}
 
     def folders(self) -> dict[str, str]:
         """Return the folders by the names of their models.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Generator, Mapping
+from collections.abc import AsyncIterator, Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -166,6 +166,7 @@ class RemotePipeline:
         is_lost: returns whether an exception of such a function means that the replica is lost.
         limits: limits of requests, which the replicas check.
         observer: receives the ends of requests.
+        loras: names of the LoRAs that the replicas serve.
     """
 
     batch_age_s = 0.0
@@ -180,7 +181,9 @@ class RemotePipeline:
         is_lost: Callable[[Exception], bool],
         limits: ServeLimits,
         observer: ServeObserver,
+        loras: Sequence[str] = (),
     ) -> None:
+        self.loras = list(loras)
         self._calls, self._is_lost, self.limits, self.observer = calls, is_lost, limits, observer
         self._jobs: set[asyncio.Task[GeneratedImages]] = set()
 

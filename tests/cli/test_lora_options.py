@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 from support.pipelines import refused
-from support.small_lora import write_small_lora
+from support.plain_lora import write_plain_lora
 
 from sdonnx.__main__ import main
 from sdonnx.cli.lora_options import LoraFile, read_lora_files, read_lora_tags
@@ -107,8 +107,7 @@ def test_text_weight() -> None:
 
 @pytest.fixture(scope="module")
 def style(micro_cpu: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A LoRA with one layer of the UNet and one of the text encoder."""
-    return write_small_lora(micro_cpu, tmp_path_factory.mktemp("lora") / "style.safetensors")
+    return write_plain_lora(micro_cpu, tmp_path_factory.mktemp("lora") / "style.safetensors")
 
 
 def test_generate(micro_cpu: Path, style: Path, tmp_path: Path) -> None:

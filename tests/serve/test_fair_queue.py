@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Hashable, Sequence
 
 from hypothesis import given
@@ -40,6 +41,53 @@ def test_requests_of_many_images_take_turns_with_others() -> None:
     waiting.add("many", "key", images=10, cost=1, now=0)
     waiting.add("one", "key", images=1, cost=1, now=0)
     assert waiting.take(0) == ["many", "one", "many", "many"]
+
+
+def test_preferred_lanes_come_first() -> None:
+    waiting = queue()
+    for index, key in enumerate("abab"):
+        waiting.add(f"{key}{index}", (key, index), images=1, cost=1, now=index)
+    served = [waiting.take(9, lambda key: isinstance(key, tuple) and key[0] == "b")[0] for _ in range(4)]
+    assert served == ["b1", "b3", "a0", "a2"]
+    assert waiting.take(9, lambda _: True) == []
+
+
+def test_new_lanes_starve_no_other() -> None:
+    """Requests whose keys are all different arrive for ever, as those with weights of LoRAs may."""
+    waiting = queue()
+    waiting.add("other", "other", images=40, cost=1, now=0)
+    assert set(waiting.take(0)) == {"other"}
+    served = []
+    for index in range(80):
+        waiting.add("new", index, images=1, cost=1, now=1 + index)
+        served.append(waiting.take(99)[0])
+    # New lanes that wait have a share too, so that the times between its batches grow.
+    assert served.count("other") >= 5
+    assert "other" in served[:4]
+
+
+def test_preferred_lanes_starve_no_other() -> None:
+    """Of four batches, one is of the lane whose turn it is."""
+    waiting = queue()
+    waiting.add("other", "other", images=40, cost=1, now=0)
+    served = []
+    for index in range(8):
+        waiting.add("preferred", ("preferred", index), images=1, cost=1, now=1 + index)
+        served.append(waiting.take(99, lambda key: key != "other")[0])
+    assert served[:4] == ["preferred"] * 3 + ["other"]
+
+
+def test_preferred_lanes_pay_with_later_turns() -> None:
+    """Two lanes that always have work share the time equally, with runs of batches."""
+    waiting = queue()
+    for name in "ab":
+        waiting.add(name, name, images=400, cost=1, now=0)
+    served: list[str] = []
+    for _ in range(80):
+        served.append(waiting.take(9, lambda key: bool(served) and key == served[-1])[0])
+    changes = sum(one != other for one, other in itertools.pairwise(served))
+    assert abs(served.count("a") - served.count("b")) <= 4
+    assert changes <= 20
 
 
 def test_large_work_does_not_starve_small_work() -> None:

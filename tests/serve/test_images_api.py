@@ -283,7 +283,7 @@ def test_health_of_a_failed_pipeline(server: Running) -> None:
 def test_openapi_document_names_every_field(server: Running) -> None:
     document = server.client.get("/openapi.json").json()
     assert set(document["paths"]) == {
-        "/v1/images/generations", "/v1/images/edits", "/v1/models", "/v1/models/{model}",
+        "/v1/images/generations", "/v1/images/edits", "/v1/models", "/v1/models/{model}", "/v1/loras",
         "/health/live", "/health/ready", "/metrics",
     }  # fmt: skip
     fields = document["components"]["schemas"]["GenerationFields"]["properties"]

@@ -15,6 +15,7 @@ from typing import Any
 
 import httpx
 import pytest
+from support.plain_lora import write_plain_lora
 
 from sdonnx.cli import serve
 from sdonnx.cli.command_line import CommandParser
@@ -104,12 +105,39 @@ def run(options: Sequence[str]) -> None:
         (["-m", "x", "--max_wait_s", "nan"], "max_wait_s is nan"),
         (["-m", "x", "--api_key_file", "/missing"], "/missing cannot be read"),
         (["-m", "x", "--port", "99999"], "127.0.0.1:99999 cannot be used"),
+        (["-m", "x", "--lora_folder", "/missing"], "/missing is no folder"),
+        (["-m", "x", "--lora_folder", "/tmp", "--write_triton", "/missing"], "--lora_folder with --write_triton"),
         (["-m", "x", "--host", "no host"], "no host:8000 cannot be used"),
     ],
 )
 def test_options_that_cannot_be_used(options: list[str], words: str) -> None:
     with pytest.raises(Exception, match=words):
         run(options)
+
+
+def test_loras_of_a_folder(micro_cpu: Path, tmp_path: Path) -> None:
+    write_plain_lora(micro_cpu, tmp_path / "style.safetensors")
+    with started("-m", f"micro={micro_cpu}", "--lora_folder", str(tmp_path)) as (_, line):
+        url = url_of(line)
+        assert [each["id"] for each in httpx.get(f"{url}/v1/loras").json()["data"]] == ["style"]
+        fields = {"prompt": "a circle", "num_inference_steps": 1, "seed": 0, "size": "64x64"}
+        answers = [
+            httpx.post(f"{url}/v1/images/generations", json={**fields, "loras": loras}, timeout=60)
+            for loras in ({}, {"style": 1}, {"other": 1})
+        ]
+        assert [each.status_code for each in answers] == [200, 200, 404]
+        assert answers[0].json()["data"] != answers[1].json()["data"]
+
+
+def test_a_name_that_occurs_twice_is_refused(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "style.safetensors").touch()
+    command = [sys.executable, "-m", "sdonnx", "serve", "-m", "x", "--lora_folder", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: the LoRA name 'style' occurs twice")
+    assert done.stderr.count("\n") == 1
 
 
 def test_port_that_is_taken() -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from sdonnx.errors import OptionError
+from sdonnx.lora.adapter_file import AdapterFile, read_adapter
 from sdonnx.lora.loaded_adapters import AdapterState, LoadedAdapters
 from sdonnx.models.spec import Role
 from sdonnx.runtime.inputs.argument_checks import require_number
@@ -105,6 +106,38 @@ class LoraInterface(PipelineBase):
         weights = {**state.weights, name: dict.fromkeys(self._adapters.tables, 1.0)}
         active = {**state.active, **{component: (name,) for component, changes in file.changes.items() if changes}}
         self._use(replace(state, files={**state.files, name: file}, weights=weights, active=active, enabled=True))
+
+    def read_lora_weights(self, path: str | Path) -> AdapterFile:
+        """Return the content of a LoRA file that fits this pipeline, for `load_lora_weights` or `replace_adapters`.
+
+        Args:
+            path: a safetensors file, or a folder that PEFT or diffusers wrote.
+
+        Raises:
+            WeightsError: the file cannot be read, or is for another model.
+            OptionError: the folder cannot be changed.
+        """
+        file = read_adapter(Path(path), self._adapters.names())
+        self._adapters.require_fitting(file)
+        return file
+
+    def replace_adapters(self, adapters: Mapping[str, tuple[AdapterFile, float]]) -> None:
+        """Unload all adapters and use others, in one change of the weights. Fused ones stay.
+
+        After an error, the adapters of before are in use.
+
+        Args:
+            adapters: files that `read_lora_weights` has read, and their weights, by name. They apply in this order.
+
+        Raises:
+            WeightsError: a changed weight exceeds the range of its type.
+            OptionError: a weight is no number, or the folder cannot be changed.
+            DeviceMemoryError: the device has too little memory.
+        """
+        weights = {name: self._by_component(name, weight) for name, (_, weight) in adapters.items()}
+        files = {name: file for name, (file, _) in adapters.items()}
+        active = dict.fromkeys(self._adapters.tables, tuple(adapters)) if adapters else {}
+        self._use(AdapterState(files, weights, active, self._adapters.state.fused))
 
     def set_adapters(self, adapter_names: str | Sequence[str], adapter_weights: Any = None) -> None:
         """Choose the adapters that have an effect, and their weights.

@@ -18,12 +18,15 @@ from starlette.exceptions import HTTPException
 from sdonnx.errors import OptionError
 from sdonnx.serve.conditioning_images import CONDITIONING_IMAGES, MAX_CONDITIONING_IMAGES
 from sdonnx.serve.http.conditioning_fields import LISTED_FIELDS
+from sdonnx.serve.http.lora_fields import FIELD, is_lora_field, read_lora_form
 from sdonnx.serve.http.openai_errors import ErrorResponse, error_response
 from sdonnx.serve.http.request_fields import EditFields, GenerationFields, ImageFields
 from sdonnx.serve.http.responses import (
     Encoder,
     EventResponse,
     ImagesResponse,
+    LoraCard,
+    LoraList,
     ModelCard,
     ModelList,
     images_response,
@@ -79,6 +82,7 @@ class ImagesApi:
         app.add_api_route("/v1/images/generations", self.generate, methods=["POST"], **images)
         app.add_api_route("/v1/images/edits", self.edit, methods=["POST"], openapi_extra=_edit_body(), **images)
         app.add_api_route("/v1/models", self.list_models, methods=["GET"], responses={401: _ERRORS[401]})
+        app.add_api_route("/v1/loras", self.list_loras, methods=["GET"], responses={401: _ERRORS[401]})
         found: dict[int | str, dict[str, Any]] = {status: _ERRORS[status] for status in (401, 404)}
         app.add_api_route(
             "/v1/models/{model:path}", self.show_model, methods=["GET"], responses=found, response_model=ModelCard
@@ -88,6 +92,10 @@ class ImagesApi:
         """List the models."""
         return ModelList(data=[self._card(name) for name in self._pipeline.models])
 
+    async def list_loras(self) -> LoraList:
+        """List the LoRAs that the field `loras` may name."""
+        return LoraList(data=[LoraCard(id=name, created=self._started) for name in self._pipeline.loras])
+
     async def show_model(self, model: str) -> Response:
         """Show a model."""
         if model not in self._pipeline.models:
@@ -96,8 +104,8 @@ class ImagesApi:
 
     async def generate(self, request: Request, fields: GenerationFields) -> Response:
         """Generate images from a prompt."""
-        if fields.model is not None and fields.model not in self._pipeline.models:
-            return self._unknown_model()
+        if (unknown := self._unknown_name(fields)) is not None:
+            return unknown
         given = {name: getattr(fields, name) for name in CONDITIONING_IMAGES}
         asked = await self._with_images(fields.to_request(), {name: each for name, each in given.items() if each})
         return await self._answer(request, fields, asked, "image_generation")
@@ -108,8 +116,8 @@ class ImagesApi:
             raise HTTPException(422, "the body is no form; send multipart/form-data with prompt and image")
         async with request.form(max_files=_MAX_FILES, max_fields=_MAX_FIELDS, max_part_size=_MAX_FIELD_BYTES) as form:
             fields = _read_fields(form)
-            if fields.model is not None and fields.model not in self._pipeline.models:
-                return self._unknown_model()
+            if (unknown := self._unknown_name(fields)) is not None:
+                return unknown
             image, mask = _one_file(form, "image"), _one_file(form, "mask")
             if image is None:
                 raise OptionError("the form has no image", "a file named image", "add one")
@@ -145,6 +153,16 @@ class ImagesApi:
     def _card(self, name: str) -> ModelCard:
         return ModelCard(id=name, created=self._started)
 
+    def _unknown_name(self, fields: ImageFields) -> JSONResponse | None:
+        """Return the answer to a request for a model or a LoRA that is unknown; None if both are known."""
+        if fields.model is not None and fields.model not in self._pipeline.models:
+            return self._unknown_model()
+        known = self._pipeline.loras
+        for name in fields.loras or ():
+            if known and name not in known:  # without any, the pipeline's message is clearer
+                return error_response(404, f"the LoRA {name!r} is unknown; expected a name that /v1/loras lists", FIELD)
+        return None
+
     def _unknown_model(self) -> JSONResponse:
         names = ", ".join(self._pipeline.models)
         return error_response(404, f"the model is unknown; expected one of {names}", "model")
@@ -173,21 +191,24 @@ def _read_fields(form: FormData) -> EditFields:
     Raises:
         RequestValidationError: a field cannot be used.
     """
-    texts: dict[str, str | list[str]] = {}
+    texts: dict[str, Any] = {}
+    loras: list[tuple[str, str]] = []
     for name, value in form.multi_items():
         field = name.removesuffix("[]")
         if field in _FILES:
             continue
         if isinstance(value, UploadFile):
             raise OptionError(f"{name} is a file", "one text", "send it as text")
-        if field in LISTED_FIELDS:
-            listed = texts.setdefault(field, [])
-            assert isinstance(listed, list)
-            listed.append(value)
+        if is_lora_field(name):
+            loras.append((name, value))
+        elif field in LISTED_FIELDS:
+            texts.setdefault(field, []).append(value)
         elif name in texts:
             raise OptionError(f"{name} is twice in the form", "one text", "send it once")
         else:
             texts[name] = value
+    if loras:
+        texts[FIELD] = read_lora_form(loras)
     try:
         return EditFields.model_validate(texts)
     except ValidationError as error:

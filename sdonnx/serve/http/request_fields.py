@@ -9,6 +9,7 @@ from pydantic import ConfigDict, Field
 
 from sdonnx.errors import OptionError
 from sdonnx.serve.http.conditioning_fields import ConditioningFields, ConditioningTexts, Finite
+from sdonnx.serve.http.lora_fields import LoraFields
 from sdonnx.serve.image_request import ImageRequest
 
 __all__ = ["EditFields", "GenerationFields", "ImageFields"]
@@ -18,7 +19,7 @@ _SIZE = re.compile(r"([0-9]{1,5})x([0-9]{1,5})")
 Ignored = Annotated[str | None, Field(max_length=1000, description="accepted for compatibility, without effect")]
 
 
-class ImageFields(ConditioningFields):
+class ImageFields(ConditioningFields, LoraFields):
     """Fields of every request for images. A new one is added here, and passed on by `to_request`."""
 
     prompt: str = Field(min_length=1, max_length=32_000, description="description of the image")
@@ -82,6 +83,7 @@ class ImageFields(ConditioningFields):
             num_images=1 if self.n is None else self.n,
             seed=self.seed,
             num_previews=(self.partial_images or 0) if self.stream else 0,
+            loras=self.loras,
             **self.conditioning(),
         )
 

@@ -20,7 +20,7 @@ __all__ = ["RequestGate"]
 _PROTECTED = "/v1/"
 _PATHS = (
     "/", "/try.css", "/try.js", "/openapi.json", "/health/live", "/health/ready", "/metrics",
-    "/v1/models", "/v1/images/generations", "/v1/images/edits",
+    "/v1/models", "/v1/loras", "/v1/images/generations", "/v1/images/edits",
 )  # fmt: skip
 
 

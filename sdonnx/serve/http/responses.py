@@ -27,6 +27,8 @@ __all__ = [
     "EventResponse",
     "ImageData",
     "ImagesResponse",
+    "LoraCard",
+    "LoraList",
     "ModelCard",
     "ModelList",
     "images_response",
@@ -68,6 +70,22 @@ class ModelList(BaseModel):
 
     object: Literal["list"] = "list"
     data: list[ModelCard]
+
+
+class LoraCard(BaseModel):
+    """A LoRA of the server."""
+
+    id: str
+    object: Literal["lora"] = "lora"
+    created: int
+    owned_by: str = "sdonnx"
+
+
+class LoraList(BaseModel):
+    """The LoRAs of the server."""
+
+    object: Literal["list"] = "list"
+    data: list[LoraCard]
 
 
 class Encoder:

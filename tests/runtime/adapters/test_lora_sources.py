@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 from huggingface_hub import errors
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 from support.pipelines import refused
-from support.small_lora import small_lora_tensors, write_small_lora
+from support.plain_lora import write_plain_lora
 
 from sdonnx.errors import FolderError, OptionError, WeightsError
 from sdonnx.runtime.pipeline import OrtDiffusionPipeline
@@ -31,11 +31,11 @@ def _image(pipeline: OrtDiffusionPipeline) -> Any:
 
 
 def _require_used(pipeline: OrtDiffusionPipeline, micro_cpu: Path, tmp_path: Path) -> None:
-    """Check that the image is that with the file of `write_small_lora`."""
+    """Check that the image is that with the file of `write_plain_lora`."""
     other = OrtDiffusionPipeline.from_pretrained(micro_cpu)
     other.set_progress_bar_config(disable=True)
     base = _image(other)
-    other.load_lora_weights(write_small_lora(micro_cpu, tmp_path / "expected.safetensors"))
+    other.load_lora_weights(write_plain_lora(micro_cpu, tmp_path / "expected.safetensors"))
     expected = _image(other)
     assert np.abs(expected - base).max() > 0.02
     assert np.array_equal(_image(pipeline), expected)
@@ -43,7 +43,7 @@ def _require_used(pipeline: OrtDiffusionPipeline, micro_cpu: Path, tmp_path: Pat
 
 def test_folders(pipeline: OrtDiffusionPipeline, micro_cpu: Path, tmp_path: Path) -> None:
     (tmp_path / "a" / "b").mkdir(parents=True)
-    write_small_lora(micro_cpu, tmp_path / "a" / "b" / "other.safetensors")
+    write_plain_lora(micro_cpu, tmp_path / "a" / "b" / "other.safetensors")
     pipeline.load_lora_weights(str(tmp_path / "a"), subfolder="b", weight_name="other.safetensors")
     _require_used(pipeline, micro_cpu, tmp_path)
     with refused(WeightsError, "0 of the files"):
@@ -52,7 +52,7 @@ def test_folders(pipeline: OrtDiffusionPipeline, micro_cpu: Path, tmp_path: Path
 
 @pytest.mark.parametrize("kind", ["numpy", "torch", "half"])
 def test_tensors(kind: str, pipeline: OrtDiffusionPipeline, micro_cpu: Path, tmp_path: Path) -> None:
-    tensors: dict[str, Any] = small_lora_tensors(micro_cpu)
+    tensors: dict[str, Any] = load_file(write_plain_lora(micro_cpu, tmp_path / "plain.safetensors"))
     if kind != "numpy":
         tensors = {name: torch.from_numpy(values) for name, values in tensors.items()}
     if kind == "half":  # bfloat16, which numpy lacks, and float16 round the values
@@ -112,7 +112,7 @@ def test_files_on_the_hub(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     asked: list[Any] = []
-    made = write_small_lora(micro_cpu, tmp_path / "cached.safetensors")
+    made = write_plain_lora(micro_cpu, tmp_path / "cached.safetensors")
 
     def download(repo_id: str, file: str, **given: Any) -> str:
         asked.append((repo_id, file, given))

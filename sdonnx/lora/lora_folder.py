@@ -1,0 +1,43 @@
+"""Names of the LoRA files in a folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from sdonnx.errors import OptionError
+
+__all__ = ["list_loras"]
+
+_SUFFIX = ".safetensors"
+
+
+def list_loras(folder: Path) -> dict[str, Path]:
+    """Return the safetensors files of a folder and of those inside it, by their names without suffix.
+
+    Args:
+        folder: the folder.
+
+    Raises:
+        OptionError: there is no such folder, it has no files, a name occurs twice, or it cannot be shown.
+    """
+    try:
+        is_folder = folder.is_dir()
+    except (OSError, ValueError):  # a name that cannot exist
+        is_folder = False
+    if not is_folder:
+        raise OptionError(f"{folder} is no folder", "the folder of the LoRA files", "check the path")
+    found: dict[str, Path] = {}
+    for path in sorted(folder.rglob(f"*{_SUFFIX}")):
+        name = path.stem
+        if not path.is_file():
+            continue
+        if name in found:
+            raise OptionError(
+                f"the LoRA name {name!r} occurs twice ({found[name]} and {path})", "a name for each", "rename one"
+            )
+        if not name.isprintable():  # bytes that are no UTF-8 cannot be sent as JSON
+            raise OptionError(f"the LoRA file {path} has a name that cannot be shown", "printable text", "rename it")
+        found[name] = path
+    if not found:
+        raise OptionError(f"{folder} has no LoRA files", f"files with the suffix {_SUFFIX}", "pass another folder")
+    return found
