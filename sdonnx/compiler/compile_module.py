@@ -82,6 +82,10 @@ def compile(module: _Module, options: Mapping[str, Any] | str | None = None, *, 
     `cross_attention_kwargs`, with autocast, in training mode, or where gradients are enabled and an input or a
     parameter requires one.
 
+    An autoencoder in float16 with `force_upcast` in its configuration, which pipelines convert to float32 for each
+    image, keeps its weights in float16: `to(dtype)` of the drop-in changes `dtype` and the type of outputs. `float()`
+    converts the weights.
+
     Graphs of the classes in `SUPPORTED` are cached on disk (`SDONNX_CACHE`, `SDONNX_CACHE_LIMIT`): the next process
     with an equal module loads them.
 
