@@ -32,6 +32,7 @@ from sdonnx.serve.http.serve_settings import ServeSettings
 from sdonnx.serve.image_request import BatchKey
 from sdonnx.serve.prometheus_metrics import PrometheusMetrics
 from sdonnx.serve.ray_options import RayOptions
+from sdonnx.serve.remote_pipeline import RemotePipeline, replica_events
 from sdonnx.serve.serve_observer import ServeObserver
 from sdonnx.serve.served_loras import plan_loras
 
@@ -273,6 +274,22 @@ def test_option_of_ray(folder: Path, files: dict[str, Path]) -> None:
     assert RayOptions.read({"folder": "fast"}).loras() == {}
     with refused(OptionError, "is no folder"):
         RayOptions.read({"folder": "fast", "lora_folder": "/missing"}).loras()
+
+
+def test_replicas_use_the_loras_of_requests(
+    micro_cpu: Path, files: dict[str, Path], expected: Callable[..., Any]
+) -> None:
+    async def body(replica: AsyncPipeline) -> Any:
+        observer = ServeObserver()
+        calls = {"micro": lambda request: replica_events(replica, request)}
+        remote = RemotePipeline(calls, lambda _: False, LIMITS, observer, replica.loras)
+        assert remote.loras == replica.loras
+        with refused(OptionError, "the LoRA 'none' is unknown"):
+            await remote.accept(request_with({"none": 1.0}, 0))
+        job = await remote.accept(request_with({"style": 0.5}, 2))
+        return (await job).images[0]
+
+    assert psnr(run(micro_cpu, files, body), expected({"style": 0.5}, 2)) > MIN_PSNR_DB
 
 
 @pytest.fixture(scope="module")

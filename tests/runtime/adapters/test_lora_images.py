@@ -106,6 +106,24 @@ def test_every_state_is_that_of_diffusers(pair: Pair) -> None:
     assert np.array_equal(image_of(ours), base)
 
 
+def test_adapters_are_replaced_in_one_change(pair: Pair) -> None:
+    theirs, ours = pair.load()
+    base = image_of(ours)
+    for file, name in zip(pair.files, ("first", "second"), strict=True):
+        theirs.load_lora_weights(file.parent, adapter_name=name)
+    theirs.set_adapters(["first", "second"], [0.3, 0.9])
+    files = [ours.read_lora_weights(file) for file in pair.files]
+    ours.replace_adapters({"one": (files[0], 0.3), "two": (files[1], 0.9)})
+    image = image_of(ours)
+    assert psnr(image, image_of(theirs)) > SAME_DB
+    with refused(OptionError, "nan"):
+        ours.replace_adapters({"one": (files[0], float("nan"))})
+    assert np.array_equal(image_of(ours), image)
+    ours.replace_adapters({})
+    assert ours.get_list_adapters() == {}
+    assert np.array_equal(image_of(ours), base)
+
+
 def test_fused_adapters_stay_when_they_are_unloaded(pair: Pair) -> None:
     theirs, ours = pair.load()
     base = image_of(ours)
