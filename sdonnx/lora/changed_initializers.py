@@ -57,7 +57,8 @@ def changed_initializers(table: WeightTable, changes: Changes) -> dict[str, Arra
         results = dict(zip(names, pool.map(table.base, names), strict=True))
 
         def change(item: tuple[str, Sequence[tuple[WeightChange, float]]]) -> None:
-            _change(table, item[0], item[1], results)
+            with np.errstate(over="ignore", invalid="ignore"):  # `_checked` refuses what exceeds the range
+                _change(table, item[0], item[1], results)
 
         for _ in pool.map(change, changes.items()):  # the weights of an initializer do not overlap
             pass
