@@ -92,7 +92,7 @@ class ServedLoras:
         return not self._paths or self._used.get(model, ()) == loras
 
     def use(self, model: str, pipeline: OrtDiffusionPipeline, loras: LoraWeights) -> float | None:
-        """Use exactly these adapters in the pipeline of a model; after an error, those of before are in use.
+        """Use exactly these adapters in the pipeline of a model; after an error, the earlier ones stay in use.
 
         Args:
             model: name of the model.

@@ -124,7 +124,7 @@ class LoraInterface(PipelineBase):
     def replace_adapters(self, adapters: Mapping[str, tuple[AdapterFile, float]]) -> None:
         """Unload all adapters and use others, in one change of the weights. Fused ones stay.
 
-        After an error, the adapters of before are in use.
+        After an error, the earlier adapters stay in use.
 
         Args:
             adapters: files that `read_lora_weights` has read, and their weights, by name. They apply in this order.
@@ -278,7 +278,7 @@ class LoraInterface(PipelineBase):
         _LOGGER.info("enable_lora_hotswap() has no effect: adapters of any rank can be exchanged")
 
     def _use(self, state: AdapterState) -> None:
-        """Change the weights to those of a state; after an error, they are those of before."""
+        """Change the weights to those of a state; after an error, they stay."""
         adapters, before = self._adapters, self._adapters.state
         changed = {}
         for component in adapters.tables if state.files or state.fused or before.files or before.fused else ():
