@@ -19,21 +19,36 @@ SIZE = 16
 
 
 def probe() -> ir.Model:
-    """Return the model: `result` is `x` times `first` (MatMul) times `second` (Gemm), in float16."""
+    """Return the model: `result` is `x` times `first` (MatMul) times `second` (Gemm) plus `bias`, in float16.
+
+    A SkipLayerNormalization adds the bias; its last output is the sum that it normalizes.
+    """
     kind = ir.TensorType(ir.DataType.FLOAT16)
-    shape = ir.Shape([SIZE, SIZE])
-    x = ir.Value(name="x", shape=shape, type=kind)
-    weights = []
-    for name in ("first", "second"):
-        tensor = ir.tensor(np.zeros((SIZE, SIZE), np.float16), name=name)
-        weights.append(ir.Value(name=name, shape=shape, type=kind, const_value=tensor))
-    between = ir.Value(name="between", shape=shape, type=kind)
-    result = ir.Value(name="result", shape=shape, type=kind)
+    matrix, vector = ir.Shape([SIZE, SIZE]), ir.Shape([SIZE])
+
+    def value(name: str, shape: ir.Shape, *, stored: bool = False) -> ir.Value:
+        content = ir.tensor(np.zeros(shape.numpy(), np.float16), name=name) if stored else None
+        return ir.Value(name=name, shape=shape, type=kind, const_value=content)
+
+    x, between, product, result = (value(name, matrix) for name in ("x", "between", "product", "result"))
+    first, second, skip = (value(name, matrix, stored=True) for name in ("first", "second", "skip"))
+    gamma, beta, bias = (value(name, vector, stored=True) for name in ("gamma", "beta", "bias"))
+    unused = [ir.Value(name=name) for name in ("normalized", "", "")]
     nodes = [
-        ir.Node("", "MatMul", [x, weights[0]], outputs=[between], name="matmul"),
-        ir.Node("", "Gemm", [between, weights[1]], outputs=[result], name="gemm"),
+        ir.Node("", "MatMul", [x, first], outputs=[between], name="matmul"),
+        ir.Node("", "Gemm", [between, second], outputs=[product], name="gemm"),
+        ir.Node(
+            "com.microsoft",
+            "SkipLayerNormalization",
+            [product, skip, gamma, beta, bias],
+            [ir.AttrFloat32("epsilon", 1e-5)],
+            outputs=[*unused, result],
+            name="skip_layer_norm",
+        ),
     ]
-    graph = ir.Graph([x], [result], nodes=nodes, initializers=weights, opset_imports={"": 18}, name="in_place_probe")
+    weights = [first, second, skip, gamma, beta, bias]
+    opsets = {"": 18, "com.microsoft": 1}
+    graph = ir.Graph([x], [result], nodes=nodes, initializers=weights, opset_imports=opsets, name="in_place_probe")
     return ir.Model(graph, ir_version=10)
 
 

@@ -49,8 +49,8 @@ class Initializer:
         offsets: first byte in the file of weights, and the byte behind the last; None if `data` has the values.
         data: the bytes of an initializer that is stored in the graph.
         graphs: files of the graphs that have it.
-        by_products: whether only products read it, as their second factor. ONNX Runtime changes nothing of such a
-            weight while it loads a graph.
+        in_place: whether the kernels that read it do so at each run, and ONNX Runtime changes nothing of it while it
+            loads a graph, on a GPU. So are weights of products, but not those of convolutions.
     """
 
     dtype: str
@@ -58,7 +58,7 @@ class Initializer:
     offsets: tuple[int, int] | None = None
     data: bytes | None = None
     graphs: tuple[str, ...] = ()
-    by_products: bool = False
+    in_place: bool = False
 
     def as_json(self) -> dict[str, Any]:
         """Return the entry of the file."""
@@ -66,7 +66,7 @@ class Initializer:
             "dtype": self.dtype,
             "shape": list(self.shape),
             "graphs": list(self.graphs),
-            "by_products": self.by_products,
+            "in_place": self.in_place,
         }
         if self.offsets is not None:
             return {**entry, "data_offsets": list(self.offsets)}
@@ -81,16 +81,16 @@ class Initializer:
         """
         shape = _integers(entry["shape"])
         size = math.prod(shape) * _DTYPES[entry["dtype"]].itemsize
-        graphs, by_products = tuple(map(str, entry["graphs"])), bool(entry["by_products"])
+        graphs, in_place = tuple(map(str, entry["graphs"])), bool(entry["in_place"])
         if "data" in entry:
             data = base64.b64decode(entry["data"], validate=True)
             if len(data) != size:
                 raise ValueError(f"{len(data)} bytes for the shape {shape}")
-            return cls(entry["dtype"], shape, None, data, graphs, by_products)
+            return cls(entry["dtype"], shape, None, data, graphs, in_place)
         begin, end = _integers(entry["data_offsets"])
         if end - begin != size or not shape:
             raise ValueError(f"bytes {begin} to {end} for the shape {shape}")
-        return cls(entry["dtype"], shape, (begin, end), None, graphs, by_products)
+        return cls(entry["dtype"], shape, (begin, end), None, graphs, in_place)
 
 
 @dataclass(frozen=True)

@@ -32,13 +32,13 @@ class ChangedInitializer:
         values: its values, in its shape and type.
         graphs: names of the files of the graphs that have it.
         inline: whether its values are stored in the graphs, and not in the file of weights.
-        by_products: whether only products read it.
+        in_place: whether kernels read it at each run, as it is.
     """
 
     values: Array
     graphs: Collection[str]
     inline: bool = False
-    by_products: bool = False
+    in_place: bool = False
 
 
 def changed_initializers(table: WeightTable, changes: Changes) -> dict[str, Array]:

@@ -149,6 +149,6 @@ class LoadedAdapters:
         found = changed_initializers(table, changes)
         entries = {name: table.initializers[name] for name in found}
         return {
-            name: ChangedInitializer(found[name], entry.graphs, entry.offsets is None, entry.by_products)
+            name: ChangedInitializer(found[name], entry.graphs, entry.offsets is None, entry.in_place)
             for name, entry in entries.items()
         }

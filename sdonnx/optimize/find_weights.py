@@ -31,8 +31,8 @@ Array = npt.NDArray[Any]
 _DTYPES = {ir.DataType.FLOAT16: "F16", ir.DataType.FLOAT: "F32"}
 _LAYOUTS: tuple[Layout, ...] = ("columns", "rows", "nhwc")
 
-# StackedMatMul and MatMul with an activation are our own, and read their weights at each run.
-_PRODUCTS = {"MatMul", "Gemm", "StackedMatMul"}
+# Index of the input that kernels read at each run: weights of products, of which StackedMatMul is our own, and biases.
+_IN_PLACE = {"MatMul": 1, "Gemm": 1, "StackedMatMul": 1, "SkipLayerNormalization": 4}
 
 # Larger initializers are in the file of weights. Those in the graphs are biases that rules have computed.
 _MAX_INLINE_BYTES = 1 << 18
@@ -184,11 +184,11 @@ class _Written:
                     differing.add(name)
                 tensors[name] = value.const_value
                 graphs[name].append(file)
-                if not _is_read_by_products(value):
+                if not _is_read_in_place(value):
                     by_others.add(name)
         kept = [name for name in tensors if name not in differing]
         initializers = {
-            name: replace(entries[name], graphs=tuple(graphs[name]), by_products=name not in by_others) for name in kept
+            name: replace(entries[name], graphs=tuple(graphs[name]), in_place=name not in by_others) for name in kept
         }
         return cls({name: tensors[name] for name in kept}, initializers, frozenset(modules))
 
@@ -324,14 +324,12 @@ def _drop_conflicts(places: dict[str, list[Place]]) -> None:
         del places[name]
 
 
-def _is_read_by_products(value: ir.Value) -> bool:
-    """Return whether every user is a product that reads a weight as its second factor.
+def _is_read_in_place(value: ir.Value) -> bool:
+    """Return whether kernels read an initializer at each run, as it is.
 
-    Convolutions are none: ONNX Runtime may copy their weights into another layout.
+    Convolutions do not: ONNX Runtime may copy their weights into another layout.
     """
-    if value.is_graph_output():
-        return False
-    return all(use.node.op_type in _PRODUCTS and use.idx == 1 for use in value.uses())
+    return not value.is_graph_output() and all(_IN_PLACE.get(use.node.op_type) == use.idx for use in value.uses())
 
 
 def _entry(tensor: ir.TensorProtocol) -> Initializer | None:

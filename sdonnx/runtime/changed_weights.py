@@ -29,10 +29,10 @@ BaseValues = Callable[[str, str], Array]
 class ChangedWeights:
     """Changed initializers of a folder.
 
-    There are three ways into a session. Weights that only products read are buffers on the device that the session
-    reads, so that they can be written again. Other external data is injected before ONNX Runtime optimizes the graph,
-    since it reorders the weights of convolutions then. Values that are stored in a graph are replaced afterwards, since
-    only external data can be injected.
+    There are three ways into a session. On a GPU, values that kernels read as they are, such as weights of products,
+    are buffers that the session reads, so that they can be written again. Other external data is injected before ONNX
+    Runtime optimizes the graph: on the CPU, it reorders weights of convolutions then. Values that are stored in a graph
+    are replaced afterwards, since only external data can be injected.
 
     Args:
         device: where the graphs run.
@@ -58,25 +58,24 @@ class ChangedWeights:
         for component in changed:
             self._buffers.pop(component, None)
 
-    def write(self, changed: ChangedByComponent, base: BaseValues) -> bool:
-        """Write other values into the buffers of loaded graphs, and return whether that is possible.
+    def write(self, changed: ChangedByComponent, base: BaseValues) -> list[str]:
+        """Write other values into the buffers of loaded graphs, and return the components for which that is possible.
 
-        Nothing changes if an initializer has no buffer. A buffer whose initializer is not changed any more gets the
-        values of the folder.
+        Nothing changes in a component of which an initializer has no buffer. A buffer whose initializer is not changed
+        any more gets the values of the folder.
         """
         if not self.stays or not reads_weights_in_place(self._device):
-            return False
-        touched = {
-            component: each.keys() | self._changed.get(component, {}).keys() for component, each in changed.items()
-        }
-        if any(names - self._buffers.get(component, {}).keys() for component, names in touched.items()):
-            return False
+            return []
         self._device.synchronize()  # runs that read them may be queued
-        for component, names in touched.items():
-            for name in sorted(names):
-                new = changed[component].get(name)
-                self._device.write(self._buffers[component][name], base(component, name) if new is None else new.values)
-        self._changed |= changed
+        return [component for component, new in changed.items() if self._write(component, new, base)]
+
+    def _write(self, component: str, new: Mapping[str, ChangedInitializer], base: BaseValues) -> bool:
+        buffers, names = self._buffers.get(component, {}), new.keys() | self._changed.get(component, {}).keys()
+        if names - buffers.keys():
+            return False
+        for name in sorted(names):
+            self._device.write(buffers[name], new[name].values if name in new else base(component, name))
+        self._changed[component] = new
         return True
 
     def weights(self, path: Path, shared: Mapping[str, OrtValue]) -> dict[str, OrtValue]:
@@ -91,7 +90,7 @@ class ChangedWeights:
             buffers = self._buffers.setdefault(path.parent.name, {}) if self.stays else {}
             found.update({name: buffer for name, buffer in buffers.items() if name not in shared})
             for name, each in self._of(path):
-                if each.by_products:
+                if self._is_read(each):
                     buffers[name] = found[name] = found.get(name) or shareable(each.values, self._device)
                 elif each.inline:
                     found[name] = shareable(each.values, self._device)
@@ -104,8 +103,12 @@ class ChangedWeights:
         return {
             name: OrtValue.ortvalue_from_numpy(each.values)
             for name, each in self._of(path)
-            if not each.by_products and not each.inline
+            if not self._is_read(each) and not each.inline
         }
+
+    def _is_read(self, initializer: ChangedInitializer) -> bool:
+        """Return whether a session reads the initializer from a buffer at each run."""
+        return initializer.in_place and reads_weights_in_place(self._device)
 
     def _of(self, path: Path) -> Iterator[tuple[str, ChangedInitializer]]:
         """Yield the changed initializers of a graph."""

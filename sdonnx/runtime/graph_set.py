@@ -206,10 +206,10 @@ class GraphSet:
             )
         return self._loaded[key]
 
-    def update_weights(self, changed: ChangedByComponent, base: BaseValues) -> bool:
-        """Use other values for initializers in the loaded graphs, and return whether that is possible.
+    def update_weights(self, changed: ChangedByComponent, base: BaseValues) -> list[str]:
+        """Use other values for initializers in the loaded graphs, and return the components for which that is possible.
 
-        Captured runs stay valid. Nothing changes if a weight cannot be written in place.
+        Captured runs stay valid. Nothing changes in a component of which a weight cannot be written in place.
 
         Args:
             changed: by component, all its initializers that differ from those in the folder, by name.

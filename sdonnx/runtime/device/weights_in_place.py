@@ -18,12 +18,13 @@ __all__ = ["reads_weights_in_place"]
 _LOGGER = logging.getLogger(__name__)
 
 _PROBE = Path(__file__).with_name("in_place_probe.onnx")
-"""`result` is `x` times `first` (MatMul) times `second` (Gemm), all 16x16 in float16; see `scripts/write_probe.py`."""
+"""`result` is `x` times `first` (MatMul) times `second` (Gemm), all 16x16, plus `bias` (SkipLayerNormalization), in
+float16; see `scripts/write_probe.py`."""
 
 
 @functools.cache
 def reads_weights_in_place(device: Device) -> bool:
-    """Return whether products read their weights from the memory of the session's caller at each run.
+    """Return whether kernels read their weights from the memory of the session's caller at each run.
 
     On the CPU, ONNX Runtime copies weights into another layout when a session is made. On a GPU it does not; a small
     graph whose weights are changed between two runs shows that this holds for the installed version.
@@ -39,14 +40,15 @@ def reads_weights_in_place(device: Device) -> bool:
 
 def _is_changed_between_runs(device: Device) -> bool:
     identity = np.eye(16, dtype=np.float16)
+    changes = (("first", 2 * identity), ("second", 2 * identity), ("bias", np.ones(16, np.float16)))
+    now = {"first": identity, "second": identity, "bias": np.zeros(16, np.float16)}
     # Each its own copy: on the CPU, a buffer is the memory of its array.
-    weights = {name: shareable(identity.copy(), device) for name in ("first", "second")}
-    graph = Graph(_PROBE, device, weights=weights)
-    factor = 1.0
-    for name in ("", *weights):
-        if name:
-            device.write(weights[name], 2 * identity)
-            factor *= 2
-        if not np.array_equal(graph.run({"x": identity})["result"], factor * identity):
+    buffers = {name: shareable(values.copy(), device) for name, values in now.items()}
+    graph = Graph(_PROBE, device, weights=buffers)
+    for name, values in (("first", identity), *changes):
+        device.write(buffers[name], values)
+        now[name] = values
+        expected = identity @ now["first"] @ now["second"] + now["bias"]
+        if not np.array_equal(graph.run({"x": identity})["result"], expected):
             return False
     return True

@@ -288,10 +288,16 @@ class LoraInterface(PipelineBase):
                 seconds = time.perf_counter() - start
                 _LOGGER.debug("changed %d initializers of %s in %.2f s", len(changed[component]), component, seconds)
         if changed:
-            self._change(
-                lambda: self._graphs.change_weights(changed),
-                lambda: self._graphs.update_weights(changed, lambda part, name: adapters.tables[part].base(name)),
-            )
+
+            def base(component: str, name: str) -> Any:
+                return adapters.tables[component].base(name)
+
+            def in_place() -> bool:
+                for written in self._graphs.update_weights(changed, base):
+                    del changed[written]
+                return not changed
+
+            self._change(lambda: self._graphs.change_weights(changed), in_place)
         adapters.state = state
 
     def _by_component(self, name: str, weight: Any) -> dict[str, float]:

@@ -51,6 +51,7 @@ def files(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, P
         "wide": linear,
         "narrow": {"unet": ["to_q"]},
         "convolutions": {"unet": ["conv1", "to_q"]},
+        "text": {"text_encoder": ["q_proj", "v_proj", "out_proj", "fc1"]},
     }
     work = tmp_path_factory.mktemp("lora")
     return {name: write_lora(source, work / name, seed, each) for seed, (name, each) in enumerate(layers.items())}
@@ -151,6 +152,25 @@ def test_other_weights_load_graphs_again(folder: Path, files: dict[str, Path], l
     assert np.array_equal(_image(pipeline), wide)
 
 
+def test_only_components_without_buffers_are_loaded_again(
+    folder: Path, files: dict[str, Path], loads: mock.Mock
+) -> None:
+    expected = _loaded(folder, files, {"narrow": 0.5, "text": 1.0})
+    pipeline = _open(folder)
+    pipeline.load_lora_weights(files["narrow"], adapter_name="narrow")
+    _image(pipeline)
+    loads.reset_mock()
+    pipeline.load_lora_weights(files["text"], adapter_name="text")
+    pipeline.set_adapters(["narrow", "text"], [0.5, 1.0])
+    assert np.array_equal(_image(pipeline), expected)
+    assert [call.args[0].path.parent.name for call in loads.call_args_list] == ["text_encoder"]
+    loads.reset_mock()
+    pipeline.set_adapters(["narrow", "text"], [0.1, 0.2])
+    pipeline.set_adapters(["narrow", "text"], [0.5, 1.0])
+    assert np.array_equal(_image(pipeline), expected)
+    assert loads.call_count == 0  # also biases that were moved behind the changed weights are written
+
+
 def test_memory_is_saved_before_time(folder: Path, files: dict[str, Path], loads: mock.Mock) -> None:
     """Where graphs are loaded for each use, buffers do not stay on the device."""
     expected = _loaded(folder, files, {"wide": 1.0})
@@ -169,8 +189,8 @@ def test_memory_is_saved_before_time(folder: Path, files: dict[str, Path], loads
 def test_table_names_weights_of_products(folder: Path) -> None:
     table = WeightTable.read(folder / "unet")
     assert table is not None
-    read = {name: table.initializers[places[0].initializer].by_products for name, places in table.places.items()}
-    assert {name for name, by_products in read.items() if not by_products} == {
+    read = {name: table.initializers[places[0].initializer].in_place for name, places in table.places.items()}
+    assert {name for name, in_place in read.items() if not in_place} == {
         name for name, shape in table.shapes.items() if len(shape) == 4
     }
 
@@ -185,7 +205,8 @@ def test_probe_finds_sessions_that_copy_weights(monkeypatch: pytest.MonkeyPatch)
             self.weights = weights
 
         def run(self, inputs: Any) -> dict[str, Any]:
-            return {"result": inputs["x"] @ self.weights["first"].numpy() @ self.weights["second"].numpy()}
+            first, second, bias = (self.weights[name].numpy() for name in ("first", "second", "bias"))
+            return {"result": inputs["x"] @ first @ second + bias}
 
     monkeypatch.setattr(weights_in_place, "Graph", ReadsInPlace)
     assert weights_in_place._is_changed_between_runs(cpu)
