@@ -208,8 +208,8 @@ def test_pickles(nano: Path, tmp_path: Path) -> None:
 
 _X = torch.zeros(4, 4, 3, 3)
 _STRANGERS: Mapping[str, tuple[Mapping[str, torch.Tensor], str, str]] = {
-    "lora": ({"lora_unet_down_blocks_0_attentions_0.lora_up.weight": _X}, "is a LoRA", "fuse it"),
-    "diffusers lora": ({"unet.down_blocks.0.attentions.0.to_q.lora_A.weight": _X}, "is a LoRA", "fuse it"),
+    "lora": ({"lora_unet_down_blocks_0_attentions_0.lora_up.weight": _X}, "is a LoRA", "load_lora_weights"),
+    "diffusers lora": ({"unet.down_blocks.0.attentions.0.to_q.lora_A.weight": _X}, "is a LoRA", "load_lora_weights"),
     "unet": ({"down_blocks.0.resnets.0.conv1.weight": _X}, "is a UNet without text encoders", "pass the checkpoint"),
     "original unet": ({"input_blocks.0.0.weight": _X}, "is a UNet without text encoders", "pass the checkpoint"),
     "prefixed unet": ({"model.diffusion_model.input_blocks.0.0.weight": _X}, "no complete text encoders", "all"),

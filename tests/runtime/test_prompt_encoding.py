@@ -76,7 +76,7 @@ def test_given_embeddings_are_repeated(ours: OrtDiffusionPipeline) -> None:
         (("a fox",), {"prompt_2": "an owl"}, PromptError, ["prompt_2 given"]),
         (("a fox", "cpu", 2), {"num_images_per_prompt": 3}, OptionError, ["num_images_per_prompt given twice"]),
         (("a fox", *[None] * 9), {}, OptionError, ["10 positional arguments", "at most 9"]),
-        (("a fox",), {"lora_scale": 0.5}, OptionError, ["fuse_lora"]),
+        (("a fox",), {"lora_scale": 0.5}, OptionError, ["set_adapters"]),
         (("a fox",), {"clip_skip": 99}, OptionError, ["clip_skip is 99"]),
         (("a fox",), {"prompt_embeds": np.zeros((1, 77, 64))}, PromptError, ["prompt and prompt_embeds"]),
         (("a fox",), {"negative_prompt_embeds": np.zeros((1, 77, 5))}, OptionError, ["of width 5"]),
