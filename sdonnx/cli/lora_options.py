@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,14 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sdonnx.errors import OptionError
+from sdonnx.lora.lora_folder import lora_files
 from sdonnx.terminal import add_option
 
 if TYPE_CHECKING:
     from sdonnx.runtime.pipeline import OrtDiffusionPipeline
 
 __all__ = ["LoraFile", "add_lora_arguments", "add_lora_tags", "load_lora_files", "read_lora_files", "read_lora_tags"]
-
-_SUFFIX = ".safetensors"
 
 # AUTOMATIC1111's notation (extra_networks.py and extra_networks_lora.py of stable-diffusion-webui): a name, the weight
 # in the text encoders, and the weight in the UNet, which is by default the same.
@@ -71,9 +71,9 @@ def read_lora_files(values: Sequence[str]) -> list[LoraFile]:
     files = []
     for value in values:
         path, weight = Path(value), 1.0
-        if not _exists(path) and (match := _WEIGHTED.match(value)):
+        if not os.path.exists(path) and (match := _WEIGHTED.match(value)):
             path, weight = Path(match[1]), _number(f"--lora {value}", match[2])
-        if not _exists(path):
+        if not os.path.exists(path):
             raise OptionError(f"the LoRA {path}, which does not exist", "a safetensors file", "check the path")
         files.append(LoraFile(path, weight))
     return files
@@ -91,8 +91,7 @@ def read_lora_tags(prompts: Sequence[str], folder: Path | None) -> tuple[list[st
     """
     if folder is None:
         return list(prompts), []
-    if not folder.is_dir():
-        raise OptionError(f"--lora_folder {folder} is no folder", "the folder of the LoRA files", "check the path")
+    files = lora_files(folder)
     tags = [_TAG.findall(prompt) for prompt in prompts]
     if any(each != tags[0] for each in tags):
         raise OptionError(
@@ -101,7 +100,7 @@ def read_lora_tags(prompts: Sequence[str], folder: Path | None) -> tuple[list[st
             "run the command once for each set of tags",
         )
     stripped = [re.sub(r" {2,}", " ", _TAG.sub("", prompt)).strip() for prompt in prompts]
-    return stripped, [_of_tag(folder, *tag) for tag in tags[0]]
+    return stripped, [_of_tag(files, folder, *tag) for tag in tags[0]]
 
 
 def load_lora_files(pipeline: OrtDiffusionPipeline, files: Sequence[LoraFile]) -> None:
@@ -120,13 +119,13 @@ def load_lora_files(pipeline: OrtDiffusionPipeline, files: Sequence[LoraFile]) -
     pipeline.set_adapters(list(adapters), weights)
 
 
-def _of_tag(folder: Path, name: str, text_weight: str, weight: str) -> LoraFile:
+def _of_tag(files: Sequence[Path], folder: Path, name: str, text_weight: str, weight: str) -> LoraFile:
     """Return the file of a tag. The name is compared with files, so that it cannot lead out of the folder."""
     name = name.strip()
-    found = [path for path in sorted(folder.rglob(f"*{_SUFFIX}")) if path.stem == name]
+    found = [path for path in files if path.stem == name]
     if len(found) != 1:
         raise OptionError(
-            f"<lora:{name}> matches {len(found)} files in {folder}", f"one file {name}{_SUFFIX}", "check the name"
+            f"<lora:{name}> matches {len(found)} files in {folder}", f"one file {name}.safetensors", "check the name"
         )
     of_text = _number(f"<lora:{name}>", text_weight) if text_weight else 1.0
     if not weight:
@@ -142,10 +141,3 @@ def _number(place: str, text: str) -> float:
     if not math.isfinite(number):
         raise OptionError(f"the weight {text!r} of {place}", "a finite number", "pass for example 0.8")
     return number
-
-
-def _exists(path: Path) -> bool:
-    try:
-        return path.exists()
-    except (OSError, ValueError):  # a name that cannot exist
-        return False

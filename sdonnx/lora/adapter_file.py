@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -103,11 +104,7 @@ def adapter_from_tensors(
 
 def _file_in(path: Path) -> Path:
     """Return a file, or the file of an adapter in a folder."""
-    try:
-        is_folder = path.is_dir()
-    except (OSError, ValueError):  # a name that cannot exist, which `read_tensors` refuses
-        is_folder = False
-    if not is_folder:
+    if not os.path.isdir(path):  # also a name that cannot exist, which `read_tensors` refuses
         return path
     files = [path / name for name in _FILES_OF_FOLDERS if (path / name).is_file()]
     if len(files) != 1:

@@ -78,7 +78,7 @@ def _change(
         for place in places:
             _add_product(results[place.initializer], place, factors, name)
         return
-    base = _weight(table, places[0], shape)
+    base = _weight(results[places[0].initializer], places[0], shape)  # other weights in it are elsewhere
     weight = changed_by_all(base, list(changes))
     for place in places:
         _put(results[place.initializer], place, weight, base, name)
@@ -139,9 +139,9 @@ def _blocks(values: Array, place: Place, inputs: int) -> Iterator[tuple[Array, i
             first += taken
 
 
-def _weight(table: WeightTable, place: Place, shape: tuple[int, ...]) -> npt.NDArray[np.float32]:
-    """Return a weight of the folder in torch's layout."""
-    rows = channel_rows(table.base(place.initializer), place.layout, int(np.prod(shape[1:])))[place.channels]
+def _weight(values: Array, place: Place, shape: tuple[int, ...]) -> npt.NDArray[np.float32]:
+    """Return a weight of an initializer in torch's layout."""
+    rows = channel_rows(values, place.layout, int(np.prod(shape[1:])))[place.channels]
     if place.layout == "nhwc" and len(shape) == 4:
         rows = rows.reshape(shape[0], *shape[2:], shape[1]).transpose(0, 3, 1, 2)
     return np.ascontiguousarray(rows.reshape(shape), np.float32)

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 from sdonnx.errors import OptionError, WeightsError
 from sdonnx.folder.pipeline_folder import PipelineFolder
 from sdonnx.folder.weight_table import WeightTable
-from sdonnx.lora.adapter_file import AdapterFile
+from sdonnx.lora.adapter_file import AdapterFile, read_adapter
 from sdonnx.lora.changed_initializers import ChangedInitializer, changed_initializers
 from sdonnx.lora.weight_change import WeightChange
 
-__all__ = ["AdapterState", "LoadedAdapters"]
+__all__ = ["AdapterState", "LoadedAdapters", "warn_of_unknown_keys"]
+
+_LOGGER = logging.getLogger("sdonnx")
 
 _BIAS = ".bias"
+_SHOWN = 3  # unknown keys in a message
 
 
 @dataclass(frozen=True)
@@ -101,6 +107,38 @@ class LoadedAdapters:
         """Return the names of the weights of each component in its state dict."""
         return {name: sorted({*table.places, *table.fixed, *table.unused}) for name, table in self.tables.items()}
 
+    def read(self, path: Path) -> AdapterFile:
+        """Return the content of a file that fits.
+
+        Raises:
+            WeightsError: the file cannot be read, or is for another model.
+            OptionError: a weight cannot be changed, or the folder cannot.
+            FolderError: the configuration next to the file is broken.
+        """
+        file = read_adapter(path, self.names())
+        self.require_fitting(file)
+        return file
+
+    def by_component(self, weight: Any) -> dict[str, Any]:
+        """Return the weight of an adapter in each component.
+
+        Args:
+            weight: one for all components, or by component, where those that are not named have 1; None for 1.
+
+        Raises:
+            OptionError: it names a component that no LoRA can change.
+        """
+        if isinstance(weight, Mapping):
+            self.require_components(weight)
+            return {component: weight.get(component, 1.0) for component in self.tables}
+        return dict.fromkeys(self.tables, 1.0 if weight is None else weight)
+
+    def require_components(self, names: Collection[str]) -> None:
+        """Raise OptionError unless a LoRA can change each of these components."""
+        if unknown := sorted(set(names) - self.tables.keys()):
+            accepted = ", ".join(self.tables)
+            raise OptionError(f"a LoRA in the component {unknown[0]}", f"some of {accepted}", "name one of them")
+
     def require_fitting(self, file: AdapterFile) -> None:
         """Raise unless every change of an adapter can be made.
 
@@ -152,3 +190,10 @@ class LoadedAdapters:
             name: ChangedInitializer(found[name], entry.graphs, entry.offsets is None, entry.in_place)
             for name, entry in entries.items()
         }
+
+
+def warn_of_unknown_keys(name: str, file: AdapterFile) -> None:
+    """Log keys of a file that match no weight, if there are any."""
+    if file.unknown:
+        shown = ", ".join(file.unknown[:_SHOWN])
+        _LOGGER.warning("%d keys of the LoRA %s match no weight: %s", len(file.unknown), name, shown)

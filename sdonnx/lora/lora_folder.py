@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from sdonnx.errors import OptionError
 
-__all__ = ["list_loras"]
+__all__ = ["list_loras", "lora_files"]
 
 _SUFFIX = ".safetensors"
+
+
+def lora_files(folder: Path) -> list[Path]:
+    """Return the safetensors files of a folder and of those inside it.
+
+    Raises:
+        OptionError: there is no such folder.
+    """
+    if not os.path.isdir(folder):  # also for names that cannot exist
+        raise OptionError(f"{folder} is no folder", "the folder of the LoRA files", "check the path")
+    return [path for path in sorted(folder.rglob(f"*{_SUFFIX}")) if path.is_file()]
 
 
 def list_loras(folder: Path) -> dict[str, Path]:
@@ -20,17 +32,9 @@ def list_loras(folder: Path) -> dict[str, Path]:
     Raises:
         OptionError: there is no such folder, it has no files, a name occurs twice, or it cannot be shown.
     """
-    try:
-        is_folder = folder.is_dir()
-    except (OSError, ValueError):  # a name that cannot exist
-        is_folder = False
-    if not is_folder:
-        raise OptionError(f"{folder} is no folder", "the folder of the LoRA files", "check the path")
     found: dict[str, Path] = {}
-    for path in sorted(folder.rglob(f"*{_SUFFIX}")):
+    for path in lora_files(folder):
         name = path.stem
-        if not path.is_file():
-            continue
         if name in found:
             raise OptionError(
                 f"the LoRA name {name!r} occurs twice ({found[name]} and {path})", "a name for each", "rename one"

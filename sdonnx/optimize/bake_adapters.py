@@ -11,7 +11,6 @@ from typing import Any
 
 import onnx_ir as ir
 
-from sdonnx.errors import OptionError
 from sdonnx.folder.certificate import CERTIFICATE, CERTIFICATE_PAGE
 from sdonnx.folder.pipeline_folder import (
     ONNX_WEIGHTS,
@@ -26,7 +25,6 @@ from sdonnx.folder.pipeline_folder import (
 )
 from sdonnx.folder.version import read_report
 from sdonnx.folder.weight_table import PROVENANCE, WeightTable
-from sdonnx.lora.adapter_file import read_adapter
 from sdonnx.lora.changed_initializers import ChangedInitializer
 from sdonnx.lora.loaded_adapters import AdapterState, LoadedAdapters
 from sdonnx.models.registry import family_of
@@ -65,20 +63,9 @@ def bake_adapters(
     read_report(source)
     components = [spec.name for spec in family_of(pipeline).components if spec.takes_lora]
     loaded = LoadedAdapters(pipeline, components)
-    names = loaded.names()
-    files = [read_adapter(path, names) for path, _ in adapters]
-    for file in files:
-        loaded.require_fitting(file)
-    given = [weight if isinstance(weight, Mapping) else dict.fromkeys(loaded.tables, weight) for _, weight in adapters]
-    if unknown := sorted({name for each in given for name in each} - loaded.tables.keys()):
-        raise OptionError(
-            f"a weight for the component {unknown[0]}", f"some of {', '.join(loaded.tables)}", "leave it out"
-        )
+    files = [loaded.read(path) for path, _ in adapters]
     order = tuple(map(str, range(len(files))))
-    weights = {
-        name: {component: float(each.get(component, 1.0)) for component in loaded.tables}
-        for name, each in zip(order, given, strict=True)
-    }
+    weights = {name: loaded.by_component(weight) for name, (_, weight) in zip(order, adapters, strict=True)}
     state = AdapterState(dict(zip(order, files, strict=True)), weights, dict.fromkeys(loaded.tables, order))
     changed = {component: loaded.changed(state, component) for component in loaded.tables}
     with atomic_folder(out, overwrite, [source]) as partial:

@@ -170,7 +170,7 @@ class _Written:
         tensors: dict[str, ir.TensorProtocol] = {}
         entries: dict[str, Initializer] = {}
         graphs: defaultdict[str, list[str]] = defaultdict(list)
-        by_others: set[str] = set()
+        copied: set[str] = set()
         differing: set[str] = set()
         modules: set[str] = set()
         for file in files:
@@ -185,10 +185,10 @@ class _Written:
                 tensors[name] = value.const_value
                 graphs[name].append(file)
                 if not _is_read_in_place(value):
-                    by_others.add(name)
+                    copied.add(name)
         kept = [name for name in tensors if name not in differing]
         initializers = {
-            name: replace(entries[name], graphs=tuple(graphs[name]), in_place=name not in by_others) for name in kept
+            name: replace(entries[name], graphs=tuple(graphs[name]), in_place=name not in copied) for name in kept
         }
         return cls({name: tensors[name] for name in kept}, initializers, frozenset(modules))
 

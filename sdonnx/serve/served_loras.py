@@ -13,6 +13,7 @@ import numpy as np
 
 from sdonnx.errors import DeviceMemoryError, OptionError, SdonnxError, WeightsError
 from sdonnx.lora.adapter_file import AdapterFile
+from sdonnx.lora.loaded_adapters import warn_of_unknown_keys
 from sdonnx.runtime.device.device import host_memory_errors
 
 if TYPE_CHECKING:
@@ -27,7 +28,6 @@ MAX_LORA_WEIGHT = 10.0
 """Maximum absolute weight of a LoRA."""
 
 _MAX_FILES = 16  # whose content is kept; at least MAX_LORAS, so that those of a request fit
-_SHOWN = 3  # unknown keys in a message
 
 _LOG = logging.getLogger("sdonnx")
 
@@ -131,9 +131,7 @@ class ServedLoras:
             except SdonnxError as error:
                 hidden = {str(path): path.name, f"{path.parent}/": "", str(pipeline.folder.path): model}
                 raise _refusal(name, error, hidden) from error
-            if file.unknown:
-                shown = ", ".join(file.unknown[:_SHOWN])
-                _LOG.warning("%d keys of the LoRA %s match no weight: %s", len(file.unknown), name, shown)
+            warn_of_unknown_keys(name, file)
             self._read[key] = file
         self._read.move_to_end(key)
         while len(self._read) > _MAX_FILES:

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from sdonnx.errors import OptionError
-from sdonnx.lora.adapter_file import AdapterFile, read_adapter
-from sdonnx.lora.loaded_adapters import AdapterState, LoadedAdapters
+from sdonnx.lora.adapter_file import AdapterFile
+from sdonnx.lora.loaded_adapters import AdapterState, LoadedAdapters, warn_of_unknown_keys
 from sdonnx.models.spec import Role
 from sdonnx.runtime.inputs.argument_checks import require_number
 from sdonnx.runtime.interface.lora_source import read_lora_source
@@ -20,8 +20,6 @@ from sdonnx.runtime.pipeline_base import PipelineBase
 __all__ = ["LoraInterface"]
 
 _LOGGER = logging.getLogger("sdonnx")
-
-_SHOWN = 3  # unknown keys in a message
 
 
 class LoraInterface(PipelineBase):
@@ -100,9 +98,7 @@ class LoraInterface(PipelineBase):
         }
         file = read_lora_source(source, weight_name, subfolder, self._adapters.names(), options)
         self._adapters.require_fitting(file)
-        if file.unknown:
-            shown = ", ".join(file.unknown[:_SHOWN])
-            _LOGGER.warning("%d keys of the LoRA %s match no weight: %s", len(file.unknown), name, shown)
+        warn_of_unknown_keys(name, file)
         weights = {**state.weights, name: dict.fromkeys(self._adapters.tables, 1.0)}
         active = {**state.active, **{component: (name,) for component, changes in file.changes.items() if changes}}
         self._use(replace(state, files={**state.files, name: file}, weights=weights, active=active, enabled=True))
@@ -117,9 +113,7 @@ class LoraInterface(PipelineBase):
             WeightsError: the file cannot be read, or is for another model.
             OptionError: the folder cannot be changed.
         """
-        file = read_adapter(Path(path), self._adapters.names())
-        self._adapters.require_fitting(file)
-        return file
+        return self._adapters.read(Path(path))
 
     def replace_adapters(self, adapters: Mapping[str, tuple[AdapterFile, float]]) -> None:
         """Unload all adapters and use others, in one change of the weights. Fused ones stay.
@@ -226,7 +220,7 @@ class LoraInterface(PipelineBase):
         self._require_loaded(names)
         require_number("lora_scale", lora_scale)
         chosen = set(tables if components is None else components)
-        self._require_components(chosen)
+        self._adapters.require_components(chosen)
         scales = {
             name: {part: lora_scale * state.weights[name][part] for part in chosen if name in fusing.get(part, ())}
             for name in names
@@ -248,7 +242,7 @@ class LoraInterface(PipelineBase):
         if not state.fused:
             return
         chosen = set(self._adapters.tables if components is None else components)
-        self._require_components(chosen)
+        self._adapters.require_components(chosen)
         left = [
             (name, file, {part: scale for part, scale in scales.items() if part not in chosen})
             for name, file, scales in state.fused
@@ -302,20 +296,10 @@ class LoraInterface(PipelineBase):
 
     def _by_component(self, name: str, weight: Any) -> dict[str, float]:
         """Return the scale of an adapter in each component."""
-        components = self._adapters.tables
-        if isinstance(weight, Mapping):
-            self._require_components(weight)
-            values = {component: weight.get(component, 1.0) for component in components}
-        else:
-            values = dict.fromkeys(components, 1.0 if weight is None else weight)
+        values = self._adapters.by_component(weight)
         for value in values.values():
             require_number(f"the weight of the adapter {name}", value)
         return {component: float(value) for component, value in values.items()}
-
-    def _require_components(self, names: Any) -> None:
-        if unknown := sorted(set(names) - self._adapters.tables.keys()):
-            accepted = ", ".join(self._adapters.tables)
-            raise OptionError(f"a LoRA in the component {unknown[0]}", f"some of {accepted}", "name one of them")
 
     def _require_loaded(self, names: Any) -> None:
         loaded = self._adapters.state.files
