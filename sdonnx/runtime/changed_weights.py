@@ -36,17 +36,19 @@ class ChangedWeights:
 
     Args:
         device: where the graphs run.
-
-    Attributes:
-        stays: whether graphs stay loaded. Otherwise, buffers are made for each use.
+        keeps_buffers: whether graphs stay loaded. Otherwise, buffers are made for each use.
     """
 
-    def __init__(self, device: Device) -> None:
-        self.stays = True
-        self._device = device
+    def __init__(self, device: Device, keeps_buffers: bool) -> None:
+        self._device, self._keeps_buffers = device, keeps_buffers
         self._changed: dict[str, Mapping[str, ChangedInitializer]] = {}
         self._buffers: dict[str, dict[str, OrtValue]] = {}
         self._lock = threading.Lock()
+
+    def keep_buffers(self, keeps_buffers: bool) -> None:
+        """Change whether buffers stay on the device; no graph is loaded."""
+        self._keeps_buffers = keeps_buffers
+        self._buffers.clear()
 
     def values(self, component: str) -> dict[str, Array]:
         """Return the values of a component's changed initializers."""
@@ -64,7 +66,7 @@ class ChangedWeights:
         Nothing changes in a component of which an initializer has no buffer. A buffer whose initializer is not changed
         any more gets the values of the folder.
         """
-        if not self.stays or not reads_weights_in_place(self._device):
+        if not self._keeps_buffers or not reads_weights_in_place(self._device):
             return []
         self._device.synchronize()  # runs that read them may be queued
         return [component for component, new in changed.items() if self._write(component, new, base)]
@@ -87,7 +89,7 @@ class ChangedWeights:
         """
         found = dict(shared)
         with self._lock:
-            buffers = self._buffers.setdefault(path.parent.name, {}) if self.stays else {}
+            buffers = self._buffers.setdefault(path.parent.name, {}) if self._keeps_buffers else {}
             found.update({name: buffer for name, buffer in buffers.items() if name not in shared})
             for name, each in self._of(path):
                 if self._is_read(each):

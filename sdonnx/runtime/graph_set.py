@@ -93,8 +93,7 @@ class GraphSet:
         self._loaded: dict[tuple[Role, bool, int], Graph] = {}
         self._weights: dict[str, OrtValue] | None = None
         self._loading_weights = threading.Lock()
-        self._changed = ChangedWeights(device)
-        self._changed.stays = not low_memory
+        self._changed = ChangedWeights(device, keeps_buffers=not low_memory)
 
     @cached_property
     def has_short(self) -> bool:
@@ -164,9 +163,9 @@ class GraphSet:
         """Change which graphs are loaded for each use, and unload all graphs; no run may be bound to them."""
         self.device.synchronize()
         self._low_memory = low_memory
-        self._changed.stays = not low_memory
         for role, *_ in list(self._loaded):
             self._unload(role)
+        self._changed.keep_buffers(not low_memory)
 
     def loaded(self) -> set[Role]:
         """Return the roles of the graphs whose weights are on the device."""

@@ -178,8 +178,11 @@ def test_memory_is_saved_before_time(folder: Path, files: dict[str, Path], loads
     pipeline = _open(folder)
     pipeline.load_lora_weights(files["wide"], adapter_name="wide")
     assert np.array_equal(_image(pipeline), expected)
+    kept = pipeline._graphs._changed._buffers
+    assert any(kept.values())
     pipeline.enable_model_cpu_offload()
     assert np.array_equal(_image(pipeline), expected)
+    assert not any(kept.values())
     pipeline.disable_lora()
     assert np.array_equal(_image(pipeline), base)
     pipeline.enable_lora()
