@@ -62,7 +62,7 @@ create_venv() {  # makes the environment unless a working one is there, and reco
 files_of_installation() {  # prints the files that decide what is installed
     cd "$project"
     cat setup.cfg setup.py pyproject.toml requirements*.txt
-    [[ "$runtime" != cuda ]] || cat kernels/{*.py,*.toml,Makefile,src/*,sdonnx_kernels/*.py}
+    [[ "$runtime" != cuda ]] || cat kernels/{*.py,*.toml,Makefile,src/*,weights/*,sdonnx_kernels/*.py}
 }
 
 install_project() {  # EXTRAS LOG: installs the project and what the extras need

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -27,6 +28,11 @@ def tensors_digest(tensors: Sequence[torch.Tensor]) -> str:
     the same tensor on the host.
     """
     digest = hashlib.sha256()
+    on_device = defaultdict[torch.device, list[torch.Tensor]](list)
+    for tensor in tensors:
+        if tensor.device.type != "cpu":
+            on_device[tensor.device].append(tensor)
+    sums = {device: iter(device_checksums(each)) for device, each in on_device.items()}
     with ThreadPoolExecutor(_threads()) as pool:
         hashed = [
             [pool.submit(_hash_chunks, tensor, chunks) for chunks in _parts(tensor)]
@@ -36,29 +42,48 @@ def tensors_digest(tensors: Sequence[torch.Tensor]) -> str:
         ]
         for tensor, parts in zip(tensors, hashed, strict=True):
             digest.update(f"{tensor.dtype} {tuple(tensor.shape)}\n".encode())
-            content = repr(device_checksums(tensor)).encode() if parts is None else b"".join(x.result() for x in parts)
+            if parts is None:
+                content = repr(next(sums[tensor.device])).encode()
+            else:
+                content = b"".join(each.result() for each in parts)
             digest.update(hashlib.sha256(content).digest())
     return digest.hexdigest()
 
 
-def device_checksums(tensor: torch.Tensor) -> list[tuple[int, int]]:
-    """Return two checksums of each block of 2**20 values of a dense tensor, computed on its device.
+def device_checksums(tensors: Sequence[torch.Tensor]) -> list[list[tuple[int, int]]]:
+    """Return two checksums of each block of 2**20 values of dense tensors, computed on their device.
 
     A checksum is the sum of the values' bits times odd multipliers that depend on the position, modulo 2**64. The
     multipliers are fixed random numbers, so that a single changed value always changes a sum, and several changed ones
     keep both sums with a probability of about 2**-64.
+
+    Args:
+        tensors: Tensors on one device.
     """
+    if not tensors:
+        return []
+    multipliers = [each.to(tensors[0].device) for each in _multipliers()]
+    queued = [_block_sums(tensor, multipliers) for tensor in tensors]
+    numbers = torch.cat(queued).tolist()  # the device computes while the host queues, and is waited for once
+    ends = np.cumsum([len(each) for each in queued])
+    return [
+        [(int(one), int(other)) for one, other in numbers[end - len(each) : end]]
+        for each, end in zip(queued, ends, strict=True)
+    ]
+
+
+def _block_sums(tensor: torch.Tensor, multipliers: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the checksums (blocks, 2) of a tensor."""
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     # Types of at most 4 bytes: the upper half of a product depends on each of their bits.
     size = next(size for size in (4, 2, 1) if flat.numel() % size == 0)
     aligned = flat.clone() if flat.storage_offset() % size else flat
     bits = aligned.view({4: torch.int32, 2: torch.int16, 1: torch.uint8}[size])
-    multipliers = [each.to(tensor.device) for each in _multipliers()]
     sums = []
-    for block in bits.split(_BLOCK):
+    for block in bits.split(_BLOCK) if len(bits) else ():
         wide = block.to(torch.int64)
         sums.append(torch.stack([(wide * each[: len(wide)]).sum() for each in multipliers]))
-    return [(int(one), int(other)) for one, other in torch.stack(sums).tolist()] if sums else []
+    return torch.stack(sums) if sums else torch.empty(0, 2, dtype=torch.int64, device=tensor.device)
 
 
 def _threads() -> int:

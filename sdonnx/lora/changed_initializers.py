@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +15,7 @@ from sdonnx.errors import WeightsError
 from sdonnx.folder.weight_table import Place, WeightTable, channel_rows, put_channels, rows_of
 from sdonnx.lora.weight_change import LowRank, WeightChange, changed_by_all
 
-__all__ = ["ChangedInitializer", "Changes", "changed_initializers"]
+__all__ = ["AddedProduct", "ChangedInitializer", "Changes", "added_products", "changed_initializers"]
 
 Array = npt.NDArray[Any]
 Changes = Mapping[str, Sequence[tuple[WeightChange, float]]]
@@ -25,34 +25,82 @@ _Factors = tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]
 
 
 @dataclass(frozen=True)
+class AddedProduct:
+    """Products of low rank that are added to a weight, or to the bias that was moved behind it, in an initializer.
+
+    Attributes:
+        weight: the weight's name in the state dict.
+        shape: its shape (out, in), or (out, in, 1, 1).
+        place: where the initializer has it.
+        terms: the products and their scales, in order.
+    """
+
+    weight: str
+    shape: tuple[int, ...]
+    place: Place
+    terms: tuple[tuple[LowRank, float], ...]
+
+
+@dataclass(frozen=True)
 class ChangedInitializer:
     """An initializer with other values than in the folder.
 
     Attributes:
-        values: its values, in its shape and type.
+        computed: its values, in its shape and type; None if it has `products`, which the device adds.
+        base: returns its values in the folder.
         graphs: names of the files of the graphs that have it.
         inline: whether its values are stored in the graphs, and not in the file of weights.
         in_place: whether kernels read it at each run, as it is.
+        products: what to add to the values of the folder.
     """
 
-    values: Array
+    computed: Array | None
+    base: Callable[[], Array]
     graphs: Collection[str]
     inline: bool = False
     in_place: bool = False
+    products: tuple[AddedProduct, ...] = ()
+
+    @property
+    def values(self) -> Array:
+        """The values that the host has computed."""
+        assert self.computed is not None, "the device computes this initializer"
+        return self.computed
 
 
-def changed_initializers(table: WeightTable, changes: Changes) -> dict[str, Array]:
+def added_products(table: WeightTable, changes: Changes) -> dict[str, tuple[AddedProduct, ...]]:
+    """Return the changed initializers to which only products of low rank are added, with these.
+
+    Args:
+        table: where the weights are.
+        changes: the changes.
+    """
+    found: dict[str, list[AddedProduct]] = {}
+    others = set[str]()
+    for name, each in changes.items():
+        shape, places = table.shapes[name], table.places[name]
+        terms = _low_rank_terms(shape, each)
+        if terms is None:
+            others.update(place.initializer for place in places)
+            continue
+        for place in places:
+            found.setdefault(place.initializer, []).append(AddedProduct(name, shape, place, terms))
+    return {name: tuple(each) for name, each in found.items() if name not in others}
+
+
+def changed_initializers(table: WeightTable, changes: Changes, left_out: Collection[str] = ()) -> dict[str, Array]:
     """Return the initializers that hold changed weights, computed in float32 from those of the folder.
 
     Args:
         table: where the weights are.
         changes: the changes.
+        left_out: initializers that are not computed.
 
     Raises:
         FolderError: the file of weights cannot be read.
         WeightsError: a changed weight exceeds the range of its type.
     """
-    names = sorted({place.initializer for name in changes for place in table.places[name]})
+    names = sorted({place.initializer for name in changes for place in table.places[name]} - set(left_out))
     with ThreadPoolExecutor(_threads(), "sdonnx-lora") as pool:  # numpy releases the GIL in all of this
         results = dict(zip(names, pool.map(table.base, names), strict=True))
 
@@ -72,16 +120,39 @@ def _threads() -> int:
 def _change(
     table: WeightTable, name: str, changes: Sequence[tuple[WeightChange, float]], results: Mapping[str, Array]
 ) -> None:
-    """Write a changed weight into its initializers."""
-    places, shape = table.places[name], table.shapes[name]
+    """Write a changed weight into those of its initializers that are in `results`."""
+    shape = table.shapes[name]
+    places = [place for place in table.places[name] if place.initializer in results]
+    if not places:
+        return
     if (factors := _low_rank_sum(shape, changes)) is not None:
         for place in places:
             _add_product(results[place.initializer], place, factors, name)
         return
-    base = _weight(results[places[0].initializer], places[0], shape)  # other weights in it are elsewhere
+    whole = next(place for place in places if place.vector is None)  # other weights in it are elsewhere
+    base = _weight(results[whole.initializer], whole, shape)
     weight = changed_by_all(base, list(changes))
     for place in places:
         _put(results[place.initializer], place, weight, base, name)
+
+
+def _low_rank_terms(
+    shape: tuple[int, ...], changes: Sequence[tuple[WeightChange, float]]
+) -> tuple[tuple[LowRank, float], ...] | None:
+    """Return changes that are products of two matrices; None if one is not.
+
+    Raises:
+        WeightsError: a change has another shape.
+    """
+    if any(size != 1 for size in shape[2:]):
+        return None
+    terms = []
+    for change, scale in changes:
+        if not isinstance(change, LowRank) or change.mid is not None:
+            return None
+        change.check(shape)
+        terms.append((change, scale))
+    return tuple(terms)
 
 
 def _low_rank_sum(shape: tuple[int, ...], changes: Sequence[tuple[WeightChange, float]]) -> _Factors | None:
@@ -89,16 +160,14 @@ def _low_rank_sum(shape: tuple[int, ...], changes: Sequence[tuple[WeightChange, 
 
     They make the sum without a temporary array of the weight's size.
     """
-    if any(size != 1 for size in shape[2:]):
+    terms = _low_rank_terms(shape, changes)
+    if terms is None:
         return None
-    ups, downs = [], []
-    for change, scale in changes:
-        if not isinstance(change, LowRank) or change.mid is not None:
-            return None
-        change.check(shape)
-        factor = np.float32(scale * change.factor)
-        ups.append(change.up.reshape(shape[0], -1).astype(np.float32) * factor)
-        downs.append(change.down.reshape(-1, shape[1]).astype(np.float32))
+    ups = [
+        change.up.reshape(shape[0], -1).astype(np.float32) * np.float32(scale * change.factor)
+        for change, scale in terms
+    ]
+    downs = [change.down.reshape(-1, shape[1]).astype(np.float32) for change, _ in terms]
     return np.concatenate(ups, axis=1), np.concatenate(downs)
 
 

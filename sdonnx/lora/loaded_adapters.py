@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from sdonnx.errors import OptionError, WeightsError
 from sdonnx.folder.pipeline_folder import PipelineFolder
-from sdonnx.folder.weight_table import WeightTable
+from sdonnx.folder.weight_table import Initializer, WeightTable
 from sdonnx.lora.adapter_file import AdapterFile, read_adapter
-from sdonnx.lora.changed_initializers import ChangedInitializer, changed_initializers
+from sdonnx.lora.changed_initializers import ChangedInitializer, added_products, changed_initializers
 from sdonnx.lora.weight_change import WeightChange
 
 __all__ = ["AdapterState", "LoadedAdapters", "warn_of_unknown_keys"]
@@ -34,6 +35,7 @@ class AdapterState:
         active: names of the active adapters by component, in the order in which they apply.
         fused: adapters that stay in the weights when they are unloaded, and their scale.
         enabled: whether active adapters have an effect.
+        on_host: names of adapters whose factors are not kept on the device.
     """
 
     files: Mapping[str, AdapterFile] = field(default_factory=dict)
@@ -41,6 +43,7 @@ class AdapterState:
     active: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     fused: tuple[tuple[str, AdapterFile, Mapping[str, float]], ...] = ()
     enabled: bool = True
+    on_host: frozenset[str] = frozenset()
 
     def changes(self, component: str) -> dict[str, list[tuple[WeightChange, float]]]:
         """Return the changes of a component's weights, those with a scale of 0 left out."""
@@ -175,8 +178,16 @@ class LoadedAdapters:
                 if name not in table.unused:
                     change.check(table.shapes[name])
 
-    def changed(self, state: AdapterState, component: str) -> dict[str, ChangedInitializer]:
-        """Return the initializers of a component that differ from the folder's, with their values.
+    def changed(
+        self, state: AdapterState, component: str, on_device: Callable[[Initializer], bool] = lambda _: False
+    ) -> dict[str, ChangedInitializer]:
+        """Return the initializers of a component that differ from the folder's.
+
+        Args:
+            state: the adapters in effect.
+            component: the component.
+            on_device: whether products of low rank can be added to an initializer on the device. The values of such a
+                one are not computed here, unless an adapter is kept on the host.
 
         Raises:
             FolderError: the file of weights cannot be read.
@@ -184,12 +195,32 @@ class LoadedAdapters:
         """
         table = self.tables[component]
         changes = {name: each for name, each in state.changes(component).items() if name not in table.unused}
-        found = changed_initializers(table, changes)
-        entries = {name: table.initializers[name] for name in found}
+        on_host = {id(change) for name in state.on_host for change in _changes_of(state, name, component)}
+        products = {
+            name: each
+            for name, each in added_products(table, changes).items()
+            if on_device(table.initializers[name])
+            and not any(id(change) in on_host for product in each for change, _ in product.terms)
+        }
+        values: dict[str, Any] = {**dict.fromkeys(products), **changed_initializers(table, changes, products)}
+        entries = {name: table.initializers[name] for name in sorted(values)}
         return {
-            name: ChangedInitializer(found[name], entry.graphs, entry.offsets is None, entry.in_place)
+            name: ChangedInitializer(
+                values[name],
+                partial(table.base, name),
+                entry.graphs,
+                entry.offsets is None,
+                entry.in_place,
+                products.get(name, ()),
+            )
             for name, entry in entries.items()
         }
+
+
+def _changes_of(state: AdapterState, name: str, component: str) -> Iterable[WeightChange]:
+    """Return the changes of a loaded adapter in a component."""
+    file = state.files.get(name)
+    return () if file is None else file.changes.get(component, {}).values()
 
 
 def warn_of_unknown_keys(name: str, file: AdapterFile) -> None:

@@ -17,9 +17,10 @@ from onnxruntime import OrtValue
 from sdonnx.errors import OptionError
 from sdonnx.folder.pipeline_folder import PipelineFolder, own_kernel_graph
 from sdonnx.folder.version import read_report
+from sdonnx.folder.weight_table import Initializer
 from sdonnx.models import abi
 from sdonnx.models.spec import Family, Role
-from sdonnx.runtime.changed_weights import BaseValues, ChangedByComponent, ChangedWeights
+from sdonnx.runtime.changed_weights import ChangedByComponent, ChangedWeights
 from sdonnx.runtime.device.device import Device
 from sdonnx.runtime.device.kernel_workarounds import KernelCheck
 from sdonnx.runtime.device.load_shared_weights import load_shared_weights
@@ -94,6 +95,7 @@ class GraphSet:
         self._weights: dict[str, OrtValue] | None = None
         self._loading_weights = threading.Lock()
         self._changed = ChangedWeights(device, keeps_buffers=not low_memory)
+        self._changed.use_library(self._settings.library)
 
     @cached_property
     def has_short(self) -> bool:
@@ -205,16 +207,33 @@ class GraphSet:
             )
         return self._loaded[key]
 
-    def update_weights(self, changed: ChangedByComponent, base: BaseValues) -> list[str]:
+    def adds_products(self, initializer: Initializer) -> bool:
+        """Return whether the device can add products of low rank to an initializer."""
+        return self._settings.session_options is None and self._changed.computes(initializer)
+
+    def check_weights(self, changed: ChangedByComponent) -> None:
+        """Raise unless the device can compute other values of initializers; nothing changes.
+
+        Raises:
+            WeightsError: a changed weight exceeds the range of its type.
+            FolderError: a file of weights cannot be read.
+            DeviceMemoryError: the device has too little memory.
+        """
+        self._changed.check(changed)
+
+    def update_weights(self, changed: ChangedByComponent) -> list[str]:
         """Use other values for initializers in the loaded graphs, and return the components for which that is possible.
 
         Captured runs stay valid. Nothing changes in a component of which a weight cannot be written in place.
 
         Args:
             changed: by component, all its initializers that differ from those in the folder, by name.
-            base: returns the values of a component's initializer in the folder.
         """
-        return self._changed.write(changed, base)
+        return self._changed.write(changed)
+
+    def forget_bases(self) -> None:
+        """Release the copies on the device of those weights of the folder that were changed."""
+        self._changed.forget_bases()
 
     def change_weights(self, changed: ChangedByComponent) -> None:
         """Use other values for initializers; no run may be bound to the graphs of these components.
@@ -341,6 +360,7 @@ class GraphSet:
         self.device.synchronize()
         self.close()
         self._settings = self._required(self._settings)
+        self._changed.use_library(self._settings.library)
 
     def _required(self, settings: SessionSettings) -> SessionSettings:
         library = self._own_kernels.kernel_library
@@ -350,3 +370,4 @@ class GraphSet:
         """Unload the graphs and their shared weights."""
         self._loaded.clear()
         self._weights = None
+        self._changed.forget_buffers()

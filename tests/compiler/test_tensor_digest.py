@@ -12,7 +12,7 @@ from sdonnx.compiler.tensor_digest import device_checksums, tensors_digest
 
 
 def _checksums(tensors: Sequence[torch.Tensor]) -> str:
-    return repr([(tensor.dtype, tensor.shape, device_checksums(tensor)) for tensor in tensors])
+    return repr([(tensor.dtype, tensor.shape, device_checksums([tensor])[0]) for tensor in tensors])
 
 
 # The second one is for GPUs, and runs on any device.
@@ -62,7 +62,7 @@ def test_strides_do_not_count(digest: Callable[[Sequence[torch.Tensor]], str], m
 def test_checksums_of_each_block(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tensor_digest, "_BLOCK", 4)
     values = torch.arange(10, dtype=torch.int32)
-    sums = device_checksums(values)
+    (sums,) = device_checksums([values])
     assert len(sums) == 3
     expected = [
         tuple(
@@ -77,10 +77,10 @@ def test_checksums_of_each_block(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_flipped_signs_change_both_checksums() -> None:
     """The sign is the highest bit: with even multipliers, or 64-bit values, two flips could cancel out."""
     tensor = torch.randn(64)
-    before = device_checksums(tensor)
+    (before,) = device_checksums([tensor])
     for other in range(1, 64):
         changed = tensor.clone()
         changed[[0, other]] *= -1
-        ((one, two),) = device_checksums(changed)
+        (((one, two),),) = device_checksums([changed])
         assert one != before[0][0]
         assert two != before[0][1]

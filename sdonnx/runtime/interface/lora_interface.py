@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -263,9 +263,33 @@ class LoraInterface(PipelineBase):
                     found.setdefault(component, []).append(name)
         return found
 
-    def set_lora_device(self, adapter_names: Sequence[str], device: Any) -> None:
-        """Do nothing: the changes are part of the weights, and the files are kept on the host."""
-        _LOGGER.info("set_lora_device() has no effect: adapters are part of the weights")
+    def set_lora_device(self, adapter_names: str | Sequence[str], device: Any) -> None:
+        """Choose where the new weights of adapters are computed.
+
+        On a GPU with our kernels, the factors of adapters and the folder's values of the weights that they change stay
+        in its memory, so that a change takes milliseconds. With "cpu" they do not, and the host computes new weights.
+
+        Args:
+            adapter_names: names of loaded adapters.
+            device: "cpu", or the pipeline's device.
+
+        Raises:
+            OptionError: an adapter is not loaded, or the device is another one.
+        """
+        names = {adapter_names} if isinstance(adapter_names, str) else set(adapter_names)
+        self._require_loaded(names)
+        if str(device) != "cpu" and self.device != device:
+            raise OptionError(
+                f"the device {device} for adapters",
+                " or ".join(dict.fromkeys(["cpu", str(self.device)])),
+                "pass one of them",
+            )
+        self._keep_on_host(names, self.device != device)
+
+    def _keep_on_host(self, names: Collection[str], on_host: bool) -> None:
+        state = self._adapters.state
+        self._graphs.forget_bases()
+        self._use(replace(state, on_host=state.on_host.union(names) if on_host else state.on_host.difference(names)))
 
     def enable_lora_hotswap(self, **options: Any) -> None:
         """Do nothing: adapters of any rank are changed without compiling."""
@@ -274,24 +298,25 @@ class LoraInterface(PipelineBase):
     def _use(self, state: AdapterState) -> None:
         """Change the weights to those of a state; after an error, they stay."""
         adapters, before = self._adapters, self._adapters.state
+        state = replace(state, on_host=state.on_host & state.files.keys())
         changed = {}
         for component in adapters.tables if state.files or state.fused or before.files or before.fused else ():
             if _effect(state, component) != _effect(before, component):
                 start = time.perf_counter()
-                changed[component] = adapters.changed(state, component)
+                changed[component] = adapters.changed(state, component, self._graphs.adds_products)
                 seconds = time.perf_counter() - start
                 _LOGGER.debug("changed %d initializers of %s in %.2f s", len(changed[component]), component, seconds)
         if changed:
 
-            def base(component: str, name: str) -> Any:
-                return adapters.tables[component].base(name)
-
             def in_place() -> bool:
-                for written in self._graphs.update_weights(changed, base):
+                self._graphs.check_weights(changed)
+                for written in self._graphs.update_weights(changed):
                     del changed[written]
                 return not changed
 
             self._change(lambda: self._graphs.change_weights(changed), in_place)
+        if not (state.files or state.fused):
+            self._graphs.forget_bases()
         adapters.state = state
 
     def _by_component(self, name: str, weight: Any) -> dict[str, float]:
@@ -308,7 +333,11 @@ class LoraInterface(PipelineBase):
             raise OptionError(f"the adapter {missing[0]}, which is not loaded", f"one of: {shown}", "load it first")
 
 
-def _effect(state: AdapterState, component: str) -> list[tuple[str, list[tuple[int, float]]]]:
-    """Return what a state changes in a component, for comparison."""
+def _effect(state: AdapterState, component: str) -> list[tuple[str, list[tuple[int, float]], bool]]:
+    """Return what a state changes in a component, and where it is computed, for comparison."""
+    on_host = {id(change) for name in state.on_host for change in state.files[name].changes.get(component, {}).values()}
     changes = state.changes(component)
-    return sorted((name, [(id(change), scale) for change, scale in each]) for name, each in changes.items())
+    return sorted(
+        (name, [(id(change), scale) for change, scale in each], any(id(change) in on_host for change, _ in each))
+        for name, each in changes.items()
+    )

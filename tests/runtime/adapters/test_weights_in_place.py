@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -14,14 +15,17 @@ from unittest import mock
 import numpy as np
 import onnx_ir as ir
 import pytest
+from support.kernel_library import emulated_library
 from support.lora_files import write_lora
 from support.pipeline_cache import PipelineCache
 
+from sdonnx.errors import OptionError
 from sdonnx.folder.weight_table import WeightTable
 from sdonnx.runtime import changed_weights
 from sdonnx.runtime.device import session, weights_in_place
 from sdonnx.runtime.device.device import Device
 from sdonnx.runtime.device.session import Graph
+from sdonnx.runtime.device.weights_on_device import WeightsOnDevice
 from sdonnx.runtime.pipeline import OrtDiffusionPipeline
 
 pytestmark = [
@@ -57,10 +61,15 @@ def files(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, P
     return {name: write_lora(source, work / name, seed, each) for seed, (name, each) in enumerate(layers.items())}
 
 
-@pytest.fixture
-def loads(monkeypatch: pytest.MonkeyPatch) -> Iterator[mock.Mock]:
-    """Let sessions read weights in place, and count sessions that are loaded."""
-    options = session._session_options
+@pytest.fixture(params=["host", "device"])
+def loads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[mock.Mock]:
+    """Let sessions read weights in place, computed by numpy or by the kernel, and count sessions that are loaded."""
+    options, use = session._session_options, WeightsOnDevice.use_library
+    if request.param == "device":
+        library = emulated_library()
+        monkeypatch.setattr(
+            changed_weights.ChangedWeights, "use_library", lambda self, _: use(self._on_device, library)
+        )
 
     def unpacked(*arguments: Any) -> Any:
         made = options(*arguments)
@@ -113,6 +122,35 @@ def test_switches_load_nothing(folder: Path, files: dict[str, Path], loads: mock
         assert np.array_equal(_image(pipeline), expected["none"])
     pipeline.unload_lora_weights()
     assert np.array_equal(_image(pipeline), expected["none"])
+    assert loads.call_count == 0
+
+
+def test_initializers_of_graphs_that_are_not_loaded(
+    folder: Path, files: dict[str, Path], loads: mock.Mock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder has graphs in two forms, of which each may have weights of its own; one form is loaded."""
+    of_folder = WeightTable.read
+
+    def with_another_form(path: Path) -> WeightTable | None:
+        table = of_folder(path)
+        if table is None:
+            return None
+        initializers, places = dict(table.initializers), dict(table.places)
+        for name, each in table.places.items():
+            first = initializers[each[0].initializer]
+            if len(table.shapes[name]) == 2:
+                initializers[f"other {each[0].initializer}"] = replace(first, graphs=("other.onnx",))
+                places[name] = (*each, replace(each[0], initializer=f"other {each[0].initializer}"))
+        return replace(table, initializers=initializers, places=places)
+
+    expected = _loaded(folder, files, {"wide": 0.7})
+    monkeypatch.setattr(WeightTable, "read", with_another_form)
+    pipeline = _open(folder)
+    pipeline.load_lora_weights(files["wide"], adapter_name="wide")
+    _image(pipeline)
+    loads.reset_mock()
+    pipeline.set_adapters("wide", 0.7)
+    assert np.array_equal(_image(pipeline), expected)
     assert loads.call_count == 0
 
 
@@ -187,6 +225,34 @@ def test_memory_is_saved_before_time(folder: Path, files: dict[str, Path], loads
     assert np.array_equal(_image(pipeline), base)
     pipeline.enable_lora()
     assert np.array_equal(_image(pipeline), expected)
+
+
+@pytest.mark.parametrize("loads", ["device"], indirect=True)
+def test_adapters_on_the_host(folder: Path, files: dict[str, Path], loads: mock.Mock) -> None:
+    """Adapters that are kept on the host release the copies of weights, and the image stays the same up to rounding."""
+    pipeline = _open(folder)
+    base = _image(pipeline)
+    pipeline.load_lora_weights(files["wide"], adapter_name="wide")
+    held = pipeline._graphs._changed._on_device._bases
+    there = _image(pipeline)
+    assert held
+    loads.reset_mock()
+    pipeline._keep_on_host(["wide"], True)  # a pipeline on a GPU does so for the device "cpu"
+    assert not held
+    np.testing.assert_allclose(_image(pipeline), there, atol=1e-4)
+    pipeline._keep_on_host(["wide"], False)
+    assert held
+    assert np.array_equal(_image(pipeline), there)
+    pipeline.unload_lora_weights()
+    assert not held
+    assert np.array_equal(_image(pipeline), base)
+    assert loads.call_count == 0
+    with pytest.raises(OptionError, match="the adapter wide, which is not loaded"):
+        pipeline.set_lora_device("wide", "cpu")
+    pipeline.load_lora_weights(files["wide"], adapter_name="wide")
+    pipeline.set_lora_device("wide", pipeline.device)
+    with pytest.raises(OptionError, match="the device cuda:3 for adapters; expected cpu;"):
+        pipeline.set_lora_device("wide", "cuda:3")
 
 
 def test_table_names_weights_of_products(folder: Path) -> None:

@@ -1,0 +1,191 @@
+"""Compute changed weights on the device: those of the folder plus products of low rank."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import numpy.typing as npt
+from onnxruntime import OrtValue
+
+from sdonnx.errors import WeightsError
+from sdonnx.folder.weight_table import Place
+from sdonnx.lora.changed_initializers import AddedProduct
+from sdonnx.lora.weight_change import LowRank
+from sdonnx.runtime.device.device import Device
+from sdonnx.runtime.device.low_rank_kernel import PART, TERM, LowRankKernel
+
+__all__ = ["DeviceWeight", "WeightsOnDevice"]
+
+Array = npt.NDArray[Any]
+
+_HALF = "tensor(float16)"
+_DTYPES: dict[str, np.dtype[Any]] = {_HALF: np.dtype(np.float16), "tensor(float)": np.dtype(np.float32)}
+
+
+@dataclass(frozen=True)
+class DeviceWeight:
+    """An initializer that is computed on the device.
+
+    Attributes:
+        base: its values in the folder, on the device.
+        out: where its new values belong; None if they are only checked.
+        products: what is added.
+    """
+
+    base: OrtValue
+    out: OrtValue | None
+    products: tuple[AddedProduct, ...]
+
+
+class WeightsOnDevice:
+    """Computes weights of a pipeline on its device.
+
+    The factors of adapters stay on the device as long as their files are loaded, and the folder's values of changed
+    initializers until `forget`.
+
+    Args:
+        device: the device.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._kernel: LowRankKernel | None = None
+        self._bases: dict[tuple[str, str], OrtValue] = {}
+        self._factors = WeakKeyDictionary[LowRank, dict[int | None, tuple[OrtValue, OrtValue]]]()
+
+    def use_library(self, library: Path | None) -> None:
+        """Use the kernel of a library; None for no kernel, so that weights are computed on the host."""
+        self._kernel = LowRankKernel.of(library, self._device)
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether weights can be computed on the device."""
+        return self._kernel is not None
+
+    def base(self, component: str, name: str, values: Callable[[], Array], *, keep: bool = True) -> OrtValue:
+        """Return a copy on the device of an initializer's values in the folder.
+
+        Args:
+            component: the component.
+            name: the initializer.
+            values: returns its values.
+            keep: whether the copy stays on the device until `forget`.
+
+        Raises:
+            FolderError: the file of weights cannot be read.
+            DeviceMemoryError: the device has too little memory.
+        """
+        found = self._bases.get((component, name))
+        if found is None:
+            found = self._device.upload(values())
+            if keep:
+                self._bases[component, name] = found
+        return found
+
+    def kept(self, component: str, name: str) -> OrtValue | None:
+        """Return the copy of an initializer's values in the folder that stays on the device, if there is one."""
+        return self._bases.get((component, name))
+
+    def forget(self) -> None:
+        """Release the copies of the folder's values."""
+        self._bases.clear()
+
+    def check(self, weights: Iterable[DeviceWeight]) -> None:
+        """Raise unless new values are in the range of their types; nothing is written.
+
+        Raises:
+            WeightsError: a value exceeds the range.
+            ProviderError: the kernel cannot run.
+            DeviceMemoryError: the device has too little memory.
+        """
+        chosen = list(weights)
+        found = self._run(chosen, writes=False)
+        named = [(product.weight, _DTYPES[each.base.data_type()]) for each in chosen for product in each.products]
+        for (name, dtype), largest in zip(named, found, strict=True):
+            if not largest <= float(np.finfo(dtype).max):
+                raise WeightsError(
+                    f"with the adapters, {name} reaches {largest:g}, beyond the range of {dtype}",
+                    "weights in its range",
+                    "use smaller weights, or a folder in float32",
+                )
+
+    def write(self, weights: Iterable[DeviceWeight]) -> None:
+        """Write new values that `check` has accepted.
+
+        Raises:
+            ProviderError: the kernel cannot run.
+            DeviceMemoryError: the device has too little memory.
+        """
+        self._run(list(weights), writes=True)
+
+    def _run(self, weights: list[DeviceWeight], *, writes: bool) -> Array:
+        if self._kernel is None or not weights:
+            return np.zeros(0, np.float32)
+        parts, terms = list[tuple[Any, ...]](), list[tuple[Any, ...]]()
+        number = 0
+        for each in weights:
+            for product in each.products:
+                first = len(terms)
+                terms += [self._term(change, scale, product) for change, scale in product.terms]
+                out = each.base if each.out is None else each.out
+                parts += _parts(each.base, out, product, (first, len(terms) - first), number)
+                number += 1
+        return self._kernel.run(np.array(parts, PART), np.array(terms, TERM), writes=writes)
+
+    def _term(self, change: LowRank, scale: float, product: AddedProduct) -> tuple[Any, ...]:
+        up, down = self._uploaded(change, product.shape, product.place.vector)
+        factor = np.float32(scale * change.factor)
+        halves = [value.data_type() == _HALF for value in (up, down)]
+        return (up.data_ptr(), down.data_ptr(), up.shape()[1], factor, *halves)
+
+    def _uploaded(self, change: LowRank, shape: tuple[int, ...], vector: Array | None) -> tuple[OrtValue, OrtValue]:
+        """Return the factors (out, rank) and (rank, in) on the device, or (rank, 1) for a bias behind the weight."""
+        known = self._factors.setdefault(change, {})
+        key = None if vector is None else id(vector)  # that of the folder's table, which lives as long as the pipeline
+        if key not in known:
+            up, down = _matrix(change.up, (shape[0], -1)), _matrix(change.down, (-1, shape[1]))
+            if vector is not None:
+                down = (down.astype(np.float32) @ vector)[:, None]
+            known[key] = self._device.upload(up), self._device.upload(down)
+        return known[key]
+
+
+def _matrix(factor: Array, shape: tuple[int, int]) -> Array:
+    matrix: Array = factor.reshape(shape)
+    return matrix if matrix.dtype in (np.float16, np.float32) else matrix.astype(np.float32)
+
+
+def _parts(
+    base: OrtValue, out: OrtValue, product: AddedProduct, terms: tuple[int, int], weight: int
+) -> Iterator[tuple[Any, ...]]:
+    """Yield the parts of a product, as the fields of `PART`."""
+    place = product.place
+    inputs = 1 if place.vector is not None else math.prod(product.shape[1:])
+    size = _DTYPES[base.data_type()].itemsize
+    width = base.shape()[-1] if place.layout == "columns" else 1
+    strides = (1, width) if place.layout == "columns" else (inputs, 1)
+    taken, addresses = 0, (base.data_ptr(), out.data_ptr())
+    for offset, count in _runs(place, inputs, width):
+        begin = [address + offset * size for address in addresses]
+        yield (*begin, *strides, count, inputs, taken, *terms, weight, 0, size == 2)
+        taken += count
+
+
+def _runs(place: Place, inputs: int, width: int) -> Iterator[tuple[int, int]]:
+    """Yield (offset, count) of channels at equal distances; the offset is that of the first number."""
+    for first, count in place.runs:
+        if place.layout != "columns":
+            yield first * inputs, count
+            continue
+        end = first + count
+        while first < end:  # a run may go on in the next matrix
+            matrix, column = divmod(first, width)
+            taken = min(width - column, end - first)
+            yield matrix * inputs * width + column, taken
+            first += taken

@@ -1,0 +1,124 @@
+"""The kernel that adds products of low rank to weights, emulated on the CPU, next to numpy."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from support.kernel_library import emulated_library
+from support.pipeline_cache import PipelineCache
+
+from sdonnx.errors import WeightsError
+from sdonnx.folder.weight_table import Place, WeightTable
+from sdonnx.lora.changed_initializers import AddedProduct, added_products, changed_initializers
+from sdonnx.lora.weight_change import LowRank
+from sdonnx.runtime.device.device import Device
+from sdonnx.runtime.device.low_rank_kernel import LowRankKernel
+from sdonnx.runtime.device.weights_on_device import DeviceWeight, WeightsOnDevice
+
+CPU = Device("cpu")
+
+
+def on_device() -> WeightsOnDevice:
+    weights = WeightsOnDevice(CPU)
+    weights.use_library(emulated_library())
+    assert weights.is_usable
+    return weights
+
+
+def random_changes(table: WeightTable, ranks: tuple[int, ...]) -> dict[str, list[tuple[LowRank, float]]]:
+    """Return changes of all matrices, with factors of several types."""
+    draw = np.random.default_rng(4)
+
+    def drawn(*shape: int, dtype: Any) -> npt.NDArray[Any]:
+        return (0.2 * draw.standard_normal(shape)).astype(dtype)
+
+    return {
+        name: [
+            (LowRank("x", 0.5, drawn(rank, shape[1], dtype=down), drawn(shape[0], rank, dtype=up)), scale)
+            for rank, scale, up, down in zip(ranks, (0.7, -1.3), ("f2", "f4"), ("f4", "f2"), strict=False)
+        ]
+        for name, shape in table.shapes.items()
+        if len(shape) == 2
+    }
+
+
+@pytest.mark.parametrize("float16", [True, False])
+@pytest.mark.parametrize("component", ["unet", "text_encoder"])
+def test_initializers_agree_with_numpy(component: str, float16: bool, pipelines: PipelineCache) -> None:
+    """In all layouts: rows, columns, stacked matrices, and biases behind a weight."""
+    options = {"float16": True} if float16 else {"provider": "cpu"}
+    folder = pipelines.optimized(pipelines.exported(pipelines.nano()), **options)
+    table = WeightTable.read(folder / component)
+    assert table is not None
+    changes = random_changes(table, (20, 3))
+    expected = changed_initializers(table, changes)
+    products, weights = added_products(table, changes), on_device()
+    assert products.keys() == expected.keys()
+    chosen = {
+        name: DeviceWeight(weights.base("c", name, partial(table.base, name)), CPU.upload(table.base(name)), each)
+        for name, each in products.items()
+    }
+    weights.check(chosen.values())
+    for name, each in chosen.items():
+        assert each.out is not None
+        assert np.array_equal(each.out.numpy(), table.base(name))
+    weights.write(chosen.values())
+    same = []
+    for name, each in chosen.items():
+        assert each.out is not None
+        found, exact = each.out.numpy(), expected[name]
+        # Sums in another order may round to the neighbor.
+        step = np.spacing(np.abs(exact)) if float16 else 1e-5 * (1 + np.abs(exact))
+        assert np.all(np.abs(found - exact) <= step), name
+        assert not np.array_equal(found, table.base(name))
+        same.append(np.mean(found == exact))
+        assert np.array_equal(each.base.numpy(), table.base(name))
+    assert not float16 or min(same) > 0.99
+
+
+def test_runs_that_cross_matrices() -> None:
+    """Channels 5 to 8 and 1 to 2 of two stacked matrices (3, 6), by a product of rank 1."""
+    base = np.arange(36, dtype=np.float32).reshape(2, 3, 6)
+    up, down = np.arange(1.0, 7.0, dtype=np.float32)[:, None], np.array([[1.0, 10.0, 100.0]], np.float32)
+    place = Place("w", "columns", ((5, 4), (1, 2)))
+    product = AddedProduct("w", (6, 3), place, ((LowRank("x", 1.0, down, up), 2.0),))
+    weights, out = on_device(), CPU.upload(base.copy())
+    weights.write([DeviceWeight(CPU.upload(base), out, (product,))])
+    expected = base.copy()
+    for row, (matrix, column) in enumerate([(0, 5), (1, 0), (1, 1), (1, 2), (0, 1), (0, 2)]):
+        expected[matrix, :, column] += 2 * (row + 1) * down[0]
+    assert np.array_equal(out.numpy(), expected)
+
+
+@pytest.mark.parametrize(("factor", "shown"), [(3e5, "75"), (np.nan, "inf"), (np.inf, "inf")])
+def test_values_beyond_the_range_are_refused(factor: float, shown: str) -> None:
+    base = np.zeros((4, 4), np.float16)
+    down, up = np.ones((1, 4), np.float32), np.full((4, 1), 0.25, np.float32)
+    product = AddedProduct(
+        "layer.weight", (4, 4), Place("w", "rows", ((0, 4),)), ((LowRank("x", factor, down, up), 1.0),)
+    )
+    weights, out = on_device(), CPU.upload(base.copy())
+    with pytest.raises(WeightsError, match=rf"layer\.weight reaches {shown}.*range of float16"):
+        weights.check([DeviceWeight(CPU.upload(base), out, (product,))])
+    assert not out.numpy().any()
+
+
+def test_libraries_without_the_kernel_or_with_a_wrong_one(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert LowRankKernel.of(None, CPU) is None
+    with monkeypatch.context() as patch:
+        patch.setattr(ctypes, "CDLL", lambda _: SimpleNamespace())
+        assert LowRankKernel.of(Path("old.so"), CPU) is None
+    monkeypatch.setattr(LowRankKernel, "run", lambda *_, **__: np.zeros(1, np.float32))
+    with caplog.at_level(logging.WARNING, logger="sdonnx"):
+        assert LowRankKernel.of(emulated_library(), CPU) is None
+    assert "computed on the host" in caplog.text
