@@ -100,7 +100,14 @@ def changed_initializers(table: WeightTable, changes: Changes, left_out: Collect
         FolderError: the file of weights cannot be read.
         WeightsError: a changed weight exceeds the range of its type.
     """
-    names = sorted({place.initializer for name in changes for place in table.places[name]} - set(left_out))
+    computed = {
+        name: each
+        for name, each in changes.items()
+        if any(place.initializer not in left_out for place in table.places[name])
+    }
+    names = sorted({place.initializer for name in computed for place in table.places[name]} - set(left_out))
+    if not names:
+        return {}
     with ThreadPoolExecutor(_threads(), "sdonnx-lora") as pool:  # numpy releases the GIL in all of this
         results = dict(zip(names, pool.map(table.base, names), strict=True))
 
@@ -108,7 +115,7 @@ def changed_initializers(table: WeightTable, changes: Changes, left_out: Collect
             with np.errstate(over="ignore", invalid="ignore"):  # `_checked` refuses what exceeds the range
                 _change(table, item[0], item[1], results)
 
-        for _ in pool.map(change, changes.items()):  # the weights of an initializer do not overlap
+        for _ in pool.map(change, computed.items()):  # the weights of an initializer do not overlap
             pass
     return results
 

@@ -80,17 +80,6 @@ class ChangedWeights:
         changed = self._changed.get(component, {})
         return {name: each.values for name, each in changed.items() if each.computed is not None}
 
-    def check(self, changed: ChangedByComponent) -> None:
-        """Raise unless the device can compute the new values; nothing changes.
-
-        Raises:
-            WeightsError: a changed weight exceeds the range of its type.
-            FolderError: the file of weights cannot be read.
-            DeviceMemoryError: the device has too little memory.
-        """
-        for component, new in changed.items():
-            self._on_device.check(self._weights_of(component, new, {}))
-
     def replace(self, changed: ChangedByComponent) -> None:
         """Use other values in graphs that are loaded from now on; those of these components are not loaded."""
         self._changed |= changed
@@ -101,29 +90,46 @@ class ChangedWeights:
     def write(self, changed: ChangedByComponent) -> list[str]:
         """Write other values into the buffers of loaded graphs, and return the components for which that is possible.
 
-        Nothing changes in a component of which a loaded graph has a changed initializer without a buffer. A buffer
-        whose initializer is not changed any more gets the values of the folder.
-        """
-        if not self._keeps_buffers or not reads_weights_in_place(self._device):
-            return []
-        self._device.synchronize()  # runs that read them may be queued
-        return [component for component, new in changed.items() if self._write(component, new)]
+        Nothing changes in a component of which a loaded graph has a changed initializer without a buffer; its new
+        values are only checked. A buffer whose initializer is not changed any more gets the values of the folder. After
+        an error, all buffers have their earlier values.
 
-    def _write(self, component: str, new: Mapping[str, ChangedInitializer]) -> bool:
-        buffers, loaded = self._buffers.get(component, {}), self._graphs[component]
-        both = {**self._changed.get(component, {}), **new}
-        read = {name for name, each in both.items() if not loaded.isdisjoint(each.graphs)}
-        if read - buffers.keys():
+        Raises:
+            WeightsError: a changed weight exceeds the range of its type.
+            FolderError: the file of weights cannot be read.
+            DeviceMemoryError: the device has too little memory.
+        """
+        written = [component for component, new in changed.items() if self._can_write(component, new)]
+        for component in changed.keys() - written:
+            self._on_device.compute(self._weights_of(component, changed[component], {}), writes=False)
+        before = {component: self._changed.get(component, {}) for component in written}
+        self._device.synchronize()  # runs that read the buffers may be queued
+        try:
+            for component in written:
+                self._write(component, changed[component])
+        except Exception:
+            for component in written:
+                self._write(component, before[component])
+            raise
+        return written
+
+    def _can_write(self, component: str, new: Mapping[str, ChangedInitializer]) -> bool:
+        if not self._keeps_buffers or not reads_weights_in_place(self._device):
             return False
+        loaded, both = self._graphs[component], {**self._changed.get(component, {}), **new}
+        read = {name for name, each in both.items() if not loaded.isdisjoint(each.graphs)}
+        return read <= self._buffers.get(component, {}).keys()
+
+    def _write(self, component: str, new: Mapping[str, ChangedInitializer]) -> None:
+        buffers, both = self._buffers.get(component, {}), {**self._changed.get(component, {}), **new}
+        self._changed[component] = new
         for name in sorted(both.keys() & buffers.keys()):
             if name not in new:
                 self._restore(component, name, both[name], buffers[name])
             elif (values := new[name].computed) is not None:
                 self._device.write(buffers[name], values)
         written = {name: each for name, each in new.items() if name in buffers}
-        self._on_device.write(self._weights_of(component, written, buffers))
-        self._changed[component] = new
-        return True
+        self._on_device.compute(self._weights_of(component, written, buffers))
 
     def _restore(self, component: str, name: str, before: ChangedInitializer, buffer: OrtValue) -> None:
         kept = self._on_device.kept(component, name)
@@ -168,7 +174,7 @@ class ChangedWeights:
                     found[name] = shareable(values, self._device)
                 buffers[name] = found[name]
             with self._device.recording():  # the kernel uses the stream of all graphs
-                self._on_device.write(self._weights_of(component, new, buffers))
+                self._on_device.compute(self._weights_of(component, new, buffers))
         return found
 
     def injected(self, path: Path) -> dict[str, OrtValue]:

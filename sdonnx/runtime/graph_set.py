@@ -211,23 +211,19 @@ class GraphSet:
         """Return whether the device can add products of low rank to an initializer."""
         return self._settings.session_options is None and self._changed.computes(initializer)
 
-    def check_weights(self, changed: ChangedByComponent) -> None:
-        """Raise unless the device can compute other values of initializers; nothing changes.
+    def update_weights(self, changed: ChangedByComponent) -> list[str]:
+        """Use other values for initializers in the loaded graphs, and return the components for which that is possible.
+
+        Captured runs stay valid. Nothing changes in a component of which a weight cannot be written in place, or after
+        an error.
+
+        Args:
+            changed: by component, all its initializers that differ from those in the folder, by name.
 
         Raises:
             WeightsError: a changed weight exceeds the range of its type.
             FolderError: a file of weights cannot be read.
             DeviceMemoryError: the device has too little memory.
-        """
-        self._changed.check(changed)
-
-    def update_weights(self, changed: ChangedByComponent) -> list[str]:
-        """Use other values for initializers in the loaded graphs, and return the components for which that is possible.
-
-        Captured runs stay valid. Nothing changes in a component of which a weight cannot be written in place.
-
-        Args:
-            changed: by component, all its initializers that differ from those in the folder, by name.
         """
         return self._changed.write(changed)
 

@@ -96,16 +96,20 @@ class WeightsOnDevice:
         """Release the copies of the folder's values."""
         self._bases.clear()
 
-    def check(self, weights: Iterable[DeviceWeight]) -> None:
-        """Raise unless new values are in the range of their types; nothing is written.
+    def compute(self, weights: Iterable[DeviceWeight], *, writes: bool = True) -> None:
+        """Compute new values of weights, and wait.
+
+        Args:
+            weights: the weights.
+            writes: whether to write them; otherwise they are only checked.
 
         Raises:
-            WeightsError: a value exceeds the range.
+            WeightsError: a value exceeds the range of its type; all values are written nevertheless.
             ProviderError: the kernel cannot run.
             DeviceMemoryError: the device has too little memory.
         """
         chosen = list(weights)
-        found = self._run(chosen, writes=False)
+        found = self._run(chosen, writes=writes)
         named = [(product.weight, _DTYPES[each.base.data_type()]) for each in chosen for product in each.products]
         for (name, dtype), largest in zip(named, found, strict=True):
             if not largest <= float(np.finfo(dtype).max):
@@ -114,15 +118,6 @@ class WeightsOnDevice:
                     "weights in its range",
                     "use smaller weights, or a folder in float32",
                 )
-
-    def write(self, weights: Iterable[DeviceWeight]) -> None:
-        """Write new values that `check` has accepted.
-
-        Raises:
-            ProviderError: the kernel cannot run.
-            DeviceMemoryError: the device has too little memory.
-        """
-        self._run(list(weights), writes=True)
 
     def _run(self, weights: list[DeviceWeight], *, writes: bool) -> Array:
         if self._kernel is None or not weights:
@@ -140,7 +135,8 @@ class WeightsOnDevice:
 
     def _term(self, change: LowRank, scale: float, product: AddedProduct) -> tuple[Any, ...]:
         up, down = self._uploaded(change, product.shape, product.place.vector)
-        factor = np.float32(scale * change.factor)
+        with np.errstate(over="ignore"):  # an infinite weight is refused
+            factor = np.float32(scale * change.factor)
         halves = [value.data_type() == _HALF for value in (up, down)]
         return (up.data_ptr(), down.data_ptr(), up.shape()[1], factor, *halves)
 

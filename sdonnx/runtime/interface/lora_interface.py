@@ -309,7 +309,6 @@ class LoraInterface(PipelineBase):
         if changed:
 
             def in_place() -> bool:
-                self._graphs.check_weights(changed)
                 for written in self._graphs.update_weights(changed):
                     del changed[written]
                 return not changed

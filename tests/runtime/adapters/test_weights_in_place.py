@@ -19,7 +19,7 @@ from support.kernel_library import emulated_library
 from support.lora_files import write_lora
 from support.pipeline_cache import PipelineCache
 
-from sdonnx.errors import OptionError
+from sdonnx.errors import OptionError, WeightsError
 from sdonnx.folder.weight_table import WeightTable
 from sdonnx.runtime import changed_weights
 from sdonnx.runtime.device import session, weights_in_place
@@ -253,6 +253,28 @@ def test_adapters_on_the_host(folder: Path, files: dict[str, Path], loads: mock.
     pipeline.set_lora_device("wide", pipeline.device)
     with pytest.raises(OptionError, match="the device cuda:3 for adapters; expected cpu;"):
         pipeline.set_lora_device("wide", "cuda:3")
+
+
+def test_weights_beyond_the_range_leave_everything(
+    source: Path, folder: Path, files: dict[str, Path], loads: mock.Mock, tmp_path: Path
+) -> None:
+    """Also in a component that was written before the one with the fault, and in weights that were not changed."""
+    large = {"text_encoder": ["q_proj"], "unet": ["to_q", "to_k"]}
+    pipeline = _open(folder)
+    pipeline.load_lora_weights(files["wide"], adapter_name="wide")
+    pipeline.load_lora_weights(write_lora(source, tmp_path / "large", 7, large), adapter_name="large")
+    pipeline.set_adapters(["wide", "large"], [0.7, 0.1])
+    _image(pipeline)
+    pipeline.set_adapters("wide", 0.7)
+    before = _image(pipeline)
+    loads.reset_mock()
+    with pytest.raises(WeightsError, match="beyond the range of float32"):
+        pipeline.set_adapters("large", [{"unet": 1e38 * 1e3, "text_encoder": 1.0}])
+    assert pipeline.get_active_adapters() == ["wide"]
+    assert np.array_equal(_image(pipeline), before)
+    pipeline.set_adapters("wide", 0.7)
+    assert np.array_equal(_image(pipeline), before)
+    assert loads.call_count == 0
 
 
 def test_table_names_weights_of_products(folder: Path) -> None:

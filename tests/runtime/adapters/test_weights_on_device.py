@@ -66,11 +66,11 @@ def test_initializers_agree_with_numpy(component: str, float16: bool, pipelines:
         name: DeviceWeight(weights.base("c", name, partial(table.base, name)), CPU.upload(table.base(name)), each)
         for name, each in products.items()
     }
-    weights.check(chosen.values())
+    weights.compute(chosen.values(), writes=False)
     for name, each in chosen.items():
         assert each.out is not None
         assert np.array_equal(each.out.numpy(), table.base(name))
-    weights.write(chosen.values())
+    weights.compute(chosen.values())
     same = []
     for name, each in chosen.items():
         assert each.out is not None
@@ -91,7 +91,7 @@ def test_runs_that_cross_matrices() -> None:
     place = Place("w", "columns", ((5, 4), (1, 2)))
     product = AddedProduct("w", (6, 3), place, ((LowRank("x", 1.0, down, up), 2.0),))
     weights, out = on_device(), CPU.upload(base.copy())
-    weights.write([DeviceWeight(CPU.upload(base), out, (product,))])
+    weights.compute([DeviceWeight(CPU.upload(base), out, (product,))])
     expected = base.copy()
     for row, (matrix, column) in enumerate([(0, 5), (1, 0), (1, 1), (1, 2), (0, 1), (0, 2)]):
         expected[matrix, :, column] += 2 * (row + 1) * down[0]
@@ -107,7 +107,7 @@ def test_values_beyond_the_range_are_refused(factor: float, shown: str) -> None:
     )
     weights, out = on_device(), CPU.upload(base.copy())
     with pytest.raises(WeightsError, match=rf"layer\.weight reaches {shown}.*range of float16"):
-        weights.check([DeviceWeight(CPU.upload(base), out, (product,))])
+        weights.compute([DeviceWeight(CPU.upload(base), out, (product,))], writes=False)
     assert not out.numpy().any()
 
 
