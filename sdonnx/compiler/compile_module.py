@@ -10,7 +10,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from diffusers import AutoencoderKL, ControlNetModel, PixArtTransformer2DModel, UNet2DConditionModel
@@ -29,7 +29,6 @@ from sdonnx.compiler.compiled_image_encoder import ClipVisionForward
 from sdonnx.compiler.compiled_text_encoders import ClipForward, ProjectedClipForward, T5Forward
 from sdonnx.compiler.compiled_transformer import TransformerForward
 from sdonnx.compiler.compiled_unet import UNetForward
-from sdonnx.compiler.exported_module import ExportedForward, why_not_exported
 from sdonnx.compiler.graph_cache import ModuleGraphs
 from sdonnx.compiler.graph_method import GraphMethod, GraphSignature
 from sdonnx.compiler.graph_runs import GraphRuns, graph_runs
@@ -39,6 +38,9 @@ from sdonnx.compiler.reported_type import ReportedType, UpcastDropIn
 from sdonnx.errors import OptionError
 from sdonnx.folder.folder_cache import FolderCache
 from sdonnx.runtime.device.session import Graph
+
+if TYPE_CHECKING:
+    from sdonnx.compiler.exported_module import ExportedForward
 
 __all__ = ["SUPPORTED", "CompiledModule", "compile", "compile_with", "programs_of", "why_unsupported"]
 
@@ -121,7 +123,7 @@ def compile_with(
     chosen = check_options(options)
     plain: Any = module._programs.module if isinstance(module, CompiledModule) else module
     known = isinstance(plain, torch.nn.Module) and bool(_methods_of(plain))
-    if not known and (reason := why_not_exported(plain)) is not None:
+    if not known and (reason := _why_not_exported(plain)) is not None:
         found = f"a {type(plain).__name__} that cannot be compiled: {reason}"
         raise OptionError(found, "a torch module with a forward", "pass another module")
     if known and (reason := _why_not(plain)) is not None:
@@ -175,6 +177,8 @@ class _Programs(dict[str, "_Program | ExportedForward"]):
         methods, self.reported = _methods_of(module), ReportedType(module)
         super().__init__({method.name: _Program(module, method, chosen, saved, self.reported) for method in methods})
         if not methods:
+            from sdonnx.compiler.exported_module import ExportedForward
+
             self["forward"] = ExportedForward(module, _why_not_now, chosen.check_agreement)
         self.module = module
 
@@ -355,6 +359,12 @@ def why_unsupported(module: torch.nn.Module) -> str | None:
     if not methods:
         return "its class is not supported"
     return next(filter(None, (method.why_not(module) for method in methods)), None)
+
+
+def _why_not_exported(module: Any) -> str | None:
+    from sdonnx.compiler.exported_module import why_not_exported
+
+    return why_not_exported(module)
 
 
 def _why_not(module: torch.nn.Module) -> str | None:

@@ -12,19 +12,21 @@ import shutil
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import onnx_ir as ir
 import torch
 
 from sdonnx.compiler.graph_key import GraphKey, graph_key
 from sdonnx.compiler.graph_method import GraphMethod, GraphSignature
 from sdonnx.compiler.graph_target import GraphTarget
 from sdonnx.compiler.module_description import IndescribableError
-from sdonnx.compiler.module_graph import build_model, load_model, load_saved, save_model
+from sdonnx.compiler.saved_graph import load_saved
 from sdonnx.errors import FolderError
 from sdonnx.folder.folder_cache import ENTRY, FolderCache, entry_info, graph_cache
 from sdonnx.runtime.device.session import Graph
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
 
 __all__ = ["ModuleGraphs"]
 
@@ -109,12 +111,16 @@ class ModuleGraphs:
         return type(self.module).__name__
 
     def _build(self, signature: GraphSignature) -> ir.Model:
+        from sdonnx.compiler.module_graph import build_model
+
         start = time.perf_counter()
         model = build_model(self.module, signature, self.method.prepare)
         _LOGGER.debug("built the graph of %s in %.1f s", self._name, time.perf_counter() - start)
         return model
 
     def _load_built(self, model: ir.Model, signature: GraphSignature) -> Graph:
+        from sdonnx.compiler.module_graph import load_model
+
         return load_model(model, self._name, signature.target)
 
     def _write(self, model: ir.Model, signature: GraphSignature, key: GraphKey, folder: Path) -> dict[str, Any]:
@@ -123,6 +129,8 @@ class ModuleGraphs:
         Raises:
             OSError: The folder cannot be written, or another thread changed the module meanwhile.
         """
+        from sdonnx.compiler.module_graph import save_model
+
         references = save_model(model, self.module, folder)
         if self.key(signature) != key:
             raise OSError(errno.EBUSY, "the module changed while it was compiled")

@@ -11,7 +11,7 @@ import copy
 import logging
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +19,11 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 import torch
-from onnxruntime import OrtValue
 
 from sdonnx.compiler.graph_method import GraphSignature
 from sdonnx.compiler.graph_target import REMEDY, GraphTarget
-from sdonnx.errors import FolderError, refusing
+from sdonnx.compiler.saved_graph import host_tensors, loaded_graph, ort_value
+from sdonnx.errors import refusing
 from sdonnx.export.trace import trace
 from sdonnx.folder.pipeline_folder import ONNX_MODEL, ONNX_WEIGHTS
 from sdonnx.fusions.fusion_table import StageOutcome, fuse
@@ -37,7 +37,7 @@ from sdonnx.precision.policy import Precision
 from sdonnx.runtime.device.device import Device
 from sdonnx.runtime.device.session import Graph
 
-__all__ = ["build_model", "fuse_model", "load_model", "load_saved", "save_model"]
+__all__ = ["build_model", "fuse_model", "load_model", "save_model"]
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -45,9 +45,6 @@ _LOGGER = logging.getLogger(__name__)
 _MIN_INJECTED_BYTES = 1024
 
 _PAGE = 4096  # bytes
-
-# In the message of ONNX Runtime about a graph with nodes on the CPU.
-_NOT_CAPTURED = "cannot use the graph capture feature"
 
 _NOWHERE = "in_memory"  # name of the file of external data, which does not exist
 
@@ -157,10 +154,10 @@ def load_model(model: ir.Model, name: str, target: GraphTarget) -> Graph:
         DeviceMemoryError: The device has too little memory.
     """
     with refusing(f"the module {name}", *_REMEDY), tempfile.TemporaryDirectory(prefix="sdonnx-") as at:
-        injected = {name: _ort_value(array) for name, array in _detach_weights(model.graph)}
+        injected = {name: ort_value(array) for name, array in _detach_weights(model.graph)}
         path = Path(at) / ONNX_MODEL
         ir.save(model, path)
-        return _loaded(path, target, injected)
+        return loaded_graph(path, target, injected)
 
 
 def save_model(model: ir.Model, module: torch.nn.Module, folder: Path) -> dict[str, str]:
@@ -177,7 +174,7 @@ def save_model(model: ir.Model, module: torch.nn.Module, folder: Path) -> dict[s
     Raises:
         OSError: The folder cannot be written.
     """
-    tensors = {name: tensor for name, tensor in _host_tensors(module).items() if tensor.is_contiguous()}
+    tensors = {name: tensor for name, tensor in host_tensors(module).items() if tensor.is_contiguous()}
     named = {_memory_of(tensor.numpy()): name for name, tensor in tensors.items()}
     arrays = dict(_detach_weights(model.graph))
     references = {name: named[memory] for name, array in arrays.items() if (memory := _memory_of(array)) in named}
@@ -198,37 +195,6 @@ def save_model(model: ir.Model, module: torch.nn.Module, folder: Path) -> dict[s
         for name, array in arrays.items():
             model.graph.initializers[name].const_value = ir.Tensor(array, name=name)
     return references
-
-
-def load_saved(folder: Path, references: Mapping[str, str], module: torch.nn.Module, target: GraphTarget) -> Graph:
-    """Load a model that `save_model` wrote, with parameters of an equal module.
-
-    Args:
-        folder: The folder.
-        references: The result of `save_model`.
-        module: The module.
-        target: Where the graph runs.
-
-    Raises:
-        FolderError: ONNX Runtime rejects the graph, or the module lacks a parameter.
-        DeviceMemoryError: The device has too little memory.
-    """
-    tensors = _host_tensors(module)
-    if missing := [source for source in references.values() if source not in tensors]:
-        raise FolderError(f"{folder} needs the parameter {missing[0]}", "the module's parameters", "remove the folder")
-    injected = {name: _ort_value(tensors[source].contiguous().numpy()) for name, source in references.items()}
-    return _loaded(folder / ONNX_MODEL, target, injected)
-
-
-def _loaded(path: Path, target: GraphTarget, injected: Mapping[str, OrtValue]) -> Graph:
-    """Load a graph; one that ONNX Runtime cannot capture as a CUDA graph is loaded without."""
-    try:
-        return Graph(path, target.device, capture=True, settings=target.settings, injected=injected)
-    except FolderError as error:
-        if _NOT_CAPTURED not in str(error):
-            raise
-        _LOGGER.debug("%s runs without CUDA graphs: it has nodes on the CPU", path)
-        return Graph(path, target.device, settings=target.settings, injected=injected)
 
 
 def _fake_copy(module: torch.nn.Module) -> torch.nn.Module:
@@ -260,21 +226,6 @@ def _detach_weights(graph: ir.Graph) -> Iterator[tuple[str, npt.NDArray[Any]]]:
             _NOWHERE, 0, array.nbytes, tensor.dtype, shape=ir.Shape(array.shape), name=name
         )
         yield name, array
-
-
-def _ort_value(array: npt.NDArray[Any]) -> OrtValue:
-    # With DLPack, ONNX Runtime keeps the memory alive as long as it needs it.
-    return OrtValue.from_dlpack(torch.from_numpy(array))
-
-
-def _host_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return the parameters and buffers in floating point that are in the host's memory, by name."""
-    tensors = {**dict(module.named_buffers()), **module.state_dict()}
-    return {
-        name: tensor.detach()
-        for name, tensor in tensors.items()
-        if tensor.device.type == "cpu" and tensor.dtype in (torch.float32, torch.float16)
-    }
 
 
 def _memory_of(array: npt.NDArray[Any]) -> tuple[Any, ...]:

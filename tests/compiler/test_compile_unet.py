@@ -21,7 +21,7 @@ from diffusers.models.unets.unet_2d_condition import UNet2DConditionOutput
 from support.small_modules import TEXT_WIDTH, small_unet
 
 import sdonnx
-from sdonnx.compiler import compile_module, module_graph
+from sdonnx.compiler import compile_module, saved_graph
 from sdonnx.compiler.compile_module import _Program
 from sdonnx.compiler.module_state import ModuleState
 from sdonnx.errors import FolderError, OptionError
@@ -344,7 +344,7 @@ def test_weights_stay_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         raise ValueError("no")
 
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(module_graph, "Graph", load)
+    monkeypatch.setattr(saved_graph, "Graph", load)
     with pytest.raises(FolderError, match=r"the module UNet2DConditionModel cannot be used \(ValueError: no\)"):
         sdonnx.compile(unet)
     assert 0 < sizes[0] < sum(each.nbytes for each in unet.state_dict().values())

@@ -16,7 +16,7 @@ from support.logged_lines import logged_lines
 from support.pipeline_cache import PipelineCache
 
 import sdonnx
-from sdonnx.compiler import graph_cache, module_graph
+from sdonnx.compiler import module_graph
 from sdonnx.folder.cache_root import CACHE, CACHE_LIMIT
 from sdonnx.metrics import psnr
 from sdonnx.operators.case import Array
@@ -98,7 +98,7 @@ def test_states_that_were_compiled_before_are_in_the_cache(
     torch.manual_seed(0)
     pipe.unet.add_adapter(LoraConfig(r=4, target_modules=["to_q"], init_lora_weights=False), "first")
     sdonnx.compile_pipe(pipe, ignores=("vae", "text_encoder"))
-    with mock.patch.object(graph_cache, "build_model", wraps=module_graph.build_model) as builds:
+    with mock.patch.object(module_graph, "build_model", wraps=module_graph.build_model) as builds:
         images = []
         for weight in (0.3, 0.9, 0.3):
             pipe.set_adapters(["first"], [weight])

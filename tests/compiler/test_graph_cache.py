@@ -19,7 +19,7 @@ from support.pipelines import refused
 from support.small_modules import TEXT_WIDTH, small_autoencoder, small_text_encoder, small_unet
 
 import sdonnx
-from sdonnx.compiler import graph_cache
+from sdonnx.compiler import module_graph
 from sdonnx.compiler.module_graph import build_model
 from sdonnx.errors import OptionError
 from sdonnx.folder.folder_cache import entry_info
@@ -40,7 +40,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def builds() -> Iterator[mock.Mock]:
     """Counts graphs that are built."""
-    with mock.patch.object(graph_cache, "build_model", wraps=build_model) as built:
+    with mock.patch.object(module_graph, "build_model", wraps=build_model) as built:
         yield built
 
 
@@ -219,7 +219,7 @@ def test_module_that_changes_meanwhile_is_not_cached(folder: Path, warned: list[
             module.encoder.layers[0].mlp.fc1.weight.mul_(2)
         return build_model(*arguments)
 
-    with mock.patch.object(graph_cache, "build_model", build):
+    with mock.patch.object(module_graph, "build_model", build):
         _require_equal(module, sdonnx.compile(module))
     assert list(folder.glob("[!.]*")) == []
     assert f"nothing is cached in {folder}: the module changed while it was compiled" in warned

@@ -17,7 +17,7 @@ from support.logged_lines import logged_lines
 from support.pipelines import largest_file, refused
 
 import sdonnx
-from sdonnx.compiler import graph_cache
+from sdonnx.compiler import module_graph
 from sdonnx.compiler.compile_module import CompiledModule, programs_of
 from sdonnx.compiler.module_graph import build_model
 from sdonnx.errors import FolderError, OptionError, OutputError
@@ -43,7 +43,7 @@ def saved(compiled: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def builds() -> Iterator[mock.Mock]:
     """Counts graphs that are built."""
-    with mock.patch.object(graph_cache, "build_model", wraps=build_model) as built:
+    with mock.patch.object(module_graph, "build_model", wraps=build_model) as built:
         yield built
 
 
