@@ -63,8 +63,13 @@ class ChangedInitializer:
 
     @property
     def values(self) -> Array:
-        """The values that the host has computed."""
-        assert self.computed is not None, "the device computes this initializer"
+        """The values that the host has computed.
+
+        Raises:
+            ValueError: the device computes them.
+        """
+        if self.computed is None:
+            raise ValueError("the device computes this initializer")
         return self.computed
 
 
