@@ -1,6 +1,7 @@
-"""Measure the latency of `sdonnx serve` under load, or its memory over time.
+"""Measure the latency of `sdonnx serve` under load, what batches and HTTP cost or save, or its memory over time.
 
 python scripts/load_test.py -m shapes-cpu --json docs/results/serve-load-cpu.json
+python scripts/load_test.py -m sd15 --compare_batches 1 4 8 --json docs/results/serve-batches.json
 python scripts/load_test.py -m shapes-cpu --soak_minutes 60 --json docs/results/serve-soak-cpu.json
 
 The script starts the server on 127.0.0.1. It measures the capacity with clients that each wait for their answer, then
@@ -13,9 +14,11 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import io
 import random
 import shlex
 import signal
+import statistics
 import subprocess
 import sys
 import time
@@ -34,9 +37,11 @@ import numpy as np
 from sdonnx.benchmark.files import append_json, check_writable
 from sdonnx.benchmark.record import environment
 from sdonnx.errors import OptionError, SdonnxError
+from sdonnx.runtime.pipeline import OrtDiffusionPipeline
 from sdonnx.terminal import console, guarded
 
 _CLIENTS = 16  # enough to fill the batch that runs and those that wait
+_UNTIMED = 3  # first images, which capture graphs
 _TIMEOUT_S = 300.0
 _STOP_S = 60.0
 _MEGABYTE = 1024 * 1024
@@ -77,8 +82,9 @@ class Answers:
 
 
 @contextlib.contextmanager
-def _server(folder: str, options: list[str]) -> Iterator[str]:
-    """Start a server and yield its address; it stops at the end."""
+def _server(folder: str, options: list[str]) -> Iterator[tuple[str, float]]:
+    """Start a server and yield its address and the seconds until it was ready; it stops at the end."""
+    start = time.monotonic()
     command = [sys.executable, "-m", "sdonnx", "serve", "-m", folder, "--port", "0", *options]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -87,7 +93,7 @@ def _server(folder: str, options: list[str]) -> Iterator[str]:
             line = next((each for each in lines if each.startswith(_READY)), None)
             if line is None:
                 raise SdonnxError("the server did not start", "an optimized folder", "read its message above")
-            yield line.removeprefix(_READY).partition(",")[0]
+            yield line.removeprefix(_READY).partition(",")[0], time.monotonic() - start
         finally:
             process.send_signal(signal.SIGTERM)
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -155,6 +161,56 @@ async def _load(url: str, options: argparse.Namespace) -> AsyncIterator[Load]:
         yield Load(client, options.steps, options.seed)
 
 
+async def _measure_capacity(url: str, options: argparse.Namespace, alone: bool) -> dict[str, Any]:
+    """Return the requests in a second, and with `alone` the latency of requests one after another."""
+    async with _load(url, options) as load:
+        single = Answers()
+        for _ in range(_UNTIMED + options.single if alone else 0):
+            await load._send(single, time.monotonic())
+        del single.times_s[:_UNTIMED]
+        await load.fill(options.warmup_s)
+        capacity, full = await load.fill(options.capacity_s)
+    found = {"capacity_per_s": round(capacity, 3), "at_capacity": full.record()}
+    return found | ({"one_after_another": single.record()} if alone else {})
+
+
+def _measure_in_process(options: argparse.Namespace) -> dict[str, float]:
+    """Return the median seconds of an image without a server, and of its PNG."""
+    with OrtDiffusionPipeline.from_pretrained(options.model) as pipeline:
+        pipeline.set_progress_bar_config(disable=True)
+        images, encodings = list[float](), list[float]()
+        for seed in range(_UNTIMED + options.single):
+            start = time.monotonic()
+            image = pipeline(_PROMPTS[seed % len(_PROMPTS)], num_inference_steps=options.steps, seed=seed).images[0]
+            drawn = time.monotonic()
+            image.save(io.BytesIO(), "PNG")
+            images.append(drawn - start)
+            encodings.append(time.monotonic() - drawn)
+    return {
+        "image_s": round(statistics.median(images[_UNTIMED:]), 4),
+        "png_s": round(statistics.median(encodings[_UNTIMED:]), 4),
+    }
+
+
+def _compare_batches(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the capacity with each size of batches, the first of which is without, and what HTTP and the queue add."""
+    servers = {}
+    for index, size in enumerate(options.compare_batches):
+        with _server(options.model, ["--max_batch_size", str(size)]) as (url, ready_s):
+            found = asyncio.run(_measure_capacity(url, options, not index))
+        servers[str(size)] = {"ready_s": round(ready_s, 3), **found}
+    first = servers[str(options.compare_batches[0])]
+    alone = _measure_in_process(options)
+    added = first["one_after_another"]["latency_s"]["p50"] - alone["image_s"] - alone["png_s"]
+    return {
+        "clients_at_capacity": _CLIENTS,
+        "by_max_batch_size": servers,
+        "speedup": {size: round(each["capacity_per_s"] / first["capacity_per_s"], 3) for size, each in servers.items()},
+        "in_process": alone,
+        "added_by_server_s": round(added, 4),
+    }
+
+
 async def _measure_latency(url: str, options: argparse.Namespace) -> dict[str, Any]:
     async with _load(url, options) as load:
         await load.fill(options.warmup_s)
@@ -196,11 +252,14 @@ def _run(options: argparse.Namespace) -> int:
     if options.json is not None:
         check_writable(options.json)
     surroundings = environment()
-    measure = _measure_memory if options.soak_minutes else _measure_latency
-    with _server(options.model, []) as url:
-        found = asyncio.run(measure(url, options))
+    name, measure = ("soak", _measure_memory) if options.soak_minutes else ("load", _measure_latency)
+    if options.compare_batches:
+        name, found = "batches", _compare_batches(options)
+    else:
+        with _server(options.model, []) as (url, _):
+            found = asyncio.run(measure(url, options))
     record = {
-        "benchmark": "serve soak" if options.soak_minutes else "serve load",
+        "benchmark": f"serve {name}",
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": f"python {shlex.join(sys.argv)}",
         "environment": surroundings,
@@ -224,6 +283,7 @@ def main() -> int:
     add("--capacity_s", type=float, default=20, help="seconds to measure the capacity (%(default)s)")
     add("--seconds", type=float, default=120, help="seconds in which requests arrive (%(default)s)")
     add("--single", type=int, default=10, help="requests that are sent one after another (%(default)s)")
+    add("--compare_batches", type=int, nargs="+", help="measure the capacity with these sizes of batches instead")
     add("--soak_minutes", type=int, default=0, help="measure the memory for so many minutes instead")
     add("--seed", type=int, default=0, help="seed of the prompts and the times (%(default)s)")
     add("--json", type=Path, default=None, help="append the measurement to this file")
