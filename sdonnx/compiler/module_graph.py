@@ -177,7 +177,11 @@ def save_model(model: ir.Model, module: torch.nn.Module, folder: Path) -> dict[s
     Raises:
         OSError: The folder cannot be written.
     """
-    tensors = {name: tensor for name, tensor in _host_tensors(module).items() if tensor.is_contiguous()}
+    tensors = {
+        name: tensor
+        for name, tensor in _float_tensors(module).items()
+        if tensor.device.type == "cpu" and tensor.is_contiguous()
+    }
     named = {_memory_of(tensor.numpy()): name for name, tensor in tensors.items()}
     arrays = dict(_detach_weights(model.graph))
     references = {name: named[memory] for name, array in arrays.items() if (memory := _memory_of(array)) in named}
@@ -213,10 +217,10 @@ def load_saved(folder: Path, references: Mapping[str, str], module: torch.nn.Mod
         FolderError: ONNX Runtime rejects the graph, or the module lacks a parameter.
         DeviceMemoryError: The device has too little memory.
     """
-    tensors = _host_tensors(module)
+    tensors = _float_tensors(module)
     if missing := [source for source in references.values() if source not in tensors]:
         raise FolderError(f"{folder} needs the parameter {missing[0]}", "the module's parameters", "remove the folder")
-    injected = {name: _ort_value(tensors[source].contiguous().numpy()) for name, source in references.items()}
+    injected = {name: _ort_value(tensors[source].cpu().contiguous().numpy()) for name, source in references.items()}
     return _loaded(folder / ONNX_MODEL, target, injected)
 
 
@@ -267,14 +271,10 @@ def _ort_value(array: npt.NDArray[Any]) -> OrtValue:
     return OrtValue.from_dlpack(torch.from_numpy(array))
 
 
-def _host_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return the parameters and buffers in floating point that are in the host's memory, by name."""
+def _float_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return the parameters and buffers in float32 and float16, by name."""
     tensors = {**dict(module.named_buffers()), **module.state_dict()}
-    return {
-        name: tensor.detach()
-        for name, tensor in tensors.items()
-        if tensor.device.type == "cpu" and tensor.dtype in (torch.float32, torch.float16)
-    }
+    return {name: tensor.detach() for name, tensor in tensors.items() if tensor.dtype in (torch.float32, torch.float16)}
 
 
 def _memory_of(array: npt.NDArray[Any]) -> tuple[Any, ...]:
