@@ -33,6 +33,7 @@ from sdonnx.compiler.graph_cache import ModuleGraphs
 from sdonnx.compiler.graph_method import GraphMethod, GraphSignature
 from sdonnx.compiler.graph_runs import GraphRuns, graph_runs
 from sdonnx.compiler.graph_target import target_of, why_no_target
+from sdonnx.compiler.host_weights import HostedDropIn, HostWeights
 from sdonnx.compiler.module_state import ModuleState, has_inner_hooks
 from sdonnx.compiler.reported_type import ReportedType, UpcastDropIn
 from sdonnx.errors import OptionError
@@ -42,7 +43,7 @@ from sdonnx.runtime.device.session import Graph
 if TYPE_CHECKING:
     from sdonnx.compiler.exported_module import ExportedForward
 
-__all__ = ["SUPPORTED", "CompiledModule", "compile", "compile_with", "programs_of", "why_unsupported"]
+__all__ = ["SUPPORTED", "CompiledModule", "compile", "compile_with", "programs_of", "restore", "why_unsupported"]
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -97,7 +98,8 @@ def compile(module: _Module, options: Mapping[str, Any] | str | None = None, *, 
         options: Options as OneDiff's users write them, as a dictionary or JSON (`sdonnx.compiler.compile_options`).
             `{"options": {"check_agreement": True}}` compares the first result of each graph with the module's own; if
             a tensor differs by a relative error above 1e-3 (2e-2 in float16), torch computes the calls, with a line in
-            the log.
+            the log. `{"options": {"freezing": True}}` moves the module's own weights from the GPU to the host's memory
+            after compiling: then call the drop-in only, which moves them back for calls that torch computes.
         backend: OneDiff's name of a backend, without effect.
 
     Raises:
@@ -111,7 +113,11 @@ def compile(module: _Module, options: Mapping[str, Any] | str | None = None, *, 
 
 
 def compile_with(
-    module: _Module, options: Mapping[str, Any] | str | None = None, saved: FolderCache | None = None
+    module: _Module,
+    options: Mapping[str, Any] | str | None = None,
+    saved: FolderCache | None = None,
+    *,
+    freezing: bool = False,
 ) -> _Module:
     """Compile a module as `compile` does.
 
@@ -119,14 +125,17 @@ def compile_with(
         module: The module.
         options: Options.
         saved: Entries in which graphs are searched before the user's cache.
+        freezing: Default of the option of this name.
     """
     chosen = check_options(options)
-    plain: Any = module._programs.module if isinstance(module, CompiledModule) else module
+    before = module._programs if isinstance(module, CompiledModule) else None
+    plain: Any = before.module if before is not None else module
+    weights = before.weights if before is not None else _weights_of(plain)
     known = isinstance(plain, torch.nn.Module) and bool(_methods_of(plain))
     if not known and (reason := _why_not_exported(plain)) is not None:
         found = f"a {type(plain).__name__} that cannot be compiled: {reason}"
         raise OptionError(found, "a torch module with a forward", "pass another module")
-    if known and (reason := _why_not(plain)) is not None:
+    if known and (reason := _why_not(plain, weights.device)) is not None:
         remedy = "call it without sdonnx.compile"
         if why_unsupported(plain) is None:
             remedy = f"change the module (module.float(), module.eval(), module.to('cpu')), or {remedy}"
@@ -135,10 +144,13 @@ def compile_with(
             f"one of {_CLASSES} in evaluation mode, in float32 on the CPU, or in float16 or float32 on a GPU",
             remedy,
         )
+    weights.wanted = (freezing or weights.wanted) if chosen.freezing is None else chosen.freezing
+    if not weights.wanted:
+        weights.restore()
     base: Any = type(plain)
     compiled = object.__new__(_compiled_class(base))
     object.__setattr__(compiled, "__dict__", vars(plain))
-    object.__setattr__(compiled, "_programs", _Programs(plain, chosen, saved))
+    object.__setattr__(compiled, "_programs", _Programs(plain, chosen, saved, weights))
     return cast(_Module, compiled)
 
 
@@ -155,7 +167,14 @@ class CompiledModule:
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Reduce the module without its graphs."""
         module = self._programs.module
+        self._programs.weights.restore()  # the copy is computed in torch
         return object.__new__, (type(module),), vars(module)
+
+
+def restore(module: torch.nn.Module) -> None:
+    """Move the weights of a drop-in back to its device if they are in the host's memory."""
+    if isinstance(module, CompiledModule):
+        module._programs.weights.restore()
 
 
 def programs_of(module: Any) -> dict[str, _Program]:
@@ -170,12 +189,18 @@ class _Programs(dict[str, "_Program | ExportedForward"]):
 
     Attributes:
         module: the module, which torch computes.
+        weights: where its weights are.
         reported: the type that the drop-in reports.
     """
 
-    def __init__(self, module: torch.nn.Module, chosen: CompileOptions, saved: FolderCache | None) -> None:
-        methods, self.reported = _methods_of(module), ReportedType(module)
-        super().__init__({method.name: _Program(module, method, chosen, saved, self.reported) for method in methods})
+    def __init__(
+        self, module: torch.nn.Module, chosen: CompileOptions, saved: FolderCache | None, weights: HostWeights
+    ) -> None:
+        methods, self.weights, self.reported = _methods_of(module), weights, ReportedType(module, weights)
+        made = {method.name: _Program(module, method, chosen, saved, weights, self.reported) for method in methods}
+        super().__init__(made)
+        if not chosen.check_agreement:  # it needs torch at the first call
+            weights.settle()
         if not methods:
             from sdonnx.compiler.exported_module import ExportedForward
 
@@ -202,6 +227,7 @@ class _Program:
         method: The method.
         chosen: Options.
         saved: Entries in which graphs are searched before the user's cache.
+        weights: Where the weights are.
         reported: The type of inputs and outputs.
 
     Attributes:
@@ -214,10 +240,12 @@ class _Program:
         method: GraphMethod,
         chosen: CompileOptions,
         saved: FolderCache | None,
+        weights: HostWeights,
         reported: ReportedType,
     ) -> None:
-        self.graphs = ModuleGraphs(module, method, saved)
-        self._module, self._method, self._chosen, self._reported = module, method, chosen, reported
+        self.graphs = ModuleGraphs(module, method, saved, weights)
+        self._module, self._method, self._chosen = module, method, chosen
+        self._weights, self._reported = weights, reported
         self._in_class: Callable[..., Any] = getattr(type(module), method.name)
         self._class_name = type(module).__name__
         self._signature = inspect.signature(getattr(module, method.name))
@@ -255,7 +283,10 @@ class _Program:
         if isinstance(outputs, str):
             return self._in_torch(outputs, *args, **kwargs)
         result = self._method.result(outputs, arguments)
-        return built.check.checked(result, lambda: self._torch_result(*args, **kwargs))
+        result = built.check.checked(result, lambda: self._torch_result(args, kwargs, is_check=True))
+        if not built.check.failed:
+            self._weights.settle()
+        return result
 
     @staticmethod
     def _overlaps(built: _Build) -> bool:
@@ -293,8 +324,10 @@ class _Program:
 
     def _build(self, variant: Any) -> _Build:
         start = time.perf_counter()
-        signature = replace(self._method.signature(self._module, variant), target=target_of(self._module))
-        state = ModuleState(self._module, self._method.ignored, self._method.ignored_inside)
+        target = target_of(self._module, self._weights.device)
+        signature = replace(self._method.signature(self._module, variant), target=target)
+        ignored = self._method.ignored, self._method.ignored_inside
+        state = self._weights.compiled(lambda: ModuleState(self._module, *ignored))
         graph = self.graphs.load(signature)
         _LOGGER.debug("compiled %s in %.1f s", self._class_name, time.perf_counter() - start)
         is_half = signature.target.precision == "float16"
@@ -309,8 +342,8 @@ class _Program:
         """
         with self._lock:
             built = self._built
-            changed = built is None or not built.state.is_current(self._module)
-            if changed and (reason := _why_not(self._module)) is not None:
+            changed = built is None or not self._weights.is_current(built.state)
+            if changed and (reason := _why_not(self._module, self._weights.device)) is not None:
                 return reason
             before = None if built is None else built.signature.variant
             variant = self._method.variant(self._module, arguments, before)
@@ -333,16 +366,21 @@ class _Program:
         if reason not in self._logged:
             self._logged.add(reason)
             _LOGGER.warning("torch computes a call of %s: %s", self._class_name, reason)
-        return self._torch_result(*args, **kwargs)
+        return self._torch_result(args, kwargs)
 
-    def _torch_result(self, *args: Any, **kwargs: Any) -> Any:
-        with self._reported.for_torch(args, kwargs) as (given, named):
+    def _torch_result(self, args: Sequence[Any], kwargs: Mapping[str, Any], *, is_check: bool = False) -> Any:
+        with self._weights.on_device(again=is_check), self._reported.for_torch(args, kwargs) as (given, named):
             return self._in_class(self._module, *given, **named)
 
 
 def _methods_of(module: torch.nn.Module) -> Sequence[GraphMethod]:
     """Return the methods of a module that graphs can compute; none for other classes, and subclasses with their own."""
     return _methods_in(type(module))
+
+
+def _weights_of(module: Any) -> HostWeights:
+    methods = _methods_of(module)
+    return HostWeights(module, {name for method in methods for name in method.called_directly})
 
 
 def _methods_in(made: type[Any]) -> Sequence[GraphMethod]:
@@ -367,19 +405,20 @@ def _why_not_exported(module: Any) -> str | None:
     return why_not_exported(module)
 
 
-def _why_not(module: torch.nn.Module) -> str | None:
+def _why_not(module: torch.nn.Module, home: torch.device | None) -> str | None:
     """Return why a module cannot be compiled as it is now, or None."""
     if (reason := why_unsupported(module)) is not None:
         return reason
-    return _why_not_now(module, on_gpu=True)
+    return _why_not_now(module, True, home)
 
 
-def _why_not_now(module: torch.nn.Module, on_gpu: bool = False) -> str | None:
+def _why_not_now(module: torch.nn.Module, on_gpu: bool = False, home: torch.device | None = None) -> str | None:
     """Return why a module of any class cannot be compiled as it is now, or None.
 
     Args:
         module: The module.
         on_gpu: Whether it may be on a GPU.
+        home: The device of the module if its weights are in the host's memory.
     """
     if module.training:
         return "it is in training mode"
@@ -387,7 +426,7 @@ def _why_not_now(module: torch.nn.Module, on_gpu: bool = False) -> str | None:
         return "its forward was replaced"
     if has_inner_hooks(module):
         return "submodules have hooks"
-    return why_no_target(module, on_gpu)
+    return why_no_target(module, on_gpu, home)
 
 
 @functools.cache
@@ -395,8 +434,10 @@ def _compiled_class(base: Any) -> type[Any]:
     """Return the class of drop-ins for a class; it has its name, by which diffusers saves and loads models."""
     names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
     methods = _methods_in(base)
-    bases = (CompiledModule, UpcastDropIn, base) if any(each.upcasts for each in methods) else (CompiledModule, base)
-    made = type(base.__name__, bases, names)
+    bases: list[type[Any]] = [CompiledModule]
+    bases += [UpcastDropIn] if any(each.upcasts for each in methods) else []
+    bases += [HostedDropIn] if methods else []
+    made = type(base.__name__, (*bases, base), names)
     for name in [method.name for method in methods] or ["forward"]:
         setattr(made, name, _compiled_method(base, name))
     return made

@@ -1,8 +1,9 @@
 """Options of `compile` and `compile_pipe` in the form of OneDiff's nexfort backend.
 
 They are a dictionary or JSON with some of the keys `mode`, `memory_format`, `dynamic` and `options`; a string that does
-not begin with a brace is a mode. A mode is a list of words with colons: "max-optimize:low-precision:cache-all". No word
-has an effect so far; unknown ones are an error, as they may be misspelled. Of `options`, `check_agreement` has one.
+not begin with a brace is a mode. A mode is a list of words with colons: "max-optimize:low-precision:cache-all". Of the
+words, `freezing` has an effect; unknown ones are an error, as they may be misspelled. Of `options`, `check_agreement`
+and `freezing` have one.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 
 from sdonnx.errors import OptionError
 
-__all__ = ["CHECK_AGREEMENT", "MODES", "CompileOptions", "check_backend", "check_options"]
+__all__ = ["CHECK_AGREEMENT", "FREEZING", "MODES", "CompileOptions", "check_backend", "check_options"]
 
 MODES: Mapping[str, str] = MappingProxyType(
     {
@@ -25,7 +26,7 @@ MODES: Mapping[str, str] = MappingProxyType(
         "max-autotune": "no effect: kernels are chosen by heuristics and short measurements anyway",
         "benchmark": "no effect",
         "cudagraphs": "no effect: graphs on a GPU are captured anyway",
-        "freezing": "no effect: weights are constants of the graph",
+        "freezing": "torch's copy of the weights leaves the GPU after compiling, the default of compile_pipe",
         "low-precision": "no effect: a graph computes in the type of the module",
         "cache-all": "no effect: graphs are cached on disk anyway",
         "quant": "no effect: quantize a folder instead",
@@ -38,6 +39,9 @@ MODES: Mapping[str, str] = MappingProxyType(
 CHECK_AGREEMENT = "check_agreement"
 """The key of `options` in the options that requests `sdonnx.compiler.agreement_check.AgreementCheck`."""
 
+FREEZING = "freezing"
+"""The key of `options`, and the word of a mode, that request `sdonnx.compiler.host_weights.HostWeights`."""
+
 
 @dataclass(frozen=True)
 class CompileOptions:
@@ -45,9 +49,11 @@ class CompileOptions:
 
     Attributes:
         check_agreement: Whether the first result of each graph is compared with the module's own.
+        freezing: Whether torch's copy of the weights leaves the GPU; None for the default of the function.
     """
 
     check_agreement: bool = False
+    freezing: bool | None = None
 
 
 _FORMATS = ("preserve_format", "contiguous_format", "channels_last")
@@ -74,13 +80,7 @@ def check_options(options: Mapping[str, Any] | str | None) -> CompileOptions:
     content = _parsed(options)
     if unknown := sorted(str(key) for key in content.keys() - set(_KEYS)):
         raise OptionError(f"the option {unknown[0]!r} is unknown", f"some of {', '.join(_KEYS)}", "leave it out")
-    mode = content.get("mode")
-    if mode is not None:
-        words = mode.split(":") if isinstance(mode, str) else [repr(mode)]
-        if wrong := [word for word in words if word not in MODES]:
-            raise OptionError(
-                f"the mode {wrong[0]!r} is unknown", f"some of {', '.join(MODES)}, with colons", "correct it"
-            )
+    words = _words(content.get("mode"))
     chosen = content.get("memory_format")
     if chosen is not None and str(chosen).removeprefix("torch.") not in _FORMATS:
         raise OptionError(f"the memory_format {chosen!r} is unknown", f"one of {', '.join(_FORMATS)}", "correct it")
@@ -89,10 +89,23 @@ def check_options(options: Mapping[str, Any] | str | None) -> CompileOptions:
     inner = content.get("options") or {}
     if not isinstance(inner, Mapping):
         raise OptionError(f"options is {content['options']!r}", "an object", "leave it out")
-    check = inner.get(CHECK_AGREEMENT)
-    if check not in (None, True, False):
-        raise OptionError(f"{CHECK_AGREEMENT} is {check!r}", "true or false", "correct it")
-    return CompileOptions(bool(check))
+    for name in (CHECK_AGREEMENT, FREEZING):
+        if inner.get(name) not in (None, True, False):
+            raise OptionError(f"{name} is {inner[name]!r}", "true or false", "correct it")
+    freezing = inner.get(FREEZING)
+    if freezing is None and FREEZING in words:
+        freezing = True
+    return CompileOptions(bool(inner.get(CHECK_AGREEMENT)), None if freezing is None else bool(freezing))
+
+
+def _words(mode: Any) -> list[str]:
+    """Return the words of a mode."""
+    if mode is None:
+        return []
+    words = mode.split(":") if isinstance(mode, str) else [repr(mode)]
+    if wrong := [word for word in words if word not in MODES]:
+        raise OptionError(f"the mode {wrong[0]!r} is unknown", f"some of {', '.join(MODES)}, with colons", "correct it")
+    return words
 
 
 def _parsed(options: Mapping[str, Any] | str | None) -> Mapping[str, Any]:

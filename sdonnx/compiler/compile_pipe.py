@@ -8,11 +8,12 @@ from typing import Any, TypeVar
 
 import torch
 
-from sdonnx.compiler.compile_module import SUPPORTED, compile, why_unsupported
+from sdonnx.compiler.compile_module import SUPPORTED, compile_with, restore, why_unsupported
 from sdonnx.compiler.compile_options import check_backend, check_options
 from sdonnx.errors import OptionError
+from sdonnx.folder.folder_cache import FolderCache
 
-__all__ = ["compile_pipe", "modules_of"]
+__all__ = ["compile_parts", "compile_pipe", "modules_of"]
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -32,6 +33,9 @@ def compile_pipe(
     Components whose class or configuration is not supported, such as a safety checker, stay as they are, with a line in
     the log. The pipeline's scheduler, tokenizers, callbacks and arguments are those of diffusers, and its images agree
     with those from before up to rounding.
+
+    On a GPU, torch's copy of the weights moves to the host's memory, and back for calls that torch computes. Changes of
+    weights are noticed there. `{"options": {"freezing": False}}` keeps it on the GPU.
 
     Args:
         pipe: A pipeline of diffusers: in float32 on the CPU, or in float16 or float32 on a GPU.
@@ -57,14 +61,37 @@ def compile_pipe(
             f"one of {', '.join(each.__name__ for each in SUPPORTED)}",
             "pass another pipeline, or ignore less",
         )
-    # Nothing is replaced unless all of them can be compiled.
-    compiled = {name: compile(part, options) for name, part in chosen.items()}
-    for name, part in compiled.items():
-        setattr(pipe, name, part)
+    compile_parts(pipe, chosen, options)
     for name, reason in reasons.items():
         if reason is not None:
             _LOGGER.info("the %s stays in torch: %s", name, reason)
     return pipe
+
+
+def compile_parts(
+    pipe: Any,
+    parts: Mapping[str, torch.nn.Module],
+    options: Mapping[str, Any] | str | None,
+    saved: FolderCache | None = None,
+) -> None:
+    """Replace components of a pipeline by drop-ins; none of them unless all can be compiled.
+
+    Args:
+        pipe: The pipeline.
+        parts: The components, by name.
+        options: See `sdonnx.compile`.
+        saved: Entries in which graphs are searched before the user's cache.
+    """
+    compiled: dict[str, torch.nn.Module] = {}
+    try:
+        for name, part in parts.items():
+            compiled[name] = compile_with(part, options, saved, freezing=True)
+    except BaseException:
+        for part in compiled.values():
+            restore(part)  # the pipeline goes on in torch
+        raise
+    for name, part in compiled.items():
+        setattr(pipe, name, part)
 
 
 def modules_of(pipe: Any, ignores: Collection[str]) -> dict[str, torch.nn.Module]:

@@ -79,6 +79,7 @@ class ClipForward(EncoderForward):
     outputs: tuple[TensorSpec, ...] = (LAST_HIDDEN_STATE, POOLER_OUTPUT, HIDDEN_STATES)
     wrapper: type[Wrapper] = LayeredTextEncoder
     refused = ("attention_mask", "position_ids")
+    called_directly = frozenset({"final_layer_norm"})  # diffusers applies it to hidden states for `clip_skip`
 
     def why_not(self, module: torch.nn.Module) -> str | None:
         config: Any = module.config

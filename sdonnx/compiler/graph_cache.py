@@ -19,6 +19,7 @@ import torch
 from sdonnx.compiler.graph_key import GraphKey, graph_key
 from sdonnx.compiler.graph_method import GraphMethod, GraphSignature
 from sdonnx.compiler.graph_target import GraphTarget
+from sdonnx.compiler.host_weights import HostWeights
 from sdonnx.compiler.module_description import IndescribableError
 from sdonnx.compiler.saved_graph import load_saved
 from sdonnx.errors import FolderError
@@ -44,10 +45,18 @@ class ModuleGraphs:
         module: The module, in evaluation mode.
         method: The method.
         saved: Entries that are searched before the user's cache, and to which nothing is added; None for none.
+        weights: Where the weights of the module are.
     """
 
-    def __init__(self, module: torch.nn.Module, method: GraphMethod, saved: FolderCache | None = None) -> None:
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        method: GraphMethod,
+        saved: FolderCache | None = None,
+        weights: HostWeights | None = None,
+    ) -> None:
         self.module = module
+        self.weights = weights or HostWeights(module)
         self.method = method
         self.saved = saved
 
@@ -104,7 +113,8 @@ class ModuleGraphs:
         Raises:
             IndescribableError: The module cannot be described in other processes.
         """
-        return graph_key(self.module, signature, self.method, _target_parts(signature.target))
+        target = _target_parts(signature.target)
+        return graph_key(self.module, signature, self.method, target, self.weights.places())
 
     @property
     def _name(self) -> str:

@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import onnxruntime
@@ -59,7 +60,11 @@ class GraphKey:
 
 
 def graph_key(
-    module: torch.nn.Module, signature: GraphSignature, method: GraphMethod, target: Mapping[str, str]
+    module: torch.nn.Module,
+    signature: GraphSignature,
+    method: GraphMethod,
+    target: Mapping[str, str],
+    places: Mapping[int, torch.device] = MappingProxyType({}),
 ) -> GraphKey:
     """Return the key of the graph of a method.
 
@@ -68,6 +73,8 @@ def graph_key(
         signature: The signature of the graph.
         method: The method.
         target: All that the graph depends on besides the module: provider, precision, generation of the GPU, options.
+        places: The devices of tensors that are in the host's memory for now (`HostWeights.places`): the key is that of
+            the module on its device.
 
     Raises:
         IndescribableError: The module has a part that has no description in other processes.
@@ -88,7 +95,7 @@ def graph_key(
             "code": _code_digest(),
             "call": call.hexdigest(),
             "structure": structure.hexdigest(),
-            "weights": tensors_digest(structure.tensors),
+            "weights": tensors_digest(structure.tensors, places),
         }
     )
 

@@ -43,6 +43,7 @@ class GraphMethod(ABC):
         name: Name of the method.
         compiles_first: Whether its graph is compiled with the module, rather than by its first call.
         upcasts: Whether pipelines may convert the module to float32 for a call (`UpcastDropIn`).
+        called_directly: Names of submodules that pipelines call themselves, whose weights stay on the device.
         ignored: Attributes of the module that do not change the graph.
         ignored_inside: Attributes of submodules that do not change the graph, by the class of the submodule.
     """
@@ -50,6 +51,7 @@ class GraphMethod(ABC):
     name: str = "forward"
     compiles_first: bool = True
     upcasts: bool = False
+    called_directly: frozenset[str] = frozenset()
     ignored: frozenset[str] = frozenset()
     ignored_inside: Mapping[type, frozenset[str]] = MappingProxyType({})
 

@@ -51,20 +51,22 @@ def host_target() -> GraphTarget:
     return GraphTarget(device_for("cpu"), torch.float32)
 
 
-def why_no_target(module: torch.nn.Module, on_gpu: bool) -> str | None:
+def why_no_target(module: torch.nn.Module, on_gpu: bool, home: torch.device | None = None) -> str | None:
     """Return why no graph can have the weights of a module as they are, or None.
 
     Args:
         module: The module.
         on_gpu: Whether it may be on a GPU.
+        home: The device of the module if weights of it are in the host's memory (`HostWeights.device`).
     """
     device = None
     for name, tensor in module.named_parameters():
-        if tensor.device.type not in (_TYPES if on_gpu else ("cpu",)):
-            return f"{name} is on {tensor.device}"
-        if device is not None and tensor.device != device:
-            return f"{name} is on {tensor.device}, other weights are on {device}"
-        device = tensor.device
+        place = home if home is not None and tensor.device.type == "cpu" else tensor.device
+        if place.type not in (_TYPES if on_gpu else ("cpu",)):
+            return f"{name} is on {place}"
+        if device is not None and place != device:
+            return f"{name} is on {place}, other weights are on {device}"
+        device = place
         if tensor.dtype not in _TYPES[device.type]:
             return f"{name} is {tensor.dtype}"
         if tensor.is_inference():
@@ -72,19 +74,24 @@ def why_no_target(module: torch.nn.Module, on_gpu: bool) -> str | None:
     return None
 
 
-def target_of(module: torch.nn.Module) -> GraphTarget:
+def target_of(module: torch.nn.Module, home: torch.device | None = None) -> GraphTarget:
     """Return the target of a module: the device and the type of its weights, float16 if any of them is.
 
     On a GPU, kernels on which no verdict is known are checked first (`sdonnx doctor`).
+
+    Args:
+        module: The module.
+        home: The device of the module if its weights are in the host's memory (`HostWeights.device`).
 
     Raises:
         ProviderError: ONNX Runtime cannot use the GPU.
     """
     parameters = list(module.parameters())
-    if not parameters or parameters[0].device.type == "cpu":
+    device = home or (parameters[0].device if parameters else torch.device("cpu"))
+    if device.type == "cpu":
         return host_target()
     is_half = any(tensor.dtype == torch.float16 for tensor in parameters)
-    return _gpu_target(parameters[0].device.index or 0, torch.float16 if is_half else torch.float32)
+    return _gpu_target(device.index or 0, torch.float16 if is_half else torch.float32)
 
 
 @functools.cache

@@ -22,7 +22,7 @@ import torch
 
 from sdonnx.compiler.graph_method import GraphSignature
 from sdonnx.compiler.graph_target import REMEDY, GraphTarget
-from sdonnx.compiler.saved_graph import host_tensors, loaded_graph, ort_value
+from sdonnx.compiler.saved_graph import float_tensors, loaded_graph, ort_value
 from sdonnx.errors import refusing
 from sdonnx.export.trace import trace
 from sdonnx.folder.pipeline_folder import ONNX_MODEL, ONNX_WEIGHTS
@@ -174,7 +174,11 @@ def save_model(model: ir.Model, module: torch.nn.Module, folder: Path) -> dict[s
     Raises:
         OSError: The folder cannot be written.
     """
-    tensors = {name: tensor for name, tensor in host_tensors(module).items() if tensor.is_contiguous()}
+    tensors = {
+        name: tensor
+        for name, tensor in float_tensors(module).items()
+        if tensor.device.type == "cpu" and tensor.is_contiguous()
+    }
     named = {_memory_of(tensor.numpy()): name for name, tensor in tensors.items()}
     arrays = dict(_detach_weights(model.graph))
     references = {name: named[memory] for name, array in arrays.items() if (memory := _memory_of(array)) in named}

@@ -19,6 +19,8 @@ CAPTURES = "_output_capturing_hooks_installed"
 
 _PROBES = 4  # values of each tensor that are compared
 
+_PROBED = (torch.float32, torch.float16)
+
 _PLAIN = (bool, int, float, str)  # attributes that are compared by value; others by identity
 
 
@@ -27,7 +29,7 @@ class ModuleState:
 
     A later change is noticed by the identity of submodules, tensors and attributes, by the address and the version
     counter of each tensor, and by four of its values. The values are for writes through `.data`, as diffusers'
-    `EMAModel.copy_to` makes them: torch does not count them. On a GPU, values are not compared.
+    `EMAModel.copy_to` makes them: torch does not count them. Those of tensors on a GPU are not compared.
 
     The state keeps the memory of replaced tensors alive until it is released, so that no new tensor can have the same
     address.
@@ -47,27 +49,36 @@ class ModuleState:
         self._ignored, self._ignored_inside = frozenset(ignored), ignored_inside
         self._parts = list(_parts(module, self._ignored, self._ignored_inside))
         self._snapshot = ModuleSnapshot(module)
-        tensors = list({id(each): each for each in self._parts if isinstance(each, torch.Tensor)}.values())
-        self._tensors = [(tensor, tensor.detach()) for tensor in tensors]
-        self._versions = _versions(tensors)
-        self._probes = [view for tensor in tensors if (view := _probe(tensor.detach())) is not None]
+        self._tensors = list({id(each): each for each in self._parts if isinstance(each, torch.Tensor)}.values())
+        self.renew()
+
+    def renew(self) -> None:
+        """Take the memory and the values of the tensors as they are now."""
+        self._memory: list[torch.Tensor] | None = [tensor.detach() for tensor in self._tensors]
+        self._versions = _versions(self._tensors)
+        self._probes = [view for tensor in self._memory if (view := _probe(tensor)) is not None]
         self._values = self._probed()
+
+    def release(self) -> None:
+        """Release the memory of the tensors; until `renew`, every module counts as changed."""
+        self._memory, self._probes = None, []
 
     def is_current(self, module: torch.nn.Module) -> bool:
         """Return whether a module has not changed since."""
+        if self._memory is None:
+            return False
         if not self._snapshot.is_same():
             # An attribute may have been replaced by an equal one, or may not count.
             if not same_attributes(self._parts, list(_parts(module, self._ignored, self._ignored_inside))):
                 return False
             self._snapshot = ModuleSnapshot(module)
-        tensors = [tensor for tensor, _ in self._tensors]
         # A probe is only read while its tensor has the same memory.
-        return _versions(tensors) == self._versions and self._probed() == self._values
+        return _versions(self._tensors) == self._versions and self._probed() == self._values
 
     @property
     def requires_grad(self) -> bool:
         """Whether a tensor of the module requires a gradient."""
-        return any(tensor.requires_grad for tensor, _ in self._tensors)
+        return any(tensor.requires_grad for tensor in self._tensors)
 
     def _probed(self) -> bytes:
         return np.concatenate(self._probes).tobytes() if self._probes else b""
@@ -143,8 +154,8 @@ def _versions(tensors: list[torch.Tensor]) -> list[tuple[int, int]]:
 
 
 def _probe(tensor: torch.Tensor) -> npt.NDArray[Any] | None:
-    """Return a view of a few values of a tensor, or None if it is no dense float32 tensor on the CPU."""
-    if tensor.device.type != "cpu" or tensor.dtype != torch.float32 or not tensor.numel():
+    """Return a view of a few values of a tensor, or None if it is no dense tensor of floats on the CPU."""
+    if tensor.device.type != "cpu" or tensor.dtype not in _PROBED or not tensor.numel():
         return None
     is_dense = tensor.is_contiguous() or tensor.is_contiguous(memory_format=torch.channels_last)
     if not is_dense:

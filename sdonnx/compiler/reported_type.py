@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from sdonnx.compiler.graph_target import why_no_target
+from sdonnx.compiler.host_weights import HostWeights
 
 __all__ = ["ReportedType", "UpcastDropIn"]
 
@@ -26,10 +27,11 @@ class ReportedType:
 
     Args:
         module: The module, which torch computes.
+        weights: Where its weights are.
     """
 
-    def __init__(self, module: torch.nn.Module) -> None:
-        self._module = module
+    def __init__(self, module: torch.nn.Module, weights: HostWeights) -> None:
+        self._module, self._weights = module, weights
         self._wanted = self._logged = False
 
     @property
@@ -108,7 +110,7 @@ class ReportedType:
         """Return whether pipelines convert the module, and graphs compute it with its weights in float16."""
         config: Any = getattr(self._module, "config", {})
         is_half = bool(config.get("force_upcast")) and self._types() == {torch.float16}
-        return is_half and why_no_target(self._module, on_gpu=True) is None
+        return is_half and why_no_target(self._module, True, self._weights.device) is None
 
 
 class UpcastDropIn:

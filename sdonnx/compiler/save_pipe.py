@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import sdonnx
-from sdonnx.compiler.compile_module import compile_with, programs_of
+from sdonnx.compiler.compile_module import programs_of
 from sdonnx.compiler.compile_options import check_options
-from sdonnx.compiler.compile_pipe import modules_of
+from sdonnx.compiler.compile_pipe import compile_parts, modules_of
 from sdonnx.compiler.module_description import IndescribableError
 from sdonnx.errors import FolderError, OptionError, OutputError
 from sdonnx.folder.folder_cache import FolderCache
@@ -112,14 +112,13 @@ def load_pipe(
             f"a pipeline as that of {dir}",
             "pass one, or save this pipeline in another folder",
         )
-    compiled = {}
+    missing = {}
     for name in (name for name in index if name not in ignored):
         if not (programs := programs_of(modules[name])):
-            compiled[name] = compile_with(modules[name], options, saved)
+            missing[name] = modules[name]
         for program in programs.values():
             program.graphs.saved = saved  # for methods that are compiled by their first call
-    for name, part in compiled.items():
-        setattr(pipe, name, part)
+    compile_parts(pipe, missing, options, saved)
     return pipe
 
 

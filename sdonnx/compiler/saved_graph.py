@@ -16,7 +16,7 @@ from sdonnx.errors import FolderError
 from sdonnx.folder.pipeline_folder import ONNX_MODEL
 from sdonnx.runtime.device.session import Graph
 
-__all__ = ["host_tensors", "load_saved", "loaded_graph", "ort_value"]
+__all__ = ["float_tensors", "load_saved", "loaded_graph", "ort_value"]
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -37,10 +37,10 @@ def load_saved(folder: Path, references: Mapping[str, str], module: torch.nn.Mod
         FolderError: ONNX Runtime rejects the graph, or the module lacks a parameter.
         DeviceMemoryError: The device has too little memory.
     """
-    tensors = host_tensors(module)
+    tensors = float_tensors(module)
     if missing := [source for source in references.values() if source not in tensors]:
         raise FolderError(f"{folder} needs the parameter {missing[0]}", "the module's parameters", "remove the folder")
-    injected = {name: ort_value(tensors[source].contiguous().numpy()) for name, source in references.items()}
+    injected = {name: ort_value(tensors[source].cpu().contiguous().numpy()) for name, source in references.items()}
     return loaded_graph(folder / ONNX_MODEL, target, injected)
 
 
@@ -61,11 +61,7 @@ def ort_value(array: npt.NDArray[Any]) -> OrtValue:
     return OrtValue.from_dlpack(torch.from_numpy(array))
 
 
-def host_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return the parameters and buffers in floating point that are in the host's memory, by name."""
+def float_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return the parameters and buffers in float32 and float16, by name."""
     tensors = {**dict(module.named_buffers()), **module.state_dict()}
-    return {
-        name: tensor.detach()
-        for name, tensor in tensors.items()
-        if tensor.device.type == "cpu" and tensor.dtype in (torch.float32, torch.float16)
-    }
+    return {name: tensor.detach() for name, tensor in tensors.items() if tensor.dtype in (torch.float32, torch.float16)}

@@ -40,6 +40,14 @@ def test_options_with_an_effect_are_off_by_default() -> None:
     assert check_options('{"options": {"check_agreement": true}}') == CompileOptions(check_agreement=True)
 
 
+def test_freezing_is_a_word_and_a_key() -> None:
+    """Without either, the function decides; the key counts more than the word."""
+    assert check_options("max-optimize:cache-all").freezing is None
+    assert check_options("max-optimize:freezing").freezing is True
+    assert check_options({"options": {"freezing": False}}).freezing is False
+    assert check_options({"mode": "freezing", "options": {"freezing": False}}).freezing is False
+
+
 @pytest.mark.parametrize(
     ("options", "found", "expected"),
     [
@@ -50,6 +58,7 @@ def test_options_with_an_effect_are_off_by_default() -> None:
         ({"memory_format": "nhwc"}, "the memory_format 'nhwc' is unknown", "channels_last"),
         ({"dynamic": "yes"}, "dynamic is 'yes'", "true or false"),
         ({"options": {"check_agreement": "yes"}}, "check_agreement is 'yes'", "true or false"),
+        ({"options": {"freezing": "no"}}, "freezing is 'no'", "true or false"),
         ({"options": ["a"]}, "options is ['a']", "an object"),
         ('{"mode": ', "options are no JSON", "a JSON object"),
         ("{" * 100_000, "options are no JSON", "a JSON object"),

@@ -16,7 +16,7 @@ from support.logged_lines import logged_lines
 from support.pipeline_cache import PipelineCache
 
 import sdonnx
-from sdonnx.compiler import module_graph
+from sdonnx.compiler import host_weights, module_graph
 from sdonnx.folder.cache_root import CACHE, CACHE_LIMIT
 from sdonnx.metrics import psnr
 from sdonnx.operators.case import Array
@@ -68,7 +68,12 @@ def image_of(pipe: Any) -> Array:
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
 # peft warns that the second LoRA has not all of the layers that its patterns match.
 @pytest.mark.filterwarnings("ignore:While injecting the PEFT adapters:RuntimeWarning")
-def test_every_change_is_computed(pipelines: PipelineCache, adapters: list[Path]) -> None:
+@pytest.mark.parametrize("frees", [False, True])
+def test_every_change_is_computed(
+    frees: bool, pipelines: PipelineCache, adapters: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if frees:  # as on a GPU, after which the weights are in the host's memory
+        monkeypatch.setattr(host_weights, "_FROM", ("cpu",))
     plain = in_diffusers(pipelines.nano())
     compiled = sdonnx.compile_pipe(in_diffusers(pipelines.nano()), ignores=("vae", "text_encoder"))
     before = base = image_of(plain)
@@ -83,6 +88,7 @@ def test_every_change_is_computed(pipelines: PipelineCache, adapters: list[Path]
         assert psnr(ours, theirs) > 60, name
         assert (psnr(theirs, before) < 50) == (name != "unfuse"), name
         assert lines == [AGAIN], name
+        assert (compiled.unet._programs.weights.device is not None) == frees
         before = theirs
     assert psnr(before, base) > 100
 

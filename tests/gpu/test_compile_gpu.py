@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import logging
 import statistics
 import time
@@ -173,6 +174,84 @@ def test_many_sizes_and_changed_weights(source: Source) -> None:
         unet.conv_out.weight.mul_(2)
         ours, theirs = compiled(**call).sample, unet(**call).sample
     assert relative_error(ours.float().cpu().numpy(), theirs.float().cpu().numpy()) < 2e-2
+
+
+def bytes_of(*modules: Any) -> int:
+    return sum(each.nbytes for module in modules for each in module.parameters())
+
+
+@pytest.mark.parametrize("arch", ["tiny", "sdxl-tiny"])
+def test_torch_copy_leaves_the_gpu(arch: str, source: Source, note: Note, caplog: pytest.LogCaptureFixture) -> None:
+    """A pipeline gives the memory of torch's weights back, and notices changes of these on the host."""
+    kept = sdonnx.compile_pipe(loaded(source(arch), torch.float16), options={"options": {"freezing": False}})
+    expected = latents_of(kept)
+    pipe = loaded(source(arch), torch.float16)
+    before = torch.cuda.memory_allocated()
+    sdonnx.compile_pipe(pipe)
+    gc.collect()
+    freed = before - torch.cuda.memory_allocated()
+    size = bytes_of(*(part for part in pipe.components.values() if programs_of(part)))
+    with caplog.at_level(logging.WARNING, logger="sdonnx.compiler"):
+        pipe.to("cuda")
+        found = latents_of(pipe), latents_of(pipe.to(torch.device("cuda", 0), torch.float16))
+        image = pipe(PROMPT, num_inference_steps=2, output_type="np", clip_skip=1).images
+    row: dict[str, Any] = {"arch": arch, "bytes": size, "freed": freed, "lines": lines_of(caplog)}
+    row["errors"] = [relative_error(each, expected) for each in found]
+    changed = {name: 0.9 * each for name, each in kept.unet.state_dict().items()}
+    for each in (pipe, kept):
+        each.unet.load_state_dict(changed)
+    again = latents_of(pipe)
+    row["change"] = relative_error(again, expected)
+    row["changed_error"] = relative_error(again, latents_of(kept))
+    note("weights on the host", row)
+    assert freed >= 0.9 * size
+    assert row["lines"] == []
+    assert pipe.device == pipe.unet.device == torch.device("cuda", 0)
+    assert pipe.unet.conv_in.weight.device.type == "cpu"
+    assert np.isfinite(image).all()
+    assert max(row["errors"]) < 1e-3
+    assert row["change"] > 1e-2
+    assert row["changed_error"] < 1e-3
+
+
+def test_weights_return_for_calls_in_torch(source: Source) -> None:
+    """They are moved once; the key of the graph in the cache is that of weights on the GPU."""
+    unet, call = unet_of(source)
+    compiled: Any = sdonnx.compile(unet, options="freezing")
+    (program,) = programs_of(compiled).values()
+    (signature,) = program.signatures
+    key = program.graphs.key(signature)
+    assert unet.conv_in.weight.device.type == "cpu"
+    before = torch.cuda.memory_allocated()
+    mask = torch.ones(2, 77, device="cuda", dtype=torch.float16)
+    with torch.inference_mode():
+        found = compiled(**call, encoder_attention_mask=mask).sample
+        assert relative_error(found.float().cpu().numpy(), unet(**call).sample.float().cpu().numpy()) < 2e-2
+        assert torch.cuda.memory_allocated() - before >= 0.9 * bytes_of(unet)
+        built = program._built
+        compiled(**call)
+    assert program._built is built
+    assert program.graphs.key(signature) == key
+    with torch.no_grad():
+        compiled.conv_out.weight.mul_(2)
+        compiled(**call)
+    assert unet.conv_in.weight.device.type == "cpu"
+
+
+def test_a_module_with_weights_on_the_host_moves_to_the_cpu(source: Source) -> None:
+    unet = loaded(source("tiny"), torch.float32).unet
+    compiled: Any = sdonnx.compile(unet, options={"options": {"freezing": True}})
+    sample, text = torch.randn(1, 4, 16, 16), torch.randn(1, 77, unet.config.cross_attention_dim)
+    with torch.inference_mode():
+        first = compiled(sample.to("cuda"), 7, text.to("cuda")).sample
+        compiled.to("cpu")
+        assert compiled.device == torch.device("cpu")
+        second = compiled(sample, 7, text).sample
+        compiled.to("cuda")
+        third = compiled(sample.to("cuda"), 7, text.to("cuda")).sample
+    assert unet.conv_in.weight.device.type == "cpu"
+    for each in (first, third):
+        assert relative_error(each.cpu().numpy(), second.numpy()) < 1e-2  # in TF32
 
 
 @pytest.mark.full

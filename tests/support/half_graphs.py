@@ -39,7 +39,7 @@ def half_graphs() -> Iterator[list[str]]:
     """
     built: list[str] = []
 
-    def target(module: torch.nn.Module) -> GraphTarget:
+    def target(module: torch.nn.Module, home: torch.device | None = None) -> GraphTarget:
         is_half = any(each.dtype == torch.float16 for each in module.parameters())
         return _HalfTarget(Device("cuda", 0), torch.float16) if is_half else target_of(module)
 
