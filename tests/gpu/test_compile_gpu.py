@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ import torch
 from support.recording import Note
 
 import sdonnx
+from sdonnx.compiler import graph_cache, module_graph
 from sdonnx.compiler.compile_module import programs_of
 from sdonnx.compiler.graph_runs import MAX_SIZES
 from sdonnx.metrics import relative_error
@@ -236,6 +238,25 @@ def test_weights_return_for_calls_in_torch(source: Source) -> None:
         compiled.conv_out.weight.mul_(2)
         compiled(**call)
     assert unet.conv_in.weight.device.type == "cpu"
+
+
+def test_cached_graphs_do_not_depend_on_where_weights_are(
+    source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The encoder's graph is built from weights on the host, and loaded for weights on the GPU."""
+    monkeypatch.setenv("SDONNX_CACHE", str(tmp_path))
+    monkeypatch.setenv("SDONNX_CACHE_LIMIT", "1GB")
+    pixels = torch.randn(1, 3, 64, 64, generator=torch.manual_seed(1)).to("cuda")
+    found = []
+    for freezing in (True, False):
+        vae = loaded(source("tiny"), torch.float32).vae
+        with mock.patch.object(graph_cache, "build_model", wraps=module_graph.build_model) as builds:
+            compiled: Any = sdonnx.compile(vae, options={"options": {"freezing": freezing}})
+            with torch.inference_mode():
+                found.append(compiled.encode(pixels).latent_dist.parameters)
+        assert builds.call_count == (2 if freezing else 0)
+        assert vae.encoder.conv_in.weight.device.type == ("cpu" if freezing else "cuda")
+    assert relative_error(*(each.cpu().numpy() for each in found)) < 1e-3
 
 
 def test_a_module_with_weights_on_the_host_moves_to_the_cpu(source: Source) -> None:
