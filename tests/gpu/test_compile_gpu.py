@@ -18,7 +18,7 @@ import torch
 from support.recording import Note
 
 import sdonnx
-from sdonnx.compiler import graph_cache, module_graph
+from sdonnx.compiler import module_graph
 from sdonnx.compiler.compile_module import programs_of
 from sdonnx.compiler.graph_runs import MAX_SIZES
 from sdonnx.metrics import relative_error
@@ -250,7 +250,7 @@ def test_cached_graphs_do_not_depend_on_where_weights_are(
     found = []
     for freezing in (True, False):
         vae = loaded(source("tiny"), torch.float32).vae
-        with mock.patch.object(graph_cache, "build_model", wraps=module_graph.build_model) as builds:
+        with mock.patch.object(module_graph, "build_model", wraps=module_graph.build_model) as builds:
             compiled: Any = sdonnx.compile(vae, options={"options": {"freezing": freezing}})
             with torch.inference_mode():
                 found.append(compiled.encode(pixels).latent_dist.parameters)
