@@ -56,24 +56,27 @@ def records_of(pipeline: str, results: Path = RESULTS) -> dict[str, dict[str, An
 
 
 def _table(pipeline: str, records: Records) -> Iterator[str]:
-    links = ", ".join(f"[{name}](../results/{name})" for name in records)
+    """Yield the lines of a pipeline's table. A record whose types are all in records before it is left out."""
+    shown: set[str] = set()
+    fresh: dict[str, dict[str, Any]] = {}
+    for name, record in records.items():
+        rows = {kind: row for kind, row in record["types"].items() if kind not in shown}
+        if rows:
+            fresh[name] = rows
+            shown |= set(rows)
+    links = ", ".join(f"[{name}](../results/{name})" for name in fresh)
     yield f"`{pipeline}` ({links}):"
     yield ""
     yield "| type | error | dB | colour, % | shape, % | relation, % | MB | ms |"
     yield "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |"
-    shown: set[str] = set()
-    notes = []
-    for number, (name, record) in enumerate(records.items()):
-        fresh = {kind: row for kind, row in record["types"].items() if kind not in shown}
-        for kind, row in fresh.items():
+    for rows in fresh.values():
+        for kind, row in rows.items():
             yield "| " + " | ".join(_cells(kind, row)) + " |"
-        if number and fresh:
-            times = " and ".join(f"{record['types'][each]['step_ms']:.2f} ms in {each}" for each in _REFERENCES)
-            notes.append(f"The rows from `{next(iter(fresh))}` on are of {name}, where a step takes {times}.")
-        shown |= set(fresh)
-    if notes:
+    for name, rows in list(fresh.items())[1:]:
+        types = records[name]["types"]
+        times = " and ".join(f"{types[each]['step_ms']:.2f} ms in {each}" for each in _REFERENCES)
         yield ""
-        yield from notes
+        yield f"The rows from `{next(iter(rows))}` on are of {name}, where a step takes {times}."
 
 
 def _cells(kind: str, row: Mapping[str, Any]) -> Iterator[str]:

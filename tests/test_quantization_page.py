@@ -45,6 +45,7 @@ def test_records_of_a_pipeline_share_a_table(tmp_path: Path) -> None:
     write(tmp_path, "b", "shapes", {"float32": reference, "float16": row(0.6), **others})
     write(tmp_path, "c", "shapes-dit", {"float32": reference})
     write(tmp_path, "d", "shapes", {"float32": reference, "int8_weightonly": row(9.0)}, "cpu")
+    write(tmp_path, "e", "shapes", {"float32": reference, "int8_static": row(9.0)})
     (tmp_path / "quantization-cpu.json").write_text("[]")
     page = "".join(f"<!-- {name}: x -->\nold\n<!-- end of {name} -->\n" for name in ("shapes", "shapes-dit"))
     first, _, second = SCRIPT.updated(page, tmp_path).partition("<!-- end of shapes -->")
