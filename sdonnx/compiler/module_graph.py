@@ -55,7 +55,8 @@ class _ModuleWeights:
     """Source of a graph's weights (`sdonnx.export.checkpoint_weights.Weights`): the tensors of a module in memory."""
 
     def __init__(self, module: torch.nn.Module) -> None:
-        self._tensors = module.state_dict()
+        # Parameters, not aliases of them, which would keep memory from which the weights move.
+        self._tensors = module.state_dict(keep_vars=True)
 
     def find(self, name: str, shape: tuple[int, ...]) -> str:
         """Return the name of a parameter, which is also its key."""
