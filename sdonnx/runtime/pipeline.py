@@ -292,7 +292,8 @@ class OrtDiffusionPipeline(DiffusersInterface, PromptEncoding):
             output_type: "pil", "np", "pt", "latent", "ort" or "ort_latent"; see ImageOutput.
             callback_on_step_end: called as `callback(pipeline, step, timestep, {"latents": array})` after each step,
                 on the device thread. Tensors in the mapping that it returns replace the sampler's latents or the
-                conditioning from the next step on. `pipeline._guidance_scale = 0.0` turns guidance off.
+                conditioning from the next step on. `pipeline._guidance_scale = 0.0` turns guidance off. With no
+                `callback_on_step_end_tensor_inputs` a GPU computes the step meanwhile.
             image: images to start from: PIL images, numpy arrays (H,W,3) or (N,H,W,3), or other arrays (3,H,W) or
                 (N,3,H,W), of floats from 0 to 1 or uint8; or latents (N,C,H/8,W/8); N divides B.
             mask_image: masks for `image`: white is repainted, black is kept.

@@ -262,7 +262,7 @@ class BatchWorker:
             nonlocal ended
             ended = time.perf_counter()
             self._observer.stepped(key, len(units))
-            self._report(pipeline, units, call, tensors["latents"])
+            self._report(pipeline, units, call, tensors.get("latents"))
             if all(unit.job.has_ended for unit in units):
                 pipeline.interrupt()
 
@@ -279,6 +279,8 @@ class BatchWorker:
             strength=key.strength,
             output_type=key.output_type,
             callback_on_step_end=on_step,
+            # Without latents, the device does not wait for the callback.
+            callback_on_step_end_tensor_inputs=["latents"] if any(request.num_previews for request in requests) else [],
             **call_arguments([unit.job.planned.conditioning for unit in units]),
         )
         self._observer.stage_ended(key.model, "denoise", ended - start)

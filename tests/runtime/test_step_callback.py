@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import diffusers
 import numpy as np
@@ -16,6 +17,9 @@ from support.trajectories import TENSOR_TO_ARRAY
 
 from sdonnx.errors import OptionError
 from sdonnx.metrics import psnr
+from sdonnx.models import abi
+from sdonnx.runtime.cuda_graph_cache import CapturedShape
+from sdonnx.runtime.device.device import Device
 from sdonnx.runtime.pipeline import OrtDiffusionPipeline
 
 pytestmark = TENSOR_TO_ARRAY
@@ -232,3 +236,46 @@ def test_unguided_rows_for_guidance(ours: OrtDiffusionPipeline) -> None:
 
     with refused(OptionError, "1 rows of encoder_hidden_states", "2 with guidance"):
         ours(**USUAL, guidance_scale=1.0, callback_on_step_end=on)
+
+
+@pytest.mark.parametrize("rescale", [0.0, 0.5])  # the sampler runs on the device, or on the host
+def test_callbacks_without_tensors_read_nothing(
+    ours: OrtDiffusionPipeline, rescale: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that a GPU computes the next step meanwhile; a callback waits for the step before, and after the last one."""
+    waits: list[Any] = []
+    calls: list[tuple[int, dict[str, Any]]] = []
+    monkeypatch.setattr(Device, "wait", lambda _, mark: waits.append((len(calls), mark)))
+    monkeypatch.setattr(Device, "mark", lambda _: len(calls))
+
+    def callback(_: Any, index: int, __: Any, tensors: dict[str, Any]) -> None:
+        calls.append((index, tensors))
+
+    ours.scheduler = "euler"
+    usual = {**USUAL, "seed": 0, "guidance_rescale": rescale}
+    expected = ours(**usual).images
+    reads = mock.patch.object(CapturedShape, "read", autospec=True, side_effect=CapturedShape.read)
+    with reads as read:
+        found = ours(**usual, callback_on_step_end=callback, callback_on_step_end_tensor_inputs=[]).images
+    assert np.array_equal(found, expected)
+    assert [index for index, _ in calls] == list(range(len(calls)))
+    assert not any(tensors for _, tensors in calls)
+    assert len(calls) == 4
+    if not rescale:
+        assert waits == [(1, 0), (2, 1), (3, 3)]
+        assert [call.args[1] for call in read.call_args_list].count(abi.STATE) <= 1  # the result
+
+
+def test_callback_without_tensors_replaces_latents(ours: OrtDiffusionPipeline) -> None:
+    given = np.random.default_rng(0).standard_normal((1, 4, 4, 5)).astype(np.float32)
+
+    def replace(_: Any, index: int, __: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+        return {"latents": given} if index == 1 else {}
+
+    ours.scheduler = "euler"
+    found = [
+        ours(**USUAL, seed=seed, callback_on_step_end=replace, callback_on_step_end_tensor_inputs=names).images
+        for seed in (0, 1)
+        for names in ([], ["latents"])
+    ]
+    assert all(np.array_equal(each, found[0]) for each in found)

@@ -162,10 +162,14 @@ class Cuda:
         self._check(self._library.cudaEventRecord(handle, self._stream))
         return event
 
+    def wait(self, event: Event) -> None:
+        """Wait for an event."""
+        self._check(self._library.cudaEventSynchronize(event.handle))
+
     def milliseconds(self, start: Event, end: Event) -> float:
         """Wait for two events and return the time between them in ms on the device's clock."""
         elapsed = ctypes.c_float()
-        self._check(self._library.cudaEventSynchronize(end.handle))
+        self.wait(end)
         self._check(self._library.cudaEventElapsedTime(ctypes.byref(elapsed), start.handle, end.handle))
         return elapsed.value
 

@@ -115,6 +115,11 @@ class Device:
         """Return a mark after all work queued so far, for `milliseconds`."""
         return cuda(self.index).event() if self.provider == "cuda" else time.perf_counter()
 
+    def wait(self, mark: Event | float) -> None:
+        """Wait for all work that was queued before a mark."""
+        if isinstance(mark, Event):
+            cuda(self.index).wait(mark)
+
     def milliseconds(self, start: Event | float, end: Event | float) -> float:
         """Return the time in ms between two marks on the device's clock; a GPU waits for the second one."""
         if isinstance(start, Event) and isinstance(end, Event):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -29,8 +30,10 @@ Array = npt.NDArray[np.float32]
 Guidance = float | Array
 """Weight of the prompt, or weights (B,1,1,1) of the images."""
 
-StepEnd = Callable[[CapturedShape, int, float, Array], StepChange]
-"""Callback after each call: (captured graphs, call, timestep, latents) to changes."""
+StepEnd = Callable[[CapturedShape, int, float, Callable[[], Array]], StepChange]
+"""Callback after each call: (captured graphs, call, timestep, function that returns a copy of the latents) to changes.
+
+Only the function waits for the call; without it, the device goes on while the callback runs."""
 
 
 @dataclass
@@ -105,15 +108,22 @@ def denoise(
     current.shape.put(abi.PARAMETERS, table(current.guidance_scale))
     current.precompute()
     last = len(plan.timesteps) - 1
+    before = None
     for call, timestep in enumerate(plan.timesteps):
         if plan.needs_noise[call]:
             device.synchronize()  # the previous call may still read the noise
             current.shape.put(abi.NOISE, noise.sample())
         current.run(call)
         if steps.on_step is not None:
-            state = current.shape.read(abi.STATE)
-            change = steps.on_step(current.shape, call, float(timestep), state[0].copy())
+            mark = device.mark()
+            # A callback runs while the device computes its call, except for the last one.
+            waited = mark if call == last else before
+            if waited is not None:
+                device.wait(waited)
+            before = mark
+            change = steps.on_step(current.shape, call, float(timestep), partial(_latents, current.shape))
             if change.latents is not None:
+                state = current.shape.read(abi.STATE)
                 state[0] = change.latents
                 current.shape.put(abi.STATE, state)
             if call < last and current.apply(change):
@@ -123,6 +133,11 @@ def denoise(
         if steps.should_stop():
             break
     device.synchronize()
+
+
+def _latents(shape: CapturedShape) -> Array:
+    latents: Array = shape.read(abi.STATE)[0]
+    return latents
 
 
 def prediction_table(timesteps: Sequence[float], copies: int) -> Array:
@@ -174,7 +189,7 @@ def denoise_with_host(
         predictions = current.shape.read(abi.STATE)[1 : 1 + current.shape.key.copies]
         latents = blend(call, sampler.update(call, predictions, latents))
         if steps.on_step is not None:
-            change = steps.on_step(current.shape, call, float(timestep), latents.copy())
+            change = steps.on_step(current.shape, call, float(timestep), latents.copy)
             latents = latents if change.latents is None else change.latents
             before = current.guidance_scale
             if call < last and current.apply(change):

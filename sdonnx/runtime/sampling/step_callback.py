@@ -63,20 +63,20 @@ class StepCallback:
         self._pipeline, self._callback, self._names, self._tensors = pipeline, callback, names, tensors
         self._first: dict[str, Array | None] = {}  # negative tensors, which diffusers reads before the first step
 
-    def __call__(self, shape: CapturedShape, step: int, timestep: float, latents: Array) -> StepChange:
+    def __call__(self, shape: CapturedShape, step: int, timestep: float, latents: Callable[[], Array]) -> StepChange:
         """Call the callback and return its changes.
 
         Args:
             shape: captured graphs whose buffers hold the tensors.
             step: number of the call of the denoiser.
             timestep: timestep of that call.
-            latents: a copy of the latents (B,C,H,W).
+            latents: returns a copy of the latents (B,C,H,W).
 
         Raises:
             OptionError: the callback returned something that cannot be used.
         """
         given: dict[str, Any] = {
-            name: latents if name == abi.LATENTS else self._read(shape, name) for name in self._names
+            name: latents() if name == abi.LATENTS else self._read(shape, name) for name in self._names
         }
         returned = self._callback(self._pipeline, step, timestep, given)
         if returned is not None and not isinstance(returned, Mapping):
