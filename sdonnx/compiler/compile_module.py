@@ -13,22 +13,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
-from diffusers import AutoencoderKL, ControlNetModel, PixArtTransformer2DModel, UNet2DConditionModel
-from transformers import (
-    CLIPTextModel,
-    CLIPTextModelWithProjection,
-    CLIPVisionModelWithProjection,
-    T5EncoderModel,
-)
 
 from sdonnx.compiler.agreement_check import AgreementCheck
 from sdonnx.compiler.compile_options import CompileOptions, check_backend, check_options
-from sdonnx.compiler.compiled_autoencoder import AutoencoderDecode, AutoencoderEncode
-from sdonnx.compiler.compiled_controlnet import ControlNetForward
-from sdonnx.compiler.compiled_image_encoder import ClipVisionForward
-from sdonnx.compiler.compiled_text_encoders import ClipForward, ProjectedClipForward, T5Forward
-from sdonnx.compiler.compiled_transformer import TransformerForward
-from sdonnx.compiler.compiled_unet import UNetForward
 from sdonnx.compiler.graph_cache import ModuleGraphs
 from sdonnx.compiler.graph_method import GraphMethod, GraphSignature
 from sdonnx.compiler.graph_runs import GraphRuns, graph_runs
@@ -36,6 +23,7 @@ from sdonnx.compiler.graph_target import target_of, why_no_target
 from sdonnx.compiler.host_weights import HostedDropIn, HostWeights
 from sdonnx.compiler.module_state import ModuleState, has_inner_hooks
 from sdonnx.compiler.reported_type import ReportedType, UpcastDropIn
+from sdonnx.compiler.supported_modules import SUPPORTED, methods_in, methods_of, why_unsupported
 from sdonnx.errors import OptionError
 from sdonnx.folder.folder_cache import FolderCache
 from sdonnx.runtime.device.session import Graph
@@ -43,25 +31,13 @@ from sdonnx.runtime.device.session import Graph
 if TYPE_CHECKING:
     from sdonnx.compiler.exported_module import ExportedForward
 
-__all__ = ["SUPPORTED", "CompiledModule", "compile", "compile_with", "programs_of", "restore", "why_unsupported"]
+__all__ = ["CompiledModule", "compile", "compile_with", "programs_of", "restore"]
 
 _LOGGER = logging.getLogger(__name__)
 
 _MAX_VARIANTS = 4  # graphs of one method; a pipeline alternates between two or three at most
 
 _Module = TypeVar("_Module", bound=torch.nn.Module)
-
-SUPPORTED: Mapping[Any, tuple[GraphMethod, ...]] = {
-    UNet2DConditionModel: (UNetForward(),),
-    ControlNetModel: (ControlNetForward(),),
-    AutoencoderKL: (AutoencoderDecode(), AutoencoderEncode()),
-    CLIPTextModel: (ClipForward(),),
-    CLIPTextModelWithProjection: (ProjectedClipForward(),),
-    T5EncoderModel: (T5Forward(),),
-    CLIPVisionModelWithProjection: (ClipVisionForward(),),
-    PixArtTransformer2DModel: (TransformerForward(),),
-}
-"""The methods that graphs compute, by the classes of diffusers and transformers that `compile_pipe` compiles."""
 
 _CLASSES = ", ".join(each.__name__ for each in SUPPORTED)
 
@@ -131,7 +107,7 @@ def compile_with(
     before = module._programs if isinstance(module, CompiledModule) else None
     plain: Any = before.module if before is not None else module
     weights = before.weights if before is not None else _weights_of(plain)
-    known = isinstance(plain, torch.nn.Module) and bool(_methods_of(plain))
+    known = isinstance(plain, torch.nn.Module) and bool(methods_of(plain))
     if not known and (reason := _why_not_exported(plain)) is not None:
         found = f"a {type(plain).__name__} that cannot be compiled: {reason}"
         raise OptionError(found, "a torch module with a forward", "pass another module")
@@ -196,7 +172,7 @@ class _Programs(dict[str, "_Program | ExportedForward"]):
     def __init__(
         self, module: torch.nn.Module, chosen: CompileOptions, saved: FolderCache | None, weights: HostWeights
     ) -> None:
-        methods, self.weights, self.reported = _methods_of(module), weights, ReportedType(module, weights)
+        methods, self.weights, self.reported = methods_of(module), weights, ReportedType(module, weights)
         made = {method.name: _Program(module, method, chosen, saved, weights, self.reported) for method in methods}
         super().__init__(made)
         if not chosen.check_agreement:  # it needs torch at the first call
@@ -373,30 +349,9 @@ class _Program:
             return self._in_class(self._module, *given, **named)
 
 
-def _methods_of(module: torch.nn.Module) -> Sequence[GraphMethod]:
-    """Return the methods of a module that graphs can compute; none for other classes, and subclasses with their own."""
-    return _methods_in(type(module))
-
-
 def _weights_of(module: Any) -> HostWeights:
-    methods = _methods_of(module)
+    methods = methods_of(module)
     return HostWeights(module, {name for method in methods for name in method.called_directly})
-
-
-def _methods_in(made: type[Any]) -> Sequence[GraphMethod]:
-    for base, methods in SUPPORTED.items():
-        names = ("forward", *(method.name for method in methods))
-        if issubclass(made, base) and all(getattr(made, name) is getattr(base, name) for name in names):
-            return methods
-    return ()
-
-
-def why_unsupported(module: torch.nn.Module) -> str | None:
-    """Return why the class or the configuration of a module cannot be compiled, or None."""
-    methods = _methods_of(module)
-    if not methods:
-        return "its class is not supported"
-    return next(filter(None, (method.why_not(module) for method in methods)), None)
 
 
 def _why_not_exported(module: Any) -> str | None:
@@ -433,7 +388,7 @@ def _why_not_now(module: torch.nn.Module, on_gpu: bool = False, home: torch.devi
 def _compiled_class(base: Any) -> type[Any]:
     """Return the class of drop-ins for a class; it has its name, by which diffusers saves and loads models."""
     names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
-    methods = _methods_in(base)
+    methods = methods_in(base)
     bases: list[type[Any]] = [CompiledModule]
     bases += [UpcastDropIn] if any(each.upcasts for each in methods) else []
     bases += [HostedDropIn] if methods else []

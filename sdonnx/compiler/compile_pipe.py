@@ -8,8 +8,9 @@ from typing import Any, TypeVar
 
 import torch
 
-from sdonnx.compiler.compile_module import SUPPORTED, compile_with, restore, why_unsupported
+from sdonnx.compiler.compile_module import compile_with, restore
 from sdonnx.compiler.compile_options import check_backend, check_options
+from sdonnx.compiler.supported_modules import SUPPORTED, why_unsupported
 from sdonnx.errors import OptionError
 from sdonnx.folder.folder_cache import FolderCache
 

@@ -13,7 +13,7 @@ from diffusers.models.controlnets.controlnet import ControlNetOutput
 from support.logged_lines import logged_lines
 
 import sdonnx
-from sdonnx.compiler.compile_module import why_unsupported
+from sdonnx.compiler.supported_modules import why_unsupported
 from sdonnx.metrics import relative_error
 
 

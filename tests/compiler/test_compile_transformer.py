@@ -18,7 +18,8 @@ from transformers import T5Config, T5EncoderModel
 from transformers.modeling_outputs import BaseModelOutput
 
 import sdonnx
-from sdonnx.compiler.compile_module import CompiledModule, why_unsupported
+from sdonnx.compiler.compile_module import CompiledModule
+from sdonnx.compiler.supported_modules import why_unsupported
 from sdonnx.errors import OptionError
 from sdonnx.metrics import psnr, relative_error
 

@@ -15,11 +15,11 @@ from support.graphs import run
 from support.small_modules import TEXT_WIDTH, small_autoencoder, small_text_encoder, small_unet
 
 import sdonnx
-from sdonnx.compiler.compile_module import SUPPORTED
 from sdonnx.compiler.graph_cache import ModuleGraphs
 from sdonnx.compiler.graph_method import GraphMethod, GraphSignature, checked_inputs
 from sdonnx.compiler.graph_target import GraphTarget, target_of, why_no_target
 from sdonnx.compiler.module_graph import build_model
+from sdonnx.compiler.supported_modules import SUPPORTED
 from sdonnx.errors import OptionError
 from sdonnx.metrics import relative_error
 from sdonnx.operators.case import OWN_DOMAIN, Array

@@ -20,7 +20,8 @@ from support.pipeline_cache import PipelineCache
 from support.small_modules import small_autoencoder
 
 import sdonnx
-from sdonnx.compiler.compile_module import SUPPORTED, CompiledModule
+from sdonnx.compiler.compile_module import CompiledModule
+from sdonnx.compiler.supported_modules import SUPPORTED
 from sdonnx.metrics import psnr, relative_error
 
 # Image processors of diffusers pass torch tensors to np.array, which numpy 2 warns about; upcast_vae is deprecated.
