@@ -7,7 +7,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
-from transformers.modeling_outputs import BaseModelOutput, BaseModelOutputWithPooling
+from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions, BaseModelOutputWithPooling
 from transformers.models.clip.modeling_clip import CLIPTextModelOutput
 
 from sdonnx.compiler.graph_method import GraphMethod, GraphSignature, checked_inputs
@@ -141,7 +141,7 @@ class T5Forward(EncoderForward):
         return mask if isinstance(mask, str) else {INPUT_IDS.name: ids, TEXT_MASK: mask}
 
     def output(self, outputs: Sequence[torch.Tensor], arguments: Mapping[str, Any]) -> Any:
-        return BaseModelOutput(last_hidden_state=outputs[0])
+        return BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=outputs[0])
 
 
 def requested_layers(layers: Sequence[torch.Tensor], arguments: Mapping[str, Any]) -> tuple[torch.Tensor, ...] | None:

@@ -15,7 +15,6 @@ from support.diffusers_pipelines import in_diffusers
 from support.logged_lines import logged_lines
 from support.pipeline_cache import PipelineCache
 from transformers import T5Config, T5EncoderModel
-from transformers.modeling_outputs import BaseModelOutput
 
 import sdonnx
 from sdonnx.compiler.compile_module import CompiledModule
@@ -198,12 +197,20 @@ def test_t5_matches(encoders: tuple[Any, Any], shape: tuple[int, int], in_torch:
     ids = torch.randint(0, 50, shape, generator=torch.manual_seed(shape[1]))
     for mask in (None, _padding(*shape), _padding(*shape).bool()):
         ours, theirs = compiled(ids, attention_mask=mask), encoder(ids, attention_mask=mask)
-        assert type(ours) is BaseModelOutput
+        assert type(ours) is type(theirs)
         assert list(ours) == list(theirs)
         assert _error(ours[0], theirs[0]) < 1e-5
     short = compiled(ids, return_dict=False)
     assert isinstance(short, tuple)
     assert len(short) == 1
+    assert in_torch == []
+
+
+def test_t5_agrees_with_torch(in_torch: list[str]) -> None:
+    """Class and fields of the result are compared too."""
+    compiled = sdonnx.compile(_t5(), options={"options": {"check_agreement": True}})
+    for _ in range(2):
+        compiled(torch.tensor([[4, 3, 2, 1]]))
     assert in_torch == []
 
 
