@@ -119,7 +119,8 @@ def built(folder: Path, file: str, right: str = "", wrong: str = "") -> tuple[Pa
         The library, and the names of its operators.
     """
     emulated_library()  # skips without a compiler
-    shutil.copytree(SOURCES / "src", folder / "src")
+    for part in ("src", "weights"):
+        shutil.copytree(SOURCES / part, folder / part)
     shutil.copy(SOURCES / "Makefile", folder)
     library, changed = folder / "src" / "library.cu", folder / "src" / file
     text, operators = library.read_text(encoding="utf-8"), list[str]()

@@ -55,18 +55,27 @@ class WeightsOnDevice:
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._kernel: LowRankKernel | None = None
+        self._library: Path | None = None
+        self._loaded: LowRankKernel | None = None
         self._bases: dict[tuple[str, str], OrtValue] = {}
         self._factors = WeakKeyDictionary[LowRank, dict[int | None, tuple[OrtValue, OrtValue]]]()
 
     def use_library(self, library: Path | None) -> None:
-        """Use the kernel of a library; None for no kernel, so that weights are computed on the host."""
-        self._kernel = LowRankKernel.of(library, self._device)
+        """Use the kernel of a library, which is loaded when it is needed; None for no kernel."""
+        self._library, self._loaded = library, None
 
     @property
     def is_usable(self) -> bool:
         """Whether weights can be computed on the device."""
         return self._kernel is not None
+
+    @property
+    def _kernel(self) -> LowRankKernel | None:
+        if self._loaded is None and self._library is not None:
+            self._loaded = LowRankKernel.of(self._library, self._device)
+            if self._loaded is None:
+                self._library = None
+        return self._loaded
 
     def base(self, component: str, name: str, values: Callable[[], Array], *, keep: bool = True) -> OrtValue:
         """Return a copy on the device of an initializer's values in the folder.
@@ -120,7 +129,8 @@ class WeightsOnDevice:
                 )
 
     def _run(self, weights: list[DeviceWeight], *, writes: bool) -> Array:
-        if self._kernel is None or not weights:
+        kernel = self._kernel if weights else None
+        if kernel is None:
             return np.zeros(0, np.float32)
         parts, terms = list[tuple[Any, ...]](), list[tuple[Any, ...]]()
         number = 0
@@ -131,7 +141,7 @@ class WeightsOnDevice:
                 out = each.base if each.out is None else each.out
                 parts += _parts(each.base, out, product, (first, len(terms) - first), number)
                 number += 1
-        return self._kernel.run(np.array(parts, PART), np.array(terms, TERM), writes=writes)
+        return kernel.run(np.array(parts, PART), np.array(terms, TERM), writes=writes)
 
     def _term(self, change: LowRank, scale: float, product: AddedProduct) -> tuple[Any, ...]:
         up, down = self._uploaded(change, product.shape, product.place.vector)
