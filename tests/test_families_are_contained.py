@@ -41,7 +41,7 @@ ALLOWED: Mapping[str, set[str]] = {
     "benchmark/engines/optimized_folder.py": {"ip_adapter_scale"},
     "benchmark/engines/pytorch.py": {"ip_adapter_scale", "load_ip_adapter", "set_ip_adapter_scale"},
     # Classes of diffusers that `compile` accepts, and the component that describes the graph.
-    "compiler/compile_module.py": {"PixArtTransformer2DModel"},
+    "compiler/supported_modules.py": {"PixArtTransformer2DModel"},
     "compiler/compiled_text_encoders.py": {"PIXART", "pixart"},
     "compiler/compiled_transformer.py": {
         "PIXART",
