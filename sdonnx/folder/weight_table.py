@@ -10,7 +10,7 @@ from __future__ import annotations
 import base64
 import binascii
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -114,6 +114,19 @@ class Place:
     def channels(self) -> npt.NDArray[np.int64]:
         """Index in the initializer of each of the weight's channels."""
         return np.concatenate([np.arange(first, first + count) for first, count in self.runs])
+
+    def runs_inside(self, width: int) -> Iterator[tuple[int, int]]:
+        """Yield the runs, divided where they go on in the next of the stacked matrices.
+
+        Args:
+            width: columns of a matrix; without effect in other layouts.
+        """
+        for first, count in self.runs:
+            end = first + count
+            while first < end:
+                taken = end - first if self.layout != "columns" else min(width - first % width, end - first)
+                yield first, taken
+                first += taken
 
     def as_json(self) -> dict[str, Any]:
         """Return the entry of the file."""

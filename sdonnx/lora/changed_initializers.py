@@ -211,13 +211,9 @@ def _blocks(values: Array, place: Place, inputs: int) -> Iterator[tuple[Array, i
         return
     width = values.shape[-1]
     matrices = values.reshape(-1, inputs, width)
-    for first, count in place.runs:
-        end = first + count
-        while first < end:  # a run may go on in the next matrix
-            matrix, column = divmod(first, width)
-            taken = min(width - column, end - first)
-            yield matrices[matrix, :, column : column + taken], taken
-            first += taken
+    for first, count in place.runs_inside(width):
+        matrix, column = divmod(first, width)
+        yield matrices[matrix, :, column : column + count], count
 
 
 def _weight(values: Array, place: Place, shape: tuple[int, ...]) -> npt.NDArray[np.float32]:

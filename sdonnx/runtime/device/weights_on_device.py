@@ -14,7 +14,6 @@ import numpy.typing as npt
 from onnxruntime import OrtValue
 
 from sdonnx.errors import WeightsError
-from sdonnx.folder.weight_table import Place
 from sdonnx.lora.changed_initializers import AddedProduct
 from sdonnx.lora.weight_change import LowRank
 from sdonnx.runtime.device.device import Device
@@ -177,21 +176,9 @@ def _parts(
     width = base.shape()[-1] if place.layout == "columns" else 1
     strides = (1, width) if place.layout == "columns" else (inputs, 1)
     taken, addresses = 0, (base.data_ptr(), out.data_ptr())
-    for offset, count in _runs(place, inputs, width):
+    for first, count in place.runs_inside(width):
+        matrix, column = divmod(first, width)
+        offset = matrix * inputs * width + column if place.layout == "columns" else first * inputs
         begin = [address + offset * size for address in addresses]
         yield (*begin, *strides, count, inputs, taken, *terms, weight, 0, size == 2)
         taken += count
-
-
-def _runs(place: Place, inputs: int, width: int) -> Iterator[tuple[int, int]]:
-    """Yield (offset, count) of channels at equal distances; the offset is that of the first number."""
-    for first, count in place.runs:
-        if place.layout != "columns":
-            yield first * inputs, count
-            continue
-        end = first + count
-        while first < end:  # a run may go on in the next matrix
-            matrix, column = divmod(first, width)
-            taken = min(width - column, end - first)
-            yield matrix * inputs * width + column, taken
-            first += taken
