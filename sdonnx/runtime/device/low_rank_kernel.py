@@ -16,9 +16,9 @@ from sdonnx.installation import kernels_command
 from sdonnx.runtime.device.cuda import cuda
 from sdonnx.runtime.device.device import Device
 
-_LOGGER = logging.getLogger(__name__)
-
 __all__ = ["PART", "TERM", "LowRankKernel"]
+
+_LOGGER = logging.getLogger(__name__)
 
 Array = npt.NDArray[Any]
 

@@ -22,11 +22,11 @@ from sdonnx.installation import install_command
 from sdonnx.runtime.device.cuda import CapturedGraph, cuda, small_workspaces
 from sdonnx.runtime.device.device import FATAL, PROVIDERS, Device, memory_errors
 
-__all__ = ["Graph", "Run", "SessionSettings"]
+__all__ = ["NUMPY_TYPES", "Graph", "Run", "SessionSettings"]
 
 _LOGGER = logging.getLogger(__name__)
 
-_NUMPY = {
+NUMPY_TYPES: Mapping[str, npt.DTypeLike] = {
     "tensor(float)": np.float32,
     "tensor(float16)": np.float16,
     "tensor(int32)": np.int32,
@@ -34,6 +34,7 @@ _NUMPY = {
     "tensor(uint8)": np.uint8,
     "tensor(bool)": np.bool_,
 }
+"""Types of numpy by ONNX Runtime's names of them."""
 
 # It turns a product by a weight in int8 into MatMulNBits, which rounds activations to int8 on the CPU, and copies the
 # weight into another layout (docs/decisions/0164-store-weights-as-dequantize-linear.md).
@@ -247,7 +248,7 @@ class Graph:
 
     def dtype(self, name: str) -> npt.DTypeLike:
         """Return the type of an input or output."""
-        return _NUMPY[self._types[name]]
+        return NUMPY_TYPES[self._types[name]]
 
     def shape(self, name: str) -> list[int | str]:
         """Return the shape of an input or output, with names for dynamic dimensions."""

@@ -18,13 +18,15 @@ from sdonnx.lora.changed_initializers import AddedProduct
 from sdonnx.lora.weight_change import LowRank
 from sdonnx.runtime.device.device import Device
 from sdonnx.runtime.device.low_rank_kernel import PART, TERM, LowRankKernel
+from sdonnx.runtime.device.session import NUMPY_TYPES
 
 __all__ = ["DeviceWeight", "WeightsOnDevice"]
 
 Array = npt.NDArray[Any]
 
-_HALF = "tensor(float16)"
-_DTYPES: dict[str, np.dtype[Any]] = {_HALF: np.dtype(np.float16), "tensor(float)": np.dtype(np.float32)}
+
+def _dtype(value: OrtValue) -> np.dtype[Any]:
+    return np.dtype(NUMPY_TYPES[value.data_type()])
 
 
 @dataclass(frozen=True)
@@ -118,7 +120,7 @@ class WeightsOnDevice:
         """
         chosen = list(weights)
         found = self._run(chosen, writes=writes)
-        named = [(product.weight, _DTYPES[each.base.data_type()]) for each in chosen for product in each.products]
+        named = [(product.weight, _dtype(each.base)) for each in chosen for product in each.products]
         for (name, dtype), largest in zip(named, found, strict=True):
             if not largest <= float(np.finfo(dtype).max):
                 raise WeightsError(
@@ -146,7 +148,7 @@ class WeightsOnDevice:
         up, down = self._uploaded(change, product.shape, product.place.vector)
         with np.errstate(over="ignore"):  # an infinite weight is refused
             factor = np.float32(scale * change.factor)
-        halves = [value.data_type() == _HALF for value in (up, down)]
+        halves = [_dtype(value) == np.float16 for value in (up, down)]
         return (up.data_ptr(), down.data_ptr(), up.shape()[1], factor, *halves)
 
     def _uploaded(self, change: LowRank, shape: tuple[int, ...], vector: Array | None) -> tuple[OrtValue, OrtValue]:
@@ -172,7 +174,7 @@ def _parts(
     """Yield the parts of a product, as the fields of `PART`."""
     place = product.place
     inputs = 1 if place.vector is not None else math.prod(product.shape[1:])
-    size = _DTYPES[base.data_type()].itemsize
+    size = _dtype(base).itemsize
     width = base.shape()[-1] if place.layout == "columns" else 1
     strides = (1, width) if place.layout == "columns" else (inputs, 1)
     taken, addresses = 0, (base.data_ptr(), out.data_ptr())
