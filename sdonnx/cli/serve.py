@@ -157,12 +157,18 @@ def _run_on_ray(options: argparse.Namespace, folders: dict[str, str]) -> int:
     with requiring("sdonnx serve --ray", "ray"):
         from sdonnx.serve.ray_command import serve_on_ray
 
-    address = f"http://{options.host}:{options.port}"
+    port = options.port
+    if port == 0 and options.ray_address is None:
+        from sdonnx.serve.http.http_server import bind
+
+        with contextlib.closing(bind(options.host, 0)) as bound:  # Ray does not say which port it chose
+            port = bound.getsockname()[1]
+    address = f"http://{options.host}:{port}"
     out = console()
     serve_on_ray(
         {"models": models, **values},
         host=options.host,
-        port=options.port,
+        port=port,
         address=options.ray_address,
         on_ready=lambda: out.print(f"ready at {address}, models: {', '.join(folders)}", markup=False),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from support.scripts import load_script
 
 SCRIPT = load_script("load_test")
+BATCHES = sys.modules["server_batches"]  # imported by the script
 SHORT = ["--steps", "1", "--warmup_s", "0.1", "--capacity_s", "1"]
 
 
@@ -37,6 +39,10 @@ def test_batches_are_compared(shapes_cpu: Path, tmp_path: Path, monkeypatch: pyt
         assert medians["http_s"] - medians["pipeline_s"] == pytest.approx(alone["added_with_png_ms"] / 1e3, abs=1e-4)
         expected = alone["added_with_png_ms"] - medians["png_s"] * 1e3
         assert alone["added_ms"] == pytest.approx(expected, abs=0.1)
+        stages = sum(alone["server_mean_s"][name] for name in ("denoise", "decode", "encode_file"))
+        slowest = alone["http_s"]["max"] - stages
+        assert 0 < alone["beside_stages_ms"] / 1e3 <= slowest + 1e-4
+        assert alone["server_mean_s"]["queue"] * 1e3 < alone["beside_stages_ms"]
         assert alone["max_difference_of_255"] <= 1  # both made the same images
         assert set(alone["server_mean_s"]) == {"queue", "denoise", "decode", "encode_file"}
     # A request without companions waits for them, unless the server has no batches.
@@ -53,6 +59,16 @@ def test_latencies_under_load(shapes_cpu: Path, tmp_path: Path, monkeypatch: pyt
     assert record["one_after_another"]["latency_s"]["p50"] > 0
 
 
+def test_replicas_are_compared(shapes_cpu: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("ray")
+    record = record_of(shapes_cpu, tmp_path, monkeypatch, "--compare_replicas", "1", "2")
+    assert (record["benchmark"], record["clients_of_a_replica"]) == ("serve replicas", 16)
+    one, two = record["servers"]
+    assert (one["replicas"], two["replicas"], one["ratio"]) == (1, 2, 1.0)
+    assert two["ratio"] == pytest.approx(two["capacity_per_s"] / one["capacity_per_s"], abs=1e-3)
+    assert two["at_capacity"]["requests"] >= 32
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -61,6 +77,7 @@ def test_latencies_under_load(shapes_cpu: Path, tmp_path: Path, monkeypatch: pyt
         (["--single", "0"], "--single is 0"),
         (["--starts", "0"], "--starts is 0"),
         (["--compare_batching", "1", "--soak_minutes", "1"], "--compare_batching with --soak_minutes"),
+        (["--compare_replicas", "0", "2"], "--compare_replicas has 0"),
         (["--json", "/missing/out.json"], "/missing is not a folder"),
     ],
 )
@@ -75,4 +92,4 @@ def test_options_that_cannot_be_used(
 def test_means_of_metrics_between_two_readings() -> None:
     before = {"images": (4.0, 2.0), "queue": (1.0, 1.0)}
     after = {"images": (10.0, 4.0), "queue": (1.0, 1.0), "decode": (0.5, 2.0)}
-    assert SCRIPT._means(before, after) == {"images": 3.0, "decode": 0.25}
+    assert BATCHES._means(before, after) == {"images": 3.0, "decode": 0.25}
