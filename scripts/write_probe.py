@@ -53,14 +53,14 @@ def probe() -> ir.Model:
 
 
 def int8_probe() -> ir.Model:
-    """Return the model: `result` is `x` in float16 times `stored` in int8, which DequantizeLinear restores by columns."""
+    """Return the model: `result` is `x` in float16 times `stored`, in int8, with scales of columns."""
     half, matrix = ir.TensorType(ir.DataType.FLOAT16), ir.Shape([SIZE, SIZE])
     x, restored, result = (ir.Value(name=name, shape=matrix, type=half) for name in ("x", "restored", "result"))
-    numbers = {"stored": np.zeros((SIZE, SIZE), np.int8), "scales": np.ones(SIZE, np.float16)}
-    tensors = {name: ir.tensor(values, name=name) for name, values in numbers.items()}
+    stored = ir.tensor(np.zeros((SIZE, SIZE), np.int8), name="stored")
+    scales = ir.tensor(np.ones(SIZE, np.float16), name="scales")
     weights = [
-        ir.Value(name=name, shape=each.shape, type=ir.TensorType(each.dtype), const_value=each)
-        for name, each in tensors.items()
+        ir.Value(name=each.name, shape=ir.Shape(each.shape.numpy()), type=ir.TensorType(each.dtype), const_value=each)
+        for each in (stored, scales)
     ]
     axis = [ir.AttrInt64("axis", 1)]
     nodes = [

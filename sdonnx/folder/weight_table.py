@@ -48,7 +48,7 @@ Layout = Literal["rows", "nhwc", "columns"]
 of the image last ("nhwc"), or a column of one of the stacked matrices ("columns")."""
 
 _LAYOUTS = ("rows", "nhwc", "columns")
-_FLOATS: Mapping[str, np.dtype[Any]] = {"F16": np.dtype("<f2"), "F32": np.dtype("<f4")}
+_FLOATS: dict[str, np.dtype[Any]] = {"F16": np.dtype("<f2"), "F32": np.dtype("<f4")}
 # Numbers in 8 bits are bytes; `Scales` names their format.
 _DTYPES: Mapping[str, np.dtype[Any]] = _FLOATS | {
     "I8": np.dtype("i1"), "U8": np.dtype("u1"), "F8_E4M3": np.dtype("u1"), "F8_E5M2": np.dtype("u1")

@@ -102,8 +102,8 @@ def added_products(table: WeightTable, changes: Changes) -> dict[str, tuple[Adde
 def changed_initializers(table: WeightTable, changes: Changes, left_out: Collection[str] = ()) -> dict[str, Array]:
     """Return the initializers that hold changed weights, computed in float32 from those of the folder.
 
-    A weight in 8 bits is restored, changed, and quantized again, with new scales by the optimizer's rule. The scales are
-    returned with it.
+    A weight in 8 bits is restored, changed, and quantized again, with new scales by the optimizer's rule. The scales
+    are returned with it.
 
     Args:
         table: where the weights are.

@@ -5,8 +5,10 @@ from __future__ import annotations
 import functools
 import logging
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from sdonnx.errors import SdonnxError
 from sdonnx.runtime.device.device import Device
@@ -63,7 +65,7 @@ def _is_changed_between_runs(device: Device) -> bool:
 
 def _int8_is_changed_between_runs(device: Device) -> bool:
     identity = np.eye(16, dtype=np.float16)
-    now = {"stored": np.zeros((16, 16), np.int8), "scales": np.ones(16, np.float16)}
+    now: dict[str, npt.NDArray[Any]] = {"stored": np.zeros((16, 16), np.int8), "scales": np.ones(16, np.float16)}
     buffers = {name: shareable(values.copy(), device) for name, values in now.items()}
     graph = Graph(_INT8_PROBE, device, weights=buffers)
     numbers = np.arange(-128, 128, dtype=np.int8).reshape(16, 16)
