@@ -11,6 +11,7 @@ from unittest import mock
 import numpy as np
 import numpy.typing as npt
 import pytest
+from PIL import Image
 from support.lora_files import pipeline_of, write_lora
 from support.pipeline_cache import PipelineCache
 from support.pipelines import refused
@@ -203,6 +204,53 @@ def test_unchanged_channels_keep_their_numbers(sample: Sample) -> None:
     unchanged = changed_initializers(table, {name: [(each[0][0], 0.0)] for name, each in changes.items()})
     assert unchanged.keys() == found.keys()
     assert all(np.array_equal(values, table.base(name)) for name, values in unchanged.items())
+
+
+def test_projections_behind_one_another(sample: Sample) -> None:
+    """Queries, keys and values of our own product are one initializer, and their scales are another."""
+    table = _table(sample.quantized("fp8_e4m3_e4m3_dynamic", float16=True))
+    joined = [
+        (name, place)
+        for name, places in table.places.items()
+        for place in places
+        if ".and_2_more" in place.initializer and ".attn1." in name
+    ]
+    assert {name.split(".")[-2] for name, _ in joined} == ({"to_q", "to_k", "to_v"} if sample.arch != "tiny" else set())
+    for name, place in joined:
+        entry, rows = table.initializers[place.initializer], table.shapes[name][0]
+        assert entry.shape[0] == 3 * rows
+        assert place.runs == ((("to_q", "to_k", "to_v").index(name.split(".")[-2]) * rows, rows),)
+        assert entry.scales is not None
+        assert table.initializers[entry.scales.initializer].shape == (3 * rows,)
+
+
+@pytest.mark.parametrize("dora", [False, True])
+def test_biases_behind_weights_in_8_bits(dora: bool, sample: Sample, tmp_path: Path) -> None:
+    """The text encoder's biases that were moved behind a weight, also with DoRA, which needs the weight itself."""
+    layers = {ENCODER[sample.arch]: ["v_proj", "out_proj"]}
+    file = write_lora(sample.source, tmp_path / "text", 3, layers, use_dora=dora)
+    plain = sample.pipelines.optimized(sample.exported, provider="cpu")
+    images = [_with(sample.quantized("int8_weightonly"), file), _with(plain, file)]
+    assert psnr(*images) > 35
+    assert psnr(images[1], _with(plain)) < 35
+
+
+def test_commands(sample: Sample, tmp_path: Path) -> None:
+    """`generate --lora` writes the image of the pipeline, and adapters are replaced in one change, as servers do it."""
+    folder = sample.quantized("int8_weightonly")
+    expected = _with(folder, sample.other)
+    options = ["--height", "64", "--width", "64", "--steps", "2", "--seed", "0"]
+    out = tmp_path / "image.png"
+    command = ["generate", "-m", str(folder), "-p", "a red fox", "--lora", str(sample.other), "-o", str(out)]
+    assert main([*command, *options]) == 0
+    image = np.asarray(Image.open(out), np.float32) / 255
+    assert np.abs(image - expected).max() < 1 / 255
+    pipeline = _open(folder)
+    base = _image(pipeline)
+    pipeline.replace_adapters({"b": (pipeline.read_lora_weights(sample.other), 1.0)})
+    assert np.array_equal(_image(pipeline), expected)
+    pipeline.replace_adapters({})
+    assert np.array_equal(_image(pipeline), base)
 
 
 def test_weights_beyond_the_range_are_refused(sample: Sample, tmp_path: Path) -> None:
