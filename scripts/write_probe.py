@@ -1,8 +1,8 @@
-"""Write sdonnx/runtime/device/in_place_probe.onnx.
+"""Write sdonnx/runtime/device/in_place_probe.onnx, and in_place_probe_int8.onnx.
 
-The run-time, which does not import onnx, runs it to see whether weights can be changed in place.
+The run-time, which does not import onnx, runs them to see whether weights can be changed in place.
 
-    python scripts/write_probe.py [--output FILE]
+    python scripts/write_probe.py [--output FOLDER]
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import onnx_ir as ir
 
-OUTPUT = Path(__file__).parents[1] / "sdonnx" / "runtime" / "device" / "in_place_probe.onnx"
+OUTPUT = Path(__file__).parents[1] / "sdonnx" / "runtime" / "device"
 
 SIZE = 16
 
@@ -52,11 +52,32 @@ def probe() -> ir.Model:
     return ir.Model(graph, ir_version=10)
 
 
+def int8_probe() -> ir.Model:
+    """Return the model: `result` is `x` in float16 times `stored`, in int8, with scales of columns."""
+    half, matrix = ir.TensorType(ir.DataType.FLOAT16), ir.Shape([SIZE, SIZE])
+    x, restored, result = (ir.Value(name=name, shape=matrix, type=half) for name in ("x", "restored", "result"))
+    stored = ir.tensor(np.zeros((SIZE, SIZE), np.int8), name="stored")
+    scales = ir.tensor(np.ones(SIZE, np.float16), name="scales")
+    weights = [
+        ir.Value(name=each.name, shape=ir.Shape(each.shape.numpy()), type=ir.TensorType(each.dtype), const_value=each)
+        for each in (stored, scales)
+    ]
+    axis = [ir.AttrInt64("axis", 1)]
+    nodes = [
+        ir.Node("", "DequantizeLinear", weights, axis, outputs=[restored], name="restore"),
+        ir.Node("", "MatMul", [x, restored], outputs=[result], name="matmul"),
+    ]
+    graph = ir.Graph([x], [result], nodes=nodes, initializers=weights, opset_imports={"": 23}, name="int8_probe")
+    return ir.Model(graph, ir_version=10)
+
+
 def main() -> None:
-    """Write the file."""
+    """Write the files."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--output", type=Path, default=OUTPUT, help="the file to write")
-    ir.save(probe(), parser.parse_args().output)
+    parser.add_argument("--output", type=Path, default=OUTPUT, help="the folder to write to")
+    folder = parser.parse_args().output
+    ir.save(probe(), folder / "in_place_probe.onnx")
+    ir.save(int8_probe(), folder / "in_place_probe_int8.onnx")
 
 
 if __name__ == "__main__":

@@ -21,8 +21,20 @@ import numpy.typing as npt
 
 from sdonnx.errors import FolderError
 from sdonnx.folder.pipeline_folder import ONNX_WEIGHTS, read_json
+from sdonnx.folder.stored_numbers import STORED_FORMATS
+from sdonnx.folder.symmetric import along, quantize, scales_of
 
-__all__ = ["PROVENANCE", "Initializer", "Layout", "Place", "WeightTable", "channel_rows", "put_channels", "rows_of"]
+__all__ = [
+    "PROVENANCE",
+    "Initializer",
+    "Layout",
+    "Place",
+    "Scales",
+    "WeightTable",
+    "channel_rows",
+    "put_channels",
+    "rows_of",
+]
 
 PROVENANCE = "provenance.json"
 """Name of the file in a component's folder."""
@@ -36,7 +48,46 @@ Layout = Literal["rows", "nhwc", "columns"]
 of the image last ("nhwc"), or a column of one of the stacked matrices ("columns")."""
 
 _LAYOUTS = ("rows", "nhwc", "columns")
-_DTYPES: Mapping[str, np.dtype[Any]] = {"F16": np.dtype("<f2"), "F32": np.dtype("<f4")}
+_FLOATS: dict[str, np.dtype[Any]] = {"F16": np.dtype("<f2"), "F32": np.dtype("<f4")}
+# Numbers in 8 bits are bytes; `Scales` names their format.
+_DTYPES: Mapping[str, np.dtype[Any]] = _FLOATS | {
+    "I8": np.dtype("i1"), "U8": np.dtype("u1"), "F8_E4M3": np.dtype("u1"), "F8_E5M2": np.dtype("u1")
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Scales:
+    """How the numbers of an initializer in 8 bits are restored: each is multiplied by a scale.
+
+    Attributes:
+        initializer: name of the initializer that has the scales: one for each output channel, or one in all.
+        format: name of the 8-bit format, one of `STORED_FORMATS`.
+        dtype: "F16" or "F32", the type that scales are rounded to.
+        axis: the axis of the output channels; None for one scale.
+    """
+
+    initializer: str
+    format: str
+    dtype: str
+    axis: int | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the entry of the file."""
+        return {"initializer": self.initializer, "format": self.format, "dtype": self.dtype, "axis": self.axis}
+
+    @classmethod
+    def from_json(cls, entry: Mapping[str, Any]) -> Scales:
+        """Return the scales of an entry.
+
+        Raises:
+            ValueError: the entry is inconsistent; so do KeyError and TypeError say.
+        """
+        found = cls(str(entry["initializer"]), str(entry["format"]), str(entry["dtype"]), entry["axis"])
+        if found.format not in STORED_FORMATS or found.dtype not in _FLOATS:
+            raise ValueError(f"scales of {found.format} in {found.dtype}")
+        if found.axis is not None and (type(found.axis) is not int or found.axis not in (0, 1)):
+            raise ValueError(f"scales along {found.axis!r}")
+        return found
 
 
 @dataclass(frozen=True)
@@ -44,13 +95,15 @@ class Initializer:
     """An initializer of the served graphs.
 
     Attributes:
-        dtype: "F16" or "F32", as in safetensors.
+        dtype: "F16" or "F32", as in safetensors. In 8 bits "I8", "F8_E4M3" or "F8_E5M2", or "U8" for bytes of a format
+            that only the operator names.
         shape: its shape.
         offsets: first byte in the file of weights, and the byte behind the last; None if `data` has the values.
         data: the bytes of an initializer that is stored in the graph.
         graphs: files of the graphs that have it.
         in_place: whether the kernels that read it do so at each run, and ONNX Runtime changes nothing of it while it
             loads a graph, on a GPU. So are weights of products, but not those of convolutions.
+        scales: how numbers in 8 bits are restored; None for other types.
     """
 
     dtype: str
@@ -59,6 +112,7 @@ class Initializer:
     data: bytes | None = None
     graphs: tuple[str, ...] = ()
     in_place: bool = False
+    scales: Scales | None = None
 
     def as_json(self) -> dict[str, Any]:
         """Return the entry of the file."""
@@ -68,6 +122,8 @@ class Initializer:
             "graphs": list(self.graphs),
             "in_place": self.in_place,
         }
+        if self.scales is not None:
+            entry["scales"] = self.scales.as_json()
         if self.offsets is not None:
             return {**entry, "data_offsets": list(self.offsets)}
         return {**entry, "data": base64.b64encode(self.data or b"").decode("ascii")}
@@ -82,15 +138,18 @@ class Initializer:
         shape = _integers(entry["shape"])
         size = math.prod(shape) * _DTYPES[entry["dtype"]].itemsize
         graphs, in_place = tuple(map(str, entry["graphs"])), bool(entry["in_place"])
+        scales = Scales.from_json(entry["scales"]) if "scales" in entry else None
+        if (scales is None) != (entry["dtype"] in _FLOATS):
+            raise ValueError(f"{entry['dtype']} with the scales {scales}")
         if "data" in entry:
             data = base64.b64decode(entry["data"], validate=True)
             if len(data) != size:
                 raise ValueError(f"{len(data)} bytes for the shape {shape}")
-            return cls(entry["dtype"], shape, None, data, graphs, in_place)
+            return cls(entry["dtype"], shape, None, data, graphs, in_place, scales)
         begin, end = _integers(entry["data_offsets"])
         if end - begin != size or not shape:
             raise ValueError(f"bytes {begin} to {end} for the shape {shape}")
-        return cls(entry["dtype"], shape, (begin, end), None, graphs, in_place)
+        return cls(entry["dtype"], shape, (begin, end), None, graphs, in_place, scales)
 
 
 @dataclass(frozen=True)
@@ -159,7 +218,7 @@ class WeightTable:
         initializers: initializers of the served graphs, by name.
         shapes: shape of each weight in torch's layout, by its name in the state dict.
         places: where each of these weights is.
-        fixed: names of weights that cannot be changed, such as quantized ones.
+        fixed: names of weights that cannot be changed, such as two with the same values.
         unused: names of weights that no image depends on, such as those of a text encoder's last layer.
     """
 
@@ -235,8 +294,55 @@ class WeightTable:
                 f"{path} cannot be read up to byte {entry.offsets[1]} ({error})", "its weights", "copy the file again"
             ) from error
 
+    def restored(self, name: str) -> npt.NDArray[np.float32]:
+        """Return the numbers of an initializer in 8 bits times their scales, as float32, which rounds nothing.
+
+        Raises:
+            FolderError: the file of weights is missing or too short.
+        """
+        scales = self._scales_of(name)
+        numbers = STORED_FORMATS[scales.format].restored(self.base(name))
+        factors = self.base(scales.initializer).astype(np.float32)
+        numbers *= along(factors, scales.axis, numbers.ndim)
+        return numbers
+
+    def quantized(
+        self, name: str, values: npt.NDArray[np.float32], channels: npt.NDArray[np.bool_]
+    ) -> dict[str, Array]:
+        """Return an initializer in 8 bits with other values, and that of its scales, by their names.
+
+        Scales are computed as the optimizer computes them.
+
+        Args:
+            name: the initializer.
+            values: its values, of its shape.
+            channels: (C,), whether each output channel has other values than in the folder. The others keep their
+                scales, and so their numbers.
+
+        Raises:
+            FolderError: the file of weights is missing or too short.
+        """
+        entry, scales = self.initializers[name], self._scales_of(name)
+        number_format, dtype = STORED_FORMATS[scales.format], _FLOATS[scales.dtype]
+        before = self.base(scales.initializer)
+        with np.errstate(over="ignore"):
+            factors = scales_of(values, number_format, scales.axis, dtype, name)
+        if scales.axis is not None:
+            factors = np.where(channels, factors, before.astype(dtype))
+        numbers = quantize(values, factors, number_format, scales.axis).view(_DTYPES[entry.dtype])
+        return {name: numbers, scales.initializer: factors.astype(before.dtype).reshape(before.shape)}
+
+    def _scales_of(self, name: str) -> Scales:
+        scales = self.initializers[name].scales
+        if scales is None:
+            raise ValueError(f"{name} is not in 8 bits")
+        return scales
+
     def _require_consistent(self) -> None:
         """Raise ValueError unless each place is inside its initializer and has all channels of its weight."""
+        for name, entry in self.initializers.items():
+            if entry.scales is not None:
+                self._require_scales(name, entry, entry.scales)
         for name, places in self.places.items():
             shape = self.shapes[name]
             if len(shape) not in (2, 4) or min(shape) < 1:
@@ -255,6 +361,24 @@ class WeightTable:
                     raise ValueError(f"{place.initializer} has other channels than {name}")
                 if place.vector is not None and len(place.vector) != math.prod(shape[1:]):
                     raise ValueError(f"the vector of {name} has {len(place.vector)} numbers")
+                self._require_scales_of(place, size // inputs)
+
+    def _require_scales_of(self, place: Place, count: int) -> None:
+        """Raise ValueError unless the channels of a place are those that the initializer has scales for."""
+        entry = self.initializers[place.initializer]
+        if entry.scales is None:
+            return
+        axis = entry.scales.axis
+        is_along = axis is None or (axis == (1 if place.layout == "columns" else 0) and entry.shape[axis] == count)
+        if place.vector is not None or not is_along:
+            raise ValueError(f"{place.initializer} has other channels than its scales")
+
+    def _require_scales(self, name: str, entry: Initializer, scales: Scales) -> None:
+        """Raise ValueError unless an initializer in 8 bits has scales of its channels."""
+        factors = self.initializers[scales.initializer]
+        count = () if scales.axis is None else (entry.shape[scales.axis],)
+        if len(entry.shape) < 2 or factors.scales is not None or factors.shape != count:
+            raise ValueError(f"{scales.initializer} has no scales of {name}")
 
 
 def channel_rows(values: Array, layout: Layout, inputs: int) -> Array:

@@ -6,7 +6,9 @@ The factors (`sdonnx.fusions.rounded_products`) stay in 8 bits, and the product 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
+import numpy as np
 import onnx_ir as ir
 
 from sdonnx.fusions.own_nodes import ancestors, has_one_reader, put_own
@@ -18,6 +20,7 @@ from sdonnx.graph.edit import (
     input_of,
     insert,
     insert_multi,
+    is_weight,
     known_dims,
     replace,
     required,
@@ -25,6 +28,7 @@ from sdonnx.graph.edit import (
     tensor_of,
 )
 from sdonnx.graph.match import NOT_A_CANDIDATE, REWRITTEN, Refused, WalkResult, producer_of, same_shape
+from sdonnx.graph.tensors import read
 from sdonnx.operators.case import OWN_DOMAIN
 from sdonnx.operators.eight_bits import EightBits
 from sdonnx.operators.own_attention import check_heads
@@ -64,11 +68,7 @@ def scaled_product(
     q, scales = _quantized(node, rows)
     stored, name = product.weight, f"{product.weight.name}.bits"
     bits = graph.initializers.get(name) or add_initializer(graph, name, _as_bits(tensor_of(stored)))
-    factors = insert(node, "Cast", [product.scales], {"to": _FLOAT}, dtype=_FLOAT, shape=product.scales.shape)
-    if product.gate is not None:
-        gate = insert(node, "Cast", [product.gate], {"to": _FLOAT}, dtype=_FLOAT, shape=product.gate.shape)
-        factors = insert(node, "Mul", [factors, gate], shape=factors.shape)
-    inputs = [q, scales, bits, factors, bias, residual]
+    inputs = [q, scales, bits, _column_scales(node, product), bias, residual]
     while inputs[-1] is None:
         inputs.pop()
     attributes = {"x_format": int(rows.number_format), "w_format": int(product.number_format), "gelu": gelu}
@@ -123,7 +123,7 @@ def scaled_self_attention(node: ir.Node, heads: int, scale: float) -> WalkResult
     if tensor is None:
         return Refused("the weights of queries, keys and values are not behind one another in the file")
     weight = add_initializer(graph_of(node), f"{first.weight.name}.and_2_more", tensor)
-    factors = insert(node, "Concat", [each.scales for each in parts], {"axis": 0}, shape=[3 * width])
+    factors = _joined_scales(node, [each.scales for each in parts])
     like = ir.Value(shape=ir.Shape([*known_dims(result)[:2], 3 * width]), type=result.type)
     together = RoundedProduct(first.rows, weight, first.number_format, factors)
     qkv = scaled_product(node, like, together, None, None, gelu=0)
@@ -237,6 +237,31 @@ def _quantized(node: ir.Node, rows: RoundedRows) -> tuple[ir.Value, ir.Value]:
     )
     q.type, factors.type = ir.TensorType(_UINT8), ir.TensorType(_FLOAT)
     return q, factors
+
+
+def _column_scales(node: ir.Node, product: RoundedProduct) -> ir.Value:
+    """Return the scales of columns in float32, times the gate if there is one.
+
+    Without a gate they are an initializer: ONNX Runtime would fold a Cast, and another adapter could not replace the
+    result in a loaded session.
+    """
+    if product.gate is None and is_weight(product.scales):
+        graph, name = graph_of(node), f"{product.scales.name}.float32"
+        values = read(tensor_of(product.scales)).astype("float32")
+        return graph.initializers.get(name) or add_initializer(graph, name, ir.Tensor(values))
+    factors = insert(node, "Cast", [product.scales], {"to": _FLOAT}, dtype=_FLOAT, shape=product.scales.shape)
+    if product.gate is None:
+        return factors
+    gate = insert(node, "Cast", [product.gate], {"to": _FLOAT}, dtype=_FLOAT, shape=product.gate.shape)
+    return insert(node, "Mul", [factors, gate], shape=factors.shape)
+
+
+def _joined_scales(node: ir.Node, parts: Sequence[ir.Value]) -> ir.Value:
+    """Return scales behind one another."""
+    if not all(is_weight(part) for part in parts):
+        return insert(node, "Concat", parts, {"axis": 0}, shape=[sum(required(static_dim(part, 0)) for part in parts)])
+    values = np.concatenate([read(tensor_of(part)) for part in parts])
+    return add_initializer(graph_of(node), f"{parts[0].name}.and_{len(parts) - 1}_more", ir.Tensor(values))
 
 
 def _as_bits(tensor: ir.TensorProtocol) -> ir.TensorProtocol:

@@ -48,6 +48,7 @@ class ChangedInitializer:
     Attributes:
         computed: its values, in its shape and type; None if it has `products`, which the device adds.
         base: returns its values in the folder.
+        dtype: its type, as `sdonnx.folder.weight_table.Initializer` names it.
         graphs: names of the files of the graphs that have it.
         inline: whether its values are stored in the graphs, and not in the file of weights.
         in_place: whether kernels read it at each run, as it is.
@@ -56,6 +57,7 @@ class ChangedInitializer:
 
     computed: Array | None
     base: Callable[[], Array]
+    dtype: str
     graphs: Collection[str]
     inline: bool = False
     in_place: bool = False
@@ -76,6 +78,8 @@ class ChangedInitializer:
 def added_products(table: WeightTable, changes: Changes) -> dict[str, tuple[AddedProduct, ...]]:
     """Return the changed initializers to which only products of low rank are added, with these.
 
+    Initializers in 8 bits are not among them: their values are quantized again, which the host does.
+
     Args:
         table: where the weights are.
         changes: the changes.
@@ -89,12 +93,17 @@ def added_products(table: WeightTable, changes: Changes) -> dict[str, tuple[Adde
             others.update(place.initializer for place in places)
             continue
         for place in places:
+            if table.initializers[place.initializer].scales is not None:
+                continue
             found.setdefault(place.initializer, []).append(AddedProduct(name, shape, place, terms))
     return {name: tuple(each) for name, each in found.items() if name not in others}
 
 
 def changed_initializers(table: WeightTable, changes: Changes, left_out: Collection[str] = ()) -> dict[str, Array]:
     """Return the initializers that hold changed weights, computed in float32 from those of the folder.
+
+    A weight in 8 bits is restored, changed, and quantized again, with new scales by the optimizer's rule. The scales
+    are returned with it.
 
     Args:
         table: where the weights are.
@@ -110,11 +119,21 @@ def changed_initializers(table: WeightTable, changes: Changes, left_out: Collect
         for name, each in changes.items()
         if any(place.initializer not in left_out for place in table.places[name])
     }
-    names = sorted({place.initializer for name in computed for place in table.places[name]} - set(left_out))
+    members: dict[str, dict[str, None]] = {}  # the changed weights in each initializer
+    for name in computed:
+        for place in table.places[name]:
+            members.setdefault(place.initializer, {})[name] = None
+    names = sorted(members.keys() - set(left_out))
+    stored = [name for name in names if table.initializers[name].scales is not None]
+    wide = [name for name in names if table.initializers[name].scales is None]
     if not names:
         return {}
+
+    def quantize(initializer: str) -> dict[str, Array]:
+        return _quantized_again(table, {name: computed[name] for name in members[initializer]}, initializer)
+
     with ThreadPoolExecutor(_threads(), "sdonnx-lora") as pool:  # numpy releases the GIL in all of this
-        results = dict(zip(names, pool.map(table.base, names), strict=True))
+        results = dict(zip(wide, pool.map(table.base, wide), strict=True))
 
         def change(item: tuple[str, Sequence[tuple[WeightChange, float]]]) -> None:
             with np.errstate(over="ignore", invalid="ignore"):  # `_checked` refuses what exceeds the range
@@ -122,7 +141,25 @@ def changed_initializers(table: WeightTable, changes: Changes, left_out: Collect
 
         for _ in pool.map(change, computed.items()):  # the weights of an initializer do not overlap
             pass
+        # One initializer after another in each thread: those in 8 bits take four times their size.
+        for found in pool.map(quantize, stored):
+            results.update(found)
     return results
+
+
+def _quantized_again(table: WeightTable, changes: Changes, initializer: str) -> dict[str, Array]:
+    """Return an initializer in 8 bits with changes of weights that it has, and its scales."""
+    values = table.restored(initializer)
+    scales = table.initializers[initializer].scales
+    along = 0 if scales is None or scales.axis is None else scales.axis
+    changed = np.zeros(values.shape[along], np.bool_)
+    with np.errstate(over="ignore", invalid="ignore"):
+        for name, each in changes.items():
+            _change(table, name, each, {initializer: values})
+            for place in table.places[name]:
+                if place.initializer == initializer:
+                    changed[place.channels % len(changed)] = True
+    return table.quantized(initializer, values, changed)
 
 
 def _threads() -> int:
@@ -139,13 +176,24 @@ def _change(
         return
     if (factors := _low_rank_sum(shape, changes)) is not None:
         for place in places:
-            _add_product(results[place.initializer], place, factors, name)
+            _add_product(results[place.initializer], place, factors, name, _limit(table, place))
         return
-    whole = next(place for place in places if place.vector is None)  # other weights in it are elsewhere
-    base = _weight(results[whole.initializer], whole, shape)
+    whole = next((place for place in places if place.vector is None), None)  # other weights in it are elsewhere
+    if whole is None:  # only the bias behind a weight in 8 bits
+        whole = table.places[name][0]
+        base = _weight(table.restored(whole.initializer), whole, shape)
+    else:
+        base = _weight(results[whole.initializer], whole, shape)
     weight = changed_by_all(base, list(changes))
     for place in places:
-        _put(results[place.initializer], place, weight, base, name)
+        _put(results[place.initializer], place, weight, base, name, _limit(table, place))
+
+
+def _limit(table: WeightTable, place: Place) -> np.dtype[Any]:
+    """Return the type whose range the values in a place must not exceed; that of the scales for numbers in 8 bits."""
+    entry = table.initializers[place.initializer]
+    dtype = entry.dtype if entry.scales is None else entry.scales.dtype
+    return np.dtype(np.float16 if dtype == "F16" else np.float32)
 
 
 def _low_rank_terms(
@@ -183,19 +231,19 @@ def _low_rank_sum(shape: tuple[int, ...], changes: Sequence[tuple[WeightChange, 
     return np.concatenate(ups, axis=1), np.concatenate(downs)
 
 
-def _add_product(values: Array, place: Place, factors: _Factors, name: str) -> None:
+def _add_product(values: Array, place: Place, factors: _Factors, name: str, limit: np.dtype[Any]) -> None:
     """Add a product of low rank to a weight, or to the bias that was moved behind it, in an initializer."""
     up, down = factors
     if place.vector is not None:
         flat, channels = values.reshape(-1), place.channels
-        flat[channels] = _checked(flat[channels].astype(np.float32) + up @ (down @ place.vector), values.dtype, name)
+        flat[channels] = _checked(flat[channels].astype(np.float32) + up @ (down @ place.vector), limit, name)
         return
     taken = 0
     for block, count in _blocks(values, place, down.shape[1]):
         part = up[taken : taken + count]
         new = down.T @ part.T if place.layout == "columns" else part @ down
         new += block
-        block[...] = _checked(new, values.dtype, name)
+        block[...] = _checked(new, limit, name)
         taken += count
 
 
@@ -224,27 +272,27 @@ def _weight(values: Array, place: Place, shape: tuple[int, ...]) -> npt.NDArray[
     return np.ascontiguousarray(rows.reshape(shape), np.float32)
 
 
-def _put(values: Array, place: Place, weight: Array, base: Array, name: str) -> None:
+def _put(values: Array, place: Place, weight: Array, base: Array, name: str, limit: np.dtype[Any]) -> None:
     """Write a weight, or the bias that was moved behind it, into an initializer."""
     if place.vector is None:
         rows = rows_of(weight, place.layout)
     else:
         moved = channel_rows(values, place.layout, 1)[place.channels, 0].astype(np.float32)
         rows = (moved + rows_of(weight - base, "rows") @ place.vector)[:, None]
-    put_channels(values, place.layout, place.channels, _checked(rows, values.dtype, name))
+    put_channels(values, place.layout, place.channels, _checked(rows, limit, name))
 
 
-def _checked(values: Array, dtype: np.dtype[Any], name: str) -> Array:
-    """Return values in the type of an initializer.
+def _checked(values: Array, limit: np.dtype[Any], name: str) -> Array:
+    """Return values that are in the range of a type.
 
     Raises:
         WeightsError: a value exceeds its range, or is not a number.
     """
     largest = max(float(values.max()), -float(values.min()))
-    if not largest <= float(np.finfo(dtype).max):
+    if not largest <= float(np.finfo(limit).max):
         raise WeightsError(
-            f"with the adapters, {name} reaches {largest:g}, beyond the range of {dtype}",
+            f"with the adapters, {name} reaches {largest:g}, beyond the range of {limit}",
             "weights in its range",
             "use smaller weights, or a folder in float32",
         )
-    return values.astype(dtype, copy=False)
+    return values

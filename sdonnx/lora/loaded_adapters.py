@@ -159,8 +159,8 @@ class LoadedAdapters:
             if fixed := sorted(changes.keys() & table.fixed):
                 raise OptionError(
                     f"the LoRA changes {len(fixed)} weights of {component} that cannot be changed, such as {fixed[0]}",
-                    "weights that are not quantized",
-                    "optimize without --quantize, or exclude these modules from it",
+                    "weights that the folder says the place of",
+                    "optimize the exported pipeline again, or fuse the LoRA with diffusers before the export",
                 )
             if biases := sorted(name for name in changes if name.endswith(_BIAS)):
                 raise OptionError(
@@ -208,6 +208,7 @@ class LoadedAdapters:
             name: ChangedInitializer(
                 values[name],
                 partial(table.base, name),
+                entry.dtype,
                 entry.graphs,
                 entry.offsets is None,
                 entry.in_place,

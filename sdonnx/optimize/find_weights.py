@@ -23,6 +23,7 @@ import onnx_ir as ir
 from sdonnx.folder.weight_table import PROVENANCE, Initializer, Layout, Place, WeightTable, channel_rows, rows_of
 from sdonnx.graph.modules import module_path, module_paths
 from sdonnx.graph.tensors import read
+from sdonnx.optimize.find_stored_weights import StoredWeight, StoredWeights, positions_of, runs_of, stored_entry
 
 __all__ = ["ModuleWeight", "find_weights", "module_weights", "write_weight_table"]
 
@@ -31,8 +32,12 @@ Array = npt.NDArray[Any]
 _DTYPES = {ir.DataType.FLOAT16: "F16", ir.DataType.FLOAT: "F32"}
 _LAYOUTS: tuple[Layout, ...] = ("columns", "rows", "nhwc")
 
-# Index of the input that kernels read at each run: weights of products, of which StackedMatMul is our own, and biases.
-_IN_PLACE = {"MatMul": 1, "Gemm": 1, "StackedMatMul": 1, "SkipLayerNormalization": 4}
+# Inputs that kernels read at each run: weights of products, of which StackedMatMul is our own, biases, and scales of
+# weights in 8 bits.
+_IN_PLACE = {
+    ("MatMul", 1), ("Gemm", 1), ("StackedMatMul", 1), ("SkipLayerNormalization", 4), ("DequantizeLinear", 1),
+    ("ScaledMatMul", 3), ("SumRows", 2),
+}  # fmt: skip
 
 # Larger initializers are in the file of weights. Those in the graphs are biases that rules have computed.
 _MAX_INLINE_BYTES = 1 << 18
@@ -120,12 +125,13 @@ def find_weights(folder: Path, files: Iterable[str], exported: ir.Model) -> Weig
     places: dict[str, list[Place]] = {}
     for weight in weights:
         values = weight.values()
-        if found := list(written.places(weight, values)):
+        if found := [*written.places(weight, values), *written.stored.places(weight.initializer, values)]:
             places[weight.name] = [*found, *written.moved_biases(weight, values, vectors)]
     _drop_conflicts(places)
     kept = {weight.name: weight for weight in weights if weight.name in places}
     fixed = {weight.name for weight in weights if weight.name not in kept and weight.module in written.modules}
     used = {place.initializer for each in places.values() for place in each}
+    used |= {scales.initializer for name in used if (scales := written.initializers[name].scales) is not None}
     return WeightTable(
         folder,
         {name: entry for name, entry in written.initializers.items() if name in used},
@@ -148,6 +154,7 @@ class _Written:
     Attributes:
         initializers: entries of the table, by name.
         modules: paths of the modules that the graphs compute.
+        stored: the initializers in 8 bits.
     """
 
     def __init__(
@@ -158,10 +165,17 @@ class _Written:
     ) -> None:
         self.initializers = initializers
         self.modules = modules
-        self._tensors = tensors
-        self._biases = [name for name in tensors if "@" in name]
+        self._tensors = {name: tensor for name, tensor in tensors.items() if initializers[name].scales is None}
+        self.stored = StoredWeights(
+            [
+                StoredWeight(name, entry, tensors[name], tensors[entry.scales.initializer])
+                for name, entry in initializers.items()
+                if entry.scales is not None and entry.scales.initializer in tensors
+            ]
+        )
+        self._biases = [name for name in self._tensors if "@" in name]
         # Tensors whose names say of one weight only.
-        self._joined = [name for name in tensors if re.search(r"\.and_\d+_more|\+", name) and "@" not in name]
+        self._joined = [name for name in self._tensors if re.search(r"\.and_\d+_more|\+", name) and "@" not in name]
         self._index: dict[tuple[int, str, Layout], dict[int, list[tuple[str, int]]]] = {}
 
     @classmethod
@@ -177,14 +191,14 @@ class _Written:
             graph = ir.load(folder / file).graph
             modules.update(path for node in graph.all_nodes() for path in module_paths(node))
             for name, value in graph.initializers.items():
-                entry = None if value.const_value is None else _entry(value.const_value)
+                entry = _entry(value)
                 if entry is None or value.const_value is None:
                     continue
                 if entries.setdefault(name, entry) != entry:
                     differing.add(name)
                 tensors[name] = value.const_value
                 graphs[name].append(file)
-                if not _is_read_in_place(value):
+                if not (entry.in_place if entry.scales is not None else _is_read_in_place(value)):
                     copied.add(name)
         kept = [name for name in tensors if name not in differing]
         initializers = {
@@ -260,12 +274,12 @@ class _Written:
         rows = rows.astype(_numpy(dtype))
         keys = [hash(row.tobytes()) for row in rows]
         for name in dict.fromkeys(name for name, _ in index[first]):
-            positions = _sequence([[at for each, at in index.get(key, ()) if each == name] for key in keys])
+            positions = positions_of([[at for each, at in index.get(key, ()) if each == name] for key in keys])
             if positions is None:
                 continue
             found = channel_rows(read(self._tensors[name]), layout, rows.shape[1])
             if np.array_equal(found[positions], rows):
-                yield Place(name, layout, tuple(_runs(positions)))
+                yield Place(name, layout, tuple(runs_of(positions)))
 
     def _index_of(self, inputs: int, dtype: str, layout: Layout) -> dict[int, list[tuple[str, int]]]:
         """Return the channels of joined initializers, by the hash of their bytes: (initializer, index)."""
@@ -288,27 +302,6 @@ def _has_channels(entry: Initializer, layout: Layout, inputs: int) -> bool:
     return entry.shape[-2] == inputs if layout == "columns" else inputs in (entry.shape[-1], math.prod(entry.shape[1:]))
 
 
-def _sequence(candidates: list[list[int]]) -> list[int] | None:
-    """Return one index for each channel, increasing where channels are equal; None if there is none for some."""
-    positions: list[int] = []
-    for each in candidates:
-        behind = [at for at in each if not positions or at > positions[-1]] or each
-        if not behind:
-            return None
-        positions.append(behind[0])
-    return positions if len(set(positions)) == len(positions) else None
-
-
-def _runs(positions: list[int]) -> Iterator[tuple[int, int]]:
-    first = previous = positions[0]
-    for at in positions[1:]:
-        if at != previous + 1:
-            yield first, previous - first + 1
-            first = at
-        previous = at
-    yield first, previous - first + 1
-
-
 def _drop_conflicts(places: dict[str, list[Place]]) -> None:
     """Remove weights that seem to be in one place, since they are equal: a change of one would change the others."""
     owners: defaultdict[tuple[str, bool], list[tuple[str, set[int]]]] = defaultdict(list)
@@ -329,14 +322,17 @@ def _is_read_in_place(value: ir.Value) -> bool:
 
     Convolutions do not: ONNX Runtime may copy their weights into another layout.
     """
-    return not value.is_graph_output() and all(_IN_PLACE.get(use.node.op_type) == use.idx for use in value.uses())
+    return not value.is_graph_output() and all((use.node.op_type, use.idx) in _IN_PLACE for use in value.uses())
 
 
-def _entry(tensor: ir.TensorProtocol) -> Initializer | None:
-    dtype = _DTYPES.get(tensor.dtype)
-    shape = tuple(int(size) for size in tensor.shape.numpy())
-    if dtype is None or not shape:
+def _entry(value: ir.Value) -> Initializer | None:
+    """Return the entry of an initializer, without the graphs that have it; None if no weight can be in it."""
+    tensor = value.const_value
+    if tensor is None:
         return None
+    if tensor.dtype not in _DTYPES:
+        return stored_entry(value)
+    dtype, shape = _DTYPES[tensor.dtype], tuple(int(size) for size in tensor.shape.numpy())
     if isinstance(tensor, ir.ExternalTensor):
         begin = tensor.offset or 0
         return Initializer(dtype, shape, (begin, begin + tensor.nbytes))

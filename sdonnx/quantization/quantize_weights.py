@@ -18,6 +18,7 @@ import onnx_ir as ir
 from onnx_ir.passes import InPlacePass, PassResult
 
 from sdonnx.errors import FolderError, OptionError
+from sdonnx.folder.symmetric import quantize, scales_of
 from sdonnx.graph.edit import add_initializer, dims, dtype_of, insert, is_weight, required, tensor_of
 from sdonnx.graph.match import producer_of
 from sdonnx.graph.modules import module_paths
@@ -27,7 +28,6 @@ from sdonnx.quantization.number_formats import NumberFormat
 from sdonnx.quantization.quantization_config import QuantizationPolicy, covers
 from sdonnx.quantization.quantization_types import QuantizationType
 from sdonnx.quantization.quantize_activations import rounded_by_rows, rounded_by_scale
-from sdonnx.quantization.symmetric import quantize, scales_of
 
 __all__ = [
     "QuantizeWeights",

@@ -14,7 +14,7 @@ from onnxruntime import OrtValue
 from sdonnx.folder.weight_table import Initializer
 from sdonnx.lora.changed_initializers import ChangedInitializer
 from sdonnx.runtime.device.device import Device
-from sdonnx.runtime.device.load_shared_weights import shareable
+from sdonnx.runtime.device.load_shared_weights import host_tensor, shareable
 from sdonnx.runtime.device.weights_in_place import reads_weights_in_place
 from sdonnx.runtime.device.weights_on_device import DeviceWeight, WeightsOnDevice
 
@@ -180,14 +180,16 @@ class ChangedWeights:
     def injected(self, path: Path) -> dict[str, OrtValue]:
         """Return the initializers that ONNX Runtime has to see while it optimizes a graph."""
         return {
-            name: OrtValue.ortvalue_from_numpy(each.values)
+            name: host_tensor(each.values, each.dtype)
             for name, each in self._of(path)
             if each.computed is not None and not self._is_read(each) and not each.inline
         }
 
     def _is_read(self, initializer: ChangedInitializer) -> bool:
         """Return whether a session reads the initializer from a buffer at each run."""
-        return initializer.in_place and reads_weights_in_place(self._device)
+        if not initializer.in_place or not reads_weights_in_place(self._device):
+            return False
+        return initializer.dtype != "I8" or reads_weights_in_place(self._device, int8=True)
 
     def _of(self, path: Path) -> Iterator[tuple[str, ChangedInitializer]]:
         """Yield the changed initializers of a graph."""

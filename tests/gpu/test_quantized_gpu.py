@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.plain_lora import write_plain_lora
 from support.recording import Note
 
 from sdonnx.benchmark.denoiser_graph import predict
@@ -18,6 +19,7 @@ from sdonnx.folder.pipeline_folder import ONNX_WEIGHTS, PipelineFolder, read_jso
 from sdonnx.metrics import relative_error
 from sdonnx.models.registry import family_of
 from sdonnx.models.spec import Role
+from sdonnx.optimize.bake_adapters import bake_adapters
 from sdonnx.optimize.optimizer import optimize_folder
 from sdonnx.quantization.quantization_config import QuantizationConfig
 from sdonnx.quantization.quantization_types import TYPES
@@ -71,6 +73,27 @@ def test_both_forms_compute_the_same_numbers(arch: str, name: str, build: Build,
     # A number that is rounded to a neighbor in one form changes the rest a little, as quantization does everywhere.
     assert row["both_forms"] < 0.5 * row["plain_to_float16"]
     assert row["ours_to_float16"] == pytest.approx(row["plain_to_float16"], rel=0.2)
+
+
+@pytest.mark.parametrize("name", ["fp8_e4m3_e4m3_dynamic", "int8_dynamic", "int8_weightonly"])
+def test_lora_files(name: str, build: Build, tmp_path: Path) -> None:
+    """Images with a file, also after switches, are those of the folder that `bake` writes, bit for bit."""
+    _, folder = quantized(build, "sdxl-tiny", name)
+    file = write_plain_lora(folder, tmp_path / "style.safetensors", scale=0.3)
+    bake_adapters(folder, tmp_path / "baked", [(file, 0.7)])
+    options: dict[str, Any] = {"num_inference_steps": 4, "seed": 3, "output_type": "np"}
+    with OrtDiffusionPipeline.from_pretrained(tmp_path / "baked") as pipeline:
+        expected = pipeline(PROMPT, **options).images
+    with OrtDiffusionPipeline.from_pretrained(folder) as pipeline:
+        base = pipeline(PROMPT, **options).images
+        pipeline.load_lora_weights(file, adapter_name="style")
+        for weight in (1.0, -0.4, 0.7):
+            pipeline.set_adapters("style", weight)
+            found = pipeline(PROMPT, **options).images
+        assert np.array_equal(found, expected)
+        assert not np.array_equal(found, base)
+        pipeline.unload_lora_weights()
+        assert np.array_equal(pipeline(PROMPT, **options).images, base)
 
 
 def _prompt_width(component: Path) -> int:

@@ -16,6 +16,7 @@ from support.pipelines import refused
 
 from sdonnx.compose.shared_weights import shared_weights
 from sdonnx.errors import FolderError, OptionError, WeightsError
+from sdonnx.folder.symmetric import dequantize, quantize, scales_of
 from sdonnx.graph.edit import input_of, tensor_of
 from sdonnx.graph.match import is_matrix
 from sdonnx.graph.modules import MODULE_KEY
@@ -24,7 +25,6 @@ from sdonnx.metrics import relative_error
 from sdonnx.quantization.quantization_config import QuantizationPolicy
 from sdonnx.quantization.quantization_types import TYPES, QuantizationType
 from sdonnx.quantization.quantize_weights import QuantizedWeight, QuantizeWeights, require_not_quantized, weighted_nodes
-from sdonnx.quantization.symmetric import dequantize, quantize, scales_of
 from sdonnx.runtime.device.device import Device
 from sdonnx.runtime.device.session import Graph, SessionSettings
 

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from PIL import Image
 from support.control_networks import picture
 from support.drawing import MIN_PSNR_DB
+from support.pipeline_cache import PipelineCache
 from support.pipelines import refused
 from support.plain_lora import write_plain_lora
 from support.serving import Running, serving
@@ -27,6 +28,7 @@ from sdonnx import AsyncPipeline, ImageRequest, OrtDiffusionPipeline, ServeLimit
 from sdonnx.errors import OptionError, WeightsError
 from sdonnx.lora.lora_folder import list_loras
 from sdonnx.metrics import psnr
+from sdonnx.quantization.quantization_config import QuantizationConfig
 from sdonnx.serve import served_loras
 from sdonnx.serve.http.serve_settings import ServeSettings
 from sdonnx.serve.image_request import BatchKey
@@ -128,6 +130,24 @@ def test_mixed_requests_have_their_own_loras(
     # Lanes with the LoRAs that are set come first, so each set is used once, and no LoRAs at the start.
     assert len(NAMES) - 1 <= len(recorder.changes) <= len(NAMES)
     assert all(seconds > 0 for seconds in recorder.changes)
+
+
+def test_folders_with_weights_in_8_bits(pipelines: PipelineCache, micro_exported: Path, files: dict[str, Path]) -> None:
+    config = QuantizationConfig.from_flags("int8_weightonly", "{}")
+    folder = pipelines.optimized(micro_exported, provider="cpu", quantization=config)
+    pipeline = OrtDiffusionPipeline.from_pretrained(folder)
+    plain = pipeline("a fox", **SMALL, seed=1, output_type="np").images[0]
+    pipeline.load_lora_weights(files["style"])
+    styled = pipeline("a fox", **SMALL, seed=1, output_type="np").images[0]
+
+    async def body(queue: AsyncPipeline) -> list[Any]:
+        requests = [request_with(loras, 1) for loras in (None, {"style": 1.0}, None)]
+        return [(await queue.submit(each)).images[0] for each in requests]
+
+    images = run(folder, files, body, limits=LIMITS)
+    assert psnr(plain, styled) < DIFFERENT_DB
+    for image, expected in zip(images, (plain, styled, plain), strict=True):
+        assert psnr(image, expected) > MIN_PSNR_DB
 
 
 def test_equal_loras_share_a_batch(micro_cpu: Path, files: dict[str, Path]) -> None:

@@ -68,7 +68,9 @@ class Device:
     def upload(self, values: npt.NDArray[Any]) -> OrtValue:
         """Return a buffer with a copy of an array."""
         with memory_errors(self, f"a buffer of {values.shape}"):
-            return OrtValue.ortvalue_from_numpy(np.ascontiguousarray(values), self.provider, self.index)
+            # numpy gives a contiguous scalar a dimension.
+            source = np.ascontiguousarray(values).reshape(values.shape)
+            return OrtValue.ortvalue_from_numpy(source, self.provider, self.index)
 
     def write(self, target: OrtValue, values: npt.NDArray[Any]) -> None:
         """Write an array into a buffer of its size, and wait.

@@ -15,11 +15,13 @@ from sdonnx.errors import FolderError
 from sdonnx.folder.pipeline_folder import ONNX_WEIGHTS, SHARED_WEIGHTS, hash_file, read_json
 from sdonnx.runtime.device.device import Device
 
-__all__ = ["load_shared_weights", "shareable"]
+__all__ = ["host_tensor", "load_shared_weights", "shareable"]
 
 Array = npt.NDArray[Any]
 
 _DTYPES: dict[str, np.dtype[Any]] = {"F16": np.dtype("<f2"), "F32": np.dtype("<f4"), "I8": np.dtype("i1")}
+# Numbers of ONNX's types (onnx.TensorProto.DataType).
+_UNKNOWN_TO_NUMPY = {"F8_E4M3": 17, "F8_E5M2": 19}
 
 
 def load_shared_weights(
@@ -82,3 +84,16 @@ def shareable(values: Array, device: Device) -> OrtValue:
     """Return a tensor on the device that does not own its memory, as ONNX Runtime requires of shared weights."""
     owner = device.upload(values)
     return owner if device.provider == "cpu" else OrtValue.from_dlpack(owner)
+
+
+def host_tensor(values: Array, dtype: str) -> OrtValue:
+    """Return a tensor that shares the memory of an array.
+
+    Args:
+        values: its values; bytes of numbers that numpy has no type for.
+        dtype: its type, as in the header of a safetensors file.
+    """
+    number = _UNKNOWN_TO_NUMPY.get(dtype)
+    if number is None:
+        return OrtValue.ortvalue_from_numpy(values)
+    return OrtValue.ortvalue_from_numpy_with_onnx_type(values, number)

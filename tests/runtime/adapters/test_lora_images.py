@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import resource
 import shutil
@@ -21,7 +22,6 @@ from support.pipelines import refused
 from sdonnx.errors import OptionError, WeightsError
 from sdonnx.folder.weight_table import PROVENANCE
 from sdonnx.metrics import psnr
-from sdonnx.quantization.quantization_config import QuantizationConfig
 from sdonnx.runtime.pipeline import OrtDiffusionPipeline
 
 # diffusers converts torch tensors to numpy in a way that numpy deprecates, and PEFT warns of layers without the LoRA.
@@ -249,12 +249,16 @@ def test_graphs_that_are_loaded_for_each_use(pair: Pair, low_memory: Any) -> Non
     assert np.array_equal(image_of(saving), first)
 
 
-def test_quantized_weights_are_refused(pair: Pair, pipelines: PipelineCache) -> None:
-    exported = pipelines.exported(pair.source)
-    config = QuantizationConfig.from_flags("int8_weightonly", "{}")
-    folder = pipelines.optimized(exported, provider="cpu", quantization=config)
-    ours = OrtDiffusionPipeline.from_pretrained(folder)
-    with refused(OptionError, "weights of unet that cannot be changed", "optimize without --quantize"):
+def test_weights_without_a_place_are_refused(pair: Pair, tmp_path: Path) -> None:
+    """Such as two with the same values, or quantized ones in folders of older versions."""
+    shutil.copytree(pair.folder, tmp_path / "old")
+    path = tmp_path / "old" / "unet" / PROVENANCE
+    content = json.loads(path.read_text())
+    name = next(name for name in content["weights"] if name.endswith("to_q.weight"))
+    del content["weights"][name]
+    path.write_text(json.dumps(content | {"fixed": [name]}))
+    ours = OrtDiffusionPipeline.from_pretrained(tmp_path / "old")
+    with refused(OptionError, "1 weights of unet that cannot be changed", "optimize the exported pipeline again"):
         ours.load_lora_weights(pair.files[0])
     assert ours.get_list_adapters() == {}
 

@@ -77,7 +77,7 @@ def loads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
         return made
 
     monkeypatch.setattr(session, "_session_options", unpacked)
-    monkeypatch.setattr(changed_weights, "reads_weights_in_place", lambda _: True)
+    monkeypatch.setattr(changed_weights, "reads_weights_in_place", lambda *_, **__: True)
     with mock.patch.object(Graph, "_load", autospec=True, side_effect=Graph._load) as counted:
         yield counted
 
@@ -303,11 +303,21 @@ def test_probe_finds_sessions_that_copy_weights(monkeypatch: pytest.MonkeyPatch)
     assert weights_in_place._is_changed_between_runs(cpu)
 
 
+def test_int8_probe_finds_whether_sessions_copy_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the CPU, a session without the copies for its kernels reads weights that are restored where they are."""
+    cpu = Device("cpu")
+    assert not weights_in_place.reads_weights_in_place(cpu, int8=True)
+    assert weights_in_place._int8_is_changed_between_runs(cpu)
+    monkeypatch.setattr(Device, "write", lambda *_: None)
+    assert not weights_in_place._int8_is_changed_between_runs(cpu)
+
+
 def test_probe_is_that_of_the_script(tmp_path: Path) -> None:
     spec = importlib.util.spec_from_file_location("write_probe", ROOT / "scripts" / "write_probe.py")
     assert spec is not None
     assert spec.loader is not None
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
-    ir.save(script.probe(), tmp_path / "probe.onnx")
-    assert (tmp_path / "probe.onnx").read_bytes() == weights_in_place._PROBE.read_bytes()
+    for model, path in ((script.probe(), weights_in_place._PROBE), (script.int8_probe(), weights_in_place._INT8_PROBE)):
+        ir.save(model, tmp_path / "probe.onnx")
+        assert (tmp_path / "probe.onnx").read_bytes() == path.read_bytes()

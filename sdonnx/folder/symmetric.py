@@ -5,20 +5,30 @@ A scale is the largest magnitude that it has to represent, divided by the larges
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from sdonnx.errors import WeightsError
-from sdonnx.quantization.number_formats import NumberFormat
 
-__all__ = ["dequantize", "quantize", "scales_of"]
+__all__ = ["ScaledFormat", "along", "dequantize", "quantize", "scales_of"]
 
 Array = npt.NDArray[Any]
 
 
-def scales_of(values: Array, number_format: NumberFormat, axis: int | None, dtype: npt.DTypeLike, name: str) -> Array:
+class ScaledFormat(Protocol):
+    """An 8-bit number format, in the types of onnx_ir or of this package."""
+
+    @property
+    def max_value(self) -> float:
+        """The largest magnitude that is used."""
+
+    def rounded(self, values: npt.NDArray[np.float32]) -> Array:
+        """Return float32 values in this format, rounded to nearest with ties to even and saturated at `max_value`."""
+
+
+def scales_of(values: Array, number_format: ScaledFormat, axis: int | None, dtype: npt.DTypeLike, name: str) -> Array:
     """Return the scales of a weight, in the type in which they are stored.
 
     A scale that the type cannot represent is rounded up, so that no value saturates, unless the largest value would
@@ -51,7 +61,7 @@ def scales_of(values: Array, number_format: NumberFormat, axis: int | None, dtyp
     return np.where(largest == 0, np.asarray(1, dtype), scales).astype(dtype)
 
 
-def quantize(values: Array, scales: Array, number_format: NumberFormat, axis: int | None) -> Array:
+def quantize(values: Array, scales: Array, number_format: ScaledFormat, axis: int | None) -> Array:
     """Return a weight in an 8-bit format: the quotient is computed in float32 and rounded once.
 
     Args:
@@ -61,7 +71,7 @@ def quantize(values: Array, scales: Array, number_format: NumberFormat, axis: in
         axis: the axis of the scales; None for one scale.
     """
     with np.errstate(over="ignore"):  # of a subnormal scale; the format saturates
-        quotients: Array = values.astype(np.float32) / _along(scales, axis, values.ndim).astype(np.float32)
+        quotients: Array = values.astype(np.float32) / along(scales, axis, values.ndim).astype(np.float32)
     return number_format.rounded(quotients)
 
 
@@ -73,12 +83,18 @@ def dequantize(values: Array, scales: Array, axis: int | None) -> Array:
         scales: its scales, float32 or float16.
         axis: the axis of the scales; None for one scale.
     """
-    product = values.astype(np.float32) * _along(scales, axis, values.ndim).astype(np.float32)
+    product = values.astype(np.float32) * along(scales, axis, values.ndim).astype(np.float32)
     return product.astype(scales.dtype)
 
 
-def _along(scales: Array, axis: int | None, rank: int) -> Array:
-    """Return the scales in a shape that broadcasts along an axis."""
+def along(scales: Array, axis: int | None, rank: int) -> Array:
+    """Return the scales in a shape that broadcasts along an axis of a weight.
+
+    Args:
+        scales: (C,), or () for one scale.
+        axis: the axis of the scales; None for one scale.
+        rank: the number of the weight's dimensions.
+    """
     if axis is None:
         return scales
     return scales.reshape([-1 if each == axis % rank else 1 for each in range(rank)])

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from support.pipelines import refused
 
 from sdonnx.errors import WeightsError
+from sdonnx.folder.symmetric import dequantize, quantize, scales_of
 from sdonnx.metrics import relative_error
 from sdonnx.quantization.number_formats import FORMATS, NumberFormat
-from sdonnx.quantization.symmetric import dequantize, quantize, scales_of
 
 Array = npt.NDArray[Any]
 
