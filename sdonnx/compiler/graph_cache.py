@@ -7,6 +7,7 @@ taken from the module's memory.
 from __future__ import annotations
 
 import errno
+import json
 import logging
 import shutil
 import time
@@ -114,6 +115,8 @@ class ModuleGraphs:
             IndescribableError: The module cannot be described in other processes.
         """
         target = _target_parts(signature.target)
+        if signature.quantization is not None:
+            target["quantization"] = json.dumps(signature.quantization.as_json())  # in order: the first match decides
         return graph_key(self.module, signature, self.method, target, self.weights.places())
 
     @property

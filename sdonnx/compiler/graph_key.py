@@ -32,7 +32,7 @@ _EXPORTERS = ("numpy", "onnx", "onnx_ir", "onnxscript")
 _SHOWN = {
     "versions": "versions of packages",
     "code": "source files of sdonnx",
-    "target": "devices or precisions",
+    "target": "devices, precisions or types of 8 bits",
     "structure": "classes or attributes",
     "weights": "weights",
 }
