@@ -39,12 +39,15 @@ from sdonnx.quantization.quantize_weights import QuantizedWeight, restore_late
 from sdonnx.runtime.device.device import Device
 from sdonnx.runtime.device.session import Graph
 
-__all__ = ["build_model", "fuse_model", "load_model", "save_model"]
+__all__ = ["EXPORTED", "build_model", "fuse_model", "load_model", "save_model"]
 
 _LOGGER = logging.getLogger(__name__)
 
 # Smaller tensors, such as axes and sizes, stay in the graph, where ONNX Runtime's optimizations read them.
 _MIN_INJECTED_BYTES = 1024
+
+EXPORTED = "sdonnx.exported"
+"""Key of `meta` of a built model for a copy of the graph from before it was optimized."""
 
 _PAGE = 4096  # bytes
 
@@ -120,6 +123,7 @@ def build_model(
         job = ComponentJob(spec, opened, request, requested=policy)
         if signature.quantization is not None:
             job.quantization = denoiser_policy(signature.quantization, spec.name)
+        model.meta[EXPORTED] = model.clone()  # weights stay where they are
         apply_passes(GRAPH_PASSES, job)
         outcomes = list(job.outcomes)
         if target.settings.library is not None:
@@ -172,6 +176,7 @@ def load_model(model: ir.Model, name: str, target: GraphTarget) -> Graph:
         DeviceMemoryError: The device has too little memory.
     """
     with refusing(f"the module {name}", *_REMEDY), tempfile.TemporaryDirectory(prefix="sdonnx-") as at:
+        model.meta.pop(EXPORTED, None)  # its weights would stay in memory
         arrays = dict(_detach_weights(model.graph))
         narrow = [name for name, array in arrays.items() if array.dtype not in _SHARED]
         injected = {name: ort_value(array) for name, array in arrays.items() if name not in narrow}
