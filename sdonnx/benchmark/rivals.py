@@ -89,6 +89,7 @@ def parse_rivals(
     mode: str | None = None,
     xformers: bool = False,
     config: str | None = None,
+    types: Mapping[str, str] = MappingProxyType({}),
 ) -> list[Rival]:
     """Return the engines that `-e` and related options select, without duplicates.
 
@@ -100,6 +101,7 @@ def parse_rivals(
         xformers: `--use_xformers`: the engine torch becomes torch-xformers.
         config: `--compiler_config`: the options of sdonnx-compile or, without that engine, `mode`, `dynamic` and
             `fullgraph` of torch.compile; as JSON, or as a mode.
+        types: `quant_type` and `quantize_config` of the options of sdonnx-compile, of `--quantize`.
 
     Raises:
         OptionError: a name, a mode or a key is unknown, or an option applies to none of the engines.
@@ -109,7 +111,7 @@ def parse_rivals(
         settings = _torch_settings(config)
         mode = mode or settings.pop("mode", None)
     rivals = [_rival(name, compiled, mode, xformers) for name in names]
-    rivals = [_configured(rival, config, settings) for rival in rivals]
+    rivals = [_configured(rival, config, settings, types) for rival in rivals]
     if compiled and "torch" not in names:
         raise OptionError(
             "--enable_torch_compile without the engine torch", "both", f"omit the option, or add {_COMPILED}"
@@ -146,16 +148,22 @@ def _rival(name: str, compiled: bool, mode: str | None, xformers: bool) -> Rival
     return Rival(base, "torch", xformers=True) if base == _XFORMERS else Rival(base, base)
 
 
-def _configured(rival: Rival, config: str | None, settings: Mapping[str, Any]) -> Rival:
+def _configured(rival: Rival, config: str | None, settings: Mapping[str, Any], types: Mapping[str, str]) -> Rival:
     """Return a rival with the configuration of its compiler.
 
     Args:
         rival: the rival.
         config: the options of sdonnx-compile.
         settings: arguments of torch.compile other than the mode.
+        types: options of sdonnx-compile that quantize.
     """
     if rival.engine == SdonnxCompileEngine.name:
         check_options(config)
+        if types:
+            is_mode = config is not None and not config.lstrip().startswith("{")
+            given: dict[str, Any] = {"mode": config} if is_mode else json.loads(config or "{}")
+            config = json.dumps({**given, **types})
+            check_options(config)
         return replace(rival, compiler_config=config)
     return replace(rival, compiler_config=json.dumps(settings)) if rival.compile_mode and settings else rival
 

@@ -26,7 +26,7 @@ from sdonnx.benchmark.rivals import Rival, chosen_engines, parse_rivals
 from sdonnx.benchmark.shown_names import shown_name
 from sdonnx.benchmark.terminal_tables import print_comparison
 from sdonnx.benchmark.workload import Workload
-from sdonnx.cli.benchmark_options import MULTIPLE, add_arguments, check_options
+from sdonnx.cli.benchmark_options import MULTIPLE, add_arguments, check_options, compiled_types
 from sdonnx.cli.quantization_options import given_quantization, quantized_request
 from sdonnx.errors import OptionError, OutputError, SdonnxError
 from sdonnx.folder.pipeline_folder import REPORT, PipelineFolder, read_json
@@ -57,6 +57,7 @@ def run(options: argparse.Namespace) -> int:
         mode=options.compile_mode,
         xformers=options.use_xformers,
         config=options.compiler_config,
+        types=compiled_types(options),
     )
     check_options(options)
     _require_packages(options)

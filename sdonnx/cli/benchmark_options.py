@@ -15,16 +15,17 @@ from functools import partial
 from pathlib import Path
 
 from sdonnx.benchmark.engine import PROVIDERS, FolderKind, folder_kind
-from sdonnx.benchmark.engines import COMPILE_MODES, ENGINES
+from sdonnx.benchmark.engines import COMPILE_MODES, ENGINES, SdonnxCompileEngine
 from sdonnx.benchmark.measure import RARE_RESOLUTIONS, WARM_UPS
 from sdonnx.benchmark.rivals import COMPILERS, NAMES
 from sdonnx.cli.quantization_options import add_quantization_arguments, given_quantization, quantization_config
 from sdonnx.errors import OptionError, ProviderError
 from sdonnx.folder.prompt_file import PROMPTS
+from sdonnx.precision_search.probe_settings import AUTO
 from sdonnx.sample.architectures import ARCHITECTURES
 from sdonnx.terminal import add_common, add_option
 
-__all__ = ["MULTIPLE", "add_arguments", "check_options"]
+__all__ = ["MULTIPLE", "add_arguments", "check_options", "compiled_types"]
 
 MULTIPLE = 8
 """Pixels per latent, in every published autoencoder."""
@@ -238,7 +239,9 @@ def _check_quantization(options: argparse.Namespace) -> None:
     given = given_quantization(options)
     if given is None:
         return
-    if "onnxruntime" not in options.engine:
+    others = _not_of_a_compiler(options)
+    if "onnxruntime" not in options.engine and (others or SdonnxCompileEngine.name not in options.engine):
+        given = others or given
         raise OptionError(
             f"--{given} for {', '.join(options.engine)}", "the engine onnxruntime, which reads an optimized folder",
             "add -e onnxruntime, or omit the option",
@@ -250,6 +253,23 @@ def _check_quantization(options: argparse.Namespace) -> None:
                 "quantize it with sdonnx optimize, or pass the diffusers or the exported folder",
             )  # fmt: skip
     quantization_config(options)  # before folders are made, which takes minutes
+
+
+def compiled_types(options: argparse.Namespace) -> dict[str, str]:
+    """Return the options of `sdonnx.compile_pipe` for `--quantize` and `--quantize_config`.
+
+    They are empty if there are other options that quantize, which are for folders only.
+    """
+    if _not_of_a_compiler(options):
+        return {}
+    quantize = "fp8" if options.quantize == "" and options.quantize_config is None else options.quantize
+    types = {"quant_type": quantize, "quantize_config": options.quantize_config}
+    return {name: value for name, value in types.items() if value}
+
+
+def _not_of_a_compiler(options: argparse.Namespace) -> str | None:
+    """Return the first given option that quantizes folders and no compiled modules, None if there is none."""
+    return "quantize" if options.quantize == AUTO else given_quantization(options, but=("quantize", "quantize_config"))
 
 
 def _no_pipeline(version: str | None) -> OptionError:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -175,9 +175,10 @@ def quantization_config(options: argparse.Namespace) -> QuantizationConfig | Non
     return config
 
 
-def given_quantization(options: argparse.Namespace) -> str | None:
-    """Return the first option of this module that was given; None if there is none."""
-    return next((name for name in _QUANTIZING if getattr(options, name) not in (None, False)), None)
+def given_quantization(options: argparse.Namespace, but: Collection[str] = ()) -> str | None:
+    """Return the first option of this module that was given, but for some; None if there is none."""
+    names = (name for name in _QUANTIZING if name not in but)
+    return next((name for name in names if getattr(options, name) not in (None, False)), None)
 
 
 def require_products(config: QuantizationConfig, capability: tuple[int, int] | None) -> None:

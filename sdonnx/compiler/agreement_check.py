@@ -32,11 +32,13 @@ class AgreementCheck:
 
     Attributes:
         failed: Whether the results differed: torch has to compute further calls.
+        waits: Whether the next result is compared.
     """
 
     def __init__(self, name: str, enabled: bool, in_half: bool = False) -> None:
         self.failed = False
-        self._name, self._waits, self._in_half = name, enabled, in_half
+        self.waits = enabled
+        self._name, self._in_half = name, in_half
 
     def checked(self, result: Any, in_torch: Callable[[], Any]) -> Any:
         """Return the result of a graph, or the module's own if the check is due and they differ.
@@ -45,10 +47,10 @@ class AgreementCheck:
             result: The result of the graph.
             in_torch: Computes the same call in torch.
         """
-        if not self._waits:
+        if not self.waits:
             return result
         reference = in_torch()
-        self._waits = False
+        self.waits = False
         difference = _difference(result, reference, self._in_half)
         if difference is None:
             return result

@@ -18,6 +18,7 @@ from sdonnx.compiler.agreement_check import AgreementCheck
 from sdonnx.compiler.compile_options import CompileOptions, check_backend, check_options
 from sdonnx.compiler.graph_cache import ModuleGraphs
 from sdonnx.compiler.graph_method import GraphMethod, GraphSignature
+from sdonnx.compiler.graph_quantization import GraphQuantization, QuantizationCheck
 from sdonnx.compiler.graph_runs import GraphRuns, graph_runs
 from sdonnx.compiler.graph_target import target_of, why_no_target
 from sdonnx.compiler.host_weights import HostedDropIn, HostWeights
@@ -76,6 +77,8 @@ def compile(module: _Module, options: Mapping[str, Any] | str | None = None, *, 
             a tensor differs by a relative error above 1e-3 (2e-2 in float16), torch computes the calls, with a line in
             the log. `{"options": {"freezing": True}}` moves the module's own weights from the GPU to the host's memory
             after compiling: then call the drop-in only, which moves them back for calls that torch computes.
+            `{"mode": "O3"}` and `{"quant_type": TYPE}` quantize a denoiser to 8 bits; some of its first calls are
+            compared with torch, and a graph whose error exceeds 0.1 is replaced by one without quantization.
         backend: OneDiff's name of a backend, without effect.
 
     Raises:
@@ -175,7 +178,7 @@ class _Programs(dict[str, "_Program | ExportedForward"]):
         methods, self.weights, self.reported = methods_of(module), weights, ReportedType(module, weights)
         made = {method.name: _Program(module, method, chosen, saved, weights, self.reported) for method in methods}
         super().__init__(made)
-        if not chosen.check_agreement:  # it needs torch at the first call
+        if not chosen.check_agreement and not any(each.waits for each in made.values()):  # checks need torch
             weights.settle()
         if not methods:
             from sdonnx.compiler.exported_module import ExportedForward
@@ -192,7 +195,7 @@ class _Build:
     runs: GraphRuns
     signature: GraphSignature
     state: ModuleState
-    check: AgreementCheck
+    check: AgreementCheck | QuantizationCheck
 
 
 class _Program:
@@ -222,6 +225,7 @@ class _Program:
         self.graphs = ModuleGraphs(module, method, saved, weights)
         self._module, self._method, self._chosen = module, method, chosen
         self._weights, self._reported = weights, reported
+        self._quantization = GraphQuantization(chosen, type(module).__name__)
         self._in_class: Callable[..., Any] = getattr(type(module), method.name)
         self._class_name = type(module).__name__
         self._signature = inspect.signature(getattr(module, method.name))
@@ -260,9 +264,19 @@ class _Program:
             return self._in_torch(outputs, *args, **kwargs)
         result = self._method.result(outputs, arguments)
         result = built.check.checked(result, lambda: self._torch_result(args, kwargs, is_check=True))
-        if not built.check.failed:
+        if built.check.failed and built.signature.quantization is not None:
+            self._drop_quantized(built)
+        elif not built.check.failed and not built.check.waits:
             self._weights.settle()
         return result
+
+    def _drop_quantized(self, failed: _Build) -> None:
+        """Replace graphs by one without quantization, after one of them exceeded the bound."""
+        with self._lock:
+            self._quantization.refuse()
+            if self._built is failed:  # otherwise another thread has replaced it
+                self._variants.clear()
+                self._built = self._add(failed.signature.variant)
 
     @staticmethod
     def _overlaps(built: _Build) -> bool:
@@ -287,6 +301,11 @@ class _Program:
         return [tensor.to(dtype) for tensor in built.runs(inputs)]
 
     @property
+    def waits(self) -> bool:
+        """Whether the graph of the last call will be compared with torch."""
+        return self._built is not None and self._built.check.waits
+
+    @property
     def signatures(self) -> list[GraphSignature]:
         """The signatures of the graphs; none before the first call of a method that is compiled by it."""
         return [built.signature for built in self._variants.values()]
@@ -301,13 +320,18 @@ class _Program:
     def _build(self, variant: Any) -> _Build:
         start = time.perf_counter()
         target = target_of(self._module, self._weights.device)
-        signature = replace(self._method.signature(self._module, variant), target=target)
+        plain = replace(self._method.signature(self._module, variant), target=target)
+        signature = self._quantization.applied(plain)
         ignored = self._method.ignored, self._method.ignored_inside
         state = self._weights.compiled(lambda: ModuleState(self._module, *ignored))
         graph = self.graphs.load(signature)
         _LOGGER.debug("compiled %s in %.1f s", self._class_name, time.perf_counter() - start)
         is_half = signature.target.precision == "float16"
-        check = AgreementCheck(self._class_name, self._chosen.check_agreement, is_half)
+        check = (
+            AgreementCheck(self._class_name, self._chosen.check_agreement, is_half)
+            if signature.quantization is None
+            else QuantizationCheck(self._class_name)
+        )
         return _Build(graph, graph_runs(graph, signature.target), signature, state, check)
 
     def _current(self, arguments: Mapping[str, Any]) -> _Build | str:

@@ -1,9 +1,9 @@
 """Options of `compile` and `compile_pipe` in the form of OneDiff's nexfort backend.
 
-They are a dictionary or JSON with some of the keys `mode`, `memory_format`, `dynamic` and `options`; a string that does
-not begin with a brace is a mode. A mode is a list of words with colons: "max-optimize:low-precision:cache-all". Of the
-words, `freezing` has an effect; unknown ones are an error, as they may be misspelled. Of `options`, `check_agreement`
-and `freezing` have one.
+They are a dictionary or JSON with some of the keys `mode`, `memory_format`, `dynamic`, `options`, `quant_type` and
+`quantize_config`; a string that does not begin with a brace is a mode. A mode is a list of words with colons:
+"max-optimize:low-precision:cache-all". Of the words, `O3`, `quant` and `freezing` have an effect; unknown ones are an
+error, as they may be misspelled. Of `options`, `check_agreement` and `freezing` have one.
 """
 
 from __future__ import annotations
@@ -12,16 +12,19 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sdonnx.errors import OptionError
+
+if TYPE_CHECKING:
+    from sdonnx.quantization.quantization_config import QuantizationConfig
 
 __all__ = ["CHECK_AGREEMENT", "FREEZING", "MODES", "CompileOptions", "check_backend", "check_options"]
 
 MODES: Mapping[str, str] = MappingProxyType(
     {
         "O2": "the usual optimizations, in the type of the module",
-        "O3": "as O2: no type of 8 bits is chosen without being asked for",
+        "O3": "8 bits in the denoiser where its error stays within the bound, on GPUs with products of fp8",
         "max-optimize": "no effect: graphs are always optimized",
         "max-autotune": "no effect: kernels are chosen by heuristics and short measurements anyway",
         "benchmark": "no effect",
@@ -29,7 +32,7 @@ MODES: Mapping[str, str] = MappingProxyType(
         "freezing": "torch's copy of the weights leaves the GPU after compiling, the default of compile_pipe",
         "low-precision": "no effect: a graph computes in the type of the module",
         "cache-all": "no effect: graphs are cached on disk anyway",
-        "quant": "no effect: quantize a folder instead",
+        "quant": "as O3",
         "jit": "no effect: graphs are traced",
         "disable-runtime-fusion": "no effect: ONNX Runtime's fusions stay on",
     }
@@ -50,15 +53,20 @@ class CompileOptions:
     Attributes:
         check_agreement: Whether the first result of each graph is compared with the module's own.
         freezing: Whether torch's copy of the weights leaves the GPU; None for the default of the function.
+        quantizes: Whether denoisers are quantized to fp8 where products of fp8 exist, without a named type.
+        quantization: The named types; None without any.
     """
 
     check_agreement: bool = False
     freezing: bool | None = None
+    quantizes: bool = False
+    quantization: QuantizationConfig | None = None
 
 
 _FORMATS = ("preserve_format", "contiguous_format", "channels_last")
 _BACKENDS = ("nexfort", "oneflow")
-_KEYS = ("mode", "memory_format", "dynamic", "options")
+_KEYS = ("mode", "memory_format", "dynamic", "options", "quant_type", "quantize_config")
+_QUANTIZING = ("O3", "quant")
 
 
 def check_backend(backend: str | None) -> None:
@@ -95,7 +103,26 @@ def check_options(options: Mapping[str, Any] | str | None) -> CompileOptions:
     freezing = inner.get(FREEZING)
     if freezing is None and FREEZING in words:
         freezing = True
-    return CompileOptions(bool(inner.get(CHECK_AGREEMENT)), None if freezing is None else bool(freezing))
+    return CompileOptions(
+        bool(inner.get(CHECK_AGREEMENT)),
+        None if freezing is None else bool(freezing),
+        any(word in words for word in _QUANTIZING),
+        _quantization(content.get("quant_type"), content.get("quantize_config")),
+    )
+
+
+def _quantization(name: Any, config: Any) -> QuantizationConfig | None:
+    """Return the quantization that a type or a configuration describe, None without either.
+
+    Raises:
+        OptionError: A type is unknown or needs a calibration, or the configuration cannot be used.
+    """
+    if name is None and config is None:
+        return None
+    # It imports onnx_ir, which loading a cached graph does not need.
+    from sdonnx.compiler.quantize_options import named_quantization
+
+    return named_quantization(name, config)
 
 
 def _words(mode: Any) -> list[str]:

@@ -7,6 +7,7 @@ taken from the module's memory.
 from __future__ import annotations
 
 import errno
+import json
 import logging
 import shutil
 import time
@@ -33,9 +34,11 @@ __all__ = ["ModuleGraphs"]
 
 _LOGGER = logging.getLogger(__name__)
 
+_MAX_BASES = 8  # of entries whose digests are kept
+
 _ATTEMPTS = 2  # a broken entry in a read-only folder stays there
 
-_PARTS, _WEIGHTS = "parts", "weights"  # of the description of an entry
+_PARTS, _WEIGHTS, _PLACES = "parts", "weights", "places"  # of the description of an entry
 
 
 class ModuleGraphs:
@@ -59,6 +62,7 @@ class ModuleGraphs:
         self.weights = weights or HostWeights(module)
         self.method = method
         self.saved = saved
+        self._bases: list[tuple[GraphKey, Path]] = []  # entries that were loaded, in which values may change
 
     def load(self, signature: GraphSignature) -> Graph:
         """Load a graph from a cache, or build it, write it into the user's cache, and load it.
@@ -84,7 +88,30 @@ class ModuleGraphs:
             self._warn_of_another_state(self.saved, key)
         if cache is None:
             return self._load_built(self._build(signature), signature)
+        if cache.find(key.digest) is None and (graph := self._load_changed(cache, key, signature)) is not None:
+            return graph
         return self._load_cached(cache, key, signature)
+
+    def _load_changed(self, cache: FolderCache, key: GraphKey, signature: GraphSignature) -> Graph | None:
+        """Load the last graph with new values of parameters; None where anything else has changed.
+
+        Nothing is written into the cache.
+        """
+        bases = ((key.changed_from(base), base, path) for base, path in reversed(self._bases))
+        changed, base_key, path = next((each for each in bases if each[0]), (None, key, Path()))
+        if not changed or cache.find(base_key.digest) != path:
+            return None
+        info = entry_info(path)
+        places, references = info.get(_PLACES), info.get(_WEIGHTS)
+        if not isinstance(places, dict) or not isinstance(references, dict) or not places.keys() >= set(changed):
+            return None
+        from sdonnx.compiler.changed_values import load_changed
+
+        graph = load_changed(path, references, {name: places[name] for name in changed}, self.module, signature)
+        if graph is not None:
+            cache.keep(base_key.digest, graph)
+            _LOGGER.info("%s keeps its graph: %d parameters have new values", self._name, len(changed))
+        return graph
 
     def save(self, signature: GraphSignature, saved: FolderCache) -> str:
         """Write a graph into a folder of entries, from the user's cache or built again, and return its key.
@@ -114,6 +141,8 @@ class ModuleGraphs:
             IndescribableError: The module cannot be described in other processes.
         """
         target = _target_parts(signature.target)
+        if signature.quantization is not None:
+            target["quantization"] = json.dumps(signature.quantization.as_json())  # in order: the first match decides
         return graph_key(self.module, signature, self.method, target, self.weights.places())
 
     @property
@@ -139,13 +168,14 @@ class ModuleGraphs:
         Raises:
             OSError: The folder cannot be written, or another thread changed the module meanwhile.
         """
+        from sdonnx.compiler.changed_values import parameter_places
         from sdonnx.compiler.module_graph import save_model
 
         references = save_model(model, self.module, folder)
         if self.key(signature) != key:
             raise OSError(errno.EBUSY, "the module changed while it was compiled")
         shown = {name: key.parts[name] for name in ("class", "method")} | {"precision": signature.target.precision}
-        return {**shown, _PARTS: key.parts, _WEIGHTS: references}
+        return {**shown, _PARTS: key.parts, _WEIGHTS: references, _PLACES: parameter_places(model, self.module)}
 
     def _load_cached(self, cache: FolderCache, key: GraphKey, signature: GraphSignature) -> Graph:
         for _ in range(_ATTEMPTS):
@@ -191,6 +221,8 @@ class ModuleGraphs:
                 raise
             return None
         cache.keep(key.digest, graph)
+        if cache is not self.saved:
+            self._bases = [*self._bases, (key, path)][-_MAX_BASES:]
         _LOGGER.debug("loaded %s from %s in %.2f s", self._name, path, time.perf_counter() - start)
         return graph
 

@@ -21,18 +21,21 @@ import sdonnx
 from sdonnx.compiler.graph_method import GraphMethod, GraphSignature
 from sdonnx.compiler.module_description import PACKAGES, Description, IndescribableError
 from sdonnx.compiler.module_state import has_inner_hooks
-from sdonnx.compiler.tensor_digest import tensors_digest
+from sdonnx.compiler.tensor_digest import joined_digest, tensor_digests
 
 __all__ = ["GraphKey", "graph_key"]
 
 # Packages that change graphs while they are exported.
 _EXPORTERS = ("numpy", "onnx", "onnx_ir", "onnxscript")
 
+# Attributes in which diffusers notes what it did with LoRA; no forward reads them, and they stay after the last unload.
+_NOTES = frozenset({"_hf_peft_config_loaded", "lora_scale", "_safe_fusing"})
+
 # Parts of a key that a user can understand, in the order in which a difference is reported.
 _SHOWN = {
     "versions": "versions of packages",
     "code": "source files of sdonnx",
-    "target": "devices or precisions",
+    "target": "devices, precisions or types of 8 bits",
     "structure": "classes or attributes",
     "weights": "weights",
 }
@@ -44,14 +47,29 @@ class GraphKey:
 
     Attributes:
         parts: digests and plain values by name, as JSON; graphs are equal if all parts are.
+        tensors: digests of the tensors, of which the part "weights" is made, in an order that the structure decides.
+        names: the names of the tensors that are parameters or buffers; "" for others.
     """
 
     parts: Mapping[str, Any]
+    tensors: tuple[str, ...] = ()
+    names: tuple[str, ...] = ()
 
     @functools.cached_property
     def digest(self) -> str:
         """SHA-256 of the parts, a name of a folder."""
         return hashlib.sha256(json.dumps(self.parts, sort_keys=True).encode()).hexdigest()
+
+    def changed_from(self, other: GraphKey) -> list[str] | None:
+        """Return the names of the tensors whose values differ from those of another key.
+
+        None if anything else differs, or a tensor without a name.
+        """
+        if {**self.parts, "weights": ""} != {**other.parts, "weights": ""} or self.names != other.names:
+            return None
+        pairs = zip(self.names, self.tensors, other.tensors, strict=True)
+        changed = [name for name, digest, before in pairs if digest != before]
+        return changed if all(changed) else None
 
     def difference(self, parts: Any) -> str:
         """Return the first part that differs from those of another key, read from JSON, as a plural noun."""
@@ -82,10 +100,12 @@ def graph_key(
     if has_inner_hooks(module):
         raise IndescribableError("its submodules have hooks")
     structure, call = Description(method.ignored_inside), Description()
-    structure.add_module(module, method.ignored)
+    structure.add_module(module, method.ignored | _NOTES)
     # `prepare` changes the module before the graph is traced.
     for part in (signature.spec, signature.config, signature.wrapper, signature.variant, type(method), method.name):
         call.add(part, "the signature")
+    tensors = tensor_digests(structure.tensors, places)
+    named = {id(each): name for name, each in (*module.named_buffers(), *module.named_parameters())}
     return GraphKey(
         {
             "class": type(module).__name__,
@@ -95,8 +115,10 @@ def graph_key(
             "code": _code_digest(),
             "call": call.hexdigest(),
             "structure": structure.hexdigest(),
-            "weights": tensors_digest(structure.tensors, places),
-        }
+            "weights": joined_digest(tensors),
+        },
+        tuple(tensors),
+        tuple(named.get(id(each), "") for each in structure.tensors),
     )
 
 

@@ -6,13 +6,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from sdonnx.compiler.graph_target import GraphTarget, host_target
 from sdonnx.export.wrappers import Wrapper
 from sdonnx.models.spec import ComponentSpec
+
+if TYPE_CHECKING:
+    from sdonnx.quantization.quantization_config import QuantizationConfig
 
 __all__ = ["GraphMethod", "GraphSignature", "checked_inputs"]
 
@@ -27,6 +30,7 @@ class GraphSignature:
         wrapper: Class that gives the torch module this signature.
         variant: Kind of calls that the graph computes, as `GraphMethod.variant` returns it.
         target: Where the graph runs, and in which type it computes.
+        quantization: What is quantized in the graph, and how; None for nothing.
     """
 
     spec: ComponentSpec
@@ -34,6 +38,7 @@ class GraphSignature:
     wrapper: type[Wrapper]
     variant: Hashable = None
     target: GraphTarget = field(default_factory=host_target)
+    quantization: QuantizationConfig | None = None
 
 
 class GraphMethod(ABC):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -12,7 +13,7 @@ from sdonnx.runtime.device.kernel_workarounds import KernelCheck, check_now
 from sdonnx.runtime.device.own_kernel_form import OwnKernelForm
 from sdonnx.runtime.device.session import SessionSettings
 
-__all__ = ["REMEDY", "GraphTarget", "host_target", "target_of", "why_no_target"]
+__all__ = ["REMEDY", "GraphTarget", "for_types", "host_target", "target_of", "why_no_target"]
 
 REMEDY = "call the module without sdonnx.compile, and report the error"
 """What to do about a graph that ONNX Runtime rejects."""
@@ -94,11 +95,21 @@ def target_of(module: torch.nn.Module, home: torch.device | None = None) -> Grap
     return _gpu_target(device.index or 0, torch.float16 if is_half else torch.float32)
 
 
+def for_types(target: GraphTarget, types: Iterable[str]) -> GraphTarget:
+    """Return the target of graphs with quantization types: without our kernels if these are faulty in 8 bits."""
+    if target.device.provider == "cpu" or target.settings.library is None:
+        return target
+    return _gpu_target(target.device.index, target.dtype, tuple(types))
+
+
 @functools.cache
-def _gpu_target(index: int, dtype: torch.dtype) -> GraphTarget:
+def _gpu_target(index: int, dtype: torch.dtype, types: tuple[str, ...] = ()) -> GraphTarget:
     device = device_for("cuda", index)
     check_now(device)  # without a verdict our kernels would not be used
-    report = {"options": {"kernels": "auto" if dtype == torch.float16 else "none"}}
+    report = {
+        "options": {"kernels": "auto" if dtype == torch.float16 else "none"},
+        "components": {"": {"quantized": dict.fromkeys(types)}},
+    }
     library = OwnKernelForm(device, report, SessionSettings()).kernel_library
     options = KernelCheck(device, report, {}).provider_options
     return GraphTarget(device, dtype, SessionSettings(options, rebuild=REMEDY, library=library))

@@ -11,7 +11,7 @@ import copy
 import logging
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ import onnx_ir as ir
 import torch
 
 from sdonnx.compiler.graph_method import GraphSignature
+from sdonnx.compiler.graph_quantization import denoiser_policy
 from sdonnx.compiler.graph_target import REMEDY, GraphTarget
 from sdonnx.compiler.saved_graph import float_tensors, loaded_graph, ort_value
 from sdonnx.errors import refusing
@@ -34,17 +35,24 @@ from sdonnx.optimize.component import OpenedComponent
 from sdonnx.optimize.component_passes import GRAPH_PASSES, ComponentJob, apply_passes
 from sdonnx.optimize.request import OptimizeRequest
 from sdonnx.precision.policy import Precision
+from sdonnx.quantization.quantize_weights import QuantizedWeight, restore_late
 from sdonnx.runtime.device.device import Device
 from sdonnx.runtime.device.session import Graph
 
-__all__ = ["build_model", "fuse_model", "load_model", "save_model"]
+__all__ = ["EXPORTED", "build_model", "fuse_model", "load_model", "save_model"]
 
 _LOGGER = logging.getLogger(__name__)
 
 # Smaller tensors, such as axes and sizes, stay in the graph, where ONNX Runtime's optimizations read them.
 _MIN_INJECTED_BYTES = 1024
 
+EXPORTED = "sdonnx.exported"
+"""Key of `meta` of a built model for a copy of the graph from before it was optimized."""
+
 _PAGE = 4096  # bytes
+
+# Types that ONNX Runtime accepts from memory; those of 8 bits in floating point have no DLPack.
+_SHARED = (np.dtype(np.float32), np.dtype(np.float16), np.dtype(np.int64), np.dtype(np.int32))
 
 _NOWHERE = "in_memory"  # name of the file of external data, which does not exist
 
@@ -113,12 +121,18 @@ def build_model(
         opened = OpenedComponent(Path(name), model, dict(config), written=True, operators={}, notes=())
         policy = request.precision.policies([spec.name])[spec.name]
         job = ComponentJob(spec, opened, request, requested=policy)
+        if signature.quantization is not None:
+            job.quantization = denoiser_policy(signature.quantization, spec.name)
+        model.meta[EXPORTED] = model.clone()  # weights stay where they are
         apply_passes(GRAPH_PASSES, job)
         outcomes = list(job.outcomes)
         if target.settings.library is not None:
             sizes = default_sizes(config) if spec.role is Role.DENOISER else (None, 1)
             outcomes.append(StageOutcome(OWN_KERNELS, use_own_kernels(model, *sizes).fired, ()))
         _log_fusions(outcomes, name)
+        if signature.quantization is not None:
+            _log_quantized(job.quantized, name)
+            restore_late(model)
     return model
 
 
@@ -142,6 +156,13 @@ def _log_fusions(outcomes: Iterable[StageOutcome], name: str) -> None:
     _LOGGER.info("fused in %s: %s", name, counts or "nothing")
 
 
+def _log_quantized(weights: Sequence[QuantizedWeight], name: str) -> None:
+    types = ", ".join(dict.fromkeys(each.type.name for each in weights))
+    before, after = (sum(getattr(each, key) for each in weights) / 1e6 for key in ("bytes_before", "bytes_after"))
+    text = f"{len(weights)} weights in {types}, {before:.1f} MB -> {after:.1f} MB" if weights else "nothing"
+    _LOGGER.info("quantized in %s: %s", name, text)
+
+
 def load_model(model: ir.Model, name: str, target: GraphTarget) -> Graph:
     """Load a fused graph whose weights are in memory; the model loses these.
 
@@ -155,8 +176,12 @@ def load_model(model: ir.Model, name: str, target: GraphTarget) -> Graph:
         DeviceMemoryError: The device has too little memory.
     """
     with refusing(f"the module {name}", *_REMEDY), tempfile.TemporaryDirectory(prefix="sdonnx-") as at:
-        injected = {name: ort_value(array) for name, array in _detach_weights(model.graph)}
+        model.meta.pop(EXPORTED, None)  # its weights would stay in memory
+        arrays = dict(_detach_weights(model.graph))
+        narrow = [name for name, array in arrays.items() if array.dtype not in _SHARED]
+        injected = {name: ort_value(array) for name, array in arrays.items() if name not in narrow}
         path = Path(at) / ONNX_MODEL
+        _write_external(model.graph, {name: arrays.pop(name) for name in narrow}, path.parent)
         ir.save(model, path)
         return loaded_graph(path, target, injected)
 
@@ -185,16 +210,7 @@ def save_model(model: ir.Model, module: torch.nn.Module, folder: Path) -> dict[s
     references = {name: named[memory] for name, array in arrays.items() if (memory := _memory_of(array)) in named}
     written = [name for name in arrays if name not in references]
     try:
-        # ONNX Runtime maps the file into memory, where the kernels need aligned values.
-        external = ir.external_data.convert_tensors_to_external(
-            [ir.Tensor(arrays[name], name=name) for name in written],
-            folder,
-            ONNX_WEIGHTS,
-            alignment=_PAGE,
-            align_threshold=0,
-        )
-        for name, tensor in zip(written, external, strict=True):
-            model.graph.initializers[name].const_value = tensor
+        _write_external(model.graph, {name: arrays[name] for name in written}, folder)
         ir.save(model, folder / ONNX_MODEL)
     finally:
         for name, array in arrays.items():
@@ -231,6 +247,20 @@ def _detach_weights(graph: ir.Graph) -> Iterator[tuple[str, npt.NDArray[Any]]]:
             _NOWHERE, 0, array.nbytes, tensor.dtype, shape=ir.Shape(array.shape), name=name
         )
         yield name, array
+
+
+def _write_external(graph: ir.Graph, arrays: Mapping[str, npt.NDArray[Any]], folder: Path) -> None:
+    """Write initializers into a file of weights, to which the graph then refers."""
+    # ONNX Runtime maps the file into memory, where the kernels need aligned values.
+    external = ir.external_data.convert_tensors_to_external(
+        [ir.Tensor(array, name=name) for name, array in arrays.items()],
+        folder,
+        ONNX_WEIGHTS,
+        alignment=_PAGE,
+        align_threshold=0,
+    )
+    for name, tensor in zip(arrays, external, strict=True):
+        graph.initializers[name].const_value = tensor
 
 
 def _memory_of(array: npt.NDArray[Any]) -> tuple[Any, ...]:

@@ -13,7 +13,7 @@ from types import MappingProxyType
 import numpy as np
 import torch
 
-__all__ = ["device_checksums", "tensors_digest"]
+__all__ = ["device_checksums", "joined_digest", "tensor_digests", "tensors_digest"]
 
 _CHUNK_BYTES = 2**24  # of the host's memory, hashed by one thread
 
@@ -23,7 +23,19 @@ _SEED = 2718281828
 
 
 def tensors_digest(tensors: Sequence[torch.Tensor], places: Mapping[int, torch.device] = MappingProxyType({})) -> str:
-    """Return a digest of the types, shapes and bits of dense tensors, in order; strides do not count.
+    """Return a digest of the types, shapes and bits of dense tensors, in order; see `tensor_digests`."""
+    return joined_digest(tensor_digests(tensors, places))
+
+
+def joined_digest(digests: Sequence[str]) -> str:
+    """Return one digest of several."""
+    return hashlib.sha256("\n".join(digests).encode()).hexdigest()
+
+
+def tensor_digests(
+    tensors: Sequence[torch.Tensor], places: Mapping[int, torch.device] = MappingProxyType({})
+) -> list[str]:
+    """Return digests of the types, shapes and bits of dense tensors; strides do not count.
 
     Two threads hash 3.1 GB/s on two cores with SHA instructions. The digest of a tensor on a GPU differs from that of
     the same tensor on the host.
@@ -32,7 +44,7 @@ def tensors_digest(tensors: Sequence[torch.Tensor], places: Mapping[int, torch.d
         tensors: The tensors.
         places: The devices on which tensors are digested, by the tensor's id; others are where they are.
     """
-    digest = hashlib.sha256()
+    digests = []
     on_device = defaultdict[torch.device, list[torch.Tensor]](list)
     devices = [places.get(id(tensor), tensor.device) for tensor in tensors]
     for tensor, device in zip(tensors, devices, strict=True):
@@ -45,11 +57,12 @@ def tensors_digest(tensors: Sequence[torch.Tensor], places: Mapping[int, torch.d
             for tensor, device in zip(tensors, devices, strict=True)
         ]
         for tensor, device, parts in zip(tensors, devices, hashed, strict=True):
-            digest.update(f"{tensor.dtype} {tuple(tensor.shape)}\n".encode())
+            digest = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}\n".encode())
             hashes = (each.result() for each in parts)
             content = b"".join(hashes) if device.type == "cpu" else repr(next(sums[device])).encode()
-            digest.update(hashlib.sha256(content).digest())
-    return digest.hexdigest()
+            digest.update(content)
+            digests.append(digest.hexdigest())
+    return digests
 
 
 def device_checksums(

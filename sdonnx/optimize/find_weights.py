@@ -25,7 +25,7 @@ from sdonnx.graph.modules import module_path, module_paths
 from sdonnx.graph.tensors import read
 from sdonnx.optimize.find_stored_weights import StoredWeight, StoredWeights, positions_of, runs_of, stored_entry
 
-__all__ = ["ModuleWeight", "find_weights", "module_weights", "write_weight_table"]
+__all__ = ["ModuleWeight", "find_places", "find_weights", "module_weights", "write_weight_table"]
 
 Array = npt.NDArray[Any]
 
@@ -121,13 +121,7 @@ def find_weights(folder: Path, files: Iterable[str], exported: ir.Model) -> Weig
     """
     written = _Written.read(folder, files)
     weights = module_weights(exported)
-    vectors = {name: value.const_value for name, value in exported.graph.initializers.items()}
-    places: dict[str, list[Place]] = {}
-    for weight in weights:
-        values = weight.values()
-        if found := [*written.places(weight, values), *written.stored.places(weight.initializer, values)]:
-            places[weight.name] = [*found, *written.moved_biases(weight, values, vectors)]
-    _drop_conflicts(places)
+    places = _places_of(weights, written, exported)
     kept = {weight.name: weight for weight in weights if weight.name in places}
     fixed = {weight.name for weight in weights if weight.name not in kept and weight.module in written.modules}
     used = {place.initializer for each in places.values() for place in each}
@@ -140,6 +134,27 @@ def find_weights(folder: Path, files: Iterable[str], exported: ir.Model) -> Weig
         frozenset(fixed),
         frozenset(weight.name for weight in weights) - kept.keys() - fixed,
     )
+
+
+def find_places(model: ir.Model, exported: ir.Model) -> dict[str, list[Place]]:
+    """Return where one graph keeps the weights of the torch module, by name.
+
+    Args:
+        model: the optimized graph, with its weights.
+        exported: the graph that was optimized, with its weights.
+    """
+    return _places_of(module_weights(exported), _Written.of(model), exported)
+
+
+def _places_of(weights: Iterable[ModuleWeight], written: _Written, exported: ir.Model) -> dict[str, list[Place]]:
+    vectors = {name: value.const_value for name, value in exported.graph.initializers.items()}
+    places: dict[str, list[Place]] = {}
+    for weight in weights:
+        values = weight.values()
+        if found := [*written.places(weight, values), *written.stored.places(weight.initializer, values)]:
+            places[weight.name] = [*found, *written.moved_biases(weight, values, vectors)]
+    _drop_conflicts(places)
+    return places
 
 
 def write_weight_table(folder: Path, files: Iterable[str], exported: ir.Model) -> None:
@@ -205,6 +220,15 @@ class _Written:
             name: replace(entries[name], graphs=tuple(graphs[name]), in_place=name not in copied) for name in kept
         }
         return cls({name: tensors[name] for name in kept}, initializers, frozenset(modules))
+
+    @classmethod
+    def of(cls, model: ir.Model) -> _Written:
+        """Return the initializers of one graph, wherever their values are."""
+        tensors = {name: value.const_value for name, value in model.graph.initializers.items()}
+        known = {name: each for name, each in tensors.items() if each is not None and each.dtype in _DTYPES}
+        shapes = {name: tuple(int(size) for size in each.shape.numpy()) for name, each in known.items()}
+        entries = {name: Initializer(_DTYPES[known[name].dtype], shape) for name, shape in shapes.items() if shape}
+        return cls({name: known[name] for name in entries}, entries, frozenset())
 
     def places(self, weight: ModuleWeight, values: Array) -> Iterator[Place]:
         """Yield the places of a weight."""

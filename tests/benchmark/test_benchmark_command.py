@@ -30,6 +30,7 @@ from sdonnx.benchmark.results import Result, Round
 from sdonnx.benchmark.workload import Workload
 from sdonnx.cli import benchmark as command
 from sdonnx.cli.benchmark import FAILED
+from sdonnx.cli.benchmark_options import compiled_types
 from sdonnx.cli.command_line import CommandParser
 from sdonnx.errors import OutputError
 from sdonnx.folder.pipeline_folder import PipelineFolder
@@ -212,7 +213,10 @@ def failed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Failed:
         (["--compiler-config", "{}"], "--compiler_config for engines that compile nothing"),
         (["--run-rare-resolutions", "70x64"], "--run_rare_resolutions 70x64; expected HEIGHTxWIDTH in multiples of 8"),
         (["--run_multiple_resolutions", "big"], "--run_multiple_resolutions big; expected HEIGHTxWIDTH"),
-        (["--compiler", "sdonnx", "--quantize"], "--quantize for sdonnx-compile; expected the engine onnxruntime"),
+        (["--compiler", "sdonnx", "--quantize", "auto"], "--quantize for sdonnx-compile; expected the engine onnx"),
+        (["--compiler", "sdonnx", "--quantize", "--export-qdq"], "--export_qdq for sdonnx-compile"),
+        (["--compiler", "sdonnx", "--quantize", "int3"], "the quantization type 'int3' is unknown"),
+        (["--compiler", "sdonnx", "--quantize", "int8_static"], "int8_static, which needs a calibration"),
         (["-e", "torch", "--quantize-config", "{}"], "--quantize_config for torch"),
         (["--quantize", "int3"], "int3"),
         (["--max-error", "0.1"], "--max_error without --quantize auto"),
@@ -436,6 +440,21 @@ def test_compiler_of_onediff(
     shown = capfd.readouterr().out
     assert "image: o-sdonnx-compile-64x64-b1.png" in shown
     assert (tmp_path / "o-sdonnx-compile-64x64-b1.png").is_file()
+
+
+def test_options_that_quantize_are_those_of_the_compiler() -> None:
+    parser = CommandParser()
+    command.add_arguments(parser)
+    config = '{"modules": {"unet:conv_in": "none"}}'
+
+    def types(*given: str) -> dict[str, str]:
+        return compiled_types(parser.parse(list(given)))
+
+    assert types() == {}
+    assert types("--quantize") == {"quant_type": "fp8"}
+    assert types("--quantize", "int8_weightonly") == {"quant_type": "int8_weightonly"}
+    assert types("--quantize-config", config) == {"quantize_config": config}
+    assert types("--quantize", "auto") == types("--quantize", "--quant-submodules-config-path", "x.json") == {}
 
 
 def test_sdonnx_benchmark(capsys: pytest.CaptureFixture[str]) -> None:

@@ -56,6 +56,14 @@ def test_compilers_select_engines() -> None:
     assert [rival.compiles for rival in parse_rivals(names)] == [False, True, True, True, True]
 
 
+@pytest.mark.parametrize(("config", "expected"), [(None, {}), ("O2", {"mode": "O2"}), ("{}", {})])
+def test_types_are_added_to_the_options_of_the_compiler(config: str | None, expected: dict[str, str]) -> None:
+    types = {"quant_type": "int8_weightonly"}
+    ours, torchs = parse_rivals(["sdonnx-compile", "torch"], config=config, types=types)
+    assert json.loads(ours.compiler_config or "") == expected | types
+    assert torchs.compiler_config is None
+
+
 @pytest.mark.parametrize("name", ["nexfort", "oneflow"])
 def test_backends_of_onediff_are_refused_with_the_compiler_to_take(name: str) -> None:
     with refused(OptionError, f"--compiler {name}, a backend of OneDiff", "pass --compiler sdonnx"):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 from support.pipelines import refused
 
 from sdonnx.compiler.compile_options import MODES, CompileOptions, check_backend, check_options
+from sdonnx.compiler.graph_quantization import denoiser_policy
 from sdonnx.errors import OptionError
 
 
@@ -36,8 +38,26 @@ def test_backends_of_onediff_are_accepted() -> None:
 
 
 def test_options_with_an_effect_are_off_by_default() -> None:
-    assert check_options({"options": {"epilogue_fusion": True}}) == check_options("O3") == CompileOptions()
+    assert check_options({"options": {"epilogue_fusion": True}}) == check_options("O2") == CompileOptions()
     assert check_options('{"options": {"check_agreement": true}}') == CompileOptions(check_agreement=True)
+
+
+def test_quantization_is_two_words_and_two_keys() -> None:
+    """A named type quantizes in every mode; `none` leaves a module as it is, also in O3."""
+    assert check_options("O3").quantizes
+    assert check_options("max-optimize:quant").quantizes
+    assert not check_options("max-optimize:low-precision").quantizes
+    named = check_options({"quant_type": "int8"}).quantization
+    assert named is not None
+    assert named.as_json()["quant_type"] == "int8_dynamic"
+    config = {"quant_type": "int8_dynamic", "modules": {"unet:conv_in": "fp8_e4m3_weightonly"}}
+    found = check_options({"quantize_config": config}).quantization
+    assert found == check_options({"quantize_config": json.dumps(config)}).quantization
+    assert found is not None
+    assert found.as_json() == config
+    none = check_options({"mode": "O3", "quant_type": "none"}).quantization
+    assert none is not None
+    assert not denoiser_policy(none, "unet").is_active
 
 
 def test_freezing_is_a_word_and_a_key() -> None:
@@ -60,6 +80,13 @@ def test_freezing_is_a_word_and_a_key() -> None:
         ({"options": {"check_agreement": "yes"}}, "check_agreement is 'yes'", "true or false"),
         ({"options": {"freezing": "no"}}, "freezing is 'no'", "true or false"),
         ({"options": ["a"]}, "options is ['a']", "an object"),
+        ({"quant_type": "int3"}, "the quantization type 'int3' is unknown", "int8_weightonly"),
+        ({"quant_type": 8}, "the quantization type 8 is unknown", "int8_weightonly"),
+        ({"quant_type": "fp8_static"}, "fp8_static, which needs a calibration", "a dynamic type"),
+        ({"quantize_config": 8}, "quantize_config is 8", "a dictionary, JSON or a file"),
+        ({"quantize_config": {"type": "fp8"}}, "the entry 'type'", "quant_type"),
+        ({"quantize_config": {"modules": {"vae:*": "int8"}}}, "the quantized module 'vae:*'", "unet, transformer"),
+        ({"quant_type": "fp8", "quantize_config": {"quant_type": "int8"}}, "a quant_type of 'int8'", "one type"),
         ('{"mode": ', "options are no JSON", "a JSON object"),
         ("{" * 100_000, "options are no JSON", "a JSON object"),
         (7, "options are 7", "a dictionary, JSON or a mode"),

@@ -141,7 +141,12 @@ def test_changed_weights_are_another_graph(folder: Path, builds: mock.Mock) -> N
         with torch.no_grad():
             module.encoder.layers[1].mlp.fc1.weight.mul_(factor)
         _require_equal(module, compiled)
-    assert builds.call_count == 2  # the weights of before are in the cache
+    assert builds.call_count == 1  # new values are loaded into the cached graph
+    other = small_text_encoder()
+    with torch.no_grad():
+        other.encoder.layers[1].mlp.fc1.weight.mul_(3)
+    _require_equal(other, sdonnx.compile(other))
+    assert builds.call_count == 2
 
 
 def test_changed_processors_are_another_graph(folder: Path, builds: mock.Mock) -> None:

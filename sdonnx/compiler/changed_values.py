@@ -1,0 +1,148 @@
+"""Give a cached graph new values of a module's parameters, without building it again.
+
+The entry of a graph says which initializers hold a parameter, and how. An entry is proven when the graph is built: the
+values are compared (docs/decisions/0185-change-values-of-cached-graphs.md). Parameters without an entry, such as those
+that a rule multiplied with another, need a new graph.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx_ir as ir
+import torch
+
+from sdonnx.compiler.graph_method import GraphSignature
+from sdonnx.compiler.module_graph import EXPORTED, load_model
+from sdonnx.compiler.saved_graph import float_tensors
+from sdonnx.folder.pipeline_folder import ONNX_MODEL
+from sdonnx.folder.weight_table import Place, put_channels, rows_of
+from sdonnx.graph.tensors import read
+from sdonnx.optimize.find_weights import find_places, module_weights
+from sdonnx.runtime.device.session import Graph
+
+__all__ = ["load_changed", "parameter_places"]
+
+Array = npt.NDArray[Any]
+
+# Modules whose vectors no rule combines with anything unless the names of initializers say so.
+_PLAIN = (torch.nn.Linear, torch.nn.Conv2d, torch.nn.GroupNorm, torch.nn.LayerNorm)
+
+
+def parameter_places(model: ir.Model, module: torch.nn.Module) -> dict[str, list[dict[str, Any]]]:
+    """Return where a built model keeps parameters of the module, by name, as JSON values.
+
+    A parameter is left out if one of its initializers is unknown, if another tensor has equal values, so that both may
+    share an initializer, or if its layout cannot be told from its values.
+
+    Args:
+        model: The model of `sdonnx.compiler.module_graph.build_model`, with its weights.
+        module: The module that it was built from.
+    """
+    exported: ir.Model = model.meta[EXPORTED]
+    tensors = float_tensors(module)
+    counts = Counter(map(_identity, tensors.values()))
+    single = {name for name, tensor in tensors.items() if counts[_identity(tensor)] == 1}
+    weights = {each.name: each.initializer.removesuffix(".T") for each in module_weights(exported)}
+    found: dict[str, list[Place]] = {}
+    for name, places in find_places(model, exported).items():
+        related = _related(model, weights[name])
+        is_whole = all(place.vector is None for place in places) and related <= {each.initializer for each in places}
+        if name in single and is_whole and not _is_ambiguous(tensors[name]):
+            found[name] = places
+    for name in _vectors(module):
+        initializers = [each for each in exported.graph.initializers if f".{each}".endswith(f".{name}")]
+        if name not in single or len(initializers) != 1 or _related(model, initializers[0]) != set(initializers):
+            continue
+        value = model.graph.initializers[initializers[0]].const_value
+        kept = None if value is None else read(value)
+        expected = tensors[name].cpu().numpy()
+        if kept is not None and kept.shape == expected.shape and np.array_equal(kept, expected.astype(kept.dtype)):
+            found[name] = [Place(initializers[0], "rows", ((0, len(expected)),))]
+    return {name: [each.as_json() for each in places] for name, places in found.items()}
+
+
+def load_changed(
+    path: Path,
+    references: Mapping[str, str],
+    places: Mapping[str, Sequence[Mapping[str, Any]]],
+    module: torch.nn.Module,
+    signature: GraphSignature,
+) -> Graph | None:
+    """Load a cached graph with new values of some parameters; None if one exceeds the range of its type.
+
+    Args:
+        path: The folder of the entry.
+        references: The parameters that the graph uses as they are, by the initializer.
+        places: Where the graph keeps the changed parameters (`parameter_places`).
+        module: The module, with the new values.
+        signature: The signature of the graph, and where it runs.
+
+    Raises:
+        FolderError: ONNX Runtime rejects the graph.
+        DeviceMemoryError: The device has too little memory.
+    """
+    model = ir.load(path / ONNX_MODEL)
+    initializers = model.graph.initializers
+    tensors = float_tensors(module)
+    arrays = {name: tensors[source].cpu().contiguous().numpy() for name, source in references.items()}
+    copied: dict[str, Array] = {}
+    for name, each in places.items():
+        values = tensors[name].cpu().numpy()
+        for place in map(Place.from_json, each):
+            if place.initializer in references:
+                continue
+            if place.initializer not in copied:
+                copied[place.initializer] = np.array(read(_stored(initializers[place.initializer])))
+            target = copied[place.initializer]
+            with np.errstate(over="ignore"):
+                rows = rows_of(values, place.layout).astype(target.dtype)
+            if not np.isfinite(rows).all():
+                return None
+            put_channels(target, place.layout, place.channels, rows)
+    for name, value in initializers.items():
+        array = arrays.get(name, copied.get(name))
+        if array is None and isinstance(value.const_value, ir.ExternalTensor):
+            array = np.array(value.const_value.numpy())  # a mapped file cannot be passed to ONNX Runtime
+        if array is not None:
+            value.const_value = ir.Tensor(array, dtype=_stored(value).dtype, name=name)
+    return load_model(model, type(module).__name__, signature.target)
+
+
+def _stored(value: ir.Value) -> ir.TensorProtocol:
+    if value.const_value is None:
+        raise ValueError(f"{value.name} has no values")
+    return value.const_value
+
+
+def _vectors(module: torch.nn.Module) -> Iterator[str]:
+    """Yield the names of the biases and norms of plain layers."""
+    for path, part in module.named_modules():
+        if type(part) in _PLAIN:
+            for name, parameter in part.named_parameters(recurse=False):
+                if parameter.ndim == 1:
+                    yield f"{path}.{name}" if path else name
+
+
+def _related(model: ir.Model, name: str) -> set[str]:
+    """Return the initializers whose names say that they were made with another one."""
+    return {str(each) for each in model.graph.initializers if name in str(each)}
+
+
+def _identity(tensor: torch.Tensor) -> tuple[Any, ...]:
+    values = tensor.detach().cpu().contiguous().numpy()
+    return values.shape, hash(values.tobytes())
+
+
+def _is_ambiguous(tensor: torch.Tensor) -> bool:
+    """Return whether a weight has the same values in several layouts, so that they do not show which one it has."""
+    values = tensor.detach().cpu().numpy()
+    if values.ndim == 2 or values.shape[2:] == (1, 1):
+        square = values.reshape(len(values), -1)
+        return square.shape[0] == square.shape[1] and np.array_equal(square, square.T)
+    return np.array_equal(rows_of(values, "rows"), rows_of(values, "nhwc"))

@@ -1,0 +1,266 @@
+"""New values of parameters in cached graphs: the graph stays where it is known where it keeps them."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from diffusers.models.attention_processor import AttnProcessor
+from support.diffusers_pipelines import in_diffusers
+from support.graphs import run
+from support.logged_lines import logged_lines
+from support.pipeline_cache import PipelineCache
+from support.small_modules import TEXT_WIDTH, small_autoencoder, small_unet
+
+import sdonnx
+from sdonnx.compiler import changed_values, module_graph
+from sdonnx.compiler.changed_values import load_changed, parameter_places
+from sdonnx.compiler.graph_target import GraphTarget
+from sdonnx.compiler.module_graph import build_model, save_model
+from sdonnx.compiler.supported_modules import SUPPORTED
+from sdonnx.folder.folder_cache import entry_info
+from sdonnx.metrics import psnr, relative_error
+from sdonnx.operators.case import Array
+from sdonnx.runtime.device.device import Device
+from sdonnx.runtime.device.session import SessionSettings
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of graphs of an empty cache."""
+    monkeypatch.setenv("SDONNX_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("SDONNX_CACHE_LIMIT", "1GB")
+    return tmp_path / "cache" / "graphs"
+
+
+@pytest.fixture
+def builds() -> Iterator[mock.Mock]:
+    """Counts graphs that are built."""
+    with mock.patch.object(module_graph, "build_model", wraps=build_model) as built:
+        yield built
+
+
+def _inputs() -> tuple[torch.Tensor, int, torch.Tensor]:
+    generator = torch.manual_seed(3)
+    return torch.randn(2, 4, 8, 8, generator=generator), 7, torch.randn(2, 7, TEXT_WIDTH, generator=generator)
+
+
+def _output(unet: Any) -> Array:
+    with torch.inference_mode():
+        found: Array = unet(*_inputs()).sample.numpy()
+    return found
+
+
+def _places(folder: Path) -> dict[str, Any]:
+    (entry,) = folder.iterdir()
+    found: dict[str, Any] = entry_info(entry)["places"]
+    return found
+
+
+def _load(unet: Any) -> None:
+    other = small_unet()
+    torch.manual_seed(9)
+    state = {
+        name: each + 0.1 * torch.randn_like(each) for name, each in other.state_dict().items() if "norm" not in name
+    }
+    unet.load_state_dict(state, strict=False)
+
+
+def _step(unet: Any) -> None:
+    chosen = [each.requires_grad_() for name, each in unet.named_parameters() if "attn" in name]
+    optimizer = torch.optim.SGD(chosen, lr=1.0)
+    unet(*_inputs()).sample.square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    unet.requires_grad_(False)
+
+
+def _scale(unet: Any) -> None:
+    unet.conv_in.weight.data.mul_(2)
+
+
+def _bias(unet: Any) -> None:
+    with torch.no_grad():
+        unet.conv_out.bias[0] = 3
+        unet.mid_block.attentions[0].transformer_blocks[0].ff.net[0].proj.bias.mul_(-2)
+
+
+@pytest.mark.parametrize("changes", [(_load, _scale), (_step, _bias, _load)])
+def test_graph_stays(changes: tuple[Callable[[Any], None], ...], folder: Path, builds: mock.Mock) -> None:
+    unet = small_unet()
+    compiled = sdonnx.compile(unet)
+    before = _output(compiled)
+    for change in changes:
+        change(unet)
+        with logged_lines(logging.INFO) as lines:
+            after = _output(compiled)
+        assert relative_error(after, _output(unet)) < 1e-5
+        assert relative_error(after, before) > 1e-3
+        assert any(line.startswith("UNet2DConditionModel keeps its graph: ") for line in lines)
+        before = after
+    assert builds.call_count == 1
+    assert len(list(folder.iterdir())) == 1
+
+
+def test_earlier_states_are_loaded_from_the_cache(folder: Path, builds: mock.Mock) -> None:
+    unet = small_unet()
+    state = {name: each.clone() for name, each in unet.state_dict().items()}
+    compiled = sdonnx.compile(unet)
+    before = _output(compiled)
+    _load(unet)
+    _output(compiled)
+    unet.load_state_dict(state)
+    assert np.array_equal(_output(compiled), before)
+    assert builds.call_count == 1
+
+
+def test_other_changes_build_a_graph(folder: Path, builds: mock.Mock) -> None:
+    """Norms of ones share an initializer; a graph with another structure has an entry of its own."""
+    unet = small_unet()
+    compiled = sdonnx.compile(unet)
+    assert "conv_norm_out.weight" not in _places(folder)
+    with torch.no_grad():
+        unet.conv_norm_out.weight.mul_(1.5)
+    assert relative_error(_output(compiled), _output(unet)) < 1e-5
+    assert builds.call_count == 2
+    unet.set_attn_processor(AttnProcessor())
+    _scale(unet)
+    assert relative_error(_output(compiled), _output(unet)) < 1e-5
+    assert builds.call_count == 3
+    shutil.rmtree(folder)
+    _scale(unet)
+    assert relative_error(_output(compiled), _output(unet)) < 1e-5
+    assert builds.call_count == 4
+
+
+def test_values_beyond_the_range_build_a_graph(folder: Path, builds: mock.Mock) -> None:
+    unet = small_unet()
+    compiled = sdonnx.compile(unet)
+    with torch.no_grad():
+        unet.conv_in.weight[0, 0, 0, 0] = float("inf")
+        unet.mid_block.attentions[0].transformer_blocks[0].attn1.to_q.weight[0, 0] = float("inf")
+    _output(compiled)
+    assert builds.call_count == 2
+
+
+def test_parameters_that_may_share_an_initializer_or_a_layout_are_left_out(folder: Path) -> None:
+    unet = small_unet()
+    attention = unet.mid_block.attentions[0].transformer_blocks[0].attn1
+    with torch.no_grad():
+        attention.to_q.weight.copy_(attention.to_k.weight)
+        attention.to_v.weight.copy_(attention.to_v.weight + attention.to_v.weight.T)
+        unet.conv_in.weight.fill_(0.5)
+    compiled = sdonnx.compile(unet)
+    places = _places(folder)
+    prefix = "mid_block.attentions.0.transformer_blocks.0"
+    for name in ("attn1.to_q", "attn1.to_k", "attn1.to_v"):
+        assert f"{prefix}.{name}.weight" not in places
+    assert "conv_in.weight" not in places
+    assert {f"{prefix}.attn1.to_out.0.weight", f"{prefix}.attn2.to_q.weight", "conv_out.bias"} <= places.keys()
+    with torch.no_grad():
+        attention.to_k.weight.mul_(2)
+        unet.conv_in.weight[0, 0, 1, 2] = 3
+    assert relative_error(_output(compiled), _output(unet)) < 1e-5
+
+
+def test_quantized_weights_are_quantized_again(folder: Path, builds: mock.Mock) -> None:
+    unet = small_unet()
+    compiled = sdonnx.compile(unet, options={"quant_type": "int8_weightonly"})
+    _output(compiled)
+    _load(unet)
+    assert 1e-3 < relative_error(_output(compiled), _output(unet)) < 2e-2
+    assert builds.call_count == 2
+
+
+def test_autoencoder(folder: Path, builds: mock.Mock) -> None:
+    vae, latents = small_autoencoder(), torch.randn(1, 4, 6, 5)
+    compiled = sdonnx.compile(vae)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in vae.decoder.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+        assert relative_error(compiled.decode(latents).sample.numpy(), vae.decode(latents).sample.numpy()) < 1e-5
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:While injecting the PEFT adapters:RuntimeWarning")  # as in test_compiled_adapters
+def test_fused_lora_keeps_the_graph(folder: Path, builds: mock.Mock, pipelines: PipelineCache, tmp_path: Path) -> None:
+    """As diffusers recommends: load, fuse and unload, which leaves changed weights and no other layers."""
+    from diffusers.utils.state_dict_utils import convert_state_dict_to_diffusers
+    from peft import LoraConfig
+    from peft.utils import get_peft_model_state_dict
+
+    source = in_diffusers(pipelines.nano())
+    torch.manual_seed(0)
+    source.unet.add_adapter(LoraConfig(r=4, target_modules=["to_q", "to_v", "conv1"], init_lora_weights="gaussian"))
+    for name, parameter in source.unet.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.3)
+    layers = convert_state_dict_to_diffusers(get_peft_model_state_dict(source.unet))
+    type(source).save_lora_weights(tmp_path / "lora", unet_lora_layers=layers)
+
+    def image_of(pipe: Any) -> Array:
+        generator = torch.Generator().manual_seed(0)
+        arguments = {"height": 64, "width": 64, "num_inference_steps": 2, "output_type": "np", "generator": generator}
+        image: Array = pipe("a red fox", **arguments).images[0]
+        return image
+
+    plain = in_diffusers(pipelines.nano())
+    compiled = sdonnx.compile_pipe(in_diffusers(pipelines.nano()), ignores=("vae", "text_encoder"))
+    before = image_of(compiled)
+    for scale in (1.0, 0.5):
+        for pipe in (plain, compiled):
+            pipe.load_lora_weights(tmp_path / "lora", adapter_name="first")
+            pipe.fuse_lora(lora_scale=scale)
+            pipe.unload_lora_weights()
+        after = image_of(compiled)
+        assert psnr(after, image_of(plain)) > 60
+        assert psnr(after, before) < 50
+        before = after
+    assert builds.call_count == 1
+
+
+def test_graph_of_a_gpu(tmp_path: Path) -> None:
+    """In float16, where weights of products are joined and those of convolutions have channels last."""
+    unet = small_unet(block_out_channels=(64, 128), down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
+                      up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"), attention_head_dim=64)  # fmt: skip
+    (method,) = SUPPORTED[type(unet)]
+    settings = SessionSettings(library=Path("libsdonnx_kernels.so"))
+    target = GraphTarget(Device("cuda", 0), torch.float16, settings)
+    signature = replace(method.signature(unet, method.variant(unet, None, None)), target=target)
+    model = build_model(unet.half(), signature, method.prepare)
+    places = parameter_places(model, unet)
+    references = save_model(model, unet, tmp_path)
+    products = [name for name, each in unet.named_parameters() if each.ndim > 1]
+    assert len(places.keys() & set(products)) > 0.9 * len(products)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in unet.named_parameters():
+            if name in places:
+                parameter.add_(0.1 * parameter.std() * torch.randn_like(parameter))
+    with mock.patch.object(changed_values, "load_model", lambda model, *_: model):
+        changed: Any = load_changed(tmp_path, references, places, unet, signature)
+        with torch.no_grad():
+            theirs = copy.deepcopy(unet).float()(*_inputs()).sample.numpy()
+        sample, timestep, text = _inputs()
+        feeds: dict[str, Array] = {
+            "sample": sample.numpy().astype(np.float16),
+            "encoder_hidden_states": text.numpy().astype(np.float16),
+            "timestep": np.array([timestep] * 2, np.float32),
+        }
+        (ours,) = run(changed, feeds).values()
+        (before,) = run(model, feeds).values()
+        with torch.no_grad():
+            unet.conv_in.weight.mul_(1e7)  # infinity in float16
+        assert load_changed(tmp_path, references, {"conv_in.weight": places["conv_in.weight"]}, unet, signature) is None
+    assert relative_error(ours.astype(np.float32), theirs) < 5e-3
+    assert relative_error(ours.astype(np.float32), before.astype(np.float32)) > 2e-2
