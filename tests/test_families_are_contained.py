@@ -35,6 +35,7 @@ ALLOWED: Mapping[str, set[str]] = {
     "serve/conditioning_images.py": {"IP-Adapter", "ip_adapter_image", "ip_adapter_scale"},
     "serve/http/conditioning_fields.py": {"IP-Adapter", "IP-Adapters", "ip_adapter_image", "ip_adapter_scale"},
     "serve/image_request.py": {"IP-Adapter", "IP-Adapters", "ip_adapter_image", "ip_adapter_scale"},
+    "serve/triton_repository.py": {"ip_adapter_image", "ip_adapter_scale"},
     "compiler/compiled_unet.py": {"load_ip_adapter"},
     "compiler/unet_image_prompts.py": {"IP-Adapter", "IP-Adapters", "ip_adapter", "num_ip_adapters"},
     "benchmark/engines/generation_inputs.py": {"ip_adapter_image"},

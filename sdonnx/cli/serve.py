@@ -128,9 +128,8 @@ def _write_triton(options: argparse.Namespace, folders: dict[str, str]) -> int:
     """Write a model repository for Triton, and print the models' folders."""
     from sdonnx.serve.triton_repository import write_triton_repository
 
-    if options.lora_folder is not None:
-        raise OptionError("--lora_folder with --write_triton", "a server over HTTP", "leave out --lora_folder")
-    for path in write_triton_repository(options.write_triton, folders, _limits(options)):
+    loras = {} if options.lora_folder is None else list_loras(options.lora_folder)
+    for path in write_triton_repository(options.write_triton, folders, _limits(options), loras):
         console().print(str(path), markup=False)
     return 0
 

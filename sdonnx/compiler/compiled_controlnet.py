@@ -20,7 +20,7 @@ __all__ = ["ControlNetForward"]
 
 _TEXT_EMBEDS, _TIME_IDS, _IMAGE, _SCALE = "text_embeds", "time_ids", "controlnet_cond", "conditioning_scale"
 _COMPUTED = frozenset(
-    {"sample", "timestep", "encoder_hidden_states", _IMAGE, _SCALE, "added_cond_kwargs", "return_dict"}
+    {"sample", "timestep", "encoder_hidden_states", _IMAGE, _SCALE, "added_cond_kwargs", "guess_mode", "return_dict"}
 )
 
 
@@ -31,7 +31,7 @@ class _ControlNet(ControlNet):
 
 
 class ControlNetForward(GraphMethod):
-    """`ControlNetModel.forward` without `guess_mode`."""
+    """`ControlNetModel.forward`, also with `guess_mode`, which only changes the weights of the residuals."""
 
     def why_not(self, module: Any) -> str | None:
         config: Mapping[str, Any] = module.config
@@ -55,7 +55,7 @@ class ControlNetForward(GraphMethod):
             replace(TIMESTEP, dims=("batch_size",), once=False),
             ENCODER_HIDDEN_STATES,
             TensorSpec(_IMAGE, image),
-            TensorSpec(_SCALE, (1,), keeps_float32=True, once=True),
+            TensorSpec(_SCALE, (_residuals(module),), keeps_float32=True),
         ]
         if module.config["addition_embed_type"] is not None:
             inputs += [
@@ -65,7 +65,7 @@ class ControlNetForward(GraphMethod):
         # The sizes of each residual follow from those of the latents.
         outputs = tuple(
             TensorSpec(f"residual.{index}", ("batch_size", f"channels_{index}", f"height_{index}", f"width_{index}"))
-            for index in range(len(module.controlnet_down_blocks) + 1)
+            for index in range(_residuals(module))
         )
         spec = ComponentSpec("controlnet", "controlnet", Role.DENOISER, tuple(inputs), outputs)
         return GraphSignature(spec, dict(module.config), _ControlNet)
@@ -93,7 +93,7 @@ class ControlNetForward(GraphMethod):
             "timestep": timestep,
             "encoder_hidden_states": arguments["encoder_hidden_states"],
             _IMAGE: blocks,
-            _SCALE: torch.full((1,), float(scale), device=sample.device),  # without waiting for the GPU
+            _SCALE: _weights(float(scale), _residuals(module), sample.device, guess=bool(arguments["guess_mode"])),
         }
         given = dict(arguments["added_cond_kwargs"] or {})
         if module.config["addition_embed_type"] is None:
@@ -109,6 +109,16 @@ class ControlNetForward(GraphMethod):
             return down, middle
         # diffusers stores a list, too.
         return ControlNetOutput(down_block_res_samples=down, mid_block_res_sample=middle)  # type: ignore[arg-type]
+
+
+def _residuals(module: Any) -> int:
+    """Return the number of residuals, with that of the middle block."""
+    return len(module.controlnet_down_blocks) + 1
+
+
+def _weights(scale: float, count: int, device: torch.device, *, guess: bool) -> torch.Tensor:
+    """Return the weights of the residuals, as `ControlNetModel.forward` computes them, without waiting for the GPU."""
+    return torch.logspace(-1, 0, count, device=device) * scale if guess else torch.full((count,), scale, device=device)
 
 
 def _blocks(image: Any, sample: torch.Tensor, pixels: int) -> torch.Tensor | None:

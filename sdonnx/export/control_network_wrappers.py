@@ -17,7 +17,8 @@ class ControlNet(Wrapper):
     """ControlNet: the UNet's inputs and an image (B,C,H,P,W,P) -> a residual for each skip, and the middle block's.
 
     The axes of the image are those of the latents, so that the graph states how both sizes relate. P is the size of
-    a latent in pixels. An input `conditioning_scale` (1,) multiplies the residuals, if there is one.
+    a latent in pixels. An input `conditioning_scale` (K,) has a weight for each of the K
+    residuals, if there is one.
     """
 
     image_input: ClassVar = CONTROL_IMAGE
@@ -30,11 +31,13 @@ class ControlNet(Wrapper):
             named["timestep"],
             named["encoder_hidden_states"],
             named[self.image_input].flatten(4, 5).flatten(2, 3),
-            named.get("conditioning_scale", 1.0),
             added_cond_kwargs=_added(named),
             return_dict=False,
         )
-        return *down, middle
+        residuals = (*down, middle)
+        if (weights := named.get("conditioning_scale")) is None:
+            return residuals
+        return tuple(each * weights[index : index + 1] for index, each in enumerate(residuals))
 
 
 class ControlNetUnion(Wrapper):

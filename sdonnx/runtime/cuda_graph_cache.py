@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -234,7 +234,7 @@ class CapturedShape:
     def controls(self) -> ControlRuns:
         """ControlNets and T2I-Adapters at this shape."""
         if self._controls is None:
-            self._controls = ControlRuns(self.graphs, self.key.sizes(), self.key.copies, self.buffers)
+            self._controls = ControlRuns(self.graphs, self.key.sizes(), self.key.batch, self.buffers)
         return self._controls
 
     def prepare_controlled(self) -> None:
@@ -322,7 +322,7 @@ class CapturedShape:
             self._runs[role] = self.graphs.get(role, short=self._short).bind(self._bound(role))
         return self._runs[role]
 
-    def _bound(self, role: Role) -> Mapping[str, OrtValue | tuple[OrtValue, Sequence[int]]]:
+    def _bound(self, role: Role) -> Mapping[str, OrtValue]:
         held, graph = self.buffers, self.graphs.get(role, short=self._short)
         if role in (Role.DENOISER, Role.CONTROLLED_DENOISER):
             # The outputs overwrite the inputs: see compose_step.

@@ -11,7 +11,7 @@ from typing import Any, Self
 from sdonnx.errors import OptionError, UnavailableError
 from sdonnx.runtime.pipeline import OrtDiffusionPipeline
 from sdonnx.serve.batch_worker import BatchWorker, ServedModel
-from sdonnx.serve.conditioning_images import has_conditioning
+from sdonnx.serve.conditioning_images import has_conditioning, offered_inputs
 from sdonnx.serve.image_job import GeneratedImages, ImageJob
 from sdonnx.serve.image_request import ImageRequest, PlannedRequest, check_request, plan_request
 from sdonnx.serve.serve_limits import ServeLimits
@@ -118,6 +118,10 @@ class AsyncPipeline:
     def loras(self) -> list[str]:
         """Names of the LoRAs that requests may use."""
         return list(self._loras.names)
+
+    def inputs(self, model: str) -> list[str]:
+        """Return the fields for images next to the prompt that a model accepts."""
+        return offered_inputs(self._model(model).pipeline.folder)
 
     @property
     def waiting(self) -> int:

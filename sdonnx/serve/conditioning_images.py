@@ -12,6 +12,11 @@ import numpy.typing as npt
 from PIL import Image
 
 from sdonnx.errors import OptionError
+from sdonnx.folder.pipeline_folder import PipelineFolder
+from sdonnx.models.control_networks import is_union
+from sdonnx.models.image_adapters import ADAPTERS
+from sdonnx.models.registry import family_of
+from sdonnx.models.spec import Role
 
 if TYPE_CHECKING:
     from sdonnx.runtime.pipeline import OrtDiffusionPipeline
@@ -23,6 +28,7 @@ __all__ = [
     "ConditioningImages",
     "call_arguments",
     "has_conditioning",
+    "offered_inputs",
     "plan_conditioning",
 ]
 
@@ -56,6 +62,23 @@ class Conditioning:
     shared: Mapping[str, Any] = field(default_factory=dict)
     key: Hashable = ()
     is_single: bool = False
+
+
+def offered_inputs(folder: PipelineFolder) -> list[str]:
+    """Return the fields for images next to the prompt that a folder accepts, and `control_mode` for a ControlNet-Union.
+
+    Raises:
+        FolderError: the folder is of no known family.
+    """
+    family = family_of(folder)
+    controlnets = family.all_with_role(Role.CONTROLNET)
+    offered = {
+        "control_image": bool(controlnets),
+        "control_mode": any(is_union(folder.config(spec.name)) for spec in controlnets),
+        "adapter_image": bool(family.all_with_role(Role.T2I_ADAPTER)),
+        "ip_adapter_image": folder.has_component(ADAPTERS),
+    }
+    return [name for name, is_offered in offered.items() if is_offered]
 
 
 def has_conditioning(request: Any) -> bool:

@@ -65,6 +65,10 @@ class ImageService(Protocol):
         """Names of the LoRAs that requests may use."""
         ...
 
+    def inputs(self, model: str) -> list[str] | None:
+        """Return the fields for images next to the prompt that a model accepts; None if they are not known."""
+        ...
+
     @property
     def waiting(self) -> int:
         """Number of images that wait."""

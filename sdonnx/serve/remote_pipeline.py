@@ -192,6 +192,9 @@ class RemotePipeline:
         """Names of the models, the default one first."""
         return list(self._calls)
 
+    def inputs(self, model: str) -> None:
+        """Return None: the folders may be on other machines."""
+
     @property
     def waiting(self) -> int:
         """0: the queues are those of the replicas."""

@@ -19,11 +19,16 @@ import numpy.typing as npt
 
 from sdonnx.errors import OptionError, SdonnxError
 from sdonnx.serve.async_pipeline import AsyncPipeline
+from sdonnx.serve.conditioning_images import CONDITIONING_IMAGES
+from sdonnx.serve.http.serve_settings import ServeSettings
+from sdonnx.serve.http.uploaded_images import read_conditioning
 from sdonnx.serve.image_request import ImageRequest
 from sdonnx.serve.serve_limits import ServeLimits
 from sdonnx.serve.triton_repository import INPUTS
 
 __all__ = ["TritonPythonModel"]
+
+_IMAGES = frozenset(CONDITIONING_IMAGES)
 
 Array = npt.NDArray[Any]
 
@@ -44,8 +49,10 @@ class TritonPythonModel:
         self._utils = importlib.import_module("triton_python_backend_utils")  # it exists in Triton only
         config = json.loads(args["model_config"])
         parameters = {name: value["string_value"] for name, value in config["parameters"].items()}
-        # A relative folder is that of the repository's model.
+        # Relative paths start at the repository's model.
         folder = Path(args["model_repository"], parameters["folder"])
+        files = json.loads(parameters.get("loras", "{}"))
+        loras = {name: Path(args["model_repository"], path) for name, path in files.items()}
         provider = "cuda" if args["model_instance_kind"] == "GPU" else "cpu"
         limits = ServeLimits(**json.loads(parameters["limits"]))
         self._loop = asyncio.new_event_loop()
@@ -53,7 +60,7 @@ class TritonPythonModel:
         self._thread.start()
         device_index = int(args["model_instance_device_id"]) if provider == "cuda" else 0
         self._pipeline = AsyncPipeline.from_pretrained(
-            {config["name"]: folder}, provider, limits=limits, device_index=device_index
+            {config["name"]: folder}, provider, limits=limits, loras=loras, device_index=device_index
         )
         self._pipeline.warmup()
 
@@ -75,7 +82,12 @@ class TritonPythonModel:
     async def _respond(self, request: Any) -> Any:
         utils = self._utils
         try:
-            jobs = [self._pipeline.submit(each) for each in _image_requests(request, utils)]
+            columns = _columns(request, utils)
+            if _IMAGES.isdisjoint(columns):
+                asked = _image_requests(columns)
+            else:  # decoding takes milliseconds, in which other requests may be queued
+                asked = await asyncio.to_thread(_image_requests, columns)
+            jobs = [self._pipeline.submit(each) for each in asked]
             results = await asyncio.gather(*jobs)
         except SdonnxError as error:
             return utils.InferenceResponse(output_tensors=[], error=utils.TritonError(str(error)))
@@ -84,27 +96,56 @@ class TritonPythonModel:
         return utils.InferenceResponse(output_tensors=[utils.Tensor("image", images), utils.Tensor("used_seed", seeds)])
 
 
-def _image_requests(request: Any, utils: Any) -> list[ImageRequest]:
-    """Return the requests for the rows of a batch.
+def _columns(request: Any, utils: Any) -> dict[str, Array]:
+    """Return the inputs of a request by name: (rows,) for one value for each row, or (rows, values).
 
     Raises:
-        OptionError: the inputs have different numbers of rows, or a text is no UTF-8.
+        OptionError: they have different numbers of rows.
     """
     columns: dict[str, Array] = {}
     for each in INPUTS:
         tensor = utils.get_input_tensor_by_name(request, each.name)
         if tensor is not None:
-            columns[each.field] = tensor.as_numpy().reshape(-1)
+            values = tensor.as_numpy()
+            columns[each.name] = values.reshape(len(values), -1) if each.is_list else values.reshape(-1)
     counts = {len(values) for values in columns.values()}
     if len(counts) != 1:
-        raise OptionError(f"inputs have {sorted(counts)} rows", "as many of each", "send inputs of one shape")
-    (count,) = counts
-    return [
-        ImageRequest(**{name: _value(name, values[row]) for name, values in columns.items()}) for row in range(count)
-    ]
+        raise OptionError(f"inputs have {sorted(counts)} rows", "as many of each", "send as many rows of each input")
+    return columns
+
+
+def _image_requests(columns: Mapping[str, Array]) -> list[ImageRequest]:
+    """Return the requests for the rows of a batch.
+
+    Raises:
+        OptionError: a text is no UTF-8, or an image cannot be decoded.
+    """
+    count = len(next(iter(columns.values())))
+    return [ImageRequest(**_fields({name: values[row] for name, values in columns.items()})) for row in range(count)]
+
+
+def _fields(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a request from the values of a row."""
+    files = {name: list(values) for name, values in row.items() if name in _IMAGES}
+    fields = {name: _value(name, value) for name, value in row.items() if name not in _IMAGES}
+    if (loras := fields.pop("loras", None)) is not None:
+        fields["loras"] = _loras(loras)
+    return fields | read_conditioning(files, ServeSettings().max_upload_pixels)
+
+
+def _loras(text: str) -> Any:
+    """Return weights by the names of LoRAs; None for an empty text."""
+    if not text:
+        return None
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise OptionError("loras is no JSON", 'a mapping such as {"style": 0.8}', "encode it as JSON") from error
 
 
 def _value(name: str, value: Any) -> Any:
+    if isinstance(value, np.ndarray):  # as in the pipeline, one value is for all images
+        return value.item() if value.size == 1 else value.tolist()
     if isinstance(value, bytes):
         try:
             return value.decode("utf-8")

@@ -81,6 +81,18 @@ def test_matches_the_module(both: tuple[Any, Any], shape: tuple[int, int, int], 
     assert in_torch == []
 
 
+@pytest.mark.parametrize("scale", [1.0, 0.7, 0])
+def test_guess_mode_is_the_same_graph(both: tuple[Any, Any], scale: float, in_torch: list[str]) -> None:
+    """It weights the residuals by 0.1 to 1, and the next call without it by 1."""
+    model, compiled = both
+    call = _call() | {"return_dict": False, "conditioning_scale": scale}
+    guessed, whole = compiled(**call, guess_mode=True), compiled(**call)
+    _require_agreement(guessed, model(**call, guess_mode=True))
+    _require_agreement(whole, model(**call))
+    assert scale == 0 or relative_error(guessed[0][0].numpy(), whole[0][0].numpy()) > 0.5
+    assert in_torch == []
+
+
 def test_is_conditioned_on_sizes(in_torch: list[str]) -> None:
     model = _control_net(
         addition_embed_type="text_time", projection_class_embeddings_input_dim=72, addition_time_embed_dim=8
@@ -94,7 +106,6 @@ def test_is_conditioned_on_sizes(in_torch: list[str]) -> None:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"guess_mode": True}, "it has guess_mode"),
         ({"class_labels": torch.tensor([1, 2])}, "it has class_labels"),
         ({"conditioning_scale": torch.tensor(0.5)}, "its conditioning_scale is not a number"),
         ({"controlnet_cond": torch.rand(2, 3, 33, 24)}, "its image is not 4 times as large as the latents"),

@@ -116,6 +116,41 @@ def test_error_and_time(arch: str, tmp_path: Path, note: Note) -> None:
         assert row["torch_compile_s"] >= _MIN_SPEEDUP * row["seconds"], row
 
 
+@pytest.mark.parametrize("arch", ["sdxl-tiny", pytest.param("sdxl", marks=pytest.mark.full)])
+def test_guess_mode_computes_half_of_the_rows(arch: str, tmp_path: Path, note: Note) -> None:
+    """Compare the error of latents with torch's in fp16, and the time of an image with that of all rows."""
+    write_sample(arch, tmp_path / "source")
+    net = write_controlnet(tmp_path / "source", tmp_path / "net", 1, conditioning_embedding_out_channels=_EMBEDDING)
+    export_pipeline(tmp_path / "source", tmp_path / "onnx", controlnets=[net], dtype="float16")
+    optimize_folder(tmp_path / "onnx", tmp_path / "fast", provider="cuda", float16=True)
+    edge = read_json(tmp_path / "source" / "unet" / "config.json")["sample_size"] * 8
+    image = picture(1, (edge, edge))
+    common: dict[str, Any] = {"prompt": "a red fox in the snow", "num_inference_steps": _STEPS, **CONTROL}
+    guess = common | {"guess_mode": True}
+    exact, _ = torch_latents(tmp_path, torch.float32, image, guess)
+    free_memory()
+    half, _ = torch_latents(tmp_path, torch.float16, image, guess)
+    free_memory()
+    row: dict[str, Any] = {"pipeline": arch, "torch_error": relative_error(half, exact)}
+    with OrtDiffusionPipeline.from_pretrained(tmp_path / "fast") as ours:
+        ours.set_progress_bar_config(disable=True)
+
+        def latents(arguments: dict[str, Any]) -> Any:
+            return np.asarray(ours(**arguments, control_image=image, seed=3, output_type="latent").images)
+
+        found, whole = latents(guess), latents(common)
+        row["error"] = relative_error(found, exact)
+        np.testing.assert_array_equal(latents(guess), found)  # after a call that wrote all rows
+        np.testing.assert_array_equal(latents(common), whole)
+        for name, arguments in (("guess_seconds", guess), ("seconds", common)):
+            given = {**arguments, "control_image": image, "seed": 3, "output_type": "ort"}
+            row[name] = seconds_of(lambda given=given: ours(**given))  # type: ignore[misc]
+    note("guess_mode of a ControlNet", row)
+    assert row["error"] <= 2 * row["torch_error"], row
+    if arch == "sdxl":
+        assert row["guess_seconds"] < row["seconds"], row
+
+
 def test_weights_are_on_the_device_once(tmp_path: Path, note: Note) -> None:
     """The controlled step graph needs less than a tenth of the UNet's weights in addition."""
     write_sample("sd15", tmp_path / "source")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import io
 import json
 import sys
 import threading
@@ -12,17 +14,24 @@ from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 from google.protobuf import json_format, text_format
+from PIL import Image
+from support.control_networks import picture, write_adapter, write_controlnet
+from support.pipeline_cache import PipelineCache
 from support.pipelines import refused
+from support.plain_lora import write_plain_lora
 from support.serve_load import CAPTIONS
 
 from sdonnx import OrtDiffusionPipeline, ServeLimits
 from sdonnx.cli import serve
 from sdonnx.cli.command_line import CommandParser
 from sdonnx.errors import FolderError, OptionError, OutputError
+from sdonnx.folder.pipeline_folder import PipelineFolder
+from sdonnx.serve.conditioning_images import offered_inputs
 from sdonnx.serve.triton_repository import write_triton_repository
 
 NAME = 'förm "a"'
@@ -118,27 +127,130 @@ def stand_in() -> types.ModuleType:
     return module  # type: ignore[no-any-return]
 
 
-@pytest.fixture(scope="module")
-def model(repository: Path, config: Any) -> Iterator[Any]:
-    """The model of the repository, as Triton loads it: the file, and the configuration as JSON."""
-    before = sys.modules.get("triton_python_backend_utils")
-    assert before is None
-    sys.modules["triton_python_backend_utils"] = stand_in()
-    made = loaded_module("model", repository / NAME / "1" / "model.py").TritonPythonModel()
-    made.initialize(
-        {
-            "model_config": json_format.MessageToJson(config, preserving_proto_field_name=True),
-            "model_instance_kind": "CPU",
-            "model_instance_device_id": "0",
-            "model_repository": str(repository / NAME),
-            "model_version": "1",
-            "model_name": NAME,
-        }
-    )
+@contextlib.contextmanager
+def loaded(folder: Path, config: Any) -> Iterator[Any]:
+    """Yield the model of a repository, as Triton loads it: the file, and the configuration as JSON."""
+    with mock.patch.dict(sys.modules, {"triton_python_backend_utils": stand_in()}):
+        made = loaded_module("model", folder / "1" / "model.py").TritonPythonModel()
+        made.initialize(
+            {
+                "model_config": json_format.MessageToJson(config, preserving_proto_field_name=True),
+                "model_instance_kind": "CPU",
+                "model_instance_device_id": "0",
+                "model_repository": str(folder),
+                "model_version": "1",
+                "model_name": folder.name,
+            }
+        )
     yield made
     made.finalize()
-    del sys.modules["triton_python_backend_utils"]
+
+
+@pytest.fixture(scope="module")
+def model(repository: Path, config: Any) -> Iterator[Any]:
+    with loaded(repository / NAME, config) as made:
+        yield made
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("sdonnx-triton")]
+
+
+@pytest.fixture(scope="module")
+def controlled(pipelines: PipelineCache, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Stable Diffusion with two ControlNets."""
+    source, work = pipelines.micro(), tmp_path_factory.mktemp("controlnets")
+    nets = [write_controlnet(source, work / f"net-{seed}", seed) for seed in (1, 2)]
+    return pipelines.optimized(pipelines.exported(source, controlnets=nets), provider="cpu")
+
+
+@pytest.fixture(scope="module")
+def loras(micro_cpu: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("loras")
+    write_plain_lora(micro_cpu, folder / "style.safetensors", 0)
+    return folder
+
+
+def file_of(image: Any, kind: str = "PNG") -> bytes:
+    file = io.BytesIO()
+    image.save(file, kind)
+    return file.getvalue()
+
+
+def test_control_images_and_loras(
+    controlled: Path, loras: Path, protobuf: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only models that offer them have these inputs, and images are those of the pipeline."""
+    monkeypatch.chdir(loras.parent)
+    write_triton_repository(tmp_path, {"m": str(controlled)}, LIMITS, {"style": Path(loras.name, "style.safetensors")})
+    config = text_format.Parse((tmp_path / "m" / "config.pbtxt").read_text(), protobuf.ModelConfig())
+    names = [
+        "loras", "control_image", "controlnet_conditioning_scale", "control_guidance_start", "control_guidance_end",
+        "guess_mode",
+    ]  # fmt: skip
+    assert [each.name for each in config.input][8:] == names
+    assert [list(each.dims) for each in config.input][8:] == [[1], [-1], [-1], [-1], [-1], [1]]
+    pictures = [[picture(2 * row), picture(2 * row + 1)] for row in range(2)]
+    files = [[file_of(first), file_of(second, "WEBP")] for first, second in pictures]
+    usual: dict[str, Any] = {"height": [64] * 2, "width": [48] * 2, "num_inference_steps": [2] * 2}
+    usual["prompt"] = ["a fox", "an owl"]
+    asked = Request.of(**usual, seed=[1, 2], loras=['{"style": 0.5}', ""], guess_mode=[True, False])
+    weights = np.array([[0.5, 0.75]] * 2, np.float32)
+    asked.tensors |= {
+        "control_image": Tensor("control_image", np.array(files, object)),
+        "controlnet_conditioning_scale": Tensor("controlnet_conditioning_scale", weights),
+        "control_guidance_end": Tensor("control_guidance_end", np.array([[0.5], [1.0]], np.float32)),
+    }
+    one = {name: values[:1] for name, values in usual.items()}
+    broken = Request.of(**one, control_image=[b"no image"])
+    unknown, invalid = Request.of(**one, loras=['{"other": 1}']), Request.of(**one, loras=["{"])
+    with loaded(tmp_path / "m", config) as made:
+        answer, *refusals = made.execute([asked, broken, unknown, invalid])
+    assert answer.error is None
+    for refusal, words in zip(refusals, ("control_image cannot be decoded", "LoRA 'other'", "no JSON"), strict=True):
+        assert words in str(refusal.error)
+    with OrtDiffusionPipeline.from_pretrained(controlled) as pipeline:
+        pipeline.set_progress_bar_config(disable=True)
+        for row, (end, guesses) in enumerate([(0.5, True), (1.0, False)]):
+            pipeline.unload_lora_weights()
+            if not row:
+                pipeline.load_lora_weights(loras / "style.safetensors", adapter_name="style")
+                pipeline.set_adapters("style", 0.5)
+            expected = pipeline(
+                usual["prompt"][row], height=64, width=48, num_inference_steps=2, seed=row + 1,
+                control_image=[_lossy(image) for image in files[row]], control_guidance_end=end,
+                controlnet_conditioning_scale=[0.5, 0.75], guess_mode=guesses,
+            ).images[0]  # fmt: skip
+            found = answer.values("image")[row].astype(int)
+            assert found.std() > 5
+            assert int(np.abs(found - np.asarray(expected)).max()) <= 1
+
+
+def _lossy(content: bytes) -> Image.Image:
+    """Return an image as its file has it: WebP loses some of it."""
+    return Image.open(io.BytesIO(content)).convert("RGB")
+
+
+@pytest.mark.parametrize(
+    ("kind", "names"),
+    [
+        ("union", ["control_image", "control_mode"]),
+        ("adapter", ["adapter_image"]),
+        ("prompt", ["ip_adapter_image"]),
+        ("none", []),
+    ],
+)
+def test_inputs_are_those_that_the_folder_offers(
+    kind: str, names: list[str], pipelines: PipelineCache, tmp_path: Path
+) -> None:
+    if kind == "union":
+        xl = pipelines.micro("sdxl-tiny")
+        exported = pipelines.exported(xl, controlnets=[write_controlnet(xl, tmp_path / "net", 1, union=True)])
+    elif kind == "adapter":
+        source = pipelines.micro()
+        exported = pipelines.exported(source, t2i_adapters=[write_adapter(source, tmp_path / "net", 1)])
+    elif kind == "prompt":
+        exported = pipelines.adapted(pipelines.micro("tiny-ip-adapter"))
+    else:
+        exported = pipelines.exported(pipelines.micro())
+    assert offered_inputs(PipelineFolder.open(exported)) == names
 
 
 def test_requests_of_a_call_are_answered_in_order(model: Any, shapes_cpu: Path) -> None:

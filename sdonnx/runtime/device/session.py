@@ -6,7 +6,7 @@ import logging
 import os
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +22,7 @@ from sdonnx.installation import install_command
 from sdonnx.runtime.device.cuda import CapturedGraph, cuda, small_workspaces
 from sdonnx.runtime.device.device import FATAL, PROVIDERS, Device, memory_errors
 
-__all__ = ["NUMPY_TYPES", "Graph", "Run", "SessionSettings"]
+__all__ = ["NUMPY_TYPES", "BufferPart", "Graph", "Run", "SessionSettings"]
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -65,6 +65,40 @@ class SessionSettings:
     session_options: onnxruntime.SessionOptions | None = None
     rebuild: str = "optimize the folder again"
     library: Path | None = None
+
+
+@dataclass(frozen=True)
+class BufferPart:
+    """Consecutive elements of a buffer, used as a tensor.
+
+    Attributes:
+        buffer: the buffer.
+        shape: shape of the tensor.
+        start: number of elements before the tensor.
+    """
+
+    buffer: OrtValue
+    shape: tuple[int, ...]
+    start: int = 0
+
+    @staticmethod
+    def of(buffer: OrtValue | BufferPart) -> BufferPart:
+        """Return a buffer as a part that is all of it; a part is returned unchanged."""
+        return buffer if isinstance(buffer, BufferPart) else BufferPart(buffer, tuple(buffer.shape()))
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return int(np.prod(self.shape))
+
+    def address(self, dtype: npt.DTypeLike) -> int:
+        """Return the address of the first element."""
+        return int(self.buffer.data_ptr()) + self.start * np.dtype(dtype).itemsize
+
+    def copied(self) -> npt.NDArray[Any]:
+        """Return a copy of the elements; the device must be done with them."""
+        elements: npt.NDArray[Any] = self.buffer.numpy().reshape(-1)
+        return elements[self.start : self.start + self.size].reshape(self.shape).copy()
 
 
 def _provider_options(device: Device, capture: bool, tf32: bool, settings: SessionSettings) -> dict[str, str]:
@@ -274,11 +308,8 @@ class Graph:
             options.add_run_config_entry("gpu_graph_id", _NO_CAPTURE)
         return options
 
-    def bind(self, buffers: Mapping[str, OrtValue | tuple[OrtValue, Sequence[int]]]) -> Run:
-        """Return a run that reads and writes buffers, by name of the input or output.
-
-        A buffer with a shape is used from its start as a tensor of that shape.
-        """
+    def bind(self, buffers: Mapping[str, OrtValue | BufferPart]) -> Run:
+        """Return a run that reads and writes buffers or parts of them, by name of the input or output."""
         return Run(self, buffers)
 
 
@@ -290,9 +321,10 @@ class Run:
     which releases no captured graph before its session (docs/decisions/0030).
     """
 
-    def __init__(self, graph: Graph, buffers: Mapping[str, OrtValue | tuple[OrtValue, Sequence[int]]]) -> None:
+    def __init__(self, graph: Graph, buffers: Mapping[str, OrtValue | BufferPart]) -> None:
         self._graph = graph
-        self._buffers = dict(buffers)  # keeps them alive, since a binding only holds addresses
+        # Keeps them alive, since a binding only holds addresses.
+        self._buffers = {name: BufferPart.of(buffer) for name, buffer in buffers.items()}
         self._binding = graph.session.io_binding()
         self._inputs = [name for name in buffers if name not in graph.outputs]
         self._bind(self._binding.bind_output, [name for name in buffers if name in graph.outputs])
@@ -304,9 +336,8 @@ class Run:
     def _bind(self, bind: Callable[..., None], names: Iterable[str]) -> None:
         device = self._graph.device
         for name in names:
-            buffer = self._buffers[name]
-            value, shape = buffer if isinstance(buffer, tuple) else (buffer, buffer.shape())
-            bind(name, device.provider, device.index, self._graph.dtype(name), list(shape), value.data_ptr())
+            part, dtype = self._buffers[name], self._graph.dtype(name)
+            bind(name, device.provider, device.index, dtype, list(part.shape), part.address(dtype))
 
     def _run_options(self) -> onnxruntime.RunOptions:
         options = self._graph.run_options()
@@ -317,12 +348,7 @@ class Run:
     def inputs(self) -> dict[str, npt.NDArray[Any]]:
         """Wait for the device and return copies of the graph's inputs by name."""
         self._graph.device.synchronize()
-        copies = {}
-        for name in self._inputs:
-            buffer = self._buffers[name]
-            value, shape = buffer if isinstance(buffer, tuple) else (buffer, buffer.shape())
-            copies[name] = value.numpy().reshape(-1)[: int(np.prod(shape))].reshape(shape).copy()
-        return copies
+        return {name: self._buffers[name].copied() for name in self._inputs}
 
     def prepare(self) -> None:
         """Run once without capture, to choose kernels and allocate memory, which is not possible during a capture.
@@ -392,12 +418,11 @@ class Run:
 
     @contextmanager
     def _memory_errors(self) -> Iterator[None]:
-        shapes = (buffer[1] if isinstance(buffer, tuple) else buffer.shape() for buffer in self._buffers.values())
-        largest = max(shapes, key=lambda shape: int(np.prod(shape)))
+        largest = max(self._buffers.values(), key=lambda part: part.size).shape
         path = self._graph.path
         # If the graph and the configuration do not match, ONNX Runtime finds buffers of other shapes.
         with (
             refusing(path, "a graph that matches its config.json", "optimize the exported pipeline again"),
-            memory_errors(self._graph.device, f"running {path.name} with {tuple(largest)}"),
+            memory_errors(self._graph.device, f"running {path.name} with {largest}"),
         ):
             yield

@@ -55,9 +55,12 @@ class ActiveControls:
         """
         if not any(self._is_controlled(call) for call in range(self._calls)):
             return
-        runs, copies = shape.controls, shape.key.copies
+        runs = shape.controls
+        # As in diffusers, guess_mode computes ControlNets for the prompts only; negative prompts have residuals of 0.
+        half = self._call.guess_mode and shape.key.copies > 1
+        copies = 1 if half else shape.key.copies
         numbers = self._controlnets
-        runs.prepare({number: len(self._call.controls[number].modes) for number in numbers})
+        runs.prepare({number: len(self._call.controls[number].modes) for number in numbers}, half=half)
         shape.prepare_controlled()
         if self._call.are_adapters:
             runs.put_residuals(np.concatenate([each] * copies) for each in self._adapted(shape))
@@ -70,7 +73,7 @@ class ActiveControls:
             *first, rows, columns = control.images.shape
             blocks = control.images.reshape(*first, height, rows // height, width, columns // width)
             values = {abi.CONTROL_IMAGE: np.concatenate([blocks] * copies), abi.CONTROL_FACTORS: factors}
-            runs.put(number, values | _union_inputs(control, shape.key.prompts, self._types(shape, number)))
+            runs.put(number, values | _union_inputs(control, shape.key.batch * copies, self._types(shape, number)))
 
     def precompute(self, shape: CapturedShape) -> None:
         """Compute the step-invariant part of each ControlNet."""
@@ -99,10 +102,7 @@ class ActiveControls:
             active = self._active(call)
             table[call, 0] = number in active and active[0] != number
             row = np.asarray(depths * (1.0 if inside else weights[call, 0]), np.float32)
-            by_copy = np.tile(row, (copies, 1))
-            if self._call.guess_mode and copies > 1:
-                by_copy[0] = 0  # of the negative prompts
-            table[call, 1 : 1 + copies * residuals] = by_copy.ravel()
+            table[call, 1 : 1 + copies * residuals] = np.tile(row, copies)
             if control.modes:
                 table[call, 1 + copies * residuals :] = weights[call] if inside else 1
         return table

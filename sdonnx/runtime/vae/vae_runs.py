@@ -12,7 +12,7 @@ from onnxruntime import OrtValue
 
 from sdonnx.models import abi
 from sdonnx.models.spec import Role
-from sdonnx.runtime.device.session import Run
+from sdonnx.runtime.device.session import BufferPart, Run
 from sdonnx.runtime.graph_set import GraphSet
 from sdonnx.runtime.vae.split import Split
 from sdonnx.runtime.vae.tiles import TileGrid, join_tiles
@@ -71,10 +71,10 @@ class _VaeGraph:
         heights, widths = ({end - start for start, end in grid.spans(edge)} for edge in (self.height, self.width))
         return sorted(((height, width) for height in heights for width in widths), reverse=True)
 
-    def bind(self, key: tuple[int, int, int], buffers: Mapping[str, OrtValue | tuple[OrtValue, Any]]) -> _BoundRun:
+    def bind(self, key: tuple[int, int, int], buffers: Mapping[str, OrtValue | BufferPart]) -> _BoundRun:
         """Bind the graph to buffers, and return the run, which is kept."""
         run = self.graphs.get(self.role).bind(buffers)
-        held = {name: value[0] if isinstance(value, tuple) else value for name, value in buffers.items()}
+        held = {name: BufferPart.of(value).buffer for name, value in buffers.items()}
         return self._bound.setdefault(key, _BoundRun(run, held))
 
     def queue(self, bound: _BoundRun) -> None:
@@ -162,7 +162,8 @@ class ImageDecoder(_VaeGraph):
         if self._is_whole:
             shape = (size, self.channels, height, width)
             held = self._buffers
-            return self.bind(key, {abi.LATENTS: (held[abi.STATE], shape)} | {name: held[name] for name in outputs})
+            latents = BufferPart(held[abi.STATE], shape)
+            return self.bind(key, {abi.LATENTS: latents, **{name: held[name] for name in outputs}})
         pixels = (size, height * self.factor, width * self.factor, 3)
         buffers = {
             abi.LATENTS: device.upload(np.zeros((size, self.channels, height, width), np.float32)),

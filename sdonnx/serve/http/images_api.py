@@ -153,7 +153,7 @@ class ImagesApi:
         return Response(answer.model_dump_json(), media_type="application/json")
 
     def _card(self, name: str) -> ModelCard:
-        return ModelCard(id=name, created=self._started)
+        return ModelCard(id=name, created=self._started, inputs=self._pipeline.inputs(name))
 
     def _unknown_name(self, fields: ImageFields) -> JSONResponse | None:
         """Return the answer to a request for a model or a LoRA that is unknown; None if both are known."""

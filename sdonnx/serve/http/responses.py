@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from fastapi.responses import StreamingResponse
 from PIL import Image
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 from starlette.types import Receive, Scope, Send
 
 from sdonnx.errors import SdonnxError
@@ -63,6 +63,9 @@ class ModelCard(BaseModel):
     object: Literal["model"] = "model"
     created: int
     owned_by: str = "sdonnx"
+    inputs: list[str] | None = Field(
+        None, description="fields for images next to the prompt that the model accepts; null if they are not known"
+    )
 
 
 class ModelList(BaseModel):
