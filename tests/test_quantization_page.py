@@ -10,7 +10,7 @@ import pytest
 from support.scripts import load_script
 
 SCRIPT = load_script("write_quantization_tables")
-HALF_WIDTH = 0.007  # that the page names
+HALF_WIDTH = 0.008  # that the page names
 
 
 def row(step_ms: float) -> dict[str, Any]:
