@@ -15,6 +15,7 @@ from sdonnx.errors import OptionError, OutputError, ProviderError
 from sdonnx.folder.prompt_file import read_prompts
 from sdonnx.precision_search.bounds import Bounds
 from sdonnx.precision_search.probe_settings import AUTO, CALIBRATION_CALLS, METHODS, ProbeSettings
+from sdonnx.quantization.required_products import require_products
 from sdonnx.terminal import add_option, console, tensor_progress
 
 if TYPE_CHECKING:
@@ -32,11 +33,9 @@ __all__ = [
     "quantization_config",
     "quantization_lines",
     "quantized_request",
-    "require_products",
 ]
 
-# NVIDIA, cuBLAS documentation, cublasLtMatmul(): fp8 needs compute capability 8.9 (Ada), 9.0 (Hopper) or newer.
-_FP8_CAPABILITY = (8, 9)
+_ALSO = ", or write the folder on the machine that runs it"
 
 _OF_AUTO = ("max_error", "min_psnr", "min_accuracy", "accuracy_prompts", "sensitivity")
 
@@ -150,7 +149,7 @@ def quantized_request(options: argparse.Namespace, request: OptimizeRequest) -> 
     """
     config = quantization_config(options)
     if config is not None and request.suits_own_kernels and request.kernels == "auto":
-        require_products(config, _capability_here())
+        require_products(config, _capability_here(), _ALSO)
     request = replace(request, quantization=config, export_qdq=options.export_qdq, scales=_scales_of(options))
     if config is not None and config.needs_calibration and options.calibration_prompts is not None:
         from sdonnx.precision_search.calibrate import calibrate
@@ -179,28 +178,6 @@ def given_quantization(options: argparse.Namespace, but: Collection[str] = ()) -
     """Return the first option of this module that was given, but for some; None if there is none."""
     names = (name for name in _QUANTIZING if name not in but)
     return next((name for name in names if getattr(options, name) not in (None, False)), None)
-
-
-def require_products(config: QuantizationConfig, capability: tuple[int, int] | None) -> None:
-    """Raise if the GPU of this machine has no products of a type's factors in fp8.
-
-    Args:
-        config: the types.
-        capability: compute capability of the GPU, major and minor; None without a GPU, where any folder can be written
-            for another machine.
-
-    Raises:
-        OptionError: it has none.
-    """
-    if capability is None or capability >= _FP8_CAPABILITY:
-        return
-    for kind in config.types:
-        if kind.activations is not None and kind.activations.name != "int8":
-            raise OptionError(
-                f"{kind.name} on a GPU of compute capability {capability[0]}.{capability[1]}",
-                f"{_FP8_CAPABILITY[0]}.{_FP8_CAPABILITY[1]} or newer, which has products of fp8",
-                "take int8_dynamic, or fp8_e4m3_weightonly, or write the folder on the machine that runs it",
-            )
 
 
 def _capability_here() -> tuple[int, int] | None:

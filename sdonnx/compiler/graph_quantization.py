@@ -17,10 +17,10 @@ from torch.utils import _pytree as pytree
 from sdonnx.compiler.compile_options import CompileOptions
 from sdonnx.compiler.graph_method import GraphSignature
 from sdonnx.compiler.graph_target import GraphTarget, for_types
-from sdonnx.errors import OptionError
 from sdonnx.metrics import relative_error
 from sdonnx.models.registry import FAMILIES
 from sdonnx.models.spec import Role
+from sdonnx.quantization.required_products import FP8_CAPABILITY, require_products
 
 if TYPE_CHECKING:
     from sdonnx.quantization.quantization_config import QuantizationConfig, QuantizationPolicy
@@ -34,9 +34,6 @@ MAX_ERROR = 0.1
 
 CHECKED_CALLS = (1, 2, 4, 8, 16)
 """The calls of a quantized graph that are compared with torch: from the first step of an image to one of its last."""
-
-# Compute capability from which NVIDIA's GPUs multiply numbers of fp8.
-_FP8_CAPABILITY = (8, 9)
 
 DENOISERS = tuple(dict.fromkeys(family.with_role(Role.DENOISER).name for family in FAMILIES))
 """Names of the components that are quantized."""
@@ -80,7 +77,8 @@ class GraphQuantization:
         if config is None or not denoiser_policy(config, signature.spec.name).is_active:
             return signature
         target = for_types(signature.target, (each.name for each in config.types))
-        _require_products(config, target)
+        capability = target.device.capability() if target.settings.library is not None else None
+        require_products(config, capability)
         return replace(signature, target=target, quantization=config)
 
     def refuse(self) -> None:
@@ -94,7 +92,7 @@ class GraphQuantization:
             reason = "it is on the CPU"
         elif target.dtype != torch.float16:
             reason = "its weights are in float32"
-        elif (target.device.capability() or (0, 0)) < _FP8_CAPABILITY:
+        elif (target.device.capability() or (0, 0)) < FP8_CAPABILITY:
             reason = "its GPU has no products of fp8"
         elif for_types(target, (_FP8,)).settings.library is None:
             reason = "our kernels for products of fp8 cannot be used"
@@ -153,17 +151,3 @@ def _largest_error(result: Any, reference: Any) -> float:
     arrays = (tuple(each.detach().double().cpu().numpy() for each in pair) for pair in pairs)
     errors = [relative_error(*pair) for pair in arrays]
     return max((error if error == error else float("inf") for error in errors), default=0.0)
-
-
-def _require_products(config: QuantizationConfig, target: GraphTarget) -> None:
-    """Raise if products of fp8 would have to run in our kernels on a GPU that has none."""
-    capability = target.device.capability() if target.settings.library is not None else None
-    if capability is None or capability >= _FP8_CAPABILITY:
-        return
-    for kind in config.types:
-        if kind.activations is not None and kind.activations.name != "int8":
-            raise OptionError(
-                f"{kind.name} on a GPU of compute capability {capability[0]}.{capability[1]}",
-                f"{_FP8_CAPABILITY[0]}.{_FP8_CAPABILITY[1]} or newer, which has products of fp8",
-                "take int8_dynamic or fp8_e4m3_weightonly",
-            )

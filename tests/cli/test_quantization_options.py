@@ -7,9 +7,9 @@ import json
 import pytest
 from support.pipelines import refused
 
-from sdonnx.cli.quantization_options import require_products
 from sdonnx.errors import OptionError
 from sdonnx.quantization.quantization_config import QuantizationConfig
+from sdonnx.quantization.required_products import require_products
 
 
 def config_of(quantize: str | None, **modules: str) -> QuantizationConfig:
