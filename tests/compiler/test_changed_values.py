@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from support.pipeline_cache import PipelineCache
 from support.small_modules import TEXT_WIDTH, small_autoencoder, small_unet
 
 import sdonnx
-from sdonnx.compiler import changed_values, module_graph
+from sdonnx.compiler import changed_values
 from sdonnx.compiler.changed_values import load_changed, parameter_places
 from sdonnx.compiler.graph_target import GraphTarget
 from sdonnx.compiler.module_graph import build_model, save_model
@@ -32,21 +32,6 @@ from sdonnx.metrics import psnr, relative_error
 from sdonnx.operators.case import Array
 from sdonnx.runtime.device.device import Device
 from sdonnx.runtime.device.session import SessionSettings
-
-
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of graphs of an empty cache."""
-    monkeypatch.setenv("SDONNX_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setenv("SDONNX_CACHE_LIMIT", "1GB")
-    return tmp_path / "cache" / "graphs"
-
-
-@pytest.fixture
-def builds() -> Iterator[mock.Mock]:
-    """Counts graphs that are built."""
-    with mock.patch.object(module_graph, "build_model", wraps=build_model) as built:
-        yield built
 
 
 def _inputs() -> tuple[torch.Tensor, int, torch.Tensor]:

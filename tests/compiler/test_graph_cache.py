@@ -30,21 +30,6 @@ IDS = torch.tensor([[97, 5, 6, 98]])
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of graphs of an empty cache."""
-    monkeypatch.setenv("SDONNX_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setenv("SDONNX_CACHE_LIMIT", "1GB")
-    return tmp_path / "cache" / "graphs"
-
-
-@pytest.fixture
-def builds() -> Iterator[mock.Mock]:
-    """Counts graphs that are built."""
-    with mock.patch.object(module_graph, "build_model", wraps=build_model) as built:
-        yield built
-
-
-@pytest.fixture
 def warned() -> Iterator[list[str]]:
     with logged_lines(logging.WARNING) as lines:
         yield lines
