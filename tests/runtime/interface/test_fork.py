@@ -106,6 +106,9 @@ if __name__ == "__main__":
     here = generate(sys.argv[1])
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         print((pool.apply(generate, (sys.argv[1],)) == here).all())
+        # Leaving the block terminates workers: one that frees the lock of tqdm just then leaves a warning.
+        pool.close()
+        pool.join()
 """
 
 
