@@ -56,11 +56,11 @@ def compile(module: _Module, options: Mapping[str, Any] | str | None = None, *, 
     buffers or arguments in place, random numbers, or weights in other types or on other devices. Batch and sequence
     length are then arbitrary as far as torch.export accepts it.
 
-    If the weights or the structure of the module change, the next call compiles it again, with a line in the log. So
-    does the first call with other inputs, such as ControlNet's residuals; a method has at most four graphs. The module
-    computes a call in torch, with a line in the log for each reason, if no graph can: with masks,
-    `cross_attention_kwargs`, with autocast, in training mode, or where gradients are enabled and an input or a
-    parameter requires one.
+    If the weights or the structure of the module change, the next call compiles it again, with a line in the log; a
+    cached graph is loaded with new values where only these changed, as for LoRA. So does the first call with other
+    inputs, such as ControlNet's residuals; a method has at most four graphs. The module computes a call in torch, with
+    a line in the log for each reason, if no graph can: with masks, `cross_attention_kwargs` other than `scale`, with
+    autocast, in training mode, or where gradients are enabled and an input or a parameter requires one.
 
     An autoencoder in float16 with `force_upcast` in its configuration, which pipelines convert to float32 for each
     image, keeps its weights in float16: `to(dtype)` of the drop-in changes `dtype` and the type of outputs. `float()`
@@ -276,7 +276,7 @@ class _Program:
             self._quantization.refuse()
             if self._built is failed:  # otherwise another thread has replaced it
                 self._variants.clear()
-                self._built = self._add(failed.signature.variant)
+                self._built = self._add(failed.signature.variant, failed.signature.lora_scale)
 
     @staticmethod
     def _overlaps(built: _Build) -> bool:
@@ -310,17 +310,18 @@ class _Program:
         """The signatures of the graphs; none before the first call of a method that is compiled by it."""
         return [built.signature for built in self._variants.values()]
 
-    def _add(self, variant: Hashable) -> _Build:
+    def _add(self, variant: Hashable, lora_scale: float = 1.0) -> _Build:
         """Compile another graph; the one that was not used for the longest time is released if there are too many."""
-        self._variants[variant] = built = self._build(variant)
+        self._variants[variant] = built = self._build(variant, lora_scale)
         if len(self._variants) > _MAX_VARIANTS:
             self._variants.popitem(last=False)
         return built
 
-    def _build(self, variant: Any) -> _Build:
+    def _build(self, variant: Any, lora_scale: float) -> _Build:
         start = time.perf_counter()
         target = target_of(self._module, self._weights.device)
-        plain = replace(self._method.signature(self._module, variant), target=target)
+        signature = self._method.signature(self._module, variant)
+        plain = replace(signature, target=target, lora_scale=lora_scale)
         signature = self._quantization.applied(plain)
         ignored = self._method.ignored, self._method.ignored_inside
         state = self._weights.compiled(lambda: ModuleState(self._module, *ignored))
@@ -342,7 +343,9 @@ class _Program:
         """
         with self._lock:
             built = self._built
-            changed = built is None or not self._weights.is_current(built.state)
+            scale = self._method.lora_scale(self._module, arguments)
+            is_current = built is not None and self._weights.is_current(built.state)
+            changed = built is None or not is_current or built.signature.lora_scale != scale
             if changed and (reason := _why_not(self._module, self._weights.device)) is not None:
                 return reason
             before = None if built is None else built.signature.variant
@@ -350,6 +353,9 @@ class _Program:
             if built is not None:
                 if changed:
                     self._variants.clear()
+                if changed and is_current:
+                    _LOGGER.warning("%s is compiled again, for LoRA with a scale of %g", self._class_name, scale)
+                elif changed:
                     _LOGGER.warning("%s changed after it was compiled, and is compiled again", self._class_name)
                 elif variant not in self._variants:
                     described = self._method.describe(variant)
@@ -358,7 +364,7 @@ class _Program:
                     self._variants.move_to_end(variant)
                     self._built = built = self._variants[variant]
                     return built
-            self._built = built = self._add(variant)
+            self._built = built = self._add(variant, scale)
             return built
 
     def _in_torch(self, reason: str, *args: Any, **kwargs: Any) -> Any:

@@ -10,6 +10,7 @@ import torch
 from diffusers.models.unets.unet_2d_condition import UNet2DConditionOutput
 
 from sdonnx.compiler.graph_method import GraphMethod, GraphSignature, checked_inputs
+from sdonnx.compiler.merged_adapters import has_adapters
 from sdonnx.compiler.unet_call import TEXT_EMBEDS, TIME_IDS, UNetCall
 from sdonnx.compiler.unet_class_labels import LABELS, class_label_inputs, class_label_values, why_not_labels
 from sdonnx.compiler.unet_image_prompts import (
@@ -36,6 +37,7 @@ __all__ = ["UNetForward", "UNetVariant", "timesteps_of"]
 # Each image of a batch has its own timestep, as in diffusers.
 _TIMESTEP = replace(TIMESTEP, dims=("batch_size",), once=False)
 _TIMESTEP_COND = "timestep_cond"
+_ATTENTION, _LORA_SCALE = "cross_attention_kwargs", "scale"
 
 # Arguments of diffusers' forward that every graph computes.
 _COMPUTED = frozenset({"sample", "timestep", "encoder_hidden_states", "added_cond_kwargs", "return_dict", ADAPTER})
@@ -106,6 +108,10 @@ class UNetForward(GraphMethod):
             len(arguments[ADAPTER] or ()),
         )
 
+    def lora_scale(self, module: torch.nn.Module, arguments: Mapping[str, Any]) -> float:
+        scale = _lora_scale(arguments)
+        return 1.0 if scale is None or scale == 1 or not has_adapters(module) else scale
+
     def signature(self, module: torch.nn.Module, variant: Hashable) -> GraphSignature:
         assert isinstance(variant, UNetVariant)
         config: dict[str, Any] = dict(_config(module))
@@ -158,6 +164,13 @@ def _config(module: Any) -> Mapping[str, Any]:
     return config
 
 
+def _lora_scale(arguments: Mapping[str, Any]) -> float | None:
+    """Return the scale of LoRA that a call has in `cross_attention_kwargs`, or None if there is no number."""
+    given = arguments[_ATTENTION]
+    scale = given.get(_LORA_SCALE) if isinstance(given, Mapping) else None
+    return float(scale) if isinstance(scale, int | float) else None
+
+
 def _why_not_computed(module: Any, arguments: Mapping[str, Any]) -> str | None:
     """Return why no graph of a UNet computes a call with these arguments, or None; tensors are not checked."""
     config = _config(module)
@@ -170,7 +183,8 @@ def _why_not_computed(module: Any, arguments: Mapping[str, Any]) -> str | None:
         CONTROLNET_MID: has_residuals,
     }
     for name, value in arguments.items():
-        is_given = value is not None and not (isinstance(value, Mapping) and not value)
+        computed_keys = {_LORA_SCALE} if name == _ATTENTION and _lora_scale(arguments) is not None else set()
+        is_given = value is not None and not (isinstance(value, Mapping) and value.keys() <= computed_keys)
         if is_given and name not in _COMPUTED and not computed.get(name, False):
             return f"it has {name}"
     for name in (CONTROLNET, ADAPTER):

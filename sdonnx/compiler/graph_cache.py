@@ -21,6 +21,7 @@ from sdonnx.compiler.graph_key import GraphKey, graph_key
 from sdonnx.compiler.graph_method import GraphMethod, GraphSignature
 from sdonnx.compiler.graph_target import GraphTarget
 from sdonnx.compiler.host_weights import HostWeights
+from sdonnx.compiler.merged_adapters import without_adapters
 from sdonnx.compiler.module_description import IndescribableError
 from sdonnx.compiler.saved_graph import load_saved
 from sdonnx.errors import FolderError
@@ -73,26 +74,29 @@ class ModuleGraphs:
             OptionError: SDONNX_CACHE_LIMIT is no size.
         """
         cache = graph_cache()
+        module = without_adapters(self.module, signature.lora_scale)
         if cache is None and self.saved is None:
-            return self._load_built(self._build(signature), signature)
+            return self._load_built(self._build(module, signature), signature)
         try:
             start = time.perf_counter()
-            key = self.key(signature)
+            key = self._key(module, signature)
             _LOGGER.debug("hashed %s in %.2f s", self._name, time.perf_counter() - start)
         except IndescribableError as reason:
             _LOGGER.info("%s is not cached: %s", self._name, reason)
-            return self._load_built(self._build(signature), signature)
+            return self._load_built(self._build(module, signature), signature)
         if self.saved is not None:
-            if (graph := self._load_from(self.saved, key, signature)) is not None:
+            if (graph := self._load_from(self.saved, key, module, signature)) is not None:
                 return graph
             self._warn_of_another_state(self.saved, key)
         if cache is None:
-            return self._load_built(self._build(signature), signature)
-        if cache.find(key.digest) is None and (graph := self._load_changed(cache, key, signature)) is not None:
+            return self._load_built(self._build(module, signature), signature)
+        if cache.find(key.digest) is None and (graph := self._load_changed(cache, key, module, signature)) is not None:
             return graph
-        return self._load_cached(cache, key, signature)
+        return self._load_cached(cache, key, module, signature)
 
-    def _load_changed(self, cache: FolderCache, key: GraphKey, signature: GraphSignature) -> Graph | None:
+    def _load_changed(
+        self, cache: FolderCache, key: GraphKey, module: torch.nn.Module, signature: GraphSignature
+    ) -> Graph | None:
         """Load the last graph with new values of parameters; None where anything else has changed.
 
         Nothing is written into the cache.
@@ -107,7 +111,7 @@ class ModuleGraphs:
             return None
         from sdonnx.compiler.changed_values import load_changed
 
-        graph = load_changed(path, references, {name: places[name] for name in changed}, self.module, signature)
+        graph = load_changed(path, references, {name: places[name] for name in changed}, module, signature)
         if graph is not None:
             cache.keep(base_key.digest, graph)
             _LOGGER.info("%s keeps its graph: %d parameters have new values", self._name, len(changed))
@@ -121,13 +125,14 @@ class ModuleGraphs:
             FolderError: The module cannot be traced.
             OSError: The folder cannot be written.
         """
-        key = self.key(signature)
+        module = without_adapters(self.module, signature.lora_scale)
+        key = self._key(module, signature)
         cache = graph_cache()
         cached = None if cache is None else cache.find(key.digest)
 
         def write(folder: Path) -> Mapping[str, Any]:
             if cached is None:
-                return self._write(self._build(signature), signature, key, folder)
+                return self._write(self._build(module, signature), module, signature, key, folder)
             shutil.copytree(cached, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns(ENTRY))
             return entry_info(cached)
 
@@ -140,20 +145,23 @@ class ModuleGraphs:
         Raises:
             IndescribableError: The module cannot be described in other processes.
         """
+        return self._key(without_adapters(self.module, signature.lora_scale), signature)
+
+    def _key(self, module: torch.nn.Module, signature: GraphSignature) -> GraphKey:
         target = _target_parts(signature.target)
         if signature.quantization is not None:
             target["quantization"] = json.dumps(signature.quantization.as_json())  # in order: the first match decides
-        return graph_key(self.module, signature, self.method, target, self.weights.places())
+        return graph_key(module, signature, self.method, target, self.weights.places())
 
     @property
     def _name(self) -> str:
         return type(self.module).__name__
 
-    def _build(self, signature: GraphSignature) -> ir.Model:
+    def _build(self, module: torch.nn.Module, signature: GraphSignature) -> ir.Model:
         from sdonnx.compiler.module_graph import build_model
 
         start = time.perf_counter()
-        model = build_model(self.module, signature, self.method.prepare)
+        model = build_model(module, signature, self.method.prepare)
         _LOGGER.debug("built the graph of %s in %.1f s", self._name, time.perf_counter() - start)
         return model
 
@@ -162,7 +170,9 @@ class ModuleGraphs:
 
         return load_model(model, self._name, signature.target)
 
-    def _write(self, model: ir.Model, signature: GraphSignature, key: GraphKey, folder: Path) -> dict[str, Any]:
+    def _write(
+        self, model: ir.Model, module: torch.nn.Module, signature: GraphSignature, key: GraphKey, folder: Path
+    ) -> dict[str, Any]:
         """Write the files of an entry, and return its description.
 
         Raises:
@@ -171,36 +181,45 @@ class ModuleGraphs:
         from sdonnx.compiler.changed_values import parameter_places
         from sdonnx.compiler.module_graph import save_model
 
-        references = save_model(model, self.module, folder)
+        references = save_model(model, module, folder)
         if self.key(signature) != key:
             raise OSError(errno.EBUSY, "the module changed while it was compiled")
         shown = {name: key.parts[name] for name in ("class", "method")} | {"precision": signature.target.precision}
-        return {**shown, _PARTS: key.parts, _WEIGHTS: references, _PLACES: parameter_places(model, self.module)}
+        return {**shown, _PARTS: key.parts, _WEIGHTS: references, _PLACES: parameter_places(model, module)}
 
-    def _load_cached(self, cache: FolderCache, key: GraphKey, signature: GraphSignature) -> Graph:
+    def _load_cached(
+        self, cache: FolderCache, key: GraphKey, module: torch.nn.Module, signature: GraphSignature
+    ) -> Graph:
         for _ in range(_ATTEMPTS):
             built: list[ir.Model] = []
 
             def write(folder: Path, built: list[ir.Model] = built) -> Mapping[str, Any]:
-                built.append(self._build(signature))
-                return self._write(built[0], signature, key, folder)
+                built.append(self._build(module, signature))
+                return self._write(built[0], module, signature, key, folder)
 
             if cache.entry(key.digest, write) is None:
-                return self._load_built(built[0] if built else self._build(signature), signature)
+                return self._load_built(built[0] if built else self._build(module, signature), signature)
             is_new = bool(built)
             built.clear()  # transformed weights are read from the entry
-            if (graph := self._load_from(cache, key, signature, is_new=is_new)) is not None:
+            if (graph := self._load_from(cache, key, module, signature, is_new=is_new)) is not None:
                 return graph
-        return self._load_built(self._build(signature), signature)
+        return self._load_built(self._build(module, signature), signature)
 
     def _load_from(
-        self, cache: FolderCache, key: GraphKey, signature: GraphSignature, *, is_new: bool = False
+        self,
+        cache: FolderCache,
+        key: GraphKey,
+        module: torch.nn.Module,
+        signature: GraphSignature,
+        *,
+        is_new: bool = False,
     ) -> Graph | None:
         """Load an entry; None if there is none, or it is broken. A broken one of the user's cache is removed.
 
         Args:
             cache: The cache.
             key: The key.
+            module: The module without adapters.
             signature: The signature of the graph, and where it runs.
             is_new: Whether this process has just written it, so that it would not become better if it were made again.
         """
@@ -211,7 +230,7 @@ class ModuleGraphs:
             references = entry_info(path).get(_WEIGHTS)
             if not isinstance(references, dict):
                 raise FolderError(f"{path} names no weights", "those of the module", "remove the folder")
-            graph = load_saved(path, references, self.module, signature.target)
+            graph = load_saved(path, references, module, signature.target)
         except FolderError as error:
             if cache is self.saved:
                 _LOGGER.warning("%s is compiled: its saved graph cannot be loaded (%s)", self._name, error)

@@ -31,6 +31,7 @@ class GraphSignature:
         variant: Kind of calls that the graph computes, as `GraphMethod.variant` returns it.
         target: Where the graph runs, and in which type it computes.
         quantization: What is quantized in the graph, and how; None for nothing.
+        lora_scale: Factor of the weights of adapters, which are added to the graph's.
     """
 
     spec: ComponentSpec
@@ -39,6 +40,7 @@ class GraphSignature:
     variant: Hashable = None
     target: GraphTarget = field(default_factory=host_target)
     quantization: QuantizationConfig | None = None
+    lora_scale: float = 1.0
 
 
 class GraphMethod(ABC):
@@ -76,6 +78,15 @@ class GraphMethod(ABC):
             before: The variant of the last call's graph; None without one.
         """
         return None
+
+    def lora_scale(self, module: torch.nn.Module, arguments: Mapping[str, Any]) -> float:
+        """Return the factor of the weights of adapters in a call, on top of those of `set_adapters`.
+
+        Args:
+            module: The module.
+            arguments: All arguments of the call by name.
+        """
+        return 1.0
 
     def describe(self, variant: Hashable) -> str:
         """Return the name of a variant in the log."""

@@ -18,13 +18,15 @@ import torch
 from sdonnx.compiler.module_state import ModuleState
 from sdonnx.errors import OptionError
 
-__all__ = ["HostWeights", "HostedDropIn", "move_tensors"]
+__all__ = ["HOST", "HostWeights", "HostedDropIn", "move_tensors"]
 
 _LOGGER = logging.getLogger(__name__)
 
 _FROM = ("cuda",)  # types of devices whose memory is freed; graphs on the CPU share the memory of the weights
 
-_HOST = torch.device("cpu")
+HOST = torch.device("cpu")
+"""Where weights are that neither a graph nor torch reads."""
+"""Where weights are that no graph and no call in torch reads."""
 
 
 class HostWeights:
@@ -72,7 +74,7 @@ class HostWeights:
             if self._calls:
                 return
             self._due = False
-            device = self.device or next((each.device for each in self._module.parameters()), _HOST)
+            device = self.device or next((each.device for each in self._module.parameters()), HOST)
             if self.wanted and device.type in _FROM and not self._has_gradients():
                 self._move_to_host(device)
 
@@ -118,7 +120,7 @@ class HostWeights:
                     "weights on the GPU",
                     'pass {"options": {"freezing": False}} to compile_pipe',
                 )
-            self._move(device, [each for each in self._tensors() if each.device.type == _HOST.type])
+            self._move(device, [each for each in self._tensors() if each.device.type == HOST.type])
             self.device = None
             _LOGGER.info("the weights of %s are on %s again, for torch", name, device)
 
@@ -135,13 +137,13 @@ class HostWeights:
             device = self.device
             if device is None:
                 return {}
-            return {id(each): device for each in self._tensors() if each.device.type == _HOST.type}
+            return {id(each): device for each in self._tensors() if each.device.type == HOST.type}
 
     def _move_to_host(self, device: torch.device) -> None:
         tensors = [each for each in self._tensors() if each.device == device]
         if device.type == "cuda":
             torch.cuda.synchronize(device)  # calls on other streams may read the memory
-        self._move(_HOST, tensors)
+        self._move(HOST, tensors)
         self.device = device
         if device.type == "cuda":
             torch.cuda.empty_cache()  # ONNX Runtime has another allocator
@@ -196,7 +198,7 @@ class HostedDropIn:
         device = weights.device
         if device is not None and _destination(fn, device) != device:
             weights.forget()
-        elif device is not None and _destination(fn, _HOST) != _HOST:
+        elif device is not None and _destination(fn, HOST) != HOST:
             types = {each.dtype for each in base.parameters()}
             if all(fn(torch.empty(0, dtype=dtype)).dtype == dtype for dtype in types):
                 return self

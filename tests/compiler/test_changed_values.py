@@ -19,7 +19,7 @@ from support.diffusers_pipelines import in_diffusers
 from support.graphs import run
 from support.logged_lines import logged_lines
 from support.pipeline_cache import PipelineCache
-from support.small_modules import TEXT_WIDTH, small_autoencoder, small_unet
+from support.small_modules import small_autoencoder, small_unet, unet_inputs, unet_output
 
 import sdonnx
 from sdonnx.compiler import changed_values
@@ -32,17 +32,6 @@ from sdonnx.metrics import psnr, relative_error
 from sdonnx.operators.case import Array
 from sdonnx.runtime.device.device import Device
 from sdonnx.runtime.device.session import SessionSettings
-
-
-def _inputs() -> tuple[torch.Tensor, int, torch.Tensor]:
-    generator = torch.manual_seed(3)
-    return torch.randn(2, 4, 8, 8, generator=generator), 7, torch.randn(2, 7, TEXT_WIDTH, generator=generator)
-
-
-def _output(unet: Any) -> Array:
-    with torch.inference_mode():
-        found: Array = unet(*_inputs()).sample.numpy()
-    return found
 
 
 def _places(folder: Path) -> dict[str, Any]:
@@ -63,7 +52,7 @@ def _load(unet: Any) -> None:
 def _step(unet: Any) -> None:
     chosen = [each.requires_grad_() for name, each in unet.named_parameters() if "attn" in name]
     optimizer = torch.optim.SGD(chosen, lr=1.0)
-    unet(*_inputs()).sample.square().mean().backward()
+    unet(*unet_inputs()).sample.square().mean().backward()
     optimizer.step()
     optimizer.zero_grad()
     unet.requires_grad_(False)
@@ -83,12 +72,12 @@ def _bias(unet: Any) -> None:
 def test_graph_stays(changes: tuple[Callable[[Any], None], ...], folder: Path, builds: mock.Mock) -> None:
     unet = small_unet()
     compiled = sdonnx.compile(unet)
-    before = _output(compiled)
+    before = unet_output(compiled)
     for change in changes:
         change(unet)
         with logged_lines(logging.INFO) as lines:
-            after = _output(compiled)
-        assert relative_error(after, _output(unet)) < 1e-5
+            after = unet_output(compiled)
+        assert relative_error(after, unet_output(unet)) < 1e-5
         assert relative_error(after, before) > 1e-3
         assert any(line.startswith("UNet2DConditionModel keeps its graph: ") for line in lines)
         before = after
@@ -100,11 +89,11 @@ def test_earlier_states_are_loaded_from_the_cache(folder: Path, builds: mock.Moc
     unet = small_unet()
     state = {name: each.clone() for name, each in unet.state_dict().items()}
     compiled = sdonnx.compile(unet)
-    before = _output(compiled)
+    before = unet_output(compiled)
     _load(unet)
-    _output(compiled)
+    unet_output(compiled)
     unet.load_state_dict(state)
-    assert np.array_equal(_output(compiled), before)
+    assert np.array_equal(unet_output(compiled), before)
     assert builds.call_count == 1
 
 
@@ -115,15 +104,15 @@ def test_other_changes_build_a_graph(folder: Path, builds: mock.Mock) -> None:
     assert "conv_norm_out.weight" not in _places(folder)
     with torch.no_grad():
         unet.conv_norm_out.weight.mul_(1.5)
-    assert relative_error(_output(compiled), _output(unet)) < 1e-5
+    assert relative_error(unet_output(compiled), unet_output(unet)) < 1e-5
     assert builds.call_count == 2
     unet.set_attn_processor(AttnProcessor())
     _scale(unet)
-    assert relative_error(_output(compiled), _output(unet)) < 1e-5
+    assert relative_error(unet_output(compiled), unet_output(unet)) < 1e-5
     assert builds.call_count == 3
     shutil.rmtree(folder)
     _scale(unet)
-    assert relative_error(_output(compiled), _output(unet)) < 1e-5
+    assert relative_error(unet_output(compiled), unet_output(unet)) < 1e-5
     assert builds.call_count == 4
 
 
@@ -133,7 +122,7 @@ def test_values_beyond_the_range_build_a_graph(folder: Path, builds: mock.Mock) 
     with torch.no_grad():
         unet.conv_in.weight[0, 0, 0, 0] = float("inf")
         unet.mid_block.attentions[0].transformer_blocks[0].attn1.to_q.weight[0, 0] = float("inf")
-    _output(compiled)
+    unet_output(compiled)
     assert builds.call_count == 2
 
 
@@ -154,15 +143,15 @@ def test_parameters_that_may_share_an_initializer_or_a_layout_are_left_out(folde
     with torch.no_grad():
         attention.to_k.weight.mul_(2)
         unet.conv_in.weight[0, 0, 1, 2] = 3
-    assert relative_error(_output(compiled), _output(unet)) < 1e-5
+    assert relative_error(unet_output(compiled), unet_output(unet)) < 1e-5
 
 
 def test_quantized_weights_are_quantized_again(folder: Path, builds: mock.Mock) -> None:
     unet = small_unet()
     compiled = sdonnx.compile(unet, options={"quant_type": "int8_weightonly"})
-    _output(compiled)
+    unet_output(compiled)
     _load(unet)
-    assert 1e-3 < relative_error(_output(compiled), _output(unet)) < 2e-2
+    assert 1e-3 < relative_error(unet_output(compiled), unet_output(unet)) < 2e-2
     assert builds.call_count == 2
 
 
@@ -235,8 +224,8 @@ def test_graph_of_a_gpu(tmp_path: Path) -> None:
     with mock.patch.object(changed_values, "load_model", lambda model, *_: model):
         changed: Any = load_changed(tmp_path, references, places, unet, signature)
         with torch.no_grad():
-            theirs = copy.deepcopy(unet).float()(*_inputs()).sample.numpy()
-        sample, timestep, text = _inputs()
+            theirs = copy.deepcopy(unet).float()(*unet_inputs()).sample.numpy()
+        sample, timestep, text = unet_inputs()
         feeds: dict[str, Array] = {
             "sample": sample.numpy().astype(np.float16),
             "encoder_hidden_states": text.numpy().astype(np.float16),

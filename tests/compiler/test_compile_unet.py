@@ -124,7 +124,7 @@ def test_is_an_instance_of_the_class_with_its_attributes(built: tuple[Any, Any])
     [
         ({"attention_mask": torch.ones(1, 64)}, "attention_mask"),
         ({"encoder_attention_mask": torch.ones(1, 7)}, "encoder_attention_mask"),
-        ({"cross_attention_kwargs": {"scale": 0.5}}, "cross_attention_kwargs"),
+        ({"cross_attention_kwargs": {"ip_adapter_masks": None}}, "cross_attention_kwargs"),
         ({"mid_block_additional_residual": torch.ones(1, 32, 8, 8)}, "mid_block_additional_residual"),
         ({"added_cond_kwargs": {"image_embeds": torch.ones(1, 1)}}, "added_cond_kwargs image_embeds"),
     ],

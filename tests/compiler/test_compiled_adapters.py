@@ -14,13 +14,21 @@ import torch
 from support.diffusers_pipelines import in_diffusers
 from support.logged_lines import logged_lines
 from support.pipeline_cache import PipelineCache
+from support.small_modules import small_unet, unet_output
 
 import sdonnx
-from sdonnx.compiler import host_weights, module_graph
-from sdonnx.folder.cache_root import CACHE, CACHE_LIMIT
-from sdonnx.metrics import psnr
+from sdonnx.compiler import host_weights
+from sdonnx.compiler.merged_adapters import has_adapters, without_adapters
+from sdonnx.metrics import psnr, relative_error
 from sdonnx.operators.case import Array
 
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning"),
+    # peft warns that the second LoRA has not all of the layers that its patterns match.
+    pytest.mark.filterwarnings("ignore:While injecting the PEFT adapters:RuntimeWarning"),
+]
+
+SCALED = "UNet2DConditionModel is compiled again, for LoRA with a scale of"
 AGAIN = "UNet2DConditionModel changed after it was compiled, and is compiled again"
 
 # Each changes the image, but for `unfuse_lora`, behind which the layers add what was fused before.
@@ -36,6 +44,15 @@ CHANGES: tuple[tuple[str, Callable[[Any], None]], ...] = (
 )
 
 
+def add_adapter(module: Any, config: Any, seed: int = 0) -> None:
+    """Add an adapter to a module of a pipeline, with random values that change the image."""
+    torch.manual_seed(seed)
+    module.add_adapter(config)
+    for name, parameter in module.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.3)
+
+
 @pytest.fixture(scope="module")
 def adapters(pipelines: PipelineCache, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """Files of two LoRAs, which peft initializes and diffusers writes."""
@@ -46,11 +63,7 @@ def adapters(pipelines: PipelineCache, tmp_path_factory: pytest.TempPathFactory)
     files = []
     for seed, layers in ((0, ["to_q", "to_v"]), (1, ["to_k", "to_out.0", "conv1"])):
         pipe = in_diffusers(pipelines.nano())
-        torch.manual_seed(seed)
-        pipe.unet.add_adapter(LoraConfig(r=4, lora_alpha=8, target_modules=layers, init_lora_weights="gaussian"))
-        for name, parameter in pipe.unet.named_parameters():
-            if "lora_B" in name:
-                torch.nn.init.normal_(parameter, std=0.3)
+        add_adapter(pipe.unet, LoraConfig(r=4, lora_alpha=8, target_modules=layers), seed)
         folder = tmp_path_factory.mktemp("lora")
         state = convert_state_dict_to_diffusers(get_peft_model_state_dict(pipe.unet))
         type(pipe).save_lora_weights(folder, unet_lora_layers=state)
@@ -58,28 +71,32 @@ def adapters(pipelines: PipelineCache, tmp_path_factory: pytest.TempPathFactory)
     return files
 
 
-def image_of(pipe: Any) -> Array:
+def image_of(pipe: Any, **more: Any) -> Array:
     generator = torch.Generator().manual_seed(0)
     arguments = {"height": 64, "width": 64, "num_inference_steps": 2, "output_type": "np", "generator": generator}
-    image: Array = pipe("a red fox", **arguments).images[0]
+    image: Array = pipe("a red fox", **arguments, **more).images[0]
     return image
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
-# peft warns that the second LoRA has not all of the layers that its patterns match.
-@pytest.mark.filterwarnings("ignore:While injecting the PEFT adapters:RuntimeWarning")
 @pytest.mark.parametrize("frees", [False, True])
 def test_every_change_is_computed(
-    frees: bool, pipelines: PipelineCache, adapters: list[Path], monkeypatch: pytest.MonkeyPatch
+    frees: bool,
+    pipelines: PipelineCache,
+    adapters: list[Path],
+    folder: Path,
+    builds: mock.Mock,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Each image is that of diffusers and peft, and the graph of the first compilation computes all of them."""
     if frees:  # as on a GPU, after which the weights are in the host's memory
         monkeypatch.setattr(host_weights, "_FROM", ("cpu",))
     plain = in_diffusers(pipelines.nano())
     compiled = sdonnx.compile_pipe(in_diffusers(pipelines.nano()), ignores=("vae", "text_encoder"))
     before = base = image_of(plain)
+    first = image_of(compiled)
     for pipe in (plain, compiled):
-        for folder, name in zip(adapters, ("first", "second"), strict=True):
-            pipe.load_lora_weights(folder, adapter_name=name)
+        for path, name in zip(adapters, ("first", "second"), strict=True):
+            pipe.load_lora_weights(path, adapter_name=name)
     for name, change in CHANGES:
         for pipe in (plain, compiled):
             change(pipe)
@@ -91,24 +108,99 @@ def test_every_change_is_computed(
         assert (compiled.unet._programs.weights.device is not None) == frees
         before = theirs
     assert psnr(before, base) > 100
+    assert psnr(image_of(compiled), first) > 100  # peft subtracts what was fused, which rounds
+    assert builds.call_count == 1
 
 
-def test_states_that_were_compiled_before_are_in_the_cache(
-    pipelines: PipelineCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_scale_of_a_call(pipelines: PipelineCache, adapters: list[Path], folder: Path, builds: mock.Mock) -> None:
+    """`cross_attention_kwargs={"scale": x}`, as scripts of diffusers weight LoRA."""
+    plain = in_diffusers(pipelines.nano())
+    compiled = sdonnx.compile_pipe(in_diffusers(pipelines.nano()), ignores=("vae", "text_encoder"))
+    with logged_lines(logging.WARNING) as lines:
+        image_of(compiled, cross_attention_kwargs={"scale": 0.5})  # nothing to scale
+    assert lines == []
+    for pipe in (plain, compiled):
+        pipe.load_lora_weights(adapters[0])
+    before = image_of(compiled)
+    for scale in (0.25, 1.0, 0.0, 0):
+        with logged_lines(logging.WARNING) as lines:
+            theirs, ours = (image_of(pipe, cross_attention_kwargs={"scale": scale}) for pipe in (plain, compiled))
+        assert psnr(ours, theirs) > 60
+        assert lines == ([] if scale == 0 and isinstance(scale, int) else [f"{SCALED} {scale:g}"])
+        assert (psnr(ours, before) > 100) == (scale == 1)
+    with logged_lines(logging.WARNING) as lines:
+        image_of(compiled, cross_attention_kwargs={"scale": 0.0, "gligen": None})
+    assert lines == ["torch computes a call of UNet2DConditionModel: it has cross_attention_kwargs"]
+    assert builds.call_count == 1
+
+
+@pytest.mark.parametrize(
+    "adapter",
+    [
+        {"use_dora": True, "target_modules": ["to_q", "to_out.0", "conv2"]},
+        {"use_rslora": True, "target_modules": ["proj_in", "ff.net.2", "conv_shortcut"]},
+    ],
+)
+def test_kinds_of_adapters(adapter: dict[str, Any], folder: Path, builds: mock.Mock) -> None:
     from peft import LoraConfig
 
-    monkeypatch.setenv(CACHE, str(tmp_path))
-    monkeypatch.setenv(CACHE_LIMIT, "1GB")
-    pipe = in_diffusers(pipelines.nano())
-    torch.manual_seed(0)
-    pipe.unet.add_adapter(LoraConfig(r=4, target_modules=["to_q"], init_lora_weights=False), "first")
-    sdonnx.compile_pipe(pipe, ignores=("vae", "text_encoder"))
-    with mock.patch.object(module_graph, "build_model", wraps=module_graph.build_model) as builds:
-        images = []
-        for weight in (0.3, 0.9, 0.3):
-            pipe.set_adapters(["first"], [weight])
-            images.append(image_of(pipe))
-    assert builds.call_count == 2
-    assert np.array_equal(images[0], images[2])
-    assert psnr(images[0], images[1]) < 50
+    unet = small_unet()
+    compiled = sdonnx.compile(unet)
+    before = unet_output(compiled)
+    add_adapter(unet, LoraConfig(r=2, lora_alpha=6, **adapter))
+    assert relative_error(unet_output(compiled), unet_output(unet)) < 1e-5
+    assert relative_error(unet_output(unet), before) > 1e-3
+    assert builds.call_count == 1
+
+
+def test_adapters_of_a_text_encoder(folder: Path, builds: mock.Mock, pipelines: PipelineCache) -> None:
+    from peft import LoraConfig
+
+    plain = in_diffusers(pipelines.nano())
+    compiled = sdonnx.compile_pipe(in_diffusers(pipelines.nano()), ignores=("vae", "unet"))
+    before = image_of(compiled)
+    for pipe in (plain, compiled):
+        add_adapter(pipe.text_encoder, LoraConfig(r=2, target_modules=["q_proj", "fc1"]))
+    assert psnr(image_of(compiled), image_of(plain)) > 60
+    assert psnr(image_of(compiled), before) < 50
+    for pipe in (plain, compiled):
+        pipe.set_adapters("default", 0.5)
+    assert psnr(image_of(compiled), image_of(plain)) > 60
+    assert builds.call_count == 1
+
+
+def test_adapters_that_peft_cannot_add_are_layers(folder: Path, builds: mock.Mock) -> None:
+    from peft import LoraConfig
+    from peft.tuners.lora import Linear
+
+    unet = small_unet()
+    add_adapter(unet, LoraConfig(r=2, target_modules=["to_q"]))
+    with (
+        mock.patch.object(Linear, "merge", side_effect=NotImplementedError("no such layers")),
+        logged_lines(logging.INFO) as lines,
+    ):
+        compiled = sdonnx.compile(unet)
+        assert relative_error(unet_output(compiled), unet_output(unet)) < 1e-5
+    assert "UNet2DConditionModel is compiled with its adapters as layers: no such layers" in lines
+    assert builds.call_count == 1
+
+
+def test_module_without_adapters_is_a_copy_with_the_same_tensors() -> None:
+    from peft import LoraConfig
+
+    unet = small_unet()
+    assert without_adapters(unet) is unet
+    before = {name: each.clone() for name, each in unet.state_dict().items()}
+    add_adapter(unet, LoraConfig(r=2, target_modules=["to_q"]))
+    expected = unet_output(unet)
+    copied = without_adapters(unet)
+    assert relative_error(unet_output(copied), expected) < 1e-5
+    assert np.array_equal(unet_output(unet), expected)
+    assert [name for name, _ in copied.named_parameters()] == [
+        name for name in before if name in dict(copied.named_parameters())
+    ]
+    shared = {id(each) for each in unet.parameters()}
+    for name, parameter in copied.named_parameters():
+        assert (id(parameter) in shared) == ("to_q" not in name)
+    assert has_adapters(unet)
+    assert not has_adapters(copied)

@@ -8,7 +8,9 @@ import torch
 from diffusers import AutoencoderKL, UNet2DConditionModel
 from transformers import CLIPTextConfig, CLIPTextModel
 
-__all__ = ["TEXT_WIDTH", "small_autoencoder", "small_text_encoder", "small_unet"]
+from sdonnx.operators.case import Array
+
+__all__ = ["TEXT_WIDTH", "small_autoencoder", "small_text_encoder", "small_unet", "unet_inputs", "unet_output"]
 
 TEXT_WIDTH = 16
 """Size of the text states that the UNet reads."""
@@ -29,6 +31,19 @@ def small_unet(**options: Any) -> Any:
     }
     model: Any = UNet2DConditionModel(sample_size=16, cross_attention_dim=TEXT_WIDTH, **(sizes | options))
     return model.eval().requires_grad_(False)
+
+
+def unet_inputs() -> tuple[torch.Tensor, int, torch.Tensor]:
+    """Return arguments of a `small_unet`: latents, a timestep and text states of two images."""
+    generator = torch.manual_seed(3)
+    return torch.randn(2, 4, 8, 8, generator=generator), 7, torch.randn(2, 7, TEXT_WIDTH, generator=generator)
+
+
+def unet_output(unet: Any) -> Array:
+    """Return the output of a `small_unet` for `unet_inputs`."""
+    with torch.inference_mode():
+        found: Array = unet(*unet_inputs()).sample.numpy()
+    return found
 
 
 def small_autoencoder(**options: Any) -> Any:
