@@ -79,10 +79,10 @@ def _merge(layer: Any) -> None:
     adapters = [] if layer.disable_adapters or layer.merged else layer.active_adapters
     if not adapters and not (layer.disable_adapters and layer.merged):
         return
-    home = next((each.device for each in layer.parameters() if each is not base.weight), base.weight.device)
+    # The base layer may be in the host's memory, and adapters that were loaded later on the GPU.
+    home = next((each.device for name, each in layer.named_parameters() if not name.startswith("base_layer.")), HOST)
     for name, parameter in list(base.named_parameters(recurse=False)):
-        values = torch.nn.Parameter(parameter.detach().to(home, copy=True), requires_grad=False)
-        setattr(base, name, values)
+        setattr(base, name, torch.nn.Parameter(parameter.detach().to(home, copy=True), requires_grad=False))
     if adapters:
         layer.merge(adapter_names=list(adapters))
     else:

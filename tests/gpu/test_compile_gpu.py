@@ -273,6 +273,42 @@ def test_a_module_with_weights_on_the_host_moves_to_the_cpu(source: Source) -> N
         assert relative_error(each.cpu().numpy(), second.numpy()) < 1e-2  # in TF32
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_adapters_keep_the_graph(
+    source: Source, note: Note, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Adapters on the GPU are added to weights that are in the host's memory, and back again bit for bit."""
+    from peft import LoraConfig
+
+    monkeypatch.setenv("SDONNX_CACHE", str(tmp_path))
+    monkeypatch.setenv("SDONNX_CACHE_LIMIT", "1GB")
+    plain, call = unet_of(source)
+    unet, _ = unet_of(source)
+    compiled = sdonnx.compile(unet, options="freezing")
+    row: dict[str, Any] = {"errors": [], "changes": [], "s": []}
+    with torch.no_grad(), mock.patch.object(module_graph, "build_model") as builds:
+        first = compiled(**call).sample
+        for each in (plain, unet):
+            torch.manual_seed(0)
+            each.add_adapter(LoraConfig(r=4, target_modules=["to_q", "to_out.0", "conv1"], init_lora_weights=False))
+        for scale in (1.0, 0.25):
+            named = {**call, "cross_attention_kwargs": {"scale": scale}}
+            start = time.perf_counter()
+            ours = compiled(**named).sample.float().cpu().numpy()
+            row["s"].append(round(time.perf_counter() - start, 2))
+            row["errors"].append(relative_error(ours, plain(**named).sample.float().cpu().numpy()))
+            row["changes"].append(relative_error(ours, first.float().cpu().numpy()))
+        unet.delete_adapters("default")
+        last = compiled(**call).sample
+    row["lines"] = lines_of(caplog)
+    note("adapters of a compiled UNet", row)
+    assert builds.call_count == 0
+    assert unet.conv_in.weight.device.type == "cpu"
+    assert max(row["errors"]) < 2e-2
+    assert min(row["changes"]) > 5e-2
+    assert torch.equal(last, first)
+
+
 @pytest.mark.full
 def test_time_of_a_call(source: Source, note: Note) -> None:
     """Stable Diffusion 1.5 at 512x512 with guidance: calls without a pause, next to torch and the graph alone."""
