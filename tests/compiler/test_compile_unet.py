@@ -22,7 +22,7 @@ from support.small_modules import TEXT_WIDTH, small_unet
 
 import sdonnx
 from sdonnx.compiler import compile_module, saved_graph
-from sdonnx.compiler.compile_module import _Program
+from sdonnx.compiler.compiled_method import CompiledMethod
 from sdonnx.compiler.module_state import ModuleState
 from sdonnx.errors import FolderError, OptionError
 from sdonnx.metrics import psnr, relative_error
@@ -225,7 +225,7 @@ def test_parameters_of_inference_mode_are_refused() -> None:
 def overlaps(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Compare the module before the graph runs, as on the CPU, or while it runs, as on a GPU."""
     found: bool = request.param
-    monkeypatch.setattr(compile_module._Program, "_overlaps", staticmethod(lambda _: found))
+    monkeypatch.setattr(CompiledMethod, "_overlaps", staticmethod(lambda _: found))
     return found
 
 
@@ -235,7 +235,7 @@ def test_changed_weights_are_compiled_again(overlaps: bool, caplog: pytest.LogCa
     before = unet(sample, 7, text).sample
     with torch.no_grad():
         unet.conv_in.weight.mul_(2)
-    outputs = mock.patch.object(compile_module._Program, "_outputs", autospec=True, side_effect=_Program._outputs)
+    outputs = mock.patch.object(CompiledMethod, "_outputs", autospec=True, side_effect=CompiledMethod._outputs)
     with caplog.at_level(logging.WARNING, "sdonnx"), outputs as runs:
         assert _error(compiled(sample, 7, text).sample, unet(sample, 7, text).sample) < 1e-4
         assert runs.call_count == (2 if overlaps else 1)
@@ -354,7 +354,7 @@ def test_weights_stay_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_drop_in_can_be_compiled_again(built: tuple[Any, Any]) -> None:
     unet, compiled = built
-    with mock.patch.object(compile_module, "_Program") as program:
+    with mock.patch.object(compile_module, "CompiledMethod") as program:
         again = sdonnx.compile(compiled)
     assert program.call_args.args[0] is compiled._programs.module
     assert type(again) is type(compiled)

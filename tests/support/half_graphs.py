@@ -10,7 +10,7 @@ from unittest import mock
 import onnx_ir as ir
 import torch
 
-from sdonnx.compiler import compile_module, graph_target
+from sdonnx.compiler import compiled_method, graph_target
 from sdonnx.compiler.graph_cache import ModuleGraphs
 from sdonnx.compiler.graph_method import GraphSignature
 from sdonnx.compiler.graph_runs import graph_runs
@@ -57,8 +57,8 @@ def half_graphs() -> Iterator[list[str]]:
     types = {"cpu": (torch.float16, torch.float32)}
     with (
         mock.patch.dict(graph_target._TYPES, types),
-        mock.patch.object(compile_module, "target_of", target),
-        mock.patch.object(compile_module, "graph_runs", running),
+        mock.patch.object(compiled_method, "target_of", target),
+        mock.patch.object(compiled_method, "graph_runs", running),
         mock.patch.object(ModuleGraphs, "load", loaded),
     ):
         yield built

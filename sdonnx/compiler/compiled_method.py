@@ -1,0 +1,251 @@
+"""A method of a module that runs in ONNX Runtime: its graphs, and the calls that torch computes instead."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from sdonnx.compiler.agreement_check import AgreementCheck
+from sdonnx.compiler.compile_options import CompileOptions
+from sdonnx.compiler.graph_cache import ModuleGraphs
+from sdonnx.compiler.graph_method import GraphMethod, GraphSignature
+from sdonnx.compiler.graph_quantization import GraphQuantization, QuantizationCheck
+from sdonnx.compiler.graph_runs import GraphRuns, graph_runs
+from sdonnx.compiler.graph_target import target_of, why_no_target
+from sdonnx.compiler.host_weights import HostWeights
+from sdonnx.compiler.module_state import ModuleState, has_inner_hooks
+from sdonnx.compiler.reported_type import ReportedType
+from sdonnx.compiler.supported_modules import why_unsupported
+from sdonnx.errors import OptionError
+from sdonnx.folder.folder_cache import FolderCache
+from sdonnx.runtime.device.session import Graph
+
+__all__ = ["CompiledMethod", "why_not", "why_not_now"]
+
+_LOGGER = logging.getLogger(__name__)
+
+_MAX_VARIANTS = 4  # graphs of one method; a pipeline alternates between two or three at most
+
+
+@dataclass(frozen=True)
+class _Build:
+    """A loaded graph, how it runs, its signature, the state of the module when it was compiled, and its check."""
+
+    graph: Graph
+    runs: GraphRuns
+    signature: GraphSignature
+    state: ModuleState
+    check: AgreementCheck | QuantizationCheck
+
+
+class CompiledMethod:
+    """The compiled graphs of a method of a module, one for each kind of calls, compiled again after a change.
+
+    Args:
+        module: The module, which torch computes.
+        method: The method.
+        chosen: Options.
+        saved: Entries in which graphs are searched before the user's cache.
+        weights: Where the weights are.
+        reported: The type of inputs and outputs.
+
+    Attributes:
+        graphs: The graphs of the method, in the caches and built.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        method: GraphMethod,
+        chosen: CompileOptions,
+        saved: FolderCache | None,
+        weights: HostWeights,
+        reported: ReportedType,
+    ) -> None:
+        self.graphs = ModuleGraphs(module, method, saved, weights)
+        self._module, self._method, self._chosen = module, method, chosen
+        self._weights, self._reported = weights, reported
+        self._quantization = GraphQuantization(chosen, type(module).__name__)
+        self._in_class: Callable[..., Any] = getattr(type(module), method.name)
+        self._class_name = type(module).__name__
+        self._signature = inspect.signature(getattr(module, method.name))
+        self._lock = threading.Lock()
+        self._logged: set[str] = set()
+        self._variants = OrderedDict[Hashable, _Build]()  # that of the last call is at the end
+        self._built: _Build | None = None
+        if method.compiles_first:
+            self._built = self._add(method.variant(module, None, None))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute a call of the method.
+
+        Raises:
+            OptionError: The method has no such arguments.
+            DeviceMemoryError: There is too little memory.
+        """
+        try:
+            bound = self._signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise OptionError(
+                f"a call of {self._class_name} with wrong arguments ({error})",
+                f"the arguments {', '.join(self._signature.parameters)}",
+                "correct the call",
+            ) from error
+        bound.apply_defaults()
+        arguments = bound.arguments
+        last = self._built
+        # On a GPU, the module is compared with its state while the graph runs; after a change the outputs are dropped.
+        early = self._outputs(last, arguments) if last is not None and self._overlaps(last) else None
+        built = self._current(arguments)
+        if isinstance(built, str):
+            return self._in_torch(built, *args, **kwargs)
+        outputs = early if built is last and early is not None else self._outputs(built, arguments)
+        if isinstance(outputs, str):
+            return self._in_torch(outputs, *args, **kwargs)
+        result = self._method.result(outputs, arguments)
+        result = built.check.checked(result, lambda: self._torch_result(args, kwargs, is_check=True))
+        if built.check.failed and built.signature.quantization is not None:
+            self._drop_quantized(built)
+        elif not built.check.failed and not built.check.waits:
+            self._weights.settle()
+        return result
+
+    def _drop_quantized(self, failed: _Build) -> None:
+        """Replace graphs by one without quantization, after one of them exceeded the bound."""
+        with self._lock:
+            self._quantization.refuse()
+            if self._built is failed:  # otherwise another thread has replaced it
+                self._variants.clear()
+                self._built = self._add(failed.signature.variant, failed.signature.lora_scale)
+
+    @staticmethod
+    def _overlaps(built: _Build) -> bool:
+        """Return whether a graph runs while the host goes on."""
+        return built.signature.target.torch_device.type == "cuda"
+
+    def _outputs(self, built: _Build, arguments: Mapping[str, Any]) -> list[torch.Tensor] | str:
+        """Return the outputs of a graph for a call, or the reason why torch has to compute it."""
+        inputs = self._method.inputs(self._module, self._reported.half(arguments), built.signature)
+        if isinstance(inputs, str):
+            return inputs
+        target = built.signature.target
+        if torch.is_autocast_enabled(target.torch_device.type):
+            return "autocast is enabled"
+        if target.torch_device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return "a CUDA graph is being captured"
+        if torch.is_grad_enabled() and built.state.requires_grad:
+            return "its parameters require a gradient, outside torch.no_grad and torch.inference_mode"
+        if built.check.failed:
+            return "its graph disagrees with torch"
+        dtype = torch.float32 if self._reported.is_upcast else target.dtype
+        return [tensor.to(dtype) for tensor in built.runs(inputs)]
+
+    @property
+    def waits(self) -> bool:
+        """Whether the graph of the last call will be compared with torch."""
+        return self._built is not None and self._built.check.waits
+
+    @property
+    def signatures(self) -> list[GraphSignature]:
+        """The signatures of the graphs; none before the first call of a method that is compiled by it."""
+        return [built.signature for built in self._variants.values()]
+
+    def _add(self, variant: Hashable, lora_scale: float = 1.0) -> _Build:
+        """Compile another graph; the one that was not used for the longest time is released if there are too many."""
+        self._variants[variant] = built = self._build(variant, lora_scale)
+        if len(self._variants) > _MAX_VARIANTS:
+            self._variants.popitem(last=False)
+        return built
+
+    def _build(self, variant: Any, lora_scale: float) -> _Build:
+        start = time.perf_counter()
+        target = target_of(self._module, self._weights.device)
+        signature = self._method.signature(self._module, variant)
+        plain = replace(signature, target=target, lora_scale=lora_scale)
+        signature = self._quantization.applied(plain)
+        ignored = self._method.ignored, self._method.ignored_inside
+        state = self._weights.compiled(lambda: ModuleState(self._module, *ignored))
+        graph = self.graphs.load(signature)
+        _LOGGER.debug("compiled %s in %.1f s", self._class_name, time.perf_counter() - start)
+        is_half = signature.target.precision == "float16"
+        check = (
+            AgreementCheck(self._class_name, self._chosen.check_agreement, is_half)
+            if signature.quantization is None
+            else QuantizationCheck(self._class_name)
+        )
+        return _Build(graph, graph_runs(graph, signature.target), signature, state, check)
+
+    def _current(self, arguments: Mapping[str, Any]) -> _Build | str:
+        """Return the graph of the module as it is now, or the reason why the module cannot be compiled.
+
+        Args:
+            arguments: All arguments of the call by name.
+        """
+        with self._lock:
+            built = self._built
+            scale = self._method.lora_scale(self._module, arguments)
+            is_current = built is not None and self._weights.is_current(built.state)
+            changed = built is None or not is_current or built.signature.lora_scale != scale
+            if changed and (reason := why_not(self._module, self._weights.device)) is not None:
+                return reason
+            before = None if built is None else built.signature.variant
+            variant = self._method.variant(self._module, arguments, before)
+            if built is not None:
+                if changed:
+                    self._variants.clear()
+                if changed and is_current:
+                    _LOGGER.warning("%s is compiled again, for LoRA with a scale of %g", self._class_name, scale)
+                elif changed:
+                    _LOGGER.warning("%s changed after it was compiled, and is compiled again", self._class_name)
+                elif variant not in self._variants:
+                    described = self._method.describe(variant)
+                    _LOGGER.warning("%s is compiled again, for %s", self._class_name, described)
+                else:
+                    self._variants.move_to_end(variant)
+                    self._built = built = self._variants[variant]
+                    return built
+            self._built = built = self._add(variant, scale)
+            return built
+
+    def _in_torch(self, reason: str, *args: Any, **kwargs: Any) -> Any:
+        """Compute a call in torch, and log each reason once."""
+        if reason not in self._logged:
+            self._logged.add(reason)
+            _LOGGER.warning("torch computes a call of %s: %s", self._class_name, reason)
+        return self._torch_result(args, kwargs)
+
+    def _torch_result(self, args: Sequence[Any], kwargs: Mapping[str, Any], *, is_check: bool = False) -> Any:
+        with self._weights.on_device(again=is_check), self._reported.for_torch(args, kwargs) as (given, named):
+            return self._in_class(self._module, *given, **named)
+
+
+def why_not(module: torch.nn.Module, home: torch.device | None) -> str | None:
+    """Return why a module cannot be compiled as it is now, or None."""
+    if (reason := why_unsupported(module)) is not None:
+        return reason
+    return why_not_now(module, True, home)
+
+
+def why_not_now(module: torch.nn.Module, on_gpu: bool = False, home: torch.device | None = None) -> str | None:
+    """Return why a module of any class cannot be compiled as it is now, or None.
+
+    Args:
+        module: The module.
+        on_gpu: Whether it may be on a GPU.
+        home: The device of the module if its weights are in the host's memory.
+    """
+    if module.training:
+        return "it is in training mode"
+    if "forward" in vars(module):
+        return "its forward was replaced"
+    if has_inner_hooks(module):
+        return "submodules have hooks"
+    return why_no_target(module, on_gpu, home)
