@@ -13,6 +13,7 @@ import pytest
 import torch
 from PIL import Image
 from support.diffusers_pipelines import in_diffusers
+from support.lora_files import write_lora
 from support.pipeline_cache import PipelineCache
 from support.preloaded import python
 
@@ -104,6 +105,30 @@ def test_scales_of_an_ip_adapter(pipelines: PipelineCache, tmp_path: Path) -> No
         assert agreement(saved, pipe, ip_adapter_image=picture, **size) > 50
     with Image.open(tmp_path / "ip-adapter-0.2.png") as weak, Image.open(tmp_path / "ip-adapter-1.png") as strong:
         assert psnr(pixels(weak), pixels(strong)) < 45
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::RuntimeWarning")
+def test_weights_of_lora(pipelines: PipelineCache, tmp_path: Path) -> None:
+    model = pipelines.nano("sdxl-tiny")
+    layers = {"one": ["to_q", "to_v"], "two": ["to_out.0", "conv1"]}
+    files = [
+        str(write_lora(model, tmp_path / name, seed, {"unet": each}))
+        for seed, (name, each) in enumerate(layers.items())
+    ]
+    lines = run(
+        "lora_changing_weights.py", tmp_path, "--model", str(model), "--lora", *files, "--weights", "1,0", "0.25,0.5",
+        "--height", "64", "--width", "48",
+    )  # fmt: skip
+    assert [line.split(":")[0] for line in lines] == [
+        "without LoRA", "weights 1,0", "weights 1,0 again", "weights 0.25,0.5", "weights 0.25,0.5 again"
+    ]  # fmt: skip
+    pipe = in_diffusers(model)
+    for name, file in zip(layers, files, strict=True):
+        pipe.load_lora_weights(file, adapter_name=name)
+    for weights in ((1, 0), (0.25, 0.5)):
+        pipe.set_adapters(list(layers), list(weights))
+        saved = tmp_path / f"lora-{weights[0]}-{weights[1]}.png"
+        assert agreement(saved, pipe, height=64, width=48) > 50
 
 
 def test_every_example_is_tested() -> None:

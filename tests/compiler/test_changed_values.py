@@ -18,6 +18,7 @@ from diffusers.models.attention_processor import AttnProcessor
 from support.diffusers_pipelines import in_diffusers
 from support.graphs import run
 from support.logged_lines import logged_lines
+from support.lora_files import write_lora
 from support.pipeline_cache import PipelineCache
 from support.small_modules import small_autoencoder, small_unet, unet_inputs, unet_output
 
@@ -169,18 +170,7 @@ def test_autoencoder(folder: Path, builds: mock.Mock) -> None:
 @pytest.mark.filterwarnings("ignore:While injecting the PEFT adapters:RuntimeWarning")  # as in test_compiled_adapters
 def test_fused_lora_keeps_the_graph(folder: Path, builds: mock.Mock, pipelines: PipelineCache, tmp_path: Path) -> None:
     """As diffusers recommends: load, fuse and unload, which leaves changed weights and no other layers."""
-    from diffusers.utils.state_dict_utils import convert_state_dict_to_diffusers
-    from peft import LoraConfig
-    from peft.utils import get_peft_model_state_dict
-
-    source = in_diffusers(pipelines.nano())
-    torch.manual_seed(0)
-    source.unet.add_adapter(LoraConfig(r=4, target_modules=["to_q", "to_v", "conv1"], init_lora_weights="gaussian"))
-    for name, parameter in source.unet.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(parameter, std=0.3)
-    layers = convert_state_dict_to_diffusers(get_peft_model_state_dict(source.unet))
-    type(source).save_lora_weights(tmp_path / "lora", unet_lora_layers=layers)
+    lora = write_lora(pipelines.nano(), tmp_path / "lora", 0, {"unet": ["to_q", "to_v", "conv1"]})
 
     def image_of(pipe: Any) -> Array:
         generator = torch.Generator().manual_seed(0)
@@ -193,7 +183,7 @@ def test_fused_lora_keeps_the_graph(folder: Path, builds: mock.Mock, pipelines: 
     before = image_of(compiled)
     for scale in (1.0, 0.5):
         for pipe in (plain, compiled):
-            pipe.load_lora_weights(tmp_path / "lora", adapter_name="first")
+            pipe.load_lora_weights(lora, adapter_name="first")
             pipe.fuse_lora(lora_scale=scale)
             pipe.unload_lora_weights()
         after = image_of(compiled)

@@ -13,6 +13,7 @@ import pytest
 import torch
 from support.diffusers_pipelines import in_diffusers
 from support.logged_lines import logged_lines
+from support.lora_files import lora_state, write_lora
 from support.pipeline_cache import PipelineCache
 from support.small_modules import small_unet, unet_output
 
@@ -44,31 +45,14 @@ CHANGES: tuple[tuple[str, Callable[[Any], None]], ...] = (
 )
 
 
-def add_adapter(module: Any, config: Any, seed: int = 0) -> None:
-    """Add an adapter to a module of a pipeline, with random values that change the image."""
-    torch.manual_seed(seed)
-    module.add_adapter(config)
-    for name, parameter in module.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(parameter, std=0.3)
-
-
 @pytest.fixture(scope="module")
 def adapters(pipelines: PipelineCache, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """Files of two LoRAs, which peft initializes and diffusers writes."""
-    from diffusers.utils.state_dict_utils import convert_state_dict_to_diffusers
-    from peft import LoraConfig
-    from peft.utils import get_peft_model_state_dict
-
-    files = []
-    for seed, layers in ((0, ["to_q", "to_v"]), (1, ["to_k", "to_out.0", "conv1"])):
-        pipe = in_diffusers(pipelines.nano())
-        add_adapter(pipe.unet, LoraConfig(r=4, lora_alpha=8, target_modules=layers), seed)
-        folder = tmp_path_factory.mktemp("lora")
-        state = convert_state_dict_to_diffusers(get_peft_model_state_dict(pipe.unet))
-        type(pipe).save_lora_weights(folder, unet_lora_layers=state)
-        files.append(folder)
-    return files
+    layers = ["to_q", "to_v"], ["to_k", "to_out.0", "conv1"]
+    return [
+        write_lora(pipelines.nano(), tmp_path_factory.mktemp("lora"), seed, {"unet": each})
+        for seed, each in enumerate(layers)
+    ]
 
 
 def image_of(pipe: Any, **more: Any) -> Array:
@@ -142,25 +126,21 @@ def test_scale_of_a_call(pipelines: PipelineCache, adapters: list[Path], folder:
     ],
 )
 def test_kinds_of_adapters(adapter: dict[str, Any], folder: Path, builds: mock.Mock) -> None:
-    from peft import LoraConfig
-
     unet = small_unet()
     compiled = sdonnx.compile(unet)
     before = unet_output(compiled)
-    add_adapter(unet, LoraConfig(r=2, lora_alpha=6, **adapter))
+    lora_state(unet, 0, r=2, lora_alpha=6, **adapter)
     assert relative_error(unet_output(compiled), unet_output(unet)) < 1e-5
     assert relative_error(unet_output(unet), before) > 1e-3
     assert builds.call_count == 1
 
 
 def test_adapters_of_a_text_encoder(folder: Path, builds: mock.Mock, pipelines: PipelineCache) -> None:
-    from peft import LoraConfig
-
     plain = in_diffusers(pipelines.nano())
     compiled = sdonnx.compile_pipe(in_diffusers(pipelines.nano()), ignores=("vae", "unet"))
     before = image_of(compiled)
     for pipe in (plain, compiled):
-        add_adapter(pipe.text_encoder, LoraConfig(r=2, target_modules=["q_proj", "fc1"]))
+        lora_state(pipe.text_encoder, 0, target_modules=["q_proj", "fc1"])
     assert psnr(image_of(compiled), image_of(plain)) > 60
     assert psnr(image_of(compiled), before) < 50
     for pipe in (plain, compiled):
@@ -170,11 +150,10 @@ def test_adapters_of_a_text_encoder(folder: Path, builds: mock.Mock, pipelines: 
 
 
 def test_adapters_that_peft_cannot_add_are_layers(folder: Path, builds: mock.Mock) -> None:
-    from peft import LoraConfig
     from peft.tuners.lora import Linear
 
     unet = small_unet()
-    add_adapter(unet, LoraConfig(r=2, target_modules=["to_q"]))
+    lora_state(unet, 0, target_modules=["to_q"])
     with (
         mock.patch.object(Linear, "merge", side_effect=NotImplementedError("no such layers")),
         logged_lines(logging.INFO) as lines,
@@ -186,12 +165,10 @@ def test_adapters_that_peft_cannot_add_are_layers(folder: Path, builds: mock.Moc
 
 
 def test_module_without_adapters_is_a_copy_with_the_same_tensors() -> None:
-    from peft import LoraConfig
-
     unet = small_unet()
     assert without_adapters(unet) is unet
     names = list(unet.state_dict())
-    add_adapter(unet, LoraConfig(r=2, target_modules=["to_q"]))
+    lora_state(unet, 0, target_modules=["to_q"])
     expected = unet_output(unet)
     copied = without_adapters(unet)
     assert relative_error(unet_output(copied), expected) < 1e-5
