@@ -1,6 +1,6 @@
 """Time the convolutions and attentions of a denoiser in fp8 next to fp16, to see which are worth quantizing.
 
-    pip install nvidia-cudnn-frontend==1.32.0
+    pip install nvidia-cudnn-frontend==1.18.0
     python scripts/eight_bit_parts.py SAMPLE --height 1024 --json docs/results/eight-bit-parts-h100.json
 
 SAMPLE is a pipeline of diffusers, of which only the configuration is read. The shapes are those of a call of the
@@ -159,7 +159,7 @@ class CudnnTimes:
         try:
             import cudnn
         except ImportError as error:
-            remedy = "pip install nvidia-cudnn-frontend==1.32.0"
+            remedy = "pip install nvidia-cudnn-frontend==1.18.0"
             raise OptionError(f"cuDNN's frontend cannot be imported ({error})", "the module cudnn", remedy) from error
         if not torch.cuda.is_available():
             raise OptionError("torch finds no GPU", "an NVIDIA GPU", "run the script on one")
