@@ -172,15 +172,19 @@ class CompiledMethod:
         plain = replace(signature, target=target, lora_scale=lora_scale)
         signature = self._quantization.applied(plain)
         ignored = self._method.ignored, self._method.ignored_inside
-        state = self._weights.compiled(lambda: ModuleState(self._module, *ignored))
-        graph = self.graphs.load(signature)
-        _LOGGER.debug("compiled %s in %.1f s", self._class_name, time.perf_counter() - start)
         is_half = signature.target.precision == "float16"
         check = (
             AgreementCheck(self._class_name, self._chosen.check_agreement, is_half)
             if signature.quantization is None
             else QuantizationCheck(self._class_name)
         )
+        state = self._weights.compiled(lambda: ModuleState(self._module, *ignored))
+        try:
+            graph = self.graphs.load(signature, frees=not check.waits)
+        except BaseException:
+            self._weights.restore()  # the module is used without the graph
+            raise
+        _LOGGER.debug("compiled %s in %.1f s", self._class_name, time.perf_counter() - start)
         return _Build(graph, graph_runs(graph, signature.target), signature, state, check)
 
     def _current(self, arguments: Mapping[str, Any]) -> _Build | str:

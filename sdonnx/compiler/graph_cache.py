@@ -65,8 +65,13 @@ class ModuleGraphs:
         self.saved = saved
         self._bases: list[tuple[GraphKey, Path]] = []  # entries that were loaded, in which values may change
 
-    def load(self, signature: GraphSignature) -> Graph:
+    def load(self, signature: GraphSignature, *, frees: bool = False) -> Graph:
         """Load a graph from a cache, or build it, write it into the user's cache, and load it.
+
+        Args:
+            signature: The signature of the graph.
+            frees: Move the weights to the host's memory first, if they are to be there, so that the device never has
+                those of torch and of the graph.
 
         Raises:
             FolderError: The module cannot be traced, or ONNX Runtime rejects the graph.
@@ -75,14 +80,17 @@ class ModuleGraphs:
         """
         cache = graph_cache()
         module = without_adapters(self.module, signature.lora_scale)
-        if cache is None and self.saved is None:
-            return self._load_built(self._build(module, signature), signature)
-        try:
-            start = time.perf_counter()
-            key = self._key(module, signature)
-            _LOGGER.debug("hashed %s in %.2f s", self._name, time.perf_counter() - start)
-        except IndescribableError as reason:
-            _LOGGER.info("%s is not cached: %s", self._name, reason)
+        key = None
+        if cache is not None or self.saved is not None:
+            try:
+                start = time.perf_counter()
+                key = self._key(module, signature)
+                _LOGGER.debug("hashed %s in %.2f s", self._name, time.perf_counter() - start)
+            except IndescribableError as reason:
+                _LOGGER.info("%s is not cached: %s", self._name, reason)
+        if frees:
+            self.weights.settle()  # after they were hashed, which the device does faster
+        if key is None:
             return self._load_built(self._build(module, signature), signature)
         if self.saved is not None:
             if (graph := self._load_from(self.saved, key, module, signature)) is not None:

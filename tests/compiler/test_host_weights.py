@@ -19,7 +19,7 @@ from support.pipelines import refused
 from support.small_modules import TEXT_WIDTH, small_autoencoder, small_text_encoder, small_unet
 
 import sdonnx
-from sdonnx.compiler import compile_module, compile_pipe, host_weights, tensor_digest
+from sdonnx.compiler import compile_module, compile_pipe, graph_cache, host_weights, module_graph, tensor_digest
 from sdonnx.compiler.compile_module import compile_with
 from sdonnx.compiler.graph_target import target_of, why_no_target
 from sdonnx.compiler.host_weights import HostWeights, move_tensors
@@ -114,6 +114,49 @@ def test_nothing_keeps_the_memory_from_before() -> None:
     assert weights.is_current(state)
     weights.settle()
     assert place_of(weights) is None  # nothing was compiled since
+
+
+@pytest.mark.usefixtures("frees", "folder")
+@pytest.mark.parametrize("options", ["freezing", CHECKED])
+@pytest.mark.parametrize("limit", ["1GB", "0"])
+def test_weights_move_before_the_graph_is_loaded(limit: str, options: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device never has both copies, unless torch will compute a result for comparison."""
+    monkeypatch.setenv("SDONNX_CACHE_LIMIT", limit)
+    unet = small_unet()
+    weights, places = HostWeights(unet), list[torch.device | None]()
+    for owner, name in ((graph_cache, "load_saved"), (module_graph, "load_model")):
+        load = getattr(owner, name)
+
+        def loaded(*arguments: Any, load: Any = load) -> Any:
+            places.append(place_of(weights))
+            return load(*arguments)
+
+        monkeypatch.setattr(owner, name, loaded)
+    monkeypatch.setattr(compile_module, "_weights_of", lambda _: weights)
+    compiled = sdonnx.compile(unet, options=options)
+    assert places == [CPU if options == "freezing" else None]
+    with torch.inference_mode():
+        assert error(compiled(*inputs()), unet(*inputs())) < 1e-5
+    assert place_of(weights) == CPU
+
+
+@pytest.mark.usefixtures("frees")
+def test_weights_return_if_the_graph_cannot_be_loaded() -> None:
+    unet = small_unet()
+    weights, places = HostWeights(unet), list[torch.device | None]()
+
+    def load(*_: Any) -> Any:
+        places.append(place_of(weights))
+        raise FolderError("a graph", "another one", "try again")
+
+    with (
+        mock.patch.object(module_graph, "load_model", load),
+        mock.patch.object(compile_module, "_weights_of", return_value=weights),
+        pytest.raises(FolderError),
+    ):
+        sdonnx.compile(unet, options="freezing")
+    assert places == [CPU]
+    assert place_of(weights) is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])

@@ -45,10 +45,10 @@ def half_graphs() -> Iterator[list[str]]:
 
     load = ModuleGraphs.load
 
-    def loaded(self: ModuleGraphs, signature: GraphSignature) -> Any:
+    def loaded(self: ModuleGraphs, signature: GraphSignature, *, frees: bool = False) -> Any:
         built.append(f"{signature.spec.name} {signature.target.precision}")
         if signature.target.precision == "float32":
-            return load(self, signature)
+            return load(self, signature, frees=frees)
         return build_model(self.module, signature, self.method.prepare)
 
     def running(graph: Any, target: GraphTarget) -> Any:
