@@ -72,10 +72,12 @@ class Answers:
 
 @contextlib.contextmanager
 def started_server(options: argparse.Namespace, *more: str) -> Iterator[Server]:
-    """Start `sdonnx serve` with more options and yield it once it is ready; it stops at the end.
+    """Start `sdonnx serve` with more options and yield it once all batch sizes are captured; it stops at the end.
+
+    With Ray, only single images are certain to be captured: the HTTP process does not know of more.
 
     Raises:
-        SdonnxError: it ended before it was ready.
+        SdonnxError: it ended before it was ready, or does not end its captures.
     """
     # Replicas on Ray have no such option: they are warmed up with the model's own size.
     sizes = [] if options.size is None or "--ray" in more else ["--warmup", options.size]
@@ -88,12 +90,23 @@ def started_server(options: argparse.Namespace, *more: str) -> Iterator[Server]:
             line = next((each for each in lines if each.startswith(_READY)), None)
             if line is None:
                 raise SdonnxError("the server did not start", "an optimized folder", "read its message above")
-            yield Server(line.removeprefix(_READY).partition(",")[0], round(time.monotonic() - begin, 3))
+            server = Server(line.removeprefix(_READY).partition(",")[0], round(time.monotonic() - begin, 3))
+            _wait_for_captures(server.url)
+            yield server
         finally:
             process.send_signal(signal.SIGTERM)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(_STOP_S)
             process.kill()
+
+
+def _wait_for_captures(url: str) -> None:
+    """Wait until the server has captured larger batches, which it does after it is ready."""
+    end = time.monotonic() + TIMEOUT_S
+    while "\nsdonnx_pending_captures 0.0\n" not in httpx.get(f"{url}/metrics").text:
+        if time.monotonic() > end:
+            raise SdonnxError("the server does not end its captures", "no pending captures", "read its message above")
+        time.sleep(0.1)
 
 
 class Load:

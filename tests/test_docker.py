@@ -146,6 +146,7 @@ def test_board_shows_metrics_that_exist() -> None:
     metrics.stage_ended("m", "decode", 0.1)
     metrics.request_ended("m", "completed", 0.1)
     metrics.captured("m", 1, 1, 1)
+    metrics.captures_pending(1)
     metrics.loras_changed("m", 0.1)
     metrics.responded("/", 200)
     text = metrics.text().decode()

@@ -110,7 +110,7 @@ def run(options: argparse.Namespace) -> int:
             max_sizes=options.max_sizes,
             require_certificate=options.require_certificate,
         )
-        pipeline.warmup(sizes or None)
+        pipeline.warmup(sizes or None, background=True)
         host, port = bound.getsockname()[:2]
         address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         out = console()

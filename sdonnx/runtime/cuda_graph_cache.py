@@ -344,6 +344,7 @@ class CudaGraphCache:
         max_text_tokens: length of the longest texts that the text encoders accept; None for any.
 
     Attributes:
+        max_shapes: maximum number of shapes.
         splits: how the autoencoder processes a batch. Close the cache after a change.
     """
 
@@ -351,7 +352,7 @@ class CudaGraphCache:
         self, graphs: GraphSet, channels: int, factor: int, max_shapes: int, max_text_tokens: int | None
     ) -> None:
         self.splits = VaeSplits(graphs)
-        self._graphs, self._channels, self._factor, self._max_shapes = graphs, channels, factor, max_shapes
+        self._graphs, self._channels, self._factor, self.max_shapes = graphs, channels, factor, max_shapes
         self._max_text_tokens = max_text_tokens
         self._shapes: OrderedDict[CaptureKey, CapturedShape] = OrderedDict()
 
@@ -364,7 +365,7 @@ class CudaGraphCache:
         if key in self._shapes:
             self._shapes.move_to_end(key)
             return self._shapes[key]
-        while len(self._shapes) >= self._max_shapes:
+        while len(self._shapes) >= self.max_shapes:
             _, oldest = self._shapes.popitem(last=False)
             oldest.release()
         start = time.perf_counter()

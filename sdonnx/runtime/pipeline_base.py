@@ -105,6 +105,11 @@ class PipelineBase(MissingFeatures):
         """Cost of each captured shape, the least recently used first."""
         return self._run(self._cache.reports)
 
+    @property
+    def max_sizes(self) -> int:
+        """Maximum number of shapes that stay captured."""
+        return self._cache.max_shapes
+
     def warmup(self, shapes: Sequence[tuple[int, int, int]], *, guided: bool = True) -> list[CaptureReport]:
         """Capture the graphs of shapes before their first use.
 

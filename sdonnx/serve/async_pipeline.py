@@ -14,6 +14,7 @@ from sdonnx.serve.batch_worker import BatchWorker, ServedModel
 from sdonnx.serve.conditioning_images import has_conditioning, offered_inputs
 from sdonnx.serve.image_job import GeneratedImages, ImageJob
 from sdonnx.serve.image_request import ImageRequest, PlannedRequest, check_request, plan_request
+from sdonnx.serve.later_captures import LaterCapture
 from sdonnx.serve.serve_limits import ServeLimits
 from sdonnx.serve.serve_observer import ServeObserver
 from sdonnx.serve.served_loras import ServedLoras
@@ -142,23 +143,36 @@ class AsyncPipeline:
         """Return the default height and width of a model's images in pixels."""
         return self._model(model).pipeline.default_size
 
-    def warmup(self, sizes: list[tuple[int, int]] | None = None) -> None:
+    @property
+    def pending_captures(self) -> int:
+        """Number of shapes that `warmup` has left to the background and that are not captured yet."""
+        return self._worker.pending_captures
+
+    def warmup(self, sizes: list[tuple[int, int]] | None = None, *, background: bool = False) -> None:
         """Capture the graphs of every batch size, and generate an image of one step with each model.
 
         Call it before the first request: it uses the pipelines from the calling thread.
 
         Args:
             sizes: heights and widths in pixels; by default the default size of each model.
+            background: return once single images are captured. Larger batches are captured between requests, and
+                batches contain fewer images until then. If such a capture fails, batches stay smaller.
 
         Raises:
             SdonnxError: a size cannot be used, or the device has too little memory.
         """
-        for model in self._models.values():
+        later = []
+        for name, model in self._models.items():
             edge = model.pipeline.default_size
             for height, width in sizes or [(edge, edge)]:
                 batches = self.limits.batch_sizes(height * width)
+                if background:
+                    later += [LaterCapture(name, batch, height, width) for batch in batches[1:]]
+                    batches = [1]
                 model.pipeline.warmup([(batch, height, width) for batch in reversed(batches)])
             model.check()
+            self._worker.note_captures(name)
+        self._worker.capture_later(later)
 
     def submit(self, prompt: ImageRequest | str, **fields: Any) -> ImageJob:
         """Queue a request and return at once; call it in an event loop.

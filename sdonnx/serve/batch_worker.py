@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,7 @@ from sdonnx.serve.conditioning_images import call_arguments, plan_conditioning
 from sdonnx.serve.fair_queue import FairQueue
 from sdonnx.serve.image_job import ImageJob, StepProgress
 from sdonnx.serve.image_request import BatchKey, check_request
+from sdonnx.serve.later_captures import LaterCapture, LaterCaptures
 from sdonnx.serve.serve_limits import ServeLimits
 from sdonnx.serve.serve_observer import ServeObserver
 from sdonnx.serve.served_loras import ServedLoras
@@ -56,6 +57,18 @@ class ServedModel:
             **call_arguments([plan_conditioning(request, self.pipeline, edge, edge)]),
         )
 
+    def has_room(self, height: int, width: int) -> bool:
+        """Return whether another batch size can be captured without releasing a captured shape.
+
+        Args:
+            height: height in pixels.
+            width: width in pixels.
+        """
+        reports = self.pipeline.captured_sizes
+        # A batch size of a pipeline with captions is several shapes.
+        needed = sum((each.batch, each.height, each.width) == (1, height, width) for each in reports)
+        return len(reports) + max(1, needed) <= self.pipeline.max_sizes
+
 
 @dataclass(frozen=True)
 class _Unit:
@@ -73,7 +86,7 @@ class _Unit:
 
 
 class BatchWorker:
-    """Owns the pipelines' calls: takes batches and generates their images, one after another.
+    """Owns the pipelines' calls: takes batches and generates their images, one after another, and captures shapes.
 
     Args:
         models: models by name.
@@ -87,6 +100,7 @@ class BatchWorker:
     ) -> None:
         self._models, self._limits, self._observer, self._loras = models, limits, observer, loras
         self._queue: FairQueue[ImageJob] = FairQueue(self._batch_sizes, limits.batch_wait_ms / 1e3)
+        self._later = LaterCaptures()
         self._changed = threading.Condition()
         self._stopping = False
         self._speed: float | None = None  # work in a second
@@ -129,6 +143,26 @@ class BatchWorker:
             self._queue.add(job, planned.key, images=images, cost=planned.cost, now=time.monotonic())
             self._note_waiting()
 
+    @property
+    def pending_captures(self) -> int:
+        """Number of shapes that are still to be captured, with the one that is being captured."""
+        with self._changed:
+            return len(self._later)
+
+    def capture_later(self, captures: Iterable[LaterCapture]) -> None:
+        """Capture shapes between batches, small ones first; batches of these sizes are smaller until then."""
+        with self._changed:
+            self._later.add(captures)
+            self._note_pending()
+
+    def note_captures(self, model: str) -> None:
+        """Pass the captured shapes of a model to the observer; call it where the pipeline can be called."""
+        pipeline = self._models[model].pipeline
+        reports = pipeline.captured_sizes
+        memory = device_thread(pipeline.device).run(pipeline.device.memory)
+        free = None if memory is None else memory[0]
+        self._observer.captured(model, len(reports), sum(report.buffer_bytes for report in reports), free)
+
     def remove(self, job: ImageJob) -> None:
         """Remove the images of a request that wait; the current batch stops if it is for nobody else."""
         with self._changed:
@@ -160,7 +194,8 @@ class BatchWorker:
         assert isinstance(key, BatchKey)
         if key.is_single:
             return [1]
-        return self._limits.batch_sizes(key.height * key.width)
+        sizes = self._limits.batch_sizes(key.height * key.width)
+        return self._later.usable(key.model, key.height, key.width, sizes)
 
     def _has_loras(self, key: Hashable) -> bool:
         """Return whether a batch needs no change of LoRAs."""
@@ -174,25 +209,58 @@ class BatchWorker:
         self._changed.notify_all()
         self._observer.queued(len(self._queue))
 
+    def _note_pending(self) -> None:
+        self._changed.notify_all()
+        self._observer.captures_pending(len(self._later))
+
     def _work(self) -> None:
-        while (units := self._next_batch()) is not None:
-            self._running, self._batch_since = units, time.monotonic()
+        while (task := self._next()) is not None:
+            self._batch_since = time.monotonic()
             try:
-                self._run(units)
+                if isinstance(task, LaterCapture):
+                    self._capture(task)
+                else:
+                    self._running = task
+                    self._run(task)
             finally:
                 self._running, self._batch_since = [], None
 
-    def _next_batch(self) -> list[_Unit] | None:
-        """Wait for a batch and return it; None to stop."""
+    def _next(self) -> list[_Unit] | LaterCapture | None:
+        """Wait for a batch or a capture and return it; None to stop."""
         with self._changed:
             while True:
+                capture = self._later.due(self._queue.oldest_s)
+                if capture is not None and not self._stopping and self.failure is None:
+                    return capture
                 taken = self._queue.take(time.monotonic(), self._has_loras)
                 if taken:
+                    self._later.note_batch()
                     self._note_waiting()
                     return [_Unit(job, *job._take()) for job in taken]
                 if self._stopping and not len(self._queue):
                     return None
                 self._changed.wait(self._queue.wait_s(time.monotonic()))
+
+    def _capture(self, capture: LaterCapture) -> None:
+        """Capture a shape; if that fails, batches stay smaller."""
+        model, failed, reason = self._models[capture.model], False, ""
+        try:
+            if model.has_room(capture.height, capture.width):
+                model.pipeline.warmup([(capture.batch, capture.height, capture.width)])
+                self.note_captures(capture.model)
+            else:
+                _LOG.info("%s is not captured: the limit of captured shapes is reached", capture)
+        except Exception as error:
+            failed, reason = True, f"{type(error).__name__}: {error}"
+            _LOG.warning(
+                "%s: batches of %d images of %dx%d cannot be captured (%s); batches stay smaller",
+                capture.model, capture.batch, capture.width, capture.height, reason,
+            )  # fmt: skip
+            if not isinstance(error, SdonnxError):
+                self._check_after(capture.model, reason)
+        with self._changed:
+            self._later.note_end(capture, time.monotonic(), failed=failed)
+            self._note_pending()
 
     def _run(self, units: list[_Unit]) -> None:
         """Generate the images of a batch, and end its requests that fail.
@@ -292,7 +360,7 @@ class BatchWorker:
                 # Before the caller knows of its images, so that metrics are never behind answers.
                 self._observer.request_ended(key.model, "completed", unit.job.age_s)
                 unit.job._complete()
-        self._note_captures(model)
+        self.note_captures(key.model)
 
     def _report(self, pipeline: OrtDiffusionPipeline, units: list[_Unit], call: int, latents: Any) -> None:
         calls = pipeline.num_timesteps
@@ -305,12 +373,6 @@ class BatchWorker:
     def _learn_speed(self, work: float, seconds: float) -> None:
         speed = work / max(seconds, 1e-9)
         self._speed = speed if self._speed is None else (1 - _SMOOTHING) * self._speed + _SMOOTHING * speed
-
-    def _note_captures(self, model: ServedModel) -> None:
-        reports = model.pipeline.captured_sizes
-        memory = device_thread(model.pipeline.device).run(model.pipeline.device.memory)
-        free = None if memory is None else memory[0]
-        self._observer.captured(model.name, len(reports), sum(report.buffer_bytes for report in reports), free)
 
     def _fail(self, job: ImageJob, error: SdonnxError, outcome: str) -> None:
         self.remove(job)

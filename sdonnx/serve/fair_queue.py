@@ -85,6 +85,11 @@ class FairQueue(Generic[Item]):
         """Work of all images that wait."""
         return sum(entry.waiting * entry.cost for lane in self._lanes.values() for entry in lane.entries)
 
+    @property
+    def oldest_s(self) -> float | None:
+        """Time at which the oldest request arrived; None if nothing waits."""
+        return min((lane.oldest for lane in self._lanes.values()), default=None)
+
     def add(self, item: Item, key: Hashable, *, images: int, cost: float, now: float) -> None:
         """Add a request.
 

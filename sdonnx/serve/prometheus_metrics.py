@@ -41,6 +41,7 @@ class PrometheusMetrics(ServeObserver):
             "sdonnx_image_steps_total", "Calls of the denoiser times images", model, registry=registry
         )
         self._shapes = Gauge("sdonnx_captured_shapes", "Shapes with captured graphs", model, registry=registry)
+        self._pending = Gauge("sdonnx_pending_captures", "Shapes to capture in the background", registry=registry)
         self._buffers = Gauge("sdonnx_captured_bytes", "Buffers of captured shapes", model, registry=registry)
         self._free = Gauge("sdonnx_device_free_bytes", "Free memory of the GPU", registry=registry)
         self._loras = Histogram(
@@ -80,6 +81,9 @@ class PrometheusMetrics(ServeObserver):
 
     def loras_changed(self, model: str, seconds: float) -> None:  # noqa: D102
         self._loras.labels(model).observe(seconds)
+
+    def captures_pending(self, shapes: int) -> None:  # noqa: D102
+        self._pending.set(shapes)
 
     def captured(self, model: str, shapes: int, size_bytes: int, free_bytes: int | None) -> None:  # noqa: D102
         self._shapes.labels(model).set(shapes)

@@ -58,7 +58,7 @@ class Generator:
         self._pipeline = AsyncPipeline.from_pretrained(
             {name: folder}, provider, limits=limits, observer=RayMetrics(), loras=loras
         )
-        self._pipeline.warmup()
+        self._pipeline.warmup(background=True)
         self._max_batch_s = max_batch_s
         self._last_image = time.monotonic()
 

@@ -28,6 +28,7 @@ class RayMetrics(ServeObserver):
         self._image_steps = Counter("sdonnx_image_steps_total", tag_keys=model)
         self._loras = Histogram("sdonnx_lora_change_seconds", boundaries=_SECONDS, tag_keys=model)
         self._shapes = Gauge("sdonnx_captured_shapes", tag_keys=model)
+        self._pending = Gauge("sdonnx_pending_captures", description="Shapes to capture in the background")
         self._free = Gauge("sdonnx_device_free_bytes", description="Free memory of the GPU")
 
     def queued(self, images: int) -> None:  # noqa: D102  the base class says it
@@ -50,6 +51,9 @@ class RayMetrics(ServeObserver):
 
     def loras_changed(self, model: str, seconds: float) -> None:  # noqa: D102
         self._loras.observe(seconds, tags={"model": model})
+
+    def captures_pending(self, shapes: int) -> None:  # noqa: D102
+        self._pending.set(shapes)
 
     def captured(self, model: str, shapes: int, size_bytes: int, free_bytes: int | None) -> None:  # noqa: D102
         self._shapes.set(shapes, tags={"model": model})

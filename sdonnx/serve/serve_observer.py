@@ -39,5 +39,8 @@ class ServeObserver:
     def loras_changed(self, model: str, seconds: float) -> None:
         """Note a change of a model's LoRAs, and the seconds that it took to read them and to compute the weights."""
 
+    def captures_pending(self, shapes: int) -> None:
+        """Note the number of shapes that are still to be captured in the background."""
+
     def captured(self, model: str, shapes: int, size_bytes: int, free_bytes: int | None) -> None:
         """Note the captured shapes of a model, their bytes, and the device's free memory; None on a CPU."""

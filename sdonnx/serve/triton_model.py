@@ -62,7 +62,7 @@ class TritonPythonModel:
         self._pipeline = AsyncPipeline.from_pretrained(
             {config["name"]: folder}, provider, limits=limits, loras=loras, device_index=device_index
         )
-        self._pipeline.warmup()
+        self._pipeline.warmup(background=True)
 
     def execute(self, requests: Sequence[Any]) -> list[Any]:
         """Return a response for each request; one that cannot be served has an error."""
