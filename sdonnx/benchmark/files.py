@@ -14,7 +14,7 @@ from sdonnx.benchmark.record import COLUMNS, CsvRow
 from sdonnx.errors import OutputError
 from sdonnx.folder.pipeline_folder import finite
 
-__all__ = ["append_json", "append_row", "check_csv", "check_writable"]
+__all__ = ["append_json", "append_row", "check_csv", "check_writable", "json_line"]
 
 
 def check_csv(path: Path) -> None:
@@ -68,7 +68,12 @@ def append_json(path: Path, record: Mapping[str, Any]) -> None:
     Raises:
         OutputError: the file is not writable.
     """
-    _append(path, json.dumps(finite(record), ensure_ascii=False, allow_nan=False) + "\n")
+    _append(path, json_line(record))
+
+
+def json_line(record: Mapping[str, Any]) -> str:
+    """Return a record as a line of JSON, with its end. NaN and Inf become null."""
+    return json.dumps(finite(record), ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def _header(path: Path) -> tuple[str, ...] | None:
