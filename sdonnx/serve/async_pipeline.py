@@ -124,6 +124,10 @@ class AsyncPipeline:
         """Return the fields for images next to the prompt that a model accepts."""
         return offered_inputs(self._model(model).pipeline.folder)
 
+    async def known_inputs(self, model: str) -> list[str]:
+        """Return `inputs`; pipelines in other processes have to be asked."""
+        return self.inputs(model)
+
     @property
     def waiting(self) -> int:
         """Number of images that wait."""

@@ -65,7 +65,7 @@ class ImageService(Protocol):
         """Names of the LoRAs that requests may use."""
         ...
 
-    def inputs(self, model: str) -> list[str] | None:
+    async def known_inputs(self, model: str) -> list[str] | None:
         """Return the fields for images next to the prompt that a model accepts; None if they are not known."""
         ...
 

@@ -68,6 +68,11 @@ class Generator:
             self._last_image = time.monotonic()
             yield event
 
+    async def inputs(self) -> list[str]:
+        """Return the fields for images next to the prompt that the model accepts."""
+        (model,) = self._pipeline.models
+        return self._pipeline.inputs(model)
+
     async def check_health(self) -> None:
         """Generate an image of one step if the replica is idle; Ray replaces it if this raises or takes too long.
 
@@ -109,7 +114,8 @@ class Front:
         metrics = PrometheusMetrics()
         calls = {name: partial(_events_of, handle) for name, handle in self._handles.items()}
         settings = ServeSettings(api_keys=read_api_keys(None, os.environ.get(KEYS_VARIABLE)))
-        pipeline = RemotePipeline(calls, _is_lost, self._limits, metrics, self._loras)
+        ask_inputs = {name: partial(_inputs_of, handle) for name, handle in self._handles.items()}
+        pipeline = RemotePipeline(calls, _is_lost, self._limits, metrics, self._loras, ask_inputs)
         return create_app(pipeline, metrics, settings)
 
 
@@ -168,6 +174,12 @@ async def _events_of(handle: Any, request: ImageRequest) -> AsyncIterator[Remote
     finally:
         if not is_complete:
             response.cancel()
+
+
+async def _inputs_of(handle: Any) -> list[str]:
+    """Ask a replica for the fields for images that it accepts."""
+    inputs: list[str] = await handle.inputs.remote()
+    return inputs
 
 
 def _is_lost(error: Exception) -> bool:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
-from collections.abc import AsyncIterator, Callable, Generator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,6 +19,9 @@ from sdonnx.serve.serve_observer import ServeObserver
 
 __all__ = ["Accepted", "RemoteEvent", "RemotePipeline", "replica_events"]
 
+_LOG = logging.getLogger("sdonnx")
+
+_ANSWER_S = 2.0  # for a replica to say which inputs it accepts
 _TRIES = 6
 _PAUSE_S = 0.1  # before the second try; doubled for each further one
 
@@ -167,6 +171,7 @@ class RemotePipeline:
         limits: limits of requests, which the replicas check.
         observer: receives the ends of requests.
         loras: names of the LoRAs that the replicas serve.
+        ask_inputs: for each model, a function that asks a replica for `AsyncPipeline.inputs`.
     """
 
     batch_age_s = 0.0
@@ -182,8 +187,9 @@ class RemotePipeline:
         limits: ServeLimits,
         observer: ServeObserver,
         loras: Sequence[str] = (),
+        ask_inputs: Mapping[str, Callable[[], Awaitable[list[str]]]] | None = None,
     ) -> None:
-        self.loras = list(loras)
+        self.loras, self._ask_inputs = list(loras), ask_inputs or {}
         self._calls, self._is_lost, self.limits, self.observer = calls, is_lost, limits, observer
         self._jobs: set[asyncio.Task[GeneratedImages]] = set()
 
@@ -192,8 +198,19 @@ class RemotePipeline:
         """Names of the models, the default one first."""
         return list(self._calls)
 
-    def inputs(self, model: str) -> None:
-        """Return None: the folders may be on other machines."""
+    async def known_inputs(self, model: str) -> list[str] | None:
+        """Ask a replica, since the folders may be on other machines; None if none answers within 2 s.
+
+        Answers are not kept: replicas may be replaced by those of another folder.
+        """
+        if model not in self._ask_inputs:
+            return None
+        try:
+            async with asyncio.timeout(_ANSWER_S):
+                return await self._ask_inputs[model]()
+        except Exception as error:
+            _LOG.warning("the inputs of %s are not known: no replica answers (%s)", model, type(error).__name__)
+            return None
 
     @property
     def waiting(self) -> int:

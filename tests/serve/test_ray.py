@@ -87,7 +87,7 @@ def completed(url: str) -> float:
 
 def test_speaks_the_api_of_one_process(server: str) -> None:
     with openai.OpenAI(base_url=f"{server}/v1", api_key="any", max_retries=0) as client:
-        assert [model.id for model in client.models.list()] == ["shapes"]
+        assert [(model.id, model.model_dump()["inputs"]) for model in client.models.list()] == [("shapes", [])]
         fields = {"num_inference_steps": 4, "stream_progress": True}
         events = list(client.images.generate(prompt="a circle", stream=True, partial_images=1, extra_body=fields))
         types = [str(event.type).partition(".")[2] for event in events]

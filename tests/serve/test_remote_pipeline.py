@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 from starlette.types import Message, Receive, Scope, Send
@@ -15,6 +16,9 @@ from support.serve_load import CAPTIONS
 
 from sdonnx import AsyncPipeline, ImageRequest, ServeLimits
 from sdonnx.errors import OptionError, QueueFullError, UnavailableError
+from sdonnx.serve.http.application import create_app
+from sdonnx.serve.http.serve_settings import ServeSettings
+from sdonnx.serve.prometheus_metrics import PrometheusMetrics
 from sdonnx.serve.ray_options import RayOptions
 from sdonnx.serve.ray_proxy import LostReplicaAs503
 from sdonnx.serve.remote_pipeline import RemoteEvent, RemotePipeline, replica_events
@@ -70,6 +74,43 @@ def run(folder: Path, body: Body, losses: int = 0, after: int = 3) -> list[str]:
     asyncio.run(all_of_it())
     assert left == 0
     return outcomes.ended
+
+
+def test_inputs_are_those_of_a_replica(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr("sdonnx.serve.remote_pipeline._ANSWER_S", 0.05)
+
+    async def call(_: ImageRequest) -> AsyncIterator[RemoteEvent]:
+        events: list[RemoteEvent] = []  # no image is requested
+        for event in events:
+            yield event
+
+    async def controlled() -> list[str]:
+        return ["control_image"]
+
+    async def lost() -> list[str]:
+        raise LostError
+
+    async def starting() -> list[str]:
+        await asyncio.sleep(60)
+        return []
+
+    async def body() -> None:
+        asked = {"controlled": controlled, "lost": lost, "starting": starting}
+        remote = RemotePipeline(dict.fromkeys(asked, call), lambda _: True, LIMITS, Outcomes(), (), asked)
+        app = create_app(remote, PrometheusMetrics(), ServeSettings())
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+            listed = (await client.get("/v1/models")).json()["data"]
+            one = (await client.get("/v1/models/controlled")).json()
+        assert {each["id"]: each["inputs"] for each in listed} == {
+            "controlled": ["control_image"],
+            "lost": None,
+            "starting": None,
+        }
+        assert one["inputs"] == ["control_image"]
+
+    asyncio.run(body())
+    named = {record.args for record in caplog.records if "no replica answers" in record.message}
+    assert named == {("lost", "LostError"), ("starting", "TimeoutError")}
 
 
 @pytest.mark.parametrize("after", [0, 3, 8])

@@ -90,7 +90,7 @@ class ImagesApi:
 
     async def list_models(self) -> ModelList:
         """List the models."""
-        return ModelList(data=[self._card(name) for name in self._pipeline.models])
+        return ModelList(data=await asyncio.gather(*(self._card(name) for name in self._pipeline.models)))
 
     async def list_loras(self) -> LoraList:
         """List the LoRAs that the field `loras` may name."""
@@ -100,7 +100,7 @@ class ImagesApi:
         """Show a model."""
         if model not in self._pipeline.models:
             return self._unknown_model()
-        return JSONResponse(self._card(model).model_dump())
+        return JSONResponse((await self._card(model)).model_dump())
 
     async def generate(self, request: Request, fields: GenerationFields) -> Response:
         """Generate images from a prompt."""
@@ -152,8 +152,8 @@ class ImagesApi:
         # json takes three times as long as pydantic for a megabyte of base64.
         return Response(answer.model_dump_json(), media_type="application/json")
 
-    def _card(self, name: str) -> ModelCard:
-        return ModelCard(id=name, created=self._started, inputs=self._pipeline.inputs(name))
+    async def _card(self, name: str) -> ModelCard:
+        return ModelCard(id=name, created=self._started, inputs=await self._pipeline.known_inputs(name))
 
     def _unknown_name(self, fields: ImageFields) -> JSONResponse | None:
         """Return the answer to a request for a model or a LoRA that is unknown; None if both are known."""
