@@ -111,7 +111,8 @@ def test_any_form(server: Running, content: bytes, name: str) -> None:
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (b"", ""),
+        (b"", "the body is required"),
+        (b"[1]", "the body is no JSON object; send one with the header content-type: application/json"),
         (b"{", "no valid JSON"),
         (b"[" * 100_000, ""),
         (b'{"prompt":' + b'{"a":' * 50_000 + b"1" + b"}" * 50_001, ""),

@@ -31,7 +31,12 @@ _TYPES = {
 }
 
 # Messages of pydantic that are shorter or clearer in our words.
-_MESSAGES = {"extra_forbidden": "is not a parameter of this request", "missing": "is required"}
+_MESSAGES = {
+    "extra_forbidden": "is not a parameter of this request",
+    "missing": "is required",
+    # curl -d without this header sends a form.
+    "model_attributes_type": "is no JSON object; send one with the header content-type: application/json",
+}
 
 
 class ErrorFields(BaseModel):
@@ -103,7 +108,8 @@ async def on_invalid(_: Request, error: Exception) -> JSONResponse:
     place = [str(part)[:_MAX_NAME] for part in first["loc"] if part != "body"]
     param = place[0] if place else None
     message = _MESSAGES.get(first["type"], first["msg"][:1].lower() + first["msg"][1:])
-    return error_response(422, f"{'.'.join(place) or 'the body'}: {message}", param)
+    subject = f"{'.'.join(place)}:" if place else "the body" if first["type"] in _MESSAGES else "the body:"
+    return error_response(422, f"{subject} {message}", param)
 
 
 def _shown(text: str) -> str:
