@@ -1,4 +1,4 @@
-"""Write sdonnx/runtime/device/in_place_probe.onnx, and in_place_probe_int8.onnx.
+"""Write the graphs sdonnx/runtime/device/in_place_probe*.onnx.
 
 The run-time, which does not import onnx, runs them to see whether weights can be changed in place.
 
@@ -71,13 +71,64 @@ def int8_probe() -> ir.Model:
     return ir.Model(graph, ir_version=10)
 
 
+def fp8_probe() -> ir.Model:
+    """Return the model: `result` is `x` in float16 times `e4m3` times `e5m2`, each with scales of columns."""
+    half, matrix = ir.TensorType(ir.DataType.FLOAT16), ir.Shape([SIZE, SIZE])
+    x = ir.Value(name="x", shape=matrix, type=half)
+    nodes, weights, last = list[ir.Node](), list[ir.Value](), x
+    for name, dtype in (("e4m3", ir.DataType.FLOAT8E4M3FN), ("e5m2", ir.DataType.FLOAT8E5M2)):
+        stored = ir.tensor(np.zeros((SIZE, SIZE), dtype.numpy()), name=name)
+        scales = ir.tensor(np.ones(SIZE, np.float16), name=f"{name}_scales")
+        inputs = [
+            ir.Value(
+                name=each.name, shape=ir.Shape(each.shape.numpy()), type=ir.TensorType(each.dtype), const_value=each
+            )
+            for each in (stored, scales)
+        ]
+        restored = ir.Value(name=f"restored_{name}", shape=matrix, type=half)
+        product = ir.Value(name="result" if nodes else "between", shape=matrix, type=half)
+        axis = [ir.AttrInt64("axis", 1)]
+        nodes += [
+            ir.Node("", "DequantizeLinear", inputs, axis, outputs=[restored], name=f"restore_{name}"),
+            ir.Node("", "MatMul", [last, restored], outputs=[product], name=f"matmul_{name}"),
+        ]
+        weights, last = [*weights, *inputs], product
+    graph = ir.Graph([x], [last], nodes=nodes, initializers=weights, opset_imports={"": 23}, name="fp8_probe")
+    return ir.Model(graph, ir_version=10)
+
+
+def nhwc_conv_probe() -> ir.Model:
+    """Return the model: `result` is `x` convolved with `weight` of 3x3, plus `bias`, in float16 with channels last.
+
+    The operator and its attributes are those of `sdonnx.fusions.fuse_nhwc_conv`.
+    """
+    half, image = ir.TensorType(ir.DataType.FLOAT16), ir.Shape([1, 6, 6, SIZE])
+    x, result = (ir.Value(name=name, shape=image, type=half) for name in ("x", "result"))
+    weights = [
+        ir.Value(
+            name=name, shape=ir.Shape(size), type=half, const_value=ir.tensor(np.zeros(size, np.float16), name=name)
+        )
+        for name, size in (("weight", (SIZE, 3, 3, SIZE)), ("bias", (SIZE,)))
+    ]
+    sizes = {"dilations": [1, 1], "kernel_shape": [3, 3], "pads": [1, 1, 1, 1], "strides": [1, 1]}
+    attributes = [ir.AttrInt64("group", 1), *(ir.AttrInt64s(name, values) for name, values in sizes.items())]
+    node = ir.Node("com.microsoft", "NhwcConv", [x, *weights], attributes, outputs=[result], name="convolve")
+    opsets = {"": 18, "com.microsoft": 1}
+    graph = ir.Graph([x], [result], nodes=[node], initializers=weights, opset_imports=opsets, name="nhwc_conv_probe")
+    return ir.Model(graph, ir_version=10)
+
+
+MODELS = {"": probe, "_int8": int8_probe, "_fp8": fp8_probe, "_nhwc_conv": nhwc_conv_probe}
+"""The models, by the end of their file's name."""
+
+
 def main() -> None:
     """Write the files."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path, default=OUTPUT, help="the folder to write to")
     folder = parser.parse_args().output
-    ir.save(probe(), folder / "in_place_probe.onnx")
-    ir.save(int8_probe(), folder / "in_place_probe_int8.onnx")
+    for end, model in MODELS.items():
+        ir.save(model(), folder / f"in_place_probe{end}.onnx")
 
 
 if __name__ == "__main__":

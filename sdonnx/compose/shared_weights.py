@@ -11,7 +11,7 @@ import onnx_ir as ir
 __all__ = ["shared_weights"]
 
 # Names of types in safetensors' headers.
-# OrtValues of the 8-bit floating-point types cannot be passed to a session.
+# numpy has no type for 8-bit floating-point numbers.
 _DTYPES = {ir.DataType.FLOAT16: "F16", ir.DataType.FLOAT: "F32", ir.DataType.INT8: "I8"}
 
 # Smaller weights are not worth an allocation of their own, and the host may read them.

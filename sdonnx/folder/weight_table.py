@@ -29,6 +29,7 @@ __all__ = [
     "Initializer",
     "Layout",
     "Place",
+    "Reader",
     "Scales",
     "WeightTable",
     "channel_rows",
@@ -46,6 +47,10 @@ Array = npt.NDArray[Any]
 Layout = Literal["rows", "nhwc", "columns"]
 """How an initializer keeps output channels: a channel is a row of inputs as in torch ("rows"), a row with the channels
 of the image last ("nhwc"), or a column of one of the stacked matrices ("columns")."""
+
+Reader = Literal["product", "convolution", "int8", "fp8"]
+"""Kind of kernel that reads an initializer in place: a product or what adds a bias, an NHWC convolution, or one that
+restores numbers in 8 bits."""
 
 _LAYOUTS = ("rows", "nhwc", "columns")
 _FLOATS: dict[str, np.dtype[Any]] = {"F16": np.dtype("<f2"), "F32": np.dtype("<f4")}
@@ -102,7 +107,7 @@ class Initializer:
         data: the bytes of an initializer that is stored in the graph.
         graphs: files of the graphs that have it.
         in_place: whether the kernels that read it do so at each run, and ONNX Runtime changes nothing of it while it
-            loads a graph, on a GPU. So are weights of products, but not those of convolutions.
+            loads a graph, on a GPU. So are weights of products and of NHWC convolutions, but not those of others.
         scales: how numbers in 8 bits are restored; None for other types.
     """
 
@@ -113,6 +118,17 @@ class Initializer:
     graphs: tuple[str, ...] = ()
     in_place: bool = False
     scales: Scales | None = None
+
+    @property
+    def reader(self) -> Reader | None:
+        """Kind of kernel that reads it in place; None if none does."""
+        if not self.in_place:
+            return None
+        if self.dtype.startswith("F8"):
+            return "fp8"
+        if self.dtype == "I8":
+            return "int8"
+        return "convolution" if len(self.shape) == 4 else "product"
 
     def as_json(self) -> dict[str, Any]:
         """Return the entry of the file."""

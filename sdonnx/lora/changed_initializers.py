@@ -12,10 +12,10 @@ import numpy as np
 import numpy.typing as npt
 
 from sdonnx.errors import WeightsError
-from sdonnx.folder.weight_table import Place, WeightTable, channel_rows, put_channels, rows_of
-from sdonnx.lora.weight_change import LowRank, WeightChange, changed_by_all
+from sdonnx.folder.weight_table import Layout, Place, Reader, WeightTable, channel_rows, put_channels, rows_of
+from sdonnx.lora.weight_change import LowRank, WeightChange, changed_by_all, core_times_columns
 
-__all__ = ["AddedProduct", "ChangedInitializer", "Changes", "added_products", "changed_initializers"]
+__all__ = ["AddedProduct", "ChangedInitializer", "Changes", "added_products", "changed_initializers", "factors_of"]
 
 Array = npt.NDArray[Any]
 Changes = Mapping[str, Sequence[tuple[WeightChange, float]]]
@@ -30,7 +30,7 @@ class AddedProduct:
 
     Attributes:
         weight: the weight's name in the state dict.
-        shape: its shape (out, in), or (out, in, 1, 1).
+        shape: its shape (out, in) or (out, in, height, width).
         place: where the initializer has it.
         terms: the products and their scales, in order.
     """
@@ -51,7 +51,7 @@ class ChangedInitializer:
         dtype: its type, as `sdonnx.folder.weight_table.Initializer` names it.
         graphs: names of the files of the graphs that have it.
         inline: whether its values are stored in the graphs, and not in the file of weights.
-        in_place: whether kernels read it at each run, as it is.
+        reader: kind of kernel that reads it at each run, as it is; None if kernels may read a copy.
         products: what to add to the values of the folder.
     """
 
@@ -60,7 +60,7 @@ class ChangedInitializer:
     dtype: str
     graphs: Collection[str]
     inline: bool = False
-    in_place: bool = False
+    reader: Reader | None = None
     products: tuple[AddedProduct, ...] = ()
 
     @property
@@ -174,8 +174,9 @@ def _change(
     places = [place for place in table.places[name] if place.initializer in results]
     if not places:
         return
-    if (factors := _low_rank_sum(shape, changes)) is not None:
+    if (terms := _low_rank_terms(shape, changes)) is not None:
         for place in places:
+            factors = _factors_of_sum(shape, terms, place.layout)
             _add_product(results[place.initializer], place, factors, name, _limit(table, place))
         return
     whole = next((place for place in places if place.vector is None), None)  # other weights in it are elsewhere
@@ -204,31 +205,38 @@ def _low_rank_terms(
     Raises:
         WeightsError: a change has another shape.
     """
-    if any(size != 1 for size in shape[2:]):
-        return None
     terms = []
     for change, scale in changes:
-        if not isinstance(change, LowRank) or change.mid is not None:
+        if not isinstance(change, LowRank):
             return None
         change.check(shape)
         terms.append((change, scale))
     return tuple(terms)
 
 
-def _low_rank_sum(shape: tuple[int, ...], changes: Sequence[tuple[WeightChange, float]]) -> _Factors | None:
-    """Return the factors (out, rank) and (rank, in) of the sum of changes of a matrix; None if it has none.
+def factors_of(change: LowRank, shape: tuple[int, ...], layout: Layout) -> tuple[Array, Array]:
+    """Return the factors (out, rank) and (rank, inputs) of a change at scale 1, without `factor`.
+
+    Args:
+        change: the change.
+        shape: the shape of the weight.
+        layout: how the initializer keeps a channel, which is the order of the inputs.
+    """
+    down = change.down if change.mid is None else core_times_columns(change.mid, change.down)
+    down = down.reshape(-1, *shape[1:])
+    if layout == "nhwc" and len(shape) == 4:
+        down = down.transpose(0, 2, 3, 1)
+    return change.up.reshape(shape[0], -1), down.reshape(len(down), -1)
+
+
+def _factors_of_sum(shape: tuple[int, ...], terms: Sequence[tuple[LowRank, float]], layout: Layout) -> _Factors:
+    """Return the factors (out, rank) and (rank, inputs) of a sum of changes.
 
     They make the sum without a temporary array of the weight's size.
     """
-    terms = _low_rank_terms(shape, changes)
-    if terms is None:
-        return None
-    ups = [
-        change.up.reshape(shape[0], -1).astype(np.float32) * np.float32(scale * change.factor)
-        for change, scale in terms
-    ]
-    downs = [change.down.reshape(-1, shape[1]).astype(np.float32) for change, _ in terms]
-    return np.concatenate(ups, axis=1), np.concatenate(downs)
+    pairs = [(*factors_of(change, shape, layout), np.float32(scale * change.factor)) for change, scale in terms]
+    ups = [up.astype(np.float32) * scale for up, _, scale in pairs]
+    return np.concatenate(ups, axis=1), np.concatenate([down.astype(np.float32) for _, down, _ in pairs])
 
 
 def _add_product(values: Array, place: Place, factors: _Factors, name: str, limit: np.dtype[Any]) -> None:

@@ -211,7 +211,7 @@ class LoadedAdapters:
                 entry.dtype,
                 entry.graphs,
                 entry.offsets is None,
-                entry.in_place,
+                entry.reader,
                 products.get(name, ()),
             )
             for name, entry in entries.items()

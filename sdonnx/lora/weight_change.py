@@ -30,6 +30,7 @@ __all__ = [
     "NormalizedChange",
     "WeightChange",
     "changed_by_all",
+    "core_times_columns",
     "tucker",
 ]
 
@@ -184,6 +185,17 @@ def _float32(tensor: Array) -> Float32:
 def _matrix(tensor: Array) -> Float32:
     """Return a tensor as a matrix, of which the rows are the first dimension."""
     return _float32(tensor).reshape(tensor.shape[0], -1)
+
+
+def core_times_columns(core: Array, columns: Array) -> Float32:
+    """Return the factor (rank_out, in, height, width) that follows the rows in Tucker's form.
+
+    Args:
+        core: (rank_out, rank_in, height, width).
+        columns: (rank_in, in), or with further dimensions of size 1.
+    """
+    factor: Float32 = np.einsum("ojhw,jc->ochw", _float32(core), _matrix(columns), optimize=True)
+    return factor
 
 
 def tucker(core: Array, rows: Array, columns: Array) -> Float32:

@@ -62,8 +62,7 @@ def stored_entry(value: ir.Value) -> Initializer | None:
         "U8" if is_own else _TYPES[tensor.dtype][0],
         tuple(int(size) for size in tensor.shape.numpy()),
         (tensor.offset or 0, (tensor.offset or 0) + tensor.nbytes),
-        # Sessions accept no value of an 8-bit floating-point type in a GPU's memory.
-        in_place=is_own or tensor.dtype == ir.DataType.INT8,
+        in_place=True,
         scales=Scales(factors.name or "", number_format, rounded_to, axis),
     )
 

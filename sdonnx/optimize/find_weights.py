@@ -32,11 +32,11 @@ Array = npt.NDArray[Any]
 _DTYPES = {ir.DataType.FLOAT16: "F16", ir.DataType.FLOAT: "F32"}
 _LAYOUTS: tuple[Layout, ...] = ("columns", "rows", "nhwc")
 
-# Inputs that kernels read at each run: weights of products, of which StackedMatMul is our own, biases, and scales of
-# weights in 8 bits.
+# Inputs that kernels read at each run: weights of products, of which StackedMatMul is our own, and of convolutions with
+# channels last, biases, and scales of weights in 8 bits.
 _IN_PLACE = {
     ("MatMul", 1), ("Gemm", 1), ("StackedMatMul", 1), ("SkipLayerNormalization", 4), ("DequantizeLinear", 1),
-    ("ScaledMatMul", 3), ("SumRows", 2),
+    ("ScaledMatMul", 3), ("SumRows", 2), ("NhwcConv", 1), ("NhwcConv", 2),
 }  # fmt: skip
 
 # Larger initializers are in the file of weights. Those in the graphs are biases that rules have computed.
@@ -344,7 +344,7 @@ def _drop_conflicts(places: dict[str, list[Place]]) -> None:
 def _is_read_in_place(value: ir.Value) -> bool:
     """Return whether kernels read an initializer at each run, as it is.
 
-    Convolutions do not: ONNX Runtime may copy their weights into another layout.
+    Those of ONNX's Conv do not: ONNX Runtime may copy its weights into another layout.
     """
     return not value.is_graph_output() and all((use.node.op_type, use.idx) in _IN_PLACE for use in value.uses())
 

@@ -29,10 +29,10 @@ ChangedByComponent = Mapping[str, Mapping[str, ChangedInitializer]]
 class ChangedWeights:
     """Changed initializers of a folder.
 
-    There are three ways into a session. On a GPU, values that kernels read as they are, such as weights of products,
-    are buffers that the session reads, so that they can be written again. Other external data is injected before ONNX
-    Runtime optimizes the graph: on the CPU, it reorders weights of convolutions then. Values that are stored in a graph
-    are replaced afterwards, since only external data can be injected.
+    There are three ways into a session. On a GPU, values that kernels read as they are, such as weights of products and
+    of NHWC convolutions, are buffers that the session reads, so that they can be written again. Other external data is
+    injected before ONNX Runtime optimizes the graph: on the CPU, it reorders weights of convolutions then. Values that
+    are stored in a graph are replaced afterwards, since only external data can be injected.
 
     Products of low rank are added to buffers on the device if there is a kernel for it; otherwise the host computes
     new values, which are uploaded.
@@ -57,8 +57,8 @@ class ChangedWeights:
 
     def computes(self, initializer: Initializer) -> bool:
         """Return whether the device can add products of low rank to an initializer."""
-        usable = self._keeps_buffers and self._on_device.is_usable and initializer.in_place
-        return usable and reads_weights_in_place(self._device)
+        usable = self._keeps_buffers and self._on_device.is_usable
+        return usable and initializer.reader is not None and reads_weights_in_place(self._device, initializer.reader)
 
     def keep_buffers(self, keeps_buffers: bool) -> None:
         """Change whether buffers stay on the device; no graph is loaded."""
@@ -114,7 +114,7 @@ class ChangedWeights:
         return written
 
     def _can_write(self, component: str, new: Mapping[str, ChangedInitializer]) -> bool:
-        if not self._keeps_buffers or not reads_weights_in_place(self._device):
+        if not self._keeps_buffers or not reads_weights_in_place(self._device, "product"):
             return False
         loaded, both = self._graphs[component], {**self._changed.get(component, {}), **new}
         read = {name for name, each in both.items() if not loaded.isdisjoint(each.graphs)}
@@ -171,7 +171,7 @@ class ChangedWeights:
                     new[name] = each
                 if name not in found:
                     values = each.base() if each.computed is None else each.computed
-                    found[name] = shareable(values, self._device)
+                    found[name] = shareable(values, self._device, each.dtype)
                 buffers[name] = found[name]
             with self._device.recording():  # the kernel uses the stream of all graphs
                 self._on_device.compute(self._weights_of(component, new, buffers))
@@ -187,9 +187,7 @@ class ChangedWeights:
 
     def _is_read(self, initializer: ChangedInitializer) -> bool:
         """Return whether a session reads the initializer from a buffer at each run."""
-        if not initializer.in_place or not reads_weights_in_place(self._device):
-            return False
-        return initializer.dtype != "I8" or reads_weights_in_place(self._device, int8=True)
+        return initializer.reader is not None and reads_weights_in_place(self._device, initializer.reader)
 
     def _of(self, path: Path) -> Iterator[tuple[str, ChangedInitializer]]:
         """Yield the changed initializers of a graph."""

@@ -14,6 +14,7 @@ from onnxruntime import OrtValue
 from sdonnx.errors import FolderError
 from sdonnx.folder.pipeline_folder import ONNX_WEIGHTS, SHARED_WEIGHTS, hash_file, read_json
 from sdonnx.runtime.device.device import Device
+from sdonnx.runtime.device.typed_buffer import typed_buffer
 
 __all__ = ["host_tensor", "load_shared_weights", "shareable"]
 
@@ -80,8 +81,17 @@ def _sha256(component: Path, file: str) -> str | None:
     return hash_file(path)[1] if path.is_file() else None
 
 
-def shareable(values: Array, device: Device) -> OrtValue:
-    """Return a tensor on the device that does not own its memory, as ONNX Runtime requires of shared weights."""
+def shareable(values: Array, device: Device, dtype: str = "") -> OrtValue:
+    """Return a tensor on the device that does not own its memory, as ONNX Runtime requires of shared weights.
+
+    Args:
+        values: its values; bytes of numbers that numpy has no type for.
+        device: where it is.
+        dtype: its type, as in the header of a safetensors file; by default that of the array.
+    """
+    number = _UNKNOWN_TO_NUMPY.get(dtype)
+    if number is not None:
+        return typed_buffer(values, number, device)
     owner = device.upload(values)
     return owner if device.provider == "cpu" else OrtValue.from_dlpack(owner)
 

@@ -14,7 +14,8 @@ import numpy.typing as npt
 from onnxruntime import OrtValue
 
 from sdonnx.errors import WeightsError
-from sdonnx.lora.changed_initializers import AddedProduct
+from sdonnx.folder.weight_table import Place
+from sdonnx.lora.changed_initializers import AddedProduct, factors_of
 from sdonnx.lora.weight_change import LowRank
 from sdonnx.runtime.device.device import Device
 from sdonnx.runtime.device.low_rank_kernel import PART, TERM, LowRankKernel
@@ -59,7 +60,7 @@ class WeightsOnDevice:
         self._library: Path | None = None
         self._loaded: LowRankKernel | None = None
         self._bases: dict[tuple[str, str], OrtValue] = {}
-        self._factors = WeakKeyDictionary[LowRank, dict[int | None, tuple[OrtValue, OrtValue]]]()
+        self._factors = WeakKeyDictionary[LowRank, dict[tuple[bool, int | None], tuple[OrtValue, OrtValue]]]()
 
     def use_library(self, library: Path | None) -> None:
         """Use the kernel of a library, which is loaded when it is needed; None for no kernel."""
@@ -145,27 +146,28 @@ class WeightsOnDevice:
         return kernel.run(np.array(parts, PART), np.array(terms, TERM), writes=writes)
 
     def _term(self, change: LowRank, scale: float, product: AddedProduct) -> tuple[Any, ...]:
-        up, down = self._uploaded(change, product.shape, product.place.vector)
+        up, down = self._uploaded(change, product.shape, product.place)
         with np.errstate(over="ignore"):  # an infinite weight is refused
             factor = np.float32(scale * change.factor)
         halves = [_dtype(value) == np.float16 for value in (up, down)]
         return (up.data_ptr(), down.data_ptr(), up.shape()[1], factor, *halves)
 
-    def _uploaded(self, change: LowRank, shape: tuple[int, ...], vector: Array | None) -> tuple[OrtValue, OrtValue]:
-        """Return the factors (out, rank) and (rank, in) on the device, or (rank, 1) for a bias behind the weight."""
-        known = self._factors.setdefault(change, {})
-        key = None if vector is None else id(vector)  # that of the folder's table, which lives as long as the pipeline
+    def _uploaded(self, change: LowRank, shape: tuple[int, ...], place: Place) -> tuple[OrtValue, OrtValue]:
+        """Return the factors (out, rank) and (rank, inputs) on the device; (rank, 1) for a bias behind the weight."""
+        known, vector = self._factors.setdefault(change, {}), place.vector
+        # A vector is that of the folder's table, which lives as long as the pipeline.
+        key = place.layout == "nhwc", None if vector is None else id(vector)
         if key not in known:
-            up, down = _matrix(change.up, (shape[0], -1)), _matrix(change.down, (-1, shape[1]))
+            up, down = map(_number, factors_of(change, shape, place.layout))
             if vector is not None:
                 down = (down.astype(np.float32) @ vector)[:, None]
             known[key] = self._device.upload(up), self._device.upload(down)
         return known[key]
 
 
-def _matrix(factor: Array, shape: tuple[int, int]) -> Array:
-    matrix: Array = factor.reshape(shape)
-    return matrix if matrix.dtype in (np.float16, np.float32) else matrix.astype(np.float32)
+def _number(factor: Array) -> Array:
+    """Return a factor in a type that the kernel reads."""
+    return factor if factor.dtype in (np.float16, np.float32) else factor.astype(np.float32)
 
 
 def _parts(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -26,9 +25,6 @@ from sdonnx.metrics import psnr
 from sdonnx.optimize.bake_adapters import bake_adapters
 from sdonnx.quantization.number_formats import FORMATS
 from sdonnx.quantization.quantization_config import QuantizationConfig
-from sdonnx.runtime import changed_weights
-from sdonnx.runtime.device import session
-from sdonnx.runtime.device.session import Graph
 from sdonnx.runtime.pipeline import OrtDiffusionPipeline
 
 pytestmark = [
@@ -259,25 +255,15 @@ def test_weights_beyond_the_range_are_refused(sample: Sample, tmp_path: Path) ->
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.fixture
-def loads(monkeypatch: pytest.MonkeyPatch) -> Iterator[mock.Mock]:
-    """Let sessions read weights in place, as on a GPU, and count sessions that are loaded."""
-    options = session._session_options
-
-    def unpacked(*arguments: Any) -> Any:
-        made = options(*arguments)
-        made.add_session_config_entry("session.disable_prepacking", "1")
-        return made
-
-    monkeypatch.setattr(session, "_session_options", unpacked)
-    monkeypatch.setattr(changed_weights, "reads_weights_in_place", lambda *_, **__: True)
-    with mock.patch.object(Graph, "_load", autospec=True, side_effect=Graph._load) as counted:
-        yield counted
-
-
-@pytest.mark.parametrize(("name", "in_place"), [("int8_weightonly", True), ("fp8_e4m3_weightonly", False)])
-def test_switches_in_place(name: str, in_place: bool, sample: Sample, loads: mock.Mock) -> None:
-    """Weights in int8 and their scales are written where sessions read them; others load the graphs again."""
+@pytest.mark.parametrize(
+    "name", ["int8_weightonly", "fp8_e4m3_weightonly", "fp8_e5m2_weightonly", "fp8_e4m3_e5m2_weightonly_per_tensor"]
+)
+def test_switches_in_place(name: str, sample: Sample, loads: mock.Mock) -> None:
+    """Weights in 8 bits and their scales are written where sessions read them."""
+    entries = _table(sample.quantized(name)).initializers.values()
+    assert {each.reader for each in entries if each.scales is not None} == {
+        "int8" if name.startswith("int8") else "fp8"
+    }
     folder = sample.quantized(name)
     expected, base = _with(folder, sample.other), _with(folder)
     pipeline = _open(folder)
@@ -291,4 +277,17 @@ def test_switches_in_place(name: str, in_place: bool, sample: Sample, loads: moc
     assert np.array_equal(_image(pipeline), expected)
     pipeline.unload_lora_weights()
     assert np.array_equal(_image(pipeline), base)
-    assert (loads.call_count == 0) == in_place
+    assert loads.call_count == 0
+
+
+@pytest.mark.parametrize("name", ["fp8_e4m3_e4m3_dynamic", "fp8_e4m3_weightonly"])
+def test_weights_of_the_prompt_are_in_place(name: str, sample: Sample) -> None:
+    """In graphs for a GPU, those that multiply the prompt are restored from 8-bit floating point."""
+    table = _table(sample.quantized(name, float16=True))
+    readers = {
+        table.initializers[place.initializer].reader
+        for weight, places in table.places.items()
+        if ".attn2.to_k" in weight
+        for place in places
+    }
+    assert readers == {"fp8"}

@@ -5,27 +5,32 @@ Sessions on the CPU copy weights into another layout, which is switched off here
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import importlib.util
-from collections.abc import Iterator
+import logging
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import numpy as np
+import onnx
 import onnx_ir as ir
+import onnxruntime
 import pytest
-from support.kernel_library import emulated_library
-from support.lora_files import write_lora
+from safetensors.numpy import save_file
+from support.graphs import lowered
+from support.lora_files import pipeline_of, write_lora
 from support.pipeline_cache import PipelineCache
 
 from sdonnx.errors import OptionError, WeightsError
-from sdonnx.folder.weight_table import WeightTable
-from sdonnx.runtime import changed_weights
+from sdonnx.folder.weight_table import Reader, WeightTable
 from sdonnx.runtime.device import session, weights_in_place
 from sdonnx.runtime.device.device import Device
+from sdonnx.runtime.device.load_shared_weights import shareable
 from sdonnx.runtime.device.session import Graph
-from sdonnx.runtime.device.weights_on_device import WeightsOnDevice
+from sdonnx.runtime.device.weights_in_place import Probe, probe_of
 from sdonnx.runtime.pipeline import OrtDiffusionPipeline
 
 pytestmark = [
@@ -35,6 +40,7 @@ pytestmark = [
 ]
 
 ROOT = Path(__file__).parents[3]
+CPU = Device("cpu")
 
 
 @pytest.fixture(scope="module")
@@ -61,25 +67,7 @@ def files(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, P
     return {name: write_lora(source, work / name, seed, each) for seed, (name, each) in enumerate(layers.items())}
 
 
-@pytest.fixture(params=["host", "device"])
-def loads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[mock.Mock]:
-    """Let sessions read weights in place, computed by numpy or by the kernel, and count sessions that are loaded."""
-    options, use = session._session_options, WeightsOnDevice.use_library
-    if request.param == "device":
-        library = emulated_library()
-        monkeypatch.setattr(
-            changed_weights.ChangedWeights, "use_library", lambda self, _: use(self._on_device, library)
-        )
-
-    def unpacked(*arguments: Any) -> Any:
-        made = options(*arguments)
-        made.add_session_config_entry("session.disable_prepacking", "1")
-        return made
-
-    monkeypatch.setattr(session, "_session_options", unpacked)
-    monkeypatch.setattr(changed_weights, "reads_weights_in_place", lambda *_, **__: True)
-    with mock.patch.object(Graph, "_load", autospec=True, side_effect=Graph._load) as counted:
-        yield counted
+both = pytest.mark.parametrize("loads", ["host", "device"], indirect=True)
 
 
 def _open(folder: Path, **options: Any) -> OrtDiffusionPipeline:
@@ -102,6 +90,7 @@ def _loaded(folder: Path, files: dict[str, Path], weights: dict[str, float]) -> 
     return _image(pipeline)
 
 
+@both
 def test_switches_load_nothing(folder: Path, files: dict[str, Path], loads: mock.Mock) -> None:
     expected = {
         "wide": _loaded(folder, files, {"wide": 0.7}),
@@ -125,6 +114,7 @@ def test_switches_load_nothing(folder: Path, files: dict[str, Path], loads: mock
     assert loads.call_count == 0
 
 
+@both
 def test_initializers_of_graphs_that_are_not_loaded(
     folder: Path, files: dict[str, Path], loads: mock.Mock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -154,6 +144,7 @@ def test_initializers_of_graphs_that_are_not_loaded(
     assert loads.call_count == 0
 
 
+@both
 def test_random_switches_leave_nothing(folder: Path, files: dict[str, Path], loads: mock.Mock) -> None:
     pipeline = _open(folder)
     base = _image(pipeline)
@@ -172,6 +163,7 @@ def test_random_switches_leave_nothing(folder: Path, files: dict[str, Path], loa
     assert loads.call_count == 0
 
 
+@both
 def test_other_weights_load_graphs_again(folder: Path, files: dict[str, Path], loads: mock.Mock) -> None:
     """A weight that sessions do not read in place, or that has no buffer yet, takes the other way."""
     expected = _loaded(folder, files, {"convolutions": 1.0})
@@ -190,6 +182,7 @@ def test_other_weights_load_graphs_again(folder: Path, files: dict[str, Path], l
     assert np.array_equal(_image(pipeline), wide)
 
 
+@both
 def test_only_components_without_buffers_are_loaded_again(
     folder: Path, files: dict[str, Path], loads: mock.Mock
 ) -> None:
@@ -209,6 +202,7 @@ def test_only_components_without_buffers_are_loaded_again(
     assert loads.call_count == 0  # also biases that were moved behind the changed weights are written
 
 
+@both
 def test_memory_is_saved_before_time(folder: Path, files: dict[str, Path], loads: mock.Mock) -> None:
     """Where graphs are loaded for each use, buffers do not stay on the device."""
     expected = _loaded(folder, files, {"wide": 1.0})
@@ -255,6 +249,7 @@ def test_adapters_on_the_host(folder: Path, files: dict[str, Path], loads: mock.
         pipeline.set_lora_device("wide", "cuda:3")
 
 
+@both
 def test_weights_beyond_the_range_leave_everything(
     source: Path, folder: Path, files: dict[str, Path], loads: mock.Mock, tmp_path: Path
 ) -> None:
@@ -277,6 +272,102 @@ def test_weights_beyond_the_range_leave_everything(
     assert loads.call_count == 0
 
 
+def _with_convolutions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let tables say that sessions read weights of convolutions in place, as those of NHWC convolutions on a GPU."""
+    of_folder = WeightTable.read
+
+    def read(path: Path) -> WeightTable | None:
+        table = of_folder(path)
+        if table is None:
+            return None
+        entries = {
+            name: replace(each, in_place=each.in_place or len(each.shape) == 4)
+            for name, each in table.initializers.items()
+        }
+        return replace(table, initializers=entries)
+
+    monkeypatch.setattr(WeightTable, "read", read)
+
+
+def _tucker(source: Path, out: Path) -> Path:
+    """Write a LoCon in Tucker's form for a convolution, with the names of kohya, and return the file."""
+    draw = np.random.default_rng(9)
+    weights = dict(pipeline_of(source).unet.named_parameters())
+    name = next(name for name in weights if name.endswith("conv1.weight"))
+    rows, columns = weights[name].shape[:2]
+    shapes = {"lora_down": (3, columns, 1, 1), "lora_mid": (3, 3, 3, 3), "lora_up": (rows, 3, 1, 1)}
+    key = f"lora_unet_{name.removesuffix('.weight').replace('.', '_')}"
+    tensors = {f"{key}.{part}.weight": draw.normal(size=shape).astype(np.float32) for part, shape in shapes.items()}
+    save_file(tensors, out)
+    return out
+
+
+@both
+def test_convolutions_switch_in_place(
+    source: Path,
+    folder: Path,
+    files: dict[str, Path],
+    loads: mock.Mock,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """LoCon, also in Tucker's form, with linear layers: from one to the other and back, and none, bit for bit."""
+    every = {"unet": ["conv1", "conv2", "conv_shortcut", "conv_in", "conv", "to_q"]}
+    files = {
+        "locon": write_lora(source, tmp_path / "locon", 11, every),
+        "tucker": _tucker(source, tmp_path / "tucker.safetensors"),
+    }
+    injected = {name: _loaded(folder, files, {name: 0.8}) for name in files}
+    base = _image(_open(folder))
+    _with_convolutions(monkeypatch)
+    expected = {name: _loaded(folder, files, {name: 0.8}) for name in files}
+    for name in files:
+        np.testing.assert_allclose(expected[name], injected[name], atol=1e-4)
+        assert np.abs(expected[name] - base).max() > 1e-2
+    pipeline = _open(folder)
+    for name in files:
+        pipeline.load_lora_weights(files[name], adapter_name=name)
+    pipeline.set_adapters(list(files))
+    _image(pipeline)
+    loads.reset_mock()
+    for name in ("locon", "tucker", "locon"):
+        pipeline.set_adapters(name, 0.8)
+        assert np.array_equal(_image(pipeline), expected[name])
+    pipeline.unload_lora_weights()
+    assert np.array_equal(_image(pipeline), base)
+    assert loads.call_count == 0
+
+
+def test_convolutions_on_a_cpu_load_graphs_again(folder: Path, files: dict[str, Path]) -> None:
+    """Sessions with all optimizations copy the weights, so that each switch loads the graphs that have them."""
+    expected = {scale: _loaded(folder, files, {"convolutions": scale}) for scale in (1.0, -0.5)}
+    pipeline = _open(folder)
+    base = _image(pipeline)
+    pipeline.load_lora_weights(files["convolutions"], adapter_name="convolutions")
+    with mock.patch.object(Graph, "_load", autospec=True, side_effect=Graph._load) as loads:
+        for scale in (1.0, -0.5, 1.0):
+            before = loads.call_count
+            pipeline.set_adapters("convolutions", scale)
+            assert np.array_equal(_image(pipeline), expected[scale])
+            assert loads.call_count > before
+    pipeline.unload_lora_weights()
+    assert np.array_equal(_image(pipeline), base)
+
+
+def test_table_names_weights_of_nhwc_convolutions(pipelines: PipelineCache, source: Path) -> None:
+    """In graphs for a GPU, every weight can be changed in place; those of 3x3 are read by convolutions."""
+    table = WeightTable.read(pipelines.optimized(pipelines.exported(source), float16=True) / "unet")
+    assert table is not None
+    kinds = {
+        name: {table.initializers[place.initializer].reader for place in places}
+        for name, places in table.places.items()
+    }
+    assert all(None not in each for each in kinds.values())
+    windows = {name for name, shape in table.shapes.items() if shape[2:] not in ((), (1, 1))}
+    assert windows
+    assert all(kinds[name] == {"convolution"} for name in windows)
+
+
 def test_table_names_weights_of_products(folder: Path) -> None:
     table = WeightTable.read(folder / "unet")
     assert table is not None
@@ -286,10 +377,8 @@ def test_table_names_weights_of_products(folder: Path) -> None:
     }
 
 
-def test_probe_finds_sessions_that_copy_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    cpu = Device("cpu")
-    assert not weights_in_place.reads_weights_in_place(cpu)
-    assert not weights_in_place._is_changed_between_runs(cpu)
+def test_probe_of_products_finds_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not probe_of("product").sees_changes(CPU)
 
     class ReadsInPlace:
         def __init__(self, _: Path, __: Device, *, weights: Any) -> None:
@@ -300,16 +389,89 @@ def test_probe_finds_sessions_that_copy_weights(monkeypatch: pytest.MonkeyPatch)
             return {"result": inputs["x"] @ first @ second + bias}
 
     monkeypatch.setattr(weights_in_place, "Graph", ReadsInPlace)
-    assert weights_in_place._is_changed_between_runs(cpu)
+    assert probe_of("product").sees_changes(CPU)
 
 
-def test_int8_probe_finds_whether_sessions_copy_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("reader", ["int8", "fp8"])
+def test_probes_of_8_bits_find_copies(reader: Reader, monkeypatch: pytest.MonkeyPatch) -> None:
     """On the CPU, a session without the copies for its kernels reads weights that are restored where they are."""
-    cpu = Device("cpu")
-    assert not weights_in_place.reads_weights_in_place(cpu, int8=True)
-    assert weights_in_place._int8_is_changed_between_runs(cpu)
-    monkeypatch.setattr(Device, "write", lambda *_: None)
-    assert not weights_in_place._int8_is_changed_between_runs(cpu)
+    probe = probe_of(reader)
+    assert probe.sees_changes(CPU)
+    write = Device.write
+    for rank in (1, 2):  # scales, and numbers
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                Device,
+                "write",
+                lambda self, target, values, rank=rank: values.ndim == rank or write(self, target, values),
+            )
+            assert not probe.sees_changes(CPU)
+
+
+def _convolution_on_a_cpu(out: Path) -> Probe:
+    """Return the probe of convolutions with its operator lowered to those of ONNX, which the CPU has."""
+    probe = probe_of("convolution")
+    onnx.save(lowered(ir.load(probe.path)), out)
+    return replace(probe, path=out)
+
+
+def test_probe_of_convolutions_finds_copies(tmp_path: Path) -> None:
+    """Optimizations on the CPU make another weight of it, so that changes have no effect."""
+    assert not _convolution_on_a_cpu(tmp_path / "convolution.onnx").sees_changes(CPU)
+
+
+def test_probe_of_convolutions_sees_changes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A session without optimizations reads the weights where they are; one that reads either copy is found."""
+    options = session._session_options
+
+    def plain(*arguments: Any) -> Any:
+        made = options(*arguments)
+        made.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+        return made
+
+    monkeypatch.setattr(session, "_session_options", plain)
+    probe = _convolution_on_a_cpu(tmp_path / "convolution.onnx")
+    assert probe.sees_changes(CPU)
+    write = Device.write
+    for rank in (1, 4):
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                Device,
+                "write",
+                lambda self, target, values, rank=rank: values.ndim == rank or write(self, target, values),
+            )
+            assert not probe.sees_changes(CPU)
+
+
+@pytest.mark.parametrize("reader", ["product", "convolution", "int8", "fp8"])
+def test_nothing_is_changed_in_place_on_a_cpu(reader: Reader) -> None:
+    assert not weights_in_place.reads_weights_in_place(CPU, reader)
+
+
+def test_probes_that_fail_load_graphs_again(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU has no NhwcConv: the probe cannot be loaded, as on a GPU whose ONNX Runtime lacks the operator."""
+
+    sees = Probe.sees_changes
+    monkeypatch.setattr(Probe, "sees_changes", lambda self, _: sees(self, CPU))
+    with caplog.at_level(logging.WARNING, logger="sdonnx"):
+        assert not weights_in_place.reads_weights_in_place(Device("cuda", 7), "convolution")
+    assert "weights of the kind convolution are not changed in place" in caplog.text
+
+
+@pytest.mark.parametrize(("dtype", "number"), [("F8_E4M3", 17), ("F8_E5M2", 19)])
+def test_buffers_of_8_bit_floating_point(dtype: str, number: int) -> None:
+    """Tensors in memory of their caller, which live without other references, and are accepted by sessions."""
+    stored = np.arange(48, dtype=np.uint8).reshape(6, 8)
+    expected, buffer = stored.copy(), shareable(stored, CPU, dtype)
+    del stored
+    gc.collect()
+    assert buffer.element_type() == number
+    assert tuple(buffer.shape()) == (6, 8)
+    read = (ctypes.c_uint8 * 48).from_address(buffer.data_ptr())
+    assert bytes(read) == expected.tobytes()
+    onnxruntime.SessionOptions().add_initializer("weight", buffer)
+    CPU.write(buffer, expected[::-1])
+    assert bytes(read) == expected[::-1].tobytes()
 
 
 def test_probe_is_that_of_the_script(tmp_path: Path) -> None:
@@ -318,6 +480,8 @@ def test_probe_is_that_of_the_script(tmp_path: Path) -> None:
     assert spec.loader is not None
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
-    for model, path in ((script.probe(), weights_in_place._PROBE), (script.int8_probe(), weights_in_place._INT8_PROBE)):
-        ir.save(model, tmp_path / "probe.onnx")
-        assert (tmp_path / "probe.onnx").read_bytes() == path.read_bytes()
+    readers: dict[str, Reader] = {"": "product", "_int8": "int8", "_fp8": "fp8", "_nhwc_conv": "convolution"}
+    assert script.MODELS.keys() == readers.keys()
+    for end, model in script.MODELS.items():
+        ir.save(model(), tmp_path / "probe.onnx")
+        assert (tmp_path / "probe.onnx").read_bytes() == probe_of(readers[end]).path.read_bytes()

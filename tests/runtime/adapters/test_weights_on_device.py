@@ -34,26 +34,31 @@ def on_device() -> WeightsOnDevice:
 
 
 def random_changes(table: WeightTable, ranks: tuple[int, ...]) -> dict[str, list[tuple[LowRank, float]]]:
-    """Return changes of all matrices, with factors of several types."""
+    """Return changes of all weights, with factors of several types; some of convolutions are in Tucker's form."""
     draw = np.random.default_rng(4)
 
     def drawn(*shape: int, dtype: Any) -> npt.NDArray[Any]:
         return (0.2 * draw.standard_normal(shape)).astype(dtype)
 
+    def change(shape: tuple[int, ...], rank: int, up: str, down: str) -> LowRank:
+        rows = drawn(shape[0], rank, *(1 for _ in shape[2:]), dtype=up)
+        if len(shape) == 2 or rank > 10:
+            return LowRank("x", 0.5, drawn(rank, *shape[1:], dtype=down), rows)
+        return LowRank("x", 0.5, drawn(2, shape[1], 1, 1, dtype=down), rows, drawn(rank, 2, *shape[2:], dtype=down))
+
     return {
         name: [
-            (LowRank("x", 0.5, drawn(rank, shape[1], dtype=down), drawn(shape[0], rank, dtype=up)), scale)
+            (change(shape, rank, up, down), scale)
             for rank, scale, up, down in zip(ranks, (0.7, -1.3), ("f2", "f4"), ("f4", "f2"), strict=False)
         ]
         for name, shape in table.shapes.items()
-        if len(shape) == 2
     }
 
 
 @pytest.mark.parametrize("float16", [True, False])
 @pytest.mark.parametrize("component", ["unet", "text_encoder"])
 def test_initializers_agree_with_numpy(component: str, float16: bool, pipelines: PipelineCache) -> None:
-    """In all layouts: rows, columns, stacked matrices, and biases behind a weight."""
+    """In all layouts: rows, channels last, columns, stacked matrices, and biases behind a weight."""
     options = {"float16": True} if float16 else {"provider": "cpu"}
     folder = pipelines.optimized(pipelines.exported(pipelines.nano()), **options)
     table = WeightTable.read(folder / component)
@@ -62,6 +67,8 @@ def test_initializers_agree_with_numpy(component: str, float16: bool, pipelines:
     expected = changed_initializers(table, changes)
     products, weights = added_products(table, changes), on_device()
     assert products.keys() == expected.keys()
+    layouts = {place.layout for name in changes for place in table.places[name] if len(table.shapes[name]) == 4}
+    assert layouts == (set() if component == "text_encoder" else {"nhwc", "columns"} if float16 else {"rows"})
     chosen = {
         name: DeviceWeight(weights.base("c", name, partial(table.base, name)), CPU.upload(table.base(name)), each)
         for name, each in products.items()

@@ -1,0 +1,48 @@
+"""Fixtures of tests that change weights in the memory that loaded sessions read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import onnxruntime
+import pytest
+from support.kernel_library import emulated_library
+
+from sdonnx.runtime import changed_weights
+from sdonnx.runtime.device import session
+from sdonnx.runtime.device.session import Graph
+from sdonnx.runtime.device.weights_on_device import WeightsOnDevice
+
+
+@pytest.fixture
+def plain_sessions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let sessions on the CPU keep weights where and as they are, as those on a GPU do."""
+    options = session._session_options
+
+    def unpacked(*arguments: Any) -> Any:
+        made = options(*arguments)
+        made.add_session_config_entry("session.disable_prepacking", "1")
+        # Without the last level, which reorders weights of convolutions.
+        made.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
+        return made
+
+    monkeypatch.setattr(session, "_session_options", unpacked)
+
+
+@pytest.fixture
+def loads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, plain_sessions: None) -> Iterator[mock.Mock]:
+    """Let sessions read weights in place, and count sessions that are loaded.
+
+    Its parameter says what computes new weights: numpy ("host", by default), or the emulated kernel ("device").
+    """
+    use = WeightsOnDevice.use_library
+    if getattr(request, "param", "host") == "device":
+        library = emulated_library()
+        monkeypatch.setattr(
+            changed_weights.ChangedWeights, "use_library", lambda self, _: use(self._on_device, library)
+        )
+    monkeypatch.setattr(changed_weights, "reads_weights_in_place", lambda *_: True)
+    with mock.patch.object(Graph, "_load", autospec=True, side_effect=Graph._load) as counted:
+        yield counted
