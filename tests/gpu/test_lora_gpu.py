@@ -17,9 +17,12 @@ import torch
 from safetensors.numpy import load_file, save_file
 from support.recording import Note
 
-from sdonnx.folder.weight_table import WeightTable
+from sdonnx.folder.weight_table import Reader, WeightTable
 from sdonnx.metrics import relative_error
-from sdonnx.runtime.device.session import Graph
+from sdonnx.optimize.optimizer import optimize_folder
+from sdonnx.quantization.quantization_config import QuantizationConfig
+from sdonnx.quantization.quantization_types import TYPES
+from sdonnx.runtime.device.session import Graph, Run
 from sdonnx.runtime.device.weights_in_place import reads_weights_in_place
 from sdonnx.runtime.pipeline import OrtDiffusionPipeline
 
@@ -130,3 +133,87 @@ def test_switches(arch: str, build: Build, tmp_path: Path, note: Note) -> None:
     note("LoRA files of rank 32 on all linear layers of attentions", row)
     assert row["loads"] == 0
     assert row["error"] <= 2 * row["torch_error"], row
+
+
+def write_adapter(folder: Path, out: Path, seed: int, chosen: Callable[[str, tuple[int, ...]], bool]) -> Path:
+    """Write a LoRA of rank 8 for weights of a UNet, by name and shape; convolutions have LoCon."""
+    table = WeightTable.read(folder / "unet")
+    assert table is not None
+    random = np.random.default_rng(seed)
+    tensors = {}
+    for name, shape in table.shapes.items():
+        if name in table.places and chosen(name, shape):
+            module, inputs = name.removesuffix(".weight"), int(np.prod(shape[1:]))
+            down = random.normal(size=(8, *shape[1:])) / np.sqrt(inputs)
+            up = random.normal(size=(shape[0], 8, *(1 for _ in shape[2:]))) * 0.05
+            tensors[f"unet.{module}.lora_A.weight"] = down.astype(np.float16)
+            tensors[f"unet.{module}.lora_B.weight"] = up.astype(np.float16)
+    assert tensors
+    save_file(tensors, out)
+    return out
+
+
+def require_switches_in_place(folder: Path, files: list[Path], reader: Reader) -> None:
+    """Switch from one file to another and back, and to none: the same bits, and nothing is loaded or captured again."""
+
+    def opened() -> OrtDiffusionPipeline:
+        pipeline = OrtDiffusionPipeline.from_pretrained(folder)
+        pipeline.set_progress_bar_config(disable=True)
+        return pipeline
+
+    def latents(pipeline: OrtDiffusionPipeline) -> Any:
+        return np.asarray(pipeline(**CALL, seed=3, output_type="latent").images)
+
+    fresh = []  # without a change in place after the load
+    for file in files:
+        with opened() as pipeline:
+            pipeline.load_lora_weights(file)
+            fresh.append(latents(pipeline))
+    with opened() as pipeline:
+        assert reads_weights_in_place(pipeline.device, reader)
+        base = latents(pipeline)
+        for number, file in enumerate(files):
+            pipeline.load_lora_weights(file, adapter_name=str(number))
+        pipeline.set_adapters(["0", "1"])
+        latents(pipeline)
+        found = []
+        with (
+            mock.patch.object(Graph, "_load", autospec=True, side_effect=Graph._load) as loads,
+            mock.patch.object(Run, "capture", autospec=True, side_effect=Run.capture) as captures,
+        ):
+            for number in (0, 1, 0):
+                pipeline.set_adapters(str(number))
+                found.append(latents(pipeline))
+            pipeline.unload_lora_weights()
+            removed = latents(pipeline)
+        assert (loads.call_count, captures.call_count) == (0, 0)
+    assert np.array_equal(found[0], found[2])
+    assert np.array_equal(removed, base)
+    for each, expected in zip(found, fresh, strict=False):
+        assert relative_error(each, expected) < 0.1 * relative_error(base, expected)
+
+
+@pytest.mark.parametrize("arch", ["tiny", "sdxl-tiny"])
+def test_convolutions_in_place(arch: str, build: Build, tmp_path: Path) -> None:
+    """LoCon for all convolutions, next to linear layers."""
+    _, folder = build(arch)
+    files = [write_adapter(folder, tmp_path / f"{seed}.safetensors", seed, lambda *_: True) for seed in (1, 2)]
+    require_switches_in_place(folder, files, "convolution")
+
+
+@pytest.mark.parametrize("name", ["fp8_e4m3_e4m3_dynamic", "fp8_e4m3_weightonly", "fp8_e4m3_e5m2_weightonly"])
+def test_fp8_in_place(name: str, build: Build, tmp_path: Path) -> None:
+    """Weights in 8-bit floating point that the graph restores, such as those that multiply the prompt."""
+    _, wide = build("tiny")
+    folder = tmp_path / "folder"
+    optimize_folder(wide.parent / "onnx", folder, float16=True, quantization=QuantizationConfig(TYPES[name]))
+    table = WeightTable.read(folder / "unet")
+    assert table is not None
+    stored = {entry for entry, each in table.initializers.items() if each.reader == "fp8"}
+    chosen = {weight for weight, places in table.places.items() if any(each.initializer in stored for each in places)}
+    assert any(".attn2.to_k" in weight for weight in chosen)
+    files = [
+        write_adapter(folder, tmp_path / f"{seed}.safetensors", seed, lambda weight, _: weight in chosen)
+        for seed in (1, 2)
+    ]
+    require_switches_in_place(folder, files, "fp8")
