@@ -6,6 +6,7 @@ import inspect
 import logging
 import threading
 import time
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +20,7 @@ from sdonnx.compiler.graph_cache import ModuleGraphs
 from sdonnx.compiler.graph_method import GraphMethod, GraphSignature
 from sdonnx.compiler.graph_quantization import GraphQuantization, QuantizationCheck
 from sdonnx.compiler.graph_runs import GraphRuns, graph_runs
-from sdonnx.compiler.graph_target import target_of, why_no_target
+from sdonnx.compiler.graph_target import GraphTarget, target_of, why_no_target
 from sdonnx.compiler.host_weights import HostWeights
 from sdonnx.compiler.module_state import ModuleState, has_inner_hooks
 from sdonnx.compiler.reported_type import ReportedType
@@ -81,6 +82,7 @@ class CompiledMethod:
         self._logged: set[str] = set()
         self._variants = OrderedDict[Hashable, _Build]()  # that of the last call is at the end
         self._built: _Build | None = None
+        self._variant: Hashable = None  # of the last graph
         if method.compiles_first:
             self._built = self._add(method.variant(module, None, None))
 
@@ -104,10 +106,13 @@ class CompiledMethod:
         last = self._built
         # On a GPU, the module is compared with its state while the graph runs; after a change the outputs are dropped.
         early = self._outputs(last, arguments) if last is not None and self._overlaps(last) else None
+        computed = None if last is None or early is None else weakref.ref(last)
+        del last  # its memory is free for the graph of a changed module
         built = self._current(arguments)
         if isinstance(built, str):
             return self._in_torch(built, *args, **kwargs)
-        outputs = early if built is last and early is not None else self._outputs(built, arguments)
+        is_computed = computed is not None and built is computed()
+        outputs = early if early is not None and is_computed else self._outputs(built, arguments)
         if isinstance(outputs, str):
             return self._in_torch(outputs, *args, **kwargs)
         result = self._method.result(outputs, arguments)
@@ -161,6 +166,7 @@ class CompiledMethod:
     def _add(self, variant: Hashable, lora_scale: float = 1.0) -> _Build:
         """Compile another graph; the one that was not used for the longest time is released if there are too many."""
         self._variants[variant] = built = self._build(variant, lora_scale)
+        self._variant = variant
         if len(self._variants) > _MAX_VARIANTS:
             self._variants.popitem(last=False)
         return built
@@ -200,24 +206,31 @@ class CompiledMethod:
             changed = built is None or not is_current or built.signature.lora_scale != scale
             if changed and (reason := why_not(self._module, self._weights.device)) is not None:
                 return reason
-            before = None if built is None else built.signature.variant
-            variant = self._method.variant(self._module, arguments, before)
-            if built is not None:
-                if changed:
-                    self._variants.clear()
-                if changed and is_current:
+            variant = self._method.variant(self._module, arguments, self._variant)
+            if built is not None and changed:
+                if is_current:
                     _LOGGER.warning("%s is compiled again, for LoRA with a scale of %g", self._class_name, scale)
-                elif changed:
-                    _LOGGER.warning("%s changed after it was compiled, and is compiled again", self._class_name)
-                elif variant not in self._variants:
-                    described = self._method.describe(variant)
-                    _LOGGER.warning("%s is compiled again, for %s", self._class_name, described)
                 else:
-                    self._variants.move_to_end(variant)
-                    self._built = built = self._variants[variant]
-                    return built
-            self._built = built = self._add(variant, scale)
-            return built
+                    _LOGGER.warning("%s changed after it was compiled, and is compiled again", self._class_name)
+                self._release(built.signature.target)
+                del built
+            elif built is not None and variant in self._variants:
+                self._variants.move_to_end(variant)
+                self._variant = variant
+                self._built = built = self._variants[variant]
+                return built
+            elif built is not None:
+                described = self._method.describe(variant)
+                _LOGGER.warning("%s is compiled again, for %s", self._class_name, described)
+            self._built = added = self._add(variant, scale)
+            return added
+
+    def _release(self, target: GraphTarget) -> None:
+        """Release the graphs of a module that has changed, before others are loaded in their place."""
+        if target.torch_device.type == "cuda":
+            torch.cuda.synchronize(target.torch_device)  # the last call may run
+        self._variants.clear()
+        self._built = None
 
     def _in_torch(self, reason: str, *args: Any, **kwargs: Any) -> Any:
         """Compute a call in torch, and log each reason once."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import shutil
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -25,9 +26,11 @@ from support.small_modules import small_autoencoder, small_unet, unet_inputs, un
 import sdonnx
 from sdonnx.compiler import changed_values
 from sdonnx.compiler.changed_values import load_changed, parameter_places
+from sdonnx.compiler.compile_module import programs_of
 from sdonnx.compiler.graph_target import GraphTarget
-from sdonnx.compiler.module_graph import build_model, save_model
+from sdonnx.compiler.module_graph import build_model, load_model, save_model
 from sdonnx.compiler.supported_modules import SUPPORTED
+from sdonnx.errors import DeviceMemoryError
 from sdonnx.folder.folder_cache import entry_info
 from sdonnx.metrics import psnr, relative_error
 from sdonnx.operators.case import Array
@@ -95,6 +98,38 @@ def test_earlier_states_are_loaded_from_the_cache(folder: Path, builds: mock.Moc
     unet_output(compiled)
     unet.load_state_dict(state)
     assert np.array_equal(unet_output(compiled), before)
+    assert builds.call_count == 1
+
+
+def test_graph_of_the_state_before_is_released_first(folder: Path) -> None:
+    """A device need not have the weights of both."""
+    unet = small_unet()
+    compiled: Any = sdonnx.compile(unet)
+    unet_output(compiled)
+    graph = weakref.ref(programs_of(compiled)["forward"]._built.graph)  # type: ignore[union-attr]
+    assert graph() is not None
+    was_there = []
+
+    def load(*arguments: Any) -> Any:
+        was_there.append(graph() is not None)
+        return load_model(*arguments)
+
+    with mock.patch.object(changed_values, "load_model", load):
+        _load(unet)
+        assert relative_error(unet_output(compiled), unet_output(unet)) < 1e-5
+    assert was_there == [False]
+
+
+def test_a_call_after_a_failed_one_loads_the_graph(folder: Path, builds: mock.Mock) -> None:
+    unet = small_unet()
+    compiled = sdonnx.compile(unet)
+    _load(unet)
+    with (
+        mock.patch.object(changed_values, "load_model", side_effect=DeviceMemoryError("no memory", "some", "free it")),
+        pytest.raises(DeviceMemoryError),
+    ):
+        unet_output(compiled)
+    assert relative_error(unet_output(compiled), unet_output(unet)) < 1e-5
     assert builds.call_count == 1
 
 
