@@ -45,6 +45,7 @@ from server_replicas import measure_replicas
 from sdonnx.benchmark.files import append_json, check_writable
 from sdonnx.benchmark.record import environment
 from sdonnx.errors import OptionError
+from sdonnx.serve.serve_limits import ServeLimits
 from sdonnx.terminal import console, guarded
 
 _SOAK_KINDS: tuple[dict[str, Any], ...] = (
@@ -161,6 +162,8 @@ def main() -> int:
         "measure servers on Ray with these numbers of replicas instead, the first for comparison; for example 1 2"
     )
     add("--compare_replicas", type=int, nargs="+", default=None, metavar="N", help=replicas)
+    wait = "with --compare_batching: milliseconds that servers wait for a batch to fill (%(default)g)"
+    add("--batch_wait_ms", type=float, default=ServeLimits().batch_wait_ms, metavar="MS", help=wait)
     add("--starts", type=int, default=2, help="with --compare_batching: starts of each server (%(default)s)")
     add("--soak_minutes", type=int, default=0, help="measure the memory for so many minutes instead")
     add("--seed", type=int, default=0, help="seed of the prompts and the times (%(default)s)")

@@ -27,7 +27,6 @@ from sdonnx.runtime.device.device import device_for
 from sdonnx.runtime.device.kernel_workarounds import check_now
 from sdonnx.runtime.pipeline import OrtDiffusionPipeline
 from sdonnx.serve.http.image_encoding import QUALITY, encode_base64
-from sdonnx.serve.serve_limits import ServeLimits
 from sdonnx.terminal import console
 
 _WARM_UPS = 2  # requests that are not counted before those that are sent one at a time
@@ -63,14 +62,14 @@ def measure_batching(options: argparse.Namespace) -> dict[str, Any]:
         "model": described(Path(options.model), report),
         "size": f"{width}x{height}",
         "clients_at_capacity": CLIENTS,
-        "batch_wait_ms": ServeLimits().batch_wait_ms,
+        "batch_wait_ms": options.batch_wait_ms,
         "servers": servers,
     }
 
 
 def _measure_server(max_batch_size: int, pipeline: OrtDiffusionPipeline, options: argparse.Namespace) -> dict[str, Any]:
     """Measure a server with a largest batch: its start, capacity, and the latency of single requests."""
-    more = ["--max_batch_size", str(max_batch_size)]
+    more = ["--max_batch_size", str(max_batch_size), "--batch_wait_ms", str(options.batch_wait_ms)]
     ready = []
     for _ in range(options.starts - 1):
         with started_server(options, *more) as server:

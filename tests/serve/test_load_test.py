@@ -24,7 +24,20 @@ def record_of(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *op
 
 
 def test_batches_are_compared(shapes_cpu: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    options = ["--compare_batching", "1", "2", "--single", "2", "--starts", "2", "--size", "80x64"]
+    # A wait that no other load of the machine can be mistaken for.
+    options = [
+        "--compare_batching",
+        "1",
+        "2",
+        "--single",
+        "2",
+        "--starts",
+        "2",
+        "--size",
+        "80x64",
+        "--batch_wait_ms",
+        "300",
+    ]
     record = record_of(shapes_cpu, tmp_path, monkeypatch, *options)
     assert (record["benchmark"], record["size"], record["model"]["precision"]) == ("serve batching", "80x64", "float32")
     without, batching = record["servers"]
