@@ -201,7 +201,9 @@ class CompiledMethod:
         """
         with self._lock:
             built = self._built
-            scale = self._method.lora_scale(self._module, arguments)
+            scale = self._method.lora_scale(
+                self._module, arguments, 1.0 if built is None else built.signature.lora_scale
+            )
             is_current = built is not None and self._weights.is_current(built.state)
             changed = built is None or not is_current or built.signature.lora_scale != scale
             if changed and (reason := why_not(self._module, self._weights.device)) is not None:

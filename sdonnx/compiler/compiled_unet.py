@@ -108,9 +108,10 @@ class UNetForward(GraphMethod):
             len(arguments[ADAPTER] or ()),
         )
 
-    def lora_scale(self, module: torch.nn.Module, arguments: Mapping[str, Any]) -> float:
+    def lora_scale(self, module: torch.nn.Module, arguments: Mapping[str, Any], before: float) -> float:
         scale = _lora_scale(arguments)
-        return 1.0 if scale is None or scale == 1 or not has_adapters(module) else scale
+        found = 1.0 if scale is None or scale == 1 or not has_adapters(module) else scale
+        return before if found != before and _why_not_computed(module, arguments) is not None else found
 
     def signature(self, module: torch.nn.Module, variant: Hashable) -> GraphSignature:
         assert isinstance(variant, UNetVariant)

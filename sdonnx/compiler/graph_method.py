@@ -79,12 +79,13 @@ class GraphMethod(ABC):
         """
         return None
 
-    def lora_scale(self, module: torch.nn.Module, arguments: Mapping[str, Any]) -> float:
+    def lora_scale(self, module: torch.nn.Module, arguments: Mapping[str, Any], before: float) -> float:
         """Return the factor of the weights of adapters in a call, on top of those of `set_adapters`.
 
         Args:
             module: The module.
             arguments: All arguments of the call by name.
+            before: The factor of the last call's graph, which stays for a call that torch computes.
         """
         return 1.0
 

@@ -26,7 +26,6 @@ _FROM = ("cuda",)  # types of devices whose memory is freed; graphs on the CPU s
 
 HOST = torch.device("cpu")
 """Where weights are that neither a graph nor torch reads."""
-"""Where weights are that no graph and no call in torch reads."""
 
 
 class HostWeights:

@@ -9,6 +9,8 @@ import ctypes
 import gc
 import importlib.util
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -392,19 +394,22 @@ def test_probe_of_products_finds_copies(monkeypatch: pytest.MonkeyPatch) -> None
     assert probe_of("product").sees_changes(CPU)
 
 
+@contextmanager
+def _copied(rank: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Write no values of a rank, as if sessions read a copy of them."""
+    write = Device.write
+    with monkeypatch.context() as patch:
+        patch.setattr(Device, "write", lambda self, target, values: values.ndim == rank or write(self, target, values))
+        yield
+
+
 @pytest.mark.parametrize("reader", ["int8", "fp8"])
 def test_probes_of_8_bits_find_copies(reader: Reader, monkeypatch: pytest.MonkeyPatch) -> None:
     """On the CPU, a session without the copies for its kernels reads weights that are restored where they are."""
     probe = probe_of(reader)
     assert probe.sees_changes(CPU)
-    write = Device.write
     for rank in (1, 2):  # scales, and numbers
-        with monkeypatch.context() as patch:
-            patch.setattr(
-                Device,
-                "write",
-                lambda self, target, values, rank=rank: values.ndim == rank or write(self, target, values),
-            )
+        with _copied(rank, monkeypatch):
             assert not probe.sees_changes(CPU)
 
 
@@ -432,14 +437,8 @@ def test_probe_of_convolutions_sees_changes(monkeypatch: pytest.MonkeyPatch, tmp
     monkeypatch.setattr(session, "_session_options", plain)
     probe = _convolution_on_a_cpu(tmp_path / "convolution.onnx")
     assert probe.sees_changes(CPU)
-    write = Device.write
-    for rank in (1, 4):
-        with monkeypatch.context() as patch:
-            patch.setattr(
-                Device,
-                "write",
-                lambda self, target, values, rank=rank: values.ndim == rank or write(self, target, values),
-            )
+    for rank in (1, 4):  # the bias, and the weight
+        with _copied(rank, monkeypatch):
             assert not probe.sees_changes(CPU)
 
 
