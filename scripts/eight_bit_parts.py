@@ -322,7 +322,7 @@ def _replayed(launch: Callable[[], None]) -> float:
 
 
 def measured(parts: Counter[Part], milliseconds: Callable[[Part, torch.dtype], float | str]) -> dict[str, Any]:
-    """Return the times of all parts, and sums for convolutions and attentions in milliseconds for a call.
+    """Print the times of each part, and return them with sums for convolutions and attentions in milliseconds a call.
 
     Args:
         parts: How often a call has each part.
@@ -339,6 +339,7 @@ def measured(parts: Counter[Part], milliseconds: Callable[[Part, torch.dtype], f
             raise OptionError(f"{part} cannot be timed in fp16: {half}", "a plan of cuDNN", "update cuDNN")
         kind = type(part).__name__.lower()
         rows.append({"kind": kind, **asdict(part), "count": count, "fp16_ms": half, "fp8_ms": eight})
+        console().print(json.dumps(rows[-1]), markup=False, highlight=False, soft_wrap=True)
         best = half if isinstance(eight, str) else min(half, eight)
         total = sums.setdefault(kind, {"fp16_ms": 0.0, "fp8_ms": 0.0})
         total["fp16_ms"] += count * half
@@ -351,8 +352,6 @@ def _run(options: argparse.Namespace) -> int:
         check_writable(options.json)
     parts = recorded_parts(options.sample, options.height, options.width or options.height, options.batch_size)
     found = measured(parts, CudnnTimes().milliseconds)
-    for row in found["parts"]:
-        console().print(json.dumps(row), markup=False, highlight=False, soft_wrap=True)
     for kind, sums in found["sums"].items():
         gain = sums["fp16_ms"] - sums["fp8_ms"]
         text = f"{kind}: {sums['fp16_ms']:.2f} ms in fp16, {sums['fp8_ms']:.2f} ms with fp8 where it is faster"

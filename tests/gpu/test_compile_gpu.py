@@ -19,6 +19,7 @@ from support.recording import Note
 import sdonnx
 from sdonnx.compiler import module_graph
 from sdonnx.compiler.compile_module import programs_of
+from sdonnx.compiler.graph_quantization import CHECKED_CALLS
 from sdonnx.compiler.graph_runs import MAX_SIZES
 from sdonnx.metrics import relative_error
 from sdonnx.runtime.device.device import device_for
@@ -307,6 +308,28 @@ def test_adapters_keep_the_graph(
     assert max(row["errors"]) < 2e-2
     assert min(row["changes"]) > 5e-2
     assert torch.equal(last, first)
+
+
+def test_o3_quantizes(source: Source, note: Note, caplog: pytest.LogCaptureFixture) -> None:
+    """The denoiser of a trained pipeline is quantized to fp8, and each checked call is within the bound."""
+    wide, half = (loaded(source("shapes-dit"), dtype) for dtype in (torch.float32, torch.float16))
+    case: dict[str, Any] = {"height": 64, "width": 64, "use_resolution_binning": False, "num_inference_steps": 20}
+    exact, plain = (latents_of(each, **case) for each in (wide, half))
+    compiled = sdonnx.compile_pipe(half, options={"mode": "O3"})
+    with caplog.at_level(logging.INFO, logger="sdonnx.compiler"):
+        ours = latents_of(compiled, **case)
+    checks = [line for line in lines_of(caplog) if line.startswith("the quantized graph of")]
+    row: dict[str, Any] = {
+        "error": relative_error(ours, exact),
+        "torch_error": relative_error(plain, exact),
+        "checks": checks,
+    }
+    row["lines"] = [each.getMessage() for each in caplog.records if each.levelno >= logging.WARNING]
+    note("a pipeline in 8 bits", row)
+    assert row["lines"] == []
+    assert len(checks) == len(CHECKED_CALLS)
+    assert row["error"] > 2 * row["torch_error"], "not quantized"
+    assert next(half.transformer.parameters()).device.type == "cpu"
 
 
 @pytest.mark.full
