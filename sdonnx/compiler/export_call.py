@@ -16,7 +16,8 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv, free_unbacked_symbol
 
 from sdonnx.compiler.call_structure import FlatCall, FlatModule, ResultStructure, UnsupportedCallError
 from sdonnx.compiler.module_state import ModuleState
-from sdonnx.export.trace import OPSET, quiet_exporter, simplify
+from sdonnx.export.simplify import simplify
+from sdonnx.export.trace import OPSET, quiet_exporter
 from sdonnx.graph.edit import required
 
 __all__ = ["ExportedCall", "SizeConditions", "export_call", "first_line"]

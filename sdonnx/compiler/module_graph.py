@@ -12,6 +12,7 @@ import logging
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,8 @@ _PAGE = 4096  # bytes
 
 # Types that ONNX Runtime accepts from memory; those of 8 bits in floating point have no DLPack.
 _SHARED = (np.dtype(np.float32), np.dtype(np.float16), np.dtype(np.int64), np.dtype(np.int32))
+
+_READERS = 4  # threads that compute weights; each has a copy of one in float32
 
 _NOWHERE = "in_memory"  # name of the file of external data, which does not exist
 
@@ -238,15 +241,18 @@ def _wide(tensor: torch.Tensor) -> torch.Tensor:
 
 def _detach_weights(graph: ir.Graph) -> Iterator[tuple[str, npt.NDArray[Any]]]:
     """Replace large initializers by references to a file that does not exist, and yield their values by name."""
-    for name, value in graph.initializers.items():
-        tensor = value.const_value
-        if tensor is None or tensor.nbytes < _MIN_INJECTED_BYTES:
-            continue
-        array = np.ascontiguousarray(tensor.numpy())
-        value.const_value = ir.ExternalTensor(
-            _NOWHERE, 0, array.nbytes, tensor.dtype, shape=ir.Shape(array.shape), name=name
-        )
-        yield name, array
+    tensors = {
+        name: value.const_value
+        for name, value in graph.initializers.items()
+        if value.const_value is not None and value.const_value.nbytes >= _MIN_INJECTED_BYTES
+    }
+    with ThreadPoolExecutor(_READERS) as pool:  # NumPy transposes and converts without Python's lock
+        arrays = pool.map(lambda tensor: np.ascontiguousarray(tensor.numpy()), tensors.values())
+        for (name, tensor), array in zip(tensors.items(), arrays, strict=True):
+            graph.initializers[name].const_value = ir.ExternalTensor(
+                _NOWHERE, 0, array.nbytes, tensor.dtype, shape=ir.Shape(array.shape), name=name
+            )
+            yield name, array
 
 
 def _write_external(graph: ir.Graph, arrays: Mapping[str, npt.NDArray[Any]], folder: Path) -> None:

@@ -15,23 +15,19 @@ from typing import Any
 
 import numpy as np
 import onnx_ir as ir
-import onnxscript.optimizer
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from sdonnx.errors import cause_of
 from sdonnx.export.checkpoint_weights import Weights
 from sdonnx.export.module_buffers import module_buffers
-from sdonnx.export.output_sizes import space_output_sizes
+from sdonnx.export.simplify import WRAPPED, simplify
 from sdonnx.export.wrappers import Wrapper
 from sdonnx.graph.edit import required, tensor_of
-from sdonnx.graph.modules import keep_module_paths
-from sdonnx.graph.passes import FoldWeightTransposes
 from sdonnx.graph.tensors import lazy
 from sdonnx.models.spec import ComponentSpec
 
-__all__ = ["OPSET", "quiet_exporter", "simplify", "trace"]
+__all__ = ["OPSET", "quiet_exporter", "trace"]
 
 OPSET = 23
 _CHATTY = (
@@ -39,7 +35,6 @@ _CHATTY = (
     "torch.utils._sympy.interp",
     "torch._export.non_strict_utils",
 )
-_PREFIX = "model."  # the attribute of a wrapper that stores its model
 
 # Example sizes while tracing. Height and width are odd, so that neither torch nor diffusers specializes on even sizes:
 # UNet2DConditionModel then passes the size of each skip connection to its upsampler (`forward_upsample_size`), which
@@ -107,22 +102,6 @@ def trace(
     simplify(model)
     model.graph.name = spec.name
     return model
-
-
-def simplify(model: ir.Model) -> None:
-    """Fold constants of a graph that torch's exporter wrote, and keep only the module of the metadata of its nodes.
-
-    Args:
-        model: The graph of a module that stores the traced one as its attribute `model`.
-    """
-    keep_module_paths(model, _PREFIX)
-    try:
-        FoldWeightTransposes()(model)
-        onnxscript.optimizer.optimize(model, onnx_shape_inference=False)
-        FoldWeightTransposes()(model)
-    except ir.passes.PassError as error:
-        raise cause_of(error) from error  # small weights are read here, and may exceed float16
-    space_output_sizes(model)
 
 
 @contextlib.contextmanager
@@ -193,7 +172,7 @@ def _attach_weights(
     for name, value in model.graph.initializers.items():
         shape = tuple(tensor_of(value).shape.numpy())
         if name in stored:
-            key = weights.find(name.removeprefix(_PREFIX), shape)
+            key = weights.find(name.removeprefix(WRAPPED), shape)
             value.const_value = lazy(
                 lambda key=key: weights.read(key, numpy_dtype),  # type: ignore[misc]
                 ir.DataType.from_numpy(numpy_dtype),
@@ -202,5 +181,5 @@ def _attach_weights(
             )
         else:
             buffers = real_buffers() if buffers is None else buffers
-            buffer = buffers[name.removeprefix(_PREFIX)]
+            buffer = buffers[name.removeprefix(WRAPPED)]
             value.const_value = ir.Tensor(np.ascontiguousarray(buffer.numpy()), name=name)

@@ -293,9 +293,12 @@ def _converted(graph: ir.Graph, value: ir.Value, dtype: ir.DataType) -> ir.Value
         wide = read(tensor)
         with np.errstate(over="ignore"):
             narrow: npt.NDArray[Any] = wide.astype(dtype.numpy())
-        if np.isfinite(wide).all() and not np.isfinite(narrow).all():
+            # Extremes stand for all values: a NaN is an extreme in NumPy, and rounding is monotonic.
+            extremes = np.array([wide.min(), wide.max()] if wide.size else [])
+            exceeds = np.isfinite(extremes).all() and not np.isfinite(extremes.astype(dtype.numpy())).all()
+        if exceeds:
             raise WeightsError(
-                f"the weight {value.name} reaches {np.abs(wide).max():g}, beyond the range of {dtype}",
+                f"the weight {value.name} reaches {np.abs(extremes).max():g}, beyond the range of {dtype}",
                 "weights within the range of the reduced precision",
                 "keep the nodes that read it in float32 with --force_fp32_ops, or let --force_fp32_ops auto find them",
             )
