@@ -24,6 +24,8 @@ from sdonnx.optimize.optimizer import optimize_folder
 from sdonnx.runtime.pipeline import OrtDiffusionPipeline
 from sdonnx.sample.write_sample import write_sample
 
+Made = Callable[[str, Callable[[Path], object]], Path]
+
 # As published: diffusers/controlnet-canny-sdxl-1.0.
 _EMBEDDING = (16, 32, 96, 256)
 _STEPS, _ROUNDS, _MIN_SPEEDUP = 20, 5, 1.1
@@ -82,25 +84,39 @@ def torch_latents(
     return found, row
 
 
+@pytest.fixture
+def controlled(made: Made) -> Callable[[str], Path]:
+    """Return a function that makes a pipeline with a ControlNet once: `source`, `net`, and `fast` in fp16."""
+
+    def make(arch: str) -> Path:
+        def fill(work: Path) -> None:
+            write_sample(arch, work / "source")
+            net = write_controlnet(
+                work / "source", work / "net", 1, conditioning_embedding_out_channels=_EMBEDDING
+            )  # as wide as the published one
+            export_pipeline(work / "source", work / "onnx", controlnets=[net], dtype="float16")
+            optimize_folder(work / "onnx", work / "fast", provider="cuda", float16=True)
+
+        return made(f"controlled-{arch}", fill)
+
+    return make
+
+
 @pytest.mark.parametrize("arch", ["sdxl-tiny", pytest.param("sdxl", marks=pytest.mark.full)])
-def test_error_and_time(arch: str, tmp_path: Path, note: Note) -> None:
+def test_error_and_time(arch: str, controlled: Callable[[str], Path], note: Note) -> None:
     """Compare the error of latents with torch's in fp16, and the time of an image with torch.compile's if full-size."""
-    write_sample(arch, tmp_path / "source")
-    net = write_controlnet(
-        tmp_path / "source", tmp_path / "net", 1, conditioning_embedding_out_channels=_EMBEDDING
-    )  # as wide as the published one
-    export_pipeline(tmp_path / "source", tmp_path / "onnx", controlnets=[net], dtype="float16")
-    optimize_folder(tmp_path / "onnx", tmp_path / "fast", provider="cuda", float16=True)
+    folder = controlled(arch)
     # diffusers generates images of the size of the control image.
-    edge = read_json(tmp_path / "source" / "unet" / "config.json")["sample_size"] * 8
+    edge = read_json(folder / "source" / "unet" / "config.json")["sample_size"] * 8
     image = picture(1, (edge, edge))
     common: dict[str, Any] = {"prompt": "a red fox in the snow", "num_inference_steps": _STEPS, **CONTROL}
-    exact, _ = torch_latents(tmp_path, torch.float32, image, common)
+    exact, _ = torch_latents(folder, torch.float32, image, common)
     free_memory()
-    half, row = torch_latents(tmp_path, torch.float16, image, common, timed=arch == "sdxl")
+    half, row = torch_latents(folder, torch.float16, image, common, timed=arch == "sdxl")
     free_memory()
     row |= {"pipeline": arch, "torch_error": relative_error(half, exact)}
-    with OrtDiffusionPipeline.from_pretrained(tmp_path / "fast") as ours:
+    note("a ControlNet", row)  # what was measured so far, if the session is cut off
+    with OrtDiffusionPipeline.from_pretrained(folder / "fast") as ours:
         ours.set_progress_bar_config(disable=True)
         given = {**common, "control_image": image, "seed": 3}
         found = np.asarray(ours(**given, output_type="latent").images)
@@ -110,29 +126,25 @@ def test_error_and_time(arch: str, tmp_path: Path, note: Note) -> None:
         row["seconds"] = seconds_of(lambda: ours(**given, output_type="ort"))
         plain = {name: value for name, value in given.items() if not name.startswith("control")}
         row["plain_seconds"] = seconds_of(lambda: ours(**plain, output_type="ort"))
-    note("a ControlNet", row)
     assert row["error"] <= 2 * row["torch_error"], row
     if arch == "sdxl":
         assert row["torch_compile_s"] >= _MIN_SPEEDUP * row["seconds"], row
 
 
 @pytest.mark.parametrize("arch", ["sdxl-tiny", pytest.param("sdxl", marks=pytest.mark.full)])
-def test_guess_mode_computes_half_of_the_rows(arch: str, tmp_path: Path, note: Note) -> None:
+def test_guess_mode_computes_half_of_the_rows(arch: str, controlled: Callable[[str], Path], note: Note) -> None:
     """Compare the error of latents with torch's in fp16, and the time of an image with that of all rows."""
-    write_sample(arch, tmp_path / "source")
-    net = write_controlnet(tmp_path / "source", tmp_path / "net", 1, conditioning_embedding_out_channels=_EMBEDDING)
-    export_pipeline(tmp_path / "source", tmp_path / "onnx", controlnets=[net], dtype="float16")
-    optimize_folder(tmp_path / "onnx", tmp_path / "fast", provider="cuda", float16=True)
-    edge = read_json(tmp_path / "source" / "unet" / "config.json")["sample_size"] * 8
+    folder = controlled(arch)
+    edge = read_json(folder / "source" / "unet" / "config.json")["sample_size"] * 8
     image = picture(1, (edge, edge))
     common: dict[str, Any] = {"prompt": "a red fox in the snow", "num_inference_steps": _STEPS, **CONTROL}
     guess = common | {"guess_mode": True}
-    exact, _ = torch_latents(tmp_path, torch.float32, image, guess)
+    exact, _ = torch_latents(folder, torch.float32, image, guess)
     free_memory()
-    half, _ = torch_latents(tmp_path, torch.float16, image, guess)
+    half, _ = torch_latents(folder, torch.float16, image, guess)
     free_memory()
     row: dict[str, Any] = {"pipeline": arch, "torch_error": relative_error(half, exact)}
-    with OrtDiffusionPipeline.from_pretrained(tmp_path / "fast") as ours:
+    with OrtDiffusionPipeline.from_pretrained(folder / "fast") as ours:
         ours.set_progress_bar_config(disable=True)
 
         def latents(arguments: dict[str, Any]) -> Any:
@@ -151,14 +163,11 @@ def test_guess_mode_computes_half_of_the_rows(arch: str, tmp_path: Path, note: N
         assert row["guess_seconds"] < row["seconds"], row
 
 
-def test_weights_are_on_the_device_once(tmp_path: Path, note: Note) -> None:
+def test_weights_are_on_the_device_once(controlled: Callable[[str], Path], note: Note) -> None:
     """The controlled step graph needs less than a tenth of the UNet's weights in addition."""
-    write_sample("sd15", tmp_path / "source")
-    net = write_controlnet(tmp_path / "source", tmp_path / "net", 1, conditioning_embedding_out_channels=_EMBEDDING)
-    export_pipeline(tmp_path / "source", tmp_path / "onnx", controlnets=[net], dtype="float16")
-    optimize_folder(tmp_path / "onnx", tmp_path / "fast", provider="cuda", float16=True)
-    weights = (tmp_path / "fast" / "unet" / "model.onnx.data").stat().st_size
-    with OrtDiffusionPipeline.from_pretrained(tmp_path / "fast") as pipeline:
+    folder = controlled("sd15") / "fast"
+    weights = (folder / "unet" / "model.onnx.data").stat().st_size
+    with OrtDiffusionPipeline.from_pretrained(folder) as pipeline:
         device = pipeline.device
 
         def load() -> tuple[int, int]:
