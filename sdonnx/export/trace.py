@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from sdonnx.export.checkpoint_weights import Weights
+from sdonnx.export.decomposition import TRANSLATIONS, skip_decomposition
 from sdonnx.export.module_buffers import module_buffers
 from sdonnx.export.simplify import WRAPPED, simplify
 from sdonnx.export.wrappers import Wrapper
@@ -89,6 +90,7 @@ def trace(
         )
         program = torch.onnx.export(
             captured,
+            custom_translation_table=TRANSLATIONS if skip_decomposition(captured) else None,
             dynamo=True,
             opset_version=OPSET,
             optimize=False,
