@@ -1,4 +1,4 @@
-"""Fixtures of the tests of compiled graphs that are cached."""
+"""Graphs of the tests of compiled modules: shared by all tests of a run, or in a cache of their own."""
 
 from __future__ import annotations
 
@@ -7,9 +7,27 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+from support.pipeline_cache import run_root
+from support.shared_torchlib import share_torchlib
 
 from sdonnx.compiler import module_graph
 from sdonnx.compiler.module_graph import build_model
+
+
+@pytest.fixture(scope="module", autouse=True)
+def shared_graphs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Build each graph once in a run: compiling a small UNet takes seconds, and most tests compile the same ones."""
+    share_torchlib()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SDONNX_CACHE", str(run_root(tmp_path_factory.getbasetemp()) / "compiled"))
+        patch.setenv("SDONNX_CACHE_LIMIT", "10GB")
+        yield
+
+
+@pytest.fixture
+def uncached(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Builds each graph, and writes none into a cache."""
+    monkeypatch.setenv("SDONNX_CACHE_LIMIT", "0")
 
 
 @pytest.fixture

@@ -334,6 +334,7 @@ def test_copies_are_modules_in_torch(built: tuple[Any, Any], tmp_path: Path) -> 
     assert torch.equal(loaded(sample, 7, text).sample, unet(sample, 7, text).sample)
 
 
+@pytest.mark.usefixtures("uncached")
 def test_weights_stay_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the graph is written, and removed after an error; weights that the graph uses as they are share memory."""
     unet, sizes, addresses = small_unet(), [], {}

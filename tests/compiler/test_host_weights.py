@@ -140,7 +140,7 @@ def test_weights_move_before_the_graph_is_loaded(limit: str, options: Any, monke
     assert place_of(weights) == CPU
 
 
-@pytest.mark.usefixtures("frees")
+@pytest.mark.usefixtures("frees", "uncached")
 def test_weights_return_if_the_graph_cannot_be_loaded() -> None:
     unet = small_unet()
     weights, places = HostWeights(unet), list[torch.device | None]()

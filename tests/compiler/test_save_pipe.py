@@ -77,6 +77,7 @@ def test_other_weights_are_compiled(saved: Path, micro: Path, builds: mock.Mock,
     assert warned == [f"CLIPTextModel is compiled: that in {saved} has other weights"]
 
 
+@pytest.mark.usefixtures("uncached")
 def test_methods_compiled_by_their_first_call(
     saved: Path, micro: Path, tmp_path: Path, builds: mock.Mock, warned: list[str]
 ) -> None:

@@ -27,12 +27,13 @@ from sdonnx.models.image_adapters import ADAPTERS
 from sdonnx.models.spec import Family, Role
 from sdonnx.sample.architecture import ADAPTER_FILES
 from support.pipelines import snapshot
+from support.shared_torchlib import share_torchlib
 
 if TYPE_CHECKING:
     from sdonnx.export.component_plan import ComponentPlan
     from sdonnx.folder.pipeline_folder import PipelineFolder
 
-__all__ = ["CACHE_VARIABLE", "PipelineCache"]
+__all__ = ["CACHE_VARIABLE", "PipelineCache", "cache_root", "run_root"]
 
 CACHE_VARIABLE = "SDONNX_TEST_CACHE"
 """Environment variable that names a directory to keep between runs; by default the cache lives for one run."""
@@ -96,6 +97,8 @@ class PipelineCache:
         the export of that component.
         """
         from sdonnx.export.export_pipeline import export_pipeline
+
+        share_torchlib()
 
         def make(out: Path) -> None:
             controls = (*options.get("controlnets", ()), *options.get("t2i_adapters", ()))
@@ -327,8 +330,17 @@ def cache_root(base: Path) -> Path:
     """Return the directory of the cache: the one that the environment names, or one of the run.
 
     Args:
-        base: the base temporary directory of this process; those of pytest-xdist's workers have a common parent.
+        base: the base temporary directory of this process.
     """
     if named := os.environ.get(CACHE_VARIABLE):
         return Path(named)
-    return (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "pipelines"
+    return run_root(base) / "pipelines"
+
+
+def run_root(base: Path) -> Path:
+    """Return the temporary directory of the run: pytest-xdist's workers have directories of their own in it.
+
+    Args:
+        base: the base temporary directory of this process.
+    """
+    return base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
