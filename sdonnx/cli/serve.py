@@ -85,8 +85,10 @@ def run(options: argparse.Namespace) -> int:
     if options.ray:
         return _run_on_ray(options, folders)
     _refuse_without_ray(options)
-    sizes = [_size(text) for text in options.warmup]
     limits = _limits(options)
+    sizes = [_size(text) for text in options.warmup]
+    for size in sizes:
+        limits.check_size(*size)
     loras = {} if options.lora_folder is None else list_loras(options.lora_folder)
     from sdonnx.serve.http.serve_settings import ServeSettings, read_api_keys
 
@@ -201,6 +203,6 @@ def _folders(models: list[str]) -> dict[str, str]:
 
 def _size(text: str) -> tuple[int, int]:
     width, _, height = text.partition("x")
-    if not (width.isascii() and width.isdigit() and height.isascii() and height.isdigit()):
+    if not all(edge.isascii() and edge.isdigit() and int(edge) for edge in (width, height)):
         raise OptionError(f"--warmup has {text!r}", "WIDTHxHEIGHT", "pass for example 512x512")
     return int(height), int(width)

@@ -165,6 +165,8 @@ class AsyncPipeline:
         Raises:
             SdonnxError: a size cannot be used, or the device has too little memory.
         """
+        for height, width in sizes or ():
+            self.limits.check_size(height, width)
         later = []
         for name, model in self._models.items():
             edge = model.pipeline.default_size

@@ -212,9 +212,7 @@ def plan_request(
     _require_whole("num_images", request.num_images, 1, limits.max_images)
     _require_whole("height", height, 1, limits.max_pixels)
     _require_whole("width", width, 1, limits.max_pixels)
-    if height * width > limits.max_pixels:
-        found = f"an image of {width}x{height} pixels"
-        raise OptionError(found, f"at most {limits.max_pixels} pixels", "ask for a smaller size")
+    limits.check_size(height, width)
     _require_whole("num_inference_steps", steps, 1, limits.max_steps)
     _require_whole("num_previews", request.num_previews, 0, limits.max_steps)
     if request.seed is not None:

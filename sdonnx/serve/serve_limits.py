@@ -42,6 +42,20 @@ class ServeLimits:
             if isinstance(value, bool) or not minimum <= value < float("inf"):
                 raise OptionError(f"{name} is {value!r}", f"a number from {minimum} on", "pass another number")
 
+    def check_size(self, height: int, width: int) -> None:
+        """Check the size of an image.
+
+        Args:
+            height: height in pixels, at least 1.
+            width: width in pixels, at least 1.
+
+        Raises:
+            OptionError: the image has more than `max_pixels` pixels.
+        """
+        if height * width > self.max_pixels:
+            found = f"an image of {width}x{height} pixels"
+            raise OptionError(found, f"at most {self.max_pixels} pixels", "ask for a smaller size")
+
     def batch_sizes(self, pixels: int = 1) -> list[int]:
         """Return the numbers of images that a batch may have: powers of two and the maximum.
 

@@ -406,6 +406,9 @@ def test_loading_names_models_and_warms_up(shapes_cpu: Path) -> None:
         async with AsyncPipeline.from_pretrained(folders, limits=ServeLimits(max_batch_size=2)) as queue:
             assert queue.models == ["one", "two"]
             assert queue.default_size("two") == 64
+            with refused(OptionError, "4096x2048 pixels"):
+                queue.warmup([(2048, 4096)])
+            assert not queue._models["two"].pipeline.captured_sizes
             await asyncio.to_thread(queue.warmup)
             shapes = queue._models["two"].pipeline.captured_sizes
             assert {(each.batch, each.height, each.width) for each in shapes} == {(1, 64, 64), (2, 64, 64)}

@@ -101,6 +101,8 @@ def run(options: Sequence[str]) -> None:
         (["-m", "=x"], "FOLDER or NAME=FOLDER"),
         (["-m", "a="], "FOLDER or NAME=FOLDER"),
         (["-m", "x", "--warmup", "512"], "'512'"),
+        (["-m", "x", "--warmup", "0x512"], "'0x512'"),
+        (["-m", "x", "--warmup", "64x64", "8192x8192"], "8192x8192 pixels; expected at most 4194304 pixels"),
         (["-m", "x", "--max_batch_size", "0"], "max_batch_size is 0"),
         (["-m", "x", "--max_wait_s", "nan"], "max_wait_s is nan"),
         (["-m", "x", "--api_key_file", "/missing"], "/missing cannot be read"),

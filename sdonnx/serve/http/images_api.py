@@ -141,6 +141,8 @@ class ImagesApi:
         return replace(asked, **images)
 
     async def _answer(self, request: Request, fields: ImageFields, asked: ImageRequest, kind: str) -> Response:
+        if asked.num_images > (limit := self._pipeline.limits.max_images):  # the queue knows it by another name
+            raise OptionError(f"n is {asked.num_images}", f"a whole number from 1 to {limit}", "pass another number")
         job = await self._pipeline.accept(asked)
         encoder = Encoder(fields, job, self._pipeline.observer)
         if fields.stream:
