@@ -7,7 +7,8 @@ that a rule multiplied with another, need a new graph.
 
 from __future__ import annotations
 
-from collections import Counter
+import hashlib
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,8 @@ Array = npt.NDArray[Any]
 # Modules whose vectors no rule combines with anything unless the names of initializers say so.
 _PLAIN = (torch.nn.Linear, torch.nn.Conv2d, torch.nn.GroupNorm, torch.nn.LayerNorm)
 
+_SAMPLES = 4096  # values of a tensor that are compared first
+
 
 def parameter_places(model: ir.Model, module: torch.nn.Module) -> dict[str, list[dict[str, Any]]]:
     """Return where a built model keeps parameters of the module, by name, as JSON values.
@@ -46,8 +49,7 @@ def parameter_places(model: ir.Model, module: torch.nn.Module) -> dict[str, list
     """
     exported: ir.Model = model.meta[EXPORTED]
     tensors = float_tensors(module)
-    counts = Counter(map(_identity, tensors.values()))
-    single = {name for name, tensor in tensors.items() if counts[_identity(tensor)] == 1}
+    single = _single(tensors)
     weights = {each.name: each.initializer.removesuffix(".T") for each in module_weights(exported)}
     found: dict[str, list[Place]] = {}
     for name, places in find_places(model, exported).items():
@@ -134,9 +136,22 @@ def _related(model: ir.Model, name: str) -> set[str]:
     return {str(each) for each in model.graph.initializers if name in str(each)}
 
 
-def _identity(tensor: torch.Tensor) -> tuple[Any, ...]:
-    values = tensor.detach().cpu().contiguous().numpy()
-    return values.shape, hash(values.tobytes())
+def _single(tensors: Mapping[str, torch.Tensor]) -> set[str]:
+    """Return the names of tensors whose values no other tensor has."""
+    groups = defaultdict[tuple[Any, ...], list[str]](list)
+    for name, tensor in tensors.items():
+        values = tensor.detach().reshape(-1)  # all values are compared only where a few are equal
+        groups[tensor.shape, _digest(values[:: max(len(values) // _SAMPLES, 1)])].append(name)
+    single = {names[0] for names in groups.values() if len(names) == 1}
+    for names in groups.values():
+        digests = {name: _digest(tensors[name]) for name in names if name not in single}
+        counts = Counter(digests.values())
+        single.update(name for name, digest in digests.items() if counts[digest] == 1)
+    return single
+
+
+def _digest(tensor: torch.Tensor) -> bytes:
+    return hashlib.sha256(tensor.detach().cpu().contiguous().numpy().tobytes()).digest()
 
 
 def _is_ambiguous(tensor: torch.Tensor) -> bool:
@@ -144,5 +159,7 @@ def _is_ambiguous(tensor: torch.Tensor) -> bool:
     values = tensor.detach().cpu().numpy()
     if values.ndim == 2 or values.shape[2:] == (1, 1):
         square = values.reshape(len(values), -1)
-        return square.shape[0] == square.shape[1] and np.array_equal(square, square.T)
-    return np.array_equal(rows_of(values, "rows"), rows_of(values, "nhwc"))
+        is_square = square.shape[0] == square.shape[1]
+        return is_square and np.array_equal(square[0], square[:, 0]) and np.array_equal(square, square.T)
+    parts = (values[:1], values)  # mostly, the first channel decides
+    return all(np.array_equal(rows_of(each, "rows"), rows_of(each, "nhwc")) for each in parts)

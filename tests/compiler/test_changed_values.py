@@ -182,6 +182,15 @@ def test_parameters_that_may_share_an_initializer_or_a_layout_are_left_out(folde
     assert relative_error(unet_output(compiled), unet_output(unet)) < 1e-5
 
 
+def test_tensors_are_compared_beyond_their_samples() -> None:
+    first = torch.rand(100, 100)
+    second, other_shape, last = first.clone(), first.reshape(200, 50), torch.rand(100, 100)
+    tensors = {"first": first, "second": second, "other shape": other_shape, "last": last}
+    assert changed_values._single(tensors) == {"other shape", "last"}
+    second[0, 1] += 1  # every second value is a sample
+    assert changed_values._single(tensors) == tensors.keys()
+
+
 def test_quantized_weights_are_quantized_again(folder: Path, builds: mock.Mock) -> None:
     unet = small_unet()
     compiled = sdonnx.compile(unet, options={"quant_type": "int8_weightonly"})
