@@ -1,7 +1,7 @@
 """Programs of torch.export that torch.onnx can translate without a decomposition.
 
 torch.onnx.export decomposes every program first, which traces the module two more times: 67 s for the UNet of Stable
-Diffusion XL on two cores. Programs of denoisers and autoencoders consist of operators that it translates as they are
+Diffusion XL on two cores. Programs of UNets, autoencoders and CLIP consist of operators that it translates as they are
 (docs/decisions/0191-translate-programs-as-they-are.md).
 """
 
@@ -25,6 +25,7 @@ _TRANSLATED = frozenset(
         _ATEN.add.Tensor,
         _ATEN.arange.default,
         _ATEN.arange.start,
+        _ATEN.argmax.default,
         _ATEN.cat.default,
         _ATEN.chunk.default,
         _ATEN.clamp.default,
@@ -34,22 +35,29 @@ _TRANSLATED = frozenset(
         _ATEN.cos.default,
         _ATEN.div.Tensor,
         _ATEN.dropout.default,
+        _ATEN.embedding.default,
+        _ATEN.eq.Scalar,
         _ATEN.exp.default,
         _ATEN.expand.default,
         _ATEN.flatten.using_ints,
         _ATEN.gelu.default,
         _ATEN.group_norm.default,
+        _ATEN.index.Tensor,
         _ATEN.layer_norm.default,
+        _ATEN.le.Tensor,
         _ATEN.linear.default,
         _ATEN.mul.Tensor,
         _ATEN.pad.default,
         _ATEN.permute.default,
         _ATEN.reshape.default,
         _ATEN.scaled_dot_product_attention.default,
+        _ATEN.select.int,
+        _ATEN.sigmoid.default,
         _ATEN.silu.default,
         _ATEN.sin.default,
         _ATEN.slice.Tensor,
         _ATEN.sym_size.int,
+        _ATEN.to.device,
         _ATEN.to.dtype,
         _ATEN.transpose.int,
         _ATEN.unbind.int,
@@ -65,7 +73,17 @@ def _to_dtype(self: Any, dtype: int, non_blocking: bool = False, copy: bool = Fa
     return op.Cast(self, to=dtype)
 
 
-TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {_ATEN.to.dtype: _to_dtype}
+def _to_device(
+    self: Any, device: str, dtype: int, non_blocking: bool = False, copy: bool = False, memory_format: str = ""
+) -> Any:
+    """Translate `aten.to.device`; a graph has no devices."""
+    return op.Cast(self, to=dtype)
+
+
+TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
+    _ATEN.to.device: _to_device,
+    _ATEN.to.dtype: _to_dtype,
+}
 """Translations for `torch.onnx.export(custom_translation_table=...)` of programs that are not decomposed."""
 
 

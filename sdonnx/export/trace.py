@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from sdonnx.export.checkpoint_weights import Weights
 from sdonnx.export.decomposition import TRANSLATIONS, skip_decomposition
 from sdonnx.export.module_buffers import module_buffers
+from sdonnx.export.repeated_blocks import repeat_blocks, shortened
 from sdonnx.export.simplify import WRAPPED, simplify
 from sdonnx.export.wrappers import Wrapper
 from sdonnx.graph.edit import required, tensor_of
@@ -80,30 +81,44 @@ def trace(
     with quiet_exporter(), _default_dtype(dtype), mode, torch.no_grad():
         module = wrapper(build(), [tensor.name for tensor in spec.inputs]).eval()
         names = tuple(_dynamic_axes(tensor.resolve(config)) for tensor in spec.inputs)
-        # Captured here, because torch.onnx.export first captures without assumptions on sizes
-        # (`backed_size_oblivious`), which fails for odd latents, and then falls back to a slower path.
-        captured = torch.export.export(
-            module,
-            tuple(_examples(spec, config, dtype, {**_EXAMPLE_SIZES, **wrapper.example_sizes})),
-            dynamic_shapes=(tuple(_all_dynamic(axes) for axes in names),),
-            strict=False,
-        )
-        program = torch.onnx.export(
-            captured,
-            custom_translation_table=TRANSLATIONS if skip_decomposition(captured) else None,
-            dynamo=True,
-            opset_version=OPSET,
-            optimize=False,
-            input_names=[tensor.name for tensor in spec.inputs],
-            output_names=[tensor.name for tensor in spec.outputs_in(config)],
-            dynamic_shapes=(names,),  # names of the dynamic axes
-            verbose=False,
-        )
-    model = required(program, "exported program").model
+        with shortened(module) as repeated:
+            model = _exported(module, names, spec, config, dtype)
+        if not repeat_blocks(model, repeated):
+            model = _exported(module, names, spec, config, dtype)
     _attach_weights(model, module, weights, buffers or (lambda: module_buffers(build)), dtype)
     simplify(model)
     model.graph.name = spec.name
     return model
+
+
+def _exported(
+    module: Wrapper,
+    axes: Sequence[dict[int, str] | None],
+    spec: ComponentSpec,
+    config: Mapping[str, Any],
+    dtype: torch.dtype,
+) -> ir.Model:
+    """Return the graph of a module of fake tensors, as torch writes it. `axes` has the dynamic axes of each input."""
+    # Captured here, because torch.onnx.export first captures without assumptions on sizes (`backed_size_oblivious`),
+    # which fails for odd latents, and then falls back to a slower path.
+    captured = torch.export.export(
+        module,
+        tuple(_examples(spec, config, dtype, {**_EXAMPLE_SIZES, **module.example_sizes})),
+        dynamic_shapes=(tuple(_all_dynamic(each) for each in axes),),
+        strict=False,
+    )
+    program = torch.onnx.export(
+        captured,
+        custom_translation_table=TRANSLATIONS if skip_decomposition(captured) else None,
+        dynamo=True,
+        opset_version=OPSET,
+        optimize=False,
+        input_names=[tensor.name for tensor in spec.inputs],
+        output_names=[tensor.name for tensor in spec.outputs_in(config)],
+        dynamic_shapes=(tuple(axes),),  # names of the dynamic axes
+        verbose=False,
+    )
+    return required(program, "exported program").model
 
 
 @contextlib.contextmanager

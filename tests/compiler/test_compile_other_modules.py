@@ -12,12 +12,11 @@ import torch
 from diffusers.models.autoencoders.vae import DecoderOutput
 from support.logged_lines import logged_lines
 from support.small_modules import small_autoencoder as _autoencoder
+from support.small_modules import small_image_encoder
 from support.small_modules import small_text_encoder as _clip
 from transformers import (
     CLIPTextModel,
     CLIPTextModelWithProjection,
-    CLIPVisionConfig,
-    CLIPVisionModelWithProjection,
 )
 from transformers.models.clip.modeling_clip import CLIPVisionModelOutput
 
@@ -124,17 +123,8 @@ def test_text_encoder_matches(encoders: tuple[Any, Any], shape: tuple[int, int],
     assert in_torch == []
 
 
-def _vision(**options: Any) -> Any:
-    torch.manual_seed(0)
-    sizes: dict[str, Any] = {
-        "hidden_size": 32, "intermediate_size": 64, "projection_dim": 24, "num_hidden_layers": 3,
-        "num_attention_heads": 2, "image_size": 28, "patch_size": 7,
-    }  # fmt: skip
-    return CLIPVisionModelWithProjection(CLIPVisionConfig(**(sizes | options))).eval().requires_grad_(False)
-
-
 def test_image_encoder_matches(in_torch: list[str]) -> None:
-    encoder: Any = _vision()
+    encoder: Any = small_image_encoder()
     compiled = sdonnx.compile(encoder)
     for batch in (1, 3):
         pixels = torch.randn(batch, 3, 28, 28)

@@ -10,6 +10,9 @@ __all__ = ["form"]
 
 _SMALL = 16  # values of a constant that are compared one by one
 
+# The first counts for sizes of zero only: torch's view has it, and its reshape has not. The second is for 8 bits.
+_WITHOUT_EFFECT = {"allowzero", "saturate"}
+
 
 def form(model: ir.Model) -> tuple[list[Any], list[Any], list[Any]]:
     """Return the nodes, the constants, and the inputs and outputs; names contain numbers of removed nodes."""
@@ -38,7 +41,7 @@ def _attributes(node: ir.Node) -> list[str]:
     found = []
     for key, attribute in node.attributes.items():
         value = attribute.value
-        if key == "allowzero":  # it only counts for sizes of zero: torch's view has it, and its reshape has not
+        if key in _WITHOUT_EFFECT:
             continue
         if key == "axis" and node.inputs[0] is not None and node.inputs[0].shape is not None:
             value %= node.inputs[0].shape.rank()

@@ -6,11 +6,19 @@ from typing import Any
 
 import torch
 from diffusers import AutoencoderKL, UNet2DConditionModel
-from transformers import CLIPTextConfig, CLIPTextModel
+from transformers import CLIPTextConfig, CLIPTextModel, CLIPVisionConfig, CLIPVisionModelWithProjection
 
 from sdonnx.operators.case import Array
 
-__all__ = ["TEXT_WIDTH", "small_autoencoder", "small_text_encoder", "small_unet", "unet_inputs", "unet_output"]
+__all__ = [
+    "TEXT_WIDTH",
+    "small_autoencoder",
+    "small_image_encoder",
+    "small_text_encoder",
+    "small_unet",
+    "unet_inputs",
+    "unet_output",
+]
 
 TEXT_WIDTH = 16
 """Size of the text states that the UNet reads."""
@@ -68,3 +76,13 @@ def small_text_encoder(kind: Any = CLIPTextModel, **options: Any) -> Any:
         "num_attention_heads": 2, "max_position_embeddings": 77, "bos_token_id": 97, "eos_token_id": 98,
     }  # fmt: skip
     return kind(CLIPTextConfig(**(sizes | options))).eval().requires_grad_(False)
+
+
+def small_image_encoder(**options: Any) -> Any:
+    """Return an image encoder of CLIP; options change its configuration."""
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {
+        "hidden_size": 32, "intermediate_size": 64, "projection_dim": 24, "num_hidden_layers": 3,
+        "num_attention_heads": 2, "image_size": 28, "patch_size": 7,
+    }  # fmt: skip
+    return CLIPVisionModelWithProjection(CLIPVisionConfig(**(sizes | options))).eval().requires_grad_(False)
