@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from types import FunctionType
 from typing import Any
 
 import numpy as np
@@ -88,7 +87,8 @@ def _is_equal(first: Any, second: Any, compared: frozenset[tuple[int, int]] = fr
         return list(first) == list(second) and all(_is_equal(first[key], second[key], compared) for key in first)
     if isinstance(first, list | tuple):
         return len(first) == len(second) and all(_is_equal(*both, compared) for both in zip(first, second, strict=True))
-    if hasattr(first, "__dict__") and not isinstance(first, FunctionType):
+    # Modules and attention processors. Functions, methods and partials have other contents, so they must be the same.
+    if hasattr(first, "__dict__") and type(first).__module__ not in ("builtins", "functools"):
         return _is_equal(vars(first), vars(second), compared)
     return bool(first == second)
 
@@ -202,7 +202,7 @@ class _Chain:
                 metadata_props=metadata,
             )
             for output, new in zip(node.outputs, copied.outputs, strict=True):
-                new.name, new.type, new.shape = f"{self._prefix(index)}{output.name}", output.type, output.shape
+                new.name, new.type, new.shape = f"{self._prefix(index)}{output.name}", output.type, _copy(output.shape)
             added.append(copied)
         self._graph.insert_after(previous[-1], added)
         return added
@@ -221,7 +221,7 @@ class _Chain:
             return value
         name = self._renamed(str(value.name), index)
         if name not in self._graph.initializers:
-            parameter = ir.Value(name=name, type=value.type, shape=value.shape, const_value=value.const_value)
+            parameter = ir.Value(name=name, type=value.type, shape=_copy(value.shape), const_value=value.const_value)
             self._graph.register_initializer(parameter)
         return self._graph.initializers[name]
 
@@ -232,6 +232,10 @@ class _Chain:
         """Return the value of a block that stands where a value of the third block does; others stay."""
         place = None if value is None else self._places[_THIRD].get(value)
         return value if place is None else block[place[0]].outputs[place[1]]
+
+
+def _copy(shape: ir.Shape | None) -> ir.Shape | None:
+    return None if shape is None else shape.copy()
 
 
 def _is_same_operation(first: ir.Node, second: ir.Node) -> bool:

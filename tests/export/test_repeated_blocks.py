@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import types
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -13,6 +14,7 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 import torch
+from diffusers.models.attention_processor import AttnProcessor
 from support.graph_forms import form
 from support.small_modules import small_unet, unet_inputs, unet_output
 from support.steps import run
@@ -60,6 +62,11 @@ def test_graph_is_that_of_all_blocks() -> None:
     np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
+def scale_states(*states: torch.Tensor, factor: float, **_: Any) -> torch.Tensor:
+    """Return the last argument times a factor."""
+    return states[-1] * factor
+
+
 def differing(change: str) -> Any:
     """Return a UNet with five blocks, one of which differs from the others."""
     unet = small_unet(transformer_layers_per_block=LAYERS)
@@ -76,12 +83,31 @@ def differing(change: str) -> Any:
         block.register_forward_hook(lambda _module, _inputs, output: 2 * output)
     elif change == "function":
         block.forward = lambda hidden_states, **_: 2 * hidden_states
+    elif change == "processor":
+        block.attn1.set_processor(AttnProcessor())
+    elif change in ("partial", "method"):
+        for index, other in enumerate(transformer.transformer_blocks):
+            bound = functools.partial(scale_states, factor=1 + index)
+            other.forward = bound if change == "partial" else types.MethodType(bound, other)
     else:
         transformer.forward = transformer.forward
     return unet
 
 
-@pytest.mark.parametrize("change", ["attribute", "part", "size", "hook", "function", "forward of all"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        "attribute",
+        "part",
+        "size",
+        "hook",
+        "function",
+        "processor",
+        "partial",
+        "method",
+        "forward of all",
+    ],
+)
 def test_blocks_that_differ_are_all_traced(change: str) -> None:
     unet = differing(change)
     parts = [name for name, _ in unet.named_modules()]
