@@ -42,6 +42,9 @@ _SLOW = (
     "benchmark/test_report",
     "cli/",
     "compiler/",
+    "export/test_decomposition",
+    "export/test_repeated_blocks",
+    "export/test_simplify",
     "doctor/test_doctor_command",
     "doctor/test_kernel_case_file",
     "folder/test_faults",
@@ -79,7 +82,7 @@ _MEASURED_CASES = 3
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--full", action="store_true", help="also run the tests of full-size models")
+    parser.addoption("--full", action="store_true", help="also run the tests of full-size models and further cases")
     parser.addoption("--measure-fast", action="store_true", help="with --cov: measure no tests that take long")
     parser.addoption("--results", type=Path, default=None, help="file to append measurements to")
     parser.addoption("--made", type=Path, default=None, help="keep GPU tests' pipelines here, and use those that are")

@@ -103,6 +103,7 @@ def test_residuals_of_both_are_inputs(controlled: Any, messages: list[str]) -> N
     ]
 
 
+@pytest.mark.full
 def test_an_adapter_of_xl_also_reaches_the_middle_block(messages: list[str]) -> None:
     compiled = sdonnx.compile(small_unet(**_XL))
     for size in ((16, 16), (20, 28)):

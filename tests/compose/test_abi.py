@@ -65,7 +65,9 @@ def with_t2i_adapter(pipelines: PipelineCache) -> Path:
     return pipelines.exported(source, t2i_adapters=[source / "adapter"])
 
 
-PIPELINES = [tiny, pixart, xl_with_adapters, xl_with_controlnets, with_t2i_adapter]
+PIPELINES = [
+    tiny, pixart, xl_with_adapters, pytest.param(xl_with_controlnets, marks=pytest.mark.full), with_t2i_adapter
+]  # fmt: skip
 
 
 def files_of(spec: GraphSpec) -> list[str]:

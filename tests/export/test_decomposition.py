@@ -44,7 +44,7 @@ def exported(make: Callable[[], Any], *, may_skip: bool, fused: bool) -> tuple[l
 MODULES: dict[str, Callable[[], Any]] = {
     "unet": small_unet,
     "text encoder": small_text_encoder,
-    "text encoder with gelu": lambda: small_text_encoder(CLIPTextModelWithProjection, hidden_act="gelu"),
+    "text encoder with projection": lambda: small_text_encoder(CLIPTextModelWithProjection, hidden_act="gelu"),
     "image encoder": small_image_encoder,
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from sdonnx.precision.group_norm_scaling import scalable_values
 # of these, the encoder of images has a Pad, which the UNet lacks.
 PARTS = {exporter.name: COMPONENTS for exporter in EXPORTERS} | {"dynamo-20": ("unet", "vae_encoder")}
 EXPORTS = [(name, component) for name, components in PARTS.items() for component in components]
+FURTHER = {"torchscript-17"}  # as torchscript-14, in a later opset
 
 # Number of each kernel in the fused graphs of `tiny`, from every exporter.
 TABLE = {
@@ -47,16 +49,37 @@ TABLE = {
 UNFUSED = {"Attention", "Softmax", "Conv", "InstanceNormalization", "GroupNormalization", "Erf", "ReduceMean", "Gelu"}
 
 
+def cases(exports: Iterable[tuple[str, str]]) -> list[Any]:
+    """Return exporters and components; those of some exporters are for --full."""
+    return [pytest.param(*each, marks=[pytest.mark.full] if each[0] in FURTHER else []) for each in exports]
+
+
+class Exports:
+    """`tiny` from each exporter, made when it is asked for, and from this project's export.
+
+    Args:
+        source: `tiny`.
+        exported: `tiny`, exported by this project.
+        folder: where the others are written.
+    """
+
+    def __init__(self, source: Path, exported: Path, folder: Path) -> None:
+        self._source, self._folder = source, folder
+        self._made = {"sdonnx": exported}
+        self._captured: Captured = {}
+
+    def __getitem__(self, name: str) -> Path:
+        if name not in self._made:
+            exporter = next(each for each in EXPORTERS if each.name == name)
+            out = self._folder / name
+            self._made[name] = export_folder(self._source, out, exporter, PARTS[name], self._captured)
+        return self._made[name]
+
+
 @pytest.fixture(scope="session")
-def exports(tiny_pipeline: Path, tiny_exported: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """`tiny` from each exporter, and from this project's export."""
-    folder = tmp_path_factory.mktemp("exporters")
-    captured: Captured = {}
-    made = {
-        exporter.name: export_folder(tiny_pipeline, folder / exporter.name, exporter, PARTS[exporter.name], captured)
-        for exporter in EXPORTERS
-    }
-    return {"sdonnx": tiny_exported, **made}
+def exports(tiny_pipeline: Path, tiny_exported: Path, tmp_path_factory: pytest.TempPathFactory) -> Exports:
+    """`tiny` from each exporter."""
+    return Exports(tiny_pipeline, tiny_exported, tmp_path_factory.mktemp("exporters"))
 
 
 @lru_cache
@@ -72,23 +95,23 @@ def fused(folder: Path, component: str, provider: str) -> ir.Model:
     return model
 
 
-@pytest.mark.parametrize(("name", "component"), [*(("sdonnx", component) for component in COMPONENTS), *EXPORTS])
-def test_every_exporter_gives_the_same_operators(name: str, component: str, exports: dict[str, Path]) -> None:
+@pytest.mark.parametrize(("name", "component"), cases([*(("sdonnx", component) for component in COMPONENTS), *EXPORTS]))
+def test_every_exporter_gives_the_same_operators(name: str, component: str, exports: Exports) -> None:
     found = kernels(fused(exports[name], component, "cuda"))
     assert {operator: found.get(operator, 0) for operator in TABLE[component]} == TABLE[component]
     assert not UNFUSED & found.keys()
     assert found == kernels(fused(exports["sdonnx"], component, "cuda"))
 
 
-@pytest.mark.parametrize(("name", "component"), [each for each in EXPORTS if each[1].startswith("vae")])
-def test_what_norms_read_can_be_scaled(name: str, component: str, exports: dict[str, Path]) -> None:
+@pytest.mark.parametrize(("name", "component"), cases(each for each in EXPORTS if each[1].startswith("vae")))
+def test_what_norms_read_can_be_scaled(name: str, component: str, exports: Exports) -> None:
     found = scalable_values(fused(exports[name], component, "cuda"))
     assert len(found) == len(scalable_values(fused(exports["sdonnx"], component, "cuda"))) > 40
 
 
-@pytest.mark.parametrize(("name", "component"), EXPORTS)
+@pytest.mark.parametrize(("name", "component"), cases(EXPORTS))
 def test_fused_graphs_match_the_unfused(
-    name: str, component: str, exports: dict[str, Path], tiny_torch: Any, tmp_path: Path
+    name: str, component: str, exports: Exports, tiny_torch: Any, tmp_path: Path
 ) -> None:
     given = even_cases(component, config_of(tiny_torch, component))
     plain = session(exports[name] / component / "model.onnx")
