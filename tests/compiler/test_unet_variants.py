@@ -89,6 +89,7 @@ def test_residuals_of_controlnet_are_inputs(controlled: Any, messages: list[str]
     assert messages == ["UNet2DConditionModel is compiled again, for residuals of ControlNet"]
 
 
+@pytest.mark.full
 def test_residuals_of_adapters_are_inputs(controlled: Any, messages: list[str]) -> None:
     for size in ((16, 16), (13, 18)):
         assert _error(controlled, _inputs(*size), _adapted(_SD_ADAPTER, *size)) < 1e-4

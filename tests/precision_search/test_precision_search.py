@@ -137,7 +137,11 @@ class Case:
         return generated_by_torch(self.torch, torch.float32, self.settings)
 
 
-@pytest.fixture(scope="module", params=OVERFLOWS)
+# That of attention is for --full: like that of the autoencoder, it is a sample of Stable Diffusion.
+CASES = [pytest.param(kind, marks=[pytest.mark.full] if kind == "attention" else []) for kind in OVERFLOWS]
+
+
+@pytest.fixture(scope="module", params=CASES)
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, pipelines: PipelineCache) -> Case:
     return Case(request.param, tmp_path_factory.mktemp(request.param), pipelines)
 
