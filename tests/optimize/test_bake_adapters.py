@@ -40,7 +40,7 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="module", params=list(ENCODERS))
+@pytest.fixture(scope="module", params=["tiny", pytest.param("sdxl-tiny", marks=pytest.mark.full)])
 def arch(request: pytest.FixtureRequest) -> Any:
     return request.param
 
