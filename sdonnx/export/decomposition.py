@@ -1,6 +1,6 @@
 """Programs of torch.export that torch.onnx can translate without a decomposition.
 
-torch.onnx.export decomposes every program first, which traces the module two more times: 67 s for the UNet of Stable
+torch.onnx.export decomposes every program first, which traces the module two more times: 40 s for the UNet of Stable
 Diffusion XL on two cores. Programs of UNets, autoencoders and CLIP consist of operators that it translates as they are
 (docs/decisions/0191-translate-programs-as-they-are.md).
 """
