@@ -81,6 +81,8 @@ class Engine(abc.ABC):
         compile_modes: the valid values of `EngineOptions.compile_mode`.
         supports_adapters: whether it supports image-prompt adapters.
         needs_preparation: whether `prepare` must run once on each GPU.
+        pipeline_load_s: time in which `load` imported diffusers and loaded its pipeline onto the device, without
+            compilation; None before `load`, and for engines of graphs.
 
     Raises:
         SdonnxError: a package is missing, or the engine does not support the folder or an option.
@@ -109,6 +111,7 @@ class Engine(abc.ABC):
                 f"--ip_adapter for the engine {self.name}", "an engine that supports adapters", "omit the engine"
             )
         self.options = options
+        self.pipeline_load_s: float | None = None
         self.folder = PipelineFolder.open(options.folder)
         self.family = family_of(self.folder)
         self.denoiser = self.family.with_role(Role.DENOISER)

@@ -81,7 +81,7 @@ def perform(job: dict[str, Any], emit: Emit) -> None:
         except Exception as error:  # the timed runs remain valid
             emit("unstaged", _reason(error))
     elif job["task"] == "start":
-        emit("start", measure_start(engine, workload))
+        emit("start", dataclasses.asdict(measure_start(engine, workload)))
     elif job["task"] == "throughput":
         emit("points", measure_throughput(engine, workload, prompts[0], count, on_progress))
     elif job["task"] == "resolutions":

@@ -13,7 +13,7 @@ import numpy as np
 from sdonnx.benchmark.engine import Engine
 from sdonnx.benchmark.extra_results import Resolution
 from sdonnx.benchmark.memory import PeakMemory, host_peak_bytes, memory_source
-from sdonnx.benchmark.results import MIN_PSNR_DB, Round
+from sdonnx.benchmark.results import MIN_PSNR_DB, Round, Start
 from sdonnx.benchmark.statistics import quantile
 from sdonnx.benchmark.workload import Workload
 from sdonnx.metrics import psnr
@@ -127,16 +127,17 @@ def measure_round(
         engine.allocator_bytes(),
         host_peak_bytes(),
         _range_of(clocks),
+        pipeline_load_s=engine.pipeline_load_s,
     )
     return measured, [image for prompt in prompts for image in first[prompt]], fault
 
 
-def measure_start(engine: Engine, workload: Workload) -> float:
-    """Load an engine, generate the first images, and return the seconds that both took."""
+def measure_start(engine: Engine, workload: Workload) -> Start:
+    """Load an engine, generate the first images, and return the time."""
     start = time.perf_counter()
     engine.load(workload)
     engine.generate(_WARM_UP_PROMPT, workload)
-    return time.perf_counter() - start
+    return Start(time.perf_counter() - start, engine.pipeline_load_s)
 
 
 def differs(images: Sequence[Image], others: Sequence[Image]) -> bool:

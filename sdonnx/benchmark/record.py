@@ -44,8 +44,10 @@ COLUMNS = (
     "step_ms",
     "decode_ms",
     "load_s",
+    "pipeline_load_s",
     "first_image_s",
     "cached_first_image_s",
+    "cached_pipeline_load_s",
     "warm_up_s",
     "allocator_MB",
     "host_peak_MB",
@@ -76,7 +78,14 @@ Latencies are for a batch, in seconds; 1 MB is 2**20 bytes; psnr_db is empty for
 
 CsvRow = dict[str, str | int | float | bool | None]
 
-_STARTS = ("load_s", "first_image_s", "cached_first_image_s", "warm_up_s")
+_STARTS = (
+    "load_s",
+    "pipeline_load_s",
+    "first_image_s",
+    "cached_first_image_s",
+    "cached_pipeline_load_s",
+    "warm_up_s",
+)
 
 _MB = 1024**2  # as in ONNX Runtime's benchmark.py
 

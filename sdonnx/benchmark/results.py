@@ -55,6 +55,7 @@ class Round:
         position: position in the order of the round, starting at 0.
         cached: whether the process started with the caches that an earlier process of the engine had filled for this
             workload; False for engines that compile nothing.
+        pipeline_load_s: the part of `load_s` in which diffusers' pipeline was loaded; None for engines of graphs.
     """
 
     load_s: float
@@ -67,6 +68,7 @@ class Round:
     clocks_mhz: tuple[int, ...] = ()
     position: int = 0
     cached: bool = False
+    pipeline_load_s: float | None = None
 
     @property
     def first_image_s(self) -> float:
@@ -82,6 +84,19 @@ class Round:
     def second_run_bytes(self) -> int:
         """Peak memory in the run after the timed ones."""
         return self.peak_bytes[-1]
+
+
+@dataclass(frozen=True)
+class Start:
+    """A process that starts with filled caches and measures nothing else.
+
+    Attributes:
+        first_image_s: time from the start of loading to the first image.
+        pipeline_load_s: the part in which diffusers' pipeline was loaded; None for engines of graphs.
+    """
+
+    first_image_s: float
+    pipeline_load_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -138,6 +153,7 @@ class Result:
         unstaged: the reason for missing stages.
         cached_start_s: time from the start of loading to the first image, in a process that starts with filled caches
             and measures nothing else; None if a round started with them, or if the engine compiles nothing.
+        cached_pipeline_load_s: the part of it in which diffusers' pipeline was loaded.
     """
 
     rival: str
@@ -152,11 +168,12 @@ class Result:
     unchecked: str | None = None
     unstaged: str | None = None
     cached_start_s: float | None = None
+    cached_pipeline_load_s: float | None = None
 
     @property
     def summary(self) -> Summary | None:
         """Statistics over the rounds; None without rounds."""
-        return summarize(self.rounds, self.cached_start_s) if self.rounds else None
+        return summarize(self.rounds, self.cached_start_s, self.cached_pipeline_load_s) if self.rounds else None
 
     @property
     def share_of_matrix_rate(self) -> float | None:

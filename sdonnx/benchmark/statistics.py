@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -31,6 +31,8 @@ class _Round(Protocol):
     def host_peak_bytes(self) -> int: ...
     @property
     def cached(self) -> bool: ...
+    @property
+    def pipeline_load_s(self) -> float | None: ...
 
 
 @dataclass(frozen=True)
@@ -38,17 +40,19 @@ class Summary:
     """Statistics over the rounds of an engine.
 
     Latencies are over the runs of all rounds. For values that occur once in a process it is the median over the
-    rounds, and for memory the maximum. `load_s`, `first_image_s` and `warm_up_s` are those of the rounds that start
-    with empty caches.
+    rounds, and for memory the maximum. `load_s`, `pipeline_load_s`, `first_image_s` and `warm_up_s` are those of the
+    rounds that start with empty caches.
 
     Attributes:
         runs: number of timed runs.
         average_s: mean latency; median_s, min_s, p90_s and p99_s are the other statistics.
         spread: see `relative_spread`.
         load_s: time to load.
+        pipeline_load_s: the part of it in which diffusers' pipeline was loaded; None for engines of graphs.
         first_image_s: time from the start of loading to the first image.
         cached_first_image_s: time from the start of loading to the first image with filled caches; None if it was not
             measured.
+        cached_pipeline_load_s: the part of it in which diffusers' pipeline was loaded.
         warm_up_s: total time of the warm-up runs.
         first_run_bytes: peak memory in the first run.
         second_run_bytes: peak memory in the run after the timed ones.
@@ -64,8 +68,10 @@ class Summary:
     p99_s: float
     spread: float
     load_s: float
+    pipeline_load_s: float | None
     first_image_s: float
     cached_first_image_s: float | None
+    cached_pipeline_load_s: float | None
     warm_up_s: float
     first_run_bytes: int
     second_run_bytes: int
@@ -98,17 +104,28 @@ def relative_spread(latencies: Sequence[float]) -> float:
     return (quantile(latencies, 0.9) - quantile(latencies, 0.1)) / quantile(latencies, 0.5)
 
 
-def summarize(rounds: Sequence[_Round], cached_start_s: float | None = None) -> Summary:
+def _median(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.median(known) if known else None
+
+
+def summarize(
+    rounds: Sequence[_Round], cached_start_s: float | None = None, cached_pipeline_load_s: float | None = None
+) -> Summary:
     """Return statistics over rounds.
 
     Args:
         rounds: at least one round that starts with empty caches; each has at least one timed run.
         cached_start_s: time to the first image with filled caches, if no round started with them.
+        cached_pipeline_load_s: the part of it in which diffusers' pipeline was loaded.
     """
     latencies = [latency for each in rounds for latency in each.latencies_s]
     allocated = [each.allocator_bytes for each in rounds if each.allocator_bytes is not None]
     fresh = [each for each in rounds if not each.cached]
-    cached = [each.first_image_s for each in rounds if each.cached]
+    cached = [each for each in rounds if each.cached]
+    if cached:
+        cached_start_s = statistics.median(each.first_image_s for each in cached)
+        cached_pipeline_load_s = _median(each.pipeline_load_s for each in cached)
     return Summary(
         runs=len(latencies),
         average_s=statistics.fmean(latencies),
@@ -118,8 +135,10 @@ def summarize(rounds: Sequence[_Round], cached_start_s: float | None = None) -> 
         p99_s=quantile(latencies, 0.99),
         spread=relative_spread(latencies),
         load_s=statistics.median(each.load_s for each in fresh),
+        pipeline_load_s=_median(each.pipeline_load_s for each in fresh),
         first_image_s=statistics.median(each.first_image_s for each in fresh),
-        cached_first_image_s=statistics.median(cached) if cached else cached_start_s,
+        cached_first_image_s=cached_start_s,
+        cached_pipeline_load_s=cached_pipeline_load_s,
         warm_up_s=statistics.median(sum(each.warm_up_s) for each in fresh),
         first_run_bytes=max(each.first_run_bytes for each in rounds),
         second_run_bytes=max(each.second_run_bytes for each in rounds),

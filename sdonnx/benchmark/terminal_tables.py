@@ -74,8 +74,10 @@ def _results(workload: Workload, results: list[Result]) -> Table:
         row(f"{title}, ms", stage_value(name, 2))
     for name, title in (
         ("load_s", "load"),
+        ("pipeline_load_s", "load of diffusers' pipeline"),
         ("first_image_s", "first image"),
         ("cached_first_image_s", "first image, filled cache"),
+        ("cached_pipeline_load_s", "load of diffusers' pipeline, filled cache"),
         ("warm_up_s", "warm-up"),
     ):
         row(f"{title}, s", summary_value(name, 2))

@@ -48,7 +48,7 @@ class Processes:
         if job["task"] == "prepare":
             return {}
         if job["task"] == "start":
-            return {"start": 2.5}
+            return {"start": {"first_image_s": 2.5, "pipeline_load_s": 1.5}}
         if job["task"] == "throughput":
             return {"points": [[1, 0.3], [2, 0.4], [4, 0.6]]}
         if job["task"] == "resolutions":
@@ -198,6 +198,7 @@ def test_one_more_process_starts_with_a_filled_cache_after_a_single_round(proces
     summary = comparison.results[3].summary
     assert summary is not None
     assert (summary.first_image_s, summary.cached_first_image_s) == (4, 2.5)
+    assert summary.cached_pipeline_load_s == 1.5
 
 
 def test_caches_belong_to_an_engine_and_a_workload(

@@ -51,7 +51,9 @@ ENVIRONMENT = {"machine": {"gpu": {"name": "H200"}}, "git": {"commit": "abc"}}
 
 
 def result(**changes: Any) -> Result:
-    rounds = [Round(1.25, (3.0,), (1.0, 2.0), (9 * MB, 8 * MB), "known", 6 * MB, 11 * MB, (1980,), 1)]
+    rounds = [
+        Round(1.25, (3.0,), (1.0, 2.0), (9 * MB, 8 * MB), "known", 6 * MB, 11 * MB, (1980,), 1, pipeline_load_s=0.75)
+    ]
     stages = Stages(1.5, 20.0, 5.0, 50.0, 51)
     made = Result("torch-compile:default xformers", Workload(4, 512, 768, 50), ENGINE, rounds, stages)
     made.agreement = Agreement(61.234567, 0.99912345, 0.25)
@@ -87,8 +89,10 @@ def test_csv_row() -> None:
         "step_ms": 20,
         "decode_ms": 5,
         "load_s": 1.25,
+        "pipeline_load_s": 0.75,
         "first_image_s": 4.25,
         "cached_first_image_s": None,
+        "cached_pipeline_load_s": None,
         "warm_up_s": 3,
         "allocator_MB": 6,
         "host_peak_MB": 11,
@@ -122,9 +126,9 @@ def test_csv_row_without_optional_values() -> None:
     row = csv_row(result(stages=None, agreement=None, flops=None, failure="black"), "sd15", 1, 1, nothing)
     empty = [name for name, value in row.items() if value is None]
     assert empty == [
-        "iterations_per_second", "text_ms", "step_ms", "decode_ms", "cached_first_image_s", "psnr_db", "ssim", "lpips",
-        "differing", "tflop_per_call", "share_of_matrix_rate", "gpu", "image_to_image_strength", "ip_adapter_scale",
-        "compiler_config", "denoiser_calls", "commit",
+        "iterations_per_second", "text_ms", "step_ms", "decode_ms", "cached_first_image_s", "cached_pipeline_load_s",
+        "psnr_db", "ssim", "lpips", "differing", "tflop_per_call", "share_of_matrix_rate", "gpu",
+        "image_to_image_strength", "ip_adapter_scale", "compiler_config", "denoiser_calls", "commit",
     ]  # fmt: skip
     assert row["remarks"] == "black; spread of 53%"
 

@@ -41,6 +41,7 @@ from sdonnx.benchmark.memory import (
     memory_source,
     open_gpu,
 )
+from sdonnx.benchmark.results import Start
 from sdonnx.benchmark.workload import Workload
 
 WORKLOAD = Workload(2, 64, 64, 3, 5)
@@ -60,6 +61,7 @@ class Scripted:
         self.now, self.seconds, self.load_s = 0.0, seconds, load_s
         self.prompts: list[str] = []
         self.other = 0
+        self.pipeline_load_s = 0.5
 
     def load(self, workload: Workload) -> None:
         self.now += self.load_s
@@ -162,7 +164,7 @@ def test_rare_sizes() -> None:
 
 def test_start_is_loading_and_the_first_image(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = scripted(monkeypatch, {(64, 64, 3): [3, 1]})
-    assert measure_start(engine, WORKLOAD) == 4 + 3
+    assert measure_start(engine, WORKLOAD) == Start(4 + 3, 0.5)
     assert engine.prompts == ["warm up"]
 
 

@@ -49,12 +49,19 @@ def test_round_properties() -> None:
 
 
 def test_summary_keeps_starts_with_filled_caches_apart() -> None:
-    summary = summarize([FIRST, replace(SECOND, cached=True), replace(FIRST, load_s=2.0, cached=True)], 7)
+    rounds = [
+        replace(FIRST, pipeline_load_s=0.75),
+        replace(SECOND, cached=True, pipeline_load_s=0.5),
+        replace(FIRST, load_s=2.0, cached=True, pipeline_load_s=0.25),
+    ]
+    summary = summarize(rounds, 7, 3)
     assert (summary.load_s, summary.first_image_s, summary.warm_up_s) == (1, 10, 17)
     # The first images of the others are after 8 and 11 s; a process that only starts is not needed.
     assert summary.cached_first_image_s == 9.5
+    assert (summary.pipeline_load_s, summary.cached_pipeline_load_s) == (0.75, 0.375)
     assert summary.runs == 9
-    assert summarize([FIRST], 7).cached_first_image_s == 7
+    summary = summarize([FIRST], 7, 3)
+    assert (summary.cached_first_image_s, summary.pipeline_load_s, summary.cached_pipeline_load_s) == (7, None, 3)
 
 
 def test_summary_of_two_rounds() -> None:

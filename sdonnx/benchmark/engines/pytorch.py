@@ -6,6 +6,7 @@ import contextlib
 import gc
 import importlib
 import json
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -71,6 +72,7 @@ class TorchEngine(Engine):
 
     def load(self, workload: Workload) -> None:
         """Load the modules and wrap those to compile. The compilation runs with the first image."""
+        start = time.perf_counter()
         import torch
 
         if self.device == "cuda" and not torch.cuda.is_available():
@@ -84,6 +86,9 @@ class TorchEngine(Engine):
         self._torch = torch
         with self._memory_errors():
             self._pipeline = self._open(workload)
+            if self.device == "cuda":
+                torch.cuda.synchronize()
+            self.pipeline_load_s = time.perf_counter() - start
             if self.options.xformers:
                 self._pipeline.enable_xformers_memory_efficient_attention()
             if self.options.compile_mode is not None:

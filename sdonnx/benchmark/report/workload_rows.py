@@ -159,8 +159,10 @@ def _times(results: Sequence[Result]) -> list[Measure]:
         Measure("stages, ms", "step", tuple(None if each is None else each.step_ms for each in stages), aligned(3)),
         Measure("stages, ms", "decode", tuple(None if each is None else each.decode_ms for each in stages), aligned(3)),
         measure("start, s", "load", lambda each: each.load_s, aligned(3, 2)),
+        measure("start, s", "diffusers' load", lambda each: each.pipeline_load_s, aligned(3, 2)),
         measure("start, s", "first image", lambda each: each.first_image_s, aligned(3, 2)),
         measure("start, s", "first image, filled cache", lambda each: each.cached_first_image_s, aligned(3, 2)),
+        measure("start, s", "diffusers' load, filled cache", lambda each: each.cached_pipeline_load_s, aligned(3, 2)),
         measure("start, s", "warm-up", lambda each: each.warm_up_s or None, aligned(3, 2)),
     ]  # fmt: skip
 
