@@ -52,7 +52,11 @@ def parameter_places(model: ir.Model, module: torch.nn.Module) -> dict[str, list
     single = _single(tensors)
     weights = {each.name: each.initializer.removesuffix(".T") for each in module_weights(exported)}
     found: dict[str, list[Place]] = {}
-    for name, places in find_places(model, exported).items():
+
+    def values_of(name: str) -> Array | None:
+        return tensors[name].cpu().numpy() if name in tensors else None
+
+    for name, places in find_places(model, exported, values_of).items():
         related = _related(model, weights[name])
         is_whole = all(place.vector is None for place in places) and related <= {each.initializer for each in places}
         if name in single and is_whole and not _is_ambiguous(tensors[name]):

@@ -15,6 +15,7 @@ from weakref import WeakSet
 
 import torch
 
+from sdonnx.compiler.host_copies import copies_on_host
 from sdonnx.compiler.module_state import ModuleState
 from sdonnx.errors import OptionError
 
@@ -210,16 +211,17 @@ def move_tensors(tensors: Iterable[torch.Tensor], device: torch.device) -> None:
 
     The tensors stay the same objects, with their version counters, shapes and strides.
     """
-    moved: dict[int, Any] = {}
+    tensors = list(tensors)
     with torch.inference_mode(False), torch.no_grad():
+        storages = {each.untyped_storage().data_ptr(): each.untyped_storage() for each in tensors}
+        octets = [torch.empty(0, dtype=torch.uint8, device=each.device).set_(each) for each in storages.values()]
+        to_host = device.type == HOST.type
+        copies = copies_on_host(octets) if to_host else [each.to(device, copy=True) for each in octets]
+        moved = {key: each.untyped_storage() for key, each in zip(storages, copies, strict=True)}
         for tensor in tensors:
-            storage = tensor.untyped_storage()
-            key = storage.data_ptr()
-            if key not in moved:
-                octets = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
-                moved[key] = octets.to(device, copy=True).untyped_storage()
             view = torch.empty(0, dtype=tensor.dtype, device=device)
-            tensor.data = view.set_(moved[key], tensor.storage_offset(), tensor.shape, tensor.stride())
+            place = moved[tensor.untyped_storage().data_ptr()]
+            tensor.data = view.set_(place, tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
 def _can_move(tensor: torch.Tensor) -> bool:

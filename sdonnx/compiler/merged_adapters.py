@@ -81,11 +81,15 @@ def _merge(layer: Any) -> None:
         return
     # The base layer may be in the host's memory, and adapters that were loaded later on the GPU.
     home = next((each.device for name, each in layer.named_parameters() if not name.startswith("base_layer.")), HOST)
-    for name, parameter in list(base.named_parameters(recurse=False)):
+    shared = dict(base.named_parameters(recurse=False))
+    for name, parameter in shared.items():
         setattr(base, name, torch.nn.Parameter(parameter.detach().to(home, copy=True), requires_grad=False))
     if adapters:
         layer.merge(adapter_names=list(adapters))
     else:
         layer.unmerge()  # as the layer itself does in its next call
-    for name, parameter in list(base.named_parameters(recurse=False)):
-        setattr(base, name, torch.nn.Parameter(parameter.detach().to(HOST), requires_grad=False))
+    for name, before in shared.items():
+        after = getattr(base, name).detach()
+        # A key of the cache has digests of tensors on their device, so that an equal copy elsewhere would be a change.
+        is_same = torch.equal(after, before.detach().to(after.device))
+        setattr(base, name, before if is_same else torch.nn.Parameter(after.to(HOST), requires_grad=False))

@@ -30,6 +30,7 @@ from sdonnx.export.trace import trace
 from sdonnx.folder.pipeline_folder import ONNX_MODEL, ONNX_WEIGHTS
 from sdonnx.fusions.fusion_table import StageOutcome, fuse
 from sdonnx.fusions.own_kernels import OWN_KERNELS, default_sizes, use_own_kernels
+from sdonnx.graph.fast_arrays import cast
 from sdonnx.graph.passes import tidy
 from sdonnx.models.spec import Role
 from sdonnx.optimize.component import OpenedComponent
@@ -76,7 +77,7 @@ class _ModuleWeights:
     def read(self, key: str, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
         """Return a parameter as an alias of its memory if the type allows it."""
         values: npt.NDArray[Any] = self._tensors[key].detach().cpu().numpy()
-        return values.astype(dtype, copy=False)
+        return values if values.dtype == dtype else cast(values, dtype)
 
 
 def build_model(

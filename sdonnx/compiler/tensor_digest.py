@@ -17,7 +17,9 @@ __all__ = ["device_checksums", "joined_digest", "tensor_digests", "tensors_diges
 
 _CHUNK_BYTES = 2**24  # of the host's memory, hashed by one thread
 
-_BLOCK = 2**20  # values that two checksums cover; a device needs 24 MB for a block
+_BLOCK = 2**20  # values that two checksums cover
+
+_BATCH = 2**22  # values whose checksums are computed together, by few kernels; a device needs 100 MB for them
 
 _SEED = 2718281828
 
@@ -82,27 +84,62 @@ def device_checksums(
         return []
     where = device or tensors[0].device
     multipliers = [each.to(where) for each in _multipliers()]
-    queued = [_block_sums(tensor.detach().to(where), multipliers) for tensor in tensors]
-    numbers = torch.cat(queued).tolist()  # the device computes while the host queues, and is waited for once
-    ends = np.cumsum([len(each) for each in queued])
+    counts, order, queued = list[int](), list[int](), list[torch.Tensor]()
+    waiting = defaultdict[tuple[torch.dtype, int], list[tuple[int, torch.Tensor]]](list)  # blocks of the same kind
+    size = 0
+    for tensor in tensors:
+        blocks = _blocks(tensor.detach().to(where))
+        for index, block in enumerate(blocks, start=sum(counts)):
+            waiting[block.dtype, len(block)].append((index, block))
+        counts.append(len(blocks))
+        if blocks and blocks[0].data_ptr() != tensor.data_ptr():
+            size += sum(map(len, blocks))  # of a copy, which is released with them
+        if size >= _BATCH:
+            _queue(waiting, multipliers, order, queued)
+            size = 0
+    _queue(waiting, multipliers, order, queued)
+    # The device computes while the host queues, and is waited for once.
+    numbers = torch.cat(queued).tolist() if queued else []
+    by_block = dict(zip(order, numbers, strict=True))
+    ends = np.cumsum(counts)
     return [
-        [(int(one), int(other)) for one, other in numbers[end - len(each) : end]]
-        for each, end in zip(queued, ends, strict=True)
+        [(int(by_block[index][0]), int(by_block[index][1])) for index in range(end - count, end)]
+        for count, end in zip(counts, ends, strict=True)
     ]
 
 
-def _block_sums(tensor: torch.Tensor, multipliers: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the checksums (blocks, 2) of a tensor."""
-    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+def _blocks(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+    """Return the bits of a tensor as integers, in blocks."""
+    flat = tensor.contiguous().reshape(-1).view(torch.uint8)
     # Types of at most 4 bytes: the upper half of a product depends on each of their bits.
     size = next(size for size in (4, 2, 1) if flat.numel() % size == 0)
     aligned = flat.clone() if flat.storage_offset() % size else flat
     bits = aligned.view({4: torch.int32, 2: torch.int16, 1: torch.uint8}[size])
-    sums = []
-    for block in bits.split(_BLOCK) if len(bits) else ():
-        wide = block.to(torch.int64)
-        sums.append(torch.stack([(wide * each[: len(wide)]).sum() for each in multipliers]))
-    return torch.stack(sums) if sums else torch.empty(0, 2, dtype=torch.int64, device=tensor.device)
+    return bits.split(_BLOCK) if len(bits) else ()
+
+
+def _queue(
+    waiting: dict[tuple[torch.dtype, int], list[tuple[int, torch.Tensor]]],
+    multipliers: Sequence[torch.Tensor],
+    order: list[int],
+    queued: list[torch.Tensor],
+) -> None:
+    """Have the device compute the checksums (blocks, 2) of blocks, and forget these.
+
+    Args:
+        waiting: Blocks with their numbers, by type and length.
+        multipliers: The multipliers, on the device.
+        order: The numbers of the blocks are added here, in the order of the rows in `queued`.
+        queued: The checksums are added here.
+    """
+    for (_, length), numbered in waiting.items():
+        most = max(_BATCH // length, 1)
+        for start in range(0, len(numbered), most):
+            part = numbered[start : start + most]
+            wide = torch.stack([block for _, block in part]).to(torch.int64)
+            queued.append(torch.stack([(wide * each[:length]).sum(1) for each in multipliers], 1))
+            order.extend(index for index, _ in part)
+    waiting.clear()
 
 
 def _threads() -> int:

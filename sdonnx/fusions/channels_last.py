@@ -27,6 +27,7 @@ from sdonnx.graph.edit import (
     required,
     tensor_of,
 )
+from sdonnx.graph.fast_arrays import transposed
 from sdonnx.graph.match import NOT_A_CANDIDATE, REWRITTEN, MatchFailure, PassOutcome, Refused, WalkResult, match_failure
 from sdonnx.graph.tensors import read
 
@@ -225,7 +226,7 @@ def nhwc_weight(graph: ir.Graph, weight: ir.Value) -> ir.Value:
     return derived_initializer(
         graph,
         f"{weight.name}.nhwc",
-        lambda: np.ascontiguousarray(read(tensor).transpose(_TO_NHWC)),
+        lambda: transposed(read(tensor), _TO_NHWC),
         tensor.dtype,
         (out, height, width, channels),
     )

@@ -8,6 +8,7 @@ from onnx_ir.passes import InPlacePass, PassResult
 from onnx_ir.passes import common as common_passes
 
 from sdonnx.graph.edit import MICROSOFT, constant, derived_initializer, insert, replace, tensor_of
+from sdonnx.graph.fast_arrays import transposed
 from sdonnx.graph.shapes.inference import Sizes
 from sdonnx.graph.tensors import read
 
@@ -34,7 +35,7 @@ class FoldWeightTransposes(InPlacePass):
             folded = derived_initializer(
                 model.graph,
                 f"{source.name}.T" if perm == (1, 0) else f"{source.name}.{''.join(map(str, perm))}",
-                lambda tensor=tensor, perm=perm: np.ascontiguousarray(read(tensor).transpose(perm)),  # type: ignore[misc]
+                lambda tensor=tensor, perm=perm: transposed(read(tensor), perm),  # type: ignore[misc]
                 tensor.dtype,
                 tuple(tensor.shape.numpy()[axis] for axis in perm),
             )

@@ -11,7 +11,7 @@ import json
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ import numpy.typing as npt
 import onnx_ir as ir
 
 from sdonnx.folder.weight_table import PROVENANCE, Initializer, Layout, Place, WeightTable, channel_rows, rows_of
+from sdonnx.graph.fast_arrays import cast
 from sdonnx.graph.modules import module_path, module_paths
 from sdonnx.graph.tensors import read
 from sdonnx.optimize.find_stored_weights import StoredWeight, StoredWeights, positions_of, runs_of, stored_entry
@@ -41,6 +42,9 @@ _IN_PLACE = {
 
 # Larger initializers are in the file of weights. Those in the graphs are biases that rules have computed.
 _MAX_INLINE_BYTES = 1 << 18
+
+# Values of a channel by which it is searched. All of them are compared where they are found.
+_PREFIX = 64
 
 # A bias that was moved behind a weight: OWN+BIAS@WEIGHT, see `sdonnx.fusions.drop_attention_biases`.
 _MOVED_BIAS = re.compile(r"^(?P<own>[^+@]+)\+(?P<bias>[^+@]+)@(?P<weight>[^+@]+?)(\.float16)?(_\d+)?$")
@@ -136,21 +140,36 @@ def find_weights(folder: Path, files: Iterable[str], exported: ir.Model) -> Weig
     )
 
 
-def find_places(model: ir.Model, exported: ir.Model) -> dict[str, list[Place]]:
+def _unknown(name: str) -> None:
+    """Return no values: those of the exported graph are read."""
+
+
+def find_places(
+    model: ir.Model, exported: ir.Model, values_of: Callable[[str], Array | None] = _unknown
+) -> dict[str, list[Place]]:
     """Return where one graph keeps the weights of the torch module, by name.
 
     Args:
         model: the optimized graph, with its weights.
         exported: the graph that was optimized, with its weights.
+        values_of: returns a weight of the torch module by name; None for one that is read from `exported`, which may
+            have to convert it.
     """
-    return _places_of(module_weights(exported), _Written.of(model), exported)
+    return _places_of(module_weights(exported), _Written.of(model), exported, values_of)
 
 
-def _places_of(weights: Iterable[ModuleWeight], written: _Written, exported: ir.Model) -> dict[str, list[Place]]:
+def _places_of(
+    weights: Iterable[ModuleWeight],
+    written: _Written,
+    exported: ir.Model,
+    values_of: Callable[[str], Array | None] = _unknown,
+) -> dict[str, list[Place]]:
     vectors = {name: value.const_value for name, value in exported.graph.initializers.items()}
     places: dict[str, list[Place]] = {}
     for weight in weights:
-        values = weight.values()
+        values = values_of(weight.name)
+        if values is None or values.shape != weight.shape:
+            values = weight.values()
         if found := [*written.places(weight, values), *written.stored.places(weight.initializer, values)]:
             places[weight.name] = [*found, *written.moved_biases(weight, values, vectors)]
     _drop_conflicts(places)
@@ -191,7 +210,7 @@ class _Written:
         self._biases = [name for name in self._tensors if "@" in name]
         # Tensors whose names say of one weight only.
         self._joined = [name for name in self._tensors if re.search(r"\.and_\d+_more|\+", name) and "@" not in name]
-        self._index: dict[tuple[int, str, Layout], dict[int, list[tuple[str, int]]]] = {}
+        self._index: dict[tuple[int, str, Layout], dict[bytes, list[tuple[str, int]]]] = {}
 
     @classmethod
     def read(cls, folder: Path, files: Iterable[str]) -> _Written:
@@ -282,41 +301,55 @@ class _Written:
             return None
         found = read(self._tensors[name])
         for layout in _LAYOUTS:
-            rows = rows_of(values, layout).astype(found.dtype)
-            if layout == "columns" and found.shape[-1] != len(rows):
+            if layout == "columns" and found.shape[-1] != len(values):
                 continue
-            if np.array_equal(channel_rows(found, layout, rows.shape[1]), rows):
-                return Place(name, layout, ((0, len(rows)),))
+            first = rows_of(values[:1], layout)
+            kept = channel_rows(found, layout, first.shape[1])
+            # The first channel decides where the layout is another one.
+            if _are_equal(kept[:1], first) and _are_equal(kept, rows_of(values, layout)):
+                return Place(name, layout, ((0, len(values)),))
         return None
 
     def _within(self, rows: Array, dtype: str, layout: Layout) -> Iterator[Place]:
         """Yield the joined initializers that have all rows."""
         index = self._index_of(rows.shape[1], dtype, layout)
-        first = hash(rows[0].astype(_numpy(dtype)).tobytes())
-        if first not in index:
+        if not index:
             return
-        rows = rows.astype(_numpy(dtype))
-        keys = [hash(row.tobytes()) for row in rows]
-        for name in dict.fromkeys(name for name, _ in index[first]):
+        prefixes = rows[:, :_PREFIX].astype(_numpy(dtype))
+        if prefixes[0].tobytes() not in index:
+            return
+        keys = [row.tobytes() for row in prefixes]
+        for name in dict.fromkeys(name for name, _ in index[keys[0]]):
             positions = positions_of([[at for each, at in index.get(key, ()) if each == name] for key in keys])
             if positions is None:
                 continue
             found = channel_rows(read(self._tensors[name]), layout, rows.shape[1])
-            if np.array_equal(found[positions], rows):
-                yield Place(name, layout, tuple(runs_of(positions)))
+            runs = tuple(runs_of(positions))
+            taken = found[positions] if len(runs) > 1 else found[positions[0] : positions[0] + len(positions)]
+            if _are_equal(taken, rows):
+                yield Place(name, layout, runs)
 
-    def _index_of(self, inputs: int, dtype: str, layout: Layout) -> dict[int, list[tuple[str, int]]]:
-        """Return the channels of joined initializers, by the hash of their bytes: (initializer, index)."""
+    def _index_of(self, inputs: int, dtype: str, layout: Layout) -> dict[bytes, list[tuple[str, int]]]:
+        """Return the channels of joined initializers, by the bytes of their first values: (initializer, index)."""
         key = (inputs, dtype, layout)
         if key not in self._index:
-            index: defaultdict[int, list[tuple[str, int]]] = defaultdict(list)
+            index: defaultdict[bytes, list[tuple[str, int]]] = defaultdict(list)
             for name in self._joined:
                 if self.initializers[name].dtype != dtype or not _has_channels(self.initializers[name], layout, inputs):
                     continue
-                for at, row in enumerate(channel_rows(read(self._tensors[name]), layout, inputs)):
-                    index[hash(row.tobytes())].append((name, at))
+                for at, row in enumerate(channel_rows(read(self._tensors[name]), layout, inputs)[:, :_PREFIX]):
+                    index[row.tobytes()].append((name, at))
             self._index[key] = dict(index)
         return self._index[key]
+
+
+def _are_equal(found: Array, values: Array) -> bool:
+    """Return whether an initializer has these values in its own type, bit for bit."""
+    if values.dtype != found.dtype:
+        values = cast(values, found.dtype)
+    if found.dtype == np.float16:
+        found, values = found.view(np.uint16), values.view(np.uint16)  # NumPy compares integers eight times as fast
+    return np.array_equal(found, values)
 
 
 def _has_channels(entry: Initializer, layout: Layout, inputs: int) -> bool:

@@ -15,6 +15,7 @@ from onnx_ir.passes import InPlacePass, PassResult
 
 from sdonnx.errors import OptionError, WeightsError
 from sdonnx.graph.edit import derived_initializer, insert, tensor_of
+from sdonnx.graph.fast_arrays import cast
 from sdonnx.graph.modules import module_path, module_paths
 from sdonnx.graph.tensors import read
 from sdonnx.models.spec import ComponentSpec, Role
@@ -291,8 +292,8 @@ def _converted(graph: ir.Graph, value: ir.Value, dtype: ir.DataType) -> ir.Value
 
     def convert() -> npt.NDArray[Any]:
         wide = read(tensor)
+        narrow = cast(wide, dtype.numpy())
         with np.errstate(over="ignore"):
-            narrow: npt.NDArray[Any] = wide.astype(dtype.numpy())
             # Extremes stand for all values: a NaN is an extreme in NumPy, and rounding is monotonic.
             extremes = np.array([wide.min(), wide.max()] if wide.size else [])
             exceeds = np.isfinite(extremes).all() and not np.isfinite(extremes.astype(dtype.numpy())).all()

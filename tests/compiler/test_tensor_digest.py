@@ -74,6 +74,21 @@ def test_checksums_of_each_block(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [(one % 2**64, other % 2**64) for one, other in sums] == expected
 
 
+@pytest.mark.parametrize("batch", [1, 6, 100])
+def test_checksums_do_not_depend_on_other_tensors(batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of equal types and lengths are computed together, whatever their order, and copies are released early."""
+    monkeypatch.setattr(tensor_digest, "_BLOCK", 4)
+    monkeypatch.setattr(tensor_digest, "_BATCH", batch)
+    generator = torch.manual_seed(0)
+    sizes = (10, 3, 8, 0, 3, 4, 17, 3)
+    tensors = [torch.randn(size, generator=generator) for size in sizes]
+    tensors += [torch.randn(5, 4, generator=generator).mT, torch.randn(3, generator=generator).half()]
+    expected = [device_checksums([each])[0] for each in tensors]
+    assert device_checksums(tensors) == expected
+    assert [len(each) for each in expected] == [3, 1, 2, 0, 1, 1, 5, 1, 5, 1]
+    assert len({str(each) for each in expected}) == len(tensors)
+
+
 def test_flipped_signs_change_both_checksums() -> None:
     """The sign is the highest bit: with even multipliers, or 64-bit values, two flips could cancel out."""
     tensor = torch.randn(64)

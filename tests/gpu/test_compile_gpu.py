@@ -262,7 +262,7 @@ def test_a_module_with_weights_on_the_host_moves_to_the_cpu(source: Source) -> N
     unet = loaded(source("tiny"), torch.float32).unet
     compiled: Any = sdonnx.compile(unet, options={"options": {"freezing": True}})
     sample, text = torch.randn(1, 4, 16, 16), torch.randn(1, 77, unet.config.cross_attention_dim)
-    with torch.inference_mode():
+    with torch.no_grad():  # tensors that move in inference mode do not count changes
         first = compiled(sample.to("cuda"), 7, text.to("cuda")).sample
         compiled.to("cpu")
         assert compiled.device == torch.device("cpu")
@@ -324,7 +324,8 @@ def test_o3_quantizes(source: Source, note: Note, caplog: pytest.LogCaptureFixtu
         "torch_error": relative_error(plain, exact),
         "checks": checks,
     }
-    row["lines"] = [each.getMessage() for each in caplog.records if each.levelno >= logging.WARNING]
+    ours_only = [each for each in caplog.records if each.name.startswith("sdonnx") and each.levelno >= logging.WARNING]
+    row["lines"] = [each.getMessage() for each in ours_only]
     note("a pipeline in 8 bits", row)
     assert row["lines"] == []
     assert len(checks) == len(CHECKED_CALLS)

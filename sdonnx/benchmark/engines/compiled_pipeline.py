@@ -39,9 +39,10 @@ class SdonnxCompileEngine(TorchEngine):
 
     def load(self, workload: Workload) -> None:
         """Load the modules and compile them."""
+        super().load(workload)
+        # Imports torch, whose time counts as that of the pipeline.
         from sdonnx.compiler.compile_pipe import compile_pipe
 
-        super().load(workload)
         with self._memory_errors():
             self._pipeline = compile_pipe(self._pipeline, options=self.options.compiler_config)
 

@@ -1,0 +1,92 @@
+"""Copy memory from a GPU to the host through pinned buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+__all__ = ["copies_on_host"]
+
+BUFFER_BYTES = 2**25
+"""Size of each of the two buffers: far more than the transfer of a copy needs to reach the rate of the bus."""
+
+
+@dataclass
+class _Load:
+    """What one buffer holds at a time.
+
+    Attributes:
+        buffer: The buffer.
+        parts: Memory of the device, and where its copy goes.
+        size: Number of bytes of the parts.
+        event: Done when the device has filled the buffer; None if the device is the host.
+    """
+
+    buffer: torch.Tensor
+    parts: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    size: int = 0
+    event: Any = None
+
+
+def copies_on_host(sources: Sequence[torch.Tensor], buffer_bytes: int = BUFFER_BYTES) -> list[torch.Tensor]:
+    """Return copies of bytes in the host's memory, which is pageable.
+
+    The driver copies into pageable memory on one thread. Here it fills one pinned buffer while torch's threads copy the
+    other one, so that several threads also touch the new pages.
+
+    Args:
+        sources: One-dimensional tensors of uint8 on one device, whose values are those of the current stream.
+        buffer_bytes: Size of each of the two buffers.
+    """
+    if not sources:
+        return []
+    copies = [torch.empty(len(source), dtype=torch.uint8) for source in sources]
+    is_pinned = sources[0].is_cuda
+    buffers = [torch.empty(buffer_bytes, dtype=torch.uint8, pin_memory=is_pinned) for _ in range(2)]
+    before: _Load | None = None
+    for load in _loads(sources, copies, buffers):
+        start = 0
+        for source, _ in load.parts:
+            load.buffer[start : start + len(source)].copy_(source, non_blocking=True)
+            start += len(source)
+        if is_pinned:
+            load.event = torch.cuda.current_stream(sources[0].device).record_event()
+        if before is not None:
+            _unload(before)
+        before = load
+    if before is not None:
+        _unload(before)
+    return copies
+
+
+def _loads(
+    sources: Sequence[torch.Tensor], copies: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor]
+) -> Iterator[_Load]:
+    """Yield full loads of the buffers in turn; the last one may be smaller."""
+    count, load = 0, _Load(buffers[0])
+    for source, copy in zip(sources, copies, strict=True):
+        start = 0
+        while start < len(source):
+            size = min(len(source) - start, len(load.buffer) - load.size)
+            load.parts.append((source[start : start + size], copy[start : start + size]))
+            load.size += size
+            start += size
+            if load.size == len(load.buffer):
+                yield load
+                count += 1
+                load = _Load(buffers[count % 2])
+    if load.parts:
+        yield load
+
+
+def _unload(load: _Load) -> None:
+    """Copy a buffer to where its parts go, as soon as the device has filled it."""
+    if load.event is not None:
+        load.event.synchronize()
+    start = 0
+    for _, copy in load.parts:
+        copy.copy_(load.buffer[start : start + len(copy)])
+        start += len(copy)
