@@ -83,29 +83,62 @@ def device_checksums(
     if not tensors:
         return []
     where = device or tensors[0].device
-    multipliers = [each.to(where) for each in _multipliers()]
-    counts, order, queued = list[int](), list[int](), list[torch.Tensor]()
-    waiting = defaultdict[tuple[torch.dtype, int], list[tuple[int, torch.Tensor]]](list)  # blocks of the same kind
-    size = 0
-    for tensor in tensors:
-        blocks = _blocks(tensor.detach().to(where))
-        for index, block in enumerate(blocks, start=sum(counts)):
-            waiting[block.dtype, len(block)].append((index, block))
-        counts.append(len(blocks))
-        if blocks and blocks[0].data_ptr() != tensor.data_ptr():
-            size += sum(map(len, blocks))  # of a copy, which is released with them
-        if size >= _BATCH:
-            _queue(waiting, multipliers, order, queued)
-            size = 0
-    _queue(waiting, multipliers, order, queued)
-    # The device computes while the host queues, and is waited for once.
-    numbers = torch.cat(queued).tolist() if queued else []
-    by_block = dict(zip(order, numbers, strict=True))
+    sums = _BlockSums(where)
+    counts = [sums.add(tensor) for tensor in tensors]
+    numbers = sums.numbers()
+    del sums
+    if where.type == "cuda":
+        torch.cuda.empty_cache()  # up to 100 MB, and copies of weights; ONNX Runtime has another allocator
     ends = np.cumsum(counts)
-    return [
-        [(int(by_block[index][0]), int(by_block[index][1])) for index in range(end - count, end)]
-        for count, end in zip(counts, ends, strict=True)
-    ]
+    return [numbers[end - count : end] for count, end in zip(counts, ends, strict=True)]
+
+
+class _BlockSums:
+    """Checksums of blocks. Those of equal types and lengths are computed together, whatever tensor they are of.
+
+    Args:
+        device: The device that computes.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._multipliers = [each.to(device) for each in _multipliers()]
+        self._count = 0
+        self._waiting = defaultdict[tuple[torch.dtype, int], list[tuple[int, torch.Tensor]]](list)
+        self._copied = 0  # values of waiting blocks that are in memory of their own
+        self._order: list[int] = []  # numbers of the blocks in `_sums`
+        self._sums: list[torch.Tensor] = []
+
+    def add(self, tensor: torch.Tensor) -> int:
+        """Add a tensor, and return its number of blocks."""
+        blocks = _blocks(tensor.detach().to(self._device))
+        for index, block in enumerate(blocks, start=self._count):
+            self._waiting[block.dtype, len(block)].append((index, block))
+        self._count += len(blocks)
+        if blocks and blocks[0].data_ptr() != tensor.data_ptr():
+            self._copied += sum(map(len, blocks))
+        if self._copied >= _BATCH:
+            self._compute()
+        return len(blocks)
+
+    def numbers(self) -> list[tuple[int, int]]:
+        """Return the checksums of all blocks, in order. The device computes before, and is waited for once."""
+        self._compute()
+        found = torch.cat(self._sums).tolist() if self._sums else []
+        in_order = sorted(zip(self._order, found, strict=True))
+        return [(int(one), int(other)) for _, (one, other) in in_order]
+
+    def _compute(self) -> None:
+        """Queue the computation of waiting blocks, and forget these."""
+        for (_, length), numbered in self._waiting.items():
+            most = max(_BATCH // length, 1)
+            for start in range(0, len(numbered), most):
+                part = numbered[start : start + most]
+                wide = torch.stack([block for _, block in part]).to(torch.int64)
+                self._sums.append(torch.stack([(wide * each[:length]).sum(1) for each in self._multipliers], 1))
+                self._order.extend(index for index, _ in part)
+        self._waiting.clear()
+        self._copied = 0
 
 
 def _blocks(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
@@ -116,30 +149,6 @@ def _blocks(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
     aligned = flat.clone() if flat.storage_offset() % size else flat
     bits = aligned.view({4: torch.int32, 2: torch.int16, 1: torch.uint8}[size])
     return bits.split(_BLOCK) if len(bits) else ()
-
-
-def _queue(
-    waiting: dict[tuple[torch.dtype, int], list[tuple[int, torch.Tensor]]],
-    multipliers: Sequence[torch.Tensor],
-    order: list[int],
-    queued: list[torch.Tensor],
-) -> None:
-    """Have the device compute the checksums (blocks, 2) of blocks, and forget these.
-
-    Args:
-        waiting: Blocks with their numbers, by type and length.
-        multipliers: The multipliers, on the device.
-        order: The numbers of the blocks are added here, in the order of the rows in `queued`.
-        queued: The checksums are added here.
-    """
-    for (_, length), numbered in waiting.items():
-        most = max(_BATCH // length, 1)
-        for start in range(0, len(numbered), most):
-            part = numbered[start : start + most]
-            wide = torch.stack([block for _, block in part]).to(torch.int64)
-            queued.append(torch.stack([(wide * each[:length]).sum(1) for each in multipliers], 1))
-            order.extend(index for index, _ in part)
-    waiting.clear()
 
 
 def _threads() -> int:

@@ -29,7 +29,7 @@ def test_cast_rounds_like_numpy(shape: tuple[int, ...], before: type, after: typ
     values = values_of(shape, before)
     values.reshape(-1)[:4] = [np.inf, -np.inf, -0.0, 65519 if before is np.float32 else 1]
     with np.errstate(over="ignore"):
-        expected = values.astype(after)
+        expected: Array = values.astype(after)
     assert np.isinf(expected).sum() > 2
     for each, wanted in ((values, expected), (values.transpose(3, 1, 0, 2), expected.transpose(3, 1, 0, 2))):
         found = cast(each, after)
@@ -48,7 +48,7 @@ def test_cast_copies() -> None:
 @sizes
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.int32])
 def test_transposed_is_contiguous(shape: tuple[int, ...], dtype: type) -> None:
-    values = np.random.default_rng(0).integers(-99, 99, shape).astype(dtype)
+    values: Array = np.random.default_rng(0).integers(-99, 99, shape).astype(dtype)
     for axes in ((0, 2, 3, 1), (3, 2, 1, 0), (0, 1, 2, 3)):
         found = transposed(values, axes)
         assert found.flags.c_contiguous
