@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,15 +45,15 @@ def copies_on_host(sources: Sequence[torch.Tensor], buffer_bytes: int = BUFFER_B
     if not sources:
         return []
     copies = [torch.empty(len(source), dtype=torch.uint8) for source in sources]
-    is_pinned = sources[0].is_cuda
-    buffers = [torch.empty(buffer_bytes, dtype=torch.uint8, pin_memory=is_pinned) for _ in range(2)]
+    on_gpu = sources[0].is_cuda
+    buffers = [_buffer(buffer_bytes, pinned=on_gpu) for _ in range(2)]
     before: _Load | None = None
     for load in _loads(sources, copies, buffers):
         start = 0
         for source, _ in load.parts:
             load.buffer[start : start + len(source)].copy_(source, non_blocking=True)
             start += len(source)
-        if is_pinned:
+        if on_gpu:
             load.event = torch.cuda.current_stream(sources[0].device).record_event()
         if before is not None:
             _unload(before)
@@ -60,6 +61,14 @@ def copies_on_host(sources: Sequence[torch.Tensor], buffer_bytes: int = BUFFER_B
     if before is not None:
         _unload(before)
     return copies
+
+
+def _buffer(size: int, *, pinned: bool) -> torch.Tensor:
+    """Return bytes of the host's memory, pinned if the system can; copies from a GPU into other memory are slower."""
+    if pinned:
+        with suppress(RuntimeError):  # also the class of torch's errors about memory
+            return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+    return torch.empty(size, dtype=torch.uint8)
 
 
 def _loads(

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
+from sdonnx.compiler import host_copies
 from sdonnx.compiler.host_copies import BUFFER_BYTES, copies_on_host
 
 
@@ -26,3 +29,15 @@ def test_copies_are_equal(buffer_bytes: int) -> None:
 
 def test_nothing_to_copy() -> None:
     assert copies_on_host([]) == []
+
+
+def test_memory_that_cannot_be_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = torch.empty
+
+    def empty(*sizes: Any, pin_memory: bool = False, **options: Any) -> torch.Tensor:
+        if pin_memory:
+            raise torch.cuda.OutOfMemoryError("CUDA error: out of memory")
+        return plain(*sizes, **options)
+
+    monkeypatch.setattr(torch, "empty", empty)
+    assert host_copies._buffer(5, pinned=True).shape == (5,)
