@@ -74,6 +74,10 @@ class _ModuleWeights:
         """Return the name of a parameter, which is also its key."""
         return name
 
+    def type_of(self, key: str) -> np.dtype[Any] | None:
+        """Return float16 for a parameter in float16, from which a graph in float16 needs no conversion."""
+        return np.dtype(np.float16) if self._tensors[key].dtype == torch.float16 else None
+
     def read(self, key: str, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
         """Return a parameter as an alias of its memory if the type allows it."""
         values: npt.NDArray[Any] = self._tensors[key].detach().cpu().numpy()
@@ -110,15 +114,17 @@ def build_model(
     def buffers() -> dict[str, torch.Tensor]:
         return {name: _wide(buffer.detach().cpu()) for name, buffer in module.named_buffers()}
 
+    weights = _ModuleWeights(module)
     with refusing(f"the module {name}", *_REMEDY):
         model = trace(
             spec,
             config,
             build,
             signature.wrapper,
-            _ModuleWeights(module),
+            weights,
             torch.float32,
             buffers,
+            weights.type_of,
         )
         target = signature.target
         request = OptimizeRequest(target.device.provider, Precision(target.precision))

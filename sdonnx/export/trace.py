@@ -11,6 +11,7 @@ import contextlib
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,7 @@ from sdonnx.export.repeated_blocks import repeat_blocks, shortened
 from sdonnx.export.simplify import WRAPPED, simplify
 from sdonnx.export.wrappers import Wrapper
 from sdonnx.graph.edit import required, tensor_of
-from sdonnx.graph.tensors import lazy
+from sdonnx.graph.tensors import Origin, lazy
 from sdonnx.models.spec import ComponentSpec
 
 __all__ = ["OPSET", "quiet_exporter", "trace"]
@@ -62,6 +63,7 @@ def trace(
     weights: Weights,
     dtype: torch.dtype,
     buffers: Callable[[], dict[str, torch.Tensor]] | None = None,
+    type_of: Callable[[str], np.dtype[Any] | None] = lambda key: None,
 ) -> ir.Model:
     """Return the component as an ONNX graph of standard operators (opset 23).
 
@@ -73,6 +75,8 @@ def trace(
         weights: Source of the parameters when the graph is written.
         dtype: Floating-point type of parameters, inputs and outputs.
         buffers: Returns the module's buffers with their values. By default, those of another module from `build`.
+        type_of: Returns the type in which a parameter is stored, by its key, if that is narrower than `dtype` and the
+            graph may be converted to it; otherwise None.
 
     Raises:
         WeightsError: A parameter is missing or has another shape.
@@ -85,7 +89,7 @@ def trace(
             model = _exported(module, names, spec, config, dtype)
         if not repeat_blocks(model, repeated):
             model = _exported(module, names, spec, config, dtype)
-    _attach_weights(model, module, weights, buffers or (lambda: module_buffers(build)), dtype)
+    _attach_weights(model, module, weights, buffers or (lambda: module_buffers(build)), dtype, type_of)
     simplify(model)
     model.graph.name = spec.name
     return model
@@ -181,6 +185,7 @@ def _attach_weights(
     weights: Weights,
     real_buffers: Callable[[], dict[str, torch.Tensor]],
     dtype: torch.dtype,
+    type_of: Callable[[str], np.dtype[Any] | None],
 ) -> None:
     """Replace every fake initializer by one that reads the real values lazily."""
     stored = set(module.state_dict())
@@ -190,11 +195,13 @@ def _attach_weights(
         shape = tuple(tensor_of(value).shape.numpy())
         if name in stored:
             key = weights.find(name.removeprefix(WRAPPED), shape)
+            stored_type = type_of(key)
             value.const_value = lazy(
-                lambda key=key: weights.read(key, numpy_dtype),  # type: ignore[misc]
+                partial(weights.read, key, numpy_dtype),
                 ir.DataType.from_numpy(numpy_dtype),
                 shape,
                 name,
+                None if stored_type is None else Origin(stored_type, partial(weights.read, key, stored_type)),
             )
         else:
             buffers = real_buffers() if buffers is None else buffers

@@ -15,9 +15,9 @@ import numpy as np
 import onnx_ir as ir
 
 from sdonnx.graph.edit import (
+    arranged_initializer,
     constant,
     constant_value,
-    derived_initializer,
     dims,
     insert,
     is_weight,
@@ -29,7 +29,6 @@ from sdonnx.graph.edit import (
 )
 from sdonnx.graph.fast_arrays import transposed
 from sdonnx.graph.match import NOT_A_CANDIDATE, REWRITTEN, MatchFailure, PassOutcome, Refused, WalkResult, match_failure
-from sdonnx.graph.tensors import read
 
 __all__ = ["ChannelsLastWalk", "Converter", "convert_to_channels_last", "nhwc_shape", "nhwc_weight"]
 
@@ -223,10 +222,10 @@ def nhwc_weight(graph: ir.Graph, weight: ir.Value) -> ir.Value:
     """Return a constant (M,C,kH,kW) as (M,kH,kW,C)."""
     tensor = tensor_of(weight)
     out, channels, height, width = tensor.shape.numpy()
-    return derived_initializer(
+    return arranged_initializer(
         graph,
         f"{weight.name}.nhwc",
-        lambda: transposed(read(tensor), _TO_NHWC),
-        tensor.dtype,
+        tensor,
+        lambda values: transposed(values, _TO_NHWC),
         (out, height, width, channels),
     )

@@ -10,8 +10,8 @@ import onnx_ir as ir
 from sdonnx.fusions.channels_last import ChannelsLastWalk, nhwc_shape, nhwc_weight
 from sdonnx.graph.edit import (
     MICROSOFT,
+    arranged_initializer,
     constant,
-    derived_initializer,
     dims,
     insert,
     is_weight,
@@ -20,8 +20,8 @@ from sdonnx.graph.edit import (
     static_dim,
     tensor_of,
 )
+from sdonnx.graph.fast_arrays import transposed
 from sdonnx.graph.match import REWRITTEN, Refused, Rule, WalkResult, is_bias
-from sdonnx.graph.tensors import read
 
 __all__ = ["BiasIntoNhwcConv", "conv_to_nhwc_conv"]
 
@@ -82,11 +82,11 @@ def _matrix(graph: ir.Graph, weight: ir.Value) -> ir.Value:
     """Return the weight (M,C,1,1) of a 1x1 convolution as (C,M)."""
     tensor = tensor_of(weight)
     out, channels, _, _ = tensor.shape.numpy()
-    return derived_initializer(
+    return arranged_initializer(
         graph,
         f"{weight.name}.matrix",
-        lambda: np.ascontiguousarray(read(tensor).reshape(out, channels).T),
-        tensor.dtype,
+        tensor,
+        lambda values: transposed(values.reshape(out, channels), (1, 0)),
         (channels, out),
     )
 

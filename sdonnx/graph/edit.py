@@ -10,7 +10,7 @@ import numpy.typing as npt
 import onnx_ir as ir
 
 from sdonnx.graph.modules import MODULE_KEY, module_path
-from sdonnx.graph.tensors import lazy, read
+from sdonnx.graph.tensors import Origin, arranged_origin, lazy, read
 
 __all__ = [
     "MICROSOFT",
@@ -218,9 +218,20 @@ def joined_initializer(
     """Return a new initializer that joins several, in that order, when it is read.
 
     It is never shared by name: two groups may begin with the same weight.
+
+    Args:
+        graph: the graph.
+        parts: the initializers; None is left out.
+        join: arranges their values, without computing with them.
+        shape: the shape of the result.
     """
     tensors = [part.const_value for part in parts if part is not None and part.const_value is not None]
-    values = lazy(lambda: join([read(tensor) for tensor in tensors]), tensors[0].dtype, tuple(shape))
+    values = lazy(
+        lambda: join([read(tensor) for tensor in tensors]),
+        tensors[0].dtype,
+        tuple(shape),
+        origin=arranged_origin(tensors, join),
+    )
     first = required(parts[0], "first part")
     return add_initializer(graph, f"{first.name}.and_{len(tensors) - 1}_more", values)
 
@@ -231,9 +242,30 @@ def derived_initializer(
     make: Callable[[], npt.NDArray[Any]],
     dtype: ir.DataType,
     shape: tuple[int, ...],
+    origin: Origin | None = None,
 ) -> ir.Value:
     """Return an initializer that is computed when it is read; one per name, type and shape."""
     present = graph.initializers.get(name)
     if present is not None and present.dtype == dtype and present.shape == ir.Shape(shape):
         return present
-    return add_initializer(graph, name, lazy(make, dtype, shape))
+    return add_initializer(graph, name, lazy(make, dtype, shape, origin=origin))
+
+
+def arranged_initializer(
+    graph: ir.Graph,
+    name: str,
+    tensor: ir.TensorProtocol,
+    arrange: Callable[[npt.NDArray[Any]], npt.NDArray[Any]],
+    shape: tuple[int, ...],
+) -> ir.Value:
+    """Return an initializer with the values of a tensor in another order, which is arranged when it is read.
+
+    Args:
+        graph: the graph.
+        name: the name of the initializer; see `derived_initializer`.
+        tensor: the tensor.
+        arrange: arranges its values, without computing with them.
+        shape: the shape of the result.
+    """
+    origin = arranged_origin([tensor], lambda values: arrange(values[0]))
+    return derived_initializer(graph, name, lambda: arrange(read(tensor)), tensor.dtype, shape, origin)

@@ -7,10 +7,9 @@ import onnx_ir as ir
 from onnx_ir.passes import InPlacePass, PassResult
 from onnx_ir.passes import common as common_passes
 
-from sdonnx.graph.edit import MICROSOFT, constant, derived_initializer, insert, replace, tensor_of
+from sdonnx.graph.edit import MICROSOFT, arranged_initializer, constant, insert, replace, tensor_of
 from sdonnx.graph.fast_arrays import transposed
 from sdonnx.graph.shapes.inference import Sizes
-from sdonnx.graph.tensors import read
 
 __all__ = ["FoldWeightTransposes", "SimplifyReshapes", "constant_target", "infer_shapes", "tidy"]
 
@@ -32,11 +31,11 @@ class FoldWeightTransposes(InPlacePass):
                 continue
             tensor = tensor_of(source)
             perm = tuple(node.attributes.get_ints("perm", tuple(reversed(range(len(tensor.shape))))))
-            folded = derived_initializer(
+            folded = arranged_initializer(
                 model.graph,
                 f"{source.name}.T" if perm == (1, 0) else f"{source.name}.{''.join(map(str, perm))}",
-                lambda tensor=tensor, perm=perm: transposed(read(tensor), perm),  # type: ignore[misc]
-                tensor.dtype,
+                tensor,
+                lambda values, perm=perm: transposed(values, perm),  # type: ignore[misc]
                 tuple(tensor.shape.numpy()[axis] for axis in perm),
             )
             output.replace_all_uses_with(folded)

@@ -5,7 +5,8 @@ A model of several gigabytes is rewritten without all of its weights in memory a
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,9 @@ import onnx_ir as ir
 
 from sdonnx.errors import WeightsError
 
-__all__ = ["lazy", "read"]
+__all__ = ["Origin", "arranged_origin", "lazy", "origin_of", "read"]
+
+_ORIGIN = "sdonnx.origin"
 
 
 def read(tensor: ir.TensorProtocol) -> npt.NDArray[Any]:
@@ -43,12 +46,55 @@ def read(tensor: ir.TensorProtocol) -> npt.NDArray[Any]:
     return values.reshape(tensor.shape.numpy())
 
 
+@dataclass(frozen=True)
+class Origin:
+    """The values of a tensor in the type in which they were stored, and which the tensor has converted.
+
+    Attributes:
+        dtype: the type.
+        make: returns the values.
+    """
+
+    dtype: np.dtype[Any]
+    make: Callable[[], npt.NDArray[Any]]
+
+
 def lazy(
-    make: Callable[[], npt.NDArray[Any]], dtype: ir.DataType, shape: tuple[int, ...] | ir.Shape, name: str | None = None
+    make: Callable[[], npt.NDArray[Any]],
+    dtype: ir.DataType,
+    shape: tuple[int, ...] | ir.Shape,
+    name: str | None = None,
+    origin: Origin | None = None,
 ) -> ir.LazyTensor:
-    """Return a tensor whose values `make` computes each time they are read."""
+    """Return a tensor whose values `make` computes each time they are read.
+
+    Args:
+        make: returns the values.
+        dtype: their type.
+        shape: their shape.
+        name: the tensor's name.
+        origin: the same values before they were converted without loss, for a graph that is converted back.
+    """
 
     def evaluate() -> ir.TensorProtocol:
         return ir.Tensor(make(), dtype=dtype, name=name)
 
-    return ir.LazyTensor(evaluate, dtype=dtype, shape=ir.Shape(shape), name=name)
+    tensor = ir.LazyTensor(evaluate, dtype=dtype, shape=ir.Shape(shape), name=name)
+    if origin is not None:
+        tensor.meta[_ORIGIN] = origin
+    return tensor
+
+
+def origin_of(tensor: ir.TensorProtocol) -> Origin | None:
+    """Return the origin of a tensor that `lazy` was called with."""
+    return tensor.meta.get(_ORIGIN) if isinstance(tensor, ir.LazyTensor) else None
+
+
+def arranged_origin(
+    tensors: Sequence[ir.TensorProtocol], arrange: Callable[[list[npt.NDArray[Any]]], npt.NDArray[Any]]
+) -> Origin | None:
+    """Return the origin of values that are arranged without computing; None unless all tensors have one of one type."""
+    origins = [each for tensor in tensors if (each := origin_of(tensor)) is not None]
+    if len(origins) != len(tensors) or len({each.dtype for each in origins}) != 1:
+        return None
+    return Origin(origins[0].dtype, lambda: arrange([each.make() for each in origins]))

@@ -17,7 +17,7 @@ from sdonnx.errors import OptionError, WeightsError
 from sdonnx.graph.edit import derived_initializer, insert, tensor_of
 from sdonnx.graph.fast_arrays import cast
 from sdonnx.graph.modules import module_path, module_paths
-from sdonnx.graph.tensors import read
+from sdonnx.graph.tensors import origin_of, read
 from sdonnx.models.spec import ComponentSpec, Role
 from sdonnx.operators.operator_table import contract_of
 from sdonnx.precision.policy import PrecisionPolicy, matches
@@ -289,8 +289,11 @@ def _read_by_subgraphs(node: ir.Node) -> set[ir.Value]:
 
 def _converted(graph: ir.Graph, value: ir.Value, dtype: ir.DataType) -> ir.Value:
     tensor = tensor_of(value)
+    origin = origin_of(tensor)
 
     def convert() -> npt.NDArray[Any]:
+        if origin is not None and origin.dtype == dtype.numpy():
+            return origin.make()
         wide = read(tensor)
         narrow = cast(wide, dtype.numpy())
         with np.errstate(over="ignore"):

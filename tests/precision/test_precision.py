@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import ml_dtypes
@@ -32,9 +33,19 @@ from support.operator_tests import feeds_of
 
 from sdonnx.errors import OptionError, WeightsError
 from sdonnx.fusions.fusion_table import fuse
-from sdonnx.graph.edit import constant_value, dtype_of, input_of, insert, required
+from sdonnx.graph.edit import (
+    add_initializer,
+    constant_value,
+    dtype_of,
+    input_of,
+    insert,
+    joined_initializer,
+    required,
+    tensor_of,
+)
 from sdonnx.graph.modules import MODULE_KEY, MODULE_SEPARATOR, module_path
-from sdonnx.graph.passes import infer_shapes, tidy
+from sdonnx.graph.passes import FoldWeightTransposes, infer_shapes, tidy
+from sdonnx.graph.tensors import Origin, lazy, origin_of, read
 from sdonnx.models.spec import ComponentSpec, Role, TensorSpec
 from sdonnx.operators.case import KernelCase, rounded
 from sdonnx.operators.case_graphs import model_of
@@ -746,3 +757,62 @@ def test_autoencoder_of_stable_diffusion_is_converted(tiny_cuda_fp16: Path) -> N
         model = onnx.load(tiny_cuda_fp16 / component / "model.onnx", load_external_data=False)
         types = {initializer.data_type for initializer in model.graph.initializer if len(initializer.dims) == 4}
         assert types == {onnx.TensorProto.FLOAT16}
+
+
+def test_weights_are_not_widened_to_be_narrowed() -> None:
+    """A module in float16 is traced in float32; its weights are arranged in float16 if the graph becomes float16."""
+    stored = {name: normal(8, 8, seed=seed).astype(np.float16) for seed, name in enumerate("abc")}
+    widened: list[str] = []
+
+    def net(names: str) -> ir.Model:
+        wide_values = {name: values.astype(np.float32) for name, values in stored.items()}
+        nodes = "t = Transpose(a) j = MatMul(x, t) k = MatMul(j, b) y = MatMul(k, c)"
+        model = graph("float[B,8] x", "float[B,8] y", nodes, **wide_values)
+        for name in names:
+
+            def wide(name: str = name) -> Array:
+                widened.append(name)
+                return stored[name].astype(np.float32)
+
+            origin = Origin(np.dtype(np.float16), partial(stored.__getitem__, name))
+            model.graph.initializers[name].const_value = lazy(wide, ir.DataType.FLOAT, (8, 8), name, origin)
+        FoldWeightTransposes()(model)
+        return model
+
+    def weights(model: ir.Model) -> list[Array]:
+        return [read(tensor_of(input_of(node, 1))) for node in model.graph if node.op_type == "MatMul"]
+
+    def convert(model: ir.Model, *float32: str) -> ir.Model:
+        ConvertPrecision(PrecisionPolicy(HALF, float32), UNET)(model)
+        return model
+
+    narrow = convert(net("abc"))
+    expected = [stored["a"].T, stored["b"], stored["c"]]
+    for found, values in zip(weights(narrow), expected, strict=True):
+        np.testing.assert_array_equal(found, values, strict=True)
+    assert widened == []
+    kept = convert(net("abc"), "MatMul")
+    assert [values.dtype for values in weights(kept)] == [np.float32] * 3
+    assert sorted(widened) == ["a", "b", "c"]
+    mixed = convert(net("ab"))
+    np.testing.assert_array_equal(weights(mixed)[2], stored["c"], strict=True)
+
+
+def test_joined_weights_have_an_origin_if_all_parts_have() -> None:
+    def part(name: str, dtype: type | None) -> ir.Value:
+        values = normal(4, 8)
+        origin = None if dtype is None else Origin(np.dtype(dtype), lambda: values.astype(dtype))
+        return add_initializer(model.graph, name, lazy(lambda: values, ir.DataType.FLOAT, (4, 8), origin=origin))
+
+    model = graph("float[B,4] x", "float[B,4] y", "y = Relu(x)")
+    half, other, double, plain = (
+        part(name, dtype) for name, dtype in (("h", np.float16), ("o", np.float16), ("d", np.float64), ("p", None))
+    )
+
+    def origin(*parts: ir.Value) -> Origin | None:
+        return origin_of(tensor_of(joined_initializer(model.graph, parts, np.concatenate, (8, 8))))
+
+    found = required(origin(half, other))
+    assert found.make().dtype == found.dtype == np.float16
+    assert found.make().shape == (8, 8)
+    assert origin(half, plain) is origin(plain, half) is origin(half, double) is None
