@@ -315,7 +315,7 @@ class _Written:
         index = self._index_of(rows.shape[1], dtype, layout)
         if not index:
             return
-        prefixes = rows[:, :_PREFIX].astype(_numpy(dtype))
+        prefixes = cast(rows[:, :_PREFIX], _numpy(dtype))
         if prefixes[0].tobytes() not in index:
             return
         keys = [row.tobytes() for row in prefixes]

@@ -6,9 +6,11 @@ import importlib.metadata
 import logging
 import shutil
 import sys
+import time
 import types
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import numpy.typing as npt
@@ -216,6 +218,20 @@ def test_measuring_stages_compiles_nothing_again(engines: dict[str, Engine], exp
     assert lines == []
     assert type(engine._pipeline.vae).decode is before
     assert psnr(pixels(engine.generate(PROMPTS[0], WORKLOAD)), expected) >= 50
+
+
+def test_load_of_diffusers_pipeline_is_measured_without_compilation(
+    engines: dict[str, Engine], folders: dict[FolderKind, Path]
+) -> None:
+    known = {name for name, engine in engines.items() if engine.pipeline_load_s}
+    assert known == {"torch", "reference", "sdonnx-compile"}
+    compiled = made(SdonnxCompileEngine, folders)
+    with mock.patch("sdonnx.compiler.compile_pipe.compile_pipe", side_effect=lambda pipe, **options: time.sleep(2)):
+        start = time.perf_counter()
+        compiled.load(WORKLOAD)
+        total = time.perf_counter() - start
+    assert compiled.pipeline_load_s is not None
+    assert 0 < compiled.pipeline_load_s <= total - 2
 
 
 def test_options_of_the_compiler(folders: dict[FolderKind, Path]) -> None:
