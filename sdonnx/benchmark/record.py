@@ -20,6 +20,15 @@ from sdonnx.errors import ProviderError
 
 __all__ = ["COLUMNS", "CsvRow", "csv_row", "environment", "git_commit", "measurement_record", "result_record"]
 
+_STARTS = (
+    "load_s",
+    "pipeline_load_s",
+    "first_image_s",
+    "cached_first_image_s",
+    "cached_pipeline_load_s",
+    "warm_up_s",
+)
+
 COLUMNS = (
     "engine",
     "version",
@@ -43,12 +52,7 @@ COLUMNS = (
     "text_ms",
     "step_ms",
     "decode_ms",
-    "load_s",
-    "pipeline_load_s",
-    "first_image_s",
-    "cached_first_image_s",
-    "cached_pipeline_load_s",
-    "warm_up_s",
+    *_STARTS,
     "allocator_MB",
     "host_peak_MB",
     "psnr_db",
@@ -77,15 +81,6 @@ COLUMNS = (
 Latencies are for a batch, in seconds; 1 MB is 2**20 bytes; psnr_db is empty for identical images."""
 
 CsvRow = dict[str, str | int | float | bool | None]
-
-_STARTS = (
-    "load_s",
-    "pipeline_load_s",
-    "first_image_s",
-    "cached_first_image_s",
-    "cached_pipeline_load_s",
-    "warm_up_s",
-)
 
 _MB = 1024**2  # as in ONNX Runtime's benchmark.py
 

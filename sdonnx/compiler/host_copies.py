@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["copies_on_host"]
+__all__ = ["BUFFER_BYTES", "copies_on_host"]
 
 BUFFER_BYTES = 2**25
 """Size of each of the two buffers: far more than the transfer of a copy needs to reach the rate of the bus."""

@@ -40,7 +40,7 @@ class SdonnxCompileEngine(TorchEngine):
     def load(self, workload: Workload) -> None:
         """Load the modules and compile them."""
         super().load(workload)
-        # Imports torch, whose time counts as that of the pipeline.
+        # Imported here, because it imports torch, whose time counts as that of the pipeline.
         from sdonnx.compiler.compile_pipe import compile_pipe
 
         with self._memory_errors():
