@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
+from concurrent.futures import Executor
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
@@ -19,7 +20,7 @@ from sdonnx.folder.folder_cache import FolderCache
 if TYPE_CHECKING:
     from sdonnx.compiler.exported_module import ExportedForward
 
-__all__ = ["CompiledModule", "compile", "compile_with", "programs_of", "restore"]
+__all__ = ["CompiledModule", "compile", "compile_with", "finish", "programs_of", "restore"]
 
 _Module = TypeVar("_Module", bound=torch.nn.Module)
 
@@ -80,6 +81,7 @@ def compile_with(
     saved: FolderCache | None = None,
     *,
     freezing: bool = False,
+    loads: Executor | None = None,
 ) -> _Module:
     """Compile a module as `compile` does.
 
@@ -88,6 +90,8 @@ def compile_with(
         options: Options.
         saved: Entries in which graphs are searched before the user's cache.
         freezing: Default of the option of this name.
+        loads: Loads cached graphs while the caller goes on; call `finish` before the drop-in is used. None to return
+            when everything is loaded.
     """
     chosen = check_options(options)
     before = module._programs if isinstance(module, CompiledModule) else None
@@ -112,7 +116,10 @@ def compile_with(
     base: Any = type(plain)
     compiled = object.__new__(_compiled_class(base))
     object.__setattr__(compiled, "__dict__", vars(plain))
-    object.__setattr__(compiled, "_programs", _Programs(plain, chosen, saved, weights))
+    programs = _Programs(plain, chosen, saved, weights, loads)
+    object.__setattr__(compiled, "_programs", programs)
+    if loads is None:
+        programs.finish()
     return cast(_Module, compiled)
 
 
@@ -131,6 +138,12 @@ class CompiledModule:
         module = self._programs.module
         self._programs.weights.restore()  # the copy is computed in torch
         return object.__new__, (type(module),), vars(module)
+
+
+def finish(module: torch.nn.Module) -> None:
+    """Wait for the graphs of a drop-in that `compile_with` loads meanwhile; build those that no cache has."""
+    if isinstance(module, CompiledModule):
+        module._programs.finish()
 
 
 def restore(module: torch.nn.Module) -> None:
@@ -156,20 +169,32 @@ class _Programs(dict[str, "CompiledMethod | ExportedForward"]):
     """
 
     def __init__(
-        self, module: torch.nn.Module, chosen: CompileOptions, saved: FolderCache | None, weights: HostWeights
+        self,
+        module: torch.nn.Module,
+        chosen: CompileOptions,
+        saved: FolderCache | None,
+        weights: HostWeights,
+        loads: Executor | None,
     ) -> None:
         methods, self.weights, self.reported = methods_of(module), weights, ReportedType(module, weights)
         made = {
-            method.name: CompiledMethod(module, method, chosen, saved, weights, self.reported) for method in methods
+            method.name: CompiledMethod(module, method, chosen, saved, weights, self.reported, loads)
+            for method in methods
         }
         super().__init__(made)
-        if not chosen.check_agreement and not any(each.waits for each in made.values()):  # checks need torch
-            weights.settle()
+        self._methods, self._checks = list(made.values()), chosen.check_agreement
         if not methods:
             from sdonnx.compiler.exported_module import ExportedForward
 
             self["forward"] = ExportedForward(module, why_not_now, chosen.check_agreement)
         self.module = module
+
+    def finish(self) -> None:
+        """Finish the graphs that are compiled with the module, and move its weights."""
+        for each in self._methods:
+            each.finish()
+        if not self._checks and not any(each.waits for each in self._methods):  # checks need torch
+            self.weights.settle()
 
 
 def _weights_of(module: Any) -> HostWeights:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import torch
 
-from sdonnx.compiler.compile_module import compile_with, restore
+from sdonnx.compiler.compile_module import compile_with, finish, restore
 from sdonnx.compiler.compile_options import check_backend, check_options
 from sdonnx.compiler.supported_modules import SUPPORTED, why_unsupported
 from sdonnx.errors import OptionError
@@ -77,6 +78,8 @@ def compile_parts(
 ) -> None:
     """Replace components of a pipeline by drop-ins; none of them unless all can be compiled.
 
+    A graph that is in a cache is loaded while the weights of the next component are hashed and moved.
+
     Args:
         pipe: The pipeline.
         parts: The components, by name.
@@ -84,13 +87,18 @@ def compile_parts(
         saved: Entries in which graphs are searched before the user's cache.
     """
     compiled: dict[str, torch.nn.Module] = {}
-    try:
-        for name, part in parts.items():
-            compiled[name] = compile_with(part, options, saved, freezing=True)
-    except BaseException:
-        for part in compiled.values():
-            restore(part)  # the pipeline goes on in torch
-        raise
+    # One thread: ONNX Runtime loads a graph with all cores.
+    with ThreadPoolExecutor(1, "sdonnx-load") as loads:
+        try:
+            for name, part in parts.items():
+                compiled[name] = compile_with(part, options, saved, freezing=True, loads=loads)
+            for part in compiled.values():
+                finish(part)
+        except BaseException:
+            loads.shutdown(cancel_futures=True)
+            for part in compiled.values():
+                restore(part)  # the pipeline goes on in torch
+            raise
     for name, part in compiled.items():
         setattr(pipe, name, part)
 

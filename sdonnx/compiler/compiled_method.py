@@ -8,7 +8,9 @@ import threading
 import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -57,6 +59,7 @@ class CompiledMethod:
         saved: Entries in which graphs are searched before the user's cache.
         weights: Where the weights are.
         reported: The type of inputs and outputs.
+        loads: Loads a cached graph while the caller goes on; `finish` has to be called then.
 
     Attributes:
         graphs: The graphs of the method, in the caches and built.
@@ -70,6 +73,7 @@ class CompiledMethod:
         saved: FolderCache | None,
         weights: HostWeights,
         reported: ReportedType,
+        loads: Executor | None = None,
     ) -> None:
         self.graphs = ModuleGraphs(module, method, saved, weights)
         self._module, self._method, self._chosen = module, method, chosen
@@ -83,8 +87,10 @@ class CompiledMethod:
         self._variants = OrderedDict[Hashable, _Build]()  # that of the last call is at the end
         self._built: _Build | None = None
         self._variant: Hashable = None  # of the last graph
+        self._started: Callable[[], _Build] | None = None
         if method.compiles_first:
-            self._built = self._add(method.variant(module, None, None))
+            self._variant = method.variant(module, None, None)
+            self._started = self._start(self._variant, 1.0, loads)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Compute a call of the method.
@@ -153,6 +159,17 @@ class CompiledMethod:
         dtype = torch.float32 if self._reported.is_upcast else target.dtype
         return [tensor.to(dtype) for tensor in built.runs(inputs)]
 
+    def finish(self) -> None:
+        """Wait for the graph that is compiled with the module, or build it.
+
+        Raises:
+            FolderError: The module cannot be traced, or ONNX Runtime rejects its graph.
+            DeviceMemoryError: There is too little memory.
+        """
+        started, self._started = self._started, None
+        if started is not None:
+            self._built = self._variants[self._variant] = started()
+
     @property
     def waits(self) -> bool:
         """Whether the graph of the last call will be compared with torch."""
@@ -171,7 +188,11 @@ class CompiledMethod:
             self._variants.popitem(last=False)
         return built
 
-    def _build(self, variant: Any, lora_scale: float) -> _Build:
+    def _build(self, variant: Hashable, lora_scale: float) -> _Build:
+        return self._start(variant, lora_scale)()
+
+    def _start(self, variant: Any, lora_scale: float, loads: Executor | None = None) -> Callable[[], _Build]:
+        """Start to load or to build a graph, and return the function that finishes it."""
         start = time.perf_counter()
         target = target_of(self._module, self._weights.device)
         signature = self._method.signature(self._module, variant)
@@ -185,13 +206,25 @@ class CompiledMethod:
             else QuantizationCheck(self._class_name)
         )
         state = self._weights.compiled(lambda: ModuleState(self._module, *ignored))
+        with self._restoring():
+            loaded = self.graphs.load(signature, frees=not check.waits, loads=loads)
+
+        def finish() -> _Build:
+            with self._restoring():
+                graph = loaded()
+            _LOGGER.debug("compiled %s in %.1f s", self._class_name, time.perf_counter() - start)
+            return _Build(graph, graph_runs(graph, signature.target), signature, state, check)
+
+        return finish
+
+    @contextmanager
+    def _restoring(self) -> Iterator[None]:
+        """Move the weights back after an error: the module is used without the graph."""
         try:
-            graph = self.graphs.load(signature, frees=not check.waits)
+            yield
         except BaseException:
-            self._weights.restore()  # the module is used without the graph
+            self._weights.restore()
             raise
-        _LOGGER.debug("compiled %s in %.1f s", self._class_name, time.perf_counter() - start)
-        return _Build(graph, graph_runs(graph, signature.target), signature, state, check)
 
     def _current(self, arguments: Mapping[str, Any]) -> _Build | str:
         """Return the graph of the module as it is now, or the reason why the module cannot be compiled.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,7 +13,8 @@ from transformers.models.clip.modeling_clip import CLIPTextModelOutput
 
 from sdonnx.compiler.graph_method import GraphMethod, GraphSignature, checked_inputs
 from sdonnx.export.t5_encoder import MaskedTextEncoder
-from sdonnx.export.wrappers import LayeredTextEncoder, ProjectedTextEncoder, Wrapper
+from sdonnx.export.wrappers import Wrapper
+from sdonnx.models.abi import POSITIONS
 from sdonnx.models.components import (
     HIDDEN_STATES,
     INPUT_IDS,
@@ -27,6 +29,37 @@ __all__ = ["ClipForward", "EncoderForward", "ProjectedClipForward", "T5Forward",
 
 _TEXT_EMBEDS = TensorSpec("text_embeds", ("batch_size", "config:projection_dim"))
 _TRACED_TOKENS = 77  # of the example of sdonnx.export.trace, the length of every published CLIP
+
+# Of the last token of each prompt among the tokens of all prompts: row * S + column. torch finds it, because ONNX
+# Runtime has no CUDA kernel for the ArgMax of whole numbers, and captures no graph with a node on the CPU.
+_POSITIONS = TensorSpec(POSITIONS, ("batch_size",), integer=True)
+
+_LEGACY_END = 2  # `eos_token_id` of configurations whose last token is the one with the highest number
+
+
+class _PooledTextEncoder(Wrapper):
+    """CLIP: input_ids (B,S), positions (B) -> last_hidden_state (B,S,D), pooler_output (B,D), hidden_states.i."""
+
+    def run(self, input_ids: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Run the text encoder, and also return the input of each layer."""
+        output = self.model(input_ids=input_ids, output_hidden_states=True)
+        last = output.last_hidden_state
+        return last, _pooled(last, positions), *output.hidden_states
+
+
+class _ProjectedTextEncoder(Wrapper):
+    """CLIP: input_ids (B,S), positions (B) -> text_embeds (B,P), last_hidden_state (B,S,D), hidden_states.i."""
+
+    def run(self, input_ids: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Run the text encoder, project the last token, and also return the input of each layer."""
+        output = self.model(input_ids=input_ids, output_hidden_states=True)
+        last = output.last_hidden_state
+        return self.model.text_projection(_pooled(last, positions)), last, *output.hidden_states
+
+
+def _pooled(states: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Return the states (B,D) of the last tokens, from those (B,S,D) of all tokens."""
+    return states.flatten(0, 1).index_select(0, positions)
 
 
 class EncoderForward(GraphMethod):
@@ -77,7 +110,7 @@ class ClipForward(EncoderForward):
     """`CLIPTextModel.forward` without masks and positions, which diffusers' pipelines do not pass."""
 
     outputs: tuple[TensorSpec, ...] = (LAST_HIDDEN_STATE, POOLER_OUTPUT, HIDDEN_STATES)
-    wrapper: type[Wrapper] = LayeredTextEncoder
+    wrapper: type[Wrapper] = _PooledTextEncoder
     refused = ("attention_mask", "position_ids")
     called_directly = frozenset({"final_layer_norm"})  # diffusers applies it to hidden states for `clip_skip`
 
@@ -89,14 +122,18 @@ class ClipForward(EncoderForward):
 
     def signature(self, module: torch.nn.Module, variant: Hashable) -> GraphSignature:
         config: Any = module.config
-        return GraphSignature(clip_text_encoder(*self.outputs), config.to_dict(), self.wrapper)
+        spec = replace(clip_text_encoder(*self.outputs), inputs=(INPUT_IDS, _POSITIONS))
+        return GraphSignature(spec, config.to_dict(), self.wrapper)
 
     def tensors(self, module: torch.nn.Module, arguments: Mapping[str, Any]) -> dict[str, Any] | str:
         config: Any = module.config
         ids = _token_ids(arguments["input_ids"], config.vocab_size)
         if not isinstance(ids, str) and ids.shape[1] > config.max_position_embeddings:
             return f"input_ids have shape {tuple(ids.shape)}"
-        return ids if isinstance(ids, str) else {INPUT_IDS.name: ids}
+        if isinstance(ids, str):
+            return ids
+        text: Any = getattr(module, "text_model", module)
+        return {INPUT_IDS.name: ids, POSITIONS: _last_tokens(ids, text.eos_token_id)}
 
     def output(self, outputs: Sequence[torch.Tensor], arguments: Mapping[str, Any]) -> Any:
         last, pooled, *layers = outputs
@@ -109,7 +146,7 @@ class ProjectedClipForward(ClipForward):
     """`CLIPTextModelWithProjection.forward`."""
 
     outputs = (_TEXT_EMBEDS, LAST_HIDDEN_STATE, HIDDEN_STATES)
-    wrapper = ProjectedTextEncoder
+    wrapper = _ProjectedTextEncoder
 
     def output(self, outputs: Sequence[torch.Tensor], arguments: Mapping[str, Any]) -> Any:
         embeds, last, *layers = outputs
@@ -164,6 +201,18 @@ def zeros_and_ones(mask: Any, name: str) -> torch.Tensor | str:
     if not torch.equal(kept.to(mask.dtype), mask) or bool(((kept != 0) & (kept != 1)).any()):
         return f"{name} has other values than 0 and 1"
     return kept if bool(kept.any(dim=1).all()) else f"{name} masks all tokens"
+
+
+def _last_tokens(ids: torch.Tensor, end: int) -> torch.Tensor:
+    """Return the position of each prompt's last token among the tokens (B,S) of all prompts, as transformers finds it.
+
+    Args:
+        ids: The tokens.
+        end: Number of the last token, whose first occurrence counts.
+    """
+    columns = (ids if end == _LEGACY_END else (ids == end).int()).argmax(dim=-1)
+    starts = torch.arange(0, ids.numel(), ids.shape[1], device=ids.device)
+    return (starts + columns).to(torch.int32)
 
 
 def _token_ids(ids: Any, vocabulary: int) -> torch.Tensor | str:

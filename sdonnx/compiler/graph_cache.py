@@ -11,7 +11,8 @@ import json
 import logging
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import Executor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,7 +40,9 @@ _MAX_BASES = 8  # of entries whose digests are kept
 
 _ATTEMPTS = 2  # a broken entry in a read-only folder stays there
 
-_PARTS, _WEIGHTS, _PLACES = "parts", "weights", "places"  # of the description of an entry
+# Of the description of an entry: the parts of its key, which weights are parameters of the module, where the others are
+# in the file, and where changed parameters belong.
+_PARTS, _WEIGHTS, _STORED, _PLACES = "parts", "weights", "stored", "places"
 
 
 class ModuleGraphs:
@@ -65,17 +68,23 @@ class ModuleGraphs:
         self.saved = saved
         self._bases: list[tuple[GraphKey, Path]] = []  # entries that were loaded, in which values may change
 
-    def load(self, signature: GraphSignature, *, frees: bool = False) -> Graph:
+    def load(
+        self, signature: GraphSignature, *, frees: bool = False, loads: Executor | None = None
+    ) -> Callable[[], Graph]:
         """Load a graph from a cache, or build it, write it into the user's cache, and load it.
 
         Args:
             signature: The signature of the graph.
             frees: Move the weights to the host's memory first, if they are to be there, so that the device never has
                 those of torch and of the graph.
+            loads: Loads a graph that is in a cache while the caller goes on; None to load it when the result is called.
+
+        Returns:
+            A function, to be called once, that returns the graph.
 
         Raises:
-            FolderError: The module cannot be traced, or ONNX Runtime rejects the graph.
-            DeviceMemoryError: The device has too little memory.
+            FolderError: The module cannot be traced, or ONNX Runtime rejects the graph; raised by the function.
+            DeviceMemoryError: The device has too little memory; raised by the function, too.
             OptionError: SDONNX_CACHE_LIMIT is no size.
         """
         cache = graph_cache()
@@ -91,11 +100,26 @@ class ModuleGraphs:
         if frees:
             self.weights.settle()  # after they were hashed, which the device does faster
         if key is None:
-            return self._load_built(self._build(module, signature), signature)
+            return lambda: self._load_built(self._build(module, signature), signature)
+        if loads is None:
+            return lambda: self._load_known(cache, key, module, signature) or self._made(cache, key, module, signature)
+        known = loads.submit(self._load_known, cache, key, module, signature)
+        return lambda: known.result() or self._made(cache, key, module, signature)
+
+    def _load_known(
+        self, cache: FolderCache | None, key: GraphKey, module: torch.nn.Module, signature: GraphSignature
+    ) -> Graph | None:
+        """Load a graph from a cache; None if none has it."""
         if self.saved is not None:
             if (graph := self._load_from(self.saved, key, module, signature)) is not None:
                 return graph
             self._warn_of_another_state(self.saved, key)
+        return None if cache is None else self._load_from(cache, key, module, signature)
+
+    def _made(
+        self, cache: FolderCache | None, key: GraphKey, module: torch.nn.Module, signature: GraphSignature
+    ) -> Graph:
+        """Load the last graph with new values of parameters, or a new one, which is written into the user's cache."""
         if cache is None:
             return self._load_built(self._build(module, signature), signature)
         if cache.find(key.digest) is None and (graph := self._load_changed(cache, key, module, signature)) is not None:
@@ -189,11 +213,12 @@ class ModuleGraphs:
         from sdonnx.compiler.changed_values import parameter_places
         from sdonnx.compiler.module_graph import save_model
 
-        references = save_model(model, module, folder)
+        references, stored = save_model(model, module, folder)
         if self.key(signature) != key:
             raise OSError(errno.EBUSY, "the module changed while it was compiled")
         shown = {name: key.parts[name] for name in ("class", "method")} | {"precision": signature.target.precision}
-        return {**shown, _PARTS: key.parts, _WEIGHTS: references, _PLACES: parameter_places(model, module)}
+        places = parameter_places(model, module)
+        return {**shown, _PARTS: key.parts, _WEIGHTS: references, _STORED: stored, _PLACES: places}
 
     def _load_cached(
         self, cache: FolderCache, key: GraphKey, module: torch.nn.Module, signature: GraphSignature
@@ -235,10 +260,11 @@ class ModuleGraphs:
             return None
         start = time.perf_counter()
         try:
-            references = entry_info(path).get(_WEIGHTS)
-            if not isinstance(references, dict):
+            info = entry_info(path)
+            references, stored = info.get(_WEIGHTS), info.get(_STORED)
+            if not isinstance(references, dict) or not isinstance(stored, dict):
                 raise FolderError(f"{path} names no weights", "those of the module", "remove the folder")
-            graph = load_saved(path, references, module, signature.target)
+            graph = load_saved(path, references, stored, module, signature.target)
         except FolderError as error:
             if cache is self.saved:
                 _LOGGER.warning("%s is compiled: its saved graph cannot be loaded (%s)", self._name, error)

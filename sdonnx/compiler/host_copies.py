@@ -1,15 +1,15 @@
-"""Copy memory from a GPU to the host through pinned buffers."""
+"""Copy memory between a GPU and the host through pinned buffers."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-__all__ = ["BUFFER_BYTES", "copies_on_host"]
+__all__ = ["BUFFER_BYTES", "copies_on_host", "copy_to_device"]
 
 BUFFER_BYTES = 2**25
 """Size of each of the two buffers: far more than the transfer of a copy needs to reach the rate of the bus."""
@@ -21,9 +21,9 @@ class _Load:
 
     Attributes:
         buffer: The buffer.
-        parts: Memory of the device, and where its copy goes.
+        parts: Memory, and where its copy goes.
         size: Number of bytes of the parts.
-        event: Done when the device has filled the buffer; None if the device is the host.
+        event: Done when the device has filled or read the buffer; None if the device is the host.
     """
 
     buffer: torch.Tensor
@@ -48,19 +48,68 @@ def copies_on_host(sources: Sequence[torch.Tensor], buffer_bytes: int = BUFFER_B
     on_gpu = sources[0].is_cuda
     buffers = [_buffer(buffer_bytes, pinned=on_gpu) for _ in range(2)]
     before: _Load | None = None
-    for load in _loads(sources, copies, buffers):
-        start = 0
-        for source, _ in load.parts:
-            load.buffer[start : start + len(source)].copy_(source, non_blocking=True)
-            start += len(source)
-        if on_gpu:
-            load.event = torch.cuda.current_stream(sources[0].device).record_event()
+    with _own_stream(sources[0].device) if on_gpu else nullcontext() as stream:
+        for load in _loads(sources, copies, buffers):
+            start = 0
+            for source, _ in load.parts:
+                load.buffer[start : start + len(source)].copy_(source, non_blocking=True)
+                start += len(source)
+            if stream is not None:
+                load.event = stream.record_event()
+            if before is not None:
+                _unload(before)
+            before = load
         if before is not None:
             _unload(before)
-        before = load
-    if before is not None:
-        _unload(before)
     return copies
+
+
+def copy_to_device(
+    sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor], buffer_bytes: int = BUFFER_BYTES
+) -> None:
+    """Copy bytes from the host's pageable memory to a device, and wait.
+
+    torch's threads fill one pinned buffer while the device reads the other one.
+
+    Args:
+        sources: One-dimensional tensors of uint8 in the host's memory.
+        targets: Tensors of the same sizes on one device.
+        buffer_bytes: Size of each of the two buffers.
+    """
+    if not sources:
+        return
+    on_gpu = targets[0].is_cuda
+    buffers = [_buffer(buffer_bytes, pinned=on_gpu) for _ in range(2)]
+    earlier: list[_Load] = []
+    with _own_stream(targets[0].device) if on_gpu else nullcontext() as stream:
+        for load in _loads(sources, targets, buffers):
+            if len(earlier) >= len(buffers) and (event := earlier[-len(buffers)].event) is not None:
+                event.synchronize()  # the device has read what the buffer held before
+            start = 0
+            for source, _ in load.parts:
+                load.buffer[start : start + len(source)].copy_(source)
+                start += len(source)
+            start = 0
+            for source, target in load.parts:
+                target.copy_(load.buffer[start : start + len(source)], non_blocking=True)
+                start += len(source)
+            if stream is not None:
+                load.event = stream.record_event()
+            earlier.append(load)
+        if stream is not None:
+            stream.synchronize()
+
+
+@contextmanager
+def _own_stream(device: torch.device) -> Iterator[Any]:
+    """Make a new stream current, which waits for the work of the current one.
+
+    Two threads may copy at the same time: the weights of one component to the host, and those of another to the device.
+    """
+    stream: Any = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        yield stream
 
 
 def _buffer(size: int, *, pinned: bool) -> torch.Tensor:

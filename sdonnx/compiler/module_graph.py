@@ -24,7 +24,7 @@ import torch
 from sdonnx.compiler.graph_method import GraphSignature
 from sdonnx.compiler.graph_quantization import denoiser_policy
 from sdonnx.compiler.graph_target import REMEDY, GraphTarget
-from sdonnx.compiler.saved_graph import float_tensors, loaded_graph, ort_value
+from sdonnx.compiler.saved_graph import float_tensors, loaded_graph, stored_place
 from sdonnx.errors import refusing
 from sdonnx.export.trace import trace
 from sdonnx.folder.pipeline_folder import ONNX_MODEL, ONNX_WEIGHTS
@@ -189,14 +189,13 @@ def load_model(model: ir.Model, name: str, target: GraphTarget) -> Graph:
         model.meta.pop(EXPORTED, None)  # its weights would stay in memory
         arrays = dict(_detach_weights(model.graph))
         narrow = [name for name, array in arrays.items() if array.dtype not in _SHARED]
-        injected = {name: ort_value(array) for name, array in arrays.items() if name not in narrow}
         path = Path(at) / ONNX_MODEL
         _write_external(model.graph, {name: arrays.pop(name) for name in narrow}, path.parent)
         ir.save(model, path)
-        return loaded_graph(path, target, injected)
+        return loaded_graph(path, target, arrays)
 
 
-def save_model(model: ir.Model, module: torch.nn.Module, folder: Path) -> dict[str, str]:
+def save_model(model: ir.Model, module: torch.nn.Module, folder: Path) -> tuple[dict[str, str], dict[str, list[Any]]]:
     """Write a model of `build_model` into a folder, without the weights that are parameters of the module.
 
     Args:
@@ -205,7 +204,8 @@ def save_model(model: ir.Model, module: torch.nn.Module, folder: Path) -> dict[s
         folder: An empty folder.
 
     Returns:
-        The names of the parameters and buffers that the model needs, by its own names for them.
+        The names of the parameters and buffers that the model needs, by its own names for them, and the places of
+        other weights in the folder's file (`sdonnx.compiler.saved_graph.stored_place`).
 
     Raises:
         OSError: The folder cannot be written.
@@ -221,11 +221,12 @@ def save_model(model: ir.Model, module: torch.nn.Module, folder: Path) -> dict[s
     written = [name for name in arrays if name not in references]
     try:
         _write_external(model.graph, {name: arrays[name] for name in written}, folder)
+        places = {name: stored_place(model.graph.initializers[name].const_value) for name in written}
         ir.save(model, folder / ONNX_MODEL)
     finally:
         for name, array in arrays.items():
             model.graph.initializers[name].const_value = ir.Tensor(array, name=name)
-    return references
+    return references, {name: place for name, place in places.items() if place is not None}
 
 
 def _fake_copy(module: torch.nn.Module) -> torch.nn.Module:

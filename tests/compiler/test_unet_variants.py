@@ -145,7 +145,7 @@ def test_the_wrong_number_of_residuals_is_the_error_of_torch(controlled: Any) ->
 
 def test_at_most_four_graphs_are_kept(monkeypatch: pytest.MonkeyPatch, messages: list[str]) -> None:
     def load(*_: Any, **__: Any) -> Any:
-        return SimpleNamespace(outputs=["out_sample"], run=lambda inputs: {"out_sample": 0 * inputs["sample"]})
+        return lambda: SimpleNamespace(outputs=["out_sample"], run=lambda inputs: {"out_sample": 0 * inputs["sample"]})
 
     monkeypatch.setattr(ModuleGraphs, "load", load)
     compiled = sdonnx.compile(small_unet(**_SD, time_cond_proj_dim=8))

@@ -259,11 +259,30 @@ def test_a_check_that_dies_keeps_what_is_known(gpu: Any) -> None:
     assert check.provider_options == {"sdpa_kernel": "26"}
 
 
-def test_check_now_fills_the_cache(gpu: Any) -> None:
+@pytest.mark.parametrize(
+    ("known", "knows_own", "starts"),
+    [((None, False), True, [0]), ((SOUND, True), False, [0]), ((SOUND, True), True, [])],
+)
+def test_check_now_waits_for_another_process(
+    known: Any, knows_own: bool, starts: list[int], gpu: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     machine = gpu(SOUND)
-    machine.strict = SOUND
+    machine.known, machine.strict = known, SOUND
+    monkeypatch.setattr(runtime_kernels, "knows_own_kernels", lambda device: knows_own)
+    machine.end_check()
     runtime_kernels.check_now(CPU)
-    assert machine.starts == []
+    assert machine.starts == starts
+    assert machine.check.verdict == (SOUND if starts else None)
+
+
+def test_check_now_checks_here_if_the_other_process_dies(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = gpu(SOUND)
+    machine.check = BackgroundCheck(0, lambda index: [sys.executable, "-c", "import os; os.kill(os.getpid(), 14)"])
+    checked: list[int] = []
+    monkeypatch.setattr(runtime_kernels, "first_use", checked.append)
+    monkeypatch.setattr(runtime_kernels, "check_own_kernels", lambda device: checked.append(2))
+    runtime_kernels.check_now(CPU)
+    assert checked == [0, 2]
 
 
 def test_the_caller_sets_the_backends(gpu: Any) -> None:

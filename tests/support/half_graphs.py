@@ -45,11 +45,11 @@ def half_graphs() -> Iterator[list[str]]:
 
     load = ModuleGraphs.load
 
-    def loaded(self: ModuleGraphs, signature: GraphSignature, *, frees: bool = False) -> Any:
+    def loaded(self: ModuleGraphs, signature: GraphSignature, **options: Any) -> Any:
         built.append(f"{signature.spec.name} {signature.target.precision}")
         if signature.target.precision == "float32":
-            return load(self, signature, frees=frees)
-        return build_model(self.module, signature, self.method.prepare)
+            return load(self, signature, **options)
+        return lambda: build_model(self.module, signature, self.method.prepare)
 
     def running(graph: Any, target: GraphTarget) -> Any:
         return _running(graph) if isinstance(graph, ir.Model) else graph_runs(graph, target)

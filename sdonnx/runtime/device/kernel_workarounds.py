@@ -15,7 +15,7 @@ from sdonnx.doctor.verdict import Verdict, keep_known_faults
 from sdonnx.runtime.device.awaits_verdict import AwaitsVerdict
 from sdonnx.runtime.device.device import Device
 from sdonnx.runtime.device.device_thread import device_thread
-from sdonnx.runtime.device.own_kernel_form import check_own_kernels
+from sdonnx.runtime.device.own_kernel_form import check_own_kernels, knows_own_kernels
 
 __all__ = ["KernelCheck", "check_now"]
 
@@ -29,12 +29,18 @@ _CHECKED = {"cuda"}  # providers
 def check_now(device: Device) -> None:
     """Check a GPU's kernels if no verdict is known, so that pipelines loaded later act on it from their first image.
 
-    This includes our own kernels, which those pipelines then use. It does nothing for the CPU, or if SDONNX_SELF_CHECK
-    is 0.
+    This includes our own kernels, which those pipelines then use. The check runs in another process, which gives all of
+    its memory back, and in this one if the other one fails. Nothing is done for the CPU, or if SDONNX_SELF_CHECK is 0.
     """
-    if _mode(device) is not SelfCheck.OFF:
-        device_thread(device).run(lambda: first_use(device.index))
-        check_own_kernels(device)
+    if _mode(device) is SelfCheck.OFF:
+        return
+    _, is_known = known_verdict(device_thread(device).run(lambda: identity(device.index, digest_of())))
+    if not is_known or not knows_own_kernels(device):
+        check = background_check(device.index)
+        check.start()
+        check.join()
+    device_thread(device).run(lambda: first_use(device.index))
+    check_own_kernels(device)
 
 
 def _mode(device: Device) -> SelfCheck:

@@ -19,7 +19,7 @@ from sdonnx.runtime.device.device import Device
 from sdonnx.runtime.device.device_thread import device_thread
 from sdonnx.runtime.device.session import SessionSettings
 
-__all__ = ["OwnKernelForm", "check_own_kernels"]
+__all__ = ["OwnKernelForm", "check_own_kernels", "knows_own_kernels"]
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -34,6 +34,15 @@ def check_own_kernels(device: Device) -> None:
     library, _ = usable_library(device.capability())
     if library is not None:
         device_thread(device).run(lambda: own_verdict(device.index, library))
+
+
+def knows_own_kernels(device: Device) -> bool:
+    """Return whether a verdict of this machine on our own kernels is known, or the GPU cannot use them."""
+    library, _ = usable_library(device.capability())
+    if library is None:
+        return True
+    key, verdict = device_thread(device).run(lambda: known_own_verdict(device.index, library))
+    return verdict is not None and verdict.key == key
 
 
 class OwnKernelForm(AwaitsVerdict):

@@ -27,7 +27,7 @@ from sdonnx.runtime import graph_set
 from sdonnx.runtime.device import own_kernel_form
 from sdonnx.runtime.device.device import Device
 from sdonnx.runtime.device.kernel_workarounds import KernelCheck
-from sdonnx.runtime.device.own_kernel_form import OwnKernelForm, check_own_kernels
+from sdonnx.runtime.device.own_kernel_form import OwnKernelForm, check_own_kernels, knows_own_kernels
 from sdonnx.runtime.device.session import SessionSettings
 from sdonnx.runtime.graph_set import GraphSet
 
@@ -292,6 +292,14 @@ def test_checking_now_waits(machine: dict[str, Any], monkeypatch: pytest.MonkeyP
     machine["library"] = None
     check_own_kernels(GPU)
     assert len(calls) == 1
+
+
+def test_known_are_verdicts_of_an_equal_machine(machine: dict[str, Any]) -> None:
+    for known, is_known in ((verdict(), True), (None, False), (OTHER_DRIVER, False)):
+        machine["known"] = known
+        assert knows_own_kernels(GPU) == is_known
+    machine |= {"known": None, "library": None}
+    assert knows_own_kernels(GPU)  # nothing is to be checked
 
 
 @pytest.mark.parametrize("report", [{}, {"options": {}}, {"options": {"kernels": "none"}}, {"options": "?"}])
