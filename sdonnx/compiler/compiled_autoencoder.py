@@ -7,6 +7,7 @@ with slicing. In float16, with `force_upcast` in the configuration, the values t
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -55,6 +56,7 @@ class AutoencoderDecode(_Half):
     """`AutoencoderKL._decode`: z (B,C,H,W) -> the image (B,3,8H,8W)."""
 
     name, spec, argument, tile_size = "_decode", UPCAST_VAE_DECODER, "z", "tile_latent_min_size"
+    warm_up_sizes = MappingProxyType({"batch_size": 1, "height_latent": 8, "width_latent": 8})
 
     def result(self, outputs: Sequence[torch.Tensor], arguments: Mapping[str, Any]) -> Any:
         return DecoderOutput(sample=outputs[0]) if arguments["return_dict"] else (outputs[0],)

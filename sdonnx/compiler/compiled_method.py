@@ -19,9 +19,9 @@ import torch
 from sdonnx.compiler.agreement_check import AgreementCheck
 from sdonnx.compiler.compile_options import CompileOptions
 from sdonnx.compiler.graph_cache import ModuleGraphs
-from sdonnx.compiler.graph_method import GraphMethod, GraphSignature
+from sdonnx.compiler.graph_method import GraphMethod, GraphSignature, zero_inputs
 from sdonnx.compiler.graph_quantization import GraphQuantization, QuantizationCheck
-from sdonnx.compiler.graph_runs import GraphRuns, graph_runs
+from sdonnx.compiler.graph_runs import GraphRuns, graph_runs, start_warm_up
 from sdonnx.compiler.graph_target import GraphTarget, target_of, why_no_target
 from sdonnx.compiler.host_weights import HostWeights
 from sdonnx.compiler.module_state import ModuleState, has_inner_hooks
@@ -206,8 +206,13 @@ class CompiledMethod:
             else QuantizationCheck(self._class_name)
         )
         state = self._weights.compiled(lambda: ModuleState(self._module, *ignored))
+
+        def warm_up(graph: Graph) -> None:
+            if sizes := self._method.warm_up_sizes:
+                start_warm_up(graph, signature.target, zero_inputs(signature, sizes))
+
         with self._restoring():
-            loaded = self.graphs.load(signature, frees=not check.waits, loads=loads)
+            loaded = self.graphs.load(signature, frees=not check.waits, loads=loads, loaded=warm_up)
 
         def finish() -> _Build:
             with self._restoring():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -112,6 +113,7 @@ class ClipForward(EncoderForward):
     outputs: tuple[TensorSpec, ...] = (LAST_HIDDEN_STATE, POOLER_OUTPUT, HIDDEN_STATES)
     wrapper: type[Wrapper] = _PooledTextEncoder
     refused = ("attention_mask", "position_ids")
+    warm_up_sizes = MappingProxyType({"batch_size": 1, "sequence_length": _TRACED_TOKENS})  # of most calls
     called_directly = frozenset({"final_layer_norm"})  # diffusers applies it to hidden states for `clip_skip`
 
     def why_not(self, module: torch.nn.Module) -> str | None:

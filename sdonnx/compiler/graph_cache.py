@@ -69,7 +69,12 @@ class ModuleGraphs:
         self._bases: list[tuple[GraphKey, Path]] = []  # entries that were loaded, in which values may change
 
     def load(
-        self, signature: GraphSignature, *, frees: bool = False, loads: Executor | None = None
+        self,
+        signature: GraphSignature,
+        *,
+        frees: bool = False,
+        loads: Executor | None = None,
+        loaded: Callable[[Graph], None] = lambda graph: None,
     ) -> Callable[[], Graph]:
         """Load a graph from a cache, or build it, write it into the user's cache, and load it.
 
@@ -78,6 +83,7 @@ class ModuleGraphs:
             frees: Move the weights to the host's memory first, if they are to be there, so that the device never has
                 those of torch and of the graph.
             loads: Loads a graph that is in a cache while the caller goes on; None to load it when the result is called.
+            loaded: Called with a graph that `loads` has loaded.
 
         Returns:
             A function, to be called once, that returns the graph.
@@ -103,7 +109,13 @@ class ModuleGraphs:
             return lambda: self._load_built(self._build(module, signature), signature)
         if loads is None:
             return lambda: self._load_known(cache, key, module, signature) or self._made(cache, key, module, signature)
-        known = loads.submit(self._load_known, cache, key, module, signature)
+
+        def load() -> Graph | None:
+            if (graph := self._load_known(cache, key, module, signature)) is not None:
+                loaded(graph)
+            return graph
+
+        known = loads.submit(load)
         return lambda: known.result() or self._made(cache, key, module, signature)
 
     def _load_known(

@@ -12,12 +12,12 @@ import torch
 
 from sdonnx.compiler.graph_target import GraphTarget, host_target
 from sdonnx.export.wrappers import Wrapper
-from sdonnx.models.spec import ComponentSpec
+from sdonnx.models.spec import ComponentSpec, TensorSpec
 
 if TYPE_CHECKING:
     from sdonnx.quantization.quantization_config import QuantizationConfig
 
-__all__ = ["GraphMethod", "GraphSignature", "checked_inputs"]
+__all__ = ["GraphMethod", "GraphSignature", "checked_inputs", "zero_inputs"]
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,8 @@ class GraphMethod(ABC):
         name: Name of the method.
         compiles_first: Whether its graph is compiled with the module, rather than by its first call.
         upcasts: Whether pipelines may convert the module to float32 for a call (`UpcastDropIn`).
+        warm_up_sizes: Sizes of the axes of small inputs, with which a graph runs once while others are loaded; empty
+            for none.
         called_directly: Names of submodules that pipelines call themselves, whose weights stay on the device.
         ignored: Attributes of the module that do not change the graph.
         ignored_inside: Attributes of submodules that do not change the graph, by the class of the submodule.
@@ -58,6 +60,7 @@ class GraphMethod(ABC):
     name: str = "forward"
     compiles_first: bool = True
     upcasts: bool = False
+    warm_up_sizes: Mapping[str, int] = MappingProxyType({})
     called_directly: frozenset[str] = frozenset()
     ignored: frozenset[str] = frozenset()
     ignored_inside: Mapping[type, frozenset[str]] = MappingProxyType({})
@@ -127,12 +130,11 @@ def checked_inputs(tensors: Mapping[str, Any], signature: GraphSignature) -> dic
     first = tensors[signature.spec.inputs[0].name]
     batch = len(first) if isinstance(first, torch.Tensor) and first.ndim else 0
     inputs = {}
-    target = signature.target
-    device = target.torch_device
+    device = signature.target.torch_device
     place = "the CPU" if device.type == "cpu" else str(device)
     for each in signature.spec.inputs:
         tensor = tensors[each.name]
-        dtype = torch.int32 if each.integer else torch.float32 if each.keeps_float32 else target.dtype
+        dtype = _type_of(each, signature)
         # A subclass, such as a fake tensor of torch.compile, may have no memory.
         is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.device == device
         if not is_plain or tensor.dtype != dtype:
@@ -150,3 +152,27 @@ def checked_inputs(tensors: Mapping[str, Any], signature: GraphSignature) -> dic
             return f"{each.name} requires a gradient"
         inputs[each.name] = tensor
     return inputs
+
+
+def zero_inputs(signature: GraphSignature, sizes: Mapping[str, int]) -> dict[str, torch.Tensor]:
+    """Return zeros for each input of a graph, on its device.
+
+    Args:
+        signature: The graph's signature.
+        sizes: Sizes of the axes, by name.
+    """
+    device = signature.target.torch_device
+    return {
+        each.name: torch.zeros(
+            [size if isinstance(size, int) else sizes[size] for size in each.resolve(signature.config)],
+            dtype=_type_of(each, signature),
+            device=device,
+        )
+        for each in signature.spec.inputs
+    }
+
+
+def _type_of(tensor: TensorSpec, signature: GraphSignature) -> torch.dtype:
+    if tensor.integer:
+        return torch.int32
+    return torch.float32 if tensor.keeps_float32 else signature.target.dtype

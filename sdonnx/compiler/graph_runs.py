@@ -16,7 +16,7 @@ from sdonnx.runtime.device.device import memory_errors
 from sdonnx.runtime.device.device_thread import device_thread
 from sdonnx.runtime.device.session import Graph, Run
 
-__all__ = ["MAX_SIZES", "GraphRuns", "graph_runs"]
+__all__ = ["MAX_SIZES", "GraphRuns", "graph_runs", "start_warm_up"]
 
 MAX_SIZES = 8
 """Number of sizes of the inputs for which a graph on a GPU keeps buffers and a captured CUDA graph."""
@@ -35,6 +35,28 @@ def graph_runs(graph: Graph, target: GraphTarget) -> GraphRuns:
 def _run_on_host(graph: Graph, inputs: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
     outputs = graph.run({name: tensor.detach().numpy() for name, tensor in inputs.items()})
     return [torch.from_numpy(outputs[name]) for name in graph.outputs]
+
+
+def start_warm_up(graph: Graph, target: GraphTarget, inputs: Mapping[str, torch.Tensor]) -> None:
+    """Run a graph on a GPU once, and do not wait: libraries are loaded, and algorithms are chosen that later runs need.
+
+    Other threads may load graphs meanwhile, since the run is not captured. Nothing is done on the CPU.
+    """
+    if target.device.provider == "cuda":
+        torch.cuda.current_stream(target.torch_device).synchronize()  # the inputs are complete
+        device_thread(target.device).start(lambda: _run_once(graph, target, inputs))
+
+
+def _run_once(graph: Graph, target: GraphTarget, inputs: Mapping[str, torch.Tensor]) -> list[list[int]]:
+    """Run a graph without bound outputs, and return their shapes. The inputs are complete and of the graph's types."""
+    index = target.device.index
+    binding = graph.session.io_binding()
+    for name, tensor in inputs.items():
+        binding.bind_input(name, "cuda", index, graph.dtype(name), list(tensor.shape), tensor.data_ptr())
+    for name in graph.outputs:
+        binding.bind_output(name, "cuda", index)
+    graph.session.run_with_iobinding(binding, graph.run_options())
+    return [value.shape() for value in binding.get_outputs()]
 
 
 class _Buffer:
@@ -112,21 +134,14 @@ class _CapturedRuns:
 
     def _bind(self, tensors: Mapping[str, torch.Tensor]) -> _Bound:
         """Run once to find the sizes of the outputs, and capture a run with buffers of these sizes."""
-        graph, index = self._graph, self._target.device.index
+        graph = self._graph
         with torch.cuda.stream(self._stream):
             inputs = {
                 name: tensors[name].to(self._device, _torch_type(graph.dtype(name)), copy=True).contiguous()
                 for name in graph.inputs
             }
         self._stream.synchronize()
-        binding = graph.session.io_binding()
-        for name, tensor in inputs.items():
-            binding.bind_input(name, "cuda", index, graph.dtype(name), list(tensor.shape), tensor.data_ptr())
-        for name in graph.outputs:
-            binding.bind_output(name, "cuda", index)
-        graph.session.run_with_iobinding(binding, graph.run_options())
-        shapes = [value.shape() for value in binding.get_outputs()]
-        del binding
+        shapes = _run_once(graph, self._target, inputs)
         with torch.cuda.stream(self._stream):  # the stream by which torch's allocator orders their memory
             outputs = {
                 name: torch.empty(shape, dtype=_torch_type(graph.dtype(name)), device=self._device)

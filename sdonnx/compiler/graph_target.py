@@ -11,6 +11,7 @@ import torch
 from sdonnx.runtime.device.device import Device, device_for
 from sdonnx.runtime.device.kernel_workarounds import KernelCheck, check_now
 from sdonnx.runtime.device.own_kernel_form import OwnKernelForm
+from sdonnx.runtime.device.reserve_scratch import reserve_scratch
 from sdonnx.runtime.device.session import SessionSettings
 
 __all__ = ["REMEDY", "GraphTarget", "for_types", "host_target", "target_of", "why_no_target"]
@@ -106,6 +107,7 @@ def for_types(target: GraphTarget, types: Iterable[str]) -> GraphTarget:
 def _gpu_target(index: int, dtype: torch.dtype, types: tuple[str, ...] = ()) -> GraphTarget:
     device = device_for("cuda", index)
     check_now(device)  # without a verdict our kernels would not be used
+    reserve_scratch(device)
     report = {
         "options": {"kernels": "auto" if dtype == torch.float16 else "none"},
         "components": {"": {"quantized": dict.fromkeys(types)}},

@@ -123,6 +123,21 @@ def test_text_encoder_matches(encoders: tuple[Any, Any], shape: tuple[int, int],
     assert in_torch == []
 
 
+@pytest.mark.parametrize("end", [2, 98])
+@pytest.mark.parametrize("kind", [CLIPTextModel, CLIPTextModelWithProjection])
+def test_the_last_token_is_that_of_transformers(kind: Any, end: int, in_torch: list[str]) -> None:
+    """The first of several, the highest number with an old configuration, and the first token without any."""
+    encoder = _clip(kind, eos_token_id=end)
+    compiled: Any = sdonnx.compile(encoder)
+    ids = torch.tensor([[97, 5, 98, 98], [97, 98, 3, 2], [1, 2, 3, 4], [96, 9, 2, 96], [4, 4, 4, 4]])
+    with torch.inference_mode():
+        for given in (ids, ids[2:3], ids.int()):
+            ours, theirs = compiled(given), encoder(given)
+            name = "pooler_output" if kind is CLIPTextModel else "text_embeds"
+            assert _error(ours[name], theirs[name]) < 1e-4
+    assert in_torch == []
+
+
 def test_image_encoder_matches(in_torch: list[str]) -> None:
     encoder: Any = small_image_encoder()
     compiled = sdonnx.compile(encoder)

@@ -52,6 +52,10 @@ class DeviceThread:
             wait([future])
             raise
 
+    def start(self, job: Callable[[], object]) -> None:
+        """Queue a job, and do not wait for it; an error ends the job and is not raised."""
+        self._executor.submit(self._noted, job)
+
     def _noted(self, job: Callable[[], Result]) -> Result:
         self._ident = threading.get_ident()
         return job()

@@ -34,7 +34,7 @@ class Probe:
     """A small graph whose weights are changed between runs.
 
     Attributes:
-        path: the graph, with the input `x` and the output `result`; see `scripts/write_probe.py`.
+        path: the graph, with the input `x` and the output `result`; see `scripts/write_runtime_graphs.py`.
         x: its input.
         before: values of its initializers when the session is made.
         changes: changes of initializers, one after another.

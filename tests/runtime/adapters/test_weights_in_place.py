@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import importlib.util
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -471,16 +470,3 @@ def test_buffers_of_8_bit_floating_point(dtype: str, number: int) -> None:
     onnxruntime.SessionOptions().add_initializer("weight", buffer)
     CPU.write(buffer, expected[::-1])
     assert bytes(read) == expected[::-1].tobytes()
-
-
-def test_probe_is_that_of_the_script(tmp_path: Path) -> None:
-    spec = importlib.util.spec_from_file_location("write_probe", ROOT / "scripts" / "write_probe.py")
-    assert spec is not None
-    assert spec.loader is not None
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
-    readers: dict[str, Reader] = {"": "product", "_int8": "int8", "_fp8": "fp8", "_nhwc_conv": "convolution"}
-    assert script.MODELS.keys() == readers.keys()
-    for end, model in script.MODELS.items():
-        ir.save(model(), tmp_path / "probe.onnx")
-        assert (tmp_path / "probe.onnx").read_bytes() == probe_of(readers[end]).path.read_bytes()

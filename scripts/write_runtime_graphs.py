@@ -1,8 +1,8 @@
-"""Write the graphs sdonnx/runtime/device/in_place_probe*.onnx.
+"""Write the graphs sdonnx/runtime/device/*.onnx for the run-time, which does not import onnx.
 
-The run-time, which does not import onnx, runs them to see whether weights can be changed in place.
+It runs in_place_probe*.onnx to see whether weights can be changed in place, and one_block.onnx to reserve memory.
 
-    python scripts/write_probe.py [--output FOLDER]
+    python scripts/write_runtime_graphs.py [--output FOLDER]
 """
 
 from __future__ import annotations
@@ -118,8 +118,24 @@ def nhwc_conv_probe() -> ir.Model:
     return ir.Model(graph, ir_version=10)
 
 
-MODELS = {"": probe, "_int8": int8_probe, "_fp8": fp8_probe, "_nhwc_conv": nhwc_conv_probe}
-"""The models, by the end of their file's name."""
+def one_block() -> ir.Model:
+    """Return the model: `block` is a tensor of `size` bytes."""
+    size = ir.Value(name="size", shape=ir.Shape([1]), type=ir.TensorType(ir.DataType.INT64))
+    block = ir.Value(name="block", shape=ir.Shape(["bytes"]), type=ir.TensorType(ir.DataType.UINT8))
+    zero = ir.AttrTensor("value", ir.tensor(np.zeros(1, np.uint8)))
+    node = ir.Node("", "ConstantOfShape", [size], [zero], outputs=[block], name="allocate")
+    graph = ir.Graph([size], [block], nodes=[node], opset_imports={"": 18}, name="one_block")
+    return ir.Model(graph, ir_version=10)
+
+
+MODELS = {
+    "in_place_probe": probe,
+    "in_place_probe_int8": int8_probe,
+    "in_place_probe_fp8": fp8_probe,
+    "in_place_probe_nhwc_conv": nhwc_conv_probe,
+    "one_block": one_block,
+}
+"""The models, by the name of their file without .onnx."""
 
 
 def main() -> None:
@@ -127,8 +143,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path, default=OUTPUT, help="the folder to write to")
     folder = parser.parse_args().output
-    for end, model in MODELS.items():
-        ir.save(model(), folder / f"in_place_probe{end}.onnx")
+    for name, model in MODELS.items():
+        ir.save(model(), folder / f"{name}.onnx")
 
 
 if __name__ == "__main__":
