@@ -20,7 +20,7 @@ from sdonnx.folder.folder_cache import FolderCache
 if TYPE_CHECKING:
     from sdonnx.compiler.exported_module import ExportedForward
 
-__all__ = ["CompiledModule", "compile", "compile_with", "finish", "programs_of", "restore"]
+__all__ = ["CompiledModule", "compile", "compile_with", "discard", "finish", "programs_of"]
 
 _Module = TypeVar("_Module", bound=torch.nn.Module)
 
@@ -146,10 +146,10 @@ def finish(module: torch.nn.Module) -> None:
         module._programs.finish()
 
 
-def restore(module: torch.nn.Module) -> None:
-    """Move the weights of a drop-in back to its device if they are in the host's memory."""
+def discard(module: torch.nn.Module) -> None:
+    """Release the graphs of a drop-in that is not used, and move the module's weights back to its device."""
     if isinstance(module, CompiledModule):
-        module._programs.weights.restore()
+        module._programs.discard()
 
 
 def programs_of(module: Any) -> dict[str, CompiledMethod]:
@@ -188,6 +188,12 @@ class _Programs(dict[str, "CompiledMethod | ExportedForward"]):
 
             self["forward"] = ExportedForward(module, why_not_now, chosen.check_agreement)
         self.module = module
+
+    def discard(self) -> None:
+        """Release the graphs that are compiled with the module, and move its weights back."""
+        for each in self._methods:
+            each.discard()
+        self.weights.restore()
 
     def finish(self) -> None:
         """Finish the graphs that are compiled with the module, and move its weights."""

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from sdonnx.compiler.compile_module import compile_with, finish, restore
+from sdonnx.compiler.compile_module import compile_with, discard, finish
 from sdonnx.compiler.compile_options import check_backend, check_options
 from sdonnx.compiler.supported_modules import SUPPORTED, why_unsupported
 from sdonnx.errors import OptionError
@@ -97,7 +97,7 @@ def compile_parts(
         except BaseException:
             loads.shutdown(cancel_futures=True)
             for part in compiled.values():
-                restore(part)  # the pipeline goes on in torch
+                discard(part)  # the pipeline goes on in torch
             raise
     for name, part in compiled.items():
         setattr(pipe, name, part)

@@ -170,6 +170,11 @@ class CompiledMethod:
         if started is not None:
             self._built = self._variants[self._variant] = started()
 
+    def discard(self) -> None:
+        """Release all graphs, loaded or not; the drop-in is not used any more."""
+        self._started = self._built = None
+        self._variants.clear()
+
     @property
     def waits(self) -> bool:
         """Whether the graph of the last call will be compared with torch."""

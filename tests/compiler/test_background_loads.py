@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import threading
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -97,16 +99,20 @@ def test_a_broken_entry_is_built_again(folder: Path, builds: mock.Mock, messages
 
 def test_an_error_while_a_graph_is_loaded_leaves_the_pipeline_in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     sdonnx.compile_pipe(small_pipe())
-    pipe = small_pipe()
+    pipe, loaded = small_pipe(), list[weakref.ref[Graph]]()
 
     def loading(*arguments: Any) -> Any:
         if type(arguments[3]).__name__ == "UNet2DConditionModel":
             raise DeviceMemoryError("no memory", "some", "free it")
-        return load_saved(*arguments)
+        graph = load_saved(*arguments)
+        loaded.append(weakref.ref(graph))
+        return graph
 
     monkeypatch.setattr(graph_cache, "load_saved", loading)
     with pytest.raises(DeviceMemoryError):
         sdonnx.compile_pipe(pipe)
+    gc.collect()
+    assert [each() for each in loaded] == [None, None]  # the graphs before are released
     assert not any(isinstance(getattr(pipe, name), CompiledModule) for name in pipe.components)
     assert not any(thread.name.startswith("sdonnx-load") for thread in threading.enumerate())
 
@@ -137,7 +143,8 @@ def test_no_warm_up_on_the_cpu() -> None:
     start_warm_up(mock.Mock(spec=[]), host_target(), {})
 
 
-def test_a_thread_ignores_errors_of_jobs_that_nobody_waits_for() -> None:
+def test_a_thread_logs_errors_of_jobs_that_nobody_waits_for(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG, "sdonnx")
     thread, done = DeviceThread(Device("cpu")), list[int]()
 
     def fail() -> None:
@@ -147,3 +154,4 @@ def test_a_thread_ignores_errors_of_jobs_that_nobody_waits_for() -> None:
     thread.start(fail)
     thread.start(lambda: done.append(2))
     assert thread.run(lambda: done) == [1, 2]
+    assert caplog.messages == ["a job of the device failed: a fault"]

@@ -7,15 +7,18 @@ the process runs all jobs of a device, one after another.
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TypeVar
 
 from sdonnx.runtime.device.device import Device
 
 __all__ = ["DeviceThread", "device_thread"]
+
+_LOGGER = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
@@ -53,12 +56,17 @@ class DeviceThread:
             raise
 
     def start(self, job: Callable[[], object]) -> None:
-        """Queue a job, and do not wait for it; an error ends the job and is not raised."""
-        self._executor.submit(self._noted, job)
+        """Queue a job, and do not wait for it; an error ends the job, with a line in the log (level debug)."""
+        self._executor.submit(self._noted, job).add_done_callback(_log_error)
 
     def _noted(self, job: Callable[[], Result]) -> Result:
         self._ident = threading.get_ident()
         return job()
+
+
+def _log_error(job: Future[object]) -> None:
+    if not job.cancelled() and (error := job.exception()) is not None:
+        _LOGGER.debug("a job of the device failed: %s", error)
 
 
 def device_thread(device: Device) -> DeviceThread:
