@@ -165,6 +165,7 @@ class T5Forward(EncoderForward):
 
     options = frozenset({"return_dict"})
     refused = ("inputs_embeds",)
+    warm_up_sizes = MappingProxyType({"batch_size": 1, "sequence_length": 120})  # of most calls
 
     def signature(self, module: torch.nn.Module, variant: Hashable) -> GraphSignature:
         config: Any = module.config

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
@@ -80,10 +81,10 @@ def copy_to_device(
         return
     on_gpu = targets[0].is_cuda
     buffers = [_buffer(buffer_bytes, pinned=on_gpu) for _ in range(2)]
-    earlier: list[_Load] = []
+    earlier = deque[_Load](maxlen=len(buffers))
     with _own_stream(targets[0].device) if on_gpu else nullcontext() as stream:
         for load in _loads(sources, targets, buffers):
-            if len(earlier) >= len(buffers) and (event := earlier[-len(buffers)].event) is not None:
+            if len(earlier) == len(buffers) and (event := earlier[0].event) is not None:
                 event.synchronize()  # the device has read what the buffer held before
             start = 0
             for source, _ in load.parts:

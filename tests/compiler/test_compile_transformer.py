@@ -17,7 +17,8 @@ from support.pipeline_cache import PipelineCache
 from transformers import T5Config, T5EncoderModel
 
 import sdonnx
-from sdonnx.compiler.compile_module import CompiledModule
+from sdonnx.compiler.compile_module import CompiledModule, programs_of
+from sdonnx.compiler.graph_method import checked_inputs, zero_inputs
 from sdonnx.compiler.supported_modules import why_unsupported
 from sdonnx.errors import OptionError
 from sdonnx.metrics import psnr, relative_error
@@ -204,6 +205,17 @@ def test_t5_matches(encoders: tuple[Any, Any], shape: tuple[int, int], in_torch:
     assert isinstance(short, tuple)
     assert len(short) == 1
     assert in_torch == []
+
+
+def test_small_inputs_of_t5_run(encoders: tuple[Any, Any]) -> None:
+    """As after a load from the cache."""
+    (program,) = programs_of(encoders[1]).values()
+    (signature,) = program.signatures
+    inputs = zero_inputs(signature, program._method.warm_up_sizes)
+    assert checked_inputs(inputs, signature) == inputs
+    assert program._built is not None
+    outputs = program._built.graph.run({name: tensor.numpy() for name, tensor in inputs.items()})
+    assert [each.shape for each in outputs.values()] == [(1, 120, encoders[0].config.d_model)]
 
 
 def test_t5_agrees_with_torch(in_torch: list[str]) -> None:

@@ -16,8 +16,8 @@ from sdonnx.runtime.device.session import Graph
 __all__ = ["RESERVED_BYTES", "reserve_scratch"]
 
 RESERVED_BYTES = 2**28
-"""Size of the block: about the scratch memory of Stable Diffusion's UNet for an image of 512x512, and less than half of
-what its decoder needs."""
+"""Size of the block: about the scratch memory of a UNet for an image of 512x512, and less than half of what a decoder
+needs for it (docs/decisions/0196-reserve-scratch-memory.md)."""
 
 _GRAPH = Path(__file__).with_name("one_block.onnx")  # of scripts/write_runtime_graphs.py
 
