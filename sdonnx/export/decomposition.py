@@ -43,6 +43,7 @@ _TRANSLATED = frozenset(
         _ATEN.gelu.default,
         _ATEN.group_norm.default,
         _ATEN.index.Tensor,
+        _ATEN.index_select.default,
         _ATEN.layer_norm.default,
         _ATEN.le.Tensor,
         _ATEN.linear.default,
