@@ -32,6 +32,13 @@ class _Load:
     size: int = 0
     event: Any = None
 
+    def slices(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """Yield the slice of the buffer for each part, the part, and where its copy goes."""
+        start = 0
+        for source, copy in self.parts:
+            yield self.buffer[start : start + len(source)], source, copy
+            start += len(source)
+
 
 def copies_on_host(sources: Sequence[torch.Tensor], buffer_bytes: int = BUFFER_BYTES) -> list[torch.Tensor]:
     """Return copies of bytes in the host's memory, which is pageable.
@@ -51,10 +58,8 @@ def copies_on_host(sources: Sequence[torch.Tensor], buffer_bytes: int = BUFFER_B
     before: _Load | None = None
     with _own_stream(sources[0].device) if on_gpu else nullcontext() as stream:
         for load in _loads(sources, copies, buffers):
-            start = 0
-            for source, _ in load.parts:
-                load.buffer[start : start + len(source)].copy_(source, non_blocking=True)
-                start += len(source)
+            for buffered, source, _ in load.slices():
+                buffered.copy_(source, non_blocking=True)
             if stream is not None:
                 load.event = stream.record_event()
             if before is not None:
@@ -86,14 +91,10 @@ def copy_to_device(
         for load in _loads(sources, targets, buffers):
             if len(earlier) == len(buffers) and (event := earlier[0].event) is not None:
                 event.synchronize()  # the device has read what the buffer held before
-            start = 0
-            for source, _ in load.parts:
-                load.buffer[start : start + len(source)].copy_(source)
-                start += len(source)
-            start = 0
-            for source, target in load.parts:
-                target.copy_(load.buffer[start : start + len(source)], non_blocking=True)
-                start += len(source)
+            for buffered, source, _ in load.slices():
+                buffered.copy_(source)
+            for buffered, _, target in load.slices():
+                target.copy_(buffered, non_blocking=True)
             if stream is not None:
                 load.event = stream.record_event()
             earlier.append(load)
@@ -145,7 +146,5 @@ def _unload(load: _Load) -> None:
     """Copy a buffer to where its parts go, as soon as the device has filled it."""
     if load.event is not None:
         load.event.synchronize()
-    start = 0
-    for _, copy in load.parts:
-        copy.copy_(load.buffer[start : start + len(copy)])
-        start += len(copy)
+    for buffered, _, copy in load.slices():
+        copy.copy_(buffered)

@@ -20,7 +20,7 @@ CPU = Device("cpu")
 
 
 class Gpu(Device):
-    """The CPU as a GPU, whose buffers are in the host's memory."""
+    """A GPU without CUDA."""
 
     def enter(self) -> None:
         """Select nothing."""
