@@ -7,14 +7,12 @@
 #pragma once
 #include <cuda.h>
 
-#include <array>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <tuple>
 
 #include "attention_args.h"
-#include "cudnn.h"
+#include "cudnn_plan.h"
 
 namespace sdonnx {
 namespace dnn {
@@ -29,10 +27,7 @@ struct Counters {
   size_t used = 0;
 };
 
-struct Plan {
-  std::vector<Descriptor> parts;  // kept as long as the plan
-  std::unique_ptr<Descriptor> plan;
-  size_t workspace_bytes = 0;
+struct AttentionPlan : Plan {
   bool is_split = false;  // whether its kernel can be launched without its memset
 };
 
@@ -70,19 +65,13 @@ inline const Driver& driver() {
 
 // The pointers of one attention, and its workspace.
 inline Descriptor pack_of(const AttentionArgs& a, const float* scale, void* workspace) {
-  Descriptor pack(kPack);
-  const std::array<const void*, 5> pointers = {a.q, a.k, a.v, a.y, scale};
-  pack.set(kPackPointers, kPointer, pointers.data(), pointers.size());
-  pack.set(kPackIds, std::vector<int64_t>{1, 2, 3, 4, 5});
-  pack.set(kPackWorkspace, kPointer, &workspace);
-  pack.finalize();
-  return pack;
+  return pack_of({a.q, a.k, a.v, a.y, scale}, workspace);
 }
 
 // A graph with what cuDNN launches for one attention.
 class KernelNode {
  public:
-  KernelNode(Handle handle, const Plan& plan, const Descriptor& pack, const char* workspace) {
+  KernelNode(Handle handle, const AttentionPlan& plan, const Descriptor& pack, const char* workspace) {
     if (cudaGraphCreate(&graph_, 0) != cudaSuccess) {
       cudaGetLastError();
       return;
@@ -160,7 +149,7 @@ class KernelNode {
   bool is_valid_ = false;
 };
 
-// Plans and handles of a process. cuDNN's plans do not promise to be safe for several threads, so a lock is held.
+// The plans of a process.
 class Planner {
  public:
   static Planner& instance() {
@@ -171,7 +160,7 @@ class Planner {
   // Launch an attention; return whether cuDNN has a plan for it. A plan is made outside captures only.
   bool run(const Context& context, const AttentionArgs& a, float scale) {
     if (a.counts || a.query_images != a.batch || !a.aligned || std::min(a.queries, a.keys) < kMinTokens ||
-        !library().is_usable) return false;
+        !library().has_attention) return false;
     const auto stream = static_cast<cudaStream_t>(context.stream());
     cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
     unsigned long long capture = 0;
@@ -179,11 +168,10 @@ class Planner {
     const bool is_captured = status != cudaStreamCaptureStatusNone;
     int device = 0;
     check_cuda(cudaGetDevice(&device), "cudaGetDevice");
-    const std::lock_guard<std::mutex> lock(mutex_);
     try {
-      const Handle handle = handle_of(device, is_captured);
-      check(library().set_stream(handle, stream));
-      const Plan* plan = plan_for(handle, device, a, is_captured);
+      const HandleLock lock(device, stream, is_captured);
+      const Handle handle = lock.handle;
+      const AttentionPlan* plan = plan_for(handle, device, a, is_captured);
       if (!plan) return false;
       if (!is_captured) {
         counters_of(device, stream);
@@ -203,15 +191,6 @@ class Planner {
  private:
   using Key = std::tuple<int, int, int, int, int, int, int>;
 
-  Handle handle_of(int device, bool is_captured) {
-    Handle& handle = handles_[device];
-    if (!handle) {
-      if (is_captured) throw Unsupported{};
-      check(library().create(&handle));
-    }
-    return handle;
-  }
-
   void counters_of(int device, cudaStream_t stream) {
     Counters& counters = counters_[{device, stream}];
     if (!counters.memory && cudaMalloc(&counters.memory, Counters::kBytes * Counters::kCount) != cudaSuccess) {
@@ -220,75 +199,38 @@ class Planner {
     }
   }
 
-  const Plan* plan_for(Handle handle, int device, const AttentionArgs& a, bool is_captured) {
+  const AttentionPlan* plan_for(Handle handle, int device, const AttentionArgs& a, bool is_captured) {
     const Key key{device, a.batch, a.heads, a.queries, a.keys, a.head_size, a.stride};
     const auto present = plans_.find(key);
     if (present != plans_.end()) return present->second.get();
     if (is_captured) return nullptr;
-    std::unique_ptr<Plan>& plan = plans_[key];  // stays null if cuDNN has none
-    auto made = std::make_unique<Plan>();
+    std::unique_ptr<AttentionPlan>& plan = plans_[key];  // stays null if cuDNN has none
+    auto made = std::make_unique<AttentionPlan>();
     build(*made, handle, a);
     made->is_split = is_split(handle, *made, a);
     plan = std::move(made);
     return plan.get();
   }
 
-  static void build(Plan& plan, Handle handle, const AttentionArgs& a) {
-    const auto tensor = [&](int64_t id, int tokens, int64_t stride) -> Descriptor& {
-      Descriptor& made = plan.parts.emplace_back(kTensor);
-      describe(made, id, kHalf, {a.batch, a.heads, tokens, a.head_size}, {tokens * stride, a.head_size, stride, 1});
-      made.finalize();
-      return made;
+  static void build(AttentionPlan& plan, Handle handle, const AttentionArgs& a) {
+    const auto tensor = [&](int64_t id, int tokens, int64_t stride) -> const Descriptor& {
+      return plan.keep(tensor_of(id, kHalf, {a.batch, a.heads, tokens, a.head_size}, {tokens * stride, a.head_size, stride, 1}));
     };
-    plan.parts.reserve(8);  // the references below stay valid
     const Descriptor &q = tensor(1, a.queries, a.stride), &k = tensor(2, a.keys, a.stride), &v = tensor(3, a.keys, a.stride);
     const Descriptor& o = tensor(4, a.queries, int64_t(a.heads) * a.head_size);
-    Descriptor& scale = plan.parts.emplace_back(kTensor);
-    describe(scale, 5, kFloat, {1, 1, 1, 1}, {1, 1, 1, 1});
-    const bool is_by_value = true;
-    scale.set(kTensorIsByValue, kBoolean, &is_by_value);
-    scale.finalize();
-    Descriptor& attention = plan.parts.emplace_back(kAttention);
+    const Descriptor& scale = plan.keep(tensor_of(5, kFloat, {1, 1, 1, 1}, {1, 1, 1, 1}, kTensorIsByValue));
+    Descriptor attention(kAttention);
     attention.set(kAttentionQ, q);
     attention.set(kAttentionK, k);
     attention.set(kAttentionV, v);
     attention.set(kAttentionO, o);
     attention.set(kAttentionScale, scale);
     attention.finalize();
-    Descriptor& graph = plan.parts.emplace_back(kGraph);
-    graph.set(kGraphHandle, kHandleType, &handle);
-    graph.set(kGraphOperations, attention);
-    graph.finalize();
-    Descriptor heuristic(kHeuristic);
-    heuristic.set(kHeuristicGraph, graph);
-    const int mode = kHeuristicA;
-    heuristic.set(kHeuristicModeOf, kHeuristicMode, &mode);
-    heuristic.finalize();
-    for (Descriptor& config : heuristic.get(kHeuristicResults, kEngineConfig, 8)) {
-      Descriptor made(kPlan);
-      made.set(kPlanHandle, kHandleType, &handle);
-      made.set(kPlanConfig, config);
-      if (library().descriptor_finalize(made.raw())) continue;
-      plan.workspace_bytes = size_t(made.get(kPlanWorkspace));
-      plan.plan = std::make_unique<Descriptor>(std::move(made));
-      plan.parts.push_back(std::move(config));
-      return;
-    }
-    throw Unsupported{};
-  }
-
-  static void describe(Descriptor& tensor, int64_t id, int type, const std::vector<int64_t>& sizes,
-                       const std::vector<int64_t>& strides) {
-    constexpr int64_t kAlignment = 16;
-    tensor.set(kTensorType, kDataType, &type);
-    tensor.set(kTensorSizes, sizes);
-    tensor.set(kTensorStrides, strides);
-    tensor.set(kTensorId, std::vector<int64_t>{id});
-    tensor.set(kTensorAlignment, std::vector<int64_t>{kAlignment});
+    plan.make(handle, {&plan.keep(std::move(attention))});
   }
 
   // Return whether a plan is one kernel with a memset of its workspace, and the workspace fits a counter.
-  static bool is_split(Handle handle, const Plan& plan, const AttentionArgs& a) {
+  static bool is_split(Handle handle, const AttentionPlan& plan, const AttentionArgs& a) {
     if (plan.workspace_bytes == 0 || plan.workspace_bytes > Counters::kBytes || !driver().is_complete()) return false;
     const float scale = 1;
     char* const workspace = reinterpret_cast<char*>(a.y);  // a valid address, to which nothing is written
@@ -296,7 +238,7 @@ class Planner {
   }
 
   // Launch the kernel, with a counter that the first attention of this capture has cleared; return whether it is possible.
-  static bool launch_kernel(Handle handle, const Plan& plan, const AttentionArgs& a, float scale, Counters& counters,
+  static bool launch_kernel(Handle handle, const AttentionPlan& plan, const AttentionArgs& a, float scale, Counters& counters,
                             unsigned long long capture, cudaStream_t stream) {
     const size_t used = counters.capture == capture ? counters.used : 0;
     if (used == Counters::kCount) return false;
@@ -310,9 +252,7 @@ class Planner {
     return node.launch(stream);
   }
 
-  std::mutex mutex_;
-  std::map<int, Handle> handles_;
-  std::map<Key, std::unique_ptr<Plan>> plans_;
+  std::map<Key, std::unique_ptr<AttentionPlan>> plans_;
   std::map<std::pair<int, cudaStream_t>, Counters> counters_;
 };
 

@@ -1,4 +1,4 @@
-// The part of cuDNN's backend API that attention needs, declared by us and found when an attention first runs.
+// The part of cuDNN's backend API that attention and convolutions need, declared by us and found when one first runs.
 //
 // ONNX Runtime's CUDA provider has loaded the library already. Values are those of cudnn_graph.h of cuDNN 9; where the header
 // is present, the compiler compares them.
@@ -20,16 +20,22 @@ namespace sdonnx {
 namespace dnn {
 
 constexpr const char* kLibrary = "libcudnn.so.9";
-constexpr size_t kFirstVersion = 91301;  // has the operation for a whole attention
+constexpr size_t kFirstWithAttention = 91301;  // has the operation for a whole attention
 
 using Handle = void*;
 
 enum { kFloat = 0, kHalf = 2 };  // cudnnDataType_t
 enum { kHeuristicA = 3 };        // cudnnBackendHeurMode_t
+enum { kAdd = 0 };               // cudnnPointwiseMode_t
+enum { kCrossCorrelation = 1 };  // cudnnConvolutionMode_t
 enum Kind {                      // cudnnBackendDescriptorType_t
+  kPointwise = 0,
+  kConvolution = 1,
   kEngineConfig = 3,
   kHeuristic = 4,
   kPlan = 5,
+  kConvolve = 10,
+  kPointwiseOf = 13,
   kGraph = 15,
   kPack = 16,
   kTensor = 17,
@@ -40,17 +46,39 @@ enum Type {  // cudnnBackendAttributeType_t
   kDataType = 1,
   kBoolean = 2,
   kInt64 = 3,
+  kReal = 4,
   kPointer = 6,
+  kConvolutionMode = 7,
   kHeuristicMode = 8,
+  kPointwiseMode = 14,
   kDescriptor = 15
 };
 enum Attribute {  // cudnnBackendAttributeName_t
+  kPointwiseModeOf = 0,
+  kPointwiseType = 1,
+  kConvolutionType = 100,
+  kConvolutionModeOf = 101,
+  kConvolutionDilations = 102,
+  kConvolutionStrides = 103,
+  kConvolutionPadsBehind = 104,
+  kConvolutionPadsBefore = 105,
+  kConvolutionAxes = 106,
   kHeuristicModeOf = 200,
   kHeuristicGraph = 201,
   kHeuristicResults = 202,
   kPlanHandle = 400,
   kPlanConfig = 401,
   kPlanWorkspace = 402,
+  kConvolveAlpha = 700,
+  kConvolveBeta = 701,
+  kConvolveBy = 702,
+  kConvolveW = 703,
+  kConvolveX = 704,
+  kConvolveY = 705,
+  kPointwiseBy = 750,
+  kPointwiseX = 751,
+  kPointwiseB = 752,
+  kPointwiseY = 753,
   kGraphHandle = 800,
   kGraphOperations = 801,
   kTensorAlignment = 900,
@@ -58,6 +86,7 @@ enum Attribute {  // cudnnBackendAttributeName_t
   kTensorSizes = 902,
   kTensorStrides = 903,
   kTensorId = 906,
+  kTensorIsVirtual = 907,
   kTensorIsByValue = 908,
   kPackIds = 1000,
   kPackPointers = 1001,
@@ -72,6 +101,12 @@ enum Attribute {  // cudnnBackendAttributeName_t
 #ifdef SDONNX_HAS_CUDNN_HEADER
 static_assert(int(CUDNN_DATA_FLOAT) == kFloat && int(CUDNN_DATA_HALF) == kHalf, "cudnnDataType_t");
 static_assert(int(CUDNN_HEUR_MODE_A) == kHeuristicA, "cudnnBackendHeurMode_t");
+static_assert(int(CUDNN_POINTWISE_ADD) == kAdd, "cudnnPointwiseMode_t");
+static_assert(int(CUDNN_CROSS_CORRELATION) == kCrossCorrelation, "cudnnConvolutionMode_t");
+static_assert(int(CUDNN_BACKEND_POINTWISE_DESCRIPTOR) == kPointwise && int(CUDNN_BACKEND_CONVOLUTION_DESCRIPTOR) == kConvolution &&
+                  int(CUDNN_BACKEND_OPERATION_CONVOLUTION_FORWARD_DESCRIPTOR) == kConvolve &&
+                  int(CUDNN_BACKEND_OPERATION_POINTWISE_DESCRIPTOR) == kPointwiseOf,
+              "cudnnBackendDescriptorType_t");
 static_assert(int(CUDNN_BACKEND_ENGINECFG_DESCRIPTOR) == kEngineConfig && int(CUDNN_BACKEND_ENGINEHEUR_DESCRIPTOR) == kHeuristic &&
                   int(CUDNN_BACKEND_EXECUTION_PLAN_DESCRIPTOR) == kPlan &&
                   int(CUDNN_BACKEND_OPERATIONGRAPH_DESCRIPTOR) == kGraph &&
@@ -79,9 +114,30 @@ static_assert(int(CUDNN_BACKEND_ENGINECFG_DESCRIPTOR) == kEngineConfig && int(CU
               "cudnnBackendDescriptorType_t");
 static_assert(int(CUDNN_TYPE_HANDLE) == kHandleType && int(CUDNN_TYPE_DATA_TYPE) == kDataType &&
                   int(CUDNN_TYPE_BOOLEAN) == kBoolean && int(CUDNN_TYPE_INT64) == kInt64 &&
-                  int(CUDNN_TYPE_VOID_PTR) == kPointer && int(CUDNN_TYPE_HEUR_MODE) == kHeuristicMode &&
+                  int(CUDNN_TYPE_FLOAT) == kReal && int(CUDNN_TYPE_VOID_PTR) == kPointer &&
+                  int(CUDNN_TYPE_CONVOLUTION_MODE) == kConvolutionMode && int(CUDNN_TYPE_HEUR_MODE) == kHeuristicMode &&
+                  int(CUDNN_TYPE_POINTWISE_MODE) == kPointwiseMode &&
                   int(CUDNN_TYPE_BACKEND_DESCRIPTOR) == kDescriptor,
               "cudnnBackendAttributeType_t");
+static_assert(int(CUDNN_ATTR_POINTWISE_MODE) == kPointwiseModeOf && int(CUDNN_ATTR_POINTWISE_MATH_PREC) == kPointwiseType &&
+                  int(CUDNN_ATTR_CONVOLUTION_COMP_TYPE) == kConvolutionType &&
+                  int(CUDNN_ATTR_CONVOLUTION_CONV_MODE) == kConvolutionModeOf &&
+                  int(CUDNN_ATTR_CONVOLUTION_DILATIONS) == kConvolutionDilations &&
+                  int(CUDNN_ATTR_CONVOLUTION_FILTER_STRIDES) == kConvolutionStrides &&
+                  int(CUDNN_ATTR_CONVOLUTION_POST_PADDINGS) == kConvolutionPadsBehind &&
+                  int(CUDNN_ATTR_CONVOLUTION_PRE_PADDINGS) == kConvolutionPadsBefore &&
+                  int(CUDNN_ATTR_CONVOLUTION_SPATIAL_DIMS) == kConvolutionAxes &&
+                  int(CUDNN_ATTR_OPERATION_CONVOLUTION_FORWARD_ALPHA) == kConvolveAlpha &&
+                  int(CUDNN_ATTR_OPERATION_CONVOLUTION_FORWARD_BETA) == kConvolveBeta &&
+                  int(CUDNN_ATTR_OPERATION_CONVOLUTION_FORWARD_CONV_DESC) == kConvolveBy &&
+                  int(CUDNN_ATTR_OPERATION_CONVOLUTION_FORWARD_W) == kConvolveW &&
+                  int(CUDNN_ATTR_OPERATION_CONVOLUTION_FORWARD_X) == kConvolveX &&
+                  int(CUDNN_ATTR_OPERATION_CONVOLUTION_FORWARD_Y) == kConvolveY &&
+                  int(CUDNN_ATTR_OPERATION_POINTWISE_PW_DESCRIPTOR) == kPointwiseBy &&
+                  int(CUDNN_ATTR_OPERATION_POINTWISE_XDESC) == kPointwiseX &&
+                  int(CUDNN_ATTR_OPERATION_POINTWISE_BDESC) == kPointwiseB &&
+                  int(CUDNN_ATTR_OPERATION_POINTWISE_YDESC) == kPointwiseY,
+              "cudnnBackendAttributeName_t");
 static_assert(int(CUDNN_ATTR_ENGINEHEUR_MODE) == kHeuristicModeOf &&
                   int(CUDNN_ATTR_ENGINEHEUR_OPERATION_GRAPH) == kHeuristicGraph &&
                   int(CUDNN_ATTR_ENGINEHEUR_RESULTS) == kHeuristicResults &&
@@ -93,7 +149,8 @@ static_assert(int(CUDNN_ATTR_ENGINEHEUR_MODE) == kHeuristicModeOf &&
               "cudnnBackendAttributeName_t");
 static_assert(int(CUDNN_ATTR_TENSOR_BYTE_ALIGNMENT) == kTensorAlignment && int(CUDNN_ATTR_TENSOR_DATA_TYPE) == kTensorType &&
                   int(CUDNN_ATTR_TENSOR_DIMENSIONS) == kTensorSizes && int(CUDNN_ATTR_TENSOR_STRIDES) == kTensorStrides &&
-                  int(CUDNN_ATTR_TENSOR_UNIQUE_ID) == kTensorId && int(CUDNN_ATTR_TENSOR_IS_BY_VALUE) == kTensorIsByValue &&
+                  int(CUDNN_ATTR_TENSOR_UNIQUE_ID) == kTensorId && int(CUDNN_ATTR_TENSOR_IS_VIRTUAL) == kTensorIsVirtual &&
+                  int(CUDNN_ATTR_TENSOR_IS_BY_VALUE) == kTensorIsByValue &&
                   int(CUDNN_ATTR_VARIANT_PACK_UNIQUE_IDS) == kPackIds &&
                   int(CUDNN_ATTR_VARIANT_PACK_DATA_POINTERS) == kPackPointers &&
                   int(CUDNN_ATTR_VARIANT_PACK_WORKSPACE) == kPackWorkspace,
@@ -109,7 +166,7 @@ static_assert(int(CUDNN_BACKEND_OPERATION_SDPA_FWD_DESCRIPTOR) == kAttention &&
 #endif
 #endif
 
-// Why cuDNN does not compute something. It is no error: another kernel does.
+// cuDNN does not compute something. For attention this is no error: another kernel does.
 struct Unsupported {};
 
 inline void check(int status) {
@@ -129,6 +186,7 @@ struct Library {
   int (*execute)(Handle, void* plan, void* pack);
   int (*add_to_graph)(Handle, void* plan, void* pack, void* graph);
   bool is_usable = false;
+  bool has_attention = false;
 
   Library() {
     void* library = dlopen(kLibrary, RTLD_NOW);
@@ -148,7 +206,8 @@ struct Library {
     find(descriptor_finalize, "cudnnBackendFinalize");
     find(execute, "cudnnBackendExecute");
     find(add_to_graph, "cudnnBackendPopulateCudaGraph");
-    is_usable = complete && version() >= kFirstVersion;
+    is_usable = complete;
+    has_attention = complete && version() >= kFirstWithAttention;
   }
 };
 

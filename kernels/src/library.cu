@@ -9,6 +9,7 @@
 #include "group_norm.cuh"
 #include "layer_norm.cuh"
 #include "mat_mul.cuh"
+#include "channels_last_conv.cuh"
 #include "rows.cuh"
 #include "sampler.cuh"
 #include "scaled_mat_mul.cuh"
@@ -44,7 +45,7 @@ inline Signature abi_probe_signature() {
 // Runtime's API version, the digest of the sources (Makefile), the version of nvcc, and the architectures that kernels were
 // compiled for.
 SDONNX_EXPORT const char* sdonnx_kernels_build() {
-  return "operators=12 api=18 sources=" SDONNX_SOURCES " compiler=" SDONNX_COMPILER
+  return "operators=13 api=18 sources=" SDONNX_SOURCES " compiler=" SDONNX_COMPILER
          " architectures=" SDONNX_ARCHITECTURES;
 }
 
@@ -61,7 +62,8 @@ SDONNX_EXPORT ort::Status* RegisterCustomOps(ort::SessionOptions* options, const
       Operator(stacked_mat_mul_signature()), Operator(self_attention_signature()),
       Operator(quantize_rows_signature()),   Operator(layer_norm_rows_signature()),
       Operator(split_gelu_rows_signature()), Operator(scaled_mat_mul_signature()),
-      Operator(sum_rows_signature()),        Operator(abi_probe_signature()),
+      Operator(sum_rows_signature()),        Operator(channels_last_conv_signature()),
+      Operator(abi_probe_signature()),
   };
   ort::Domain* domain = nullptr;  // lives as long as the process
   if (ort::Status* status = ort::create_domain(api, "sdonnx", &domain)) return status;

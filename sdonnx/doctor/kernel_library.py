@@ -35,7 +35,7 @@ KERNEL_LIBRARY = "SDONNX_KERNELS"
 TRIED_VERSIONS = ("1.31.1",)
 """The versions of ONNX Runtime that the slots of kernels/src/ort_abi.h were tried with."""
 
-OPERATORS = 12
+OPERATORS = 13
 """The version of the operators' contracts; it changes with their inputs, outputs and attributes."""
 
 _PACKAGE = "sdonnx_kernels"

@@ -1,6 +1,6 @@
-"""Replacements of nodes that move channels-last images.
+"""Replacements of nodes that read channels-last images.
 
-Concat along the channels, with a convolution's bias, and Resize to twice the height and width.
+Concat along the channels, with a convolution's bias, Resize to twice the height and width, and convolutions.
 """
 
 from __future__ import annotations
@@ -9,16 +9,18 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
+from sdonnx.fusions.own_nodes import put_own
 from sdonnx.fusions.repeated_rows import copied_value
 from sdonnx.graph.edit import MICROSOFT, constant_value, dims, input_of, insert, is_weight, known_dims, replace
 from sdonnx.graph.match import NOT_A_CANDIDATE, REWRITTEN, Refused, WalkResult
 from sdonnx.graph.shapes.expressions import expression_of, halved
 from sdonnx.operators.case import OWN_DOMAIN
+from sdonnx.operators.own_channels_last_conv import check_own_channels_last_conv
 from sdonnx.operators.own_concat_channels import check_own_concat_channels
 from sdonnx.operators.own_upsample_nearest import check_own_upsample_nearest
 from sdonnx.operators.reference_body import optional_input
 
-__all__ = ["concat_channels", "upsample_nearest"]
+__all__ = ["channels_last_conv", "concat_channels", "upsample_nearest"]
 
 
 @dataclass(frozen=True)
@@ -118,3 +120,20 @@ def _is_doubled(x: ir.Value, y: ir.Value) -> bool:
     if None in inner or None in outer:
         return False
     return [outer[0], *map(halved, outer[1:3]), outer[3]] == inner
+
+
+def channels_last_conv(node: ir.Node, _: object) -> WalkResult:
+    """NhwcConv(x, w, bias) -> ChannelsLastConv(x, w, bias), whose plans are shared (docs/decisions/0198)."""
+    attributes, bias = node.attributes, optional_input(node, 2)
+    strides, pads = attributes.get_ints("strides", (1, 1)), attributes.get_ints("pads", (0, 0, 0, 0))
+    if optional_input(node, 3) is not None:
+        return Refused("an image is added to the convolution")
+    if attributes.get_int("group", 1) != 1 or set(attributes.get_ints("dilations", (1, 1))) != {1}:
+        return Refused("the convolution has groups or dilations")
+    if len(set(strides)) != 1 or len(set(pads)) != 1 or attributes.get_string("auto_pad", "NOTSET") != "NOTSET":
+        return Refused("the axes have different strides or pads")
+    if (reason := check_own_channels_last_conv(input_of(node, 0), input_of(node, 1), bias)) is not None:
+        return Refused(reason)
+    inputs = [*node.inputs[:2], *([] if bias is None else [bias])]
+    put_own(node, node.outputs[0], "ChannelsLastConv", inputs, {"stride": strides[0], "pad": pads[0]})
+    return REWRITTEN

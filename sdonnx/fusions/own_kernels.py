@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import onnx_ir as ir
 
 from sdonnx.fusions.fuse_bias_split_gelu import GegluToBiasSplitGelu
-from sdonnx.fusions.own_image_kernels import concat_channels, upsample_nearest
+from sdonnx.fusions.own_image_kernels import channels_last_conv, concat_channels, upsample_nearest
 from sdonnx.fusions.own_nodes import has_one_reader, put_own
 from sdonnx.fusions.own_products import bias_add, fast_gelu, gemm, mat_mul, sum_with_bias
 from sdonnx.fusions.own_sampler import use_sampler_kernels
@@ -408,8 +408,11 @@ _LAST_SCALED_SWAPS: _Swaps = {("", "MatMul"): _Swap("ScaledMatMul", partial(mat_
 _ROWS_SWAPS: _Swaps = {(OWN_DOMAIN, "QuantizeRows"): _Swap("Rows", rows_of_source)}
 """The rounding of what our own norms and gates compute, after these have replaced the others."""
 
-_LAST_SWAPS: _Swaps = {("", "MatMul"): _Swap("MatMul", mat_mul)}
-"""After the others, which take products into sums."""
+_LAST_SWAPS: _Swaps = {
+    ("", "MatMul"): _Swap("MatMul", mat_mul),
+    (MICROSOFT, "NhwcConv"): _Swap("ChannelsLastConv", channels_last_conv),
+}
+"""After the others, which take products into sums and biases out of convolutions."""
 
 _SUM_SWAPS: _Swaps = {
     (OWN_DOMAIN, "QuantizeRows"): _Swap("SumRows", rows_of_sum),

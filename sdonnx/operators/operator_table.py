@@ -15,6 +15,7 @@ from sdonnx.operators.multi_head_attention import MULTI_HEAD_ATTENTION
 from sdonnx.operators.nhwc_conv import NHWC_CONV
 from sdonnx.operators.own_attention import OWN_ATTENTION
 from sdonnx.operators.own_bias_split_gelu import OWN_BIAS_SPLIT_GELU
+from sdonnx.operators.own_channels_last_conv import OWN_CHANNELS_LAST_CONV
 from sdonnx.operators.own_concat_channels import OWN_CONCAT_CHANNELS
 from sdonnx.operators.own_group_norm import OWN_GROUP_NORM
 from sdonnx.operators.own_layer_norm import OWN_LAYER_NORM
@@ -74,6 +75,7 @@ OWN_CONTRACTS = {
         OWN_SELF_ATTENTION,
         OWN_CONCAT_CHANNELS,
         OWN_UPSAMPLE_NEAREST,
+        OWN_CHANNELS_LAST_CONV,
         OWN_SAMPLER_INPUT,
         OWN_SAMPLER_STEP,
         OWN_QUANTIZE_ROWS,

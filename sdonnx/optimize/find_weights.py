@@ -34,10 +34,11 @@ _DTYPES = {ir.DataType.FLOAT16: "F16", ir.DataType.FLOAT: "F32"}
 _LAYOUTS: tuple[Layout, ...] = ("columns", "rows", "nhwc")
 
 # Inputs that kernels read at each run: weights of products, of which StackedMatMul is our own, and of convolutions with
-# channels last, biases, and scales of weights in 8 bits.
+# channels last, of which ChannelsLastConv is our own, biases, and scales of weights in 8 bits.
 _IN_PLACE = {
     ("MatMul", 1), ("Gemm", 1), ("StackedMatMul", 1), ("SkipLayerNormalization", 4), ("DequantizeLinear", 1),
-    ("ScaledMatMul", 3), ("SumRows", 2), ("NhwcConv", 1), ("NhwcConv", 2),
+    ("ScaledMatMul", 3), ("SumRows", 2), ("NhwcConv", 1), ("NhwcConv", 2), ("ChannelsLastConv", 1),
+    ("ChannelsLastConv", 2),
 }  # fmt: skip
 
 # Larger initializers are in the file of weights. Those in the graphs are biases that rules have computed.

@@ -12,6 +12,7 @@ from sdonnx.fusions.own_kernels import use_own_kernels
 from sdonnx.graph.shapes.expressions import parsed
 
 IMAGE = "float16[B,H,W,{}]"
+CONVOLUTIONS = "NhwcConvToOwnChannelsLastConv"
 
 
 def half(*shape: int, seed: int = 0) -> Array:
@@ -54,12 +55,12 @@ def test_concat_of_channels(axis: int) -> None:
 )
 def test_bias_of_a_convolution_moves_into_the_concat(body: str, biases: list[str | None]) -> None:
     after, fired = swapped(concat(body))
-    assert fired == {"ConcatToOwnConcatChannels": 1}
     *convolutions, node = after.graph
+    assert fired == {"ConcatToOwnConcatChannels": 1, CONVOLUTIONS: len(convolutions)}
     assert [None if each is None else each.name for each in node.inputs[2:]] == biases
     for each in convolutions:
         assert len(each.inputs) == 2
-        assert each.attributes.get_ints("pads") == (1, 1, 1, 1)
+        assert each.attributes.get_int("pad") == 1
 
 
 def test_concat_of_one_convolution_with_itself() -> None:
@@ -78,9 +79,9 @@ def test_concat_of_one_convolution_with_itself() -> None:
 )
 def test_bias_of_a_convolution_that_others_read_stays(body: str, outputs: str) -> None:
     after, fired = swapped(concat(body, f"{IMAGE.format(40)} y{outputs}"))
-    assert fired == {"ConcatToOwnConcatChannels": 1}
+    assert fired == {"ConcatToOwnConcatChannels": 1, CONVOLUTIONS: 1}
     assert {node.op_type: len(node.inputs) for node in after.graph if node.op_type != "Relu"} == {
-        "NhwcConv": 3, "ConcatChannels": 2
+        "ChannelsLastConv": 3, "ConcatChannels": 2
     }  # fmt: skip
 
 
@@ -91,7 +92,7 @@ def test_bias_that_is_computed_stays() -> None:
         f"{IMAGE.format(40)} y", body, f"{IMAGE.format(16)} s, float16[16] d", u=WEIGHTS["u"],
     )  # fmt: skip
     after, _ = swapped(model)
-    assert own(after) == ["ConcatChannels"]
+    assert own(after) == ["ChannelsLastConv", "ConcatChannels"]
     assert [len(node.inputs) for node in after.graph] == [2, 3, 2]
 
 
@@ -215,3 +216,47 @@ def test_refused_resizes(model: ir.Model, reason: str) -> None:
 )
 def test_resizes_that_stay(model: ir.Model) -> None:
     assert failures(copied(model)) == ()
+
+
+def one_convolution(attributes: str, inputs: str = "x, u", channels: int = 16, image: str = "") -> ir.Model:
+    """Return a graph of a convolution of x (B,H,W,8) by 3x3 weights, and of an image of the result's size if given."""
+    body = f"y = com.microsoft.NhwcConv<kernel_shape=[3,3]{attributes}>({inputs})"
+    return graph(f"{IMAGE.format(8)} x{image}", f"float16[B,P,Q,{channels}] y", body, **used(body, WEIGHTS))
+
+
+@pytest.mark.parametrize(
+    ("attributes", "stride", "pad"),
+    [("", 1, 0), (", pads=[1,1,1,1]", 1, 1), (", strides=[2,2], pads=[1,1,1,1], dilations=[1,1], group=1", 2, 1)],
+)
+@pytest.mark.parametrize("inputs", ["x, u", "x, u, b"])
+def test_convolutions_are_replaced(attributes: str, stride: int, pad: int, inputs: str) -> None:
+    """`swapped` also runs both graphs and compares the results."""
+    after, fired = swapped(one_convolution(attributes, inputs))
+    assert fired == {CONVOLUTIONS: 1}
+    (node,) = after.graph
+    assert [each.name for each in node.inputs if each is not None] == inputs.split(", ")
+    assert (node.attributes.get_int("stride"), node.attributes.get_int("pad")) == (stride, pad)
+
+
+@pytest.mark.parametrize(
+    ("attributes", "reason"),
+    [
+        (", strides=[1,2]", "the axes have different strides or pads"),
+        (", pads=[1,0,1,0]", "the axes have different strides or pads"),
+        (", dilations=[2,2]", "the convolution has groups or dilations"),
+    ],
+)
+def test_other_convolutions_stay(attributes: str, reason: str) -> None:
+    assert [failure.reason for failure in failures(one_convolution(attributes))] == [reason]
+
+
+def test_convolution_in_groups_stays() -> None:
+    body = "y = com.microsoft.NhwcConv<kernel_shape=[3,3], group=2>(x, g)"
+    model = graph(f"{IMAGE.format(8)} x", "float16[B,P,Q,16] y", body, g=half(16, 3, 3, 4))
+    assert [failure.reason for failure in failures(model)] == ["the convolution has groups or dilations"]
+
+
+def test_convolution_that_adds_an_image_stays() -> None:
+    image = f", {IMAGE.format(16)} z"
+    model = one_convolution(", pads=[1,1,1,1]", "x, u, b, z", image=image)
+    assert [failure.reason for failure in failures(model)] == ["an image is added to the convolution"]

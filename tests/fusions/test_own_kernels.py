@@ -477,6 +477,9 @@ def test_every_operator_is_emitted() -> None:
             step_around("out_sample = Mul(sample, w)"),
             graph("float16[B,8,8,64] x, float16[B,8,8,8] r", "float16[B,8,8,72] y", "y = Concat<axis=3>(x, r)"),
             graph(
+                "float16[B,8,8,64] x", "float16[B,8,8,64] y", "y = com.microsoft.NhwcConv(x, k)", k=half(64, 1, 1, 64)
+            ),
+            graph(
                 "float16[B,8,8,64] x",
                 "float16[B,16,16,64] y",
                 "y = Resize<coordinate_transformation_mode='asymmetric', nearest_mode='floor'>(x, , k)".replace(

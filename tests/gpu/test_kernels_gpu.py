@@ -169,6 +169,7 @@ def test_batches(op_type: str, batch: int, library: Path, note: Any) -> None:
         "SelfAttention": ((3, batch, 143, 1024),),
         "ConcatChannels": ((batch, 7, 9, 1280), (batch, 7, 9, 640), (1280,)),
         "UpsampleNearest": ((batch, 7, 9, 1280),),
+        "ChannelsLastConv": ((batch, 7, 9, 1280), (1280, 3, 3, 1280), (1280,)),
         "QuantizeRows": ((batch, 63, 1280),),
         "LayerNormRows": ((batch, 63, 1280), (1280,), (1280,)),
         "SplitGeluRows": ((batch, 63, 10240), (10240,)),
@@ -177,9 +178,15 @@ def test_batches(op_type: str, batch: int, library: Path, note: Any) -> None:
     }
     groups: dict[str, Any] = {"groups": 32, "activation": 1, "epsilon": 1e-5}
     heads = {"num_heads": 16}
-    attributes = {"GroupNorm": groups, "Attention": heads, "SelfAttention": heads}.get(op_type, {})
+    chosen = {"GroupNorm": groups, "Attention": heads, "SelfAttention": heads, "ChannelsLastConv": {"pad": 1}}
+    attributes = chosen.get(op_type, {})
     outputs = 3 if op_type == "SumRows" else 2 if op_type in ("GroupNorm", "SkipLayerNorm") or "Rows" in op_type else 1
-    fills = {"ScaledMatMul": SCALED_FILLS, "SumRows": {1: Fill.SCALES, 2: Fill.SCALES}}.get(op_type, {})
+    filled = {
+        "ScaledMatMul": SCALED_FILLS,
+        "SumRows": {1: Fill.SCALES, 2: Fill.SCALES},
+        "ChannelsLastConv": {1: Fill.UNIT_GAIN},
+    }
+    fills = filled.get(op_type, {})
     case = KernelCase(op_type, f"batch {batch}", shapes[op_type], attributes, outputs, fills=fills, domain="sdonnx")
     inputs = inputs_of(case)
     if op_type in ("MatMul", "StackedMatMul") and inputs[1] is not None:

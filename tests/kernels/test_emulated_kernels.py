@@ -206,6 +206,10 @@ REFUSED = [
     (one("SumRows", [(2, 3, 16), (2, 3, 1), (16,), None, (2, 3, 16), None, (16,)]), "a beta needs a gamma"),
     (one("ScaledMatMul", [(2, 3, 16), (2, 3, 1), (32, 16)]), "a scale for each row and column, or none"),
     (one("ScaledMatMul", [(2, 3, 16), None, (32, 16)], gelu=1), "without scales has no bias, residual or gelu"),
+    (one("ChannelsLastConv", [(2, 4, 4, 8), (8, 3, 3, 16)]), "must have the same C"),
+    (one("ChannelsLastConv", [(2, 2, 4, 8), (8, 3, 3, 8)]), "larger than the padded image of 2 x 4"),
+    (one("ChannelsLastConv", [(2, 4, 4, 8), (8, 3, 3, 8), (16,)]), "the bias must have a number per channel"),
+    (one("ChannelsLastConv", [(2, 4, 4, 8), (8, 3, 3, 8)], stride=0), "expected a stride of at least 1"),
     (one("UpsampleNearest", [(2, 3, 16)]), "UpsampleNearest of 3 dimensions; expected 4"),
     (one("UpsampleNearest", [(2, 3, 4, 12)]), "UpsampleNearest of 12 channels; expected a multiple of 8"),
 ]
@@ -243,6 +247,7 @@ def test_batches_of_1_to_32_are_computed_image_by_image(op_type: str) -> None:
         "SelfAttention": [(3, 32, 5, 72)],
         "ConcatChannels": [(32, 3, 5, 64), (32, 3, 5, 24), (64,)],
         "UpsampleNearest": [(32, 3, 5, 24)],
+        "ChannelsLastConv": [(32, 3, 5, 24), (16, 3, 3, 24), (16,)],
         "QuantizeRows": [(32, 5, 64)],
         "LayerNormRows": [(32, 5, 64), (64,), (64,)],
         "SplitGeluRows": [(32, 5, 64), (64,)],
