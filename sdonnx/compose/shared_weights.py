@@ -18,7 +18,7 @@ _DTYPES = {ir.DataType.FLOAT16: "F16", ir.DataType.FLOAT: "F32", ir.DataType.INT
 _MIN_BYTES = 1 << 16
 
 # Also of convolutions with channels last, whose weights no optimizer of ONNX Runtime changes.
-_PRODUCTS = {"MatMul", "Gemm", "NhwcConv", "ChannelsLastConv"}
+_PRODUCTS = {"MatMul", "Gemm", "NhwcConv"}
 # Operators between a stored weight and a product: a gate, and the restoring of a weight in 8 bits.
 _BEFORE = {"Mul", "DequantizeLinear"}
 

@@ -41,7 +41,7 @@ class _Part:
 def concat_channels(node: ir.Node, _: object) -> WalkResult:
     """Concat(NhwcConv(a, w, bias), y) -> ConcatChannels(NhwcConv(a, w), y, bias), with a bias of either input or none.
 
-    cuDNN adds the bias of these convolutions by a kernel of its own, which reads and writes the image once more.
+    ONNX Runtime adds the bias of these convolutions by a kernel of its own, which reads and writes the image once more.
     """
     rank = len(dims(node.outputs[0]) or ())
     if len(node.inputs) != 2 or rank != 4 or node.attributes.get_int("axis", 0) not in (-1, rank - 1):
@@ -130,7 +130,9 @@ def channels_last_conv(node: ir.Node, _: object) -> WalkResult:
         return Refused("an image is added to the convolution")
     if attributes.get_int("group", 1) != 1 or set(attributes.get_ints("dilations", (1, 1))) != {1}:
         return Refused("the convolution has groups or dilations")
-    if len(set(strides)) != 1 or len(set(pads)) != 1 or attributes.get_string("auto_pad", "NOTSET") != "NOTSET":
+    if attributes.get_string("auto_pad", "NOTSET") != "NOTSET":
+        return Refused("padding is computed at run time (auto_pad)")
+    if len(set(strides)) != 1 or len(set(pads)) != 1:
         return Refused("the axes have different strides or pads")
     if (reason := check_own_channels_last_conv(input_of(node, 0), input_of(node, 1), bias)) is not None:
         return Refused(reason)

@@ -244,6 +244,7 @@ def test_convolutions_are_replaced(attributes: str, stride: int, pad: int, input
         (", strides=[1,2]", "the axes have different strides or pads"),
         (", pads=[1,0,1,0]", "the axes have different strides or pads"),
         (", dilations=[2,2]", "the convolution has groups or dilations"),
+        (', auto_pad="SAME_UPPER"', "padding is computed at run time (auto_pad)"),
     ],
 )
 def test_other_convolutions_stay(attributes: str, reason: str) -> None:

@@ -148,7 +148,10 @@ def _fp8() -> Probe:
 
 
 def _convolution() -> Probe:
-    """Return the probe of a convolution of 3x3 with channels last, and its bias."""
+    """Return the probe of a convolution of 3x3 with channels last, and its bias.
+
+    It is ONNX Runtime's; an operator of our own reads its inputs as they are in each run.
+    """
     draw = np.random.default_rng(0)
 
     def numbers(*shape: int) -> Array:
