@@ -7,10 +7,9 @@ from itertools import product
 
 import onnx_ir as ir
 
-from sdonnx.graph.edit import insert
 from sdonnx.operators.case import Fill, KernelCase
 from sdonnx.operators.contract import Contract
-from sdonnx.operators.reference_body import TO_NCHW, TO_NHWC, optional_input
+from sdonnx.operators.reference_body import channels_last_conv
 
 __all__ = ["NHWC_CONV"]
 
@@ -35,10 +34,7 @@ _CONVOLUTIONS = {  # channels in and out, kernel, strides, pads, dilations, grou
 
 
 def _lower(node: ir.Node) -> list[ir.Value | None]:
-    planes = insert(node, "Transpose", [node.inputs[0]], {"perm": TO_NCHW})
-    weight = insert(node, "Transpose", [node.inputs[1]], {"perm": TO_NCHW})
-    result = insert(node, "Conv", [planes, weight, optional_input(node, 2)], node.attributes)
-    return [insert(node, "Transpose", [result], {"perm": TO_NHWC})]
+    return [channels_last_conv(node, node.attributes)]
 
 
 def _kernel_cases() -> Iterator[KernelCase]:

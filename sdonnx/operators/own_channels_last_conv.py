@@ -11,10 +11,10 @@ from itertools import product
 
 import onnx_ir as ir
 
-from sdonnx.graph.edit import dims, input_of, insert, static_dim
+from sdonnx.graph.edit import dims, input_of, static_dim
 from sdonnx.operators.case import OWN_DOMAIN, Fill, KernelCase
 from sdonnx.operators.contract import Contract
-from sdonnx.operators.reference_body import TO_NCHW, TO_NHWC, optional_input
+from sdonnx.operators.reference_body import channels_last_conv, optional_input
 
 __all__ = ["OWN_CHANNELS_LAST_CONV", "check_own_channels_last_conv"]
 
@@ -42,11 +42,7 @@ def _limits(node: ir.Node) -> str | None:
 
 def _lower(node: ir.Node) -> list[ir.Value | None]:
     stride, pad = node.attributes.get_int("stride", 1), node.attributes.get_int("pad", 0)
-    planes = insert(node, "Transpose", [node.inputs[0]], {"perm": TO_NCHW})
-    weight = insert(node, "Transpose", [node.inputs[1]], {"perm": TO_NCHW})
-    attributes = {"strides": [stride] * 2, "pads": [pad] * 4}
-    result = insert(node, "Conv", [planes, weight, optional_input(node, 2)], attributes)
-    return [insert(node, "Transpose", [result], {"perm": TO_NHWC})]
+    return [channels_last_conv(node, {"strides": [stride] * 2, "pads": [pad] * 4})]
 
 
 def _kernel_cases() -> Iterator[KernelCase]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import numpy as np
 import onnx_ir as ir
 
 from sdonnx.graph.edit import constant, dims, insert
 
-__all__ = ["TO_NCHW", "TO_NHWC", "copied_rows", "graph_of", "optional_input"]
+__all__ = ["TO_NCHW", "TO_NHWC", "channels_last_conv", "copied_rows", "graph_of", "optional_input"]
 
 TO_NCHW, TO_NHWC = [0, 3, 1, 2], [0, 2, 3, 1]
 """Permutations between (B,H,W,C) and (B,C,H,W)."""
@@ -24,6 +27,19 @@ def graph_of(node: ir.Node) -> ir.Graph:
 def optional_input(node: ir.Node, index: int) -> ir.Value | None:
     """Return an input of a node, None where it is absent."""
     return node.inputs[index] if index < len(node.inputs) else None
+
+
+def channels_last_conv(node: ir.Node, attributes: Mapping[str, Any]) -> ir.Value:
+    """Return the convolution of x (B,H,W,C) by w (M,kH,kW,C/group), with a bias (M,) or none, the inputs of a node.
+
+    Args:
+        node: the node before which it is inserted.
+        attributes: those of ONNX's Conv.
+    """
+    planes = insert(node, "Transpose", [node.inputs[0]], {"perm": TO_NCHW})
+    weight = insert(node, "Transpose", [node.inputs[1]], {"perm": TO_NCHW})
+    result = insert(node, "Conv", [planes, weight, optional_input(node, 2)], attributes)
+    return insert(node, "Transpose", [result], {"perm": TO_NHWC})
 
 
 def copied_rows(node: ir.Node, value: ir.Value, like: ir.Value) -> ir.Value:

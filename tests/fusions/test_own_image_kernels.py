@@ -218,10 +218,10 @@ def test_resizes_that_stay(model: ir.Model) -> None:
     assert failures(copied(model)) == ()
 
 
-def one_convolution(attributes: str, inputs: str = "x, u", channels: int = 16, image: str = "") -> ir.Model:
+def one_convolution(attributes: str, inputs: str = "x, u", image: str = "") -> ir.Model:
     """Return a graph of a convolution of x (B,H,W,8) by 3x3 weights, and of an image of the result's size if given."""
     body = f"y = com.microsoft.NhwcConv<kernel_shape=[3,3]{attributes}>({inputs})"
-    return graph(f"{IMAGE.format(8)} x{image}", f"float16[B,P,Q,{channels}] y", body, **used(body, WEIGHTS))
+    return graph(f"{IMAGE.format(8)} x{image}", "float16[B,P,Q,16] y", body, **used(body, WEIGHTS))
 
 
 @pytest.mark.parametrize(
