@@ -65,30 +65,38 @@ class Convolver {
     int device = 0;
     check_cuda(cudaGetDevice(&device), "cudaGetDevice");
     require(library().is_usable, "cuDNN cannot be loaded; expected libcudnn.so.9, which ONNX Runtime needs as well");
+    const bool is_captured = status != cudaStreamCaptureStatusNone;
     try {
-      const HandleLock lock(device, stream, status != cudaStreamCaptureStatusNone);
-      const Plan& plan = plan_for(lock.handle, device, c);
+      const HandleLock lock(device, stream, is_captured);
+      const Plan& plan = plan_for(lock.handle, device, c, is_captured);
       const Scratch workspace = context.scratch(plan.workspace_bytes);
       std::vector<const void*> pointers = {c.x, c.w, c.y};
       if (c.bias) pointers.push_back(c.bias);
       const Descriptor pack = pack_of(pointers, workspace.data());
       check(library().execute(lock.handle, plan.plan->raw(), pack.raw()));
-    } catch (const Unsupported&) {
-      require(false, "cuDNN cannot convolve " + std::to_string(c.batch) + " x " + std::to_string(c.height) + " x " +
-                         std::to_string(c.width) + " x " + std::to_string(c.channels) + " by a kernel of " +
-                         std::to_string(c.kernel_height) + " x " + std::to_string(c.kernel_width) + " to " +
-                         std::to_string(c.out_channels) + " channels");
+    } catch (const Unsupported& error) {
+      const bool no_memory = error.status == kNoHostMemory || error.status == kNoDeviceMemory;
+      const std::string reason = no_memory      ? "out of memory"
+                                 : error.status ? library().error_text(error.status)
+                                 : is_captured  ? "a size has to run once before it is captured"
+                                                : "it has no plan for this size";
+      require(false, "ChannelsLastConv: cuDNN cannot convolve " + std::to_string(c.batch) + " x " +
+                         std::to_string(c.height) + " x " + std::to_string(c.width) + " x " + std::to_string(c.channels) +
+                         " by a kernel of " + std::to_string(c.kernel_height) + " x " + std::to_string(c.kernel_width) +
+                         " to " + std::to_string(c.out_channels) + " channels, stride " + std::to_string(c.stride) +
+                         ", pad " + std::to_string(c.pad) + (c.bias ? ", with a bias: " : ": ") + reason);
     }
   }
 
  private:
   using Key = std::tuple<int, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, bool, bool>;
 
-  const Plan& plan_for(Handle handle, int device, const Convolution& c) {
+  const Plan& plan_for(Handle handle, int device, const Convolution& c, bool is_captured) {
     const Key key{device,          c.batch,        c.height, c.width, c.channels,        c.out_channels,
                   c.kernel_height, c.kernel_width, c.stride, c.pad,   c.bias != nullptr, c.aligned};
     std::unique_ptr<Plan>& plan = plans_[key];
     if (!plan) {
+      if (is_captured) throw Unsupported{};  // cuDNN may allocate memory for a plan, and load kernels
       auto made = std::make_unique<Plan>();
       build(*made, handle, c);
       plan = std::move(made);
@@ -177,6 +185,7 @@ class ChannelsLastConv : public Kernel {
     c.kernel_width = w.shape[2];
     c.stride = stride_;
     c.pad = pad_;
+    require(c.height > 0 && c.width > 0 && c.channels > 0, "ChannelsLastConv: the image has no pixels or no channels");
     require(c.height + 2 * pad_ >= c.kernel_height && c.width + 2 * pad_ >= c.kernel_width,
             "ChannelsLastConv: the kernel is larger than the padded image of " + std::to_string(c.height) + " x " +
                 std::to_string(c.width));
@@ -188,7 +197,7 @@ class ChannelsLastConv : public Kernel {
     c.bias = bias.as<half>();
     c.y = static_cast<half*>(context.output(0, {c.batch, c.out_height, c.out_width, c.out_channels}));
     c.aligned = is_aligned(c.x) && is_aligned(c.w) && is_aligned(c.y) && is_aligned(c.bias);
-    if (x.size() > 0) convolve(context, c);
+    if (c.batch > 0 && c.out_channels > 0) convolve(context, c);
   }
 
  private:

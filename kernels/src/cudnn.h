@@ -24,13 +24,16 @@ constexpr size_t kFirstWithAttention = 91301;  // has the operation for a whole 
 
 using Handle = void*;
 
-enum { kFloat = 0, kHalf = 2 };  // cudnnDataType_t
-enum { kHeuristicA = 3 };        // cudnnBackendHeurMode_t
-enum { kAdd = 0 };               // cudnnPointwiseMode_t
-enum { kCrossCorrelation = 1 };  // cudnnConvolutionMode_t
-enum Kind {                      // cudnnBackendDescriptorType_t
+enum { kFloat = 0, kHalf = 2 };                         // cudnnDataType_t
+enum { kHeuristicFallback = 2, kHeuristicA = 3 };       // cudnnBackendHeurMode_t
+enum { kNondeterministic = 4 };                         // cudnnBackendNumericalNote_t
+enum { kNoHostMemory = 4003, kNoDeviceMemory = 4004 };  // cudnnStatus_t
+enum { kAdd = 0 };                                      // cudnnPointwiseMode_t
+enum { kCrossCorrelation = 1 };                         // cudnnConvolutionMode_t
+enum Kind {                                             // cudnnBackendDescriptorType_t
   kPointwise = 0,
   kConvolution = 1,
+  kEngine = 2,
   kEngineConfig = 3,
   kHeuristic = 4,
   kPlan = 5,
@@ -50,6 +53,7 @@ enum Type {  // cudnnBackendAttributeType_t
   kPointer = 6,
   kConvolutionMode = 7,
   kHeuristicMode = 8,
+  kNumericalNote = 11,
   kPointwiseMode = 14,
   kDescriptor = 15
 };
@@ -66,6 +70,7 @@ enum Attribute {  // cudnnBackendAttributeName_t
   kHeuristicModeOf = 200,
   kHeuristicGraph = 201,
   kHeuristicResults = 202,
+  kEngineOf = 300,
   kPlanHandle = 400,
   kPlanConfig = 401,
   kPlanWorkspace = 402,
@@ -91,6 +96,7 @@ enum Attribute {  // cudnnBackendAttributeName_t
   kPackIds = 1000,
   kPackPointers = 1001,
   kPackWorkspace = 1003,
+  kEngineNotes = 1303,
   kAttentionQ = 2800,
   kAttentionK = 2801,
   kAttentionV = 2802,
@@ -100,14 +106,20 @@ enum Attribute {  // cudnnBackendAttributeName_t
 
 #ifdef SDONNX_HAS_CUDNN_HEADER
 static_assert(int(CUDNN_DATA_FLOAT) == kFloat && int(CUDNN_DATA_HALF) == kHalf, "cudnnDataType_t");
-static_assert(int(CUDNN_HEUR_MODE_A) == kHeuristicA, "cudnnBackendHeurMode_t");
+static_assert(int(CUDNN_HEUR_MODE_FALLBACK) == kHeuristicFallback && int(CUDNN_HEUR_MODE_A) == kHeuristicA,
+              "cudnnBackendHeurMode_t");
+static_assert(int(CUDNN_NUMERICAL_NOTE_NONDETERMINISTIC) == kNondeterministic, "cudnnBackendNumericalNote_t");
+static_assert(int(CUDNN_STATUS_INTERNAL_ERROR_HOST_ALLOCATION_FAILED) == kNoHostMemory &&
+                  int(CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED) == kNoDeviceMemory,
+              "cudnnStatus_t");
 static_assert(int(CUDNN_POINTWISE_ADD) == kAdd, "cudnnPointwiseMode_t");
 static_assert(int(CUDNN_CROSS_CORRELATION) == kCrossCorrelation, "cudnnConvolutionMode_t");
 static_assert(int(CUDNN_BACKEND_POINTWISE_DESCRIPTOR) == kPointwise && int(CUDNN_BACKEND_CONVOLUTION_DESCRIPTOR) == kConvolution &&
                   int(CUDNN_BACKEND_OPERATION_CONVOLUTION_FORWARD_DESCRIPTOR) == kConvolve &&
                   int(CUDNN_BACKEND_OPERATION_POINTWISE_DESCRIPTOR) == kPointwiseOf,
               "cudnnBackendDescriptorType_t");
-static_assert(int(CUDNN_BACKEND_ENGINECFG_DESCRIPTOR) == kEngineConfig && int(CUDNN_BACKEND_ENGINEHEUR_DESCRIPTOR) == kHeuristic &&
+static_assert(int(CUDNN_BACKEND_ENGINE_DESCRIPTOR) == kEngine && int(CUDNN_BACKEND_ENGINECFG_DESCRIPTOR) == kEngineConfig &&
+                  int(CUDNN_BACKEND_ENGINEHEUR_DESCRIPTOR) == kHeuristic &&
                   int(CUDNN_BACKEND_EXECUTION_PLAN_DESCRIPTOR) == kPlan &&
                   int(CUDNN_BACKEND_OPERATIONGRAPH_DESCRIPTOR) == kGraph &&
                   int(CUDNN_BACKEND_VARIANT_PACK_DESCRIPTOR) == kPack && int(CUDNN_BACKEND_TENSOR_DESCRIPTOR) == kTensor,
@@ -116,7 +128,7 @@ static_assert(int(CUDNN_TYPE_HANDLE) == kHandleType && int(CUDNN_TYPE_DATA_TYPE)
                   int(CUDNN_TYPE_BOOLEAN) == kBoolean && int(CUDNN_TYPE_INT64) == kInt64 &&
                   int(CUDNN_TYPE_FLOAT) == kReal && int(CUDNN_TYPE_VOID_PTR) == kPointer &&
                   int(CUDNN_TYPE_CONVOLUTION_MODE) == kConvolutionMode && int(CUDNN_TYPE_HEUR_MODE) == kHeuristicMode &&
-                  int(CUDNN_TYPE_POINTWISE_MODE) == kPointwiseMode &&
+                  int(CUDNN_TYPE_NUMERICAL_NOTE) == kNumericalNote && int(CUDNN_TYPE_POINTWISE_MODE) == kPointwiseMode &&
                   int(CUDNN_TYPE_BACKEND_DESCRIPTOR) == kDescriptor,
               "cudnnBackendAttributeType_t");
 static_assert(int(CUDNN_ATTR_POINTWISE_MODE) == kPointwiseModeOf && int(CUDNN_ATTR_POINTWISE_MATH_PREC) == kPointwiseType &&
@@ -141,6 +153,7 @@ static_assert(int(CUDNN_ATTR_POINTWISE_MODE) == kPointwiseModeOf && int(CUDNN_AT
 static_assert(int(CUDNN_ATTR_ENGINEHEUR_MODE) == kHeuristicModeOf &&
                   int(CUDNN_ATTR_ENGINEHEUR_OPERATION_GRAPH) == kHeuristicGraph &&
                   int(CUDNN_ATTR_ENGINEHEUR_RESULTS) == kHeuristicResults &&
+                  int(CUDNN_ATTR_ENGINECFG_ENGINE) == kEngineOf && int(CUDNN_ATTR_ENGINE_NUMERICAL_NOTE) == kEngineNotes &&
                   int(CUDNN_ATTR_EXECUTION_PLAN_HANDLE) == kPlanHandle &&
                   int(CUDNN_ATTR_EXECUTION_PLAN_ENGINE_CONFIG) == kPlanConfig &&
                   int(CUDNN_ATTR_EXECUTION_PLAN_WORKSPACE_SIZE) == kPlanWorkspace &&
@@ -167,15 +180,18 @@ static_assert(int(CUDNN_BACKEND_OPERATION_SDPA_FWD_DESCRIPTOR) == kAttention &&
 #endif
 
 // cuDNN does not compute something. For attention this is no error: another kernel does.
-struct Unsupported {};
+struct Unsupported {
+  int status = 0;  // of cuDNN; 0 if it has no plan
+};
 
 inline void check(int status) {
-  if (status) throw Unsupported{};
+  if (status) throw Unsupported{status};
 }
 
 // The functions of the library.
 struct Library {
   size_t (*version)();
+  const char* (*error_text)(int status);
   int (*create)(Handle*);
   int (*set_stream)(Handle, void* stream);
   int (*descriptor_create)(int kind, void**);
@@ -197,6 +213,7 @@ struct Library {
       complete = complete && function;
     };
     find(version, "cudnnGetVersion");
+    find(error_text, "cudnnGetErrorString");
     find(create, "cudnnCreate");
     find(set_stream, "cudnnSetStream");
     find(descriptor_create, "cudnnBackendCreateDescriptor");
@@ -205,8 +222,8 @@ struct Library {
     find(descriptor_get, "cudnnBackendGetAttribute");
     find(descriptor_finalize, "cudnnBackendFinalize");
     find(execute, "cudnnBackendExecute");
-    find(add_to_graph, "cudnnBackendPopulateCudaGraph");
     is_usable = complete;
+    find(add_to_graph, "cudnnBackendPopulateCudaGraph");
     has_attention = complete && version() >= kFirstWithAttention;
   }
 };
@@ -253,6 +270,13 @@ class Descriptor {
     check(library().descriptor_get(raw_, attribute, kDescriptor, int64_t(most), &count, raw.data()));
     found.erase(found.begin() + std::min<int64_t>(count, int64_t(most)), found.end());
     return found;
+  }
+  // Return the numbers of an attribute, at most 32, which are as large as an int.
+  std::vector<int> integers(Attribute attribute, Type type) const {
+    int values[32] = {};
+    int64_t count = 0;
+    check(library().descriptor_get(raw_, attribute, type, 32, &count, values));
+    return std::vector<int>(values, values + std::min<int64_t>(count, 32));
   }
   void* raw() const { return raw_; }
 

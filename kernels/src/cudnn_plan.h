@@ -7,6 +7,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <utility>
 
 #include "cudnn.h"
 
@@ -78,7 +79,8 @@ class Plan {
   // Keep a descriptor as long as the plan. The reference stays valid.
   const Descriptor& keep(Descriptor&& part) { return parts_.emplace_back(std::move(part)); }
 
-  // Take the first plan of cuDNN's heuristic that can be built and has no huge workspace. Throws Unsupported if there is none.
+  // Take the first plan of cuDNN's heuristic that can be built, has no huge workspace and repeats its results, or one of its
+  // fallbacks. Throws Unsupported if there is none.
   //
   // The heuristic checks each engine that it returns, which takes most of the time. So two are requested first, and more only if
   // neither can be used.
@@ -91,13 +93,14 @@ class Plan {
     graph.finalize();
     const Descriptor& kept = keep(std::move(graph));
     constexpr int64_t kMostWorkspace = int64_t(1) << 30;
-    for (const size_t most : {size_t(2), size_t(64)}) {
+    const std::pair<int, size_t> lists[] = {{kHeuristicA, 2}, {kHeuristicA, 64}, {kHeuristicFallback, 64}};
+    for (const auto& [mode, most] : lists) {
       Descriptor heuristic(kHeuristic);
       heuristic.set(kHeuristicGraph, kept);
-      const int mode = kHeuristicA;
       heuristic.set(kHeuristicModeOf, kHeuristicMode, &mode);
-      heuristic.finalize();
+      if (library().descriptor_finalize(heuristic.raw())) continue;
       for (Descriptor& config : heuristic.get(kHeuristicResults, kEngineConfig, most)) {
+        if (!repeats_results(config)) continue;
         Descriptor made(kPlan);
         made.set(kPlanHandle, kHandleType, &handle);
         made.set(kPlanConfig, config);
@@ -111,11 +114,20 @@ class Plan {
     throw Unsupported{};
   }
 
+ private:
+  static bool repeats_results(const Descriptor& config) {
+    const std::vector<Descriptor> engines = config.get(kEngineOf, kEngine, 1);
+    for (const Descriptor& engine : engines)
+      for (const int note : engine.integers(kEngineNotes, kNumericalNote))
+        if (note == kNondeterministic) return false;
+    return true;
+  }
+
+  std::deque<Descriptor> parts_;  // destroyed after the plan
+
+ public:
   std::unique_ptr<Descriptor> plan;
   size_t workspace_bytes = 0;
-
- private:
-  std::deque<Descriptor> parts_;
 };
 
 }  // namespace dnn

@@ -1,15 +1,15 @@
 // libsdonnx_kernels.so: ONNX Runtime's entry point and a description of the build.
 //
 // Loading the library needs no GPU, driver or CUDA library: CUDA's run-time is linked statically and looks for the driver
-// when it is first called, and cuBLASLt is loaded by the first product.
+// when it is first called, cuBLASLt is loaded by the first product, and cuDNN by the first convolution or attention.
 #include "abi_probe.h"
 #include "attention.cuh"
 #include "bias_split_gelu.cuh"
+#include "channels_last_conv.cuh"
 #include "concat_channels.cuh"
 #include "group_norm.cuh"
 #include "layer_norm.cuh"
 #include "mat_mul.cuh"
-#include "channels_last_conv.cuh"
 #include "rows.cuh"
 #include "sampler.cuh"
 #include "scaled_mat_mul.cuh"

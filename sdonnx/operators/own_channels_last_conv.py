@@ -73,6 +73,8 @@ OWN_CHANNELS_LAST_CONV = Contract(
     first_use=(
         "320->320 3x3 stride=2 pad=1 2x10x14 bias=True",
         "320->320 3x3 stride=2 pad=1 2x10x14 bias=False",
+        "4->320 3x3 stride=1 pad=1 2x10x14 bias=True",
+        "320->4 3x3 stride=1 pad=1 2x10x14 bias=True",
     ),
     limits=_limits,
     domain=OWN_DOMAIN,

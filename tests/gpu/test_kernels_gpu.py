@@ -29,7 +29,7 @@ from sdonnx.operators.case_graphs import model_of
 from sdonnx.operators.eight_bits import EightBits
 from sdonnx.operators.operator_table import OWN_CONTRACTS, OWN_KERNEL_CASES, contract_of_case
 from sdonnx.runtime.device.device import device_for
-from sdonnx.runtime.device.session import Graph, Run, SessionSettings
+from sdonnx.runtime.device.session import BufferPart, Graph, Run, SessionSettings
 
 FIRST_USE = [case for case in OWN_KERNEL_CASES if case.name in OWN_CONTRACTS[case.op_type].first_use]
 REFUSED = [case for op_type in OWN_CONTRACTS for case in own_operator_test(op_type).refused if case.op_type == op_type]
@@ -146,6 +146,28 @@ def test_captured_kernel_agrees_and_repeats_every_byte(
     changed = [None if array is None else array[..., ::-1].copy() if index == 0 else array
                for index, array in enumerate(inputs)]  # fmt: skip
     check(captured.replay({"x0": captured._typed("x0", changed)}), case, changed, "own kernels, replayed", note)
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_unaligned_convolutions(has_bias: bool, library: Path, tmp_path: Path, note: Any) -> None:
+    """cuDNN has a plan for tensors that begin at any element, as parts of a caller's buffer may."""
+    shapes = ((2, 10, 14, 64), (64, 3, 3, 64), (64,) if has_bias else None)
+    case = KernelCase("ChannelsLastConv", "unaligned", shapes, {"pad": 1}, fills={1: Fill.UNIT_GAIN}, domain="sdonnx")
+    inputs = inputs_of(case)
+    ir.save(model_of(case, "float16", inputs), tmp_path / "model.onnx")
+    device = device_for("cuda")
+    device.enter()
+    graph = Graph(tmp_path / "model.onnx", device, settings=SessionSettings(library=library))
+    present = [array for array in inputs if array is not None]
+    arrays = {name: array.astype(np.float16) for name, array in zip(graph.inputs, present, strict=True)}
+    arrays["y0"] = np.zeros((2, 10, 14, 64), np.float16)
+    parts = {}
+    for name, array in arrays.items():
+        padded = np.concatenate([np.zeros(1, np.float16), array.reshape(-1)])
+        parts[name] = BufferPart(device.upload(padded), array.shape, 1)
+    graph.bind(parts)()
+    device.synchronize()
+    check([parts["y0"].copied()], case, inputs, "own kernels, unaligned", note)
 
 
 @pytest.mark.parametrize("case", REFUSED, ids=str)
