@@ -21,7 +21,6 @@ struct Convolution {
   int64_t out_height, out_width, out_channels;
   int64_t kernel_height, kernel_width;
   int64_t stride, pad;
-  bool aligned;
 };
 
 #ifdef SDONNX_EMULATION
@@ -49,6 +48,31 @@ inline void convolve(const Context&, const Convolution& c) {
 
 namespace dnn {
 
+// Memory that begins at a multiple of 16 bytes, which the plans require: a tensor's own, or scratch memory for a copy of it.
+class AlignedMemory {
+ public:
+  AlignedMemory(const Context& context, const half* tensor, int64_t count)
+      : tensor_(const_cast<half*>(tensor)),
+        size_(is_aligned(tensor) ? 0 : count * sizeof(half)),
+        stream_(static_cast<cudaStream_t>(context.stream())),
+        copy_(context.scratch(size_)) {}
+
+  const AlignedMemory& read() const {
+    if (size_) check_cuda(cudaMemcpyAsync(data(), tensor_, size_, cudaMemcpyDeviceToDevice, stream_), "cudaMemcpyAsync");
+    return *this;
+  }
+  void write() const {
+    if (size_) check_cuda(cudaMemcpyAsync(tensor_, data(), size_, cudaMemcpyDeviceToDevice, stream_), "cudaMemcpyAsync");
+  }
+  void* data() const { return size_ ? copy_.data() : tensor_; }
+
+ private:
+  half* tensor_;
+  size_t size_;  // in bytes, 0 without a copy
+  cudaStream_t stream_;
+  Scratch copy_;
+};
+
 // The plans of a process, by the sizes of convolutions. They are kept as long as the process: captured graphs may have kernels
 // that cuDNN compiled for a plan.
 class Convolver {
@@ -70,10 +94,15 @@ class Convolver {
       const HandleLock lock(device, stream, is_captured);
       const Plan& plan = plan_for(lock.handle, device, c, is_captured);
       const Scratch workspace = context.scratch(plan.workspace_bytes);
-      std::vector<const void*> pointers = {c.x, c.w, c.y};
-      if (c.bias) pointers.push_back(c.bias);
+      const AlignedMemory x(context, c.x, c.batch * c.height * c.width * c.channels);
+      const AlignedMemory w(context, c.w, c.out_channels * c.kernel_height * c.kernel_width * c.channels);
+      const AlignedMemory y(context, c.y, c.batch * c.out_height * c.out_width * c.out_channels);
+      const AlignedMemory bias(context, c.bias, c.out_channels);
+      std::vector<const void*> pointers = {x.read().data(), w.read().data(), y.data()};
+      if (c.bias) pointers.push_back(bias.read().data());
       const Descriptor pack = pack_of(pointers, workspace.data());
       check(library().execute(lock.handle, plan.plan->raw(), pack.raw()));
+      y.write();
     } catch (const Unsupported& error) {
       const bool no_memory = error.status == kNoHostMemory || error.status == kNoDeviceMemory;
       const std::string reason = no_memory      ? "out of memory"
@@ -89,11 +118,11 @@ class Convolver {
   }
 
  private:
-  using Key = std::tuple<int, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, bool, bool>;
+  using Key = std::tuple<int, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, bool>;
 
   const Plan& plan_for(Handle handle, int device, const Convolution& c, bool is_captured) {
     const Key key{device,          c.batch,        c.height, c.width, c.channels,        c.out_channels,
-                  c.kernel_height, c.kernel_width, c.stride, c.pad,   c.bias != nullptr, c.aligned};
+                  c.kernel_height, c.kernel_width, c.stride, c.pad,   c.bias != nullptr};
     std::unique_ptr<Plan>& plan = plans_[key];
     if (!plan) {
       if (is_captured) throw Unsupported{};  // cuDNN may allocate memory for a plan, and load kernels
@@ -108,7 +137,7 @@ class Convolver {
   static void build(Plan& plan, Handle handle, const Convolution& c) {
     const auto tensor = [&](int64_t id, int type, const std::vector<int64_t>& nchw, Attribute flag = kTensorId) -> const Descriptor& {
       const std::vector<int64_t> strides = {nchw[1] * nchw[2] * nchw[3], 1, nchw[1] * nchw[3], nchw[1]};
-      return plan.keep(tensor_of(id, type, nchw, strides, flag, c.aligned ? 16 : int64_t(sizeof(half))));
+      return plan.keep(tensor_of(id, type, nchw, strides, flag));
     };
     const std::vector<int64_t> result = {c.batch, c.out_channels, c.out_height, c.out_width};
     const Descriptor& x = tensor(1, kHalf, {c.batch, c.channels, c.height, c.width});
@@ -196,7 +225,6 @@ class ChannelsLastConv : public Kernel {
     c.w = w.as<half>();
     c.bias = bias.as<half>();
     c.y = static_cast<half*>(context.output(0, {c.batch, c.out_height, c.out_width, c.out_channels}));
-    c.aligned = is_aligned(c.x) && is_aligned(c.w) && is_aligned(c.y) && is_aligned(c.bias);
     if (c.batch > 0 && c.out_channels > 0) convolve(context, c);
   }
 

@@ -45,16 +45,16 @@ class HandleLock {
   std::lock_guard<std::mutex> lock_;
 };
 
-// A tensor of a graph, whose address is a multiple of `alignment`. `flag` is an attribute that is true of it, such as
+// A tensor of a graph, whose address is a multiple of 16 bytes. `flag` is an attribute that is true of it, such as
 // kTensorIsVirtual.
 inline Descriptor tensor_of(int64_t id, int type, const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides,
-                            Attribute flag = kTensorId, int64_t alignment = 16) {
+                            Attribute flag = kTensorId) {
   Descriptor tensor(kTensor);
   tensor.set(kTensorType, kDataType, &type);
   tensor.set(kTensorSizes, sizes);
   tensor.set(kTensorStrides, strides);
   tensor.set(kTensorId, std::vector<int64_t>{id});
-  tensor.set(kTensorAlignment, std::vector<int64_t>{alignment});
+  tensor.set(kTensorAlignment, std::vector<int64_t>{16});
   const bool is_true = true;
   if (flag != kTensorId) tensor.set(flag, kBoolean, &is_true);
   tensor.finalize();

@@ -150,7 +150,7 @@ def test_captured_kernel_agrees_and_repeats_every_byte(
 
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_unaligned_convolutions(has_bias: bool, library: Path, tmp_path: Path, note: Any) -> None:
-    """cuDNN has a plan for tensors that begin at any element, as parts of a caller's buffer may."""
+    """Tensors may begin at any element, as parts of a caller's buffer do: the operator copies them for cuDNN."""
     shapes = ((2, 10, 14, 64), (64, 3, 3, 64), (64,) if has_bias else None)
     case = KernelCase("ChannelsLastConv", "unaligned", shapes, {"pad": 1}, fills={1: Fill.UNIT_GAIN}, domain="sdonnx")
     inputs = inputs_of(case)
