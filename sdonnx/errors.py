@@ -22,7 +22,7 @@ A command prints the error on one line and exits with status 2. `--debug` shows 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 __all__ = [
     "DeviceMemoryError",
@@ -141,7 +141,9 @@ class QueueFullError(SdonnxError):
 
 
 @contextlib.contextmanager
-def refusing(subject: object, expected: str, remedy: str) -> Iterator[None]:
+def refusing(
+    subject: object, expected: str, remedy: str, described: Callable[[Exception], str] | None = None
+) -> Iterator[None]:
     """Turn unexpected exceptions in the block into a FolderError.
 
     It encloses code that relies on the content of a folder, in this project or in a library. Explicit checks before it
@@ -151,6 +153,7 @@ def refusing(subject: object, expected: str, remedy: str) -> Iterator[None]:
         subject: the content that cannot be used, for the message.
         expected: the expected content.
         remedy: the action that fixes the problem.
+        described: returns the text of an exception in the message; its type and its own text by default.
 
     Raises:
         FolderError: another exception was raised in the block; it is kept as the cause for `--debug`.
@@ -165,4 +168,5 @@ def refusing(subject: object, expected: str, remedy: str) -> Iterator[None]:
             if isinstance(cause, (SdonnxError, OSError, MemoryError)):
                 raise cause from error
             cause = cause.__cause__
-        raise FolderError(f"{subject} cannot be used ({type(error).__name__}: {error})", expected, remedy) from error
+        text = described(error) if described else f"{type(error).__name__}: {error}"
+        raise FolderError(f"{subject} cannot be used ({text})", expected, remedy) from error

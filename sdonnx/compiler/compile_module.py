@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 
 from sdonnx.compiler.compile_options import CompileOptions, check_backend, check_options
-from sdonnx.compiler.compiled_method import CompiledMethod, why_not, why_not_now
+from sdonnx.compiler.compiled_method import CompiledMethod, why_not_now
+from sdonnx.compiler.graph_method import GraphMethod
 from sdonnx.compiler.host_weights import HostedDropIn, HostWeights
 from sdonnx.compiler.reported_type import ReportedType, UpcastDropIn
-from sdonnx.compiler.supported_modules import SUPPORTED, methods_in, methods_of, why_unsupported
+from sdonnx.compiler.supported_modules import methods_of, why_unsupported
 from sdonnx.errors import OptionError
 from sdonnx.folder.folder_cache import FolderCache
 
@@ -22,9 +24,9 @@ if TYPE_CHECKING:
 
 __all__ = ["CompiledModule", "compile", "compile_with", "discard", "finish", "programs_of"]
 
-_Module = TypeVar("_Module", bound=torch.nn.Module)
+_LOGGER = logging.getLogger(__name__)
 
-_CLASSES = ", ".join(each.__name__ for each in SUPPORTED)
+_Module = TypeVar("_Module", bound=torch.nn.Module)
 
 
 def compile(module: _Module, options: Mapping[str, Any] | str | None = None, *, backend: str | None = None) -> _Module:
@@ -34,17 +36,18 @@ def compile(module: _Module, options: Mapping[str, Any] | str | None = None, *, 
     one is a change of both. Only its `forward` differs, or an autoencoder's `encode` and `decode`. The module itself
     still runs in torch. Batch, height, width and sequence length of a call are arbitrary.
 
-    A module of another class than those of `SUPPORTED` is exported with torch.export by its first call, and again for
-    calls with other constants among their arguments, or with sizes that torch.export cannot leave open. A call that
-    cannot be exported is computed in torch, with a line in the log: with branches that depend on values, changes of
-    buffers or arguments in place, random numbers, or weights in other types or on other devices. Batch and sequence
-    length are then arbitrary as far as torch.export accepts it.
+    A module of another class than those of `SUPPORTED`, or with a configuration for which these have no graph, is
+    exported with torch.export by its first call, and again for calls with other constants among their arguments, or
+    with sizes that torch.export cannot leave open. A call that cannot be exported is computed in torch, with a line in
+    the log: with branches that depend on values, changes of buffers or arguments in place, random numbers, or weights
+    in other types or on other devices. Batch and sequence length are then arbitrary as far as torch.export accepts it.
 
     If the weights or the structure of the module change, the next call compiles it again, with a line in the log; a
     cached graph is loaded with new values where only these changed, as for LoRA. So does the first call with other
     inputs, such as ControlNet's residuals; a method has at most four graphs. The module computes a call in torch, with
-    a line in the log for each reason, if no graph can: with masks, `cross_attention_kwargs` other than `scale`, with
-    autocast, in training mode, or where gradients are enabled and an input or a parameter requires one.
+    a line in the log for each reason, if no graph can: after a change with which it cannot be traced, such as FreeU,
+    with masks, `cross_attention_kwargs` other than `scale`, with autocast, in training mode, or where gradients are
+    enabled and an input or a parameter requires one.
 
     An autoencoder in float16 with `force_upcast` in its configuration, which pipelines convert to float32 for each
     image, keeps its weights in float16: `to(dtype)` of the drop-in changes `dtype` and the type of outputs. `float()`
@@ -66,8 +69,8 @@ def compile(module: _Module, options: Mapping[str, Any] | str | None = None, *, 
         backend: OneDiff's name of a backend, without effect.
 
     Raises:
-        OptionError: The module cannot be compiled, as its class, type, device or configuration show; or an option or
-            the backend is unknown, or SDONNX_CACHE_LIMIT is no size.
+        OptionError: The module cannot be compiled, as its class, type or device show; or an option or the backend is
+            unknown, or SDONNX_CACHE_LIMIT is no size.
         FolderError: The module cannot be traced, or ONNX Runtime rejects its graph.
         DeviceMemoryError: There is too little memory.
     """
@@ -96,27 +99,25 @@ def compile_with(
     chosen = check_options(options)
     before = module._programs if isinstance(module, CompiledModule) else None
     plain: Any = before.module if before is not None else module
-    weights = before.weights if before is not None else _weights_of(plain)
-    known = isinstance(plain, torch.nn.Module) and bool(methods_of(plain))
+    methods = _graph_methods(plain)
+    known = bool(methods)
     if not known and (reason := _why_not_exported(plain)) is not None:
         found = f"a {type(plain).__name__} that cannot be compiled: {reason}"
         raise OptionError(found, "a torch module with a forward", "pass another module")
-    if known and (reason := why_not(plain, weights.device)) is not None:
-        remedy = "call it without sdonnx.compile"
-        if why_unsupported(plain) is None:
-            remedy = f"change the module (module.float(), module.eval(), module.to('cpu')), or {remedy}"
+    weights = before.weights if before is not None else _weights_of(plain, methods)
+    if known and (reason := why_not_now(plain, True, weights.device)) is not None:
         raise OptionError(
             f"a {type(plain).__name__} that cannot be compiled: {reason}",
-            f"one of {_CLASSES} in evaluation mode, in float32 on the CPU, or in float16 or float32 on a GPU",
-            remedy,
+            "a module in evaluation mode, in float32 on the CPU, or in float16 or float32 on a GPU",
+            "change it (module.float(), module.eval(), module.to('cpu')), or call it without sdonnx.compile",
         )
     weights.wanted = (freezing or weights.wanted) if chosen.freezing is None else chosen.freezing
     if not weights.wanted:
         weights.restore()
     base: Any = type(plain)
-    compiled = object.__new__(_compiled_class(base))
+    compiled = object.__new__(_compiled_class(base, methods))
     object.__setattr__(compiled, "__dict__", vars(plain))
-    programs = _Programs(plain, chosen, saved, weights, loads)
+    programs = _Programs(plain, methods, chosen, saved, weights, loads)
     object.__setattr__(compiled, "_programs", programs)
     if loads is None:
         programs.finish()
@@ -171,12 +172,13 @@ class _Programs(dict[str, "CompiledMethod | ExportedForward"]):
     def __init__(
         self,
         module: torch.nn.Module,
+        methods: Sequence[GraphMethod],
         chosen: CompileOptions,
         saved: FolderCache | None,
         weights: HostWeights,
         loads: Executor | None,
     ) -> None:
-        methods, self.weights, self.reported = methods_of(module), weights, ReportedType(module, weights)
+        self.weights, self.reported = weights, ReportedType(module, weights)
         made = {
             method.name: CompiledMethod(module, method, chosen, saved, weights, self.reported, loads)
             for method in methods
@@ -203,8 +205,25 @@ class _Programs(dict[str, "CompiledMethod | ExportedForward"]):
             self.weights.settle()
 
 
-def _weights_of(module: Any) -> HostWeights:
-    methods = methods_of(module)
+def _graph_methods(module: Any) -> tuple[GraphMethod, ...]:
+    """Return the methods of a module with graphs of their own; none for classes and configurations without these.
+
+    Raises:
+        OptionError: It is an autoencoder without graphs, which is called by other methods than `forward`.
+    """
+    if not isinstance(module, torch.nn.Module) or not (methods := tuple(methods_of(module))):
+        return ()
+    name = type(module).__name__
+    if (reason := why_unsupported(module)) is None:
+        return methods
+    if any(each.name != "forward" for each in methods):
+        found = f"a {name} that cannot be compiled: {reason}"
+        raise OptionError(found, "one of Stable Diffusion", "call it without sdonnx.compile")
+    _LOGGER.info("%s is exported by its first call, as modules of any class: %s", name, reason)
+    return ()
+
+
+def _weights_of(module: Any, methods: Sequence[GraphMethod]) -> HostWeights:
     return HostWeights(module, {name for method in methods for name in method.called_directly})
 
 
@@ -215,10 +234,9 @@ def _why_not_exported(module: Any) -> str | None:
 
 
 @functools.cache
-def _compiled_class(base: Any) -> type[Any]:
+def _compiled_class(base: Any, methods: tuple[GraphMethod, ...]) -> type[Any]:
     """Return the class of drop-ins for a class; it has its name, by which diffusers saves and loads models."""
     names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
-    methods = methods_in(base)
     bases: list[type[Any]] = [CompiledModule]
     bases += [UpcastDropIn] if any(each.upcasts for each in methods) else []
     bases += [HostedDropIn] if methods else []

@@ -3,12 +3,15 @@
 They are a dictionary or JSON with some of the keys `mode`, `memory_format`, `dynamic`, `options`, `quant_type` and
 `quantize_config`; a string that does not begin with a brace is a mode. A mode is a list of words with colons:
 "max-optimize:low-precision:cache-all". Of the words, `O3`, `quant` and `freezing` have an effect; unknown ones are an
-error, as they may be misspelled. Of `options`, `check_agreement` and `freezing` have one.
+error, as they may be misspelled. Of `options`, `check_agreement` and `freezing` have one, and a line in the log names
+others: nexfort has many.
 """
 
 from __future__ import annotations
 
+import functools
 import json
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -20,6 +23,8 @@ if TYPE_CHECKING:
     from sdonnx.quantization.quantization_config import QuantizationConfig
 
 __all__ = ["CHECK_AGREEMENT", "FREEZING", "MODES", "CompileOptions", "check_backend", "check_options"]
+
+_LOGGER = logging.getLogger(__name__)
 
 MODES: Mapping[str, str] = MappingProxyType(
     {
@@ -100,6 +105,8 @@ def check_options(options: Mapping[str, Any] | str | None) -> CompileOptions:
     for name in (CHECK_AGREEMENT, FREEZING):
         if inner.get(name) not in (None, True, False):
             raise OptionError(f"{name} is {inner[name]!r}", "true or false", "correct it")
+    if idle := sorted(str(key) for key in inner.keys() - {CHECK_AGREEMENT, FREEZING}):
+        _note_idle(", ".join(idle))
     freezing = inner.get(FREEZING)
     if freezing is None and FREEZING in words:
         freezing = True
@@ -109,6 +116,12 @@ def check_options(options: Mapping[str, Any] | str | None) -> CompileOptions:
         any(word in words for word in _QUANTIZING),
         _quantization(content.get("quant_type"), content.get("quantize_config")),
     )
+
+
+@functools.cache
+def _note_idle(names: str) -> None:
+    """Write options without effect to the log, once in a process; a component of a pipeline has those of the others."""
+    _LOGGER.warning("options without effect: %s; those with one are %s, %s", names, CHECK_AGREEMENT, FREEZING)
 
 
 def _quantization(name: Any, config: Any) -> QuantizationConfig | None:

@@ -12,7 +12,7 @@ import torch
 from sdonnx.compiler.compile_module import compile_with, discard, finish
 from sdonnx.compiler.compile_options import check_backend, check_options
 from sdonnx.compiler.supported_modules import SUPPORTED, why_unsupported
-from sdonnx.errors import OptionError
+from sdonnx.errors import FolderError, OptionError
 from sdonnx.folder.folder_cache import FolderCache
 
 __all__ = ["compile_parts", "compile_pipe", "modules_of"]
@@ -49,7 +49,6 @@ def compile_pipe(
     Raises:
         OptionError: The pipeline has no component that can be compiled, or no component of a name in `ignores`; a
             component is in another type, on another device or offloaded; or an option or the backend is unknown.
-        FolderError: A component cannot be traced.
         DeviceMemoryError: There is too little memory.
     """
     check_options(options)
@@ -58,8 +57,9 @@ def compile_pipe(
     reasons = {name: why_unsupported(part) for name, part in modules.items()}
     chosen = {name: modules[name] for name, reason in reasons.items() if reason is None}
     if not chosen:
+        named = "; ".join(f"{name}: {reason}" for name, reason in reasons.items()) or "none are left"
         raise OptionError(
-            f"a {type(pipe).__name__} without components to compile",
+            f"a {type(pipe).__name__} without components to compile ({named})",
             f"one of {', '.join(each.__name__ for each in SUPPORTED)}",
             "pass another pipeline, or ignore less",
         )
@@ -76,9 +76,10 @@ def compile_parts(
     options: Mapping[str, Any] | str | None,
     saved: FolderCache | None = None,
 ) -> None:
-    """Replace components of a pipeline by drop-ins; none of them unless all can be compiled.
+    """Replace components of a pipeline by drop-ins.
 
-    A graph that is in a cache is loaded while the weights of the next component are hashed and moved.
+    A graph that is in a cache is loaded while the weights of the next component are hashed and moved. A component that
+    cannot be traced stays in torch, with a line in the log. After another error, all of them do.
 
     Args:
         pipe: The pipeline.
@@ -87,20 +88,27 @@ def compile_parts(
         saved: Entries in which graphs are searched before the user's cache.
     """
     compiled: dict[str, torch.nn.Module] = {}
+    left = set[str]()
     # One thread: ONNX Runtime loads a graph with all cores.
     with ThreadPoolExecutor(1, "sdonnx-load") as loads:
         try:
             for name, part in parts.items():
                 compiled[name] = compile_with(part, options, saved, freezing=True, loads=loads)
-            for part in compiled.values():
-                finish(part)
+            for name, part in compiled.items():
+                try:
+                    finish(part)
+                except FolderError as error:
+                    discard(part)
+                    left.add(name)
+                    _LOGGER.warning("the %s stays in torch: %s", name, error.found)
         except BaseException:
             loads.shutdown(cancel_futures=True)
             for part in compiled.values():
                 discard(part)  # the pipeline goes on in torch
             raise
     for name, part in compiled.items():
-        setattr(pipe, name, part)
+        if name not in left:
+            setattr(pipe, name, part)
 
 
 def modules_of(pipe: Any, ignores: Collection[str]) -> dict[str, torch.nn.Module]:

@@ -27,7 +27,7 @@ from sdonnx.compiler.host_weights import HostWeights
 from sdonnx.compiler.module_state import ModuleState, has_inner_hooks
 from sdonnx.compiler.reported_type import ReportedType
 from sdonnx.compiler.supported_modules import why_unsupported
-from sdonnx.errors import OptionError
+from sdonnx.errors import FolderError, OptionError
 from sdonnx.folder.folder_cache import FolderCache
 from sdonnx.runtime.device.session import Graph
 
@@ -47,6 +47,16 @@ class _Build:
     signature: GraphSignature
     state: ModuleState
     check: AgreementCheck | QuantizationCheck
+
+
+@dataclass(frozen=True)
+class _Refusal:
+    """Why no graph could be made, and for which calls of the module as it was then."""
+
+    reason: str
+    state: ModuleState
+    variant: Hashable
+    lora_scale: float
 
 
 class CompiledMethod:
@@ -87,6 +97,7 @@ class CompiledMethod:
         self._variants = OrderedDict[Hashable, _Build]()  # that of the last call is at the end
         self._built: _Build | None = None
         self._variant: Hashable = None  # of the last graph
+        self._refusal: _Refusal | None = None
         self._started: Callable[[], _Build] | None = None
         if method.compiles_first:
             self._variant = method.variant(module, None, None)
@@ -94,6 +105,8 @@ class CompiledMethod:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Compute a call of the method.
+
+        torch computes it, with a line in the log, if the module changed and can no longer be traced.
 
         Raises:
             OptionError: The method has no such arguments.
@@ -203,14 +216,13 @@ class CompiledMethod:
         signature = self._method.signature(self._module, variant)
         plain = replace(signature, target=target, lora_scale=lora_scale)
         signature = self._quantization.applied(plain)
-        ignored = self._method.ignored, self._method.ignored_inside
         is_half = signature.target.precision == "float16"
         check = (
             AgreementCheck(self._class_name, self._chosen.check_agreement, is_half)
             if signature.quantization is None
             else QuantizationCheck(self._class_name)
         )
-        state = self._weights.compiled(lambda: ModuleState(self._module, *ignored))
+        state = self._weights.compiled(self._state)
 
         def warm_up(graph: Graph) -> None:
             if sizes := self._method.warm_up_sizes:
@@ -252,6 +264,11 @@ class CompiledMethod:
             if changed and (reason := why_not(self._module, self._weights.device)) is not None:
                 return reason
             variant = self._method.variant(self._module, arguments, self._variant)
+            refusal = self._refusal
+            if refusal is not None and (refusal.variant, refusal.lora_scale) == (variant, scale):
+                if self._weights.is_current(refusal.state):
+                    return refusal.reason
+                self._refusal = None
             if built is not None and changed:
                 if is_current:
                     _LOGGER.warning("%s is compiled again, for LoRA with a scale of %g", self._class_name, scale)
@@ -267,8 +284,16 @@ class CompiledMethod:
             elif built is not None:
                 described = self._method.describe(variant)
                 _LOGGER.warning("%s is compiled again, for %s", self._class_name, described)
-            self._built = added = self._add(variant, scale)
+            try:
+                self._built = added = self._add(variant, scale)
+            except FolderError as error:
+                self._refusal = _Refusal(error.found, self._state(), variant, scale)
+                return self._refusal.reason
+            self._refusal = None
             return added
+
+    def _state(self) -> ModuleState:
+        return ModuleState(self._module, self._method.ignored, self._method.ignored_inside)
 
     def _release(self, target: GraphTarget) -> None:
         """Release the graphs of a module that has changed, before others are loaded in their place."""

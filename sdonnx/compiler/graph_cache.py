@@ -26,7 +26,7 @@ from sdonnx.compiler.merged_adapters import without_adapters
 from sdonnx.compiler.module_description import IndescribableError
 from sdonnx.compiler.saved_graph import load_saved
 from sdonnx.errors import FolderError
-from sdonnx.folder.folder_cache import ENTRY, FolderCache, entry_info, graph_cache
+from sdonnx.folder.folder_cache import ENTRY, FolderCache, entry_info, graph_cache, require_unchanged
 from sdonnx.runtime.device.session import Graph
 
 if TYPE_CHECKING:
@@ -123,9 +123,11 @@ class ModuleGraphs:
     ) -> Graph | None:
         """Load a graph from a cache; None if none has it."""
         if self.saved is not None:
+            has_entry = self.saved.has_entry(key.digest)
             if (graph := self._load_from(self.saved, key, module, signature)) is not None:
                 return graph
-            self._warn_of_another_state(self.saved, key)
+            if not has_entry:  # a broken one has its own line in the log
+                self._warn_of_another_state(self.saved, key)
         return None if cache is None else self._load_from(cache, key, module, signature)
 
     def _made(
@@ -172,7 +174,7 @@ class ModuleGraphs:
         module = without_adapters(self.module, signature.lora_scale)
         key = self._key(module, signature)
         cache = graph_cache()
-        cached = None if cache is None else cache.find(key.digest)
+        cached = None if cache is None else _found(cache, key.digest)
 
         def write(folder: Path) -> Mapping[str, Any]:
             if cached is None:
@@ -272,6 +274,8 @@ class ModuleGraphs:
             return None
         start = time.perf_counter()
         try:
+            if not is_new:
+                require_unchanged(path)
             info = entry_info(path)
             references, stored = info.get(_WEIGHTS), info.get(_STORED)
             if not isinstance(references, dict) or not isinstance(stored, dict):
@@ -300,6 +304,18 @@ class ModuleGraphs:
                 changed = key.difference(parts)
                 _LOGGER.warning("%s is compiled: that in %s has other %s", self._name, saved.root, changed)
                 return
+
+
+def _found(cache: FolderCache, key: str) -> Path | None:
+    """Return the folder of a key after its files were checked; a broken entry is removed."""
+    path = cache.find(key)
+    if path is not None:
+        try:
+            require_unchanged(path)
+        except FolderError as error:
+            cache.discard(key, str(error))
+            return None
+    return path
 
 
 def _target_parts(target: GraphTarget) -> dict[str, str]:

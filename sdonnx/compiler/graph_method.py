@@ -140,6 +140,8 @@ def checked_inputs(tensors: Mapping[str, Any], signature: GraphSignature) -> dic
         if not is_plain or tensor.dtype != dtype:
             name = str(dtype).removeprefix("torch.")
             return f"{each.name} is not {'an' if each.integer else 'a'} {name} tensor on {place}"
+        if tensor.layout != torch.strided:
+            return f"{each.name} is sparse"
         # An input that the images of a batch share has one row.
         rows = 1 if each.once else batch
         sizes = [rows if size == "batch_size" else size for size in each.resolve(signature.config)]
@@ -150,7 +152,7 @@ def checked_inputs(tensors: Mapping[str, Any], signature: GraphSignature) -> dic
             return f"{each.name} has shape {tuple(tensor.shape)}"
         if tensor.requires_grad and torch.is_grad_enabled():
             return f"{each.name} requires a gradient"
-        inputs[each.name] = tensor
+        inputs[each.name] = tensor.resolve_neg()
     return inputs
 
 

@@ -71,6 +71,8 @@ def why_no_target(module: torch.nn.Module, on_gpu: bool, home: torch.device | No
         device = place
         if tensor.dtype not in _TYPES[device.type]:
             return f"{name} is {tensor.dtype}"
+        if tensor.layout != torch.strided:
+            return f"{name} is sparse"
         if tensor.is_inference():
             return f"{name} was created in inference mode, where torch does not count changes"
     return None

@@ -21,6 +21,7 @@ import numpy.typing as npt
 import onnx_ir as ir
 import torch
 
+from sdonnx.compiler.export_call import first_line
 from sdonnx.compiler.graph_method import GraphSignature
 from sdonnx.compiler.graph_quantization import denoiser_policy
 from sdonnx.compiler.graph_target import REMEDY, GraphTarget
@@ -115,7 +116,7 @@ def build_model(
         return {name: _wide(buffer.detach().cpu()) for name, buffer in module.named_buffers()}
 
     weights = _ModuleWeights(module)
-    with refusing(f"the module {name}", *_REMEDY):
+    with refusing(f"the module {name}", *_REMEDY, first_line):
         model = trace(
             spec,
             config,

@@ -22,7 +22,7 @@ from sdonnx.compiler.compiled_transformer import TransformerForward
 from sdonnx.compiler.compiled_unet import UNetForward
 from sdonnx.compiler.graph_method import GraphMethod
 
-__all__ = ["SUPPORTED", "methods_in", "methods_of", "why_unsupported"]
+__all__ = ["SUPPORTED", "methods_of", "why_unsupported"]
 
 SUPPORTED: Mapping[Any, tuple[GraphMethod, ...]] = {
     UNet2DConditionModel: (UNetForward(),),
@@ -39,11 +39,7 @@ SUPPORTED: Mapping[Any, tuple[GraphMethod, ...]] = {
 
 def methods_of(module: torch.nn.Module) -> Sequence[GraphMethod]:
     """Return the methods of a module that graphs can compute; none for other classes, and subclasses with their own."""
-    return methods_in(type(module))
-
-
-def methods_in(made: type[Any]) -> Sequence[GraphMethod]:
-    """Return the methods of a class that graphs can compute."""
+    made = type(module)
     for base, methods in SUPPORTED.items():
         names = ("forward", *(method.name for method in methods))
         if issubclass(made, base) and all(getattr(made, name) is getattr(base, name) for name in names):

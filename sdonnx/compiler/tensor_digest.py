@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import os
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -12,6 +11,8 @@ from types import MappingProxyType
 
 import numpy as np
 import torch
+
+from sdonnx.folder.file_digest import thread_count
 
 __all__ = ["device_checksums", "joined_digest", "tensor_digests", "tensors_digest"]
 
@@ -53,7 +54,7 @@ def tensor_digests(
         if device.type != "cpu":
             on_device[device].append(tensor)
     sums = {device: iter(device_checksums(each, device)) for device, each in on_device.items()}
-    with ThreadPoolExecutor(_threads()) as pool:
+    with ThreadPoolExecutor(thread_count()) as pool:
         hashed = [
             [pool.submit(_hash_chunks, tensor, chunks) for chunks in _parts(tensor)] if device.type == "cpu" else []
             for tensor, device in zip(tensors, devices, strict=True)
@@ -149,10 +150,6 @@ def _blocks(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
     aligned = flat.clone() if flat.storage_offset() % size else flat
     bits = aligned.view({4: torch.int32, 2: torch.int16, 1: torch.uint8}[size])
     return bits.split(_BLOCK) if len(bits) else ()
-
-
-def _threads() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _parts(tensor: torch.Tensor) -> Iterator[range]:

@@ -1,13 +1,14 @@
 """A cache of folders on disk: one folder for each key, written once, and removed when it has not been used for longest.
 
 A folder is written under a hidden name and renamed when it is complete, so a writer that is killed leaves no entry.
-`entry.json` in it lists its files and their sizes, and describes the content. Its time of modification is that of the
-last use.
+`entry.json` in it lists its files with their sizes and digests, and describes the content. Its time of modification is
+that of the last use.
 """
 
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
 import logging
 import os
@@ -22,15 +23,18 @@ from typing import Any
 
 from sdonnx.errors import FolderError, OutputError
 from sdonnx.folder.cache_root import cache_folder, cache_limit
+from sdonnx.folder.file_digest import file_digests
 from sdonnx.folder.lock import PARTIAL, hidden_folder, locked, take_name
 from sdonnx.folder.pipeline_folder import read_json
 
-__all__ = ["ENTRY", "CacheEntry", "FolderCache", "entry_info", "graph_cache", "graph_folder"]
+__all__ = ["ENTRY", "CacheEntry", "FolderCache", "entry_info", "graph_cache", "graph_folder", "require_unchanged"]
 
 _LOGGER = logging.getLogger(__name__)
 
 ENTRY = "entry.json"
-"""File of each entry with the sizes of its files, the time of its creation, and a description of its content."""
+"""File of each entry with sizes and digests of its files, its time of creation, and a description of its content."""
+
+_SIZES, _DIGESTS = "files", "digests"  # of the content of an entry's file
 
 _GRAPHS = "graphs"  # folder of compiled graphs in the user's cache
 
@@ -74,10 +78,14 @@ class FolderCache:
         self._users: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
         self._has_warned = False
 
+    def has_entry(self, key: str) -> bool:
+        """Return whether a key has a folder, broken or not."""
+        return os.path.isdir(self.root / key)
+
     def find(self, key: str) -> Path | None:
         """Return the folder of a key, None if there is none. A broken entry is removed, with a warning."""
         path = self.root / key
-        if not os.path.isdir(path):
+        if not self.has_entry(key):
             return None
         try:
             _require_complete(path)
@@ -246,9 +254,14 @@ def _locked(path: Path) -> Iterator[None]:
 def _seal(folder: Path, info: Mapping[str, Any]) -> None:
     """Write the description of an entry, after everything else is on the disk."""
     files = [path for path in folder.rglob("*") if path.is_file()]
-    sizes = {path.relative_to(folder).as_posix(): path.stat().st_size for path in files}
-    created = datetime.now(UTC).isoformat(timespec="seconds")
-    content = {"created": created, "files": sizes, "info": dict(info)}
+    names = [path.relative_to(folder).as_posix() for path in files]
+    sizes = [path.stat().st_size for path in files]
+    content = {
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        _SIZES: dict(zip(names, sizes, strict=True)),
+        _DIGESTS: dict(zip(names, file_digests(files), strict=True)) | {ENTRY: _info_digest(info)},
+        "info": dict(info),
+    }
     (folder / ENTRY).write_text(json.dumps(content, indent=1), encoding="utf-8")
     # A file could otherwise have its size and no content after a power failure.
     for path in (*files, folder / ENTRY):
@@ -258,7 +271,7 @@ def _seal(folder: Path, info: Mapping[str, Any]) -> None:
 
 def _require_complete(folder: Path) -> None:
     """Raise FolderError unless all files of an entry have their sizes."""
-    sizes = read_json(folder / ENTRY).get("files")
+    sizes = read_json(folder / ENTRY).get(_SIZES)
     if not isinstance(sizes, dict):
         raise FolderError(f"{folder / ENTRY} lists no files", "their sizes", "remove the folder")
     for name, expected in sizes.items():
@@ -268,6 +281,21 @@ def _require_complete(folder: Path) -> None:
             raise FolderError(f"{folder / name}: {error.strerror}", f"{expected} bytes", "remove the folder") from error
         if found != expected:
             raise FolderError(f"{folder / name} has {found} bytes", f"{expected}", "remove the folder")
+
+
+def require_unchanged(folder: Path) -> None:
+    """Raise FolderError unless all files of an entry have the content that was written. All of them are read."""
+    digests = read_json(folder / ENTRY).get(_DIGESTS)
+    if not isinstance(digests, dict):
+        raise FolderError(f"{folder / ENTRY} lists no digests", "those of all files", "remove the folder")
+    names = [name for name in digests if name != ENTRY]
+    try:
+        found = dict(zip(names, file_digests([folder / name for name in names]), strict=True))
+    except OSError as error:
+        raise FolderError(f"{folder}: {error.strerror}", "files that can be read", "remove the folder") from error
+    found[ENTRY] = _info_digest(entry_info(folder))
+    if damaged := [name for name, digest in found.items() if digest != digests.get(name)]:
+        raise FolderError(f"{folder / damaged[0]} was damaged", "the content that was written", "remove the folder")
 
 
 def entry_info(folder: Path) -> dict[str, Any]:
@@ -280,6 +308,10 @@ def entry_info(folder: Path) -> dict[str, Any]:
     if not isinstance(info, dict):
         raise FolderError(f"{folder / ENTRY} describes nothing", "an object", "remove the folder")
     return info
+
+
+def _info_digest(info: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(dict(info)).encode()).hexdigest()
 
 
 def _described(folder: Path) -> CacheEntry:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import logging
 from typing import Any
 
 import pytest
+from support.logged_lines import logged_lines
 from support.pipelines import refused
 
 from sdonnx.compiler.compile_options import MODES, CompileOptions, check_backend, check_options
@@ -40,6 +42,16 @@ def test_backends_of_onediff_are_accepted() -> None:
 def test_options_with_an_effect_are_off_by_default() -> None:
     assert check_options({"options": {"epilogue_fusion": True}}) == check_options("O2") == CompileOptions()
     assert check_options('{"options": {"check_agreement": true}}') == CompileOptions(check_agreement=True)
+
+
+def test_options_without_effect_are_a_line_in_the_log() -> None:
+    with logged_lines(logging.WARNING) as lines:
+        for _ in range(2):  # as for each component of a pipeline
+            check_options({"options": {"freezin": True, "check_agreement": True, "inductor.dce": True}})
+    (line,) = lines
+    assert line.startswith(
+        "options without effect: freezin, inductor.dce; those with one are check_agreement, freezing"
+    )
 
 
 def test_quantization_is_two_words_and_two_keys() -> None:

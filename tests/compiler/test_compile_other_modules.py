@@ -21,7 +21,9 @@ from transformers import (
 from transformers.models.clip.modeling_clip import CLIPVisionModelOutput
 
 import sdonnx
+from sdonnx.compiler.compile_module import programs_of
 from sdonnx.compiler.module_state import ModuleState, has_inner_hooks
+from sdonnx.compiler.supported_modules import why_unsupported
 from sdonnx.errors import OptionError
 from sdonnx.metrics import relative_error
 
@@ -238,10 +240,28 @@ def test_changed_weights_are_noticed(caplog: pytest.LogCaptureFixture) -> None:
     [
         (_autoencoder(in_channels=1), "its images do not have three channels"),
         (_clip().double(), "is torch.float64"),
-        (_clip(output_hidden_states=True), "its configuration has output_hidden_states"),
-        (_clip(max_position_embeddings=20), "its configuration has max_position_embeddings=20"),
     ],
 )
 def test_modules_that_cannot_be_compiled(module: torch.nn.Module, reason: str) -> None:
     with pytest.raises(OptionError, match=reason):
         sdonnx.compile(module)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"output_hidden_states": True}, "its configuration has output_hidden_states"),
+        ({"max_position_embeddings": 20}, "its configuration has max_position_embeddings=20"),
+    ],
+)
+def test_encoders_without_a_graph_of_their_own(options: dict[str, Any], reason: str) -> None:
+    """They are exported by their first call."""
+    encoder = _clip(**options)
+    assert why_unsupported(encoder) == reason
+    compiled, ids = sdonnx.compile(encoder), _ids(2, 6)
+    assert not programs_of(compiled)
+    with torch.inference_mode():
+        ours, theirs = compiled(ids), encoder(ids)
+    assert _error(ours.last_hidden_state, theirs.last_hidden_state) < 1e-4
+    for one, other in zip(ours.hidden_states or (), theirs.hidden_states or (), strict=True):
+        assert _error(one, other) < 1e-4

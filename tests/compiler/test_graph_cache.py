@@ -22,7 +22,7 @@ import sdonnx
 from sdonnx.compiler import module_graph
 from sdonnx.compiler.module_graph import build_model
 from sdonnx.errors import OptionError
-from sdonnx.folder.folder_cache import entry_info
+from sdonnx.folder.folder_cache import ENTRY, _seal, entry_info
 from sdonnx.folder.pipeline_folder import ONNX_MODEL, ONNX_WEIGHTS
 from sdonnx.metrics import relative_error
 
@@ -182,12 +182,29 @@ def test_truncated_entry_is_made_again(folder: Path, builds: mock.Mock, warned: 
 def test_graph_that_cannot_be_loaded_is_made_again(folder: Path, builds: mock.Mock, warned: list[str]) -> None:
     _compile()
     (entry,) = folder.iterdir()
-    size = (entry / ONNX_MODEL).stat().st_size
-    (entry / ONNX_MODEL).write_bytes(bytes(size))
+    (entry / ONNX_MODEL).write_bytes(b"no model")
+    info = entry_info(entry)
+    (entry / ENTRY).unlink()
+    _seal(entry, info)
     _compile()
     assert builds.call_count == 2
     (line,) = warned
     assert line.startswith("removed a broken entry of the cache: ONNX Runtime cannot load")
+
+
+@pytest.mark.parametrize("file", [ONNX_MODEL, ONNX_WEIGHTS])
+def test_damaged_entry_is_made_again(folder: Path, builds: mock.Mock, warned: list[str], file: str) -> None:
+    """The sizes are right, and ONNX Runtime would load the weights."""
+    _compile()
+    (entry,) = folder.iterdir()
+    content = (entry / file).read_bytes()
+    middle = len(content) // 2
+    (entry / file).write_bytes(content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :])
+    _compile()
+    assert builds.call_count == 2
+    assert (entry / file).read_bytes() == content
+    (line,) = warned
+    assert line.startswith(f"removed a broken entry of the cache: {entry / file} was damaged")
 
 
 def test_broken_graph_that_cannot_be_removed(folder: Path, builds: mock.Mock) -> None:

@@ -132,7 +132,7 @@ def test_weights_move_before_the_graph_is_loaded(limit: str, options: Any, monke
             return load(*arguments)
 
         monkeypatch.setattr(owner, name, loaded)
-    monkeypatch.setattr(compile_module, "_weights_of", lambda _: weights)
+    monkeypatch.setattr(compile_module, "_weights_of", lambda *_: weights)
     compiled = sdonnx.compile(unet, options=options)
     assert places == [CPU if options == "freezing" else None]
     with torch.inference_mode():

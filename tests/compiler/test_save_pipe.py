@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +22,7 @@ from sdonnx.compiler import module_graph
 from sdonnx.compiler.compile_module import CompiledModule, programs_of
 from sdonnx.compiler.module_graph import build_model
 from sdonnx.errors import FolderError, OptionError, OutputError
+from sdonnx.folder.pipeline_folder import ONNX_WEIGHTS
 from sdonnx.metrics import psnr
 
 SIZE: dict[str, Any] = {"height": 64, "width": 48, "num_inference_steps": 2, "output_type": "np"}
@@ -65,6 +67,21 @@ def test_saved_graphs_are_loaded(saved: Path, micro: Path, builds: mock.Mock, wa
     assert psnr(ours, theirs) > 90
     assert builds.call_count == 0
     assert warned == []
+
+
+def test_damaged_graph_is_compiled(
+    saved: Path, micro: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, builds: mock.Mock, warned: list[str]
+) -> None:
+    monkeypatch.setenv("SDONNX_CACHE_LIMIT", "0")
+    shutil.copytree(saved, damaged := tmp_path / "damaged")
+    path = max(damaged.rglob(ONNX_WEIGHTS), key=lambda each: each.stat().st_size)
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    sdonnx.load_pipe(in_diffusers(micro), damaged)
+    assert builds.call_count == 1
+    (line,) = warned
+    assert f"is compiled: its saved graph cannot be loaded ({path} was damaged" in line
 
 
 def test_other_weights_are_compiled(saved: Path, micro: Path, builds: mock.Mock, warned: list[str]) -> None:

@@ -7,6 +7,7 @@ import gc
 import json
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -18,7 +19,8 @@ import pytest
 from support import limited
 from support.logged_lines import logged_lines
 
-from sdonnx.folder.folder_cache import ENTRY, FolderCache, entry_info, graph_cache
+from sdonnx.errors import FolderError
+from sdonnx.folder.folder_cache import ENTRY, FolderCache, entry_info, graph_cache, require_unchanged
 
 KEY, OTHER, THIRD = "a" * 64, "b" * 64, "c" * 64
 
@@ -154,6 +156,21 @@ def test_broken_entry_is_made_again(cache: FolderCache, damage: Callable[[Path],
     assert (path / "weights").stat().st_size == 2000
     (line,) = warned
     assert line.startswith("removed a broken entry of the cache: ")
+
+
+def test_changed_content_is_noticed(cache: FolderCache) -> None:
+    path = cache.entry(KEY, writes(2**24 + 1, shape=[1, 2]))
+    assert path is not None
+    require_unchanged(path)
+    weights, entry = path / "weights", path / ENTRY
+    weights.write_bytes(bytes(2**24) + b"x")
+    assert cache.find(KEY) == path  # reads sizes only
+    with pytest.raises(FolderError, match=re.escape(f"{weights} was damaged")):
+        require_unchanged(path)
+    weights.write_bytes(bytes(2**24 + 1))
+    entry.write_text(entry.read_text().replace("[\n   1,", "[\n   3,"))
+    with pytest.raises(FolderError, match=re.escape(f"{entry} was damaged")):
+        require_unchanged(path)
 
 
 def test_folder_that_cannot_be_written_is_one_warning(tmp_path: Path, warned: list[str]) -> None:

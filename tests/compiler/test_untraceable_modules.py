@@ -1,0 +1,160 @@
+"""Modules that cannot be traced, or have no graph of their own: torch's result and a line in the log, or one error."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from support.diffusers_pipelines import in_diffusers
+from support.logged_lines import logged_lines
+from support.small_modules import TEXT_WIDTH, small_unet, unet_inputs, unet_output
+from torch import nn
+
+import sdonnx
+from sdonnx.compiler import module_graph
+from sdonnx.compiler.compile_module import CompiledModule
+from sdonnx.compiler.module_graph import build_model
+from sdonnx.errors import FolderError
+from sdonnx.metrics import psnr, relative_error
+
+
+@pytest.fixture
+def warned() -> Iterator[list[str]]:
+    with logged_lines(logging.WARNING) as lines:
+        yield lines
+
+
+@pytest.fixture
+def builds() -> Iterator[mock.Mock]:
+    """Counts graphs that are built."""
+    with mock.patch.object(module_graph, "build_model", wraps=build_model) as built:
+        yield built
+
+
+def _slice(unet: Any) -> None:
+    unet.set_attention_slice(1)
+
+
+def _unslice(unet: Any) -> None:
+    unet.set_attn_processor({name: _default_processor() for name in unet.attn_processors})
+
+
+def _default_processor() -> Any:
+    from diffusers.models.attention_processor import AttnProcessor2_0
+
+    return AttnProcessor2_0()
+
+
+def _freeu(unet: Any) -> None:
+    unet.enable_freeu(s1=0.9, s2=0.2, b1=1.2, b2=1.4)
+
+
+def _no_freeu(unet: Any) -> None:
+    unet.disable_freeu()
+
+
+@pytest.mark.parametrize(("change", "undo"), [(_slice, _unslice), (_freeu, _no_freeu)])
+def test_torch_computes_after_a_change_that_cannot_be_traced(
+    change: Callable[[Any], None], undo: Callable[[Any], None], builds: mock.Mock, warned: list[str]
+) -> None:
+    unet = small_unet()
+    compiled = sdonnx.compile(unet)
+    before = unet_output(compiled)
+    change(compiled)
+    built = builds.call_count
+    for _ in range(2):
+        assert (unet_output(compiled) == unet_output(unet)).all()
+    assert builds.call_count == built + 1
+    again, line = warned
+    assert again == "UNet2DConditionModel changed after it was compiled, and is compiled again"
+    assert line.startswith(
+        "torch computes a call of UNet2DConditionModel: the module UNet2DConditionModel cannot be used ("
+    )
+    assert line.isprintable()
+    undo(compiled)
+    assert relative_error(unet_output(compiled), before) < 1e-5
+    assert len(warned) == 2
+
+
+def test_error_of_a_module_that_cannot_be_traced_is_one_line() -> None:
+    unet = small_unet()
+    _freeu(unet)
+    with pytest.raises(FolderError) as raised:
+        sdonnx.compile(unet)
+    assert "Next steps" not in str(raised.value)
+    assert "the module UNet2DConditionModel cannot be used (" in str(raised.value)
+
+
+def test_component_that_cannot_be_traced_stays_in_torch(micro: Path, warned: list[str]) -> None:
+    plain, pipe = in_diffusers(micro), in_diffusers(micro)
+    unet = pipe.unet
+    for each in (plain, pipe):
+        each.enable_attention_slicing(1)
+    assert sdonnx.compile_pipe(pipe) is pipe
+    assert pipe.unet is unet
+    assert isinstance(pipe.vae, CompiledModule)
+    (line,) = warned
+    assert line.startswith("the unet stays in torch: the module UNet2DConditionModel cannot be used (")
+    size: dict[str, Any] = {"height": 64, "width": 48, "num_inference_steps": 2, "output_type": "np"}
+    theirs, ours = (each("a fox", generator=torch.manual_seed(3), **size).images for each in (plain, pipe))
+    assert psnr(ours, theirs) > 90
+
+
+def test_other_configurations_are_exported_as_modules_of_any_class() -> None:
+    unet = small_unet(encoder_hid_dim=8, encoder_hid_dim_type="text_proj")
+    sample, _, _ = unet_inputs()
+    with logged_lines(logging.INFO) as lines:
+        compiled = sdonnx.compile(unet)
+        for tokens in (7, 9):
+            text = torch.randn(2, tokens, 8)
+            with torch.inference_mode():
+                ours, theirs = compiled(sample, 7, text), unet(sample, 7, text)
+            assert type(ours) is type(theirs)
+            assert relative_error(ours.sample.numpy(), theirs.sample.numpy()) < 1e-4
+    line, *fused = lines
+    assert line.endswith("as modules of any class: its configuration has encoder_hid_dim_type='text_proj'")
+    assert fused
+    assert all(each.startswith("fused in UNet2DConditionModel: ") for each in fused)
+
+
+def test_sparse_weights_are_computed_in_torch(warned: list[str]) -> None:
+    class Product(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(3, 4).to_sparse(), requires_grad=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            product: torch.Tensor = torch.sparse.mm(self.weight, x)
+            return product
+
+    module, x = Product().eval(), torch.randn(4, 2)
+    compiled = sdonnx.compile(module)
+    for _ in range(2):
+        assert torch.equal(compiled(x), module(x))
+    assert warned == ["torch computes a call of Product: weight is sparse"]
+
+
+def test_views_with_a_negative_bit_are_inputs(warned: list[str]) -> None:
+    unet, (sample, step, text) = small_unet(), unet_inputs()
+    compiled = sdonnx.compile(unet)
+    negative = torch._neg_view(sample)
+    with torch.inference_mode():
+        ours, theirs = compiled(negative, step, text).sample, unet(negative, step, text).sample
+    assert relative_error(ours.numpy(), theirs.numpy()) < 1e-4
+    assert warned == []
+
+
+def test_sparse_inputs_raise_the_error_of_torch(warned: list[str]) -> None:
+    unet = small_unet()
+    compiled, text = sdonnx.compile(unet), torch.randn(1, 7, TEXT_WIDTH)
+    sparse = torch.randn(1, 4, 8, 8).to_sparse()
+    with torch.inference_mode(), pytest.raises((RuntimeError, NotImplementedError)) as theirs:
+        unet(sparse, 7, text)
+    with torch.inference_mode(), pytest.raises(type(theirs.value)):
+        compiled(sparse, 7, text)
+    assert warned == ["torch computes a call of UNet2DConditionModel: sample is sparse"]
