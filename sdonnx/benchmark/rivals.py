@@ -89,7 +89,7 @@ def parse_rivals(
     mode: str | None = None,
     xformers: bool = False,
     config: str | None = None,
-    types: Mapping[str, str] = MappingProxyType({}),
+    types: Mapping[str, Any] = MappingProxyType({}),
 ) -> list[Rival]:
     """Return the engines that `-e` and related options select, without duplicates.
 
@@ -101,7 +101,8 @@ def parse_rivals(
         xformers: `--use_xformers`: the engine torch becomes torch-xformers.
         config: `--compiler_config`: the options of sdonnx-compile or, without that engine, `mode`, `dynamic` and
             `fullgraph` of torch.compile; as JSON, or as a mode.
-        types: `quant_type` and `quantize_config` of the options of sdonnx-compile, of `--quantize`.
+        types: `mode`, `quant_type` and `quantize_config` of the options of sdonnx-compile, of `--quantize`. The mode is
+            added to that of `config`; the others replace it.
 
     Raises:
         OptionError: a name, a mode or a key is unknown, or an option applies to none of the engines.
@@ -148,7 +149,7 @@ def _rival(name: str, compiled: bool, mode: str | None, xformers: bool) -> Rival
     return Rival(base, "torch", xformers=True) if base == _XFORMERS else Rival(base, base)
 
 
-def _configured(rival: Rival, config: str | None, settings: Mapping[str, Any], types: Mapping[str, str]) -> Rival:
+def _configured(rival: Rival, config: str | None, settings: Mapping[str, Any], types: Mapping[str, Any]) -> Rival:
     """Return a rival with the configuration of its compiler.
 
     Args:
@@ -162,7 +163,8 @@ def _configured(rival: Rival, config: str | None, settings: Mapping[str, Any], t
         if types:
             is_mode = config is not None and not config.lstrip().startswith("{")
             given: dict[str, Any] = {"mode": config} if is_mode else json.loads(config or "{}")
-            config = json.dumps({**given, **types})
+            modes = [each["mode"] for each in (given, types) if each.get("mode")]
+            config = json.dumps({**given, **types} | ({"mode": ":".join(modes)} if modes else {}))
             check_options(config)
         return replace(rival, compiler_config=config)
     return replace(rival, compiler_config=json.dumps(settings)) if rival.compile_mode and settings else rival

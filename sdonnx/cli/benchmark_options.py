@@ -13,6 +13,7 @@ import threading
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from sdonnx.benchmark.engine import PROVIDERS, FolderKind, folder_kind
 from sdonnx.benchmark.engines import COMPILE_MODES, ENGINES, SdonnxCompileEngine
@@ -53,7 +54,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_workload(parser)
     _add_engines(parser)
     _add_results(parser)
-    add_quantization_arguments(parser)
+    add_quantization_arguments(
+        parser,
+        "for the folder that the command optimizes for the engine onnxruntime; the first three also for the engine "
+        "sdonnx-compile, where auto is the mode O3, and which is not quantized with one of the others",
+    )
     add_common(parser)
 
 
@@ -242,9 +247,10 @@ def _check_quantization(options: argparse.Namespace) -> None:
     others = _not_of_a_compiler(options)
     if "onnxruntime" not in options.engine and (others or SdonnxCompileEngine.name not in options.engine):
         given = others or given
+        place = " in place of --compiler" if options.compiler else ""
         raise OptionError(
             f"--{given} for {', '.join(options.engine)}", "the engine onnxruntime, which reads an optimized folder",
-            "add -e onnxruntime, or omit the option",
+            f"pass -e {' '.join(options.engine)} onnxruntime{place}, or omit the option",
         )  # fmt: skip
     for path in options.pipeline:
         if folder_kind(path) is FolderKind.OPTIMIZED:
@@ -255,21 +261,39 @@ def _check_quantization(options: argparse.Namespace) -> None:
     quantization_config(options)  # before folders are made, which takes minutes
 
 
-def compiled_types(options: argparse.Namespace) -> dict[str, str]:
-    """Return the options of `sdonnx.compile_pipe` for `--quantize` and `--quantize_config`.
+def compiled_types(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the options of `sdonnx.compile_pipe` for the options that quantize.
 
-    They are empty if there are other options that quantize, which are for folders only.
+    They are empty without the engine sdonnx-compile, and if there are options that quantize folders only.
+
+    Raises:
+        OptionError: An option cannot be used, or contradicts another one.
     """
-    if _not_of_a_compiler(options):
+    if SdonnxCompileEngine.name not in options.engine or _not_of_a_compiler(options):
         return {}
-    quantize = "fp8" if options.quantize == "" and options.quantize_config is None else options.quantize
-    types = {"quant_type": quantize, "quantize_config": options.quantize_config}
+    config = quantization_config(options)
+    if config is None:
+        return {}
+    types = {"quant_type": options.quantize, "quantize_config": options.quantize_config}
+    if options.quantize == AUTO:
+        if config.default is None:  # O3 has no effect on a configuration, so nothing would be chosen
+            raise OptionError(
+                f"--quantize {AUTO} and --quantize_config without a type for the denoiser", "a quant_type",
+                'add for example "quant_type": "fp8"',
+            )  # fmt: skip
+        types = {"mode": "O3", "quantize_config": options.quantize_config}
+    elif options.quant_submodules_config_path is not None:
+        # The options of `sdonnx.compile_pipe` name no file of modules, but the modules themselves.
+        content = config.as_json()
+        types = {"quant_type": content.pop("quant_type"), "quantize_config": content}
+    elif options.quantize == "" and options.quantize_config is None:
+        types = {"quant_type": "fp8"}
     return {name: value for name, value in types.items() if value}
 
 
 def _not_of_a_compiler(options: argparse.Namespace) -> str | None:
     """Return the first given option that quantizes folders and no compiled modules, None if there is none."""
-    return "quantize" if options.quantize == AUTO else given_quantization(options, but=("quantize", "quantize_config"))
+    return given_quantization(options, but=("quantize", "quantize_config", "quant_submodules_config_path"))
 
 
 def _no_pipeline(version: str | None) -> OptionError:

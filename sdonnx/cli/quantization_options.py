@@ -46,9 +46,9 @@ _QUANTIZING = (
 )  # fmt: skip
 
 
-def add_quantization_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options as a group."""
-    add = partial(add_option, parser.add_argument_group("quantization"))
+def add_quantization_arguments(parser: argparse.ArgumentParser, description: str | None = None) -> None:
+    """Add the options as a group, with a description of what they apply to."""
+    add = partial(add_option, parser.add_argument_group("quantization", description))
     add(
         "--quantize",
         nargs="?",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+import logging
 import os
 import shlex
 import shutil
@@ -17,21 +19,27 @@ from typing import Any
 import numpy as np
 import pytest
 from support.benchmarking import SCRIPT, read_rows, run
+from support.logged_lines import logged_lines
 from support.micro import write_micro
 from support.pipeline_cache import PipelineCache
 from support.preloaded import interpreter, python
+from support.small_modules import small_unet
 
+import sdonnx
 from sdonnx.__main__ import main as sdonnx_main
 from sdonnx.benchmark.compare import ComparisonRun
 from sdonnx.benchmark.engine import FolderKind, reported_precision
 from sdonnx.benchmark.files import append_row
 from sdonnx.benchmark.prepare_folders import default_label, folders_by_kind
 from sdonnx.benchmark.results import Result, Round
+from sdonnx.benchmark.rivals import parse_rivals
 from sdonnx.benchmark.workload import Workload
 from sdonnx.cli import benchmark as command
 from sdonnx.cli.benchmark import FAILED
 from sdonnx.cli.benchmark_options import compiled_types
 from sdonnx.cli.command_line import CommandParser
+from sdonnx.cli.quantization_options import quantization_config
+from sdonnx.compiler.compile_options import check_options
 from sdonnx.errors import OutputError
 from sdonnx.folder.pipeline_folder import PipelineFolder
 from sdonnx.installation import install_command
@@ -213,8 +221,16 @@ def failed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Failed:
         (["--compiler-config", "{}"], "--compiler_config for engines that compile nothing"),
         (["--run-rare-resolutions", "70x64"], "--run_rare_resolutions 70x64; expected HEIGHTxWIDTH in multiples of 8"),
         (["--run_multiple_resolutions", "big"], "--run_multiple_resolutions big; expected HEIGHTxWIDTH"),
-        (["--compiler", "sdonnx", "--quantize", "auto"], "--quantize for sdonnx-compile; expected the engine onnx"),
-        (["--compiler", "sdonnx", "--quantize", "--export-qdq"], "--export_qdq for sdonnx-compile"),
+        (["--compiler", "sdonnx", "--quantize", "--export-qdq"],
+         "--export_qdq for sdonnx-compile; expected the engine onnxruntime, which reads an optimized folder; "
+         "pass -e sdonnx-compile onnxruntime in place of --compiler, or omit the option"),
+        (["-e", "sdonnx-compile", "torch", "--quantize", "auto", "--min-psnr", "30"],
+         "--min_psnr for sdonnx-compile, torch; expected the engine onnxruntime, which reads an optimized folder; "
+         "pass -e sdonnx-compile torch onnxruntime, or omit the option"),
+        (["--compiler", "sdonnx", "--quantize", "--quant-submodules-config-path", "x.json"], "x.json cannot be read"),
+        (["--compiler", "sdonnx", "--quantize", "auto", "--quant-submodules-config-path", "x.json"], "x.json cannot"),
+        (["--compiler", "sdonnx", "--quantize", "auto", "--quantize-config", '{"modules": {"unet:conv_in": "int8"}}'],
+         "--quantize auto and --quantize_config without a type for the denoiser; expected a quant_type; add"),
         (["--compiler", "sdonnx", "--quantize", "int3"], "the quantization type 'int3' is unknown"),
         (["--compiler", "sdonnx", "--quantize", "int8_static"], "int8_static, which needs a calibration"),
         (["-e", "torch", "--quantize-config", "{}"], "--quantize_config for torch"),
@@ -222,7 +238,7 @@ def failed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Failed:
         (["--max-error", "0.1"], "--max_error without --quantize auto"),
         (["--quant-submodules-config-path", "x.json"], "--quant_submodules_config_path without --quantize"),
     ],
-)
+)  # fmt: skip
 def test_rejects_invalid_options(arguments: list[str], message: str, failed: Failed, micro: Path) -> None:
     assert message in failed("-p", str(micro), *arguments)
 
@@ -442,19 +458,58 @@ def test_compiler_of_onediff(
     assert (tmp_path / "o-sdonnx-compile-64x64-b1.png").is_file()
 
 
-def test_options_that_quantize_are_those_of_the_compiler() -> None:
+def options_of(*given: str) -> argparse.Namespace:
     parser = CommandParser()
     command.add_arguments(parser)
+    return parser.parse(list(given))
+
+
+def compiled(*given: str) -> dict[str, Any]:
+    """Return the options of `sdonnx.compile_pipe` for options of the command."""
+    return compiled_types(options_of("-e", "sdonnx-compile", *given))
+
+
+def test_options_that_quantize_are_those_of_the_compiler() -> None:
     config = '{"modules": {"unet:conv_in": "none"}}'
+    assert compiled() == {}
+    assert compiled("--quantize") == {"quant_type": "fp8"}
+    assert compiled("--quantize", "int8_weightonly") == {"quant_type": "int8_weightonly"}
+    assert compiled("--quantize-config", config) == {"quantize_config": config}
+    assert compiled("--quantize", "int8_dynamic", "--export-qdq") == {}
+    assert compiled("-e", "onnxruntime", "--quantize", "--quant-submodules-config-path", "nowhere.json") == {}
 
-    def types(*given: str) -> dict[str, str]:
-        return compiled_types(parser.parse(list(given)))
 
-    assert types() == {}
-    assert types("--quantize") == {"quant_type": "fp8"}
-    assert types("--quantize", "int8_weightonly") == {"quant_type": "int8_weightonly"}
-    assert types("--quantize-config", config) == {"quantize_config": config}
-    assert types("--quantize", "auto") == types("--quantize", "--quant-submodules-config-path", "x.json") == {}
+def test_automatic_quantization_is_a_mode_of_the_compiler() -> None:
+    config = '{"quant_type": "int8_dynamic"}'
+    assert compiled("--quantize", "auto") == {"mode": "O3"}
+    assert compiled("--quantize", "auto", "--quantize-config", config) == {"mode": "O3", "quantize_config": config}
+
+
+def test_modules_of_a_file_are_a_configuration_of_the_compiler(tmp_path: Path) -> None:
+    """The modules are those of the engine onnxruntime: the ones with the highest SSIM, of the denoiser."""
+    path = tmp_path / "modules.json"
+    path.write_text(json.dumps({"a": {"ssim": 0.9}, "b": {"ssim": 0.5}, "c": {"ssim": 0.99}}))
+    file = ("--quant-submodules-config-path", str(path))
+    assert compiled("--quantize", "int8", *file) == {
+        "quant_type": "int8_dynamic", "quantize_config": {"modules": {}, "submodules": ["c", "a"]},
+    }  # fmt: skip
+    assert compiled("--quantize", *file)["quant_type"] == "fp8_e4m3_e4m3_dynamic"
+    config = {"quant_type": "int8_dynamic", "top_percentage": 50, "modules": {"unet:b": "fp8_e4m3_weightonly"}}
+    found = compiled("--quantize", *file, "--quantize-config", json.dumps(config))
+    assert found["quantize_config"] == {"modules": {"unet:b": "fp8_e4m3_weightonly"}, "submodules": ["c"]}
+    of_folders = options_of("--quantize", *file, "--quantize-config", json.dumps(config))
+    assert check_options(found).quantization == quantization_config(of_folders)
+
+
+def test_compiler_quantizes_the_modules_of_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "modules.json"
+    path.write_text(json.dumps({"conv_in": {"ssim": 0.99}}))
+    types = compiled("--quantize", "int8_weightonly", "--quantize-config", '{"top_percentage": 100}',
+                     "--quant-submodules-config-path", str(path))  # fmt: skip
+    (rival,) = parse_rivals(["sdonnx-compile"], config="max-optimize", types=types)
+    with logged_lines(logging.INFO) as lines:
+        sdonnx.compile(small_unet(), options=rival.compiler_config)
+    assert "1 weights in int8_weightonly" in next(line for line in lines if line.startswith("quantized in"))
 
 
 def test_sdonnx_benchmark(capsys: pytest.CaptureFixture[str]) -> None:

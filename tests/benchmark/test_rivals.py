@@ -8,6 +8,7 @@ import pytest
 from support.pipelines import refused
 
 from sdonnx.benchmark.rivals import Rival, chosen_engines, parse_rivals
+from sdonnx.compiler.compile_options import check_options
 from sdonnx.errors import OptionError
 
 COMPILED = Rival("torch-compile:reduce-overhead", "torch", "reduce-overhead")
@@ -62,6 +63,16 @@ def test_types_are_added_to_the_options_of_the_compiler(config: str | None, expe
     ours, torchs = parse_rivals(["sdonnx-compile", "torch"], config=config, types=types)
     assert json.loads(ours.compiler_config or "") == expected | types
     assert torchs.compiler_config is None
+
+
+@pytest.mark.parametrize(
+    ("config", "mode"),
+    [(None, "O3"), ("max-optimize", "max-optimize:O3"), ('{"mode": "O2"}', "O2:O3"), ('{"mode": null}', "O3")],
+)
+def test_mode_is_added_to_that_of_the_compiler(config: str | None, mode: str) -> None:
+    (ours,) = parse_rivals(["sdonnx-compile"], config=config, types={"mode": "O3"})
+    assert json.loads(ours.compiler_config or "") == {"mode": mode}
+    assert check_options(ours.compiler_config).quantizes
 
 
 @pytest.mark.parametrize("name", ["nexfort", "oneflow"])
