@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from datetime import datetime
 
 from rich.markup import escape
+from rich.measure import Measurement
 from rich.table import Table
 
 from sdonnx.errors import OptionError, OutputError
@@ -45,7 +47,7 @@ def run(options: argparse.Namespace) -> int:
     try:
         cache = FolderCache(graph_folder())
     except RuntimeError as error:  # Path.expanduser, where there is no home
-        raise OutputError(str(error), "a home folder", "set SDONNX_CACHE") from error
+        raise OutputError(str(error), "a home folder", "set SDONNX_CACHE to a path without ~") from error
     if options.action == "prune":
         limit_bytes = cache_limit() if options.limit is None else parse_size(options.limit, "--limit")
         _print_removed(cache.prune(limit_bytes))
@@ -64,13 +66,20 @@ def _print_removed(entries: Sequence[CacheEntry]) -> None:
 
 
 def _print_entries(cache: FolderCache) -> None:
-    """Print a table of the graphs, the most recently used ones first."""
+    """Print a table of the graphs, the most recently used ones first.
+
+    In a terminal that is too narrow, cells continue on further lines, first those of the widest column. Elsewhere, each
+    graph is one line.
+    """
+    out = console()
     title = f"graphs in {escape(str(cache.root))}"
-    table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))  # fits into 80 columns
+    table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0), pad_edge=False)
     for name in _COLUMNS:
-        table.add_column(name, justify="right" if name == "size" else "left", no_wrap=True)
+        table.add_column(name, justify="right" if name == "size" else "left", overflow="fold")
     for entry in reversed(cache.entries()):
         named = [escape(str(entry.info.get(name, ""))) for name in ("class", "method", "precision")]
         used = datetime.fromtimestamp(entry.last_use).strftime("%Y-%m-%d %H:%M")
         table.add_row(*named, shown_size(entry.size_bytes), used, escape(entry.key[:_SHOWN_KEY]))
-    console().print(table)
+    if out.soft_wrap:
+        table.width = Measurement.get(out, out.options.update(width=sys.maxsize), table).maximum
+    out.print(table)

@@ -26,11 +26,13 @@ _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 def cache_folder(environment: Mapping[str, str] = os.environ) -> Path:
     """Return the user's cache folder: $SDONNX_CACHE, or `sdonnx` in $XDG_CACHE_HOME or in ~/.cache.
 
+    `~` at the start of $SDONNX_CACHE is the home folder, also where no shell has replaced it.
+
     Raises:
         RuntimeError: The user has no home folder.
     """
     if environment.get(CACHE):
-        return Path(environment[CACHE])
+        return Path(environment[CACHE]).expanduser()
     base = environment.get("XDG_CACHE_HOME") or ""
     # The XDG base directory specification: a relative path must be ignored.
     return (Path(base) if Path(base).is_absolute() else Path("~/.cache").expanduser()) / "sdonnx"

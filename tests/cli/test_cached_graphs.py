@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from sdonnx.__main__ import main
+from sdonnx.cli import cached_graphs
+from sdonnx.folder.cache_root import shown_size
 from sdonnx.folder.folder_cache import ENTRY, FolderCache
 
 
@@ -37,6 +41,49 @@ def test_ls_prints_the_last_used_first(cache: FolderCache, capsys: pytest.Captur
     assert head.split() == ["class", "method", "precision", "size", "last", "use", "key"]
     assert first.split()[:5] == ["UNet2DConditionModel", "forward", "float32", "3.0", "MB"]
     assert [first.split()[-1], second.split()[-1]] == ["b" * 8, "a" * 8]
+
+
+def write_long_names(cache: FolderCache) -> str:
+    """Add a graph whose names and size need more than 80 columns, and return the size with its unit."""
+
+    def write(folder: Path) -> Mapping[str, Any]:
+        (folder / "weights").write_bytes(bytes(553_200))
+        return {"class": "CLIPVisionModelWithProjection", "method": "forward", "precision": "float32"}
+
+    cache.entry("c" * 64, write)
+    size = shown_size(cache.entries()[-1].size_bytes)
+    assert len(size) == len("553.2 KB")
+    return size
+
+
+def test_ls_without_a_terminal_prints_a_graph_on_a_line(
+    cache: FolderCache, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    size = write_long_names(cache)
+    monkeypatch.setenv("COLUMNS", "40")
+    assert main(["cache", "ls"]) == 0
+    _, head, *lines = capsys.readouterr().out.splitlines()
+    assert head.split()[-1] == "key"
+    assert [len(line.split()) for line in lines] == [8, 8, 8]
+    assert lines[0].split()[:5] == ["CLIPVisionModelWithProjection", "forward", "float32", *size.split()]
+    assert [line.split()[-1] for line in lines] == ["c" * 8, "b" * 8, "a" * 8]
+
+
+@pytest.mark.parametrize("width", [80, 50])
+def test_ls_in_a_terminal_keeps_the_content_of_cells(
+    cache: FolderCache, width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    size = write_long_names(cache)
+    monkeypatch.setattr(cached_graphs, "console", lambda: Console(width=width, force_terminal=True, no_color=True))
+    assert main(["cache", "ls"]) == 0
+    printed = re.sub(r"\x1b\[[\d;]*m", "", capsys.readouterr().out)
+    lines = printed[printed.index("class") :].splitlines()
+    assert max(map(len, lines)) <= width
+    classes = "".join(line[: lines[0].index("method")].strip() for line in lines)
+    assert classes == "classCLIPVisionModelWithProjection" + 2 * "UNet2DConditionModel"
+    assert all(text in printed for text in ("forward", *size.split(), "c" * 8))
+    assert "…" not in printed
+    assert (size in lines[1]) == (width == 80)
 
 
 def test_size_is_a_number(cache: FolderCache, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,6 +14,8 @@ from sdonnx.folder.cache_root import cache_folder, cache_limit, parse_size, show
 def test_cache_folder() -> None:
     home = Path("~/.cache").expanduser() / "sdonnx"
     assert cache_folder({"SDONNX_CACHE": "/a/b", "XDG_CACHE_HOME": "/c"}) == Path("/a/b")
+    assert cache_folder({"SDONNX_CACHE": "~/.cache/sdonnx"}) == home
+    assert cache_folder({"SDONNX_CACHE": "a/~"}) == Path("a/~")
     assert cache_folder({"XDG_CACHE_HOME": "/c"}) == Path("/c/sdonnx")
     assert cache_folder({"XDG_CACHE_HOME": "c"}) == home
     assert cache_folder({}) == home
