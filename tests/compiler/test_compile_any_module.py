@@ -271,6 +271,31 @@ def test_dataclasses_of_diffusers_are_kept(in_torch: list[str]) -> None:
     assert in_torch == []
 
 
+class _SplitBySizes(nn.Module):
+    """Splits at a size, as transformers of Flux do: the exporter writes a sequence of tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        joined = self.linear(torch.cat([x, y], dim=1))
+        length = x.shape[1]
+        one, other = joined.split_with_sizes([length, joined.shape[1] - length], dim=1)
+        return 2 * one, other
+
+
+def test_sequences_of_tensors(in_torch: list[str]) -> None:
+    module = _made(_SplitBySizes)
+    compiled = sdonnx.compile(module)
+    for length in (3, 5):
+        call = torch.randn(2, length, 8), torch.randn(2, 4, 8)
+        for ours, theirs in zip(compiled(*call), module(*call), strict=True):
+            assert ours.shape == theirs.shape
+            assert _error(ours, theirs) < 1e-5
+    assert in_torch == []
+
+
 def test_a_model_of_transformers() -> None:
     def bert() -> Any:
         sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}

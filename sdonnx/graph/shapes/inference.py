@@ -128,7 +128,13 @@ class Sizes(SizeTable):
             inferred = onnx.shape_inference.infer_node_outputs(
                 schema, ir.to_proto(node), types, data, opset_imports=[onnx.helper.make_opsetid("", opset)]
             )
-        except (onnx.shape_inference.InferenceError, onnx.defs.SchemaError, ValueError, RuntimeError):
+        except (
+            onnx.shape_inference.InferenceError,
+            onnx.defs.SchemaError,
+            onnx.checker.ValidationError,  # an input is a sequence
+            ValueError,
+            RuntimeError,
+        ):
             return
         for output in node.outputs:
             kind = inferred.get(output.name or "")
