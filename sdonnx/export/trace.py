@@ -37,6 +37,7 @@ _CHATTY = (
     "torch.onnx._internal.exporter._registration",
     "torch.utils._sympy.interp",
     "torch._export.non_strict_utils",
+    "torch.fx.experimental.symbolic_shapes",
 )
 
 # Example sizes while tracing. Height and width are odd, so that neither torch nor diffusers specializes on even sizes:
