@@ -218,7 +218,7 @@ def _graph_methods(module: Any) -> tuple[GraphMethod, ...]:
         return methods
     if any(each.name != "forward" for each in methods):
         found = f"a {name} that cannot be compiled: {reason}"
-        raise OptionError(found, "one of Stable Diffusion", "call it without sdonnx.compile")
+        raise OptionError(found, f"a {name} of Stable Diffusion", "call it without sdonnx.compile")
     _LOGGER.info("%s is exported by its first call, as modules of any class: %s", name, reason)
     return ()
 

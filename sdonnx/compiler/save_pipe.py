@@ -86,9 +86,9 @@ def load_pipe(
 ) -> _Pipe:
     """Compile the components of a pipeline whose graphs `save_pipe` wrote, in place, and return the pipeline.
 
-    A graph is only loaded for equal weights, configuration and versions of packages. A component with others is
-    compiled as `compile_pipe` does, with a warning in the log. Other components stay as they are, and so do those that
-    are compiled already.
+    A graph is only loaded for equal weights, configuration and versions of packages. A component with others, or whose
+    files were damaged, is compiled as `compile_pipe` does, with a warning in the log. Other components stay as they
+    are, and so do those that are compiled already.
 
     Args:
         pipe: A pipeline of diffusers, in float32 on the CPU.
@@ -97,7 +97,7 @@ def load_pipe(
         options: See `sdonnx.compile`.
 
     Raises:
-        FolderError: The folder is missing or its index is broken, or a component cannot be traced.
+        FolderError: The folder is missing or its index is broken.
         OptionError: The pipeline lacks a component that the folder has, or no component of a name in `ignores` exists;
             a component cannot be compiled; or an option is unknown.
         DeviceMemoryError: There is too little memory.
