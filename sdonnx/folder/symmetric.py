@@ -51,6 +51,9 @@ def scales_of(values: Array, number_format: ScaledFormat, axis: int | None, dtyp
             f"the weight {name} holds NaN or infinity", "finite weights", "export a pipeline with finite weights"
         )
     exact = np.asarray(largest / np.float32(number_format.max_value))
+    # The quotient of small numbers is subnormal, and has lost bits.
+    wide = largest.astype(np.float64) / number_format.max_value
+    exact = np.where(exact < np.finfo(np.float32).tiny, wide, exact)
     scales = np.asarray(exact.astype(dtype))
     scales = np.where(scales < exact, np.nextafter(scales, np.asarray(np.inf, dtype)), scales)
     with np.errstate(over="ignore"):

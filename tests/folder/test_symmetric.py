@@ -140,6 +140,15 @@ def test_restored_weights_are_finite_and_close(number_format: NumberFormat, dtyp
 
 
 @every_format
+def test_subnormal_weights_do_not_saturate(number_format: NumberFormat) -> None:
+    """Their scales are a few units of the smallest number, rounded up."""
+    unit = np.finfo(np.float32).smallest_subnormal
+    values = (np.arange(1, 2000, dtype=np.float32) * unit)[:, None]
+    scales = scales_of(values, number_format, 0, np.float32, "w")
+    assert (scales.astype(np.float64) * number_format.max_value >= values[:, 0]).all()
+
+
+@every_format
 @every_axis
 def test_channels_of_zeros_stay_zeros(number_format: NumberFormat, axis: int | None) -> None:
     values = np.zeros((3, 4), np.float16)
