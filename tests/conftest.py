@@ -6,6 +6,7 @@ import gc
 import logging
 import os
 import shutil
+import tempfile
 from collections import Counter
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -19,9 +20,15 @@ keep_to_own_cores()
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["SDONNX_CACHE_LIMIT"] = "0"  # tests of the cache turn it on, in folders of their own
 
+from support import call_budget  # noqa: E402
+from support.committed_graphs import replay_exports  # noqa: E402
 from support.diffusers_pipelines import in_diffusers  # noqa: E402
 from support.pipeline_cache import PipelineCache, cache_root  # noqa: E402
 from support.recording import Note, recorded  # noqa: E402
+
+replay_exports()
+if "PYTEST_XDIST_WORKER" in os.environ:  # the controller starts to count before it starts the workers
+    call_budget.count_calls()
 
 # pytest adds its handlers to loggers that do not propagate. With any handler, torch writes a record for each step of a
 # trace, which is 6 % of an export.
@@ -89,6 +96,38 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--faults", type=int, default=0, help="number of injections of each fault")
     parser.addoption("--hostile", type=int, default=0, help="number of hostile inputs of each kind")
     parser.addoption("--seed", type=int, default=0, help="of the faults and the hostile inputs")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Start to count exports, optimizations and compilations, in this process or its workers."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        return
+    folder = tempfile.TemporaryDirectory(prefix="sdonnx-calls-")
+    config.add_cleanup(folder.cleanup)
+    call_budget.start_counting(Path(folder.name, "calls"))
+    call_budget.count_calls()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Fail a run that exceeds the budget of calls."""
+    if "PYTEST_XDIST_WORKER" not in os.environ and _table_of_calls(session.config)[1] and session.exitstatus == 0:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """Print the calls by test file."""
+    table, over = _table_of_calls(config)
+    for line in table:
+        terminalreporter.write_line(line)
+    for line in over:
+        terminalreporter.write_line(line, red=True)
+
+
+def _table_of_calls(config: pytest.Config) -> tuple[list[str], list[str]]:
+    calls = call_budget.counted_calls(Path(os.environ[call_budget.COUNTS]))
+    table, over = call_budget.report(calls, call_budget.BUDGET)
+    return table if calls else [], [] if config.getoption("--full") else over
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects by markers
