@@ -23,12 +23,13 @@ from typing import TYPE_CHECKING, Any
 import onnx
 import onnx_ir as ir
 
+from sdonnx.graph.edit import required
 from support.import_hooks import after_import
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["GRAPHS", "MODE", "replay_exports", "structure_key"]
+__all__ = ["GRAPHS", "MODE", "replay", "replay_exports", "structure_key"]
 
 GRAPHS = Path(__file__).resolve().parent.parent / "graphs"
 """Folder of the committed graphs: `COMPONENT-KEY.xz`."""
@@ -98,10 +99,8 @@ def _packed(model: ir.Model) -> bytes:
     for value in (*model.graph.inputs, *model.graph.outputs, *model.graph.initializers.values()):
         value.metadata_props.clear()
     for name, value in model.graph.initializers.items():
-        assert value.const_value is not None
-        value.const_value = ir.ExternalTensor(
-            "weights", 0, value.const_value.nbytes, value.const_value.dtype, shape=ir.Shape(value.const_value.shape), name=name
-        )  # fmt: skip
+        weight = required(value.const_value, "initializer")
+        value.const_value = ir.ExternalTensor("weights", 0, weight.nbytes, weight.dtype, shape=weight.shape, name=name)
     return lzma.compress(ir.to_proto(model).SerializeToString(deterministic=True))
 
 
@@ -112,10 +111,11 @@ def _unpacked(content: bytes) -> ir.Model:
 
 def replay_exports() -> None:
     """Let `sdonnx.export.trace` read committed graphs, in this process and in those that it forks."""
-    after_import("sdonnx.export.trace", _replay)
+    after_import("sdonnx.export.trace", replay)
 
 
-def _replay(module: ModuleType) -> None:
+def replay(module: ModuleType) -> None:
+    """Replace `_exported` of the module `sdonnx.export.trace`."""
     export: Callable[..., ir.Model] = module._exported
 
     def exported(wrapper: torch.nn.Module, axes: Any, spec: Any, config: Any, dtype: torch.dtype) -> ir.Model:
