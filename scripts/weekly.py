@@ -96,7 +96,7 @@ def steps() -> list[Step]:
     for folder in sorted({file.split("/")[1] for file in tests if file.count("/") > 1}):
         found.append(_measured(f"coverage of tests/{folder}", f"tests/{folder}"))
     found.append(_measured("coverage of tests", *(file for file in tests if file.count("/") == 1)))
-    return [*found, Step("coverage", ("-m", "coverage", "report"), _coverage_result)]
+    return [*found, Step("total coverage", ("-m", "coverage", "report"), _coverage_result)]
 
 
 def _measured(name: str, *paths: str) -> Step:
@@ -207,13 +207,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for name, record in records.items()
         if record["outcome"] == "passed" and record["environment"]["git"] == state and not state["changed"]
         # Folders add to one file of coverage data.
-        if not name.startswith("coverage") or (ROOT / _COVERAGE).exists()
+        if "coverage" not in name or (ROOT / _COVERAGE).exists()
     }
     if options.restart:
         done -= {step.name for step in chosen}
     if not done and options.only is None:
         shutil.rmtree(ROOT / _WORK, ignore_errors=True)
-    if not any(name.startswith("coverage") for name in done):
+    if not any("coverage" in name for name in done):
         (ROOT / _COVERAGE).unlink(missing_ok=True)
     surroundings = environment() | {"git": state}
     for step in chosen:
