@@ -131,7 +131,10 @@ def _mutation_results(report: Path, output: str) -> dict[str, Any]:
 
 
 def _coverage_result(output: str) -> dict[str, Any]:
-    return {"counts": {"percent": float(output.rstrip("%\n").rpartition(" ")[2])}}
+    total = re.search(r"^TOTAL .* ([0-9.]+)%$", output, re.MULTILINE)
+    if total is None:
+        raise ValueError("the output has no line TOTAL")
+    return {"counts": {"percent": float(total[1])}}
 
 
 def _run(step: Step) -> dict[str, Any]:
