@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help venv fmt lint test-fast test coverage docs wheel kernels verdicts mutants
+.PHONY: help venv fmt lint test-fast test weekly docs wheel kernels verdicts mutants
 
 help: ## list the tasks
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## /\1\t/' | expand -t 12
@@ -28,8 +28,8 @@ test-fast: venv ## run the tests that need no sample pipeline, about two minutes
 test: ## run everything that CI runs
 	scripts/test.sh
 
-coverage: venv ## measure the coverage of lines and branches by all tests, half an hour
-	$(BIN)/python -m pytest -m "not gpu" -n auto --dist loadfile --no-loadscope-reorder --cov
+weekly: venv ## run and record what takes too long for CI, hours; it continues after a kill
+	$(BIN)/python scripts/weekly.py
 
 docs: venv ## build the documentation into site/, warnings are errors
 	$(BIN)/mkdocs build --strict

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Sets up a virtual environment and runs every check and test that this machine can run.
-# Arguments go to pytest: `scripts/test.sh tests/test_packaging.py`, `scripts/test.sh --full`.
+# Arguments go to pytest: `scripts/test.sh tests/test_packaging.py`.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/setup_venv.sh"
 cd "$project"
@@ -28,10 +28,7 @@ if [[ "$runtime" == cuda ]]; then
 elif (($# > 0)); then
     exec "$bin/python" -m pytest -m "not gpu" "$@"
 fi
-# A worker takes 2 GB of memory. Fast tests come first: they show most faults. The coverage of the others is not measured:
-# in Python 3.11, measuring takes 60 % more time.
+# A worker takes 2 GB of memory. Fast tests come first: they show most faults.
 workers="$(nproc)"
 parallel=(--numprocesses $((workers < 4 ? workers : 4)) --dist loadfile --no-loadscope-reorder)
-"$bin/python" -m pytest "${parallel[@]}" --cov --cov-report= --measure-fast -m "not gpu"
-echo "Coverage of lines and branches by the fast tests (make coverage: by all):"
-"$bin/coverage" report --format=total
+"$bin/python" -m pytest "${parallel[@]}" -m "not gpu"
