@@ -1,8 +1,8 @@
 """Run what takes too long for every commit, and record it: `python scripts/weekly.py [--only NAME ...] [--restart]`.
 
 The steps are the tests marked `weekly`, by file; faults and hostile inputs in larger numbers; the mutations of
-`scripts/mutate.py`; and the coverage of lines and branches by the tests that CI runs. The record is written after each
-step. A step that passed at this commit is skipped, so a run that was killed continues where it stopped. Logs are in
+`scripts/mutate.py`; and the coverage of lines and branches by the tests that CI runs, which then export all graphs and
+compare them with the committed ones. The record is written after each step. A step that passed at this commit is skipped, so a run that was killed continues where it stopped. Logs are in
 `build/weekly`. The exit status is 1 if a step failed.
 """
 
@@ -39,6 +39,7 @@ RECORD = ROOT / "docs" / "results" / "weekly.json"
 
 _WORK = Path("build", "weekly")  # in ROOT: logs, reports, coverage data, pipelines
 _COVERAGE = _WORK / "coverage"
+_MEASURED = "measured"
 _LIMIT_S = 3 * 3600
 _MUTATIONS_PER_STEP = 10
 # These tests take the number of their repetitions as an option.
@@ -71,7 +72,7 @@ def _pytest(name: str, *arguments: str, measured: bool = False) -> Step:
     command = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-o", "junit_family=xunit1", f"--junitxml={report}")
     # A pipeline from the other steps' cache would leave the code that makes it unmeasured.
     read = partial(_test_results, report, named=not measured)
-    return Step(name, (*command, *arguments), read, "measured" if measured else "pipelines")
+    return Step(name, (*command, *arguments), read, _MEASURED if measured else "pipelines")
 
 
 def steps() -> list[Step]:
@@ -143,13 +144,15 @@ def _run(step: Step) -> dict[str, Any]:
     log.parent.mkdir(parents=True, exist_ok=True)
     for suffix in (".xml", ".json"):
         (ROOT / step.file(suffix)).unlink(missing_ok=True)
-    paths = {"SDONNX_TEST_CACHE": str(ROOT / _WORK / step.cache), "COVERAGE_FILE": str(ROOT / _COVERAGE)}
+    variables = {"SDONNX_TEST_CACHE": str(ROOT / _WORK / step.cache), "COVERAGE_FILE": str(ROOT / _COVERAGE)}
+    if step.cache == _MEASURED:  # these run every test that CI runs
+        variables["SDONNX_TEST_GRAPHS"] = "compare"
     command = [sys.executable, *step.command]
     start, status = time.monotonic(), -1
     with log.open("wb") as output:
         try:
             status = subprocess.run(
-                command, cwd=ROOT, env=os.environ | paths, stdout=output, stderr=output, timeout=_LIMIT_S
+                command, cwd=ROOT, env=os.environ | variables, stdout=output, stderr=output, timeout=_LIMIT_S
             ).returncode
         except subprocess.TimeoutExpired:
             output.write(f"\nended after {_LIMIT_S} s\n".encode())
