@@ -1,9 +1,10 @@
 """Run what takes too long for every commit, and record it: `python scripts/weekly.py [--only NAME ...] [--restart]`.
 
 The steps are the tests marked `weekly`, by file; faults and hostile inputs in larger numbers; the mutations of
-`scripts/mutate.py`; and the coverage of lines and branches by the tests that CI runs, which then export all graphs and
-compare them with the committed ones. The record is written after each step. A step that passed at this commit is skipped, so a run that was killed continues where it stopped. Logs are in
-`build/weekly`. The exit status is 1 if a step failed.
+`scripts/mutate.py`; and the coverage of lines and branches by the tests that CI runs, which export all graphs and
+compare them with the committed ones. The record is written after each step. A step that passed at this commit is
+skipped, so a run that was killed continues where it stopped. Logs are in `build/weekly`. The exit status is 1 if a step
+failed.
 """
 
 from __future__ import annotations
