@@ -17,7 +17,7 @@ MODULE = "counted_module"
 @pytest.fixture
 def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The file of calls of a process that counts those of a module, which it has not imported yet."""
-    (tmp_path / f"{MODULE}.py").write_text("def work(value):\n    return 2 * value\n")
+    (tmp_path / f"{MODULE}.py").write_text("def work(value):\n    return 2 / value\n")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(call_budget, "_COUNTED", {MODULE: ("work", "export")})
     monkeypatch.setenv(COUNTS, "")
@@ -29,7 +29,9 @@ def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_counts_calls_by_file(calls: Path) -> None:
     module = importlib.import_module(MODULE)
-    assert [module.work(each) for each in (1, 2)] == [2, 4]
+    assert [module.work(each) for each in (1, 2)] == [2, 1]
+    with pytest.raises(ZeroDivisionError):  # what fails has not done the work
+        module.work(0)
     assert counted_calls(calls) == Counter({("export", "tests/test_call_budget.py"): 2})
 
 

@@ -1,7 +1,7 @@
 """Count the calls that take most of a test run, and hold them to a budget.
 
-The time of a run depends on the machine; the number of exports, optimizations and compilations does not. Each call
-appends a line to a file that the processes of a run share. pytest names the running test in the environment, so calls
+The time of a run depends on the machine; the number of exports, optimizations and compilations does not. Each call that
+returns appends a line to a file that the processes of a run share. pytest names the running test in the environment, so calls
 in processes that the tests fork count as well.
 """
 
@@ -50,10 +50,11 @@ def _count(name: str, kind: str, module: ModuleType) -> None:
 
     @functools.wraps(function)
     def counted(*arguments: Any, **options: Any) -> Any:
+        result = function(*arguments, **options)  # a refusal takes no time
         test = os.environ.get("PYTEST_CURRENT_TEST", "no test").split("::")[0]
         with open(os.environ[COUNTS], "a", encoding="utf-8") as stream:
             stream.write(f"{kind}\t{test}\n")
-        return function(*arguments, **options)
+        return result
 
     setattr(module, name, counted)
 
