@@ -226,6 +226,12 @@ def nano_exported(pipelines: PipelineCache, nano: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
+def nano_cpu(pipelines: PipelineCache, nano_exported: Path) -> Path:
+    """`nano` optimized for the CPU provider."""
+    return pipelines.optimized(nano_exported, provider="cpu")
+
+
+@pytest.fixture(scope="session")
 def micro(pipelines: PipelineCache) -> Path:
     """The sample pipeline `tiny` with a narrow UNet, a diffusers folder; see `support.micro`."""
     return pipelines.micro()

@@ -138,7 +138,7 @@ class Case:
 
 
 # That of attention is weekly: like that of the autoencoder, it is a sample of Stable Diffusion.
-CASES = [pytest.param(kind, marks=[pytest.mark.weekly] if kind == "attention" else []) for kind in OVERFLOWS]
+CASES = [pytest.param(kind, marks=[] if kind == "vae" else [pytest.mark.weekly]) for kind in OVERFLOWS]
 
 
 @pytest.fixture(scope="module", params=CASES)
