@@ -1,8 +1,8 @@
 """Count the calls that take most of a test run, and hold them to a budget.
 
 The time of a run depends on the machine; the number of exports, optimizations and compilations does not. Each call that
-returns appends a line to a file that the processes of a run share. pytest names the running test in the environment, so calls
-in processes that the tests fork count as well.
+returns appends a line to a file that the processes of a run share. pytest names the running test in the environment, so
+calls in processes that the tests fork count as well.
 """
 
 from __future__ import annotations
