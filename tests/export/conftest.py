@@ -1,4 +1,4 @@
-"""Tests of the exporter export: they read no committed graphs."""
+"""Tests of the exporter read no committed graphs."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ from support import committed_graphs
 
 @pytest.fixture(autouse=True)
 def export_anew(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let torch export, in tests of what it exports; weights of other graphs are tested with committed ones."""
-    if not request.path.stem.removeprefix("test_").startswith(("single_file", "weight_files", "open_source")):
+    """Let torch export, in tests of what it exports; what follows is tested with committed graphs."""
+    if request.path.stem in ("test_decomposition", "test_repeated_blocks", "test_simplify"):
         monkeypatch.setenv(committed_graphs.MODE, "export")
