@@ -1,10 +1,10 @@
 """Run what takes too long for every commit, and record it: `python scripts/weekly.py [--only NAME ...] [--restart]`.
 
 The steps are the tests marked `weekly`, by file; faults and hostile inputs in larger numbers; the mutations of
-`scripts/mutate.py`; and the coverage of lines and branches by the tests that CI runs, which export all graphs and
-compare them with the committed ones. The record is written after each step. A step that passed at this commit is
-skipped, so a run that was killed continues where it stopped. Logs are in `build/weekly`. The exit status is 1 if a step
-failed.
+`scripts/mutate.py`; the coverage of lines and branches by the fast tests; and all slow tests with graphs that are
+exported and compared with the committed ones. The record is written after each step. A step that passed less than six
+days ago is skipped, so a run that was killed continues where it stopped. Logs are in `build/weekly`. The exit status is
+1 if a step failed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import xml.etree.ElementTree as ET
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,8 +39,8 @@ ROOT = Path(__file__).resolve().parent.parent
 RECORD = ROOT / "docs" / "results" / "weekly.json"
 
 _WORK = Path("build", "weekly")  # in ROOT: logs, reports, coverage data, pipelines
-_COVERAGE = _WORK / "coverage"
-_MEASURED = "measured"
+_GRAPHS = "all committed graphs"
+_FRESH = timedelta(days=6)
 _LIMIT_S = 3 * 3600
 _MUTATIONS_PER_STEP = 10
 # These tests take the number of their repetitions as an option.
@@ -55,25 +55,21 @@ class Step:
         name: identifies it in the record.
         command: the arguments of Python.
         read: turns the command's output into fields of the record.
-        cache: folder in `build/weekly` of the sample pipelines that the tests share.
     """
 
     name: str
     command: tuple[str, ...]
     read: Callable[[str], dict[str, Any]]
-    cache: str = "pipelines"
 
     def file(self, suffix: str) -> Path:
         """Return the path of a file of this step, relative to ROOT."""
         return _WORK / f"{re.sub('[^a-z0-9]+', '-', self.name)}{suffix}"
 
 
-def _pytest(name: str, *arguments: str, measured: bool = False) -> Step:
+def _pytest(name: str, *arguments: str, named: bool = False) -> Step:
     report = Step(name, (), dict).file(".xml")
     command = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-o", "junit_family=xunit1", f"--junitxml={report}")
-    # A pipeline from the other steps' cache would leave the code that makes it unmeasured.
-    read = partial(_test_results, report, named=not measured)
-    return Step(name, (*command, *arguments), read, _MEASURED if measured else "pipelines")
+    return Step(name, (*command, *arguments), partial(_test_results, report, named=named))
 
 
 def steps() -> list[Step]:
@@ -86,24 +82,20 @@ def steps() -> list[Step]:
     found = []
     for file, text in tests.items():
         if file in _REPEATED:
-            found.append(_pytest(file, file, "--weekly", "-m", "not gpu", *_REPEATED[file]))
+            found.append(_pytest(file, file, "--weekly", "-m", "not gpu", *_REPEATED[file], named=True))
         elif "pytest.mark.weekly" in text:
-            found.append(_pytest(file, file, "--weekly", "-m", "weekly and not gpu"))
+            found.append(_pytest(file, file, "--weekly", "-m", "weekly and not gpu", named=True))
     for start in range(0, len(MUTATIONS), _MUTATIONS_PER_STEP):
         name = f"mutations {start + 1} and following"
         report = Step(name, (), dict).file(".json")
         only = [mutation.name for mutation in MUTATIONS[start : start + _MUTATIONS_PER_STEP]]
         command = ("scripts/mutate.py", "--jobs", str(_workers()), "--json", str(report), "--only", *only)
         found.append(Step(name, command, partial(_mutation_results, report)))
-    for folder in sorted({file.split("/")[1] for file in tests if file.count("/") > 1}):
-        found.append(_measured(f"coverage of tests/{folder}", f"tests/{folder}"))
-    found.append(_measured("coverage of tests", *(file for file in tests if file.count("/") == 1)))
-    return [*found, Step("total coverage", ("-m", "coverage", "report"), _coverage_result)]
-
-
-def _measured(name: str, *paths: str) -> Step:
     parallel = ("--numprocesses", str(_workers()), "--dist", "loadfile", "--no-loadscope-reorder")
-    return _pytest(name, *paths, "-m", "not gpu", *parallel, "--cov", "--cov-append", "--cov-report=", measured=True)
+    fast, others = "not gpu and not pipeline and not slow", "not gpu and (pipeline or slow)"
+    found.append(_pytest("coverage by fast tests", "-m", fast, *parallel, "--cov", "--cov-report=term"))
+    found.append(_pytest(_GRAPHS, "-m", others, *parallel))
+    return found
 
 
 def _workers() -> int:
@@ -111,7 +103,7 @@ def _workers() -> int:
 
 
 def _test_results(report: Path, output: str, *, named: bool) -> dict[str, Any]:
-    """Return counts, failed tests and, if `named`, the number of passed cases of each test, from a JUnit report."""
+    """Return counts, failed tests and the covered share, and if `named` the number of passed cases of each test."""
     counts: Counter[str] = Counter()
     passed: Counter[str] = Counter()
     failed = []
@@ -122,7 +114,9 @@ def _test_results(report: Path, output: str, *, named: bool) -> dict[str, Any]:
         counts[outcome] += 1
         failed += [test] * (outcome == "failed")
         passed[test.partition("[")[0]] += outcome == "passed"
-    return {"counts": counts, "failed": failed} | ({"tests": passed} if named else {})
+    total = re.search(r"^TOTAL .* ([0-9.]+)%$", output, re.MULTILINE)
+    covered = {} if total is None else {"covered_percent": float(total[1])}
+    return {"counts": counts, "failed": failed, **covered} | ({"tests": passed} if named else {})
 
 
 def _mutation_results(report: Path, output: str) -> dict[str, Any]:
@@ -132,22 +126,15 @@ def _mutation_results(report: Path, output: str) -> dict[str, Any]:
     return {"counts": {"mutations": len(caught_by), "caught": found["caught"]}, "caught_by": caught_by}
 
 
-def _coverage_result(output: str) -> dict[str, Any]:
-    total = re.search(r"^TOTAL .* ([0-9.]+)%$", output, re.MULTILINE)
-    if total is None:
-        raise ValueError("the output has no line TOTAL")
-    return {"counts": {"percent": float(total[1])}}
-
-
 def _run(step: Step) -> dict[str, Any]:
     """Run a step and return its record, without the environment."""
     log = ROOT / step.file(".log")
     log.parent.mkdir(parents=True, exist_ok=True)
     for suffix in (".xml", ".json"):
         (ROOT / step.file(suffix)).unlink(missing_ok=True)
-    variables = {"SDONNX_TEST_CACHE": str(ROOT / _WORK / step.cache), "COVERAGE_FILE": str(ROOT / _COVERAGE)}
-    if step.cache == _MEASURED:  # these run every test that CI runs
-        variables["SDONNX_TEST_GRAPHS"] = "compare"
+    variables = {"SDONNX_TEST_CACHE": str(ROOT / _WORK / "pipelines"), "COVERAGE_FILE": str(ROOT / _WORK / "coverage")}
+    if step.name == _GRAPHS:
+        variables = {"SDONNX_TEST_GRAPHS": "compare"}  # and a cache of its own
     command = [sys.executable, *step.command]
     start, status = time.monotonic(), -1
     with log.open("wb") as output:
@@ -199,7 +186,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--record", type=Path, default=RECORD, help="file of the results, a line for each step")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="only the steps with names that begin like this")
-    parser.add_argument("--restart", action="store_true", help="also run the steps that passed at this commit")
+    parser.add_argument("--restart", action="store_true", help="also run the steps that passed lately")
     parser.add_argument("--list", action="store_true", help="only list the steps")
     options = parser.parse_args(arguments)
     every = steps()
@@ -209,19 +196,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0 if chosen else 2
     path = options.record.resolve()
     records, state = read_record(path), _git(path)
+    now = datetime.now(UTC)
     done = {
         name
         for name, record in records.items()
-        if record["outcome"] == "passed" and record["environment"]["git"] == state and not state["changed"]
-        # Folders add to one file of coverage data.
-        if "coverage" not in name or (ROOT / _COVERAGE).exists()
+        if record["outcome"] == "passed" and now - datetime.fromisoformat(record["time"]) < _FRESH
     }
     if options.restart:
         done -= {step.name for step in chosen}
-    if not done and options.only is None:
-        shutil.rmtree(ROOT / _WORK, ignore_errors=True)
-    if not any("coverage" in name for name in done):
-        (ROOT / _COVERAGE).unlink(missing_ok=True)
     surroundings = environment() | {"git": state}
     for step in chosen:
         if step.name in done:
