@@ -28,7 +28,7 @@ def test_every_test_that_ci_leaves_out_has_a_step(weekly: Any, weekly_tests: fro
     names = [step.name for step in weekly.steps()]
     assert len(names) == len(set(names))
     files = {test.split("::")[0] for test in weekly_tests}
-    assert files, "no test is marked"
+    assert any(name.startswith("tests/") for name in names)
     assert sorted(files - set(names)) == []
 
 

@@ -119,8 +119,8 @@ def replay(module: ModuleType) -> None:
     export: Callable[..., ir.Model] = module._exported
 
     def exported(wrapper: torch.nn.Module, axes: Any, spec: Any, config: Any, dtype: torch.dtype) -> ir.Model:
-        mode = os.environ.get(MODE, "replay")
         file = GRAPHS / f"{spec.name}-{structure_key(wrapper, axes, spec, config, dtype)}.xz"
+        mode = os.environ.get(MODE, "replay")
         if mode == "replay" and file.is_file():
             return _unpacked(file.read_bytes())
         model = export(wrapper, axes, spec, config, dtype)
