@@ -36,9 +36,9 @@ def shared_graphs(tmp_path_factory: pytest.TempPathFactory, exports: dict[bytes,
         yield
 
 
-@pytest.fixture(scope="module", params=["in torch", pytest.param("exported", marks=pytest.mark.full)])
-def variants(request: pytest.FixtureRequest, shared_graphs: None) -> Iterator[None]:
-    """Compute graphs in torch; with --full, export them: `test_unet_variants` always exports one with all inputs."""
+@pytest.fixture(params=["in torch", pytest.param("exported", marks=pytest.mark.full)])
+def variants(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Compute graphs in torch; with --full, also export them. `test_unet_variants` exports one with all inputs."""
     with graphs_in_torch() if request.param == "in torch" else contextlib.nullcontext():
         yield
 

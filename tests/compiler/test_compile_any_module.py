@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -205,14 +205,7 @@ def _graphs(compiled: Any) -> int:
     return len(compiled._programs["forward"]._graphs)
 
 
-@pytest.fixture
-def in_torch() -> Iterator[list[str]]:
-    """The reasons for which torch computes calls, while the test runs."""
-    with logged_lines(logging.WARNING) as lines:
-        yield lines
-
-
-def test_sizes_are_dynamic_and_constants_are_not(in_torch: list[str]) -> None:
+def test_sizes_are_dynamic_and_constants_are_not(warned: list[str]) -> None:
     module = _made(Mlp)
     compiled = sdonnx.compile(module)
     assert isinstance(compiled, CompiledModule)
@@ -226,20 +219,20 @@ def test_sizes_are_dynamic_and_constants_are_not(in_torch: list[str]) -> None:
         assert _error(compiled(x, **arguments), module(x, **arguments)) < 1e-5
     assert _error(compiled(x[:1]), module(x[:1])) < 1e-5  # torch.export fixes sizes of 1
     assert _graphs(compiled) == 5
-    assert in_torch == []
+    assert warned == []
 
 
-def test_a_branch_on_a_size_is_a_condition_of_the_graph(in_torch: list[str]) -> None:
+def test_a_branch_on_a_size_is_a_condition_of_the_graph(warned: list[str]) -> None:
     module = _made(Even)
     compiled = sdonnx.compile(module)
     for sizes, graphs in (((3, 4), 1), ((2, 8), 1), ((3, 5), 2), ((5, 7), 2), ((2, 2), 2)):
         x = torch.randn(sizes)
         assert torch.equal(compiled(x), module(x))
         assert _graphs(compiled) == graphs
-    assert in_torch == []
+    assert warned == []
 
 
-def test_structures_of_arguments_and_results_are_kept(in_torch: list[str]) -> None:
+def test_structures_of_arguments_and_results_are_kept(warned: list[str]) -> None:
     module = _made(Block)
     compiled = sdonnx.compile(module)
     for batch in (2, 3):
@@ -256,10 +249,10 @@ def test_structures_of_arguments_and_results_are_kept(in_torch: list[str]) -> No
     assert _graphs(compiled) == 1
     compiled({"states": states, "mask": 3})
     assert _graphs(compiled) == 2
-    assert in_torch == []
+    assert warned == []
 
 
-def test_dataclasses_of_diffusers_are_kept(in_torch: list[str]) -> None:
+def test_dataclasses_of_diffusers_are_kept(warned: list[str]) -> None:
     module = _made(Residuals)
     compiled, x = sdonnx.compile(module), torch.randn(2, 3, 8, 6)
     ours: Any
@@ -268,7 +261,7 @@ def test_dataclasses_of_diffusers_are_kept(in_torch: list[str]) -> None:
     assert ours.down_block_res_samples[1] is x
     assert _error(ours.down_block_res_samples[0], theirs.down_block_res_samples[0]) < 1e-5
     assert _error(ours.mid_block_res_sample, theirs.mid_block_res_sample) < 1e-5
-    assert in_torch == []
+    assert warned == []
 
 
 class _SplitBySizes(nn.Module):
@@ -285,7 +278,7 @@ class _SplitBySizes(nn.Module):
         return 2 * one, other
 
 
-def test_sequences_of_tensors(in_torch: list[str]) -> None:
+def test_sequences_of_tensors(warned: list[str]) -> None:
     module = _made(_SplitBySizes)
     compiled = sdonnx.compile(module)
     for length in (3, 5):
@@ -293,7 +286,7 @@ def test_sequences_of_tensors(in_torch: list[str]) -> None:
         for ours, theirs in zip(compiled(*call), module(*call), strict=True):
             assert ours.shape == theirs.shape
             assert _error(ours, theirs) < 1e-5
-    assert in_torch == []
+    assert warned == []
 
 
 def test_a_model_of_transformers() -> None:
@@ -332,7 +325,7 @@ def test_a_model_of_transformers() -> None:
         (Complex, "weight is torch.complex64"),
     ],
 )
-def test_torch_computes_other_modules(kind: Callable[[], nn.Module], reason: str, in_torch: list[str]) -> None:
+def test_torch_computes_other_modules(kind: Callable[[], nn.Module], reason: str, warned: list[str]) -> None:
     module = _made(kind)
     compiled = sdonnx.compile(module)
     for sign in (1, -1):
@@ -344,9 +337,9 @@ def test_torch_computes_other_modules(kind: Callable[[], nn.Module], reason: str
         assert type(ours) is type(theirs)
         assert not isinstance(ours, torch.Tensor) or torch.equal(ours, theirs)
     assert _graphs(compiled) == 0
-    assert len(in_torch) == 1
-    assert in_torch[0].startswith(f"torch computes a call of {kind.__name__}: {reason}")
-    assert "\n" not in in_torch[0]
+    assert len(warned) == 1
+    assert warned[0].startswith(f"torch computes a call of {kind.__name__}: {reason}")
+    assert "\n" not in warned[0]
 
 
 @pytest.mark.parametrize(
@@ -361,7 +354,7 @@ def test_torch_computes_other_modules(kind: Callable[[], nn.Module], reason: str
     ],
 )
 def test_modules_with_a_state_run_in_torch(
-    kind: Callable[[], nn.Module], reason: str, in_torch: list[str], monkeypatch: pytest.MonkeyPatch
+    kind: Callable[[], nn.Module], reason: str, warned: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     export = mock.Mock(wraps=export_call)
     monkeypatch.setattr(exported_module, "export_call", export)
@@ -372,11 +365,11 @@ def test_modules_with_a_state_run_in_torch(
     assert torch.equal(compiled(x), torch.full((2, 3), 4.0))
     assert _graphs(compiled) == 0
     assert export.call_count == 1
-    assert len(in_torch) == 1
-    assert in_torch[0].startswith(f"torch computes a call of {kind.__name__}: {reason}")
+    assert len(warned) == 1
+    assert warned[0].startswith(f"torch computes a call of {kind.__name__}: {reason}")
 
 
-def test_modules_that_change_arguments_run_in_torch(in_torch: list[str]) -> None:
+def test_modules_that_change_arguments_run_in_torch(warned: list[str]) -> None:
     compiled = sdonnx.compile(_made(Overwritten))
     x = torch.ones(2, 3)
     assert torch.equal(compiled(x), torch.full((2, 3), 4.0))
@@ -385,7 +378,7 @@ def test_modules_that_change_arguments_run_in_torch(in_torch: list[str]) -> None
     values = [torch.ones(2), torch.ones(3)]
     assert torch.equal(emptied(values), torch.full((3,), 2.0))
     assert len(values) == 1
-    assert in_torch == [
+    assert warned == [
         "torch computes a call of Overwritten: it changes its arguments in place",
         "torch computes a call of Emptied: it changes the lists or dictionaries of its arguments",
     ]
@@ -400,16 +393,16 @@ def test_modules_that_change_arguments_run_in_torch(in_torch: list[str]) -> None
         (lambda: torch.randn(2, 8, requires_grad=True), "an argument requires a gradient"),
     ],
 )
-def test_other_arguments_run_in_torch(make: Callable[[], torch.Tensor], reason: str, in_torch: list[str]) -> None:
+def test_other_arguments_run_in_torch(make: Callable[[], torch.Tensor], reason: str, warned: list[str]) -> None:
     module = _made(Even)
     compiled, x = sdonnx.compile(module), make()
     ours, theirs = compiled(x), module(x)
     assert torch.equal(ours.to_dense(), theirs.to_dense())
     assert ours.requires_grad == theirs.requires_grad
-    assert in_torch == [f"torch computes a call of Even: {reason}"]
+    assert warned == [f"torch computes a call of Even: {reason}"]
 
 
-def test_states_of_the_module(in_torch: list[str]) -> None:
+def test_states_of_the_module(warned: list[str]) -> None:
     module = _made(Mlp)
     compiled, x = sdonnx.compile(module), torch.randn(2, 8)
     before = compiled(x)
@@ -429,7 +422,7 @@ def test_states_of_the_module(in_torch: list[str]) -> None:
     meta = sdonnx.compile(_made(Residuals).to("meta"))
     assert meta(torch.randn(2, 3, 8, 6, device="meta")).mid_block_res_sample.is_meta
     assert meta._programs["forward"]._why_not(meta) == "conv.weight is on meta"
-    lines = [line.removeprefix("torch computes a call of Mlp: ") for line in in_torch]
+    lines = [line.removeprefix("torch computes a call of Mlp: ") for line in warned]
     assert lines[:4] == [
         "Mlp changed after it was compiled, and is compiled again",
         "Mlp changed after it was compiled, and is compiled again",
@@ -437,27 +430,27 @@ def test_states_of_the_module(in_torch: list[str]) -> None:
         "autocast is enabled",
     ]
     assert "its parameters require a gradient, outside torch.no_grad and torch.inference_mode" in lines
-    assert in_torch[-1].endswith("Residuals: an argument is not a dense tensor on the CPU")
+    assert warned[-1].endswith("Residuals: an argument is not a dense tensor on the CPU")
 
 
-def test_wrong_arguments_raise_the_error_of_the_module(in_torch: list[str]) -> None:
+def test_wrong_arguments_raise_the_error_of_the_module(warned: list[str]) -> None:
     compiled = sdonnx.compile(_made(Even))
     with pytest.raises(TypeError, match="unexpected keyword argument 'colour'"):
         compiled(torch.ones(2, 2), colour=1)
     with pytest.raises(IndexError):
         compiled(torch.ones(2))
-    assert all(line.startswith("torch computes a call of Even: torch.export failed (") for line in in_torch)
-    assert len(in_torch) == 2
+    assert all(line.startswith("torch computes a call of Even: torch.export failed (") for line in warned)
+    assert len(warned) == 2
 
 
-def test_the_number_of_graphs_is_bounded(in_torch: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_graphs_is_bounded(warned: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exported_module, "MAX_GRAPHS", 2)
     module = _made(Mlp)
     compiled, x = sdonnx.compile(module), torch.randn(2, 8)
     for scale in (1.0, 2.0, 3.0, 4.0):
         assert _error(compiled(x, scale), module(x, scale)) < 1e-5
     assert _graphs(compiled) == 2
-    assert in_torch == ["torch computes a call of Mlp: it has been called with 2 other kinds of arguments"]
+    assert warned == ["torch computes a call of Mlp: it has been called with 2 other kinds of arguments"]
 
 
 def test_hooks_of_the_module_run_once() -> None:
@@ -468,7 +461,7 @@ def test_hooks_of_the_module_run_once() -> None:
     assert _graphs(compiled) == 1
 
 
-def test_a_graph_that_disagrees_is_not_used(in_torch: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_graph_that_disagrees_is_not_used(warned: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     module = _made(Mlp)
     run = Graph.run
     monkeypatch.setattr(Graph, "run", lambda *args: {name: value * 1.01 for name, value in run(*args).items()})
@@ -478,9 +471,9 @@ def test_a_graph_that_disagrees_is_not_used(in_torch: list[str], monkeypatch: py
     compiled = sdonnx.compile(module, options={"options": {"check_agreement": True}})
     for _ in range(2):
         assert torch.equal(compiled(x), module(x))
-    assert len(in_torch) == 2
-    assert in_torch[0].startswith("the graph of Mlp disagrees with torch, which computes its calls: a tensor (2, 4) ")
-    assert in_torch[1] == "torch computes a call of Mlp: its graph disagrees with torch"
+    assert len(warned) == 2
+    assert warned[0].startswith("the graph of Mlp disagrees with torch, which computes its calls: a tensor (2, 4) ")
+    assert warned[1] == "torch computes a call of Mlp: its graph disagrees with torch"
 
 
 @pytest.mark.parametrize(
@@ -494,13 +487,13 @@ def test_a_graph_that_disagrees_is_not_used(in_torch: list[str], monkeypatch: py
         ({"a": 3}, {"a": 4}, "3 instead of 4"),
     ],
 )
-def test_differences_of_results(ours: Any, theirs: Any, difference: str | None, in_torch: list[str]) -> None:
+def test_differences_of_results(ours: Any, theirs: Any, difference: str | None, warned: list[str]) -> None:
     check = AgreementCheck("Mlp", enabled=True)
     result = check.checked(ours, lambda: theirs)
     assert result is (ours if difference is None else theirs)
     assert check.failed == (difference is not None)
     expected = [] if difference is None else [difference]
-    assert [line.partition(", which computes its calls: ")[2] for line in in_torch] == expected
+    assert [line.partition(", which computes its calls: ")[2] for line in warned] == expected
     assert check.checked(ours, lambda: pytest.fail("compared twice")) is ours
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,7 +10,6 @@ from diffusers import PixArtTransformer2DModel
 from diffusers.models.attention_processor import AttnProcessor, FusedAttnProcessor2_0
 from diffusers.models.modeling_outputs import Transformer2DModelOutput
 from support.diffusers_pipelines import in_diffusers
-from support.logged_lines import logged_lines
 from support.pipeline_cache import PipelineCache
 from transformers import T5Config, T5EncoderModel
 
@@ -98,16 +95,9 @@ def encoders() -> tuple[Any, Any]:
     return encoder, sdonnx.compile(encoder)
 
 
-@pytest.fixture
-def in_torch() -> Iterator[list[str]]:
-    """The reasons for which torch computes calls, while the test runs."""
-    with logged_lines(logging.WARNING) as lines:
-        yield lines
-
-
 @pytest.mark.parametrize("shape", [(1, 8, 8, 7), (2, 16, 16, 77), (3, 6, 20, 5)])
 def test_transformer_matches(
-    transformers: tuple[Any, Any], shape: tuple[int, int, int, int], in_torch: list[str]
+    transformers: tuple[Any, Any], shape: tuple[int, int, int, int], warned: list[str]
 ) -> None:
     """The second shape is the one whose positions diffusers reads from a table."""
     transformer, compiled = transformers
@@ -116,10 +106,10 @@ def test_transformer_matches(
     assert type(ours) is Transformer2DModelOutput
     assert _error(ours.sample, theirs.sample) < 1e-5
     assert torch.equal(compiled(**call, return_dict=False)[0], ours.sample)
-    assert in_torch == []
+    assert warned == []
 
 
-def test_masks_may_be_biases_or_left_out(transformers: tuple[Any, Any], in_torch: list[str]) -> None:
+def test_masks_may_be_biases_or_left_out(transformers: tuple[Any, Any], warned: list[str]) -> None:
     transformer, compiled = transformers
     call = _call(3)
     mask = call["encoder_attention_mask"]
@@ -131,10 +121,10 @@ def test_masks_may_be_biases_or_left_out(transformers: tuple[Any, Any], in_torch
         assert _error(results[-1], transformer(**arguments).sample) < 1e-5
     assert torch.equal(results[0], results[3])
     assert _error(results[0], results[-1]) > 1e-4
-    assert in_torch == []
+    assert warned == []
 
 
-def test_transformer_is_conditioned_on_sizes(conditioned: tuple[Any, Any], in_torch: list[str]) -> None:
+def test_transformer_is_conditioned_on_sizes(conditioned: tuple[Any, Any], warned: list[str]) -> None:
     transformer, compiled = conditioned
     call = _call() | {"encoder_hidden_states": torch.randn(2, 5, 48)}
     arguments = _with_sizes(call)
@@ -144,7 +134,7 @@ def test_transformer_is_conditioned_on_sizes(conditioned: tuple[Any, Any], in_to
     arguments["added_cond_kwargs"]["resolution"] = arguments["added_cond_kwargs"]["resolution"] * 2
     assert _error(compiled(**arguments).sample, transformer(**arguments).sample) < 1e-5
     assert _error(compiled(**arguments).sample, ours) > 1e-5
-    assert in_torch == []
+    assert warned == []
 
 
 @pytest.mark.parametrize(
@@ -162,21 +152,21 @@ def test_transformer_is_conditioned_on_sizes(conditioned: tuple[Any, Any], in_to
     ],
 )  # fmt: skip
 def test_other_calls_of_the_transformer_run_in_torch(
-    transformers: tuple[Any, Any], changes: dict[str, Any], reason: str, in_torch: list[str]
+    transformers: tuple[Any, Any], changes: dict[str, Any], reason: str, warned: list[str]
 ) -> None:
     transformer, compiled = transformers
     call = _call() | changes
     for _ in range(2):
         assert torch.equal(compiled(**call).sample, transformer(**call).sample)
-    assert in_torch == [f"torch computes a call of PixArtTransformer2DModel: {reason}"]
+    assert warned == [f"torch computes a call of PixArtTransformer2DModel: {reason}"]
 
 
-def test_sizes_that_differ_run_in_torch(conditioned: tuple[Any, Any], in_torch: list[str]) -> None:
+def test_sizes_that_differ_run_in_torch(conditioned: tuple[Any, Any], warned: list[str]) -> None:
     transformer, compiled = conditioned
     call = _with_sizes(_call() | {"encoder_hidden_states": torch.randn(2, 5, 48)})
     call["added_cond_kwargs"]["aspect_ratio"][1] = 0.5
     assert torch.equal(compiled(**call).sample, transformer(**call).sample)
-    assert in_torch == ["torch computes a call of PixArtTransformer2DModel: its aspect_ratio differs between images"]
+    assert warned == ["torch computes a call of PixArtTransformer2DModel: its aspect_ratio differs between images"]
 
 
 def test_transformers_without_a_graph_of_their_own() -> None:
@@ -193,7 +183,7 @@ def test_transformers_without_a_graph_of_their_own() -> None:
 
 
 @pytest.mark.parametrize("shape", [(1, 120), (3, 5)])
-def test_t5_matches(encoders: tuple[Any, Any], shape: tuple[int, int], in_torch: list[str]) -> None:
+def test_t5_matches(encoders: tuple[Any, Any], shape: tuple[int, int], warned: list[str]) -> None:
     encoder, compiled = encoders
     ids = torch.randint(0, 50, shape, generator=torch.manual_seed(shape[1]))
     for mask in (None, _padding(*shape), _padding(*shape).bool()):
@@ -204,7 +194,7 @@ def test_t5_matches(encoders: tuple[Any, Any], shape: tuple[int, int], in_torch:
     short = compiled(ids, return_dict=False)
     assert isinstance(short, tuple)
     assert len(short) == 1
-    assert in_torch == []
+    assert warned == []
 
 
 def test_small_inputs_of_t5_run(encoders: tuple[Any, Any]) -> None:
@@ -218,12 +208,12 @@ def test_small_inputs_of_t5_run(encoders: tuple[Any, Any]) -> None:
     assert [each.shape for each in outputs.values()] == [(1, 120, encoders[0].config.d_model)]
 
 
-def test_t5_agrees_with_torch(in_torch: list[str]) -> None:
+def test_t5_agrees_with_torch(warned: list[str]) -> None:
     """Class and fields of the result are compared too."""
     compiled = sdonnx.compile(_t5(), options={"options": {"check_agreement": True}})
     for _ in range(2):
         compiled(torch.tensor([[4, 3, 2, 1]]))
-    assert in_torch == []
+    assert warned == []
 
 
 @pytest.mark.parametrize(
@@ -235,14 +225,14 @@ def test_t5_agrees_with_torch(in_torch: list[str]) -> None:
     ],
 )
 def test_other_calls_of_t5_run_in_torch(
-    encoders: tuple[Any, Any], changes: dict[str, Any], reason: str, in_torch: list[str]
+    encoders: tuple[Any, Any], changes: dict[str, Any], reason: str, warned: list[str]
 ) -> None:
     encoder, compiled = encoders
     call = {"input_ids": torch.tensor([[4, 3, 2, 1]])} | changes
     ours, theirs = compiled(**call), encoder(**call)
     assert torch.equal(ours.last_hidden_state, theirs.last_hidden_state)
     assert list(ours) == list(theirs)
-    assert in_torch == [f"torch computes a call of T5EncoderModel: {reason}"]
+    assert warned == [f"torch computes a call of T5EncoderModel: {reason}"]
 
 
 @pytest.mark.slow
@@ -256,7 +246,7 @@ def test_other_calls_of_t5_run_in_torch(
         pytest.param("pixart-sigma-tiny", marks=pytest.mark.full),
     ],
 )
-def test_images_of_pipelines_agree(pipelines: PipelineCache, arch: str, in_torch: list[str]) -> None:
+def test_images_of_pipelines_agree(pipelines: PipelineCache, arch: str, warned: list[str]) -> None:
     folder = pipelines.micro(arch)
     plain, compiled = in_diffusers(folder), sdonnx.compile_pipe(in_diffusers(folder))
     assert all(isinstance(getattr(compiled, name), CompiledModule) for name in ("transformer", "text_encoder", "vae"))
@@ -264,4 +254,4 @@ def test_images_of_pipelines_agree(pipelines: PipelineCache, arch: str, in_torch
         arguments = _SIZES | {"num_images_per_prompt": batch, "use_resolution_binning": False}
         theirs, ours = (pipe("a fox", generator=torch.manual_seed(3), **arguments).images for pipe in (plain, compiled))
         assert psnr(ours, theirs) > 90
-    assert not any("torch computes" in line for line in in_torch)
+    assert not any("torch computes" in line for line in warned)

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -27,12 +26,6 @@ from sdonnx.folder.pipeline_folder import ONNX_MODEL, ONNX_WEIGHTS
 from sdonnx.metrics import relative_error
 
 IDS = torch.tensor([[97, 5, 6, 98]])
-
-
-@pytest.fixture
-def warned() -> Iterator[list[str]]:
-    with logged_lines(logging.WARNING) as lines:
-        yield lines
 
 
 def _require_equal(module: Any, compiled: Any) -> None:

@@ -6,7 +6,7 @@ import copy
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -37,13 +37,6 @@ CHECKED = {"mode": "max-optimize:freezing", "options": {"check_agreement": True}
 def frees(monkeypatch: pytest.MonkeyPatch) -> None:
     """Treat the CPU as a GPU whose memory is freed."""
     monkeypatch.setattr(host_weights, "_FROM", ("cpu",))
-
-
-@pytest.fixture
-def messages() -> Iterator[list[str]]:
-    """The warnings of this project, while the test runs."""
-    with logged_lines(logging.WARNING) as lines:
-        yield lines
 
 
 def weights_of(compiled: Any) -> HostWeights:
@@ -185,7 +178,7 @@ def test_gradients_and_calls_in_torch_keep_the_weights() -> None:
 
 @pytest.mark.usefixtures("frees")
 @torch.no_grad()
-def test_changes_are_noticed(messages: list[str]) -> None:
+def test_changes_are_noticed(warned: list[str]) -> None:
     unet, other = small_unet(), small_unet()
     for each in other.parameters():
         each.mul_(0.9)
@@ -197,7 +190,7 @@ def test_changes_are_noticed(messages: list[str]) -> None:
     assert all(one is another for one, another in zip(compiled.parameters(), parts, strict=True))
     plain = small_unet()
     assert error(compiled(*inputs()), plain(*inputs())) < 1e-4
-    assert messages == []
+    assert warned == []
     changes: tuple[Callable[[Any], Any], ...] = (
         lambda each: each.load_state_dict(other.state_dict()),
         lambda each: each.conv_out.weight.mul_(2),
@@ -208,7 +201,7 @@ def test_changes_are_noticed(messages: list[str]) -> None:
         for each in (plain, compiled):
             change(each)
         assert error(compiled(*inputs()), plain(*inputs())) < 1e-4
-    assert messages == [AGAIN] * 3  # a conversion to the same type is no change
+    assert warned == [AGAIN] * 3  # a conversion to the same type is no change
     assert place_of(weights_of(compiled)) == CPU
 
 
@@ -244,7 +237,7 @@ def test_torch_computes_on_the_device() -> None:
 
 @pytest.mark.usefixtures("frees")
 @torch.no_grad()
-def test_weights_move_after_the_check(messages: list[str]) -> None:
+def test_weights_move_after_the_check(warned: list[str]) -> None:
     unet = small_unet()
     compiled = sdonnx.compile(unet, options=CHECKED)
     weights = weights_of(compiled)
@@ -258,7 +251,7 @@ def test_weights_move_after_the_check(messages: list[str]) -> None:
     assert error(found, small_unet()(*inputs(), **extra)) < 1e-4
     assert place_of(weights) == CPU
     compiled(*inputs())
-    assert len(messages) == 1
+    assert len(warned) == 1
     with mock.patch("sdonnx.compiler.agreement_check.relative_error", return_value=1.0):
         unet.conv_in.weight.add_(1)
         compiled(*inputs())
@@ -267,7 +260,7 @@ def test_weights_move_after_the_check(messages: list[str]) -> None:
 
 @pytest.mark.usefixtures("frees")
 @torch.no_grad()
-def test_methods_that_are_compiled_by_their_first_call(messages: list[str]) -> None:
+def test_methods_that_are_compiled_by_their_first_call(warned: list[str]) -> None:
     plain, vae = small_autoencoder(force_upcast=True), small_autoencoder(force_upcast=True).half()
     latents, image = torch.randn(1, 4, 6, 5), torch.randn(1, 3, 16, 12)
     with half_graphs() as built:
@@ -280,7 +273,7 @@ def test_methods_that_are_compiled_by_their_first_call(messages: list[str]) -> N
             assert relative_error(found.numpy(), expected.numpy()) < 5e-3
         compiled.to(torch.float16)
     assert built == ["vae_decoder float16", "vae_encoder float16"]
-    assert messages == []
+    assert warned == []
 
 
 @pytest.mark.usefixtures("frees")

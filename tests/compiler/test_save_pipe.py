@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import logging
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,13 +12,10 @@ from unittest import mock
 import pytest
 import torch
 from support.diffusers_pipelines import in_diffusers
-from support.logged_lines import logged_lines
 from support.pipelines import largest_file, refused
 
 import sdonnx
-from sdonnx.compiler import module_graph
 from sdonnx.compiler.compile_module import CompiledModule, programs_of
-from sdonnx.compiler.module_graph import build_model
 from sdonnx.errors import FolderError, OptionError, OutputError
 from sdonnx.folder.pipeline_folder import ONNX_WEIGHTS
 from sdonnx.metrics import psnr
@@ -40,19 +35,6 @@ def saved(compiled: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("saved") / "cached_pipe"
     sdonnx.save_pipe(compiled, folder)
     return folder
-
-
-@pytest.fixture
-def builds() -> Iterator[mock.Mock]:
-    """Counts graphs that are built."""
-    with mock.patch.object(module_graph, "build_model", wraps=build_model) as built:
-        yield built
-
-
-@pytest.fixture
-def warned() -> Iterator[list[str]]:
-    with logged_lines(logging.WARNING) as lines:
-        yield lines
 
 
 def _compiled_parts(pipe: Any) -> set[str]:

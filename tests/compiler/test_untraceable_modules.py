@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,24 +16,9 @@ from support.small_modules import TEXT_WIDTH, small_unet, unet_inputs, unet_outp
 from torch import nn
 
 import sdonnx
-from sdonnx.compiler import module_graph
 from sdonnx.compiler.compile_module import CompiledModule
-from sdonnx.compiler.module_graph import build_model
 from sdonnx.errors import FolderError
 from sdonnx.metrics import psnr, relative_error
-
-
-@pytest.fixture
-def warned() -> Iterator[list[str]]:
-    with logged_lines(logging.WARNING) as lines:
-        yield lines
-
-
-@pytest.fixture
-def builds() -> Iterator[mock.Mock]:
-    """Counts graphs that are built."""
-    with mock.patch.object(module_graph, "build_model", wraps=build_model) as built:
-        yield built
 
 
 def _slice(unet: Any) -> None:
