@@ -12,10 +12,16 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 import torch
-from diffusers import PixArtTransformer2DModel
 from support.graphs import run
 from support.pipelines import refused
-from support.small_modules import TEXT_WIDTH, small_text_encoder, small_unet
+from support.small_modules import (
+    small_text_encoder,
+    small_transformer,
+    small_unet,
+    unet_inputs,
+    unet_output,
+    wide_unet,
+)
 
 import sdonnx
 from sdonnx.compiler import graph_quantization
@@ -45,14 +51,8 @@ def capability() -> Iterator[mock.Mock]:
         yield found
 
 
-def _inputs() -> tuple[torch.Tensor, int, torch.Tensor]:
-    generator = torch.manual_seed(3)
-    return torch.randn(2, 4, 8, 8, generator=generator), 7, torch.randn(2, 7, TEXT_WIDTH, generator=generator)
-
-
 def _error(compiled: Any, unet: Any) -> float:
-    with torch.inference_mode():
-        return relative_error(compiled(*_inputs()).sample.numpy(), unet(*_inputs()).sample.numpy())
+    return relative_error(unet_output(compiled), unet_output(unet))
 
 
 def _signature(unet: Any, target: GraphTarget) -> Any:
@@ -77,12 +77,7 @@ def test_errors_are_those_of_the_type(kind: str, lowest: float, highest: float, 
 
 
 def test_transformer() -> None:
-    torch.manual_seed(0)
-    transformer: Any = PixArtTransformer2DModel(
-        num_attention_heads=2, attention_head_dim=16, cross_attention_dim=32, caption_channels=24, num_layers=2,
-        sample_size=16,
-    )  # fmt: skip
-    transformer.eval()
+    transformer = small_transformer()
     compiled = sdonnx.compile(transformer, options={"quant_type": "int8_weightonly"})
     call = {
         "hidden_states": torch.randn(2, 4, 8, 12), "encoder_hidden_states": torch.randn(2, 5, 24),
@@ -126,15 +121,13 @@ def test_calls_that_are_checked() -> None:
     assert failing.failed
 
 
-def test_graphs_of_o2_are_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, noted: list[str]) -> None:
-    monkeypatch.setenv("SDONNX_CACHE", str(tmp_path))
-    monkeypatch.setenv("SDONNX_CACHE_LIMIT", "1GB")
+def test_graphs_of_o2_are_not_taken(folder: Path, noted: list[str]) -> None:
     errors = []
     for _ in range(2):  # built, and loaded from the cache
         for options in ({}, {"quant_type": "int8_weightonly"}, {"quant_type": "fp8_e4m3_weightonly"}):
             unet = small_unet()
             errors.append(_error(sdonnx.compile(unet, options=options), unet))
-    entries = [entry_info(path)["parts"]["target"] for path in (tmp_path / "graphs").iterdir()]
+    entries = [entry_info(path)["parts"]["target"] for path in folder.iterdir()]
     assert len(entries) == 3
     assert sum("quantization" in entry for entry in entries) == 2
     assert errors[:3] == errors[3:]
@@ -211,14 +204,13 @@ def test_kernels_are_those_that_are_right_for_the_type() -> None:
 
 
 def test_graph_of_o3_multiplies_in_fp8(capability: mock.Mock) -> None:
-    unet = small_unet(block_out_channels=(64, 128), down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
-                      up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"), attention_head_dim=64)  # fmt: skip
+    unet = wide_unet()
     signature, method = _signature(unet, GraphTarget(Device("cuda", 0), torch.float16, OWN))
     signature = GraphQuantization(check_options("O3"), "UNet").applied(signature)
     model = build_model(unet.half(), signature, method.prepare)
     assert ("ScaledMatMul", OWN_DOMAIN) in {(node.op_type, node.domain) for node in model.graph}
     assert ir.DataType.FLOAT8E4M3FN in {value.dtype for value in model.graph.initializers.values()}
-    sample, timestep, text = _inputs()
+    sample, timestep, text = unet_inputs()
     feeds: dict[str, Array] = {
         "sample": sample.numpy().astype(np.float16), "encoder_hidden_states": text.numpy().astype(np.float16),
         "timestep": np.array([timestep] * 2, np.float32),

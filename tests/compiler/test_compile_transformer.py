@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import PixArtTransformer2DModel
 from diffusers.models.attention_processor import AttnProcessor, FusedAttnProcessor2_0
 from diffusers.models.modeling_outputs import Transformer2DModelOutput
 from support.diffusers_pipelines import in_diffusers
 from support.pipeline_cache import PipelineCache
+from support.small_modules import small_transformer
 from transformers import T5Config, T5EncoderModel
 
 import sdonnx
@@ -24,20 +24,6 @@ _SIZES: dict[str, Any] = {"height": 64, "width": 48, "num_inference_steps": 2, "
 
 def _error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     return relative_error(ours.detach().numpy(), theirs.detach().numpy())
-
-
-def _transformer(**options: Any) -> Any:
-    torch.manual_seed(0)
-    sizes: dict[str, Any] = {
-        "num_attention_heads": 2,
-        "attention_head_dim": 16,
-        "cross_attention_dim": 32,
-        "caption_channels": 24,
-        "num_layers": 2,
-        "sample_size": 16,
-    }
-    model: Any = PixArtTransformer2DModel(**(sizes | options))
-    return model.eval().requires_grad_(False)
 
 
 def _t5(**options: Any) -> Any:
@@ -74,16 +60,16 @@ def _with_sizes(call: dict[str, Any]) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def transformers() -> tuple[Any, Any]:
     """A transformer and its drop-in; tests leave them as they were."""
-    transformer = _transformer()
+    transformer = small_transformer()
     return transformer, sdonnx.compile(transformer)
 
 
-@pytest.fixture(scope="module")
-def conditioned() -> tuple[Any, Any]:
+@pytest.fixture
+def conditioned(variants: None) -> tuple[Any, Any]:
     """A transformer that is conditioned on the image size, and its drop-in."""
     # Embeddings of the size have a third of the channels.
     widths = {"attention_head_dim": 24, "cross_attention_dim": 48, "caption_channels": None, "out_channels": None}
-    transformer = _transformer(use_additional_conditions=True, **widths)
+    transformer = small_transformer(use_additional_conditions=True, **widths)
     transformer.set_attn_processor(AttnProcessor())
     return transformer, sdonnx.compile(transformer)
 
@@ -170,14 +156,14 @@ def test_sizes_that_differ_run_in_torch(conditioned: tuple[Any, Any], warned: li
 
 
 def test_transformers_without_a_graph_of_their_own() -> None:
-    transformer = _transformer()
+    transformer = small_transformer()
     transformer.set_attn_processor(FusedAttnProcessor2_0())
     reason = why_unsupported(transformer)
     assert reason is not None
     assert "transformer_blocks.0.attn1.processor is a FusedAttnProcessor2_0" in reason
-    gated = _transformer(attention_type="gated")
+    gated = small_transformer(attention_type="gated")
     assert why_unsupported(gated) == "its configuration has attention_type='gated'"
-    assert why_unsupported(_transformer(cross_attention_dim=None, caption_channels=None)) == (
+    assert why_unsupported(small_transformer(cross_attention_dim=None, caption_channels=None)) == (
         "its configuration has no cross_attention_dim"
     )
 
@@ -235,7 +221,7 @@ def test_other_calls_of_t5_run_in_torch(
     assert warned == [f"torch computes a call of T5EncoderModel: {reason}"]
 
 
-@pytest.mark.slow
+@pytest.mark.usefixtures("variants")
 # Schedulers of diffusers pass torch tensors to np.array, which numpy 2 warns about.
 @pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 @pytest.mark.parametrize(

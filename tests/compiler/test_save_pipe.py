@@ -20,13 +20,13 @@ from sdonnx.errors import FolderError, OptionError, OutputError
 from sdonnx.folder.pipeline_folder import ONNX_WEIGHTS
 from sdonnx.metrics import psnr
 
-SIZE: dict[str, Any] = {"height": 64, "width": 48, "num_inference_steps": 2, "output_type": "np"}
+SIZE: dict[str, Any] = {"height": 24, "width": 16, "num_inference_steps": 2, "output_type": "np"}
 
 
 @pytest.fixture(scope="module")
-def compiled(micro: Path) -> Any:
+def compiled(nano: Path) -> Any:
     """A pipeline of which all but the UNet is compiled."""
-    return sdonnx.compile_pipe(in_diffusers(micro), ignores=("unet",))
+    return sdonnx.compile_pipe(in_diffusers(nano), ignores=("unet",))
 
 
 @pytest.fixture(scope="module")
@@ -41,8 +41,8 @@ def _compiled_parts(pipe: Any) -> set[str]:
     return {name for name, part in pipe.components.items() if isinstance(part, CompiledModule)}
 
 
-def test_saved_graphs_are_loaded(saved: Path, micro: Path, builds: mock.Mock, warned: list[str]) -> None:
-    plain, loaded = in_diffusers(micro), in_diffusers(micro)
+def test_saved_graphs_are_loaded(saved: Path, nano: Path, builds: mock.Mock, warned: list[str]) -> None:
+    plain, loaded = in_diffusers(nano), in_diffusers(nano)
     assert sdonnx.load_pipe(loaded, saved) is loaded
     assert _compiled_parts(loaded) == {"text_encoder", "vae"}
     theirs, ours = (pipe("a fox", generator=torch.manual_seed(3), **SIZE).images for pipe in (plain, loaded))
@@ -52,7 +52,7 @@ def test_saved_graphs_are_loaded(saved: Path, micro: Path, builds: mock.Mock, wa
 
 
 def test_damaged_graph_is_compiled(
-    saved: Path, micro: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, builds: mock.Mock, warned: list[str]
+    saved: Path, nano: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, builds: mock.Mock, warned: list[str]
 ) -> None:
     monkeypatch.setenv("SDONNX_CACHE_LIMIT", "0")
     shutil.copytree(saved, damaged := tmp_path / "damaged")
@@ -60,14 +60,14 @@ def test_damaged_graph_is_compiled(
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
-    sdonnx.load_pipe(in_diffusers(micro), damaged)
+    sdonnx.load_pipe(in_diffusers(nano), damaged)
     assert builds.call_count == 1
     (line,) = warned
     assert f"is compiled: its saved graph cannot be loaded ({path} was damaged" in line
 
 
-def test_other_weights_are_compiled(saved: Path, micro: Path, builds: mock.Mock, warned: list[str]) -> None:
-    pipe = in_diffusers(micro)
+def test_other_weights_are_compiled(saved: Path, nano: Path, builds: mock.Mock, warned: list[str]) -> None:
+    pipe = in_diffusers(nano)
     with torch.no_grad():
         pipe.text_encoder.get_input_embeddings().weight.mul_(1.01)
     sdonnx.load_pipe(pipe, saved)
@@ -78,9 +78,9 @@ def test_other_weights_are_compiled(saved: Path, micro: Path, builds: mock.Mock,
 
 @pytest.mark.usefixtures("uncached")
 def test_methods_compiled_by_their_first_call(
-    saved: Path, micro: Path, tmp_path: Path, builds: mock.Mock, warned: list[str]
+    saved: Path, nano: Path, tmp_path: Path, builds: mock.Mock, warned: list[str]
 ) -> None:
-    pipe, image = in_diffusers(micro), torch.rand(1, 3, 16, 16) * 2 - 1
+    pipe, image = in_diffusers(nano), torch.rand(1, 3, 16, 16) * 2 - 1
     sdonnx.load_pipe(pipe, saved, ignores="text_encoder")
     assert _compiled_parts(pipe) == {"vae"}
     with torch.inference_mode():
@@ -88,7 +88,7 @@ def test_methods_compiled_by_their_first_call(
     assert builds.call_count == 1
     sdonnx.save_pipe(pipe, tmp_path, ignores=("text_encoder",))
     builds.reset_mock()
-    again = sdonnx.load_pipe(in_diffusers(micro), tmp_path)
+    again = sdonnx.load_pipe(in_diffusers(nano), tmp_path)
     with torch.inference_mode():
         assert torch.equal(again.vae.encode(image).latent_dist.mean, expected)
     assert builds.call_count == 0
@@ -120,20 +120,18 @@ def test_saving_again(saved: Path, compiled: Any, tmp_path: Path, builds: mock.M
 
 
 def test_graphs_of_the_cache_are_copied(
-    micro: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, builds: mock.Mock
+    nano: Path, tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, builds: mock.Mock
 ) -> None:
-    monkeypatch.setenv("SDONNX_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setenv("SDONNX_CACHE_LIMIT", "1GB")
-    pipe = sdonnx.compile_pipe(in_diffusers(micro), ignores=("unet", "vae"))
+    pipe = sdonnx.compile_pipe(in_diffusers(nano), ignores=("unet", "vae"))
     sdonnx.save_pipe(pipe, tmp_path / "saved")
     assert builds.call_count == 1
     monkeypatch.setenv("SDONNX_CACHE_LIMIT", "0")
-    sdonnx.load_pipe(in_diffusers(micro), tmp_path / "saved")
+    sdonnx.load_pipe(in_diffusers(nano), tmp_path / "saved")
     assert builds.call_count == 1
 
 
-def test_folders_and_pipelines_that_are_refused(saved: Path, micro: Path, compiled: Any, tmp_path: Path) -> None:
-    pipe = in_diffusers(micro)
+def test_folders_and_pipelines_that_are_refused(saved: Path, nano: Path, compiled: Any, tmp_path: Path) -> None:
+    pipe = in_diffusers(nano)
     with refused(FolderError, "compiled.json does not exist", "a folder that save_pipe wrote"):
         sdonnx.load_pipe(pipe, tmp_path)
     (tmp_path / "compiled.json").write_text('{"components": ["unet"]}')
@@ -163,8 +161,8 @@ def test_folder_that_cannot_be_written(compiled: Any, tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "saved").rglob("*")] == []
 
 
-def test_code_of_the_user_is_refused(micro: Path, tmp_path: Path) -> None:
-    pipe = sdonnx.compile_pipe(in_diffusers(micro), ignores=("unet", "vae"))
+def test_code_of_the_user_is_refused(nano: Path, tmp_path: Path) -> None:
+    pipe = sdonnx.compile_pipe(in_diffusers(nano), ignores=("unet", "vae"))
     pipe.text_encoder.own = lambda: None
     with refused(OptionError, "the text_encoder cannot be saved: own is", "pass ignores=('text_encoder',)"):
         sdonnx.save_pipe(pipe, tmp_path)

@@ -10,6 +10,7 @@ from typing import Any
 from unittest import mock
 
 import onnx_ir as ir
+import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from sdonnx.export import trace
@@ -31,7 +32,7 @@ def shared_exports(known: dict[bytes, ir.Model]) -> Iterator[None]:
         file = io.BytesIO()
         try:
             _Structure(file).dump((module, repr(described)))
-        except (pickle.PicklingError, AttributeError, TypeError):  # it has local functions or classes
+        except (pickle.PicklingError, AttributeError, TypeError):  # such as for functions of a test
             return export(module, *described)
         if (key := file.getvalue()) not in known:
             known[key] = export(module, *described)
@@ -49,6 +50,8 @@ class _Structure(pickle.Pickler):
         self._numbers: dict[int, int] = {}
 
     def persistent_id(self, value: Any) -> Any:
-        if not isinstance(value, FakeTensor):
+        if not isinstance(value, torch.Tensor):
             return None
+        if not isinstance(value, FakeTensor):
+            raise pickle.PicklingError("its values are constants of the graph")
         return self._numbers.setdefault(id(value), len(self._numbers)), str(value.dtype), tuple(value.shape)

@@ -23,7 +23,9 @@ __all__ = ["graphs_in_torch"]
 def graphs_in_torch() -> Iterator[None]:
     """Compile modules in the block without an export: a graph is what would be exported, a copy in its wrapper."""
 
-    def load(self: ModuleGraphs, signature: GraphSignature, **_: Any) -> Callable[[], Any]:
+    def load(self: ModuleGraphs, signature: GraphSignature, frees: bool, **_: Any) -> Callable[[], Any]:
+        if frees:
+            self.weights.settle()
         module = copy.deepcopy(without_adapters(self.module, signature.lora_scale))
         for hooks in (module._forward_hooks, module._forward_pre_hooks):
             hooks.clear()
