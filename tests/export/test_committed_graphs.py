@@ -109,15 +109,16 @@ def test_keys_follow_the_structure_and_not_the_weights() -> None:
 
 def test_each_mode_exports_as_described(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A comparison that finds no difference would be of no use."""
+    weights = {"w": np.ones(2, np.float32)}
     calls: Any = mock.Mock(
         side_effect=lambda *_: small_graph("float[N,2] x", "float[N,2] y", "y = Add(x, w)", **weights)
     )
-    weights = {"w": np.ones(2, np.float32)}
     module = ModuleType("traced")
     module.__dict__["_exported"] = calls
     monkeypatch.setattr(committed_graphs, "GRAPHS", tmp_path)
     replay(module)
-    arguments = Net(), [None], SimpleNamespace(name="net", inputs=(), outputs_in=lambda config: ()), {}, torch.float32
+    spec: Any = SimpleNamespace(name="net", inputs=(), outputs_in=lambda config: ())
+    arguments: tuple[Any, ...] = (Net(), [None], spec, {}, torch.float32)
 
     def run(mode: str) -> tuple[list[str | None], bool]:
         before = calls.call_count

@@ -100,13 +100,16 @@ def _packed(model: ir.Model) -> bytes:
         value.metadata_props.clear()
     for name, value in model.graph.initializers.items():
         weight = required(value.const_value, "initializer")
-        value.const_value = ir.ExternalTensor("weights", 0, weight.nbytes, weight.dtype, shape=weight.shape, name=name)
+        value.const_value = ir.ExternalTensor(
+            "weights", 0, weight.nbytes, weight.dtype, shape=ir.Shape(weight.shape), name=name
+        )
     return lzma.compress(ir.to_proto(model).SerializeToString(deterministic=True))
 
 
 def _unpacked(content: bytes) -> ir.Model:
-    proto = onnx.ModelProto.FromString(lzma.decompress(content))
-    return ir.from_proto(proto)
+    proto: onnx.ModelProto = onnx.ModelProto.FromString(lzma.decompress(content))
+    model: ir.Model = ir.from_proto(proto)
+    return model
 
 
 def replay_exports() -> None:
