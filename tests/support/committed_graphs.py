@@ -100,9 +100,8 @@ def _packed(model: ir.Model) -> bytes:
         value.metadata_props.clear()
     for name, value in model.graph.initializers.items():
         weight = required(value.const_value, "initializer")
-        value.const_value = ir.ExternalTensor(
-            "weights", 0, weight.nbytes, weight.dtype, shape=ir.Shape(weight.shape), name=name
-        )
+        shape = ir.Shape(weight.shape.numpy())
+        value.const_value = ir.ExternalTensor("weights", 0, weight.nbytes, weight.dtype, shape=shape, name=name)
     return lzma.compress(ir.to_proto(model).SerializeToString(deterministic=True))
 
 
