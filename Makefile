@@ -33,7 +33,7 @@ weekly: venv ## run and record what takes too long for CI, hours; it continues a
 
 graphs: venv ## export the graphs in tests/graphs again, after a change of the exporter, torch or diffusers
 	rm -f tests/graphs/*.xz
-	SDONNX_TEST_GRAPHS=write $(BIN)/python -m pytest -m "not gpu and (pipeline or slow)" -n auto --dist loadfile
+	SDONNX_TEST_GRAPHS=write $(BIN)/python -m pytest -m "not gpu and (pipeline or slow)" -n auto --dist loadfile --ignore tests/export
 
 docs: venv ## build the documentation into site/, warnings are errors
 	$(BIN)/mkdocs build --strict

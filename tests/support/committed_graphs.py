@@ -1,6 +1,6 @@
 """Exports of the sample pipelines, committed without weights in `tests/graphs`.
 
-torch takes 3 to 20 s to export a component of a sample, and the result depends on the module's structure only. With
+torch takes 3 to 7 s to export a component of a sample, and the result depends on the module's structure only. With
 `replay_exports`, `sdonnx.export.trace` reads the committed graph of a module of equal structure. It then attaches
 weights and simplifies the graph as usual. Modules without a committed graph are exported.
 
@@ -74,7 +74,7 @@ def _parts(module: torch.nn.Module) -> Iterator[object]:
     if config is not None:
         entries = config.to_dict() if hasattr(config, "to_dict") else dict(config)
         yield sorted((key, repr(value)) for key, value in entries.items() if key not in _OUTSIDE)
-    if not isinstance(processor := getattr(module, "processor", None), type(None) | type(module)):
+    if (processor := getattr(module, "processor", None)) is not None:
         yield from _attributes(processor)
 
 
