@@ -81,7 +81,7 @@ class DiffusersInterface(MemoryOptions, LoraInterface):
         # The scheduler object is made first, so that an error leaves the scheduler as it is.
         if isinstance(chosen, str) and not isinstance(chosen, SchedulerHandle):
             config = config_for(chosen, self._unnamed_config)
-            host = None if is_planned(config) else scheduler_of(config)
+            host = scheduler_of(config) if needs_host(config) else None
             self._scheduler_config = config
         elif isinstance(chosen, SchedulerHandle | Mapping):
             config = set_options(chosen.config if isinstance(chosen, SchedulerHandle) else chosen)
@@ -107,7 +107,7 @@ class DiffusersInterface(MemoryOptions, LoraInterface):
         """Return the scheduler object that steps on the host; None for a sampler with a plan.
 
         Raises:
-            SchedulerError: the sampler needs diffusers, which is not installed.
+            SchedulerError: the sampler needs diffusers, which is not installed or rejects the configuration.
         """
         if self._scheduler_object is None and needs_host(self._scheduler_config):
             self._scheduler_object = scheduler_of(self._scheduler_config)
