@@ -14,7 +14,6 @@ import numpy.typing as npt
 from PIL import Image
 
 from sdonnx.errors import OptionError
-from sdonnx.folder.version import read_report
 from sdonnx.models import abi
 from sdonnx.runtime.cuda_graph_cache import CapturedShape
 from sdonnx.runtime.device.arrays import export
@@ -152,7 +151,7 @@ def read_output(
 
 def _remedy(graphs: GraphSet) -> str:
     """Return how to prevent images that are not finite. In a float32 folder, only the arguments can cause them."""
-    if read_report(graphs.folder.path).get("precision") == "float16":
+    if graphs.report.get("precision") == "float16":
         return (
             "optimize the exported pipeline again with --force_fp32_ops auto, which finds the operators that must "
             "stay in float32"

@@ -15,7 +15,7 @@ import onnxruntime
 from sdonnx.doctor.first_use import KernelWarning
 from sdonnx.errors import OptionError, refusing
 from sdonnx.folder import certificate
-from sdonnx.folder.pipeline_folder import PipelineFolder
+from sdonnx.folder.loaded_folder import LoadedFolder
 from sdonnx.folder.version import RebuildWarning, command_for, notices, read_report, require_provider
 from sdonnx.lora.loaded_adapters import LoadedAdapters
 from sdonnx.models import abi
@@ -182,7 +182,7 @@ class OrtDiffusionPipeline(DiffusersInterface, PromptEncoding):
         require_arguments(max_sizes, low_memory, require_certificate)
         chosen = PretrainedOptions.read(options, names_of(cls.from_pretrained))
         folder, (provider, device_index) = chosen.find(folder), chosen.place(provider, device_index)
-        opened = PipelineFolder.open(folder)
+        opened = LoadedFolder.open(folder)
         if require_certificate:
             certificate.require_certificate(opened.path)
         report = read_report(opened.path)

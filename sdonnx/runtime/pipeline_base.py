@@ -14,7 +14,7 @@ from PIL import Image
 
 from sdonnx.doctor.first_use import KernelWarning
 from sdonnx.errors import OptionError, SdonnxError
-from sdonnx.folder.pipeline_folder import PipelineFolder
+from sdonnx.folder.loaded_folder import LoadedFolder
 from sdonnx.models import abi
 from sdonnx.models.spec import CallDefaults
 from sdonnx.runtime.cuda_graph_cache import CaptureReport, CudaGraphCache
@@ -38,8 +38,9 @@ Result = TypeVar("Result")
 class PipelineBase(MissingFeatures):
     """Settings of a pipeline that generates images, and its release. The subclass sets the attributes."""
 
-    folder: PipelineFolder
+    folder: LoadedFolder
     device: Device
+    vae_scale_factor: int
     safety_checker: SafetyChecker | None
     _graphs: GraphSet
     _defaults: CallDefaults

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn, Self
 
+from PIL import Image
+
 from sdonnx.errors import OptionError
-from sdonnx.folder.version import read_report
 from sdonnx.models.spec import Role
 from sdonnx.runtime.device.device import Device
 from sdonnx.runtime.interface.component_handle import ComponentHandle, DataType, component_folder
@@ -201,7 +201,10 @@ class DiffusersInterface(MemoryOptions, LoraInterface):
 
         Raises:
             OutputError: the folder exists, overlaps this pipeline's folder, or cannot be written. Nothing is left.
+            OptionError: adapters are in effect, also those that `fuse_lora` has fused.
+            FolderError: the folder has changed since it was loaded.
         """
+        self._require_saveable()
         for name in ("safe_serialization", "variant", "max_shard_size"):
             options.pop(name, None)
         push = options.pop("push_to_hub", False)
@@ -237,7 +240,10 @@ class DiffusersInterface(MemoryOptions, LoraInterface):
 
         Raises:
             OutputError: the hub cannot be reached, or does not accept the upload.
+            OptionError: adapters are in effect, also those that `fuse_lora` has fused.
+            FolderError: the folder has changed since it was loaded.
         """
+        self._require_saveable()
         changed = changed_files(self.folder, self.scheduler_config)
         return upload(
             self.folder.path,
@@ -276,9 +282,9 @@ class DiffusersInterface(MemoryOptions, LoraInterface):
                 f"load it there: from_pretrained(..., device_index={index})",
             )
 
-    @functools.cached_property
+    @property
     def _report(self) -> dict[str, Any]:
-        return read_report(self.folder.path)
+        return self._graphs.report
 
     def _precision_of(self, part: str) -> str:
         """Return the type of a component's weights by its folder."""

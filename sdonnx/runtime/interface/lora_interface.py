@@ -302,6 +302,7 @@ class LoraInterface(PipelineBase):
         changed = {}
         for component in adapters.tables if state.files or state.fused or before.files or before.fused else ():
             if _effect(state, component) != _effect(before, component):
+                self._graphs.folder.require_unchanged(component)  # new values are computed from those of the folder
                 start = time.perf_counter()
                 changed[component] = adapters.changed(state, component, self._graphs.adds_products)
                 seconds = time.perf_counter() - start
@@ -317,6 +318,26 @@ class LoraInterface(PipelineBase):
         if not (state.files or state.fused):
             self._graphs.forget_bases()
         adapters.state = state
+
+    def _require_saveable(self) -> None:
+        """Raise unless the files of the folder are the pipeline: no adapters are in effect, and they have not changed.
+
+        Raises:
+            OptionError: adapters are in effect, which the files lack.
+            FolderError: a file has changed since it was loaded.
+        """
+        self._graphs.folder.require_unchanged()
+        state = self._adapters.state
+        tables = self._adapters.tables if state.files or state.fused else ()
+        changed = [component for component in tables if state.changes(component)]
+        if changed:
+            active = [name for component in changed if state.enabled for name in state.active.get(component, ())]
+            names = dict.fromkeys([*(name for name, *_ in state.fused), *active])
+            raise OptionError(
+                f"a pipeline with the adapters {', '.join(names)}, which the files of {self.folder.path} lack",
+                "a pipeline with the weights of its folder",
+                f"write a folder with them: sdonnx bake -m {self.folder.path} --lora FILE:WEIGHT -o OUT",
+            )
 
     def _by_component(self, name: str, weight: Any) -> dict[str, float]:
         """Return the scale of an adapter in each component."""
