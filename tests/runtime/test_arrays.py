@@ -159,7 +159,9 @@ def test_buffers_alias_numpy() -> None:
     np.testing.assert_array_equal(array, 1)
 
 
-@pytest.mark.parametrize("make", [np.array, np.asfortranarray, lambda array: array[::-1], lambda array: array[0, 0, ...]])
+@pytest.mark.parametrize(
+    "make", [np.array, np.asfortranarray, lambda array: array[::-1], lambda array: array[0, 0, ...]]
+)
 def test_uploads_are_copies(make: Any) -> None:
     """Graphs write to buffers, and callers to arrays; neither is to change the other."""
     array = make(np.arange(6, dtype=np.float32).reshape(2, 3))

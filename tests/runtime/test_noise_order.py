@@ -126,7 +126,9 @@ def test_draws_of_each_task(name: str, listed: bool, pairs: dict[bool, Any]) -> 
 
 
 @pytest.mark.parametrize("name", ["text", "mask, images"])
-@pytest.mark.parametrize("scheduler", ["DDIMScheduler", "LCMScheduler", "DDPMScheduler", "DPMSolverSinglestepScheduler"])
+@pytest.mark.parametrize(
+    "scheduler", ["DDIMScheduler", "LCMScheduler", "DDPMScheduler", "DPMSolverSinglestepScheduler"]
+)
 def test_draws_of_schedulers(scheduler: str, name: str, pairs: dict[bool, Any]) -> None:
     """Compare noise of the steps: none for some schedulers, and in some of the steps for others."""
     assert same_draws(name, True, scheduler, pairs)

@@ -16,6 +16,7 @@ from sdonnx.runtime.device.device import Device
 from sdonnx.runtime.interface.component_handle import ComponentHandle, DataType, component_folder
 from sdonnx.runtime.interface.frozen_config import FrozenConfig
 from sdonnx.runtime.interface.hub import upload
+from sdonnx.runtime.interface.image_processor import ImageProcessor, numpy_to_pil
 from sdonnx.runtime.interface.keyword_arguments import names_its_arguments, require_known
 from sdonnx.runtime.interface.lora_interface import LoraInterface
 from sdonnx.runtime.interface.memory_options import MemoryOptions
@@ -161,6 +162,26 @@ class DiffusersInterface(MemoryOptions, LoraInterface):
     image_encoder = _component_property("image_encoder")
     """The image encoder of image prompts."""
 
+    @property
+    def image_processor(self) -> ImageProcessor:
+        """Converts images that `vae.decode` returns, such as in a callback."""
+        return ImageProcessor()
+
+    @staticmethod
+    def numpy_to_pil(images: Any) -> list[Image.Image]:
+        """Return PIL images of an array (B,H,W,3) from 0 to 1."""
+        return numpy_to_pil(images)
+
+    @property
+    def _execution_device(self) -> Device:
+        return self.device
+
+    def progress_bar(self, iterable: Any = None, total: int | None = None) -> Any:
+        """Return a progress bar of tqdm with the options of `set_progress_bar_config`."""
+        from tqdm.auto import tqdm
+
+        return tqdm(iterable, **{"total": total, "disable": None, **self._progress})
+
     def to(self, *targets: Any, **named: Any) -> Self:
         """Return the pipeline; the device and the type must be those that it has.
 
@@ -192,6 +213,8 @@ class DiffusersInterface(MemoryOptions, LoraInterface):
 
     def save_pretrained(self, save_directory: Path | str, *, overwrite: bool = False, **options: Any) -> None:
         """Write a copy of the optimized folder, with the current scheduler configuration.
+
+        Adapters are not part of the folder: to write one with LoRA files in its weights, use `sdonnx bake`.
 
         Args:
             save_directory: the folder to write.

@@ -140,6 +140,7 @@ class LoraInterface(PipelineBase):
             adapter_names: names of loaded adapters. They apply in this order.
             adapter_weights: a number for all, or a list with one for each. In place of a number, a mapping has one for
                 each component: `{"unet": 0.8, "text_encoder": 0.5}`; those that are not named have 1. By default 1.
+                Weights of blocks, as in diffusers, are not supported.
 
         Raises:
             OptionError: a name or a weight cannot be used. The pipeline stays as it was.
@@ -342,7 +343,13 @@ class LoraInterface(PipelineBase):
     def _by_component(self, name: str, weight: Any) -> dict[str, float]:
         """Return the scale of an adapter in each component."""
         values = self._adapters.by_component(weight)
-        for value in values.values():
+        for component, value in values.items():
+            if isinstance(value, Mapping):
+                raise OptionError(
+                    f"weights of the adapter {name} for blocks of {component}",
+                    "one number, since weights of blocks are not supported",
+                    f"pass a number for {component}, or bake the weights of blocks into the LoRA file",
+                )
             require_number(f"the weight of the adapter {name}", value)
         return {component: float(value) for component, value in values.items()}
 
