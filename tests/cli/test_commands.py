@@ -108,7 +108,7 @@ def test_each_of_several_images_can_be_repeated_alone(
 ) -> None:
     picture = Image.fromarray(np.random.default_rng(0).integers(0, 256, (64, 64, 3), np.uint8))
     picture.save(tmp_path / "photo.png")
-    Image.fromarray(np.repeat(np.uint8([0, 255]), 32)[:, None].repeat(64, 1)).save(tmp_path / "mask.png")
+    Image.fromarray(np.repeat(np.array([0, 255], np.uint8), 32)[:, None].repeat(64, 1)).save(tmp_path / "mask.png")
     given = {
         "noise": ["--scheduler", "euler_a"],
         "image": ["--image", str(tmp_path / "photo.png"), "--strength", "0.6"],

@@ -293,7 +293,8 @@ class _Batch:
         """Raise unless the image can be halved as often as a T2I-Adapter does."""
         for name, edge in zip(("height", "width"), self.size, strict=True):
             if edge % factor:
-                raise OptionError(f"{name} is {edge}", f"a multiple of {factor} with this T2I-Adapter", "change it")
+                raise OptionError(f"{name} is {edge}", f"a multiple of {factor} with this T2I-Adapter",
+                                  f"pass another {name}")  # fmt: skip
 
 
 def _require_default(names: Sequence[str], given: Mapping[str, Any], group: ArgumentGroup = CONTROL_ARGUMENTS) -> None:

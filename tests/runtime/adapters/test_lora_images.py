@@ -6,6 +6,7 @@ import json
 import logging
 import resource
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -183,14 +184,15 @@ def test_a_folder_that_was_replaced_is_not_read(pair: Pair, tmp_path: Path) -> N
     bake_adapters(pair.folder, tmp_path / "baked", [(pair.files[0], 1.0)])
     shutil.rmtree(folder)
     (tmp_path / "baked").rename(folder)
-    for change in (
+    changes: list[Callable[[], object]] = [
         lambda: ours.load_lora_weights(pair.files[0]),
         lambda: ours.set_adapters("second", 0.5),
         ours.unload_lora_weights,
         lambda: ours.fuse_lora(lora_scale=0.5),
         lambda: ours.save_pretrained(tmp_path / "saved"),
         ours.enable_model_cpu_offload,  # reads the graphs again
-    ):
+    ]
+    for change in changes:
         with refused(FolderError, "has changed since the pipeline was loaded", "load the pipeline again"):
             change()
             image_of(ours)
