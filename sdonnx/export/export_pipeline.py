@@ -19,6 +19,7 @@ import torch
 
 from sdonnx.errors import FolderError, OptionError
 from sdonnx.export.component_plan import ComponentPlan, plan_component
+from sdonnx.export.config_entries import require_known_index
 from sdonnx.export.control_network_export import ControlFiles
 from sdonnx.export.exported_families import wrapper_of
 from sdonnx.export.interruption import interruptible
@@ -148,6 +149,7 @@ def _export(
     controls = ControlFiles.open(added.controlnets, added.t2i_adapters, family)
     allow_pickle = _require_options(family, dtype, allow_pickle, added)
     # All inputs are checked before anything is written.
+    require_known_index(folder)
     for name, file in family.extras:
         folder.config(name, file)
         _require_sentencepiece(folder.path / name)

@@ -186,7 +186,10 @@ class PipelineFolder:
             found, remedy = f"{path} has no {MODEL_INDEX}", f"pass the folder that contains {MODEL_INDEX}"
             if class_name := _model_class(path):
                 found += f": it is the model {class_name}, not a pipeline"
-                remedy = "ControlNet is not supported yet" if "ControlNet" in class_name else remedy
+                if "ControlNet" in class_name:
+                    remedy = f"pass it with --controlnet {path}, and the pipeline with -m"
+                elif class_name == "T2IAdapter":
+                    remedy = f"pass it with --t2i_adapter {path}, and the pipeline with -m"
             raise FolderError(found, "a pipeline folder in diffusers' layout", remedy)
         for file in (MODEL_INDEX, REPORT):
             require_inside(path / file, path)
