@@ -21,6 +21,7 @@ from sdonnx.folder.weight_table import Initializer
 from sdonnx.models import abi
 from sdonnx.models.spec import Family, Role
 from sdonnx.runtime.changed_weights import ChangedByComponent, ChangedWeights
+from sdonnx.runtime.device.cancellation import Cancellation
 from sdonnx.runtime.device.device import Device
 from sdonnx.runtime.device.kernel_workarounds import KernelCheck
 from sdonnx.runtime.device.load_shared_weights import load_shared_weights
@@ -75,6 +76,7 @@ class GraphSet:
     Attributes:
         kernels: the verdict on the device's kernels.
         observer: wraps each run of a graph; None for no observer.
+        cancellation: ends the runs of a call.
     """
 
     def __init__(
@@ -88,6 +90,7 @@ class GraphSet:
     ) -> None:
         self.folder, self.family, self.device, self.kernels = folder, family, device, kernels
         self.observer: Observer | None = None
+        self.cancellation = Cancellation()
         self._own_kernels = OwnKernelForm(device, read_report(folder.path), settings)
         self._settings = self._required(settings)
         self._low_memory = low_memory
@@ -204,6 +207,7 @@ class GraphSet:
                 settings=self._settings,
                 weights=lambda: self._changed.weights(path, self._shared_weights() if shares else {}),
                 injected=lambda: self._changed.injected(path),
+                cancellation=self.cancellation,
             )
         return self._loaded[key]
 
