@@ -1,0 +1,112 @@
+"""Connections of clients: those that send no request, or read no answer, are closed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any, cast
+
+import h11
+from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.server import ServerState
+
+from sdonnx.serve.http.openai_errors import error_content
+
+__all__ = ["MAX_CONNECTIONS", "Connection", "ConnectionState"]
+
+MAX_CONNECTIONS = 1100
+"""Number of connections above which those that wait for a request are closed, the oldest first."""
+
+_REQUEST_S = 10.0  # for the headers of the first request, or of the next one
+_READ_S, _READ_BYTES = 60.0, 64 * 1024  # of an answer that a client reads in this time at least
+
+
+class ConnectionState(ServerState):
+    """State that all connections share.
+
+    Attributes:
+        waiting: connections without a request in progress, the oldest first.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waiting: dict[Connection, None] = {}
+
+
+class Connection(H11Protocol):
+    """uvicorn's connection, with limits of time and number; uvicorn itself only limits the time between two requests.
+
+    Data that is not a whole request, such as a slow header, or a body that nobody reads, does not extend the time.
+    """
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self._shared = cast(ConnectionState, self.server_state)
+        self._request_timer: asyncio.TimerHandle | None = None
+        self._read_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as in uvicorn
+        super().connection_made(transport)
+        self._follow()
+        if len(self.connections) > MAX_CONNECTIONS:
+            oldest = next(iter(self._shared.waiting))
+            if oldest is not self:
+                oldest.transport.abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_waiting()
+        if self._read_timer is not None:
+            self._read_timer.cancel()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._follow()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._follow()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._expect_reading(self.transport.get_write_buffer_size())
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._read_timer is not None:
+            self._read_timer.cancel()
+        self._follow()
+
+    def send_400_response(self, msg: str) -> None:
+        content = json.dumps(error_content(400, f"the request is not valid HTTP ({msg})")).encode()
+        headers = [("content-type", "application/json"), ("content-length", str(len(content))), ("connection", "close")]
+        for event in (h11.Response(status_code=400, headers=headers), h11.Data(data=content), h11.EndOfMessage()):
+            self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()
+
+    def _follow(self) -> None:
+        """Start or stop the timer after the state may have changed."""
+        has_request = self.cycle is not None and not self.cycle.response_complete
+        if has_request or self.flow.write_paused or self.transport.is_closing():
+            self._stop_waiting()
+        elif self._request_timer is None:
+            self._shared.waiting[self] = None
+            self._request_timer = self.loop.call_later(_REQUEST_S, self.transport.abort)
+
+    def _stop_waiting(self) -> None:
+        self._shared.waiting.pop(self, None)
+        if self._request_timer is not None:
+            self._request_timer.cancel()
+            self._request_timer = None
+
+    def _expect_reading(self, unread: int) -> None:
+        """Close the connection unless the client reads enough of what is unread in time."""
+
+        def check() -> None:
+            left = self.transport.get_write_buffer_size()
+            if unread - left < _READ_BYTES:
+                self.transport.abort()
+            else:
+                self._expect_reading(left)
+
+        self._read_timer = self.loop.call_later(_READ_S, check)
