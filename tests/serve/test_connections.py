@@ -154,6 +154,15 @@ def test_what_is_no_http_is_answered_in_json(served: tuple[Server, int]) -> None
         assert "not valid HTTP" in json.loads(body)["error"]["message"]
 
 
+@pytest.mark.parametrize(("sent", "client"), [({}, "127.0.0.1"), ({"X-Forwarded-For": "9.9.9.9"}, "9.9.9.9")])
+def test_a_proxy_on_this_machine_names_the_client(sent: dict[str, str], client: str) -> None:
+    service = FakeService()
+    with serving_fake(service) as (_, port):
+        url = f"http://{ADDRESS}:{port}/v1/images/generations"
+        assert httpx.post(url, json={"prompt": "a"}, headers=sent).status_code == 200
+    assert service.accepted[0].client == f"address {client}"
+
+
 # The end of the server
 
 
