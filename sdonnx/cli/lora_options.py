@@ -58,7 +58,7 @@ def add_lora_arguments(parser: argparse.ArgumentParser, *, required: bool = Fals
 
 def add_lora_tags(parser: argparse.ArgumentParser) -> None:
     """Add --lora_folder."""
-    tags = "read <lora:NAME:WEIGHT> in the prompts, with NAME.safetensors in this folder or one inside it, or in a folder NAME"
+    tags = "read <lora:NAME:WEIGHT> in the prompts; NAME.safetensors, or the only file of NAME, is in this folder"
     add_option(parser, "--lora_folder", type=Path, default=None, metavar="FOLDER", help=tags)
 
 

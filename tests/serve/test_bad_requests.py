@@ -186,7 +186,11 @@ def test_broken_images(server: Running, kind: str, name: str) -> None:
     [
         ({}, ["image"], "prompt: is required"),
         ({"prompt": "a"}, [], "image"),
-        ({"prompt": "a"}, ["image", "image[]"], "2 files named image; expected one, since models of this server start from one image"),
+        (
+            {"prompt": "a"},
+            ["image", "image[]"],
+            "2 files named image; expected one, since models of this server start from one image",
+        ),
         ({"prompt": "a", "image": "http://127.0.0.1/a.png"}, [], "addresses are not opened"),
         ({"prompt": "a", "n": "many"}, ["image"], "n: "),
         ({"prompt": "a", "strength": "nan"}, ["image"], "strength: "),

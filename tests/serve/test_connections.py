@@ -79,9 +79,7 @@ def test_connections_without_a_request_are_closed(served: tuple[Server, int], fi
         assert WAIT_S / 2 < time.monotonic() - start < 5
 
 
-def test_the_oldest_idle_connection_makes_room(
-    served: tuple[Server, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_oldest_idle_connection_makes_room(served: tuple[Server, int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "_REQUEST_S", 60)
     server, port = served
     with opened(port, 20) as idle:
@@ -138,7 +136,8 @@ def test_a_client_that_reads_slowly_gets_all(read: int, is_kept: bool, monkeypat
     async def body() -> None:
         connection, transport = connections.Connection.__new__(connections.Connection), Transport()
         connection.loop, connection.transport = asyncio.get_running_loop(), cast(asyncio.Transport, transport)
-        connection._expect_reading(transport.left)
+        connection._read_timer = None
+        connection._expect_reading()
         while not transport.is_aborted and transport.left > 2**18:
             await asyncio.sleep(0.01)
         assert transport.is_aborted is not is_kept
@@ -168,25 +167,26 @@ def test_a_proxy_on_this_machine_names_the_client(sent: dict[str, str], client: 
 
 def test_a_second_signal_answers_running_requests_with_503() -> None:
     service = FakeService(holds=True)
-    with serving_fake(service) as (server, port), httpx.Client(base_url=f"http://{ADDRESS}:{port}") as client:
-        with contextlib.ExitStack() as stack:
-            parked = stack.enter_context(socket.create_connection((ADDRESS, port), 10))
-            parked.sendall(b"POST /v1/images/edits HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\nabc")
-            with ThreadPoolExecutor(2) as pool:
-                plain = pool.submit(client.post, "/v1/images/generations", json={"prompt": "a"}, timeout=60)
-                streamed = pool.submit(
-                    client.post, "/v1/images/generations", json={"prompt": "a", "stream": True}, timeout=60
-                )
-                until(lambda: len(service.jobs) == 2)
-                server.should_exit = True
-                time.sleep(0.3)
-                assert not plain.done()
-                server.forced_by = 2
-                answer = plain.result(30)
-                assert (answer.status_code, answer.json()["error"]["code"]) == (503, "unavailable")
-                assert "Retry-After" in answer.headers
-                assert streamed.result(30).text.startswith("event: error\n")
-            assert is_closed(parked)
+    with (
+        serving_fake(service) as (server, port),
+        httpx.Client(base_url=f"http://{ADDRESS}:{port}", timeout=60) as client,
+        opened(port) as (parked,),
+        ThreadPoolExecutor(2) as pool,
+    ):
+        parked.sendall(b"POST /v1/images/edits HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\nabc")
+        path, fields = "/v1/images/generations", {"prompt": "a"}
+        plain = pool.submit(client.post, path, json=fields)
+        streamed = pool.submit(client.post, path, json={**fields, "stream": True})
+        until(lambda: len(service.jobs) == 2)
+        server.should_exit = True
+        time.sleep(0.3)
+        assert not plain.done()
+        server.forced_by = 2
+        answer = plain.result(60)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "unavailable")
+        assert "Retry-After" in answer.headers
+        assert streamed.result(60).text.startswith("event: error\n")
+        assert is_closed(parked)
 
 
 def test_the_grace_ends_requests() -> None:

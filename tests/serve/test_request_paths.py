@@ -1,4 +1,4 @@
-"""No field of a request is opened as a path or an address: watched by an audit hook (PEP 578) while requests are read."""
+"""No field of a request is opened as a path or an address: an audit hook (PEP 578) watches while requests are read."""
 
 from __future__ import annotations
 

@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any
 
 from PIL import Image
-from support.serving import TIMEOUT_S, until
 
 from sdonnx import ImageRequest, ServeLimits
 from sdonnx.errors import UnavailableError
@@ -20,6 +19,7 @@ from sdonnx.serve.http.serve_settings import ServeSettings
 from sdonnx.serve.image_job import GeneratedImages, StepProgress
 from sdonnx.serve.prometheus_metrics import PrometheusMetrics
 from sdonnx.serve.serve_observer import ServeObserver
+from support.serving import TIMEOUT_S, until
 
 
 class FakeJob:

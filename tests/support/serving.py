@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+
 from sdonnx import AsyncPipeline, ServeLimits
 from sdonnx.serve.http.application import create_app
 from sdonnx.serve.http.http_server import Server, bind

@@ -39,6 +39,9 @@ class Connection(H11Protocol):
     Data that is not a whole request, such as a slow header, or a body that nobody reads, does not extend the time.
     """
 
+    # Overridden methods: see uvicorn and asyncio.Protocol.
+    # ruff: noqa: D102
+
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
         self._shared = cast(ConnectionState, self.server_state)
@@ -47,16 +50,15 @@ class Connection(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as in uvicorn
         super().connection_made(transport)
-        self._follow()
         if len(self.connections) > MAX_CONNECTIONS:
-            oldest = next(iter(self._shared.waiting))
-            if oldest is not self:
+            idle = (each for each in self._shared.waiting if not each.transport.get_write_buffer_size())
+            if (oldest := next(idle, None)) is not None:
                 oldest.transport.abort()
+        self._follow()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_waiting()
-        if self._read_timer is not None:
-            self._read_timer.cancel()
+        self._stop_reading()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -69,12 +71,11 @@ class Connection(H11Protocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._expect_reading(self.transport.get_write_buffer_size())
+        self._expect_reading()
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        if self._read_timer is not None:
-            self._read_timer.cancel()
+        self._stop_reading()
         self._follow()
 
     def send_400_response(self, msg: str) -> None:
@@ -85,13 +86,19 @@ class Connection(H11Protocol):
         self.transport.close()
 
     def _follow(self) -> None:
-        """Start or stop the timer after the state may have changed."""
-        has_request = self.cycle is not None and not self.cycle.response_complete
-        if has_request or self.flow.write_paused or self.transport.is_closing():
+        """Start or stop the timers after the state may have changed."""
+        if self.transport.is_closing():
+            self._stop_waiting()
+            self._expect_reading()
+        elif self.cycle is not None and not self.cycle.response_complete:
             self._stop_waiting()
         elif self._request_timer is None:
             self._shared.waiting[self] = None
-            self._request_timer = self.loop.call_later(_REQUEST_S, self.transport.abort)
+            self._request_timer = self.loop.call_later(_REQUEST_S, self._end_waiting)
+
+    def _end_waiting(self) -> None:
+        self.transport.close()  # sends the rest of the last answer first
+        self._follow()
 
     def _stop_waiting(self) -> None:
         self._shared.waiting.pop(self, None)
@@ -99,14 +106,21 @@ class Connection(H11Protocol):
             self._request_timer.cancel()
             self._request_timer = None
 
-    def _expect_reading(self, unread: int) -> None:
-        """Close the connection unless the client reads enough of what is unread in time."""
+    def _expect_reading(self) -> None:
+        """Close the connection unless the client reads enough of what is unread, or all of it, in time."""
+        unread = self.transport.get_write_buffer_size()
+        if unread and self._read_timer is None:
+            self._read_timer = self.loop.call_later(_READ_S, self._check_reading, unread)
 
-        def check() -> None:
-            left = self.transport.get_write_buffer_size()
-            if unread - left < _READ_BYTES:
-                self.transport.abort()
-            else:
-                self._expect_reading(left)
+    def _check_reading(self, before: int) -> None:
+        self._read_timer = None
+        unread = self.transport.get_write_buffer_size()
+        if unread and before - unread < min(_READ_BYTES, before):
+            self.transport.abort()
+        else:
+            self._expect_reading()
 
-        self._read_timer = self.loop.call_later(_READ_S, check)
+    def _stop_reading(self) -> None:
+        if self._read_timer is not None:
+            self._read_timer.cancel()
+            self._read_timer = None

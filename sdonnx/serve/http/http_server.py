@@ -21,6 +21,7 @@ __all__ = ["Server", "bind", "serve"]
 
 _BACKLOG = 2048
 _MAX_PORT = 65535
+_NEVER_S = 24 * 3600
 _OPEN_FILES = 2 * MAX_CONNECTIONS  # with uploads that wait in files
 _ANSWER_S = 2.0  # for clients to receive the end of their requests when the server stops at once
 
@@ -79,6 +80,7 @@ class Server(uvicorn.Server):
             http=Connection,
             log_level=log_level,
             access_log=False,  # the application writes one
+            timeout_keep_alive=_NEVER_S,  # the connection has a limit of its own
             server_header=False,
             backlog=_BACKLOG,
             ws="none",
@@ -88,12 +90,12 @@ class Server(uvicorn.Server):
         self.forced_by: int | None = None
         self._end_requests, self._grace_s, self._on_ready = end_requests, grace_s, on_ready
 
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:  # noqa: D102  see uvicorn
         await super().startup(sockets)
         if self.started:
             self._on_ready()
 
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:  # noqa: D102
         ending = asyncio.create_task(self._end_in_time())
         try:
             await super().shutdown(sockets)
