@@ -53,6 +53,7 @@ class Connection(H11Protocol):
         if len(self.connections) > MAX_CONNECTIONS:
             idle = (each for each in self._shared.waiting if not each.transport.get_write_buffer_size())
             if (oldest := next(idle, None)) is not None:
+                oldest._stop_waiting()  # before the loop tells it that it is lost
                 oldest.transport.abort()
         self._follow()
 
@@ -81,8 +82,8 @@ class Connection(H11Protocol):
     def send_400_response(self, msg: str) -> None:
         content = json.dumps(error_content(400, f"the request is not valid HTTP ({msg})")).encode()
         headers = [("content-type", "application/json"), ("content-length", str(len(content))), ("connection", "close")]
-        for event in (h11.Response(status_code=400, headers=headers), h11.Data(data=content), h11.EndOfMessage()):
-            self.transport.write(self.conn.send(event) or b"")
+        events = (h11.Response(status_code=400, headers=headers), h11.Data(data=content), h11.EndOfMessage())
+        self.transport.write(b"".join(self.conn.send(event) or b"" for event in events))
         self.transport.close()
 
     def _follow(self) -> None:

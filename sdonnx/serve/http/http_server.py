@@ -88,6 +88,7 @@ class Server(uvicorn.Server):
         super().__init__(config)
         self.server_state = ConnectionState()
         self.forced_by: int | None = None
+        self._ending: asyncio.Future[None] | None = None
         self._end_requests, self._grace_s, self._on_ready = end_requests, grace_s, on_ready
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:  # noqa: D102  see uvicorn
@@ -96,11 +97,13 @@ class Server(uvicorn.Server):
             self._on_ready()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:  # noqa: D102
-        ending = asyncio.create_task(self._end_in_time())
+        watching = asyncio.create_task(self._end_in_time())
         try:
             await super().shutdown(sockets)
         finally:
-            ending.cancel()
+            watching.cancel()
+            if self._ending is not None:
+                await self._ending
 
     async def _end_in_time(self) -> None:
         """End all requests and connections at the second signal, or after the time to finish them."""
@@ -108,7 +111,8 @@ class Server(uvicorn.Server):
             async with asyncio.timeout(self._grace_s):
                 while self.forced_by is None:
                     await asyncio.sleep(0.1)
-        await self._end_requests()
+        self._ending = asyncio.ensure_future(self._end_requests())
+        await asyncio.wait({self._ending})
         await asyncio.sleep(_ANSWER_S)
         for connection in list(self.server_state.connections):  # their clients send or read nothing
             connection.transport.abort()
