@@ -22,6 +22,7 @@ from sdonnx.folder.weight_table import Initializer
 from sdonnx.models import abi
 from sdonnx.models.spec import Family, Role
 from sdonnx.runtime.changed_weights import ChangedByComponent, ChangedWeights
+from sdonnx.runtime.device.cancellation import Cancellation
 from sdonnx.runtime.device.device import Device
 from sdonnx.runtime.device.kernel_workarounds import KernelCheck
 from sdonnx.runtime.device.load_shared_weights import load_shared_weights
@@ -78,6 +79,7 @@ class GraphSet:
         report: its `sdonnx.json`.
         kernels: the verdict on the device's kernels.
         observer: wraps each run of a graph; None for no observer.
+        cancellation: ends the runs of a call.
     """
 
     def __init__(
@@ -91,6 +93,7 @@ class GraphSet:
     ) -> None:
         self.folder, self.family, self.device, self.kernels = folder, family, device, kernels
         self.observer: Observer | None = None
+        self.cancellation = Cancellation()
         self.report = read_report(folder.path)
         self._own_kernels = OwnKernelForm(device, self.report, settings)
         self._settings = self._required(settings)
@@ -208,6 +211,7 @@ class GraphSet:
                 settings=self._settings,
                 weights=lambda: self._read_weights(path, shares=shares),
                 injected=lambda: self._changed.injected(path),
+                cancellation=self.cancellation,
             )
         return self._loaded[key]
 

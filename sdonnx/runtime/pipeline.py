@@ -393,7 +393,7 @@ class OrtDiffusionPipeline(DiffusersInterface, PromptEncoding):
             on_step = StepCallback(self, callback_on_step_end, callback_on_step_end_tensor_inputs, tensors)
         self._inputs.controls.warn_of_image(given, stacklevel=3)
         self._follow_kernel_check(stacklevel=4)
-        output = self._run(partial(self._generate, call, make_job, on_step), self.interrupt)
+        output = self._run(partial(self._generate, call, make_job, on_step), self.cancel)
         self._graphs.start_checks()
         output.warn(call.key.batch, stacklevel=3)
         if not return_dict:
@@ -412,6 +412,7 @@ class OrtDiffusionPipeline(DiffusersInterface, PromptEncoding):
             )
         self._generating.now = True
         self._interrupt = False
+        self._graphs.cancellation.reset()
         self._guidance_scale = 1.0 if call.guidance_scale is None else call.guidance_scale
         try:
             job = make_job()
@@ -424,6 +425,7 @@ class OrtDiffusionPipeline(DiffusersInterface, PromptEncoding):
             finally:
                 self._generating.current = None
                 current.shape.unload_denoiser()
+            self._graphs.cancellation.check()
             return read_output(current.shape, call.output_type, call.size, self.safety_checker)
         finally:
             self.device.synchronize()

@@ -227,6 +227,14 @@ class PipelineBase(MissingFeatures):
         """Stop the current generation after the current step; call it from a callback."""
         self._interrupt = True
 
+    def cancel(self) -> None:
+        """End the current call, which raises UnavailableError; call it from a callback or from another thread.
+
+        On a CPU the call ends after the current operator, and on a GPU after the current step.
+        """
+        self._interrupt = True
+        self._graphs.cancellation.request()
+
     def close(self) -> None:
         """Release the graphs; the pipeline cannot generate images afterwards.
 

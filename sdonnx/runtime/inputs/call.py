@@ -150,6 +150,7 @@ class CallReader:
         from_image, inputs = image is not None, self._inputs.family
         asked = self._size(height, width, image, mask_image, arguments)
         size = inputs.generated_size(arguments, asked, from_image=from_image)
+        self._geometry.require_size(*size)  # the limits divide by the number of latents
         self._limits.require_call(
             prompts,
             asked,
@@ -210,6 +211,7 @@ class CallReader:
         """
         inputs, guided = self._inputs.family, guided and not self.distills_guidance
         size = inputs.generated_size({}, (height, width), from_image=False)
+        self._geometry.require_size(*size)
         self._limits.require_shape(batch, *size, tokens=inputs.tokens, guided=guided)
         shape = self._geometry.latent_shape(batch, *size)
         dimensions = self._inputs.default_dimensions()
