@@ -7,6 +7,7 @@ import contextlib
 import errno
 import io
 import logging
+import os
 import re
 import signal
 import sys
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from sdonnx.errors import SdonnxError
+from sdonnx.errors import OutputError, SdonnxError
 
 if TYPE_CHECKING:
     from sdonnx.optimize.request import ProgressCallback
@@ -158,7 +159,7 @@ def guarded(main: Callable[[argparse.Namespace], int], options: argparse.Namespa
         numbers.append(signal.SIGINT)
     previous = {number: signal.signal(number, interrupt) for number in numbers}
     try:
-        with _plain_warnings():
+        with _plain_warnings(), _checked_output():
             status = main(options)
         return TERMINATED if status == INTERRUPTED and received == signal.SIGTERM else status
     except (Exception, KeyboardInterrupt) as error:
@@ -208,6 +209,47 @@ def _lacks_memory(error: BaseException | None) -> bool:
             return True
         error = error.__cause__ or error.__context__
     return False
+
+
+class _Output(io.FileIO):
+    """Standard output; an error of writing is one that the user can fix, and is raised once."""
+
+    _failed = False
+
+    def write(self, data: Any) -> int:
+        """Write bytes.
+
+        Raises:
+            OutputError: standard output cannot be written.
+        """
+        if self._failed:  # Python writes what is left in its buffer when it ends
+            return memoryview(data).nbytes
+        try:
+            return super().write(data)
+        except OSError as error:
+            self._failed = True
+            raise OutputError(
+                f"standard output cannot be written ({error.strerror})",
+                "a file or a pipe that accepts it",
+                "free some space or redirect it elsewhere",
+            ) from error
+
+
+@contextlib.contextmanager
+def _checked_output() -> Iterator[None]:
+    """Raise OutputError where standard output cannot be written, in the end also for text in Python's buffer."""
+    standard = sys.stdout
+    if standard is not None and standard is not sys.__stdout__:  # the caller's own, such as that of a test
+        yield
+        return
+    if standard is None:  # the shell closed it
+        stream: TextIO = open(os.devnull, "w")  # noqa: SIM115
+    else:
+        raw = _Output(standard.fileno(), "w", closefd=False)
+        settings = {"encoding": standard.encoding, "errors": standard.errors, "line_buffering": raw.isatty()}
+        stream = io.TextIOWrapper(io.BufferedWriter(raw), **settings)
+    with stream, contextlib.redirect_stdout(stream):
+        yield
 
 
 @contextlib.contextmanager

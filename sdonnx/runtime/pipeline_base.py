@@ -18,7 +18,7 @@ from sdonnx.folder.pipeline_folder import PipelineFolder
 from sdonnx.models import abi
 from sdonnx.models.spec import CallDefaults
 from sdonnx.runtime.cuda_graph_cache import CaptureReport, CudaGraphCache
-from sdonnx.runtime.device.device import Device, host_memory_errors
+from sdonnx.runtime.device.device import Device, graph_errors, host_memory_errors
 from sdonnx.runtime.device.device_thread import device_thread
 from sdonnx.runtime.graph_set import GraphSet, Observer
 from sdonnx.runtime.inputs.argument_checks import require_shapes
@@ -186,7 +186,7 @@ class PipelineBase(MissingFeatures):
             OptionError: an argument cannot be used, or the pipeline does not accept it.
         """
         self._require_open()
-        with host_memory_errors("the request"):
+        with host_memory_errors("the request"), graph_errors(self.folder.path):
             return self._inputs.prepared(arguments, (height, width))
 
     def set_progress_bar_config(self, **options: Any) -> None:

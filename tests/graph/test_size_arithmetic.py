@@ -110,10 +110,8 @@ def results(model: ir.Model) -> list[list[list[float]]]:
     options = ort.SessionOptions()
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     session = ort.InferenceSession(ir.to_proto(model).SerializeToString(), options, providers=["CPUExecutionProvider"])
-    return [
-        [each.tolist() for each in session.run(["after", "before"], {"x": np.zeros(size, np.float32)})]
-        for size in SIZES
-    ]
+    outputs = (session.run(["after", "before"], {"x": np.zeros(size, np.float32)}) for size in SIZES)
+    return [[each.tolist() for each in pair] for pair in outputs]
 
 
 def expected(expression: str) -> list[list[list[float]]]:
