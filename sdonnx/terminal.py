@@ -38,6 +38,7 @@ __all__ = [
     "progress_bar",
     "step_progress",
     "tensor_progress",
+    "unwritable_output",
 ]
 
 FAILURE = 2
@@ -211,28 +212,36 @@ def _lacks_memory(error: BaseException | None) -> bool:
     return False
 
 
-class _Output(io.FileIO):
-    """Standard output; an error of writing is one that the user can fix, and is raised once."""
+class _Output(io.TextIOWrapper):
+    """Standard output. An error of writing is one that the user can fix, and what is left is dropped."""
 
-    _failed = False
+    def write(self, text: str) -> int:
+        """Write text; raise OutputError if standard output cannot be written."""
+        with self._converted():
+            return super().write(text)
 
-    def write(self, data: Any) -> int:
-        """Write bytes.
+    def flush(self) -> None:
+        """Write what is buffered; raise OutputError if standard output cannot be written."""
+        with self._converted():
+            super().flush()
 
-        Raises:
-            OutputError: standard output cannot be written.
-        """
-        if self._failed:  # Python writes what is left in its buffer when it ends
-            return memoryview(data).nbytes
+    @contextlib.contextmanager
+    def _converted(self) -> Iterator[None]:
         try:
-            return super().write(data)
+            yield
         except OSError as error:
-            self._failed = True
-            raise OutputError(
-                f"standard output cannot be written ({error.strerror})",
-                "a file or a pipe that accepts it",
-                "free some space or redirect it elsewhere",
-            ) from error
+            with open(os.devnull, "wb") as nothing:
+                os.dup2(nothing.fileno(), self.fileno())
+            raise unwritable_output(error) from error
+
+
+def unwritable_output(error: OSError) -> OutputError:
+    """Return the error of a command whose standard output cannot be written."""
+    return OutputError(
+        f"standard output cannot be written ({error.strerror or error})",
+        "a file or a pipe that accepts it",
+        "free some space or redirect it elsewhere",
+    )
 
 
 @contextlib.contextmanager
@@ -245,9 +254,9 @@ def _checked_output() -> Iterator[None]:
     if standard is None:  # the shell closed it
         stream: TextIO = open(os.devnull, "w")  # noqa: SIM115
     else:
-        raw = _Output(standard.fileno(), "w", closefd=False)
-        settings = {"encoding": standard.encoding, "errors": standard.errors, "line_buffering": raw.isatty()}
-        stream = io.TextIOWrapper(io.BufferedWriter(raw), **settings)
+        file = open(os.dup(standard.fileno()), "wb")  # noqa: SIM115
+        is_terminal = file.isatty()
+        stream = _Output(file, standard.encoding, standard.errors, line_buffering=is_terminal)
     with stream, contextlib.redirect_stdout(stream):
         yield
 

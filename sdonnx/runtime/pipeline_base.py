@@ -6,7 +6,7 @@ import os
 import threading
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, Self, TypeVar
+from typing import Any, NoReturn, Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -226,6 +226,14 @@ class PipelineBase(MissingFeatures):
     def __exit__(self, *_: object) -> None:
         """Close the pipeline."""
         self.close()
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        """Refuse pickle and copy: graphs, threads and memory of a device belong to one pipeline of one process."""
+        raise SdonnxError(
+            f"a copy or pickle of the pipeline of {self.folder.path}",
+            "a pipeline that the process which uses it loaded",
+            "pass the folder, and load it with from_pretrained in each process",
+        )
 
     def _require_open(self) -> None:
         """Raise unless the pipeline can generate images: it is open, and this process loaded it."""
