@@ -17,7 +17,7 @@ from sdonnx.errors import FolderError
 from sdonnx.export.checkpoint_weights import WeightFiles, Weights
 from sdonnx.export.config_entries import QUANTIZATION, require_known_entries
 from sdonnx.export.single_file.checkpoint_file import RenamedWeights
-from sdonnx.folder.pipeline_folder import MODEL_INDEX, PipelineFolder, read_json
+from sdonnx.folder.pipeline_folder import MODEL_INDEX, PipelineFolder, read_config
 from sdonnx.models.spec import ComponentSpec
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ def plan_component(
     library, class_name = entry
     if single is not None:
         source = single.configs[spec.source]
-        config = read_json(source / "config.json")
+        config = read_config(source / "config.json")
         return _plan(spec, source, config, library, str(class_name), single.weights[spec.source])
     source = folder.component(spec.source)
     return plan_model(spec, source, library, str(class_name), spec.source in allow_pickle, variant)
@@ -110,7 +110,7 @@ def plan_model(
         FolderError: The configuration cannot be used.
         WeightsError: Weights are missing, broken, or a pickle.
     """
-    config = read_json(component / "config.json")  # a broken one is reported before broken weights
+    config = read_config(component / "config.json")  # a broken one is reported before broken weights
     weights = WeightFiles(component, allow_pickle=allow_pickle, variant=variant)
     return _plan(spec, component, config, library, class_name, weights)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from sdonnx.errors import FolderError, OptionError, WeightsError
 from sdonnx.export.component_plan import ComponentPlan, plan_model
-from sdonnx.folder.pipeline_folder import read_json
+from sdonnx.folder.pipeline_folder import read_config
 from sdonnx.models.autoencoder import downsampling_factor
 from sdonnx.models.control_networks import (
     CONTROLNET,
@@ -132,7 +132,7 @@ def _plan(spec: ComponentSpec, path: Path, config: dict[str, Any], allow_pickle:
 
 
 def _config(path: Path, *classes: str) -> dict[str, Any]:
-    config = read_json(path / "config.json")
+    config = read_config(path / "config.json")
     name = config.get("_class_name")
     if name not in classes:
         raise FolderError(

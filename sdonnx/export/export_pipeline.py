@@ -7,7 +7,6 @@ import gc
 import importlib.util
 import json
 import logging
-import shutil
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -29,6 +28,7 @@ from sdonnx.export.single_file.open_single_file import SingleFile, open_single_f
 from sdonnx.export.single_file.suffixes import is_single_file
 from sdonnx.export.trace import trace
 from sdonnx.export.weight_files import find_weights, require_safetensors, require_variant
+from sdonnx.folder.copy_folder import copy_folder
 from sdonnx.folder.pipeline_folder import (
     MODEL_INDEX,
     ONNX_MODEL,
@@ -234,7 +234,7 @@ def _copy_extras(folder: PipelineFolder, family: Family, out: Path) -> None:
     for name, _ in family.extras:
         if name == IMAGE_PROCESSOR:
             continue  # written for the image encoder, independent of the pipeline's own
-        shutil.copytree(folder.component(name), out / name)
+        copy_folder(folder.component(name), out / name)
         if name.startswith("tokenizer"):
             _add_tokenizer_json(out / name)
 

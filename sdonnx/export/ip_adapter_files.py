@@ -14,7 +14,7 @@ from typing import Any
 from sdonnx.errors import FolderError, WeightsError
 from sdonnx.export.image_attention import attend_to_images
 from sdonnx.export.stored_tensors import StoredTensors
-from sdonnx.folder.pipeline_folder import PipelineFolder, read_json
+from sdonnx.folder.pipeline_folder import PipelineFolder, read_config
 from sdonnx.models.image_adapters import Adapter, AdapterSet
 from sdonnx.models.ip_adapter import is_cross_attention
 
@@ -166,7 +166,7 @@ def image_processor(pipeline: PipelineFolder, encoder: Path) -> Any:
     # This class requires only Pillow.
     from transformers import CLIPImageProcessorPil
 
-    edge = int(read_json(encoder / "config.json")["image_size"])
+    edge = int(read_config(encoder / "config.json")["image_size"])
     if pipeline.has_component(_EXTRACTOR):
         pipeline.config(_EXTRACTOR, "preprocessor_config.json")
         try:
@@ -194,7 +194,7 @@ def adapter_set(files: Sequence[AdapterFile], encoder: Path, unet: Any) -> Adapt
         WeightsError: An adapter belongs to another image encoder or another UNet.
         FolderError: The image encoder's configuration cannot be used, or the UNet's attentions have several widths.
     """
-    config = read_json(encoder / "config.json")
+    config = read_config(encoder / "config.json")
     names = ("image_size", "patch_size", "hidden_size", "projection_dim", "num_channels")
     if missing := [name for name in names if not isinstance(config.get(name), int) or config[name] < 1]:
         raise FolderError(

@@ -19,7 +19,7 @@ from sdonnx.folder.loaded_folder import LoadedFolder
 from sdonnx.models import abi
 from sdonnx.models.spec import CallDefaults
 from sdonnx.runtime.cuda_graph_cache import CaptureReport, CudaGraphCache
-from sdonnx.runtime.device.device import Device, host_memory_errors
+from sdonnx.runtime.device.device import Device, graph_errors, host_memory_errors
 from sdonnx.runtime.device.device_thread import device_thread
 from sdonnx.runtime.graph_set import GraphSet, Observer
 from sdonnx.runtime.inputs.argument_checks import require_shapes
@@ -205,7 +205,7 @@ class PipelineBase(MissingFeatures):
             OptionError: an argument cannot be used, or the pipeline does not accept it.
         """
         self._require_open()
-        with host_memory_errors("the request"):
+        with host_memory_errors("the request"), graph_errors(self.folder.path):
             return self._inputs.prepared(arguments, (height, width))
 
     def set_progress_bar_config(self, **options: Any) -> None:
@@ -254,11 +254,12 @@ class PipelineBase(MissingFeatures):
         """Close the pipeline."""
         self.close()
 
-    def __reduce__(self) -> NoReturn:
-        raise OptionError(
-            "the pipeline is to be copied or sent to another process",
-            "a pipeline that each process loads",
-            f"call from_pretrained({str(self.folder.path)!r}) there",
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        """Refuse pickle and copy: graphs, threads and memory of a device belong to one pipeline of one process."""
+        raise SdonnxError(
+            f"a copy or pickle of the pipeline of {self.folder.path}",
+            "a pipeline that the process which uses it loaded",
+            "pass the folder, and load it with from_pretrained in each process",
         )
 
     def _require_open(self) -> None:

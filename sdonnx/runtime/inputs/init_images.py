@@ -20,6 +20,7 @@ from PIL import Image
 
 from sdonnx.errors import OptionError
 from sdonnx.runtime.device.arrays import to_numpy
+from sdonnx.runtime.inputs.image_sides import require_sides
 
 __all__ = ["control_batch", "default_size", "image_batch", "latent_mask", "mask_batch", "masked_image"]
 
@@ -208,8 +209,7 @@ def _size(
 ) -> tuple[int, int]:
     if isinstance(opened, list):
         for each in opened:
-            if not each.height or not each.width:
-                raise OptionError(f"{name} is {each.height}x{each.width}", "an image with pixels", "pass another one")
+            require_sides(name, each.width, each.height)
         own: Sequence[int] = (opened[0].height, opened[0].width)
     else:
         own = opened.shape[2:]

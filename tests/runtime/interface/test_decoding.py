@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 from typing import Any
 
 import diffusers
@@ -120,9 +118,3 @@ def test_attributes_of_diffusers(ours: OrtDiffusionPipeline, capsys: pytest.Capt
     with pytest.raises(AttributeError, match="the vae has no 'encode': it is part of the pipeline's graphs"):
         ours.vae.encode(Image.new("RGB", (8, 8)))
     assert copy.copy(ours.unet).name == "unet"
-
-
-def test_a_pipeline_is_not_copied(ours: OrtDiffusionPipeline) -> None:
-    for copying in (pickle.dumps, copy.deepcopy, copy.copy):
-        with refused(OptionError, "copied or sent to another process", "from_pretrained("):
-            copying(ours)
