@@ -27,7 +27,7 @@ def is_fair(amount: int, held: int, total: int, capacity: int) -> bool:
 
 
 class SharedPlaces:
-    """Places that clients hold; not thread-safe.
+    """Places that clients hold; not thread-safe. A client without a name may take all that are free.
 
     Args:
         capacity: number of all places.
@@ -47,7 +47,7 @@ class SharedPlaces:
 
     def take(self, client: str, amount: int) -> bool:
         """Take places for a client; return whether it may have them."""
-        if not is_fair(amount, self._held[client], self._held.total(), self.capacity):
+        if not is_fair(amount, self._held[client] if client else 0, self._held.total(), self.capacity):
             return False
         self._held[client] += amount
         return True

@@ -231,6 +231,12 @@ def test_a_client_leaves_places_free() -> None:
     assert places.held("c") == (60 - 15) // 2
 
 
+def test_a_client_without_a_name_gets_all_places() -> None:
+    places = SharedPlaces(10)
+    assert all(places.take("", 1) for _ in range(10))
+    assert not places.take("", 1)
+
+
 def test_the_first_request_of_a_client_may_take_all_that_is_free() -> None:
     places = SharedPlaces(10)
     assert places.take("a", 10)

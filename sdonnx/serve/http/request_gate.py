@@ -80,21 +80,23 @@ class RequestGate:
         if scope["path"] in _STATUS_PATHS:
             await self._app(scope, receive, send)
             return
-        headers = dict(scope["headers"])
-        client = self._client(scope, headers)
+        given = dict(scope["headers"])
+        client = self._client(scope, given)
         if client is None:
             message = "the API key is missing or wrong; expected the header Authorization: Bearer KEY"
             await error_response(401, message, headers={"WWW-Authenticate": "Bearer"})(scope, receive, send)
             return
         scope.setdefault("state", {})["client"] = client
         try:
-            with self._place(client), self._body(client, receive, headers.get(b"content-length", b"")) as limited:
+            with self._place(client), self._body(client, receive, given.get(b"content-length", b"")) as limited:
                 await self._app(scope, limited, send)
         except HTTPException as error:  # before the application was called
-            await error_response(error.status_code, error.detail, headers=error.headers)(scope, receive, send)
+            # The connection stays open, and drops the body: a client that is still sending receives the answer.
+            headers = {name: value for name, value in (error.headers or {}).items() if name != "Connection"}
+            await error_response(error.status_code, error.detail, headers=headers)(scope, receive, send)
 
     def _client(self, scope: Scope, headers: dict[bytes, bytes]) -> str | None:
-        """Return the name of a request's client; None if it needs a key and has none."""
+        """Return the name of a request's client, "" if it is not known; None if it needs a key and has none."""
         if self._digests and scope["path"].startswith(_PROTECTED):
             key = self._known_key(headers.get(b"authorization", b""))
             return None if key is None else f"key {key}"
@@ -104,7 +106,7 @@ class RequestGate:
                 address = str(ipaddress.ip_network((address, _IPV6_CLIENT), strict=False))
         except ValueError:  # a Unix socket, or a server that names none
             pass
-        return f"address {address}"
+        return f"address {address}" if address else ""
 
     def _known_key(self, header: bytes) -> int | None:
         """Return the number of the key in a header; the time does not depend on how much of a key is right."""
