@@ -7,6 +7,7 @@ import contextlib
 import errno
 import io
 import logging
+import os
 import re
 import signal
 import sys
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from sdonnx.errors import SdonnxError
+from sdonnx.errors import OutputError, SdonnxError
 
 if TYPE_CHECKING:
     from sdonnx.optimize.request import ProgressCallback
@@ -37,6 +38,7 @@ __all__ = [
     "progress_bar",
     "step_progress",
     "tensor_progress",
+    "unwritable_output",
 ]
 
 FAILURE = 2
@@ -158,7 +160,7 @@ def guarded(main: Callable[[argparse.Namespace], int], options: argparse.Namespa
         numbers.append(signal.SIGINT)
     previous = {number: signal.signal(number, interrupt) for number in numbers}
     try:
-        with _plain_warnings():
+        with _plain_warnings(), _checked_output():
             status = main(options)
         return TERMINATED if status == INTERRUPTED and received == signal.SIGTERM else status
     except (Exception, KeyboardInterrupt) as error:
@@ -208,6 +210,55 @@ def _lacks_memory(error: BaseException | None) -> bool:
             return True
         error = error.__cause__ or error.__context__
     return False
+
+
+class _Output(io.TextIOWrapper):
+    """Standard output. An error of writing is one that the user can fix, and what is left is dropped."""
+
+    def write(self, text: str) -> int:
+        """Write text; raise OutputError if standard output cannot be written."""
+        with self._converted():
+            return super().write(text)
+
+    def flush(self) -> None:
+        """Write what is buffered; raise OutputError if standard output cannot be written."""
+        with self._converted():
+            super().flush()
+
+    @contextlib.contextmanager
+    def _converted(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            with open(os.devnull, "wb") as nothing:
+                os.dup2(nothing.fileno(), self.fileno())
+            raise unwritable_output(error) from error
+
+
+def unwritable_output(error: OSError) -> OutputError:
+    """Return the error of a command whose standard output cannot be written."""
+    return OutputError(
+        f"standard output cannot be written ({error.strerror or error})",
+        "a file or a pipe that accepts it",
+        "free some space or redirect it elsewhere",
+    )
+
+
+@contextlib.contextmanager
+def _checked_output() -> Iterator[None]:
+    """Raise OutputError where standard output cannot be written, in the end also for text in Python's buffer."""
+    standard = sys.stdout
+    if standard is not None and standard is not sys.__stdout__:  # the caller's own, such as that of a test
+        yield
+        return
+    if standard is None:  # the shell closed it
+        stream: TextIO = open(os.devnull, "w")  # noqa: SIM115
+    else:
+        file = open(os.dup(standard.fileno()), "wb")  # noqa: SIM115
+        is_terminal = file.isatty()
+        stream = _Output(file, standard.encoding, standard.errors, line_buffering=is_terminal)
+    with stream, contextlib.redirect_stdout(stream):
+        yield
 
 
 @contextlib.contextmanager

@@ -111,14 +111,21 @@ def run_command_line(arguments: Sequence[str]) -> int:
         arguments: the command and its arguments.
     """
     name = arguments[0] if arguments else ""
+    options = argparse.Namespace(debug="--debug" in arguments)
     if name in COMMANDS:
-        return guarded(lambda _: _run(name, arguments[1:]), argparse.Namespace(debug="--debug" in arguments))
+        return guarded(lambda _: _run(name, arguments[1:]), options)
     if name.startswith("-"):
-        top_parser().parse_args(arguments[:1])  # prints the help or the version, or an error, and exits
+        return guarded(lambda _: _answer(name), options)
     found = (
         f"unknown command {name!r}{_did_you_mean(name, {each: each for each in COMMANDS})}" if name else "no command"
     )
     print(f"error: {found}\nusage: sdonnx COMMAND [options]; COMMAND is {', '.join(COMMANDS)}", file=sys.stderr)
+    return FAILURE
+
+
+def _answer(option: str) -> int:
+    """Print the help or the version, or an error, and exit."""
+    top_parser().parse_args([option])
     return FAILURE
 
 

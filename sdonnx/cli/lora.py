@@ -75,7 +75,7 @@ def _read(options: argparse.Namespace) -> AdapterFile:
     file: Path = options.file
     if not options.allow_pickle or file.suffix.lower() not in PICKLES:
         return read_adapter(file)
-    from sdonnx.export.checkpoint_weights import tensors_in_pickle
+    from sdonnx.export.stored_tensors import tensors_in_pickle
 
     found = tensors_in_pickle(file, training_state=True)
     tensors = {}

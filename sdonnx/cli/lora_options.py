@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sdonnx.errors import OptionError
-from sdonnx.lora.lora_folder import lora_files
+from sdonnx.lora.lora_folder import lora_files, lora_name
 from sdonnx.terminal import add_option
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def add_lora_arguments(parser: argparse.ArgumentParser, *, required: bool = Fals
 
 def add_lora_tags(parser: argparse.ArgumentParser) -> None:
     """Add --lora_folder."""
-    tags = "read <lora:NAME:WEIGHT> in the prompts, with NAME.safetensors in this folder or one inside it"
+    tags = "read <lora:NAME:WEIGHT> in the prompts; NAME.safetensors, or the only file of NAME, is in this folder"
     add_option(parser, "--lora_folder", type=Path, default=None, metavar="FOLDER", help=tags)
 
 
@@ -122,7 +122,7 @@ def load_lora_files(pipeline: OrtDiffusionPipeline, files: Sequence[LoraFile]) -
 def _of_tag(files: Sequence[Path], folder: Path, name: str, text_weight: str, weight: str) -> LoraFile:
     """Return the file of a tag. The name is compared with files, so that it cannot lead out of the folder."""
     name = name.strip()
-    found = [path for path in files if path.stem == name]
+    found = [path for path in files if name in (path.stem, lora_name(path))]
     if len(found) != 1:
         raise OptionError(
             f"<lora:{name}> matches {len(found)} files in {folder}", f"one file {name}.safetensors", "check the name"

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sdonnx.errors import OptionError
+from sdonnx.runtime.inputs.image_sides import require_sides
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -21,6 +22,7 @@ def read_image(path: Path | None) -> Image.Image | None:
 
     try:
         with Image.open(path) as image:
+            require_sides(str(path), image.width, image.height)
             image.load()
             return image.copy()
     except (OSError, ValueError) as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import warnings
 from functools import partial
 from pathlib import Path
 
@@ -25,6 +26,7 @@ _LIMIT_OPTIONS = (
 _RAY_OPTIONS = ("provider", "replicas", "max_replicas", "gpus_per_replica")
 _ONLY_HERE = ("warmup", "grace_s", "require_certificate")
 _MEGABYTE = 1024 * 1024
+_SIGNALLED = 128  # added to the number of a signal in the status of a process that it ended
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,14 +55,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     expired = f"seconds after which a waiting request ends with status 503 (default: {_LIMITS.max_wait_s:g})"
     add("--max_wait_s", type=float, default=_LIMITS.max_wait_s, metavar="S", help=expired)
     add("--max_images", type=int, default=_LIMITS.max_images, metavar="N", help="images of a request (default: 10)")
-    pixels = f"height times width of an image (default: {_LIMITS.max_pixels})"
+    own = "four times the area of the model's own size"
+    pixels = f"height times width of an image (default: {_LIMITS.pixel_limit}; on a CPU {own} at most)"
     add("--max_pixels", type=int, default=_LIMITS.max_pixels, metavar="N", help=pixels)
     add("--max_steps", type=int, default=_LIMITS.max_steps, metavar="N", help="steps of a request (default: 150)")
     add("--max_body", type=int, default=32, metavar="MB", help="megabytes of a request (default: 32)")
     add("--max_sizes", type=int, default=16, metavar="N", help="shapes that stay captured (default: 16)")
     keys = f"file with an API key a line; keys are also read from {KEYS_VARIABLE}, separated by commas"
     add("--api_key_file", type=Path, default=None, metavar="FILE", help=keys)
-    loras = "offer the safetensors files of this folder to requests, by their names without suffix"
+    loras = "offer the safetensors files of this folder to requests, by their names or those of their folders"
     add("--lora_folder", type=Path, default=None, metavar="FOLDER", help=loras)
     grace = "seconds to finish running requests after SIGTERM (default: until they are finished)"
     add("--grace_s", type=int, default=None, metavar="S", help=grace)
@@ -116,14 +119,16 @@ def run(options: argparse.Namespace) -> int:
         host, port = bound.getsockname()[:2]
         address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         out = console()
-        serve(
+        warnings.filterwarnings("ignore", module=r"PIL\.")  # about the files of clients
+        forced_by = serve(
             create_app(pipeline, metrics, settings),
+            partial(pipeline.aclose, finish=False),
             bound,
             grace_s=options.grace_s,
             log_level=options.log_level if options.log_level == "debug" else "warning",
             on_ready=lambda: out.print(f"ready at {address}, models: {', '.join(folders)}", markup=False),
         )
-    return 0
+    return 0 if forced_by is None else _SIGNALLED + forced_by
 
 
 def _write_triton(options: argparse.Namespace, folders: dict[str, str]) -> int:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sdonnx.errors import OptionError, OutputError
+from sdonnx.terminal import unwritable_output
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -108,8 +109,11 @@ class Destination:
             OutputError: the file exists, or cannot be written.
         """
         if not self.paths:
-            sys.stdout.buffer.write(content)
-            sys.stdout.buffer.flush()
+            try:
+                sys.stdout.buffer.write(content)
+                sys.stdout.buffer.flush()
+            except OSError as error:
+                raise unwritable_output(error) from error
             return "standard output"
         path = self.paths[index]
         try:

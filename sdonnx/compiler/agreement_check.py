@@ -1,4 +1,4 @@
-"""Check the first result of a graph against the module's own."""
+"""Check the results of a graph at its first two sizes against the module's own."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 
 from sdonnx.metrics import relative_error
 
-__all__ = ["MAX_ERROR", "MAX_HALF_ERROR", "AgreementCheck"]
+__all__ = ["CHECKED_SIZES", "MAX_ERROR", "MAX_HALF_ERROR", "AgreementCheck"]
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -22,33 +22,43 @@ MAX_HALF_ERROR = 2e-2
 """The same for a tensor in float16, of which both results have errors, and for a graph in float16."""
 
 
+CHECKED_SIZES = 2
+"""The number of sizes at which a graph is compared: at the second one, it computes sizes other than its export saw."""
+
+
 class AgreementCheck:
-    """Check of a graph in its first call.
+    """Check of a graph in its first call, and in the first one with inputs of other sizes.
 
     Args:
         name: Name of the module in the log.
-        enabled: Whether the result is compared; otherwise every result is accepted.
+        enabled: Whether results are compared; otherwise every result is accepted.
         in_half: Whether the graph computes in float16, also where its results are in float32.
 
     Attributes:
         failed: Whether the results differed: torch has to compute further calls.
-        waits: Whether the next result is compared.
+        waits: Whether the first result is still to be compared.
     """
 
     def __init__(self, name: str, enabled: bool, in_half: bool = False) -> None:
         self.failed = False
         self.waits = enabled
-        self._name, self._in_half = name, in_half
+        self._name, self._enabled, self._in_half = name, enabled, in_half
+        self._sizes = set[tuple[torch.Size, ...]]()
 
-    def checked(self, result: Any, in_torch: Callable[[], Any]) -> Any:
+    def checked(self, result: Any, in_torch: Callable[[], Any], inputs: Any) -> Any:
         """Return the result of a graph, or the module's own if the check is due and they differ.
 
         Args:
             result: The result of the graph.
             in_torch: Computes the same call in torch.
+            inputs: The arguments of the call, in any structure.
         """
-        if not self.waits:
+        if not self._enabled or len(self._sizes) == CHECKED_SIZES:
             return result
+        sizes = tuple(each.shape for each in pytree.tree_leaves(inputs) if isinstance(each, torch.Tensor))
+        if sizes in self._sizes:
+            return result
+        self._sizes.add(sizes)
         reference = in_torch()
         self.waits = False
         difference = _difference(result, reference, self._in_half)

@@ -60,12 +60,13 @@ def compile(module: _Module, options: Mapping[str, Any] | str | None = None, *, 
         module: A module in evaluation mode: in float32 on the CPU, or in float16 or float32 on a GPU. Those of the
             classes in `SUPPORTED` have graphs of their own, which are compiled before the first call.
         options: Options as OneDiff's users write them, as a dictionary or JSON (`sdonnx.compiler.compile_options`).
-            `{"options": {"check_agreement": True}}` compares the first result of each graph with the module's own; if
-            a tensor differs by a relative error above 1e-3 (2e-2 in float16), torch computes the calls, with a line in
-            the log. `{"options": {"freezing": True}}` moves the module's own weights from the GPU to the host's memory
-            after compiling: then call the drop-in only, which moves them back for calls that torch computes.
-            `{"mode": "O3"}` and `{"quant_type": TYPE}` quantize a denoiser to 8 bits; some of its first calls are
-            compared with torch, and a graph whose error exceeds 0.1 is replaced by one without quantization.
+            `{"options": {"check_agreement": True}}` compares the first result of each graph, and the first with inputs
+            of other sizes, with the module's own; if a tensor differs by a relative error above 1e-3 (2e-2 in float16),
+            torch computes the calls, with a line in the log. `{"options": {"freezing": True}}` moves the module's own
+            weights from the GPU to the host's memory after compiling: then call the drop-in only, which moves them back
+            for calls that torch computes. `{"mode": "O3"}` and `{"quant_type": TYPE}` quantize a denoiser to 8 bits;
+            some of its first calls are compared with torch, and a graph whose error exceeds 0.1 is replaced by one
+            without quantization.
         backend: OneDiff's name of a backend, without effect.
 
     Raises:

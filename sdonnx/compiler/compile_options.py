@@ -56,7 +56,7 @@ class CompileOptions:
     """Options that have an effect.
 
     Attributes:
-        check_agreement: Whether the first result of each graph is compared with the module's own.
+        check_agreement: Whether the results of each graph at its first two sizes are compared with the module's own.
         freezing: Whether torch's copy of the weights leaves the GPU; None for the default of the function.
         quantizes: Whether denoisers are quantized to fp8 where products of fp8 exist, without a named type.
         quantization: The named types; None without any.

@@ -135,7 +135,7 @@ class CompiledMethod:
         if isinstance(outputs, str):
             return self._in_torch(outputs, *args, **kwargs)
         result = self._method.result(outputs, arguments)
-        result = built.check.checked(result, lambda: self._torch_result(args, kwargs, is_check=True))
+        result = built.check.checked(result, lambda: self._torch_result(args, kwargs, is_check=True), (args, kwargs))
         if built.check.failed and built.signature.quantization is not None:
             self._drop_quantized(built)
         elif not built.check.failed and not built.check.waits:

@@ -16,6 +16,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv, free_unbacked_symbol
 
 from sdonnx.compiler.call_structure import FlatCall, FlatModule, ResultStructure, UnsupportedCallError
 from sdonnx.compiler.module_state import ModuleState
+from sdonnx.export.decomposition import FLOOR_DIVISION
 from sdonnx.export.simplify import simplify
 from sdonnx.export.trace import OPSET, quiet_exporter
 from sdonnx.graph.edit import required
@@ -111,6 +112,7 @@ def _exported(module: torch.nn.Module, call: FlatCall, dynamic: bool) -> Exporte
             program = required(
                 torch.onnx.export(
                     captured,
+                    custom_translation_table=FLOOR_DIVISION,
                     dynamo=True,
                     opset_version=OPSET,
                     optimize=False,

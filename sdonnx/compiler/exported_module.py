@@ -49,7 +49,7 @@ class ExportedForward:
     Args:
         module: The module, which torch computes.
         why_not: Returns why a module cannot be compiled as it is now, or None.
-        check: Whether the first result of each graph is compared with the module's own (`AgreementCheck`).
+        check: Whether the results of each graph are compared with the module's own (`AgreementCheck`).
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class ExportedForward:
         except UnsupportedCallError as error:
             return self._in_torch(str(error), args, kwargs)
         result = graph.result.build(outputs, call.tensors)
-        return graph.check.checked(result, lambda: self._in_class(self._module, *args, **kwargs))
+        return graph.check.checked(result, lambda: self._in_class(self._module, *args, **kwargs), call.tensors)
 
     def _flattened(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> FlatCall:
         if torch.is_autocast_enabled("cpu"):

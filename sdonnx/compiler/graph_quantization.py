@@ -121,12 +121,13 @@ class QuantizationCheck:
         self.failed, self.waits = False, True
         self._name, self._calls = name, 0
 
-    def checked(self, result: Any, in_torch: Callable[[], Any]) -> Any:
+    def checked(self, result: Any, in_torch: Callable[[], Any], inputs: Any) -> Any:
         """Return the result of a graph, or the module's own if the check is due and the error exceeds the bound.
 
         Args:
             result: The result of the graph.
             in_torch: Computes the same call in torch.
+            inputs: Not read; the step of the image decides about the error.
         """
         self._calls += 1
         if not self.waits or self._calls not in CHECKED_CALLS:

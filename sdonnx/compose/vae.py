@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import onnx_ir as ir
 
 from sdonnx.compose.graph_builder import (
@@ -16,9 +17,9 @@ from sdonnx.compose.graph_builder import (
     graph_input,
     replace_input,
 )
-from sdonnx.graph.edit import dtype_of, input_of
+from sdonnx.graph.edit import constant, dtype_of, input_of
 from sdonnx.models import abi
-from sdonnx.models.autoencoder import DEFAULT_SCALING_FACTOR
+from sdonnx.models.autoencoder import DEFAULT_SCALING_FACTOR, LATENTS_MEAN, SHIFT_FACTOR, latent_statistics
 
 __all__ = ["compose_decode", "compose_encode"]
 
@@ -41,7 +42,8 @@ def compose_encode(model: ir.Model, config: Mapping[str, Any]) -> None:
 
     Args:
         model: the optimized encoder: `sample -> latent_parameters`.
-        config: the VAE's configuration, for `latent_channels`, `scaling_factor` and `shift_factor`.
+        config: the VAE's configuration, for `latent_channels`, `scaling_factor`, `shift_factor`, `latents_mean` and
+            `latents_std`.
     """
     graph, spec = model.graph, abi.ENCODE
     sizes = {"channels": int(config["latent_channels"])}
@@ -66,10 +68,8 @@ def compose_encode(model: ir.Model, config: Mapping[str, Any]) -> None:
     bounded = add.op("Clip", log_variance, lowest, highest)
     deviation = add.op("Exp", add.op("Mul", add.number(0.5, "half"), bounded))
     sampled = add.op("Add", mean, add.op("Mul", deviation, posterior_noise))
-    if config.get("shift_factor") is not None:
-        sampled = add.op("Sub", sampled, add.number(float(config["shift_factor"]), "shift_factor"))
-    factor = add.number(float(config.get("scaling_factor", DEFAULT_SCALING_FACTOR)), "scaling_factor")
-    latents = add.op("Mul", sampled, factor)
+    factor, shift = _normalization(add, config)
+    latents = add.op("Mul", sampled if shift is None else add.op("Sub", sampled, shift), factor)
     latent_scale, noise_scale = add.multi("Split", 2, scales, num_outputs=2)
     noised = add.op("Add", add.op("Mul", latents, latent_scale), add.op("Mul", noise, noise_scale))
     shape = declared_shape(spec.output(abi.LATENTS), sizes)
@@ -95,16 +95,16 @@ def compose_decode(model: ir.Model, config: Mapping[str, Any]) -> None:
 
     Args:
         model: the optimized decoder: `latent_sample -> sample`.
-        config: the VAE's configuration, for `latent_channels`, `scaling_factor` and `shift_factor`.
+        config: the VAE's configuration, for `latent_channels`, `scaling_factor`, `shift_factor`, `latents_mean` and
+            `latents_std`.
     """
     graph, spec = model.graph, abi.DECODE
     latent_sample = graph.inputs[0]
     latents = declared_input(spec.input(abi.LATENTS), {"channels": int(config["latent_channels"])})
     add = GraphBuilder(model, before=True)
-    factor = add.number(float(config.get("scaling_factor", DEFAULT_SCALING_FACTOR)), "scaling_factor")
+    factor, shift = _normalization(add, config)
     scaled = add.op("Div", latents, factor)
-    if config.get("shift_factor") is not None:
-        scaled = add.op("Add", scaled, add.number(float(config["shift_factor"]), "shift_factor"))
+    scaled = scaled if shift is None else add.op("Add", scaled, shift)
     replace_input(graph, latent_sample.name or "", add.cast(scaled, dtype_of(latent_sample)))
 
     image = graph.outputs[0]
@@ -130,3 +130,17 @@ def compose_decode(model: ir.Model, config: Mapping[str, Any]) -> None:
     graph.inputs.clear()
     graph.inputs.append(latents)
     graph.name = spec.name
+
+
+def _normalization(add: GraphBuilder, config: Mapping[str, Any]) -> tuple[ir.Value, ir.Value | None]:
+    """Return the factor and the shift of latents: (encoded - shift) * factor; a shift of None is 0.
+
+    Each is a number, or one for each channel (1,C,1,1).
+    """
+    factor = float(config.get("scaling_factor", DEFAULT_SCALING_FACTOR))
+    if (statistics := latent_statistics(config)) is not None:
+        mean, std = (np.array(values).reshape(1, -1, 1, 1) for values in statistics)
+        scale = constant(add.graph, factor / std, np.float32, "scaling_factor")
+        return scale, constant(add.graph, mean, np.float32, LATENTS_MEAN)
+    shift = config.get(SHIFT_FACTOR)
+    return add.number(factor, "scaling_factor"), None if shift is None else add.number(float(shift), SHIFT_FACTOR)

@@ -6,22 +6,19 @@ read when the ONNX file is written, so only one of them is in memory at a time.
 
 from __future__ import annotations
 
-import pickle
-import zipfile
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from safetensors import SafetensorError, safe_open
 
 from sdonnx.errors import WeightsError
+from sdonnx.export.stored_tensors import StoredTensors
 from sdonnx.export.weight_files import find_weights
 
-__all__ = ["WeightFiles", "Weights", "narrowed", "shapes_in", "tensor_in", "tensors_in_pickle"]
+__all__ = ["WeightFiles", "Weights", "narrowed"]
 
 # diffusers renamed the projections of its first attention block, and maps the old names when it loads a model
 # (`ModelMixin._fix_state_dict_keys_on_load`). The published VAEs of Stable Diffusion 1 have the old names.
@@ -45,13 +42,6 @@ class Weights(Protocol):
         """Return a copy of the parameter with a key from `find`, converted to `dtype`."""
 
 
-@dataclass(frozen=True)
-class _Entry:
-    file: Path
-    key: str
-    shape: tuple[int, ...]
-
-
 class WeightFiles:
     """Weights of one component, by their names in its torch module.
 
@@ -65,44 +55,50 @@ class WeightFiles:
     """
 
     def __init__(self, folder: Path, *, allow_pickle: bool = False, variant: str | None = None) -> None:
-        self.folder = folder
-        self._pickles: dict[Path, dict[str, torch.Tensor]] = {}
-        self._entries: dict[str, _Entry] = {}
-        for file in find_weights(folder, allow_pickle=allow_pickle, variant=variant).files:
-            for key, shape in self._shapes(file):
-                self._entries[key] = _Entry(file, key, shape)
+        files = find_weights(folder, allow_pickle=allow_pickle, variant=variant).files
+        self._tensors = StoredTensors(folder, files, pickles=(".bin",))
 
     def __len__(self) -> int:
         """Return the number of tensors."""
-        return len(self._entries)
+        return len(self._tensors.shapes)
 
-    def _shapes(self, file: Path) -> Iterable[tuple[str, tuple[int, ...]]]:
-        if file.suffix == ".bin":
-            self._pickles[file] = tensors_in_pickle(file)
-            return [(key, tuple(tensor.shape)) for key, tensor in self._pickles[file].items()]
-        return shapes_in(file).items()
+    @property
+    def keys(self) -> Collection[str]:
+        """Keys of the tensors."""
+        return self._tensors.shapes.keys()
 
     def find(self, name: str, shape: tuple[int, ...]) -> str:
         """Return the key of the parameter `name` in the files.
 
         Raises:
-            WeightsError: The parameter is missing or has another shape.
+            WeightsError: The parameter is missing, has another shape, or has an encoding that is not known.
         """
-        for key in _spellings(name):
-            if (entry := self._entries.get(key)) is None:
+        spellings = list(_spellings(name))
+        for key in spellings:
+            if (found := self._tensors.shapes.get(key)) is None:
                 continue
-            if entry.shape != shape:
+            self._tensors.require_number(key)
+            if found != shape:
                 raise WeightsError(
-                    f"{entry.file} has {key} with shape {entry.shape}",
+                    f"{self._tensors.file_of(key)} has {key} with shape {found}",
                     f"{shape}, as the component's config.json says",
                     "use the config.json and the weights of one pipeline",
                 )
             return key
+        self._tensors.require_no_parts(spellings)
         raise WeightsError(
-            f"the weights in {self.folder} have no {name}",
+            f"the weights in {self._tensors.path} have no {name}",
             "every parameter that config.json describes",
             "copy or download the component again",
         )
+
+    def require_all_read(self, keys: Collection[str]) -> None:
+        """Raise unless the tensors with keys from `find` are all that their layers have.
+
+        Raises:
+            WeightsError: A layer has another tensor, which may change the meaning of the ones that are read.
+        """
+        self._tensors.require_all_read(keys)
 
     def read(self, key: str, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
         """Return a copy of the tensor `key`, converted to `dtype`.
@@ -110,76 +106,7 @@ class WeightFiles:
         Raises:
             WeightsError: The file changed after it was opened, or a value exceeds the range of `dtype`.
         """
-        entry = self._entries[key]
-        pickled = self._pickles.get(entry.file)
-        tensor = tensor_in(entry.file, key) if pickled is None else pickled[key]
-        return narrowed(tensor, dtype, key, entry.file)
-
-
-def shapes_in(file: Path) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the tensors in a safetensors file, by key.
-
-    Raises:
-        WeightsError: The file is broken.
-    """
-    try:
-        with safe_open(file, framework="pt") as tensors:
-            return {key: tuple(tensors.get_slice(key).get_shape()) for key in tensors.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError) as error:
-        raise _broken(file, error) from error
-
-
-def tensor_in(file: Path, key: str, rows: slice | None = None) -> torch.Tensor:
-    """Return a tensor of a safetensors file, or some of its rows.
-
-    The file is opened for each tensor, because closing it releases the mapped pages. Reading a file of any size
-    therefore needs the memory of one tensor.
-
-    Raises:
-        WeightsError: The file changed after its shapes were read.
-    """
-    try:
-        with safe_open(file, framework="pt") as tensors:
-            tensor: torch.Tensor = tensors.get_tensor(key) if rows is None else tensors.get_slice(key)[rows]
-    except (SafetensorError, OSError) as error:
-        raise _broken(file, error) from error
-    return tensor
-
-
-def tensors_in_pickle(file: Path, *, training_state: bool = False) -> dict[str, torch.Tensor]:
-    """Return the tensors of a pickle, by key, without running code from it.
-
-    Archives are memory-mapped. Files of torch versions before 1.6 are not archives, and are read into memory.
-
-    Args:
-        file: The pickle.
-        training_state: Also accept other objects that torch considers safe, such as the number of the step, and a
-            dictionary of tensors under "state_dict".
-
-    Raises:
-        WeightsError: The file is broken, or contains other objects.
-    """
-    try:
-        content = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
-        if training_state and isinstance(content, dict):
-            content = content.get("state_dict", content)
-            if isinstance(content, dict):
-                content = {key: value for key, value in content.items() if isinstance(value, torch.Tensor)}
-        if not isinstance(content, dict) or not all(isinstance(x, torch.Tensor) for x in content.values()):
-            raise pickle.UnpicklingError
-    except pickle.UnpicklingError as error:  # torch's message suggests running the file's code
-        raise WeightsError(
-            f"{file} contains more than named tensors, and its code is not run",
-            "the state_dict of a model",
-            "convert it to safetensors",
-        ) from error
-    except Exception as error:
-        raise _broken(file, error) from error
-    return {str(key): tensor for key, tensor in content.items()}
-
-
-def _broken(file: Path, error: Exception) -> WeightsError:
-    return WeightsError(f"{file} cannot be read ({error})", "complete weights", "copy or download the file again")
+        return narrowed(self._tensors.read(key), dtype, key, self._tensors.file_of(key))
 
 
 def narrowed(tensor: torch.Tensor, dtype: npt.DTypeLike, key: str, file: Path) -> npt.NDArray[Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import json
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,8 +15,9 @@ from torch.nn.modules.module import register_module_module_registration_hook
 
 from sdonnx.errors import FolderError
 from sdonnx.export.checkpoint_weights import WeightFiles, Weights
+from sdonnx.export.config_entries import QUANTIZATION, require_known_entries
 from sdonnx.export.single_file.checkpoint_file import RenamedWeights
-from sdonnx.folder.pipeline_folder import MODEL_INDEX, PipelineFolder, read_json
+from sdonnx.folder.pipeline_folder import MODEL_INDEX, PipelineFolder, read_config
 from sdonnx.models.spec import ComponentSpec
 
 if TYPE_CHECKING:
@@ -80,7 +82,7 @@ def plan_component(
     library, class_name = entry
     if single is not None:
         source = single.configs[spec.source]
-        config = read_json(source / "config.json")
+        config = read_config(source / "config.json")
         return _plan(spec, source, config, library, str(class_name), single.weights[spec.source])
     source = folder.component(spec.source)
     return plan_model(spec, source, library, str(class_name), spec.source in allow_pickle, variant)
@@ -108,7 +110,7 @@ def plan_model(
         FolderError: The configuration cannot be used.
         WeightsError: Weights are missing, broken, or a pickle.
     """
-    config = read_json(component / "config.json")  # a broken one is reported before broken weights
+    config = read_config(component / "config.json")  # a broken one is reported before broken weights
     weights = WeightFiles(component, allow_pickle=allow_pickle, variant=variant)
     return _plan(spec, component, config, library, class_name, weights)
 
@@ -122,8 +124,12 @@ def _plan(
     weights: WeightFiles | RenamedWeights,
 ) -> ComponentPlan:
     build = _builder(library, class_name, component)
+    require_known_entries(component / "config.json", config, library, class_name)
     _require_weights(build, component, weights)
-    return ComponentPlan(spec, build, weights, config, (component / "config.json").read_text(encoding="utf-8"))
+    text = (component / "config.json").read_text(encoding="utf-8")
+    if config.pop(QUANTIZATION, None):  # the exported weights are not quantized
+        text = json.dumps(config, indent=2) + "\n"
+    return ComponentPlan(spec, build, weights, config, text)
 
 
 def _builder(library: str, class_name: str, component: Path) -> Callable[[], torch.nn.Module]:
@@ -192,8 +198,7 @@ def _require_weights(
             module = build()
     except Exception as error:  # a module's constructor raises any exception for a wrong value
         raise _bad_config(component, error) from error
-    for name, tensor in module.state_dict().items():
-        weights.find(name, tuple(tensor.shape))
+    weights.require_all_read({weights.find(name, tuple(each.shape)) for name, each in module.state_dict().items()})
     if isinstance(weights, RenamedWeights) and not weights.component.startswith("text_encoder"):
         # Unused tensors of a text encoder are the last layer of Stable Diffusion 2 and buffers.
         weights.require_no_others(module.state_dict())

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from sdonnx.errors import FolderError, OptionError, WeightsError
 from sdonnx.export.component_plan import ComponentPlan, plan_model
-from sdonnx.folder.pipeline_folder import read_json
+from sdonnx.folder.pipeline_folder import read_config
 from sdonnx.models.autoencoder import downsampling_factor
 from sdonnx.models.control_networks import (
     CONTROLNET,
@@ -41,13 +41,6 @@ _SHARED = (
     "addition_time_embed_dim",
     "projection_class_embeddings_input_dim",
 )
-# Entries that this project does not compute, and their usual values.
-_PLAIN: Mapping[str, Any] = {
-    "class_embed_type": None,
-    "num_class_embeds": None,
-    "encoder_hid_dim_type": None,
-    "global_pool_conditions": False,
-}
 
 
 @dataclass(frozen=True)
@@ -139,7 +132,7 @@ def _plan(spec: ComponentSpec, path: Path, config: dict[str, Any], allow_pickle:
 
 
 def _config(path: Path, *classes: str) -> dict[str, Any]:
-    config = read_json(path / "config.json")
+    config = read_config(path / "config.json")
     name = config.get("_class_name")
     if name not in classes:
         raise FolderError(
@@ -159,9 +152,6 @@ def _require_controlnet(path: Path, config: Config, unet: Config) -> None:
             raise WeightsError(
                 f"{found} {name}={theirs}", f"{ours}, as the UNet has", "choose a ControlNet for this UNet"
             )
-    for name, value in _PLAIN.items():
-        if config.get(name, value) != value:
-            raise WeightsError(f"{found} {name}={config[name]!r}", f"{value!r}", "choose another ControlNet")
     channels = unet.get("out_channels")
     if config.get("in_channels") != channels:
         raise WeightsError(f"{found} in_channels={config.get('in_channels')}", f"{channels}", "choose another one")

@@ -7,13 +7,14 @@ Diffusion XL on two cores. Programs of UNets, autoencoders and CLIP consist of o
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from onnxscript import opset23 as op
 
-__all__ = ["TRANSLATIONS", "skip_decomposition"]
+__all__ = ["FLOOR_DIVISION", "TRANSLATIONS", "divides_negatives", "skip_decomposition"]
 
 _ATEN = torch.ops.aten
 
@@ -86,6 +87,27 @@ TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
     _ATEN.to.dtype: _to_dtype,
 }
 """Translations for `torch.onnx.export(custom_translation_table=...)` of programs that are not decomposed."""
+
+
+def _floor_divide(self: Any, other: Any) -> Any:
+    """Translate `//` of sizes. torchlib writes a Div, which rounds a negative quotient up; Mod is Python's `%`."""
+    return op.Div(op.Sub(self, op.Mod(self, other)), other)
+
+
+FLOOR_DIVISION: dict[Callable[..., Any], Callable[..., Any]] = {operator.floordiv: _floor_divide}
+"""Translation of a floor division of sizes for programs with one that `divides_negatives`."""
+
+
+def divides_negatives(program: torch.export.ExportedProgram) -> bool:
+    """Return whether a program rounds a quotient of sizes down that may be negative, such as `(64 - height) // 2`."""
+    return any(
+        _lower_bound(size) < 0 for node in program.graph.nodes if node.target is operator.floordiv for size in node.args
+    )
+
+
+def _lower_bound(size: Any) -> Any:
+    value = size.meta["val"] if isinstance(size, torch.fx.Node) else size
+    return value if isinstance(value, int) else value.node.shape_env.bound_sympy(value.node.expr).lower
 
 
 def skip_decomposition(program: torch.export.ExportedProgram) -> bool:

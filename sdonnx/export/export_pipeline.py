@@ -7,7 +7,6 @@ import gc
 import importlib.util
 import json
 import logging
-import shutil
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ import torch
 
 from sdonnx.errors import FolderError, OptionError
 from sdonnx.export.component_plan import ComponentPlan, plan_component
+from sdonnx.export.config_entries import require_known_index
 from sdonnx.export.control_network_export import ControlFiles
 from sdonnx.export.exported_families import wrapper_of
 from sdonnx.export.interruption import interruptible
@@ -28,6 +28,7 @@ from sdonnx.export.single_file.open_single_file import SingleFile, open_single_f
 from sdonnx.export.single_file.suffixes import is_single_file
 from sdonnx.export.trace import trace
 from sdonnx.export.weight_files import find_weights, require_safetensors, require_variant
+from sdonnx.folder.copy_folder import copy_folder
 from sdonnx.folder.pipeline_folder import (
     MODEL_INDEX,
     ONNX_MODEL,
@@ -148,6 +149,7 @@ def _export(
     controls = ControlFiles.open(added.controlnets, added.t2i_adapters, family)
     allow_pickle = _require_options(family, dtype, allow_pickle, added)
     # All inputs are checked before anything is written.
+    require_known_index(folder)
     for name, file in family.extras:
         folder.config(name, file)
         _require_sentencepiece(folder.path / name)
@@ -232,7 +234,7 @@ def _copy_extras(folder: PipelineFolder, family: Family, out: Path) -> None:
     for name, _ in family.extras:
         if name == IMAGE_PROCESSOR:
             continue  # written for the image encoder, independent of the pipeline's own
-        shutil.copytree(folder.component(name), out / name)
+        copy_folder(folder.component(name), out / name)
         if name.startswith("tokenizer"):
             _add_tokenizer_json(out / name)
 

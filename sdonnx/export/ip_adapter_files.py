@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from sdonnx.errors import FolderError, WeightsError
-from sdonnx.export.checkpoint_weights import shapes_in
 from sdonnx.export.image_attention import attend_to_images
-from sdonnx.folder.pipeline_folder import PipelineFolder, read_json
+from sdonnx.export.stored_tensors import StoredTensors
+from sdonnx.folder.pipeline_folder import PipelineFolder, read_config
 from sdonnx.models.image_adapters import Adapter, AdapterSet
 from sdonnx.models.ip_adapter import is_cross_attention
 
@@ -43,11 +43,11 @@ class AdapterFile:
 
     Attributes:
         path: The file.
-        shapes: Shapes of its tensors, by key.
+        tensors: Its tensors.
     """
 
     path: Path
-    shapes: Mapping[str, tuple[int, ...]]
+    tensors: StoredTensors
 
     @classmethod
     def open(cls, given: Path) -> AdapterFile:
@@ -64,7 +64,12 @@ class AdapterFile:
             raise WeightsError(
                 f"{path} {found}", "an IP-Adapter as safetensors", f"download the adapter's {_SUFFIX} file"
             )
-        return cls(path, shapes_in(path))
+        return cls(path, StoredTensors(path, [path]))
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Shapes of the tensors, by key."""
+        return self.tensors.shapes
 
     @property
     def projection(self) -> dict[str, tuple[int, ...]]:
@@ -76,6 +81,14 @@ class AdapterFile:
         """(width of keys, width of tokens) of each cross-attention, in any order."""
         ending = f".{PARTS[0]}.weight"
         return [shape for key, shape in self.shapes.items() if key.startswith(_ATTENTION) and key.endswith(ending)]
+
+    def require_known_encoding(self, attentions: int) -> None:
+        """Raise WeightsError if tensors of the projection or of the attentions have an encoding that is not known."""
+        used = [key for key in self.shapes if key.startswith(PROJECTION)]
+        used += [attention_key(index, part) for index in range(attentions) for part in PARTS]
+        for key in used:
+            self.tensors.require_number(key)
+        self.tensors.require_all_read(used)
 
     def described(self, positions: int, width: int) -> Adapter:
         """Return the adapter that the file contains.
@@ -153,7 +166,7 @@ def image_processor(pipeline: PipelineFolder, encoder: Path) -> Any:
     # This class requires only Pillow.
     from transformers import CLIPImageProcessorPil
 
-    edge = int(read_json(encoder / "config.json")["image_size"])
+    edge = int(read_config(encoder / "config.json")["image_size"])
     if pipeline.has_component(_EXTRACTOR):
         pipeline.config(_EXTRACTOR, "preprocessor_config.json")
         try:
@@ -181,7 +194,7 @@ def adapter_set(files: Sequence[AdapterFile], encoder: Path, unet: Any) -> Adapt
         WeightsError: An adapter belongs to another image encoder or another UNet.
         FolderError: The image encoder's configuration cannot be used, or the UNet's attentions have several widths.
     """
-    config = read_json(encoder / "config.json")
+    config = read_config(encoder / "config.json")
     names = ("image_size", "patch_size", "hidden_size", "projection_dim", "num_channels")
     if missing := [name for name in names if not isinstance(config.get(name), int) or config[name] < 1]:
         raise FolderError(
@@ -211,6 +224,7 @@ def adapter_set(files: Sequence[AdapterFile], encoder: Path, unet: Any) -> Adapt
                     raise WeightsError(
                         f"{file.path} has {file.shapes.get(key, 'nothing')} for {key}", f"{shape}", "download it again"
                     )
+        file.require_known_encoding(len(own))
         adapter = file.described(1 + (config["image_size"] // config["patch_size"]) ** 2, width)
         given = config["projection_dim" if adapter.kind == "plain" else "hidden_size"]
         if adapter.width != given:

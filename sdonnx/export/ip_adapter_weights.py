@@ -10,7 +10,7 @@ import torch
 from diffusers.loaders.unet import UNet2DConditionLoadersMixin
 
 from sdonnx.errors import WeightsError
-from sdonnx.export.checkpoint_weights import Weights, narrowed, tensor_in
+from sdonnx.export.checkpoint_weights import Weights, narrowed
 from sdonnx.export.ip_adapter_files import PARTS, PROJECTION, AdapterFile, attention_key
 from sdonnx.models.ip_adapter import is_cross_attention
 
@@ -25,7 +25,7 @@ def build_projections(files: Sequence[AdapterFile]) -> torch.nn.ModuleList:
 def _converted(file: AdapterFile, make: Callable[[tuple[int, ...]], torch.Tensor] | None = None) -> torch.nn.Module:
     """Return diffusers' module that projects images, with a file's parameters, or parameters made by `make(shape)`."""
     state = {
-        key: tensor_in(file.path, PROJECTION + key) if make is None else make(shape)
+        key: file.tensors.read(PROJECTION + key) if make is None else make(shape)
         for key, shape in file.projection.items()
     }
     # Only diffusers knows the names and splits of the published layouts. The method does not use its object.
@@ -93,4 +93,4 @@ class AdaptedWeights:
         if key not in self._own:
             return self._unet.read(key, dtype)
         file, stored = self._own[key]
-        return narrowed(tensor_in(file.path, stored), dtype, stored, file.path)
+        return narrowed(file.tensors.read(stored), dtype, stored, file.path)

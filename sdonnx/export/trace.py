@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from sdonnx.export.checkpoint_weights import Weights
-from sdonnx.export.decomposition import TRANSLATIONS, skip_decomposition
+from sdonnx.export.decomposition import FLOOR_DIVISION, TRANSLATIONS, divides_negatives, skip_decomposition
 from sdonnx.export.module_buffers import module_buffers
 from sdonnx.export.repeated_blocks import repeat_blocks, shortened
 from sdonnx.export.simplify import WRAPPED, simplify
@@ -112,9 +112,10 @@ def _exported(
         dynamic_shapes=(tuple(_all_dynamic(each) for each in axes),),
         strict=False,
     )
+    division = FLOOR_DIVISION if divides_negatives(captured) else {}
     program = torch.onnx.export(
         captured,
-        custom_translation_table=TRANSLATIONS if skip_decomposition(captured) else None,
+        custom_translation_table=division | (TRANSLATIONS if skip_decomposition(captured) else {}),
         dynamo=True,
         opset_version=OPSET,
         optimize=False,

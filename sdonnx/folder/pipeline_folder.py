@@ -35,11 +35,13 @@ __all__ = [
     "finite",
     "hash_file",
     "own_kernel_graph",
+    "read_config",
     "read_json",
     "require_inside",
 ]
 
 MODEL_INDEX = "model_index.json"
+_CONFIG = "config.json"
 ONNX_MODEL = "model.onnx"
 ONNX_WEIGHTS = "model.onnx.data"
 # The graph in standard operators with QuantizeLinear and DequantizeLinear, for other run-times, and its weights.
@@ -58,6 +60,10 @@ _BLOCK = 2**22  # bytes; large enough that hashing threads rarely wait for the G
 _SINGLE_FILES = (".safetensors", ".ckpt", ".pt")  # checkpoints of a whole pipeline in one file
 
 _MAX_JSON_BYTES = 64 << 20  # shard indexes and vocabularies, the largest files, have a few MB
+
+# Numbers in a component's config.json. Modules repeat lists by some of them, before they create a layer. The largest
+# ones of known models are sizes of vocabularies, and layers are about 100.
+_MAX_NUMBER, _MAX_LAYERS = 10**7, 1000
 
 # Errors of writing that the user can fix: disk full, quota, read-only file system, permission, file size limit.
 _WRITE_FAILURES = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG}
@@ -89,6 +95,30 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise FolderError(f"{path} holds a {type(content).__name__}", "a JSON object", "copy the file again")
     return content
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """Return the configuration of a model, whose numbers ask for a bounded number of layers.
+
+    Raises:
+        FolderError: the file is missing, broken, or has a far larger number than any model.
+    """
+    content = read_json(path)
+    _require_small(path, content, "", _MAX_NUMBER)
+    return content
+
+
+def _require_small(path: Path, value: Any, key: str, limit: int) -> None:
+    if isinstance(value, Mapping):
+        for name, each in value.items():
+            _require_small(path, each, f"{key}.{name}" if key else name, _MAX_LAYERS if "layers" in name else limit)
+    elif isinstance(value, list):
+        for each in value:
+            _require_small(path, each, key, limit)
+    elif isinstance(value, int) and value > limit:
+        raise FolderError(
+            f"{path} has {value} for {key}", f"at most {limit:,}", "copy the file again from the original pipeline"
+        )
 
 
 def finite(value: Any) -> Any:
@@ -186,7 +216,10 @@ class PipelineFolder:
             found, remedy = f"{path} has no {MODEL_INDEX}", f"pass the folder that contains {MODEL_INDEX}"
             if class_name := _model_class(path):
                 found += f": it is the model {class_name}, not a pipeline"
-                remedy = "ControlNet is not supported yet" if "ControlNet" in class_name else remedy
+                if "ControlNet" in class_name:
+                    remedy = f"pass it with --controlnet {path}, and the pipeline with -m"
+                elif class_name == "T2IAdapter":
+                    remedy = f"pass it with --t2i_adapter {path}, and the pipeline with -m"
             raise FolderError(found, "a pipeline folder in diffusers' layout", remedy)
         for file in (MODEL_INDEX, REPORT):
             require_inside(path / file, path)
@@ -231,7 +264,8 @@ class PipelineFolder:
         Raises:
             FolderError: the component or its configuration is missing or broken.
         """
-        return read_json(self.component(name) / file)
+        read = read_config if file == _CONFIG else read_json
+        return read(self.component(name) / file)
 
     def onnx_model(self, name: str, file: str = ONNX_MODEL) -> Path:
         """Return the path of an ONNX component's model.

@@ -7,10 +7,11 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
+from typing import NoReturn
 
 from sdonnx.errors import WeightsError
 from sdonnx.lora.adapter_changes import Tensors, module_changes
-from sdonnx.lora.adapter_keys import AdapterKey, format_of, parse_key
+from sdonnx.lora.adapter_keys import AdapterKey, enclosing_modules, format_of, parse_key, unsupported_method
 from sdonnx.lora.adapter_scale import adapter_scales, metadata_config, read_peft_config
 from sdonnx.lora.adapter_tensors import AdapterTensors, read_tensors
 from sdonnx.lora.module_names import COMPONENTS, ModuleNames, is_original_block
@@ -25,6 +26,7 @@ PICKLES = (".ckpt", ".pt", ".pth", ".bin")
 _FILES_OF_FOLDERS = ("adapter_model.safetensors", "pytorch_lora_weights.safetensors")
 
 _SHOWN_KEYS = 3
+_DIMENSIONS_OF_BOFT = 4  # of LyCORIS's oft_blocks; OFT has 3
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,7 @@ class AdapterFile:
 
     Attributes:
         changes: component -> name of the weight in its state dict, as diffusers and transformers spell it -> change.
-        unknown: keys of the file that match nothing.
+        unknown: keys of the file that match nothing, none of which belongs to a layer of the model.
         format: "kohya", "lycoris", "diffusers", "diffusers-old" or "peft".
         metadata: the file's metadata.
     """
@@ -55,7 +57,7 @@ def read_adapter(path: Path, names: Mapping[str, Collection[str]] | None = None)
 
     Raises:
         WeightsError: the file cannot be used: it is a pickle, broken, exceeds a limit, has inconsistent tensors, or
-            changes no weight.
+            changes no weight, or has a tensor of a layer of the model that is not known.
         FolderError: the configuration next to it is broken.
     """
     path = _file_in(path)
@@ -126,7 +128,7 @@ def _grouped(
     of_unet = [found.module for found in parsed.values() if found.component == "unet"]
     has_both = any(map(is_original_block, of_unet)) and any(map(_is_diffusers_block, of_unet))
     modules: dict[tuple[str, str], Tensors] = {}
-    used, unknown = [], []
+    used, unknown, parts = [], [], dict[str, str]()
     for key, tensor in content.tensors.items():
         name = None
         if (found := parsed.get(key)) is not None and not (has_both and is_original_block(found.module)):
@@ -135,13 +137,39 @@ def _grouped(
             name = names.weight_name(component, found.module, parameter)
         if found is None or name is None:
             unknown.append(key)
+            if found is None or not (has_both and is_original_block(found.module)):
+                parts |= _part_of_a_layer(path, key, names)
             continue
         used.append(found)
         tensors = modules.setdefault((component, name.rpartition(".")[0]), {})
         if found.part in tensors:
             raise WeightsError(f"{path} has {key} also by another name", "one tensor", "use another adapter")
         tensors[found.part] = tensor
+    if parts:
+        _refuse_parts(path, parts, content)
     return modules, used, unknown
+
+
+def _part_of_a_layer(path: Path, key: str, names: ModuleNames) -> dict[str, str]:
+    """Return a key that matches nothing with its last part, if it belongs to a layer of the model."""
+    for found in enclosing_modules(key):
+        if names.weight_name(found.component or _default_text_encoder(path), found.module) is not None:
+            return {key: found.part}
+    return {}
+
+
+def _refuse_parts(path: Path, parts: Mapping[str, str], content: AdapterTensors) -> NoReturn:
+    """Raise WeightsError because of tensors of layers that the model has, by key, with the method that they belong to.
+
+    Without them, the file would be another adapter.
+    """
+    method = unsupported_method(parts.values())
+    key = next(key for key, part in parts.items() if method == unsupported_method([part]))
+    if method == "OFT" and content.tensors[key].ndim == _DIMENSIONS_OF_BOFT:
+        method = "BOFT"
+    found = f"{path} has {key}, " + (f"a tensor of {method}" if method else "an unknown tensor of a layer of the model")
+    remedy = f"{method} is not supported; use another adapter" if method else "use another adapter"
+    raise WeightsError(found, "LoRA, LoHa, LoKr, DoRA or differences of weights", remedy)
 
 
 def _is_diffusers_block(flat: str) -> bool:

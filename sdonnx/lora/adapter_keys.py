@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 
 from sdonnx.lora.module_names import COMPONENTS
 
-__all__ = ["AdapterKey", "format_of", "parse_key"]
+__all__ = ["AdapterKey", "enclosing_modules", "format_of", "parse_key", "unsupported_method"]
 
 # kohya's prefixes. Files for pipelines with one text encoder have lora_te_, those for two the two others.
 _FLAT_PREFIXES = {
@@ -31,10 +31,19 @@ _FACTOR = re.compile(
     r"(?:\.(?!weight$|bias$)[\w-]+)?(?:\.(?P<end>weight|bias))?"
 )
 _OTHER = re.compile(
-    r"(?P<module>.+?)(?:[._]lora)?\.(?P<part>alpha|dora_scale|lora_magnitude_vector|hada_(?:w[12]_[ab]|t[12])"
+    r"(?P<module>.+?)(?:[._]lora)?\.(?P<part>alpha|dora_scale|lora_magnitude_vector|magnitude|hada_(?:w[12]_[ab]|t[12])"
     r"|lokr_(?:w[12](?:_[ab])?|t2)|diff|diff_b|w_norm|b_norm)(?:\.[\w-]+){0,2}"
 )
-_PARTS = {"A": "down", "B": "up", "w_norm": "diff", "b_norm": "diff_b"}
+_PARTS = {"A": "down", "B": "up", "w_norm": "diff", "b_norm": "diff_b", "magnitude": "lora_magnitude_vector"}
+
+# Tensors of methods that are not supported, after the module's name.
+_METHODS = (
+    ("BOFT", re.compile(r"boft_.*")),
+    ("OFT", re.compile(r"oft_.*")),
+    ("GLoRA", re.compile(r"(a|b|bm)[12](\..*)?")),
+    ("IA3", re.compile(r"on_input|ia3_l(\..*)?")),
+    ("VeRA", re.compile(r"vera_.*")),
+)
 
 # The attention processors of older versions of diffusers -> the modules of CLIP.
 _OLD_TEXT_PROJECTIONS = {"to_q": "q_proj", "to_k": "k_proj", "to_v": "v_proj", "to_out": "out_proj"}
@@ -59,6 +68,19 @@ class AdapterKey:
     spelling: str
 
 
+def enclosing_modules(key: str) -> Iterator[AdapterKey]:
+    """Yield the modules that a key of any form may belong to, the innermost first, with the rest of the key as part."""
+    words = key.split(".")
+    for end in range(len(words) - 1, 0, -1):
+        yield _key_of(".".join(words[:end]), ".".join(words[end:]))
+
+
+def unsupported_method(parts: Iterable[str]) -> str | None:
+    """Return the name of a method that is not supported and has one of these tensors, or None."""
+    parts = list(parts)
+    return next((name for name, pattern in _METHODS if any(map(pattern.fullmatch, parts))), None)
+
+
 def parse_key(key: str) -> AdapterKey | None:
     """Return what a key names, or None if it has no known form."""
     if match := _FACTOR.fullmatch(key):
@@ -72,10 +94,14 @@ def parse_key(key: str) -> AdapterKey | None:
         part, is_old = _PARTS.get(match["part"], match["part"]), False
     else:
         return None
-    component, module, spelling = _located(match["module"])
-    flat = module.replace(".processor.", ".").replace(".", "_")
-    if spelling == "diffusers" and is_old and part != "mid":
-        spelling = "diffusers-old"
+    found = _key_of(match["module"], part)
+    is_old = is_old and found.spelling == "diffusers" and part != "mid"
+    return replace(found, spelling="diffusers-old") if is_old else found
+
+
+def _key_of(module: str, part: str) -> AdapterKey:
+    component, name, spelling = _located(module)
+    flat = name.replace(".processor.", ".").replace(".", "_")
     return AdapterKey(component, _renamed(component, flat), part, spelling)
 
 

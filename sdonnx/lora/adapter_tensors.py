@@ -30,8 +30,9 @@ _MAX_NAME_CHARACTERS = 500
 
 _LENGTH_BYTES = 8  # little-endian length of the header, before the header
 
-# numpy has no bfloat16: its bits are the upper half of a float32. Integers are only the alphas of some converters.
-_TYPES = {"F16": "<f2", "BF16": "<u2", "F32": "<f4", "F64": "<f8", "I32": "<i4", "I64": "<i8"}
+# numpy has no bfloat16: its bits are the upper half of a float32. Integers are only the alphas of some converters, and
+# booleans are only flags of methods that are refused by name.
+_TYPES = {"F16": "<f2", "BF16": "<u2", "F32": "<f4", "F64": "<f8", "I32": "<i4", "I64": "<i8", "BOOL": "u1"}
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,10 @@ from pathlib import Path
 
 from sdonnx.errors import OptionError
 
-__all__ = ["list_loras", "lora_files"]
+__all__ = ["list_loras", "lora_files", "lora_name"]
 
 _SUFFIX = ".safetensors"
+_SAME_NAMES = ("pytorch_lora_weights", "adapter_model")  # of all files that diffusers and PEFT save
 
 
 def lora_files(folder: Path) -> list[Path]:
@@ -23,8 +24,13 @@ def lora_files(folder: Path) -> list[Path]:
     return [path for path in sorted(folder.rglob(f"*{_SUFFIX}")) if path.is_file()]
 
 
+def lora_name(path: Path) -> str:
+    """Return the name of a LoRA file: without suffix, or that of its folder if diffusers or PEFT chose the file's."""
+    return Path(os.path.abspath(path)).parent.name if path.stem in _SAME_NAMES else path.stem
+
+
 def list_loras(folder: Path) -> dict[str, Path]:
-    """Return the safetensors files of a folder and of those inside it, by their names without suffix.
+    """Return the safetensors files of a folder and of those inside it, by the names that `lora_name` returns.
 
     Args:
         folder: the folder.
@@ -34,7 +40,7 @@ def list_loras(folder: Path) -> dict[str, Path]:
     """
     found: dict[str, Path] = {}
     for path in lora_files(folder):
-        name = path.stem
+        name = lora_name(path)
         if name in found:
             raise OptionError(
                 f"the LoRA name {name!r} occurs twice ({found[name]} and {path})", "a name for each", "rename one"

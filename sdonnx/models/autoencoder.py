@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from sdonnx.errors import FolderError
+
 __all__ = [
     "DEFAULT_SCALING_FACTOR",
+    "LATENTS_MEAN",
+    "LATENTS_STD",
+    "SHIFT_FACTOR",
     "block_channels",
     "downsampling_factor",
     "largest_decoder_tensor",
     "largest_encoder_tensor",
+    "latent_statistics",
     "tile_size",
 ]
 
 DEFAULT_SCALING_FACTOR = 0.18215
 """`scaling_factor` of configurations that do not set it: the default of diffusers' AutoencoderKL, and the value of
 Stable Diffusion 1 and 2 (Rombach et al. 2022, arXiv:2112.10752, section G: latents of unit variance)."""
+
+SHIFT_FACTOR, LATENTS_MEAN, LATENTS_STD = "shift_factor", "latents_mean", "latents_std"
+"""Entries that some of diffusers' pipelines read next to `scaling_factor`; see `Family.latent_entries`."""
 
 # Stable Diffusion's, for configurations without them.
 _CHANNELS = (128, 256, 512, 512)
@@ -29,6 +39,34 @@ _TILE_MULTIPLE = 4
 def downsampling_factor(config: Mapping[str, Any]) -> int:
     """Return the number of pixels per latent, in each direction; 8 without `block_out_channels`."""
     return int(2 ** (len(config.get("block_out_channels", (0,) * 4)) - 1))
+
+
+def latent_statistics(config: Mapping[str, Any]) -> tuple[list[float], list[float]] | None:
+    """Return the mean and the standard deviation of each channel of the latents, or None if one of them is missing.
+
+    diffusers' pipelines of Stable Diffusion XL normalize latents with them, for Playground 2.5.
+
+    Raises:
+        FolderError: They are not one finite number for each channel, or a deviation is not above 0.
+    """
+    mean, std = config.get(LATENTS_MEAN), config.get(LATENTS_STD)
+    if mean is None or std is None:
+        return None
+    channels = config.get("latent_channels")
+    for values in (mean, std):
+        if not (isinstance(values, list | tuple) and len(values) == channels and all(map(_is_finite, values))):
+            raise FolderError(
+                f"the autoencoder's {LATENTS_MEAN} and {LATENTS_STD} are {mean!r} and {std!r}",
+                f"{channels} numbers each, as it has channels",
+                "copy its config.json again from the original pipeline",
+            )
+    if min(std) <= 0:
+        raise FolderError(f"the autoencoder's {LATENTS_STD} is {std!r}", "numbers above 0", "copy config.json again")
+    return [float(value) for value in mean], [float(value) for value in std]
+
+
+def _is_finite(value: object) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
 
 
 def block_channels(config: Mapping[str, Any]) -> tuple[int, ...]:

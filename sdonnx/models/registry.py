@@ -19,6 +19,9 @@ __all__ = ["FAMILIES", "family_of"]
 
 FAMILIES: tuple[Family, ...] = (STABLE_DIFFUSION, STABLE_DIFFUSION_XL, PIXART, PIXART_SIGMA)
 
+# Word in the class of a pipeline -> the option that exports what it reads in addition, and the folder of that.
+_ADDED = (("ControlNet", "--controlnet", "controlnet"), ("Adapter", "--t2i_adapter", "adapter"))
+
 
 def family_of(folder: PipelineFolder) -> Family:
     """Return the family of the pipeline in `folder`, without the optional components that the pipeline lacks.
@@ -36,6 +39,13 @@ def family_of(folder: PipelineFolder) -> Family:
                 own = with_adapters(own, AdapterSet.from_config(folder.config(ADAPTERS)))
             return with_control_networks(own, folder)
     known = {name for family in FAMILIES for name in family.pipeline_classes}
+    for word, option, component in _ADDED:
+        if folder.class_name.startswith("StableDiffusion") and word in folder.class_name:
+            raise FolderError(
+                f"{folder.path} is a {folder.class_name}",
+                f"a pipeline for -m, and what it reads in addition for {option}",
+                f"pass the pipeline without {word} with -m, and {option} {folder.path / component}",
+            )
     close = difflib.get_close_matches(folder.class_name, sorted(known), n=1)
     raise FolderError(
         f"{folder.path} is a {folder.class_name}, which is not supported yet",

@@ -13,6 +13,7 @@ from typing import Any
 
 from sdonnx.errors import FolderError
 from sdonnx.folder.pipeline_folder import PipelineFolder
+from sdonnx.models.autoencoder import LATENTS_MEAN, LATENTS_STD, SHIFT_FACTOR
 from sdonnx.models.image_adapters import AdapterSet
 
 __all__ = ["CAPTION_MASK", "TEXT_MASK", "CallDefaults", "ComponentSpec", "Config", "Family", "Role", "TensorSpec"]
@@ -184,6 +185,8 @@ class Family:
         class_defaults: Default arguments of a call of pipeline classes with other ones, by class.
         joins: Extends a component's configuration with values of other components: `joins(config, config_of)`, where
             `config_of(name)` returns the configuration of another component, or None if the pipeline lacks it.
+        latent_entries: Entries of the autoencoder's configuration that diffusers' pipelines of the family read next to
+            `scaling_factor`: of `shift_factor`, `latents_mean` and `latents_std`. The others are left out.
         adapters: Adapters for image prompts that the pipeline was exported with.
     """
 
@@ -194,6 +197,7 @@ class Family:
     defaults: CallDefaults = field(default_factory=CallDefaults)
     class_defaults: Mapping[str, CallDefaults] = field(default_factory=dict, hash=False)
     joins: Callable[[Config, Callable[[str], Config | None]], dict[str, Any]] = _unchanged
+    latent_entries: frozenset[str] = frozenset()
     adapters: AdapterSet | None = None
 
     @property
@@ -251,12 +255,16 @@ class Family:
         return replace(self, components=tuple(_as_in(spec, folder) for spec in present), defaults=defaults)
 
     def join_config(self, folder: PipelineFolder, config: Config) -> dict[str, Any]:
-        """Return a component's configuration, extended with the values of other components that its inputs depend on.
+        """Return a component's configuration as diffusers' pipelines of the family read it.
+
+        It is extended with the values of other components that its inputs depend on.
 
         Raises:
             FolderError: The configuration of another component is missing or broken.
         """
         names = {spec.name for spec in self.components}
+        unread = {SHIFT_FACTOR, LATENTS_MEAN, LATENTS_STD} - self.latent_entries
+        config = {name: value for name, value in config.items() if name not in unread}
         return self.joins(config, lambda name: folder.config(name) if name in names else None)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from sdonnx.models.autoencoder import LATENTS_MEAN, LATENTS_STD
 from sdonnx.models.components import (
     ENCODER_HIDDEN_STATES,
     HIDDEN_STATES,
@@ -88,4 +89,5 @@ STABLE_DIFFUSION_XL = Family(
     optional=frozenset({"text_encoder"}),
     defaults=CallDefaults(guidance_scale=5.0, strength=0.3, inpaint_strength=0.9999),
     joins=_join_config,
+    latent_entries=frozenset({LATENTS_MEAN, LATENTS_STD}),
 )

@@ -12,6 +12,7 @@ from typing import Any
 import onnx_ir as ir
 
 from sdonnx.folder.certificate import CERTIFICATE, CERTIFICATE_PAGE
+from sdonnx.folder.copy_folder import copy_folder
 from sdonnx.folder.pipeline_folder import (
     ONNX_WEIGHTS,
     QDQ_MODEL,
@@ -70,7 +71,7 @@ def bake_adapters(
     changed = {component: loaded.changed(state, component) for component in loaded.tables}
     with atomic_folder(out, overwrite, [source]) as partial:
         ignored = shutil.ignore_patterns(*_LEFT_OUT, ".*")
-        shutil.copytree(source, partial, dirs_exist_ok=True, ignore=ignored)
+        copy_folder(source, partial, ignored)
         for component, initializers in changed.items():
             _write_component(partial / component, loaded.tables[component], initializers)
         _write_report(partial, [(path, weights[name]) for name, (path, _) in zip(order, adapters, strict=True)])

@@ -10,7 +10,7 @@ from typing import Any
 import onnx_ir as ir
 
 from sdonnx.folder.pipeline_folder import PipelineFolder
-from sdonnx.graph.loading.check_nodes import require_deterministic
+from sdonnx.graph.loading.check_nodes import require_deterministic, require_domains
 from sdonnx.graph.loading.load import load_model
 from sdonnx.graph.prepare import prepare
 from sdonnx.models.spec import ComponentSpec, Family, Role
@@ -66,6 +66,7 @@ def open_component(folder: PipelineFolder, family: Family, spec: ComponentSpec) 
         if expose_parameters(model):
             notes = (f"the output {SAMPLE}, sampled inside the graph, was replaced by {PARAMETERS}, without noise",)
     require_deterministic(path, model)
+    require_domains(path, model)
     if not written:
         for kind in ("inputs", "outputs"):
             require_signature(path, model, spec, kind)

@@ -39,7 +39,7 @@ from sdonnx.optimize.component import CONFIG, OpenedComponent
 from sdonnx.optimize.exchange_graph import write_exchange_graph
 from sdonnx.optimize.exported import EXPECTED_GRAPH
 from sdonnx.optimize.find_weights import write_weight_table
-from sdonnx.optimize.interface import adapt_interface
+from sdonnx.optimize.interface import adapt_interface, require_open_sizes
 from sdonnx.optimize.ort_graph_dump import Inspector
 from sdonnx.optimize.report import ComponentReport, report_of
 from sdonnx.optimize.request import OptimizeRequest, ProgressCallback
@@ -212,6 +212,7 @@ def _adapt_interface(job: ComponentJob) -> None:
 def _fuse(job: ComponentJob) -> None:
     request = job.request
     job.outcomes = fuse(job.model, request.provider, request.attention_layout, request.disabled)
+    require_open_sizes(job.opened.path, job.model, job.spec, job.opened.config)
 
 
 def _choose_precision(job: ComponentJob) -> None:

@@ -16,9 +16,14 @@ import onnx_ir as ir
 
 from sdonnx.errors import FolderError
 from sdonnx.graph.edit import constant, dtype_of, insert
+from sdonnx.graph.shapes.expressions import dimension_of
+from sdonnx.graph.shapes.inference import Sizes
 from sdonnx.models.spec import ComponentSpec, TensorSpec
 
-__all__ = ["adapt_interface", "require_interface", "require_signature"]
+__all__ = ["adapt_interface", "require_interface", "require_open_sizes", "require_signature"]
+
+# Sizes that each call chooses. A graph may fix the number of tokens, which the tokenizer defines.
+_OPEN_SIZES = frozenset({"batch_size", "height", "width", "height_latent", "width_latent"})
 
 
 def require_interface(path: Path, model: ir.Model, spec: ComponentSpec, config: Mapping[str, Any]) -> None:
@@ -36,6 +41,30 @@ def require_interface(path: Path, model: ir.Model, spec: ComponentSpec, config: 
                     f"[{','.join(map(str, dims))}], as the component's config.json says",
                     "use the graph and the config.json of one component",
                 )
+            if kind == "inputs":  # some exporters declare the outputs of their example
+                _require_open(path, tensor, value.shape, dims)
+
+
+def require_open_sizes(path: Path, model: ir.Model, spec: ComponentSpec, config: Mapping[str, Any]) -> None:
+    """Raise if a fused graph has outputs of one size for inputs of any size: the exporter wrote that of its example.
+
+    Raises:
+        FolderError: an output has a fixed size that a call chooses.
+    """
+    sizes = Sizes(model.graph)
+    for tensor, value in require_signature(path, model, spec, "outputs", config):
+        if (shape := sizes.shapes.get(value)) is not None:
+            _require_open(path, tensor, ir.Shape(map(dimension_of, shape)), tensor.resolve(config))
+
+
+def _require_open(path: Path, tensor: TensorSpec, shape: ir.Shape | None, dims: Sequence[str | int]) -> None:
+    for axis, (size, dim) in enumerate(zip(shape or (), dims, strict=False)):
+        if isinstance(size, int) and dim in _OPEN_SIZES:
+            raise FolderError(
+                f"axis {axis} of {tensor.name} of {path} always has the size {size}",
+                f"any {dim} ([{','.join(map(str, dims))}])",
+                "export the component with dynamic axes",
+            )
 
 
 def require_signature(

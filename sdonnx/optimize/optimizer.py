@@ -12,6 +12,7 @@ from typing import Any
 import sdonnx
 from sdonnx.compose import ControlPlan
 from sdonnx.errors import refusing
+from sdonnx.folder.copy_folder import copy_folder
 from sdonnx.folder.pipeline_folder import MODEL_INDEX, PipelineFolder, atomic_folder
 from sdonnx.fusions.own_kernels import default_sizes
 from sdonnx.models.control_networks import control_residuals
@@ -127,7 +128,7 @@ def write_optimized(
         for spec in family.components
     }
     for name, _ in family.extras:
-        shutil.copytree(folder.component(name), out / name)
+        copy_folder(folder.component(name), out / name)
     shutil.copyfile(folder.path / MODEL_INDEX, out / MODEL_INDEX)
     if request.scales:
         write_calibration(out, request.scales)

@@ -15,12 +15,14 @@ import numpy.typing as npt
 from onnxruntime import OrtValue
 
 from sdonnx.errors import OptionError
-from sdonnx.folder.pipeline_folder import PipelineFolder, own_kernel_graph
+from sdonnx.folder.loaded_folder import LoadedFolder
+from sdonnx.folder.pipeline_folder import own_kernel_graph
 from sdonnx.folder.version import read_report
 from sdonnx.folder.weight_table import Initializer
 from sdonnx.models import abi
 from sdonnx.models.spec import Family, Role
 from sdonnx.runtime.changed_weights import ChangedByComponent, ChangedWeights
+from sdonnx.runtime.device.cancellation import Cancellation
 from sdonnx.runtime.device.device import Device
 from sdonnx.runtime.device.kernel_workarounds import KernelCheck
 from sdonnx.runtime.device.load_shared_weights import load_shared_weights
@@ -73,13 +75,16 @@ class GraphSet:
         low_memory: which graphs are loaded for each use only; see `LowMemory`.
 
     Attributes:
+        folder: the optimized folder.
+        report: its `sdonnx.json`.
         kernels: the verdict on the device's kernels.
         observer: wraps each run of a graph; None for no observer.
+        cancellation: ends the runs of a call.
     """
 
     def __init__(
         self,
-        folder: PipelineFolder,
+        folder: LoadedFolder,
         family: Family,
         device: Device,
         settings: SessionSettings,
@@ -88,7 +93,9 @@ class GraphSet:
     ) -> None:
         self.folder, self.family, self.device, self.kernels = folder, family, device, kernels
         self.observer: Observer | None = None
-        self._own_kernels = OwnKernelForm(device, read_report(folder.path), settings)
+        self.cancellation = Cancellation()
+        self.report = read_report(folder.path)
+        self._own_kernels = OwnKernelForm(device, self.report, settings)
         self._settings = self._required(settings)
         self._low_memory = low_memory
         self._loaded: dict[tuple[Role, bool, int], Graph] = {}
@@ -146,7 +153,7 @@ class GraphSet:
 
     def itemsizes(self, role: Role) -> tuple[int, int]:
         """Return the smallest and the largest size in bytes of an element of a component's activations."""
-        components = read_report(self.folder.path).get("components")
+        components = self.report.get("components")
         entry = components.get(self.family.with_role(role).name) if isinstance(components, Mapping) else None
         if not isinstance(entry, Mapping):
             return (2, 4)
@@ -202,10 +209,16 @@ class GraphSet:
                 capture=captures,
                 tf32=role in _TF32,
                 settings=self._settings,
-                weights=lambda: self._changed.weights(path, self._shared_weights() if shares else {}),
+                weights=lambda: self._read_weights(path, shares=shares),
                 injected=lambda: self._changed.injected(path),
+                cancellation=self.cancellation,
             )
         return self._loaded[key]
+
+    def _read_weights(self, path: Path, *, shares: bool) -> dict[str, OrtValue]:
+        """Return the initializers that a graph which is being loaded reads from buffers."""
+        self.folder.require_unchanged(path.parent.name)  # the graph may be loaded again
+        return self._changed.weights(path, self._shared_weights() if shares else {})
 
     def adds_products(self, initializer: Initializer) -> bool:
         """Return whether the device can add products of low rank to an initializer."""

@@ -168,6 +168,7 @@ def _require_memory(subject: str, needed: int, available: int, place: str) -> No
 
 
 def _shown(size: int) -> str:
+    size = min(size, 10**18)  # no float holds the memory of an image of 10**200 pixels
     return f"{size / 10**9:,.1f} GB" if size >= 10**9 else f"{size / 10**6:,.0f} MB"
 
 

@@ -133,7 +133,7 @@ def _falling(name: str, values: Any) -> tuple[float, ...] | None:
         return None
     try:
         array = np.asarray(values, np.float64)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         array = np.empty(0)
     if array.ndim != 1 or not array.size or not np.isfinite(array).all() or (array < 0).any():
         raise OptionError(f"{name} is {values!r}", "a list of numbers from 0 on", "pass for example [999, 500, 100]")

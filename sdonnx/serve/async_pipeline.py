@@ -29,7 +29,7 @@ class AsyncPipeline:
 
     Requests with equal model, LoRAs, size, steps, sampler and use of guidance share a batch. Each has its own seed,
     prompt, negative prompt and weight of the prompt, and its image does not depend on its companions. One thread runs
-    the batches, one after another; batches of different kinds share the time fairly.
+    the batches, one after another; clients, and batches of different kinds of one client, share the time fairly.
 
     Use it as an asynchronous context manager, or call `aclose`.
 
@@ -64,6 +64,9 @@ class AsyncPipeline:
         if not pipelines:
             raise OptionError("there is no pipeline", "one or more", "pass a folder")
         self.limits, self.observer = limits or ServeLimits(), observer or ServeObserver()
+        on_cpu = [each.default_size for each in pipelines.values() if each.device.provider == "cpu"]
+        if on_cpu:
+            self.limits = self.limits.on_cpu(max(on_cpu))
         self._loras = ServedLoras({name: Path(path) for name, path in (loras or {}).items()})
         self._models = {
             name: ServedModel(name, pipeline, dict(pipeline.scheduler_config)) for name, pipeline in pipelines.items()
@@ -135,7 +138,7 @@ class AsyncPipeline:
 
     @property
     def batch_age_s(self) -> float:
-        """Seconds since the current batch started, to notice a device that hangs; 0 if there is none."""
+        """Seconds since the current batch started or made its last step, to notice a device that hangs; 0 for none."""
         return self._worker.batch_age_s
 
     @property
@@ -235,14 +238,13 @@ class AsyncPipeline:
         """Stop and release the pipelines.
 
         Args:
-            finish: whether to generate the images of all accepted requests first. Otherwise the current batch stops
-                after its step, and waiting requests end with UnavailableError.
+            finish: whether to generate the images of all accepted requests first. Otherwise the current batch stops,
+                and all requests end with UnavailableError, also those that an earlier call waits for.
         """
-        if self._closed:
-            return
-        self._closed = True
-        await asyncio.to_thread(self._worker.stop, finish=finish)
-        for model in self._models.values():
+        is_first, self._closed = not self._closed, True
+        if is_first or not finish:
+            await asyncio.to_thread(self._worker.stop, finish=finish)
+        for model in self._models.values() if is_first else ():
             await asyncio.to_thread(model.pipeline.close)
 
     async def __aenter__(self) -> Self:

@@ -13,6 +13,7 @@ from sdonnx.errors import DeviceMemoryError, QueueFullError, SdonnxError, Unavai
 from sdonnx.runtime.device.device_thread import device_thread
 from sdonnx.serve.conditioning_images import call_arguments, plan_conditioning
 from sdonnx.serve.fair_queue import FairQueue
+from sdonnx.serve.fair_share import is_fair
 from sdonnx.serve.image_job import ImageJob, StepProgress
 from sdonnx.serve.image_request import BatchKey, check_request
 from sdonnx.serve.later_captures import LaterCapture, LaterCaptures
@@ -118,7 +119,7 @@ class BatchWorker:
 
     @property
     def batch_age_s(self) -> float:
-        """Seconds since the current batch started; 0 if there is none."""
+        """Seconds since the current batch started or made its last step; 0 if there is none."""
         since = self._batch_since
         return 0.0 if since is None else time.monotonic() - since
 
@@ -130,17 +131,18 @@ class BatchWorker:
             UnavailableError: the worker is stopping or has failed.
         """
         images, planned = job.planned.request.num_images, job.planned
+        client, limit = planned.request.client, self._limits.max_waiting
         with self._changed:
             self._require_working()
-            waiting = len(self._queue)
-            if waiting + images > self._limits.max_waiting:
-                raise QueueFullError(
-                    f"{waiting} images are waiting",
-                    f"at most {self._limits.max_waiting} with those of the request",
-                    "try again later",
-                    self._seconds_until_place(),
-                )
-            self._queue.add(job, planned.key, images=images, cost=planned.cost, now=time.monotonic())
+            waiting, held = len(self._queue), self._queue.waiting_of(client) if client else 0
+            if not is_fair(images, held, waiting, limit):
+                found, expected = f"{waiting} images are waiting", f"at most {limit} with those of the request"
+                if waiting + images <= limit:
+                    found += f", {held} of them of this client"
+                    expected = f"a client that leaves as many of {limit} places to others as it takes"
+                raise QueueFullError(found, expected, "try again later", self._seconds_until_place())
+            now = time.monotonic()
+            self._queue.add(job, planned.key, images=images, cost=planned.cost, now=now, client=client)
             self._note_waiting()
 
     @property
@@ -168,6 +170,8 @@ class BatchWorker:
         with self._changed:
             self._queue.remove(job)
             self._note_waiting()
+            if any(unit.job is job for unit in self._running):
+                self._cancel_unneeded()
 
     def stop(self, *, finish: bool) -> None:
         """Stop the thread and wait for it.
@@ -182,6 +186,8 @@ class BatchWorker:
         for job in [*refused, *(() if finish else [unit.job for unit in self._running])]:
             error = UnavailableError("the server is stopping", "a server that runs", "try again on another one")
             self._fail(job, error, "failed")
+        with self._changed:
+            self._cancel_unneeded()
         self._thread.join()
 
     def _require_working(self) -> None:
@@ -189,6 +195,11 @@ class BatchWorker:
             raise UnavailableError(f"the pipeline has failed ({self.failure})", "one that works", "restart the server")
         if self._stopping:
             raise UnavailableError("the server is stopping", "a server that runs", "try again later")
+
+    def _cancel_unneeded(self) -> None:
+        """End the current batch if nobody waits for it."""
+        if self._running and all(unit.job.has_ended for unit in self._running):
+            self._models[self._running[0].job.planned.key.model].pipeline.cancel()
 
     def _batch_sizes(self, key: Hashable) -> list[int]:
         assert isinstance(key, BatchKey)
@@ -220,10 +231,12 @@ class BatchWorker:
                 if isinstance(task, LaterCapture):
                     self._capture(task)
                 else:
-                    self._running = task
+                    with self._changed:
+                        self._running = task
                     self._run(task)
             finally:
-                self._running, self._batch_since = [], None
+                with self._changed:  # a request that is cancelled later must not end the next batch
+                    self._running, self._batch_since = [], None
 
     def _next(self) -> list[_Unit] | LaterCapture | None:
         """Wait for a batch or a capture and return it; None to stop."""
@@ -328,11 +341,11 @@ class BatchWorker:
 
         def on_step(_: OrtDiffusionPipeline, call: int, timestep: float, tensors: dict[str, Any]) -> None:
             nonlocal ended
-            ended = time.perf_counter()
+            ended, self._batch_since = time.perf_counter(), time.monotonic()
             self._observer.stepped(key, len(units))
             self._report(pipeline, units, call, tensors.get("latents"))
             if all(unit.job.has_ended for unit in units):
-                pipeline.interrupt()
+                pipeline.cancel()
 
         output = pipeline(
             [request.prompt for request in requests],

@@ -1,14 +1,15 @@
 """A queue that forms batches of equal requests and shares the time of the device fairly.
 
 Source: start-time fair queuing (Goyal, Vin, Cheng: "Start-time Fair Queueing", SIGCOMM 1996), with a flow for each
-batch key and the computing time of an image as the length of a packet. Virtual time also passes as in weighted fair
-queuing (Demers, Keshav, Shenker: "Analysis and Simulation of a Fair Queueing Algorithm", SIGCOMM 1989).
+client, and below it one for each batch key, and the computing time of an image as the length of a packet. Virtual time
+also passes as in weighted fair queuing (Demers, Keshav, Shenker: "Analysis and Simulation of a Fair Queueing
+Algorithm", SIGCOMM 1989).
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -25,12 +26,14 @@ class _Entry(Generic[Item]):
 
     Attributes:
         item: the request.
+        client: name of the client that sent it.
         waiting: number of images that wait.
         cost: work of one image.
         arrived: time of arrival in seconds.
     """
 
     item: Item
+    client: str
     waiting: int
     cost: float
     arrived: float
@@ -41,11 +44,9 @@ class _Lane(Generic[Item]):
     """The requests with one batch key.
 
     Attributes:
-        start: virtual time at which the next batch of the lane starts.
-        entries: requests, the next one first.
+        entries: requests, the next one of a client first.
     """
 
-    start: float
     entries: deque[_Entry[Item]] = field(default_factory=deque)
 
     @property
@@ -57,11 +58,49 @@ class _Lane(Generic[Item]):
         return min(entry.arrived for entry in self.entries)
 
 
+class _Turns:
+    """Virtual times of flows that share the work equally."""
+
+    def __init__(self) -> None:
+        self._starts: dict[Hashable, float] = {}  # virtual time at which the next batch of a flow starts
+        self._ends: dict[Hashable, float] = {}  # of flows with no work, if later than the virtual time
+        self._now = 0.0  # virtual time
+        self._passed = 0.0  # virtual time of the batch that was taken last
+
+    def start(self, flow: Hashable) -> float:
+        """Return the virtual time at which the next batch of a flow starts; the smallest comes first."""
+        return self._starts[flow]
+
+    def join(self, flow: Hashable) -> None:
+        """Add a flow, unless it is there."""
+        if flow not in self._starts:
+            self._starts[flow] = max(self._ends.pop(flow, 0.0), self._now)
+
+    def leave(self, flow: Hashable) -> None:
+        """Remove a flow that has no work left."""
+        self._ends[flow] = self._starts.pop(flow)
+
+    def pass_time(self, turn: Hashable, work: float) -> None:
+        """Let time pass before a batch, when it was the turn of a flow.
+
+        Once a batch is over, each flow has had its share of that work. With the starts of flows only, a stream of
+        requests of flows that are all new, such as weights of LoRAs, would starve the others.
+        """
+        self._now = max(self._now + self._passed, self._starts[turn])
+        self._passed = work / len(self._starts)
+        self._ends = {each: end for each, end in self._ends.items() if end > self._now}
+
+    def charge(self, flow: Hashable, work: float) -> None:
+        """Add work that was done for a flow."""
+        self._starts[flow] += work
+
+
 class FairQueue(Generic[Item]):
     """Requests by batch key; not thread-safe.
 
-    Lanes (batch keys) share the work equally, so that requests of much work delay others by a batch at most. Within a
-    lane, batches take one image of each request in turn.
+    Clients share the work equally, and so do the lanes (batch keys) of a client, so that requests of much work delay
+    others by a batch at most. Within a lane, batches take one image of each client, and of each of its requests, in
+    turn.
 
     Args:
         sizes: returns the numbers of images that a batch with a key may have, in rising order, from 1.
@@ -71,9 +110,7 @@ class FairQueue(Generic[Item]):
     def __init__(self, sizes: Callable[[Hashable], Sequence[int]], max_wait_s: float) -> None:
         self._sizes, self._max_wait_s = sizes, max_wait_s
         self._lanes: dict[Hashable, _Lane[Item]] = {}
-        self._ends: dict[Hashable, float] = {}  # of lanes that are empty, if later than the virtual time
-        self._now = 0.0  # virtual time
-        self._passed = 0.0  # virtual time of the batch that was taken last
+        self._lane_turns, self._client_turns = _Turns(), _Turns()
         self._preferred = 0  # batches in a row that were not of the lane whose turn it was
 
     def __len__(self) -> int:
@@ -83,14 +120,18 @@ class FairQueue(Generic[Item]):
     @property
     def work(self) -> float:
         """Work of all images that wait."""
-        return sum(entry.waiting * entry.cost for lane in self._lanes.values() for entry in lane.entries)
+        return sum(entry.waiting * entry.cost for entry in self._entries())
 
     @property
     def oldest_s(self) -> float | None:
         """Time at which the oldest request arrived; None if nothing waits."""
         return min((lane.oldest for lane in self._lanes.values()), default=None)
 
-    def add(self, item: Item, key: Hashable, *, images: int, cost: float, now: float) -> None:
+    def waiting_of(self, client: str) -> int:
+        """Return the number of images of a client that wait."""
+        return sum(entry.waiting for entry in self._entries() if entry.client == client)
+
+    def add(self, item: Item, key: Hashable, *, images: int, cost: float, now: float, client: str = "") -> None:
         """Add a request.
 
         Args:
@@ -99,21 +140,25 @@ class FairQueue(Generic[Item]):
             images: number of images.
             cost: work of one image, in any unit; the same for all requests with this key.
             now: time in seconds.
+            client: name of the client that sent it.
         """
-        if key not in self._lanes:
-            self._lanes[key] = _Lane(max(self._ends.pop(key, 0.0), self._now))
-        self._lanes[key].entries.append(_Entry(item, images, cost, now))
+        self._lane_turns.join(key)
+        self._client_turns.join(client)
+        self._lanes.setdefault(key, _Lane()).entries.append(_Entry(item, client, images, cost, now))
 
     def remove(self, item: Item) -> None:
         """Remove the images of a request that still wait."""
         for key, lane in list(self._lanes.items()):
-            lane.entries = deque(entry for entry in lane.entries if entry.item != item)
-            self._drop_empty(key)
+            removed = [entry for entry in lane.entries if entry.item == item]
+            for entry in removed:
+                lane.entries.remove(entry)
+                self._drop_empty(key, entry.client)
 
     def clear(self) -> list[Item]:
         """Remove all requests and return them."""
-        items = [entry.item for lane in self._lanes.values() for entry in lane.entries]
-        self._lanes.clear()
+        items = [entry.item for entry in self._entries()]
+        for item in items:
+            self.remove(item)
         return items
 
     def wait_s(self, now: float) -> float | None:
@@ -140,29 +185,44 @@ class FairQueue(Generic[Item]):
         count = max((size for size in self._sizes(key) if size <= lane.waiting), default=1)
         batch = []
         cost = lane.entries[0].cost
+        self._lane_turns.pass_time(turn, count * cost)
+        self._client_turns.pass_time(self._next_entry(turn).client, count * cost)
         for _ in range(count):
-            entry = lane.entries.popleft()
+            entry = self._next_entry(key)
+            lane.entries.remove(entry)
             batch.append(entry.item)
             entry.waiting -= 1
+            self._lane_turns.charge(key, cost)
+            self._client_turns.charge(entry.client, cost)
             if entry.waiting:
                 lane.entries.append(entry)
-        # Once a batch is over, each lane has had its share of that work. With the starts of lanes only, a stream of
-        # requests whose keys are all new, such as weights of LoRAs, would starve the others.
-        self._now = max(self._now + self._passed, self._lanes[turn].start)
-        self._passed = count * cost / len(self._lanes)
-        lane.start += count * cost
-        self._drop_empty(key)
-        self._ends = {each: end for each, end in self._ends.items() if end > self._now}
+            else:
+                self._drop_empty(key, entry.client)
         return batch
 
+    def _entries(self) -> Iterator[_Entry[Item]]:
+        return (entry for lane in self._lanes.values() for entry in lane.entries)
+
+    def _next_entry(self, key: Hashable) -> _Entry[Item]:
+        """Return the first request of the client of a lane that has had the least."""
+        return min(self._lanes[key].entries, key=lambda entry: self._client_turns.start(entry.client))
+
     def _first(self, keys: Sequence[Hashable]) -> Hashable:
-        return min(keys, key=lambda each: (self._lanes[each].start, self._lanes[each].oldest))
+        def order(key: Hashable) -> tuple[float, float, float]:
+            client = self._client_turns.start(self._next_entry(key).client)
+            return client, self._lane_turns.start(key), self._lanes[key].oldest
+
+        return min(keys, key=order)
 
     def _ripe_at(self, key: Hashable) -> float:
         lane = self._lanes[key]
         is_full = lane.waiting >= self._sizes(key)[-1]
         return float("-inf") if is_full else lane.oldest + self._max_wait_s
 
-    def _drop_empty(self, key: Hashable) -> None:
+    def _drop_empty(self, key: Hashable, client: str) -> None:
+        """Remove a lane without requests, and a client without any."""
         if not self._lanes[key].entries:
-            self._ends[key] = self._lanes.pop(key).start
+            self._lane_turns.leave(key)
+            del self._lanes[key]
+        if all(entry.client != client for entry in self._entries()):
+            self._client_turns.leave(client)

@@ -65,6 +65,8 @@ class ImageRequest:
         loras: weights of LoRAs by the names under which they are served, -10 to 10. They apply in alphabetical order.
         num_previews: number of previews of each image, evenly spaced over the steps.
         output_type: "pil" for PIL images, "np" for float32 arrays (H,W,3) from 0 to 1.
+        client: name of the client that sent it. Clients share the queue's places and the device's time. Requests
+            without a name may take all places.
     """
 
     prompt: str
@@ -94,6 +96,7 @@ class ImageRequest:
     loras: Mapping[str, float] | None = None
     num_previews: int = 0
     output_type: str = "pil"
+    client: str = ""
 
 
 @dataclass(frozen=True)
@@ -200,7 +203,7 @@ def plan_request(
         loras: names of the LoRAs that are served.
 
     Raises:
-        PromptError: a prompt is no text, empty, or too long.
+        PromptError: a prompt is no text, or too long.
         OptionError: another value cannot be used, or exceeds a limit.
         SchedulerError: the scheduler is unknown, or runs only with diffusers.
     """
@@ -210,8 +213,8 @@ def plan_request(
     steps = _default(request.num_inference_steps, pipeline.default_steps)
     scale = _default(request.guidance_scale, pipeline.default_guidance_scale)
     _require_whole("num_images", request.num_images, 1, limits.max_images)
-    _require_whole("height", height, 1, limits.max_pixels)
-    _require_whole("width", width, 1, limits.max_pixels)
+    _require_whole("height", height, 1, limits.pixel_limit)
+    _require_whole("width", width, 1, limits.pixel_limit)
     limits.check_size(height, width)
     _require_whole("num_inference_steps", steps, 1, limits.max_steps)
     _require_whole("num_previews", request.num_previews, 0, limits.max_steps)
@@ -220,6 +223,8 @@ def plan_request(
     _require_finite("guidance_scale", scale, -1e6, 1e6)
     if request.strength is not None:
         _require_finite("strength", request.strength, 0, 1)
+    if not isinstance(request.client, str):
+        raise OptionError(f"client is a {type(request.client).__name__}", "a text", "pass the client's name")
     if request.output_type not in OUTPUT_TYPES:
         raise OptionError(f"output_type is {request.output_type!r}", f"one of {OUTPUT_TYPES}", "pass one")
     _require_scheduler(request.scheduler, scheduler_config)
@@ -273,8 +278,6 @@ def _require_prompts(request: ImageRequest, limits: ServeLimits) -> None:
         if len(text) > limits.max_prompt:
             found = f"{name} has {len(text)} characters"
             raise PromptError(found, f"at most {limits.max_prompt}", "shorten it")
-        if not text.strip() and name == "prompt":
-            raise PromptError("prompt is empty", "a text", "describe the image")
 
 
 def _require_images(request: ImageRequest) -> None:

@@ -76,7 +76,7 @@ class ImageService(Protocol):
 
     @property
     def batch_age_s(self) -> float:
-        """Seconds since the current batch started; 0 if there is none."""
+        """Seconds since the current batch started or made its last step; 0 if there is none."""
         ...
 
     @property
@@ -88,6 +88,6 @@ class ImageService(Protocol):
         """Queue a request and return it; errors as those of `AsyncPipeline.submit`."""
         ...
 
-    async def aclose(self) -> None:
-        """Finish accepted requests, and release the pipelines."""
+    async def aclose(self, *, finish: bool = True) -> None:
+        """Finish accepted requests or end them with UnavailableError, and release the pipelines."""
         ...

@@ -38,7 +38,7 @@ class RayOptions(BaseModel):
     max_waiting: int = _LIMITS.max_waiting
     max_wait_s: float = _LIMITS.max_wait_s
     max_images: int = _LIMITS.max_images
-    max_pixels: int = _LIMITS.max_pixels
+    max_pixels: int | None = _LIMITS.max_pixels
     max_steps: int = _LIMITS.max_steps
 
     @classmethod

@@ -234,7 +234,9 @@ class RemotePipeline:
             raise
         return job
 
-    async def aclose(self) -> None:
-        """Wait for the requests that run."""
+    async def aclose(self, *, finish: bool = True) -> None:
+        """Wait for the requests that run, or cancel them."""
+        for job in () if finish else self._jobs:
+            job.cancel()
         if self._jobs:
             await asyncio.wait(self._jobs)

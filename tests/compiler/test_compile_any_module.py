@@ -507,12 +507,37 @@ def test_a_graph_that_disagrees_is_not_used(
 )
 def test_differences_of_results(ours: Any, theirs: Any, difference: str | None, warned: list[str]) -> None:
     check = AgreementCheck("Mlp", enabled=True)
-    result = check.checked(ours, lambda: theirs)
+    result = check.checked(ours, lambda: theirs, (torch.ones(2),))
     assert result is (ours if difference is None else theirs)
     assert check.failed == (difference is not None)
     expected = [] if difference is None else [difference]
     assert [line.partition(", which computes its calls: ")[2] for line in warned] == expected
-    assert check.checked(ours, lambda: pytest.fail("compared twice")) is ours
+    assert check.checked(ours, lambda: pytest.fail("compared twice"), (torch.zeros(2),)) is ours
+
+
+def test_a_second_size_is_compared(warned: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph that is right for the sizes of its export only, as one whose sizes are rounded the wrong way."""
+    module, run, computed = _made(Mlp), Graph.run, []
+
+    def faulty(graph: Graph, inputs: Any) -> dict[str, Any]:
+        computed.append(len(inputs["input_0"]))
+        return {name: value + (computed[-1] == 3) for name, value in run(graph, inputs).items()}
+
+    monkeypatch.setattr(Graph, "run", faulty)
+    compiled = sdonnx.compile(module, options={"options": {"check_agreement": True}})
+    for rows in (2, 2, 3, 3, 2):
+        x = torch.randn(rows, 8)
+        assert _error(compiled(x), module(x)) < 1e-5
+    assert computed == [2, 2, 3]
+    assert "the graph of Mlp disagrees with torch, which computes its calls: a tensor (3, 4) " in warned[0]
+
+
+def test_a_third_size_is_not_compared() -> None:
+    check, compared = AgreementCheck("Mlp", enabled=True), list[int]()
+    for rows in (2, 3, 2, 4, 3):
+        x = torch.ones(rows, 1)
+        check.checked(x, lambda x=x: compared.append(len(x)) or x, {"x": x, "scale": 1.0})  # type: ignore[func-returns-value,misc]
+    assert compared == [2, 3]
 
 
 @pytest.mark.parametrize(

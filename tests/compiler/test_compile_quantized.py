@@ -112,12 +112,12 @@ def test_calls_that_are_checked() -> None:
         return exact
 
     for _ in range(20):
-        check.checked(exact, in_torch)
+        check.checked(exact, in_torch, ())
     assert tuple(asked) == CHECKED_CALLS
     assert (check.waits, check.failed) == (False, False)
-    assert QuantizationCheck("UNet").checked(far, lambda: exact) is exact
+    assert QuantizationCheck("UNet").checked(far, lambda: exact, ()) is exact
     failing = QuantizationCheck("UNet")
-    assert failing.checked(torch.full((3,), float("nan")), lambda: exact) is exact
+    assert failing.checked(torch.full((3,), float("nan")), lambda: exact, ()) is exact
     assert failing.failed
 
 

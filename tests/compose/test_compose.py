@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,15 +15,22 @@ import torch
 from diffusers.image_processor import VaeImageProcessor
 from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from support.graphs import Array, graph, normal, relative_error
+from support.pipelines import refused
 from support.steps import run
 
 from sdonnx.compose import compose_decode, compose_encode, compose_step, compose_text
 from sdonnx.errors import FolderError
+from sdonnx.folder.pipeline_folder import PipelineFolder
+from sdonnx.models.autoencoder import latent_statistics
+from sdonnx.models.registry import FAMILIES
+from sdonnx.models.spec import Role
 from sdonnx.samplers import STATE_ROWS, plan
 from sdonnx.samplers.parameters import MAX_CALLS, matrix_start, parameter_table, row_size
 
 TOLERANCE = 1e-5
 DDIM = {"_class_name": "DDIMScheduler", "clip_sample": False, "beta_schedule": "scaled_linear"}
+# vae/config.json of playgroundai/playground-v2.5-1024px-aesthetic.
+STATISTICS = {"latents_mean": [-1.6574, 1.886, -1.383, 2.5155], "latents_std": [8.4927, 5.9022, 6.5498, 5.2299]}
 
 
 def ran(model: ir.Model, feeds: dict[str, Array]) -> dict[str, Array]:
@@ -146,7 +156,13 @@ def test_a_table_of_a_plan() -> None:
 
 
 @pytest.mark.parametrize(
-    "config", [{"latent_channels": 4}, {"latent_channels": 4, "scaling_factor": 0.5, "shift_factor": 0.1}]
+    "config",
+    [
+        {"latent_channels": 4},
+        {"latent_channels": 4, "scaling_factor": 0.5, "shift_factor": 0.1},
+        {"latent_channels": 4, "scaling_factor": 0.5, **STATISTICS},
+        {"latent_channels": 4, "latents_mean": STATISTICS["latents_mean"]},  # diffusers needs both
+    ],
 )
 def test_encode(config: dict[str, Any]) -> None:
     weight = normal(8, 3, 2, 2, scale=20.0)  # logarithms of variances exceed their bounds
@@ -168,6 +184,9 @@ def test_encode(config: dict[str, Any]) -> None:
     assert distribution.logvar.max() == 20
     drawn = distribution.mean + distribution.std * torch.from_numpy(feeds["posterior_noise"])
     clean = (drawn - config.get("shift_factor", 0)) * config.get("scaling_factor", 0.18215)
+    if "latents_std" in config:  # diffusers' StableDiffusionXLImg2ImgPipeline.prepare_latents
+        mean, std = (torch.tensor(config[name]).view(1, 4, 1, 1) for name in ("latents_mean", "latents_std"))
+        clean = (drawn - mean) * config["scaling_factor"] / std
     assert relative_error(found["latents"], clean.numpy()) < TOLERANCE
     assert relative_error(found["noised"], 0.3 * clean.numpy() + 0.7 * feeds["noise"]) < TOLERANCE
 
@@ -195,6 +214,36 @@ def test_decode(transposed: bool) -> None:
     assert np.abs(found["images"].astype(int) - pictures).max() <= 1
     assert (found["images"] != pictures).mean() < 0.02
     assert found["finite"].tolist() == [True, True]
+
+
+def test_decode_with_the_statistics_of_latents() -> None:
+    """diffusers' StableDiffusionXLPipeline: latents * std / scaling_factor + mean."""
+    weight, latents = normal(3, 4, 1, 1, scale=0.1), normal(2, 4, 5, 7)
+    model = graph("float[B,4,H,W] latent_sample", "float[B,3,H,W] sample", "sample = Conv(latent_sample, w)", w=weight)
+    compose_decode(model, {"latent_channels": 4, "scaling_factor": 0.5, **STATISTICS})
+    mean, std = (torch.tensor(STATISTICS[name]).view(1, 4, 1, 1) for name in ("latents_mean", "latents_std"))
+    images = torch.nn.functional.conv2d(torch.from_numpy(latents) * std / 0.5 + mean, torch.from_numpy(weight))
+    found = ran(model, {"latents": latents})["sample"]
+    assert relative_error(found, images.permute(0, 2, 3, 1).numpy() / 2 + 0.5) < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [({"latents_mean": [1.0]}, "4 numbers"), ({"latents_std": [1.0, 2.0, 0.0, 1.0]}, "above 0"),
+     ({"latents_std": 3.0}, "4 numbers"), ({"latents_mean": [1.0, 2.0, math.nan, 1.0]}, "4 numbers")],
+)  # fmt: skip
+def test_statistics_that_do_not_fit(changes: dict[str, Any], word: str) -> None:
+    with refused(FolderError, "latents_std", word):
+        latent_statistics({"latent_channels": 4, **STATISTICS, **changes})
+
+
+def test_only_pipelines_of_xl_read_the_statistics_of_latents(tmp_path: Path) -> None:
+    config: dict[str, Any] = {"latent_channels": 4, "shift_factor": 0.5, **STATISTICS}
+    folder = PipelineFolder(tmp_path, {})
+    for family in FAMILIES:
+        decoder = replace(family, components=(family.with_role(Role.IMAGE_DECODER),))
+        expected = STATISTICS if family.name == "stable-diffusion-xl" else {}
+        assert decoder.join_config(folder, config) == {"latent_channels": 4, **expected}
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])

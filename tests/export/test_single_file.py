@@ -216,7 +216,7 @@ _STRANGERS: Mapping[str, tuple[Mapping[str, torch.Tensor], str, str]] = {
     "vae": ({"encoder.conv_in.weight": _X}, "is an autoencoder (VAE)", "--vae"),
     "vae of a checkpoint": ({"first_stage_model.decoder.conv_in.weight": _X}, "is an autoencoder (VAE)", "--vae"),
     "text encoder": ({"text_model.final_layer_norm.weight": _X}, "is a text encoder", "pass a checkpoint"),
-    "controlnet": ({"control_model.input_blocks.0.0.weight": _X}, "is a ControlNet", "not supported yet"),
+    "controlnet": ({"control_model.input_blocks.0.0.weight": _X}, "is a ControlNet", "--controlnet"),
     "flux": ({"model.diffusion_model.double_blocks.0.img_attn.proj.weight": _X}, "Flux", "pass a checkpoint"),
     "sd3": ({"model.diffusion_model.joint_blocks.0.x.weight": _X}, "Stable Diffusion 3", "pass a checkpoint"),
     "embedding": ({"emb_params": _X}, "is a textual inversion", "before the export"),

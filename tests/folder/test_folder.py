@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shutil
 from collections.abc import Callable
@@ -13,7 +14,7 @@ import pytest
 from support.pipelines import refused, snapshot
 
 from sdonnx.errors import FolderError, OutputError
-from sdonnx.folder.pipeline_folder import PipelineFolder, atomic_folder, read_json
+from sdonnx.folder.pipeline_folder import PipelineFolder, atomic_folder, read_config, read_json
 from sdonnx.models.registry import FAMILIES, family_of
 from sdonnx.models.spec import Role, TensorSpec
 
@@ -100,6 +101,32 @@ def test_missing_size_in_the_configuration(value: object) -> None:
     assert spec.resolve({"in_channels": 4}) == ("batch_size", 4, 3)
     with refused(FolderError, repr(value), "in_channels", "sample"):
         spec.resolve({"in_channels": value})
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ('{"layers_per_block": 1000000000}', ("1000000000 for layers_per_block", "at most 1,000;")),
+        ('{"transformer_layers_per_block": [1, [2, 5000]]}', ("5000 for transformer_layers_per_block", "1,000;")),
+        ('{"text_config": {"num_hidden_layers": 1001}}', ("1001 for text_config.num_hidden_layers", "1,000;")),
+        ('{"parts": [{"sample_size": 10000001}]}', ("10000001 for parts.sample_size", "at most 10,000,000;")),
+        (f'{{"vocab_size": {10**400}}}', ("0000 for vocab_size", "at most 10,000,000;")),
+    ],
+)
+def test_numbers_that_would_fill_the_memory(content: str, words: tuple[str, ...], pipeline: Path) -> None:
+    (pipeline / "unet" / "config.json").write_text(content)
+    with refused(FolderError, str(pipeline / "unet" / "config.json"), *words):
+        PipelineFolder.open(pipeline).config("unet")
+    with refused(FolderError, *words):
+        read_config(pipeline / "unet" / "config.json")
+
+
+def test_numbers_of_large_models(pipeline: Path) -> None:
+    values = {"layers_per_block": [2, 1000], "vocab_size": 250112, "rope_theta": 5000000, "force_upcast": True}
+    (pipeline / "unet" / "config.json").write_text(json.dumps(values))
+    assert PipelineFolder.open(pipeline).config("unet") == values
+    (pipeline / "unet" / "tokenizer_config.json").write_text('{"model_max_length": 1000000000000000019884624838656}')
+    assert PipelineFolder.open(pipeline).config("unet", "tokenizer_config.json")["model_max_length"] > 10**30
 
 
 def write(out: Path, **options: Any) -> None:

@@ -62,7 +62,6 @@ def test_single_file_checkpoints(name: str, tmp_path: Path) -> None:
     [
         ("StableDiffusion3Pipeline", "StableDiffusionPipeline"),
         ("FluxPipeline", ""),
-        ("StableDiffusionControlNetPipeline", "StableDiffusion"),
     ],
 )
 def test_unsupported_pipelines(class_name: str, similar: str, tmp_path: Path) -> None:
@@ -73,14 +72,29 @@ def test_unsupported_pipelines(class_name: str, similar: str, tmp_path: Path) ->
         export_pipeline(tmp_path, tmp_path / "out")
 
 
+@pytest.mark.parametrize(
+    ("class_name", "option"),
+    [
+        ("StableDiffusionControlNetPipeline", "--controlnet {}/controlnet"),
+        ("StableDiffusionXLControlNetUnionImg2ImgPipeline", "--controlnet {}/controlnet"),
+        ("StableDiffusionXLAdapterPipeline", "--t2i_adapter {}/adapter"),
+    ],
+)
+def test_pipelines_with_added_networks_name_the_option(class_name: str, option: str, tmp_path: Path) -> None:
+    (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": class_name}))
+    with refused(FolderError, f"is a {class_name}", option.format(tmp_path)):
+        export_pipeline(tmp_path, tmp_path / "out")
+
+
 def test_folders_of_one_model(micro: Path, tmp_path: Path) -> None:
     with refused(FolderError, "it is the model UNet2DConditionModel", "pass the folder that contains model_index.json"):
         PipelineFolder.open(micro / "unet")
     with refused(FolderError, "it is the model CLIPTextModel"):
         PipelineFolder.open(micro / "text_encoder")
-    (tmp_path / "config.json").write_text(json.dumps({"_class_name": "ControlNetModel"}))
-    with refused(FolderError, "it is the model ControlNetModel", "ControlNet is not supported yet"):
-        PipelineFolder.open(tmp_path)
+    for class_name, option in (("ControlNetModel", "--controlnet"), ("T2IAdapter", "--t2i_adapter")):
+        (tmp_path / "config.json").write_text(json.dumps({"_class_name": class_name}))
+        with refused(FolderError, f"it is the model {class_name}", f"{option} {tmp_path}"):
+            PipelineFolder.open(tmp_path)
     edit_json(tmp_path / "config.json", _class_name=3)
     with refused(FolderError, "has no model_index.json; expected"):
         PipelineFolder.open(tmp_path)

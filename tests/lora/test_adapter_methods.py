@@ -9,10 +9,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from peft import LoHaConfig, LoKrConfig, LoraConfig, get_peft_model_state_dict
+from peft import (
+    IA3Config,
+    LoHaConfig,
+    LoKrConfig,
+    LoraConfig,
+    OFTConfig,
+    VeraConfig,
+    get_peft_model,
+    get_peft_model_state_dict,
+)
 from peft.tuners.lora import LoraLayer
 from safetensors.torch import save_file
 from support.lora_nets import (
+    ATTENTION,
     TARGETS,
     assert_equal_weights,
     changed_weights,
@@ -22,6 +32,7 @@ from support.lora_nets import (
     randomized,
     state_of,
 )
+from support.pipelines import refused
 from torch.nn.functional import conv2d
 
 from sdonnx.errors import WeightsError
@@ -264,3 +275,82 @@ def test_a_bias_of_a_factor_that_is_missing(tmp_path: Path) -> None:
     save_file(tensors, tmp_path / "a.safetensors")
     with pytest.raises(WeightsError, match="belongs to no factor"):
         read_adapter(tmp_path / "a.safetensors")
+
+
+def test_dora_with_another_name_of_the_lengths(tmp_path: Path) -> None:
+    unet = nano_unet("sd")
+    base = state_of(unet)
+    model = peft_model(unet, LoraConfig(r=3, lora_alpha=3, target_modules=ATTENTION, use_dora=True))
+    tensors = {
+        key.removeprefix("base_model.model.").replace("lora_magnitude_vector", "magnitude"): value.contiguous()
+        for key, value in get_peft_model_state_dict(model).items()
+    }
+    assert sum(key.endswith("to_q.magnitude") for key in tensors) > 0
+    save_file(tensors, tmp_path / "a.safetensors")
+    adapter = read_adapter(tmp_path / "a.safetensors", {"unet": base})
+    assert adapter.unknown == ()
+    assert_equal_weights(changed_weights(base, adapter, "unet"), merged_by_peft(model), base)
+
+
+UNSUPPORTED: dict[str, Any] = {
+    "OFT": OFTConfig(r=0, oft_block_size=4, target_modules=["to_q"]),
+    "IA3": IA3Config(target_modules=["to_q"], feedforward_modules=[]),
+    "VeRA": VeraConfig(r=2, target_modules=["to_q"]),
+}
+
+
+@pytest.mark.parametrize("method", UNSUPPORTED)
+def test_other_methods_of_peft_are_named(method: str, tmp_path: Path) -> None:
+    unet = nano_unet("sdxl")
+    names = {"unet": state_of(unet)}
+    get_peft_model(unet, UNSUPPORTED[method]).save_pretrained(str(tmp_path))
+    for known in (None, names):
+        with refused(WeightsError, f"a tensor of {method};", f"{method} is not supported"):
+            read_adapter(tmp_path, known)
+
+
+LAYER = "lora_unet_down_blocks_1_attentions_0_transformer_blocks_0_attn1_to_"
+LORA = {f"{LAYER}q.lora_down.weight": random(2, 32), f"{LAYER}q.lora_up.weight": random(32, 2)}
+GLORA = {f"{LAYER}k.{part}.weight": random(4, 4) for part in ("a1", "a2", "b1", "b2")}
+DOTTED = "unet.down_blocks.1.attentions.0.transformer_blocks.0.attn1.to_q"
+
+
+@pytest.mark.parametrize("with_lora", [False, True])
+@pytest.mark.parametrize(
+    ("tensors", "words"),
+    [
+        (
+            {f"{LAYER}k.oft_blocks": random(4, 8, 8), f"{LAYER}k.alpha": torch.tensor(1.0)},
+            "k.oft_blocks, a tensor of OFT;",
+        ),
+        ({f"{LAYER}k.oft_blocks": random(2, 4, 8, 8), f"{LAYER}k.rescale": random(32, 1)}, "a tensor of BOFT;"),
+        (GLORA | {f"{LAYER}k.alpha": torch.tensor(4.0)}, "k.a1.weight, a tensor of GLoRA;"),
+        ({f"{LAYER}k.weight": random(32), f"{LAYER}k.on_input": torch.tensor(False)}, "a tensor of IA3;"),
+        ({f"{LAYER}q.scalar": torch.tensor(0.5)}, "q.scalar, an unknown tensor of a layer of the model"),
+        ({f"{LAYER}q.lora_down.bias": random(2)}, "q.lora_down.bias, an unknown tensor"),
+        ({f"{LAYER}q.diff_b": random(32)}, "q.diff_b, an unknown tensor"),  # there is no bias
+        ({f"{DOTTED}.lora_lengths": random(32)}, "to_q.lora_lengths, an unknown tensor"),
+        ({"unet.conv_in.weight": random(16, 4, 3, 3)}, "unet.conv_in.weight, an unknown tensor"),
+        ({"text_encoder.text_model.final_layer_norm.weight": random(16)}, "final_layer_norm.weight, an unknown tensor"),
+    ],
+    ids=lambda value: value.split(",")[0] if isinstance(value, str) else "",
+)
+def test_parts_of_layers_that_are_unknown(
+    tensors: dict[str, torch.Tensor], words: str, with_lora: bool, tmp_path: Path
+) -> None:
+    """By themselves, and next to a LoRA, which would be another adapter without them."""
+    names = {"unet": state_of(nano_unet("sd")), "text_encoder": ["final_layer_norm.weight"]}
+    save_file(tensors | (LORA if with_lora else {}), tmp_path / "a.safetensors")
+    with refused(WeightsError, words, "use another adapter"):
+        read_adapter(tmp_path / "a.safetensors", names)
+
+
+def test_tensors_outside_of_the_model_are_left_out(tmp_path: Path) -> None:
+    others = {
+        "bundle_emb.fox.string_to_param.*": random(2, 24), "clip_l": random(1, 24), "fox.emb_params": random(1, 24),
+        "lora_te3_layers_0.oft_blocks": random(2, 2, 2), "lora_unet_double_blocks_0_img_mlp_0.scalar": random(1),
+    }  # fmt: skip
+    save_file(LORA | others, tmp_path / "a.safetensors")
+    adapter = read_adapter(tmp_path / "a.safetensors", {"unet": state_of(nano_unet("sd"))})
+    assert sorted(adapter.unknown) == sorted(others)
+    assert list(adapter.changes) == ["unet"]

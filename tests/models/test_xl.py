@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,14 +11,17 @@ from typing import Any
 import diffusers
 import numpy as np
 import onnx
+import onnx_ir as ir
 import onnxruntime
 import pytest
 import torch
 from support import drawing
 from support.pipeline_cache import PipelineCache
-from support.pipelines import refused
+from support.pipelines import edit_json, refused
 
+from sdonnx.compose.compose_component import compose_component
 from sdonnx.errors import FolderError, OptionError, PromptError
+from sdonnx.folder.pipeline_folder import PipelineFolder
 from sdonnx.metrics import psnr, relative_error
 from sdonnx.models import abi
 from sdonnx.models.layer_counts import expected_counts
@@ -172,12 +176,12 @@ def test_float16_export_of_an_autoencoder_in_float32(pipelines: PipelineCache, t
 def test_overflowing_autoencoder_is_scaled(upcast: bool, scale: float, base: Pair, tmp_path: Path) -> None:
     import shutil
 
-    copy = tmp_path / "onnx"
-    shutil.copytree(base.exported, copy)
+    folder = tmp_path / "onnx"
+    shutil.copytree(base.exported, folder)
     for component in ("vae_encoder", "vae_decoder"):
-        path = copy / component / "config.json"
+        path = folder / component / "config.json"
         path.write_text(json.dumps(json.loads(path.read_text()) | {"force_upcast": upcast}))
-    report = optimize_folder(copy, tmp_path / "fused", float16=True).components
+    report = optimize_folder(folder, tmp_path / "fused", float16=True).components
     for component in ("vae_encoder", "vae_decoder"):
         assert (report[component].precision, report[component].norm_scale) == ("float16", scale)
         assert report[component].float32 == {}
@@ -290,6 +294,37 @@ def test_inpainting_agrees(base: Pair) -> None:
         **arguments, generator=torch.Generator().manual_seed(3), output_type="np", padding_mask_crop=None
     ).images
     assert psnr(base.ours(**arguments, seed=3, output_type="np").images, expected) > SAME_DB
+
+
+def test_images_agree_with_the_statistics_of_latents(base: Pair, pipelines: PipelineCache) -> None:
+    """`latents_mean` and `latents_std` as in Playground 2.5, which has them in the configuration of its autoencoder."""
+    statistics = {"latents_mean": [-1.7, 1.9, -1.4, 2.5], "latents_std": [8.5, 5.9, 6.5, 5.2], "scaling_factor": 0.5}
+
+    def change(folder: Path) -> None:
+        """Compose the graphs of the autoencoder again."""
+        opened = PipelineFolder.open(folder)
+        for spec in (STABLE_DIFFUSION_XL.component(name) for name in ("vae_encoder", "vae_decoder")):
+            edit_json(folder / spec.name / "config.json", **statistics)
+            config = STABLE_DIFFUSION_XL.join_config(opened, opened.config(spec.name))
+            model = ir.load(folder / spec.name / "model.onnx")
+            for file, graph in compose_component(spec.role, model, config).items():
+                ir.save(graph, folder / spec.name / file)
+            (folder / spec.name / "weights.json").unlink(missing_ok=True)  # it has hashes of the graphs
+
+    changed = pipelines.derived("statistics of latents", base.optimized, change)
+    vae = copy.deepcopy(base.theirs.vae)
+    vae.register_to_config(**statistics)
+    components = {**base.theirs.components, "vae": vae}
+    arguments: dict[str, Any] = {"prompt": "a red fox", "num_inference_steps": 4, "output_type": "np"}
+    with OrtDiffusionPipeline.from_pretrained(changed) as ours:
+        for theirs, options in (
+            (diffusers.StableDiffusionXLPipeline, {"height": 64, "width": 48}),
+            (diffusers.StableDiffusionXLImg2ImgPipeline, {"image": PICTURE, "strength": 0.5}),
+        ):
+            pipeline: Any = theirs(**components, add_watermarker=False)
+            pipeline.set_progress_bar_config(disable=True)
+            expected = pipeline(**arguments, **options, generator=torch.Generator().manual_seed(3)).images
+            assert psnr(ours(**arguments, **options, seed=3).images, expected) > SAME_DB
 
 
 def test_turbo_image_of_one_step_agrees(base: Pair) -> None:
@@ -501,9 +536,11 @@ def test_inpainting_of_a_part_of_the_schedule_agrees(base: Pair) -> None:
     pipeline.set_progress_bar_config(disable=True)
     arguments: dict[str, Any] = {"prompt": "a fox", "image": PICTURE, "mask_image": mask[None], "output_type": "np"}
     arguments |= {"num_inference_steps": 6, "denoising_start": 0.3, "denoising_end": 0.8, "height": 96, "width": 128}
-    arguments["guidance_scale"] = 5.0
-    expected = pipeline(**arguments, generator=torch.Generator().manual_seed(3), padding_mask_crop=None).images
-    assert psnr(base.ours(**arguments, seed=3).images, expected) > SAME_DB
+    arguments |= {"guidance_scale": 5.0, "num_images_per_prompt": 2}
+    seeds = [3, 4]
+    generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+    expected = pipeline(**arguments, generator=generators, padding_mask_crop=None).images
+    assert psnr(base.ours(**arguments, seed=seeds).images, expected) > SAME_DB
 
 
 @pytest.mark.parametrize(

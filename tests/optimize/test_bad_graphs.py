@@ -103,7 +103,7 @@ BROKEN_GRAPHS: dict[str, tuple[Any, tuple[str, ...]]] = {
     "opset too new": (proto(opsets='"" : 24'), ("opset 24", "14 to 23", "export again with opset_version=17")),
     "no opset": (proto(opsets='"my.own" : 1'), ("no opset", "14 to 23")),
     "two opsets": (proto(opsets='"" : 17, "ai.onnx" : 18'), ("opset 17 and 18", "one from 14 to 23")),
-    "unknown operator": (proto("a = Foo(x) y = MatMul(a, w)"), ("'Foo'", "opset 17", "domain of its own")),
+    "unknown operator": (proto("a = Foo(x) y = MatMul(a, w)"), ("'Foo'", "opset 17", "ONNX's own operators")),
     "operator of a later opset": (proto("a = Gelu(x) y = MatMul(a, w)"), ("'Gelu'", "opset 17")),
     "unknown operator in a subgraph": (
         proto(branches("p = MatMul(x, w)", "q = Foo(x)"), CONDITION),

@@ -58,6 +58,19 @@ def test_huge_calls_are_refused(arguments: dict[str, Any], ours: OrtDiffusionPip
         ours(**given)
 
 
+@pytest.mark.parametrize("size", [(1, 1), (1, 64), (64, 1), (7, 64), (64, 4), (0, 64), (64, 0), (-8, 64)], ids=str)
+def test_sizes_without_latents_are_refused(size: tuple[int, int], ours: OrtDiffusionPipeline) -> None:
+    name, value = next((name, edge) for name, edge in zip(("height", "width"), size, strict=True) if edge != 64)
+    with refused(OptionError, f"{name} is {value}", "a multiple of 8"):
+        ours("a", **USUAL | {"height": size[0], "width": size[1]})
+    with refused(OptionError, f"{name} is {value}", "a multiple of 8"):
+        ours.warmup([(1, *size)])
+
+
+def test_the_smallest_size_is_generated(ours: OrtDiffusionPipeline) -> None:
+    assert ours("a", **USUAL | {"height": 8, "width": 8}).images[0].size == (8, 8)
+
+
 @pytest.mark.parametrize("shape", [(10**7, 64, 64), (1, 8 * 10**8, 64), (2, 8 * 10**7, 8 * 10**7)])
 def test_huge_shapes_are_not_captured(shape: tuple[int, int, int], ours: OrtDiffusionPipeline) -> None:
     with cheap(), refused(DeviceMemoryError, f"{shape[1]}x{shape[2]}", "are available"):

@@ -245,7 +245,6 @@ def test_cancelling_a_task_cancels_its_request(pipeline: OrtDiffusionPipeline) -
 
 
 BAD: list[tuple[dict[str, Any], type[Exception], list[str]]] = [
-    ({"prompt": ""}, PromptError, ["prompt is empty"]),
     ({"prompt": 3}, PromptError, ["prompt is a int"]),
     ({"prompt": "x" * 5000}, PromptError, ["5000 characters"]),
     ({"negative_prompt": b"x"}, PromptError, ["negative_prompt is a bytes"]),
@@ -255,6 +254,9 @@ BAD: list[tuple[dict[str, Any], type[Exception], list[str]]] = [
     ({"num_images": True}, OptionError, ["num_images is True"]),
     ({"height": 10**9}, OptionError, ["height is 1000000000"]),
     ({"height": 4096, "width": 4096}, OptionError, ["4096x4096 pixels", "at most"]),
+    ({"height": 2**14, "width": 8}, OptionError, ["8x16384 pixels", "edges of at most 8192"]),
+    ({"height": 1, "width": 1}, OptionError, ["height is 1", "multiple of 4"]),
+    ({"client": 3}, OptionError, ["client is a int"]),
     ({"height": 63}, OptionError, ["height is 63", "multiple of 4"]),
     ({"num_inference_steps": 10**30}, OptionError, ["num_inference_steps is 1000"]),
     ({"num_inference_steps": 1.5}, OptionError, ["num_inference_steps is 1.5"]),
@@ -329,6 +331,114 @@ def test_queue_is_bounded_and_recovers(pipeline: OrtDiffusionPipeline) -> None:
         assert (await queue.generate("a circle", num_inference_steps=1)).images
 
     run(pipeline, body, limits)
+
+
+def test_clients_share_the_queue(pipeline: OrtDiffusionPipeline) -> None:
+    limits = ServeLimits(max_waiting=8, batch_wait_ms=0)
+
+    async def body(queue: AsyncPipeline) -> None:
+        first = queue.submit("a circle", num_inference_steps=100)
+        while not first.has_started:
+            await asyncio.sleep(0.005)
+        fields: dict[str, Any] = {"num_inference_steps": 1}
+        jobs = [queue.submit("a circle", client="one", **fields) for _ in range(4)]
+        with refused(QueueFullError, "4 images are waiting, 4 of them of this client", "of 8 places"):
+            queue.submit("a circle", client="one", **fields)
+        jobs += [queue.submit("a circle", client="two", num_images=2, **fields)]
+        with refused(QueueFullError, "6 images are waiting, 2 of them of this client"):
+            queue.submit("a circle", client="two", **fields)
+        jobs += [queue.submit("a circle", client="three", num_images=2, **fields)]
+        with refused(QueueFullError, "8 images are waiting; expected at most 8"):
+            queue.submit("a circle", client="four", **fields)
+        first.cancel()
+        await asyncio.gather(*jobs)
+
+    run(pipeline, body, limits)
+
+
+class Endless:
+    """A pipeline whose calls end only if they are cancelled."""
+
+    def __init__(self, pipeline: OrtDiffusionPipeline) -> None:
+        self._pipeline = pipeline
+        self.cancelled = threading.Event()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._pipeline, name)
+
+    def cancel(self) -> None:
+        self.cancelled.set()
+
+    def __call__(self, prompt: Any, *arguments: Any, **named: Any) -> Any:
+        if "endless" not in prompt:
+            return self._pipeline(prompt, *arguments, **named)
+        self.cancelled.clear()
+        assert self.cancelled.wait(60)
+        raise UnavailableError("the call was cancelled", "another call", "call again")
+
+
+@pytest.mark.parametrize("ends", ["cancel", "close"])
+def test_a_long_step_ends_with_its_last_request(pipeline: OrtDiffusionPipeline, ends: str) -> None:
+    endless, recorder = Endless(pipeline), Recorder()
+
+    async def body(queue: AsyncPipeline) -> None:
+        jobs = [queue.submit("endless", num_inference_steps=1) for _ in range(2)]
+        waiting = queue.submit("a circle", num_inference_steps=2)
+        while not jobs[1].has_started:
+            await asyncio.sleep(0.005)
+        if ends == "close":
+            await asyncio.to_thread(queue._worker.stop, finish=False)
+            results = await asyncio.gather(*jobs, waiting, return_exceptions=True)
+            assert [type(each) for each in results] == [UnavailableError] * 3
+            return
+        jobs[0].cancel()
+        await asyncio.sleep(0.05)
+        assert not endless.cancelled.is_set()  # the other one needs it
+        jobs[1].cancel()
+        assert (await waiting).images
+
+    run(endless, body, observer=recorder)
+    assert sorted(recorder.outcomes) == (["failed"] * 3 if ends == "close" else ["cancelled"] * 2 + ["completed"])
+
+
+def test_a_step_shows_that_a_batch_does_not_hang(pipeline: OrtDiffusionPipeline) -> None:
+    ages: list[float] = []
+
+    class Steps(Recorder):
+        def stepped(self, key: BatchKey, images: int) -> None:
+            time.sleep(0.1)
+            ages.append(queues[0].batch_age_s)
+
+    queues: list[AsyncPipeline] = []
+
+    async def body(queue: AsyncPipeline) -> None:
+        queues.append(queue)
+        await queue.generate("a circle", num_inference_steps=6)
+
+    run(pipeline, body, observer=Steps())
+    assert max(ages) < 0.1 * len(ages)
+
+
+def test_an_empty_prompt_is_generated(pipeline: OrtDiffusionPipeline) -> None:
+    expected = pipeline("", num_inference_steps=2, seed=1, output_type="np").images[0]
+
+    async def body(queue: AsyncPipeline) -> None:
+        found = await queue.generate("", num_inference_steps=2, seed=1, output_type="np")
+        assert psnr(found.images[0], expected) > MIN_PSNR_DB
+
+    run(pipeline, body)
+
+
+@pytest.mark.parametrize(("given", "expected"), [(None, 4 * 64 * 64), (10**6, 10**6)])
+def test_limit_of_the_size_on_a_cpu(pipeline: OrtDiffusionPipeline, given: int | None, expected: int) -> None:
+    async def body(queue: AsyncPipeline) -> None:
+        assert queue.limits.pixel_limit == expected
+        if given is None:
+            with refused(OptionError, "132x128 pixels", f"at most {expected} pixels"):
+                queue.submit("a circle", height=128, width=132)
+
+    run(pipeline, body, ServeLimits(max_pixels=given))
+    assert ServeLimits().pixel_limit == ServeLimits().on_cpu(10**5).pixel_limit == 2048 * 2048
 
 
 def test_waiting_requests_expire(pipeline: OrtDiffusionPipeline) -> None:

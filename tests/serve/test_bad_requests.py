@@ -124,13 +124,15 @@ def test_any_form(server: Running, content: bytes, name: str) -> None:
         (b'{"prompt": "a", "n": 1e3}', "n: "),
         (b'{"prompt": "\\ud800"}', "prompt"),
         (b'{"prompt": "\xff"}', ""),
-        (b'{"prompt": "  "}', "prompt is empty"),
         (b'{"prompt": "a", "' + b"x" * 100_000 + b'": 1}', "is not a parameter"),
         (b'{"prompt": "' + b"x" * 20_000 + b'"}', "20000 characters"),
         (b'{"prompt": "a", "model": "/etc/passwd"}', "the model is unknown"),
         (b'{"prompt": "a", "image": "http://127.0.0.1/a.png"}', "image: is not a parameter"),
         (b'{"prompt": "a", "size": "65536x65536"}', "height is 65536"),
         (b'{"prompt": "a", "size": "0x64"}', "size is '0x64'"),
+        (b'{"prompt": "a", "size": "1x1", "num_inference_steps": 1}', "height is 1; expected a multiple of 4"),
+        (b'{"prompt": "a", "size": "64x2", "num_inference_steps": 1}', "height is 2; expected a multiple of 4"),
+        (b'{"prompt": "a", "response_format": "url"}', "the server keeps no files"),
     ],
 )
 def test_bodies_that_cannot_be_used(server: Running, content: bytes, words: str) -> None:
@@ -184,7 +186,11 @@ def test_broken_images(server: Running, kind: str, name: str) -> None:
     [
         ({}, ["image"], "prompt: is required"),
         ({"prompt": "a"}, [], "image"),
-        ({"prompt": "a"}, ["image", "image[]"], "2 parts named image"),
+        (
+            {"prompt": "a"},
+            ["image", "image[]"],
+            "2 files named image; expected one, since models of this server start from one image",
+        ),
         ({"prompt": "a", "image": "http://127.0.0.1/a.png"}, [], "addresses are not opened"),
         ({"prompt": "a", "n": "many"}, ["image"], "n: "),
         ({"prompt": "a", "strength": "nan"}, ["image"], "strength: "),
@@ -257,6 +263,14 @@ def test_connections_that_end_early(server: Running) -> None:
 @pytest.mark.parametrize("path", ["/v1", "/v1/images", "/../etc/passwd", "/v1/models/%00", "/try.js/../x", "/docs"])
 def test_unknown_paths(server: Running, path: str) -> None:
     assert answered(server.client.get(path)) == 404
+
+
+@pytest.mark.parametrize("path", ["/v1/images/variations", "/v1/chat/completions"])
+def test_endpoints_of_openai_that_are_not_offered(server: Running, path: str) -> None:
+    response = server.client.post(path, json={"prompt": "a"})
+    assert answered(response) == 404
+    message = response.json()["error"]["message"]
+    assert message.startswith(f"POST {path} is not part of this server; expected POST /v1/images/generations")
 
 
 def test_files_of_keys_that_cannot_be_used(tmp_path: Path) -> None:

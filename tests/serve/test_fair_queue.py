@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sdonnx.serve.fair_queue import FairQueue
+from sdonnx.serve.fair_share import SharedPlaces
 from sdonnx.serve.serve_limits import ServeLimits
 
 
@@ -178,6 +179,74 @@ def test_lanes_share_the_work(cost_exponent: int, batches: int) -> None:
         batch = waiting.take(0)
         received[batch[0]] += len(batch) * costs[batch[0]]
     assert abs(received["a"] - received["b"]) <= 4 * max(costs.values())
+
+
+@given(st.integers(2, 6), st.lists(st.sampled_from(["same", "own"]), min_size=12, max_size=12))
+def test_a_flood_of_one_client_delays_others_by_a_batch(clients: int, keys: list[str]) -> None:
+    """Each client gets an equal share, however many requests and batch keys the flood has."""
+    waiting = queue()
+    for index, key in enumerate(keys):
+        waiting.add(f"flood {index}", "key" if key == "same" else index, images=40, cost=1, now=0, client="flood")
+    waiting.take(0)
+    for number in range(1, clients):
+        waiting.add(f"other {number}", "key", images=8, cost=1, now=1, client=f"client {number}")
+    served: list[str] = []
+    while not all(served.count(f"other {number}") == 8 for number in range(1, clients)):
+        served += waiting.take(9)
+    assert len(served) <= 8 * clients + 8
+    assert {f"other {number}" for number in range(1, clients)} <= set(served[: clients + 4])
+
+
+def test_a_client_that_was_idle_saves_no_time() -> None:
+    """Work of a client that was alone is not held against it, and absence gives no credit."""
+    waiting = queue()
+    waiting.add("long", "long", images=400, cost=1, now=0, client="busy")
+    for _ in range(50):
+        waiting.take(0)
+    waiting.add("new", "new", images=400, cost=1, now=1, client="idle")
+    served = [waiting.take(9)[0] for _ in range(40)]
+    assert 18 <= served.count("new") <= 22
+
+
+def test_clients_share_batches_and_places() -> None:
+    waiting = queue()
+    waiting.add("a", "key", images=6, cost=1, now=0, client="a")
+    waiting.add("b", "key", images=2, cost=1, now=0, client="b")
+    assert (waiting.waiting_of("a"), waiting.waiting_of("b"), waiting.waiting_of("c")) == (6, 2, 0)
+    assert waiting.take(0) == ["a", "b", "a", "b"]
+    assert waiting.waiting_of("b") == 0
+
+
+def test_a_client_leaves_places_free() -> None:
+    """The shares of the dynamic thresholds: half for one client, a third each for two, and some for any other."""
+    places = SharedPlaces(60)
+    for client, share in (("a", 30), ("b", 15), ("c", 7)):
+        while places.take(client, 1):
+            pass
+        assert places.held(client) == share
+    assert not places.is_full(1)
+    places.give_back("a", 30)
+    while places.take("c", 1):
+        pass
+    assert places.held("c") == (60 - 15) // 2
+
+
+def test_a_client_without_a_name_gets_all_places() -> None:
+    places = SharedPlaces(10)
+    assert all(places.take("", 1) for _ in range(10))
+    assert not places.take("", 1)
+
+
+def test_the_first_request_of_a_client_may_take_all_that_is_free() -> None:
+    places = SharedPlaces(10)
+    assert places.take("a", 10)
+    assert places.is_full(1)
+    assert not places.take("b", 1)
+    places.give_back("a", 10)
+    assert not places.take("b", 11)
+    assert places.take("b", 4)
+    assert not places.take("b", 4)
+    assert places.take("c", 4)
 
 
 def test_batch_sizes_are_powers_of_two_and_the_maximum() -> None:

@@ -178,7 +178,7 @@ def test_errors_are_those_of_the_client(client: openai.OpenAI) -> None:
             openai.UnprocessableEntityError,
             "^(?!.*num_images).*n is 11; expected a whole number from 1 to 10",
         ),
-        ({"response_format": "url"}, openai.UnprocessableEntityError, "response_format"),
+        ({"response_format": "url"}, openai.UnprocessableEntityError, "the server keeps no files; leave the field out"),
         ({"extra_body": {"num_inference_steps": 99999}}, openai.UnprocessableEntityError, "from 1 to 150"),
         ({"extra_body": {"lora": "x"}}, openai.UnprocessableEntityError, "lora: is not a parameter"),
         ({"extra_body": {"scheduler": "x"}}, openai.UnprocessableEntityError, "x"),
@@ -188,6 +188,25 @@ def test_errors_are_those_of_the_client(client: openai.OpenAI) -> None:
         with pytest.raises(error, match=words) as caught:
             client.images.generate(prompt="a circle", **fields)
         assert caught.value.type == "invalid_request_error"
+
+
+def test_calls_of_the_client_that_are_not_offered(client: openai.OpenAI) -> None:
+    files = [("a.png", file_of(picture())), ("b.png", file_of(picture()))]
+    with pytest.raises(openai.UnprocessableEntityError, match="the form has 2 files named image; expected one, since"):
+        client.images.edit(image=files, prompt="a circle")
+    for call, path in (
+        (lambda: client.images.create_variation(image=files[0]), "/v1/images/variations"),
+        (lambda: client.chat.completions.create(model="shapes", messages=[]), "/v1/chat/completions"),
+    ):
+        with pytest.raises(openai.NotFoundError, match=f"POST {path} is not part .* expected POST /v1/images/gen"):
+            call()
+
+
+def test_an_empty_prompt(client: openai.OpenAI, pipeline: OrtDiffusionPipeline) -> None:
+    response: Any = client.images.generate(prompt="", extra_body={"seed": 1, "num_inference_steps": 8})
+    expected = pipeline("", num_inference_steps=8, seed=1).images[0]
+    found = np.asarray(opened(response.data[0].b64_json).convert("RGB")).astype(int)
+    assert int(np.abs(found - np.asarray(expected)).max()) <= 1
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -8,7 +8,9 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from typing import Any
 import httpx
 import pytest
 from support.plain_lora import write_plain_lora
+from support.serving import until
 
 from sdonnx.cli import serve
 from sdonnx.cli.command_line import CommandParser
@@ -67,24 +70,41 @@ def test_stops_after_running_images(shapes_cpu: Path) -> None:
         process.send_signal(signal.SIGTERM)
         _, errors = process.communicate(timeout=60)
         thread.join()
-        assert (process.returncode, errors) == (0, "")
+        assert process.returncode == 0
+        log = [line.split()[1:4] for line in errors.splitlines()]
+        assert log == [["GET", "/v1/models", "401"], ["POST", "/v1/images/generations", "200"]]
         assert statuses == ["event: image_generation.completed"] * 2
         with pytest.raises(httpx.ConnectError):
             httpx.get(f"{url}/health/live")
 
 
-def test_a_second_signal_or_the_grace_ends_images(shapes_cpu: Path) -> None:
-    with started("-m", str(shapes_cpu), "--grace_s", "1") as (process, line):
-        url = url_of(line)
-        fields = {"prompt": "a circle", "num_inference_steps": 150, "n": 10, "stream": True, "stream_progress": True}
-        with httpx.stream("POST", f"{url}/v1/images/generations", json=fields, timeout=60) as response:
-            lines = response.iter_lines()
+@pytest.mark.parametrize(
+    ("options", "second", "status"),
+    [(["--grace_s", "1"], None, 0), ([], signal.SIGINT, 130), ([], signal.SIGTERM, 143)],
+    ids=["grace", "SIGINT", "SIGTERM"],
+)
+def test_a_second_signal_or_the_grace_ends_images(
+    options: list[str], second: signal.Signals | None, status: int, micro_cpu: Path
+) -> None:
+    """Running and waiting requests are answered in JSON, and no traceback is printed."""
+    with started("-m", str(micro_cpu), *options) as (process, line), ThreadPoolExecutor(1) as pool:
+        url = f"{url_of(line)}/v1/images/generations"
+        fields = {"prompt": "a circle", "num_inference_steps": 150, "n": 10, "size": "64x64"}
+        with httpx.stream("POST", url, json={**fields, "stream": True, "stream_progress": True}, timeout=60) as running:
+            lines = running.iter_lines()
             next(lines)
+            waiting = pool.submit(httpx.post, url, json={**fields, "size": "72x64"}, timeout=60)
+            until(lambda: httpx.get(f"{url_of(line)}/metrics").text.count("sdonnx_queue_images 0.0") == 0)
             process.send_signal(signal.SIGINT)
-            with pytest.raises(httpx.RemoteProtocolError):
-                list(lines)
-        process.communicate(timeout=60)
-        assert process.returncode == 0
+            if second is not None:
+                time.sleep(0.5)
+                process.send_signal(second)
+            assert [each for each in lines if each.startswith("event: ")][-1] == "event: error"
+            answer = waiting.result(60)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (503, "unavailable")
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == status
+    assert [each for each in errors.splitlines() if "POST /v1/images/generations" not in each] == []
 
 
 def run(options: Sequence[str]) -> None:

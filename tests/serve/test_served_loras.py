@@ -14,8 +14,10 @@ import httpx
 import numpy as np
 import openai
 import pytest
+from diffusers.loaders.lora_base import LORA_WEIGHT_NAME_SAFE
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from peft.utils.constants import SAFETENSORS_WEIGHTS_NAME
 from PIL import Image
 from support.control_networks import picture
 from support.drawing import MIN_PSNR_DB
@@ -285,6 +287,30 @@ def test_folders_that_cannot_be_used(tmp_path: Path) -> None:
         list_loras(tmp_path)
     (tmp_path / "more" / "a.safetensors").rename(tmp_path / "more" / "b\n.safetensors")
     with refused(OptionError, "a name that cannot be shown"):
+        list_loras(tmp_path)
+
+
+@pytest.mark.parametrize("file", [LORA_WEIGHT_NAME_SAFE, SAFETENSORS_WEIGHTS_NAME])
+def test_files_that_libraries_named_have_the_names_of_their_folders(
+    file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("style", "face", "face/checkpoint-500"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / file).touch()
+    (tmp_path / "other.safetensors").touch()
+    monkeypatch.chdir(tmp_path)
+    named = {name: str(path) for name, path in list_loras(Path()).items()}
+    assert named == {
+        "checkpoint-500": f"face/checkpoint-500/{file}",
+        "face": f"face/{file}",
+        "other": "other.safetensors",
+        "style": f"style/{file}",
+    }
+    monkeypatch.chdir(tmp_path / "style")
+    assert list(list_loras(Path())) == ["style"]
+    (tmp_path / "face" / "style").mkdir()
+    (tmp_path / "face" / "style" / file).touch()
+    with refused(OptionError, "the LoRA name 'style' occurs twice"):
         list_loras(tmp_path)
 
 

@@ -279,7 +279,6 @@ def test_requests_of_a_call_are_answered_in_order(model: Any, shapes_cpu: Path) 
 @pytest.mark.parametrize(
     ("columns", "words"),
     [
-        ({"prompt": [""]}, "prompt is empty"),
         ({"prompt": [b"\xff"]}, "no UTF-8"),
         ({"prompt": ["a"], "num_inference_steps": [0]}, "num_inference_steps is 0"),
         ({"prompt": ["a"], "guidance_scale": [float("nan")]}, "guidance_scale is nan"),

@@ -174,7 +174,7 @@ class PipelineCache:
         spec, wrapper = plan.spec, wrapper_of(family, plan.spec)
         config = family.join_config(folder, plan.config)
         files = folder.path / spec.source
-        # All that `trace` reads: families share components, and no graph contains the scaling factor.
+        # All that `trace` reads: families share components, and no graph contains how latents are scaled.
         description = [
             "component",
             _code(_EXPORT),
@@ -183,7 +183,7 @@ class PipelineCache:
             [tensor.name for tensor in spec.outputs_in(config)],
             f"{wrapper.__module__}.{wrapper.__qualname__}",
             [_digest(path) for path in sorted(files.glob("*")) if path.suffix != ".json"],
-            {key: value for key, value in plan.config.items() if key != "scaling_factor"},
+            {key: value for key, value in plan.config.items() if key != "scaling_factor" and "latents_" not in key},
             dtype,
             added.get(spec.role, []),
         ]

@@ -60,7 +60,7 @@ def _weights(folder: Path) -> None:
     from sdonnx.export.checkpoint_weights import WeightFiles
 
     files = WeightFiles(folder / "vae")
-    for key in list(files._entries):
+    for key in files.keys:
         files.read(key, "float32")
 
 

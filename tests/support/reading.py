@@ -91,6 +91,8 @@ def main(limit_bytes: int) -> None:
             answer = "refused" if text.isprintable() and len(text) < 4000 else f"refused badly: {text!r:.200}"
             if error.__cause__ is not None and "cannot be used (" in text:
                 answer = "refused unforeseen"
+            if isinstance(error.__cause__, MemoryError):
+                answer = f"runs out of memory: {text:.200}"
         except BaseException as error:
             answer = f"raised {type(error).__name__}: {error!s:.300}"
         watch.folder = ""

@@ -7,15 +7,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx
-import uvicorn
 
 from sdonnx import AsyncPipeline, ServeLimits
 from sdonnx.serve.http.application import create_app
-from sdonnx.serve.http.http_server import bind
+from sdonnx.serve.http.http_server import Server, bind
 from sdonnx.serve.http.serve_settings import ServeSettings
 from sdonnx.serve.prometheus_metrics import PrometheusMetrics
 
@@ -58,8 +58,7 @@ def serving(pipeline: AsyncPipeline, metrics: PrometheusMetrics, settings: Serve
     """Serve a pipeline; it is closed at the end."""
     bound = bind("127.0.0.1", 0)
     port = bound.getsockname()[1]
-    config = uvicorn.Config(create_app(pipeline, metrics, settings), log_level="warning", ws="none")
-    server = uvicorn.Server(config)
+    server = Server(create_app(pipeline, metrics, settings), partial(pipeline.aclose, finish=False))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
     thread.start()
     url = f"http://127.0.0.1:{port}"

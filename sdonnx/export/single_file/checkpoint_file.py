@@ -2,72 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy.typing as npt
-import torch
 
 from sdonnx.errors import WeightsError
-from sdonnx.export.checkpoint_weights import narrowed, shapes_in, tensor_in, tensors_in_pickle
+from sdonnx.export.checkpoint_weights import narrowed
 from sdonnx.export.single_file.original_keys import Source
 from sdonnx.export.single_file.suffixes import PICKLES
+from sdonnx.export.stored_tensors import StoredTensors
 
-__all__ = ["CheckpointFile", "RenamedWeights"]
+__all__ = ["RenamedWeights", "open_checkpoint"]
 
 _CLIP_PREFIX = "text_model."
 
 
-@dataclass(frozen=True)
-class CheckpointFile:
-    """A file with tensors, which stay on disk.
+def open_checkpoint(path: Path, *, allow_pickle: bool, component: str = "all") -> StoredTensors:
+    """Open a safetensors file, or a pickle (`.ckpt`, `.pt`) if that is allowed.
 
-    Attributes:
+    Args:
         path: The file.
-        shapes: Shapes of its tensors, by key.
-        pickled: Tensors of a pickle, by key; empty for safetensors.
+        allow_pickle: Whether a pickle may be read, with `weights_only=True`.
+        component: Name that allows a pickle, for the message.
+
+    Raises:
+        WeightsError: The file is missing or broken, or a pickle that is not allowed.
     """
-
-    path: Path
-    shapes: Mapping[str, tuple[int, ...]]
-    pickled: Mapping[str, torch.Tensor] = field(default_factory=dict, repr=False)
-
-    @classmethod
-    def open(cls, path: Path, *, allow_pickle: bool, component: str = "all") -> CheckpointFile:
-        """Open a safetensors file, or a pickle (`.ckpt`, `.pt`) if that is allowed.
-
-        Args:
-            path: The file.
-            allow_pickle: Whether a pickle may be read, with `weights_only=True`.
-            component: Name that allows a pickle, for the message.
-
-        Raises:
-            WeightsError: The file is missing or broken, or a pickle that is not allowed.
-        """
-        if not path.is_file():
-            raise WeightsError(f"{path} is not a file", "a file of weights", "correct the path")
-        if path.suffix not in PICKLES:
-            return cls(path, shapes_in(path))
-        if not allow_pickle:
-            raise WeightsError(
-                f"{path} is a pickle, which can run code when opened",
-                "safetensors",
-                f"convert to safetensors, or pass --allow_pickle {component} if you trust the author",
-            )
-        tensors = tensors_in_pickle(path, training_state=True)
-        return cls(path, {key: tuple(tensor.shape) for key, tensor in tensors.items()}, tensors)
-
-    def read(self, key: str, rows: slice | None = None) -> torch.Tensor:
-        """Return a tensor, or some of its rows.
-
-        Raises:
-            WeightsError: The file changed after it was opened.
-        """
-        if not self.pickled:
-            return tensor_in(self.path, key, rows)
-        return self.pickled[key] if rows is None else self.pickled[key][rows]
+    if not path.is_file():
+        raise WeightsError(f"{path} is not a file", "a file of weights", "correct the path")
+    if path.suffix in PICKLES and not allow_pickle:
+        raise WeightsError(
+            f"{path} is a pickle, which can run code when opened",
+            "safetensors",
+            f"convert to safetensors, or pass --allow_pickle {component} if you trust the author",
+        )
+    return StoredTensors(path, [path], pickles=PICKLES, training_state=True)
 
 
 @dataclass(frozen=True)
@@ -80,7 +52,7 @@ class RenamedWeights:
         sources: Where each parameter is in the file.
     """
 
-    file: CheckpointFile
+    file: StoredTensors
     component: str
     sources: Mapping[str, Source]
 
@@ -92,7 +64,7 @@ class RenamedWeights:
         """Return the key of the parameter `name`.
 
         Raises:
-            WeightsError: The parameter is missing or has another shape.
+            WeightsError: The parameter is missing, has another shape, or has an encoding that is not known.
         """
         # The prefix depends on the version of transformers.
         key = name if name in self.sources else name.removeprefix(_CLIP_PREFIX)
@@ -102,6 +74,7 @@ class RenamedWeights:
                 "all weights of a checkpoint in the original layout",
                 "download the file again, or pass --config FOLDER with the configuration of this model",
             )
+        self.file.require_number(source.key)
         if source.shape != shape:
             raise WeightsError(
                 f"{self.file.path} has {source.key} with shape {self.file.shapes[source.key]}",
@@ -109,6 +82,14 @@ class RenamedWeights:
                 "pass --config FOLDER with the configuration of this model",
             )
         return key
+
+    def require_all_read(self, keys: Collection[str]) -> None:
+        """Raise unless the tensors with keys from `find` are all that their layers have.
+
+        Raises:
+            WeightsError: A layer has another tensor, which may change the meaning of the ones that are read.
+        """
+        self.file.require_all_read({self.sources[key].key for key in keys})
 
     def require_no_others(self, names: Iterable[str]) -> None:
         """Raise unless each tensor belongs to one of a module's parameters, `names`.

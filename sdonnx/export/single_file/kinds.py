@@ -125,7 +125,7 @@ _OTHERS: tuple[tuple[str, str, str], ...] = (
     (
         r"control_model\.|controlnet_|input_hint_block|lora_controlnet",
         "a ControlNet",
-        "ControlNet is not supported yet",
+        "pass the ControlNet's diffusers folder with --controlnet, and the pipeline with -m",
     ),
     (r".*motion_modules\.", "a motion module", "AnimateDiff is not supported"),
     (r"(model\.diffusion_model\.)?(double_blocks|transformer_blocks)\.", "a checkpoint of Flux or a similar model", ""),

@@ -19,10 +19,12 @@ from sdonnx.errors import FolderError, WeightsError
 from sdonnx.export.checkpoint_weights import WeightFiles
 from sdonnx.export.component_plan import max_modules
 from sdonnx.export.open_source import download_files, is_hub_id
-from sdonnx.export.single_file.checkpoint_file import CheckpointFile, RenamedWeights
+from sdonnx.export.single_file.checkpoint_file import RenamedWeights, open_checkpoint
 from sdonnx.export.single_file.kinds import UNET, VAE_PREFIXES, Kind, kind_of
 from sdonnx.export.single_file.original_keys import Shape, Sources, unet_sources, vae_sources
 from sdonnx.export.single_file.shape_configs import text_encoder_config, unet_config, vae_config
+from sdonnx.export.stored_tensors import StoredTensors
+from sdonnx.folder.copy_folder import copy_folder
 from sdonnx.folder.pipeline_folder import MODEL_INDEX, PipelineFolder, read_json, require_inside
 from sdonnx.models.registry import family_of
 from sdonnx.sample.architecture import ClassSpec
@@ -84,7 +86,7 @@ def open_single_file(
         FolderError: There are no tokenizers, or the folder does not fit the checkpoint.
         WeightsError: A file is broken, is no checkpoint, or lacks weights.
     """
-    file = CheckpointFile.open(path, allow_pickle="all" in allow_pickle)
+    file = open_checkpoint(path, allow_pickle="all" in allow_pickle)
     kind, pipeline = kind_of(file.shapes, path)
     given = _given_folder(config)
     index = _index(kind, pipeline, given, path)
@@ -172,24 +174,23 @@ def _without(prefix: str, shapes: Mapping[str, Shape]) -> dict[str, Shape]:
     return {key.removeprefix(prefix): shape for key, shape in shapes.items() if key.startswith(prefix)}
 
 
-def _renamed(file: CheckpointFile, component: str, sources: Sources, prefix: str) -> RenamedWeights:
+def _renamed(file: StoredTensors, component: str, sources: Sources, prefix: str) -> RenamedWeights:
     whole = {name: replace(source, key=prefix + source.key) for name, source in sources.items()}
     return RenamedWeights(file, component, whole)
 
 
-def _unet(file: CheckpointFile) -> RenamedWeights:
+def _unet(file: StoredTensors) -> RenamedWeights:
     sources, unknown = unet_sources(_without(UNET, file.shapes))
-    _require_known(file, _UNET, unknown, UNET)
-    return _renamed(file, _UNET, sources, UNET)
+    return _known(_renamed(file, _UNET, sources, UNET), unknown, UNET)
 
 
 def _vae(
-    file: CheckpointFile, vae: Path | None, given: Path | None, allow_pickle: Collection[str]
+    file: StoredTensors, vae: Path | None, given: Path | None, allow_pickle: Collection[str]
 ) -> RenamedWeights | WeightFiles:
     """Return the weights of the autoencoder: of its own file, of the checkpoint, or of the folder of `--config`."""
     if vae is not None:
         allowed = bool({"all", _VAE} & set(allow_pickle))
-        file = CheckpointFile.open(vae, allow_pickle=allowed, component=_VAE)
+        file = open_checkpoint(vae, allow_pickle=allowed, component=_VAE)
     prefix = next((each for each in VAE_PREFIXES if any(key.startswith(each) for key in file.shapes)), None)
     if prefix is None and vae is not None:
         prefix = ""
@@ -197,8 +198,7 @@ def _vae(
         shapes = _without(prefix, file.shapes)
         if "decoder.conv_in.weight" in shapes and "encoder.conv_in.weight" in shapes:
             sources, unknown = vae_sources(shapes)
-            _require_known(file, _VAE, unknown, prefix)
-            return _renamed(file, _VAE, sources, prefix)
+            return _known(_renamed(file, _VAE, sources, prefix), unknown, prefix)
         raise WeightsError(
             f"{file.path} has no complete autoencoder ({prefix}encoder.* and {prefix}decoder.*)",
             "an AutoencoderKL in the original or diffusers' layout",
@@ -214,13 +214,16 @@ def _vae(
     )
 
 
-def _require_known(file: CheckpointFile, component: str, unknown: list[str], prefix: str) -> None:
+def _known(weights: RenamedWeights, unknown: list[str], prefix: str) -> RenamedWeights:
+    """Return weights, or raise WeightsError if their component has keys that are no layers of it."""
     if unknown:
+        weights.require_all_read(weights.sources.keys())
         raise WeightsError(
-            f"{file.path} has {prefix}{sorted(unknown)[0]}, which is no layer of the {component}",
+            f"{weights.file.path} has {prefix}{sorted(unknown)[0]}, which is no layer of the {weights.component}",
             "the layers of Stable Diffusion 1, 2 or XL",
             "models with other layers are not supported; pass another checkpoint",
         )
+    return weights
 
 
 def _write_configs(
@@ -292,7 +295,7 @@ def _config(
     return unet_config(shapes, spec.config, pooled, kind.sizes)
 
 
-def _write_scheduler(folder: Path, kind: Kind, given: Path | None, file: CheckpointFile) -> None:
+def _write_scheduler(folder: Path, kind: Kind, given: Path | None, file: StoredTensors) -> None:
     (folder / _SCHEDULER).mkdir()
     if given is not None and _copied(given, Path(_SCHEDULER, _SCHEDULER_FILE), folder):
         return
@@ -324,4 +327,4 @@ def _copy_tokenizers(folder: Path, kind: Kind, given: Path | None, path: Path) -
             )
         require_inside(source, given)
         read_json(source / _TOKENIZER_FILE)
-        shutil.copytree(source, folder / name)
+        copy_folder(source, folder / name)

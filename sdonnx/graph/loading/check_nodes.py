@@ -18,6 +18,7 @@ __all__ = [
     "graphs_of",
     "require_depth",
     "require_deterministic",
+    "require_domains",
     "require_functions",
     "require_graph",
     "require_operators",
@@ -35,6 +36,7 @@ _MAX_SIZE_LENGTH, _MAX_PRODUCTS = 400, 4
 _POWER = re.compile(r"\*\*(?:([0-9])(?![0-9.*]))?")  # its exponent, where that is one digit
 
 _DEFAULT_DOMAINS = ("", "ai.onnx")
+_RUNTIME_DOMAINS = frozenset({*_DEFAULT_DOMAINS, "ai.onnx.ml", "com.microsoft"})  # which ONNX Runtime has
 # ONNX Runtime 1.31 has no kernels of their versions of opset 22, and OPSET is later.
 _RANDOM = frozenset(
     {"Bernoulli", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike"}
@@ -113,8 +115,8 @@ def require_operators(path: Path, proto: onnx.ModelProto) -> None:
         except onnx.defs.SchemaError as error:
             raise FolderError(
                 f"{path} has the operator {op_type!r}, which opset {opset} of ONNX lacks",
-                "ONNX's operators, or a custom one in a domain of its own",
-                "export it again without it, or with a domain",
+                "ONNX's own operators",
+                "export it again without it",
             ) from error
 
 
@@ -177,6 +179,22 @@ def require_deterministic(path: Path, model: ir.Model) -> None:
             "noise as an input, or none: ONNX Runtime cannot draw it in the opset of fused graphs",
             "export it again without it; a VAE encoder gives the parameters of its distribution",
         )
+
+
+def require_domains(path: Path, model: ir.Model) -> None:
+    """Raise for an operator of a domain that ONNX Runtime does not have.
+
+    Raises:
+        FolderError: there is one.
+    """
+    graphs = (model.graph, *model.functions.values())
+    for node in (node for graph in graphs for node in graph.all_nodes()):
+        if node.domain not in _RUNTIME_DOMAINS and node.op_identifier() not in model.functions:
+            raise FolderError(
+                f"{path} has the operator '{node.domain}::{node.op_type}', of a domain that ONNX Runtime does not have",
+                f"operators of {', '.join(sorted(filter(None, _RUNTIME_DOMAINS)))}",
+                "export it again without it",
+            )
 
 
 def require_graph(path: Path, graph: onnx.GraphProto, outer: frozenset[str] = frozenset()) -> None:

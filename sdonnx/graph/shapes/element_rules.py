@@ -11,10 +11,14 @@ import numpy.typing as npt
 import onnx_ir as ir
 import sympy  # type: ignore[import-untyped]
 
+from sdonnx.graph.shapes.expressions import truncated
+
 __all__ = ["ELEMENT_RULES", "MAX_ELEMENTS", "MAX_FACTORS", "Content"]
 
 MAX_ELEMENTS = 64  # no list of sizes is longer
 MAX_FACTORS = 8  # numbers with a fraction: factors of a Resize, one per axis. Longer ones are weights.
+
+_INTEGERS = (ir.DataType.INT64, ir.DataType.INT32)
 
 Content = npt.NDArray[Any]  # of expressions
 _Arrays = Sequence[Content]
@@ -30,19 +34,21 @@ def _elementwise(function: Callable[..., sympy.Basic]) -> Callable[[ir.Node, _Ar
 
 
 def _divide(node: ir.Node, inputs: _Arrays) -> Content:
-    whole = node.outputs[0].dtype in (ir.DataType.INT64, ir.DataType.INT32)
-
-    def divide(a: sympy.Expr, b: sympy.Expr) -> sympy.Expr:
-        quotient = sympy.cancel(a / b)
-        return sympy.floor(quotient) if whole else quotient  # sizes are positive: truncation is floor
-
+    whole = node.outputs[0].dtype in _INTEGERS
+    divide = truncated if whole else lambda above, below: sympy.cancel(above / below)
     return np.asarray(np.frompyfunc(divide, 2, 1)(*inputs), object)
+
+
+def _remainder(node: ir.Node, inputs: _Arrays) -> Content:
+    """The remainder has the sign of the divisor, as in Python, or that of the dividend if `fmod` is 1, as in C."""
+    divide = truncated if node.attributes.get_int("fmod", 0) else lambda above, below: sympy.floor(above / below)
+    return np.asarray(np.frompyfunc(lambda a, b: sympy.expand(a - b * divide(a, b)), 2, 1)(*inputs), object)
 
 
 def _cast(node: ir.Node, inputs: _Arrays) -> Content | None:
     kind = ir.DataType(node.attributes.get_int("to"))
-    if kind in (ir.DataType.INT64, ir.DataType.INT32):
-        return np.asarray(np.frompyfunc(lambda a: a if a.is_integer else sympy.floor(a), 1, 1)(inputs[0]), object)
+    if kind in _INTEGERS:
+        return np.asarray(np.frompyfunc(lambda a: truncated(a, sympy.Integer(1)), 1, 1)(inputs[0]), object)
     return inputs[0] if kind in (ir.DataType.FLOAT, ir.DataType.DOUBLE) else None
 
 
@@ -87,6 +93,7 @@ ELEMENT_RULES: dict[str, Callable[[ir.Node, _Arrays], Content | None]] = {
     "Identity": lambda _, inputs: inputs[0],
     "Max": _elementwise(lambda a, b: sympy.Max(a, b)),
     "Min": _elementwise(lambda a, b: sympy.Min(a, b)),
+    "Mod": _remainder,
     "Mul": _elementwise(lambda a, b: sympy.expand(a * b)),
     "Neg": _elementwise(lambda a: -a),
     "ReduceProd": lambda _, inputs: np.asarray(math.prod(inputs[0].flat), object).reshape(-1),

@@ -7,7 +7,7 @@ from functools import lru_cache
 import onnx_ir as ir
 import sympy  # type: ignore[import-untyped]
 
-__all__ = ["dimension_of", "expression_of", "halved", "normal", "parsed"]
+__all__ = ["dimension_of", "expression_of", "halved", "is_nonnegative", "normal", "parsed", "truncated"]
 
 
 @lru_cache(maxsize=4096)
@@ -60,6 +60,33 @@ def expression_of(dim: int | ir.SymbolicDim) -> sympy.Expr | None:
     if isinstance(dim, int):
         return sympy.Integer(dim)
     return None if dim.value is None else parsed(dim.value)
+
+
+@lru_cache(maxsize=4096)
+def is_nonnegative(expression: sympy.Expr) -> bool:
+    """Return whether an expression is known to be at least 0 for all sizes, which are at least 1."""
+    shifted = {
+        symbol: 1 + sympy.Symbol(symbol.name, integer=True, nonnegative=True)
+        for symbol in expression.free_symbols
+        if symbol.is_positive
+    }
+    return bool(normal(expression.xreplace(shifted)).is_nonnegative)
+
+
+def truncated(above: sympy.Expr, below: sympy.Expr) -> sympy.Expr:
+    """Return above / below, rounded toward 0.
+
+    Raises:
+        ValueError: The quotient may be negative and no integer, where it has no expression.
+    """
+    quotient = sympy.cancel(above / below)
+    if quotient.is_integer:
+        return quotient
+    if quotient.is_number:
+        return sympy.Integer(int(quotient))
+    if is_nonnegative(above) and below.is_positive:
+        return sympy.floor(quotient)
+    raise ValueError(f"{quotient} may be negative")
 
 
 def halved(size: sympy.Expr) -> sympy.Expr:

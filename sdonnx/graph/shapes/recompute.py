@@ -16,7 +16,7 @@ import sympy  # type: ignore[import-untyped]
 from onnx_ir.passes import InPlacePass, PassResult
 
 from sdonnx.graph.edit import constant, dims, insert, replace
-from sdonnx.graph.shapes.expressions import expression_of
+from sdonnx.graph.shapes.expressions import expression_of, is_nonnegative
 from sdonnx.graph.shapes.inference import Sizes
 
 __all__ = ["ComputeSizesFromInputs"]
@@ -96,12 +96,22 @@ class _Writer:
             return insert(self.anchor, "Shape", [value], attributes, shape=[1], dtype=ir.DataType.INT64)
         quotient = expression.args[0] if isinstance(expression, sympy.floor) else expression
         above, below = quotient.as_numer_denom()
-        if below != 1:  # sizes are positive, so ONNX's division rounds down
-            return self._folded("Div", [above, below]) if below.is_Integer else None
+        if below != 1:
+            return self._quotient(above, below) if below.is_Integer and above.is_integer else None
         for kind, op_type in ((sympy.Add, "Add"), (sympy.Mul, "Mul"), (sympy.Min, "Min"), (sympy.Max, "Max")):
             if isinstance(expression, kind):
                 return self._folded(op_type, sorted(expression.args, key=str))
         return None
+
+    def _quotient(self, above: sympy.Expr, below: sympy.Expr) -> ir.Value | None:
+        """Return floor(above / below); ONNX's Div rounds toward 0, and its Mod has the sign of the divisor."""
+        dividend, divisor = self._element(above), self._element(below)
+        if dividend is None or divisor is None:
+            return None
+        if not is_nonnegative(above):
+            remainder = insert(self.anchor, "Mod", [dividend, divisor], shape=[1])
+            dividend = insert(self.anchor, "Sub", [dividend, remainder], shape=[1])
+        return insert(self.anchor, "Div", [dividend, divisor], shape=[1])
 
     def _folded(self, op_type: str, arguments: list[sympy.Expr]) -> ir.Value | None:
         parts = [self._element(argument) for argument in arguments]

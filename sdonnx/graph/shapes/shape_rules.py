@@ -13,6 +13,7 @@ import onnx_ir as ir
 import sympy  # type: ignore[import-untyped]
 
 from sdonnx.graph.shapes.element_rules import MAX_ELEMENTS
+from sdonnx.graph.shapes.expressions import is_nonnegative
 from sdonnx.graph.shapes.size_table import SizeTable
 
 __all__ = ["SHAPE_RULES"]
@@ -156,6 +157,8 @@ def _sliced(size: sympy.Expr, start: sympy.Expr, end: sympy.Expr, step: int) -> 
     if step != 1 or not start.is_Integer:
         return None
     first = start if start >= 0 else size + start
+    if not is_nonnegative(first):
+        return None  # it starts at 0 where the size is smaller
     if end.is_Integer and end >= 2**31 - 1:
         last = size
     elif end.is_Integer and end < 0:

@@ -69,9 +69,9 @@ class SizeTable:
         self.contents[value] = content
 
     def fresh(self) -> sympy.Expr:
-        """Return a new size that is unknown."""
+        """Return a new size that is unknown; it may be that of an empty slice."""
         self._unknown += 1
-        return sympy.Symbol(f"unknown_{self._unknown}", integer=True, positive=True)
+        return sympy.Symbol(f"unknown_{self._unknown}", integer=True, nonnegative=True)
 
     def same(self, sizes: Sequence[sympy.Expr]) -> sympy.Expr:
         """Return the simplest of sizes that must be equal, and record that the others are equal to it."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import re
 import time
+import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -16,11 +18,11 @@ import onnxruntime
 from onnxruntime import OrtValue
 
 from sdonnx.doctor.gpu import load_cuda_libraries
-from sdonnx.errors import DeviceMemoryError, OptionError, ProviderError
+from sdonnx.errors import DeviceMemoryError, FolderError, OptionError, ProviderError, SdonnxError
 from sdonnx.installation import install_command
 from sdonnx.runtime.device.cuda import Event, cuda
 
-__all__ = ["FATAL", "PROVIDERS", "Device", "device_for", "host_memory_errors", "memory_errors"]
+__all__ = ["FATAL", "PROVIDERS", "Device", "device_for", "graph_errors", "host_memory_errors", "memory_errors"]
 
 PROVIDERS = {"cuda": "CUDAExecutionProvider", "cpu": "CPUExecutionProvider"}
 
@@ -68,9 +70,15 @@ class Device:
     def upload(self, values: npt.NDArray[Any]) -> OrtValue:
         """Return a buffer with a copy of an array."""
         with memory_errors(self, f"a buffer of {values.shape}"):
-            # numpy gives a contiguous scalar a dimension.
-            source = np.ascontiguousarray(values).reshape(values.shape)
-            return OrtValue.ortvalue_from_numpy(source, self.provider, self.index)
+            return self.shared(np.array(values, order="C") if self.provider == "cpu" else values)
+
+    def shared(self, values: npt.NDArray[Any]) -> OrtValue:
+        """Return a buffer with the values of an array; on the CPU, a contiguous array is not copied.
+
+        A write to the buffer then changes the array. The buffer keeps the array's memory alive.
+        """
+        with memory_errors(self, f"a buffer of {values.shape}"):
+            return OrtValue.ortvalue_from_numpy(np.asarray(values, order="C"), self.provider, self.index)
 
     def write(self, target: OrtValue, values: npt.NDArray[Any]) -> None:
         """Write an array into a buffer of its size, and wait.
@@ -209,6 +217,38 @@ def memory_errors(device: Device, what: str) -> Iterator[None]:
             "enough memory on the device",
             "ask for fewer or smaller images, or pass low_memory=True",
         ) from error
+
+
+@contextmanager
+def graph_errors(folder: object) -> Iterator[None]:
+    """Convert errors that this project's calls of ONNX Runtime raise inside the context to one line.
+
+    Its exceptions have no common base class, and some are a RuntimeError, as those of other code such as callbacks.
+
+    Args:
+        folder: the folder of the graphs, for the message.
+
+    Raises:
+        FolderError: ONNX Runtime raised an error.
+    """
+    try:
+        yield
+    except (SdonnxError, OSError, MemoryError):
+        raise
+    except Exception as error:
+        modules = [str(frame.f_globals.get("__name__")) for frame, _ in traceback.walk_tb(error.__traceback__)]
+        callers = [module for module, called in itertools.pairwise(modules) if _is_onnxruntime(called)]
+        if not callers or not callers[0].startswith("sdonnx."):
+            raise
+        raise FolderError(
+            f"ONNX Runtime refused a graph of {folder} or its inputs ({type(error).__name__}: {error})",
+            "graphs that match their config.json, and accept the sizes of the call",
+            "optimize the exported pipeline again, or report the call",
+        ) from error
+
+
+def _is_onnxruntime(module: str) -> bool:
+    return module.partition(".")[0] == "onnxruntime"
 
 
 def device_for(provider: str, index: int = 0) -> Device:

@@ -19,6 +19,7 @@ from onnxruntime import OrtValue
 
 from sdonnx.errors import DeviceMemoryError, FolderError, ProviderError, refusing
 from sdonnx.installation import install_command
+from sdonnx.runtime.device.cancellation import Cancellation
 from sdonnx.runtime.device.cuda import CapturedGraph, cuda, small_workspaces
 from sdonnx.runtime.device.device import FATAL, PROVIDERS, Device, memory_errors
 
@@ -175,6 +176,7 @@ class Graph:
         injected: values of initializers with external data, by name, in place of that data, which does not have to
             exist; or a function that returns them. ONNX Runtime sees them before it optimizes the graph, and releases
             those that it packs for its kernels. Only with a function can the graph be loaded again.
+        cancellation: ends runs of bound buffers.
 
     Attributes:
         device: where the graph runs.
@@ -182,6 +184,7 @@ class Graph:
         captures: whether runs are captured as CUDA graphs.
         inputs: names of the inputs, in order.
         outputs: names of the outputs, in order.
+        cancellation: ends runs of bound buffers.
 
     Raises:
         FolderError: the file is missing or ONNX Runtime rejects it.
@@ -198,6 +201,7 @@ class Graph:
         settings: SessionSettings | None = None,
         weights: Mapping[str, OrtValue] | Callable[[], Mapping[str, OrtValue]] | None = None,
         injected: Mapping[str, OrtValue] | Callable[[], Mapping[str, OrtValue]] | None = None,
+        cancellation: Cancellation | None = None,
     ) -> None:
         if not path.is_file():
             raise FolderError(f"{path} is missing", "a complete optimized folder", "copy the folder again")
@@ -207,6 +211,7 @@ class Graph:
         self._settings, self._tf32, self._shared = settings or SessionSettings(), tf32, weights
         self._weights: Mapping[str, OrtValue] = {}
         self._injected = injected or {}
+        self.cancellation = cancellation or Cancellation()
         self._session: onnxruntime.InferenceSession | None = None
         inputs, outputs = self.session.get_inputs(), self.session.get_outputs()
         self.inputs = tuple(value.name for value in inputs)
@@ -388,7 +393,8 @@ class Run:
                 self._prepared = False
 
     def _run(self) -> None:
-        self._graph.session.run_with_iobinding(self._binding, self._options)
+        with self._graph.cancellation.running(self._options):
+            self._graph.session.run_with_iobinding(self._binding, self._options)
 
     def release(self) -> None:
         """Release the captured CUDA graph."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
@@ -23,10 +24,24 @@ __all__ = [
 
 def require_number(name: str, value: Any, minimum: float = -np.inf, maximum: float = np.inf) -> None:
     """Raise OptionError unless the value is a finite number between `minimum` and `maximum`."""
-    fits = isinstance(value, int | float | np.number) and not isinstance(value, bool) and np.isfinite(value)
-    if not fits or not minimum <= value <= maximum:
+    is_number = isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
+    if not is_number or not _is_finite(value) or not minimum <= value <= maximum:
         bounds = "a finite number" if minimum == -np.inf else f"a number from {minimum:g} to {maximum:g}"
-        raise OptionError(f"{name} is {value!r}", bounds, "pass another number")
+        raise OptionError(f"{name} is {_shown(value)}", bounds, "pass another number")
+
+
+def _is_finite(value: Any) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an integer that no float represents
+        return False
+
+
+def _shown(value: Any) -> str:
+    try:
+        return repr(value)
+    except ValueError:  # Python refuses to write integers of more than 4300 digits
+        return "a huge integer"
 
 
 def max_guidance_scale(value: Any) -> float:
@@ -86,11 +101,11 @@ def require_step_tensors(names: Any, accepted: Collection[str]) -> None:
 
 
 def require_multiple(name: str, value: Any, factor: int) -> None:
-    """Raise OptionError unless the value is a positive multiple of `factor`."""
+    """Raise OptionError unless the value is a positive multiple of `factor`, of 31 bits."""
     is_integer = isinstance(value, int | np.integer) and not isinstance(value, bool)
-    if not is_integer or value <= 0:
+    if not is_integer or not 0 < value < 2**31:
         expected = "a positive integer" + (f", a multiple of {factor}" if factor > 1 else "")
-        raise OptionError(f"{name} is {value!r}", expected, f"pass for example {512 if factor > 1 else 1}")
+        raise OptionError(f"{name} is {_shown(value)}", expected, f"pass for example {512 if factor > 1 else 1}")
     if value % factor:
         below = value // factor * factor
         near = f"{below} or {below + factor}" if below else f"{factor}"

@@ -14,8 +14,9 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from sdonnx.errors import FolderError
+from sdonnx.errors import FolderError, OptionError
 from sdonnx.folder.pipeline_folder import PipelineFolder
+from sdonnx.runtime.inputs.image_sides import MAX_SIDE
 
 __all__ = ["EXTRACTOR", "ClipImages"]
 
@@ -130,6 +131,12 @@ def _resized(size: tuple[int, int] | int, height: int, width: int) -> tuple[int,
     if isinstance(size, tuple):
         return size
     longer = int(size * max(height, width) / min(height, width))
+    if longer > MAX_SIDE:
+        raise OptionError(
+            f"an image is {width} pixels wide and {height} high, and has a side of {longer} pixels as input of CLIP",
+            f"sides of at most {MAX_SIDE}",
+            "crop it",
+        )
     return (longer, size) if width <= height else (size, longer)
 
 

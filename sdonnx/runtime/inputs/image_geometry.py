@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from sdonnx.errors import FolderError
 from sdonnx.models import abi
 from sdonnx.models.autoencoder import downsampling_factor
@@ -46,13 +48,17 @@ class ImageGeometry:
             )
         return size * self.scale_factor
 
+    def require_size(self, height: Any, width: Any) -> None:
+        """Raise OptionError unless the height and the width in pixels are positive multiples of `multiple`."""
+        require_multiple("height", height, self.multiple)
+        require_multiple("width", width, self.multiple)
+
     def latent_shape(self, batch: int, height: int, width: int) -> tuple[int, int, int, int]:
-        """Return the shape (B,C,H,W) of the latents of images, whose height and width are in pixels.
+        """Return the shape (B,C,H,W) of the latents of images with this height and width in pixels.
 
         Raises:
             OptionError: a size is not a multiple of `multiple`.
         """
-        require_multiple("height", height, self.multiple)
-        require_multiple("width", width, self.multiple)
+        self.require_size(height, width)
         require_multiple("the batch", batch, 1)
         return (batch, self.channels, height // self.scale_factor, width // self.scale_factor)

@@ -20,6 +20,7 @@ from PIL import Image
 
 from sdonnx.errors import OptionError
 from sdonnx.runtime.device.arrays import to_numpy
+from sdonnx.runtime.inputs.image_sides import require_sides
 
 __all__ = ["control_batch", "default_size", "image_batch", "latent_mask", "mask_batch", "masked_image"]
 
@@ -31,13 +32,19 @@ _IMAGE, _MASK = "image", "mask_image"
 _MAX_VALUE = 2.0
 
 
-def default_size(image: Any, factor: int) -> tuple[int, int]:
+def default_size(image: Any, factor: int, name: str = _IMAGE, channels: int | None = None) -> tuple[int, int]:
     """Return the height and width of an image, or of the first one in a list, rounded down to multiples of `factor`.
+
+    Args:
+        image: as for `image_batch`.
+        factor: pixels of which both are multiples.
+        name: the argument, for messages.
+        channels: number of channels; by default 3.
 
     Raises:
         OptionError: it is not an image, or it is smaller than `factor`.
     """
-    return _size(_opened(image, _IMAGE), None, None, factor, _IMAGE)
+    return _size(_opened(image, name, channels), None, None, factor, name)
 
 
 def image_batch(image: Any, height: int | None, width: int | None, factor: int) -> Float:
@@ -202,8 +209,7 @@ def _size(
 ) -> tuple[int, int]:
     if isinstance(opened, list):
         for each in opened:
-            if not each.height or not each.width:
-                raise OptionError(f"{name} is {each.height}x{each.width}", "an image with pixels", "pass another one")
+            require_sides(name, each.width, each.height)
         own: Sequence[int] = (opened[0].height, opened[0].width)
     else:
         own = opened.shape[2:]

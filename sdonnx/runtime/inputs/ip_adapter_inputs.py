@@ -23,6 +23,7 @@ from sdonnx.runtime.device.arrays import to_numpy
 from sdonnx.runtime.graph_set import GraphSet
 from sdonnx.runtime.inputs.clip_images import ClipImages
 from sdonnx.runtime.inputs.conditioning import ArgumentGroup, Conditioning
+from sdonnx.runtime.inputs.image_sides import require_sides
 from sdonnx.runtime.inputs.ip_adapter_scale import scale_matrix
 
 __all__ = ["ARGUMENTS", "MISSING_METHODS", "IpAdapterInputs"]
@@ -282,6 +283,7 @@ def _is_prepared(given: Any) -> bool:
 
 def _rgb(image: Any) -> npt.NDArray[np.uint8]:
     if isinstance(image, Image.Image):
+        require_sides("an ip_adapter_image", image.width, image.height)
         if "A" in image.getbands() or image.info.get("transparency") is not None:
             # On white, as transformers' convert_to_rgb, since transparent pixels have a colour as well.
             seen = image.convert("RGBA")

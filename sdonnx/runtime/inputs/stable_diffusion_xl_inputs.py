@@ -44,6 +44,8 @@ _SIZES = ArgumentGroup(
     _PIPELINE,
 )
 
+_MAX_SIZE = 10**6  # pixels; float16 ends at 65504, and no image is larger
+
 
 @dataclass(frozen=True)
 class SizeConditions:
@@ -259,7 +261,9 @@ def _pair(name: str, value: Any, default: tuple[int, int]) -> tuple[int, int]:
         return default
     numbers = list(value) if isinstance(value, list | tuple | np.ndarray) else []
     if len(numbers) != 2 or any(
-        isinstance(number, bool) or not isinstance(number, int | np.integer) or number < 0 for number in numbers
+        isinstance(number, bool) or not isinstance(number, int | np.integer) or not 0 <= number <= _MAX_SIZE
+        for number in numbers
     ):
-        raise OptionError(f"{name} is {value!r}", "two whole numbers from 0 on", "pass for example (1024, 1024)")
+        expected = f"two whole numbers from 0 to {_MAX_SIZE}"
+        raise OptionError(f"{name} is {value!r}", expected, "pass for example (1024, 1024)")
     return int(numbers[0]), int(numbers[1])

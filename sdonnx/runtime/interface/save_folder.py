@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from sdonnx.errors import FolderError, OutputError, SdonnxError
 from sdonnx.folder.certificate import CERTIFICATE, CERTIFICATE_PAGE
+from sdonnx.folder.copy_folder import copy_folder
 from sdonnx.folder.pipeline_folder import MODEL_INDEX, PipelineFolder, atomic_folder
 
 __all__ = ["changed_files", "save_folder", "stale_files"]
@@ -56,7 +56,7 @@ def save_folder(
 
     try:
         with atomic_folder(Path(out), overwrite=overwrite, inputs=[folder.path]) as partial:
-            shutil.copytree(folder.path, partial, ignore=ignored, dirs_exist_ok=True)
+            copy_folder(folder.path, partial, ignored)
             for name, content in changed.items():
                 (partial / name).write_bytes(content)
     except SdonnxError as error:

@@ -12,11 +12,12 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 import sdonnx
 from sdonnx.errors import SdonnxError
 from sdonnx.serve.http.images_api import ImagesApi
-from sdonnx.serve.http.openai_errors import error_response, on_http_error, on_invalid, on_sdonnx_error
+from sdonnx.serve.http.openai_errors import error_response, on_http_error, on_invalid, on_left, on_sdonnx_error
 from sdonnx.serve.http.request_gate import RequestGate
 from sdonnx.serve.http.serve_settings import ServeSettings
 from sdonnx.serve.image_service import ImageService
@@ -53,6 +54,7 @@ def create_app(pipeline: ImageService, metrics: PrometheusMetrics, settings: Ser
     app.add_exception_handler(SdonnxError, on_sdonnx_error)
     app.add_exception_handler(HTTPException, on_http_error)
     app.add_exception_handler(RequestValidationError, on_invalid)
+    app.add_exception_handler(ClientDisconnect, on_left)
     app.add_exception_handler(Exception, _on_unexpected)
     ImagesApi(pipeline, settings).add_to(app)
     _add_health(app, pipeline, metrics, settings)
@@ -68,7 +70,8 @@ def _add_health(app: FastAPI, pipeline: ImageService, metrics: PrometheusMetrics
         if pipeline.failure is not None:
             return error_response(503, f"the pipeline has failed ({pipeline.failure}); restart the server")
         if pipeline.batch_age_s > settings.max_batch_s:
-            return error_response(503, f"a batch runs for more than {settings.max_batch_s:g} s; restart the server")
+            message = f"a batch has made no step for more than {settings.max_batch_s:g} s; restart the server"
+            return error_response(503, message)
         return JSONResponse({"status": "ok"})
 
     async def ready() -> Response:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
+from weakref import WeakValueDictionary
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -19,7 +21,7 @@ from sdonnx.errors import OptionError
 from sdonnx.serve.conditioning_images import CONDITIONING_IMAGES, MAX_CONDITIONING_IMAGES
 from sdonnx.serve.http.conditioning_fields import LISTED_FIELDS
 from sdonnx.serve.http.lora_fields import FIELD, is_lora_field, read_lora_form
-from sdonnx.serve.http.openai_errors import ErrorResponse, error_response
+from sdonnx.serve.http.openai_errors import CLIENT_LEFT, ErrorResponse, error_response
 from sdonnx.serve.http.request_fields import EditFields, GenerationFields, ImageFields
 from sdonnx.serve.http.responses import (
     Encoder,
@@ -43,9 +45,8 @@ __all__ = ["ImagesApi"]
 _MAX_FIELD_BYTES = 256 * 1024
 _MAX_FIELDS = 80
 _MAX_FILES = 12
-_DECODERS = 2  # images that are decoded at once
+_DECODERS = 2  # requests whose images are decoded at once, of different clients
 _FILES = ("image", "mask", *CONDITIONING_IMAGES)
-_CLIENT_CLOSED = 499  # as nginx logs a client that left
 
 _ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorResponse} for status in (400, 401, 404, 408, 413, 422, 429, 503)
@@ -73,7 +74,8 @@ class ImagesApi:
 
     def __init__(self, pipeline: ImageService, settings: ServeSettings) -> None:
         self._pipeline, self._settings = pipeline, settings
-        self._decoding = asyncio.Semaphore(_DECODERS)
+        self._decoders = asyncio.Semaphore(_DECODERS)
+        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # by client
         self._started = int(time.time())
 
     def add_to(self, app: FastAPI) -> None:
@@ -107,7 +109,8 @@ class ImagesApi:
         if (unknown := self._unknown_name(fields)) is not None:
             return unknown
         given = {name: getattr(fields, name) for name in CONDITIONING_IMAGES}
-        asked = await self._with_images(fields.to_request(), {name: each for name, each in given.items() if each})
+        asked = replace(fields.to_request(), client=request.state.client)
+        asked = await self._with_images(asked, {name: each for name, each in given.items() if each})
         return await self._answer(request, fields, asked, "image_generation")
 
     async def edit(self, request: Request) -> Response:
@@ -123,20 +126,28 @@ class ImagesApi:
                 raise OptionError("the form has no image", "a file named image", "add one")
             content, hidden = await image.read(), None if mask is None else await mask.read()
             files = {name: [await each.read() for each in _files(form, name)] for name in CONDITIONING_IMAGES}
-        asked = await self._with_images(fields.to_request(), {name: each for name, each in files.items() if each})
+        asked = replace(fields.to_request(), client=request.state.client)
         size = None if asked.height is None or asked.width is None else (asked.height, asked.width)
-        if size is not None and size[0] * size[1] > self._pipeline.limits.max_pixels:
-            size = None  # refused below
-        async with self._decoding:
+        if size is not None:
+            self._pipeline.limits.check_size(*size)  # before an image is resized
+        asked = await self._with_images(asked, {name: each for name, each in files.items() if each})
+        async with self._decoding(asked.client):
             upload = await asyncio.to_thread(read_upload, content, hidden, size, self._settings.max_upload_pixels)
         edited = replace(asked, image=upload.image, mask_image=upload.mask, strength=fields.strength)
         return await self._answer(request, fields, edited, "image_edit")
+
+    @asynccontextmanager
+    async def _decoding(self, client: str) -> AsyncIterator[None]:
+        """Wait until images of a client may be decoded: one request of each client at a time, in turn."""
+        turn = self._turns.setdefault(client, asyncio.Lock())
+        async with turn, self._decoders:
+            yield
 
     async def _with_images(self, asked: ImageRequest, files: Mapping[str, Sequence[bytes | str]]) -> ImageRequest:
         """Return a request with its images next to the prompt."""
         if not files:
             return asked
-        async with self._decoding:
+        async with self._decoding(asked.client):
             images: dict[str, Any] = await asyncio.to_thread(read_conditioning, files, self._settings.max_upload_pixels)
         return replace(asked, **images)
 
@@ -149,7 +160,7 @@ class ImagesApi:
             return EventResponse(job, stream_events(job, fields, encoder, kind))
         result = await _images_or_leaving(request, job)
         if result is None:
-            return Response(status_code=_CLIENT_CLOSED)
+            return Response(status_code=CLIENT_LEFT)
         answer = await images_response(job, result, encoder)
         # json takes three times as long as pydantic for a megabyte of base64.
         return Response(answer.model_dump_json(), media_type="application/json")
@@ -222,7 +233,8 @@ def _read_fields(form: FormData) -> EditFields:
 def _one_file(form: FormData, name: str) -> UploadFile | None:
     parts = _files(form, name)
     if len(parts) > 1:
-        raise OptionError(f"the form has {len(parts)} parts named {name}", "one", "send one")
+        expected = "one, since models of this server start from one image"
+        raise OptionError(f"the form has {len(parts)} files named {name}", expected, "send one")
     return parts[0] if parts else None
 
 

@@ -8,13 +8,25 @@ from typing import Any
 
 from fastapi import Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 
 from sdonnx.errors import DeviceMemoryError, QueueFullError, SdonnxError, UnavailableError
 
-__all__ = ["ErrorResponse", "error_content", "error_response", "on_http_error", "on_invalid", "on_sdonnx_error"]
+__all__ = [
+    "CLIENT_LEFT",
+    "ErrorResponse",
+    "error_content",
+    "error_response",
+    "on_http_error",
+    "on_invalid",
+    "on_left",
+    "on_sdonnx_error",
+]
+
+CLIENT_LEFT = 499
+"""Status of a request whose client left, as in nginx's log."""
 
 _MAX_CHARACTERS = 300  # of a message
 _MAX_NAME = 60  # characters of a parameter's name, which the client chooses
@@ -36,6 +48,11 @@ _MESSAGES = {
     "missing": "is required",
     # curl -d without this header sends a form.
     "model_attributes_type": "is no JSON object; send one with the header content-type: application/json",
+}
+
+# What to send for a parameter that OpenAI's API has in another form.
+_OF_PARAMETERS = {
+    "response_format": "images are in the answer as b64_json, since the server keeps no files; leave the field out",
 }
 
 
@@ -92,10 +109,22 @@ async def on_sdonnx_error(_: Request, error: Exception) -> JSONResponse:
     return error_response(status, str(error), headers=headers)
 
 
-async def on_http_error(_: Request, error: Exception) -> JSONResponse:
+async def on_http_error(request: Request, error: Exception) -> JSONResponse:
     """Return the response of an error of the framework, such as an unknown path."""
     assert isinstance(error, HTTPException)
-    return error_response(error.status_code, str(error.detail), headers=error.headers)
+    message = str(error.detail)
+    if error.status_code == 404:
+        message = (
+            f"{request.method} {request.url.path} is not part of this server; "
+            "expected POST /v1/images/generations or /v1/images/edits; /openapi.json lists all paths"
+        )
+    return error_response(error.status_code, message, headers=error.headers)
+
+
+async def on_left(_: Request, error: Exception) -> Response:
+    """Return a response that nobody receives, for a client that left while it sent its request."""
+    del error
+    return Response(status_code=CLIENT_LEFT)
 
 
 async def on_invalid(_: Request, error: Exception) -> JSONResponse:
@@ -108,6 +137,8 @@ async def on_invalid(_: Request, error: Exception) -> JSONResponse:
     place = [str(part)[:_MAX_NAME] for part in first["loc"] if part != "body"]
     param = place[0] if place else None
     message = _MESSAGES.get(first["type"], first["msg"][:1].lower() + first["msg"][1:])
+    if first["type"] == "literal_error":
+        message = _OF_PARAMETERS.get(param or "", message)
     subject = f"{'.'.join(place)}:" if place else "the body" if first["type"] in _MESSAGES else "the body:"
     return error_response(422, f"{subject} {message}", param)
 

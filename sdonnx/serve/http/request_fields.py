@@ -22,7 +22,7 @@ Ignored = Annotated[str | None, Field(max_length=1000, description="accepted for
 class ImageFields(ConditioningFields, LoraFields):
     """Fields of every request for images. A new one is added here, and passed on by `to_request`."""
 
-    prompt: str = Field(min_length=1, max_length=32_000, description="description of the image")
+    prompt: str = Field(max_length=32_000, description="description of the image")
     model: str | None = Field(None, max_length=200, description="name of a model of /v1/models; by default the first")
     n: int | None = Field(None, ge=1, le=1000, description="number of images; by default 1")
     size: str | None = Field(

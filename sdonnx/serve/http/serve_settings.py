@@ -10,6 +10,9 @@ from sdonnx.errors import OptionError
 __all__ = ["ServeSettings", "read_api_keys"]
 
 
+_MAX_BODIES = 8  # of the largest size, in progress at the same time
+
+
 @dataclass(frozen=True)
 class ServeSettings:
     """Settings of the HTTP server.
@@ -18,15 +21,22 @@ class ServeSettings:
         api_keys: keys of which a request to /v1 has to name one; empty for no keys.
         max_body_bytes: maximum size of a request's body.
         body_timeout_s: seconds in which a body has to arrive.
+        max_requests: maximum number of requests in progress, except for health and metrics.
         max_upload_pixels: maximum height times width of an uploaded image.
-        max_batch_s: seconds after which a batch counts as hanging, and the server as not alive.
+        max_batch_s: seconds without a step after which a batch counts as hanging, and the server as not alive.
     """
 
     api_keys: tuple[str, ...] = ()
     max_body_bytes: int = 32 * 1024 * 1024
     body_timeout_s: float = 60.0
+    max_requests: int = 1000
     max_upload_pixels: int = 4096 * 4096
     max_batch_s: float = 600.0
+
+    @property
+    def max_bodies_bytes(self) -> int:
+        """Maximum size of the bodies of all requests in progress."""
+        return _MAX_BODIES * self.max_body_bytes
 
 
 def read_api_keys(file: Path | None, variable: str | None) -> tuple[str, ...]:

@@ -1,10 +1,12 @@
-"""Images of a request: read from memory, with limits before any pixel is decoded."""
+"""Images of a request: read from memory, with limits before any pixel is decoded, and while it is."""
 
 from __future__ import annotations
 
 import base64
 import binascii
 import io
+import re
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -18,6 +20,14 @@ __all__ = ["Upload", "read_conditioning", "read_upload"]
 _FORMATS = ("PNG", "JPEG", "WEBP")
 _OPAQUE = 255
 _DATA_URL, _ENCODED = "data:", ";base64"
+
+_DECODE_S = 5.0  # processor time to decode the files of a request
+_MAX_EDGE, _MAX_RATIO = 8192, 32  # resizing takes memory for an edge of the one size times an edge of the other
+
+# A scan of a JPEG file takes time for all its pixels, however few bytes it has. libjpeg writes 10 of them.
+_JPEG, _MAX_SCANS, _MAX_SEGMENTS = b"\xff\xd8\xff", 40, 5000
+_MARKER = re.compile(rb"\xff[\x02-\xcf\xd8-\xfe]")  # without those that have no length, ITU-T T.81, table B.1
+_START_OF_SCAN, _END_OF_IMAGE = 0xDA, 0xD9
 
 
 @dataclass(frozen=True)
@@ -48,8 +58,9 @@ def read_upload(image: bytes, mask: bytes | None, size: tuple[int, int] | None, 
     Raises:
         OptionError: a file cannot be decoded, is too large, or the sizes differ.
     """
-    decoded = _decode("image", image, max_pixels)
-    hidden = None if mask is None else _mask_of(_decode("mask", mask, max_pixels))
+    decoder = _Decoder()
+    decoded = decoder.decode("image", image, max_pixels)
+    hidden = None if mask is None else _mask_of(decoder.decode("mask", mask, max_pixels))
     if hidden is None:
         hidden = _transparency(decoded)
     if hidden is not None and hidden.size != decoded.size:
@@ -74,12 +85,12 @@ def read_conditioning(files: Mapping[str, Sequence[bytes | str]], max_pixels: in
         OptionError: a file cannot be decoded, or they have too many pixels.
     """
     decoded: dict[str, list[Image.Image]] = {}
-    left = max_pixels
+    decoder, left = _Decoder(), max_pixels
     for name, contents in files.items():
         if len(contents) > MAX_CONDITIONING_IMAGES:
             raise OptionError(f"{name} has {len(contents)} images", f"1 to {MAX_CONDITIONING_IMAGES}", "send fewer")
         for content in contents:
-            image = _decode(name, _from_text(name, content) if isinstance(content, str) else content, left)
+            image = decoder.decode(name, _from_text(name, content) if isinstance(content, str) else content, left)
             left -= image.width * image.height
             decoded.setdefault(name, []).append(image)
     return decoded
@@ -97,17 +108,74 @@ def _from_text(name: str, text: str) -> bytes:
         raise OptionError(found, "a file in base64, or a data URL", "encode it; addresses are not opened") from error
 
 
-def _decode(name: str, content: bytes, max_pixels: int) -> Image.Image:
-    try:
-        with Image.open(io.BytesIO(content), formats=_FORMATS) as opened:
-            width, height = opened.size
-            if 0 < width * height <= max_pixels:
+class _SlowFileError(Exception):
+    """Decoding has taken too long."""
+
+
+class _TimedFile(io.BytesIO):
+    """A file in memory that cannot be read any more once the thread has used its processor time.
+
+    Pillow's decoders read blocks of 64 KB, and Pillow reads each header of a file on its own.
+    """
+
+    def __init__(self, content: bytes, end_s: float) -> None:
+        super().__init__(content)
+        self._end_s = end_s
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        if time.thread_time() > self._end_s:
+            raise _SlowFileError
+        return super().read(size)
+
+
+class _Decoder:
+    """Decodes the files of a request in the thread that creates it, in a limited time for all of them."""
+
+    def __init__(self) -> None:
+        self._end_s = time.thread_time() + _DECODE_S
+
+    def decode(self, name: str, content: bytes, max_pixels: int) -> Image.Image:
+        """Return the image in a file.
+
+        Raises:
+            OptionError: the file cannot be decoded in time, or exceeds a limit.
+        """
+        if content.startswith(_JPEG) and _scans(content) > _MAX_SCANS:
+            raise OptionError(f"{name} has too many scans", f"a JPEG file of up to {_MAX_SCANS}", "save it again")
+        try:
+            with Image.open(_TimedFile(content, self._end_s), formats=_FORMATS) as opened:
+                _require_size(name, *opened.size, max_pixels)
                 opened.load()
                 return ImageOps.exif_transpose(opened)
-    except Exception as error:  # decoders raise any exception, and Pillow's limits are a warning and an error
-        reason = type(error).__name__
-        raise OptionError(f"{name} cannot be decoded ({reason})", "a PNG, JPEG or WebP file", "pass another") from error
-    raise OptionError(f"{name} is {width}x{height} pixels", f"1 to {max_pixels} pixels", "resize it")
+        except OptionError:
+            raise
+        except _SlowFileError:
+            found = f"{name} is not decoded after {_DECODE_S:g} s of processor time"
+            raise OptionError(found, "files that take less", "pass fewer or smaller ones") from None
+        except Exception as error:  # decoders raise any exception, and Pillow's limits are a warning and an error
+            found = f"{name} cannot be decoded ({type(error).__name__})"
+            raise OptionError(found, "a PNG, JPEG or WebP file", "pass another") from error
+
+
+def _require_size(name: str, width: int, height: int, max_pixels: int) -> None:
+    found = f"{name} is {width}x{height} pixels"
+    if not 0 < width * height <= max_pixels:
+        raise OptionError(found, f"1 to {max_pixels} pixels", "resize it")
+    if max(width, height) > min(_MAX_EDGE, _MAX_RATIO * min(width, height)):
+        expected = f"edges of at most {_MAX_EDGE} pixels, the longer at most {_MAX_RATIO} times the shorter"
+        raise OptionError(found, expected, "crop it")
+
+
+def _scans(content: bytes) -> int:
+    """Return the number of scans of a JPEG file, or a larger number than is allowed if it has too many segments."""
+    place = scans = 0
+    for _ in range(_MAX_SEGMENTS):
+        marker = _MARKER.search(content, place + 2)
+        if marker is None or marker[0][1] == _END_OF_IMAGE:
+            return scans
+        scans += marker[0][1] == _START_OF_SCAN
+        place = marker.start() + int.from_bytes(content[marker.end() : marker.end() + 2])
+    return _MAX_SCANS + 1
 
 
 def _mask_of(mask: Image.Image) -> Image.Image:
