@@ -100,7 +100,7 @@ class BatchWorker:
         self, models: Mapping[str, ServedModel], limits: ServeLimits, observer: ServeObserver, loras: ServedLoras
     ) -> None:
         self._models, self._limits, self._observer, self._loras = models, limits, observer, loras
-        self._queue: FairQueue[ImageJob] = FairQueue(self._batch_sizes, limits.batch_wait_ms / 1e3)
+        self._queue: FairQueue[ImageJob] = FairQueue(self._batch_sizes, limits.batch_wait_ms / 1e3, limits.max_images)
         self._later = LaterCaptures()
         self._changed = threading.Condition()
         self._stopping = False

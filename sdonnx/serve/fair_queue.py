@@ -8,14 +8,15 @@ Algorithm", SIGCOMM 1989).
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 __all__ = ["FairQueue"]
 
 _MAX_PREFERRED = 3  # batches in a row that may precede the lane whose turn it is
+_RECENT_S = 30.0  # in which a client was served, so that it may come again
 
 Item = TypeVar("Item", bound=Hashable)
 
@@ -100,15 +101,18 @@ class FairQueue(Generic[Item]):
 
     Clients share the work equally, and so do the lanes (batch keys) of a client, so that requests of much work delay
     others by a batch at most. Within a lane, batches take one image of each client, and of each of its requests, in
-    turn.
+    turn. A client with many images that wait makes others wait for no long batches: while there are others, its batches
+    have one image, and it does not fill batches of others.
 
     Args:
         sizes: returns the numbers of images that a batch with a key may have, in rising order, from 1.
         max_wait_s: seconds that a request may wait for others to fill its batch.
+        many: number of images of a client that wait, above which its batches are short; None for no limit.
     """
 
-    def __init__(self, sizes: Callable[[Hashable], Sequence[int]], max_wait_s: float) -> None:
-        self._sizes, self._max_wait_s = sizes, max_wait_s
+    def __init__(self, sizes: Callable[[Hashable], Sequence[int]], max_wait_s: float, many: int | None = None) -> None:
+        self._sizes, self._max_wait_s, self._many = sizes, max_wait_s, many
+        self._served_s: dict[str, float] = {}  # by client, for those that were served recently
         self._lanes: dict[Hashable, _Lane[Item]] = {}
         self._lane_turns, self._client_turns = _Turns(), _Turns()
         self._preferred = 0  # batches in a row that were not of the lane whose turn it was
@@ -182,13 +186,17 @@ class FairQueue(Generic[Item]):
             key = self._first(preferred)
         self._preferred = 0 if key == turn else self._preferred + 1
         lane = self._lanes[key]
-        count = max((size for size in self._sizes(key) if size <= lane.waiting), default=1)
+        first, crowding = self._next_entry(key).client, self._crowding(now)
+        fitting = sum(entry.waiting for entry in lane.entries if entry.client not in crowding)
+        most = 1 if first in crowding else fitting
+        count = max((size for size in self._sizes(key) if size <= most), default=1)
         batch = []
         cost = lane.entries[0].cost
         self._lane_turns.pass_time(turn, count * cost)
         self._client_turns.pass_time(self._next_entry(turn).client, count * cost)
         for _ in range(count):
-            entry = self._next_entry(key)
+            entry = self._next_entry(key, crowding - {first})
+            self._served_s[entry.client] = now
             lane.entries.remove(entry)
             batch.append(entry.item)
             entry.waiting -= 1
@@ -203,9 +211,20 @@ class FairQueue(Generic[Item]):
     def _entries(self) -> Iterator[_Entry[Item]]:
         return (entry for lane in self._lanes.values() for entry in lane.entries)
 
-    def _next_entry(self, key: Hashable) -> _Entry[Item]:
+    def _crowding(self, now: float) -> set[str]:
+        """Return the clients with many images that wait, if there are others or were recently."""
+        self._served_s = {client: last for client, last in self._served_s.items() if last > now - _RECENT_S}
+        waiting = Counter[str]()
+        for entry in self._entries():
+            waiting[entry.client] += entry.waiting
+        if self._many is None or len(waiting.keys() | self._served_s.keys()) < 2:
+            return set()
+        return {client for client, images in waiting.items() if images > self._many}
+
+    def _next_entry(self, key: Hashable, without: Collection[str] = ()) -> _Entry[Item]:
         """Return the first request of the client of a lane that has had the least."""
-        return min(self._lanes[key].entries, key=lambda entry: self._client_turns.start(entry.client))
+        entries = (entry for entry in self._lanes[key].entries if entry.client not in without)
+        return min(entries, key=lambda entry: self._client_turns.start(entry.client))
 
     def _first(self, keys: Sequence[Hashable]) -> Hashable:
         def order(key: Hashable) -> tuple[float, float, float]:

@@ -197,6 +197,26 @@ def test_a_flood_of_one_client_delays_others_by_a_batch(clients: int, keys: list
     assert {f"other {number}" for number in range(1, clients)} <= set(served[: clients + 4])
 
 
+def test_batches_of_a_flood_are_short_while_there_are_others() -> None:
+    """Another client waits for an image of the flood, and not for a batch, nor with images of the flood in its own."""
+    waiting: FairQueue[str] = FairQueue(sizes, 0.0, many=10)
+    waiting.add("flood", "key", images=400, cost=1, now=0, client="flood")
+    assert waiting.take(0) == ["flood"] * 4  # no other client is known
+    for second in range(1, 20):
+        waiting.add(f"other {second}", "key", images=1, cost=1, now=second, client="other")
+        assert sorted([waiting.take(second), waiting.take(second)]) == [["flood"], [f"other {second}"]]
+    assert waiting.take(60) == ["flood"] * 4
+
+
+def test_clients_with_few_images_share_batches() -> None:
+    waiting: FairQueue[str] = FairQueue(sizes, 0.0, many=10)
+    for client in "abc":
+        waiting.add(client, "key", images=10, cost=1, now=0, client=client)
+    assert waiting.take(0) == ["a", "b", "c", "a"]
+    waiting.add("d", "key", images=11, cost=1, now=0, client="d")
+    assert "d" not in waiting.take(0)[1:]
+
+
 def test_a_client_that_was_idle_saves_no_time() -> None:
     """Work of a client that was alone is not held against it, and absence gives no credit."""
     waiting = queue()
