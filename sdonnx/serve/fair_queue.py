@@ -66,7 +66,7 @@ class _Turns:
         self._starts: dict[Hashable, float] = {}  # virtual time at which the next batch of a flow starts
         self._ends: dict[Hashable, float] = {}  # of flows with no work, if later than the virtual time
         self._now = 0.0  # virtual time
-        self._passed = 0.0  # virtual time of the batch that was taken last
+        self._served: dict[Hashable, float] = {}  # work of the batch that was taken last, by flow
 
     def start(self, flow: Hashable) -> float:
         """Return the virtual time at which the next batch of a flow starts; the smallest comes first."""
@@ -81,19 +81,21 @@ class _Turns:
         """Remove a flow that has no work left."""
         self._ends[flow] = self._starts.pop(flow)
 
-    def pass_time(self, turn: Hashable, work: float) -> None:
-        """Let time pass before a batch, when it was the turn of a flow.
+    def pass_time(self, turn: Hashable) -> None:
+        """Let time pass before a batch, when it is the turn of a flow.
 
         Once a batch is over, each flow has had its share of that work. With the starts of flows only, a stream of
         requests of flows that are all new, such as weights of LoRAs, would starve the others.
         """
-        self._now = max(self._now + self._passed, self._starts[turn])
-        self._passed = work / len(self._starts)
+        passed = sum(self._served.values()) / len(self._served.keys() | self._starts.keys())
+        self._now = max(self._now + passed, self._starts[turn])
+        self._served = {}
         self._ends = {each: end for each, end in self._ends.items() if end > self._now}
 
     def charge(self, flow: Hashable, work: float) -> None:
-        """Add work that was done for a flow."""
+        """Add work of the batch that is taken."""
         self._starts[flow] += work
+        self._served[flow] = self._served.get(flow, 0.0) + work
 
 
 class FairQueue(Generic[Item]):
@@ -192,8 +194,8 @@ class FairQueue(Generic[Item]):
         count = max((size for size in self._sizes(key) if size <= most), default=1)
         batch = []
         cost = lane.entries[0].cost
-        self._lane_turns.pass_time(turn, count * cost)
-        self._client_turns.pass_time(self._next_entry(turn).client, count * cost)
+        self._lane_turns.pass_time(turn)
+        self._client_turns.pass_time(self._next_entry(turn).client)
         for _ in range(count):
             entry = self._next_entry(key, crowding - {first})
             self._served_s[entry.client] = now
@@ -222,14 +224,18 @@ class FairQueue(Generic[Item]):
         return {client for client, images in waiting.items() if images > self._many}
 
     def _next_entry(self, key: Hashable, without: Collection[str] = ()) -> _Entry[Item]:
-        """Return the first request of the client of a lane that has had the least."""
+        """Return the first request of the client of a lane whose turn it is."""
         entries = (entry for entry in self._lanes[key].entries if entry.client not in without)
-        return min(entries, key=lambda entry: self._client_turns.start(entry.client))
+        return min(entries, key=lambda entry: self._turn(entry.client))
+
+    def _turn(self, client: str) -> tuple[float, float]:
+        """Return the order of a client: the one that has had the least comes first, then the one served longest ago."""
+        return self._client_turns.start(client), self._served_s.get(client, 0.0)
 
     def _first(self, keys: Sequence[Hashable]) -> Hashable:
-        def order(key: Hashable) -> tuple[float, float, float]:
-            client = self._client_turns.start(self._next_entry(key).client)
-            return client, self._lane_turns.start(key), self._lanes[key].oldest
+        def order(key: Hashable) -> tuple[tuple[float, float], float, float]:
+            client = self._next_entry(key).client
+            return self._turn(client), self._lane_turns.start(key), self._lanes[key].oldest
 
         return min(keys, key=order)
 

@@ -63,7 +63,7 @@ def test_new_lanes_starve_no_other() -> None:
         waiting.add("new", index, images=1, cost=1, now=1 + index)
         served.append(waiting.take(99)[0])
     # New lanes that wait have a share too, so that the times between its batches grow.
-    assert served.count("other") >= 5
+    assert served.count("other") >= 4
     assert "other" in served[:4]
 
 
@@ -202,9 +202,10 @@ def test_batches_of_a_flood_are_short_while_there_are_others() -> None:
     waiting: FairQueue[str] = FairQueue(sizes, 0.0, many=10)
     waiting.add("flood", "key", images=400, cost=1, now=0, client="flood")
     assert waiting.take(0) == ["flood"] * 4  # no other client is known
-    for second in range(1, 20):
+    for second in range(1, 20):  # the other one comes again while an image of the flood is made
         waiting.add(f"other {second}", "key", images=1, cost=1, now=second, client="other")
-        assert sorted([waiting.take(second), waiting.take(second)]) == [["flood"], [f"other {second}"]]
+        assert waiting.take(second) == [f"other {second}"]
+        assert waiting.take(second + 0.5) == ["flood"]
     assert waiting.take(60) == ["flood"] * 4
 
 
