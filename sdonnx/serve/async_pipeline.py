@@ -210,7 +210,7 @@ class AsyncPipeline:
     def _plan(self, request: ImageRequest) -> PlannedRequest:
         if self._closed:
             raise UnavailableError("the pipeline is closed", "an open one", "load it again")
-        if isinstance(request.num_images, int) and isinstance(request.client, str):
+        if request.num_images in range(1, self.limits.max_images + 1) and isinstance(request.client, str):
             self._worker.require_place(request.client, request.num_images)  # cheaper than the plan
         model = self._model(request.model)
         names = self._loras.names

@@ -60,13 +60,20 @@ class _Lane(Generic[Item]):
 
 
 class _Turns:
-    """Virtual times of flows that share the work equally."""
+    """Virtual times of flows that share the work equally.
 
-    def __init__(self) -> None:
+    Args:
+        counts_joined: whether flows that join during a batch share its time. They would be ahead of those that wait
+            otherwise, if they come again after each batch; flows that come once would keep others waiting for longer.
+    """
+
+    def __init__(self, *, counts_joined: bool) -> None:
+        self._counts_joined = counts_joined
         self._starts: dict[Hashable, float] = {}  # virtual time at which the next batch of a flow starts
         self._ends: dict[Hashable, float] = {}  # of flows with no work, if later than the virtual time
         self._now = 0.0  # virtual time
-        self._served: dict[Hashable, float] = {}  # work of the batch that was taken last, by flow
+        self._work = 0.0  # of the batch that was taken last
+        self._present: set[Hashable] = set()  # flows when it was taken
 
     def start(self, flow: Hashable) -> float:
         """Return the virtual time at which the next batch of a flow starts; the smallest comes first."""
@@ -87,15 +94,15 @@ class _Turns:
         Once a batch is over, each flow has had its share of that work. With the starts of flows only, a stream of
         requests of flows that are all new, such as weights of LoRAs, would starve the others.
         """
-        passed = sum(self._served.values()) / len(self._served.keys() | self._starts.keys())
-        self._now = max(self._now + passed, self._starts[turn])
-        self._served = {}
+        shared = self._present | self._starts.keys() if self._counts_joined else self._present
+        self._now = max(self._now + self._work / max(1, len(shared)), self._starts[turn])
+        self._work, self._present = 0.0, set(self._starts)
         self._ends = {each: end for each, end in self._ends.items() if end > self._now}
 
     def charge(self, flow: Hashable, work: float) -> None:
         """Add work of the batch that is taken."""
         self._starts[flow] += work
-        self._served[flow] = self._served.get(flow, 0.0) + work
+        self._work += work
 
 
 class FairQueue(Generic[Item]):
@@ -116,7 +123,7 @@ class FairQueue(Generic[Item]):
         self._sizes, self._max_wait_s, self._many = sizes, max_wait_s, many
         self._served_s: dict[str, float] = {}  # by client, for those that were served recently
         self._lanes: dict[Hashable, _Lane[Item]] = {}
-        self._lane_turns, self._client_turns = _Turns(), _Turns()
+        self._lane_turns, self._client_turns = _Turns(counts_joined=False), _Turns(counts_joined=True)
         self._preferred = 0  # batches in a row that were not of the lane whose turn it was
 
     def __len__(self) -> int:

@@ -63,7 +63,7 @@ def test_new_lanes_starve_no_other() -> None:
         waiting.add("new", index, images=1, cost=1, now=1 + index)
         served.append(waiting.take(99)[0])
     # New lanes that wait have a share too, so that the times between its batches grow.
-    assert served.count("other") >= 4
+    assert served.count("other") >= 5
     assert "other" in served[:4]
 
 
@@ -207,6 +207,17 @@ def test_batches_of_a_flood_are_short_while_there_are_others() -> None:
         assert waiting.take(second) == [f"other {second}"]
         assert waiting.take(second + 0.5) == ["flood"]
     assert waiting.take(60) == ["flood"] * 4
+
+
+def test_new_clients_starve_no_other() -> None:
+    """Clients that are all different arrive for ever, each with one request."""
+    waiting: FairQueue[str] = FairQueue(sizes, 0.0, many=10)
+    waiting.add("other", "key", images=40, cost=1, now=0, client="other")
+    served = []
+    for index in range(80):
+        waiting.add("new", "key", images=1, cost=1, now=1 + index, client=f"new {index}")
+        served += waiting.take(1 + index)
+    assert served.count("other") >= 4
 
 
 def test_clients_with_few_images_share_batches() -> None:
