@@ -263,6 +263,14 @@ def test_a_client_leaves_places_free() -> None:
     assert places.held("c") == (60 - 15) // 2
 
 
+def test_small_requests_find_places_beside_large_ones_of_the_same_client() -> None:
+    places = SharedPlaces(64)
+    while places.take("a", 10):
+        pass
+    assert 20 <= places.held("a") <= 32
+    assert places.take("a", 1)
+
+
 def test_a_client_without_a_name_gets_all_places() -> None:
     places = SharedPlaces(10)
     assert all(places.take("", 1) for _ in range(10))
