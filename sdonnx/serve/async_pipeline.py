@@ -210,6 +210,8 @@ class AsyncPipeline:
     def _plan(self, request: ImageRequest) -> PlannedRequest:
         if self._closed:
             raise UnavailableError("the pipeline is closed", "an open one", "load it again")
+        if request.num_images in range(1, self.limits.max_images + 1) and isinstance(request.client, str):
+            self._worker.require_place(request.client, request.num_images)  # cheaper than the plan
         model = self._model(request.model)
         names = self._loras.names
         return plan_request(request, model.name, model.pipeline, model.scheduler_config, self.limits, names)

@@ -100,7 +100,7 @@ class BatchWorker:
         self, models: Mapping[str, ServedModel], limits: ServeLimits, observer: ServeObserver, loras: ServedLoras
     ) -> None:
         self._models, self._limits, self._observer, self._loras = models, limits, observer, loras
-        self._queue: FairQueue[ImageJob] = FairQueue(self._batch_sizes, limits.batch_wait_ms / 1e3)
+        self._queue: FairQueue[ImageJob] = FairQueue(self._batch_sizes, limits.batch_wait_ms / 1e3, limits.max_images)
         self._later = LaterCaptures()
         self._changed = threading.Condition()
         self._stopping = False
@@ -130,20 +130,31 @@ class BatchWorker:
             QueueFullError: too many images wait.
             UnavailableError: the worker is stopping or has failed.
         """
-        images, planned = job.planned.request.num_images, job.planned
-        client, limit = planned.request.client, self._limits.max_waiting
+        images, client = job.planned.request.num_images, job.planned.request.client
+        key, cost, now = job.planned.key, job.planned.cost, time.monotonic()
+        with self._changed:
+            self.require_place(client, images)
+            self._queue.add(job, key, images=images, cost=cost, now=now, client=client)
+            self._note_waiting()
+
+    def require_place(self, client: str, images: int) -> None:
+        """Raise if a request could not be added; see `add`.
+
+        Args:
+            client: name of its client.
+            images: number of its images.
+        """
+        limit = self._limits.max_waiting
         with self._changed:
             self._require_working()
             waiting, held = len(self._queue), self._queue.waiting_of(client) if client else 0
-            if not is_fair(images, held, waiting, limit):
-                found, expected = f"{waiting} images are waiting", f"at most {limit} with those of the request"
-                if waiting + images <= limit:
-                    found += f", {held} of them of this client"
-                    expected = f"a client that leaves as many of {limit} places to others as it takes"
-                raise QueueFullError(found, expected, "try again later", self._seconds_until_place())
-            now = time.monotonic()
-            self._queue.add(job, planned.key, images=images, cost=planned.cost, now=now, client=client)
-            self._note_waiting()
+            if is_fair(images, held, waiting, limit):
+                return
+            found, expected = f"{waiting} images are waiting", f"at most {limit} with those of the request"
+            if waiting + images <= limit:
+                found += f", {held} of them of this client"
+                expected = f"a client that leaves as many of {limit} places to others as it takes"
+            raise QueueFullError(found, expected, "try again later", self._seconds_until_place())
 
     @property
     def pending_captures(self) -> int:

@@ -8,14 +8,15 @@ Algorithm", SIGCOMM 1989).
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 __all__ = ["FairQueue"]
 
 _MAX_PREFERRED = 3  # batches in a row that may precede the lane whose turn it is
+_RECENT_S = 30.0  # in which a client was served, so that it may come again
 
 Item = TypeVar("Item", bound=Hashable)
 
@@ -59,13 +60,20 @@ class _Lane(Generic[Item]):
 
 
 class _Turns:
-    """Virtual times of flows that share the work equally."""
+    """Virtual times of flows that share the work equally.
 
-    def __init__(self) -> None:
+    Args:
+        counts_joined: whether flows that join during a batch share its time. They would be ahead of those that wait
+            otherwise, if they come again after each batch; flows that come once would keep others waiting for longer.
+    """
+
+    def __init__(self, *, counts_joined: bool) -> None:
+        self._counts_joined = counts_joined
         self._starts: dict[Hashable, float] = {}  # virtual time at which the next batch of a flow starts
         self._ends: dict[Hashable, float] = {}  # of flows with no work, if later than the virtual time
         self._now = 0.0  # virtual time
-        self._passed = 0.0  # virtual time of the batch that was taken last
+        self._work = 0.0  # of the batch that was taken last
+        self._present: set[Hashable] = set()  # flows when it was taken
 
     def start(self, flow: Hashable) -> float:
         """Return the virtual time at which the next batch of a flow starts; the smallest comes first."""
@@ -80,19 +88,21 @@ class _Turns:
         """Remove a flow that has no work left."""
         self._ends[flow] = self._starts.pop(flow)
 
-    def pass_time(self, turn: Hashable, work: float) -> None:
-        """Let time pass before a batch, when it was the turn of a flow.
+    def pass_time(self, turn: Hashable) -> None:
+        """Let time pass before a batch, when it is the turn of a flow.
 
         Once a batch is over, each flow has had its share of that work. With the starts of flows only, a stream of
         requests of flows that are all new, such as weights of LoRAs, would starve the others.
         """
-        self._now = max(self._now + self._passed, self._starts[turn])
-        self._passed = work / len(self._starts)
+        shared = self._present | self._starts.keys() if self._counts_joined else self._present
+        self._now = max(self._now + self._work / max(1, len(shared)), self._starts[turn])
+        self._work, self._present = 0.0, set(self._starts)
         self._ends = {each: end for each, end in self._ends.items() if end > self._now}
 
     def charge(self, flow: Hashable, work: float) -> None:
-        """Add work that was done for a flow."""
+        """Add work of the batch that is taken."""
         self._starts[flow] += work
+        self._work += work
 
 
 class FairQueue(Generic[Item]):
@@ -100,17 +110,20 @@ class FairQueue(Generic[Item]):
 
     Clients share the work equally, and so do the lanes (batch keys) of a client, so that requests of much work delay
     others by a batch at most. Within a lane, batches take one image of each client, and of each of its requests, in
-    turn.
+    turn. A client with many images that wait makes others wait for no long batches: while there are others, its batches
+    have one image, and it does not fill batches of others.
 
     Args:
         sizes: returns the numbers of images that a batch with a key may have, in rising order, from 1.
         max_wait_s: seconds that a request may wait for others to fill its batch.
+        many: number of images of a client that wait, above which its batches are short; None for no limit.
     """
 
-    def __init__(self, sizes: Callable[[Hashable], Sequence[int]], max_wait_s: float) -> None:
-        self._sizes, self._max_wait_s = sizes, max_wait_s
+    def __init__(self, sizes: Callable[[Hashable], Sequence[int]], max_wait_s: float, many: int | None = None) -> None:
+        self._sizes, self._max_wait_s, self._many = sizes, max_wait_s, many
+        self._served_s: dict[str, float] = {}  # by client, for those that were served recently
         self._lanes: dict[Hashable, _Lane[Item]] = {}
-        self._lane_turns, self._client_turns = _Turns(), _Turns()
+        self._lane_turns, self._client_turns = _Turns(counts_joined=False), _Turns(counts_joined=True)
         self._preferred = 0  # batches in a row that were not of the lane whose turn it was
 
     def __len__(self) -> int:
@@ -182,13 +195,17 @@ class FairQueue(Generic[Item]):
             key = self._first(preferred)
         self._preferred = 0 if key == turn else self._preferred + 1
         lane = self._lanes[key]
-        count = max((size for size in self._sizes(key) if size <= lane.waiting), default=1)
+        first, crowding = self._next_entry(key).client, self._crowding(now)
+        fitting = sum(entry.waiting for entry in lane.entries if entry.client not in crowding)
+        most = 1 if first in crowding else fitting
+        count = max((size for size in self._sizes(key) if size <= most), default=1)
         batch = []
         cost = lane.entries[0].cost
-        self._lane_turns.pass_time(turn, count * cost)
-        self._client_turns.pass_time(self._next_entry(turn).client, count * cost)
+        self._lane_turns.pass_time(turn)
+        self._client_turns.pass_time(self._next_entry(turn).client)
         for _ in range(count):
-            entry = self._next_entry(key)
+            entry = self._next_entry(key, crowding - {first})
+            self._served_s[entry.client] = now
             lane.entries.remove(entry)
             batch.append(entry.item)
             entry.waiting -= 1
@@ -203,14 +220,29 @@ class FairQueue(Generic[Item]):
     def _entries(self) -> Iterator[_Entry[Item]]:
         return (entry for lane in self._lanes.values() for entry in lane.entries)
 
-    def _next_entry(self, key: Hashable) -> _Entry[Item]:
-        """Return the first request of the client of a lane that has had the least."""
-        return min(self._lanes[key].entries, key=lambda entry: self._client_turns.start(entry.client))
+    def _crowding(self, now: float) -> set[str]:
+        """Return the clients with many images that wait, if there are others or were recently."""
+        self._served_s = {client: last for client, last in self._served_s.items() if last > now - _RECENT_S}
+        waiting = Counter[str]()
+        for entry in self._entries():
+            waiting[entry.client] += entry.waiting
+        if self._many is None or len(waiting.keys() | self._served_s.keys()) < 2:
+            return set()
+        return {client for client, images in waiting.items() if images > self._many}
+
+    def _next_entry(self, key: Hashable, without: Collection[str] = ()) -> _Entry[Item]:
+        """Return the first request of the client of a lane whose turn it is."""
+        entries = (entry for entry in self._lanes[key].entries if entry.client not in without)
+        return min(entries, key=lambda entry: self._turn(entry.client))
+
+    def _turn(self, client: str) -> tuple[float, float]:
+        """Return the order of a client: the one that has had the least comes first, then the one served longest ago."""
+        return self._client_turns.start(client), self._served_s.get(client, 0.0)
 
     def _first(self, keys: Sequence[Hashable]) -> Hashable:
-        def order(key: Hashable) -> tuple[float, float, float]:
-            client = self._client_turns.start(self._next_entry(key).client)
-            return client, self._lane_turns.start(key), self._lanes[key].oldest
+        def order(key: Hashable) -> tuple[tuple[float, float], float, float]:
+            client = self._next_entry(key).client
+            return self._turn(client), self._lane_turns.start(key), self._lanes[key].oldest
 
         return min(keys, key=order)
 

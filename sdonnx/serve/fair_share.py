@@ -11,7 +11,8 @@ def is_fair(amount: int, held: int, total: int, capacity: int) -> bool:
     """Return whether a client may take places: it may hold no more than it leaves free.
 
     So one client gets half of the places and two get a third each, and a new client always finds some. A client without
-    places may take any that are free.
+    places may take any that are free. A request for many places counts twice, so that small requests of the same
+    client, which may be a network of several users, still find some.
 
     Source: Choudhury and Hahne, "Dynamic Queue Length Thresholds for Shared-Memory Packet Switches", IEEE/ACM
     Transactions on Networking 6 (1998), with a factor of 1.
@@ -23,7 +24,7 @@ def is_fair(amount: int, held: int, total: int, capacity: int) -> bool:
         capacity: all places.
     """
     free = capacity - total - amount
-    return free >= 0 and (not held or held + amount <= free)
+    return free >= 0 and (not held or held + 2 * amount - 1 <= free)
 
 
 class SharedPlaces:

@@ -197,6 +197,38 @@ def test_a_flood_of_one_client_delays_others_by_a_batch(clients: int, keys: list
     assert {f"other {number}" for number in range(1, clients)} <= set(served[: clients + 4])
 
 
+def test_batches_of_a_flood_are_short_while_there_are_others() -> None:
+    """Another client waits for an image of the flood, and not for a batch, nor with images of the flood in its own."""
+    waiting: FairQueue[str] = FairQueue(sizes, 0.0, many=10)
+    waiting.add("flood", "key", images=400, cost=1, now=0, client="flood")
+    assert waiting.take(0) == ["flood"] * 4  # no other client is known
+    for second in range(1, 20):  # the other one comes again while an image of the flood is made
+        waiting.add(f"other {second}", "key", images=1, cost=1, now=second, client="other")
+        assert waiting.take(second) == [f"other {second}"]
+        assert waiting.take(second + 0.5) == ["flood"]
+    assert waiting.take(60) == ["flood"] * 4
+
+
+def test_new_clients_starve_no_other() -> None:
+    """Clients that are all different arrive for ever, each with one request."""
+    waiting: FairQueue[str] = FairQueue(sizes, 0.0, many=10)
+    waiting.add("other", "key", images=40, cost=1, now=0, client="other")
+    served = []
+    for index in range(80):
+        waiting.add("new", "key", images=1, cost=1, now=1 + index, client=f"new {index}")
+        served += waiting.take(1 + index)
+    assert served.count("other") >= 4
+
+
+def test_clients_with_few_images_share_batches() -> None:
+    waiting: FairQueue[str] = FairQueue(sizes, 0.0, many=10)
+    for client in "abc":
+        waiting.add(client, "key", images=10, cost=1, now=0, client=client)
+    assert waiting.take(0) == ["a", "b", "c", "a"]
+    waiting.add("d", "key", images=11, cost=1, now=0, client="d")
+    assert "d" not in waiting.take(0)[1:]
+
+
 def test_a_client_that_was_idle_saves_no_time() -> None:
     """Work of a client that was alone is not held against it, and absence gives no credit."""
     waiting = queue()
@@ -229,6 +261,14 @@ def test_a_client_leaves_places_free() -> None:
     while places.take("c", 1):
         pass
     assert places.held("c") == (60 - 15) // 2
+
+
+def test_small_requests_find_places_beside_large_ones_of_the_same_client() -> None:
+    places = SharedPlaces(64)
+    while places.take("a", 10):
+        pass
+    assert 20 <= places.held("a") <= 32
+    assert places.take("a", 1)
 
 
 def test_a_client_without_a_name_gets_all_places() -> None:

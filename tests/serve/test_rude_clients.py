@@ -25,9 +25,9 @@ import pytest
 from PIL import Image
 from support.serving import until
 
-ADDRESS, RUDE, BOMBER, OTHER = (f"127.0.0.{number}" for number in range(1, 5))  # of the server and of clients
+ADDRESS, PARKER, BOMBER, FLOODER, OTHER = (f"127.0.0.{number}" for number in range(1, 6))  # of the server and clients
 PARKED, BOMBS, IDLE, FLOOD = 60, 2, 1000, 12
-FIELDS = {"prompt": "a circle", "num_inference_steps": 10, "size": "64x64"}
+FIELDS = {"prompt": "a circle", "num_inference_steps": 6, "size": "64x64"}
 BODY = 8 * 2**20
 
 
@@ -74,11 +74,11 @@ def is_ready(port: int) -> bool:
 
 def client_at(address: str, port: int) -> httpx.Client:
     transport = httpx.HTTPTransport(local_address=address, limits=httpx.Limits(max_connections=FLOOD))
-    return httpx.Client(base_url=f"http://{ADDRESS}:{port}", transport=transport, timeout=60)
+    return httpx.Client(base_url=f"http://{ADDRESS}:{port}", transport=transport, timeout=300)
 
 
 def connected(port: int) -> socket.socket:
-    return socket.create_connection((ADDRESS, port), 10, source_address=(RUDE, 0))
+    return socket.create_connection((ADDRESS, port), 10, source_address=(PARKER, 0))
 
 
 def times_of(client: httpx.Client, count: int) -> list[float]:
@@ -138,7 +138,8 @@ def test_others_are_served_beside_rude_clients(server: tuple[psutil.Process, int
     files = {"image": ("a.jpg", bomb())}
     stopping = threading.Event()
     with contextlib.ExitStack() as stack:
-        other, rude, bomber = (stack.enter_context(client_at(address, port)) for address in (OTHER, RUDE, BOMBER))
+        addresses = (OTHER, FLOODER, BOMBER)
+        other, flooder, bomber = (stack.enter_context(client_at(address, port)) for address in addresses)
         times_of(other, 2)
         usual = statistics.median(times_of(other, 5))
         before, memory = outcomes(other), process.memory_info().rss
@@ -150,13 +151,14 @@ def test_others_are_served_beside_rude_clients(server: tuple[psutil.Process, int
         def throw() -> None:
             bombs.append(bomber.post("/v1/images/edits", data={"prompt": "a"}, files=files).status_code)
 
-        with threads(FLOOD, lambda: flood(rude, stopping, answers), stopping), threads(BOMBS, throw, stopping):
+        with threads(FLOOD, lambda: flood(flooder, stopping, answers), stopping), threads(BOMBS, throw, stopping):
             until(lambda: 429 in answers)
-            beside = times_of(other, 8)
+            beside = times_of(other, 7)
             for path in ("/health/live", "/health/ready", "/metrics"):
                 assert other.get(path).status_code == 200
             used = process.memory_info().rss - memory
         after = outcomes(other)
+        usual = max(usual, statistics.median(times_of(other, 5)))  # the machine may be busier now
     assert bombs == [422] * BOMBS
     assert statistics.median(beside) < 3 * usual, (beside, usual)
     assert used < 200 * 2**20
