@@ -122,6 +122,13 @@ def test_features_say_what_to_do(ours: OrtDiffusionPipeline) -> None:
         methods.enable_freeu(s1=0.9, s2=0.2, b1=1.2, b2=1.4)
 
 
+def test_the_older_callback_says_what_replaces_it(ours: OrtDiffusionPipeline) -> None:
+    call: Any = ours
+    for argument in ({"callback": print}, {"callback_steps": 2}):
+        with refused(OptionError, f"the argument {next(iter(argument))}", "callback_on_step_end, a function (pipeline"):
+            call("a fox", **argument)
+
+
 @pytest.mark.parametrize("name", WITHOUT_EFFECT)
 def test_methods_without_effect_are_logged(
     name: str, ours: OrtDiffusionPipeline, caplog: pytest.LogCaptureFixture
