@@ -75,7 +75,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("-s", "--steps", type=int, help="denoising steps (default: the family's)")
     add("-g", "--guidance_scale", type=float, help="weight of the prompt (default: the family's)")
     add("-n", "--num_images", type=int, default=1, help="images per prompt (default: 1)")
-    add("--seed", type=int, default=None, help="seed (default: a random one, which is written into the file)")
+    seeds = "seed of the first image; the next images have the next seeds (default: a random one, see the files)"
+    add("--seed", type=int, default=None, help=seeds)
     add("--scheduler", default=None, help="ddim, euler, dpmsolver++, unipc, ... (default: the folder's)")
     add_schedule_arguments(parser)
     add("--image", type=Path, default=None, help="initial image")
@@ -121,6 +122,7 @@ def run(options: argparse.Namespace) -> int:
     texts, tagged = read_lora_tags(options.prompt, options.lora_folder)
     adapters = [*read_lora_files(options.lora), *tagged]
     from sdonnx.runtime.pipeline import OrtDiffusionPipeline
+    from sdonnx.runtime.sampling.noise import fresh_seed
 
     pipeline = OrtDiffusionPipeline.from_pretrained(
         options.model,
@@ -144,6 +146,10 @@ def run(options: argparse.Namespace) -> int:
     if options.steps is None:
         options.steps = custom_steps(options, str(pipeline.scheduler)) or pipeline.default_steps
     weights = options.ip_adapter_scale
+    # Each image has a seed of its own, and an image to start from, so that it can be repeated without the others.
+    count = len(texts) * options.num_images
+    first = fresh_seed() if options.seed is None else options.seed
+    seeds = [first + index for index in range(count)]
     with _option_names():
         output = pipeline(
             texts,
@@ -153,18 +159,18 @@ def run(options: argparse.Namespace) -> int:
             options.guidance_scale,
             [options.negative_prompt] * len(options.prompt) if options.negative_prompt else None,
             options.num_images,
-            seed=options.seed,
+            seed=seeds if count > 1 else first,
             strength=options.strength,
             clip_skip=options.clip_skip,
             prompt_weighting=options.prompt_weighting,
             ip_adapter_image=prompts or None,
             ip_adapter_scale=weights[0] if len(weights) == 1 else weights or None,
-            image=image,
-            mask_image=mask_image,
+            image=None if image is None else [image] * count,
+            mask_image=None if mask_image is None else [mask_image] * count,
             **schedule_arguments(options),
             **controls,
         )
-    _write(options, pipeline, output, destination, adapters)
+    _write(options, pipeline, output, seeds, destination, adapters)
     return 0
 
 
@@ -172,6 +178,7 @@ def _write(
     options: argparse.Namespace,
     pipeline: OrtDiffusionPipeline,
     output: ImageOutput,
+    seeds: Sequence[int],
     destination: Destination,
     adapters: Sequence[LoraFile],
 ) -> None:
@@ -180,7 +187,7 @@ def _write(
         parameters = {
             "prompt": options.prompt[index // options.num_images],
             "negative_prompt": options.negative_prompt or "",
-            "seed": output.seed,
+            "seed": seeds[index],
             "index": index,
             "batch": len(output.images),
             "steps": options.steps,
@@ -204,7 +211,7 @@ def _write(
         }
         text = webui_text(parameters, pipeline.scheduler_config)
         content = encoded(picture, destination.format, parameters, text, options.quality or QUALITY)
-        out.print(f"{destination.write(index, content)}  seed {output.seed}", markup=False)
+        out.print(f"{destination.write(index, content)}  seed {seeds[index]}", markup=False)
 
 
 def _check_numbers(options: argparse.Namespace) -> None:

@@ -48,7 +48,6 @@ def webui_text(parameters: Mapping[str, Any], scheduler_config: Mapping[str, Any
         "Seed": parameters["seed"],
         "Size": f"{parameters['width']}x{parameters['height']}",
         "Model": parameters["model"],
-        # The images of a batch share one seed; the web UI gives each its own.
         "Batch size": batch if batch > 1 else None,
         "Batch pos": parameters["index"] if batch > 1 else None,
         "Denoising strength": parameters["strength"],

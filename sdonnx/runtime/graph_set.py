@@ -15,7 +15,8 @@ import numpy.typing as npt
 from onnxruntime import OrtValue
 
 from sdonnx.errors import OptionError
-from sdonnx.folder.pipeline_folder import PipelineFolder, own_kernel_graph
+from sdonnx.folder.loaded_folder import LoadedFolder
+from sdonnx.folder.pipeline_folder import own_kernel_graph
 from sdonnx.folder.version import read_report
 from sdonnx.folder.weight_table import Initializer
 from sdonnx.models import abi
@@ -73,13 +74,15 @@ class GraphSet:
         low_memory: which graphs are loaded for each use only; see `LowMemory`.
 
     Attributes:
+        folder: the optimized folder.
+        report: its `sdonnx.json`.
         kernels: the verdict on the device's kernels.
         observer: wraps each run of a graph; None for no observer.
     """
 
     def __init__(
         self,
-        folder: PipelineFolder,
+        folder: LoadedFolder,
         family: Family,
         device: Device,
         settings: SessionSettings,
@@ -88,7 +91,8 @@ class GraphSet:
     ) -> None:
         self.folder, self.family, self.device, self.kernels = folder, family, device, kernels
         self.observer: Observer | None = None
-        self._own_kernels = OwnKernelForm(device, read_report(folder.path), settings)
+        self.report = read_report(folder.path)
+        self._own_kernels = OwnKernelForm(device, self.report, settings)
         self._settings = self._required(settings)
         self._low_memory = low_memory
         self._loaded: dict[tuple[Role, bool, int], Graph] = {}
@@ -146,7 +150,7 @@ class GraphSet:
 
     def itemsizes(self, role: Role) -> tuple[int, int]:
         """Return the smallest and the largest size in bytes of an element of a component's activations."""
-        components = read_report(self.folder.path).get("components")
+        components = self.report.get("components")
         entry = components.get(self.family.with_role(role).name) if isinstance(components, Mapping) else None
         if not isinstance(entry, Mapping):
             return (2, 4)
@@ -202,10 +206,15 @@ class GraphSet:
                 capture=captures,
                 tf32=role in _TF32,
                 settings=self._settings,
-                weights=lambda: self._changed.weights(path, self._shared_weights() if shares else {}),
+                weights=lambda: self._read_weights(path, shares=shares),
                 injected=lambda: self._changed.injected(path),
             )
         return self._loaded[key]
+
+    def _read_weights(self, path: Path, *, shares: bool) -> dict[str, OrtValue]:
+        """Return the initializers that a graph which is being loaded reads from buffers."""
+        self.folder.require_unchanged(path.parent.name)  # the graph may be loaded again
+        return self._changed.weights(path, self._shared_weights() if shares else {})
 
     def adds_products(self, initializer: Initializer) -> bool:
         """Return whether the device can add products of low rank to an initializer."""

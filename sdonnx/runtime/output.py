@@ -14,7 +14,6 @@ import numpy.typing as npt
 from PIL import Image
 
 from sdonnx.errors import OptionError
-from sdonnx.folder.version import read_report
 from sdonnx.models import abi
 from sdonnx.runtime.cuda_graph_cache import CapturedShape
 from sdonnx.runtime.device.arrays import export
@@ -23,7 +22,7 @@ from sdonnx.runtime.graph_set import GraphSet
 from sdonnx.runtime.inputs.resolution_bins import resized
 from sdonnx.runtime.safety import NsfwContentWarning, SafetyChecker
 
-__all__ = ["OUTPUT_TYPES", "ImageOutput", "NotFiniteWarning", "Output", "read_output", "require_output_type"]
+__all__ = ["OUTPUT_TYPES", "ImageOutput", "NotFiniteWarning", "Output", "read_output", "require_output_type", "to_pil"]
 
 OUTPUT_TYPES = ("pil", "np", "pt", "latent", "ort", "ort_latent")
 
@@ -152,7 +151,7 @@ def read_output(
 
 def _remedy(graphs: GraphSet) -> str:
     """Return how to prevent images that are not finite. In a float32 folder, only the arguments can cause them."""
-    if read_report(graphs.folder.path).get("precision") == "float16":
+    if graphs.report.get("precision") == "float16":
         return (
             "optimize the exported pipeline again with --force_fp32_ops auto, which finds the operators that must "
             "stay in float32"
@@ -178,11 +177,11 @@ def _images(shape: CapturedShape, output_type: str, size: tuple[int, int]) -> An
         if output_type == "pt":
             return _to_torch(sample, shape.graphs.device)
         images = np.round(sample * 255).astype(np.uint8)
-        return export(shape.graphs.device.upload(images)) if output_type == "ort" else _to_pil(images)
+        return export(shape.graphs.device.upload(images)) if output_type == "ort" else to_pil(images)
     if output_type == "ort":
         shape.graphs.device.synchronize()
         return export(_copied(shape, abi.IMAGES, shape.pixels, np.uint8))
-    return _to_pil(shape.read(abi.IMAGES))
+    return to_pil(shape.read(abi.IMAGES))
 
 
 def _copied(shape: CapturedShape, name: str, dimensions: tuple[int, ...], dtype: npt.DTypeLike) -> Any:
@@ -200,5 +199,6 @@ def _to_torch(sample: npt.NDArray[np.float32], device: Device) -> Any:
     return tensor.to(f"cuda:{device.index}") if device.provider == "cuda" and torch.cuda.is_available() else tensor
 
 
-def _to_pil(images: npt.NDArray[np.uint8]) -> list[Image.Image]:
-    return [Image.fromarray(pixels) for pixels in images]
+def to_pil(images: npt.NDArray[np.uint8]) -> list[Image.Image]:
+    """Return PIL images of pixels (B,H,W,3), or (B,H,W,1) in grayscale."""
+    return [Image.fromarray(pixels.squeeze(2) if pixels.shape[2] == 1 else pixels) for pixels in images]

@@ -15,7 +15,7 @@ import onnxruntime
 from sdonnx.doctor.first_use import KernelWarning
 from sdonnx.errors import OptionError, refusing
 from sdonnx.folder import certificate
-from sdonnx.folder.pipeline_folder import PipelineFolder
+from sdonnx.folder.loaded_folder import LoadedFolder
 from sdonnx.folder.version import RebuildWarning, command_for, notices, read_report, require_provider
 from sdonnx.lora.loaded_adapters import LoadedAdapters
 from sdonnx.models import abi
@@ -182,7 +182,7 @@ class OrtDiffusionPipeline(DiffusersInterface, PromptEncoding):
         require_arguments(max_sizes, low_memory, require_certificate)
         chosen = PretrainedOptions.read(options, names_of(cls.from_pretrained))
         folder, (provider, device_index) = chosen.find(folder), chosen.place(provider, device_index)
-        opened = PipelineFolder.open(folder)
+        opened = LoadedFolder.open(folder)
         if require_certificate:
             certificate.require_certificate(opened.path)
         report = read_report(opened.path)
@@ -278,7 +278,8 @@ class OrtDiffusionPipeline(DiffusersInterface, PromptEncoding):
         Args:
             prompt: text, or a list of P texts.
             height: height of the images in pixels, a multiple of 8, or of 16 for transformers without
-                `use_resolution_binning`. By default that of `image`, or the size that the model was trained for.
+                `use_resolution_binning`. By default that of `image`, or of the first control image, or the size that
+                the model was trained for; in inpainting without control images always the latter.
             width: width of the images in pixels, as `height`.
             num_inference_steps: number of denoising steps. By default 50, or 20 for models with captions.
             guidance_scale: weight of the prompt; values up to 1 disable guidance and halve the work. By default 7.5,
@@ -366,6 +367,8 @@ class OrtDiffusionPipeline(DiffusersInterface, PromptEncoding):
             NotFiniteWarning: an image contains NaN or infinity.
             NsfwContentWarning: the safety checker flagged an image, which is black.
             PromptTruncatedWarning: a prompt is longer than the text encoder accepts.
+            UserWarning: `image` is given without control images to a folder with ControlNets or T2I-Adapters, or a
+                prompt has a <lora:...> tag.
 
         Raises:
             PromptError: the prompts cannot be used.
@@ -388,6 +391,7 @@ class OrtDiffusionPipeline(DiffusersInterface, PromptEncoding):
         if callback_on_step_end is not None:
             tensors = self._inputs.family.STEP_TENSORS
             on_step = StepCallback(self, callback_on_step_end, callback_on_step_end_tensor_inputs, tensors)
+        self._inputs.controls.warn_of_image(given, stacklevel=3)
         self._follow_kernel_check(stacklevel=4)
         output = self._run(partial(self._generate, call, make_job, on_step), self.interrupt)
         self._graphs.start_checks()

@@ -6,6 +6,7 @@ import os
 import threading
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NoReturn, Self, TypeVar
 
 import numpy as np
@@ -14,7 +15,7 @@ from PIL import Image
 
 from sdonnx.doctor.first_use import KernelWarning
 from sdonnx.errors import OptionError, SdonnxError
-from sdonnx.folder.pipeline_folder import PipelineFolder
+from sdonnx.folder.loaded_folder import LoadedFolder
 from sdonnx.models import abi
 from sdonnx.models.spec import CallDefaults
 from sdonnx.runtime.cuda_graph_cache import CaptureReport, CudaGraphCache
@@ -29,6 +30,7 @@ from sdonnx.runtime.interface.missing_features import MissingFeatures
 from sdonnx.runtime.output import read_output
 from sdonnx.runtime.safety import SafetyChecker
 from sdonnx.runtime.sampling.current_shape import CurrentShape
+from sdonnx.runtime.vae.vae_runs import decode_latents
 
 __all__ = ["PipelineBase"]
 
@@ -38,8 +40,9 @@ Result = TypeVar("Result")
 class PipelineBase(MissingFeatures):
     """Settings of a pipeline that generates images, and its release. The subclass sets the attributes."""
 
-    folder: PipelineFolder
+    folder: LoadedFolder
     device: Device
+    vae_scale_factor: int
     safety_checker: SafetyChecker | None
     _graphs: GraphSet
     _defaults: CallDefaults
@@ -152,6 +155,22 @@ class PipelineBase(MissingFeatures):
         images: list[Image.Image] = read_output(current.shape, "pil", self._generating.size, self.safety_checker).images
         return images
 
+    def _decode(self, latents: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+        """Decode latents (B,C,H/8,W/8) as calls return them to images (B,H,W,3), 0 to 1 or beyond.
+
+        Raises:
+            OptionError: they have another shape, or NaN or infinity.
+            DeviceMemoryError: the device has too little memory.
+        """
+        batch, _, height, width = latents.shape if latents.ndim == 4 else (0, 0, 0, 0)
+        if 0 in latents.shape or latents.shape[1:2] != (self._geometry.channels,) or not batch:
+            expected = f"(B,{self._geometry.channels},H/{self.vae_scale_factor},W/{self.vae_scale_factor})"
+            raise OptionError(f"latents of shape {latents.shape}", expected, 'pass those of output_type="latent"')
+        if not np.isfinite(latents).all():
+            raise OptionError("latents with NaN or infinity", "finite numbers", "generate them again")
+        split = self._cache.splits.decoder(batch, height, width)
+        return self._run(partial(decode_latents, self._graphs, split, latents, self.vae_scale_factor))
+
     def set_ip_adapter_scale(self, scale: Any) -> None:
         """Set the weights of image prompts' adapters for calls without `ip_adapter_scale`.
 
@@ -227,12 +246,11 @@ class PipelineBase(MissingFeatures):
         """Close the pipeline."""
         self.close()
 
-    def __reduce_ex__(self, protocol: object) -> NoReturn:
-        """Refuse pickle and copy: graphs, threads and memory of a device belong to one pipeline of one process."""
-        raise SdonnxError(
-            f"a copy or pickle of the pipeline of {self.folder.path}",
-            "a pipeline that the process which uses it loaded",
-            "pass the folder, and load it with from_pretrained in each process",
+    def __reduce__(self) -> NoReturn:
+        raise OptionError(
+            "the pipeline is to be copied or sent to another process",
+            "a pipeline that each process loads",
+            f"call from_pretrained({str(self.folder.path)!r}) there",
         )
 
     def _require_open(self) -> None:

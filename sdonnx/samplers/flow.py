@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sdonnx.errors import OptionError, SchedulerError
-from sdonnx.samplers.options import PlanRequest, SchedulerOptions
+from sdonnx.samplers.options import USE_DIFFUSERS, PlanRequest, SchedulerOptions, UnplannedError
 from sdonnx.samplers.plans import LATENTS, NOISE, PREDICTION, SamplingPlan, assemble, new_state
 from sdonnx.samplers.schedule import deformed_sigmas, with_final_sigma
 
@@ -136,7 +136,7 @@ def dpm_solver_flow_sigmas(options: SchedulerOptions, request: PlanRequest) -> N
             raise SchedulerError(
                 f"DPMSolverMultistepScheduler has time_shift_type = {options.time_shift_type!r}",
                 "'exponential' if mu is given",
-                "change scheduler_config.json or choose another sampler",
+                "correct scheduler_config.json",
             )
         shift = float(np.exp(request.mu))
     rising = 1 - np.linspace(1, 1 / options.num_train_timesteps, request.steps + 1)
@@ -172,8 +172,5 @@ def _reject_spacings(options: SchedulerOptions, class_name: str, *names: str) ->
     """Reject spacings that diffusers computes for diffusion and then uses for a flow."""
     for name in names:
         if getattr(options, name):
-            raise SchedulerError(
-                f"{class_name} has use_flow_sigmas = true and {name} = true",
-                f"{name} to be false",
-                "change scheduler_config.json or choose another sampler",
-            )
+            found = f"{class_name} has use_flow_sigmas = true and {name} = true"
+            raise UnplannedError(found, f"{name} to be false", USE_DIFFUSERS)

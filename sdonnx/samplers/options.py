@@ -10,12 +10,18 @@ from typing import Any
 
 from sdonnx.errors import SchedulerError
 
-__all__ = ["Option", "PlanRequest", "SchedulerOptions", "read_options"]
+__all__ = ["USE_DIFFUSERS", "Option", "PlanRequest", "SchedulerOptions", "UnplannedError", "read_options"]
 
+USE_DIFFUSERS = "install diffusers and torch, which compute the steps of this scheduler on the host"
+"""The remedy of an UnplannedError. Another scheduler may generate another image."""
 
 # Published schedulers have 1,000 timesteps. Tables hold a few numbers for each.
 _MAX_TIMESTEPS = 10**6
 _MAX_EXACT_INTEGER = 2**53  # float64 does not represent all larger integers
+
+
+class UnplannedError(SchedulerError):
+    """An option of a scheduler has a value that no plan follows; diffusers may support it."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +40,8 @@ class Option:
         """Return the option's value.
 
         Raises:
-            SchedulerError: the value is not supported.
+            UnplannedError: the value is none of the supported ones.
+            SchedulerError: the value is of another type.
         """
         value = config.get(name, self.default)
         if value is None and self.default is None:
@@ -43,7 +50,11 @@ class Option:
             if value in self.supported:
                 return value
             choices = [choice for choice in self.supported if choice is not None] or [None]
-            expected = " or ".join(json.dumps(choice) for choice in choices)
+            raise UnplannedError(
+                f"{class_name} has {name} = {json.dumps(value, default=repr)}",
+                f"{name} to be {' or '.join(json.dumps(choice) for choice in choices)}",
+                USE_DIFFUSERS,
+            )
         elif self.supported is bool:
             if value is None or isinstance(value, bool):
                 return bool(value)
@@ -59,7 +70,7 @@ class Option:
         raise SchedulerError(
             f"{class_name} has {name} = {json.dumps(value, default=repr)}",
             f"{name} to be {expected}",
-            "change scheduler_config.json or choose another sampler",
+            "correct scheduler_config.json",
         )
 
 
@@ -139,10 +150,16 @@ def read_options(class_name: str, options: Mapping[str, Option], config: Mapping
     can be switched.
 
     Raises:
-        SchedulerError: an option has an unsupported value.
+        UnplannedError: an option has a value that only diffusers may support, and all others can be used.
+        SchedulerError: an option has a value that cannot be used.
     """
     fields = SchedulerOptions.__dataclass_fields__
-    values: dict[str, Any] = {name: option.read(class_name, name, config) for name, option in options.items()}
+    values, unplanned = dict[str, Any](), list[UnplannedError]()
+    for name, option in options.items():
+        try:
+            values[name] = option.read(class_name, name, config)
+        except UnplannedError as error:
+            unplanned.append(error)
     read = SchedulerOptions(**{name: value for name, value in values.items() if name in fields})
     if not 1 <= read.num_train_timesteps <= _MAX_TIMESTEPS:
         raise SchedulerError(
@@ -162,4 +179,6 @@ def read_options(class_name: str, options: Mapping[str, Option], config: Mapping
             "at most one of the two",
             "correct scheduler_config.json",
         )
+    if unplanned:
+        raise unplanned[0]
     return read

@@ -181,7 +181,7 @@ def _check(options: SchedulerOptions, request: PlanRequest, sigmas: NDArray[np.f
         raise SchedulerError(
             "UniPCMultistepScheduler has predict_x0 = false and prediction_type = 'flow_prediction'",
             "predict_x0 to be true for this prediction_type",
-            "change scheduler_config.json or choose another sampler",
+            "correct scheduler_config.json",
         )
     elif (np.diff(sigmas[:-1]) == 0).any():
         raise too_many_steps(request.steps, options.num_train_timesteps - 1)
@@ -190,5 +190,5 @@ def _check(options: SchedulerOptions, request: PlanRequest, sigmas: NDArray[np.f
     raise SchedulerError(
         f"UniPCMultistepScheduler has {found}, divides by the noise level and ends without noise",
         "final_sigmas_type to be 'sigma_min'",
-        "change scheduler_config.json or choose another sampler",
+        "correct scheduler_config.json",
     )

@@ -102,6 +102,33 @@ def test_generate_writes_png_with_parameters(micro_cpu: Path, tmp_path: Path) ->
     assert np.asarray(image).std() > 1
 
 
+@pytest.mark.parametrize("start", ["noise", "image", "mask"])
+def test_each_of_several_images_can_be_repeated_alone(
+    start: str, micro_cpu: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    picture = Image.fromarray(np.random.default_rng(0).integers(0, 256, (64, 64, 3), np.uint8))
+    picture.save(tmp_path / "photo.png")
+    Image.fromarray(np.repeat(np.array([0, 255], np.uint8), 32)[:, None].repeat(64, 1)).save(tmp_path / "mask.png")
+    given = {
+        "noise": ["--scheduler", "euler_a"],
+        "image": ["--image", str(tmp_path / "photo.png"), "--strength", "0.6"],
+        "mask": ["--image", str(tmp_path / "photo.png"), "--mask_image", str(tmp_path / "mask.png")],
+    }[start]
+    usual = ["generate", "-m", str(micro_cpu), *given, "-s", "2", "--height", "64", "--width", "64"]
+    assert main([*usual, "-p", "a fox", "an owl", "-n", "2", "--seed", "7", "-o", str(tmp_path / "x.png")]) == 0
+    assert [line.rpartition("seed ")[2] for line in capsys.readouterr().out.splitlines()] == ["7", "8", "9", "10"]
+    assert main([*usual, "-p", "an owl", "--seed", "9", "-o", str(tmp_path / "one.png")]) == 0
+    with (
+        Image.open(tmp_path / "x-3.png") as image,
+        Image.open(tmp_path / "one.png") as again,
+        Image.open(tmp_path / "x-4.png") as other,
+    ):
+        assert json.loads(image.info["sdonnx"])["seed"] == json.loads(again.info["sdonnx"])["seed"] == 9
+        pixels = [np.asarray(each, np.int16) for each in (image, again, other)]
+    assert np.abs(pixels[0] - pixels[1]).max() <= 1
+    assert np.abs(pixels[0] - pixels[2]).max() > 8
+
+
 @pytest.mark.parametrize(
     ("provider", "providers", "noted"),
     [

@@ -110,7 +110,8 @@ def style(micro_cpu: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_plain_lora(micro_cpu, tmp_path_factory.mktemp("lora") / "style.safetensors")
 
 
-def test_generate(micro_cpu: Path, style: Path, tmp_path: Path) -> None:
+@pytest.mark.filterwarnings("default:<lora")
+def test_generate(micro_cpu: Path, style: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["generate", "-m", str(micro_cpu), "-s", "2", "--height", "64", "--width", "64", "--seed", "7"]
     by_option = [*arguments, "-p", "a red fox", "--lora", f"{style}:0.5", str(style), "-o", str(tmp_path / "a.png")]
     assert main(by_option) == 0
@@ -124,6 +125,9 @@ def test_generate(micro_cpu: Path, style: Path, tmp_path: Path) -> None:
     pipeline.set_adapters("style", 1.5)
     expected = np.asarray(pipeline("a red fox", 64, 64, 2, seed=7).images[0]).astype(int)
     assert np.abs(expected - base).max() > 8
+    capsys.readouterr()
+    assert main([*arguments, "-p", prompt, "-n", "2", "-o", str(tmp_path / "c.png")]) == 0
+    assert capsys.readouterr().err.count("warning: <lora:...> in a prompt is read as text") == 1
     for name in ("a.png", "b.png"):
         with Image.open(tmp_path / name) as image:
             assert np.abs(np.asarray(image).astype(int) - expected).max() <= 1, name

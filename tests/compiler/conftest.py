@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
 import pytest
+from support.logged_lines import logged_lines
 from support.pipeline_cache import run_root
 from support.shared_torchlib import share_torchlib
+from support.torch_graphs import graphs_in_torch
 
 from sdonnx.compiler import module_graph
 from sdonnx.compiler.module_graph import build_model
@@ -16,11 +20,18 @@ from sdonnx.compiler.module_graph import build_model
 
 @pytest.fixture(scope="module", autouse=True)
 def shared_graphs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Build each graph once in a run: compiling a small UNet takes seconds, and most tests compile the same ones."""
+    """Build each graph once in a run: most tests compile the same ones."""
     share_torchlib()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SDONNX_CACHE", str(run_root(tmp_path_factory.getbasetemp()) / "compiled"))
         patch.setenv("SDONNX_CACHE_LIMIT", "10GB")
+        yield
+
+
+@pytest.fixture(params=["in torch", pytest.param("exported", marks=pytest.mark.weekly)])
+def variants(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Compute graphs in torch; with --weekly, also export them. `test_unet_variants` exports one with all inputs."""
+    with graphs_in_torch() if request.param == "in torch" else contextlib.nullcontext():
         yield
 
 
@@ -43,3 +54,17 @@ def builds() -> Iterator[mock.Mock]:
     """Counts graphs that are built."""
     with mock.patch.object(module_graph, "build_model", wraps=build_model) as built:
         yield built
+
+
+@pytest.fixture
+def warned() -> Iterator[list[str]]:
+    """The warnings of this project, while the test runs."""
+    with logged_lines(logging.WARNING) as lines:
+        yield lines
+
+
+@pytest.fixture
+def noted() -> Iterator[list[str]]:
+    """The warnings and the notes of this project, while the test runs."""
+    with logged_lines(logging.INFO) as lines:
+        yield lines

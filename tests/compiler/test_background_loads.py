@@ -6,14 +6,12 @@ import gc
 import logging
 import threading
 import weakref
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from support.logged_lines import logged_lines
 from support.small_modules import small_autoencoder, small_text_encoder, small_unet
 from transformers import CLIPTextModelWithProjection
 
@@ -43,12 +41,6 @@ def small_pipe() -> Any:
         "unet": small_unet(),
     }
     return mock.Mock(components=components, **components)
-
-
-@pytest.fixture
-def messages() -> Iterator[list[str]]:
-    with logged_lines(logging.WARNING) as lines:
-        yield lines
 
 
 def require_equal(pipe: Any) -> None:
@@ -86,14 +78,14 @@ def test_a_graph_is_loaded_while_the_next_component_is_hashed(monkeypatch: pytes
     require_equal(pipe)
 
 
-def test_a_broken_entry_is_built_again(folder: Path, builds: mock.Mock, messages: list[str]) -> None:
+def test_a_broken_entry_is_built_again(folder: Path, builds: mock.Mock, warned: list[str]) -> None:
     sdonnx.compile_pipe(small_pipe())
     assert builds.call_count == 3
     for path in folder.glob(f"*/{ONNX_MODEL}"):
         path.write_bytes(b"\0" * path.stat().st_size)
     pipe = sdonnx.compile_pipe(small_pipe())
     assert builds.call_count == 6
-    assert [each.split(":")[0] for each in messages] == ["removed a broken entry of the cache"] * 3
+    assert [each.split(":")[0] for each in warned] == ["removed a broken entry of the cache"] * 3
     require_equal(pipe)
 
 
@@ -154,4 +146,4 @@ def test_a_thread_logs_errors_of_jobs_that_nobody_waits_for(caplog: pytest.LogCa
     thread.start(fail)
     thread.start(lambda: done.append(2))
     assert thread.run(lambda: done) == [1, 2]
-    assert caplog.messages == ["a job of the device failed: a fault"]
+    assert caplog.warned == ["a job of the device failed: a fault"]

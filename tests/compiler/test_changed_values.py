@@ -15,13 +15,12 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from diffusers.models.attention_processor import AttnProcessor
 from support.diffusers_pipelines import in_diffusers
 from support.graphs import run
 from support.logged_lines import logged_lines
 from support.lora_files import write_lora
 from support.pipeline_cache import PipelineCache
-from support.small_modules import small_autoencoder, small_unet, unet_inputs, unet_output
+from support.small_modules import small_autoencoder, small_text_encoder, small_unet, unet_inputs, unet_output, wide_unet
 
 import sdonnx
 from sdonnx.compiler import changed_values
@@ -135,20 +134,27 @@ def test_a_call_after_a_failed_one_loads_the_graph(folder: Path, builds: mock.Mo
 
 def test_other_changes_build_a_graph(folder: Path, builds: mock.Mock) -> None:
     """Norms of ones share an initializer; a graph with another structure has an entry of its own."""
-    unet = small_unet()
-    compiled = sdonnx.compile(unet)
-    assert "conv_norm_out.weight" not in _places(folder)
-    with torch.no_grad():
-        unet.conv_norm_out.weight.mul_(1.5)
-    assert relative_error(unet_output(compiled), unet_output(unet)) < 1e-5
+    encoder: Any = small_text_encoder()
+    compiled, ids = sdonnx.compile(encoder), torch.tensor([[97, 5, 6, 98]])
+    mlp, norm = encoder.encoder.layers[1].mlp, encoder.final_layer_norm
+    assert {"encoder.layers.1.mlp.fc1.weight"} == {"encoder.layers.1.mlp.fc1.weight", "final_layer_norm.weight"} & (
+        _places(folder).keys()
+    )
+
+    def error() -> float:
+        with torch.no_grad():
+            return relative_error(compiled(ids)[0].numpy(), encoder(ids)[0].numpy())
+
+    norm.weight.data.mul_(1.5)
+    assert error() < 1e-5
     assert builds.call_count == 2
-    unet.set_attn_processor(AttnProcessor())
-    _scale(unet)
-    assert relative_error(unet_output(compiled), unet_output(unet)) < 1e-5
+    mlp.activation_fn = torch.nn.GELU()
+    mlp.fc1.weight.data.mul_(2)
+    assert error() < 1e-5
     assert builds.call_count == 3
     shutil.rmtree(folder)
-    _scale(unet)
-    assert relative_error(unet_output(compiled), unet_output(unet)) < 1e-5
+    mlp.fc1.weight.data.mul_(2)
+    assert error() < 1e-5
     assert builds.call_count == 4
 
 
@@ -218,7 +224,7 @@ def test_fused_lora_keeps_the_graph(folder: Path, builds: mock.Mock, pipelines: 
 
     def image_of(pipe: Any) -> Array:
         generator = torch.Generator().manual_seed(0)
-        arguments = {"height": 64, "width": 64, "num_inference_steps": 2, "output_type": "np", "generator": generator}
+        arguments = {"height": 24, "width": 24, "num_inference_steps": 2, "output_type": "np", "generator": generator}
         image: Array = pipe("a red fox", **arguments).images[0]
         return image
 
@@ -239,8 +245,7 @@ def test_fused_lora_keeps_the_graph(folder: Path, builds: mock.Mock, pipelines: 
 
 def test_graph_of_a_gpu(tmp_path: Path) -> None:
     """In float16, where weights of products are joined and those of convolutions have channels last."""
-    unet = small_unet(block_out_channels=(64, 128), down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
-                      up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"), attention_head_dim=64)  # fmt: skip
+    unet = wide_unet()
     (method,) = SUPPORTED[type(unet)]
     settings = SessionSettings(library=Path("libsdonnx_kernels.so"))
     target = GraphTarget(Device("cuda", 0), torch.float16, settings)

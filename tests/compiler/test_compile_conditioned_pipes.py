@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,6 @@ import pytest
 import torch
 from PIL import Image
 from support.diffusers_pipelines import in_diffusers
-from support.logged_lines import logged_lines
 from support.pipeline_cache import PipelineCache
 
 import sdonnx
@@ -22,6 +19,7 @@ from sdonnx.sample.architecture import ADAPTER_FILES
 
 # Schedulers and image processors of diffusers pass torch tensors to np.array, which numpy 2 warns about.
 pytestmark = [
+    pytest.mark.usefixtures("variants"),
     pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:__array_wrap__ must accept:DeprecationWarning"),
 ]
@@ -30,13 +28,6 @@ SIZE: dict[str, Any] = {"height": 64, "width": 96, "num_inference_steps": 2, "ou
 SAME_DB = 90
 
 Both = tuple[Any, Any]
-
-
-@pytest.fixture
-def messages() -> Iterator[list[str]]:
-    """The warnings of this project, while the test runs."""
-    with logged_lines(logging.WARNING) as lines:
-        yield lines
 
 
 def _picture(seed: int, height: int = 64, width: int = 96) -> Image.Image:
@@ -51,13 +42,13 @@ def _loaded(folder: Path) -> Both:
     return in_diffusers(folder), sdonnx.compile_pipe(compiled, ignores=others)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def base(pipelines: PipelineCache) -> Both:
     """Stable Diffusion 1."""
     return _loaded(pipelines.micro("tiny-ip-adapter"))
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def xl(pipelines: PipelineCache) -> Both:
     """Stable Diffusion XL."""
     return _loaded(pipelines.micro("sdxl-tiny-ip-adapter"))
@@ -109,37 +100,37 @@ def _again(name: str) -> str:
     return f"UNet2DConditionModel is compiled again, for {name}"
 
 
-def test_controlnet(base: Both, messages: list[str]) -> None:
+def test_controlnet(base: Both, warned: list[str]) -> None:
     kind: Any = diffusers.StableDiffusionControlNetPipeline
     pipes = _as(kind, base, controlnet=_control_net(base[0].unet))
     assert _agreement(pipes, image=_picture(0)) > SAME_DB
     assert _agreement(pipes, image=_picture(1), controlnet_conditioning_scale=0.5, guess_mode=True) > SAME_DB
     assert _agreement(base) > SAME_DB  # without residuals
     assert psnr(_image(pipes, image=_picture(0)), _image(base)) < 40
-    assert messages == [_again("residuals of ControlNet")]
+    assert warned == [_again("residuals of ControlNet")]
 
 
 @pytest.mark.filterwarnings("ignore:The decode_latents method:FutureWarning")  # diffusers itself calls it
-def test_t2i_adapter(base: Both, messages: list[str]) -> None:
+def test_t2i_adapter(base: Both, warned: list[str]) -> None:
     pipes = _as(diffusers.StableDiffusionAdapterPipeline, base, adapter=_adapter("full_adapter", base[0].unet, 8))
     assert _agreement(pipes, image=_picture(0), num_images_per_prompt=2) > SAME_DB
     assert psnr(_image(pipes, image=_picture(0)), _image(base)) < 40
-    assert messages == [_again("2 residuals of T2I-Adapter")]
+    assert warned == [_again("2 residuals of T2I-Adapter")]
 
 
 @pytest.mark.slow
-def test_controlnet_of_xl(xl: Both, messages: list[str]) -> None:
+def test_controlnet_of_xl(xl: Both, warned: list[str]) -> None:
     pipes = _as(diffusers.StableDiffusionXLControlNetPipeline, xl, controlnet=_control_net(xl[0].unet))
     assert _agreement(pipes, image=_picture(0)) > SAME_DB
-    assert messages == [_again("6 time_ids and residuals of ControlNet")]
+    assert warned == [_again("6 time_ids and residuals of ControlNet")]
 
 
-@pytest.mark.full
-def test_t2i_adapter_of_xl_in_half_of_the_steps(xl: Both, messages: list[str]) -> None:
+@pytest.mark.weekly
+def test_t2i_adapter_of_xl_in_half_of_the_steps(xl: Both, warned: list[str]) -> None:
     pipes = _as(diffusers.StableDiffusionXLAdapterPipeline, xl, adapter=_adapter("full_adapter_xl", xl[0].unet, 16))
     for seed in range(2):
         assert _agreement(pipes, image=_picture(seed), adapter_conditioning_factor=0.5) > SAME_DB
-    assert messages == [_again("6 time_ids and 2 residuals of T2I-Adapter")]
+    assert warned == [_again("6 time_ids and 2 residuals of T2I-Adapter")]
 
 
 def _load_adapters(pipes: Both, folder: Path, names: list[str]) -> None:
@@ -153,7 +144,7 @@ def _scaled_agreement(pipes: Both, scale: Any, **arguments: Any) -> float:
     return _agreement(pipes, **arguments)
 
 
-def test_ip_adapters_with_scales(pipelines: PipelineCache, messages: list[str]) -> None:
+def test_ip_adapters_with_scales(pipelines: PipelineCache, warned: list[str]) -> None:
     """A plain adapter and a Plus adapter, loaded after the UNet was compiled."""
     folder = pipelines.micro("tiny-ip-adapter")
     pipes = _loaded(folder)
@@ -164,29 +155,29 @@ def test_ip_adapters_with_scales(pipelines: PipelineCache, messages: list[str]) 
     strong = _image(pipes, **images)
     pipes[1].set_ip_adapter_scale([0.0, 0.0])
     assert psnr(_image(pipes, **images), strong) < 60
-    assert messages == ["UNet2DConditionModel changed after it was compiled, and is compiled again"]
+    assert warned == ["UNet2DConditionModel changed after it was compiled, and is compiled again"]
     masks = [torch.ones(1, 1, 64, 96), torch.ones(1, 2, 64, 96)]
     in_torch = _scaled_agreement(pipes, [0.5, 0.5], **images, cross_attention_kwargs={"ip_adapter_masks": masks})
     assert in_torch == float("inf")
-    assert messages[1:] == ["torch computes a call of UNet2DConditionModel: it has cross_attention_kwargs"]
+    assert warned[1:] == ["torch computes a call of UNet2DConditionModel: it has cross_attention_kwargs"]
     for pipe in pipes:
         pipe.unload_ip_adapter()
     assert _agreement(pipes) > SAME_DB
 
 
-@pytest.mark.full
-def test_ip_adapters_of_xl_with_scales(pipelines: PipelineCache, messages: list[str]) -> None:
+@pytest.mark.weekly
+def test_ip_adapters_of_xl_with_scales(pipelines: PipelineCache, warned: list[str]) -> None:
     folder = pipelines.micro("sdxl-tiny-ip-adapter")
     plain, compiled = in_diffusers(folder), in_diffusers(folder)
     _load_adapters((plain, compiled), folder, [ADAPTER_FILES[0]])
     pipes = plain, sdonnx.compile_pipe(compiled, ignores=set(compiled.components) - {"unet"})
     for scale in (0.8, {"down": {"block_1": [0.2]}, "up": 0.6}):
         assert _scaled_agreement(pipes, scale, ip_adapter_image=_picture(0)) > SAME_DB
-    assert messages == []
+    assert warned == []
 
 
 @pytest.mark.slow
-def test_inpainting_with_nine_channels(pipelines: PipelineCache, messages: list[str]) -> None:
+def test_inpainting_with_nine_channels(pipelines: PipelineCache, warned: list[str]) -> None:
     plain = in_diffusers(pipelines.micro("tiny"))
     torch.manual_seed(0)
     unet: Any = diffusers.UNet2DConditionModel.from_config(plain.unet.config, in_channels=9)
@@ -196,14 +187,14 @@ def test_inpainting_with_nine_channels(pipelines: PipelineCache, messages: list[
     pipes = _as(diffusers.StableDiffusionInpaintPipeline, (plain, compiled))
     mask = Image.fromarray(np.eye(64, 96, dtype=np.uint8) * 255)
     assert _agreement(pipes, image=_picture(0), mask_image=mask) > SAME_DB
-    assert messages == []
+    assert warned == []
 
 
-@pytest.mark.full
-def test_the_refiner_of_xl(pipelines: PipelineCache, messages: list[str]) -> None:
+@pytest.mark.weekly
+def test_the_refiner_of_xl(pipelines: PipelineCache, warned: list[str]) -> None:
     pipes = _loaded(pipelines.micro("sdxl-refiner-tiny"))
     given: dict[str, Any] = {"strength": 0.9, "num_inference_steps": 3, "output_type": "np"}
     for seed in range(2):
         theirs, ours = (_images(pipe, image=_picture(seed), **given) for pipe in pipes)
         assert psnr(ours, theirs) > SAME_DB
-    assert messages == [_again("5 time_ids")]
+    assert warned == [_again("5 time_ids")]

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from diffusers import ControlNetModel
 from diffusers.models.controlnets.controlnet import ControlNetOutput
-from support.logged_lines import logged_lines
 
 import sdonnx
 from sdonnx.compiler.supported_modules import why_unsupported
@@ -60,15 +57,8 @@ def both() -> tuple[Any, Any]:
     return model, sdonnx.compile(model)
 
 
-@pytest.fixture
-def in_torch() -> Iterator[list[str]]:
-    """The reasons for which torch computes calls, while the test runs."""
-    with logged_lines(logging.WARNING) as lines:
-        yield lines
-
-
 @pytest.mark.parametrize("shape", [(1, 8, 8), (3, 9, 13)])
-def test_matches_the_module(both: tuple[Any, Any], shape: tuple[int, int, int], in_torch: list[str]) -> None:
+def test_matches_the_module(both: tuple[Any, Any], shape: tuple[int, int, int], warned: list[str]) -> None:
     model, compiled = both
     call = _call(*shape)
     ours, theirs = compiled(**call), model(**call)
@@ -78,11 +68,11 @@ def test_matches_the_module(both: tuple[Any, Any], shape: tuple[int, int, int], 
     for scale in (0.5, 0):
         named = call | {"conditioning_scale": scale, "guess_mode": False, "return_dict": False}
         _require_agreement(compiled(**named), model(**named))
-    assert in_torch == []
+    assert warned == []
 
 
 @pytest.mark.parametrize("scale", [1.0, 0.7, 0])
-def test_guess_mode_is_the_same_graph(both: tuple[Any, Any], scale: float, in_torch: list[str]) -> None:
+def test_guess_mode_is_the_same_graph(both: tuple[Any, Any], scale: float, warned: list[str]) -> None:
     """It weights the residuals by 0.1 to 1, and the next call without it by 1."""
     model, compiled = both
     call = _call() | {"return_dict": False, "conditioning_scale": scale}
@@ -90,17 +80,18 @@ def test_guess_mode_is_the_same_graph(both: tuple[Any, Any], scale: float, in_to
     _require_agreement(guessed, model(**call, guess_mode=True))
     _require_agreement(whole, model(**call))
     assert scale == 0 or relative_error(guessed[0][0].numpy(), whole[0][0].numpy()) > 0.5
-    assert in_torch == []
+    assert warned == []
 
 
-def test_is_conditioned_on_sizes(in_torch: list[str]) -> None:
+@pytest.mark.usefixtures("variants")
+def test_is_conditioned_on_sizes(warned: list[str]) -> None:
     model = _control_net(
         addition_embed_type="text_time", projection_class_embeddings_input_dim=72, addition_time_embed_dim=8
     )
     compiled, call = sdonnx.compile(model), _call()
     call["added_cond_kwargs"] = {"text_embeds": torch.randn(2, 24), "time_ids": torch.rand(2, 6) * 100}
     _require_agreement(compiled(**call).to_tuple(), model(**call).to_tuple())
-    assert in_torch == []
+    assert warned == []
 
 
 @pytest.mark.parametrize(
@@ -112,7 +103,7 @@ def test_is_conditioned_on_sizes(in_torch: list[str]) -> None:
     ],
 )
 def test_other_calls_run_in_torch(
-    both: tuple[Any, Any], changes: dict[str, Any], reason: str, in_torch: list[str]
+    both: tuple[Any, Any], changes: dict[str, Any], reason: str, warned: list[str]
 ) -> None:
     model, compiled = both
     call = _call() | changes | {"return_dict": False}
@@ -121,7 +112,7 @@ def test_other_calls_run_in_torch(
             compiled(**call)
     else:
         _require_agreement(compiled(**call), model(**call))
-    assert in_torch == [f"torch computes a call of ControlNetModel: {reason}"]
+    assert warned == [f"torch computes a call of ControlNetModel: {reason}"]
 
 
 @pytest.mark.parametrize(

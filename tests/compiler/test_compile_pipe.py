@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +12,6 @@ import pytest
 import torch
 from PIL import Image
 from support.diffusers_pipelines import in_diffusers
-from support.logged_lines import logged_lines
 from support.pipeline_cache import PipelineCache
 from support.pipelines import refused
 
@@ -24,26 +21,19 @@ from sdonnx.errors import OptionError
 from sdonnx.metrics import psnr
 from sdonnx.sample.architecture import ADAPTER_FILES
 
-SIZE: dict[str, Any] = {"height": 64, "width": 48, "num_inference_steps": 2, "output_type": "np"}
+SIZE: dict[str, Any] = {"height": 24, "width": 16, "num_inference_steps": 2, "output_type": "np"}
 
 
 @pytest.fixture(scope="module")
-def pipes(micro: Path) -> tuple[Any, Any]:
+def pipes(nano: Path) -> tuple[Any, Any]:
     """The pipeline of a folder, and another one that is compiled."""
-    return in_diffusers(micro), sdonnx.compile_pipe(
-        in_diffusers(micro), options={"mode": "O2"}, fuse_qkv_projections=True, backend="nexfort"
+    return in_diffusers(nano), sdonnx.compile_pipe(
+        in_diffusers(nano), options={"mode": "O2"}, fuse_qkv_projections=True, backend="nexfort"
     )
 
 
-@pytest.fixture
-def messages() -> Iterator[list[str]]:
-    """The lines of this project in the log, while the test runs."""
-    with logged_lines(logging.INFO) as lines:
-        yield lines
-
-
-def _own(messages: list[str]) -> list[str]:
-    return [each for each in messages if "torch computes" in each or "compiled" in each]
+def _own(noted: list[str]) -> list[str]:
+    return [each for each in noted if "torch computes" in each or "compiled" in each]
 
 
 def test_every_component_is_a_drop_in(pipes: tuple[Any, Any]) -> None:
@@ -57,11 +47,11 @@ def test_every_component_is_a_drop_in(pipes: tuple[Any, Any]) -> None:
 
 
 @pytest.mark.parametrize("batch", [1, 2])
-def test_images_agree(pipes: tuple[Any, Any], batch: int, messages: list[str]) -> None:
+def test_images_agree(pipes: tuple[Any, Any], batch: int, noted: list[str]) -> None:
     arguments = SIZE | {"num_images_per_prompt": batch}
     theirs, ours = (pipe("a fox", generator=torch.manual_seed(3), **arguments).images for pipe in pipes)
     assert psnr(ours, theirs) > 90
-    assert _own(messages) == []
+    assert _own(noted) == []
 
 
 # Schedulers of diffusers pass torch tensors to np.array, which numpy 2 warns about.
@@ -69,7 +59,7 @@ numpy_warns = pytest.mark.filterwarnings("ignore:__array__ implementation:Deprec
 
 
 @numpy_warns
-def test_other_schedulers_and_callbacks(pipes: tuple[Any, Any], messages: list[str]) -> None:
+def test_other_schedulers_and_callbacks(pipes: tuple[Any, Any], noted: list[str]) -> None:
     import diffusers
 
     seen: list[list[int]] = []
@@ -87,14 +77,14 @@ def test_other_schedulers_and_callbacks(pipes: tuple[Any, Any], messages: list[s
         seen.append(steps)
     assert seen == [[0, 1], [0, 1]]
     assert psnr(images[1], images[0]) > 90
-    assert _own(messages) == []
+    assert _own(noted) == []
 
 
 @numpy_warns
 def test_image_to_image_with_the_same_components(pipes: tuple[Any, Any]) -> None:
     import diffusers
 
-    image = np.random.default_rng(0).random((1, 64, 48, 3), np.float32)
+    image = np.random.default_rng(0).random((1, 24, 16, 3), np.float32)
     results = []
     for pipe in pipes:
         other: Any = diffusers.StableDiffusionImg2ImgPipeline(**pipe.components, requires_safety_checker=False)
@@ -106,9 +96,9 @@ def test_image_to_image_with_the_same_components(pipes: tuple[Any, Any]) -> None
     assert psnr(results[1], results[0]) > 90
 
 
-@pytest.mark.slow
+@pytest.mark.usefixtures("variants")
 @numpy_warns
-def test_stable_diffusion_xl(pipelines: PipelineCache, messages: list[str]) -> None:
+def test_stable_diffusion_xl(pipelines: PipelineCache, noted: list[str]) -> None:
     """Two text encoders, and a UNet that is conditioned on sizes."""
     folder = pipelines.micro("sdxl-tiny")
     plain, compiled = in_diffusers(folder), sdonnx.compile_pipe(in_diffusers(folder))
@@ -117,11 +107,11 @@ def test_stable_diffusion_xl(pipelines: PipelineCache, messages: list[str]) -> N
     )
     theirs, ours = (pipe("a fox", generator=torch.manual_seed(3), **SIZE).images for pipe in (plain, compiled))
     assert psnr(ours, theirs) > 90
-    assert not any("torch computes" in each for each in messages)
+    assert not any("torch computes" in each for each in noted)
 
 
-@pytest.mark.slow
-def test_the_image_encoder_of_an_adapter(pipelines: PipelineCache, messages: list[str]) -> None:
+@pytest.mark.usefixtures("variants")
+def test_the_image_encoder_of_an_adapter(pipelines: PipelineCache, noted: list[str]) -> None:
     """IP-Adapter Plus reads hidden states of the image encoder, and the plain adapter its embedding."""
     folder = pipelines.micro("tiny-ip-adapter")
     pixels = np.random.default_rng(0).integers(0, 256, (60, 70, 3), dtype=np.uint8)
@@ -139,11 +129,11 @@ def test_the_image_encoder_of_an_adapter(pipelines: PipelineCache, messages: lis
             images.append(made.images)
         assert psnr(images[-1], images[-2]) > 90
     assert psnr(images[0], images[2]) < 60
-    assert not any("torch computes" in each for each in messages)
+    assert not any("torch computes" in each for each in noted)
 
 
-@pytest.mark.slow
-def test_control_net(micro: Path, messages: list[str]) -> None:
+@pytest.mark.usefixtures("variants")
+def test_control_net(micro: Path, noted: list[str]) -> None:
     """The ControlNet is a drop-in; its two scales are an input of one graph."""
     import diffusers
 
@@ -175,20 +165,20 @@ def test_control_net(micro: Path, messages: list[str]) -> None:
     assert runs.call_count >= 2 * SIZE["num_inference_steps"]
     assert all(psnr(one, other) > 90 for one, other in zip(ours, theirs, strict=True))
     assert psnr(theirs[0], theirs[1]) < 60
-    assert not any("torch computes a call of ControlNetModel" in each for each in messages)
+    assert not any("torch computes a call of ControlNetModel" in each for each in noted)
 
 
-def test_an_ignored_component_stays_in_torch(micro: Path) -> None:
-    pipe = in_diffusers(micro)
+def test_an_ignored_component_stays_in_torch(nano: Path) -> None:
+    pipe = in_diffusers(nano)
     before = pipe.vae, pipe.text_encoder
     assert sdonnx.compile_pipe(pipe, ignores=("vae", "text_encoder")) is pipe
     assert (pipe.vae, pipe.text_encoder) == before
     assert isinstance(pipe.unet, CompiledModule)
 
 
-def test_an_unsupported_component_stays_in_torch(micro: Path, messages: list[str]) -> None:
+def test_an_unsupported_component_stays_in_torch(nano: Path, noted: list[str]) -> None:
     """A class of the user, derived from a supported one, may compute something else."""
-    pipe = in_diffusers(micro)
+    pipe = in_diffusers(nano)
 
     class Changed(type(pipe.unet)):  # type: ignore[misc]
         def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -199,7 +189,7 @@ def test_an_unsupported_component_stays_in_torch(micro: Path, messages: list[str
     assert [isinstance(getattr(pipe, name), CompiledModule) for name in ("unet", "vae", "text_encoder")] == [
         False, False, True,
     ]  # fmt: skip
-    stays = [message for message in messages if "stays in torch" in message]
+    stays = [message for message in noted if "stays in torch" in message]
     assert stays == ["the unet stays in torch: its class is not supported"]
 
 
@@ -211,8 +201,8 @@ def test_a_compiled_pipeline_can_be_saved(pipes: tuple[Any, Any], tmp_path: Path
     assert np.array_equal(ours, theirs)
 
 
-def test_pipelines_that_are_refused(micro: Path) -> None:
-    pipe = in_diffusers(micro)
+def test_pipelines_that_are_refused(nano: Path) -> None:
+    pipe = in_diffusers(nano)
     parts = {name: getattr(pipe, name) for name in ("unet", "vae", "text_encoder")}
     with refused(OptionError, "ignores 'vea'", "some of", "correct the name"):
         sdonnx.compile_pipe(pipe, ignores=["vea"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,11 +12,16 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 import torch
-from diffusers import PixArtTransformer2DModel
 from support.graphs import run
-from support.logged_lines import logged_lines
 from support.pipelines import refused
-from support.small_modules import TEXT_WIDTH, small_text_encoder, small_unet
+from support.small_modules import (
+    small_text_encoder,
+    small_transformer,
+    small_unet,
+    unet_inputs,
+    unet_output,
+    wide_unet,
+)
 
 import sdonnx
 from sdonnx.compiler import graph_quantization
@@ -38,12 +42,6 @@ OWN = SessionSettings(library=Path("libsdonnx_kernels.so"))
 
 
 @pytest.fixture
-def lines() -> Iterator[list[str]]:
-    with logged_lines(logging.INFO) as found:
-        yield found
-
-
-@pytest.fixture
 def capability() -> Iterator[mock.Mock]:
     """The compute capability of the GPU, which a test may change; the library is usable for all types."""
     with (
@@ -53,14 +51,8 @@ def capability() -> Iterator[mock.Mock]:
         yield found
 
 
-def _inputs() -> tuple[torch.Tensor, int, torch.Tensor]:
-    generator = torch.manual_seed(3)
-    return torch.randn(2, 4, 8, 8, generator=generator), 7, torch.randn(2, 7, TEXT_WIDTH, generator=generator)
-
-
 def _error(compiled: Any, unet: Any) -> float:
-    with torch.inference_mode():
-        return relative_error(compiled(*_inputs()).sample.numpy(), unet(*_inputs()).sample.numpy())
+    return relative_error(unet_output(compiled), unet_output(unet))
 
 
 def _signature(unet: Any, target: GraphTarget) -> Any:
@@ -76,21 +68,16 @@ def test_bound_is_that_of_folders() -> None:
     ("kind", "lowest", "highest"),
     [("int8_weightonly", 1e-3, 1e-2), ("fp8_e4m3_weightonly", 1e-2, 6e-2), ("fp8", 1e-3, 6e-2)],
 )
-def test_errors_are_those_of_the_type(kind: str, lowest: float, highest: float, lines: list[str]) -> None:
+def test_errors_are_those_of_the_type(kind: str, lowest: float, highest: float, noted: list[str]) -> None:
     unet = small_unet()
     compiled = sdonnx.compile(unet, options={"mode": "O3", "quant_type": kind})
     assert lowest < _error(compiled, unet) < highest
-    assert [line for line in lines if "weights in" in line and "MB ->" in line]
-    assert [line for line in lines if "is not quantized" in line] == []
+    assert [line for line in noted if "weights in" in line and "MB ->" in line]
+    assert [line for line in noted if "is not quantized" in line] == []
 
 
 def test_transformer() -> None:
-    torch.manual_seed(0)
-    transformer: Any = PixArtTransformer2DModel(
-        num_attention_heads=2, attention_head_dim=16, cross_attention_dim=32, caption_channels=24, num_layers=2,
-        sample_size=16,
-    )  # fmt: skip
-    transformer.eval()
+    transformer = small_transformer()
     compiled = sdonnx.compile(transformer, options={"quant_type": "int8_weightonly"})
     call = {
         "hidden_states": torch.randn(2, 4, 8, 12), "encoder_hidden_states": torch.randn(2, 5, 24),
@@ -101,7 +88,7 @@ def test_transformer() -> None:
     assert 1e-4 < relative_error(ours.numpy(), theirs.numpy()) < 2e-2
 
 
-def test_a_graph_above_the_bound_is_replaced(lines: list[str]) -> None:
+def test_a_graph_above_the_bound_is_replaced(noted: list[str]) -> None:
     """The call itself has torch's result, and so have later ones; a change of the module quantizes nothing again."""
     unet = small_unet()
     compiled = sdonnx.compile(unet, options={"quant_type": "int8_weightonly"})
@@ -111,7 +98,7 @@ def test_a_graph_above_the_bound_is_replaced(lines: list[str]) -> None:
         with torch.no_grad():
             unet.conv_out.weight.mul_(1.5)
         assert _error(compiled, unet) < 1e-5
-    refusals = [line for line in lines if "is not quantized" in line]
+    refusals = [line for line in noted if "is not quantized" in line]
     assert len(refusals) == 1
     assert "UNet2DConditionModel is not quantized: in call 1 the error of 8 bits is 0.00" in refusals[0]
 
@@ -134,27 +121,25 @@ def test_calls_that_are_checked() -> None:
     assert failing.failed
 
 
-def test_graphs_of_o2_are_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines: list[str]) -> None:
-    monkeypatch.setenv("SDONNX_CACHE", str(tmp_path))
-    monkeypatch.setenv("SDONNX_CACHE_LIMIT", "1GB")
+def test_graphs_of_o2_are_not_taken(folder: Path, noted: list[str]) -> None:
     errors = []
     for _ in range(2):  # built, and loaded from the cache
         for options in ({}, {"quant_type": "int8_weightonly"}, {"quant_type": "fp8_e4m3_weightonly"}):
             unet = small_unet()
             errors.append(_error(sdonnx.compile(unet, options=options), unet))
-    entries = [entry_info(path)["parts"]["target"] for path in (tmp_path / "graphs").iterdir()]
+    entries = [entry_info(path)["parts"]["target"] for path in folder.iterdir()]
     assert len(entries) == 3
     assert sum("quantization" in entry for entry in entries) == 2
     assert errors[:3] == errors[3:]
     assert errors[0] < 1e-5 < 1e-3 < errors[1] < errors[2]
-    assert len([line for line in lines if line.startswith("fused in")]) == 3
+    assert len([line for line in noted if line.startswith("fused in")]) == 3
 
 
-def test_modules_have_types_of_their_own(lines: list[str]) -> None:
+def test_modules_have_types_of_their_own(noted: list[str]) -> None:
     unet = small_unet()
     config = {"modules": {"unet:conv_in": "int8_weightonly", "unet:*": "none"}}
     sdonnx.compile(unet, options={"quantize_config": config})
-    assert "1 weights in int8_weightonly" in next(line for line in lines if line.startswith("quantized in"))
+    assert "1 weights in int8_weightonly" in next(line for line in noted if line.startswith("quantized in"))
     with refused(OptionError, "unet:nowhere matches no product or convolution", "conv_in"):
         sdonnx.compile(unet, options={"quantize_config": {"modules": {"unet:nowhere": "int8_weightonly"}}})
 
@@ -166,12 +151,12 @@ def test_other_components_stay_as_they_are() -> None:
         assert relative_error(ours.numpy(), encoder(ids).last_hidden_state.numpy()) < 1e-5
 
 
-def test_o3_on_a_cpu_is_o2_with_one_line(lines: list[str]) -> None:
+def test_o3_on_a_cpu_is_o2_with_one_line(noted: list[str]) -> None:
     unet = small_unet()
     compiled = sdonnx.compile(unet, options="O3")
     for _ in range(2):
         assert _error(compiled, unet) < 1e-5
-    assert [line for line in lines if "O3" in line] == [
+    assert [line for line in noted if "O3" in line] == [
         "O3 is as O2 for UNet2DConditionModel: it is on the CPU; quant_type names a type for any device"
     ]
 
@@ -187,7 +172,7 @@ def test_o3_on_a_cpu_is_o2_with_one_line(lines: list[str]) -> None:
 )
 def test_o3_on_a_gpu(
     dtype: torch.dtype, settings: SessionSettings, major: int, word: str | None, capability: mock.Mock,
-    lines: list[str],
+    noted: list[str],
 ) -> None:  # fmt: skip
     capability.return_value = (major, 0)
     signature, _ = _signature(small_unet(), GraphTarget(Device("cuda", 0), dtype, settings))
@@ -195,10 +180,10 @@ def test_o3_on_a_gpu(
     if word is None:
         assert found is not None
         assert [each.name for each in found.types] == ["fp8_e4m3_e4m3_dynamic"]
-        assert lines == []
+        assert noted == []
     else:
         assert found is None
-        assert word in lines[0]
+        assert word in noted[0]
 
 
 def test_named_types_need_products_of_the_gpu(capability: mock.Mock) -> None:
@@ -219,14 +204,13 @@ def test_kernels_are_those_that_are_right_for_the_type() -> None:
 
 
 def test_graph_of_o3_multiplies_in_fp8(capability: mock.Mock) -> None:
-    unet = small_unet(block_out_channels=(64, 128), down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
-                      up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"), attention_head_dim=64)  # fmt: skip
+    unet = wide_unet()
     signature, method = _signature(unet, GraphTarget(Device("cuda", 0), torch.float16, OWN))
     signature = GraphQuantization(check_options("O3"), "UNet").applied(signature)
     model = build_model(unet.half(), signature, method.prepare)
     assert ("ScaledMatMul", OWN_DOMAIN) in {(node.op_type, node.domain) for node in model.graph}
     assert ir.DataType.FLOAT8E4M3FN in {value.dtype for value in model.graph.initializers.values()}
-    sample, timestep, text = _inputs()
+    sample, timestep, text = unet_inputs()
     feeds: dict[str, Array] = {
         "sample": sample.numpy().astype(np.float16), "encoder_hidden_states": text.numpy().astype(np.float16),
         "timestep": np.array([timestep] * 2, np.float32),

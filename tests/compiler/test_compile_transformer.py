@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from diffusers import PixArtTransformer2DModel
 from diffusers.models.attention_processor import AttnProcessor, FusedAttnProcessor2_0
 from diffusers.models.modeling_outputs import Transformer2DModelOutput
 from support.diffusers_pipelines import in_diffusers
-from support.logged_lines import logged_lines
 from support.pipeline_cache import PipelineCache
+from support.small_modules import small_transformer
 from transformers import T5Config, T5EncoderModel
 
 import sdonnx
@@ -27,20 +24,6 @@ _SIZES: dict[str, Any] = {"height": 64, "width": 48, "num_inference_steps": 2, "
 
 def _error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     return relative_error(ours.detach().numpy(), theirs.detach().numpy())
-
-
-def _transformer(**options: Any) -> Any:
-    torch.manual_seed(0)
-    sizes: dict[str, Any] = {
-        "num_attention_heads": 2,
-        "attention_head_dim": 16,
-        "cross_attention_dim": 32,
-        "caption_channels": 24,
-        "num_layers": 2,
-        "sample_size": 16,
-    }
-    model: Any = PixArtTransformer2DModel(**(sizes | options))
-    return model.eval().requires_grad_(False)
 
 
 def _t5(**options: Any) -> Any:
@@ -77,16 +60,16 @@ def _with_sizes(call: dict[str, Any]) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def transformers() -> tuple[Any, Any]:
     """A transformer and its drop-in; tests leave them as they were."""
-    transformer = _transformer()
+    transformer = small_transformer()
     return transformer, sdonnx.compile(transformer)
 
 
-@pytest.fixture(scope="module")
-def conditioned() -> tuple[Any, Any]:
+@pytest.fixture
+def conditioned(variants: None) -> tuple[Any, Any]:
     """A transformer that is conditioned on the image size, and its drop-in."""
     # Embeddings of the size have a third of the channels.
     widths = {"attention_head_dim": 24, "cross_attention_dim": 48, "caption_channels": None, "out_channels": None}
-    transformer = _transformer(use_additional_conditions=True, **widths)
+    transformer = small_transformer(use_additional_conditions=True, **widths)
     transformer.set_attn_processor(AttnProcessor())
     return transformer, sdonnx.compile(transformer)
 
@@ -98,16 +81,9 @@ def encoders() -> tuple[Any, Any]:
     return encoder, sdonnx.compile(encoder)
 
 
-@pytest.fixture
-def in_torch() -> Iterator[list[str]]:
-    """The reasons for which torch computes calls, while the test runs."""
-    with logged_lines(logging.WARNING) as lines:
-        yield lines
-
-
 @pytest.mark.parametrize("shape", [(1, 8, 8, 7), (2, 16, 16, 77), (3, 6, 20, 5)])
 def test_transformer_matches(
-    transformers: tuple[Any, Any], shape: tuple[int, int, int, int], in_torch: list[str]
+    transformers: tuple[Any, Any], shape: tuple[int, int, int, int], warned: list[str]
 ) -> None:
     """The second shape is the one whose positions diffusers reads from a table."""
     transformer, compiled = transformers
@@ -116,10 +92,10 @@ def test_transformer_matches(
     assert type(ours) is Transformer2DModelOutput
     assert _error(ours.sample, theirs.sample) < 1e-5
     assert torch.equal(compiled(**call, return_dict=False)[0], ours.sample)
-    assert in_torch == []
+    assert warned == []
 
 
-def test_masks_may_be_biases_or_left_out(transformers: tuple[Any, Any], in_torch: list[str]) -> None:
+def test_masks_may_be_biases_or_left_out(transformers: tuple[Any, Any], warned: list[str]) -> None:
     transformer, compiled = transformers
     call = _call(3)
     mask = call["encoder_attention_mask"]
@@ -131,10 +107,10 @@ def test_masks_may_be_biases_or_left_out(transformers: tuple[Any, Any], in_torch
         assert _error(results[-1], transformer(**arguments).sample) < 1e-5
     assert torch.equal(results[0], results[3])
     assert _error(results[0], results[-1]) > 1e-4
-    assert in_torch == []
+    assert warned == []
 
 
-def test_transformer_is_conditioned_on_sizes(conditioned: tuple[Any, Any], in_torch: list[str]) -> None:
+def test_transformer_is_conditioned_on_sizes(conditioned: tuple[Any, Any], warned: list[str]) -> None:
     transformer, compiled = conditioned
     call = _call() | {"encoder_hidden_states": torch.randn(2, 5, 48)}
     arguments = _with_sizes(call)
@@ -144,7 +120,7 @@ def test_transformer_is_conditioned_on_sizes(conditioned: tuple[Any, Any], in_to
     arguments["added_cond_kwargs"]["resolution"] = arguments["added_cond_kwargs"]["resolution"] * 2
     assert _error(compiled(**arguments).sample, transformer(**arguments).sample) < 1e-5
     assert _error(compiled(**arguments).sample, ours) > 1e-5
-    assert in_torch == []
+    assert warned == []
 
 
 @pytest.mark.parametrize(
@@ -162,38 +138,38 @@ def test_transformer_is_conditioned_on_sizes(conditioned: tuple[Any, Any], in_to
     ],
 )  # fmt: skip
 def test_other_calls_of_the_transformer_run_in_torch(
-    transformers: tuple[Any, Any], changes: dict[str, Any], reason: str, in_torch: list[str]
+    transformers: tuple[Any, Any], changes: dict[str, Any], reason: str, warned: list[str]
 ) -> None:
     transformer, compiled = transformers
     call = _call() | changes
     for _ in range(2):
         assert torch.equal(compiled(**call).sample, transformer(**call).sample)
-    assert in_torch == [f"torch computes a call of PixArtTransformer2DModel: {reason}"]
+    assert warned == [f"torch computes a call of PixArtTransformer2DModel: {reason}"]
 
 
-def test_sizes_that_differ_run_in_torch(conditioned: tuple[Any, Any], in_torch: list[str]) -> None:
+def test_sizes_that_differ_run_in_torch(conditioned: tuple[Any, Any], warned: list[str]) -> None:
     transformer, compiled = conditioned
     call = _with_sizes(_call() | {"encoder_hidden_states": torch.randn(2, 5, 48)})
     call["added_cond_kwargs"]["aspect_ratio"][1] = 0.5
     assert torch.equal(compiled(**call).sample, transformer(**call).sample)
-    assert in_torch == ["torch computes a call of PixArtTransformer2DModel: its aspect_ratio differs between images"]
+    assert warned == ["torch computes a call of PixArtTransformer2DModel: its aspect_ratio differs between images"]
 
 
 def test_transformers_without_a_graph_of_their_own() -> None:
-    transformer = _transformer()
+    transformer = small_transformer()
     transformer.set_attn_processor(FusedAttnProcessor2_0())
     reason = why_unsupported(transformer)
     assert reason is not None
     assert "transformer_blocks.0.attn1.processor is a FusedAttnProcessor2_0" in reason
-    gated = _transformer(attention_type="gated")
+    gated = small_transformer(attention_type="gated")
     assert why_unsupported(gated) == "its configuration has attention_type='gated'"
-    assert why_unsupported(_transformer(cross_attention_dim=None, caption_channels=None)) == (
+    assert why_unsupported(small_transformer(cross_attention_dim=None, caption_channels=None)) == (
         "its configuration has no cross_attention_dim"
     )
 
 
 @pytest.mark.parametrize("shape", [(1, 120), (3, 5)])
-def test_t5_matches(encoders: tuple[Any, Any], shape: tuple[int, int], in_torch: list[str]) -> None:
+def test_t5_matches(encoders: tuple[Any, Any], shape: tuple[int, int], warned: list[str]) -> None:
     encoder, compiled = encoders
     ids = torch.randint(0, 50, shape, generator=torch.manual_seed(shape[1]))
     for mask in (None, _padding(*shape), _padding(*shape).bool()):
@@ -204,7 +180,7 @@ def test_t5_matches(encoders: tuple[Any, Any], shape: tuple[int, int], in_torch:
     short = compiled(ids, return_dict=False)
     assert isinstance(short, tuple)
     assert len(short) == 1
-    assert in_torch == []
+    assert warned == []
 
 
 def test_small_inputs_of_t5_run(encoders: tuple[Any, Any]) -> None:
@@ -218,12 +194,12 @@ def test_small_inputs_of_t5_run(encoders: tuple[Any, Any]) -> None:
     assert [each.shape for each in outputs.values()] == [(1, 120, encoders[0].config.d_model)]
 
 
-def test_t5_agrees_with_torch(in_torch: list[str]) -> None:
+def test_t5_agrees_with_torch(warned: list[str]) -> None:
     """Class and fields of the result are compared too."""
     compiled = sdonnx.compile(_t5(), options={"options": {"check_agreement": True}})
     for _ in range(2):
         compiled(torch.tensor([[4, 3, 2, 1]]))
-    assert in_torch == []
+    assert warned == []
 
 
 @pytest.mark.parametrize(
@@ -235,17 +211,17 @@ def test_t5_agrees_with_torch(in_torch: list[str]) -> None:
     ],
 )
 def test_other_calls_of_t5_run_in_torch(
-    encoders: tuple[Any, Any], changes: dict[str, Any], reason: str, in_torch: list[str]
+    encoders: tuple[Any, Any], changes: dict[str, Any], reason: str, warned: list[str]
 ) -> None:
     encoder, compiled = encoders
     call = {"input_ids": torch.tensor([[4, 3, 2, 1]])} | changes
     ours, theirs = compiled(**call), encoder(**call)
     assert torch.equal(ours.last_hidden_state, theirs.last_hidden_state)
     assert list(ours) == list(theirs)
-    assert in_torch == [f"torch computes a call of T5EncoderModel: {reason}"]
+    assert warned == [f"torch computes a call of T5EncoderModel: {reason}"]
 
 
-@pytest.mark.slow
+@pytest.mark.usefixtures("variants")
 # Schedulers of diffusers pass torch tensors to np.array, which numpy 2 warns about.
 @pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 @pytest.mark.parametrize(
@@ -253,10 +229,10 @@ def test_other_calls_of_t5_run_in_torch(
     [
         "pixart-tiny",
         "pixart-alpha-tiny",
-        pytest.param("pixart-sigma-tiny", marks=pytest.mark.full),
+        pytest.param("pixart-sigma-tiny", marks=pytest.mark.weekly),
     ],
 )
-def test_images_of_pipelines_agree(pipelines: PipelineCache, arch: str, in_torch: list[str]) -> None:
+def test_images_of_pipelines_agree(pipelines: PipelineCache, arch: str, warned: list[str]) -> None:
     folder = pipelines.micro(arch)
     plain, compiled = in_diffusers(folder), sdonnx.compile_pipe(in_diffusers(folder))
     assert all(isinstance(getattr(compiled, name), CompiledModule) for name in ("transformer", "text_encoder", "vae"))
@@ -264,4 +240,4 @@ def test_images_of_pipelines_agree(pipelines: PipelineCache, arch: str, in_torch
         arguments = _SIZES | {"num_images_per_prompt": batch, "use_resolution_binning": False}
         theirs, ours = (pipe("a fox", generator=torch.manual_seed(3), **arguments).images for pipe in (plain, compiled))
         assert psnr(ours, theirs) > 90
-    assert not any("torch computes" in line for line in in_torch)
+    assert not any("torch computes" in line for line in warned)

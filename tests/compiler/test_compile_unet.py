@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import logging
 import pickle
 import tempfile
 from collections.abc import Callable, Iterator
@@ -18,6 +17,7 @@ import torch
 from diffusers import UNet2DConditionModel
 from diffusers.models.attention_processor import AttnProcessor
 from diffusers.models.unets.unet_2d_condition import UNet2DConditionOutput
+from support.diffusers_pipelines import in_diffusers
 from support.small_modules import TEXT_WIDTH, small_unet
 
 import sdonnx
@@ -28,23 +28,12 @@ from sdonnx.errors import FolderError, OptionError
 from sdonnx.metrics import psnr, relative_error
 
 
-def _conditioned() -> Any:
-    return small_unet(
-        addition_embed_type="text_time", projection_class_embeddings_input_dim=72, addition_time_embed_dim=8
-    )
-
-
 def _inputs(batch: int = 1, height: int = 8, width: int = 8, tokens: int = 7) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(batch, 4, height, width), torch.randn(batch, tokens, TEXT_WIDTH)
 
 
 def _error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     return relative_error(ours.numpy(), theirs.numpy())
-
-
-def _messages(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """Return the messages of this project; torch and diffusers log others."""
-    return [record.message for record in caplog.records if record.name.startswith("sdonnx")]
 
 
 @pytest.fixture(scope="module")
@@ -87,24 +76,21 @@ def test_arguments_may_be_passed_as_pipelines_pass_them(built: tuple[Any, Any], 
     assert graph_runs.call_count == 1
 
 
-def test_replaces_the_unet_of_a_pipeline(micro_torch: Any) -> None:
-    unet = micro_torch.unet
+def test_replaces_the_unet_of_a_pipeline(nano: Path) -> None:
+    pipe = in_diffusers(nano)
 
     def call() -> Any:
         generator = torch.manual_seed(1)
-        return micro_torch("fox", height=72, width=96, num_inference_steps=3, generator=generator, output_type="np")
+        return pipe("fox", height=24, width=32, num_inference_steps=3, generator=generator, output_type="np")
 
     theirs = call().images
-    try:
-        micro_torch.unet = compiled = sdonnx.compile(unet)
-        graph = compiled._programs["forward"]._built.graph
-        with mock.patch.object(graph, "run", wraps=graph.run) as run:
-            ours = call().images
-        assert run.call_count == 4  # PNDM computes the second of three steps twice
-        assert micro_torch.config["unet"] == ("diffusers", "UNet2DConditionModel")
-        micro_torch.to("cpu")
-    finally:
-        micro_torch.unet = unet
+    pipe.unet = compiled = sdonnx.compile(pipe.unet)
+    graph = compiled._programs["forward"]._built.graph
+    with mock.patch.object(graph, "run", wraps=graph.run) as run:
+        ours = call().images
+    assert run.call_count == 4  # PNDM computes the second of three steps twice
+    assert pipe.config["unet"] == ("diffusers", "UNet2DConditionModel")
+    pipe.to("cpu")
     assert psnr(ours, theirs) > 60
     assert np.ptp(theirs) > 0.1
 
@@ -130,16 +116,15 @@ def test_is_an_instance_of_the_class_with_its_attributes(built: tuple[Any, Any])
     ],
 )
 def test_torch_computes_other_arguments(
-    built: tuple[Any, Any], graph_runs: mock.Mock, caplog: pytest.LogCaptureFixture, named: Any, word: str
+    built: tuple[Any, Any], graph_runs: mock.Mock, warned: list[str], named: Any, word: str
 ) -> None:
     unet, compiled = built
     sample, text = _inputs()
-    with caplog.at_level(logging.WARNING, "sdonnx"):
-        for _ in range(2):
-            ours = compiled(sample, 7, text, **named).sample
+    for _ in range(2):
+        ours = compiled(sample, 7, text, **named).sample
     assert torch.equal(ours, unet(sample, 7, text, **named).sample)
     assert graph_runs.call_count == 0
-    assert _messages(caplog) == [f"torch computes a call of UNet2DConditionModel: it has {word}"]
+    assert warned == [f"torch computes a call of UNet2DConditionModel: it has {word}"]
     compiled._programs["forward"]._logged.clear()
 
 
@@ -233,22 +218,20 @@ def overlaps(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     return found
 
 
-def test_changed_weights_are_compiled_again(overlaps: bool, caplog: pytest.LogCaptureFixture) -> None:
+def test_changed_weights_are_compiled_again(overlaps: bool, warned: list[str]) -> None:
     unet = small_unet()
     compiled, (sample, text) = sdonnx.compile(unet), _inputs()
     before = unet(sample, 7, text).sample
     with torch.no_grad():
         unet.conv_in.weight.mul_(2)
     outputs = mock.patch.object(CompiledMethod, "_outputs", autospec=True, side_effect=CompiledMethod._outputs)
-    with caplog.at_level(logging.WARNING, "sdonnx"), outputs as runs:
+    with outputs as runs:
         assert _error(compiled(sample, 7, text).sample, unet(sample, 7, text).sample) < 1e-4
         assert runs.call_count == (2 if overlaps else 1)
         compiled(sample, 7, text)
         assert runs.call_count == (3 if overlaps else 2)
     assert _error(unet(sample, 7, text).sample, before) > 1e-3
-    assert [message.partition(",")[0] for message in _messages(caplog)] == [
-        "UNet2DConditionModel changed after it was compiled"
-    ]
+    assert [line.partition(",")[0] for line in warned] == ["UNet2DConditionModel changed after it was compiled"]
 
 
 def _edit_in_place(unet: Any) -> None:
@@ -310,18 +293,19 @@ def test_state_notices_a_change(change: Callable[[Any], None]) -> None:
     assert not state.is_current(unet)
 
 
-@pytest.mark.usefixtures("overlaps")
-def test_sizes_of_images_are_inputs(caplog: pytest.LogCaptureFixture) -> None:
-    unet = _conditioned()
+@pytest.mark.usefixtures("variants", "overlaps")
+def test_sizes_of_images_are_inputs(warned: list[str]) -> None:
+    unet = small_unet(
+        addition_embed_type="text_time", projection_class_embeddings_input_dim=72, addition_time_embed_dim=8
+    )
     compiled, (sample, text) = sdonnx.compile(unet), _inputs(2)
-    with caplog.at_level(logging.WARNING, "sdonnx"):
-        for time_ids in (6, 5):
-            added = {"text_embeds": torch.randn(2, 72 - 8 * time_ids), "time_ids": 100 * torch.rand(2, time_ids)}
-            ours = compiled(sample, 7, text, added_cond_kwargs=added).sample
-            assert _error(ours, unet(sample, 7, text, added_cond_kwargs=added).sample) < 1e-4
-            changed = added | {"time_ids": added["time_ids"] + 50}
-            assert _error(compiled(sample, 7, text, added_cond_kwargs=changed).sample, ours) > 1e-5
-    assert _messages(caplog) == ["UNet2DConditionModel is compiled again, for 5 time_ids"]
+    for time_ids in (6, 5):
+        added = {"text_embeds": torch.randn(2, 72 - 8 * time_ids), "time_ids": 100 * torch.rand(2, time_ids)}
+        ours = compiled(sample, 7, text, added_cond_kwargs=added).sample
+        assert _error(ours, unet(sample, 7, text, added_cond_kwargs=added).sample) < 1e-4
+        changed = added | {"time_ids": added["time_ids"] + 50}
+        assert _error(compiled(sample, 7, text, added_cond_kwargs=changed).sample, ours) > 1e-5
+    assert warned == ["UNet2DConditionModel is compiled again, for 5 time_ids"]
     with pytest.raises((KeyError, ValueError), match="text_embeds"):
         compiled(sample, 7, text, added_cond_kwargs={})
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from support.graphs import run
 from support.placement import copied_from_host
-from support.small_modules import TEXT_WIDTH, small_autoencoder, small_text_encoder, small_unet
+from support.small_modules import TEXT_WIDTH, small_autoencoder, small_text_encoder, small_unet, wide_unet
 from transformers import CLIPTextModel, CLIPTextModelWithProjection
 
 import sdonnx
@@ -35,12 +35,6 @@ def signature_for_gpu(module: Any, method: GraphMethod, own: bool = True) -> Gra
     library = Path("libsdonnx_kernels.so") if own else None
     target = GraphTarget(GPU, torch.float16, SessionSettings(library=library))
     return replace(method.signature(module, method.variant(module, None, None)), target=target)
-
-
-def wide_unet() -> Any:
-    """Return a UNet whose layers have sizes that our operators accept."""
-    return small_unet(block_out_channels=(64, 128), down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
-                      up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"), attention_head_dim=64)  # fmt: skip
 
 
 @pytest.mark.parametrize("own", [True, False])

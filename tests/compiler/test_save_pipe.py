@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import logging
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,24 +12,21 @@ from unittest import mock
 import pytest
 import torch
 from support.diffusers_pipelines import in_diffusers
-from support.logged_lines import logged_lines
 from support.pipelines import largest_file, refused
 
 import sdonnx
-from sdonnx.compiler import module_graph
 from sdonnx.compiler.compile_module import CompiledModule, programs_of
-from sdonnx.compiler.module_graph import build_model
 from sdonnx.errors import FolderError, OptionError, OutputError
 from sdonnx.folder.pipeline_folder import ONNX_WEIGHTS
 from sdonnx.metrics import psnr
 
-SIZE: dict[str, Any] = {"height": 64, "width": 48, "num_inference_steps": 2, "output_type": "np"}
+SIZE: dict[str, Any] = {"height": 24, "width": 16, "num_inference_steps": 2, "output_type": "np"}
 
 
 @pytest.fixture(scope="module")
-def compiled(micro: Path) -> Any:
+def compiled(nano: Path) -> Any:
     """A pipeline of which all but the UNet is compiled."""
-    return sdonnx.compile_pipe(in_diffusers(micro), ignores=("unet",))
+    return sdonnx.compile_pipe(in_diffusers(nano), ignores=("unet",))
 
 
 @pytest.fixture(scope="module")
@@ -42,25 +37,12 @@ def saved(compiled: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture
-def builds() -> Iterator[mock.Mock]:
-    """Counts graphs that are built."""
-    with mock.patch.object(module_graph, "build_model", wraps=build_model) as built:
-        yield built
-
-
-@pytest.fixture
-def warned() -> Iterator[list[str]]:
-    with logged_lines(logging.WARNING) as lines:
-        yield lines
-
-
 def _compiled_parts(pipe: Any) -> set[str]:
     return {name for name, part in pipe.components.items() if isinstance(part, CompiledModule)}
 
 
-def test_saved_graphs_are_loaded(saved: Path, micro: Path, builds: mock.Mock, warned: list[str]) -> None:
-    plain, loaded = in_diffusers(micro), in_diffusers(micro)
+def test_saved_graphs_are_loaded(saved: Path, nano: Path, builds: mock.Mock, warned: list[str]) -> None:
+    plain, loaded = in_diffusers(nano), in_diffusers(nano)
     assert sdonnx.load_pipe(loaded, saved) is loaded
     assert _compiled_parts(loaded) == {"text_encoder", "vae"}
     theirs, ours = (pipe("a fox", generator=torch.manual_seed(3), **SIZE).images for pipe in (plain, loaded))
@@ -70,7 +52,7 @@ def test_saved_graphs_are_loaded(saved: Path, micro: Path, builds: mock.Mock, wa
 
 
 def test_damaged_graph_is_compiled(
-    saved: Path, micro: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, builds: mock.Mock, warned: list[str]
+    saved: Path, nano: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, builds: mock.Mock, warned: list[str]
 ) -> None:
     monkeypatch.setenv("SDONNX_CACHE_LIMIT", "0")
     shutil.copytree(saved, damaged := tmp_path / "damaged")
@@ -78,14 +60,14 @@ def test_damaged_graph_is_compiled(
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
-    sdonnx.load_pipe(in_diffusers(micro), damaged)
+    sdonnx.load_pipe(in_diffusers(nano), damaged)
     assert builds.call_count == 1
     (line,) = warned
     assert f"is compiled: its saved graph cannot be loaded ({path} was damaged" in line
 
 
-def test_other_weights_are_compiled(saved: Path, micro: Path, builds: mock.Mock, warned: list[str]) -> None:
-    pipe = in_diffusers(micro)
+def test_other_weights_are_compiled(saved: Path, nano: Path, builds: mock.Mock, warned: list[str]) -> None:
+    pipe = in_diffusers(nano)
     with torch.no_grad():
         pipe.text_encoder.get_input_embeddings().weight.mul_(1.01)
     sdonnx.load_pipe(pipe, saved)
@@ -96,9 +78,9 @@ def test_other_weights_are_compiled(saved: Path, micro: Path, builds: mock.Mock,
 
 @pytest.mark.usefixtures("uncached")
 def test_methods_compiled_by_their_first_call(
-    saved: Path, micro: Path, tmp_path: Path, builds: mock.Mock, warned: list[str]
+    saved: Path, nano: Path, tmp_path: Path, builds: mock.Mock, warned: list[str]
 ) -> None:
-    pipe, image = in_diffusers(micro), torch.rand(1, 3, 16, 16) * 2 - 1
+    pipe, image = in_diffusers(nano), torch.rand(1, 3, 16, 16) * 2 - 1
     sdonnx.load_pipe(pipe, saved, ignores="text_encoder")
     assert _compiled_parts(pipe) == {"vae"}
     with torch.inference_mode():
@@ -106,7 +88,7 @@ def test_methods_compiled_by_their_first_call(
     assert builds.call_count == 1
     sdonnx.save_pipe(pipe, tmp_path, ignores=("text_encoder",))
     builds.reset_mock()
-    again = sdonnx.load_pipe(in_diffusers(micro), tmp_path)
+    again = sdonnx.load_pipe(in_diffusers(nano), tmp_path)
     with torch.inference_mode():
         assert torch.equal(again.vae.encode(image).latent_dist.mean, expected)
     assert builds.call_count == 0
@@ -138,20 +120,18 @@ def test_saving_again(saved: Path, compiled: Any, tmp_path: Path, builds: mock.M
 
 
 def test_graphs_of_the_cache_are_copied(
-    micro: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, builds: mock.Mock
+    nano: Path, tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, builds: mock.Mock
 ) -> None:
-    monkeypatch.setenv("SDONNX_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setenv("SDONNX_CACHE_LIMIT", "1GB")
-    pipe = sdonnx.compile_pipe(in_diffusers(micro), ignores=("unet", "vae"))
+    pipe = sdonnx.compile_pipe(in_diffusers(nano), ignores=("unet", "vae"))
     sdonnx.save_pipe(pipe, tmp_path / "saved")
     assert builds.call_count == 1
     monkeypatch.setenv("SDONNX_CACHE_LIMIT", "0")
-    sdonnx.load_pipe(in_diffusers(micro), tmp_path / "saved")
+    sdonnx.load_pipe(in_diffusers(nano), tmp_path / "saved")
     assert builds.call_count == 1
 
 
-def test_folders_and_pipelines_that_are_refused(saved: Path, micro: Path, compiled: Any, tmp_path: Path) -> None:
-    pipe = in_diffusers(micro)
+def test_folders_and_pipelines_that_are_refused(saved: Path, nano: Path, compiled: Any, tmp_path: Path) -> None:
+    pipe = in_diffusers(nano)
     with refused(FolderError, "compiled.json does not exist", "a folder that save_pipe wrote"):
         sdonnx.load_pipe(pipe, tmp_path)
     (tmp_path / "compiled.json").write_text('{"components": ["unet"]}')
@@ -181,8 +161,8 @@ def test_folder_that_cannot_be_written(compiled: Any, tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "saved").rglob("*")] == []
 
 
-def test_code_of_the_user_is_refused(micro: Path, tmp_path: Path) -> None:
-    pipe = sdonnx.compile_pipe(in_diffusers(micro), ignores=("unet", "vae"))
+def test_code_of_the_user_is_refused(nano: Path, tmp_path: Path) -> None:
+    pipe = sdonnx.compile_pipe(in_diffusers(nano), ignores=("unet", "vae"))
     pipe.text_encoder.own = lambda: None
     with refused(OptionError, "the text_encoder cannot be saved: own is", "pass ignores=('text_encoder',)"):
         sdonnx.save_pipe(pipe, tmp_path)

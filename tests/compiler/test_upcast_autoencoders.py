@@ -43,13 +43,6 @@ def built() -> Iterator[list[str]]:
 
 
 @pytest.fixture
-def messages() -> Iterator[list[str]]:
-    """The warnings of this project, while the test runs."""
-    with logged_lines(logging.WARNING) as lines:
-        yield lines
-
-
-@pytest.fixture
 def latents() -> torch.Tensor:
     return torch.randn(1, 4, 6, 5, generator=torch.manual_seed(0)).half().float()
 
@@ -65,7 +58,7 @@ def _both(**options: Any) -> tuple[Any, Any]:
 
 
 @torch.no_grad()
-def test_to_changes_the_reported_type(built: list[str], messages: list[str], latents: torch.Tensor) -> None:
+def test_to_changes_the_reported_type(built: list[str], warned: list[str], latents: torch.Tensor) -> None:
     plain, vae = _both()
     pointers = [each.data_ptr() for each in vae.parameters()]
     for _ in range(2):
@@ -89,7 +82,7 @@ def test_to_changes_the_reported_type(built: list[str], messages: list[str], lat
         assert vae.to(torch.float16) is vae
     assert [each.data_ptr() for each in vae.parameters()] == pointers
     assert built == [DECODER, ENCODER]
-    assert messages == []
+    assert warned == []
 
 
 def test_the_conversion_is_logged_once(built: list[str]) -> None:
@@ -101,9 +94,7 @@ def test_the_conversion_is_logged_once(built: list[str]) -> None:
 
 
 @torch.no_grad()
-def test_torch_computes_calls_in_the_reported_type(
-    built: list[str], messages: list[str], latents: torch.Tensor
-) -> None:
+def test_torch_computes_calls_in_the_reported_type(built: list[str], warned: list[str], latents: torch.Tensor) -> None:
     """Weights are converted for the call, as pipelines expect, and nothing is compiled again after it."""
     plain = small_autoencoder(force_upcast=True).half()
     plain.tile_latent_min_size = 4
@@ -118,7 +109,7 @@ def test_torch_computes_calls_in_the_reported_type(
     vae.to(torch.float16)
     vae.decode(latents.half())
     assert built == [DECODER]
-    assert messages == ["torch computes a call of AutoencoderKL: it uses tiles"]
+    assert warned == ["torch computes a call of AutoencoderKL: it uses tiles"]
 
 
 @torch.no_grad()
@@ -132,7 +123,7 @@ def test_weights_are_restored_after_an_error(built: list[str], latents: torch.Te
     assert built == [DECODER]
 
 
-def test_gradients_in_the_reported_type(built: list[str], messages: list[str], latents: torch.Tensor) -> None:
+def test_gradients_in_the_reported_type(built: list[str], warned: list[str], latents: torch.Tensor) -> None:
     plain, vae = _both()
     vae.to(torch.float32)
     found = []
@@ -143,7 +134,7 @@ def test_gradients_in_the_reported_type(built: list[str], messages: list[str], l
         found.append(given.grad)
     torch.testing.assert_close(found[1], found[0])
     assert {each.dtype for each in vae.parameters()} == {torch.float32}
-    assert "requires a gradient" in messages[0]
+    assert "requires a gradient" in warned[0]
 
 
 CONVERSIONS: dict[str, Any] = {
@@ -157,13 +148,13 @@ CONVERSIONS: dict[str, Any] = {
 @pytest.mark.parametrize("name", CONVERSIONS)
 @torch.no_grad()
 def test_other_conversions_change_the_weights(
-    name: str, built: list[str], messages: list[str], latents: torch.Tensor
+    name: str, built: list[str], warned: list[str], latents: torch.Tensor
 ) -> None:
     plain, vae = _both()
     CONVERSIONS[name](vae)
     assert {each.dtype for each in vae.parameters()} == {vae.dtype} == {torch.float32}
     assert _error(vae.decode(latents).sample, plain.float().decode(latents).sample) < 1e-5
-    assert (built, messages) == ([DECODER, "vae_decoder float32"], [AGAIN])
+    assert (built, warned) == ([DECODER, "vae_decoder float32"], [AGAIN])
 
 
 @torch.no_grad()
@@ -181,7 +172,7 @@ def test_conversions_to_float16_and_bfloat16(built: list[str], latents: torch.Te
 
 
 @torch.no_grad()
-def test_new_weights_are_noticed(built: list[str], messages: list[str], latents: torch.Tensor) -> None:
+def test_new_weights_are_noticed(built: list[str], warned: list[str], latents: torch.Tensor) -> None:
     plain, vae = _both()
     vae.to(torch.float32)
     vae.decode(latents)
@@ -196,19 +187,19 @@ def test_new_weights_are_noticed(built: list[str], messages: list[str], latents:
     vae.to(torch.float32)
     vae.decoder.conv_in.weight.mul_(2)
     assert _error(vae.decode(latents).sample, expected) > 0.1
-    assert messages == [AGAIN] * 3
+    assert warned == [AGAIN] * 3
     assert built == [DECODER, "vae_decoder float32", DECODER, DECODER]
 
 
 @torch.no_grad()
-def test_the_graph_agrees_with_torch_in_float32(messages: list[str], built: list[str], latents: torch.Tensor) -> None:
+def test_the_graph_agrees_with_torch_in_float32(warned: list[str], built: list[str], latents: torch.Tensor) -> None:
     """`check_agreement` allows the errors of float16, and still notices wrong results."""
     vae = small_autoencoder(force_upcast=True).half()
     compiled = sdonnx.compile(vae, options={"options": {"check_agreement": True}})
     compiled.to(torch.float32)
     found = compiled.decode(latents).sample
     assert not torch.equal(found, vae.float().decode(latents).sample)
-    assert messages == []
+    assert warned == []
 
 
 @torch.no_grad()
@@ -259,9 +250,9 @@ def _half(source: Path, kind: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(kind, marks=[] if kind == "inpainting" else [pytest.mark.full]) for kind in KINDS]
+    "name", [pytest.param(kind, marks=[] if kind == "inpainting" else [pytest.mark.weekly]) for kind in KINDS]
 )
-def test_images_of_pipelines(name: str, source: Path, built: list[str], messages: list[str]) -> None:
+def test_images_of_pipelines(name: str, source: Path, built: list[str], warned: list[str]) -> None:
     """Each image is that of torch, whose autoencoder is converted to float32, and nothing is compiled again."""
     kind, given = KINDS[name]
     arguments: dict[str, Any] = {each: _picture(seed) for seed, each in enumerate(given)}
@@ -281,7 +272,7 @@ def test_images_of_pipelines(name: str, source: Path, built: list[str], messages
         assert psnr(images[1], images[0]) > 55
         assert {vae.dtype, *(each.dtype for each in vae.parameters())} == {torch.float16}
     assert built == [DECODER, ENCODER][: 1 + bool(given)]
-    assert messages == []
+    assert warned == []
 
 
 @torch.no_grad()

@@ -140,6 +140,15 @@ def with_controlnets(pair: Controlled, suffix: str = "") -> Any:
     return getattr(diffusers, name)(**pair.base.components, controlnet=nets if len(nets) > 1 else nets[0])
 
 
+def with_adapters(pair: Controlled) -> Any:
+    """Return the pipeline of diffusers with the T2I-Adapters of a pair."""
+    model: Any = diffusers.T2IAdapter
+    nets = [model.from_pretrained(folder) for folder in pair.folders]
+    kind: Any = diffusers.StableDiffusionAdapterPipeline
+    components = {name: each for name, each in pair.base.components.items() if name != "image_encoder"}
+    return kind(**components, adapter=nets)
+
+
 IMAGES = [picture(1), picture(2)]
 
 
@@ -201,6 +210,70 @@ def test_images_of_the_second_version_are_those_of_diffusers(work: Path, pipelin
     assert pair.agreement(with_controlnets(pair), given, ours, controlnet_conditioning_scale=0.9) > SAME_DB
 
 
+def weaker(pipeline: Any, step: int, _: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+    if step == 0:
+        pipeline._guidance_scale = 3.0
+    return tensors
+
+
+def louder(_: Any, step: int, __: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+    return tensors | {"prompt_embeds": tensors["prompt_embeds"] * (1.2 if step == 0 else 1)}
+
+
+@pytest.mark.parametrize("callback", [weaker, louder])
+def test_callbacks_with_guess_mode(callback: Any, sd: Controlled) -> None:
+    """The denoiser reads the negative prompts again, of which ControlNets read none."""
+    arguments: dict[str, Any] = {"guess_mode": True, "controlnet_conditioning_scale": [1.0, 1.0]}
+    arguments |= {"callback_on_step_end": callback, "callback_on_step_end_tensor_inputs": ["latents", "prompt_embeds"]}
+    found = sd.agreement(with_controlnets(sd), {"image": IMAGES}, {"control_image": IMAGES}, **arguments)
+    assert found > SAME_DB
+
+
+@pytest.mark.filterwarnings("ignore:The decode_latents method is deprecated:FutureWarning")
+@pytest.mark.parametrize("name", ["sd", "adapted"])
+def test_the_size_is_by_default_that_of_the_control_image(name: str, request: pytest.FixtureRequest) -> None:
+    pair: Controlled = request.getfixturevalue(name)
+    images = [picture(1, (90, 70)), picture(2, (90, 70))]
+    usual: dict[str, Any] = {"prompt": "a fox", "num_inference_steps": 2, "output_type": "np"}
+    start: dict[str, Any] = {"image": picture(4, (60, 75)), "strength": 0.6}
+    mask: dict[str, Any] = {"mask_image": Image.new("L", (60, 75), "white")}
+    if name == "adapted":
+        usual |= {"adapter_conditioning_scale": [0.6, 0.9]}
+        with refused(OptionError, "height is 88", "a multiple of 16 with this T2I-Adapter", "pass another height"):
+            pair.ours("a fox", adapter_image=[picture(1, (80, 90))] * 2)
+        images = [image.resize((85, 87)) for image in images]
+        cases: list[tuple[Any, dict[str, Any], dict[str, Any], tuple[int, int]]]
+        cases = [(with_adapters(pair), {"image": images}, {"adapter_image": images}, (80, 80))]
+    else:
+        usual |= {"controlnet_conditioning_scale": [1.0, 1.0]}
+        resized = {"control_image": [image.resize((56, 72)) for image in images]}
+        cases = [
+            (with_controlnets(pair), {"image": images}, {"control_image": images}, (64, 88)),
+            (with_controlnets(pair, "Img2Img"), start | resized, start | resized, (72, 56)),
+            (with_controlnets(pair, "Inpaint"), start | mask | resized, start | mask | resized, (72, 56)),
+        ]
+    for theirs, given, ours, size in cases:
+        theirs.set_progress_bar_config(disable=True)
+        expected = theirs(**usual, **given, generator=torch.Generator().manual_seed(3)).images
+        found = pair.ours(**usual, **ours, seed=3).images
+        assert found.shape[1:3] == expected.shape[1:3] == size
+        assert psnr(found, expected) > SAME_DB
+    one_side = pair.ours(**usual, **cases[0][2], seed=3, width=48).images
+    assert one_side.shape[1:3] == (cases[0][3][0], 48)
+
+
+@pytest.mark.parametrize(
+    ("name", "word"),
+    [("sd", "as control_image"), ("adapted", "so that the folder's T2I-Adapters have no effect.* as adapter_image")],
+)
+def test_an_image_without_a_control_image_is_warned_of(name: str, word: str, request: pytest.FixtureRequest) -> None:
+    pair: Controlled = request.getfixturevalue(name)
+    with pytest.warns(UserWarning, match=word) as warned:
+        pair.ours("a fox", image=picture(1), **SMALL)
+    assert [Path(each.filename) for each in warned] == [Path(__file__)]
+
+
+@pytest.mark.filterwarnings("ignore:image is given without control_image")
 @pytest.mark.parametrize("name", ["sd", "xl"])
 def test_image_to_image_and_inpainting(name: str, request: pytest.FixtureRequest) -> None:
     pair: Controlled = request.getfixturevalue(name)
@@ -273,11 +346,7 @@ def test_images_of_a_union_are_those_of_diffusers(
     ids=str,
 )
 def test_images_of_adapters_are_those_of_diffusers(arguments: dict[str, Any], adapted: Controlled) -> None:
-    model: Any = diffusers.T2IAdapter
-    nets = [model.from_pretrained(folder) for folder in adapted.folders]
-    kind: Any = diffusers.StableDiffusionAdapterPipeline
-    components = {name: each for name, each in adapted.base.components.items() if name != "image_encoder"}
-    theirs = kind(**components, adapter=nets)
+    theirs = with_adapters(adapted)
     assert adapted.agreement(theirs, {"image": IMAGES}, {"adapter_image": IMAGES}, **arguments) > SAME_DB
 
 
@@ -558,6 +627,7 @@ def test_an_xl_controlnet_and_other_folders_are_refused(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.filterwarnings("default:image is given without control_image")
 def test_the_command_line(sd: Controlled, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     files = [str(tmp_path / f"control-{index}.png") for index in range(2)]
     for file, image in zip(files, IMAGES, strict=True):
@@ -576,8 +646,15 @@ def test_the_command_line(sd: Controlled, tmp_path: Path, capsys: pytest.Capture
     np.testing.assert_array_equal(written, np.asarray(found))
     assert "control-0.png" in parameters
     assert "controlnet_conditioning_scale" in parameters
-    bad = tmp_path / "bad.png"
+    whole = tmp_path / "whole.png"
+    first = [*command[:6], str(whole), "-s", "2"]
+    assert main([*first, "--control-image", *files]) == 0
+    with Image.open(whole) as image:
+        assert image.size == (88, 64)  # of the control image
     capsys.readouterr()
+    assert main([*first, "--overwrite", "--image", files[0]]) == 0
+    assert "warning: image is given without control_image" in capsys.readouterr().err
+    bad = tmp_path / "bad.png"
     assert (
         main([*command[:6], str(bad), *command[7:], "--control-guidance-start", "0.9", "--control-guidance-end", "0.2"])
         == 2

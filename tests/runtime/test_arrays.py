@@ -159,6 +159,21 @@ def test_buffers_alias_numpy() -> None:
     np.testing.assert_array_equal(array, 1)
 
 
+@pytest.mark.parametrize(
+    "make", [np.array, np.asfortranarray, lambda array: array[::-1], lambda array: array[0, 0, ...]]
+)
+def test_uploads_are_copies(make: Any) -> None:
+    """Graphs write to buffers, and callers to arrays; neither is to change the other."""
+    array = make(np.arange(6, dtype=np.float32).reshape(2, 3))
+    before = np.array(array)
+    held = CPU.upload(np.asarray(array))
+    assert tuple(held.shape()) == before.shape
+    array[...] = 9
+    np.testing.assert_array_equal(held.numpy(), before)
+    held.update_inplace(np.full_like(before, 7))
+    assert np.all(array == 9)
+
+
 def test_strided_tensors_are_copied() -> None:
     tensor = torch.arange(6.0).reshape(2, 3)
     for value in (tensor.T, tensor[:, 1:], tensor[:1].expand(4, 3), tensor.flip(0), tensor.numpy()[::-1]):

@@ -287,11 +287,20 @@ def test_warmup_does_not_change_images(micro_cpu: Path, ours: OrtDiffusionPipeli
     np.testing.assert_array_equal(warm(**arguments).images, ours(**arguments).images)
 
 
+def test_a_tag_of_a_lora_is_warned_of(ours: OrtDiffusionPipeline) -> None:
+    usual: dict[str, Any] = {"num_inference_steps": 1, "height": 32, "width": 32, "seed": 0, "output_type": "np"}
+    with pytest.warns(UserWarning, match="<lora:...> in a prompt is read as text") as caught:
+        tagged = ours(["a fox", "a fox <lora:style:0.5> <lora:face>"], **usual).images
+    assert len(caught) == 1
+    assert not np.array_equal(tagged[0], tagged[1])
+    ours(["a fox <lora> <lora:>", "lora: style"], **usual)  # no tags
+
+
 def test_long_prompt_is_truncated_with_a_warning(ours: OrtDiffusionPipeline, theirs: Any, micro: Path) -> None:
     prompt = "a fox and an owl " * 20 + "zyzzyva"
     tokenizer = CLIPTokenizer.from_pretrained(micro / "tokenizer")
     assert len(tokenizer(prompt).input_ids) > 77
-    with pytest.warns(PromptTruncatedWarning, match="77 tokens.*zyzzyva"):
+    with pytest.warns(PromptTruncatedWarning, match=r"77 tokens.*: a?.*\.\.\. \(\d+ characters\)$"):
         found = ours(prompt, 32, 40, 2, seed=0, output_type="np").images
     expected = theirs(prompt, 32, 40, 2, generator=generator(), output_type="np").images
     assert psnr(found, expected) > MIN_PSNR_DB

@@ -13,10 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from support.pipelines import refused
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import CLIPTokenizer
 
-from sdonnx.errors import FolderError, PromptError
+from sdonnx.errors import FolderError, OptionError, PromptError
 from sdonnx.runtime.inputs.prompt_tokenizer import PromptTokenizer, PromptTruncatedWarning
 
 MAX_LENGTH = 77
@@ -155,6 +156,32 @@ def test_no_warning_for_short_prompts(pair: Pair) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert pair.ours.encode(["cat " * 75]).shape == (1, MAX_LENGTH)
+
+
+@given(
+    texts=st.lists(st.text(max_size=20) | st.integers(70, 90).map(lambda words: "the cat " * words), max_size=3),
+    special=st.booleans(),
+)
+def test_tokens_can_be_counted(pair: Pair, texts: list[str], special: bool) -> None:
+    """As in diffusers' scripts, `pipe.tokenizer(prompt).input_ids` are all ids of a prompt."""
+    for given_texts in (texts, *texts):
+        found = pair.ours(given_texts, add_special_tokens=special)
+        expected = pair.theirs(given_texts, add_special_tokens=special) if given_texts != [] else {"input_ids": []}
+        assert found["input_ids"] == found.input_ids == expected["input_ids"]
+    assert pair.ours.model_max_length == pair.theirs.model_max_length
+
+
+def test_tensors_of_tokens_are_refused(pair: Pair) -> None:
+    with refused(OptionError, "the option padding", "transformers' AutoTokenizer"):
+        pair.ours("a cat", padding="max_length", truncation=True, return_tensors="pt")
+    with refused(PromptError, "a prompt is 5"):
+        pair.ours([5])  # type: ignore[list-item]
+
+
+def test_the_lost_part_is_shortened(pair: Pair) -> None:
+    with pytest.warns(PromptTruncatedWarning) as caught:
+        pair.ours.encode(["cat " * 75 + "dog " * 500])
+    assert str(caught[0].message).endswith(f": {('dog ' * 20).strip()} ... (1999 characters)")
 
 
 def test_padding(pair: Pair) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from diffusers import AutoencoderKL, UNet2DConditionModel
+from diffusers import AutoencoderKL, PixArtTransformer2DModel, UNet2DConditionModel
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPVisionConfig, CLIPVisionModelWithProjection
 
 from sdonnx.operators.case import Array
@@ -15,9 +15,11 @@ __all__ = [
     "small_autoencoder",
     "small_image_encoder",
     "small_text_encoder",
+    "small_transformer",
     "small_unet",
     "unet_inputs",
     "unet_output",
+    "wide_unet",
 ]
 
 TEXT_WIDTH = 16
@@ -39,6 +41,12 @@ def small_unet(**options: Any) -> Any:
     }
     model: Any = UNet2DConditionModel(sample_size=16, cross_attention_dim=TEXT_WIDTH, **(sizes | options))
     return model.eval().requires_grad_(False)
+
+
+def wide_unet() -> Any:
+    """Return a UNet whose layers have sizes that our operators accept."""
+    return small_unet(block_out_channels=(64, 128), down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
+                      up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"), attention_head_dim=64)  # fmt: skip
 
 
 def unet_inputs() -> tuple[torch.Tensor, int, torch.Tensor]:
@@ -86,3 +94,13 @@ def small_image_encoder(**options: Any) -> Any:
         "num_attention_heads": 2, "image_size": 28, "patch_size": 7,
     }  # fmt: skip
     return CLIPVisionModelWithProjection(CLIPVisionConfig(**(sizes | options))).eval().requires_grad_(False)
+
+
+def small_transformer(**options: Any) -> Any:
+    """Return a transformer of PixArt with text states of 24 values; options change its configuration."""
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {
+        "num_attention_heads": 2, "attention_head_dim": 16, "cross_attention_dim": 32, "caption_channels": 24,
+        "num_layers": 2, "sample_size": 16,
+    }  # fmt: skip
+    return PixArtTransformer2DModel(**(sizes | options)).eval().requires_grad_(False)

@@ -75,7 +75,7 @@ def to_device(value: Any, device: Device, name: str) -> OrtValue:
             return value
     elif shares and hasattr(value, "__dlpack__") and _place(value, name) == here:
         return _alias(value, cuda(device.index).stream if device.provider == "cuda" else None, name)
-    return device.upload(_on_host(value, name))
+    return device.shared(_on_host(value, name))
 
 
 def export(value: OrtValue) -> SharedArray:

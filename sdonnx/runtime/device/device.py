@@ -70,9 +70,15 @@ class Device:
     def upload(self, values: npt.NDArray[Any]) -> OrtValue:
         """Return a buffer with a copy of an array."""
         with memory_errors(self, f"a buffer of {values.shape}"):
-            # numpy gives a contiguous scalar a dimension.
-            source = np.ascontiguousarray(values).reshape(values.shape)
-            return OrtValue.ortvalue_from_numpy(source, self.provider, self.index)
+            return self.shared(np.array(values, order="C") if self.provider == "cpu" else values)
+
+    def shared(self, values: npt.NDArray[Any]) -> OrtValue:
+        """Return a buffer with the values of an array; on the CPU, a contiguous array is not copied.
+
+        A write to the buffer then changes the array. The buffer keeps the array's memory alive.
+        """
+        with memory_errors(self, f"a buffer of {values.shape}"):
+            return OrtValue.ortvalue_from_numpy(np.asarray(values, order="C"), self.provider, self.index)
 
     def write(self, target: OrtValue, values: npt.NDArray[Any]) -> None:
         """Write an array into a buffer of its size, and wait.

@@ -92,7 +92,7 @@ def shareable(values: Array, device: Device, dtype: str = "") -> OrtValue:
     number = _UNKNOWN_TO_NUMPY.get(dtype)
     if number is not None:
         return typed_buffer(values, number, device)
-    owner = device.upload(values)
+    owner = device.shared(values)
     return owner if device.provider == "cpu" else OrtValue.from_dlpack(owner)
 
 

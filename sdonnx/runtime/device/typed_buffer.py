@@ -33,7 +33,7 @@ def typed_buffer(stored: npt.NDArray[np.uint8], element_type: int, device: Devic
     Raises:
         DeviceMemoryError: the device has too little memory.
     """
-    owner = device.upload(stored)
+    owner = device.shared(stored)
     binding = _session().io_binding()
     binding.bind_output("result", device.provider, device.index, element_type, list(stored.shape), owner.data_ptr())
     # The last argument is kept as long as the tensor: the owner of its memory.

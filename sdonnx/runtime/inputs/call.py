@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -148,7 +148,7 @@ class CallReader:
             guided=guided,
         )
         from_image, inputs = image is not None, self._inputs.family
-        asked = self._size(height, width, image, mask_image)
+        asked = self._size(height, width, image, mask_image, arguments)
         size = inputs.generated_size(arguments, asked, from_image=from_image)
         self._limits.require_call(
             prompts,
@@ -219,17 +219,23 @@ class CallReader:
         """Raise if the embeddings of prompts exceed a limit; see `RequestLimits.require_prompts`."""
         self._limits.require_prompts(prompts, tokens=self._inputs.family.tokens)
 
-    def _size(self, height: Any, width: Any, image: Any, mask_image: Any) -> tuple[Any, Any]:
-        """Return the requested height and width: by default those of the image, or those of the model."""
-        if image is not None and mask_image is None and (height is None or width is None):
-            own_height, own_width = latent_size(image, self._geometry) or init_images.default_size(
-                image, self._geometry.multiple
-            )
-            height, width = height or own_height, width or own_width
-        return (
-            self._geometry.default_size if height is None else height,
-            self._geometry.default_size if width is None else width,
-        )
+    def _size(
+        self, height: Any, width: Any, image: Any, mask_image: Any, arguments: Mapping[str, Any]
+    ) -> tuple[Any, Any]:
+        """Return the requested height and width.
+
+        As in diffusers, they are by default those of the image, except in inpainting without ControlNets; or else those
+        of the control image, or else those of the model.
+        """
+        if height is not None and width is not None:
+            return height, width
+        multiple = self._geometry.multiple
+        size = self._inputs.controls.default_size(arguments, multiple)
+        if image is not None and (mask_image is None or size is not None):
+            size = latent_size(image, self._geometry) or init_images.default_size(image, multiple)
+        if size is None:
+            size = (self._geometry.default_size, self._geometry.default_size)
+        return size[0] if height is None else height, size[1] if width is None else width
 
     @property
     def requires_mask(self) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +17,7 @@ from sdonnx.models.spec import Role
 from sdonnx.runtime.graph_set import GraphSet
 from sdonnx.runtime.inputs.argument_checks import require_number
 from sdonnx.runtime.inputs.conditioning import ArgumentGroup
-from sdonnx.runtime.inputs.init_images import control_batch
+from sdonnx.runtime.inputs.init_images import control_batch, default_size
 
 __all__ = ["ADAPTER_ARGUMENTS", "CONTROL_ARGUMENTS", "Control", "ControlCall", "ControlInputs"]
 
@@ -99,9 +101,47 @@ class ControlInputs:
 
     def count(self, arguments: Mapping[str, Any]) -> int:
         """Return the number of ControlNets or T2I-Adapters that a call runs."""
-        if any(arguments.get(next(iter(group.defaults))) is not None for group in self.groups):
-            return len(self._controlnets) + len(self._adapters)
-        return 0
+        return 0 if self._image(arguments) is None else len(self._controlnets) + len(self._adapters)
+
+    def default_size(self, arguments: Mapping[str, Any], multiple: int) -> tuple[int, int] | None:
+        """Return the height and width of the first control image, which calls of diffusers follow; None without one.
+
+        Args:
+            arguments: arguments that only some pipelines accept, by name.
+            multiple: pixels of which the size of generated images is a multiple.
+
+        Raises:
+            OptionError: it is not an image, or it is too small.
+        """
+        image = self._image(arguments)
+        while isinstance(image, list | tuple) and image:
+            image = image[0]
+        if image is None:
+            return None
+        if self._controlnets:
+            return default_size(image, multiple, "control_image", _channels(self._controlnets[0]))
+        config = self._adapters[0]
+        factor = math.lcm(multiple, int(config.get("downscale_factor") or 8))
+        return default_size(image, factor, "adapter_image", int(config["in_channels"]))
+
+    def warn_of_image(self, arguments: Mapping[str, Any], stacklevel: int) -> None:
+        """Warn of a call with an image to start from, but without a control image.
+
+        Args:
+            arguments: arguments of the call by name.
+            stacklevel: 1 for the caller of this method; see `warnings.warn`.
+        """
+        if self.groups and arguments["image"] is not None and self._image(arguments) is None:
+            name, kind = ("control_image", "ControlNets") if self._controlnets else ("adapter_image", "T2I-Adapters")
+            warnings.warn(
+                f"image is given without {name}, so that the folder's {kind} have no effect; expected both; pass the "
+                f"image for the {kind}, which is `image` in diffusers' text to image, as {name}",
+                stacklevel=stacklevel + 1,
+            )
+
+    def _image(self, arguments: Mapping[str, Any]) -> Any:
+        """Return the control images of a call; None without them."""
+        return next((arguments.get(next(iter(group.defaults))) for group in self.groups), None)
 
     def read(
         self, arguments: Mapping[str, Any], size: tuple[int, int], prompts: int, images_per_prompt: int
@@ -253,7 +293,8 @@ class _Batch:
         """Raise unless the image can be halved as often as a T2I-Adapter does."""
         for name, edge in zip(("height", "width"), self.size, strict=True):
             if edge % factor:
-                raise OptionError(f"{name} is {edge}", f"a multiple of {factor} with this T2I-Adapter", "change it")
+                raise OptionError(f"{name} is {edge}", f"a multiple of {factor} with this T2I-Adapter",
+                                  f"pass another {name}")  # fmt: skip
 
 
 def _require_default(names: Sequence[str], given: Mapping[str, Any], group: ArgumentGroup = CONTROL_ARGUMENTS) -> None:

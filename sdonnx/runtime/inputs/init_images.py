@@ -32,13 +32,19 @@ _IMAGE, _MASK = "image", "mask_image"
 _MAX_VALUE = 2.0
 
 
-def default_size(image: Any, factor: int) -> tuple[int, int]:
+def default_size(image: Any, factor: int, name: str = _IMAGE, channels: int | None = None) -> tuple[int, int]:
     """Return the height and width of an image, or of the first one in a list, rounded down to multiples of `factor`.
+
+    Args:
+        image: as for `image_batch`.
+        factor: pixels of which both are multiples.
+        name: the argument, for messages.
+        channels: number of channels; by default 3.
 
     Raises:
         OptionError: it is not an image, or it is smaller than `factor`.
     """
-    return _size(_opened(image, _IMAGE), None, None, factor, _IMAGE)
+    return _size(_opened(image, name, channels), None, None, factor, name)
 
 
 def image_batch(image: Any, height: int | None, width: int | None, factor: int) -> Float:

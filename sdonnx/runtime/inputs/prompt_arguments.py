@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +15,8 @@ from sdonnx.errors import OptionError, PromptError
 from sdonnx.runtime.device.arrays import to_numpy
 
 __all__ = ["PromptArguments", "embeddings", "negative_list"]
+
+_LORA_TAG = re.compile("<lora:[^<>]+>")  # of AUTOMATIC1111's web UI; `sdonnx generate --lora_folder` reads it
 
 _SHAPES = {2: "(prompts, width)", 3: "(prompts, tokens, width)"}
 
@@ -56,12 +60,22 @@ class PromptArguments:
     ) -> PromptArguments:
         """Return the arguments with their numbers validated.
 
+        Warns:
+            UserWarning: a prompt has a tag of a LoRA, which is read as text.
+
         Raises:
             OptionError: `num_images_per_prompt` or `clip_skip` is out of range.
         """
         if not _is_whole(images_per_prompt) or images_per_prompt < 1:
             raise OptionError(
                 f"num_images_per_prompt is {images_per_prompt!r}", "at least 1", "ask for one image or more"
+            )
+        texts = [prompt] if isinstance(prompt, str) else prompt if isinstance(prompt, list | tuple) else []
+        if any(_LORA_TAG.search(text) for text in texts if isinstance(text, str)):
+            warnings.warn(
+                "<lora:...> in a prompt is read as text; expected a LoRA that is loaded; call load_lora_weights, pass "
+                "--lora or --lora_folder to sdonnx generate, or name it in `loras` of a request to a server",
+                stacklevel=3,
             )
         skipped = 0 if clip_skip is None else clip_skip
         if not _is_whole(skipped) or skipped < 0:

@@ -16,10 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import AddedToken, Encoding, Tokenizer
 
-from sdonnx.errors import FolderError, PromptError, SdonnxError
+from sdonnx.errors import FolderError, OptionError, PromptError, SdonnxError
 from sdonnx.folder.pipeline_folder import read_json
 from sdonnx.runtime.inputs import textual_inversion
 from sdonnx.runtime.inputs.clip_tokenizer import MERGES, VOCABULARY, clip_tokenizer
+from sdonnx.runtime.interface.frozen_config import FrozenConfig
 
 __all__ = ["PromptTokenizer", "PromptTruncatedWarning", "require_text"]
 
@@ -38,6 +39,8 @@ _MAX_GROWTH = 100
 
 # transformers writes 10**30 for a tokenizer without a limit; text encoders accept less than a thousandth of this.
 _NO_LIMIT = 10**6
+
+_SHOWN = 80  # characters of a prompt in a warning
 
 
 class PromptTruncatedWarning(UserWarning):
@@ -113,6 +116,42 @@ class PromptTokenizer:
         """Special tokens of every prompt: those of CLIP are the start token and the end token."""
         return tuple(self.tokenizer.encode("").ids)
 
+    @property
+    def model_max_length(self) -> int:
+        """The name of `max_length` in transformers."""
+        return self.max_length
+
+    @cached_property
+    def _of_any_length(self) -> PromptTokenizer:
+        return self.of_length(_NO_LIMIT)
+
+    def __call__(self, text: str | Sequence[str], **options: Any) -> FrozenConfig:
+        """Return the `input_ids` and the `attention_mask` of a text of any length or of several, as transformers does.
+
+        Args:
+            text: a text, or a list of texts.
+            **options: `add_special_tokens`, by default True. Padding, truncation and tensors are not supported.
+
+        Raises:
+            OptionError: there is another option.
+            PromptError: it is not text.
+        """
+        special = options.pop("add_special_tokens", True)
+        if options:
+            raise OptionError(
+                f"the option {next(iter(options))} of the tokenizer",
+                "only add_special_tokens",
+                "leave it out, or load the folder's tokenizer with transformers' AutoTokenizer",
+            )
+        whole = self._of_any_length
+        rows = [
+            whole._encode(require_text(each), special=bool(special))[1].ids
+            for each in ([text] if isinstance(text, str) else text)
+        ]
+        masks = [[1] * len(ids) for ids in rows]
+        found = (rows[0], masks[0]) if isinstance(text, str) else (rows, masks)
+        return FrozenConfig({"input_ids": found[0], "attention_mask": found[1]})
+
     def plain_ids(self, text: str) -> list[int]:
         """Return the token ids of a text of any length, without special tokens.
 
@@ -133,7 +172,7 @@ class PromptTokenizer:
             The ids and the mask, both (B, max_length); the mask is 1 for tokens and 0 for padding.
 
         Warns:
-            PromptTruncatedWarning: a prompt was truncated; the warning contains the lost part.
+            PromptTruncatedWarning: a prompt was truncated; the warning contains the start of the lost part.
 
         Raises:
             PromptError: there are no prompts, or one is not text.
@@ -148,7 +187,8 @@ class PromptTokenizer:
             present[: len(encoding.ids)] = 1
             if encoding.overflowing:
                 cut = text[_first_character(encoding.overflowing[0]) :].strip()
-                message = f"the text encoder accepts {self.max_length} tokens; this end of a prompt was cut: {cut}"
+                shown = cut if len(cut) <= _SHOWN else f"{cut[:_SHOWN]}... ({len(cut)} characters)"
+                message = f"the text encoder accepts {self.max_length} tokens; this end of a prompt was cut: {shown}"
                 warnings.warn(PromptTruncatedWarning(message), stacklevel=3)
         return ids, mask
 

@@ -102,7 +102,7 @@ def read_start(
         raise OptionError("mask_image without image", "both", "pass the image that the mask is for")
     if image is None and strength is not None:
         raise OptionError("strength without image", "both", "pass an image to start from")
-    if latents is not None and image is not None and mask_image is None:
+    if latents is not None and image is not None and (mask_image is None or noisy):
         raise OptionError("latents and image", "one of them to start from", "leave one out")
     shape = geometry.latent_shape(batch, *size)
     noise = None if latents is None else read_latents(latents, shape, device, on_host=image is not None)

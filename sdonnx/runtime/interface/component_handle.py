@@ -70,6 +70,27 @@ class ComponentHandle:
         self._move(*targets, **named)
         return self
 
+    def eval(self) -> ComponentHandle:
+        """Return the component, which is never trained."""
+        return self
+
+    def requires_grad_(self, requires_grad: bool = False) -> ComponentHandle:
+        """Return the component; its weights have no gradients.
+
+        Raises:
+            OptionError: gradients are asked for.
+        """
+        if requires_grad:
+            raise OptionError(f"gradients of the {self.name}", "none", "train the model with diffusers")
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        own = self.__dict__.get("name", "component")
+        raise AttributeError(
+            f"the {own} has no {name!r}: it is part of the pipeline's graphs, and only its config, dtype and device "
+            "can be read; to change it, change the diffusers pipeline, then export and optimize it again"
+        )
+
     def __repr__(self) -> str:
         return f"<{self.name}: {self.class_name}, {self.dtype}, {self.device}>"
 

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn, Self
 
+from PIL import Image
+
 from sdonnx.errors import OptionError
-from sdonnx.folder.version import read_report
 from sdonnx.models.spec import Role
 from sdonnx.runtime.device.device import Device
 from sdonnx.runtime.interface.component_handle import ComponentHandle, DataType, component_folder
 from sdonnx.runtime.interface.frozen_config import FrozenConfig
 from sdonnx.runtime.interface.hub import upload
+from sdonnx.runtime.interface.image_processor import ImageProcessor, numpy_to_pil
 from sdonnx.runtime.interface.keyword_arguments import names_its_arguments, require_known
 from sdonnx.runtime.interface.lora_interface import LoraInterface
 from sdonnx.runtime.interface.memory_options import MemoryOptions
@@ -81,7 +82,7 @@ class DiffusersInterface(MemoryOptions, LoraInterface):
         # The scheduler object is made first, so that an error leaves the scheduler as it is.
         if isinstance(chosen, str) and not isinstance(chosen, SchedulerHandle):
             config = config_for(chosen, self._unnamed_config)
-            host = None if is_planned(config) else scheduler_of(config)
+            host = scheduler_of(config) if needs_host(config) else None
             self._scheduler_config = config
         elif isinstance(chosen, SchedulerHandle | Mapping):
             config = set_options(chosen.config if isinstance(chosen, SchedulerHandle) else chosen)
@@ -107,7 +108,7 @@ class DiffusersInterface(MemoryOptions, LoraInterface):
         """Return the scheduler object that steps on the host; None for a sampler with a plan.
 
         Raises:
-            SchedulerError: the sampler needs diffusers, which is not installed.
+            SchedulerError: the sampler needs diffusers, which is not installed or rejects the configuration.
         """
         if self._scheduler_object is None and needs_host(self._scheduler_config):
             self._scheduler_object = scheduler_of(self._scheduler_config)
@@ -161,6 +162,26 @@ class DiffusersInterface(MemoryOptions, LoraInterface):
     image_encoder = _component_property("image_encoder")
     """The image encoder of image prompts."""
 
+    @property
+    def image_processor(self) -> ImageProcessor:
+        """Converts images that `vae.decode` returns, such as in a callback."""
+        return ImageProcessor()
+
+    @staticmethod
+    def numpy_to_pil(images: Any) -> list[Image.Image]:
+        """Return PIL images of an array (B,H,W,3) from 0 to 1."""
+        return numpy_to_pil(images)
+
+    @property
+    def _execution_device(self) -> Device:
+        return self.device
+
+    def progress_bar(self, iterable: Any = None, total: int | None = None) -> Any:
+        """Return a progress bar of tqdm with the options of `set_progress_bar_config`."""
+        from tqdm.auto import tqdm
+
+        return tqdm(iterable, **{"total": total, "disable": None, **self._progress})
+
     def to(self, *targets: Any, **named: Any) -> Self:
         """Return the pipeline; the device and the type must be those that it has.
 
@@ -193,6 +214,8 @@ class DiffusersInterface(MemoryOptions, LoraInterface):
     def save_pretrained(self, save_directory: Path | str, *, overwrite: bool = False, **options: Any) -> None:
         """Write a copy of the optimized folder, with the current scheduler configuration.
 
+        Adapters are not part of the folder: to write one with LoRA files in its weights, use `sdonnx bake`.
+
         Args:
             save_directory: the folder to write.
             overwrite: whether to replace a pipeline folder that an earlier run wrote.
@@ -201,7 +224,10 @@ class DiffusersInterface(MemoryOptions, LoraInterface):
 
         Raises:
             OutputError: the folder exists, overlaps this pipeline's folder, or cannot be written. Nothing is left.
+            OptionError: adapters are in effect, also those that `fuse_lora` has fused.
+            FolderError: the folder has changed since it was loaded.
         """
+        self._require_saveable()
         for name in ("safe_serialization", "variant", "max_shard_size"):
             options.pop(name, None)
         push = options.pop("push_to_hub", False)
@@ -237,7 +263,10 @@ class DiffusersInterface(MemoryOptions, LoraInterface):
 
         Raises:
             OutputError: the hub cannot be reached, or does not accept the upload.
+            OptionError: adapters are in effect, also those that `fuse_lora` has fused.
+            FolderError: the folder has changed since it was loaded.
         """
+        self._require_saveable()
         changed = changed_files(self.folder, self.scheduler_config)
         return upload(
             self.folder.path,
@@ -276,9 +305,9 @@ class DiffusersInterface(MemoryOptions, LoraInterface):
                 f"load it there: from_pretrained(..., device_index={index})",
             )
 
-    @functools.cached_property
+    @property
     def _report(self) -> dict[str, Any]:
-        return read_report(self.folder.path)
+        return self._graphs.report
 
     def _precision_of(self, part: str) -> str:
         """Return the type of a component's weights by its folder."""

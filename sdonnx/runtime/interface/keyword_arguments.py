@@ -15,10 +15,13 @@ __all__ = ["REFUSED_ARGUMENTS", "names_its_arguments", "names_of", "require_know
 P = ParamSpec("P")
 R = TypeVar("R")
 
+_CALLBACK = "pass callback_on_step_end, a function (pipeline, step, timestep, tensors) that runs after each step"
 _GLIGEN = "leave it out; GLIGEN is not supported"
 _PAG = "leave it out; perturbed-attention guidance is not supported"
 
 REFUSED_ARGUMENTS: Mapping[str, str] = {
+    "callback": _CALLBACK,
+    "callback_steps": _CALLBACK,
     "gligen_boxes": _GLIGEN,
     "gligen_phrases": _GLIGEN,
     "gligen_scheduled_sampling_beta": _GLIGEN,

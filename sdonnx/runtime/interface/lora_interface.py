@@ -140,6 +140,7 @@ class LoraInterface(PipelineBase):
             adapter_names: names of loaded adapters. They apply in this order.
             adapter_weights: a number for all, or a list with one for each. In place of a number, a mapping has one for
                 each component: `{"unet": 0.8, "text_encoder": 0.5}`; those that are not named have 1. By default 1.
+                Weights of blocks, as in diffusers, are not supported.
 
         Raises:
             OptionError: a name or a weight cannot be used. The pipeline stays as it was.
@@ -302,6 +303,7 @@ class LoraInterface(PipelineBase):
         changed = {}
         for component in adapters.tables if state.files or state.fused or before.files or before.fused else ():
             if _effect(state, component) != _effect(before, component):
+                self._graphs.folder.require_unchanged(component)  # new values are computed from those of the folder
                 start = time.perf_counter()
                 changed[component] = adapters.changed(state, component, self._graphs.adds_products)
                 seconds = time.perf_counter() - start
@@ -318,10 +320,36 @@ class LoraInterface(PipelineBase):
             self._graphs.forget_bases()
         adapters.state = state
 
+    def _require_saveable(self) -> None:
+        """Raise unless the files of the folder are the pipeline: no adapters are in effect, and they have not changed.
+
+        Raises:
+            OptionError: adapters are in effect, which the files lack.
+            FolderError: a file has changed since it was loaded.
+        """
+        self._graphs.folder.require_unchanged()
+        state = self._adapters.state
+        tables = self._adapters.tables if state.files or state.fused else ()
+        changed = [component for component in tables if state.changes(component)]
+        if changed:
+            active = [name for component in changed if state.enabled for name in state.active.get(component, ())]
+            names = dict.fromkeys([*(name for name, *_ in state.fused), *active])
+            raise OptionError(
+                f"a pipeline with the adapters {', '.join(names)}, which the files of {self.folder.path} lack",
+                "a pipeline with the weights of its folder",
+                f"write a folder with them: sdonnx bake -m {self.folder.path} --lora FILE:WEIGHT -o OUT",
+            )
+
     def _by_component(self, name: str, weight: Any) -> dict[str, float]:
         """Return the scale of an adapter in each component."""
         values = self._adapters.by_component(weight)
-        for value in values.values():
+        for component, value in values.items():
+            if isinstance(value, Mapping):
+                raise OptionError(
+                    f"weights of the adapter {name} for blocks of {component}",
+                    "one number, since weights of blocks are not supported",
+                    f"pass a number for {component}, or bake the weights of blocks into the LoRA file",
+                )
             require_number(f"the weight of the adapter {name}", value)
         return {component: float(value) for component, value in values.items()}
 

@@ -1,14 +1,25 @@
-"""The autoencoder as a component: its configuration, and the switches of slicing and tiling."""
+"""The autoencoder as a component: its configuration, `decode`, and the switches of slicing and tiling."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
+from sdonnx.models.autoencoder import DEFAULT_SCALING_FACTOR
+from sdonnx.runtime.device.arrays import to_numpy
 from sdonnx.runtime.interface.component_handle import ComponentHandle
 from sdonnx.runtime.interface.memory_options import MemoryOptions
 
-__all__ = ["VaeHandle"]
+__all__ = ["DecoderOutput", "VaeHandle"]
+
+
+class DecoderOutput(NamedTuple):
+    """Return value of `VaeHandle.decode`: `output.sample` and `output[0]` are the images."""
+
+    sample: npt.NDArray[np.float32]
 
 
 class VaeHandle(ComponentHandle):
@@ -34,6 +45,32 @@ class VaeHandle(ComponentHandle):
     ) -> None:
         super().__init__("vae", class_name, dtype, pipeline.device, config, move)
         self._pipeline = pipeline
+
+    def decode(self, z: Any, return_dict: bool = True, generator: Any = None) -> DecoderOutput:
+        """Decode latents to images, also in a callback, as diffusers' `AutoencoderKL.decode`.
+
+        Args:
+            z: latents (B,C,H/8,W/8) of any library, divided by the scaling factor:
+                `pipeline.vae.decode(latents / pipeline.vae.config.scaling_factor)`.
+            return_dict: has no effect: the result has a field `sample`, and is a tuple.
+            generator: has no effect, as in diffusers.
+
+        Returns:
+            The images as a float32 array (B,3,H,W) from -1 to 1, for `pipeline.image_processor.postprocess`.
+
+        Raises:
+            OptionError: the latents cannot be used.
+            DeviceMemoryError: the device has too little memory.
+        """
+        latents, config = to_numpy(z, "latents").astype(np.float32), self.config
+        if latents.ndim == 4 and config.get("latents_mean") is not None and config.get("latents_std") is not None:
+            mean, std = (np.array(config[name], np.float32)[:, None, None] for name in ("latents_mean", "latents_std"))
+            latents = (latents - mean) / std
+        latents = (latents - np.float32(config.get("shift_factor") or 0)) * np.float32(
+            config.get("scaling_factor", DEFAULT_SCALING_FACTOR)
+        )
+        sample = 2 * self._pipeline._decode(latents) - 1
+        return DecoderOutput(np.ascontiguousarray(sample.transpose(0, 3, 1, 2)))
 
     @property
     def use_slicing(self) -> bool:

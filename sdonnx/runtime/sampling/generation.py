@@ -179,9 +179,10 @@ class GenerationJob:
         strength, mask = self.start.strength, None if image is None else image.mask
         from_noise = mask is not None and strength >= 1 and not (image is not None and image.noisy)
         # Denoisers trained to inpaint read the masked image as an input.
-        encodes = image is not None and not (inpaints and from_noise)
-        samples = image is not None and encodes and not image.encoded
-        posterior = self.noise.posterior(len(image.pixels)) if image is not None and samples else None
+        encodes = image is not None and not (inpaints and (from_noise or self.start.latents is not None))
+        posterior = None
+        if image is not None and encodes and not image.encoded:
+            posterior = self.noise.posterior(len(image.pixels), each_row=mask is None)
         noise = self._initial_noise(shape)
         starts_from_image = encodes and not from_noise and self.start.latents is None
         latents = noise
@@ -251,7 +252,7 @@ class GenerationJob:
     def _encode_masked(self, shape: CapturedShape, pixels: Array, mask: Array, small: Array) -> None:
         """Write the masked image to the inputs of a denoiser that was trained to inpaint."""
         hidden = masked_image(pixels, mask)
-        posterior = self.noise.posterior(len(hidden))
+        posterior = self.noise.posterior(len(hidden), each_row=False)
         if abi.MASK not in shape.buffers:
             return  # as in diffusers, other denoisers also advance the generator
         batch = np.concatenate([hidden] * (shape.key.batch // len(hidden)))

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import logging
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -16,8 +18,14 @@ from sdonnx.runtime.sampling.denoise import Guidance, guided_prediction
 from sdonnx.runtime.sampling.noise import TorchCpuGenerator
 from sdonnx.samplers import SAMPLERS, SCHEDULER_NAMES, WHOLE, CustomSchedule, plan
 from sdonnx.samplers.custom_schedule import cutoff, remaining_calls
+from sdonnx.samplers.options import Option, UnplannedError, read_options
 
 __all__ = ["DiffusersSampler", "is_planned", "needs_host", "require_scheduler", "scheduler_of", "seeded"]
+
+# Options that tables are made from, whose size is limited.
+_TABLES = {"num_train_timesteps": Option(1000, int), "trained_betas": Option(None, list)}
+
+_LOG = logging.getLogger("sdonnx")
 
 Array = npt.NDArray[np.float32]
 
@@ -49,9 +57,17 @@ def is_planned(config: dict[str, Any]) -> bool:
 
 
 def needs_host(config: Mapping[str, Any]) -> bool:
-    """Return whether a configuration is for a class of diffusers that has no plan."""
+    """Return whether diffusers steps a scheduler: no plan follows its class, or the value of one of its options."""
     class_name = config.get("_class_name")
-    return class_name not in SAMPLERS and any(class_name == each.class_name for each in SCHEDULER_NAMES)
+    if class_name not in SAMPLERS:
+        return any(class_name == each.class_name for each in SCHEDULER_NAMES)
+    try:
+        plan(config, 2)
+    except UnplannedError:
+        return True
+    except (SchedulerError, OptionError):
+        return False  # the plan of a call raises it again
+    return False
 
 
 def scheduler_of(config: Mapping[str, Any]) -> Any:
@@ -62,21 +78,44 @@ def scheduler_of(config: Mapping[str, Any]) -> Any:
             scheduler does not accept the configuration.
     """
     name = str(config["_class_name"])
+    read_options(name, _TABLES, config)
     try:
-        return getattr(importlib.import_module("diffusers"), name).from_config(dict(config))
+        with _one_line_errors(name):
+            made = getattr(importlib.import_module("diffusers"), name).from_config(dict(config))
     except ImportError as error:
         if name in SAMPLERS:
-            plan(config, 2)  # raises the reason why the plan does not follow the configuration
+            _raise_reason(config)
         raise SchedulerError(
             f"{name} runs on the host ({error or 'diffusers is not installed'})",
             "diffusers, torch and their libraries",
-            'install them, or choose a sampler with a plan, such as "dpmsolver++"',
+            "install them, since another scheduler generates another image",
         ) from None
+    _LOG.info("diffusers steps %s on the host, which is slower: no sampling plan follows its configuration", name)
+    return made
+
+
+def _raise_reason(config: Mapping[str, Any]) -> None:
+    """Raise SchedulerError with the reason why the plan of a class does not follow a configuration."""
+    try:
+        plan(config, 2)
+    except UnplannedError as error:
+        raise SchedulerError(*error.args) from None
+
+
+@contextmanager
+def _one_line_errors(name: str) -> Iterator[None]:
+    """Convert errors of a scheduler of diffusers inside the context to one line.
+
+    Raises:
+        SchedulerError: the scheduler does not accept its configuration.
+    """
+    try:
+        yield
     except (AttributeError, TypeError, ValueError, NotImplementedError) as error:
         raise SchedulerError(
-            f"{name} of the installed diffusers rejects the configuration ({error})",
+            f"{name} of the installed diffusers rejects its configuration ({' '.join(str(error).split())})",
             "a configuration that it accepts",
-            'change scheduler_config, or choose for example "dpmsolver++"',
+            "correct it, or choose another scheduler",
         ) from error
 
 
@@ -98,11 +137,12 @@ def _set_timesteps(scheduler: Any, steps: int, schedule: CustomSchedule) -> int:
     Raises:
         OptionError: the scheduler does not accept the custom schedule.
     """
+    name = type(scheduler).__name__
     if not schedule.is_custom:
-        scheduler.set_timesteps(steps, device="cpu")
+        with _one_line_errors(name):
+            scheduler.set_timesteps(steps, device="cpu")
         return steps
     accepted = frozenset(inspect.signature(scheduler.set_timesteps).parameters)
-    name = type(scheduler).__name__
     schedule.require_accepted(name, accepted, "a scheduler whose set_timesteps has this argument")
     given = {"timesteps": schedule.timesteps, "sigmas": schedule.sigmas}
     try:
@@ -189,11 +229,12 @@ class DiffusersSampler:
         """Return the new latents (B,C,H,W) from the predictions (G,B,C,H,W)."""
         prediction = guided_prediction(predictions, self.guidance_scale, self._rescale)
         torch = sys.modules["torch"]
-        stepped = self._scheduler.step(
-            torch.from_numpy(np.ascontiguousarray(prediction)),
-            self._times[call],
-            torch.from_numpy(np.ascontiguousarray(latents)),
-            **self._extra,
-            return_dict=False,
-        )
+        with _one_line_errors(type(self._scheduler).__name__):
+            stepped = self._scheduler.step(
+                torch.from_numpy(np.ascontiguousarray(prediction)),
+                self._times[call],
+                torch.from_numpy(np.ascontiguousarray(latents)),
+                **self._extra,
+                return_dict=False,
+            )
         return np.asarray(stepped[0].numpy(), np.float32)

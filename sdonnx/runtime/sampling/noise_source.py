@@ -73,18 +73,27 @@ class NoiseSource:
         """Return fresh noise (B,C,H,W)."""
         if len(self._generators) == 1:
             return _sample(self._generators[0], self._shape)
-        return np.concatenate([_sample(generator, (1, *self._shape[1:])) for generator in self._generators])
+        return self._one_each(self._generators)
 
-    def posterior(self, images: int) -> npt.NDArray[np.float32]:
+    def posterior(self, images: int, *, each_row: bool) -> npt.NDArray[np.float32]:
         """Return the noise that samples the latents of `images` images, repeated to (B,C,H,W).
 
-        Source: `retrieve_latents` in diffusers' image-to-image pipeline. A single generator samples noise for each
-        distinct image; several generators sample noise for one image of the batch each.
+        Source: `prepare_latents` of diffusers' image-to-image pipelines and `_encode_vae_image` of its inpainting
+        pipelines. A single generator samples noise for each distinct image.
+
+        Args:
+            images: number N of distinct images, which divides B.
+            each_row: whether several generators sample noise for one row of the batch each, as in image to image. In
+                inpainting, the first N generators sample noise for one image each.
         """
-        if len(self._generators) > 1:
-            return self.sample()
-        sampled = _sample(self._generators[0], (images, *self._shape[1:]))
-        return np.concatenate([sampled] * (self._shape[0] // images))
+        if len(self._generators) == 1:
+            sampled = _sample(self._generators[0], (images, *self._shape[1:]))
+        else:
+            sampled = self._one_each(self._generators if each_row else self._generators[:images])
+        return np.concatenate([sampled] * (self._shape[0] // len(sampled)))
+
+    def _one_each(self, generators: Sequence[Generator]) -> npt.NDArray[np.float32]:
+        return np.concatenate([_sample(generator, (1, *self._shape[1:])) for generator in generators])
 
 
 def _require_generator(generator: Generator) -> None:

@@ -17,7 +17,7 @@ from sdonnx.runtime.graph_set import GraphSet
 from sdonnx.runtime.vae.split import Split
 from sdonnx.runtime.vae.tiles import TileGrid, join_tiles
 
-__all__ = ["ImageDecoder", "ImageEncoder"]
+__all__ = ["ImageDecoder", "ImageEncoder", "decode_latents"]
 
 Array = npt.NDArray[Any]
 
@@ -210,6 +210,28 @@ class ImageDecoder(_VaeGraph):
         size = values.tensor_size_in_bytes()
         offset = images.start * size // self.split.size
         self.graphs.device.copy(self._buffers[name], values, size, target_offset=offset)
+
+
+def decode_latents(graphs: GraphSet, split: Split, latents: Array, factor: int) -> Array:
+    """Decode latents (B,C,H,W) with buffers of their own, and return the images (B,8H,8W,3), 0 to 1 or beyond.
+
+    Args:
+        graphs: graphs of the pipeline.
+        split: slices and tiles.
+        latents: the latents, as a call returns them, in float32.
+        factor: pixels for each latent, in height and width.
+    """
+    device, (batch, channels, height, width) = graphs.device, latents.shape
+    pixels = (batch, height * factor, width * factor, 3)
+    buffers = {
+        abi.STATE: device.upload(latents[None]),
+        abi.IMAGES: device.empty(pixels, np.uint8),
+        abi.SAMPLE: device.empty(pixels, np.float32),
+        abi.FINITE: device.upload(np.ones(batch, np.bool_)),
+    }
+    decoder = ImageDecoder(graphs, split, (batch, channels, height, width), factor, buffers)
+    decoder.decode()
+    return decoder.read(buffers[abi.SAMPLE])
 
 
 class ImageEncoder(_VaeGraph):

@@ -6,6 +6,7 @@ import json
 import logging
 import resource
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +14,17 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import load_file, save_file
 from support.logged_lines import logged_lines
 from support.lora_files import pipeline_of, write_lora
 from support.pipeline_cache import PipelineCache
 from support.pipelines import refused
 
-from sdonnx.errors import OptionError, WeightsError
+from sdonnx.errors import FolderError, OptionError, WeightsError
 from sdonnx.folder.weight_table import PROVENANCE
 from sdonnx.metrics import psnr
+from sdonnx.optimize.bake_adapters import bake_adapters
 from sdonnx.runtime.pipeline import OrtDiffusionPipeline
 
 # diffusers converts torch tensors to numpy in a way that numpy deprecates, and PEFT warns of layers without the LoRA.
@@ -135,6 +138,85 @@ def test_fused_adapters_stay_when_they_are_unloaded(pair: Pair) -> None:
     assert psnr(image_of(ours), base) < 50
     ours.unfuse_lora()
     assert np.array_equal(image_of(ours), base)
+
+
+@pytest.mark.parametrize("kept", ["active", "fused", "fused, disabled", "fused, unloaded"])
+def test_a_folder_without_the_adapters_is_not_saved(kept: str, pair: Pair, tmp_path: Path) -> None:
+    """The folder's files have the weights without adapters, so a copy would be another model."""
+    _, ours = pair.load()
+    ours.load_lora_weights(pair.files[0], adapter_name="first")
+    if kept != "active":
+        ours.fuse_lora(["unet"])
+    if kept == "fused, disabled":
+        ours.disable_lora()
+    if kept == "fused, unloaded":
+        ours.unload_lora_weights()
+    for save in (
+        lambda: ours.save_pretrained(tmp_path / "out"),
+        lambda: ours.save_pretrained(tmp_path / "out", push_to_hub=True),
+        lambda: ours.push_to_hub("someone/fast"),
+    ):
+        with refused(OptionError, "the adapters first", f"sdonnx bake -m {pair.folder} --lora FILE:WEIGHT"):
+            save()
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_pipeline_whose_adapters_have_no_effect_is_saved(pair: Pair, tmp_path: Path) -> None:
+    _, ours = pair.load()
+    ours.load_lora_weights(pair.files[0], adapter_name="first")
+    ours.set_adapters("first", 0.0)
+    ours.save_pretrained(tmp_path / "none")
+    ours.set_adapters("first", 1.0)
+    ours.disable_lora()
+    ours.save_pretrained(tmp_path / "disabled")
+    ours.unload_lora_weights()
+    image = image_of(ours)
+    for name in ("none", "disabled"):
+        assert np.array_equal(image_of(OrtDiffusionPipeline.from_pretrained(tmp_path / name)), image)
+
+
+def test_a_folder_that_was_replaced_is_not_read(pair: Pair, tmp_path: Path) -> None:
+    """Weights of two models would be mixed."""
+    folder = shutil.copytree(pair.folder, tmp_path / "fast")
+    ours = OrtDiffusionPipeline.from_pretrained(folder)
+    ours.load_lora_weights(pair.files[1], adapter_name="second")
+    image = image_of(ours)
+    bake_adapters(pair.folder, tmp_path / "baked", [(pair.files[0], 1.0)])
+    shutil.rmtree(folder)
+    (tmp_path / "baked").rename(folder)
+    changes: list[Callable[[], object]] = [
+        lambda: ours.load_lora_weights(pair.files[0]),
+        lambda: ours.set_adapters("second", 0.5),
+        ours.unload_lora_weights,
+        lambda: ours.fuse_lora(lora_scale=0.5),
+        lambda: ours.save_pretrained(tmp_path / "saved"),
+        ours.enable_model_cpu_offload,  # reads the graphs again
+    ]
+    for change in changes:
+        with refused(FolderError, "has changed since the pipeline was loaded", "load the pipeline again"):
+            change()
+            image_of(ours)
+    with OrtDiffusionPipeline.from_pretrained(folder) as again:
+        again.load_lora_weights(pair.files[1])
+        assert psnr(image_of(again), image) < 50
+
+
+def test_a_folder_may_be_moved(pair: Pair, tmp_path: Path) -> None:
+    """What is loaded stays; what has to be read is refused."""
+    folder = shutil.copytree(pair.folder, tmp_path / "fast")
+    ours = OrtDiffusionPipeline.from_pretrained(folder)
+    folder.rename(tmp_path / "old")
+    with OrtDiffusionPipeline.from_pretrained(tmp_path / "old") as expected:
+        assert np.array_equal(image_of(ours), image_of(expected))
+        size: dict[str, Any] = {"height": 32, "width": 48, "num_inference_steps": 1, "seed": 0, "output_type": "np"}
+        assert np.array_equal(ours(["a", "b"], **size).images, expected(["a", "b"], **size).images)
+    for change in (
+        lambda: ours.load_lora_weights(pair.files[0]),
+        lambda: ours("a fox", image=Image.new("RGB", (64, 64)), num_inference_steps=2, strength=0.9),
+    ):
+        with refused(FolderError, "fast was moved or deleted", "load the pipeline again"):
+            change()
+    assert ours.dtype == "float32"
 
 
 def test_weights_by_component(pair: Pair) -> None:

@@ -18,7 +18,7 @@ from sdonnx.doctor.first_use import SELF_CHECK
 from sdonnx.doctor.kernel_library import KernelLibrary
 from sdonnx.doctor.own_kernel_check import EIGHT_BIT_OPERATORS, formats_of_types
 from sdonnx.doctor.verdict import Verdict
-from sdonnx.folder.pipeline_folder import PipelineFolder
+from sdonnx.folder.loaded_folder import LoadedFolder
 from sdonnx.models.registry import family_of
 from sdonnx.models.spec import Role
 from sdonnx.operators.operator_table import OWN_CONTRACTS, OWN_KERNEL_CASES
@@ -361,7 +361,7 @@ def test_graphs_are_those_of_the_chosen_form(
     machine: dict[str, Any], tiny_cuda_fp16: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And those of the other form after the verdict of a check says that the kernels are wrong."""
-    folder, cpu = PipelineFolder.open(tiny_cuda_fp16), Device("cpu")
+    folder, cpu = LoadedFolder.open(tiny_cuda_fp16), Device("cpu")
     form = partial(OwnKernelForm, GPU)
     monkeypatch.setattr(graph_set, "OwnKernelForm", lambda device, report, settings: form(report, settings))
     machine["known"] = OTHER_DRIVER

@@ -129,15 +129,70 @@ def test_configuration_may_be_assigned(ours: OrtDiffusionPipeline) -> None:
 def test_schedulers_without_a_plan_need_diffusers(ours: OrtDiffusionPipeline, monkeypatch: Any) -> None:
     monkeypatch.setitem(sys.modules, "diffusers", None)
     for name in ("lms", "LMSDiscreteScheduler"):
-        with refused(SchedulerError, "LMSDiscreteScheduler", "diffusers", "dpmsolver++"):
+        with refused(SchedulerError, "LMSDiscreteScheduler", "diffusers", "another scheduler generates another image"):
             ours.scheduler = name
-    with refused(SchedulerError, "use_beta_sigmas = true"):
+    with refused(SchedulerError, "use_beta_sigmas = true", "install diffusers and torch"):
         ours.scheduler = "euler beta"
     with refused(SchedulerError, "LMSDiscreteScheduler", "diffusers"):
         ours.scheduler = ours.scheduler_config | {"_class_name": "LMSDiscreteScheduler"}
     assert ours.scheduler == "PNDMScheduler"
     ours.scheduler_config = ours.scheduler_config | {"_class_name": "LMSDiscreteScheduler"}
     with refused(SchedulerError, "LMSDiscreteScheduler", "diffusers"):
+        ours("fox", **USUAL)
+
+
+@pytest.mark.parametrize(
+    ("class_name", "options"),
+    [
+        ("EulerDiscreteScheduler", {"timestep_type": "continuous", "sigma_min": 0.002, "sigma_max": 120.0}),
+        ("EulerDiscreteScheduler", {"interpolation_type": "log_linear"}),
+        ("HeunDiscreteScheduler", {"use_beta_sigmas": True}),
+        ("DDIMScheduler", {"clip_sample": True}),
+        ("DPMSolverMultistepScheduler", {"thresholding": True}),
+        ("PNDMScheduler", {"skip_prk_steps": False}),
+        ("EDMEulerScheduler", {}),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, dict) else value,
+)
+def test_a_configuration_runs_as_its_object(
+    class_name: str, options: dict[str, Any], ours: OrtDiffusionPipeline, theirs: Any, caplog: Any
+) -> None:
+    """A folder's options without a plan are those of a scheduler object: diffusers steps both on the host."""
+    import torch
+
+    config = ours.scheduler_config | options | {"_class_name": class_name}
+    theirs.scheduler = getattr(diffusers, class_name).from_config(config)
+    expected = theirs("a fox", **USUAL, generator=torch.Generator("cpu").manual_seed(0)).images
+    ours.scheduler = theirs.scheduler
+    assert psnr(ours("a fox", **USUAL, seed=0).images, expected) > MIN_PSNR_DB
+    with caplog.at_level("INFO", "sdonnx"):
+        ours.scheduler_config = config  # as a folder sets it
+        assert psnr(ours("a fox", **USUAL, seed=0).images, expected) > MIN_PSNR_DB
+        ours("a fox", **USUAL, seed=0)
+    assert [each.getMessage() for each in caplog.records].count(
+        f"diffusers steps {class_name} on the host, which is slower: no sampling plan follows its configuration"
+    ) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"prediction_type": "noise"}, ["EulerDiscreteScheduler", "noise", "correct it"]),
+        ({"timestep_spacing": "Leading"}, ["EulerDiscreteScheduler", "Leading"]),
+        ({"beta_schedule": "cosine"}, ["EulerDiscreteScheduler", "cosine"]),
+        ({"num_train_timesteps": "1000"}, ["num_train_timesteps", "an integer"]),
+        ({"num_train_timesteps": 10**9, "timestep_type": "continuous"}, ["num_train_timesteps = 1000000000"]),
+        ({"num_train_timesteps": 10**9, "_class_name": "DDPMScheduler"}, ["DDPMScheduler", "= 1000000000"]),
+        ({"trained_betas": [0.1, 0.2], "timestep_type": "continuous"}, ["2 trained_betas"]),
+    ],
+    ids=str,
+)
+def test_a_broken_configuration_is_refused(
+    options: dict[str, Any], words: list[str], ours: OrtDiffusionPipeline
+) -> None:
+    """Nothing but a value that a scheduler of diffusers may accept reaches it."""
+    ours.scheduler_config = ours.scheduler_config | {"_class_name": "EulerDiscreteScheduler"} | options
+    with refused(SchedulerError, *words):
         ours("fox", **USUAL)
 
 
