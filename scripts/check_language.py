@@ -79,6 +79,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for file in ([path] if path.is_file() else path.rglob("*.py"))
         if "__pycache__" not in file.parts
     )
+    if not files:
+        print(f"error: no Python file in {', '.join(given)}")
+        return 1
     print(f"{'per 1,000 words':28}" + "".join(f"{entry:>12}" for entry in LIMITS) + f"{'words':>9}")
     for name, group in sorted(_packages(files).items()):
         row = rates(group)

@@ -13,16 +13,17 @@ _MAX_ASSERTS_FOR_TYPES = 6
 
 
 def _asserts_that_a_value_is_present(path: Path) -> list[str]:
-    """Return the places of `assert x is not None`, by file and line."""
+    """Return the places of asserts with `x is not None`, by file and line."""
     return [
         f"{path.relative_to(_PACKAGE)}:{node.lineno}"
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, ast.Assert)
-        and isinstance(node.test, ast.Compare)
-        and isinstance(node.test.ops[0], ast.IsNot)
-        and isinstance(node.test.comparators[0], ast.Constant)
-        and node.test.comparators[0].value is None
+        if isinstance(node, ast.Assert) and any(map(_is_presence, ast.walk(node.test)))
     ]
+
+
+def _is_presence(node: ast.AST) -> bool:
+    """Return whether a node is `x is not None`."""
+    return isinstance(node, ast.Compare) and ast.unparse(node).endswith(" is not None")
 
 
 def test_optional_values_are_read_with_accessors() -> None:

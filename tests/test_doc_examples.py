@@ -10,6 +10,7 @@ import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
+from textwrap import dedent
 
 import pytest
 
@@ -31,22 +32,29 @@ CURRENT = {page: text for page, text in PAGES.items() if page not in HISTORICAL}
 # Names that stand for values in the guides.
 PIPELINES = {"pipeline", "pipe", "base", "refiner"}
 
+# A block of code; in a list it is indented.
+_BLOCK = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
+
+# Options that pages mention of other programs: gunicorn and docker build.
+FOREIGN_OPTIONS = {"--preload", "--target"}
+
 
 def blocks(*languages: str) -> Iterator[tuple[str, str]]:
     """Yield the page and the content of each block of code in these languages."""
     for page, text in CURRENT.items():
-        for language, content in re.findall(r"^```(\w+)\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+        for _, language, content in _BLOCK.findall(text):
             if language in languages:
-                yield page, content
+                yield page, dedent(content)
 
 
 def commands() -> Iterator[tuple[str, str]]:
     """Yield the page and each line that runs `sdonnx`; of a diff, the lines that it adds."""
-    for page, content in blocks("sh", "diff"):
+    for page, content in blocks("sh", "bash", "diff"):
         for line in content.replace("\\\n", " ").splitlines():
-            line = re.sub(r"^\+|^[A-Z_]+=\S+ ", "", line)
-            if line.startswith("sdonnx ") and "[-" not in line:  # options in brackets are a synopsis
-                yield page, line
+            for command in re.sub(r"^\+", "", line).split(" && "):
+                command = re.sub(r"^(?:[A-Z_]+=\S+ )+", "", command)
+                if command.startswith("sdonnx ") and "[-" not in command:  # options in brackets are a synopsis
+                    yield page, command
 
 
 def test_commands_are_found() -> None:
@@ -54,6 +62,13 @@ def test_commands_are_found() -> None:
     assert {"README.md", "docs/faq.md", "docs/tutorial/first-image.md", "docs/how-to/recipes.md"} - pages == {
         "docs/faq.md"
     }
+
+
+def test_every_block_is_found() -> None:
+    """A block in a form that `blocks` does not know would not be checked."""
+    for page, text in CURRENT.items():
+        assert 2 * len(_BLOCK.findall(text)) == len(re.findall("```", text)), page
+    assert {"docs/exporters.md", "docs/contributing/add-a-kernel.md"} <= {page for page, _ in blocks("sh", "bash")}
 
 
 @pytest.mark.parametrize(("page", "line"), sorted(set(commands())))
@@ -65,6 +80,31 @@ def test_command_line_accepts(page: str, line: str, capsys: pytest.CaptureFixtur
         parser.parse(arguments)
     except SystemExit:
         pytest.fail(f"{page}: {line}: {capsys.readouterr().err.strip()}")
+
+
+def test_scripts_accept_their_options() -> None:
+    found = 0
+    for page, content in blocks("sh", "bash"):
+        for script, rest in re.findall(r"\bpython3? ([\w/]+\.py)\b(.*)", content.replace("\\\n", " ")):
+            source = (ROOT / script).read_text(encoding="utf-8")
+            options = re.findall(r"(?<!\S)(--[\w-]+)", rest)
+            assert [each for each in options if f'"{each}"' not in source] == [], f"{page}: {script}"
+            found += len(options)
+    assert found > 20
+
+
+def test_options_in_text_exist() -> None:
+    known = FOREIGN_OPTIONS.copy()
+    for module, _ in COMMANDS.values():
+        parser = CommandParser()
+        importlib.import_module(module).add_arguments(parser)
+        known |= parser._option_string_actions.keys()
+    for folder in ("scripts", "examples", "tests", "sdonnx"):
+        for path in (ROOT / folder).rglob("*.py"):
+            known |= set(re.findall(r'"(--[\w-]+)"', path.read_text(encoding="utf-8")))
+    known |= {name.replace("_", "-") for name in known}
+    for page, text in CURRENT.items():
+        assert set(re.findall(r"`(--[\w-]+)[`= ]", text)) - known == set(), page
 
 
 @pytest.mark.parametrize("page", sorted(CURRENT))
@@ -88,6 +128,11 @@ def test_python_uses_names_that_exist(page: str, code: str) -> None:
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module == "sdonnx":
             assert {alias.name for alias in node.names} <= set(sdonnx.__all__), page
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("sdonnx."):
+            module = importlib.import_module(str(node.module))
+            assert [alias.name for alias in node.names if not hasattr(module, alias.name)] == [], page
+        elif isinstance(node, ast.Attribute) and ast.unparse(node.value) == "sdonnx":
+            assert node.attr in sdonnx.__all__, f"{page}: {ast.unparse(node)}"
         elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in PIPELINES:
             assert _has(node.attr), f"{page}: {ast.unparse(node)}"
         elif isinstance(node, ast.Call) and (signature := _signature(node.func)) is not None:
@@ -110,7 +155,7 @@ def _has(name: str) -> bool:
 
 def _signature(function: ast.expr) -> inspect.Signature | None:
     """Return the signature, without `self`, of what an expression of the guides calls, if it belongs to the package."""
-    text = ast.unparse(function)
+    text = ast.unparse(function).removeprefix("sdonnx.")
     owner, _, method = text.rpartition(".")
     if text in PIPELINES:
         owner, method = text, "__call__"

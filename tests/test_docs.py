@@ -30,7 +30,7 @@ PAGES = sorted(path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md"))
 def _links(text: str) -> Iterator[str]:
     """Yield the relative targets of Markdown links, without anchors, outside of code."""
     text = re.sub(r"```.*?```|`[^`\n]*`", "", text, flags=re.DOTALL)
-    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+    for target in re.findall(r"\]\(([^)\s]+)(?: \"[^\"]*\")?\)", text):
         if (path := re.sub(r"#.*", "", target)) and not re.match(r"[a-z]+:", path):
             yield path
 
@@ -93,10 +93,18 @@ def test_index_of_decisions_links_every_record() -> None:
 
 
 def _sources() -> Iterator[tuple[Path, str]]:
-    for folder in ("sdonnx", "scripts", "examples", "tests", "fuzz"):
+    for folder in ("sdonnx", "scripts", "examples", "tests", "fuzz", "kernels"):
         for path in sorted((ROOT / folder).rglob("*")):
-            if path.suffix in (".py", ".sh") and path != Path(__file__):
+            if path.suffix in (".py", ".sh", ".h", ".cu", ".cuh") and path != Path(__file__):
                 yield path, path.read_text(encoding="utf-8")
+
+
+def test_code_refers_to_existing_pages() -> None:
+    """diffusers and ONNX Runtime have pages in docs too."""
+    named = {"docs/decisions/NNNN-title.md", *(f"docs/{name}" for name in GENERATOR.GENERATED)}
+    found = [(path, page) for path, text in _sources() for page in re.findall(r"\bdocs/(?!source/)[a-z][\w/-]+\.md\b", text)]
+    assert len(found) > 20
+    assert [each for each in found if each[1] not in named and not (ROOT / each[1]).is_file()] == []
 
 
 def test_code_refers_to_existing_decisions() -> None:

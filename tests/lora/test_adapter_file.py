@@ -241,6 +241,7 @@ def test_types_of_tensors(tmp_path: Path) -> None:
     for dtype in (torch.bfloat16, torch.float16, torch.float64):
         save_file({f"unet.{key}": value.to(dtype) for key, value in tensors.items()}, tmp_path / "a.safetensors")
         adapter = read_adapter(tmp_path / "a.safetensors")
+        assert 2 * len(adapter.changes["unet"]) == len(tensors) > 0
         for name, change in adapter.changes["unet"].items():
             module = name.removesuffix(".weight")
             down, up = (
@@ -256,6 +257,7 @@ def test_linear_layers_and_pointwise_convolutions_are_interchangeable(tmp_path: 
         save_file(tensors, tmp_path / "a.safetensors")
         base = state_of(nano_unet(other))
         changes = read_adapter(tmp_path / "a.safetensors").changes["unet"]
+        assert changes.keys() & base.keys()
         for name, change in changes.items():
             if name in base:
                 key = name.removesuffix("weight")

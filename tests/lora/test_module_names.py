@@ -40,7 +40,9 @@ def test_original_names_of_unets(arch: str, named: bool) -> None:
     unet = published_unet(arch)
     state = unet.state_dict()
     names = ModuleNames({"unet": list(state)} if named else None)
-    for original, name in original_unet({name: name for name in state}, unet.config).items():
+    originals = original_unet({name: name for name in state}, unet.config)
+    assert sorted(originals.values()) == sorted(state)
+    for original, name in originals.items():
         module, parameter = original.rsplit(".", 1)
         assert names.weight_name("unet", module.replace(".", "_"), parameter) == name
 

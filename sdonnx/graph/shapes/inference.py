@@ -143,7 +143,8 @@ class Sizes(SizeTable):
             self.shapes[output] = tuple(
                 sympy.Integer(dim.dim_value)
                 if dim.HasField("dim_value")
-                else (names.get(dim.dim_param) or self.fresh())
+                # Positions of an image or a text are at least one.
+                else (names.get(dim.dim_param) or self.fresh(may_be_empty=node.op_type != "Range"))
                 for dim in kind.tensor_type.shape.dim
             )
 

@@ -68,10 +68,11 @@ class SizeTable:
             content[index] = sympy.true if number is True else sympy.false if number is False else _number(number)
         self.contents[value] = content
 
-    def fresh(self) -> sympy.Expr:
-        """Return a new size that is unknown; it may be that of an empty slice."""
+    def fresh(self, *, may_be_empty: bool = True) -> sympy.Expr:
+        """Return a new size that is unknown."""
         self._unknown += 1
-        return sympy.Symbol(f"unknown_{self._unknown}", integer=True, nonnegative=True)
+        bound = "nonnegative" if may_be_empty else "positive"
+        return sympy.Symbol(f"unknown_{self._unknown}", integer=True, **{bound: True})
 
     def same(self, sizes: Sequence[sympy.Expr]) -> sympy.Expr:
         """Return the simplest of sizes that must be equal, and record that the others are equal to it."""

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 import logging
-import pickle
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +11,7 @@ import diffusers
 import pytest
 from support.pipelines import refused
 
-from sdonnx.errors import OptionError, SdonnxError
+from sdonnx.errors import OptionError
 from sdonnx.runtime.interface.missing_features import CLASS_METHODS, REFUSED, WITHOUT_EFFECT
 from sdonnx.runtime.pipeline import OrtDiffusionPipeline
 
@@ -150,9 +147,3 @@ def test_other_constructors(name: str) -> None:
     words = {"from_pipe": "image=", "from_single_file": "sdonnx export -m FILE"}
     with refused(OptionError, name, words[name]):
         getattr(OrtDiffusionPipeline, name)("model.safetensors")
-
-
-@pytest.mark.parametrize("use", [copy.copy, copy.deepcopy, pickle.dumps, lambda pipeline: pickle.dumps([pipeline])])
-def test_a_pipeline_stays_in_its_process(use: Callable[[Any], Any], ours: OrtDiffusionPipeline) -> None:
-    with refused(SdonnxError, str(ours.folder.path), "load it with from_pretrained in each process"):
-        use(ours)
