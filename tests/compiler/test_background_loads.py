@@ -146,4 +146,4 @@ def test_a_thread_logs_errors_of_jobs_that_nobody_waits_for(caplog: pytest.LogCa
     thread.start(fail)
     thread.start(lambda: done.append(2))
     assert thread.run(lambda: done) == [1, 2]
-    assert caplog.warned == ["a job of the device failed: a fault"]
+    assert caplog.messages == ["a job of the device failed: a fault"]
