@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help venv fmt lint test-fast test coverage docs wheel kernels verdicts mutants
+.PHONY: help venv fmt lint test-fast test weekly graphs docs wheel kernels verdicts mutants
 
 help: ## list the tasks
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## /\1\t/' | expand -t 12
@@ -28,8 +28,12 @@ test-fast: venv ## run the tests that need no sample pipeline, about two minutes
 test: ## run everything that CI runs
 	scripts/test.sh
 
-coverage: venv ## measure the coverage of lines and branches by all tests, half an hour
-	$(BIN)/python -m pytest -m "not gpu" -n auto --dist loadfile --no-loadscope-reorder --cov
+weekly: venv ## run and record what takes too long for CI, hours; it continues after a kill
+	$(BIN)/python scripts/weekly.py
+
+graphs: venv ## export the graphs in tests/graphs again, after a change of the exporter, torch or diffusers
+	rm -f tests/graphs/*.xz
+	SDONNX_TEST_GRAPHS=write $(BIN)/python -m pytest -m "not gpu and (pipeline or slow)" -n auto --dist loadfile
 
 docs: venv ## build the documentation into site/, warnings are errors
 	$(BIN)/mkdocs build --strict

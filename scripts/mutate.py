@@ -22,7 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["MUTATIONS", "Mutation", "main"]
+__all__ = ["MUTATIONS", "Mutation", "main", "mutated"]
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -116,8 +116,8 @@ MUTATIONS = (
     Mutation("fallback without a kernel",
              r"self\.policy\.fallback if self\.policy\.fallback in contract\.dtypes else _FLOAT",
              "self.policy.fallback", ("precision", "convert_precision")),
-    Mutation("epsilon of a scaled stream", r"epsilon \* scale\*\*2", "epsilon * scale", ("residual_scaling",
-             "transformer", "precision", "fuse_transformer")),
+    Mutation("epsilon of a scaled stream", r"(norm\.attributes[^\n]*epsilon \* scale)\*\*2", r"\1",
+             ("residual_scaling", "transformer", "precision", "fuse_transformer")),
     Mutation("safety checker's products", r"if product and below_cosines:", "if product:", ("precision",
              "safety_checker_head", "safety")),
     # Graph
@@ -132,8 +132,8 @@ MUTATIONS = (
 )  # fmt: skip
 
 
-def _apply(mutation: Mutation, package: Path) -> str:
-    """Apply a mutation to a copy of the package; return the changed file, relative to the package.
+def mutated(mutation: Mutation, package: Path) -> tuple[Path, str]:
+    """Return the file that a mutation changes, and its new content.
 
     Raises:
         SystemExit: the place is not found exactly once.
@@ -149,8 +149,7 @@ def _apply(mutation: Mutation, package: Path) -> str:
     changed = re.sub(mutation.find, mutation.replace, text)
     if changed == text:
         raise SystemExit(f"error: {mutation.name}: nothing changes; correct its replacement")
-    file.write_text(changed, encoding="utf-8")
-    return str(file.relative_to(package))
+    return file, changed
 
 
 def _test_files(mutation: Mutation, root: Path) -> list[str]:
@@ -163,7 +162,7 @@ def _test_files(mutation: Mutation, root: Path) -> list[str]:
 
 
 def _copied(root: Path, folder: Path) -> Path:
-    ignored = shutil.ignore_patterns(".git", ".carry", ".venv*", "*_cache", "__pycache__", "docs")
+    ignored = shutil.ignore_patterns(".git", ".carry", ".venv*", "*_cache", "__pycache__", "docs", "build", "out")
     return shutil.copytree(root, folder / "tree", ignore=ignored)
 
 
@@ -192,11 +191,13 @@ def _run(mutation: Mutation, root: Path, left_out: Sequence[str]) -> dict[str, o
     """
     with tempfile.TemporaryDirectory() as scratch:
         copy = _copied(root, Path(scratch))
-        file = _apply(mutation, copy / "sdonnx")
+        file, changed = mutated(mutation, copy / "sdonnx")
+        file.write_text(changed, encoding="utf-8")
         files = _test_files(mutation, copy)
         start = time.monotonic()
         failed, by = _pytest(copy, "-x", *(f"--deselect={test}" for test in left_out), *files)
-    result = {"mutation": mutation.name, "file": file, "tests": files, "caught": failed, "by": by[:1]}
+        name = str(file.relative_to(copy / "sdonnx"))
+    result = {"mutation": mutation.name, "file": name, "tests": files, "caught": failed, "by": by[:1]}
     seconds = round(time.monotonic() - start, 1)
     print(f"{'caught' if failed else 'SURVIVED'} {mutation.name} ({seconds} s)", flush=True)
     return result
@@ -219,11 +220,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     chosen = [each for each in MUTATIONS if options.only is None or each.name in options.only]
     if options.check:
-        with tempfile.TemporaryDirectory() as scratch:
-            for index, each in enumerate(chosen):
-                package = Path(scratch) / str(index)
-                shutil.copytree(options.root / "sdonnx", package)
-                print(f"{each.name}: {_apply(each, package)}; {' '.join(_test_files(each, options.root))}")
+        for each in chosen:
+            file, _ = mutated(each, options.root / "sdonnx")
+            tests = " ".join(_test_files(each, options.root))
+            print(f"{each.name}: {file.relative_to(options.root / 'sdonnx')}; {tests}")
         return 0
     root = options.root.resolve()
     files = sorted({file for each in chosen for file in _test_files(each, root)})

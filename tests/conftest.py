@@ -6,8 +6,8 @@ import gc
 import logging
 import os
 import shutil
-from collections import Counter
-from collections.abc import Generator, Iterator
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,15 @@ keep_to_own_cores()
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["SDONNX_CACHE_LIMIT"] = "0"  # tests of the cache turn it on, in folders of their own
 
+from support import call_budget  # noqa: E402
+from support.committed_graphs import MODE, replay_exports  # noqa: E402
 from support.diffusers_pipelines import in_diffusers  # noqa: E402
 from support.pipeline_cache import PipelineCache, cache_root  # noqa: E402
 from support.recording import Note, recorded  # noqa: E402
+
+replay_exports()
+if "PYTEST_XDIST_WORKER" in os.environ:  # the controller starts to count before it starts the workers
+    call_budget.count_calls()
 
 # pytest adds its handlers to loggers that do not propagate. With any handler, torch writes a record for each step of a
 # trace, which is 6 % of an export.
@@ -78,12 +84,11 @@ _LONGEST = (
     "optimize/test_compare_optimizers",
 )
 
-_MEASURED_CASES = 3
+_WEEKLY = pytest.StashKey[frozenset[str]]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--full", action="store_true", help="also run the tests of full-size models and further cases")
-    parser.addoption("--measure-fast", action="store_true", help="with --cov: measure no tests that take long")
+    parser.addoption("--weekly", action="store_true", help="also run the tests of full-size models and further cases")
     parser.addoption("--results", type=Path, default=None, help="file to append measurements to")
     parser.addoption("--made", type=Path, default=None, help="keep GPU tests' pipelines here, and use those that are")
     parser.addoption("--faults", type=int, default=0, help="number of injections of each fault")
@@ -91,16 +96,45 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--seed", type=int, default=0, help="of the faults and the hostile inputs")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Start to count exports, optimizations and compilations, in this process or its workers."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        return
+    folder = tempfile.TemporaryDirectory(prefix="sdonnx-calls-")
+    config.add_cleanup(folder.cleanup)
+    call_budget.start_counting(Path(folder.name, "calls"))
+    call_budget.count_calls()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Fail a run that exceeds the budget of calls."""
+    if "PYTEST_XDIST_WORKER" not in os.environ and _table_of_calls(session.config)[1] and session.exitstatus == 0:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """Print the calls by test file."""
+    table, over = _table_of_calls(config)
+    for line in table:
+        terminalreporter.write_line(line)
+    for line in over:
+        terminalreporter.write_line(line, red=True)
+
+
+def _table_of_calls(config: pytest.Config) -> tuple[list[str], list[str]]:
+    calls = call_budget.counted_calls(Path(os.environ[call_budget.COUNTS]))
+    table, over = call_budget.report(calls, call_budget.BUDGET)
+    unlimited = config.getoption("--weekly") or os.environ.get(MODE)  # further cases, or each graph is exported
+    return table if calls else [], [] if unlimited else over
+
+
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects by markers
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect `full` unless requested, skip `gpu` without CUDA, mark tests that take long, and put fast files first.
+    """Deselect `weekly` unless requested, skip `gpu` without CUDA, mark tests that take long, and put fast files first.
 
     A `-m` in addopts would be lost as soon as the command line has one, hence a hook.
     """
-    if not config.getoption("--full"):
-        full = [item for item in items if item.get_closest_marker("full")]
-        config.hook.pytest_deselected(items=full)
-        items[:] = [item for item in items if not item.get_closest_marker("full")]
     tests = Path(__file__).parent
     for item in items:
         if item.path.is_relative_to(tests / "gpu"):
@@ -109,11 +143,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.pipeline)
         elif item.path.relative_to(tests).as_posix().startswith(_SLOW):
             item.add_marker(pytest.mark.slow)
+    weekly = [item for item in items if item.get_closest_marker("weekly")]
+    config.stash[_WEEKLY] = frozenset(
+        item.nodeid.partition("[")[0] for item in weekly if not item.get_closest_marker("gpu")
+    )
+    if not config.getoption("--weekly"):
+        config.hook.pytest_deselected(items=weekly)
+        items[:] = [item for item in items if not item.get_closest_marker("weekly")]
     heavy = {item.path for item in items if _takes_long(item)}
     ranks = {path: _rank(path.relative_to(tests).as_posix()) for path in heavy}
     items.sort(key=lambda item: ranks.get(item.path, -1))  # stable: the order within a file stays
-    if config.pluginmanager.hasplugin("_cov"):
-        _measure_some(items)
     on_gpu = [item for item in items if item.get_closest_marker("gpu")]
     if on_gpu and not _has_cuda():
         for item in on_gpu:
@@ -127,29 +166,6 @@ def _takes_long(item: pytest.Item) -> bool:
 def _rank(file: str) -> int:
     """Return the place of a file among those that take long."""
     return next((index for index, start in enumerate(_LONGEST) if file.startswith(start)), len(_LONGEST))
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """Pause the measurement of coverage with --measure-fast, also for the fixtures of a test."""
-    plugin = item.config.pluginmanager.getplugin("_cov")
-    if plugin is None or not item.config.getoption("--measure-fast") or not _takes_long(item):
-        return (yield)
-    plugin.cov_controller.pause()
-    try:
-        return (yield)
-    finally:
-        plugin.cov_controller.resume()
-
-
-def _measure_some(items: list[pytest.Item]) -> None:
-    """Measure the coverage of the first cases of each test only: others reach the same lines, 60 % slower."""
-    cases = Counter[tuple[Path, str]]()
-    for item in items:
-        test = item.path, getattr(item, "originalname", item.name)
-        cases[test] += 1
-        if cases[test] > _MEASURED_CASES and not (_takes_long(item) and item.config.getoption("--measure-fast")):
-            item.add_marker(pytest.mark.no_cover)
 
 
 def pytest_collection_finish() -> None:
@@ -169,6 +185,12 @@ def note(request: pytest.FixtureRequest) -> Iterator[Note]:
     """Take measurements under a title; they are written to the file that --results names."""
     with recorded("tests", request.config.getoption("--results")) as take:
         yield take
+
+
+@pytest.fixture(scope="session")
+def weekly_tests(request: pytest.FixtureRequest) -> frozenset[str]:
+    """Ids, without parameters, of the collected tests that `make weekly` runs and CI does not."""
+    return request.config.stash[_WEEKLY]
 
 
 @pytest.fixture(scope="session")
@@ -201,6 +223,12 @@ def nano_single(nano: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def nano_exported(pipelines: PipelineCache, nano: Path) -> Path:
     """`nano` as float32 ONNX."""
     return pipelines.exported(nano)
+
+
+@pytest.fixture(scope="session")
+def nano_cpu(pipelines: PipelineCache, nano_exported: Path) -> Path:
+    """`nano` optimized for the CPU provider."""
+    return pipelines.optimized(nano_exported, provider="cpu")
 
 
 @pytest.fixture(scope="session")

@@ -177,7 +177,7 @@ def test_linter_has_no_remark() -> None:
     assert (done.returncode, done.stdout) == (0, "")
 
 
-@pytest.mark.full
+@pytest.mark.weekly
 def test_commands_install_a_server_that_starts(tmp_path: Path) -> None:
     """The `pip install` lines run in a fresh environment, which then has the command line and the server's packages."""
     venv.create(tmp_path / "venv", with_pip=True)

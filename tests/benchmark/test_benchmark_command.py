@@ -59,9 +59,9 @@ def preloaded_engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", str(interpreter(tmp_path / "preloaded")))
 
 
-def test_extra_measurements(micro_cpu: Path, micro_exported: Path, tmp_path: Path) -> None:
+def test_extra_measurements(nano_cpu: Path, tmp_path: Path) -> None:
     done = run(
-        tmp_path, "-e", "onnxruntime", "onnxruntime-plain", "-p", str(micro_cpu), str(micro_exported), *SMALL[:4],
+        tmp_path, "-e", "onnxruntime", "-p", str(nano_cpu), *SMALL[:4],
         "-s", "3", "-c", "1", "--rounds", "1", "--warmups", "1", "--json", "result.jsonl", "--throughput",
         "--run_multiple_resolutions", "--profile",
     )  # fmt: skip
@@ -70,14 +70,14 @@ def test_extra_measurements(micro_cpu: Path, micro_exported: Path, tmp_path: Pat
         assert line in done.stdout
     records = [json.loads(line) for line in (tmp_path / "result.jsonl").read_text().splitlines()]
     kinds = [record["benchmark"] for record in records]
-    assert kinds == ["pipeline"] * 2 + ["throughput"] * 2 + ["resolutions"] * 2 + ["kernels"] * 2
-    for record in records[2:4]:
-        assert [steps for steps, _ in record["points"]] == [1, 2, 3]
-        steps, seconds = np.array(record["points"]).T
-        slope, offset = np.polyfit(steps, seconds, 1)
-        assert (record["line"]["slope"], record["line"]["offset"]) == pytest.approx((slope, offset), abs=1e-6)
-    assert all(len(record["visited"]) == 6 for record in records[4:6])
-    assert all(record["milliseconds"]["convolution"] > 0 for record in records[6:])
+    assert kinds == ["pipeline", "throughput", "resolutions", "kernels"]
+    _, throughput, resolutions, kernels = records
+    assert [steps for steps, _ in throughput["points"]] == [1, 2, 3]
+    steps, seconds = np.array(throughput["points"]).T
+    slope, offset = np.polyfit(steps, seconds, 1)
+    assert (throughput["line"]["slope"], throughput["line"]["offset"]) == pytest.approx((slope, offset), abs=1e-6)
+    assert len(resolutions["visited"]) == 6
+    assert kernels["milliseconds"]["convolution"] > 0
 
 
 def test_script_runs_in_any_folder_without_torch(micro_cpu: Path, tmp_path: Path) -> None:

@@ -89,8 +89,12 @@ def page_in(
 
 @pytest.fixture(
     scope="module",
-    params=[(PHONE, False), (PHONE, True), (DESK, False), (DESK, True)],
-    ids=["phone-light", "phone-dark", "desk-light", "desk-dark"],
+    params=[
+        pytest.param((PHONE, False), id="phone-light"),
+        pytest.param((PHONE, True), id="phone-dark", marks=pytest.mark.weekly),
+        pytest.param((DESK, False), id="desk-light", marks=pytest.mark.weekly),
+        pytest.param((DESK, True), id="desk-dark"),
+    ],
 )
 def page(request: pytest.FixtureRequest, browser: Browser, report: Path) -> Iterator[Page]:
     """The page in each size and scheme. Tests must not change it."""
@@ -165,8 +169,17 @@ def test_page_fits_the_narrowest_phone_with_every_table_open(browser: Browser, r
         assert wide > 0  # they scroll within their boxes
 
 
-@pytest.mark.parametrize("size", [PHONE, DESK, NARROWEST], ids=["phone", "desk", "narrowest"])
-@pytest.mark.parametrize("name", ["two workloads", "one workload", "one engine"])
+@pytest.mark.parametrize(
+    "size",
+    [
+        pytest.param(PHONE, id="phone", marks=pytest.mark.weekly),
+        pytest.param(DESK, id="desk"),
+        pytest.param(NARROWEST, id="narrowest"),
+    ],
+)
+@pytest.mark.parametrize(
+    "name", ["two workloads", pytest.param("one workload", marks=pytest.mark.weekly), "one engine"]
+)
 def test_everything_is_visible(browser: Browser, pages: dict[str, Path], name: str, size: tuple[int, int]) -> None:
     with page_in(browser, pages[name], size) as page:
         assert find_cut(page) == []

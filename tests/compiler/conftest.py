@@ -8,11 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
-import onnx_ir as ir
 import pytest
 from support.logged_lines import logged_lines
 from support.pipeline_cache import run_root
-from support.shared_exports import shared_exports
 from support.shared_torchlib import share_torchlib
 from support.torch_graphs import graphs_in_torch
 
@@ -20,25 +18,19 @@ from sdonnx.compiler import module_graph
 from sdonnx.compiler.module_graph import build_model
 
 
-@pytest.fixture(scope="session")
-def exports() -> dict[bytes, ir.Model]:
-    """The graphs that this process has exported."""
-    return {}
-
-
 @pytest.fixture(scope="module", autouse=True)
-def shared_graphs(tmp_path_factory: pytest.TempPathFactory, exports: dict[bytes, ir.Model]) -> Iterator[None]:
-    """Build each graph once in a run, and export each structure once in a process: it takes torch seconds."""
+def shared_graphs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Build each graph once in a run: most tests compile the same ones."""
     share_torchlib()
-    with pytest.MonkeyPatch.context() as patch, shared_exports(exports):
+    with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SDONNX_CACHE", str(run_root(tmp_path_factory.getbasetemp()) / "compiled"))
         patch.setenv("SDONNX_CACHE_LIMIT", "10GB")
         yield
 
 
-@pytest.fixture(params=["in torch", pytest.param("exported", marks=pytest.mark.full)])
+@pytest.fixture(params=["in torch", pytest.param("exported", marks=pytest.mark.weekly)])
 def variants(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Compute graphs in torch; with --full, also export them. `test_unet_variants` exports one with all inputs."""
+    """Compute graphs in torch; with --weekly, also export them. `test_unet_variants` exports one with all inputs."""
     with graphs_in_torch() if request.param == "in torch" else contextlib.nullcontext():
         yield
 

@@ -125,7 +125,7 @@ def test_controlnet_of_xl(xl: Both, warned: list[str]) -> None:
     assert warned == [_again("6 time_ids and residuals of ControlNet")]
 
 
-@pytest.mark.full
+@pytest.mark.weekly
 def test_t2i_adapter_of_xl_in_half_of_the_steps(xl: Both, warned: list[str]) -> None:
     pipes = _as(diffusers.StableDiffusionXLAdapterPipeline, xl, adapter=_adapter("full_adapter_xl", xl[0].unet, 16))
     for seed in range(2):
@@ -165,7 +165,7 @@ def test_ip_adapters_with_scales(pipelines: PipelineCache, warned: list[str]) ->
     assert _agreement(pipes) > SAME_DB
 
 
-@pytest.mark.full
+@pytest.mark.weekly
 def test_ip_adapters_of_xl_with_scales(pipelines: PipelineCache, warned: list[str]) -> None:
     folder = pipelines.micro("sdxl-tiny-ip-adapter")
     plain, compiled = in_diffusers(folder), in_diffusers(folder)
@@ -190,7 +190,7 @@ def test_inpainting_with_nine_channels(pipelines: PipelineCache, warned: list[st
     assert warned == []
 
 
-@pytest.mark.full
+@pytest.mark.weekly
 def test_the_refiner_of_xl(pipelines: PipelineCache, warned: list[str]) -> None:
     pipes = _loaded(pipelines.micro("sdxl-refiner-tiny"))
     given: dict[str, Any] = {"strength": 0.9, "num_inference_steps": 3, "output_type": "np"}

@@ -229,7 +229,7 @@ def test_other_calls_of_t5_run_in_torch(
     [
         "pixart-tiny",
         "pixart-alpha-tiny",
-        pytest.param("pixart-sigma-tiny", marks=pytest.mark.full),
+        pytest.param("pixart-sigma-tiny", marks=pytest.mark.weekly),
     ],
 )
 def test_images_of_pipelines_agree(pipelines: PipelineCache, arch: str, warned: list[str]) -> None:

@@ -81,7 +81,7 @@ def test_residuals_of_controlnet_are_inputs(controlled: Any, warned: list[str]) 
     assert warned == ["UNet2DConditionModel is compiled again, for residuals of ControlNet"]
 
 
-@pytest.mark.full
+@pytest.mark.weekly
 def test_residuals_of_adapters_are_inputs(controlled: Any, warned: list[str]) -> None:
     for size in ((16, 16), (13, 18)):
         assert _error(controlled, _inputs(*size), _adapted(_SD_ADAPTER, *size)) < 1e-4
@@ -96,7 +96,7 @@ def test_residuals_of_both_are_inputs(controlled: Any, warned: list[str]) -> Non
     ]
 
 
-@pytest.mark.full
+@pytest.mark.weekly
 def test_an_adapter_of_xl_also_reaches_the_middle_block(warned: list[str]) -> None:
     compiled = sdonnx.compile(small_unet(**_XL))
     for size in ((16, 16), (20, 28)):

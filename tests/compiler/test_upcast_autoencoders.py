@@ -250,7 +250,7 @@ def _half(source: Path, kind: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(kind, marks=[] if kind == "inpainting" else [pytest.mark.full]) for kind in KINDS]
+    "name", [pytest.param(kind, marks=[] if kind == "inpainting" else [pytest.mark.weekly]) for kind in KINDS]
 )
 def test_images_of_pipelines(name: str, source: Path, built: list[str], warned: list[str]) -> None:
     """Each image is that of torch, whose autoencoder is converted to float32, and nothing is compiled again."""

@@ -66,7 +66,7 @@ def with_t2i_adapter(pipelines: PipelineCache) -> Path:
 
 
 PIPELINES = [
-    tiny, pixart, xl_with_adapters, pytest.param(xl_with_controlnets, marks=pytest.mark.full), with_t2i_adapter
+    tiny, pixart, xl_with_adapters, pytest.param(xl_with_controlnets, marks=pytest.mark.weekly), with_t2i_adapter
 ]  # fmt: skip
 
 

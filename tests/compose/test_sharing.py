@@ -13,6 +13,7 @@ from support.steps import CONFIG, feeds, run
 
 import sdonnx.compose.step
 from sdonnx.compose import compose_step
+from sdonnx.compose.rowwise import RowRules
 from sdonnx.graph.edit import MICROSOFT, dims
 from sdonnx.graph.passes import infer_shapes
 
@@ -139,6 +140,12 @@ DIFFERENT = [
 @pytest.mark.parametrize("body", DIFFERENT)
 def test_operators_that_mix_images_or_read_a_prompt_are_not_shared(body: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert first_attention(check(denoiser(body), monkeypatch)) == "batch_size"
+
+
+@pytest.mark.parametrize(("perm", "keeps"), [([0, 2, 1], True), ([1, 0, 2], False), ([2, 1, 0], False)])
+def test_only_transpositions_of_other_axes_keep_rows(perm: list[int], keeps: bool) -> None:
+    value = ir.Value(name="x", type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape([2, 2, 2]))
+    assert RowRules({value: True}, set()).keeps_rows(ir.node("Transpose", [value], {"perm": perm})) is keeps
 
 
 @pytest.mark.parametrize("attention", ATTENTIONS)

@@ -47,9 +47,12 @@ MODULES: dict[str, Callable[[], Any]] = {
     "text encoder with projection": lambda: small_text_encoder(CLIPTextModelWithProjection, hidden_act="gelu"),
     "image encoder": small_image_encoder,
 }
+WEEKLY = ("projection", "image encoder")  # other kinds of CLIP's encoder
 
 
-@pytest.mark.parametrize("kind", MODULES)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[pytest.mark.weekly] if kind.endswith(WEEKLY) else []) for kind in MODULES]
+)
 def test_graphs_are_those_of_decomposed_programs(kind: str) -> None:
     """Encoders have a few other nodes until they are fused: torch's `view` may have a size of -1."""
 

@@ -35,7 +35,7 @@ def picture(seed: int) -> Image.Image:
     return Image.fromarray(pixels).resize((300, 260), Image.Resampling.BICUBIC)
 
 
-FULL = [pytest.param(f"{name}-ip-adapter", marks=pytest.mark.full) for name in ("sd15", "sdxl")]
+FULL = [pytest.param(f"{name}-ip-adapter", marks=pytest.mark.weekly) for name in ("sd15", "sdxl")]
 
 
 @pytest.mark.parametrize("arch", ["tiny-ip-adapter", "sdxl-tiny-ip-adapter", *FULL])

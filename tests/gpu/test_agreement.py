@@ -17,9 +17,9 @@ from sdonnx.runtime.pipeline import OrtDiffusionPipeline
 ARCHITECTURES = [
     "tiny",
     "sdxl-tiny",
-    pytest.param("sd15", marks=pytest.mark.full),
-    pytest.param("sd21", marks=pytest.mark.full),
-    pytest.param("sdxl", marks=pytest.mark.full),
+    pytest.param("sd15", marks=pytest.mark.weekly),
+    pytest.param("sd21", marks=pytest.mark.weekly),
+    pytest.param("sdxl", marks=pytest.mark.weekly),
 ]
 COMPONENTS = ["text_encoder", "text_encoder_2", "unet", "vae_encoder", "vae_decoder"]
 

@@ -21,8 +21,8 @@ CASES = [
     ("attention", "tiny", "unet", "unet:MultiHeadAttention"),
     ("vae", "tiny", "vae_decoder", None),
     ("t5", "pixart-tiny", "text_encoder", None),
-    pytest.param("attention", "sd21", "unet", "unet:MultiHeadAttention", marks=pytest.mark.full),
-    pytest.param("vae", "sd21", "vae_decoder", None, marks=pytest.mark.full),
+    pytest.param("attention", "sd21", "unet", "unet:MultiHeadAttention", marks=pytest.mark.weekly),
+    pytest.param("vae", "sd21", "vae_decoder", None, marks=pytest.mark.weekly),
 ]
 
 

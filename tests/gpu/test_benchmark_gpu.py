@@ -38,7 +38,7 @@ def test_marks_use_the_device_clock() -> None:
     assert milliseconds > 50
 
 
-@pytest.mark.parametrize("arch", ["tiny", pytest.param("sd15", marks=pytest.mark.full)])
+@pytest.mark.parametrize("arch", ["tiny", pytest.param("sd15", marks=pytest.mark.weekly)])
 def test_complete_comparison(arch: str, build: Build, tmp_path: Path, note: Any) -> None:
     source, optimized = build(arch)
     paths = {name: tmp_path / name for name in ("result.csv", "result.jsonl", "report.html")}

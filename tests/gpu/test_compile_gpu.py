@@ -337,7 +337,7 @@ def test_o3_quantizes(source: Source, note: Note, caplog: pytest.LogCaptureFixtu
     assert next(half.transformer.parameters()).device.type == "cpu"
 
 
-@pytest.mark.full
+@pytest.mark.weekly
 def test_time_of_a_call(source: Source, note: Note) -> None:
     """Stable Diffusion 1.5 at 512x512 with guidance: calls without a pause, next to torch and the graph alone."""
     unet = loaded(source("sd15"), torch.float16).unet

@@ -102,7 +102,7 @@ def controlled(made: Made) -> Callable[[str], Path]:
     return make
 
 
-@pytest.mark.parametrize("arch", ["sdxl-tiny", pytest.param("sdxl", marks=pytest.mark.full)])
+@pytest.mark.parametrize("arch", ["sdxl-tiny", pytest.param("sdxl", marks=pytest.mark.weekly)])
 def test_error_and_time(arch: str, controlled: Callable[[str], Path], note: Note) -> None:
     """Compare the error of latents with torch's in fp16, and the time of an image with torch.compile's if full-size."""
     folder = controlled(arch)
@@ -131,7 +131,7 @@ def test_error_and_time(arch: str, controlled: Callable[[str], Path], note: Note
         assert row["torch_compile_s"] >= _MIN_SPEEDUP * row["seconds"], row
 
 
-@pytest.mark.parametrize("arch", ["sdxl-tiny", pytest.param("sdxl", marks=pytest.mark.full)])
+@pytest.mark.parametrize("arch", ["sdxl-tiny", pytest.param("sdxl", marks=pytest.mark.weekly)])
 def test_guess_mode_computes_half_of_the_rows(arch: str, controlled: Callable[[str], Path], note: Note) -> None:
     """Compare the error of latents with torch's in fp16, and the time of an image with that of all rows."""
     folder = controlled(arch)

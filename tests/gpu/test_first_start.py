@@ -24,8 +24,8 @@ from sdonnx.runtime.device.device import device_for
     ("arch", "steps", "scheduler", "limit_s"),
     [
         ("tiny", 4, "euler", 4.0),
-        pytest.param("sd15", 50, "pndm", 4.0, marks=pytest.mark.full),
-        pytest.param("sdxl", 20, "euler", 6.0, marks=pytest.mark.full),
+        pytest.param("sd15", 50, "pndm", 4.0, marks=pytest.mark.weekly),
+        pytest.param("sdxl", 20, "euler", 6.0, marks=pytest.mark.weekly),
     ],
 )
 def test_the_first_image_does_not_wait_for_the_check(

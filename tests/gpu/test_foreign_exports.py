@@ -25,7 +25,7 @@ BY_NAME = {exporter.name: exporter for exporter in EXPORTERS}
     ("arch", "names"),
     [
         ("tiny", ["torchscript-17", "torchscript-14", "torchscript-14-baddbmm"]),
-        pytest.param("sd15", ["torchscript-14"], marks=pytest.mark.full),
+        pytest.param("sd15", ["torchscript-14"], marks=pytest.mark.weekly),
     ],
 )
 def test_foreign_export_generates_the_same_image(arch: str, names: list[str], tmp_path: Path, note: Any) -> None:

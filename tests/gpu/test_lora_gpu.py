@@ -119,7 +119,7 @@ def measure(pipeline: OrtDiffusionPipeline, files: list[Path]) -> tuple[dict[str
     return row, both
 
 
-@pytest.mark.parametrize("arch", ["tiny", "sdxl-tiny", pytest.param("sdxl", marks=pytest.mark.full)])
+@pytest.mark.parametrize("arch", ["tiny", "sdxl-tiny", pytest.param("sdxl", marks=pytest.mark.weekly)])
 def test_switches(arch: str, build: Build, tmp_path: Path, note: Note) -> None:
     source, folder = build(arch)
     files = [write_linear_lora(folder, tmp_path / f"{seed}.safetensors", seed) for seed in (1, 2)]

@@ -29,7 +29,7 @@ from sdonnx.runtime.pipeline import OrtDiffusionPipeline
 Build = Callable[[str], tuple[Path, Path]]
 Feeds = dict[str, np.ndarray[Any, Any]]
 
-FULL = [pytest.param(name, marks=pytest.mark.full) for name in ("pixart-alpha", "pixart-sigma")]
+FULL = [pytest.param(name, marks=pytest.mark.weekly) for name in ("pixart-alpha", "pixart-sigma")]
 ARCHITECTURES = ["pixart-tiny", "pixart-alpha-tiny", "pixart-sigma-tiny", *FULL]
 
 # Each follows a different call: a replay that reads captured inputs instead of new ones would repeat the call before.

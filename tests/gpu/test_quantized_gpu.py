@@ -101,7 +101,7 @@ def _prompt_width(component: Path) -> int:
     return int(config.get("caption_channels") or config["cross_attention_dim"])
 
 
-@pytest.mark.full
+@pytest.mark.weekly
 def test_images_of_sdxl(build: Build, note: Note) -> None:
     """20 steps at 1024x1024, with guidance, from the prompt to the image."""
     wide, narrow = quantized(build, "sdxl")

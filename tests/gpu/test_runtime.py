@@ -25,7 +25,7 @@ MEGABYTE = 2**20
 SAME_DB = 45
 
 
-@pytest.fixture(scope="module", params=["tiny", pytest.param("sd15", marks=pytest.mark.full)])
+@pytest.fixture(scope="module", params=["tiny", pytest.param("sd15", marks=pytest.mark.weekly)])
 def arch(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -336,7 +336,7 @@ def test_images_from_images(masked: bool, arch: str, pipeline: Any, build: Build
 SAMPLERS = ["ddim", "pndm", "euler", "euler_a", "heun", "dpmsolver++", "unipc"]
 
 
-@pytest.mark.full
+@pytest.mark.weekly
 def test_soak(build: Build, note: Any) -> None:
     """Generate 2,000 images of random sizes, samplers and prompts: memory is flat, and repeated images are equal."""
     draw = np.random.default_rng(0)

@@ -23,7 +23,7 @@ SEEDS = (0, 1, 2, 3)
 FOUND = [False, True, False, False]
 
 
-@pytest.fixture(scope="module", params=["tiny", pytest.param("sd15", marks=pytest.mark.full)])
+@pytest.fixture(scope="module", params=["tiny", pytest.param("sd15", marks=pytest.mark.weekly)])
 def folders(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path, Path]:
     """Name, diffusers folder whose checker flags the image of seed 1, and its float16 folder."""
     import torch

@@ -1,6 +1,6 @@
 """The autoencoder of Stable Diffusion XL in fp16 with scaled values, at full size and without the rest of its pipeline.
 
-    python -m pytest -q tests/gpu/test_vae_fp16_gpu.py --full --results vae-fp16.json
+    python -m pytest -q tests/gpu/test_vae_fp16_gpu.py --weekly --results vae-fp16.json
 
 SDONNX_KERNELS names the library of our own kernels; without it, only the form without them is measured.
 """
@@ -27,7 +27,7 @@ from sdonnx.precision.policy import Precision
 from sdonnx.runtime.device.device import device_for
 from sdonnx.runtime.device.session import Graph, SessionSettings
 
-pytestmark = [pytest.mark.gpu, pytest.mark.full]
+pytestmark = [pytest.mark.gpu, pytest.mark.weekly]
 
 Array = npt.NDArray[Any]
 

@@ -162,7 +162,7 @@ print(peak)
 """
 
 
-@pytest.mark.full
+@pytest.mark.weekly
 def test_4096_pixels_decode_within_24_gb(build: Build, note: Any) -> None:
     command = [sys.executable, "-c", LARGE, str(build("sdxl")[1])]
     peak = int(subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1])
@@ -196,7 +196,7 @@ print(peak)
 """
 
 
-@pytest.mark.parametrize("arch", ["sdxl-tiny", pytest.param("sdxl", marks=pytest.mark.full)])
+@pytest.mark.parametrize("arch", ["sdxl-tiny", pytest.param("sdxl", marks=pytest.mark.weekly)])
 def test_offloading_lowers_the_peak(arch: str, build: Build, note: Any) -> None:
     peaks = {}
     for level in ("no", "yes", "offload"):
@@ -209,7 +209,7 @@ def test_offloading_lowers_the_peak(arch: str, build: Build, note: Any) -> None:
         assert peaks["no"] - peaks["offload"] > 1.2e9
 
 
-@pytest.mark.full
+@pytest.mark.weekly
 @pytest.mark.parametrize(("arch", "batch"), [("sdxl", 7), ("sdxl", 8), ("sdxl", 16), ("pixart-alpha", 8)])
 def test_batches_at_1024(arch: str, batch: int, build: Build, note: Any) -> None:
     arguments: dict[str, Any] = {"num_inference_steps": 2, "output_type": "np"}

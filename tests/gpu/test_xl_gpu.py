@@ -28,7 +28,7 @@ CASES: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("arch", ["sdxl-tiny", pytest.param("sdxl", marks=pytest.mark.full)])
+@pytest.mark.parametrize("arch", ["sdxl-tiny", pytest.param("sdxl", marks=pytest.mark.weekly)])
 def test_images_agree(arch: str, build: Build, note: Any) -> None:
     source, folder = build(arch)
     pipeline_class: Any = diffusers.StableDiffusionXLPipeline

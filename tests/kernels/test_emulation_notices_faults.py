@@ -148,22 +148,22 @@ def built(folder: Path, file: str, right: str = "", wrong: str = "") -> tuple[Pa
     return folder / "build" / "libsdonnx_kernels_emulated.so", operators
 
 
+# CI compiles one source, with a fault and without: each takes 4 s.
+IN_CI = "barrier of the parameters"
+
+
+def cases(values: Iterable[str], in_ci: str) -> list[Any]:
+    """Return the values as parameters of a test, all but one weekly."""
+    return [pytest.param(value, marks=[] if value == in_ci else [pytest.mark.weekly]) for value in values]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("file", sorted({file for file, _, _ in FAULTS.values()}))
+@pytest.mark.parametrize("file", cases(sorted({file for file, _, _ in FAULTS.values()}), FAULTS[IN_CI][0]))
 def test_sources_are_sound(file: str, tmp_path: Path) -> None:
     assert checked(*built(tmp_path, file)) == "sound"
 
 
-def fault_cases() -> list[Any]:
-    """Return the names of the faults. All but the last of each file are for --full, since each compiles for 4 s."""
-    last = {file: name for name, (file, _, _) in FAULTS.items()}
-    return [
-        pytest.param(name, marks=[] if last[file] == name else [pytest.mark.full])
-        for name, (file, _, _) in FAULTS.items()
-    ]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("name", fault_cases())
+@pytest.mark.parametrize("name", cases(FAULTS, IN_CI))
 def test_fault_is_noticed(name: str, tmp_path: Path) -> None:
     assert checked(*built(tmp_path, *FAULTS[name])) in ("faulty", "stopped")

@@ -171,7 +171,7 @@ def test_wheels_of_nvcc_are_of_one_release() -> None:
     assert {pins[name] for name in ("nvidia-cuda-nvcc", "nvidia-cuda-crt", "nvidia-nvvm")} == {pins["nvidia-nvvm"]}
 
 
-@pytest.mark.full
+@pytest.mark.weekly
 def test_wheel_is_built_with_wheels_of_nvcc(tmp_path: Path) -> None:
     """pip fetches nvcc from the package index, on a machine that has none."""
     source = tmp_path / "kernels"

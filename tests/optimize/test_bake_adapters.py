@@ -40,7 +40,7 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="module", params=["tiny", pytest.param("sdxl-tiny", marks=pytest.mark.full)])
+@pytest.fixture(scope="module", params=["tiny", pytest.param("sdxl-tiny", marks=pytest.mark.weekly)])
 def arch(request: pytest.FixtureRequest) -> Any:
     return request.param
 

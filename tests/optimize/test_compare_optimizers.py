@@ -150,7 +150,7 @@ def test_page_shows_both_optimizers_and_a_crash(compare: Any, tmp_path: Path) ->
     assert sum(line == "python scripts/compare_optimizers.py" for line in lines) == 1
 
 
-@pytest.mark.full
+@pytest.mark.weekly
 def test_exports_measures_and_writes_the_page(compare: Any, micro: Path, tmp_path: Path) -> None:
     out, page, exports = tmp_path / "exporters-tiny.json", tmp_path / "exporters.md", tmp_path / "exports"
     paths = ["--source", micro, "--exports", exports, "--out", out, "--page", page, "--discard"]

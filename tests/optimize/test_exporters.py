@@ -25,7 +25,7 @@ from sdonnx.precision.group_norm_scaling import scalable_values
 # of these, the encoder of images has a Pad, which the UNet lacks.
 PARTS = {exporter.name: COMPONENTS for exporter in EXPORTERS} | {"dynamo-20": ("unet", "vae_encoder")}
 EXPORTS = [(name, component) for name, components in PARTS.items() for component in components]
-FURTHER = {"torchscript-17"}  # as torchscript-14, in a later opset
+IN_CI = {"sdonnx", "dynamo-18", "torchscript-14"}
 
 # Number of each kernel in the fused graphs of `tiny`, from every exporter.
 TABLE = {
@@ -50,8 +50,8 @@ UNFUSED = {"Attention", "Softmax", "Conv", "InstanceNormalization", "GroupNormal
 
 
 def cases(exports: Iterable[tuple[str, str]]) -> list[Any]:
-    """Return exporters and components; those of some exporters are for --full."""
-    return [pytest.param(*each, marks=[pytest.mark.full] if each[0] in FURTHER else []) for each in exports]
+    """Return exporters and components."""
+    return [pytest.param(*each, marks=[] if each[0] in IN_CI else [pytest.mark.weekly]) for each in exports]
 
 
 class Exports:

@@ -1,4 +1,4 @@
-"""Full-size pipelines: operator counts, memory and time of export and optimization. Run with --full."""
+"""Full-size pipelines: operator counts, memory and time of export and optimization. Run with --weekly."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from sdonnx.models.registry import FAMILIES
 from sdonnx.sample.architecture import ADAPTER_FILES
 from sdonnx.sample.write_sample import write_sample
 
-pytestmark = pytest.mark.full
+pytestmark = pytest.mark.weekly
 
 _MEASURED = """
 import json, sys, time

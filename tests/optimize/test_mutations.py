@@ -152,7 +152,11 @@ def floats(model: ir.Model) -> list[ir.Node]:
 
 
 MUTATIONS = (extra_consumer, swapped_operands, changed_constant, renamed_values, inserted_no_op)
-NAMES = ("torchscript-14", "torchscript-14-baddbmm", "torchscript-17", "dynamo-18")
+NAMES: list[Any] = [
+    "torchscript-14",
+    *(pytest.param(name, marks=pytest.mark.weekly) for name in ("torchscript-14-baddbmm", "torchscript-17")),
+    "dynamo-18",
+]
 FUSED = {
     "MultiHeadAttention": 2,
     "BiasSplitGelu": 1,

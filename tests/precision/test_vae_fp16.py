@@ -223,7 +223,7 @@ def test_stream_that_cannot_be_scaled_stays_float32(
         optimized(other, tmp_path / "requested", "vae_encoder", "vae_encoder:1/64")
 
 
-@pytest.mark.full
+@pytest.mark.weekly
 @pytest.mark.parametrize("component", COMPONENTS)
 def test_error_at_full_size_by_factor(component: str, tmp_path: Path, note: Any) -> None:
     """Weights lose digits from 1/1024 on; the default is as precise as fp16 without a factor."""
@@ -242,7 +242,7 @@ def test_error_at_full_size_by_factor(component: str, tmp_path: Path, note: Any)
     assert max(errors.values()) < 2 * of_torch
 
 
-@pytest.mark.full
+@pytest.mark.weekly
 def test_overflowing_decoder_at_full_size(tmp_path: Path, note: Any) -> None:
     vae = write_autoencoder(XL, tmp_path / "vae", overflow="vae")
     export_autoencoder(tmp_path / "vae", tmp_path / "onnx", "vae_decoder")

@@ -136,6 +136,7 @@ def right_of(folder: Path) -> int:
     return sum(judge_image(np.asarray(image), scene).right for image, scene in zip(images, scenes, strict=True))
 
 
+@pytest.mark.weekly
 def test_the_accuracy_is_that_of_the_folders(pipelines: PipelineCache, shapes: Path, shapes_cpu: Path) -> None:
     exported = pipelines.exported(shapes)
     asked = OptimizeRequest(provider="cpu", quantization=STATIC, scales=SCALES)

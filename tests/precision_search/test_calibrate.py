@@ -239,6 +239,7 @@ def test_modules_without_a_magnitude_are_refused(micro_exported: Path, tmp_path:
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.weekly
 def test_search_of_float32_operators_of_a_quantized_folder(nano_exported: Path, tmp_path: Path) -> None:
     """The search and its proof are of the folder before it is quantized."""
     options = OptimizeRequest(

@@ -137,8 +137,8 @@ class Case:
         return generated_by_torch(self.torch, torch.float32, self.settings)
 
 
-# That of attention is for --full: like that of the autoencoder, it is a sample of Stable Diffusion.
-CASES = [pytest.param(kind, marks=[pytest.mark.full] if kind == "attention" else []) for kind in OVERFLOWS]
+# That of attention is weekly: like that of the autoencoder, it is a sample of Stable Diffusion.
+CASES = [pytest.param(kind, marks=[] if kind == "vae" else [pytest.mark.weekly]) for kind in OVERFLOWS]
 
 
 @pytest.fixture(scope="module", params=CASES)
@@ -592,7 +592,7 @@ def test_inputs_of_every_component_are_recorded(pipelines: PipelineCache, tmp_pa
 # --- full size --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.full
+@pytest.mark.weekly
 @pytest.mark.parametrize("kind", ["attention", "vae"])
 def test_stable_diffusion_2_1(kind: str, tmp_path: Path, note: Note) -> None:
     """The command runs in its own process, with 256 pixels, which take seconds per step on a CPU."""

@@ -76,7 +76,7 @@ def test_trials_have_the_error_of_the_folder(
     assert max(errors) == pytest.approx(trial.error, rel=0.02)
 
 
-@pytest.mark.parametrize("name", [pytest.param("int8_weightonly", marks=pytest.mark.full), "fp8_static"])
+@pytest.mark.parametrize("name", [pytest.param("int8_weightonly", marks=pytest.mark.weekly), "fp8_static"])
 def test_other_types(name: str, nano_exported: Path) -> None:
     scales: Any = None
     if name == "fp8_static":

@@ -55,7 +55,7 @@ def replicas(name: str) -> list[int]:
     return [int(line.split()[0]) for line in listed.splitlines() if title in line]
 
 
-@pytest.mark.parametrize(("count", "kills"), [(60, 2), pytest.param(500, 3, marks=pytest.mark.full)])
+@pytest.mark.parametrize(("count", "kills"), [(60, 2), pytest.param(500, 3, marks=pytest.mark.weekly)])
 def test_killed_replicas_lose_no_request(server: str, shapes_cpu: Path, count: int, kills: int) -> None:
     before = completed(server)
     points = [count * (index + 1) // (kills + 1) for index in range(kills)]

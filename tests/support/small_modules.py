@@ -103,4 +103,5 @@ def small_transformer(**options: Any) -> Any:
         "num_attention_heads": 2, "attention_head_dim": 16, "cross_attention_dim": 32, "caption_channels": 24,
         "num_layers": 2, "sample_size": 16,
     }  # fmt: skip
-    return PixArtTransformer2DModel(**(sizes | options)).eval().requires_grad_(False)
+    model: Any = PixArtTransformer2DModel(**(sizes | options))
+    return model.eval().requires_grad_(False)

@@ -17,15 +17,16 @@ class SchedulerHandle(str):
     It compares and prints as the class name. `X.from_config(pipeline.scheduler.config)` works with every class X of
     diffusers, and `pipeline.scheduler.from_config` does the same without diffusers. The scheduler itself has no
     object: its steps are part of the captured graphs.
-
-    Args:
-        config: content of `scheduler_config.json`, or the configuration of a scheduler of diffusers.
     """
 
     _config: dict[str, Any]
 
     def __new__(cls, config: Mapping[str, Any]) -> SchedulerHandle:
-        """Return the handle of a scheduler with that configuration."""
+        """Return the handle of a scheduler.
+
+        Args:
+            config: content of `scheduler_config.json`, or the configuration of a scheduler of diffusers.
+        """
         handle = super().__new__(cls, config.get("_class_name"))
         handle._config = dict(config)
         return handle

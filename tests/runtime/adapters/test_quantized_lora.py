@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -49,6 +50,11 @@ TYPES = (
 TYPES_OF_IMAGES = ("int8_weightonly", "fp8_e4m3_e5m2_weightonly_per_tensor", "fp8_e4m3_e4m3_dynamic", "int8_static")
 
 
+def weekly(names: Sequence[str], *each_time: str) -> list[Any]:
+    """Return parameters: the names `each_time` for each test run, the others for the weekly one."""
+    return [pytest.param(name, marks=[] if name in each_time else [pytest.mark.weekly]) for name in names]
+
+
 class Sample:
     """A pipeline and two files for it; the second changes the queries only."""
 
@@ -81,7 +87,7 @@ class Sample:
         return sorted(name.removesuffix(".weight") for name in plain.places)
 
 
-@pytest.fixture(scope="module", params=list(ENCODER))
+@pytest.fixture(scope="module", params=weekly([*ENCODER], "sdxl-tiny"))
 def sample(
     request: pytest.FixtureRequest, pipelines: PipelineCache, tmp_path_factory: pytest.TempPathFactory
 ) -> Sample:
@@ -129,7 +135,7 @@ def _matrix(values: Array, place: Place) -> Array:
 
 
 @pytest.mark.parametrize("float16", [False, True])
-@pytest.mark.parametrize("name", TYPES)
+@pytest.mark.parametrize("name", weekly(TYPES, "int8_weightonly", "fp8_static"))
 def test_weights_are_those_of_the_optimizer(name: str, float16: bool, sample: Sample, tmp_path: Path) -> None:
     """In all graphs of a baked folder, a weight is what the optimizer makes of its restored values and the change."""
     folder = sample.quantized(name, float16=float16)
@@ -159,7 +165,7 @@ def test_weights_are_those_of_the_optimizer(name: str, float16: bool, sample: Sa
     assert ("U8" in kinds) == (float16 and name.endswith(("dynamic", "static")))
 
 
-@pytest.mark.parametrize("name", TYPES_OF_IMAGES)
+@pytest.mark.parametrize("name", weekly(TYPES_OF_IMAGES, "fp8_e4m3_e5m2_weightonly_per_tensor", "int8_static"))
 def test_images(name: str, sample: Sample, tmp_path: Path) -> None:
     """Next to those of the merged pipeline that was quantized, of `bake`, and without adapters again.
 
@@ -256,7 +262,12 @@ def test_weights_beyond_the_range_are_refused(sample: Sample, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    "name", ["int8_weightonly", "fp8_e4m3_weightonly", "fp8_e5m2_weightonly", "fp8_e4m3_e5m2_weightonly_per_tensor"]
+    "name",
+    weekly(
+        ["int8_weightonly", "fp8_e4m3_weightonly", "fp8_e5m2_weightonly", "fp8_e4m3_e5m2_weightonly_per_tensor"],
+        "int8_weightonly",
+        "fp8_e4m3_e5m2_weightonly_per_tensor",
+    ),
 )
 def test_switches_in_place(name: str, sample: Sample, loads: mock.Mock) -> None:
     """Weights in 8 bits and their scales are written where sessions read them."""
