@@ -47,7 +47,7 @@ def test_torch_computes_after_a_change_that_cannot_be_traced(builds: mock.Mock, 
 
 
 def test_error_of_a_module_that_cannot_be_traced_is_one_line() -> None:
-    unet = small_unet()
+    unet = small_unet(mid_block_type=None)
     unet.enable_freeu(s1=0.9, s2=0.2, b1=1.2, b2=1.4)
     with pytest.raises(FolderError) as raised:
         sdonnx.compile(unet)

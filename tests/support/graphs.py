@@ -174,14 +174,19 @@ def run(
     model: ir.Model, feeds: Mapping[str, Array], keep: Callable[[ir.Node], bool] = lambda _: False
 ) -> dict[str, Array]:
     """Run the graph, lowered to standard operators, without ONNX Runtime's own fusions."""
+    session = lowered_session(model, keep)
+    names = [output.name for output in session.get_outputs()]
+    return dict(zip(names, session.run(names, dict(feeds)), strict=True))
+
+
+def lowered_session(model: ir.Model, keep: Callable[[ir.Node], bool] = lambda _: False) -> onnxruntime.InferenceSession:
+    """Load the graph, lowered to standard operators, without ONNX Runtime's own fusions."""
     options = onnxruntime.SessionOptions()
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     options.intra_op_num_threads = 1
     options.log_severity_level = 3
     proto = lowered(model, keep)
-    session = onnxruntime.InferenceSession(proto.SerializeToString(), options, providers=["CPUExecutionProvider"])
-    names = [output.name for output in session.get_outputs()]
-    return dict(zip(names, session.run(names, dict(feeds)), strict=True))
+    return onnxruntime.InferenceSession(proto.SerializeToString(), options, providers=["CPUExecutionProvider"])
 
 
 def relative_error(found: Array, expected: Array) -> float:

@@ -7,19 +7,26 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 from unittest import mock
 
-import onnx_ir as ir
+import numpy as np
 import torch
+from onnxruntime import InferenceSession
 
 from sdonnx.compiler import compiled_method, graph_target
 from sdonnx.compiler.graph_cache import ModuleGraphs
+from sdonnx.compiler.graph_key import graph_key
 from sdonnx.compiler.graph_method import GraphSignature
 from sdonnx.compiler.graph_runs import graph_runs
 from sdonnx.compiler.graph_target import GraphTarget, target_of
 from sdonnx.compiler.module_graph import build_model
 from sdonnx.runtime.device.device import Device
-from support.graphs import run
+from support.graphs import lowered_session
 
 __all__ = ["half_graphs"]
+
+
+_SESSIONS: dict[str, InferenceSession] = {}  # by the key of the graph, which digests the weights
+
+_TYPES = {"tensor(float16)": np.float16, "tensor(float)": np.float32}
 
 
 class _HalfTarget(GraphTarget):
@@ -49,10 +56,10 @@ def half_graphs() -> Iterator[list[str]]:
         built.append(f"{signature.spec.name} {signature.target.precision}")
         if signature.target.precision == "float32":
             return load(self, signature, **options)
-        return lambda: build_model(self.module, signature, self.method.prepare)
+        return lambda: _session(self, signature)
 
     def running(graph: Any, target: GraphTarget) -> Any:
-        return _running(graph) if isinstance(graph, ir.Model) else graph_runs(graph, target)
+        return _running(graph) if isinstance(graph, InferenceSession) else graph_runs(graph, target)
 
     types = {"cpu": (torch.float16, torch.float32)}
     with (
@@ -64,11 +71,18 @@ def half_graphs() -> Iterator[list[str]]:
         yield built
 
 
-def _running(model: ir.Model) -> Any:
-    types = {str(value.name): value.dtype.numpy() for value in model.graph.inputs if value.dtype is not None}
+def _session(graphs: ModuleGraphs, signature: GraphSignature) -> InferenceSession:
+    key = graph_key(graphs.module, signature, graphs.method, {"precision": "float16"}).digest
+    if key not in _SESSIONS:
+        _SESSIONS[key] = lowered_session(build_model(graphs.module, signature, graphs.method.prepare))
+    return _SESSIONS[key]
+
+
+def _running(session: InferenceSession) -> Any:
+    types = {each.name: _TYPES[each.type] for each in session.get_inputs()}
 
     def call(inputs: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
         feeds = {name: tensor.detach().numpy().astype(types[name]) for name, tensor in inputs.items()}
-        return [torch.from_numpy(each) for each in run(model, feeds).values()]
+        return [torch.from_numpy(each) for each in session.run(None, feeds)]
 
     return call
