@@ -20,7 +20,7 @@ from sdonnx.metrics import relative_error
 from sdonnx.models.registry import FAMILIES
 from sdonnx.optimize.component import OpenedComponent, open_component
 
-ENCODER = "(float[B,3,H,8] sample) => (float[B,C,h,w] latent_sample)"
+ENCODER = "(float[B,3,H,W] sample) => (float[B,C,h,w] latent_sample)"
 SAMPLING = """
 moments = Conv(sample, w)
 mean, log_variance = Split<axis = 1>(moments, halves)

@@ -12,6 +12,7 @@ import diffusers
 import pytest
 import torch
 
+from sdonnx.folder.version import read_report
 from sdonnx.models.autoencoder import block_channels, largest_decoder_tensor, largest_encoder_tensor, tile_size
 from sdonnx.runtime.graph_set import GraphSet
 from sdonnx.runtime.vae.split import MAX_ELEMENTS, Split, VaeSplits
@@ -33,7 +34,7 @@ def splits(
         config=lambda _: config,
         family=family,
         device=SimpleNamespace(memory=lambda: (0, memory)),
-        folder=SimpleNamespace(path=folder),
+        report=read_report(folder),
     )
     graphs.itemsizes = lambda role: GraphSet.itemsizes(cast(GraphSet, graphs), role)
     return VaeSplits(cast(GraphSet, graphs))
