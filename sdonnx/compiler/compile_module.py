@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import torch
 
 from sdonnx.compiler.compile_options import CompileOptions, check_backend, check_options
-from sdonnx.compiler.compiled_method import CompiledMethod, why_not_now
+from sdonnx.compiler.compiled_method import CompiledMethod, why_not_now, why_not_processors
 from sdonnx.compiler.graph_method import GraphMethod
 from sdonnx.compiler.host_weights import HostedDropIn, HostWeights
 from sdonnx.compiler.reported_type import ReportedType, UpcastDropIn
@@ -22,7 +22,7 @@ from sdonnx.folder.folder_cache import FolderCache
 if TYPE_CHECKING:
     from sdonnx.compiler.exported_module import ExportedForward
 
-__all__ = ["CompiledModule", "compile", "compile_with", "discard", "finish", "programs_of"]
+__all__ = ["CompiledModule", "compile", "compile_with", "discard", "finish", "is_compiled", "plain", "programs_of"]
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -46,8 +46,9 @@ def compile(module: _Module, options: Mapping[str, Any] | str | None = None, *, 
     cached graph is loaded with new values where only these changed, as for LoRA. So does the first call with other
     inputs, such as ControlNet's residuals; a method has at most four graphs. The module computes a call in torch, with
     a line in the log for each reason, if no graph can: after a change with which it cannot be traced, such as FreeU,
-    with masks, `cross_attention_kwargs` other than `scale`, with autocast, in training mode, or where gradients are
-    enabled and an input or a parameter requires one.
+    with masks, `cross_attention_kwargs` other than `scale`, with autocast, in training mode, where gradients are
+    enabled and an input or a parameter requires one, or with attention processors of classes that neither diffusers
+    nor transformers define: these may keep a counter, a mode or states of another module.
 
     An autoencoder in float16 with `force_upcast` in its configuration, which pipelines convert to float32 for each
     image, keeps its weights in float16: `to(dtype)` of the drop-in changes `dtype` and the type of outputs. `float()`
@@ -64,9 +65,10 @@ def compile(module: _Module, options: Mapping[str, Any] | str | None = None, *, 
             of other sizes, with the module's own; if a tensor differs by a relative error above 1e-3 (2e-2 in float16),
             torch computes the calls, with a line in the log. `{"options": {"freezing": True}}` moves the module's own
             weights from the GPU to the host's memory after compiling: then call the drop-in only, which moves them back
-            for calls that torch computes. `{"mode": "O3"}` and `{"quant_type": TYPE}` quantize a denoiser to 8 bits;
-            some of its first calls are compared with torch, and a graph whose error exceeds 0.1 is replaced by one
-            without quantization.
+            for calls that torch computes. `{"options": {"freeze_processors": True}}` compiles attention processors of
+            any class with their attributes as they are. `{"mode": "O3"}` and `{"quant_type": TYPE}` quantize a
+            denoiser to 8 bits; some of its first calls are compared with torch, and a graph whose error exceeds 0.1 is
+            replaced by one without quantization.
         backend: OneDiff's name of a backend, without effect.
 
     Raises:
@@ -99,26 +101,26 @@ def compile_with(
     """
     chosen = check_options(options)
     before = module._programs if isinstance(module, CompiledModule) else None
-    plain: Any = before.module if before is not None else module
-    methods = _graph_methods(plain)
+    computed: Any = plain(module)
+    methods = _graph_methods(computed)
     known = bool(methods)
-    if not known and (reason := _why_not_exported(plain)) is not None:
-        found = f"a {type(plain).__name__} that cannot be compiled: {reason}"
+    if not known and (reason := _why_not_exported(computed)) is not None:
+        found = f"a {type(computed).__name__} that cannot be compiled: {reason}"
         raise OptionError(found, "a torch module with a forward", "pass another module")
-    weights = before.weights if before is not None else _weights_of(plain, methods)
-    if known and (reason := why_not_now(plain, True, weights.device)) is not None:
+    weights = before.weights if before is not None else _weights_of(computed, methods)
+    if known and (reason := why_not_now(computed, True, weights.device)) is not None:
         raise OptionError(
-            f"a {type(plain).__name__} that cannot be compiled: {reason}",
+            f"a {type(computed).__name__} that cannot be compiled: {reason}",
             "a module in evaluation mode, in float32 on the CPU, or in float16 or float32 on a GPU",
             "change it (module.float(), module.eval(), module.to('cpu')), or call it without sdonnx.compile",
         )
     weights.wanted = (freezing or weights.wanted) if chosen.freezing is None else chosen.freezing
     if not weights.wanted:
         weights.restore()
-    base: Any = type(plain)
+    base: Any = type(computed)
     compiled = object.__new__(_compiled_class(base, methods))
-    object.__setattr__(compiled, "__dict__", vars(plain))
-    programs = _Programs(plain, methods, chosen, saved, weights, loads)
+    object.__setattr__(compiled, "__dict__", vars(computed))
+    programs = _Programs(computed, methods, chosen, saved, weights, loads)
     object.__setattr__(compiled, "_programs", programs)
     if loads is None:
         programs.finish()
@@ -154,6 +156,18 @@ def discard(module: torch.nn.Module) -> None:
         module._programs.discard()
 
 
+def plain(module: torch.nn.Module) -> torch.nn.Module:
+    """Return the module of a drop-in, which torch computes; another module is returned as it is."""
+    return module._programs.module if isinstance(module, CompiledModule) else module
+
+
+def is_compiled(module: torch.nn.Module, chosen: CompileOptions, freezing: bool) -> bool:
+    """Return whether a module is a drop-in that `compile_with` would make again with these options."""
+    if not isinstance(module, CompiledModule) or module._programs.chosen != chosen:
+        return False
+    return module._programs.weights.wanted == (freezing if chosen.freezing is None else chosen.freezing)
+
+
 def programs_of(module: Any) -> dict[str, CompiledMethod]:
     """Return the compiled methods of a module by name; none if it is no drop-in, or is one of another class."""
     if not isinstance(module, CompiledModule):
@@ -165,6 +179,7 @@ class _Programs(dict[str, "CompiledMethod | ExportedForward"]):
     """The compiled methods of a module, by name.
 
     Attributes:
+        chosen: options.
         module: the module, which torch computes.
         weights: where its weights are.
         reported: the type that the drop-in reports.
@@ -185,11 +200,14 @@ class _Programs(dict[str, "CompiledMethod | ExportedForward"]):
             for method in methods
         }
         super().__init__(made)
-        self._methods, self._checks = list(made.values()), chosen.check_agreement
+        self._methods, self.chosen = list(made.values()), chosen
         if not methods:
             from sdonnx.compiler.exported_module import ExportedForward
 
-            self["forward"] = ExportedForward(module, why_not_now, chosen.check_agreement)
+            def why_not(module: torch.nn.Module) -> str | None:
+                return why_not_now(module) or (None if chosen.freeze_processors else why_not_processors(module))
+
+            self["forward"] = ExportedForward(module, why_not, chosen.check_agreement)
         self.module = module
 
     def discard(self) -> None:
@@ -202,7 +220,7 @@ class _Programs(dict[str, "CompiledMethod | ExportedForward"]):
         """Finish the graphs that are compiled with the module, and move its weights."""
         for each in self._methods:
             each.finish()
-        if not self._checks and not any(each.waits for each in self._methods):  # checks need torch
+        if not self.chosen.check_agreement and not any(each.waits for each in self._methods):  # checks need torch
             self.weights.settle()
 
 

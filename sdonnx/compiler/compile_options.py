@@ -3,8 +3,8 @@
 They are a dictionary or JSON with some of the keys `mode`, `memory_format`, `dynamic`, `options`, `quant_type` and
 `quantize_config`; a string that does not begin with a brace is a mode. A mode is a list of words with colons:
 "max-optimize:low-precision:cache-all". Of the words, `O3`, `quant` and `freezing` have an effect; unknown ones are an
-error, as they may be misspelled. Of `options`, `check_agreement` and `freezing` have one, and a line in the log names
-others: nexfort has many.
+error, as they may be misspelled. Of `options`, `check_agreement`, `freezing` and `freeze_processors` have one, and a
+line in the log names others: nexfort has many.
 """
 
 from __future__ import annotations
@@ -22,7 +22,15 @@ from sdonnx.errors import OptionError
 if TYPE_CHECKING:
     from sdonnx.quantization.quantization_config import QuantizationConfig
 
-__all__ = ["CHECK_AGREEMENT", "FREEZING", "MODES", "CompileOptions", "check_backend", "check_options"]
+__all__ = [
+    "CHECK_AGREEMENT",
+    "FREEZE_PROCESSORS",
+    "FREEZING",
+    "MODES",
+    "CompileOptions",
+    "check_backend",
+    "check_options",
+]
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -50,6 +58,11 @@ CHECK_AGREEMENT = "check_agreement"
 FREEZING = "freezing"
 """The key of `options`, and the word of a mode, that request `sdonnx.compiler.host_weights.HostWeights`."""
 
+FREEZE_PROCESSORS = "freeze_processors"
+"""The key of `options` that requests graphs for attention processors of unknown classes, as they are when traced."""
+
+_INNER = (CHECK_AGREEMENT, FREEZING, FREEZE_PROCESSORS)
+
 
 @dataclass(frozen=True)
 class CompileOptions:
@@ -58,12 +71,14 @@ class CompileOptions:
     Attributes:
         check_agreement: Whether the results of each graph at its first two sizes are compared with the module's own.
         freezing: Whether torch's copy of the weights leaves the GPU; None for the default of the function.
+        freeze_processors: Whether modules with attention processors of unknown classes have graphs.
         quantizes: Whether denoisers are quantized to fp8 where products of fp8 exist, without a named type.
         quantization: The named types; None without any.
     """
 
     check_agreement: bool = False
     freezing: bool | None = None
+    freeze_processors: bool = False
     quantizes: bool = False
     quantization: QuantizationConfig | None = None
 
@@ -102,10 +117,10 @@ def check_options(options: Mapping[str, Any] | str | None) -> CompileOptions:
     inner = content.get("options") or {}
     if not isinstance(inner, Mapping):
         raise OptionError(f"options is {content['options']!r}", "an object", "leave it out")
-    for name in (CHECK_AGREEMENT, FREEZING):
+    for name in _INNER:
         if inner.get(name) not in (None, True, False):
             raise OptionError(f"{name} is {inner[name]!r}", "true or false", "correct it")
-    if idle := sorted(str(key) for key in inner.keys() - {CHECK_AGREEMENT, FREEZING}):
+    if idle := sorted(str(key) for key in inner.keys() - set(_INNER)):
         _note_idle(", ".join(idle))
     freezing = inner.get(FREEZING)
     if freezing is None and FREEZING in words:
@@ -113,6 +128,7 @@ def check_options(options: Mapping[str, Any] | str | None) -> CompileOptions:
     return CompileOptions(
         bool(inner.get(CHECK_AGREEMENT)),
         None if freezing is None else bool(freezing),
+        bool(inner.get(FREEZE_PROCESSORS)),
         any(word in words for word in _QUANTIZING),
         _quantization(content.get("quant_type"), content.get("quantize_config")),
     )
@@ -121,7 +137,7 @@ def check_options(options: Mapping[str, Any] | str | None) -> CompileOptions:
 @functools.cache
 def _note_idle(names: str) -> None:
     """Write options without effect to the log, once in a process; a component of a pipeline has those of the others."""
-    _LOGGER.warning("options without effect: %s; those with one are %s, %s", names, CHECK_AGREEMENT, FREEZING)
+    _LOGGER.warning("options without effect: %s; those with one are %s", names, ", ".join(_INNER))
 
 
 def _quantization(name: Any, config: Any) -> QuantizationConfig | None:

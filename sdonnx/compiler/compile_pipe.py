@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from sdonnx.compiler.compile_module import compile_with, discard, finish
+from sdonnx.compiler.compile_module import compile_with, discard, finish, is_compiled, plain
 from sdonnx.compiler.compile_options import check_backend, check_options
 from sdonnx.compiler.supported_modules import SUPPORTED, why_unsupported
 from sdonnx.errors import FolderError, OptionError
@@ -32,9 +32,10 @@ def compile_pipe(
 ) -> _Pipe:
     """Compile all components of a pipeline that can be, in place, and return the pipeline.
 
-    Components whose class or configuration is not supported, such as a safety checker, and those that cannot be traced
-    stay as they are, with a line in the log. The pipeline's scheduler, tokenizers, callbacks and arguments are those of
-    diffusers, and its images agree with those from before up to rounding.
+    Components whose class or configuration is not supported, such as a safety checker, those that cannot be traced,
+    and those that are compiled with these options already stay as they are; the log names the first two. The pipeline's
+    scheduler, tokenizers, callbacks and arguments are those of diffusers, and its images agree with those from before
+    up to rounding.
 
     On a GPU, torch's copy of the weights moves to the host's memory, and back for calls that torch computes. Changes of
     weights are noticed there. `{"options": {"freezing": False}}` keeps it on the GPU.
@@ -51,19 +52,20 @@ def compile_pipe(
             component is in another type, on another device or offloaded; or an option or the backend is unknown.
         DeviceMemoryError: There is too little memory.
     """
-    check_options(options)
+    chosen = check_options(options)
     check_backend(backend)
     modules = modules_of(pipe, ignores)
-    reasons = {name: why_unsupported(part) for name, part in modules.items()}
-    chosen = {name: modules[name] for name, reason in reasons.items() if reason is None}
-    if not chosen:
+    reasons = {name: why_unsupported(plain(part)) for name, part in modules.items()}
+    parts = {name: modules[name] for name, reason in reasons.items() if reason is None}
+    if not parts:
         named = "; ".join(f"{name}: {reason}" for name, reason in reasons.items()) or "none are left"
         raise OptionError(
             f"a {type(pipe).__name__} without components to compile ({named})",
             f"one of {', '.join(each.__name__ for each in SUPPORTED)}",
             "pass another pipeline, or ignore less",
         )
-    compile_parts(pipe, chosen, options)
+    new = {name: part for name, part in parts.items() if not is_compiled(part, chosen, freezing=True)}
+    compile_parts(pipe, new, options)
     for name, reason in reasons.items():
         if reason is not None:
             _LOGGER.info("the %s stays in torch: %s", name, reason)

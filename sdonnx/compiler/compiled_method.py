@@ -17,21 +17,21 @@ from typing import Any
 import torch
 
 from sdonnx.compiler.agreement_check import AgreementCheck
-from sdonnx.compiler.compile_options import CompileOptions
+from sdonnx.compiler.compile_options import FREEZE_PROCESSORS, CompileOptions
 from sdonnx.compiler.graph_cache import ModuleGraphs
 from sdonnx.compiler.graph_method import GraphMethod, GraphSignature, zero_inputs
 from sdonnx.compiler.graph_quantization import GraphQuantization, QuantizationCheck
 from sdonnx.compiler.graph_runs import GraphRuns, graph_runs, start_warm_up
 from sdonnx.compiler.graph_target import GraphTarget, target_of, why_no_target
 from sdonnx.compiler.host_weights import HostWeights
-from sdonnx.compiler.module_state import ModuleState, has_inner_hooks
+from sdonnx.compiler.module_state import ModuleState, foreign_processor, has_inner_hooks
 from sdonnx.compiler.reported_type import ReportedType
 from sdonnx.compiler.supported_modules import why_unsupported
 from sdonnx.errors import FolderError, OptionError
 from sdonnx.folder.folder_cache import FolderCache
 from sdonnx.runtime.device.session import Graph
 
-__all__ = ["CompiledMethod", "why_not", "why_not_now"]
+__all__ = ["CompiledMethod", "why_not_now", "why_not_processors"]
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -99,7 +99,7 @@ class CompiledMethod:
         self._variant: Hashable = None  # of the last graph
         self._refusal: _Refusal | None = None
         self._started: Callable[[], _Build] | None = None
-        if method.compiles_first:
+        if method.compiles_first and self._why_not_processors() is None:
             self._variant = method.variant(module, None, None)
             self._started = self._start(self._variant, 1.0, loads)
 
@@ -261,7 +261,7 @@ class CompiledMethod:
             )
             is_current = built is not None and self._weights.is_current(built.state)
             changed = built is None or not is_current or built.signature.lora_scale != scale
-            if changed and (reason := why_not(self._module, self._weights.device)) is not None:
+            if changed and (reason := self._why_not()) is not None:
                 return reason
             variant = self._method.variant(self._module, arguments, self._variant)
             refusal = self._refusal
@@ -292,6 +292,17 @@ class CompiledMethod:
             self._refusal = None
             return added
 
+    def _why_not(self) -> str | None:
+        """Return why the module cannot be compiled as it is now, or None."""
+        return (
+            why_unsupported(self._module)
+            or why_not_now(self._module, True, self._weights.device)
+            or self._why_not_processors()
+        )
+
+    def _why_not_processors(self) -> str | None:
+        return None if self._chosen.freeze_processors else why_not_processors(self._module)
+
     def _state(self) -> ModuleState:
         return ModuleState(self._module, self._method.ignored, self._method.ignored_inside)
 
@@ -314,11 +325,11 @@ class CompiledMethod:
             return self._in_class(self._module, *given, **named)
 
 
-def why_not(module: torch.nn.Module, home: torch.device | None) -> str | None:
-    """Return why a module cannot be compiled as it is now, or None."""
-    if (reason := why_unsupported(module)) is not None:
-        return reason
-    return why_not_now(module, True, home)
+def why_not_processors(module: torch.nn.Module) -> str | None:
+    """Return that torch has to run the attention processors of a module, or None."""
+    if (name := foreign_processor(module)) is None:
+        return None
+    return f"its attention processor {name} may change between calls ({FREEZE_PROCESSORS} compiles it as it is)"
 
 
 def why_not_now(module: torch.nn.Module, on_gpu: bool = False, home: torch.device | None = None) -> str | None:

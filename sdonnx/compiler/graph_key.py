@@ -19,8 +19,8 @@ import torch
 
 import sdonnx
 from sdonnx.compiler.graph_method import GraphMethod, GraphSignature
-from sdonnx.compiler.module_description import PACKAGES, Description, IndescribableError
-from sdonnx.compiler.module_state import has_inner_hooks
+from sdonnx.compiler.module_description import Description, IndescribableError
+from sdonnx.compiler.module_state import PACKAGES, has_inner_hooks
 from sdonnx.compiler.tensor_digest import joined_digest, tensor_digests
 
 __all__ = ["GraphKey", "graph_key"]

@@ -20,17 +20,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from sdonnx.compiler.module_state import CAPTURES
+from sdonnx.compiler.module_state import CAPTURES, PACKAGES
 
-__all__ = ["PACKAGES", "Description", "IndescribableError"]
+__all__ = ["Description", "IndescribableError"]
 
-PACKAGES = ("sdonnx", "torch", "diffusers", "transformers", "peft", "accelerate", "huggingface_hub")
-"""Packages whose classes and functions are known by their names, because their versions are known."""
-
-# Attributes and entries of configurations that change no graph: names, and where a model is from.
+# Attributes and entries of configurations that change no graph: names, where a model is from, and how transformers
+# named the tensors of the files that it loaded.
 _IGNORED = frozenset(
     {
         "_name_or_path", "name_or_path", "_commit_hash", "_class_name", "_diffusers_version", "transformers_version",
+        "_weight_conversions",
         "_use_default_values",  # a list in random order
         CAPTURES,
     }

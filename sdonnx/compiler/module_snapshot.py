@@ -9,11 +9,19 @@ from typing import Any
 
 import torch
 
-__all__ = ["ModuleSnapshot"]
+__all__ = ["ModuleSnapshot", "plain_processor"]
+
+
+def plain_processor(module: torch.nn.Module) -> Any:
+    """Return the attention processor of a submodule if it is a plain object with attributes, or None."""
+    found = vars(module).get("processor")
+    return found if hasattr(found, "__dict__") and not isinstance(found, type) else None
 
 
 class ModuleSnapshot:
-    """The attributes of a module and its submodules at one time, and what its dictionaries and lists contain.
+    """Classes and attributes of a module and its submodules at one time, and what dictionaries and lists contain.
+
+    Attributes of attention processors that are plain objects count too.
 
     Everything is compared by identity, in loops without Python code: a module of Stable Diffusion has 700 submodules
     with 20,000 attributes, and is compared in each call.
@@ -24,7 +32,10 @@ class ModuleSnapshot:
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._modules = list(module.modules())
-        self._attributes = [vars(each) for each in self._modules]
+        self._classes = list(map(type, self._modules))
+        processors = [found for each in self._modules if (found := plain_processor(each)) is not None]
+        self._owners = [*self._modules, *processors]
+        self._attributes = list(map(vars, self._owners))
         held = [value for each in self._attributes for value in each.values() if isinstance(value, dict | list)]
         # Most modules have a dozen of empty dictionaries, of hooks.
         self._empty = [each for each in held if not each]
@@ -41,7 +52,8 @@ class ModuleSnapshot:
             sum(map(len, self._dictionaries)) == len(self._keys)
             and sum(map(len, self._lists)) == len(self._items)
             and not any(self._empty)
-            and _identical(map(vars, self._modules), self._attributes)
+            and _identical(map(type, self._modules), self._classes)
+            and _identical(map(vars, self._owners), self._attributes)
             and _identical(chain.from_iterable(map(dict.values, self._dictionaries)), self._values)
             and _identical(chain.from_iterable(self._dictionaries), self._keys)
             and _identical(chain.from_iterable(self._lists), self._items)

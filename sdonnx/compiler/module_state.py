@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import chain
 from types import MappingProxyType
 from typing import Any
 
@@ -10,9 +11,20 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from sdonnx.compiler.module_snapshot import ModuleSnapshot
+from sdonnx.compiler.module_snapshot import ModuleSnapshot, plain_processor
 
-__all__ = ["CAPTURES", "ModuleState", "attributes_of", "has_inner_hooks", "same_attributes"]
+__all__ = [
+    "CAPTURES",
+    "PACKAGES",
+    "ModuleState",
+    "attributes_of",
+    "foreign_processor",
+    "has_inner_hooks",
+    "same_attributes",
+]
+
+PACKAGES = ("sdonnx", "torch", "diffusers", "transformers", "peft", "accelerate", "huggingface_hub")
+"""Packages whose classes and functions are known by their names, because their versions are known."""
 
 CAPTURES = "_output_capturing_hooks_installed"
 """Attribute of modules that transformers sets in the first call."""
@@ -27,9 +39,10 @@ _PLAIN = (bool, int, float, str)  # attributes that are compared by value; other
 class ModuleState:
     """State of a module at one time.
 
-    A later change is noticed by the identity of submodules, tensors and attributes, by the address and the version
-    counter of each tensor, and by four of its values. The values are for writes through `.data`, as diffusers'
-    `EMAModel.copy_to` makes them: torch does not count them. Those of tensors on a GPU are not compared.
+    A later change is noticed by the identity of submodules, of their classes, tensors and attributes, and of the
+    attributes of attention processors, by the address and the version counter of each tensor, and by four of its
+    values. The values are for writes through `.data`, as diffusers' `EMAModel.copy_to` makes them: torch does not
+    count them. Those of tensors on a GPU are not compared.
 
     The state keeps the memory of replaced tensors alive until it is released, so that no new tensor can have the same
     address.
@@ -96,6 +109,16 @@ def same_attributes(before: Sequence[Any], after: Sequence[Any]) -> bool:
     return len(before) == len(after) and all(map(_same, before, after))
 
 
+def foreign_processor(module: torch.nn.Module) -> str | None:
+    """Return the class of an attention processor that is a plain object of a package other than `PACKAGES`, or None.
+
+    Such objects may compute something else in each call, by a counter, a scale or what they keep of another module.
+    """
+    found = (type(each) for each in map(plain_processor, module.modules()) if each is not None)
+    foreign = (each for each in found if each.__module__.partition(".")[0] not in PACKAGES)
+    return next((f"{each.__module__}.{each.__qualname__}" for each in foreign), None)
+
+
 def has_inner_hooks(module: torch.nn.Module) -> bool:
     """Return whether calls of submodules run hooks, or a replaced `forward` of an instance.
 
@@ -123,6 +146,9 @@ def _parts(
     while waiting:
         current = waiting.pop()
         left_out = ignored if current is module else ignored_inside.get(type(current), ())
+        yield type(current)
+        if (processor := plain_processor(current)) is not None:
+            yield from chain.from_iterable(vars(processor).items())
         for name, value in vars(current).items():
             if name == CAPTURES or name in left_out:
                 continue

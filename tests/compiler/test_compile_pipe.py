@@ -32,6 +32,18 @@ def pipes(nano: Path) -> tuple[Any, Any]:
     )
 
 
+def test_a_compiled_pipeline_stays_as_it_is(pipes: tuple[Any, Any]) -> None:
+    """With the same options; with others, components are compiled again."""
+    pipe = pipes[1]
+    parts = dict(pipe.components)
+    again = sdonnx.compile_pipe(pipe, options={"mode": "O2"})
+    assert again is pipe
+    assert all(getattr(again, name) is part for name, part in parts.items())
+    other = sdonnx.compile_pipe(type(pipe)(**parts, requires_safety_checker=False), options={"mode": "O2:freezing"})
+    assert isinstance(other.unet, CompiledModule)
+    assert other.unet is not parts["unet"]
+
+
 def _own(noted: list[str]) -> list[str]:
     return [each for each in noted if "torch computes" in each or "compiled" in each]
 

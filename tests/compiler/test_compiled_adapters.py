@@ -148,6 +148,26 @@ def test_adapters_of_a_text_encoder(builds: mock.Mock, pipelines: PipelineCache)
     builds.assert_not_called()
 
 
+def test_files_with_weights_of_text_encoders(
+    builds: mock.Mock, pipelines: PipelineCache, tmp_path: Path, noted: list[str]
+) -> None:
+    """transformers keeps how it named the tensors of a file; each change loads the cached graph with new values."""
+    layers = {"unet": ["to_q"], "text_encoder": ["q_proj", "fc1"]}
+    files = [write_lora(pipelines.nano(), tmp_path / str(seed), seed, layers) for seed in range(2)]
+    plain = in_diffusers(pipelines.nano())
+    compiled = sdonnx.compile_pipe(in_diffusers(pipelines.nano()), ignores=("vae",))
+    builds.reset_mock()
+    for pipe in (plain, compiled):
+        for path, name in zip(files, ("first", "second"), strict=True):
+            pipe.load_lora_weights(path, adapter_name=name)
+    for name, change in CHANGES:
+        for pipe in (plain, compiled):
+            change(pipe)
+        assert psnr(image_of(compiled), image_of(plain)) > 60, name
+    assert not [each for each in noted if "not cached" in each]
+    builds.assert_not_called()
+
+
 def test_adapters_that_peft_cannot_add_are_layers() -> None:
     from peft.tuners.lora import Linear
 
