@@ -305,19 +305,21 @@ class _LogLines(io.TextIOBase):
         return len(text)
 
 
-def step_progress(message: str) -> dict[str, Any]:
+def step_progress(message: str, unit: str = "step") -> dict[str, Any]:
     """Return options of tqdm for denoising steps: a bar in a terminal, and a line every 10 s in a log.
 
     Args:
         message: what is being done.
+        unit: what is counted.
     """
     if is_quiet():
         return {"disable": True}
     if sys.stderr.isatty():
         return {"desc": message, "leave": False, "disable": False}
-    form = message + ": step {n} of {total}, {elapsed} elapsed, {remaining} left"
+    form = "{desc}: {unit} {n} of {total}, {elapsed} elapsed, {remaining} left"
     interval = {"mininterval": LOG_INTERVAL_S, "maxinterval": LOG_INTERVAL_S, "delay": LOG_INTERVAL_S, "miniters": 1}
-    return {"disable": False, "leave": False, "file": _LogLines(), "ascii": True, "bar_format": form, **interval}
+    shown = {"desc": message, "unit": unit, "bar_format": form, "file": _LogLines(), "ascii": True}
+    return {"disable": False, "leave": False, **shown, **interval}
 
 
 def _print_once(phase: str, seen: set[str]) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import tempfile
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -18,12 +19,12 @@ from sdonnx.folder.certificate import CERTIFICATE, CERTIFICATE_PAGE
 from sdonnx.folder.lock import locked
 from sdonnx.folder.pipeline_folder import finite
 from sdonnx.folder.prompt_file import read_prompts
-from sdonnx.terminal import add_common, add_option, console
+from sdonnx.terminal import add_common, add_option, console, step_progress
 from sdonnx.verify.accuracy import DEFAULT_CAPTIONS
 from sdonnx.verify.certificate_page import certificate_html
 from sdonnx.verify.judgement import Thresholds
 from sdonnx.verify.verification import Verification, VerificationRequest
-from sdonnx.verify.verifier import verify_folder
+from sdonnx.verify.verifier import OnProgress, verify_folder
 
 __all__ = [
     "FAILED",
@@ -68,11 +69,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--provider", default=None, help="cuda or cpu (default: the folder's target)")
     add(
         "--min_psnr", "--least_psnr", type=float, default=default.thresholds.min_psnr_db, metavar="DB",
-        help="minimum PSNR of images to torch in float16 (%(default)s)",
+        help="minimum PSNR of images to torch in the folder's type (%(default)s)",
     )  # fmt: skip
     add(
         "--max_error", "--most_error", type=float, default=default.thresholds.max_error, metavar="TIMES",
-        help="maximum error of components, as a multiple of the error of torch in float16 (%(default)s)",
+        help="maximum error of components, as a multiple of the error of torch in float16, or of 2^-11 if the folder is "
+        "in float32 (%(default)s)",
     )  # fmt: skip
     add(
         "--max_quantized_error", type=float, default=default.thresholds.max_quantized_error, metavar="ERROR",
@@ -111,7 +113,8 @@ def run(options: argparse.Namespace) -> int:
             options.min_psnr, options.max_error, options.max_quantized_error, options.max_accuracy_loss
         ),
     )
-    found = verify_folder(options.folder, options.against, request, lambda text: out.print(text, style="dim"))
+    with _progress() as show:
+        found = verify_folder(options.folder, options.against, request, show)
     certificate = found.certificate()
     text = json.dumps(finite(certificate), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
     # The certificate is written last: if it exists, the page exists.
@@ -125,6 +128,21 @@ def run(options: argparse.Namespace) -> int:
     passed = found.judgement.passed
     out.print(f"{'passed' if passed else 'did not pass'}: {options.folder / CERTIFICATE}", markup=False)
     return 0 if passed else FAILED
+
+
+@contextlib.contextmanager
+def _progress() -> Iterator[OnProgress]:
+    """Yield a callback that shows which engine generates images, and the time that is left."""
+    from tqdm import tqdm
+
+    with tqdm(total=0, **step_progress("verifying", "part")) as bar:
+
+        def show(name: str, done: int, total: int) -> None:
+            bar.total = total
+            bar.set_description_str(name, refresh=False)
+            bar.update(done - bar.n)
+
+        yield show
 
 
 def write_certificate(folder: Path, texts: Mapping[str, str]) -> None:
@@ -146,13 +164,14 @@ def write_certificate(folder: Path, texts: Mapping[str, str]) -> None:
 
 def components_table(found: Verification) -> Table:
     """Return the largest error of each component."""
-    table = Table("component", "outputs compared", "largest error", "torch fp16", "NaN or Inf, %", title="Components")
+    table = Table("component", "outputs compared", "largest error", "limit", "NaN or Inf, %", title="Components")
     table.title_justify = "left"
     for name in dict.fromkeys(each.component for each in found.components):
         own = [each for each in found.components if each.component == name]
         worst = max(own, key=lambda each: each.error / each.limit(found.request.thresholds))
         share = max(each.not_finite for each in own)
-        table.add_row(name, str(len(own)), f"{worst.error:.2e}", f"{worst.torch_error:.2e}", f"{100 * share:.2g}")
+        limit = worst.limit(found.request.thresholds)
+        table.add_row(name, str(len(own)), f"{worst.error:.2e}", f"{limit:.2e}", f"{100 * share:.2g}")
     return table
 
 

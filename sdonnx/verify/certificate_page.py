@@ -45,6 +45,7 @@ def certificate_html(found: Verification, certificate: Mapping[str, Any]) -> str
         "precision": certificate["precision"],
         "device": device_name(surroundings),
         "thresholds": thresholds,
+        "torch_type": next((each.precision for each in found.images), "float16"),
         "quantized": found.quantized,
         "failures": found.judgement.failures,
         "reference": REFERENCE,
@@ -77,14 +78,16 @@ def _summary(found: Verification) -> str:
 
 def _image_comparison(finding: ImageFinding, triple: ImageTriple, thresholds: Thresholds) -> ImageComparison:
     # This project's image is the first, next to that of the same precision.
-    named = {OURS: triple.ours, _HALF: triple.half, REFERENCE: triple.wide}
+    halves = {} if triple.half is None else {_HALF: triple.half}
+    named = {OURS: triple.ours, **halves, REFERENCE: triple.wide}
+    same = next(iter(halves), REFERENCE)
     title = f"{finding.prompt}, seed {finding.seed}"
     numbers = (
-        (f"PSNR to {_HALF}", _decibels(finding.psnr_db)),
+        *((f"PSNR to {name}", _decibels(finding.psnr_db)) for name in halves),
         (f"PSNR to {REFERENCE}", _decibels(finding.wide_psnr_db)),
-        (f"PSNR of {_HALF} to {REFERENCE}", _decibels(finding.torch_psnr_db)),
-        (f"SSIM to {_HALF}", number(finding.ssim, 5)),
-        (f"largest difference to {_HALF}", f"{finding.max_difference} of 255"),
+        *((f"PSNR of {name} to {REFERENCE}", _decibels(finding.torch_psnr_db)) for name in halves),
+        (f"SSIM to {same}", number(finding.ssim, 5)),
+        (f"largest difference to {same}", f"{finding.max_difference} of 255"),
     )
     gallery = make_gallery(title, named, lambda name: _COLOURS[name])
     return ImageComparison(gallery, numbers, finding.failure(thresholds))
@@ -99,7 +102,7 @@ def _components_table(components: list[ComponentFinding], thresholds: Thresholds
             (
                 "\N{MULTIPLICATION SIGN}".join(map(str, each.shape)),
                 *(_error(value) for value in (each.error, each.torch_error, each.limit(thresholds))),
-                *(number(100 * share, 1) for share in (each.not_finite, each.torch_not_finite)),
+                *(_share(share) for share in (each.not_finite, each.torch_not_finite)),
             ),
             verdict="failed" if each.failure(thresholds) else None,
         )
@@ -131,5 +134,9 @@ def _decibels(value: float | None) -> str:
     return "identical" if value is None else f"{number(value, 1)} dB" if value == value else DASH
 
 
-def _error(value: float) -> str:
-    return DASH if value in (float("inf"), float("-inf")) else f"{value:.2e}"
+def _share(value: float | None) -> str:
+    return DASH if value is None else number(100 * value, 1)
+
+
+def _error(value: float | None) -> str:
+    return DASH if value in (None, float("inf"), float("-inf")) else f"{value:.2e}"

@@ -19,7 +19,10 @@ __all__ = [
 ]
 
 ROUNDING = 2.0**-11
-"""Relative rounding error of float16, half a unit in the last place. Errors up to this value always pass."""
+"""Relative rounding error of float16, half a unit in the last place. Errors up to this value always pass.
+
+It is the measure of folders in float32, too, whose errors are 1e-6 on a CPU, and up to 1e-3 on a GPU with TF32.
+"""
 
 _MAX_ERROR_WITHOUT_TORCH = 1e-2  # if torch in float16 returns NaN or Inf
 
@@ -29,8 +32,10 @@ class Thresholds:
     """The thresholds that a folder must meet.
 
     Attributes:
-        min_psnr_db: PSNR of an image to that of torch in float16, or in float32 if torch in float16 has no image.
-        max_error: error of a component relative to torch in float32, as a multiple of the error of torch in float16.
+        min_psnr_db: PSNR of an image to that of torch in the folder's type, or in float32 if torch in float16 has no
+            image.
+        max_error: error of a component relative to torch in float32, as a multiple of the error of torch in float16;
+            of a folder in float32, as a multiple of `ROUNDING`.
         max_quantized_error: error of a quantized component relative to torch in float32. The default is nearly three
             times the error of a product whose factors are in e4m3, 3.7e-2
             (docs/decisions/0165-judge-quantized-folders-by-component.md).
@@ -53,9 +58,9 @@ class ComponentFinding:
         output: name of the output.
         shape: shape of the output.
         error: ||ours - float32|| / ||float32||; infinity if our output contains NaN or Inf.
-        torch_error: the same error for torch in float16.
+        torch_error: the same error for torch in float16; None for a folder in float32.
         not_finite: share of NaN and Inf in our output.
-        torch_not_finite: share of NaN and Inf in the output of torch in float16.
+        torch_not_finite: share of NaN and Inf in the output of torch in float16; None for a folder in float32.
         quantized: quantization types of the component; empty for none.
     """
 
@@ -63,15 +68,17 @@ class ComponentFinding:
     output: str
     shape: tuple[int, ...]
     error: float
-    torch_error: float
+    torch_error: float | None
     not_finite: float
-    torch_not_finite: float
+    torch_not_finite: float | None
     quantized: tuple[str, ...] = ()
 
     def limit(self, thresholds: Thresholds) -> float:
         """Return the largest error that passes."""
         if self.quantized:
             return thresholds.max_quantized_error
+        if self.torch_error is None:
+            return thresholds.max_error * ROUNDING
         if not math.isfinite(self.torch_error):
             return _MAX_ERROR_WITHOUT_TORCH
         return max(thresholds.max_error * self.torch_error, ROUNDING)
@@ -83,9 +90,8 @@ class ComponentFinding:
             return f"{name}: {100 * self.not_finite:.3g} % of its values are NaN or Inf"
         limit = self.limit(thresholds)
         if not self.error <= limit:
-            reason = (
-                f"in {', '.join(self.quantized)}" if self.quantized else f"torch in float16: {self.torch_error:.2e}"
-            )
+            reason = "in float32" if self.torch_error is None else f"torch in float16: {self.torch_error:.2e}"
+            reason = f"in {', '.join(self.quantized)}" if self.quantized else reason
             return f"{name}: error {self.error:.2e}, at most {limit:.2e} ({reason})"
         return None
 
@@ -97,16 +103,17 @@ class ImageFinding:
     Attributes:
         prompt: the prompt.
         seed: seed of the noise.
-        psnr_db: our image to that of torch in float16; None if they are identical.
+        psnr_db: our image to that of torch in the folder's type; None if they are identical.
         wide_psnr_db: our image to that of torch in float32.
-        torch_psnr_db: the image of torch in float16 to that in float32.
-        ssim: structural similarity of our image to that of torch in float16.
-        max_difference: largest difference to the image of torch in float16, of values from 0 to 255.
+        torch_psnr_db: the image of torch in the folder's type to that in float32.
+        ssim: structural similarity of our image to that of torch in the folder's type.
+        max_difference: largest difference to the image of torch in the folder's type, of values from 0 to 255.
         is_constant: whether our image has a single colour, such as black.
-        torch_is_constant: whether the image of torch in float16 has a single colour.
+        torch_is_constant: whether the image of torch in the folder's type has a single colour.
         wide_is_constant: whether the image of torch in float32 has a single colour.
         quantized: whether a component is quantized. PSNR then is information: a small difference in an early step
             leads to another image of the same prompt.
+        precision: the folder's type, float16 or float32.
     """
 
     prompt: str
@@ -120,12 +127,13 @@ class ImageFinding:
     torch_is_constant: bool
     wide_is_constant: bool
     quantized: bool = False
+    precision: str = "float16"
 
     def compared(self) -> tuple[str, float | None]:
         """Return the precision of the image to compare with, and the PSNR: float32 if float16 has no image."""
         if self.torch_is_constant and not self.wide_is_constant:
             return "float32", self.wide_psnr_db
-        return "float16", self.psnr_db
+        return self.precision, self.psnr_db
 
     def failure(self, thresholds: Thresholds) -> str | None:
         """Return the reason for which the image fails, or None if it passes."""

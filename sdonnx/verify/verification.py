@@ -60,12 +60,12 @@ class VerificationRequest:
 
 @dataclass(frozen=True)
 class ImageTriple:
-    """The images of one prompt and seed: torch in float32, torch in float16, and the folder."""
+    """The images of one prompt and seed: torch in float32, and in float16 for folders in it, and ours."""
 
     prompt: str
     seed: int
     wide: Image
-    half: Image
+    half: Image | None
     ours: Image
 
 

@@ -25,7 +25,7 @@ TESTS = Path(__file__).parents[1]
 
 
 def component(
-    error: float, torch_error: float, not_finite: float = 0.0, torch_not_finite: float = 0.0
+    error: float, torch_error: float | None, not_finite: float = 0.0, torch_not_finite: float = 0.0
 ) -> ComponentFinding:
     return ComponentFinding("unet", "out_sample", (2, 4, 8, 8), error, torch_error, not_finite, torch_not_finite)
 
@@ -46,6 +46,8 @@ def image(**changes: Any) -> ImageFinding:
         # The rounding error of float16 passes even if torch is exact.
         (component(ROUNDING, 0.0), None),
         (component(1.01 * ROUNDING, 0.0), "at most 4.88e-04"),
+        (component(2 * ROUNDING, None), None),
+        (component(2.1 * ROUNDING, None), "error 1.03e-03, at most 9.77e-04 (in float32)"),
         (component(1e-3, math.inf, 0.0, 0.4), None),
         (component(2e-2, math.inf, 0.0, 0.4), "at most 1.00e-02"),
         (component(math.inf, 1e-3, 0.25), "unet, out_sample of 2x4x8x8: 25 % of its values are NaN or Inf"),
@@ -72,6 +74,7 @@ def test_component_thresholds(finding: ComponentFinding, words: str | None) -> N
         # The image of torch in float16 is black, so float32 is the reference.
         ({"torch_is_constant": True, "psnr_db": 7.0}, None),
         ({"torch_is_constant": True, "psnr_db": 7.0, "wide_psnr_db": 20.0}, "20.0 dB to torch in float32"),
+        ({"precision": "float32", "psnr_db": 34.9}, "34.9 dB to torch in float32"),
     ],
 )
 def test_image_thresholds(changes: dict[str, Any], words: str | None) -> None:

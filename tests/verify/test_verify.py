@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -15,13 +16,16 @@ from support.pipeline_cache import PipelineCache
 from support.pipelines import copied, refused, snapshot
 from support.recording import Note
 
+from sdonnx import terminal
 from sdonnx.__main__ import main
 from sdonnx.errors import FolderError, OptionError
 from sdonnx.folder.certificate import CERTIFICATE, CERTIFICATE_PAGE, certified_files
+from sdonnx.precision.policy import Precision
 from sdonnx.quantization.quantization_config import QuantizationConfig
 from sdonnx.runtime.pipeline import OrtDiffusionPipeline
 from sdonnx.sample.architecture import ADAPTER_FILES
 from sdonnx.verify import Thresholds, Verification, VerificationRequest, verify_folder
+from sdonnx.verify.judgement import ROUNDING
 
 # Warnings caused by diffusers when it converts torch tensors to numpy.
 pytestmark = [
@@ -61,10 +65,14 @@ def test_equal_folder_passes(folder: Path, micro: Path, tmp_path: Path, capsys: 
     ]  # fmt: skip
     assert {each["component"] for each in found["components"]} == {"text_encoder", "unet", "vae_decoder", "vae_encoder"}
     for each in found["components"]:
-        assert each["error"] < 1e-4 < each["torch_error"]  # the folder is float32, torch_error is that of float16
+        assert each["error"] < 1e-4
+        assert each["limit"] == 2 * ROUNDING
+        assert each["torch_error"] is None  # torch in float16 is the yardstick of folders in float16 only
         assert each["not_finite"] == 0
+    assert found["seconds"].keys() == {"torch float32", "sdonnx", "components"}
     for each in found["images"]:
-        assert each["wide_psnr_db"] is None or each["wide_psnr_db"] > 70
+        assert each["precision"] == "float32"
+        assert each["psnr_db"] is None or each["psnr_db"] > 70
     assert found["thresholds"] == {"least_psnr_db": 35.0, "most_error": 2.0, "max_accuracy_loss": 1.5}
     assert found["accuracy"] == []  # only images of trained samples can be judged
     assert found["request"]["steps"] == 2
@@ -90,7 +98,9 @@ def test_certificate_page(passed: Path) -> None:
     assert "Verification of fast against diffusers" in page
     assert "PASSED" in page
     assert "no visible difference" in page or "identical pixels" in page  # float32 on a CPU
-    assert 2 * 3 <= page.count("data:image/webp") <= 2 * 5  # three images, and up to two differences, per prompt
+    assert "torch fp16" not in page
+    assert "2⁻¹¹" in page
+    assert 2 * 2 <= page.count("data:image/webp") <= 2 * 3  # two images, and a difference, per prompt
     assert "http" not in page.replace("http-equiv", "")
     assert "<script" not in page
 
@@ -174,6 +184,27 @@ def test_quantized_folder(pipelines: PipelineCache, micro_exported: Path, micro:
     assert "at most 1.00e-03 (in int8_weightonly)" in failure
     with refused(FolderError, "failed"):
         OrtDiffusionPipeline.from_pretrained(folder, require_certificate=True)
+
+
+def test_folder_in_float16(micro_exported: Path, pipelines: PipelineCache, micro: Path) -> None:
+    """The error of torch in float16 is the measure, and its images are compared."""
+    shown: list[tuple[str, int, int]] = []
+    made = pipelines.optimized(micro_exported, provider="cpu", precision=Precision("float16"))
+    found = verify_folder(made, micro, QUICK, lambda *state: shown.append(state))
+    assert all(each.torch_error is not None and each.torch_error > 1e-5 for each in found.components)
+    assert [each.precision for each in found.images] == ["float16"]
+    assert [each.half is not None for each in found.pictures] == [True]
+    assert list(dict.fromkeys(name for name, _, _ in shown)) == ["torch in float32", "torch in float16", "the folder"]
+    assert shown[0][1:] == (0, 22)  # torch in float16 counts as 20 images on a CPU
+    assert shown[-1][1:] == (22, 22)
+    assert [done for _, done, _ in shown] == sorted(done for _, done, _ in shown)
+
+
+def test_progress_in_a_log(folder: Path, micro: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setattr(terminal, "LOG_INTERVAL_S", 0)
+    assert verified(folder, micro) == 0
+    lines = capsys.readouterr().err.splitlines()
+    assert any(re.fullmatch(r"torch in float32: part 1 of \d+, \S+ elapsed, \S+ left", each) for each in lines)
 
 
 def test_stricter_thresholds_fail(folder: Path, micro: Path) -> None:
