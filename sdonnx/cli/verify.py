@@ -73,7 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     add(
         "--max_error", "--most_error", type=float, default=default.thresholds.max_error, metavar="TIMES",
-        help="maximum error of components, as a multiple of the error of torch in float16, or of 2^-11 if the folder is "
+        help="maximum error of components, as a multiple of the error of torch in float16, or of 2^-11 for a folder "
         "in float32 (%(default)s)",
     )  # fmt: skip
     add(
