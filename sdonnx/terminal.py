@@ -11,10 +11,12 @@ import os
 import re
 import signal
 import sys
+import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, Self, TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -54,6 +56,8 @@ INTERRUPTED = 130
 
 TERMINATED = 143
 """Exit status of a command that SIGTERM stopped."""
+
+_FALLBACKS = "transformers.utils.import_utils"  # it logs that images are read by Pillow without torchvision
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 """Values of `--log_level`, from the most messages to the fewest."""
@@ -110,6 +114,7 @@ def log_to_stderr(level: str) -> Iterator[None]:
     Args:
         level: the least severe messages to show, one of `LOG_LEVELS`.
     """
+    logging.getLogger(_FALLBACKS).addFilter(lambda record: "falling back to" not in record.getMessage())
     logger, handler = logging.getLogger("sdonnx"), logging.StreamHandler(sys.stderr)
     handler.setFormatter(_OneLine())
     before = logger.level
@@ -322,10 +327,34 @@ def step_progress(message: str, unit: str = "step") -> dict[str, Any]:
     return {"disable": False, "leave": False, **shown, **interval}
 
 
-def _print_once(phase: str, seen: set[str]) -> None:
-    if phase not in seen:
-        seen.add(phase)
-        console().print(phase, style="dim")
+class _PhaseLines:
+    """Prints each phase once, and a line every 10 s while it lasts."""
+
+    def __init__(self) -> None:
+        self._seen = set[str]()
+        self._ended = threading.Event()
+        self._phase, self._start = "", 0.0
+        self._thread = threading.Thread(target=self._repeat, daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def show(self, phase: str, written: int, total: int) -> None:
+        """Print a phase if it is new."""
+        if phase not in self._seen:
+            self._seen.add(phase)
+            self._phase, self._start = phase, time.monotonic()
+            console().print(phase, style="dim")
+
+    def _repeat(self) -> None:
+        while not self._ended.wait(LOG_INTERVAL_S):
+            if (seconds := time.monotonic() - self._start) >= LOG_INTERVAL_S and self._phase:
+                console().print(f"{self._phase}, {seconds:.0f} s", style="dim")
 
 
 @contextlib.contextmanager
@@ -333,12 +362,12 @@ def tensor_progress() -> Iterator[ProgressCallback]:
     """Yield a progress callback for `export_pipeline` and `optimize_folder`.
 
     It shows one line for each phase of a component. The bar pulses while a graph is rewritten and fills while its
-    tensors are written. Without a terminal, each phase is printed as a plain line.
+    tensors are written. Without a terminal, each phase is printed as a plain line, again every 10 s while it lasts.
     """
     with progress_bar() as bar:
         if not bar.console.is_terminal:
-            seen: set[str] = set()
-            yield lambda phase, written, total: _print_once(phase, seen)
+            with _PhaseLines() as lines:
+                yield lines.show
             return
         tasks: dict[str, int] = {}
 

@@ -87,13 +87,16 @@ def run(options: argparse.Namespace) -> int:
     torches = [_time_torch(source, device.provider, half, options.steps) for half in ((False, True)[: 1 + float16])]
     out.print(fusion_table(report))
     _print_comparison(ours, torches)
-    out.print(f"image: {work / 'image.png'}")
     out.print(f"total time: {time.perf_counter() - started:.0f} s")
     return 0
 
 
-def _timed(engine: str, load: Callable[[], Callable[[], npt.NDArray[np.float32]]]) -> _Timed:
-    """Load an engine, generate one image, and repeat for the median time."""
+def _timed(
+    engine: str,
+    load: Callable[[], Callable[[], npt.NDArray[np.float32]]],
+    save: Callable[[npt.NDArray[np.float32]], None] = lambda image: None,
+) -> _Timed:
+    """Load an engine, generate one image, save it, and repeat for the median time."""
     out = console()
     start = time.perf_counter()
     generate = load()
@@ -102,6 +105,7 @@ def _timed(engine: str, load: Callable[[], Callable[[], npt.NDArray[np.float32]]
     image = generate()
     first = time.perf_counter()
     out.print(f"{engine}: image 1 of {_REPEATS + 1}, {first - loaded:.1f} s", style="dim")
+    save(image)
     latencies = []
     for repeat in range(_REPEATS):
         begun = time.perf_counter()
@@ -131,9 +135,11 @@ def _time_ours(folder: Path, provider: str, steps: int, path: Path) -> _Timed:
             np.float32,
         )
 
-    timed = _timed("sdonnx", load)
-    Image.fromarray((timed.image * 255).round().astype(np.uint8)).save(path)
-    return timed
+    def save(image: npt.NDArray[np.float32]) -> None:
+        Image.fromarray((image * 255).round().astype(np.uint8)).save(path)
+        console().print(f"image: {path}")
+
+    return _timed("sdonnx", load, save)
 
 
 def _time_torch(folder: Path, provider: str, half: bool, steps: int) -> _Timed:

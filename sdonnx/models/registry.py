@@ -48,7 +48,7 @@ def family_of(folder: PipelineFolder) -> Family:
             )
     close = difflib.get_close_matches(folder.class_name, sorted(known), n=1)
     raise FolderError(
-        f"{folder.path} is a {folder.class_name}, which is not supported yet",
+        f"{folder.path} is a {folder.class_name}, which is not supported",
         f"a pipeline of one of the families {', '.join(family.name for family in FAMILIES)}",
         f"pass a pipeline of these{f', such as a {close[0]}' if close else ''}",
     )

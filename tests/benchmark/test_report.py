@@ -618,6 +618,7 @@ def test_omits_sections_without_measurements(tmp_path: Path, kept: str) -> None:
     assert found.headings == [*fastest, *plotted, *images, *tables, "Machine", "Reproduce"]
     assert bool(found.plots) == bool(plotted)
     assert COMMAND in found.text
+    assert ("interrupted before the first result" in found.text) == (kept != "results")
 
 
 def test_comparison_with_failures_only(tmp_path: Path) -> None:

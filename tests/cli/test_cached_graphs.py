@@ -56,6 +56,13 @@ def write_long_names(cache: FolderCache) -> str:
     return size
 
 
+def test_list_is_another_name_of_ls(cache: FolderCache, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["cache", "list"]) == 0
+    listed = capsys.readouterr().out
+    assert main(["cache", "ls"]) == 0
+    assert capsys.readouterr().out == listed != ""
+
+
 def test_ls_without_a_terminal_prints_a_graph_on_a_line(
     cache: FolderCache, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

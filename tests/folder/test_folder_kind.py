@@ -66,9 +66,9 @@ def test_single_file_checkpoints(name: str, tmp_path: Path) -> None:
 )
 def test_unsupported_pipelines(class_name: str, similar: str, tmp_path: Path) -> None:
     (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": class_name}))
-    with refused(FolderError, f"is a {class_name}, which is not supported yet", "stable-diffusion-xl, ", similar):
+    with refused(FolderError, f"is a {class_name}, which is not supported", "stable-diffusion-xl, ", similar):
         family_of(PipelineFolder.open(tmp_path))
-    with refused(FolderError, f"is a {class_name}, which is not supported yet"):
+    with refused(FolderError, f"is a {class_name}, which is not supported"):
         export_pipeline(tmp_path, tmp_path / "out")
 
 

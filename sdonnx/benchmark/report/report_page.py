@@ -26,6 +26,9 @@ from sdonnx.models.model_names import model_name
 
 __all__ = ["check_report", "readable_date", "render_page", "write_report"]
 
+_NO_RESULTS = "No engine was measured: the benchmark was interrupted before the first result."
+_NO_TRUSTED = "No engine has a trusted result."
+
 
 def check_report(path: Path) -> None:
     """Check that the page can be written, before minutes are spent on measuring.
@@ -110,7 +113,7 @@ def _shown(comparison: Comparison) -> dict[str, Any]:
     shared, differences = engine_facts(comparison, palette)
     return {
         "title": _title(comparison),
-        "result": headlines[0].sentence if headlines else "No engine has a trusted result.",
+        "result": headlines[0].sentence if headlines else _NO_TRUSTED if comparison.results else _NO_RESULTS,
         # A single workload is named once, at the top; several are named wherever their numbers are.
         "workload": headlines[0].title if headlines else workloads[0].title if workloads else None,
         "has_several": len(workloads) > 1,

@@ -45,7 +45,7 @@ _REFUSED = {
     "adapter": "export the pipeline with --t2i_adapter FOLDER, and optimize it",
     "controlnet": "export the pipeline with --controlnet FOLDER, and optimize it",
     "export": "export and optimize the pipeline first, with sdonnx export and sdonnx optimize",
-    "quantization_config": "leave it out; quantized weights are not supported",
+    "quantization_config": "leave it out; sdonnx optimize --quantize makes folders with weights in 8 bits",
 }
 _HUB_OPTIONS = ("token", "revision", "local_files_only", "cache_dir", "force_download")
 

@@ -89,7 +89,7 @@ class PromptEncoding(PipelineBase):
             clean_caption: captions: whether to remove addresses, markup and codes, as in the call.
             prompt_weighting: notation of weights in the texts, as in the call.
             device: ignored; the arrays are on the host.
-            lora_scale: not supported; only None is accepted.
+            lora_scale: None; `set_adapters` sets the weights of LoRA.
 
         Raises:
             PromptError: the prompts cannot be used.
