@@ -26,7 +26,7 @@ _SHOWN_KEY = 8  # characters; keys have 64
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
     parser.description = (
-        "List or remove the graphs that sdonnx.compile has cached. ls, list: a table of them; size: their size in bytes; "
+        "List or remove the graphs that sdonnx.compile has cached. ls, list: a table; size: their size in bytes; "
         "clear: remove all; prune: remove the least recently used ones above a limit. "
         "The verdicts of sdonnx doctor in the same folder stay."
     )

@@ -40,8 +40,7 @@ def test_quickstart_says_what_it_does(micro: Path, micro_exported: Path, micro_c
         for number in range(1, 5):
             assert any(line.startswith(f"{engine}: image {number} of 4, ") for line in lines)
     # The image is there before the comparison.
-    assert lines.index(f"image: {out / 'image.png'}") < [line.startswith("sdonnx: image 2") for line in lines].index(
-        True
-    )
+    second = next(line for line in lines if line.startswith("sdonnx: image 2"))
+    assert lines.index(f"image: {out / 'image.png'}") < lines.index(second)
     with Image.open(out / "image.png") as image:
         assert image.size == (128, 128)
