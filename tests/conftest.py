@@ -93,7 +93,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--made", type=Path, default=None, help="keep GPU tests' pipelines here, and use those that are")
     parser.addoption("--faults", type=int, default=0, help="number of injections of each fault")
     parser.addoption("--hostile", type=int, default=0, help="number of hostile inputs of each kind")
-    parser.addoption("--seed", type=int, default=0, help="of the faults and the hostile inputs")
+    parser.addoption("--calls", type=int, default=60, help="number of random calls that are compared with diffusers")
+    parser.addoption("--seed", type=int, default=0, help="of the faults, the hostile inputs and the random calls")
 
 
 def pytest_configure(config: pytest.Config) -> None:

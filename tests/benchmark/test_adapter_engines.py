@@ -46,6 +46,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory, pipelines: PipelineCache)
     return folder
 
 
+@pytest.mark.weekly
 def test_each_scale_has_rows(measured: Path) -> None:
     rows = read_rows(measured / "rows.csv")
     assert [(row["ip_adapter_scale"], row["engine"]) for row in rows] == [

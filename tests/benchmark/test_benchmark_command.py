@@ -59,6 +59,7 @@ def preloaded_engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", str(interpreter(tmp_path / "preloaded")))
 
 
+@pytest.mark.weekly
 def test_extra_measurements(nano_cpu: Path, tmp_path: Path) -> None:
     done = run(
         tmp_path, "-e", "onnxruntime", "-p", str(nano_cpu), *SMALL[:4],
@@ -437,6 +438,7 @@ def test_quantizes_the_folder_that_it_optimizes(
 
 
 @pytest.mark.usefixtures("preloaded_engines")
+@pytest.mark.weekly
 def test_compiler_of_onediff(
     micro: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

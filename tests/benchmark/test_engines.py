@@ -20,6 +20,7 @@ import torch._inductor.config as inductor
 from PIL import Image
 from support.logged_lines import logged_lines
 from support.pipelines import refused
+from support.weekly_cases import weekly
 
 from sdonnx.benchmark.engine import Engine, EngineOptions, FolderKind, folder_kind
 from sdonnx.benchmark.engines import (
@@ -275,7 +276,7 @@ def test_patched_restores_the_attribute() -> None:
     assert owner.call is own
 
 
-@pytest.mark.parametrize("name", ["onnxruntime", "onnxruntime-plain", "torch"])
+@pytest.mark.parametrize("name", weekly(["onnxruntime", "onnxruntime-plain", "torch"], "onnxruntime"))
 def test_kernels_on_a_cpu(name: str, wide: dict[FolderKind, Path]) -> None:
     engine = made(ENGINES[name], wide)
     engine.load(WORKLOAD)

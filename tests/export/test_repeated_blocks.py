@@ -50,6 +50,7 @@ def compiled(unet: Any, *, may_repeat: bool = True) -> tuple[Any, Any, list[int]
         return sdonnx.compile(unet), forms[-1], counts
 
 
+@pytest.mark.weekly
 def test_graph_is_that_of_all_blocks() -> None:
     unet = small_unet(transformer_layers_per_block=LAYERS)
     expected = unet_output(unet)

@@ -74,6 +74,7 @@ def write_empty_wheels(folder: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(COMPILER.machine_nvcc() is None, reason="nvcc of CUDA 13 is not installed")
+@pytest.mark.weekly
 def test_extra_brings_the_wheel(tmp_path: Path) -> None:
     source, target, report = tmp_path / "a source", tmp_path / "site", tmp_path / "report.json"
     for folder in ("sdonnx", "kernels"):

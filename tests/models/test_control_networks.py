@@ -192,6 +192,7 @@ def test_images_of_xl_are_those_of_diffusers(arguments: dict[str, Any], xl: Cont
     assert found > SAME_DB
 
 
+@pytest.mark.weekly
 def test_images_of_the_second_version_are_those_of_diffusers(work: Path, pipelines: PipelineCache) -> None:
     """Stable Diffusion 2 projects by products, and has heads of one size."""
     blocks = {

@@ -157,6 +157,7 @@ def graphs_of(folder: Path, component: str, provider: str, tmp_path: Path) -> on
 
 @pytest.mark.parametrize("component", [name for name in COMPONENTS if name != "vae_encoder"])
 @pytest.mark.parametrize("provider", ["cpu", "cuda"])
+@pytest.mark.weekly
 def test_results_match_the_unfused_graphs(
     provider: str, component: str, script: Path, optimized: dict[str, Path], tiny_torch: Any, tmp_path: Path
 ) -> None:

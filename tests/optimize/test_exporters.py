@@ -50,8 +50,11 @@ UNFUSED = {"Attention", "Softmax", "Conv", "InstanceNormalization", "GroupNormal
 
 
 def cases(exports: Iterable[tuple[str, str]]) -> list[Any]:
-    """Return exporters and components."""
-    return [pytest.param(*each, marks=[] if each[0] in IN_CI else [pytest.mark.weekly]) for each in exports]
+    """Return exporters and components. Text encoders take as long as all other cases together."""
+    return [
+        pytest.param(*each, marks=[] if each[0] in IN_CI and each[1] != "text_encoder" else [pytest.mark.weekly])
+        for each in exports
+    ]
 
 
 class Exports:

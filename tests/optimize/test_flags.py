@@ -19,6 +19,7 @@ import torch
 from onnxruntime.transformers.fusion_options import FusionOptions
 from support.pipeline_cache import PipelineCache
 from support.pipelines import COMPONENTS, cases, config_of, lowered_session, refused, run, session, torch_outputs
+from support.weekly_cases import weekly
 
 from sdonnx.cli.optimize import add_arguments
 from sdonnx.errors import OptionError, ProviderError
@@ -147,7 +148,10 @@ def test_fused_components_agree_with_torch(fused: Path, in_torch: Any, tmp_path:
         assert_agrees(component, fused, in_torch, tmp_path)
 
 
-@pytest.mark.parametrize("names", [[name] for name in EMITTING] + [list(FLAGS)], ids=[*EMITTING, "all"])
+@pytest.mark.parametrize(
+    "names",
+    weekly([*([name] for name in EMITTING), list(FLAGS)], ["attention"], list(FLAGS), ids=[*EMITTING, "all"]),
+)
 def test_disabled_fusion_is_left_out(
     names: list[str],
     exported: Path,

@@ -101,6 +101,7 @@ def test_optimizing_twice(index: int, written_twice: list[list[Path]], nano_expo
     require_no_traces(one, str(one.parent), str(nano_exported), platform.node() * (len(platform.node()) > 5), str(HERE))
 
 
+@pytest.mark.weekly
 def test_exporting_twice(nano: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The export of a fresh process equals that of this process, which has done other work before."""
     monkeypatch.setenv(MODE, "export")

@@ -64,6 +64,7 @@ def chosen(choice: Choice) -> Trial:
     return next(each for each in choice.trials if each.modules == choice.modules)
 
 
+@pytest.mark.weekly
 def test_the_psnr_is_that_of_the_folders(pipelines: PipelineCache, nano_exported: Path) -> None:
     every = choose_modules(nano_exported, REQUEST, SETTINGS, Bounds(min_psnr_db=1))
     assert [each.modules for each in every.trials] == [0, len(every.sensitivities)]

@@ -72,6 +72,7 @@ def test_only_modules_of_calibrated_types_are_measured(micro_exported: Path) -> 
     assert found["unet"].keys() == {MODULE}
 
 
+@pytest.mark.weekly
 def test_a_folder_for_cuda_is_calibrated_on_the_cpu(micro_exported: Path) -> None:
     """Its graphs are lowered; the magnitudes are those of the folder for the CPU but for rounding."""
     here, there = (calibrate(micro_exported, request(provider=each), SETTINGS)["unet"] for each in ("cpu", "cuda"))
@@ -116,6 +117,7 @@ def test_the_command(micro_exported: Path, micro_cpu: Path, tmp_path: Path) -> N
         assert (again / file).read_bytes() == (out / file).read_bytes()
 
 
+@pytest.mark.weekly
 def test_exchange_graphs_have_the_same_scales(pipelines: PipelineCache, micro_exported: Path) -> None:
     scales = calibrate(micro_exported, request(), SETTINGS)
     folder = pipelines.optimized(micro_exported, provider="cpu", quantization=STATIC, scales=scales, export_qdq=True)

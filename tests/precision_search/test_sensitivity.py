@@ -77,6 +77,7 @@ def test_trials_have_the_error_of_the_folder(
 
 
 @pytest.mark.parametrize("name", [pytest.param("int8_weightonly", marks=pytest.mark.weekly), "fp8_static"])
+@pytest.mark.weekly
 def test_other_types(name: str, nano_exported: Path) -> None:
     scales: Any = None
     if name == "fp8_static":
@@ -88,6 +89,7 @@ def test_other_types(name: str, nano_exported: Path) -> None:
     assert {module for each in found.sensitivities for module in each.modules} == set(found.config.only or ())
 
 
+@pytest.mark.weekly
 def test_named_modules_are_in_every_set(pipelines: PipelineCache, nano_exported: Path, tmp_path: Path) -> None:
     kind = TYPES["fp8_e5m2_weightonly"]
     config = QuantizationConfig(kind, (("unet:mid_block.*", None), ("unet:up_blocks.*", kind)))
@@ -109,6 +111,7 @@ def test_named_modules_are_in_every_set(pipelines: PipelineCache, nano_exported:
         choose_modules(nano_exported, request(quantization=named), SETTINGS, Bounds(0.5))
 
 
+@pytest.mark.weekly
 def test_a_bound_that_excludes_all_is_refused(nano_exported: Path) -> None:
     with refused(PrecisionError, "with its least sensitive modules quantized", "raise --max_error"):
         choose_modules(nano_exported, request(), SETTINGS, Bounds(1e-7))

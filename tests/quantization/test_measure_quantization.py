@@ -13,6 +13,7 @@ from support.scripts import load_script
 SCRIPT = load_script("measure_quantization")
 
 
+@pytest.mark.weekly
 def test_rows_of_types(pipelines: PipelineCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     exported, out = pipelines.exported(pipelines.sample("shapes")), tmp_path / "rows.json"
     (tmp_path / "prompts.txt").write_text("a red circle\n")

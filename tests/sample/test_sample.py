@@ -163,6 +163,7 @@ def test_weights_depend_only_on_the_seed(tiny: Path, tmp_path: Path) -> None:
     assert differing == {f"{component}/{file}" for component, file in WEIGHTS.items()}
 
 
+@pytest.mark.weekly
 def test_weights_do_not_depend_on_processor_or_threads() -> None:
     """torch has two code paths for random numbers; a normal distribution would differ between them."""
     code = (

@@ -23,6 +23,7 @@ def record_of(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *op
     return record
 
 
+@pytest.mark.weekly
 def test_batches_are_compared(shapes_cpu: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # A wait that no other load of the machine can be mistaken for.
     options = [

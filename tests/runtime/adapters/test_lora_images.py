@@ -20,6 +20,7 @@ from support.logged_lines import logged_lines
 from support.lora_files import pipeline_of, write_lora
 from support.pipeline_cache import PipelineCache
 from support.pipelines import refused
+from support.weekly_cases import weekly
 
 from sdonnx.errors import FolderError, OptionError, WeightsError
 from sdonnx.folder.weight_table import PROVENANCE
@@ -84,7 +85,7 @@ def image_of(pipe: Any) -> Array:
     return image
 
 
-@pytest.fixture(scope="module", params=list(ENCODER))
+@pytest.fixture(scope="module", params=weekly(ENCODER, "tiny"))
 def pair(request: pytest.FixtureRequest, pipelines: PipelineCache, tmp_path_factory: pytest.TempPathFactory) -> Pair:
     return Pair(request.param, pipelines, tmp_path_factory.mktemp("lora"))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,6 +14,7 @@ from PIL import Image
 from support.lora_files import pipeline_of, write_lora
 from support.pipeline_cache import PipelineCache
 from support.pipelines import refused
+from support.weekly_cases import weekly
 
 from sdonnx.__main__ import main
 from sdonnx.errors import WeightsError
@@ -48,11 +48,6 @@ TYPES = (
 )  # fmt: skip
 
 TYPES_OF_IMAGES = ("int8_weightonly", "fp8_e4m3_e5m2_weightonly_per_tensor", "fp8_e4m3_e4m3_dynamic", "int8_static")
-
-
-def weekly(names: Sequence[str], *each_time: str) -> list[Any]:
-    """Return parameters: the names `each_time` for each test run, the others for the weekly one."""
-    return [pytest.param(name, marks=[] if name in each_time else [pytest.mark.weekly]) for name in names]
 
 
 class Sample:
@@ -165,7 +160,7 @@ def test_weights_are_those_of_the_optimizer(name: str, float16: bool, sample: Sa
     assert ("U8" in kinds) == (float16 and name.endswith(("dynamic", "static")))
 
 
-@pytest.mark.parametrize("name", weekly(TYPES_OF_IMAGES, "fp8_e4m3_e5m2_weightonly_per_tensor", "int8_static"))
+@pytest.mark.parametrize("name", weekly(TYPES_OF_IMAGES, "int8_static"))
 def test_images(name: str, sample: Sample, tmp_path: Path) -> None:
     """Next to those of the merged pipeline that was quantized, of `bake`, and without adapters again.
 
@@ -237,6 +232,7 @@ def test_biases_behind_weights_in_8_bits(dora: bool, sample: Sample, tmp_path: P
     assert psnr(images[1], _with(plain)) < 35
 
 
+@pytest.mark.weekly
 def test_commands(sample: Sample, tmp_path: Path) -> None:
     """`generate --lora` writes the image of the pipeline, and adapters are replaced in one change, as servers do it."""
     folder = sample.quantized("int8_weightonly")

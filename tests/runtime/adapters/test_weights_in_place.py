@@ -24,6 +24,7 @@ from safetensors.numpy import save_file
 from support.graphs import lowered
 from support.lora_files import pipeline_of, write_lora
 from support.pipeline_cache import PipelineCache
+from support.weekly_cases import weekly
 
 from sdonnx.errors import OptionError, WeightsError
 from sdonnx.folder.weight_table import Reader, WeightTable
@@ -68,7 +69,7 @@ def files(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, P
     return {name: write_lora(source, work / name, seed, each) for seed, (name, each) in enumerate(layers.items())}
 
 
-both = pytest.mark.parametrize("loads", ["host", "device"], indirect=True)
+both = pytest.mark.parametrize("loads", weekly(["host", "device"], "device"), indirect=True)
 
 
 def _open(folder: Path, **options: Any) -> OrtDiffusionPipeline:

@@ -1,0 +1,139 @@
+"""Random combinations of what a call can have generate the images of diffusers, in float32.
+
+`--calls 500 --seed 7` draws others; a failure prints the seed and the call.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import pytest
+import torch
+from support.control_networks import write_controlnet
+from support.diffusers_pipelines import in_diffusers
+from support.inpainting import inpainting_pipeline
+from support.lora_formats import write_formats
+from support.pipeline_cache import PipelineCache
+from support.random_calls import Outcome, Pair, RandomCall, compare, draw_call
+
+import sdonnx
+from sdonnx.runtime.pipeline import OrtDiffusionPipeline
+from sdonnx.sample.architecture import ADAPTER_FILES, ADAPTERS
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # of diffusers, of numpy and of cut prompts
+
+# Calls of each family in a hundred.
+SHARES = {"sd": 38, "ip-adapter": 17, "xl": 20, "inpaint": 10, "pixart": 8, "compiled": 7}
+
+_TOKENS = {"<toy>": 3, "<one>": 1}
+
+
+def _add_inversions(folder: Path) -> None:
+    pipeline = diffusers.StableDiffusionPipeline.from_pretrained(folder)
+    generator = torch.Generator().manual_seed(5)
+    width = pipeline.text_encoder.config.hidden_size
+    for token, count in _TOKENS.items():
+        pipeline.load_textual_inversion(torch.randn(count, width, generator=generator), token=token)
+    for name in ("text_encoder", "tokenizer"):
+        getattr(pipeline, name).save_pretrained(folder / name)
+
+
+class Pairs:
+    """Makes the pipelines of a family.
+
+    Args:
+        pipelines: the cache of the run.
+        work: a folder to write to.
+    """
+
+    def __init__(self, pipelines: PipelineCache, work: Path) -> None:
+        self._pipelines, self._work = pipelines, work
+
+    def made(self, family: str) -> Pair:
+        """Return the pipelines of a family."""
+        make: Callable[[], Pair] = getattr(self, f"_{family.replace('-', '_')}")
+        return make()
+
+    def _pair(self, source: Path, nets: int = 0, adapters: bool = False, **more: Any) -> Pair:
+        folders = [write_controlnet(source, self._work / f"{source.name}-{index}", index + 1) for index in range(nets)]
+        files = [source / ADAPTERS / name for name in ADAPTER_FILES] if adapters else []
+        options: dict[str, Any] = {"controlnets": folders} if folders else {}
+        options |= {"ip_adapters": files} if files else {}
+        optimized = self._pipelines.optimized(self._pipelines.exported(source, **options), provider="cpu")
+        theirs = in_diffusers(source)
+        if adapters:
+            theirs.load_ip_adapter(str(source), subfolder=ADAPTERS, weight_name=list(ADAPTER_FILES))
+        loaded: Any = diffusers.ControlNetModel
+        loads = [loaded.from_pretrained(folder) for folder in folders]
+        return Pair(theirs, OrtDiffusionPipeline.from_pretrained(optimized), loads, len(files), **more)
+
+    def _sd(self) -> Pair:
+        source = self._pipelines.derived("inversions", self._pipelines.micro(), _add_inversions)
+        loras = write_formats(source, self._work / "loras")
+        return self._pair(source, nets=2, loras=loras, tokens=tuple(_TOKENS))
+
+    def _ip_adapter(self) -> Pair:
+        return self._pair(self._pipelines.micro("tiny-ip-adapter"), nets=1, adapters=True)
+
+    def _xl(self) -> Pair:
+        return self._pair(self._pipelines.micro("sdxl-tiny"), nets=1)
+
+    def _inpaint(self) -> Pair:
+        return self._pair(inpainting_pipeline(self._pipelines, self._pipelines.micro()), tasks=("inpaint",))
+
+    def _pixart(self) -> Pair:
+        return self._pair(self._pipelines.micro("pixart-alpha-tiny"), tasks=("text",))
+
+    def _compiled(self) -> Pair:
+        source = self._pipelines.nano()
+        compiled = sdonnx.compile_pipe(in_diffusers(source))
+        return Pair(in_diffusers(source), compiled, tasks=("text",))
+
+
+@pytest.fixture(scope="module")
+def pairs(pipelines: PipelineCache, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pairs]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SDONNX_CACHE", str(tmp_path_factory.mktemp("graphs")))
+        patch.setenv("SDONNX_CACHE_LIMIT", "1GB")
+        yield Pairs(pipelines, tmp_path_factory.mktemp("differential"))
+
+
+def _calls(pair: Pair, family: str, count: int, seed: int) -> Iterator[tuple[str, RandomCall]]:
+    for index in range(count):
+        name = f"{family}/{index}, seed {seed}"
+        yield name, draw_call(pair, random.Random(f"{family}/{seed}/{index}"))
+
+
+@pytest.mark.parametrize("family", SHARES)
+def test_random_calls_agree_with_diffusers(family: str, pairs: Pairs, request: pytest.FixtureRequest) -> None:
+    total, seed = request.config.getoption("--calls"), request.config.getoption("--seed")
+    pair = pairs.made(family)
+    count = max(1, round(total * SHARES[family] / 100))
+    outcomes: list[tuple[str, Outcome]] = []
+    for name, call in _calls(pair, family, count, seed):
+        outcomes.append((name, compare(pair, call)))
+        if family == "compiled":
+            _change(pair, random.Random(name))
+    shown = [
+        f"{name}: {each.db} dB, at least {each.limit:.0f}: {each.call}" for name, each in outcomes if each.is_wrong
+    ]
+    assert not shown, "\n".join(shown)
+    lost = [f"{name}: {each.refusal or each.theirs_raised}: {each.call}" for name, each in outcomes if each.db is None]
+    assert len(lost) <= count * 0.1, "\n".join(lost)
+    assert not any("\n" in (each.refusal or "") for _, each in outcomes)
+
+
+def _change(pair: Pair, r: random.Random) -> None:
+    """Change weights of both pipelines between calls."""
+    kind = r.choice(("scale", "replace", "nothing"))
+    for pipe in (pair.theirs, pair.ours):
+        convolution = pipe.unet.conv_in
+        with torch.no_grad():
+            if kind == "scale":
+                convolution.weight.mul_(1.1)
+            elif kind == "replace":
+                convolution.weight = torch.nn.Parameter(convolution.weight * 0.95)
