@@ -1,10 +1,10 @@
 """Run what takes too long for every commit, and record it: `python scripts/weekly.py [--only NAME ...] [--restart]`.
 
-The steps are the tests marked `weekly`, by file; faults and hostile inputs in larger numbers; the mutations of
-`scripts/mutate.py`; the coverage of lines and branches by the fast tests; and all slow tests with graphs that are
-exported and compared with the committed ones. The record is written after each step. A step that passed less than six
-days ago is skipped, so a run that was killed continues where it stopped. Logs are in `build/weekly`. The exit status is
-1 if a step failed.
+The steps are the tests marked `weekly`, by file; faults, hostile inputs and random calls in larger numbers; the
+mutations of `scripts/mutate.py`; the coverage of lines and branches by the fast tests; and all slow tests with graphs
+that are exported and compared with the committed ones. The record is written after each step. A step that passed less
+than six days ago is skipped, so a run that was killed continues where it stopped. Logs are in `build/weekly`. The exit
+status is 1 if a step failed.
 """
 
 from __future__ import annotations
@@ -44,8 +44,12 @@ _FRESH = timedelta(days=6)
 _NO_TESTS = 5  # pytest's exit status for a file without a weekly test
 _LIMIT_S = 3 * 3600
 _MUTATIONS_PER_STEP = 10
-# These tests take the number of their repetitions as an option.
-_REPEATED = {"tests/folder/test_faults.py": ("--faults", "2"), "tests/folder/test_hostile.py": ("--hostile", "60")}
+# These tests take the number of their repetitions as an option. Random calls are others each week.
+_REPEATED = {
+    "tests/folder/test_faults.py": ("--faults", "2"),
+    "tests/folder/test_hostile.py": ("--hostile", "60"),
+    "tests/differential/test_random_calls.py": ("--calls", "500", "--seed", f"{datetime.now(UTC):%G%V}"),
+}
 
 
 @dataclass(frozen=True)

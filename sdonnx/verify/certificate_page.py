@@ -94,15 +94,17 @@ def _image_comparison(finding: ImageFinding, triple: ImageTriple, thresholds: Th
 
 
 def _components_table(components: list[ComponentFinding], thresholds: Thresholds) -> Table:
-    columns = ("shape", "error", "error of torch fp16", "limit", "NaN or Inf, %", "torch fp16, %")
-    headings = tuple(map(Heading, columns))
+    has_half = any(each.torch_error is not None for each in components)  # not of a folder in float32
+    halves = ("error of torch fp16", "torch fp16, %") if has_half else ()
+    headings = tuple(map(Heading, ("shape", "error", "limit", "NaN or Inf, %", *halves)))
     rows = [
         Row(
             f"{each.component}, {each.output}",
             (
                 "\N{MULTIPLICATION SIGN}".join(map(str, each.shape)),
-                *(_error(value) for value in (each.error, each.torch_error, each.limit(thresholds))),
-                *(_share(share) for share in (each.not_finite, each.torch_not_finite)),
+                *(_error(value) for value in (each.error, each.limit(thresholds))),
+                number(100 * each.not_finite, 1),
+                *((_error(each.torch_error), _share(each.torch_not_finite)) if has_half else ()),
             ),
             verdict="failed" if each.failure(thresholds) else None,
         )

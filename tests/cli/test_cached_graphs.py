@@ -128,7 +128,7 @@ def test_clear_leaves_the_verdicts(cache: FolderCache, capsys: pytest.CaptureFix
     [
         (["prune", "--limit", "much"], "--limit is 'much'; expected a size such as 20GB"),
         (["ls", "--limit", "1GB"], "--limit with ls; expected --limit with prune"),
-        (["list"], "invalid choice: 'list'"),
+        (["lst"], "invalid choice: 'lst'"),
         ([], "required: action"),
     ],
 )

@@ -93,6 +93,7 @@ def test_processors_of_modules_of_any_class(warned: list[str]) -> None:
         compiled = sdonnx.compile(block)
         for processor.scale in (0.3, 0.9):
             assert torch.equal(compiled(states), block(states))
+        block.set_processor(OwnProcessor())
         frozen = sdonnx.compile(block, FREEZES)
         torch.testing.assert_close(frozen(states), block(states), rtol=1e-4, atol=1e-5)
     assert len(warned) == 1

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import random
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 from support.control_networks import write_controlnet
 from support.diffusers_pipelines import in_diffusers
 from support.inpainting import inpainting_pipeline
+from support.lora_files import write_lora
 from support.lora_formats import write_formats
 from support.pipeline_cache import PipelineCache
 from support.random_calls import Outcome, Pair, RandomCall, compare, draw_call
@@ -59,7 +61,8 @@ class Pairs:
         return make()
 
     def _pair(self, source: Path, nets: int = 0, adapters: bool = False, **more: Any) -> Pair:
-        folders = [write_controlnet(source, self._work / f"{source.name}-{index}", index + 1) for index in range(nets)]
+        work = Path(tempfile.mkdtemp(dir=self._work))
+        folders = [write_controlnet(source, work / str(index), index + 1) for index in range(nets)]
         files = [source / ADAPTERS / name for name in ADAPTER_FILES] if adapters else []
         options: dict[str, Any] = {"controlnets": folders} if folders else {}
         options |= {"ip_adapters": files} if files else {}
@@ -90,8 +93,13 @@ class Pairs:
 
     def _compiled(self) -> Pair:
         source = self._pipelines.nano()
+        layers = {"unet": ["to_q", "to_out.0", "conv1"], "text_encoder": ["q_proj", "fc1"]}
+        files = {
+            name: write_lora(source, self._work / f"compiled-{name}", seed, layers, **options)
+            for seed, (name, options) in enumerate({"peft": {}, "rslora": {"use_rslora": True}}.items())
+        }
         compiled = sdonnx.compile_pipe(in_diffusers(source))
-        return Pair(in_diffusers(source), compiled, tasks=("text",))
+        return Pair(in_diffusers(source), compiled, tasks=("text",), loras={name: (f, f) for name, f in files.items()})
 
 
 @pytest.fixture(scope="module")

@@ -187,8 +187,9 @@ def draw_call(pair: Pair, random_numbers: random.Random) -> RandomCall:
     if call.scheduler[0] == "DDIMScheduler" and not pair.is_xl and r.random() < 0.5:
         given["eta"] = 0.7
     if not pair.has_captions and r.random() < 0.3:
-        # diffusers' ControlNet class for Stable Diffusion XL ignores a changed guidance.
-        weakens = given["guidance_scale"] > 2 and not (pair.is_xl and call.controls) and r.random() < 0.5
+        # Of diffusers' classes with ControlNets, only that of Stable Diffusion from text follows a changed guidance.
+        follows = not call.controls or (task == "text" and not pair.is_xl)
+        weakens = given["guidance_scale"] > 2 and follows and r.random() < 0.5
         given["callback_on_step_end"] = _weaken_guidance if weakens else _scale_latents
     if pair.has_captions:
         call.theirs |= {"use_resolution_binning": False, "clean_caption": False}

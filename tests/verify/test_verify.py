@@ -207,7 +207,7 @@ def test_progress_in_a_log(folder: Path, micro: Path, monkeypatch: pytest.Monkey
 
 def test_stricter_thresholds_fail(folder: Path, micro: Path) -> None:
     strict = verify_folder(
-        folder, micro, VerificationRequest(**{**vars(QUICK), "thresholds": Thresholds(min_psnr_db=200)})
+        folder, micro, VerificationRequest(**{**vars(QUICK), "thresholds": Thresholds(max_error=1e-9)})
     )
     assert not strict.judgement.passed
 
