@@ -11,7 +11,10 @@ from sdonnx.graph.edit import input_of, insert, insert_multi, static_dim
 from sdonnx.operators.case import KernelCase
 from sdonnx.operators.contract import Contract
 
-__all__ = ["BIAS_SPLIT_GELU", "SPLIT_GELU_WIDTHS", "check_bias_split_gelu"]
+__all__ = ["BIAS_SPLIT_GELU", "NO_KERNEL", "SPLIT_GELU_WIDTHS", "check_bias_split_gelu"]
+
+NO_KERNEL = "has no kernel"
+"""Part of the reason why layers of a width are left, which no export can change."""
 
 # bias_split_gelu_impl.cu instantiates its kernel only for these widths of x (twice the hidden width).
 SPLIT_GELU_WIDTHS = frozenset({2560, 5120, 6144, 10240, 12288})
@@ -23,7 +26,7 @@ def check_bias_split_gelu(x: ir.Value) -> str | None:
     if x.shape is None or x.shape.rank() != 3:
         return "the input does not have 3 dimensions"
     if width not in SPLIT_GELU_WIDTHS:
-        return f"the width {width} has no kernel, which exist for {', '.join(map(str, sorted(SPLIT_GELU_WIDTHS)))}"
+        return f"the width {width} {NO_KERNEL}, which exist for {', '.join(map(str, sorted(SPLIT_GELU_WIDTHS)))}"
     return BIAS_SPLIT_GELU.check_dtype(x)
 
 

@@ -20,11 +20,12 @@ from sdonnx.fusions.derived_tables import (
     idle_stages,
     leaves_none,
 )
-from sdonnx.fusions.fusion_table import StageOutcome
+from sdonnx.fusions.fusion_table import FUSIONS, Fusion, StageOutcome
 from sdonnx.graph.edit import MICROSOFT
 from sdonnx.graph.modules import module_path
 from sdonnx.models.layer_counts import expected_counts
 from sdonnx.models.spec import ComponentSpec
+from sdonnx.operators.bias_split_gelu import NO_KERNEL
 from sdonnx.precision.group_norm_scaling import NormScaling
 from sdonnx.quantization.quantize_weights import QuantizedWeight
 
@@ -216,8 +217,8 @@ def _warnings(
     provider: str,
     disabled: Collection[str],
 ) -> Iterator[str]:
-    without = disabled_fusions(disabled)
-    # Layers that only a disabled fusion would fuse.
+    without = [*disabled_fusions(disabled), *_without_kernels(outcomes)]
+    # Layers that only these fusions would fuse.
     unfused = {fusion.fuses for fusion in without if fusion.fuses is not None}
     silent_kinds = {kind.name for kind in unfused}
     silent_operators = {operator for kind in unfused for operator in kind.exported_as}
@@ -240,6 +241,16 @@ def _warnings(
     nested = Counter(node.op_type for node in model.graph if any(map(_holds_graph, node.attributes.values())))
     for operator, count in sorted(nested.items()):
         yield f"the subgraphs of {count} {operator} were left unchanged"
+
+
+def _without_kernels(outcomes: Sequence[StageOutcome]) -> list[Fusion]:
+    """Return the fusions whose candidates all have widths for which there is no kernel, as those of narrow samples."""
+    stages = {
+        outcome.stage
+        for outcome in outcomes
+        if outcome.failures and all(NO_KERNEL in failure.reason for failure in outcome.failures)
+    }
+    return [fusion for fusion in FUSIONS if fusion.stage_name in stages]
 
 
 def _place(node: ir.Node) -> str:

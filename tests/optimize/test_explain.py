@@ -238,6 +238,13 @@ def test_warnings_are_printed_and_written(own: Path, tmp_path: Path, capsys: pyt
     assert any("explain" in line and str(tmp_path / "out") in line for line in lines)
 
 
+def test_widths_without_a_kernel_are_no_cause_to_warn(micro_exported: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nothing is wrong with a narrow sample, as `shapes` is; the reason is shown."""
+    _, reports = explained(micro_exported)
+    assert {name: report["warnings"] for name, report in reports.items() if report["warnings"]} == {}
+    assert any("has no kernel" in line for line in shown(capsys, micro_exported, "--component", "unet"))
+
+
 @pytest.mark.parametrize("component", ["unet", "vae_decoder", "text_encoder"])
 @pytest.mark.parametrize("provider", ["cuda", "cpu"])
 def test_missing_attentions_are_a_warning(component: str, provider: str, own: Path) -> None:
