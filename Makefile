@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help venv fmt lint test-fast test weekly graphs docs wheel kernels verdicts mutants
+.PHONY: help venv fmt lint test-fast test weekly graphs docs wheel kernels mutants
 
 help: ## list the tasks
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## /\1\t/' | expand -t 12
@@ -43,9 +43,6 @@ wheel: venv ## build the source distribution and the wheel into dist/
 
 kernels: venv ## build the wheel of our CUDA kernels into dist/, for all GPUs
 	$(BIN)/python -m build --wheel --outdir dist kernels
-
-verdicts: venv ## report whether verdicts on all kernels ship, before a release
-	$(BIN)/python scripts/write_measured_verdicts.py --check
 
 mutants: venv ## check that tests notice 40 mutations of the package, about ten minutes
 	$(BIN)/python scripts/mutate.py

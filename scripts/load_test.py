@@ -11,8 +11,7 @@ time at which it was due, so that a slow server cannot hide its queue by delayin
 
 --compare_batching starts a server for each largest batch, one after another. For each it measures
 
-- the seconds from the start of the process until it prints that it is ready, with the folder in the page cache and a
-  verdict on the kernels;
+- the seconds from the start of the process until it prints that it is ready, with the folder in the page cache;
 - the capacity, in images of PNG answers, with the same number of clients, prompts and steps;
 - requests that are sent one at a time, each followed by the same image with `OrtDiffusionPipeline` in this process and
   by its PNG in base64. The latency that HTTP and the queue add is the median time of the requests without the medians

@@ -45,7 +45,6 @@ from sdonnx.precision_search.record_inputs import Recording, run_probe
 from sdonnx.quantization.quantization_config import QuantizationConfig
 from sdonnx.quantization.quantization_types import TYPES, QuantizationType
 from sdonnx.runtime.device.device import device_for
-from sdonnx.runtime.device.kernel_workarounds import check_now
 from sdonnx.runtime.device.session import Graph
 from sdonnx.runtime.pipeline import OrtDiffusionPipeline
 from sdonnx.sample.shapes.shape_evaluation import held_out_captions
@@ -160,7 +159,6 @@ def measure(
 def _drawn(folder: Path, provider: str, captions: Sequence[str]) -> dict[str, Any]:
     """Return the accuracy of a folder's images, by measure, and on a GPU the milliseconds of a step."""
     measured: dict[str, Any] = {}
-    check_now(device_for(provider))  # without a verdict the pipeline would not use our kernels
     with OrtDiffusionPipeline.from_pretrained(folder, provider) as pipeline:
         pipeline.set_progress_bar_config(disable=True)
         if captions:

@@ -23,8 +23,6 @@ from server_load import CLIENTS, PATH, PROMPTS, TIMEOUT_S, common_fields, descri
 
 from sdonnx.errors import SdonnxError
 from sdonnx.folder.version import read_report
-from sdonnx.runtime.device.device import device_for
-from sdonnx.runtime.device.kernel_workarounds import check_now
 from sdonnx.runtime.pipeline import OrtDiffusionPipeline
 from sdonnx.serve.http.image_encoding import QUALITY, encode_base64
 from sdonnx.terminal import console
@@ -50,7 +48,6 @@ def measure_batching(options: argparse.Namespace) -> dict[str, Any]:
         SdonnxError: the folder cannot be read, a server does not start, or a request is not answered with 200.
     """
     report = read_report(Path(options.model))
-    check_now(device_for(str(report["provider"])))  # a verdict, so that no server checks the kernels while it is timed
     with OrtDiffusionPipeline.from_pretrained(options.model) as pipeline:
         pipeline.set_progress_bar_config(disable=True)
         read_files(Path(options.model))

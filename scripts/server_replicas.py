@@ -11,8 +11,6 @@ from server_load import CLIENTS, described, load_of, read_files, started_server
 
 from sdonnx.errors import SdonnxError
 from sdonnx.folder.version import read_report
-from sdonnx.runtime.device.device import device_for
-from sdonnx.runtime.device.kernel_workarounds import check_now
 from sdonnx.terminal import console
 
 
@@ -30,7 +28,6 @@ def measure_replicas(options: argparse.Namespace) -> dict[str, Any]:
     """
     folder = Path(options.model)
     report = read_report(folder)
-    check_now(device_for(str(report["provider"])))  # a verdict, so that no replica checks the kernels while it is timed
     read_files(folder)
     gpus = "1" if report["provider"] == "cuda" else "0"
     servers = []

@@ -116,8 +116,6 @@ def forms(folder: Path, library: str, sizes: Mapping[str, Any], provider: str | 
     Raises:
         FolderError: the folder has one form only.
     """
-    from sdonnx.runtime.device.device import device_for
-    from sdonnx.runtime.device.kernel_workarounds import check_now
     from sdonnx.runtime.pipeline import OrtDiffusionPipeline
 
     if library != "0" and read_report(folder).get("options", {}).get("kernels") != "auto":
@@ -126,8 +124,6 @@ def forms(folder: Path, library: str, sizes: Mapping[str, Any], provider: str | 
     pipelines = {}
     for name, value in (("onnxruntime", "0"), ("own", library)):
         with named_kernel_library(value):
-            if value != "0":  # without a verdict the pipeline would not use our kernels
-                check_now(device_for(provider or "cuda"))
             pipelines[name] = OrtDiffusionPipeline.from_pretrained(folder, provider)
 
     def call(name: str, steps: int, kind: str) -> Any:

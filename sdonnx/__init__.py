@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from sdonnx.compiler.compile_module import compile
     from sdonnx.compiler.compile_pipe import compile_pipe
     from sdonnx.compiler.save_pipe import load_pipe, save_pipe
-    from sdonnx.doctor.first_use import KernelWarning
+    from sdonnx.doctor.first_check import KernelWarning
     from sdonnx.export.export_pipeline import export_pipeline
     from sdonnx.folder.version import RebuildWarning
     from sdonnx.optimize.optimizer import optimize_folder
@@ -82,7 +82,7 @@ _HOMES = {
     "AsyncPipeline": "sdonnx.serve.async_pipeline",
     "ImageOutput": "sdonnx.runtime.output",
     "ImageRequest": "sdonnx.serve.image_request",
-    "KernelWarning": "sdonnx.doctor.first_use",
+    "KernelWarning": "sdonnx.doctor.first_check",
     "NotFiniteWarning": "sdonnx.runtime.output",
     "NsfwContentWarning": "sdonnx.runtime.safety",
     "OrtDiffusionPipeline": "sdonnx.runtime.pipeline",

@@ -135,13 +135,6 @@ class ComparisonRun:
             self._caches = StartCaches(Path(folder))
             for path in self._setup.folders.values():
                 _read_all(path)
-            for rival in self._setup.rivals:
-                if (
-                    self._setup.provider == "cuda"
-                    and ENGINES[rival.engine].needs_preparation
-                    and rival not in self.unusable
-                ):
-                    self._prepare(rival)
             for index, workload in enumerate(self._setup.workloads):
                 self._compare(workload, Path(folder))
                 if index:
@@ -152,14 +145,6 @@ class ComparisonRun:
                 for rival in self._setup.rivals if getattr(self._setup, task) else ():
                     if rival not in self.unusable:
                         self._measure_extra(task, rival, first)
-
-    def _prepare(self, rival: Rival) -> None:
-        """Prepare the GPU for an engine, so that no image's time includes it."""
-        job = self._job("prepare", rival.engine, self._setup.options(rival), self._setup.workloads[0])
-        try:
-            self._work(f"{shown_name(rival.title)}, preparation of this GPU", job, rival, is_isolated=False)
-        except WorkerError as failure:
-            self._on_progress(f"{shown_name(rival.title)}: {failure}", "")  # if it matters, the first round reports it
 
     def _compare(self, workload: Workload, folder: Path) -> None:
         rivals = self._setup.rivals
@@ -295,19 +280,16 @@ class ComparisonRun:
             "batch_count": self._setup.batch_count,
         }
 
-    def _work(
-        self, title: str, job: dict[str, Any], rival: Rival | None, *, is_isolated: bool = True
-    ) -> dict[str, Any]:
+    def _work(self, title: str, job: dict[str, Any], rival: Rival | None) -> dict[str, Any]:
         """Run a job in a process of its own.
 
         Args:
             title: describes the job.
             job: the job.
             rival: the engine; None for the reference, which has no time limit.
-            is_isolated: use the caches of the engine and the workload instead of the user's.
         """
         python = self._setup.pythons.get(rival.engine) if rival is not None else None
-        scratch = self._caches.folder(rival, Workload(**job["workload"])) if is_isolated else None
+        scratch = self._caches.folder(rival, Workload(**job["workload"]))
         self._on_progress(title, "started")
         return run_worker(
             job,

@@ -197,12 +197,9 @@ def _load_pipeline(options: argparse.Namespace, folder: Path, library: str | Non
         folder: the optimized folder.
         library: the value of the environment variable that names our kernels while the pipeline is loaded.
     """
-    from sdonnx.runtime.device.device import device_for
-    from sdonnx.runtime.device.kernel_workarounds import check_now
     from sdonnx.runtime.pipeline import OrtDiffusionPipeline
 
     with nullcontext() if library is None else named_kernel_library(library):
-        check_now(device_for("cuda"))  # without a verdict the pipeline would not use our kernels
         pipeline = OrtDiffusionPipeline.from_pretrained(folder, "cuda")
     arguments: dict[str, Any] = {"height": options.height, "width": options.width, "seed": 0, "output_type": "latent"}
 

@@ -80,7 +80,6 @@ class Engine(abc.ABC):
         modules: the modules that it imports.
         compile_modes: the valid values of `EngineOptions.compile_mode`.
         supports_adapters: whether it supports image-prompt adapters.
-        needs_preparation: whether `prepare` must run once on each GPU.
         pipeline_load_s: time in which `load` imported diffusers and loaded its pipeline onto the device, without
             compilation; None before `load`, and for engines of graphs.
 
@@ -95,7 +94,6 @@ class Engine(abc.ABC):
     modules: ClassVar[tuple[str, ...]]
     compile_modes: ClassVar[tuple[str, ...]] = ()
     supports_adapters: ClassVar[bool] = False
-    needs_preparation: ClassVar[bool] = False
 
     def __init__(self, options: EngineOptions) -> None:
         """Check the options and the folder."""
@@ -197,9 +195,6 @@ class Engine(abc.ABC):
     @abc.abstractmethod
     def scheduler(self) -> str:
         """The sampler's class name in diffusers."""
-
-    def prepare(self) -> None:  # noqa: B027  most engines need no preparation
-        """Prepare the machine. Runs once, independently of the workloads."""
 
     def unload(self) -> None:  # noqa: B027  not needed if the process ends
         """Release the memory that `load` allocated, for processes that load several engines."""

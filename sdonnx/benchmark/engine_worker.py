@@ -57,9 +57,6 @@ def perform(job: dict[str, Any], emit: Emit) -> None:
     def on_progress(text: str) -> None:
         emit("progress", text)
 
-    if job["task"] == "prepare":
-        engine.prepare()
-        return
     if job["task"] == "reference":
         assert isinstance(engine, ReferenceEngine)
         engine.load(workload)

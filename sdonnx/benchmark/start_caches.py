@@ -17,7 +17,7 @@ __all__ = ["StartCaches"]
 class StartCaches:
     """Compiler caches and temporary files: a folder for each engine and workload, empty for the first process.
 
-    Verdicts on the GPU's kernels, which belong to the machine, are copied into each folder.
+    Results of checks of the GPU's kernels, which belong to the machine, are copied into each folder.
 
     Args:
         root: folder for the folders.

@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "List or remove the graphs that sdonnx.compile has cached. ls, list: a table; size: their size in bytes; "
         "clear: remove all; prune: remove the least recently used ones above a limit. "
-        "The verdicts of sdonnx doctor in the same folder stay."
+        "The results of checked kernels in the same folder stay."
     )
     parser.add_argument("action", choices=_ACTIONS, help=", ".join(_ACTIONS))
     add_option(

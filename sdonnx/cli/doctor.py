@@ -8,7 +8,7 @@ import platform
 import shlex
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, redirect_stdout
 from dataclasses import asdict
 from pathlib import Path
@@ -17,17 +17,24 @@ from typing import TYPE_CHECKING, Any
 from rich.markup import escape
 
 import sdonnx
-from sdonnx.doctor.cache import read_verdict, result_as_json, verdict_as_json, verdict_path, write_verdict
-from sdonnx.doctor.check_kernels import ATTENTION, BACKENDS, CaseResult, KernelCaseSet, compare, read_kernel_cases
+from sdonnx.doctor.check_kernels import (
+    ATTENTION,
+    BACKENDS,
+    KERNEL_CASES_FILE,
+    OWN_KERNEL_CASES_FILE,
+    CaseResult,
+    compare,
+    read_kernel_cases,
+)
 from sdonnx.doctor.environment import Facts, Finding, collect_facts, default_provider, findings
-from sdonnx.doctor.first_use import first_use, known_verdict
-from sdonnx.doctor.gpu import identity
-from sdonnx.doctor.kernel_library import usable_library
-from sdonnx.doctor.measured_verdicts import measured_verdicts
-from sdonnx.doctor.own_kernel_check import own_verdict
+from sdonnx.doctor.first_check import machine_of, store_results
+from sdonnx.doctor.kernel_library import KernelLibrary, usable_library
+from sdonnx.doctor.kernel_report import SummaryLine, faults_of, report_of, result_as_json, summarize
+from sdonnx.doctor.known_faults import sdpa_kernel
 from sdonnx.doctor.sessions import kernel_opener
-from sdonnx.doctor.verdict import SummaryLine, Verdict, judge, keep_known_faults, summarize
+from sdonnx.doctor.trusted_gpus import is_trusted
 from sdonnx.errors import OptionError, OutputError
+from sdonnx.operators.case import TOLERANCE
 from sdonnx.terminal import add_common, console, progress_bar
 
 if TYPE_CHECKING:
@@ -44,20 +51,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
     parser.description = (
         "Report missing requirements of this machine and how to fix them, and compare ONNX Runtime's kernels with "
-        "reference implementations. The verdict is cached, and generating images avoids faulty attention backends. "
+        "reference implementations, and our own. "
         "Status 0: all is well; 1: a kernel is faulty or a requirement is missing. "
-        "--quick is for image builds: it checks what the first image would, and has status 0 where there is no GPU."
+        "--quick is for image builds: the first image then needs no check. It has status 0 where there is no GPU."
     )
     parser.add_argument("--provider", help="cuda or cpu (default: cuda where there is a GPU or a build for one)")
     parser.add_argument("--device", type=int, default=0, metavar="N", help="the number of the GPU (default 0)")
     parser.add_argument(
         "--json", type=Path, metavar="FILE", help="write all findings and kernel cases to a file; - for standard output"
     )
-    parser.add_argument("--fresh", action="store_true", help="check again although there is a cached verdict")
+    parser.add_argument("--fresh", action="store_true", help="accepted for compatibility: kernels are always checked")
     parser.add_argument(
         "--quick",
         action="store_true",
-        help="check the GPU's kernels at the sizes of a first use only, in seconds, and cache the verdict",
+        help="check the GPU's kernels at the sizes of a first use only, in seconds",
     )
     add_common(parser)
 
@@ -105,7 +112,7 @@ def _report(options: argparse.Namespace) -> dict[str, Any]:
         return report | {"sound": False}
     if provider == "cpu":
         return report | {"sound": _check_cpu(report)}
-    sound = (_check_quickly if options.quick else _check_gpu)(options, report)
+    sound = _check_gpu(options, None, report)
     return report | {"sound": _check_own_kernels(options, facts, report) and sound}
 
 
@@ -148,76 +155,46 @@ def _check_cpu(report: dict[str, Any]) -> bool:
     return not faults
 
 
-def _check_gpu(options: argparse.Namespace, report: dict[str, Any]) -> bool:
-    cases = read_kernel_cases()
-    key = identity(options.device, cases.digest)
-    # A cached verdict lacks the results that --json writes.
-    cached = None if options.fresh or options.json is not None else read_verdict(key)
-    if cached is not None and cached.full:
-        verdict, place = cached, "cached"
-    else:
-        verdict, results, place = _judge(options.device, cases, key)
+def _check_gpu(options: argparse.Namespace, library: KernelLibrary | None, report: dict[str, Any]) -> bool:
+    """Check ONNX Runtime's kernels or those of our own library, and keep the results in the user's cache."""
+    cases = read_kernel_cases(KERNEL_CASES_FILE if library is None else OWN_KERNEL_CASES_FILE)
+    machine = machine_of(options.device, library)
+    checks = [check for check in cases.checks if check.first_use or not options.quick]
+    major, minor = map(int, machine["compute_capability"].split("."))
+    avoided = {"": sdpa_kernel(machine["onnxruntime"], (major, minor))}
+    of_attention = avoided if options.quick else {**avoided, **BACKENDS}
+    attention = [check for check in checks if check.case.op_type == ATTENTION]
+    others = [check for check in checks if check.case.op_type != ATTENTION]
+    opened = kernel_opener("cuda", options.device, None if library is None else library.path)
+    dtypes = ("float16",) if options.quick else tuple(TOLERANCE)
+    start, results = time.monotonic(), list[CaseResult]()
+    with progress_bar() as bar:
+        runs = ((attention, of_attention), (others, avoided))
+        total = sum(len(backends) * len({*dtypes} & {*check.kernels}) for some, backends in runs for check in some)
+        task = bar.add_task("kernels", total=total)
+        for some, backends in runs:
+            for result in compare(cases, some, opened, dtypes=dtypes, backends=backends):
+                results.append(result)
+                bar.update(task, completed=len(results))
+    store_results(machine, results)
+    found = report_of(machine, results, not options.quick, time.monotonic() - start)
+    _print_results(found, results, cases.flags, library)
+    if library is None:
         report["cases"] = [result_as_json(result) for result in results]
-    _print_verdict(verdict, place)
-    report["verdict"] = verdict_as_json(verdict)
-    return verdict.sound
-
-
-def _check_quickly(options: argparse.Namespace, report: dict[str, Any]) -> bool:
-    """Do as the first use of the GPU does; a full verdict in the cache stays there."""
-    verdict = first_use(
-        options.device,
-        open_kernel=kernel_opener("cuda", options.device),
-        identify=identity,
-        read=lambda _: read_kernel_cases(),
-        fresh=options.fresh,
-    )
-    _print_verdict(verdict, _place(verdict))
-    report["verdict"] = verdict_as_json(verdict)
-    return verdict.sound
-
-
-def _place(verdict: Verdict) -> str:
-    """Return where later processes find a verdict."""
-    path = verdict_path(verdict.key)
-    is_shipped = verdict in measured_verdicts()
-    return str(path) if path.is_file() else "shipped with sdonnx" if is_shipped else "not cached"
+    report["verdict" if library is None else "own_kernels"] = found
+    return not found["faults"]
 
 
 def _check_own_kernels(options: argparse.Namespace, facts: Facts, report: dict[str, Any]) -> bool:
     """Check our own kernels, or say in one line why this machine cannot use them."""
-    library, reason = usable_library(facts.gpus[options.device].compute_capability)
+    capability = facts.gpus[options.device].compute_capability
+    library, reason = usable_library(capability)
     if library is None:
         console().print(f"[{_COLOURS['note']}]note[/] our own kernels are not used: {escape(reason)}")
         return True
-    verdict = own_verdict(options.device, library, full=not options.quick, fresh=options.fresh)
-    console().print(f"our own kernels: {escape(str(library.path))}", soft_wrap=True)
-    _print_verdict(verdict, _place(verdict), "our own kernels")
-    report["own_kernels"] = verdict_as_json(verdict)
-    return verdict.sound
-
-
-def _judge(index: int, cases: KernelCaseSet, key: dict[str, str]) -> tuple[Verdict, list[CaseResult], str]:
-    """Return the verdict, all results, and the path that the verdict was written to."""
-    with progress_bar() as bar:
-        task = bar.add_task("kernels", total=_count_runs(cases))
-        found, results = judge(
-            cases,
-            kernel_opener("cuda", index),
-            key,
-            full=True,
-            on_progress=lambda done: bar.update(task, completed=done),
-        )
-    verdict = keep_known_faults(found, known_verdict(key)[0])
-    path = write_verdict(verdict) if verdict.cacheable else None
-    return verdict, results, "not cached" if path is None else str(path)
-
-
-def _count_runs(cases: KernelCaseSet) -> int:
-    """Return the number of kernel runs: attention runs with ONNX Runtime's choice and with each single backend."""
-    return sum(
-        len(check.kernels) * (1 + len(BACKENDS) if check.case.op_type == ATTENTION else 1) for check in cases.checks
-    )
+    trust = "used without a check" if is_trusted(capability) else "used after a check of a folder's operators"
+    console().print(f"our own kernels, {trust} on this GPU: {escape(str(library.path))}", soft_wrap=True)
+    return _check_gpu(options, library, report)
 
 
 def _print_table(title: str, first_column: str, lines: Sequence[SummaryLine]) -> None:
@@ -244,25 +221,31 @@ def _print_faults(results: Sequence[CaseResult]) -> None:
         out.print(f"and {len(results) - _MAX_FAULTS_SHOWN} more; --json FILE holds all")
 
 
-def _print_verdict(verdict: Verdict, place: str, what: str = "kernels") -> None:
-    out = console()
-    operators = [line for line in verdict.summary if line.name not in BACKENDS]
-    _print_table(f"{what} on {verdict.key['gpu']}", "operator", operators)
-    backends = [line for line in verdict.summary if line.name in BACKENDS]
-    if backends:
+def _print_results(
+    report: Mapping[str, Any], results: Sequence[CaseResult], flags: Mapping[str, str], library: KernelLibrary | None
+) -> None:
+    out, summary = console(), summarize(results)
+    title = "kernels" if library is None else "our own kernels"
+    _print_table(
+        f"{title} on {report['key']['gpu']}", "operator", [each for each in summary if each.name not in BACKENDS]
+    )
+    if backends := [line for line in summary if line.name in BACKENDS]:
         _print_table(f"{ATTENTION}, one backend allowed", "backend", backends)
-    _print_faults([*verdict.faults, *verdict.unavailable])
-    if verdict.faulty_backends:
-        consequence = (
-            f"generating images avoids them (sdpa_kernel={verdict.sdpa_kernel})"
-            if verdict.sdpa_kernel
-            else "ONNX Runtime does not choose them"
-        )
-        out.print(f"[yellow]faulty backends[/]: {', '.join(verdict.faulty_backends)}; {consequence}")
-    bad = len(verdict.faults) + len(verdict.unavailable)  # also known ones, of cases that were not checked
+    faults = faults_of(results)
+    _print_faults(faults)
+    wrong = {result.operator for result in faults}
+    if faulty := report["faulty_backends"]:
+        allowed = sum(bit for name, bit in BACKENDS.items() if name not in faulty)
+        remedy = f'pass provider_options={{"sdpa_kernel": "{allowed}"}}'
+        consequence = remedy if ATTENTION in wrong else "generating images does not use them"
+        out.print(f"[yellow]faulty backends[/]: {', '.join(faulty)}; {consequence}", highlight=False)
+    if wrong:
+        options = " ".join(dict.fromkeys(flags[name] for name in sorted(wrong) if name in flags))
+        ours = "set SDONNX_KERNELS=0 to do without our own kernels"
+        remedy = ours if library is not None else f"optimize folders again with {options}" if options else ""
+        out.print(f"[red]faulty[/]: {', '.join(sorted(wrong))}; {remedy or 'use another version of onnxruntime-gpu'}")
     out.print(
-        f"{max(verdict.checked - bad, 0)} of {verdict.checked} kernel cases correct, {verdict.seconds:.1f} s; "
-        f"verdict: {escape(place)}"
+        f"{report['checked'] - len(faults)} of {report['checked']} kernel cases correct, {report['seconds']:.1f} s"
     )
 
 

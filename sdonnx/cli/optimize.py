@@ -231,12 +231,28 @@ def run(options: argparse.Namespace) -> int:
     if any(component.warnings for component in report.components.values()):
         out.print(f"sdonnx explain {escape(str(options.output))} shows the places and the reasons")
     out.print(f"optimized to {options.output}")
+    if options.provider == "cuda" and options.kernels == "auto":
+        _check_kernels(options.output)
     if options.provider == "cuda" and not _may_have_cuda():
         out.print(
             "[yellow]note[/yellow]: made for cuda, and ONNX Runtime has no CUDA provider here; to generate images on "
             "this machine, optimize again with --provider cpu"
         )
     return 0
+
+
+def _check_kernels(folder: Path) -> None:
+    """Check our own kernels in the folder's graphs if this machine has a GPU that is not trusted."""
+    from sdonnx.doctor.gpu import gpus
+
+    if gpus() and importlib.util.find_spec("onnxruntime") is not None and _may_have_cuda():
+        from sdonnx.folder.version import read_report
+        from sdonnx.runtime.device.device import device_for
+        from sdonnx.runtime.device.kernel_choice import choose_kernels
+
+        kernels = choose_kernels(device_for("cuda"), read_report(folder), folder)
+        if kernels.warning:
+            console().print(f"[yellow]note[/yellow]: {escape(kernels.warning)}")
 
 
 def _may_have_cuda() -> bool:

@@ -118,12 +118,7 @@ def _timed(
 def _time_ours(folder: Path, provider: str, steps: int, path: Path) -> _Timed:
     from PIL import Image
 
-    from sdonnx.runtime.device.device import device_for
-    from sdonnx.runtime.device.kernel_workarounds import check_now
     from sdonnx.runtime.pipeline import OrtDiffusionPipeline
-
-    # Without a verdict our own kernels are not used, and a check in the background would slow the timed images.
-    check_now(device_for(provider))
 
     def load() -> Callable[[], npt.NDArray[np.float32]]:
         pipeline = OrtDiffusionPipeline.from_pretrained(folder, provider)

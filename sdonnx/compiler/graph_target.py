@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
 
+from sdonnx.doctor.first_check import KernelWarning
 from sdonnx.runtime.device.device import Device, device_for
-from sdonnx.runtime.device.kernel_workarounds import KernelCheck, check_now
-from sdonnx.runtime.device.own_kernel_form import OwnKernelForm
+from sdonnx.runtime.device.kernel_choice import choose_kernels
 from sdonnx.runtime.device.reserve_scratch import reserve_scratch
 from sdonnx.runtime.device.session import SessionSettings
 
@@ -81,7 +82,7 @@ def why_no_target(module: torch.nn.Module, on_gpu: bool, home: torch.device | No
 def target_of(module: torch.nn.Module, home: torch.device | None = None) -> GraphTarget:
     """Return the target of a module: the device and the type of its weights, float16 if any of them is.
 
-    On a GPU, kernels on which no verdict is known are checked first (`sdonnx doctor`).
+    On a GPU that is not trusted, all of our own kernels are checked once.
 
     Args:
         module: The module.
@@ -108,12 +109,13 @@ def for_types(target: GraphTarget, types: Iterable[str]) -> GraphTarget:
 @functools.cache
 def _gpu_target(index: int, dtype: torch.dtype, types: tuple[str, ...] = ()) -> GraphTarget:
     device = device_for("cuda", index)
-    check_now(device)  # without a verdict our kernels would not be used
     reserve_scratch(device)
     report = {
         "options": {"kernels": "auto" if dtype == torch.float16 else "none"},
         "components": {"": {"quantized": dict.fromkeys(types)}},
     }
-    library = OwnKernelForm(device, report, SessionSettings()).kernel_library
-    options = KernelCheck(device, report, {}).provider_options
-    return GraphTarget(device, dtype, SessionSettings(options, rebuild=REMEDY, library=library))
+    kernels = choose_kernels(device, report)
+    if kernels.warning:
+        warnings.warn(kernels.warning, KernelWarning, stacklevel=2)
+    settings = SessionSettings(kernels.provider_options, rebuild=REMEDY, library=kernels.library)
+    return GraphTarget(device, dtype, settings)

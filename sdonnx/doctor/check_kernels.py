@@ -7,17 +7,15 @@ CPU, on the same values as the kernel.
 from __future__ import annotations
 
 import base64
-import hashlib
 import json
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -36,9 +34,10 @@ __all__ = [
     "Check",
     "KernelCaseSet",
     "compare",
-    "digest_of",
     "read_kernel_cases",
 ]
+
+Result = TypeVar("Result")
 
 KERNEL_CASES_FILE = Path(__file__).with_name("kernel_cases.json")
 OWN_KERNEL_CASES_FILE = Path(__file__).with_name("own_kernel_cases.json")
@@ -85,13 +84,11 @@ class KernelCaseSet:
         checks: the cases.
         graphs: the serialized graphs, by name.
         flags: the flag of `sdonnx optimize` that leaves an operator out, by operator.
-        digest: the digest of the file.
     """
 
     checks: tuple[Check, ...]
     graphs: Mapping[str, bytes]
     flags: Mapping[str, str]
-    digest: str
 
 
 @dataclass(frozen=True)
@@ -139,24 +136,10 @@ def read_kernel_cases(path: Path = KERNEL_CASES_FILE) -> KernelCaseSet:
         graphs = {name: base64.b64decode(text) for name, text in document["graphs"].items()}
         flags = {str(op_type): str(flag) for op_type, flag in document["flags"].items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise _unreadable(path, error) from error
-    return KernelCaseSet(checks, graphs, flags, digest_of(path))
-
-
-def digest_of(path: Path = KERNEL_CASES_FILE) -> str:
-    """Return a digest of the content of a file of kernel cases.
-
-    Raises:
-        FolderError: the file cannot be read.
-    """
-    try:
-        return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
-    except OSError as error:
-        raise _unreadable(path, error) from error
-
-
-def _unreadable(path: Path, error: Exception) -> FolderError:
-    return FolderError(f"{path} cannot be read ({error})", "the file of this version", "install sdonnx again")
+        raise FolderError(
+            f"{path} cannot be read ({error})", "the file of this version", "install sdonnx again"
+        ) from error
+    return KernelCaseSet(checks, graphs, flags)
 
 
 def _check(row: Mapping[str, Any]) -> Check:
@@ -194,9 +177,9 @@ def compare(
         for _, group in groupby(sorted((check for check in checks if dtype in check.kernels), key=group_of), group_of):
             same = list(group)
             weights = _weights(same[0], dtype)
-            kernels = {name: _opened(open_kernel, cases.graphs[same[0].kernels[dtype]], weights, mask)
+            kernels = {name: _tried(open_kernel, cases.graphs[same[0].kernels[dtype]], weights, mask)
                        for name, mask in backends.items()}  # fmt: skip
-            reference = _opened(open_reference, cases.graphs[same[0].reference], _weights(same[0], dtype, "float32"), 0)
+            reference = _tried(open_reference, cases.graphs[same[0].reference], _weights(same[0], dtype, "float32"), 0)
             for check in same:
                 if clock() >= deadline:
                     return
@@ -208,12 +191,13 @@ def _group(dtype: str, check: Check) -> tuple[str, str, str]:
     return check.kernels[dtype], check.reference, str(check.case) if check.case.weights else ""
 
 
-def _opened(open_kernel: OpenKernel, content: bytes, weights: Mapping[str, Array], mask: int) -> Kernel | str:
-    """Return the kernel, or the reason why it cannot be opened."""
+def _tried(function: Callable[..., Result], *arguments: Any) -> Result | str:
+    """Return the result of a function, or the reason why it failed."""
     try:
-        return open_kernel(content, weights, mask)
+        return function(*arguments)
     except Exception as error:  # onnxruntime's exceptions have no common class of their own
-        return _one_line(error)
+        text = " ".join(str(error).split())
+        return text[text.find(" : ") + 3 :][:200] if text.startswith("[ONNXRuntimeError] : ") else text[:200]
 
 
 def _results(
@@ -221,36 +205,23 @@ def _results(
 ) -> Iterator[CaseResult]:
     case = check.case
     values = rounded(case.make_inputs(), dtype, check.float32_inputs)
-    expected = _outputs(reference, _named(values, check, "float32", weights=False))
+    expected = _run(reference, _named(values, check, "float32", weights=False))
     feeds = _named(values, check, dtype, weights=False)
     for backend, kernel in kernels.items():
         result = partial(CaseResult, case.op_type, case.name, dtype, backend)
-        if isinstance(expected, str):
-            yield result(failure=f"its reference: {expected}")
-            continue
-        found = _outputs(kernel, feeds)
-        if isinstance(found, str):
-            yield result(failure=found)
-            continue
-        yield result(error=_error(found, expected))
+        found = f"its reference: {expected}" if isinstance(expected, str) else _run(kernel, feeds)
+        if isinstance(found, str) or isinstance(expected, str):
+            yield result(failure=str(found))
+        elif [array.shape for array in found] != [array.shape for array in expected]:
+            yield result(error=math.inf)
+        else:
+            with np.errstate(all="ignore"):
+                yield result(error=max(map(output_error, found, expected)))
 
 
-def _error(found: list[Array], expected: list[Array]) -> float:
-    """Return the maximum relative error of the outputs; infinity where shapes differ."""
-    if [array.shape for array in found] != [array.shape for array in expected]:
-        return math.inf
-    with np.errstate(all="ignore"):
-        return max(output_error(output, reference) for output, reference in zip(found, expected, strict=True))
-
-
-def _outputs(kernel: Kernel | str, feeds: Mapping[str, Array]) -> list[Array] | str:
+def _run(kernel: Kernel | str, feeds: Mapping[str, Array]) -> list[Array] | str:
     """Return the outputs of a kernel, or the reason why it cannot run."""
-    if isinstance(kernel, str):
-        return kernel
-    try:
-        return kernel(feeds)
-    except Exception as error:  # as above
-        return _one_line(error)
+    return kernel if isinstance(kernel, str) else _tried(kernel, feeds)
 
 
 def _weights(check: Check, dtype: str, stored_dtype: str | None = None) -> dict[str, Array]:
@@ -270,10 +241,3 @@ def _named(values: Sequence[Array | None], check: Check, dtype: str, weights: bo
             half = dtype == "float16" and index not in fixed
             feeds[f"x{index}"] = array.astype(np.float16) if half else array
     return feeds
-
-
-def _one_line(error: Exception) -> str:
-    text = " ".join(str(error).split())
-    with suppress(ValueError):
-        text = text[text.index(" : ") + 3 :] if text.startswith("[ONNXRuntimeError]") else text
-    return text[:200]

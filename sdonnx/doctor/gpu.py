@@ -11,7 +11,6 @@ from pathlib import Path
 
 __all__ = [
     "Gpu",
-    "cublas_version",
     "cuda_driver_version",
     "cuda_libraries",
     "driver_version",
@@ -96,48 +95,39 @@ def load_cuda_libraries() -> None:
 
 
 def cuda_libraries() -> dict[str, str]:
-    """Return the versions of the CUDA runtime and cuDNN that this process loads; "" for a missing library."""
+    """Return the versions of CUDA's run-time, cuDNN and cuBLASLt that this process loads; "" for a missing library."""
     load_cuda_libraries()
-    versions = {"cuda_runtime": "", "cudnn": ""}
+    versions = {"cuda_runtime": "", "cudnn": "", "cublas": ""}
     for name in ("libcudart.so.13", "libcudart.so.12"):
         with suppress(OSError, AttributeError):
             number = ctypes.c_int()
             if not versions["cuda_runtime"] and not ctypes.CDLL(name).cudaRuntimeGetVersion(ctypes.byref(number)):
                 versions["cuda_runtime"] = str(number.value)
-    with suppress(OSError, AttributeError):
-        get_version = ctypes.CDLL("libcudnn.so.9").cudnnGetVersion
-        get_version.restype = ctypes.c_size_t
-        versions["cudnn"] = str(get_version())
+    for part, name, query in (
+        ("cudnn", "libcudnn.so.9", "cudnnGetVersion"),
+        ("cublas", "libcublasLt.so.13", "cublasLtGetVersion"),
+    ):
+        with suppress(OSError, AttributeError):
+            get_version = getattr(ctypes.CDLL(name), query)
+            get_version.restype = ctypes.c_size_t
+            versions[part] = str(get_version())
     return versions
 
 
-def cublas_version() -> str:
-    """Return the version of the cuBLASLt that our own kernels load (kernels/src/cublas_lt.h); "" if it is missing."""
-    load_cuda_libraries()
-    with suppress(OSError, AttributeError):
-        get_version = ctypes.CDLL("libcublasLt.so.13").cublasLtGetVersion
-        get_version.restype = ctypes.c_size_t
-        return str(get_version())
-    return ""
-
-
-def identity(index: int, digest: str) -> dict[str, str]:
-    """Return everything that a verdict depends on; a verdict holds only where all of it is equal.
+def identity(index: int) -> dict[str, str]:
+    """Return the machine whose kernels a check is about: the GPU, its driver, and the libraries with kernels.
 
     Args:
         index: the number of the GPU.
-        digest: the digest of the kernel cases.
     """
     import onnxruntime
 
     visible = gpus()
     gpu = visible[index] if index < len(visible) else Gpu("", (0, 0))
-    driver = driver_version() or ".".join(map(str, cuda_driver_version() or ()))
     return {
         "gpu": gpu.name,
         "compute_capability": ".".join(map(str, gpu.compute_capability)),
-        "driver": driver,
+        "driver": driver_version() or ".".join(map(str, cuda_driver_version() or ())),
         **cuda_libraries(),
         "onnxruntime": str(onnxruntime.__version__),
-        "kernel_cases": digest,
     }

@@ -97,7 +97,7 @@ machine that it runs on.
 OWN_KERNEL_CASES = tuple(case for contract in OWN_CONTRACTS.values() for case in contract.kernel_cases())
 """Every kernel case of our own operators.
 
-They are in a second file: its changes leave verdicts on ONNX Runtime's kernels valid.
+They are in a second file, which GPUs that are not trusted read.
 """
 
 DTYPES = {"float16": ir.DataType.FLOAT16, "float32": ir.DataType.FLOAT, "bfloat16": ir.DataType.BFLOAT16}

@@ -6,7 +6,6 @@ import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -24,9 +23,7 @@ from sdonnx.models.spec import Family, Role
 from sdonnx.runtime.changed_weights import ChangedByComponent, ChangedWeights
 from sdonnx.runtime.device.cancellation import Cancellation
 from sdonnx.runtime.device.device import Device
-from sdonnx.runtime.device.kernel_workarounds import KernelCheck
 from sdonnx.runtime.device.load_shared_weights import load_shared_weights
-from sdonnx.runtime.device.own_kernel_form import OwnKernelForm
 from sdonnx.runtime.device.session import Graph, Run, SessionSettings
 
 __all__ = ["OFFLOAD", "GraphSet", "LowMemory", "Observer", "require_low_memory"]
@@ -70,14 +67,12 @@ class GraphSet:
         folder: the optimized folder.
         family: the folder's family.
         device: where the graphs run.
-        settings: options of ONNX Runtime from the caller.
-        kernels: the verdict on the device's kernels, whose provider options all graphs get.
+        settings: options of ONNX Runtime, and the library of our own kernels where they are used.
         low_memory: which graphs are loaded for each use only; see `LowMemory`.
 
     Attributes:
         folder: the optimized folder.
         report: its `sdonnx.json`.
-        kernels: the verdict on the device's kernels.
         observer: wraps each run of a graph; None for no observer.
         cancellation: ends the runs of a call.
     """
@@ -88,15 +83,12 @@ class GraphSet:
         family: Family,
         device: Device,
         settings: SessionSettings,
-        kernels: KernelCheck,
         low_memory: LowMemory,
     ) -> None:
-        self.folder, self.family, self.device, self.kernels = folder, family, device, kernels
+        self.folder, self.family, self.device, self._settings = folder, family, device, settings
         self.observer: Observer | None = None
         self.cancellation = Cancellation()
         self.report = read_report(folder.path)
-        self._own_kernels = OwnKernelForm(device, self.report, settings)
-        self._settings = self._required(settings)
         self._low_memory = low_memory
         self._loaded: dict[tuple[Role, bool, int], Graph] = {}
         self._weights: dict[str, OrtValue] | None = None
@@ -345,35 +337,6 @@ class GraphSet:
                 denoiser.unload(capture=self.stays(role))
         if not self.loaded() & abi.DENOISER_ROLES:
             self._weights = None
-
-    def start_checks(self) -> None:
-        """Start the checks of kernels in the background on which no verdict is known; call it after an image."""
-        self.kernels.start()
-        self._own_kernels.start()
-
-    @property
-    def has_news(self) -> bool:
-        """Whether a check of kernels in the background has ended since the last `follow_checks`."""
-        return self.kernels.has_news or self._own_kernels.has_news
-
-    def follow_checks(self) -> list[str]:
-        """Read the verdicts of checks in the background, and return warnings about them."""
-        return self.kernels.update() + self._own_kernels.update()
-
-    def uses_kernels(self) -> bool:
-        """Return whether the graphs are loaded with the options and in the form that the verdicts require."""
-        return self._settings == self._required(self._settings)
-
-    def reload(self) -> None:
-        """Unload the graphs; they are loaded again as the verdicts require when they are used."""
-        self.device.synchronize()
-        self.close()
-        self._settings = self._required(self._settings)
-        self._changed.use_library(self._settings.library)
-
-    def _required(self, settings: SessionSettings) -> SessionSettings:
-        library = self._own_kernels.kernel_library
-        return replace(settings, provider_options=self.kernels.provider_options, library=library)
 
     def close(self) -> None:
         """Unload the graphs and their shared weights."""

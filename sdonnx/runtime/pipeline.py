@@ -12,7 +12,7 @@ from typing import Any
 
 import onnxruntime
 
-from sdonnx.doctor.first_use import KernelWarning
+from sdonnx.doctor.first_check import KernelWarning
 from sdonnx.errors import OptionError, refusing
 from sdonnx.folder import certificate
 from sdonnx.folder.loaded_folder import LoadedFolder
@@ -25,7 +25,7 @@ from sdonnx.runtime.cuda_graph_cache import CudaGraphCache
 from sdonnx.runtime.device.device import device_for, host_memory_errors
 from sdonnx.runtime.device.device_thread import device_thread
 from sdonnx.runtime.device.inherited_sessions import keep_in_forked_processes
-from sdonnx.runtime.device.kernel_workarounds import KernelCheck
+from sdonnx.runtime.device.kernel_choice import choose_kernels
 from sdonnx.runtime.device.session import SessionSettings
 from sdonnx.runtime.graph_set import GraphSet, LowMemory
 from sdonnx.runtime.inputs.call import Call, CallReader
@@ -137,10 +137,9 @@ class OrtDiffusionPipeline(DiffusersInterface, PromptEncoding):
     ) -> OrtDiffusionPipeline:
         """Load an optimized folder.
 
-        On a GPU without a known verdict, the kernels are checked in the background after the first image. Attention
-        avoids faulty backends, and other faulty kernels cause a KernelWarning (`sdonnx.doctor`). Our own kernels are
-        used if a verdict on them is known. SDONNX_SELF_CHECK=strict checks the kernels here, and SDONNX_SELF_CHECK=0
-        disables the check.
+        Our own kernels are used on GPUs that are trusted (`sdonnx.doctor.trusted_gpus`). On another GPU that they have
+        code for, those of the folder are checked here once, within seconds, and used if they are correct.
+        SDONNX_SELF_CHECK=strict checks all kernels on every GPU, and SDONNX_SELF_CHECK=0 none.
 
         Args:
             folder: an optimized folder, or the id of a repository of the Hugging Face hub that contains one.
@@ -166,7 +165,7 @@ class OrtDiffusionPipeline(DiffusersInterface, PromptEncoding):
 
         Warns:
             RebuildWarning: the folder was written by another version, or for GPUs of another generation.
-            KernelWarning: the folder uses a kernel that is faulty on this GPU.
+            KernelWarning: our own kernels are faulty on this GPU, or were not all checked, and are not used.
 
         Raises:
             FolderError: the folder is not optimized, incomplete, or in a format that only newer versions read; or the
@@ -191,12 +190,13 @@ class OrtDiffusionPipeline(DiffusersInterface, PromptEncoding):
         require_provider(opened.path, report, device.provider)
         for notice in notices(report, device.capability()):
             warnings.warn(RebuildWarning(f"{folder} was {notice}"), stacklevel=2)
-        kernels = KernelCheck(device, report, provider_options or {})
+        kernels = choose_kernels(device, report, opened.path, shares_options=session_options is not None)
         if kernels.warning:
             warnings.warn(kernels.warning, KernelWarning, stacklevel=2)
         rebuild = f"update ONNX Runtime, or rebuild the folder: {command_for(report)}"
-        settings = SessionSettings(session_options=session_options, rebuild=rebuild)
-        graphs = GraphSet(opened, family_of(opened), device, settings, kernels, low_memory)
+        options_of_provider = {**kernels.provider_options, **(provider_options or {})}
+        settings = SessionSettings(options_of_provider, session_options, rebuild, kernels.library)
+        graphs = GraphSet(opened, family_of(opened), device, settings, low_memory)
         # Graphs are loaded by the thread that runs them.
         load = partial(cls, graphs, max_sizes=max_sizes, safety_checker=safety_checker, **limits)
         with (
@@ -363,7 +363,6 @@ class OrtDiffusionPipeline(DiffusersInterface, PromptEncoding):
             The images, the seed and the flags of the safety checker.
 
         Warns:
-            KernelWarning: a check in the background found a faulty kernel.
             NotFiniteWarning: an image contains NaN or infinity.
             NsfwContentWarning: the safety checker flagged an image, which is black.
             PromptTruncatedWarning: a prompt is longer than the text encoder accepts.
@@ -392,9 +391,7 @@ class OrtDiffusionPipeline(DiffusersInterface, PromptEncoding):
             tensors = self._inputs.family.STEP_TENSORS
             on_step = StepCallback(self, callback_on_step_end, callback_on_step_end_tensor_inputs, tensors)
         self._inputs.controls.warn_of_image(given, stacklevel=3)
-        self._follow_kernel_check(stacklevel=4)
         output = self._run(partial(self._generate, call, make_job, on_step), self.cancel)
-        self._graphs.start_checks()
         output.warn(call.key.batch, stacklevel=3)
         if not return_dict:
             checks = Role.SAFETY_CHECKER.value in self._graphs.family.optional

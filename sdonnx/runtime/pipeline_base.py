@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NoReturn, Self, TypeVar
@@ -13,7 +12,6 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from sdonnx.doctor.first_use import KernelWarning
 from sdonnx.errors import OptionError, SdonnxError
 from sdonnx.folder.loaded_folder import LoadedFolder
 from sdonnx.models import abi
@@ -272,22 +270,6 @@ class PipelineBase(MissingFeatures):
             )
         if self._closed:
             raise OptionError("the pipeline is closed", "an open one", "load it again with from_pretrained")
-
-    def _follow_kernel_check(self, stacklevel: int) -> None:
-        """Act on the verdicts of a check of the kernels that has ended in the background since the last call."""
-        if self._graphs.has_news:
-            for message in self._run(self._apply_verdict):
-                warnings.warn(message, KernelWarning, stacklevel=stacklevel)
-
-    def _apply_verdict(self) -> list[str]:
-        """Load the graphs again if a verdict requires it, and return warnings; runs on the device thread."""
-        if getattr(self._generating, "now", False):
-            return []  # called by a callback, which is refused
-        messages = self._graphs.follow_checks()
-        if not self._graphs.uses_kernels():
-            self._cache.close()
-            self._graphs.reload()
-        return messages
 
     def _run(self, job: Callable[[], Result], stop: Callable[[], None] = lambda: None) -> Result:
         self._require_open()

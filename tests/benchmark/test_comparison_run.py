@@ -45,8 +45,6 @@ class Processes:
         self.jobs.append(job)
         self.options.append(options)
         changed = self.misbehave(engine, count)
-        if job["task"] == "prepare":
-            return {}
         if job["task"] == "start":
             return {"start": {"first_image_s": 2.5, "pipeline_load_s": 1.5}}
         if job["task"] == "throughput":
@@ -133,25 +131,6 @@ def test_order_changes_in_each_round_and_is_reproducible(processes: Processes) -
     assert [processes.title(job) for job in processes.jobs[len(ran) :]] == ran
 
 
-@pytest.mark.parametrize(("provider", "count"), [("cuda", 1), ("cpu", 0)])
-def test_prepares_the_gpu_once_before_timing(provider: str, count: int, processes: Processes) -> None:
-    comparison, _ = run_comparison(setup(provider=provider, rounds=2))
-    ran = [processes.title(job) for job in processes.jobs]
-    assert ran[:count] == ["onnxruntime prepare"] * count
-    assert ran.count("onnxruntime prepare") == count
-    assert not comparison.failed
-
-
-def test_times_an_engine_whose_preparation_failed(processes: Processes) -> None:
-    def misbehave(engine: str, count: int) -> None:
-        if engine == "onnxruntime prepare":
-            raise WorkerError("no memory")
-
-    processes.misbehave = misbehave
-    comparison, _ = run_comparison(setup(provider="cuda"))
-    assert [result.failure for result in comparison.results] == [None] * 3
-
-
 def test_each_engine_reads_its_kind_of_folder(processes: Processes) -> None:
     run_comparison(
         setup("onnxruntime", "onnxruntime-plain", "torch", io_binding=True, pythons={"torch": "other"}, timeout_s=9)
@@ -205,7 +184,7 @@ def test_caches_belong_to_an_engine_and_a_workload(
     processes: Processes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SDONNX_CACHE", str(tmp_path))
-    (tmp_path / "kernels-0.json").write_text("verdict")
+    (tmp_path / "kernels-0.json").write_text("results")
     (tmp_path / "other").mkdir()
     contents: list[tuple[str, Path, list[str]]] = []
 
@@ -225,13 +204,6 @@ def test_caches_belong_to_an_engine_and_a_workload(
     folders = [folder for engine, folder, _ in contents if engine.startswith("sdonnx-compile")]
     # Extra measurements use the caches of the first workload.
     assert folders[0] == folders[1] == folders[4] != folders[2] == folders[3]
-
-
-def test_the_gpu_is_prepared_with_the_cache_of_the_user(processes: Processes) -> None:
-    run_comparison(setup("sdonnx-compile", provider="cuda"))
-    tasks = {job["task"]: options["scratch"] for job, options in zip(processes.jobs, processes.options, strict=True)}
-    assert tasks["prepare"] is None
-    assert tasks["round"] == tasks["start"] is not None
 
 
 def test_a_failed_engine_has_a_row_and_the_others_continue(processes: Processes) -> None:

@@ -19,7 +19,7 @@ from sdonnx.folder.folder_cache import ENTRY, FolderCache
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FolderCache:
-    """Two graphs of 3 MB, and a verdict of the doctor next to them."""
+    """Two graphs of 3 MB, and results of checked kernels next to them."""
     monkeypatch.setenv("SDONNX_CACHE", str(tmp_path))
     (tmp_path / "kernels-0.json").touch()
     cache = FolderCache(tmp_path / "graphs")
@@ -114,7 +114,7 @@ def test_prune_keeps_the_last_used(
     assert [entry.key[0] for entry in cache.entries()] == ["a", "b"][2 - left :]
 
 
-def test_clear_leaves_the_verdicts(cache: FolderCache, capsys: pytest.CaptureFixture[str]) -> None:
+def test_clear_leaves_the_results_of_kernels(cache: FolderCache, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["cache", "clear"]) == 0
     assert capsys.readouterr().out == "removed 2 graphs, 6.0 MB\n"
     assert os.listdir(cache.root) == []

@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.doctor import CASE_SET, FOUND, GOOD, KEY, faulty, graphs_of, machine, refuse_to_open, small_set
+from support.doctor import CASE_SET, GOOD, MACHINE, OWN_CASE_SET, EmulatedGpu, faulty, graphs_of, machine, small_set
 from support.recording import Note
 
 from sdonnx.__main__ import main
 from sdonnx.cli import doctor as command
-from sdonnx.doctor import cache, first_use
-from sdonnx.doctor.check_kernels import ATTENTION
+from sdonnx.doctor import first_check, kernel_library
+from sdonnx.doctor.check_kernels import ATTENTION, BACKENDS
 from sdonnx.doctor.sessions import kernel_opener
 
 
@@ -29,16 +29,33 @@ def doctor(*arguments: str) -> int:
 
 @pytest.fixture
 def on_h200(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[Any], None]:
-    """Let the command find a GPU; return a function that sets its kernels."""
+    """Let the command find a GPU without our own kernels; return a function that sets its kernels."""
     monkeypatch.setenv("SDONNX_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(first_check, "identity", lambda index: dict(MACHINE))
     monkeypatch.setattr(command, "collect_facts", lambda: GOOD)
-    monkeypatch.setattr(command, "identity", lambda index, cases: {**KEY, "kernel_cases": cases})
-    monkeypatch.setattr(command, "read_kernel_cases", small_set)
+    monkeypatch.setattr(command, "read_kernel_cases", lambda path=None: small_set())
+    monkeypatch.setattr(command, "usable_library", lambda capability: (None, f"no code for {capability}"))
 
     def set_kernels(kernels: Any) -> None:
-        monkeypatch.setattr(command, "kernel_opener", lambda provider, index: kernels)
+        monkeypatch.setattr(command, "kernel_opener", lambda provider, index, library: kernels)
 
     return set_kernels
+
+
+@pytest.fixture
+def emulated(on_h200: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> EmulatedGpu:
+    """Let the command find our own kernels, too, and check two operators of them."""
+    gpu = EmulatedGpu(monkeypatch, tmp_path / "cache")
+    gpu.machine = dict(MACHINE)
+    ours = tuple(check for check in OWN_CASE_SET.checks if check.case.op_type in ("LayerNorm", "SumRows"))
+    monkeypatch.setattr(
+        command,
+        "read_kernel_cases",
+        lambda path: small_set() if path == command.KERNEL_CASES_FILE else replace(OWN_CASE_SET, checks=ours),
+    )
+    monkeypatch.setattr(command, "kernel_opener", first_check.kernel_opener)
+    monkeypatch.setattr(command, "usable_library", lambda capability: (gpu.library, ""))
+    return gpu
 
 
 def test_doctor_on_the_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str], note: Note) -> None:
@@ -55,74 +72,93 @@ def test_doctor_on_the_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str], n
     note("doctor", {"provider": "cpu", "cases": count, "seconds": round(seconds, 2)})
 
 
-def test_doctor_on_a_sound_gpu(
-    on_h200: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    on_h200(machine())
+def test_doctor_on_a_sound_gpu(on_h200: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every case in every data type, and attention with every single backend."""
+    masks: list[int] = []
+    on_h200(machine(lambda content, mask: masks.append(mask) or 0.0))  # type: ignore[func-returns-value]
     assert doctor() == 0
-    first = capsys.readouterr().out
+    found = capsys.readouterr().out
     for shown in (
         "kernels on NVIDIA H200",
         "one backend allowed",
         "flash",
         "memory-efficient",
         "8 of 8 kernel cases correct",
+        "note our own kernels are not used: no code for (9, 0)",
     ):
-        assert shown in first
-    on_h200(refuse_to_open)
-    assert doctor() == 0
-    again = capsys.readouterr().out
-    assert "verdict: cached" in again
-    table = [line for line in first.splitlines() if " float" in line]
-    assert table == [line for line in again.splitlines() if " float" in line]
+        assert shown in found
+    assert {mask: masks.count(mask) for mask in masks} == {0: 2 * 3 + 2, **dict.fromkeys(BACKENDS.values(), 2 * 3)}
 
 
-def test_fresh_ignores_the_cache(on_h200: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_kernels_are_always_checked(on_h200: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     on_h200(machine())
     assert doctor() == 0
     on_h200(machine(faulty("BiasAdd")))
-    assert doctor() == 0
     assert doctor("--fresh") == 1
     shown = capsys.readouterr().out
     assert "wrong BiasAdd float16" in shown
-    assert doctor() == 1  # from the cache
+    assert "faulty: BiasAdd; optimize folders again with --disable_bias_add" in shown
     assert doctor("--json", str(tmp_path / "report.json")) == 1
     report = json.loads((tmp_path / "report.json").read_text(), parse_constant=pytest.fail)
     assert {row["operator"] for row in report["verdict"]["faults"]} == {"BiasAdd"}
     assert not report["sound"]
 
 
-def test_kernels_that_do_not_run_keep_their_known_faults(
-    on_h200: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_doctor_on_a_gpu_with_faulty_flash_attention(
+    on_h200: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    key = {**KEY, "kernel_cases": small_set().digest}
-    cache.write_verdict(replace(FOUND, key=key, faults=FOUND.faults * 12), tmp_path / "cache")
-    on_h200(machine(failure_of=lambda content, mask: "CUDA failure 700"))
+    is_flash = faulty(ATTENTION, lambda mask: mask == 0 or bool(mask & BACKENDS["flash"]))
+    on_h200(machine(is_flash))
+    assert doctor() == 1
+    assert 'faulty backends: flash; pass provider_options={"sdpa_kernel": "26"}' in capsys.readouterr().out
+    on_h200(machine(faulty(ATTENTION, lambda mask: mask == BACKENDS["flash"])))
+    assert doctor() == 0
+    assert "faulty backends: flash; generating images does not use them" in capsys.readouterr().out
+    monkeypatch.setattr(first_check, "identity", lambda index: MACHINE | {"compute_capability": "8.0"})
+    on_h200(machine(is_flash))
+    assert doctor() == 0  # the fault is known there, and the run-time leaves flash out
+    assert "faulty backends: flash; generating images does not use them" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("quick", [[], ["--quick"]])
+def test_our_own_kernels_are_checked_and_remembered(
+    quick: list[str], emulated: EmulatedGpu, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert doctor(*quick, "--json", str(tmp_path / "report.json")) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert f"our own kernels, used without a check on this GPU: {emulated.library.path}" in shown
+    assert "our own kernels on NVIDIA H200" in shown
+    report = json.loads((tmp_path / "report.json").read_text())
+    found = report["own_kernels"]
+    names = ("LayerNorm", "SumRows")
+    count = sum(each.case.op_type in names and (each.first_use or not quick) for each in OWN_CASE_SET.checks)
+    assert (found["checked"], found["full"], found["faults"]) == (count, not quick, [])
+    assert {line["name"] for line in found["summary"]} == set(names)
+    assert found["key"]["kernel_sources"] == emulated.library.sources
+    emulated.ran.clear()
+    assert first_check.kernel_faults(0, emulated.library, names, ("e4m3", "e5m2", "int8")) == []
+    assert emulated.ran == []  # a pipeline on a GPU that is not trusted needs no check
+
+
+def test_wrong_kernels_of_our_own_are_found(emulated: EmulatedGpu, capsys: pytest.CaptureFixture[str]) -> None:
+    emulated.factors = {"LayerNorm": 1.25}
     assert doctor() == 1
     shown = capsys.readouterr().out
-    assert "flash; generating images avoids them (sdpa_kernel=26)" in shown
-    assert "wrong BiasAdd" in shown
-    assert "0 of 8 kernel cases correct" in shown
+    assert "wrong LayerNorm float16" in shown
+    assert "faulty: LayerNorm; set SDONNX_KERNELS=0 to do without our own kernels" in shown
 
 
-def test_doctor_replaces_the_verdict_of_a_first_use(on_h200: Any, tmp_path: Path) -> None:
-    key = {**KEY, "kernel_cases": small_set().digest}
-    cache.write_verdict(replace(FOUND, key=key), tmp_path / "cache")
+def test_doctor_says_how_the_library_is_installed(
+    on_h200: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     on_h200(machine())
+    monkeypatch.setattr(command, "usable_library", kernel_library.usable_library)
+    monkeypatch.setattr(kernel_library, "find_kernel_library", lambda environment: None)
+    monkeypatch.delenv(kernel_library.KERNEL_LIBRARY, raising=False)
     assert doctor() == 0
-    cached = cache.read_verdict(key, tmp_path / "cache")
-    assert cached is not None
-    assert cached.full
-    assert cached.sound
-
-
-def test_doctor_on_a_gpu_with_faulty_flash_attention(on_h200: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    on_h200(machine(faulty(ATTENTION, lambda mask: mask == 0 or bool(mask & 1))))
-    assert doctor() == 1
-    assert "flash; generating images avoids them (sdpa_kernel=26)" in capsys.readouterr().out
-    on_h200(machine(faulty(ATTENTION, lambda mask: mask == 1)))
-    assert doctor("--fresh") == 0
-    assert "flash; ONNX Runtime does not choose them" in capsys.readouterr().out
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "note our own kernels are not used: sdonnx-kernels is not installed; pip install " in shown
+    assert "[cuda]'" in shown
 
 
 def test_a_kernel_that_does_not_run_is_status_1(on_h200: Any, capsys: pytest.CaptureFixture[str]) -> None:
@@ -130,13 +166,12 @@ def test_a_kernel_that_does_not_run_is_status_1(on_h200: Any, capsys: pytest.Cap
     assert doctor() == 1
     shown = capsys.readouterr().out
     assert "not available BiasAdd float32 C=320 3x7: no memory" in shown
-    assert "verdict: not cached" in shown
 
 
 def test_a_missing_requirement_is_status_1_and_runs_no_kernel(
     on_h200: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    on_h200(refuse_to_open)
+    on_h200(lambda content, weights, mask: pytest.fail("a kernel"))
     monkeypatch.setattr(command, "collect_facts", lambda: replace(GOOD, missing=("libcudnn.so.9",)))
     assert doctor("--json", str(tmp_path / "report.json")) == 1
     shown = capsys.readouterr().out
@@ -148,20 +183,12 @@ def test_a_missing_requirement_is_status_1_and_runs_no_kernel(
     assert json.loads((tmp_path / "report.json").read_text())["sound"] is False
 
 
-def test_quick_fills_the_cache(on_h200: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_quick_runs_the_cases_of_a_first_use(on_h200: Any, capsys: pytest.CaptureFixture[str]) -> None:
     on_h200(machine())
     assert doctor("--quick") == 0
-    shown = capsys.readouterr().out
-    assert "3 of 3 kernel cases correct" in shown
-    assert "kernels-" in shown
-    on_h200(refuse_to_open)
-    assert doctor("--quick") == 0
-    key = {**KEY, "kernel_cases": small_set().digest}
-    cached = cache.read_verdict(key, tmp_path / "cache")
-    assert cached is not None
-    assert not cached.full
+    assert "3 of 3 kernel cases correct" in capsys.readouterr().out
     on_h200(machine(faulty("BiasAdd")))
-    assert doctor("--quick", "--fresh") == 1
+    assert doctor("--quick") == 1
     assert "wrong BiasAdd float16" in capsys.readouterr().out
 
 
@@ -190,9 +217,7 @@ def test_the_report_goes_to_standard_output(
     report = json.loads(shown.out, parse_constant=pytest.fail)
     assert "wrong BiasAdd float16" in shown.err
     assert not (tmp_path / "-").exists()
-    verdict = cache.verdict_from_json(report["verdict"])
-    assert verdict == cache.read_verdict({**KEY, "kernel_cases": small_set().digest}, tmp_path / "cache")
-    assert verdict.full == (not quick)
+    assert (report["verdict"]["key"], report["verdict"]["full"]) == (MACHINE, not quick)
     assert report["command"]
     assert report["sdonnx"]
 
@@ -235,6 +260,5 @@ def test_the_guide_states_the_numbers() -> None:
     page = Path(command.__file__).parents[2] / "docs" / "how-to" / "doctor.md"
     text = " ".join(page.read_text(encoding="utf-8").split())
     counts = [int(count) for count in re.findall(r"about (\d+) kernel cases", text)]
-    first = [check for check in CASE_SET.checks if check.first_use]
-    assert counts == [pytest.approx(len(CASE_SET.checks), rel=0.1), pytest.approx(len(first), rel=0.1)]
-    assert f"within {first_use.LIMIT_S:.0f} s" in text
+    assert counts == [pytest.approx(len(CASE_SET.checks), rel=0.1), pytest.approx(len(OWN_CASE_SET.checks), rel=0.1)]
+    assert f"{first_check.LIMIT_S:.0f} s" in text

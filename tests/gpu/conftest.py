@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,7 +11,6 @@ import pytest
 from support.recording import Note, recorded
 
 import sdonnx
-from sdonnx.doctor.first_use import SELF_CHECK, SelfCheck
 
 Build = Callable[[str], tuple[Path, Path]]
 Made = Callable[[str, Callable[[Path], object]], Path]
@@ -23,14 +21,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if Path(__file__).parent in item.path.parents:
             # Schedulers of diffusers pass torch tensors to np.array, which numpy 2 warns about.
             item.add_marker(pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"))
-
-
-@pytest.fixture(scope="session", autouse=True)
-def strict_self_check() -> Iterator[None]:
-    """Check the GPU before the first image: a check behind it would use the GPU while tests measure."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(SELF_CHECK, os.environ.get(SELF_CHECK) or SelfCheck.STRICT.value)
-        yield
 
 
 @pytest.fixture(scope="session")

@@ -9,6 +9,7 @@ Build the library first (`make -C kernels`), and name it or install the wheel:
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,9 +21,8 @@ import onnxruntime
 import pytest
 from support.operator_tests import lowered_results, model_bytes, own_operator_test, quiet_options
 
-from sdonnx.doctor.cache import verdict_as_json
+from sdonnx.__main__ import main
 from sdonnx.doctor.kernel_library import usable_library
-from sdonnx.doctor.own_kernel_check import own_verdict
 from sdonnx.metrics import output_error, relative_error
 from sdonnx.operators.case import TOLERANCE, Array, Fill, KernelCase, rounded
 from sdonnx.operators.case_graphs import model_of
@@ -235,13 +235,12 @@ def test_more_than_two_to_the_31_elements(op_type: str, library: Path) -> None:
         assert (found == np.repeat(x[:, :, :1, :1], 2, axis=1)).all()
 
 
-def test_whole_check(library: Path, note: Any) -> None:
-    """The check of `sdonnx doctor`, with nothing cached. `scripts/write_measured_verdicts.py` ships its verdict."""
-    found, reason = usable_library(device_for("cuda").capability())
-    assert found is not None, reason
-    verdict = own_verdict(0, found, full=True)
-    rows = [f"{result.operator} {result.case}: {result.error or result.failure}"
-            for result in (*verdict.faults, *verdict.unavailable)]  # fmt: skip
-    row = {"checked": verdict.checked, "seconds": verdict.seconds, "faults": rows}
-    note("own kernels, whole check", row | {"own_kernels": verdict_as_json(verdict)})
-    assert verdict.sound, rows
+def test_whole_check(library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, note: Any) -> None:
+    """All cases of `sdonnx doctor` on this GPU; the record earns it a row in `sdonnx.doctor.trusted_gpus`."""
+    monkeypatch.setenv("SDONNX_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("sdonnx.cli.doctor.KERNEL_CASES_FILE", tmp_path / "none.json")  # only our own
+    (tmp_path / "none.json").write_text('{"kernel_cases": [], "graphs": {}, "flags": {}}')
+    status = main(["doctor", "--provider", "cuda", "--json", str(tmp_path / "report.json")])
+    found = json.loads((tmp_path / "report.json").read_text())["own_kernels"]
+    note("own kernels, whole check", {"own_kernels": found})
+    assert (status, found["faults"]) == (0, [])

@@ -77,7 +77,7 @@ def test_library_names_its_sources_and_compiler(build: str) -> None:
 
 
 def test_library_that_does_not_name_its_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Such as one of an older build: no verdict would hold for it."""
+    """Such as one of an older build: the results of a check would not name it."""
     program, file = tmp_path / "old.cpp", tmp_path / "old.so"
     words = f"operators={kernel_library.OPERATORS} api=18 architectures=90a"
     program.write_text(f'extern "C" const char* sdonnx_kernels_build() {{ return "{words}"; }}\n')

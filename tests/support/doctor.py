@@ -1,42 +1,36 @@
-"""Kernels of a GPU, replaced by reference bodies on the CPU, and verdicts on them."""
+"""Kernels of a GPU: ONNX Runtime's replaced by reference bodies, and our own emulated, both on the CPU."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from sdonnx.doctor import gpu
-from sdonnx.doctor.background_check import BackgroundCheck
-from sdonnx.doctor.check_kernels import ATTENTION, CaseResult, Check, KernelCaseSet, read_kernel_cases
+from sdonnx.doctor import first_check, gpu
+from sdonnx.doctor.check_kernels import ATTENTION, OWN_KERNEL_CASES_FILE, Check, KernelCaseSet, read_kernel_cases
 from sdonnx.doctor.environment import Facts
-from sdonnx.doctor.sessions import Kernel, kernel_opener
-from sdonnx.doctor.verdict import SummaryLine, Verdict
+from sdonnx.doctor.kernel_library import open_kernel_library
+from sdonnx.doctor.sessions import Kernel, OpenKernel, kernel_opener
 from sdonnx.operators.case import Array
+from support.kernel_library import emulated_library
 
 CASE_SET = read_kernel_cases()
+OWN_CASE_SET = read_kernel_cases(OWN_KERNEL_CASES_FILE)
 H200 = gpu.Gpu("NVIDIA H200", (9, 0))
-KEY = {"gpu": "NVIDIA H200", "driver": "580.82.07", "onnxruntime": "1.31.1", "kernel_cases": "c0ffee"}
+MACHINE = {
+    "gpu": "NVIDIA H200",
+    "compute_capability": "9.0",
+    "driver": "580.82.07",
+    "cudnn": "92000",
+    "onnxruntime": "1.31.1",
+}
 FAULT_ERROR = 0.1
 KEY_COUNT_CASES = "lengths H=64 "
 ErrorOf = Callable[[bytes, int], float]
-
-
-class AwaitedCheck(BackgroundCheck):
-    """A check in the background that runs no process, and ends when a test says so."""
-
-    def __init__(self) -> None:
-        super().__init__(0, lambda index: pytest.fail("a process"))
-        self.starts = 0
-
-    def start(self) -> None:
-        self.starts += 1
-
-    def end(self, verdict: Verdict, own: Verdict | None) -> None:
-        self._own_verdict, self._verdict = own, verdict
 
 
 def reference_of(check: Check) -> bytes:
@@ -93,16 +87,6 @@ def small_set() -> KernelCaseSet:
     return replace(CASE_SET, checks=(*attention, *others))
 
 
-FAULT = CaseResult("BiasAdd", "C=320 3x7", "float16", "", float("inf"))
-FOUND = Verdict(
-    KEY, 26, ("flash",), (FAULT,), (), 27, True, False, 1.5, (SummaryLine("BiasAdd", "float16", 0, 1, 0, 0.5),)
-)
-
-
-def refuse_to_open(content: bytes, weights: Mapping[str, Array], mask: int) -> Kernel:
-    raise AssertionError("there is a cached verdict")
-
-
 GOOD = Facts(
     {"onnxruntime-gpu": "1.31.1"},
     "",
@@ -112,3 +96,48 @@ GOOD = Facts(
     (13, 0),
     (H200,),
 )
+
+
+class EmulatedGpu:
+    """A GPU for the check before a first image, which is not trusted and on which our own kernels are emulated.
+
+    Attributes:
+        library: the library of our own kernels, as one for this GPU.
+        machine: what `identity` finds.
+        factors: by operator, a factor by which its kernels are wrong.
+        failures: by operator, the reason why its kernels do not run.
+        ran: the operators of the cases that ran, in order.
+        masks: the attention backends that were allowed.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
+        self.library = replace(open_kernel_library(emulated_library()), architectures=("80", "86", "90a"))
+        self.machine = MACHINE | {"gpu": "NVIDIA A10", "compute_capability": "8.6"}
+        self.factors: dict[str, float] = {}
+        self.failures: dict[str, str] = {}
+        self.ran: list[str] = []
+        self.masks: set[int] = set()
+        monkeypatch.setenv("SDONNX_CACHE", str(cache))
+        monkeypatch.setattr(first_check, "identity", lambda index: dict(self.machine))
+        monkeypatch.setattr(first_check, "kernel_opener", self._opener)
+
+    def _opener(self, provider: str, index: int, library: Path | None) -> OpenKernel:
+        assert provider == "cuda"
+        cases = CASE_SET if library is None else OWN_CASE_SET
+        names = {cases.graphs[each.kernels["float16"]]: each.case.op_type for each in cases.checks}
+        inner = machine() if library is None else kernel_opener("cpu", library=library)
+
+        def opened(content: bytes, weights: Mapping[str, Array], sdpa_kernel: int) -> Kernel:
+            name = names[content]
+            kernel = inner(content, weights, sdpa_kernel)
+            self.masks.add(sdpa_kernel)
+
+            def run(feeds: Mapping[str, Array]) -> list[Array]:
+                self.ran.append(name)
+                if name in self.failures:
+                    raise RuntimeError(self.failures[name])
+                return [(array * self.factors.get(name, 1)).astype(array.dtype) for array in kernel(feeds)]
+
+            return run
+
+        return opened

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
-from sdonnx.benchmark.engines.optimized_folder import check_gpu
 from sdonnx.benchmark.engines.patching import patched
 from sdonnx.benchmark.engines.pytorch import TorchEngine
 from sdonnx.benchmark.workload import Workload
@@ -26,16 +25,11 @@ class SdonnxCompileEngine(TorchEngine):
     distributions = (("onnxruntime-gpu", "onnxruntime"), *TorchEngine.distributions)
     modules = (*TorchEngine.modules, "onnxruntime", "onnxscript")
     compile_modes = ()
-    needs_preparation = True
 
     @classmethod
     def installation(cls) -> str:
         """Return how to install the packages of the engine."""
         return f"{cpu_or_cuda()}, and {install_command('export')}"
-
-    def prepare(self) -> None:
-        """Check the GPU's kernels and store the verdict."""
-        check_gpu(self.device)
 
     def load(self, workload: Workload) -> None:
         """Load the modules and compile them."""

@@ -21,15 +21,7 @@ if TYPE_CHECKING:
 
     from sdonnx.runtime.device.session import Run
 
-__all__ = ["OnnxRuntimeEngine", "check_gpu"]
-
-
-def check_gpu(provider: str) -> None:
-    """Check the kernels of a provider and store the verdict (`sdonnx.doctor`)."""
-    from sdonnx.runtime.device.device import device_for
-    from sdonnx.runtime.device.kernel_workarounds import check_now
-
-    check_now(device_for(provider))
+__all__ = ["OnnxRuntimeEngine"]
 
 
 class OnnxRuntimeEngine(Engine):
@@ -41,16 +33,11 @@ class OnnxRuntimeEngine(Engine):
     distributions = (("onnxruntime-gpu", "onnxruntime"),)
     modules = ("onnxruntime", "tokenizers")
     supports_adapters = True
-    needs_preparation = True
 
     @classmethod
     def installation(cls) -> str:
         """Return how to install the packages of the engine."""
         return cpu_or_cuda()
-
-    def prepare(self) -> None:
-        """Check the GPU's kernels and store the verdict."""
-        check_gpu(self.device)
 
     def check_folder(self) -> None:
         """Raise FolderError unless the folder is optimized, and ProviderError unless it targets the provider."""
@@ -79,7 +66,6 @@ class OnnxRuntimeEngine(Engine):
     def _open(self, workload: Workload, session_options: Any = None) -> Any:
         from sdonnx.runtime.pipeline import OrtDiffusionPipeline
 
-        self.prepare()  # or a check in the background would run beside the timed images
         checker: dict[str, Any] = {} if self.options.safety_checker else {"safety_checker": None}
         pipeline = OrtDiffusionPipeline.from_pretrained(
             self.folder.path, self.device, session_options=session_options, **checker

@@ -1,0 +1,122 @@
+"""Choose the kernels of graphs: our own where they can be trusted, and ONNX Runtime's without known faults."""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import onnxruntime
+
+from sdonnx.doctor.first_check import LIMIT_S, SelfCheck, formats_of_types, kernel_faults, self_check
+from sdonnx.doctor.kernel_library import usable_library
+from sdonnx.doctor.known_faults import sdpa_kernel
+from sdonnx.doctor.trusted_gpus import is_trusted
+from sdonnx.errors import ProviderError
+from sdonnx.folder.pipeline_folder import own_kernel_graph
+from sdonnx.runtime.device.device import Device
+from sdonnx.runtime.device.device_thread import device_thread
+
+__all__ = ["KernelChoice", "choose_kernels"]
+
+_LOGGER = logging.getLogger(__name__)
+
+# The operator of a node in a serialized graph: the tag of NodeProto.op_type, the length, and the name.
+_OPERATOR = re.compile(rb'"(.)([A-Z]\w+)', re.DOTALL)
+
+
+@dataclass(frozen=True)
+class KernelChoice:
+    """The kernels that graphs run with.
+
+    Attributes:
+        library: the library of our own kernels; None for the form of the graphs without them.
+        provider_options: options that keep attention from faulty backends.
+        warning: why our own kernels are not used although the GPU has code for them, "" if nothing is wrong.
+    """
+
+    library: Path | None = None
+    provider_options: Mapping[str, str] = field(default_factory=dict)
+    warning: str = ""
+
+
+def choose_kernels(
+    device: Device, report: Mapping[str, Any], folder: Path | None = None, *, shares_options: bool = False
+) -> KernelChoice:
+    """Return the kernels for the graphs of a folder. One line in the log says which form of them is used, and why.
+
+    On a GPU that is not trusted, our operators that the graphs contain are checked here. None of our kernels is used if
+    a case is wrong, did not run, or was not reached within the time limit (docs/decisions/0202).
+
+    Args:
+        device: where the graphs run.
+        report: report of the optimized folder.
+        folder: the folder; None for graphs that are not yet known, which may have any operator.
+        shares_options: whether all sessions have the same session options, which can register a library once.
+
+    Raises:
+        FolderError: the kernel cases cannot be read.
+        OptionError: SDONNX_KERNELS or SDONNX_SELF_CHECK has a value that cannot be used.
+        ProviderError: SDONNX_SELF_CHECK is strict, and kernels cannot be used.
+    """
+    capability = device.capability()
+    if capability is None:
+        return KernelChoice()
+    mode = self_check()
+    is_strict = mode is SelfCheck.STRICT
+    avoided = 0 if mode is SelfCheck.OFF else sdpa_kernel(str(onnxruntime.__version__), capability)
+    options = {"sdpa_kernel": str(avoided)} if avoided else {}
+    parts, given = report.get("components"), report.get("options")
+    components = [part for part in parts.values() if isinstance(part, Mapping)] if isinstance(parts, Mapping) else []
+    run = device_thread(device).run
+    if is_strict:
+        used = {name for part in components for name in part.get("operators_after") or ()}
+        faults = run(lambda: kernel_faults(device.index, None, used, sdpa_kernel=avoided, limit_s=math.inf))
+        _require_none(faults, "ONNX Runtime's")
+    if not isinstance(given, Mapping) or given.get("kernels") != "auto":
+        return KernelChoice(None, options)  # the folder has one form
+    library, reason = usable_library(capability)
+    if library is not None and shares_options:
+        library, reason = None, "session options of the caller are used"
+    if library is None:
+        _LOGGER.info("using ONNX Runtime's kernels only: %s", reason)
+        return KernelChoice(None, options)
+    if is_strict or (mode is SelfCheck.ON and not is_trusted(capability)):
+        operators = None if folder is None else _operators(folder)
+        formats = formats_of_types(name for part in components for name in part.get("quantized") or ())
+        limit_s = math.inf if is_strict else LIMIT_S
+        faults = run(lambda: kernel_faults(device.index, library, operators, formats, limit_s=limit_s))
+        if is_strict:
+            _require_none(faults, "our own")
+        if faults:
+            _LOGGER.info("using ONNX Runtime's kernels only: our own %s", faults[0])
+            return KernelChoice(None, options, _warning(faults))
+    _LOGGER.info("using our own kernels of %s", library.path)
+    return KernelChoice(library.path, options)
+
+
+def _operators(folder: Path) -> set[str]:
+    """Return the operators of a folder's graphs with ours, and a few other words: the run-time has no onnx."""
+    contents = (path.read_bytes() for path in folder.glob(f"*/{own_kernel_graph('*')}"))
+    found = (match.groups() for content in contents for match in _OPERATOR.finditer(content))
+    return {name[: length[0]].decode() for length, name in found if len(name) >= length[0]}
+
+
+def _require_none(faults: list[str], owner: str) -> None:
+    if faults:
+        raise ProviderError(
+            f"of {owner} kernels, {'; '.join(faults)}",
+            "correct ones, as SDONNX_SELF_CHECK is strict",
+            "run sdonnx doctor, which shows all cases, or unset SDONNX_SELF_CHECK",
+        )
+
+
+def _warning(faults: list[str]) -> str:
+    return (
+        f"our own kernels are not used, as {'; '.join(faults)}; expected correct ones; ONNX Runtime's are used, which "
+        "are slower; run sdonnx doctor, which checks all, or set SDONNX_KERNELS=0 to do without"
+    )
