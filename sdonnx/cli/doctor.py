@@ -29,7 +29,7 @@ from sdonnx.doctor.check_kernels import (
 from sdonnx.doctor.environment import Facts, Finding, collect_facts, default_provider, findings
 from sdonnx.doctor.first_check import machine_of, store_results
 from sdonnx.doctor.kernel_library import KernelLibrary, usable_library
-from sdonnx.doctor.kernel_report import SummaryLine, faults_of, report_of, result_as_json, summarize
+from sdonnx.doctor.kernel_report import faults_of, report_of, result_as_json, summarize
 from sdonnx.doctor.known_faults import sdpa_kernel
 from sdonnx.doctor.sessions import kernel_opener
 from sdonnx.doctor.trusted_gpus import is_trusted
@@ -197,7 +197,7 @@ def _check_own_kernels(options: argparse.Namespace, facts: Facts, report: dict[s
     return _check_gpu(options, library, report)
 
 
-def _print_table(title: str, first_column: str, lines: Sequence[SummaryLine]) -> None:
+def _print_table(title: str, first_column: str, rows: Sequence[Mapping[str, Any]]) -> None:
     from rich import box
     from rich.table import Table
 
@@ -205,10 +205,10 @@ def _print_table(title: str, first_column: str, lines: Sequence[SummaryLine]) ->
     table.add_column(first_column, no_wrap=True)
     for column in ("type", "correct", "wrong", "not run", "error"):
         table.add_column(column, justify="right", no_wrap=True)
-    for line in lines:
-        wrong = f"[red]{line.wrong}[/]" if line.wrong else "0"
-        error = "-" if line.max_error is None else f"{line.max_error:.1e}"
-        table.add_row(escape(line.name), line.dtype, str(line.correct), wrong, str(line.unavailable), error)
+    for row in rows:
+        wrong = f"[red]{row['wrong']}[/]" if row["wrong"] else "0"
+        error = "-" if row["max_error"] is None else f"{float(row['max_error']):.1e}"
+        table.add_row(escape(row["name"]), row["dtype"], str(row["correct"]), wrong, str(row["unavailable"]), error)
     console().print(table)
 
 
@@ -227,9 +227,9 @@ def _print_results(
     out, summary = console(), summarize(results)
     title = "kernels" if library is None else "our own kernels"
     _print_table(
-        f"{title} on {report['key']['gpu']}", "operator", [each for each in summary if each.name not in BACKENDS]
+        f"{title} on {report['key']['gpu']}", "operator", [each for each in summary if each["name"] not in BACKENDS]
     )
-    if backends := [line for line in summary if line.name in BACKENDS]:
+    if backends := [row for row in summary if row["name"] in BACKENDS]:
         _print_table(f"{ATTENTION}, one backend allowed", "backend", backends)
     faults = faults_of(results)
     _print_faults(faults)

@@ -9,7 +9,6 @@ import os
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
-from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from sdonnx.doctor.check_kernels import (
     compare,
     read_kernel_cases,
 )
-from sdonnx.doctor.gpu import identity
+from sdonnx.doctor.gpu import cuda_driver_version, cuda_libraries, driver_version, gpus
 from sdonnx.doctor.kernel_library import KernelLibrary
 from sdonnx.doctor.sessions import kernel_opener
 from sdonnx.errors import OptionError
@@ -30,9 +29,11 @@ from sdonnx.operators.case import KernelCase
 __all__ = [
     "EIGHT_BIT_OPERATORS",
     "LIMIT_S",
+    "OFF",
+    "ON",
     "SELF_CHECK",
+    "STRICT",
     "KernelWarning",
-    "SelfCheck",
     "formats_of_types",
     "kernel_faults",
     "machine_of",
@@ -43,7 +44,11 @@ __all__ = [
 _LOGGER = logging.getLogger(__name__)
 
 SELF_CHECK = "SDONNX_SELF_CHECK"
-"""The environment variable with a value of `SelfCheck`."""
+"""The environment variable that says which kernels are checked before the first image."""
+
+OFF, ON, STRICT = "0", "1", "strict"
+"""None, and known faults of ONNX Runtime are ignored; our own on a GPU that is not trusted (the default); our own and
+ONNX Runtime's on every GPU, where a fault is an error."""
 
 LIMIT_S = 3.0
 """Seconds after which no further case is started; libraries are loaded before."""
@@ -56,31 +61,17 @@ class KernelWarning(UserWarning):
     """Kernels compute wrong numbers on this GPU, or could not be checked."""
 
 
-class SelfCheck(Enum):
-    """The kernels that are checked before the first image; the values of `SELF_CHECK`.
-
-    OFF: none, and known faults of ONNX Runtime are ignored. ON: our own on a GPU that is not trusted, the default.
-    STRICT: ONNX Runtime's and our own on every GPU; a fault is an error.
-    """
-
-    OFF = "0"
-    ON = "1"
-    STRICT = "strict"
-
-
-def self_check() -> SelfCheck:
-    """Return the kernels that are checked.
+def self_check() -> str:
+    """Return the value of `SELF_CHECK`, one of `OFF`, `ON` and `STRICT`.
 
     Raises:
         OptionError: the environment variable has another value.
     """
-    value = os.environ.get(SELF_CHECK) or SelfCheck.ON.value
-    try:
-        return SelfCheck(value)
-    except ValueError:
-        known = ", ".join(each.value for each in SelfCheck)
+    value = os.environ.get(SELF_CHECK) or ON
+    if value not in (OFF, ON, STRICT):
         remedy = "unset it to check our own kernels on a GPU that is not trusted"
-        raise OptionError(f"{SELF_CHECK} is {value!r}", f"one of {known}", remedy) from None
+        raise OptionError(f"{SELF_CHECK} is {value!r}", f"one of {OFF}, {ON}, {STRICT}", remedy)
+    return value
 
 
 def formats_of_types(types: Iterable[str]) -> frozenset[str]:
@@ -97,10 +88,18 @@ def formats_of_types(types: Iterable[str]) -> frozenset[str]:
 
 def machine_of(index: int, library: KernelLibrary | None) -> dict[str, str]:
     """Return what results depend on: the GPU, its driver and libraries, and the build of our own kernels if given."""
-    machine = identity(index)
+    import onnxruntime
+
+    gpu = gpus()[index]
+    machine = {
+        "gpu": gpu.name,
+        "compute_capability": ".".join(map(str, gpu.compute_capability)),
+        "driver": driver_version() or ".".join(map(str, cuda_driver_version() or ())),
+        **cuda_libraries(),
+        "onnxruntime": str(onnxruntime.__version__),
+    }
     if library is not None:
-        major, minor = map(int, machine["compute_capability"].split("."))
-        code = "-".join(library.architectures_for((major, minor)))
+        code = "-".join(library.architectures_for(gpu.compute_capability))
         machine |= {"kernel_sources": library.sources, "kernel_compiler": library.compiler, "kernel_code": code}
     return machine
 

@@ -15,7 +15,6 @@ __all__ = [
     "cuda_libraries",
     "driver_version",
     "gpus",
-    "identity",
     "load_cuda_libraries",
 ]
 
@@ -112,22 +111,3 @@ def cuda_libraries() -> dict[str, str]:
             get_version.restype = ctypes.c_size_t
             versions[part] = str(get_version())
     return versions
-
-
-def identity(index: int) -> dict[str, str]:
-    """Return the machine whose kernels a check is about: the GPU, its driver, and the libraries with kernels.
-
-    Args:
-        index: the number of the GPU.
-    """
-    import onnxruntime
-
-    visible = gpus()
-    gpu = visible[index] if index < len(visible) else Gpu("", (0, 0))
-    return {
-        "gpu": gpu.name,
-        "compute_capability": ".".join(map(str, gpu.compute_capability)),
-        "driver": driver_version() or ".".join(map(str, cuda_driver_version() or ())),
-        **cuda_libraries(),
-        "onnxruntime": str(onnxruntime.__version__),
-    }

@@ -80,20 +80,14 @@ class KernelLibrary:
 
 @contextlib.contextmanager
 def named_kernel_library(value: str) -> Iterator[None]:
-    """Set the environment variable that names the library, in the block.
-
-    Args:
-        value: the path of the library, or "0" for none.
-    """
+    """Set the environment variable to the path of a library, or to "0" for none, in the block."""
     before = os.environ.get(KERNEL_LIBRARY)
     os.environ[KERNEL_LIBRARY] = value
     try:
         yield
     finally:
-        if before is None:
-            del os.environ[KERNEL_LIBRARY]
-        else:
-            os.environ[KERNEL_LIBRARY] = before
+        del os.environ[KERNEL_LIBRARY]
+        os.environ.update({} if before is None else {KERNEL_LIBRARY: before})
 
 
 def find_kernel_library(environment: Mapping[str, str] = os.environ) -> Path | None:

@@ -5,35 +5,26 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any, NamedTuple
+from typing import Any
 
 from sdonnx.doctor.check_kernels import BACKENDS, CaseResult
 
-__all__ = ["SummaryLine", "faults_of", "faulty_backends", "report_of", "result_as_json", "summarize"]
+__all__ = ["faults_of", "faulty_backends", "report_of", "result_as_json", "summarize"]
 
 
-class SummaryLine(NamedTuple):
-    """Counts of the results of one operator, or of attention with one backend, in one data type."""
-
-    name: str
-    dtype: str
-    correct: int
-    wrong: int
-    unavailable: int
-    max_error: float | None
-
-
-def summarize(results: Iterable[CaseResult]) -> list[SummaryLine]:
-    """Return one line for each operator, or backend, and data type."""
-    grouped: dict[tuple[str, str], list[CaseResult]] = {}
+def summarize(results: Iterable[CaseResult]) -> list[dict[str, Any]]:
+    """Return a row for each operator, or backend, and data type: counts, and the maximum error, None if none ran."""
+    groups: dict[tuple[str, str], list[CaseResult]] = {}
     for result in results:
-        grouped.setdefault((result.backend or result.operator, result.dtype), []).append(result)
-    lines = []
-    for (name, dtype), group in sorted(grouped.items(), key=lambda item: item[0][0]):
-        counts = [sum(result.state == state for result in group) for state in ("correct", "wrong", "not available")]
-        errors = [result.error for result in group if result.error is not None]
-        lines.append(SummaryLine(name, dtype, *counts, max(errors, default=None)))
-    return lines
+        groups.setdefault((result.backend or result.operator, result.dtype), []).append(result)
+    rows = []
+    for (name, dtype), group in sorted(groups.items(), key=lambda item: item[0][0]):
+        states = [result.state for result in group]
+        counts = {"correct": states.count("correct"), "wrong": states.count("wrong")}
+        counts["unavailable"] = len(states) - sum(counts.values())
+        error = max((result.error for result in group if result.error is not None), default=None)
+        rows.append({"name": name, "dtype": dtype, **counts, "max_error": _finite(error)})
+    return rows
 
 
 def faults_of(results: Iterable[CaseResult]) -> list[CaseResult]:
@@ -71,7 +62,7 @@ def report_of(machine: Mapping[str, str], results: Sequence[CaseResult], full: b
         "checked": sum(not result.backend for result in results),
         "full": full,
         "seconds": round(seconds, 3),
-        "summary": [line._asdict() | {"max_error": _finite(line.max_error)} for line in summarize(results)],
+        "summary": summarize(results),
     }
 
 

@@ -31,7 +31,7 @@ def doctor(*arguments: str) -> int:
 def on_h200(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[Any], None]:
     """Let the command find a GPU without our own kernels; return a function that sets its kernels."""
     monkeypatch.setenv("SDONNX_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(first_check, "identity", lambda index: dict(MACHINE))
+    monkeypatch.setattr(command, "machine_of", lambda index, library: dict(MACHINE))
     monkeypatch.setattr(command, "collect_facts", lambda: GOOD)
     monkeypatch.setattr(command, "read_kernel_cases", lambda path=None: small_set())
     monkeypatch.setattr(command, "usable_library", lambda capability: (None, f"no code for {capability}"))
@@ -54,6 +54,7 @@ def emulated(on_h200: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> E
         lambda path: small_set() if path == command.KERNEL_CASES_FILE else replace(OWN_CASE_SET, checks=ours),
     )
     monkeypatch.setattr(command, "kernel_opener", first_check.kernel_opener)
+    monkeypatch.setattr(command, "machine_of", first_check.machine_of)
     monkeypatch.setattr(command, "usable_library", lambda capability: (gpu.library, ""))
     return gpu
 
@@ -114,7 +115,7 @@ def test_doctor_on_a_gpu_with_faulty_flash_attention(
     on_h200(machine(faulty(ATTENTION, lambda mask: mask == BACKENDS["flash"])))
     assert doctor() == 0
     assert "faulty backends: flash; generating images does not use them" in capsys.readouterr().out
-    monkeypatch.setattr(first_check, "identity", lambda index: MACHINE | {"compute_capability": "8.0"})
+    monkeypatch.setattr(command, "machine_of", lambda index, library: MACHINE | {"compute_capability": "8.0"})
     on_h200(machine(is_flash))
     assert doctor() == 0  # the fault is known there, and the run-time leaves flash out
     assert "faulty backends: flash; generating images does not use them" in capsys.readouterr().out

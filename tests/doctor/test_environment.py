@@ -165,18 +165,3 @@ def test_driver_version_is_read_from_nvidias_files(tmp_path: Path) -> None:
     for text, version in versions.items():
         file.write_text(text)
         assert gpu.driver_version((tmp_path / "none", file)) == version
-
-
-def test_identity_of_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu, "gpus", lambda: (H200,))
-    monkeypatch.setattr(gpu, "driver_version", lambda: "")
-    monkeypatch.setattr(gpu, "cuda_driver_version", lambda: (13, 0))
-    monkeypatch.setattr(gpu, "cuda_libraries", lambda: {"cuda_runtime": "13000", "cudnn": "92000"})
-    key = gpu.identity(0, "c0ffee")
-    assert (key["gpu"], key["compute_capability"], key["driver"], key["kernel_cases"]) == (
-        "NVIDIA H200",
-        "9.0",
-        "13.0",
-        "c0ffee",
-    )
-    assert set(key) == {"gpu", "compute_capability", "driver", "cuda_runtime", "cudnn", "onnxruntime", "kernel_cases"}

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import onnx_ir as ir
+import onnxruntime
 import pytest
-from support.doctor import OWN_CASE_SET, EmulatedGpu
+from support.doctor import H200, OWN_CASE_SET, EmulatedGpu
 from support.kernel_library import SOURCES
 from support.pipelines import refused
 
@@ -21,14 +22,16 @@ from sdonnx.doctor import first_check
 from sdonnx.doctor.check_kernels import ATTENTION
 from sdonnx.doctor.first_check import (
     EIGHT_BIT_OPERATORS,
+    OFF,
+    ON,
     SELF_CHECK,
-    SelfCheck,
+    STRICT,
     formats_of_types,
     kernel_faults,
     machine_of,
     self_check,
 )
-from sdonnx.doctor.gpu import identity
+from sdonnx.doctor.gpu import cuda_libraries
 from sdonnx.doctor.kernel_library import KernelLibrary
 from sdonnx.errors import OptionError
 from sdonnx.operators.operator_table import OWN_CONTRACTS, OWN_KERNEL_CASES
@@ -143,11 +146,15 @@ def test_another_machine_is_checked_again(name: str, gpu: EmulatedGpu) -> None:
 def test_another_build_is_checked_again(
     changed: dict[str, Any], is_another: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(first_check, "identity", lambda index: {"compute_capability": "9.0"})
+    monkeypatch.setattr(first_check, "gpus", lambda: (H200,))
+    monkeypatch.setattr(first_check, "driver_version", lambda: "")
+    monkeypatch.setattr(first_check, "cuda_driver_version", lambda: (13, 0))
+    monkeypatch.setattr(first_check, "cuda_libraries", lambda: {"cudnn": "92000"})
     first, second = (machine_of(0, each) for each in (LIBRARY, replace(LIBRARY, **changed)))
     assert (first != second) == is_another
-    assert first["kernel_code"] == "90a"
-    assert machine_of(0, None) == {"compute_capability": "9.0"}
+    machine = {"gpu": H200.name, "compute_capability": "9.0", "driver": "13.0", "cudnn": "92000"}
+    assert machine_of(0, None) == machine | {"onnxruntime": onnxruntime.__version__}
+    assert first.items() > machine.items() | {("kernel_code", "90a")}
 
 
 def test_results_name_every_library_that_the_kernels_load() -> None:
@@ -155,7 +162,7 @@ def test_results_name_every_library_that_the_kernels_load() -> None:
     text = "".join(path.read_text(encoding="utf-8") for path in (SOURCES / "src").iterdir())
     parts = {"libcublasLt": "cublas", "libcudnn": "cudnn"}
     assert set(re.findall(r'"(lib\w+)\.so', text)) == parts.keys()
-    assert set(parts.values()) <= identity(0).keys()
+    assert set(parts.values()) <= cuda_libraries().keys()
 
 
 def broken(path: Path) -> None:
@@ -197,9 +204,9 @@ def test_kernels_of_onnxruntime(gpu: EmulatedGpu) -> None:
 
 
 def test_mode_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for value, mode in (("", SelfCheck.ON), ("1", SelfCheck.ON), ("0", SelfCheck.OFF), ("strict", SelfCheck.STRICT)):
+    for value, mode in (("", ON), ("1", ON), ("0", OFF), ("strict", STRICT)):
         monkeypatch.setenv(SELF_CHECK, value)
-        assert self_check() is mode
+        assert self_check() == mode
     monkeypatch.setenv(SELF_CHECK, "2")
     with refused(OptionError, "SDONNX_SELF_CHECK is '2'; expected one of 0, 1, strict"):
         self_check()

@@ -13,8 +13,7 @@ import pytest
 from sdonnx.__main__ import main
 from sdonnx.doctor.check_kernels import ATTENTION, BACKENDS, DEFAULT_BACKEND, compare, read_kernel_cases
 from sdonnx.doctor.environment import collect_facts, findings
-from sdonnx.doctor.first_check import LIMIT_S, SELF_CHECK
-from sdonnx.doctor.gpu import identity
+from sdonnx.doctor.first_check import LIMIT_S, SELF_CHECK, machine_of
 from sdonnx.doctor.kernel_library import usable_library
 from sdonnx.doctor.kernel_report import faults_of, faulty_backends
 from sdonnx.doctor.sessions import kernel_opener
@@ -36,8 +35,8 @@ def test_this_machine_meets_all_requirements(note: Any) -> None:
     assert [finding for finding in found if finding.state == "missing"] == []
 
 
-def test_identity_is_complete() -> None:
-    key = identity(0)
+def test_every_version_is_known() -> None:
+    key = machine_of(0, None)
     assert all(key.values()), key
 
 

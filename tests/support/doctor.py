@@ -13,7 +13,7 @@ import pytest
 from sdonnx.doctor import first_check, gpu
 from sdonnx.doctor.check_kernels import ATTENTION, OWN_KERNEL_CASES_FILE, Check, KernelCaseSet, read_kernel_cases
 from sdonnx.doctor.environment import Facts
-from sdonnx.doctor.kernel_library import open_kernel_library
+from sdonnx.doctor.kernel_library import KernelLibrary, open_kernel_library
 from sdonnx.doctor.sessions import Kernel, OpenKernel, kernel_opener
 from sdonnx.operators.case import Array
 from support.kernel_library import emulated_library
@@ -103,7 +103,7 @@ class EmulatedGpu:
 
     Attributes:
         library: the library of our own kernels, as one for this GPU.
-        machine: what `identity` finds.
+        machine: what results depend on, next to the library.
         factors: by operator, a factor by which its kernels are wrong.
         failures: by operator, the reason why its kernels do not run.
         ran: the operators of the cases that ran, in order.
@@ -118,13 +118,16 @@ class EmulatedGpu:
         self.ran: list[str] = []
         self.masks: set[int] = set()
         monkeypatch.setenv("SDONNX_CACHE", str(cache))
-        monkeypatch.setattr(first_check, "identity", lambda index: dict(self.machine))
+        monkeypatch.setattr(first_check, "machine_of", self._machine_of)
         monkeypatch.setattr(first_check, "kernel_opener", self._opener)
+
+    def _machine_of(self, index: int, library: KernelLibrary | None) -> dict[str, str]:
+        return self.machine | ({} if library is None else {"kernel_sources": library.sources})
 
     def _opener(self, provider: str, index: int, library: Path | None) -> OpenKernel:
         assert provider == "cuda"
         cases = CASE_SET if library is None else OWN_CASE_SET
-        names = {cases.graphs[each.kernels["float16"]]: each.case.op_type for each in cases.checks}
+        names = {cases.graphs[name]: each.case.op_type for each in cases.checks for name in each.kernels.values()}
         inner = machine() if library is None else kernel_opener("cpu", library=library)
 
         def opened(content: bytes, weights: Mapping[str, Array], sdpa_kernel: int) -> Kernel:

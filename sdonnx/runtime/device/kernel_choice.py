@@ -12,7 +12,7 @@ from typing import Any
 
 import onnxruntime
 
-from sdonnx.doctor.first_check import LIMIT_S, SelfCheck, formats_of_types, kernel_faults, self_check
+from sdonnx.doctor.first_check import LIMIT_S, OFF, ON, STRICT, formats_of_types, kernel_faults, self_check
 from sdonnx.doctor.kernel_library import usable_library
 from sdonnx.doctor.known_faults import sdpa_kernel
 from sdonnx.doctor.trusted_gpus import is_trusted
@@ -67,8 +67,8 @@ def choose_kernels(
     if capability is None:
         return KernelChoice()
     mode = self_check()
-    is_strict = mode is SelfCheck.STRICT
-    avoided = 0 if mode is SelfCheck.OFF else sdpa_kernel(str(onnxruntime.__version__), capability)
+    is_strict = mode == STRICT
+    avoided = 0 if mode == OFF else sdpa_kernel(str(onnxruntime.__version__), capability)
     options = {"sdpa_kernel": str(avoided)} if avoided else {}
     parts, given = report.get("components"), report.get("options")
     components = [part for part in parts.values() if isinstance(part, Mapping)] if isinstance(parts, Mapping) else []
@@ -85,7 +85,7 @@ def choose_kernels(
     if library is None:
         _LOGGER.info("using ONNX Runtime's kernels only: %s", reason)
         return KernelChoice(None, options)
-    if is_strict or (mode is SelfCheck.ON and not is_trusted(capability)):
+    if is_strict or (mode == ON and not is_trusted(capability)):
         operators = None if folder is None else _operators(folder)
         formats = formats_of_types(name for part in components for name in part.get("quantized") or ())
         limit_s = math.inf if is_strict else LIMIT_S

@@ -13,9 +13,10 @@ import onnx
 import onnxruntime
 import pytest
 import torch
-from support.doctor import OWN_CASE_SET, EmulatedGpu
+from support.doctor import H200, OWN_CASE_SET, EmulatedGpu
 from support.pipelines import refused
 
+from sdonnx.cli import optimize
 from sdonnx.compiler import graph_target
 from sdonnx.doctor import first_check
 from sdonnx.doctor.check_kernels import ATTENTION
@@ -99,7 +100,7 @@ def test_a_trusted_gpu_runs_no_case_and_writes_no_cache(
     mode: str, gpu: EmulatedGpu, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv(SELF_CHECK, mode)
-    monkeypatch.setattr(first_check, "identity", lambda index: pytest.fail("a check"))
+    monkeypatch.setattr(first_check, "machine_of", lambda index, library: pytest.fail("a check"))
     choice, line = chosen(caplog, TRUSTED, AUTO, folder)
     assert choice == KernelChoice(gpu.library.path)
     assert caplog.messages == [line] == [f"using our own kernels of {gpu.library.path}"]
@@ -139,6 +140,26 @@ def test_an_incomplete_check_is_one_warning(
     assert choice.library is None
     assert "as LayerNorm is not checked within 0 s; expected correct ones" in choice.warning
     assert "\n" not in choice.warning
+
+
+def test_optimize_checks_where_it_has_the_gpu(
+    gpu: EmulatedGpu, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sdonnx.folder.version.read_report", lambda path: AUTO)
+    monkeypatch.setattr("sdonnx.runtime.device.device.device_for", lambda provider: GPU)
+    monkeypatch.setattr(optimize, "_may_have_cuda", lambda: True)
+    monkeypatch.setattr("sdonnx.doctor.gpu.gpus", lambda: ())
+    optimize._check_kernels(folder)
+    assert gpu.ran == []
+    monkeypatch.setattr("sdonnx.doctor.gpu.gpus", lambda: (H200,))
+    optimize._check_kernels(folder)
+    assert (gpu.ran, capsys.readouterr().out) == (["LayerNorm"] * 2, "")
+    assert choose_kernels(GPU, AUTO, folder).library == gpu.library.path
+    assert len(gpu.ran) == 2
+    shutil.rmtree(first_check.cache_folder())
+    gpu.factors = {"LayerNorm": 1.25}
+    optimize._check_kernels(folder)
+    assert "note: our own kernels are not used, as LayerNorm is wrong" in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.parametrize("device", [GPU, TRUSTED])
