@@ -153,7 +153,8 @@ def kernel_faults(
         known = store_results(machine, results)
     late = f"not checked within {limit_s:.0f} s"
     found = {(check.case.op_type, known.get(_name(check.case), late)) for check in needed}
-    return sorted(f"{operator} is {reason}" for operator, reason in found if reason)
+    wrong_first = sorted(found, key=lambda each: (each[1] == late, each))
+    return [f"{operator} is {reason}" for operator, reason in wrong_first if reason]
 
 
 def store_results(machine: Mapping[str, str], results: Iterable[CaseResult]) -> dict[str, str]:

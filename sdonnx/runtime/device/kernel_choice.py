@@ -66,16 +66,15 @@ def choose_kernels(
     capability = device.capability()
     if capability is None:
         return KernelChoice()
-    mode = self_check()
-    is_strict = mode == STRICT
+    mode, run = self_check(), device_thread(device).run
+    limit_s = math.inf if mode == STRICT else LIMIT_S
     avoided = 0 if mode == OFF else sdpa_kernel(str(onnxruntime.__version__), capability)
     options = {"sdpa_kernel": str(avoided)} if avoided else {}
     parts, given = report.get("components"), report.get("options")
     components = [part for part in parts.values() if isinstance(part, Mapping)] if isinstance(parts, Mapping) else []
-    run = device_thread(device).run
-    if is_strict:
+    if mode == STRICT:
         used = {name for part in components for name in part.get("operators_after") or ()}
-        faults = run(lambda: kernel_faults(device.index, None, used, sdpa_kernel=avoided, limit_s=math.inf))
+        faults = run(lambda: kernel_faults(device.index, None, used, sdpa_kernel=avoided, limit_s=limit_s))
         _require_none(faults, "ONNX Runtime's")
     if not isinstance(given, Mapping) or given.get("kernels") != "auto":
         return KernelChoice(None, options)  # the folder has one form
@@ -85,16 +84,19 @@ def choose_kernels(
     if library is None:
         _LOGGER.info("using ONNX Runtime's kernels only: %s", reason)
         return KernelChoice(None, options)
-    if is_strict or (mode == ON and not is_trusted(capability)):
+    if mode == STRICT or (mode == ON and not is_trusted(capability)):
         operators = None if folder is None else _operators(folder)
         formats = formats_of_types(name for part in components for name in part.get("quantized") or ())
-        limit_s = math.inf if is_strict else LIMIT_S
         faults = run(lambda: kernel_faults(device.index, library, operators, formats, limit_s=limit_s))
-        if is_strict:
+        if mode == STRICT:
             _require_none(faults, "our own")
         if faults:
-            _LOGGER.info("using ONNX Runtime's kernels only: our own %s", faults[0])
-            return KernelChoice(None, options, _warning(faults))
+            _LOGGER.info("using ONNX Runtime's kernels only: our own %s", _first_of(faults))
+            warning = (
+                f"our own kernels are not used, as {_first_of(faults)}; expected correct ones; ONNX Runtime's are "
+                "used, which are slower; run sdonnx doctor, which checks all, or set SDONNX_KERNELS=0 to do without"
+            )
+            return KernelChoice(None, options, warning)
     _LOGGER.info("using our own kernels of %s", library.path)
     return KernelChoice(library.path, options)
 
@@ -106,17 +108,14 @@ def _operators(folder: Path) -> set[str]:
     return {name[: length[0]].decode() for length, name in found if len(name) >= length[0]}
 
 
+def _first_of(faults: list[str]) -> str:
+    return faults[0] + (f", and {len(faults) - 1} more" if faults[1:] else "")
+
+
 def _require_none(faults: list[str], owner: str) -> None:
     if faults:
         raise ProviderError(
-            f"of {owner} kernels, {'; '.join(faults)}",
+            f"of {owner} kernels, {_first_of(faults)}",
             "correct ones, as SDONNX_SELF_CHECK is strict",
             "run sdonnx doctor, which shows all cases, or unset SDONNX_SELF_CHECK",
         )
-
-
-def _warning(faults: list[str]) -> str:
-    return (
-        f"our own kernels are not used, as {'; '.join(faults)}; expected correct ones; ONNX Runtime's are used, which "
-        "are slower; run sdonnx doctor, which checks all, or set SDONNX_KERNELS=0 to do without"
-    )

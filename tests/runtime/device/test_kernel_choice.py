@@ -289,6 +289,7 @@ def test_compiled_graphs_follow_the_choice(gpu: EmulatedGpu, monkeypatch: pytest
     assert make(97, torch.float32).settings.library is None
     gpu.factors = {"MatMul": 1.25}
     shutil.rmtree(first_check.cache_folder())
-    with pytest.warns(KernelWarning, match="as MatMul is wrong"):
+    gpu.failures = {"LayerNorm": "no kernel"}
+    with pytest.warns(KernelWarning, match="as LayerNorm is not available .no kernel., and 1 more; expected correct"):
         target = make(97, torch.float16)
     assert (target.settings.library, target.settings.provider_options) == (None, AVOIDED)
