@@ -156,7 +156,7 @@ def _check_cpu(report: dict[str, Any]) -> bool:
 
 
 def _check_gpu(options: argparse.Namespace, library: KernelLibrary | None, report: dict[str, Any]) -> bool:
-    """Check ONNX Runtime's kernels or those of our own library, and keep the results in the user's cache."""
+    """Check the kernels of ONNX Runtime or of our own library, and keep the results in the user's cache."""
     cases = read_kernel_cases(KERNEL_CASES_FILE if library is None else OWN_KERNEL_CASES_FILE)
     machine = machine_of(options.device, library)
     checks = [check for check in cases.checks if check.first_use or not options.quick]

@@ -87,7 +87,7 @@ def formats_of_types(types: Iterable[str]) -> frozenset[str]:
 
 
 def machine_of(index: int, library: KernelLibrary | None) -> dict[str, str]:
-    """Return what results depend on: the GPU, its driver and libraries, and the build of our own kernels if given."""
+    """Return all that results depend on: the GPU, its driver and libraries, and the build of our own kernels."""
     import onnxruntime
 
     gpu = gpus()[index]
@@ -158,7 +158,7 @@ def kernel_faults(
 
 
 def store_results(machine: Mapping[str, str], results: Iterable[CaseResult]) -> dict[str, str]:
-    """Add results in fp16 to those of a machine in the cache, and return all: "" for a correct case, or a reason.
+    """Add results in fp16 to the cached results of a machine, and return all: "" for a correct case, or a reason.
 
     A case that lacked memory is not stored, since it may run later.
     """

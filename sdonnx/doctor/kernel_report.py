@@ -50,9 +50,9 @@ def report_of(machine: Mapping[str, str], results: Sequence[CaseResult], full: b
     """Return the report on a machine's kernels, as a JSON object.
 
     Args:
-        machine: what the results depend on (`sdonnx.doctor.first_check.machine_of`).
+        machine: all that the results depend on (`sdonnx.doctor.first_check.machine_of`).
         results: the results.
-        full: whether all cases ran, rather than those of a first use.
+        full: whether all cases ran, or only the cases of a first use.
         seconds: the duration.
     """
     return {

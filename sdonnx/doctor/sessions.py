@@ -30,44 +30,34 @@ def kernel_opener(provider: str, index: int = 0, library: Path | None = None) ->
     """
 
     def open_kernel(content: bytes, weights: Mapping[str, Array], sdpa_kernel: int) -> Kernel:
-        options = {"device_id": str(index), "use_tf32": "0", "sdpa_kernel": str(sdpa_kernel)}
-        chosen = ("CUDAExecutionProvider", options) if provider == "cuda" else ("CPUExecutionProvider", {})
-        return _session(content, weights, chosen, library, on_cpu=provider == "cpu")
+        import onnxruntime
+
+        options = onnxruntime.SessionOptions()
+        options.log_severity_level = _FATAL
+        if library is not None:
+            options.register_custom_ops_library(str(library))
+        on_device = {"device_id": str(index), "use_tf32": "0", "sdpa_kernel": str(sdpa_kernel)}
+        chosen = ("CUDAExecutionProvider", on_device) if provider == "cuda" else ("CPUExecutionProvider", {})
+        if provider == "cuda":
+            options.intra_op_num_threads = 1
+            options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
+        else:
+            # ONNX Runtime 1.31 crashes as it fuses an Add into a LayerNormalization without B.
+            options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+            # Each session has a thread pool: on a machine with many cores, starting it takes longer than the run.
+            options.intra_op_num_threads = min(_MAX_THREADS, os.cpu_count() or 1)
+        values = [onnxruntime.OrtValue.ortvalue_from_numpy(array) for array in weights.values()]
+        if values:
+            options.add_external_initializers(list(weights), values)
+        session = onnxruntime.InferenceSession(content, options, providers=[chosen])
+        run_options = onnxruntime.RunOptions()
+        run_options.log_severity_level = _FATAL
+
+        def run(feeds: Mapping[str, Array], _weights: object = values) -> list[Array]:
+            # On the CPU, ONNX Runtime reads the weights in place: they must live as long as the session.
+            results: list[Array] = session.run(None, dict(feeds), run_options)
+            return results
+
+        return run
 
     return open_kernel
-
-
-def _session(
-    content: bytes,
-    weights: Mapping[str, Array],
-    provider: tuple[str, dict[str, str]],
-    library: Path | None,
-    on_cpu: bool,
-) -> Kernel:
-    import onnxruntime
-
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = _FATAL
-    if library is not None:
-        options.register_custom_ops_library(str(library))
-    if on_cpu:
-        # Without optimization: ONNX Runtime 1.31 crashes as it fuses an Add into a LayerNormalization without B.
-        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-        # Each session has a thread pool: on a machine with many cores, starting it takes longer than the run.
-        options.intra_op_num_threads = min(_MAX_THREADS, os.cpu_count() or 1)
-    else:
-        options.intra_op_num_threads = 1
-        options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
-    values = [onnxruntime.OrtValue.ortvalue_from_numpy(array) for array in weights.values()]
-    if values:
-        options.add_external_initializers(list(weights), values)
-    session = onnxruntime.InferenceSession(content, options, providers=[provider])
-    run_options = onnxruntime.RunOptions()
-    run_options.log_severity_level = _FATAL
-
-    def run(feeds: Mapping[str, Array], _weights: object = values) -> list[Array]:
-        # On the CPU, ONNX Runtime reads the weights in place: they must live as long as the session.
-        results: list[Array] = session.run(None, dict(feeds), run_options)
-        return results
-
-    return run

@@ -1,4 +1,4 @@
-"""The versions of CUDA's libraries: those of the libraries that kernels in the same process use."""
+"""The versions of CUDA's libraries are reported of the files that kernels in the same process use."""
 
 from __future__ import annotations
 

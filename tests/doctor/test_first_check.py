@@ -1,4 +1,4 @@
-"""The check of kernels before a first image: only what is needed, once, and never beyond its time limit."""
+"""The check of kernels before a first image: only cases that are needed, once, and none after the time limit."""
 
 from __future__ import annotations
 

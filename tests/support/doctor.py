@@ -103,7 +103,7 @@ class EmulatedGpu:
 
     Attributes:
         library: the library of our own kernels, as one for this GPU.
-        machine: what results depend on, next to the library.
+        machine: all that results depend on, except the library.
         factors: by operator, a factor by which its kernels are wrong.
         failures: by operator, the reason why its kernels do not run.
         ran: the operators of the cases that ran, in order.

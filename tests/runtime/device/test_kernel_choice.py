@@ -280,7 +280,7 @@ def test_pipeline_warns_its_caller_and_follows_the_choice(micro_cpu: Path, monke
 
 
 def test_compiled_graphs_follow_the_choice(gpu: EmulatedGpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their operators are not yet known: all are checked, and those of 8 bits where the types have them."""
+    """Their operators are not yet known: all are checked, except in 8 bits."""
     monkeypatch.setattr(graph_target, "device_for", lambda provider, index: GPU)
     monkeypatch.setattr(graph_target, "reserve_scratch", lambda device: None)
     make = graph_target._gpu_target.__wrapped__
