@@ -19,7 +19,7 @@ from support.recording import Note
 from sdonnx.__main__ import main
 from sdonnx.cli import doctor as command
 from sdonnx.doctor import first_check, kernel_library
-from sdonnx.doctor.check_kernels import ATTENTION, BACKENDS
+from sdonnx.doctor.check_kernels import ATTENTION, BACKENDS, KERNEL_CASES_FILE
 from sdonnx.doctor.sessions import kernel_opener
 
 
@@ -51,9 +51,9 @@ def emulated(on_h200: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> E
     monkeypatch.setattr(
         command,
         "read_kernel_cases",
-        lambda path: small_set() if path == command.KERNEL_CASES_FILE else replace(OWN_CASE_SET, checks=ours),
+        lambda path: small_set() if path == KERNEL_CASES_FILE else replace(OWN_CASE_SET, checks=ours),
     )
-    monkeypatch.setattr(command, "kernel_opener", first_check.kernel_opener)
+    monkeypatch.setattr(command, "kernel_opener", gpu.opener)
     monkeypatch.setattr(command, "machine_of", first_check.machine_of)
     monkeypatch.setattr(command, "usable_library", lambda capability: (gpu.library, ""))
     return gpu

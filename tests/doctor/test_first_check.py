@@ -34,6 +34,7 @@ from sdonnx.doctor.first_check import (
 from sdonnx.doctor.gpu import cuda_libraries
 from sdonnx.doctor.kernel_library import KernelLibrary
 from sdonnx.errors import OptionError
+from sdonnx.folder.cache_root import cache_folder
 from sdonnx.operators.operator_table import OWN_CONTRACTS, OWN_KERNEL_CASES
 from sdonnx.quantization.quantization_types import TYPES
 
@@ -183,14 +184,14 @@ def test_results_that_cannot_be_read_are_made_again(change: Callable[[Path], obj
     for _ in range(2):
         assert found(gpu, {"LayerNorm"}) == []
     count = len(gpu.ran)
-    (path,) = first_check.cache_folder().iterdir()  # nothing half-written
+    (path,) = cache_folder().iterdir()  # nothing half-written
     change(path)
     assert found(gpu, {"LayerNorm"}) == []
     assert len(gpu.ran) == 2 * count
 
 
 def test_a_cache_that_cannot_be_written_is_no_error(gpu: EmulatedGpu) -> None:
-    first_check.cache_folder().write_text("a file")
+    cache_folder().write_text("a file")
     for _ in range(2):
         assert found(gpu, {"LayerNorm"}) == []
     assert gpu.ran == 2 * first_cases("LayerNorm")

@@ -119,12 +119,12 @@ class EmulatedGpu:
         self.masks: set[int] = set()
         monkeypatch.setenv("SDONNX_CACHE", str(cache))
         monkeypatch.setattr(first_check, "machine_of", self._machine_of)
-        monkeypatch.setattr(first_check, "kernel_opener", self._opener)
+        monkeypatch.setattr(first_check, "kernel_opener", self.opener)
 
     def _machine_of(self, index: int, library: KernelLibrary | None) -> dict[str, str]:
         return self.machine | ({} if library is None else {"kernel_sources": library.sources})
 
-    def _opener(self, provider: str, index: int, library: Path | None) -> OpenKernel:
+    def opener(self, provider: str, index: int, library: Path | None) -> OpenKernel:
         assert provider == "cuda"
         cases = CASE_SET if library is None else OWN_CASE_SET
         names = {cases.graphs[name]: each.case.op_type for each in cases.checks for name in each.kernels.values()}

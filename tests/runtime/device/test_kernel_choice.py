@@ -19,9 +19,10 @@ from support.pipelines import refused
 from sdonnx.cli import optimize
 from sdonnx.compiler import graph_target
 from sdonnx.doctor import first_check
-from sdonnx.doctor.check_kernels import ATTENTION
+from sdonnx.doctor.check_kernels import ATTENTION, OWN_KERNEL_CASES_FILE, read_kernel_cases
 from sdonnx.doctor.first_check import SELF_CHECK, KernelWarning
 from sdonnx.errors import ProviderError
+from sdonnx.folder.cache_root import cache_folder
 from sdonnx.folder.loaded_folder import LoadedFolder
 from sdonnx.folder.version import read_report
 from sdonnx.models.registry import family_of
@@ -62,11 +63,10 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> EmulatedGpu:
     """Let a GPU be checked, with the cases of one operator."""
     emulated = EmulatedGpu(monkeypatch, tmp_path / "cache")
     few = tuple(check for check in OWN_CASE_SET.checks if check.case.op_type in ("LayerNorm", "MatMul"))
-    real = first_check.read_kernel_cases
     monkeypatch.setattr(
         first_check,
         "read_kernel_cases",
-        lambda path: replace(OWN_CASE_SET, checks=few) if path == first_check.OWN_KERNEL_CASES_FILE else real(path),
+        lambda path: replace(OWN_CASE_SET, checks=few) if path == OWN_KERNEL_CASES_FILE else read_kernel_cases(path),
     )
     monkeypatch.setattr(kernel_choice, "usable_library", lambda capability: (emulated.library, ""))
     monkeypatch.delenv(SELF_CHECK, raising=False)
@@ -104,7 +104,7 @@ def test_a_trusted_gpu_runs_no_case_and_writes_no_cache(
     choice, line = chosen(caplog, TRUSTED, AUTO, folder)
     assert choice == KernelChoice(gpu.library.path)
     assert caplog.messages == [line] == [f"using our own kernels of {gpu.library.path}"]
-    assert not first_check.cache_folder().exists()
+    assert not cache_folder().exists()
     if mode:  # every GPU is trusted, and known faults are ignored
         assert chosen(caplog, GPU, AUTO, folder)[0] == choice
 
@@ -156,7 +156,7 @@ def test_optimize_checks_where_it_has_the_gpu(
     assert (gpu.ran, capsys.readouterr().out) == (["LayerNorm"] * 2, "")
     assert choose_kernels(GPU, AUTO, folder).library == gpu.library.path
     assert len(gpu.ran) == 2
-    shutil.rmtree(first_check.cache_folder())
+    shutil.rmtree(cache_folder())
     gpu.factors = {"LayerNorm": 1.25}
     optimize._check_kernels(folder)
     assert "note: our own kernels are not used, as LayerNorm is wrong" in " ".join(capsys.readouterr().out.split())
@@ -169,7 +169,7 @@ def test_strict_checks_every_gpu_and_raises(
     monkeypatch.setenv(SELF_CHECK, "strict")
     assert chosen(caplog, device, AUTO, folder)[0].library == gpu.library.path
     assert gpu.ran == ["LayerNorm"] * 2
-    shutil.rmtree(first_check.cache_folder())
+    shutil.rmtree(cache_folder())
     gpu.factors = {"LayerNorm": 1.25}
     with refused(ProviderError, "of our own kernels, LayerNorm is wrong; expected correct ones"):
         choose_kernels(device, AUTO, folder)
@@ -182,7 +182,7 @@ def test_strict_checks_the_kernels_of_onnxruntime(gpu: EmulatedGpu, monkeypatch:
     assert choose_kernels(GPU, report) == KernelChoice(None, AVOIDED)
     assert set(gpu.ran) == {ATTENTION, "BiasAdd"}
     assert gpu.masks == {18}
-    shutil.rmtree(first_check.cache_folder())
+    shutil.rmtree(cache_folder())
     gpu.failures = {"BiasAdd": "no kernel"}
     with refused(ProviderError, "of ONNX Runtime's kernels, BiasAdd is not available"):
         choose_kernels(GPU, {"components": {"vae": {"operators_after": {"BiasAdd": 1}}}})
@@ -216,7 +216,12 @@ def test_formats_of_quantized_folders_are_checked(
     types: tuple[str, ...], gpu: EmulatedGpu, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[Any] = []
-    monkeypatch.setattr(kernel_choice, "kernel_faults", lambda *values, **_: asked.append(values) or [])
+
+    def faults(*values: Any, **options: Any) -> list[str]:
+        asked.append(values)
+        return []
+
+    monkeypatch.setattr(kernel_choice, "kernel_faults", faults)
     choose_kernels(GPU, AUTO | {"components": {"unet": {"quantized": {name: {} for name in types}}}}, folder)
     ((index, library, operators, formats),) = asked
     assert (index, library, set(operators) & OWN_CONTRACTS.keys()) == (97, gpu.library, {"LayerNorm"})
@@ -288,7 +293,7 @@ def test_compiled_graphs_follow_the_choice(gpu: EmulatedGpu, monkeypatch: pytest
     assert set(gpu.ran) == {"LayerNorm", "MatMul"}
     assert make(97, torch.float32).settings.library is None
     gpu.factors = {"MatMul": 1.25}
-    shutil.rmtree(first_check.cache_folder())
+    shutil.rmtree(cache_folder())
     gpu.failures = {"LayerNorm": "no kernel"}
     with pytest.warns(KernelWarning, match="as LayerNorm is not available .no kernel., and 1 more; expected correct"):
         target = make(97, torch.float16)
