@@ -603,7 +603,7 @@ def test_a_controlnet_that_does_not_fit_is_refused(
     folder = shutil.copytree(sd.folders[0], tmp_path / "net")
     config = json.loads((folder / "config.json").read_text()) | changes
     (folder / "config.json").write_text(json.dumps(config))
-    is_config = changes.keys() & {"_class_name", "global_pool_conditions"}
+    is_config = changes.keys() & {"_class_name", "global_pool_conditions", "layers_per_block"}
     with refused(FolderError if is_config else WeightsError, *words):
         export_pipeline(source, tmp_path / "out", controlnets=[folder])
     assert not (tmp_path / "out").exists()
