@@ -351,6 +351,7 @@ def test_images_of_adapters_are_those_of_diffusers(arguments: dict[str, Any], ad
     assert adapted.agreement(theirs, {"image": IMAGES}, {"adapter_image": IMAGES}, **arguments) > SAME_DB
 
 
+@pytest.mark.weekly
 def test_images_of_an_xl_adapter_are_those_of_diffusers(work: Path, pipelines: PipelineCache) -> None:
     """Adapters of XL also change the middle block, and may apply to a part of the steps."""
     blocks = {

@@ -142,6 +142,7 @@ def test_control_images_differ_within_a_batch(controlled: Path, fields: dict[str
     assert psnr(images[0], images[1]) < 45
 
 
+@pytest.mark.weekly
 def test_images_of_a_union_share_no_batch(union: Path) -> None:
     """Its transformer attends over the batch, as in diffusers."""
     requests = requests_with(2, control_mode=[2, 0], controlnet_conditioning_scale=[1.0, 0.5])
