@@ -38,7 +38,7 @@ ROOT = Path(__file__).resolve().parent.parent
 RECORD = ROOT / "docs" / "results" / "weekly.json"
 
 _WORK = Path("build", "weekly")  # in ROOT: logs, reports, coverage data, pipelines
-_MARK = "pytest.mark.weekly"
+_MARKS = ("pytest.mark.weekly", "support.weekly_cases")  # in files with weekly tests
 _GRAPHS = "all committed graphs"
 _FRESH = timedelta(days=6)
 _NO_TESTS = 5  # pytest's exit status for a file without a weekly test
@@ -92,7 +92,7 @@ def steps() -> list[Step]:
     for file, text in tests.items():
         if file in _REPEATED:
             found.append(_pytest(file, file, "--weekly", "-m", "not gpu", *_REPEATED[file], named=True))
-        elif _MARK in text or _MARK in _text(Path(file).with_name("conftest.py")):  # fixtures have marks also
+        elif any(mark in text + _text(Path(file).with_name("conftest.py")) for mark in _MARKS):  # fixtures have marks
             found.append(_pytest(file, file, "--weekly", "-m", "weekly and not gpu", named=True))
     for start in range(0, len(MUTATIONS), _MUTATIONS_PER_STEP):
         name = f"mutations {start + 1} and following"

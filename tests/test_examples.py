@@ -71,6 +71,7 @@ def test_pixart(pipelines: PipelineCache, tmp_path: Path) -> None:
     assert agreement(tmp_path / "pixart.png", in_diffusers(model), use_resolution_binning=False, **size) > 50
 
 
+@pytest.mark.weekly
 def test_stable_diffusion_xl_at_several_sizes(pipelines: PipelineCache, tmp_path: Path) -> None:
     model = pipelines.micro("sdxl-tiny")
     lines = run(
@@ -85,6 +86,7 @@ def test_stable_diffusion_xl_at_several_sizes(pipelines: PipelineCache, tmp_path
         assert agreement(tmp_path / f"h{height}-w{width}-sdxl.png", pipe, height=height, width=width) > 50
 
 
+@pytest.mark.weekly
 def test_scales_of_an_ip_adapter(pipelines: PipelineCache, tmp_path: Path) -> None:
     model = pipelines.nano("sdxl-tiny-ip-adapter")
     shown = np.random.default_rng(0).integers(0, 256, (7, 7, 3), dtype=np.uint8)

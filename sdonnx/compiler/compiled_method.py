@@ -99,7 +99,7 @@ class CompiledMethod:
         self._variant: Hashable = None  # of the last graph
         self._refusal: _Refusal | None = None
         self._started: Callable[[], _Build] | None = None
-        if method.compiles_first and self._why_not_processors() is None:
+        if method.compiles_first and self._why_in_torch() is None:
             self._variant = method.variant(module, None, None)
             self._started = self._start(self._variant, 1.0, loads)
 
@@ -297,11 +297,13 @@ class CompiledMethod:
         return (
             why_unsupported(self._module)
             or why_not_now(self._module, True, self._weights.device)
-            or self._why_not_processors()
+            or self._why_in_torch()
         )
 
-    def _why_not_processors(self) -> str | None:
-        return None if self._chosen.freeze_processors else why_not_processors(self._module)
+    def _why_in_torch(self) -> str | None:
+        if (reason := self._method.why_in_torch(self._module)) is not None or self._chosen.freeze_processors:
+            return reason
+        return why_not_processors(self._module)
 
     def _state(self) -> ModuleState:
         return ModuleState(self._module, self._method.ignored, self._method.ignored_inside)

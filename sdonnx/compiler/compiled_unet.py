@@ -92,6 +92,12 @@ class UNetForward(GraphMethod):
             return f"its configuration has cross_attention_dim={config.get('cross_attention_dim')!r}"
         return why_not_labels(module) or why_not_images(module)
 
+    def why_in_torch(self, module: Any) -> str | None:
+        # Attributes that diffusers sets in enable_freeu and clears in disable_freeu.
+        if any(getattr(block, "b1", None) is not None for block in module.up_blocks):
+            return "FreeU is enabled, and its Fourier transforms have no graph"
+        return None
+
     def variant(self, module: torch.nn.Module, arguments: Mapping[str, Any] | None, before: Hashable) -> Hashable:
         config = _config(module)
         if arguments is None:

@@ -68,6 +68,10 @@ class GraphMethod(ABC):
     def prepare(self, module: Any) -> None:  # noqa: B027  # most methods need no change
         """Change the copy of a module that is traced, in place."""
 
+    def why_in_torch(self, module: torch.nn.Module) -> str | None:
+        """Return why torch computes all calls of a module as it is now, or None."""
+        return None
+
     def why_not(self, module: torch.nn.Module) -> str | None:
         """Return why the configuration of a module cannot be compiled, or None."""
         return None

@@ -35,7 +35,7 @@ class ModuleSnapshot:
         self._classes = list(map(type, self._modules))
         processors = [found for each in self._modules if (found := plain_processor(each)) is not None]
         self._owners = [*self._modules, *processors]
-        self._attributes = list(map(vars, self._owners))
+        self._attributes: list[dict[str, Any]] = list(map(vars, self._owners))
         held = [value for each in self._attributes for value in each.values() if isinstance(value, dict | list)]
         # Most modules have a dozen of empty dictionaries, of hooks.
         self._empty = [each for each in held if not each]

@@ -69,8 +69,7 @@ def derive_configuration(path: Path, model: ir.Model, spec: ComponentSpec) -> De
         read = graph.text_encoder()
     elif spec.role is Role.DENOISER:
         read = graph.denoiser()
-        size = graph.fixed_size("sample")
-        (assumed if size is None else read)["sample_size"] = size or _SAMPLE_SIZE
+        assumed["sample_size"] = _SAMPLE_SIZE
     elif spec.role is Role.SAFETY_CHECKER:
         read, size = {}, graph.fixed_size("clip_input")
         (assumed if size is None else read)["vision_config"] = {"image_size": size or _CLIP_IMAGE_SIZE}

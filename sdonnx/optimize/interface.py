@@ -52,8 +52,10 @@ def require_open_sizes(path: Path, model: ir.Model, spec: ComponentSpec, config:
         FolderError: an output has a fixed size that a call chooses.
     """
     sizes = Sizes(model.graph)
-    for tensor, value in require_signature(path, model, spec, "outputs", config):
-        if (shape := sizes.shapes.get(value)) is not None:
+    outputs = {value.name: value for value in model.graph.outputs}
+    for tensor in spec.outputs_in(config):
+        # An output that is another one has the exporter's name.
+        if (value := outputs.get(tensor.name)) is not None and (shape := sizes.shapes.get(value)) is not None:
             _require_open(path, tensor, ir.Shape(map(dimension_of, shape)), tensor.resolve(config))
 
 

@@ -20,7 +20,7 @@ from sdonnx.fusions.derived_tables import (
     idle_stages,
     leaves_none,
 )
-from sdonnx.fusions.fusion_table import FUSIONS, Fusion, StageOutcome
+from sdonnx.fusions.fusion_table import FUSIONS, StageOutcome
 from sdonnx.graph.edit import MICROSOFT
 from sdonnx.graph.modules import module_path
 from sdonnx.models.layer_counts import expected_counts
@@ -217,7 +217,8 @@ def _warnings(
     provider: str,
     disabled: Collection[str],
 ) -> Iterator[str]:
-    without = [*disabled_fusions(disabled), *_without_kernels(outcomes)]
+    narrow = {outcome.stage for outcome in outcomes if _has_no_kernels(outcome)}
+    without = [*disabled_fusions(disabled), *(fusion for fusion in FUSIONS if fusion.stage_name in narrow)]
     # Layers that only these fusions would fuse.
     unfused = {fusion.fuses for fusion in without if fusion.fuses is not None}
     silent_kinds = {kind.name for kind in unfused}
@@ -243,14 +244,9 @@ def _warnings(
         yield f"the subgraphs of {count} {operator} were left unchanged"
 
 
-def _without_kernels(outcomes: Sequence[StageOutcome]) -> list[Fusion]:
-    """Return the fusions whose candidates all have widths for which there is no kernel, as those of narrow samples."""
-    stages = {
-        outcome.stage
-        for outcome in outcomes
-        if outcome.failures and all(NO_KERNEL in failure.reason for failure in outcome.failures)
-    }
-    return [fusion for fusion in FUSIONS if fusion.stage_name in stages]
+def _has_no_kernels(outcome: StageOutcome) -> bool:
+    """Return whether all candidates of a stage have widths for which there is no kernel, as those of narrow samples."""
+    return bool(outcome.failures) and all(NO_KERNEL in failure.reason for failure in outcome.failures)
 
 
 def _place(node: ir.Node) -> str:

@@ -427,3 +427,4 @@ class OrtDiffusionPipeline(DiffusersInterface, PromptEncoding):
         finally:
             self.device.synchronize()
             self._generating.now = False
+            self._graphs.cancellation.reset()  # for other methods, such as encode_prompt

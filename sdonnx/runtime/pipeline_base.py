@@ -203,7 +203,7 @@ class PipelineBase(MissingFeatures):
             OptionError: an argument cannot be used, or the pipeline does not accept it.
         """
         self._require_open()
-        with host_memory_errors("the request"), graph_errors(self.folder.path):
+        with host_memory_errors("the request"):
             return self._inputs.prepared(arguments, (height, width))
 
     def set_progress_bar_config(self, **options: Any) -> None:
@@ -273,7 +273,7 @@ class PipelineBase(MissingFeatures):
 
     def _run(self, job: Callable[[], Result], stop: Callable[[], None] = lambda: None) -> Result:
         self._require_open()
-        with host_memory_errors("the request"):
+        with host_memory_errors("the request"), graph_errors(self.folder.path):
             return device_thread(self.device).run(job, stop)
 
     def _change(self, change: Callable[[], None], in_place: Callable[[], bool] = lambda: False) -> None:

@@ -140,8 +140,8 @@ def verify_folder(
             results = _run(folder / name / ONNX_MODEL, ours.device, [given for _, given, _ in own])
             for (call, _, other), values in zip(own, results, strict=True):
                 found.components += _compared(call, values, other, tuple(found.quantized.get(name, ())))
-    for (prompt, workload), *three in zip(workloads, wides, halves, pictures, strict=True):
-        found.pictures.append(triple := ImageTriple(prompt, workload.seed, *three))
+    for (prompt, workload), first, second, picture in zip(workloads, wides, halves, pictures, strict=True):
+        found.pictures.append(triple := ImageTriple(prompt, workload.seed, first, second, picture))
         found.images.append(replace(_image_finding(triple), quantized=bool(found.quantized)))
     found.accuracy = compare_accuracy(captions, drawn, expected, "float16" if half else "float32")
     found.judgement = judge(found.components, found.images, request.thresholds, found.accuracy)
@@ -290,7 +290,9 @@ def _image_finding(images: ImageTriple) -> ImageFinding:
         _psnr(same, wide),
         float(similarity(ours, same, channel_axis=2, data_range=255)),
         int(np.abs(ours.astype(np.int32) - same).max()),
-        *(is_empty(image[None]) for image in (ours, same, wide)),
+        is_empty(ours[None]),
+        is_empty(same[None]),
+        is_empty(wide[None]),
         precision="float32" if images.half is None else "float16",
     )
 

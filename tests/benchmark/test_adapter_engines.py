@@ -60,6 +60,7 @@ def test_each_scale_has_rows(measured: Path) -> None:
     assert "adapter scale 0.8" in page
 
 
+@pytest.mark.weekly
 def test_scales_change_within_one_process(measured: Path) -> None:
     records = [json.loads(line) for line in (measured / "rows.jsonl").read_text().splitlines()]
     visited = [record["visited"] for record in records if record["benchmark"] == "resolutions"]

@@ -276,7 +276,7 @@ def test_patched_restores_the_attribute() -> None:
     assert owner.call is own
 
 
-@pytest.mark.parametrize("name", weekly(["onnxruntime", "onnxruntime-plain", "torch"], "onnxruntime"))
+@pytest.mark.parametrize("name", weekly(["onnxruntime", "onnxruntime-plain", "torch"], "torch"))
 def test_kernels_on_a_cpu(name: str, wide: dict[FolderKind, Path]) -> None:
     engine = made(ENGINES[name], wide)
     engine.load(WORKLOAD)

@@ -191,7 +191,7 @@ def test_everything_is_visible(browser: Browser, pages: dict[str, Path], name: s
         assert page.locator(".plot").count() >= 4
 
 
-@pytest.mark.parametrize("size", [PHONE, DESK], ids=["phone", "desk"])
+@pytest.mark.parametrize("size", weekly([PHONE, DESK], PHONE, ids=["phone", "desk"]))
 def test_text_of_plots_is_legible(browser: Browser, report: Path, size: tuple[int, int]) -> None:
     """At least 10 CSS pixels high on the screen, after the scaling of the drawing."""
     with page_in(browser, report, size) as page:

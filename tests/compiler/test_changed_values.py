@@ -247,6 +247,7 @@ def test_fused_lora_keeps_the_graph(builds: mock.Mock, pipelines: PipelineCache,
     builds.assert_not_called()
 
 
+@pytest.mark.weekly
 def test_graph_of_a_gpu(tmp_path: Path) -> None:
     """In float16, where weights of products are joined and those of convolutions have channels last."""
     unet = wide_unet()

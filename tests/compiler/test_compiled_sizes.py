@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import operator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -59,7 +60,7 @@ def test_quotients_of_sizes_are_rounded_down() -> None:
         (lambda size: size // -2, True),
     ],
 )
-def test_which_programs_divide_negatives(quotient: object, expected: bool) -> None:
+def test_which_programs_divide_negatives(quotient: Callable[[int], int], expected: bool) -> None:
     class Quotient(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x * quotient(x.shape[0])

@@ -49,7 +49,8 @@ def entry(request: pytest.FixtureRequest) -> Path:
     """A copy of the entry that all tests share, in a cache of its own."""
     built: Any = programs_of(sdonnx.compile(small_text_encoder()))["forward"]._built
     folder: Path = request.getfixturevalue("folder")
-    return shutil.copytree(built.graph.path.parent, folder / built.graph.path.parent.name)
+    source: Path = built.graph.path.parent
+    return shutil.copytree(source, folder / source.name)
 
 
 def test_equal_module_is_built_once(folder: Path, builds: mock.Mock, warned: list[str]) -> None:

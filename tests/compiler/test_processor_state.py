@@ -31,6 +31,9 @@ class OwnProcessor(AttnProcessor2_0):
     """A subclass of a processor of diffusers."""
 
 
+OWN: Any = OwnProcessor  # without types
+
+
 class OtherSiLU(torch.nn.SiLU):
     def forward(self, states: torch.Tensor) -> torch.Tensor:
         return super().forward(states) + 1
@@ -76,7 +79,7 @@ def test_a_processor_of_another_class_after_the_first_call(inputs: tuple[Any, ..
 @pytest.mark.usefixtures("variants")
 def test_processors_are_frozen_on_request(inputs: tuple[Any, ...], warned: list[str]) -> None:
     unet = small_unet()
-    processor: Any = OwnProcessor()
+    processor = OWN()
     unet.set_attn_processor(processor)
     compiled = sdonnx.compile(unet, FREEZES)
     torch.testing.assert_close(compiled(*inputs).sample, unet(*inputs).sample, rtol=1e-4, atol=1e-5)
@@ -93,7 +96,8 @@ def test_processors_of_modules_of_any_class(warned: list[str]) -> None:
         compiled = sdonnx.compile(block)
         for processor.scale in (0.3, 0.9):
             assert torch.equal(compiled(states), block(states))
-        block.set_processor(OwnProcessor())
+        processor = OWN()
+        block.set_processor(processor)
         frozen = sdonnx.compile(block, FREEZES)
         torch.testing.assert_close(frozen(states), block(states), rtol=1e-4, atol=1e-5)
     assert len(warned) == 1

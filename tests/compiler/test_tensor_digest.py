@@ -59,6 +59,7 @@ def test_strides_do_not_count(digest: Callable[[Sequence[torch.Tensor]], str], m
     assert digest([torch.tensor(3.0)]) == digest([torch.tensor(3.0)])
 
 
+@pytest.mark.weekly
 def test_checksums_of_each_block(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tensor_digest, "_BLOCK", 4)
     values = torch.arange(10, dtype=torch.int32)

@@ -47,12 +47,29 @@ def test_torch_computes_after_a_change_that_cannot_be_traced(builds: mock.Mock, 
 
 
 def test_error_of_a_module_that_cannot_be_traced_is_one_line() -> None:
-    unet = small_unet(mid_block_type=None)
-    unet.enable_freeu(s1=0.9, s2=0.2, b1=1.2, b2=1.4)
+    unet = small_unet()
+    unet.set_attention_slice(1)
     with pytest.raises(FolderError) as raised:
         sdonnx.compile(unet)
     assert "Next steps" not in str(raised.value)
     assert "the module UNet2DConditionModel cannot be used (" in str(raised.value)
+
+
+def test_free_u_is_computed_in_torch(builds: mock.Mock, warned: list[str]) -> None:
+    """The line names it, and no export is tried, which takes a minute."""
+    unet, inputs = small_unet(mid_block_type=None), unet_inputs()
+    compiled = sdonnx.compile(unet)
+    compiled(*inputs)
+    builds.reset_mock()
+    unet.enable_freeu(s1=0.9, s2=0.2, b1=1.2, b2=1.4)
+    for module in (compiled, sdonnx.compile(unet)):
+        assert torch.equal(module(*inputs).sample, unet(*inputs).sample)
+    builds.assert_not_called()
+    line = "torch computes a call of UNet2DConditionModel: FreeU is enabled, and its Fourier transforms have no graph"
+    assert warned == [line, line]
+    unet.disable_freeu()
+    assert relative_error(compiled(*inputs).sample.numpy(), unet(*inputs).sample.numpy()) < 1e-4
+    assert len(warned) == 3
 
 
 def test_component_that_cannot_be_traced_stays_in_torch(nano: Path, warned: list[str]) -> None:

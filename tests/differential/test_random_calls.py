@@ -23,8 +23,9 @@ from support.pipeline_cache import PipelineCache
 from support.random_calls import Outcome, Pair, RandomCall, compare, draw_call
 
 import sdonnx
+from sdonnx.models.image_adapters import ADAPTERS
 from sdonnx.runtime.pipeline import OrtDiffusionPipeline
-from sdonnx.sample.architecture import ADAPTER_FILES, ADAPTERS
+from sdonnx.sample.architecture import ADAPTER_FILES
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of diffusers, of numpy and of cut prompts
 

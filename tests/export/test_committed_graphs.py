@@ -50,8 +50,10 @@ def pixart(pipelines: PipelineCache, folder: Path) -> None:
     ("export", "components"),
     [
         (stable_diffusion, {"text_encoder", "unet", "vae_encoder", "vae_decoder", "controlnet_0"}),
-        (with_t2i_adapter, {"t2i_adapter_0"}),
-        (xl_with_ip_adapters, {"text_encoder_2", "unet", "image_encoder", "ip_adapter"}),
+        pytest.param(with_t2i_adapter, {"t2i_adapter_0"}, marks=pytest.mark.weekly),
+        pytest.param(
+            xl_with_ip_adapters, {"text_encoder_2", "unet", "image_encoder", "ip_adapter"}, marks=pytest.mark.weekly
+        ),
         (pixart, {"text_encoder", "transformer"}),
     ],
 )

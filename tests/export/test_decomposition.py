@@ -65,6 +65,7 @@ def test_graphs_are_those_of_decomposed_programs(kind: str) -> None:
     assert graph == expected
 
 
+@pytest.mark.weekly
 def test_graphs_of_an_autoencoder(tmp_path: Path) -> None:
     write_autoencoder(NANO, tmp_path / "vae")
 

@@ -58,11 +58,13 @@ class Written:
         return name
 
     def number(self, value: int) -> str:
-        self.constants[name] = numpy_helper.from_array(np.array(value), name := f"number_{value}")
+        name = f"number_{value}"
+        self.constants[name] = numpy_helper.from_array(np.array(value), name)
         return name
 
     def row(self, value: int) -> str:
-        self.constants[name] = numpy_helper.from_array(np.array([value]), name := f"row_{value}")
+        name = f"row_{value}"
+        self.constants[name] = numpy_helper.from_array(np.array([value]), name)
         return name
 
     def write(self, part: ast.expr) -> str:

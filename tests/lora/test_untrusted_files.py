@@ -194,6 +194,27 @@ def test_mutated_configurations(tmp_path: Path, data: st.DataObject) -> None:
         assert np.isfinite(change.factor)
 
 
+@pytest.mark.parametrize("pattern", ["conv.in", "conv_.*", ".*", "(c+)+onv_in", "[c]onv_in"])
+def test_patterns_are_names(pattern: str, tmp_path: Path) -> None:
+    """They come from a file, and a regular expression may run for ever."""
+    tensors = {f"base_model.model.conv_in.lora_{half}.weight": torch.ones(*shape)
+               for half, shape in (("A", (1, 2)), ("B", (2, 1)))}  # fmt: skip
+    save_file(tensors, tmp_path / "adapter_model.safetensors")
+    config: dict[str, Any] = {"peft_type": "LORA", "r": 1, "lora_alpha": 2}
+
+    def factor(name: str) -> float:
+        (tmp_path / "adapter_config.json").write_text(json.dumps(config | {"alpha_pattern": {name: 8}}))
+        change: Any = read_adapter(tmp_path).changes["unet"]["conv_in.weight"]
+        return float(change.factor)
+
+    assert factor("conv_in") == 8
+    if pattern == "conv.in":  # a module in a module; as an expression, it would match
+        assert factor(pattern) == 2
+    else:
+        with pytest.raises(WeightsError, match="is not the name of a module"):
+            factor(pattern)
+
+
 def test_the_judge_refuses_overlaps_too(tmp_path: Path) -> None:
     """The library has the same rules; this project's reader only adds limits."""
     (tmp_path / "a.safetensors").write_bytes(content({"a": SMALL, "b": SMALL}, b"1234"))

@@ -351,6 +351,7 @@ def test_images_of_adapters_are_those_of_diffusers(arguments: dict[str, Any], ad
     assert adapted.agreement(theirs, {"image": IMAGES}, {"adapter_image": IMAGES}, **arguments) > SAME_DB
 
 
+@pytest.mark.weekly
 def test_images_of_an_xl_adapter_are_those_of_diffusers(work: Path, pipelines: PipelineCache) -> None:
     """Adapters of XL also change the middle block, and may apply to a part of the steps."""
     blocks = {
@@ -603,7 +604,7 @@ def test_a_controlnet_that_does_not_fit_is_refused(
     folder = shutil.copytree(sd.folders[0], tmp_path / "net")
     config = json.loads((folder / "config.json").read_text()) | changes
     (folder / "config.json").write_text(json.dumps(config))
-    is_config = changes.keys() & {"_class_name", "global_pool_conditions"}
+    is_config = changes.keys() & {"_class_name", "global_pool_conditions", "layers_per_block"}
     with refused(FolderError if is_config else WeightsError, *words):
         export_pipeline(source, tmp_path / "out", controlnets=[folder])
     assert not (tmp_path / "out").exists()

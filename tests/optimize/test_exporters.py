@@ -25,7 +25,7 @@ from sdonnx.precision.group_norm_scaling import scalable_values
 # of these, the encoder of images has a Pad, which the UNet lacks.
 PARTS = {exporter.name: COMPONENTS for exporter in EXPORTERS} | {"dynamo-20": ("unet", "vae_encoder")}
 EXPORTS = [(name, component) for name, components in PARTS.items() for component in components]
-IN_CI = {"sdonnx", "dynamo-18", "torchscript-14"}
+IN_CI = {"sdonnx", "torchscript-14"}
 
 # Number of each kernel in the fused graphs of `tiny`, from every exporter.
 TABLE = {

@@ -125,10 +125,9 @@ def test_denoiser_configuration(case: str, tmp_path: Path) -> None:
     assert "unet/config.json" in note
 
 
-def test_fixed_size_is_not_assumed(tmp_path: Path) -> None:
-    opened = denoiser(tmp_path, {}, _DENOISER.replace("H,W", "32,32"))
-    assert opened.config["sample_size"] == 32
-    assert "assumed" not in opened.notes[0]
+def test_fixed_size_is_refused(tmp_path: Path) -> None:
+    with refused(FolderError, "axis 2 of sample of", "always has the size 32", "dynamic axes"):
+        denoiser(tmp_path, {}, _DENOISER.replace("H,W", "32,32"))
 
 
 def test_declared_size_is_used_without_weights(tmp_path: Path) -> None:

@@ -154,8 +154,10 @@ def floats(model: ir.Model) -> list[ir.Node]:
 MUTATIONS = (extra_consumer, swapped_operands, changed_constant, renamed_values, inserted_no_op)
 NAMES: list[Any] = [
     "torchscript-14",
-    *(pytest.param(name, marks=pytest.mark.weekly) for name in ("torchscript-14-baddbmm", "torchscript-17")),
-    "dynamo-18",
+    *(
+        pytest.param(name, marks=pytest.mark.weekly)
+        for name in ("torchscript-14-baddbmm", "torchscript-17", "dynamo-18")
+    ),
 ]
 FUSED = {
     "MultiHeadAttention": 2,

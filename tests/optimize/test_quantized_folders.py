@@ -16,6 +16,7 @@ import pytest
 from support.graphs import operators
 from support.pipeline_cache import PipelineCache
 from support.pipelines import copied, refused, snapshot
+from support.weekly_cases import weekly
 
 from sdonnx.__main__ import main
 from sdonnx.cli.optimize import add_arguments
@@ -86,7 +87,7 @@ def report_of(folder: Path) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("name", LIMITS)
+@pytest.mark.parametrize("name", weekly(LIMITS, "int8_weightonly", "fp8_e4m3_e4m3_dynamic"))
 def test_error_and_size(name: str, micro_cpu: Path, pipelines: PipelineCache, micro_exported: Path) -> None:
     folder = pipelines.optimized(micro_exported, provider="cpu", quantization=config(name))
     feeds = inputs_of(micro_cpu)

@@ -19,6 +19,7 @@ from diffusers.models.attention import BasicTransformerBlock
 from diffusers.models.attention_processor import AttnProcessor
 from support.exporters import quiet
 from support.nets import ResnetBlock
+from support.weekly_cases import weekly
 
 from sdonnx.folder.pipeline_folder import PipelineFolder
 from sdonnx.fusions.fusion_table import fuse
@@ -110,7 +111,7 @@ def counted() -> Iterator[Callable[[], int]]:
         sys.setprofile(before)
 
 
-@pytest.mark.parametrize("dynamo", [False, True], ids=["torchscript-14", "dynamo-18"])
+@pytest.mark.parametrize("dynamo", weekly([False, True], False, ids=["torchscript-14", "dynamo-18"]))
 def test_work_grows_in_step_with_the_graph(dynamo: bool, tmp_path: Path) -> None:
     block = onnx.load(export(dynamo, tmp_path / "block.onnx"))
     paths = [tmp_path / f"{depth}.onnx" for depth in DEPTHS]

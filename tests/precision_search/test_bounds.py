@@ -99,6 +99,7 @@ def test_all_bounds_hold(nano_exported: Path) -> None:
         choose_modules(nano_exported, REQUEST, SETTINGS, Bounds(min_psnr_db=140))
 
 
+@pytest.mark.weekly
 def test_the_command_prints_and_reports_every_trial(
     nano_exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -576,6 +576,7 @@ searching.optimize_automatically(Path(sys.argv[1]), Path(sys.argv[2]), request)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
+@pytest.mark.weekly
 def test_inputs_of_every_component_are_recorded(pipelines: PipelineCache, tmp_path: Path) -> None:
     """Stable Diffusion XL with IP-Adapters has two text encoders, sizes, images and scales."""
     exported = pipelines.adapted(pipelines.nano("sdxl-tiny-ip-adapter"))

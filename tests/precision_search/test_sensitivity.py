@@ -117,6 +117,7 @@ def test_a_bound_that_excludes_all_is_refused(nano_exported: Path) -> None:
         choose_modules(nano_exported, request(), SETTINGS, Bounds(1e-7))
 
 
+@pytest.mark.weekly
 def test_the_command_writes_a_file_that_is_read_again(
     nano_exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -81,3 +81,4 @@ def test_a_callback_may_cancel(ours: OrtDiffusionPipeline) -> None:
     with refused(UnavailableError, "the call was cancelled"):
         ours("a", **USUAL, callback_on_step_end=stop)
     assert calls == [0, 1]
+    assert len(ours.encode_prompt("a")) == 2  # a cancelled call ends itself only

@@ -64,5 +64,6 @@ def test_weights_of_adapters(ours: OrtDiffusionPipeline, monkeypatch: pytest.Mon
 @pytest.mark.parametrize("value", [10**400, 10**30], ids=["large", "smaller"])
 def test_sizes_of_conditioning(value: int) -> None:
     for name in ("original_size", "target_size", "crops_coords_top_left"):
+        sizes: Any = {name: (8, value)}
         with pytest.raises(OptionError, match=f"{name} is "):
-            SizeConditions(**{name: (8, value)}).time_ids(8, 8, scored=False, from_image=False)
+            SizeConditions(**sizes).time_ids(8, 8, scored=False, from_image=False)

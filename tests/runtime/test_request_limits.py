@@ -45,7 +45,7 @@ EMBEDDINGS = np.broadcast_to(np.zeros((1, 77, 64), np.float32), (10**8, 77, 64))
         {"num_images_per_prompt": 10**9, "output_type": "latent"},
         {"height": 8 * 10**8},
         {"height": 8 * 10**8, "width": 8 * 10**8},
-        {"width": 8 * 10**9, "output_type": "np"},
+        {"width": 8 * 10**8, "output_type": "np"},
         {"prompt": ["a"] * 4_000_000, "height": 512, "width": 512},
         {"prompt": None, "prompt_embeds": EMBEDDINGS, "negative_prompt_embeds": EMBEDDINGS},
         {"num_images_per_prompt": 10**7, "image": np.zeros((64, 64, 3), np.float32)},

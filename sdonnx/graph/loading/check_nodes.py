@@ -187,7 +187,7 @@ def require_domains(path: Path, model: ir.Model) -> None:
     Raises:
         FolderError: there is one.
     """
-    graphs = (model.graph, *model.functions.values())
+    graphs: tuple[ir.Graph | ir.Function, ...] = (model.graph, *model.functions.values())
     for node in (node for graph in graphs for node in graph.all_nodes()):
         if node.domain not in _RUNTIME_DOMAINS and node.op_identifier() not in model.functions:
             raise FolderError(

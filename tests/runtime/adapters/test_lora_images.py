@@ -285,7 +285,7 @@ def test_a_refused_file_changes_nothing(pair: Pair, tmp_path: Path) -> None:
         (lambda pipe, file: pipe.set_adapters("one", float("nan")), ["nan"]),
         (lambda pipe, file: pipe.set_adapters("one", "much"), ["much"]),
         (lambda pipe, file: pipe.set_adapters("one", {"vae": 1}), ["component vae"]),
-        (lambda pipe, file: pipe.set_adapters("one", {"unet": {"mid": 1}}), ["mid"]),
+        (lambda pipe, file: pipe.set_adapters("one", {"unet": {"mid": 1}}), ["blocks of unet", "one number"]),
         (lambda pipe, file: pipe.delete_adapters(["two"]), ["two"]),
         (lambda pipe, file: pipe.fuse_lora(["vae"]), ["vae"]),
         (lambda pipe, file: pipe.fuse_lora(lora_scale="much"), ["lora_scale"]),

@@ -59,6 +59,7 @@ def test_images_show_their_captions(images: npt.NDArray[np.uint8]) -> None:
     assert other["right"]["right"] == 0
 
 
+@pytest.mark.weekly
 def test_the_optimized_folder_generates_the_same_images(images: npt.NDArray[np.uint8], shapes_cpu: Path) -> None:
     noise = torch.randn(len(CAPTIONS), 4, 16, 16, generator=torch.Generator("cpu").manual_seed(SEED)).numpy()
     with OrtDiffusionPipeline.from_pretrained(shapes_cpu) as pipeline:
