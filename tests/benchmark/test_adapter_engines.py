@@ -76,6 +76,7 @@ def sample_folders(measured: Path) -> tuple[Path, Path, str]:
     return work / "tiny-ip-adapter", work / "tiny-ip-adapter-optimized-cpu", str(adapter)
 
 
+@pytest.mark.weekly
 def test_engines_generate_equal_images(measured: Path, tmp_path: Path) -> None:
     source, optimized, adapter = sample_folders(measured)
     picture = tmp_path / "picture.png"

@@ -203,6 +203,7 @@ def test_kernels_are_those_that_are_right_for_the_type() -> None:
     made.assert_called_once_with(0, torch.float16, ("fp8_static",))
 
 
+@pytest.mark.weekly
 def test_graph_of_o3_multiplies_in_fp8(capability: mock.Mock) -> None:
     unet = wide_unet()
     signature, method = _signature(unet, GraphTarget(Device("cuda", 0), torch.float16, OWN))

@@ -14,6 +14,7 @@ import torch
 from support.graphs import run
 from support.placement import copied_from_host
 from support.small_modules import TEXT_WIDTH, small_autoencoder, small_text_encoder, small_unet, wide_unet
+from support.weekly_cases import weekly
 from transformers import CLIPTextModel, CLIPTextModelWithProjection
 
 import sdonnx
@@ -37,7 +38,7 @@ def signature_for_gpu(module: Any, method: GraphMethod, own: bool = True) -> Gra
     return replace(method.signature(module, method.variant(module, None, None)), target=target)
 
 
-@pytest.mark.parametrize("own", [True, False])
+@pytest.mark.parametrize("own", weekly([True, False], True))
 def test_unet_in_float16(own: bool) -> None:
     unet = wide_unet()
     (method,) = SUPPORTED[type(unet)]

@@ -13,6 +13,7 @@ from support.control_networks import write_adapter, write_controlnet
 from support.pipeline_cache import PipelineCache
 from support.pipelines import refused
 from support.placement import copied_from_host
+from support.weekly_cases import weekly
 
 from sdonnx.compose.residuals import add_residuals
 from sdonnx.errors import FolderError
@@ -29,7 +30,7 @@ Array = np.ndarray[Any, Any]
 BATCH, COPIES, HEIGHT, WIDTH = 2, 2, 7, 10
 
 
-@pytest.fixture(scope="module", params=["controlnets", "t2i_adapters"])
+@pytest.fixture(scope="module", params=weekly(["controlnets", "t2i_adapters"], "controlnets"))
 def folders(request: pytest.FixtureRequest, pipelines: PipelineCache) -> tuple[str, Path, Path]:
     """Return the kind of networks, and the folders of a pipeline with two of them for CUDA and for the CPU."""
     write = write_controlnet if request.param == "controlnets" else write_adapter

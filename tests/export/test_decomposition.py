@@ -47,7 +47,7 @@ MODULES: dict[str, Callable[[], Any]] = {
     "text encoder with projection": lambda: small_text_encoder(CLIPTextModelWithProjection, hidden_act="gelu"),
     "image encoder": small_image_encoder,
 }
-WEEKLY = ("projection", "image encoder")  # other kinds of CLIP's encoder
+WEEKLY = ("projection", "image encoder", "unet")  # other kinds of CLIP's encoder
 
 
 @pytest.mark.parametrize(

@@ -246,6 +246,7 @@ def test_other_orders_are_refused(kind: str) -> None:
     assert not repeat_blocks(model, [RepeatedBlocks(BLOCKS, LAYERS)])
 
 
+@pytest.mark.weekly
 def test_a_graph_that_is_refused_is_traced_whole() -> None:
     unet = small_unet(transformer_layers_per_block=4, mid_block_type=None)
     expected = unet_output(unet)

@@ -26,7 +26,7 @@ from sdonnx.folder.pipeline_folder import PipelineFolder
 from sdonnx.optimize.optimizer import optimize_folder
 from sdonnx.runtime.pipeline import OrtDiffusionPipeline
 
-DEFAULT = 6  # mutations per kind; opening a folder and generating an image takes a second
+DEFAULT = 4  # mutations per kind; opening a folder and generating an image takes a second
 
 
 @pytest.mark.parametrize("name", READERS)

@@ -171,6 +171,7 @@ def test_images_are_those_of_diffusers(arguments: dict[str, Any], sd: Controlled
     assert sd.agreement(with_controlnets(sd), {"image": IMAGES}, {"control_image": IMAGES}, **scales) > SAME_DB
 
 
+@pytest.mark.weekly
 def test_each_prompt_has_its_own_images(sd: Controlled, xl: Controlled) -> None:
     """As in diffusers, a list of lists has an image for each ControlNet in the list of each prompt."""
     prompts: dict[str, Any] = {"prompt": ["a fox", "a red bird"]}

@@ -17,6 +17,7 @@ from support.diffusers_pipelines import in_diffusers
 from support.micro import changed
 from support.pipeline_cache import PipelineCache
 from support.pipelines import copied, edit_json, refused
+from support.weekly_cases import weekly
 
 from sdonnx.errors import FolderError, OptionError
 from sdonnx.folder.pipeline_folder import REPORT, PipelineFolder, read_json
@@ -131,7 +132,7 @@ def test_defaults(lcm: Pair) -> None:
     assert lcm.ours.scheduler == "LCMScheduler"
 
 
-@pytest.mark.parametrize("scale", [0.0, 1.0, 7.5])
+@pytest.mark.parametrize("scale", weekly([0.0, 1.0, 7.5], 7.5))
 def test_images_of_xl(xl: Pair, scale: float) -> None:
     assert xl.agreement(guidance_scale=scale, num_inference_steps=4) > SAME_DB
 

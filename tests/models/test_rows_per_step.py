@@ -106,6 +106,7 @@ def test_text_to_image(both: tuple[OrtDiffusionPipeline, Any], scale: float) -> 
 
 
 @pytest.mark.parametrize("scales", weekly([[0.0, 1.0], [1.0, 0.5], [0, 0]], [1.0, 0.5]))
+@pytest.mark.weekly
 def test_lists_of_small_guidance_scales(both: tuple[OrtDiffusionPipeline, Any], scales: list[float]) -> None:
     with our_rows() as found:
         both[0](PROMPTS, guidance_scale=scales, **CALL, **SMALL)

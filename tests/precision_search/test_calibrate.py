@@ -44,6 +44,7 @@ def request(**options: Any) -> OptimizeRequest:
     return OptimizeRequest(**{"provider": "cpu", "quantization": STATIC, "scales": {}, **options})
 
 
+@pytest.mark.weekly
 def test_magnitudes_are_those_of_the_graph(micro_exported: Path, micro_cpu: Path, tmp_path: Path) -> None:
     """The same call by another way: the value that a product reads as an output of the float32 graph."""
     found = calibrate(micro_exported, request(), SETTINGS)
