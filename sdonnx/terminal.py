@@ -95,6 +95,10 @@ def is_quiet() -> bool:
     return logging.getLogger("sdonnx").getEffectiveLevel() > logging.WARNING
 
 
+def _is_no_fallback(record: logging.LogRecord) -> bool:
+    return "falling back to" not in record.getMessage()
+
+
 class _OneLine(logging.Formatter):
     """Formats a record on one line: only the message for information, after its level for any other."""
 
@@ -114,7 +118,7 @@ def log_to_stderr(level: str) -> Iterator[None]:
     Args:
         level: the least severe messages to show, one of `LOG_LEVELS`.
     """
-    logging.getLogger(_FALLBACKS).addFilter(lambda record: "falling back to" not in record.getMessage())
+    logging.getLogger(_FALLBACKS).addFilter(_is_no_fallback)  # once: a logger keeps each filter once
     logger, handler = logging.getLogger("sdonnx"), logging.StreamHandler(sys.stderr)
     handler.setFormatter(_OneLine())
     before = logger.level

@@ -80,7 +80,7 @@ def verify_folder(
         folder: the folder written by `sdonnx optimize`.
         original: the diffusers pipeline.
         request: the settings.
-        on_progress: called before each image.
+        on_progress: called before and after each image.
 
     Raises:
         SdonnxError: a folder or an option is invalid, or a package or provider is missing.
@@ -209,9 +209,8 @@ class _Work:
     def begin(self, name: str, engine: Any) -> _Draw:
         """Return a function that generates images of prompts by an engine, without warnings, and reports progress."""
 
-        def draw(prompts: Sequence[str], workload: Workload) -> Sequence[Image]:
+        def draw(prompts: str | list[str], workload: Workload) -> Sequence[Image]:
             self._on_progress(name, self._done, self._total)
-            # A single prompt, as users pass it.
             images: Sequence[Image] = _quiet(lambda: engine.generate(prompts, workload))
             self._done += len(images)
             self._on_progress(name, self._done, self._total)

@@ -17,6 +17,7 @@ import torch
 from support.control_networks import write_controlnet
 from support.diffusers_pipelines import in_diffusers
 from support.inpainting import inpainting_pipeline
+from support.inversions import TOKENS, with_inversions
 from support.lora_files import write_lora
 from support.lora_formats import write_formats
 from support.pipeline_cache import PipelineCache
@@ -31,18 +32,6 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # of diffusers, of numpy and 
 
 # Calls of each family in a hundred.
 SHARES = {"sd": 38, "ip-adapter": 17, "xl": 20, "inpaint": 10, "pixart": 8, "compiled": 7}
-
-_TOKENS = {"<toy>": 3, "<one>": 1}
-
-
-def _add_inversions(folder: Path) -> None:
-    pipeline = diffusers.StableDiffusionPipeline.from_pretrained(folder)
-    generator = torch.Generator().manual_seed(5)
-    width = pipeline.text_encoder.config.hidden_size
-    for token, count in _TOKENS.items():
-        pipeline.load_textual_inversion(torch.randn(count, width, generator=generator), token=token)
-    for name in ("text_encoder", "tokenizer"):
-        getattr(pipeline, name).save_pretrained(folder / name)
 
 
 class Pairs:
@@ -76,9 +65,9 @@ class Pairs:
         return Pair(theirs, OrtDiffusionPipeline.from_pretrained(optimized), loads, len(files), **more)
 
     def _sd(self) -> Pair:
-        source = self._pipelines.derived("inversions", self._pipelines.micro(), _add_inversions)
+        source = with_inversions(self._pipelines)
         loras = write_formats(source, self._work / "loras")
-        return self._pair(source, nets=2, loras=loras, tokens=tuple(_TOKENS))
+        return self._pair(source, nets=2, loras=loras, tokens=tuple(TOKENS))
 
     def _ip_adapter(self) -> Pair:
         return self._pair(self._pipelines.micro("tiny-ip-adapter"), nets=1, adapters=True)

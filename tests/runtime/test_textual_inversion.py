@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from diffusers.loaders.textual_inversion import TextualInversionLoaderMixin
+from support.inversions import with_inversions
 from support.pipeline_cache import PipelineCache
 from support.pipelines import edit_json, refused
 from transformers import CLIPTokenizer
@@ -36,23 +37,10 @@ PROMPTS = [
 ]
 
 
-def load_vectors(folder: Path) -> None:
-    """Add textual inversions to a Stable Diffusion folder, as a user of diffusers does."""
-    import diffusers
-
-    pipeline = diffusers.StableDiffusionPipeline.from_pretrained(folder)
-    generator = torch.Generator().manual_seed(0)
-    width = pipeline.text_encoder.config.hidden_size
-    for token, count in (("<cat-toy>", 2), ("<one>", 1)):
-        pipeline.load_textual_inversion(torch.randn(count, width, generator=generator), token=token)
-    for name in ("text_encoder", "tokenizer"):  # files of the others stay equal, so their exports are shared
-        getattr(pipeline, name).save_pretrained(folder / name)
-
-
 @pytest.fixture(scope="module")
 def inverted(pipelines: PipelineCache) -> Path:
     """`micro` with textual inversions of two vectors and of one, a diffusers folder."""
-    return pipelines.derived("textual-inversion", pipelines.micro(), load_vectors)
+    return with_inversions(pipelines)
 
 
 @pytest.mark.parametrize("negative", [False, True])

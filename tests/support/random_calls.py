@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -135,7 +135,7 @@ class Outcome:
 
     @property
     def is_wrong(self) -> bool:
-        """Whether the image is another one, or ours raised an error that is no line."""
+        """Whether the image is another one."""
         return self.db is not None and not self.db >= self.limit
 
 
@@ -322,4 +322,4 @@ def _shown(value: Any) -> Any:
         return f"{value.width}x{value.height}"
     if isinstance(value, list):
         return [_shown(each) for each in value]
-    return value.__name__ if isinstance(value, Callable) else value  # type: ignore[arg-type]
+    return value.__name__ if callable(value) else value
