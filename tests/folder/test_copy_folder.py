@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 from collections.abc import Callable
@@ -17,8 +18,8 @@ from sdonnx.folder.pipeline_folder import atomic_folder
 
 
 def _socket(path: Path) -> None:
-    with socket.socket(socket.AF_UNIX) as bound:
-        bound.bind(os.path.relpath(path))  # the path may be too long for a socket
+    with socket.socket(socket.AF_UNIX) as bound, contextlib.chdir(path.parent):
+        bound.bind(path.name)  # a socket's path has at most 107 bytes
 
 
 BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
