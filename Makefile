@@ -41,8 +41,10 @@ docs: venv ## build the documentation into site/, warnings are errors
 wheel: venv ## build the source distribution and the wheel into dist/
 	SDONNX_KERNELS=0 $(BIN)/python -m build --no-isolation
 
-kernels: venv ## build the wheel of our CUDA kernels into dist/, for all GPUs
-	$(BIN)/python -m build --wheel --outdir dist kernels
+kernels: venv ## build the wheel of our CUDA kernels into dist/, for all GPUs and systems with glibc 2.28 or newer
+	rm -rf build/kernels
+	SDONNX_GLIBC=2.28 $(BIN)/python -m build --wheel --outdir build/kernels kernels
+	PATH="$(BIN):$$PATH" $(BIN)/auditwheel repair --only-plat --plat manylinux_2_28_$$(uname -m) --wheel-dir dist build/kernels/*.whl
 
 mutants: venv ## check that tests notice 40 mutations of the package, about ten minutes
 	$(BIN)/python scripts/mutate.py

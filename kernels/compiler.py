@@ -1,13 +1,16 @@
 """Build backend of setuptools that finds nvcc, or asks for wheels with it where the machine has none.
 
-NVCC and CUDA_LIB in the environment name another compiler, and the folder of its static CUDA run-time.
+NVCC and CUDA_LIB in the environment name another compiler, and the folder of its static CUDA run-time. SDONNX_GLIBC is
+the oldest glibc that the library is for, such as 2.28; without it, that of this machine.
 """
 
+import hashlib
 import importlib.util
 import os
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,6 +30,7 @@ __all__ = [
     "get_requires_for_build_sdist",
     "get_requires_for_build_wheel",
     "prepare_metadata_for_build_wheel",
+    "sources_digest",
 ]
 
 WHEELS = (
@@ -37,6 +41,9 @@ WHEELS = (
     "nvidia-cuda-cccl==13.0.85",
 )
 """nvcc as wheels, 100 MB, each pinned, because pip would combine nvcc with parts of newer releases."""
+
+LINKER = "ziglang==0.17.1"
+"""What links for an older glibc: it has the symbols of each."""
 
 TOOLKIT = "/usr/local/cuda"  # where NVIDIA's installers put it
 OLDEST_RELEASE = 13  # of CUDA: cuBLASLt is called as in 13, and older releases cannot compile for all architectures
@@ -52,19 +59,30 @@ def get_requires_for_build_wheel(config_settings: dict[str, str | list[str]] | N
                 "without our own kernels"
             )
     has_nvcc = "NVCC" in os.environ or machine_nvcc() is not None
-    return [*build_meta.get_requires_for_build_wheel(config_settings), *(() if has_nvcc else WHEELS)]
+    others = [*(() if has_nvcc else WHEELS), *([LINKER] if "SDONNX_GLIBC" in os.environ else [])]
+    return [*build_meta.get_requires_for_build_wheel(config_settings), *others]
+
+
+def sources_digest() -> str:
+    """Return a digest of what the library is compiled from. A wheel contains it, to be compared with a checkout."""
+    folder, digest = Path(__file__).resolve().parent, hashlib.sha256()
+    files = [folder / "Makefile", folder / "exports.map", *folder.glob("src/*"), *folder.glob("weights/*")]
+    for path in sorted(files):
+        digest.update(f"{path.name} ".encode() + hashlib.sha256(path.read_bytes()).digest())
+    return digest.hexdigest()
 
 
 def compiler_variables() -> dict[str, str]:
     """Return the variables of the Makefile that name the compiler: NVCC, and CUDA_LIB for one of the wheels."""
+    linker = {"ZIG": f"'{sys.executable}' -m ziglang"} if "SDONNX_GLIBC" in os.environ else {}
     if "NVCC" in os.environ:
-        return {name: os.environ[name] for name in ("NVCC", "CUDA_LIB") if name in os.environ}
+        return linker | {name: os.environ[name] for name in ("NVCC", "CUDA_LIB") if name in os.environ}
     nvcc = machine_nvcc()
     if nvcc is not None:
-        return {"NVCC": str(nvcc)}
+        return linker | {"NVCC": str(nvcc)}
     for root in _wheel_roots():
         if (root / "bin" / "nvcc").is_file():
-            return {"NVCC": str(root / "bin" / "nvcc"), "CUDA_LIB": str(root / "lib")}
+            return linker | {"NVCC": str(root / "bin" / "nvcc"), "CUDA_LIB": str(root / "lib")}
     raise SystemExit(
         f"sdonnx-kernels cannot be compiled: found no nvcc of CUDA {OLDEST_RELEASE} or newer, expected that of the "
         f"machine or that of wheels; pip install {' '.join(WHEELS)}"

@@ -1,13 +1,13 @@
 """Build the platform wheel: compile the library with `make`, and tag the wheel for this platform and any Python 3.
 
-The environment variables ARCHITECTURES, NVCC, CUDA_LIB and THREADS are those of the Makefile.
+The environment variables ARCHITECTURES, NVCC, CUDA_LIB, SDONNX_GLIBC and THREADS are those of the Makefile.
 """
 
 import os
 import subprocess
 from pathlib import Path
 
-from compiler import compiler_variables
+from compiler import compiler_variables, sources_digest
 from setuptools import Distribution, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
@@ -30,7 +30,9 @@ class BuildLibrary(build_py):
         folder = Path(__file__).resolve().parent
         if subprocess.run(command, cwd=folder).returncode:
             raise SystemExit("sdonnx-kernels cannot be compiled; the lines above say why")
-        self.copy_tree(str(folder / OUT), str(Path(self.build_lib, "sdonnx_kernels")))
+        package = Path(self.build_lib, "sdonnx_kernels")
+        self.copy_file(str(folder / OUT / "libsdonnx_kernels.so"), str(package))
+        (package / "sources.sha256").write_text(sources_digest())
 
 
 class PlatformWheel(bdist_wheel):

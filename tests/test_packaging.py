@@ -6,6 +6,7 @@ import ast
 import configparser
 import functools
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -431,20 +432,63 @@ def test_distributions_name_no_folder_of_this_machine(distributions: dict[str, P
 def test_extra_cuda_names_the_folder_of_the_kernels(
     kind: str, variable: str, has_kernels: bool, is_named: bool, tmp_path: Path
 ) -> None:
-    names = ["setup.cfg", "setup.py", "pyproject.toml", "README.md", "LICENSE", "sdonnx/__init__.py"]
-    for name in names + ["kernels/pyproject.toml"] * has_kernels:
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        shutil.copyfile(ROOT / name, tmp_path / name)
-    (tmp_path / "out").mkdir()
-    code = f"from setuptools import build_meta; build_meta.prepare_metadata_for_build_{kind}('out')"
-    environment = os.environ | {"SDONNX_KERNELS": variable}
-    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, capture_output=True, env=environment)
-    (metadata,) = tmp_path.glob("out/*.dist-info/METADATA")
-    lines = metadata.read_text(encoding="utf-8").splitlines()
-    required = [Requirement(line.partition(": ")[2]) for line in lines if line.startswith("Requires-Dist: ")]
+    _copy_for_metadata(tmp_path, has_kernels=has_kernels)
+    required = _requirements_of_build(tmp_path, kind, SDONNX_KERNELS=variable)
     kernels = [(each.url, str(each.marker)) for each in required if each.name == "sdonnx-kernels"]
     assert kernels == [((tmp_path / "kernels").as_uri(), 'extra == "cuda"')] * is_named
     assert {each.name for each in required} >= {each.name for each in REQUIREMENTS["cuda"] + REQUIREMENTS["export"]}
+
+
+@pytest.mark.parametrize(
+    ("folder", "machine", "edit", "is_taken"),
+    [
+        ("dist", platform.machine(), "", True),
+        ("others", platform.machine(), "", True),
+        ("dist", "s390x", "", False),
+        ("dist", platform.machine(), "// an edit", False),
+    ],
+)
+def test_extra_cuda_names_a_wheel_of_the_same_sources(
+    folder: str, machine: str, edit: str, is_taken: bool, tmp_path: Path
+) -> None:
+    _copy_for_metadata(tmp_path)
+    code = "import compiler; print(compiler.sources_digest(), end='')"
+    command = [sys.executable, "-c", code]
+    digest = subprocess.run(command, cwd=tmp_path / "kernels", check=True, capture_output=True, text=True).stdout
+    wheel = tmp_path / folder / f"sdonnx_kernels-{sdonnx.__version__}-py3-none-manylinux_2_28_{machine}.whl"
+    wheel.parent.mkdir()
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr("sdonnx_kernels/sources.sha256", digest)
+    for name in ("broken", "of another kind"):
+        other = wheel.with_name(f"sdonnx_kernels-{name}_{machine}.whl")
+        with zipfile.ZipFile(other, "w") as archive:
+            archive.writestr("sdonnx_kernels/__init__.py", "")
+        if name == "broken":
+            other.write_bytes(other.read_bytes()[:20])
+    with (tmp_path / "kernels" / "src" / "library.cu").open("a") as source:
+        source.write(edit)
+    required = _requirements_of_build(tmp_path, "wheel", PIP_FIND_LINKS=f"https://example.com {tmp_path / 'others'}")
+    (kernels,) = (each for each in required if each.name == "sdonnx-kernels")
+    assert kernels.url == (wheel if is_taken else tmp_path / "kernels").as_uri()
+
+
+def _copy_for_metadata(folder: Path, *, has_kernels: bool = True) -> None:
+    names = ["setup.cfg", "setup.py", "pyproject.toml", "README.md", "LICENSE", "sdonnx/__init__.py"]
+    kernels = ["pyproject.toml", "compiler.py", "Makefile", "exports.map", "src/library.cu"]
+    for name in names + [f"kernels/{name}" for name in kernels] * has_kernels:
+        (folder / name).parent.mkdir(exist_ok=True, parents=True)
+        shutil.copyfile(ROOT / name, folder / name)
+    (folder / "out").mkdir()
+
+
+def _requirements_of_build(folder: Path, kind: str, **variables: str) -> list[Requirement]:
+    """Return the requirements in the metadata of a wheel, or of an editable one."""
+    code = f"from setuptools import build_meta; build_meta.prepare_metadata_for_build_{kind}('out')"
+    environment = {name: value for name, value in os.environ.items() if name != "SDONNX_KERNELS"} | variables
+    subprocess.run([sys.executable, "-c", code], cwd=folder, check=True, capture_output=True, env=environment)
+    (metadata,) = folder.glob("out/*.dist-info/METADATA")
+    lines = metadata.read_text(encoding="utf-8").splitlines()
+    return [Requirement(line.partition(": ")[2]) for line in lines if line.startswith("Requires-Dist: ")]
 
 
 @pytest.mark.parametrize("kind", ["sdist", "wheel"])

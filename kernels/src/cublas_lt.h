@@ -12,6 +12,7 @@
 #include <string>
 
 #include "operator.h"
+#include "start_times.h"
 
 #if __has_include(<cublasLt.h>)
 #include <cublasLt.h>
@@ -117,7 +118,10 @@ inline Handle handle_of(int device) {
   static std::map<int, Handle> handles;
   const std::lock_guard<std::mutex> lock(mutex);
   Handle& handle = handles[device];
-  if (!handle) check_status(library().create(&handle), "cublasLtCreate");
+  if (!handle) {
+    const StartTimer timer(kHandles);
+    check_status(library().create(&handle), "cublasLtCreate");
+  }
   return handle;
 }
 

@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "cudnn.h"
+#include "start_times.h"
 
 namespace sdonnx {
 namespace dnn {
@@ -23,6 +24,7 @@ class HandleLock {
     Handle& known = handles()[device];
     if (!known) {
       if (is_captured) throw Unsupported{};
+      const StartTimer timer(kHandles);
       check(library().create(&known));
     }
     handle = known;
@@ -85,6 +87,7 @@ class Plan {
   // The heuristic checks each engine that it returns, which takes most of the time. So two are requested first, and more only if
   // neither can be used.
   void make(Handle handle, std::initializer_list<const Descriptor*> operations) {
+    const StartTimer timer(kPlans);
     std::vector<void*> raw;
     for (const Descriptor* operation : operations) raw.push_back(operation->raw());
     Descriptor graph(kGraph);

@@ -13,6 +13,7 @@
 
 #include "cublas_lt.h"
 #include "device.cuh"
+#include "start_times.h"
 
 namespace sdonnx {
 
@@ -160,6 +161,7 @@ class FastestAlgorithms {
       algorithm = present->second;
       return true;
     }
+    const StartTimer timer(kAlgorithms);
     const Algorithms algorithms = list();
     algorithm = algorithms.found[0].algorithm;
     cudaStreamCaptureStatus capturing = cudaStreamCaptureStatusNone;

