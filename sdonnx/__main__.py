@@ -11,7 +11,7 @@ from collections.abc import Sequence
 __all__ = ["COMMANDS", "main"]
 
 COMMANDS = {
-    "sample": ("sdonnx.cli.sample", "write a sample pipeline with seeded random weights"),
+    "sample": ("sdonnx.cli.sample", "write a sample pipeline, small and trained, or with random weights"),
     "export": ("sdonnx.cli.export", "export a diffusers pipeline to a folder of ONNX graphs"),
     "optimize": ("sdonnx.cli.optimize", "fuse the graphs for an execution provider, convert them to fp16"),
     "explain": ("sdonnx.cli.explain", "show which operators of a folder were fused, which were not, and why"),

@@ -51,6 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_option(parser, "-s", "--steps", type=int, default=20, help="denoising steps (default: 20)")
     add_option(parser, "--provider", default=None, help="cuda or cpu (default: cuda if there is a GPU)")
+    add_option(parser, "--no_comparison", action="store_true", help="do not generate images with PyTorch")
     add_common(parser)
 
 
@@ -84,9 +85,11 @@ def run(options: argparse.Namespace) -> int:
     out.print(f"prompt: {EXAMPLE_CAPTION}")
     out.print(f"generate the same image {images} times with each engine, {options.steps} steps each")
     ours = _time_ours(optimized, device.provider, options.steps, work / "image.png")
-    torches = [_time_torch(source, device.provider, half, options.steps) for half in ((False, True)[: 1 + float16])]
+    types = () if options.no_comparison else (False, True)[: 1 + float16]
+    torches = [_time_torch(source, device.provider, half, options.steps) for half in types]
     out.print(fusion_table(report))
-    _print_comparison(ours, torches)
+    if torches:
+        _print_comparison(ours, torches)
     out.print(f"total time: {time.perf_counter() - started:.0f} s")
     return 0
 
