@@ -60,6 +60,7 @@ _BLOCK = 2**22  # bytes; large enough that hashing threads rarely wait for the G
 _SINGLE_FILES = (".safetensors", ".ckpt", ".pt")  # checkpoints of a whole pipeline in one file
 
 _MAX_JSON_BYTES = 64 << 20  # shard indexes and vocabularies, the largest files, have a few MB
+_MAX_DEPTH = 100  # of JSON; configurations are at most 10 deep
 
 # Numbers in a component's config.json. Modules repeat lists by some of them, before they create a layer. The largest
 # ones of known models are sizes of vocabularies, and layers are about 100.
@@ -78,7 +79,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """Return the JSON object in `path`.
 
     Raises:
-        FolderError: the file is missing, is not JSON, is far too large, or contains no object.
+        FolderError: the file is missing, is not JSON, is far too large or deep, or contains no object.
     """
     try:
         if not path.is_file() and path.exists():  # reading from a pipe would block
@@ -88,6 +89,7 @@ def read_json(path: Path) -> dict[str, Any]:
         if len(text) > _MAX_JSON_BYTES:
             raise ValueError(f"it has more than {_MAX_JSON_BYTES >> 20} MB")
         content = json.loads(text.decode("utf-8"))
+        _require_shallow(content)
     except FileNotFoundError:
         raise FolderError(f"{path} is missing", "a pipeline's JSON file", "copy the folder again") from None
     except (OSError, UnicodeDecodeError, ValueError, RecursionError) as error:
@@ -95,6 +97,16 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise FolderError(f"{path} holds a {type(content).__name__}", "a JSON object", "copy the file again")
     return content
+
+
+def _require_shallow(content: Any) -> None:
+    """Raise ValueError for values so deep in others that a recursive function could not read them."""
+    level, depth = [content], 0
+    while level:
+        inner = [each.values() if isinstance(each, dict) else each for each in level if isinstance(each, dict | list)]
+        level, depth = [value for values in inner for value in values], depth + 1
+        if depth > _MAX_DEPTH:
+            raise ValueError(f"its values are more than {_MAX_DEPTH} deep in others")
 
 
 def read_config(path: Path) -> dict[str, Any]:

@@ -137,6 +137,16 @@ def test_huge_json_file_is_refused(micro: Path, tmp_path: Path) -> None:
         PipelineFolder.open(folder)
 
 
+@pytest.mark.parametrize("depth", [101, 500, 900, 100_000])
+def test_deep_json_file_is_refused(depth: int, micro: Path, tmp_path: Path) -> None:
+    """Also where the parser reads it, and what compares its values later could not."""
+    folder = shutil.copytree(micro, tmp_path / "in")
+    nested = "[" * depth + "]" * depth
+    (folder / "unet" / "config.json").write_text(f'{{"block_out_channels": {nested}}}')
+    with refused(FolderError, "unet/config.json cannot be read ("):
+        PipelineFolder.open(folder).config("unet")
+
+
 def test_messages_escape_control_characters() -> None:
     """Text from a file may contain terminal commands or have any length."""
     text = str(FolderError("a\x1b]0;title\x07\u202eb\nc" + "x" * 10**6, "an expectation", "do something"))

@@ -40,6 +40,7 @@ class Watch:
     def __init__(self) -> None:
         self.folder = ""
         self.seen: list[str] = []
+        self.temporary: list[str] = []
 
     def __call__(self, event: str, arguments: tuple[Any, ...]) -> None:
         """Handle an audit event."""
@@ -48,9 +49,11 @@ class Watch:
         if event == "open" and isinstance(arguments[0], str | bytes):
             path = os.path.realpath(os.fsdecode(arguments[0]))
             writes = isinstance(arguments[2], int) and bool(arguments[2] & _WRITES)
-            own = path.startswith(_OWN) and not writes
+            own = (path.startswith(_OWN) and not writes) or path.startswith(tuple(self.temporary))
             if not own and (writes or not path.startswith(self.folder + os.sep)) and path != "/dev/null":
                 self.seen.append(f"{'writes' if writes else 'reads'} {path}")
+        elif event == "tempfile.mkdtemp":
+            self.temporary.append(f"{os.path.realpath(arguments[0])}{os.sep}")
         elif event in _FORBIDDEN and not self._of_an_import():
             self.seen.append(f"{event} {arguments!r:.200}")
 

@@ -58,7 +58,7 @@ def is_planned(config: dict[str, Any]) -> bool:
 
 def needs_host(config: Mapping[str, Any]) -> bool:
     """Return whether diffusers steps a scheduler: no plan follows its class, or the value of one of its options."""
-    class_name = config.get("_class_name")
+    class_name = str(config.get("_class_name"))
     if class_name not in SAMPLERS:
         return any(class_name == each.class_name for each in SCHEDULER_NAMES)
     try:
