@@ -9,6 +9,7 @@ unless SDONNX_KERNELS names it or sdonnx-kernels is installed. docs/explanation/
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 import shutil
 import statistics
@@ -18,6 +19,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -25,7 +27,7 @@ import numpy as np
 
 from sdonnx.benchmark.files import append_json, check_writable
 from sdonnx.benchmark.record import environment
-from sdonnx.doctor.kernel_library import find_kernel_library, named_kernel_library
+from sdonnx.doctor.kernel_library import KERNEL_LIBRARY, find_kernel_library
 from sdonnx.errors import FolderError, OptionError
 from sdonnx.folder.version import read_report
 from sdonnx.metrics import psnr, relative_error
@@ -123,7 +125,7 @@ def forms(folder: Path, library: str, sizes: Mapping[str, Any], provider: str | 
         raise FolderError(found, "both forms", "optimize it with --float16, without --kernels none")
     pipelines = {}
     for name, value in (("onnxruntime", "0"), ("own", library)):
-        with named_kernel_library(value):
+        with patch.dict(os.environ, {KERNEL_LIBRARY: value}):
             pipelines[name] = OrtDiffusionPipeline.from_pretrained(folder, provider)
 
     def call(name: str, steps: int, kind: str) -> Any:
@@ -162,7 +164,7 @@ def _verify(options: argparse.Namespace) -> int:
         )
     sizes = {"height": options.height, "width": options.width, "num_images_per_prompt": options.batch_size}
     given = {name: value for name, value in sizes.items() if value is not None}
-    with named_kernel_library(str(library)):
+    with patch.dict(os.environ, {KERNEL_LIBRARY: str(library)}):
         runs = _checks(options.checks)
     measured = [forms(folder, str(library), given) for folder in options.folders]
     for each in measured:

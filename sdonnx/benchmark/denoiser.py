@@ -11,16 +11,17 @@ from __future__ import annotations
 
 import argparse
 import copy
+import os
 import shlex
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from functools import partial
 from operator import methodcaller
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 
@@ -29,7 +30,7 @@ from sdonnx.benchmark.files import append_json, check_writable
 from sdonnx.benchmark.operator_times import IDLE, kernel_times_by_kind
 from sdonnx.benchmark.record import environment
 from sdonnx.benchmark.statistics import quantile
-from sdonnx.doctor.kernel_library import named_kernel_library
+from sdonnx.doctor.kernel_library import KERNEL_LIBRARY
 from sdonnx.errors import OptionError
 from sdonnx.folder.pipeline_folder import REPORT, read_json
 from sdonnx.terminal import add_common, console, guarded
@@ -199,7 +200,7 @@ def _load_pipeline(options: argparse.Namespace, folder: Path, library: str | Non
     """
     from sdonnx.runtime.pipeline import OrtDiffusionPipeline
 
-    with nullcontext() if library is None else named_kernel_library(library):
+    with patch.dict(os.environ, {} if library is None else {KERNEL_LIBRARY: library}):
         pipeline = OrtDiffusionPipeline.from_pretrained(folder, "cuda")
     arguments: dict[str, Any] = {"height": options.height, "width": options.width, "seed": 0, "output_type": "latent"}
 

@@ -24,15 +24,17 @@ from sdonnx.doctor.check_kernels import (
     OWN_KERNEL_CASES_FILE,
     CaseResult,
     compare,
+    faults_of,
+    kernel_opener,
     read_kernel_cases,
+    report_of,
+    result_as_json,
+    summarize,
 )
 from sdonnx.doctor.environment import Facts, Finding, collect_facts, default_provider, findings
 from sdonnx.doctor.first_check import machine_of, store_results
 from sdonnx.doctor.kernel_library import KernelLibrary, usable_library
-from sdonnx.doctor.kernel_report import faults_of, report_of, result_as_json, summarize
-from sdonnx.doctor.known_faults import sdpa_kernel
-from sdonnx.doctor.sessions import kernel_opener
-from sdonnx.doctor.trusted_gpus import is_trusted
+from sdonnx.doctor.kernel_trust import is_trusted, sdpa_kernel
 from sdonnx.errors import OptionError, OutputError
 from sdonnx.operators.case import TOLERANCE
 from sdonnx.terminal import add_common, console, progress_bar

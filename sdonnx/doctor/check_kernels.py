@@ -1,4 +1,4 @@
-"""Compare ONNX Runtime's kernels with their reference bodies, one kernel case after another.
+"""Compare kernels with their reference bodies, one kernel case after another, and report the results.
 
 `sdonnx.operators.case_graphs` writes the graphs of both to `kernel_cases.json`. The reference runs in float32 on the
 CPU, on the same values as the kernel.
@@ -9,9 +9,10 @@ from __future__ import annotations
 import base64
 import json
 import math
+import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -19,7 +20,6 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from sdonnx.doctor.sessions import Kernel, OpenKernel, kernel_opener
 from sdonnx.errors import FolderError
 from sdonnx.metrics import output_error
 from sdonnx.operators.case import TOLERANCE, Array, KernelCase, rounded
@@ -32,12 +32,26 @@ __all__ = [
     "OWN_KERNEL_CASES_FILE",
     "CaseResult",
     "Check",
+    "Kernel",
     "KernelCaseSet",
+    "OpenKernel",
     "compare",
+    "faults_of",
+    "faulty_backends",
+    "kernel_opener",
     "read_kernel_cases",
+    "report_of",
+    "result_as_json",
+    "summarize",
 ]
 
 Result = TypeVar("Result")
+
+Kernel = Callable[[Mapping[str, Array]], list[Array]]
+"""Run a graph: inputs by name -> outputs, in order."""
+
+OpenKernel = Callable[[bytes, Mapping[str, Array], int], Kernel]
+"""Open a graph: (serialized model, weights by name, sdpa_kernel) -> kernel."""
 
 KERNEL_CASES_FILE = Path(__file__).with_name("kernel_cases.json")
 OWN_KERNEL_CASES_FILE = Path(__file__).with_name("own_kernel_cases.json")
@@ -53,6 +67,9 @@ Where no allowed backend supports a size or a mask, ONNX Runtime uses math, whet
 
 DEFAULT_BACKEND: Mapping[str, int] = {"": 0}
 """ONNX Runtime chooses the backend."""
+
+_FATAL = 4  # of ONNX Runtime's severities
+_MAX_THREADS = 4
 
 
 @dataclass(frozen=True)
@@ -241,3 +258,109 @@ def _named(values: Sequence[Array | None], check: Check, dtype: str, weights: bo
             half = dtype == "float16" and index not in fixed
             feeds[f"x{index}"] = array.astype(np.float16) if half else array
     return feeds
+
+
+def kernel_opener(provider: str, index: int = 0, library: Path | None = None) -> OpenKernel:
+    """Return a function that opens graphs on a provider. Nothing falls back from CUDA to the CPU.
+
+    Args:
+        provider: "cuda" or "cpu".
+        index: the number of the GPU.
+        library: the library of our own operators, if the graphs have any (`sdonnx.doctor.kernel_library`).
+    """
+
+    def open_kernel(content: bytes, weights: Mapping[str, Array], sdpa_kernel: int) -> Kernel:
+        import onnxruntime
+
+        options = onnxruntime.SessionOptions()
+        options.log_severity_level = _FATAL
+        if library is not None:
+            options.register_custom_ops_library(str(library))
+        on_device = {"device_id": str(index), "use_tf32": "0", "sdpa_kernel": str(sdpa_kernel)}
+        chosen = ("CUDAExecutionProvider", on_device) if provider == "cuda" else ("CPUExecutionProvider", {})
+        if provider == "cuda":
+            options.intra_op_num_threads = 1
+            options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
+        else:
+            # ONNX Runtime 1.31 crashes as it fuses an Add into a LayerNormalization without B.
+            options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+            # Each session has a thread pool: on a machine with many cores, starting it takes longer than the run.
+            options.intra_op_num_threads = min(_MAX_THREADS, os.cpu_count() or 1)
+        values = [onnxruntime.OrtValue.ortvalue_from_numpy(array) for array in weights.values()]
+        if values:
+            options.add_external_initializers(list(weights), values)
+        session = onnxruntime.InferenceSession(content, options, providers=[chosen])
+        run_options = onnxruntime.RunOptions()
+        run_options.log_severity_level = _FATAL
+
+        def run(feeds: Mapping[str, Array], _weights: object = values) -> list[Array]:
+            # On the CPU, ONNX Runtime reads the weights in place: they must live as long as the session.
+            results: list[Array] = session.run(None, dict(feeds), run_options)
+            return results
+
+        return run
+
+    return open_kernel
+
+
+def summarize(results: Iterable[CaseResult]) -> list[dict[str, Any]]:
+    """Return a row for each operator, or backend, and data type: counts, and the maximum error, None if none ran."""
+    groups: dict[tuple[str, str], list[CaseResult]] = {}
+    for result in results:
+        groups.setdefault((result.backend or result.operator, result.dtype), []).append(result)
+    rows = []
+    for (name, dtype), group in sorted(groups.items(), key=lambda item: item[0][0]):
+        states = [result.state for result in group]
+        counts = {"correct": states.count("correct"), "wrong": states.count("wrong")}
+        counts["unavailable"] = len(states) - sum(counts.values())
+        error = max((result.error for result in group if result.error is not None), default=None)
+        rows.append({"name": name, "dtype": dtype, **counts, "max_error": _finite(error)})
+    return rows
+
+
+def faults_of(results: Iterable[CaseResult]) -> list[CaseResult]:
+    """Return the cases that are wrong or did not run as the run-time runs them; some GPUs have no bfloat16."""
+    by_default = [result for result in results if not result.backend]
+    return [each for each in by_default if each.wrong or (each.error is None and each.dtype != "bfloat16")]
+
+
+def faulty_backends(results: Sequence[CaseResult]) -> list[str]:
+    """Return the attention backends that are wrong if only they are allowed.
+
+    Where a backend does not support a case, ONNX Runtime uses math (flash accepts no mask, memory-efficient accepts no
+    key counts). A case for which math is wrong therefore shows nothing about another backend.
+    """
+    wrong = {
+        name: {(result.case, result.dtype) for result in results if result.backend == name and result.wrong}
+        for name in BACKENDS
+    }
+    return [name for name in BACKENDS if wrong[name] - (wrong["math"] if name != "math" else set())]
+
+
+def report_of(machine: Mapping[str, str], results: Sequence[CaseResult], full: bool, seconds: float) -> dict[str, Any]:
+    """Return the report on a machine's kernels, as a JSON object.
+
+    Args:
+        machine: all that the results depend on (`sdonnx.doctor.first_check.machine_of`).
+        results: the results.
+        full: whether all cases ran, or only the cases of a first use.
+        seconds: the duration.
+    """
+    return {
+        "key": dict(machine),
+        "faulty_backends": faulty_backends(results),
+        "faults": [result_as_json(result) for result in faults_of(results)],
+        "checked": sum(not result.backend for result in results),
+        "full": full,
+        "seconds": round(seconds, 3),
+        "summary": summarize(results),
+    }
+
+
+def result_as_json(result: CaseResult) -> dict[str, Any]:
+    """Return a result as a JSON object; infinity becomes a string."""
+    return {**asdict(result), "error": _finite(result.error), "state": result.state}
+
+
+def _finite(number: float | None) -> float | str | None:
+    return number if number is None or math.isfinite(number) else str(number)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -16,21 +15,22 @@ __all__ = ["Facts", "Finding", "collect_facts", "default_provider", "findings"]
 
 _CUDA = "CUDAExecutionProvider"
 
-# The oldest drivers for Linux, by CUDA's major version: CUDA toolkit release notes, "minor version compatibility".
-_OLDEST_DRIVER = {12: "525.60.13", 13: "580.65.06"}
+_RELEASE = 13  # of CUDA: the extra `cuda` brings its libraries
 
-# CUDA 13 has no code for GPUs before Turing (CUDA 13.0 release notes), CUDA 12 none before Maxwell.
-_OLDEST_GPU = {12: (5, 0), 13: (7, 5)}
+# The oldest driver for Linux: CUDA toolkit 13.0 release notes, "minor version compatibility". It has no code for GPUs
+# before Turing.
+_OLDEST_DRIVER = "580.65.06"
+_OLDEST_GPU = (7, 5)
 
-# Library -> its wheel for CUDA 13, and whether the CUDA provider or cuDNN requires it (the libraries that
-# onnxruntime.preload_dlls loads). Before CUDA 13, the name of every wheel ends in -cu12.
+# Library -> its wheel, and whether the CUDA provider or cuDNN requires it (the libraries that onnxruntime.preload_dlls
+# loads).
 _LIBRARIES = {
-    "libcudart.so.{cuda}": ("nvidia-cuda-runtime", True),
-    "libcublasLt.so.{cuda}": ("nvidia-cublas", True),
-    "libcublas.so.{cuda}": ("nvidia-cublas", True),
-    "libnvrtc.so.{cuda}": ("nvidia-cuda-nvrtc", True),
-    "libcudnn.so.9": ("nvidia-cudnn-cu{cuda}", True),
-    "libcufft.so.{cufft}": ("nvidia-cufft", False),
+    "libcudart.so.13": ("nvidia-cuda-runtime", True),
+    "libcublasLt.so.13": ("nvidia-cublas", True),
+    "libcublas.so.13": ("nvidia-cublas", True),
+    "libnvrtc.so.13": ("nvidia-cuda-nvrtc", True),
+    "libcudnn.so.9": ("nvidia-cudnn-cu13", True),
+    "libcufft.so.12": ("nvidia-cufft", False),
     "libcurand.so.10": ("nvidia-curand", False),
 }
 
@@ -94,52 +94,29 @@ def collect_facts() -> Facts:
     except Exception as caught:  # broken installations raise various exceptions, such as AttributeError
         error = " ".join(f"{type(caught).__name__}: {caught}".split())
     return Facts(
-        _builds(metadata.distributions(), module),
+        _builds(module),
         error,
         providers,
         built_for,
         driver_version(),
         cuda_driver_version(),
         gpus(),
-        _missing(built_for) if _CUDA in providers else (),
+        _missing() if _CUDA in providers else (),
     )
 
 
-def _builds(distributions: Iterable[metadata.Distribution], module: Path | None) -> dict[str, str]:
+def _builds(module: Path | None) -> dict[str, str]:
     """Return the versions of the distributions of the module onnxruntime, such as onnxruntime-gpu or ort-nightly.
 
     The module hides distributions in other folders of the path. They count only where the module is in none of them.
     """
-    others = ("onnxruntime-extensions", "onnxruntime-genai", "onnxruntime-tools")
-    named = [(re.sub(r"[-_.]+", "-", str(found.metadata["Name"])).lower(), found) for found in distributions]
-    builds = [
-        (name, found)
-        for name, found in named
-        if (name == "onnxruntime" or name.startswith(("onnxruntime-", "ort-"))) and not name.startswith(others)
-    ]
+    builds = [metadata.distribution(name) for name in {*metadata.packages_distributions().get("onnxruntime", ())}]
     folder = None if module is None else module.resolve()
-    visible = [each for each in builds if Path(str(each[1].locate_file("onnxruntime"))).resolve() == folder]
-    # Of two distributions with the same name, the first on the path.
-    return {name: found.version for name, found in reversed(visible or builds)}
+    visible = [each for each in builds if Path(str(each.locate_file("onnxruntime"))).resolve() == folder]
+    return dict(sorted((each.name, each.version) for each in visible or builds))
 
 
-def _major(version: str) -> int:
-    digits = version.partition(".")[0]
-    return int(digits) if digits.isdigit() else 0
-
-
-def _libraries(built_for: str) -> dict[str, tuple[str, bool]]:
-    """Return the wheel of each library, and whether the library is required, by file name."""
-    major = _major(built_for)
-    names = {"cuda": str(major), "cufft": "12" if major >= 13 else "11"}
-    suffix = "" if major >= 13 else f"-cu{major}"
-    return {
-        library.format(**names): (wheel.format(**names) + ("" if "{" in wheel else suffix), needed)
-        for library, (wheel, needed) in _LIBRARIES.items()
-    }
-
-
-def _missing(built_for: str) -> tuple[str, ...]:
+def _missing() -> tuple[str, ...]:
     """Return the libraries that cannot be loaded, after ONNX Runtime has loaded the libraries of the wheels."""
     import contextlib
     import io
@@ -147,7 +124,7 @@ def _missing(built_for: str) -> tuple[str, ...]:
     with contextlib.redirect_stdout(io.StringIO()):  # it prints the libraries that it does not find
         load_cuda_libraries()
     found = []
-    for library in _libraries(built_for):
+    for library in _LIBRARIES:
         try:
             ctypes.CDLL(library)
         except OSError:
@@ -186,45 +163,34 @@ def _onnxruntime(facts: Facts, provider: str) -> Finding:
 
 
 def _provider(facts: Facts) -> Finding:
-    if _CUDA in facts.providers:
-        return Finding("CUDA provider", f"built for CUDA {facts.built_for or 'unknown'}")
+    found = f"built for CUDA {facts.built_for or 'unknown'}"
+    if _CUDA in facts.providers and facts.built_for.partition(".")[0] == str(_RELEASE):
+        return Finding("CUDA provider", found)
+    if _CUDA not in facts.providers:
+        found = f"not in this build, which has {', '.join(facts.providers) or 'none'}"
     names = " ".join(facts.distributions)
-    return Finding(
-        "CUDA provider",
-        f"not in this build, which has {', '.join(facts.providers) or 'none'}",
-        "missing",
-        "onnxruntime-gpu",
-        (f"pip uninstall -y {names} && " if names else "") + install_command("cuda"),
-    )
+    remedy = (f"pip uninstall -y {names} && " if names else "") + install_command("cuda")
+    return Finding("CUDA provider", found, "missing", f"onnxruntime-gpu for CUDA {_RELEASE}", remedy)
 
 
 def _driver(facts: Facts) -> Finding:
-    major = _major(facts.built_for)
-    oldest = _OLDEST_DRIVER.get(major, _OLDEST_DRIVER[max(_OLDEST_DRIVER)])
+    expected = f"driver {_OLDEST_DRIVER} or newer, for CUDA {_RELEASE}"
     if facts.driver_cuda is None:
-        return Finding(
-            "driver", "no NVIDIA driver (libcuda.so.1)", "missing", f"driver {oldest} or newer",
-            "install NVIDIA's driver; in a container, start it with --gpus all"
-        )  # fmt: skip
+        remedy = "install NVIDIA's driver; in a container, start it with --gpus all"
+        return Finding("driver", "no NVIDIA driver (libcuda.so.1)", "missing", expected, remedy)
     found = f"{facts.driver or 'of unknown version'}, up to CUDA {'.'.join(map(str, facts.driver_cuda))}"
-    if facts.driver_cuda[0] < major:
-        return Finding(
-            "driver", found, "missing", f"driver {oldest} or newer, for CUDA {facts.built_for}",
-            "update NVIDIA's driver"
-        )  # fmt: skip
+    if facts.driver_cuda[0] < _RELEASE:
+        return Finding("driver", found, "missing", expected, "update NVIDIA's driver")
     return Finding("driver", found)
 
 
 def _gpu(facts: Facts) -> Finding:
     if not facts.gpus:
-        return Finding(
-            "GPU", "none that is visible to CUDA", "missing", "an NVIDIA GPU",
-            "check nvidia-smi and CUDA_VISIBLE_DEVICES, or pass --provider cpu"
-        )  # fmt: skip
+        remedy = "check nvidia-smi and CUDA_VISIBLE_DEVICES, or pass --provider cpu"
+        return Finding("GPU", "none that is visible to CUDA", "missing", "an NVIDIA GPU", remedy)
     names = ", ".join(f"{gpu.name} (sm_{''.join(map(str, gpu.compute_capability))})" for gpu in facts.gpus)
-    oldest = _OLDEST_GPU.get(_major(facts.built_for), (0, 0))
-    if all(gpu.compute_capability < oldest for gpu in facts.gpus):
-        expected = f"sm_{''.join(map(str, oldest))} or newer, for CUDA {facts.built_for}"
+    if all(gpu.compute_capability < _OLDEST_GPU for gpu in facts.gpus):
+        expected = f"sm_{''.join(map(str, _OLDEST_GPU))} or newer, for CUDA {_RELEASE}"
         return Finding("GPU", names, "missing", expected, "use another GPU, or pass --provider cpu")
     return Finding("GPU", names)
 
@@ -232,15 +198,10 @@ def _gpu(facts: Facts) -> Finding:
 def _cuda_libraries(facts: Facts) -> list[Finding]:
     if _CUDA not in facts.providers:
         return []
-    known = _libraries(facts.built_for)
-    missing = [library for library in facts.missing if library in known]
-    if not missing:
+    if not facts.missing:
         return [Finding("CUDA libraries", "the libraries of CUDA and cuDNN are found")]
-    needed = any(known[library][1] for library in missing)
-    wheels = sorted({known[library][0] for library in missing})
-    return [
-        Finding(
-            "CUDA libraries", f"not found: {', '.join(missing)}", "missing" if needed else "note",
-            f"the libraries of CUDA {facts.built_for} and cuDNN 9", f"pip install {' '.join(wheels)}"
-        )
-    ]  # fmt: skip
+    needed = any(_LIBRARIES[library][1] for library in facts.missing)
+    found, state = f"not found: {', '.join(facts.missing)}", "missing" if needed else "note"
+    expected = f"the libraries of CUDA {_RELEASE} and cuDNN 9"
+    wheels = " ".join(sorted({_LIBRARIES[library][0] for library in facts.missing}))
+    return [Finding("CUDA libraries", found, state, expected, f"pip install {wheels}")]

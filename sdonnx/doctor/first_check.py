@@ -17,11 +17,11 @@ from sdonnx.doctor.check_kernels import (
     OWN_KERNEL_CASES_FILE,
     CaseResult,
     compare,
+    kernel_opener,
     read_kernel_cases,
 )
 from sdonnx.doctor.gpu import cuda_driver_version, cuda_libraries, driver_version, gpus
 from sdonnx.doctor.kernel_library import KernelLibrary
-from sdonnx.doctor.sessions import kernel_opener
 from sdonnx.errors import OptionError
 from sdonnx.folder.cache_root import cache_folder
 from sdonnx.operators.case import KernelCase

@@ -6,11 +6,10 @@ ONNX Runtime's C API that no header in a wheel describes, so only versions that 
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import importlib.util
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,7 +22,6 @@ __all__ = [
     "TRIED_VERSIONS",
     "KernelLibrary",
     "find_kernel_library",
-    "named_kernel_library",
     "open_kernel_library",
     "require_tried_version",
     "usable_library",
@@ -76,18 +74,6 @@ class KernelLibrary:
             if int(digits[-1]) == minor or (name == digits and int(digits[-1]) < minor):
                 found.append(name)
         return tuple(found)
-
-
-@contextlib.contextmanager
-def named_kernel_library(value: str) -> Iterator[None]:
-    """Set the environment variable to the path of a library, or to "0" for none, in the block."""
-    before = os.environ.get(KERNEL_LIBRARY)
-    os.environ[KERNEL_LIBRARY] = value
-    try:
-        yield
-    finally:
-        del os.environ[KERNEL_LIBRARY]
-        os.environ.update({} if before is None else {KERNEL_LIBRARY: before})
 
 
 def find_kernel_library(environment: Mapping[str, str] = os.environ) -> Path | None:

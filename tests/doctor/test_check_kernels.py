@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 from support.doctor import CASE_SET, machine, reference_of
 
-from sdonnx.doctor.check_kernels import ATTENTION, CaseResult, compare
-from sdonnx.doctor.sessions import Kernel, kernel_opener
+from sdonnx.doctor.check_kernels import ATTENTION, CaseResult, Kernel, compare, kernel_opener
 from sdonnx.operators.case import Array
 
 

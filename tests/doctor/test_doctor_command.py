@@ -19,8 +19,7 @@ from support.recording import Note
 from sdonnx.__main__ import main
 from sdonnx.cli import doctor as command
 from sdonnx.doctor import first_check, kernel_library
-from sdonnx.doctor.check_kernels import ATTENTION, BACKENDS, KERNEL_CASES_FILE
-from sdonnx.doctor.sessions import kernel_opener
+from sdonnx.doctor.check_kernels import ATTENTION, BACKENDS, KERNEL_CASES_FILE, kernel_opener
 
 
 def doctor(*arguments: str) -> int:
@@ -177,7 +176,7 @@ def test_a_missing_requirement_is_status_1_and_runs_no_kernel(
     assert doctor("--json", str(tmp_path / "report.json")) == 1
     shown = capsys.readouterr().out
     assert (
-        "missing CUDA libraries: not found: libcudnn.so.9; expected the libraries of CUDA 13.0 and cuDNN 9; pip install"
+        "missing CUDA libraries: not found: libcudnn.so.9; expected the libraries of CUDA 13 and cuDNN 9; pip install"
         in shown
     )
     assert "kernels: not run" in shown

@@ -13,10 +13,11 @@ from sdonnx.doctor.check_kernels import (
     ATTENTION,
     KERNEL_CASES_FILE,
     OWN_KERNEL_CASES_FILE,
+    Kernel,
     compare,
+    kernel_opener,
     read_kernel_cases,
 )
-from sdonnx.doctor.sessions import Kernel, kernel_opener
 from sdonnx.errors import FolderError
 from sdonnx.fusions.derived_tables import flags_by_operator
 from sdonnx.operators.case import Array, rounded

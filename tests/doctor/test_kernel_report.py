@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
-from sdonnx.doctor.check_kernels import ATTENTION, BACKENDS, CaseResult
-from sdonnx.doctor.kernel_report import faults_of, faulty_backends, report_of, summarize
+from sdonnx.doctor.check_kernels import (
+    ATTENTION,
+    BACKENDS,
+    CaseResult,
+    faults_of,
+    faulty_backends,
+    report_of,
+    summarize,
+)
 
 ROWS = [
     CaseResult("BiasAdd", "a", "float16", "", 1e-4),

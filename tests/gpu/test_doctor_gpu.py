@@ -11,12 +11,19 @@ from typing import Any
 import pytest
 
 from sdonnx.__main__ import main
-from sdonnx.doctor.check_kernels import ATTENTION, BACKENDS, DEFAULT_BACKEND, compare, read_kernel_cases
+from sdonnx.doctor.check_kernels import (
+    ATTENTION,
+    BACKENDS,
+    DEFAULT_BACKEND,
+    compare,
+    faults_of,
+    faulty_backends,
+    kernel_opener,
+    read_kernel_cases,
+)
 from sdonnx.doctor.environment import collect_facts, findings
 from sdonnx.doctor.first_check import LIMIT_S, SELF_CHECK, machine_of
 from sdonnx.doctor.kernel_library import usable_library
-from sdonnx.doctor.kernel_report import faults_of, faulty_backends
-from sdonnx.doctor.sessions import kernel_opener
 from sdonnx.folder.version import read_report
 from sdonnx.runtime.device.device import device_for
 from sdonnx.runtime.device.kernel_choice import choose_kernels

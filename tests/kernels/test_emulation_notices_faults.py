@@ -81,7 +81,7 @@ CHECK = """
 import sys
 from pathlib import Path
 from sdonnx.doctor.check_kernels import DEFAULT_BACKEND, OWN_KERNEL_CASES_FILE, compare, read_kernel_cases
-from sdonnx.doctor.sessions import kernel_opener
+from sdonnx.doctor.check_kernels import kernel_opener
 opener = kernel_opener("cpu", library=Path(sys.argv[1]))
 cases = read_kernel_cases(OWN_KERNEL_CASES_FILE)
 checks = [check for check in cases.checks if check.first_use and check.case.op_type in sys.argv[2:]]

@@ -11,10 +11,18 @@ import numpy as np
 import pytest
 
 from sdonnx.doctor import first_check, gpu
-from sdonnx.doctor.check_kernels import ATTENTION, OWN_KERNEL_CASES_FILE, Check, KernelCaseSet, read_kernel_cases
+from sdonnx.doctor.check_kernels import (
+    ATTENTION,
+    OWN_KERNEL_CASES_FILE,
+    Check,
+    Kernel,
+    KernelCaseSet,
+    OpenKernel,
+    kernel_opener,
+    read_kernel_cases,
+)
 from sdonnx.doctor.environment import Facts
 from sdonnx.doctor.kernel_library import KernelLibrary, open_kernel_library
-from sdonnx.doctor.sessions import Kernel, OpenKernel, kernel_opener
 from sdonnx.operators.case import Array
 from support.kernel_library import emulated_library
 

@@ -63,7 +63,8 @@ images = [image()]
 first = time.monotonic()
 seconds = (ctypes.c_double * 3)()
 ctypes.CDLL(str(find_kernel_library())).sdonnx_kernels_start_seconds(seconds)
-parts |= {part: covered(spans) for part, spans in calls.items()} | dict(zip(("handles_s", "algorithms_s", "plans_s"), seconds))
+parts |= {part: covered(spans) for part, spans in calls.items()}
+parts |= dict(zip(("handles_s", "algorithms_s", "plans_s"), seconds))
 images.append(image())
 second = time.monotonic()
 row = {"graph": pipeline._graphs.path(Role.DENOISER).name, "loaded_s": loaded - start, "first_image_s": first - start}

@@ -385,5 +385,6 @@ ATTACKS: list[tuple[str, str, str, Callable[[bytes], bytes]]] = [
         _configured(auto_map={"AutoConfig": "evil.Evil"}, attn_implementation="org/kernel", trust_remote_code=True),
     ),
     ("scheduler", "scheduler/scheduler_config.json", "timesteps", _configured(num_train_timesteps=10**12)),
+    ("scheduler", "scheduler/scheduler_config.json", "class", _configured(_class_name={})),
     ("report", "sdonnx.json", "provider", _configured(provider="../x")),
 ]  # fmt: skip
