@@ -36,7 +36,7 @@ COMMANDS = {
     for command in (
         Command("write", "support.writing", "-i"),
         Command("optimize", "sdonnx.optimize_pipeline", "-i", ("--float16",)),
-        Command("export", "sdonnx.export", "-m"),
+        Command("export", "sdonnx.export", "-m", preloads=False),
     )
 }
 

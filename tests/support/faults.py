@@ -53,6 +53,8 @@ class Command:
         source: option that names the input.
         options: further options.
         writes: whether it writes a folder; if not, only the input is checked.
+        preloads: whether it may run in a process that imported torch before, which is faster. An export may not: names
+            of values in its graphs depend on what the process has traced.
     """
 
     name: str
@@ -60,6 +62,7 @@ class Command:
     source: str
     options: tuple[str, ...] = ()
     writes: bool = True
+    preloads: bool = True
 
     def arguments(self, source: Path, out: Path, *more: str) -> list[str]:
         """Return the arguments for a run."""
@@ -150,7 +153,7 @@ class Bench:
         """Start the command, with a fault of `faulty.py` or a limit of `limited.py`, or as a preloaded process."""
         arguments = self.command.arguments(self.source, self.out, *more)
         # A limit holds from the start of a process, and a fault is counted from its first import.
-        usual = preloaded and driver is None and limit[0] == "nothing"
+        usual = preloaded and self.command.preloads and driver is None and limit[0] == "nothing"
         faulty = [] if driver is None else [str(_DRIVER), *driver, str(self.work)]
         limited = [sys.executable, str(_LIMITER), limit[0], str(limit[1])]
         command = [*limited, sys.executable, *(faulty or ["-m"]), self.command.module, *arguments]
