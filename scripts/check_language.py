@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 LIMITS = {"what": 1.5, "told/tells": 0.3, "alone": 0.2, "beside": 0.2, "likewise": 0.2}
 """Maximum count of each word per 1,000 words; words separated by a slash are counted together."""
 
-_PATHS = ("sdonnx", "tests", "scripts", "examples", "fuzz")
+_PATHS = ("sdonnx", "tests", "scripts", "lab", "examples", "fuzz")
 _WORD = re.compile(r"[A-Za-z][A-Za-z'-]*")
 
 

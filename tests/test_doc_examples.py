@@ -99,7 +99,7 @@ def test_options_in_text_exist() -> None:
         parser = CommandParser()
         importlib.import_module(module).add_arguments(parser)
         known |= parser._option_string_actions.keys()
-    for folder in ("scripts", "examples", "tests", "sdonnx"):
+    for folder in ("scripts", "lab", "examples", "tests", "sdonnx"):
         for path in (ROOT / folder).rglob("*.py"):
             known |= set(re.findall(r'"(--[\w-]+)"', path.read_text(encoding="utf-8")))
     known |= {name.replace("_", "-") for name in known}

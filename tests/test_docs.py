@@ -93,7 +93,7 @@ def test_index_of_decisions_links_every_record() -> None:
 
 
 def _sources() -> Iterator[tuple[Path, str]]:
-    for folder in ("sdonnx", "scripts", "examples", "tests", "fuzz", "kernels"):
+    for folder in ("sdonnx", "scripts", "lab", "examples", "tests", "fuzz", "kernels"):
         for path in sorted((ROOT / folder).rglob("*")):
             if path.suffix in (".py", ".sh", ".h", ".cu", ".cuh") and path != Path(__file__):
                 yield path, path.read_text(encoding="utf-8")
@@ -120,7 +120,7 @@ def test_environment_variables_are_documented() -> None:
     names = {
         name
         for path, text in _sources()
-        if path.parts[len(ROOT.parts)] in ("sdonnx", "scripts")
+        if path.parts[len(ROOT.parts)] in ("sdonnx", "scripts", "lab")
         for name in re.findall(r"\bSDONNX_[A-Z_]+\b", text)
     }
     assert "SDONNX_CACHE" in names

@@ -24,7 +24,7 @@ def write(folder: Path, name: str, pipeline: str, types: dict[str, Any], provide
 
 
 def test_tables_are_those_of_the_records() -> None:
-    """If not, run python scripts/write_quantization_tables.py."""
+    """If not, run python lab/write_quantization_tables.py."""
     page = SCRIPT.PAGE.read_text(encoding="utf-8")
     assert SCRIPT.updated(page) == page
 

@@ -74,9 +74,9 @@ def test_commands_name_the_folders_of_earlier_runs() -> None:
         run("shapes-dit", command=[*start, "--resume", "/tmp/b", "--seed", "1"]),
     ]
     assert list(SCRIPT.commands(runs)) == [
-        "python scripts/train_shapes.py -o trained-1 --arch shapes",
-        "python scripts/train_shapes.py -o trained-2 --vae trained-1/shapes/vae",
-        "python scripts/train_shapes.py -o trained-3 --resume trained-2 --seed 1",
+        "python lab/train_shapes.py -o trained-1 --arch shapes",
+        "python lab/train_shapes.py -o trained-2 --vae trained-1/shapes/vae",
+        "python lab/train_shapes.py -o trained-3 --resume trained-2 --seed 1",
     ]
 
 
@@ -94,7 +94,7 @@ def test_page_has_the_numbers_of_the_record() -> None:
     assert "| autoencoder | 60 | 0 | 3 |" in page
     assert "| `shapes-dit` | 240 | 4,000 | 3 |" in page
     assert "| shapes-dit | 700,000 | 4,000,000 | 800,000 | 5,500,000 | 11.0 |" in page
-    assert "python scripts/train_shapes.py -o trained-3 --arch shapes-dit" in page
+    assert "python lab/train_shapes.py -o trained-3 --arch shapes-dit" in page
 
 
 def test_curves_have_the_evaluations_of_the_final_settings() -> None:
@@ -127,7 +127,7 @@ def test_losses_are_drawn() -> None:
 
 
 def test_the_page_is_that_of_the_record() -> None:
-    """Run scripts/write_shapes_page.py after scripts/ship_shapes.py."""
+    """Run lab/write_shapes_page.py after lab/ship_shapes.py."""
     runs = SCRIPT.read_record()
     assert SCRIPT.PAGE.read_text(encoding="utf-8") == SCRIPT.page(runs)
     made = SCRIPT.trainings(runs)

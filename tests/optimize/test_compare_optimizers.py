@@ -1,4 +1,4 @@
-"""scripts/compare_optimizers.py: operator counts, failing optimizers, records and the page."""
+"""lab/compare_optimizers.py: operator counts, failing optimizers, records and the page."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
+SCRIPTS = Path(__file__).resolve().parents[2] / "lab"
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +58,7 @@ def record(compare: Any, exporter: str, optimizer: str, **others: Any) -> Any:
         "counts": dict.fromkeys(names, 0) | {"MultiHeadAttention": 7, "GroupNorm": 3, "nodes": 99},
         "exported": {"opset": 17, "nodes": 200},
         "limit_s": 600,
-        "command": "python scripts/compare_optimizers.py",
+        "command": "python lab/compare_optimizers.py",
         "versions": {"onnx": "1.0"},
         "git": {"commit": "0123456789abcdef", "changed": False},
         "machine": {"cpus": 2, "memory_bytes": 24_000_000_000},
@@ -147,7 +147,7 @@ def test_page_shows_both_optimizers_and_a_crash(compare: Any, tmp_path: Path) ->
     ]  # fmt: skip
     assert "1. onnxruntime: crash: TypeError: no; never" in lines
     assert "## sd15" in lines
-    assert sum(line == "python scripts/compare_optimizers.py" for line in lines) == 1
+    assert sum(line == "python lab/compare_optimizers.py" for line in lines) == 1
 
 
 @pytest.mark.weekly

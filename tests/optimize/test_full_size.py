@@ -139,7 +139,7 @@ def test_export_and_optimize_stable_diffusion_xl(arch: str, attentions: int, tmp
     for name, component in components.items():
         assert component["warnings"] == [], name
         assert not component["left"], name
-        assert component["precision"] == ("float32" if name.startswith("vae") else "float16")
+        assert component["precision"] == "float16", name
     for folder in ("onnx", "fp16"):
         shutil.rmtree(tmp_path / folder)
 

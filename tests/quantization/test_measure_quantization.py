@@ -1,4 +1,4 @@
-"""scripts/measure_quantization.py: a row for each type, with the accuracy of a trained sample's images."""
+"""lab/measure_quantization.py: a row for each type, with the accuracy of a trained sample's images."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""scripts/load_test.py: latencies under load, and servers with and without batches next to the pipeline in process."""
+"""lab/load_test.py: latencies under load, and servers with and without batches next to the pipeline in process."""
 
 from __future__ import annotations
 

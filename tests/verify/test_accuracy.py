@@ -14,6 +14,7 @@ import numpy.typing as npt
 import pytest
 import torch
 from rich.console import Console
+from shape_drawing import SceneTable, draw, place
 from support.markup import Markup
 from support.pipelines import copied, refused
 from support.verifying import accuracy, verification
@@ -31,7 +32,6 @@ from sdonnx.sample.shapes.recognize_sample import (
     reads_shape_captions,
 )
 from sdonnx.sample.shapes.shape_architectures import TRAINED
-from sdonnx.sample.shapes.shape_drawing import SceneTable, draw, place
 from sdonnx.sample.shapes.shape_evaluation import held_out_captions
 from sdonnx.sample.shapes.shape_judge import wilson_interval
 from sdonnx.sample.shapes.shape_scenes import is_caption, is_held_out, read_caption

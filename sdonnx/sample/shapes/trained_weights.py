@@ -27,7 +27,7 @@ def read_weights(path: Path, network: torch.nn.Module) -> dict[str, torch.Tensor
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    remedy = "install sdonnx again, or train the weights with scripts/train_shapes.py"
+    remedy = "install sdonnx again, or train the weights with lab/train_shapes.py"
     try:
         weights: dict[str, torch.Tensor] = load_file(path)
     except (OSError, SafetensorError) as error:

@@ -12,8 +12,8 @@ import numpy.typing as npt
 import pytest
 import torch
 from PIL import Image, ImageFilter
+from shape_drawing import SceneTable, draw, place
 
-from sdonnx.sample.shapes.shape_drawing import SceneTable, draw, place
 from sdonnx.sample.shapes.shape_evaluation import score_images, summarize, summarize_relations
 from sdonnx.sample.shapes.shape_judge import SceneScore, find_objects, judge_image, label_regions, wilson_interval
 from sdonnx.sample.shapes.shape_scenes import (

@@ -8,12 +8,12 @@ from typing import Any
 import diffusers
 import pytest
 import torch
+from shape_autoencoder import encode_drawings, normalize_latents
+from shape_drawing import SceneTable, draw, place
+from training_step import Budget, CapturedStep, set_learning_rate
 
 from sdonnx.sample.shapes.shape_architectures import TRAINED
-from sdonnx.sample.shapes.shape_autoencoder import encode_drawings, normalize_latents
-from sdonnx.sample.shapes.shape_drawing import SceneTable, draw, place
 from sdonnx.sample.shapes.shape_scenes import all_scenes
-from sdonnx.sample.shapes.training_step import Budget, CapturedStep, set_learning_rate
 from sdonnx.sample.write_sample import build_network
 
 

@@ -1,4 +1,4 @@
-"""Weights of the trained samples: reading them, and the checks of scripts/ship_shapes.py before they ship."""
+"""Weights of the trained samples: reading them, and the checks of lab/ship_shapes.py before they ship."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Put weights that scripts/train_shapes.py trained into the package, with the record of their training.
+"""Put weights that lab/train_shapes.py trained into the package, with the record of their training.
 
-    python scripts/ship_shapes.py trained/shapes trained/shapes-dit --result trained/result.json
-    python scripts/ship_shapes.py trained/shapes-dit  # keeps the other pipeline, which ships already
-    python scripts/ship_shapes.py again/shapes-dit --earlier trained/result.json  # trained with --resume trained
+    python lab/ship_shapes.py trained/shapes trained/shapes-dit --result trained/result.json
+    python lab/ship_shapes.py trained/shapes-dit  # keeps the other pipeline, which ships already
+    python lab/ship_shapes.py again/shapes-dit --earlier trained/result.json  # trained with --resume trained
 
 Nothing is written unless all pipelines are finite, small enough, share one autoencoder, and are as accurate on
 held-out captions as `sdonnx.sample.shapes.shape_evaluation.BOUNDS` says. The record has one JSON object per line, one
@@ -196,7 +196,7 @@ def check_results(results: Sequence[Mapping[str, Any]], names: Collection[str]) 
             the autoencoder's training.
         WeightsError: a pipeline is below a bound.
     """
-    remedy = "pass the results of all runs of scripts/train_shapes.py with --result"
+    remedy = "pass the results of all runs of lab/train_shapes.py with --result"
     entries = [(name, entry) for result in results for name, entry in result.get("pipelines", {}).items()]
     if sorted(name for name, _ in entries) != sorted(names):
         listed = ", ".join(name for name, _ in entries) or "no pipeline"

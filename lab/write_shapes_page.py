@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
 """Write docs/explanation/trained-samples.md and its curves from the record of the training.
 
-    python scripts/write_shapes_page.py
-    python scripts/write_shapes_page.py --samples  # also draw the picture, with the weights that ship
+    python lab/write_shapes_page.py
+    python lab/write_shapes_page.py --samples  # also draw the picture, with the weights that ship
 
-The record is docs/results/train-shapes.json, which scripts/ship_shapes.py writes.
+The record is docs/results/train-shapes.json, which lab/ship_shapes.py writes.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ def _page(runs: Sequence[Mapping[str, Any]], made: Sequence[Training]) -> Iterat
     yield f"""\
 # Trained samples
 
-<!-- Written by scripts/write_shapes_page.py from docs/results/train-shapes.json; do not edit. -->
+<!-- Written by lab/write_shapes_page.py from docs/results/train-shapes.json; do not edit. -->
 
 These pipelines have trained weights, which ship with the package. They draw a caption's shapes in
 {IMAGE_SIZE}x{IMAGE_SIZE} pixels, so that a person and a rule can see whether an image is right
@@ -233,8 +233,8 @@ autoencoder. Training took {minutes:.1f} minutes in all, on {device}, evaluation
     yield "\nTo make them again on one GPU, with the results next to the weights:\n\n```sh"
     yield from commands(runs)
     yield """\
-python scripts/ship_shapes.py FOLDER ...
-python scripts/write_shapes_page.py --samples
+python lab/ship_shapes.py FOLDER ...
+python lab/write_shapes_page.py --samples
 ```"""
 
 
@@ -246,7 +246,7 @@ def commands(runs: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         folders = {"-o": output, "--output": output, "--resume": previous, "--vae": vae}
         options = run["command"][1:]
         values = [folders.get(before, each) for before, each in zip(["", *options], options, strict=False)]
-        yield shlex.join(["python", f"scripts/{Path(run['command'][0]).name}", *values])
+        yield shlex.join(["python", f"lab/{Path(run['command'][0]).name}", *values])
         previous = output
         if any(each["part"] == "vae" for each in run["curve"]):
             vae = f"{output}/{names[0]}/vae" if names else vae

@@ -1,6 +1,6 @@
 """Fuse the graphs of several exporters with sdonnx and with ONNX Runtime's optimizer, and count the fused operators.
 
-`python scripts/compare_optimizers.py --source FOLDER --exports FOLDER --out docs/results/exporters-ARCH.json`
+`python lab/compare_optimizers.py --source FOLDER --exports FOLDER --out docs/results/exporters-ARCH.json`
 
 Each component of the diffusers pipeline in --source is exported to EXPORTS/EXPORTER/COMPONENT, unless that file
 exists, and optimized by both optimizers, each in a separate process. --out receives a JSON line for each (component,
@@ -65,7 +65,7 @@ PACKAGES = ("diffusers", "numpy", "onnx", "onnx_ir", "onnxruntime", "onnxscript"
 PAGE = """# One pipeline, several exporters, two optimizers
 
 The results of `sdonnx` and of ONNX Runtime's optimizer (`onnxruntime.transformers`, as called in its
-`models/stable_diffusion/optimize_pipeline.py`) for the same ONNX files. `scripts/compare_optimizers.py` writes this
+`models/stable_diffusion/optimize_pipeline.py`) for the same ONNX files. `lab/compare_optimizers.py` writes this
 page and the result files that it shows; do not edit it.
 
 - Every pair is **sdonnx / ONNX Runtime**; `a+b` counts the two operators of the column's title.

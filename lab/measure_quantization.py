@@ -1,14 +1,14 @@
 """Measure every quantization type on an exported pipeline: error of the denoiser, images, bytes and milliseconds.
 
-    python scripts/measure_quantization.py ONNX --json docs/results/quantization-cpu.json
-    python scripts/measure_quantization.py ONNX --provider cuda --captions 2000 --json quantization-gpu.json
+    python lab/measure_quantization.py ONNX --json docs/results/quantization-cpu.json
+    python lab/measure_quantization.py ONNX --provider cuda --captions 2000 --json quantization-gpu.json
 
 On a CPU all graphs are in float32, so that the only difference to the reference is the quantization. On a GPU they are
 in fp16, which is a row of its own, and the reference is in float32. The denoiser's error is the largest over recorded
 calls of the reference. With --captions, which is for trained samples, the images of held-out captions are judged; the
 noise of each is the same for all types. Milliseconds are those of a step with guidance and the scheduler, on a GPU.
 Types that differ only in their names, as weight-only types with two formats of activations do, are measured once:
-"equal_to" names the first of them. `scripts/write_quantization_tables.py` writes the tables of the documentation.
+"equal_to" names the first of them. `lab/write_quantization_tables.py` writes the tables of the documentation.
 """
 
 from __future__ import annotations

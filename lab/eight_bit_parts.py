@@ -1,7 +1,7 @@
 """Time the convolutions and attentions of a denoiser in fp8 next to fp16, to see which are worth quantizing.
 
     pip install nvidia-cudnn-frontend==1.18.0
-    python scripts/eight_bit_parts.py SAMPLE --height 1024 --json docs/results/eight-bit-parts-h100.json
+    python lab/eight_bit_parts.py SAMPLE --height 1024 --json docs/results/eight-bit-parts-h100.json
 
 SAMPLE is a pipeline of diffusers, of which only the configuration is read. The shapes are those of a call of the
 denoiser with guidance. cuDNN computes each in both types, by the fastest of its plans, in a CUDA graph. Activations are

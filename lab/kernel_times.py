@@ -1,6 +1,6 @@
 """Time alternative forms of a transformer block's operators in ONNX Runtime (docs/decisions/0062, 0066 and 0069).
 
-python scripts/kernel_times.py --json docs/results/kernel-times-h200.json
+python lab/kernel_times.py --json docs/results/kernel-times-h200.json
 
 The design decisions in docs/ use these times. They are the durations of the kernels according to torch's profiler,
 without the time that the host needs to launch them.

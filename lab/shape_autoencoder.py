@@ -6,10 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from shape_drawing import SceneTable, draw, place
 from torch.nn import functional as F  # noqa: N812
-
-from sdonnx.sample.shapes.shape_drawing import SceneTable, draw, place
-from sdonnx.sample.shapes.training_step import Budget, CapturedStep, make_optimizer, set_learning_rate
+from training_step import Budget, CapturedStep, make_optimizer, set_learning_rate
 
 __all__ = ["encode_drawings", "initialized", "normalize_latents", "train_autoencoder"]
 

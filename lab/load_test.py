@@ -1,9 +1,9 @@
 """Measure the latency of `sdonnx serve` under load, its memory over time, or the gain of batches or of replicas.
 
-python scripts/load_test.py -m shapes-cpu --json docs/results/serve-load-cpu.json
-python scripts/load_test.py -m shapes-cpu --soak_minutes 60 --json docs/results/serve-soak-cpu.json
-python scripts/load_test.py -m fast --compare_batching 1 4 8 --json serve-batching.json
-python scripts/load_test.py -m fast --compare_replicas 1 2 --json serve-replicas.json
+python lab/load_test.py -m shapes-cpu --json docs/results/serve-load-cpu.json
+python lab/load_test.py -m shapes-cpu --soak_minutes 60 --json docs/results/serve-soak-cpu.json
+python lab/load_test.py -m fast --compare_batching 1 4 8 --json serve-batching.json
+python lab/load_test.py -m fast --compare_replicas 1 2 --json serve-replicas.json
 
 The script starts the server on 127.0.0.1. It measures the capacity with clients that each wait for their answer, then
 sends requests at random times (a Poisson process) at a share of the capacity. The latency of a request counts from the

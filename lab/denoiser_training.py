@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from torch.nn import functional as F  # noqa: N812
+from training_step import Budget, CapturedStep, make_optimizer, set_learning_rate
 
 from sdonnx.sample.architecture import Architecture, T5TokenizerSpec
-from sdonnx.sample.shapes.training_step import Budget, CapturedStep, make_optimizer, set_learning_rate
 
 __all__ = ["CaptionPool", "DenoiserTraining"]
 

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Train the sample pipelines `shapes` and `shapes-dit` on drawings, and measure their accuracy.
 
-    python scripts/train_shapes.py -o trained                     # one GPU, 15 minutes at most
-    python scripts/train_shapes.py -o trained --device cpu --dry_run
+    python lab/train_shapes.py -o trained                     # one GPU, 15 minutes at most
+    python lab/train_shapes.py -o trained --device cpu --dry_run
 
 The autoencoder is trained first. Then both denoisers are trained at the same time, each with its text encoder, on
 latents of drawings. The result is a diffusers folder in float16 for each pipeline, `result.json` with the curve and the
@@ -25,12 +25,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from denoiser_training import CaptionPool, DenoiserTraining
+from shape_autoencoder import encode_drawings, initialized, train_autoencoder
+from shape_drawing import SceneTable
+from training_step import Budget
 
 from sdonnx.sample.architecture import Architecture, ClassSpec
-from sdonnx.sample.shapes.denoiser_training import CaptionPool, DenoiserTraining
 from sdonnx.sample.shapes.shape_architectures import TRAINED
-from sdonnx.sample.shapes.shape_autoencoder import encode_drawings, initialized, train_autoencoder
-from sdonnx.sample.shapes.shape_drawing import SceneTable
 from sdonnx.sample.shapes.shape_evaluation import (
     contact_sheet,
     generate,
@@ -40,7 +41,6 @@ from sdonnx.sample.shapes.shape_evaluation import (
     summarize_relations,
 )
 from sdonnx.sample.shapes.shape_scenes import all_scenes, captions, is_held_out
-from sdonnx.sample.shapes.training_step import Budget
 from sdonnx.sample.tokenizer import build_tokenizer, save_tokenizer
 from sdonnx.sample.write_sample import build_network
 
