@@ -21,8 +21,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from sdonnx.benchmark.report.drawing import WIDTH, Drawing, Series, Text, line_chart
-from sdonnx.benchmark.report.drawing import Path as Shape
+from drawing import WIDTH, Drawing, Series, Text, line_chart
+from drawing import Path as Shape
+
 from sdonnx.sample.shapes.shape_architectures import SHIPPED, TRAINED
 from sdonnx.sample.shapes.shape_evaluation import BOUNDS, contact_sheet, generate, held_out_captions
 from sdonnx.sample.shapes.shape_scenes import COLOURS, IMAGE_SIZE, PHRASES, SHAPES, SIZES

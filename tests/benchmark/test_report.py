@@ -34,11 +34,10 @@ from support.comparison import (
     comparison,
     sample_image,
 )
-from support.markup import Markup, Plot
+from support.markup import Markup
 
 from sdonnx.benchmark.extra_results import Kernels, Throughput
 from sdonnx.benchmark.report import check_report, write_report
-from sdonnx.benchmark.report.drawing import WIDTH
 from sdonnx.benchmark.report.html_tables import aligned, decimals_for, number, percent, ratio
 from sdonnx.benchmark.report.image_comparison import difference, factor_for
 from sdonnx.benchmark.results import REFERENCE, Agreement, Comparison, Result, Round, Stages
@@ -335,15 +334,6 @@ def test_number_formats() -> None:
 # The plots
 
 
-def numbers(data: str) -> list[float]:
-    return [float(each) for each in re.findall(r"-?\d+(?:\.\d+)?", data)]
-
-
-def bar_widths(plot: Plot) -> list[float]:
-    """Return the widths of the bars' parts, which are paths of the form M x y h width ..."""
-    return [numbers(data)[2] for data in plot.data("bar")]
-
-
 def trusted(workload: Workload = ONE) -> list[Result]:
     return [row for row in comparison().results if row.workload == workload and not row.failure]
 
@@ -352,28 +342,21 @@ def latencies_of(row: Result) -> list[float]:
     return [latency for each in row.rounds for latency in each.latencies_s]
 
 
-def test_latency_bars_show_every_trusted_run(page: Markup) -> None:
+def test_latency_bars_are_medians(page: Markup) -> None:
     plot, rows = page.plot("Latency"), trusted()
     assert plot.texts == [OURS, "0.321 s", EAGER, "0.978 s", COMPILED, "0.353 s"]
-    assert len(plot.data("dot")) == len(rows) * 3 * 5
-    widths = bar_widths(plot)
-    scale = widths[0] / np.median(latencies_of(rows[0]))
-    for index, row in enumerate(rows):
-        low, median, high = np.percentile(latencies_of(row), [10, 50, 90]) * scale
-        assert widths[index] == pytest.approx(median, abs=0.5)
-        start, _, end, *_ = numbers(plot.data("range")[index])
-        assert (start, end) == pytest.approx((low, high), abs=0.5)
-        dots = [numbers(data)[:2] for data in plot.data("dot")[15 * index : 15 * index + 15]]
-        assert [x + 2.4 for x, _ in dots] == pytest.approx([run * scale for run in latencies_of(row)], abs=0.5)
-        assert len({y for _, y in dots}) == len(row.rounds)
+    medians = [float(np.median(latencies_of(row))) for row in rows]
+    assert plot.lengths == pytest.approx([median / max(medians) for median in medians], abs=1e-4)
+    table = next(table for table in page.tables if table.caption == "Latency, s")
+    for row, name in zip(rows, (OURS, EAGER, COMPILED), strict=True):
+        expected = np.percentile(latencies_of(row), [10, 50, 90])
+        assert [float(cell) for cell in table.column(name).values()] == pytest.approx(expected, abs=5e-4)
 
 
-def test_bars_and_their_numbers_are_inside_the_plot(page: Markup) -> None:
+def test_the_longest_bar_has_the_whole_width(page: Markup) -> None:
     for plot in page.plots:
-        for data in plot.data("bar"):
-            x, _, width, *_ = numbers(data)
-            assert 0 <= x <= x + width <= WIDTH
-    assert max(bar_widths(page.plot("Latency"))) > 0.5 * WIDTH
+        assert all(0 <= length <= 1 for length in plot.lengths)
+    assert max(page.plot("Latency").lengths) == 1
 
 
 def test_first_image_is_loading_and_the_first_run(page: Markup) -> None:
@@ -383,8 +366,7 @@ def test_first_image_is_loading_and_the_first_run(page: Markup) -> None:
         f"{EAGER}: load 8.72 s", f"{EAGER}: first run 4.83 s",
         f"{COMPILED}: load 8.93 s", f"{COMPILED}: first run 41.20 s",
     ]  # fmt: skip
-    widths = bar_widths(plot)
-    assert [each / widths[0] for each in widths] == pytest.approx(
+    assert [each / plot.lengths[0] for each in plot.lengths] == pytest.approx(
         [each / 1.28 for each in (1.28, 4.84, 8.72, 4.83, 8.93, 41.2)], rel=0.02
     )
 
@@ -429,12 +411,7 @@ def test_latency_by_size(tmp_path: Path) -> None:
     ]
     found = write_page(made(*rows), tmp_path / "report.html")
     table = found.table("Latency, seconds by image size")
-    assert list(table.rows) == ["512x512", "512x768, 768x512", "1024x1024"]
-    plot = found.plot("Latency, seconds by image size")
-    # Sizes are on a scale of pixels that starts at zero.
-    xs = [numbers(data)[0] for data in plot.data("mark")]
-    assert (xs[1] - xs[0]) / (xs[2] - xs[0]) == pytest.approx(0.5 / 3, abs=0.01)
-    assert {"512x512", "1024x1024", "0.0", "0.1", "0.4"} <= set(plot.texts)
+    assert table.column(EAGER) == {"512x512": "0.100", "512x768": "0.200", "768x512": "0.300", "1024x1024": "0.400"}
 
 
 def test_formula_of_the_fitted_line(page: Markup) -> None:
@@ -463,23 +440,18 @@ def test_kernels_by_kind(page: Markup) -> None:
 
 
 def test_an_engine_has_one_colour_everywhere(page: Markup) -> None:
-    colours = page.plot("Latency").colours("bar")
+    colours = page.plot("Latency").colours
     assert len(set(colours)) == 3
-    assert page.plot("Latency").colours("dot") == colours
-    assert page.plot("Images per second by batch size").colours("line") == colours
-    assert page.plot("Latency by steps").colours("mark") == colours
-
-
-def test_plots_have_text_alternatives(page: Markup) -> None:
-    assert page.plot("Latency").alt == f"{OURS} 0.321 s, {EAGER} 0.978 s, {COMPILED} 0.353 s."
-    assert all(plot.name and plot.alt for plot in page.plots)
+    # Parts have tones of it, and the columns of tables its swatch.
+    assert [each[:7] for each in page.plot("Time to the first image").colours[::2]] == colours
+    assert set(colours) <= set(page.swatches)
 
 
 def test_plots_without_finite_values(tmp_path: Path) -> None:
     rows = (result("onnxruntime", (0.2,)), result("torch", (math.inf, 0.3, math.nan)))
     found = write_page(made(*rows), tmp_path / "report.html")
     assert found.plots
-    assert "nan" not in "".join(data for plot in found.plots for _, _, data in plot.paths)
+    assert found.plot("Latency").lengths == [1, 0]
 
 
 # The images
@@ -616,7 +588,7 @@ def test_omits_sections_without_measurements(tmp_path: Path, kept: str) -> None:
     fastest, tables = (["Engines"], ["Numbers"]) if kept == "results" else ([], [])
     images = ["Images"] if kept == "images" else []
     assert found.headings == [*fastest, *plotted, *images, *tables, "Machine", "Reproduce"]
-    assert bool(found.plots) == bool(plotted)
+    assert bool(found.plots) == bool(plotted and kept != "throughput")  # steps have a table only
     assert COMMAND in found.text
     assert ("interrupted before the first result" in found.text) == (kept != "results")
 
@@ -787,7 +759,7 @@ def test_many_engines_and_workloads(tmp_path: Path) -> None:
     sizes = [dataclasses.replace(ONE, batch_size=batch, height=height) for batch in (1, 4, 8) for height in (512, 768)]
     rows = [result(f"engine {index}", (0.1 * index,), size) for size in sizes for index in range(1, 13)]
     found = write_page(made(*rows), tmp_path / "report.html")
-    assert len(found.plots) == 3 * 6 + 2 + 3
-    plot = found.plot("Images per second by batch size")
-    looks = {(colour, re.sub("^M[^a-z]*", "", data)) for kind, colour, data in plot.paths if kind == "mark"}
-    assert len(looks) == 12
+    assert len(found.plots) == 3 * 6
+    assert len(found.plot("Latency").lengths) == 12
+    tables = [table for table in found.tables if table.caption == "Images per second by batch size"]
+    assert [len(table.head) for table in tables] == [13, 13]

@@ -25,21 +25,13 @@ class Found:
 
 @dataclass
 class Plot:
-    """A plot: its name, the texts in it, and its paths as (class, color, path data)."""
+    """A bar chart: its name, the texts in it, and the pointer texts, colors and lengths (0 to 1) of its bars' parts."""
 
     name: str = ""
-    alt: str = ""
     texts: list[str] = field(default_factory=list)
     titles: list[str] = field(default_factory=list)
-    paths: list[tuple[str, str, str]] = field(default_factory=list)
-
-    def data(self, kind: str) -> list[str]:
-        """Return the data of all paths of a class."""
-        return [data for each, _, data in self.paths if each == kind]
-
-    def colours(self, kind: str) -> list[str]:
-        """Return the different colors of a class, in order."""
-        return list(dict.fromkeys(colour for each, colour, _ in self.paths if each == kind))
+    colours: list[str] = field(default_factory=list)
+    lengths: list[float] = field(default_factory=list)
 
 
 class Markup(HTMLParser):
@@ -51,7 +43,8 @@ class Markup(HTMLParser):
         links: the targets of links and loaded resources.
         headings: headings of the sections.
         tables: every table.
-        plots: every plot.
+        plots: every bar chart.
+        swatches: colors of the swatches.
     """
 
     def __init__(self, page: str) -> None:
@@ -62,6 +55,7 @@ class Markup(HTMLParser):
         self.headings: list[str] = []
         self.tables: list[Found] = []
         self.plots: list[Plot] = []
+        self.swatches: list[str] = []
         self._open: list[str] = []
         self._cells: list[str] = []
         self.feed(page)
@@ -75,13 +69,16 @@ class Markup(HTMLParser):
             self._open.append(tag)
         if tag == "table":
             self.tables.append(Found())
-        if tag == "svg":
-            self.plots.append(Plot())
-        if tag == "path":
-            colour = re.search("--edge: ([^;]*)", named.get("style") or "")
-            self.plots[-1].paths.append((named["class"] or "", colour[1] if colour else "", named["d"] or ""))
-        if tag == "text":
-            self.plots[-1].texts.append("")
+        if tag == "ul" and named.get("class") == "bars":
+            self.plots.append(Plot(named["aria-label"] or ""))
+        if tag == "span" and named.get("class") == "swatch":
+            self.swatches += re.findall("--swatch: (#[0-9a-f]+)", named["style"] or "")
+        if tag == "i":
+            part = re.fullmatch("--swatch: (#[0-9a-f]+); --length: ([0-9.]+)", named["style"] or "")
+            assert part is not None, named["style"]
+            self.plots[-1].titles.append(named["title"] or "")
+            self.plots[-1].colours.append(part[1])
+            self.plots[-1].lengths.append(float(part[2]))
         if tag == "tr":
             self._cells = []
         if tag in ("td", "th"):
@@ -98,14 +95,8 @@ class Markup(HTMLParser):
         inside = self._open[-1] if self._open else ""
         if inside != "style":
             self.texts.append(data)
-            if inside == "text":
-                self.plots[-1].texts[-1] += data
-            if inside == "desc":
-                self.plots[-1].alt += data
-            if inside == "title" and self._open[-2] == "svg":
-                self.plots[-1].name += data
-            if inside == "title" and self._open[-2] == "path":
-                self.plots[-1].titles.append(data)
+            if inside in ("strong", "em") and "li" in self._open:
+                self.plots[-1].texts.append(data)
             if inside == "h2":
                 self.headings.append(data)
             if "td" in self._open or "th" in self._open:
@@ -119,7 +110,7 @@ class Markup(HTMLParser):
         return " ".join(" ".join(self.texts).split())
 
     def plot(self, name: str) -> Plot:
-        """Return the first plot of that name."""
+        """Return the first bar chart of that name."""
         return next(plot for plot in self.plots if plot.name == name)
 
     def table(self, caption: str) -> Found:

@@ -49,7 +49,7 @@ class Watch:
         if event == "open" and isinstance(arguments[0], str | bytes):
             path = os.path.realpath(os.fsdecode(arguments[0]))
             writes = isinstance(arguments[2], int) and bool(arguments[2] & _WRITES)
-            own = (path.startswith(_OWN) and not writes) or path.startswith(tuple(self.temporary))
+            own = (path.startswith(_OWN) and not writes) or f"{path}{os.sep}".startswith(tuple(self.temporary))
             if not own and (writes or not path.startswith(self.folder + os.sep)) and path != "/dev/null":
                 self.seen.append(f"{'writes' if writes else 'reads'} {path}")
         elif event == "tempfile.mkdtemp":

@@ -1,4 +1,4 @@
-"""Colours and symbols. An engine has the same colour and symbol everywhere on the page.
+"""Colours. An engine has the same colour everywhere on the page.
 
 Engines use the palette of Okabe and Ito (Color Universal Design, 2008) without yellow, which is invisible on white, and
 black, which is invisible on black. Parts of a whole use Paul Tol's "light" scheme (Colour Schemes, SRON/EPS/TN/09-002,
@@ -31,7 +31,7 @@ _TONES = {"load": "66", "text": "66", "decode": "a6", "rest": "26", "first": "66
 
 
 class Palette:
-    """The colours and symbols of the engines.
+    """The colours of the engines.
 
     Attributes:
         rivals: every engine of the comparison, in order.
@@ -47,17 +47,12 @@ class Palette:
         with_images = (rival for rival, _ in comparison.images if rival != REFERENCE)
         names = dict.fromkeys([*parts, *with_images])
         self.rivals = tuple(names)
-        numbered = [name for name in names if name != REFERENCE]
-        self._colours = {name: _ENGINES[index % len(_ENGINES)] for index, name in enumerate(numbered)}
-        self._symbols = {name: index for index, name in enumerate(numbered)}
+        numbered = enumerate(name for name in names if name != REFERENCE)
+        self._colours = {name: _ENGINES[index % len(_ENGINES)] for index, name in numbered}
 
     def colour(self, rival: str) -> str:
         """Return an engine's colour; the reference is grey."""
         return self._colours.get(rival, _REFERENCE)
-
-    def symbol(self, rival: str) -> int:
-        """Return the index of an engine's marker, which distinguishes engines that share a colour."""
-        return self._symbols.get(rival, 0)
 
     def headings(self, rivals: Iterable[str]) -> tuple[Heading, ...]:
         """Return column headings for engines."""
