@@ -1,4 +1,4 @@
-"""Text to image with an IP-Adapter whose scale changes between the images.
+"""Text to image with an IP-Adapter, with another scale for each image.
 
 `python examples/ip_adapter_changing_scales.py --input-image picture.png`
 """

@@ -1,4 +1,4 @@
-"""Text to image with LoRAs whose weights change between the images.
+"""Text to image with LoRAs, with other weights for each image.
 
 `python examples/lora_changing_weights.py --lora style.safetensors face.safetensors --weights 1,0 0.8,0.5`
 """

@@ -371,7 +371,7 @@ def _show(table: Iterable[tuple[list[str], list[str]]]) -> None:
 
 
 def page(results: Path) -> str:
-    """Return the page with all result files of a folder, starting with that of tiny."""
+    """Return the page with all result files of a folder, starting with tiny's."""
     paths = sorted(results.glob("exporters-*.json"), key=lambda path: path.stem.removeprefix("exporters-") != "tiny")
     return PAGE + "".join(_section(path, list(read_records(path).values())) for path in paths)
 

@@ -80,7 +80,7 @@ class Bar:
         parts: its parts, from the left.
         label: the number after it.
         spread: ends of the line on the bar; None for no line.
-        rounds: dots on the bar; those of a round are on one line.
+        rounds: dots on the bar; the dots of a round are on one line.
     """
 
     parts: tuple[Part, ...]

@@ -3,10 +3,10 @@
     pip install nvidia-cudnn-frontend==1.18.0
     python lab/eight_bit_parts.py SAMPLE --height 1024 --json docs/results/eight-bit-parts-h100.json
 
-SAMPLE is a pipeline of diffusers, of which only the configuration is read. The shapes are those of a call of the
+SAMPLE is a pipeline of diffusers, of which only the configuration is read. The shapes occur in a call of the
 denoiser with guidance. cuDNN computes each in both types, by the fastest of its plans, in a CUDA graph. Activations are
 in fp8 already: what quantizing them takes is not counted, so the difference is the most that fp8 can bring. Attention
-has per-tensor scales, and heads whose size is no multiple of 16 are padded. What cuDNN has no fp8 plan for counts with
+has per-tensor scales, and head sizes that are no multiple of 16 are padded. What cuDNN has no fp8 plan for counts with
 the time of fp16.
 """
 
@@ -252,7 +252,7 @@ class CudnnTimes:
         outputs: Mapping[Any, torch.Tensor],
         expected: torch.Tensor,
     ) -> float:
-        """Return the time of the fastest plan whose result is near torch's."""
+        """Return the time of the fastest plan with a result near torch's."""
         modes = self._cudnn.heur_mode
         graph.validate()
         graph.build_operation_graph()

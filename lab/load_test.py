@@ -14,8 +14,8 @@ time at which it was due, so that a slow server cannot hide its queue by delayin
 - the seconds from the start of the process until it prints that it is ready, with the folder in the page cache;
 - the capacity, in images of PNG answers, with the same number of clients, prompts and steps;
 - requests that are sent one at a time, each followed by the same image with `OrtDiffusionPipeline` in this process and
-  by its PNG in base64. The latency that HTTP and the queue add is the median time of the requests without the medians
-  of the other two (`added_ms`), or their mean time without those of the server's own stages (`beside_stages_ms`). It
+  by its PNG in base64. The latency that HTTP and the queue add is the median time of the requests minus the medians
+  of the other two (`added_ms`), or their mean time minus the means of the server's own stages (`beside_stages_ms`). It
   contains the wait for companions, which a server with the largest batch 1 does not have.
 
 --compare_replicas starts `sdonnx serve --ray` for each number of replicas, and measures the seconds until it is ready,

@@ -6,7 +6,7 @@
 On a CPU all graphs are in float32, so that the only difference to the reference is the quantization. On a GPU they are
 in fp16, which is a row of its own, and the reference is in float32. The denoiser's error is the largest over recorded
 calls of the reference. With --captions, which is for trained samples, the images of held-out captions are judged; the
-noise of each is the same for all types. Milliseconds are those of a step with guidance and the scheduler, on a GPU.
+noise of each is the same for all types. Milliseconds are measured for a step with guidance and the scheduler, on a GPU.
 Types that differ only in their names, as weight-only types with two formats of activations do, are measured once:
 "equal_to" names the first of them. `lab/write_quantization_tables.py` writes the tables of the documentation.
 """
@@ -49,7 +49,7 @@ from sdonnx.runtime.device.session import Graph
 from sdonnx.runtime.pipeline import OrtDiffusionPipeline
 from sdonnx.sample.shapes.shape_evaluation import held_out_captions
 
-_CAPTION_STEPS = 25  # those of the training's record
+_CAPTION_STEPS = 25  # as in the training's record
 _TIMED_STEPS = (2, 42)
 _PROCESSES = min(os.cpu_count() or 1, 12)
 

@@ -16,8 +16,8 @@ from sdonnx.sample.shapes.shape_scenes import COLOURS, IMAGE_SIZE, PHRASES, SHAP
 
 __all__ = ["Layouts", "SceneTable", "draw", "place"]
 
-# Of shapes with area pi: half the side of the square, half the width of the cross's arms, and of the triangle, whose
-# lowest side is horizontal, the radius of the inscribed circle and half a side.
+# Of shapes with area pi: half the side of the square, half the width of the cross's arms, and of the triangle
+# the radius of the inscribed circle and half a side. The lowest side of the triangle is horizontal.
 _SQUARE = math.sqrt(math.pi) / 2
 _ARM = math.sqrt(math.pi / 5) / 2
 _INRADIUS = math.sqrt(math.pi / (3 * math.sqrt(3)))

@@ -84,7 +84,7 @@ def read_pipeline(architecture: Architecture, folder: PipelineFolder) -> dict[Pa
     """Return the weights of a pipeline by the files that they ship as.
 
     Raises:
-        WeightsError: weights are not those of the architecture, not float16, not finite, or too large.
+        WeightsError: weights do not fit the architecture, are not float16, not finite, or too large.
     """
     found = {
         architecture.weights[name]: read_weights(folder.component(name) / spec.weight_file, build_network(spec))
@@ -192,8 +192,8 @@ def check_results(results: Sequence[Mapping[str, Any]], names: Collection[str]) 
         names: names of all pipelines that are to ship, in the order of the answer.
 
     Raises:
-        FolderError: a pipeline has no result or several, a number is not that of its counts, or there is no record of
-            the autoencoder's training.
+        FolderError: a pipeline has no result or several, a number contradicts its counts, or there is no record of the
+            autoencoder's training.
         WeightsError: a pipeline is below a bound.
     """
     remedy = "pass the results of all runs of lab/train_shapes.py with --result"
@@ -234,7 +234,7 @@ def ship(
     Args:
         folders: folders of diffusers, one for each trained sample to ship. A pipeline without a folder stays if the
             package has it already.
-        results: files of `result.json`; those of the folders if there are none.
+        results: files of `result.json`; the folders' files if there are none.
         record: file of the record.
         earlier: files of results of runs that the training resumed from. Their accuracy does not count.
 

@@ -96,7 +96,7 @@ class Log:
 
 
 def new_network(spec: ClassSpec, device: str, seed: int) -> Any:
-    """Return a network with the initial weights of its class; of PixArt's transformer, with those of its authors.
+    """Return a network with the initial weights of its class, or of its authors' code for PixArt's transformer.
 
     Source: `initialize_weights` in PixArt-alpha's `diffusion/model/nets/PixArt.py`.
     """
@@ -182,7 +182,7 @@ class Run:
         self.budget = Budget(1.0)
 
     def train_autoencoder(self) -> None:
-        """Train the autoencoder, or load that of an earlier run."""
+        """Train the autoencoder, or load the one of an earlier run."""
         options = self.options
         spec = next(iter(self.architectures.values())).networks["vae"]
         folder = options.vae

@@ -1,6 +1,6 @@
 """Write the tables of trained samples in docs/how-to/quantize.md from the records of measure_quantization.py on GPUs.
 
-A table has the rows of all records of its pipeline, those of the record with the most types first. Below it is a line
+A table has the rows of all records of its pipeline, the record with the most types first. Below it is a line
 for each further record, with its own times of the types that are not quantized.
 """
 
@@ -56,7 +56,7 @@ def records_of(pipeline: str, results: Path = RESULTS) -> dict[str, dict[str, An
 
 
 def _table(pipeline: str, records: Records) -> Iterator[str]:
-    """Yield the lines of a pipeline's table. A record whose types are all in records before it is left out."""
+    """Yield the lines of a pipeline's table. A record is left out if records before it have all of its types."""
     shown: set[str] = set()
     fresh: dict[str, dict[str, Any]] = {}
     for name, record in records.items():

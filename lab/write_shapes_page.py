@@ -88,7 +88,7 @@ class Training:
         return [each for each in self._curve() if "prompts" in each and settings.items() <= each.items()]
 
     def _curve(self) -> Iterator[Mapping[str, Any]]:
-        """Yield the points of all runs, with steps that continue those of the run before."""
+        """Yield the points of all runs, with steps that continue from the run before."""
         before = 0
         for run in self.runs:
             for each in run["curve"]:
@@ -240,7 +240,7 @@ python lab/write_shapes_page.py --samples
 
 
 def commands(runs: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Yield the command of each run, with folders trained-1, trained-2, ... in place of those of the machine."""
+    """Yield the command of each run, with folders trained-1, trained-2, ... instead of the machine's folders."""
     previous, vae = "", ""
     for number, run in enumerate(runs, 1):
         output, names = f"trained-{number}", [*run["pipelines"], *run.get("resumed_by", ())]

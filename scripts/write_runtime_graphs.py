@@ -100,7 +100,7 @@ def fp8_probe() -> ir.Model:
 def nhwc_conv_probe() -> ir.Model:
     """Return the model: `result` is `x` convolved with `weight` of 3x3, plus `bias`, in float16 with channels last.
 
-    The operator and its attributes are those of `sdonnx.fusions.fuse_nhwc_conv`.
+    It has the operator and the attributes that `sdonnx.fusions.fuse_nhwc_conv` writes.
     """
     half, image = ir.TensorType(ir.DataType.FLOAT16), ir.Shape([1, 6, 6, SIZE])
     x, result = (ir.Value(name=name, shape=image, type=half) for name in ("x", "result"))

@@ -13,7 +13,7 @@ from sdonnx.samplers.table import SAMPLERS, Sampler
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "reference" / "supported.md"
 
-# For each family: published models whose configurations the tests use, image prompts, and a remark.
+# For each family: published models with configurations that the tests use, image prompts, and a remark.
 _NOTES = {
     "stable-diffusion": (
         "1.5, 2.1, 2.1-base",
@@ -51,7 +51,7 @@ def _models() -> Iterator[str]:
 
 
 def _classes(family: Family) -> str:
-    """Return diffusers' classes first, then those of optimum and of diffusers' ONNX pipelines."""
+    """Return diffusers' classes first, then optimum's classes and diffusers' ONNX pipelines."""
     classes = sorted(family.pipeline_classes, key=lambda name: (name.startswith("ORT"), "Onnx" in name, name))
     return ", ".join(f"`{name}`" for name in classes)
 

@@ -28,14 +28,14 @@ COMMANDS = {
 }
 """Command -> (module with `add_arguments` and `run`, summary)."""
 
-_INTERRUPTED = 130  # sdonnx.terminal.INTERRUPTED, whose module takes 0.1 s to import
+_INTERRUPTED = 130  # sdonnx.terminal.INTERRUPTED; importing that module takes 0.1 s
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status.
 
     Args:
-        arguments: the command and its arguments, by default those of the process.
+        arguments: the command and its arguments; by default `sys.argv[1:]`.
     """
     try:
         from sdonnx.cli.command_line import run_command_line

@@ -112,7 +112,7 @@ def structural_similarity(image: npt.NDArray[Any], reference: npt.NDArray[Any]) 
     """Return the mean structural similarity of images (B,C,H,W); 1 for other shapes and images below the window.
 
     Z. Wang et al., "Image quality assessment: from error visibility to structural similarity", 2004, with a uniform
-    window of 7x7; the range is that of the reference.
+    window of 7x7; the range is the reference's.
     """
     if image.ndim != 4 or min(image.shape[2:]) < _WINDOW:
         return 1.0

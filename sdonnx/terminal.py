@@ -132,11 +132,11 @@ def log_to_stderr(level: str) -> Iterator[None]:
 
 
 def add_option(parser: argparse._ActionsContainer, *names: str, **settings: Any) -> None:
-    """Add an option whose first long name, with `_` between words, names the attribute.
+    """Add an option. Its first long name, with `_` between words, names the attribute.
 
     Args:
         parser: a parser or a group of options.
-        names: names of the option. A command's parser also accepts `-` in place of `_`.
+        names: names of the option. A command's parser also accepts `-` instead of `_`.
         settings: arguments of `argparse.ArgumentParser.add_argument`.
     """
     long = next(name for name in names if name.startswith("--"))
@@ -146,7 +146,7 @@ def add_option(parser: argparse._ActionsContainer, *names: str, **settings: Any)
 def guarded(main: Callable[[argparse.Namespace], int], options: argparse.Namespace) -> int:
     """Run a command and return its exit status. An error that the user can fix is printed on one line, with status 2.
 
-    SIGTERM is handled like Ctrl-C, so that no partial output remains. The status is that of a shell for a process that
+    SIGTERM is handled like Ctrl-C, so that no partial output remains. The status is as in a shell for a process that
     the signal ended: 130 or 143.
 
     Finalizers of objects, and handlers of libraries that catch everything, drop a KeyboardInterrupt. It is raised again
@@ -245,7 +245,7 @@ class _Output(io.TextIOWrapper):
 
 
 def unwritable_output(error: OSError) -> OutputError:
-    """Return the error of a command whose standard output cannot be written."""
+    """Return the error of a command that cannot write its standard output."""
     return OutputError(
         f"standard output cannot be written ({error.strerror or error})",
         "a file or a pipe that accepts it",
@@ -257,7 +257,7 @@ def unwritable_output(error: OSError) -> OutputError:
 def _checked_output() -> Iterator[None]:
     """Raise OutputError where standard output cannot be written, in the end also for text in Python's buffer."""
     standard = sys.stdout
-    if standard is not None and standard is not sys.__stdout__:  # the caller's own, such as that of a test
+    if standard is not None and standard is not sys.__stdout__:  # the caller's own, such as a test's
         yield
         return
     if standard is None:  # the shell closed it
@@ -305,7 +305,7 @@ def progress_bar() -> Progress:
 
 
 class _LogLines(io.TextIOBase):
-    """Writes the states of a progress bar as lines of a log, in place of one line that is overwritten."""
+    """Writes the states of a progress bar as lines of a log, instead of overwriting one line."""
 
     def write(self, text: str) -> int:
         """Write the state, without the control characters around it."""

@@ -36,8 +36,8 @@ logging.getLogger("torch.__trace").propagate = True
 # Python's defaults, 700 new objects and 10 collections of each generation, cost 13 % of the tests that export graphs.
 gc.set_threshold(20_000, 20, 10)
 
-# Folders and files whose tests take seconds each without a fixture that says so: they request pipelines by name, start
-# processes, or compare many cases.
+# Folders and files with tests that take seconds each without a fixture that says so: they request pipelines by name,
+# start processes, or compare many cases.
 _SLOW = (
     "kernels/test_emulated_kernels",
     "models/",

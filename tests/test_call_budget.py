@@ -16,7 +16,7 @@ MODULE = "counted_module"
 
 @pytest.fixture
 def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The file of calls of a process that counts those of a module, which it has not imported yet."""
+    """The file of calls of a process that counts the calls of a module, which it has not imported yet."""
     (tmp_path / f"{MODULE}.py").write_text("def work(value):\n    return 2 / value\n")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(call_budget, "_COUNTED", {MODULE: ("work", "export")})

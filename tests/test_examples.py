@@ -43,7 +43,7 @@ def pixels(image: Any) -> npt.NDArray[np.float64]:
 
 
 def agreement(saved: Path, pipe: Any, **arguments: Any) -> float:
-    """Return the PSNR of a saved image to that of diffusers, in dB."""
+    """Return the PSNR of a saved image to diffusers' image, in dB."""
     theirs = pipe(PROMPT, num_inference_steps=2, generator=torch.Generator("cpu").manual_seed(3), **arguments).images[0]
     with Image.open(saved) as ours:
         assert ours.size == theirs.size

@@ -24,7 +24,8 @@ def test_each_word_is_counted_in_each_form(entry: str, word: str, form: str, tmp
     path = tmp_path / "a.py"
     for spelled in (word, word.capitalize()):
         path.write_text(FORMS[form].format(spelled))
-        assert SCRIPT.rates([path]) == dict.fromkeys(SCRIPT.LIMITS, 0.0) | {entry: pytest.approx(1000 / (2 + len(word.split())))}
+        rate = pytest.approx(1000 / (2 + len(word.split())))
+        assert SCRIPT.rates([path]) == dict.fromkeys(SCRIPT.LIMITS, 0.0) | {entry: rate}
 
 
 def test_words_of_code_are_not_counted(tmp_path: Path) -> None:

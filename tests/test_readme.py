@@ -1,4 +1,4 @@
-"""The numbers in README.md and in the notes on eager torch are those of the records that they name."""
+"""The numbers in README.md and in the notes on eager torch agree with the records that they name."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ echo "output of $(wc -l <"$NOTES")"
 
 
 def set_up(folder: Path, runtime: str, fails: int, script: Path = ROOT) -> tuple[subprocess.CompletedProcess[str], str]:
-    """Run `setup_venv export` with an environment whose pip fails some times; return the run and what pip was asked."""
+    """Run `setup_venv export` with a pip that fails some times; return the run and what pip was asked."""
     (folder / "bin").mkdir(parents=True, exist_ok=True)
     (folder / "bin" / "python").write_text(PYTHON)
     (folder / "bin" / "python").chmod(0o755)

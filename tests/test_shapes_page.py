@@ -57,7 +57,7 @@ RUNS = [
 
 
 def test_a_resumed_training_is_one_curve() -> None:
-    """Steps continue those of the run before, whose accuracy does not count."""
+    """Steps continue from the run before; its accuracy does not count."""
     earlier = run("shapes-dit", pipelines={}, resumed_by=["shapes-dit"], steps=4000)
     runs = [*RUNS[:2], earlier, RUNS[2]]
     (training,) = (each for each in SCRIPT.trainings(runs) if each.name == "shapes-dit")

@@ -1,4 +1,4 @@
-"""The page of supported models and schedulers is that of the code."""
+"""The page of supported models and schedulers agrees with the code."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ Images = npt.NDArray[np.uint8]
 
 
 def compare_images(images: Images, reference: Images) -> Agreement:
-    """Compare images (B,H,W,3) with those of the reference, of the same shape.
+    """Compare images (B,H,W,3) with the reference's images of the same shape.
 
     PSNR is computed over all pixels. SSIM (Wang et al. 2004, scikit-image's implementation with its window of 7
     pixels) and LPIPS (Zhang et al. 2018, with AlexNet) are means over the images.

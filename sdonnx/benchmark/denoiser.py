@@ -42,7 +42,7 @@ ENGINES = ("sdonnx-plain", "sdonnx", "sdonnx-quantized", "torch", "torch-compile
 _PLAIN, _OWN, _QUANTIZED = ENGINES[:3]
 _OURS = ENGINES[:3]
 _PROMPT = "a red fox in the snow " * 20  # fills the prompt
-_STEPS = 10  # of the shorter of the two images whose difference is timed
+_STEPS = 10  # of the shorter of the two timed images
 
 
 def _parser() -> argparse.ArgumentParser:

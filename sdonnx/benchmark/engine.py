@@ -53,8 +53,8 @@ class EngineOptions:
         io_binding: bind device buffers (onnxruntime-plain only; the other engines always or never do).
         safety_checker: run the folder's safety checker.
         adapters: files of image-prompt adapters; folders of graphs must be exported with them.
-        compiler_config: options of the compiler: those of `sdonnx.compile_pipe`, or a JSON object with further
-            arguments of torch.compile; None for the defaults.
+        compiler_config: options of the compiler: the `options` of `sdonnx.compile_pipe`, or a JSON object with
+            further arguments of torch.compile; None for the defaults.
     """
 
     folder: Path

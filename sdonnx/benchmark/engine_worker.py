@@ -42,7 +42,7 @@ def perform(job: dict[str, Any], emit: Emit) -> None:
     Args:
         job: `task`; `engine`, a key of ENGINES or "reference"; `options` of the engine; `workload`; `prompts`;
             `batch_count`; `warm_ups`; `images`, the file that the images of all prompts are written to (npy); and
-            `sizes`, those of the task "resolutions".
+            `sizes`, for the task "resolutions".
         emit: callback `(event, value)`.
 
     Raises:

@@ -180,7 +180,7 @@ def measure_throughput(
 
 
 def visited_sizes(workload: Workload, multiple: int) -> list[tuple[int, int]]:
-    """Return the sizes (height, width) of `--run_multiple_resolutions`, starting with that of the workload."""
+    """Return the sizes (height, width) of `--run_multiple_resolutions`, starting with the workload's."""
 
     def part(pixels: int, quarters: int) -> int:
         return max(multiple, round(pixels * quarters / 4 / multiple) * multiple)

@@ -28,7 +28,7 @@ __all__ = [
 ELEMENT_WISE, IDLE = "element-wise", "idle"
 
 # Substrings of the names of kernels, ATen operators and ONNX operators, by kind; the first match counts. The kernels
-# are those of cuDNN, cuBLAS, CUTLASS, Triton, ONNX Runtime and torch, by their names in a profiler.
+# come from cuDNN, cuBLAS, CUTLASS, Triton, ONNX Runtime and torch, under their names in a profiler.
 KINDS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("attention", ("sdpa", "flash", "fmha", "attention")),
     ("convolution", ("implicit_gemm", "fprop", "conv", "addpadding", "init_device_workspace", "cudnn_infer")),

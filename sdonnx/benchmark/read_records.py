@@ -17,7 +17,7 @@ __all__ = ["read_comparison"]
 def read_comparison(records: Iterable[Mapping[str, Any]]) -> Comparison:
     """Return the comparison of records from one machine. Records contain no images.
 
-    The command, the environment, the model and the time are those of the first record.
+    The command, the environment, the model and the time are taken from the first record.
 
     Args:
         records: the lines of a file that `--json` wrote, at least one.

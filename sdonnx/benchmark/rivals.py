@@ -102,7 +102,7 @@ def parse_rivals(
         config: `--compiler_config`: the options of sdonnx-compile or, without that engine, `mode`, `dynamic` and
             `fullgraph` of torch.compile; as JSON, or as a mode.
         types: `mode`, `quant_type` and `quantize_config` of the options of sdonnx-compile, of `--quantize`. The mode is
-            added to that of `config`; the others replace it.
+            added to the mode in `config`; the others replace it.
 
     Raises:
         OptionError: a name, a mode or a key is unknown, or an option applies to none of the engines.

@@ -40,7 +40,7 @@ def shown_name(title: str) -> str:
 
 
 def with_shown_names(comparison: Comparison) -> Comparison:
-    """Return a comparison whose engines have the names for people."""
+    """Return the comparison with `shown_name` as the name of each engine."""
 
     def renamed(parts: list[Any]) -> list[Any]:
         return [replace(each, rival=shown_name(each.rival)) for each in parts]

@@ -40,8 +40,8 @@ class Summary:
     """Statistics over the rounds of an engine.
 
     Latencies are over the runs of all rounds. For values that occur once in a process it is the median over the
-    rounds, and for memory the maximum. `load_s`, `pipeline_load_s`, `first_image_s` and `warm_up_s` are those of the
-    rounds that start with empty caches.
+    rounds, and for memory the maximum. `load_s`, `pipeline_load_s`, `first_image_s` and `warm_up_s` come from
+    the rounds that start with empty caches.
 
     Attributes:
         runs: number of timed runs.

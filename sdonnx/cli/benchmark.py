@@ -280,7 +280,7 @@ def _resolutions(
 
 
 def _missing(rival: Rival, options: argparse.Namespace) -> SdonnxError | None:
-    """Return the error of an engine whose packages are missing. Engines with another interpreter are not checked."""
+    """Return the error of an engine if its packages are missing. Engines with another interpreter are not checked."""
     if rival.engine in options.python:
         return None
     if options.ip_adapter and not ENGINES[rival.engine].supports_adapters:

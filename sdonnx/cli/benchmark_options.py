@@ -1,6 +1,6 @@
 """The benchmark's options.
 
-Names and meanings are those of ONNX Runtime's benchmark.py for Stable Diffusion. OneDiff's names for the same options
+Names and meanings follow ONNX Runtime's benchmark.py for Stable Diffusion. OneDiff's names for the same options
 are also accepted, and each name can be spelled with `-` and with `_`.
 """
 

@@ -68,8 +68,7 @@ def _print_removed(entries: Sequence[CacheEntry]) -> None:
 def _print_entries(cache: FolderCache) -> None:
     """Print a table of the graphs, the most recently used ones first.
 
-    In a terminal that is too narrow, cells continue on further lines, first those of the widest column. Elsewhere, each
-    graph is one line.
+    In a terminal that is too narrow, cells wrap, first in the widest column. Elsewhere, each graph is one line.
     """
     out = console()
     title = f"graphs in {escape(str(cache.root))}"

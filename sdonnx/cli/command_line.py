@@ -92,7 +92,7 @@ def top_parser(commands: Iterable[str] = ()) -> argparse.ArgumentParser:
     """Return the parser of the whole command line, for its help and for shell completion.
 
     Args:
-        commands: commands whose options are added.
+        commands: names of the commands to add options for.
     """
     parser = argparse.ArgumentParser(prog="sdonnx", description="Diffusion pipelines on ONNX Runtime.")
     parser.add_argument("--version", action="version", version=__version__)

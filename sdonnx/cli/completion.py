@@ -18,7 +18,7 @@ __all__ = ["SHELLS", "add_arguments", "run"]
 SHELLS = ("bash", "zsh", "fish")
 """Shells that a script is printed for."""
 
-# Options with a path whose value is read as text: a hub id or standard output is accepted as well.
+# Options with a path that is read as text: a hub id or standard output is accepted as well.
 _PATHS = ("model", "output")
 
 
@@ -47,7 +47,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _importable() -> Iterator[str]:
-    """Yield the commands whose packages are installed; the others are completed without options."""
+    """Yield the commands that can be imported with the installed packages; the others are completed without options."""
     for name, (module, _) in COMMANDS.items():
         with contextlib.suppress(ModuleNotFoundError):
             importlib.import_module(module)

@@ -176,7 +176,7 @@ def components_table(found: Verification) -> Table:
 
 
 def images_table(found: Verification) -> Table:
-    """Return the agreement of each image with that of torch. Long prompts are shortened between words."""
+    """Return the agreement of each image with torch's image. Long prompts are shortened between words."""
     table = Table(title="Images", title_justify="left")
     table.add_column("prompt")
     for name in ("seed", "PSNR, dB", "to torch in", "SSIM"):

@@ -1,7 +1,7 @@
 """A call of any module as tensors, and the structures of its arguments and of its result.
 
-Structures are those of `torch.utils._pytree`: tuples, lists, dictionaries, and the dataclasses that are registered
-there, as those of diffusers and transformers are.
+Structures are pytrees of `torch.utils._pytree`: tuples, lists, dictionaries, and the dataclasses that are registered
+there, as diffusers and transformers register theirs.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class FlatCall:
 
     Attributes:
         tensors: Tensors in the order of the structure.
-        leaves: All leaves of the structure, `_Tensor` in place of each tensor.
+        leaves: All leaves of the structure, with `_Tensor` instead of each tensor.
         structure: The structure.
         key: Value that is equal for calls which differ in the values and the sizes of tensors only.
     """

@@ -31,7 +31,7 @@ __all__ = ["load_changed", "parameter_places"]
 
 Array = npt.NDArray[Any]
 
-# Modules whose vectors no rule combines with anything unless the names of initializers say so.
+# No rule combines the vectors of these modules with anything unless an initializer's name says so.
 _PLAIN = (torch.nn.Linear, torch.nn.Conv2d, torch.nn.GroupNorm, torch.nn.LayerNorm)
 
 _SAMPLES = 4096  # values of a tensor that are compared first
@@ -136,12 +136,12 @@ def _vectors(module: torch.nn.Module) -> Iterator[str]:
 
 
 def _related(model: ir.Model, name: str) -> set[str]:
-    """Return the initializers whose names say that they were made with another one."""
+    """Return the initializers that were made with another one, according to their names."""
     return {str(each) for each in model.graph.initializers if name in str(each)}
 
 
 def _single(tensors: Mapping[str, torch.Tensor]) -> set[str]:
-    """Return the names of tensors whose values no other tensor has."""
+    """Return the names of tensors with values that no other tensor has."""
     groups = defaultdict[tuple[Any, ...], list[str]](list)
     for name, tensor in tensors.items():
         values = tensor.detach().reshape(-1)  # all values are compared only where a few are equal

@@ -36,7 +36,7 @@ def compile(module: _Module, options: Mapping[str, Any] | str | None = None, *, 
     one is a change of both. Only its `forward` differs, or an autoencoder's `encode` and `decode`. The module itself
     still runs in torch. Batch, height, width and sequence length of a call are arbitrary.
 
-    A module of another class than those of `SUPPORTED`, or with a configuration for which these have no graph, is
+    A module of a class that is not in `SUPPORTED`, or with a configuration for which its class has no graph, is
     exported with torch.export by its first call, and again for calls with other constants among their arguments, or
     with sizes that torch.export cannot leave open. A call that cannot be exported is computed in torch, with a line in
     the log: with branches that depend on values, changes of buffers or arguments in place, random numbers, or weights
@@ -58,8 +58,8 @@ def compile(module: _Module, options: Mapping[str, Any] | str | None = None, *, 
     with an equal module loads them.
 
     Args:
-        module: A module in evaluation mode: in float32 on the CPU, or in float16 or float32 on a GPU. Those of the
-            classes in `SUPPORTED` have graphs of their own, which are compiled before the first call.
+        module: A module in evaluation mode: in float32 on the CPU, or in float16 or float32 on a GPU. Modules
+            of the classes in `SUPPORTED` have graphs of their own, which are compiled before the first call.
         options: Options as OneDiff's users write them, as a dictionary or JSON (`sdonnx.compiler.compile_options`).
             `{"options": {"check_agreement": True}}` compares the first result of each graph, and the first with inputs
             of other sizes, with the module's own; if a tensor differs by a relative error above 1e-3 (2e-2 in float16),
@@ -67,7 +67,7 @@ def compile(module: _Module, options: Mapping[str, Any] | str | None = None, *, 
             weights from the GPU to the host's memory after compiling: then call the drop-in only, which moves them back
             for calls that torch computes. `{"options": {"freeze_processors": True}}` compiles attention processors of
             any class with their attributes as they are. `{"mode": "O3"}` and `{"quant_type": TYPE}` quantize a
-            denoiser to 8 bits; some of its first calls are compared with torch, and a graph whose error exceeds 0.1 is
+            denoiser to 8 bits; some of its first calls are compared with torch, and a graph with an error above 0.1 is
             replaced by one without quantization.
         backend: OneDiff's name of a backend, without effect.
 

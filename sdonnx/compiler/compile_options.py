@@ -136,7 +136,7 @@ def check_options(options: Mapping[str, Any] | str | None) -> CompileOptions:
 
 @functools.cache
 def _note_idle(names: str) -> None:
-    """Write options without effect to the log, once in a process; a component of a pipeline has those of the others."""
+    """Log options without effect, once in a process: all components of a pipeline have the same options."""
     _LOGGER.warning("options without effect: %s; those with one are %s", names, ", ".join(_INNER))
 
 

@@ -32,10 +32,10 @@ def compile_pipe(
 ) -> _Pipe:
     """Compile all components of a pipeline that can be, in place, and return the pipeline.
 
-    Components whose class or configuration is not supported, such as a safety checker, those that cannot be traced,
-    and those that are compiled with these options already stay as they are; the log names the first two. The pipeline's
-    scheduler, tokenizers, callbacks and arguments are those of diffusers, and its images agree with those from before
-    up to rounding.
+    Components of an unsupported class or configuration, such as a safety checker, those that cannot be traced, and
+    those that are compiled with these options already stay as they are; the log names the first two. The pipeline
+    keeps diffusers' scheduler, tokenizers, callbacks and arguments, and its images agree with those from before up to
+    rounding.
 
     On a GPU, torch's copy of the weights moves to the host's memory, and back for calls that torch computes. Changes of
     weights are noticed there. `{"options": {"freezing": False}}` keeps it on the GPU.

@@ -62,7 +62,7 @@ class ControlNetForward(GraphMethod):
                 TensorSpec(_TEXT_EMBEDS, ("batch_size", pooled_width(module.config))),
                 TensorSpec(_TIME_IDS, ("batch_size", NUM_TIME_IDS), keeps_float32=True),
             ]
-        # The sizes of each residual follow from those of the latents.
+        # The sizes of each residual follow from the sizes of the latents.
         outputs = tuple(
             TensorSpec(f"residual.{index}", ("batch_size", f"channels_{index}", f"height_{index}", f"width_{index}"))
             for index in range(_residuals(module))
@@ -112,7 +112,7 @@ class ControlNetForward(GraphMethod):
 
 
 def _residuals(module: Any) -> int:
-    """Return the number of residuals, with that of the middle block."""
+    """Return the number of residuals, including the middle block's."""
     return len(module.controlnet_down_blocks) + 1
 
 
@@ -122,7 +122,7 @@ def _weights(scale: float, count: int, device: torch.device, *, guess: bool) -> 
 
 
 def _blocks(image: Any, sample: torch.Tensor, pixels: int) -> torch.Tensor | None:
-    """Return an image (B,C,PH,PW) as a view (B,C,H,P,W,P), or None if its size is not that of its latents (B,C,H,W)."""
+    """Return an image (B,C,PH,PW) as a view (B,C,H,P,W,P), or None if its size does not fit the latents (B,C,H,W)."""
     height, width = sample.shape[2:]
     if not isinstance(image, torch.Tensor) or image.ndim != 4:
         return None

@@ -94,7 +94,7 @@ class CompiledMethod:
         self._signature = inspect.signature(getattr(module, method.name))
         self._lock = threading.Lock()
         self._logged: set[str] = set()
-        self._variants = OrderedDict[Hashable, _Build]()  # that of the last call is at the end
+        self._variants = OrderedDict[Hashable, _Build]()  # the last call's variant is at the end
         self._built: _Build | None = None
         self._variant: Hashable = None  # of the last graph
         self._refusal: _Refusal | None = None

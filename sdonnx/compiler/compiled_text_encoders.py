@@ -35,7 +35,7 @@ _TRACED_TOKENS = 77  # of the example of sdonnx.export.trace, the length of ever
 # Runtime has no CUDA kernel for the ArgMax of whole numbers, and captures no graph with a node on the CPU.
 _POSITIONS = TensorSpec(POSITIONS, ("batch_size",), integer=True)
 
-_LEGACY_END = 2  # `eos_token_id` of configurations whose last token is the one with the highest number
+_LEGACY_END = 2  # `eos_token_id` of configurations in which the last token is the one with the highest number
 
 
 class _PooledTextEncoder(Wrapper):
@@ -211,7 +211,7 @@ def _last_tokens(ids: torch.Tensor, end: int) -> torch.Tensor:
 
     Args:
         ids: The tokens.
-        end: Number of the last token, whose first occurrence counts.
+        end: Number of the last token; its first occurrence counts.
     """
     columns = (ids if end == _LEGACY_END else (ids == end).int()).argmax(dim=-1)
     starts = torch.arange(0, ids.numel(), ids.shape[1], device=ids.device)

@@ -180,7 +180,7 @@ def _expression(size: int | torch.SymInt) -> sympy.Expr:
 
 
 def _numbered(shape: ir.Shape) -> ir.Shape:
-    """Return a shape with numbers in place of names that are numbers; the exporter writes some fixed sizes so."""
+    """Return a shape with numbers instead of names that are numbers; the exporter writes some fixed sizes so."""
     return ir.Shape(
         int(size.value) if isinstance(size, ir.SymbolicDim) and size.value and size.value.isdecimal() else size
         for size in shape

@@ -36,7 +36,7 @@ __all__ = ["ModuleGraphs"]
 
 _LOGGER = logging.getLogger(__name__)
 
-_MAX_BASES = 8  # of entries whose digests are kept
+_MAX_BASES = 8  # of entries with digests in memory
 
 _ATTEMPTS = 2  # a broken entry in a read-only folder stays there
 
@@ -81,7 +81,7 @@ class ModuleGraphs:
         Args:
             signature: The signature of the graph.
             frees: Move the weights to the host's memory first, if they are to be there, so that the device never has
-                those of torch and of the graph.
+                both torch's weights and the graph's.
             loads: Loads a graph that is in a cache while the caller goes on; None to load it when the result is called.
             loaded: Called with a graph that `loads` has loaded.
 
@@ -296,7 +296,7 @@ class ModuleGraphs:
         return graph
 
     def _warn_of_another_state(self, saved: FolderCache, key: GraphKey) -> None:
-        """Say which part of the key differs from that of a saved graph of the same class and method."""
+        """Log which part of the key differs from a saved graph of the same class and method."""
         names = ("class", "method")
         for entry in reversed(saved.entries()):
             parts = entry.info.get(_PARTS)

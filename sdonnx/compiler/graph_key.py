@@ -61,7 +61,7 @@ class GraphKey:
         return hashlib.sha256(json.dumps(self.parts, sort_keys=True).encode()).hexdigest()
 
     def changed_from(self, other: GraphKey) -> list[str] | None:
-        """Return the names of the tensors whose values differ from those of another key.
+        """Return the names of the tensors that have different values in another key.
 
         None if anything else differs, or a tensor without a name.
         """
@@ -72,7 +72,7 @@ class GraphKey:
         return changed if all(changed) else None
 
     def difference(self, parts: Any) -> str:
-        """Return the first part that differs from those of another key, read from JSON, as a plural noun."""
+        """Return the first part that differs from another key, read from JSON, as a plural noun."""
         other = parts if isinstance(parts, Mapping) else {}
         return next((shown for name, shown in _SHOWN.items() if self.parts[name] != other.get(name)), "arguments")
 
@@ -91,8 +91,8 @@ def graph_key(
         signature: The signature of the graph.
         method: The method.
         target: All that the graph depends on besides the module: provider, precision, generation of the GPU, options.
-        places: The devices of tensors that are in the host's memory for now (`HostWeights.places`): the key is that of
-            the module on its device.
+        places: The devices of tensors that are in the host's memory for now (`HostWeights.places`): the key is the same
+            as for the module on its device.
 
     Raises:
         IndescribableError: The module has a part that has no description in other processes.

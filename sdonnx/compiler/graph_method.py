@@ -52,7 +52,7 @@ class GraphMethod(ABC):
         upcasts: Whether pipelines may convert the module to float32 for a call (`UpcastDropIn`).
         warm_up_sizes: Sizes of the axes of small inputs, with which a graph runs once while others are loaded; empty
             for none.
-        called_directly: Names of submodules that pipelines call themselves, whose weights stay on the device.
+        called_directly: Names of submodules that pipelines call themselves; their weights stay on the device.
         ignored: Attributes of the module that do not change the graph.
         ignored_inside: Attributes of submodules that do not change the graph, by the class of the submodule.
     """
@@ -87,7 +87,7 @@ class GraphMethod(ABC):
         return None
 
     def lora_scale(self, module: torch.nn.Module, arguments: Mapping[str, Any], before: float) -> float:
-        """Return the factor of the weights of adapters in a call, on top of those of `set_adapters`.
+        """Return the factor of the weights of adapters in a call, on top of the weights that `set_adapters` sets.
 
         Args:
             module: The module.

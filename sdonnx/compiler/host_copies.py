@@ -47,7 +47,7 @@ def copies_on_host(sources: Sequence[torch.Tensor], buffer_bytes: int = BUFFER_B
     other one, so that several threads also touch the new pages.
 
     Args:
-        sources: One-dimensional tensors of uint8 on one device, whose values are those of the current stream.
+        sources: One-dimensional tensors of uint8 on one device, as the current stream leaves them.
         buffer_bytes: Size of each of the two buffers.
     """
     if not sources:
@@ -106,7 +106,7 @@ def copy_to_device(
 def _own_stream(device: torch.device) -> Iterator[Any]:
     """Make a new stream current, which waits for the work of the current one.
 
-    Two threads may copy at the same time: the weights of one component to the host, and those of another to the device.
+    Two threads may copy at the same time: one component's weights to the host, and another's to the device.
     """
     stream: Any = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))

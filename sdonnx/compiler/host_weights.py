@@ -23,7 +23,7 @@ __all__ = ["HOST", "HostWeights", "HostedDropIn", "move_tensors"]
 
 _LOGGER = logging.getLogger(__name__)
 
-_FROM = ("cuda",)  # types of devices whose memory is freed; graphs on the CPU share the memory of the weights
+_FROM = ("cuda",)  # types of devices with memory to free; graphs on the CPU share the memory of the weights
 
 HOST = torch.device("cpu")
 """Where weights are that neither a graph nor torch reads."""
@@ -37,7 +37,7 @@ class HostWeights:
 
     Args:
         module: The module.
-        stays: Names of submodules that pipelines call themselves, whose weights stay on the device.
+        stays: Names of submodules that pipelines call themselves; their weights stay on the device.
 
     Attributes:
         wanted: Whether the weights move to the host's memory after the module was compiled.

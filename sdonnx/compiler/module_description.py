@@ -1,8 +1,8 @@
 """Describe everything of a module that decides its graph, except the values of its tensors.
 
 The description covers the classes of all submodules with the code of their methods, and all attributes. It is equal in
-all processes. A module with a part that has no such description, such as a class of the user, whose code may call
-anything, cannot be described.
+all processes. A module with a part that has no such description, such as a user's class, which may call any
+code, cannot be described.
 """
 
 from __future__ import annotations
@@ -281,7 +281,7 @@ def _trusted(module: str, value: Any, place: str) -> str:
     """Return the name of the module that defines a class or a function.
 
     Raises:
-        IndescribableError: It is none of the standard library or of a package whose version is known.
+        IndescribableError: The module belongs neither to the standard library nor to a package of a known version.
     """
     if _root(module) not in PACKAGES and _root(module) not in sys.stdlib_module_names and _root(module) != "numpy":
         named = getattr(value, "__qualname__", type(value).__qualname__)

@@ -2,7 +2,8 @@
 
 The module is traced as a copy of fake tensors, which have shapes but no storage. Its weights are passed to ONNX Runtime
 in memory. On the CPU, one that the graph uses as it is shares the memory of the module's parameter, and is never
-written to disk (docs/decisions/0168-compile-modules-in-memory.md). Those of a module on a GPU are copied to the host.
+written to disk (docs/decisions/0168-compile-modules-in-memory.md). The weights of a module on a GPU are copied to the
+host.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ EXPORTED = "sdonnx.exported"
 
 _PAGE = 4096  # bytes
 
-# Types that ONNX Runtime accepts from memory; those of 8 bits in floating point have no DLPack.
+# Types that ONNX Runtime accepts from memory; 8-bit floating-point types have no DLPack.
 _SHARED = (np.dtype(np.float32), np.dtype(np.float16), np.dtype(np.int64), np.dtype(np.int32))
 
 _READERS = 4  # threads that compute weights; each has a copy of one in float32
@@ -175,7 +176,7 @@ def _log_quantized(weights: Sequence[QuantizedWeight], name: str) -> None:
 
 
 def load_model(model: ir.Model, name: str, target: GraphTarget) -> Graph:
-    """Load a fused graph whose weights are in memory; the model loses these.
+    """Load a fused graph with weights in memory; the model loses these.
 
     Args:
         model: The graph.

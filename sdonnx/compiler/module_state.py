@@ -24,7 +24,7 @@ __all__ = [
 ]
 
 PACKAGES = ("sdonnx", "torch", "diffusers", "transformers", "peft", "accelerate", "huggingface_hub")
-"""Packages whose classes and functions are known by their names, because their versions are known."""
+"""Packages of known versions, in which names identify classes and functions."""
 
 CAPTURES = "_output_capturing_hooks_installed"
 """Attribute of modules that transformers sets in the first call."""
@@ -42,7 +42,7 @@ class ModuleState:
     A later change is noticed by the identity of submodules, of their classes, tensors and attributes, and of the
     attributes of attention processors, by the address and the version counter of each tensor, and by four of its
     values. The values are for writes through `.data`, as diffusers' `EMAModel.copy_to` makes them: torch does not
-    count them. Those of tensors on a GPU are not compared.
+    count them. Values of tensors on a GPU are not compared.
 
     The state keeps the memory of replaced tensors alive until it is released, so that no new tensor can have the same
     address.

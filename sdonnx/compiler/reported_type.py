@@ -23,7 +23,7 @@ _LOGGER = logging.getLogger(__name__)
 
 
 class ReportedType:
-    """The type that a drop-in reports: that of its weights, or float32 where these stay in float16.
+    """The type that a drop-in reports: its weights' type, or float32 where the weights stay in float16.
 
     Args:
         module: The module, which torch computes.

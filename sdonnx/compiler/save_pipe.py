@@ -84,7 +84,7 @@ def load_pipe(
     ignores: Collection[str] = (),
     options: Mapping[str, Any] | str | None = None,
 ) -> _Pipe:
-    """Compile the components of a pipeline whose graphs `save_pipe` wrote, in place, and return the pipeline.
+    """Compile the components that have graphs from `save_pipe`, in place, and return the pipeline.
 
     A graph is only loaded for equal weights, configuration and versions of packages. A component with others, or whose
     files were damaged, is compiled as `compile_pipe` does, with a warning in the log. Other components stay as they

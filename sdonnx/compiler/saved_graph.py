@@ -24,7 +24,7 @@ __all__ = ["float_tensors", "load_saved", "loaded_graph", "stored_place", "store
 
 _LOGGER = logging.getLogger(__name__)
 
-# Numpy's names of types, by those of onnx_ir.
+# Numpy's names of types, by onnx_ir's names.
 _NAMES = {"FLOAT16": "<f2", "FLOAT": "<f4"}
 
 # In the message of ONNX Runtime about a graph with nodes on the CPU.
@@ -70,7 +70,7 @@ def loaded_graph(
     Args:
         path: The model.
         target: Where the graph runs.
-        arrays: Values of initializers in place of the external data that the model names.
+        arrays: Values of initializers, which replace the external data that the model names.
         stored: Values of the external data of other initializers.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The classes of modules whose calls graphs of their own compute."""
+"""The classes of modules that have graphs of their own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Digests of tensors: SHA-256 in several threads on the host, checksums on a GPU, whose memory is slow to copy."""
+"""Digests of tensors: SHA-256 in several threads on the host, checksums on a GPU, as its memory is slow to copy."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _CHUNK_BYTES = 2**24  # of the host's memory, hashed by one thread
 
 _BLOCK = 2**20  # values that two checksums cover
 
-_BATCH = 2**22  # values whose checksums are computed together, by few kernels; a device needs 100 MB for them
+_BATCH = 2**22  # values per batch of checksums, which few kernels compute together; a device needs 100 MB for them
 
 _SEED = 2718281828
 
@@ -40,8 +40,8 @@ def tensor_digests(
 ) -> list[str]:
     """Return digests of the types, shapes and bits of dense tensors; strides do not count.
 
-    Two threads hash 3.1 GB/s on two cores with SHA instructions. The digest of a tensor on a GPU differs from that of
-    the same tensor on the host.
+    Two threads hash 3.1 GB/s on two cores with SHA instructions. The digest of a tensor on a GPU differs from the
+    digest of the same tensor on the host.
 
     Args:
         tensors: The tensors.
@@ -79,7 +79,7 @@ def device_checksums(
 
     Args:
         tensors: Tensors on one device.
-        device: The device that computes, to which tensors are copied; that of the tensors by default.
+        device: The device that computes, to which tensors are copied; the tensors' own by default.
     """
     if not tensors:
         return []
@@ -95,7 +95,7 @@ def device_checksums(
 
 
 class _BlockSums:
-    """Checksums of blocks. Those of equal types and lengths are computed together, whatever tensor they are of.
+    """Checksums of blocks. Blocks of equal types and lengths are computed together, also across tensors.
 
     Args:
         device: The device that computes.

@@ -82,13 +82,13 @@ class _Attention:
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """The key of attentions whose masks, and products of rows and keys, can be computed together."""
+        """The key of attentions that can compute their masks, and their matmuls of rows and keys, together."""
         sizes = tuple(map(str, dims(self.keys) or ()))
         return self.mask, self.keys.dtype, sizes, self.heads, self.scale, self.row is None
 
 
 def absorb_projections(model: ir.Model, conditioning: Collection[str]) -> int:
-    """Absorb the projections of attention to prompts whose padding is masked, in place.
+    """Absorb the projections of attention to prompts with masked padding, in place.
 
     The result is the same in exact arithmetic for prompts of any length; the module's docstring has the cost.
     `hoist_step_invariants` then moves the products that depend only on the prompt out of the step.
@@ -146,8 +146,8 @@ def _read(node: ir.Node, invariant: Set[ir.Value], attended: Set[ir.Value]) -> _
     Args:
         node: any node.
         invariant: values that are the same at every step.
-        attended: values that depend on an attention. The biases of queries must not be among them, because those of
-            all attentions are multiplied together.
+        attended: values that depend on an attention. The biases of queries must not be among them, because the
+            biases of all attentions are multiplied together.
     """
     if node.op_type != "MultiHeadAttention" or node.domain != MICROSOFT or len(node.inputs) <= _LENGTHS:
         return None

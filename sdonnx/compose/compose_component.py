@@ -41,7 +41,7 @@ class ControlPlan:
 
     Attributes:
         residuals: the residuals of the pipeline's UNet.
-        to_blocks: whether they belong to blocks, as those of T2I-Adapter.
+        to_blocks: whether they belong to blocks, as T2I-Adapter's do.
         adds: for a ControlNet, whether it may run after another one.
         latent_size: for a ControlNet, the size of the latents that the UNet generates by default; None if unknown.
     """

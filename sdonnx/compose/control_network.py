@@ -39,7 +39,7 @@ def compose_control(model: ir.Model, config: Mapping[str, Any], *, adds: bool) -
 
     Inputs, with B images, G copies of each (2 with guidance) and K residuals:
 
-    - `state`, `parameters`, `step_index`: those of the step graph, which runs after this graph
+    - `state`, `parameters`, `step_index`: as in the step graph, which runs after this graph
     - `control_factors` (calls, 1 + G*K + N) float32: a row for each call. The first number is 1 to add to the residuals
       of the ControlNets before, or 0 to replace them. The next ones are the weights of the residuals for each copy. The
       last ones are the weights of the N images of a ControlNet-Union.

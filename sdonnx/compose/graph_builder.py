@@ -52,7 +52,7 @@ class GraphBuilder:
     def op(
         self, op_type: str, *inputs: ir.Value | None, dtype: ir.DataType | None = None, **attributes: Any
     ) -> ir.Value:
-        """Add a node with one output and return the output; its type defaults to that of the first input."""
+        """Add a node with one output and return the output; its type defaults to the first input's."""
         return self.multi(op_type, 1, *inputs, dtype=dtype, **attributes)[0]
 
     def multi(
@@ -203,14 +203,14 @@ def has_subgraph(node: ir.Node) -> bool:
 
 
 def remove_unused_nodes(graph: ir.Graph) -> None:
-    """Remove the nodes whose outputs are unused."""
+    """Remove the nodes without a used output."""
     for node in reversed(list(graph)):
         if not any(output.uses() or output.is_graph_output() for output in node.outputs):
             graph.remove(node, safe=True)
 
 
 def measured_axes(node: ir.Node, rank: int) -> tuple[int, int]:
-    """Return the range [start, end) of axes whose sizes a Shape node returns."""
+    """Return the range [start, end) of axes that a Shape node measures."""
     bounds = node.attributes.get_int("start", 0), node.attributes.get_int("end", rank)
     start, end = (min(max(axis + rank if axis < 0 else axis, 0), rank) for axis in bounds)
     return start, max(start, end)

@@ -17,8 +17,8 @@ from sdonnx.operators.operator_table import CONTRACTS
 
 __all__ = ["hoist_step_invariants"]
 
-# Values of these operators, and a count of tokens, which is small, are worth a buffer. Lighter nodes whose inputs are
-# not are computed at each step.
+# Values of these operators, and a count of tokens, which is small, are worth a buffer. Lighter nodes are
+# computed at each step, unless an input is worth a buffer.
 _HEAVY = frozenset({"Attention", "Conv", "CumSum", "Gemm", "LayerNormalization", "MatMul", "ReduceSum"}) | {
     op_type for op_type, contract in CONTRACTS.items() if contract.expensive
 }
@@ -63,7 +63,7 @@ def hoist_step_invariants(step: ir.Model, conditioning: Collection[str]) -> ir.M
 
 
 def _measure_inputs(graph: ir.Graph, inputs: Sequence[ir.Value]) -> None:
-    """Let a Shape whose sizes are, by name or number, neighbouring sizes of an input read them from the input."""
+    """Let a Shape read its sizes from an input with the same neighbouring sizes, by name or number."""
     for node in graph:
         if node.op_type != "Shape" or (measured := node.inputs[0]) is None or measured in inputs:
             continue
@@ -101,7 +101,7 @@ def _read_outside(
     Args:
         graph: the step graph.
         inputs: its step-invariant inputs.
-        latents: the input whose size is that of the latents.
+        latents: the input that has the latents' size.
         kept_nodes: nodes that stay in the step graph.
     """
     known, heavy, of_sizes, fixed = set(inputs), set[ir.Value](), set[ir.Value](), set[ir.Value]()

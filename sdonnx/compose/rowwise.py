@@ -34,7 +34,7 @@ _ALONG_AXIS = {
 
 
 class RowRules:
-    """Rules that find the values of a graph whose first axis are rows that are computed independently.
+    """Rules that find the values of a graph with independently computed rows on their first axis.
 
     Attributes:
         rows: such a value -> whether it depends on the rows of the start value; false where it depends only on their

@@ -17,7 +17,7 @@ _DTYPES = {ir.DataType.FLOAT16: "F16", ir.DataType.FLOAT: "F32", ir.DataType.INT
 # Smaller weights are not worth an allocation of their own, and the host may read them.
 _MIN_BYTES = 1 << 16
 
-# Also of convolutions with channels last, whose weights no optimizer of ONNX Runtime changes.
+# Also convolutions with channels last: no optimizer of ONNX Runtime changes their weights.
 _PRODUCTS = {"MatMul", "Gemm", "NhwcConv"}
 # Operators between a stored weight and a product: a gate, and the restoring of a weight in 8 bits.
 _BEFORE = {"Mul", "DequantizeLinear"}
@@ -26,7 +26,7 @@ _BEFORE = {"Mul", "DequantizeLinear"}
 def shared_weights(models: Iterable[ir.Model]) -> dict[str, dict[str, Any]]:
     """Return the external weights of products and convolutions that two or more graphs share.
 
-    A session accepts shared weights by name, in place of its own copies. ONNX Runtime moves transpositions through
+    A session accepts shared weights by name, instead of its own copies. ONNX Runtime moves transpositions through
     element-wise operators into their constants, which keep their names; weights of products stay unchanged.
 
     Args:

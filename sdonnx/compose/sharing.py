@@ -57,7 +57,7 @@ def share_images(
 
 
 class _ImageRows(RowRules):
-    """The values of a step graph whose rows are G equal copies of one row per image.
+    """The values of a step graph with G equal copies of one row per image.
 
     Attributes:
         graph: the graph.
@@ -256,7 +256,7 @@ class _Rewriter:
                 user.node.replace_input_with(user.idx, whole)
 
     def _adds_as_skip(self, node: ir.Node, index: int) -> bool:
-        """Return whether an input is one of the two terms of a SkipLayerNormalization whose other term has G*B rows."""
+        """Return whether an input is a term of a SkipLayerNormalization, and the other term has G*B rows."""
         if node.op_type != "SkipLayerNormalization" or index > 1:
             return False
         other, rows = node.inputs[1 - index], (dims(self.repeated) or ())[0]

@@ -81,7 +81,7 @@ def compose_step(model: ir.Model, config: Mapping[str, Any], *, plain: bool = Fa
     if inpaints:
         image = add.op("Concat", image, *masks, axis=1)
     image = add.cast(image, dtype_of(sample))
-    # G copies: the batch of the prompts over that of the latents.
+    # G copies: the batch size of the prompts over the latents'.
     batch = add.op("Shape", noise, dtype=INT64, start=0, end=1)
     copies = add.op("Div", add.op("Shape", hidden, dtype=INT64, start=0, end=1), batch)
     repeated = repeat_rows(add, image, copies)

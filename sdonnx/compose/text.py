@@ -67,7 +67,7 @@ def compose_second_text(model: ir.Model, config: Mapping[str, Any]) -> None:
 
     Args:
         model: the optimized text encoder: `input_ids -> text_embeds, last_hidden_state, hidden_states.i`.
-        config: its configuration, with that of `text_encoder` where there is one.
+        config: its configuration, with `text_encoder`'s under that key where there is one.
     """
     graph, spec = model.graph, abi.SECOND_TEXT
     outputs = {str(value.name): value for value in graph.outputs}
@@ -152,8 +152,8 @@ def _add_normalized_output(model: ir.Model, output: ir.Value, config: Mapping[st
 def _residual_streams(graph: ir.Graph, last: ir.Value, config: Mapping[str, Any]) -> list[ir.Value] | None:
     """Return the residual stream after each layer, the first layer first; None where layers cannot be identified.
 
-    A layer has two norms. Fused, each but the very first is a SkipLayerNormalization whose fourth output is the
-    stream; the one behind a layer's second addition is the next layer's first, or the final norm.
+    A layer has two norms. Fused, each but the very first is a SkipLayerNormalization with the stream as its fourth
+    output; the one behind a layer's second addition is the next layer's first, or the final norm.
     """
     norms = [node for node in graph if node.op_type == "SkipLayerNormalization"]
     layers = config.get("num_hidden_layers")

@@ -91,7 +91,7 @@ def compose_decode(model: ir.Model, config: Mapping[str, Any]) -> None:
     - `sample` (B,8H,8W,3) float32: the same, 0 to 1; the decoder may exceed these bounds
     - `finite` (B) bool: whether an image is free of NaN and infinity, which bytes cannot show
 
-    The arithmetic is that of diffusers' VaeImageProcessor: clamp(x / 2 + 0.5, 0, 1), then round(255 * x).
+    The arithmetic follows diffusers' VaeImageProcessor: clamp(x / 2 + 0.5, 0, 1), then round(255 * x).
 
     Args:
         model: the optimized decoder: `latent_sample -> sample`.

@@ -75,7 +75,7 @@ def self_check() -> str:
 
 
 def formats_of_types(types: Iterable[str]) -> frozenset[str]:
-    """Return the formats of activations that quantization types multiply; none for those of weights only.
+    """Return the formats of activations that quantization types multiply; none for weight-only types.
 
     GPUs before sm_89 have products of int8, and none of fp8.
 

@@ -84,8 +84,8 @@ def load_cuda_libraries() -> None:
     """Load CUDA's and cuDNN's libraries as ONNX Runtime does: from their wheels, or otherwise as the system finds them.
 
     The first library of a name that a process loads is the one that all others in it use, ONNX Runtime's provider and
-    our own kernels among them. So a version is right only if this was called before, and whoever asks for a version
-    without it may load the system's library in place of that of the wheel. It is done once for the process, and does
+    our own kernels among them. So a version is right only if this was called before: asking for a version
+    without it may load the system's library instead of the wheel's. It is done once for the process, and does
     nothing if ONNX Runtime was not built for CUDA.
     """
     import onnxruntime

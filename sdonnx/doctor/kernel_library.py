@@ -57,9 +57,9 @@ class KernelLibrary:
     compiler: str
 
     def architectures_for(self, capability: tuple[int, int]) -> tuple[str, ...]:
-        """Return the architectures whose kernels run on a GPU; none if it has no kernels for the GPU.
+        """Return the architectures with kernels that run on a GPU; none if it has no kernels for the GPU.
 
-        Code for sm_XY runs on all GPUs of the same major version whose minor version is not smaller, and code for
+        Code for sm_XY runs on all GPUs of the same major version and the same or a later minor version, and code for
         sm_XYa only on that one (CUDA C++ Programming Guide, "Binary Compatibility").
 
         Args:
@@ -77,7 +77,7 @@ class KernelLibrary:
 
 
 def find_kernel_library(environment: Mapping[str, str] = os.environ) -> Path | None:
-    """Return the path of the library: that of the environment variable, or that of the installed package.
+    """Return the path of the library, from the environment variable or else from the installed package.
 
     Returns:
         None if there is none, or if the variable is 0.

@@ -64,7 +64,7 @@ def plan_component(
     Args:
         folder: The diffusers pipeline.
         spec: The component.
-        allow_pickle: Components whose weights may be read from a pickle (`.bin`).
+        allow_pickle: Components that may read their weights from a pickle (`.bin`).
         variant: Variant of the weights; see `find_weights`.
         single: The single file that contains the weights, if `folder` does not.
 

@@ -96,7 +96,7 @@ class ControlFiles:
 
         Args:
             others: Plans of the pipeline's components, the UNet among them.
-            allow_pickle: Components whose weights may be read from a pickle (`.bin`).
+            allow_pickle: Components that may read their weights from a pickle (`.bin`).
 
         Raises:
             FolderError: A configuration cannot be used.

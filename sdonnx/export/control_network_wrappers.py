@@ -16,9 +16,8 @@ __all__ = ["ControlNet", "control_wrapper"]
 class ControlNet(Wrapper):
     """ControlNet: the UNet's inputs and an image (B,C,H,P,W,P) -> a residual for each skip, and the middle block's.
 
-    The axes of the image are those of the latents, so that the graph states how both sizes relate. P is the size of
-    a latent in pixels. An input `conditioning_scale` (K,) has a weight for each of the K
-    residuals, if there is one.
+    The image shares the axes of the latents, so that the graph states how both sizes relate. P is the size of a latent
+    in pixels. An input `conditioning_scale` (K,) has a weight for each of the K residuals, if there is one.
     """
 
     image_input: ClassVar = CONTROL_IMAGE

@@ -67,7 +67,7 @@ class _AddedFiles:
 
     @property
     def components(self) -> set[str]:
-        """Names of further components whose weights may be pickles."""
+        """Names of further components that may have pickles as weights."""
         encoder = {IMAGE_ENCODER} if self.ip_adapters else set()
         controls = {CONTROLNET} if self.controlnets else set()
         return encoder | controls | ({T2I_ADAPTER} if self.t2i_adapters else set())
@@ -100,7 +100,7 @@ def export_pipeline(
         out: The folder to write.
         dtype: "float32" or "float16": type of weights, inputs and outputs.
         overwrite: Replace `out` if it contains a pipeline.
-        allow_pickle: Components whose weights may be read from a pickle (`.bin`); "all" for every one, and
+        allow_pickle: Components that may read their weights from a pickle (`.bin`); "all" for every one, and
             for a single file (`.ckpt`).
         variant: Variant of the weights, such as "fp16" for `*.fp16.safetensors`. Components without it are read from
             the files without a variant. By default, a variant is read only where there are no other weights.
@@ -110,7 +110,7 @@ def export_pipeline(
             are used. None for the tokenizers of the published pipeline on the hub, and its scheduler.
         vae: For a single file, a file with the autoencoder to use.
         controlnets: Folders of ControlNets, in the order in which a call passes images.
-        t2i_adapters: Folders of T2I-Adapters, in place of ControlNets.
+        t2i_adapters: Folders of T2I-Adapters, instead of ControlNets.
         progress: Progress callback.
 
     Raises:
@@ -182,7 +182,7 @@ def _export(
 
 
 def _require_options(family: Family, dtype: str, allow_pickle: Collection[str], added: _AddedFiles) -> list[str]:
-    """Return the components whose weights may be pickles, after a check of the options."""
+    """Return the components that may have pickles as weights, after a check of the options."""
     if dtype == "float16" and any(spec.stream_scale is not None for spec in family.components):
         raise OptionError(
             f"--dtype float16 of {family.name}, whose text encoder exceeds its range",

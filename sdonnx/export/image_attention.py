@@ -43,7 +43,7 @@ class ImageAttention(torch.nn.Module):
     """An attention processor of diffusers that attends to the text, and to the tokens of each adapter's images.
 
     Args:
-        block: Index of the block whose weights apply.
+        block: Index of the block, which selects its weights.
         to_k_ip: Projections of each adapter's tokens to keys, as in IPAdapterAttnProcessor2_0.
         to_v_ip: Projections to values.
     """

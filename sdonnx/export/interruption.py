@@ -22,7 +22,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 def interruptible() -> Iterator[None]:
     """Raise KeyboardInterrupt at the end of the block if a signal requested it and the exception was dropped.
 
-    Signals whose handlers are not Python functions keep their handlers. Outside the main thread, this does nothing.
+    Handlers that are not Python functions stay in place. Outside the main thread, this does nothing.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

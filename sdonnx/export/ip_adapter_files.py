@@ -140,7 +140,7 @@ def _only_file(folder: Path) -> Path:
 def find_image_encoder(given: Path | None, files: Sequence[AdapterFile], pipeline: PipelineFolder) -> Path:
     """Return the folder of the image encoder: the given one, the pipeline's own, or one next to an adapter.
 
-    The order is that of diffusers' `load_ip_adapter`.
+    The order is the same as in diffusers' `load_ip_adapter`.
 
     Raises:
         FolderError: There is none.

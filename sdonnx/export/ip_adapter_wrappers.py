@@ -43,7 +43,7 @@ class ImagePromptedDenoiser(Denoiser):
 
 
 def with_image_prompts(wrappers: Mapping[str, type[Wrapper]]) -> dict[str, type[Wrapper]]:
-    """Return a family's wrappers, extended by those of an adapted pipeline."""
+    """Return a family's wrappers for an adapted pipeline, with an image encoder and adapters."""
     adapted = {
         name: type(f"ImagePrompted{wrapper.__name__}", (ImagePromptedDenoiser, wrapper), {})
         if issubclass(wrapper, Denoiser)

@@ -1,4 +1,4 @@
-"""Read the buffers of a module whose parameters are too large to create."""
+"""Read the buffers of a module that is too large to create with all parameters."""
 
 from __future__ import annotations
 

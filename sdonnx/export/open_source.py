@@ -44,7 +44,7 @@ def open_source(source: str | Path, variant: str | None = None) -> PipelineFolde
     Args:
         source: a local pipeline folder, or the id of a pipeline on the hub.
         variant: variant of the weights to download, such as "fp16". By default the weights without a variant or, where
-            there are none, those of the only variant.
+            there are none, the only variant's.
 
     Raises:
         FolderError: there is no such pipeline, it is not a diffusers pipeline, or its class is not supported.

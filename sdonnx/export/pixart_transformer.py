@@ -125,7 +125,7 @@ def _block(
 ) -> torch.Tensor:
     """Run a block, as diffusers' BasicTransformerBlock with norm_type "ada_norm_single" does.
 
-    Rows (1,1,D) of the modulation are shift, 1 + scale and gate of the self-attention, followed by those of the
+    Rows (1,1,D) of the modulation are shift, 1 + scale and gate of the self-attention, and then of the
     feed-forward layers.
     """
     shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = modulation

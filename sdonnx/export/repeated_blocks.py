@@ -210,7 +210,7 @@ class _Chain:
     def _input(
         self, value: ir.Value | None, added: list[ir.Node], previous: list[ir.Node], index: int
     ) -> ir.Value | None:
-        """Return an input of a node that is added, from that of the same node in the third block."""
+        """Return an input of an added node, from the input of the same node in the third block."""
         if value is None:
             return None
         if (place := self._places[_THIRD].get(value)) is not None:

@@ -14,7 +14,7 @@ __all__ = ["WRAPPERS"]
 class SafetyChecker(Wrapper):
     """clip_input (B,3,S,S), images (B,H,W,3) -> out_images (B,H,W,3), has_nsfw_concepts (B) bool.
 
-    The decision is that of diffusers' StableDiffusionSafetyChecker.forward: cosines minus thresholds, raised by 0.01
+    The decision follows diffusers' StableDiffusionSafetyChecker.forward: cosines minus thresholds, raised by 0.01
     if a special concept is found, and rounded to three decimals. diffusers' `forward_onnx` omits the rounding. The
     decision is computed in float32.
     """

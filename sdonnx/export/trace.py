@@ -75,7 +75,7 @@ def trace(
         wrapper: Class that gives the module the component's signature.
         weights: Source of the parameters when the graph is written.
         dtype: Floating-point type of parameters, inputs and outputs.
-        buffers: Returns the module's buffers with their values. By default, those of another module from `build`.
+        buffers: Returns the module's buffers with their values. By default, the buffers of another module from `build`.
         type_of: Returns the type in which a parameter is stored, by its key, if that is narrower than `dtype` and the
             graph may be converted to it; otherwise None.
 

@@ -70,11 +70,11 @@ def find_weights(folder: Path, *, allow_pickle: bool = False, variant: str | Non
 
 
 def require_safetensors(folders: Iterable[Path], allow_pickle: Collection[str]) -> None:
-    """Raise WeightsError with the names of all components whose weights are refused because they are pickles.
+    """Raise WeightsError with the names of all components that are refused because their weights are pickles.
 
     Args:
         folders: the components' folders.
-        allow_pickle: names of components whose pickles are accepted.
+        allow_pickle: names of components that may have pickles as weights.
     """
     refused = [
         folder.name

@@ -1,4 +1,4 @@
-"""Copy a folder whose entries may be anything."""
+"""Copy a folder with entries of any kind."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def copy_folder(source: Path, target: Path, ignore: Callable[[str, list[str]], I
         ignore: returns the names to leave out, as in `shutil.copytree`.
 
     Raises:
-        FolderError: an entry of `source` cannot be read as a file: it is a pipe, a link in a circle, a folder in place
+        FolderError: an entry of `source` cannot be read as a file: it is a pipe, a link in a circle, a folder instead
             of a file, or without permission.
     """
     for at, folders, files in os.walk(source):

@@ -1,8 +1,8 @@
 """A cache of folders on disk: one folder for each key, written once, and removed when it has not been used for longest.
 
 A folder is written under a hidden name and renamed when it is complete, so a writer that is killed leaves no entry.
-`entry.json` in it lists its files with their sizes and digests, and describes the content. Its time of modification is
-that of the last use.
+`entry.json` in it lists its files with their sizes and digests, and describes the content. Its modification time is
+the time of the last use.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ class FolderCache:
         """Remove the least recently used entries above a limit, and parts that killed writers left.
 
         Args:
-            limit_bytes: the limit; None for that of the cache.
+            limit_bytes: the limit; None for the cache's own limit.
             written: key of an entry that stays, like those that this process uses.
 
         Returns:

@@ -22,7 +22,7 @@ _Stamp = tuple[int, int]
 
 @dataclass(frozen=True)
 class LoadedFolder(PipelineFolder):
-    """A pipeline folder whose files have to stay as they were when it was opened.
+    """A pipeline folder; its files have to stay as they were when it was opened.
 
     Graphs and weights are read on first use, and weights again for adapters. From a folder that was replaced, they
     would make a mixture of two models. Configurations that were read stay in memory.

@@ -58,7 +58,7 @@ def locked(out: Path, *, wait_s: float = _MAX_WAIT_S) -> Iterator[None]:
     the names of their folders, and nothing is cleaned up.
 
     Args:
-        out: the output folder, an absolute path whose parent exists.
+        out: the output folder, an absolute path; its parent must exist.
         wait_s: seconds to wait for another run that holds the lock; -1 for no limit.
 
     Raises:

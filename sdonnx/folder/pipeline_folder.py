@@ -110,7 +110,7 @@ def _require_shallow(content: Any) -> None:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Return the configuration of a model, whose numbers ask for a bounded number of layers.
+    """Return the configuration of a model, checked to ask for a bounded number of layers.
 
     Raises:
         FolderError: the file is missing, broken, or has a far larger number than any model.

@@ -22,7 +22,7 @@ PROMPTS = (
 )
 """Default prompts. The first has at most 32 tokens of every tokenizer."""
 
-# More than 64 tokens: pipelines whose graphs depend on the length of the prompt use others for it.
+# More than 64 tokens: pipelines with graphs that depend on the prompt's length use others for it.
 _LONG_PROMPT = (
     "a wide view of an old town by the sea at night, painted in oil: on the left a stone castle with a red light, in "
     "front of it three small boats on the water, behind them a row of houses with blue doors on a green hill, above "

@@ -1,6 +1,6 @@
 """The 8-bit formats of weights as bytes, with numpy only: the run-time has no types for them.
 
-The formats are those of `sdonnx.quantization.number_formats`, and numbers are rounded to the same bytes.
+`sdonnx.quantization.number_formats` has the same formats, and numbers are rounded to the same bytes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Bytes = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True)
 class StoredFormat:
-    """An 8-bit number format whose numbers are handled as bytes.
+    """An 8-bit number format; its numbers are handled as bytes.
 
     Attributes:
         name: "e4m3", "e5m2" or "int8".
@@ -43,7 +43,7 @@ class StoredFormat:
         bits = limited.view(np.uint32)
         sign = ((bits >> np.uint32(24)) & np.uint32(0x80)).astype(np.uint8)
         bits &= np.uint32(0x7FFFFFFF)
-        # The sum with a number whose last bit is worth one step of the subnormal numbers is rounded to a step.
+        # In the number that is added, the last bit is worth one step of the subnormals: the sum is rounded to a step.
         steps = np.float32(2.0 ** (24 - self.bias - self.fraction_bits))
         subnormal = (limited + steps).view(np.uint32) - steps.view(np.uint32)
         is_subnormal = limited < np.float32(2.0 ** (1 - self.bias))

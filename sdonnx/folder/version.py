@@ -98,8 +98,8 @@ def command_for(report: Mapping[str, Any], provider: str | None = None, layout: 
 
     Args:
         report: content of `sdonnx.json`. It is not trusted: values that are not valid options are left out.
-        provider: another execution provider; None for that of the folder.
-        layout: another attention layout; None for that of the folder.
+        provider: another execution provider; None for the folder's provider.
+        layout: another attention layout; None for the folder's layout.
     """
     chosen = _word(provider or report.get("provider"))
     words = ["sdonnx", "optimize", "-i", "EXPORTED", "-o", "OUT"]

@@ -107,7 +107,7 @@ class Initializer:
         data: the bytes of an initializer that is stored in the graph.
         graphs: files of the graphs that have it.
         in_place: whether the kernels that read it do so at each run, and ONNX Runtime changes nothing of it while it
-            loads a graph, on a GPU. So are weights of products and of NHWC convolutions, but not those of others.
+            loads a graph, on a GPU. So are weights of products and of NHWC convolutions, but not other weights.
         scales: how numbers in 8 bits are restored; None for other types.
     """
 
@@ -176,8 +176,8 @@ class Place:
         initializer: its name.
         layout: how it keeps channels.
         runs: (first, count) of channels that follow one another, in the order of the weight's channels.
-        vector: (in) if the initializer has one number for each channel, the weight's product with this vector; it is
-            that of a bias that the optimizer moved behind the weight. None if it has the weight itself.
+        vector: (in) if the initializer has one number for each channel, the weight's product with this vector: a
+            bias that the optimizer moved behind the weight. None if it has the weight itself.
     """
 
     initializer: str
@@ -235,7 +235,7 @@ class WeightTable:
         shapes: shape of each weight in torch's layout, by its name in the state dict.
         places: where each of these weights is.
         fixed: names of weights that cannot be changed, such as two with the same values.
-        unused: names of weights that no image depends on, such as those of a text encoder's last layer.
+        unused: names of weights that no image depends on, such as weights of a text encoder's last layer.
     """
 
     folder: Path
@@ -325,7 +325,7 @@ class WeightTable:
     def quantized(
         self, name: str, values: npt.NDArray[np.float32], channels: npt.NDArray[np.bool_]
     ) -> dict[str, Array]:
-        """Return an initializer in 8 bits with other values, and that of its scales, by their names.
+        """Return an initializer in 8 bits with other values, and the initializer of its scales, by their names.
 
         Scales are computed as the optimizer computes them.
 

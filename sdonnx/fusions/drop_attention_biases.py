@@ -36,7 +36,7 @@ def drop_attention_biases(model: ir.Model) -> PassOutcome:
 
 
 def _into_output(attention: ir.Node, bias: ir.Value) -> bool:
-    """Add the bias of the values to that of the output's projection; return False where there is no such projection."""
+    """Add the bias of the values to the output projection's bias; return False where there is no such projection."""
     product = sole_user(attention.outputs[0], "MatMul")
     addition = None if product is None else sole_user(product.outputs[0], "Add")
     if product is None or addition is None or product.inputs[0] is not attention.outputs[0]:

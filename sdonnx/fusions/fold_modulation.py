@@ -1,6 +1,6 @@
 """Shifts, scales and gates shared by the whole batch -> parameters of norms, weights and biases.
 
-For adaptive norms (adaLN-single: arXiv:2310.00426, section 2.3), whose rows are computed at each step.
+For adaptive norms (adaLN-single: arXiv:2310.00426, section 2.3), which compute these rows at each step.
 """
 
 from __future__ import annotations

@@ -118,7 +118,7 @@ def _inside_tanh(value: ir.Value) -> ir.Value | None:
 
 
 def _other(node: ir.Node | None, number: float) -> ir.Value | None:
-    """Return the operand of a sum or product whose other operand is that number."""
+    """Return one operand of a sum or product if the other operand is `number`; None otherwise."""
     if node is None:
         return None
     first, second = node.inputs

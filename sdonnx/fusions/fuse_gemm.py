@@ -28,7 +28,7 @@ __all__ = ["ResidualIntoGemm", "RowPastProduct"]
 class RowPastProduct(WalkRule):
     """s = x + y @ W + row -> x + y @ W, where the products and sums that read s add the row after it.
 
-    A product s @ V + b becomes (x + y @ W) @ V + (b + row @ V), whose last term is again a row. A sum adds the row, and
+    A product s @ V + b becomes (x + y @ W) @ V + (b + row @ V): the last term is again a row. A sum adds the row, and
     a norm can take it as its bias. The remaining x + y @ W becomes one Gemm (ResidualIntoGemm).
     Shapes: x (B,S,D), y (B,S,K), W (K,D), row (D), computed at each step; V (D,E), b (E).
     """

@@ -51,7 +51,7 @@ class InstanceNormToGroupNorm(WalkRule):
 
     Shapes: x (B,C,...), s and t (G,), gamma and beta (C,1,...) or (1,C,1,...). Wu and He 2018,
     "Group Normalization". Scale and shift of the groups, ones and zeros in torch's exports, go into
-    those of the channels: gamma s, gamma t + beta.
+    the channels' scale and shift: gamma s, gamma t + beta.
     """
 
     roots = frozenset({"InstanceNormalization"})
@@ -113,7 +113,7 @@ def _channel_affine(value: ir.Value, op_type: str, channels: int) -> tuple[ir.Va
 def _merged(
     tensors: list[ir.TensorProtocol | None], repeats: int, channels: int, dtype: ir.DataType
 ) -> dict[str, Callable[[], npt.NDArray[Any]]]:
-    """Return functions that compute scale and shift of the channels from those of the groups and of the channels."""
+    """Return functions that compute scale and shift of the channels, with the groups' scale and shift in them."""
     scale, shift, gamma, beta = tensors
 
     def per_channel(tensor: ir.TensorProtocol | None, default: float) -> npt.NDArray[Any]:

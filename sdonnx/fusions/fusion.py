@@ -43,7 +43,7 @@ class LayerKind:
         name: its name, of `sdonnx.models.layer_counts.KINDS`.
         exported_as: the operators that exporters write it with.
         standard: operators that count as fused although no fusion emits them.
-        counted_by: the stage and rule whose firings are counted, where emitted operators also have other sources.
+        counted_by: the stage and rule with the firings to count, where emitted operators also have other sources.
     """
 
     name: str

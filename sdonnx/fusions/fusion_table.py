@@ -353,7 +353,7 @@ def stages(provider: str, attention_layout: str = "unpacked", disabled: Collecti
         provider: "cuda" or "cpu".
         attention_layout: the input layout of MultiHeadAttention, one of ATTENTION_LAYOUTS. On sm_90 and newer the
             unpacked layout is read in place while packed ones cost an unpack kernel.
-        disabled: the names of the flags (`Flag.name`) whose fusions are left out.
+        disabled: names of flags (`Flag.name`); their fusions are left out.
     """
     enabled = [
         fusion
@@ -397,7 +397,7 @@ def fuse(
         model: the graph.
         provider: "cuda" or "cpu".
         attention_layout: one of ATTENTION_LAYOUTS; see `stages`.
-        disabled: the names of the flags whose fusions are left out; see `stages`.
+        disabled: names of flags; their fusions are left out, see `stages`.
     """
     declared = [value.shape for value in (*model.graph.inputs, *model.graph.outputs)]
     prepare(model)
@@ -414,7 +414,7 @@ def fuse(
             infer_shapes(model, outputs=True)
             SimplifyReshapes()(model)
         if stage is last_canonicalizing:
-            # A mask whose sizes are read from the split heads would prevent the fusion of attention.
+            # A mask that reads its sizes from the split heads would prevent the fusion of attention.
             ComputeSizesFromInputs()(model)
             tidy(model)
     infer_shapes(model, outputs=True)

@@ -17,7 +17,7 @@ from sdonnx.operators.split_limits import MAX_SPLIT_OUTPUTS
 __all__ = ["group_projections"]
 
 
-# Three projections are the q, k, v of a self-attention, whose input is large: splitting their
+# Three projections are the q, k, v of a self-attention. Its input is large: splitting their
 # product would copy more than it saves. Four and more are projections of the prompt or the time.
 _FEWEST = 4
 
@@ -93,7 +93,7 @@ def _projections(x: ir.Value) -> dict[_Kind, list[ir.Node]]:
 
 
 def _users(x: ir.Value) -> Iterator[ir.Node]:
-    """Yield the matrix products whose left operand is `x`, each once, in the graph's order."""
+    """Yield the matmuls with `x` as left operand, each once, in the graph's order."""
     for node, index in x.uses():
         if index != 0 or node.domain or node.op_type not in ("MatMul", "Gemm"):
             continue

@@ -88,7 +88,7 @@ def _drop_bias(convolution: ir.Node) -> None:
 def upsample_nearest(node: ir.Node, _: object) -> WalkResult:
     """Resize(x (B,H,W,C), sizes) -> UpsampleNearest(x, sizes), or Resize(x, [1,2,2,1]) -> UpsampleNearest(x).
 
-    Sizes are those of a skip connection, which a convolution with a stride of 2 halved: twice the height, or one less.
+    Sizes come from a skip connection, which a convolution with a stride of 2 halved: twice the height, or one less.
     """
     attributes, x, old = node.attributes, input_of(node, 0), node.outputs[0]
     mode = attributes.get_string("mode", "nearest")
@@ -123,7 +123,7 @@ def _is_doubled(x: ir.Value, y: ir.Value) -> bool:
 
 
 def channels_last_conv(node: ir.Node, _: object) -> WalkResult:
-    """NhwcConv(x, w, bias) -> ChannelsLastConv(x, w, bias), whose plans are shared (docs/decisions/0198)."""
+    """NhwcConv(x, w, bias) -> ChannelsLastConv(x, w, bias), with shared plans (docs/decisions/0198)."""
     attributes, bias = node.attributes, optional_input(node, 2)
     strides, pads = attributes.get_ints("strides", (1, 1)), attributes.get_ints("pads", (0, 0, 0, 0))
     if optional_input(node, 3) is not None:

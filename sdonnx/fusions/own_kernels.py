@@ -76,14 +76,14 @@ OWN_KERNELS = "own_kernels"
 """The name of the stage in the report."""
 
 MIN_TOKENS = {72: 1024}
-"""The shortest sequence, in tokens, whose attention to itself is replaced, by head size.
+"""The shortest sequence, in tokens, at which self-attention is replaced, by head size.
 
 On an H200, for two images and 16 heads of 72, this kernel takes 411 us at 4096 tokens, 110 at 2048 and 31 at 1024, and
 ONNX Runtime's 446, 111 and 33 (docs/results/attention-h200.json).
 """
 
 MAX_TOKENS = 64
-"""The longest sequence whose attention to itself is replaced for every head size (docs/decisions/0146)."""
+"""The longest sequence at which self-attention is replaced for every head size (docs/decisions/0146)."""
 
 
 class GegluToOwnBiasSplitGelu(GegluToBiasSplitGelu):
@@ -131,7 +131,7 @@ class _DefaultImage:
 
 
 def default_sizes(config: Mapping[str, Any]) -> tuple[int | None, int]:
-    """Return the size of the latents that a denoiser generates by default, None if unknown, and that of its patches."""
+    """Return the size of the latents that a denoiser generates by default, None if unknown, and its patch size."""
     size, patch = (config.get(name) for name in ("sample_size", "patch_size"))
     return size if isinstance(size, int) else None, patch if isinstance(patch, int) and patch > 0 else 1
 
@@ -365,7 +365,7 @@ class _Swap(NamedTuple):
     """The replacement of a node by one of our own operators.
 
     Attributes:
-        target: the name of the replacement in reports, after that of the node.
+        target: the name of the replacement in reports, after the node's name.
         rewrite: replaces a node, or refuses to.
     """
 

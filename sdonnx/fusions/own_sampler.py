@@ -212,7 +212,7 @@ def _numbers(value: ir.Value | None) -> object:
 
 
 def _columns(value: ir.Value | None, start: int, end: int) -> ir.Value:
-    """Return the matrix whose columns [start, end) a value is.
+    """Return the matrix of which a value is the columns [start, end).
 
     Raises:
         _DifferentError: it is something else.

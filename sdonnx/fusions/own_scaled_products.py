@@ -1,4 +1,4 @@
-"""Replacements of products whose factors are rounded to 8 bits by products of 8-bit factors.
+"""Replacements of products of factors rounded to 8 bits by products of 8-bit factors.
 
 The factors (`sdonnx.fusions.rounded_products`) stay in 8 bits, and the product is scaled.
 """

@@ -82,7 +82,7 @@ def copied_value(value: ir.Value | None) -> ir.Value | None:
 
 
 def _measures(sizes: ir.Value | None, value: ir.Value, start: int) -> bool:
-    """Return whether sizes are those of the axes of a value from `start` on."""
+    """Return whether `sizes` are the sizes of a value's axes from `start` on."""
     node = producer_of(sizes, "Shape")
     if node is None or node.inputs[0] is None:
         return False

@@ -1,4 +1,4 @@
-"""Find products whose factors are rounded to 8 bits, as `sdonnx.quantization` writes them.
+"""Find products of factors that are rounded to 8 bits, as `sdonnx.quantization` writes them.
 
 Both factors are values in 8 bits that are restored: activations by rows or by a constant scale, the weight by
 DequantizeLinear and a Transpose.

@@ -62,7 +62,7 @@ def insert(
         attributes: its attributes, as Python values.
         domain: the operator's domain.
         shape: the output's shape. None: unknown.
-        dtype: the output's type. None: that of the first input.
+        dtype: the output's type. None: the first input's type.
         module: the module it belongs to. None: the anchor's.
     """
     return insert_multi(

@@ -24,7 +24,7 @@ _MAX_FOLDED_BYTES = 1024
 def prepare(model: ir.Model) -> None:
     """Bring a graph of any opset from 14 to 23, from any exporter, to the form that rules expect.
 
-    Afterwards, operators are those of opset 23, constants are initializers, and everything but weights that can be
+    Afterwards, operators belong to opset 23, constants are initializers, and everything but weights that can be
     computed without inputs is folded. Each value, outputs included, has its shape in terms of the inputs' sizes.
     """
     _convert(model)

@@ -66,7 +66,7 @@ def lazy(
     name: str | None = None,
     origin: Origin | None = None,
 ) -> ir.LazyTensor:
-    """Return a tensor whose values `make` computes each time they are read.
+    """Return a lazy tensor: `make` computes its values each time they are read.
 
     Args:
         make: returns the values.

@@ -126,7 +126,7 @@ def _located(module: str) -> tuple[str, str, str]:
 
 
 def _renamed(component: str, flat: str) -> str:
-    """Return the flat name of a module in place of that of an attention processor's projection."""
+    """Return the flat name of the module that an attention processor's projection stands for."""
     start, _, end = flat.rpartition("_to_")
     if component == "unet":
         return f"{flat}_0" if end == "out" else flat

@@ -29,7 +29,7 @@ class AdapterScale:
 
     Attributes:
         alpha: numerator; None for a scale of 1.
-        rank: denominator of LoHa and LoKr, whose tensors do not show it if they are whole.
+        rank: denominator of LoHa and LoKr; their tensors do not show it if they are whole.
         alpha_pattern: alphas of modules, by the ends of their names.
         rank_pattern: ranks of modules, by the ends of their names.
         by_root: whether the denominator is the root of the rank (https://arxiv.org/abs/2312.03732).
@@ -89,7 +89,7 @@ def read_peft_config(folder: Path) -> Mapping[str, Any]:
 
     Raises:
         FolderError: it is not a JSON object.
-        WeightsError: it is that of another method.
+        WeightsError: it is for another method.
     """
     if not (folder / _CONFIG).exists():
         return {}
@@ -107,7 +107,7 @@ def adapter_scales(path: Path, config: Mapping[str, Any]) -> dict[str, AdapterSc
 
     Args:
         path: the adapter's file, for messages.
-        config: PEFT's configuration, or those of several components with prefixes such as "unet.".
+        config: PEFT's configuration, or one for each of several components with prefixes such as "unet.".
 
     Raises:
         WeightsError: a value cannot be used.
@@ -134,7 +134,7 @@ def _scale(path: Path, config: Mapping[str, Any]) -> AdapterScale:
 
 
 def _pattern(path: Path, name: str, value: Any) -> Mapping[str, Any]:
-    """Return a pattern of PEFT, whose keys are regular expressions; only names of modules are accepted."""
+    """Return a pattern of PEFT. Its keys are regular expressions; only names of modules are accepted."""
     if value is None:
         return {}
     if not isinstance(value, dict):

@@ -100,7 +100,7 @@ def added_products(table: WeightTable, changes: Changes) -> dict[str, tuple[Adde
 
 
 def changed_initializers(table: WeightTable, changes: Changes, left_out: Collection[str] = ()) -> dict[str, Array]:
-    """Return the initializers that hold changed weights, computed in float32 from those of the folder.
+    """Return the initializers that hold changed weights, computed in float32 from the folder's initializers.
 
     A weight in 8 bits is restored, changed, and quantized again, with new scales by the optimizer's rule. The scales
     are returned with it.
@@ -169,7 +169,7 @@ def _threads() -> int:
 def _change(
     table: WeightTable, name: str, changes: Sequence[tuple[WeightChange, float]], results: Mapping[str, Array]
 ) -> None:
-    """Write a changed weight into those of its initializers that are in `results`."""
+    """Write a changed weight into its initializers, as far as they are in `results`."""
     shape = table.shapes[name]
     places = [place for place in table.places[name] if place.initializer in results]
     if not places:
@@ -191,7 +191,7 @@ def _change(
 
 
 def _limit(table: WeightTable, place: Place) -> np.dtype[Any]:
-    """Return the type whose range the values in a place must not exceed; that of the scales for numbers in 8 bits."""
+    """Return the type that limits the values in a place; for numbers in 8 bits, the type of their scales."""
     entry = table.initializers[place.initializer]
     dtype = entry.dtype if entry.scales is None else entry.scales.dtype
     return np.dtype(np.float16 if dtype == "F16" else np.float32)

@@ -35,7 +35,7 @@ class AdapterState:
         active: names of the active adapters by component, in the order in which they apply.
         fused: adapters that stay in the weights when they are unloaded, and their scale.
         enabled: whether active adapters have an effect.
-        on_host: names of adapters whose factors are not kept on the device.
+        on_host: names of adapters with factors that are not kept on the device.
     """
 
     files: Mapping[str, AdapterFile] = field(default_factory=dict)

@@ -25,7 +25,7 @@ def lora_files(folder: Path) -> list[Path]:
 
 
 def lora_name(path: Path) -> str:
-    """Return the name of a LoRA file: without suffix, or that of its folder if diffusers or PEFT chose the file's."""
+    """Return the name of a LoRA file without suffix, or its folder's name if diffusers or PEFT chose the file's."""
     return Path(os.path.abspath(path)).parent.name if path.stem in _SAME_NAMES else path.stem
 
 

@@ -59,7 +59,7 @@ _ORIGINAL_RESNET = {
 
 
 def _pattern(first: Iterable[str], words: Iterable[str]) -> re.Pattern[str]:
-    """Return a pattern of flat names, whose longest words are tried first."""
+    """Return a pattern of flat names that tries the longest words first."""
     word = "|".join(sorted(words, key=len, reverse=True))
     return re.compile(rf"(?:{'|'.join(sorted(first, key=len, reverse=True))})(?:_(?:{word}))*+")
 
@@ -89,7 +89,7 @@ class ModuleNames:
 
         Args:
             component: one of `COMPONENTS`.
-            flat: the flat name of a module, also that of the original repositories.
+            flat: the flat name of a module, also as in the original repositories.
             parameter: "weight" or "bias".
         """
         for spelling in self._spellings(component, flat):
@@ -110,7 +110,7 @@ class ModuleNames:
 
 
 def is_original_block(flat: str) -> bool:
-    """Return whether a flat name is that of a UNet's block in the original repositories."""
+    """Return whether a flat name names a UNet's block in the original repositories."""
     return flat not in _ORIGINAL_TOPS and _ORIGINAL_BLOCK.fullmatch(flat) is not None
 
 
@@ -125,7 +125,7 @@ def _numbers_of_resnets(names: Iterable[str]) -> set[str]:
 
 
 def _dotted(component: str, flat: str) -> str | None:
-    """Return a name with dots between its words, or None if it is not that of a module of these architectures."""
+    """Return a name with dots between its words, or None if these architectures have no such module."""
     kind = "unet" if component == "unet" else "text_encoder"
     if _FLAT[kind].fullmatch(flat) is None:
         return None

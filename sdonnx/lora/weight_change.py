@@ -1,6 +1,6 @@
 """Changes that adapters make to weights, computed with numpy in float32.
 
-Layouts are those of torch's state dicts: `(out, in)` for a linear layer, `(out, in, height, width)` for a convolution.
+Layouts are as in torch's state dicts: `(out, in)` for a linear layer, `(out, in, height, width)` for a convolution.
 
 * LoRA: https://arxiv.org/abs/2106.09685
 * LoHa (FedPara): https://arxiv.org/abs/2108.06098
@@ -343,7 +343,7 @@ def _multiplied(parts: tuple[Array, ...]) -> Float32:
 
 @dataclass(frozen=True, eq=False)
 class FullDifference(LinearChange):
-    """A difference with the shape of the weight, such as that of a bias or of a normalization.
+    """A difference with the shape of the weight, such as for a bias or a normalization.
 
     Attributes:
         difference: the difference.

@@ -183,7 +183,7 @@ class GraphTensor:
         shape: a number, or a key of AXES, for each axis; None where ranks differ.
         meaning: its content, in one sentence.
         condition: the models that have it; empty for all.
-        overwrites: the input whose buffer this output may share.
+        overwrites: the input that may share its buffer with this output.
     """
 
     name: str
@@ -207,7 +207,7 @@ class GraphSpec:
         name: the name of the ONNX graph.
         file: its file, next to the component's `model.onnx`.
         role: its part in the pipeline.
-        component: the role of the component in whose folder it lies.
+        component: the role of the component that has the file in its folder.
         meaning: its function, in one sentence.
         inputs: its inputs.
         outputs: its outputs.

@@ -70,7 +70,7 @@ def _is_finite(value: object) -> bool:
 
 
 def block_channels(config: Mapping[str, Any]) -> tuple[int, ...]:
-    """Return the channels of the encoder's blocks, those of the largest images first.
+    """Return the channels of the encoder's blocks, starting with the block of the largest images.
 
     Raises:
         ValueError: `block_out_channels` is not a list of positive numbers.

@@ -65,7 +65,7 @@ def _forces_upcast(config: Config) -> bool:
     """Return whether an AutoencoderKL has activations beyond float16's range, which render black images.
 
     `force_upcast` is true by default. diffusers' pipelines of Stable Diffusion 1 and 2 do not read it, so only
-    families whose pipelines do use this predicate.
+    families with pipelines that read it use this predicate.
     """
     return bool(config.get("force_upcast"))
 

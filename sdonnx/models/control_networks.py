@@ -65,7 +65,7 @@ def t2i_adapter_name(number: int) -> str:
 
 
 def is_union(config: Config) -> bool:
-    """Return whether the configuration is that of a ControlNet-Union, which reads images of several types."""
+    """Return whether the configuration is for a ControlNet-Union, which reads images of several types."""
     return config.get("_class_name") == "ControlNetUnionModel"
 
 
@@ -88,7 +88,7 @@ def pooled_width(config: Config) -> int:
 def control_inputs(config: Config) -> tuple[TensorSpec, ...]:
     """Return the inputs of a ControlNet besides the latents, the timestep and the prompt.
 
-    The axes of the image are those of the latents, so that the graph states how both sizes relate.
+    The axes of the image are the latents' axes, so that the graph states how both sizes relate.
     """
     pixels = latent_pixels(config)
     shape = ("height", pixels, "width", pixels)

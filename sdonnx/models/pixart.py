@@ -109,7 +109,7 @@ PIXART_SIGMA = replace(
     PIXART,
     name="pixart-sigma",
     pipeline_classes=frozenset({"PixArtSigmaPipeline"}),
-    # Its autoencoder is that of Stable Diffusion XL.
+    # It has the autoencoder of Stable Diffusion XL.
     components=(_TEXT_ENCODER, _TRANSFORMER, UPCAST_VAE_ENCODER, UPCAST_VAE_DECODER),
     defaults=replace(PIXART.defaults, max_sequence_length=300),
 )

@@ -147,14 +147,14 @@ class ComponentSpec:
 
 @dataclass(frozen=True)
 class CallDefaults:
-    """Default arguments of a pipeline call; the values are those of diffusers' pipelines of the family.
+    """Default arguments of a pipeline call, with the values of diffusers' pipelines of the family.
 
     Attributes:
         guidance_scale: Weight of the prompt.
         num_inference_steps: Denoising steps.
         strength: Strength of image to image.
         inpaint_strength: Strength of image to image with a mask.
-        max_sequence_length: Number of tokens that captions are padded to. None for families whose tokenizers define
+        max_sequence_length: Number of tokens that captions are padded to. None for families with tokenizers that define
             the length.
         use_resolution_binning: Whether images are generated in one of the trained sizes and then resized. Families
             with the default False do not accept the argument.

@@ -24,7 +24,7 @@ def _count_safety_checker(config: Config) -> dict[str, int]:
     return clip_vision(config["vision_config"]["num_hidden_layers"])
 
 
-# Inputs and outputs are those of diffusers' scripts/convert_stable_diffusion_checkpoint_to_onnx.py, so that
+# Inputs and outputs are as in diffusers' scripts/convert_stable_diffusion_checkpoint_to_onnx.py, so that
 # OnnxStableDiffusionPipeline runs the graph. Images are channels last; flagged images are returned black.
 _CHECKED_IMAGES = ("batch_size", "height", "width", 3)
 _CLIP_EDGE = "config:vision_config.image_size"

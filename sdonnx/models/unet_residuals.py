@@ -81,7 +81,7 @@ EXAMPLE_SIZES: Mapping[str, int] = MappingProxyType(level_sizes(37, 43))
 
 
 def controlnet_residuals(config: Config) -> tuple[Residual, ...]:
-    """Return the residuals of ControlNet: one for each skip connection, and that of the middle block.
+    """Return the residuals of ControlNet: one for each skip connection, and one for the middle block.
 
     Args:
         config: Configuration of the UNet or of the ControlNet.
@@ -94,7 +94,7 @@ def controlnet_residuals(config: Config) -> tuple[Residual, ...]:
 
 
 def adapter_residuals(config: Config) -> tuple[Residual, ...]:
-    """Return the residuals of T2I-Adapter: one for each down block, and that of the middle block.
+    """Return the residuals of T2I-Adapter: one for each down block, and one for the middle block.
 
     Blocks with cross-attention add the residual before they downsample, others after it. Adapters of Stable Diffusion
     have none for the middle block.
@@ -130,7 +130,7 @@ def adapter_inputs(config: Config) -> tuple[TensorSpec, ...]:
 
 
 def has_sizes_of(sample: Sequence[int], shape: Sequence[int], spec: TensorSpec) -> bool:
-    """Return whether a residual's shape has the height and width that belong to those of the sample, (B,C,H,W)."""
+    """Return whether a residual's shape has the height and width that belong to the shape of the sample, (B,C,H,W)."""
     return all(
         _axes(level) != spec.dims[2:] or tuple(shape[2:]) == tuple(_halved(size, level) for size in sample[2:])
         for level in range(_MAX_LEVEL + 1)
@@ -138,7 +138,7 @@ def has_sizes_of(sample: Sequence[int], shape: Sequence[int], spec: TensorSpec) 
 
 
 def _blocks(config: Config) -> Iterator[list[Residual]]:
-    """Yield the skip connections of the first convolution, then those of each down block."""
+    """Yield the skip connections of the first convolution, then of each down block."""
     channels = list(config["block_out_channels"])
     layers = config.get("layers_per_block", 2)
     counts = list(layers) if isinstance(layers, Sequence) else [layers] * len(channels)

@@ -4,7 +4,7 @@ A fusion rule asks for the limits before it emits an operator. `LowerContribOper
 reference body in standard operators, so that a fused graph runs where no such kernel exists. Tests compare the bodies
 with torch on the CPU and with the kernels on a GPU.
 
-Limits are those of ONNX Runtime 1.31's CUDA kernels (onnxruntime/contrib_ops/cuda).
+ONNX Runtime 1.31's CUDA kernels have these limits (onnxruntime/contrib_ops/cuda).
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ class Contract:
         other_outputs: the data type, in every precision, and the rank of the outputs that differ from these.
         cpu: whether the CPU provider has a kernel.
         broadcasts: whether the operator is elementwise but for its last axis, over inputs that broadcast.
-        row_inputs: the inputs whose first axis is a batch, of an operator that computes each item of the batch by
-            itself, for which the other inputs are weights.
-        expensive: whether the result is worth a buffer in place of computing it at every step.
+        row_inputs: the inputs with a batch as first axis, of an operator that computes each item of the batch by
+            itself; its other inputs are weights.
+        expensive: whether the result is worth a buffer, instead of computing it at every step.
     """
 
     op_type: str

@@ -1,6 +1,6 @@
 """sdonnx::ConcatChannels(x (...,A), y (...,B), bias_x (A,), bias_y (B,)): concat(x + bias_x, y + bias_y) (...,A+B).
 
-The first axis of y divides that of x: y is appended to each copy. The biases are optional. A sum is computed in float32
+The first axis of y divides x's: y is appended to each copy. The biases are optional. A sum is computed in float32
 and rounded once to fp16; numbers without a bias are copied bit by bit. The kernel is kernels/src/concat_channels.cuh.
 """
 

@@ -117,7 +117,7 @@ def _kernel_cases() -> Iterator[KernelCase]:
     cases += [(488, 1, (2, 5, 7), "image", True, 1, 1)]
     cases += [(1016, 2, (2, 9, 13), "row", False, outputs, 1) for outputs in (1, 2)]
     cases += [(488, 1, (2, 31, 33), None, False, 1, 1), (2048, 4, (16, 22, 15), "row", True, 1, 1)]
-    # Clusters whose threads hold more rows than fit in registers.
+    # Clusters with threads that hold more rows than fit in registers.
     cases += [(320, 1, (2, 28, 28), *form, 1) for form in ((None, False, 1), ("image", True, 2))]
     cases += [(320, 32, (1, 64, 64), *form, 1) for form in ((None, False, 1), ("row", True, 2))]
     cases += [(640, 32, (2, 64, 64), *form, 1) for form in ((None, False, 1), ("image", True, 2))]

@@ -1,8 +1,8 @@
 """sdonnx::SelfAttention(qkv) -> softmax(scale q k^T) v (B,S,N*H), with q, k and v in one tensor.
 
 The layout is (3,B,S,N*H), all of q, then k, then v; or (B,S,3*N*H), q, k and v of each token. Vaswani et al. 2017. N
-is the attribute num_heads. Without a scale it is 1 / sqrt(H). The kernels are those of
-`sdonnx.operators.own_attention`, and cuDNN's by kernels/src/attention_cudnn.cuh from 129 tokens on.
+is the attribute num_heads. Without a scale it is 1 / sqrt(H). The operator shares kernels with
+`sdonnx.operators.own_attention`, and uses cuDNN's by kernels/src/attention_cudnn.cuh from 129 tokens on.
 """
 
 from __future__ import annotations

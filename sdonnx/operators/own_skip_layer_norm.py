@@ -1,6 +1,6 @@
 """sdonnx::SkipLayerNorm(x, skip (...,C), gamma, beta, bias, gate (C,)): s = x * gate + skip + bias -> LayerNorm(s), s.
 
-The first axis of the skip divides that of x: the skip is added to each copy. beta, bias and gate are optional, and so
+The first axis of the skip divides x's: the skip is added to each copy. beta, bias and gate are optional, and so
 is the second output. ONNX Runtime's SkipLayerNormalization has no gate. Adaptive norms (adaLN-single: arXiv:2310.00426,
 section 2.3) compute one at each step. The kernel is kernels/src/layer_norm.cuh.
 """

@@ -4,7 +4,7 @@ H' is 2H or 2H - 1, and W' is 2W or 2W - 1: sizes that a convolution with a stri
 int64, is the shape of y; without it, both are doubled. Numbers are copied bit by bit.
 
 Resize with the mode nearest, asymmetric coordinates and floor computes the same: with H' = 2H - 1 it reads the row
-floor(i H / (2H - 1)) = floor(i/2 + i / (4H - 2)), whose last term is less than 1/2. The kernel is
+floor(i H / (2H - 1)) = floor(i/2 + i / (4H - 2)); the last term is less than 1/2. The kernel is
 kernels/src/upsample_nearest.cuh.
 """
 

@@ -34,7 +34,7 @@ def channels_last_conv(node: ir.Node, attributes: Mapping[str, Any]) -> ir.Value
 
     Args:
         node: the node before which it is inserted.
-        attributes: those of ONNX's Conv.
+        attributes: attributes of ONNX's Conv.
     """
     planes = insert(node, "Transpose", [node.inputs[0]], {"perm": TO_NCHW})
     weight = insert(node, "Transpose", [node.inputs[1]], {"perm": TO_NCHW})

@@ -39,9 +39,9 @@ _LEFT_OUT = (CERTIFICATE, CERTIFICATE_PAGE)
 def bake_adapters(
     source: Path, out: Path, adapters: Sequence[tuple[Path, float | Mapping[str, float]]], overwrite: bool = False
 ) -> dict[str, int]:
-    """Write a copy of an optimized folder whose weights have adapters in them.
+    """Write a copy of an optimized folder with adapters in its weights.
 
-    Its images are those of `OrtDiffusionPipeline.load_lora_weights` with the same adapters, bit for bit. A certificate
+    Images equal, bit for bit, those after `OrtDiffusionPipeline.load_lora_weights` with these adapters. A certificate
     is not copied, since it is about the unchanged weights.
 
     Args:
@@ -111,7 +111,7 @@ def _write_inline(path: Path, changed: Mapping[str, ChangedInitializer]) -> None
 
 
 def _write_digests(path: Path) -> None:
-    """Write the digests of the graphs whose weights a file lists, if there is one."""
+    """Write the graphs' digests into a file that lists their weights, if there is one."""
     if not path.is_file():
         return
     entries: dict[str, Any] = read_json(path)

@@ -52,7 +52,7 @@ def open_component(folder: PipelineFolder, family: Family, spec: ComponentSpec) 
     missing configuration is inferred from the graph.
 
     Raises:
-        SdonnxError: the component is missing or broken, or the graph is that of another component.
+        SdonnxError: the component is missing or broken, or the graph is another component's.
     """
     path = folder.onnx_model(spec.name)
     written = os.path.lexists(path.parent / CONFIG)

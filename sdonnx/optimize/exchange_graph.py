@@ -2,7 +2,7 @@
 
 TensorRT and OpenVINO read QuantizeLinear and DequantizeLinear (QDQ) and choose kernels by them. They have neither
 ONNX Runtime's operators nor ours, so the graph is made from the exported one, without fusions. Its weights and scales
-are those of the optimized graph, but for the layout of convolutions.
+equal the optimized graph's, but for the layout of convolutions.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""An exported pipeline whose components are open and checked, before anything is written."""
+"""An exported pipeline with open and checked components, before anything is written."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class ExportedPipeline:
     def open_all(self) -> None:
         """Open and check every component.
 
-        A component whose weights lie in the graph's own file is closed again after the check, so that memory holds the
+        A component with its weights in the graph's own file is closed again after the check, so that memory holds the
         weights of one component at a time.
 
         Raises:

@@ -83,7 +83,7 @@ class ModuleWeight:
 
 
 def module_weights(model: ir.Model) -> list[ModuleWeight]:
-    """Return the weights of an exported graph, those of nodes of known modules that read a weight of their own."""
+    """Return the weights that nodes of known modules read in an exported graph, one weight for each module."""
     found: dict[str, ModuleWeight] = {}
     repeated: set[str] = set()
     for node in model.graph:
@@ -142,7 +142,7 @@ def find_weights(folder: Path, files: Iterable[str], exported: ir.Model) -> Weig
 
 
 def _unknown(name: str) -> None:
-    """Return no values: those of the exported graph are read."""
+    """Return no values: the exported graph's values are read."""
 
 
 def find_places(
@@ -209,7 +209,7 @@ class _Written:
             ]
         )
         self._biases = [name for name in self._tensors if "@" in name]
-        # Tensors whose names say of one weight only.
+        # Tensors that are named after one of their weights only.
         self._joined = [name for name in self._tensors if re.search(r"\.and_\d+_more|\+", name) and "@" not in name]
         self._index: dict[tuple[int, str, Layout], dict[bytes, list[tuple[str, int]]]] = {}
 
@@ -381,7 +381,7 @@ def _drop_conflicts(places: dict[str, list[Place]]) -> None:
 def _is_read_in_place(value: ir.Value) -> bool:
     """Return whether kernels read an initializer at each run, as it is.
 
-    Those of ONNX's Conv do not: ONNX Runtime may copy its weights into another layout.
+    Kernels of ONNX's Conv do not: ONNX Runtime may copy its weights into another layout.
     """
     return not value.is_graph_output() and all((use.node.op_type, use.idx) in _IN_PLACE for use in value.uses())
 

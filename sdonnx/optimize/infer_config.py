@@ -138,7 +138,7 @@ class _Graph:
     def _widths(self, decodes: bool) -> list[int] | None:
         """Return the channels of each block of an AutoencoderKL, in the order of the encoder, or None if unknown.
 
-        All blocks but the last end with a resampling operator, whose input has the channels of the block. The channels
+        All blocks but the last end with a resampling operator; its input has the channels of the block. The channels
         of the last block are the input channels of `conv_out`, the last convolution with a kernel larger than 1x1.
         """
         large = [

@@ -1,4 +1,4 @@
-"""Check the inputs and outputs of a component's graph, and convert them to those of the family.
+"""Check the inputs and outputs of a component's graph, and convert them to the family's inputs and outputs.
 
 Exporters agree on names, but not on types and shapes: token ids are int32 or int64; the timestep is a scalar, a vector
 of one element or of one per image, in integers or floats; channels may be declared dynamic.
@@ -46,7 +46,7 @@ def require_interface(path: Path, model: ir.Model, spec: ComponentSpec, config: 
 
 
 def require_open_sizes(path: Path, model: ir.Model, spec: ComponentSpec, config: Mapping[str, Any]) -> None:
-    """Raise if a fused graph has outputs of one size for inputs of any size: the exporter wrote that of its example.
+    """Raise if a fused graph has outputs of one size for inputs of any size: the exporter wrote its example's size.
 
     Raises:
         FolderError: an output has a fixed size that a call chooses.
@@ -118,7 +118,7 @@ def _fits(shape: ir.Shape | None, dims: Sequence[str | int], tensor: TensorSpec)
 
 
 def adapt_interface(model: ir.Model, spec: ComponentSpec, config: Mapping[str, Any]) -> None:
-    """Change the graph's inputs to those of the family: types, names of dynamic axes, and fixed sizes.
+    """Change the graph's inputs to the family's inputs: types, names of dynamic axes, and fixed sizes.
 
     A Cast, Squeeze or Expand converts an input to the type or rank that the graph expects. Unused inputs are removed.
 
@@ -139,7 +139,7 @@ def adapt_interface(model: ir.Model, spec: ComponentSpec, config: Mapping[str, A
             value = _replaced(graph, value, tensor, dtype)
         value.type = ir.TensorType(dtype)
         value.shape = ir.Shape([1] if tensor.once else _named(value.shape, dims))
-    # Callers may pass inputs by position, so the order is also that of the family.
+    # Callers may pass inputs by position, so the order is also the family's.
     order = {tensor.name: index for index, tensor in enumerate(spec.inputs)}
     ordered = sorted(graph.inputs, key=lambda value: order[str(value.name)])
     graph.inputs.clear()

@@ -40,7 +40,7 @@ class ComponentReport:
         name: the component.
         operators_before: the number of each operator in the exported graph.
         operators_after: the number of each operator in the optimized graph.
-        expected: for each kind of layer whose number the architecture determines: before, after, expected.
+        expected: for each kind of layer, if the architecture determines its number: before, after, expected.
         stages: for each stage, how often its rules fired, and the failures by rule and reason with their modules.
         left: the number of operators left that should have been fused.
         left_at: for each of these, the modules of the nodes, or their names where the module is unknown.
@@ -82,7 +82,7 @@ class OptimizeReport:
         provider: the provider that the folder is for.
         precision: "float32" or "float16".
         attention_layout: the input layout of MultiHeadAttention.
-        disabled: the names of the flags whose fusions were disabled.
+        disabled: names of flags; their fusions were disabled.
         components: the reports on components by name.
         options: the other options, needed to optimize the folder again (`sdonnx.folder.version`).
         format: the format of the folder.
@@ -111,7 +111,7 @@ class OptimizeReport:
 
 
 def operators_of(model: ir.Model) -> dict[str, int]:
-    """Return the number of each operator; those of unknown domains are written domain::operator."""
+    """Return the number of each operator; operators of unknown domains are written domain::operator."""
     known = ("", "ai.onnx", MICROSOFT)
     names = (node.op_type if node.domain in known else f"{node.domain}::{node.op_type}" for node in model.graph)
     return dict(sorted(Counter(names).items()))
@@ -140,7 +140,7 @@ def report_of(
         before: its operators before fusing (`operators_of`).
         outcomes: the outcomes of the stages.
         provider: "cuda" or "cpu".
-        disabled: the names of the flags whose fusions were disabled.
+        disabled: names of flags; their fusions were disabled.
         precision: the type that it computes in.
         kept: for each override of the precision, the number of nodes that it matched.
         notes: assumptions and changes before fusing, one line each; they precede the warnings.
@@ -245,7 +245,7 @@ def _warnings(
 
 
 def _has_no_kernels(outcome: StageOutcome) -> bool:
-    """Return whether all candidates of a stage have widths for which there is no kernel, as those of narrow samples."""
+    """Return whether all candidates of a stage have widths for which there is no kernel, as in narrow samples."""
     return bool(outcome.failures) and all(NO_KERNEL in failure.reason for failure in outcome.failures)
 
 

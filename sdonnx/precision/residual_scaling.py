@@ -23,7 +23,7 @@ def scale_residual_stream(model: ir.Model, scale: float) -> str | None:
     """Scale the residual stream of a fused graph in place.
 
     Args:
-        model: an encoder whose norms are RMSNormalization and SkipSimplifiedLayerNormalization.
+        model: an encoder with RMSNormalization and SkipSimplifiedLayerNormalization as norms.
         scale: a power of two.
 
     Returns:

@@ -32,9 +32,9 @@ class Flow:
     Attributes:
         inputs: the inputs that share a factor with each other and with `outputs`.
         outputs: the outputs of that factor.
-        source: the input of a linear operator, whose factor may differ; None for other operators.
+        source: the input of a linear operator; its factor may differ. None for other operators.
         weight: the constant that it is multiplied by; None for other operators.
-        is_norm: whether the operator is a group norm: of `inputs`, whose first output has the factor 1.
+        is_norm: whether the operator is a group norm of `inputs`; its first output has the factor 1.
     """
 
     inputs: tuple[int, ...] = ()

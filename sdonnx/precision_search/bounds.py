@@ -1,4 +1,4 @@
-"""Bounds on the effect of a quantization whose modules are chosen by measurement."""
+"""Bounds on the effect of quantizing modules that are chosen by measurement."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class Bounds:
 
     Attributes:
         max_error: largest relative error of the denoiser's output on recorded inputs, between 0 and 1.
-        min_psnr_db: smallest PSNR of a generated image to that in float32, in dB.
+        min_psnr_db: smallest PSNR of a generated image to the image in float32, in dB.
         min_accuracy: smallest share of images that show their captions, in percent, for trained samples.
-        captions: number of captions whose images are judged.
+        captions: number of captions to judge, by one image each.
         caption_steps: denoising steps of these images.
 
     Raises:

@@ -70,7 +70,7 @@ def calibrate(
 
     Args:
         source: the exported pipeline.
-        request: the options. Only modules whose types have calibrated scales are measured.
+        request: the options. Only modules of types with calibrated scales are measured.
         settings: the images to generate.
         method: one of METHODS.
         progress: callback for progress.

@@ -157,7 +157,7 @@ class ImageTrials:
             shutil.rmtree(made)
 
     def _accuracy(self, folder: Path) -> Proportion | None:
-        """Return the share of captions whose images by a folder show them; None without captions."""
+        """Return the share of captions that a folder's images show; None without captions."""
         if not self._captions:
             return None
         with OrtDiffusionPipeline.from_pretrained(folder, self._device.provider) as pipeline, warnings.catch_warnings():

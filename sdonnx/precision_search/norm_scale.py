@@ -69,7 +69,7 @@ def measured_scale(component: Component, kept: Collection[str], largest: float =
 def searched_scale(
     component: Component, spec: ComponentSpec, config: Config, policy: PrecisionPolicy
 ) -> tuple[float, MeasuredScale | None] | None:
-    """Return the factor with which a component is searched, and its measurement if it is not that of the flags.
+    """Return the factor with which a component is searched, and its measurement if the flags do not set the factor.
 
     Returns:
         None if the component stays in float32.

@@ -147,7 +147,7 @@ def _feeds(folder: PipelineFolder, spec: ComponentSpec, calls: Sequence[Feeds], 
 
 
 def _inner_inputs(model: ir.Model, component: Path, names: Collection[str]) -> Graph | None:
-    """Return a graph that computes the component's inputs from those of its served graph; None if they are the same."""
+    """Return a graph that computes the component's inputs from its served graph's inputs; None if they are the same."""
     taken = {value.name for value in model.graph.inputs}
     computed = [value for node in model.graph for value in node.outputs if value.name in set(names) - taken]
     if not computed:

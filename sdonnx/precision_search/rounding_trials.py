@@ -1,6 +1,6 @@
 """Runs of a component in float32 with the factors of some products rounded to 8 bits by nodes of the graph.
 
-A trial writes no weights. Its time is not that of a quantized folder: weights are rounded in the graph, and products
+A trial writes no weights. Its time is not a quantized folder's: weights are rounded in the graph, and products
 are in float32.
 """
 

@@ -162,7 +162,7 @@ def _overflows(members: Mapping[str, Reason]) -> bool:
 # A number that is the whole name of a module: up_blocks.0 and up_blocks.1 form a series, attn1 and attn2 do not.
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
-# Copies and sizes, whose results do not depend on the type.
+# Copies and sizes: their results do not depend on the type.
 _NOT_KEPT = frozenset({"Cast", "Constant", "Identity", "Shape"})
 
 

@@ -124,13 +124,13 @@ def choose_modules(
     bounds: Bounds,
     progress: ProgressCallback | None = None,
 ) -> Choice:
-    """Return the largest set of the denoiser's modules whose quantization meets bounds.
+    """Return the largest set of the denoiser's modules that meets bounds when it is quantized.
 
     Modules are added in the order of their own errors. A set meets the bounds if all of them hold.
 
     Args:
         source: the exported pipeline.
-        request: the options, with a quantization whose default type is chosen for.
+        request: the options, with a quantization; modules are chosen for its default type.
         settings: the images to generate.
         bounds: the bounds.
         progress: callback for progress.
@@ -222,7 +222,7 @@ class _Search:
     def largest(self) -> int:
         """Return the number of entries in the largest set that meets the bounds, by bisection.
 
-        Images are generated only of sets whose errors are within their bound, since they take longer.
+        Images are generated only for sets with errors within their bound, since they take longer.
 
         Raises:
             PrecisionError: the bounds exclude every module.

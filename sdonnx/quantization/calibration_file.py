@@ -13,7 +13,7 @@ from sdonnx.folder.pipeline_folder import read_json
 __all__ = ["CALIBRATION", "read_calibration", "write_calibration"]
 
 CALIBRATION = "calibration.json"
-"""The file in an optimized folder whose types have calibrated scales."""
+"""The file in an optimized folder that is quantized to types with calibrated scales."""
 
 
 def write_calibration(folder: Path, scales: Mapping[str, Mapping[str, float]]) -> None:

@@ -7,7 +7,7 @@ A configuration is a JSON object:
   in the syntax of fnmatch, as for `--force_fp32_ops`. It may name the modules of `KEPT_MODULES` and other components.
 - `top_percentage`: the share of the modules in the file of `--quant_submodules_config_path` that is quantized, those
   with the highest SSIM; 90 by default.
-- `submodules`: in place of that file, the paths or patterns of the denoiser's modules that get `quant_type`.
+- `submodules`: instead of that file, the paths or patterns of the denoiser's modules that get `quant_type`.
 
 The file is `{MODULE: {"ssim": x}, ...}` with paths of the denoiser's modules; others then stay as they are.
 """

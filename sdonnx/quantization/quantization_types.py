@@ -1,6 +1,6 @@
 """Quantization types: the formats of weights and activations, and what a scale covers.
 
-Names are those of OneDiff (`nexfort.ao.quantize`), in which the format of activations precedes that of weights:
+Names are from OneDiff (`nexfort.ao.quantize`): the format of activations precedes the format of weights, so
 `fp8_e4m3_e5m2_dynamic` multiplies activations in e4m3 by weights in e5m2.
 """
 

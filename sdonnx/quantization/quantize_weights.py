@@ -43,7 +43,7 @@ __all__ = [
 _FLOATS = (ir.DataType.FLOAT, ir.DataType.FLOAT16)
 
 # (domain, operator) -> the axis of the output channels of the weight, which is input 1. ONNX Runtime's CUDA provider
-# leaves an NhwcConv whose weight is computed to the CPU provider, which has no such operator.
+# leaves an NhwcConv with a computed weight to the CPU provider, which has no such operator.
 _CHANNEL_AXES = {
     ("", "MatMul"): 1,
     ("", "Gemm"): 1,  # 0 with transB
@@ -98,7 +98,7 @@ class QuantizedWeight:
 
 
 def weighted_nodes(graph: ir.Graph) -> Iterator[WeightedNode]:
-    """Yield the products and convolutions of a graph whose weights can be quantized, in order."""
+    """Yield the products and convolutions of a graph with weights that can be quantized, in order."""
     for node in graph:
         axis = _CHANNEL_AXES.get((node.domain, node.op_type))
         if axis is None or len(node.inputs) < 2:
@@ -166,7 +166,7 @@ class QuantizeWeights(InPlacePass):
     A type with a format of activations is for products of the graph's first input, in a denoiser the image. It rounds
     their other factor too, and stores the weight as (N,K), the layout that products of 8-bit factors read. Products of
     the prompt, which are computed once for an image, have their weights quantized only. Convolutions, and products
-    whose sizes are no multiples of 16, stay as they are.
+    with sizes that are no multiples of 16, stay as they are.
 
     Args:
         policy: the types of modules.

@@ -81,7 +81,7 @@ class ChangedWeights:
         return {name: each.values for name, each in changed.items() if each.computed is not None}
 
     def replace(self, changed: ChangedByComponent) -> None:
-        """Use other values in graphs that are loaded from now on; those of these components are not loaded."""
+        """Use other values in graphs that are loaded from now on. No graph of these components is loaded."""
         self._changed |= changed
         for component in changed:
             self._buffers.pop(component, None)
@@ -91,8 +91,8 @@ class ChangedWeights:
         """Write other values into the buffers of loaded graphs, and return the components for which that is possible.
 
         Nothing changes in a component of which a loaded graph has a changed initializer without a buffer; its new
-        values are only checked. A buffer whose initializer is not changed any more gets the values of the folder. After
-        an error, all buffers have their earlier values.
+        values are only checked. A buffer gets the folder's values if its initializer is not changed any more. After an
+        error, all buffers have their earlier values.
 
         Raises:
             WeightsError: a changed weight exceeds the range of its type.

@@ -19,7 +19,7 @@ __all__ = ["ControlRuns"]
 
 _ROLES = (Role.CONTROLNET_PRECOMPUTE, Role.CONTROLNET)
 
-# Buffers of the denoiser that ControlNets also read. Those of prompts have a row for each prompt, negative ones first.
+# Buffers of the denoiser that ControlNets also read. Buffers of prompts have a row for each prompt, negative first.
 _PROMPTS = (abi.ENCODER_HIDDEN_STATES, abi.TEXT_EMBEDS, abi.TIME_IDS)
 _SHARED = (abi.STATE, abi.PARAMETERS, abi.STEP_INDEX, *_PROMPTS)
 
@@ -35,7 +35,7 @@ class ControlRuns:
         graphs: graphs of the pipeline.
         sizes: sizes of the graphs' named dimensions.
         batch: number of images.
-        buffers: buffers of the shape by name, to which those of the ControlNets are added.
+        buffers: buffers of the shape by name; the ControlNets' buffers are added.
 
     Attributes:
         residuals: names of the residuals, in the order of their numbers.
@@ -62,7 +62,7 @@ class ControlRuns:
 
         Args:
             controlnets: for the number of each ControlNet, how many images it reads.
-            half: whether the call computes only the rows of the prompts, and not those of the negative prompts.
+            half: whether the call computes only the rows of the prompts, and no rows of negative prompts.
 
         Raises:
             FolderError: a graph is missing or ONNX Runtime rejects it.

@@ -169,7 +169,7 @@ class GraphSet:
         self._changed.keep_buffers(not low_memory)
 
     def loaded(self) -> set[Role]:
-        """Return the roles of the graphs whose weights are on the device."""
+        """Return the roles of the graphs that have their weights on the device."""
         return {role for (role, *_), graph in self._loaded.items() if graph.is_loaded}
 
     def has_precompute(self, *, short: bool | None = None) -> bool:
@@ -266,8 +266,8 @@ class GraphSet:
         """Load the graphs that every image needs at the same time, except those that do not stay loaded.
 
         Raises:
-            FolderError: the file of a graph is missing, or ONNX Runtime rejects it. Of several errors, that of the
-                component that runs first is raised.
+            FolderError: the file of a graph is missing, or ONNX Runtime rejects it. If several fail, the error
+                of the component that runs first is raised.
         """
         roles = [*(spec.role for spec in self.family.text_encoders), Role.DENOISER, Role.IMAGE_DECODER]
         for role in roles:

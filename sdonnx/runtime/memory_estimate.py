@@ -46,7 +46,7 @@ _IMAGE_CHANNELS = 3  # of a control image
 # Bytes of a pixel in the result; those on the device are counted there.
 _RESULT_BYTES = {"pil": 3, "np": 3 * 4, "pt": 3 * 4}
 
-# Width of a feed-forward network's hidden layer over that of its transformer.
+# Ratio of a feed-forward network's hidden width to its transformer's width.
 _FEED_FORWARD = 4
 
 
@@ -117,7 +117,7 @@ class MemoryEstimate:
         return prompts * tokens * (_TOKEN_BYTES + self._width * 4)
 
     def host_bytes(self, request: RequestSize) -> int:
-        """Return the bytes that a call needs on the host at least, apart from those of a device that is the host."""
+        """Return the bytes that a call needs on the host at least, not counting a device that is the host."""
         factor = self._geometry.scale_factor
         noise = request.batch * self._geometry.channels * (request.height // factor) * (request.width // factor) * 4
         tokens = request.copies * request.batch * request.tokens * _TOKEN_BYTES
@@ -132,8 +132,8 @@ def _area(residual: Residual, height: int, width: int) -> int:
 def denoiser_elements(config: Mapping[str, Any], batch: int, copies: int, height: int, width: int) -> int:
     """Return the number of elements of activations of the denoiser that exist at the same time.
 
-    Source: diffusers' `UNet2DConditionModel`, whose up blocks read the outputs of `conv_in` and of each residual block
-    and downsampler of the down blocks, and its transformers. Guidance copies are counted from the first block
+    Source: diffusers' `UNet2DConditionModel` and its transformers. Its up blocks read the outputs of `conv_in` and of
+    each residual block and downsampler of the down blocks. Guidance copies are counted from the first block
     that reads the prompt, since earlier values may be computed once for both copies. 0 for other configurations.
 
     Args:

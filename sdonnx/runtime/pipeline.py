@@ -156,10 +156,10 @@ class OrtDiffusionPipeline(DiffusersInterface, PromptEncoding):
             session_options: options of all sessions; entries that the runtime needs are added to it. With session
                 options, graphs do not share weights (`weights.json`): a transformer of 0.6 billion parameters uses
                 1.2 GB more device memory if captions are both short and long.
-            require_certificate: accept only a folder that `sdonnx verify` has passed and whose files are
+            require_certificate: accept only a folder that `sdonnx verify` has passed, with files that are
                 unchanged since; reads every file.
-            **options: arguments of diffusers: `pretrained_model_name_or_path` in place of `folder`; `scheduler`,
-                `device` ("cuda:1") or `device_map`, `torch_dtype` and `variant`, which must be those of the folder; for
+            **options: arguments of diffusers: `pretrained_model_name_or_path` instead of `folder`; `scheduler`,
+                `device` ("cuda:1") or `device_map`, `torch_dtype` and `variant`, which must match the folder; for
                 the hub `token`, `revision`, `local_files_only`, `cache_dir` and `force_download`. `use_safetensors` and
                 others have no effect.
 
@@ -278,8 +278,8 @@ class OrtDiffusionPipeline(DiffusersInterface, PromptEncoding):
         Args:
             prompt: text, or a list of P texts.
             height: height of the images in pixels, a multiple of 8, or of 16 for transformers without
-                `use_resolution_binning`. By default that of `image`, or of the first control image, or the size that
-                the model was trained for; in inpainting without control images always the latter.
+                `use_resolution_binning`. By default the height of `image`, or of the first control image, or the size
+                that the model was trained for; in inpainting without control images always the latter.
             width: width of the images in pixels, as `height`.
             num_inference_steps: number of denoising steps. By default 50, or 20 for models with captions.
             guidance_scale: weight of the prompt; values up to 1 disable guidance and halve the work. By default 7.5,
@@ -289,7 +289,7 @@ class OrtDiffusionPipeline(DiffusersInterface, PromptEncoding):
             num_images_per_prompt: number of images for each prompt.
             eta: share of fresh noise, 0 to 1 (DDIM, TCD).
             generator: a torch.Generator, a TorchCpuGenerator, or a list with one for each image.
-            latents: initial noise (B,C,H/8,W/8) in place of a seed; float32 memory of the device is not copied.
+            latents: initial noise (B,C,H/8,W/8) instead of a seed; float32 memory of the device is not copied.
             output_type: "pil", "np", "pt", "latent", "ort" or "ort_latent"; see ImageOutput.
             callback_on_step_end: called as `callback(pipeline, step, timestep, {"latents": array})` after each step,
                 on the device thread. Tensors in the mapping that it returns replace the sampler's latents or the
@@ -302,11 +302,11 @@ class OrtDiffusionPipeline(DiffusersInterface, PromptEncoding):
                 mask; with size conditioning 0.3, or 0.9999 with a mask.
             guidance_rescale: share of the guidance rescaled to the standard deviation of the prompt's prediction, 0 to
                 1 (arXiv:2305.08891); the sampler then runs on the host.
-            prompt_embeds: hidden states (P,S,D) of the text encoder, in place of `prompt`.
-            negative_prompt_embeds: hidden states (P,S,D), in place of `negative_prompt`.
+            prompt_embeds: hidden states (P,S,D) of the text encoder, instead of `prompt`.
+            negative_prompt_embeds: hidden states (P,S,D), instead of `negative_prompt`.
             clip_skip: number of final text encoder layers to skip.
-            seed: seed of the noise, which equals that of `torch.Generator("cpu").manual_seed(seed)`; or a list with
-                one for each image.
+            seed: seed of the noise, which equals the noise of `torch.Generator("cpu").manual_seed(seed)`; or a list
+                with one for each image.
             prompt_2: `prompt` for the second text encoder, if there is one. By default `prompt`.
             negative_prompt_2: `negative_prompt` for the second text encoder. By default `negative_prompt`.
             pooled_prompt_embeds: pooled output (P,D) of the second text encoder, with `prompt_embeds`.
@@ -321,7 +321,7 @@ class OrtDiffusionPipeline(DiffusersInterface, PromptEncoding):
             negative_aesthetic_score: `aesthetic_score` of the negative prompt.
             ip_adapter_image: image prompts: a list with an image or a list of I images for each adapter, or one image
                 for a single adapter.
-            ip_adapter_image_embeds: output of the image encoder, (G,I,W) or (G,I,L,W) for each adapter, in place of
+            ip_adapter_image_embeds: output of the image encoder, (G,I,W) or (G,I,L,W) for each adapter, instead of
                 `ip_adapter_image`; G is 2 with guidance, negative embeddings first, and 1 without.
             ip_adapter_scale: weights of the adapters; see `set_ip_adapter_scale`.
             control_image: images for the folder's ControlNets, as for `image`, resized to the generated size: a list
@@ -338,17 +338,17 @@ class OrtDiffusionPipeline(DiffusersInterface, PromptEncoding):
             adapter_conditioning_factor: share of the steps, 0 to 1, that add the residuals of T2I-Adapters.
             prompt_attention_mask: captions: mask (P,S) of `prompt_embeds`, 1 for tokens and 0 for padding.
             negative_prompt_attention_mask: mask (P,S) of `negative_prompt_embeds`.
-            max_sequence_length: maximum length of captions in tokens. By default that of the model's training.
+            max_sequence_length: maximum length of captions in tokens. By default the length used in training.
             clean_caption: whether to remove addresses, markup and codes from captions. By default if beautifulsoup4
                 and ftfy are installed.
             use_resolution_binning: whether to generate the closest size that the model was trained with, then resize
                 and crop the image. By default yes for models trained with a table of sizes, but not with `image`.
             prompt_weighting: CLIP text encoders: "a1111" to read `(word:1.3)`, `(word)` and `[word]` in the prompts as
                 weights, and to encode prompts of any length in chunks. By default brackets are text.
-            timesteps: falling timesteps in place of `num_inference_steps`, for schedulers that accept them in diffusers
+            timesteps: falling timesteps instead of `num_inference_steps`, for schedulers that accept them in diffusers
                 (Euler, Heun, DPM-Solver++, LCM, TCD, FlowMatchEuler).
-            sigmas: falling noise levels in place of `num_inference_steps` (Euler, FlowMatchEuler, UniPC with
-                `use_flow_sigmas`); those of Euler end with the level after the last step.
+            sigmas: falling noise levels instead of `num_inference_steps` (Euler, FlowMatchEuler, UniPC with
+                `use_flow_sigmas`); for Euler they end with the level after the last step.
             denoising_start: share of the schedule, between 0 and 1, that another pipeline has denoised; `image` then
                 has its noise already, and `strength` does not apply.
             denoising_end: share of the schedule after which to stop, for another pipeline to go on from the latents.
@@ -395,7 +395,7 @@ class OrtDiffusionPipeline(DiffusersInterface, PromptEncoding):
         output.warn(call.key.batch, stacklevel=3)
         if not return_dict:
             checks = Role.SAFETY_CHECKER.value in self._graphs.family.optional
-            # The type is that of the default: a union would burden every other caller.
+            # The type fits the default: a union would burden every other caller.
             return (output.images, output.flagged) if checks else (output.images,)  # type: ignore[return-value]
         return ImageOutput(output.images, call.noise.seed, output.flagged)
 

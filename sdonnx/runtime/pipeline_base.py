@@ -78,12 +78,12 @@ class PipelineBase(MissingFeatures):
 
     @property
     def default_guidance_scale(self) -> float:
-        """Default guidance scale: that of the family's pipelines in diffusers."""
+        """Default guidance scale, as in the family's pipelines in diffusers."""
         return self._defaults.guidance_scale
 
     @property
     def default_steps(self) -> int:
-        """Default number of denoising steps: that of the family's pipelines in diffusers."""
+        """Default number of denoising steps, as in the family's pipelines in diffusers."""
         return self._defaults.num_inference_steps
 
     @property

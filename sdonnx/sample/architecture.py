@@ -22,7 +22,7 @@ class ClassSpec:
     """A class of diffusers or transformers, and the configuration that it is built from.
 
     Attributes:
-        library: Library whose conventions the class follows; decides how it is created, saved and loaded.
+        library: Library with the conventions that the class follows; decides how it is created, saved and loaded.
         name: Name of the class.
         config: Configuration; missing keys have the class's defaults.
         module: Module that contains the class. None for the library's own.

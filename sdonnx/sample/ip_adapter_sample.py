@@ -1,7 +1,7 @@
 """IP-Adapters with random weights, in the published layout.
 
-Names are those of github.com/tencent-ailab/IP-Adapter: `ImageProjModel`, `Resampler` and the numbered attentions.
-Sample pipelines whose names end with `-ip-adapter` have adapters next to them, as in h94/IP-Adapter.
+Names are as in github.com/tencent-ailab/IP-Adapter: `ImageProjModel`, `Resampler` and the numbered attentions.
+Sample pipelines with names that end with `-ip-adapter` have adapters next to them, as in h94/IP-Adapter.
 """
 
 from __future__ import annotations

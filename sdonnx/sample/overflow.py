@@ -1,7 +1,7 @@
 """Sample pipelines with values that overflow float16, and unchanged images.
 
 Pairs of weights are multiplied by powers of two that cancel after the value that grows, so that rounding in float32
-does not change. The overflowing values are those of published pipelines:
+does not change. The same values overflow in published pipelines:
 
 - attention: queries of Stable Diffusion 2.1; the keys are smaller in proportion
 - vae: the residual stream of the decoder of Stable Diffusion XL, which only norms read (madebyollin/sdxl-vae-fp16-fix)

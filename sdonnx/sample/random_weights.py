@@ -39,7 +39,7 @@ _GAINS: tuple[tuple[str, float], ...] = (
     (r"(time_embedding\.linear_[12]|time_emb_proj)", 2.0),
     # Random noise predictions make latents grow to 10 and more; later layers must still matter.
     (r"^conv_in", 0.3),
-    (r"^pos_embed\.proj", 0.1),  # of PixArt, whose noise schedule makes latents grow to 200
+    (r"^pos_embed\.proj", 0.1),  # of PixArt: its noise schedule makes latents grow to 200
     # The decoder's input is latents divided by 0.18.
     (r"post_quant_conv", 0.2),
     # Pixels must stay within [-1, 1], and the sampler multiplies errors of the first step by 15.

@@ -1,4 +1,4 @@
-"""Configurations of networks that several families share; the defaults are those of Stable Diffusion 1.5."""
+"""Configurations of networks that several families share; the defaults are from Stable Diffusion 1.5."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Sample pipelines of Stable Diffusion 1 and 2.
 
 `sd15` is runwayml/stable-diffusion-v1-5, `sd21` is stabilityai/stable-diffusion-2-1, and `sd21-base` is
-stabilityai/stable-diffusion-2-1-base: the configurations are those of the published files (`unet/config.json` and so
+stabilityai/stable-diffusion-2-1-base: the configurations are from the published files (`unet/config.json` and so
 on). `tiny` is not published.
 """
 
@@ -73,7 +73,7 @@ _UNET_2_1 = {
     "use_linear_projection": True,
 }
 
-# OpenCLIP ViT-H/14 without its last layer, whose output Stable Diffusion 2 does not use.
+# OpenCLIP ViT-H/14 without its last layer: Stable Diffusion 2 does not use the output of that layer.
 _OPEN_CLIP_H = clip_text(
     hidden_act="gelu",
     hidden_size=1024,

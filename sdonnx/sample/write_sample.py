@@ -1,7 +1,7 @@
 """Write sample pipelines: published architectures with seeded random weights, and small ones with trained weights.
 
 Nothing is downloaded. With random weights the images are colourful noise, but every layer has its true shape, so
-memory, speed and numerical agreement are those of the published pipeline. Trained weights ship with the package.
+memory, speed and numerical agreement are as with the published pipeline. Trained weights ship with the package.
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ def _write_pipeline(
         components[name] = build_network(spec)
         count = sum(parameter.numel() for parameter in components[name].parameters())
         notify(f"{name}: {count / 1e6:,.1f} million parameters")
-        # No name for the weights: they are freed before those of the next component are made.
+        # No name for the weights: they are freed before the next component's weights are made.
         _write_network(
             components[name],
             spec,

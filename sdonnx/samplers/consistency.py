@@ -56,7 +56,7 @@ def plan_tcd(options: SchedulerOptions, request: PlanRequest) -> SamplingPlan:
     """Strategic stochastic sampling of trajectory consistency distillation, arXiv:2402.19159, algorithm 4.
 
     A step denoises to timestep s = floor((1 - gamma) * next timestep), then adds noise up to the next timestep. gamma
-    is `eta`: 0 is deterministic, and 1 denoises to timestep 0, as LCM does. The last step ends at timestep 0, whose
+    is `eta`: 0 is deterministic, and 1 denoises to timestep 0, as LCM does. The last step ends at timestep 0: its
     small share of noise remains. diffusers: `TCDScheduler`.
     """
     alpha_bars = cumulative_alphas(options).astype(np.float64)

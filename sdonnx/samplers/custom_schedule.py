@@ -21,8 +21,8 @@ class CustomSchedule:
     """Changes of a schedule, with the names that diffusers' pipelines give them.
 
     Attributes:
-        timesteps: falling timesteps in place of those of the scheduler.
-        sigmas: falling noise levels in place of those of the scheduler, in the form of diffusers' `set_timesteps` of
+        timesteps: falling timesteps that replace the scheduler's.
+        sigmas: falling noise levels that replace the scheduler's, in the form of diffusers' `set_timesteps` of
             the class.
         denoising_start: share of the schedule that another pipeline has denoised; None for 0.
         denoising_end: share of the schedule after which to stop; None for 1.
@@ -51,7 +51,7 @@ class CustomSchedule:
 
     @property
     def is_custom(self) -> bool:
-        """Whether timesteps or sigmas replace those of the scheduler."""
+        """Whether timesteps or sigmas replace the scheduler's."""
         return self.timesteps is not None or self.sigmas is not None
 
     def require_accepted(self, name: str, accepted: Mapping[str, Any] | frozenset[str], others: str) -> None:

@@ -53,7 +53,7 @@ def _schedule(options: SchedulerOptions, request: PlanRequest) -> tuple[NDArray[
 
 
 def _step(levels: NoiseLevels, i: int, data: Row, order: int, *, heun: bool, stochastic: bool) -> Row:
-    """Return the latents of level i + 1 from those of level i, the data predicted there and `HISTORY`.
+    """Return the latents of level i + 1, given the latents of level i, the data predicted there and `HISTORY`.
 
     arXiv:2211.01095, section 4: a Taylor expansion of the data in log(alpha / sigma), integrated exactly. Order 1
     uses the value, order 2 also the slope, order 3 also the second derivative. With fresh noise (SDE-DPM-Solver++)

@@ -89,8 +89,8 @@ def plan_euler(options: SchedulerOptions, request: PlanRequest) -> SamplingPlan:
 def plan_euler_ancestral(options: SchedulerOptions, request: PlanRequest) -> SamplingPlan:
     """Ancestral sampling: Euler's method to below the next noise level, then fresh noise up to that level.
 
-    The share of fresh noise is that of DDPM, arXiv:2010.02502, equation 16 with eta = 1, for latents whose data is
-    not scaled. Source: `get_ancestral_step` of k-diffusion; diffusers: `EulerAncestralDiscreteScheduler`.
+    The share of fresh noise is as in DDPM, arXiv:2010.02502, equation 16 with eta = 1, for latents with unscaled
+    data. Source: `get_ancestral_step` of k-diffusion; diffusers: `EulerAncestralDiscreteScheduler`.
     """
     timesteps, sigmas = _schedule(options, request)
     matrices = []

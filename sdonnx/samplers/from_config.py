@@ -122,7 +122,7 @@ def config_for(name_or_class: str, base_config: Mapping[str, object]) -> dict[st
 
     Like diffusers' `from_config`: options that both classes have are kept (betas, prediction type, spacing), the
     others get the new class's defaults, and so do options that the configuration lists as `_use_default_values`.
-    Options that the name stands for ("DPM++ 2M Karras") replace those of the configuration. One difference: some of
+    Options that the name stands for ("DPM++ 2M Karras") replace the configuration's options. One difference: some of
     diffusers' defaults do not suit latents. If the folder does not set such an option, it gets the value of published
     folders (`Sampler.latent_options`).
 

@@ -17,7 +17,7 @@ class NoiseLevels:
     """Levels at which the latents are alpha * data + sigma * noise, (n + 1,) each; sampling ends at the last.
 
     Attributes:
-        ratios: diffusers' sigmas: those of a flow, or the ratios sigma / alpha of diffusion.
+        ratios: diffusers' sigmas: a flow's sigmas, or the ratios sigma / alpha of diffusion.
         alphas: scale of the data.
         sigmas: scale of the noise.
     """
@@ -51,7 +51,7 @@ class NoiseLevels:
         """Convert a prediction at level i to data.
 
         "flow_prediction" predicts noise - data of latents (1 - sigma) * data + sigma * noise. diffusers uses its
-        `sigmas` in this formula whether or not they are those of a flow.
+        `sigmas` in this formula whether or not they belong to a flow.
         """
         if prediction_type == "flow_prediction":
             return LATENTS - float(self.ratios[i]) * PREDICTION

@@ -30,7 +30,7 @@ class Option:
 
     Attributes:
         default: the value if the configuration does not set the option.
-        supported: the supported values, or a type whose values are all supported.
+        supported: the supported values, or a type if all of its values are supported.
     """
 
     default: object
@@ -131,8 +131,8 @@ class PlanRequest:
         skipped: number of steps skipped at the noisy end, if sampling starts from an image.
         eta: share of fresh noise, 0 to 1, for samplers that support it.
         mu: logarithm of the shift, or the shift, of schedules that depend on the image size.
-        timesteps: falling timesteps in place of those of the schedule; None for those.
-        sigmas: falling noise levels in place of those of the schedule; None for those.
+        timesteps: falling timesteps that replace the schedule's; None for the schedule's.
+        sigmas: falling noise levels that replace the schedule's; None for the schedule's.
     """
 
     steps: int

@@ -67,7 +67,7 @@ def _cumulative_product(alphas: NDArray[np.float32]) -> NDArray[np.float32]:
 
 
 def _rescale_to_zero_snr(betas: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Return betas whose last timestep is pure noise (arXiv:2305.08891, algorithm 1)."""
+    """Return betas with pure noise at the last timestep (arXiv:2305.08891, algorithm 1)."""
     roots = np.sqrt(_cumulative_product(np.float32(1) - betas))
     shifted = (roots - roots[-1]) * (roots[0] / (roots[0] - roots[-1]))
     alpha_bar = shifted * shifted

@@ -75,7 +75,7 @@ class _Solver:
     bh1: bool
 
     def predict(self, latents: Row, outputs: list[Row], i: int, order: int) -> Row:
-        """UniP: return the latents of level i + 1 from those of level i and outputs of levels i, i - 1, ..."""
+        """UniP: return the latents of level i + 1, given latents of level i and outputs of levels i, i - 1, ..."""
         if self.levels.growth(i, i + 1) == 0:
             return latents
         ratios, right = self._system(i, i + 1, order)
@@ -84,7 +84,7 @@ class _Solver:
         return self._step(latents, outputs, i, i + 1, weights, ratios)
 
     def correct(self, start: Row, outputs: list[Row], output: Row, i: int, order: int) -> Row:
-        """UniC: recompute the latents of level i from those of level i - 1, now that the output of level i is known.
+        """UniC: recompute the latents of level i, given `start`, now that the output of level i is known.
 
         Args:
             start: latents of level i - 1.

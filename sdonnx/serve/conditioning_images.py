@@ -113,7 +113,7 @@ def plan_conditioning(request: Any, pipeline: OrtDiffusionPipeline, height: int,
 
 
 def call_arguments(conditionings: Sequence[Conditioning]) -> dict[str, Any]:
-    """Return the arguments of the pipeline's call for a batch, from those of each image; their keys are equal."""
+    """Return the pipeline's arguments for a batch, from the conditioning of each image; their keys are equal."""
     first = conditionings[0]
     rows = {
         name: [np.concatenate([each.rows[name][index] for each in conditionings]) for index in range(len(arrays))]

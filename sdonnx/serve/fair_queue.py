@@ -124,7 +124,7 @@ class FairQueue(Generic[Item]):
         self._served_s: dict[str, float] = {}  # by client, for those that were served recently
         self._lanes: dict[Hashable, _Lane[Item]] = {}
         self._lane_turns, self._client_turns = _Turns(counts_joined=False), _Turns(counts_joined=True)
-        self._preferred = 0  # batches in a row that were not of the lane whose turn it was
+        self._preferred = 0  # batches in a row that came from a lane out of turn
 
     def __len__(self) -> int:
         """Return the number of images that wait."""
@@ -231,7 +231,7 @@ class FairQueue(Generic[Item]):
         return {client for client, images in waiting.items() if images > self._many}
 
     def _next_entry(self, key: Hashable, without: Collection[str] = ()) -> _Entry[Item]:
-        """Return the first request of the client of a lane whose turn it is."""
+        """Return the first request of the client that has its turn in a lane."""
         entries = (entry for entry in self._lanes[key].entries if entry.client not in without)
         return min(entries, key=lambda entry: self._turn(entry.client))
 

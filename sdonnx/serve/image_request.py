@@ -40,7 +40,7 @@ class ImageRequest:
         prompt: text.
         model: name of the model; None for the first one.
         negative_prompt: text to steer away from.
-        height: height of the images in pixels; by default that of `image`, or that of the model.
+        height: height of the images in pixels; by default the height of `image`, or else the model's.
         width: width of the images in pixels, as `height`.
         num_inference_steps: number of denoising steps.
         guidance_scale: weight of the prompt; values up to 1 disable guidance.
@@ -110,7 +110,7 @@ class BatchKey:
         height: height in pixels.
         width: width in pixels.
         steps: number of denoising steps.
-        scheduler: name of the sampler; None for that of the folder.
+        scheduler: name of the sampler; None for the folder's.
         guided: whether the weight of the prompt is over 1.
         has_negative: whether there is a negative prompt, for models that replace a missing one by zeros (diffusers'
             `force_zeros_for_empty_prompt`); otherwise False.

@@ -85,7 +85,7 @@ class ImageService(Protocol):
         ...
 
     async def accept(self, request: ImageRequest) -> ServiceJob:
-        """Queue a request and return it; errors as those of `AsyncPipeline.submit`."""
+        """Queue a request and return it; raise the same errors as `AsyncPipeline.submit`."""
         ...
 
     async def aclose(self, *, finish: bool = True) -> None:

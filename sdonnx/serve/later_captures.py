@@ -39,7 +39,7 @@ class LaterCaptures:
 
     def __init__(self) -> None:
         self._waiting: list[LaterCapture] = []
-        self._failed_pixels: dict[str, int] = {}  # by model: fewest pixels of a batch whose capture failed
+        self._failed_pixels: dict[str, int] = {}  # by model: fewest pixels of a batch with a failed capture
         self._ended_s = float("-inf")  # time at which the last capture ended
         self._had_batch = False  # since the last capture
 

@@ -17,7 +17,7 @@ class PrometheusMetrics(ServeObserver):
     """Counts the events of a server.
 
     Attributes:
-        registry: the registry of its metrics, and of those of the process.
+        registry: the registry of its metrics and of the process's metrics.
     """
 
     def __init__(self) -> None:
@@ -56,7 +56,7 @@ class PrometheusMetrics(ServeObserver):
         return generate_latest(self.registry)
 
     def responded(self, path: str, status: int) -> None:
-        """Note an HTTP response; `path` is that of the route, so that there are few."""
+        """Note an HTTP response; `path` is the route's path, so that there are few."""
         self._responses.labels(path, str(status)).inc()
 
     def queued(self, images: int) -> None:  # noqa: D102  the base class says it

@@ -1,4 +1,4 @@
-"""Middleware of Ray's HTTP proxies: requests whose HTTP replica was lost are answered with 503, so that clients retry.
+"""Middleware of Ray's HTTP proxies: if an HTTP replica is lost, its requests get status 503, so that clients retry.
 
 Ray's proxies end such a request without an answer, which uvicorn turns into 500, or answer with 500 and plain text.
 Start every node of the cluster with
@@ -21,7 +21,7 @@ CALLBACK_VARIABLE = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"
 
 
 class LostReplicaAs503:
-    """Replaces missing answers, and the proxy's own ones with status 500; those of the application are JSON and stay.
+    """Replaces missing answers, and the proxy's own ones with status 500; the application's ones are JSON and stay.
 
     Args:
         app: the proxy.

@@ -201,7 +201,7 @@ class RemotePipeline:
     async def known_inputs(self, model: str) -> list[str] | None:
         """Ask a replica, since the folders may be on other machines; None if none answers within 2 s.
 
-        Answers are not kept: replicas may be replaced by those of another folder.
+        Answers are not kept: replicas of another folder may replace them.
         """
         if model not in self._ask_inputs:
             return None
@@ -214,7 +214,7 @@ class RemotePipeline:
 
     @property
     def waiting(self) -> int:
-        """0: the queues are those of the replicas."""
+        """0: the replicas have the queues."""
         return 0
 
     async def accept(self, request: ImageRequest) -> RemoteJob:

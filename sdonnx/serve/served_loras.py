@@ -27,7 +27,7 @@ MAX_LORAS = 8
 MAX_LORA_WEIGHT = 10.0
 """Maximum absolute weight of a LoRA."""
 
-_MAX_FILES = 16  # whose content is kept; at least MAX_LORAS, so that those of a request fit
+_MAX_FILES = 16  # files with kept content; at least MAX_LORAS, so that a request's files fit
 
 _LOG = logging.getLogger("sdonnx")
 

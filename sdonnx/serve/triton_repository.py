@@ -30,7 +30,7 @@ class _Input:
     """An input of the model.
 
     Attributes:
-        name: its name, which is that of a field of `ImageRequest`.
+        name: its name, which is also a field of `ImageRequest`.
         kind: its type in Triton.
         is_optional: whether requests may leave it out.
         is_list: whether each image has a list of values.
@@ -82,7 +82,7 @@ def write_triton_repository(
 
     Raises:
         FolderError: a folder is not optimized.
-        OptionError: a name cannot be that of a folder.
+        OptionError: a name cannot be a folder's name.
         OutputError: the repository has a model of that name, or cannot be written.
     """
     texts = {}

@@ -135,7 +135,7 @@ def graph_inputs(call: Call, engine: TorchEngine) -> dict[str, Array]:
 
     Args:
         call: a recorded call.
-        engine: the engine whose modules were called; their signatures name the arguments.
+        engine: the engine with the modules that were called; their signatures name the arguments.
     """
     role = call.spec.role
     if role is Role.IMAGE_PROMPT_ADAPTER:

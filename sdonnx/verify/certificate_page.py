@@ -77,7 +77,7 @@ def _summary(found: Verification) -> str:
 
 
 def _image_comparison(finding: ImageFinding, triple: ImageTriple, thresholds: Thresholds) -> ImageComparison:
-    # This project's image is the first, next to that of the same precision.
+    # This project's image is the first, next to the image of the same precision.
     halves = {} if triple.half is None else {_HALF: triple.half}
     named = {OURS: triple.ours, **halves, REFERENCE: triple.wide}
     same = next(iter(halves), REFERENCE)

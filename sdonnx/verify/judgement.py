@@ -21,7 +21,7 @@ __all__ = [
 ROUNDING = 2.0**-11
 """Relative rounding error of float16, half a unit in the last place. Errors up to this value always pass.
 
-It is the measure of folders in float32, too, whose errors are 1e-6 on a CPU, and up to 1e-3 on a GPU with TF32.
+It is the measure of folders in float32, too. Their errors are 1e-6 on a CPU, and up to 1e-3 on a GPU with TF32.
 """
 
 _MAX_ERROR_WITHOUT_TORCH = 1e-2  # if torch in float16 returns NaN or Inf
@@ -32,14 +32,14 @@ class Thresholds:
     """The thresholds that a folder must meet.
 
     Attributes:
-        min_psnr_db: PSNR of an image to that of torch in the folder's type, or in float32 if torch in float16 has no
+        min_psnr_db: PSNR of an image to torch's image in the folder's type, or in float32 if torch in float16 has no
             image.
         max_error: error of a component relative to torch in float32, as a multiple of the error of torch in float16;
             of a folder in float32, as a multiple of `ROUNDING`.
         max_quantized_error: error of a quantized component relative to torch in float32. The default is nearly three
-            times the error of a product whose factors are in e4m3, 3.7e-2
+            times the error of a product of factors in e4m3, 3.7e-2
             (docs/decisions/0165-judge-quantized-folders-by-component.md).
-        max_accuracy_loss: share of images with a right colour, shape and so on of torch, less that of the folder, in
+        max_accuracy_loss: torch's share of images with a right colour, shape and so on, less the folder's share, in
             percentage points; for trained samples.
     """
 
@@ -103,10 +103,10 @@ class ImageFinding:
     Attributes:
         prompt: the prompt.
         seed: seed of the noise.
-        psnr_db: our image to that of torch in the folder's type; None if they are identical.
-        wide_psnr_db: our image to that of torch in float32.
-        torch_psnr_db: the image of torch in the folder's type to that in float32.
-        ssim: structural similarity of our image to that of torch in the folder's type.
+        psnr_db: our image to torch's image in the folder's type; None if they are identical.
+        wide_psnr_db: our image to torch's image in float32.
+        torch_psnr_db: torch's image in the folder's type to torch's image in float32.
+        ssim: structural similarity of our image to torch's image in the folder's type.
         max_difference: largest difference to the image of torch in the folder's type, of values from 0 to 255.
         is_constant: whether our image has a single colour, such as black.
         torch_is_constant: whether the image of torch in the folder's type has a single colour.
@@ -156,7 +156,7 @@ class AccuracyFinding:
         measure: colour, shape, size, relation, or right if all are; an attribute of `SceneScore`.
         ours: images of the folder.
         torch: images of torch.
-        precision: the precision of torch, float16 or float32: that of the folder.
+        precision: the precision of torch and of the folder, float16 or float32.
     """
 
     measure: str
@@ -166,7 +166,7 @@ class AccuracyFinding:
 
     @property
     def loss(self) -> float:
-        """The share of torch less that of the folder, in percentage points."""
+        """The share of torch less the folder's share, in percentage points."""
         return 100 * (self.torch.right - self.ours.right) / self.ours.count
 
     def failure(self, thresholds: Thresholds) -> str | None:

@@ -33,12 +33,12 @@ class VerificationRequest:
         steps: number of denoising steps.
         height: in pixels; None for the pipeline's default.
         width: in pixels; None for the pipeline's default.
-        guidance_scale: the guidance scale; None for that of the trained sample, or the family's default.
+        guidance_scale: the guidance scale; None for the trained sample's scale, or the family's default.
         scheduler: the sampler of all pipelines; None for the folder's sampler.
         ip_adapters: files of the image-prompt adapters that the folder was exported with.
         ip_adapter_scale: scale of the adapters.
         provider: "cuda" or "cpu"; None for the folder's target.
-        accuracy_prompts: number of held-out captions whose images are judged; None for the default number if the
+        accuracy_prompts: number of held-out captions to judge, by one image each; None for the default number if the
             pipeline is a trained sample, or else none.
         thresholds: the thresholds to meet.
     """

@@ -488,7 +488,7 @@ def test_automatic_quantization_is_a_mode_of_the_compiler() -> None:
 
 
 def test_modules_of_a_file_are_a_configuration_of_the_compiler(tmp_path: Path) -> None:
-    """The modules are those of the engine onnxruntime: the ones with the highest SSIM, of the denoiser."""
+    """The engine onnxruntime has the same modules: the denoiser's modules with the highest SSIM."""
     path = tmp_path / "modules.json"
     path.write_text(json.dumps({"a": {"ssim": 0.9}, "b": {"ssim": 0.5}, "c": {"ssim": 0.99}}))
     file = ("--quant-submodules-config-path", str(path))

@@ -26,7 +26,7 @@ def test_parts_have_the_operations_that_torch_counts(architecture: str, pipeline
         flops[type(part).__name__] += part.flops * count
     theirs = {str(name): value for name, value in counter.get_flop_counts()["Global"].items()}
     assert flops["Convolution"] == theirs["aten.convolution"]
-    # Without attention, products are those of linear layers.
+    # Without attention, only linear layers have products.
     attention = sum(value for name, value in theirs.items() if "attention" in name or "bmm" in name)
     assert flops["Attention"] == attention > 0
 

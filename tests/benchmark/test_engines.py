@@ -54,7 +54,7 @@ def folders(micro: Path, micro_exported: Path, micro_cpu: Path) -> dict[FolderKi
 
 @pytest.fixture(scope="module")
 def wide(tiny_pipeline: Path, tiny_exported: Path, tiny_cpu: Path) -> dict[FolderKind, Path]:
-    """Folders of a UNet whose time is mostly in its products."""
+    """Folders of a UNet that spends most of its time in matmuls."""
     return {FolderKind.DIFFUSERS: tiny_pipeline, FolderKind.EXPORTED: tiny_exported, FolderKind.OPTIMIZED: tiny_cpu}
 
 
@@ -290,7 +290,7 @@ def test_kernels_on_a_cpu(name: str, wide: dict[FolderKind, Path]) -> None:
 
 
 def test_extra_measurements_of_torch(folders: dict[FolderKind, Path]) -> None:
-    """The command is tested with engines whose processes start without torch."""
+    """The command is tested with engines that start their processes without torch."""
     engine, prompt = made(TorchEngine, folders), PROMPTS[0]
     workload = Workload(1, 64, 64, 3)
     points = measure_throughput(engine, workload, prompt, 1, lambda text: None)

@@ -53,7 +53,7 @@ def image_of(prompt: str) -> Image.Image:
 
 
 class Scripted:
-    """An engine whose runs take the given times on a simulated clock."""
+    """An engine with runs that take the given times on a simulated clock."""
 
     device = "cpu"
 

@@ -235,7 +235,7 @@ def test_page_is_small(tmp_path: Path) -> None:
 
 
 def test_times_of_known_runs(tmp_path: Path) -> None:
-    """The runs take 0.100, 0.101 ... 0.200 s: 101 equally spaced values, whose percentiles are obvious."""
+    """The runs take 0.100, 0.101 ... 0.200 s: 101 equally spaced values with obvious percentiles."""
     latencies = tuple(np.linspace(0.1, 0.2, 101)[::-1])
     row = result("torch", latencies, stages=Stages(2.0, 2.5, 12.0, 400.0, 50))
     assert write_page(made(row), tmp_path / "report.html").table("Times").column(EAGER) == {

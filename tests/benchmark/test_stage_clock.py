@@ -39,7 +39,7 @@ def test_stages_of_a_run() -> None:
 
 def test_median_stages() -> None:
     rounds = [Stages(1, 30, 5, 33, 4), Stages(2, 10, 9, 100, 4)]
-    # The rate is that of the median step, not the median of the rates.
+    # The rate is the median step's, not the median of the rates.
     assert median_stages(rounds) == Stages(1.5, 20, 7, 50, 4)
     assert median_stages([*rounds, Stages(9, 12, 6, 83, 4)]) == Stages(
         2, 12, 6, cast(float, pytest.approx(1000 / 12)), 4

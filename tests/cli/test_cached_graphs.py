@@ -44,7 +44,7 @@ def test_ls_prints_the_last_used_first(cache: FolderCache, capsys: pytest.Captur
 
 
 def write_long_names(cache: FolderCache) -> str:
-    """Add a graph whose names and size need more than 80 columns, and return the size with its unit."""
+    """Add a graph with names and a size that need more than 80 columns, and return the size with its unit."""
 
     def write(folder: Path) -> Mapping[str, Any]:
         (folder / "weights").write_bytes(bytes(553_200))

@@ -162,7 +162,7 @@ def test_optimize_says_that_this_machine_cannot_run_the_folder(
 
 
 def test_generate_with_memory_options(micro_cpu: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The options are those of `from_pretrained` and of the pipeline's methods."""
+    """The options set arguments of `from_pretrained` and call the pipeline's methods."""
     from sdonnx.runtime.pipeline import OrtDiffusionPipeline
 
     seen: list[Any] = []

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-# Copies folders that exist in place of making them, which the tests of each stage do.
+# Copies existing folders instead of making them, which the tests of each stage do.
 CODE = """
 import shutil, sys
 import sdonnx.cli.optimize, sdonnx.export.export_pipeline, sdonnx.optimize.optimizer, sdonnx.sample.write_sample

@@ -249,7 +249,7 @@ def test_fused_lora_keeps_the_graph(builds: mock.Mock, pipelines: PipelineCache,
 
 @pytest.mark.weekly
 def test_graph_of_a_gpu(tmp_path: Path) -> None:
-    """In float16, where weights of products are joined and those of convolutions have channels last."""
+    """In float16, where matmul weights are joined and convolution weights have channels last."""
     unet = wide_unet()
     (method,) = SUPPORTED[type(unet)]
     settings = SessionSettings(library=Path("libsdonnx_kernels.so"))

@@ -44,7 +44,7 @@ class Mlp(nn.Module):
 
 
 class Block(nn.Module):
-    """A transformer layer whose result is a dictionary."""
+    """A transformer layer that returns a dictionary."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -182,7 +182,7 @@ class Residuals(nn.Module):
 
 
 class Selected(nn.Module):
-    """A result whose size depends on values."""
+    """A module that returns a tensor with a data-dependent size."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x[x > 0] * 2
@@ -516,7 +516,7 @@ def test_differences_of_results(ours: Any, theirs: Any, difference: str | None, 
 
 
 def test_a_second_size_is_compared(warned: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A graph that is right for the sizes of its export only, as one whose sizes are rounded the wrong way."""
+    """A graph that is right for the sizes of its export only, for example because it rounds sizes the wrong way."""
     module, run, computed = _made(Mlp), Graph.run, []
 
     def faulty(graph: Graph, inputs: Any) -> dict[str, Any]:

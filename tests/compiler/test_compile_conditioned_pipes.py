@@ -36,7 +36,7 @@ def _picture(seed: int, height: int = 64, width: int = 96) -> Image.Image:
 
 
 def _loaded(folder: Path) -> Both:
-    """Return the pipeline of a folder, and another one whose UNet is compiled."""
+    """Return the pipeline of a folder, and another one with a compiled UNet."""
     compiled = in_diffusers(folder)
     others = set(compiled.components) - {"unet"}
     return in_diffusers(folder), sdonnx.compile_pipe(compiled, ignores=others)

@@ -1,4 +1,4 @@
-"""`sdonnx.compile_pipe`: pipelines of diffusers whose components are drop-ins generate the same images."""
+"""`sdonnx.compile_pipe`: diffusers pipelines with drop-ins as components generate the same images."""
 
 from __future__ import annotations
 

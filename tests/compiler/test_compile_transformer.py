@@ -85,7 +85,7 @@ def encoders() -> tuple[Any, Any]:
 def test_transformer_matches(
     transformers: tuple[Any, Any], shape: tuple[int, int, int, int], warned: list[str]
 ) -> None:
-    """The second shape is the one whose positions diffusers reads from a table."""
+    """For the second shape, diffusers reads the positions from a table."""
     transformer, compiled = transformers
     call = _call(*shape)
     ours, theirs = compiled(**call), transformer(**call)

@@ -66,7 +66,7 @@ def image_of(pipe: Any, **more: Any) -> Array:
 def test_every_change_is_computed(
     frees: bool, pipelines: PipelineCache, adapters: list[Path], builds: mock.Mock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each image is that of diffusers and peft, and the graph of the first compilation computes all of them."""
+    """Each image equals the one of diffusers and peft, and the graph of the first compilation computes all of them."""
     if frees:  # as on a GPU, after which the weights are in the host's memory
         monkeypatch.setattr(host_weights, "_FROM", ("cpu",))
     plain = in_diffusers(pipelines.nano())

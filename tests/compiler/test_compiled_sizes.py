@@ -1,4 +1,4 @@
-"""Sizes that a compiled module computes, compared with the module itself at other sizes than that of its export."""
+"""Sizes that a compiled module computes, compared with the module itself at other sizes than its export's."""
 
 from __future__ import annotations
 

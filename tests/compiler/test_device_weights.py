@@ -1,4 +1,4 @@
-"""Weights in one block, with memory of the host in place of a GPU's, and copies into it."""
+"""Weights in one block, with host memory instead of a GPU's, and copies into it."""
 
 from __future__ import annotations
 

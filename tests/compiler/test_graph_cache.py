@@ -93,7 +93,7 @@ def test_killed_process_leaves_no_graph(folder: Path, builds: mock.Mock) -> None
 
 
 def test_entry_has_no_parameters_of_the_module(folder: Path) -> None:
-    """Weights of convolutions are parameters; those of products are transposed."""
+    """Convolution weights are parameters; matmul weights are transposed."""
     module = small_autoencoder()
     sdonnx.compile(module)
     (entry,) = folder.iterdir()

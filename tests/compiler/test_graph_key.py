@@ -67,7 +67,7 @@ def test_equal_modules_have_one_key(equal: Callable[[Any, Path], Any], key: Grap
 
 
 def test_answers_that_transformers_keeps_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The key in a process that has chosen an implementation of attention is that of other processes."""
+    """A process that has chosen an implementation of attention computes the same key as other processes."""
     module = small_text_encoder()
     kept = "_can_set_attn_implementation_cached_value"
     for cls in type(module).__mro__:

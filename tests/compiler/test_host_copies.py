@@ -1,4 +1,4 @@
-"""Copies through two buffers, with memory of the host in place of a GPU's."""
+"""Copies through two buffers, with host memory instead of a GPU's."""
 
 from __future__ import annotations
 

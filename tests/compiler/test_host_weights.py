@@ -36,7 +36,7 @@ CHECKED = {"mode": "max-optimize:freezing", "options": {"check_agreement": True}
 
 @pytest.fixture
 def frees(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Treat the CPU as a GPU whose memory is freed."""
+    """Treat the CPU as a GPU, so that its memory is freed."""
     monkeypatch.setattr(host_weights, "_FROM", ("cpu",))
 
 

@@ -33,7 +33,7 @@ _XL: dict[str, Any] = _SD | {
     "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"),
     "up_block_types": ("CrossAttnUpBlock2D", "UpBlock2D"),
 }
-# Channels and halvings of the latents, which are those of diffusers' ControlNetModel, FullAdapter and FullAdapterXL.
+# Channels and halvings of the latents, as in diffusers' ControlNetModel, FullAdapter and FullAdapterXL.
 _SKIPS = [(32, 1), (32, 1), (32, 2), (64, 2)]
 _SD_ADAPTER = [(32, 1), (64, 2)]
 _XL_ADAPTER = [(32, 2), (64, 2), (64, 2)]

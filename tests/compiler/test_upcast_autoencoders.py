@@ -227,7 +227,7 @@ def test_methods_accept_the_configuration() -> None:
 
 @pytest.fixture(scope="module")
 def source(pipelines: PipelineCache) -> Path:
-    """A pipeline of Stable Diffusion XL whose decoder exceeds float16's range."""
+    """A pipeline of Stable Diffusion XL with a decoder that exceeds float16's range."""
     return pipelines.nano("sdxl-tiny", overflow="vae")
 
 
@@ -253,7 +253,7 @@ def _half(source: Path, kind: Any) -> Any:
     "name", [pytest.param(kind, marks=[] if kind == "inpainting" else [pytest.mark.weekly]) for kind in KINDS]
 )
 def test_images_of_pipelines(name: str, source: Path, built: list[str], warned: list[str]) -> None:
-    """Each image is that of torch, whose autoencoder is converted to float32, and nothing is compiled again."""
+    """Each image equals torch's, where the autoencoder is converted to float32. Nothing is compiled again."""
     kind, given = KINDS[name]
     arguments: dict[str, Any] = {each: _picture(seed) for seed, each in enumerate(given)}
     if not given:

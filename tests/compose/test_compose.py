@@ -123,7 +123,7 @@ def test_a_learned_variance_is_dropped() -> None:
 def insert_after(
     model: ir.Model, op_type: str, inputs: list[ir.Value], attributes: dict[str, Any], name: str
 ) -> ir.Value:
-    """Append a node whose output has that name, and return it."""
+    """Append a node with an output of that name, and return the output."""
     node = ir.node(op_type, inputs, attributes)
     model.graph.append(node)
     output = node.outputs[0]

@@ -180,7 +180,7 @@ def of_sizes(body: str) -> tuple[ir.Model, ir.Model | None]:
 
 
 def test_positions_move() -> None:
-    """They depend only on the latents' sizes, which are also those of the noise."""
+    """They depend only on the latents' sizes, which are also the noise's."""
     rest, precompute = of_sizes(f"{POSITIONS} y = Add(x, p)")
     assert precompute is not None
     assert operators(rest) == {"Add": 1}

@@ -109,7 +109,7 @@ ROW_BY_ROW = [
     "n = Shape<start=0, end=1>(sample) e = Expand(timestep, n) h = Unsqueeze(e, outer) y = Mul(x, h)",
     "n = Shape<start=0, end=1>(sample) e = Expand(timestep, n) f = Unsqueeze(e, one) o = Unsqueeze(bias, zero)"
     " h = MatMul(f, o) i = Gemm(h, w, bias) j = Unsqueeze(i, one) v = Add(x, j) y = Mul(v, j)",
-    # Sizes that are used as numbers are those of all rows.
+    # Sizes that are used as numbers count all rows.
     "n = Shape<start=0, end=1>(x) f = Cast<to=1>(n) y = Mul(x, f)",
     "n = Shape<start=1>(x) i = Gather(n, none) f = Cast<to=1>(i) y = Div(x, f)",
     "n = Shape(x) i = Gather(n, none) f = Cast<to=1>(i) y = Div(x, f)",

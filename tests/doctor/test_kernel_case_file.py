@@ -113,7 +113,7 @@ def test_key_counts_are_integers_in_every_dtype() -> None:
 
 
 def test_every_reference_body_runs_on_the_cpu() -> None:
-    """`machine` runs the reference bodies in place of the kernels."""
+    """`machine` runs the reference bodies instead of the kernels."""
     rows = list(compare(CASE_SET, CASE_SET.checks, machine(), dtypes=["float16"]))
     assert len(rows) == len(CASE_SET.checks)
     assert [row for row in rows if row.error != 0] == []

@@ -57,7 +57,7 @@ def test_sizes_of_torch_cannot_be_evaluated() -> None:
 
 
 def evaluated(size: str, sizes: Mapping[str, int]) -> int:
-    """Return a size as optimum-onnx 0.1.0 evaluates it; `sizes` are those of the inputs' axes."""
+    """Return a size as optimum-onnx 0.1.0 evaluates it; `sizes` has the sizes of the inputs' axes."""
     parts = [str(sizes.get(part, part)) for part in size.split(" ")]
     return int(eval(" ".join(parts), {"__builtins__": {}}))
 

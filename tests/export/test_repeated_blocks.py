@@ -1,4 +1,4 @@
-"""Graphs whose equal blocks are traced once, compared with those of all blocks and with torch."""
+"""Graphs with equal blocks traced once, compared with graphs of all blocks and with torch."""
 
 from __future__ import annotations
 
@@ -171,19 +171,19 @@ def states(blocks: list[Any], values: torch.Tensor) -> list[torch.Tensor]:
 
 
 def sharing(blocks: list[Any], values: torch.Tensor) -> torch.Tensor:
-    """Run a chain whose blocks all add the same."""
+    """Run a chain of blocks that all add the same tensor."""
     shared = values.cos()
     return functools.reduce(lambda state, block: block(state, shared), blocks, values) + shared
 
 
 def first_shared(blocks: list[Any], values: torch.Tensor) -> torch.Tensor:
-    """Run a chain whose blocks add the output of the first one."""
+    """Run a chain of blocks that add the output of the first one."""
     first: torch.Tensor = blocks[0](values)
     return functools.reduce(lambda state, block: block(state, first), blocks[1:], first)
 
 
 def two_back(blocks: list[Any], values: torch.Tensor) -> torch.Tensor:
-    """Run a chain whose blocks add the output of the block before the last."""
+    """Run a chain of blocks that add the output of the block before the last."""
     found = [values, values]
     for block in blocks:
         found.append(block(found[-1], found[-2]))
@@ -191,7 +191,7 @@ def two_back(blocks: list[Any], values: torch.Tensor) -> torch.Tensor:
 
 
 def scaled(factor: Callable[[int], int]) -> Order:
-    """Return a chain whose blocks have different factors."""
+    """Return a chain of blocks with different factors."""
     return lambda blocks, values: functools.reduce(
         lambda state, numbered: numbered[1](state, factor=factor(numbered[0])), enumerate(blocks), values
     )

@@ -119,7 +119,7 @@ def test_published_sizes_give_the_published_configurations(name: str) -> None:
 
 
 def test_sizes_follow_from_shapes(folders: dict[str, Path], tmp_path: Path) -> None:
-    """Without configurations in `--config`, everything but heads and groups is that of the small pipeline."""
+    """Without configurations in `--config`, everything but heads and groups equals the small pipeline's."""
     bare = tmp_path / "bare"
     for folder in sorted(folders["xl"].glob("tokenizer*")):
         shutil.copytree(folder, bare / folder.name)

@@ -73,7 +73,7 @@ def test_pickled_variants(tmp_path: Path) -> None:
 
 
 def as_variant(folder: Path) -> Path:
-    """Rename the weights of a pipeline to those of the variant fp16, as a download of that variant has them."""
+    """Rename the weights of a pipeline as a download of the variant fp16 names them."""
     for file in list(folder.glob("*/*.safetensors")):
         file.rename(file.with_suffix(".fp16.safetensors"))
     return folder

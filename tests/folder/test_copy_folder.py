@@ -1,4 +1,4 @@
-"""Copies of folders whose entries may be anything; the message names the entry, not the output."""
+"""Copies of folders with entries of any kind; the message names the entry, not the output."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from sdonnx.folder.loaded_folder import LoadedFolder
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Return a folder with two components, whose files were written a minute ago."""
+    """Return a folder with two components that were written a minute ago."""
     root = tmp_path / "fast"
     for name in ("unet", "vae"):
         (root / name).mkdir(parents=True)
@@ -74,7 +74,7 @@ def test_other_changes_do_not_matter(folder: Path) -> None:
 
 
 def test_the_folder_may_be_a_relative_path_with_links(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a snapshot in the hub's cache: the time and size are those of the linked file."""
+    """As a snapshot in the hub's cache: the time and size are the linked file's."""
     blobs = folder / "blobs"
     blobs.mkdir()
     (folder / "unet" / "model.onnx").rename(blobs / "1")

@@ -1,4 +1,4 @@
-"""8-bit numbers as bytes next to those of the optimizer, bit for bit."""
+"""8-bit numbers as bytes, compared with the optimizer's bit for bit."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ CONSTANTS: dict[str, float] = {
 def spelled(
     body: str, inputs: str = INPUT, outputs: str = OUTPUT, dtype: Any = np.float32, **weights: Array
 ) -> ir.Model:
-    """A graph of this body, with those of the constants that it reads."""
+    """A graph of this body, with the constants that it reads."""
     constants = {name: np.array(number, dtype) for name, number in CONSTANTS.items()}
     return graph(inputs, outputs, body, **(used(body, constants) | weights))
 

@@ -281,7 +281,7 @@ def test_sizes_are_read_from_the_twin(part: str) -> None:
 
 
 def test_an_image_that_is_channels_last_already() -> None:
-    """A graph whose input and output are (B,H,W,C) needs no transpose at all."""
+    """A graph with an input and an output of (B,H,W,C) needs no transpose at all."""
     body = f"t = Transpose<perm=[0,3,1,2]>(i) {CONV.replace('x', 't')} y = Transpose<perm=[0,2,3,1]>(c)"
     model = graph("float[B,H,W,8] i", "float[B,H,W,8] y", body, **W8)
     rewritten, _ = channels_last(model)

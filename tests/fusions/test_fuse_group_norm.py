@@ -70,7 +70,7 @@ def test_additions_before_the_norm(name: str, skip: str) -> None:
     node = node_of(rewritten, "SkipGroupNorm")
     assert [required(value).name for value in node.inputs[:4]][1:3] == ["g", "b"]
     assert len(node.inputs) == 4 + (biases > 0)
-    # The kernel takes the shape of its first input for that of the sum.
+    # The kernel assumes that the sum has the shape of its first input.
     assert input_of(node, 0).shape == ir.Shape(["B", "H", "W", 8])
     assert node.attributes.get_int("activation") == 1
 

@@ -420,7 +420,7 @@ def test_an_image_that_is_flattened_on_the_way() -> None:
 
 @pytest.mark.parametrize("back", [[0, 0, -1], [0, 0, 0], [2, 8, 28]])
 def test_as_many_groups_as_channels_flattened(back: list[int]) -> None:
-    """Sizes said by 0 are those of the norm's result, not of the image."""
+    """A 0 stands for a size of the norm's result, not of the image."""
     weights: dict[str, Any] = {
         "s": normal(8, seed=3),
         "t": normal(8, seed=4),

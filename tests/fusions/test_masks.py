@@ -43,7 +43,7 @@ CONSTANTS = {"zero": int64(0), "one": int64(1)}
 def causal(
     compare: str, *, rest: str = f"mask = Expand(c, s) {ATTENTION}", values: str = RANGE, **more: Array
 ) -> ir.Model:
-    """An attention whose mask compares columns and rows of a range."""
+    """An attention with a mask that compares columns and rows of a range."""
     body = f"{values} column = Unsqueeze(r, column_axes) row = Unsqueeze(r, row_axes) c = {compare} {rest}"
     weights = CONSTANTS | {
         "two": int64(2), "s": int64([1, 1, 1, 1]), "one_": int64([1]),
@@ -150,7 +150,7 @@ NUMBERS = {
     "enough": np.array(-1e4, np.float32), "false": np.array(False), "none": int64(0), "one": int64(1), "two": int64(2),
     "less": int64(-1), "axes": int64([0, 1]),
 }  # fmt: skip
-# The range is one, its length known to be that of q: ids have it too.
+# The range is one, and its length is known to be q's: ids have it too.
 SQUARE = "n = Shape<start=1,end=2>(ids) e = Concat<axis=0>(n, n) "
 ONES = f"{SQUARE} o = ConstantOfShape<value=float[1]{{1}}>(e) "
 TRUE = f"{ONES} t = Cast<to=9>(o) "

@@ -157,7 +157,7 @@ def test_resize_to_known_sizes(sizes: tuple[int, ...]) -> None:
 )
 @pytest.mark.parametrize("height", [1, 6, 7])
 def test_resize_to_the_size_of_a_skip_connection(inner: str, outer: str, height: int) -> None:
-    """As in a UNet: sizes are computed, and shape inference knows how they depend on those of the inputs."""
+    """As in a UNet: sizes are computed, and shape inference knows how they depend on the inputs' sizes."""
     model = sized(inner, outer)
     assert use_own_kernels(copied(model)).fired == {"ResizeToOwnUpsampleNearest": 1}
     assert size_of(inner, height) == (size_of(outer, height) + 1) // 2
@@ -169,7 +169,7 @@ def size_of(text: str, height: int) -> int:
 
 
 def sized(inner: str, outer: str, batch: str = "B") -> ir.Model:
-    """Return a graph that resizes x (B,inner,8,16) to the sizes n, which are those of y (batch,outer,16,16)."""
+    """Return a graph that resizes x (B,inner,8,16) to n, the sizes of y (batch,outer,16,16)."""
     model = graph("float16[B,P,8,16] x, int64[4] n", f"float16[{batch},Q,16,16] y", f"y = Resize<{FLOOR}>(x, , , n)")
     for value, size in ((model.graph.inputs[0], inner), (model.graph.outputs[0], outer)):
         shape = list(value.shape or ())

@@ -1,4 +1,4 @@
-"""Products whose factors are rounded to 8 bits become products of 8-bit factors, with bias, residual and gelu."""
+"""Products with factors that are rounded to 8 bits become products of 8-bit factors, with bias, residual and gelu."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ PROJECTIONS = {
 
 
 def assert_one_product(after: ir.Model) -> ir.Value:
-    """Check the operators of attention whose queries, keys and values are one product; return its weight."""
+    """Check the operators of attention with queries, keys and values in one product; return its weight."""
     counts = operators(after, "QuantizeRows", "ScaledMatMul", "SelfAttention", "MatMul", "MultiHeadAttention")
     assert counts == {"QuantizeRows": 1, "ScaledMatMul": 1, "SelfAttention": 1, "MatMul": 0, "MultiHeadAttention": 0}
     (node,) = (node for node in after.graph if node.op_type == "ScaledMatMul")
@@ -298,7 +298,7 @@ def test_scales_of_gated_products_are_multiplied_together(monkeypatch: pytest.Mo
     use_own_kernels(apart := copied(model), 64)
     feeds = feeds_for(model)
     assert run(apart, feeds)["y"].tobytes() == run(after, feeds)["y"].tobytes()
-    # The split of the gates, and that of the scales.
+    # The split of the gates, and the split of the scales.
     assert operators(after, "Mul", "Cast", "Concat", "Split") == {"Mul": 1, "Cast": 2, "Concat": 2, "Split": 2}
 
 

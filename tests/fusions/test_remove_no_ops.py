@@ -62,7 +62,7 @@ KNOWN: dict[str, Array] = {
 
 
 def between(body: str, inputs: str = INPUT, outputs: str = OUTPUT, **weights: Array) -> ir.Model:
-    """A graph of this body, with those of the known values that it reads."""
+    """A graph of this body, with the known values that it reads."""
     return graph(inputs, outputs, body, **used(body, KNOWN | weights, inputs))
 
 

@@ -106,7 +106,7 @@ def test_weights_are_read_where_they_are(tmp_path: Path) -> None:
 
 
 def scattered() -> ir.Model:
-    """Return a graph whose weights are in the order b, n, a, c."""
+    """Return a graph with weights in the order b, n, a, c."""
     model = block(f"n = Mul(x, u) {PRODUCTS.replace('x', 'n')} {ATTENTION}".replace("(n, u)", "(x, u)"))
     values = dict(model.graph.initializers)
     model.graph.initializers.clear()

@@ -339,7 +339,7 @@ def test_tokens_without_a_batch_are_left() -> None:
 
 
 def test_a_gated_product_keeps_its_module() -> None:
-    """A policy names modules: those of the product and of the nodes merged into it."""
+    """A policy names modules: the product has its own and the modules of the nodes merged into it."""
     model = spelled("a = MatMul(x, weight) b = Mul(w, a) y = Add(s, b)", f"{TWO}, {GATE}")
     for op_type, module in (("MatMul", "blocks.0.attn1.to_out.0"), ("Mul", "blocks.0"), ("Add", "blocks.0")):
         node_of(model, op_type).metadata_props[MODULE_KEY] = module

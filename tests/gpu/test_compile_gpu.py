@@ -61,7 +61,7 @@ def loaded(folder: Path, dtype: torch.dtype, device: str = "cuda") -> Any:
 
 
 def latents_of(pipeline: Any, **arguments: Any) -> np.ndarray[Any, Any]:
-    """Return the latents after three steps; those of a pipeline in float16 begin with the same noise, rounded."""
+    """Return the latents after three steps. A pipeline in float16 begins with the same noise, rounded."""
     denoiser = getattr(pipeline, "unet", None) or pipeline.transformer
     height, width = (
         arguments.get(name, denoiser.config.sample_size * pipeline.vae_scale_factor) // pipeline.vae_scale_factor
@@ -74,13 +74,13 @@ def latents_of(pipeline: Any, **arguments: Any) -> np.ndarray[Any, Any]:
 
 
 def lines_of(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """Return the lines of this project in the log, without those of torch's tracing."""
+    """Return the lines of this project in the log, without the lines of torch's tracing."""
     return [record.getMessage() for record in caplog.records if record.name.startswith("sdonnx")]
 
 
 @pytest.mark.parametrize("arch", ["tiny", "sdxl-tiny", "pixart-alpha-tiny"])
 def test_pipelines(arch: str, source: Source, note: Note, caplog: pytest.LogCaptureFixture) -> None:
-    """The error to float32 is at most twice that of torch's float16; other sizes and batches compile nothing anew."""
+    """The error to float32 is at most twice torch's in float16; other sizes and batches compile nothing anew."""
     wide, half = (loaded(source(arch), dtype) for dtype in (torch.float32, torch.float16))
     cases = [{}, {"height": 96, "width": 128}, {"num_images_per_prompt": 2}]
     if arch.startswith("pixart"):
@@ -220,7 +220,7 @@ def test_torch_copy_leaves_the_gpu(arch: str, source: Source, note: Note, caplog
 
 
 def test_weights_return_for_calls_in_torch(source: Source) -> None:
-    """They are moved once; the key of the graph in the cache is that of weights on the GPU."""
+    """They are moved once; the key of the graph in the cache is the same as for weights on the GPU."""
     unet, call = unet_of(source)
     compiled: Any = sdonnx.compile(unet, options="freezing")
     (program,) = programs_of(compiled).values()

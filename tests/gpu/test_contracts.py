@@ -63,7 +63,7 @@ def test_kernel_refuses_cases_that_the_contract_refuses(case: KernelCase) -> Non
 def test_attention_of_head_size_160_agrees_with_float32(
     disabled: tuple[str, ...], queries: int, keys: int, dtype: str, tmp_path: Path, note: Any
 ) -> None:
-    """The session and its options are those of the run-time."""
+    """The session and its options are the run-time's."""
     model = attention_graph(160, 8, dtype)
     fuse(model, "cuda", disabled=disabled)
     ir.save(model, tmp_path / "model.onnx")

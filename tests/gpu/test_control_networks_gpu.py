@@ -133,7 +133,7 @@ def test_error_and_time(arch: str, controlled: Callable[[str], Path], note: Note
 
 @pytest.mark.parametrize("arch", ["sdxl-tiny", pytest.param("sdxl", marks=pytest.mark.weekly)])
 def test_guess_mode_computes_half_of_the_rows(arch: str, controlled: Callable[[str], Path], note: Note) -> None:
-    """Compare the error of latents with torch's in fp16, and the time of an image with that of all rows."""
+    """Compare the error of latents with torch's in fp16, and the time of an image with the time for all rows."""
     folder = controlled(arch)
     edge = read_json(folder / "source" / "unet" / "config.json")["sample_size"] * 8
     image = picture(1, (edge, edge))

@@ -112,7 +112,7 @@ def test_another_reference_body_is_noticed() -> None:
 def test_the_pipeline_generates_without_an_avoided_backend(
     tiny_cuda_fp16: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The option reaches the sessions, and the image equals that of ONNX Runtime's choice."""
+    """The option reaches the sessions, and the image is the same as with ONNX Runtime's choice."""
     from sdonnx.metrics import psnr
     from sdonnx.runtime.pipeline import OrtDiffusionPipeline
 

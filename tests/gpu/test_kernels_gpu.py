@@ -218,7 +218,7 @@ def test_batches(op_type: str, batch: int, library: Path, note: Any) -> None:
 
 @pytest.mark.parametrize("op_type", ["ConcatChannels", "UpsampleNearest"])
 def test_more_than_two_to_the_31_elements(op_type: str, library: Path) -> None:
-    """A batch of 17 images of 1024x1024 in a decoder, whose values differ from row to row."""
+    """A batch of 17 images of 1024x1024 in a decoder, with values that differ from row to row."""
     rows = np.arange(17 * 512, dtype=np.float16).reshape(17, 512, 1, 1)
     x = np.broadcast_to(rows, (17, 512, 512, 128)).copy()
     width = x.shape[-1]

@@ -182,7 +182,7 @@ def test_first_captured_size_gives_the_same_image_again(folders: tuple[str, Path
     """A replay reads its own buffers, independent of later captures and runs.
 
     GroupNorm's kernel adds with atomics, so that no two runs are the same to the last bit: an image is compared with
-    that of a pipeline which captured no other size.
+    one from before other sizes were captured.
     """
     given: dict[str, Any] = {"num_inference_steps": 3, "seed": 1, "output_type": "np", "use_resolution_binning": False}
     with OrtDiffusionPipeline.from_pretrained(folders[2]) as pipeline:

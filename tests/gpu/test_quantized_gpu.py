@@ -77,7 +77,7 @@ def test_both_forms_compute_the_same_numbers(arch: str, name: str, build: Build,
 
 @pytest.mark.parametrize("name", ["fp8_e4m3_e4m3_dynamic", "int8_dynamic", "int8_weightonly"])
 def test_lora_files(name: str, build: Build, tmp_path: Path) -> None:
-    """Images with a file, also after switches, are those of the folder that `bake` writes, bit for bit."""
+    """Images with a file, also after switches, equal the images of the folder that `bake` writes, bit for bit."""
     _, folder = quantized(build, "sdxl-tiny", name)
     file = write_plain_lora(folder, tmp_path / "style.safetensors", scale=0.3)
     bake_adapters(folder, tmp_path / "baked", [(file, 0.7)])

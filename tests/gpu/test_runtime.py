@@ -112,7 +112,7 @@ def test_the_device_is_busy_between_steps(arch: str, pipeline: Any, note: Any) -
     row: dict[str, Any] = {"pipeline": arch, "steps": steps, "kernels": len(spans), "gpu_ms": total / 1e3}
     row |= {"idle_between_steps": between / total, "idle_between_kernels": sum(gaps) / total}
     note("steps", row | {"host_ms_per_step": queued, "python_ms_per_step": python})
-    if arch != "tiny":  # whose kernels are over before the next ones are launched
+    if arch != "tiny":  # its kernels are over before the next ones are launched
         assert row["idle_between_steps"] < 0.05
     assert python < 0.2
 

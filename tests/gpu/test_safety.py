@@ -25,7 +25,7 @@ FOUND = [False, True, False, False]
 
 @pytest.fixture(scope="module", params=["tiny", pytest.param("sd15", marks=pytest.mark.weekly)])
 def folders(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path, Path]:
-    """Name, diffusers folder whose checker flags the image of seed 1, and its float16 folder."""
+    """Name, diffusers folder with a checker that flags the image of seed 1, and its float16 folder."""
     import torch
     from safetensors.torch import load_file, save_file
 

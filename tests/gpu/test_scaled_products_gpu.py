@@ -144,7 +144,7 @@ def _microseconds(path: Path, shape: tuple[int, int, int], library: Path) -> flo
                                   "fp8_e4m3_e4m3_dynamic", "int8_dynamic", "fp8_static"])  # fmt: skip
 @pytest.mark.parametrize("kind", ["product", "convolution"])
 def test_onnxruntime_has_cuda_kernels_for_quantized_graphs(kind: str, name: str, note: Any) -> None:
-    """Nothing falls back to the CPU; the result is that of the CPU provider."""
+    """Nothing falls back to the CPU; the result agrees with the CPU provider's."""
     if kind == "product":
         model = graph(
             "float16[B,S,64] x", "float16[B,S,128] y", "y = MatMul(x, w)", w=normal(64, 128).astype(np.float16)

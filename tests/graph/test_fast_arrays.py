@@ -1,4 +1,4 @@
-"""Conversions by torch, next to those of NumPy."""
+"""Conversions by torch, compared with NumPy's."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sdonnx.graph import fast_arrays
 from sdonnx.graph.fast_arrays import cast, transposed
 from sdonnx.operators.case import Array
 
-# Torch computes arrays of the second size, NumPy those of the first.
+# NumPy converts arrays of the first size, torch arrays of the second.
 sizes = pytest.mark.parametrize("shape", [(3, 5, 2, 4), (32, 64, 5, 7)])
 
 

@@ -100,7 +100,7 @@ def test_a_transposed_graph_output_stays() -> None:
 
 
 def test_folding_reads_no_weight_before_it_is_saved() -> None:
-    """A weight whose file is missing can be folded: it is read only with the result."""
+    """A weight can be folded while its file is missing: it is read only with the result."""
     model = graph("float[2,3] x", "float[2,3] y", "t = Transpose(w) y = Add(x, t)", w=normal(3, 2))
     weight = normal(3, 2)
     with tempfile.TemporaryDirectory() as folder:

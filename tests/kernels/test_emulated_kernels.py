@@ -54,7 +54,7 @@ def error_of(found: Sequence[Array], expected: Sequence[Array]) -> float:
 
 
 def assert_agrees(case: KernelCase) -> None:
-    """Compare a case's results with those of its reference body."""
+    """Compare a case's results with its reference body's."""
     opened, feeds, inputs = session(case)
     assert error_of(opened.run(None, feeds), lowered_results(case, inputs)) < TOLERANCE["float16"]
 

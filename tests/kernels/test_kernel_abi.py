@@ -26,7 +26,7 @@ def library(request: pytest.FixtureRequest) -> Path:
 
 
 def probe(optional: bool = True, outputs: tuple[str, ...] = ("y", "facts"), **attributes: Any) -> bytes:
-    """Return a graph of one AbiProbe, whose second input is a constant."""
+    """Return a graph of one AbiProbe, with a constant as its second input."""
     value, kinds = onnx.helper.make_tensor_value_info, onnx.TensorProto
     names = ["x", "constant", *(["optional"] if optional else [])]
     node = onnx.helper.make_node("AbiProbe", names, outputs, domain="sdonnx", **attributes)
@@ -118,7 +118,7 @@ def test_library_needs_no_cuda() -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("nm") is None, reason="nm is not installed, which lists symbols")
 def test_library_exports_its_functions_only() -> None:
-    """A symbol of the static CUDA run-time could be mistaken for that of ONNX Runtime's, or the other way round."""
+    """A symbol of the static CUDA run-time could be mistaken for a symbol of ONNX Runtime's, or the other way round."""
     command = ["nm", "--dynamic", "--defined-only", str(compiled_library())]
     listed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     exported = {line.split()[-1] for line in listed.splitlines() if " T " in line}

@@ -117,7 +117,7 @@ def test_images_of_lcm(lcm: Pair, scale: float) -> None:
     ],
 )
 def test_images_of_lcm_with_arguments(lcm: Pair, arguments: dict[str, Any]) -> None:
-    """Without arguments, the defaults are those of LatentConsistencyModelPipeline: 4 steps with a guidance of 8.5."""
+    """Without arguments, LatentConsistencyModelPipeline's defaults apply: 4 steps with a guidance of 8.5."""
     assert lcm.agreement(**arguments) > SAME_DB
 
 

@@ -140,7 +140,7 @@ def test_autoencoders_with_unknown_parts_are_not_counted(component: str) -> None
 
 
 def test_missing_keys_have_their_older_defaults() -> None:
-    """As in the published Stable Diffusion 1.5, whose configuration lacks newer keys."""
+    """As in the published configuration of Stable Diffusion 1.5, which lacks newer keys."""
     network = build_network(ARCHITECTURES["sd15"].networks["unet"])
     config = dict(ARCHITECTURES["sd15"].networks["unet"].config) | {"_class_name": "UNet2DConditionModel"}
     assert "mid_block_type" not in config

@@ -251,7 +251,7 @@ def test_graphs_can_be_captured(file: str, for_cuda: Path) -> None:
 
 @pytest.fixture(scope="module")
 def loud(alpha: Pair, pipelines: PipelineCache) -> tuple[Any, Path]:
-    """Return a text encoder whose feed-forward layers exceed 65504, and its export."""
+    """Return a text encoder with feed-forward layers that exceed 65504, and its export."""
 
     def scale(folder: Path) -> None:
         encoder: Any = T5EncoderModel.from_pretrained(folder / "text_encoder")
@@ -331,7 +331,7 @@ def test_published_class_name_is_accepted(alpha: Pair, pipelines: PipelineCache,
 
 @pytest.fixture(scope="module")
 def published(sigma: Pair, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a pipeline whose tokenizer is only a SentencePiece file."""
+    """Return a pipeline with only a SentencePiece file as its tokenizer."""
     import sentencepiece  # imported here, because its warnings are not errors in fixtures
 
     folder = tmp_path_factory.mktemp("published")
@@ -588,7 +588,7 @@ def test_loaded_pipeline_reads_no_file(alpha: Pair, tmp_path: Path) -> None:
 
 
 def test_one_block_in_float32(alpha: Pair, tmp_path: Path) -> None:
-    """The products of one block are in float32, those of the other in fp16; short captions have valid graphs too."""
+    """One block has its products in float32, the other in fp16; short captions have valid graphs too."""
     named = ["transformer:transformer_blocks.0.*"]
     optimize_folder(alpha.exported, tmp_path / "mixed", float16=True, force_fp32_ops=named)
     graph = ir.load(tmp_path / "mixed" / "transformer" / "model.onnx").graph
@@ -747,7 +747,7 @@ def test_configuration_that_contradicts_its_weights_is_refused(key: str, sigma: 
 
 
 def test_size_inputs_depend_on_the_configuration(alpha: Pair, tmp_path: Path) -> None:
-    """The default is that of diffusers."""
+    """The default is the same as in diffusers."""
     source = copied(alpha.source, tmp_path / "source")
     config = json.loads((source / "transformer" / "config.json").read_text())
     for stated, size, expected in ((None, 128, True), (None, 64, False), (False, 128, False), (True, 64, True)):

@@ -653,7 +653,7 @@ def test_prompt_that_is_left_out_stays_zero_with_weights(base: Pair) -> None:
     ],
 )
 def test_texts_next_to_embeddings_agree(texts: dict[str, Any], names: list[int], base: Pair) -> None:
-    """Also embeddings without negative ones, which are zeros or those of the text, and pooled output next to texts."""
+    """Also embeddings without negative ones, which are zeros or made from the text, and pooled output next to texts."""
     with torch.inference_mode():
         made = base.theirs.encode_prompt("a cat", "a dog", negative_prompt="snow", negative_prompt_2="rain")
     given = {EMBEDDINGS[index]: made[index] for index in names}

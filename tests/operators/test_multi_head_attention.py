@@ -177,7 +177,7 @@ def test_causal_attention_over_as_many_keys_as_queries_is_accepted(size: int | s
 
 @pytest.mark.parametrize("disabled", [(), ("attention",)], ids=["fused", "unfused"])
 def test_attention_of_head_size_160_is_fused_or_spelled_out(disabled: tuple[str, ...]) -> None:
-    """No node of ONNX's own operator stays, whose kernel is wrong at this size; tests/gpu runs the result."""
+    """No node of ONNX's own operator stays: its kernel is wrong at this size; tests/gpu runs the result."""
     model = attention_graph(160, 8, "float32")
     fused = copied(model)
     fuse(fused, "cuda", disabled=disabled)

@@ -148,7 +148,7 @@ def test_every_pattern(number_format: EightBits) -> None:
 
 @pytest.mark.parametrize("number_format", EightBits)
 def test_quotients_are_rounded_correctly(number_format: EightBits) -> None:
-    """The kernel divides by a reciprocal and one correction; the patterns are those of a division."""
+    """The kernel divides by a reciprocal and one correction; the bit patterns equal a division's."""
     draw = np.random.default_rng(3)
     wide = draw.standard_normal((2, 400, 512)) * np.exp(draw.normal(0, 4, (2, 400, 1)))
     x = np.clip(wide, -6e4, 6e4).astype(np.float16).astype(np.float32)

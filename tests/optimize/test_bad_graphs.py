@@ -109,7 +109,7 @@ BROKEN_GRAPHS: dict[str, tuple[Any, tuple[str, ...]]] = {
         proto(branches("p = MatMul(x, w)", "q = Foo(x)"), CONDITION),
         ("'Foo'", "opset 17"),
     ),
-    # ONNX Runtime has no kernels for those of opset 22; diffusers' old script wrote one into VAE encoders.
+    # ONNX Runtime has no kernels for random numbers of opset 22; diffusers' old script wrote one into VAE encoders.
     "random numbers": (proto("n = RandomNormalLike(x) y = Add(x, n)"), ("'RandomNormalLike'", "VAE encoder")),
     "sequence of tensors": (
         proto("l = SequenceConstruct(x, x) i = Constant<value_int=1>() y = SequenceAt(l, i)"),
@@ -182,7 +182,7 @@ def refer(tensor: Any, **info: Any) -> None:
 
 
 def with_external(place: str, folder: Path, **info: Any) -> Path:
-    """Write a model whose weight lies in another file, described by `info`; return its path."""
+    """Write a model with its weight in another file, described by `info`; return the model's path."""
     weight = onnx.numpy_helper.from_array(normal(8, 8), "w")
     (folder / "weights").write_bytes(b"0123" + weight.raw_data)
     weight.ClearField("raw_data")

@@ -33,7 +33,7 @@ from sdonnx.optimize_pipeline import main
 
 TOLERANCE = 1e-4
 
-# Flags whose fusions emit operators in the default attention layout.
+# Flags of fusions that emit operators in the default attention layout.
 EMITTING = [
     name
     for name in FLAGS

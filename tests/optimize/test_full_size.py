@@ -110,7 +110,7 @@ def test_export_and_optimize_full_size(arch: str, tmp_path: Path) -> None:
     assert after["Transpose"] == 2
     assert not {"Attention", "GroupNormalization", "Gelu", "Softmax", "Conv"} & set(after)
     fired = {rule: count for stage in unet["stages"] for rule, count in stage["fired"].items()}
-    assert fired["SiluIntoGroupNorm"] == 45  # a SiLU follows every norm except those of the 16 transformers
+    assert fired["SiluIntoGroupNorm"] == 45  # a SiLU follows every norm except in the 16 transformers
     assert all(not component["left"] for component in report["components"].values())
     for folder in ("source", "onnx", "fp16"):  # 15 GB
         shutil.rmtree(tmp_path / folder)
@@ -180,7 +180,7 @@ def test_export_and_optimize_pixart(tmp_path: Path) -> None:
         shutil.rmtree(tmp_path / folder)
 
 
-# Operators of the fused UNets of every exporter; those of `tiny` are in test_exporters.py.
+# Operators of the fused UNets of every exporter; `tiny` is in test_exporters.py.
 FUSED = {
     "MultiHeadAttention": 32, "BiasSplitGelu": 16, "GroupNorm": 12, "SkipGroupNorm": 49, "LayerNormalization": 16,
     "SkipLayerNormalization": 32, "BiasAdd": 31, "NhwcConv": 52, "Resize": 3, "Transpose": 2,

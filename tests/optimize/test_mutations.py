@@ -79,7 +79,7 @@ def exported(name: str) -> ir.Model:
 
 
 def extra_consumer(model: ir.Model, draw: Callable[[int], int]) -> None:
-    """Make a value also an input of another node, whose output is a graph output."""
+    """Add a node that reads a value, and make its output a graph output."""
     node = floats(model)[draw(10**6) % len(floats(model))]
     extra = ir.node("Neg", [node.outputs[0]])
     node.append(extra)

@@ -172,7 +172,7 @@ def test_float16_and_float32_operators_have_scales_of_their_types(int8_half: Pat
 
 
 def test_served_graphs_read_the_stored_weights(int8_half: Path) -> None:
-    """Also the form with our own operators, whose products have a restored factor."""
+    """Also the form with our own operators, where products have a restored factor."""
     for file in ("step.onnx", "step-kernels.onnx"):
         model = ir.load(int8_half / "unet" / file)
         restored = [node for node in model.graph if node.op_type == "DequantizeLinear"]

@@ -103,7 +103,7 @@ def test_optimizing_twice(index: int, written_twice: list[list[Path]], nano_expo
 
 @pytest.mark.weekly
 def test_exporting_twice(nano: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The export of a fresh process equals that of this process, which has done other work before."""
+    """A fresh process writes the same export as this process, which has done other work before."""
     monkeypatch.setenv(MODE, "export")
     (tmp_path / "tmp").mkdir()
     run(["-m", "sdonnx.export", "-m", str(nano), "-o", "out"], tmp_path, tmp_path / "tmp", SURROUNDINGS[1])

@@ -58,7 +58,7 @@ def assert_kept(model: ir.Model, provider: str) -> ir.Model:
 
 
 def condition(shape: str, then: str, other: str) -> str:
-    """Return an If on c with the output y, whose branches compute p and q."""
+    """Return an If on c with the output y; its branches compute p and q."""
     return (
         f"y = If(c) <then_branch = t () => (float[{shape}] p) {{ {then} }}, "
         f"else_branch = e () => (float[{shape}] q) {{ {other} }}>"

@@ -117,7 +117,7 @@ def test_work_grows_in_step_with_the_graph(dynamo: bool, tmp_path: Path) -> None
     paths = [tmp_path / f"{depth}.onnx" for depth in DEPTHS]
     for depth, path in zip(DEPTHS, paths, strict=True):
         onnx.save_model(chained(block, depth), path)
-    fuse(load_model(paths[0]), "cuda")  # fills process-wide caches, such as those of operator schemas
+    fuse(load_model(paths[0]), "cuda")  # fills process-wide caches, such as the one of operator schemas
     work, nodes = [], []
     for path in paths:
         model = load_model(path)

@@ -518,7 +518,7 @@ def test_operator_in_float32_accepts_any_weight() -> None:
     assert relative_error(required(constant_value(node_of(result, "MatMul").inputs[1])), normal(4, 4) * 1e6) == 0
 
 
-# --- bfloat16 in place of float32 -------------------------------------------------------------------------------------
+# --- bfloat16 instead of float32 --------------------------------------------------------------------------------------
 
 
 def falling_back(model: ir.Model, *overrides: str) -> ir.Model:
@@ -579,7 +579,7 @@ def test_operator_in_bfloat16() -> None:
     for _ in range(2):
         state = (state.bfloat16() @ brain(W["w"])).half().relu()
     assert relative_error(evaluated(result, {"x": x})["y"], state.numpy()) < BRAIN_TOLERANCE
-    # The error is that of bfloat16; in float32 it would be that of rounding to fp16.
+    # The error comes from bfloat16; in float32, only rounding to fp16 would remain.
     assert relative_error(evaluated(result, {"x": x})["y"], evaluated(model, {"x": x.astype(np.float32)})["y"]) > 1e-3
 
 

@@ -75,7 +75,7 @@ def test_only_modules_of_calibrated_types_are_measured(micro_exported: Path) -> 
 
 @pytest.mark.weekly
 def test_a_folder_for_cuda_is_calibrated_on_the_cpu(micro_exported: Path) -> None:
-    """Its graphs are lowered; the magnitudes are those of the folder for the CPU but for rounding."""
+    """Its graphs are lowered; the magnitudes equal the CPU folder's but for rounding."""
     here, there = (calibrate(micro_exported, request(provider=each), SETTINGS)["unet"] for each in ("cpu", "cuda"))
     both = here.keys() & there.keys()
     assert {MODULE, QUERY} <= both

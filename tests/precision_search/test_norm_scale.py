@@ -27,7 +27,7 @@ FEEDS = {"x": np.ones((1, 2, 3, 8), np.float32)}
 
 
 def component(folder: Path, most: float, body: str = BODY, spec: ComponentSpec = VAE_DECODER) -> Component:
-    """Return a component whose norm reads values of the maximum magnitude `most`."""
+    """Return a component with a norm that reads values of the maximum magnitude `most`."""
     weights = {"w": np.eye(8, dtype=np.float32), "g": normal(8) + 1, "b": normal(8, seed=1)}
     model = graph("float[B,H,W,8] x", "float[B,H,W,8] y", body, **weights)
     ir.save(model, folder / ONNX_MODEL)

@@ -137,7 +137,7 @@ class Case:
         return generated_by_torch(self.torch, torch.float32, self.settings)
 
 
-# That of attention is weekly: like that of the autoencoder, it is a sample of Stable Diffusion.
+# The attention case is weekly: like the autoencoder case, it is a sample of Stable Diffusion.
 CASES = [pytest.param(kind, marks=[] if kind == "vae" else [pytest.mark.weekly]) for kind in OVERFLOWS]
 
 

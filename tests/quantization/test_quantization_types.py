@@ -8,7 +8,7 @@ from support.pipelines import refused
 from sdonnx.errors import OptionError
 from sdonnx.quantization.quantization_types import TYPES, quantization_type
 
-# Those of nexfort.ao.quantize, but for int4 and the two products of e5m2 by e5m2.
+# The types of nexfort.ao.quantize, but for int4 and the two products of e5m2 by e5m2.
 ONEDIFF = {
     "int8_dynamic",
     "int8_weightonly",

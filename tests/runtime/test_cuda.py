@@ -18,7 +18,7 @@ NAME = "CUBLAS_WORKSPACE_CONFIG"
 
 
 class Failing:
-    """A library whose calls all fail with error 100."""
+    """A library in which all calls fail with error 100."""
 
     def __getattr__(self, name: str) -> object:
         def call(*_: object) -> object:

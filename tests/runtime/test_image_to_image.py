@@ -148,7 +148,7 @@ def test_default_size_is_that_of_the_image(ours: OrtDiffusionPipeline) -> None:
 
 @pytest.fixture(scope="module")
 def inpainting(pipelines: PipelineCache, micro: Path) -> tuple[Path, Path]:
-    """Return a pipeline whose UNet has 9 input channels, for inpainting, and its optimized folder."""
+    """Return an inpainting pipeline, with 9 input channels of the UNet, and its optimized folder."""
     source = inpainting_pipeline(pipelines, micro)
     return source, pipelines.optimized(pipelines.exported(source), provider="cpu")
 

@@ -41,7 +41,7 @@ def drawn(side: int = SIDE) -> Any:
 
 @pytest.fixture
 def component(tmp_path: Path) -> Path:
-    """Return a component whose graph has two weights of products and a small factor."""
+    """Return a component; its graph has two matmul weights and a small factor."""
     model = graph(
         f"float[1,{SIDE}] x", "float[1,1] y", "t = MatMul(x, w) u = MatMul(t, v) s = Mul(u, one) y = ReduceMax(s)",
         w=drawn(), v=drawn(), one=np.ones(SIDE, np.float32),
@@ -83,7 +83,7 @@ def test_weights_of_two_graphs_are_listed(folder: str, pixart: dict[str, Path]) 
     transformer = pixart[folder] / "transformer"
     served = [path for path in transformer.glob("*.onnx") if path.name != "model.onnx"]
     assert len(served) == {"cpu": 4, "cuda": 8}[folder]
-    # For CUDA, there is a second form of each, which is loaded in place of the first.
+    # For CUDA, there is a second form of each, which is loaded instead of the first.
     graphs = [external(path) for path in served if "-kernels" not in path.name]
     assert len(graphs) == 4
     counted = [name for each in graphs for name in each]
@@ -148,7 +148,7 @@ def test_only_weights_of_products_are_shared(body: str, shares: bool, tmp_path: 
 
 
 def test_onnx_runtime_changes_no_shared_weight(pixart: dict[str, Path], tmp_path: Path) -> None:
-    """A session would use the shared weight in place of its changed one."""
+    """A session would use the shared weight instead of its changed one."""
     transformer = copied(pixart["cpu"] / "transformer", tmp_path / "transformer")
     shared = load_shared_weights(transformer, CPU)
     kept = 0

@@ -30,7 +30,7 @@ TURBO: Config = {**SDXL, "timestep_spacing": "trailing"}
 
 @dataclass(frozen=True)
 class Recipe:
-    """The settings of a model card; `options` are those of diffusers' `from_config`."""
+    """The settings of a model card; `options` are passed to diffusers' `from_config`."""
 
     base: Config
     name: str

@@ -25,7 +25,7 @@ pytestmark = TENSOR_TO_ARRAY
 
 # Diffusion samplers that read timestep_spacing.
 SPACED = ("ddim", "pndm", "euler", "euler_a", "heun", "dpmsolver++", "unipc")
-# Samplers whose timesteps are those of the distillation, 50 by default.
+# Samplers with the timesteps of the distillation, 50 by default.
 DISTILLED = ("lcm", "tcd")
 WITH_DEFORMED_SIGMAS = ("euler", "heun", "dpmsolver++", "unipc")
 SPACINGS = ("leading", "linspace", "trailing")

@@ -357,7 +357,7 @@ def test_clients_share_the_queue(pipeline: OrtDiffusionPipeline) -> None:
 
 
 class Endless:
-    """A pipeline whose calls end only if they are cancelled."""
+    """A pipeline with calls that end only if they are cancelled."""
 
     def __init__(self, pipeline: OrtDiffusionPipeline) -> None:
         self._pipeline = pipeline
@@ -458,7 +458,7 @@ def test_waiting_requests_expire(pipeline: OrtDiffusionPipeline) -> None:
 @pytest.mark.parametrize("recovers", [True, False])
 def test_unforeseen_failures(pipeline: OrtDiffusionPipeline, recovers: bool) -> None:
     class Failing:
-        """A pipeline whose device is lost, for one call or for ever."""
+        """A pipeline that loses its device, for one call or for ever."""
 
         def __init__(self) -> None:
             self.lost = False

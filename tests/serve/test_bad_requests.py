@@ -153,7 +153,7 @@ def bomb(width: int, height: int) -> bytes:
 
 
 def text_bomb() -> bytes:
-    """Return a PNG whose compressed text is larger than Pillow accepts."""
+    """Return a PNG with compressed text that is larger than Pillow accepts."""
     text = chunk(b"zTXt", b"Comment\0\0" + zlib.compress(bytes(70 * 1024 * 1024)))
     return PNG[:33] + text + PNG[33:]
 

@@ -254,7 +254,7 @@ def text_of(image: Image.Image, *, url: bool = False) -> str:
 
 
 def assert_same(response: httpx.Response, expected: Image.Image) -> None:
-    """Compare all levels of an image in an answer with those of the pipeline's own image."""
+    """Compare all levels of an image in an answer with the pipeline's own image."""
     assert response.status_code == 200, response.text
     found = Image.open(io.BytesIO(base64.b64decode(response.json()["data"][0]["b64_json"]))).convert("RGB")
     pair = [np.asarray(image.convert("RGB")).astype(int) for image in (found, expected)]

@@ -54,7 +54,7 @@ def test_preferred_lanes_come_first() -> None:
 
 
 def test_new_lanes_starve_no_other() -> None:
-    """Requests whose keys are all different arrive for ever, as those with weights of LoRAs may."""
+    """Requests that all have different keys arrive for ever, as requests with LoRA weights may."""
     waiting = queue()
     waiting.add("other", "other", images=40, cost=1, now=0)
     assert set(waiting.take(0)) == {"other"}
@@ -120,7 +120,7 @@ def test_a_batch_waits_for_others_for_a_bounded_time() -> None:
     assert waiting.wait_s(10.2) is not None
     assert abs((waiting.wait_s(10.2) or 0) - 0.3) < 1e-9
     waiting.add("b", "key", images=1, cost=1, now=10.4)
-    assert waiting.take(10.5) == ["a", "b"]  # the wait is that of the first one
+    assert waiting.take(10.5) == ["a", "b"]  # the wait of the first one counts
     waiting.add("c", "key", images=4, cost=1, now=11)
     assert waiting.take(11) == ["c"] * 4  # full
     assert waiting.wait_s(11) is None

@@ -46,7 +46,7 @@ class Gate:
     """Holds each capture of a larger batch until it is opened.
 
     Attributes:
-        errors: exceptions to raise in place of captures, by batch size.
+        errors: exceptions to raise instead of captures, by batch size.
         begun: batch sizes of the captures that have begun.
     """
 

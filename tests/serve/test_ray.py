@@ -1,4 +1,4 @@
-"""The server on Ray Serve: replicas that are killed lose no request, and errors and streams are those of one process.
+"""The server on Ray Serve: replicas that are killed lose no request, and errors and streams are as in one process.
 
 Ray is an extra of its own, of 470 MB; the tests are skipped without it.
 """

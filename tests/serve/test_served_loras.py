@@ -361,7 +361,7 @@ def file_of(image: Image.Image) -> bytes:
 
 
 def assert_same(text: str, expected: Any) -> None:
-    """Compare all levels of an image in an answer with those of an array."""
+    """Compare all levels of an image in an answer with an array."""
     found = np.asarray(Image.open(io.BytesIO(base64.b64decode(text))).convert("RGB")).astype(int)
     assert np.abs(found - np.round(expected * 255)).max() <= 1
 

@@ -177,7 +177,7 @@ def file_of(image: Any, kind: str = "PNG") -> bytes:
 def test_control_images_and_loras(
     controlled: Path, loras: Path, protobuf: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Only models that offer them have these inputs, and images are those of the pipeline."""
+    """Only models that offer them have these inputs, and images are the same as the pipeline's."""
     monkeypatch.chdir(loras.parent)
     write_triton_repository(tmp_path, {"m": str(controlled)}, LIMITS, {"style": Path(loras.name, "style.safetensors")})
     config = text_format.Parse((tmp_path / "m" / "config.pbtxt").read_text(), protobuf.ModelConfig())

@@ -52,7 +52,7 @@ def structure_key(
 ) -> str:
     """Return a digest of all that determines the graph of a module, without the values of its weights.
 
-    The arguments are those of `sdonnx.export.trace._exported`.
+    It takes the arguments of `sdonnx.export.trace._exported`.
     """
     tensors = [*module.named_parameters(), *module.named_buffers()]
     description = [

@@ -17,7 +17,7 @@ from sdonnx.sample.random_weights import seeded_weights
 __all__ = ["picture", "write_adapter", "write_controlnet"]
 
 _WEIGHTS = "diffusion_pytorch_model.safetensors"
-# Of the published image convolutions, whose first one and those that halve make three halvings.
+# Channels of the convolutions of the control image: as published, the first one and three that halve it.
 _EMBEDDING = (8, 16, 16, 32)
 
 

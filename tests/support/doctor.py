@@ -48,7 +48,7 @@ def reference_of(check: Check) -> bytes:
 def machine(
     error_of: ErrorOf = lambda content, mask: 0.0, failure_of: Callable[[bytes, int], str] = lambda content, mask: ""
 ) -> Any:
-    """Return an `OpenKernel` that runs the reference bodies on the CPU in place of a GPU's kernels.
+    """Return an `OpenKernel` that runs the reference bodies on the CPU instead of a GPU's kernels.
 
     Args:
         error_of: return the relative error to add, from the graph and sdpa_kernel.

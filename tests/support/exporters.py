@@ -34,7 +34,7 @@ class Exporter:
     Attributes:
         name: for test ids and tables.
         opset: the version asked for.
-        dynamo: torch.export in place of TorchScript.
+        dynamo: torch.export instead of TorchScript.
         processor: diffusers' attention processor: SDPA ("2.0") or the older one, heads folded into the batch.
         dtype: floating-point type of the weights.
         timestep: how it is given: "float" (1,), "number" (int64, no axes) as optimum does, or "batch" (B,) as
@@ -169,7 +169,7 @@ def export_with_script(source: Path, out: Path, opset: int = 14, dtype: torch.dt
     def export(
         name: str, module: Any, examples: list[Any], axes: dict[str, dict[int, str]], outputs: list[str]
     ) -> Path:
-        """Its last example and input name are those of `return_dict`, which is no tensor and folded away."""
+        """Export a module; a last example without axes is `return_dict`, which is no tensor and folded away."""
         path = out / name / "model.onnx"
         path.parent.mkdir(parents=True)
         with quiet(), torch.no_grad():

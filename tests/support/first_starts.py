@@ -18,7 +18,7 @@ __all__ = ["load_into_page_cache", "started"]
 
 LIMIT_S = 600
 
-# Prints the seconds from the start of the caller's clock to the first image, that of the next one, the graph of a
+# Prints the seconds from the start of the caller's clock to the first image, the time of the next one, the graph of a
 # step, and whether images of one seed are equal. CLOCK_MONOTONIC is one clock for all processes of a machine.
 #
 # The parts of a start: the import, ONNX Runtime's sessions, the first runs of graphs, their captures, and of the first

@@ -1,4 +1,4 @@
-"""The form of a graph, for comparisons of graphs whose values have other names."""
+"""The form of a graph, for comparisons of graphs with other names of values."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ def exported(net: torch.nn.Module, *examples: torch.Tensor, dynamic: Sequence[Ma
     """Return the net as torch exports it, with its shapes inferred.
 
     Args:
-        net: the net, whose arguments are tensors.
+        net: the net; its arguments are tensors.
         examples: its arguments.
         dynamic: for each argument its dynamic axes, by name.
     """

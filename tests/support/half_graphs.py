@@ -30,7 +30,7 @@ _TYPES = {"tensor(float16)": np.float16, "tensor(float)": np.float32}
 
 
 class _HalfTarget(GraphTarget):
-    """A GPU whose tensors are on the CPU."""
+    """A GPU with its tensors on the CPU."""
 
     @property
     def torch_device(self) -> torch.device:
@@ -42,7 +42,7 @@ def half_graphs() -> Iterator[list[str]]:
     """Compile modules in float16 on the CPU as if it were a GPU, in the block.
 
     Yields:
-        The names of the components whose graphs were built.
+        The names of the components for which graphs were built.
     """
     built: list[str] = []
 

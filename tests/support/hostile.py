@@ -16,14 +16,14 @@ from support.readers import READERS
 __all__ = ["LIMIT_BYTES", "Reading"]
 
 LIMIT_BYTES = 2 << 30
-"""Maximum address space for reading, about 100 times that of the valid folders."""
+"""Maximum address space for reading, about 100 times the need of the valid folders."""
 
 _DEADLINE_S = 20
 _WORKER = Path(__file__).with_name("reading.py")
 
 
 class Reading:
-    """A folder whose files are replaced, and a process that reads it repeatedly.
+    """A folder with files that are replaced, and a process that reads it repeatedly.
 
     Args:
         name: the reader.

@@ -1,4 +1,4 @@
-"""A sample pipeline whose denoiser was trained to inpaint."""
+"""A sample pipeline with an inpainting denoiser."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ def lora_state(module: Any, seed: int, **options: Any) -> dict[str, torch.Tensor
     Args:
         module: a module of diffusers or transformers.
         seed: seed of the values.
-        options: those of `peft.LoraConfig`.
+        options: options of `peft.LoraConfig`.
     """
     from peft import LoraConfig
     from peft.utils import get_peft_model_state_dict
@@ -50,7 +50,7 @@ def write_lora(source: Path, folder: Path, seed: int, layers: Mapping[str, Seque
         folder: the folder to write to.
         seed: seed of the values.
         layers: names of layers by component.
-        options: those of `peft.LoraConfig`.
+        options: options of `peft.LoraConfig`.
     """
     pipe = pipeline_of(source)
     states = {}

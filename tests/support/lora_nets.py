@@ -80,7 +80,7 @@ def state_of(module: Any) -> Weights:
 
 
 def randomized(module: Any, seed: int = 3) -> Any:
-    """Give the parameters of adapters random values; lengths of DoRA stay near those of the base."""
+    """Give the parameters of adapters random values; lengths of DoRA stay near the base's."""
     torch.manual_seed(seed)
     for name, parameter in module.named_parameters():
         if "magnitude" in name:

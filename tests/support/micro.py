@@ -46,7 +46,7 @@ _NANO_UNET_XL = {
 
 @contextlib.contextmanager
 def narrowed(arch: str) -> Iterator[None]:
-    """Give a sample's UNet 64 and 128, or in Stable Diffusion XL 64 and 320 channels, in place of 320 and 640.
+    """Give a sample's UNet 64 and 128, or in Stable Diffusion XL 64 and 320 channels, instead of 320 and 640.
 
     Args:
         arch: the architecture, a "tiny" one of Stable Diffusion or Stable Diffusion XL.
@@ -56,7 +56,7 @@ def narrowed(arch: str) -> Iterator[None]:
     if isinstance(unet.config["attention_head_dim"], list):  # numbers of heads by block, each of 64 channels
         heads = [channels // 64 for channels in _CHANNELS_XL]
         narrow = {"block_out_channels": _CHANNELS_XL, "attention_head_dim": heads}
-        if "refiner" in arch:  # a block with several transformer layers is that of the base
+        if "refiner" in arch:  # the base has a block with several transformer layers
             narrow["transformer_layers_per_block"] = [1, 1]
     with changed(arch, {"unet": narrow}):
         yield

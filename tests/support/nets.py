@@ -1,4 +1,4 @@
-"""Networks for tests: random ones, and small ones like those of diffusers."""
+"""Networks for tests: random ones, and small ones similar to diffusers' networks."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def write_original(
         dtype: Type of all weights.
         vae: Whether the file contains the autoencoder.
         open_clip: Whether the text encoder of a pipeline with one encoder has OpenCLIP's layout, with one more layer.
-        extra: Further tensors, which replace those of the same name.
+        extra: Further tensors, which replace tensors of the same name.
     """
     tensors = _prefixed("model.diffusion_model.", original_unet(_load(folder, "unet"), _config(folder, "unet")))
     if vae:

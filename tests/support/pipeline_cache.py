@@ -302,7 +302,7 @@ def _code(module: str) -> str:
 
 
 class _WithoutDocstrings(ast.NodeTransformer):
-    """Remove expressions that are strings: docstrings, also those of attributes and constants."""
+    """Remove expressions that are strings: docstrings, also of attributes and constants."""
 
     def visit_Expr(self, node: ast.Expr) -> ast.Expr | None:
         return None if isinstance(node.value, ast.Constant) and isinstance(node.value.value, str) else node

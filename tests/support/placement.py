@@ -1,6 +1,6 @@
 """Find the nodes that ONNX Runtime's CUDA provider places on the host, and the values that it copies to the device.
 
-The rule is that of `GetCpuPreferredNodes` (onnxruntime/core/framework/fallback_cpu_capability.cc): kernels return
+The rule is taken from `GetCpuPreferredNodes` (onnxruntime/core/framework/fallback_cpu_capability.cc): kernels return
 sizes on the host, and a node follows if each of its inputs is there, is a constant of few elements or is an input of
 the graph. It does not follow if it reads fp16, or if its kernel reads that input on the host anyway.
 """

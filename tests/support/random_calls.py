@@ -187,7 +187,7 @@ def draw_call(pair: Pair, random_numbers: random.Random) -> RandomCall:
     if call.scheduler[0] == "DDIMScheduler" and not pair.is_xl and r.random() < 0.5:
         given["eta"] = 0.7
     if not pair.has_captions and r.random() < 0.3:
-        # Of diffusers' classes with ControlNets, only that of Stable Diffusion from text follows a changed guidance.
+        # Of diffusers' classes with ControlNets, only Stable Diffusion's from text follows a changed guidance.
         follows = not call.controls or (task == "text" and not pair.is_xl)
         weakens = given["guidance_scale"] > 2 and follows and r.random() < 0.5
         given["callback_on_step_end"] = _weaken_guidance if weakens else _scale_latents

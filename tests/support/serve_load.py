@@ -116,7 +116,7 @@ def drive(
 
 
 def wrong_images(load: Load, pipeline: OrtDiffusionPipeline) -> int:
-    """Return the number of answers whose image is not that of the same request alone, to one of 255 levels."""
+    """Return the number of images that differ from the same request alone by more than one of 255 levels."""
     made: dict[str, Any] = {}
     wrong = 0
     for request, answer in load.answers:

@@ -1,4 +1,4 @@
-"""The translations of torch's operators, read once in a process in place of once in each export."""
+"""The translations of torch's operators, read once in a process instead of once in each export."""
 
 from __future__ import annotations
 

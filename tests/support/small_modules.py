@@ -44,7 +44,7 @@ def small_unet(**options: Any) -> Any:
 
 
 def wide_unet() -> Any:
-    """Return a UNet whose layers have sizes that our operators accept."""
+    """Return a UNet with layer sizes that our operators accept."""
     return small_unet(block_out_channels=(64, 128), down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
                       up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"), attention_head_dim=64)  # fmt: skip
 

@@ -145,7 +145,7 @@ def assert_same(
     tolerance: float = TOLERANCE,
     scheduler: Any = None,
 ) -> None:
-    """Compare the timesteps, the first noise level and the latents of every call with those of diffusers."""
+    """Compare the timesteps, the first noise level and the latents of every call with diffusers."""
     scheduler = scheduler or scheduler_of(config)
     moved = {} if mu is None else {"mu": mu}
     for steps in step_counts:

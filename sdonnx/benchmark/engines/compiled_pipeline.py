@@ -1,4 +1,4 @@
-"""diffusers' pipeline whose components `sdonnx.compile_pipe` compiled."""
+"""diffusers' pipeline with components that `sdonnx.compile_pipe` compiled."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class SdonnxCompileEngine(TorchEngine):
     def load(self, workload: Workload) -> None:
         """Load the modules and compile them."""
         super().load(workload)
-        # Imported here, because it imports torch, whose time counts as that of the pipeline.
+        # Imported here, because it imports torch, which counts towards the load time of the pipeline.
         from sdonnx.compiler.compile_pipe import compile_pipe
 
         with self._memory_errors():

@@ -1,7 +1,7 @@
 """An exported folder run by ONNX Runtime without our optimizations, with the sampler on the host.
 
-The loop is that of diffusers' ONNX pipelines: the inputs and outputs of each denoiser call are numpy arrays. With
-bound buffers the text embeddings stay on the device.
+As in diffusers' ONNX pipelines, the inputs and outputs of each denoiser call are numpy arrays. With bound buffers the
+text embeddings stay on the device.
 """
 
 from __future__ import annotations

@@ -126,7 +126,10 @@ class OptimumEngine(Engine):
         return pipeline
 
     def _image_processor(self) -> dict[str, Any]:
-        """Return a substitute for the safety checker's image processor, whose class may be newer than transformers."""
+        """Return a substitute for the safety checker's image processor.
+
+        The processor's class may be newer than the installed transformers.
+        """
         if not self.folder.has_component("feature_extractor"):
             return {}
         import transformers

@@ -36,7 +36,7 @@ COMPILE_MODES = ("default", "reduce-overhead", "max-autotune")
 class TorchEngine(Engine):
     """diffusers' pipeline, in fp16 on a GPU and in fp32 on a CPU.
 
-    With a compile mode the settings are those of diffusers' guide to fast inference: channels_last, fused QKV
+    With a compile mode the settings follow diffusers' guide to fast inference: channels_last, fused QKV
     projections, and torch.compile for the whole denoiser and image decoder or, with regional compilation, only for the
     denoiser's repeated blocks. (https://huggingface.co/docs/diffusers/optimization/fp16)
     """
@@ -160,7 +160,7 @@ class TorchEngine(Engine):
             inductor.conv_1x1_as_mm = inductor.coordinate_descent_tuning = True
             inductor.coordinate_descent_check_all_directions, inductor.epilogue_fusion = True, False
         if mode != "default" and workload.guidance_scale <= 1:
-            # Without guidance samplers keep the prediction tensor, whose memory the next replay overwrites.
+            # Without guidance samplers keep the prediction tensor, but the next replay overwrites its memory.
             step = pipeline.scheduler.step
             pipeline.scheduler.step = lambda prediction, *rest, **options: step(prediction.clone(), *rest, **options)
         denoiser = getattr(pipeline, self.denoiser.source)

@@ -359,7 +359,7 @@ def _sizes(results: Sequence[Result], palette: Palette) -> Iterator[Chart]:
 def _families(
     results: Sequence[Result], common: Callable[[Workload], Workload]
 ) -> Iterator[tuple[Workload, list[tuple[Result, Summary]]]]:
-    """Yield groups of rows whose workloads differ in one property, with the common workload."""
+    """Yield groups of rows that differ in one property of the workload, with the common workload."""
     found: dict[Workload, list[tuple[Result, Summary]]] = {}
     for row, summary in trusted_results(results):
         found.setdefault(common(row.workload), []).append((row, summary))

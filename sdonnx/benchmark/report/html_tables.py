@@ -1,4 +1,4 @@
-"""Tables with a column for each engine and a row for each measure, whose numbers have one unit and precision."""
+"""Tables with a column for each engine and a row for each measure; a row has one unit and precision."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ class Shown:
         image: its image.
         difference: the amplified difference; None for the reference, and if nothing would be visible.
         agreement: a text such as "PSNR 45.0 dB".
-        same: a text in place of the difference if nothing would be visible, such as "no visible difference".
+        same: a text instead of the difference if nothing would be visible, such as "no visible difference".
     """
 
     rival: str

@@ -95,7 +95,7 @@ class RenamedWeights:
         """Raise unless each tensor belongs to one of a module's parameters, `names`.
 
         Raises:
-            WeightsError: There are other tensors, such as those of further layers.
+            WeightsError: There are other tensors, such as the weights of further layers.
         """
         if others := sorted(set(self.sources) - set(names)):
             raise WeightsError(

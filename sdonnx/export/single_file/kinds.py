@@ -53,9 +53,9 @@ class Kind:
     Attributes:
         title: Its name, for messages.
         family: Family of the pipeline.
-        published: Published pipeline, whose configurations are the base.
+        published: Published pipeline with the base configurations.
         encoders: Text encoders.
-        hub: Id of the pipeline on the hub whose tokenizers are used; those of diffusers' `from_single_file`.
+        hub: Id of the pipeline on the hub that provides the tokenizers, as in diffusers' `from_single_file`.
         inpainting: Class of the pipeline if the UNet has 9 input channels; None if there is no such checkpoint.
         sizes: Number of sizes of images that the UNet receives; 0 for none.
     """
@@ -145,7 +145,7 @@ _OTHERS: tuple[tuple[str, str, str], ...] = (
 )
 _PASS_CHECKPOINT = "pass " + _CHECKPOINT
 
-# Checkpoints whose noise levels are not those of Stable Diffusion (EDM, Karras et al. 2022, arXiv:2206.00364).
+# Keys of checkpoints with other noise levels than Stable Diffusion (EDM, Karras et al. 2022, arXiv:2206.00364).
 _EDM = ("edm_mean", "edm_vpred.sigma_max")
 
 

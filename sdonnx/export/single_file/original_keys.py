@@ -1,6 +1,6 @@
 """Names of tensors in original checkpoints, and the parameters of diffusers and transformers that they are.
 
-The original layouts are those of github.com/CompVis/latent-diffusion (UNet, autoencoder), github.com/Stability-AI/
+The original layouts come from github.com/CompVis/latent-diffusion (UNet, autoencoder), github.com/Stability-AI/
 generative-models (Stable Diffusion XL), github.com/openai/CLIP and github.com/mlfoundations/open_clip (text encoders).
 Most tensors are renamed. OpenCLIP's `in_proj_weight` is split into query, key and value, its `text_projection` is
 transposed, and the 1x1 convolutions of the autoencoder's attention are linear layers in diffusers.

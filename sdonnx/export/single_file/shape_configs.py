@@ -1,7 +1,7 @@
-"""Configurations of a checkpoint's components: those of the published pipeline, with sizes from the file's shapes.
+"""Configurations of a checkpoint's components: the published pipeline's, with sizes from the file's shapes.
 
 Shapes contain no number of attention heads or of groups in a GroupNorm: these are the published ones, or follow from
-the published size of a head. A configuration whose sizes are the published ones is the published configuration.
+the published size of a head. A configuration with the published sizes is the published configuration.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Shapes = Mapping[str, Shape]
 """Shapes of parameters, by their names in diffusers or transformers."""
 
 _HEAD = 64
-"""Channels of an attention head in UNets whose attention has linear projections (Stable Diffusion 2 and XL)."""
+"""Channels of an attention head in UNets with linear projections in their attention (Stable Diffusion 2 and XL)."""
 
 
 def unet_config(shapes: Shapes, published: Mapping[str, Any], pooled: int | None, sizes: int) -> dict[str, Any]:
@@ -31,7 +31,7 @@ def unet_config(shapes: Shapes, published: Mapping[str, Any], pooled: int | None
         pooled: Width of the pooled text embedding, if the UNet receives one.
         sizes: Number of sizes of images that the UNet receives next to it.
     """
-    # The middle block's depth is that of the last block, also where the last block has no attention.
+    # The middle block is as deep as the last block, also where the last block has no attention.
     middle = _count(shapes, "mid_block.attentions.0.transformer_blocks.{}.attn1.to_q.weight")
     channels, depths = [], []
     for block in range(_count(shapes, "down_blocks.{}.resnets.0.conv1.weight")):
@@ -129,7 +129,7 @@ def _count(shapes: Shapes, pattern: str) -> int:
 
 
 def _size(shapes: Shapes, pattern: str, axis: int) -> int | None:
-    """Return the size of an axis of the first parameter whose name matches, or None if there is none."""
+    """Return the size of an axis of the first parameter with a matching name, or None if there is none."""
     for name, shape in shapes.items():
         if re.fullmatch(pattern, name) and axis < len(shape):
             return shape[axis]

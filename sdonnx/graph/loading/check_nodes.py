@@ -95,7 +95,7 @@ def graphs_of(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
 
 
 def require_operators(path: Path, proto: onnx.ModelProto) -> None:
-    """Raise for an operator that ONNX's own domain lacks; ONNX Runtime checks those of other domains.
+    """Raise for an operator that ONNX's own domain lacks; ONNX Runtime checks operators of other domains.
 
     Raises:
         FolderError: there is one, or one of sequences or optionals.
@@ -136,7 +136,7 @@ def require_depth(path: Path, graph: onnx.GraphProto, depth: int = 0) -> None:
 
 
 def require_functions(path: Path, proto: onnx.ModelProto) -> None:
-    """Raise for functions that call themselves, or whose expansion would make the graph huge.
+    """Raise for functions that call themselves, or that would make the graph huge when they are expanded.
 
     Raises:
         FolderError: there are such functions.

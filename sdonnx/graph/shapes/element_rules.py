@@ -40,7 +40,7 @@ def _divide(node: ir.Node, inputs: _Arrays) -> Content:
 
 
 def _remainder(node: ir.Node, inputs: _Arrays) -> Content:
-    """The remainder has the sign of the divisor, as in Python, or that of the dividend if `fmod` is 1, as in C."""
+    """The remainder has the sign of the divisor, as in Python, or of the dividend if `fmod` is 1, as in C."""
     divide = truncated if node.attributes.get_int("fmod", 0) else lambda above, below: sympy.floor(above / below)
     return np.asarray(np.frompyfunc(lambda a, b: sympy.expand(a - b * divide(a, b)), 2, 1)(*inputs), object)
 

@@ -25,13 +25,13 @@ __all__ = ["ComputeSizesFromInputs"]
 class ComputeSizesFromInputs(InPlacePass):
     """Any computation of a list of sizes -> Concat of expressions in the inputs' sizes.
 
-    This applies to each integer vector or scalar whose elements are known as expressions and that is read by an
-    operator which does not itself compute sizes. Where an expression is not made of sums, products and rounded
+    This applies to each integer vector or scalar with elements that are known as expressions, if an operator reads it
+    that does not itself compute sizes. Where an expression is not made of sums, products and rounded
     quotients, the computation stays.
     """
 
     def call(self, model: ir.Model) -> PassResult:
-        """Rewrite the computations whose results other operators read."""
+        """Rewrite the computations with results that other operators read."""
         graph = model.graph
         if not len(graph):
             return PassResult(model, False)  # its outputs are inputs or initializers

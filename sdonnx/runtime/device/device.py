@@ -223,7 +223,7 @@ def memory_errors(device: Device, what: str) -> Iterator[None]:
 def graph_errors(folder: object) -> Iterator[None]:
     """Convert errors that this project's calls of ONNX Runtime raise inside the context to one line.
 
-    Its exceptions have no common base class, and some are a RuntimeError, as those of other code such as callbacks.
+    Its exceptions have no common base class. Some are a RuntimeError, which other code such as callbacks raises too.
 
     Args:
         folder: the folder of the graphs, for the message.

@@ -63,7 +63,7 @@ def _cgroups() -> Iterator[Path]:
             if controller not in roots:
                 continue
             root = roots[controller]
-            # In a container the path may be that of the host, and the container's own cgroup is the root.
+            # In a container the path may be the host's path, and the container's own cgroup is the root.
             folder = root / path.lstrip("/")
             for each in (folder, *folder.parents):
                 if each.is_relative_to(root) and each not in seen:

@@ -17,8 +17,8 @@ __all__ = ["keep_in_forked_processes"]
 def keep_in_forked_processes(owner: object) -> None:
     """Never run the destructors of an object, and of all that it refers to, in processes that are forked from now on.
 
-    Such a process ends with its own exit status. Python's exit handlers run in it, and those of C libraries do not,
-    unless they were registered after the fork.
+    Such a process ends with its own exit status. Python's exit handlers run in it. Exit handlers of C libraries run
+    only if they were registered after the fork.
 
     Args:
         owner: holds sessions, for instance a pipeline. It is not kept alive in this process.

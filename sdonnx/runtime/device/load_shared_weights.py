@@ -38,7 +38,7 @@ def load_shared_weights(
     Args:
         component: the component's folder.
         device: where the graphs run.
-        changed: values to load in place of those in the file, by name.
+        changed: values to load instead of the values in the file, by name.
 
     Returns:
         The tensors by name of the initializer.
@@ -87,7 +87,7 @@ def shareable(values: Array, device: Device, dtype: str = "") -> OrtValue:
     Args:
         values: its values; bytes of numbers that numpy has no type for.
         device: where it is.
-        dtype: its type, as in the header of a safetensors file; by default that of the array.
+        dtype: its type, as in the header of a safetensors file; by default the array's type.
     """
     number = _UNKNOWN_TO_NUMPY.get(dtype)
     if number is not None:

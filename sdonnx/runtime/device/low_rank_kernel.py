@@ -30,7 +30,7 @@ PART = np.dtype(
         *((name, "<i4") for name in ("first_tile", "is_half")),
     ]
 )
-"""A part of a weight whose channels are at equal distances in memory; as `LowRankPart` of the kernel."""
+"""A part of a weight, with channels at equal distances in memory; as `LowRankPart` of the kernel."""
 
 TERM = np.dtype(
     [
@@ -73,7 +73,7 @@ class LowRankKernel:
         return None
 
     def is_right(self) -> bool:
-        """Return whether the kernel adds two products to a small matrix, whose sums are exact in float16."""
+        """Return whether the kernel adds two products to a small matrix correctly; all sums are exact in float16."""
         draw = np.random.default_rng(0)
         base, *factors = (
             draw.integers(-4, 5, shape).astype(np.float16) for shape in ((70, 90), (90, 20), (20, 70), (90, 3), (3, 70))

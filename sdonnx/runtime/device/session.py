@@ -137,7 +137,7 @@ def _session_options(device: Device, settings: SessionSettings) -> onnxruntime.S
 
 
 def _threads() -> int:
-    """Return the number of threads of an operator: that of the cores which this process may use; 0 if it may use all.
+    """Return the number of threads of an operator: one for each core that this process may use; 0 if it may use all.
 
     ONNX Runtime starts a thread for every core of the machine, and moves each to its core. A process that is kept to
     some of them (`taskset`, Docker's `--cpuset-cpus`) would then compete with the processes on the others.
@@ -173,7 +173,7 @@ class Graph:
         settings: options of ONNX Runtime from the caller.
         weights: initializers shared with other sessions, by name, or a function that returns them; kept as long as
             this session. Not supported with session options of the caller, which are one object for all sessions.
-        injected: values of initializers with external data, by name, in place of that data, which does not have to
+        injected: values of initializers with external data, by name, instead of that data, which does not have to
             exist; or a function that returns them. ONNX Runtime sees them before it optimizes the graph, and releases
             those that it packs for its kernels. Only with a function can the graph be loaded again.
         cancellation: ends runs of bound buffers.

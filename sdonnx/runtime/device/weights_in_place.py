@@ -25,13 +25,13 @@ _LOGGER = logging.getLogger(__name__)
 
 Array = npt.NDArray[Any]
 
-# cuDNN may choose an algorithm whose intermediate results are rounded to float16.
+# cuDNN may choose an algorithm that rounds intermediate results to float16.
 _TOLERANCE = 0.01
 
 
 @dataclass(frozen=True)
 class Probe:
-    """A small graph whose weights are changed between runs.
+    """A small graph; its weights are changed between runs.
 
     Attributes:
         path: the graph, with the input `x` and the output `result`; see `scripts/write_runtime_graphs.py`.
@@ -50,7 +50,7 @@ class Probe:
     dtypes: Mapping[str, str] = field(default_factory=dict)
 
     def sees_changes(self, device: Device) -> bool:
-        """Return whether each result is that of the values that were written last.
+        """Return whether each run uses the values that were written last.
 
         Raises:
             FolderError: ONNX Runtime rejects the graph.
@@ -83,8 +83,8 @@ def reads_weights_in_place(device: Device, reader: Reader = "product") -> bool:
         device: the device.
         reader: the kind of kernel.
 
-    On the CPU, ONNX Runtime copies weights into another layout when a session is made. On a GPU it does not; a small
-    graph whose weights are changed between runs shows that this holds for the installed version.
+    On the CPU, ONNX Runtime copies weights into another layout when a session is made. On a GPU it does not; runs
+    of a small graph with changed weights show that this holds for the installed version.
     """
     if device.provider == "cpu":
         return False

@@ -1,4 +1,4 @@
-"""Compute changed weights on the device: those of the folder plus products of low rank."""
+"""Compute changed weights on the device: the folder's weights plus low-rank products."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ class WeightsOnDevice:
     def _uploaded(self, change: LowRank, shape: tuple[int, ...], place: Place) -> tuple[OrtValue, OrtValue]:
         """Return the factors (out, rank) and (rank, inputs) on the device; (rank, 1) for a bias behind the weight."""
         known, vector = self._factors.setdefault(change, {}), place.vector
-        # A vector is that of the folder's table, which lives as long as the pipeline.
+        # A vector belongs to the folder's table, which lives as long as the pipeline.
         key = place.layout == "nhwc", None if vector is None else id(vector)
         if key not in known:
             up, down = map(_number, factors_of(change, shape, place.layout))

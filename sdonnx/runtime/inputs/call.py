@@ -226,8 +226,8 @@ class CallReader:
     ) -> tuple[Any, Any]:
         """Return the requested height and width.
 
-        As in diffusers, they are by default those of the image, except in inpainting without ControlNets; or else those
-        of the control image, or else those of the model.
+        As in diffusers, the default is the size of the image, except in inpainting without ControlNets. Otherwise it is
+        the size of the control image, or else the model's size.
         """
         if height is not None and width is not None:
             return height, width

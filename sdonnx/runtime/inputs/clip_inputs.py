@@ -52,7 +52,7 @@ class ClipInputs(FamilyInputs):
             prompts: arguments of the call.
             texts: texts of the batch (G*B) for each text encoder.
             weighting: notation of weights in the texts, see `prompt_weights.NOTATIONS`; None for none.
-            length: length to which texts without weights are padded or truncated; by default that of the tokenizers.
+            length: length to which texts without weights are padded or truncated; by default the tokenizers' length.
 
         Raises:
             PromptError: the notation is unknown, or a prompt does not follow it.
@@ -87,7 +87,7 @@ class ClipInputs(FamilyInputs):
         )
 
     def _tokenizers_of(self, length: int | None) -> Mapping[Role, PromptTokenizer]:
-        """Return the tokenizers, for texts of a length; as in diffusers, that of the embeddings next to the texts."""
+        """Return the tokenizers for a length; as in diffusers, it is the length of embeddings next to the texts."""
         if length is None or length == self.tokens:
             return self.tokenizers
         shortest = max(len(tokenizer.special_ids) for tokenizer in self.tokenizers.values())
@@ -105,7 +105,7 @@ class ClipInputs(FamilyInputs):
         """Run the text encoders on `count` chunks of each prompt, and return the weighted inputs of the denoiser.
 
         The hidden states of each encoder are multiplied by the weights, then scaled so that the mean over a chunk stays
-        the same. The pooled output is that of the first chunk. Source: `EmphasisOriginal` in modules/sd_emphasis.py and
+        the same. The pooled output is from the first chunk. Source: `EmphasisOriginal` in modules/sd_emphasis.py and
         `FrozenCLIPEmbedderWithCustomWordsBase.forward` in modules/sd_hijack_clip.py of stable-diffusion-webui.
         """
         found = run_text_encoders(self.graphs, encoded)

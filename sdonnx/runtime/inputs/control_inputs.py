@@ -50,7 +50,7 @@ class Control:
     """One ControlNet or T2I-Adapter in a call.
 
     Attributes:
-        images: control images (B,C,H,W) from 0 to 1; those of a ControlNet-Union are (B,N,C,H,W).
+        images: control images (B,C,H,W) from 0 to 1; (B,N,C,H,W) for a ControlNet-Union.
         scales: weight of the residuals, or of each image of a ControlNet-Union.
         ranges: for each weight, the shares of the steps (start, end) in which it applies.
         modes: types of the images of a ControlNet-Union; empty for others.
@@ -177,7 +177,7 @@ class ControlInputs:
         """Return the arguments of a call for one prompt, validated, with images of the call's size.
 
         The call computes the same image with them. Images are lists of arrays (1,H,W,C) of uint8, one for each image
-        of the call. Those of calls with equal other arguments may be concatenated for a call with several prompts.
+        of the call. Lists of calls with equal other arguments may be concatenated for a call with several prompts.
 
         Args:
             arguments: arguments of the call, with PIL images that are not in nested lists.

@@ -4,8 +4,8 @@ Source: `VaeImageProcessor` of diffusers 0.42.1 with do_convert_rgb for images a
 do_convert_grayscale but not do_normalize, as in `StableDiffusionInpaintPipeline`. Where that class would continue with
 meaningless numbers, these functions raise an error or follow the expectation of callers; comments mark the differences.
 
-An image is a PIL image or an array; a batch may also be a list of them. Arrays of numpy have channels last, and those
-of other libraries (`sdonnx.runtime.device.arrays.to_numpy`) have channels first, as in torch.
+An image is a PIL image or an array; a batch may also be a list of them. Arrays of numpy have channels last.
+Arrays of other libraries (`sdonnx.runtime.device.arrays.to_numpy`) have channels first, as in torch.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def image_batch(image: Any, height: int | None, width: int | None, factor: int) 
         image: PIL images; numpy arrays (H,W,3) or (B,H,W,3) or other arrays (3,H,W) or (B,3,H,W), floats from
             0 to 1, or from -1 to 1 if any is negative. Arrays of uint8 range from 0 to 255, unlike in diffusers,
             which does not divide them.
-        height: height in pixels, rounded down to a multiple of `factor`; None for that of the first image.
+        height: height in pixels, rounded down to a multiple of `factor`; None for the first image's height.
         width: width in pixels, as `height`.
         factor: pixels for each latent.
 
@@ -118,7 +118,7 @@ def mask_batch(mask: Any, height: int | None, width: int | None, factor: int) ->
     Args:
         mask: PIL images; numpy arrays (H,W), (B,H,W), (H,W,1) or (B,H,W,1) or other arrays (H,W), (B,H,W) or
             (B,1,H,W), floats from 0 to 1, integers or, unlike in diffusers, booleans.
-        height: height in pixels, rounded down to a multiple of `factor`; None for that of the first mask.
+        height: height in pixels, rounded down to a multiple of `factor`; None for the first mask's height.
         width: width in pixels, as `height`.
         factor: pixels for each latent.
 

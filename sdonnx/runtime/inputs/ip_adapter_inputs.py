@@ -248,7 +248,7 @@ class IpAdapterInputs:
     def _encoded(self, pixels: _Pixels, guided: bool) -> _Embeddings:
         """Return the embeddings of each adapter's images."""
         adapters = self._adapters.adapters
-        # As in diffusers, negative embeddings are 0 and negative hidden states are those of an image of zeros.
+        # As in diffusers, negative embeddings are 0. Negative hidden states are computed from an image of zeros.
         blank = guided and any(adapter.kind != "plain" for adapter in adapters)
         images = np.concatenate([*pixels.arrays, np.zeros((int(blank), *pixels.arrays[0].shape[1:]), np.float32)])
         graph = self._graphs.get(Role.IMAGE_PROMPT_ENCODER)
@@ -269,7 +269,7 @@ class IpAdapterInputs:
         return states[rows], np.repeat(states[-1:], count, 0)
 
     def _fixed(self, shape: Sequence[int | str]) -> list[int]:
-        """Return a shape whose named dimension is replaced by the number of positions: patches and the class token."""
+        """Return a shape with the number of positions (patches and the class token) for the named dimension."""
         patch = int(self._graphs.config(Role.IMAGE_PROMPT_ENCODER)["patch_size"])
         positions = 1 + (self._edge // patch) ** 2
         return [size if isinstance(size, int) else positions for size in shape]

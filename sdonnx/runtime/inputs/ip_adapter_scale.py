@@ -28,7 +28,7 @@ def scale_matrix(adapters: AdapterSet, scale: Any) -> npt.NDArray[np.float32]:
         scale: see `OrtDiffusionPipeline.set_ip_adapter_scale`.
 
     Raises:
-        OptionError: the number of entries is not that of the adapters, or the denoiser has no such block.
+        OptionError: the number of entries differs from the number of adapters, or the denoiser has no such block.
     """
     count = len(adapters.adapters)
     if _is_number(scale):

@@ -42,7 +42,7 @@ def _groups() -> list[ArgumentGroup]:
 
 
 class PipelineInputs:
-    """Conditioning of one pipeline: its family's, and that of its adapters.
+    """Conditioning of one pipeline: its family's and its adapters' conditioning.
 
     Args:
         graphs: graphs of the pipeline.

@@ -23,7 +23,7 @@ from sdonnx.runtime.inputs.resolution_bins import closest, has_table
 
 __all__ = ["PixArtInputs"]
 
-# Captions are padded to a multiple of this. ONNX Runtime's memory-efficient attention reads masks whose rows are
+# Captions are padded to a multiple of this. ONNX Runtime's memory-efficient attention reads masks if their rows are
 # multiples of 16 bytes; other lengths (300 tokens of PixArt-Sigma) use a kernel that writes all scores to memory.
 _ALIGNMENT = 8
 

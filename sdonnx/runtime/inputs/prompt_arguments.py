@@ -31,8 +31,8 @@ class PromptArguments:
     Attributes:
         prompt: text, or a list of texts; None with `prompt_embeds`.
         negative_prompt: text to steer away from, one for all prompts or one for each.
-        prompt_embeds: hidden states (P,S,D) of the text encoder, in place of `prompt`.
-        negative_prompt_embeds: hidden states (P,S,D), in place of `negative_prompt`.
+        prompt_embeds: hidden states (P,S,D) of the text encoder, instead of `prompt`.
+        negative_prompt_embeds: hidden states (P,S,D), instead of `negative_prompt`.
         images_per_prompt: number of images for each prompt.
         clip_skip: number of final text encoder layers to skip for `prompt`.
         guided: whether classifier-free guidance is used.
@@ -117,7 +117,7 @@ class PromptArguments:
         """Raise PromptError if the prompts, or the negative prompts, are both texts and embeddings.
 
         Args:
-            texts: further texts of the family by name, those of negative prompts with the prefix "negative_".
+            texts: further texts of the family by name; negative prompts have the prefix "negative_".
         """
         given = {"prompt": self.prompt, "negative_prompt": self.negative_prompt, **texts}
         for name, text in given.items():
@@ -141,8 +141,8 @@ class PromptArguments:
         """Return the texts of the batch (G*B).
 
         Args:
-            prompt: `prompt_2`, to use in place of `prompt`; None to use `prompt`.
-            negative_prompt: `negative_prompt_2`, to use in place of `negative_prompt`; None to use that.
+            prompt: `prompt_2`; None to use `prompt`.
+            negative_prompt: `negative_prompt_2`; None to use `negative_prompt`.
 
         Raises:
             PromptError: a prompt is missing or is not text, or the numbers of prompts differ.

@@ -1,4 +1,4 @@
-"""Batches whose prompts or negative prompts are embeddings: each half is encoded or passed by the caller.
+"""Batches with embeddings as prompts or negative prompts: each half is encoded or passed by the caller.
 
 Source: `check_inputs` and `encode_prompt` of diffusers' pipelines, which accept texts for one half and embeddings for
 the other one.
@@ -25,8 +25,8 @@ class PromptHalf:
 
     Attributes:
         name: name of the argument, for error messages.
-        encoded: conditioning by texts, whose encoders run; None for embeddings.
-        given: inputs of the denoiser by name that the caller passed, in place of the output of the encoders.
+        encoded: conditioning by texts, for which the text encoders run; None for embeddings.
+        given: inputs of the denoiser by name that the caller passed, instead of the output of the encoders.
     """
 
     name: str
@@ -60,7 +60,7 @@ def joined(
         halves: with guidance the negative prompts and the prompts, otherwise the prompts only.
         images_per_prompt: number of images for each prompt.
         finish: changes the inputs (G*B, ...) by name before they are converted to the types of the denoiser's inputs.
-        tokens: length of the prompts after `finish`; by default that of the halves.
+        tokens: length of the prompts after `finish`; by default the length of the halves.
 
     Raises:
         PromptError: the halves have different numbers of prompts or tokens.
@@ -93,7 +93,7 @@ def joined(
 
 
 def require_width(family: FamilyInputs, embeddings: Array, name: str) -> None:
-    """Raise OptionError unless the last dimension of hidden states is that of the denoiser."""
+    """Raise OptionError unless the last dimension of hidden states matches the denoiser."""
     width = family.graphs.conditioning_graph().shape(abi.ENCODER_HIDDEN_STATES)[2]
     if embeddings.shape[2] != width:
         raise OptionError(f"{name} of width {embeddings.shape[2]}", f"{width}", "use the text encoder of this pipeline")

@@ -34,7 +34,7 @@ _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 # In bytes; published tokenizers have up to 20 MB.
 _MAX_TOKENIZER_SIZE = 64 << 20
 
-# Maximum growth of a text by its normalizer. Those of CLIP and T5 replace one or two spaces by one character.
+# Maximum growth of a text by its normalizer. Normalizers of CLIP and T5 replace one or two spaces by one character.
 _MAX_GROWTH = 100
 
 # transformers writes 10**30 for a tokenizer without a limit; text encoders accept less than a thousandth of this.
@@ -113,7 +113,7 @@ class PromptTokenizer:
 
     @cached_property
     def special_ids(self) -> tuple[int, ...]:
-        """Special tokens of every prompt: those of CLIP are the start token and the end token."""
+        """Special tokens of every prompt: for CLIP, the start token and the end token."""
         return tuple(self.tokenizer.encode("").ids)
 
     @property

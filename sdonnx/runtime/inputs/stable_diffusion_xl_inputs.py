@@ -58,7 +58,7 @@ class SizeConditions:
         negative_original_size: `original_size` of the negative prompt; None for `original_size`.
         negative_crops_coords_top_left: `crops_coords_top_left` of the negative prompt.
         negative_target_size: `target_size` of the negative prompt; None for `target_size`.
-        aesthetic_score: score of the image, read by the refiner in place of the target size.
+        aesthetic_score: score of the image, read by the refiner instead of the target size.
         negative_aesthetic_score: `aesthetic_score` of the negative prompt.
     """
 

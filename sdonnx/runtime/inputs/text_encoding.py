@@ -35,7 +35,7 @@ def text_values(graphs: GraphSet, conditioning: Conditioning) -> dict[str, npt.N
 def run_text_encoders(graphs: GraphSet, conditioning: Conditioning) -> dict[str, npt.NDArray[Any]]:
     """Run the text encoders, and return their hidden states (N,S,D) and the pooled output (N,D) if there is one.
 
-    The names are those of the denoiser's inputs. The function runs on the device thread, without a captured graph.
+    The keys are names of the denoiser's inputs. The function runs on the device thread, without a captured graph.
 
     Args:
         graphs: graphs of the pipeline.

@@ -42,7 +42,7 @@ def expand(text: str, tokens: Iterable[str], multi_vector: Mapping[str, str]) ->
 
     Source: `TextualInversionLoaderMixin.maybe_convert_prompt` of diffusers, which replaces every occurrence of the
     token's text if the token occurs. Names with capital letters do not occur, since CLIP's tokenizer has only lower
-    case; diffusers does not expand them either. The order of replacements is that of the prompt; in diffusers it is
+    case; diffusers does not expand them either. Replacements follow the prompt's order; in diffusers the order is
     random, which matters only if one name contains another.
 
     Args:
@@ -75,7 +75,7 @@ def add_listed_tokens(tokenizer: Tokenizer, folder: Path, config: Mapping[str, A
         config: content of `tokenizer_config.json`.
 
     Raises:
-        FolderError: a token is malformed, or its id does not follow those of the vocabulary.
+        FolderError: a token is malformed, or its id does not follow the vocabulary's ids.
     """
     listed: dict[str, tuple[Any, Mapping[str, Any]]] = {}
     if (folder / ADDED_TOKENS).is_file():

@@ -254,7 +254,7 @@ class DiffusersInterface(MemoryOptions, LoraInterface):
             repo_id: repository, "NAMESPACE/NAME", which is created if it does not exist.
             commit_message: message of the commit.
             private: whether a new repository is private; by default as the account says.
-            token: token with write access; by default that of `hf auth login`.
+            token: token with write access; by default the token of `hf auth login`.
             revision: branch of the repository.
             create_pr: whether to open a pull request.
 

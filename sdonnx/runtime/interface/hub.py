@@ -161,7 +161,7 @@ def upload(
 
     Args:
         folder: the folder.
-        replaced: files whose content differs from that in `folder`, by path with `/`.
+        replaced: content of files that differ from `folder`, by path with `/`.
         left_out: files that are not uploaded.
         repo_id: id of the repository, which is created if it does not exist.
         token: token of the hub; None for the one that `hf auth login` stored.

@@ -138,7 +138,7 @@ class LoraInterface(PipelineBase):
 
         Args:
             adapter_names: names of loaded adapters. They apply in this order.
-            adapter_weights: a number for all, or a list with one for each. In place of a number, a mapping has one for
+            adapter_weights: a number for all, or a list with one for each. Instead of a number, a mapping has one for
                 each component: `{"unet": 0.8, "text_encoder": 0.5}`; those that are not named have 1. By default 1.
                 Weights of blocks, as in diffusers, are not supported.
 
@@ -297,13 +297,13 @@ class LoraInterface(PipelineBase):
         _LOGGER.info("enable_lora_hotswap() has no effect: adapters of any rank can be exchanged")
 
     def _use(self, state: AdapterState) -> None:
-        """Change the weights to those of a state; after an error, they stay."""
+        """Apply a state to the weights; after an error, they stay as they were."""
         adapters, before = self._adapters, self._adapters.state
         state = replace(state, on_host=state.on_host & state.files.keys())
         changed = {}
         for component in adapters.tables if state.files or state.fused or before.files or before.fused else ():
             if _effect(state, component) != _effect(before, component):
-                self._graphs.folder.require_unchanged(component)  # new values are computed from those of the folder
+                self._graphs.folder.require_unchanged(component)  # new values are computed from the folder's values
                 start = time.perf_counter()
                 changed[component] = adapters.changed(state, component, self._graphs.adds_products)
                 seconds = time.perf_counter() - start

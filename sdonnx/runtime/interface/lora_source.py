@@ -16,7 +16,7 @@ from sdonnx.runtime.interface.hub import download_lora, is_hub_id
 
 __all__ = ["read_lora_source"]
 
-_IN_MEMORY = Path("the LoRA's tensors")  # in place of a file, for messages
+_IN_MEMORY = Path("the LoRA's tensors")  # replaces the file in messages
 
 
 def read_lora_source(

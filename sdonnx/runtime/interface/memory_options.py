@@ -71,13 +71,13 @@ class MemoryOptions(PipelineBase):
         """Keep the weights of only one component on the device: of the one that runs.
 
         Each component is loaded from its files when it runs and unloaded afterwards: the text encoders before the
-        denoiser runs, and the denoiser before the image is decoded. Peak memory falls to that of the largest component,
-        and each image takes the time of loading all of them longer. Graphs are not captured.
+        denoiser runs, and the denoiser before the image is decoded. Peak memory falls to the memory of the largest
+        component, and each image takes longer by the time to load all of them. Graphs are not captured.
         `from_pretrained(low_memory="offload")` does the same from the start.
 
         Args:
-            gpu_id: index of the GPU, that of the pipeline.
-            device: the device, that of the pipeline.
+            gpu_id: index of the GPU, which must be the pipeline's.
+            device: the device, which must be the pipeline's.
 
         Raises:
             OptionError: it is another device.

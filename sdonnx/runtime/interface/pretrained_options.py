@@ -62,9 +62,9 @@ class PretrainedOptions:
     Attributes:
         pretrained_model_name_or_path: the folder, if it is passed by that name.
         scheduler: assigned to `pipeline.scheduler` after loading.
-        device: "cpu", "cuda", "cuda:1", an index of a GPU or a torch.device, in place of provider and device_index.
+        device: "cpu", "cuda", "cuda:1", an index of a GPU or a torch.device, instead of provider and device_index.
         device_map: as `device`; "auto" and "balanced" have no effect on one device.
-        torch_dtype: type of the weights, which must be that of the folder; "auto" for any.
+        torch_dtype: type of the weights, which must be the folder's type; "auto" for any.
         dtype: another name of torch_dtype.
         variant: "fp16" or "fp32", which must be the type of the folder.
         token: token of the Hugging Face hub; None for the one that `hf auth login` stored.
@@ -147,7 +147,7 @@ class PretrainedOptions:
         return found, device_index if index is None else index
 
     def require_precision(self, folder: Path | str, report: Mapping[str, Any]) -> None:
-        """Raise OptionError if another type of the weights is requested than that of the folder.
+        """Raise OptionError if the requested type of the weights is not the folder's type.
 
         Args:
             folder: the folder, for the message.

@@ -56,9 +56,9 @@ class PromptEncoding(PipelineBase):
         device: Any = None,
         lora_scale: Any = None,
     ) -> Embeddings:
-        """Return the embeddings of prompts, to be passed to a call in place of the texts.
+        """Return the embeddings of prompts, to be passed to a call instead of the texts.
 
-        The arguments are those of the call, and the tuple has the order of the pipeline's `encode_prompt` in diffusers:
+        The arguments are as in the call. The tuple has the order of the pipeline's `encode_prompt` in diffusers:
 
         - `prompt_embeds`, `negative_prompt_embeds`
         - models with size conditioning: these two, then `pooled_prompt_embeds`, `negative_pooled_prompt_embeds`
@@ -75,9 +75,9 @@ class PromptEncoding(PipelineBase):
                 call, which repeats them itself.
             do_classifier_free_guidance: whether to encode negative prompts as well.
             negative_prompt: text to steer away from, one for all prompts or a list of P texts.
-            prompt_embeds: hidden states (P,S,D) in place of `prompt`, which are repeated for each image.
-            negative_prompt_embeds: hidden states (P,S,D) in place of `negative_prompt`. Missing negative embeddings
-                are those of `negative_prompt`, or else of an empty one, as in diffusers.
+            prompt_embeds: hidden states (P,S,D) instead of `prompt`, which are repeated for each image.
+            negative_prompt_embeds: hidden states (P,S,D) instead of `negative_prompt`. Missing negative embeddings
+                are computed from `negative_prompt`, or else from an empty one, as in diffusers.
             clip_skip: number of final text encoder layers to skip for `prompt`.
             prompt_2: `prompt` for the second text encoder. By default `prompt`.
             negative_prompt_2: `negative_prompt` for the second text encoder. By default `negative_prompt`.
@@ -85,7 +85,7 @@ class PromptEncoding(PipelineBase):
             negative_pooled_prompt_embeds: pooled output (P,D) for the negative prompts.
             prompt_attention_mask: captions: mask (P,S) of `prompt_embeds`.
             negative_prompt_attention_mask: captions: mask (P,S) of `negative_prompt_embeds`.
-            max_sequence_length: captions: length in tokens. By default that of the model's training.
+            max_sequence_length: captions: length in tokens. By default the length used in training.
             clean_caption: captions: whether to remove addresses, markup and codes, as in the call.
             prompt_weighting: notation of weights in the texts, as in the call.
             device: ignored; the arrays are on the host.

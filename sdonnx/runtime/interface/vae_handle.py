@@ -25,7 +25,7 @@ class DecoderOutput(NamedTuple):
 class VaeHandle(ComponentHandle):
     """The autoencoder, with the methods of diffusers' `AutoencoderKL` that save memory.
 
-    They are those of the pipeline: `pipeline.vae.enable_tiling()` is `pipeline.enable_vae_tiling()`.
+    They are the pipeline's methods: `pipeline.vae.enable_tiling()` is `pipeline.enable_vae_tiling()`.
 
     Args:
         class_name: class in diffusers.

@@ -69,7 +69,7 @@ class ActiveControls:
         for number in numbers:
             control = self._call.controls[number]
             factors = self._table(number, copies, len(runs.residuals))
-            # The axes of height and width are those of the latents, with the pixels of each.
+            # Split height and width into latents and the pixels of each latent.
             *first, rows, columns = control.images.shape
             blocks = control.images.reshape(*first, height, rows // height, width, columns // width)
             values = {abi.CONTROL_IMAGE: np.concatenate([blocks] * copies), abi.CONTROL_FACTORS: factors}

@@ -2,8 +2,8 @@
 
 Samplers that are plans run on the device, one replay of a captured graph for each call. With a sampler on the host,
 the same step graph outputs the predictions and the host computes the update. That is for schedulers of diffusers that
-are not linear in their history, and for guidance rescaled by the standard deviation of each image (arXiv:2305.08891,
-section 3.4), or whose weight differs from image to image.
+are not linear in their history, for guidance rescaled by the standard deviation of each image (arXiv:2305.08891,
+section 3.4), and for a guidance scale that differs from image to image.
 """
 
 from __future__ import annotations
@@ -265,11 +265,11 @@ def guided_prediction(predictions: Array, guidance_scale: Guidance | None, resca
 def rescaled(guided: Array, conditional: Array, share: float) -> Array:
     """Return the guided prediction, rescaled towards the standard deviation of the conditional prediction.
 
-    Source: arXiv:2305.08891, equations 15 and 16, and diffusers' `rescale_noise_cfg`, whose deviation divides by n - 1.
+    Source: arXiv:2305.08891, equations 15 and 16, and diffusers' `rescale_noise_cfg`, which uses n - 1 for deviations.
 
     Args:
         guided: prediction with guidance (B,C,H,W).
-        conditional: prediction for the prompt (B,C,H,W); deviations are those of each image.
+        conditional: prediction for the prompt (B,C,H,W); deviations are computed for each image.
         share: share of the rescaled prediction, 0 to 1.
     """
     if not share:

@@ -90,7 +90,7 @@ class GenerationJob:
 
     @classmethod
     def of_plan(cls, call: Call, sampling_plan: SamplingPlan) -> GenerationJob:
-        """Return the job of a call whose sampler is a plan.
+        """Return the job of a call with a plan as sampler.
 
         The host computes the updates of rescaled guidance, and of images with different weights of the prompt.
         """
@@ -101,7 +101,7 @@ class GenerationJob:
 
     @classmethod
     def of_scheduler(cls, call: Call, scheduler: Any) -> GenerationJob:
-        """Return the job of a call whose sampler is a scheduler object of diffusers.
+        """Return the job of a call with a scheduler object of diffusers as sampler.
 
         The scheduler's timesteps are set, so create the job on the device thread.
 

@@ -22,7 +22,7 @@ from sdonnx.samplers.options import Option, UnplannedError, read_options
 
 __all__ = ["DiffusersSampler", "is_planned", "needs_host", "require_scheduler", "scheduler_of", "seeded"]
 
-# Options that tables are made from, whose size is limited.
+# Options that tables are made from; the size of these tables is limited.
 _TABLES = {"num_train_timesteps": Option(1000, int), "trained_betas": Option(None, list)}
 
 _LOG = logging.getLogger("sdonnx")

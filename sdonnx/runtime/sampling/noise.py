@@ -1,4 +1,4 @@
-"""Seeded Gaussian noise without torch, equal to that of `torch.Generator("cpu")`.
+"""Seeded Gaussian noise without torch, equal to the noise of `torch.Generator("cpu")`.
 
 Source: PyTorch's `aten/src/ATen/native/cpu/DistributionTemplates.h` (`normal_fill` for 16 values or more,
 `normal_distribution<double>` below) and `aten/src/ATen/core/DistributionsHelper.h`.
@@ -71,7 +71,7 @@ class TorchCpuGenerator:
         values = np.empty(count, np.float32)
         values[:whole] = _box_muller(words[:whole])
         if whole < count:
-            # torch samples the last 16 values again in place of a partial block.
+            # For a partial block, torch samples the last 16 values again.
             values[-_BLOCK:] = _box_muller(self._words(_BLOCK))
         return values
 

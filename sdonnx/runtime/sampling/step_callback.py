@@ -28,7 +28,7 @@ _NEGATIVE = "negative_"
 
 
 class Caller(Protocol):
-    """The pipeline, whose `_guidance_scale` a callback may set."""
+    """The pipeline; a callback may set its `_guidance_scale`."""
 
     _guidance_scale: float
 
@@ -67,7 +67,7 @@ class StepCallback:
         """Call the callback and return its changes.
 
         Args:
-            shape: captured graphs whose buffers hold the tensors.
+            shape: captured graphs, with the tensors in their buffers.
             step: number of the call of the denoiser.
             timestep: timestep of that call.
             latents: returns a copy of the latents (B,C,H,W).

@@ -47,8 +47,8 @@ class VaeSplits:
 
     Attributes:
         slicing: whether each run has one image.
-        tiling: whether images that are larger than a tile are always processed in tiles. Otherwise only those are
-            whose tensors are larger than a kernel or the device's memory can hold.
+        tiling: whether images that are larger than a tile are always processed in tiles. Otherwise tiles are used
+            only if tensors are larger than a kernel or the device's memory can hold.
         tile: height and width of a tile in latents.
     """
 

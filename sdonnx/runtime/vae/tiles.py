@@ -89,7 +89,7 @@ def _first(count: int, *axes: int) -> tuple[Any, ...]:
 
 
 def _blend(before: Array, after: Array, extent: int, axis: int) -> None:
-    """Blend the end of a tile into the start of the next one along an axis, in place of that start."""
+    """Blend the end of a tile into the start of the next one along an axis, and overwrite that start."""
     extent = min(before.shape[axis], after.shape[axis], extent)
     shape = [1] * after.ndim
     shape[axis] = extent

@@ -293,10 +293,10 @@ class ImageEncoder(_VaeGraph):
     def _encode_tiles(
         self, pixels: Array, posterior: Array, noise: Array, scales: Array, tile: int
     ) -> tuple[Array, Array]:
-        """Encode images in tiles, and sample from the distribution whose parameters are blended.
+        """Encode images in tiles, and sample from the distribution with the blended parameters.
 
         The graph returns samples, so two runs show the mean and the standard deviation of a tile. diffusers blends the
-        logarithm of the variance, twice that of the standard deviation; its scale only adds a constant.
+        logarithm of the variance, twice the logarithm of the standard deviation; its scale only adds a constant.
         """
         none = np.array((1, 0), np.float32)
 

@@ -1,7 +1,7 @@
 """The pipelines that are trained on drawings of shapes: `shapes` (Stable Diffusion) and `shapes-dit` (PixArt).
 
 They have the published classes and schedulers, but few channels: about 5 million parameters each. Both have the same
-autoencoder, whose latents are 4x4 pixels.
+autoencoder, with one latent for 4x4 pixels.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _T5_TOKENIZER = T5TokenizerSpec(120, vocab_size=192, words=VOCABULARY)
 def _scheduler(**changes: float | str) -> ClassSpec:
     """Return DPM-Solver++ of second order, with these changes.
 
-    The betas are those of PixArt. Stable Diffusion's leave so much of the latents at the last timestep that the side
+    The betas are PixArt's. Stable Diffusion's leave so much of the latents at the last timestep that the side
     of each shape shows through the noise, and a denoiser learns to read it there instead of in the caption.
     """
     config = {
@@ -132,4 +132,4 @@ TRAINED: Mapping[str, Architecture] = MappingProxyType(
 """The pipelines that can be trained, by name."""
 
 SHIPPED = (SHAPES_UNET, SHAPES_DIT)
-"""Names of those whose weights are in the package, which `sdonnx sample` offers; see docs/decisions/0162."""
+"""Names of pipelines with weights in the package, which `sdonnx sample` offers; see docs/decisions/0162."""

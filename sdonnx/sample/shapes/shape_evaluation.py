@@ -64,7 +64,7 @@ def generate(
     generator = torch.Generator("cpu").manual_seed(seed)
     noise = torch.randn(len(prompts), channels, side, side, generator=generator)
     pixels = side * pipeline.vae_scale_factor
-    # PixArt replaces sizes by those of its training otherwise.
+    # PixArt replaces sizes by its training sizes otherwise.
     extra = {} if hasattr(pipeline, "unet") else {"use_resolution_binning": False, "clean_caption": False}
     images = []
     for start in range(0, len(prompts), batch):

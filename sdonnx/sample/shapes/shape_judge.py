@@ -27,7 +27,7 @@ _PALETTE = np.array([_WHITE, *COLOURS.values()], np.float32)
 # Largest distance of a pixel to its nearest colour, of 441 between black and white. The closest two colours of the
 # palette are 144 apart; pixels farther from all are of another colour, which no object may have.
 _MAX_DISTANCE = 90.0
-# An object has this many pixels whose eight neighbors are of the same object. Smaller regions are the mixed colours of
+# An object has this many pixels with all eight neighbors in the same object. Smaller regions are the mixed colours of
 # outlines, at most two pixels wide. A small shape has at least 40.
 _MIN_CORE = 9
 _LARGE_AREA = math.pi * 8.2**2  # pixels, at 64x64; between small (radius 6.8) and large (radius 9.6)
@@ -109,7 +109,7 @@ def label_regions(classes: npt.NDArray[np.integer]) -> npt.NDArray[np.int64]:
 
 
 def _core(mask: Mask) -> int:
-    """Return the number of pixels whose eight neighbors are in the mask too; outside the image is not in the mask."""
+    """Return the number of pixels with all eight neighbors in the mask too; outside the image is not in the mask."""
     padded = np.pad(mask, 1)
     rows = padded[:-2] & padded[1:-1] & padded[2:]
     return int((rows[:, :-2] & rows[:, 1:-1] & rows[:, 2:]).sum())

@@ -1,6 +1,6 @@
 """Captions of drawings with one or two shapes, such as "a small red circle to the left of a blue square".
 
-A scene says what a drawing shows, without positions. Scenes whose hash is below a limit are held out: training never
+A scene says what a drawing shows, without positions. Scenes with a hash below a limit are held out: training never
 sees them, nor the same drawing described from its other shape.
 """
 

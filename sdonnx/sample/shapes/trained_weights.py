@@ -21,7 +21,7 @@ def read_weights(path: Path, network: torch.nn.Module) -> dict[str, torch.Tensor
         network: the network that the weights are for; it may be on the meta device.
 
     Raises:
-        WeightsError: the file cannot be read, or the weights are not those of the network, not float16 or not finite.
+        WeightsError: the file cannot be read, or the weights do not fit the network, are not float16 or not finite.
     """
     import torch
     from safetensors import SafetensorError

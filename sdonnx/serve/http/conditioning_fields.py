@@ -40,7 +40,7 @@ Texts = Annotated[list[str], *_one_or_list({"type": "string"})]
 
 
 class ConditioningFields(BaseModel):
-    """Numbers that belong to images next to the prompt. Their names are those of the pipeline's arguments."""
+    """Numbers that belong to images next to the prompt. They have the names of the pipeline's arguments."""
 
     controlnet_conditioning_scale: Weights | None = Field(None, description="weight of all ControlNets, or of each")
     control_guidance_start: Shares | None = Field(None, description="share of the steps at which ControlNets start")

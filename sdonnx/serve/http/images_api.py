@@ -45,7 +45,7 @@ __all__ = ["ImagesApi"]
 _MAX_FIELD_BYTES = 256 * 1024
 _MAX_FIELDS = 80
 _MAX_FILES = 12
-_DECODERS = 2  # requests whose images are decoded at once, of different clients
+_DECODERS = 2  # requests of different clients that decode images at the same time
 _FILES = ("image", "mask", *CONDITIONING_IMAGES)
 
 _ERRORS: dict[int | str, dict[str, Any]] = {

@@ -26,7 +26,7 @@ __all__ = [
 ]
 
 CLIENT_LEFT = 499
-"""Status of a request whose client left, as in nginx's log."""
+"""Status of a request after its client left, as in nginx's log."""
 
 _MAX_CHARACTERS = 300  # of a message
 _MAX_NAME = 60  # characters of a parameter's name, which the client chooses

@@ -29,7 +29,7 @@ class ImageFields(ConditioningFields, LoraFields):
         None,
         max_length=20,
         description="WIDTHxHEIGHT in pixels, or auto: that of the image, or the model's own",
-        # Checked by `height_and_width`, whose message is clearer.
+        # `height_and_width` checks it with a clearer message.
         json_schema_extra={"pattern": f"^(auto|{_SIZE.pattern})$"},
     )
     response_format: Literal["b64_json"] | None = Field(None, description="images are always part of the response")

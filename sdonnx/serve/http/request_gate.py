@@ -38,7 +38,7 @@ _IPV6_CLIENT = 64  # bits of an address that a network assigns to one client
 class RequestGate:
     """ASGI middleware that checks API keys, and limits the requests in progress and their bodies.
 
-    The client, whose name is in the request's state, is the API key, or without keys the address. It gets a share of
+    The client is the API key, or without keys the address; its name is in the request's state. It gets a share of
     the requests in progress and of the bytes of all bodies, which counts until the answer is complete.
 
     Args:
@@ -136,7 +136,7 @@ class RequestGate:
         Args:
             client: name of the client.
             receive: returns the body's parts.
-            length: value of the header Content-Length, whose bytes are counted at once.
+            length: value of the header Content-Length; these bytes are counted at once.
 
         Raises:
             HTTPException: the body is too large, or the client or the server has too many bytes in progress.

@@ -114,7 +114,7 @@ class Encoder:
 
 
 async def images_response(job: ServiceJob, result: GeneratedImages, encoder: Encoder) -> ImagesResponse:
-    """Return the response of a request whose images are there."""
+    """Return the response with the generated images of a request."""
     data = [
         ImageData(b64_json=await encoder.encode(image), seed=seed, flagged=flag)
         for image, seed, flag in _images(result)

@@ -162,7 +162,7 @@ def test_weights_are_those_of_the_optimizer(name: str, float16: bool, sample: Sa
 
 @pytest.mark.parametrize("name", weekly(TYPES_OF_IMAGES, "int8_static"))
 def test_images(name: str, sample: Sample, tmp_path: Path) -> None:
-    """Next to those of the merged pipeline that was quantized, of `bake`, and without adapters again.
+    """Compared with the merged pipeline that was quantized, with `bake`, and without adapters again.
 
     Weights that are rounded twice, before and after the change, have at most twice the squared error, which is 3 dB.
     """

@@ -275,7 +275,7 @@ def test_weights_beyond_the_range_leave_everything(
 
 
 def _with_convolutions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let tables say that sessions read weights of convolutions in place, as those of NHWC convolutions on a GPU."""
+    """Let tables say that sessions read weights of convolutions in place, as with NHWC convolutions on a GPU."""
     of_folder = WeightTable.read
 
     def read(path: Path) -> WeightTable | None:
@@ -357,7 +357,7 @@ def test_convolutions_on_a_cpu_load_graphs_again(folder: Path, files: dict[str, 
 
 
 def test_table_names_weights_of_nhwc_convolutions(pipelines: PipelineCache, source: Path) -> None:
-    """In graphs for a GPU, every weight can be changed in place; those of 3x3 are read by convolutions."""
+    """In graphs for a GPU, every weight can be changed in place; convolutions read the 3x3 weights."""
     table = WeightTable.read(pipelines.optimized(pipelines.exported(source), float16=True) / "unet")
     assert table is not None
     kinds = {
@@ -414,7 +414,7 @@ def test_probes_of_8_bits_find_copies(reader: Reader, monkeypatch: pytest.Monkey
 
 
 def _convolution_on_a_cpu(out: Path) -> Probe:
-    """Return the probe of convolutions with its operator lowered to those of ONNX, which the CPU has."""
+    """Return the probe of convolutions with its operator lowered to ONNX operators, which the CPU has."""
     probe = probe_of("convolution")
     onnx.save(lowered(ir.load(probe.path)), out)
     return replace(probe, path=out)
@@ -448,7 +448,7 @@ def test_nothing_is_changed_in_place_on_a_cpu(reader: Reader) -> None:
 
 
 def test_probes_that_fail_load_graphs_again(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A CPU has no NhwcConv: the probe cannot be loaded, as on a GPU whose ONNX Runtime lacks the operator."""
+    """A CPU has no NhwcConv: the probe cannot be loaded, as on a GPU if ONNX Runtime lacks the operator."""
 
     sees = Probe.sees_changes
     monkeypatch.setattr(Probe, "sees_changes", lambda self, _: sees(self, CPU))

@@ -21,7 +21,7 @@ MISSING = RuntimeError("Failed to allocate memory for requested buffer of size 6
 
 
 class Capturer:
-    """The CUDA runtime, whose first captures fail."""
+    """A CUDA runtime that fails the first captures."""
 
     def __init__(self, failures: int) -> None:
         self.failures = failures

@@ -1,4 +1,4 @@
-"""Errors of ONNX Runtime leave a pipeline as one line, and those of other code as they are."""
+"""Errors of ONNX Runtime leave a pipeline as one line, and other errors as they are."""
 
 from __future__ import annotations
 

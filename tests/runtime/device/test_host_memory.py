@@ -1,4 +1,4 @@
-"""Memory of the host, read from files like those of /proc and /sys/fs/cgroup."""
+"""Memory of the host, read from files with the format of /proc and /sys/fs/cgroup."""
 
 from __future__ import annotations
 

@@ -234,7 +234,7 @@ def test_interrupted_copy_leaves_nothing(micro_cpu: Path, tmp_path: Path, monkey
 
 
 class _Hub:
-    """Records an upload, in place of `huggingface_hub.HfApi`."""
+    """Stands in for `huggingface_hub.HfApi`, and records an upload."""
 
     calls: list[tuple[str, Any]]
     error: Exception | None = None

@@ -157,7 +157,7 @@ def test_schedulers_without_a_plan_need_diffusers(ours: OrtDiffusionPipeline, mo
 def test_a_configuration_runs_as_its_object(
     class_name: str, options: dict[str, Any], ours: OrtDiffusionPipeline, theirs: Any, caplog: Any
 ) -> None:
-    """A folder's options without a plan are those of a scheduler object: diffusers steps both on the host."""
+    """A folder's options without a plan act as in a scheduler object: diffusers steps both on the host."""
     import torch
 
     config = ours.scheduler_config | options | {"_class_name": class_name}

@@ -48,7 +48,7 @@ def counted(pipeline: OrtDiffusionPipeline) -> Iterator[tuple[Counter[Role], set
 
 @pytest.fixture(scope="module")
 def sliced(micro_cpu: Path) -> Iterator[OrtDiffusionPipeline]:
-    """A pipeline whose decoder and encoder hold two images of 32x40 at most."""
+    """A pipeline with a decoder and an encoder for at most two images of 32x40."""
     with pytest.MonkeyPatch.context() as patch, OrtDiffusionPipeline.from_pretrained(micro_cpu) as pipeline:
         patch.setattr(split, "MAX_ELEMENTS", 2 * IMAGE + IMAGE // 2)
         yield pipeline
@@ -127,5 +127,5 @@ def test_low_memory_decodes_in_slices(micro_cpu: Path, ours: OrtDiffusionPipelin
 def test_slices_lower_the_memory_of_buffers_only_a_little(sliced: OrtDiffusionPipeline) -> None:
     (report,) = sliced.warmup([(5, 32, 40)])
     (whole,) = sliced.warmup([(2, 32, 40)])
-    assert report.buffer_bytes > 5 * 32 * 40 * 15  # pixels of the batch, and those of a slice
+    assert report.buffer_bytes > 5 * 32 * 40 * 15  # pixels of the batch and of a slice
     assert whole.buffer_bytes < report.buffer_bytes

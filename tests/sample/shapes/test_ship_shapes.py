@@ -71,7 +71,7 @@ def folders(trained: dict[str, Path], tmp_path: Path) -> list[Path]:
 
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder in place of the package's own weights."""
+    """A folder that replaces the package's own weights."""
     weights = tmp_path / "weights"
     moved = {
         name: replace(
