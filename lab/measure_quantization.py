@@ -36,18 +36,18 @@ from sdonnx.folder.prompt_file import PROMPTS, read_prompts
 from sdonnx.metrics import psnr, relative_error
 from sdonnx.models.registry import family_of
 from sdonnx.models.spec import Role
+from sdonnx.optimize.optimize_request import OptimizeRequest
 from sdonnx.optimize.optimizer import optimize_folder
-from sdonnx.optimize.request import OptimizeRequest
 from sdonnx.precision_search.calibrate import calibrate
-from sdonnx.precision_search.image_trials import judged_captions
-from sdonnx.precision_search.probe_settings import METHODS, ProbeSettings
+from sdonnx.precision_search.quantization_trials import judged_captions
 from sdonnx.precision_search.record_inputs import Recording, run_probe
+from sdonnx.precision_search.search_options import METHODS, ProbeSettings
 from sdonnx.quantization.quantization_config import QuantizationConfig
 from sdonnx.quantization.quantization_types import TYPES, QuantizationType
 from sdonnx.runtime.device.device import device_for
 from sdonnx.runtime.device.session import Graph
 from sdonnx.runtime.pipeline import OrtDiffusionPipeline
-from sdonnx.sample.shapes.shape_evaluation import held_out_captions
+from sdonnx.sample.shapes.shape_judge import held_out_captions
 
 _CAPTION_STEPS = 25  # as in the training's record
 _TIMED_STEPS = (2, 42)

@@ -22,7 +22,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from server_load import CLIENTS, PATH, PROMPTS, TIMEOUT_S, common_fields, described, load_of, read_files, started_server
 
 from sdonnx.errors import SdonnxError
-from sdonnx.folder.version import read_report
+from sdonnx.folder.folder_version import read_report
 from sdonnx.runtime.pipeline import OrtDiffusionPipeline
 from sdonnx.serve.http.image_encoding import QUALITY, encode_base64
 from sdonnx.terminal import console

@@ -10,7 +10,7 @@ from typing import Any
 from server_load import CLIENTS, described, load_of, read_files, started_server
 
 from sdonnx.errors import SdonnxError
-from sdonnx.folder.version import read_report
+from sdonnx.folder.folder_version import read_report
 from sdonnx.terminal import console
 
 

@@ -32,7 +32,7 @@ from training_step import Budget
 
 from sdonnx.sample.architecture import Architecture, ClassSpec
 from sdonnx.sample.shapes.shape_architectures import TRAINED
-from sdonnx.sample.shapes.shape_evaluation import (
+from sdonnx.sample.shapes.shape_judge import (
     contact_sheet,
     generate,
     held_out_captions,

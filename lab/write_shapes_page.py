@@ -25,7 +25,7 @@ from drawing import WIDTH, Drawing, Series, Text, line_chart
 from drawing import Path as Shape
 
 from sdonnx.sample.shapes.shape_architectures import SHIPPED, TRAINED
-from sdonnx.sample.shapes.shape_evaluation import BOUNDS, contact_sheet, generate, held_out_captions
+from sdonnx.sample.shapes.shape_judge import BOUNDS, contact_sheet, generate, held_out_captions
 from sdonnx.sample.shapes.shape_scenes import COLOURS, IMAGE_SIZE, PHRASES, SHAPES, SIZES
 from sdonnx.sample.write_sample import write_sample
 

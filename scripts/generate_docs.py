@@ -154,7 +154,7 @@ def _status(record: Decision, records: Sequence[Decision]) -> str:
 
 def command_line() -> str:
     """Return the reference of all commands and options."""
-    from sdonnx.__main__ import COMMANDS
+    from sdonnx.cli.command_line import COMMANDS
 
     lines = [
         "# Command line",

@@ -29,7 +29,7 @@ from sdonnx.benchmark.files import append_json, check_writable
 from sdonnx.benchmark.record import environment
 from sdonnx.doctor.kernel_library import KERNEL_LIBRARY, find_kernel_library
 from sdonnx.errors import FolderError, OptionError
-from sdonnx.folder.version import read_report
+from sdonnx.folder.folder_version import read_report
 from sdonnx.metrics import psnr, relative_error
 from sdonnx.terminal import console, guarded
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
+from sdonnx._version import __version__
 from sdonnx.errors import (
     DeviceMemoryError,
     FolderError,
@@ -31,12 +32,11 @@ if TYPE_CHECKING:
     from sdonnx.compiler.save_pipe import load_pipe, save_pipe
     from sdonnx.doctor.first_check import KernelWarning
     from sdonnx.export.export_pipeline import export_pipeline
-    from sdonnx.folder.version import RebuildWarning
+    from sdonnx.folder.folder_version import RebuildWarning
     from sdonnx.optimize.optimizer import optimize_folder
     from sdonnx.runtime.inputs.prompt_tokenizer import PromptTruncatedWarning
-    from sdonnx.runtime.output import ImageOutput, NotFiniteWarning
+    from sdonnx.runtime.output import ImageOutput, NotFiniteWarning, NsfwContentWarning
     from sdonnx.runtime.pipeline import OrtDiffusionPipeline
-    from sdonnx.runtime.safety import NsfwContentWarning
     from sdonnx.sample.write_sample import write_sample
     from sdonnx.serve.async_pipeline import AsyncPipeline
     from sdonnx.serve.image_request import ImageRequest
@@ -76,18 +76,16 @@ __all__ = [
     "write_sample",
 ]
 
-__version__ = "0.2.0"
-
 _HOMES = {
     "AsyncPipeline": "sdonnx.serve.async_pipeline",
     "ImageOutput": "sdonnx.runtime.output",
     "ImageRequest": "sdonnx.serve.image_request",
     "KernelWarning": "sdonnx.doctor.first_check",
     "NotFiniteWarning": "sdonnx.runtime.output",
-    "NsfwContentWarning": "sdonnx.runtime.safety",
+    "NsfwContentWarning": "sdonnx.runtime.output",
     "OrtDiffusionPipeline": "sdonnx.runtime.pipeline",
     "PromptTruncatedWarning": "sdonnx.runtime.inputs.prompt_tokenizer",
-    "RebuildWarning": "sdonnx.folder.version",
+    "RebuildWarning": "sdonnx.folder.folder_version",
     "ServeLimits": "sdonnx.serve.serve_limits",
     "compile": "sdonnx.compiler.compile_module",
     "compile_pipe": "sdonnx.compiler.compile_pipe",

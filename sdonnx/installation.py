@@ -15,7 +15,7 @@ from importlib import metadata
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-import sdonnx
+from sdonnx._version import __version__
 from sdonnx.errors import PackageError
 
 __all__ = ["EXTRAS", "cpu_or_cuda", "install_command", "kernels_command", "requiring"]
@@ -73,13 +73,13 @@ def kernels_command() -> str:
     url, _, archive, _ = _direct_url()
     if _source_tree() is None and archive and url.endswith(".whl"):
         # A wheel for others names no folder of the machine that built it, see setup.py.
-        return f"pip install the wheel of sdonnx-kernels {sdonnx.__version__}"
+        return f"pip install the wheel of sdonnx-kernels {__version__}"
     return install_command("cuda")
 
 
 def _source_tree() -> Path | None:
     """Return the source tree that contains the imported package, or None if it was copied to a site folder."""
-    root = Path(sdonnx.__file__).resolve().parent.parent
+    root = Path(__file__).resolve().parent.parent
     return root if (root / "setup.cfg").is_file() and (root / "requirements.txt").is_file() else None
 
 

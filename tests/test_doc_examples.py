@@ -16,8 +16,7 @@ import pytest
 
 import sdonnx
 from sdonnx import OrtDiffusionPipeline
-from sdonnx.__main__ import COMMANDS
-from sdonnx.cli.command_line import CommandParser
+from sdonnx.cli.command_line import COMMANDS, CommandParser
 
 ROOT = Path(__file__).resolve().parent.parent
 # Records of what was decided, of the past, and pages that quote commands as they were measured.

@@ -16,7 +16,7 @@ from support.scripts import load_script
 
 import sdonnx
 from sdonnx import errors
-from sdonnx.__main__ import COMMANDS
+from sdonnx.cli.command_line import COMMANDS
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"

@@ -13,7 +13,7 @@ import pytest
 
 import sdonnx
 from sdonnx import installation
-from sdonnx.__main__ import COMMANDS
+from sdonnx.cli.command_line import COMMANDS
 from sdonnx.errors import PackageError
 from sdonnx.installation import EXTRAS, install_command, kernels_command
 

@@ -57,7 +57,7 @@ OPTIONAL_LIBRARIES = {"bs4", "ftfy"}  # captions are cleaned where these are
 
 # A module imports from the levels before its own; only command lines import from one another.
 LEVELS = (
-    {"errors"},
+    {"errors", "_version"},
     {"metrics", "samplers", "folder", "installation"},
     {"models", "lora"},
     {"graph", "sample"},
@@ -473,7 +473,15 @@ def test_extra_cuda_names_a_wheel_of_the_same_sources(
 
 
 def _copy_for_metadata(folder: Path, *, has_kernels: bool = True) -> None:
-    names = ["setup.cfg", "setup.py", "pyproject.toml", "README.md", "LICENSE", "sdonnx/__init__.py"]
+    names = [
+        "setup.cfg",
+        "setup.py",
+        "pyproject.toml",
+        "README.md",
+        "LICENSE",
+        "sdonnx/__init__.py",
+        "sdonnx/_version.py",
+    ]
     kernels = ["pyproject.toml", "compiler.py", "Makefile", "exports.map", "src/library.cu"]
     for name in names + [f"kernels/{name}" for name in kernels] * has_kernels:
         (folder / name).parent.mkdir(exist_ok=True, parents=True)

@@ -10,8 +10,7 @@ import pytest
 from support.scripts import load_script
 
 from sdonnx.sample.shapes.shape_architectures import SHIPPED, TRAINED
-from sdonnx.sample.shapes.shape_evaluation import MEASURES
-from sdonnx.sample.shapes.shape_judge import wilson_interval
+from sdonnx.sample.shapes.shape_judge import MEASURES, wilson_interval
 from sdonnx.sample.shapes.shape_scenes import PHRASES
 
 SCRIPT = load_script("write_shapes_page")

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, ClassVar
 from sdonnx.benchmark.results import Stages
 from sdonnx.benchmark.workload import Workload
 from sdonnx.errors import FolderError, OptionError
-from sdonnx.folder.folder_kind import FolderKind, folder_kind
+from sdonnx.folder.folder_version import FolderKind, folder_kind
 from sdonnx.folder.pipeline_folder import REPORT, PipelineFolder, read_json
 from sdonnx.models.registry import family_of
 from sdonnx.models.spec import Role

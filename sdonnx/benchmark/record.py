@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import sdonnx
+from sdonnx._version import __version__
 from sdonnx.benchmark.engine import installed_version
 from sdonnx.benchmark.engines import ENGINES
 from sdonnx.benchmark.extra_results import Kernels, Resolutions, Throughput
@@ -196,7 +196,7 @@ def environment() -> dict[str, Any]:
 def _packages() -> dict[str, str | None]:
     """Return versions by distribution, None for packages that are not installed."""
     names = {name for engine in ENGINES.values() for group in engine.distributions for name in group}
-    versions: dict[str, str | None] = {"python": platform.python_version(), "sdonnx": sdonnx.__version__}
+    versions: dict[str, str | None] = {"python": platform.python_version(), "sdonnx": __version__}
     return versions | {name: installed_version(name) for name in sorted(names | set(_PACKAGES))}
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rich.markup import escape
 
-from sdonnx.cli.lora_options import add_lora_arguments, read_lora_files
+from sdonnx.cli.generate_options import add_lora_arguments, read_lora_files
 from sdonnx.terminal import add_common, add_option, console
 
 __all__ = ["add_arguments", "run"]

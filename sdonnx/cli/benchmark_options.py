@@ -22,8 +22,8 @@ from sdonnx.benchmark.rivals import COMPILERS, NAMES
 from sdonnx.cli.quantization_options import add_quantization_arguments, given_quantization, quantization_config
 from sdonnx.errors import OptionError, ProviderError
 from sdonnx.folder.prompt_file import PROMPTS
-from sdonnx.precision_search.probe_settings import AUTO
-from sdonnx.sample.architectures import ARCHITECTURES
+from sdonnx.precision_search.search_options import AUTO
+from sdonnx.sample.write_sample import ARCHITECTURES
 from sdonnx.terminal import add_common, add_option
 
 __all__ = ["MULTIPLE", "add_arguments", "check_options", "compiled_types"]

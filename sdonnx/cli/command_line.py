@@ -12,12 +12,30 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NoReturn
 
-from sdonnx import __version__
-from sdonnx.__main__ import COMMANDS
+from sdonnx._version import __version__
 from sdonnx.installation import requiring
 from sdonnx.terminal import FAILURE, guarded, log_to_stderr
 
-__all__ = ["CommandParser", "run_command_line", "top_parser"]
+__all__ = ["COMMANDS", "CommandParser", "run_command_line", "top_parser"]
+
+
+COMMANDS = {
+    "sample": ("sdonnx.cli.sample", "write a sample pipeline, small and trained, or with random weights"),
+    "export": ("sdonnx.cli.export", "export a diffusers pipeline to a folder of ONNX graphs"),
+    "optimize": ("sdonnx.cli.optimize", "fuse the graphs for an execution provider, convert them to fp16"),
+    "explain": ("sdonnx.cli.explain", "show which operators of a folder were fused, which were not, and why"),
+    "doctor": ("sdonnx.cli.doctor", "check the environment and the results of the GPU kernels"),
+    "verify": ("sdonnx.cli.verify", "prove that a folder generates the same images as its original"),
+    "generate": ("sdonnx.cli.generate", "generate images with an optimized folder"),
+    "serve": ("sdonnx.cli.serve", "serve folders over HTTP, with OpenAI's images API"),
+    "benchmark": ("sdonnx.cli.benchmark", "measure the speed of engines and compare their images"),
+    "bake": ("sdonnx.cli.bake", "write an optimized folder with LoRA files in its weights"),
+    "lora": ("sdonnx.cli.lora", "look into LoRA files, and convert them to the layout of PEFT"),
+    "cache": ("sdonnx.cli.cached_graphs", "list or remove the graphs that sdonnx.compile has cached"),
+    "completion": ("sdonnx.cli.completion", "print a script for the completion of a shell"),
+    "quickstart": ("sdonnx.cli.quickstart", "generate an image with a sample pipeline and compare with PyTorch"),
+}
+"""Command -> (module with `add_arguments` and `run`, summary)."""
 
 
 class CommandParser(argparse.ArgumentParser):

@@ -9,8 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from sdonnx.__main__ import COMMANDS
-from sdonnx.cli.command_line import top_parser
+from sdonnx.cli.command_line import COMMANDS, top_parser
 from sdonnx.terminal import add_common
 
 __all__ = ["SHELLS", "add_arguments", "run"]

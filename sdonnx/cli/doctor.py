@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.markup import escape
 
-import sdonnx
+from sdonnx._version import __version__
 from sdonnx.doctor.check_kernels import (
     ATTENTION,
     BACKENDS,
@@ -94,7 +94,7 @@ def _report(options: argparse.Namespace) -> dict[str, Any]:
     facts = collect_facts()
     report: dict[str, Any] = {
         "command": shlex.join(sys.orig_argv),
-        "sdonnx": sdonnx.__version__,
+        "sdonnx": __version__,
         "python": platform.python_version(),
         "system": platform.platform(),
     }

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from rich.markup import escape
 
 from sdonnx.errors import FolderError, OptionError
-from sdonnx.folder.folder_kind import require_exported
+from sdonnx.folder.folder_version import require_exported
 from sdonnx.folder.pipeline_folder import REPORT, PipelineFolder, read_json
 from sdonnx.terminal import add_common, console
 

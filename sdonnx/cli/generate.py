@@ -11,20 +11,24 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import sdonnx
-from sdonnx.cli.control_options import add_control_arguments, control_arguments, control_parameters
-from sdonnx.cli.image_parameters import webui_text
-from sdonnx.cli.lora_options import (
+from sdonnx._version import __version__
+from sdonnx.cli.generate_options import (
     LoraFile,
+    add_control_arguments,
     add_lora_arguments,
     add_lora_tags,
+    add_schedule_arguments,
+    control_arguments,
+    control_parameters,
+    custom_steps,
     load_lora_files,
+    read_image,
     read_lora_files,
     read_lora_tags,
+    read_schedule,
+    schedule_arguments,
 )
-from sdonnx.cli.read_image import read_image
-from sdonnx.cli.schedule_options import add_schedule_arguments, custom_steps, read_schedule, schedule_arguments
-from sdonnx.cli.write_images import QUALITY, STDOUT, Destination, encoded
+from sdonnx.cli.write_images import QUALITY, STDOUT, Destination, encoded, webui_text
 from sdonnx.errors import OptionError, SdonnxError
 from sdonnx.terminal import add_common, add_option, console, step_progress
 
@@ -207,7 +211,7 @@ def _write(
             "width": picture.width,
             "model": options.model.name,
             "provider": pipeline.device.provider,
-            "sdonnx": sdonnx.__version__,
+            "sdonnx": __version__,
         }
         text = webui_text(parameters, pipeline.scheduler_config)
         content = encoded(picture, destination.format, parameters, text, options.quality or QUALITY)

@@ -17,14 +17,14 @@ from sdonnx.cli.quantization_options import add_quantization_arguments, quantiza
 from sdonnx.errors import OptionError
 from sdonnx.folder.prompt_file import read_prompts
 from sdonnx.fusions.derived_tables import FLAGS, SHOWN_OPERATORS
-from sdonnx.precision_search.probe_settings import AUTO, ProbeSettings
+from sdonnx.precision_search.search_options import AUTO, ProbeSettings
 from sdonnx.terminal import add_common, add_option, console, tensor_progress
 
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from sdonnx.optimize.optimize_request import OptimizeRequest
     from sdonnx.optimize.report import OptimizeReport
-    from sdonnx.optimize.request import OptimizeRequest
 
 __all__ = ["add_arguments", "automatic_lines", "fusion_table", "run"]
 
@@ -161,8 +161,8 @@ def automatic_lines(found: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _optimize(options: argparse.Namespace) -> OptimizeReport:
+    from sdonnx.optimize.optimize_request import OptimizeRequest
     from sdonnx.optimize.optimizer import optimize_request
-    from sdonnx.optimize.request import OptimizeRequest
     from sdonnx.precision.policy import Precision
 
     patterns = [each for each in options.force_fp32_ops if each != AUTO]
@@ -246,7 +246,7 @@ def _check_kernels(folder: Path) -> None:
     from sdonnx.doctor.gpu import gpus
 
     if gpus() and importlib.util.find_spec("onnxruntime") is not None and _may_have_cuda():
-        from sdonnx.folder.version import read_report
+        from sdonnx.folder.folder_version import read_report
         from sdonnx.runtime.device.device import device_for
         from sdonnx.runtime.device.kernel_choice import choose_kernels
 

@@ -13,16 +13,15 @@ from typing import TYPE_CHECKING
 
 from sdonnx.errors import OptionError, OutputError, ProviderError
 from sdonnx.folder.prompt_file import read_prompts
-from sdonnx.precision_search.bounds import Bounds
-from sdonnx.precision_search.probe_settings import AUTO, CALIBRATION_CALLS, METHODS, ProbeSettings
+from sdonnx.precision_search.search_options import AUTO, CALIBRATION_CALLS, METHODS, Bounds, ProbeSettings
 from sdonnx.quantization.required_products import require_products
 from sdonnx.terminal import add_option, console, tensor_progress
 
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from sdonnx.optimize.optimize_request import OptimizeRequest
     from sdonnx.optimize.report import OptimizeReport
-    from sdonnx.optimize.request import OptimizeRequest
     from sdonnx.precision_search.sensitivity import Choice
     from sdonnx.quantization.quantization_config import QuantizationConfig
 

@@ -18,8 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sdonnx.metrics import psnr
-from sdonnx.sample.shapes.recognize_sample import EXAMPLE_CAPTION, GUIDANCE_SCALE
-from sdonnx.sample.shapes.shape_architectures import SHAPES_UNET
+from sdonnx.sample.shapes.shape_architectures import EXAMPLE_CAPTION, GUIDANCE_SCALE, SHAPES_UNET
 from sdonnx.terminal import add_common, add_option, console, step_progress, tensor_progress
 
 __all__ = ["add_arguments", "run"]

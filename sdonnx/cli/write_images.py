@@ -15,13 +15,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sdonnx._version import __version__
 from sdonnx.errors import OptionError, OutputError
 from sdonnx.terminal import unwritable_output
 
 if TYPE_CHECKING:
     from PIL import Image
 
-__all__ = ["KEY", "QUALITY", "STDOUT", "Destination", "encoded"]
+__all__ = ["KEY", "QUALITY", "STDOUT", "Destination", "encoded", "webui_text"]
 
 KEY = "sdonnx"
 """Key of the parameters as JSON in a PNG file; the key `parameters` holds the text of web UIs."""
@@ -218,3 +219,69 @@ def _exists(path: Path) -> OutputError:
 def _require_folder(folder: Path) -> None:
     if not folder.is_dir():
         raise OutputError(f"{folder} is not a folder", "a folder to write into", "create it first")
+
+
+# Source: the table in diffusers' docs/source/en/api/schedulers/overview.md.
+_SAMPLERS = {
+    "DDIMScheduler": "DDIM",
+    "DPMSolverMultistepScheduler": "DPM++ 2M",
+    "EulerAncestralDiscreteScheduler": "Euler a",
+    "EulerDiscreteScheduler": "Euler",
+    "HeunDiscreteScheduler": "Heun",
+    "KDPM2AncestralDiscreteScheduler": "DPM2 a",
+    "KDPM2DiscreteScheduler": "DPM2",
+    "LCMScheduler": "LCM",
+    "LMSDiscreteScheduler": "LMS",
+    "PNDMScheduler": "PLMS",
+    "TCDScheduler": "TCD",
+    "UniPCMultistepScheduler": "UniPC",
+}
+
+
+def webui_text(parameters: Mapping[str, Any], scheduler_config: Mapping[str, Any]) -> str:
+    """Return parameters as AUTOMATIC1111's web UI writes them.
+
+    Args:
+        parameters: prompt, negative_prompt, steps, guidance_scale, seed, index, batch, width, height, model, strength
+            and clip_skip of an image.
+        scheduler_config: configuration of the scheduler, as in `scheduler_config.json`.
+    """
+    clip_skip, batch = parameters["clip_skip"], parameters["batch"]
+    pairs = {
+        "Steps": parameters["steps"],
+        "Sampler": _sampler(scheduler_config),
+        "Schedule type": _schedule(scheduler_config),
+        "CFG scale": f"{parameters['guidance_scale']:g}",
+        "Seed": parameters["seed"],
+        "Size": f"{parameters['width']}x{parameters['height']}",
+        "Model": parameters["model"],
+        "Batch size": batch if batch > 1 else None,
+        "Batch pos": parameters["index"] if batch > 1 else None,
+        "Denoising strength": parameters["strength"],
+        # The web UI counts the last layer as 1, diffusers as 0.
+        "Clip skip": None if clip_skip is None else clip_skip + 1,
+        "Version": f"sdonnx {__version__}",
+    }
+    lines = [parameters["prompt"]]
+    if parameters["negative_prompt"]:
+        lines.append(f"Negative prompt: {parameters['negative_prompt']}")
+    lines.append(", ".join(f"{key}: {_quoted(value)}" for key, value in pairs.items() if value is not None))
+    return "\n".join(lines).strip()
+
+
+def _sampler(config: Mapping[str, Any]) -> str:
+    class_name = str(config.get("_class_name"))
+    sde = " SDE" if str(config.get("algorithm_type")).startswith("sde") else ""
+    return _SAMPLERS.get(class_name, class_name.removesuffix("Scheduler")) + sde
+
+
+def _schedule(config: Mapping[str, Any]) -> str | None:
+    if config.get("use_karras_sigmas"):
+        return "Karras"
+    return "Exponential" if config.get("use_exponential_sigmas") else None
+
+
+def _quoted(value: object) -> str:
+    """Return a value, in JSON's quotes if it contains a character that separates pairs."""
+    text = str(value)
+    return json.dumps(text, ensure_ascii=False) if any(each in text for each in ",\n:") else text

@@ -22,15 +22,15 @@ from sdonnx.compiler.unet_image_prompts import (
     why_not_images,
 )
 from sdonnx.models.components import ENCODER_HIDDEN_STATES, OUT_SAMPLE, SAMPLE, TIMESTEP
-from sdonnx.models.spec import ComponentSpec, Role, TensorSpec
-from sdonnx.models.unet_residuals import (
+from sdonnx.models.control_networks import (
     ADAPTER,
-    CONTROLNET,
+    CONTROLNET_DOWN,
     CONTROLNET_MID,
     adapter_inputs,
     controlnet_inputs,
     has_sizes_of,
 )
+from sdonnx.models.spec import ComponentSpec, Role, TensorSpec
 
 __all__ = ["UNetForward", "UNetVariant", "timesteps_of"]
 
@@ -110,7 +110,7 @@ class UNetForward(GraphMethod):
         return UNetVariant(
             time_ids or before.time_ids or _default_time_ids(config),
             arguments[_TIMESTEP_COND] is not None,
-            arguments[CONTROLNET] is not None,
+            arguments[CONTROLNET_DOWN] is not None,
             len(arguments[ADAPTER] or ()),
         )
 
@@ -152,7 +152,7 @@ class UNetForward(GraphMethod):
         if isinstance(sizes := added.get(TIME_IDS), torch.Tensor):
             tensors[TIME_IDS] = sizes.to(torch.float32)
         tensors[LABELS] = class_label_values(module, arguments[LABELS], batch)
-        for name in (CONTROLNET, ADAPTER):
+        for name in (CONTROLNET_DOWN, ADAPTER):
             tensors |= {f"{name}.{index}": tensor for index, tensor in enumerate(arguments[name] or ())}
         found = checked_inputs({each.name: tensors.get(each.name) for each in signature.spec.inputs}, signature)
         if isinstance(found, str):
@@ -182,11 +182,11 @@ def _why_not_computed(module: Any, arguments: Mapping[str, Any]) -> str | None:
     """Return why no graph of a UNet computes a call with these arguments, or None; tensors are not checked."""
     config = _config(module)
     # One without the other is a deprecated argument of T2I-Adapter, or is ignored.
-    has_residuals = arguments[CONTROLNET] is not None and arguments[CONTROLNET_MID] is not None
+    has_residuals = arguments[CONTROLNET_DOWN] is not None and arguments[CONTROLNET_MID] is not None
     computed = {
         LABELS: module.class_embedding is not None,
         _TIMESTEP_COND: config.get("time_cond_proj_dim") is not None,
-        CONTROLNET: has_residuals,
+        CONTROLNET_DOWN: has_residuals,
         CONTROLNET_MID: has_residuals,
     }
     for name, value in arguments.items():
@@ -194,11 +194,11 @@ def _why_not_computed(module: Any, arguments: Mapping[str, Any]) -> str | None:
         is_given = value is not None and not (isinstance(value, Mapping) and value.keys() <= computed_keys)
         if is_given and name not in _COMPUTED and not computed.get(name, False):
             return f"it has {name}"
-    for name in (CONTROLNET, ADAPTER):
+    for name in (CONTROLNET_DOWN, ADAPTER):
         if not isinstance(arguments[name], list | tuple | None):
             return f"its {name} are not a list"
-    if has_residuals and len(arguments[CONTROLNET]) != len(controlnet_inputs(config)) - 1:
-        return f"it has {len(arguments[CONTROLNET])} {CONTROLNET}"
+    if has_residuals and len(arguments[CONTROLNET_DOWN]) != len(controlnet_inputs(config)) - 1:
+        return f"it has {len(arguments[CONTROLNET_DOWN])} {CONTROLNET_DOWN}"
     if arguments[ADAPTER] and len(arguments[ADAPTER]) > len(adapter_inputs(config)):
         return f"it has {len(arguments[ADAPTER])} {ADAPTER}"
     names = [TEXT_EMBEDS, TIME_IDS] if config["addition_embed_type"] == "text_time" else []

@@ -17,7 +17,7 @@ from typing import Any
 import onnxruntime
 import torch
 
-import sdonnx
+from sdonnx._version import __version__
 from sdonnx.compiler.graph_method import GraphMethod, GraphSignature
 from sdonnx.compiler.module_description import Description, IndescribableError
 from sdonnx.compiler.module_state import PACKAGES, has_inner_hooks
@@ -126,7 +126,7 @@ def graph_key(
 def _versions() -> dict[str, str]:
     found = {
         "python": platform.python_version(),
-        "sdonnx": sdonnx.__version__,
+        "sdonnx": __version__,
         "onnxruntime": str(onnxruntime.__version__),
         "torch": str(torch.__version__),  # with the build's CUDA, which the metadata may lack
     }
@@ -139,7 +139,7 @@ def _versions() -> dict[str, str]:
 @functools.cache
 def _code_digest() -> str:
     """Return a digest of the source files of this package: a checkout changes without a new version."""
-    digest, root = hashlib.sha256(), Path(sdonnx.__file__).parent
+    digest, root = hashlib.sha256(), Path(__file__).parent.parent
     for path in sorted(root.rglob("*.py")):
         digest.update(f"{path.relative_to(root).as_posix()} {path.stat().st_size}\n".encode() + path.read_bytes())
     return digest.hexdigest()

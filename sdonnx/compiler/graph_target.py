@@ -11,8 +11,8 @@ import torch
 
 from sdonnx.doctor.first_check import KernelWarning
 from sdonnx.runtime.device.device import Device, device_for
+from sdonnx.runtime.device.device_thread import reserve_scratch
 from sdonnx.runtime.device.kernel_choice import choose_kernels
-from sdonnx.runtime.device.reserve_scratch import reserve_scratch
 from sdonnx.runtime.device.session import SessionSettings
 
 __all__ = ["REMEDY", "GraphTarget", "for_types", "host_target", "target_of", "why_no_target"]

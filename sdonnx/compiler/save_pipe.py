@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-import sdonnx
+from sdonnx._version import __version__
 from sdonnx.compiler.compile_module import programs_of
 from sdonnx.compiler.compile_options import check_options
 from sdonnx.compiler.compile_pipe import compile_parts, modules_of
@@ -145,7 +145,7 @@ def _write_index(folder: Path, index: Mapping[str, Any]) -> None:
     """
     partial = folder / f".{_INDEX}{PARTIAL}"
     try:
-        partial.write_text(json.dumps({"sdonnx": sdonnx.__version__, "components": index}, indent=1), encoding="utf-8")
+        partial.write_text(json.dumps({"sdonnx": __version__, "components": index}, indent=1), encoding="utf-8")
         partial.replace(folder / _INDEX)
     except OSError as error:
         raise _unwritable(folder, error) from error

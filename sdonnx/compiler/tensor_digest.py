@@ -12,7 +12,7 @@ from types import MappingProxyType
 import numpy as np
 import torch
 
-from sdonnx.folder.file_digest import thread_count
+from sdonnx.folder.folder_cache import thread_count
 
 __all__ = ["device_checksums", "joined_digest", "tensor_digests", "tensors_digest"]
 

@@ -8,8 +8,8 @@ import torch
 
 from sdonnx.compiler.unet_image_prompts import IMAGE_EMBEDS
 from sdonnx.export.wrappers import Wrapper
+from sdonnx.models.control_networks import EXAMPLE_SIZES
 from sdonnx.models.image_adapters import ADAPTER_SCALE
-from sdonnx.models.unet_residuals import EXAMPLE_SIZES
 
 __all__ = ["TEXT_EMBEDS", "TIME_IDS", "UNetCall"]
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import onnx_ir as ir
 
-from sdonnx.compose.call_row import read_call_row
 from sdonnx.compose.graph_builder import (
     FLOAT,
     INT64,
@@ -20,12 +19,12 @@ from sdonnx.compose.graph_builder import (
     replace_input,
 )
 from sdonnx.compose.sharing import share_images
-from sdonnx.compose.timesteps import tabulate_timesteps
+from sdonnx.compose.timesteps import read_call_row, tabulate_timesteps
 from sdonnx.errors import FolderError
 from sdonnx.graph.edit import dtype_of
 from sdonnx.models import abi
 from sdonnx.samplers import STATE_ROWS
-from sdonnx.samplers.parameters import HEADER, matrix_start
+from sdonnx.samplers.plans import HEADER, matrix_start
 
 __all__ = ["compose_step"]
 
@@ -37,7 +36,7 @@ def compose_step(model: ir.Model, config: Mapping[str, Any], *, plain: bool = Fa
 
     - `state` (R,B,C,H,W) float32: row 0 the latents, the rest the sampler's history
     - `noise` (B,C,H,W) float32: fresh noise, for samplers that add it
-    - `parameters` (calls, P) float32: a row for each call, see `sdonnx.samplers.parameters`
+    - `parameters` (calls, P) float32: a row for each call, see `sdonnx.samplers.plans`
     - `step_index` (1) int64: the row of this call
     - `encoder_hidden_states` (G*B,S,D): unconditional prompts first
     - `known_latents` (2,B,C,H,W) float32: clean latents of the known image, and noise for them

@@ -15,6 +15,7 @@ from sdonnx.models.autoencoder import downsampling_factor
 from sdonnx.models.control_networks import (
     CONTROLNET,
     T2I_ADAPTER,
+    adapter_residuals,
     controlnet_name,
     controlnet_spec,
     is_union,
@@ -24,7 +25,6 @@ from sdonnx.models.control_networks import (
     t2i_adapter_spec,
 )
 from sdonnx.models.spec import ComponentSpec, Config, Family, Role
-from sdonnx.models.unet_residuals import adapter_residuals
 
 __all__ = ["ControlFiles"]
 

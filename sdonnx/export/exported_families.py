@@ -11,8 +11,7 @@ from sdonnx.export.control_network_wrappers import control_wrapper
 from sdonnx.export.wrappers import Wrapper
 from sdonnx.models.pixart import PIXART, PIXART_SIGMA
 from sdonnx.models.spec import ComponentSpec, Family
-from sdonnx.models.stable_diffusion import STABLE_DIFFUSION
-from sdonnx.models.stable_diffusion_xl import STABLE_DIFFUSION_XL
+from sdonnx.models.stable_diffusion import STABLE_DIFFUSION, STABLE_DIFFUSION_XL
 
 __all__ = ["WRAPPERS", "wrap", "wrapper_of"]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from sdonnx.errors import FolderError, SdonnxError
 from sdonnx.export.single_file.suffixes import SUFFIXES
 from sdonnx.export.weight_files import only_variant
-from sdonnx.folder.folder_kind import require_diffusers
+from sdonnx.folder.folder_version import require_diffusers
 from sdonnx.folder.pipeline_folder import PipelineFolder
 from sdonnx.models.registry import family_of
 

@@ -14,7 +14,8 @@ import logging
 import os
 import shutil
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -23,11 +24,20 @@ from typing import Any
 
 from sdonnx.errors import FolderError, OutputError
 from sdonnx.folder.cache_root import cache_folder, cache_limit
-from sdonnx.folder.file_digest import file_digests
 from sdonnx.folder.lock import PARTIAL, hidden_folder, locked, take_name
 from sdonnx.folder.pipeline_folder import read_json
 
-__all__ = ["ENTRY", "CacheEntry", "FolderCache", "entry_info", "graph_cache", "graph_folder", "require_unchanged"]
+__all__ = [
+    "ENTRY",
+    "CacheEntry",
+    "FolderCache",
+    "entry_info",
+    "file_digests",
+    "graph_cache",
+    "graph_folder",
+    "require_unchanged",
+    "thread_count",
+]
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -338,3 +348,32 @@ def _remove(path: Path) -> bool:
         _LOGGER.warning("%s cannot be removed: %s", path, error.strerror)
         return False
     return True
+
+
+_CHUNK_BYTES = 2**24  # read and hashed by one thread
+
+
+def file_digests(paths: Sequence[Path]) -> list[str]:
+    """Return a digest of each file: the SHA-256 of the SHA-256 of its chunks of 16 MiB.
+
+    Raises:
+        OSError: A file cannot be read.
+    """
+    with ThreadPoolExecutor(thread_count()) as pool:
+        hashed = [
+            [pool.submit(_chunk_digest, path, start) for start in range(0, path.stat().st_size, _CHUNK_BYTES)]
+            for path in paths
+        ]
+        return [hashlib.sha256(b"".join(chunk.result() for chunk in chunks)).hexdigest() for chunks in hashed]
+
+
+def thread_count() -> int:
+    """Return the number of cores that the process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _chunk_digest(path: Path, start: int) -> bytes:
+    with path.open("rb", buffering=0) as file:
+        file.seek(start)
+        octets = file.read(_CHUNK_BYTES)
+    return hashlib.sha256(octets).digest()  # releases the GIL

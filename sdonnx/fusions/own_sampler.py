@@ -19,7 +19,7 @@ from sdonnx.operators.case import OWN_DOMAIN
 from sdonnx.operators.own_sampler_input import check_own_sampler_input
 from sdonnx.operators.own_sampler_step import check_own_sampler_step
 from sdonnx.operators.reference_body import TO_NCHW, TO_NHWC
-from sdonnx.samplers.parameters import HEADER, matrix_start
+from sdonnx.samplers.plans import HEADER, matrix_start
 
 __all__ = ["SAMPLER_RULES", "use_sampler_kernels"]
 

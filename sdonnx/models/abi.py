@@ -2,7 +2,7 @@
 
 This module is data. `sdonnx.compose` writes graphs with these names, types and axes; `sdonnx.runtime` binds buffers to
 them. docs/reference/graphs.md is generated from it. A change of a name or a type here raises the folder format
-(`sdonnx.folder.version.FORMAT`).
+(`sdonnx.folder.folder_version.FORMAT`).
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from sdonnx.models.components import TIMESTEP_COND
 from sdonnx.models.control_networks import (
     CONDITION_SCALES,
     CONTROL_IMAGE,
@@ -17,7 +18,6 @@ from sdonnx.models.control_networks import (
     CONTROL_TYPES,
     RESIDUAL,
 )
-from sdonnx.models.distilled_guidance import TIMESTEP_COND
 from sdonnx.models.image_adapters import ADAPTER_SCALE
 from sdonnx.models.spec import CAPTION_MASK, TEXT_MASK, Role
 
@@ -143,7 +143,7 @@ AXES: Mapping[str, str] = {
     " the graphs `check` and `prompt`",
     "sequence_length": "tokens of a prompt",
     CALLS: "calls of the denoiser for which the parameter table has rows",
-    "row": "numbers in a row of the parameter table; see `sdonnx.samplers.parameters`",
+    "row": "numbers in a row of the parameter table; see `sdonnx.samplers.plans`",
     "state_rows": "R, rows of the sampler's state (`sdonnx.samplers.STATE_ROWS`)",
     "channels": "channels of the latents",
     "height": "rows of the latents",
@@ -262,7 +262,7 @@ _LAYER_INDEX = GraphTensor(
 )
 
 _NOISE = GraphTensor(NOISE, "float32", _LATENT_SHAPE, "fresh noise, for samplers that add it")
-_PARAMETERS = GraphTensor(PARAMETERS, "float32", (CALLS, "row"), "one row for each call (`sdonnx.samplers.parameters`)")
+_PARAMETERS = GraphTensor(PARAMETERS, "float32", (CALLS, "row"), "one row for each call (`sdonnx.samplers.plans`)")
 _CONDITIONING = (
     GraphTensor(
         ENCODER_HIDDEN_STATES,
@@ -382,7 +382,7 @@ PRECOMPUTE = GraphSpec(
             PARAMETERS,
             "float32",
             (CALLS, "row"),
-            "one row for each call (`sdonnx.samplers.parameters`)",
+            "one row for each call (`sdonnx.samplers.plans`)",
             condition="where the timestep's embedding is tabulated",
         ),
         *_CONDITIONING,

@@ -1,11 +1,16 @@
-"""Components and tensors that several families share: CLIP's text encoder, the UNet's inputs, and the VAE."""
+"""Components and tensors that several families share: CLIP's text encoder, the UNet's inputs, and the VAE.
+
+A UNet with distilled guidance (Meng et al. 2023, arXiv:2210.03142) reads the guidance scale as an embedding, so it
+computes no rows of negative prompts; diffusers: the option `time_cond_proj_dim` of `UNet2DConditionModel`.
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+from sdonnx.folder.pipeline_folder import PipelineFolder
 from sdonnx.models.layer_counts import clip_text, vae_decoder, vae_encoder
-from sdonnx.models.spec import ComponentSpec, Config, Role, TensorSpec
+from sdonnx.models.spec import ComponentSpec, Config, Family, Role, TensorSpec
 
 __all__ = [
     "ENCODER_HIDDEN_STATES",
@@ -16,12 +21,14 @@ __all__ = [
     "POOLER_OUTPUT",
     "SAMPLE",
     "TIMESTEP",
+    "TIMESTEP_COND",
     "TOKENIZER",
     "UPCAST_VAE_DECODER",
     "UPCAST_VAE_ENCODER",
     "VAE_DECODER",
     "VAE_ENCODER",
     "clip_text_encoder",
+    "with_distilled_guidance",
 ]
 
 INPUT_IDS = TensorSpec("input_ids", ("batch_size", "sequence_length"), integer=True)
@@ -90,3 +97,25 @@ def clip_text_encoder(*outputs: TensorSpec) -> ComponentSpec:
         count_layers=clip_text,
         takes_lora=True,
     )
+
+
+TIMESTEP_COND = "timestep_cond"
+"""Input of the UNet: the embedding of the guidance scale, named as in diffusers and in optimum's export."""
+
+_SIZE = "time_cond_proj_dim"
+_INPUT = TensorSpec(TIMESTEP_COND, ("batch_size", f"config:{_SIZE}"))
+
+
+def with_distilled_guidance(family: Family, folder: PipelineFolder) -> Family:
+    """Return the family with a UNet that reads the guidance scale, if the configuration of the UNet says so.
+
+    Raises:
+        FolderError: The configuration of the UNet is broken.
+    """
+    denoiser = family.with_role(Role.DENOISER)
+    name = denoiser.name if (folder.path / denoiser.name).is_dir() else denoiser.source
+    # Other exporters may write no configuration; optimization infers it from the graph.
+    if not (folder.path / name / "config.json").is_file() or folder.config(name).get(_SIZE) is None:
+        return family
+    reading = replace(denoiser, inputs=(*denoiser.inputs, _INPUT))
+    return replace(family, components=tuple(reading if spec is denoiser else spec for spec in family.components))

@@ -1,21 +1,21 @@
-"""The supported model families; a new family is one entry of `FAMILIES`."""
+"""The supported model families, and names of published models; a new family is one entry of `FAMILIES`."""
 
 from __future__ import annotations
 
 import difflib
+import re
 
 from sdonnx.errors import FolderError
 from sdonnx.folder.pipeline_folder import PipelineFolder
+from sdonnx.models.components import with_distilled_guidance
 from sdonnx.models.control_networks import with_control_networks
-from sdonnx.models.distilled_guidance import with_distilled_guidance
 from sdonnx.models.image_adapters import ADAPTERS, AdapterSet
 from sdonnx.models.ip_adapter import with_adapters
 from sdonnx.models.pixart import PIXART, PIXART_SIGMA
 from sdonnx.models.spec import Family
-from sdonnx.models.stable_diffusion import STABLE_DIFFUSION
-from sdonnx.models.stable_diffusion_xl import STABLE_DIFFUSION_XL
+from sdonnx.models.stable_diffusion import STABLE_DIFFUSION, STABLE_DIFFUSION_XL
 
-__all__ = ["FAMILIES", "family_of"]
+__all__ = ["FAMILIES", "family_of", "model_name"]
 
 FAMILIES: tuple[Family, ...] = (STABLE_DIFFUSION, STABLE_DIFFUSION_XL, PIXART, PIXART_SIGMA)
 
@@ -52,3 +52,42 @@ def family_of(folder: PipelineFolder) -> Family:
         f"a pipeline of one of the families {', '.join(family.name for family in FAMILIES)}",
         f"pass a pipeline of these{f', such as a {close[0]}' if close else ''}",
     )
+
+
+_MODELS = {
+    "1.5": "Stable Diffusion 1.5",
+    "sd15": "Stable Diffusion 1.5",
+    "2.1": "Stable Diffusion 2.1",
+    "sd21": "Stable Diffusion 2.1",
+    "sd21-base": "Stable Diffusion 2.1 base",
+    "xl-1.0": "Stable Diffusion XL 1.0",
+    "sdxl": "Stable Diffusion XL 1.0",
+    "sdxl-refiner": "Stable Diffusion XL refiner",
+    "sdxl-turbo": "SDXL Turbo",
+    "pixart-alpha": "PixArt-alpha",
+    "pixart-alpha-1024": "PixArt-alpha",
+    "pixart-sigma": "PixArt-Sigma",
+}
+
+_FAMILIES = {
+    "stable-diffusion": "Stable Diffusion",
+    "stable-diffusion-xl": "Stable Diffusion XL",
+    "pixart": "PixArt",
+}
+
+_ADAPTER = re.compile("-ip-adapter$")
+
+
+def model_name(label: str, family: str | None) -> str:
+    """Return a model's name for a heading, or an empty string if nothing is known.
+
+    Args:
+        label: `-v`, the name of `--arch`, or the name of the folder.
+        family: the family's name, which is added to labels that are not known.
+    """
+    base = _ADAPTER.sub("", label)
+    adapted = " with an IP-Adapter" if base != label else ""
+    if base in _MODELS:
+        return _MODELS[base] + adapted
+    kind = _FAMILIES.get(family or "", family or "")
+    return f"{base}{adapted} ({kind})" if base and kind else f"{base}{adapted}" or kind

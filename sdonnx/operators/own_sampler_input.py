@@ -1,7 +1,7 @@
 """sdonnx::SamplerInput(state (R,B,C,H,W), parameters (calls,P), step_index (1,)) -> sample, row (1,P).
 
 row = parameters[step_index], and sample = state[0] * row[2], the denoiser's input in fp16: (B,C,H,W), or (B,H,W,C) with
-the attribute channels_last. `sdonnx.samplers.parameters` describes a row. State, parameters and row are float32. The
+the attribute channels_last. `sdonnx.samplers.plans` describes a row. State, parameters and row are float32. The
 product is rounded to float32, then to fp16, as by Mul and Cast. The kernel is kernels/src/sampler.cuh.
 """
 
@@ -17,8 +17,7 @@ from sdonnx.graph.edit import constant, dims, input_of, insert, static_dim
 from sdonnx.operators.case import OWN_DOMAIN, Fill, KernelCase
 from sdonnx.operators.contract import Contract
 from sdonnx.operators.reference_body import TO_NHWC, graph_of
-from sdonnx.samplers.parameters import row_size
-from sdonnx.samplers.plans import STATE_ROWS
+from sdonnx.samplers.plans import STATE_ROWS, row_size
 
 __all__ = ["OWN_SAMPLER_INPUT", "check_own_sampler_input"]
 

@@ -2,7 +2,7 @@
 
 new_state (R,B,C,H,W) = where(keep_mask, weights @ known_latents, matrix @ [state, noise, predictions]): the linear
 update of `sdonnx.samplers` with guidance and the mask. `row` (1,P) holds next_index, the weights (R,2) and the matrix
-(R,R+1+G) as `sdonnx.samplers.parameters` describes. The prediction (G*B,D,H,W), or (G*B,H,W,D) with the attribute
+(R,R+1+G) as `sdonnx.samplers.plans` describes. The prediction (G*B,D,H,W), or (G*B,H,W,D) with the attribute
 channels_last, is fp16 with D >= C channels, of which the first C are read. The state and the mask are (R,B,C,H,W),
 noise is (B,C,H,W), and known_latents is (2,B,C,H,W); all are float32 but the mask.
 
@@ -22,8 +22,7 @@ from sdonnx.graph.edit import constant, dims, input_of, insert, static_dim
 from sdonnx.operators.case import OWN_DOMAIN, Fill, KernelCase
 from sdonnx.operators.contract import Contract
 from sdonnx.operators.reference_body import TO_NCHW, graph_of
-from sdonnx.samplers.parameters import HEADER, matrix_start, row_size
-from sdonnx.samplers.plans import STATE_ROWS
+from sdonnx.samplers.plans import HEADER, STATE_ROWS, matrix_start, row_size
 
 __all__ = ["OWN_SAMPLER_STEP", "check_own_sampler_step"]
 

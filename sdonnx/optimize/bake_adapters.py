@@ -13,6 +13,7 @@ import onnx_ir as ir
 
 from sdonnx.folder.certificate import CERTIFICATE, CERTIFICATE_PAGE
 from sdonnx.folder.copy_folder import copy_folder
+from sdonnx.folder.folder_version import read_report
 from sdonnx.folder.pipeline_folder import (
     ONNX_WEIGHTS,
     QDQ_MODEL,
@@ -24,7 +25,6 @@ from sdonnx.folder.pipeline_folder import (
     hash_file,
     read_json,
 )
-from sdonnx.folder.version import read_report
 from sdonnx.folder.weight_table import PROVENANCE, WeightTable
 from sdonnx.lora.changed_initializers import ChangedInitializer
 from sdonnx.lora.loaded_adapters import AdapterState, LoadedAdapters

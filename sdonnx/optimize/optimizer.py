@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import sdonnx
+from sdonnx._version import __version__
 from sdonnx.compose import ControlPlan
 from sdonnx.errors import refusing
 from sdonnx.folder.copy_folder import copy_folder
@@ -18,12 +18,17 @@ from sdonnx.fusions.own_kernels import default_sizes
 from sdonnx.models.control_networks import control_residuals
 from sdonnx.models.registry import family_of
 from sdonnx.models.spec import ComponentSpec, Role
-from sdonnx.optimize.component import open_component
 from sdonnx.optimize.component_passes import FUSION_PASSES, PASSES, ComponentJob, run_passes
-from sdonnx.optimize.exported import EXPECTED_GRAPH, ExportedPipeline, open_exported, quantization_policies
-from sdonnx.optimize.ort_graph_dump import Inspector
+from sdonnx.optimize.exported_pipeline import (
+    EXPECTED_GRAPH,
+    ExportedPipeline,
+    open_component,
+    open_exported,
+    quantization_policies,
+)
+from sdonnx.optimize.extra_graphs import Inspector
+from sdonnx.optimize.optimize_request import OptimizeRequest, ProgressCallback
 from sdonnx.optimize.report import ComponentReport, OptimizeReport
-from sdonnx.optimize.request import OptimizeRequest, ProgressCallback
 from sdonnx.precision.policy import Precision
 from sdonnx.quantization.calibration_file import write_calibration
 from sdonnx.quantization.quantization_config import QuantizationConfig
@@ -133,7 +138,7 @@ def write_optimized(
     if request.scales:
         write_calibration(out, request.scales)
     return OptimizeReport(
-        sdonnx.__version__,
+        __version__,
         {"python": platform.python_version()} | {name: importlib.metadata.version(name) for name in _PACKAGES},
         family.name,
         request.provider,

@@ -11,8 +11,8 @@ from typing import Any
 
 import onnx_ir as ir
 
+from sdonnx.folder.folder_version import FORMAT
 from sdonnx.folder.pipeline_folder import REPORT
-from sdonnx.folder.version import FORMAT
 from sdonnx.fusions.derived_tables import (
     disabled_fusions,
     expected_stages,
@@ -84,7 +84,7 @@ class OptimizeReport:
         attention_layout: the input layout of MultiHeadAttention.
         disabled: names of flags; their fusions were disabled.
         components: the reports on components by name.
-        options: the other options, needed to optimize the folder again (`sdonnx.folder.version`).
+        options: the other options, needed to optimize the folder again (`sdonnx.folder.folder_version`).
         format: the format of the folder.
         automatic: the result of `--force_fp32_ops auto`, with reasons and measurements (`sdonnx.precision_search`);
             None without it.

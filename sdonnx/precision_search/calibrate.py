@@ -20,11 +20,10 @@ from sdonnx.folder.pipeline_folder import ONNX_MODEL
 from sdonnx.graph.edit import constant, insert
 from sdonnx.graph.passes import tidy
 from sdonnx.operators.lowering import LowerContribOperators
-from sdonnx.optimize.exported import open_exported, quantization_policies
-from sdonnx.optimize.request import OptimizeRequest, ProgressCallback
-from sdonnx.precision_search.probe_folder import probe_device, runnable, write_wide
-from sdonnx.precision_search.probe_settings import METHODS, ProbeSettings
-from sdonnx.precision_search.record_inputs import Feeds, run_probe
+from sdonnx.optimize.exported_pipeline import open_exported, quantization_policies
+from sdonnx.optimize.optimize_request import OptimizeRequest, ProgressCallback
+from sdonnx.precision_search.record_inputs import Feeds, probe_device, run_probe, runnable, write_wide
+from sdonnx.precision_search.search_options import METHODS, ProbeSettings
 from sdonnx.quantization.number_formats import NumberFormat
 from sdonnx.quantization.quantization_config import QuantizationPolicy
 from sdonnx.quantization.quantize_weights import weighted_nodes

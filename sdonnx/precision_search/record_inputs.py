@@ -1,11 +1,11 @@
-"""Record the inputs of a pipeline's components while it generates images."""
+"""Run a pipeline in float32 for a search or a calibration, and record the inputs of its components."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,19 +16,68 @@ from onnx_ir.passes import common as common_passes
 from PIL import Image
 
 from sdonnx.compose import compose_step
+from sdonnx.errors import ProviderError
 from sdonnx.folder.pipeline_folder import ONNX_MODEL, PipelineFolder
 from sdonnx.folder.prompt_file import default_prompts
 from sdonnx.graph.edit import dims
 from sdonnx.models import abi
 from sdonnx.models.registry import family_of
 from sdonnx.models.spec import ComponentSpec, Role
-from sdonnx.precision_search.probe_settings import ProbeSettings
-from sdonnx.runtime.device.device import device_for
+from sdonnx.optimize.exported_pipeline import ExportedPipeline
+from sdonnx.optimize.optimize_request import OptimizeRequest, ProgressCallback
+from sdonnx.optimize.optimizer import write_optimized
+from sdonnx.precision.policy import Precision
+from sdonnx.precision_search.fp16_emulation import write_emulated
+from sdonnx.precision_search.search_options import ProbeSettings
+from sdonnx.quantization.quantization_config import QuantizationConfig
+from sdonnx.runtime.device.device import Device, device_for
 from sdonnx.runtime.device.session import Graph, Run
 from sdonnx.runtime.pipeline import NotFiniteWarning, OrtDiffusionPipeline
-from sdonnx.sample.shapes.recognize_sample import GUIDANCE_SCALE, default_captions, reads_shape_captions
+from sdonnx.sample.shapes.shape_architectures import GUIDANCE_SCALE, default_captions, reads_shape_captions
 
-__all__ = ["Array", "Feeds", "Recording", "run_probe"]
+__all__ = ["Array", "Feeds", "Recording", "probe_device", "run_probe", "runnable", "wide_request", "write_wide"]
+
+
+def probe_device(provider: str = "cuda") -> Device:
+    """Return the GPU, or the CPU if there is no GPU or the folder is for the CPU."""
+    try:
+        return device_for(provider)
+    except ProviderError:
+        return device_for("cpu")
+
+
+def runnable(folder: Path, out: Path, components: Collection[str], device: Device, provider: str = "cuda") -> Path:
+    """Return a folder that a device runs: the folder itself, or its equivalent in `out`.
+
+    Args:
+        folder: an optimized folder.
+        out: where to write the equivalent.
+        components: names of the components.
+        device: the device.
+        provider: the execution provider that the folder is for.
+    """
+    return folder if device.provider == provider else write_emulated(folder, out, components)
+
+
+def write_wide(
+    pipeline: ExportedPipeline, out: Path, request: OptimizeRequest, progress: ProgressCallback | None = None
+) -> None:
+    """Write the pipeline in float32 into the empty folder `out`, with the values that the request would compute."""
+    write_optimized(pipeline, out, wide_request(request), progress).write(out)
+
+
+def wide_request(request: OptimizeRequest, quantization: QuantizationConfig | None = None) -> OptimizeRequest:
+    """Return a request for the same values in float32, with a quantization or without any."""
+    return replace(
+        request,
+        precision=Precision(),
+        inspect=False,
+        scale_residual=request.precision.is_reduced,
+        quantization=quantization,
+        export_qdq=False,
+        scales=None if quantization is None else request.scales,
+    )
+
 
 Array = npt.NDArray[Any]
 Feeds = dict[str, Array]

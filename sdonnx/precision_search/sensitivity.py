@@ -13,14 +13,16 @@ from typing import Any
 from sdonnx.errors import OptionError, PrecisionError
 from sdonnx.folder.pipeline_folder import finite
 from sdonnx.models.spec import Role
-from sdonnx.optimize.exported import open_exported, quantization_policies
-from sdonnx.optimize.request import OptimizeRequest, ProgressCallback
-from sdonnx.precision_search.bounds import Bounds
-from sdonnx.precision_search.image_trials import ImageQuality, ImageTrials, require_judged_captions
-from sdonnx.precision_search.probe_folder import probe_device, runnable, write_wide
-from sdonnx.precision_search.probe_settings import ProbeSettings
-from sdonnx.precision_search.record_inputs import run_probe
-from sdonnx.precision_search.rounding_trials import RoundingTrials
+from sdonnx.optimize.exported_pipeline import open_exported, quantization_policies
+from sdonnx.optimize.optimize_request import OptimizeRequest, ProgressCallback
+from sdonnx.precision_search.quantization_trials import (
+    ImageQuality,
+    ImageTrials,
+    RoundingTrials,
+    require_judged_captions,
+)
+from sdonnx.precision_search.record_inputs import probe_device, run_probe, runnable, write_wide
+from sdonnx.precision_search.search_options import Bounds, ProbeSettings
 from sdonnx.quantization.quantization_config import QuantizationConfig
 
 __all__ = ["Choice", "Sensitivity", "Trial", "choose_modules"]

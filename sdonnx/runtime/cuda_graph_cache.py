@@ -14,15 +14,15 @@ import numpy.typing as npt
 from onnxruntime import OrtValue
 
 from sdonnx.models import abi
+from sdonnx.models.control_networks import level_sizes
 from sdonnx.models.spec import Role
-from sdonnx.models.unet_residuals import level_sizes
 from sdonnx.runtime.control_runs import ControlRuns
 from sdonnx.runtime.device.session import Graph, Run
 from sdonnx.runtime.graph_set import GraphSet
-from sdonnx.runtime.vae.split import VaeSplits
 from sdonnx.runtime.vae.vae_runs import ImageDecoder, ImageEncoder
+from sdonnx.runtime.vae.vae_tiling import VaeSplits
 from sdonnx.samplers import STATE_ROWS
-from sdonnx.samplers.parameters import MAX_CALLS, row_size
+from sdonnx.samplers.plans import MAX_CALLS, row_size
 
 __all__ = ["CaptureKey", "CaptureReport", "CapturedShape", "CudaGraphCache"]
 

@@ -14,9 +14,9 @@ import numpy.typing as npt
 from onnxruntime import OrtValue
 
 from sdonnx.errors import OptionError
-from sdonnx.folder.loaded_folder import LoadedFolder
+from sdonnx.folder.certificate import LoadedFolder
+from sdonnx.folder.folder_version import read_report
 from sdonnx.folder.pipeline_folder import own_kernel_graph
-from sdonnx.folder.version import read_report
 from sdonnx.folder.weight_table import Initializer
 from sdonnx.models import abi
 from sdonnx.models.spec import Family, Role

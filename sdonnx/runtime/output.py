@@ -1,4 +1,7 @@
-"""Output of a call of the pipeline: images in the requested form, safety check and warnings."""
+"""Output of a call of the pipeline: images in the requested form, safety check and warnings.
+
+Source: diffusers' StableDiffusionPipeline.run_safety_checker, for the images that it checks.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import importlib.util
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 import numpy as np
@@ -15,14 +19,96 @@ from PIL import Image
 
 from sdonnx.errors import OptionError
 from sdonnx.models import abi
+from sdonnx.models.spec import Role
 from sdonnx.runtime.cuda_graph_cache import CapturedShape
 from sdonnx.runtime.device.arrays import export
 from sdonnx.runtime.device.device import Device
 from sdonnx.runtime.graph_set import GraphSet
-from sdonnx.runtime.inputs.resolution_bins import resized
-from sdonnx.runtime.safety import NsfwContentWarning, SafetyChecker
+from sdonnx.runtime.inputs.clip_images import EXTRACTOR, ClipImages
 
-__all__ = ["OUTPUT_TYPES", "ImageOutput", "NotFiniteWarning", "Output", "read_output", "require_output_type", "to_pil"]
+__all__ = [
+    "OF_FOLDER",
+    "OUTPUT_TYPES",
+    "ImageOutput",
+    "NotFiniteWarning",
+    "NsfwContentWarning",
+    "OfFolder",
+    "Output",
+    "SafetyChecker",
+    "read_output",
+    "require_output_type",
+    "resized",
+    "safety_checker_of",
+    "to_pil",
+]
+
+Pixels = npt.NDArray[np.uint8]
+
+
+class OfFolder(Enum):
+    """Default of the argument `safety_checker`, distinct from None."""
+
+    OF_FOLDER = "safety checker of the folder"
+
+
+OF_FOLDER = OfFolder.OF_FOLDER
+
+
+class NsfwContentWarning(UserWarning):
+    """The safety checker flagged an image, which is black."""
+
+
+class SafetyChecker:
+    """Safety checker of a folder, with its image preprocessing.
+
+    Args:
+        graphs: graphs of a folder with a safety checker.
+
+    Raises:
+        FolderError: its graph or `feature_extractor` is missing, or they do not fit each other.
+    """
+
+    def __init__(self, graphs: GraphSet) -> None:
+        self._graphs = graphs
+        graphs.path(Role.SAFETY_CHECKER)
+        clip_input = graphs.family.with_role(Role.SAFETY_CHECKER).inputs[0]
+        edges = clip_input.resolve(graphs.config(Role.SAFETY_CHECKER))[2:]
+        self._images = ClipImages.for_component(
+            graphs.folder, EXTRACTOR, "safety_checker", edges, "pass safety_checker=None"
+        )
+        if graphs.stays(Role.SAFETY_CHECKER):
+            graphs.get(Role.SAFETY_CHECKER)
+
+    def check(self, images: Pixels) -> list[bool]:
+        """Return for each image (B,H,W,3) from 0 to 255 whether the checker flags it."""
+        found = self._graphs.run_once(
+            Role.SAFETY_CHECKER,
+            {abi.CLIP_INPUT: self._images.prepare(images)},
+            {abi.HAS_NSFW_CONCEPTS: ((len(images),), np.bool_)},
+        )
+        flags: list[bool] = found[abi.HAS_NSFW_CONCEPTS].tolist()
+        return flags
+
+
+def safety_checker_of(graphs: GraphSet, chosen: object) -> SafetyChecker | None:
+    """Return the safety checker of a folder; None if it has none, or if it is disabled.
+
+    Args:
+        graphs: graphs of the folder.
+        chosen: OF_FOLDER for the folder's safety checker, None to disable it.
+
+    Raises:
+        OptionError: `chosen` has another value.
+        FolderError: the folder's safety checker cannot be used.
+    """
+    if chosen is not OF_FOLDER and chosen is not None:
+        raise OptionError(
+            f"safety_checker is a {type(chosen).__name__}",
+            "None, to disable the folder's safety checker",
+            "pass None, or leave it out",
+        )
+    return SafetyChecker(graphs) if chosen is OF_FOLDER and graphs.family.has(Role.SAFETY_CHECKER) else None
+
 
 OUTPUT_TYPES = ("pil", "np", "pt", "latent", "ort", "ort_latent")
 
@@ -202,3 +288,35 @@ def _to_torch(sample: npt.NDArray[np.float32], device: Device) -> Any:
 def to_pil(images: npt.NDArray[np.uint8]) -> list[Image.Image]:
     """Return PIL images of pixels (B,H,W,3), or (B,H,W,1) in grayscale."""
     return [Image.fromarray(pixels.squeeze(2) if pixels.shape[2] == 1 else pixels) for pixels in images]
+
+
+def resized(images: npt.NDArray[np.float32], height: int, width: int) -> npt.NDArray[np.float32]:
+    """Return images (B,H,W,3) resized bilinearly to cover another size, then cropped to its center.
+
+    Source: `resize_and_crop_tensor` of diffusers, which resizes with torch's interpolate (align_corners False, no
+    antialiasing), except for sizes at which it returns another size than requested.
+    """
+    own_height, own_width = images.shape[1:3]
+    if (own_height, own_width) == (height, width):
+        return images
+    ratio = max(height / own_height, width / own_width)
+    # Rounded down, a side may be a pixel shorter than the crop; diffusers then returns a single row.
+    full_height, full_width = max(height, int(own_height * ratio)), max(width, int(own_width * ratio))
+    top, left = (full_height - height) // 2, (full_width - width) // 2
+    rows = _interpolation(own_height, full_height)[top : top + height]
+    columns = _interpolation(own_width, full_width)[left : left + width]
+    filled: npt.NDArray[np.float32] = np.einsum("yh,bhwc,xw->byxc", rows, images, columns, optimize=True)
+    return filled.astype(np.float32)
+
+
+def _interpolation(size: int, new_size: int) -> npt.NDArray[np.float32]:
+    """Return the bilinear interpolation matrix (new_size, size) along one axis."""
+    places = np.maximum((np.arange(new_size) + 0.5) * (size / new_size) - 0.5, 0)
+    first = places.astype(np.int64)
+    second = np.minimum(first + 1, size - 1)
+    share = places - first
+    weights = np.zeros((new_size, size), np.float32)
+    points = np.arange(new_size)
+    np.add.at(weights, (points, first), 1 - share)
+    np.add.at(weights, (points, second), share)
+    return weights

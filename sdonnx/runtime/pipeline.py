@@ -15,36 +15,42 @@ import onnxruntime
 from sdonnx.doctor.first_check import KernelWarning
 from sdonnx.errors import OptionError, refusing
 from sdonnx.folder import certificate
-from sdonnx.folder.loaded_folder import LoadedFolder
-from sdonnx.folder.version import RebuildWarning, command_for, notices, read_report, require_provider
+from sdonnx.folder.certificate import LoadedFolder
+from sdonnx.folder.folder_version import RebuildWarning, command_for, notices, read_report, require_provider
 from sdonnx.lora.loaded_adapters import LoadedAdapters
 from sdonnx.models import abi
 from sdonnx.models.registry import family_of
 from sdonnx.models.spec import Role
 from sdonnx.runtime.cuda_graph_cache import CudaGraphCache
 from sdonnx.runtime.device.device import device_for, host_memory_errors
-from sdonnx.runtime.device.device_thread import device_thread
-from sdonnx.runtime.device.inherited_sessions import keep_in_forked_processes
+from sdonnx.runtime.device.device_thread import device_thread, keep_in_forked_processes
 from sdonnx.runtime.device.kernel_choice import choose_kernels
 from sdonnx.runtime.device.session import SessionSettings
 from sdonnx.runtime.graph_set import GraphSet, LowMemory
-from sdonnx.runtime.inputs.call import Call, CallReader
+from sdonnx.runtime.inputs.call_arguments import Call, CallReader
 from sdonnx.runtime.inputs.image_geometry import ImageGeometry
 from sdonnx.runtime.inputs.pipeline_inputs import PipelineInputs
 from sdonnx.runtime.interface.diffusers_interface import DiffusersInterface
-from sdonnx.runtime.interface.keyword_arguments import names_its_arguments, names_of
-from sdonnx.runtime.interface.pretrained_options import PretrainedOptions, require_arguments
+from sdonnx.runtime.interface.missing_features import names_its_arguments, names_of
+from sdonnx.runtime.interface.pretrained_folders import PretrainedOptions, require_arguments
 from sdonnx.runtime.interface.prompt_encoding import PromptEncoding
-from sdonnx.runtime.output import ImageOutput, NotFiniteWarning, Output, read_output
+from sdonnx.runtime.output import (
+    OF_FOLDER,
+    ImageOutput,
+    NotFiniteWarning,
+    OfFolder,
+    Output,
+    SafetyChecker,
+    read_output,
+    safety_checker_of,
+)
 from sdonnx.runtime.request_limits import RequestLimits, require_limit
-from sdonnx.runtime.safety import OF_FOLDER, OfFolder, SafetyChecker, safety_checker_of
 from sdonnx.runtime.sampling.active_controls import ActiveControls
 from sdonnx.runtime.sampling.current_shape import CurrentShape
 from sdonnx.runtime.sampling.denoise import StepEnd
 from sdonnx.runtime.sampling.generation import GenerationJob, plan_of
 from sdonnx.runtime.sampling.host_schedulers import seeded
-from sdonnx.runtime.sampling.noise import TorchCpuGenerator
-from sdonnx.runtime.sampling.noise_source import Generator
+from sdonnx.runtime.sampling.noise import Generator, TorchCpuGenerator
 from sdonnx.runtime.sampling.step_callback import StepCallback, require_callback
 
 __all__ = ["ImageOutput", "NotFiniteWarning", "OrtDiffusionPipeline"]

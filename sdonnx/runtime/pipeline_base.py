@@ -13,7 +13,7 @@ import numpy.typing as npt
 from PIL import Image
 
 from sdonnx.errors import OptionError, SdonnxError
-from sdonnx.folder.loaded_folder import LoadedFolder
+from sdonnx.folder.certificate import LoadedFolder
 from sdonnx.models import abi
 from sdonnx.models.spec import CallDefaults
 from sdonnx.runtime.cuda_graph_cache import CaptureReport, CudaGraphCache
@@ -21,12 +21,11 @@ from sdonnx.runtime.device.device import Device, graph_errors, host_memory_error
 from sdonnx.runtime.device.device_thread import device_thread
 from sdonnx.runtime.graph_set import GraphSet, Observer
 from sdonnx.runtime.inputs.argument_checks import require_shapes
-from sdonnx.runtime.inputs.call import CallReader
+from sdonnx.runtime.inputs.call_arguments import CallReader
 from sdonnx.runtime.inputs.image_geometry import ImageGeometry
 from sdonnx.runtime.inputs.pipeline_inputs import PipelineInputs
 from sdonnx.runtime.interface.missing_features import MissingFeatures
-from sdonnx.runtime.output import read_output
-from sdonnx.runtime.safety import SafetyChecker
+from sdonnx.runtime.output import SafetyChecker, read_output
 from sdonnx.runtime.sampling.current_shape import CurrentShape
 from sdonnx.runtime.vae.vae_runs import decode_latents
 

@@ -1,28 +1,41 @@
 """Write sample pipelines: published architectures with seeded random weights, and small ones with trained weights.
 
-Nothing is downloaded. With random weights the images are colourful noise, but every layer has its true shape, so
-memory, speed and numerical agreement are as with the published pipeline. Trained weights ship with the package.
+An architecture is data: the classes of diffusers and transformers that its components are built from, and the
+configurations of the published pipeline. The trained samples are the exception: their pipelines are not published. A
+new family is one entry of `_FAMILIES`.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from sdonnx.errors import OptionError, OutputError
 from sdonnx.folder.pipeline_folder import atomic_folder
 from sdonnx.models.image_adapters import ADAPTERS
 from sdonnx.sample.architecture import AdapterSpec, Architecture, ClassSpec, TokenizerSpec
-from sdonnx.sample.architectures import ARCHITECTURES
+from sdonnx.sample.ip_adapter_sample import with_adapters
 from sdonnx.sample.overflow import grow, require_overflow
+from sdonnx.sample.pixart_sample import PIXART
+from sdonnx.sample.shapes.shape_architectures import SHIPPED, TRAINED
+from sdonnx.sample.stable_diffusion_sample import STABLE_DIFFUSION, STABLE_DIFFUSION_XL
 
 if TYPE_CHECKING:
     import torch
 
 __all__ = ["ARCHITECTURES", "Architecture", "ClassSpec", "TokenizerSpec", "build_network", "write_sample"]
+
+_FAMILIES = (STABLE_DIFFUSION, STABLE_DIFFUSION_XL, PIXART)
+_PLAIN = {name: architecture for family in _FAMILIES for name, architecture in family.items()}
+
+ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
+    _PLAIN | with_adapters(_PLAIN) | {name: TRAINED[name] for name in SHIPPED}
+)
+"""Architectures by the names that `--arch` accepts."""
 
 
 def build_network(spec: ClassSpec) -> torch.nn.Module:
@@ -43,8 +56,7 @@ def _make_weights(
     name: str, network: Any, architecture: Architecture, seed: int, overflow: str | None
 ) -> dict[str, torch.Tensor]:
     """Return the weights of one component in float32: trained ones if the architecture has them, or random ones."""
-    from sdonnx.sample.random_weights import seeded_weights
-    from sdonnx.sample.shapes.trained_weights import read_weights
+    from sdonnx.sample.sample_weights import read_weights, seeded_weights
 
     if name in architecture.weights:
         # In float32, as every library loads the other samples and as overflowing values need.

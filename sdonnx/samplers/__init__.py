@@ -7,11 +7,9 @@ plan holds the M of each call. A sampler is an entry of `SAMPLERS`.
 
 from __future__ import annotations
 
-from sdonnx.samplers.custom_schedule import WHOLE, CustomSchedule
-from sdonnx.samplers.from_config import config_for, default_options, plan, set_options
-from sdonnx.samplers.names import SCHEDULER_NAMES
+from sdonnx.samplers.from_config import WHOLE, CustomSchedule, config_for, default_options, plan, set_options
 from sdonnx.samplers.plans import STATE_ROWS, SamplingPlan, guided_matrices
-from sdonnx.samplers.table import SAMPLERS, Sampler
+from sdonnx.samplers.sampler_table import SAMPLERS, SCHEDULER_NAMES, Sampler
 
 __all__ = [
     "SAMPLERS",

@@ -7,10 +7,8 @@ from numpy.typing import NDArray
 
 from sdonnx.errors import SchedulerError
 from sdonnx.samplers.flow import dpm_solver_flow_sigmas
-from sdonnx.samplers.levels import NoiseLevels
-from sdonnx.samplers.options import PlanRequest, SchedulerOptions
-from sdonnx.samplers.plans import HISTORY, LATENTS, NOISE, Row, SamplingPlan, assemble, new_state
-from sdonnx.samplers.schedule import (
+from sdonnx.samplers.noise_schedule import (
+    NoiseLevels,
     cumulative_alphas,
     custom_timesteps,
     deformed_sigmas,
@@ -19,6 +17,8 @@ from sdonnx.samplers.schedule import (
     training_sigmas,
     with_final_sigma,
 )
+from sdonnx.samplers.options import PlanRequest, SchedulerOptions
+from sdonnx.samplers.plans import HISTORY, LATENTS, NOISE, Row, SamplingPlan, assemble, new_state
 
 __all__ = ["plan_dpm_solver_pp"]
 

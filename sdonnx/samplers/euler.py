@@ -12,9 +12,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from sdonnx.samplers.options import PlanRequest, SchedulerOptions
-from sdonnx.samplers.plans import HISTORY, LATENTS, NOISE, Row, SamplingPlan, assemble, new_state, predicted_data
-from sdonnx.samplers.schedule import (
+from sdonnx.samplers.noise_schedule import (
     cumulative_alphas,
     custom_timesteps,
     deformed_sigmas,
@@ -23,6 +21,8 @@ from sdonnx.samplers.schedule import (
     training_sigmas,
     with_final_sigma,
 )
+from sdonnx.samplers.options import PlanRequest, SchedulerOptions
+from sdonnx.samplers.plans import HISTORY, LATENTS, NOISE, Row, SamplingPlan, assemble, new_state, predicted_data
 
 __all__ = ["plan_euler", "plan_euler_ancestral", "plan_heun"]
 

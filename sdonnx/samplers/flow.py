@@ -12,9 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sdonnx.errors import OptionError, SchedulerError
+from sdonnx.samplers.noise_schedule import deformed_sigmas, with_final_sigma
 from sdonnx.samplers.options import USE_DIFFUSERS, PlanRequest, SchedulerOptions, UnplannedError
 from sdonnx.samplers.plans import LATENTS, NOISE, PREDICTION, SamplingPlan, assemble, new_state
-from sdonnx.samplers.schedule import deformed_sigmas, with_final_sigma
 
 __all__ = ["dpm_solver_flow_sigmas", "plan_flow_euler", "required_mu", "unipc_flow_sigmas"]
 

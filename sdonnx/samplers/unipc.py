@@ -9,10 +9,8 @@ from numpy.typing import NDArray
 
 from sdonnx.errors import OptionError, SchedulerError
 from sdonnx.samplers.flow import required_mu, unipc_flow_sigmas
-from sdonnx.samplers.levels import NoiseLevels
-from sdonnx.samplers.options import PlanRequest, SchedulerOptions
-from sdonnx.samplers.plans import HISTORY, LATENTS, Row, SamplingPlan, assemble, new_state
-from sdonnx.samplers.schedule import (
+from sdonnx.samplers.noise_schedule import (
+    NoiseLevels,
     cumulative_alphas,
     deformed_sigmas,
     spaced_timesteps,
@@ -21,6 +19,8 @@ from sdonnx.samplers.schedule import (
     training_sigmas,
     with_final_sigma,
 )
+from sdonnx.samplers.options import PlanRequest, SchedulerOptions
+from sdonnx.samplers.plans import HISTORY, LATENTS, Row, SamplingPlan, assemble, new_state
 
 __all__ = ["plan_unipc"]
 

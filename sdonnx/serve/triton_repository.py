@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from sdonnx.errors import OptionError, OutputError
+from sdonnx.folder.folder_version import read_report
 from sdonnx.folder.pipeline_folder import PipelineFolder
-from sdonnx.folder.version import read_report
 from sdonnx.serve.conditioning_images import offered_inputs
 from sdonnx.serve.serve_limits import ServeLimits
 

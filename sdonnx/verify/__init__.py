@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from sdonnx.verify.judgement import Thresholds
-from sdonnx.verify.verification import Verification, VerificationRequest
+from sdonnx.verify.verification import Thresholds, Verification, VerificationRequest
 from sdonnx.verify.verifier import verify_folder
 
 __all__ = ["Thresholds", "Verification", "VerificationRequest", "verify_folder"]

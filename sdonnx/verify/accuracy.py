@@ -13,10 +13,9 @@ from sdonnx.benchmark.workload import Workload
 from sdonnx.errors import OptionError
 from sdonnx.folder.pipeline_folder import PipelineFolder
 from sdonnx.metrics import Proportion
-from sdonnx.sample.shapes.recognize_sample import reads_shape_captions
-from sdonnx.sample.shapes.shape_architectures import TRAINED
-from sdonnx.sample.shapes.shape_evaluation import draw_batches, held_out_captions, score_images, summarize
-from sdonnx.verify.judgement import AccuracyFinding
+from sdonnx.sample.shapes.shape_architectures import TRAINED, reads_shape_captions
+from sdonnx.sample.shapes.shape_judge import draw_batches, held_out_captions, score_images, summarize
+from sdonnx.verify.verification import AccuracyFinding
 
 if TYPE_CHECKING:
     from PIL.Image import Image

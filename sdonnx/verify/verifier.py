@@ -27,11 +27,17 @@ from sdonnx.folder.prompt_file import default_prompts
 from sdonnx.metrics import psnr, relative_error
 from sdonnx.models.autoencoder import downsampling_factor
 from sdonnx.models.spec import Role
-from sdonnx.sample.shapes.recognize_sample import GUIDANCE_SCALE, default_captions, reads_shape_captions
+from sdonnx.sample.shapes.shape_architectures import GUIDANCE_SCALE, default_captions, reads_shape_captions
 from sdonnx.verify.accuracy import captions_to_judge, compare_accuracy, draw_captions
-from sdonnx.verify.calls import Call, Outputs, graph_inputs, pick_calls, record_calls, repeat_call
-from sdonnx.verify.judgement import ComponentFinding, ImageFinding, judge
-from sdonnx.verify.verification import ImageTriple, Verification, VerificationRequest
+from sdonnx.verify.recorded_calls import Call, Outputs, graph_inputs, pick_calls, record_calls, repeat_call
+from sdonnx.verify.verification import (
+    ComponentFinding,
+    ImageFinding,
+    ImageTriple,
+    Verification,
+    VerificationRequest,
+    judge,
+)
 
 if TYPE_CHECKING:
     from PIL.Image import Image

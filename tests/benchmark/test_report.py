@@ -46,9 +46,9 @@ from sdonnx.benchmark.shown_names import shown_name
 from sdonnx.benchmark.statistics import fit_line
 from sdonnx.benchmark.workload import Workload
 from sdonnx.errors import OutputError
-from sdonnx.models.model_names import model_name
-from sdonnx.sample.architectures import ARCHITECTURES
+from sdonnx.models.registry import model_name
 from sdonnx.sample.shapes.shape_architectures import SHIPPED
+from sdonnx.sample.write_sample import ARCHITECTURES
 
 DASH = "\N{EN DASH}"
 

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from sdonnx.__main__ import COMMANDS, main
+from sdonnx.__main__ import main
+from sdonnx.cli.command_line import COMMANDS
 
 pytest.importorskip("shtab")
 

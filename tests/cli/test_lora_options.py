@@ -13,7 +13,7 @@ from support.pipelines import refused
 from support.plain_lora import write_plain_lora
 
 from sdonnx.__main__ import main
-from sdonnx.cli.lora_options import LoraFile, read_lora_files, read_lora_tags
+from sdonnx.cli.generate_options import LoraFile, read_lora_files, read_lora_tags
 from sdonnx.errors import OptionError
 from sdonnx.runtime.pipeline import OrtDiffusionPipeline
 

@@ -14,8 +14,7 @@ from PIL import ExifTags, Image
 from support.pipelines import refused
 
 from sdonnx.__main__ import main
-from sdonnx.cli.image_parameters import webui_text
-from sdonnx.cli.write_images import Destination, encoded
+from sdonnx.cli.write_images import Destination, encoded, webui_text
 from sdonnx.errors import OptionError, OutputError
 
 PARAMETERS: dict[str, Any] = {

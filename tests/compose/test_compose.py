@@ -25,7 +25,7 @@ from sdonnx.models.autoencoder import latent_statistics
 from sdonnx.models.registry import FAMILIES
 from sdonnx.models.spec import Role
 from sdonnx.samplers import STATE_ROWS, plan
-from sdonnx.samplers.parameters import MAX_CALLS, matrix_start, parameter_table, row_size
+from sdonnx.samplers.plans import MAX_CALLS, matrix_start, parameter_table, row_size
 
 TOLERANCE = 1e-5
 DDIM = {"_class_name": "DDIMScheduler", "clip_sample": False, "beta_schedule": "scaled_linear"}

@@ -15,15 +15,15 @@ from support.pipelines import refused
 from support.placement import copied_from_host
 from support.weekly_cases import weekly
 
-from sdonnx.compose.residuals import add_residuals
+from sdonnx.compose.control_network import add_residuals
 from sdonnx.errors import FolderError
 from sdonnx.folder.pipeline_folder import ONNX_MODEL, read_json
 from sdonnx.graph.passes import tidy
 from sdonnx.metrics import relative_error
-from sdonnx.models.unet_residuals import Residual, controlnet_residuals, level_sizes
+from sdonnx.models.control_networks import Residual, controlnet_residuals, level_sizes
 from sdonnx.operators.lowering import LowerContribOperators
 from sdonnx.samplers import STATE_ROWS
-from sdonnx.samplers.parameters import MAX_CALLS, row_size
+from sdonnx.samplers.plans import MAX_CALLS, row_size
 
 Array = np.ndarray[Any, Any]
 

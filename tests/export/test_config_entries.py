@@ -17,7 +17,7 @@ from sdonnx.export.config_entries import KNOWN, KNOWN_IN_INDEX, require_known_en
 from sdonnx.folder.pipeline_folder import PipelineFolder
 from sdonnx.models.registry import FAMILIES
 from sdonnx.models.spec import Family
-from sdonnx.sample.architectures import ARCHITECTURES
+from sdonnx.sample.write_sample import ARCHITECTURES
 
 # Entries of diffusers' classes that need inputs that its pipelines of these families do not pass, or that are only at
 # their default in published files of PixArt.

@@ -27,7 +27,7 @@ from sdonnx.export.single_file.original_keys import unet_sources, vae_sources
 from sdonnx.export.single_file.shape_configs import text_encoder_config, unet_config, vae_config
 from sdonnx.models.registry import family_of
 from sdonnx.sample import write_sample as sample
-from sdonnx.sample.architectures import ARCHITECTURES
+from sdonnx.sample.write_sample import ARCHITECTURES
 
 # Changes to a tiny pipeline. diffusers distinguishes the encoders of XL by their width.
 _SD2 = {

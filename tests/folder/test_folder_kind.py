@@ -10,7 +10,7 @@ from support.pipelines import edit_json, linked, refused
 
 from sdonnx.errors import FolderError
 from sdonnx.export.export_pipeline import export_pipeline
-from sdonnx.folder.folder_kind import FolderKind, folder_kind
+from sdonnx.folder.folder_version import FolderKind, folder_kind
 from sdonnx.folder.pipeline_folder import PipelineFolder
 from sdonnx.models.registry import family_of
 from sdonnx.optimize.optimizer import optimize_folder

@@ -12,7 +12,7 @@ import pytest
 from support.pipelines import refused
 
 from sdonnx.errors import FolderError
-from sdonnx.folder.loaded_folder import LoadedFolder
+from sdonnx.folder.certificate import LoadedFolder
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ import sdonnx
 from sdonnx.cli import optimize
 from sdonnx.cli.command_line import CommandParser
 from sdonnx.errors import FolderError, ProviderError
-from sdonnx.folder.version import FORMAT, RebuildWarning, command_for, notices
+from sdonnx.folder.folder_version import FORMAT, RebuildWarning, command_for, notices
 from sdonnx.fusions.derived_tables import FLAGS
 from sdonnx.optimize.optimizer import optimize_folder
 from sdonnx.runtime.pipeline import OrtDiffusionPipeline

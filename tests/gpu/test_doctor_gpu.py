@@ -24,7 +24,7 @@ from sdonnx.doctor.check_kernels import (
 from sdonnx.doctor.environment import collect_facts, findings
 from sdonnx.doctor.first_check import LIMIT_S, SELF_CHECK, machine_of
 from sdonnx.doctor.kernel_library import usable_library
-from sdonnx.folder.version import read_report
+from sdonnx.folder.folder_version import read_report
 from sdonnx.runtime.device.device import device_for
 from sdonnx.runtime.device.kernel_choice import choose_kernels
 

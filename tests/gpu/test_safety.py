@@ -14,8 +14,8 @@ from sdonnx.models.spec import Role
 from sdonnx.optimize.optimizer import optimize_folder
 from sdonnx.runtime.device.device import device_for
 from sdonnx.runtime.device.session import Graph
+from sdonnx.runtime.output import NsfwContentWarning
 from sdonnx.runtime.pipeline import OrtDiffusionPipeline
-from sdonnx.runtime.safety import NsfwContentWarning
 from sdonnx.sample.write_sample import write_sample
 
 ARGUMENTS: dict[str, Any] = {"prompt": "a red fox", "height": 256, "width": 256, "num_inference_steps": 2}

@@ -22,7 +22,7 @@ from sdonnx.models.spec import Role
 from sdonnx.runtime.device.device import device_for
 from sdonnx.runtime.device.session import Run
 from sdonnx.runtime.pipeline import OrtDiffusionPipeline
-from sdonnx.runtime.vae import split
+from sdonnx.runtime.vae import vae_tiling
 
 Build = Callable[[str], tuple[Path, Path]]
 
@@ -56,7 +56,7 @@ def test_slices_replay_one_captured_graph(arch: str, build: Build, monkeypatch: 
     with OrtDiffusionPipeline.from_pretrained(build(arch)[1]) as whole:
         calls = calls[: 1 + whole._graphs.family.has(Role.IMAGE_ENCODER)]
         expected = [whole(["a fox"] * 5, **call).images for call in calls]
-    monkeypatch.setattr(split, "MAX_ELEMENTS", 2 * IMAGE + IMAGE // 2)
+    monkeypatch.setattr(vae_tiling, "MAX_ELEMENTS", 2 * IMAGE + IMAGE // 2)
     with OrtDiffusionPipeline.from_pretrained(build(arch)[1]) as pipeline:
         for _ in range(2):
             for call, images_of_call in zip(calls, expected, strict=True):
@@ -92,7 +92,7 @@ def test_onnxruntime_refuses_a_larger_resize() -> None:
     session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CUDAExecutionProvider"])
     for rows, fits in ((511, True), (512, False)):
         pixels = np.zeros((8, 256, rows, 512), np.float16)
-        assert (pixels.size * 4 <= split.MAX_ELEMENTS) == fits
+        assert (pixels.size * 4 <= vae_tiling.MAX_ELEMENTS) == fits
         if fits:
             session.run(None, {"x": pixels})
         else:

@@ -25,7 +25,7 @@ from sdonnx.metrics import psnr
 from sdonnx.models import abi
 from sdonnx.models.registry import family_of
 from sdonnx.models.spec import Role
-from sdonnx.runtime.inputs.guidance_embedding import guidance_embedding
+from sdonnx.runtime.inputs.call_arguments import guidance_embedding
 from sdonnx.runtime.pipeline import OrtDiffusionPipeline
 from sdonnx.sample.write_sample import write_sample
 

@@ -35,9 +35,9 @@ from sdonnx.models.image_adapters import Adapter, AdapterSet
 from sdonnx.models.ip_adapter import with_adapters
 from sdonnx.models.layer_counts import expected_counts
 from sdonnx.models.spec import Role
-from sdonnx.models.stable_diffusion_xl import STABLE_DIFFUSION_XL
+from sdonnx.models.stable_diffusion import STABLE_DIFFUSION_XL
 from sdonnx.runtime.device.session import Run
-from sdonnx.runtime.inputs.ip_adapter_scale import scale_matrix
+from sdonnx.runtime.inputs.ip_adapter_inputs import scale_matrix
 from sdonnx.runtime.pipeline import OrtDiffusionPipeline
 from sdonnx.sample.architecture import ADAPTER_FILES
 from sdonnx.sample.write_sample import ARCHITECTURES, build_network

@@ -39,7 +39,7 @@ from sdonnx.optimize.optimizer import optimize_folder
 from sdonnx.precision.residual_scaling import scale_residual_stream
 from sdonnx.runtime.inputs.prompt_tokenizer import PromptTokenizer
 from sdonnx.runtime.pipeline import OrtDiffusionPipeline
-from sdonnx.sample.words import WORDS
+from sdonnx.sample.architecture import WORDS
 
 # diffusers converts torch tensors to numpy in a way that numpy deprecates.
 pytestmark = [

@@ -27,7 +27,7 @@ from sdonnx.models.stable_diffusion import STABLE_DIFFUSION
 from sdonnx.optimize.optimizer import optimize_folder
 from sdonnx.runtime.inputs import pipeline_inputs
 from sdonnx.runtime.pipeline import OrtDiffusionPipeline
-from sdonnx.sample.architectures import ARCHITECTURES
+from sdonnx.sample.write_sample import ARCHITECTURES
 
 # --- a made-up family -------------------------------------------------------------------------------------------------
 

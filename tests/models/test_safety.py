@@ -46,14 +46,14 @@ from sdonnx.models.layer_counts import expected_counts
 from sdonnx.models.registry import family_of
 from sdonnx.models.spec import Role
 from sdonnx.models.stable_diffusion import STABLE_DIFFUSION
-from sdonnx.optimize.component import open_component
-from sdonnx.optimize.interface import adapt_interface
+from sdonnx.optimize.component_interface import adapt_interface
+from sdonnx.optimize.exported_pipeline import open_component
 from sdonnx.optimize.optimizer import optimize_folder
 from sdonnx.precision.convert import ConvertPrecision
 from sdonnx.precision.policy import PrecisionPolicy
 from sdonnx.runtime.inputs.clip_images import ClipImages
+from sdonnx.runtime.output import NsfwContentWarning
 from sdonnx.runtime.pipeline import OrtDiffusionPipeline
-from sdonnx.runtime.safety import NsfwContentWarning
 from sdonnx.sample.write_sample import ARCHITECTURES, build_network, write_sample
 
 Array = npt.NDArray[Any]

@@ -26,7 +26,7 @@ from sdonnx.metrics import psnr, relative_error
 from sdonnx.models import abi
 from sdonnx.models.layer_counts import expected_counts
 from sdonnx.models.spec import Role
-from sdonnx.models.stable_diffusion_xl import STABLE_DIFFUSION_XL
+from sdonnx.models.stable_diffusion import STABLE_DIFFUSION_XL
 from sdonnx.optimize.optimizer import optimize_folder
 from sdonnx.runtime.inputs.stable_diffusion_xl_inputs import SizeConditions
 from sdonnx.runtime.pipeline import OrtDiffusionPipeline

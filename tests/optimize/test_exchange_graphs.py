@@ -17,12 +17,12 @@ from support.pipeline_cache import PipelineCache
 from support.pipelines import refused
 
 from sdonnx.errors import OptionError
+from sdonnx.folder.folder_version import command_for
 from sdonnx.folder.pipeline_folder import ONNX_MODEL, QDQ_MODEL, QDQ_WEIGHTS
-from sdonnx.folder.version import command_for
 from sdonnx.graph.edit import tensor_of
 from sdonnx.graph.tensors import read
 from sdonnx.metrics import relative_error
-from sdonnx.optimize.request import OptimizeRequest
+from sdonnx.optimize.optimize_request import OptimizeRequest
 from sdonnx.quantization.quantization_config import QuantizationConfig
 from sdonnx.runtime.device.device import Device
 from sdonnx.runtime.device.session import Graph

@@ -27,8 +27,8 @@ from sdonnx.fusions.derived_tables import FLAGS, disabled_fusions
 from sdonnx.fusions.fusion_table import FUSIONS
 from sdonnx.metrics import relative_error
 from sdonnx.operators.operator_table import CONTRACTS
+from sdonnx.optimize.extra_graphs import Inspector
 from sdonnx.optimize.optimizer import optimize_folder
-from sdonnx.optimize.ort_graph_dump import Inspector
 from sdonnx.optimize_pipeline import main
 
 TOLERANCE = 1e-4

@@ -21,14 +21,14 @@ from support.pipelines import refused
 from sdonnx.cli.explain import explained
 from sdonnx.cli.optimize import add_arguments
 from sdonnx.errors import OptionError
+from sdonnx.folder.folder_version import command_for
 from sdonnx.folder.pipeline_folder import hash_file
-from sdonnx.folder.version import command_for
 from sdonnx.metrics import relative_error
 from sdonnx.models import abi
 from sdonnx.operators.case import OWN_DOMAIN, Array
 from sdonnx.operators.lowering import LowerContribOperators
+from sdonnx.optimize.optimize_request import OptimizeRequest
 from sdonnx.optimize.optimizer import optimize_folder
-from sdonnx.optimize.request import OptimizeRequest
 from sdonnx.runtime.device.device import Device
 from sdonnx.runtime.device.load_shared_weights import load_shared_weights
 

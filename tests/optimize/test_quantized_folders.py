@@ -22,8 +22,8 @@ from sdonnx.__main__ import main
 from sdonnx.cli.optimize import add_arguments
 from sdonnx.cli.quantization_options import quantization_lines
 from sdonnx.errors import FolderError, OptionError, WeightsError
+from sdonnx.folder.folder_version import command_for
 from sdonnx.folder.pipeline_folder import ONNX_MODEL, ONNX_WEIGHTS
-from sdonnx.folder.version import command_for
 from sdonnx.graph.edit import tensor_of
 from sdonnx.graph.tensors import read
 from sdonnx.metrics import relative_error

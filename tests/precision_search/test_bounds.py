@@ -14,16 +14,14 @@ from support.pipelines import refused
 
 from sdonnx.__main__ import main
 from sdonnx.errors import OptionError, PrecisionError
-from sdonnx.optimize.request import OptimizeRequest
-from sdonnx.precision_search.bounds import Bounds
-from sdonnx.precision_search.probe_settings import ProbeSettings
+from sdonnx.optimize.optimize_request import OptimizeRequest
+from sdonnx.precision_search.search_options import Bounds, ProbeSettings
 from sdonnx.precision_search.sensitivity import Choice, Trial, choose_modules
 from sdonnx.quantization.quantization_config import QuantizationConfig
 from sdonnx.quantization.quantization_types import TYPES
 from sdonnx.runtime.pipeline import OrtDiffusionPipeline
-from sdonnx.sample.shapes.recognize_sample import GUIDANCE_SCALE
-from sdonnx.sample.shapes.shape_evaluation import held_out_captions
-from sdonnx.sample.shapes.shape_judge import judge_image, wilson_interval
+from sdonnx.sample.shapes.shape_architectures import GUIDANCE_SCALE
+from sdonnx.sample.shapes.shape_judge import held_out_captions, judge_image, wilson_interval
 from sdonnx.sample.shapes.shape_scenes import read_caption
 
 PROMPTS = ("a red circle", "two lemons on a table")

@@ -41,8 +41,8 @@ from sdonnx.folder.pipeline_folder import PipelineFolder
 from sdonnx.metrics import psnr, relative_error
 from sdonnx.models.registry import family_of
 from sdonnx.models.spec import ComponentSpec, Role
+from sdonnx.optimize.optimize_request import OptimizeRequest
 from sdonnx.optimize.optimizer import optimize_folder
-from sdonnx.optimize.request import OptimizeRequest
 from sdonnx.precision.convert import ConvertPrecision
 from sdonnx.precision.policy import Precision, PrecisionPolicy
 from sdonnx.precision_search import search as searching
@@ -55,10 +55,10 @@ from sdonnx.precision_search.fp16_emulation import (
     write_emulated,
 )
 from sdonnx.precision_search.optimize_automatically import optimize_automatically
-from sdonnx.precision_search.probe_settings import ProbeSettings
+from sdonnx.precision_search.precision_trials import Component, Error, Range, duration
 from sdonnx.precision_search.record_inputs import run_probe
 from sdonnx.precision_search.search import Reason, search
-from sdonnx.precision_search.trial import Component, Error, Range, duration
+from sdonnx.precision_search.search_options import ProbeSettings
 from sdonnx.runtime.device.device import device_for
 from sdonnx.runtime.device.session import Graph
 from sdonnx.runtime.pipeline import NotFiniteWarning, OrtDiffusionPipeline
@@ -561,7 +561,7 @@ def test_next_run_removes_the_rest_of_a_killed_one(nano_exported: Path, tmp_path
     killed = """
 import os, signal, sys
 from pathlib import Path
-from sdonnx.optimize.request import OptimizeRequest
+from sdonnx.optimize.optimize_request import OptimizeRequest
 from sdonnx.precision.policy import Precision
 from sdonnx.precision_search import optimize_automatically as searching
 searching.run_probe = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 
 from sdonnx.errors import OptionError, PromptError
 from sdonnx.runtime.inputs.captions import prepared
-from sdonnx.runtime.inputs.resolution_bins import closest, resized
+from sdonnx.runtime.inputs.pixart_inputs import closest
+from sdonnx.runtime.output import resized
 
 # Warnings of beautifulsoup4 about text that looks like an address or a file.
 pytestmark = pytest.mark.filterwarnings("ignore::bs4.MarkupResemblesLocatorWarning")

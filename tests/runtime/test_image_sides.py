@@ -12,10 +12,10 @@ import pytest
 from PIL import Image, ImageFile
 from support.pipelines import refused
 
-from sdonnx.cli.read_image import read_image
+from sdonnx.cli.generate_options import read_image
 from sdonnx.errors import OptionError
+from sdonnx.runtime.inputs.argument_checks import MAX_SIDE
 from sdonnx.runtime.inputs.clip_images import ClipImages
-from sdonnx.runtime.inputs.image_sides import MAX_SIDE
 from sdonnx.runtime.inputs.init_images import control_batch, default_size, image_batch, mask_batch
 from sdonnx.runtime.inputs.ip_adapter_inputs import _rgb
 

@@ -13,7 +13,7 @@ from support.trajectories import TENSOR_TO_ARRAY
 
 from sdonnx.errors import DeviceMemoryError, OptionError, PromptError
 from sdonnx.metrics import psnr, relative_error
-from sdonnx.runtime.inputs.prompt_halves import PromptHalf
+from sdonnx.runtime.inputs.text_encoding import PromptHalf
 from sdonnx.runtime.pipeline import OrtDiffusionPipeline
 
 pytestmark = TENSOR_TO_ARRAY

@@ -18,8 +18,8 @@ from support.pipelines import refused
 from sdonnx.errors import DeviceMemoryError, OptionError
 from sdonnx.runtime import request_limits
 from sdonnx.runtime.device.device import Device, host_memory_errors, memory_errors
-from sdonnx.runtime.memory_estimate import RequestSize, denoiser_elements
 from sdonnx.runtime.pipeline import OrtDiffusionPipeline
+from sdonnx.runtime.request_limits import RequestSize, denoiser_elements
 
 USUAL: dict[str, Any] = {"height": 64, "width": 64, "num_inference_steps": 1, "seed": 0}
 GIGABYTE = 10**9

@@ -17,15 +17,15 @@ from sdonnx.export.exported_families import wrapper_of
 from sdonnx.export.trace import trace
 from sdonnx.folder.pipeline_folder import MODEL_INDEX, ONNX_MODEL, ONNX_WEIGHTS, PipelineFolder
 from sdonnx.models.spec import Family
-from sdonnx.models.stable_diffusion_xl import STABLE_DIFFUSION_XL
-from sdonnx.optimize.component import open_component
+from sdonnx.models.stable_diffusion import STABLE_DIFFUSION_XL
 from sdonnx.optimize.component_passes import PASSES, ComponentJob, run_passes
+from sdonnx.optimize.exported_pipeline import open_component
+from sdonnx.optimize.optimize_request import OptimizeRequest
 from sdonnx.optimize.report import ComponentReport
-from sdonnx.optimize.request import OptimizeRequest
 from sdonnx.sample.architecture import ClassSpec
 from sdonnx.sample.overflow import grow
-from sdonnx.sample.random_weights import seeded_weights
 from sdonnx.sample.sample_networks import VAE_XL, vae
+from sdonnx.sample.sample_weights import seeded_weights
 from sdonnx.sample.write_sample import build_network
 
 __all__ = ["FAMILY", "NANO", "XL", "export_autoencoder", "optimize_autoencoder", "write_autoencoder"]

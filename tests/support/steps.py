@@ -12,7 +12,7 @@ from sdonnx.compose import compose_step
 from sdonnx.graph.passes import tidy
 from sdonnx.models import abi
 from sdonnx.samplers import STATE_ROWS
-from sdonnx.samplers.parameters import row_size
+from sdonnx.samplers.plans import row_size
 from support.graphs import Array, graph, int64, normal
 
 CONFIG = {"in_channels": 4, "out_channels": 4}

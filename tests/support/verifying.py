@@ -11,8 +11,15 @@ from PIL import Image
 
 from sdonnx.metrics import Proportion
 from sdonnx.sample.shapes.shape_judge import wilson_interval
-from sdonnx.verify.judgement import AccuracyFinding, ComponentFinding, ImageFinding, judge
-from sdonnx.verify.verification import ImageTriple, Verification, VerificationRequest
+from sdonnx.verify.verification import (
+    AccuracyFinding,
+    ComponentFinding,
+    ImageFinding,
+    ImageTriple,
+    Verification,
+    VerificationRequest,
+    judge,
+)
 from support.comparison import ENVIRONMENT, sample_image
 
 __all__ = ["PROMPTS", "accuracy", "verification"]

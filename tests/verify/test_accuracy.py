@@ -25,21 +25,20 @@ from sdonnx.cli.verify import accuracy_table
 from sdonnx.errors import FolderError, OptionError
 from sdonnx.folder.certificate import CERTIFICATE
 from sdonnx.folder.pipeline_folder import PipelineFolder
-from sdonnx.sample.shapes.recognize_sample import (
+from sdonnx.sample.shapes.shape_architectures import (
     EXAMPLE_CAPTION,
     GUIDANCE_SCALE,
+    TRAINED,
     default_captions,
     reads_shape_captions,
 )
-from sdonnx.sample.shapes.shape_architectures import TRAINED
-from sdonnx.sample.shapes.shape_evaluation import held_out_captions
-from sdonnx.sample.shapes.shape_judge import wilson_interval
+from sdonnx.sample.shapes.shape_judge import held_out_captions, wilson_interval
 from sdonnx.sample.shapes.shape_scenes import is_caption, is_held_out, read_caption
 from sdonnx.sample.tokenizer import build_tokenizer, save_tokenizer
 from sdonnx.sample.write_sample import ARCHITECTURES
 from sdonnx.verify.accuracy import DEFAULT_CAPTIONS, captions_to_judge, compare_accuracy, draw_captions
 from sdonnx.verify.certificate_page import certificate_html
-from sdonnx.verify.judgement import Thresholds
+from sdonnx.verify.verification import Thresholds
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -110,7 +110,7 @@ class PlainOnnxRuntimeEngine(Engine):
         from PIL import Image
 
         from sdonnx.runtime.sampling.denoise import PlanOnHost
-        from sdonnx.runtime.sampling.noise_source import NoiseSource
+        from sdonnx.runtime.sampling.noise import NoiseSource
         from sdonnx.samplers import plan
 
         vae = self.folder.config(self.family.with_role(Role.IMAGE_DECODER).name)

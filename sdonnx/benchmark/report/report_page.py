@@ -22,7 +22,7 @@ from sdonnx.benchmark.results import REFERENCE, Comparison
 from sdonnx.benchmark.shown_names import with_shown_names
 from sdonnx.benchmark.workload import Workload
 from sdonnx.errors import OutputError
-from sdonnx.models.model_names import model_name
+from sdonnx.models.registry import model_name
 
 __all__ = ["check_report", "readable_date", "render_page", "write_report"]
 

@@ -10,11 +10,10 @@ from pathlib import Path
 from sdonnx.errors import WeightsError
 from sdonnx.export.single_file.original_keys import Shape, Sources, clip_sources, open_clip_sources
 from sdonnx.models.spec import Family
-from sdonnx.models.stable_diffusion import STABLE_DIFFUSION
-from sdonnx.models.stable_diffusion_xl import STABLE_DIFFUSION_XL
+from sdonnx.models.stable_diffusion import STABLE_DIFFUSION, STABLE_DIFFUSION_XL
 from sdonnx.sample.architecture import Architecture
 from sdonnx.sample.stable_diffusion_sample import STABLE_DIFFUSION as STABLE_DIFFUSION_SAMPLES
-from sdonnx.sample.stable_diffusion_xl_sample import STABLE_DIFFUSION_XL as STABLE_DIFFUSION_XL_SAMPLES
+from sdonnx.sample.stable_diffusion_sample import STABLE_DIFFUSION_XL as STABLE_DIFFUSION_XL_SAMPLES
 
 __all__ = ["KINDS", "UNET", "VAE_PREFIXES", "Encoder", "Kind", "kind_of"]
 

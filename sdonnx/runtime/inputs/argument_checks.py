@@ -1,4 +1,4 @@
-"""Range checks of call arguments."""
+"""Range checks of call arguments, and the limit of the sides of an image, checked before its file is decoded."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ from numpy.typing import NDArray
 from sdonnx.errors import OptionError
 
 __all__ = [
+    "MAX_SIDE",
     "image_guidance",
     "max_guidance_scale",
     "require_multiple",
     "require_no_attention_options",
     "require_number",
     "require_shapes",
+    "require_sides",
     "require_step_tensors",
 ]
 
@@ -128,3 +130,23 @@ def require_shapes(shapes: Any) -> list[tuple[int, int, int]]:
             )
         found.append((shape[0], shape[1], shape[2]))
     return found
+
+
+MAX_SIDE = 65_535
+"""Maximum height and width in pixels, as in JPEG. Pillow's tables for resizing take about 50 bytes for each."""
+
+
+def require_sides(name: str, width: int, height: int) -> None:
+    """Raise unless an image has sides from 1 to `MAX_SIDE`.
+
+    Args:
+        name: name of the image in the message.
+        width: its width in pixels.
+        height: its height in pixels.
+
+    Raises:
+        OptionError: a side is 0 or larger.
+    """
+    if not 0 < min(width, height) <= max(width, height) <= MAX_SIDE:
+        found = f"{name} is {width} pixels wide and {height} high"
+        raise OptionError(found, f"sides from 1 to {MAX_SIDE}", "resize it")

@@ -16,7 +16,7 @@ from PIL import Image
 
 from sdonnx.errors import FolderError, OptionError
 from sdonnx.folder.pipeline_folder import PipelineFolder
-from sdonnx.runtime.inputs.image_sides import MAX_SIDE
+from sdonnx.runtime.inputs.argument_checks import MAX_SIDE
 
 __all__ = ["EXTRACTOR", "ClipImages"]
 

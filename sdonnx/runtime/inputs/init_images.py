@@ -20,7 +20,7 @@ from PIL import Image
 
 from sdonnx.errors import OptionError
 from sdonnx.runtime.device.arrays import to_numpy
-from sdonnx.runtime.inputs.image_sides import require_sides
+from sdonnx.runtime.inputs.argument_checks import require_sides
 
 __all__ = ["control_batch", "default_size", "image_batch", "latent_mask", "mask_batch", "masked_image"]
 

@@ -1,4 +1,7 @@
-"""Conditioning of PixArt: captions for T5 with their masks, and the resolution."""
+"""Conditioning of PixArt: captions for T5 with their masks, the resolution, and the sizes of the training images.
+
+Source: diffusers' PixArtAlphaPipeline and PixArtSigmaPipeline (the ASPECT_RATIO tables), and PixArtImageProcessor.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +20,49 @@ from sdonnx.runtime.inputs.argument_checks import require_multiple
 from sdonnx.runtime.inputs.conditioning import ArgumentGroup, Array, Conditioning, FamilyInputs
 from sdonnx.runtime.inputs.image_geometry import ImageGeometry
 from sdonnx.runtime.inputs.prompt_arguments import PromptArguments, embeddings
-from sdonnx.runtime.inputs.prompt_halves import PromptHalf, joined, require_width
 from sdonnx.runtime.inputs.prompt_tokenizer import PromptTokenizer
-from sdonnx.runtime.inputs.resolution_bins import closest, has_table
+from sdonnx.runtime.inputs.text_encoding import PromptHalf, joined, require_width
 
-__all__ = ["PixArtInputs"]
+__all__ = ["PixArtInputs", "closest", "has_table"]
+
+# Height and width in 64ths of the model's size, sorted by their ratio. All models share one table; the largest one has
+# further sizes.
+_SIZES = (
+    (32, 128), (32, 116), (36, 112), (36, 108), (36, 104), (40, 100), (40, 96), (44, 92), (44, 88), (44, 84), (48, 84),
+    (48, 80), (52, 76), (52, 72), (56, 72), (56, 68), (60, 68), (60, 64), (64, 64), (64, 60), (68, 60), (68, 56),
+    (72, 56), (72, 52), (76, 52), (80, 48), (84, 48), (88, 44), (92, 44), (96, 40), (100, 40), (108, 36), (128, 32),
+)  # fmt: skip
+_MORE = {2048: ((32, 124), (32, 120), (104, 36), (112, 36), (116, 32), (120, 32), (124, 32))}
+_KNOWN = (256, 512, 1024, 2048)
+
+
+def has_table(trained: int) -> bool:
+    """Return whether there is a table of sizes for models that were trained for this height and width, in pixels."""
+    return trained in _KNOWN
+
+
+def closest(height: int, width: int, trained: int) -> tuple[int, int]:
+    """Return the training size (height, width) in pixels with the closest aspect ratio.
+
+    Args:
+        height: requested height in pixels.
+        width: requested width in pixels.
+        trained: height and width that the model was trained for, in pixels.
+
+    Raises:
+        OptionError: there is no table for such a model.
+    """
+    if not has_table(trained):
+        raise OptionError(
+            f"a model for {trained} pixels has no table of sizes",
+            f"one for {', '.join(map(str, _KNOWN))} pixels",
+            "pass use_resolution_binning=False",
+        )
+    # As in diffusers' tables, ratios are rounded; ties use the first one.
+    sizes = sorted((*_SIZES, *_MORE.get(trained, ())), key=lambda size: size[0] / size[1])
+    best = min(sizes, key=lambda size: abs(round(size[0] / size[1], 2) - height / width))
+    return best[0] * trained // 64, best[1] * trained // 64
+
 
 # Captions are padded to a multiple of this. ONNX Runtime's memory-efficient attention reads masks if their rows are
 # multiples of 16 bytes; other lengths (300 tokens of PixArt-Sigma) use a kernel that writes all scores to memory.

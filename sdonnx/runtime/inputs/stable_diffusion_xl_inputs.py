@@ -14,10 +14,10 @@ from sdonnx.models import abi
 from sdonnx.models.spec import Role
 from sdonnx.runtime.graph_set import GraphSet
 from sdonnx.runtime.inputs.argument_checks import require_number
-from sdonnx.runtime.inputs.clip_inputs import WEIGHTING, ClipInputs, layer_index
 from sdonnx.runtime.inputs.conditioning import ArgumentGroup, Array, Conditioning
 from sdonnx.runtime.inputs.prompt_arguments import PromptArguments, embeddings, negative_list
-from sdonnx.runtime.inputs.prompt_halves import PromptHalf, joined, require_width
+from sdonnx.runtime.inputs.stable_diffusion_inputs import WEIGHTING, ClipInputs, layer_index
+from sdonnx.runtime.inputs.text_encoding import PromptHalf, joined, require_width
 
 __all__ = ["SizeConditions", "StableDiffusionXlInputs"]
 

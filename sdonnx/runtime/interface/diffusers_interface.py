@@ -13,18 +13,26 @@ from PIL import Image
 from sdonnx.errors import OptionError
 from sdonnx.models.spec import Role
 from sdonnx.runtime.device.device import Device
-from sdonnx.runtime.interface.component_handle import ComponentHandle, DataType, component_folder
-from sdonnx.runtime.interface.frozen_config import FrozenConfig
+from sdonnx.runtime.interface.component_handles import (
+    ComponentHandle,
+    DataType,
+    FrozenConfig,
+    SchedulerHandle,
+    component_folder,
+)
 from sdonnx.runtime.interface.hub import upload
 from sdonnx.runtime.interface.image_processor import ImageProcessor, numpy_to_pil
-from sdonnx.runtime.interface.keyword_arguments import names_its_arguments, require_known
 from sdonnx.runtime.interface.lora_interface import LoraInterface
-from sdonnx.runtime.interface.memory_options import MemoryOptions
-from sdonnx.runtime.interface.pretrained_options import PretrainedOptions, parse_device
-from sdonnx.runtime.interface.save_folder import changed_files, save_folder, stale_files
-from sdonnx.runtime.interface.scheduler_handle import SchedulerHandle
-from sdonnx.runtime.interface.vae_handle import VaeHandle
-from sdonnx.runtime.safety import SafetyChecker
+from sdonnx.runtime.interface.memory_options import MemoryOptions, VaeHandle
+from sdonnx.runtime.interface.missing_features import names_its_arguments, require_known
+from sdonnx.runtime.interface.pretrained_folders import (
+    PretrainedOptions,
+    changed_files,
+    parse_device,
+    save_folder,
+    stale_files,
+)
+from sdonnx.runtime.output import SafetyChecker
 from sdonnx.runtime.sampling.host_schedulers import is_planned, needs_host, require_scheduler, scheduler_of
 from sdonnx.samplers import config_for, set_options
 

@@ -1,19 +1,27 @@
-"""Methods of diffusers' pipelines that this pipeline does not need, or does not have.
-
-Methods that would change no pixel are accepted, with one line in the log `sdonnx`. All others raise an OptionError
-that says how to get the feature.
-"""
+"""Methods and arguments of diffusers' pipelines that this pipeline does not need or does not have."""
 
 from __future__ import annotations
 
+import difflib
+import functools
+import inspect
 import logging
-from collections.abc import Callable, Mapping
-from typing import Any, NoReturn, TypeVar
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, NoReturn, ParamSpec, TypeVar
 
 from sdonnx.errors import OptionError
 from sdonnx.runtime.inputs.pipeline_inputs import MISSING_METHODS
 
-__all__ = ["CLASS_METHODS", "REFUSED", "WITHOUT_EFFECT", "MissingFeatures"]
+__all__ = [
+    "CLASS_METHODS",
+    "REFUSED",
+    "REFUSED_ARGUMENTS",
+    "WITHOUT_EFFECT",
+    "MissingFeatures",
+    "names_its_arguments",
+    "names_of",
+    "require_known",
+]
 
 _LOG = logging.getLogger("sdonnx")
 
@@ -99,3 +107,54 @@ def _described(method: Callable[..., Any], name: str, text: str) -> Callable[...
 @_add_methods
 class MissingFeatures:
     """The methods of this module, as a base class: methods of the same name in other base classes replace them."""
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_CALLBACK = "pass callback_on_step_end, a function (pipeline, step, timestep, tensors) that runs after each step"
+_GLIGEN = "leave it out; GLIGEN is not supported"
+_PAG = "leave it out; perturbed-attention guidance is not supported"
+
+REFUSED_ARGUMENTS: Mapping[str, str] = {
+    "callback": _CALLBACK,
+    "callback_steps": _CALLBACK,
+    "gligen_boxes": _GLIGEN,
+    "gligen_phrases": _GLIGEN,
+    "gligen_scheduled_sampling_beta": _GLIGEN,
+    "lora_scale": "set the weight of the LoRA with set_adapters(name, weight)",
+    "padding_mask_crop": "crop the image and the mask to the region before the call",
+    "pag_adaptive_scale": _PAG,
+    "pag_scale": _PAG,
+}
+"""Arguments of calls of diffusers' pipelines that have no equivalent, and what to do instead."""
+
+
+def names_its_arguments(function: Callable[P, R]) -> Callable[P, R]:
+    """Make a method raise OptionError, with the closest names, for keyword arguments that it does not have."""
+    parameters = names_of(function)
+
+    @functools.wraps(function)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+        require_known(kwargs, parameters)
+        return function(*args, **kwargs)
+
+    return checked
+
+
+def names_of(function: Callable[..., object]) -> list[str]:
+    """Return the names of a function's keyword arguments."""
+    parameters = inspect.signature(function).parameters.values()
+    return [each.name for each in parameters if each.name != "self" and each.kind is not each.VAR_KEYWORD]
+
+
+def require_known(given: Collection[str], known: Collection[str]) -> None:
+    """Raise OptionError for the first name in `given` that is not in `known`, with the closest names."""
+    for name in given:
+        if name in known:
+            continue
+        if name in REFUSED_ARGUMENTS:
+            raise OptionError(f"the argument {name}", "none of that name", REFUSED_ARGUMENTS[name])
+        close = difflib.get_close_matches(name, known, 2)
+        remedy = f"did you mean {' or '.join(close)}?" if close else "leave it out"
+        raise OptionError(f"the argument {name} is unknown", "an argument of the method's documentation", remedy)

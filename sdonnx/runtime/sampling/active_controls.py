@@ -9,7 +9,7 @@ from sdonnx.models import abi
 from sdonnx.models.spec import Role
 from sdonnx.runtime.cuda_graph_cache import CapturedShape
 from sdonnx.runtime.inputs.control_inputs import Control, ControlCall
-from sdonnx.samplers.parameters import MAX_CALLS
+from sdonnx.samplers.plans import MAX_CALLS
 
 __all__ = ["ActiveControls"]
 

@@ -19,9 +19,9 @@ import numpy.typing as npt
 from sdonnx.models import abi
 from sdonnx.runtime.cuda_graph_cache import CapturedShape
 from sdonnx.runtime.sampling.current_shape import CurrentShape, StepChange
-from sdonnx.runtime.sampling.noise_source import NoiseSource
+from sdonnx.runtime.sampling.noise import NoiseSource
 from sdonnx.samplers import STATE_ROWS, SamplingPlan
-from sdonnx.samplers.parameters import HEADER, MAX_CALLS, matrix_start, row_size
+from sdonnx.samplers.plans import HEADER, MAX_CALLS, matrix_start, row_size
 
 __all__ = ["Guidance", "HostSampler", "PlanOnHost", "Steps", "denoise", "denoise_with_host", "guided_prediction"]
 

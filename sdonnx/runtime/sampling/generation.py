@@ -14,7 +14,7 @@ from onnxruntime import OrtValue
 from sdonnx.errors import OptionError
 from sdonnx.models import abi
 from sdonnx.runtime.cuda_graph_cache import CapturedShape
-from sdonnx.runtime.inputs.call import Call
+from sdonnx.runtime.inputs.call_arguments import Call
 from sdonnx.runtime.inputs.conditioning import Conditioning
 from sdonnx.runtime.inputs.init_images import latent_mask, masked_image
 from sdonnx.runtime.inputs.start import Start, StartImage
@@ -30,9 +30,9 @@ from sdonnx.runtime.sampling.denoise import (
     denoise_with_host,
 )
 from sdonnx.runtime.sampling.host_schedulers import DiffusersSampler
-from sdonnx.runtime.sampling.noise_source import NoiseSource
+from sdonnx.runtime.sampling.noise import NoiseSource
 from sdonnx.samplers import STATE_ROWS, SamplingPlan, plan
-from sdonnx.samplers.parameters import MAX_CALLS, parameter_table
+from sdonnx.samplers.plans import MAX_CALLS, parameter_table
 
 __all__ = ["GenerationJob", "plan_of"]
 

@@ -17,7 +17,7 @@ from sdonnx.errors import OptionError, SchedulerError
 from sdonnx.runtime.sampling.denoise import Guidance, guided_prediction
 from sdonnx.runtime.sampling.noise import TorchCpuGenerator
 from sdonnx.samplers import SAMPLERS, SCHEDULER_NAMES, WHOLE, CustomSchedule, plan
-from sdonnx.samplers.custom_schedule import cutoff, remaining_calls
+from sdonnx.samplers.from_config import cutoff, remaining_calls
 from sdonnx.samplers.options import Option, UnplannedError, read_options
 
 __all__ = ["DiffusersSampler", "is_planned", "needs_host", "require_scheduler", "scheduler_of", "seeded"]

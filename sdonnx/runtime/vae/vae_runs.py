@@ -14,8 +14,7 @@ from sdonnx.models import abi
 from sdonnx.models.spec import Role
 from sdonnx.runtime.device.session import BufferPart, Run
 from sdonnx.runtime.graph_set import GraphSet
-from sdonnx.runtime.vae.split import Split
-from sdonnx.runtime.vae.tiles import TileGrid, join_tiles
+from sdonnx.runtime.vae.vae_tiling import Split, TileGrid, join_tiles
 
 __all__ = ["ImageDecoder", "ImageEncoder", "decode_latents"]
 

@@ -14,7 +14,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-import sdonnx
+from sdonnx._version import __version__
 from sdonnx.errors import SdonnxError
 from sdonnx.serve.http.images_api import ImagesApi
 from sdonnx.serve.http.openai_errors import error_response, on_http_error, on_invalid, on_left, on_sdonnx_error
@@ -45,7 +45,7 @@ def create_app(pipeline: ImageService, metrics: PrometheusMetrics, settings: Ser
 
     app = FastAPI(
         title="sdonnx",
-        version=sdonnx.__version__,
+        version=__version__,
         summary="Images from prompts, with OpenAI's images API.",
         lifespan=lifespan,
         docs_url=None,  # its scripts come from another server

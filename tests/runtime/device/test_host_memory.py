@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from sdonnx.runtime.device import host_memory
-from sdonnx.runtime.device.host_memory import available_memory, total_memory
+from sdonnx.runtime.device import device
+from sdonnx.runtime.device.device import available_memory, total_memory
 
 MEGABYTE = 2**20
 UNLIMITED = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
@@ -20,8 +20,8 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A machine of 1000 MB, of which 600 are available, and a process that holds 50."""
     write(tmp_path / "proc/meminfo", f"MemTotal: {1000 * 1024} kB\nMemAvailable:   {600 * 1024} kB\nSwapFree: 0 kB\n")
     write(tmp_path / "proc/self/status", f"VmSize:\t  {400 * 1024} kB\nVmRSS:\t  {50 * 1024} kB\n")
-    monkeypatch.setattr(host_memory, "_PROC", tmp_path / "proc")
-    monkeypatch.setattr(host_memory, "_CGROUPS", tmp_path / "cgroup")
+    monkeypatch.setattr(device, "_PROC", tmp_path / "proc")
+    monkeypatch.setattr(device, "_CGROUPS", tmp_path / "cgroup")
     sizes = {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 1000 * MEGABYTE // 4096}
     monkeypatch.setattr(os, "sysconf", sizes.__getitem__)
     monkeypatch.setattr(resource, "getrlimit", lambda _: UNLIMITED)

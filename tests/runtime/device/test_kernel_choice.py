@@ -23,8 +23,8 @@ from sdonnx.doctor.check_kernels import ATTENTION, OWN_KERNEL_CASES_FILE, read_k
 from sdonnx.doctor.first_check import SELF_CHECK, KernelWarning
 from sdonnx.errors import ProviderError
 from sdonnx.folder.cache_root import cache_folder
-from sdonnx.folder.loaded_folder import LoadedFolder
-from sdonnx.folder.version import read_report
+from sdonnx.folder.certificate import LoadedFolder
+from sdonnx.folder.folder_version import read_report
 from sdonnx.models.registry import family_of
 from sdonnx.models.spec import Role
 from sdonnx.operators.case import OWN_DOMAIN
@@ -145,7 +145,7 @@ def test_an_incomplete_check_is_one_warning(
 def test_optimize_checks_where_it_has_the_gpu(
     gpu: EmulatedGpu, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("sdonnx.folder.version.read_report", lambda path: AUTO)
+    monkeypatch.setattr("sdonnx.folder.folder_version.read_report", lambda path: AUTO)
     monkeypatch.setattr("sdonnx.runtime.device.device.device_for", lambda provider: GPU)
     monkeypatch.setattr(optimize, "_may_have_cuda", lambda: True)
     monkeypatch.setattr("sdonnx.doctor.gpu.gpus", lambda: ())

@@ -10,9 +10,9 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from sdonnx.runtime.device import reserve_scratch as module
+from sdonnx.runtime.device import device_thread as module
 from sdonnx.runtime.device.device import Device
-from sdonnx.runtime.device.reserve_scratch import RESERVED_BYTES, reserve_scratch
+from sdonnx.runtime.device.device_thread import RESERVED_BYTES, reserve_scratch
 from sdonnx.runtime.device.session import Graph
 
 ROOT = Path(__file__).parents[3]

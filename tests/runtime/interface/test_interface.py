@@ -336,7 +336,7 @@ def test_rejected_arguments(options: dict[str, Any], error: Any, words: list[str
 
 
 def test_precision_of_a_gpu_folder(micro_cpu: Path, tmp_path: Path) -> None:
-    from sdonnx.runtime.interface.pretrained_options import PretrainedOptions
+    from sdonnx.runtime.interface.pretrained_folders import PretrainedOptions
 
     report = {"provider": "cuda", "precision": "float16"}
     for options in ({"torch_dtype": torch.float16}, {"variant": "fp16"}, {"dtype": "float16"}):

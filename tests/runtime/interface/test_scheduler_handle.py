@@ -16,7 +16,7 @@ from support.trajectories import TENSOR_TO_ARRAY
 
 from sdonnx.errors import SchedulerError
 from sdonnx.metrics import psnr
-from sdonnx.runtime.interface.scheduler_handle import SchedulerHandle
+from sdonnx.runtime.interface.component_handles import SchedulerHandle
 from sdonnx.runtime.pipeline import OrtDiffusionPipeline
 from sdonnx.samplers import SAMPLERS
 

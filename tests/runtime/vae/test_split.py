@@ -12,10 +12,10 @@ import diffusers
 import pytest
 import torch
 
-from sdonnx.folder.version import read_report
+from sdonnx.folder.folder_version import read_report
 from sdonnx.models.autoencoder import block_channels, largest_decoder_tensor, largest_encoder_tensor, tile_size
 from sdonnx.runtime.graph_set import GraphSet
-from sdonnx.runtime.vae.split import MAX_ELEMENTS, Split, VaeSplits
+from sdonnx.runtime.vae.vae_tiling import MAX_ELEMENTS, Split, VaeSplits
 
 SD = {"block_out_channels": [128, 256, 512, 512], "sample_size": 512}
 SDXL = SD | {"sample_size": 1024}

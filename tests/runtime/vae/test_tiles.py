@@ -21,8 +21,8 @@ from sdonnx.metrics import psnr
 from sdonnx.models.spec import Role
 from sdonnx.runtime.device.session import Run
 from sdonnx.runtime.pipeline import OrtDiffusionPipeline
-from sdonnx.runtime.vae import split
-from sdonnx.runtime.vae.tiles import TileGrid, join_tiles
+from sdonnx.runtime.vae import vae_tiling
+from sdonnx.runtime.vae.vae_tiling import TileGrid, join_tiles
 
 # float32 rounding, as without tiles.
 SAME_DB = 110
@@ -120,7 +120,7 @@ def test_images_beyond_the_limit_are_tiled(
         pipeline._cache.splits.tile = TILE // 8
         np.testing.assert_array_equal(pipeline(**USUAL, seed=0).images, whole)
         pipeline._run(pipeline._cache.close)
-        monkeypatch.setattr(split, "MAX_ELEMENTS", 32 * TILE * TILE)
+        monkeypatch.setattr(vae_tiling, "MAX_ELEMENTS", 32 * TILE * TILE)
         expected = tiled(**USUAL, seed=0).images
         np.testing.assert_array_equal(pipeline(**USUAL, seed=0).images, expected)
 

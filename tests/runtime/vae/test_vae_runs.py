@@ -17,7 +17,7 @@ from sdonnx.metrics import psnr
 from sdonnx.models.spec import Role
 from sdonnx.runtime.device.session import Run
 from sdonnx.runtime.pipeline import OrtDiffusionPipeline
-from sdonnx.runtime.vae import split
+from sdonnx.runtime.vae import vae_tiling
 
 Array = npt.NDArray[Any]
 
@@ -50,7 +50,7 @@ def counted(pipeline: OrtDiffusionPipeline) -> Iterator[tuple[Counter[Role], set
 def sliced(micro_cpu: Path) -> Iterator[OrtDiffusionPipeline]:
     """A pipeline with a decoder and an encoder for at most two images of 32x40."""
     with pytest.MonkeyPatch.context() as patch, OrtDiffusionPipeline.from_pretrained(micro_cpu) as pipeline:
-        patch.setattr(split, "MAX_ELEMENTS", 2 * IMAGE + IMAGE // 2)
+        patch.setattr(vae_tiling, "MAX_ELEMENTS", 2 * IMAGE + IMAGE // 2)
         yield pipeline
 
 
@@ -115,7 +115,7 @@ def test_flags_of_slices_are_those_of_their_images(sliced: OrtDiffusionPipeline)
 
 def test_low_memory_decodes_in_slices(micro_cpu: Path, ours: OrtDiffusionPipeline, monkeypatch: Any) -> None:
     expected = ours(["a fox", "an owl", "snow"], **USUAL).images
-    monkeypatch.setattr(split, "MAX_ELEMENTS", IMAGE)
+    monkeypatch.setattr(vae_tiling, "MAX_ELEMENTS", IMAGE)
     with OrtDiffusionPipeline.from_pretrained(micro_cpu, low_memory=True) as pipeline:
         for _ in range(2):
             with counted(pipeline) as (counts, distinct):

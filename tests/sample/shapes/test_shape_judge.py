@@ -14,8 +14,16 @@ import torch
 from PIL import Image, ImageFilter
 from shape_drawing import SceneTable, draw, place
 
-from sdonnx.sample.shapes.shape_evaluation import score_images, summarize, summarize_relations
-from sdonnx.sample.shapes.shape_judge import SceneScore, find_objects, judge_image, label_regions, wilson_interval
+from sdonnx.sample.shapes.shape_judge import (
+    SceneScore,
+    find_objects,
+    judge_image,
+    label_regions,
+    score_images,
+    summarize,
+    summarize_relations,
+    wilson_interval,
+)
 from sdonnx.sample.shapes.shape_scenes import (
     COLOURS,
     IMAGE_SIZE,

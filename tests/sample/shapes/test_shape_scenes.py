@@ -6,7 +6,7 @@ import pytest
 
 from sdonnx.errors import OptionError
 from sdonnx.sample.shapes.shape_architectures import TRAINED
-from sdonnx.sample.shapes.shape_evaluation import held_out_captions
+from sdonnx.sample.shapes.shape_judge import held_out_captions
 from sdonnx.sample.shapes.shape_scenes import (
     MIRRORED,
     PHRASES,
