@@ -11,7 +11,6 @@ import json
 import shlex
 import sys
 from collections.abc import Iterator
-from importlib import metadata
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
@@ -85,6 +84,8 @@ def _source_tree() -> Path | None:
 
 def _direct_url() -> tuple[str, bool, bool, str]:
     """Return pip's record of the installation: URL, editable, archive, and prefix of a version control system."""
+    from importlib import metadata  # takes 0.03 s, and only messages need it
+
     try:
         record = json.loads(metadata.distribution("sdonnx").read_text("direct_url.json") or "{}")
         kind, vcs = record.get("dir_info", {}), record.get("vcs_info", {})

@@ -35,10 +35,10 @@ from sdonnx.graph.match import MatchFailure
 from sdonnx.graph.passes import tidy
 from sdonnx.models import abi
 from sdonnx.models.spec import ComponentSpec, Role
-from sdonnx.optimize.component_interface import adapt_interface, require_open_sizes
 from sdonnx.optimize.exported_pipeline import CONFIG, EXPECTED_GRAPH, OpenedComponent
 from sdonnx.optimize.extra_graphs import Inspector, write_exchange_graph
 from sdonnx.optimize.find_weights import write_weight_table
+from sdonnx.optimize.graph_interface import adapt_interface, require_open_sizes
 from sdonnx.optimize.optimize_request import OptimizeRequest, ProgressCallback
 from sdonnx.optimize.report import ComponentReport, report_of
 from sdonnx.precision.convert import ConvertPrecision

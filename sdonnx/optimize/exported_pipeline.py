@@ -17,7 +17,7 @@ from sdonnx.graph.loading.load import load_model
 from sdonnx.graph.prepare import prepare
 from sdonnx.models.registry import family_of
 from sdonnx.models.spec import ComponentSpec, Family, Role
-from sdonnx.optimize.component_interface import (
+from sdonnx.optimize.graph_interface import (
     PARAMETERS,
     SAMPLE,
     expose_parameters,

@@ -31,7 +31,7 @@ from sdonnx.optimize.optimizer import write_optimized
 from sdonnx.optimize.report import OptimizeReport
 from sdonnx.precision.group_norm_scaling import scalable_values, scale_group_norms
 from sdonnx.precision.policy import MIN_NORM_SCALE, PrecisionPolicy
-from sdonnx.precision_search.precision_trials import Component
+from sdonnx.precision_search.component_trials import Component
 from sdonnx.precision_search.record_inputs import Recording, probe_device, run_probe, runnable, write_wide
 from sdonnx.precision_search.search import Search, search
 from sdonnx.precision_search.search_options import AUTO, ProbeSettings

@@ -7,7 +7,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -16,13 +16,15 @@ from onnxruntime import OrtValue
 from sdonnx.models import abi
 from sdonnx.models.control_networks import level_sizes
 from sdonnx.models.spec import Role
-from sdonnx.runtime.control_runs import ControlRuns
 from sdonnx.runtime.device.session import Graph, Run
 from sdonnx.runtime.graph_set import GraphSet
 from sdonnx.runtime.vae.vae_runs import ImageDecoder, ImageEncoder
 from sdonnx.runtime.vae.vae_tiling import VaeSplits
 from sdonnx.samplers import STATE_ROWS
 from sdonnx.samplers.plans import MAX_CALLS, row_size
+
+if TYPE_CHECKING:
+    from sdonnx.runtime.control_runs import ControlRuns
 
 __all__ = ["CaptureKey", "CaptureReport", "CapturedShape", "CudaGraphCache"]
 
@@ -234,6 +236,8 @@ class CapturedShape:
     def controls(self) -> ControlRuns:
         """ControlNets and T2I-Adapters at this shape."""
         if self._controls is None:
+            from sdonnx.runtime.control_runs import ControlRuns
+
             self._controls = ControlRuns(self.graphs, self.key.sizes(), self.key.batch, self.buffers)
         return self._controls
 

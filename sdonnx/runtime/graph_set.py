@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy.typing as npt
 from onnxruntime import OrtValue
@@ -17,14 +17,15 @@ from sdonnx.errors import OptionError
 from sdonnx.folder.certificate import LoadedFolder
 from sdonnx.folder.folder_version import read_report
 from sdonnx.folder.pipeline_folder import own_kernel_graph
-from sdonnx.folder.weight_table import Initializer
 from sdonnx.models import abi
 from sdonnx.models.spec import Family, Role
-from sdonnx.runtime.changed_weights import ChangedByComponent, ChangedWeights
 from sdonnx.runtime.device.cancellation import Cancellation
 from sdonnx.runtime.device.device import Device
-from sdonnx.runtime.device.load_shared_weights import load_shared_weights
 from sdonnx.runtime.device.session import Graph, Run, SessionSettings
+
+if TYPE_CHECKING:
+    from sdonnx.folder.weight_table import Initializer
+    from sdonnx.runtime.changed_weights import ChangedByComponent
 
 __all__ = ["OFFLOAD", "GraphSet", "LowMemory", "Observer", "require_low_memory"]
 
@@ -85,6 +86,8 @@ class GraphSet:
         settings: SessionSettings,
         low_memory: LowMemory,
     ) -> None:
+        from sdonnx.runtime.changed_weights import ChangedWeights
+
         self.folder, self.family, self.device, self._settings = folder, family, device, settings
         self.observer: Observer | None = None
         self.cancellation = Cancellation()
@@ -286,6 +289,8 @@ class GraphSet:
 
     def _shared_weights(self) -> dict[str, OrtValue]:
         """Return the weights that several graphs of the denoiser share."""
+        from sdonnx.runtime.device.load_shared_weights import load_shared_weights
+
         with self._loading_weights:
             if self._weights is None:
                 component = self.folder.component(self.family.with_role(Role.DENOISER).name)

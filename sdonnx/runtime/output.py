@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -21,20 +21,21 @@ from sdonnx.errors import OptionError
 from sdonnx.models import abi
 from sdonnx.models.spec import Role
 from sdonnx.runtime.cuda_graph_cache import CapturedShape
-from sdonnx.runtime.device.arrays import export
+from sdonnx.runtime.device.arrays import export, to_numpy
 from sdonnx.runtime.device.device import Device
 from sdonnx.runtime.graph_set import GraphSet
-from sdonnx.runtime.inputs.clip_images import EXTRACTOR, ClipImages
 
 __all__ = [
     "OF_FOLDER",
     "OUTPUT_TYPES",
     "ImageOutput",
+    "ImageProcessor",
     "NotFiniteWarning",
     "NsfwContentWarning",
     "OfFolder",
     "Output",
     "SafetyChecker",
+    "numpy_to_pil",
     "read_output",
     "require_output_type",
     "resized",
@@ -69,6 +70,8 @@ class SafetyChecker:
     """
 
     def __init__(self, graphs: GraphSet) -> None:
+        from sdonnx.runtime.inputs.clip_images import EXTRACTOR, ClipImages
+
         self._graphs = graphs
         graphs.path(Role.SAFETY_CHECKER)
         clip_input = graphs.family.with_role(Role.SAFETY_CHECKER).inputs[0]
@@ -320,3 +323,44 @@ def _interpolation(size: int, new_size: int) -> npt.NDArray[np.float32]:
     np.add.at(weights, (points, first), 1 - share)
     np.add.at(weights, (points, second), share)
     return weights
+
+
+_PROCESSED_TYPES = ("pil", "np", "latent")
+
+
+class ImageProcessor:
+    """The part of diffusers' `VaeImageProcessor` that converts images of `pipeline.vae.decode`."""
+
+    def postprocess(self, image: Any, output_type: str = "pil", do_denormalize: Sequence[bool] | None = None) -> Any:
+        """Return decoded images as PIL images, or as an array (B,H,W,3) from 0 to 1.
+
+        Args:
+            image: images (B,3,H,W) from -1 to 1, an array of any library.
+            output_type: "pil", "np", or "latent" to return `image` as it is.
+            do_denormalize: for each image whether its values are from -1 to 1, and not from 0 to 1; by default all.
+
+        Raises:
+            OptionError: an argument cannot be used.
+        """
+        if output_type not in _PROCESSED_TYPES:
+            raise OptionError(f"the output type {output_type!r}", f"one of {_PROCESSED_TYPES}", "pass one")
+        if output_type == "latent":
+            return image
+        values = to_numpy(image, "image").astype(np.float32)
+        if values.ndim != 4 or values.shape[1] not in (1, 3):
+            raise OptionError(f"images of shape {values.shape}", "(B,3,H,W)", "pass what pipeline.vae.decode returns")
+        chosen = np.ones(len(values), bool) if do_denormalize is None else np.array(do_denormalize, bool)
+        values = np.where(chosen[:, None, None, None], np.clip(values / 2 + 0.5, 0, 1), values).transpose(0, 2, 3, 1)
+        return values if output_type == "np" else numpy_to_pil(values)
+
+    @staticmethod
+    def numpy_to_pil(images: Any) -> list[Image.Image]:
+        """Return PIL images of an array (B,H,W,3) or (H,W,3) from 0 to 1."""
+        return numpy_to_pil(images)
+
+
+def numpy_to_pil(images: Any) -> list[Image.Image]:
+    """Return PIL images of an array (B,H,W,3) or (H,W,3) from 0 to 1."""
+    values: npt.NDArray[Any] = to_numpy(images, "images")
+    pixels = np.round(values * 255).astype(np.uint8)
+    return to_pil(pixels if pixels.ndim == 4 else pixels[None])

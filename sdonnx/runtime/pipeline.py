@@ -12,19 +12,16 @@ from typing import Any
 
 import onnxruntime
 
-from sdonnx.doctor.first_check import KernelWarning
 from sdonnx.errors import OptionError, refusing
 from sdonnx.folder import certificate
 from sdonnx.folder.certificate import LoadedFolder
 from sdonnx.folder.folder_version import RebuildWarning, command_for, notices, read_report, require_provider
-from sdonnx.lora.loaded_adapters import LoadedAdapters
 from sdonnx.models import abi
 from sdonnx.models.registry import family_of
 from sdonnx.models.spec import Role
 from sdonnx.runtime.cuda_graph_cache import CudaGraphCache
 from sdonnx.runtime.device.device import device_for, host_memory_errors
 from sdonnx.runtime.device.device_thread import device_thread, keep_in_forked_processes
-from sdonnx.runtime.device.kernel_choice import choose_kernels
 from sdonnx.runtime.device.session import SessionSettings
 from sdonnx.runtime.graph_set import GraphSet, LowMemory
 from sdonnx.runtime.inputs.call_arguments import Call, CallReader
@@ -45,13 +42,10 @@ from sdonnx.runtime.output import (
     safety_checker_of,
 )
 from sdonnx.runtime.request_limits import RequestLimits, require_limit
-from sdonnx.runtime.sampling.active_controls import ActiveControls
 from sdonnx.runtime.sampling.current_shape import CurrentShape
 from sdonnx.runtime.sampling.denoise import StepEnd
 from sdonnx.runtime.sampling.generation import GenerationJob, plan_of
-from sdonnx.runtime.sampling.host_schedulers import seeded
 from sdonnx.runtime.sampling.noise import Generator, TorchCpuGenerator
-from sdonnx.runtime.sampling.step_callback import StepCallback, require_callback
 
 __all__ = ["ImageOutput", "NotFiniteWarning", "OrtDiffusionPipeline"]
 
@@ -101,8 +95,6 @@ class OrtDiffusionPipeline(DiffusersInterface, PromptEncoding):
         self.folder, self.device = graphs.folder, graphs.device
         self._graphs, self._defaults = graphs, graphs.family.defaults
         self.scheduler_config = self.folder.config("scheduler", "scheduler_config.json")
-        changeable = [spec.name for spec in graphs.family.components if spec.takes_lora]
-        self._adapters = LoadedAdapters(graphs.folder, changeable)
         graphs.load()
         self._inputs = PipelineInputs(graphs)
         tokenizers = self._inputs.family.tokenizers
@@ -180,6 +172,8 @@ class OrtDiffusionPipeline(DiffusersInterface, PromptEncoding):
             OptionError: an option cannot be used.
             DeviceMemoryError: the device or the host has too little memory.
         """
+        from sdonnx.runtime.device.kernel_choice import choose_kernels
+
         limits = {
             "max_batch_size": require_limit("max_batch_size", max_batch_size),
             "max_pixels": require_limit("max_pixels", max_pixels),
@@ -198,6 +192,8 @@ class OrtDiffusionPipeline(DiffusersInterface, PromptEncoding):
             warnings.warn(RebuildWarning(f"{folder} was {notice}"), stacklevel=2)
         kernels = choose_kernels(device, report, opened.path, shares_options=session_options is not None)
         if kernels.warning:
+            from sdonnx.doctor.first_check import KernelWarning
+
             warnings.warn(kernels.warning, KernelWarning, stacklevel=2)
         rebuild = f"update ONNX Runtime, or rebuild the folder: {command_for(report)}"
         options_of_provider = {**kernels.provider_options, **(provider_options or {})}
@@ -384,16 +380,24 @@ class OrtDiffusionPipeline(DiffusersInterface, PromptEncoding):
         own = ("self", "callback_on_step_end", "return_dict")
         given = {name: value for name, value in locals().items() if name not in own}
         self._require_open()
-        require_callback(callback_on_step_end)
+        if callback_on_step_end is not None:
+            from sdonnx.runtime.sampling.step_callback import require_callback
+
+            require_callback(callback_on_step_end)
         scheduler = self._host_scheduler()
         # A scheduler object of diffusers samples its noise with the torch generator of the initial noise.
-        call = self._reader.read(TorchCpuGenerator if scheduler is None else seeded, **given)
         if scheduler is None:
+            call = self._reader.read(TorchCpuGenerator, **given)
             make_job = partial(GenerationJob.of_plan, call, plan_of(call, self._scheduler_config))
         else:
+            from sdonnx.runtime.sampling.host_schedulers import seeded
+
+            call = self._reader.read(seeded, **given)
             make_job = partial(GenerationJob.of_scheduler, call, scheduler)
         on_step = None
         if callback_on_step_end is not None:
+            from sdonnx.runtime.sampling.step_callback import StepCallback
+
             tensors = self._inputs.family.STEP_TENSORS
             on_step = StepCallback(self, callback_on_step_end, callback_on_step_end_tensor_inputs, tensors)
         self._inputs.controls.warn_of_image(given, stacklevel=3)
@@ -420,7 +424,11 @@ class OrtDiffusionPipeline(DiffusersInterface, PromptEncoding):
         try:
             job = make_job()
             self._num_timesteps = len(job.sampler.timesteps)
-            controls = None if call.controls is None else ActiveControls(call.controls, self._num_timesteps)
+            controls = None
+            if call.controls is not None:
+                from sdonnx.runtime.sampling.active_controls import ActiveControls
+
+                controls = ActiveControls(call.controls, self._num_timesteps)
             current = CurrentShape(self._cache.get(call.key), call.guidance_scale, self._cache.get, controls)
             self._generating.current, self._generating.size = current, call.size
             try:

@@ -7,7 +7,16 @@ plan holds the M of each call. A sampler is an entry of `SAMPLERS`.
 
 from __future__ import annotations
 
-from sdonnx.samplers.from_config import WHOLE, CustomSchedule, config_for, default_options, plan, set_options
+from sdonnx.samplers.from_config import (
+    WHOLE,
+    CustomSchedule,
+    config_for,
+    default_options,
+    is_planned,
+    needs_host,
+    plan,
+    set_options,
+)
 from sdonnx.samplers.plans import STATE_ROWS, SamplingPlan, guided_matrices
 from sdonnx.samplers.sampler_table import SAMPLERS, SCHEDULER_NAMES, Sampler
 
@@ -22,6 +31,8 @@ __all__ = [
     "config_for",
     "default_options",
     "guided_matrices",
+    "is_planned",
+    "needs_host",
     "plan",
     "set_options",
 ]

@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 
 from sdonnx.errors import OptionError, SchedulerError
 from sdonnx.samplers.noise_schedule import too_many_steps
-from sdonnx.samplers.options import PlanRequest, SchedulerOptions, read_options
+from sdonnx.samplers.options import PlanRequest, SchedulerOptions, UnplannedError, read_options
 from sdonnx.samplers.plans import SamplingPlan
-from sdonnx.samplers.sampler_table import SAMPLERS, Sampler, parse_name
+from sdonnx.samplers.sampler_table import SAMPLERS, SCHEDULER_NAMES, Sampler, parse_name
 
 __all__ = [
     "WHOLE",
@@ -22,6 +22,8 @@ __all__ = [
     "config_for",
     "cutoff",
     "default_options",
+    "is_planned",
+    "needs_host",
     "plan",
     "remaining_calls",
     "set_options",
@@ -308,3 +310,26 @@ def _sampler(name: object) -> Sampler:
             return sampler
     names = ", ".join(f"{sampler.short_name} ({sampler.class_name})" for sampler in SAMPLERS.values())
     raise SchedulerError(f"the sampler is {name!r}", f"one of {names}", "choose one of these samplers")
+
+
+def is_planned(config: dict[str, Any]) -> bool:
+    """Return whether a scheduler with this configuration has a plan, and so runs on the device."""
+    try:
+        plan(config, 2)
+    except (SchedulerError, OptionError):
+        return False
+    return True
+
+
+def needs_host(config: Mapping[str, Any]) -> bool:
+    """Return whether diffusers steps a scheduler: no plan follows its class, or the value of one of its options."""
+    class_name = str(config.get("_class_name"))
+    if class_name not in SAMPLERS:
+        return any(class_name == each.class_name for each in SCHEDULER_NAMES)
+    try:
+        plan(config, 2)
+    except UnplannedError:
+        return True
+    except (SchedulerError, OptionError):
+        return False  # the plan of a call raises it again
+    return False

@@ -10,9 +10,8 @@ import numpy as np
 from PIL import Image
 
 from sdonnx.errors import OptionError, PromptError, SchedulerError
-from sdonnx.runtime.sampling.host_schedulers import is_planned
 from sdonnx.runtime.sampling.noise import fresh_seed
-from sdonnx.samplers import config_for
+from sdonnx.samplers import config_for, is_planned
 from sdonnx.serve.conditioning_images import (
     CONDITIONING_IMAGES,
     Conditioning,

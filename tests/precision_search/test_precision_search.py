@@ -46,6 +46,7 @@ from sdonnx.optimize.optimizer import optimize_folder
 from sdonnx.precision.convert import ConvertPrecision
 from sdonnx.precision.policy import Precision, PrecisionPolicy
 from sdonnx.precision_search import search as searching
+from sdonnx.precision_search.component_trials import Component, Error, Range, duration
 from sdonnx.precision_search.fp16_emulation import (
     Monitor,
     Widen,
@@ -55,7 +56,6 @@ from sdonnx.precision_search.fp16_emulation import (
     write_emulated,
 )
 from sdonnx.precision_search.optimize_automatically import optimize_automatically
-from sdonnx.precision_search.precision_trials import Component, Error, Range, duration
 from sdonnx.precision_search.record_inputs import run_probe
 from sdonnx.precision_search.search import Reason, search
 from sdonnx.precision_search.search_options import ProbeSettings

@@ -21,7 +21,7 @@ from sdonnx.runtime.graph_set import GraphSet
 from sdonnx.runtime.inputs.prompt_arguments import PromptArguments
 from sdonnx.runtime.inputs.prompt_tokenizer import PromptTokenizer
 
-__all__ = ["ArgumentGroup", "Array", "Conditioning", "FamilyInputs"]
+__all__ = ["IP_ADAPTER_ARGUMENTS", "ArgumentGroup", "Array", "Conditioning", "FamilyInputs"]
 
 Array = npt.NDArray[Any]
 
@@ -58,6 +58,13 @@ class ArgumentGroup:
         if value is default or (self.ignored is not None and value is self.ignored.get(name, default)):
             return False
         return default is None or not np.array_equal(value, default)
+
+
+IP_ADAPTER_ARGUMENTS = ArgumentGroup(
+    {"ip_adapter_image": None, "ip_adapter_image_embeds": None, "ip_adapter_scale": None},
+    "a pipeline with IP-Adapters",
+    "export it with --ip-adapter, or leave it out",
+)
 
 
 @dataclass(frozen=True)

@@ -24,28 +24,11 @@ from sdonnx.runtime.device.arrays import to_numpy
 from sdonnx.runtime.graph_set import GraphSet
 from sdonnx.runtime.inputs.argument_checks import require_number, require_sides
 from sdonnx.runtime.inputs.clip_images import ClipImages
-from sdonnx.runtime.inputs.conditioning import ArgumentGroup, Conditioning
+from sdonnx.runtime.inputs.conditioning import IP_ADAPTER_ARGUMENTS, Conditioning
 
-__all__ = ["ARGUMENTS", "MISSING_METHODS", "IpAdapterInputs", "scale_matrix"]
+__all__ = ["IpAdapterInputs", "scale_matrix"]
 
 Float = npt.NDArray[np.float32]
-
-ARGUMENTS = ArgumentGroup(
-    {"ip_adapter_image": None, "ip_adapter_image_embeds": None, "ip_adapter_scale": None},
-    "a pipeline with IP-Adapters",
-    "export it with --ip-adapter, or leave it out",
-)
-
-_IN_GRAPHS = "an IP-Adapter is part of the folder's graphs"
-
-MISSING_METHODS: Mapping[str, tuple[str, str]] = {
-    "load_ip_adapter": (
-        _IN_GRAPHS,
-        "export the pipeline with --ip_adapter FILE, then optimize it; set_ip_adapter_scale works at run time",
-    ),
-    "unload_ip_adapter": (_IN_GRAPHS, "set_ip_adapter_scale(0) turns it off"),
-}
-"""Methods of diffusers' pipelines for IP-Adapters that are refused: the reason, and what works instead."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +75,7 @@ class IpAdapterInputs:
                 graphs.get(role)
 
     def set_scale(self, scale: Any) -> None:
-        """Set the weights for calls without `ip_adapter_scale`; see `ip_adapter_scale.scale_matrix`."""
+        """Set the weights for calls without `ip_adapter_scale`; see `scale_matrix`."""
         self.scales = scale_matrix(self._adapters, scale)
 
     def default_dimensions(self) -> tuple[tuple[str, int], ...]:
@@ -106,13 +89,13 @@ class IpAdapterInputs:
             conditioning: conditioning by the text prompts.
             arguments: `ip_adapter_image`, a list with an image or a list of images for each adapter, or one image for
                 a single adapter; or `ip_adapter_image_embeds`, for each adapter the output of its image encoder
-                (G,I,W) or (G,I,L,W); and `ip_adapter_scale`, see `ip_adapter_scale.scale_matrix`.
+                (G,I,W) or (G,I,L,W); and `ip_adapter_scale`, see `scale_matrix`.
             guided: whether classifier-free guidance is used.
 
         Raises:
             OptionError: an argument is missing or does not fit the adapters.
         """
-        images, embeds, scale = ARGUMENTS.values(arguments).values()
+        images, embeds, scale = IP_ADAPTER_ARGUMENTS.values(arguments).values()
         scales = self.scales if scale is None else scale_matrix(self._adapters, scale)
         prompts: _Pixels | _Embeddings
         if embeds is not None:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sdonnx.errors import OptionError
 from sdonnx.runtime.graph_set import GraphSet
-from sdonnx.runtime.inputs import ip_adapter_inputs
-from sdonnx.runtime.inputs.conditioning import ArgumentGroup, Conditioning, FamilyInputs
+from sdonnx.runtime.inputs.conditioning import IP_ADAPTER_ARGUMENTS, ArgumentGroup, Conditioning, FamilyInputs
 from sdonnx.runtime.inputs.control_inputs import ADAPTER_ARGUMENTS, CONTROL_ARGUMENTS, ControlInputs
-from sdonnx.runtime.inputs.ip_adapter_inputs import IpAdapterInputs
 from sdonnx.runtime.inputs.pixart_inputs import PixArtInputs
 from sdonnx.runtime.inputs.prompt_arguments import PromptArguments
 from sdonnx.runtime.inputs.stable_diffusion_inputs import StableDiffusionInputs
 from sdonnx.runtime.inputs.stable_diffusion_xl_inputs import StableDiffusionXlInputs
+
+if TYPE_CHECKING:
+    from sdonnx.runtime.inputs.ip_adapter_inputs import IpAdapterInputs
 
 __all__ = ["FAMILY_INPUTS", "MISSING_METHODS", "PipelineInputs"]
 
@@ -26,8 +27,16 @@ FAMILY_INPUTS: Mapping[str, type[FamilyInputs]] = {
 }
 """Conditioning of each family, by the family's name."""
 
-MISSING_METHODS = ip_adapter_inputs.MISSING_METHODS
-"""Methods of diffusers' pipelines that change the conditioning and are refused: the reason, and what works instead."""
+_IN_GRAPHS = "an IP-Adapter is part of the folder's graphs"
+
+MISSING_METHODS: Mapping[str, tuple[str, str]] = {
+    "load_ip_adapter": (
+        _IN_GRAPHS,
+        "export the pipeline with --ip_adapter FILE, then optimize it; set_ip_adapter_scale works at run time",
+    ),
+    "unload_ip_adapter": (_IN_GRAPHS, "set_ip_adapter_scale(0) turns it off"),
+}
+"""Methods of diffusers' pipelines for IP-Adapters that are refused: the reason, and what works instead."""
 
 
 def _groups() -> list[ArgumentGroup]:
@@ -35,7 +44,7 @@ def _groups() -> list[ArgumentGroup]:
     classes = dict.fromkeys(FAMILY_INPUTS.values())
     return [
         *(group for each in classes for group in each.ARGUMENTS),
-        ip_adapter_inputs.ARGUMENTS,
+        IP_ADAPTER_ARGUMENTS,
         CONTROL_ARGUMENTS,
         ADAPTER_ARGUMENTS,
     ]
@@ -58,9 +67,13 @@ class PipelineInputs:
     def __init__(self, graphs: GraphSet) -> None:
         self.family = FAMILY_INPUTS[graphs.family.name](graphs)
         adapters = graphs.family.adapters
-        self._adapters = None if adapters is None else IpAdapterInputs(graphs, adapters)
+        self._adapters: IpAdapterInputs | None = None
+        if adapters is not None:
+            from sdonnx.runtime.inputs.ip_adapter_inputs import IpAdapterInputs
+
+            self._adapters = IpAdapterInputs(graphs, adapters)
         self.controls = ControlInputs(graphs)
-        accepted = [*self.family.ARGUMENTS, *([ip_adapter_inputs.ARGUMENTS] if self._adapters else [])]
+        accepted = [*self.family.ARGUMENTS, *([IP_ADAPTER_ARGUMENTS] if self._adapters else [])]
         accepted += self.controls.groups
         self._refused = [group for group in _groups() if group not in accepted]
 
@@ -119,12 +132,12 @@ class PipelineInputs:
         return () if self._adapters is None else self._adapters.default_dimensions()
 
     def set_adapter_scale(self, scale: Any) -> None:
-        """Set the weights of adapters for calls that pass none; see `ip_adapter_scale.scale_matrix`.
+        """Set the weights of adapters for calls that pass none; see `scale_matrix`.
 
         Raises:
             OptionError: the pipeline has no adapters, or not as many.
         """
         if self._adapters is None:
-            group = ip_adapter_inputs.ARGUMENTS
+            group = IP_ADAPTER_ARGUMENTS
             raise OptionError("ip_adapter_scale given", group.expected, group.remedy)
         self._adapters.set_scale(scale)

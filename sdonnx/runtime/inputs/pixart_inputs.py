@@ -15,7 +15,6 @@ from sdonnx.errors import OptionError, PromptError
 from sdonnx.models import abi
 from sdonnx.models.spec import CAPTION_MASK, TEXT_MASK, Role
 from sdonnx.runtime.graph_set import GraphSet
-from sdonnx.runtime.inputs import captions
 from sdonnx.runtime.inputs.argument_checks import require_multiple
 from sdonnx.runtime.inputs.conditioning import ArgumentGroup, Array, Conditioning, FamilyInputs
 from sdonnx.runtime.inputs.image_geometry import ImageGeometry
@@ -136,6 +135,8 @@ class PixArtInputs(FamilyInputs):
 
     def _read(self, prompts: PromptArguments, arguments: Mapping[str, Any], *, whole: bool) -> Conditioning:
         masks, options = _MASKS.values(arguments), _CAPTIONS.values(arguments)
+        from sdonnx.runtime.inputs import captions
+
         length, clean = _require_length(options["max_sequence_length"]), options["clean_caption"]
         if clean:
             captions.require_packages()
@@ -222,6 +223,8 @@ class PixArtInputs(FamilyInputs):
         elif prompts.guided:
             count, length = halves[0].size
             arguments = prompts.half(count)
+            from sdonnx.runtime.inputs import captions
+
             texts = [captions.prepared(text, clean) for text in arguments.texts()]
             encoded = self._tokenized(arguments, texts, length, whole=True)
             given = {CAPTION_MASK: encoded.inputs[f"{Role.TEXT_ENCODER.value}.{TEXT_MASK}"]}

@@ -22,7 +22,6 @@ from tokenizers import AddedToken, Encoding, Regex, Tokenizer, models, normalize
 
 from sdonnx.errors import FolderError, OptionError, PromptError, SdonnxError
 from sdonnx.folder.pipeline_folder import read_json
-from sdonnx.runtime.inputs import textual_inversion
 from sdonnx.runtime.interface.component_handles import FrozenConfig
 
 __all__ = ["MERGES", "VOCABULARY", "PromptTokenizer", "PromptTruncatedWarning", "clip_tokenizer", "require_text"]
@@ -78,6 +77,8 @@ class PromptTokenizer:
             FolderError: `tokenizer.json` (or `vocab.json` and `merges.txt`) or `tokenizer_config.json` is missing,
                 broken or incomplete.
         """
+        from sdonnx.runtime.inputs import textual_inversion
+
         older = not (path / TOKENIZER).exists() and (path / VOCABULARY).is_file() and (path / MERGES).is_file()
         tokenizer = None if older else _read_tokenizer(path / TOKENIZER)
         config = _special_tokens_config(path)
@@ -202,6 +203,8 @@ class PromptTokenizer:
         ):
             encoding = self.tokenizer.encode(text, add_special_tokens=special)
             if self.multi_vector:
+                from sdonnx.runtime.inputs import textual_inversion
+
                 tokens = [token for part in (encoding, *encoding.overflowing) for token in part.tokens]
                 expanded = textual_inversion.expand(text, tokens, self.multi_vector)
                 if expanded != text:

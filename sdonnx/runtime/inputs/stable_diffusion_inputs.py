@@ -13,7 +13,6 @@ import numpy.typing as npt
 from sdonnx.errors import PromptError
 from sdonnx.models import abi
 from sdonnx.models.spec import Role
-from sdonnx.runtime.inputs import prompt_weights
 from sdonnx.runtime.inputs.conditioning import ArgumentGroup, Array, Conditioning, FamilyInputs
 from sdonnx.runtime.inputs.prompt_arguments import PromptArguments, embeddings
 from sdonnx.runtime.inputs.prompt_tokenizer import PromptTokenizer
@@ -67,6 +66,8 @@ class ClipInputs(FamilyInputs):
             ids = {role: each.encode(texts[role]).astype(np.int32) for role, each in tokenizers.items()}
             inputs = self.encoder_inputs(ids, skipped, nonempty)
             return Conditioning(inputs, images, length or self.tokens, encoders, prompts.clip_skip)
+        from sdonnx.runtime.inputs import prompt_weights
+
         if weighting not in prompt_weights.NOTATIONS:
             raise PromptError(
                 f"prompt_weighting is {weighting!r}", f"one of {prompt_weights.NOTATIONS}, or None", "pass one"

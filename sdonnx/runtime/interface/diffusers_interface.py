@@ -20,8 +20,6 @@ from sdonnx.runtime.interface.component_handles import (
     SchedulerHandle,
     component_folder,
 )
-from sdonnx.runtime.interface.hub import upload
-from sdonnx.runtime.interface.image_processor import ImageProcessor, numpy_to_pil
 from sdonnx.runtime.interface.lora_interface import LoraInterface
 from sdonnx.runtime.interface.memory_options import MemoryOptions, VaeHandle
 from sdonnx.runtime.interface.missing_features import names_its_arguments, require_known
@@ -32,9 +30,8 @@ from sdonnx.runtime.interface.pretrained_folders import (
     save_folder,
     stale_files,
 )
-from sdonnx.runtime.output import SafetyChecker
-from sdonnx.runtime.sampling.host_schedulers import is_planned, needs_host, require_scheduler, scheduler_of
-from sdonnx.samplers import config_for, set_options
+from sdonnx.runtime.output import ImageProcessor, SafetyChecker, numpy_to_pil
+from sdonnx.samplers import config_for, is_planned, needs_host, set_options
 
 __all__ = ["DiffusersInterface"]
 
@@ -61,6 +58,15 @@ def _component_property(name: str) -> property:
     return property(read, refuse, doc=f"The {name}: its `config`, `dtype` and `device`.")
 
 
+def _host_scheduler_of(config: dict[str, Any]) -> Any:
+    """Return diffusers' scheduler object for a configuration that no sampling plan follows; None for others."""
+    if not needs_host(config):
+        return None
+    from sdonnx.runtime.sampling.host_schedulers import scheduler_of
+
+    return scheduler_of(config)
+
+
 class DiffusersInterface(MemoryOptions, LoraInterface):
     """The interface of diffusers' `DiffusionPipeline`, apart from the call."""
 
@@ -82,6 +88,8 @@ class DiffusersInterface(MemoryOptions, LoraInterface):
             SchedulerError: the name is unknown, or the sampler needs diffusers, which is not installed.
         """
         if self._scheduler_object is not None:
+            from sdonnx.runtime.sampling.host_schedulers import require_scheduler
+
             return SchedulerHandle(require_scheduler(self._scheduler_object))
         return SchedulerHandle(self._scheduler_config)
 
@@ -90,13 +98,15 @@ class DiffusersInterface(MemoryOptions, LoraInterface):
         # The scheduler object is made first, so that an error leaves the scheduler as it is.
         if isinstance(chosen, str) and not isinstance(chosen, SchedulerHandle):
             config = config_for(chosen, self._unnamed_config)
-            host = scheduler_of(config) if needs_host(config) else None
+            host = _host_scheduler_of(config)
             self._scheduler_config = config
         elif isinstance(chosen, SchedulerHandle | Mapping):
             config = set_options(chosen.config if isinstance(chosen, SchedulerHandle) else chosen)
-            host = scheduler_of(config) if needs_host(config) else None
+            host = _host_scheduler_of(config)
             self.scheduler_config = config
         else:
+            from sdonnx.runtime.sampling.host_schedulers import require_scheduler
+
             config = require_scheduler(chosen)
             host = None if is_planned(config) else chosen
             self.scheduler_config = config
@@ -118,8 +128,8 @@ class DiffusersInterface(MemoryOptions, LoraInterface):
         Raises:
             SchedulerError: the sampler needs diffusers, which is not installed or rejects the configuration.
         """
-        if self._scheduler_object is None and needs_host(self._scheduler_config):
-            self._scheduler_object = scheduler_of(self._scheduler_config)
+        if self._scheduler_object is None:
+            self._scheduler_object = _host_scheduler_of(self._scheduler_config)
         return self._scheduler_object
 
     @property
@@ -274,6 +284,8 @@ class DiffusersInterface(MemoryOptions, LoraInterface):
             OptionError: adapters are in effect, also those that `fuse_lora` has fused.
             FolderError: the folder has changed since it was loaded.
         """
+        from sdonnx.runtime.interface.hub import upload
+
         self._require_saveable()
         changed = changed_files(self.folder, self.scheduler_config)
         return upload(

@@ -7,15 +7,16 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sdonnx.errors import OptionError
-from sdonnx.lora.adapter_file import AdapterFile
-from sdonnx.lora.loaded_adapters import AdapterState, LoadedAdapters, warn_of_unknown_keys
 from sdonnx.models.spec import Role
 from sdonnx.runtime.inputs.argument_checks import require_number
-from sdonnx.runtime.interface.lora_source import read_lora_source
 from sdonnx.runtime.pipeline_base import PipelineBase
+
+if TYPE_CHECKING:
+    from sdonnx.lora.adapter_file import AdapterFile
+    from sdonnx.lora.loaded_adapters import AdapterState, LoadedAdapters
 
 __all__ = ["LoraInterface"]
 
@@ -30,7 +31,17 @@ class LoraInterface(PipelineBase):
     made in the memory that they read (`sdonnx.runtime.changed_weights`).
     """
 
-    _adapters: LoadedAdapters
+    @property
+    def _adapters(self) -> LoadedAdapters:
+        """The adapters; the first use imports the modules that read them."""
+        if "_loaded_adapters" not in self.__dict__:
+            from sdonnx.lora.loaded_adapters import LoadedAdapters
+
+            changeable = [spec.name for spec in self._graphs.family.components if spec.takes_lora]
+            # Atomic: if two threads make one, both use the first.
+            self.__dict__.setdefault("_loaded_adapters", LoadedAdapters(self._graphs.folder, changeable))
+        adapters: LoadedAdapters = self.__dict__["_loaded_adapters"]
+        return adapters
 
     @property
     def lora_components(self) -> list[str]:
@@ -79,6 +90,9 @@ class LoraInterface(PipelineBase):
             FolderError: the repository, or a configuration next to the file, cannot be read.
             DeviceMemoryError: the device has too little memory.
         """
+        from sdonnx.lora.loaded_adapters import warn_of_unknown_keys
+        from sdonnx.runtime.interface.lora_source import read_lora_source
+
         state, source = self._adapters.state, pretrained_model_name_or_path_or_dict
         name = adapter_name or next(
             f"default_{i}" for i in range(len(state.files) + 1) if f"default_{i}" not in state.files
@@ -186,6 +200,8 @@ class LoraInterface(PipelineBase):
         Args:
             reset_to_overwritten_params: has no effect.
         """
+        from sdonnx.lora.loaded_adapters import AdapterState
+
         self._use(AdapterState(fused=self._adapters.state.fused))
 
     def disable_lora(self) -> None:

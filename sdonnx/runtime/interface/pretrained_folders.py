@@ -12,11 +12,9 @@ from typing import Any
 
 from sdonnx.errors import FolderError, OptionError, OutputError, SdonnxError
 from sdonnx.folder.certificate import CERTIFICATE, CERTIFICATE_PAGE
-from sdonnx.folder.copy_folder import copy_folder
 from sdonnx.folder.folder_version import command_for
 from sdonnx.folder.pipeline_folder import MODEL_INDEX, PipelineFolder, atomic_folder
 from sdonnx.runtime.graph_set import require_low_memory
-from sdonnx.runtime.interface.hub import download, is_hub_id
 from sdonnx.runtime.interface.missing_features import require_known
 
 __all__ = ["PretrainedOptions", "changed_files", "require_arguments", "save_folder", "stale_files"]
@@ -127,6 +125,8 @@ class PretrainedOptions:
             folder = self.pretrained_model_name_or_path
         if not isinstance(folder, str | os.PathLike) or not str(folder):
             raise OptionError(f"the folder is {folder!r}", "a path, or an id of the hub", "pass an optimized folder")
+        from sdonnx.runtime.interface.hub import download, is_hub_id
+
         path = folder if isinstance(folder, str) else Path(folder)
         if not is_hub_id(path):
             return path
@@ -242,6 +242,8 @@ def save_folder(
         OutputError: `out` exists, overlaps `folder`, or cannot be written.
         FolderError: a file of `folder` cannot be read.
     """
+    from sdonnx.folder.copy_folder import copy_folder
+
     if not isinstance(out, str | Path) or not str(out):
         raise OutputError(f"the output is {out!r}", "a path", "pass the folder to write")
     changed = changed_files(folder, scheduler_config)

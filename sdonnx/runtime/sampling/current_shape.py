@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +17,9 @@ from sdonnx.errors import OptionError
 from sdonnx.models import abi
 from sdonnx.models.spec import Role
 from sdonnx.runtime.cuda_graph_cache import CapturedShape, CaptureKey
-from sdonnx.runtime.sampling.active_controls import ActiveControls
+
+if TYPE_CHECKING:
+    from sdonnx.runtime.sampling.active_controls import ActiveControls
 
 __all__ = ["CurrentShape", "StepChange"]
 

@@ -29,7 +29,6 @@ from sdonnx.runtime.sampling.denoise import (
     denoise,
     denoise_with_host,
 )
-from sdonnx.runtime.sampling.host_schedulers import DiffusersSampler
 from sdonnx.runtime.sampling.noise import NoiseSource
 from sdonnx.samplers import STATE_ROWS, SamplingPlan, plan
 from sdonnx.samplers.plans import MAX_CALLS, parameter_table
@@ -108,6 +107,8 @@ class GenerationJob:
         Raises:
             OptionError: no step is left.
         """
+        from sdonnx.runtime.sampling.host_schedulers import DiffusersSampler
+
         sampler = DiffusersSampler(
             scheduler,
             call.steps,

@@ -16,11 +16,11 @@ import numpy.typing as npt
 from sdonnx.errors import OptionError, SchedulerError
 from sdonnx.runtime.sampling.denoise import Guidance, guided_prediction
 from sdonnx.runtime.sampling.noise import TorchCpuGenerator
-from sdonnx.samplers import SAMPLERS, SCHEDULER_NAMES, WHOLE, CustomSchedule, plan
+from sdonnx.samplers import SAMPLERS, WHOLE, CustomSchedule, plan
 from sdonnx.samplers.from_config import cutoff, remaining_calls
 from sdonnx.samplers.options import Option, UnplannedError, read_options
 
-__all__ = ["DiffusersSampler", "is_planned", "needs_host", "require_scheduler", "scheduler_of", "seeded"]
+__all__ = ["DiffusersSampler", "require_scheduler", "scheduler_of", "seeded"]
 
 # Options that tables are made from; the size of these tables is limited.
 _TABLES = {"num_train_timesteps": Option(1000, int), "trained_betas": Option(None, list)}
@@ -45,29 +45,6 @@ def require_scheduler(scheduler: Any) -> dict[str, Any]:
             'assign for example "euler"',
         )
     return {**config, "_class_name": type(scheduler).__name__}
-
-
-def is_planned(config: dict[str, Any]) -> bool:
-    """Return whether a scheduler with this configuration has a plan, and so runs on the device."""
-    try:
-        plan(config, 2)
-    except (SchedulerError, OptionError):
-        return False
-    return True
-
-
-def needs_host(config: Mapping[str, Any]) -> bool:
-    """Return whether diffusers steps a scheduler: no plan follows its class, or the value of one of its options."""
-    class_name = str(config.get("_class_name"))
-    if class_name not in SAMPLERS:
-        return any(class_name == each.class_name for each in SCHEDULER_NAMES)
-    try:
-        plan(config, 2)
-    except UnplannedError:
-        return True
-    except (SchedulerError, OptionError):
-        return False  # the plan of a call raises it again
-    return False
 
 
 def scheduler_of(config: Mapping[str, Any]) -> Any:

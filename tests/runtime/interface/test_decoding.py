@@ -16,7 +16,7 @@ from support.trajectories import TENSOR_TO_ARRAY
 
 from sdonnx.errors import OptionError
 from sdonnx.metrics import psnr
-from sdonnx.runtime.interface.image_processor import ImageProcessor
+from sdonnx.runtime.output import ImageProcessor
 from sdonnx.runtime.pipeline import OrtDiffusionPipeline
 
 pytestmark = TENSOR_TO_ARRAY
