@@ -179,6 +179,12 @@ def test_importing_the_package_loads_no_library() -> None:
     assert _run(f"import sys, sdonnx; print(sorted({heavy!r} & sys.modules.keys()))") == "[]"
 
 
+def test_loading_pipelines_imports_few_modules() -> None:
+    """Features that a call may not need, such as LoRA or ControlNets, are imported on first use."""
+    code = "import sys; from sdonnx import OrtDiffusionPipeline; print(sum(m.startswith('sdonnx') for m in sys.modules))"
+    assert int(_run(code)) <= 80
+
+
 def test_runtime_runs_without_the_converters() -> None:
     modules = [module for module in LAYERED if _unit(module) in RUNTIME]
     block = f"import sys; sys.modules.update(dict.fromkeys({sorted(CONVERTERS)!r}))"
