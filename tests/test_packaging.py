@@ -181,7 +181,9 @@ def test_importing_the_package_loads_no_library() -> None:
 
 def test_loading_pipelines_imports_few_modules() -> None:
     """Features that a call may not need, such as LoRA or ControlNets, are imported on first use."""
-    code = "import sys; from sdonnx import OrtDiffusionPipeline; print(sum(m.startswith('sdonnx') for m in sys.modules))"
+    code = (
+        "import sys; from sdonnx import OrtDiffusionPipeline; print(sum(m.startswith('sdonnx') for m in sys.modules))"
+    )
     assert int(_run(code)) <= 80
 
 

@@ -22,14 +22,15 @@ from __future__ import annotations
 
 from sdonnx.compose.absorption import absorb_projections
 from sdonnx.compose.compose_component import ControlPlan, compose_component, shared_weights
-from sdonnx.compose.image_encoders import (
+from sdonnx.compose.encoders import (
     compose_image_prompt_encoder,
     compose_image_prompt_projection,
     compose_safety_check,
+    compose_second_text,
+    compose_text,
 )
 from sdonnx.compose.precompute import hoist_step_invariants
 from sdonnx.compose.step import compose_step
-from sdonnx.compose.text import compose_second_text, compose_text
 from sdonnx.compose.vae import compose_decode, compose_encode
 
 __all__ = [

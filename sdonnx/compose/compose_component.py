@@ -11,14 +11,15 @@ import onnx_ir as ir
 
 from sdonnx.compose.absorption import absorb_projections
 from sdonnx.compose.control_network import add_residuals, compose_adapt, compose_control
-from sdonnx.compose.image_encoders import (
+from sdonnx.compose.encoders import (
     compose_image_prompt_encoder,
     compose_image_prompt_projection,
     compose_safety_check,
+    compose_second_text,
+    compose_text,
 )
 from sdonnx.compose.precompute import hoist_step_invariants
 from sdonnx.compose.step import compose_step
-from sdonnx.compose.text import compose_second_text, compose_text
 from sdonnx.compose.vae import compose_decode, compose_encode
 from sdonnx.models import abi
 from sdonnx.models.control_networks import Residual

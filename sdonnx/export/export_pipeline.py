@@ -28,13 +28,13 @@ from sdonnx.export.single_file.open_single_file import SingleFile, open_single_f
 from sdonnx.export.single_file.suffixes import is_single_file
 from sdonnx.export.trace import trace
 from sdonnx.export.weight_files import find_weights, require_safetensors, require_variant
-from sdonnx.folder.copy_folder import copy_folder
 from sdonnx.folder.pipeline_folder import (
     MODEL_INDEX,
     ONNX_MODEL,
     ONNX_WEIGHTS,
     PipelineFolder,
     atomic_folder,
+    copy_folder,
 )
 from sdonnx.installation import install_command
 from sdonnx.models.control_networks import CONTROLNET, T2I_ADAPTER

@@ -12,7 +12,6 @@ from typing import Any
 import onnx_ir as ir
 
 from sdonnx.folder.certificate import CERTIFICATE, CERTIFICATE_PAGE
-from sdonnx.folder.copy_folder import copy_folder
 from sdonnx.folder.folder_version import read_report
 from sdonnx.folder.pipeline_folder import (
     ONNX_WEIGHTS,
@@ -22,6 +21,7 @@ from sdonnx.folder.pipeline_folder import (
     SHARED_WEIGHTS,
     PipelineFolder,
     atomic_folder,
+    copy_folder,
     hash_file,
     read_json,
 )

@@ -10,8 +10,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from sdonnx.sample.architecture import Architecture, ClassSpec, T5TokenizerSpec
-from sdonnx.sample.sample_networks import VAE_TINY, VAE_XL, vae
+from sdonnx.sample.architecture import VAE_TINY, VAE_XL, Architecture, ClassSpec, T5TokenizerSpec, vae
 
 __all__ = ["PIXART", "pixart_transformer", "t5_encoder"]
 

@@ -12,8 +12,18 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from sdonnx.sample.architecture import Architecture, ClassSpec, TokenizerSpec
-from sdonnx.sample.sample_networks import CLIP_TINY, VAE_TINY, VAE_XL, clip_text, scheduler, unet, vae
+from sdonnx.sample.architecture import (
+    CLIP_TINY,
+    VAE_TINY,
+    VAE_XL,
+    Architecture,
+    ClassSpec,
+    TokenizerSpec,
+    clip_text,
+    scheduler,
+    unet,
+    vae,
+)
 
 __all__ = ["STABLE_DIFFUSION", "STABLE_DIFFUSION_XL"]
 

@@ -10,13 +10,12 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from sdonnx.errors import SchedulerError
-from sdonnx.samplers.dpm_solver import plan_dpm_solver_pp
 from sdonnx.samplers.euler import plan_euler, plan_euler_ancestral, plan_heun
 from sdonnx.samplers.flow import plan_flow_euler
+from sdonnx.samplers.multistep_solvers import plan_dpm_solver_pp, plan_unipc
 from sdonnx.samplers.options import Option, PlanRequest, SchedulerOptions
 from sdonnx.samplers.plans import SamplingPlan
 from sdonnx.samplers.timestep_samplers import plan_ddim, plan_lcm, plan_pndm, plan_tcd
-from sdonnx.samplers.unipc import plan_unipc
 
 __all__ = ["SAMPLERS", "SCHEDULER_NAMES", "Sampler", "SchedulerName", "parse_name"]
 

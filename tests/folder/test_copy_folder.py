@@ -13,8 +13,7 @@ from support.pipelines import copied, refused
 
 from sdonnx.errors import FolderError
 from sdonnx.export.export_pipeline import export_pipeline
-from sdonnx.folder.copy_folder import copy_folder
-from sdonnx.folder.pipeline_folder import atomic_folder
+from sdonnx.folder.pipeline_folder import atomic_folder, copy_folder
 
 
 def _socket(path: Path) -> None:

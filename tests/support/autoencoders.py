@@ -22,9 +22,8 @@ from sdonnx.optimize.component_passes import PASSES, ComponentJob, run_passes
 from sdonnx.optimize.exported_pipeline import open_component
 from sdonnx.optimize.optimize_request import OptimizeRequest
 from sdonnx.optimize.report import ComponentReport
-from sdonnx.sample.architecture import ClassSpec
+from sdonnx.sample.architecture import VAE_XL, ClassSpec, vae
 from sdonnx.sample.overflow import grow
-from sdonnx.sample.sample_networks import VAE_XL, vae
 from sdonnx.sample.sample_weights import seeded_weights
 from sdonnx.sample.write_sample import build_network
 

@@ -24,8 +24,7 @@ from sdonnx.export.single_file.kinds import UNET, VAE_PREFIXES, Kind, kind_of
 from sdonnx.export.single_file.original_keys import Shape, Sources, unet_sources, vae_sources
 from sdonnx.export.single_file.shape_configs import text_encoder_config, unet_config, vae_config
 from sdonnx.export.stored_tensors import StoredTensors
-from sdonnx.folder.copy_folder import copy_folder
-from sdonnx.folder.pipeline_folder import MODEL_INDEX, PipelineFolder, read_json, require_inside
+from sdonnx.folder.pipeline_folder import MODEL_INDEX, PipelineFolder, copy_folder, read_json, require_inside
 from sdonnx.models.registry import family_of
 from sdonnx.sample.architecture import ClassSpec
 from sdonnx.sample.write_sample import build_network

@@ -13,7 +13,7 @@ from typing import Any
 from sdonnx.errors import FolderError, OptionError, OutputError, SdonnxError
 from sdonnx.folder.certificate import CERTIFICATE, CERTIFICATE_PAGE
 from sdonnx.folder.folder_version import command_for
-from sdonnx.folder.pipeline_folder import MODEL_INDEX, PipelineFolder, atomic_folder
+from sdonnx.folder.pipeline_folder import MODEL_INDEX, PipelineFolder, atomic_folder, copy_folder
 from sdonnx.runtime.graph_set import require_low_memory
 from sdonnx.runtime.interface.missing_features import require_known
 
@@ -242,8 +242,6 @@ def save_folder(
         OutputError: `out` exists, overlaps `folder`, or cannot be written.
         FolderError: a file of `folder` cannot be read.
     """
-    from sdonnx.folder.copy_folder import copy_folder
-
     if not isinstance(out, str | Path) or not str(out):
         raise OutputError(f"the output is {out!r}", "a path", "pass the folder to write")
     changed = changed_files(folder, scheduler_config)

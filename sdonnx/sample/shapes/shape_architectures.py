@@ -12,9 +12,8 @@ from types import MappingProxyType
 from typing import Any
 
 from sdonnx.folder.pipeline_folder import PipelineFolder, read_json
-from sdonnx.sample.architecture import Architecture, ClassSpec, T5TokenizerSpec, TokenizerSpec
+from sdonnx.sample.architecture import Architecture, ClassSpec, T5TokenizerSpec, TokenizerSpec, clip_text, unet, vae
 from sdonnx.sample.pixart_sample import pixart_transformer, t5_encoder
-from sdonnx.sample.sample_networks import clip_text, unet, vae
 from sdonnx.sample.shapes.shape_scenes import IMAGE_SIZE, VOCABULARY
 
 __all__ = [
