@@ -1,4 +1,4 @@
-"""Options of `sdonnx generate`: images, ControlNets and T2I-Adapters, LoRA files, and the schedule."""
+"""Options of `sdonnx generate`: conditioning images, LoRA files, and the schedule."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 
 __all__ = [
     "LoraFile",
-    "add_control_arguments",
+    "add_conditioning_arguments",
     "add_lora_arguments",
     "add_lora_tags",
     "add_schedule_arguments",
-    "control_arguments",
-    "control_parameters",
+    "conditioning_arguments",
+    "conditioning_parameters",
     "custom_steps",
     "load_lora_files",
     "read_image",
@@ -55,8 +55,9 @@ def read_image(path: Path | None) -> Image.Image | None:
         raise OptionError(f"{path} cannot be read ({error})", "an image file", "pass another file") from error
 
 
-_IMAGES = ("control_image", "adapter_image")
+_IMAGES = ("ip_adapter_image", "control_image", "adapter_image")
 _NUMBERS = (
+    "ip_adapter_scale",
     "controlnet_conditioning_scale",
     "control_guidance_start",
     "control_guidance_end",
@@ -65,9 +66,12 @@ _NUMBERS = (
 )
 
 
-def add_control_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options."""
+def add_conditioning_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options for images that condition the denoiser, and their weights."""
     add = partial(add_option, parser)
+    add("--ip_adapter_image", nargs="+", type=Path, default=[], help="one image prompt per IP-Adapter of the folder")
+    scales = "weight of all image prompts, or of each (default: 1)"
+    add("--ip_adapter_scale", nargs="+", type=float, default=[], help=scales)
     images = "one image per ControlNet of the folder, or the images of a ControlNet-Union"
     add("--control_image", nargs="+", type=Path, default=[], help=images)
     scale = "weight of all ControlNets, or of each (default: 1)"
@@ -85,8 +89,8 @@ def add_control_arguments(parser: argparse.ArgumentParser) -> None:
     add("--adapter_conditioning_factor", type=float, default=None, help=factor)
 
 
-def control_arguments(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the arguments of the pipeline that the options set, by name.
+def conditioning_arguments(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the arguments of the pipeline for conditioning images that the options set, by name.
 
     Raises:
         OptionError: an image cannot be read.
@@ -95,7 +99,8 @@ def control_arguments(options: argparse.Namespace) -> dict[str, Any]:
     for name in (*_IMAGES, *_NUMBERS):
         if given := getattr(options, name):
             values = [read_image(path) for path in given] if name in _IMAGES else list(given)
-            found[name] = values[0] if len(values) == 1 else values
+            is_one = len(values) == 1 and name != "ip_adapter_image"
+            found[name] = values[0] if is_one else values
     if options.guess_mode:
         found["guess_mode"] = True
     if options.adapter_conditioning_factor is not None:
@@ -103,15 +108,17 @@ def control_arguments(options: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
-def control_parameters(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the parameters to write into image files, by name; none without control images."""
-    if not any(getattr(options, name) for name in _IMAGES):
-        return {}
-    images = {name: [path.name for path in getattr(options, name)] for name in _IMAGES if getattr(options, name)}
-    numbers = {name: getattr(options, name) for name in _NUMBERS if getattr(options, name)}
-    guess = {"guess_mode": True} if options.guess_mode else {}
+def conditioning_parameters(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the parameters to write into image files, by name; those of control images only if there are some."""
+    images = {name: [path.name for path in getattr(options, name)] for name in _IMAGES}
+    numbers = {name: getattr(options, name) for name in _NUMBERS}
+    prompts = {"ip_adapter_image": images.pop("ip_adapter_image"), "ip_adapter_scale": numbers.pop("ip_adapter_scale")}
+    if not any(images.values()):
+        return prompts
+    others = images | numbers | {"guess_mode": options.guess_mode}
+    given = {name: value for name, value in others.items() if value}
     factor = options.adapter_conditioning_factor
-    return images | numbers | guess | ({} if factor is None else {"adapter_conditioning_factor": factor})
+    return prompts | given | ({} if factor is None else {"adapter_conditioning_factor": factor})
 
 
 # AUTOMATIC1111's notation (extra_networks.py and extra_networks_lora.py of stable-diffusion-webui): a name, the weight
