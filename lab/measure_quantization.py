@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shlex
 import statistics
 import sys
@@ -51,7 +50,6 @@ from sdonnx.sample.shapes.shape_judge import held_out_captions
 
 _CAPTION_STEPS = 25  # as in the training's record
 _TIMED_STEPS = (2, 42)
-_PROCESSES = min(os.cpu_count() or 1, 12)
 
 
 def main() -> None:
@@ -162,7 +160,7 @@ def _drawn(folder: Path, provider: str, captions: Sequence[str]) -> dict[str, An
     with OrtDiffusionPipeline.from_pretrained(folder, provider) as pipeline:
         pipeline.set_progress_bar_config(disable=True)
         if captions:
-            measured["accuracy"] = judged_captions(pipeline, captions, _CAPTION_STEPS, 0, _PROCESSES)
+            measured["accuracy"] = judged_captions(pipeline, captions, _CAPTION_STEPS, 0)
         if provider == "cuda":
             measured["step_ms"] = _step_ms(pipeline)
     return measured

@@ -6,7 +6,7 @@
     python lab/ship_shapes.py again/shapes-dit --earlier trained/result.json  # trained with --resume trained
 
 Nothing is written unless all pipelines are finite, small enough, share one autoencoder, and are as accurate on
-held-out captions as `sdonnx.sample.shapes.shape_judge.BOUNDS` says. The record has one JSON object per line, one
+held-out captions as `shape_evaluation.BOUNDS` says. The record has one JSON object per line, one
 for each run of the training of the weights that ship. `SHIPPED` in `shape_architectures` lists the pipelines that
 `sdonnx sample` offers: add a new one there.
 """
@@ -23,12 +23,14 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from shape_evaluation import BOUNDS
+
 from sdonnx.errors import FolderError, OptionError, SdonnxError, WeightsError
 from sdonnx.folder.pipeline_folder import PipelineFolder, read_json
 from sdonnx.sample.architecture import Architecture
 from sdonnx.sample.sample_weights import read_weights
 from sdonnx.sample.shapes.shape_architectures import TRAINED
-from sdonnx.sample.shapes.shape_judge import BOUNDS, wilson_interval
+from sdonnx.sample.shapes.shape_judge import wilson_interval
 from sdonnx.sample.write_sample import build_network
 
 if TYPE_CHECKING:

@@ -28,18 +28,12 @@ import torch
 from denoiser_training import CaptionPool, DenoiserTraining
 from shape_autoencoder import encode_drawings, initialized, train_autoencoder
 from shape_drawing import SceneTable
+from shape_evaluation import contact_sheet, generate, summarize_relations
 from training_step import Budget
 
 from sdonnx.sample.architecture import Architecture, ClassSpec
 from sdonnx.sample.shapes.shape_architectures import TRAINED
-from sdonnx.sample.shapes.shape_judge import (
-    contact_sheet,
-    generate,
-    held_out_captions,
-    score_images,
-    summarize,
-    summarize_relations,
-)
+from sdonnx.sample.shapes.shape_judge import held_out_captions, score_images, summarize
 from sdonnx.sample.shapes.shape_scenes import all_scenes, captions, is_held_out
 from sdonnx.sample.tokenizer import build_tokenizer, save_tokenizer
 from sdonnx.sample.write_sample import build_network

@@ -23,9 +23,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from drawing import WIDTH, Drawing, Series, Text, line_chart
 from drawing import Path as Shape
+from shape_evaluation import BOUNDS, contact_sheet, generate
 
 from sdonnx.sample.shapes.shape_architectures import SHIPPED, TRAINED
-from sdonnx.sample.shapes.shape_judge import BOUNDS, contact_sheet, generate, held_out_captions
+from sdonnx.sample.shapes.shape_judge import held_out_captions
 from sdonnx.sample.shapes.shape_scenes import COLOURS, IMAGE_SIZE, PHRASES, SHAPES, SIZES
 from sdonnx.sample.write_sample import write_sample
 

@@ -293,7 +293,7 @@ class ImageTrials:
 
 
 def judged_captions(
-    pipeline: OrtDiffusionPipeline, captions: Sequence[str], steps: int, seed: int, processes: int = 1
+    pipeline: OrtDiffusionPipeline, captions: Sequence[str], steps: int, seed: int
 ) -> dict[str, dict[str, Any]]:
     """Generate an image of each caption with a trained sample, and return the accuracy by measure (`summarize`).
 
@@ -302,10 +302,9 @@ def judged_captions(
         captions: the captions.
         steps: denoising steps.
         seed: seed of the first batch; the same seed gives the same noise to each folder.
-        processes: number of processes that judge the images.
     """
 
     def generate(batch: list[str], first: int) -> Sequence[Any]:
         return list(pipeline(batch, num_inference_steps=steps, guidance_scale=GUIDANCE_SCALE, seed=first).images)
 
-    return summarize(score_images(draw_batches(generate, captions, seed), captions, processes))
+    return summarize(score_images(draw_batches(generate, captions, seed), captions))

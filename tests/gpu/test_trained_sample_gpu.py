@@ -8,12 +8,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from shape_evaluation import generate
 from support.recording import Note
 
 from sdonnx.metrics import psnr
 from sdonnx.runtime.pipeline import OrtDiffusionPipeline
 from sdonnx.sample.shapes.shape_architectures import GUIDANCE_SCALE
-from sdonnx.sample.shapes.shape_judge import generate, held_out_captions, score_images, summarize
+from sdonnx.sample.shapes.shape_judge import held_out_captions, score_images, summarize
 
 COUNT, STEPS, SEED = 40, 25, 7
 

@@ -10,12 +10,13 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from shape_evaluation import generate
 
 from sdonnx.__main__ import main
 from sdonnx.metrics import psnr
 from sdonnx.runtime.pipeline import OrtDiffusionPipeline
 from sdonnx.sample.shapes.shape_architectures import EXAMPLE_CAPTION, GUIDANCE_SCALE
-from sdonnx.sample.shapes.shape_judge import generate, score_images, summarize
+from sdonnx.sample.shapes.shape_judge import score_images, summarize
 from sdonnx.sample.shapes.shape_scenes import PHRASES, is_held_out, read_caption
 
 # Caused by diffusers when it converts torch tensors to numpy.
