@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,17 +18,14 @@ import onnx_ir as ir
 from sdonnx.errors import OptionError, PrecisionError
 from sdonnx.folder.pipeline_folder import ONNX_MODEL
 from sdonnx.graph.edit import constant, insert
-from sdonnx.graph.passes import tidy
-from sdonnx.operators.lowering import LowerContribOperators
 from sdonnx.optimize.exported_pipeline import open_exported, quantization_policies
 from sdonnx.optimize.optimize_request import OptimizeRequest, ProgressCallback
-from sdonnx.precision_search.record_inputs import Feeds, probe_device, run_probe, runnable, write_wide
+from sdonnx.precision_search.record_inputs import Feeds, probe_device, run_graph, run_probe, runnable, write_wide
 from sdonnx.precision_search.search_options import METHODS, ProbeSettings
 from sdonnx.quantization.number_formats import NumberFormat
 from sdonnx.quantization.quantization_config import QuantizationPolicy
 from sdonnx.quantization.quantize_weights import weighted_nodes
 from sdonnx.runtime.device.device import Device
-from sdonnx.runtime.device.device_thread import device_thread
 from sdonnx.runtime.device.session import Graph
 
 __all__ = ["Activations", "calibrate", "chosen_magnitude"]
@@ -203,15 +200,7 @@ def _add_measurements(model: ir.Model, values: Collection[ir.Value], *, samples:
 
 
 def _run(folder: Path, model: ir.Model, feeds: Sequence[Feeds], device: Device) -> list[Feeds]:
-    if device.provider == "cpu":
-        LowerContribOperators()(model)
-    tidy(model)
-    path = folder / _MEASURED
-    ir.save(model, path)
+    def results(graph: Graph) -> list[Feeds]:
+        return [graph.run({name: each[name] for name in graph.inputs}) for each in feeds]
 
-    def results() -> list[Feeds]:
-        graph = Graph(path, device)
-        given: list[Mapping[str, Any]] = [{name: each[name] for name in graph.inputs} for each in feeds]
-        return [graph.run(each) for each in given]
-
-    return device_thread(device).run(results)
+    return run_graph(model, folder / _MEASURED, device, results)

@@ -11,16 +11,13 @@ import numpy as np
 import onnx_ir as ir
 
 from sdonnx.folder.pipeline_folder import ONNX_MODEL
-from sdonnx.graph.passes import tidy
 from sdonnx.metrics import relative_error
 from sdonnx.models.spec import ComponentSpec
-from sdonnx.operators.lowering import LowerContribOperators
 from sdonnx.precision.convert import ConvertPrecision
 from sdonnx.precision.policy import PrecisionPolicy
 from sdonnx.precision_search.fp16_emulation import Monitor, Place, Widen, measure_weight, narrow_places, round_mantissa
-from sdonnx.precision_search.record_inputs import Array, Feeds
+from sdonnx.precision_search.record_inputs import Array, Feeds, run_graph
 from sdonnx.runtime.device.device import Device
-from sdonnx.runtime.device.device_thread import device_thread
 from sdonnx.runtime.device.session import Graph
 
 __all__ = ["Component", "Error", "Range", "duration"]
@@ -188,13 +185,7 @@ class Component:
         return self._on_device(model, outputs)
 
     def _on_device(self, model: ir.Model, job: Callable[[Graph], Result]) -> Result:
-        """Write the graph of a trial, load it, and run `job` with it in the thread of the device."""
-        if self.is_emulated:
-            LowerContribOperators()(model)
-        tidy(model)
-        path = self._folder / _TRIAL
-        ir.save(model, path)
-        return device_thread(self._device).run(lambda: job(Graph(path, self._device)))
+        return run_graph(model, self._folder / _TRIAL, self._device, job)
 
     def _compared(self, results: Sequence[Feeds]) -> Error:
         worst, finite = 0.0, True

@@ -21,15 +21,13 @@ import onnx_ir as ir
 from sdonnx.errors import OptionError, PrecisionError
 from sdonnx.folder.pipeline_folder import ONNX_MODEL, PipelineFolder
 from sdonnx.graph.edit import dims
-from sdonnx.graph.passes import tidy
 from sdonnx.metrics import Proportion, psnr, relative_error, structural_similarity
 from sdonnx.models.spec import ComponentSpec, Role
-from sdonnx.operators.lowering import LowerContribOperators
 from sdonnx.optimize.exported_pipeline import ExportedPipeline, quantization_policies
 from sdonnx.optimize.optimize_request import OptimizeRequest
 from sdonnx.optimize.optimizer import write_component
 from sdonnx.precision_search.fp16_emulation import link_or_copy, write_emulated_component
-from sdonnx.precision_search.record_inputs import Feeds, run_probe, wide_request
+from sdonnx.precision_search.record_inputs import Feeds, run_graph, run_probe, wide_request
 from sdonnx.precision_search.search_options import Bounds, ProbeSettings
 from sdonnx.quantization.quantization_config import QuantizationConfig, QuantizationPolicy
 from sdonnx.quantization.quantization_types import QuantizationType
@@ -41,8 +39,6 @@ from sdonnx.quantization.quantize_weights import (
     weighted_nodes,
 )
 from sdonnx.runtime.device.device import Device
-from sdonnx.runtime.device.device_thread import device_thread
-from sdonnx.runtime.device.session import Graph
 from sdonnx.runtime.pipeline import NotFiniteWarning, OrtDiffusionPipeline
 from sdonnx.sample.shapes.shape_architectures import GUIDANCE_SCALE, TRAINED, reads_shape_captions
 from sdonnx.sample.shapes.shape_judge import draw_batches, held_out_captions, score_images, summarize
@@ -126,17 +122,9 @@ class RoundingTrials:
         for each, kind, rounds in self._quantizable(model) if modules else []:
             if each.paths and set(each.paths) <= modules:
                 self._round(each, kind, rounds)
-        if self._device.provider == "cpu":
-            LowerContribOperators()(model)
-        tidy(model)
-        path = self._folder / _TRIAL
-        ir.save(model, path)
-
-        def results() -> list[Feeds]:
-            graph = Graph(path, self._device)
-            return [graph.run(given) for given in self._feeds]
-
-        return device_thread(self._device).run(results)
+        return run_graph(
+            model, self._folder / _TRIAL, self._device, lambda graph: [graph.run(given) for given in self._feeds]
+        )
 
     def _round(self, each: WeightedNode, kind: QuantizationType, rounds: bool) -> None:
         """Round the weight of a product in the graph, and the activations if `rounds`."""

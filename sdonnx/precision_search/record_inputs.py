@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -20,9 +20,11 @@ from sdonnx.errors import ProviderError
 from sdonnx.folder.pipeline_folder import ONNX_MODEL, PipelineFolder
 from sdonnx.folder.prompt_file import default_prompts
 from sdonnx.graph.edit import dims
+from sdonnx.graph.passes import tidy
 from sdonnx.models import abi
 from sdonnx.models.registry import family_of
 from sdonnx.models.spec import ComponentSpec, Role
+from sdonnx.operators.lowering import LowerContribOperators
 from sdonnx.optimize.exported_pipeline import ExportedPipeline
 from sdonnx.optimize.optimize_request import OptimizeRequest, ProgressCallback
 from sdonnx.optimize.optimizer import write_optimized
@@ -31,11 +33,24 @@ from sdonnx.precision_search.fp16_emulation import write_emulated
 from sdonnx.precision_search.search_options import ProbeSettings
 from sdonnx.quantization.quantization_config import QuantizationConfig
 from sdonnx.runtime.device.device import Device, device_for
+from sdonnx.runtime.device.device_thread import device_thread
 from sdonnx.runtime.device.session import Graph, Run
 from sdonnx.runtime.pipeline import NotFiniteWarning, OrtDiffusionPipeline
 from sdonnx.sample.shapes.shape_architectures import GUIDANCE_SCALE, default_captions, reads_shape_captions
 
-__all__ = ["Array", "Feeds", "Recording", "probe_device", "run_probe", "runnable", "wide_request", "write_wide"]
+__all__ = [
+    "Array",
+    "Feeds",
+    "Recording",
+    "probe_device",
+    "run_graph",
+    "run_probe",
+    "runnable",
+    "wide_request",
+    "write_wide",
+]
+
+Result = TypeVar("Result")
 
 
 def probe_device(provider: str = "cuda") -> Device:
@@ -77,6 +92,18 @@ def wide_request(request: OptimizeRequest, quantization: QuantizationConfig | No
         export_qdq=False,
         scales=None if quantization is None else request.scales,
     )
+
+
+def run_graph(model: ir.Model, path: Path, device: Device, job: Callable[[Graph], Result]) -> Result:
+    """Write a graph to `path`, load it, and return the result of `job` with it, in the thread of the device.
+
+    On a CPU, operators without a kernel are lowered to standard ones first, in place.
+    """
+    if device.provider == "cpu":
+        LowerContribOperators()(model)
+    tidy(model)
+    ir.save(model, path)
+    return device_thread(device).run(lambda: job(Graph(path, device)))
 
 
 Array = npt.NDArray[Any]
