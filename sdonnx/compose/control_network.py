@@ -33,25 +33,21 @@ from sdonnx.models.control_networks import Residual, controlnet_residuals
 from sdonnx.samplers import STATE_ROWS
 
 __all__ = [
-    "TO_CHANNELS_FIRST",
-    "TO_CHANNELS_LAST",
     "add_residuals",
     "compose_adapt",
     "compose_control",
-    "is_channels_last",
-    "residual_shape",
 ]
 
-TO_CHANNELS_FIRST, TO_CHANNELS_LAST = (0, 3, 1, 2), (0, 2, 3, 1)
+_TO_CHANNELS_FIRST, _TO_CHANNELS_LAST = (0, 3, 1, 2), (0, 2, 3, 1)
 """Permutations of the axes of images."""
 
 
-def is_channels_last(graph: ir.Graph) -> bool:
+def _is_channels_last(graph: ir.Graph) -> bool:
     """Return whether the convolutions of a fused graph, and so its residuals, have channels last."""
     return any(node.op_type == "NhwcConv" for node in graph)
 
 
-def residual_shape(residual: Residual, *, channels_last: bool) -> list[int | str]:
+def _residual_shape(residual: Residual, *, channels_last: bool) -> list[int | str]:
     """Return the shape of a residual for the prompts of a batch."""
     height, width = residual.axes
     if channels_last:
@@ -73,7 +69,7 @@ def add_residuals(model: ir.Model, residuals: Sequence[Residual], *, to_blocks: 
     """
     graph = model.graph
     joins = [node for node in graph if _joins_skip(node)]
-    last = is_channels_last(graph)
+    last = _is_channels_last(graph)
     count = max((residual.skip for residual in residuals if residual.skip is not None), default=0) + 1
     if len(joins) < count:
         raise _unknown(f"{len(joins)} skip connections", f"at least {count}")
@@ -86,13 +82,13 @@ def add_residuals(model: ir.Model, residuals: Sequence[Residual], *, to_blocks: 
         if width != residual.channels:
             raise _unknown(f"{width} channels in skip connection {residual.skip}", f"{residual.channels}")
         name = f"{abi.RESIDUAL}{number}"
-        source = new_input(name, dtype_of(value), residual_shape(residual, channels_last=last))
+        source = new_input(name, dtype_of(value), _residual_shape(residual, channels_last=last))
         graph.inputs.append(source)
         names.append(name)
         if to_blocks and residual.skip is not None:
             _add_everywhere(model, value, source, transposed=last and axis == 1)
         else:
-            added = insert(join, "Transpose", [source], {"perm": TO_CHANNELS_FIRST}) if last and axis == 1 else source
+            added = insert(join, "Transpose", [source], {"perm": _TO_CHANNELS_FIRST}) if last and axis == 1 else source
             join.replace_input_with(index, insert(join, "Add", [value, added], shape=value.shape))
     return names
 
@@ -109,7 +105,7 @@ def _add_everywhere(model: ir.Model, value: ir.Value, source: ir.Value, *, trans
     uses = list(value.uses())
     producer = value.producer()
     add = GraphBuilder(model, after=producer)
-    added = add.op("Transpose", source, perm=TO_CHANNELS_FIRST) if transposed else source
+    added = add.op("Transpose", source, perm=_TO_CHANNELS_FIRST) if transposed else source
     total = add.op("Add", value, added)
     total.shape = value.shape
     for use in uses:
@@ -207,7 +203,7 @@ def _add_outputs(
 ) -> list[ir.Value]:
     """Multiply the residuals by their weights (G*B,K,1,1), and return inputs for the residuals before, if it `adds`."""
     graph = model.graph
-    last = is_channels_last(graph)
+    last = _is_channels_last(graph)
     found = [str(value.name) for value in graph.outputs], list(graph.outputs)
     numbered = {int(name.removeprefix(abi.RESIDUAL)): value for name, value in zip(*found, strict=True)}
     graph.outputs.clear()
@@ -220,7 +216,7 @@ def _add_outputs(
             value = _channels_last(add, value)
         chosen = add.op("Gather", weights, add.index(number), axis=1)  # (G*B,1,1)
         total = add.op("Mul", value, add.op("Unsqueeze", chosen, add.integers(3)))
-        shape = residual_shape(residual, channels_last=last)
+        shape = _residual_shape(residual, channels_last=last)
         if adds:
             source = new_input(f"{abi.RESIDUAL}{number}", dtype_of(value), shape)
             before.append(source)
@@ -234,9 +230,9 @@ def _channels_last(add: GraphBuilder, value: ir.Value) -> ir.Value:
     """Return an image with channels last: the value that was transposed to channels first, or a new transposition."""
     node = value.producer()
     is_transposed = node is not None and node.op_type == "Transpose"
-    if node is not None and is_transposed and tuple(node.attributes.get_ints("perm")) == TO_CHANNELS_FIRST:
+    if node is not None and is_transposed and tuple(node.attributes.get_ints("perm")) == _TO_CHANNELS_FIRST:
         return input_of(node, 0)
-    return add.op("Transpose", value, perm=TO_CHANNELS_LAST)
+    return add.op("Transpose", value, perm=_TO_CHANNELS_LAST)
 
 
 def compose_adapt(model: ir.Model, config: Mapping[str, Any]) -> None:

@@ -32,7 +32,6 @@ __all__ = [
     "CacheEntry",
     "FolderCache",
     "entry_info",
-    "file_digests",
     "graph_cache",
     "graph_folder",
     "require_unchanged",
@@ -269,7 +268,7 @@ def _seal(folder: Path, info: Mapping[str, Any]) -> None:
     content = {
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         _SIZES: dict(zip(names, sizes, strict=True)),
-        _DIGESTS: dict(zip(names, file_digests(files), strict=True)) | {ENTRY: _info_digest(info)},
+        _DIGESTS: dict(zip(names, _file_digests(files), strict=True)) | {ENTRY: _info_digest(info)},
         "info": dict(info),
     }
     (folder / ENTRY).write_text(json.dumps(content, indent=1), encoding="utf-8")
@@ -300,7 +299,7 @@ def require_unchanged(folder: Path) -> None:
         raise FolderError(f"{folder / ENTRY} lists no digests", "those of all files", "remove the folder")
     names = [name for name in digests if name != ENTRY]
     try:
-        found = dict(zip(names, file_digests([folder / name for name in names]), strict=True))
+        found = dict(zip(names, _file_digests([folder / name for name in names]), strict=True))
     except OSError as error:
         raise FolderError(f"{folder}: {error.strerror}", "files that can be read", "remove the folder") from error
     found[ENTRY] = _info_digest(entry_info(folder))
@@ -353,7 +352,7 @@ def _remove(path: Path) -> bool:
 _CHUNK_BYTES = 2**24  # read and hashed by one thread
 
 
-def file_digests(paths: Sequence[Path]) -> list[str]:
+def _file_digests(paths: Sequence[Path]) -> list[str]:
     """Return a digest of each file: the SHA-256 of the SHA-256 of its chunks of 16 MiB.
 
     Raises:

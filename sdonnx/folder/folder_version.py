@@ -24,7 +24,6 @@ __all__ = [
     "RebuildWarning",
     "command_for",
     "folder_kind",
-    "missing_report",
     "notices",
     "read_report",
     "require_diffusers",
@@ -71,7 +70,7 @@ def require_exported(path: Path) -> None:
         raise FolderError(f"{path} is optimized already", "an exported pipeline", "pass the exported folder")
 
 
-def missing_report(path: Path) -> FolderError:
+def _missing_report(path: Path) -> FolderError:
     """Return the error about a pipeline folder that is not optimized, or has lost its report."""
     found, expected = f"{path} has no {REPORT}", "an optimized pipeline"
     if any(path.glob(f"*/{_STEP}")):
@@ -109,7 +108,7 @@ def read_report(folder: Path) -> dict[str, Any]:
         FolderError: the report is missing or broken, or the folder has another format than `FORMAT`.
     """
     if not (folder / REPORT).is_file():
-        raise missing_report(folder)
+        raise _missing_report(folder)
     report = read_json(folder / REPORT)
     found = report.get("format", _UNNUMBERED)
     if found == FORMAT and isinstance(found, int):

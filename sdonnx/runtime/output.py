@@ -40,7 +40,6 @@ __all__ = [
     "require_output_type",
     "resized",
     "safety_checker_of",
-    "to_pil",
 ]
 
 Pixels = npt.NDArray[np.uint8]
@@ -266,11 +265,11 @@ def _images(shape: CapturedShape, output_type: str, size: tuple[int, int]) -> An
         if output_type == "pt":
             return _to_torch(sample, shape.graphs.device)
         images = np.round(sample * 255).astype(np.uint8)
-        return export(shape.graphs.device.upload(images)) if output_type == "ort" else to_pil(images)
+        return export(shape.graphs.device.upload(images)) if output_type == "ort" else _to_pil(images)
     if output_type == "ort":
         shape.graphs.device.synchronize()
         return export(_copied(shape, abi.IMAGES, shape.pixels, np.uint8))
-    return to_pil(shape.read(abi.IMAGES))
+    return _to_pil(shape.read(abi.IMAGES))
 
 
 def _copied(shape: CapturedShape, name: str, dimensions: tuple[int, ...], dtype: npt.DTypeLike) -> Any:
@@ -288,7 +287,7 @@ def _to_torch(sample: npt.NDArray[np.float32], device: Device) -> Any:
     return tensor.to(f"cuda:{device.index}") if device.provider == "cuda" and torch.cuda.is_available() else tensor
 
 
-def to_pil(images: npt.NDArray[np.uint8]) -> list[Image.Image]:
+def _to_pil(images: npt.NDArray[np.uint8]) -> list[Image.Image]:
     """Return PIL images of pixels (B,H,W,3), or (B,H,W,1) in grayscale."""
     return [Image.fromarray(pixels.squeeze(2) if pixels.shape[2] == 1 else pixels) for pixels in images]
 
@@ -363,4 +362,4 @@ def numpy_to_pil(images: Any) -> list[Image.Image]:
     """Return PIL images of an array (B,H,W,3) or (H,W,3) from 0 to 1."""
     values: npt.NDArray[Any] = to_numpy(images, "images")
     pixels = np.round(values * 255).astype(np.uint8)
-    return to_pil(pixels if pixels.ndim == 4 else pixels[None])
+    return _to_pil(pixels if pixels.ndim == 4 else pixels[None])

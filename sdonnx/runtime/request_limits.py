@@ -39,7 +39,7 @@ from sdonnx.runtime.inputs.prompt_arguments import PromptArguments
 from sdonnx.runtime.vae.vae_tiling import VaeSplits
 from sdonnx.samplers import STATE_ROWS
 
-__all__ = ["MemoryEstimate", "RequestLimits", "RequestSize", "denoiser_elements", "require_limit"]
+__all__ = ["RequestLimits", "RequestSize", "denoiser_elements", "require_limit"]
 
 # Of each element of the latents: state, noise, known latents and their noise as float32, and the mask of the state.
 _LATENT_BYTES = 4 * (STATE_ROWS + 1 + 2) + STATE_ROWS
@@ -80,7 +80,7 @@ class RequestSize:
     controls: int = 0
 
 
-class MemoryEstimate:
+class _MemoryEstimate:
     """Lower bounds for the calls of one pipeline.
 
     Args:
@@ -202,7 +202,7 @@ class RequestLimits:
     ) -> None:
         self._max_batch_size, self._max_pixels = max_batch_size, max_pixels
         self._device = graphs.device
-        self._estimate = MemoryEstimate(graphs, geometry, splits)
+        self._estimate = _MemoryEstimate(graphs, geometry, splits)
         # Not the free memory of each call: ONNX Runtime's arena holds memory that the next call reuses.
         memory = graphs.device.memory()
         self._most_free = None if memory is None else memory[0]

@@ -22,7 +22,10 @@ from sdonnx.runtime.inputs.prompt_arguments import PromptArguments, embeddings
 from sdonnx.runtime.inputs.prompt_tokenizer import PromptTokenizer
 from sdonnx.runtime.inputs.text_encoding import PromptHalf, joined, require_width
 
-__all__ = ["PixArtInputs", "closest", "has_table"]
+__all__ = [
+    "PixArtInputs",
+    "closest",
+]
 
 # Height and width in 64ths of the model's size, sorted by their ratio. All models share one table; the largest one has
 # further sizes.
@@ -35,7 +38,7 @@ _MORE = {2048: ((32, 124), (32, 120), (104, 36), (112, 36), (116, 32), (120, 32)
 _KNOWN = (256, 512, 1024, 2048)
 
 
-def has_table(trained: int) -> bool:
+def _has_table(trained: int) -> bool:
     """Return whether there is a table of sizes for models that were trained for this height and width, in pixels."""
     return trained in _KNOWN
 
@@ -51,7 +54,7 @@ def closest(height: int, width: int, trained: int) -> tuple[int, int]:
     Raises:
         OptionError: there is no table for such a model.
     """
-    if not has_table(trained):
+    if not _has_table(trained):
         raise OptionError(
             f"a model for {trained} pixels has no table of sizes",
             f"one for {', '.join(map(str, _KNOWN))} pixels",
@@ -178,7 +181,7 @@ class PixArtInputs(FamilyInputs):
         if binned and from_image:
             raise OptionError("image and use_resolution_binning", "one of them", "leave one out")
         default_size = ImageGeometry(self.graphs).default_size
-        if not (not from_image and has_table(default_size) if binned is None else binned):
+        if not (not from_image and _has_table(default_size) if binned is None else binned):
             return size
         maximum = _MAX_ENLARGEMENT * default_size
         for name, value in zip(("height", "width"), size, strict=True):

@@ -24,7 +24,7 @@ from sdonnx.errors import FolderError, OptionError, PromptError, SdonnxError
 from sdonnx.folder.pipeline_folder import read_json
 from sdonnx.runtime.interface.component_handles import FrozenConfig
 
-__all__ = ["MERGES", "VOCABULARY", "PromptTokenizer", "PromptTruncatedWarning", "clip_tokenizer", "require_text"]
+__all__ = ["MERGES", "VOCABULARY", "PromptTokenizer", "PromptTruncatedWarning", "require_text"]
 
 TOKENIZER = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
@@ -84,7 +84,7 @@ class PromptTokenizer:
         config = _special_tokens_config(path)
         names = {name: _content(config[name]) for name in _NAMED_TOKENS if config.get(name) is not None}
         if tokenizer is None:
-            tokenizer = clip_tokenizer(path, names)
+            tokenizer = _clip_tokenizer(path, names)
             textual_inversion.add_listed_tokens(tokenizer, path, config)
         max_length = config.get("model_max_length") if length is None else length
         specials = tokenizer.num_special_tokens_to_add(is_pair=False)
@@ -298,7 +298,7 @@ _WORDS = r"<\|startoftext\|>|<\|endoftext\|>|'s|'t|'re|'ve|'m|'ll|'d|[\p{L}]+|[\
 _START, _END = "<|startoftext|>", "<|endoftext|>"
 
 
-def clip_tokenizer(folder: Path, names: Mapping[str, str]) -> Tokenizer:
+def _clip_tokenizer(folder: Path, names: Mapping[str, str]) -> Tokenizer:
     """Return CLIP's tokenizer: lower case, byte-level BPE, a suffix at the end of each word.
 
     Source: `CLIPTokenizer.__init__` of transformers.

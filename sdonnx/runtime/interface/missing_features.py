@@ -15,7 +15,6 @@ from sdonnx.runtime.inputs.pipeline_inputs import MISSING_METHODS
 __all__ = [
     "CLASS_METHODS",
     "REFUSED",
-    "REFUSED_ARGUMENTS",
     "WITHOUT_EFFECT",
     "MissingFeatures",
     "names_its_arguments",
@@ -116,7 +115,7 @@ _CALLBACK = "pass callback_on_step_end, a function (pipeline, step, timestep, te
 _GLIGEN = "leave it out; GLIGEN is not supported"
 _PAG = "leave it out; perturbed-attention guidance is not supported"
 
-REFUSED_ARGUMENTS: Mapping[str, str] = {
+_REFUSED_ARGUMENTS: Mapping[str, str] = {
     "callback": _CALLBACK,
     "callback_steps": _CALLBACK,
     "gligen_boxes": _GLIGEN,
@@ -153,8 +152,8 @@ def require_known(given: Collection[str], known: Collection[str]) -> None:
     for name in given:
         if name in known:
             continue
-        if name in REFUSED_ARGUMENTS:
-            raise OptionError(f"the argument {name}", "none of that name", REFUSED_ARGUMENTS[name])
+        if name in _REFUSED_ARGUMENTS:
+            raise OptionError(f"the argument {name}", "none of that name", _REFUSED_ARGUMENTS[name])
         close = difflib.get_close_matches(name, known, 2)
         remedy = f"did you mean {' or '.join(close)}?" if close else "leave it out"
         raise OptionError(f"the argument {name} is unknown", "an argument of the method's documentation", remedy)
