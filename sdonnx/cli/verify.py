@@ -22,7 +22,7 @@ from sdonnx.folder.prompt_file import read_prompts
 from sdonnx.terminal import add_common, add_option, console, step_progress
 from sdonnx.verify.accuracy import DEFAULT_CAPTIONS
 from sdonnx.verify.certificate_page import certificate_html
-from sdonnx.verify.judgement import Thresholds
+from sdonnx.verify.findings import Thresholds
 from sdonnx.verify.verification import Verification, VerificationRequest
 from sdonnx.verify.verifier import OnProgress, verify_folder
 

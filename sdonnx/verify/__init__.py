@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sdonnx.verify.judgement import Thresholds
+from sdonnx.verify.findings import Thresholds
 from sdonnx.verify.verification import Verification, VerificationRequest
 from sdonnx.verify.verifier import verify_folder
 

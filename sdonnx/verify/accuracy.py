@@ -16,7 +16,7 @@ from sdonnx.metrics import Proportion
 from sdonnx.sample.shapes.recognize_sample import reads_shape_captions
 from sdonnx.sample.shapes.shape_architectures import TRAINED
 from sdonnx.sample.shapes.shape_evaluation import draw_batches, held_out_captions, score_images, summarize
-from sdonnx.verify.judgement import AccuracyFinding
+from sdonnx.verify.findings import AccuracyFinding
 
 if TYPE_CHECKING:
     from PIL.Image import Image

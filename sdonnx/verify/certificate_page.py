@@ -12,7 +12,7 @@ from sdonnx.benchmark.report.report_page import readable_date, render_page
 from sdonnx.benchmark.report.surroundings import device_name, installed_packages, machine_facts
 from sdonnx.benchmark.results import REFERENCE, Comparison
 from sdonnx.benchmark.shown_names import OURS
-from sdonnx.verify.judgement import AccuracyFinding, ComponentFinding, ImageFinding, Thresholds
+from sdonnx.verify.findings import AccuracyFinding, ComponentFinding, ImageFinding, Thresholds
 from sdonnx.verify.verification import ImageTriple, Verification
 
 __all__ = ["certificate_html"]

@@ -14,7 +14,7 @@ from sdonnx.benchmark.engine import reported_precision
 from sdonnx.benchmark.record import environment
 from sdonnx.folder.certificate import FORMAT, certified_files
 from sdonnx.folder.pipeline_folder import PipelineFolder
-from sdonnx.verify.judgement import AccuracyFinding, ComponentFinding, ImageFinding, Judgement, Thresholds
+from sdonnx.verify.findings import AccuracyFinding, ComponentFinding, ImageFinding, Judgement, Thresholds
 
 if TYPE_CHECKING:
     from PIL.Image import Image

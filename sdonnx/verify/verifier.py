@@ -29,8 +29,8 @@ from sdonnx.models.autoencoder import downsampling_factor
 from sdonnx.models.spec import Role
 from sdonnx.sample.shapes.recognize_sample import GUIDANCE_SCALE, default_captions, reads_shape_captions
 from sdonnx.verify.accuracy import captions_to_judge, compare_accuracy, draw_captions
-from sdonnx.verify.calls import Call, Outputs, graph_inputs, pick_calls, record_calls, repeat_call
-from sdonnx.verify.judgement import ComponentFinding, ImageFinding, judge
+from sdonnx.verify.findings import ComponentFinding, ImageFinding, judge
+from sdonnx.verify.recorded_calls import Call, Outputs, graph_inputs, pick_calls, record_calls, repeat_call
 from sdonnx.verify.verification import ImageTriple, Verification, VerificationRequest
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from PIL import Image
 
 from sdonnx.metrics import Proportion
 from sdonnx.sample.shapes.shape_judge import wilson_interval
-from sdonnx.verify.judgement import AccuracyFinding, ComponentFinding, ImageFinding, judge
+from sdonnx.verify.findings import AccuracyFinding, ComponentFinding, ImageFinding, judge
 from sdonnx.verify.verification import ImageTriple, Verification, VerificationRequest
 from support.comparison import ENVIRONMENT, sample_image
 

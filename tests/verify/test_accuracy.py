@@ -39,7 +39,7 @@ from sdonnx.sample.tokenizer import build_tokenizer, save_tokenizer
 from sdonnx.sample.write_sample import ARCHITECTURES
 from sdonnx.verify.accuracy import DEFAULT_CAPTIONS, captions_to_judge, compare_accuracy, draw_captions
 from sdonnx.verify.certificate_page import certificate_html
-from sdonnx.verify.judgement import Thresholds
+from sdonnx.verify.findings import Thresholds
 
 if TYPE_CHECKING:
     from PIL.Image import Image

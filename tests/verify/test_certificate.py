@@ -18,7 +18,7 @@ from support.pipelines import refused
 
 from sdonnx.errors import FolderError
 from sdonnx.folder.certificate import CERTIFICATE, CERTIFICATE_PAGE, FORMAT, certified_files, require_certificate
-from sdonnx.verify.judgement import ROUNDING, ComponentFinding, ImageFinding, Thresholds, judge
+from sdonnx.verify.findings import ROUNDING, ComponentFinding, ImageFinding, Thresholds, judge
 
 USUAL = Thresholds()
 TESTS = Path(__file__).parents[1]

@@ -25,7 +25,7 @@ from sdonnx.quantization.quantization_config import QuantizationConfig
 from sdonnx.runtime.pipeline import OrtDiffusionPipeline
 from sdonnx.sample.architecture import ADAPTER_FILES
 from sdonnx.verify import Thresholds, Verification, VerificationRequest, verify_folder
-from sdonnx.verify.judgement import ROUNDING
+from sdonnx.verify.findings import ROUNDING
 
 # Warnings caused by diffusers when it converts torch tensors to numpy.
 pytestmark = [
