@@ -9,7 +9,7 @@ from pathlib import Path
 from sdonnx.models.registry import FAMILIES
 from sdonnx.models.spec import Family
 from sdonnx.samplers.options import Option
-from sdonnx.samplers.table import SAMPLERS, Sampler
+from sdonnx.samplers.sampler_table import SAMPLERS, Sampler
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "reference" / "supported.md"
 

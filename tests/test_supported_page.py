@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from sdonnx.models.registry import FAMILIES
-from sdonnx.samplers.table import SAMPLERS
+from sdonnx.samplers.sampler_table import SAMPLERS
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "reference" / "supported.md"

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from sdonnx.samplers.custom_schedule import WHOLE, CustomSchedule
 from sdonnx.samplers.from_config import config_for, default_options, plan, set_options
-from sdonnx.samplers.names import SCHEDULER_NAMES
 from sdonnx.samplers.plans import STATE_ROWS, SamplingPlan, guided_matrices
-from sdonnx.samplers.table import SAMPLERS, Sampler
+from sdonnx.samplers.sampler_table import SAMPLERS, Sampler
+from sdonnx.samplers.scheduler_names import SCHEDULER_NAMES
 
 __all__ = [
     "SAMPLERS",

@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from sdonnx.errors import SchedulerError
 from sdonnx.samplers.flow import dpm_solver_flow_sigmas
-from sdonnx.samplers.levels import NoiseLevels
+from sdonnx.samplers.noise_levels import NoiseLevels
 from sdonnx.samplers.options import PlanRequest, SchedulerOptions
 from sdonnx.samplers.plans import HISTORY, LATENTS, NOISE, Row, SamplingPlan, assemble, new_state
 from sdonnx.samplers.schedule import (

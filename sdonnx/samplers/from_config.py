@@ -10,11 +10,11 @@ import numpy as np
 
 from sdonnx.errors import OptionError, SchedulerError
 from sdonnx.samplers.custom_schedule import WHOLE, CustomSchedule, cutoff, remaining_calls, truncated
-from sdonnx.samplers.names import parse_name
 from sdonnx.samplers.options import PlanRequest, SchedulerOptions, read_options
 from sdonnx.samplers.plans import SamplingPlan
+from sdonnx.samplers.sampler_table import SAMPLERS, Sampler
 from sdonnx.samplers.schedule import too_many_steps
-from sdonnx.samplers.table import SAMPLERS, Sampler
+from sdonnx.samplers.scheduler_names import parse_name
 
 __all__ = ["config_for", "default_options", "plan", "set_options"]
 

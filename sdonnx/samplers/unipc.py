@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from sdonnx.errors import OptionError, SchedulerError
 from sdonnx.samplers.flow import required_mu, unipc_flow_sigmas
-from sdonnx.samplers.levels import NoiseLevels
+from sdonnx.samplers.noise_levels import NoiseLevels
 from sdonnx.samplers.options import PlanRequest, SchedulerOptions
 from sdonnx.samplers.plans import HISTORY, LATENTS, Row, SamplingPlan, assemble, new_state
 from sdonnx.samplers.schedule import (

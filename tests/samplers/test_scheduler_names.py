@@ -13,7 +13,7 @@ from support.trajectories import SD15, SDXL, TENSOR_TO_ARRAY
 
 from sdonnx.errors import SchedulerError
 from sdonnx.samplers import SAMPLERS, SCHEDULER_NAMES, config_for, plan, set_options
-from sdonnx.samplers.names import parse_name
+from sdonnx.samplers.scheduler_names import parse_name
 
 pytestmark = [
     TENSOR_TO_ARRAY,

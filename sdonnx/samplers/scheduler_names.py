@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from sdonnx.errors import SchedulerError
-from sdonnx.samplers.table import SAMPLERS
+from sdonnx.samplers.sampler_table import SAMPLERS
 
 __all__ = ["SCHEDULER_NAMES", "SchedulerName", "parse_name"]
 
