@@ -17,7 +17,7 @@ from sdonnx.graph.tensors import lazy, read
 from sdonnx.models.spec import ComponentSpec, Config, Role
 from sdonnx.precision.group_norm_scaling import scalable_values, scale_group_norms
 from sdonnx.precision.policy import MIN_NORM_SCALE, PrecisionPolicy
-from sdonnx.precision_search.trial import Component
+from sdonnx.precision_search.component_trials import Component
 
 __all__ = ["MeasuredScale", "flag_of", "measured_scale", "searched_scale", "write_scaled"]
 

@@ -21,12 +21,12 @@ from sdonnx.optimize.optimizer import write_optimized
 from sdonnx.optimize.report import OptimizeReport
 from sdonnx.optimize.request import OptimizeRequest, ProgressCallback
 from sdonnx.precision.policy import PrecisionPolicy
+from sdonnx.precision_search.component_trials import Component
 from sdonnx.precision_search.norm_scale import MeasuredScale, flag_of, searched_scale, write_scaled
 from sdonnx.precision_search.probe_folder import probe_device, runnable, write_wide
 from sdonnx.precision_search.probe_settings import AUTO, ProbeSettings
 from sdonnx.precision_search.record_inputs import Recording, run_probe
 from sdonnx.precision_search.search import Search, search
-from sdonnx.precision_search.trial import Component
 from sdonnx.runtime.device.device import Device
 
 __all__ = ["MIN_PSNR_DB", "optimize_automatically"]

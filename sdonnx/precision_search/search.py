@@ -12,7 +12,7 @@ import onnx_ir as ir
 from sdonnx.errors import PrecisionError
 from sdonnx.graph.modules import module_paths
 from sdonnx.precision.policy import matches
-from sdonnx.precision_search.trial import Component, Error, Range
+from sdonnx.precision_search.component_trials import Component, Error, Range
 
 __all__ = ["Kept", "Reason", "Search", "search"]
 

@@ -15,8 +15,8 @@ from sdonnx.models.components import UPCAST_VAE_DECODER, VAE_DECODER
 from sdonnx.models.spec import ComponentSpec, Role
 from sdonnx.precision.group_norm_scaling import scalable_values
 from sdonnx.precision.policy import MIN_NORM_SCALE, PrecisionPolicy
+from sdonnx.precision_search.component_trials import Component
 from sdonnx.precision_search.norm_scale import flag_of, measured_scale, searched_scale, write_scaled
-from sdonnx.precision_search.trial import Component
 from sdonnx.runtime.device.device import device_for
 
 DEFAULT = 2.0**-7

@@ -46,6 +46,7 @@ from sdonnx.optimize.request import OptimizeRequest
 from sdonnx.precision.convert import ConvertPrecision
 from sdonnx.precision.policy import Precision, PrecisionPolicy
 from sdonnx.precision_search import search as searching
+from sdonnx.precision_search.component_trials import Component, Error, Range, duration
 from sdonnx.precision_search.fp16_emulation import (
     Monitor,
     Widen,
@@ -58,7 +59,6 @@ from sdonnx.precision_search.optimize_automatically import optimize_automaticall
 from sdonnx.precision_search.probe_settings import ProbeSettings
 from sdonnx.precision_search.record_inputs import run_probe
 from sdonnx.precision_search.search import Reason, search
-from sdonnx.precision_search.trial import Component, Error, Range, duration
 from sdonnx.runtime.device.device import device_for
 from sdonnx.runtime.device.session import Graph
 from sdonnx.runtime.pipeline import NotFiniteWarning, OrtDiffusionPipeline
