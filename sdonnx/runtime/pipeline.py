@@ -28,7 +28,7 @@ from sdonnx.runtime.device.inherited_sessions import keep_in_forked_processes
 from sdonnx.runtime.device.kernel_choice import choose_kernels
 from sdonnx.runtime.device.session import SessionSettings
 from sdonnx.runtime.graph_set import GraphSet, LowMemory
-from sdonnx.runtime.inputs.call import Call, CallReader
+from sdonnx.runtime.inputs.call_arguments import Call, CallReader
 from sdonnx.runtime.inputs.image_geometry import ImageGeometry
 from sdonnx.runtime.inputs.pipeline_inputs import PipelineInputs
 from sdonnx.runtime.interface.diffusers_interface import DiffusersInterface

@@ -21,7 +21,7 @@ from sdonnx.runtime.device.device import Device, graph_errors, host_memory_error
 from sdonnx.runtime.device.device_thread import device_thread
 from sdonnx.runtime.graph_set import GraphSet, Observer
 from sdonnx.runtime.inputs.argument_checks import require_shapes
-from sdonnx.runtime.inputs.call import CallReader
+from sdonnx.runtime.inputs.call_arguments import CallReader
 from sdonnx.runtime.inputs.image_geometry import ImageGeometry
 from sdonnx.runtime.inputs.pipeline_inputs import PipelineInputs
 from sdonnx.runtime.interface.missing_features import MissingFeatures

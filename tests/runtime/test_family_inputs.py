@@ -15,7 +15,7 @@ import sdonnx.runtime
 from sdonnx.errors import OptionError, PromptError, SdonnxError
 from sdonnx.models.registry import FAMILIES
 from sdonnx.runtime.inputs import ip_adapter_inputs
-from sdonnx.runtime.inputs.call import CallReader
+from sdonnx.runtime.inputs.call_arguments import CallReader
 from sdonnx.runtime.inputs.conditioning import ArgumentGroup
 from sdonnx.runtime.inputs.control_inputs import ADAPTER_ARGUMENTS, CONTROL_ARGUMENTS
 from sdonnx.runtime.inputs.pipeline_inputs import FAMILY_INPUTS
