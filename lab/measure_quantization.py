@@ -36,8 +36,8 @@ from sdonnx.folder.prompt_file import PROMPTS, read_prompts
 from sdonnx.metrics import psnr, relative_error
 from sdonnx.models.registry import family_of
 from sdonnx.models.spec import Role
+from sdonnx.optimize.optimize_request import OptimizeRequest
 from sdonnx.optimize.optimizer import optimize_folder
-from sdonnx.optimize.request import OptimizeRequest
 from sdonnx.precision_search.calibrate import calibrate
 from sdonnx.precision_search.image_trials import judged_captions
 from sdonnx.precision_search.probe_settings import METHODS, ProbeSettings

@@ -24,7 +24,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from sdonnx.errors import OutputError, SdonnxError
 
 if TYPE_CHECKING:
-    from sdonnx.optimize.request import ProgressCallback
+    from sdonnx.optimize.optimize_request import ProgressCallback
 
 __all__ = [
     "FAILURE",

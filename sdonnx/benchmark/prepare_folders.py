@@ -14,7 +14,7 @@ from sdonnx.errors import FolderError, OptionError
 from sdonnx.folder.pipeline_folder import PipelineFolder
 
 if TYPE_CHECKING:
-    from sdonnx.optimize.request import OptimizeRequest
+    from sdonnx.optimize.optimize_request import OptimizeRequest
 
 __all__ = ["default_label", "folders_by_kind", "prepare_folders"]
 
@@ -92,8 +92,8 @@ def prepare_folders(
             if not float16:
                 folders[FolderKind.EXPORTED] = exported
         if exported is not None:
+            from sdonnx.optimize.optimize_request import OptimizeRequest
             from sdonnx.optimize.optimizer import optimize_request
-            from sdonnx.optimize.request import OptimizeRequest
             from sdonnx.precision.policy import Precision
 
             request = OptimizeRequest(provider, Precision("float16" if float16 else "float32"))

@@ -40,7 +40,7 @@ from sdonnx.terminal import FAILURE, INTERRUPTED, console, interruption_handled,
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from sdonnx.optimize.request import OptimizeRequest
+    from sdonnx.optimize.optimize_request import OptimizeRequest
 
 __all__ = ["FAILED", "add_arguments", "run"]
 

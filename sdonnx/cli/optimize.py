@@ -23,8 +23,8 @@ from sdonnx.terminal import add_common, add_option, console, tensor_progress
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from sdonnx.optimize.optimize_request import OptimizeRequest
     from sdonnx.optimize.report import OptimizeReport
-    from sdonnx.optimize.request import OptimizeRequest
 
 __all__ = ["add_arguments", "automatic_lines", "fusion_table", "run"]
 
@@ -161,8 +161,8 @@ def automatic_lines(found: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _optimize(options: argparse.Namespace) -> OptimizeReport:
+    from sdonnx.optimize.optimize_request import OptimizeRequest
     from sdonnx.optimize.optimizer import optimize_request
-    from sdonnx.optimize.request import OptimizeRequest
     from sdonnx.precision.policy import Precision
 
     patterns = [each for each in options.force_fp32_ops if each != AUTO]

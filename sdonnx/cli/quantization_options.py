@@ -21,8 +21,8 @@ from sdonnx.terminal import add_option, console, tensor_progress
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from sdonnx.optimize.optimize_request import OptimizeRequest
     from sdonnx.optimize.report import OptimizeReport
-    from sdonnx.optimize.request import OptimizeRequest
     from sdonnx.precision_search.sensitivity import Choice
     from sdonnx.quantization.quantization_config import QuantizationConfig
 

@@ -35,9 +35,9 @@ from sdonnx.fusions.own_kernels import OWN_KERNELS, default_sizes, use_own_kerne
 from sdonnx.graph.fast_arrays import cast
 from sdonnx.graph.passes import tidy
 from sdonnx.models.spec import Role
-from sdonnx.optimize.component import OpenedComponent
 from sdonnx.optimize.component_passes import GRAPH_PASSES, ComponentJob, apply_passes
-from sdonnx.optimize.request import OptimizeRequest
+from sdonnx.optimize.open_component import OpenedComponent
+from sdonnx.optimize.optimize_request import OptimizeRequest
 from sdonnx.precision.policy import Precision
 from sdonnx.quantization.quantize_weights import QuantizedWeight, restore_late
 from sdonnx.runtime.device.device import Device

@@ -35,14 +35,14 @@ from sdonnx.graph.match import MatchFailure
 from sdonnx.graph.passes import tidy
 from sdonnx.models import abi
 from sdonnx.models.spec import ComponentSpec, Role
-from sdonnx.optimize.component import CONFIG, OpenedComponent
 from sdonnx.optimize.exchange_graph import write_exchange_graph
-from sdonnx.optimize.exported import EXPECTED_GRAPH
+from sdonnx.optimize.exported_pipeline import EXPECTED_GRAPH
 from sdonnx.optimize.find_weights import write_weight_table
-from sdonnx.optimize.interface import adapt_interface, require_open_sizes
+from sdonnx.optimize.graph_interface import adapt_interface, require_open_sizes
+from sdonnx.optimize.open_component import CONFIG, OpenedComponent
+from sdonnx.optimize.optimize_request import OptimizeRequest, ProgressCallback
 from sdonnx.optimize.ort_graph_dump import Inspector
 from sdonnx.optimize.report import ComponentReport, report_of
-from sdonnx.optimize.request import OptimizeRequest, ProgressCallback
 from sdonnx.precision.convert import ConvertPrecision
 from sdonnx.precision.group_norm_scaling import NormScaling, scale_group_norms
 from sdonnx.precision.policy import PrecisionPolicy

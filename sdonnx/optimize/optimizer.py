@@ -18,12 +18,12 @@ from sdonnx.fusions.own_kernels import default_sizes
 from sdonnx.models.control_networks import control_residuals
 from sdonnx.models.registry import family_of
 from sdonnx.models.spec import ComponentSpec, Role
-from sdonnx.optimize.component import open_component
 from sdonnx.optimize.component_passes import FUSION_PASSES, PASSES, ComponentJob, run_passes
-from sdonnx.optimize.exported import EXPECTED_GRAPH, ExportedPipeline, open_exported, quantization_policies
+from sdonnx.optimize.exported_pipeline import EXPECTED_GRAPH, ExportedPipeline, open_exported, quantization_policies
+from sdonnx.optimize.open_component import open_component
+from sdonnx.optimize.optimize_request import OptimizeRequest, ProgressCallback
 from sdonnx.optimize.ort_graph_dump import Inspector
 from sdonnx.optimize.report import ComponentReport, OptimizeReport
-from sdonnx.optimize.request import OptimizeRequest, ProgressCallback
 from sdonnx.precision.policy import Precision
 from sdonnx.quantization.calibration_file import write_calibration
 from sdonnx.quantization.quantization_config import QuantizationConfig

@@ -15,9 +15,9 @@ from sdonnx.errors import OptionError, PrecisionError
 from sdonnx.folder.pipeline_folder import PipelineFolder
 from sdonnx.metrics import Proportion, psnr
 from sdonnx.models.spec import ComponentSpec, Role
-from sdonnx.optimize.exported import ExportedPipeline, quantization_policies
+from sdonnx.optimize.exported_pipeline import ExportedPipeline, quantization_policies
+from sdonnx.optimize.optimize_request import OptimizeRequest
 from sdonnx.optimize.optimizer import write_component
-from sdonnx.optimize.request import OptimizeRequest
 from sdonnx.precision_search.bounds import Bounds
 from sdonnx.precision_search.fp16_emulation import link_or_copy, write_emulated_component
 from sdonnx.precision_search.probe_folder import wide_request

@@ -16,10 +16,10 @@ from sdonnx.folder.lock import PARTIAL, hidden_folder
 from sdonnx.folder.pipeline_folder import PipelineFolder, atomic_folder, finite
 from sdonnx.metrics import psnr
 from sdonnx.models.spec import Family
-from sdonnx.optimize.exported import open_exported
+from sdonnx.optimize.exported_pipeline import open_exported
+from sdonnx.optimize.optimize_request import OptimizeRequest, ProgressCallback
 from sdonnx.optimize.optimizer import write_optimized
 from sdonnx.optimize.report import OptimizeReport
-from sdonnx.optimize.request import OptimizeRequest, ProgressCallback
 from sdonnx.precision.policy import PrecisionPolicy
 from sdonnx.precision_search.component_trials import Component
 from sdonnx.precision_search.norm_scale import MeasuredScale, flag_of, searched_scale, write_scaled

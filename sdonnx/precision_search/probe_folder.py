@@ -7,9 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from sdonnx.errors import ProviderError
-from sdonnx.optimize.exported import ExportedPipeline
+from sdonnx.optimize.exported_pipeline import ExportedPipeline
+from sdonnx.optimize.optimize_request import OptimizeRequest, ProgressCallback
 from sdonnx.optimize.optimizer import write_optimized
-from sdonnx.optimize.request import OptimizeRequest, ProgressCallback
 from sdonnx.precision.policy import Precision
 from sdonnx.precision_search.fp16_emulation import write_emulated
 from sdonnx.quantization.quantization_config import QuantizationConfig

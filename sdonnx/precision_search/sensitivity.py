@@ -13,8 +13,8 @@ from typing import Any
 from sdonnx.errors import OptionError, PrecisionError
 from sdonnx.folder.pipeline_folder import finite
 from sdonnx.models.spec import Role
-from sdonnx.optimize.exported import open_exported, quantization_policies
-from sdonnx.optimize.request import OptimizeRequest, ProgressCallback
+from sdonnx.optimize.exported_pipeline import open_exported, quantization_policies
+from sdonnx.optimize.optimize_request import OptimizeRequest, ProgressCallback
 from sdonnx.precision_search.bounds import Bounds
 from sdonnx.precision_search.image_trials import ImageQuality, ImageTrials, require_judged_captions
 from sdonnx.precision_search.probe_folder import probe_device, runnable, write_wide

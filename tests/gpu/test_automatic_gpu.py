@@ -10,8 +10,8 @@ import pytest
 from support.recording import Note
 
 from sdonnx.export.export_pipeline import export_pipeline
+from sdonnx.optimize.optimize_request import OptimizeRequest
 from sdonnx.optimize.optimizer import optimize_folder
-from sdonnx.optimize.request import OptimizeRequest
 from sdonnx.precision.policy import Precision
 from sdonnx.precision_search.optimize_automatically import optimize_automatically
 from sdonnx.runtime.pipeline import NotFiniteWarning, OrtDiffusionPipeline

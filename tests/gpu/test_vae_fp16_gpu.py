@@ -22,7 +22,7 @@ from support.autoencoders import XL, export_autoencoder, optimize_autoencoder, w
 from sdonnx.doctor.kernel_library import usable_library
 from sdonnx.metrics import relative_error
 from sdonnx.models import abi
-from sdonnx.optimize.request import OptimizeRequest
+from sdonnx.optimize.optimize_request import OptimizeRequest
 from sdonnx.precision.policy import Precision
 from sdonnx.runtime.device.device import device_for
 from sdonnx.runtime.device.session import Graph, SessionSettings

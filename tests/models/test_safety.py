@@ -46,8 +46,8 @@ from sdonnx.models.layer_counts import expected_counts
 from sdonnx.models.registry import family_of
 from sdonnx.models.spec import Role
 from sdonnx.models.stable_diffusion import STABLE_DIFFUSION
-from sdonnx.optimize.component import open_component
-from sdonnx.optimize.interface import adapt_interface
+from sdonnx.optimize.graph_interface import adapt_interface
+from sdonnx.optimize.open_component import open_component
 from sdonnx.optimize.optimizer import optimize_folder
 from sdonnx.precision.convert import ConvertPrecision
 from sdonnx.precision.policy import PrecisionPolicy

@@ -9,9 +9,9 @@ import pytest
 
 from sdonnx.folder.pipeline_folder import PipelineFolder
 from sdonnx.models.registry import family_of
-from sdonnx.optimize.component import open_component
 from sdonnx.optimize.component_passes import FUSION_PASSES, PASSES, ComponentJob, ComponentPass, run_passes
-from sdonnx.optimize.request import OptimizeRequest
+from sdonnx.optimize.open_component import open_component
+from sdonnx.optimize.optimize_request import OptimizeRequest
 from sdonnx.precision.policy import Precision, PrecisionPolicy
 
 HALF = OptimizeRequest(precision=Precision("float16"))

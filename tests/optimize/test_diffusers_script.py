@@ -36,7 +36,7 @@ from sdonnx.folder.pipeline_folder import PipelineFolder
 from sdonnx.metrics import psnr, relative_error
 from sdonnx.models.layer_counts import expected_counts
 from sdonnx.models.registry import FAMILIES
-from sdonnx.optimize.component import open_component
+from sdonnx.optimize.open_component import open_component
 from sdonnx.optimize.optimizer import optimize_folder
 from sdonnx.runtime.pipeline import OrtDiffusionPipeline
 

@@ -22,7 +22,7 @@ from sdonnx.folder.version import command_for
 from sdonnx.graph.edit import tensor_of
 from sdonnx.graph.tensors import read
 from sdonnx.metrics import relative_error
-from sdonnx.optimize.request import OptimizeRequest
+from sdonnx.optimize.optimize_request import OptimizeRequest
 from sdonnx.quantization.quantization_config import QuantizationConfig
 from sdonnx.runtime.device.device import Device
 from sdonnx.runtime.device.session import Graph

@@ -18,7 +18,7 @@ from sdonnx.fusions.fusion_table import PROVIDERS, fuse
 from sdonnx.graph.loading.load import load_model
 from sdonnx.metrics import relative_error
 from sdonnx.models.registry import FAMILIES
-from sdonnx.optimize.interface import adapt_interface, require_interface
+from sdonnx.optimize.graph_interface import adapt_interface, require_interface
 from sdonnx.precision.group_norm_scaling import scalable_values
 
 # In opset 20, text encoder and autoencoder have the nodes of opset 18, with the same attributes and numbers of inputs;

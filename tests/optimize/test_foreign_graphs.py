@@ -14,9 +14,9 @@ from support.pipelines import copied, refused, replaced
 from sdonnx.errors import FolderError
 from sdonnx.folder.pipeline_folder import PipelineFolder
 from sdonnx.models.registry import family_of
-from sdonnx.optimize.component import OpenedComponent, open_component
 from sdonnx.optimize.component_passes import FUSION_PASSES, ComponentJob, run_passes
-from sdonnx.optimize.request import OptimizeRequest
+from sdonnx.optimize.open_component import OpenedComponent, open_component
+from sdonnx.optimize.optimize_request import OptimizeRequest
 
 Change = Callable[[Any], None]
 

@@ -49,7 +49,7 @@ start = time.monotonic()
 from sdonnx.models.registry import FAMILIES
 from sdonnx.fusions.fusion_table import fuse
 from sdonnx.graph.loading.load import load_model
-from sdonnx.optimize.interface import adapt_interface
+from sdonnx.optimize.graph_interface import adapt_interface
 from sdonnx.precision.convert import ConvertPrecision
 from sdonnx.precision.policy import PrecisionPolicy
 spec = FAMILIES[0].component("unet")

@@ -17,8 +17,8 @@ from sdonnx.folder.pipeline_folder import PipelineFolder
 from sdonnx.graph.loading.load import load_model
 from sdonnx.graph.prepare import prepare
 from sdonnx.models.registry import FAMILIES
-from sdonnx.optimize.component import OpenedComponent, open_component
 from sdonnx.optimize.infer_config import derive_configuration
+from sdonnx.optimize.open_component import OpenedComponent, open_component
 
 READ = {
     "text_encoder": {"hidden_size", "num_hidden_layers"},

@@ -27,8 +27,8 @@ from sdonnx.metrics import relative_error
 from sdonnx.models import abi
 from sdonnx.operators.case import OWN_DOMAIN, Array
 from sdonnx.operators.lowering import LowerContribOperators
+from sdonnx.optimize.optimize_request import OptimizeRequest
 from sdonnx.optimize.optimizer import optimize_folder
-from sdonnx.optimize.request import OptimizeRequest
 from sdonnx.runtime.device.device import Device
 from sdonnx.runtime.device.load_shared_weights import load_shared_weights
 

@@ -18,7 +18,7 @@ from sdonnx.errors import FolderError
 from sdonnx.folder.pipeline_folder import PipelineFolder
 from sdonnx.metrics import relative_error
 from sdonnx.models.registry import FAMILIES
-from sdonnx.optimize.component import OpenedComponent, open_component
+from sdonnx.optimize.open_component import OpenedComponent, open_component
 
 ENCODER = "(float[B,3,H,W] sample) => (float[B,C,h,w] latent_sample)"
 SAMPLING = """

@@ -26,10 +26,9 @@ from sdonnx.fusions.fusion_table import fuse
 from sdonnx.graph.loading.load import load_model
 from sdonnx.models.registry import family_of
 from sdonnx.models.spec import ComponentSpec, Family
-from sdonnx.optimize import exported
-from sdonnx.optimize.component import OpenedComponent, open_component
+from sdonnx.optimize.open_component import OpenedComponent, open_component
+from sdonnx.optimize.optimize_request import OptimizeRequest
 from sdonnx.optimize.optimizer import optimize_folder
-from sdonnx.optimize.request import OptimizeRequest
 
 DEPTHS = (1, 2, 4)
 

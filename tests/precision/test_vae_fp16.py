@@ -24,10 +24,10 @@ from sdonnx.folder.pipeline_folder import ONNX_MODEL, PipelineFolder
 from sdonnx.graph.passes import tidy
 from sdonnx.metrics import psnr, relative_error
 from sdonnx.operators.lowering import LowerContribOperators
-from sdonnx.optimize.component import open_component
 from sdonnx.optimize.component_passes import FUSION_PASSES, ComponentJob, run_passes
+from sdonnx.optimize.open_component import open_component
+from sdonnx.optimize.optimize_request import OptimizeRequest
 from sdonnx.optimize.report import ComponentReport
-from sdonnx.optimize.request import OptimizeRequest
 from sdonnx.precision.group_norm_scaling import scale_group_norms
 from sdonnx.precision.policy import Precision
 from sdonnx.precision_search.fp16_emulation import Widen

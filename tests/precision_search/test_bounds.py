@@ -14,7 +14,7 @@ from support.pipelines import refused
 
 from sdonnx.__main__ import main
 from sdonnx.errors import OptionError, PrecisionError
-from sdonnx.optimize.request import OptimizeRequest
+from sdonnx.optimize.optimize_request import OptimizeRequest
 from sdonnx.precision_search.bounds import Bounds
 from sdonnx.precision_search.probe_settings import ProbeSettings
 from sdonnx.precision_search.sensitivity import Choice, Trial, choose_modules

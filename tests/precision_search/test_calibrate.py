@@ -19,8 +19,8 @@ from sdonnx.folder.pipeline_folder import ONNX_MODEL
 from sdonnx.graph.edit import tensor_of
 from sdonnx.graph.tensors import read
 from sdonnx.metrics import relative_error
+from sdonnx.optimize.optimize_request import OptimizeRequest
 from sdonnx.optimize.optimizer import optimize_folder
-from sdonnx.optimize.request import OptimizeRequest
 from sdonnx.precision.policy import Precision
 from sdonnx.precision_search.calibrate import Activations, calibrate, chosen_magnitude
 from sdonnx.precision_search.optimize_automatically import optimize_automatically

@@ -41,8 +41,8 @@ from sdonnx.folder.pipeline_folder import PipelineFolder
 from sdonnx.metrics import psnr, relative_error
 from sdonnx.models.registry import family_of
 from sdonnx.models.spec import ComponentSpec, Role
+from sdonnx.optimize.optimize_request import OptimizeRequest
 from sdonnx.optimize.optimizer import optimize_folder
-from sdonnx.optimize.request import OptimizeRequest
 from sdonnx.precision.convert import ConvertPrecision
 from sdonnx.precision.policy import Precision, PrecisionPolicy
 from sdonnx.precision_search import search as searching
@@ -561,7 +561,7 @@ def test_next_run_removes_the_rest_of_a_killed_one(nano_exported: Path, tmp_path
     killed = """
 import os, signal, sys
 from pathlib import Path
-from sdonnx.optimize.request import OptimizeRequest
+from sdonnx.optimize.optimize_request import OptimizeRequest
 from sdonnx.precision.policy import Precision
 from sdonnx.precision_search import optimize_automatically as searching
 searching.run_probe = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)

@@ -18,7 +18,7 @@ from sdonnx.__main__ import main
 from sdonnx.errors import OptionError, PrecisionError
 from sdonnx.folder.pipeline_folder import ONNX_MODEL
 from sdonnx.metrics import relative_error, structural_similarity
-from sdonnx.optimize.request import OptimizeRequest
+from sdonnx.optimize.optimize_request import OptimizeRequest
 from sdonnx.precision_search.bounds import Bounds
 from sdonnx.precision_search.probe_settings import ProbeSettings
 from sdonnx.precision_search.record_inputs import run_probe

@@ -18,10 +18,10 @@ from sdonnx.export.trace import trace
 from sdonnx.folder.pipeline_folder import MODEL_INDEX, ONNX_MODEL, ONNX_WEIGHTS, PipelineFolder
 from sdonnx.models.spec import Family
 from sdonnx.models.stable_diffusion_xl import STABLE_DIFFUSION_XL
-from sdonnx.optimize.component import open_component
 from sdonnx.optimize.component_passes import PASSES, ComponentJob, run_passes
+from sdonnx.optimize.open_component import open_component
+from sdonnx.optimize.optimize_request import OptimizeRequest
 from sdonnx.optimize.report import ComponentReport
-from sdonnx.optimize.request import OptimizeRequest
 from sdonnx.sample.architecture import ClassSpec
 from sdonnx.sample.overflow import grow
 from sdonnx.sample.random_weights import seeded_weights

@@ -42,8 +42,8 @@ def _graph(component: str) -> Callable[[Path], object]:
         from sdonnx.folder.pipeline_folder import PipelineFolder
         from sdonnx.fusions.fusion_table import fuse
         from sdonnx.models.registry import family_of
-        from sdonnx.optimize.component import open_component
-        from sdonnx.optimize.interface import adapt_interface
+        from sdonnx.optimize.graph_interface import adapt_interface
+        from sdonnx.optimize.open_component import open_component
 
         opened = PipelineFolder.open(folder)
         family = family_of(opened)

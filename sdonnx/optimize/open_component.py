@@ -14,8 +14,8 @@ from sdonnx.graph.loading.check_nodes import require_deterministic, require_doma
 from sdonnx.graph.loading.load import load_model
 from sdonnx.graph.prepare import prepare
 from sdonnx.models.spec import ComponentSpec, Family, Role
+from sdonnx.optimize.graph_interface import require_interface, require_signature
 from sdonnx.optimize.infer_config import derive_configuration
-from sdonnx.optimize.interface import require_interface, require_signature
 from sdonnx.optimize.report import operators_of
 from sdonnx.optimize.vae_posterior import PARAMETERS, SAMPLE, expose_parameters
 

@@ -9,8 +9,8 @@ from sdonnx.folder.folder_kind import require_exported
 from sdonnx.folder.pipeline_folder import PipelineFolder
 from sdonnx.models.registry import family_of
 from sdonnx.models.spec import ComponentSpec, Family, Role
-from sdonnx.optimize.component import OpenedComponent, open_component
-from sdonnx.optimize.request import OptimizeRequest
+from sdonnx.optimize.open_component import OpenedComponent, open_component
+from sdonnx.optimize.optimize_request import OptimizeRequest
 from sdonnx.quantization.quantization_config import QuantizationPolicy
 
 __all__ = ["EXPECTED_GRAPH", "ExportedPipeline", "open_exported", "quantization_policies"]
