@@ -21,7 +21,7 @@ from sdonnx.compiler.unet_image_prompts import (
     prepare_images,
     why_not_images,
 )
-from sdonnx.models.components import ENCODER_HIDDEN_STATES, OUT_SAMPLE, SAMPLE, TIMESTEP
+from sdonnx.models.shared_components import ENCODER_HIDDEN_STATES, OUT_SAMPLE, SAMPLE, TIMESTEP
 from sdonnx.models.spec import ComponentSpec, Role, TensorSpec
 from sdonnx.models.unet_residuals import (
     ADAPTER,

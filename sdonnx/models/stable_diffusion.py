@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from sdonnx.models.components import (
+from sdonnx.models.layer_counts import clip_vision, require_class, unet
+from sdonnx.models.shared_components import (
     ENCODER_HIDDEN_STATES,
     LAST_HIDDEN_STATE,
     OUT_SAMPLE,
@@ -13,7 +14,6 @@ from sdonnx.models.components import (
     VAE_ENCODER,
     clip_text_encoder,
 )
-from sdonnx.models.layer_counts import clip_vision, require_class, unet
 from sdonnx.models.spec import CallDefaults, ComponentSpec, Config, Family, Role, TensorSpec
 
 __all__ = ["STABLE_DIFFUSION"]

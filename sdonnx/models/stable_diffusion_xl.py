@@ -6,7 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from sdonnx.models.autoencoder import LATENTS_MEAN, LATENTS_STD
-from sdonnx.models.components import (
+from sdonnx.models.layer_counts import clip_text, unet
+from sdonnx.models.shared_components import (
     ENCODER_HIDDEN_STATES,
     HIDDEN_STATES,
     INPUT_IDS,
@@ -19,7 +20,6 @@ from sdonnx.models.components import (
     UPCAST_VAE_ENCODER,
     clip_text_encoder,
 )
-from sdonnx.models.layer_counts import clip_text, unet
 from sdonnx.models.spec import CallDefaults, ComponentSpec, Config, Family, Role, TensorSpec
 
 __all__ = ["STABLE_DIFFUSION_XL"]
