@@ -26,6 +26,7 @@ from sdonnx.fusions.fusion_table import fuse
 from sdonnx.graph.loading.load import load_model
 from sdonnx.models.registry import family_of
 from sdonnx.models.spec import ComponentSpec, Family
+from sdonnx.optimize import exported_pipeline
 from sdonnx.optimize.open_component import OpenedComponent, open_component
 from sdonnx.optimize.optimize_request import OptimizeRequest
 from sdonnx.optimize.optimizer import optimize_folder
@@ -150,7 +151,7 @@ def test_a_component_is_opened_once_and_released(
             freed_before[name] = {each for each, model in opened.items() if model() is None}
 
     names = {spec.name for spec in family_of(PipelineFolder.open(nano_exported)).components}
-    monkeypatch.setattr(exported, "open_component", counting)
+    monkeypatch.setattr(exported_pipeline, "open_component", counting)
     optimize_folder(nano_exported, tmp_path / "out", float16=True, progress=progress)
     order = list(freed_before)
     assert set(order) == names
@@ -167,10 +168,12 @@ def test_graphs_that_hold_their_weights_are_not_kept_open(
         calls.append(spec.name)
         return open_component(folder, family, spec)
 
-    monkeypatch.setattr(exported, "open_component", counting)
+    monkeypatch.setattr(exported_pipeline, "open_component", counting)
     spec = family_of(PipelineFolder.open(micro_exported)).component("unet")
-    monkeypatch.setattr(exported, "_MAX_KEPT_BYTES", (micro_exported / "unet" / "model.onnx").stat().st_size - 1)
-    pipeline = exported.open_exported(micro_exported, OptimizeRequest())
+    monkeypatch.setattr(
+        exported_pipeline, "_MAX_KEPT_BYTES", (micro_exported / "unet" / "model.onnx").stat().st_size - 1
+    )
+    pipeline = exported_pipeline.open_exported(micro_exported, OptimizeRequest())
     assert calls.count("unet") == 1
     assert pipeline.take(spec).path == micro_exported / "unet" / "model.onnx"
     assert calls.count("unet") == 2
