@@ -58,7 +58,7 @@ from sdonnx.graph.match import (
 )
 from sdonnx.graph.passes import tidy
 from sdonnx.graph.shapes.expressions import expression_of
-from sdonnx.operators.case import OWN_DOMAIN
+from sdonnx.operators.kernel_case import OWN_DOMAIN
 from sdonnx.operators.multi_head_attention import KEY_COUNTS
 from sdonnx.operators.own_attention import check_own_attention
 from sdonnx.operators.own_bias_split_gelu import check_own_bias_split_gelu

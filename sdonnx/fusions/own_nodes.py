@@ -8,7 +8,7 @@ from typing import Any
 import onnx_ir as ir
 
 from sdonnx.graph.edit import insert, replace
-from sdonnx.operators.case import OWN_DOMAIN
+from sdonnx.operators.kernel_case import OWN_DOMAIN
 
 __all__ = ["ancestors", "has_one_reader", "put_own"]
 

@@ -9,7 +9,7 @@ from sdonnx.fusions.own_scaled_products import scaled_product
 from sdonnx.fusions.rounded_products import rounded_product
 from sdonnx.graph.edit import dims, input_of, insert, replace, static_dim
 from sdonnx.graph.match import NOT_A_CANDIDATE, REWRITTEN, Refused, WalkResult, is_matrix, producer_of, same_shape
-from sdonnx.operators.case import OWN_DOMAIN
+from sdonnx.operators.kernel_case import OWN_DOMAIN
 from sdonnx.operators.own_mat_mul import check_own_mat_mul
 from sdonnx.operators.reference_body import optional_input
 

@@ -15,7 +15,7 @@ from sdonnx.fusions.own_nodes import ancestors
 from sdonnx.graph.edit import constant_value, dims, input_of, insert_multi, producer_node, replace
 from sdonnx.graph.match import MatchFailure, match_failure, producer_of
 from sdonnx.models import abi
-from sdonnx.operators.case import OWN_DOMAIN
+from sdonnx.operators.kernel_case import OWN_DOMAIN
 from sdonnx.operators.own_sampler_input import check_own_sampler_input
 from sdonnx.operators.own_sampler_step import check_own_sampler_step
 from sdonnx.operators.reference_body import TO_NCHW, TO_NHWC

@@ -29,8 +29,8 @@ from sdonnx.graph.edit import (
 )
 from sdonnx.graph.match import NOT_A_CANDIDATE, REWRITTEN, Refused, WalkResult, producer_of, same_shape
 from sdonnx.graph.tensors import read
-from sdonnx.operators.case import OWN_DOMAIN
 from sdonnx.operators.eight_bits import EightBits
+from sdonnx.operators.kernel_case import OWN_DOMAIN
 from sdonnx.operators.own_attention import check_heads
 from sdonnx.operators.own_rows import check_rows
 from sdonnx.operators.own_scaled_mat_mul import check_own_scaled_mat_mul

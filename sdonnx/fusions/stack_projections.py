@@ -15,7 +15,7 @@ from sdonnx.fusions.own_nodes import has_one_reader, put_own
 from sdonnx.fusions.rounded_products import rounded_projections
 from sdonnx.graph.edit import MICROSOFT, add_initializer, dims, insert, is_weight, known_dims, tensor_of
 from sdonnx.graph.match import NOT_A_CANDIDATE, REWRITTEN, Refused, WalkResult, producer_of
-from sdonnx.operators.case import OWN_DOMAIN
+from sdonnx.operators.kernel_case import OWN_DOMAIN
 from sdonnx.operators.own_attention import check_heads
 from sdonnx.operators.own_stacked_mat_mul import check_own_stacked_mat_mul
 from sdonnx.operators.reference_body import graph_of, optional_input

@@ -8,8 +8,8 @@ from itertools import product
 import onnx_ir as ir
 
 from sdonnx.graph.edit import insert
-from sdonnx.operators.case import KernelCase
 from sdonnx.operators.contract import Contract
+from sdonnx.operators.kernel_case import KernelCase
 
 __all__ = ["BIAS_ADD"]
 

@@ -8,8 +8,8 @@ from itertools import product
 import onnx_ir as ir
 
 from sdonnx.graph.edit import input_of, insert, insert_multi, static_dim
-from sdonnx.operators.case import KernelCase
 from sdonnx.operators.contract import Contract
+from sdonnx.operators.kernel_case import KernelCase
 
 __all__ = ["BIAS_SPLIT_GELU", "NO_KERNEL", "SPLIT_GELU_WIDTHS", "check_bias_split_gelu"]
 

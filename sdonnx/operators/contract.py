@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import onnx_ir as ir
 
 from sdonnx.graph.edit import MICROSOFT, input_of
-from sdonnx.operators.case import KernelCase
+from sdonnx.operators.kernel_case import KernelCase
 
 __all__ = ["FLOATS", "FLOATS_AND_BFLOAT16", "Contract"]
 

@@ -9,8 +9,8 @@ from typing import Any
 import onnx_ir as ir
 
 from sdonnx.graph.edit import dims, dtype_of, input_of, insert, static_dim
-from sdonnx.operators.case import KernelCase
 from sdonnx.operators.contract import Contract
+from sdonnx.operators.kernel_case import KernelCase
 from sdonnx.operators.reference_body import TO_NCHW, TO_NHWC
 
 __all__ = [

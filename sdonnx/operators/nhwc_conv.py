@@ -7,8 +7,8 @@ from itertools import product
 
 import onnx_ir as ir
 
-from sdonnx.operators.case import Fill, KernelCase
 from sdonnx.operators.contract import Contract
+from sdonnx.operators.kernel_case import Fill, KernelCase
 from sdonnx.operators.reference_body import channels_last_conv
 
 __all__ = ["NHWC_CONV"]

@@ -6,11 +6,11 @@ import onnx_ir as ir
 
 from sdonnx.operators.bias_add import BIAS_ADD
 from sdonnx.operators.bias_split_gelu import BIAS_SPLIT_GELU
-from sdonnx.operators.case import OWN_DOMAIN, KernelCase
 from sdonnx.operators.contract import Contract
 from sdonnx.operators.fast_gelu import FAST_GELU
 from sdonnx.operators.fused_mat_mul import FUSED_MAT_MUL
 from sdonnx.operators.group_norm import GROUP_NORM
+from sdonnx.operators.kernel_case import OWN_DOMAIN, KernelCase
 from sdonnx.operators.multi_head_attention import MULTI_HEAD_ATTENTION
 from sdonnx.operators.nhwc_conv import NHWC_CONV
 from sdonnx.operators.own_attention import OWN_ATTENTION

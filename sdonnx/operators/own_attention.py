@@ -14,8 +14,8 @@ from collections.abc import Iterable, Iterator
 import onnx_ir as ir
 
 from sdonnx.graph.edit import Dim, dims, input_of, insert
-from sdonnx.operators.case import OWN_DOMAIN, Fill, KernelCase
 from sdonnx.operators.contract import Contract
+from sdonnx.operators.kernel_case import OWN_DOMAIN, Fill, KernelCase
 from sdonnx.operators.multi_head_attention import mask_of_first_keys
 from sdonnx.operators.reference_body import copied_rows, optional_input
 

@@ -12,8 +12,8 @@ from itertools import product
 import onnx_ir as ir
 
 from sdonnx.graph.edit import dims, input_of, static_dim
-from sdonnx.operators.case import OWN_DOMAIN, Fill, KernelCase
 from sdonnx.operators.contract import Contract
+from sdonnx.operators.kernel_case import OWN_DOMAIN, Fill, KernelCase
 from sdonnx.operators.reference_body import channels_last_conv, optional_input
 
 __all__ = ["OWN_CHANNELS_LAST_CONV", "check_own_channels_last_conv"]

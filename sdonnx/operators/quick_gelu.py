@@ -8,8 +8,8 @@ from itertools import product
 import onnx_ir as ir
 
 from sdonnx.graph.edit import constant, dtype_of, input_of, insert, required
-from sdonnx.operators.case import KernelCase
 from sdonnx.operators.contract import Contract
+from sdonnx.operators.kernel_case import KernelCase
 
 __all__ = ["QUICK_GELU", "QUICK_GELU_ALPHA"]
 

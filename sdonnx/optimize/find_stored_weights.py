@@ -22,8 +22,8 @@ from sdonnx.folder.symmetric import quantize, scales_of
 from sdonnx.folder.weight_table import Initializer, Layout, Place, Scales, channel_rows, rows_of
 from sdonnx.graph.edit import is_weight
 from sdonnx.graph.tensors import read
-from sdonnx.operators.case import OWN_DOMAIN
 from sdonnx.operators.eight_bits import EightBits
+from sdonnx.operators.kernel_case import OWN_DOMAIN
 
 __all__ = ["StoredWeight", "StoredWeights", "positions_of", "runs_of", "stored_entry"]
 

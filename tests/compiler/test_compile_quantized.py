@@ -33,7 +33,7 @@ from sdonnx.compiler.supported_modules import SUPPORTED
 from sdonnx.errors import OptionError
 from sdonnx.folder.folder_cache import entry_info
 from sdonnx.metrics import relative_error
-from sdonnx.operators.case import OWN_DOMAIN, Array
+from sdonnx.operators.kernel_case import OWN_DOMAIN, Array
 from sdonnx.precision_search.bounds import Bounds
 from sdonnx.runtime.device.device import Device
 from sdonnx.runtime.device.session import SessionSettings

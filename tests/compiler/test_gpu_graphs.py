@@ -25,7 +25,7 @@ from sdonnx.compiler.module_graph import build_model
 from sdonnx.compiler.supported_modules import SUPPORTED
 from sdonnx.errors import OptionError
 from sdonnx.metrics import relative_error
-from sdonnx.operators.case import OWN_DOMAIN, Array
+from sdonnx.operators.kernel_case import OWN_DOMAIN, Array
 from sdonnx.runtime.device.device import Device
 from sdonnx.runtime.device.session import SessionSettings
 

@@ -20,8 +20,8 @@ from sdonnx.doctor.check_kernels import (
 )
 from sdonnx.errors import FolderError
 from sdonnx.fusions.derived_tables import flags_by_operator
-from sdonnx.operators.case import Array, rounded
-from sdonnx.operators.case_graphs import MAX_ELEMENTS, is_small, kernel_case_file
+from sdonnx.operators.kernel_case import Array, rounded
+from sdonnx.operators.kernel_case_graphs import MAX_ELEMENTS, is_small, kernel_case_file
 from sdonnx.operators.multi_head_attention import KEY_COUNTS
 from sdonnx.operators.operator_table import (
     CONTRACTS,

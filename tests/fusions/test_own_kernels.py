@@ -13,7 +13,7 @@ from support.own_swaps import failures, own, swapped
 from support.steps import step_around
 
 from sdonnx.fusions.own_kernels import MAX_TOKENS, MIN_TOKENS, use_own_kernels
-from sdonnx.operators.case import OWN_DOMAIN
+from sdonnx.operators.kernel_case import OWN_DOMAIN
 from sdonnx.operators.operator_table import OWN_CONTRACTS
 from sdonnx.operators.own_attention import HEAD_SIZES
 

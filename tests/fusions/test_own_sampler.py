@@ -14,7 +14,7 @@ from sdonnx.fusions.own_sampler import SAMPLER_RULES, use_sampler_kernels
 from sdonnx.graph.edit import insert
 from sdonnx.graph.passes import tidy
 from sdonnx.models import abi
-from sdonnx.operators.case import OWN_DOMAIN
+from sdonnx.operators.kernel_case import OWN_DOMAIN
 from sdonnx.samplers.parameters import matrix_start
 
 LAST = "a = Transpose<perm=[0,2,3,1]>(sample) b = Mul(a, w) out_sample = Transpose<perm=[0,3,1,2]>(b)"

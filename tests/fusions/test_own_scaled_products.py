@@ -29,8 +29,8 @@ from sdonnx.fusions.own_kernels import use_own_kernels
 from sdonnx.fusions.stack_projections import order_weights
 from sdonnx.graph.edit import dims
 from sdonnx.graph.passes import tidy
-from sdonnx.operators.case import OWN_DOMAIN
 from sdonnx.operators.eight_bits import EightBits
+from sdonnx.operators.kernel_case import OWN_DOMAIN
 from sdonnx.operators.operator_table import contract_of
 from sdonnx.quantization.quantization_config import QuantizationPolicy
 from sdonnx.quantization.quantization_types import TYPES

@@ -12,7 +12,7 @@ from support.own_swaps import own, swapped
 
 from sdonnx.fusions.own_kernels import use_own_kernels
 from sdonnx.fusions.stack_projections import order_weights
-from sdonnx.operators.case import OWN_DOMAIN
+from sdonnx.operators.kernel_case import OWN_DOMAIN
 
 FIRED = {"MultiHeadAttentionToOwnSelfAttention": 1}
 PRODUCTS = "q = MatMul(x, a) k = MatMul(x, b) v = MatMul(x, c)"

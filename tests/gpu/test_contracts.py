@@ -29,7 +29,7 @@ from sdonnx.fusions.fusion_table import fuse
 from sdonnx.graph.passes import tidy
 from sdonnx.metrics import relative_error
 from sdonnx.models.spec import ComponentSpec, Role
-from sdonnx.operators.case import TOLERANCE, KernelCase
+from sdonnx.operators.kernel_case import TOLERANCE, KernelCase
 from sdonnx.operators.lowering import LowerContribOperators
 from sdonnx.operators.operator_table import CONTRACTS, KERNEL_CASES, dtypes_of
 from sdonnx.precision.convert import ConvertPrecision

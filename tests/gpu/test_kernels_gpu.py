@@ -24,9 +24,9 @@ from support.operator_tests import lowered_results, model_bytes, own_operator_te
 from sdonnx.__main__ import main
 from sdonnx.doctor.kernel_library import usable_library
 from sdonnx.metrics import output_error, relative_error
-from sdonnx.operators.case import TOLERANCE, Array, Fill, KernelCase, rounded
-from sdonnx.operators.case_graphs import model_of
 from sdonnx.operators.eight_bits import EightBits
+from sdonnx.operators.kernel_case import TOLERANCE, Array, Fill, KernelCase, rounded
+from sdonnx.operators.kernel_case_graphs import model_of
 from sdonnx.operators.operator_table import OWN_CONTRACTS, OWN_KERNEL_CASES, contract_of_case
 from sdonnx.runtime.device.device import device_for
 from sdonnx.runtime.device.session import BufferPart, Graph, Run, SessionSettings

@@ -17,8 +17,8 @@ from support.operator_tests import model_bytes, quiet_options
 
 from sdonnx.doctor.kernel_library import usable_library
 from sdonnx.metrics import relative_error
-from sdonnx.operators.case import OWN_DOMAIN, Array
 from sdonnx.operators.eight_bits import EightBits
+from sdonnx.operators.kernel_case import OWN_DOMAIN, Array
 from sdonnx.quantization.quantization_config import QuantizationPolicy
 from sdonnx.quantization.quantization_types import TYPES
 from sdonnx.quantization.quantize_weights import QuantizeWeights, restore_late

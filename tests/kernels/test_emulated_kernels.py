@@ -18,8 +18,8 @@ from support.kernel_library import emulated_library, options_with
 from support.operator_tests import feeds_of, lowered_results, model_bytes
 
 from sdonnx.metrics import output_error
-from sdonnx.operators.case import TOLERANCE, Array, Fill, KernelCase, rounded
-from sdonnx.operators.case_graphs import model_of
+from sdonnx.operators.kernel_case import TOLERANCE, Array, Fill, KernelCase, rounded
+from sdonnx.operators.kernel_case_graphs import model_of
 from sdonnx.operators.operator_table import OWN_CONTRACTS, OWN_KERNEL_CASES, contract_of_case
 
 CAPABILITY, ORDER = "SDONNX_EMULATED_CAPABILITY", "SDONNX_EMULATED_ORDER"

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from support.operator_tests import OperatorTest
 
-from sdonnx.operators.case import KernelCase
+from sdonnx.operators.kernel_case import KernelCase
 from sdonnx.operators.own_attention import HEAD_SIZES, OWN_ATTENTION, check_own_attention
 
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F  # noqa: N812
 from support.operator_tests import OperatorTest
 
 from sdonnx.operators.bias_split_gelu import SPLIT_GELU_WIDTHS
-from sdonnx.operators.case import KernelCase
+from sdonnx.operators.kernel_case import KernelCase
 from sdonnx.operators.own_bias_split_gelu import OWN_BIAS_SPLIT_GELU, check_own_bias_split_gelu
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from support.operator_tests import OperatorTest
 
-from sdonnx.operators.case import KernelCase
+from sdonnx.operators.kernel_case import KernelCase
 from sdonnx.operators.own_concat_channels import check_own_concat_channels
 
 

@@ -10,8 +10,8 @@ from support.graphs import lowered, relative_error
 from support.operator_tests import failure_of, lowered_results, own_operator_test
 
 from sdonnx.metrics import pattern_error
-from sdonnx.operators.case import OWN_DOMAIN, KernelCase, rounded
-from sdonnx.operators.case_graphs import is_small, model_of
+from sdonnx.operators.kernel_case import OWN_DOMAIN, KernelCase, rounded
+from sdonnx.operators.kernel_case_graphs import is_small, model_of
 from sdonnx.operators.operator_table import (
     CONTRACTS,
     OWN_CONTRACTS,

@@ -15,9 +15,9 @@ from support.kernel_library import emulated_library, options_with
 from support.operator_tests import OperatorTest, feeds_of, lowered_results, model_bytes
 
 from sdonnx.metrics import relative_error
-from sdonnx.operators.case import OWN_DOMAIN, Array, KernelCase, rounded
-from sdonnx.operators.case_graphs import model_of
 from sdonnx.operators.eight_bits import EightBits
+from sdonnx.operators.kernel_case import OWN_DOMAIN, Array, KernelCase, rounded
+from sdonnx.operators.kernel_case_graphs import model_of
 from sdonnx.operators.operator_table import OWN_KERNEL_CASES
 from sdonnx.operators.own_rows import check_rows
 

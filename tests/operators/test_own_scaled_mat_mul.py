@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from support.operator_tests import OperatorTest, failure_of
 
-from sdonnx.operators.case import OWN_DOMAIN, Fill, KernelCase
-from sdonnx.operators.case_graphs import model_of
 from sdonnx.operators.eight_bits import EightBits
+from sdonnx.operators.kernel_case import OWN_DOMAIN, Fill, KernelCase
+from sdonnx.operators.kernel_case_graphs import model_of
 from sdonnx.operators.own_scaled_mat_mul import check_own_scaled_mat_mul
 
 TYPES = {EightBits.E4M3: torch.float8_e4m3fn, EightBits.E5M2: torch.float8_e5m2, EightBits.INT8: torch.int8}

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from support.operator_tests import OperatorTest
 
-from sdonnx.operators.case import KernelCase
+from sdonnx.operators.kernel_case import KernelCase
 from sdonnx.operators.own_layer_norm import MAX_LAYER_NORM_CHANNELS
 from sdonnx.operators.own_skip_layer_norm import OWN_SKIP_LAYER_NORM, check_own_skip_layer_norm
 

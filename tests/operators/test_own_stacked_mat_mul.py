@@ -7,7 +7,7 @@ import pytest
 import torch
 from support.operator_tests import OperatorTest
 
-from sdonnx.operators.case import KernelCase
+from sdonnx.operators.kernel_case import KernelCase
 from sdonnx.operators.own_stacked_mat_mul import check_own_stacked_mat_mul
 
 OPERATOR_TEST = OperatorTest(

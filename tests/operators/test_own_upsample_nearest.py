@@ -7,7 +7,7 @@ import pytest
 import torch
 from support.operator_tests import OperatorTest
 
-from sdonnx.operators.case import Fill, KernelCase
+from sdonnx.operators.kernel_case import Fill, KernelCase
 from sdonnx.operators.own_upsample_nearest import check_own_upsample_nearest
 
 

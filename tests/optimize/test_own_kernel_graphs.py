@@ -25,7 +25,7 @@ from sdonnx.folder.pipeline_folder import hash_file
 from sdonnx.folder.version import command_for
 from sdonnx.metrics import relative_error
 from sdonnx.models import abi
-from sdonnx.operators.case import OWN_DOMAIN, Array
+from sdonnx.operators.kernel_case import OWN_DOMAIN, Array
 from sdonnx.operators.lowering import LowerContribOperators
 from sdonnx.optimize.optimize_request import OptimizeRequest
 from sdonnx.optimize.optimizer import optimize_folder

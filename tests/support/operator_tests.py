@@ -14,9 +14,9 @@ import torch
 
 from sdonnx.graph.edit import dtype_of, required
 from sdonnx.metrics import relative_error
-from sdonnx.operators.case import TOLERANCE, Array, KernelCase, rounded
-from sdonnx.operators.case_graphs import model_of
 from sdonnx.operators.contract import Contract
+from sdonnx.operators.kernel_case import TOLERANCE, Array, KernelCase, rounded
+from sdonnx.operators.kernel_case_graphs import model_of
 from sdonnx.operators.lowering import LowerContribOperators
 from sdonnx.operators.operator_table import CONTRACTS, OWN_CONTRACTS, contract_of, contract_of_case
 from sdonnx.runtime.device.device import device_for

@@ -6,7 +6,7 @@ import onnx_ir as ir
 
 from sdonnx.fusions.own_kernels import use_own_kernels
 from sdonnx.graph.match import MatchFailure
-from sdonnx.operators.case import OWN_DOMAIN
+from sdonnx.operators.kernel_case import OWN_DOMAIN
 from sdonnx.operators.operator_table import contract_of
 from support.graphs import copied, feeds_for, interface, relative_error, run, text_of
 

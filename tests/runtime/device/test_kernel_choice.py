@@ -27,7 +27,7 @@ from sdonnx.folder.loaded_folder import LoadedFolder
 from sdonnx.folder.version import read_report
 from sdonnx.models.registry import family_of
 from sdonnx.models.spec import Role
-from sdonnx.operators.case import OWN_DOMAIN
+from sdonnx.operators.kernel_case import OWN_DOMAIN
 from sdonnx.operators.operator_table import OWN_CONTRACTS
 from sdonnx.runtime import pipeline as runtime_pipeline
 from sdonnx.runtime.device import kernel_choice, session

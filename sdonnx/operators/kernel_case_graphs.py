@@ -15,7 +15,7 @@ from typing import Any
 
 import onnx_ir as ir
 
-from sdonnx.operators.case import Array, KernelCase
+from sdonnx.operators.kernel_case import Array, KernelCase
 from sdonnx.operators.lowering import LowerContribOperators
 from sdonnx.operators.operator_table import CONTRACTS, DTYPES, KERNEL_CASES, contract_of_case, dtypes_of
 
