@@ -1,7 +1,7 @@
 """Compare kernels with their reference bodies, one kernel case after another, and report the results.
 
-`sdonnx.operators.kernel_case_graphs` writes the graphs of both to `kernel_cases.json`. The reference runs in float32 on the
-CPU, on the same values as the kernel.
+`sdonnx.operators.kernel_case_graphs` writes the graphs of both to `kernel_cases.json`. The reference runs in float32 on
+the CPU, on the same values as the kernel.
 """
 
 from __future__ import annotations
