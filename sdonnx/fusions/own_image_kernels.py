@@ -11,14 +11,23 @@ import onnx_ir as ir
 
 from sdonnx.fusions.own_nodes import put_own
 from sdonnx.fusions.repeated_rows import copied_value
-from sdonnx.graph.edit import MICROSOFT, constant_value, dims, input_of, insert, is_weight, known_dims, replace
+from sdonnx.graph.edit import (
+    MICROSOFT,
+    constant_value,
+    dims,
+    input_of,
+    insert,
+    is_weight,
+    known_dims,
+    optional_input,
+    replace,
+)
 from sdonnx.graph.match import NOT_A_CANDIDATE, REWRITTEN, Refused, WalkResult
 from sdonnx.graph.shapes.expressions import expression_of, halved
 from sdonnx.operators.kernel_case import OWN_DOMAIN
 from sdonnx.operators.own_channels_last_conv import check_own_channels_last_conv
 from sdonnx.operators.own_concat_channels import check_own_concat_channels
 from sdonnx.operators.own_upsample_nearest import check_own_upsample_nearest
-from sdonnx.operators.reference_body import optional_input
 
 __all__ = ["channels_last_conv", "concat_channels", "upsample_nearest"]
 

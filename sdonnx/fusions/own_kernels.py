@@ -38,6 +38,7 @@ from sdonnx.graph.edit import (
     insert_multi,
     known_dims,
     known_size,
+    optional_input,
     replace,
     required,
     static_dim,
@@ -65,7 +66,6 @@ from sdonnx.operators.own_bias_split_gelu import check_own_bias_split_gelu
 from sdonnx.operators.own_group_norm import check_own_group_norm, check_own_table
 from sdonnx.operators.own_layer_norm import check_own_layer_norm
 from sdonnx.operators.own_skip_layer_norm import check_own_skip_layer_norm
-from sdonnx.operators.reference_body import optional_input
 
 __all__ = ["KERNELS", "MAX_TOKENS", "MIN_TOKENS", "OWN_KERNELS", "default_sizes", "use_own_kernels"]
 

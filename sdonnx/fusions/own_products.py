@@ -7,11 +7,10 @@ import onnx_ir as ir
 from sdonnx.fusions.own_nodes import has_one_reader
 from sdonnx.fusions.own_scaled_products import scaled_product
 from sdonnx.fusions.rounded_products import rounded_product
-from sdonnx.graph.edit import dims, input_of, insert, replace, static_dim
+from sdonnx.graph.edit import dims, input_of, insert, optional_input, replace, static_dim
 from sdonnx.graph.match import NOT_A_CANDIDATE, REWRITTEN, Refused, WalkResult, is_matrix, producer_of, same_shape
 from sdonnx.operators.kernel_case import OWN_DOMAIN
 from sdonnx.operators.own_mat_mul import check_own_mat_mul
-from sdonnx.operators.reference_body import optional_input
 
 __all__ = ["bias_add", "fast_gelu", "gemm", "mat_mul", "sum_with_bias"]
 

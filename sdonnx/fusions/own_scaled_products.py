@@ -17,11 +17,13 @@ from sdonnx.fusions.stack_projections import stacked
 from sdonnx.graph.edit import (
     add_initializer,
     dims,
+    graph_of,
     input_of,
     insert,
     insert_multi,
     is_weight,
     known_dims,
+    optional_input,
     replace,
     required,
     static_dim,
@@ -34,7 +36,6 @@ from sdonnx.operators.kernel_case import OWN_DOMAIN
 from sdonnx.operators.own_attention import check_heads
 from sdonnx.operators.own_rows import check_rows
 from sdonnx.operators.own_scaled_mat_mul import check_own_scaled_mat_mul
-from sdonnx.operators.reference_body import graph_of, optional_input
 
 __all__ = ["rows_of_source", "rows_of_sum", "scaled_product", "scaled_self_attention", "scaled_skip_layer_norm"]
 

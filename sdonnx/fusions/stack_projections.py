@@ -13,12 +13,21 @@ import onnx_ir as ir
 
 from sdonnx.fusions.own_nodes import has_one_reader, put_own
 from sdonnx.fusions.rounded_products import rounded_projections
-from sdonnx.graph.edit import MICROSOFT, add_initializer, dims, insert, is_weight, known_dims, tensor_of
+from sdonnx.graph.edit import (
+    MICROSOFT,
+    add_initializer,
+    dims,
+    graph_of,
+    insert,
+    is_weight,
+    known_dims,
+    optional_input,
+    tensor_of,
+)
 from sdonnx.graph.match import NOT_A_CANDIDATE, REWRITTEN, Refused, WalkResult, producer_of
 from sdonnx.operators.kernel_case import OWN_DOMAIN
 from sdonnx.operators.own_attention import check_heads
 from sdonnx.operators.own_stacked_mat_mul import check_own_stacked_mat_mul
-from sdonnx.operators.reference_body import graph_of, optional_input
 
 __all__ = ["order_weights", "projections_of", "self_attention", "stacked"]
 

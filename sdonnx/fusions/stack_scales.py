@@ -11,10 +11,9 @@ from collections.abc import Iterator, Sequence
 
 import onnx_ir as ir
 
-from sdonnx.graph.edit import dtype_of, insert, insert_multi, known_size, replace, required
+from sdonnx.graph.edit import dtype_of, insert, insert_multi, known_size, optional_input, replace, required
 from sdonnx.graph.match import producer_of
 from sdonnx.operators.kernel_case import OWN_DOMAIN
-from sdonnx.operators.reference_body import optional_input
 
 __all__ = ["stack_scales"]
 

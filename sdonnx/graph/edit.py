@@ -21,6 +21,7 @@ __all__ = [
     "derived_initializer",
     "dims",
     "dtype_of",
+    "graph_of",
     "input_of",
     "insert",
     "insert_multi",
@@ -28,6 +29,7 @@ __all__ = [
     "joined_initializer",
     "known_dims",
     "known_size",
+    "optional_input",
     "producer_node",
     "replace",
     "required",
@@ -146,6 +148,19 @@ def input_of(node: ir.Node, index: int) -> ir.Value:
     """Return an input of a node; raise ValueError where the node has none at that index."""
     value = node.inputs[index] if -len(node.inputs) <= index < len(node.inputs) else None
     return required(value, f"input {index} of {node.op_type} {node.name!r}")
+
+
+def optional_input(node: ir.Node, index: int) -> ir.Value | None:
+    """Return an input of a node, None where it is absent."""
+    return node.inputs[index] if index < len(node.inputs) else None
+
+
+def graph_of(node: ir.Node) -> ir.Graph:
+    """Return the graph that a node is in; raise TypeError where it is in a function."""
+    graph = node.graph
+    if not isinstance(graph, ir.Graph):
+        raise TypeError(f"{node.op_type} {node.name!r} is in {type(graph).__name__}, not in a graph")
+    return graph
 
 
 def producer_node(value: ir.Value) -> ir.Node:

@@ -11,8 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
-from sdonnx.graph.edit import constant, insert
-from sdonnx.operators.reference_body import graph_of
+from sdonnx.graph.edit import constant, graph_of, insert
 
 __all__ = ["EightBits", "decoded", "encoded"]
 

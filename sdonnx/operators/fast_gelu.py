@@ -7,10 +7,9 @@ from itertools import product
 
 import onnx_ir as ir
 
-from sdonnx.graph.edit import input_of, insert, static_dim
+from sdonnx.graph.edit import input_of, insert, optional_input, static_dim
 from sdonnx.operators.contract import FLOATS_AND_BFLOAT16, Contract
 from sdonnx.operators.kernel_case import KernelCase
-from sdonnx.operators.reference_body import optional_input
 
 __all__ = ["FAST_GELU", "check_fast_gelu"]
 

@@ -7,10 +7,9 @@ from itertools import product
 
 import onnx_ir as ir
 
-from sdonnx.graph.edit import constant, dtype_of, insert
+from sdonnx.graph.edit import constant, dtype_of, graph_of, insert
 from sdonnx.operators.contract import FLOATS_AND_BFLOAT16, Contract
 from sdonnx.operators.kernel_case import KernelCase
-from sdonnx.operators.reference_body import graph_of
 
 __all__ = ["FUSED_MAT_MUL"]
 

@@ -13,11 +13,11 @@ from collections.abc import Iterable, Iterator
 
 import onnx_ir as ir
 
-from sdonnx.graph.edit import Dim, dims, input_of, insert
+from sdonnx.graph.edit import Dim, dims, input_of, insert, optional_input
 from sdonnx.operators.contract import Contract
 from sdonnx.operators.kernel_case import OWN_DOMAIN, Fill, KernelCase
 from sdonnx.operators.multi_head_attention import mask_of_first_keys
-from sdonnx.operators.reference_body import copied_rows, optional_input
+from sdonnx.operators.reference_body import copied_rows
 
 __all__ = ["HEAD_SIZES", "OWN_ATTENTION", "check_heads", "check_own_attention"]
 

@@ -11,10 +11,9 @@ from itertools import product
 
 import onnx_ir as ir
 
-from sdonnx.graph.edit import input_of, insert, insert_multi, static_dim
+from sdonnx.graph.edit import input_of, insert, insert_multi, optional_input, static_dim
 from sdonnx.operators.contract import Contract
 from sdonnx.operators.kernel_case import OWN_DOMAIN, KernelCase
-from sdonnx.operators.reference_body import optional_input
 
 __all__ = ["OWN_BIAS_SPLIT_GELU", "check_own_bias_split_gelu"]
 

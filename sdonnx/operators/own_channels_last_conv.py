@@ -11,10 +11,10 @@ from itertools import product
 
 import onnx_ir as ir
 
-from sdonnx.graph.edit import dims, input_of, static_dim
+from sdonnx.graph.edit import dims, input_of, optional_input, static_dim
 from sdonnx.operators.contract import Contract
 from sdonnx.operators.kernel_case import OWN_DOMAIN, Fill, KernelCase
-from sdonnx.operators.reference_body import channels_last_conv, optional_input
+from sdonnx.operators.reference_body import channels_last_conv
 
 __all__ = ["OWN_CHANNELS_LAST_CONV", "check_own_channels_last_conv"]
 

@@ -11,10 +11,10 @@ from itertools import product
 
 import onnx_ir as ir
 
-from sdonnx.graph.edit import input_of, insert, static_dim
+from sdonnx.graph.edit import input_of, insert, optional_input, static_dim
 from sdonnx.operators.contract import Contract
 from sdonnx.operators.kernel_case import OWN_DOMAIN, KernelCase
-from sdonnx.operators.reference_body import copied_rows, optional_input
+from sdonnx.operators.reference_body import copied_rows
 
 __all__ = ["OWN_CONCAT_CHANNELS", "check_own_concat_channels"]
 

@@ -9,10 +9,9 @@ from collections.abc import Iterator
 
 import onnx_ir as ir
 
-from sdonnx.graph.edit import input_of, insert, static_dim
+from sdonnx.graph.edit import input_of, insert, optional_input, static_dim
 from sdonnx.operators.contract import Contract
 from sdonnx.operators.kernel_case import OWN_DOMAIN, KernelCase
-from sdonnx.operators.reference_body import optional_input
 
 __all__ = ["MAX_LAYER_NORM_CHANNELS", "OWN_LAYER_NORM", "check_own_layer_norm"]
 

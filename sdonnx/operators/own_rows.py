@@ -17,11 +17,10 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import onnx_ir as ir
 
-from sdonnx.graph.edit import constant, input_of, insert, insert_multi, static_dim
+from sdonnx.graph.edit import constant, graph_of, input_of, insert, insert_multi, optional_input, static_dim
 from sdonnx.operators.contract import Contract
 from sdonnx.operators.eight_bits import EightBits, encoded
 from sdonnx.operators.kernel_case import OWN_DOMAIN, Fill, KernelCase
-from sdonnx.operators.reference_body import graph_of, optional_input
 
 __all__ = ["OWN_LAYER_NORM_ROWS", "OWN_QUANTIZE_ROWS", "OWN_SPLIT_GELU_ROWS", "OWN_SUM_ROWS", "check_rows"]
 

@@ -13,10 +13,10 @@ from itertools import product
 import numpy as np
 import onnx_ir as ir
 
-from sdonnx.graph.edit import constant, dims, input_of, insert, static_dim
+from sdonnx.graph.edit import constant, dims, graph_of, input_of, insert, static_dim
 from sdonnx.operators.contract import Contract
 from sdonnx.operators.kernel_case import OWN_DOMAIN, Fill, KernelCase
-from sdonnx.operators.reference_body import TO_NHWC, graph_of
+from sdonnx.operators.reference_body import TO_NHWC
 from sdonnx.samplers.parameters import row_size
 from sdonnx.samplers.plans import STATE_ROWS
 

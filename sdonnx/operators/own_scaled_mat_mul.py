@@ -13,11 +13,10 @@ from collections.abc import Iterator
 import numpy as np
 import onnx_ir as ir
 
-from sdonnx.graph.edit import constant, input_of, insert, static_dim
+from sdonnx.graph.edit import constant, graph_of, input_of, insert, optional_input, static_dim
 from sdonnx.operators.contract import Contract
 from sdonnx.operators.eight_bits import EightBits, decoded
 from sdonnx.operators.kernel_case import OWN_DOMAIN, Fill, KernelCase
-from sdonnx.operators.reference_body import graph_of, optional_input
 
 __all__ = ["OWN_SCALED_MAT_MUL", "check_own_scaled_mat_mul"]
 

@@ -12,11 +12,10 @@ from collections.abc import Iterator
 import numpy as np
 import onnx_ir as ir
 
-from sdonnx.graph.edit import constant, dims, input_of, insert, insert_multi, required, static_dim
+from sdonnx.graph.edit import constant, dims, graph_of, input_of, insert, insert_multi, required, static_dim
 from sdonnx.operators.contract import Contract
 from sdonnx.operators.kernel_case import OWN_DOMAIN, KernelCase
 from sdonnx.operators.own_attention import HEAD_SIZES, check_heads
-from sdonnx.operators.reference_body import graph_of
 
 __all__ = ["OWN_SELF_ATTENTION", "check_own_self_attention"]
 

@@ -12,11 +12,11 @@ from itertools import product
 
 import onnx_ir as ir
 
-from sdonnx.graph.edit import input_of, insert
+from sdonnx.graph.edit import input_of, insert, optional_input
 from sdonnx.operators.contract import Contract
 from sdonnx.operators.kernel_case import OWN_DOMAIN, KernelCase
 from sdonnx.operators.own_layer_norm import check_own_layer_norm
-from sdonnx.operators.reference_body import copied_rows, optional_input
+from sdonnx.operators.reference_body import copied_rows
 from sdonnx.operators.skip_layer_normalization import sum_with_skip
 
 __all__ = ["OWN_SKIP_LAYER_NORM", "check_own_skip_layer_norm"]

@@ -10,10 +10,9 @@ from collections.abc import Iterator
 import numpy as np
 import onnx_ir as ir
 
-from sdonnx.graph.edit import constant, dims, input_of, insert, static_dim
+from sdonnx.graph.edit import constant, dims, graph_of, input_of, insert, static_dim
 from sdonnx.operators.contract import Contract
 from sdonnx.operators.kernel_case import OWN_DOMAIN, Fill, KernelCase
-from sdonnx.operators.reference_body import graph_of
 
 __all__ = ["OWN_STACKED_MAT_MUL", "check_own_stacked_mat_mul"]
 

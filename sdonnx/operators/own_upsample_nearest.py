@@ -16,10 +16,9 @@ from itertools import product
 import numpy as np
 import onnx_ir as ir
 
-from sdonnx.graph.edit import constant, dims, input_of, insert, static_dim
+from sdonnx.graph.edit import constant, dims, graph_of, input_of, insert, optional_input, static_dim
 from sdonnx.operators.contract import Contract
 from sdonnx.operators.kernel_case import OWN_DOMAIN, Fill, KernelCase
-from sdonnx.operators.reference_body import graph_of, optional_input
 
 __all__ = ["OWN_UPSAMPLE_NEAREST", "check_own_upsample_nearest"]
 

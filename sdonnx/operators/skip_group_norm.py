@@ -8,11 +8,10 @@ from itertools import product
 import numpy as np
 import onnx_ir as ir
 
-from sdonnx.graph.edit import constant, input_of, insert
+from sdonnx.graph.edit import constant, graph_of, input_of, insert, optional_input
 from sdonnx.operators.contract import Contract
 from sdonnx.operators.group_norm import group_limits, norm_attributes, normalized_groups, stable_epsilon
 from sdonnx.operators.kernel_case import KernelCase
-from sdonnx.operators.reference_body import graph_of, optional_input
 
 __all__ = ["SKIP_GROUP_NORM"]
 

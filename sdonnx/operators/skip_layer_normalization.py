@@ -7,10 +7,9 @@ from itertools import product
 
 import onnx_ir as ir
 
-from sdonnx.graph.edit import insert
+from sdonnx.graph.edit import insert, optional_input
 from sdonnx.operators.contract import FLOATS_AND_BFLOAT16, Contract
 from sdonnx.operators.kernel_case import KernelCase
-from sdonnx.operators.reference_body import optional_input
 
 __all__ = ["MEAN_AND_DEVIATION", "SKIP_LAYER_NORMALIZATION", "sum_with_skip"]
 
