@@ -13,6 +13,7 @@ from sdonnx.graph.modules import MODULE_KEY, module_path
 from sdonnx.graph.tensors import Origin, arranged_origin, lazy, read
 
 __all__ = [
+    "MAX_SPLIT_OUTPUTS",
     "MICROSOFT",
     "Dim",
     "add_initializer",
@@ -38,6 +39,13 @@ __all__ = [
 ]
 
 MICROSOFT = "com.microsoft"
+
+MAX_SPLIT_OUTPUTS = 32
+"""ONNX Runtime's Split passes the addresses of up to 32 outputs as arguments of its kernel.
+
+For more outputs it copies the addresses from a host buffer while it runs (CudaAsyncBuffer in its split.cc). The buffer
+belongs to someone else by the time a captured graph is replayed.
+"""
 
 Dim = int | ir.SymbolicDim
 

@@ -16,8 +16,14 @@ from typing import Any
 import onnx_ir as ir
 
 from sdonnx.operators.kernel_case import Array, KernelCase
-from sdonnx.operators.lowering import LowerContribOperators
-from sdonnx.operators.operator_table import CONTRACTS, DTYPES, KERNEL_CASES, contract_of_case, dtypes_of
+from sdonnx.operators.operator_table import (
+    CONTRACTS,
+    DTYPES,
+    KERNEL_CASES,
+    LowerContribOperators,
+    contract_of_case,
+    dtypes_of,
+)
 
 __all__ = ["MAX_ELEMENTS", "is_small", "kernel_case_file", "model_of", "serialized"]
 

@@ -19,7 +19,7 @@ from sdonnx.errors import OptionError, PrecisionError
 from sdonnx.folder.pipeline_folder import ONNX_MODEL
 from sdonnx.graph.edit import constant, insert
 from sdonnx.graph.passes import tidy
-from sdonnx.operators.lowering import LowerContribOperators
+from sdonnx.operators.operator_table import LowerContribOperators
 from sdonnx.optimize.exported_pipeline import open_exported, quantization_policies
 from sdonnx.optimize.optimize_request import OptimizeRequest, ProgressCallback
 from sdonnx.precision_search.probe_folder import probe_device, runnable, write_wide

@@ -14,7 +14,7 @@ from sdonnx.folder.pipeline_folder import ONNX_MODEL
 from sdonnx.graph.passes import tidy
 from sdonnx.metrics import relative_error
 from sdonnx.models.spec import ComponentSpec
-from sdonnx.operators.lowering import LowerContribOperators
+from sdonnx.operators.operator_table import LowerContribOperators
 from sdonnx.precision.convert import ConvertPrecision
 from sdonnx.precision.policy import PrecisionPolicy
 from sdonnx.precision_search.fp16_emulation import Monitor, Place, Widen, measure_weight, narrow_places, round_mantissa

@@ -18,7 +18,7 @@ from sdonnx.folder.pipeline_folder import ONNX_MODEL
 from sdonnx.graph.edit import dims
 from sdonnx.graph.passes import tidy
 from sdonnx.metrics import relative_error, structural_similarity
-from sdonnx.operators.lowering import LowerContribOperators
+from sdonnx.operators.operator_table import LowerContribOperators
 from sdonnx.precision_search.record_inputs import Feeds
 from sdonnx.quantization.quantization_config import QuantizationPolicy
 from sdonnx.quantization.quantization_types import QuantizationType
