@@ -36,7 +36,7 @@ from sdonnx.doctor.first_check import machine_of, store_results
 from sdonnx.doctor.kernel_library import KernelLibrary, usable_library
 from sdonnx.doctor.kernel_trust import is_trusted, sdpa_kernel
 from sdonnx.errors import OptionError, OutputError
-from sdonnx.operators.case import TOLERANCE
+from sdonnx.operators.kernel_case import TOLERANCE
 from sdonnx.terminal import add_common, console, progress_bar
 
 if TYPE_CHECKING:

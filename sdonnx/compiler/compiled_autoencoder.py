@@ -15,7 +15,7 @@ from diffusers.models.autoencoders.vae import DecoderOutput
 
 from sdonnx.compiler.graph_method import GraphMethod, GraphSignature, checked_inputs
 from sdonnx.export.wrappers import VAE_WRAPPERS
-from sdonnx.models.components import UPCAST_VAE_DECODER, UPCAST_VAE_ENCODER
+from sdonnx.models.shared_components import UPCAST_VAE_DECODER, UPCAST_VAE_ENCODER
 from sdonnx.models.spec import ComponentSpec
 
 __all__ = ["AutoencoderDecode", "AutoencoderEncode"]

@@ -12,7 +12,7 @@ from transformers.models.clip.modeling_clip import CLIPVisionModelOutput
 from sdonnx.compiler.compiled_text_encoders import EncoderForward, requested_layers
 from sdonnx.compiler.graph_method import GraphSignature
 from sdonnx.export.wrappers import LayeredVisionEncoder
-from sdonnx.models.components import HIDDEN_STATES, LAST_HIDDEN_STATE
+from sdonnx.models.shared_components import HIDDEN_STATES, LAST_HIDDEN_STATE
 from sdonnx.models.spec import ComponentSpec, Role, TensorSpec
 
 __all__ = ["ClipVisionForward"]

@@ -16,14 +16,14 @@ from sdonnx.compiler.graph_method import GraphMethod, GraphSignature, checked_in
 from sdonnx.export.t5_encoder import MaskedTextEncoder
 from sdonnx.export.wrappers import Wrapper
 from sdonnx.models.abi import POSITIONS
-from sdonnx.models.components import (
+from sdonnx.models.pixart import PIXART
+from sdonnx.models.shared_components import (
     HIDDEN_STATES,
     INPUT_IDS,
     LAST_HIDDEN_STATE,
     POOLER_OUTPUT,
     clip_text_encoder,
 )
-from sdonnx.models.pixart import PIXART
 from sdonnx.models.spec import TEXT_MASK, TensorSpec
 
 __all__ = ["ClipForward", "EncoderForward", "ProjectedClipForward", "T5Forward", "requested_layers", "zeros_and_ones"]

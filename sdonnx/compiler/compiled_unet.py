@@ -21,7 +21,6 @@ from sdonnx.compiler.unet_image_prompts import (
     prepare_images,
     why_not_images,
 )
-from sdonnx.models.components import ENCODER_HIDDEN_STATES, OUT_SAMPLE, SAMPLE, TIMESTEP
 from sdonnx.models.control_networks import (
     ADAPTER,
     CONTROLNET_DOWN,
@@ -30,6 +29,7 @@ from sdonnx.models.control_networks import (
     controlnet_inputs,
     has_sizes_of,
 )
+from sdonnx.models.shared_components import ENCODER_HIDDEN_STATES, OUT_SAMPLE, SAMPLE, TIMESTEP
 from sdonnx.models.spec import ComponentSpec, Role, TensorSpec
 
 __all__ = ["UNetForward", "UNetVariant", "timesteps_of"]

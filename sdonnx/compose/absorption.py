@@ -19,6 +19,7 @@ import onnx_ir as ir
 
 from sdonnx.compose.graph_builder import INT64, has_subgraph, int64_vector, remove_unused_nodes
 from sdonnx.graph.edit import (
+    MAX_SPLIT_OUTPUTS,
     MICROSOFT,
     constant,
     dims,
@@ -33,7 +34,6 @@ from sdonnx.graph.edit import (
 )
 from sdonnx.graph.mask_patterns import MASKED_SCORE, allowed_keys
 from sdonnx.graph.match import is_matrix, is_row, producer_of, sole_user
-from sdonnx.operators.split_limits import MAX_SPLIT_OUTPUTS
 
 __all__ = ["absorb_projections"]
 

@@ -1,7 +1,7 @@
 """Compare kernels with their reference bodies, one kernel case after another, and report the results.
 
-`sdonnx.operators.case_graphs` writes the graphs of both to `kernel_cases.json`. The reference runs in float32 on the
-CPU, on the same values as the kernel.
+`sdonnx.operators.kernel_case_graphs` writes the graphs of both to `kernel_cases.json`. The reference runs in float32 on
+the CPU, on the same values as the kernel.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import numpy as np
 
 from sdonnx.errors import FolderError
 from sdonnx.metrics import output_error
-from sdonnx.operators.case import TOLERANCE, Array, KernelCase, rounded
+from sdonnx.operators.kernel_case import TOLERANCE, Array, KernelCase, rounded
 
 __all__ = [
     "ATTENTION",

@@ -24,7 +24,7 @@ from sdonnx.doctor.gpu import cuda_driver_version, cuda_libraries, driver_versio
 from sdonnx.doctor.kernel_library import KernelLibrary
 from sdonnx.errors import OptionError
 from sdonnx.folder.cache_root import cache_folder
-from sdonnx.operators.case import KernelCase
+from sdonnx.operators.kernel_case import KernelCase
 
 __all__ = [
     "EIGHT_BIT_OPERATORS",

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from sdonnx.models.components import TIMESTEP_COND
+from sdonnx.models.shared_components import TIMESTEP_COND
 
 __all__ = [
     "VAE_WRAPPERS",

@@ -8,7 +8,7 @@ import onnx_ir as ir
 
 from sdonnx.graph.edit import MICROSOFT, is_weight, producer_node, static_dim
 from sdonnx.graph.match import Rule, is_bias
-from sdonnx.operators.bias_split_gelu import check_bias_split_gelu
+from sdonnx.operators.contrib_elementwise import check_bias_split_gelu
 
 __all__ = ["GegluToBiasSplitGelu"]
 

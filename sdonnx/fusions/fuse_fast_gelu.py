@@ -6,7 +6,7 @@ import onnx_ir as ir
 
 from sdonnx.graph.edit import MICROSOFT, insert, replace
 from sdonnx.graph.match import NOT_A_CANDIDATE, REWRITTEN, Refused, WalkResult, WalkRule, biased, sole_user
-from sdonnx.operators.fast_gelu import check_fast_gelu
+from sdonnx.operators.contrib_elementwise import check_fast_gelu
 
 __all__ = ["GeluToFastGelu"]
 

@@ -36,7 +36,7 @@ from sdonnx.graph.match import (
 )
 from sdonnx.graph.passes import constant_target
 from sdonnx.graph.tensors import lazy, read
-from sdonnx.operators.group_norm import check_group_norm
+from sdonnx.operators.contrib_norms import check_group_norm
 
 __all__ = [
     "FlatGroupNormToGroupNorm",

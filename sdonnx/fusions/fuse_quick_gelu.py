@@ -17,7 +17,7 @@ from sdonnx.graph.match import (
     scalar,
     sole_user,
 )
-from sdonnx.operators.quick_gelu import QUICK_GELU, QUICK_GELU_ALPHA
+from sdonnx.operators.contrib_elementwise import QUICK_GELU, QUICK_GELU_ALPHA
 
 __all__ = ["SigmoidToQuickGelu"]
 

@@ -9,10 +9,19 @@ from functools import partial
 import numpy as np
 import onnx_ir as ir
 
-from sdonnx.graph.edit import dims, insert, insert_multi, joined_initializer, known_dims, replace, required, static_dim
+from sdonnx.graph.edit import (
+    MAX_SPLIT_OUTPUTS,
+    dims,
+    insert,
+    insert_multi,
+    joined_initializer,
+    known_dims,
+    replace,
+    required,
+    static_dim,
+)
 from sdonnx.graph.match import PassOutcome, is_bias
 from sdonnx.graph.modules import joint_path
-from sdonnx.operators.split_limits import MAX_SPLIT_OUTPUTS
 
 __all__ = ["group_projections"]
 

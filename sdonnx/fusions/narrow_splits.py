@@ -7,9 +7,8 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from sdonnx.graph.edit import constant, dims, insert, insert_multi, replace, required, static_dim
+from sdonnx.graph.edit import MAX_SPLIT_OUTPUTS, constant, dims, insert, insert_multi, replace, required, static_dim
 from sdonnx.graph.match import PassOutcome
-from sdonnx.operators.split_limits import MAX_SPLIT_OUTPUTS
 
 __all__ = ["narrow_splits"]
 

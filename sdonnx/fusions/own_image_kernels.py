@@ -11,14 +11,22 @@ import onnx_ir as ir
 
 from sdonnx.fusions.own_nodes import put_own
 from sdonnx.fusions.repeated_rows import copied_value
-from sdonnx.graph.edit import MICROSOFT, constant_value, dims, input_of, insert, is_weight, known_dims, replace
+from sdonnx.graph.edit import (
+    MICROSOFT,
+    constant_value,
+    dims,
+    input_of,
+    insert,
+    is_weight,
+    known_dims,
+    optional_input,
+    replace,
+)
 from sdonnx.graph.match import NOT_A_CANDIDATE, REWRITTEN, Refused, WalkResult
 from sdonnx.graph.shapes.expressions import expression_of, halved
-from sdonnx.operators.case import OWN_DOMAIN
-from sdonnx.operators.own_channels_last_conv import check_own_channels_last_conv
-from sdonnx.operators.own_concat_channels import check_own_concat_channels
-from sdonnx.operators.own_upsample_nearest import check_own_upsample_nearest
-from sdonnx.operators.reference_body import optional_input
+from sdonnx.operators.kernel_case import SDONNX_DOMAIN
+from sdonnx.operators.sdonnx_domain.convolution import check_channels_last_conv
+from sdonnx.operators.sdonnx_domain.elementwise import check_concat_channels, check_upsample_nearest
 
 __all__ = ["channels_last_conv", "concat_channels", "upsample_nearest"]
 
@@ -49,12 +57,12 @@ def concat_channels(node: ir.Node, _: object) -> WalkResult:
     parts = [_part(input_of(node, index)) for index in range(2)]
     inputs = [*(part.value for part in parts), *(part.bias for part in parts)]
     inputs[1] = copied_value(inputs[1]) or inputs[1]
-    if (reason := check_own_concat_channels(parts[0].value, parts[1].value, *inputs[2:])) is not None:
+    if (reason := check_concat_channels(parts[0].value, parts[1].value, *inputs[2:])) is not None:
         return Refused(reason)
     while inputs[-1] is None:
         inputs.pop()
     old = node.outputs[0]
-    new = insert(node, "ConcatChannels", inputs, domain=OWN_DOMAIN, shape=old.shape, dtype=old.dtype)
+    new = insert(node, "ConcatChannels", inputs, domain=SDONNX_DOMAIN, shape=old.shape, dtype=old.dtype)
     replace(old, new)
     for convolution in dict.fromkeys(part.convolution for part in parts if part.convolution is not None):
         _drop_bias(convolution)
@@ -101,7 +109,7 @@ def upsample_nearest(node: ir.Node, _: object) -> WalkResult:
     if "axes" in attributes or attributes.get_string("keep_aspect_ratio_policy", "stretch") != "stretch":
         return Refused("sizes are those of some axes, or keep an aspect ratio")
     scales, sizes = optional_input(node, 2), optional_input(node, 3)
-    if (reason := check_own_upsample_nearest(x, sizes)) is not None:
+    if (reason := check_upsample_nearest(x, sizes)) is not None:
         return Refused(reason)
     if sizes is None:
         factors = constant_value(scales)
@@ -110,7 +118,7 @@ def upsample_nearest(node: ir.Node, _: object) -> WalkResult:
     elif not _is_doubled(x, old):
         return Refused("the sizes are not known to be doubled, or one less")
     inputs = [x] if sizes is None else [x, sizes]
-    replace(old, insert(node, "UpsampleNearest", inputs, domain=OWN_DOMAIN, shape=old.shape, dtype=old.dtype))
+    replace(old, insert(node, "UpsampleNearest", inputs, domain=SDONNX_DOMAIN, shape=old.shape, dtype=old.dtype))
     return REWRITTEN
 
 
@@ -134,7 +142,7 @@ def channels_last_conv(node: ir.Node, _: object) -> WalkResult:
         return Refused("padding is computed at run time (auto_pad)")
     if len(set(strides)) != 1 or len(set(pads)) != 1:
         return Refused("the axes have different strides or pads")
-    if (reason := check_own_channels_last_conv(input_of(node, 0), input_of(node, 1), bias)) is not None:
+    if (reason := check_channels_last_conv(input_of(node, 0), input_of(node, 1), bias)) is not None:
         return Refused(reason)
     inputs = [*node.inputs[:2], *([] if bias is None else [bias])]
     put_own(node, node.outputs[0], "ChannelsLastConv", inputs, {"stride": strides[0], "pad": pads[0]})

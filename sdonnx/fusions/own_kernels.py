@@ -38,6 +38,7 @@ from sdonnx.graph.edit import (
     insert_multi,
     known_dims,
     known_size,
+    optional_input,
     replace,
     required,
     static_dim,
@@ -58,14 +59,16 @@ from sdonnx.graph.match import (
 )
 from sdonnx.graph.passes import tidy
 from sdonnx.graph.shapes.expressions import expression_of
-from sdonnx.operators.case import OWN_DOMAIN
+from sdonnx.operators.kernel_case import SDONNX_DOMAIN
 from sdonnx.operators.multi_head_attention import KEY_COUNTS
-from sdonnx.operators.own_attention import check_own_attention
-from sdonnx.operators.own_bias_split_gelu import check_own_bias_split_gelu
-from sdonnx.operators.own_group_norm import check_own_group_norm, check_own_table
-from sdonnx.operators.own_layer_norm import check_own_layer_norm
-from sdonnx.operators.own_skip_layer_norm import check_own_skip_layer_norm
-from sdonnx.operators.reference_body import optional_input
+from sdonnx.operators.sdonnx_domain.attention import check_attention
+from sdonnx.operators.sdonnx_domain.elementwise import check_bias_split_gelu
+from sdonnx.operators.sdonnx_domain.norms import (
+    check_group_norm,
+    check_layer_norm,
+    check_skip_layer_norm,
+    check_table_row,
+)
 
 __all__ = ["KERNELS", "MAX_TOKENS", "MIN_TOKENS", "OWN_KERNELS", "default_sizes", "use_own_kernels"]
 
@@ -92,10 +95,10 @@ class GegluToOwnBiasSplitGelu(GegluToBiasSplitGelu):
     def check_kernel(self, x: ir.Value, bias: ir.Value) -> str | None:
         if len(dims(x) or ()) != 3:
             return "x is not known to have three axes"
-        return check_own_bias_split_gelu(x, bias)
+        return check_bias_split_gelu(x, bias)
 
     def rewrite(self, op: Any, x: ir.Value, bias: ir.Value, **_: Any) -> Any:
-        return op.BiasSplitGelu(x, bias, _domain=OWN_DOMAIN)
+        return op.BiasSplitGelu(x, bias, _domain=SDONNX_DOMAIN)
 
 
 @dataclass(frozen=True)
@@ -159,7 +162,7 @@ def use_own_kernels(model: ir.Model, latent_size: int | None = None, patch_size:
         fired.update(made)
         failures += refused
         if any(fired.values()):
-            model.graph.opset_imports[OWN_DOMAIN] = 1
+            model.graph.opset_imports[SDONNX_DOMAIN] = 1
             tidy(model)
     if (count := stack_scales(model)) > 0:
         fired[stack_scales.__name__] = count
@@ -206,7 +209,7 @@ def _layer_norm(node: ir.Node, _: _DefaultImage) -> WalkResult:
         return Refused("the norm is not over the last axis only")
     if any(output.uses() or output.is_graph_output() for output in node.outputs[1:]):
         return Refused("the mean or the deviation is read")
-    if (reason := check_own_layer_norm(x, gamma, beta)) is not None:
+    if (reason := check_layer_norm(x, gamma, beta)) is not None:
         return Refused(reason)
     attributes = {"epsilon": node.attributes.get_float("epsilon", 1e-5)}
     put_own(node, node.outputs[0], "LayerNorm", [x, gamma, *([] if beta is None else [beta])], attributes)
@@ -231,7 +234,7 @@ def _skip_layer_norm(node: ir.Node, _: _DefaultImage) -> WalkResult:
     if not same_shape(value, skip):
         return Refused("the skip is not known to have the shape of the product")
     gamma, beta, bias = input_of(node, 2), optional_input(node, 3), optional_input(node, 4)
-    if (reason := check_own_skip_layer_norm(value, gamma, beta, bias, gate)) is not None:
+    if (reason := check_skip_layer_norm(value, gamma, beta, bias, gate)) is not None:
         return Refused(reason)
     plain = insert(product, "MatMul", [input_of(product, 0), weight], shape=value.shape, dtype=value.dtype)
     _put_skip_layer_norm(node, [plain, skip, gamma, beta, bias, gate])
@@ -247,7 +250,7 @@ def _norm_of_copies(node: ir.Node) -> WalkResult:
         if any(output.uses() or output.is_graph_output() for output in node.outputs[1:3]):
             return Refused("the mean or the deviation is read")
         gamma, beta, bias = input_of(node, 2), optional_input(node, 3), optional_input(node, 4)
-        if (reason := check_own_skip_layer_norm(value, gamma, beta, bias, None)) is not None:
+        if (reason := check_skip_layer_norm(value, gamma, beta, bias, None)) is not None:
             return Refused(reason)
         _put_skip_layer_norm(node, [value, skip, gamma, beta, bias])
         return REWRITTEN
@@ -257,7 +260,7 @@ def _norm_of_copies(node: ir.Node) -> WalkResult:
 def _put_skip_layer_norm(node: ir.Node, inputs: Sequence[ir.Value | None]) -> None:
     shape = None if inputs[0] is None else inputs[0].shape
     attributes = {"epsilon": node.attributes.get_float("epsilon", 1e-12)}
-    outputs = insert_multi(node, "SkipLayerNorm", inputs, attributes, 2, domain=OWN_DOMAIN, shapes=[shape, shape])
+    outputs = insert_multi(node, "SkipLayerNorm", inputs, attributes, 2, domain=SDONNX_DOMAIN, shapes=[shape, shape])
     replace(node.outputs[0], outputs[0])
     if len(node.outputs) > 3:
         replace(node.outputs[3], outputs[1])
@@ -279,7 +282,7 @@ def _gated_product(value: ir.Value) -> tuple[ir.Node, ir.Value, ir.Value] | None
 
 def _bias_split_gelu(node: ir.Node, _: _DefaultImage) -> WalkResult:
     x, bias = input_of(node, 0), input_of(node, 1)
-    if (reason := check_own_bias_split_gelu(x, bias)) is not None:
+    if (reason := check_bias_split_gelu(x, bias)) is not None:
         return Refused(reason)
     put_own(node, node.outputs[0], "BiasSplitGelu", [x, bias], {})
     return REWRITTEN
@@ -288,7 +291,7 @@ def _bias_split_gelu(node: ir.Node, _: _DefaultImage) -> WalkResult:
 def _group_norm(node: ir.Node, _: _DefaultImage) -> WalkResult:
     x, gamma = input_of(node, 0), input_of(node, 1)
     groups = node.attributes.get_int("groups")
-    if (reason := check_own_group_norm(x, gamma, groups)) is not None:
+    if (reason := check_group_norm(x, gamma, groups)) is not None:
         return Refused(reason)
     attributes = {
         "groups": groups,
@@ -297,7 +300,7 @@ def _group_norm(node: ir.Node, _: _DefaultImage) -> WalkResult:
     }
     inputs = [optional_input(node, index) for index in range(5)]
     row = row_of_table(inputs[3])
-    if row is not None and check_own_table(row.table, row.index, row.offset, known_size(gamma, 0)) is None:
+    if row is not None and check_table_row(row.table, row.index, row.offset, known_size(gamma, 0)) is None:
         inputs[3], attributes["offset"] = row.table, row.offset
         inputs.append(row.index)
     outputs = insert_multi(
@@ -306,7 +309,7 @@ def _group_norm(node: ir.Node, _: _DefaultImage) -> WalkResult:
         inputs if inputs[-1] is not None else list(node.inputs),
         attributes,
         len(node.outputs),
-        domain=OWN_DOMAIN,
+        domain=SDONNX_DOMAIN,
         shapes=[output.shape for output in node.outputs],
     )
     for old, new in zip(node.outputs, outputs, strict=True):
@@ -345,7 +348,7 @@ def _attention(node: ir.Node, image: _DefaultImage) -> WalkResult:
     query, key, value = (input_of(node, index) for index in range(3))
     heads, scale = node.attributes.get_int("num_heads"), node.attributes.get_float("scale", 0.0)
     counts = optional_input(node, KEY_COUNTS)
-    if (reason := check_own_attention(query, key, value, counts, heads, scale)) is not None:
+    if (reason := check_attention(query, key, value, counts, heads, scale)) is not None:
         return Refused(reason)
     if not isinstance(keys := known_dims(key)[1], int) and keys.value is None:
         return Refused("the number of keys is not known")
@@ -405,7 +408,7 @@ _SCALED_SWAPS: _Swaps = {
 _LAST_SCALED_SWAPS: _Swaps = {("", "MatMul"): _Swap("ScaledMatMul", partial(mat_mul, scaled=True))}
 """Products of factors that are rounded to 8 bits, before the others, which take all products."""
 
-_ROWS_SWAPS: _Swaps = {(OWN_DOMAIN, "QuantizeRows"): _Swap("Rows", rows_of_source)}
+_ROWS_SWAPS: _Swaps = {(SDONNX_DOMAIN, "QuantizeRows"): _Swap("Rows", rows_of_source)}
 """The rounding of what our own norms and gates compute, after these have replaced the others."""
 
 _LAST_SWAPS: _Swaps = {
@@ -415,8 +418,8 @@ _LAST_SWAPS: _Swaps = {
 """After the others, which take products into sums and biases out of convolutions."""
 
 _SUM_SWAPS: _Swaps = {
-    (OWN_DOMAIN, "QuantizeRows"): _Swap("SumRows", rows_of_sum),
-    (OWN_DOMAIN, "LayerNormRows"): _Swap("SumRows", rows_of_sum),
+    (SDONNX_DOMAIN, "QuantizeRows"): _Swap("SumRows", rows_of_sum),
+    (SDONNX_DOMAIN, "LayerNormRows"): _Swap("SumRows", rows_of_sum),
 }
 """The rounding of sums of a product and a residual. It moves scales of products, so that it follows `stack_scales`."""
 

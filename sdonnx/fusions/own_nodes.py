@@ -8,7 +8,7 @@ from typing import Any
 import onnx_ir as ir
 
 from sdonnx.graph.edit import insert, replace
-from sdonnx.operators.case import OWN_DOMAIN
+from sdonnx.operators.kernel_case import SDONNX_DOMAIN
 
 __all__ = ["ancestors", "has_one_reader", "put_own"]
 
@@ -34,5 +34,5 @@ def put_own(
     node: ir.Node, old: ir.Value, op_type: str, inputs: Sequence[ir.Value | None], attributes: Mapping[str, Any]
 ) -> None:
     """Let an operator of our own, inserted before `node`, compute the value `old`."""
-    new = insert(node, op_type, inputs, attributes, domain=OWN_DOMAIN, shape=old.shape, dtype=old.dtype)
+    new = insert(node, op_type, inputs, attributes, domain=SDONNX_DOMAIN, shape=old.shape, dtype=old.dtype)
     replace(old, new)

@@ -7,11 +7,10 @@ import onnx_ir as ir
 from sdonnx.fusions.own_nodes import has_one_reader
 from sdonnx.fusions.own_scaled_products import scaled_product
 from sdonnx.fusions.rounded_products import rounded_product
-from sdonnx.graph.edit import dims, input_of, insert, replace, static_dim
+from sdonnx.graph.edit import dims, input_of, insert, optional_input, replace, static_dim
 from sdonnx.graph.match import NOT_A_CANDIDATE, REWRITTEN, Refused, WalkResult, is_matrix, producer_of, same_shape
-from sdonnx.operators.case import OWN_DOMAIN
-from sdonnx.operators.own_mat_mul import check_own_mat_mul
-from sdonnx.operators.reference_body import optional_input
+from sdonnx.operators.kernel_case import SDONNX_DOMAIN
+from sdonnx.operators.sdonnx_domain.matmul import check_mat_mul
 
 __all__ = ["bias_add", "fast_gelu", "gemm", "mat_mul", "sum_with_bias"]
 
@@ -127,12 +126,12 @@ def _own_product(
             return NOT_A_CANDIDATE
         made = scaled_product(node, like, rounded, bias, residual, gelu)
         return Refused(made) if isinstance(made, str) else made
-    if (reason := check_own_mat_mul(x, weight, bias)) is not None:
+    if (reason := check_mat_mul(x, weight, bias)) is not None:
         return Refused(reason)
     inputs = [x, weight, bias, residual]
     while inputs[-1] is None:
         inputs.pop()
-    return insert(node, "MatMul", inputs, {"gelu": gelu}, domain=OWN_DOMAIN, shape=like.shape, dtype=like.dtype)
+    return insert(node, "MatMul", inputs, {"gelu": gelu}, domain=SDONNX_DOMAIN, shape=like.shape, dtype=like.dtype)
 
 
 def _inside(value: ir.Value | None, reshape: ir.Node) -> ir.Value | None:

@@ -15,10 +15,9 @@ from sdonnx.fusions.own_nodes import ancestors
 from sdonnx.graph.edit import constant_value, dims, input_of, insert_multi, producer_node, replace
 from sdonnx.graph.match import MatchFailure, match_failure, producer_of
 from sdonnx.models import abi
-from sdonnx.operators.case import OWN_DOMAIN
-from sdonnx.operators.own_sampler_input import check_own_sampler_input
-from sdonnx.operators.own_sampler_step import check_own_sampler_step
+from sdonnx.operators.kernel_case import SDONNX_DOMAIN
 from sdonnx.operators.reference_body import TO_NCHW, TO_NHWC
+from sdonnx.operators.sdonnx_domain.sampler import check_sampler_input, check_sampler_step
 from sdonnx.samplers.plans import HEADER, matrix_start
 
 __all__ = ["SAMPLER_RULES", "use_sampler_kernels"]
@@ -63,12 +62,12 @@ def use_sampler_kernels(model: ir.Model) -> tuple[dict[str, int], list[MatchFail
         return {}, []
     new_state = outputs[abi.NEW_STATE]
     node = new_state.producer()
-    if node is None or node.domain == OWN_DOMAIN:
+    if node is None or node.domain == SDONNX_DOMAIN:
         return {}, []
     try:
         step = _find(inputs, outputs)
-        reason = check_own_sampler_input(inputs[abi.STATE], inputs[abi.PARAMETERS], inputs[abi.STEP_INDEX])
-        reason = reason or check_own_sampler_step(*_step_inputs(step, step.prediction, inputs, step.row))
+        reason = check_sampler_input(inputs[abi.STATE], inputs[abi.PARAMETERS], inputs[abi.STEP_INDEX])
+        reason = reason or check_sampler_step(*_step_inputs(step, step.prediction, inputs, step.row))
     except _DifferentError as error:
         reason = str(error)
     if reason is not None:
@@ -160,7 +159,7 @@ def _rewrite(step: _Step, inputs: Mapping[str, ir.Value], outputs: Mapping[str, 
         [inputs[abi.STATE], inputs[abi.PARAMETERS], inputs[abi.STEP_INDEX]],
         {"channels_last": int(channels_last)},
         2,
-        domain=OWN_DOMAIN,
+        domain=SDONNX_DOMAIN,
         shapes=[shape, [1, *(dims(inputs[abi.PARAMETERS]) or ())[1:]]],
     )
     new_sample.type = sample.type
@@ -180,7 +179,7 @@ def _rewrite(step: _Step, inputs: Mapping[str, ir.Value], outputs: Mapping[str, 
         _step_inputs(step, prediction, inputs, new_row),
         {"channels_last": int(is_last)},
         2,
-        domain=OWN_DOMAIN,
+        domain=SDONNX_DOMAIN,
         shapes=[new_state.shape, next_index.shape],
     )
     results[0].type, results[1].type = new_state.type, next_index.type

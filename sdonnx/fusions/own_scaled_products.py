@@ -17,11 +17,13 @@ from sdonnx.fusions.stack_projections import stacked
 from sdonnx.graph.edit import (
     add_initializer,
     dims,
+    graph_of,
     input_of,
     insert,
     insert_multi,
     is_weight,
     known_dims,
+    optional_input,
     replace,
     required,
     static_dim,
@@ -29,12 +31,11 @@ from sdonnx.graph.edit import (
 )
 from sdonnx.graph.match import NOT_A_CANDIDATE, REWRITTEN, Refused, WalkResult, producer_of, same_shape
 from sdonnx.graph.tensors import read
-from sdonnx.operators.case import OWN_DOMAIN
-from sdonnx.operators.eight_bits import EightBits
-from sdonnx.operators.own_attention import check_heads
-from sdonnx.operators.own_rows import check_rows
-from sdonnx.operators.own_scaled_mat_mul import check_own_scaled_mat_mul
-from sdonnx.operators.reference_body import graph_of, optional_input
+from sdonnx.operators.kernel_case import SDONNX_DOMAIN
+from sdonnx.operators.sdonnx_domain.attention import check_heads
+from sdonnx.operators.sdonnx_domain.eight_bits import EightBits
+from sdonnx.operators.sdonnx_domain.matmul_8bit import check_scaled_mat_mul
+from sdonnx.operators.sdonnx_domain.quantized_rows import check_rows
 
 __all__ = ["rows_of_source", "rows_of_sum", "scaled_product", "scaled_self_attention", "scaled_skip_layer_norm"]
 
@@ -62,7 +63,7 @@ def scaled_product(
         gelu: 1 to apply gelu (tanh), 0 not to.
     """
     rows, graph = product.rows, graph_of(node)
-    reason = check_rows(rows.source, static_dim(rows.source, -1)) or check_own_scaled_mat_mul(product.weight, bias)
+    reason = check_rows(rows.source, static_dim(rows.source, -1)) or check_scaled_mat_mul(product.weight, bias)
     if reason is not None:
         return reason
     q, scales = _quantized(node, rows)
@@ -72,7 +73,7 @@ def scaled_product(
     while inputs[-1] is None:
         inputs.pop()
     attributes = {"x_format": int(rows.number_format), "w_format": int(product.number_format), "gelu": gelu}
-    return insert(node, "ScaledMatMul", inputs, attributes, domain=OWN_DOMAIN, shape=like.shape, dtype=like.dtype)
+    return insert(node, "ScaledMatMul", inputs, attributes, domain=SDONNX_DOMAIN, shape=like.shape, dtype=like.dtype)
 
 
 def scaled_skip_layer_norm(node: ir.Node, _: object) -> WalkResult:
@@ -117,7 +118,7 @@ def scaled_self_attention(node: ir.Node, heads: int, scale: float) -> WalkResult
     if width is None or inner is None or len(dims(result) or ()) != 3:
         return NOT_A_CANDIDATE
     reason = check_heads([width], heads, scale) or check_rows(first.rows.source, inner)
-    if reason is not None or (reason := check_own_scaled_mat_mul(first.weight, None)) is not None:
+    if reason is not None or (reason := check_scaled_mat_mul(first.weight, None)) is not None:
         return Refused(reason)
     tensor = stacked([tensor_of(each.weight) for each in parts], [3 * width, inner])
     if tensor is None:
@@ -137,7 +138,7 @@ def rows_of_source(node: ir.Node, _: object) -> WalkResult:
     """QuantizeRows(LayerNorm(x)) -> LayerNormRows(x); QuantizeRows(BiasSplitGelu(x)) -> SplitGeluRows(x)."""
     source = input_of(node, 0)
     maker, scale = source.producer(), optional_input(node, 1)
-    if maker is None or maker.domain != OWN_DOMAIN or not has_one_reader(source):
+    if maker is None or maker.domain != SDONNX_DOMAIN or not has_one_reader(source):
         return NOT_A_CANDIDATE
     if maker.op_type not in ("LayerNorm", "BiasSplitGelu"):
         return NOT_A_CANDIDATE
@@ -152,7 +153,7 @@ def rows_of_source(node: ir.Node, _: object) -> WalkResult:
     if norm:
         attributes["epsilon"] = maker.attributes.get_float("epsilon", 1e-5)
     made = insert_multi(
-        node, "LayerNormRows" if norm else "SplitGeluRows", inputs, attributes, 2, domain=OWN_DOMAIN,
+        node, "LayerNormRows" if norm else "SplitGeluRows", inputs, attributes, 2, domain=SDONNX_DOMAIN,
         shapes=[output.shape for output in node.outputs],
     )  # fmt: skip
     for old, new in zip(node.outputs, made, strict=True):
@@ -168,7 +169,7 @@ def rows_of_sum(node: ir.Node, _: object) -> WalkResult:
     """
     total = input_of(node, 0)
     product = total.producer()
-    if product is None or (product.domain, product.op_type) != (OWN_DOMAIN, "ScaledMatMul"):
+    if product is None or (product.domain, product.op_type) != (SDONNX_DOMAIN, "ScaledMatMul"):
         return NOT_A_CANDIDATE
     q, x_scales, weight, w_scales, bias, residual = (optional_input(product, index) for index in range(6))
     formats = [EightBits(product.attributes.get_int(name, 0)) for name in ("x_format", "w_format")]
@@ -186,7 +187,7 @@ def rows_of_sum(node: ir.Node, _: object) -> WalkResult:
         "exponent": exponent,
     }
     plain = insert(
-        product, "ScaledMatMul", [q, None, weight], attributes, domain=OWN_DOMAIN, shape=total.shape, dtype=_HALF
+        product, "ScaledMatMul", [q, None, weight], attributes, domain=SDONNX_DOMAIN, shape=total.shape, dtype=_HALF
     )
     inputs = [plain, x_scales, w_scales, bias, residual, gamma, beta, scale]
     while inputs[-1] is None:
@@ -195,7 +196,7 @@ def rows_of_sum(node: ir.Node, _: object) -> WalkResult:
     if norm:
         attributes["epsilon"] = node.attributes.get_float("epsilon", 1e-5)
     shapes = [*(output.shape for output in node.outputs), total.shape]
-    made = insert_multi(node, "SumRows", inputs, attributes, 3, domain=OWN_DOMAIN, shapes=shapes)
+    made = insert_multi(node, "SumRows", inputs, attributes, 3, domain=SDONNX_DOMAIN, shapes=shapes)
     for old, new in zip((*node.outputs, total), made, strict=True):
         new.type = old.type
         replace(old, new)
@@ -208,15 +209,15 @@ def _bias_moves(maker: ir.Node) -> bool:
     """Let the product before a BiasSplitGelu add its bias, in the epilogue of cuBLASLt; return whether it does."""
     value, bias = input_of(maker, 0), optional_input(maker, 1)
     product = value.producer()
-    is_own = product is not None and (product.domain, product.op_type) == (OWN_DOMAIN, "ScaledMatMul")
+    is_own = product is not None and (product.domain, product.op_type) == (SDONNX_DOMAIN, "ScaledMatMul")
     if product is None or not is_own or bias is None or not has_one_reader(value):
         return False
     attributes = {name: product.attributes.get_int(name) for name in ("x_format", "w_format", "gelu")}
     if any(each is not None for each in product.inputs[4:]) or attributes["gelu"]:
         return False
-    if check_own_scaled_mat_mul(input_of(product, 2), bias) is not None:
+    if check_scaled_mat_mul(input_of(product, 2), bias) is not None:
         return False
-    inputs, domain = [*product.inputs[:4], bias], OWN_DOMAIN
+    inputs, domain = [*product.inputs[:4], bias], SDONNX_DOMAIN
     total = insert(product, "ScaledMatMul", inputs, attributes, domain=domain, shape=value.shape, dtype=value.dtype)
     replace(value, total)
     return True
@@ -227,13 +228,19 @@ def _quantized(node: ir.Node, rows: RoundedRows) -> tuple[ir.Value, ir.Value]:
     scales = [] if rows.scale is None else [rows.scale]
     for use in rows.source.uses():
         other = use.node
-        is_same = (other.domain, other.op_type, use.idx) == (OWN_DOMAIN, "QuantizeRows", 0)
+        is_same = (other.domain, other.op_type, use.idx) == (SDONNX_DOMAIN, "QuantizeRows", 0)
         if is_same and other.attributes.get_int("format") == rows.number_format and list(other.inputs[1:]) == scales:
             return other.outputs[0], other.outputs[1]
     shape = dims(rows.source) or ()
     attributes = {"format": int(rows.number_format)}
     q, factors = insert_multi(
-        node, "QuantizeRows", [rows.source, *scales], attributes, 2, domain=OWN_DOMAIN, shapes=[shape, [*shape[:-1], 1]]
+        node,
+        "QuantizeRows",
+        [rows.source, *scales],
+        attributes,
+        2,
+        domain=SDONNX_DOMAIN,
+        shapes=[shape, [*shape[:-1], 1]],
     )
     q.type, factors.type = ir.TensorType(_UINT8), ir.TensorType(_FLOAT)
     return q, factors

@@ -10,10 +10,9 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from sdonnx.graph.edit import constant_value, dims, dtype_of, is_weight
+from sdonnx.graph.edit import constant_value, dims, dtype_of, is_weight, optional_input
 from sdonnx.graph.match import producer_of
-from sdonnx.operators.eight_bits import EightBits
-from sdonnx.operators.reference_body import optional_input
+from sdonnx.operators.sdonnx_domain.eight_bits import EightBits
 
 __all__ = ["RoundedProduct", "RoundedRows", "rounded_product", "rounded_projections"]
 

@@ -13,12 +13,21 @@ import onnx_ir as ir
 
 from sdonnx.fusions.own_nodes import has_one_reader, put_own
 from sdonnx.fusions.rounded_products import rounded_projections
-from sdonnx.graph.edit import MICROSOFT, add_initializer, dims, insert, is_weight, known_dims, tensor_of
+from sdonnx.graph.edit import (
+    MICROSOFT,
+    add_initializer,
+    dims,
+    graph_of,
+    insert,
+    is_weight,
+    known_dims,
+    optional_input,
+    tensor_of,
+)
 from sdonnx.graph.match import NOT_A_CANDIDATE, REWRITTEN, Refused, WalkResult, producer_of
-from sdonnx.operators.case import OWN_DOMAIN
-from sdonnx.operators.own_attention import check_heads
-from sdonnx.operators.own_stacked_mat_mul import check_own_stacked_mat_mul
-from sdonnx.operators.reference_body import graph_of, optional_input
+from sdonnx.operators.kernel_case import SDONNX_DOMAIN
+from sdonnx.operators.sdonnx_domain.attention import check_heads
+from sdonnx.operators.sdonnx_domain.matmul import check_stacked_mat_mul
 
 __all__ = ["order_weights", "projections_of", "self_attention", "stacked"]
 
@@ -53,11 +62,11 @@ def self_attention(node: ir.Node, heads: int, scale: float) -> WalkResult:
     if tensor is None:
         return Refused("the weights of queries, keys and values are not behind one another in the file")
     stack = ir.Value(shape=ir.Shape(tensor.shape.numpy()), type=ir.TensorType(tensor.dtype))
-    if (reason := check_own_stacked_mat_mul(x, stack)) is not None:
+    if (reason := check_stacked_mat_mul(x, stack)) is not None:
         return Refused(reason)
     stack = add_initializer(graph_of(node), f"{weights[0].name}.and_2_more", tensor)
     shape = ir.Shape([3, *known_dims(x)[:2], known_dims(weights[0])[1]])
-    qkv = insert(node, "StackedMatMul", [x, stack], domain=OWN_DOMAIN, shape=shape, dtype=old.dtype)
+    qkv = insert(node, "StackedMatMul", [x, stack], domain=SDONNX_DOMAIN, shape=shape, dtype=old.dtype)
     put_own(node, old, "SelfAttention", [qkv], {"num_heads": heads, "scale": scale})
     return REWRITTEN
 

@@ -11,10 +11,9 @@ from collections.abc import Iterator, Sequence
 
 import onnx_ir as ir
 
-from sdonnx.graph.edit import dtype_of, insert, insert_multi, known_size, replace, required
+from sdonnx.graph.edit import dtype_of, insert, insert_multi, known_size, optional_input, replace, required
 from sdonnx.graph.match import producer_of
-from sdonnx.operators.case import OWN_DOMAIN
-from sdonnx.operators.reference_body import optional_input
+from sdonnx.operators.kernel_case import SDONNX_DOMAIN
 
 __all__ = ["stack_scales"]
 
@@ -49,7 +48,7 @@ def _behind_products(graph: ir.Graph) -> set[ir.Value | None]:
     """Return the values that depend on the result of a scaled product."""
     found: set[ir.Value | None] = set()
     for node in graph:
-        if (node.domain, node.op_type) == (OWN_DOMAIN, "ScaledMatMul") or not found.isdisjoint(node.inputs):
+        if (node.domain, node.op_type) == (SDONNX_DOMAIN, "ScaledMatMul") or not found.isdisjoint(node.inputs):
             found.update(node.outputs)
     return found
 
@@ -57,7 +56,7 @@ def _behind_products(graph: ir.Graph) -> set[ir.Value | None]:
 def _gated_scales(graph: ir.Graph) -> Iterator[ir.Node]:
     """Yield the products of two vectors that were cast to float32 and are the scales of columns."""
     for node in graph:
-        is_product = (node.domain, node.op_type) == (OWN_DOMAIN, "ScaledMatMul")
+        is_product = (node.domain, node.op_type) == (SDONNX_DOMAIN, "ScaledMatMul")
         value = producer_of(optional_input(node, 3), "Mul") if is_product else None
         if value is not None and all(producer_of(each, "Cast") is not None for each in value.inputs):
             yield value

@@ -13,6 +13,7 @@ from sdonnx.graph.modules import MODULE_KEY, module_path
 from sdonnx.graph.tensors import Origin, arranged_origin, lazy, read
 
 __all__ = [
+    "MAX_SPLIT_OUTPUTS",
     "MICROSOFT",
     "Dim",
     "add_initializer",
@@ -21,6 +22,7 @@ __all__ = [
     "derived_initializer",
     "dims",
     "dtype_of",
+    "graph_of",
     "input_of",
     "insert",
     "insert_multi",
@@ -28,6 +30,7 @@ __all__ = [
     "joined_initializer",
     "known_dims",
     "known_size",
+    "optional_input",
     "producer_node",
     "replace",
     "required",
@@ -36,6 +39,13 @@ __all__ = [
 ]
 
 MICROSOFT = "com.microsoft"
+
+MAX_SPLIT_OUTPUTS = 32
+"""ONNX Runtime's Split passes the addresses of up to 32 outputs as arguments of its kernel.
+
+For more outputs it copies the addresses from a host buffer while it runs (CudaAsyncBuffer in its split.cc). The buffer
+belongs to someone else by the time a captured graph is replayed.
+"""
 
 Dim = int | ir.SymbolicDim
 
@@ -146,6 +156,19 @@ def input_of(node: ir.Node, index: int) -> ir.Value:
     """Return an input of a node; raise ValueError where the node has none at that index."""
     value = node.inputs[index] if -len(node.inputs) <= index < len(node.inputs) else None
     return required(value, f"input {index} of {node.op_type} {node.name!r}")
+
+
+def optional_input(node: ir.Node, index: int) -> ir.Value | None:
+    """Return an input of a node, None where it is absent."""
+    return node.inputs[index] if index < len(node.inputs) else None
+
+
+def graph_of(node: ir.Node) -> ir.Graph:
+    """Return the graph that a node is in; raise TypeError where it is in a function."""
+    graph = node.graph
+    if not isinstance(graph, ir.Graph):
+        raise TypeError(f"{node.op_type} {node.name!r} is in {type(graph).__name__}, not in a graph")
+    return graph
 
 
 def producer_node(value: ir.Value) -> ir.Node:

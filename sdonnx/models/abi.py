@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from sdonnx.models.components import TIMESTEP_COND
 from sdonnx.models.control_networks import (
     CONDITION_SCALES,
     CONTROL_IMAGE,
@@ -19,6 +18,7 @@ from sdonnx.models.control_networks import (
     RESIDUAL,
 )
 from sdonnx.models.image_adapters import ADAPTER_SCALE
+from sdonnx.models.shared_components import TIMESTEP_COND
 from sdonnx.models.spec import CAPTION_MASK, TEXT_MASK, Role
 
 __all__ = [

@@ -13,8 +13,8 @@ from types import MappingProxyType
 
 from sdonnx.errors import FolderError
 from sdonnx.folder.pipeline_folder import PipelineFolder
-from sdonnx.models.components import ENCODER_HIDDEN_STATES, SAMPLE, TIMESTEP
 from sdonnx.models.layer_counts import layer_counts, require_class, unet_down
+from sdonnx.models.shared_components import ENCODER_HIDDEN_STATES, SAMPLE, TIMESTEP
 from sdonnx.models.spec import ComponentSpec, Config, Family, Role, TensorSpec
 
 __all__ = [

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from sdonnx.models.components import (
+from sdonnx.models.layer_counts import layer_counts, require_class
+from sdonnx.models.shared_components import (
     INPUT_IDS,
     OUT_SAMPLE,
     SAMPLE,
@@ -15,7 +16,6 @@ from sdonnx.models.components import (
     VAE_DECODER,
     VAE_ENCODER,
 )
-from sdonnx.models.layer_counts import layer_counts, require_class
 from sdonnx.models.spec import (
     CAPTION_MASK,
     TEXT_MASK,

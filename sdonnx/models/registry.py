@@ -7,11 +7,11 @@ import re
 
 from sdonnx.errors import FolderError
 from sdonnx.folder.pipeline_folder import PipelineFolder
-from sdonnx.models.components import with_distilled_guidance
 from sdonnx.models.control_networks import with_control_networks
 from sdonnx.models.image_adapters import ADAPTERS, AdapterSet
 from sdonnx.models.ip_adapter import with_adapters
 from sdonnx.models.pixart import PIXART, PIXART_SIGMA
+from sdonnx.models.shared_components import with_distilled_guidance
 from sdonnx.models.spec import Family
 from sdonnx.models.stable_diffusion import STABLE_DIFFUSION, STABLE_DIFFUSION_XL
 

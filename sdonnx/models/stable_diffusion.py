@@ -9,7 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 from sdonnx.models.autoencoder import LATENTS_MEAN, LATENTS_STD
-from sdonnx.models.components import (
+from sdonnx.models.layer_counts import clip_text, clip_vision, require_class, unet
+from sdonnx.models.shared_components import (
     ENCODER_HIDDEN_STATES,
     HIDDEN_STATES,
     INPUT_IDS,
@@ -24,7 +25,6 @@ from sdonnx.models.components import (
     VAE_ENCODER,
     clip_text_encoder,
 )
-from sdonnx.models.layer_counts import clip_text, clip_vision, require_class, unet
 from sdonnx.models.spec import CallDefaults, ComponentSpec, Config, Family, Role, TensorSpec
 
 __all__ = ["STABLE_DIFFUSION", "STABLE_DIFFUSION_XL"]

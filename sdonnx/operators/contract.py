@@ -11,13 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 import onnx_ir as ir
 
-from sdonnx.graph.edit import MICROSOFT, input_of
-from sdonnx.operators.case import KernelCase
+from sdonnx.graph.edit import MICROSOFT, input_of, optional_input
+from sdonnx.operators.kernel_case import SDONNX_DOMAIN, KernelCase
 
-__all__ = ["FLOATS", "FLOATS_AND_BFLOAT16", "Contract"]
+__all__ = ["FLOATS", "FLOATS_AND_BFLOAT16", "Contract", "SdonnxContract", "on_inputs", "sdonnx_case"]
 
 FLOATS = frozenset({ir.DataType.FLOAT, ir.DataType.FLOAT16})
 FLOATS_AND_BFLOAT16 = FLOATS | {ir.DataType.BFLOAT16}
@@ -74,3 +75,25 @@ class Contract:
         if x.dtype is None or x.dtype in self.dtypes:
             return None
         return f"the input is {x.dtype}, the kernel accepts {', '.join(sorted(dtype.name for dtype in self.dtypes))}"
+
+    def check_dtypes(self, *values: ir.Value | None) -> str | None:
+        """Return why the kernels do not accept the data types of several inputs, None for an absent one."""
+        reasons = (self.check_dtype(value) for value in values if value is not None)
+        return next(filter(None, reasons), None)
+
+
+@dataclass(frozen=True)
+class SdonnxContract(Contract):
+    """One of our own operators: its kernels compute in float16."""
+
+    domain: str = SDONNX_DOMAIN
+    dtypes: frozenset[ir.DataType] = frozenset({ir.DataType.FLOAT16})
+
+
+sdonnx_case = partial(KernelCase, domain=SDONNX_DOMAIN)
+"""Make a kernel case of one of our own operators."""
+
+
+def on_inputs(check: Callable[..., str | None], *indices: int) -> Callable[[ir.Node], str | None]:
+    """Return a contract's `limits` that pass the inputs of these indices, None for absent ones, to a check."""
+    return lambda node: check(*(optional_input(node, index) for index in indices))

@@ -14,10 +14,9 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from sdonnx.graph.edit import constant, dims, input_of, insert, known_size
-from sdonnx.operators.case import Fill, KernelCase
+from sdonnx.graph.edit import constant, dims, graph_of, input_of, insert, known_size, optional_input
 from sdonnx.operators.contract import FLOATS_AND_BFLOAT16, Contract
-from sdonnx.operators.reference_body import graph_of, optional_input
+from sdonnx.operators.kernel_case import Fill, KernelCase
 
 __all__ = ["ATTENTION_BIAS", "KEY_COUNTS", "MULTI_HEAD_ATTENTION", "check_causal", "mask_of_first_keys"]
 

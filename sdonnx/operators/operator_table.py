@@ -2,43 +2,33 @@
 
 from __future__ import annotations
 
-import onnx_ir as ir
+from collections.abc import Callable
 
-from sdonnx.operators.bias_add import BIAS_ADD
-from sdonnx.operators.bias_split_gelu import BIAS_SPLIT_GELU
-from sdonnx.operators.case import OWN_DOMAIN, KernelCase
+import onnx_ir as ir
+from onnx_ir.passes import InPlacePass, PassResult
+
+from sdonnx.graph.edit import replace
+from sdonnx.operators import contrib_elementwise, contrib_linear, contrib_norms, multi_head_attention
 from sdonnx.operators.contract import Contract
-from sdonnx.operators.fast_gelu import FAST_GELU
-from sdonnx.operators.fused_mat_mul import FUSED_MAT_MUL
-from sdonnx.operators.group_norm import GROUP_NORM
-from sdonnx.operators.multi_head_attention import MULTI_HEAD_ATTENTION
-from sdonnx.operators.nhwc_conv import NHWC_CONV
-from sdonnx.operators.own_attention import OWN_ATTENTION
-from sdonnx.operators.own_bias_split_gelu import OWN_BIAS_SPLIT_GELU
-from sdonnx.operators.own_channels_last_conv import OWN_CHANNELS_LAST_CONV
-from sdonnx.operators.own_concat_channels import OWN_CONCAT_CHANNELS
-from sdonnx.operators.own_group_norm import OWN_GROUP_NORM
-from sdonnx.operators.own_layer_norm import OWN_LAYER_NORM
-from sdonnx.operators.own_mat_mul import OWN_MAT_MUL
-from sdonnx.operators.own_rows import OWN_LAYER_NORM_ROWS, OWN_QUANTIZE_ROWS, OWN_SPLIT_GELU_ROWS, OWN_SUM_ROWS
-from sdonnx.operators.own_sampler_input import OWN_SAMPLER_INPUT
-from sdonnx.operators.own_sampler_step import OWN_SAMPLER_STEP
-from sdonnx.operators.own_scaled_mat_mul import OWN_SCALED_MAT_MUL
-from sdonnx.operators.own_self_attention import OWN_SELF_ATTENTION
-from sdonnx.operators.own_skip_layer_norm import OWN_SKIP_LAYER_NORM
-from sdonnx.operators.own_stacked_mat_mul import OWN_STACKED_MAT_MUL
-from sdonnx.operators.own_upsample_nearest import OWN_UPSAMPLE_NEAREST
-from sdonnx.operators.quick_gelu import QUICK_GELU
-from sdonnx.operators.skip_group_norm import SKIP_GROUP_NORM
-from sdonnx.operators.skip_layer_normalization import SKIP_LAYER_NORMALIZATION
-from sdonnx.operators.skip_simplified_layer_normalization import SKIP_SIMPLIFIED_LAYER_NORMALIZATION
+from sdonnx.operators.kernel_case import SDONNX_DOMAIN, KernelCase
+from sdonnx.operators.sdonnx_domain import (
+    attention,
+    convolution,
+    elementwise,
+    matmul,
+    matmul_8bit,
+    norms,
+    quantized_rows,
+    sampler,
+)
 
 __all__ = [
     "CONTRACTS",
     "DTYPES",
     "KERNEL_CASES",
-    "OWN_CONTRACTS",
-    "OWN_KERNEL_CASES",
+    "SDONNX_CONTRACTS",
+    "SDONNX_KERNEL_CASES",
+    "LowerContribOperators",
     "contract_of",
     "contract_of_case",
     "dtypes_of",
@@ -47,45 +37,45 @@ __all__ = [
 CONTRACTS = {
     contract.op_type: contract
     for contract in (
-        GROUP_NORM,
-        SKIP_GROUP_NORM,
-        BIAS_SPLIT_GELU,
-        BIAS_ADD,
-        SKIP_LAYER_NORMALIZATION,
-        SKIP_SIMPLIFIED_LAYER_NORMALIZATION,
-        FAST_GELU,
-        QUICK_GELU,
-        FUSED_MAT_MUL,
-        NHWC_CONV,
-        MULTI_HEAD_ATTENTION,
+        contrib_norms.GROUP_NORM,
+        contrib_norms.SKIP_GROUP_NORM,
+        contrib_elementwise.BIAS_SPLIT_GELU,
+        contrib_elementwise.BIAS_ADD,
+        contrib_norms.SKIP_LAYER_NORMALIZATION,
+        contrib_norms.SKIP_SIMPLIFIED_LAYER_NORMALIZATION,
+        contrib_elementwise.FAST_GELU,
+        contrib_elementwise.QUICK_GELU,
+        contrib_linear.FUSED_MAT_MUL,
+        contrib_linear.NHWC_CONV,
+        multi_head_attention.MULTI_HEAD_ATTENTION,
     )
 }
 """The contracts of ONNX Runtime's operators, by operator."""
 
-OWN_CONTRACTS = {
+SDONNX_CONTRACTS: dict[str, Contract] = {
     contract.op_type: contract
     for contract in (
-        OWN_LAYER_NORM,
-        OWN_SKIP_LAYER_NORM,
-        OWN_BIAS_SPLIT_GELU,
-        OWN_GROUP_NORM,
-        OWN_MAT_MUL,
-        OWN_STACKED_MAT_MUL,
-        OWN_ATTENTION,
-        OWN_SELF_ATTENTION,
-        OWN_CONCAT_CHANNELS,
-        OWN_UPSAMPLE_NEAREST,
-        OWN_CHANNELS_LAST_CONV,
-        OWN_SAMPLER_INPUT,
-        OWN_SAMPLER_STEP,
-        OWN_QUANTIZE_ROWS,
-        OWN_LAYER_NORM_ROWS,
-        OWN_SPLIT_GELU_ROWS,
-        OWN_SUM_ROWS,
-        OWN_SCALED_MAT_MUL,
+        norms.LAYER_NORM,
+        norms.SKIP_LAYER_NORM,
+        elementwise.BIAS_SPLIT_GELU,
+        norms.GROUP_NORM,
+        matmul.MAT_MUL,
+        matmul.STACKED_MAT_MUL,
+        attention.ATTENTION,
+        attention.SELF_ATTENTION,
+        elementwise.CONCAT_CHANNELS,
+        elementwise.UPSAMPLE_NEAREST,
+        convolution.CHANNELS_LAST_CONV,
+        sampler.SAMPLER_INPUT,
+        sampler.SAMPLER_STEP,
+        quantized_rows.QUANTIZE_ROWS,
+        quantized_rows.LAYER_NORM_ROWS,
+        quantized_rows.SPLIT_GELU_ROWS,
+        quantized_rows.SUM_ROWS,
+        matmul_8bit.SCALED_MAT_MUL,
     )
 }
-"""The contracts of our own operators, of the domain OWN_DOMAIN, by operator."""
+"""The contracts of our own operators, of the domain SDONNX_DOMAIN, by operator."""
 
 KERNEL_CASES = tuple(case for contract in CONTRACTS.values() for case in contract.kernel_cases())
 """Every kernel case of every contract.
@@ -94,7 +84,7 @@ The tests compare them with torch and with the kernels; `sdonnx.doctor` compares
 machine that it runs on.
 """
 
-OWN_KERNEL_CASES = tuple(case for contract in OWN_CONTRACTS.values() for case in contract.kernel_cases())
+SDONNX_KERNEL_CASES = tuple(case for contract in SDONNX_CONTRACTS.values() for case in contract.kernel_cases())
 """Every kernel case of our own operators.
 
 They are in a second file, which GPUs that are not trusted read.
@@ -120,4 +110,34 @@ def dtypes_of(case: KernelCase) -> list[str]:
 
 
 def _table(domain: str) -> dict[str, Contract]:
-    return OWN_CONTRACTS if domain == OWN_DOMAIN else CONTRACTS
+    return SDONNX_CONTRACTS if domain == SDONNX_DOMAIN else CONTRACTS
+
+
+class LowerContribOperators(InPlacePass):
+    """com.microsoft operator -> reference body, in standard operators.
+
+    The result runs everywhere, including ONNX Runtime's CPU provider and onnx.reference. This is how graphs that were
+    fused for CUDA are checked where there is no GPU.
+
+    Args:
+        keep: return whether a node stays as it is. The default keeps no node.
+    """
+
+    def __init__(self, keep: Callable[[ir.Node], bool] = lambda _: False) -> None:
+        super().__init__()
+        self._keep = keep
+
+    def call(self, model: ir.Model) -> PassResult:
+        """Replace every contrib operator that has a contract."""
+        modified = False
+        for node in list(model.graph):
+            contract = contract_of(node)
+            if contract is None or self._keep(node):
+                continue
+            for old, new in zip(node.outputs, contract.lower(node), strict=False):
+                if new is not None:
+                    new.shape, new.type = old.shape, old.type
+                    replace(old, new)
+            model.graph.remove(node, safe=True)
+            modified = True
+        return PassResult(model, modified)

@@ -25,7 +25,7 @@ from sdonnx.graph.edit import MICROSOFT
 from sdonnx.graph.modules import module_path
 from sdonnx.models.layer_counts import expected_counts
 from sdonnx.models.spec import ComponentSpec
-from sdonnx.operators.bias_split_gelu import NO_KERNEL
+from sdonnx.operators.contrib_elementwise import NO_KERNEL
 from sdonnx.precision.group_norm_scaling import NormScaling
 from sdonnx.quantization.quantize_weights import QuantizedWeight
 

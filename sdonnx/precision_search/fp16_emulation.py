@@ -22,7 +22,7 @@ from sdonnx.folder.pipeline_folder import REPORT, read_json
 from sdonnx.graph.edit import constant, dtype_of, insert
 from sdonnx.graph.passes import tidy
 from sdonnx.graph.tensors import read
-from sdonnx.operators.lowering import LowerContribOperators
+from sdonnx.operators.operator_table import LowerContribOperators
 
 __all__ = [
     "Monitor",

@@ -24,7 +24,7 @@ from sdonnx.graph.passes import tidy
 from sdonnx.models import abi
 from sdonnx.models.registry import family_of
 from sdonnx.models.spec import ComponentSpec, Role
-from sdonnx.operators.lowering import LowerContribOperators
+from sdonnx.operators.operator_table import LowerContribOperators
 from sdonnx.optimize.exported_pipeline import ExportedPipeline
 from sdonnx.optimize.optimize_request import OptimizeRequest, ProgressCallback
 from sdonnx.optimize.optimizer import write_optimized

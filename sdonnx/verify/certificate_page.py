@@ -8,8 +8,8 @@ from typing import Any
 
 from sdonnx.benchmark.report.html_tables import DASH, Heading, Row, Table, number
 from sdonnx.benchmark.report.image_comparison import Gallery, make_gallery
+from sdonnx.benchmark.report.machine_facts import device_name, installed_packages, machine_facts
 from sdonnx.benchmark.report.report_page import readable_date, render_page
-from sdonnx.benchmark.report.surroundings import device_name, installed_packages, machine_facts
 from sdonnx.benchmark.results import REFERENCE, Comparison
 from sdonnx.benchmark.shown_names import OURS
 from sdonnx.verify.verification import (

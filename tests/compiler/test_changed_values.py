@@ -32,7 +32,7 @@ from sdonnx.compiler.supported_modules import SUPPORTED
 from sdonnx.errors import DeviceMemoryError
 from sdonnx.folder.folder_cache import FolderCache, entry_info
 from sdonnx.metrics import psnr, relative_error
-from sdonnx.operators.case import Array
+from sdonnx.operators.kernel_case import Array
 from sdonnx.runtime.device.device import Device
 from sdonnx.runtime.device.session import SessionSettings
 

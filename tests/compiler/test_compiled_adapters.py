@@ -21,7 +21,7 @@ import sdonnx
 from sdonnx.compiler import host_weights
 from sdonnx.compiler.merged_adapters import has_adapters, without_adapters
 from sdonnx.metrics import psnr, relative_error
-from sdonnx.operators.case import Array
+from sdonnx.operators.kernel_case import Array
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning"),

@@ -10,9 +10,8 @@ from support.graphs import Array, copied, graph, int64, normal, operators, text_
 from support.steps import run
 
 from sdonnx.compose import absorb_projections
-from sdonnx.graph.edit import MICROSOFT, constant
+from sdonnx.graph.edit import MAX_SPLIT_OUTPUTS, MICROSOFT, constant
 from sdonnx.graph.passes import infer_shapes, tidy
-from sdonnx.operators.split_limits import MAX_SPLIT_OUTPUTS
 
 # Three heads of 4 channels.
 WEIGHTS = {

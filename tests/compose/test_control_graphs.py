@@ -21,7 +21,7 @@ from sdonnx.folder.pipeline_folder import ONNX_MODEL, read_json
 from sdonnx.graph.passes import tidy
 from sdonnx.metrics import relative_error
 from sdonnx.models.control_networks import Residual, controlnet_residuals, level_sizes
-from sdonnx.operators.lowering import LowerContribOperators
+from sdonnx.operators.operator_table import LowerContribOperators
 from sdonnx.samplers import STATE_ROWS
 from sdonnx.samplers.plans import MAX_CALLS, row_size
 

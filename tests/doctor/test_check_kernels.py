@@ -10,7 +10,7 @@ import pytest
 from support.doctor import CASE_SET, machine, reference_of
 
 from sdonnx.doctor.check_kernels import ATTENTION, CaseResult, Kernel, compare, kernel_opener
-from sdonnx.operators.case import Array
+from sdonnx.operators.kernel_case import Array
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 from sdonnx.doctor.check_kernels import ATTENTION, BACKENDS
 from sdonnx.doctor.kernel_library import OPERATORS
 from sdonnx.doctor.kernel_trust import KNOWN_FAULTS, TRUSTED, is_trusted, sdpa_kernel
-from sdonnx.operators.operator_table import OWN_CONTRACTS
+from sdonnx.operators.operator_table import SDONNX_CONTRACTS
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -28,7 +28,7 @@ def test_trust_was_earned_by_a_whole_check(row: tuple[tuple[int, int], int]) -> 
     assert (found["full"], found["faults"], found.get("unavailable", [])) == (True, [], [])
     assert found["checked"] == sum(line["correct"] for line in found["summary"])
     if row[1] == OPERATORS:
-        assert {line["name"] for line in found["summary"]} == OWN_CONTRACTS.keys()
+        assert {line["name"] for line in found["summary"]} == SDONNX_CONTRACTS.keys()
 
 
 def test_this_release_is_trusted_somewhere() -> None:

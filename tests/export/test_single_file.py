@@ -21,7 +21,7 @@ from sdonnx.__main__ import main
 from sdonnx.errors import FolderError, OptionError, SdonnxError, WeightsError
 from sdonnx.export.component_plan import plan_component
 from sdonnx.export.export_pipeline import export_pipeline
-from sdonnx.export.single_file.kinds import KINDS, kind_of
+from sdonnx.export.single_file.checkpoint_kinds import KINDS, kind_of
 from sdonnx.export.single_file.open_single_file import SingleFile, open_single_file
 from sdonnx.export.single_file.original_keys import unet_sources, vae_sources
 from sdonnx.export.single_file.shape_configs import text_encoder_config, unet_config, vae_config

@@ -17,7 +17,7 @@ from support.graphs import (
 )
 
 from sdonnx.fusions.fuse_bias_split_gelu import GegluToBiasSplitGelu
-from sdonnx.operators.bias_split_gelu import SPLIT_GELU_WIDTHS
+from sdonnx.operators.contrib_elementwise import SPLIT_GELU_WIDTHS
 
 X, Y = "float[B,S,2560] x", "float[B,S,1280] y"
 SUM, SPLIT = "t = Add(x, b)", "v, g = Split<axis=2, num_outputs=2>(t)"

@@ -7,8 +7,8 @@ from support.graphs import assert_pass_fires, assert_same_function, copied, grap
 
 from sdonnx.fusions.fusion_table import fuse
 from sdonnx.fusions.narrow_splits import narrow_splits
+from sdonnx.graph.edit import MAX_SPLIT_OUTPUTS
 from sdonnx.graph.passes import infer_shapes
-from sdonnx.operators.split_limits import MAX_SPLIT_OUTPUTS
 
 
 @pytest.mark.parametrize(

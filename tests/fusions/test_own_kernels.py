@@ -13,9 +13,9 @@ from support.own_swaps import failures, own, swapped
 from support.steps import step_around
 
 from sdonnx.fusions.own_kernels import MAX_TOKENS, MIN_TOKENS, use_own_kernels
-from sdonnx.operators.case import OWN_DOMAIN
-from sdonnx.operators.operator_table import OWN_CONTRACTS
-from sdonnx.operators.own_attention import HEAD_SIZES
+from sdonnx.operators.kernel_case import SDONNX_DOMAIN
+from sdonnx.operators.operator_table import SDONNX_CONTRACTS
+from sdonnx.operators.sdonnx_domain.attention import HEAD_SIZES
 
 GROUP_NORM = "com.microsoft.GroupNorm<groups=8, epsilon=0.001, channels_last=1, activation=1>"
 SKIP_GROUP_NORM = GROUP_NORM.replace("GroupNorm", "SkipGroupNorm", 1)
@@ -36,7 +36,7 @@ def test_layer_norm() -> None:
     assert fired == {"LayerNormalizationToOwnLayerNorm": 1}
     (node,) = after.graph
     assert node.attributes.get_float("epsilon") == pytest.approx(1e-3)
-    assert after.graph.opset_imports[OWN_DOMAIN] == 1
+    assert after.graph.opset_imports[SDONNX_DOMAIN] == 1
 
 
 def test_layer_norm_without_a_shift_and_with_another_name_of_the_last_axis() -> None:
@@ -59,8 +59,8 @@ def test_gate_before_a_norm(terms: str, outputs: str, scaling: str) -> None:
     after, fired = swapped(model)
     assert fired == {"SkipLayerNormalizationToOwnSkipLayerNorm": 1, "MatMulToOwnMatMul": 1}
     assert [(node.domain, node.op_type) for node in after.graph] == [
-        (OWN_DOMAIN, "MatMul"),
-        (OWN_DOMAIN, "SkipLayerNorm"),
+        (SDONNX_DOMAIN, "MatMul"),
+        (SDONNX_DOMAIN, "SkipLayerNorm"),
     ]
     assert after.graph[1].attributes.get_float("epsilon") == pytest.approx(1e-3)
 
@@ -347,8 +347,8 @@ def test_everything_at_once() -> None:
     )  # fmt: skip
     after, _ = swapped(model)
     assert [(node.domain, node.op_type) for node in after.graph] == [
-        (OWN_DOMAIN, "LayerNorm"), (OWN_DOMAIN, "MatMul"), (OWN_DOMAIN, "BiasSplitGelu"), (OWN_DOMAIN, "MatMul")
-    ]  # fmt: skip
+        (SDONNX_DOMAIN, op_type) for op_type in ("LayerNorm", "MatMul", "BiasSplitGelu", "MatMul")
+    ]
 
 
 REFUSED: Mapping[str, tuple[ir.Model, str]] = {
@@ -498,7 +498,7 @@ def test_every_operator_is_emitted() -> None:
         )
         if use_own_kernels(model).fired
         for node in model.graph
-        if node.domain == OWN_DOMAIN
+        if node.domain == SDONNX_DOMAIN
     }
     for_8_bits = {
         "QuantizeRows",
@@ -507,4 +507,4 @@ def test_every_operator_is_emitted() -> None:
         "SumRows",
         "ScaledMatMul",
     }  # test_own_scaled_products.py
-    assert emitted == OWN_CONTRACTS.keys() - for_8_bits
+    assert emitted == SDONNX_CONTRACTS.keys() - for_8_bits

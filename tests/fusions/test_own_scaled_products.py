@@ -29,9 +29,9 @@ from sdonnx.fusions.own_kernels import use_own_kernels
 from sdonnx.fusions.stack_projections import order_weights
 from sdonnx.graph.edit import dims
 from sdonnx.graph.passes import tidy
-from sdonnx.operators.case import OWN_DOMAIN
-from sdonnx.operators.eight_bits import EightBits
+from sdonnx.operators.kernel_case import SDONNX_DOMAIN
 from sdonnx.operators.operator_table import contract_of
+from sdonnx.operators.sdonnx_domain.eight_bits import EightBits
 from sdonnx.quantization.quantization_config import QuantizationPolicy
 from sdonnx.quantization.quantization_types import TYPES
 from sdonnx.quantization.quantize_weights import QuantizeWeights
@@ -86,7 +86,7 @@ def swapped(model: ir.Model, tolerance: float = 2e-3) -> tuple[ir.Model, dict[st
     outcome = use_own_kernels(after, 64)
     assert interface(after) == interface(model)
     for node in after.graph:
-        if node.domain == OWN_DOMAIN:
+        if node.domain == SDONNX_DOMAIN:
             contract = contract_of(node)
             assert contract is not None
             assert contract.check(node) is None

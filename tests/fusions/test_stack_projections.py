@@ -12,7 +12,7 @@ from support.own_swaps import own, swapped
 
 from sdonnx.fusions.own_kernels import use_own_kernels
 from sdonnx.fusions.stack_projections import order_weights
-from sdonnx.operators.case import OWN_DOMAIN
+from sdonnx.operators.kernel_case import SDONNX_DOMAIN
 
 FIRED = {"MultiHeadAttentionToOwnSelfAttention": 1}
 PRODUCTS = "q = MatMul(x, a) k = MatMul(x, b) v = MatMul(x, c)"
@@ -124,7 +124,7 @@ def test_scattered_weights_are_refused_until_they_are_ordered(tmp_path: Path) ->
         assert list(model.graph.initializers) == ["a", "b", "c", "u"]
     loaded = stored(tmp_path, model)
     assert use_own_kernels(loaded, 64).fired == FIRED
-    assert {node.op_type for node in loaded.graph if node.domain == OWN_DOMAIN} == {"StackedMatMul", "SelfAttention"}
+    assert {node.op_type for node in loaded.graph if node.domain == SDONNX_DOMAIN} == {"StackedMatMul", "SelfAttention"}
 
 
 def test_weights_that_two_attentions_share_are_placed_once() -> None:

@@ -29,9 +29,8 @@ from sdonnx.fusions.fusion_table import fuse
 from sdonnx.graph.passes import tidy
 from sdonnx.metrics import relative_error
 from sdonnx.models.spec import ComponentSpec, Role
-from sdonnx.operators.case import TOLERANCE, KernelCase
-from sdonnx.operators.lowering import LowerContribOperators
-from sdonnx.operators.operator_table import CONTRACTS, KERNEL_CASES, dtypes_of
+from sdonnx.operators.kernel_case import TOLERANCE, KernelCase
+from sdonnx.operators.operator_table import CONTRACTS, KERNEL_CASES, LowerContribOperators, dtypes_of
 from sdonnx.precision.convert import ConvertPrecision
 from sdonnx.precision.policy import PrecisionPolicy
 from sdonnx.runtime.device.device import device_for

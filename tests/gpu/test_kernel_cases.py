@@ -18,7 +18,7 @@ from support.operator_tests import compare_kernel
 
 from sdonnx.fusions.fusion_table import fuse
 from sdonnx.metrics import relative_error
-from sdonnx.operators.case import Array, KernelCase
+from sdonnx.operators.kernel_case import Array, KernelCase
 from sdonnx.operators.operator_table import dtypes_of
 from sdonnx.precision.convert import BFLOAT16_OPERATORS
 from sdonnx.runtime.device.device import device_for

@@ -17,8 +17,8 @@ from support.operator_tests import model_bytes, quiet_options
 
 from sdonnx.doctor.kernel_library import usable_library
 from sdonnx.metrics import relative_error
-from sdonnx.operators.case import OWN_DOMAIN, Array
-from sdonnx.operators.eight_bits import EightBits
+from sdonnx.operators.kernel_case import SDONNX_DOMAIN, Array
+from sdonnx.operators.sdonnx_domain.eight_bits import EightBits
 from sdonnx.quantization.quantization_config import QuantizationPolicy
 from sdonnx.quantization.quantization_types import TYPES
 from sdonnx.quantization.quantize_weights import QuantizeWeights, restore_late
@@ -82,7 +82,7 @@ def _chain(shape: tuple[int, int, int], kind: str, quantizes: bool) -> ir.Model:
     def rows_of() -> list[ir.Value]:
         attributes = {"format": int(EightBits.INT8 if kind == "int8" else EightBits.E4M3)}
         inputs = [x, weight(f"scale{len(nodes)}", np.array(0.01, np.float16))] if "static" in kind else [x]
-        nodes.append(ir.node("QuantizeRows", inputs, attributes, domain=OWN_DOMAIN, num_outputs=2))
+        nodes.append(ir.node("QuantizeRows", inputs, attributes, domain=SDONNX_DOMAIN, num_outputs=2))
         return list(nodes[-1].outputs)
 
     outputs = []
@@ -103,7 +103,7 @@ def _chain(shape: tuple[int, int, int], kind: str, quantizes: bool) -> ir.Model:
                     "ScaledMatMul",
                     [*quantized, weight(f"w{index}", bits), weight(f"s{index}", scales)],
                     {"x_format": number_format, "w_format": number_format},
-                    domain=OWN_DOMAIN,
+                    domain=SDONNX_DOMAIN,
                 )
             )
         output = nodes[-1].outputs[0]
@@ -113,7 +113,7 @@ def _chain(shape: tuple[int, int, int], kind: str, quantizes: bool) -> ir.Model:
             ir.Shape([rows, outer]),
         )
         outputs.append(output)
-    imports = {"": 23, OWN_DOMAIN: 1}
+    imports = {"": 23, SDONNX_DOMAIN: 1}
     made = ir.Graph([x], outputs, nodes=nodes, initializers=initializers, opset_imports=imports, name="times")
     return ir.Model(made, ir_version=10)
 

@@ -10,7 +10,7 @@ import torch
 
 from sdonnx.graph import fast_arrays
 from sdonnx.graph.fast_arrays import cast, transposed
-from sdonnx.operators.case import Array
+from sdonnx.operators.kernel_case import Array
 
 # NumPy converts arrays of the first size, torch arrays of the second.
 sizes = pytest.mark.parametrize("shape", [(3, 5, 2, 4), (32, 64, 5, 7)])

@@ -26,7 +26,7 @@ from support.graphs import (
 
 from sdonnx.graph.edit import add_initializer, constant_value, insert, known_dims, replace, required
 from sdonnx.graph.passes import FoldWeightTransposes, SimplifyReshapes, infer_shapes, tidy
-from sdonnx.operators.lowering import LowerContribOperators
+from sdonnx.operators.operator_table import LowerContribOperators
 
 PERMUTATIONS = [perm for rank in range(1, 5) for perm in itertools.permutations(range(rank))]
 

@@ -9,8 +9,8 @@ import torch.nn.functional as F  # noqa: N812
 from support.graphs import graph, normal, relative_error, run
 from support.operator_tests import OperatorTest
 
-from sdonnx.operators.bias_split_gelu import BIAS_SPLIT_GELU, SPLIT_GELU_WIDTHS, check_bias_split_gelu
-from sdonnx.operators.case import KernelCase
+from sdonnx.operators.contrib_elementwise import BIAS_SPLIT_GELU, SPLIT_GELU_WIDTHS, check_bias_split_gelu
+from sdonnx.operators.kernel_case import KernelCase
 
 TOLERANCE = 1e-5
 

@@ -10,8 +10,8 @@ from gpu.test_contracts import block_in_bfloat16
 from support.graphs import lowered, relative_error
 from support.operator_tests import failure_of, feeds_of, lowered_results, model_bytes, operator_test, quiet_options
 
-from sdonnx.operators.case import KernelCase, rounded
-from sdonnx.operators.case_graphs import model_of
+from sdonnx.operators.kernel_case import KernelCase, rounded
+from sdonnx.operators.kernel_case_graphs import model_of
 from sdonnx.operators.operator_table import CONTRACTS, KERNEL_CASES, contract_of, dtypes_of
 
 TOLERANCE = 2e-5

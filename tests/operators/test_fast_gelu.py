@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from support.operator_tests import OperatorTest
 
-from sdonnx.operators.fast_gelu import check_fast_gelu
+from sdonnx.operators.contrib_elementwise import check_fast_gelu
 
 
 def fast_gelu(inputs: Any, _: Mapping[str, Any]) -> list[torch.Tensor]:

@@ -14,8 +14,8 @@ from support.graphs import assert_same_function, copied, graph, normal, operator
 from support.operator_tests import OperatorTest
 
 from sdonnx.fusions.fusion_table import fuse
-from sdonnx.operators.case import KernelCase
-from sdonnx.operators.group_norm import MAX_GROUP_CHANNELS, check_group_norm, norm_attributes
+from sdonnx.operators.contrib_norms import MAX_GROUP_CHANNELS, check_group_norm, norm_attributes
+from sdonnx.operators.kernel_case import KernelCase
 
 TOLERANCE = 1e-5
 

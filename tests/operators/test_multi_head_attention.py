@@ -15,8 +15,8 @@ from support.graphs import Array, copied, graph, normal, operators, relative_err
 from support.operator_tests import OperatorTest, attention_feeds, attention_graph
 
 from sdonnx.fusions.fusion_table import fuse
-from sdonnx.operators.lowering import LowerContribOperators
 from sdonnx.operators.multi_head_attention import ATTENTION_BIAS, KEY_COUNTS, check_causal
+from sdonnx.operators.operator_table import LowerContribOperators
 
 TOLERANCE = 1e-5
 

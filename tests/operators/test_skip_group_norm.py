@@ -10,7 +10,7 @@ import torch
 from support.graphs import graph, normal, relative_error, run
 from support.operator_tests import OperatorTest
 
-from sdonnx.operators.group_norm import norm_attributes
+from sdonnx.operators.contrib_norms import norm_attributes
 
 from .test_group_norm import group_norm
 

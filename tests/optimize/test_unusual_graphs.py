@@ -33,7 +33,7 @@ from support.graphs import (
 from sdonnx.fusions.fusion_table import PROVIDERS, fuse
 from sdonnx.graph.loading.load import load_model
 from sdonnx.models.spec import ComponentSpec, Role
-from sdonnx.operators.lowering import LowerContribOperators
+from sdonnx.operators.operator_table import LowerContribOperators
 from sdonnx.precision.convert import ConvertPrecision
 from sdonnx.precision.policy import PrecisionPolicy
 

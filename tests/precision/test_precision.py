@@ -47,10 +47,9 @@ from sdonnx.graph.modules import MODULE_KEY, MODULE_SEPARATOR, module_path
 from sdonnx.graph.passes import FoldWeightTransposes, infer_shapes, tidy
 from sdonnx.graph.tensors import Origin, lazy, origin_of, read
 from sdonnx.models.spec import ComponentSpec, Role, TensorSpec
-from sdonnx.operators.case import KernelCase, rounded
-from sdonnx.operators.case_graphs import model_of
-from sdonnx.operators.lowering import LowerContribOperators
-from sdonnx.operators.operator_table import CONTRACTS
+from sdonnx.operators.kernel_case import KernelCase, rounded
+from sdonnx.operators.kernel_case_graphs import model_of
+from sdonnx.operators.operator_table import CONTRACTS, LowerContribOperators
 from sdonnx.precision.convert import BFLOAT16_OPERATORS, ConvertPrecision
 from sdonnx.precision.policy import PrecisionPolicy, parse_overrides
 

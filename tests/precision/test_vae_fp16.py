@@ -23,7 +23,7 @@ from sdonnx.errors import OptionError
 from sdonnx.folder.pipeline_folder import ONNX_MODEL, PipelineFolder
 from sdonnx.graph.passes import tidy
 from sdonnx.metrics import psnr, relative_error
-from sdonnx.operators.lowering import LowerContribOperators
+from sdonnx.operators.operator_table import LowerContribOperators
 from sdonnx.optimize.component_passes import FUSION_PASSES, ComponentJob, run_passes
 from sdonnx.optimize.exported_pipeline import open_component
 from sdonnx.optimize.optimize_request import OptimizeRequest

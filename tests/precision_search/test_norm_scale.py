@@ -11,7 +11,7 @@ import pytest
 from support.graphs import graph, normal, run
 
 from sdonnx.folder.pipeline_folder import ONNX_MODEL
-from sdonnx.models.components import UPCAST_VAE_DECODER, VAE_DECODER
+from sdonnx.models.shared_components import UPCAST_VAE_DECODER, VAE_DECODER
 from sdonnx.models.spec import ComponentSpec, Role
 from sdonnx.precision.group_norm_scaling import scalable_values
 from sdonnx.precision.policy import MIN_NORM_SCALE, PrecisionPolicy

@@ -23,7 +23,7 @@ from sdonnx.doctor.check_kernels import (
 )
 from sdonnx.doctor.environment import Facts
 from sdonnx.doctor.kernel_library import KernelLibrary, open_kernel_library
-from sdonnx.operators.case import Array
+from sdonnx.operators.kernel_case import Array
 from support.kernel_library import emulated_library
 
 CASE_SET = read_kernel_cases()

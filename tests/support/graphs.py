@@ -23,7 +23,7 @@ from sdonnx.fusions.channels_last import convert_to_channels_last
 from sdonnx.fusions.fusion_table import FUSIONS
 from sdonnx.graph.match import PassOutcome, Rule, WalkRule, apply_rules, apply_walk_rules
 from sdonnx.graph.passes import infer_shapes, tidy
-from sdonnx.operators.lowering import LowerContribOperators
+from sdonnx.operators.operator_table import LowerContribOperators
 
 Array = npt.NDArray[Any]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,11 +15,14 @@ import torch
 
 from sdonnx.graph.edit import dtype_of, required
 from sdonnx.metrics import relative_error
-from sdonnx.operators.case import TOLERANCE, Array, KernelCase, rounded
-from sdonnx.operators.case_graphs import model_of
-from sdonnx.operators.contract import Contract
-from sdonnx.operators.lowering import LowerContribOperators
-from sdonnx.operators.operator_table import CONTRACTS, OWN_CONTRACTS, contract_of, contract_of_case
+from sdonnx.operators.kernel_case import TOLERANCE, Array, KernelCase, rounded
+from sdonnx.operators.kernel_case_graphs import model_of
+from sdonnx.operators.operator_table import (
+    SDONNX_CONTRACTS,
+    LowerContribOperators,
+    contract_of,
+    contract_of_case,
+)
 from sdonnx.runtime.device.device import device_for
 from support.graphs import graph
 
@@ -39,20 +43,29 @@ class OperatorTest:
 
 
 def operator_test(op_type: str) -> OperatorTest:
-    """Return OPERATOR_TEST of the operator's test file: tests/operators/test_NAME.py for sdonnx/operators/NAME.py."""
-    return _operator_test(CONTRACTS[op_type])
-
-
-def own_operator_test(op_type: str) -> OperatorTest:
-    """Return OPERATOR_TEST of one of our own operators; see `operator_test`."""
-    return _operator_test(OWN_CONTRACTS[op_type])
-
-
-def _operator_test(contract: Contract) -> OperatorTest:
-    name = contract.lower.__module__.rpartition(".")[2]
+    """Return OPERATOR_TEST of an operator's test file: tests/operators/test_bias_add.py for BiasAdd."""
+    name = re.sub(r"(?<!^)(?=[A-Z])", "_", op_type).lower()
     found = importlib.import_module(f"operators.test_{name}").OPERATOR_TEST
     assert isinstance(found, OperatorTest)
     return found
+
+
+def sdonnx_operator_test(op_type: str) -> OperatorTest:
+    """Return the test data of one of our own operators, of the test file that mirrors its contract's file."""
+    family = SDONNX_CONTRACTS[op_type].lower.__module__.rpartition(".")[2]
+    found = importlib.import_module(f"operators.sdonnx_domain.test_{family}").OPERATOR_TESTS[op_type]
+    assert isinstance(found, OperatorTest)
+    return found
+
+
+def half(*shape: int | str, dtype: ir.DataType = ir.DataType.FLOAT16) -> ir.Value:
+    """Return a value of a shape in float16, or another type."""
+    return ir.Value(name="x", shape=ir.Shape(shape), type=ir.TensorType(dtype))
+
+
+def single(*shape: int | str, dtype: ir.DataType = ir.DataType.FLOAT) -> ir.Value:
+    """Return a value of a shape in float32, or another type."""
+    return half(*shape, dtype=dtype)
 
 
 def feeds_of(model: ir.Model, inputs: Sequence[Array | None]) -> dict[str, Array]:

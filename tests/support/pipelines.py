@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from sdonnx.errors import SdonnxError
-from sdonnx.operators.lowering import LowerContribOperators
+from sdonnx.operators.operator_table import LowerContribOperators
 
 Array = npt.NDArray[Any]
 

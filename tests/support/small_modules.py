@@ -8,7 +8,7 @@ import torch
 from diffusers import AutoencoderKL, PixArtTransformer2DModel, UNet2DConditionModel
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPVisionConfig, CLIPVisionModelWithProjection
 
-from sdonnx.operators.case import Array
+from sdonnx.operators.kernel_case import Array
 
 __all__ = [
     "TEXT_WIDTH",

@@ -14,7 +14,7 @@ import torch
 from sdonnx.compiler.graph_cache import ModuleGraphs
 from sdonnx.compiler.graph_method import GraphSignature
 from sdonnx.compiler.merged_adapters import without_adapters
-from sdonnx.operators.case import Array
+from sdonnx.operators.kernel_case import Array
 
 __all__ = ["graphs_in_torch"]
 

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from sdonnx.benchmark.report.charts import make_panels
+from sdonnx.benchmark.report.glossary import TERMS
 from sdonnx.benchmark.report.headline import make_headline
 from sdonnx.benchmark.report.image_comparison import make_galleries
+from sdonnx.benchmark.report.machine_facts import device_name, engine_facts, installed_packages, machine_facts
 from sdonnx.benchmark.report.palette import Palette
-from sdonnx.benchmark.report.surroundings import device_name, engine_facts, installed_packages, machine_facts
-from sdonnx.benchmark.report.terms import TERMS
 from sdonnx.benchmark.report.workload_rows import make_tables, memory_kinds, results_by_workload, settings_text
 from sdonnx.benchmark.results import REFERENCE, Comparison
 from sdonnx.benchmark.shown_names import with_shown_names

@@ -26,9 +26,9 @@ from sdonnx.runtime.inputs.argument_checks import (
 from sdonnx.runtime.inputs.conditioning import Array, Conditioning
 from sdonnx.runtime.inputs.control_inputs import ControlCall
 from sdonnx.runtime.inputs.image_geometry import ImageGeometry
+from sdonnx.runtime.inputs.initial_latents import Start, latent_size, read_start
 from sdonnx.runtime.inputs.pipeline_inputs import PipelineInputs
 from sdonnx.runtime.inputs.prompt_arguments import PromptArguments
-from sdonnx.runtime.inputs.start import Start, latent_size, read_start
 from sdonnx.runtime.output import require_output_type
 from sdonnx.runtime.request_limits import RequestLimits
 from sdonnx.runtime.sampling.noise import Generator, NoiseSource

@@ -17,7 +17,7 @@ from sdonnx.runtime.cuda_graph_cache import CapturedShape
 from sdonnx.runtime.inputs.call_arguments import Call
 from sdonnx.runtime.inputs.conditioning import Conditioning
 from sdonnx.runtime.inputs.init_images import latent_mask, masked_image
-from sdonnx.runtime.inputs.start import Start, StartImage
+from sdonnx.runtime.inputs.initial_latents import Start, StartImage
 from sdonnx.runtime.inputs.text_encoding import require_layer_index
 from sdonnx.runtime.sampling.current_shape import CurrentShape
 from sdonnx.runtime.sampling.denoise import (

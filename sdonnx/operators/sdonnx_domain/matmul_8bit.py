@@ -1,0 +1,140 @@
+"""sdonnx::ScaledMatMul(q (...,K), scales (...,1), w (N,K), w_scales (N,), bias (N,), residual (...,N)), 8-bit factors.
+
+It returns (q @ w^T) * scales * w_scales + bias + residual in fp16, or gelu(... + bias) by the tanh approximation, which
+excludes a residual. q and w are patterns of the formats `x_format` and `w_format` (`EightBits`); int8 is multiplied by
+int8 only, and e5m2 not by e5m2. bias and residual are optional. Both scales may be absent: the result is then
+(q @ w^T) * 2^-exponent, which SumRows scales. The kernel is cuBLASLt's, by kernels/src/scaled_mat_mul.cuh.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import onnx_ir as ir
+
+from sdonnx.graph.edit import constant, graph_of, input_of, insert, optional_input, static_dim
+from sdonnx.operators.contract import SdonnxContract, sdonnx_case
+from sdonnx.operators.kernel_case import Fill, KernelCase
+from sdonnx.operators.sdonnx_domain.eight_bits import EightBits, decoded
+
+__all__ = ["SCALED_MAT_MUL", "check_scaled_mat_mul"]
+
+_FLOAT, _HALF = ir.DataType.FLOAT, ir.DataType.FLOAT16
+
+
+def check_scaled_mat_mul(weight: ir.Value, bias: ir.Value | None) -> str | None:
+    """Return why the kernel does not accept products by a weight (N,K), None if it does."""
+    if weight.shape is None or weight.shape.rank() != 2:
+        return "the second factor is not a matrix"
+    outer, inner = static_dim(weight, 0), static_dim(weight, 1)
+    if inner is None or outer is None or inner % 16 or outer % 16:
+        return f"a weight of {outer} x {inner}: the kernel accepts multiples of 16"
+    if bias is not None and (bias.shape is None or bias.shape.rank() != 1 or static_dim(bias, 0) != outer):
+        return "the bias is not a vector with a number for each column"
+    if bias is not None and bias.dtype not in (None, _HALF):
+        return f"the bias is {bias.dtype}, the kernel accepts FLOAT16"
+    return None
+
+
+def _limits(node: ir.Node) -> str | None:
+    if node.attributes.get_int("gelu", 0) and optional_input(node, 5) is not None:
+        return "gelu excludes a residual"
+    formats = {node.attributes.get_int(name, 0) for name in ("x_format", "w_format")}
+    if len(formats) == 2 and EightBits.INT8 in formats:
+        return "int8 is multiplied by int8 only"
+    if formats == {EightBits.E5M2}:
+        return "no GPU multiplies e5m2 by e5m2"
+    has_scales = [optional_input(node, index) is not None for index in (1, 3)]
+    finishes = any(value is not None for value in node.inputs[4:]) or node.attributes.get_int("gelu", 0) != 0
+    if finishes and not any(has_scales):
+        return "a product without scales has no bias, residual or gelu"
+    if len(set(has_scales)) > 1:
+        return "only one of the factors has scales"
+    return check_scaled_mat_mul(input_of(node, 2), optional_input(node, 4))
+
+
+def _lower(node: ir.Node) -> list[ir.Value | None]:
+    q, w = input_of(node, 0), input_of(node, 2)
+    left, right = (
+        decoded(node, bits, EightBits(node.attributes.get_int(name, 0)))
+        for bits, name in ((q, "x_format"), (w, "w_format"))
+    )
+    product = insert(node, "MatMul", [left, insert(node, "Transpose", [right], {"perm": [1, 0]})])
+    exponent = node.attributes.get_int("exponent", 0)
+    scales = [value for index in (1, 3) if (value := optional_input(node, index)) is not None]
+    if exponent:
+        scales.append(constant(graph_of(node), 2.0**-exponent, np.float32, f"two_to_minus_{exponent}"))
+    total = product
+    for scale in scales:
+        total = insert(node, "Mul", [total, scale])
+    for index in (4, 5):
+        if (term := optional_input(node, index)) is not None:
+            total = insert(node, "Add", [total, insert(node, "Cast", [term], {"to": _FLOAT}, dtype=_FLOAT)])
+    if node.attributes.get_int("gelu", 0):
+        total = insert(node, "Gelu", [total], {"approximate": "tanh"})
+    dtype = node.outputs[0].dtype or _HALF
+    return [insert(node, "Cast", [total], {"to": dtype}, dtype=dtype, shape=node.outputs[0].shape)]
+
+
+def _kernel_cases() -> Iterator[KernelCase]:
+    e4m3, e5m2, int8 = EightBits
+    forms = [
+        (False, False, 0),
+        (True, False, 0),
+        (False, True, 0),
+        (True, True, 0),
+        (False, False, 1),
+        (True, False, 1),
+    ]
+    cases = [(64, 320, (3, 7), e4m3, e4m3, *form) for form in forms]
+    cases += [(64, 320, (3, 7), int8, int8, *form) for form in forms]
+    cases += [(320, 64, (2, 5), *formats, True, True, 0) for formats in ((e4m3, e5m2), (e5m2, e4m3))]
+    cases += [(*sizes, (2, 13), e4m3, e4m3, True, False, 0) for sizes in ((16, 16), (48, 80), (1152, 4608), (5120, 64))]
+    cases += [(320, 320, rows, e4m3, e4m3, True, True, 0) for rows in ((1, 1), (1, 304), (32, 3))]
+    for inner, outer, rows, x_format, w_format, has_bias, has_residual, gelu in cases:
+        names = f"{x_format.name.lower()}x{w_format.name.lower()}"
+        yield sdonnx_case(
+            "ScaledMatMul",
+            f"{'x'.join(map(str, rows))} {inner}x{outer} {names} bias={has_bias} residual={has_residual} gelu={gelu}",
+            (
+                (*rows, inner),
+                (*rows, 1),
+                (outer, inner),
+                (outer,),
+                (outer,) if has_bias else None,
+                (*rows, outer) if has_residual else None,
+            ),
+            {"x_format": int(x_format), "w_format": int(w_format), "gelu": gelu},
+            fills={0: _BITS[x_format], 1: Fill.SCALES, 2: _BITS[w_format], 3: Fill.SCALES},
+        )
+    plain = [(64, 320, (3, 7), *formats) for formats in ((e4m3, e4m3), (e4m3, e5m2), (e5m2, e4m3), (int8, int8))]
+    plain += [(*sizes, (2, 13), e4m3, e4m3) for sizes in ((16, 16), (1152, 4608), (5120, 64))]
+    for inner, outer, rows, x_format, w_format in plain:
+        yield sdonnx_case(
+            "ScaledMatMul",
+            f"{'x'.join(map(str, rows))} {inner}x{outer} {x_format.name.lower()}x{w_format.name.lower()} no scales",
+            ((*rows, inner), None, (outer, inner)),
+            {"x_format": int(x_format), "w_format": int(w_format), "exponent": 12},
+            fills={0: _BITS[x_format], 2: _BITS[w_format]},
+        )
+
+
+_BITS = {EightBits.E4M3: Fill.E4M3_BITS, EightBits.E5M2: Fill.E5M2_BITS, EightBits.INT8: Fill.INT8_BITS}
+
+SCALED_MAT_MUL = SdonnxContract(
+    "ScaledMatMul",
+    _lower,
+    _kernel_cases,
+    first_use=(
+        "3x7 64x320 e4m3xe4m3 bias=True residual=True gelu=0",
+        "3x7 64x320 e4m3xe4m3 bias=True residual=False gelu=1",
+        "3x7 64x320 int8xint8 bias=True residual=True gelu=0",
+        "3x7 64x320 e4m3xe4m3 no scales",
+    ),
+    limits=_limits,
+    dtypes=frozenset({_HALF, ir.DataType.UINT8}),
+    float32_inputs=frozenset({1, 3}),
+    row_inputs=frozenset({0, 1, 5}),
+    expensive=True,
+)
