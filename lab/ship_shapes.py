@@ -26,10 +26,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from sdonnx.errors import FolderError, OptionError, SdonnxError, WeightsError
 from sdonnx.folder.pipeline_folder import PipelineFolder, read_json
 from sdonnx.sample.architecture import Architecture
+from sdonnx.sample.sample_weights import read_weights
 from sdonnx.sample.shapes.shape_architectures import TRAINED
 from sdonnx.sample.shapes.shape_evaluation import BOUNDS
 from sdonnx.sample.shapes.shape_judge import wilson_interval
-from sdonnx.sample.shapes.trained_weights import read_weights
 from sdonnx.sample.write_sample import build_network
 
 if TYPE_CHECKING:

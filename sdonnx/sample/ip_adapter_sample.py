@@ -83,7 +83,7 @@ def write_adapters(spec: AdapterSpec, unet: Any, folder: Path, seed: int) -> Non
     import torch
     from safetensors.torch import save_file
 
-    from sdonnx.sample.random_weights import seeded_weights
+    from sdonnx.sample.sample_weights import seeded_weights
 
     encoder = spec.image_encoder.config
     width = int(unet.config.cross_attention_dim)

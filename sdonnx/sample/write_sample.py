@@ -43,8 +43,7 @@ def _make_weights(
     name: str, network: Any, architecture: Architecture, seed: int, overflow: str | None
 ) -> dict[str, torch.Tensor]:
     """Return the weights of one component in float32: trained ones if the architecture has them, or random ones."""
-    from sdonnx.sample.random_weights import seeded_weights
-    from sdonnx.sample.shapes.trained_weights import read_weights
+    from sdonnx.sample.sample_weights import read_weights, seeded_weights
 
     if name in architecture.weights:
         # In float32, as every library loads the other samples and as overflowing values need.

@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 
 from sdonnx.errors import OptionError, OutputError
 from sdonnx.sample.architecture import T5TokenizerSpec, TokenizerSpec
-from sdonnx.sample.random_weights import seeded_weights
+from sdonnx.sample.sample_weights import seeded_weights
 from sdonnx.sample.shapes.shape_architectures import SHIPPED
 from sdonnx.sample.tokenizer import build_tokenizer, save_tokenizer
 from sdonnx.sample.words import WORDS
@@ -169,7 +169,7 @@ def test_weights_do_not_depend_on_processor_or_threads() -> None:
     code = (
         "import hashlib, torch\n"
         "from sdonnx.sample.write_sample import ARCHITECTURES, build_network\n"
-        "from sdonnx.sample.random_weights import seeded_weights\n"
+        "from sdonnx.sample.sample_weights import seeded_weights\n"
         "weights = seeded_weights('vae', build_network(ARCHITECTURES['tiny'].networks['vae']), 7)\n"
         "print(hashlib.sha256(b''.join(weights[k].numpy().tobytes() for k in sorted(weights))).hexdigest())"
     )

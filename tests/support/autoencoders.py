@@ -24,8 +24,8 @@ from sdonnx.optimize.report import ComponentReport
 from sdonnx.optimize.request import OptimizeRequest
 from sdonnx.sample.architecture import ClassSpec
 from sdonnx.sample.overflow import grow
-from sdonnx.sample.random_weights import seeded_weights
 from sdonnx.sample.sample_networks import VAE_XL, vae
+from sdonnx.sample.sample_weights import seeded_weights
 from sdonnx.sample.write_sample import build_network
 
 __all__ = ["FAMILY", "NANO", "XL", "export_autoencoder", "optimize_autoencoder", "write_autoencoder"]

@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 from safetensors.torch import save_file
 
-from sdonnx.sample.random_weights import seeded_weights
+from sdonnx.sample.sample_weights import seeded_weights
 
 __all__ = ["picture", "write_adapter", "write_controlnet"]
 

@@ -17,10 +17,9 @@ from support.scripts import load_script
 
 from sdonnx.errors import FolderError, OptionError, SdonnxError, WeightsError
 from sdonnx.sample import write_sample as sample
-from sdonnx.sample.random_weights import seeded_weights
+from sdonnx.sample.sample_weights import read_weights, seeded_weights
 from sdonnx.sample.shapes.shape_architectures import SHIPPED, TRAINED
 from sdonnx.sample.shapes.shape_judge import wilson_interval
-from sdonnx.sample.shapes.trained_weights import read_weights
 from sdonnx.sample.write_sample import build_network, write_sample
 
 SCRIPT = load_script("ship_shapes")
