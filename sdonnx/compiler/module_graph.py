@@ -66,7 +66,7 @@ _REMEDY = ("a module that sdonnx can compile", REMEDY)
 
 
 class _ModuleWeights:
-    """Source of a graph's weights (`sdonnx.export.checkpoint_weights.Weights`): the tensors of a module in memory."""
+    """Source of a graph's weights (`sdonnx.export.stored_tensors.Weights`): the tensors of a module in memory."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         # Parameters, not aliases of them, which would keep memory from which the weights move.

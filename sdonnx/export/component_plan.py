@@ -14,9 +14,9 @@ import torch
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from sdonnx.errors import FolderError
-from sdonnx.export.checkpoint_weights import WeightFiles, Weights
 from sdonnx.export.config_entries import QUANTIZATION, require_known_entries
 from sdonnx.export.single_file.checkpoint_file import RenamedWeights
+from sdonnx.export.stored_tensors import WeightFiles, Weights
 from sdonnx.folder.pipeline_folder import MODEL_INDEX, PipelineFolder, read_config
 from sdonnx.models.spec import ComponentSpec
 

@@ -29,7 +29,6 @@ __all__ = [
     "Initializer",
     "Layout",
     "Place",
-    "Reader",
     "Scales",
     "WeightTable",
     "channel_rows",
@@ -47,10 +46,6 @@ Array = npt.NDArray[Any]
 Layout = Literal["rows", "nhwc", "columns"]
 """How an initializer keeps output channels: a channel is a row of inputs as in torch ("rows"), a row with the channels
 of the image last ("nhwc"), or a column of one of the stacked matrices ("columns")."""
-
-Reader = Literal["product", "convolution", "int8", "fp8"]
-"""Kind of kernel that reads an initializer in place: a product or what adds a bias, an NHWC convolution, or one that
-restores numbers in 8 bits."""
 
 _LAYOUTS = ("rows", "nhwc", "columns")
 _FLOATS: dict[str, np.dtype[Any]] = {"F16": np.dtype("<f2"), "F32": np.dtype("<f4")}
@@ -118,17 +113,6 @@ class Initializer:
     graphs: tuple[str, ...] = ()
     in_place: bool = False
     scales: Scales | None = None
-
-    @property
-    def reader(self) -> Reader | None:
-        """Kind of kernel that reads it in place; None if none does."""
-        if not self.in_place:
-            return None
-        if self.dtype.startswith("F8"):
-            return "fp8"
-        if self.dtype == "I8":
-            return "int8"
-        return "convolution" if len(self.shape) == 4 else "product"
 
     def as_json(self) -> dict[str, Any]:
         """Return the entry of the file."""
@@ -310,16 +294,17 @@ class WeightTable:
                 f"{path} cannot be read up to byte {entry.offsets[1]} ({error})", "its weights", "copy the file again"
             ) from error
 
-    def restored(self, name: str) -> npt.NDArray[np.float32]:
-        """Return the numbers of an initializer in 8 bits times their scales, as float32, which rounds nothing.
+    def values(self, name: str) -> Array:
+        """Return an initializer as the folder has it; 8-bit numbers times their scales, as float32 without rounding.
 
         Raises:
             FolderError: the file of weights is missing or too short.
         """
-        scales = self._scales_of(name)
-        numbers = STORED_FORMATS[scales.format].restored(self.base(name))
-        factors = self.base(scales.initializer).astype(np.float32)
-        numbers *= along(factors, scales.axis, numbers.ndim)
+        values, scales = self.base(name), self.initializers[name].scales
+        if scales is None:
+            return values
+        numbers = STORED_FORMATS[scales.format].restored(values)
+        numbers *= along(self.base(scales.initializer).astype(np.float32), scales.axis, numbers.ndim)
         return numbers
 
     def quantized(

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from sdonnx.errors import OptionError, WeightsError
 from sdonnx.folder.pipeline_folder import PipelineFolder
 from sdonnx.folder.weight_table import Initializer, WeightTable
 from sdonnx.lora.adapter_file import AdapterFile, read_adapter
-from sdonnx.lora.changed_initializers import ChangedInitializer, added_products, changed_initializers
+from sdonnx.lora.changed_component import ChangedComponent, change_component
 from sdonnx.lora.weight_change import WeightChange
 
 __all__ = ["AdapterState", "LoadedAdapters", "warn_of_unknown_keys"]
@@ -35,7 +34,8 @@ class AdapterState:
         active: names of the active adapters by component, in the order in which they apply.
         fused: adapters that stay in the weights when they are unloaded, and their scale.
         enabled: whether active adapters have an effect.
-        on_host: names of adapters with factors that are not kept on the device.
+        on_host: names of adapters with factors that are not kept on the device. The host computes the weights of all
+            components in which one of them is active.
     """
 
     files: Mapping[str, AdapterFile] = field(default_factory=dict)
@@ -53,6 +53,11 @@ class AdapterState:
                 for name, change in file.changes.get(component, {}).items():
                     found[name].append((change, scale))
         return dict(found)
+
+    def is_on_host(self, component: str) -> bool:
+        """Return whether the host has to compute a component's weights."""
+        active = self.active.get(component, ()) if self.enabled else ()
+        return not self.on_host.isdisjoint([*active, *(name for name, *_ in self.fused)])
 
     def _in_effect(self, component: str) -> Iterator[tuple[AdapterFile, Mapping[str, float]]]:
         for _, file, scales in self.fused:
@@ -179,49 +184,22 @@ class LoadedAdapters:
                     change.check(table.shapes[name])
 
     def changed(
-        self, state: AdapterState, component: str, on_device: Callable[[Initializer], bool] = lambda _: False
-    ) -> dict[str, ChangedInitializer]:
-        """Return the initializers of a component that differ from the folder's.
+        self, state: AdapterState, component: str, adds_products: Callable[[Initializer], bool] = lambda _: False
+    ) -> ChangedComponent:
+        """Return the changed initializers of a component.
 
         Args:
             state: the adapters in effect.
             component: the component.
-            on_device: whether products of low rank can be added to an initializer on the device. The values of such a
-                one are not computed here, unless an adapter is kept on the host.
+            adds_products: whether the device can add products of low rank to an initializer. Those of adapters that are
+                kept on the host are computed here nevertheless.
 
         Raises:
             FolderError: the file of weights cannot be read.
             WeightsError: a changed weight exceeds the range of its type.
         """
-        table = self.tables[component]
-        changes = {name: each for name, each in state.changes(component).items() if name not in table.unused}
-        on_host = {id(change) for name in state.on_host for change in _changes_of(state, name, component)}
-        products = {
-            name: each
-            for name, each in added_products(table, changes).items()
-            if on_device(table.initializers[name])
-            and not any(id(change) in on_host for product in each for change, _ in product.terms)
-        }
-        values: dict[str, Any] = {**dict.fromkeys(products), **changed_initializers(table, changes, products)}
-        entries = {name: table.initializers[name] for name in sorted(values)}
-        return {
-            name: ChangedInitializer(
-                values[name],
-                partial(table.base, name),
-                entry.dtype,
-                entry.graphs,
-                entry.offsets is None,
-                entry.reader,
-                products.get(name, ()),
-            )
-            for name, entry in entries.items()
-        }
-
-
-def _changes_of(state: AdapterState, name: str, component: str) -> Iterable[WeightChange]:
-    """Return the changes of a loaded adapter in a component."""
-    file = state.files.get(name)
-    return () if file is None else file.changes.get(component, {}).values()
+        options = [] if state.is_on_host(component) else [adds_products]
+        return change_component(self.tables[component], state.changes(component), *options)
 
 
 def warn_of_unknown_keys(name: str, file: AdapterFile) -> None:

@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from sdonnx.errors import WeightsError
 from sdonnx.lora.adapter_file import AdapterFile
-from sdonnx.lora.weight_change import LowRank, NormalizedChange, WeightChange, tucker
+from sdonnx.lora.weight_change import LowRank, NormalizedChange, WeightChange
 
 __all__ = ["peft_tensors"]
 
@@ -53,12 +53,9 @@ def _of_change(change: WeightChange) -> dict[str, Array] | None:
 
 
 def _factors(change: LowRank) -> dict[str, Array]:
-    down, up = change.down, _scaled(change.up, change.factor)
-    if change.mid is not None:  # of the three convolutions, the first two are one
-        rank = change.mid.shape[0]
-        down = tucker(change.mid, np.eye(rank, dtype=np.float32), down.reshape(rank, -1))
+    down, up = change.whole_down(), _scaled(change.up, change.factor)
     ones = (1, 1) if down.ndim == 4 else ()
-    return {"lora_A.weight": down, "lora_B.weight": up.reshape(*up.shape[:2], *ones)}
+    return {"lora_A.weight": down, "lora_B.weight": up.reshape(*up.shape, *ones)}
 
 
 def _scaled(tensor: Array, factor: float) -> Array:

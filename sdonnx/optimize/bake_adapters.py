@@ -25,8 +25,8 @@ from sdonnx.folder.pipeline_folder import (
     hash_file,
     read_json,
 )
-from sdonnx.folder.weight_table import PROVENANCE, WeightTable
-from sdonnx.lora.changed_initializers import ChangedInitializer
+from sdonnx.folder.weight_table import PROVENANCE
+from sdonnx.lora.changed_component import ChangedComponent
 from sdonnx.lora.loaded_adapters import AdapterState, LoadedAdapters
 from sdonnx.models.registry import family_of
 
@@ -72,42 +72,37 @@ def bake_adapters(
     with atomic_folder(out, overwrite, [source]) as partial:
         ignored = shutil.ignore_patterns(*_LEFT_OUT, ".*")
         copy_folder(source, partial, ignored)
-        for component, initializers in changed.items():
-            _write_component(partial / component, loaded.tables[component], initializers)
+        for component, each in changed.items():
+            _write_component(partial / component, each)
         _write_report(partial, [(path, weights[name]) for name, (path, _) in zip(order, adapters, strict=True)])
-    return {component: len(initializers) for component, initializers in changed.items()}
+    return {component: len(each.values) for component, each in changed.items()}
 
 
-def _write_component(folder: Path, table: WeightTable, changed: Mapping[str, ChangedInitializer]) -> None:
+def _write_component(folder: Path, changed: ChangedComponent) -> None:
     """Write changed initializers into a component's files."""
-    if not changed:
+    if not changed.values:
         return
     for name in (QDQ_MODEL, QDQ_WEIGHTS):  # they have the unchanged weights
         (folder / name).unlink(missing_ok=True)
-    initializers = dict(table.initializers)
-    inline = {name: each for name, each in changed.items() if each.inline}
+    initializers, inline = dict(changed.table.initializers), set[str]()
     with (folder / ONNX_WEIGHTS).open("r+b") as file:
-        for name, each in changed.items():
+        for name, values in changed.values.items():
             if (offsets := initializers[name].offsets) is None:
-                initializers[name] = replace(initializers[name], data=each.values.tobytes())
+                initializers[name] = replace(initializers[name], data=values.tobytes())
+                inline.add(name)
             else:
                 file.seek(offsets[0])
-                file.write(each.values.tobytes())
+                file.write(values.tobytes())
     if not inline:
         return
-    for graph in sorted({graph for each in inline.values() for graph in each.graphs}):
-        _write_inline(folder / graph, {name: each for name, each in inline.items() if graph in each.graphs})
-    content = replace(table, initializers=initializers).as_json()
+    for graph in sorted({graph for name in inline for graph in initializers[name].graphs}):
+        model = ir.load(folder / graph)
+        for name in inline.intersection(changed.names(graph)):
+            model.graph.initializers[name].const_value = ir.tensor(changed.values[name], name=name)
+        ir.save(model, folder / graph)
+    content = replace(changed.table, initializers=initializers).as_json()
     (folder / PROVENANCE).write_text(json.dumps(content) + "\n", encoding="utf-8")
     _write_digests(folder / SHARED_WEIGHTS)
-
-
-def _write_inline(path: Path, changed: Mapping[str, ChangedInitializer]) -> None:
-    """Replace values that are stored in a graph."""
-    model = ir.load(path)
-    for name, each in changed.items():
-        model.graph.initializers[name].const_value = ir.tensor(each.values, name=name)
-    ir.save(model, path)
 
 
 def _write_digests(path: Path) -> None:

@@ -24,7 +24,7 @@ from sdonnx.folder.weight_table import PROVENANCE, Initializer, Layout, Place, W
 from sdonnx.graph.fast_arrays import cast, transposed
 from sdonnx.graph.modules import module_path, module_paths
 from sdonnx.graph.tensors import read
-from sdonnx.optimize.find_stored_weights import StoredWeight, StoredWeights, positions_of, runs_of, stored_entry
+from sdonnx.optimize.find_eight_bits import StoredWeight, StoredWeights, positions_of, runs_of, stored_entry
 
 __all__ = ["ModuleWeight", "find_places", "find_weights", "module_weights", "write_weight_table"]
 

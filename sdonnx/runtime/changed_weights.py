@@ -1,70 +1,72 @@
-"""Initializers with other values than in the folder: how sessions get them, and how they are changed in place."""
+"""Weights that adapters change: in the memory that loaded sessions read, or when graphs are loaded again."""
 
 from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-import numpy.typing as npt
+import onnxruntime
 from onnxruntime import OrtValue
 
+from sdonnx.doctor.kernel_library import TRIED_VERSIONS
 from sdonnx.folder.weight_table import Initializer
-from sdonnx.lora.changed_initializers import ChangedInitializer
+from sdonnx.lora.changed_component import ChangedComponent, change_component
 from sdonnx.runtime.device.device import Device
-from sdonnx.runtime.device.load_shared_weights import host_tensor, shareable
-from sdonnx.runtime.device.weights_in_place import reads_weights_in_place
-from sdonnx.runtime.device.weights_on_device import DeviceWeight, WeightsOnDevice
+from sdonnx.runtime.device.low_rank_kernel import LowRankProducts
+from sdonnx.runtime.device.weight_buffers import host_tensor, weight_buffer
 
-__all__ = ["ChangedByComponent", "ChangedWeights"]
+__all__ = ["ChangedWeights", "reads_in_place"]
 
-Array = npt.NDArray[Any]
 
-ChangedByComponent = Mapping[str, Mapping[str, ChangedInitializer]]
-"""Changed initializers by component and by name."""
+def reads_in_place(device: Device) -> bool:
+    """Return whether sessions read weights from the memory of their caller at each run.
+
+    No document of ONNX Runtime promises that, so only versions that were tried on a GPU count
+    (`tests/gpu/test_lora_gpu.py`). On the CPU, sessions copy weights into another layout when they are made.
+    """
+    return device.provider == "cuda" and str(onnxruntime.__version__) in TRIED_VERSIONS
 
 
 class ChangedWeights:
-    """Changed initializers of a folder.
+    """The changed weights of a folder's graphs.
 
-    There are three ways into a session. On a GPU, values that kernels read as they are, such as weights of products and
-    of NHWC convolutions, are buffers that the session reads, so that they can be written again. Other external data is
-    injected before ONNX Runtime optimizes the graph: on the CPU, it reorders weights of convolutions then. Values that
-    are stored in a graph are replaced afterwards, since only external data can be injected.
+    On a GPU, once a component has changes, all of its weights that kernels read as they are become buffers of the
+    run-time, which are written for each further change, and captured graphs stay valid. Products of low rank are added
+    to the folder's values on the device if there is a kernel for it; otherwise the host computes new values.
 
-    Products of low rank are added to buffers on the device if there is a kernel for it; otherwise the host computes
-    new values, which are uploaded.
+    On the CPU, with an untried ONNX Runtime, and where graphs are loaded for each use, the host computes new values,
+    and the graphs are loaded again. External data is replaced before ONNX Runtime optimizes the graph, since it
+    reorders weights of convolutions then. Values that are stored in a graph can only be replaced afterwards.
 
     Args:
         device: where the graphs run.
-        keeps_buffers: whether graphs stay loaded. Otherwise, buffers are made for each use.
+        library: the library of our kernels; None for none.
+        keeps_graphs: whether graphs stay loaded.
     """
 
-    def __init__(self, device: Device, keeps_buffers: bool) -> None:
-        self._device, self._keeps_buffers = device, keeps_buffers
-        self._changed: dict[str, Mapping[str, ChangedInitializer]] = {}
+    def __init__(self, device: Device, library: Path | None, *, keeps_graphs: bool) -> None:
+        self._device = device
+        self._has_buffers = keeps_graphs and reads_in_place(device)
+        self._changed: dict[str, ChangedComponent] = {}
         self._buffers: dict[str, dict[str, OrtValue]] = {}
         self._graphs = defaultdict[str, set[str]](set)  # files of loaded graphs, by component
-        self._on_device = WeightsOnDevice(device)
+        self._products = LowRankProducts(device, library)
         self._lock = threading.Lock()
 
-    def use_library(self, library: Path | None) -> None:
-        """Compute weights with the kernel of a library from now on; None changes nothing."""
-        if library is not None:
-            self._on_device.use_library(library)
-
-    def computes(self, initializer: Initializer) -> bool:
+    def adds_products(self, initializer: Initializer) -> bool:
         """Return whether the device can add products of low rank to an initializer."""
-        usable = self._keeps_buffers and self._on_device.is_usable
-        return usable and initializer.reader is not None and reads_weights_in_place(self._device, initializer.reader)
+        return self._has_buffers and initializer.in_place and self._products.is_usable
 
-    def keep_buffers(self, keeps_buffers: bool) -> None:
-        """Change whether buffers stay on the device; no graph is loaded."""
-        self._keeps_buffers = keeps_buffers
+    def keep_graphs(self, keeps_graphs: bool) -> None:
+        """Change whether graphs stay loaded; none is."""
+        self._has_buffers = keeps_graphs and reads_in_place(self._device)
         self.forget_buffers()
-        self._on_device.forget()
+        self.forget_bases()
+        for component, each in self._changed.items():
+            if each.on_device and not self._has_buffers:
+                self._changed[component] = change_component(each.table, each.changes)
 
     def forget_buffers(self) -> None:
         """Release the buffers; no graph is loaded."""
@@ -73,21 +75,16 @@ class ChangedWeights:
 
     def forget_bases(self) -> None:
         """Release the copies of the folder's values on the device; they are made again when they are needed."""
-        self._on_device.forget()
+        self._products.forget()
 
-    def values(self, component: str) -> dict[str, Array]:
-        """Return those values of a component's changed initializers that the host computed."""
-        changed = self._changed.get(component, {})
-        return {name: each.values for name, each in changed.items() if each.computed is not None}
-
-    def replace(self, changed: ChangedByComponent) -> None:
-        """Use other values in graphs that are loaded from now on. No graph of these components is loaded."""
+    def replace(self, changed: Mapping[str, ChangedComponent]) -> None:
+        """Use other values in graphs that are loaded from now on, by component, of which no graph is loaded."""
         self._changed |= changed
         for component in changed:
             self._buffers.pop(component, None)
             self._graphs.pop(component, None)
 
-    def write(self, changed: ChangedByComponent) -> list[str]:
+    def write(self, changed: Mapping[str, ChangedComponent]) -> list[str]:
         """Write other values into the buffers of loaded graphs, and return the components for which that is possible.
 
         Nothing changes in a component of which a loaded graph has a changed initializer without a buffer; its new
@@ -100,97 +97,72 @@ class ChangedWeights:
             DeviceMemoryError: the device has too little memory.
         """
         written = [component for component, new in changed.items() if self._can_write(component, new)]
-        for component in changed.keys() - written:
-            self._on_device.compute(self._weights_of(component, changed[component], {}), writes=False)
-        before = {component: self._changed.get(component, {}) for component in written}
+        for component, new in changed.items():
+            if component not in written or not self._graphs[component]:
+                self._products.compute(new, new.on_device, {}, writes=False)
+        before = {component: self._changed[component] for component in written}
         self._device.synchronize()  # runs that read the buffers may be queued
         try:
             for component in written:
                 self._write(component, changed[component])
         except Exception:
-            for component in written:
-                self._write(component, before[component])
+            for component, earlier in before.items():
+                self._write(component, earlier)
             raise
         return written
 
-    def _can_write(self, component: str, new: Mapping[str, ChangedInitializer]) -> bool:
-        if not self._keeps_buffers or not reads_weights_in_place(self._device, "product"):
+    def _can_write(self, component: str, new: ChangedComponent) -> bool:
+        before, buffers = self._changed.get(component), self._buffers.get(component, {})
+        if before is None or not self._has_buffers:
             return False
-        loaded, both = self._graphs[component], {**self._changed.get(component, {}), **new}
-        read = {name for name, each in both.items() if not loaded.isdisjoint(each.graphs)}
-        return read <= self._buffers.get(component, {}).keys()
+        graphs = self._graphs[component]
+        return all(set(each.names(graph)) <= buffers.keys() for each in (before, new) for graph in graphs)
 
-    def _write(self, component: str, new: Mapping[str, ChangedInitializer]) -> None:
-        buffers, both = self._buffers.get(component, {}), {**self._changed.get(component, {}), **new}
+    def _write(self, component: str, new: ChangedComponent) -> None:
+        buffers, before = self._buffers.get(component, {}), self._changed[component]
         self._changed[component] = new
-        for name in sorted(both.keys() & buffers.keys()):
-            if name not in new:
-                self._restore(component, name, both[name], buffers[name])
-            elif (values := new[name].computed) is not None:
-                self._device.write(buffers[name], values)
-        written = {name: each for name, each in new.items() if name in buffers}
-        self._on_device.compute(self._weights_of(component, written, buffers))
+        for name in sorted({*before.names(), *new.values} & buffers.keys() - new.on_device):
+            kept = self._products.kept(new.table.folder, name)
+            if name in new.values:
+                self._device.write(buffers[name], new.values[name])
+            elif kept is None:
+                self._device.write(buffers[name], new.table.base(name))
+            else:
+                self._device.copy(buffers[name], kept, kept.tensor_size_in_bytes())
+        self._products.compute(new, new.on_device & buffers.keys(), buffers)
 
-    def _restore(self, component: str, name: str, before: ChangedInitializer, buffer: OrtValue) -> None:
-        kept = self._on_device.kept(component, name)
-        if kept is None:
-            self._device.write(buffer, before.base())
-        else:
-            self._device.copy(buffer, kept, kept.tensor_size_in_bytes())
-
-    def _weights_of(
-        self, component: str, changed: Mapping[str, ChangedInitializer], buffers: Mapping[str, OrtValue]
-    ) -> Iterator[DeviceWeight]:
-        """Yield the initializers that the device computes, with their buffers."""
-        for name, each in changed.items():
-            if each.products:
-                base = self._on_device.base(component, name, each.base, keep=self._keeps_buffers)
-                yield DeviceWeight(base, buffers.get(name), each.products)
-
-    def weights(self, path: Path, shared: Mapping[str, OrtValue]) -> dict[str, OrtValue]:
-        """Return the initializers that a session reads from buffers.
-
-        Args:
-            path: the graph.
-            shared: those that several graphs share, with the changed values that the host computed.
-        """
-        component, found = path.parent.name, dict(shared)
+    def weights(self, path: Path) -> dict[str, OrtValue]:
+        """Return the initializers that a session reads from buffers, by name."""
+        component = path.parent.name
+        if (changed := self._changed.get(component)) is None:
+            return {}
+        entries = {name: each for name, each in changed.table.initializers.items() if path.name in each.graphs}
+        found = {
+            name: weight_buffer(changed.values[name], self._device, entries[name].dtype)
+            for name in changed.values.keys() & entries.keys()
+            if entries[name].offsets is None and not self._is_buffer(entries[name])
+        }
+        if not self._has_buffers:
+            return found
         with self._lock:
-            buffers = self._buffers.setdefault(component, {}) if self._keeps_buffers else {}
             self._graphs[component].add(path.name)
-            found.update({name: buffer for name, buffer in buffers.items() if name not in shared})
-            new = {}
-            for name, each in self._of(path):
-                if not self._is_read(each):
-                    if each.inline and each.computed is not None:
-                        found[name] = shareable(each.values, self._device)
-                    else:
-                        found.pop(name, None)  # it is injected
-                    continue
-                if name not in buffers:
-                    new[name] = each
-                if name not in found:
-                    values = each.base() if each.computed is None else each.computed
-                    found[name] = shareable(values, self._device, each.dtype)
-                buffers[name] = found[name]
+            buffers = self._buffers.setdefault(component, {})
+            new = {name for name, entry in entries.items() if entry.in_place} - buffers.keys()
+            for name in sorted(new):
+                values = changed.values[name] if name in changed.values else changed.table.base(name)
+                buffers[name] = weight_buffer(values, self._device, entries[name].dtype)
             with self._device.recording():  # the kernel uses the stream of all graphs
-                self._on_device.compute(self._weights_of(component, new, buffers))
-        return found
+                self._products.compute(changed, new & changed.on_device, buffers)
+            return found | {name: buffers[name] for name in buffers.keys() & entries.keys()}
 
     def injected(self, path: Path) -> dict[str, OrtValue]:
-        """Return the initializers that ONNX Runtime has to see while it optimizes a graph."""
+        """Return the initializers that ONNX Runtime has to see while it optimizes a graph, by name."""
+        changed = self._changed.get(path.parent.name)
         return {
-            name: host_tensor(each.values, each.dtype)
-            for name, each in self._of(path)
-            if each.computed is not None and not self._is_read(each) and not each.inline
+            name: host_tensor(changed.values[name], entry.dtype)
+            for name in ([] if changed is None else changed.names(path.name))
+            if (entry := changed.table.initializers[name]).offsets is not None and not self._is_buffer(entry)
         }
 
-    def _is_read(self, initializer: ChangedInitializer) -> bool:
-        """Return whether a session reads the initializer from a buffer at each run."""
-        return initializer.reader is not None and reads_weights_in_place(self._device, initializer.reader)
-
-    def _of(self, path: Path) -> Iterator[tuple[str, ChangedInitializer]]:
-        """Yield the changed initializers of a graph."""
-        for name, each in self._changed.get(path.parent.name, {}).items():
-            if path.name in each.graphs:
-                yield name, each
+    def _is_buffer(self, initializer: Initializer) -> bool:
+        return self._has_buffers and initializer.in_place

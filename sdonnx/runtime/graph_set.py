@@ -22,10 +22,10 @@ from sdonnx.models.spec import Family, Role
 from sdonnx.runtime.device.cancellation import Cancellation
 from sdonnx.runtime.device.device import Device
 from sdonnx.runtime.device.session import Graph, Run, SessionSettings
+from sdonnx.runtime.device.weight_buffers import load_shared_weights
 
 if TYPE_CHECKING:
-    from sdonnx.folder.weight_table import Initializer
-    from sdonnx.runtime.changed_weights import ChangedByComponent
+    from sdonnx.lora.changed_component import ChangedComponent
 
 __all__ = ["OFFLOAD", "GraphSet", "LowMemory", "Observer", "require_low_memory"]
 
@@ -74,6 +74,7 @@ class GraphSet:
     Attributes:
         folder: the optimized folder.
         report: its `sdonnx.json`.
+        changed: the weights that adapters have changed.
         observer: wraps each run of a graph; None for no observer.
         cancellation: ends the runs of a call.
     """
@@ -96,8 +97,7 @@ class GraphSet:
         self._loaded: dict[tuple[Role, bool, int], Graph] = {}
         self._weights: dict[str, OrtValue] | None = None
         self._loading_weights = threading.Lock()
-        self._changed = ChangedWeights(device, keeps_buffers=not low_memory)
-        self._changed.use_library(self._settings.library)
+        self.changed = ChangedWeights(device, settings.library, keeps_graphs=not low_memory)
 
     @cached_property
     def has_short(self) -> bool:
@@ -169,7 +169,7 @@ class GraphSet:
         self._low_memory = low_memory
         for role, *_ in list(self._loaded):
             self._unload(role)
-        self._changed.keep_buffers(not low_memory)
+        self.changed.keep_graphs(not low_memory)
 
     def loaded(self) -> set[Role]:
         """Return the roles of the graphs that have their weights on the device."""
@@ -205,7 +205,7 @@ class GraphSet:
                 tf32=role in _TF32,
                 settings=self._settings,
                 weights=lambda: self._read_weights(path, shares=shares),
-                injected=lambda: self._changed.injected(path),
+                injected=lambda: self.changed.injected(path),
                 cancellation=self.cancellation,
             )
         return self._loaded[key]
@@ -213,39 +213,14 @@ class GraphSet:
     def _read_weights(self, path: Path, *, shares: bool) -> dict[str, OrtValue]:
         """Return the initializers that a graph which is being loaded reads from buffers."""
         self.folder.require_unchanged(path.parent.name)  # the graph may be loaded again
-        return self._changed.weights(path, self._shared_weights() if shares else {})
+        shared = self._shared_weights() if shares else {}
+        injected = self.changed.injected(path)
+        return {name: each for name, each in shared.items() if name not in injected} | self.changed.weights(path)
 
-    def adds_products(self, initializer: Initializer) -> bool:
-        """Return whether the device can add products of low rank to an initializer."""
-        return self._settings.session_options is None and self._changed.computes(initializer)
-
-    def update_weights(self, changed: ChangedByComponent) -> list[str]:
-        """Use other values for initializers in the loaded graphs, and return the components for which that is possible.
-
-        Captured runs stay valid. Nothing changes in a component of which a weight cannot be written in place, or after
-        an error.
-
-        Args:
-            changed: by component, all its initializers that differ from those in the folder, by name.
-
-        Raises:
-            WeightsError: a changed weight exceeds the range of its type.
-            FolderError: a file of weights cannot be read.
-            DeviceMemoryError: the device has too little memory.
-        """
-        return self._changed.write(changed)
-
-    def forget_bases(self) -> None:
-        """Release the copies on the device of those weights of the folder that were changed."""
-        self._changed.forget_bases()
-
-    def change_weights(self, changed: ChangedByComponent) -> None:
-        """Use other values for initializers; no run may be bound to the graphs of these components.
+    def change_weights(self, changed: Mapping[str, ChangedComponent]) -> None:
+        """Use other weights in components, by name; no run may be bound to their graphs.
 
         The graphs are loaded again when they are used next.
-
-        Args:
-            changed: by component, all its initializers that differ from those in the folder, by name.
 
         Raises:
             OptionError: the graphs have session options of the caller.
@@ -261,9 +236,7 @@ class GraphSet:
             if graph.path.parent.name in changed:
                 graph.unload()  # even if a caller still holds it
                 del self._loaded[key]
-        self._changed.replace(changed)
-        if self.family.with_role(Role.DENOISER).name in changed:
-            self._weights = None
+        self.changed.replace(changed)
 
     def load(self) -> None:
         """Load the graphs that every image needs at the same time, except those that do not stay loaded.
@@ -289,12 +262,10 @@ class GraphSet:
 
     def _shared_weights(self) -> dict[str, OrtValue]:
         """Return the weights that several graphs of the denoiser share."""
-        from sdonnx.runtime.device.load_shared_weights import load_shared_weights
-
         with self._loading_weights:
             if self._weights is None:
                 component = self.folder.component(self.family.with_role(Role.DENOISER).name)
-                self._weights = load_shared_weights(component, self.device, self._changed.values(component.name))
+                self._weights = load_shared_weights(component, self.device)
             return self._weights
 
     def observed(self, role: Role, run: Run) -> AbstractContextManager[Any]:
@@ -347,4 +318,4 @@ class GraphSet:
         """Unload the graphs and their shared weights."""
         self._loaded.clear()
         self._weights = None
-        self._changed.forget_buffers()
+        self.changed.forget_buffers()

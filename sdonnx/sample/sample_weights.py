@@ -1,8 +1,8 @@
-"""Weights of sample pipelines: seeded random ones that reveal mistakes, and those that were trained.
+"""Weights of samples: those of the trained samples, and random ones that avoid overflow and reveal mistakes.
 
-Every parameter has its own generator, so neither order nor the number of threads matters. Scales keep activations near
-1 at any depth, within float16's range. No bias is zero and no two parameters are equal, so that a lost or swapped
-parameter changes the result.
+Every random parameter has its own generator, so neither order nor the number of threads matters. Scales keep
+activations near 1 at any depth, within float16's range. No bias is zero and no two parameters are equal, so that a lost
+or swapped parameter changes the result.
 """
 
 from __future__ import annotations

@@ -130,8 +130,8 @@ def test_pickle_needs_permission(tmp_path: Path, capsys: pytest.CaptureFixture[s
     converted, original = (read_adapter(tmp_path / f"{name}.safetensors").changes for name in "ba")
     for component, changes in original.items():
         for name, change in changes.items():
-            delta = converted[component][name].delta(change.shape_of_delta)
-            torch.testing.assert_close(delta, change.delta(change.shape_of_delta))
+            delta = converted[component][name].delta(change.shape)
+            torch.testing.assert_close(delta, change.delta(change.shape))
 
 
 def test_refusals_leave_no_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,13 +14,12 @@ from support.original_layout import write_original
 from support.pipelines import edit_json, linked, refused
 
 from sdonnx.errors import FolderError, SdonnxError, WeightsError
-from sdonnx.export.checkpoint_weights import WeightFiles
 from sdonnx.export.component_plan import ComponentPlan, plan_component
 from sdonnx.export.export_pipeline import export_pipeline
+from sdonnx.export.ip_adapter_export import AdaptedWeights
 from sdonnx.export.ip_adapter_files import AdapterFile
-from sdonnx.export.ip_adapter_weights import AdaptedWeights
 from sdonnx.export.single_file.open_single_file import open_single_file
-from sdonnx.export.stored_tensors import StoredTensors
+from sdonnx.export.stored_tensors import StoredTensors, WeightFiles
 from sdonnx.folder.pipeline_folder import PipelineFolder
 from sdonnx.models.stable_diffusion import STABLE_DIFFUSION
 

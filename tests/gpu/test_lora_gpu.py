@@ -17,13 +17,13 @@ import torch
 from safetensors.numpy import load_file, save_file
 from support.recording import Note
 
-from sdonnx.folder.weight_table import Reader, WeightTable
+from sdonnx.folder.weight_table import WeightTable
 from sdonnx.metrics import relative_error
 from sdonnx.optimize.optimizer import optimize_folder
 from sdonnx.quantization.quantization_config import QuantizationConfig
 from sdonnx.quantization.quantization_types import TYPES
+from sdonnx.runtime.changed_weights import reads_in_place
 from sdonnx.runtime.device.session import Graph, Run
-from sdonnx.runtime.device.weights_in_place import reads_weights_in_place
 from sdonnx.runtime.pipeline import OrtDiffusionPipeline
 
 Build = Callable[[str], tuple[Path, Path]]
@@ -126,7 +126,7 @@ def test_switches(arch: str, build: Build, tmp_path: Path, note: Note) -> None:
     exact, half = (torch_latents(source, files, dtype, "cuda") for dtype in (torch.float32, torch.float16))
     with OrtDiffusionPipeline.from_pretrained(folder) as pipeline:
         pipeline.set_progress_bar_config(disable=True)
-        assert reads_weights_in_place(pipeline.device)
+        assert reads_in_place(pipeline.device)
         row, found = measure(pipeline, files)
     row |= {"pipeline": arch, "rank": _RANK, "error": relative_error(found, exact)}
     row["torch_error"] = relative_error(half, exact)
@@ -153,7 +153,7 @@ def write_adapter(folder: Path, out: Path, seed: int, chosen: Callable[[str, tup
     return out
 
 
-def require_switches_in_place(folder: Path, files: list[Path], reader: Reader) -> None:
+def require_switches_in_place(folder: Path, files: list[Path]) -> None:
     """Switch from one file to another and back, and to none: the same bits, and nothing is loaded or captured again."""
 
     def opened() -> OrtDiffusionPipeline:
@@ -170,7 +170,7 @@ def require_switches_in_place(folder: Path, files: list[Path], reader: Reader) -
             pipeline.load_lora_weights(file)
             fresh.append(latents(pipeline))
     with opened() as pipeline:
-        assert reads_weights_in_place(pipeline.device, reader)
+        assert reads_in_place(pipeline.device)
         base = latents(pipeline)
         for number, file in enumerate(files):
             pipeline.load_lora_weights(file, adapter_name=str(number))
@@ -198,7 +198,7 @@ def test_convolutions_in_place(arch: str, build: Build, tmp_path: Path) -> None:
     """LoCon for all convolutions, next to linear layers."""
     _, folder = build(arch)
     files = [write_adapter(folder, tmp_path / f"{seed}.safetensors", seed, lambda *_: True) for seed in (1, 2)]
-    require_switches_in_place(folder, files, "convolution")
+    require_switches_in_place(folder, files)
 
 
 @pytest.mark.parametrize("name", ["fp8_e4m3_e4m3_dynamic", "fp8_e4m3_weightonly", "fp8_e4m3_e5m2_weightonly"])
@@ -209,11 +209,11 @@ def test_fp8_in_place(name: str, build: Build, tmp_path: Path) -> None:
     optimize_folder(wide.parent / "onnx", folder, float16=True, quantization=QuantizationConfig(TYPES[name]))
     table = WeightTable.read(folder / "unet")
     assert table is not None
-    stored = {entry for entry, each in table.initializers.items() if each.reader == "fp8"}
+    stored = {entry for entry, each in table.initializers.items() if each.dtype.startswith("F8")}
     chosen = {weight for weight, places in table.places.items() if any(each.initializer in stored for each in places)}
     assert any(".attn2.to_k" in weight for weight in chosen)
     files = [
         write_adapter(folder, tmp_path / f"{seed}.safetensors", seed, lambda weight, _: weight in chosen)
         for seed in (1, 2)
     ]
-    require_switches_in_place(folder, files, "fp8")
+    require_switches_in_place(folder, files)

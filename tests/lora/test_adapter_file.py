@@ -29,6 +29,7 @@ from support.original_layout import original_unet
 
 from sdonnx.errors import WeightsError
 from sdonnx.lora.adapter_file import read_adapter
+from sdonnx.lora.weight_change import changed_by_all
 
 # PEFT reads an attribute of transformers' models that has another name now.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
@@ -173,7 +174,7 @@ def test_alphas_of_modules(tmp_path: Path) -> None:
         module = name.removesuffix(".weight")
         alpha = alphas[f"lora_unet_{module.replace('.', '_')}.alpha"]
         product = tensors[f"{module}.lora_B.weight"] @ tensors[f"{module}.lora_A.weight"]
-        torch.testing.assert_close(torch.from_numpy(change.delta(change.shape_of_delta)), product * alpha / 3)
+        torch.testing.assert_close(torch.from_numpy(change.delta(change.shape)), product * alpha / 3)
 
 
 def test_file_of_kohya_for_text_encoders(tmp_path: Path) -> None:
@@ -247,7 +248,7 @@ def test_types_of_tensors(tmp_path: Path) -> None:
             down, up = (
                 load_file(tmp_path / "a.safetensors")[f"unet.{module}.lora_{half}.weight"].float() for half in "AB"
             )
-            torch.testing.assert_close(torch.from_numpy(change.delta(change.shape_of_delta)), up @ down)
+            torch.testing.assert_close(torch.from_numpy(change.delta(change.shape)), up @ down)
 
 
 def test_linear_layers_and_pointwise_convolutions_are_interchangeable(tmp_path: Path) -> None:
@@ -263,7 +264,7 @@ def test_linear_layers_and_pointwise_convolutions_are_interchangeable(tmp_path: 
                 key = name.removesuffix("weight")
                 product = tensors[f"{key}lora_B.weight"].flatten(1) @ tensors[f"{key}lora_A.weight"].flatten(1)
                 expected = base[name] + product.numpy().reshape(base[name].shape)
-                torch.testing.assert_close(change.changed(base[name], 1.0), expected)
+                torch.testing.assert_close(changed_by_all(base[name], [(change, 1.0)]), expected)
 
 
 def test_keys_that_match_nothing_are_listed(tmp_path: Path) -> None:

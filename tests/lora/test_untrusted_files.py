@@ -20,6 +20,7 @@ from support.mutators import mutated_bytes, mutated_json
 from sdonnx.errors import SdonnxError, WeightsError
 from sdonnx.lora.adapter_file import read_adapter
 from sdonnx.lora.adapter_tensors import read_tensors
+from sdonnx.lora.weight_change import changed_by_all
 
 MODULE = "lora_unet_mid_block_resnets_0_conv1"
 
@@ -174,7 +175,7 @@ def test_mutated_files(valid: bytes, tmp_path: Path, data: st.DataObject) -> Non
     for changes in adapter.changes.values():
         for change in changes.values():
             with np.errstate(over="ignore", invalid="ignore"):
-                assert change.changed(np.ones(change.shape_of_delta, np.float32), 0.5).shape == change.shape_of_delta
+                assert changed_by_all(np.ones(change.shape, np.float32), [(change, 0.5)]).shape == change.shape
 
 
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -34,9 +34,9 @@ from transformers import CLIPImageProcessorPil, CLIPTokenizer
 
 from sdonnx.compose import compose_safety_check
 from sdonnx.errors import FolderError, OptionError
-from sdonnx.export.checkpoint_weights import WeightFiles
 from sdonnx.export.export_pipeline import export_pipeline
 from sdonnx.export.exported_families import wrap
+from sdonnx.export.stored_tensors import WeightFiles
 from sdonnx.folder.pipeline_folder import PipelineFolder
 from sdonnx.fusions.fusion_table import fuse
 from sdonnx.graph.edit import input_of

@@ -30,7 +30,7 @@ from sdonnx.operators.operator_table import LowerContribOperators
 from sdonnx.optimize.optimize_request import OptimizeRequest
 from sdonnx.optimize.optimizer import optimize_folder
 from sdonnx.runtime.device.device import Device
-from sdonnx.runtime.device.load_shared_weights import load_shared_weights
+from sdonnx.runtime.device.weight_buffers import load_shared_weights
 
 
 @pytest.fixture(scope="module")

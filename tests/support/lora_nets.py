@@ -14,6 +14,7 @@ from peft import PeftModel, get_peft_model
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
 
 from sdonnx.lora.adapter_file import AdapterFile
+from sdonnx.lora.weight_change import changed_by_all
 
 __all__ = [
     "ATTENTION",
@@ -130,7 +131,8 @@ def changed_weights(base: Mapping[str, Any], adapter: AdapterFile, component: st
     """Return a component's weights with an adapter that this project read; every change must have a weight."""
     changes = dict(adapter.changes[component])
     changed = {
-        name: changes.pop(name).changed(value, scale) if name in changes else value for name, value in base.items()
+        name: changed_by_all(value, [(changes.pop(name), scale)]) if name in changes else value
+        for name, value in base.items()
     }
     assert not changes
     return changed

@@ -57,7 +57,7 @@ def _graph(component: str) -> Callable[[Path], object]:
 
 
 def _weights(folder: Path) -> None:
-    from sdonnx.export.checkpoint_weights import WeightFiles
+    from sdonnx.export.stored_tensors import WeightFiles
 
     files = WeightFiles(folder / "vae")
     for key in files.keys:

@@ -10,10 +10,9 @@ from typing import Any
 import numpy.typing as npt
 
 from sdonnx.errors import WeightsError
-from sdonnx.export.checkpoint_weights import narrowed
 from sdonnx.export.single_file.original_keys import Source
 from sdonnx.export.single_file.suffixes import PICKLES
-from sdonnx.export.stored_tensors import StoredTensors
+from sdonnx.export.stored_tensors import StoredTensors, narrowed
 
 __all__ = ["RenamedWeights", "open_checkpoint"]
 

@@ -16,14 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from sdonnx.errors import FolderError, WeightsError
-from sdonnx.export.checkpoint_weights import WeightFiles
 from sdonnx.export.component_plan import max_modules
 from sdonnx.export.open_source import download_files, is_hub_id
 from sdonnx.export.single_file.checkpoint_file import RenamedWeights, open_checkpoint
 from sdonnx.export.single_file.checkpoint_kinds import UNET, VAE_PREFIXES, Kind, kind_of
 from sdonnx.export.single_file.original_keys import Shape, Sources, unet_sources, vae_sources
 from sdonnx.export.single_file.shape_configs import text_encoder_config, unet_config, vae_config
-from sdonnx.export.stored_tensors import StoredTensors
+from sdonnx.export.stored_tensors import StoredTensors, WeightFiles
 from sdonnx.folder.pipeline_folder import MODEL_INDEX, PipelineFolder, copy_folder, read_json, require_inside
 from sdonnx.models.registry import family_of
 from sdonnx.sample.architecture import ClassSpec

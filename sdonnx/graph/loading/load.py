@@ -20,7 +20,7 @@ from sdonnx.graph.loading.check_nodes import (
     require_opset,
     require_sizes,
 )
-from sdonnx.graph.loading.check_weights import require_weights
+from sdonnx.graph.loading.check_tensors import require_tensors
 from sdonnx.graph.prepare import OPSET
 from sdonnx.graph.tensors import lazy, read
 
@@ -54,7 +54,7 @@ def load_model(path: Path, inputs: Collection[str] | None = None, *, draws: bool
     require_functions(path, proto)
     require_graph(path, proto.graph)
     require_sizes(path, proto)
-    require_weights(path, proto)
+    require_tensors(path, proto)
     try:
         onnx.checker.check_model(str(path))
         model = ir.from_proto(proto)

@@ -4,25 +4,33 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import math
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
 from onnxruntime import OrtValue
 
 from sdonnx.errors import ProviderError
+from sdonnx.folder.weight_table import Place
 from sdonnx.installation import kernels_command
+from sdonnx.lora.changed_component import ChangedComponent, require_range
+from sdonnx.lora.weight_change import LowRank
 from sdonnx.runtime.device.cuda import cuda
 from sdonnx.runtime.device.device import Device
+from sdonnx.runtime.device.session import NUMPY_TYPES
 
-__all__ = ["PART", "TERM", "LowRankKernel"]
+__all__ = ["LowRankKernel", "LowRankProducts"]
 
 _LOGGER = logging.getLogger(__name__)
 
 Array = npt.NDArray[Any]
 
-PART = np.dtype(
+# A part of a weight, with channels at equal distances in memory; as `LowRankPart` of the kernel.
+_PART = np.dtype(
     [
         *((name, "<u8") for name in ("base", "out")),
         *((name, "<i8") for name in ("channel_stride", "input_stride")),
@@ -30,9 +38,9 @@ PART = np.dtype(
         *((name, "<i4") for name in ("first_tile", "is_half")),
     ]
 )
-"""A part of a weight, with channels at equal distances in memory; as `LowRankPart` of the kernel."""
 
-TERM = np.dtype(
+# A product of low rank, `scale * up @ down`; as `LowRankTerm` of the kernel.
+_TERM = np.dtype(
     [
         *((name, "<u8") for name in ("up", "down")),
         ("rank", "<i4"),
@@ -40,7 +48,6 @@ TERM = np.dtype(
         *((name, "<i4") for name in ("up_is_half", "down_is_half")),
     ]
 )
-"""A product of low rank, `scale * up @ down`; as `LowRankTerm` of the kernel."""
 
 _TILE = 64  # kTile of the kernel
 
@@ -61,13 +68,13 @@ class LowRankKernel:
         self._function, self._device = function, device
 
     @classmethod
-    def of(cls, library: Path | None, device: Device) -> LowRankKernel | None:
-        """Return the kernel; None without a library, with one from before the kernel, or if its results are wrong."""
+    def of(cls, library: Path, device: Device) -> LowRankKernel | None:
+        """Return the kernel; None with a library from before the kernel, or if its results are wrong."""
         try:
-            kernel = None if library is None else cls(library, device)
+            kernel = cls(library, device)
         except AttributeError:
             return None
-        if kernel is None or kernel.is_right():
+        if kernel.is_right():
             return kernel
         _LOGGER.warning("new weights are computed on the host: the kernel of %s is wrong on %s", library, device)
         return None
@@ -80,19 +87,20 @@ class LowRankKernel:
         )
         target, *uploaded = map(self._device.upload, (base, *factors))
         at = target.data_ptr()
-        parts = np.array([(at, at, 1, 90, 90, 70, 0, 0, 2, 0, 0, True)], PART)
         up, down, other_up, other_down = (each.data_ptr() for each in uploaded)
-        terms = np.array([(up, down, 20, 2.0, True, True), (other_up, other_down, 3, -1.0, True, True)], TERM)
+        terms = [(up, down, 20, 2.0, True, True), (other_up, other_down, 3, -1.0, True, True)]
         expected = base + (2 * factors[0] @ factors[1] - factors[2] @ factors[3]).T
-        largest = self.run(parts, terms, writes=True)
+        largest = self.run([(at, at, 1, 90, 90, 70, 0, 0, 2, 0, 0, True)], terms, writes=True)
         return bool(np.array_equal(target.numpy(), expected) and largest[0] == np.abs(expected).max())
 
-    def run(self, parts: Array, terms: Array, *, writes: bool) -> npt.NDArray[np.float32]:
+    def run(
+        self, parts: list[tuple[Any, ...]], terms: list[tuple[Any, ...]], *, writes: bool
+    ) -> npt.NDArray[np.float32]:
         """Compute parts of weights, wait, and return the largest magnitude of each weight.
 
         Args:
-            parts: of type `PART`, without `first_tile`; each `weight` from 0 on occurs.
-            terms: of type `TERM`.
+            parts: fields of `_PART`, with a `first_tile` of 0; each `weight` from 0 on occurs.
+            terms: fields of `_TERM`.
             writes: whether to write the new values; otherwise only their magnitudes are computed.
 
         Returns:
@@ -102,14 +110,15 @@ class LowRankKernel:
             ProviderError: the kernel cannot run.
             DeviceMemoryError: the device has too little memory.
         """
-        tiles = -(-parts["channels"] // _TILE) * -(-parts["inputs"] // _TILE)
-        parts["first_tile"] = np.cumsum(tiles) - tiles
-        magnitudes = self._device.upload(np.zeros(int(parts["weight"].max(initial=-1)) + 1, np.float32))
-        uploaded = [self._upload(each) for each in (parts, terms)]
+        records = np.array(parts, _PART)
+        tiles = -(-records["channels"] // _TILE) * -(-records["inputs"] // _TILE)
+        records["first_tile"] = np.cumsum(tiles) - tiles
+        magnitudes = self._device.upload(np.zeros(int(records["weight"].max()) + 1, np.float32))
+        uploaded = [self._device.upload(each.view(np.uint8)) for each in (records, np.array(terms, _TERM))]
         stream = cuda(self._device.index).stream if self._device.provider == "cuda" else 0
         reason = self._function(
             uploaded[0].data_ptr(),
-            len(parts),
+            len(records),
             int(tiles.sum()),
             uploaded[1].data_ptr(),
             magnitudes.data_ptr(),
@@ -126,5 +135,122 @@ class LowRankKernel:
         found: npt.NDArray[np.float32] = magnitudes.numpy().copy()
         return found
 
-    def _upload(self, records: Array) -> OrtValue:
-        return self._device.upload(np.ascontiguousarray(records).view(np.uint8))
+
+class LowRankProducts:
+    """Adds products of low rank to the folder's values of initializers, on the device.
+
+    The factors of adapters stay on the device as long as their files are loaded, and the folder's values of changed
+    initializers until `forget`.
+
+    Args:
+        device: the device.
+        library: the library with the kernel, which is loaded when it is needed; None for no kernel.
+    """
+
+    def __init__(self, device: Device, library: Path | None) -> None:
+        self._device, self._library = device, library
+        self._loaded: LowRankKernel | None = None
+        self._bases: dict[tuple[Path, str], OrtValue] = {}
+        self._factors = WeakKeyDictionary[LowRank, dict[tuple[bool, int | None], tuple[OrtValue, OrtValue]]]()
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether the library has a kernel that is right on the device."""
+        if self._loaded is None and self._library is not None:
+            self._loaded = LowRankKernel.of(self._library, self._device)
+            if self._loaded is None:
+                self._library = None
+        return self._loaded is not None
+
+    def kept(self, folder: Path, name: str) -> OrtValue | None:
+        """Return the copy on the device of an initializer's values in a component's folder, if there is one."""
+        return self._bases.get((folder, name))
+
+    def forget(self) -> None:
+        """Release the copies of the folder's values; they are made again when they are needed."""
+        self._bases.clear()
+
+    def compute(
+        self, changed: ChangedComponent, names: Iterable[str], buffers: Mapping[str, OrtValue], *, writes: bool = True
+    ) -> None:
+        """Compute new values of initializers, and wait.
+
+        Args:
+            changed: the changes.
+            names: the initializers, some of `changed.on_device`.
+            buffers: where new values belong, by the initializer's name.
+            writes: whether to write them; otherwise they are only checked, and no buffers are needed.
+
+        Raises:
+            FolderError: the file of weights cannot be read.
+            WeightsError: a value exceeds the range of its type; all values are written nevertheless.
+            ProviderError: the kernel cannot run.
+            DeviceMemoryError: the device has too little memory.
+        """
+        chosen, table = frozenset(names), changed.table
+        parts, terms = list[tuple[Any, ...]](), list[tuple[Any, ...]]()
+        computed = list[tuple[str, np.dtype[Any]]]()
+        for weight, changes in changed.changes.items():
+            for place in table.places[weight]:
+                if (name := place.initializer) not in chosen:
+                    continue
+                base, shape, first = self._base(changed, name), table.shapes[weight], len(terms)
+                terms += [self._term(change, scale, shape, place) for change, scale in changes]
+                out = buffers[name] if writes else base
+                parts += _parts(base, out, shape, place, (first, len(terms) - first), len(computed))
+                computed.append((weight, _dtype(base)))
+        if parts and self.is_usable and self._loaded is not None:
+            for (weight, dtype), largest in zip(computed, self._loaded.run(parts, terms, writes=writes), strict=True):
+                require_range(weight, float(largest), dtype)
+
+    def _base(self, changed: ChangedComponent, name: str) -> OrtValue:
+        key = changed.table.folder, name
+        if key not in self._bases:
+            self._bases[key] = self._device.upload(changed.table.base(name))
+        return self._bases[key]
+
+    def _term(self, change: Any, scale: float, shape: tuple[int, ...], place: Place) -> tuple[Any, ...]:
+        """Return the fields of `_TERM`."""
+        up, down = self._uploaded(change, shape, place)
+        with np.errstate(over="ignore"):  # an infinite weight is refused
+            factor = np.float32(scale * change.factor)
+        halves = [_dtype(each) == np.float16 for each in (up, down)]
+        return (up.data_ptr(), down.data_ptr(), up.shape()[1], factor, *halves)
+
+    def _uploaded(self, change: LowRank, shape: tuple[int, ...], place: Place) -> tuple[OrtValue, OrtValue]:
+        """Return the factors (out, rank) and (rank, inputs) on the device; (rank, 1) for a bias behind the weight."""
+        known, vector = self._factors.setdefault(change, {}), place.vector
+        # A vector belongs to the folder's table, which lives as long as the pipeline.
+        key = place.layout == "nhwc", None if vector is None else id(vector)
+        if key not in known:
+            up, down = change.factors(shape, channels_last=key[0])
+            if vector is not None:
+                down = (down.astype(np.float32) @ vector)[:, None]
+            known[key] = self._device.upload(_number(up)), self._device.upload(_number(down))
+        return known[key]
+
+
+def _dtype(value: OrtValue) -> np.dtype[Any]:
+    return np.dtype(NUMPY_TYPES[value.data_type()])
+
+
+def _number(factor: Array) -> Array:
+    """Return a factor in a type that the kernel reads."""
+    return factor if factor.dtype in (np.float16, np.float32) else factor.astype(np.float32)
+
+
+def _parts(
+    base: OrtValue, out: OrtValue, shape: tuple[int, ...], place: Place, terms: tuple[int, int], number: int
+) -> list[tuple[Any, ...]]:
+    """Return the parts of a weight in an initializer, as the fields of `_PART`."""
+    inputs = 1 if place.vector is not None else math.prod(shape[1:])
+    size, width = _dtype(base).itemsize, base.shape()[-1] if place.layout == "columns" else 1
+    strides = (1, width) if place.layout == "columns" else (inputs, 1)
+    parts, taken = list[tuple[Any, ...]](), 0
+    for first, count in place.runs_inside(width):
+        matrix, column = divmod(first, width)
+        offset = matrix * inputs * width + column if place.layout == "columns" else first * inputs
+        begin = [address + offset * size for address in (base.data_ptr(), out.data_ptr())]
+        parts.append((*begin, *strides, count, inputs, taken, *terms, number, 0, size == 2))
+        taken += count
+    return parts

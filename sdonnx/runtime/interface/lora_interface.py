@@ -305,7 +305,7 @@ class LoraInterface(PipelineBase):
 
     def _keep_on_host(self, names: Collection[str], on_host: bool) -> None:
         state = self._adapters.state
-        self._graphs.forget_bases()
+        self._graphs.changed.forget_bases()
         self._use(replace(state, on_host=state.on_host.union(names) if on_host else state.on_host.difference(names)))
 
     def enable_lora_hotswap(self, **options: Any) -> None:
@@ -321,19 +321,19 @@ class LoraInterface(PipelineBase):
             if _effect(state, component) != _effect(before, component):
                 self._graphs.folder.require_unchanged(component)  # new values are computed from the folder's values
                 start = time.perf_counter()
-                changed[component] = adapters.changed(state, component, self._graphs.adds_products)
+                changed[component] = adapters.changed(state, component, self._graphs.changed.adds_products)
                 seconds = time.perf_counter() - start
-                _LOGGER.debug("changed %d initializers of %s in %.2f s", len(changed[component]), component, seconds)
+                _LOGGER.debug("computed the new weights of %s in %.2f s", component, seconds)
         if changed:
 
             def in_place() -> bool:
-                for written in self._graphs.update_weights(changed):
+                for written in self._graphs.changed.write(changed):
                     del changed[written]
                 return not changed
 
             self._change(lambda: self._graphs.change_weights(changed), in_place)
         if not (state.files or state.fused):
-            self._graphs.forget_bases()
+            self._graphs.changed.forget_bases()
         adapters.state = state
 
     def _require_saveable(self) -> None:
@@ -376,11 +376,9 @@ class LoraInterface(PipelineBase):
             raise OptionError(f"the adapter {missing[0]}, which is not loaded", f"one of: {shown}", "load it first")
 
 
-def _effect(state: AdapterState, component: str) -> list[tuple[str, list[tuple[int, float]], bool]]:
-    """Return what a state changes in a component, and where it is computed, for comparison."""
-    on_host = {id(change) for name in state.on_host for change in state.files[name].changes.get(component, {}).values()}
+def _effect(state: AdapterState, component: str) -> tuple[bool, list[tuple[str, list[tuple[int, float]]]]]:
+    """Return where the weights of a component are computed, and their changes, for comparison."""
     changes = state.changes(component)
-    return sorted(
-        (name, [(id(change), scale) for change, scale in each], any(id(change) in on_host for change, _ in each))
-        for name, each in changes.items()
+    return state.is_on_host(component), sorted(
+        (name, [(id(change), scale) for change, scale in each]) for name, each in changes.items()
     )

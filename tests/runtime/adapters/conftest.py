@@ -12,8 +12,8 @@ from support.kernel_library import emulated_library
 
 from sdonnx.runtime import changed_weights
 from sdonnx.runtime.device import session
+from sdonnx.runtime.device.low_rank_kernel import LowRankProducts
 from sdonnx.runtime.device.session import Graph
-from sdonnx.runtime.device.weights_on_device import WeightsOnDevice
 
 
 @pytest.fixture
@@ -37,12 +37,9 @@ def loads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, plain
 
     Its parameter says what computes new weights: numpy ("host", by default), or the emulated kernel ("device").
     """
-    use = WeightsOnDevice.use_library
     if getattr(request, "param", "host") == "device":
         library = emulated_library()
-        monkeypatch.setattr(
-            changed_weights.ChangedWeights, "use_library", lambda self, _: use(self._on_device, library)
-        )
-    monkeypatch.setattr(changed_weights, "reads_weights_in_place", lambda *_: True)
+        monkeypatch.setattr(changed_weights, "LowRankProducts", lambda device, _: LowRankProducts(device, library))
+    monkeypatch.setattr(changed_weights, "reads_in_place", lambda _: True)
     with mock.patch.object(Graph, "_load", autospec=True, side_effect=Graph._load) as counted:
         yield counted

@@ -21,7 +21,7 @@ from sdonnx.errors import WeightsError
 from sdonnx.folder.symmetric import dequantize, quantize, scales_of
 from sdonnx.folder.weight_table import Place, WeightTable
 from sdonnx.lora.adapter_file import read_adapter
-from sdonnx.lora.changed_initializers import changed_initializers
+from sdonnx.lora.changed_component import change_component
 from sdonnx.metrics import psnr
 from sdonnx.optimize.bake_adapters import bake_adapters
 from sdonnx.quantization.number_formats import FORMATS
@@ -191,14 +191,13 @@ def test_unchanged_channels_keep_their_numbers(sample: Sample) -> None:
     names = [name for name in table.places if name.endswith("to_q.weight")]
     file = read_adapter(sample.other, {"unet": table.places})
     changes = {name: [(file.changes["unet"][name], 1.0)] for name in names}
-    joined = [name for name, values in changed_initializers(table, changes).items() if values.ndim > 1]
-    found = changed_initializers(table, changes)
-    for name in joined:
+    found = change_component(table, changes).values
+    for name in (name for name, values in found.items() if values.ndim > 1):
         places = [place for weight in names for place in table.places[weight] if place.initializer == name]
         others = np.setdiff1d(np.arange(len(found[name])), np.concatenate([place.channels for place in places]))
         if places[0].layout == "rows":
             assert np.array_equal(found[name][others], table.base(name)[others])
-    unchanged = changed_initializers(table, {name: [(each[0][0], 0.0)] for name, each in changes.items()})
+    unchanged = change_component(table, {name: [(each[0][0], 0.0)] for name, each in changes.items()}).values
     assert unchanged.keys() == found.keys()
     assert all(np.array_equal(values, table.base(name)) for name, values in unchanged.items())
 
@@ -267,10 +266,6 @@ def test_weights_beyond_the_range_are_refused(sample: Sample, tmp_path: Path) ->
 )
 def test_switches_in_place(name: str, sample: Sample, loads: mock.Mock) -> None:
     """Weights in 8 bits and their scales are written where sessions read them."""
-    entries = _table(sample.quantized(name)).initializers.values()
-    assert {each.reader for each in entries if each.scales is not None} == {
-        "int8" if name.startswith("int8") else "fp8"
-    }
     folder = sample.quantized(name)
     expected, base = _with(folder, sample.other), _with(folder)
     pipeline = _open(folder)
@@ -291,10 +286,10 @@ def test_switches_in_place(name: str, sample: Sample, loads: mock.Mock) -> None:
 def test_weights_of_the_prompt_are_in_place(name: str, sample: Sample) -> None:
     """In graphs for a GPU, those that multiply the prompt are restored from 8-bit floating point."""
     table = _table(sample.quantized(name, float16=True))
-    readers = {
-        table.initializers[place.initializer].reader
+    entries = [
+        table.initializers[place.initializer]
         for weight, places in table.places.items()
         if ".attn2.to_k" in weight
         for place in places
-    }
-    assert readers == {"fp8"}
+    ]
+    assert {(each.dtype, each.in_place) for each in entries} == {("F8_E4M3", True)}

@@ -7,32 +7,25 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import numpy as np
-import onnx
-import onnx_ir as ir
 import onnxruntime
 import pytest
 from safetensors.numpy import save_file
-from support.graphs import lowered
 from support.lora_files import pipeline_of, write_lora
 from support.pipeline_cache import PipelineCache
 from support.weekly_cases import weekly
 
 from sdonnx.errors import OptionError, WeightsError
-from sdonnx.folder.weight_table import Reader, WeightTable
-from sdonnx.runtime.device import session, weights_in_place
+from sdonnx.folder.weight_table import WeightTable
+from sdonnx.runtime.changed_weights import reads_in_place
 from sdonnx.runtime.device.device import Device
-from sdonnx.runtime.device.load_shared_weights import shareable
 from sdonnx.runtime.device.session import Graph
-from sdonnx.runtime.device.weights_in_place import Probe, probe_of
+from sdonnx.runtime.device.weight_buffers import weight_buffer
 from sdonnx.runtime.pipeline import OrtDiffusionPipeline
 
 pytestmark = [
@@ -212,7 +205,7 @@ def test_memory_is_saved_before_time(folder: Path, files: dict[str, Path], loads
     pipeline = _open(folder)
     pipeline.load_lora_weights(files["wide"], adapter_name="wide")
     assert np.array_equal(_image(pipeline), expected)
-    kept = pipeline._graphs._changed._buffers
+    kept = pipeline._graphs.changed._buffers
     assert any(kept.values())
     pipeline.enable_model_cpu_offload()
     assert np.array_equal(_image(pipeline), expected)
@@ -229,7 +222,7 @@ def test_adapters_on_the_host(folder: Path, files: dict[str, Path], loads: mock.
     pipeline = _open(folder)
     base = _image(pipeline)
     pipeline.load_lora_weights(files["wide"], adapter_name="wide")
-    held = pipeline._graphs._changed._on_device._bases
+    held = pipeline._graphs.changed._products._bases
     there = _image(pipeline)
     assert held
     loads.reset_mock()
@@ -361,13 +354,11 @@ def test_table_names_weights_of_nhwc_convolutions(pipelines: PipelineCache, sour
     table = WeightTable.read(pipelines.optimized(pipelines.exported(source), float16=True) / "unet")
     assert table is not None
     kinds = {
-        name: {table.initializers[place.initializer].reader for place in places}
+        name: {table.initializers[place.initializer].in_place for place in places}
         for name, places in table.places.items()
     }
-    assert all(None not in each for each in kinds.values())
-    windows = {name for name, shape in table.shapes.items() if shape[2:] not in ((), (1, 1))}
-    assert windows
-    assert all(kinds[name] == {"convolution"} for name in windows)
+    assert all(each == {True} for each in kinds.values())
+    assert any(shape[2:] not in ((), (1, 1)) for shape in table.shapes.values())
 
 
 def test_table_names_weights_of_products(folder: Path) -> None:
@@ -379,89 +370,21 @@ def test_table_names_weights_of_products(folder: Path) -> None:
     }
 
 
-def test_probe_of_products_finds_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not probe_of("product").sees_changes(CPU)
-
-    class ReadsInPlace:
-        def __init__(self, _: Path, __: Device, *, weights: Any) -> None:
-            self.weights = weights
-
-        def run(self, inputs: Any) -> dict[str, Any]:
-            first, second, bias = (self.weights[name].numpy() for name in ("first", "second", "bias"))
-            return {"result": inputs["x"] @ first @ second + bias}
-
-    monkeypatch.setattr(weights_in_place, "Graph", ReadsInPlace)
-    assert probe_of("product").sees_changes(CPU)
-
-
-@contextmanager
-def _copied(rank: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Write no values of a rank, as if sessions read a copy of them."""
-    write = Device.write
-    with monkeypatch.context() as patch:
-        patch.setattr(Device, "write", lambda self, target, values: values.ndim == rank or write(self, target, values))
-        yield
-
-
-@pytest.mark.parametrize("reader", ["int8", "fp8"])
-def test_probes_of_8_bits_find_copies(reader: Reader, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the CPU, a session without the copies for its kernels reads weights that are restored where they are."""
-    probe = probe_of(reader)
-    assert probe.sees_changes(CPU)
-    for rank in (1, 2):  # scales, and numbers
-        with _copied(rank, monkeypatch):
-            assert not probe.sees_changes(CPU)
-
-
-def _convolution_on_a_cpu(out: Path) -> Probe:
-    """Return the probe of convolutions with its operator lowered to ONNX operators, which the CPU has."""
-    probe = probe_of("convolution")
-    onnx.save(lowered(ir.load(probe.path)), out)
-    return replace(probe, path=out)
-
-
-def test_probe_of_convolutions_finds_copies(tmp_path: Path) -> None:
-    """Optimizations on the CPU make another weight of it, so that changes have no effect."""
-    assert not _convolution_on_a_cpu(tmp_path / "convolution.onnx").sees_changes(CPU)
-
-
-def test_probe_of_convolutions_sees_changes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A session without optimizations reads the weights where they are; one that reads either copy is found."""
-    options = session._session_options
-
-    def plain(*arguments: Any) -> Any:
-        made = options(*arguments)
-        made.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-        return made
-
-    monkeypatch.setattr(session, "_session_options", plain)
-    probe = _convolution_on_a_cpu(tmp_path / "convolution.onnx")
-    assert probe.sees_changes(CPU)
-    for rank in (1, 4):  # the bias, and the weight
-        with _copied(rank, monkeypatch):
-            assert not probe.sees_changes(CPU)
-
-
-@pytest.mark.parametrize("reader", ["product", "convolution", "int8", "fp8"])
-def test_nothing_is_changed_in_place_on_a_cpu(reader: Reader) -> None:
-    assert not weights_in_place.reads_weights_in_place(CPU, reader)
-
-
-def test_probes_that_fail_load_graphs_again(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A CPU has no NhwcConv: the probe cannot be loaded, as on a GPU if ONNX Runtime lacks the operator."""
-
-    sees = Probe.sees_changes
-    monkeypatch.setattr(Probe, "sees_changes", lambda self, _: sees(self, CPU))
-    with caplog.at_level(logging.WARNING, logger="sdonnx"):
-        assert not weights_in_place.reads_weights_in_place(Device("cuda", 7), "convolution")
-    assert "weights of the kind convolution are not changed in place" in caplog.text
+@pytest.mark.parametrize(
+    ("provider", "version", "expected"), [("cuda", "1.31.1", True), ("cuda", "1.99.0", False), ("cpu", "1.31.1", False)]
+)
+def test_only_versions_that_were_tried_are_changed_in_place(
+    provider: str, version: str, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(onnxruntime, "__version__", version)
+    assert reads_in_place(Device(provider)) == expected
 
 
 @pytest.mark.parametrize(("dtype", "number"), [("F8_E4M3", 17), ("F8_E5M2", 19)])
 def test_buffers_of_8_bit_floating_point(dtype: str, number: int) -> None:
     """Tensors in memory of their caller, which live without other references, and are accepted by sessions."""
     stored = np.arange(48, dtype=np.uint8).reshape(6, 8)
-    expected, buffer = stored.copy(), shareable(stored, CPU, dtype)
+    expected, buffer = stored.copy(), weight_buffer(stored, CPU, dtype)
     del stored
     gc.collect()
     assert buffer.element_type() == number

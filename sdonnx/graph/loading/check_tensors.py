@@ -14,12 +14,12 @@ from onnx.external_data_helper import uses_external_data
 from sdonnx.errors import WeightsError
 from sdonnx.graph.loading.check_nodes import graphs_of
 
-__all__ = ["require_weights"]
+__all__ = ["require_tensors"]
 
 _MAX_DIGITS = 40  # of an offset: far beyond any file, and Python refuses to parse thousands of digits
 
 
-def require_weights(path: Path, proto: onnx.ModelProto) -> None:
+def require_tensors(path: Path, proto: onnx.ModelProto) -> None:
     """Raise unless the data of every tensor fit its shape; external data must lie next to the model.
 
     Raises:
