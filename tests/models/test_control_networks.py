@@ -33,12 +33,6 @@ from sdonnx.runtime.device.session import Run
 from sdonnx.runtime.pipeline import OrtDiffusionPipeline
 from sdonnx.sample.write_sample import write_sample
 
-# diffusers converts torch tensors to numpy in a way that numpy deprecates.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:__array_wrap__ must accept:DeprecationWarning"),
-]
-
 SMALL: dict[str, Any] = {"height": 64, "width": 48, "num_inference_steps": 4, "output_type": "np"}
 SAME_DB = 90
 
@@ -290,7 +284,6 @@ def test_image_to_image_and_inpainting(name: str, request: pytest.FixtureRequest
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
-@pytest.mark.filterwarnings("ignore:While injecting the PEFT adapters:RuntimeWarning")
 def test_together_with_an_ip_adapter_and_lora(work: Path, pipelines: PipelineCache) -> None:
     source = pipelines.micro("tiny-ip-adapter")
     folders, adapter = [write_controlnet(source, work / "controlnet-ip", 5)], "ip-adapter.safetensors"

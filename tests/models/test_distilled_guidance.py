@@ -29,12 +29,6 @@ from sdonnx.runtime.inputs.guidance_embedding import guidance_embedding
 from sdonnx.runtime.pipeline import OrtDiffusionPipeline
 from sdonnx.sample.write_sample import write_sample
 
-# diffusers converts torch tensors to numpy in a way that numpy deprecates.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:__array_wrap__ must accept:DeprecationWarning"),
-]
-
 SMALL: dict[str, Any] = {"height": 64, "width": 48}
 SAME_DB = 90
 SIZE = 256  # of the embedding, as published

@@ -41,14 +41,6 @@ from sdonnx.runtime.inputs.prompt_tokenizer import PromptTokenizer
 from sdonnx.runtime.pipeline import OrtDiffusionPipeline
 from sdonnx.sample.words import WORDS
 
-# diffusers converts torch tensors to numpy in a way that numpy deprecates.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:__array_wrap__ must accept:DeprecationWarning"),
-    # sentencepiece warns when Python 3.12 or later imports it.
-    pytest.mark.filterwarnings("ignore:builtin type [Ss]wig:DeprecationWarning"),
-]
-
 PROMPT = "A red fox in the Snow"
 STEPS: dict[str, Any] = {"num_inference_steps": 4, "clean_caption": False}
 SMALL: dict[str, Any] = {"height": 128, "width": 96, "use_resolution_binning": False}

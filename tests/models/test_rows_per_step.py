@@ -22,12 +22,6 @@ from sdonnx.models import abi
 from sdonnx.runtime.device.session import Run
 from sdonnx.runtime.pipeline import OrtDiffusionPipeline
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:__array_wrap__ must accept:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:builtin type [Ss]wig:DeprecationWarning"),
-]
-
 PROMPTS = ["a fox", "an owl"]
 SCALES = [0.0, 1.0, 7.5]
 CALL: dict[str, Any] = {"num_inference_steps": 2, "output_type": "latent"}

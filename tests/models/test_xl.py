@@ -32,12 +32,6 @@ from sdonnx.runtime.inputs.stable_diffusion_xl_inputs import SizeConditions
 from sdonnx.runtime.pipeline import OrtDiffusionPipeline
 from sdonnx.sample.write_sample import ARCHITECTURES
 
-# diffusers converts torch tensors to numpy in a way that numpy deprecates.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:__array_wrap__ must accept:DeprecationWarning"),
-]
-
 SMALL: dict[str, Any] = {"height": 64, "width": 48, "num_inference_steps": 3}
 SAME_DB = 90
 PICTURE = np.random.default_rng(0).random((1, 96, 128, 3)).astype(np.float32)

@@ -65,12 +65,6 @@ from sdonnx.runtime.pipeline import NotFiniteWarning, OrtDiffusionPipeline
 from sdonnx.sample.overflow import OVERFLOWS
 from sdonnx.sample.write_sample import write_sample
 
-# diffusers passes torch tensors to numpy.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:__array_wrap__ must accept:DeprecationWarning"),
-]
-
 Array = npt.NDArray[Any]
 
 HALF, FLOAT = ir.DataType.FLOAT16, ir.DataType.FLOAT

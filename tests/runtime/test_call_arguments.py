@@ -10,13 +10,10 @@ import pytest
 import torch
 from support.drawing import MIN_PSNR_DB, assert_same_images, generator, switch
 from support.pipelines import refused
-from support.trajectories import TENSOR_TO_ARRAY
 
 from sdonnx.errors import OptionError
 from sdonnx.metrics import psnr
 from sdonnx.runtime.pipeline import ImageOutput, OrtDiffusionPipeline
-
-pytestmark = TENSOR_TO_ARRAY
 
 SIZE: dict[str, Any] = {"height": 32, "width": 40, "num_inference_steps": 2}
 ALIGNED_STEPS = [999, 850, 545, 233, 24]  # of Align Your Steps, arXiv:2404.14507

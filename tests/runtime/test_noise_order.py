@@ -17,15 +17,11 @@ from support.control_networks import picture
 from support.drawing import MIN_PSNR_DB, generator
 from support.inpainting import inpainting_pipeline
 from support.pipeline_cache import PipelineCache
-from support.trajectories import TENSOR_TO_ARRAY
 
 from sdonnx.metrics import psnr
 from sdonnx.runtime.pipeline import OrtDiffusionPipeline
 
-pytestmark = [
-    TENSOR_TO_ARRAY,
-    pytest.mark.filterwarnings("ignore:You have passed 4 text prompts:FutureWarning"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:You have passed 4 text prompts:FutureWarning")
 
 SIZE = (32, 32)
 PROMPTS = ["a fox", "an owl"]

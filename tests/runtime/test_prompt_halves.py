@@ -9,14 +9,11 @@ import pytest
 import torch
 from support.drawing import MIN_PSNR_DB, generator
 from support.pipelines import refused
-from support.trajectories import TENSOR_TO_ARRAY
 
 from sdonnx.errors import DeviceMemoryError, OptionError, PromptError
 from sdonnx.metrics import psnr, relative_error
 from sdonnx.runtime.inputs.prompt_halves import PromptHalf
 from sdonnx.runtime.pipeline import OrtDiffusionPipeline
-
-pytestmark = TENSOR_TO_ARRAY
 
 USUAL: dict[str, Any] = {"height": 32, "width": 40, "num_inference_steps": 2, "output_type": "np"}
 

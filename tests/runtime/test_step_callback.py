@@ -13,7 +13,6 @@ import pytest
 import torch
 from support.drawing import MIN_PSNR_DB, generator, switch
 from support.pipelines import refused
-from support.trajectories import TENSOR_TO_ARRAY
 
 from sdonnx.errors import OptionError
 from sdonnx.metrics import psnr
@@ -21,8 +20,6 @@ from sdonnx.models import abi
 from sdonnx.runtime.cuda_graph_cache import CapturedShape
 from sdonnx.runtime.device.device import Device
 from sdonnx.runtime.pipeline import OrtDiffusionPipeline
-
-pytestmark = TENSOR_TO_ARRAY
 
 USUAL: dict[str, Any] = {
     "prompt": "a red fox in the snow",

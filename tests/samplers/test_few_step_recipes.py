@@ -11,7 +11,6 @@ import pytest
 from support.trajectories import (
     SD15,
     SDXL,
-    TENSOR_TO_ARRAY,
     TOLERANCE,
     Config,
     assert_same_timesteps,
@@ -20,8 +19,6 @@ from support.trajectories import (
 )
 
 from sdonnx.samplers import CustomSchedule, config_for, plan
-
-pytestmark = TENSOR_TO_ARRAY
 
 # scheduler_config.json of the folders of SDXL-Turbo and SD-Turbo.
 XL_TURBO: Config = {**SDXL, "_class_name": "EulerAncestralDiscreteScheduler", "timestep_spacing": "trailing"}

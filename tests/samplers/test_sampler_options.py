@@ -9,7 +9,6 @@ from support.trajectories import (
     SD15,
     SHORT_NAMES,
     STEP_COUNTS,
-    TENSOR_TO_ARRAY,
     Config,
     assert_same,
     denoise,
@@ -20,8 +19,6 @@ from support.trajectories import (
 )
 
 from sdonnx.samplers import config_for, plan
-
-pytestmark = TENSOR_TO_ARRAY
 
 # The options of published folders of flow-matching models.
 FLOW: Config = {"use_flow_sigmas": True, "prediction_type": "flow_prediction", "flow_shift": 3.0}

@@ -6,12 +6,10 @@ import math
 from typing import Any
 
 import pytest
-from support.trajectories import SD15, TENSOR_TO_ARRAY, Config, scheduler_of, their_trajectory
+from support.trajectories import SD15, Config, scheduler_of, their_trajectory
 
 from sdonnx.errors import OptionError, SchedulerError
 from sdonnx.samplers import SAMPLERS, config_for, plan
-
-pytestmark = TENSOR_TO_ARRAY
 
 FLOW: Config = {"use_flow_sigmas": True, "prediction_type": "flow_prediction"}
 

@@ -15,6 +15,9 @@ from support.pipeline_cache import PipelineCache
 # float32 rounding gives 120 dB and more, and a small fault may pass 50 dB.
 MIN_PSNR_DB = 90
 
+USUAL: dict[str, Any] = {"prompt": "a red fox in the snow", "num_inference_steps": 4, "output_type": "np"}
+USUAL |= {"height": 32, "width": 40}
+
 Array = npt.NDArray[Any]
 
 
@@ -50,9 +53,9 @@ def switch(ours: OrtDiffusionPipeline, theirs: Any, class_name: str, **changes: 
 
 
 def assert_same_images(ours: OrtDiffusionPipeline, theirs: Any, **arguments: Any) -> Array:
-    """Generate images with both pipelines from seed 0, compare them, and return them."""
-    usual: dict[str, Any] = {"prompt": "a red fox in the snow", "num_inference_steps": 4, "output_type": "np"}
-    arguments = usual | {"height": 32, "width": 40} | arguments
+    """Generate images with both pipelines from seed 0, compare them, and return them; ... leaves an argument out."""
+    arguments = USUAL | arguments
+    arguments = {name: value for name, value in arguments.items() if value is not ...}
     expected = theirs(**{"generator": generator()} | arguments).images
     given: dict[str, Any] = {} if {"generator", "latents"} & set(arguments) else {"seed": 0}
     found: Array = ours(**arguments, **given).images

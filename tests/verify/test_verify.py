@@ -27,12 +27,6 @@ from sdonnx.sample.architecture import ADAPTER_FILES
 from sdonnx.verify import Thresholds, Verification, VerificationRequest, verify_folder
 from sdonnx.verify.judgement import ROUNDING
 
-# Warnings caused by diffusers when it converts torch tensors to numpy.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:__array_wrap__ must accept:DeprecationWarning"),
-]
-
 SMALL = ("--height", "64", "--width", "64", "-s", "2")
 QUICK = VerificationRequest(prompts=("a fox",), steps=2, height=64, width=64)
 

@@ -28,12 +28,10 @@ from sdonnx.metrics import psnr
 from sdonnx.optimize.bake_adapters import bake_adapters
 from sdonnx.runtime.pipeline import OrtDiffusionPipeline
 
-# diffusers converts torch tensors to numpy in a way that numpy deprecates, and PEFT warns of layers without the LoRA.
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::UserWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
-    pytest.mark.filterwarnings("ignore:While injecting the PEFT adapters:RuntimeWarning"),
 ]
 
 Array = npt.NDArray[Any]

@@ -38,10 +38,8 @@ from sdonnx.runtime.pipeline import OrtDiffusionPipeline
 pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
-    pytest.mark.filterwarnings("ignore:While injecting the PEFT adapters:RuntimeWarning"),
 ]
 
-ROOT = Path(__file__).parents[3]
 CPU = Device("cpu")
 
 

@@ -12,18 +12,12 @@ import diffusers
 import pytest
 from support.drawing import MIN_PSNR_DB
 from support.pipelines import refused
-from support.trajectories import TENSOR_TO_ARRAY
 
 from sdonnx.errors import SchedulerError
 from sdonnx.metrics import psnr
 from sdonnx.runtime.interface.scheduler_handle import SchedulerHandle
 from sdonnx.runtime.pipeline import OrtDiffusionPipeline
 from sdonnx.samplers import SAMPLERS
-
-pytestmark = [
-    TENSOR_TO_ARRAY,
-    pytest.mark.filterwarnings("ignore:__array_wrap__ must accept:DeprecationWarning"),
-]
 
 USUAL: dict[str, Any] = {"height": 64, "width": 64, "num_inference_steps": 4, "output_type": "np"}
 

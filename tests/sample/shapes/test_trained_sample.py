@@ -18,9 +18,6 @@ from sdonnx.sample.shapes.recognize_sample import EXAMPLE_CAPTION, GUIDANCE_SCAL
 from sdonnx.sample.shapes.shape_evaluation import generate, score_images, summarize
 from sdonnx.sample.shapes.shape_scenes import PHRASES, is_held_out, read_caption
 
-# Caused by diffusers when it converts torch tensors to numpy.
-pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
-
 # One of each relation. None of these drawings was part of the training.
 CAPTIONS = (
     EXAMPLE_CAPTION,
