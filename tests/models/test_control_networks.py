@@ -16,10 +16,11 @@ import pytest
 import torch
 from PIL import Image
 from support.control_networks import picture, write_adapter, write_controlnet
+from support.drawing import observed_roles
 from support.lora_files import write_lora
 from support.micro import changed
 from support.pipeline_cache import PipelineCache
-from support.pipelines import refused
+from support.pipelines import edit_json, refused
 
 from sdonnx.__main__ import main
 from sdonnx.errors import DeviceMemoryError, FolderError, OptionError, WeightsError
@@ -390,53 +391,23 @@ def test_weight_zero_and_an_empty_range_add_nothing(sd: Controlled) -> None:
 
 
 def test_controlnets_run_only_in_their_range_and_nothing_is_loaded_again(sd: Controlled) -> None:
-    runs: list[str] = []
-
-    class Watch:
-        def __init__(self, role: Role) -> None:
-            self.role = role
-
-        def __enter__(self) -> None:
-            runs.append(self.role.value)
-
-        def __exit__(self, *_: object) -> None:
-            pass
-
     sd.ours("a fox", control_image=IMAGES, seed=3, **SMALL)
     bound: list[Run] = list(sd.ours._cache.get(list(sd.ours._cache._shapes)[-1]).controls._runs.values())
-    sd.ours.observe(lambda role, run: Watch(role))
-    try:
+    with observed_roles(sd.ours) as roles:
         sd.ours(
             "a fox", control_image=IMAGES, control_guidance_start=[0.0, 0.4], control_guidance_end=[0.4, 0.8], seed=3,
             controlnet_conditioning_scale=[0.3, 0.4], **SMALL,
         )  # fmt: skip
-    finally:
-        sd.ours.observe(None)
-    counts = Counter(runs)
     # PNDM calls the denoiser five times in four steps: each ControlNet runs at two calls, and none at the last.
-    assert (counts["controlnet"], counts["controlled_denoiser"], counts["denoiser"]) == (4, 4, 1)
+    kinds = (Role.CONTROLNET, Role.CONTROLLED_DENOISER, Role.DENOISER)
+    assert [roles.count(each) for each in kinds] == [4, 4, 1]
     after = list(sd.ours._cache.get(list(sd.ours._cache._shapes)[-1]).controls._runs.values())
     assert [id(run) for run in after] == [id(run) for run in bound]
 
 
 def test_adapters_run_once(adapted: Controlled) -> None:
-    roles: list[Role] = []
-
-    class Watch:
-        def __init__(self, role: Role) -> None:
-            roles.append(role)
-
-        def __enter__(self) -> None:
-            pass
-
-        def __exit__(self, *_: object) -> None:
-            pass
-
-    adapted.ours.observe(lambda role, run: Watch(role))
-    try:
+    with observed_roles(adapted.ours) as roles:
         adapted.ours("a fox", adapter_image=IMAGES, seed=3, **SMALL)
-    finally:
-        adapted.ours.observe(None)
     assert roles.count(Role.T2I_ADAPTER) == 2
     assert roles.count(Role.CONTROLLED_DENOISER) == 5  # of PNDM in four steps
 
@@ -448,8 +419,6 @@ def test_guidance_may_be_turned_off_during_a_call(sd: Controlled) -> None:
         return {}
 
     found = sd.ours("a fox", control_image=IMAGES, seed=3, callback_on_step_end=stop, **SMALL).images
-    theirs = with_controlnets(sd)
-    theirs.set_progress_bar_config(disable=True)
     usual = sd.ours("a fox", control_image=IMAGES, seed=3, **SMALL).images
     assert psnr(found, usual) < 60
     assert np.isfinite(found).all()
@@ -596,8 +565,7 @@ def test_a_controlnet_that_does_not_fit_is_refused(
     changes: dict[str, Any], words: list[str], sd: Controlled, source: Path, tmp_path: Path
 ) -> None:
     folder = shutil.copytree(sd.folders[0], tmp_path / "net")
-    config = json.loads((folder / "config.json").read_text()) | changes
-    (folder / "config.json").write_text(json.dumps(config))
+    edit_json(folder / "config.json", **changes)
     is_config = changes.keys() & {"_class_name", "global_pool_conditions", "layers_per_block"}
     with refused(FolderError if is_config else WeightsError, *words):
         export_pipeline(source, tmp_path / "out", controlnets=[folder])

@@ -11,7 +11,6 @@ from unittest import mock
 import diffusers
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 from support.control_networks import picture, write_controlnet
 from support.diffusers_pipelines import in_diffusers
@@ -193,11 +192,3 @@ def adapted(pipelines: PipelineCache) -> tuple[OrtDiffusionPipeline, Any]:
 def test_ip_adapter(scale: float, adapted: tuple[OrtDiffusionPipeline, Any]) -> None:
     given = SMALL | {"ip_adapter_image": PICTURE}
     assert_rows(*adapted, scale, given, given)
-
-
-def test_rows_are_those_of_torch() -> None:
-    """The count of diffusers' rows sees what a network receives."""
-    network = torch.nn.Linear(3, 3)
-    with their_rows(network) as seen:
-        network(torch.zeros(5, 3))
-    assert seen == [{5}]

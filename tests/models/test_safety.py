@@ -394,17 +394,13 @@ def test_flagged_images_are_black_as_in_diffusers(ours: Any, theirs: Any) -> Non
         np.testing.assert_array_equal(np.asarray(picture), np.round(image * 255))
 
 
-def test_unflagged_image_gives_no_warning(ours: Any, theirs: Any) -> None:
+def test_unflagged_image_after_a_black_one_gives_no_warning(ours: Any, theirs: Any) -> None:
     arguments = ARGUMENTS | {"output_type": "np"}
+    with pytest.warns(NsfwContentWarning, match="1 of 1"):
+        assert not ours(**arguments, seed=1).images.any()
     found = ours(**arguments, seed=3)
     assert found.nsfw_content_detected == [False]
     assert psnr(found.images, theirs(**arguments, generator=generator(3)).images) > MIN_PSNR_DB
-
-
-def test_the_next_image_is_not_black(ours: Any) -> None:
-    with pytest.warns(NsfwContentWarning, match="1 of 1"):
-        assert not ours(**ARGUMENTS, seed=1, output_type="np").images.any()
-    assert ours(**ARGUMENTS, seed=0, output_type="np").images.any()
 
 
 def test_device_arrays_are_checked_but_latents_are_not(ours: Any, theirs: Any) -> None:
@@ -593,15 +589,6 @@ def test_transformers_loads_every_weight(source: Path) -> None:
     assert [list(report[key]) for key in ("missing_keys", "unexpected_keys", "mismatched_keys")] == [[], [], []]
     assert (tuple(network.concept_embeds.shape), tuple(network.special_care_embeds.shape)) == ((17, 768), (3, 768))
     assert json.loads((source / "model_index.json").read_text())["safety_checker"][0] == "stable_diffusion"
-
-
-def test_published_checker_size() -> None:
-    """CompVis/stable-diffusion-safety-checker: CLIP ViT-L/14's vision tower, its projection and 20 concepts."""
-    spec = ARCHITECTURES["sd15"].safety_checker
-    assert spec is not None
-    network = build_network(spec)
-    vision, width = 303_179_776, 768
-    assert sum(parameter.numel() for parameter in network.parameters()) == vision + 1024 * width + 20 * (width + 1)
 
 
 def test_architecture_without_a_checker_is_refused(tmp_path: Path) -> None:

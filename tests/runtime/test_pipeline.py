@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import diffusers
 import numpy as np
 import numpy.typing as npt
 import onnxruntime
@@ -391,32 +389,6 @@ def test_providers(micro_cpu: Path, micro_exported: Path, tmp_path: Path, monkey
     monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: ["CUDAExecutionProvider", "Other"])
     with refused(ProviderError, "CPUExecutionProvider"):
         load(micro_cpu)
-
-
-def test_diffusers_opens_the_folder(micro_cpu: Path, ours: OrtDiffusionPipeline) -> None:
-    """Its deprecated ONNX pipeline generates the same image with the folder's components, by their names and types."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        components = {
-            name: diffusers.OnnxRuntimeModel.from_pretrained(
-                micro_cpu / name, provider="CPUExecutionProvider", provider_options=None
-            )
-            for name in ("text_encoder", "unet", "vae_encoder", "vae_decoder")
-        }
-        scheduler = diffusers.DDIMScheduler.from_pretrained(micro_cpu / "scheduler")
-        pipeline: Any = diffusers.OnnxStableDiffusionPipeline(
-            **components,
-            tokenizer=CLIPTokenizer.from_pretrained(micro_cpu / "tokenizer"),
-            scheduler=scheduler,
-            safety_checker=None,
-            feature_extractor=None,
-            requires_safety_checker=False,
-        )
-    pipeline.set_progress_bar_config(disable=True)
-    latents = torch.randn((1, 4, 4, 5), generator=generator()).numpy()
-    expected = pipeline(**USUAL, latents=latents).images
-    ours.scheduler = "ddim"
-    assert psnr(ours(**USUAL, latents=latents).images, expected) > MIN_PSNR_DB
 
 
 def with_nan(micro_cpu: Path, folder: Path) -> Path:

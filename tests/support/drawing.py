@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import diffusers
@@ -9,6 +11,8 @@ import numpy.typing as npt
 import torch
 
 from sdonnx.metrics import psnr
+from sdonnx.models.spec import Role
+from sdonnx.runtime.device.session import Run
 from sdonnx.runtime.pipeline import OrtDiffusionPipeline
 from support.pipeline_cache import PipelineCache
 
@@ -62,3 +66,19 @@ def assert_same_images(ours: OrtDiffusionPipeline, theirs: Any, **arguments: Any
     assert expected.std() > 0.02  # not a flat image, which would always agree
     assert psnr(found, expected) > MIN_PSNR_DB
     return found
+
+
+@contextmanager
+def observed_roles(pipeline: OrtDiffusionPipeline) -> Iterator[list[Role]]:
+    """Yield a list that receives the role of each graph that runs."""
+    roles: list[Role] = []
+
+    def note(role: Role, _: Run) -> AbstractContextManager[None]:
+        roles.append(role)
+        return nullcontext()
+
+    pipeline.observe(note)
+    try:
+        yield roles
+    finally:
+        pipeline.observe(None)

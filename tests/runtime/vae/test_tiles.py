@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +11,12 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from support.drawing import generator
+from support.drawing import generator, observed_roles
 from support.pipelines import refused
 
 from sdonnx.errors import OptionError
 from sdonnx.metrics import psnr
 from sdonnx.models.spec import Role
-from sdonnx.runtime.device.session import Run
 from sdonnx.runtime.pipeline import OrtDiffusionPipeline
 from sdonnx.runtime.vae import split
 from sdonnx.runtime.vae.tiles import TileGrid, join_tiles
@@ -154,16 +151,10 @@ def test_slicing_decodes_images_one_by_one(micro_cpu: Path, ours: OrtDiffusionPi
         counts = []
         for change in (pipeline.enable_vae_slicing, pipeline.disable_vae_slicing):
             change()
-            roles: list[Role] = []
-            pipeline.observe(partial(_noted, roles))
-            assert psnr(pipeline(**arguments, seed=0).images, ours(**arguments, seed=0).images) > SAME_DB
+            with observed_roles(pipeline) as roles:
+                assert psnr(pipeline(**arguments, seed=0).images, ours(**arguments, seed=0).images) > SAME_DB
             counts.append(roles.count(Role.IMAGE_DECODER))
             shapes = pipeline.captured_sizes
             change()  # changes nothing, and keeps the captured graphs
             assert pipeline.captured_sizes == shapes
         assert counts == [3, 1]
-
-
-def _noted(roles: list[Role], role: Role, run: Run) -> AbstractContextManager[None]:
-    roles.append(role)
-    return nullcontext()
