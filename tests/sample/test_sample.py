@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
-import resource
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +17,7 @@ import tokenizers
 import torch
 import transformers
 from safetensors.torch import load_file
+from support.pipelines import largest_file
 
 from sdonnx.errors import OptionError, OutputError
 from sdonnx.sample.architecture import T5TokenizerSpec, TokenizerSpec
@@ -60,17 +58,6 @@ def pipeline(tiny: Path) -> Any:
     pipeline = pipeline_class.from_pretrained(tiny)
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
-
-
-@contextlib.contextmanager
-def largest_file(size_bytes: int) -> Iterator[None]:
-    """Limit the size of files, like a full disk."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def test_diffusers_generates_an_image(pipeline: Any) -> None:
