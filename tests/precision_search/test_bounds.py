@@ -179,9 +179,15 @@ def test_the_accuracy_is_that_of_the_folders(pipelines: PipelineCache, shapes: P
         (["--quantize", "auto", "--min_accuracy", "101"], "a percentage from 1 to 100"),
         (["--quantize", "auto", "--min_accuracy", "90"], "one of the trained samples shapes, shapes-dit"),
         (["--quantize", "auto", "--min_psnr", "40", "--calibration_prompts", "EMPTY"], "has no line with a prompt"),
+        (["--quantize", "fp8", "--max_error", "0.1"], "--max_error without --quantize auto"),
+        (["--sensitivity", "x.json"], "--sensitivity without --quantize auto"),
+        (["--quantize", "auto", "--max_error", "0"], "a number between 0 and 1"),
+        (["--quantize", "auto", "--max_error", "nan"], "a number between 0 and 1"),
+        (["--quantize", "auto", "--quant_submodules_config_path", "x.json"], "cannot be read"),
+        (["--quantize", "auto", "--calibration_size", "-8"], "at least 1"),
     ],
 )
-def test_bad_bounds_are_refused(
+def test_bad_options_are_refused(
     options: list[str], words: str, nano_exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out, empty = tmp_path / "out", tmp_path / "empty.txt"

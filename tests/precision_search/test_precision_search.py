@@ -58,9 +58,8 @@ from sdonnx.precision_search.optimize_automatically import optimize_automaticall
 from sdonnx.precision_search.probe_settings import ProbeSettings
 from sdonnx.precision_search.record_inputs import run_probe
 from sdonnx.precision_search.search import Reason, search
-from sdonnx.precision_search.trial import Component, Error, Range, duration
+from sdonnx.precision_search.trial import Component, Error, Range
 from sdonnx.runtime.device.device import device_for
-from sdonnx.runtime.device.session import Graph
 from sdonnx.runtime.pipeline import NotFiniteWarning, OrtDiffusionPipeline
 from sdonnx.sample.overflow import OVERFLOWS
 from sdonnx.sample.write_sample import write_sample
@@ -408,16 +407,6 @@ def test_series_are_joined_if_they_match_nothing_else() -> None:
     }  # fmt: skip
     apart = searching._groups(model.graph, dict.fromkeys(("up.0.q", "up.1.q"), reason))
     assert set(apart) == {"up.0.q", "up.1.q"}  # up.*.q would also match up.4.q
-
-
-def test_duration_of_a_call(tmp_path: Path) -> None:
-    model = graph("float[B,4] x", "float[B,4] y", "y = Tanh(x)")
-    ir.save(model, tmp_path / "model.onnx")
-    device = device_for("cpu")
-    values = {"x": normal(2, 4)}
-    start = time.perf_counter()
-    milliseconds = duration(Graph(tmp_path / "model.onnx", device), values, {"y": normal(2, 4)})
-    assert 0 < milliseconds < 1e3 * (time.perf_counter() - start)
 
 
 # --- whole pipelines --------------------------------------------------------------------------------------------------
