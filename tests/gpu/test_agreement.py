@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.diffusers_pipelines import on_cuda
 
 from sdonnx.metrics import psnr, relative_error
 from sdonnx.runtime.device.device import device_for
@@ -93,17 +94,9 @@ def torch_outputs(component: str, pipeline: Any, feeds: Arrays) -> Arrays:
 @pytest.fixture(scope="module")
 def pipelines(folders: tuple[str, Path, Path]) -> Iterator[tuple[Any, Any]]:
     """The torch pipeline in float32 without TF32, and in float16."""
-    import diffusers
     import torch
 
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-    _, source, _ = folders
-    pipeline_class: Any = diffusers.DiffusionPipeline
-    loaded = [
-        pipeline_class.from_pretrained(source, dtype=dtype).to("cuda") for dtype in (torch.float32, torch.float16)
-    ]
-    for pipeline in loaded:
-        pipeline.set_progress_bar_config(disable=True)
+    loaded = [on_cuda(folders[1], dtype) for dtype in (torch.float32, torch.float16)]
     yield loaded[0], loaded[1]
     loaded.clear()
     torch.cuda.empty_cache()

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from support.control_networks import picture, write_controlnet
+from support.diffusers_pipelines import in_diffusers
 from support.latency import median_seconds
 from support.recording import Note
 
@@ -35,11 +36,9 @@ CONTROL = {"controlnet_conditioning_scale": 0.5, "control_guidance_end": 1.0}
 
 def in_torch(source: Path, net: Path, dtype: torch.dtype) -> Any:
     model: Any = diffusers.ControlNetModel
-    kind: Any = diffusers.StableDiffusionXLControlNetPipeline
     controlnet = model.from_pretrained(net, torch_dtype=dtype)
-    pipeline = kind.from_pretrained(source, controlnet=controlnet, torch_dtype=dtype)
+    pipeline = in_diffusers(source, "StableDiffusionXLControlNetPipeline", controlnet=controlnet, dtype=dtype)
     pipeline.vae.register_to_config(force_upcast=False)  # as here: the random weights stay in the range of fp16
-    pipeline.set_progress_bar_config(disable=True)
     return pipeline.to("cuda")
 
 
@@ -105,7 +104,6 @@ def test_error_and_time(arch: str, controlled: Callable[[str], Path], note: Note
     row |= {"pipeline": arch, "torch_error": relative_error(half, exact)}
     note("a ControlNet", row)  # what was measured so far, if the session is cut off
     with OrtDiffusionPipeline.from_pretrained(folder / "fast") as ours:
-        ours.set_progress_bar_config(disable=True)
         given = {**common, "control_image": image, "seed": 3}
         found = np.asarray(ours(**given, output_type="latent").images)
         row["error"] = relative_error(found, exact)
@@ -133,7 +131,6 @@ def test_guess_mode_computes_half_of_the_rows(arch: str, controlled: Callable[[s
     free_memory()
     row: dict[str, Any] = {"pipeline": arch, "torch_error": relative_error(half, exact)}
     with OrtDiffusionPipeline.from_pretrained(folder / "fast") as ours:
-        ours.set_progress_bar_config(disable=True)
 
         def latents(arguments: dict[str, Any]) -> Any:
             return np.asarray(ours(**arguments, control_image=image, seed=3, output_type="latent").images)

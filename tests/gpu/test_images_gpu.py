@@ -10,11 +10,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import diffusers
 import numpy as np
 import pytest
 import torch
 from PIL import Image
+from support.diffusers_pipelines import on_cuda
 
 from sdonnx.metrics import psnr
 from sdonnx.runtime.pipeline import OrtDiffusionPipeline
@@ -51,9 +51,7 @@ OF_ADAPTERS: list[dict[str, Any]] = [
 
 
 def images_of_torch(source: Path, dtype: torch.dtype, cases: list[dict[str, Any]]) -> list[Any]:
-    pipeline_class: Any = diffusers.DiffusionPipeline
-    pipeline = pipeline_class.from_pretrained(source, dtype=dtype).to("cuda")
-    pipeline.set_progress_bar_config(disable=True)
+    pipeline = on_cuda(source, dtype)
     if cases is OF_ADAPTERS:
         pipeline.load_ip_adapter(str(source), subfolder="ip_adapter", weight_name=list(ADAPTER_FILES))
     pixels = pipeline.unet.config.sample_size * pipeline.vae_scale_factor

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import diffusers
 import numpy as np
 import pytest
 import torch
 from safetensors.numpy import load_file, save_file
+from support.diffusers_pipelines import in_diffusers
 from support.latency import median_seconds
 from support.recording import Note
 
@@ -40,9 +40,7 @@ def _is_linear_in_attention(name: str, shape: tuple[int, ...]) -> bool:
 
 def torch_latents(source: Path, files: list[Path], dtype: torch.dtype, device: str) -> Any:
     """Return latents of diffusers with the files added to the weights, in float32, as torch multiplies them."""
-    kind: Any = diffusers.DiffusionPipeline
-    pipeline = kind.from_pretrained(source, torch_dtype=torch.float32)
-    pipeline.set_progress_bar_config(disable=True)
+    pipeline = in_diffusers(source)
     modules = dict(pipeline.unet.named_modules())
     with torch.no_grad():
         for file, weight in zip(files, _WEIGHTS, strict=True):
@@ -105,7 +103,6 @@ def test_switches(arch: str, build: Build, tmp_path: Path, note: Note) -> None:
     ]
     exact, half = (torch_latents(source, files, dtype, "cuda") for dtype in (torch.float32, torch.float16))
     with OrtDiffusionPipeline.from_pretrained(folder) as pipeline:
-        pipeline.set_progress_bar_config(disable=True)
         assert reads_weights_in_place(pipeline.device)
         row, found = measure(pipeline, files)
     row |= {"pipeline": arch, "rank": _RANK, "error": relative_error(found, exact)}
@@ -138,20 +135,15 @@ def write_adapter(
 def require_switches_in_place(folder: Path, files: list[Path], reader: Reader) -> None:
     """Switch from one file to another and back, and to none: the same bits, and nothing is loaded or captured again."""
 
-    def opened() -> OrtDiffusionPipeline:
-        pipeline = OrtDiffusionPipeline.from_pretrained(folder)
-        pipeline.set_progress_bar_config(disable=True)
-        return pipeline
-
     def latents(pipeline: OrtDiffusionPipeline) -> Any:
         return np.asarray(pipeline(**CALL, seed=3, output_type="latent").images)
 
     fresh = []  # without a change in place after the load
     for file in files:
-        with opened() as pipeline:
+        with OrtDiffusionPipeline.from_pretrained(folder) as pipeline:
             pipeline.load_lora_weights(file)
             fresh.append(latents(pipeline))
-    with opened() as pipeline:
+    with OrtDiffusionPipeline.from_pretrained(folder) as pipeline:
         assert reads_weights_in_place(pipeline.device, reader)
         base = latents(pipeline)
         for number, file in enumerate(files):

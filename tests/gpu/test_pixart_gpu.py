@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import diffusers
 import numpy as np
 import onnx_ir as ir
 import pytest
 import torch
+from support.diffusers_pipelines import on_cuda
 from torch.utils.dlpack import from_dlpack
 
 from sdonnx.compose import absorb_projections
@@ -50,12 +50,7 @@ def folders(request: pytest.FixtureRequest, build: Build) -> tuple[str, Path, Pa
 @pytest.fixture(scope="module")
 def pipelines(folders: tuple[str, Path, Path]) -> Iterator[dict[str, Any]]:
     """The torch pipeline in float32, without TF32, and in float16."""
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-    loaded: dict[str, Any] = {}
-    for name, dtype in (("float32", torch.float32), ("float16", torch.float16)):
-        pipeline_class: Any = diffusers.DiffusionPipeline
-        loaded[name] = pipeline_class.from_pretrained(folders[1], dtype=dtype).to("cuda")
-        loaded[name].set_progress_bar_config(disable=True)
+    loaded = {name: on_cuda(folders[1], getattr(torch, name)) for name in ("float32", "float16")}
     yield loaded
     loaded.clear()
     torch.cuda.empty_cache()

@@ -16,6 +16,7 @@ import pytest
 import torch
 from PIL import Image
 from support.control_networks import picture, write_adapter, write_controlnet
+from support.diffusers_pipelines import in_diffusers, task_of
 from support.drawing import observed_roles
 from support.lora_files import write_lora
 from support.micro import changed
@@ -58,10 +59,8 @@ class Controlled:
         with pipelines.reusing_components(source, options.get("ip_adapters", ()), controls=folders):
             export_pipeline(source, self.exported, **options | {option: folders})
         optimize_folder(self.exported, self.optimized, provider="cpu")
-        torch.set_num_threads(1)
         self.ours = OrtDiffusionPipeline.from_pretrained(self.optimized)
-        kind: Any = diffusers.DiffusionPipeline
-        self.base = kind.from_pretrained(source)
+        self.base = in_diffusers(source)
 
     def plain(self, **arguments: Any) -> Any:
         """Return this project's image without control images."""
@@ -76,7 +75,6 @@ class Controlled:
             ours: arguments only of this project.
             arguments: arguments of both.
         """
-        theirs.set_progress_bar_config(disable=True)
         common = {"prompt": "a fox"} | SMALL | arguments
         expected = theirs(**common, **given, generator=torch.Generator().manual_seed(3)).images
         found = self.ours(**common, **ours, seed=3).images
@@ -132,7 +130,7 @@ def with_controlnets(pair: Controlled, suffix: str = "") -> Any:
     model: Any = diffusers.ControlNetModel
     nets = [model.from_pretrained(folder) for folder in pair.folders]
     name = type(pair.base).__name__.replace("Pipeline", f"ControlNet{suffix}Pipeline")
-    return getattr(diffusers, name)(**pair.base.components, controlnet=nets if len(nets) > 1 else nets[0])
+    return task_of(pair.base, name, controlnet=nets if len(nets) > 1 else nets[0])
 
 
 def with_adapters(pair: Controlled) -> Any:
@@ -250,7 +248,6 @@ def test_the_size_is_by_default_that_of_the_control_image(name: str, request: py
             (with_controlnets(pair, "Inpaint"), start | mask | resized, start | mask | resized, (72, 56)),
         ]
     for theirs, given, ours, size in cases:
-        theirs.set_progress_bar_config(disable=True)
         expected = theirs(**usual, **given, generator=torch.Generator().manual_seed(3)).images
         found = pair.ours(**usual, **ours, seed=3).images
         assert found.shape[1:3] == expected.shape[1:3] == size

@@ -13,7 +13,7 @@ import pytest
 import torch
 from support import drawing
 from support.control_networks import picture, write_controlnet
-from support.diffusers_pipelines import in_diffusers
+from support.diffusers_pipelines import in_diffusers, task_of
 from support.micro import changed
 from support.pipeline_cache import PipelineCache
 from support.pipelines import copied, edit_json, refused
@@ -119,9 +119,7 @@ def test_images_of_xl(xl: Pair, scale: float) -> None:
 
 @pytest.mark.parametrize("scale", [1.0, 7.5])
 def test_image_to_image(lcm: Pair, scale: float) -> None:
-    components = {key: value for key, value in lcm.theirs.components.items() if key != "requires_safety_checker"}
-    theirs: Any = diffusers.StableDiffusionImg2ImgPipeline(**components, requires_safety_checker=False)
-    theirs.set_progress_bar_config(disable=True)
+    theirs = task_of(lcm.theirs, "StableDiffusionImg2ImgPipeline")
     image = picture(2, (48, 64))
     given: dict[str, Any] = {"image": image, "strength": 0.6, "num_inference_steps": 5, "guidance_scale": scale}
     found, expected = lcm.draw("a fox", theirs=theirs, **given)
@@ -192,11 +190,7 @@ def test_controlnet(lcm: Pair, work: Path, pipelines: PipelineCache) -> None:
     folder = write_controlnet(lcm.source, work / "controlnet", 1)
     optimized = pipelines.optimized(pipelines.exported(lcm.source, controlnets=[folder]), provider="cpu")
     network: Any = diffusers.ControlNetModel.from_pretrained(folder)
-    components = {key: value for key, value in lcm.theirs.components.items() if key != "requires_safety_checker"}
-    theirs: Any = diffusers.StableDiffusionControlNetPipeline(
-        **components, controlnet=network, requires_safety_checker=False
-    )
-    theirs.set_progress_bar_config(disable=True)
+    theirs = task_of(lcm.theirs, "StableDiffusionControlNetPipeline", controlnet=network)
     common: dict[str, Any] = {"guidance_scale": 6.0, "num_inference_steps": 3, "output_type": "np", **SMALL}
     image = picture(1)
     expected = theirs("a fox", image=image, generator=drawing.generator(3), **common).images

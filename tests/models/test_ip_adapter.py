@@ -20,6 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 from safetensors.torch import load_file, save_file
+from support.diffusers_pipelines import in_diffusers
 from support.drawing import observed_roles
 from support.pipeline_cache import PipelineCache
 from support.pipelines import edit_json, refused
@@ -59,10 +60,7 @@ class Pair:
         self.exported = pipelines.adapted(source, *names)
         optimized = pipelines.optimized(self.exported, provider="cpu")
         self.reports = read_json(optimized / REPORT)["components"]
-        torch.set_num_threads(1)
-        pipeline_class: Any = diffusers.DiffusionPipeline
-        self.theirs: Any = pipeline_class.from_pretrained(source)
-        self.theirs.set_progress_bar_config(disable=True)
+        self.theirs = in_diffusers(source)
         self.theirs.load_ip_adapter(str(source), subfolder="ip_adapter", weight_name=list(names))
         self.ours = OrtDiffusionPipeline.from_pretrained(optimized)
         self.count = len(names)
@@ -180,10 +178,7 @@ def test_image_to_image_agrees(both: Pair) -> None:
 
 def test_scale_zero_equals_the_pipeline_without_adapters(both: Pair, xl: Pair) -> None:
     for pair in (both, xl):
-        pipeline_class: Any = diffusers.DiffusionPipeline
-        without = pipeline_class.from_pretrained(pair.source)
-        without.set_progress_bar_config(disable=True)
-        expected = without("a fox", **SMALL, generator=torch.Generator().manual_seed(3)).images
+        expected = in_diffusers(pair.source)("a fox", **SMALL, generator=torch.Generator().manual_seed(3)).images
         images: dict[str, Any] = {"ip_adapter_image": [picture(0), picture(1)]}
         found = pair.ours("a fox", **SMALL, seed=3, ip_adapter_scale=0, **images).images
         assert psnr(found, expected) > SAME_DB

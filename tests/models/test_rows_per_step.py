@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from PIL import Image
 from support.control_networks import picture, write_controlnet
-from support.diffusers_pipelines import in_diffusers
+from support.diffusers_pipelines import in_diffusers, task_of
 from support.pipeline_cache import PipelineCache
 from support.weekly_cases import weekly
 
@@ -120,10 +120,10 @@ def xl(pipelines: PipelineCache) -> tuple[OrtDiffusionPipeline, Any]:
 
 PICTURE = picture(1, (64, 64))
 MASK = Image.new("L", (64, 64), 255)
-TYPES: dict[str, Callable[..., Any]] = {
-    "image": diffusers.StableDiffusionImg2ImgPipeline,
-    "image xl": diffusers.StableDiffusionXLImg2ImgPipeline,
-    "mask": diffusers.StableDiffusionInpaintPipeline,
+TYPES = {
+    "image": "StableDiffusionImg2ImgPipeline",
+    "image xl": "StableDiffusionXLImg2ImgPipeline",
+    "mask": "StableDiffusionInpaintPipeline",
 }
 
 
@@ -133,8 +133,7 @@ def test_from_an_image(
     kind: str, scale: float, ours: OrtDiffusionPipeline, micro_torch: Any, xl: tuple[OrtDiffusionPipeline, Any]
 ) -> None:
     own, base = xl if kind.endswith("xl") else (ours, micro_torch)
-    theirs = TYPES[kind](**base.components)
-    theirs.set_progress_bar_config(disable=True)
+    theirs = task_of(base, TYPES[kind])
     pictures: Any = PICTURE if kind == "mask" else [PICTURE] * len(PROMPTS)
     given: dict[str, Any] = {"image": pictures, "strength": 1.0}
     if kind == "mask":
@@ -172,9 +171,7 @@ def controlled(
     folder = write_controlnet(micro, tmp_path_factory.mktemp("rows") / "controlnet", 1)
     optimized = pipelines.optimized(pipelines.exported(micro, controlnets=[folder]), provider="cpu")
     network: Any = diffusers.ControlNetModel.from_pretrained(folder)
-    components = in_diffusers(micro).components
-    theirs: Any = diffusers.StableDiffusionControlNetPipeline(**components, controlnet=network)
-    theirs.set_progress_bar_config(disable=True)
+    theirs = task_of(in_diffusers(micro), "StableDiffusionControlNetPipeline", controlnet=network)
     return OrtDiffusionPipeline.from_pretrained(optimized), theirs
 
 

@@ -24,6 +24,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 from safetensors.torch import load_file, save_file
+from support.diffusers_pipelines import in_diffusers
 from support.drawing import MIN_PSNR_DB, generator
 from support.exporters import quiet
 from support.module_layers import as_written, counted
@@ -67,12 +68,6 @@ def seeds() -> list[torch.Generator]:
     return [generator(seed) for seed in SEEDS]
 
 
-def load(folder: Path) -> Any:
-    pipeline: Any = diffusers.StableDiffusionPipeline.from_pretrained(folder)
-    pipeline.set_progress_bar_config(disable=True)
-    return pipeline
-
-
 def draw(pipeline: Any, **arguments: Any) -> Any:
     """Generate the four images as one batch."""
     return pipeline(**ARGUMENTS | {"num_images_per_prompt": 4, "generator": seeds(), "output_type": "np"} | arguments)
@@ -108,7 +103,7 @@ def source(pipelines: PipelineCache) -> Path:
 
 def flag_two_images(folder: Path) -> None:
     """Move concepts of the checker close to the embeddings of the second and third image."""
-    pipeline = load(folder)
+    pipeline = in_diffusers(folder)
     assert draw(pipeline).nsfw_content_detected == [False] * 4  # the sample's checker flags nothing
     clip_input = prepared(plain(pipeline).images, folder)
     checker = pipeline.safety_checker
@@ -131,7 +126,7 @@ def flag_two_images(folder: Path) -> None:
 @pytest.fixture(scope="module")
 def theirs(source: Path) -> Any:
     torch.set_num_threads(1)
-    return load(source)
+    return in_diffusers(source)
 
 
 @pytest.fixture(scope="module")

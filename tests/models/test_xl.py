@@ -14,6 +14,7 @@ import onnx_ir as ir
 import pytest
 import torch
 from support import drawing
+from support.diffusers_pipelines import task_of
 from support.pipeline_cache import PipelineCache
 from support.pipelines import edit_json, linked, refused, session
 
@@ -37,8 +38,7 @@ class Pair(drawing.Pair):
     def draw(self, prompt: Any = None, *, theirs: Any = None, **arguments: Any) -> tuple[Any, Any]:
         """Return both images for the same arguments."""
         if "image" in arguments and not isinstance(self.theirs, diffusers.StableDiffusionXLImg2ImgPipeline):
-            theirs = diffusers.StableDiffusionXLImg2ImgPipeline(**self.theirs.components, add_watermarker=False)
-            theirs.set_progress_bar_config(disable=True)
+            theirs = task_of(self.theirs, "StableDiffusionXLImg2ImgPipeline")
         return super().draw(prompt, theirs=theirs, **arguments)
 
 
@@ -237,8 +237,7 @@ def test_the_refiner_agrees(options: dict[str, Any], refiner: Pair) -> None:
 def test_inpainting_agrees(options: dict[str, Any], base: Pair) -> None:
     mask = np.zeros((96, 128), np.float32)
     mask[20:70, 30:100] = 1
-    pipeline: Any = diffusers.StableDiffusionXLInpaintPipeline(**base.theirs.components, add_watermarker=False)
-    pipeline.set_progress_bar_config(disable=True)
+    pipeline = task_of(base.theirs, "StableDiffusionXLInpaintPipeline")
     arguments: dict[str, Any] = {"prompt": "a red fox", "image": PICTURE, "mask_image": mask[None], "output_type": "np"}
     arguments |= {"height": 96, "width": 128, "num_inference_steps": 6, "guidance_scale": 5.0} | options
     seeds = [3, 4][: options.get("num_images_per_prompt", 1)]
@@ -265,15 +264,13 @@ def test_images_agree_with_the_statistics_of_latents(base: Pair, pipelines: Pipe
     changed = pipelines.derived("statistics of latents", base.optimized, change)
     vae = copy.deepcopy(base.theirs.vae)
     vae.register_to_config(**statistics)
-    components = {**base.theirs.components, "vae": vae}
     arguments: dict[str, Any] = {"prompt": "a red fox", "num_inference_steps": 4, "output_type": "np"}
     with OrtDiffusionPipeline.from_pretrained(changed) as ours:
         for theirs, options in (
-            (diffusers.StableDiffusionXLPipeline, {"height": 64, "width": 48}),
-            (diffusers.StableDiffusionXLImg2ImgPipeline, {"image": PICTURE, "strength": 0.5}),
+            ("StableDiffusionXLPipeline", {"height": 64, "width": 48}),
+            ("StableDiffusionXLImg2ImgPipeline", {"image": PICTURE, "strength": 0.5}),
         ):
-            pipeline: Any = theirs(**components, add_watermarker=False)
-            pipeline.set_progress_bar_config(disable=True)
+            pipeline = task_of(base.theirs, theirs, vae=vae)
             expected = pipeline(**arguments, **options, generator=drawing.generator(3)).images
             assert psnr(ours(**arguments, **options, seed=3).images, expected) > SAME_DB
 

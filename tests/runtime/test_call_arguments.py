@@ -107,19 +107,6 @@ def test_seed_for_each_image(ours: OrtDiffusionPipeline) -> None:
         ours(**arguments, seed=[3, 4], generator=[generator(3), generator(4)])
 
 
-@pytest.mark.parametrize("names", [["latents"], ("latents",), []])
-def test_callback_receives_the_named_tensors(names: Any, ours: OrtDiffusionPipeline) -> None:
-    received: list[dict[str, Any]] = []
-
-    def callback(pipeline: Any, step: int, timestep: float, tensors: dict[str, Any]) -> dict[str, Any]:
-        received.append(dict(tensors))
-        return tensors
-
-    ours("a fox", **SIZE, callback_on_step_end=callback, callback_on_step_end_tensor_inputs=names)
-    assert len(received) == 3  # PNDM takes one call more
-    assert all(list(tensors) == list(names) for tensors in received)
-
-
 @pytest.mark.parametrize("names", [["add_time_ids"], ["latents", "mask"], "latents", None, [5]])
 def test_other_tensors_are_refused(names: Any, ours: OrtDiffusionPipeline) -> None:
     with refused(OptionError, "callback_on_step_end_tensor_inputs", "'latents', 'negative_prompt_embeds'"):

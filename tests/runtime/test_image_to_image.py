@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from support.diffusers_pipelines import in_diffusers, task_of
 from support.drawing import MIN_PSNR_DB, USUAL, assert_same_images, generator
 from support.inpainting import inpainting_pipeline
 from support.pipeline_cache import PipelineCache
@@ -41,12 +42,6 @@ def mask(size: tuple[int, int] = (WIDTH, HEIGHT)) -> Image.Image:
     return Image.fromarray((np.random.default_rng(1).random((4, 5)) < 0.5).astype(np.uint8) * 255).resize(size)
 
 
-def theirs_for(kind: str, theirs: Any) -> Any:
-    made = getattr(diffusers, kind)(**theirs.components, requires_safety_checker=False)
-    made.set_progress_bar_config(disable=True)
-    return made
-
-
 def give(class_name: str, ours: OrtDiffusionPipeline, theirs: Any) -> None:
     theirs.scheduler = getattr(diffusers, class_name).from_config(theirs.scheduler.config)
     ours.scheduler = theirs.scheduler  # the object: a plan follows it where there is one
@@ -56,7 +51,7 @@ def give(class_name: str, ours: OrtDiffusionPipeline, theirs: Any) -> None:
 @pytest.mark.parametrize("class_name", SCHEDULERS)
 def test_image_to_image(class_name: str, strength: float, ours: OrtDiffusionPipeline, theirs: Any) -> None:
     give(class_name, ours, theirs)
-    pipeline = theirs_for("StableDiffusionImg2ImgPipeline", theirs)
+    pipeline = task_of(theirs, "StableDiffusionImg2ImgPipeline")
     assert_same_images(ours, pipeline, image=picture(), strength=strength, num_inference_steps=7, **OWN_SIZE)
 
 
@@ -64,7 +59,7 @@ def test_image_to_image(class_name: str, strength: float, ours: OrtDiffusionPipe
 @pytest.mark.parametrize("class_name", SCHEDULERS)
 def test_inpainting_by_blending(class_name: str, strength: float, ours: OrtDiffusionPipeline, theirs: Any) -> None:
     give(class_name, ours, theirs)
-    pipeline = theirs_for("StableDiffusionInpaintPipeline", theirs)
+    pipeline = task_of(theirs, "StableDiffusionInpaintPipeline")
     assert_same_images(ours, pipeline, image=picture(), mask_image=mask(), strength=strength, num_inference_steps=7)
     # The kept area is unchanged, and a later call without a mask keeps nothing.
     assert_same_images(ours, theirs, num_inference_steps=2)
@@ -83,7 +78,7 @@ def test_guidance_of_images(class_name: str, extra: dict[str, float], ours: OrtD
 @pytest.mark.parametrize("listed", [False, True], ids=["one generator", "a list"])
 def test_several_images(listed: bool, ours: OrtDiffusionPipeline, theirs: Any) -> None:
     give("DDIMScheduler", ours, theirs)
-    pipeline = theirs_for("StableDiffusionImg2ImgPipeline", theirs)
+    pipeline = task_of(theirs, "StableDiffusionImg2ImgPipeline")
     arguments: dict[str, Any] = {"prompt": ["a fox", "an owl"], "image": [picture(0), picture(1)]}
     arguments |= {"num_inference_steps": 4, "strength": 0.6, "eta": 0.4, "output_type": "np"}
     pair = [[generator(3), generator(4)] if listed else generator(3) for _ in range(2)]
@@ -94,7 +89,7 @@ def test_several_images(listed: bool, ours: OrtDiffusionPipeline, theirs: Any) -
 @pytest.mark.filterwarnings("ignore:You have passed 4 text prompts:FutureWarning")
 def test_one_image_for_several_prompts(ours: OrtDiffusionPipeline, theirs: Any) -> None:
     give("EulerDiscreteScheduler", ours, theirs)
-    pipeline = theirs_for("StableDiffusionImg2ImgPipeline", theirs)
+    pipeline = task_of(theirs, "StableDiffusionImg2ImgPipeline")
     several: dict[str, Any] = {"prompt": ["a fox", "an owl"], "num_images_per_prompt": 2}
     assert_same_images(ours, pipeline, **several, image=picture(), num_inference_steps=3, **OWN_SIZE)
 
@@ -125,8 +120,7 @@ def inpainting(pipelines: PipelineCache, micro: Path) -> tuple[Path, Path]:
 @pytest.mark.parametrize("strength", [0.6, 1.0])
 def test_denoiser_trained_to_inpaint(strength: float, inpainting: tuple[Path, Path]) -> None:
     source, folder = inpainting
-    pipeline: Any = diffusers.StableDiffusionInpaintPipeline.from_pretrained(source)
-    pipeline.set_progress_bar_config(disable=True)
+    pipeline = in_diffusers(source, "StableDiffusionInpaintPipeline")
     arguments: dict[str, Any] = {"image": picture(), "mask_image": mask(), "strength": strength}
     with OrtDiffusionPipeline.from_pretrained(folder) as ours:
         expected = assert_same_images(ours, pipeline, **arguments)

@@ -17,6 +17,7 @@ import tokenizers
 import torch
 import transformers
 from safetensors.torch import load_file
+from support.diffusers_pipelines import in_diffusers
 from support.pipelines import largest_file
 
 from sdonnx.errors import OptionError, OutputError
@@ -54,10 +55,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def pipeline(tiny: Path) -> Any:
-    pipeline_class: Any = diffusers.StableDiffusionPipeline
-    pipeline = pipeline_class.from_pretrained(tiny)
-    pipeline.set_progress_bar_config(disable=True)
-    return pipeline
+    return in_diffusers(tiny)
 
 
 def test_diffusers_generates_an_image(pipeline: Any) -> None:

@@ -189,7 +189,7 @@ PREDICTIONS = ("epsilon", "v_prediction", "sample")
 LATE = {"final_sigmas_type": "sigma_min"}
 SHIFTED = {**FLOW, "use_dynamic_shifting": True}
 # The sampler, the options, the numbers of steps if they are not the usual ones, and arguments of the plan.
-CASES: list[tuple[str, Config, Any, dict[str, float]]] = [
+CASES: list[tuple[str, Config, Any, dict[str, Any]]] = [
     *(
         ("dpmsolver++", {"algorithm_type": kind, "solver_order": order, "use_karras_sigmas": True}, (16, 100), {})
         for kind in ("dpmsolver++", "sde-dpmsolver++")
@@ -229,7 +229,7 @@ CASES: list[tuple[str, Config, Any, dict[str, float]]] = [
 
 
 @pytest.mark.parametrize(("name", "changes", "counts", "given"), CASES)
-def test_further_options(name: str, changes: Config, counts: Any, given: dict[str, float]) -> None:
+def test_further_options(name: str, changes: Config, counts: Any, given: dict[str, Any]) -> None:
     assert_same(config_for(name, {**SD15, **changes}), counts, **given)
 
 

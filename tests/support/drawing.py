@@ -14,6 +14,7 @@ from sdonnx.metrics import psnr
 from sdonnx.models.spec import Role
 from sdonnx.runtime.device.session import Run
 from sdonnx.runtime.pipeline import OrtDiffusionPipeline
+from support.diffusers_pipelines import in_diffusers
 from support.pipeline_cache import PipelineCache
 
 # float32 rounding gives 120 dB and more, and a small fault may pass 50 dB.
@@ -32,10 +33,7 @@ class Pair:
         self.source = pipelines.micro(arch)
         self.exported = pipelines.exported(self.source)
         self.optimized = pipelines.optimized(self.exported, provider="cpu")
-        torch.set_num_threads(1)
-        pipeline_class: Any = diffusers.DiffusionPipeline
-        self.theirs: Any = pipeline_class.from_pretrained(self.source)
-        self.theirs.set_progress_bar_config(disable=True)
+        self.theirs = in_diffusers(self.source)
         self.ours = OrtDiffusionPipeline.from_pretrained(self.optimized)
 
     def draw(self, prompt: Any = None, *, theirs: Any = None, **arguments: Any) -> tuple[Any, Any]:

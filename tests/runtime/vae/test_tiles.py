@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from support.diffusers_pipelines import task_of
 from support.drawing import generator, observed_roles
 from support.pipelines import refused
 
@@ -96,12 +97,11 @@ def test_tiled_image_to_image_is_that_of_diffusers(
 ) -> None:
     spots = np.random.default_rng(0).integers(0, 256, (6, 7, 3), dtype=np.uint8)
     arguments = USUAL | {"image": Image.fromarray(spots).resize((40, 72)), "strength": 0.7, "num_inference_steps": 5}
-    kind: Any = diffusers.StableDiffusionImg2ImgPipeline
+    kind = "Img2Img"
     if masked:
         arguments["mask_image"] = Image.fromarray(np.eye(5, dtype=np.uint8) * 255).resize((40, 72))
-        kind = diffusers.StableDiffusionInpaintPipeline
-    theirs = kind(**tiled_theirs.components, requires_safety_checker=False)
-    theirs.set_progress_bar_config(disable=True)
+        kind = "Inpaint"
+    theirs = task_of(tiled_theirs, f"StableDiffusion{kind}Pipeline")
     given = {name: value for name, value in arguments.items() if masked or name not in ("height", "width")}
     expected = theirs(**given, generator=generator()).images
     assert psnr(tiled(**arguments, seed=0).images, expected) > SAME_DB

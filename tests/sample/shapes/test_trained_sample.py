@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import diffusers
 import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from support.diffusers_pipelines import in_diffusers
 
 from sdonnx.__main__ import main
 from sdonnx.metrics import psnr
@@ -33,10 +33,9 @@ STEPS, SEED = 15, 0
 @pytest.fixture(scope="module")
 def images(shapes: Path) -> npt.NDArray[np.uint8]:
     """An image (H,W,3) of each caption by diffusers in float32."""
-    torch.set_num_threads(1)  # as in the other tests
-    pipeline: Any = diffusers.DiffusionPipeline.from_pretrained(shapes)
-    pipeline.set_progress_bar_config(disable=True)
-    return generate(pipeline, CAPTIONS, steps=STEPS, guidance_scale=GUIDANCE_SCALE, seed=SEED, batch=len(CAPTIONS))
+    return generate(
+        in_diffusers(shapes), CAPTIONS, steps=STEPS, guidance_scale=GUIDANCE_SCALE, seed=SEED, batch=len(CAPTIONS)
+    )
 
 
 def test_captions_are_of_every_relation() -> None:
@@ -60,7 +59,6 @@ def test_images_show_their_captions(images: npt.NDArray[np.uint8]) -> None:
 def test_the_optimized_folder_generates_the_same_images(images: npt.NDArray[np.uint8], shapes_cpu: Path) -> None:
     noise = torch.randn(len(CAPTIONS), 4, 16, 16, generator=torch.Generator("cpu").manual_seed(SEED)).numpy()
     with OrtDiffusionPipeline.from_pretrained(shapes_cpu) as pipeline:
-        pipeline.set_progress_bar_config(disable=True)
         ours = pipeline(
             list(CAPTIONS), num_inference_steps=STEPS, guidance_scale=GUIDANCE_SCALE, latents=noise, output_type="np"
         ).images
